@@ -1,0 +1,72 @@
+"""Every error of the library. Each says what was found, what was expected, what to do, and where.
+
+The classes also derive from the builtin that a caller would expect (`ValueError`, `TypeError`, ...), so that code which knows
+nothing of fusion_moe can catch them.
+"""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """Base of all errors of fusion_moe.
+
+    found: what was seen, with names and numbers; expected: what would have been right; todo: what the user can do;
+    where: the operation, argument, module or source line it is about.
+    """
+
+    def __init__(self, found: str, *, expected: str = "", todo: str = "", where: str = ""):
+        self.found, self.expected, self.todo, self.where = found, expected, todo, where
+        parts = [found, expected and f"expected {expected}", todo]
+        super().__init__((f"{where}: " if where else "") + "; ".join(p for p in parts if p))
+
+    def at(self, where: str) -> Error:
+        """The same error with a place in front, for callers that know more about it."""
+        place = f"{where}: {self.where}" if self.where else where
+        return type(self)(self.found, expected=self.expected, todo=self.todo, where=place)
+
+
+class ShapeError(Error, ValueError):
+    """Sizes that disagree, or a size that the format cannot take (K not a multiple of 16)."""
+
+
+class DtypeError(Error, TypeError):
+    """A tensor of another dtype than the operation takes."""
+
+
+class DeviceError(Error, ValueError):
+    """Tensors of one call that live on different devices."""
+
+
+class GroupsError(Error, ValueError):
+    """Group ends or expert ids that decrease, are negative, or reach past the rows or groups there are."""
+
+
+class NonFiniteError(Error, ValueError):
+    """NaN or infinity where it would be quantized away without a word."""
+
+
+class UnsupportedError(Error, NotImplementedError):
+    """Something that is right to ask for but that this target, model or version cannot do."""
+
+
+class OptionError(Error, ValueError):
+    """An unknown option, or a value that the option does not take."""
+
+
+class FusionError(Error, ValueError):
+    """A Fusion that does not verify; the message shows the operation among its neighbours."""
+
+
+class ParseError(Error, ValueError):
+    """Text that is not a printed Fusion."""
+
+
+class TranslatorError(Error, RuntimeError):
+    """A translator that failed, returned another type than its operation's fake, or is registered twice."""
+
+
+class Untranslatable(Error):
+    """Raised by a translator to refuse a call: `raise Untranslatable("K = 24 is not a multiple of 16")`.
+
+    The call stays an ordinary call of the operation, and `explain` shows the sentence.
+    """

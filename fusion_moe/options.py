@@ -1,0 +1,82 @@
+"""Every switch of the library: its name, type, default and meaning. Nothing else reads the environment.
+
+A switch is read from `FUSION_MOE_<NAME>` when this module is imported, and can be set for a while:
+
+    with fusion_moe.options.override(target="reference"):
+        model(x)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+
+from .errors import OptionError
+
+_PREFIX = "FUSION_MOE_"
+
+
+def _option(default: object, doc: str, choices: tuple[str, ...] = ()) -> object:
+    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices})
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The switches. All of them are part of the cache keys of compiled programs."""
+
+    target: str = _option("auto", "what to compile for: 'auto' follows the tensors' device, or the name of a target")
+    contract_rounding: bool = _option(True, "keep float32 inside a fused kernel where the program rounds to a narrower type and back")
+    check: bool = _option(False, "evaluate every pass and the segmentation on the real inputs and compare exactly (slow)")
+
+    def replace(self, **changes: object) -> Options:
+        """These options with some changed; names and types are checked."""
+        return dataclasses.replace(self, **{name: _checked(name, value) for name, value in changes.items()})
+
+    def key(self) -> str:
+        """The options as text, for cache keys."""
+        return repr(self)
+
+
+_FIELDS = {f.name: f for f in dataclasses.fields(Options)}
+
+
+def _checked(name: str, value: object) -> object:
+    """`value` as the option's type; text is parsed, as it comes from the environment."""
+    field = _FIELDS.get(name)
+    if field is None:
+        near = difflib.get_close_matches(name, _FIELDS, 1)
+        raise OptionError(f"unknown option {name!r}", expected=f"one of {', '.join(_FIELDS)}", todo=f"did you mean {near[0]!r}?" if near else "")
+    wanted = type(field.default)
+    if wanted is bool and isinstance(value, str):
+        value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
+    if not isinstance(value, wanted):
+        raise OptionError(f"option {name} = {value!r}", expected=f"a {wanted.__name__} ({field.metadata['doc']})")
+    return value
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
+    """The defaults, changed by the `FUSION_MOE_*` variables; an unknown one raises."""
+    found = {name[len(_PREFIX) :].lower(): value for name, value in environ.items() if name.startswith(_PREFIX)}
+    return Options().replace(**found)
+
+
+_current: contextvars.ContextVar[Options] = contextvars.ContextVar("fusion_moe_options", default=from_environment())
+
+
+def current() -> Options:
+    """The options in force here."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def override(**changes: object) -> Iterator[Options]:
+    """Change options inside a `with` block."""
+    token = _current.set(current().replace(**changes))
+    try:
+        yield current()
+    finally:
+        _current.reset(token)
