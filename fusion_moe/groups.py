@@ -1,0 +1,121 @@
+"""All arithmetic on group sizes. M rows are cut into G runs, one for each group (expert); how long each is, only the device knows.
+
+Three spellings of the same cut, all int32 [G], converted here and nowhere else:
+
+    ends            the row after each run; `offs` of torch.nn.functional.grouped_mm, and of the public ops
+    starts          the first row of each run, without the total; nvFuser's `expert_offsets`
+    padded starts   starts once every run is padded to a multiple of `align` rows; nvFuser's `blockscale_offsets`
+
+>>> ends = ends_from_sizes(torch.tensor([3, 0, 6, 2], dtype=torch.int32))
+>>> ends.tolist(), starts(ends).tolist(), sizes(ends).tolist()
+([3, 3, 9, 11], [0, 3, 3, 9], [3, 0, 6, 2])
+>>> padded_starts(ends, 4).tolist()      # runs of 4, 0, 8 and 4 rows once padded to multiples of 4
+[0, 4, 4, 12]
+>>> bound(11, 4, 4)                      # what to allocate before the sizes are known: 16 here, 20 for sizes [1, 1, 1, 8]
+20
+>>> row_groups(ends, 12).tolist()        # row 11 lies past the last end: group 4, which there is not
+[0, 0, 0, 2, 2, 2, 2, 2, 2, 3, 3, 4]
+
+Nothing here waits for the device, except `check_ends` and `check_ids`, which say so. Rows at or past the last end belong to no group.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fusion_moe.errors import DtypeError, GroupsError, ShapeError
+
+Size = TypeVar("Size", int, Tensor)
+
+
+def ends_from_sizes(sizes: Tensor) -> Tensor:
+    """sizes i32 or i64 [G] -> ends i32 [G]."""
+    return sizes.cumsum(0, dtype=torch.int32)
+
+
+def sizes(ends: Tensor) -> Tensor:
+    """ends i32 [G] -> sizes i32 [G]: the rows of each run."""
+    return ends - starts(ends)
+
+
+def starts(ends: Tensor) -> Tensor:
+    """ends i32 [G] -> starts i32 [G]: the first row of each run, the total left out."""
+    return torch.nn.functional.pad(ends, (1, 0))[:-1]
+
+
+def padded_starts(ends: Tensor, align: int) -> Tensor:
+    """ends i32 [G] -> i32 [G]: the first row of each run once every run is padded to a multiple of `align` rows."""
+    padded = ceil_to(sizes(ends), align)
+    return padded.cumsum(0, dtype=torch.int32) - padded
+
+
+def ceil_to(n: Size, align: int) -> Size:
+    """n (int, SymInt or integer tensor) rounded up to a multiple of `align`."""
+    return (n + (align - 1)) // align * align
+
+
+def bound(total: int, count: int, align: int) -> int:
+    """Rows to allocate: the most that a cut of `total` rows into `count` runs takes once each is padded to a multiple of `align`.
+
+    Reached by runs of one row and one run with the rest. total and count may be int or SymInt; nothing is read from the device.
+    """
+    return align * (torch.sym_min(total, count) + torch.sym_max(0, total - count) // align)
+
+
+def row_groups(ends: Tensor, rows: int) -> Tensor:
+    """ends i32 [G] -> i32 [rows]: the group of each row, G for rows at or past the last end. rows: int or SymInt."""
+    return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True, out_int32=True)
+
+
+def clamp_ends(ends: Tensor, rows: int) -> Tensor:
+    """ends i32 [G] -> i32 [G] that never decrease and lie in 0..rows: good ends unchanged, bad ones safe to read memory with.
+
+    What CUDA does to ends it has not looked at, without waiting; `check_ends` says what was wrong.
+    """
+    return ends.clamp(0, rows).cummax(0).values
+
+
+def check_ends(ends: Tensor, rows: int, name: str = "offs") -> None:
+    """Raises unless ends [G] are cumulative ends of runs among `rows` rows. Reads them: waits for the device.
+
+    DtypeError unless int32; ShapeError unless one-dimensional; GroupsError with the first group whose end is negative, below the
+    one before it, or past the rows. The last end may lie before `rows`: the rows after it belong to no group.
+    """
+    if ends.dtype != torch.int32:
+        raise DtypeError(f"{name} is {ends.dtype}", expected="torch.int32", todo=f"{name}.to(torch.int32)")
+    if ends.dim() != 1:
+        raise ShapeError(f"{name} is {list(ends.shape)}", expected="[G], one end for each group")
+    before = 0
+    for group, end in enumerate(ends.tolist()):
+        if not before <= end <= rows:
+            if end > rows:
+                why = f"past the {rows} rows there are"
+            else:
+                why = "negative" if end < 0 else f"below {name}[{group - 1}] = {before}"
+            raise GroupsError(
+                f"{name}[{group}] = {end} is {why}",
+                expected=f"an end from {before} to {rows} for group {group} of {len(ends)}",
+                todo="pass cumulative ends, as torch.nn.functional.grouped_mm takes them; fusion_moe.groups.ends_from_sizes makes them from sizes",
+            )
+        before = end
+
+
+def check_ids(ids: Tensor, groups: int, name: str = "ids") -> None:
+    """Raises unless integer ids [...] lie in 0..groups-1. Reads them: waits for the device.
+
+    DtypeError unless an integer type; GroupsError with the first position (in row-major order) of an id that names no group.
+    """
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(f"{name} is {ids.dtype}", expected="torch.int32 or torch.int64", todo=f"{name}.to(torch.int64)")
+    bad = (ids < 0) | (ids >= groups)
+    if bad.any():
+        first = tuple(bad.nonzero()[0].tolist())
+        place = ", ".join(map(str, first))
+        raise GroupsError(
+            f"{name}[{place}] = {ids[first].item()}, and {int(bad.sum()) - 1} more of {ids.numel()} name no group",
+            expected=f"ids from 0 to {groups - 1}",
+            todo="check that the router has as many outputs as there are experts, and drop or remap ids of experts held elsewhere",
+        )

@@ -1,0 +1,162 @@
+"""FusionDefinition: builds a Fusion call by call, in the spelling of nvFuser's Python frontend.
+
+    fd = FusionDefinition()
+    x = fd.define_tensor(shape=[-1, 64], dtype="bf16")
+    y = fd.ops.silu(x)
+    fd.add_output(y)
+    print(fd.fusion())
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import FusionError
+from .core import Fusion, Op, OpKind, Value, infer
+from .kinds import KINDS
+from .sizes import AnySize, Size, symbol
+from .types import DTYPES, Dim, Groups, Rows, TensorType, dtype_name
+
+_HERE = str(Path(__file__).parent)
+
+
+class FusionDefinition:
+    """Collects inputs, operations and outputs; `fusion()` gives the verified Fusion. `fd.ops` has one method for each kind."""
+
+    def __init__(self) -> None:
+        self.ops = Ops(self)
+        self.source = ""  # the line of the user's program that the next operations come from
+        self._inputs: list[Value] = []
+        self._ops: list[Op] = []
+        self._outputs: list[Value] = []
+        self._roles: dict[Value, str] = {}
+        self._aliases: dict[Value, Value] = {}
+        self._names: set[str] = set()
+        self._views: dict[Any, tuple[Value, ...]] = {}
+
+    def define_size(self, name: str) -> Size:
+        """A size that is known only at launch."""
+        return symbol(self._new_name(name))
+
+    def define_groups(self, name: str, count: AnySize) -> Groups:
+        """A cut of rows into `count` runs, for `ends`, `route` and tensors whose rows it cuts: shape=[m / g, 64]."""
+        return Groups(self._new_name(name), count)
+
+    def define_tensor(
+        self, *, shape: Sequence[Dim], dtype: str | torch.dtype, layout: str = "linear", ends: Groups | None = None, role: str = "argument"
+    ) -> Value:
+        """An input. A size of -1 is one known only at launch. dtype: bf16, f32, ... or torch's; role: argument, weight or state."""
+        dims = tuple(self.define_size(self._fresh("s")) if isinstance(d, int) and d == -1 else d for d in shape)
+        type = TensorType(dims, dtype if isinstance(dtype, str) else dtype_name(dtype), layout, ends)
+        value = Value(f"i{len(self._inputs)}", type)
+        self._inputs.append(value)
+        self._roles[value] = role
+        return value
+
+    def from_pytorch(self, tensor: torch.Tensor) -> Value:
+        """An input with the shape and dtype of a tensor."""
+        return self.define_tensor(shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+    def add_output(self, value: Value, alias_input: Value | None = None) -> None:
+        """States an output; with alias_input, one that is written over that input."""
+        self._outputs.append(value)
+        if alias_input is not None:
+            self._aliases[value] = alias_input
+
+    def fusion(self) -> Fusion:
+        """What was built, verified."""
+        return Fusion(tuple(self._inputs), tuple(self._ops), tuple(self._outputs), self._roles, self._aliases).verify()
+
+    def fresh_groups(self, count: AnySize) -> Groups:
+        """A cut with a name of its own."""
+        return self.define_groups(self._fresh("g"), count)
+
+    def inline(self, fusion: Fusion, inputs: Sequence[Value]) -> tuple[Value, ...]:
+        """Copies the operations of a Fusion onto other inputs; returns what its outputs became."""
+        made: dict[Any, Any] = dict(zip(fusion.inputs, inputs, strict=True))
+        for op in fusion.ops:
+            made.update(zip(op.outputs, self.append(op.kind, [made.get(v, v) for v in op.inputs], op.attrs), strict=True))
+        return tuple(made[v] for v in fusion.outputs)
+
+    @contextmanager
+    def at(self, source: str) -> Iterator[None]:
+        """Operations made inside come from this line of the user's program."""
+        before, self.source = self.source, source
+        try:
+            yield
+        finally:
+            self.source = before
+
+    def append(self, kind: OpKind, inputs: Sequence[Any], attrs: dict[str, Any] | Any) -> tuple[Value, ...]:
+        """Adds one operation; its output types come from the type rule of its kind. Equal views are made once."""
+        attrs = {k: tuple(v) if isinstance(v, list) else v for k, v in attrs.items()}
+        key = (kind.name, tuple(inputs), tuple(attrs.items())) if kind.view else None
+        if key in self._views:
+            return self._views[key]
+        types = infer(kind, [v.type if isinstance(v, Value) else v for v in inputs], attrs)
+        first = sum(len(op.outputs) for op in self._ops)
+        outputs = tuple(Value(f"t{first + i}", t) for i, t in enumerate(types))
+        self._ops.append(Op(kind, tuple(inputs), attrs, outputs, self.source, _caller()))
+        if key is not None:
+            self._views[key] = outputs
+        return outputs
+
+    def groups_of(self, offs: Value, rows: AnySize) -> Value:
+        """The ends-typed value of a plain i32 vector of group ends; asked twice, it is the same value and the same cut."""
+        if offs.type.ends is not None:
+            return offs
+        key = ("groups_of", offs)
+        if key not in self._views:
+            self._views[key] = (self.ops.ends(offs, rows=rows, groups=self.fresh_groups(offs.type.shape[0])),)
+        return self._views[key][0]
+
+    def _fresh(self, prefix: str) -> str:
+        return next(name for n in range(len(self._names) + 1) if (name := f"{prefix}{n}") not in self._names)
+
+    def _new_name(self, name: str) -> str:
+        if name in self._names:
+            raise FusionError(f"the name {name!r} is taken", expected="a new name for each size and each cut")
+        self._names.add(name)
+        return name
+
+
+class Ops:
+    """`fd.ops.<kind>(*inputs, **attributes)`: appends an operation and returns its output, or a tuple of them."""
+
+    def __init__(self, fd: FusionDefinition):
+        self._fd = fd
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in KINDS:
+            raise FusionError(f"no operation is called {name!r}", expected=f"one of {', '.join(sorted(KINDS))}")
+        kind = KINDS[name]
+
+        def call(*inputs: Any, **attrs: Any) -> Any:
+            outputs = self._fd.append(kind, inputs, attrs)
+            return outputs if len(outputs) > 1 else outputs[0]
+
+        return call
+
+
+def as_dtype(dtype: str | torch.dtype) -> str:
+    """The IR's name of a dtype that may be torch's."""
+    return dtype if isinstance(dtype, str) and dtype in DTYPES else dtype_name(dtype)  # type: ignore[arg-type]
+
+
+def rows_like(dim: Dim, total: AnySize) -> Dim:
+    """`total` rows, cut as `dim` is if they are as many."""
+    return dim if isinstance(dim, Rows) and dim.total == total else total
+
+
+def _caller() -> str:
+    """file:line of the nearest frame outside of the IR: the translator that made an operation."""
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

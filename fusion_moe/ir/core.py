@@ -1,0 +1,259 @@
+"""The data of the IR: a Fusion is a list of operations over typed values, and can be verified, evaluated and printed at every stage.
+
+`Fusion.evaluate`, in plain torch, is its meaning: every pass keeps it, every kernel is tested against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..errors import DtypeError, Error, FusionError, ShapeError
+from ..formats import FORMATS, Quantized
+from ..groups import check_ends
+from ..layouts import LAYOUTS
+from .sizes import Size, exact_div, value
+from .types import DTYPES, Groups, Rows, TensorType, dim_value, plain
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """One result or input, assigned once; identity is equality."""
+
+    name: str
+    type: TensorType
+
+
+Operand = Value | int | float | bool  # a number takes the dtype of the tensors beside it
+
+
+@dataclass(frozen=True)
+class OpKind:
+    """One row of the table of operations: everything that every stage must agree on, told once.
+
+    infer(*types, **attrs) -> the types of the outputs; evaluate(*tensors, **attrs) -> the outputs, in plain torch.
+    grad(fd, op, *output_grads) -> one gradient (or None) for each input, written with fd.ops; None: no derivative.
+    flops(op) -> floating-point operations as a size; view: no work of its own, copied into every kernel that reads it.
+    """
+
+    name: str
+    infer: Callable[..., tuple[TensorType, ...]]
+    evaluate: Callable[..., tuple[Any, ...]]
+    grad: Callable[..., Sequence[Value | None]] | None = None
+    flops: Callable[[Op], Any] | None = None
+    view: bool = False
+    role: str = "pointwise"  # what schedulers ask: pointwise | shape | view | gather | routing | grouped | reduce | quantize | layout
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One operation. source is the line of the user's program it comes from, translator the line that made it."""
+
+    kind: OpKind
+    inputs: tuple[Operand, ...]
+    attrs: Mapping[str, Any]
+    outputs: tuple[Value, ...]
+    source: str = ""
+    translator: str = ""
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The inputs that are values, numbers left out."""
+        return tuple(v for v in self.inputs if isinstance(v, Value))
+
+    def types(self) -> Iterator[TensorType | int | float | bool]:
+        """What the type rule takes: the types of the inputs, numbers as they are."""
+        for v in self.inputs:
+            yield v.type if isinstance(v, Value) else v
+
+    def with_inputs(self, inputs: Sequence[Operand]) -> Op:
+        """This operation on other inputs of the same types."""
+        return replace(self, inputs=tuple(inputs))
+
+
+def infer(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    """The types of the outputs; whatever the rule finds wrong names the operation."""
+    try:
+        return kind.infer(*types, **attrs)
+    except Error as error:
+        raise error.at(kind.name) from None
+    except TypeError as error:
+        raise FusionError(f"{kind.name} does not take these arguments: {error}", todo="see fusion_moe/ir/kinds for its signature") from None
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A program: inputs, operations in order, outputs.
+
+    roles: input -> "argument" | "weight" | "state" ("argument" where not said). aliases: {output: input} that is written in place.
+    """
+
+    inputs: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Value, ...]
+    roles: Mapping[Value, str] = field(default_factory=dict)
+    aliases: Mapping[Value, Value] = field(default_factory=dict)
+
+    def verify(self) -> Fusion:
+        """This Fusion, or FusionError: every value made before it is read, every type as its rule gives it, every cut made once."""
+        seen, cuts = set(self.inputs), {v.type.ends.name for v in self.inputs if v.type.ends}
+        for i, op in enumerate(self.ops):
+            if missing := [v.name for v in op.values if v not in seen]:
+                raise self._error(i, f"reads {', '.join(missing)} before anything makes it")
+            try:
+                want = infer(op.kind, tuple(op.types()), op.attrs)
+            except Error as error:
+                raise self._error(i, error.found, error.expected) from None
+            if (got := tuple(v.type for v in op.outputs)) != want:
+                raise self._error(i, f"is typed {_types(got)}", f"{_types(want)}, as its rule gives")
+            for made in (v.type.ends.name for v in op.outputs if v.type.ends):
+                if made in cuts:
+                    raise self._error(i, f"makes the cut {made} a second time", "one name for each cut")
+                cuts.add(made)
+            seen.update(op.outputs)
+        if missing := [v.name for v in self.outputs if v not in seen]:
+            raise FusionError(f"output {', '.join(missing)} is never made", todo="add the operation that makes it")
+        self._verify_aliases(seen)
+        return self
+
+    def _verify_aliases(self, seen: set[Value]) -> None:
+        for output, target in self.aliases.items():
+            if output not in self.outputs or target not in self.inputs or output.type != target.type:
+                raise FusionError(f"alias {output.name} -> {target.name}", expected="an output and an input of one type")
+
+    def _error(self, at: int, why: str, expected: str = "") -> FusionError:
+        from .text import op_text, value_names  # text builds on this module; only messages need it here
+
+        names, op = value_names(self), self.ops[at]
+        near = "\n".join(("-> " if i == at else "   ") + op_text(o, names) for i, o in enumerate(self.ops) if abs(i - at) < 4)
+        return FusionError(why, expected=expected, todo=f"made by {op.translator or 'hand'}\n{near}", where=op.kind.name)
+
+    @cached_property
+    def symbols(self) -> tuple[str, ...]:
+        """The names of the sizes known only at launch, in order of first use."""
+        found = [s for v in self.inputs for s in v.type.symbols()]
+        for op in self.ops:
+            found += [s for attr in op.attrs.values() for s in _attr_symbols(attr)]
+            found += [s for v in op.outputs for s in v.type.symbols()]
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def producers(self) -> Mapping[Value, Op]:
+        """The operation that makes each value (inputs have none)."""
+        return {v: op for op in self.ops for v in op.outputs}
+
+    @cached_property
+    def readers(self) -> Mapping[Value, tuple[Op, ...]]:
+        """The operations that read each value, in order."""
+        found: dict[Value, list[Op]] = {}
+        for op in self.ops:
+            for v in dict.fromkeys(op.values):
+                found.setdefault(v, []).append(op)
+        return {v: tuple(ops) for v, ops in found.items()}
+
+    def role(self, value: Value) -> str:
+        """"argument", "weight" or "state"."""
+        return self.roles.get(value, "argument")
+
+    def bind(self, tensors: Sequence[Any], sizes: Mapping[str, int] | None = None) -> dict[str, int]:
+        """The values of the symbols, from the shapes of the inputs; raises before anything is read if they do not fit the types."""
+        if len(tensors) != len(self.inputs):
+            raise ShapeError(f"{len(tensors)} inputs", expected=str(len(self.inputs)), where="fusion")
+        env: dict[str, int] = dict(sizes or {})
+        for v, tensor in zip(self.inputs, tensors, strict=True):
+            _solve(v.type, _first(tensor), env)
+        if missing := [s for s in self.symbols if s not in env]:
+            raise ShapeError(f"no input shows the size {', '.join(missing)}", todo="pass it in sizes", where="fusion")
+        for v, tensor in zip(self.inputs, tensors, strict=True):
+            _check(v, _first(tensor), env)
+        return env
+
+    def evaluate(self, *tensors: Any, sizes: Mapping[str, int] | None = None) -> tuple[Any, ...]:
+        """The outputs on these inputs, in plain torch: the meaning of the program. Checks ends and ids on the host."""
+        env = self.bind(tensors, sizes)
+        made: dict[Any, Any] = dict(zip(self.inputs, tensors, strict=True))
+        for v, tensor in made.items():
+            if v.type.ends:
+                check_ends(tensor, rows_of(v.type.ends, self, env), v.name)
+        last = {v: op for op in self.ops for v in op.values}
+        for op in self.ops:
+            args = [made[v] if isinstance(v, Value) else v for v in op.inputs]
+            made.update(zip(op.outputs, op.kind.evaluate(*args, **resolve(op.attrs, env)), strict=True))
+            for v in op.values:  # as kernels do: what nobody reads any more is given back
+                if last[v] is op and v not in self.outputs:
+                    made.pop(v, None)
+        return tuple(made[v] for v in self.outputs)
+
+    def __str__(self) -> str:
+        from .text import text  # text builds on this module
+
+        return text(self)
+
+
+def rows_of(groups: Groups, fusion: Fusion, env: Mapping[str, int]) -> int:
+    """The rows that a cut is about: the total of any value of the fusion typed with it."""
+    values = [*fusion.inputs, *(v for op in fusion.ops for v in op.outputs)]
+    totals = [d.total for v in values for d in v.type.shape if isinstance(d, Rows) and d.groups == groups]
+    return value(totals[0], env) if totals else torch.iinfo(torch.int32).max
+
+
+def storage_shape(type: TensorType, env: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The shape of the torch tensor that holds a value of this type (of its codes, where it is quantized)."""
+    if type.quantized:
+        return (*(dim_value(d, env) for d in type.shape[:-1]), FORMATS[type.dtype].packed(dim_value(type.shape[-1], env)))
+    cut = next((d for d in type.shape if isinstance(d, Rows) and d.align > 1), None)
+    shape = tuple(value(plain(d), env) for d in type.shape)
+    return LAYOUTS[type.layout].storage_shape(shape, None if cut is None else value(cut.groups.count, env))
+
+
+def resolve(attrs: Mapping[str, Any], env: Mapping[str, int]) -> dict[str, Any]:
+    """The attributes with every size replaced by its number."""
+    return {name: _resolve(v, env) for name, v in attrs.items()}
+
+
+def _resolve(attr: Any, env: Mapping[str, int]) -> Any:
+    if isinstance(attr, tuple):
+        return tuple(_resolve(a, env) for a in attr)
+    return dim_value(attr, env) if isinstance(attr, (Size, Rows)) else attr
+
+
+def _attr_symbols(attr: Any) -> Iterator[str]:
+    if isinstance(attr, tuple):
+        for a in attr:
+            yield from _attr_symbols(a)
+    elif isinstance(attr, (Size, Rows)):
+        yield from TensorType((attr,), "").symbols()
+
+
+def _first(tensor: Any) -> torch.Tensor:
+    return tensor.codes if isinstance(tensor, Quantized) else tensor
+
+
+def _solve(type: TensorType, tensor: torch.Tensor, env: dict[str, int]) -> None:
+    """Reads symbols off dimensions that are a multiple of one symbol."""
+    for dim, n in zip(type.shape, tensor.shape, strict=False):
+        if not isinstance(dim, Size) and not (isinstance(dim, Rows) and dim.align == 1):
+            continue
+        size = plain(dim)
+        if isinstance(size, Size) and len(size.terms) == 1:
+            ((atoms, coefficient),) = size.terms
+            solved = exact_div(n, coefficient)
+            if len(atoms) == 1 and isinstance(atoms[0], str) and isinstance(solved, int):
+                env.setdefault(atoms[0], solved)
+
+
+def _check(v: Value, tensor: torch.Tensor, env: Mapping[str, int]) -> None:
+    want = tuple(storage_shape(v.type, env))
+    if tuple(tensor.shape) != want:
+        raise ShapeError(f"{v.name} has shape {list(tensor.shape)}", expected=f"{list(want)} for {v.type}", where="fusion")
+    dtype = torch.uint8 if v.type.quantized else DTYPES[v.type.dtype]
+    if tensor.dtype != dtype:
+        raise DtypeError(f"{v.name} is {tensor.dtype}", expected=f"{dtype} for {v.type}", where="fusion")
+
+
+def _types(types: Sequence[TensorType]) -> str:
+    return ", ".join(map(str, types))

@@ -1,0 +1,143 @@
+"""Products over groups: run g of the rows with matrix g. All accumulate in float32; rows past the last end come out as zeros.
+
+    grouped_mm     a [M/g, K], w [G, N, K] -> f32[M/g, N]     contracts K
+    grouped_mm_t   a [M/g, N], w [G, N, K] -> f32[M/g, K]     contracts N: the gradient of `a`, weights as they are stored
+    grouped_outer  a [M/g, N], b [M/g, K]  -> f32[G, N, K]    contracts rows: the gradient of `w`; an empty group is zero
+    group_add      y [M/g, N], bias [G, N] -> [M/g, N]
+
+w is nvfp4[G, N, K] or a float tensor; it is decoded one group at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import DtypeError
+from ...formats import FORMATS, Quantized, dequantize
+from ...groups import check_ends, row_groups
+from ..core import Op, OpKind, Value
+from ..types import FLOATS, TensorType, plain
+from .quantized import linear
+from .rules import Types, need_cut, need_dtype, need_float, need_rank, need_same
+
+_OPERANDS = (*FLOATS, *FORMATS)
+
+
+def _operands(a: TensorType, w: TensorType, ends: TensorType, contract: int) -> None:
+    need_rank("a", a, 2)
+    need_rank("w", w, 3)
+    need_dtype("a", a, *_OPERANDS)
+    need_dtype("w", w, *_OPERANDS)
+    rows = need_cut("a", a, ends)
+    need_same("the number of groups", w.shape[0], rows.groups.count, "w and ends")
+    need_same("the contracted size", a.shape[1], w.shape[contract], f"a {a} and w {w}")
+
+
+def _mm_type(a: TensorType, w: TensorType, ends: TensorType) -> Types:
+    _operands(a, w, ends, contract=2)
+    return (TensorType((a.shape[0], w.shape[1]), "f32"),)
+
+
+def _mm_t_type(a: TensorType, w: TensorType, ends: TensorType) -> Types:
+    _operands(a, w, ends, contract=1)
+    if a.quantized:
+        raise DtypeError(f"a is {a}", expected="floats: the blocks of a run along N, which is contracted")
+    return (TensorType((a.shape[0], w.shape[2]), "f32"),)
+
+
+def _outer_type(a: TensorType, b: TensorType, ends: TensorType) -> Types:
+    rows = need_cut("a", a, ends)
+    need_cut("b", b, ends)
+    need_float("a", a)
+    need_float("b", b)
+    return (TensorType((rows.groups.count, a.shape[1], b.shape[1]), "f32"),)
+
+
+def _add_type(y: TensorType, bias: TensorType, ends: TensorType) -> Types:
+    need_rank("y", y, 2)
+    need_rank("bias", bias, 2)
+    need_dtype("bias", bias, y.dtype)
+    rows = need_cut("y", y, ends)
+    need_same("the number of groups", bias.shape[0], rows.groups.count, "bias and ends")
+    need_same("N", bias.shape[1], y.shape[1], f"y {y} and bias {bias}")
+    return (y,)
+
+
+def _runs(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """(group, first row, row after the last) of every run that is not empty. Reads the ends: this is the reference."""
+    start = 0
+    for group, end in enumerate(ends.tolist()):
+        if end > start:
+            yield group, start, end
+        start = end
+
+
+def _matrix(w: Any, group: int) -> torch.Tensor:
+    """Matrix `group` of w in float32 (float64 stays)."""
+    if isinstance(w, Quantized):
+        return dequantize(Quantized(*(t[group] for t in w)))
+    return _wide(w[group])
+
+
+def _wide(x: Any) -> torch.Tensor:
+    if isinstance(x, Quantized):
+        return dequantize(x)
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _mm(a: Any, w: Any, ends: torch.Tensor, *, transposed: bool) -> tuple[torch.Tensor]:
+    if isinstance(a, Quantized):  # block scales swizzled for each group have their rows padded
+        layout = "linear" if a.block_scale.shape[0] == a.codes.shape[0] else "sf128x4"
+        a = dequantize(linear(a, layout, ends))
+    check_ends(ends, a.shape[0], "ends")
+    n = (w.codes if isinstance(w, Quantized) else w).shape[1]
+    k = w.shape[2]
+    out = torch.zeros(a.shape[0], k if transposed else n, device=a.device)
+    for group, start, end in _runs(ends):
+        matrix = _matrix(w, group)
+        out[start:end] = _wide(a[start:end]) @ (matrix if transposed else matrix.T)
+    return (out,)
+
+
+def _outer(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
+    check_ends(ends, a.shape[0], "ends")
+    out = torch.zeros(len(ends), a.shape[1], b.shape[1], device=a.device)
+    for group, start, end in _runs(ends):
+        out[group] = _wide(a[start:end]).T @ _wide(b[start:end])
+    return (out,)
+
+
+def _add(y: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
+    """Rows past the last end stay as they are."""
+    padded = torch.cat([bias, bias.new_zeros(1, bias.shape[1])])
+    return (y + padded.index_select(0, row_groups(ends, y.shape[0])),)
+
+
+def _mm_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    a, w, ends = op.values
+    da = None if a.type.quantized else fd.ops.cast(fd.ops.grouped_mm_t(dy, w, ends), dtype=a.type.dtype)
+    dw = None if w.type.quantized else fd.ops.cast(fd.ops.grouped_outer(dy, a, ends), dtype=w.type.dtype)
+    return [da, dw, None]
+
+
+def _add_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    y, bias, ends = op.values
+    ones = fd.ops.cut(fd.ops.full(shape=(plain(y.type.shape[0]), 1), fill_value=1.0, dtype="f32"), ends)
+    total = fd.ops.reshape(fd.ops.grouped_outer(ones, dy, ends), new_shape=bias.type.shape)
+    return [dy, fd.ops.cast(total, dtype=bias.type.dtype), None]
+
+
+def _product_flops(op: Op) -> Any:
+    a, w = (v.type for v in op.values[:2])
+    return 2 * plain(a.shape[0]) * w.shape[-2] * w.shape[-1] if len(w.shape) == 3 else 2 * plain(a.shape[0]) * a.shape[1] * w.shape[1]
+
+
+TABLE = (
+    OpKind("grouped_mm", _mm_type, lambda a, w, ends: _mm(a, w, ends, transposed=False), _mm_grad, _product_flops, role="grouped"),
+    OpKind("grouped_mm_t", _mm_t_type, lambda a, w, ends: _mm(a, w, ends, transposed=True), flops=_product_flops, role="grouped"),
+    OpKind("grouped_outer", _outer_type, _outer, flops=_product_flops, role="grouped"),
+    OpKind("group_add", _add_type, _add, _add_grad, role="grouped_add"),
+)

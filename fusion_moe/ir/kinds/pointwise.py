@@ -1,0 +1,161 @@
+"""Pointwise operations: one element of the result from one element of each input. Sizes equal or 1; a number has the tensors' dtype.
+
+Each is rounded to its dtype as torch rounds it: bf16 in float32 and back, once for each operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import DtypeError
+from ..core import Op, OpKind, Value
+from ..types import DTYPES, FLOATS, TensorType
+from .rules import Types, joined_dtype, joined_shape, need_dtype, need_float, need_tensor
+
+Grad = Callable[[Any, Op, Value], Sequence[Value | None]]
+
+
+def _same(*types: Any) -> Types:
+    return (TensorType(joined_shape(types), joined_dtype(types)),)
+
+
+def _float(*types: Any) -> Types:
+    for t in types:
+        if isinstance(t, TensorType):
+            need_float("the input", t)
+    return _same(*types)
+
+
+def _compared(*types: Any) -> Types:
+    joined_dtype(types)
+    return (TensorType(joined_shape(types), "bool"),)
+
+
+def _cast_type(x: TensorType, dtype: str) -> Types:
+    if dtype not in DTYPES:
+        raise DtypeError(f"dtype={dtype!r}", expected=f"one of {', '.join(DTYPES)}")
+    need_dtype("x", x, *DTYPES)
+    return (need_tensor("x", x).with_(dtype=dtype, ends=None),)
+
+
+def _where_type(condition: TensorType, a: Any, b: Any) -> Types:
+    need_dtype("condition", condition, "bool")
+    return (TensorType(joined_shape((condition, a, b)), joined_dtype((a, b))),)
+
+
+def _where(condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
+    like = a if isinstance(a, torch.Tensor) else b
+    return torch.where(condition, torch.as_tensor(a, dtype=like.dtype, device=like.device), torch.as_tensor(b, dtype=like.dtype, device=like.device))
+
+
+def _extreme(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch.minimum or maximum that also takes a number."""
+
+    def of(a: Any, b: Any) -> torch.Tensor:
+        like = a if isinstance(a, torch.Tensor) else b
+        return function(*(torch.as_tensor(v, dtype=like.dtype, device=like.device) for v in (a, b)))
+
+    return of
+
+
+def unbroadcast(fd: Any, grad: Value, x: Any) -> Value | None:
+    """The gradient of an input whose size-1 dimensions were repeated: summed over them."""
+    if not isinstance(x, Value):
+        return None
+    dims = tuple(i for i, (a, b) in enumerate(zip(x.type.shape, grad.type.shape, strict=True)) if a == 1 and b != 1)
+    return fd.ops.sum(grad, dims=dims, keepdim=True) if dims else grad
+
+
+def _binary_grad(rule: Callable[[Any, Any, Any, Value, Value], Sequence[Value | None]]) -> Grad:
+    """rule(ops, a, b, y, dy) -> (da, db), before what was broadcast is summed."""
+
+    def grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+        a, b = op.inputs
+        grads = rule(fd.ops, a, b, op.outputs[0], dy)
+        return [None if g is None else unbroadcast(fd, g, x) for g, x in zip(grads, (a, b), strict=True)]
+
+    return grad
+
+
+def _unary_grad(rule: Callable[[Any, Value, Value, Value], Value]) -> Grad:
+    """rule(ops, x, y, dy) -> dx."""
+    return lambda fd, op, dy: [rule(fd.ops, op.inputs[0], op.outputs[0], dy)]  # type: ignore[arg-type]
+
+
+def _clamp_grad(inside: str) -> Grad:
+    """minimum and maximum with a number pass the gradient where the tensor was kept, the bound included, as torch.clamp does."""
+
+    def grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+        a, b = op.inputs
+        if isinstance(a, Value) and isinstance(b, Value):
+            raise NotImplementedError(f"the derivative of {op.kind.name} of two tensors")
+        x, bound = (a, b) if isinstance(a, Value) else (b, a)
+        dx = fd.ops.where(getattr(fd.ops, inside)(x, bound), dy, 0.0)
+        return [dx if v is x else None for v in (a, b)]
+
+    return grad
+
+
+def _cast_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    x = op.inputs[0]
+    assert isinstance(x, Value)
+    return [fd.ops.cast(dy, dtype=x.type.dtype) if x.type.dtype in FLOATS else None]
+
+
+def _where_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    condition, a, b = op.inputs
+    return [None, unbroadcast(fd, fd.ops.where(condition, dy, 0.0), a), unbroadcast(fd, fd.ops.where(condition, 0.0, dy), b)]
+
+
+def _silu_grad(ops: Any, x: Value, y: Value, dy: Value) -> Value:
+    s = ops.sigmoid(x)  # silu' = s * (1 + x * (1 - s))
+    return ops.mul(dy, ops.mul(s, ops.add(ops.mul(x, ops.sub(1.0, s)), 1.0)))
+
+
+def _row(name: str, infer: Callable[..., Types], function: Callable[..., torch.Tensor], grad: Grad | None = None) -> OpKind:
+    return OpKind(name, infer, lambda *args, **attrs: (function(*args, **attrs),), grad, _elements)
+
+
+def _elements(op: Op) -> Any:
+    """One operation for each element of the result."""
+    count: Any = 1
+    for dim in op.outputs[0].type.shape:
+        count = count * (dim.total if hasattr(dim, "total") else dim)
+    return count
+
+
+TABLE = (
+    OpKind("cast", _cast_type, lambda x, dtype: (x.to(DTYPES[dtype]),), _cast_grad),
+    _row("where", _where_type, _where, _where_grad),
+    _row("neg", _same, torch.neg, _unary_grad(lambda o, x, y, g: o.neg(g))),
+    _row("abs", _same, torch.abs, _unary_grad(lambda o, x, y, g: o.where(o.lt(x, 0.0), o.neg(g), o.where(o.gt(x, 0.0), g, 0.0)))),
+    _row("exp", _float, torch.exp, _unary_grad(lambda o, x, y, g: o.mul(g, y))),
+    _row("log", _float, torch.log, _unary_grad(lambda o, x, y, g: o.div(g, x))),
+    _row("sqrt", _float, torch.sqrt, _unary_grad(lambda o, x, y, g: o.div(g, o.mul(y, 2.0)))),
+    _row("rsqrt", _float, torch.rsqrt, _unary_grad(lambda o, x, y, g: o.mul(g, o.mul(o.div(y, x), -0.5)))),
+    _row("reciprocal", _float, torch.reciprocal, _unary_grad(lambda o, x, y, g: o.neg(o.mul(g, o.mul(y, y))))),
+    _row("tanh", _float, torch.tanh, _unary_grad(lambda o, x, y, g: o.mul(g, o.sub(1.0, o.mul(y, y))))),
+    _row("erf", _float, torch.erf),
+    _row("relu", _same, torch.relu, _unary_grad(lambda o, x, y, g: o.where(o.gt(x, 0.0), g, 0.0))),
+    _row("sigmoid", _float, torch.sigmoid, _unary_grad(lambda o, x, y, g: o.mul(g, o.mul(y, o.sub(1.0, y))))),
+    _row("silu", _float, torch.nn.functional.silu, _unary_grad(_silu_grad)),
+    _row("add", _same, lambda a, b: a + b, _binary_grad(lambda o, a, b, y, g: (g, g))),
+    _row("sub", _same, lambda a, b: a - b, _binary_grad(lambda o, a, b, y, g: (g, o.neg(g)))),
+    _row("mul", _same, lambda a, b: a * b, _binary_grad(lambda o, a, b, y, g: (o.mul(g, b), o.mul(g, a)))),
+    _row("div", _float, lambda a, b: a / b, _binary_grad(lambda o, a, b, y, g: (o.div(g, b), o.neg(o.div(o.mul(g, y), b))))),
+    _row("minimum", _same, _extreme(torch.minimum), _clamp_grad("le")),
+    _row("maximum", _same, _extreme(torch.maximum), _clamp_grad("ge")),
+    _row("pow", _float, torch.pow),
+    _row("lt", _compared, lambda a, b: a < b),
+    _row("le", _compared, lambda a, b: a <= b),
+    _row("gt", _compared, lambda a, b: a > b),
+    _row("ge", _compared, lambda a, b: a >= b),
+    _row("eq", _compared, lambda a, b: a == b),
+    _row("ne", _compared, lambda a, b: a != b),
+    _row("logical_and", _same, lambda a, b: a & b),
+    _row("logical_or", _same, lambda a, b: a | b),
+    _row("logical_not", _same, torch.logical_not),
+)

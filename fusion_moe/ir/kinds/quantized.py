@@ -1,0 +1,112 @@
+"""Values of a block-scaled format: packed from their stored tensors, made from floats, taken apart, laid out anew."""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import ShapeError
+from ...formats import FORMATS, Quantized, check_finite, decode_scale_of, quantize
+from ...layouts import LAYOUTS
+from ..core import OpKind
+from ..types import DTYPES, TensorType, plain
+from .rules import Types, need_cut, need_dtype, need_float, need_rank, need_tensor
+
+
+def _pack_type(codes: TensorType, block_scale: TensorType, decode_scale: TensorType, fmt: str, layout: str) -> Types:
+    """codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale f32[...] or [..., S] -> nvfp4[..., N, K]"""
+    format = FORMATS[fmt]
+    need_dtype("codes", codes, "u8")
+    need_dtype("block_scale", block_scale, "f8e4m3")
+    need_dtype("decode_scale", decode_scale, "f32")
+    *lead, n, packed_k = codes.shape
+    k = format.elements(packed_k)
+    if block_scale.shape != (*lead, n, format.blocks(k)):
+        want = TensorType((*lead, n, format.blocks(k)), "f8e4m3")
+        raise ShapeError(f"block_scale {block_scale}", expected=f"{want}, one scale for {format.block} codes of {codes}")
+    _need_decode_scale(decode_scale, tuple(lead), n)
+    return (TensorType((*lead, n, k), fmt, layout),)
+
+
+def _need_decode_scale(decode_scale: TensorType, lead: tuple, n: object) -> None:
+    shape, rank = decode_scale.shape, len(lead)
+    runs = shape[rank] if len(shape) == rank + 1 else 1
+    if shape[:rank] != lead or len(shape) > rank + 1 or (isinstance(n, int) and (not isinstance(runs, int) or not runs or n % runs)):
+        want = [f"[{', '.join(map(str, s))}]" for s in (lead, (*lead, "S"))]
+        raise ShapeError(f"decode_scale {decode_scale}", expected=f"f32{want[0]}, or f32{want[1]} with S dividing N = {n}")
+
+
+def _quantize_type(x: TensorType, decode_scale: TensorType, fmt: str) -> Types:
+    """x float[..., N, K], decode_scale f32[...] or [..., S] -> nvfp4[..., N, K], quantized along K"""
+    need_float("x", x)
+    need_dtype("decode_scale", decode_scale, "f32")
+    if len(x.shape) < 2:
+        raise ShapeError(f"x {x}", expected="[..., N, K]")
+    FORMATS[fmt].blocks(x.shape[-1])
+    _need_decode_scale(decode_scale, x.shape[:-2], plain(x.shape[-2]))
+    return (TensorType(x.shape, fmt),)
+
+
+def _quantize(x: torch.Tensor, decode_scale: torch.Tensor, fmt: str) -> tuple[Quantized]:
+    if not x.is_cuda:
+        check_finite(x, "x")  # on CUDA looking would wait for the device
+    return (quantize(x, decode_scale, FORMATS[fmt]),)
+
+
+def _decode_scale_type(x: TensorType, fmt: str) -> Types:
+    need_float("x", x)
+    if len(x.shape) < 2:
+        raise ShapeError(f"x {x}", expected="[..., N, K]")
+    FORMATS[fmt].blocks(x.shape[-1])
+    return (TensorType(x.shape[:-2], "f32"),)
+
+
+def _unpack_type(x: TensorType) -> Types:
+    """nvfp4[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16]"""
+    need_dtype("x", x, *FORMATS)
+    format = FORMATS[x.dtype]
+    return x.with_(shape=(*x.shape[:-1], format.packed(x.shape[-1])), dtype="u8"), x.with_(
+        shape=(*x.shape[:-1], format.blocks(x.shape[-1])), dtype="f8e4m3"
+    )
+
+
+def _swizzle_type(x: TensorType, ends: TensorType, layout: str) -> Types:
+    """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: the layout of each group by itself"""
+    need_rank("x", x, 2)
+    need_dtype("x", x, *DTYPES)
+    rows = need_cut("x", x, ends)
+    if layout not in LAYOUTS or not hasattr(LAYOUTS[layout], "rows"):
+        raise ShapeError(f"layout {layout!r}", expected="a layout of block scales: sf128x4")
+    return (need_tensor("x", x).with_(shape=(rows % LAYOUTS[layout].rows, *x.shape[1:]), layout=layout),)
+
+
+def _swizzle(x: torch.Tensor, ends: torch.Tensor, layout: str) -> tuple[torch.Tensor]:
+    return (LAYOUTS[layout].forward(x, ends),)
+
+
+def _relayout_type(x: TensorType, ends: TensorType, layout: str) -> Types:
+    """x nvfp4[M/g, K] -> nvfp4[M/g, K]@sf128x4: the same value, its block scales stored in another layout"""
+    need_dtype("x", x, *FORMATS)
+    need_cut("x", x, ends)
+    return (x.with_(layout=layout),)
+
+
+def _relayout(x: Quantized, ends: torch.Tensor, layout: str) -> tuple[Quantized]:
+    return (x._replace(block_scale=LAYOUTS[layout].forward(x.block_scale, ends)),)
+
+
+def linear(x: Quantized, layout: str, ends: torch.Tensor) -> Quantized:
+    """x with its block scales in linear order, whatever `layout` they are stored in."""
+    if layout == "linear":
+        return x
+    *_, rows, k = x.shape
+    return x._replace(block_scale=LAYOUTS[layout].inverse(x.block_scale, (rows, FORMATS["nvfp4"].blocks(k)), ends))
+
+
+TABLE = (
+    OpKind("pack", _pack_type, lambda codes, block, decode, fmt, layout: (Quantized(codes, block, decode),), view=True, role="view"),
+    OpKind("unpack", _unpack_type, lambda x: (x.codes, x.block_scale), role="view"),
+    OpKind("decode_scale", _decode_scale_type, lambda x, fmt: (decode_scale_of(x, FORMATS[fmt]),), role="reduce"),
+    OpKind("quantize", _quantize_type, _quantize, role="quantize"),
+    OpKind("grouped_swizzle", _swizzle_type, _swizzle, role="layout"),
+    OpKind("relayout", _relayout_type, _relayout, role="layout"),
+)

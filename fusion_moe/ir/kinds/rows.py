@@ -1,0 +1,151 @@
+"""Rows and their groups: what cuts rows into runs, what gathers and adds them, and routing from expert ids.
+
+T tokens, k slots a token (top-k), M = T * k rows sorted by group, G groups, N features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...errors import ShapeError
+from ...groups import check_ends, check_ids
+from ..core import Op, OpKind, Value
+from ..sizes import AnySize
+from ..types import DTYPES, INTS, Dim, Groups, TensorType, plain
+from .rules import Types, need_dtype, need_float, need_rank, need_same
+from .shape import elements
+
+
+def _ends_type(offs: TensorType, rows: AnySize, groups: Groups) -> Types:
+    need_rank("offs", offs, 1)
+    need_dtype("offs", offs, "i32")
+    need_same("the number of groups", offs.shape[0], groups.count, "offs and groups")
+    return (offs.with_(ends=groups),)
+
+
+def _ends(offs: torch.Tensor, rows: int, groups: Groups) -> tuple[torch.Tensor]:
+    """offs i32[G] -> itself, once it was seen to be cumulative ends among `rows` rows."""
+    check_ends(offs, rows)
+    return (offs,)
+
+
+def _cut_type(x: TensorType, ends: TensorType) -> Types:
+    if ends.ends is None:
+        raise ShapeError(f"ends {ends}", expected="i32[G]@ends(g)", todo="make it with fd.ops.ends")
+    return (x.with_(shape=(plain(x.shape[0]) / ends.ends, *x.shape[1:])),)
+
+
+def _route_type(ids: TensorType, groups: Groups) -> Types:
+    need_rank("ids", ids, 2)
+    need_dtype("ids", ids, *INTS)
+    ends = TensorType((groups.count,), "i32", ends=groups)
+    return ends, TensorType((elements(ids.shape) / groups,), "i32"), TensorType(tuple(map(plain, ids.shape)), "i32")
+
+
+def _route(ids: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids [T, k] -> ends i32[G]; row_of i32[M], the token of each sorted row; slot_of i32[T, k], the sorted row of each slot.
+
+    The sort is stable: within a group, rows keep the order of tokens and slots.
+    """
+    count = groups if isinstance(groups, int) else groups.count
+    check_ids(ids, count)
+    flat, order = ids.flatten().sort(stable=True)
+    ends = torch.searchsorted(flat, torch.arange(count, dtype=flat.dtype, device=ids.device), right=True, out_int32=True)
+    slot_of = torch.empty_like(order, dtype=torch.int32)
+    slot_of[order] = torch.arange(len(order), dtype=torch.int32, device=ids.device)
+    return ends, (order // max(ids.shape[1], 1)).int(), slot_of.view(ids.shape)
+
+
+def _index_select_type(x: TensorType, index: TensorType, dim: int) -> Types:
+    need_dtype("x", x, *DTYPES)
+    need_rank("index", index, 1)
+    need_dtype("index", index, *INTS)
+    if not 0 <= dim < len(x.shape):
+        raise ShapeError(f"dim {dim} of {x}", expected=f"0 to {len(x.shape) - 1}")
+    return (TensorType((*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :]), x.dtype),)
+
+
+def _index_select_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    x, index = op.values
+    if op.attrs["dim"] != 0:
+        raise NotImplementedError("the derivative of index_select along another dimension than 0")
+    zeros = fd.ops.full(shape=tuple(map(plain, x.type.shape)), fill_value=0.0, dtype="f32")
+    total = fd.ops.index_put_accumulate(zeros, index, fd.ops.cast(dy, dtype="f32"))
+    return [fd.ops.cast(total, dtype=x.type.dtype), None]
+
+
+def _index_put_type(acc: TensorType, index: TensorType, value: TensorType) -> Types:
+    need_rank("index", index, 1)
+    need_dtype("index", index, *INTS)
+    need_dtype("value", value, acc.dtype)
+    need_same("the number of rows", index.shape[0], value.shape[0], "index and value")
+    for a, b in zip(acc.shape[1:], value.shape[1:], strict=True):
+        need_same("a size", a, b, "acc and value")
+    return (acc.with_(shape=tuple(map(plain, acc.shape))),)
+
+
+def _invert_type(slot_of: TensorType, rows: Dim) -> Types:
+    need_dtype("slot_of", slot_of, "i32")
+    need_same("the number of rows", elements(slot_of.shape), rows, "slot_of and rows")
+    return (TensorType((rows,), "i32"),)
+
+
+def _invert(slot_of: torch.Tensor, rows: int) -> tuple[torch.Tensor]:
+    """slot_of i32[T, k], a permutation of the M rows -> i32[M]: the flat slot that each row serves."""
+    flat = slot_of.flatten().long()
+    slots = torch.empty(rows, dtype=torch.int32, device=flat.device)
+    slots[flat] = torch.arange(rows, dtype=torch.int32, device=flat.device)
+    return (slots,)
+
+
+def _combine_type(y: TensorType, slot_of: TensorType, w: TensorType) -> Types:
+    need_rank("y", y, 2)
+    need_rank("slot_of", slot_of, 2)
+    need_float("y", y)
+    need_dtype("slot_of", slot_of, *INTS)
+    need_float("w", w)
+    need_rank("w", w, 2)
+    for a, b in zip(slot_of.shape, w.shape, strict=True):
+        need_same("a size", a, b, "slot_of and w")
+    return (TensorType((plain(slot_of.shape[0]), y.shape[1]), "f32"),)
+
+
+def _combine(y: torch.Tensor, slot_of: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
+    """y [M, N], slot_of i32[T, k], w [T, k] -> f32[T, N]: w * y of the slots 0..k-1 added in that order in float32."""
+    total = torch.zeros(slot_of.shape[0], y.shape[1], device=y.device)
+    for slot in range(slot_of.shape[1]):
+        total += y.index_select(0, slot_of[:, slot]).float() * w[:, slot, None].float()
+    return (total,)
+
+
+def _combine_grad(fd: Any, op: Op, dout: Value) -> Sequence[Value | None]:
+    """dout f32[T, N] -> dy [M, N]: each row gets its token's gradient times its weight; dw [T, k]: the gradient along that row."""
+    y, slot_of, w = op.values
+    (t, k), (m, n), ops = slot_of.type.shape, y.type.shape, fd.ops
+    wide = ops.broadcast_in_dim(dout, shape=(t, k, n), broadcast_dims=(0, 2))
+    weight = ops.broadcast_in_dim(ops.cast(w, dtype="f32"), shape=(t, k, n), broadcast_dims=(0, 1))
+    slots = ops.invert(slot_of, rows=m)
+    dy = ops.index_select(ops.reshape(ops.mul(wide, weight), new_shape=(plain(m), n)), slots, dim=0)
+    picked = ops.index_select(y, ops.reshape(slot_of, new_shape=(plain(m),)), dim=0)
+    picked = ops.cast(ops.reshape(picked, new_shape=(t, k, n)), dtype="f32")
+    dw = ops.sum(ops.mul(wide, picked), dims=(2,), keepdim=False)
+    return [ops.cast(dy, dtype=y.type.dtype), None, ops.cast(dw, dtype=w.type.dtype)]
+
+
+def _cut_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    return [fd.ops.reshape(dy, new_shape=tuple(map(plain, dy.type.shape))), None]
+
+
+TABLE = (
+    OpKind("ends", _ends_type, _ends, view=True, role="view"),
+    OpKind("cut", _cut_type, lambda x, ends: (x,), _cut_grad, view=True, role="view"),
+    OpKind("route", _route_type, _route, role="routing"),
+    OpKind("index_select", _index_select_type, lambda x, i, dim: (x.index_select(dim, i),), _index_select_grad, role="gather"),
+    OpKind("index_put_accumulate", _index_put_type, lambda a, i, v: (a.index_add(0, i, v),), role="scatter"),
+    OpKind("invert", _invert_type, _invert, role="routing"),
+    OpKind("combine", _combine_type, _combine, _combine_grad, lambda op: 2 * elements(op.values[1].type.shape) * op.outputs[0].type.shape[1], role="combine"),
+)
+

@@ -1,0 +1,95 @@
+"""What the type rules of the kinds share: checks that raise with found and expected, and the dimensions of pointwise results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import DtypeError, FusionError, ShapeError
+from ..types import FLOATS, Dim, Groups, Rows, TensorType, plain
+
+Types = tuple[TensorType, ...]
+
+
+def need_tensor(name: str, type: Any) -> TensorType:
+    """`type`, which must be a tensor's and not a number."""
+    if not isinstance(type, TensorType):
+        raise DtypeError(f"{name} is the number {type!r}", expected="a tensor")
+    return type
+
+
+def need_rank(name: str, type: TensorType, *ranks: int) -> None:
+    """The number of dimensions must be one of `ranks`."""
+    if len(need_tensor(name, type).shape) not in ranks:
+        raise ShapeError(f"{name} {type} has {len(type.shape)} dimensions", expected=" or ".join(map(str, ranks)))
+
+
+def need_dtype(name: str, type: TensorType, *dtypes: str) -> None:
+    """The dtype must be one of `dtypes`."""
+    if need_tensor(name, type).dtype not in dtypes:
+        raise DtypeError(f"{name} is {type}", expected=f"dtype {' or '.join(dtypes)}")
+
+
+def need_float(name: str, type: TensorType) -> None:
+    """The dtype must be a floating-point one."""
+    need_dtype(name, type, *FLOATS)
+
+
+def need_same(what: str, a: Dim, b: Dim, names: str) -> None:
+    """Two sizes must be equal, cuts left aside."""
+    if plain(a) != plain(b):
+        raise ShapeError(f"{what} is {a} in one and {b} in the other of {names}", expected="equal sizes")
+
+
+def need_ends(ends: TensorType) -> Groups:
+    """The cut that an `i32[G]@ends(g)` is about."""
+    if need_tensor("ends", ends).ends is None:
+        raise FusionError(f"{ends} where group ends are read", expected="i32[G]@ends(g)", todo="make it with fd.ops.ends or fd.ops.route")
+    return ends.ends
+
+
+def need_cut(name: str, type: TensorType, ends: TensorType) -> Rows:
+    """The first dimension must be rows cut by exactly the cut of `ends`."""
+    groups, dim = need_ends(ends), type.shape[0]
+    if not isinstance(dim, Rows) or dim.groups != groups:
+        raise FusionError(
+            f"the rows of {name} {type} are {'cut by ' + str(dim.groups) if isinstance(dim, Rows) else 'not cut'}, the ends are of {groups}",
+            expected=f"rows cut by {groups}",
+            todo="state the cut of plain rows with fd.ops.cut(x, ends)",
+        )
+    return dim
+
+
+def joined_shape(types: Sequence[Any]) -> tuple[Dim, ...]:
+    """The shape of a pointwise result: ranks equal, sizes equal or 1. Plain rows beside cut rows are taken for cut."""
+    shapes = [t.shape for t in types if isinstance(t, TensorType)]
+    if not shapes:
+        raise DtypeError("only numbers", expected="at least one tensor")
+    if len({len(s) for s in shapes}) != 1:
+        raise ShapeError(f"shapes {', '.join(map(_shown, shapes))}", expected="one rank", todo="use fd.ops.broadcast_in_dim")
+    return tuple(_joined_dim(dims, shapes) for dims in zip(*shapes, strict=True))
+
+
+def _joined_dim(dims: Sequence[Dim], shapes: Sequence[tuple[Dim, ...]]) -> Dim:
+    wide = [d for d in dims if d != 1] or [1]
+    cuts = {d for d in wide if isinstance(d, Rows)}
+    if len(cuts) > 1:
+        raise FusionError(f"rows cut as {' and as '.join(sorted(map(str, cuts)))}", expected="one cut")
+    if len({plain(d) for d in wide}) > 1:
+        raise ShapeError(f"shapes {', '.join(map(_shown, shapes))}", expected="equal sizes, or 1")
+    return cuts.pop() if cuts else wide[0]
+
+
+def joined_dtype(types: Sequence[Any]) -> str:
+    """The one dtype of the tensors; the IR promotes nothing, casts are operations."""
+    dtypes = {t.dtype for t in types if isinstance(t, TensorType)}
+    if len(dtypes) != 1:
+        raise DtypeError(f"dtypes {' and '.join(sorted(dtypes))}", expected="one dtype", todo="cast with fd.ops.cast(x, dtype=...)")
+    (dtype,) = dtypes
+    if any(isinstance(t, float) for t in types) and dtype not in FLOATS:
+        raise DtypeError(f"a float beside {dtype}", expected="an int", todo="cast with fd.ops.cast(x, dtype=...)")
+    return dtype
+
+
+def _shown(shape: tuple[Dim, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"

@@ -1,0 +1,172 @@
+"""Operations that move elements without changing them, and sums over dimensions. Spelled as nvFuser spells them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import mul
+from typing import Any
+
+import torch
+
+from ...errors import DtypeError, ShapeError
+from ..core import Op, OpKind, Value
+from ..sizes import AnySize, exact_div
+from ..types import DTYPES, FLOATS, Dim, TensorType, plain
+from .rules import Types, joined_dtype, need_dtype, need_float
+
+
+def elements(shape: Sequence[Dim]) -> AnySize:
+    """The number of elements of a shape."""
+    return reduce(mul, map(plain, shape), 1)
+
+
+def _plain_storage(x: TensorType) -> TensorType:
+    need_dtype("x", x, *DTYPES)
+    if x.layout != "linear":
+        raise ShapeError(f"x is {x}", expected="the linear layout")
+    return x
+
+
+def _reshape_type(x: TensorType, new_shape: tuple[Dim, ...]) -> Types:
+    if elements(x.shape) != elements(new_shape):
+        raise ShapeError(f"new_shape [{', '.join(map(str, new_shape))}] of {x}", expected="as many elements")
+    return (TensorType(tuple(new_shape), _plain_storage(x).dtype),)
+
+
+def _permute_type(x: TensorType, dims: tuple[int, ...]) -> Types:
+    if sorted(dims) != list(range(len(_plain_storage(x).shape))):
+        raise ShapeError(f"dims {list(dims)} of {x}", expected="each dimension once")
+    return (TensorType(tuple(x.shape[d] for d in dims), x.dtype),)
+
+
+def _broadcast_type(x: TensorType, shape: tuple[Dim, ...], broadcast_dims: tuple[int, ...]) -> Types:
+    """As nvFuser: dimension i of x becomes dimension broadcast_dims[i] of the result; a size of 1 is repeated, the other dims are new."""
+    if len(broadcast_dims) != len(_plain_storage(x).shape) or list(broadcast_dims) != sorted(set(broadcast_dims)):
+        raise ShapeError(f"broadcast_dims {list(broadcast_dims)} of {x}", expected="one increasing place for each dimension")
+    out = list(shape)
+    for d, place in zip(x.shape, broadcast_dims, strict=True):
+        if d != 1 and plain(d) != plain(shape[place]):
+            raise ShapeError(f"size {d} of {x} at {shape[place]}", expected="1, or the same size")
+        out[place] = shape[place] if d == 1 else d
+    return (TensorType(tuple(out), x.dtype),)
+
+
+def _broadcast(x: torch.Tensor, shape: tuple[int, ...], broadcast_dims: tuple[int, ...]) -> torch.Tensor:
+    placed = [x.shape[broadcast_dims.index(i)] if i in broadcast_dims else 1 for i in range(len(shape))]
+    return x.reshape(placed).expand(shape)
+
+
+def _broadcast_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    x, places = op.values[0], op.attrs["broadcast_dims"]
+    new = tuple(i for i in range(len(dy.type.shape)) if i not in places or (x.type.shape[places.index(i)] == 1 and dy.type.shape[i] != 1))
+    summed = fd.ops.sum(dy, dims=new, keepdim=False) if new else dy
+    return [fd.ops.reshape(summed, new_shape=x.type.shape)]
+
+
+def _slice_type(x: TensorType, start_indices: tuple[int, ...], end_indices: tuple[Dim, ...]) -> Types:
+    if not len(start_indices) == len(end_indices) == len(_plain_storage(x).shape):
+        raise ShapeError(f"{len(start_indices)} starts, {len(end_indices)} ends of {x}", expected="one for each dimension")
+    out = []
+    for d, a, b in zip(x.shape, start_indices, end_indices, strict=True):
+        if isinstance(b, int) and isinstance(d, int) and not 0 <= a <= b <= d:
+            raise ShapeError(f"slice {a}:{b} of {x}", expected=f"0 <= start <= end <= {d}")
+        out.append(d if (a, b) == (0, d) else plain(b) - a)
+    return (TensorType(tuple(out), x.dtype),)
+
+
+def _slice(x: torch.Tensor, start_indices: tuple[int, ...], end_indices: tuple[int, ...]) -> torch.Tensor:
+    return x[tuple(slice(a, b) for a, b in zip(start_indices, end_indices, strict=True))]
+
+
+def _slice_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    x = op.values[0]
+    ends = [plain(d) - plain(b) for d, b in zip(x.type.shape, op.attrs["end_indices"], strict=True)]
+    return [fd.ops.pad(dy, before=op.attrs["start_indices"], after=tuple(ends), shape=x.type.shape)]
+
+
+def _pad_type(x: TensorType, before: tuple[AnySize, ...], after: tuple[AnySize, ...], shape: tuple[Dim, ...]) -> Types:
+    for d, a, b, s in zip(_plain_storage(x).shape, before, after, shape, strict=True):
+        if plain(d) + a + b != plain(s):
+            raise ShapeError(f"{a} before and {b} after {d}", expected=f"{s} in all")
+    return (TensorType(tuple(shape), x.dtype),)
+
+
+def _pad(x: torch.Tensor, before: tuple[int, ...], after: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.nn.functional.pad(x, [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair])
+
+
+def _pad_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    before = op.attrs["before"]
+    ends = tuple(a + plain(d) for a, d in zip(before, op.values[0].type.shape, strict=True))
+    return [fd.ops.slice(dy, start_indices=before, end_indices=ends)]
+
+
+def _cat_type(*xs: TensorType, dim: int) -> Types:
+    first = xs[0]
+    for x in xs[1:]:
+        if any(plain(a) != plain(b) for i, (a, b) in enumerate(zip(first.shape, _plain_storage(x).shape, strict=True)) if i != dim):
+            raise ShapeError(f"{x} beside {first}", expected=f"equal sizes but for dimension {dim}")
+    total = sum((plain(x.shape[dim]) for x in xs), 0)
+    return (TensorType((*first.shape[:dim], total, *first.shape[dim + 1 :]), joined_dtype(xs)),)
+
+
+def _full_type(shape: tuple[Dim, ...], fill_value: float, dtype: str) -> Types:
+    if dtype not in DTYPES or (isinstance(fill_value, float) and dtype not in FLOATS):
+        raise DtypeError(f"fill_value {fill_value!r} of dtype {dtype!r}", expected=f"a number of one of {', '.join(DTYPES)}")
+    return (TensorType(tuple(shape), dtype),)
+
+
+def _sum_type(x: TensorType, dims: tuple[int, ...], keepdim: bool) -> Types:
+    need_float("x", _plain_storage(x))
+    if not dims or not all(0 <= d < len(x.shape) for d in dims):
+        raise ShapeError(f"dims {list(dims)} of {x}", expected=f"at least one, from 0 to {len(x.shape) - 1}")
+    return (TensorType(tuple(1 if i in dims else d for i, d in enumerate(x.shape) if keepdim or i not in dims), x.dtype),)
+
+
+def _sum(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
+    """Summed in float32 (float64 in float64) and rounded once."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.to(wide).sum(dims, keepdim=keepdim).to(x.dtype)
+
+
+def _sum_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    x, dims = op.values[0], op.attrs["dims"]
+    places = tuple(i for i in range(len(x.type.shape)) if op.attrs["keepdim"] or i not in dims)
+    return [fd.ops.broadcast_in_dim(dy, shape=x.type.shape, broadcast_dims=places)]
+
+
+def _permute_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    dims = op.attrs["dims"]
+    return [fd.ops.permute(dy, dims=tuple(dims.index(i) for i in range(len(dims))))]
+
+
+def _reshape_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    return [fd.ops.reshape(dy, new_shape=op.values[0].type.shape)]
+
+
+def merged(shape: Sequence[Dim], keep: int) -> tuple[Dim, ...]:
+    """A shape whose leading dimensions are one, the last `keep` left as they are."""
+    cut = len(shape) - keep
+    return (shape[0] if cut == 1 else elements(shape[:cut]), *shape[cut:])
+
+
+def split_dim(dim: AnySize, by: int) -> AnySize:
+    """dim / by, where `by` divides it."""
+    found = exact_div(dim, by)
+    if found is None:
+        raise ShapeError(f"a dimension of {dim}", expected=f"a multiple of {by}")
+    return found
+
+
+TABLE = (
+    OpKind("reshape", _reshape_type, lambda x, new_shape: (x.reshape(new_shape),), _reshape_grad, role="shape"),
+    OpKind("permute", _permute_type, lambda x, dims: (x.permute(dims),), _permute_grad, role="shape"),
+    OpKind("broadcast_in_dim", _broadcast_type, lambda x, **a: (_broadcast(x, **a),), _broadcast_grad, role="shape"),
+    OpKind("slice", _slice_type, lambda x, **a: (_slice(x, **a),), _slice_grad, role="shape"),
+    OpKind("pad", _pad_type, lambda x, **a: (_pad(x, **a),), _pad_grad, role="shape"),
+    OpKind("cat", _cat_type, lambda *xs, dim: (torch.cat(xs, dim),), role="shape"),
+    OpKind("full", _full_type, lambda shape, fill_value, dtype: (torch.full(shape, fill_value, dtype=DTYPES[dtype]),), role="shape"),
+    OpKind("sum", _sum_type, lambda x, **a: (_sum(x, **a),), _sum_grad, lambda op: elements(op.values[0].type.shape), role="reduce"),
+)
+

@@ -1,0 +1,143 @@
+"""A Fusion as Python that builds it again, and the way back. `parse` reads the text as data: nothing of it is executed.
+
+    def fusion(fd):
+        m = fd.define_size('m')
+        g = fd.define_groups('g', 4)
+        i0 = fd.define_tensor(shape=[m, 64], dtype="bf16")
+        i1 = fd.define_tensor(shape=[4], dtype="i32")
+        t0 = fd.ops.ends(i1, rows=m, groups=g)  # i32[4]@ends(g)
+        ...
+        fd.add_output(t0)
+
+Run by Python with `fd` a FusionDefinition (and NAMES in scope) it builds the same. Inputs are called i0, i1, ... and results
+t0, t1, ... in order, whatever their values are called: the text of equal programs is equal, and is the key of every cache.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from ..errors import ParseError
+from . import sizes
+from .builder import FusionDefinition
+from .core import Fusion, Op, Operand, Value
+from .types import Groups, TensorType
+
+NAMES: Mapping[str, Any] = {"ceildiv": sizes.ceildiv, "inf": float("inf"), "nan": float("nan")}
+_BUILDERS = ("define_size", "define_groups", "define_tensor", "add_output")
+_OPERATORS: Mapping[type, Any] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Mod: operator.mod,
+}  # fmt: skip
+
+
+def text(fusion: Fusion) -> str:
+    """The Fusion as `def fusion(fd)`."""
+    names = value_names(fusion)
+    lines = [f"{s} = fd.define_size({s!r})" for s in fusion.symbols]
+    lines += [f"{g} = fd.define_groups({g.name!r}, {g.count})" for g in _groups(fusion)]
+    lines += [f"{names[v]} = fd.define_tensor({_tensor(v.type, fusion.role(v))})" for v in fusion.inputs]
+    lines += [op_text(op, names) for op in fusion.ops]
+    for v in fusion.outputs:
+        alias = f", alias_input={names[fusion.aliases[v]]}" if v in fusion.aliases else ""
+        lines.append(f"fd.add_output({names[v]}{alias})")
+    return "\n".join(["def fusion(fd):", *("    " + line for line in lines)])
+
+
+def value_names(fusion: Fusion) -> dict[Value, str]:
+    """The name of each value in the text of the fusion."""
+    made = [v for op in fusion.ops for v in op.outputs]
+    return {v: f"i{n}" for n, v in enumerate(fusion.inputs)} | {v: f"t{n}" for n, v in enumerate(made)}
+
+
+def op_text(op: Op, names: Mapping[Value, str]) -> str:
+    """One operation as a line of Python, with its types behind it."""
+
+    def name(v: Operand) -> str:
+        return names.get(v, v.name) if isinstance(v, Value) else repr(v)
+
+    args = [name(v) for v in op.inputs] + [f"{k}={_attr(v)}" for k, v in op.attrs.items()]
+    return f"{', '.join(map(name, op.outputs))} = fd.ops.{op.kind.name}({', '.join(args)})  # {', '.join(str(v.type) for v in op.outputs)}"
+
+
+def _tensor(type: TensorType, role: str) -> str:
+    parts = [f"shape=[{', '.join(map(str, type.shape))}]", f'dtype="{type.dtype}"']
+    parts += [f'layout="{type.layout}"'] * (type.layout != "linear") + [f"ends={type.ends}"] * (type.ends is not None)
+    return ", ".join(parts + [f'role="{role}"'] * (role != "argument"))
+
+
+def _attr(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_attr, value))}]"
+    return repr(value)
+
+
+def _groups(fusion: Fusion) -> list[Groups]:
+    values = [*fusion.inputs, *(v for op in fusion.ops for v in op.outputs)]
+    found = [g for v in values for g in [*v.type.cuts(), *([v.type.ends] if v.type.ends else [])]]
+    return list(dict.fromkeys(found))
+
+
+@lru_cache(maxsize=512)
+def parse(source: str) -> Fusion:
+    """The verified Fusion that `text` printed; anything else raises ParseError with the line."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError) as error:
+        raise ParseError(f"not Python ({error})", expected="def fusion(fd), as a Fusion prints it") from None
+    if len(body) != 1 or not isinstance(body[0], ast.FunctionDef):
+        raise ParseError(f"{len(body)} statements", expected="one function, def fusion(fd), as a Fusion prints it")
+    fd, names = FusionDefinition(), dict(NAMES)
+    for statement in body[0].body:
+        _run(statement, fd, names)
+    return fd.fusion()
+
+
+def _run(statement: ast.stmt, fd: FusionDefinition, names: dict[str, Any]) -> None:
+    line, target = f"line {statement.lineno}", None
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+    if not isinstance(statement, (ast.Assign, ast.Expr)) or not isinstance(statement.value, ast.Call):
+        raise ParseError(ast.unparse(statement), expected="a call of fd, or names assigned from one", where=line)
+    call = statement.value
+    args = [_data(a, names, line) for a in call.args]
+    result = _method(call.func, fd, line)(*args, **{str(k.arg): _data(k.value, names, line) for k in call.keywords})
+    if isinstance(target, ast.Tuple):
+        names.update(zip(_target_names(target.elts, line), result, strict=True))
+    elif target is not None:
+        names.update(zip(_target_names([target], line), [result], strict=True))
+
+
+def _target_names(nodes: Sequence[ast.expr], line: str) -> list[str]:
+    if all(isinstance(n, ast.Name) for n in nodes):
+        return [n.id for n in nodes if isinstance(n, ast.Name)]
+    raise ParseError(", ".join(map(ast.unparse, nodes)), expected="names", where=line)
+
+
+def _method(node: ast.expr, fd: FusionDefinition, line: str) -> Any:
+    path = ast.unparse(node).split(".")
+    if path[0] == "fd" and len(path) == 2 and path[1] in _BUILDERS:
+        return getattr(fd, path[1])
+    if path[:2] == ["fd", "ops"] and len(path) == 3:
+        return getattr(fd.ops, path[2])
+    raise ParseError(f"a call of {'.'.join(path)}", expected=f"fd.ops.<operation> or one of fd.{', fd.'.join(_BUILDERS)}", where=line)
+
+
+def _data(node: ast.expr, names: Mapping[str, Any], line: str) -> Any:
+    """A literal, a name made before, a list, or a size written with + - * / % and ceildiv."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return tuple(_data(e, names, line) for e in node.elts)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_data(node.operand, names, line)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_data(node.left, names, line), _data(node.right, names, line))
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "ceildiv":
+        return sizes.ceildiv(*(_data(a, names, line) for a in node.args))
+    raise ParseError(ast.unparse(node), expected="a literal, a name made before, or a size", where=line)

@@ -1,0 +1,127 @@
+"""Types of the IR: what is known of a tensor before it exists. Shapes are logical elements, never packed bytes.
+
+    bf16[m/g, 256]              rows cut into runs by g; K = 256
+    i32[16]@ends(g)             the ends of those runs
+    nvfp4[16, 256, 128]         one quantized value: codes, block scales and decode scales
+    f8e4m3[m/g%128, 16]@sf128x4 each run padded to 128 rows, in the swizzled layout
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import DtypeError
+from ..groups import bound
+from .sizes import AnySize, Size, value
+
+DTYPES: dict[str, torch.dtype] = {
+    "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f8e4m3": torch.float8_e4m3fn,
+    "i64": torch.int64, "i32": torch.int32, "u8": torch.uint8, "bool": torch.bool,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOATS = ("f64", "f32", "bf16", "f16")
+INTS = ("i64", "i32")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> "bf16"; a dtype that the IR does not have raises DtypeError."""
+    if dtype not in _NAMES:
+        raise DtypeError(f"dtype {dtype}", expected=f"one of {', '.join(map(str, _NAMES))}")
+    return _NAMES[dtype]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A cut of rows into `count` runs. Their lengths live in a device tensor that the host never reads."""
+
+    name: str
+    count: AnySize
+
+    def __rtruediv__(self, total: AnySize) -> Rows:
+        """m / g: m rows cut by g."""
+        return Rows(total, self)
+
+    def __str__(self) -> str:
+        return self.name
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`total` rows cut by `groups`, each run starting at a multiple of `align` rows."""
+
+    total: AnySize
+    groups: Groups
+    align: int = 1
+
+    def __mod__(self, align: int) -> Rows:
+        """m / g % 128: each run padded to a multiple of 128 rows."""
+        return replace(self, align=align)
+
+    def __str__(self) -> str:
+        total = f"({self.total})" if isinstance(self.total, Size) and len(self.total.terms) > 1 else str(self.total)
+        return f"{total}/{self.groups}" + (f"%{self.align}" if self.align > 1 else "")
+
+    __repr__ = __str__
+
+
+Dim = AnySize | Rows
+
+
+def dim_value(dim: Dim, env: Mapping[str, Any]) -> Any:
+    """The number of elements to allocate for a dimension, its symbols taken from `env`."""
+    if isinstance(dim, Rows):
+        total = value(dim.total, env)
+        return total if dim.align == 1 else bound(total, value(dim.groups.count, env), dim.align)
+    return value(dim, env)
+
+
+def plain(dim: Dim) -> AnySize:
+    """A dimension without its cut into groups."""
+    return dim.total if isinstance(dim, Rows) else dim
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """The type of a Value. layout is a name in layouts.py; ends is the cut whose ends an i32 vector holds."""
+
+    shape: tuple[Dim, ...]
+    dtype: str
+    layout: str = "linear"
+    ends: Groups | None = None
+
+    def __str__(self) -> str:
+        mark = f"@ends({self.ends})" if self.ends else f"@{self.layout}" if self.layout != "linear" else ""
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]{mark}"
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the value is a Quantized (codes and scales) and not one tensor."""
+        return self.dtype not in DTYPES
+
+    def with_(self, **changes: Any) -> TensorType:
+        """This type with some fields changed."""
+        return replace(self, **changes)
+
+    def symbols(self) -> Iterator[str]:
+        """The names of the symbols in its shape, possibly repeated."""
+        for dim in self.shape:
+            if isinstance(dim, Rows):
+                yield from _symbols(dim.total)
+                yield from _symbols(dim.groups.count)
+            else:
+                yield from _symbols(dim)
+
+    def cuts(self) -> Iterator[Groups]:
+        """The cuts that its rows are typed with."""
+        yield from (d.groups for d in self.shape if isinstance(d, Rows))
+
+
+def _symbols(size: AnySize) -> Iterator[str]:
+    if isinstance(size, Size):
+        yield from size.symbols()
