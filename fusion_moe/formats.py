@@ -87,7 +87,7 @@ class Quantized(NamedTuple):
         return sum(t.numel() * t.element_size() for t in self)
 
 
-# ---------------------------------------------------------------------------------------------------------------- float -> bytes
+# ---------------------------------------------------------------------------------------- float -> bytes
 
 
 def decode_scale_of(x: Tensor, fmt: Format = NVFP4) -> Tensor:
@@ -106,7 +106,7 @@ def quantize(x: Tensor, decode_scale: Tensor | None = None, fmt: Format = NVFP4)
     """x float [..., N, K] -> codes uint8 [..., N, K/2], block_scale e4m3 [..., N, K/16], decode_scale f32 [...] or [..., S].
 
     decode_scale: f32 [...] or [..., S] with S dividing N; `decode_scale_of(x)` when None. For finite x these are the bits of
-    nvidia-modelopt's `NVFP4QTensor.quantize` on the CPU, on every device:
+    nvidia-modelopt's `NVFP4QTensor.quantize` on the CPU (source: its order of operations, compared byte by byte):
 
     - block scale = e4m3(block amax / (6 * decode_scale)), clamped to [2^-9, 448] first; 1.0 for a block of zeros;
     - code = e2m1(x / (float32(block scale) * decode_scale)), ties to the even code, beyond 6 to 6; -0.0 gives code 0, a negative
@@ -150,7 +150,7 @@ def _e2m1(x: Tensor) -> Tensor:
     return code.add_((x < 0).view(torch.uint8), alpha=8)
 
 
-# ---------------------------------------------------------------------------------------------------------------- bytes -> float
+# ---------------------------------------------------------------------------------------- bytes -> float
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32, fmt: Format = NVFP4) -> Tensor:
@@ -182,7 +182,7 @@ def _byte_to_pair(device: torch.device) -> Tensor:
     return torch.stack([value[byte & 15], value[byte >> 4]], -1).view(torch.int64).view(256)
 
 
-# ---------------------------------------------------------------------------------------------------------------- checks
+# ---------------------------------------------------------------------------------------- checks
 
 
 def check_quantized(
@@ -198,14 +198,14 @@ def check_quantized(
         raise DtypeError(
             f"{prefix}codes is {codes.dtype}",
             expected="torch.uint8 (or torch.float4_e2m1fn_x2), two codes a byte",
-            todo="quantize the weight first: fusion_moe.formats.quantize(weight)" if codes.is_floating_point() else "view it as torch.uint8",
+            todo="quantize floats with fusion_moe.formats.quantize; view packed bytes as torch.uint8",
             where=where,
         )
     if block_scale.dtype != fmt.scale_dtype:
         raise DtypeError(
             f"{prefix}block_scale is {block_scale.dtype}",
             expected=f"{fmt.scale_dtype}",
-            todo=f"view the bytes with .view({fmt.scale_dtype}); a cast would change their meaning" if block_scale.element_size() == 1 else "",
+            todo=f"scales stored as bytes: {prefix}block_scale.view({fmt.scale_dtype}), not a cast",
             where=where,
         )
     if codes.dim() < 2:
@@ -273,7 +273,9 @@ def _check_floats(x: Tensor, fmt: Format) -> None:
     if x.dtype not in FLOATS:
         raise DtypeError(f"x is {x.dtype}", expected="float32, bfloat16 or float16", todo="cast it, say with x.float()", where=fmt.name)
     if x.dim() < 2:
-        raise ShapeError(f"x is {list(x.shape)}", expected="[..., N, K], at least two dimensions", todo="x[None] makes one row", where=fmt.name)
+        raise ShapeError(
+            f"x is {list(x.shape)}", expected="[..., N, K], at least two dimensions", todo="x[None] makes one row", where=fmt.name
+        )
     fmt.blocks(x.shape[-1])
 
 
@@ -281,17 +283,19 @@ def _check_decode_scale(decode_scale: Tensor, lead: list[int], n: int, name: str
     """decode_scale f32 [...] or [..., S] against the leading sizes and N of its matrices."""
     if decode_scale.dtype != torch.float32:
         raise DtypeError(
-            f"{name} is {decode_scale.dtype}", expected="torch.float32", todo="quantize with the float32 scale: a rounded one changes every bit",
+            f"{name} is {decode_scale.dtype}",
+            expected="torch.float32",
+            todo="take the scale that the weight was quantized with; a rounded one gives other weights",
             where=where,
-        )  # fmt: skip
+        )
     shape = (*decode_scale.shape,)
     whole = shape == (*lead,)
     split = len(shape) == len(lead) + 1 and shape[:-1] == (*lead,) and shape[-1] > 0 and n % shape[-1] == 0
     if not (whole or split):
         raise ShapeError(
             f"{name} is {list(shape)}",
-            expected=f"{lead} or {[*lead, 'S']} with S dividing N = {n}: a multiplier for each matrix, or for each of S equal runs of its rows",
-            todo="expand one scale that all matrices share; take the reciprocal if your file stores an encode scale (2688 / amax)",
+            expected=f"{lead} (one for each matrix) or {[*lead, 'S']} (one for each of S equal runs of its rows, S dividing N = {n})",
+            todo="expand a scale that all matrices share; it multiplies, so take the reciprocal of an encode scale (2688 / amax)",
             where=where,
         )
 
@@ -299,7 +303,10 @@ def _check_decode_scale(decode_scale: Tensor, lead: list[int], n: int, name: str
 def _check_device(codes: Tensor, other: Tensor, name: str, where: str = "") -> None:
     if codes.device != other.device:
         raise DeviceError(
-            f"{name} is on {other.device}", expected=f"{codes.device}, where its codes are", todo=f"{name}.to({str(codes.device)!r})", where=where
+            f"{name} is on {other.device}",
+            expected=f"{codes.device}, where the others are",
+            todo=f"{name}.to({str(codes.device)!r})",
+            where=where,
         )
 
 

@@ -62,7 +62,9 @@ def bound(total: int, count: int, align: int) -> int:
 
     Reached by runs of one row and one run with the rest. total and count may be int or SymInt; nothing is read from the device.
     """
-    return align * (torch.sym_min(total, count) + torch.sym_max(0, total - count) // align)
+    ones: int = torch.sym_min(total, count)  # type: ignore[no-untyped-call]
+    rest: int = torch.sym_max(0, total - count)  # type: ignore[no-untyped-call]
+    return align * (ones + rest // align)
 
 
 def row_groups(ends: Tensor, rows: int) -> Tensor:
@@ -91,14 +93,11 @@ def check_ends(ends: Tensor, rows: int, name: str = "offs") -> None:
     before = 0
     for group, end in enumerate(ends.tolist()):
         if not before <= end <= rows:
-            if end > rows:
-                why = f"past the {rows} rows there are"
-            else:
-                why = "negative" if end < 0 else f"below {name}[{group - 1}] = {before}"
+            what = "negative" if end < 0 else f"past the {rows} rows" if end > rows else f"below {name}[{group - 1}] = {before}"
             raise GroupsError(
-                f"{name}[{group}] = {end} is {why}",
+                f"{name}[{group}] = {end} is {what}",
                 expected=f"an end from {before} to {rows} for group {group} of {len(ends)}",
-                todo="pass cumulative ends, as torch.nn.functional.grouped_mm takes them; fusion_moe.groups.ends_from_sizes makes them from sizes",
+                todo="pass cumulative ends, as torch.nn.functional.grouped_mm takes them: fusion_moe.groups.ends_from_sizes(sizes)",
             )
         before = end
 

@@ -98,7 +98,7 @@ class SF128x4(Layout):
         ShapeError, DtypeError: x or ends of the wrong rank or type.
         """
         _check_rank(x.shape, ends, self.name)
-        shape, data = self.storage_shape(tuple(x.shape), None if ends is None else len(ends)), _bytes(x)
+        shape, data = self.storage_shape(tuple(x.shape), None if ends is None else ends.shape[0]), _bytes(x)
         if ends is None:
             padded = torch.nn.functional.pad(data, (0, shape[-1] - x.shape[-1], 0, shape[-2] - x.shape[-2]))
         else:
@@ -108,17 +108,18 @@ class SF128x4(Layout):
         return self._to_tiles(padded).view(x.dtype)
 
     def inverse(self, stored: Tensor, shape: tuple[int, ...], ends: Tensor | None = None) -> Tensor:
-        """[..., ceil128(R), ceil4(C)] -> x of `shape` [..., R, C]; with ends i32 [G] and `shape` (M, C): [bound(M, G, 128), ceil4(C)] -> [M, C].
+        """[..., ceil128(R), ceil4(C)] -> x of `shape` [..., R, C]; with ends i32 [G]: [bound(M, G, 128), ceil4(C)] -> [M, C].
 
-        Padding is not read: it may be NaN or never written. Rows that belong to no group are zero. ShapeError: stored is not of `storage_shape`.
+        Padding is not read: it may be NaN or never written. Rows that belong to no group are zero.
+        ShapeError: `stored` is not of `storage_shape(shape)`.
         """
         _check_rank(shape, ends, self.name)
         *_, r, c = shape
-        _check_stored(stored, self.storage_shape(tuple(shape), None if ends is None else len(ends)), self.name)
+        _check_stored(stored, self.storage_shape(tuple(shape), None if ends is None else ends.shape[0]), self.name)
         padded = self._from_tiles(_bytes(stored))
         if ends is None:
             return padded[..., :r, :c].contiguous().view(stored.dtype)
-        source = self._stored_rows(ends, r, len(stored))
+        source = self._stored_rows(ends, r, stored.shape[0])
         grouped = torch.cat([padded[:, :c], padded.new_zeros(1, c)]).index_select(0, source)
         return grouped.view(stored.dtype)
 
@@ -129,20 +130,21 @@ class SF128x4(Layout):
         shift = torch.nn.functional.pad(shift, (0, 1))  # group G: no group
         group = groups.row_groups(ends, rows)
         row = torch.arange(rows, device=ends.device)
-        return torch.where(group < len(ends), row + shift.index_select(0, group), nowhere)
+        return torch.where(group < ends.shape[0], row + shift.index_select(0, group), nowhere)
 
     def _to_tiles(self, x: Tensor) -> Tensor:
         """x [..., 128 a, 4 b] -> the same shape, its elements in tile order."""
-        fours = _fours(x).unflatten(-3, (x.shape[-2] // 128, 4, 32))  # [..., a, r//32, r%32, b, j%4]
-        tiles = fours.transpose(-4, -2)  # [..., a, b, r%32, r//32, j%4]
-        return tiles.reshape(*x.shape[:-1], -1).view(x.dtype) if x.numel() else x
+        *lead, r, c = x.shape
+        fours = _fours(x)
+        tiles = fours.view(*lead, r // 128, 4, 32, c // 4, fours.shape[-1])  # [..., a, r//32, r%32, b, j%4]
+        return _of_fours(tiles.transpose(-4, -2), x)  # [..., a, b, r%32, r//32, j%4]
 
     def _from_tiles(self, x: Tensor) -> Tensor:
         """The inverse of `_to_tiles`."""
         *lead, r, c = x.shape
         fours = _fours(x)
-        tiles = fours.reshape(*lead, r // 128, c // 4, 32, 4, fours.shape[-1])  # [..., a, b, r%32, r//32, j%4]
-        return tiles.transpose(-4, -2).reshape(*lead, r, -1).view(x.dtype) if x.numel() else x
+        tiles = fours.view(*lead, r // 128, c // 4, 32, 4, fours.shape[-1])  # [..., a, b, r%32, r//32, j%4]
+        return _of_fours(tiles.transpose(-4, -2), x)  # [..., a, r//32, r%32, b, j%4]
 
 
 LINEAR, SF128X4 = Linear(), SF128x4()
@@ -155,11 +157,16 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _fours(x: Tensor) -> Tensor:
-    """x [..., 4 b] -> [..., b, 4]; of bytes int32 [..., b, 1], which moves four at once, twelve times as fast."""
-    if x.element_size() > 1:
-        return x.unflatten(-1, (x.shape[-1] // 4, 4))
-    aligned = x.contiguous() if x.storage_offset() % 4 == 0 else x.clone(memory_format=torch.contiguous_format)
-    return aligned.view(torch.int32).unsqueeze(-1)
+    """x [..., 4 b] -> contiguous [..., b, 4]; of bytes int32 [..., b, 1], which moves four at once, twelve times as fast."""
+    x = x.contiguous()
+    if x.element_size() > 1 or x.shape[-1] == 0:
+        return x.view(*x.shape[:-1], x.shape[-1] // 4, 4)
+    return (x if x.storage_offset() % 4 == 0 else x.clone()).view(torch.int32).unsqueeze(-1)
+
+
+def _of_fours(fours: Tensor, x: Tensor) -> Tensor:
+    """What `_fours` made of x, in any order -> the same elements in that order, with the shape and dtype of x."""
+    return fours.contiguous().view(x.dtype).view(x.shape)
 
 
 def _check_rank(shape: tuple[int, ...], ends: Tensor | None, where: str) -> None:
@@ -168,7 +175,9 @@ def _check_rank(shape: tuple[int, ...], ends: Tensor | None, where: str) -> None
             raise ShapeError(f"x is {list(shape)}", expected="[..., R, C], at least two dimensions", where=where)
         return
     if len(shape) != 2:
-        raise ShapeError(f"x is {list(shape)} with group ends", expected="[M, C]", todo="flatten the leading dimensions into rows", where=where)
+        raise ShapeError(
+            f"x is {list(shape)} with group ends", expected="[M, C]", todo="flatten the leading dimensions into rows", where=where
+        )
     if ends.dim() != 1:
         raise ShapeError(f"ends is {list(ends.shape)}", expected="[G], one end for each group", where=where)
     if ends.dtype != torch.int32:
@@ -178,6 +187,8 @@ def _check_rank(shape: tuple[int, ...], ends: Tensor | None, where: str) -> None
 def _check_stored(stored: Tensor, want: tuple[int, ...], where: str) -> None:
     if tuple(stored.shape) != want:
         raise ShapeError(
-            f"stored is {list(stored.shape)}", expected=f"{list(want)}, the storage of the shape asked for", todo="pass the shape that was given to forward",
+            f"stored is {list(stored.shape)}",
+            expected=f"{list(want)}, what forward makes of the shape asked for",
+            todo="pass the shape and the ends that forward was given",
             where=where,
-        )  # fmt: skip
+        )

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ import torch
 from ..errors import FusionError
 from .core import Fusion, Op, OpKind, Value, infer
 from .kinds import KINDS
-from .sizes import AnySize, Size, symbol
-from .types import DTYPES, Dim, Groups, Rows, TensorType, dtype_name
+from .sizes import AnySize, Size, symbol, value
+from .types import Dim, Groups, Rows, TensorType, dtype_name
 
 _HERE = str(Path(__file__).parent)
 
@@ -31,7 +31,8 @@ class FusionDefinition:
 
     def __init__(self) -> None:
         self.ops = Ops(self)
-        self.source = ""  # the line of the user's program that the next operations come from
+        self._source = ""  # the line of the user's program that the next operations come from
+        self._translator = ""  # who makes them; "" is the caller's line
         self._inputs: list[Value] = []
         self._ops: list[Op] = []
         self._outputs: list[Value] = []
@@ -39,6 +40,7 @@ class FusionDefinition:
         self._aliases: dict[Value, Value] = {}
         self._names: set[str] = set()
         self._views: dict[Any, tuple[Value, ...]] = {}
+        self._producers: dict[Value, Op] = {}
 
     def define_size(self, name: str) -> Size:
         """A size that is known only at launch."""
@@ -77,21 +79,27 @@ class FusionDefinition:
         """A cut with a name of its own."""
         return self.define_groups(self._fresh("g"), count)
 
-    def inline(self, fusion: Fusion, inputs: Sequence[Value]) -> tuple[Value, ...]:
-        """Copies the operations of a Fusion onto other inputs; returns what its outputs became."""
+    def inline(self, fusion: Fusion, inputs: Sequence[Value], sizes: Mapping[str, AnySize]) -> tuple[Value, ...]:
+        """Copies the operations of a Fusion onto other inputs and sizes; returns what its outputs became."""
         made: dict[Any, Any] = dict(zip(fusion.inputs, inputs, strict=True))
+        groups: dict[Groups, Groups] = {}
         for op in fusion.ops:
-            made.update(zip(op.outputs, self.append(op.kind, [made.get(v, v) for v in op.inputs], op.attrs), strict=True))
+            for made_here in (v.type.ends for v in op.outputs if v.type.ends):
+                groups[made_here] = self.fresh_groups(value(made_here.count, sizes))
+            attrs = {name: _moved(attr, sizes, groups) for name, attr in op.attrs.items()}
+            outputs = self.append(op.kind, [made[v] if isinstance(v, Value) else v for v in op.inputs], attrs)
+            made.update(zip(op.outputs, outputs, strict=True))
         return tuple(made[v] for v in fusion.outputs)
 
     @contextmanager
-    def at(self, source: str) -> Iterator[None]:
-        """Operations made inside come from this line of the user's program."""
-        before, self.source = self.source, source
+    def at(self, source: str, translator: str = "") -> Iterator[None]:
+        """Operations made inside come from this line of the user's program (and were made by this line of a translator)."""
+        before = self._source, self._translator
+        self._source, self._translator = source, translator
         try:
             yield
         finally:
-            self.source = before
+            self._source, self._translator = before
 
     def append(self, kind: OpKind, inputs: Sequence[Any], attrs: dict[str, Any] | Any) -> tuple[Value, ...]:
         """Adds one operation; its output types come from the type rule of its kind. Equal views are made once."""
@@ -100,9 +108,11 @@ class FusionDefinition:
         if key in self._views:
             return self._views[key]
         types = infer(kind, [v.type if isinstance(v, Value) else v for v in inputs], attrs)
-        first = sum(len(op.outputs) for op in self._ops)
+        first = len(self._producers)
         outputs = tuple(Value(f"t{first + i}", t) for i, t in enumerate(types))
-        self._ops.append(Op(kind, tuple(inputs), attrs, outputs, self.source, _caller()))
+        op = Op(kind, tuple(inputs), attrs, outputs, self._source, self._translator or _caller())
+        self._ops.append(op)
+        self._producers.update(dict.fromkeys(outputs, op))
         if key is not None:
             self._views[key] = outputs
         return outputs
@@ -115,6 +125,15 @@ class FusionDefinition:
         if key not in self._views:
             self._views[key] = (self.ops.ends(offs, rows=rows, groups=self.fresh_groups(offs.type.shape[0])),)
         return self._views[key][0]
+
+    def producer(self, value: Any) -> Op | None:
+        """The operation that made a value; None for an input or a number."""
+        return self._producers.get(value)
+
+    def made_by(self, value: Value) -> str:
+        """The kind of the operation that made a value; "" for an input."""
+        op = self.producer(value)
+        return op.kind.name if op else ""
 
     def _fresh(self, prefix: str) -> str:
         return next(name for n in range(len(self._names) + 1) if (name := f"{prefix}{n}") not in self._names)
@@ -144,9 +163,15 @@ class Ops:
         return call
 
 
-def as_dtype(dtype: str | torch.dtype) -> str:
-    """The IR's name of a dtype that may be torch's."""
-    return dtype if isinstance(dtype, str) and dtype in DTYPES else dtype_name(dtype)  # type: ignore[arg-type]
+def _moved(attr: Any, sizes: Mapping[str, AnySize], groups: Mapping[Groups, Groups]) -> Any:
+    """An attribute of another Fusion, in the sizes and cuts of this one."""
+    if isinstance(attr, tuple):
+        return tuple(_moved(a, sizes, groups) for a in attr)
+    if isinstance(attr, Groups):
+        return groups.get(attr, attr)
+    if isinstance(attr, Rows):
+        return Rows(value(attr.total, sizes), groups.get(attr.groups, attr.groups), attr.align)
+    return attr.value(sizes) if isinstance(attr, Size) else attr
 
 
 def rows_like(dim: Dim, total: AnySize) -> Dim:

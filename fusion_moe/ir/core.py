@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -179,6 +180,12 @@ class Fusion:
         for v, tensor in made.items():
             if v.type.ends:
                 check_ends(tensor, rows_of(v.type.ends, self, env), v.name)
+        device = _first(tensors[0]).device if tensors else torch.device("cpu")
+        with torch.device(device) if device.type != "cpu" else nullcontext():  # for what makes tensors from nothing
+            self._run(made, env)
+        return tuple(made[v] for v in self.outputs)
+
+    def _run(self, made: dict[Any, Any], env: Mapping[str, int]) -> None:
         last = {v: op for op in self.ops for v in op.values}
         for op in self.ops:
             args = [made[v] if isinstance(v, Value) else v for v in op.inputs]
@@ -186,7 +193,6 @@ class Fusion:
             for v in op.values:  # as kernels do: what nobody reads any more is given back
                 if last[v] is op and v not in self.outputs:
                     made.pop(v, None)
-        return tuple(made[v] for v in self.outputs)
 
     def __str__(self) -> str:
         from .text import text  # text builds on this module

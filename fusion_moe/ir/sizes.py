@@ -69,7 +69,7 @@ class Size:
                 yield from [atom] if isinstance(atom, str) else atom.of.symbols()
 
     def value(self, env: Mapping[str, Any]) -> Any:
-        """The size where every symbol has the value `env` gives it: an int, a torch.SymInt or a sympy expression."""
+        """The size where every symbol has the value `env` gives it: an int, a torch.SymInt or another size."""
         return sum((reduce(mul, (_atom_value(a, env) for a in atoms), c) for atoms, c in self.terms), 0)
 
 
@@ -139,4 +139,5 @@ def _without(term: Monomial, atoms: Monomial) -> Monomial | None:
 def _atom_value(atom: Atom, env: Mapping[str, Any]) -> Any:
     if isinstance(atom, str):
         return env[atom]
-    return -(-value(atom.of, env) // atom.by)
+    of = value(atom.of, env)
+    return ceildiv(of, atom.by) if isinstance(of, Size) else -(-of // atom.by)

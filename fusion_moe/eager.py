@@ -1,0 +1,47 @@
+"""The bodies of the operations: a call builds the Fusion it stands for, and runs its program. Programs are shared between calls of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+from .compile import program_of
+from .ir.text import text
+from .ops import LIBRARY, SPECS, Spec, bind, eager_types, fusion_of
+from .runtime.program import Program
+
+
+def _program(spec: Spec, types: Any, others: Any, device: torch.device) -> Program:
+    return program_of(text(fusion_of(spec.name, types, others)), device)
+
+
+def _body(spec: Spec, *args: Any, **kwargs: Any) -> Any:
+    call = bind(spec, args, kwargs)
+    tensors = [_bytes(t) for t in call.tensors.values()]
+    outputs = _program(spec, eager_types(call), call.others, tensors[0].device)(tensors)
+    return call.restore(outputs[0]) if len(outputs) == 1 else tuple(outputs)
+
+
+def _run(program: str, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    device = inputs[0].device if inputs else torch.device("cpu")
+    compiled = program_of(program, device)
+    return compiled([_bytes(t) for t in inputs], dict(zip(compiled.stages[0][1].symbols, sizes, strict=True)))
+
+
+def _bytes(t: Tensor) -> Tensor:
+    """fp4 tensors as the bytes they are stored in."""
+    return t.view(torch.uint8) if t.dtype == torch.float4_e2m1fn_x2 else t
+
+
+def _register() -> None:
+    for spec in SPECS.values():
+        LIBRARY.impl(spec.name, partial(_body, spec), "CompositeExplicitAutograd")
+    LIBRARY.impl("run", _run, "CompositeExplicitAutograd")
+
+
+_register()

@@ -1,0 +1,11 @@
+"""Backends: (Segment, schedule) -> Kernel. BACKENDS says which one makes the kernels of a target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..runtime.kernel import Kernel
+from ..segment import Segment
+from . import reference
+
+BACKENDS: dict[str, Callable[[Segment, object], Kernel]] = {"reference": reference.emit, "cpu": reference.emit, "cuda": reference.emit}

@@ -1,0 +1,264 @@
+"""The operations in `torch.ops.fusion_moe`: their schemas, and from each one's Fusion its fake, its derivative and its flops.
+
+What an operation computes is told once, by its translator (translators/fusion_moe_translators/moe.py): a call is the Fusion that
+the translator builds. The fake allocates what the types of that Fusion say, the body (eager.py) runs it, the backward is its
+derivative, run through `fusion_moe::run`. Letters: M rows, K in-features, N out-features, G groups, T tokens, k slots a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import translate
+from .errors import DeviceError, Error, UnsupportedError
+from .ir.builder import FusionDefinition
+from .ir.core import Fusion, storage_shape
+from .ir.derivative import differentiable_outputs, differentiate
+from .ir.sizes import symbol, value
+from .ir.text import parse
+from .ir.types import DTYPES, TensorType, dtype_name
+from .translate import Sizes, tensor_type
+
+NAMESPACE = "fusion_moe"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One public operation.
+
+    rows: arguments whose leading dimensions are rows, and how many trailing dimensions stay (a [..., K]: 1). Their size may change
+    from call to call without a new program. flatten: the argument whose leading dimensions the output takes over.
+    """
+
+    name: str
+    schema: str
+    rows: Mapping[str, int] = field(default_factory=dict)
+    flatten: str = ""
+    weights: tuple[str, ...] = ()
+    differentiable: bool = True
+
+
+_WEIGHT = ("b_codes", "b_block_scale", "b_decode_scale")
+_EXPERTS = tuple(f"{p}_{t}" for p in ("gate_up", "down") for t in ("codes", "block_scale", "decode_scale"))
+_EXPERT_MLP = f"""(
+    Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)}, Tensor? gate_up_bias=None, Tensor? down_bias=None, *,
+    int interleave=0, float? limit=None, float alpha=1.0, float up_offset=0.0, str scale_on="output", str activation_format="bf16",
+    str weight_layout="linear") -> Tensor"""
+
+SPECS = {
+    spec.name: spec
+    for spec in (
+        Spec(
+            "nvfp4_quantize", "(Tensor x, Tensor? decode_scale=None) -> (Tensor codes, Tensor block_scale, Tensor decode_scale)", differentiable=False
+        ),
+        Spec(
+            "nvfp4_grouped_mm",
+            "(Tensor a, Tensor b_codes, Tensor b_block_scale, Tensor b_decode_scale, Tensor offs, *, "
+            'str activation_format="bf16", str weight_layout="linear", ScalarType? out_dtype=None) -> Tensor',
+            rows={"a": 1}, flatten="a", weights=_WEIGHT,
+        ),
+        Spec("grouped_swizzle_block_scale", "(Tensor block_scale, Tensor offs) -> Tensor", rows={"block_scale": 1}, differentiable=False),
+        Spec(
+            "scaled_swiglu",
+            "(Tensor x, Tensor? scale=None, int interleave=0, *, float? limit=None, float alpha=1.0, float up_offset=0.0) -> Tensor",
+            rows={"x": 1, "scale": 0}, flatten="x",
+        ),
+        Spec("route", "(Tensor ids, int groups) -> (Tensor ends, Tensor row_of, Tensor slot_of)", rows={"ids": 1}, differentiable=False),
+        Spec("combine", "(Tensor y, Tensor slot_of, Tensor w) -> Tensor", rows={"y": 1, "slot_of": 1, "w": 1}),
+        Spec("group_add", "(Tensor y, Tensor bias, Tensor offs) -> Tensor", rows={"y": 1}, weights=("bias",)),
+        Spec("expert_mlp", _EXPERT_MLP, rows={"x": 1, "ids": 1, "w": 1}, flatten="x", weights=(*_EXPERTS, "gate_up_bias", "down_bias")),
+    )
+}  # fmt: skip
+RUN = "(str program, Tensor[] inputs, SymInt[] sizes) -> Tensor[]"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operation: its tensors with rows flattened, its other arguments by name, the leading shape of the output."""
+
+    spec: Spec
+    tensors: Mapping[str, Tensor]
+    others: tuple[tuple[str, Any], ...]
+    lead: Sequence[int] | None
+
+    def types(self, sizes: Callable[[str, int, Any], Any]) -> tuple[tuple[str, TensorType], ...]:
+        """The type of each tensor; sizes(argument, dimension, n) turns a size into the IR's."""
+        return tuple((name, tensor_type(t, [sizes(name, i, n) for i, n in enumerate(t.shape)])) for name, t in self.tensors.items())
+
+    def restore(self, output: Tensor) -> Tensor:
+        """The output with the leading dimensions that the flattened argument had."""
+        return output if self.lead is None else output.reshape(*self.lead, *output.shape[1:])
+
+
+def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """The arguments of a call by name, defaults filled in. DeviceError if the tensors live on different devices."""
+    names = _signature(spec.name)
+    bound = {name: args[i] if i < len(args) else kwargs.get(name, default) for i, (name, default) in enumerate(names)}
+    tensors = {name: v for name, v in bound.items() if isinstance(v, Tensor)}
+    devices = {name: t.device for name, t in tensors.items()}
+    if len(set(devices.values())) > 1:
+        raise DeviceError(
+            ", ".join(f"{n} on {d}" for n, d in devices.items()), expected="one device", todo="move them with .to(device)", where=spec.name
+        )
+    lead = bound[spec.flatten].shape[:-1] if spec.flatten and bound[spec.flatten].dim() != 2 else None
+    flat = {n: _flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
+    others = tuple((n, dtype_name(v) if isinstance(v, torch.dtype) else v) for n, v in bound.items() if n not in tensors)
+    return Call(spec, flat, others, lead)
+
+
+def _flat(t: Tensor, keep: int) -> Tensor:
+    return t if t.dim() == keep + 1 else t.reshape(-1, *t.shape[t.dim() - keep :])
+
+
+@lru_cache(maxsize=None)
+def _signature(name: str) -> tuple[tuple[str, Any], ...]:
+    schema = getattr(torch.ops.fusion_moe, name).default._schema
+    return tuple((a.name, a.default_value if a.has_default_value() else None) for a in schema.arguments)
+
+
+@lru_cache(maxsize=1024)
+def fusion_of(name: str, types: tuple[tuple[str, TensorType], ...], others: tuple[tuple[str, Any], ...]) -> Fusion:
+    """The Fusion that a call of an operation stands for: what its translator builds on inputs of these types."""
+    spec, fd = SPECS[name], FusionDefinition()
+    tensors = {n: fd.define_tensor(shape=t.shape, dtype=t.dtype, role="weight" if n in spec.weights else "argument") for n, t in types}
+    arguments = {**dict(others), **tensors}
+    translator = translate.find(f"{NAMESPACE}::{name}")
+    assert translator is not None
+    try:
+        result = translator.function(fd, **{n: arguments[n] for n, _ in _signature(name)})
+    except Error as error:
+        raise error.at(name) from None
+    for output in result if isinstance(result, tuple) else (result,):
+        fd.add_output(output)
+    return fd.fusion()
+
+
+def eager_types(call: Call) -> tuple[tuple[str, TensorType], ...]:
+    """The types of a call on real tensors: rows are symbols, one for each number that occurs, so that programs are shared."""
+    symbols: dict[int, Any] = {}
+
+    def size(name: str, i: int, n: int) -> Any:
+        return symbols.setdefault(n, symbol(f"s{len(symbols)}")) if i == 0 and name in call.spec.rows else n
+
+    return call.types(size)
+
+
+def traced_types(call: Call) -> tuple[tuple[tuple[str, TensorType], ...], Sizes]:
+    """The types of a call on fake tensors: sizes as the tracer knows them."""
+    sizes = Sizes()
+    return call.types(lambda name, i, n: sizes.size(n)), sizes
+
+
+def _fake(spec: Spec, *args: Any, **kwargs: Any) -> Any:
+    call = bind(spec, args, kwargs)
+    types, sizes = traced_types(call)
+    outputs = empty_outputs(fusion_of(spec.name, types, call.others), sizes.values(), next(iter(call.tensors.values())).device)
+    return call.restore(outputs[0]) if len(outputs) == 1 else tuple(outputs)
+
+
+def empty_outputs(fusion: Fusion, env: Mapping[str, Any], device: torch.device) -> list[Tensor]:
+    """New tensors of the shapes and dtypes of the outputs."""
+    return [torch.empty(storage_shape(v.type, env), dtype=DTYPES[v.type.dtype], device=device) for v in fusion.outputs]
+
+
+def _run_fake(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
+    fusion = parse(program)
+    device = inputs[0].device if inputs else torch.device("cpu")
+    return empty_outputs(fusion, dict(zip(fusion.symbols, sizes, strict=True)), device)
+
+
+# ------------------------------------------------------------------------------------------------------------------ derivative
+
+
+@lru_cache(maxsize=256)
+def _backward_program(name: str, types: tuple[tuple[str, TensorType], ...], others: tuple[tuple[str, Any], ...], wrt: tuple[int, ...]) -> Fusion:
+    return differentiate(fusion_of(name, types, others), wrt)
+
+
+def _setup_context(spec: Spec, ctx: Any, inputs: Sequence[Any], keyword_only_inputs: Mapping[str, Any] | None = None, output: Any = None) -> None:
+    names = [n for n, _ in _signature(spec.name)]
+    ctx.tensor_names = [n for n, v in zip(names, inputs, strict=False) if isinstance(v, Tensor)]
+    ctx.others = {n: v for n, v in zip(names, inputs, strict=False) if not isinstance(v, Tensor)} | dict(keyword_only_inputs or {})
+    ctx.count = len(inputs)
+    ctx.save_for_backward(*(v for v in inputs if isinstance(v, Tensor)))
+
+
+def _backward(spec: Spec, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    names = [n for n, _ in _signature(spec.name)]
+    given = dict(zip(ctx.tensor_names, ctx.saved_tensors, strict=True))
+    call = bind(spec, [], {**given, **ctx.others})
+    tracing = any(type(t) is not Tensor and not isinstance(t, torch.nn.Parameter) for t in given.values())
+    types, sizes = traced_types(call) if tracing else (eager_types(call), None)
+    ordered = list(call.tensors)
+    wanted = [n for n, need in zip(names, ctx.needs_input_grad, strict=False) if need]
+    try:
+        program = _backward_program(spec.name, types, call.others, tuple(ordered.index(n) for n in wanted))
+    except UnsupportedError as error:
+        raise error.at(f"{spec.name}, derivative with respect to {', '.join(wanted)}") from None
+    forward = fusion_of(spec.name, types, call.others)
+    seeds = [_flat(grads[i], len(forward.outputs[i].type.shape) - 1) for i in differentiable_outputs(forward)]
+    inputs = [*call.tensors.values(), *seeds]
+    env = sizes.values() if sizes else program.bind(inputs)
+    found = dict(zip(wanted, torch.ops.fusion_moe.run(str(program), inputs, [env[s] for s in program.symbols]), strict=True))
+    return tuple(found[n].reshape(given[n].shape) if n in found else None for n in names[: ctx.count])
+
+
+def _mark_non_differentiable(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
+
+
+def _no_derivative(name: str, why: str) -> Callable[..., Any]:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise UnsupportedError(why, todo="compute it under torch.no_grad(), or detach its result", where=name)
+
+    return backward
+
+
+# -------------------------------------------------------------------------------------------------------------------- register
+
+
+def flops(fusion: Fusion, env: Mapping[str, Any]) -> int:
+    """Floating-point operations of a Fusion: two for each multiply-add of the products, one for each pointwise element."""
+    return sum(value(op.kind.flops(op), env) for op in fusion.ops if op.kind.flops)
+
+
+def _call_flops(spec: Spec, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    call = bind(spec, args, kwargs)
+    types, sizes = traced_types(call)
+    return flops(fusion_of(spec.name, types, call.others), sizes.values())
+
+
+def _run_flops(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], *, out_val: Any = None) -> int:
+    fusion = parse(program)
+    return flops(fusion, dict(zip(fusion.symbols, sizes, strict=True)))
+
+
+def _register() -> torch.library.Library:
+    from torch.utils.flop_counter import register_flop_formula
+
+    lib = torch.library.Library(NAMESPACE, "DEF")
+    for spec in SPECS.values():
+        lib.define(spec.name + spec.schema)
+        name = f"{NAMESPACE}::{spec.name}"
+        torch.library.register_fake(name, partial(_fake, spec), lib=lib)
+        if spec.differentiable:
+            torch.library.register_autograd(name, partial(_backward, spec), setup_context=partial(_setup_context, spec), lib=lib)
+        else:
+            never = _no_derivative(spec.name, "it has no derivative")
+            torch.library.register_autograd(name, never, setup_context=_mark_non_differentiable, lib=lib)
+        register_flop_formula(getattr(torch.ops.fusion_moe, spec.name), get_raw=True)(partial(_call_flops, spec))
+    # its tensors come in whatever strides the graph has; the program asks for what it needs
+    lib.define("run" + RUN, tags=(torch.Tag.needs_contiguous_strides,))
+    torch.library.register_fake(f"{NAMESPACE}::run", _run_fake, lib=lib)
+    torch.library.register_autograd(f"{NAMESPACE}::run", _no_derivative("run", "second-order derivatives are not supported"), lib=lib)
+    register_flop_formula(torch.ops.fusion_moe.run, get_raw=True)(_run_flops)
+    return lib
+
+
+LIBRARY = _register()

@@ -1,0 +1,10 @@
+"""Fusion -> Fusion, in this order. Each keeps the meaning exactly; `contract_rounding`, which need not, runs on single segments."""
+
+from .assign_layouts import assign_layouts
+from .canonicalize import canonicalize
+from .contract_rounding import contract_rounding, dropped_roundings
+from .simplify import simplify
+
+PASSES = (canonicalize, assign_layouts, simplify)
+
+__all__ = ["PASSES", "assign_layouts", "canonicalize", "contract_rounding", "dropped_roundings", "simplify"]

@@ -1,0 +1,73 @@
+"""One spelling for each thing: undoes decompositions, drops casts and reshapes that do nothing. Every rule keeps every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..ir.builder import FusionDefinition
+from ..ir.core import Fusion, Op, Value
+from ..target import Target
+from .rewrite import rewrite
+
+_EXACT_IN = {"f16": ("f32", "f64"), "bf16": ("f32", "f64"), "f8e4m3": ("f16", "bf16", "f32", "f64"), "f32": ("f64",)}
+
+
+def canonicalize(fusion: Fusion, target: Target) -> Fusion:
+    """The Fusion with silu, plain casts and plain reshapes where a decomposed graph spells them out."""
+    return rewrite(fusion, _rule)
+
+
+def _rule(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
+    rule = _RULES.get(op.kind.name)
+    return rule(fd, op, inputs) if rule else None
+
+
+def _div(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
+    """x / (exp(-x) + 1) in float32 is silu(x)."""
+    x, below = inputs
+    total = _made(fd, below, "add")
+    if total is None or not isinstance(x, Value) or x.type.dtype != "f32" or 1 not in total.inputs[:2]:
+        return None
+    exp = next((_made(fd, v, "exp") for v in total.inputs if v != 1), None)
+    neg = _made(fd, exp.inputs[0], "neg") if exp else None
+    return (fd.ops.silu(x),) if neg and neg.inputs[0] is x else None
+
+
+def _cast(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
+    """A cast to the dtype that a value has, or back to the one it had before an exact cast."""
+    (x,), dtype = inputs, op.attrs["dtype"]
+    if x.type.dtype == dtype and x.type.ends is None:
+        return (x,)
+    before = _made(fd, x, "cast")
+    if before is not None:
+        (source,) = before.values
+        if source.type.dtype == dtype and x.type.dtype in _EXACT_IN.get(dtype, ()):
+            return (source,)
+    return None
+
+
+def _reshape(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
+    """A reshape to the shape that a value has; one after another is one."""
+    (x,), shape = inputs, op.attrs["new_shape"]
+    before = _made(fd, x, "reshape")
+    source = before.values[0] if before else x
+    if source.type.shape == shape:
+        return (source,)
+    return (fd.ops.reshape(source, new_shape=shape),) if before else None
+
+
+def _product(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
+    """Products read their operands exactly, so an exact widening before them does nothing."""
+    before = _made(fd, inputs[0], "cast")
+    if before is None or inputs[0].type.dtype not in _EXACT_IN.get(before.values[0].type.dtype, ()):
+        return None
+    return fd.append(op.kind, [before.values[0], *inputs[1:]], op.attrs)
+
+
+def _made(fd: FusionDefinition, v: Any, kind: str) -> Op | None:
+    op = fd.producer(v) if isinstance(v, Value) else None
+    return op if op is not None and op.kind.name == kind else None
+
+
+_RULES = {"div": _div, "cast": _cast, "reshape": _reshape, "grouped_mm": _product, "grouped_mm_t": _product}

@@ -1,0 +1,28 @@
+"""Rebuilding a Fusion one operation at a time: what the passes share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..ir.builder import FusionDefinition
+from ..ir.core import Fusion, Op, Value
+
+# rule(fd, op, its inputs in the new fusion) -> what its outputs become, or None to copy it
+Rule = Callable[[FusionDefinition, Op, Sequence[Any]], Sequence[Value] | None]
+
+
+def rewrite(fusion: Fusion, rule: Rule) -> Fusion:
+    """The Fusion with every operation copied, or replaced by what `rule` made of it. Inputs and outputs stay in order."""
+    fd = FusionDefinition()
+    made: dict[Any, Any] = {}
+    for v in fusion.inputs:
+        made[v] = fd.define_tensor(shape=v.type.shape, dtype=v.type.dtype, layout=v.type.layout, ends=v.type.ends, role=fusion.role(v))
+    for op in fusion.ops:
+        inputs = [made[v] if isinstance(v, Value) else v for v in op.inputs]
+        with fd.at(op.source, op.translator):
+            outputs = rule(fd, op, inputs) or fd.append(op.kind, inputs, op.attrs)
+        made.update(zip(op.outputs, outputs, strict=True))
+    for v in fusion.outputs:
+        fd.add_output(made[v], made.get(fusion.aliases.get(v)))
+    return fd.fusion()

@@ -1,0 +1,46 @@
+"""Drops what nobody reads, makes equal operations one, and puts the rest in the order in which the outputs need it.
+
+The order depends on nothing but the program: written in small operations, as expert_mlp or by hand, it is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..ir.core import Fusion, Op, Value
+from ..target import Target
+
+
+def simplify(fusion: Fusion, target: Target) -> Fusion:
+    """The Fusion without dead and repeated operations, in canonical order."""
+    same: dict[Any, Any] = {}  # a value -> the first value equal to it
+    seen: dict[Any, tuple[Value, ...]] = {}
+    ops: list[Op] = []
+    for op in _ordered(fusion):
+        inputs = tuple(same.get(v, v) for v in op.inputs)
+        key = (op.kind.name, tuple((type(v), v) for v in inputs), tuple(op.attrs.items()))
+        if key in seen and not any(v.type.ends for v in op.outputs):
+            same.update(zip(op.outputs, seen[key], strict=True))
+            continue
+        seen[key] = op.outputs
+        ops.append(op.with_inputs(inputs))
+    return Fusion(fusion.inputs, tuple(ops), tuple(same.get(v, v) for v in fusion.outputs), fusion.roles, fusion.aliases).verify()
+
+
+def _ordered(fusion: Fusion) -> list[Op]:
+    """The operations that the outputs need: first what the first operand needs, then the second's, then the operation."""
+    done: set[int] = set()
+    order: list[Op] = []
+    for output in fusion.outputs:
+        stack = [(fusion.producers.get(output), False)]
+        while stack:
+            op, operands_done = stack.pop()
+            if op is None or id(op) in done:
+                continue
+            if operands_done:
+                done.add(id(op))
+                order.append(op)
+            else:
+                stack.append((op, True))
+                stack += [(fusion.producers.get(v), False) for v in reversed(op.values)]
+    return order

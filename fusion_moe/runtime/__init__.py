@@ -1,0 +1,1 @@
+"""Running what was compiled: kernels, and the programs they make up."""

@@ -1,0 +1,24 @@
+"""A kernel: what a backend made of one segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..segment import Segment
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """segment: its work; schedule: the choices; backend: who made it; source: its text; launch(*inputs, sizes=...) -> outputs."""
+
+    segment: Segment
+    schedule: object
+    backend: str
+    source: str
+    launch: Callable[..., tuple[Any, ...]] = field(compare=False)
+
+    def __call__(self, inputs: list[Any], sizes: Mapping[str, int]) -> tuple[Any, ...]:
+        """The outputs on these inputs."""
+        return self.launch(*inputs, sizes=sizes)

@@ -1,0 +1,69 @@
+"""A program: kernels in order, and the values that pass between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+
+from ..ir.core import Fusion, Value
+from ..target import Target
+from .kernel import Kernel
+
+_MOVES = ("reshape", "slice", "permute", "broadcast_in_dim", "cast", "cut", "ends", "unpack")  # may return the memory they were given
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled Fusion. stages: the Fusion after each pass, by name; fusion: the last of them; kernels: in the order of launch."""
+
+    stages: tuple[tuple[str, Fusion], ...]
+    kernels: tuple[Kernel, ...]
+    target: Target
+
+    @property
+    def fusion(self) -> Fusion:
+        """The Fusion that the kernels implement."""
+        return self.stages[-1][1]
+
+    def __call__(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int] | None = None) -> list[torch.Tensor]:
+        """The outputs on these inputs: new tensors, contiguous, sharing no memory with the inputs."""
+        env = self.stages[0][1].bind(tensors, sizes)
+        made: dict[Value, Any] = dict(zip(self.fusion.inputs, tensors, strict=True))
+        for i, kernel in enumerate(self.kernels):
+            self._launch(i, kernel, made, env)
+        return [made[v].clone() if copy else made[v].contiguous() for v, copy in zip(self.fusion.outputs, self._copied, strict=True)]
+
+    def _launch(self, i: int, kernel: Kernel, made: dict[Value, Any], env: Mapping[str, int]) -> None:
+        inputs = [made[v] for v in kernel.segment.inputs]
+        if torch.autograd._profiler_enabled():
+            with record_function(f"fusion_moe::{i}[{kernel.segment.kind}, {kernel.backend}]"):
+                outputs = kernel(inputs, env)
+        else:
+            outputs = kernel(inputs, env)
+        made.update(zip(kernel.segment.outputs, outputs, strict=True))
+        for v in kernel.segment.inputs:
+            if self._last_reader[v] == i and v not in self.fusion.outputs:
+                del made[v]
+
+    @cached_property
+    def _last_reader(self) -> Mapping[Value, int]:
+        return {v: i for i, kernel in enumerate(self.kernels) for v in kernel.segment.inputs}
+
+    @cached_property
+    def _copied(self) -> tuple[bool, ...]:
+        """Which outputs may share memory with an input or an output before them."""
+        taken, copied = set(self.fusion.inputs), []
+        for v in self.fusion.outputs:
+            root = self._root(v)
+            copied.append(root in taken)
+            taken.add(root)
+        return tuple(copied)
+
+    def _root(self, v: Value) -> Value:
+        op = self.fusion.producers.get(v)
+        return self._root(op.values[0]) if op is not None and op.kind.name in _MOVES else v

@@ -1,0 +1,86 @@
+"""Grouped products with what they can take in: a prologue on the activations they load, an epilogue on the tiles they make.
+
+A kernel makes tiles of [rows of one group, some of N], looping over K. So the prologue may do what is elementwise in (row, k) or
+picks rows; the epilogue what is elementwise in (row, n), slices N, adds a group's bias, or sums a token's rows in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from ..ir.core import Fusion, Op, Value
+from ..target import Target
+
+NAME = "grouped_gemm"
+PROLOGUE = ("pointwise", "view", "routing", "gather")
+EPILOGUE = ("pointwise", "view", "grouped_add", "combine")
+PROLOGUE_SHAPES = ("reshape", "broadcast_in_dim")
+EPILOGUE_SHAPES = ("reshape", "broadcast_in_dim", "slice")
+
+
+@dataclass(frozen=True)
+class GroupedGemm:
+    """Which operation is the product, and what is done while loading its rows and before storing its tiles."""
+
+    product: str
+    prologue: tuple[str, ...]
+    epilogue: tuple[str, ...]
+
+
+def can_schedule(fusion: Fusion, target: Target) -> str | None:
+    """None if there is one grouped product and all else is its prologue or its epilogue."""
+    products = [op for op in fusion.ops if op.kind.role == "grouped"]
+    if not products:
+        return "there is no grouped product"
+    if len(products) > 1:
+        return f"{products[1].kind.name} contracts what {products[0].kind.name} makes: it needs whole rows, and a kernel has tiles of them"
+    (product,) = products
+    after = _after(fusion, product)
+    for op in fusion.ops:
+        if op is not product and (why := _refusal(op, after)):
+            return why
+    return _one_combine(fusion, after)
+
+
+def choose(fusion: Fusion, target: Target) -> GroupedGemm:
+    """The product, its prologue and its epilogue, in order."""
+    (product,) = (op for op in fusion.ops if op.kind.role == "grouped")
+    after = _after(fusion, product)
+    rest = [op for op in fusion.ops if op is not product and op.kind.role != "view"]
+    return GroupedGemm(
+        product.kind.name,
+        tuple(op.kind.name for op in rest if not _reads(op, after)),
+        tuple(op.kind.name for op in rest if _reads(op, after)),
+    )
+
+
+def _after(fusion: Fusion, product: Op) -> Set[Value]:
+    """The values that depend on the product."""
+    after = set(product.outputs)
+    for op in fusion.ops:
+        if _reads(op, after):
+            after |= set(op.outputs)
+    return after
+
+
+def _reads(op: Op, values: Set[Value]) -> bool:
+    return any(v in values for v in op.values)
+
+
+def _refusal(op: Op, after: Set[Value]) -> str | None:
+    name, role = op.kind.name, op.kind.role
+    if _reads(op, after):
+        allowed = role in EPILOGUE or name in EPILOGUE_SHAPES
+        return None if allowed else f"{name} needs more of the product's result than the tile that a block holds"
+    allowed = role in PROLOGUE or name in PROLOGUE_SHAPES or name == "full"
+    return None if allowed else f"{name} cannot be done while the rows of the product are loaded"
+
+
+def _one_combine(fusion: Fusion, after: Set[Value]) -> str | None:
+    combines = [op for op in fusion.ops if op.kind.role == "combine"]
+    if len(combines) > 1:
+        return "combine is done once, by the block that owns an output tile"
+    if combines and not any(v in after for v in combines[0].values[:1]):
+        return "combine sums rows that this product does not make"
+    return None

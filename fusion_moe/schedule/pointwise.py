@@ -1,0 +1,29 @@
+"""Pointwise segments: each element of a result from elements of the inputs; one pass over memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..ir.core import Fusion
+from ..target import Target
+
+NAME = "pointwise"
+ROLES = ("pointwise", "shape", "view")
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """The operations of one element, in order."""
+
+    ops: tuple[str, ...]
+
+
+def can_schedule(fusion: Fusion, target: Target) -> str | None:
+    """None if every operation is pointwise or moves elements."""
+    other = next((op for op in fusion.ops if op.kind.role not in ROLES), None)
+    return f"{other.kind.name} is not pointwise" if other else None
+
+
+def choose(fusion: Fusion, target: Target) -> Pointwise:
+    """One loop over the elements."""
+    return Pointwise(tuple(op.kind.name for op in fusion.ops if op.kind.role == "pointwise"))

@@ -1,0 +1,34 @@
+"""Segments about rows: routing, gathers, and sums of rows, with the pointwise work around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..ir.core import Fusion
+from ..target import Target
+from . import pointwise
+
+NAME = "rows"
+ROLES = (*pointwise.ROLES, "routing", "gather", "combine", "scatter", "reduce", "grouped_add")
+SUMS = ("combine", "scatter", "reduce")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The operations on rows, in order; at most one of them sums."""
+
+    ops: tuple[str, ...]
+
+
+def can_schedule(fusion: Fusion, target: Target) -> str | None:
+    """None if nothing but rows are gathered, routed and added, with at most one sum."""
+    other = next((op for op in fusion.ops if op.kind.role not in ROLES), None)
+    if other is not None:
+        return f"{other.kind.name} is neither pointwise nor about rows"
+    sums = [op.kind.name for op in fusion.ops if op.kind.role in SUMS]
+    return f"{sums[1]} needs all of {sums[0]}'s result: two sums are two passes" if len(sums) > 1 else None
+
+
+def choose(fusion: Fusion, target: Target) -> Rows:
+    """One pass over the rows."""
+    return Rows(tuple(op.kind.name for op in fusion.ops if op.kind.role in ROLES and op.kind.role not in pointwise.ROLES))

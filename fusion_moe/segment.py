@@ -1,0 +1,147 @@
+"""Fusion -> Segments: pieces grow along their edges while some scheduler accepts them. Each cut keeps the scheduler's reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from . import schedule
+from .errors import UnsupportedError
+from .ir.core import Fusion, Op, Value
+from .target import Target
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One kernel's work: a Fusion like any other. inputs and outputs are values of the whole; why says why it begins where it does."""
+
+    fusion: Fusion
+    kind: str  # the name of the scheduler that takes it
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    why: str = ""
+
+
+def split(fusion: Fusion, target: Target) -> tuple[Segment, ...]:
+    """The segments, in an order in which they can run. UnsupportedError for an operation that no scheduler takes even alone."""
+    whole = _Pieces(fusion, target)
+    whole.grow()
+    return tuple(whole.segment(ops) for ops in whole.in_order())
+
+
+class _Pieces:
+    """The operations of a fusion in disjoint pieces. Views belong to no piece: they are copied into every one that reads them."""
+
+    def __init__(self, fusion: Fusion, target: Target):
+        self.fusion, self.target = fusion, target
+        self.place = {op: i for i, op in enumerate(fusion.ops)}
+        self.ops = [op for op in fusion.ops if not op.kind.view]
+        self.piece = {op: frozenset([op]) for op in self.ops}
+
+    def grow(self) -> None:
+        """Joins pieces along edges until no scheduler takes a larger one."""
+        joined = True
+        while joined:
+            joined = False
+            for op in self.ops:
+                for source in self._sources(op):
+                    joined = self._join(self.piece[source], self.piece[op]) or joined
+
+    def in_order(self) -> list[frozenset[Op]]:
+        """The pieces, each after those it reads from, else as their first operations stand in the fusion."""
+        left, order = list(dict.fromkeys(self.piece[op] for op in self.ops)), []
+        while left:
+            ready = next(p for p in left if not any(q is not p and q in left for q in self._producing(p)))
+            order.append(ready)
+            left.remove(ready)
+        return order
+
+    def segment(self, ops: frozenset[Op]) -> Segment:
+        """A piece as a Segment."""
+        fusion = self._part(ops)
+        scheduler = schedule.find(fusion, self.target)
+        if scheduler is None:
+            names = ", ".join(op.kind.name for op in fusion.ops)
+            reasons = "; ".join(f"{s.NAME}: {s.can_schedule(fusion, self.target)}" for s in schedule.SCHEDULERS)
+            raise UnsupportedError(f"no scheduler takes {names}", expected=reasons)
+        reasons = dict.fromkeys(filter(None, (self._refusal(source, ops) for source in self._producing(ops))))
+        return Segment(fusion, scheduler.NAME, fusion.inputs, fusion.outputs, "; ".join(reasons))
+
+    def _join(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
+        if a is b or self._circle(a, b) or schedule.find(self._part(a | b), self.target) is None:
+            return False
+        both = a | b
+        self.piece.update(dict.fromkeys(both, both))
+        return True
+
+    def _refusal(self, a: frozenset[Op], b: frozenset[Op]) -> str:
+        """Why two pieces are not one."""
+        if self._circle(a, b):
+            return "joined, each of two kernels would wait for the other"
+        both = self._part(a | b)
+        names = {op.kind.role for op in both.ops}
+        asked = schedule.named("grouped_gemm" if "grouped" in names else "layout" if names & {"layout", "quantize"} else "rows")
+        return asked.can_schedule(both, self.target) or ""
+
+    def _circle(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
+        """Whether a path leads from a over other pieces to b."""
+        over = [p for p in self._producing(b) if p is not a]
+        seen: set[frozenset[Op]] = set()
+        while over:
+            piece = over.pop()
+            if piece is a:
+                return True
+            if piece not in seen and piece is not b:
+                seen.add(piece)
+                over += self._producing(piece)
+        return False
+
+    def _producing(self, ops: Iterable[Op]) -> list[frozenset[Op]]:
+        """The other pieces that a piece reads from."""
+        members = frozenset(ops)
+        found = dict.fromkeys(self.piece[s] for op in sorted(members, key=self.place.__getitem__) for s in self._sources(op))
+        return [p for p in found if p != members]
+
+    def _sources(self, op: Op) -> list[Op]:
+        """The operations, views looked through, that an operation reads from."""
+        found: list[Op] = []
+        for v in op.values:
+            source = self.fusion.producers.get(v)
+            if source is not None:
+                found += self._sources(source) if source.kind.view else [source]
+        return list(dict.fromkeys(found))
+
+    def _part(self, ops: Iterable[Op]) -> Fusion:
+        """These operations and the views they read, as a Fusion: what they read from outside are its inputs."""
+        members = set(ops)
+        for op in list(members):
+            self._add_views(op, members)
+        ordered = sorted(members, key=self.place.__getitem__)
+        made = {v for op in ordered for v in op.outputs}
+        inputs = tuple(dict.fromkeys(v for op in ordered for v in op.values if v not in made))
+        outputs = tuple(v for op in ordered for v in op.outputs if not op.kind.view and self._read_outside(v, members))
+        roles = {v: self.fusion.role(v) for v in inputs}
+        aliases = {v: self.fusion.aliases[v] for v in outputs if v in self.fusion.aliases}
+        return Fusion(inputs, tuple(ordered), outputs, roles, aliases)
+
+    def _add_views(self, op: Op, members: set[Op]) -> None:
+        for v in op.values:
+            source = self.fusion.producers.get(v)
+            if source is not None and source.kind.view and source not in members:
+                members.add(source)
+                self._add_views(source, members)
+
+    def _read_outside(self, v: Value, members: set[Op]) -> bool:
+        return v in self.fusion.outputs or any(self._needed_outside(reader, members) for reader in self.fusion.readers.get(v, ()))
+
+    def _needed_outside(self, reader: Op, members: set[Op]) -> bool:
+        """Whether a reader, or what reads it where it is a view, stands outside."""
+        if not reader.kind.view:
+            return reader not in members
+        return any(self._read_outside(v, members) for v in reader.outputs)
+
+
+def values_between(segments: Sequence[Segment]) -> set[Value]:
+    """The values that one segment stores and another reads."""
+    made = {v for s in segments for v in s.outputs}
+    return {v for s in segments for v in s.inputs if v in made}

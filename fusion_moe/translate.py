@@ -1,0 +1,201 @@
+"""Translators: the registry, refusals, and the way from a traced call to operations of the IR.
+
+    @translator("mylib::scale_rows")
+    def scale_rows(fd, x, factor):
+        if x.type.dtype != "bf16":
+            raise Untranslatable(f"x is {x.type}, only bf16 is fused")
+        return fd.ops.mul(x, factor)
+
+A translator gets the FusionDefinition, then the arguments of the call as its schema has them: tensors as IR values, symbolic
+integers as sizes, dtypes as the IR's names, everything else as it is. It returns one value for each output. What it returns is
+compared with what the operation's fake gave. Translators are found by `@translator`, and through the entry-point group
+`fusion_moe.translators` (a module whose import registers them).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+
+import torch
+
+from .errors import Error, TranslatorError, Untranslatable
+from .ir.builder import FusionDefinition
+from .ir.core import Value
+from .ir.sizes import AnySize, symbol
+from .ir.types import TensorType, dtype_name, plain
+
+BUILTIN = "fusion_moe_translators"
+ENTRY_POINTS = "fusion_moe.translators"
+
+
+
+
+@dataclass(frozen=True)
+class Translator:
+    """A registered translator: the operation it is for ("aten::add.Tensor"), the function, and where that stands."""
+
+    op: str
+    function: Callable[..., Any]
+    where: str
+
+    def __call__(self, fd: FusionDefinition, args: Sequence[Any], kwargs: Mapping[str, Any], expected: Sequence[TensorType]) -> tuple[Value, ...]:
+        """The outputs of one call. Untranslatable as the translator raises it; TranslatorError if it fails or returns another type."""
+        try:
+            result = self.function(fd, *args, **kwargs)
+        except Untranslatable:
+            raise
+        except Exception as error:
+            raise TranslatorError(
+                f"the translator of {self.op} failed: {type(error).__name__}: {error}", expected="values, or Untranslatable",
+                todo="mend the translator; raise Untranslatable(reason) for calls that it does not take", where=self.where,
+            ) from error  # fmt: skip
+        outputs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        self._check(outputs, expected)
+        return outputs
+
+    def _check(self, outputs: Sequence[Any], expected: Sequence[TensorType]) -> None:
+        found = [v.type if isinstance(v, Value) else f"a {type(v).__name__}" for v in outputs]
+        if len(found) != len(expected) or any(not isinstance(t, TensorType) or not same_storage(t, e) for t, e in zip(found, expected, strict=False)):
+            raise TranslatorError(
+                f"the translator of {self.op} returned {', '.join(map(str, found))}", expected=f"{', '.join(map(str, expected))}, as its fake gives",
+                todo="return values of these shapes and dtypes: fd.ops.cast changes a dtype", where=self.where,
+            )  # fmt: skip
+
+
+_registry: dict[str, Translator] = {}
+
+
+def translator(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function as the translator of an operation, "namespace::name" or "namespace::name.overload"."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        code = function.__code__
+        where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+        if op in _registry:
+            raise TranslatorError(
+                f"{op} already has a translator, at {_registry[op].where}", expected="one for each operation",
+                todo="remove one of the two; fusion_moe.translate.unregister(op) takes the first away", where=where,
+            )  # fmt: skip
+        _registry[op] = Translator(op, function, where)
+        return function
+
+    return register
+
+
+def unregister(op: str) -> None:
+    """Takes the translator of an operation away."""
+    _registry.pop(op, None)
+
+
+def find(op: str) -> Translator | None:
+    """The translator of an operation, if there is one. Loads the built-in ones and the entry points at the first call."""
+    _load()
+    return _registry.get(op)
+
+
+def registered() -> tuple[Translator, ...]:
+    """All translators, by the name of their operation."""
+    _load()
+    return tuple(t for _, t in sorted(_registry.items()))
+
+
+@cache
+def _load() -> None:
+    importlib.import_module(BUILTIN)
+    for entry in entry_points(group=ENTRY_POINTS):
+        try:
+            entry.load()
+        except Exception as error:
+            raise TranslatorError(
+                f"the entry point {entry.name} = {entry.value} of {entry.dist.name if entry.dist else '?'} failed: {type(error).__name__}: {error}",
+                expected=f"a module of the group {ENTRY_POINTS} that imports", todo="mend or uninstall that package",
+            ) from error  # fmt: skip
+
+
+def same_storage(a: TensorType, b: TensorType) -> bool:
+    """Whether two types are of one tensor as torch sees it: cuts and ends aside, padding and layout as it is stored."""
+    if a.dtype != b.dtype or len(a.shape) != len(b.shape):
+        return False
+    return a.layout != "linear" or tuple(map(plain, a.shape)) == tuple(map(plain, b.shape))
+
+
+class Sizes:
+    """The sizes of one traced region: torch.SymInt -> Size, and back to SymInt. Symbols are called s0, s1, ... in order of first use.
+
+    An expression that is no polynomial (a floor division, a minimum) becomes a symbol of its own.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[Any, str] = {}
+        self._seen: dict[str, torch.SymInt] = {}
+        self._shape_env: Any = None
+
+    def size(self, n: int | torch.SymInt) -> AnySize:
+        """n as a size of the IR."""
+        if isinstance(n, int):
+            return n
+        self._shape_env = n.node.shape_env
+        expr = n.node.expr
+        if expr.is_Symbol:
+            self._seen[self._name(expr)] = n
+        return self._of(expr, n)
+
+    def shape(self, shape: Sequence[int | torch.SymInt]) -> tuple[AnySize, ...]:
+        """A shape as sizes of the IR."""
+        return tuple(self.size(n) for n in shape)
+
+    def expressions(self) -> Mapping[str, Any]:
+        """The expression that each symbol stands for."""
+        return {name: expr for expr, name in self._names.items()}
+
+    def values(self) -> dict[str, int | torch.SymInt]:
+        """A SymInt for each symbol, to compute the sizes of outputs with."""
+        return {name: self._seen.get(name) or self._shape_env.create_symintnode(expr, hint=None) for name, expr in self.expressions().items()}
+
+    def _of(self, expr: Any, n: torch.SymInt) -> AnySize:
+        if expr.is_Integer:
+            return int(expr)
+        if expr.is_Symbol:
+            return symbol(self._name(expr))
+        if expr.is_Add or expr.is_Mul:
+            terms = [self._of(a, n) for a in expr.args]
+            total: AnySize = terms[0]
+            for term in terms[1:]:
+                total = total + term if expr.is_Add else total * term
+            return total
+        if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
+            base, power = self._of(expr.base, n), int(expr.exp)
+            return base if power == 1 else base * self._of(expr.base ** (power - 1), n)
+        return symbol(self._name(expr))
+
+    def _name(self, expr: Any) -> str:
+        return self._names.setdefault(expr, f"s{len(self._names)}")
+
+
+def tensor_type(tensor: torch.Tensor, shape: Sequence[AnySize]) -> TensorType:
+    """The type of a (fake) tensor whose sizes were already turned into sizes of the IR. fp4 bytes count as uint8."""
+    dtype = torch.uint8 if tensor.dtype == torch.float4_e2m1fn_x2 else tensor.dtype
+    try:
+        return TensorType(tuple(shape), dtype_name(dtype))
+    except Error as error:
+        raise Untranslatable(error.found, expected=error.expected) from None
+
+
+def plain_argument(value: Any, sizes: Sizes) -> Any:
+    """An argument that is no tensor as a translator gets it."""
+    if isinstance(value, torch.SymInt):
+        return sizes.size(value)
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(plain_argument(v, sizes) for v in value)
+    return value
+
+

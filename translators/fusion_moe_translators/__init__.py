@@ -1,0 +1,5 @@
+"""The built-in translators, one file for each family of operations. They import only what a user's translator may import."""
+
+from . import gather, moe, pointwise, shapes
+
+__all__ = ["gather", "moe", "pointwise", "shapes"]

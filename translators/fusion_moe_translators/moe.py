@@ -1,0 +1,176 @@
+"""Translators of the operations of torch.ops.fusion_moe: what each of them computes is said here and nowhere else.
+
+M rows (T tokens x k slots), K in-features, N out-features, G groups (experts), H hidden, I intermediate features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fusion_moe.errors import OptionError, ShapeError
+from fusion_moe.ir.builder import FusionDefinition, rows_like
+from fusion_moe.ir.core import Value
+from fusion_moe.ir.kinds.shape import elements, merged, split_dim
+from fusion_moe.ir.text import parse
+from fusion_moe.ir.types import plain
+from fusion_moe.translate import translator
+
+ACTIVATION_FORMATS = ("bf16", "nvfp4")
+WEIGHT_LAYOUTS = ("linear",)
+
+
+def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Value], Value]]:
+    """x [..., last `keep` dims] -> [rows, last dims], and the way back for a result [rows, N] -> [..., N]."""
+    lead = x.type.shape[: len(x.type.shape) - keep]
+    if len(lead) == 1:
+        return x, lambda y: y
+    rows = fd.ops.reshape(x, new_shape=merged(x.type.shape, keep))
+    return rows, lambda y: fd.ops.reshape(y, new_shape=(*lead, *y.type.shape[1:]))
+
+
+def product(
+    fd: FusionDefinition, a: Value, weight: tuple[Value, Value, Value], ends: Value, activation_format: str, weight_layout: str, dtype: str
+) -> Value:
+    """a [M/g, K], weight as codes, block scales and decode scales, ends i32[G]@ends(g) -> dtype[M/g, N]"""
+    _one_of("activation_format", activation_format, ACTIVATION_FORMATS)
+    _one_of("weight_layout", weight_layout, WEIGHT_LAYOUTS)
+    w = fd.ops.pack(*weight, fmt="nvfp4", layout=weight_layout)
+    if activation_format == "nvfp4":
+        a = fd.ops.quantize(a, fd.ops.decode_scale(a, fmt="nvfp4"), fmt="nvfp4")
+    return fd.ops.cast(fd.ops.grouped_mm(a, w, ends), dtype=dtype)
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise OptionError(f"{name} = {value!r}", expected=f"one of {', '.join(choices)}")
+
+
+@translator("fusion_moe::nvfp4_quantize")
+def nvfp4_quantize(fd: FusionDefinition, x: Value, decode_scale: Value | None = None) -> tuple[Value, ...]:
+    """x float[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale f32[...]"""
+    made = fd.ops.decode_scale(x, fmt="nvfp4") if decode_scale is None else decode_scale
+    codes, block_scale = fd.ops.unpack(fd.ops.quantize(x, made, fmt="nvfp4"))
+    # an operation of torch may not return its own input
+    return codes, block_scale, made if decode_scale is None else fd.ops.cast(made, dtype="f32")
+
+
+@translator("fusion_moe::nvfp4_grouped_mm")
+def nvfp4_grouped_mm(
+    fd: FusionDefinition, a: Value, b_codes: Value, b_block_scale: Value, b_decode_scale: Value, offs: Value,
+    activation_format: str = "bf16", weight_layout: str = "linear", out_dtype: str | None = None,
+) -> Value:  # fmt: skip
+    """a [..., K], weight nvfp4[G, N, K], offs i32[G] -> [..., N]"""
+    rows, restore = flat(fd, a, keep=1)
+    ends = fd.groups_of(offs, plain(rows.type.shape[0]))
+    cut = fd.ops.cut(rows, ends)
+    return restore(product(fd, cut, (b_codes, b_block_scale, b_decode_scale), ends, activation_format, weight_layout, out_dtype or a.type.dtype))
+
+
+@translator("fusion_moe::grouped_swizzle_block_scale")
+def grouped_swizzle_block_scale(fd: FusionDefinition, block_scale: Value, offs: Value) -> Value:
+    """block_scale f8e4m3[M, K/16], offs i32[G] -> f8e4m3[M/g%128, K/16]@sf128x4"""
+    ends = fd.groups_of(offs, plain(block_scale.type.shape[0]))
+    return fd.ops.grouped_swizzle(fd.ops.cut(block_scale, ends), ends, layout="sf128x4")
+
+
+@translator("fusion_moe::scaled_swiglu")
+def scaled_swiglu(
+    fd: FusionDefinition, x: Value, scale: Value | None = None, interleave: int = 0, limit: float | None = None, alpha: float = 1.0,
+    up_offset: float = 0.0,
+) -> Value:  # fmt: skip
+    """x [..., 2H], scale [...] -> [..., H]: in float32, rounded once to the dtype of x"""
+    rows, restore = flat(fd, x, keep=1)
+    gate, up = (fd.ops.cast(half, dtype="f32") for half in _halves(fd, rows, interleave))
+    if limit is not None:
+        gate = fd.ops.minimum(gate, float(limit))
+        up = fd.ops.maximum(fd.ops.minimum(up, float(limit)), -float(limit))
+    active = fd.ops.silu(gate) if alpha == 1.0 else fd.ops.mul(gate, fd.ops.sigmoid(fd.ops.mul(gate, float(alpha))))
+    y = fd.ops.mul(active, fd.ops.add(up, float(up_offset)) if up_offset else up)
+    if scale is not None:
+        y = fd.ops.mul(y, _column(fd, scale, y))
+    return restore(fd.ops.cast(y, dtype=x.type.dtype))
+
+
+def _halves(fd: FusionDefinition, x: Value, interleave: int) -> tuple[Value, Value]:
+    """x [M, 2H] -> gate [M, H], up [M, H]; interleave 0: gate is the first half, else blocks of `interleave` gate, then up columns"""
+    rows, width = x.type.shape
+    half = split_dim(plain(width), 2)
+    block = half if interleave == 0 else interleave
+    if not isinstance(half, int) or half % block:
+        raise ShapeError(f"x {x.type} with interleave = {interleave}", expected=f"a last size that is a multiple of 2 * {interleave}")
+    if interleave == 0:
+        return tuple(fd.ops.slice(x, start_indices=(0, s), end_indices=(rows, s + half)) for s in (0, half))  # type: ignore[return-value]
+    blocks = fd.ops.reshape(x, new_shape=(rows, half // block, 2, block))
+    parts = (fd.ops.slice(blocks, start_indices=(0, 0, s, 0), end_indices=(rows, half // block, s + 1, block)) for s in (0, 1))
+    return tuple(fd.ops.reshape(part, new_shape=(rows, half)) for part in parts)  # type: ignore[return-value]
+
+
+def _column(fd: FusionDefinition, scale: Value, like: Value) -> Value:
+    """scale [...] with one element for each row of `like` [M, N] -> f32[M, 1]"""
+    rows = like.type.shape[0]
+    return fd.ops.cast(fd.ops.reshape(scale, new_shape=(rows_like(rows, elements(scale.type.shape)), 1)), dtype="f32")
+
+
+@translator("fusion_moe::route")
+def route(fd: FusionDefinition, ids: Value, groups: int) -> tuple[Value, ...]:
+    """ids int[T, k] -> ends i32[G]@ends(g), row_of i32[M/g], slot_of i32[T, k]"""
+    return fd.ops.route(ids, groups=fd.fresh_groups(groups))
+
+
+@translator("fusion_moe::combine")
+def combine(fd: FusionDefinition, y: Value, slot_of: Value, w: Value) -> Value:
+    """y [M, N], slot_of i32[T, k], w [T, k] -> [T, N]"""
+    return fd.ops.cast(fd.ops.combine(y, slot_of, w), dtype=y.type.dtype)
+
+
+@translator("fusion_moe::group_add")
+def group_add(fd: FusionDefinition, y: Value, bias: Value, offs: Value) -> Value:
+    """y [M, N], bias [G, N], offs i32[G] -> [M, N]"""
+    ends = fd.groups_of(offs, plain(y.type.shape[0]))
+    return fd.ops.group_add(fd.ops.cut(y, ends), bias, ends)
+
+
+@translator("fusion_moe::expert_mlp")
+def expert_mlp(
+    fd: FusionDefinition, x: Value, ids: Value, w: Value, gate_up_codes: Value, gate_up_block_scale: Value, gate_up_decode_scale: Value,
+    down_codes: Value, down_block_scale: Value, down_decode_scale: Value, gate_up_bias: Value | None = None, down_bias: Value | None = None,
+    interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0, scale_on: str = "output",
+    activation_format: str = "bf16", weight_layout: str = "linear",
+) -> Value:  # fmt: skip
+    """x [..., H], ids int[T, k], w [T, k], gate_up nvfp4[G, 2I, H], down nvfp4[G, H, I] -> [..., H]"""
+    _one_of("scale_on", scale_on, ("output", "input"))
+    tokens, restore = flat(fd, x, keep=1)
+    ids, w = flat(fd, ids, keep=1)[0], flat(fd, w, keep=1)[0]
+    dtype = x.type.dtype
+    ends, row_of, slot_of = route(fd, ids, _count(gate_up_codes))
+    a = fd.ops.index_select(tokens, row_of, dim=0)
+    if scale_on == "input":
+        a = fd.ops.cast(fd.ops.mul(fd.ops.cast(a, dtype="f32"), _row_weight(fd, w, slot_of, a)), dtype=dtype)
+        w = fd.ops.full(shape=w.type.shape, fill_value=1.0, dtype="f32")
+    y = product(fd, a, (gate_up_codes, gate_up_block_scale, gate_up_decode_scale), ends, activation_format, weight_layout, dtype)
+    y = y if gate_up_bias is None else fd.ops.group_add(y, gate_up_bias, ends)
+    y = scaled_swiglu(fd, y, None, interleave, limit, alpha, up_offset)
+    y = product(fd, y, (down_codes, down_block_scale, down_decode_scale), ends, activation_format, weight_layout, dtype)
+    y = y if down_bias is None else fd.ops.group_add(y, down_bias, ends)
+    return restore(combine(fd, y, slot_of, w))
+
+
+def _count(codes: Value) -> int:
+    count = codes.type.shape[0]
+    if not isinstance(count, int):
+        raise ShapeError(f"{count} experts in {codes.type}", expected="a number of experts known when compiling")
+    return count
+
+
+def _row_weight(fd: FusionDefinition, w: Value, slot_of: Value, a: Value) -> Value:
+    """w [T, k], slot_of i32[T, k] -> f32[M/g, 1]: the weight of each sorted row's slot"""
+    rows = a.type.shape[0]
+    picked = fd.ops.index_select(fd.ops.reshape(w, new_shape=(elements(w.type.shape),)), fd.ops.invert(slot_of, rows=rows), dim=0)
+    return fd.ops.reshape(fd.ops.cast(picked, dtype="f32"), new_shape=(rows, 1))
+
+
+@translator("fusion_moe::run")
+def run(fd: FusionDefinition, program: str, inputs: tuple[Value, ...], sizes: tuple) -> tuple[Value, ...]:
+    """A program that stands in the graph already (a backward): its operations, to be fused with their neighbours."""
+    fusion = parse(program)
+    return fd.inline(fusion, inputs, dict(zip(fusion.symbols, sizes, strict=True)))
