@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -12,18 +12,20 @@ from torch import Tensor
 
 from .compile import program_of
 from .ir.text import text
+from .options import Options, current
 from .ops import LIBRARY, SPECS, Spec, bind, eager_types, fusion_of
 from .runtime.program import Program
 
 
-def _program(spec: Spec, types: Any, others: Any, device: torch.device) -> Program:
-    return program_of(text(fusion_of(spec.name, types, others)), device)
+@lru_cache(maxsize=1024)
+def _program(name: str, types: Any, others: Any, device: torch.device, with_: Options) -> Program:
+    return program_of(text(fusion_of(name, types, others)), device)
 
 
 def _body(spec: Spec, *args: Any, **kwargs: Any) -> Any:
     call = bind(spec, args, kwargs)
     tensors = [_bytes(t) for t in call.tensors.values()]
-    outputs = _program(spec, eager_types(call), call.others, tensors[0].device)(tensors)
+    outputs = _program(spec.name, eager_types(call), call.others, tensors[0].device, current())(tensors)
     return call.restore(outputs[0]) if len(outputs) == 1 else tuple(outputs)
 
 

@@ -62,8 +62,8 @@ def bound(total: int, count: int, align: int) -> int:
 
     Reached by runs of one row and one run with the rest. total and count may be int or SymInt; nothing is read from the device.
     """
-    ones: int = torch.sym_min(total, count)  # type: ignore[no-untyped-call]
-    rest: int = torch.sym_max(0, total - count)  # type: ignore[no-untyped-call]
+    ones: int = torch.sym_min(total, count)
+    rest: int = torch.sym_max(0, total - count)
     return align * (ones + rest // align)
 
 

@@ -40,11 +40,9 @@ class Spec:
     schema: str
     rows: Mapping[str, int] = field(default_factory=dict)
     flatten: str = ""
-    weights: tuple[str, ...] = ()
     differentiable: bool = True
 
 
-_WEIGHT = ("b_codes", "b_block_scale", "b_decode_scale")
 _EXPERTS = tuple(f"{p}_{t}" for p in ("gate_up", "down") for t in ("codes", "block_scale", "decode_scale"))
 _EXPERT_MLP = f"""(
     Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)}, Tensor? gate_up_bias=None, Tensor? down_bias=None, *,
@@ -61,7 +59,7 @@ SPECS = {
             "nvfp4_grouped_mm",
             "(Tensor a, Tensor b_codes, Tensor b_block_scale, Tensor b_decode_scale, Tensor offs, *, "
             'str activation_format="bf16", str weight_layout="linear", ScalarType? out_dtype=None) -> Tensor',
-            rows={"a": 1}, flatten="a", weights=_WEIGHT,
+            rows={"a": 1}, flatten="a",
         ),
         Spec("grouped_swizzle_block_scale", "(Tensor block_scale, Tensor offs) -> Tensor", rows={"block_scale": 1}, differentiable=False),
         Spec(
@@ -71,8 +69,8 @@ SPECS = {
         ),
         Spec("route", "(Tensor ids, int groups) -> (Tensor ends, Tensor row_of, Tensor slot_of)", rows={"ids": 1}, differentiable=False),
         Spec("combine", "(Tensor y, Tensor slot_of, Tensor w) -> Tensor", rows={"y": 1, "slot_of": 1, "w": 1}),
-        Spec("group_add", "(Tensor y, Tensor bias, Tensor offs) -> Tensor", rows={"y": 1}, weights=("bias",)),
-        Spec("expert_mlp", _EXPERT_MLP, rows={"x": 1, "ids": 1, "w": 1}, flatten="x", weights=(*_EXPERTS, "gate_up_bias", "down_bias")),
+        Spec("group_add", "(Tensor y, Tensor bias, Tensor offs) -> Tensor", rows={"y": 1}),
+        Spec("expert_mlp", _EXPERT_MLP, rows={"x": 1, "ids": 1, "w": 1}, flatten="x"),
     )
 }  # fmt: skip
 RUN = "(str program, Tensor[] inputs, SymInt[] sizes) -> Tensor[]"
@@ -125,8 +123,8 @@ def _signature(name: str) -> tuple[tuple[str, Any], ...]:
 @lru_cache(maxsize=1024)
 def fusion_of(name: str, types: tuple[tuple[str, TensorType], ...], others: tuple[tuple[str, Any], ...]) -> Fusion:
     """The Fusion that a call of an operation stands for: what its translator builds on inputs of these types."""
-    spec, fd = SPECS[name], FusionDefinition()
-    tensors = {n: fd.define_tensor(shape=t.shape, dtype=t.dtype, role="weight" if n in spec.weights else "argument") for n, t in types}
+    fd = FusionDefinition()
+    tensors = {n: fd.define_tensor(shape=t.shape, dtype=t.dtype) for n, t in types}
     arguments = {**dict(others), **tensors}
     translator = translate.find(f"{NAMESPACE}::{name}")
     assert translator is not None

@@ -71,6 +71,10 @@ class FusionDefinition:
         if alias_input is not None:
             self._aliases[value] = alias_input
 
+    def mark_weight(self, *values: Value | None) -> None:
+        """States that those of the values that are inputs are weights: they stay from call to call."""
+        self._roles.update((v, "weight") for v in values if v in self._roles)
+
     def fusion(self) -> Fusion:
         """What was built, verified."""
         return Fusion(tuple(self._inputs), tuple(self._ops), tuple(self._outputs), self._roles, self._aliases).verify()
@@ -125,6 +129,15 @@ class FusionDefinition:
         if key not in self._views:
             self._views[key] = (self.ops.ends(offs, rows=rows, groups=self.fresh_groups(offs.type.shape[0])),)
         return self._views[key][0]
+
+    @property
+    def count(self) -> int:
+        """The number of operations so far."""
+        return len(self._ops)
+
+    def ops_from(self, first: int) -> tuple[Op, ...]:
+        """The operations appended since there were `first` of them."""
+        return tuple(self._ops[first:])
 
     def producer(self, value: Any) -> Op | None:
         """The operation that made a value; None for an input or a number."""

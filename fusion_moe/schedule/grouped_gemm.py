@@ -1,7 +1,7 @@
 """Grouped products with what they can take in: a prologue on the activations they load, an epilogue on the tiles they make.
 
 A kernel makes tiles of [rows of one group, some of N], looping over K. So the prologue may do what is elementwise in (row, k) or
-picks rows; the epilogue what is elementwise in (row, n), slices N, adds a group's bias, or sums a token's rows in order.
+picks rows, once they are rows of groups; the epilogue what is elementwise in (row, n), slices N, adds a group's bias, or sums a token's rows in order.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from ..ir.core import Fusion, Op, Value
+from ..ir.types import Rows
 from ..target import Target
 
 NAME = "grouped_gemm"
@@ -73,6 +74,8 @@ def _refusal(op: Op, after: Set[Value]) -> str | None:
     if _reads(op, after):
         allowed = role in EPILOGUE or name in EPILOGUE_SHAPES
         return None if allowed else f"{name} needs more of the product's result than the tile that a block holds"
+    if role == "pointwise" and not any(isinstance(d, Rows) for d in op.outputs[0].type.shape):
+        return f"{name} on whole tokens would be done again for every slot and tile that reads them"
     allowed = role in PROLOGUE or name in PROLOGUE_SHAPES or name == "full"
     return None if allowed else f"{name} cannot be done while the rows of the product are loaded"
 

@@ -34,6 +34,7 @@ def product(
     """a [M/g, K], weight as codes, block scales and decode scales, ends i32[G]@ends(g) -> dtype[M/g, N]"""
     _one_of("activation_format", activation_format, ACTIVATION_FORMATS)
     _one_of("weight_layout", weight_layout, WEIGHT_LAYOUTS)
+    fd.mark_weight(*weight)
     w = fd.ops.pack(*weight, fmt="nvfp4", layout=weight_layout)
     if activation_format == "nvfp4":
         a = fd.ops.quantize(a, fd.ops.decode_scale(a, fmt="nvfp4"), fmt="nvfp4")
@@ -127,7 +128,13 @@ def combine(fd: FusionDefinition, y: Value, slot_of: Value, w: Value) -> Value:
 def group_add(fd: FusionDefinition, y: Value, bias: Value, offs: Value) -> Value:
     """y [M, N], bias [G, N], offs i32[G] -> [M, N]"""
     ends = fd.groups_of(offs, plain(y.type.shape[0]))
-    return fd.ops.group_add(fd.ops.cut(y, ends), bias, ends)
+    return biased(fd, fd.ops.cut(y, ends), bias, ends)
+
+
+def biased(fd: FusionDefinition, y: Value, bias: Value | None, ends: Value) -> Value:
+    """y [M/g, N] with bias [G, N], if there is one, added to the rows of each group"""
+    fd.mark_weight(bias)
+    return y if bias is None else fd.ops.group_add(y, bias, ends)
 
 
 @translator("fusion_moe::expert_mlp")
@@ -148,10 +155,10 @@ def expert_mlp(
         a = fd.ops.cast(fd.ops.mul(fd.ops.cast(a, dtype="f32"), _row_weight(fd, w, slot_of, a)), dtype=dtype)
         w = fd.ops.full(shape=w.type.shape, fill_value=1.0, dtype="f32")
     y = product(fd, a, (gate_up_codes, gate_up_block_scale, gate_up_decode_scale), ends, activation_format, weight_layout, dtype)
-    y = y if gate_up_bias is None else fd.ops.group_add(y, gate_up_bias, ends)
+    y = biased(fd, y, gate_up_bias, ends)
     y = scaled_swiglu(fd, y, None, interleave, limit, alpha, up_offset)
     y = product(fd, y, (down_codes, down_block_scale, down_decode_scale), ends, activation_format, weight_layout, dtype)
-    y = y if down_bias is None else fd.ops.group_add(y, down_bias, ends)
+    y = biased(fd, y, down_bias, ends)
     return restore(combine(fd, y, slot_of, w))
 
 

@@ -1,0 +1,1 @@
+"""The doors through which traced programs come: torch.compile (inductor.py)."""

@@ -1,0 +1,137 @@
+"""What all tests share: golden texts, hypothesis profiles, and who is skipped where."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+GOLDEN = TESTS / "golden"
+
+hypothesis.settings.register_profile("ci", derandomize=True, database=None, deadline=None, max_examples=30)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/ from what the code says now; then read git diff")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist: one thread each, and the same for what a test starts
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    else:
+        config.pluginmanager.register(_StaleGoldens(config), "stale-goldens")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("judges"):
+        for module in mark.args:
+            if importlib.util.find_spec(module) is None:
+                pytest.skip(f"{module} is not installed: pip install -e '.[judges]'")
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA GPU; torch.cuda.is_available() is False here")
+
+
+# Golden texts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """golden(text, name="") compares a text with tests/golden/<test file>/<test>[.<name>].txt.
+
+    `pytest --update-golden` writes what the code says now; `git diff` then shows what changed. In a run of all tests a golden that
+    no test reads is an error (and --update-golden removes it).
+    """
+    read: set[Path] = set()
+
+    def check(text: str, name: str = "") -> None:
+        stem = _stem(request.node.nodeid, request.config)
+        path = stem.with_name(stem.name + (f".{name}" if name else "") + ".txt")
+        if path in read:
+            raise ValueError(f"golden(..., name={name!r}) twice in one test; give each text its own name")
+        read.add(path)
+        request.node.user_properties.append(("golden", str(path)))  # travels with the report, also from a worker
+
+        now = text.rstrip() + "\n"
+        want = path.read_text(encoding="utf-8") if path.exists() else ""
+        if now == want:
+            return
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(now, encoding="utf-8", newline="\n")
+            return
+        shown = path.relative_to(TESTS.parent).as_posix()
+        diff = difflib.unified_diff(want.splitlines(), now.splitlines(), shown if want else f"{shown} (missing)", "now", lineterm="")
+        command = f"pytest --update-golden {shlex.quote(request.node.nodeid)}"
+        pytest.fail("\n".join([*diff, "", f"If the new text is right: {command}", "and read git diff."]), pytrace=False)
+
+    return check
+
+
+def _stem(nodeid: str, config: pytest.Config) -> Path:
+    """The golden of a test, without name and suffix: tests/ir/test_a.py::test_b[x/y] -> tests/golden/ir/test_a/test_b[x-y]."""
+    file, _, test = nodeid.partition("::")
+    folder = (config.rootpath / file).resolve().relative_to(TESTS).with_suffix("")
+    return GOLDEN / folder / re.sub(r"[^\w.,=+\[\]-]", "-", test.replace("::", "."))
+
+
+class _StaleGoldens:
+    """Fails a run of all tests when a golden was read by none of them. A skipped test keeps its goldens."""
+
+    def __init__(self, config: pytest.Config):
+        self.config = config
+        self.read: set[Path] = set()
+        self.skipped: list[Path] = []  # stems of tests; folders of files
+        self.stale: list[Path] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.read |= {Path(path) for key, path in report.user_properties if key == "golden"}
+        if report.skipped:
+            self.skipped.append(_stem(report.nodeid, self.config))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self.skipped.append(_stem(report.nodeid, self.config))
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if exitstatus != 0 or not self._ran_all():
+            return
+        self.stale = sorted(path for path in GOLDEN.rglob("*.txt") if path not in self.read and not self._may_be_read_elsewhere(path))
+        if not self.stale:
+            return
+        if self.config.getoption("--update-golden"):
+            for path in self.stale:
+                path.unlink()
+        else:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.stale:
+            return
+        updated = self.config.getoption("--update-golden")
+        terminalreporter.section("goldens removed" if updated else "stale goldens: no test reads them", red=not updated)
+        for path in self.stale:
+            terminalreporter.write_line(path.relative_to(TESTS.parent).as_posix())
+        if not updated:
+            terminalreporter.write_line("Delete them, or run pytest --update-golden.")
+
+    def _may_be_read_elsewhere(self, path: Path) -> bool:
+        return any(stem in path.parents or (stem.parent == path.parent and path.name.startswith(f"{stem.name}.")) for stem in self.skipped)
+
+    def _ran_all(self) -> bool:
+        narrowing = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise", "collectonly")
+        if any(getattr(self.config.option, name, None) for name in narrowing):
+            return False
+        return any(TESTS.is_relative_to((self.config.invocation_params.dir / arg).resolve()) for arg in self.config.args)

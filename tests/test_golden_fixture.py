@@ -1,0 +1,135 @@
+"""The golden fixture of conftest.py: missing, changed, updated and stale texts, in one process and in two."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch  # before a pytester does and forgets it again: torch cannot be imported twice in one process
+
+pytest_plugins = ["pytester"]
+
+CONFTEST = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
+TWO_TESTS = textwrap.dedent("""
+    import pytest
+
+    def test_plain(golden):
+        golden("one\\ntwo")
+        golden("three", name="other")
+
+    @pytest.mark.parametrize("x", ["a/b"])
+    class TestClass:
+        def test_method(self, golden, x):
+            golden(x)
+""")
+MARKED = textwrap.dedent("""
+    import pytest
+
+    @pytest.mark.gpu
+    def test_gpu():
+        raise AssertionError
+
+    @pytest.mark.judges("no_such_judge")
+    def test_judge():
+        raise AssertionError
+""")
+GOLDENS = {"test_plain.txt": "one\ntwo\n", "test_plain.other.txt": "three\n", "TestClass.test_method[a-b].txt": "a/b\n"}
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester) -> pytest.Pytester:
+    """A project with our conftest.py and two tests in tests/sub/test_text.py that read three goldens."""
+    pytester.makeini("[pytest]\ntestpaths = tests\nmarkers =\n    gpu\n    judges")
+    write(pytester, "tests/conftest.py", CONFTEST)
+    write(pytester, "tests/sub/test_text.py", TWO_TESTS)
+    for name, text in GOLDENS.items():
+        write(pytester, f"tests/golden/sub/test_text/{name}", text)
+    return pytester
+
+
+@pytest.fixture(params=[(), ("-n", "2")], ids=["one process", "two workers"])
+def run(project: pytest.Pytester, request: pytest.FixtureRequest):
+    return lambda *args: project.runpytest(*request.param, *args)
+
+
+def write(project: pytest.Pytester, path: str, text: str) -> Path:
+    file = project.path / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_equal_goldens_pass(project):
+    result = project.runpytest()
+    result.assert_outcomes(passed=2)
+    assert result.ret == 0
+
+
+def test_missing_golden_fails_and_says_how_to_accept_it(project):
+    (project.path / "tests/golden/sub/test_text/test_plain.txt").unlink()
+    result = project.runpytest()
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*tests/golden/sub/test_text/test_plain.txt (missing)*", "+one", "+two"])
+    result.stdout.fnmatch_lines(["If the new text is right: pytest --update-golden tests/sub/test_text.py::test_plain"])
+
+
+def test_changed_golden_fails_with_a_diff(project):
+    write(project, "tests/golden/sub/test_text/test_plain.txt", "one\n2\n")
+    result = project.runpytest()
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines([" one", "-2", "+two"])
+
+
+def test_the_command_in_the_message_is_quoted_for_the_shell(project):
+    (project.path / "tests/golden/sub/test_text/TestClass.test_method[a-b].txt").unlink()
+    result = project.runpytest()
+    assert "--update-golden 'tests/sub/test_text.py::TestClass::test_method[a/b]'" in result.stdout.str()
+
+
+def test_update_writes_missing_and_changed_and_removes_stale(run, project):
+    folder = project.path / "tests/golden/sub/test_text"
+    (folder / "test_plain.other.txt").unlink()
+    write(project, "tests/golden/sub/test_text/test_plain.txt", "old\n")
+    write(project, "tests/golden/sub/test_text/test_gone.txt", "old\n")
+    assert run("--update-golden").ret == 0
+    assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == GOLDENS
+
+
+def test_stale_golden_fails_a_run_of_all_tests(run, project):
+    write(project, "tests/golden/sub/test_text/test_plain.gone.txt", "old\n")
+    result = run()
+    result.assert_outcomes(passed=2)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*stale goldens*", "tests/golden/sub/test_text/test_plain.gone.txt"])
+
+
+@pytest.mark.parametrize("narrowed", [("-k", "plain"), ("tests/sub/test_text.py",), ("--deselect", "tests/sub/test_text.py::test_plain")])
+def test_stale_golden_does_not_fail_a_run_of_some_tests(project, narrowed):
+    write(project, "tests/golden/sub/test_text/test_gone.txt", "old\n")
+    assert project.runpytest(*narrowed).ret == 0
+
+
+def test_skipped_tests_and_files_keep_their_goldens(run, project):
+    write(project, "tests/test_one.py", "import pytest\n@pytest.mark.skip(reason='here')\ndef test_it(golden): golden('x')\n")
+    write(project, "tests/test_all.py", "import pytest\npytest.skip('here', allow_module_level=True)\n")
+    for file in "test_one", "test_all":
+        write(project, f"tests/golden/{file}/test_it.txt", "x\n")
+        write(project, f"tests/golden/{file}/test_it.more.txt", "x\n")
+    result = run()
+    assert result.ret == 0, result.stdout.str()
+
+
+def test_the_same_name_twice_is_an_error(project):
+    write(project, "tests/test_twice.py", "def test_it(golden):\n    golden('a')\n    golden('b')\n")
+    write(project, "tests/golden/test_twice/test_it.txt", "a\n")
+    project.runpytest("tests/test_twice.py").stdout.fnmatch_lines(["*twice in one test*"])
+
+
+def test_gpu_and_judges_are_skipped_with_a_reason(project, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    write(project, "tests/test_marks.py", MARKED)
+    result = project.runpytest_inprocess("-rs", "tests/test_marks.py")
+    result.assert_outcomes(skipped=2)
+    result.stdout.fnmatch_lines(["*no_such_judge is not installed*"])
+    result.stdout.fnmatch_lines(["*needs a CUDA GPU*"])

@@ -1,0 +1,170 @@
+"""What users install: the wheel, the sdist, the editable install, beside PyPI's `translators`, and what importing costs."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import statistics
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+# Looked for, not imported: importing pip changes what setuptools finds when it is imported later in the same process.
+MISSING = [module for module in ("hatchling", "pip") if importlib.util.find_spec(module) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+
+REPO = Path(__file__).resolve().parents[1]
+PACKAGES = {"fusion_moe": REPO / "fusion_moe", "fusion_moe_translators": REPO / "translators" / "fusion_moe_translators"}
+
+
+def run(*command: object, cwd: Path = Path("/")) -> str:
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(str(part) for part in command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def build(target: str, folder: Path, source: Path = REPO) -> Path:
+    """The wheel, the editable wheel or the sdist, built as pip would, without the network."""
+    run(sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder, cwd=source)
+    (built,) = folder.iterdir()
+    return built
+
+
+def files_of(wheel: Path) -> set[str]:
+    """The files of a wheel outside its .dist-info."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel:editable", tmp_path_factory.mktemp("editable"))
+
+
+def test_wheel_holds_the_two_packages_and_nothing_else(wheel):
+    """Every file of the two packages, kernel sources included, and no tests, examples or benchmarks."""
+    ours = {
+        f"{name}/{file.relative_to(folder).as_posix()}"
+        for name, folder in PACKAGES.items()
+        for file in folder.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert files_of(wheel) == ours
+    assert {name.split("/")[0] for name in ours} == set(PACKAGES)
+
+
+def test_sdist_builds_the_same_wheel(wheel, tmp_path):
+    sdist = build("sdist", tmp_path / "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "source", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    (source,) = (tmp_path / "source").iterdir()
+    assert files_of(build("wheel", tmp_path / "wheel", source)) == files_of(wheel)
+
+
+# Installed, beside another `translators` --------------------------------------------------------------------------------
+
+
+class Venv:
+    """A throwaway environment without torch: a probe that needs it takes it from the environment that runs the tests."""
+
+    def __init__(self, folder: Path):
+        run(sys.executable, "-m", "venv", "--without-pip", folder)
+        self.python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+        self.site = Path(self.run("import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+
+    def pip(self, *args: object) -> None:
+        run(sys.executable, "-m", "pip", "--python", self.python, "--disable-pip-version-check", "--no-input", "-q", *args)
+
+    def run(self, code: str, cwd: Path = Path("/")) -> str:
+        return run(self.python, "-c", code, cwd=cwd)
+
+    def run_with_torch(self, code: str) -> str:
+        site = Path(importlib.util.find_spec("torch").origin).parents[1]
+        return self.run(f"import sys; sys.path.append({str(site)!r})\n{code}")
+
+    def origin(self, package: str, cwd: Path = Path("/")) -> Path | None:
+        """Where `import package` would come from."""
+        found = self.run(f"from importlib.util import find_spec as f; s = f({package!r}); print(s.origin if s else '')", cwd).strip()
+        return Path(found).resolve() if found else None
+
+
+def stand_in(folder: Path) -> Path:
+    """A wheel with a top-level package `translators`, as PyPI has one."""
+    files = {
+        "translators/__init__.py": "theirs = True\n",
+        "translators/server.py": "",
+        "translators-6.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: translators\nVersion: 6.0\n",
+        "translators-6.0.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    digests = {name: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode() for name, text in files.items()}
+    record = "".join(f"{name},sha256={digests[name]},{len(text)}\n" for name, text in files.items())
+    path = folder / "translators-6.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in {**files, "translators-6.0.dist-info/RECORD": record + "translators-6.0.dist-info/RECORD,,\n"}.items():
+            archive.writestr(name, text)
+    return path
+
+
+def from_the_index(folder: Path) -> Path:
+    """PyPI's own, 0.1 MB; skips where no index can be reached."""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries", "0", "--timeout", "10"]
+    done = subprocess.run([*command, "-d", str(folder), "translators==6.0.4"], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"pip cannot download translators: {done.stderr.strip().splitlines()[-1]}")
+    return next(folder.glob("translators-*.whl"))
+
+
+@pytest.mark.parametrize("theirs", [stand_in, from_the_index])
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_installs_beside_another_translators_and_leaves_it_alone(kind, theirs, request, tmp_path):
+    venv = Venv(tmp_path / "venv")
+    venv.pip("install", "--no-deps", "--no-index", theirs(tmp_path))
+    their_folder = venv.site / "translators"
+    before = {path: path.read_bytes() for path in their_folder.rglob("*.py")}
+    assert before
+
+    def assert_theirs_is_intact() -> None:
+        assert {path: path.read_bytes() for path in their_folder.rglob("*.py")} == before
+        for cwd in Path("/"), REPO:
+            assert venv.origin("translators", cwd) == their_folder / "__init__.py"
+
+    venv.pip("install", "--no-deps", "--no-index", request.getfixturevalue(kind))
+    assert_theirs_is_intact()
+    for package, source in PACKAGES.items():
+        folder = source if kind == "editable" else venv.site / package
+        assert venv.origin(package) == folder / "__init__.py"
+    assert venv.run_with_torch("import fusion_moe, fusion_moe_translators; print(fusion_moe.__version__)").strip()
+
+    venv.pip("uninstall", "-y", "fusion_moe")
+    assert_theirs_is_intact()
+    for package in PACKAGES:
+        assert venv.origin(package) is None
+
+
+@pytest.mark.slow
+def test_torch_finds_the_backend_by_its_entry_point(wheel, tmp_path):
+    venv = Venv(tmp_path / "venv")
+    venv.pip("install", "--no-deps", "--no-index", wheel)
+    code = "import torch; from torch._dynamo import lookup_backend as f; b = f('fusion_moe'); print(b.__module__, callable(b))"
+    assert venv.run_with_torch(code).split() == ["fusion_moe.frontends.inductor", "True"]
+
+
+# The cost of importing ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_import_costs_little_over_torch():
+    """Median of five. CPU time, since the other tests may be running beside this one."""
+    code = "import time, torch\nt = time.process_time(); import fusion_moe; print(time.process_time() - t)"
+    seconds = [float(run(sys.executable, "-c", code, cwd=REPO)) for _ in range(5)]
+    assert statistics.median(seconds) < 0.3, f"import fusion_moe after import torch took {seconds} s"
