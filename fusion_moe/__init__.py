@@ -1,11 +1,35 @@
-"""fusion_moe: NVFP4 mixture-of-experts as custom operations that are traced, lowered to a fusion IR, compiled, and explained."""
+"""fusion_moe: NVFP4 mixture-of-experts as custom operations that are traced, lowered to a fusion IR, compiled, and explained.
 
-from . import eager, errors, options
+Importing it registers the operations in torch.ops.fusion_moe, and changes nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from . import eager as _eager  # the bodies of the operations
+from . import errors, options
 from .compile import run
 from .errors import Untranslatable
 from .ir.builder import FusionDefinition
+from .nn import NVFP4Config, NVFP4Experts, quantize_
 from .translate import translator
 
 __version__ = "0.1.0"
 
-__all__ = ["FusionDefinition", "Untranslatable", "__version__", "eager", "errors", "options", "run", "translator"]
+__all__ = [
+    "FusionDefinition", "NVFP4Config", "NVFP4Experts", "Untranslatable", "__version__", "disable", "enable", "errors", "options",
+    "quantize_", "run", "translator",
+]  # fmt: skip
+
+_LAZY = {"enable": "frontends.inductor", "disable": "frontends.inductor"}  # these import Inductor, which takes a while
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+del _eager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.metadata
 import importlib.util
 import statistics
 import subprocess
@@ -14,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-# Looked for, not imported: importing pip changes what setuptools finds when it is imported later in the same process.
-MISSING = [module for module in ("hatchling", "pip") if importlib.util.find_spec(module) is None]
+# By their metadata: as soon as a process imports pip, or looks for it, setuptools can no longer be imported there.
+INSTALLED = {distribution.name for distribution in importlib.metadata.distributions()}
+MISSING = sorted({"hatchling", "pip"} - INSTALLED)
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 REPO = Path(__file__).resolve().parents[1]

@@ -1,0 +1,25 @@
+"""One line on stderr for work that takes longer than a moment."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+QUIET_SECONDS = 2.0
+
+
+def progress(items: Iterable[T], what: str, total: int) -> Iterator[T]:
+    """The items; says how many of `total` are done once two seconds have passed, in place on a terminal, else every two seconds."""
+    start = said = time.monotonic()
+    end = "\r" if sys.stderr.isatty() else "\n"
+    for done, item in enumerate(items):
+        now = time.monotonic()
+        if now - said > QUIET_SECONDS:
+            print(f"{what}: {done} of {total}, {now - start:.0f} s", end=end, file=sys.stderr, flush=True)
+            said = now
+        yield item
+    if said != start:
+        print(f"{what}: {total} of {total}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
