@@ -14,14 +14,15 @@ import dataclasses
 import difflib
 import os
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from .errors import OptionError
 
 _PREFIX = "FUSION_MOE_"
 
 
-def _option(default: object, doc: str, choices: tuple[str, ...] = ()) -> object:
-    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices})
+def _option(default: Any, doc: str) -> Any:
+    return dataclasses.field(default=default, metadata={"doc": doc})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Options:
     contract_rounding: bool = _option(True, "keep float32 inside a fused kernel where the program rounds to a narrower type and back")
     check: bool = _option(False, "evaluate every pass and the segmentation on the real inputs and compare exactly (slow)")
 
-    def replace(self, **changes: object) -> Options:
+    def replace(self, **changes: Any) -> Options:
         """These options with some changed; names and types are checked."""
         return dataclasses.replace(self, **{name: _checked(name, value) for name, value in changes.items()})
 
@@ -44,12 +45,13 @@ class Options:
 _FIELDS = {f.name: f for f in dataclasses.fields(Options)}
 
 
-def _checked(name: str, value: object) -> object:
+def _checked(name: str, value: Any) -> Any:
     """`value` as the option's type; text is parsed, as it comes from the environment."""
     field = _FIELDS.get(name)
     if field is None:
         near = difflib.get_close_matches(name, _FIELDS, 1)
-        raise OptionError(f"unknown option {name!r}", expected=f"one of {', '.join(_FIELDS)}", todo=f"did you mean {near[0]!r}?" if near else "")
+        todo = f"did you mean {near[0]!r}?" if near else ""
+        raise OptionError(f"unknown option {name!r}", expected=f"one of {', '.join(_FIELDS)}", todo=todo)
     wanted = type(field.default)
     if wanted is bool and isinstance(value, str):
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
@@ -73,7 +75,7 @@ def current() -> Options:
 
 
 @contextlib.contextmanager
-def override(**changes: object) -> Iterator[Options]:
+def override(**changes: Any) -> Iterator[Options]:
     """Change options inside a `with` block."""
     token = _current.set(current().replace(**changes))
     try:

@@ -30,12 +30,12 @@ def split(fusion: Fusion, target: Target) -> tuple[Segment, ...]:
 
 
 class _Pieces:
-    """The operations of a fusion in disjoint pieces. Views belong to no piece: they are copied into every one that reads them."""
+    """The operations of a fusion in disjoint pieces. Views that are no outputs belong to none: every piece that reads them has a copy."""
 
     def __init__(self, fusion: Fusion, target: Target):
         self.fusion, self.target = fusion, target
         self.place = {op: i for i, op in enumerate(fusion.ops)}
-        self.ops = [op for op in fusion.ops if not op.kind.view]
+        self.ops = [op for op in fusion.ops if not op.kind.view or any(v in fusion.outputs for v in op.outputs)]
         self.piece = {op: frozenset([op]) for op in self.ops}
 
     def grow(self) -> None:
@@ -113,13 +113,14 @@ class _Pieces:
 
     def _part(self, ops: Iterable[Op]) -> Fusion:
         """These operations and the views they read, as a Fusion: what they read from outside are its inputs."""
-        members = set(ops)
-        for op in list(members):
+        own = set(ops)
+        members = set(own)
+        for op in own:
             self._add_views(op, members)
         ordered = sorted(members, key=self.place.__getitem__)
         made = {v for op in ordered for v in op.outputs}
         inputs = tuple(dict.fromkeys(v for op in ordered for v in op.values if v not in made))
-        outputs = tuple(v for op in ordered for v in op.outputs if not op.kind.view and self._read_outside(v, members))
+        outputs = tuple(v for op in ordered if op in own for v in op.outputs if self._read_outside(v, members))
         roles = {v: self.fusion.role(v) for v in inputs}
         aliases = {v: self.fusion.aliases[v] for v in outputs if v in self.fusion.aliases}
         return Fusion(inputs, tuple(ordered), outputs, roles, aliases)

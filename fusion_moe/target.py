@@ -39,7 +39,8 @@ def find(name: str, device: torch.device) -> Target:
     """The target called `name`; "auto" is the kind of `device`. OptionError for a name that is none."""
     wanted = device.type if name == "auto" else name
     if wanted not in TARGETS:
-        raise OptionError(f"target {wanted!r}", expected=f"one of auto, {', '.join(TARGETS)}", todo="move the tensors there" if name == "auto" else "")
+        todo = "move the tensors to a device of that kind" if name == "auto" else ""
+        raise OptionError(f"target {wanted!r}", expected=f"one of auto, {', '.join(TARGETS)}", todo=todo)
     return TARGETS[wanted]
 
 
@@ -49,6 +50,6 @@ def check_formats(target: Target, activation_format: str, where: str) -> None:
         raise UnsupportedError(
             f"activation_format = {activation_format!r} on {target.name}",
             expected=f"one of {', '.join(target.activation_formats)}",
-            todo="nvfp4 activations need compute capability 10.0; with options.override(target='reference') they are computed in plain torch",
+            todo="nvfp4 activations need compute capability 10.0; options.override(target='reference') computes them in plain torch",
             where=where,
         )

@@ -22,7 +22,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-
 import torch
 
 from .errors import Error, TranslatorError, Untranslatable
@@ -35,8 +34,6 @@ BUILTIN = "fusion_moe_translators"
 ENTRY_POINTS = "fusion_moe.translators"
 
 
-
-
 @dataclass(frozen=True)
 class Translator:
     """A registered translator: the operation it is for ("aten::add.Tensor"), the function, and where that stands."""
@@ -45,7 +42,9 @@ class Translator:
     function: Callable[..., Any]
     where: str
 
-    def __call__(self, fd: FusionDefinition, args: Sequence[Any], kwargs: Mapping[str, Any], expected: Sequence[TensorType]) -> tuple[Value, ...]:
+    def __call__(
+        self, fd: FusionDefinition, args: Sequence[Any], kwargs: Mapping[str, Any], expected: Sequence[TensorType]
+    ) -> tuple[Value, ...]:
         """The outputs of one call. Untranslatable as the translator raises it; TranslatorError if it fails or returns another type."""
         try:
             result = self.function(fd, *args, **kwargs)
@@ -62,9 +61,11 @@ class Translator:
 
     def _check(self, outputs: Sequence[Any], expected: Sequence[TensorType]) -> None:
         found = [v.type if isinstance(v, Value) else f"a {type(v).__name__}" for v in outputs]
-        if len(found) != len(expected) or any(not isinstance(t, TensorType) or not same_storage(t, e) for t, e in zip(found, expected, strict=False)):
+        same = (isinstance(t, TensorType) and same_storage(t, e) for t, e in zip(found, expected, strict=False))
+        if len(found) != len(expected) or not all(same):
             raise TranslatorError(
-                f"the translator of {self.op} returned {', '.join(map(str, found))}", expected=f"{', '.join(map(str, expected))}, as its fake gives",
+                f"the translator of {self.op} returned {', '.join(map(str, found))}",
+                expected=f"{', '.join(map(str, expected))}, as its fake gives",
                 todo="return values of these shapes and dtypes: fd.ops.cast changes a dtype", where=self.where,
             )  # fmt: skip
 
@@ -113,8 +114,9 @@ def _load() -> None:
         try:
             entry.load()
         except Exception as error:
+            owner = entry.dist.name if entry.dist else "?"
             raise TranslatorError(
-                f"the entry point {entry.name} = {entry.value} of {entry.dist.name if entry.dist else '?'} failed: {type(error).__name__}: {error}",
+                f"the entry point {entry.name} = {entry.value} of {owner} failed: {type(error).__name__}: {error}",
                 expected=f"a module of the group {ENTRY_POINTS} that imports", todo="mend or uninstall that package",
             ) from error  # fmt: skip
 
@@ -155,9 +157,10 @@ class Sizes:
         """The expression that each symbol stands for."""
         return {name: expr for expr, name in self._names.items()}
 
-    def values(self) -> dict[str, int | torch.SymInt]:
+    def values(self) -> dict[str, Any]:
         """A SymInt for each symbol, to compute the sizes of outputs with."""
-        return {name: self._seen.get(name) or self._shape_env.create_symintnode(expr, hint=None) for name, expr in self.expressions().items()}
+        unseen = {name: expr for name, expr in self.expressions().items() if name not in self._seen}
+        return self._seen | {name: self._shape_env.create_symintnode(expr, hint=None) for name, expr in unseen.items()}
 
     def _of(self, expr: Any, n: torch.SymInt) -> AnySize:
         if expr.is_Integer:

@@ -82,7 +82,7 @@ def infer(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> tuple
         return kind.infer(*types, **attrs)
     except Error as error:
         raise error.at(kind.name) from None
-    except TypeError as error:
+    except (TypeError, ValueError, IndexError, KeyError) as error:
         raise FusionError(f"{kind.name} does not take these arguments: {error}", todo="see fusion_moe/ir/kinds for its signature") from None
 
 
@@ -115,6 +115,8 @@ class Fusion:
                 if made in cuts:
                     raise self._error(i, f"makes the cut {made} a second time", "one name for each cut")
                 cuts.add(made)
+            if again := [v.name for v in op.outputs if v in seen]:
+                raise self._error(i, f"makes {', '.join(again)} a second time", "a new value for each result")
             seen.update(op.outputs)
         if missing := [v.name for v in self.outputs if v not in seen]:
             raise FusionError(f"output {', '.join(missing)} is never made", todo="add the operation that makes it")

@@ -24,10 +24,11 @@ class NVFP4Config:
 
 def _qwen3_moe(experts: nn.Module, config: NVFP4Config) -> NVFP4Experts:
     """transformers' Qwen3MoeExperts: gate_up_proj [E, 2I, H], gate above up; down_proj [E, H, I]"""
+    gate_up, down = experts.get_parameter("gate_up_proj"), experts.get_parameter("down_proj")
     name = type(experts.act_fn).__name__
     if name not in ("SiLU", "SiLUActivation"):
         raise UnsupportedError(f"activation {name}", expected="SiLU", todo="only SwiGLU experts are quantized")
-    return NVFP4Experts.from_float(experts.gate_up_proj.detach(), experts.down_proj.detach(), config.activation_format)  # type: ignore[arg-type]
+    return NVFP4Experts.from_float(gate_up.detach(), down.detach(), config.activation_format)
 
 
 # Class names and not classes: transformers is not imported to look at a model that may not be its own.

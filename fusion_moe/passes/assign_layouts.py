@@ -21,6 +21,6 @@ def assign_layouts(fusion: Fusion, target: Target) -> Fusion:
         layout = target.operand_layouts.get(a.type.dtype, a.type.layout)
         if layout == a.type.layout:
             return None
-        return fd.append(op.kind, [fd.ops.relayout(a, ends, layout=layout), w, ends], op.attrs)
+        return fd.append(op.kind, [fd.ops.relayout(a, ends, layout=layout), w, ends], {**op.attrs, "a_layout": layout})
 
     return rewrite(fusion, rule)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
+from ..ir.types import FLOATS
 from ..target import Target
 from .rewrite import rewrite
 
@@ -66,7 +67,7 @@ def _cut(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value]
 def _product(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
     """Products read their operands exactly, so an exact widening before them does nothing."""
     before = _made(fd, inputs[0], "cast")
-    if before is None or inputs[0].type.dtype not in _EXACT_IN.get(before.values[0].type.dtype, ()):
+    if before is None or before.values[0].type.dtype not in FLOATS or inputs[0].type.dtype not in _EXACT_IN[before.values[0].type.dtype]:
         return None
     return fd.append(op.kind, [before.values[0], *inputs[1:]], op.attrs)
 

@@ -18,8 +18,8 @@ def simplify(fusion: Fusion, target: Target) -> Fusion:
     ops: list[Op] = []
     for op in _ordered(fusion):
         inputs = tuple(same.get(v, v) for v in op.inputs)
-        key = (op.kind.name, tuple((type(v), v) for v in inputs), tuple(op.attrs.items()))
-        if key in seen and not any(v.type.ends for v in op.outputs):
+        key = (op.kind.name, tuple(v if isinstance(v, Value) else repr(v) for v in inputs), repr(op.attrs))  # 0.0 == -0.0, True == 1
+        if key in seen and not any(v.type.ends or v in fusion.aliases for v in op.outputs):
             same.update(zip(op.outputs, seen[key], strict=True))
             continue
         seen[key] = op.outputs

@@ -36,7 +36,7 @@ class Program:
         made: dict[Value, Any] = dict(zip(self.fusion.inputs, tensors, strict=True))
         for i, kernel in enumerate(self.kernels):
             self._launch(i, kernel, made, env)
-        return [made[v].clone() if copy else made[v].contiguous() for v, copy in zip(self.fusion.outputs, self._copied, strict=True)]
+        return [made[v].clone(memory_format=torch.contiguous_format) if copy else made[v].contiguous() for v, copy in zip(self.fusion.outputs, self._copied, strict=True)]
 
     def _launch(self, i: int, kernel: Kernel, made: dict[Value, Any], env: Mapping[str, int]) -> None:
         inputs = [made[v] for v in kernel.segment.inputs]

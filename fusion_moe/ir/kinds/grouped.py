@@ -5,7 +5,7 @@
     grouped_outer  a [M/g, N], b [M/g, K]  -> f32[G, N, K]    contracts rows: the gradient of `w`; an empty group is zero
     group_add      y [M/g, N], bias [G, N] -> [M/g, N]
 
-w is nvfp4[G, N, K] or a float tensor; it is decoded one group at a time.
+w is nvfp4[G, N, K] or a float tensor; it is decoded one group at a time. a may be nvfp4[M/g, K]; a_layout says how its block scales are stored.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 
-from ...errors import DtypeError
+from ...errors import DtypeError, ShapeError
 from ...formats import FORMATS, Quantized, dequantize
 from ...groups import check_ends, row_groups
 from ..core import Op, OpKind, Value
-from ..types import FLOATS, TensorType, plain
+from ..types import TensorType, plain
 from .quantized import linear
-from .rules import Types, need_cut, need_dtype, need_float, need_rank, need_same
+from .rules import Types, need_cut, need_dtype, need_rank, need_same
 
-_OPERANDS = (*FLOATS, *FORMATS)
+_FLOATS = ("f32", "bf16", "f16")  # what float32 holds exactly
+_OPERANDS = (*_FLOATS, *FORMATS)
 
 
 def _operands(a: TensorType, w: TensorType, ends: TensorType, contract: int) -> None:
@@ -36,8 +37,10 @@ def _operands(a: TensorType, w: TensorType, ends: TensorType, contract: int) -> 
     need_same("the contracted size", a.shape[1], w.shape[contract], f"a {a} and w {w}")
 
 
-def _mm_type(a: TensorType, w: TensorType, ends: TensorType) -> Types:
+def _mm_type(a: TensorType, w: TensorType, ends: TensorType, a_layout: str = "linear") -> Types:
     _operands(a, w, ends, contract=2)
+    if a.layout != a_layout:
+        raise ShapeError(f"a is {a}", expected=f"the layout {a_layout}", todo="fd.ops.relayout changes it, a_layout states it")
     return (TensorType((a.shape[0], w.shape[1]), "f32"),)
 
 
@@ -51,8 +54,8 @@ def _mm_t_type(a: TensorType, w: TensorType, ends: TensorType) -> Types:
 def _outer_type(a: TensorType, b: TensorType, ends: TensorType) -> Types:
     rows = need_cut("a", a, ends)
     need_cut("b", b, ends)
-    need_float("a", a)
-    need_float("b", b)
+    need_dtype("a", a, *_FLOATS)
+    need_dtype("b", b, *_FLOATS)
     return (TensorType((rows.groups.count, a.shape[1], b.shape[1]), "f32"),)
 
 
@@ -76,29 +79,20 @@ def _runs(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _matrix(w: Any, group: int) -> torch.Tensor:
-    """Matrix `group` of w in float32 (float64 stays)."""
-    if isinstance(w, Quantized):
-        return dequantize(Quantized(*(t[group] for t in w)))
-    return _wide(w[group])
+    """Matrix `group` of w in float32."""
+    return dequantize(Quantized(*(t[group] for t in w))) if isinstance(w, Quantized) else w[group].float()
 
 
-def _wide(x: Any) -> torch.Tensor:
-    if isinstance(x, Quantized):
-        return dequantize(x)
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _mm(a: Any, w: Any, ends: torch.Tensor, *, transposed: bool) -> tuple[torch.Tensor]:
-    if isinstance(a, Quantized):  # block scales swizzled for each group have their rows padded
-        layout = "linear" if a.block_scale.shape[0] == a.codes.shape[0] else "sf128x4"
-        a = dequantize(linear(a, layout, ends))
+def _mm(a: Any, w: Any, ends: torch.Tensor, *, transposed: bool, a_layout: str = "linear") -> tuple[torch.Tensor]:
+    if isinstance(a, Quantized):
+        a = dequantize(linear(a, a_layout, ends))
     check_ends(ends, a.shape[0], "ends")
     n = (w.codes if isinstance(w, Quantized) else w).shape[1]
     k = w.shape[2]
     out = torch.zeros(a.shape[0], k if transposed else n, device=a.device)
     for group, start, end in _runs(ends):
         matrix = _matrix(w, group)
-        out[start:end] = _wide(a[start:end]) @ (matrix if transposed else matrix.T)
+        out[start:end] = a[start:end].float() @ (matrix if transposed else matrix.T)
     return (out,)
 
 
@@ -106,7 +100,7 @@ def _outer(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> tuple[torch.
     check_ends(ends, a.shape[0], "ends")
     out = torch.zeros(len(ends), a.shape[1], b.shape[1], device=a.device)
     for group, start, end in _runs(ends):
-        out[group] = _wide(a[start:end]).T @ _wide(b[start:end])
+        out[group] = a[start:end].float().T @ b[start:end].float()
     return (out,)
 
 
@@ -136,7 +130,7 @@ def _product_flops(op: Op) -> Any:
 
 
 TABLE = (
-    OpKind("grouped_mm", _mm_type, lambda a, w, ends: _mm(a, w, ends, transposed=False), _mm_grad, _product_flops, role="grouped"),
+    OpKind("grouped_mm", _mm_type, lambda a, w, ends, **at: _mm(a, w, ends, transposed=False, **at), _mm_grad, _product_flops, role="grouped"),
     OpKind("grouped_mm_t", _mm_t_type, lambda a, w, ends: _mm(a, w, ends, transposed=True), flops=_product_flops, role="grouped"),
     OpKind("grouped_outer", _outer_type, _outer, flops=_product_flops, role="grouped"),
     OpKind("group_add", _add_type, _add, _add_grad, role="grouped_add"),

@@ -34,6 +34,12 @@ def _compared(*types: Any) -> Types:
     return (TensorType(joined_shape(types), "bool"),)
 
 
+def _logical(*types: Any) -> Types:
+    for t in types:
+        need_dtype("the input", t, "bool")
+    return _same(*types)
+
+
 def _cast_type(x: TensorType, dtype: str) -> Types:
     if dtype not in DTYPES:
         raise DtypeError(f"dtype={dtype!r}", expected=f"one of {', '.join(DTYPES)}")
@@ -102,6 +108,8 @@ def _clamp_grad(inside: str) -> Grad:
 def _cast_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     x = op.inputs[0]
     assert isinstance(x, Value)
+    if x.type.dtype == "f8e4m3":
+        raise NotImplementedError("the derivative of a cast from f8e4m3, which has no room for gradients")
     return [fd.ops.cast(dy, dtype=x.type.dtype) if x.type.dtype in FLOATS else None]
 
 
@@ -161,7 +169,7 @@ TABLE = (
     _row("ge", _compared, lambda a, b: a >= b),
     _row("eq", _compared, lambda a, b: a == b),
     _row("ne", _compared, lambda a, b: a != b),
-    _row("logical_and", _same, lambda a, b: a & b),
-    _row("logical_or", _same, lambda a, b: a | b),
-    _row("logical_not", _same, torch.logical_not),
+    _row("logical_and", _logical, lambda a, b: a & b),
+    _row("logical_or", _logical, lambda a, b: a | b),
+    _row("logical_not", _logical, torch.logical_not),
 )

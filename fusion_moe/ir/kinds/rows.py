@@ -72,8 +72,9 @@ def _index_select_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     x, index = op.values
     if op.attrs["dim"] != 0:
         raise NotImplementedError("the derivative of index_select along another dimension than 0")
-    zeros = fd.ops.full(shape=tuple(map(plain, x.type.shape)), fill_value=0.0, dtype="f32")
-    total = fd.ops.index_put_accumulate(zeros, index, fd.ops.cast(dy, dtype="f32"))
+    wide = "f64" if x.type.dtype == "f64" else "f32"
+    zeros = fd.ops.full(shape=tuple(map(plain, x.type.shape)), fill_value=0.0, dtype=wide)
+    total = fd.ops.index_put_accumulate(zeros, index, fd.ops.cast(dy, dtype=wide))
     return [fd.ops.cast(total, dtype=x.type.dtype), None]
 
 
@@ -127,9 +128,13 @@ def _combine_grad(fd: Any, op: Op, dout: Value) -> Sequence[Value | None]:
     (t, k), (m, n), ops = slot_of.type.shape, y.type.shape, fd.ops
     wide = ops.broadcast_in_dim(dout, shape=(t, k, n), broadcast_dims=(0, 2))
     weight = ops.broadcast_in_dim(ops.cast(w, dtype="f32"), shape=(t, k, n), broadcast_dims=(0, 1))
-    slots = ops.invert(slot_of, rows=m)
-    dy = ops.index_select(ops.reshape(ops.mul(wide, weight), new_shape=(plain(m), n)), slots, dim=0)
-    picked = ops.index_select(y, ops.reshape(slot_of, new_shape=(plain(m),)), dim=0)
+    spread = ops.reshape(ops.mul(wide, weight), new_shape=(elements((t, k)), n))
+    flat = ops.reshape(slot_of, new_shape=(elements((t, k)),))
+    if fd.made_by(slot_of) == "route":  # a permutation of the rows
+        dy = ops.index_select(spread, ops.invert(slot_of, rows=m), dim=0)
+    else:
+        dy = ops.index_put_accumulate(ops.full(shape=(plain(m), n), fill_value=0.0, dtype="f32"), flat, spread)
+    picked = ops.index_select(y, flat, dim=0)
     picked = ops.cast(ops.reshape(picked, new_shape=(t, k, n)), dtype="f32")
     dw = ops.sum(ops.mul(wide, picked), dims=(2,), keepdim=False)
     return [ops.cast(dy, dtype=y.type.dtype), None, ops.cast(dw, dtype=w.type.dtype)]

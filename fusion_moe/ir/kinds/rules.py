@@ -83,6 +83,8 @@ def _joined_dim(dims: Sequence[Dim], shapes: Sequence[tuple[Dim, ...]]) -> Dim:
 def joined_dtype(types: Sequence[Any]) -> str:
     """The one dtype of the tensors; the IR promotes nothing, casts are operations."""
     dtypes = {t.dtype for t in types if isinstance(t, TensorType)}
+    if not dtypes:
+        raise DtypeError("only numbers", expected="at least one tensor")
     if len(dtypes) != 1:
         raise DtypeError(f"dtypes {' and '.join(sorted(dtypes))}", expected="one dtype", todo="cast with fd.ops.cast(x, dtype=...)")
     (dtype,) = dtypes

@@ -1,0 +1,169 @@
+"""The main job, on a small real model: quantize its experts to NVFP4, compile it, measure it, and look at what was fused.
+
+    python examples/demo.py [--text BYTES] [--tokens N]
+
+The model is a Qwen3-MoE trained on the Python standard library (examples/train_tiny_qwen3_moe.py made it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from heldout import bits_per_byte_and_perplexity, load_heldout
+from transformers import AutoModelForCausalLM, AutoTokenizer, StaticCache, logging as transformers_logging
+
+import fusion_moe
+from fusion_moe.frontends.inductor import has_compiler
+
+MODEL = Path(__file__).parent / "tiny_qwen3_moe"
+BATCHES = (1, 32)
+PROMPT = '    def __repr__(self):\n        """Return'
+EXPERTS = {1: "batched_mm", 32: "grouped_mm"}  # which of transformers' own experts is fastest in eager bf16, per batch
+
+
+@dataclass
+class Variant:
+    """One way to run the model. run: the model as it is called; experts: transformers' implementation, where it has several."""
+
+    name: str
+    model: torch.nn.Module
+    run: Callable[..., Any]
+    experts: dict[int, str]
+
+
+def step(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def perplexity(variant: Variant, tokenizer: Any, texts: list[str]) -> float:
+    start = time.monotonic()
+    if variant.experts:
+        variant.model.set_experts_implementation("grouped_mm")
+    bits, ppl = bits_per_byte_and_perplexity(_Callable(variant), tokenizer, texts)
+    print(f"{variant.name:24} perplexity {ppl:7.4f}   {bits:.4f} bits per byte   ({time.monotonic() - start:.0f} s)", flush=True)
+    return ppl
+
+
+class _Callable:
+    """A compiled model with the device of the one inside."""
+
+    def __init__(self, variant: Variant):
+        self.run, self.device = variant.run, next(variant.model.parameters()).device
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.run(**inputs)
+
+
+@torch.inference_mode()
+def decode_speed(variant: Variant, tokenizer: Any, batch: int, steps: int) -> tuple[float, float]:
+    """Tokens per second of greedy decoding with a static cache: the median over `steps` steps, and the spread (p10 to p90) relative to it."""
+    if variant.experts:
+        variant.model.set_experts_implementation(variant.experts[batch])
+    prompt = tokenizer([PROMPT] * batch, return_tensors="pt").input_ids
+    cache = StaticCache(config=variant.model.config, max_cache_len=prompt.shape[1] + steps + 8)
+    token = variant.model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
+    seconds = []
+    for i in range(steps + 3):
+        start = time.perf_counter()
+        token = variant.run(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        if i >= 3:  # the first ones compile and warm up
+            seconds.append(time.perf_counter() - start)
+    low, *_, high = statistics.quantiles(seconds, n=10)
+    median = statistics.median(seconds)
+    return batch / median, (high - low) / median
+
+
+@torch.inference_mode()
+def completion(variant: Variant, tokenizer: Any, tokens: int) -> str:
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    return tokenizer.decode(variant.model.generate(ids, max_new_tokens=tokens, do_sample=False)[0])
+
+
+def load() -> Any:
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).eval()
+
+
+def expert_bytes(model: torch.nn.Module) -> int:
+    experts = [m for name, m in model.named_modules() if name.endswith("mlp.experts")]
+    return sum(p.numel() * p.element_size() for m in experts for p in m.parameters())
+
+
+def compare_speeds(variants: list[Variant], tokenizer: Any, steps: int) -> dict[tuple[str, int], float]:
+    print(f"{'':24}" + "".join(f"{f'batch {b}':>14}{'spread':>9}" for b in BATCHES))
+    speeds = {}
+    for variant in variants:
+        cells = []
+        for batch in BATCHES:
+            speeds[variant.name, batch], spread = decode_speed(variant, tokenizer, batch, steps)
+            cells.append(f"{speeds[variant.name, batch]:>14,.0f}{spread:>9.0%}")
+        print(f"{variant.name:24}" + "".join(cells), flush=True)
+    return speeds
+
+
+def say_who_wins(speeds: dict[tuple[str, int], float]) -> None:
+    ours = "NVFP4 compiled"
+    for batch in BATCHES:
+        name, best = max(((n, s) for (n, b), s in speeds.items() if b == batch and not n.startswith("NVFP4")), key=lambda x: x[1])
+        ratio = speeds[ours, batch] / best
+        verdict = "faster than" if ratio > 1 else "SLOWER than"
+        print(f"batch {batch}: {ours} runs at {ratio:.2f}x of {name}: {verdict} bf16 here")
+
+
+def main(options: argparse.Namespace) -> None:
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    step("load")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    bf16, nvfp4 = load(), load()
+    texts = load_heldout(max_bytes=options.text)
+    print(f"{type(bf16).__name__}, {sum(p.numel() for p in bf16.parameters()) / 1e6:.1f} M parameters, from {MODEL.name}")
+
+    step("quantize the experts: fusion_moe.quantize_(model)")
+    before = expert_bytes(bf16)
+    fusion_moe.quantize_(nvfp4)
+    after = expert_bytes(nvfp4)
+    print(f"expert weights: {before:,} bytes in bf16, {after:,} in NVFP4: {before / after:.2f}x smaller")
+
+    step('compile: torch.compile(model, backend="fusion_moe")')
+    compiled = torch.compile(nvfp4, backend="fusion_moe", dynamic=False)
+    variants = [Variant("bf16 eager", bf16, bf16, EXPERTS)]
+    if has_compiler():
+        variants.append(Variant("bf16 Inductor", bf16, torch.compile(bf16, dynamic=False), dict.fromkeys(BATCHES, "batched_mm")))
+    else:
+        print("no C++ compiler: no bf16 under Inductor to compare with, and everything outside of our fusions runs call by call")
+    variants += [Variant("NVFP4 eager", nvfp4, nvfp4, {}), Variant("NVFP4 compiled", nvfp4, compiled, {})]
+
+    size = sum(len(t.encode()) for t in texts)
+    step(f"perplexity on {size:,} bytes of held-out text")
+    found = {v.name: perplexity(v, tokenizer, texts) for v in variants if v.name != "bf16 Inductor"}
+    print(f"NVFP4 is {found['NVFP4 eager'] / found['bf16 eager'] - 1:+.2%} of bf16, compiled is {found['NVFP4 compiled'] / found['NVFP4 eager'] - 1:+.4%} of eager")
+
+    step(f"decoding, tokens per second on {torch.get_num_threads()} threads (median of {options.tokens} steps, spread p10 to p90)")
+    torch._dynamo.reset()
+    say_who_wins(compare_speeds(variants, tokenizer, options.tokens))
+
+    step("a completion, NVFP4")
+    print(completion(variants[-2], tokenizer, 60))
+
+    step("what was fused: fusion_moe.explain(model, input_ids) for one token")
+    with torch.inference_mode():
+        report = fusion_moe.explain(nvfp4, tokenizer(PROMPT, return_tensors="pt").input_ids[:, :1], use_cache=False)
+    print(report)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=int, default=120_000, help="bytes of held-out text")
+    parser.add_argument("--tokens", type=int, default=24, help="decoding steps that are timed")
+    main(parser.parse_args())

@@ -1,0 +1,58 @@
+"""An operation of your own, fused: its kernel and fake as always in torch, and a translator in a few lines.
+
+    python examples/register_translator.py
+"""
+
+import torch
+from torch import Tensor
+
+import fusion_moe
+from fusion_moe import Untranslatable
+
+
+@torch.library.custom_op("mylib::squared_relu", mutates_args=())  # the operation, for eager
+def squared_relu(x: Tensor, power: int = 2) -> Tensor:
+    return x.relu() ** power
+
+
+@squared_relu.register_fake  # its fake, for tracing
+def _(x: Tensor, power: int = 2) -> Tensor:
+    return torch.empty_like(x)
+
+
+@fusion_moe.translator("mylib::squared_relu")  # its translator, for fusion
+def _(fd, x, power=2):
+    if power != 2:
+        raise Untranslatable(f"power = {power}", expected="2")
+    y = fd.ops.relu(x)
+    return fd.ops.mul(y, y)
+
+
+class Experts(torch.nn.Module):
+    """Experts with squared-ReLU activations: weights in NVFP4, rows of group g times matrix g."""
+
+    def __init__(self, experts: int = 8, hidden: int = 64, intermediate: int = 128):
+        super().__init__()
+        for name, shape in (("up", (experts, intermediate, hidden)), ("down", (experts, hidden, intermediate))):
+            for part, tensor in zip(("codes", "block_scale", "decode_scale"), torch.ops.fusion_moe.nvfp4_quantize(torch.randn(shape) / 8), strict=True):
+                self.register_buffer(f"{name}_{part}", tensor)
+
+    def forward(self, x: Tensor, ends: Tensor, power: int = 2) -> Tensor:
+        y = torch.ops.fusion_moe.nvfp4_grouped_mm(x, self.up_codes, self.up_block_scale, self.up_decode_scale, ends)
+        y = squared_relu(y, power)
+        return torch.ops.fusion_moe.nvfp4_grouped_mm(y, self.down_codes, self.down_block_scale, self.down_decode_scale, ends)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    experts, x = Experts(), torch.randn(40, 64, dtype=torch.bfloat16)
+    ends = torch.tensor([5, 5, 12, 20, 21, 30, 39, 40], dtype=torch.int32)  # where the rows of each expert end
+    with torch.no_grad():
+        print("== squared_relu(y, 2) is fused with the product before it\n")
+        print(fusion_moe.explain(experts, x, ends))
+        print("\n== squared_relu(y, 3) is refused by its translator, and stays a call\n")
+        print(fusion_moe.explain(experts, x, ends, power=3))
+        for power in (2, 3):
+            compiled = torch.compile(experts, backend="fusion_moe", fullgraph=True)
+            torch.testing.assert_close(compiled(x, ends, power), experts(x, ends, power), rtol=2e-2, atol=2e-2)
+    print("\ncompiled and eager agree")
