@@ -33,14 +33,12 @@ class Experts(torch.nn.Module):
 
     def __init__(self, experts: int = 8, hidden: int = 64, intermediate: int = 128):
         super().__init__()
-        for name, shape in (("up", (experts, intermediate, hidden)), ("down", (experts, hidden, intermediate))):
-            for part, tensor in zip(("codes", "block_scale", "decode_scale"), torch.ops.fusion_moe.nvfp4_quantize(torch.randn(shape) / 8), strict=True):
-                self.register_buffer(f"{name}_{part}", tensor)
+        self.up = torch.ops.fusion_moe.nvfp4_quantize(torch.randn(experts, intermediate, hidden) / 8)
+        self.down = torch.ops.fusion_moe.nvfp4_quantize(torch.randn(experts, hidden, intermediate) / 8)
 
     def forward(self, x: Tensor, ends: Tensor, power: int = 2) -> Tensor:
-        y = torch.ops.fusion_moe.nvfp4_grouped_mm(x, self.up_codes, self.up_block_scale, self.up_decode_scale, ends)
-        y = squared_relu(y, power)
-        return torch.ops.fusion_moe.nvfp4_grouped_mm(y, self.down_codes, self.down_block_scale, self.down_decode_scale, ends)
+        y = squared_relu(torch.ops.fusion_moe.nvfp4_grouped_mm(x, *self.up, ends), power)
+        return torch.ops.fusion_moe.nvfp4_grouped_mm(y, *self.down, ends)
 
 
 if __name__ == "__main__":

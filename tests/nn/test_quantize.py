@@ -1,0 +1,159 @@
+"""quantize_ on transformers' own Qwen3-MoE, and the module it puts in."""
+
+import copy
+
+import pytest
+import torch
+
+import fusion_moe
+from fusion_moe.errors import DeviceError, NonFiniteError, ShapeError, UnsupportedError
+from fusion_moe.formats import dequantize, quantize
+from fusion_moe.nn import quantize as quantize_module
+
+transformers = pytest.importorskip("transformers")
+SMALL = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+    "norm_topk_prob": True, "tie_word_embeddings": True, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+def qwen3_moe(**changes):
+    torch.manual_seed(0)
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL | changes)).bfloat16().eval()
+
+
+def experts_of(model):
+    return [layer.mlp.experts for layer in model.model.layers]
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def test_the_model_computes_with_the_quantized_weights(tokens):
+    """Against the same model in float, its expert weights replaced by what their NVFP4 means: no more than bf16's rounding apart."""
+    model, reference = qwen3_moe(), qwen3_moe()
+    fusion_moe.quantize_(model)
+    for experts in experts_of(reference):
+        halves = experts.gate_up_proj.detach().unflatten(1, (2, 32))
+        scale = halves.float().abs().amax((-2, -1)) / 2688
+        experts.gate_up_proj.data = dequantize(quantize(experts.gate_up_proj.detach(), scale)).bfloat16()
+        experts.down_proj.data = dequantize(quantize(experts.down_proj.detach())).bfloat16()
+    with torch.no_grad():
+        got, want = model(tokens).logits.float(), reference(tokens).logits.float()
+        plain = qwen3_moe()(tokens).logits.float()
+    assert (got - want).norm() < 0.2 * (plain - want).norm()  # the second is what quantizing does
+
+
+def test_gate_and_up_keep_their_own_scales():
+    gate, up = torch.randn(2, 32, 64), torch.randn(2, 32, 64) * 100
+    experts = fusion_moe.NVFP4Experts.from_float(torch.cat([gate, up], 1), torch.randn(2, 64, 32))
+    assert (experts.up_decode_scale / experts.gate_decode_scale > 20).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_nothing_is_replaced_when_a_weight_is_not_finite(bad):
+    model = qwen3_moe()
+    experts_of(model)[1].down_proj.data[3, 5, 7] = bad
+    with pytest.raises(NonFiniteError, match=r"of model.layers.1.mlp.experts.down_proj \[4, 64, 32\], the first at \(3, 5, 7\)"):
+        fusion_moe.quantize_(model)
+    assert [type(e).__name__ for e in experts_of(model)] == ["Qwen3MoeExperts"] * 2
+
+
+def test_a_size_that_is_no_multiple_of_16_names_the_module():
+    model = qwen3_moe(moe_intermediate_size=24)
+    with pytest.raises(ShapeError, match=r"model.layers.0.mlp.experts.*K = 24.*multiple of 16"):
+        fusion_moe.quantize_(model)
+    assert type(experts_of(model)[0]).__name__ == "Qwen3MoeExperts"
+
+
+def test_another_activation_is_refused():
+    with pytest.raises(UnsupportedError, match="activation GELU"):
+        fusion_moe.quantize_(qwen3_moe(hidden_act="gelu"))
+
+
+def test_weights_must_be_loaded():
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL))
+    with pytest.raises(DeviceError, match="meta device"):
+        fusion_moe.quantize_(model)
+
+
+def test_filter_chooses_and_must_choose_something():
+    model = qwen3_moe()
+    fusion_moe.quantize_(model, filter_fn=lambda module, name: name == "model.layers.1.mlp.experts")
+    assert [type(e).__name__ for e in experts_of(model)] == ["Qwen3MoeExperts", "NVFP4Experts"]
+    with pytest.raises(UnsupportedError, match="filter_fn took none"):
+        fusion_moe.quantize_(qwen3_moe(), filter_fn=lambda module, name: False)
+
+
+def test_a_quantized_model_stays_as_it_is():
+    model = qwen3_moe()
+    fusion_moe.quantize_(model)
+    before = experts_of(model)
+    fusion_moe.quantize_(model)
+    assert all(a is b for a, b in zip(before, experts_of(model), strict=True))
+
+
+def test_other_architectures_are_refused_by_name():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
+    config = transformers.MixtralConfig(num_key_value_heads=1, **sizes)
+    with pytest.raises(UnsupportedError, match=r"MixtralExperts.*expected one of Qwen3MoeExperts.*other architectures"):
+        fusion_moe.quantize_(transformers.MixtralForCausalLM(config))
+    with pytest.raises(UnsupportedError, match="3-D weights: none"):
+        fusion_moe.quantize_(torch.nn.Linear(16, 16))
+
+
+@pytest.mark.parametrize("change", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double(), lambda m: m.float()])
+def test_casting_the_model_leaves_the_bytes_alone(change):
+    experts = fusion_moe.NVFP4Experts.from_float(torch.randn(2, 64, 32), torch.randn(2, 32, 32))
+    before = {name: p.detach().clone() for name, p in experts.named_parameters()}
+    change(experts)
+    for name, p in experts.named_parameters():
+        assert p.dtype == before[name].dtype
+        assert torch.equal(p.view(torch.uint8), before[name].view(torch.uint8))
+
+
+def test_state_dict_and_copies_round_trip(tokens, tmp_path):
+    model, other = qwen3_moe(), qwen3_moe(initializer_range=0.5)
+    fusion_moe.quantize_(model)
+    fusion_moe.quantize_(other)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    with torch.no_grad():
+        want = model(tokens).logits
+        assert torch.equal(other(tokens).logits, want)
+        assert torch.equal(copy.deepcopy(model)(tokens).logits, want)
+
+
+def test_weights_are_frozen_and_small():
+    gate_up, down = torch.randn(4, 64, 128), torch.randn(4, 128, 32)
+    experts = fusion_moe.NVFP4Experts.from_float(gate_up, down)
+    assert not any(p.requires_grad for p in experts.parameters())
+    assert experts.nbytes == (gate_up.numel() + down.numel()) * 9 // 16 + 4 * 3 * 4
+    assert "experts=4, hidden=128, intermediate=32" in repr(experts)
+
+
+def test_gradients_reach_the_router_and_the_attention(tokens):
+    model = qwen3_moe().float()
+    fusion_moe.quantize_(model)
+    model(tokens, labels=tokens).loss.backward()
+    layer = model.model.layers[0]
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in (layer.mlp.gate.weight, layer.self_attn.q_proj.weight))
+
+
+def test_generates_as_in_eager(tokens):
+    model = qwen3_moe()
+    fusion_moe.quantize_(model)
+    with torch.inference_mode():
+        out = model.generate(tokens, max_new_tokens=4, do_sample=False)
+    assert out.shape == (2, 13)
+
+
+def test_progress_is_told_after_two_seconds(capsys, monkeypatch):
+    clock = iter([0.0, 1.0, 3.5, 4.0, 4.5])
+    monkeypatch.setattr("fusion_moe.progress.time.monotonic", lambda: next(clock))
+    assert list(quantize_module.progress("abc", "quantizing", 3)) == ["a", "b", "c"]
+    assert capsys.readouterr().err.splitlines() == ["quantizing: 1 of 3, 4 s", "quantizing: 3 of 3, 4 s"]
