@@ -51,11 +51,7 @@ def bits_per_byte_and_perplexity(
     model: Any, tokenizer: Any, texts: list[str], context: int = CONTEXT, batch_size: int = 8
 ) -> tuple[float, float]:
     """Return (bits per UTF-8 byte, perplexity per token) of `texts` under `model`."""
-    windows = [
-        window
-        for text in texts
-        for window in split_windows([tokenizer.eos_token_id, *tokenizer(text).input_ids], context)
-    ]
+    windows = [window for text in texts for window in split_windows([tokenizer.eos_token_id, *tokenizer(text).input_ids], context)]
     windows.sort(key=lambda window: len(window[0]))  # equal lengths share a batch: little padding
     nats, scored = 0.0, 0
     for start in range(0, len(windows), batch_size):

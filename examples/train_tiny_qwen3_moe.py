@@ -5,7 +5,10 @@ it trains on the standard library of the running interpreter; `--stdlib DIR DIR 
 the held-out text is then taken from the first folder. A file's split depends on a hash of its name alone, so a file
 keeps its split when another version changes it or moves it to another folder.
 
-    python examples/train_tiny_qwen3_moe.py --out /tmp/tiny --minutes 8
+    python examples/train_tiny_qwen3_moe.py --out /tmp/tiny
+
+The defaults are the settings of the committed model and take three minutes on an H200. A run is bounded by time, so a
+slower device takes fewer steps unless `--minutes` gives it more.
 
 The folder gets the checkpoint with the best validation loss, its tokenizer, `curve.csv` and `heldout.jsonl`.
 """
@@ -13,12 +16,10 @@ The folder gets the checkpoint with the best validation loss, its tokenizer, `cu
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
 import json
 import lzma
 import math
-import os
 import sysconfig
 import tempfile
 import time
@@ -105,6 +106,8 @@ def load_corpus(folders: list[Path]) -> Corpus:
             getattr(corpus, split).append(text)
             if split == "heldout":
                 corpus.heldout_paths.append(path.as_posix())
+    if not (corpus.train and corpus.validation and corpus.heldout):
+        raise SystemExit(f"{folders[0]} holds too few Python files for the three splits")
     before = len(corpus.train)
     corpus.train = without_copies(corpus.train, corpus.heldout + corpus.validation)
     print(f"{before - len(corpus.train)} training files left out as near copies")
@@ -254,7 +257,7 @@ def save_checkpoint(model: Qwen3MoeForCausalLM, out: Path) -> None:
     with tempfile.TemporaryDirectory(dir=out) as folder:
         copy.to(torch.bfloat16).save_pretrained(folder)
         for path in Path(folder).iterdir():
-            os.replace(path, out / path.name)
+            path.replace(out / path.name)
 
 
 def precision(device: str) -> AbstractContextManager[Any]:
@@ -275,48 +278,68 @@ def train_step(model: Qwen3MoeForCausalLM, optimizer: torch.optim.Optimizer, inp
     return loss.detach()
 
 
+@dataclass
+class Curve:
+    """Writes the training curve to a file and the terminal."""
+
+    path: Path
+    start: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        """Start the file."""
+        self.path.write_text("step,tokens,train_loss,val_bits_per_byte,learning_rate,seconds\n")
+
+    def seconds(self) -> float:
+        """Return how long the training has run."""
+        return time.monotonic() - self.start
+
+    def add(self, step: int, tokens: int, loss: float, bits: float, rate: float, progress: float) -> None:
+        """Add one line."""
+        seconds = self.seconds()
+        with self.path.open("a") as file:
+            file.write(f"{step},{tokens},{loss:.4f},{bits:.4f},{rate:.2e},{seconds:.1f}\n")
+        print(
+            f"step {step}  loss {loss:.4f}  validation {bits:.4f} bits/byte  {tokens / seconds:.0f} tokens/s"
+            f"  {seconds:.0f} s done, {max(0.0, seconds / progress - seconds):.0f} s left",
+            flush=True,
+        )
+
+
+def validate(model: Qwen3MoeForCausalLM, tokenizer: Any, texts: list[str], context: int) -> float:
+    """Return the bits per byte of the validation texts."""
+    model.eval()
+    with precision(model.device.type):
+        bits, _ = bits_per_byte_and_perplexity(model, tokenizer, texts, context, batch_size=32)
+    model.train()
+    return bits
+
+
 def train(model: Qwen3MoeForCausalLM, tokenizer: Any, tokens: Tensor, validation: list[str], args: argparse.Namespace) -> None:
     """Train until the time or the steps run out; save whenever the validation loss is the best so far."""
     prepare_training(model, args.dropout)
     optimizer = make_optimizer(model, args.weight_decay)
-    columns = ["step", "tokens", "train_loss", "val_bits_per_byte", "learning_rate", "seconds"]
-    best, step, recent = math.inf, 0, []
-    evaluations = 0
-    start = time.monotonic()
-    with (args.out / "curve.csv").open("w", newline="") as file:
-        curve = csv.writer(file)
-        curve.writerow(columns)
-        progress = 0.0
-        while progress < 1.0:
-            rate = rate_at(progress, args.learning_rate)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            recent.append(train_step(model, optimizer, *sample_batch(tokens, args.batch, args.context)))
-            step += 1
-            if step % 10 == 0:
-                recent[-1].item()  # wait for the device: steps that are only queued have taken no time yet
-            seconds = time.monotonic() - start
-            progress = max(seconds / (60 * args.minutes), step / args.steps)
-            if progress < min(1.0, (evaluations + 1) / args.evaluations):
-                continue
-            evaluations = int(progress * args.evaluations)
-            model.eval()
-            with precision(tokens.device.type):
-                bits, _ = bits_per_byte_and_perplexity(model, tokenizer, validation, args.context, batch_size=32)
-            model.train()
-            loss = torch.stack(recent).mean().item()
-            recent.clear()
-            seen = step * args.batch * args.context
-            curve.writerow([step, seen, f"{loss:.4f}", f"{bits:.4f}", f"{rate:.2e}", f"{seconds:.1f}"])
-            file.flush()
-            print(
-                f"step {step}  loss {loss:.4f}  validation {bits:.4f} bits/byte  {seen / seconds:.0f} tokens/s"
-                f"  {seconds:.0f} s done, {seconds / progress - seconds:.0f} s left",
-                flush=True,
-            )
-            if bits < best:
-                best = bits
-                save_checkpoint(model, args.out)
+    curve = Curve(args.out / "curve.csv")
+    losses: list[Tensor] = []
+    best, step, progress, evaluations = math.inf, 0, 0.0, 0
+    model.train()
+    while progress < 1.0:
+        rate = rate_at(progress, args.learning_rate)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        losses.append(train_step(model, optimizer, *sample_batch(tokens, args.batch, args.context)))
+        step += 1
+        if step % 10 == 0:
+            losses[-1].item()  # wait for the device: steps that are only queued have taken no time yet
+        progress = max(curve.seconds() / (60 * args.minutes), step / args.steps)
+        if progress < min(1.0, (evaluations + 1) / args.evaluations):
+            continue
+        evaluations = int(progress * args.evaluations)
+        bits = validate(model, tokenizer, validation, args.context)
+        curve.add(step, step * args.batch * args.context, torch.stack(losses).mean().item(), bits, rate, progress)
+        losses.clear()
+        if bits < best:
+            best = bits
+            save_checkpoint(model, args.out)
     print(f"{step} steps, {step * args.batch * args.context / len(tokens):.1f} passes over the training text")
 
 
@@ -339,14 +362,14 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the tiny Qwen3-MoE model on the Python standard library's sources.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--stdlib", type=Path, nargs="+", default=[Path(sysconfig.get_path("stdlib"))], help="folders of sources")
-    parser.add_argument("--minutes", type=float, default=8.0, help="time to train; the learning rate's schedule spans it")
+    parser.add_argument("--minutes", type=float, default=2.7, help="time to train; the learning rate's schedule spans it")
     parser.add_argument("--steps", type=int, default=1_000_000, help="stop after so many steps if that comes first")
     parser.add_argument("--batch", type=int, default=32, help="windows a step")
     parser.add_argument("--context", type=int, default=CONTEXT, help="tokens a window")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--dropout", type=float, default=0.05)
-    parser.add_argument("--evaluations", type=int, default=40, help="validations in the whole run")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.5)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--evaluations", type=int, default=20, help="validations in the whole run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
