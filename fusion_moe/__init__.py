@@ -19,11 +19,12 @@ from .translate import translator
 __version__ = "0.1.0"
 
 __all__ = [
-    "FusionDefinition", "NVFP4Config", "NVFP4Experts", "Untranslatable", "__version__", "disable", "enable", "errors", "options",
+    "FusionDefinition", "NVFP4Config", "NVFP4Experts", "Untranslatable", "__version__", "disable", "enable", "errors", "explain", "options",
     "quantize_", "run", "translator",
 ]  # fmt: skip
 
-_LAZY = {"enable": "frontends.inductor", "disable": "frontends.inductor"}  # these import Inductor, which takes a while
+# These import Dynamo and Inductor, which takes a while.
+_LAZY = {"enable": "frontends.inductor", "disable": "frontends.inductor", "explain": "report"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -20,22 +20,44 @@ from .segment import Segment, split
 from .target import Target
 
 
-def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:
-    """The program of a Fusion for a target: passes, segments, schedules, kernels. UnsupportedError for a target that is only emitted."""
-    _check(fusion, to)
+@dataclass(frozen=True)
+class Lowered:
+    """A Fusion on its way to a target, before kernels are emitted. segments: as they were cut; contracted: as they are emitted."""
+
+    stages: tuple[tuple[str, Fusion], ...]
+    segments: tuple[Segment, ...]
+    contracted: tuple[Segment, ...]
+    schedules: tuple[object, ...]
+
+
+def lower(fusion: Fusion, to: Target, with_: Options) -> Lowered:
+    """Passes, segments, schedules: all that can be said without the target's machine."""
+    _check_formats(fusion, to)
     stages = [("translated", fusion)]
     for run in PASSES:
         fusion = run(fusion, to).verify()
         stages.append((run.__name__, fusion))
-    segments = [_contracted(s) if with_.contract_rounding else s for s in split(fusion, to)]
-    schedules = [schedule.named(s.kind).choose(s.fusion, to) for s in segments]
-    kernels = tuple(BACKENDS[to.name](s, c) for s, c in zip(segments, schedules, strict=True))
-    return Program(tuple(stages), kernels, to)
+    segments = split(fusion, to)
+    contracted = tuple(replace(s, fusion=contract_rounding(s.fusion)) for s in segments) if with_.contract_rounding else segments
+    schedules = tuple(schedule.named(s.kind).choose(s.fusion, to) for s in contracted)
+    return Lowered(tuple(stages), segments, contracted, schedules)
 
 
-def program_of(source: str, device: torch.device) -> Program:
-    """The program of a printed Fusion for a device, under the options in force; compiled once."""
-    return _program(source, target.find(options.current().target, device).name, options.current())
+def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:
+    """The program of a Fusion for a target. UnsupportedError for one that this version runs nothing on."""
+    if not to.executed:
+        raise UnsupportedError(
+            f"target {to.name}", expected=f"one of {', '.join(BACKENDS)}", todo="fusion_moe.explain shows what would run"
+        )
+    lowered = lower(fusion, to, with_)
+    kernels = tuple(BACKENDS[to.name](s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True))
+    return Program(lowered.stages, lowered.segments, kernels, to, with_.check)
+
+
+def program_of(source: str, device: torch.device, with_: Options | None = None) -> Program:
+    """The program of a printed Fusion for a device, under these options or those in force; compiled once."""
+    with_ = with_ or options.current()
+    return _program(source, target.find(with_.target, device).name, with_)
 
 
 @lru_cache(maxsize=1024)
@@ -49,15 +71,7 @@ def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return program_of(text(fusion), device)(tensors)
 
 
-def _contracted(segment: Segment) -> Segment:
-    return replace(segment, fusion=contract_rounding(segment.fusion))
-
-
-def _check(fusion: Fusion, to: Target) -> None:
-    if not to.executed:
-        raise UnsupportedError(f"target {to.name}", expected=f"one of {', '.join(BACKENDS)}", todo="this version runs nothing on it")
+def _check_formats(fusion: Fusion, to: Target) -> None:
     for op in fusion.ops:
         if op.kind.role == "grouped" and op.values[0].type.quantized:
             target.check_formats(to, op.values[0].type.dtype, op.kind.name)
-
-

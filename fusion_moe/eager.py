@@ -1,4 +1,7 @@
-"""The bodies of the operations: a call builds the Fusion it stands for, and runs its program. Programs are shared between calls of one kind."""
+"""The bodies of the operations: a call builds the Fusion it stands for, and runs its program.
+
+Programs are shared between calls of one kind.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 from .compile import program_of
 from .ir.text import text
-from .options import Options, current
 from .ops import LIBRARY, SPECS, Spec, bind, eager_types, fusion_of
+from .options import Options, current, from_key
 from .runtime.program import Program
 
 
@@ -29,9 +31,9 @@ def _body(spec: Spec, *args: Any, **kwargs: Any) -> Any:
     return call.restore(outputs[0]) if len(outputs) == 1 else tuple(outputs)
 
 
-def _run(program: str, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+def _run(program: str, inputs: Sequence[Tensor], sizes: Sequence[int], options: str | None = None) -> list[Tensor]:
     device = inputs[0].device if inputs else torch.device("cpu")
-    compiled = program_of(program, device)
+    compiled = program_of(program, device, from_key(options) if options else current())
     return compiled([_bytes(t) for t in inputs], dict(zip(compiled.stages[0][1].symbols, sizes, strict=True)))
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import translate
-from .errors import DeviceError, Error, UnsupportedError
+from .errors import DeviceError, DtypeError, Error, UnsupportedError, Untranslatable
 from .ir.builder import FusionDefinition
 from .ir.core import Fusion, storage_shape
 from .ir.derivative import differentiable_outputs, differentiate
@@ -33,27 +33,31 @@ class Spec:
     """One public operation.
 
     rows: arguments whose leading dimensions are rows, and how many trailing dimensions stay (a [..., K]: 1). Their size may change
-    from call to call without a new program. flatten: the argument whose leading dimensions the output takes over.
+    from call to call without a new program; those of `equal` have equally many. flatten: the argument whose leading dimensions
+    the output takes over.
     """
 
     name: str
     schema: str
     rows: Mapping[str, int] = field(default_factory=dict)
+    equal: tuple[str, ...] = ()
     flatten: str = ""
     differentiable: bool = True
 
 
 _EXPERTS = tuple(f"{p}_{t}" for p in ("gate_up", "down") for t in ("codes", "block_scale", "decode_scale"))
 _EXPERT_MLP = f"""(
-    Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)}, Tensor? gate_up_bias=None, Tensor? down_bias=None, *,
-    int interleave=0, float? limit=None, float alpha=1.0, float up_offset=0.0, str scale_on="output", str activation_format="bf16",
+    Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)}, Tensor? gate_up_bias=None, Tensor? down_bias=None,
+    *, int interleave=0, float? limit=None, float alpha=1.0, float up_offset=0.0, str scale_on="output", str activation_format="bf16",
     str weight_layout="linear") -> Tensor"""
 
 SPECS = {
     spec.name: spec
     for spec in (
         Spec(
-            "nvfp4_quantize", "(Tensor x, Tensor? decode_scale=None) -> (Tensor codes, Tensor block_scale, Tensor decode_scale)", differentiable=False
+            "nvfp4_quantize",
+            "(Tensor x, Tensor? decode_scale=None) -> (Tensor codes, Tensor block_scale, Tensor decode_scale)",
+            differentiable=False,
         ),
         Spec(
             "nvfp4_grouped_mm",
@@ -65,15 +69,15 @@ SPECS = {
         Spec(
             "scaled_swiglu",
             "(Tensor x, Tensor? scale=None, int interleave=0, *, float? limit=None, float alpha=1.0, float up_offset=0.0) -> Tensor",
-            rows={"x": 1, "scale": 0}, flatten="x",
+            rows={"x": 1, "scale": 0}, equal=("x", "scale"), flatten="x",
         ),
         Spec("route", "(Tensor ids, int groups) -> (Tensor ends, Tensor row_of, Tensor slot_of)", rows={"ids": 1}, differentiable=False),
-        Spec("combine", "(Tensor y, Tensor slot_of, Tensor w) -> Tensor", rows={"y": 1, "slot_of": 1, "w": 1}),
+        Spec("combine", "(Tensor y, Tensor slot_of, Tensor w) -> Tensor", rows={"y": 1, "slot_of": 1, "w": 1}, equal=("slot_of", "w")),
         Spec("group_add", "(Tensor y, Tensor bias, Tensor offs) -> Tensor", rows={"y": 1}),
-        Spec("expert_mlp", _EXPERT_MLP, rows={"x": 1, "ids": 1, "w": 1}, flatten="x"),
+        Spec("expert_mlp", _EXPERT_MLP, rows={"x": 1, "ids": 1, "w": 1}, equal=("x", "ids", "w"), flatten="x"),
     )
 }  # fmt: skip
-RUN = "(str program, Tensor[] inputs, SymInt[] sizes) -> Tensor[]"
+RUN = "(str program, Tensor[] inputs, SymInt[] sizes, str? options=None) -> Tensor[]"  # options: None for those in force when it runs
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,10 @@ class Call:
 
     def types(self, sizes: Callable[[str, int, Any], Any]) -> tuple[tuple[str, TensorType], ...]:
         """The type of each tensor; sizes(argument, dimension, n) turns a size into the IR's."""
-        return tuple((name, tensor_type(t, [sizes(name, i, n) for i, n in enumerate(t.shape)])) for name, t in self.tensors.items())
+        try:
+            return tuple((name, tensor_type(t, [sizes(name, i, n) for i, n in enumerate(t.shape)])) for name, t in self.tensors.items())
+        except Untranslatable as error:
+            raise DtypeError(error.found, expected=error.expected, where=self.spec.name) from None
 
     def restore(self, output: Tensor) -> Tensor:
         """The output with the leading dimensions that the flattened argument had."""
@@ -114,7 +121,7 @@ def _flat(t: Tensor, keep: int) -> Tensor:
     return t if t.dim() == keep + 1 else t.reshape(-1, *t.shape[t.dim() - keep :])
 
 
-@lru_cache(maxsize=None)
+@cache
 def _signature(name: str) -> tuple[tuple[str, Any], ...]:
     schema = getattr(torch.ops.fusion_moe, name).default._schema
     return tuple((a.name, a.default_value if a.has_default_value() else None) for a in schema.arguments)
@@ -148,8 +155,14 @@ def eager_types(call: Call) -> tuple[tuple[str, TensorType], ...]:
 
 
 def traced_types(call: Call) -> tuple[tuple[tuple[str, TensorType], ...], Sizes]:
-    """The types of a call on fake tensors: sizes as the tracer knows them."""
-    sizes = Sizes()
+    """The types of a call on fake tensors: rows as the tracer knows them; other sizes become constants, and the tracer guards them."""
+    rows, sizes = call.spec.rows, Sizes()
+    fixed = [n for name, t in call.tensors.items() for i, n in enumerate(t.shape) if (i or name not in rows if rows else i == t.dim() - 1)]
+    for n in fixed:
+        int(n)  # all guards first: a symbol that one of them fixes may be in the sizes of others
+    equal = [call.tensors[name].shape[0] for name in call.spec.equal if name in call.tensors]
+    for n in equal[1:]:
+        bool(n == equal[0])  # the tracer makes one symbol of two; if they differ, the type rules say so
     return call.types(lambda name, i, n: sizes.size(n)), sizes
 
 
@@ -165,7 +178,7 @@ def empty_outputs(fusion: Fusion, env: Mapping[str, Any], device: torch.device) 
     return [torch.empty(storage_shape(v.type, env), dtype=DTYPES[v.type.dtype], device=device) for v in fusion.outputs]
 
 
-def _run_fake(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
+def _run_fake(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None) -> list[Tensor]:
     fusion = parse(program)
     device = inputs[0].device if inputs else torch.device("cpu")
     return empty_outputs(fusion, dict(zip(fusion.symbols, sizes, strict=True)), device)
@@ -175,11 +188,15 @@ def _run_fake(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any]) -> l
 
 
 @lru_cache(maxsize=256)
-def _backward_program(name: str, types: tuple[tuple[str, TensorType], ...], others: tuple[tuple[str, Any], ...], wrt: tuple[int, ...]) -> Fusion:
+def _backward_program(
+    name: str, types: tuple[tuple[str, TensorType], ...], others: tuple[tuple[str, Any], ...], wrt: tuple[int, ...]
+) -> Fusion:
     return differentiate(fusion_of(name, types, others), wrt)
 
 
-def _setup_context(spec: Spec, ctx: Any, inputs: Sequence[Any], keyword_only_inputs: Mapping[str, Any] | None = None, output: Any = None) -> None:
+def _setup_context(
+    spec: Spec, ctx: Any, inputs: Sequence[Any], keyword_only_inputs: Mapping[str, Any] | None = None, output: Any = None
+) -> None:
     names = [n for n, _ in _signature(spec.name)]
     ctx.tensor_names = [n for n, v in zip(names, inputs, strict=False) if isinstance(v, Tensor)]
     ctx.others = {n: v for n, v in zip(names, inputs, strict=False) if not isinstance(v, Tensor)} | dict(keyword_only_inputs or {})
@@ -222,8 +239,8 @@ def _no_derivative(name: str, why: str) -> Callable[..., Any]:
 
 
 def flops(fusion: Fusion, env: Mapping[str, Any]) -> int:
-    """Floating-point operations of a Fusion: two for each multiply-add of the products, one for each pointwise element."""
-    return sum(value(op.kind.flops(op), env) for op in fusion.ops if op.kind.flops)
+    """Floating-point operations of the products of a Fusion, two for each multiply-add: what torch's flop counter counts of others."""
+    return sum(value(op.kind.flops(op), env) for op in fusion.ops if op.kind.role == "grouped" and op.kind.flops)
 
 
 def _call_flops(spec: Spec, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -232,7 +249,7 @@ def _call_flops(spec: Spec, *args: Any, out_val: Any = None, **kwargs: Any) -> i
     return flops(fusion_of(spec.name, types, call.others), sizes.values())
 
 
-def _run_flops(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], *, out_val: Any = None) -> int:
+def _run_flops(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None, *, out_val: Any = None) -> int:
     fusion = parse(program)
     return flops(fusion, dict(zip(fusion.symbols, sizes, strict=True)))
 
@@ -242,7 +259,7 @@ def _register() -> torch.library.Library:
 
     lib = torch.library.Library(NAMESPACE, "DEF")
     for spec in SPECS.values():
-        lib.define(spec.name + spec.schema)
+        lib.define(spec.name + spec.schema, tags=(torch.Tag.cudagraph_unsafe,))  # the reference reads group ends on the host
         name = f"{NAMESPACE}::{spec.name}"
         torch.library.register_fake(name, partial(_fake, spec), lib=lib)
         if spec.differentiable:
@@ -252,7 +269,7 @@ def _register() -> torch.library.Library:
             torch.library.register_autograd(name, never, setup_context=_mark_non_differentiable, lib=lib)
         register_flop_formula(getattr(torch.ops.fusion_moe, spec.name), get_raw=True)(partial(_call_flops, spec))
     # its tensors come in whatever strides the graph has; the program asks for what it needs
-    lib.define("run" + RUN, tags=(torch.Tag.needs_contiguous_strides,))
+    lib.define("run" + RUN, tags=(torch.Tag.needs_contiguous_strides, torch.Tag.cudagraph_unsafe))
     torch.library.register_fake(f"{NAMESPACE}::run", _run_fake, lib=lib)
     torch.library.register_autograd(f"{NAMESPACE}::run", _no_derivative("run", "second-order derivatives are not supported"), lib=lib)
     register_flop_formula(torch.ops.fusion_moe.run, get_raw=True)(_run_flops)

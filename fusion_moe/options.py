@@ -12,6 +12,8 @@ import contextlib
 import contextvars
 import dataclasses
 import difflib
+import functools
+import json
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -38,8 +40,8 @@ class Options:
         return dataclasses.replace(self, **{name: _checked(name, value) for name, value in changes.items()})
 
     def key(self) -> str:
-        """The options as text, for cache keys."""
-        return repr(self)
+        """The options as text, for cache keys and for programs that carry theirs; `from_key` reads it."""
+        return json.dumps(dataclasses.asdict(self))
 
 
 _FIELDS = {f.name: f for f in dataclasses.fields(Options)}
@@ -64,6 +66,12 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
     """The defaults, changed by the `FUSION_MOE_*` variables; an unknown one raises."""
     found = {name[len(_PREFIX) :].lower(): value for name, value in environ.items() if name.startswith(_PREFIX)}
     return Options().replace(**found)
+
+
+@functools.lru_cache(maxsize=64)
+def from_key(key: str) -> Options:
+    """The options that `Options.key` wrote."""
+    return Options().replace(**json.loads(key))
 
 
 _current: contextvars.ContextVar[Options] = contextvars.ContextVar("fusion_moe_options", default=from_environment())

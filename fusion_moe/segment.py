@@ -62,9 +62,10 @@ class _Pieces:
         scheduler = schedule.find(fusion, self.target)
         if scheduler is None:
             names = ", ".join(op.kind.name for op in fusion.ops)
-            reasons = "; ".join(f"{s.NAME}: {s.can_schedule(fusion, self.target)}" for s in schedule.SCHEDULERS)
-            raise UnsupportedError(f"no scheduler takes {names}", expected=reasons)
-        reasons = dict.fromkeys(filter(None, (self._refusal(source, ops) for source in self._producing(ops))))
+            refusals = "; ".join(f"{s.NAME}: {s.can_schedule(fusion, self.target)}" for s in schedule.SCHEDULERS)
+            raise UnsupportedError(f"no scheduler takes {names}", expected=refusals)
+        direct = [source for source in self._producing(ops) if not self._circle(source, ops)]
+        reasons = dict.fromkeys(self._refusal(source, ops) for source in direct)
         return Segment(fusion, scheduler.NAME, fusion.inputs, fusion.outputs, "; ".join(reasons))
 
     def _join(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
@@ -75,9 +76,7 @@ class _Pieces:
         return True
 
     def _refusal(self, a: frozenset[Op], b: frozenset[Op]) -> str:
-        """Why two pieces are not one."""
-        if self._circle(a, b):
-            return "joined, each of two kernels would wait for the other"
+        """Why two pieces, with nothing between them, are not one."""
         both = self._part(a | b)
         names = {op.kind.role for op in both.ops}
         asked = schedule.named("grouped_gemm" if "grouped" in names else "layout" if names & {"layout", "quantize"} else "rows")

@@ -185,8 +185,12 @@ class Sizes:
 def tensor_type(tensor: torch.Tensor, shape: Sequence[AnySize]) -> TensorType:
     """The type of a (fake) tensor whose sizes were already turned into sizes of the IR. fp4 bytes count as uint8."""
     dtype = torch.uint8 if tensor.dtype == torch.float4_e2m1fn_x2 else tensor.dtype
+    return TensorType(tuple(shape), _name_of(dtype))
+
+
+def _name_of(dtype: torch.dtype) -> str:
     try:
-        return TensorType(tuple(shape), dtype_name(dtype))
+        return dtype_name(dtype)
     except Error as error:
         raise Untranslatable(error.found, expected=error.expected) from None
 
@@ -196,7 +200,7 @@ def plain_argument(value: Any, sizes: Sizes) -> Any:
     if isinstance(value, torch.SymInt):
         return sizes.size(value)
     if isinstance(value, torch.dtype):
-        return dtype_name(value)
+        return _name_of(value)
     if isinstance(value, (list, tuple)):
         return tuple(plain_argument(v, sizes) for v in value)
     return value

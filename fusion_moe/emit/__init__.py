@@ -8,4 +8,5 @@ from ..runtime.kernel import Kernel
 from ..segment import Segment
 from . import reference
 
+# What runs on a target that has no kernels of its own yet is said by `explain`.
 BACKENDS: dict[str, Callable[[Segment, object], Kernel]] = {"reference": reference.emit, "cpu": reference.emit, "cuda": reference.emit}

@@ -10,100 +10,117 @@ from __future__ import annotations
 
 import difflib
 import functools
-import hashlib
 import logging
-import marshal
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor import config
+from torch._dynamo.exc import ShortenTraceback
+from torch._inductor import config, custom_graph_pass
 from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._logging._internal import trace_structured
 from torch.fx import Graph, GraphModule, Node
 
 from .. import options as switches
 from .. import target, translate
-from ..errors import OptionError
+from ..errors import Error, OptionError, UnsupportedError
 from ..ir.text import text
 from ..options import Options
-from .fx import Found, Region, find_regions
+from . import fingerprint
+from .fx import Found, Region, Shown, find_regions
 
 log = logging.getLogger("fusion_moe")
 _PREFIX = "fusion_moe."
 
+# torch >= 2.12 has passes that are told whether the graph is one of inference; a pass that follows ours may be one
+_InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 
-class FusionPass(CustomGraphPass):
+
+class FusionPass(_InferenceAware):
     """The pass. options: the switches to compile under; found: called with what was found in each graph; then: passes to run after it."""
 
     def __init__(self, options: Options, found: Callable[[Found], None] | None = None, then: Sequence[Any] = ()):
         self.options, self.found, self.then = options, found, tuple(then)
 
-    def __call__(self, graph: Graph) -> None:
+    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
         """Replaces the regions of a graph in place."""
         result = find_regions(graph, lambda device: target.find(self.options.target, device))
+        now: dict[Node, Node] = {}  # an output of a region -> what took its place
         for region in result.regions:
-            _replace(graph, region)
+            _replace(graph, region, self.options, now)
         if result.regions:
             stable_topological_sort(graph)
             graph.lint()
-        _trace_artifact(result)
+        _tell(result)
         if self.found is not None:
             self.found(result)
         for other in self.then:
-            other(graph)
+            aware = _InferenceAware is not CustomGraphPass and isinstance(other, _InferenceAware)
+            other(graph, is_inference) if aware else other(graph)
 
     def uuid(self) -> Any:
-        """What compiled code depends on: our sources, the switches, every translator, the passes that follow."""
-        translators = [(t.op, _function_hash(t.function)) for t in translate.registered()]
-        return ("fusion_moe", _sources_hash(), self.options.key(), tuple(translators), tuple(_pass_uuid(p) for p in self.then))
+        """What compiled code depends on: our sources, the switches, every translator, the passes that follow.
+
+        None, with which Inductor caches nothing, if one of them cannot be told from another one.
+        """
+        translators = {t.op: fingerprint.of_function(t.function) for t in translate.registered()}
+        others = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.then)
+        unknown = [op for op, digest in translators.items() if digest is None]
+        if unknown:
+            _say_once(f"compiled code is not cached: the translator of {', '.join(unknown)} depends on values that have no fingerprint")
+        if unknown or None in others:
+            return None
+        return ("fusion_moe", fingerprint.of_library(), self.options.key(), tuple(translators.items()), others)
 
 
-def _replace(graph: Graph, region: Region) -> None:
+def _replace(graph: Graph, region: Region, with_: Options, now: dict[Node, Node]) -> None:
     """One call of fusion_moe::run, and getitems of its results, for the nodes of a region."""
     last = region.nodes[-1]
-    with graph.inserting_after(last):
-        anchor = graph.call_function(torch.ops.aten.detach.default, (last,))  # a place that stays while nodes go
-    with graph.inserting_before(anchor):
-        sizes = [_size_node(graph, region.sizes[s], region.inputs) for s in region.fusion.symbols]
-        call = graph.call_function(torch.ops.fusion_moe.run.default, (text(region.fusion), list(region.inputs), sizes))
+    with graph.inserting_before(last.next):
+        sizes = [_size_node(graph, region.sizes[s], now) for s in region.fusion.symbols]
+        inputs = [now.get(n, n) for n in region.inputs]
+        call = graph.call_function(torch.ops.fusion_moe.run.default, (text(region.fusion), inputs, sizes, with_.key()))
         outputs = [n.meta["val"].new_empty(n.meta["val"].shape) for n in region.outputs]  # contiguous, as the program writes them
         call.meta.update(val=outputs, stack_trace=last.meta.get("stack_trace"))
         for i, n in enumerate(region.outputs):
-            item = graph.call_function(operator.getitem, (call, i))
-            item.meta.update({**n.meta, "val": outputs[i]})
-            n.replace_all_uses_with(item, delete_user_cb=lambda user: user is not anchor)
-    graph.erase_node(anchor)
+            now[n] = graph.call_function(operator.getitem, (call, i))
+            now[n].meta.update({**n.meta, "val": outputs[i]})
+            n.replace_all_uses_with(now[n])
     for n in reversed(region.nodes):
         graph.erase_node(n)
 
 
-def _size_node(graph: Graph, expr: Any, inputs: Sequence[Node]) -> Any:
-    """A node (or int) whose value is a symbolic size: one that is there already, or a size of an input."""
-    for n in graph.nodes:
-        val = n.meta.get("val")
-        if isinstance(val, torch.SymInt) and val.node.expr == expr:
-            return n
-    for n in inputs:
-        for dim, size in enumerate(n.meta["val"].shape):
-            if isinstance(size, torch.SymInt) and size.node.expr == expr:
-                node = graph.call_function(torch.ops.aten.sym_size.int, (n, dim))
-                node.meta["val"] = size
-                return node
-    raise AssertionError(f"no node shows the size {expr}")
+def _size_node(graph: Graph, shown: Shown, now: Mapping[Node, Node]) -> Node:
+    """A node whose value is the size that is shown there."""
+    node = now.get(shown.node, shown.node)
+    if shown.dim is not None:
+        size = node.meta["val"].shape[shown.dim]
+        node = graph.call_function(torch.ops.aten.sym_size.int, (node, shown.dim))
+        node.meta["val"] = size
+    if shown.by != 1:
+        size = node.meta["val"] // shown.by
+        node = graph.call_function(operator.floordiv, (node, shown.by))
+        node.meta["val"] = size
+    return node
 
 
-def _trace_artifact(found: Found) -> None:
-    """The fusions as a page of tlparse's report and in the log."""
+def _tell(found: Found) -> None:
+    """The fusions as a page of tlparse's report and in the log; translators at fault as warnings."""
     lines = [f"{text(r.fusion)}\n" for r in found.regions] + [f"not fused: {x.op} at {x.source or '?'}: {x.why}" for x in found.left]
     report = "\n".join(lines) or "no grouped product in this graph"
     log.debug("%s", report)
-    torch._logging.trace_structured(
-        "artifact", metadata_fn=lambda: {"name": "fusion_moe_fusions", "encoding": "string"}, payload_fn=lambda: report
-    )
+    trace_structured("artifact", metadata_fn=lambda: {"name": "fusion_moe_fusions", "encoding": "string"}, payload_fn=lambda: report)
+    for x in found.left:
+        if x.broken:
+            _say_once(f"{x.op} at {x.source or '?'} is not fused: {x.why}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _say_once(message: str) -> None:
+    log.warning("%s", message)
 
 
 # --------------------------------------------------------------------------------------------------------------- torch.compile
@@ -116,25 +133,29 @@ def backend(model: GraphModule, inputs: Sequence[Any], *, mode: str | None = Non
     """
     own = {k[len(_PREFIX) :]: v for k, v in (options or {}).items() if k.startswith(_PREFIX)}
     rest = {k: v for k, v in (options or {}).items() if not k.startswith(_PREFIX)}
-    return compile_with(FusionPass(switches.current().replace(**own), then=_set_passes(rest)), model, inputs, mode, rest)
+    try:
+        translate.registered()  # an entry point that fails is told here, and not as an error of Inductor
+        switched = switches.current().replace(**own)
+        _check_target(switched, inputs)
+        return compile_with(FusionPass(switched, then=_set_passes(rest)), model, inputs, mode, rest)
+    except Error as error:
+        raise _as_it_is(error) from error.__cause__
 
 
 def compile_with(fusion_pass: FusionPass, model: GraphModule, inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any]) -> Any:
     """A graph compiled by Inductor with this pass, or without code of Inductor's own where the host has no compiler."""
-    _check_options(options)
-    inductor = torch._TorchCompileInductorWrapper(mode, dict(options), None)
-    patches = {**inductor.config, "post_grad_custom_pre_pass": fusion_pass}
-    if any(t.device.type == "cpu" for t in inputs if isinstance(t, torch.Tensor)) and not has_compiler():
+    patches = {**_inductor_config(mode, options), "post_grad_custom_pre_pass": fusion_pass}
+    if "cpu" in _device_types(inputs) and not has_compiler():
         return compile_calls(fusion_pass, model, inputs)
     return compile_fx(model, inputs, config_patches=patches)
 
 
-def compile_calls(fusion_pass: FusionPass, model: GraphModule, inputs: Sequence[Any]) -> Any:
+def compile_calls(fusion_pass: Callable[[Graph, bool], None], model: GraphModule, inputs: Sequence[Any]) -> Any:
     """A graph taken apart as Inductor takes it apart, given to the pass, and then run call by call."""
 
-    def inner(gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Any:
+    def inner(gm: GraphModule, example_inputs: Sequence[Any], **about: Any) -> Any:
         gm.graph.eliminate_dead_code()
-        fusion_pass(gm.graph)
+        fusion_pass(gm.graph, bool(about.get("is_inference")))
         gm.recompile()
 
         def run(args: list[Any]) -> Any:
@@ -149,19 +170,17 @@ def compile_calls(fusion_pass: FusionPass, model: GraphModule, inputs: Sequence[
 
 
 def enable() -> None:
-    """Adds the pass to every torch.compile with Inductor in this process, before a pass that is set already."""
+    """Adds the pass to every torch.compile with Inductor in this process, with the options now in force, before passes already set.
 
-    current = config.post_grad_custom_pre_pass
-    if not isinstance(current, FusionPass):
-        config.post_grad_custom_pre_pass = FusionPass(switches.current(), then=_set_passes({}))
+    Called again, it only takes the options anew. What was compiled before stays as it is: `torch._dynamo.reset()` forgets it.
+    """
+    config.post_grad_custom_pre_pass = FusionPass(switches.current(), then=_set_passes({}))
 
 
 def disable() -> None:
-    """Takes back what `enable` did."""
-
-    current = config.post_grad_custom_pre_pass
-    if isinstance(current, FusionPass):
-        config.post_grad_custom_pre_pass = current.then[0] if current.then else None
+    """Takes back what `enable` did; passes that others have set stay."""
+    others = _set_passes({})
+    config.post_grad_custom_pre_pass = list(others) if len(others) > 1 else others[0] if others else None
 
 
 @functools.cache
@@ -173,47 +192,80 @@ def has_compiler() -> bool:
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        log.warning("no C++ compiler found: fusions are compiled, everything else runs call by call. Install g++ for Inductor's own kernels.")
+        log.warning(
+            "no C++ compiler found: fusions are compiled, everything else runs call by call; g++ would let Inductor compile that too"
+        )
         return False
     return True
 
 
 def _set_passes(options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The pass that the user has set, in options or in Inductor's config."""
+    """The passes that the user has set, in options or in Inductor's config, without ours."""
     given = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
     passes = given if isinstance(given, (list, tuple)) else [given]
     return tuple(q for p in passes if p is not None for q in (p.then if isinstance(p, FusionPass) else (p,)))
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def _device_types(inputs: Sequence[Any]) -> set[str]:
+    return {t.device.type for t in inputs if isinstance(t, torch.Tensor)} or {"cpu"}
+
+
+# ------------------------------------------------------------------------------------------------------------- what is asked for
+
+
+def _inductor_config(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Inductor's settings for a mode and options. OptionError where it does not know them or their values."""
     known = config.get_config_copy()
     for name in options:
         if name.replace("-", "_") not in known:
-            near = difflib.get_close_matches(name, [*known, *(_PREFIX + o for o in Options.__dataclass_fields__)], 1)
+            own = [_PREFIX + o for o in Options.__dataclass_fields__]
             raise OptionError(
-                f"unknown option {name!r}", expected=f"an option of Inductor, or {_PREFIX}<name> with one of {', '.join(Options.__dataclass_fields__)}",
-                todo=f"did you mean {near[0]!r}?" if near else "", where="torch.compile(options=...)",
+                f"unknown option {name!r}", expected=f"an option of Inductor, or one of {', '.join(own)}",
+                todo=_did_you_mean(name, [*known, *own]), where="torch.compile(options=...)",
+            )  # fmt: skip
+    modes = _modes()
+    if mode is not None and mode not in modes:
+        near = _did_you_mean(mode, modes)
+        raise OptionError(f"mode {mode!r}", expected=f"one of {', '.join(modes)}", todo=near, where="torch.compile(mode=...)")
+    try:
+        return torch._TorchCompileInductorWrapper(mode, dict(options), None).config
+    except RuntimeError as error:  # a value of another type
+        raise OptionError(str(error), where="torch.compile(options=...)") from None
+
+
+def _modes() -> list[str]:
+    from torch._inductor import list_mode_options
+
+    return list(list_mode_options())
+
+
+def _check_target(with_: Options, inputs: Sequence[Any]) -> None:
+    """UnsupportedError if what is compiled could not be run."""
+    for kind in _device_types(inputs):
+        wanted = target.find(with_.target, torch.device(kind))
+        if not wanted.executed:
+            raise UnsupportedError(
+                f"target {wanted.name}", expected="a target that this version runs programs on",
+                todo=f"fusion_moe.explain(model, ..., target={wanted.name!r}) shows what would run there", where="torch.compile",
             )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------------------- cache keys
+def _did_you_mean(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
-@functools.cache
-def _sources_hash() -> bytes:
-    """Of every Python file of the library."""
-    return get_hash_for_files(tuple(sorted(str(p) for p in Path(__file__).parents[1].rglob("*.py"))))
+class _PassedOn(ShortenTraceback):
+    """What Dynamo hands to the user unchanged. Other errors of a backend it wraps into a BackendCompilerFailed."""
+
+    first_useful_frame = None  # the whole traceback
+
+    def __init__(self, message: str):
+        RuntimeError.__init__(self, message)
 
 
-def _function_hash(function: Callable[..., Any]) -> str:
-    """Of a translator: its code, and the file it stands in for what it calls there."""
-    code = function.__code__
-    digest = hashlib.sha256(marshal.dumps(code))
-    path = Path(code.co_filename)
-    if path.is_file():
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _pass_uuid(other: Any) -> Any:
-    return other.uuid() if isinstance(other, CustomGraphPass) else _function_hash(other)
+def _as_it_is(error: Error) -> Error:
+    """The same error, of a class of the same name that reaches the user."""
+    kind = type(error)
+    passed_on = type(kind.__name__, (kind, _PassedOn), {"__module__": kind.__module__})
+    return passed_on(error.found, expected=error.expected, todo=error.todo, where=error.where)

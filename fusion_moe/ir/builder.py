@@ -1,14 +1,16 @@
 """FusionDefinition: builds a Fusion call by call, in the spelling of nvFuser's Python frontend.
 
-    fd = FusionDefinition()
-    x = fd.define_tensor(shape=[-1, 64], dtype="bf16")
-    y = fd.ops.silu(x)
-    fd.add_output(y)
-    print(fd.fusion())
+fd = FusionDefinition()
+x = fd.define_tensor(shape=[-1, 64], dtype="bf16")
+y = fd.ops.silu(x)
+fd.add_output(y)
+print(fd.fusion())
 """
 
 from __future__ import annotations
 
+import keyword
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,12 +20,13 @@ from typing import Any
 import torch
 
 from ..errors import FusionError
-from .core import Fusion, Op, OpKind, Value, infer
+from .core import ROLES, Fusion, Op, OpKind, Value, infer
 from .kinds import KINDS
 from .sizes import AnySize, Size, symbol, value
-from .types import Dim, Groups, Rows, TensorType, dtype_name
+from .types import Dim, Groups, Rows, TensorType, checked_type, dtype_name, plain
 
 _HERE = str(Path(__file__).parent)
+_TAKEN = re.compile(r"[it]\d+|fd|ceildiv|inf|nan")
 
 
 class FusionDefinition:
@@ -55,8 +58,10 @@ class FusionDefinition:
     ) -> Value:
         """An input. A size of -1 is one known only at launch. dtype: bf16, f32, ... or torch's; role: argument, weight or state."""
         dims = tuple(self.define_size(self._fresh("s")) if isinstance(d, int) and d == -1 else d for d in shape)
-        type = TensorType(dims, dtype if isinstance(dtype, str) else dtype_name(dtype), layout, ends)
+        type = checked_type(TensorType(dims, dtype if isinstance(dtype, str) else dtype_name(dtype), layout, ends))
         value = Value(f"i{len(self._inputs)}", type)
+        if role not in ROLES:
+            raise FusionError(f"role {role!r}", expected=f"one of {', '.join(ROLES)}")
         self._inputs.append(value)
         self._roles[value] = role
         return value
@@ -127,7 +132,7 @@ class FusionDefinition:
             return offs
         key = ("groups_of", offs)
         if key not in self._views:
-            self._views[key] = (self.ops.ends(offs, rows=rows, groups=self.fresh_groups(offs.type.shape[0])),)
+            self._views[key] = (self.ops.ends(offs, rows=rows, groups=self.fresh_groups(plain(offs.type.shape[0]))),)
         return self._views[key][0]
 
     @property
@@ -154,6 +159,10 @@ class FusionDefinition:
     def _new_name(self, name: str) -> str:
         if name in self._names:
             raise FusionError(f"the name {name!r} is taken", expected="a new name for each size and each cut")
+        if not name.isidentifier() or keyword.iskeyword(name) or _TAKEN.fullmatch(name):
+            raise FusionError(
+                f"the name {name!r}", expected="a name of Python's that the text of a Fusion has no other use for, unlike fd, i0 or t0"
+            )
         self._names.add(name)
         return name
 

@@ -20,6 +20,8 @@ from ..layouts import LAYOUTS
 from .sizes import Size, exact_div, value
 from .types import DTYPES, Groups, Rows, TensorType, dim_value, plain
 
+ROLES = ("argument", "weight", "state")  # of an input: new at each call, the same at each call, changed by each call
+
 
 @dataclass(frozen=True, eq=False)
 class Value:
@@ -101,7 +103,9 @@ class Fusion:
 
     def verify(self) -> Fusion:
         """This Fusion, or FusionError: every value made before it is read, every type as its rule gives it, every cut made once."""
-        seen, cuts = set(self.inputs), {v.type.ends.name for v in self.inputs if v.type.ends}
+        seen, cuts = set(self.inputs), [v.type.ends.name for v in self.inputs if v.type.ends]
+        if len(seen) < len(self.inputs) or len(set(cuts)) < len(cuts):
+            raise FusionError(f"inputs {_types([v.type for v in self.inputs])}", expected="each input, and the ends of each cut, once")
         for i, op in enumerate(self.ops):
             if missing := [v.name for v in op.values if v not in seen]:
                 raise self._error(i, f"reads {', '.join(missing)} before anything makes it")
@@ -114,7 +118,7 @@ class Fusion:
             for made in (v.type.ends.name for v in op.outputs if v.type.ends):
                 if made in cuts:
                     raise self._error(i, f"makes the cut {made} a second time", "one name for each cut")
-                cuts.add(made)
+                cuts.append(made)
             if again := [v.name for v in op.outputs if v in seen]:
                 raise self._error(i, f"makes {', '.join(again)} a second time", "a new value for each result")
             seen.update(op.outputs)
@@ -159,7 +163,7 @@ class Fusion:
         return {v: tuple(ops) for v, ops in found.items()}
 
     def role(self, value: Value) -> str:
-        """"argument", "weight" or "state"."""
+        """ "argument", "weight" or "state"."""
         return self.roles.get(value, "argument")
 
     def bind(self, tensors: Sequence[Any], sizes: Mapping[str, int] | None = None) -> dict[str, int]:

@@ -7,6 +7,7 @@ pass (nothing but inputs is saved), and gives the gradients of the inputs asked 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..errors import UnsupportedError
@@ -52,7 +53,17 @@ def differentiate(fusion: Fusion, wrt: Sequence[int]) -> Fusion:
                 todo="quantized weights and their scales are frozen: call requires_grad_(False) on them",
             )
         fd.add_output(fd.ops.reshape(grads[value], new_shape=tuple(map(plain, value.type.shape))))
-    return fd.fusion()
+    return _needed(fd.fusion())
+
+
+def _needed(fusion: Fusion) -> Fusion:
+    """The Fusion without the operations that no gradient needs."""
+    needed, ops = set(fusion.outputs), []
+    for op in reversed(fusion.ops):
+        if not needed.isdisjoint(op.outputs):
+            needed.update(op.values)
+            ops.append(op)
+    return replace(fusion, ops=tuple(reversed(ops)))
 
 
 def _define(fd: FusionDefinition, t: TensorType, role: str) -> Value:
@@ -68,7 +79,7 @@ def _backward(fd: FusionDefinition, op: Op, grads: dict[Value, Value]) -> None:
         (output,) = op.outputs  # what has several outputs has no derivative
         found = op.kind.grad(fd, op, _like(fd, grads[output], output))
     except NotImplementedError as error:
-        raise UnsupportedError(str(error), where=op.source) from None
+        raise UnsupportedError(f"not supported: {error}", todo="compute it under torch.no_grad()", where=op.source) from None
     for v, grad in zip(op.inputs, found, strict=True):
         if isinstance(v, Value) and grad is not None:
             _add(fd, grads, v, grad)

@@ -25,7 +25,8 @@ from ..errors import ParseError
 from . import sizes
 from .builder import FusionDefinition
 from .core import Fusion, Op, Operand, Value
-from .types import Groups, TensorType
+from .kinds import KINDS
+from .types import Groups, Rows, TensorType
 
 NAMES: Mapping[str, Any] = {"ceildiv": sizes.ceildiv, "inf": float("inf"), "nan": float("nan")}
 _BUILDERS = ("define_size", "define_groups", "define_tensor", "add_output")
@@ -86,13 +87,18 @@ def parse(source: str) -> Fusion:
     """The verified Fusion that `text` printed; anything else raises ParseError with the line."""
     try:
         body = ast.parse(source).body
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ParseError(f"not Python ({error})", expected="def fusion(fd), as a Fusion prints it") from None
-    if len(body) != 1 or not isinstance(body[0], ast.FunctionDef):
+    if len(body) != 1 or not isinstance(body[0], ast.FunctionDef) or not ast.unparse(body[0]).startswith("def fusion(fd):\n"):
         raise ParseError(f"{len(body)} statements", expected="one function, def fusion(fd), as a Fusion prints it")
     fd, names = FusionDefinition(), dict(NAMES)
     for statement in body[0].body:
-        _run(statement, fd, names)
+        try:
+            _run(statement, fd, names)
+        except ParseError:
+            raise
+        except Exception as error:  # whatever the types and the builder find wrong with it
+            raise ParseError(f"{ast.unparse(statement)}: {error}", where=f"line {statement.lineno}") from None
     return fd.fusion()
 
 
@@ -121,7 +127,7 @@ def _method(node: ast.expr, fd: FusionDefinition, line: str) -> Any:
     path = ast.unparse(node).split(".")
     if path[0] == "fd" and len(path) == 2 and path[1] in _BUILDERS:
         return getattr(fd, path[1])
-    if path[:2] == ["fd", "ops"] and len(path) == 3:
+    if path[:2] == ["fd", "ops"] and len(path) == 3 and path[2] in KINDS:
         return getattr(fd.ops, path[2])
     raise ParseError(f"a call of {'.'.join(path)}", expected=f"fd.ops.<operation> or one of fd.{', fd.'.join(_BUILDERS)}", where=line)
 
@@ -137,7 +143,9 @@ def _data(node: ast.expr, names: Mapping[str, Any], line: str) -> Any:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_data(node.operand, names, line)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_data(node.left, names, line), _data(node.right, names, line))
+        sides = [_data(side, names, line) for side in (node.left, node.right)]
+        if all(isinstance(side, (int, sizes.Size, Groups, Rows)) for side in sides):
+            return _OPERATORS[type(node.op)](*sides)
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "ceildiv":
         return sizes.ceildiv(*(_data(a, names, line) for a in node.args))
     raise ParseError(ast.unparse(node), expected="a literal, a name made before, or a size", where=line)

@@ -1,9 +1,9 @@
 """Types of the IR: what is known of a tensor before it exists. Shapes are logical elements, never packed bytes.
 
-    bf16[m/g, 256]              rows cut into runs by g; K = 256
-    i32[16]@ends(g)             the ends of those runs
-    nvfp4[16, 256, 128]         one quantized value: codes, block scales and decode scales
-    f8e4m3[m/g%128, 16]@sf128x4 each run padded to 128 rows, in the swizzled layout
+bf16[m/g, 256]              rows cut into runs by g; K = 256
+i32[16]@ends(g)             the ends of those runs
+nvfp4[16, 256, 128]         one quantized value: codes, block scales and decode scales
+f8e4m3[m/g%128, 16]@sf128x4 each run padded to 128 rows, in the swizzled layout
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
-from ..errors import DtypeError
+from ..errors import DtypeError, ShapeError
+from ..formats import FORMATS
 from ..groups import bound
+from ..layouts import LAYOUTS
 from .sizes import AnySize, Size, value
 
 DTYPES: dict[str, torch.dtype] = {
@@ -120,6 +122,17 @@ class TensorType:
     def cuts(self) -> Iterator[Groups]:
         """The cuts that its rows are typed with."""
         yield from (d.groups for d in self.shape if isinstance(d, Rows))
+
+
+def checked_type(t: TensorType) -> TensorType:
+    """The type of an input, or DtypeError or ShapeError for one that no tensor has."""
+    if t.dtype not in (*DTYPES, *FORMATS):
+        raise DtypeError(f"dtype {t.dtype!r}", expected=f"one of {', '.join((*DTYPES, *FORMATS))}")
+    if t.layout not in LAYOUTS:
+        raise ShapeError(f"layout {t.layout!r}", expected=f"one of {', '.join(LAYOUTS)}")
+    if t.ends is not None and (t.dtype != "i32" or t.shape != (t.ends.count,)):
+        raise ShapeError(str(t), expected=f"i32[{t.ends.count}]@ends({t.ends}), one end for each group")
+    return t
 
 
 def _symbols(size: AnySize) -> Iterator[str]:

@@ -67,7 +67,8 @@ def _cut(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value]
 def _product(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
     """Products read their operands exactly, so an exact widening before them does nothing."""
     before = _made(fd, inputs[0], "cast")
-    if before is None or before.values[0].type.dtype not in FLOATS or inputs[0].type.dtype not in _EXACT_IN[before.values[0].type.dtype]:
+    source = before.values[0].type.dtype if before else ""
+    if before is None or source not in FLOATS or inputs[0].type.dtype not in _EXACT_IN.get(source, ()):
         return None
     return fd.append(op.kind, [before.values[0], *inputs[1:]], op.attrs)
 

@@ -5,7 +5,7 @@ It runs on each segment by itself: a value that is stored between two kernels is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..ir.builder import FusionDefinition
@@ -14,26 +14,42 @@ from .rewrite import rewrite
 
 
 def dropped_roundings(fusion: Fusion) -> tuple[Op, ...]:
-    """The casts of the Fusion that `contract_rounding` drops a reader of: narrowing, read back at the wider type, not an output."""
-    return tuple(op for op in fusion.ops if any(_contracts(fusion, op, reader) for v in op.outputs for reader in fusion.readers.get(v, ())))
+    """The casts of the Fusion that `contract_rounding` drops a reader of: narrowing, read back at the wider type, not stored."""
+    dropped = {way[0] for way in _ways(fusion).values()}
+    return tuple(op for op in fusion.ops if op in dropped)
 
 
 def contract_rounding(fusion: Fusion) -> Fusion:
-    """The Fusion where cast(cast(x: f32, bf16), f32) is x, unless the narrow value is an output."""
-    skipped = {reader.outputs[0] for op in fusion.ops for v in op.outputs for reader in fusion.readers.get(v, ()) if _contracts(fusion, op, reader)}
+    """The Fusion where cast(slice(cast(x: f32, bf16)), f32) is slice(x), unless a value on the way is an output."""
+    ways = _ways(fusion)
+    results = {op.outputs[0]: way for op, way in ways.items()}
 
     def rule(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
-        if op.outputs[0] not in skipped:
+        if op.outputs[0] not in results:
             return None
-        narrow = fd.producer(inputs[0])
-        assert narrow is not None
-        return narrow.values[:1]
+        made, moves = inputs[0], results[op.outputs[0]][1:]
+        for _ in (*moves, "narrow"):
+            source = fd.producer(made)
+            assert source is not None
+            made = source.values[0]
+        for move in moves:
+            (made,) = fd.append(move.kind, [made], move.attrs)
+        return (made,)
 
-    return rewrite(fusion, rule) if skipped else fusion
+    return rewrite(fusion, rule) if ways else fusion
 
 
-def _contracts(fusion: Fusion, narrow: Op, wide: Op) -> bool:
-    if narrow.kind.name != "cast" or wide.kind.name != "cast" or narrow.outputs[0] in fusion.outputs:
-        return False
-    x, between, back = narrow.values[0].type.dtype, narrow.attrs["dtype"], wide.attrs["dtype"]
-    return x == back == "f32" and between in ("bf16", "f16")
+def _ways(fusion: Fusion) -> Mapping[Op, tuple[Op, ...]]:
+    """For each cast back to f32: the narrowing cast that it undoes, and what moves elements between the two."""
+    back = (op for op in fusion.ops if op.kind.name == "cast" and op.attrs["dtype"] == "f32")
+    return {op: way for op in back if (way := _way(fusion, op.values[0]))}
+
+
+def _way(fusion: Fusion, v: Value) -> tuple[Op, ...]:
+    op = fusion.producers.get(v)
+    if op is None or v in fusion.outputs:
+        return ()
+    if op.kind.name == "cast":
+        return (op,) if op.values[0].type.dtype == "f32" and op.attrs["dtype"] in ("bf16", "f16") else ()
+    before = _way(fusion, op.values[0]) if op.kind.role == "shape" and len(op.values) == 1 else ()
+    return (*before, op) if before else ()

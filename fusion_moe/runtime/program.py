@@ -8,10 +8,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.autograd.profiler import record_function
+from torch.autograd import profiler
 
 from ..ir.core import Fusion, Value
+from ..segment import Segment
 from ..target import Target
+from .check import check_stages
 from .kernel import Kernel
 
 _MOVES = ("reshape", "slice", "permute", "broadcast_in_dim", "cast", "cut", "ends", "unpack")  # may return the memory they were given
@@ -19,11 +21,16 @@ _MOVES = ("reshape", "slice", "permute", "broadcast_in_dim", "cast", "cut", "end
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled Fusion. stages: the Fusion after each pass, by name; fusion: the last of them; kernels: in the order of launch."""
+    """A compiled Fusion. stages: the Fusion after each pass, by name; segments: as they were cut; kernels: in the order of launch.
+
+    checked: whether each call also evaluates every stage and the segments, and compares them bit for bit (the option `check`).
+    """
 
     stages: tuple[tuple[str, Fusion], ...]
+    segments: tuple[Segment, ...]
     kernels: tuple[Kernel, ...]
     target: Target
+    checked: bool = False
 
     @property
     def fusion(self) -> Fusion:
@@ -33,15 +40,20 @@ class Program:
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int] | None = None) -> list[torch.Tensor]:
         """The outputs on these inputs: new tensors, contiguous, sharing no memory with the inputs."""
         env = self.stages[0][1].bind(tensors, sizes)
+        if self.checked:
+            check_stages(self.stages, self.segments, tensors, env)
         made: dict[Value, Any] = dict(zip(self.fusion.inputs, tensors, strict=True))
         for i, kernel in enumerate(self.kernels):
             self._launch(i, kernel, made, env)
-        return [made[v].clone(memory_format=torch.contiguous_format) if copy else made[v].contiguous() for v, copy in zip(self.fusion.outputs, self._copied, strict=True)]
+        return [
+            made[v].clone(memory_format=torch.contiguous_format) if copy else made[v].contiguous()
+            for v, copy in zip(self.fusion.outputs, self._copied, strict=True)
+        ]
 
     def _launch(self, i: int, kernel: Kernel, made: dict[Value, Any], env: Mapping[str, int]) -> None:
         inputs = [made[v] for v in kernel.segment.inputs]
-        if torch.autograd._profiler_enabled():
-            with record_function(f"fusion_moe::{i}[{kernel.segment.kind}, {kernel.backend}]"):
+        if profiler._is_profiler_enabled:
+            with profiler.record_function(f"fusion_moe::{i}[{kernel.segment.kind}, {kernel.backend}]"):
                 outputs = kernel(inputs, env)
         else:
             outputs = kernel(inputs, env)

@@ -25,7 +25,7 @@ class Scheduler(Protocol):
         """The schedule: a frozen dataclass."""
 
 
-SCHEDULERS: tuple[Scheduler, ...] = (pointwise, rows, layout, grouped_gemm)  # type: ignore[assignment]
+SCHEDULERS: tuple[Scheduler, ...] = (pointwise, rows, layout, grouped_gemm)
 
 
 def find(fusion: Fusion, target: Target) -> Scheduler | None:
@@ -35,4 +35,4 @@ def find(fusion: Fusion, target: Target) -> Scheduler | None:
 
 def named(name: str) -> Scheduler:
     """The scheduler of a kind of segment."""
-    return next(s for s in SCHEDULERS if s.NAME == name)
+    return next(s for s in SCHEDULERS if name == s.NAME)

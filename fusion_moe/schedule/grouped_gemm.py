@@ -1,7 +1,8 @@
 """Grouped products with what they can take in: a prologue on the activations they load, an epilogue on the tiles they make.
 
 A kernel makes tiles of [rows of one group, some of N], looping over K. So the prologue may do what is elementwise in (row, k) or
-picks rows, once they are rows of groups; the epilogue what is elementwise in (row, n), slices N, adds a group's bias, or sums a token's rows in order.
+picks rows, once they are rows of groups; the epilogue what is elementwise in (row, n), slices N, adds a group's bias,
+or sums a token's rows in order.
 """
 
 from __future__ import annotations

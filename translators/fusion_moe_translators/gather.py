@@ -10,6 +10,8 @@ from fusion_moe.ir.core import Value
 from fusion_moe.ir.types import INTS, plain
 from fusion_moe.translate import translator
 
+from .refusal import build
+
 
 @translator("aten::index_select")
 def index_select(fd: FusionDefinition, x: Value, dim: int, at: Value) -> Value:
@@ -29,7 +31,7 @@ def index_add(fd: FusionDefinition, x: Value, dim: int, at: Value, source: Value
     """x with the rows of source added at `at`"""
     if dim % len(x.type.shape) != 0 or alpha != 1:
         raise Untranslatable(f"index_add along dimension {dim} with alpha = {alpha}", expected="dimension 0 and alpha 1")
-    return fd.ops.index_put_accumulate(x, at, source)
+    return build(fd, "index_put_accumulate", x, at, source)
 
 
 @translator("aten::index_put")
@@ -40,7 +42,9 @@ def index_put(fd: FusionDefinition, x: Value, indices: Sequence[Value | None], v
         raise Untranslatable("index_put without accumulate", expected="accumulate=True: else the order of writes decides")
     if dim != 0 or len(values.type.shape) != len(x.type.shape):
         raise Untranslatable(f"index_put of {values.type} along dimension {dim}", expected="whole rows along dimension 0")
-    return fd.ops.index_put_accumulate(x, _from_start(fd, at, plain(x.type.shape[0])), values)
+    if x.type.dtype in ("bf16", "f16"):
+        raise Untranslatable(f"index_put of {x.type}, which rounds after each row", expected="f32, or index_add, which rounds once")
+    return build(fd, "index_put_accumulate", x, _from_start(fd, at, plain(x.type.shape[0])), values)
 
 
 def _one_index(indices: Sequence[Value | None]) -> tuple[int, Value]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from fusion_moe.errors import OptionError, ShapeError
 from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
+from fusion_moe.ir.kinds.rules import need_float, need_same
 from fusion_moe.ir.kinds.shape import elements, merged, split_dim
 from fusion_moe.ir.text import parse
 from fusion_moe.ir.types import plain
@@ -64,7 +65,9 @@ def nvfp4_grouped_mm(
     rows, restore = flat(fd, a, keep=1)
     ends = fd.groups_of(offs, plain(rows.type.shape[0]))
     cut = fd.ops.cut(rows, ends)
-    return restore(product(fd, cut, (b_codes, b_block_scale, b_decode_scale), ends, activation_format, weight_layout, out_dtype or a.type.dtype))
+    return restore(
+        product(fd, cut, (b_codes, b_block_scale, b_decode_scale), ends, activation_format, weight_layout, out_dtype or a.type.dtype)
+    )
 
 
 @translator("fusion_moe::grouped_swizzle_block_scale")
@@ -80,6 +83,7 @@ def scaled_swiglu(
     up_offset: float = 0.0,
 ) -> Value:  # fmt: skip
     """x [..., 2H], scale [...] -> [..., H]: in float32, rounded once to the dtype of x"""
+    need_float("x", x.type)
     rows, restore = flat(fd, x, keep=1)
     gate, up = (fd.ops.cast(half, dtype="f32") for half in _halves(fd, rows, interleave))
     if limit is not None:
@@ -96,14 +100,14 @@ def _halves(fd: FusionDefinition, x: Value, interleave: int) -> tuple[Value, Val
     """x [M, 2H] -> gate [M, H], up [M, H]; interleave 0: gate is the first half, else blocks of `interleave` gate, then up columns"""
     rows, width = x.type.shape
     half = split_dim(plain(width), 2)
-    block = half if interleave == 0 else interleave
-    if not isinstance(half, int) or half % block:
+    if not isinstance(half, int) or interleave < 0 or half % (interleave or half):
         raise ShapeError(f"x {x.type} with interleave = {interleave}", expected=f"a last size that is a multiple of 2 * {interleave}")
     if interleave == 0:
-        return tuple(fd.ops.slice(x, start_indices=(0, s), end_indices=(rows, s + half)) for s in (0, half))  # type: ignore[return-value]
+        return tuple(fd.ops.slice(x, start_indices=(0, s), end_indices=(rows, s + half)) for s in (0, half))
+    block = interleave
     blocks = fd.ops.reshape(x, new_shape=(rows, half // block, 2, block))
     parts = (fd.ops.slice(blocks, start_indices=(0, 0, s, 0), end_indices=(rows, half // block, s + 1, block)) for s in (0, 1))
-    return tuple(fd.ops.reshape(part, new_shape=(rows, half)) for part in parts)  # type: ignore[return-value]
+    return tuple(fd.ops.reshape(part, new_shape=(rows, half)) for part in parts)
 
 
 def _column(fd: FusionDefinition, scale: Value, like: Value) -> Value:
@@ -148,6 +152,7 @@ def expert_mlp(
     _one_of("scale_on", scale_on, ("output", "input"))
     tokens, restore = flat(fd, x, keep=1)
     ids, w = flat(fd, ids, keep=1)[0], flat(fd, w, keep=1)[0]
+    need_same("the number of tokens", tokens.type.shape[0], ids.type.shape[0], "x and ids")
     dtype = x.type.dtype
     ends, row_of, slot_of = route(fd, ids, _count(gate_up_codes))
     a = fd.ops.index_select(tokens, row_of, dim=0)
@@ -177,7 +182,7 @@ def _row_weight(fd: FusionDefinition, w: Value, slot_of: Value, a: Value) -> Val
 
 
 @translator("fusion_moe::run")
-def run(fd: FusionDefinition, program: str, inputs: tuple[Value, ...], sizes: tuple) -> tuple[Value, ...]:
+def run(fd: FusionDefinition, program: str, inputs: tuple[Value, ...], sizes: tuple, options: str | None = None) -> tuple[Value, ...]:
     """A program that stands in the graph already (a backward): its operations, to be fused with their neighbours."""
     fusion = parse(program)
     return fd.inline(fusion, inputs, dict(zip(fusion.symbols, sizes, strict=True)))

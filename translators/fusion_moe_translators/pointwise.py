@@ -11,6 +11,8 @@ from fusion_moe.ir.core import Value
 from fusion_moe.ir.types import FLOATS, INTS
 from fusion_moe.translate import translator
 
+from .refusal import build
+
 _UNARY = ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh", "erf", "relu", "sigmoid", "silu", "logical_not")
 _BINARY = ("add", "sub", "mul", "div", "minimum", "maximum", "pow", "lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or")
 _OVERLOADS = {"minimum": ("",), "maximum": ("",), "logical_and": ("",), "logical_or": ("",), "pow": (".Tensor_Scalar", ".Tensor_Tensor")}
@@ -23,9 +25,13 @@ def together(fd: FusionDefinition, *operands: Any) -> list[Any]:
     tensors = [v for v in operands if isinstance(v, Value)]
     dtype = _promoted([v.type.dtype for v in tensors])
     rank = max(len(v.type.shape) for v in tensors)
+    if any(v.type.dtype != dtype for v in tensors) and any(not v.type.shape for v in tensors) and rank:
+        raise Untranslatable(
+            f"a 0-d tensor among {', '.join(str(v.type) for v in tensors)}", expected="one dtype: it takes no part in promotion"
+        )
     if any(isinstance(v, float) for v in operands) and dtype not in FLOATS:
         raise Untranslatable(f"a float with {dtype} tensors", expected="float tensors")
-    return [_ranked(fd, _as(fd, v, dtype), rank) if isinstance(v, Value) else v for v in operands]
+    return [_ranked(fd, v if v.type.dtype == dtype else fd.ops.cast(v, dtype=dtype), rank) if isinstance(v, Value) else v for v in operands]
 
 
 def _promoted(dtypes: list[str]) -> str:
@@ -38,12 +44,6 @@ def _promoted(dtypes: list[str]) -> str:
     raise Untranslatable(f"dtypes {' and '.join(sorted(kinds))} in one operation", expected="floats only, or integers only")
 
 
-def _as(fd: FusionDefinition, v: Value, dtype: str) -> Value:
-    if v.type.dtype != dtype and not v.type.shape:
-        raise Untranslatable(f"a 0-d {v.type.dtype} beside {dtype}", expected="one dtype: a 0-d tensor does not take part in promotion")
-    return v if v.type.dtype == dtype else fd.ops.cast(v, dtype=dtype)
-
-
 def _ranked(fd: FusionDefinition, v: Value, rank: int) -> Value:
     missing = rank - len(v.type.shape)
     return fd.ops.reshape(v, new_shape=(1,) * missing + v.type.shape) if missing else v
@@ -51,7 +51,7 @@ def _ranked(fd: FusionDefinition, v: Value, rank: int) -> Value:
 
 def _unary(name: str) -> Callable[..., Value]:
     def translate(fd: FusionDefinition, x: Value) -> Value:
-        return getattr(fd.ops, name)(x)
+        return build(fd, name, x)
 
     return translate
 
@@ -60,10 +60,9 @@ def _binary(name: str) -> Callable[..., Value]:
     def translate(fd: FusionDefinition, a: Any, b: Any, *, alpha: float = 1, rounding_mode: str | None = None) -> Value:
         if rounding_mode is not None:
             raise Untranslatable(f"rounding_mode = {rounding_mode!r}", expected="a true division")
-        a, b = together(fd, a, b)
         if alpha != 1:
-            b = fd.ops.mul(b, alpha) if isinstance(b, Value) else b * alpha
-        return getattr(fd.ops, name)(a, b)
+            raise Untranslatable(f"alpha = {alpha}", expected="1: torch multiplies and adds with one rounding")
+        return build(fd, name, *together(fd, a, b))
 
     return translate
 
@@ -101,17 +100,17 @@ def where(fd: FusionDefinition, condition: Value, a: Any, b: Any) -> Value:
 @translator("aten::clamp")
 def clamp(fd: FusionDefinition, x: Value, min: float | None = None, max: float | None = None) -> Value:
     """x kept between min and max"""
-    x = x if min is None else fd.ops.maximum(x, min)
-    return x if max is None else fd.ops.minimum(x, max)
+    x = x if min is None else build(fd, "maximum", x, min)
+    return x if max is None else build(fd, "minimum", x, max)
 
 
 @translator("aten::clamp_min")
 def clamp_min(fd: FusionDefinition, x: Value, min: float) -> Value:
     """x, at least min"""
-    return fd.ops.maximum(x, min)
+    return clamp(fd, x, min=min)
 
 
 @translator("aten::clamp_max")
 def clamp_max(fd: FusionDefinition, x: Value, max: float) -> Value:
     """x, at most max"""
-    return fd.ops.minimum(x, max)
+    return clamp(fd, x, max=max)

@@ -10,8 +10,10 @@ from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.kinds.shape import elements
 from fusion_moe.ir.sizes import exact_div
-from fusion_moe.ir.types import Dim, plain
+from fusion_moe.ir.types import FLOATS, Dim, plain
 from fusion_moe.translate import translator
+
+from .refusal import build
 
 
 def reshaped(fd: FusionDefinition, x: Value, shape: Sequence[Dim]) -> Value:
@@ -99,6 +101,7 @@ def slice_(fd: FusionDefinition, x: Value, dim: int = 0, start: Any = None, end:
     if step != 1:
         raise Untranslatable(f"a slice with step {step}", expected="step 1")
     first, last = _bound(start, 0, size), _bound(end, size, size)
+    last = first if isinstance(first, int) and isinstance(last, int) and last < first else last
     starts = tuple(first if i == at else 0 for i in range(len(x.type.shape)))
     ends = tuple(last if i == at else d for i, d in enumerate(x.type.shape))
     return x if (first, last) == (0, size) else fd.ops.slice(x, start_indices=starts, end_indices=ends)
@@ -134,7 +137,7 @@ def split(fd: FusionDefinition, x: Value, split_size: int, dim: int = 0) -> tupl
     size = plain(x.type.shape[index(dim, len(x.type.shape))])
     if not isinstance(size, int) or not isinstance(split_size, int):
         raise Untranslatable(f"pieces of {split_size} of a size {size}", expected="sizes known when compiling")
-    return tuple(slice_(fd, x, dim, s, min(s + split_size, size)) for s in range(0, size, split_size))
+    return tuple(slice_(fd, x, dim, s, min(s + split_size, size)) for s in range(0, max(size, 1), split_size or 1))
 
 
 @translator("aten::split_with_sizes")
@@ -147,9 +150,7 @@ def split_with_sizes(fd: FusionDefinition, x: Value, sizes: Sequence[int], dim: 
 @translator("aten::cat")
 def cat(fd: FusionDefinition, xs: Sequence[Value], dim: int = 0) -> Value:
     """xs one after the other"""
-    if len({x.type.dtype for x in xs}) > 1:
-        raise Untranslatable("tensors of several dtypes in cat", expected="one dtype")
-    return fd.ops.cat(*xs, dim=index(dim, len(xs[0].type.shape)))
+    return build(fd, "cat", *xs, dim=index(dim, len(xs[0].type.shape)))
 
 
 @translator("aten::full")
@@ -157,7 +158,9 @@ def full(fd: FusionDefinition, shape: Sequence[Dim], value: float, *, dtype: str
     """A tensor of one number"""
     if dtype is None:
         raise Untranslatable("full without a dtype", expected="dtype given")
-    return fd.ops.full(shape=tuple(shape), fill_value=float(value) if dtype in ("f64", "f32", "bf16", "f16") else value, dtype=dtype)
+    if not isinstance(value, (int, float)):
+        raise Untranslatable(f"full of {value}", expected="a number known when compiling")
+    return build(fd, "full", shape=tuple(shape), fill_value=float(value) if dtype in FLOATS else value, dtype=dtype)
 
 
 @translator("aten::sum.dim_IntList")
@@ -165,4 +168,4 @@ def sum_(fd: FusionDefinition, x: Value, dims: Sequence[int] | None, keepdim: bo
     """x summed over dimensions"""
     rank = len(x.type.shape)
     x = x if dtype is None else fd.ops.cast(x, dtype=dtype)
-    return fd.ops.sum(x, dims=tuple(sorted(index(d, rank) for d in dims or range(rank))), keepdim=keepdim)
+    return build(fd, "sum", x, dims=tuple(sorted(index(d, rank) for d in dims or range(rank))), keepdim=keepdim)

@@ -5,7 +5,8 @@
     grouped_outer  a [M/g, N], b [M/g, K]  -> f32[G, N, K]    contracts rows: the gradient of `w`; an empty group is zero
     group_add      y [M/g, N], bias [G, N] -> [M/g, N]
 
-w is nvfp4[G, N, K] or a float tensor; it is decoded one group at a time. a may be nvfp4[M/g, K]; a_layout says how its block scales are stored.
+w is nvfp4[G, N, K] or a float tensor; it is decoded one group at a time.
+a may be nvfp4[M/g, K]; a_layout says how its block scales are stored.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..core import Op, OpKind, Value
 from ..types import TensorType, plain
 from .quantized import linear
 from .rules import Types, need_cut, need_dtype, need_rank, need_same
+from .shape import elements
 
 _FLOATS = ("f32", "bf16", "f16")  # what float32 holds exactly
 _OPERANDS = (*_FLOATS, *FORMATS)
@@ -125,12 +127,16 @@ def _add_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def _product_flops(op: Op) -> Any:
+    """2 * M * N * K: the rows of the first operand, and the matrices of the second operand or of the result."""
     a, w = (v.type for v in op.values[:2])
-    return 2 * plain(a.shape[0]) * w.shape[-2] * w.shape[-1] if len(w.shape) == 3 else 2 * plain(a.shape[0]) * a.shape[1] * w.shape[1]
+    matrices = w if len(w.shape) == 3 else op.outputs[0].type
+    return 2 * plain(a.shape[0]) * elements(matrices.shape[1:])
 
 
 TABLE = (
-    OpKind("grouped_mm", _mm_type, lambda a, w, ends, **at: _mm(a, w, ends, transposed=False, **at), _mm_grad, _product_flops, role="grouped"),
+    OpKind(
+        "grouped_mm", _mm_type, lambda a, w, ends, **at: _mm(a, w, ends, transposed=False, **at), _mm_grad, _product_flops, role="grouped"
+    ),
     OpKind("grouped_mm_t", _mm_t_type, lambda a, w, ends: _mm(a, w, ends, transposed=True), flops=_product_flops, role="grouped"),
     OpKind("grouped_outer", _outer_type, _outer, flops=_product_flops, role="grouped"),
     OpKind("group_add", _add_type, _add, _add_grad, role="grouped_add"),

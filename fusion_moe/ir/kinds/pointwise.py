@@ -54,7 +54,9 @@ def _where_type(condition: TensorType, a: Any, b: Any) -> Types:
 
 def _where(condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
     like = a if isinstance(a, torch.Tensor) else b
-    return torch.where(condition, torch.as_tensor(a, dtype=like.dtype, device=like.device), torch.as_tensor(b, dtype=like.dtype, device=like.device))
+    return torch.where(
+        condition, torch.as_tensor(a, dtype=like.dtype, device=like.device), torch.as_tensor(b, dtype=like.dtype, device=like.device)
+    )
 
 
 def _extreme(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -129,8 +131,12 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
     return (wide / (1 + (-wide).exp())).to(x.dtype)
 
 
-def _row(name: str, infer: Callable[..., Types], function: Callable[..., torch.Tensor], grad: Grad | None = None) -> OpKind:
-    return OpKind(name, infer, lambda *args, **attrs: (function(*args, **attrs),), grad, _elements)
+def _unary(name: str, infer: Callable[..., Types], function: Callable[..., torch.Tensor], grad: Grad | None = None) -> OpKind:
+    return OpKind(name, lambda x: infer(x), lambda x: (function(x),), grad, _elements)
+
+
+def _binary(name: str, infer: Callable[..., Types], function: Callable[..., torch.Tensor], grad: Grad | None = None) -> OpKind:
+    return OpKind(name, lambda a, b: infer(a, b), lambda a, b: (function(a, b),), grad, _elements)
 
 
 def _elements(op: Op) -> Any:
@@ -143,33 +149,33 @@ def _elements(op: Op) -> Any:
 
 TABLE = (
     OpKind("cast", _cast_type, lambda x, dtype: (x.to(DTYPES[dtype]),), _cast_grad),
-    _row("where", _where_type, _where, _where_grad),
-    _row("neg", _same, torch.neg, _unary_grad(lambda o, x, y, g: o.neg(g))),
-    _row("abs", _same, torch.abs, _unary_grad(lambda o, x, y, g: o.where(o.lt(x, 0.0), o.neg(g), o.where(o.gt(x, 0.0), g, 0.0)))),
-    _row("exp", _float, torch.exp, _unary_grad(lambda o, x, y, g: o.mul(g, y))),
-    _row("log", _float, torch.log, _unary_grad(lambda o, x, y, g: o.div(g, x))),
-    _row("sqrt", _float, torch.sqrt, _unary_grad(lambda o, x, y, g: o.div(g, o.mul(y, 2.0)))),
-    _row("rsqrt", _float, torch.rsqrt, _unary_grad(lambda o, x, y, g: o.mul(g, o.mul(o.div(y, x), -0.5)))),
-    _row("reciprocal", _float, torch.reciprocal, _unary_grad(lambda o, x, y, g: o.neg(o.mul(g, o.mul(y, y))))),
-    _row("tanh", _float, torch.tanh, _unary_grad(lambda o, x, y, g: o.mul(g, o.sub(1.0, o.mul(y, y))))),
-    _row("erf", _float, torch.erf),
-    _row("relu", _same, torch.relu, _unary_grad(lambda o, x, y, g: o.where(o.gt(x, 0.0), g, 0.0))),
-    _row("sigmoid", _float, torch.sigmoid, _unary_grad(lambda o, x, y, g: o.mul(g, o.mul(y, o.sub(1.0, y))))),
-    _row("silu", _float, _silu, _unary_grad(_silu_grad)),
-    _row("add", _same, lambda a, b: a + b, _binary_grad(lambda o, a, b, y, g: (g, g))),
-    _row("sub", _same, lambda a, b: a - b, _binary_grad(lambda o, a, b, y, g: (g, o.neg(g)))),
-    _row("mul", _same, lambda a, b: a * b, _binary_grad(lambda o, a, b, y, g: (o.mul(g, b), o.mul(g, a)))),
-    _row("div", _float, lambda a, b: a / b, _binary_grad(lambda o, a, b, y, g: (o.div(g, b), o.neg(o.div(o.mul(g, y), b))))),
-    _row("minimum", _same, _extreme(torch.minimum), _clamp_grad("le")),
-    _row("maximum", _same, _extreme(torch.maximum), _clamp_grad("ge")),
-    _row("pow", _float, torch.pow),
-    _row("lt", _compared, lambda a, b: a < b),
-    _row("le", _compared, lambda a, b: a <= b),
-    _row("gt", _compared, lambda a, b: a > b),
-    _row("ge", _compared, lambda a, b: a >= b),
-    _row("eq", _compared, lambda a, b: a == b),
-    _row("ne", _compared, lambda a, b: a != b),
-    _row("logical_and", _logical, lambda a, b: a & b),
-    _row("logical_or", _logical, lambda a, b: a | b),
-    _row("logical_not", _logical, torch.logical_not),
+    OpKind("where", _where_type, lambda condition, a, b: (_where(condition, a, b),), _where_grad, _elements),
+    _unary("neg", _same, torch.neg, _unary_grad(lambda o, x, y, g: o.neg(g))),
+    _unary("abs", _same, torch.abs, _unary_grad(lambda o, x, y, g: o.where(o.lt(x, 0.0), o.neg(g), o.where(o.gt(x, 0.0), g, 0.0)))),
+    _unary("exp", _float, torch.exp, _unary_grad(lambda o, x, y, g: o.mul(g, y))),
+    _unary("log", _float, torch.log, _unary_grad(lambda o, x, y, g: o.div(g, x))),
+    _unary("sqrt", _float, torch.sqrt, _unary_grad(lambda o, x, y, g: o.div(g, o.mul(y, 2.0)))),
+    _unary("rsqrt", _float, torch.rsqrt, _unary_grad(lambda o, x, y, g: o.mul(g, o.mul(o.div(y, x), -0.5)))),
+    _unary("reciprocal", _float, torch.reciprocal, _unary_grad(lambda o, x, y, g: o.neg(o.mul(g, o.mul(y, y))))),
+    _unary("tanh", _float, torch.tanh, _unary_grad(lambda o, x, y, g: o.mul(g, o.sub(1.0, o.mul(y, y))))),
+    _unary("erf", _float, torch.erf),
+    _unary("relu", _same, torch.relu, _unary_grad(lambda o, x, y, g: o.where(o.gt(x, 0.0), g, 0.0))),
+    _unary("sigmoid", _float, torch.sigmoid, _unary_grad(lambda o, x, y, g: o.mul(g, o.mul(y, o.sub(1.0, y))))),
+    _unary("silu", _float, _silu, _unary_grad(_silu_grad)),
+    _binary("add", _same, lambda a, b: a + b, _binary_grad(lambda o, a, b, y, g: (g, g))),
+    _binary("sub", _same, lambda a, b: a - b, _binary_grad(lambda o, a, b, y, g: (g, o.neg(g)))),
+    _binary("mul", _same, lambda a, b: a * b, _binary_grad(lambda o, a, b, y, g: (o.mul(g, b), o.mul(g, a)))),
+    _binary("div", _float, lambda a, b: a / b, _binary_grad(lambda o, a, b, y, g: (o.div(g, b), o.neg(o.div(o.mul(g, y), b))))),
+    _binary("minimum", _same, _extreme(torch.minimum), _clamp_grad("le")),
+    _binary("maximum", _same, _extreme(torch.maximum), _clamp_grad("ge")),
+    _binary("pow", _float, torch.pow),
+    _binary("lt", _compared, lambda a, b: a < b),
+    _binary("le", _compared, lambda a, b: a <= b),
+    _binary("gt", _compared, lambda a, b: a > b),
+    _binary("ge", _compared, lambda a, b: a >= b),
+    _binary("eq", _compared, lambda a, b: a == b),
+    _binary("ne", _compared, lambda a, b: a != b),
+    _binary("logical_and", _logical, lambda a, b: a & b),
+    _binary("logical_or", _logical, lambda a, b: a | b),
+    _unary("logical_not", _logical, torch.logical_not),
 )

@@ -6,9 +6,9 @@ import torch
 
 from ...errors import ShapeError
 from ...formats import FORMATS, Quantized, check_finite, decode_scale_of, quantize
-from ...layouts import LAYOUTS
+from ...layouts import LAYOUTS, SF128x4
 from ..core import OpKind
-from ..types import DTYPES, TensorType, plain
+from ..types import DTYPES, Dim, TensorType, plain
 from .rules import Types, need_cut, need_dtype, need_float, need_rank, need_tensor
 
 
@@ -19,12 +19,18 @@ def _pack_type(codes: TensorType, block_scale: TensorType, decode_scale: TensorT
     need_dtype("block_scale", block_scale, "f8e4m3")
     need_dtype("decode_scale", decode_scale, "f32")
     *lead, n, packed_k = codes.shape
-    k = format.elements(packed_k)
+    k = format.elements(_known(packed_k))
     if block_scale.shape != (*lead, n, format.blocks(k)):
         want = TensorType((*lead, n, format.blocks(k)), "f8e4m3")
         raise ShapeError(f"block_scale {block_scale}", expected=f"{want}, one scale for {format.block} codes of {codes}")
     _need_decode_scale(decode_scale, tuple(lead), n)
     return (TensorType((*lead, n, k), fmt, layout),)
+
+
+def _known(k: Dim) -> int:
+    if not isinstance(k, int):
+        raise ShapeError(f"K = {k}", expected="a number known when compiling")
+    return k
 
 
 def _need_decode_scale(decode_scale: TensorType, lead: tuple, n: object) -> None:
@@ -41,7 +47,7 @@ def _quantize_type(x: TensorType, decode_scale: TensorType, fmt: str) -> Types:
     need_dtype("decode_scale", decode_scale, "f32")
     if len(x.shape) < 2:
         raise ShapeError(f"x {x}", expected="[..., N, K]")
-    FORMATS[fmt].blocks(x.shape[-1])
+    FORMATS[fmt].blocks(_known(x.shape[-1]))
     _need_decode_scale(decode_scale, x.shape[:-2], plain(x.shape[-2]))
     return (TensorType(x.shape, fmt),)
 
@@ -56,17 +62,15 @@ def _decode_scale_type(x: TensorType, fmt: str) -> Types:
     need_float("x", x)
     if len(x.shape) < 2:
         raise ShapeError(f"x {x}", expected="[..., N, K]")
-    FORMATS[fmt].blocks(x.shape[-1])
+    FORMATS[fmt].blocks(_known(x.shape[-1]))
     return (TensorType(x.shape[:-2], "f32"),)
 
 
 def _unpack_type(x: TensorType) -> Types:
     """nvfp4[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16]"""
     need_dtype("x", x, *FORMATS)
-    format = FORMATS[x.dtype]
-    return x.with_(shape=(*x.shape[:-1], format.packed(x.shape[-1])), dtype="u8"), x.with_(
-        shape=(*x.shape[:-1], format.blocks(x.shape[-1])), dtype="f8e4m3"
-    )
+    format, lead, k = FORMATS[x.dtype], x.shape[:-1], _known(x.shape[-1])
+    return x.with_(shape=(*lead, format.packed(k)), dtype="u8"), x.with_(shape=(*lead, format.blocks(k)), dtype="f8e4m3")
 
 
 def _swizzle_type(x: TensorType, ends: TensorType, layout: str) -> Types:
@@ -74,9 +78,10 @@ def _swizzle_type(x: TensorType, ends: TensorType, layout: str) -> Types:
     need_rank("x", x, 2)
     need_dtype("x", x, *DTYPES)
     rows = need_cut("x", x, ends)
-    if layout not in LAYOUTS or not hasattr(LAYOUTS[layout], "rows"):
+    scales = LAYOUTS.get(layout)
+    if not isinstance(scales, SF128x4):
         raise ShapeError(f"layout {layout!r}", expected="a layout of block scales: sf128x4")
-    return (need_tensor("x", x).with_(shape=(rows % LAYOUTS[layout].rows, *x.shape[1:]), layout=layout),)
+    return (need_tensor("x", x).with_(shape=(rows % scales.rows, *x.shape[1:]), layout=layout),)
 
 
 def _swizzle(x: torch.Tensor, ends: torch.Tensor, layout: str) -> tuple[torch.Tensor]:

@@ -41,6 +41,8 @@ def _cut_type(x: TensorType, ends: TensorType) -> Types:
 def _route_type(ids: TensorType, groups: Groups) -> Types:
     need_rank("ids", ids, 2)
     need_dtype("ids", ids, *INTS)
+    if not isinstance(groups.count, int):
+        raise ShapeError(f"{groups.count} groups", expected="a number known when compiling")
     ends = TensorType((groups.count,), "i32", ends=groups)
     return ends, TensorType((elements(ids.shape) / groups,), "i32"), TensorType(tuple(map(plain, ids.shape)), "i32")
 
@@ -50,7 +52,8 @@ def _route(ids: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tenso
 
     The sort is stable: within a group, rows keep the order of tokens and slots.
     """
-    count = groups if isinstance(groups, int) else groups.count
+    count = groups.count
+    assert isinstance(count, int)
     check_ids(ids, count)
     flat, order = ids.flatten().sort(stable=True)
     ends = torch.searchsorted(flat, torch.arange(count, dtype=flat.dtype, device=ids.device), right=True, out_int32=True)
@@ -151,6 +154,12 @@ TABLE = (
     OpKind("index_select", _index_select_type, lambda x, i, dim: (x.index_select(dim, i),), _index_select_grad, role="gather"),
     OpKind("index_put_accumulate", _index_put_type, lambda a, i, v: (a.index_add(0, i, v),), role="scatter"),
     OpKind("invert", _invert_type, _invert, role="routing"),
-    OpKind("combine", _combine_type, _combine, _combine_grad, lambda op: 2 * elements(op.values[1].type.shape) * op.outputs[0].type.shape[1], role="combine"),
+    OpKind(
+        "combine",
+        _combine_type,
+        _combine,
+        _combine_grad,
+        lambda op: 2 * elements((*op.values[1].type.shape, op.outputs[0].type.shape[1])),
+        role="combine",
+    ),
 )
-

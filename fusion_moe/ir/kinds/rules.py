@@ -43,17 +43,19 @@ def need_same(what: str, a: Dim, b: Dim, names: str) -> None:
 
 def need_ends(ends: TensorType) -> Groups:
     """The cut that an `i32[G]@ends(g)` is about."""
-    if need_tensor("ends", ends).ends is None:
+    groups = need_tensor("ends", ends).ends
+    if groups is None:
         raise FusionError(f"{ends} where group ends are read", expected="i32[G]@ends(g)", todo="make it with fd.ops.ends or fd.ops.route")
-    return ends.ends
+    return groups
 
 
 def need_cut(name: str, type: TensorType, ends: TensorType) -> Rows:
     """The first dimension must be rows cut by exactly the cut of `ends`."""
     groups, dim = need_ends(ends), type.shape[0]
     if not isinstance(dim, Rows) or dim.groups != groups:
+        cut = f"cut by {dim.groups}" if isinstance(dim, Rows) else "not cut"
         raise FusionError(
-            f"the rows of {name} {type} are {'cut by ' + str(dim.groups) if isinstance(dim, Rows) else 'not cut'}, the ends are of {groups}",
+            f"the rows of {name} {type} are {cut}, the ends are of {groups}",
             expected=f"rows cut by {groups}",
             todo="state the cut of plain rows with fd.ops.cut(x, ends)",
         )

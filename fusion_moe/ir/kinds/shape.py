@@ -169,4 +169,3 @@ TABLE = (
     OpKind("full", _full_type, lambda shape, fill_value, dtype: (torch.full(shape, fill_value, dtype=DTYPES[dtype]),), role="shape"),
     OpKind("sum", _sum_type, lambda x, **a: (_sum(x, **a),), _sum_grad, lambda op: elements(op.values[0].type.shape), role="reduce"),
 )
-

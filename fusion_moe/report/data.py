@@ -1,0 +1,121 @@
+"""The report as data: frozen, printable, and as JSON.
+
+JSON, schema "fusion_moe.explain/1": the fields of Report, FusionReport, SegmentReport and LeftReport under their names, lists for
+tuples, `stages` as an object from name to text, and `schema` itself. Sizes are in bytes, flops in operations, all for one call with
+the sizes of the example; `times` says how often the model has a fusion or a call that was left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..errors import OptionError
+
+SCHEMA = "fusion_moe.explain/1"
+
+
+@dataclass(frozen=True)
+class SegmentReport:
+    """One kernel. why: why it begins where it does; backend_why: why that backend; roundings: the casts that are not rounded to."""
+
+    id: str
+    kind: str
+    ops: tuple[str, ...]
+    sources: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    bytes_avoided: int
+    roundings: tuple[str, ...]
+    schedule: str
+    backend: str
+    backend_why: str
+    why: str
+
+    @property
+    def intensity(self) -> float:
+        """Floating-point operations for each byte that is moved."""
+        return self.flops / max(self.bytes_read + self.bytes_written, 1)
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """One region of the model that became one program. stages: (name, text), from the translated program to the kernels' sources."""
+
+    id: str
+    times: int
+    segments: tuple[SegmentReport, ...]
+    stages: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class LeftReport:
+    """A call that was not fused."""
+
+    op: str
+    source: str
+    why: str
+    times: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `explain` found. calls: operations in the graphs; fused_calls: how many of them are in fusions."""
+
+    target: str
+    executed: bool
+    graphs: int
+    calls: int
+    fused_calls: int
+    fusions: tuple[FusionReport, ...]
+    left: tuple[LeftReport, ...]
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The names that `stage` takes."""
+        return tuple(name for name, _ in self.fusions[0].stages) if self.fusions else ()
+
+    def fusion(self, id: str) -> FusionReport:
+        """The fusion called `id`."""
+        found = {f.id: f for f in self.fusions}
+        if id not in found:
+            raise OptionError(f"no fusion is called {id!r}", expected=f"one of {', '.join(found) or 'none: nothing was fused'}")
+        return found[id]
+
+    def stage(self, name: str, fusion: str = "fusion0") -> str:
+        """The text of one stage of a fusion."""
+        texts = dict(self.fusion(fusion).stages)
+        if name not in texts:
+            raise OptionError(f"no stage is called {name!r}", expected=f"one of {', '.join(texts)}")
+        return texts[name]
+
+    def repro(self, id: str = "fusion0") -> str:
+        """A script that builds a fusion again, runs it on random inputs of its shapes, and compares it with its meaning."""
+        from .repro import script
+
+        return script(self.fusion(id))
+
+    def to_json(self) -> str:
+        """The report as JSON; the schema stands at the head of this file."""
+        data = {"schema": SCHEMA, **asdict(self)}
+        for fusion in data["fusions"]:
+            fusion["stages"] = dict(fusion["stages"])
+        return json.dumps(data, indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON to a path that ends in .json, else the table; the file appears whole or not at all."""
+        path = Path(path)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            file.write(self.to_json() if path.suffix == ".json" else f"{self}\n")
+        os.replace(file.name, path)  # noqa: PTH105 - a name, not a Path
+
+    def __str__(self) -> str:
+        from .table import table
+
+        return table(self)

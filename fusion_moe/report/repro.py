@@ -1,0 +1,84 @@
+"""A script that runs one fusion by itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..groups import ends_from_sizes
+from ..ir.core import Fusion, Op, Value, storage_shape
+from ..ir.types import DTYPES, FLOATS, Groups, plain
+from .data import FusionReport
+
+_SCRIPT = '''"""{id} of a report of fusion_moe.explain: built again, run on random inputs, compared with its meaning."""
+
+from fusion_moe import run
+from fusion_moe.ir.text import parse
+from fusion_moe.report.repro import random_inputs
+
+PROGRAM = """
+{program}
+"""
+
+if __name__ == "__main__":
+    fusion = parse(PROGRAM)
+    inputs = random_inputs(fusion, seed=0)
+    for i, (got, want) in enumerate(zip(run(fusion, inputs), fusion.evaluate(*inputs), strict=True)):
+        difference = (got.double() - want.double()).abs().max().item() if got.numel() else 0.0
+        print(f"output {{i}}: {{fusion.outputs[i].type}}, largest difference {{difference:.3g}}")
+'''
+
+
+def script(fusion: FusionReport) -> str:
+    """The text of the script for a fusion."""
+    return _SCRIPT.format(id=fusion.id, program=dict(fusion.stages)["translated"])
+
+
+def random_inputs(fusion: Fusion, seed: int, sizes: dict[str, int] | None = None) -> list[Tensor]:
+    """Inputs of the types of a fusion that its operations take: ids of groups, ends that grow, slots that are a permutation.
+
+    sizes: numbers for its symbols; 8 each without it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    env = dict.fromkeys(fusion.symbols, 8) | (sizes or {})
+    return [_random(v, fusion, env, generator) for v in fusion.inputs]
+
+
+def _random(v: Value, fusion: Fusion, env: dict[str, int], generator: torch.Generator) -> Tensor:
+    shape = storage_shape(v.type, env)
+    if v.type.dtype in FLOATS:
+        numbers = torch.randn(shape, generator=generator)
+        return (numbers.abs() / 100 if _reader(v, fusion, "pack", 2) else numbers).to(DTYPES[v.type.dtype])
+    if v.type.dtype in ("u8", "f8e4m3"):
+        low, high = (0, 256) if v.type.dtype == "u8" else (0x28, 0x48)  # scales from 1/8 to 8
+        return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator).view(DTYPES[v.type.dtype])
+    if v.type.dtype == "bool":
+        return torch.rand(shape, generator=generator) < 0.5
+    return _integers(v, fusion, env, generator).to(DTYPES[v.type.dtype])
+
+
+def _integers(v: Value, fusion: Fusion, env: dict[str, int], generator: torch.Generator) -> Tensor:
+    shape = storage_shape(v.type, env)
+    if (op := _reader(v, fusion, "ends", 0)) is not None:
+        return _ends(op.attrs["groups"], _number(op.attrs["rows"], env), env, generator)
+    if (op := _reader(v, fusion, "route", 0)) is not None:
+        return torch.randint(0, _number(op.attrs["groups"].count, env), shape, generator=generator)
+    if _reader(v, fusion, "combine", 1) or _reader(v, fusion, "invert", 0):
+        return torch.randperm(shape[0] * shape[1], generator=generator).view(shape)
+    read = _reader(v, fusion, "index_select", 1) or _reader(v, fusion, "index_put_accumulate", 1)
+    limit = _number(plain(read.values[0].type.shape[read.attrs.get("dim", 0)]), env) if read else 4
+    return torch.randint(0, max(limit, 1), shape, generator=generator)
+
+
+def _ends(groups: Groups, rows: int, env: dict[str, int], generator: torch.Generator) -> Tensor:
+    of = torch.randint(0, _number(groups.count, env), (rows,), generator=generator)
+    return ends_from_sizes(torch.bincount(of, minlength=_number(groups.count, env)))
+
+
+def _number(size: object, env: dict[str, int]) -> int:
+    return size if isinstance(size, int) else size.value(env)  # type: ignore[attr-defined]
+
+
+def _reader(v: Value, fusion: Fusion, kind: str, place: int) -> Op | None:
+    """The first operation of a kind that reads a value as its input number `place`."""
+    return next((op for op in fusion.readers.get(v, ()) if op.kind.name == kind and op.inputs[place] is v), None)

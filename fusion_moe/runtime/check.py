@@ -1,0 +1,48 @@
+"""The option `check`: every pass and the segmentation keep the meaning of a program bit for bit, on the inputs at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import FusionError
+from ..ir.core import Fusion, Value
+from ..segment import Segment
+
+
+def check_stages(stages: Sequence[tuple[str, Fusion]], segments: Sequence[Segment], tensors: Sequence[Any], env: Mapping[str, int]) -> None:
+    """FusionError naming the first stage whose outputs are not those of the stage before it, bit for bit."""
+    want = stages[0][1].evaluate(*tensors, sizes=env)
+    for name, fusion in stages[1:]:
+        _compare(name, fusion.evaluate(*tensors, sizes=env), want)
+    _compare("split", _run(segments, stages[-1][1], tensors, env), want)
+
+
+def _run(segments: Sequence[Segment], fusion: Fusion, tensors: Sequence[Any], env: Mapping[str, int]) -> tuple[Any, ...]:
+    made: dict[Value, Any] = dict(zip(fusion.inputs, tensors, strict=True))
+    for s in segments:
+        made.update(zip(s.outputs, s.fusion.evaluate(*(made[v] for v in s.inputs), sizes=env), strict=True))
+    return tuple(made[v] for v in fusion.outputs)
+
+
+def _compare(stage: str, got: Sequence[Any], want: Sequence[Any]) -> None:
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        if not torch.equal(_bits(a), _bits(b)):
+            raise FusionError(
+                f"output {i} after {stage} differs",
+                expected="the bits of the stage before it",
+                todo="this is a bug of fusion_moe",
+                where=stage,
+            )
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """x as integers, so that NaN equals itself and -0.0 is not 0.0."""
+    x = x.contiguous()
+    return (
+        x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+        if x.dim()
+        else x.reshape(1).view(torch.uint8)
+    )

@@ -1,0 +1,70 @@
+"""Without a C++ compiler the same pass runs, and everything around the fusions call by call; with one, Inductor's code is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SCRIPT = """
+import json, logging, torch
+from moe_models import Block, calls, tokens
+from fusion_moe import options
+from fusion_moe.frontends import inductor
+
+logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
+model, results = Block(), []
+
+def backend(gm, inputs):
+    return inductor.compile_with(inductor.FusionPass(options.current(), found=results.append), gm, inputs, "max-autotune", {})
+
+def gradients(f):
+    x = tokens(5).requires_grad_()
+    model.zero_grad()
+    y = f(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+
+run = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+for got, want in zip(gradients(run), gradients(model), strict=True):
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+with torch.inference_mode():
+    for t in (5, 9):
+        torch.testing.assert_close(run(tokens(t)), model(tokens(t)), rtol=1e-5, atol=1e-5)
+from torch._inductor import metrics
+regions = [[calls(r.nodes) for r in f.regions] for f in results]
+print(json.dumps({"compiler": inductor.has_compiler(), "regions": regions, "kernels": metrics.generated_kernel_count}))
+"""
+
+
+def process(folder: Path, **environment: str) -> tuple[dict, str]:
+    """What the script says in a process with this environment, and its log."""
+    root = HERE.parents[1]
+    env = {k: v for k, v in os.environ.items() if k not in ("CXX", "CC")}
+    env |= {
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE, root, root / "translators"))),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder),
+        **environment,
+    }
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_pass_runs_and_the_rest_is_called(tmp_path, tmp_path_factory):
+    (tmp_path / "bin").mkdir()
+    without, said = process(tmp_path / "a", PATH=str(tmp_path / "bin"))
+    assert not without["compiler"]
+    assert without["kernels"] == 0
+    assert said.count("fusion_moe WARNING no C++ compiler found") == 1
+    with_, said = process(tmp_path_factory.getbasetemp() / "inductor", TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE="0")
+    assert "no C++ compiler" not in said
+    assert with_["compiler"]
+    assert with_["kernels"] > 0
+    assert without["regions"] == with_["regions"] != []

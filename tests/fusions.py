@@ -1,0 +1,189 @@
+"""What tests do with Fusions: evaluate them and their texts, compare bits, and draw random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fusion_moe import FusionDefinition
+from fusion_moe.formats import Quantized, quantize
+from fusion_moe.ir.core import Fusion, Value
+from fusion_moe.ir.text import NAMES, parse, text
+from fusion_moe.ir.types import plain
+
+
+def executed(source: str) -> Fusion:
+    """The Fusion that a printed one builds when Python runs it."""
+    names = dict(NAMES)
+    exec(source, names)
+    fd = FusionDefinition()
+    names["fusion"](fd)
+    return fd.fusion()
+
+
+def round_trip(fusion: Fusion) -> list[Fusion]:
+    """The Fusion, and what its text builds when it is parsed and when it is run; all three print the same."""
+    source = text(fusion)
+    same = [fusion, parse(source), executed(source)]
+    assert [text(f) for f in same] == [source] * 3
+    return same
+
+
+def evaluate(fusion: Fusion, *inputs: Any) -> tuple[Any, ...]:
+    """Fusion.evaluate, and the same bits from what its text builds."""
+    first, parsed, _ = round_trip(fusion.verify())
+    outputs = first.evaluate(*inputs)
+    assert_same_bits(parsed.evaluate(*inputs), outputs)
+    return outputs
+
+
+def bits(value: Any) -> Any:
+    """A tensor as integers, every NaN as one; a Quantized as a list of those."""
+    if isinstance(value, Quantized):
+        return [bits(t) for t in value]
+    if value.dtype == torch.float8_e4m3fn:
+        return value.view(torch.uint8)
+    if value.is_floating_point():
+        value = value.contiguous()
+        return torch.where(value.isnan(), -1, value.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[value.element_size()]))
+    return value
+
+
+def _assert_equal(a: Any, b: Any) -> None:
+    if isinstance(a, list):
+        for x, y in zip(a, b, strict=True):
+            _assert_equal(x, y)
+    else:
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def assert_same_bits(found: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Equal dtypes, shapes and bits; 0.0 is not -0.0, NaN is NaN."""
+    assert [type(v) for v in found] == [type(v) for v in expected]
+    assert [v.dtype for v in found if isinstance(v, Tensor)] == [v.dtype for v in expected if isinstance(v, Tensor)]
+    for a, b in zip(found, expected, strict=True):
+        _assert_equal(bits(a), bits(b))
+
+
+# Random programs ------------------------------------------------------------------------------------------------------
+
+N, G, K = 16, 3, 2  # features, groups, slots of a token
+
+
+class _Program:
+    """A random program over tokens [T, N] and rows of groups [2 T / g, N]; each step takes values made before."""
+
+    def __init__(self, draw: st.DrawFn):
+        self.draw, self.fd = draw, FusionDefinition()
+        t, self.g = self.fd.define_size("t"), self.fd.define_groups("g", G)
+        self.t = t
+        self.tokens = [self.fd.define_tensor(shape=[t, N], dtype=d) for d in ("f32", "bf16")]
+        self.ids = self.fd.define_tensor(shape=[t, K], dtype="i64")
+        self.w = self.fd.define_tensor(shape=[t, K], dtype="f32")
+        self.bias = self.fd.define_tensor(shape=[G, N], dtype="f32", role="weight")
+        self.dense = self.fd.define_tensor(shape=[G, N, N], dtype="bf16", role="weight")
+        packed = [([G, N, N // 2], "u8"), ([G, N, N // 16], "f8e4m3"), ([G], "f32")]
+        self.packed = [self.fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in packed]
+        self.ends, self.row_of, self.slot_of = self.fd.ops.route(self.ids, groups=self.g)
+        self.rows = [self.fd.ops.index_select(x, self.row_of, dim=0) for x in self.tokens]
+
+    def pick(self, values: list[Value]) -> Value:
+        return self.draw(st.sampled_from(values))
+
+    def pool(self) -> list[Value]:
+        return self.draw(st.sampled_from((self.tokens, self.rows)))
+
+    def wide(self, x: Value) -> Value:
+        return x if x.type.dtype == "f32" else self.fd.ops.cast(x, dtype="f32")
+
+    def step(self) -> None:
+        steps = (
+            self.unary,
+            self.binary,
+            self.number,
+            self.cast,
+            self.silu,
+            self.gather,
+            self.product,
+            self.product,
+            self.add,
+            self.combine,
+        )
+        self.draw(st.sampled_from((*steps, self.scaled, self.reshaped, self.again)))()
+
+    def unary(self) -> None:
+        pool = self.pool()
+        name = self.draw(st.sampled_from(("neg", "abs", "relu", "sigmoid", "tanh", "silu")))
+        pool.append(getattr(self.fd.ops, name)(self.pick(pool)))
+
+    def binary(self) -> None:
+        pool = self.pool()
+        name = self.draw(st.sampled_from(("add", "sub", "mul", "minimum")))
+        pool.append(getattr(self.fd.ops, name)(self.wide(self.pick(pool)), self.wide(self.pick(pool))))
+
+    def number(self) -> None:
+        pool = self.pool()
+        name = self.draw(st.sampled_from(("add", "mul", "maximum")))
+        pool.append(getattr(self.fd.ops, name)(self.pick(pool), self.draw(st.sampled_from((0.0, -0.0, 1.0, 0.3)))))
+
+    def cast(self) -> None:
+        pool = self.pool()
+        pool.append(self.fd.ops.cast(self.pick(pool), dtype=self.draw(st.sampled_from(("f32", "bf16", "f16")))))
+
+    def silu(self) -> None:
+        pool, ops = self.pool(), self.fd.ops
+        x = self.wide(self.pick(pool))
+        pool.append(ops.div(x, ops.add(ops.exp(ops.neg(x)), 1.0)))
+
+    def gather(self) -> None:
+        self.rows.append(self.fd.ops.index_select(self.pick(self.tokens), self.row_of, dim=0))
+
+    def product(self) -> None:
+        w = self.fd.ops.pack(*self.packed, fmt="nvfp4", layout="linear") if self.draw(st.booleans()) else self.dense
+        self.rows.append(self.fd.ops.grouped_mm(self.pick(self.rows), w, self.ends))
+
+    def add(self) -> None:
+        self.rows.append(self.fd.ops.group_add(self.wide(self.pick(self.rows)), self.bias, self.ends))
+
+    def combine(self) -> None:
+        self.tokens.append(self.fd.ops.combine(self.pick(self.rows), self.slot_of, self.w))
+
+    def scaled(self) -> None:
+        pool = self.pool()
+        x = self.wide(self.pick(pool))
+        pool.append(self.fd.ops.mul(x, self.fd.ops.sum(x, dims=(1,), keepdim=True)))
+
+    def reshaped(self) -> None:
+        x = self.pick(self.rows)
+        plain_rows = self.fd.ops.reshape(x, new_shape=tuple(map(plain, x.type.shape)))
+        self.rows.append(self.fd.ops.cut(plain_rows, self.ends))
+
+    def again(self) -> None:
+        """An operation that is there already."""
+        pool = self.pool()
+        x = self.pick(pool)
+        pool += [self.fd.ops.neg(x), self.fd.ops.neg(x)]
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Fusion:
+    """A random verified Fusion with one to three outputs. Its inputs: `inputs_of`."""
+    program = _Program(draw)
+    for _ in range(draw(st.integers(0, 10))):
+        program.step()
+    made = [v for v in (*program.rows, *program.tokens) if v not in program.tokens[:2]]
+    for v in draw(st.lists(st.sampled_from(made), min_size=1, max_size=3, unique=True)):
+        program.fd.add_output(v)
+    return program.fd.fusion()
+
+
+def inputs_of(tokens: int, seed: int = 0) -> list[Tensor]:
+    """Inputs of the Fusions that `programs` draws."""
+    g = torch.Generator().manual_seed(seed)
+    x, w, bias = (torch.randn(s, generator=g) for s in ((tokens, N), (tokens, K), (G, N)))
+    dense, q = torch.randn(G, N, N, generator=g).bfloat16(), quantize(torch.randn(G, N, N, generator=g))
+    return [x, x.bfloat16() * 2, torch.randint(0, G, (tokens, K), generator=g), w, bias, dense, *q]

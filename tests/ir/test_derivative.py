@@ -1,0 +1,272 @@
+"""Derivatives of Fusions against torch's autograd of plain functions, in float64 where the IR has it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusions import G, evaluate, inputs_of
+from hypothesis import given
+from pointwise import BINARY, UNARY, sample
+from routings import Cut, Routing, cuts, routings
+
+from fusion_moe import FusionDefinition
+from fusion_moe.errors import UnsupportedError
+from fusion_moe.formats import dequantize, quantize
+from fusion_moe.ir.derivative import differentiate
+from fusion_moe.ir.kinds import KINDS
+
+CASES: dict[str, set[str]] = {}
+
+
+def about(*kinds):
+    def note(test):
+        CASES[getattr(test, "__name__", str(test))] = set(kinds)
+        return test
+
+    return note
+
+
+def test_every_derivative_has_a_case():
+    assert {name for name, kind in KINDS.items() if kind.grad} - set().union(*CASES.values()) == set()
+
+
+def gradients(build, tensors, wrt, seed=0):
+    """The gradients of build(fd, *values) with respect to inputs `wrt`, and the gradient of the output that was sent in."""
+    fd = FusionDefinition()
+    fd.add_output(build(fd, *(fd.from_pytorch(t) for t in tensors)))
+    fusion = fd.fusion()
+    (out,) = evaluate(fusion, *tensors)
+    dy = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(out.dtype)
+    return evaluate(differentiate(fusion, wrt), *tensors, dy), dy
+
+
+def check(build, plain, *tensors, wrt=None, rtol=1e-10):
+    """build(fd, *values) is differentiated as plain(*tensors) is by autograd in float64."""
+    wrt = tuple(i for i, t in enumerate(tensors) if t.is_floating_point()) if wrt is None else wrt
+    found, dy = gradients(build, tensors, wrt)
+    wide = [t.double().requires_grad_(i in wrt) if t.is_floating_point() else t for i, t in enumerate(tensors)]
+    want = torch.autograd.grad(plain(*wide), [wide[i] for i in wrt], dy.double())
+    for i, a, b in zip(wrt, found, want, strict=True):
+        assert a.dtype == tensors[i].dtype
+        assert a.shape == tensors[i].shape
+        torch.testing.assert_close(a.double(), b, rtol=rtol, atol=rtol * max(1, b.abs().max().item() if b.numel() else 0))
+
+
+DIFFERENTIABLE = [name for name in UNARY if KINDS[name].grad]
+
+
+@about(*DIFFERENTIABLE)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_unary(name):
+    x = sample(name)
+    check(lambda fd, v: getattr(fd.ops, name)(v), getattr(torch, name, torch.nn.functional.silu), x)
+
+
+@about("add", "sub", "mul", "div")
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "div"])
+def test_binary(name):
+    x, y = sample("div"), sample("div").flip(0) + 0.3
+    for a, b in ((x, y), (x, y[:, :1].contiguous()), (x[:1], y), (x[:1, :1], y)):
+        check(lambda fd, u, v: getattr(fd.ops, name)(u, v), BINARY[name], a, b)
+    check(lambda fd, u: getattr(fd.ops, name)(u, 1.5), lambda u: BINARY[name](u, torch.tensor(1.5).double()), x)
+    check(lambda fd, u: getattr(fd.ops, name)(1.5, u), lambda u: BINARY[name](torch.tensor(1.5).double(), u), x)
+    check(lambda fd, u: getattr(fd.ops, name)(u, u), lambda u: BINARY[name](u, u), x)
+
+
+@about("minimum", "maximum")
+def test_clamp_passes_the_gradient_at_the_bound():
+    x = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64)
+    (dx,), dy = gradients(lambda fd, v: fd.ops.maximum(fd.ops.minimum(v, 1.0), -1.0), [x], (0,))
+    assert dx.tolist() == (dy * torch.tensor([0, 1, 1, 1, 0])).tolist()
+    check(lambda fd, v: fd.ops.maximum(fd.ops.minimum(1.0, v), -1.0), lambda v: v.clamp(-1, 1), x)
+
+
+@about("where")
+def test_where():
+    c = torch.tensor([[True], [False]])
+    a, b = torch.randn(2, 3).double(), torch.randn(1, 3).double()
+    check(lambda fd, *v: fd.ops.where(*v), torch.where, c, a, b)
+    check(lambda fd, c, a: fd.ops.where(c, a, 2.0), lambda c, a: torch.where(c, a, torch.tensor(2.0).double()), c, a)
+
+
+@about("cast")
+def test_cast():
+    check(lambda fd, v: fd.ops.cast(v, dtype="f64"), lambda v: v, torch.randn(3).float(), rtol=1e-7)
+    check(lambda fd, v: fd.ops.cast(v, dtype="bf16"), lambda v: v, torch.randn(3).double())
+    (dx,), dy = gradients(lambda fd, v: fd.ops.cast(fd.ops.cast(v, dtype="bf16"), dtype="f64"), [torch.randn(3).double()], (0,))
+    assert dx.tolist() == dy.bfloat16().tolist()
+
+
+@about("reshape", "permute", "broadcast_in_dim", "slice", "pad", "sum")
+def test_shapes():
+    x = torch.randn(2, 3, 4).double()
+    check(lambda fd, v: fd.ops.reshape(v, new_shape=(6, 4)), lambda v: v.reshape(6, 4), x)
+    check(lambda fd, v: fd.ops.permute(v, dims=(2, 0, 1)), lambda v: v.permute(2, 0, 1), x)
+    spread = {"shape": (2, 5, 3, 7, 4), "broadcast_dims": (0, 2, 3, 4)}
+    check(
+        lambda fd, v: fd.ops.broadcast_in_dim(v, **spread),
+        lambda v: v[:, None].expand(2, 5, 3, 7, 4),
+        torch.randn(2, 3, 1, 4).double(),
+    )
+    check(lambda fd, v: fd.ops.slice(v, start_indices=(0, 1, 2), end_indices=(2, 3, 3)), lambda v: v[:, 1:, 2:3], x)
+    check(
+        lambda fd, v: fd.ops.pad(v, before=(1, 0, 2), after=(0, 3, 0), shape=(3, 6, 6)),
+        lambda v: torch.nn.functional.pad(v, (2, 0, 0, 3, 1, 0)),
+        x,
+    )
+    for dims, keep in (((1,), False), ((0, 2), True), ((0, 1, 2), False)):
+        check(lambda fd, v, d=dims, k=keep: fd.ops.sum(v, dims=d, keepdim=k), lambda v, d=dims, k=keep: v.sum(d, keepdim=k), x)
+
+
+@about("index_select")
+def test_index_select():
+    at = torch.tensor([2, 0, 0, 2, 2], dtype=torch.int32)
+    check(lambda fd, x, at: fd.ops.index_select(x, at, dim=0), lambda x, at: x.index_select(0, at), torch.randn(4, 3).double(), at)
+    check(lambda fd, x, at: fd.ops.index_select(x, at, dim=0), lambda x, at: x.index_select(0, at), torch.randn(4, 3), at, rtol=1e-6)
+
+
+def test_a_value_with_several_readers():
+    x = sample("neg")
+    check(
+        lambda fd, v: fd.ops.add(fd.ops.mul(v, fd.ops.exp(v)), fd.ops.mul(fd.ops.neg(v), v)),
+        lambda v: v * v.exp() - v * v,
+        x,
+    )
+
+
+@about("combine")
+@given(routings())
+def test_combine_of_a_routing(routing: Routing):
+    (tokens, slots), g = routing.ids.shape, torch.Generator().manual_seed(0)
+
+    def build(fd, y, ids, w):
+        _, _, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", routing.groups))
+        return fd.ops.combine(y, slot_of, w)
+
+    def plain(y, ids, w):
+        order = ids.flatten().argsort(stable=True).argsort().view(ids.shape)
+        return (y[order] * w[..., None]).sum(1)
+
+    check(build, plain, torch.randn(tokens * slots, 3, generator=g), routing.ids, torch.randn(tokens, slots, generator=g), rtol=1e-6)
+
+
+@about("combine")
+def test_combine_of_any_slots():
+    """Rows that two slots read, rows that none reads, more rows than slots."""
+    slot_of = torch.tensor([[1, 1], [4, 0], [1, 6]], dtype=torch.int32)
+    check(
+        lambda fd, y, slot_of, w: fd.ops.combine(y, slot_of, w),
+        lambda y, slot_of, w: (y[slot_of.long()] * w[..., None]).sum(1),
+        torch.randn(7, 3), slot_of, torch.randn(3, 2), rtol=1e-6,
+    )  # fmt: skip
+
+
+def _loop(cut, a, w):
+    out = a.new_zeros(cut.rows, w.shape[1])
+    for g, rows in cut.runs:
+        out = torch.cat([out[: rows.start], a[rows] @ w[g].T, out[rows.stop :]])
+    return out
+
+
+def _rows(fd, cut, a, offs):
+    ends = fd.ops.ends(offs, rows=cut.rows, groups=fd.define_groups("g", len(cut.sizes)))
+    return fd.ops.cut(a, ends), ends
+
+
+SMALL = cuts().filter(lambda cut: len(cut.sizes) < 10)  # a loop of autograd's over more groups takes long
+
+
+@about("grouped_mm", "cut")
+@given(SMALL)
+def test_grouped_mm_with_float_weights(cut: Cut):
+    def build(fd, a, w, offs):
+        rows, ends = _rows(fd, cut, a, offs)
+        return fd.ops.grouped_mm(rows, w, ends)
+
+    a, w = torch.randn(cut.rows, 5), torch.randn(len(cut.sizes), 4, 5)
+    check(build, lambda a, w, offs: _loop(cut, a, w), a, w, cut.ends, wrt=(0, 1), rtol=1e-5)
+
+
+@about("grouped_mm")
+@given(SMALL)
+def test_grouped_mm_with_frozen_weights(cut: Cut):
+    q = quantize(torch.randn(len(cut.sizes), 4, 16))
+
+    def build(fd, a, offs, *parts):
+        rows, ends = _rows(fd, cut, a, offs)
+        return fd.ops.grouped_mm(rows, fd.ops.pack(*parts, fmt="nvfp4", layout="linear"), ends)
+
+    w = dequantize(q).double()
+    (da,), dy = gradients(build, [torch.randn(cut.rows, 16), cut.ends, *q], (0,))
+    want = torch.zeros(cut.rows, 16, dtype=torch.float64)
+    for g, rows in cut.runs:
+        want[rows] = dy.double()[rows] @ w[g]
+    torch.testing.assert_close(da.double(), want, rtol=1e-5, atol=1e-4)
+
+
+@about("group_add", "cut")
+@given(SMALL)
+def test_group_add(cut: Cut):
+    def build(fd, y, bias, offs):
+        rows, ends = _rows(fd, cut, y, offs)
+        return fd.ops.group_add(rows, bias, ends)
+
+    def plain(y, bias, offs):
+        group = torch.tensor(
+            [g for g, rows in cut.runs for _ in range(rows.stop - rows.start)] + [len(cut.sizes)] * cut.spare, dtype=torch.long
+        )
+        return y + torch.cat([bias, bias.new_zeros(1, 3)])[group]
+
+    check(build, plain, torch.randn(cut.rows, 3), torch.randn(len(cut.sizes), 3), cut.ends, wrt=(0, 1), rtol=1e-5)
+
+
+def test_only_what_is_needed_is_computed_again():
+    """The derivative of a product by its rows does not compute the product."""
+    fd = FusionDefinition()
+    x = fd.define_tensor(shape=[-1, 4], dtype="f32")
+    ends = fd.define_tensor(shape=[2], dtype="i32", ends=fd.define_groups("g", 2))
+    w = fd.define_tensor(shape=[2, 8, 4], dtype="f32")
+    fd.add_output(fd.ops.grouped_mm(fd.ops.cut(x, ends), w, ends))
+    assert "grouped_mm" not in [op.kind.name for op in differentiate(fd.fusion(), (0,)).ops]
+
+
+def test_the_text_of_a_derivative(golden):
+    fd = FusionDefinition()
+    x = fd.define_tensor(shape=[-1, 32], dtype="bf16")
+    ids = fd.define_tensor(shape=[x.type.shape[0], 2], dtype="i64")
+    w = fd.define_tensor(shape=[x.type.shape[0], 2], dtype="f32")
+    parts = [fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in (([G, 16, 16], "u8"), ([G, 16, 2], "f8e4m3"), ([G], "f32"))]
+    ends, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", G))
+    y = fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*parts, fmt="nvfp4", layout="linear"), ends)
+    fd.add_output(fd.ops.combine(fd.ops.silu(y), slot_of, w))
+    golden(str(differentiate(fd.fusion(), (0, 2))))
+
+
+def test_what_has_no_derivative(golden):
+    x, _, ids, w, _, _, *q = inputs_of(4)
+
+    def frozen(fd, x, ids, *parts):
+        ends, row_of, _ = fd.ops.route(ids, groups=fd.define_groups("g", G))
+        return fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*parts, fmt="nvfp4", layout="linear"), ends)
+
+    cases = {
+        "the scale of a frozen weight": (frozen, [x, ids, *q], (4,)),
+        "erf": (lambda fd, x: fd.ops.erf(x), [x], (0,)),
+        "pow": (lambda fd, x: fd.ops.pow(x, 2.0), [x], (0,)),
+        "cat": (lambda fd, x: fd.ops.cat(x, x, dim=0), [x], (0,)),
+        "the smaller of two tensors": (lambda fd, x: fd.ops.minimum(x, fd.ops.neg(x)), [x], (0,)),
+        "a gather of columns": (lambda fd, x, at: fd.ops.index_select(x, at, dim=1), [x, torch.tensor([0])], (0,)),
+        "a cast through fp8": (lambda fd, x: fd.ops.cast(fd.ops.cast(x, dtype="f8e4m3"), dtype="f32"), [x], (0,)),
+        "quantize": (
+            lambda fd, x: fd.ops.cast(fd.ops.unpack(fd.ops.quantize(x, fd.ops.decode_scale(x, fmt="nvfp4"), fmt="nvfp4"))[1], dtype="f32"),
+            [x],
+            (0,),
+        ),
+        "what the output does not depend on": (lambda fd, x, w: fd.ops.exp(w), [x, w], (0,)),
+    }
+    said = []
+    for what, (build, tensors, wrt) in cases.items():
+        with pytest.raises(UnsupportedError) as caught:
+            gradients(build, tensors, wrt)
+        said.append(f"{what}\n    {caught.value}")
+    golden("\n".join(said))

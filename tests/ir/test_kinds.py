@@ -1,0 +1,420 @@
+"""What each kind of operation means, against torch or plain loops that share no code with it. A kind without a case here fails."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from fusions import assert_same_bits, evaluate
+from hypothesis import given
+from hypothesis import strategies as st
+from pointwise import BINARY, COMPARISONS, LOGICAL, UNARY, sample
+from routings import Cut, Routing, cuts, routings
+
+from fusion_moe import FusionDefinition
+from fusion_moe.errors import GroupsError, NonFiniteError
+from fusion_moe.formats import Quantized
+from fusion_moe.ir.kinds import KINDS
+from fusion_moe.ir.types import DTYPES
+
+CASES: dict[str, set[str]] = {}  # the kinds that each test is about
+NAN = float("nan")
+
+
+def about(*kinds):
+    """States which kinds a test is about."""
+
+    def note(test):
+        CASES[getattr(test, "__name__", str(test))] = set(kinds)
+        return test
+
+    return note
+
+
+def test_every_kind_has_a_case():
+    assert set(KINDS) - set().union(*CASES.values()) == set()
+    assert set().union(*CASES.values()) - set(KINDS) == set()
+
+
+def run(build, *tensors, groups=None):
+    """The outputs of one operation: build(fd, *values) on inputs like these tensors."""
+    fd = FusionDefinition()
+    values = [fd.from_pytorch(t) for t in tensors]
+    made = build(fd, *values)
+    for v in made if isinstance(made, tuple) else (made,):
+        fd.add_output(v)
+    return evaluate(fd.fusion(), *tensors)
+
+
+def close(found, expected, dtype):
+    """Within one rounding of `dtype` (and a few of float32, in which torch computes) of a float64 result."""
+    eps = torch.finfo(dtype).eps if dtype != torch.float32 else 4 * torch.finfo(dtype).eps
+    assert found.dtype == dtype
+    torch.testing.assert_close(
+        found.double(), expected.double(), rtol=eps, atol=torch.finfo(torch.float32).eps if dtype != torch.float64 else 1e-15
+    )
+
+
+# Pointwise ------------------------------------------------------------------------------------------------------------
+
+
+@about(*UNARY)
+@pytest.mark.parametrize("dtype", ["f64", "f32", "bf16", "f16"])
+@pytest.mark.parametrize("name", UNARY)
+def test_unary(name, dtype):
+    x = sample(name).to(DTYPES[dtype])
+    (found,) = run(lambda fd, v: getattr(fd.ops, name)(v), x)
+    close(found, UNARY[name](x.double()), DTYPES[dtype])
+
+
+@about(*BINARY)
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("name", BINARY)
+def test_binary(name, dtype):
+    x, y = sample(name).to(DTYPES[dtype]), sample(name).flip(0).to(DTYPES[dtype])
+    for a, b in ((x, y), (x, y[:, :1]), (x[:1], y)):  # sizes of 1 are repeated
+        (found,) = run(lambda fd, u, v: getattr(fd.ops, name)(u, v), a, b)
+        close(found, BINARY[name](a.double(), b.double()), DTYPES[dtype])
+    (found,) = run(lambda fd, u: getattr(fd.ops, name)(u, 1.5), x)
+    close(found, BINARY[name](x.double(), torch.tensor(1.5).double()), DTYPES[dtype])
+
+
+@about(*COMPARISONS)
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_comparison(name):
+    x = torch.tensor([[-1.0, 0.0, -0.0, 2.0, NAN]])
+    y = torch.tensor([[-1.0, -0.0, 1.0, 1.0, NAN]])
+    (found,) = run(lambda fd, u, v: getattr(fd.ops, name)(u, v), x, y)
+    assert found.tolist() == [[COMPARISONS[name](a, b) for a, b in zip(x[0].tolist(), y[0].tolist(), strict=True)]]
+    (found,) = run(lambda fd, u: getattr(fd.ops, name)(u, 2), torch.arange(5, dtype=torch.int32))
+    assert found.tolist() == [COMPARISONS[name](i, 2) for i in range(5)]
+
+
+@about(*LOGICAL)
+def test_logical():
+    a, b = torch.tensor([False, False, True, True]), torch.tensor([False, True, False, True])
+    (found,) = run(lambda fd, u, v: fd.ops.logical_and(u, v), a, b)
+    assert found.tolist() == [False, False, False, True]
+    (found,) = run(lambda fd, u, v: fd.ops.logical_or(u, v), a, b)
+    assert found.tolist() == [False, True, True, True]
+    (found,) = run(lambda fd, u: fd.ops.logical_not(u), a)
+    assert found.tolist() == [True, True, False, False]
+
+
+@about("minimum", "maximum")
+def test_extremes_keep_nan():
+    (low,) = run(lambda fd, u: fd.ops.minimum(u, 1.0), torch.tensor([NAN, 2.0]))
+    (high,) = run(lambda fd, u: fd.ops.maximum(1.0, u), torch.tensor([NAN, 2.0]))
+    assert str(low.tolist()) == "[nan, 1.0]"
+    assert str(high.tolist()) == "[nan, 2.0]"
+
+
+@about("where")
+def test_where():
+    c, a, b = torch.tensor([[True], [False]]), torch.tensor([[1.0, 2.0], [3.0, NAN]]), torch.tensor([[NAN, 5.0]])
+    (found,) = run(lambda fd, *v: fd.ops.where(*v), c, a, b)
+    assert str(found.tolist()) == "[[1.0, 2.0], [nan, 5.0]]"
+    (found,) = run(lambda fd, c, a: fd.ops.where(c, 0.5, a), c, a.bfloat16())
+    assert found.dtype == torch.bfloat16
+    assert str(found.tolist()) == "[[0.5, 0.5], [3.0, nan]]"
+
+
+@about("cast")
+@pytest.mark.parametrize("to", ["f32", "bf16", "f16", "f8e4m3", "f64", "i32", "bool"])
+def test_cast(to):
+    x = torch.tensor([0.0, -0.0, 1.0, 1.00390625, 1.01171875, -3.3, 447.9, 1e-8, 2.0**-9])  # ties to even in bf16 among them
+    numpy = {"bf16": ml_dtypes.bfloat16, "f8e4m3": ml_dtypes.float8_e4m3fn, "f32": np.float32, "f16": np.float16, "f64": np.float64}
+    want = x.numpy().astype(numpy.get(to, {"i32": np.int32, "bool": np.bool_}.get(to)))
+    (found,) = run(lambda fd, v: fd.ops.cast(v, dtype=to), x)
+    assert found.dtype == DTYPES[to]
+    assert found.double().tolist() == want.astype(np.float64).tolist()
+
+
+# Shapes ---------------------------------------------------------------------------------------------------------------
+
+X = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
+
+
+@about("reshape", "permute", "broadcast_in_dim", "slice", "pad", "cat", "full")
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (lambda fd, x: fd.ops.reshape(x, new_shape=(6, 4)), X.numpy().reshape(6, 4)),
+        (lambda fd, x: fd.ops.permute(x, dims=(2, 0, 1)), X.numpy().transpose(2, 0, 1)),
+        (lambda fd, x: fd.ops.broadcast_in_dim(x, shape=(2, 5, 3, 4), broadcast_dims=(0, 2, 3)), np.stack([X.numpy()] * 5, 1)),
+        (lambda fd, x: fd.ops.slice(x, start_indices=(0, 1, 1), end_indices=(2, 3, 2)), X.numpy()[0:2, 1:3, 1:2]),
+        (lambda fd, x: fd.ops.pad(x, before=(0, 1, 0), after=(2, 0, 1), shape=(4, 4, 5)), np.pad(X.numpy(), ((0, 2), (1, 0), (0, 1)))),
+        (lambda fd, x: fd.ops.cat(x, x, dim=1), np.concatenate([X.numpy()] * 2, 1)),
+        (lambda fd, x: fd.ops.full(shape=(2, 3), fill_value=-0.0, dtype="f32"), np.full((2, 3), -0.0, np.float32)),
+        (lambda fd, x: fd.ops.full(shape=(), fill_value=7, dtype="i64"), np.full((), 7)),
+    ],
+)
+def test_shapes(build, expected):
+    (found,) = run(build, X)
+    assert_same_bits([found], [torch.from_numpy(np.ascontiguousarray(expected)).reshape(expected.shape)])
+
+
+@about("sum")
+@pytest.mark.parametrize(("dims", "keepdim"), [((1,), False), ((0, 2), True), ((0, 1, 2), False)])
+@pytest.mark.parametrize("dtype", ["f64", "f32", "bf16"])
+def test_sum(dims, keepdim, dtype):
+    x = torch.randn(5, 6, 700, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
+    (found,) = run(lambda fd, v: fd.ops.sum(v, dims=dims, keepdim=keepdim), x)
+    want = x.double().numpy().sum(dims, keepdims=keepdim)
+    eps = {"f64": 1e-14, "f32": 1e-6, "bf16": 2.0**-8}[dtype]  # rounded once: adding up in bf16 would be off by far more
+    np.testing.assert_allclose(found.double().numpy(), want, rtol=eps, atol=100 * eps if dtype != "bf16" else 1e-3)
+
+
+# Rows -----------------------------------------------------------------------------------------------------------------
+
+
+@about("ends", "cut")
+def test_ends_are_seen_to_be_ends():
+    def build(fd, x, offs):
+        ends = fd.ops.ends(offs, rows=5, groups=fd.define_groups("g", 3))
+        return fd.ops.cut(x, ends), ends
+
+    x = torch.randn(5, 2)
+    for good in ([0, 3, 5], [0, 0, 0], [5, 5, 5], [1, 2, 4]):
+        rows, ends = run(build, x, torch.tensor(good, dtype=torch.int32))
+        assert rows.equal(x)
+        assert ends.tolist() == good
+    for bad in ([0, 3, 6], [-1, 0, 5], [3, 2, 5]):
+        with pytest.raises(GroupsError):
+            run(build, x, torch.tensor(bad, dtype=torch.int32))
+
+
+@about("route")
+@given(routings(), st.sampled_from((torch.int32, torch.int64)))
+def test_route(routing: Routing, dtype):
+    ends, row_of, slot_of = run(lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", routing.groups)), routing.ids.to(dtype))
+    slots = [(g, t, s) for t, ids in enumerate(routing.ids.tolist()) for s, g in enumerate(ids)]
+    want = sorted(slots)  # by group, then token, then slot
+    assert ends.tolist() == [sum(x <= g for x, *_ in slots) for g in range(routing.groups)]
+    assert row_of.tolist() == [t for _, t, _ in want]
+    assert slot_of.tolist() == [[want.index((g, t, s)) for s, g in enumerate(ids)] for t, ids in enumerate(routing.ids.tolist())]
+    assert {ends.dtype, row_of.dtype, slot_of.dtype} == {torch.int32}
+
+
+@about("route")
+def test_route_checks_ids():
+    for bad in (-1, 3):
+        with pytest.raises(GroupsError, match=r"ids\[1, 0\]"):
+            run(lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", 3)), torch.tensor([[0, 1], [bad, 2]]))
+
+
+@about("index_select")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_index_select(dim):
+    x, at = torch.randn(4, 5), torch.tensor([3, 0, 0, 2])
+    (found,) = run(lambda fd, x, at: fd.ops.index_select(x, at, dim=dim), x, at)
+    assert found.tolist() == np.take(x.numpy(), at.numpy(), dim).tolist()
+
+
+@about("index_put_accumulate")
+def test_index_put_accumulate():
+    acc, at, rows = torch.randn(4, 2), torch.tensor([3, 0, 3, 3], dtype=torch.int32), torch.randn(4, 2)
+    want = acc.numpy().copy()
+    np.add.at(want, at.numpy(), rows.numpy())  # in order
+    (found,) = run(lambda fd, *v: fd.ops.index_put_accumulate(*v), acc, at, rows)
+    assert found.tolist() == want.tolist()
+    (empty,) = run(lambda fd, *v: fd.ops.index_put_accumulate(*v), acc, at[:0], rows[:0])
+    assert empty.equal(acc)
+
+
+@about("invert")
+def test_invert():
+    (found,) = run(lambda fd, slots: fd.ops.invert(slots, rows=6), torch.tensor([[4, 0], [1, 5], [3, 2]], dtype=torch.int32))
+    assert found.tolist() == [1, 2, 5, 4, 0, 3]
+
+
+@about("combine")
+@given(routings(), st.sampled_from(("f32", "bf16")))
+def test_combine_adds_slots_in_order(routing: Routing, dtype):
+    """As a loop in float32 does: exactly."""
+    (tokens, slots), generator = routing.ids.shape, torch.Generator().manual_seed(1)
+    slot_of = torch.randperm(tokens * slots, generator=generator).view(tokens, slots).int()
+    y, w = torch.randn(tokens * slots, 3, generator=generator).to(DTYPES[dtype]), torch.randn(tokens, slots, generator=generator)
+    (found,) = run(lambda fd, *v: fd.ops.combine(*v), y, slot_of, w)
+    wide, want = y.float().numpy(), np.zeros((tokens, 3), np.float32)
+    for t in range(tokens):
+        for s in range(slots):
+            want[t] += wide[slot_of[t, s]] * w.numpy()[t, s]
+    assert found.tolist() == want.tolist()
+
+
+# Products -------------------------------------------------------------------------------------------------------------
+
+
+def codes_of(q: Quantized) -> np.ndarray:
+    """The floats that packed bytes stand for, as ml_dtypes reads them: float64 [..., N, K]."""
+    packed = q.codes.numpy()
+    nibbles = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    code = nibbles.astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    block = q.block_scale.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    decode = q.decode_scale.numpy()
+    if decode.ndim == q.codes.dim() - 2:
+        decode = decode[..., None]
+    rows = np.repeat(decode, packed.shape[-2] // decode.shape[-1], -1)
+    return (code * np.repeat(block * rows[..., None], 16, -1)).astype(np.float64)
+
+
+def weight(groups: int, n: int, k: int, runs: int = 0, seed: int = 0) -> Quantized:
+    """Random bytes: every code and every positive scale occurs."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (groups, n, k // 2), generator=g, dtype=torch.uint8)
+    scale = torch.randint(0, 0x70, (groups, n, k // 16), generator=g, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return Quantized(codes, scale, torch.rand(groups, *([runs] if runs else []), generator=g) + 0.5)
+
+
+def packed(fd, *parts):
+    return fd.ops.pack(*parts, fmt="nvfp4", layout="linear")
+
+
+def cut_rows(fd, cut, x, offs):
+    ends = fd.ops.ends(offs, rows=cut.rows, groups=fd.define_groups("g", len(cut.sizes)))
+    return fd.ops.cut(x, ends), ends
+
+
+@about("grouped_mm", "grouped_mm_t", "pack")
+@given(cuts(), st.sampled_from(("f32", "bf16")), st.sampled_from((0, 1, 2)), st.booleans())
+def test_products_with_nvfp4_weights(cut: Cut, dtype, runs, transposed):
+    n, k = 4, 32
+    q = weight(len(cut.sizes), n, k, runs)
+    a = torch.randn(cut.rows, n if transposed else k, generator=torch.Generator().manual_seed(3)).to(DTYPES[dtype])
+    a[sum(cut.sizes) :] = NAN  # rows of no group are not read
+
+    def build(fd, a, offs, *parts):
+        rows, ends = cut_rows(fd, cut, a, offs)
+        return (fd.ops.grouped_mm_t if transposed else fd.ops.grouped_mm)(rows, packed(fd, *parts), ends)
+
+    (found,) = run(build, a, cut.ends, *q)
+    w, want = codes_of(q), np.zeros((cut.rows, k if transposed else n))
+    scale = np.zeros_like(want)
+    for g, rows in cut.runs:
+        matrix = w[g] if transposed else w[g].T
+        want[rows] = a.double().numpy()[rows] @ matrix
+        scale[rows] = np.abs(a.double().numpy()[rows]) @ np.abs(matrix)
+    assert found.dtype == torch.float32
+    assert (np.abs(found.double().numpy() - want) <= 2.0**-20 * scale).all()
+
+
+@about("grouped_mm", "grouped_mm_t", "grouped_outer")
+@given(cuts())
+def test_products_of_small_integers_are_exact(cut: Cut):
+    g = torch.Generator().manual_seed(5)
+    a, b = (torch.randint(-4, 5, (cut.rows, k), generator=g).float() for k in (5, 3))
+    w = torch.randint(-4, 5, (len(cut.sizes), 3, 5), generator=g).bfloat16()
+    a[sum(cut.sizes) :] = b[sum(cut.sizes) :] = NAN
+
+    def build(fd, a, b, w, offs):
+        a, ends = cut_rows(fd, cut, a, offs)
+        b = fd.ops.cut(b, ends)
+        return fd.ops.grouped_mm(a, w, ends), fd.ops.grouped_mm_t(b, w, ends), fd.ops.grouped_outer(b, a, ends)
+
+    y, da, dw = run(build, a, b, w, cut.ends)
+    want = np.zeros((cut.rows, 3)), np.zeros((cut.rows, 5)), np.zeros((len(cut.sizes), 3, 5))
+    a64, b64, w64 = a.double().numpy(), b.double().numpy(), w.double().numpy()
+    for group, rows in cut.runs:
+        want[0][rows], want[1][rows], want[2][group] = a64[rows] @ w64[group].T, b64[rows] @ w64[group], b64[rows].T @ a64[rows]
+    for found, expected in zip((y, da, dw), want, strict=True):
+        np.testing.assert_array_equal(found.double().numpy(), expected)
+
+
+@about("group_add")
+@given(cuts())
+def test_group_add(cut: Cut):
+    y, bias = torch.randn(cut.rows, 3), torch.randn(len(cut.sizes), 3)
+
+    def build(fd, y, bias, offs):
+        rows, ends = cut_rows(fd, cut, y, offs)
+        return fd.ops.group_add(rows, bias, ends)
+
+    (found,) = run(build, y, bias, cut.ends)
+    want = y.numpy().copy()
+    for g, rows in cut.runs:
+        want[rows] += bias.numpy()[g]
+    assert found.tolist() == want.tolist()
+
+
+# Formats --------------------------------------------------------------------------------------------------------------
+
+
+@about("decode_scale", "quantize", "unpack", "pack")
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_quantize(lead):
+    x = torch.randn(*lead, 4, 48, generator=torch.Generator().manual_seed(0))
+    x[..., 0, :16] = 0.0
+
+    def build(fd, x):
+        scale = fd.ops.decode_scale(x, fmt="nvfp4")
+        return *fd.ops.unpack(fd.ops.quantize(x, scale, fmt="nvfp4")), scale
+
+    codes, block_scale, decode_scale = run(build, x)
+    np.testing.assert_array_equal(decode_scale.numpy(), np.abs(x.numpy()).max((-2, -1)) / np.float32(2688))
+    near = codes_of(Quantized(codes, block_scale, decode_scale))
+    step = np.repeat(np.abs(x.numpy()).reshape(*lead, 4, 3, 16).max(-1), 16, -1) / 6
+    assert (np.abs(near - x.numpy()) <= 1.2 * step).all()  # half of the widest gap of codes, 2, and the rounding of the scale
+    assert (near[..., 0, :16] == 0).all()
+
+
+@about("quantize")
+def test_quantize_looks_for_what_is_not_finite():
+    x = torch.zeros(2, 16)
+    x[1, 3] = NAN
+    with pytest.raises(NonFiniteError, match=r"1 NaN and 0 infinite.*\(1, 3\)"):
+        run(lambda fd, x: fd.ops.unpack(fd.ops.quantize(x, fd.ops.full(shape=(), fill_value=1.0, dtype="f32"), fmt="nvfp4")), x)
+
+
+def swizzled(scale: np.ndarray) -> np.ndarray:
+    """Element by element, as the layout's formula has it."""
+    rows, cols = -(-scale.shape[0] // 128) * 128, -(-scale.shape[1] // 4) * 4
+    out = np.zeros(rows * cols, scale.dtype)
+    for r in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            out[r // 128 * 128 * cols + j // 4 * 512 + r % 32 * 16 + r % 128 // 32 * 4 + j % 4] = scale[r, j]
+    return out.reshape(rows, cols)
+
+
+@about("grouped_swizzle")
+@given(cuts())
+def test_grouped_swizzle(cut: Cut):
+    scale = torch.randint(0, 127, (cut.rows, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+
+    def build(fd, x, offs):
+        rows, ends = cut_rows(fd, cut, x, offs)
+        return fd.ops.grouped_swizzle(rows, ends, layout="sf128x4")
+
+    (found,) = run(build, scale.view(torch.float8_e4m3fn), cut.ends)
+    want = np.concatenate([swizzled(scale.numpy()[rows]) for _, rows in cut.runs])
+    stored = found.view(torch.uint8).numpy()
+    np.testing.assert_array_equal(stored[: len(want)], want)
+    assert not stored[len(want) :].any()
+
+
+@about("relayout", "grouped_mm")
+@given(cuts())
+def test_relayout_changes_no_product(cut: Cut):
+    """Also where the swizzled scales have as many rows as there are: one group of a multiple of 128."""
+    a, q = weight(1, cut.rows, 64, seed=7), weight(len(cut.sizes), 4, 64)
+
+    def build(fd, codes, scale, decode, offs, *parts):
+        groups = fd.define_groups("g", len(cut.sizes))
+        ends = fd.ops.ends(offs, rows=cut.rows, groups=groups)
+        a = fd.ops.pack(fd.ops.cut(codes, ends), fd.ops.cut(scale, ends), decode, fmt="nvfp4", layout="linear")
+        moved = fd.ops.relayout(a, ends, layout="sf128x4")
+        w = packed(fd, *parts)
+        return fd.ops.grouped_mm(a, w, ends), fd.ops.grouped_mm(moved, w, ends, a_layout="sf128x4")
+
+    plain, moved = run(build, a.codes[0], a.block_scale[0], a.decode_scale[0], cut.ends, *q)
+    assert_same_bits([moved], [plain])
+    want, rows_of_a, w = np.zeros((cut.rows, 4)), codes_of(a)[0], codes_of(q)
+    for g, rows in cut.runs:
+        want[rows] = rows_of_a[rows] @ w[g].T
+    np.testing.assert_allclose(plain.double().numpy(), want, rtol=1e-4, atol=1e-3 * max(1, np.abs(want).max(initial=0)))
+
+
+@about("relayout")
+def test_relayout_of_a_whole_tile():
+    test_relayout_changes_no_product.hypothesis.inner_test(Cut((128,), 0))

@@ -1,0 +1,231 @@
+"""What is refused, with which error, and what the message says. Nothing is read before it is checked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_ops import OPS, experts, random, weight
+
+from fusion_moe import FusionDefinition, Untranslatable, options, translate, translator
+from fusion_moe.errors import (
+    DeviceError,
+    DtypeError,
+    Error,
+    GroupsError,
+    NonFiniteError,
+    OptionError,
+    ShapeError,
+    TranslatorError,
+    UnsupportedError,
+)
+from fusion_moe.ir.types import TensorType
+
+
+def ends(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+CODES, SCALE, DECODE = weight(2, 8, 32)
+A = random(5, 32)
+GATE_UP, DOWN = experts(3)
+X, IDS, W = random(4, 32), torch.tensor([[0, 1], [2, 1], [0, 0], [1, 2]]), random(4, 2)
+
+
+def mm(a=A, codes=CODES, scale=SCALE, decode=DECODE, offs=None, **kwargs):
+    return OPS.nvfp4_grouped_mm(a, codes, scale, decode, ends(2, 5) if offs is None else offs, **kwargs)
+
+
+def mlp(x=X, ids=IDS, w=W, gate_up=GATE_UP, down=DOWN, *biases, **kwargs):
+    return OPS.expert_mlp(x, ids, w, *gate_up, *down, *biases, **kwargs)
+
+
+NOT_FINITE = random(2, 3, 32)
+NOT_FINITE[1, 2, 5], NOT_FINITE[0, 0, 1] = float("inf"), float("nan")
+
+BAD = {
+    "a is float64": (DtypeError, lambda: mm(a=A.double())),
+    "a is int": (DtypeError, lambda: mm(a=A.int())),
+    "codes are int8": (DtypeError, lambda: mm(codes=CODES.view(torch.int8))),
+    "block scale is bf16": (DtypeError, lambda: mm(scale=SCALE.bfloat16())),
+    "block scale is uint8": (DtypeError, lambda: mm(scale=SCALE.view(torch.uint8))),
+    "decode scale is bf16": (DtypeError, lambda: mm(decode=DECODE.bfloat16())),
+    "offs are int64": (DtypeError, lambda: mm(offs=ends(2, 5).long())),
+    "out_dtype is int8": (DtypeError, lambda: mm(out_dtype=torch.int8)),
+    "ids are float": (DtypeError, lambda: mlp(ids=IDS.float())),
+    "w is int": (DtypeError, lambda: mlp(w=IDS)),
+    "bias of another dtype": (DtypeError, lambda: mlp(X, IDS, W, GATE_UP, DOWN, random(3, 32).bfloat16())),
+    "swiglu of integers": (DtypeError, lambda: OPS.scaled_swiglu(IDS)),
+    "quantize integers": (DtypeError, lambda: OPS.nvfp4_quantize(torch.ones(16, 16, dtype=torch.int32))),
+    "K is no multiple of 16": (ShapeError, lambda: OPS.nvfp4_quantize(random(4, 24))),
+    "K of codes is no multiple of 16": (ShapeError, lambda: mm(codes=CODES[..., :12], scale=SCALE[..., :1])),
+    "K disagrees": (ShapeError, lambda: mm(a=random(5, 48))),
+    "groups disagree": (ShapeError, lambda: mm(offs=ends(1, 2, 5))),
+    "scales of another shape": (ShapeError, lambda: mm(scale=SCALE[:, :4])),
+    "decode scale of another shape": (ShapeError, lambda: mm(decode=torch.ones(2, 3))),
+    "decode scale for all groups": (ShapeError, lambda: mm(decode=torch.ones(()))),
+    "offs of two dimensions": (ShapeError, lambda: mm(offs=ends(2, 5)[None])),
+    "a 1-D matrix to quantize": (ShapeError, lambda: OPS.nvfp4_quantize(random(16))),
+    "an odd number of channels": (ShapeError, lambda: OPS.scaled_swiglu(random(3, 7))),
+    "interleave that does not divide": (ShapeError, lambda: OPS.scaled_swiglu(random(3, 12), None, 4)),
+    "a scale for other rows": (ShapeError, lambda: OPS.scaled_swiglu(random(3, 12), random(4))),
+    "weights of other slots": (ShapeError, lambda: OPS.combine(random(6, 4), torch.zeros(3, 2, dtype=torch.int32), random(3, 3))),
+    "weights of other tokens": (ShapeError, lambda: mlp(w=random(3, 2))),
+    "ids of other tokens": (ShapeError, lambda: mlp(ids=IDS[:3], w=W[:3])),
+    "up and down disagree": (ShapeError, lambda: mlp(down=experts(3, inner=32)[1])),
+    "bias of another size": (ShapeError, lambda: OPS.group_add(random(5, 4), random(2, 3), ends(2, 5))),
+    "ends decrease": (GroupsError, lambda: mm(offs=ends(3, 2))),
+    "ends are negative": (GroupsError, lambda: mm(offs=ends(-1, 5))),
+    "ends exceed the rows": (GroupsError, lambda: mm(offs=ends(2, 6))),
+    "ends exceed no rows": (GroupsError, lambda: mm(a=A[:0], offs=ends(0, 1))),
+    "ends of a bias decrease": (GroupsError, lambda: OPS.group_add(random(5, 4), random(2, 4), ends(3, 2))),
+    "ends of a swizzle exceed": (GroupsError, lambda: OPS.grouped_swizzle_block_scale(SCALE[0], ends(2, 9))),
+    "an id too large": (GroupsError, lambda: mlp(ids=IDS + 1)),
+    "an id below zero": (GroupsError, lambda: OPS.route(IDS - 1, 3)),
+    "two devices": (DeviceError, lambda: mm(a=A.to("meta"))),
+    "weights elsewhere": (DeviceError, lambda: mlp(down=[t.to("meta") for t in DOWN])),
+    "NaN to quantize": (NonFiniteError, lambda: OPS.nvfp4_quantize(NOT_FINITE)),
+    "NaN to quantize by a given scale": (NonFiniteError, lambda: OPS.nvfp4_quantize(NOT_FINITE, torch.ones(2))),
+    "an unknown activation format": (OptionError, lambda: mm(activation_format="fp6")),
+    "an unknown weight layout": (OptionError, lambda: mlp(weight_layout="sideways")),
+    "an unknown place of the scale": (OptionError, lambda: mlp(scale_on="middle")),
+    "nvfp4 activations on a CPU": (UnsupportedError, lambda: mm(activation_format="nvfp4")),
+    "nvfp4 activations of experts on a CPU": (UnsupportedError, lambda: mlp(activation_format="nvfp4")),
+    "an unknown option": (OptionError, lambda: options.override(nonsense=1).__enter__()),
+    "an option of another type": (OptionError, lambda: options.override(check="maybe").__enter__()),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_class(what):
+    error, call = BAD[what]
+    with pytest.raises(error):
+        call()
+
+
+def test_messages(golden):
+    said = []
+    for what, (_, call) in BAD.items():
+        with pytest.raises(Error) as caught:
+            call()
+        said.append(f"{what}\n    {type(caught.value).__name__}: {caught.value}")
+    golden("\n".join(said))
+
+
+def test_the_calls_that_these_change_are_good():
+    assert mm().shape == (5, 8)
+    assert mlp().shape == X.shape
+
+
+@pytest.mark.parametrize(
+    "what", ["K disagrees", "groups disagree", "codes are int8", "up and down disagree", "an unknown activation format"]
+)
+def test_meta_tensors_are_checked_too(what, monkeypatch):
+    """Whatever types show is found while tracing."""
+    error, call = BAD[what]
+    module = sys.modules[__name__]
+    moved = {
+        k: [t.to("meta") for t in v] if isinstance(v, tuple) else v.to("meta")
+        for k, v in vars(module).items()
+        if k in ("GATE_UP", "DOWN", "X", "IDS", "W")
+    }
+    for name, value in moved.items():
+        monkeypatch.setattr(module, name, value)
+    real_mm, real_mlp, real_ends = mm, mlp, ends
+    monkeypatch.setattr(module, "ends", lambda *v: real_ends(*v).to("meta"))
+    meta = {
+        "a": A.to("meta"),
+        "codes": CODES.to("meta"),
+        "scale": SCALE.to("meta"),
+        "decode": DECODE.to("meta"),
+        "offs": real_ends(2, 5).to("meta"),
+    }
+    monkeypatch.setattr(
+        module, "mm", lambda **kw: real_mm(**{**meta, **{k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in kw.items()}})
+    )
+
+    def mlp_on_meta(**kw):
+        base = {"x": moved["X"], "ids": moved["IDS"], "w": moved["W"], "gate_up": moved["GATE_UP"], "down": moved["DOWN"]}
+        return real_mlp(**{**base, **{k: [t.to("meta") for t in v] if isinstance(v, (tuple, list)) else v for k, v in kw.items()}})
+
+    monkeypatch.setattr(module, "mlp", mlp_on_meta)
+    with pytest.raises(error):
+        call()
+
+
+def test_an_unknown_variable_of_the_environment():
+    env = {**os.environ, "FUSION_MOE_NONSENSE": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", "import fusion_moe.options"], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode != 0
+    assert "OptionError: unknown option 'nonsense'; expected one of target, " in done.stderr
+
+
+# Translators of users -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registered():
+    """Registers a translator for the length of a test."""
+    names = []
+
+    def register(op, function):
+        names.append(op)
+        return translator(op)(function)
+
+    yield register
+    for name in names:
+        translate.unregister(name)
+
+
+def call(op, *expected):
+    fd = FusionDefinition()
+    x = fd.define_tensor(shape=[4], dtype="f32")
+    return translate.find(op)(fd, [x], {}, expected)
+
+
+F32 = TensorType((4,), "f32")
+
+
+def test_a_translator_that_raises(registered):
+    registered("tests::raises", lambda fd, x: 1 / 0)
+    with pytest.raises(
+        TranslatorError, match=r"test_bad_input\.py:\d+: the translator of tests::raises failed: ZeroDivisionError"
+    ) as caught:
+        call("tests::raises", F32)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "said"),
+    [
+        ("dtype", lambda fd, x: fd.ops.cast(x, dtype="bf16"), r"returned bf16\[4\]; expected f32\[4\], as its fake gives"),
+        ("shape", lambda fd, x: fd.ops.reshape(x, new_shape=(2, 2)), r"returned f32\[2, 2\]; expected f32\[4\]"),
+        ("count", lambda fd, x: (x, x), r"returned f32\[4\], f32\[4\]; expected f32\[4\]"),
+        ("number", lambda fd, x: 3, "returned a int"),
+        ("nothing", lambda fd, x: None, "returned a NoneType"),
+    ],
+)
+def test_a_translator_that_lies(registered, name, function, said):
+    registered(f"tests::{name}", function)
+    with pytest.raises(TranslatorError, match=rf"test_bad_input\.py:\d+: the translator of tests::{name} {said}"):
+        call(f"tests::{name}", F32)
+
+
+def test_a_translator_registered_twice(registered):
+    registered("tests::twice", lambda fd, x: x)
+    with pytest.raises(TranslatorError, match=r"tests::twice already has a translator, at test_bad_input\.py:\d+"):
+        translator("tests::twice")(lambda fd, x: x)
+    with pytest.raises(TranslatorError, match="already has a translator, at"):
+        translator("aten::exp")(lambda fd, x: x)
+
+
+def test_a_translator_that_refuses(registered):
+    def refuses(fd, x):
+        raise Untranslatable("K = 24 is not a multiple of 16")
+
+    registered("tests::refuses", refuses)
+    with pytest.raises(Untranslatable, match="K = 24"):
+        call("tests::refuses", F32)
