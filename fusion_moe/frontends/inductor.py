@@ -30,7 +30,8 @@ from ..errors import Error, OptionError, UnsupportedError
 from ..ir.text import text
 from ..options import Options
 from . import fingerprint
-from .fx import Found, Region, Shown, find_regions
+from .regions import Found, Region, find_regions
+from .shown import Shown
 
 log = logging.getLogger("fusion_moe")
 _PREFIX = "fusion_moe."

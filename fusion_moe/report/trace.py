@@ -13,7 +13,7 @@ from .. import options
 from .. import target as targets
 from ..compile import Lowered, lower
 from ..emit import BACKENDS
-from ..frontends.fx import Found, find_regions
+from ..frontends.regions import Found, find_regions
 from ..frontends.inductor import compile_calls
 from ..ir.core import Fusion, Op
 from ..ir.text import text

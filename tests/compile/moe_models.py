@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from torch.nn import functional as F
 
 from fusion_moe import options, target
-from fusion_moe.frontends.fx import Found, find_regions
+from fusion_moe.frontends.regions import Found, find_regions
 from fusion_moe.frontends.inductor import FusionPass, compile_calls
 
 O = torch.ops.fusion_moe

@@ -231,14 +231,15 @@ def test_operations_on_other_devices_stay_outside():
 
 
 def test_a_node_outside_between_two_members_keeps_one_of_them_out():
-    """cumsum has no translator: y -> cumsum -> add, and y -> relu -> add"""
+    """cumsum has no translator: y -> cumsum -> add, and y -> add"""
 
     def f(x):
-        y = product(x, OFFS)
-        return y.relu() + y.cumsum(0)
+        y = product(x, OFFS).relu()
+        return y + y.cumsum(0)
 
     result = check(f, tokens(5))
     (region,) = result.regions
+    assert "aten.relu.default" in calls(region.nodes)
     assert "aten.add.Tensor" not in calls(region.nodes)
     assert left(result, "aten.add.Tensor") == "a path leads from the fusion to it and back"
     assert left(result, "aten.cumsum.default") == "it has no translator"
@@ -255,6 +256,20 @@ def test_two_fusions_never_wait_for_each_other():
     result = check(f, tokens(5), tokens(5, seed=3))
     products = [calls(r.nodes).count("fusion_moe.nvfp4_grouped_mm.default") for r in result.regions]
     assert sorted(products) == [1, 1, 2]
+
+
+def test_what_would_only_write_more_is_left_outside():
+    """The sum is read outside as it is; its square, and a wider copy of it, would be written beside it."""
+
+    def f(x):
+        y = product(x, OFFS) + x[:, :1]
+        return y.cumsum(0), (y * y).cumsum(0), y.double().cumsum(0)
+
+    result = check(f, tokens(5))
+    (region,) = result.regions
+    assert len(region.outputs) == 1
+    assert "aten.add.Tensor" in calls(region.nodes)
+    assert left(result, "aten.mul.Tensor") == "left to the graph's compiler: with it the fusion would write more"
 
 
 # --------------------------------------------------------------------------------------------------------------------- refusals

@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from fusion_moe import compile as pipeline
 from fusion_moe import errors, options, translate, translator
 from fusion_moe.frontends import inductor
-from fusion_moe.frontends.fx import Found
+from fusion_moe.frontends.regions import Found
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}  # float32: Inductor's order of sums in the norm and the router
 

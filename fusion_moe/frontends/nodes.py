@@ -1,0 +1,69 @@
+"""What the frontend asks of single nodes of an FX graph: is it a call, of what, with which results, from which line."""
+
+from __future__ import annotations
+
+import operator
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+
+def call_of(n: Node) -> Node:
+    """The call whose result a getitem takes; any other node itself."""
+    return n.args[0] if n.target is operator.getitem else n  # type: ignore[return-value]
+
+
+def with_parts(n: Node) -> list[Node]:
+    """A call and the getitems that take its results apart: they go together."""
+    call = call_of(n)
+    return [call, *(u for u in call.users if u.target is operator.getitem)]
+
+
+def is_call(n: Node) -> bool:
+    """Whether a node calls an operation."""
+    return n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload)
+
+
+def op_name(n: Node) -> str:
+    """The name of a call's operation, as translators are registered for it."""
+    return n.target.name()  # type: ignore[union-attr]
+
+
+def is_torchs(n: Node) -> bool:
+    """Whether a call is of one of torch's own operations, which the graph's compiler could fuse too."""
+    return op_name(n).split("::")[0] in ("aten", "prims")
+
+
+def has_tensors(n: Node) -> bool:
+    """Whether a node has results, all of them tensors."""
+    val = n.meta.get("val")
+    return bool(tensors(val)) and len(tensors(val)) == (len(val) if isinstance(val, (tuple, list)) else 1)
+
+
+def tensors(val: Any) -> list[torch.Tensor]:
+    """The tensors among the results of a node."""
+    return [v for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, torch.Tensor)]
+
+
+def device_of(n: Node) -> torch.device:
+    """Where the results of a call are."""
+    return tensors(call_of(n).meta["val"])[0].device
+
+
+def is_view(n: Node) -> bool:
+    """Whether a call of torch's returns memory of its input."""
+    return any(r.alias_info is not None for r in n.target._schema.returns)  # type: ignore[union-attr]
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n\s*(?P<code>.*)')
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def source_of(n: Node) -> str:
+    """The line of the user's program that a node comes from: "model.py:31, in forward: y = self.up(x)". Empty if the trace has none."""
+    frames = list(_FRAME.finditer(n.meta.get("stack_trace") or ""))
+    own = [m for m in frames if not m["file"].startswith(_LIBRARIES)] or frames
+    return f"{Path(own[-1]['file']).name}:{own[-1]['line']}, in {own[-1]['function']}: {own[-1]['code'].strip()}" if own else ""

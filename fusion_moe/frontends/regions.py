@@ -1,0 +1,190 @@
+"""Regions of an FX graph that become one Fusion each.
+
+A region grows from calls whose translators make grouped products, over neighbours that have translators, as long as no path
+leaves it and comes back. What gains nothing from being inside is then given back to the graph's own compiler (trim.py).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+
+from .. import translate
+from ..errors import Error, FusionError, TranslatorError, UnsupportedError, Untranslatable
+from ..ir.core import Fusion
+from ..segment import split
+from ..target import Target
+from .nodes import call_of, device_of, has_tensors, is_call, is_torchs, op_name, source_of, with_parts
+from .paths import Paths
+from .shown import Shown, shown_sizes
+from .trim import trim
+from .walk import Walk
+
+
+@dataclass(frozen=True)
+class Left:
+    """A call that was not fused: the operation, its place in the user's program, and the reason. broken: its translator is at fault."""
+
+    op: str
+    source: str
+    why: str
+    broken: bool = False
+
+
+@dataclass(frozen=True)
+class Region:
+    """Calls that became one Fusion. inputs, outputs: nodes, in the order of the Fusion's; sizes: where each of its symbols is shown."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    fusion: Fusion
+    sizes: Mapping[str, Shown]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return device_of(self.nodes[0])
+
+    @property
+    def calls(self) -> int:
+        """How many calls it replaces."""
+        return sum(map(is_call, self.nodes))
+
+
+@dataclass
+class Found:
+    """The regions of one graph, and what was left out of them."""
+
+    regions: list[Region] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    calls: int = 0  # calls of operations in the graph
+
+
+def find_regions(graph: Graph, target: Callable[[torch.device], Target]) -> Found:
+    """The regions of a graph whose nodes carry fake values. `target` says what a device's programs are compiled for."""
+    return _Search(graph, target).run()
+
+
+class _Search:
+    """The search in one graph."""
+
+    def __init__(self, graph: Graph, target: Callable[[torch.device], Target]):
+        self.nodes = list(graph.nodes)
+        self.place = {n: i for i, n in enumerate(self.nodes)}
+        self.paths = Paths(self.nodes, self.place)
+        self.shown = shown_sizes(self.nodes)
+        self.target = target
+        self.taken: set[Node] = set()
+        self.refused: dict[Node, Error] = {}
+        self.alone: dict[Node, Error] = {}  # refused when tried alone: what stands around a call may change that
+        self.trimmed: dict[Node, str] = {}
+        self.found = Found(calls=sum(n.op == "call_function" and n.target is not operator.getitem for n in self.nodes))
+
+    def run(self) -> Found:
+        """All regions, one after the other."""
+        for seed in [n for n in self.nodes if self._makes_product(n)]:
+            if seed not in self.taken:
+                region = self._region(seed)
+                if region is not None:
+                    self.found.regions.append(region)
+                    self.taken |= set(region.nodes)
+                    self.paths.contract(region.nodes)
+        self._tell_refusals()
+        return self.found
+
+    def _makes_product(self, n: Node) -> bool:
+        """Whether the translator of a call, tried on it alone, makes a grouped product."""
+        if n.target is operator.getitem or not self._candidate(n):
+            return False
+        walk = Walk(with_parts(n))
+        for call, error in walk.refused.items():
+            if isinstance(error, TranslatorError) or not is_torchs(call):
+                self.alone[call] = error
+        return not walk.refused and any(op.kind.role == "grouped" for ops in walk.made.values() for op in ops)
+
+    def _region(self, seed: Node) -> Region | None:
+        """The region around a seed. A refusal takes its call out, and the region grows anew without it."""
+        while seed not in self.refused:
+            walk = Walk(self._grow(seed))
+            self.refused.update(walk.refused)
+            if not walk.refused:
+                try:
+                    return self._made(self._trimmed(walk, seed))
+                except (FusionError, UnsupportedError, Untranslatable) as error:
+                    self.refused[seed] = error
+        return None
+
+    def _grow(self, seed: Node) -> list[Node]:
+        region = dict.fromkeys(with_parts(seed))
+        span = self.paths.span(region)
+        edge = self._edge(region, region)
+        while edge:
+            joined: list[Node] = []
+            for n in edge:
+                if n not in region and (wider := span | self.paths.span(with_parts(n))).convex:
+                    span = wider
+                    joined += with_parts(n)
+                    region.update(dict.fromkeys(with_parts(n)))
+            blocked = [n for n in edge if n not in region]
+            edge = self._in_order({*self._edge(joined, region), *blocked}) if joined else []
+        return self._in_order(region)
+
+    def _edge(self, nodes: Iterable[Node], region: Collection[Node]) -> list[Node]:
+        """The calls next to some nodes of a region that may join it."""
+        device = device_of(next(iter(region)))
+        near = {call_of(m) for n in nodes for m in (*n.all_input_nodes, *n.users) if m not in region}
+        return [n for n in self._in_order(near) if self._candidate(n) and device_of(n) == device]
+
+    def _trimmed(self, walk: Walk, seed: Node) -> Walk:
+        """The walk over the nodes that gain from being inside."""
+        segments = split(walk.fusion, self.target(device_of(seed)))
+        kept, why = trim(walk, segments, lambda nodes: self.paths.span(nodes).convex)
+        again = Walk(kept) if len(kept) < len(walk.nodes) else walk
+        if again.refused:  # what was trimmed told a translator something that it needs
+            return walk
+        self.trimmed.update(why)
+        return again
+
+    def _made(self, walk: Walk) -> Region:
+        """A walk as a Region. Untranslatable if a size that its program needs can be read nowhere."""
+        span, symbols = self.paths.span(walk.nodes), walk.fusion.symbols
+        sizes = {}
+        for name, expr in walk.sizes.expressions().items():
+            if name in symbols:
+                places = [s for s in self.shown.get(expr, ()) if s.node.op == "placeholder" or span.follows(self.place[s.node])]
+                if not places:
+                    raise Untranslatable(f"no value outside of the fusion shows the size {expr}")
+                sizes[name] = min(places, key=lambda s: (s.by, s.dim is not None, self.place[s.node]))
+        return Region(walk.nodes, tuple(walk.inputs), tuple(walk.outputs), walk.fusion, sizes)
+
+    def _candidate(self, n: Node) -> bool:
+        """Whether a call may be part of a region: translated, and its results read by somebody."""
+        if n in self.refused or n in self.taken or not is_call(n) or not has_tensors(n):
+            return False
+        return bool(n.users) and translate.find(op_name(n)) is not None
+
+    def _tell_refusals(self) -> None:
+        """What stands next to a region, or makes products, and why it is not inside."""
+        near = {call_of(m) for r in self.found.regions for n in r.nodes for m in (*n.all_input_nodes, *n.users)}
+        told = {n for n in (*near, *self.refused, *self.alone, *self.trimmed) if n not in self.taken and is_call(n)}
+        for n in self._in_order(told):
+            reason = self.refused.get(n) or self.trimmed.get(n) or self.alone.get(n) or self._why_not(n)
+            why = f"refused: {reason}" if isinstance(reason, Untranslatable) else str(reason)
+            left = Left(str(n.target), source_of(n), why, broken=isinstance(reason, TranslatorError))
+            if left not in self.found.left:
+                self.found.left.append(left)
+
+    def _why_not(self, n: Node) -> str:
+        if not has_tensors(n):
+            return "its results are not tensors"
+        if translate.find(op_name(n)) is None:
+            return "it has no translator"
+        return "a path leads from the fusion to it and back" if n.users else "nobody reads its results"
+
+    def _in_order(self, nodes: Iterable[Node]) -> list[Node]:
+        return sorted(nodes, key=self.place.__getitem__)

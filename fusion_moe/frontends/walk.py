@@ -1,0 +1,90 @@
+"""From calls of a graph to a Fusion: one walk over them in order, in which their translators build it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .. import translate
+from ..errors import Error, Untranslatable
+from ..ir.builder import FusionDefinition
+from ..ir.core import Fusion, Op, Value
+from ..ir.types import TensorType
+from ..translate import Sizes, plain_argument, tensor_type
+from .nodes import call_of, device_of, op_name, source_of, tensors
+
+
+class Walk:
+    """One walk over nodes in order: their translators build a Fusion. made: the operations of each node; refused: who, and why."""
+
+    def __init__(self, nodes: Sequence[Node]):
+        self.nodes = tuple(nodes)
+        self.device = device_of(nodes[0])
+        self.fd = FusionDefinition()
+        self.sizes = Sizes()
+        self.inputs: dict[Node, Value] = {}
+        self.values: dict[Node, Any] = {}
+        self.made: dict[Node, tuple[Op, ...]] = {}
+        self.refused: dict[Node, Error] = {}
+        for n in nodes:
+            if call_of(n) not in self.refused:
+                try:
+                    self._translate(n)
+                except Error as error:  # the walk goes on, to find all of them at once
+                    self.refused[call_of(n)] = error
+
+    @property
+    def outputs(self) -> list[Node]:
+        """The nodes whose values are read outside."""
+        return [n for n in self.nodes if isinstance(self.values[n], Value) and any(u not in self.made for u in n.users)]
+
+    @cached_property
+    def fusion(self) -> Fusion:
+        """The Fusion of all nodes."""
+        for n in self.outputs:
+            self.fd.add_output(self.values[n])
+        return self.fd.fusion()
+
+    def _translate(self, n: Node) -> None:
+        first = self.fd.count
+        if n.target is operator.getitem:
+            self.values[n] = self.values[call_of(n)][n.args[1]]
+        else:
+            translator = translate.find(op_name(n))
+            assert translator is not None
+            with self.fd.at(source_of(n), translator.where):
+                args, kwargs = ([self._argument(a) for a in n.args], {k: self._argument(v) for k, v in n.kwargs.items()})
+                outputs = translator(self.fd, args, kwargs, [self._type(v) for v in tensors(n.meta["val"])])
+            self.values[n] = outputs if isinstance(n.meta["val"], (tuple, list)) else outputs[0]
+        self.made[n] = self.fd.ops_from(first)
+
+    def _argument(self, a: Any) -> Any:
+        if isinstance(a, (list, tuple)):
+            return tuple(self._argument(x) for x in a)
+        if not isinstance(a, Node):
+            return plain_argument(a, self.sizes)
+        if a in self.values:
+            return self.values[a]
+        val = a.meta.get("val")
+        if isinstance(val, (int, torch.SymInt)):
+            return plain_argument(val, self.sizes)
+        if not isinstance(val, torch.Tensor):
+            raise Untranslatable(f"argument {a.name} is {_described(val)}", expected="a tensor or an integer")
+        if val.device != self.device:
+            raise Untranslatable(f"argument {a.name} is on {val.device}", expected=f"{self.device}, as the results")
+        if a not in self.inputs:
+            t = self._type(val)
+            self.inputs[a] = self.fd.define_tensor(shape=t.shape, dtype=t.dtype)
+        return self.inputs[a]
+
+    def _type(self, val: torch.Tensor) -> TensorType:
+        return tensor_type(val, self.sizes.shape(val.shape))
+
+
+def _described(val: Any) -> str:
+    return "of a type that the graph does not tell" if val is None else f"a {type(val).__name__}"
