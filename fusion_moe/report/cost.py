@@ -1,8 +1,9 @@
 """What a segment costs: operations and bytes, from its types and the sizes of one call.
 
 Bytes read and written are those of its inputs and outputs, each once. Of weights that belong to groups, at most as many groups are
-touched as there are rows. Avoided is what separate kernels would have moved besides: every value between two of its operations
-written once and read once; what only renames elements (views, slices, reshapes) moves nothing.
+touched as there are rows. Avoided is what separate kernels would have moved besides: every value between two of its operations written
+once (unless it is written anyway) and read once. Views, slices and reshapes move nothing, and a cast is done by the kernel before or
+after it, so that a value counts at the narrowest dtype that it has on its way.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from math import prod
 import torch
 
 from ..formats import FORMATS
-from ..ir.core import Fusion, Value, storage_shape
+from ..ir.core import Fusion, Op, Value, storage_shape
 from ..ir.sizes import value
-from ..ir.types import DTYPES, Rows, TensorType
+from ..ir.types import DTYPES, Rows, TensorType, plain
+from ..layouts import LAYOUTS
 from ..segment import Segment
 
-_FREE = ("view", "shape")
+_COPIES = ("cat", "pad", "full")  # of role shape, but they write new memory
 
 
 def flops(fusion: Fusion, env: Mapping[str, int]) -> int:
@@ -37,18 +39,46 @@ def bytes_written(segment: Segment, env: Mapping[str, int]) -> int:
 
 
 def bytes_avoided(segment: Segment, env: Mapping[str, int]) -> int:
-    """Bytes of the values inside, twice."""
-    inside = (v for op in segment.fusion.ops if op.kind.role not in _FREE for v in op.outputs if v not in segment.fusion.outputs)
-    return 2 * sum(type_bytes(v.type, env) for v in inside)
+    """Bytes of the values inside: one write, unless it is an output, and one read each."""
+    fusion = segment.fusion
+    return sum(_avoided(v, fusion, env) for op in fusion.ops if not _rides(op) for v in op.outputs)
+
+
+def _avoided(v: Value, fusion: Fusion, env: Mapping[str, int]) -> int:
+    forms, read = [v], False  # the value, and what casts and renaming make of it
+    for form in forms:
+        for reader in fusion.readers.get(form, ()):
+            forms += reader.outputs if _rides(reader) else ()
+            read |= not _rides(reader)
+    size = type_bytes(v.type, env)
+    if not v.type.quantized:
+        size = size // _itemsize(v.type) * min(_itemsize(form.type) for form in forms)
+    return size * (read + (read and not any(form in fusion.outputs for form in forms)))
+
+
+def _rides(op: Op) -> bool:
+    """Whether an operation moves nothing by itself."""
+    return op.kind.name == "cast" or op.kind.role == "view" or (op.kind.role == "shape" and op.kind.name not in _COPIES)
 
 
 def type_bytes(type: TensorType, env: Mapping[str, int]) -> int:
     """Bytes of a value of this type."""
     shape = storage_shape(type, env)
     if type.quantized:
-        blocks = FORMATS[type.dtype].blocks(FORMATS[type.dtype].elements(shape[-1]))
-        return prod(shape) + prod(shape[:-1]) * blocks
-    return prod(shape) * torch.empty(0, dtype=DTYPES[type.dtype]).element_size()
+        return prod(shape) + prod(storage_shape(_scales(type, env), env)) + 4 * prod(shape[:-2])  # codes, block scales, decode scales
+    return prod(shape) * _itemsize(type)
+
+
+def _scales(type: TensorType, env: Mapping[str, int]) -> TensorType:
+    """The type of the block scales of a quantized value, padded as its layout stores them."""
+    *lead, rows, k = type.shape
+    if isinstance(rows, Rows) and type.layout != "linear":
+        rows = rows % getattr(LAYOUTS[type.layout], "rows", 1)
+    return TensorType((*lead, rows, FORMATS[type.dtype].blocks(value(plain(k), env))), "f8e4m3", type.layout)
+
+
+def _itemsize(type: TensorType) -> int:
+    return torch.empty(0, dtype=DTYPES[type.dtype]).element_size()
 
 
 def _touched(v: Value, fusion: Fusion, env: Mapping[str, int]) -> int:

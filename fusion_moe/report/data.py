@@ -1,15 +1,14 @@
 """The report as data: frozen, printable, and as JSON.
 
 JSON, schema "fusion_moe.explain/1": the fields of Report, FusionReport, SegmentReport and LeftReport under their names, lists for
-tuples, `stages` as an object from name to text, and `schema` itself. Sizes are in bytes, flops in operations, all for one call with
-the sizes of the example; `times` says how often the model has a fusion or a call that was left out.
+tuples, `stages` and `sizes` as objects, and `schema` itself. Sizes are in bytes, flops in operations, all for one call with the sizes
+of the example, null where a size is known only to the device; `times` says how often the model has a fusion or a call left out.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,7 +19,10 @@ SCHEMA = "fusion_moe.explain/1"
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """One kernel. why: why it begins where it does; backend_why: why that backend; roundings: the casts that are not rounded to."""
+    """One kernel. after: the segments it reads from, and why: why it is not one with them; roundings: the casts that are not rounded to.
+
+    intensity: floating-point operations for each byte read or written.
+    """
 
     id: str
     kind: str
@@ -28,28 +30,29 @@ class SegmentReport:
     sources: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    flops: int
-    bytes_read: int
-    bytes_written: int
-    bytes_avoided: int
+    flops: int | None
+    bytes_read: int | None
+    bytes_written: int | None
+    bytes_avoided: int | None
+    intensity: float | None
     roundings: tuple[str, ...]
     schedule: str
     backend: str
     backend_why: str
+    after: tuple[str, ...]
     why: str
-
-    @property
-    def intensity(self) -> float:
-        """Floating-point operations for each byte that is moved."""
-        return self.flops / max(self.bytes_read + self.bytes_written, 1)
 
 
 @dataclass(frozen=True)
 class FusionReport:
-    """One region of the model that became one program. stages: (name, text), from the translated program to the kernels' sources."""
+    """One region of the model that became one program. stages: (name, text), from the translated program to the kernels' sources.
+
+    sizes: (symbol, number) of the call, for those sizes that the program leaves open.
+    """
 
     id: str
     times: int
+    sizes: tuple[tuple[str, int], ...]
     segments: tuple[SegmentReport, ...]
     stages: tuple[tuple[str, str], ...]
 
@@ -66,7 +69,10 @@ class LeftReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What `explain` found. calls: operations in the graphs; fused_calls: how many of them are in fusions."""
+    """What `explain` found. calls: operations in the graphs; fused_calls: how many of them are in fusions.
+
+    custom_ops: operations in the graphs that are neither torch's nor translated.
+    """
 
     target: str
     executed: bool
@@ -75,6 +81,7 @@ class Report:
     fused_calls: int
     fusions: tuple[FusionReport, ...]
     left: tuple[LeftReport, ...]
+    custom_ops: tuple[str, ...] = ()
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -99,21 +106,25 @@ class Report:
         """A script that builds a fusion again, runs it on random inputs of its shapes, and compares it with its meaning."""
         from .repro import script
 
-        return script(self.fusion(id))
+        return script(self.fusion(id), self.target if self.executed else "reference")
 
     def to_json(self) -> str:
         """The report as JSON; the schema stands at the head of this file."""
         data = {"schema": SCHEMA, **asdict(self)}
         for fusion in data["fusions"]:
-            fusion["stages"] = dict(fusion["stages"])
+            fusion.update(stages=dict(fusion["stages"]), sizes=dict(fusion["sizes"]))
         return json.dumps(data, indent=1)
 
     def save(self, path: str | Path) -> None:
         """Writes JSON to a path that ends in .json, else the table; the file appears whole or not at all."""
         path = Path(path)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            file.write(self.to_json() if path.suffix == ".json" else f"{self}\n")
-        os.replace(file.name, path)  # noqa: PTH105 - a name, not a Path
+        text = self.to_json() if path.suffix == ".json" else f"{self}\n"
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
     def __str__(self) -> str:
         from .table import table

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from .data import FusionReport
 
 _SCRIPT = '''"""{id} of a report of fusion_moe.explain: built again, run on random inputs, compared with its meaning."""
 
-from fusion_moe import run
+from fusion_moe import options, run
 from fusion_moe.ir.text import parse
 from fusion_moe.report.repro import random_inputs
 
@@ -22,16 +24,19 @@ PROGRAM = """
 
 if __name__ == "__main__":
     fusion = parse(PROGRAM)
-    inputs = random_inputs(fusion, seed=0)
-    for i, (got, want) in enumerate(zip(run(fusion, inputs), fusion.evaluate(*inputs), strict=True)):
+    inputs = [t.to("{device}") for t in random_inputs(fusion, seed=0, sizes={sizes})]
+    with options.override(target="{target}"):
+        found = run(fusion, inputs)
+    for i, (got, want) in enumerate(zip(found, fusion.evaluate(*inputs), strict=True)):
         difference = (got.double() - want.double()).abs().max().item() if got.numel() else 0.0
         print(f"output {{i}}: {{fusion.outputs[i].type}}, largest difference {{difference:.3g}}")
 '''
 
 
-def script(fusion: FusionReport) -> str:
-    """The text of the script for a fusion."""
-    return _SCRIPT.format(id=fusion.id, program=dict(fusion.stages)["translated"])
+def script(fusion: FusionReport, target: str) -> str:
+    """The text of the script for a fusion, to be run on a target that is executed."""
+    device = "cuda" if target == "cuda" else "cpu"
+    return _SCRIPT.format(id=fusion.id, program=dict(fusion.stages)["translated"], sizes=dict(fusion.sizes), target=target, device=device)
 
 
 def random_inputs(fusion: Fusion, seed: int, sizes: dict[str, int] | None = None) -> list[Tensor]:
@@ -64,7 +69,7 @@ def _integers(v: Value, fusion: Fusion, env: dict[str, int], generator: torch.Ge
     if (op := _reader(v, fusion, "route", 0)) is not None:
         return torch.randint(0, _number(op.attrs["groups"].count, env), shape, generator=generator)
     if _reader(v, fusion, "combine", 1) or _reader(v, fusion, "invert", 0):
-        return torch.randperm(shape[0] * shape[1], generator=generator).view(shape)
+        return torch.randperm(prod(shape), generator=generator).view(shape)
     read = _reader(v, fusion, "index_select", 1) or _reader(v, fusion, "index_put_accumulate", 1)
     limit = _number(plain(read.values[0].type.shape[read.attrs.get("dim", 0)]), env) if read else 4
     return torch.randint(0, max(limit, 1), shape, generator=generator)
@@ -80,5 +85,11 @@ def _number(size: object, env: dict[str, int]) -> int:
 
 
 def _reader(v: Value, fusion: Fusion, kind: str, place: int) -> Op | None:
-    """The first operation of a kind that reads a value as its input number `place`."""
-    return next((op for op in fusion.readers.get(v, ()) if op.kind.name == kind and op.inputs[place] is v), None)
+    """The first operation of a kind that reads a value, reshaped, cast or counted from the start, as its input number `place`."""
+    forms = [v]
+    for form in forms:
+        for op in fusion.readers.get(form, ()):
+            if op.kind.name == kind and op.inputs[place] is form:
+                return op
+            forms += [out for out in op.outputs if op.kind.role in ("shape", "pointwise") and out not in forms]
+    return None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from .data import FusionReport, Report, SegmentReport
+from .data import Report, SegmentReport
 
 WIDTH = 120
-_HEAD = ("segment", "kind", "operations", "flops", "read", "written", "avoided")
-_OPERATIONS = 52
+_HEAD = ("segment", "kind", "operations", "flops", "read", "written", "avoided", "flop/B")
+_OPERATIONS = 42
 
 
 def table(report: Report) -> str:
@@ -24,7 +24,7 @@ def table(report: Report) -> str:
         ]
         parts += [_section("roundings dropped", _roundings(report)), _section("backends", _backends(report))]
     parts.append(_section("not fused", _left(report)))
-    parts.append(_legend() if report.fusions else _nothing())
+    parts.append(_legend() if report.fusions else _nothing(report))
     return "\n\n".join(p for p in parts if p)
 
 
@@ -48,8 +48,8 @@ def _rows(report: Report) -> str:
 
 def _row(s: SegmentReport) -> Iterator[str]:
     first, *rest = textwrap.wrap(" ".join(s.ops), _OPERATIONS) or [""]
-    numbers = (f"{amount(s.flops)}", *(f"{amount(n)}B" for n in (s.bytes_read, s.bytes_written, s.bytes_avoided)))
-    yield _line(s.id, s.kind, first, *numbers)
+    numbers = [amount(s.flops)] + [amount(n, "B") for n in (s.bytes_read, s.bytes_written, s.bytes_avoided)]
+    yield _line(s.id, s.kind, first, *numbers, "?" if s.intensity is None else f"{s.intensity:.3g}")
     yield from (f"{'':26}{line}" for line in rest)
 
 
@@ -66,11 +66,13 @@ def _types(report: Report) -> Iterable[tuple[str, str]]:
 
 
 def _cuts(report: Report) -> Iterable[tuple[str, str]]:
-    return ((f"{before.id} | {s.id.rsplit('.', 1)[1]}", s.why) for f in report.fusions for before, s in _pairs(f) if s.why)
+    for s in _segments(report):
+        if s.why:
+            yield f"{s.id.split('.')[0]}: {', '.join(map(_number, s.after))} | {_number(s.id)}", s.why
 
 
-def _pairs(fusion: FusionReport) -> Iterable[tuple[SegmentReport, SegmentReport]]:
-    return zip(fusion.segments, fusion.segments[1:], strict=False)
+def _number(id: str) -> str:
+    return id.rsplit(".", 1)[1]
 
 
 def _roundings(report: Report) -> Iterable[tuple[str, str]]:
@@ -102,13 +104,19 @@ def _section(title: str, rows: Iterable[tuple[str, str]]) -> str:
 def _legend() -> str:
     return textwrap.fill(
         "flops, and bytes read and written, are for one call with these sizes; of grouped weights, at most as many groups are read as "
-        "there are rows. avoided: what separate kernels would have written and read between the operations.",
+        "there are rows. avoided: what separate kernels would have written and read between the operations; views and casts are not "
+        "kernels of their own. flop/B: flops for each byte read or written. ?: a size that only the device knows. cuts: the segments "
+        "that a segment reads from, and why it is not one with them.",
         WIDTH,
     )
 
 
-def _nothing() -> str:
-    return "nothing was fused: no call in these graphs has a translator that makes a grouped product"
+def _nothing(report: Report) -> str:
+    if not report.graphs:
+        return "nothing was fused: torch.compile took no graph of this call (TORCH_LOGS=graph_breaks says why)"
+    custom = f" (without a translator: {', '.join(report.custom_ops)})" if report.custom_ops else ""
+    said = f"nothing was fused: no call in these graphs has a translator that makes a grouped product{custom}"
+    return textwrap.fill(said, WIDTH, break_long_words=False)
 
 
 def _segments(report: Report) -> Iterator[SegmentReport]:
@@ -120,11 +128,12 @@ def _count(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
-def amount(n: int) -> str:
-    """1234567 -> "1.23 M"."""
-    size = float(n)
-    for unit in ("", "k", "M", "G"):
-        if size < 1000:
-            return f"{size:.3g} {unit}" if unit else f"{n} "
-        size /= 1000
-    return f"{size:.3g} T"
+def amount(n: int | None, unit: str = "") -> str:
+    """1234567 -> "1.23 M"; None, a number that is not known, -> "?"."""
+    if n is None:
+        return "?"
+    size, prefixes = float(n), iter(("", "k", "M", "G", "T"))
+    prefix = next(prefixes)
+    while size >= 999.5 and prefix != "T":
+        size, prefix = size / 1000, next(prefixes)
+    return f"{size:.3g} {prefix}{unit}".rstrip()
