@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import translate
+from . import options, translate
 from .errors import DeviceError, DtypeError, Error, UnsupportedError, Untranslatable
 from .ir.builder import FusionDefinition
 from .ir.core import Fusion, storage_shape
@@ -201,6 +201,7 @@ def _setup_context(
     ctx.tensor_names = [n for n, v in zip(names, inputs, strict=False) if isinstance(v, Tensor)]
     ctx.others = {n: v for n, v in zip(names, inputs, strict=False) if not isinstance(v, Tensor)} | dict(keyword_only_inputs or {})
     ctx.count = len(inputs)
+    ctx.options = options.current().key()  # the backward may run in a thread of autograd's, where others are in force
     ctx.save_for_backward(*(v for v in inputs if isinstance(v, Tensor)))
 
 
@@ -220,7 +221,7 @@ def _backward(spec: Spec, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]
     seeds = [_flat(grads[i], len(forward.outputs[i].type.shape) - 1) for i in differentiable_outputs(forward)]
     inputs = [*call.tensors.values(), *seeds]
     env = sizes.values() if sizes else program.bind(inputs)
-    found = dict(zip(wanted, torch.ops.fusion_moe.run(str(program), inputs, [env[s] for s in program.symbols]), strict=True))
+    found = dict(zip(wanted, torch.ops.fusion_moe.run(str(program), inputs, [env[s] for s in program.symbols], ctx.options), strict=True))
     return tuple(found[n].reshape(given[n].shape) if n in found else None for n in names[: ctx.count])
 
 

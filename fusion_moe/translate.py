@@ -77,7 +77,7 @@ def translator(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function as the translator of an operation, "namespace::name" or "namespace::name.overload"."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        code = function.__code__
+        code = getattr(function, "__code__", None) or type(function).__call__.__code__
         where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
         if op in _registry:
             raise TranslatorError(

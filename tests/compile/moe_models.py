@@ -11,8 +11,8 @@ from torch.fx import Graph, Node
 from torch.nn import functional as F
 
 from fusion_moe import options, target
-from fusion_moe.frontends.regions import Found, find_regions
 from fusion_moe.frontends.inductor import FusionPass, compile_calls
+from fusion_moe.frontends.regions import Found, find_regions
 
 O = torch.ops.fusion_moe
 G, H, I, K = 4, 32, 16, 2  # experts, hidden and intermediate size, experts of a token

@@ -1,0 +1,157 @@
+"""From what was seen in the graphs of a call to its report: every region lowered, its segments costed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import target as targets
+from ..compile import Lowered, lower
+from ..emit import BACKENDS
+from ..frontends.regions import Found, Region
+from ..ir.core import Fusion, Op
+from ..ir.sizes import value
+from ..ir.text import text
+from ..ir.types import Dim, Groups, Rows, TensorType
+from ..options import Options
+from ..passes import dropped_roundings
+from ..segment import Segment
+from ..target import Target
+from . import cost
+from .data import FusionReport, LeftReport, Report, SegmentReport
+
+
+@dataclass
+class Seen:
+    """What is found in each graph of a call (a graph break makes several), and the operations there that nobody translates."""
+
+    graphs: list[Found] = field(default_factory=list)
+    custom_ops: dict[str, None] = field(default_factory=dict)
+
+
+def report_of(seen: Seen, switches: Options) -> Report:
+    """The report of what was seen, for the target that the switches name."""
+    graphs = seen.graphs
+    regions = [region for found in graphs for region in found.regions]
+    left = Counter((x.op, x.source, x.why) for found in graphs for x in found.left)
+    wanted = _target(regions, switches)
+    programs: dict[Any, list[Region]] = {}
+    for region in regions:
+        key = text(region.fusion), tuple(op.source for op in region.fusion.ops), tuple(_numbers(region).items())
+        programs.setdefault(key, []).append(region)
+    return Report(
+        target=wanted.name,
+        executed=wanted.executed,
+        graphs=len(graphs),
+        calls=sum(found.calls for found in graphs),
+        fused_calls=sum(region.calls for region in regions),
+        fusions=tuple(_fusion(f"fusion{i}", equal, wanted, switches) for i, equal in enumerate(programs.values())),
+        left=tuple(LeftReport(*key, times) for key, times in left.items()),
+        custom_ops=tuple(seen.custom_ops),
+    )
+
+
+def _target(regions: list[Region], switches: Options) -> Target:
+    device = regions[0].device if regions else torch.device("cpu")
+    return targets.find(switches.target, device)
+
+
+def _numbers(region: Region) -> dict[str, int]:
+    """The sizes of this call, for the symbols of a region; those that only the device knows are left out."""
+    found = {}
+    for name, shown in region.sizes.items():
+        val = shown.node.meta["val"]
+        size = val if shown.dim is None else val.shape[shown.dim]
+        if size.node.has_hint():
+            found[name] = int(size.node.hint) // shown.by
+    return found
+
+
+def _fusion(id: str, equal: list[Region], to: Target, switches: Options) -> FusionReport:
+    lowered, env = lower(equal[0].fusion, to, switches), _numbers(equal[0])
+    segments = tuple(_segment(id, i, lowered, env, to, switches) for i in range(len(lowered.segments)))
+    stages = [(name, text(f)) for name, f in lowered.stages]
+    stages.append(
+        ("segments", "\n\n".join(f"# {s.id}: {s.kind}\n{text(x.fusion)}" for s, x in zip(segments, lowered.segments, strict=True)))
+    )
+    stages.append(("schedules", "\n".join(f"{s.id}: {s.schedule}" for s in segments)))
+    stages.append(
+        ("source", "\n\n".join(f"# {s.id}: {s.backend}\n{source}" for s, source in zip(segments, _sources(lowered, to), strict=True)))
+    )
+    return FusionReport(id, len(equal), tuple(env.items()), segments, tuple(stages))
+
+
+def _segment(fusion: str, i: int, lowered: Lowered, env: Mapping[str, int], to: Target, switches: Options) -> SegmentReport:
+    segment = lowered.segments[i]
+    backend, why = _backend(to)
+    return SegmentReport(
+        id=f"{fusion}.{i}",
+        kind=segment.kind,
+        ops=tuple(op.kind.name for op in segment.fusion.ops if not op.kind.view),
+        sources=tuple(dict.fromkeys(op.source for op in segment.fusion.ops if op.source and not op.kind.view)),
+        inputs=tuple(str(_bound(v.type, env)) for v in segment.fusion.inputs),
+        outputs=tuple(str(_bound(v.type, env)) for v in segment.fusion.outputs),
+        **_costs(segment, env),
+        roundings=_roundings(segment, switches),
+        schedule=str(lowered.schedules[i]),
+        backend=backend,
+        backend_why=why,
+        after=tuple(f"{fusion}.{j}" for j, s in enumerate(lowered.segments) if set(s.outputs) & set(segment.inputs)),
+        why=segment.why,
+    )
+
+
+def _costs(segment: Segment, env: Mapping[str, int]) -> dict[str, Any]:
+    if not set(segment.fusion.symbols) <= set(env):
+        return dict.fromkeys(("flops", "bytes_read", "bytes_written", "bytes_avoided", "intensity"))
+    flops, read, written = cost.flops(segment.fusion, env), cost.bytes_read(segment, env), cost.bytes_written(segment, env)
+    return {
+        "flops": flops,
+        "bytes_read": read,
+        "bytes_written": written,
+        "bytes_avoided": cost.bytes_avoided(segment, env),
+        "intensity": flops / max(read + written, 1),
+    }
+
+
+def _bound(type: TensorType, env: Mapping[str, int]) -> TensorType:
+    """The type with the sizes of the call."""
+    return type.with_(shape=tuple(_dim(d, env) for d in type.shape)) if set(type.symbols()) <= set(env) else type
+
+
+def _dim(dim: Dim, env: Mapping[str, int]) -> Dim:
+    if isinstance(dim, Rows):
+        return Rows(value(dim.total, env), Groups(dim.groups.name, value(dim.groups.count, env)), dim.align)
+    return value(dim, env)
+
+
+def _backend(to: Target) -> tuple[str, str]:
+    """Who makes the kernels of a target, and why."""
+    if not to.executed:
+        return "none", f"emitted, unexecuted: this version runs nothing on {to.name}"
+    name = BACKENDS[to.name].__module__.rsplit(".", 1)[1]
+    why = f"there are no kernels for {to.name} yet: each operation in plain torch, by its meaning"
+    return name, "asked for" if name == to.name else why
+
+
+def _sources(lowered: Lowered, to: Target) -> list[str]:
+    """The text of each kernel; the segment's own where nothing is emitted."""
+    if not to.executed:
+        return [text(s.fusion) for s in lowered.contracted]
+    return [BACKENDS[to.name](s, c).source for s, c in zip(lowered.contracted, lowered.schedules, strict=True)]
+
+
+def _roundings(segment: Segment, switches: Options) -> tuple[str, ...]:
+    """The casts that are left out, as "bf16 after grouped_mm"."""
+    if not switches.contract_rounding:
+        return ()
+    return tuple(_rounding(segment.fusion, op) for op in dropped_roundings(segment.fusion))
+
+
+def _rounding(fusion: Fusion, op: Op) -> str:
+    before = fusion.producers.get(op.values[0])
+    return f"{op.attrs['dtype']} after {before.kind.name if before else 'an input'}"
