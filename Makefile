@@ -5,7 +5,7 @@ PYTHON      ?= python3
 VENV        ?= .venv
 # An index to take torch from, and nothing else. Empty: pip's own, where torch may be a CUDA build of several gigabytes.
 TORCH_INDEX ?=
-PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
+PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
 DEMO_ARGS   ?=
 # Without "judges" the comparisons with other people's packages are skipped.
 TEST_EXTRAS ?= test,judges

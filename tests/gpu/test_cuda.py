@@ -5,6 +5,7 @@ import torch
 
 import fusion_moe
 from fusion_moe.errors import GroupsError
+from fusion_moe.frontends.inductor import backend
 
 pytestmark = pytest.mark.gpu
 ops = torch.ops.fusion_moe
@@ -56,7 +57,7 @@ def test_compiled(layer, mode):
     experts, x, ids, weights = layer
     experts, x, ids, weights = experts.cuda(), *on_cuda(x, ids, weights)
     torch._dynamo.reset()
-    compiled = torch.compile(lambda *a: torch.nn.functional.gelu(experts(*a)), backend="fusion_moe", mode=mode, fullgraph=True)
+    compiled = torch.compile(lambda *a: torch.nn.functional.gelu(experts(*a)), backend=backend, mode=mode, fullgraph=True)
     with torch.inference_mode():
         for _ in range(3):  # the third replays, where CUDA graphs are used
             torch.testing.assert_close(compiled(x, ids, weights), torch.nn.functional.gelu(experts(x, ids, weights)), rtol=2e-2, atol=2e-2)

@@ -176,6 +176,13 @@ def _rows(fd, cut, a, offs):
 SMALL = cuts().filter(lambda cut: len(cut.sizes) < 10)  # a loop of autograd's over more groups takes long
 
 
+@about("zero_rest", "cut")
+@given(SMALL)
+def test_zero_rest(cut: Cut):
+    kept = torch.arange(cut.rows)[:, None] < sum(cut.sizes)
+    check(lambda fd, a, offs: fd.ops.zero_rest(*_rows(fd, cut, a, offs)), lambda a, offs: a * kept, torch.randn(cut.rows, 5), cut.ends, wrt=(0,))
+
+
 @about("grouped_mm", "cut")
 @given(SMALL)
 def test_grouped_mm_with_float_weights(cut: Cut):

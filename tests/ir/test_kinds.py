@@ -13,7 +13,7 @@ from pointwise import BINARY, COMPARISONS, LOGICAL, UNARY, sample
 from routings import Cut, Routing, cuts, routings
 
 from fusion_moe import FusionDefinition
-from fusion_moe.errors import GroupsError, NonFiniteError
+from fusion_moe.errors import FusionError, GroupsError, NonFiniteError
 from fusion_moe.formats import Quantized
 from fusion_moe.ir.kinds import KINDS
 from fusion_moe.ir.types import DTYPES
@@ -183,6 +183,30 @@ def test_ends_are_seen_to_be_ends():
     for bad in ([0, 3, 6], [-1, 0, 5], [3, 2, 5]):
         with pytest.raises(GroupsError):
             run(build, x, torch.tensor(bad, dtype=torch.int32))
+
+
+@about("cut")
+def test_rows_are_cut_once():
+    def build(fd, x, offs):
+        first, second = (fd.ops.ends(offs, rows=5, groups=fd.define_groups(name, 2)) for name in "gh")
+        return fd.ops.cut(fd.ops.cut(x, first), second)
+
+    with pytest.raises(FusionError, match=r"the rows of f32\[5/g, 2\] are cut already; expected plain rows, or rows cut by h"):
+        run(build, torch.randn(5, 2), torch.tensor([1, 5], dtype=torch.int32))
+
+
+@about("zero_rest")
+@given(cuts())
+def test_zero_rest(cut: Cut):
+    def build(fd, x, offs):
+        ends = fd.ops.ends(offs, rows=cut.rows, groups=fd.define_groups("g", len(cut.sizes)))
+        return fd.ops.zero_rest(fd.ops.cut(x, ends), ends)
+
+    x = torch.randn(cut.rows, 3)
+    x[sum(cut.sizes) :] = NAN
+    (found,) = run(build, x, cut.ends)
+    assert found[: sum(cut.sizes)].equal(x[: sum(cut.sizes)])
+    assert not found[sum(cut.sizes) :].any()
 
 
 @about("route")

@@ -133,6 +133,16 @@ def test_nvfp4_activations_on_the_reference():
     close(found, want, product(Cut((2, 3), 0), near.abs(), decoded(*parts).abs()), torch.float32)
 
 
+def test_nvfp4_activations_do_not_depend_on_rows_of_no_group():
+    parts, a, ends = weight(2, 6, 32), random(5, 32, dtype=torch.bfloat16), torch.tensor([2, 4], dtype=torch.int32)
+    with options.override(target="reference"):
+        want = OPS.nvfp4_grouped_mm(a[:4], *parts, ends, activation_format="nvfp4")
+        a[4] = float("nan")
+        found = OPS.nvfp4_grouped_mm(a, *parts, ends, activation_format="nvfp4")
+    assert found[:4].equal(want)
+    assert not found[4].any()
+
+
 # scaled_swiglu --------------------------------------------------------------------------------------------------------
 
 

@@ -262,7 +262,10 @@ def test_reshape_in_graphs_that_keep_it():
     assert_same_bits(evaluate(fd.fusion(), F), [F.reshape(-1, 3)])
 
 
-def test_every_built_in_translator_was_used():
+def test_every_built_in_translator_was_used(request):
     """Last in this file: a translator that no test above went through fails here."""
+    here = {item.name.split("[")[0] for item in request.session.items if item.path == request.path}
+    if not {name for name in globals() if name.startswith("test_")} <= here:
+        pytest.skip("only in a run of the whole file")
     built_in = {t.op for t in translate.registered() if t.op.startswith(("aten::", "prims::"))}
     assert built_in - USED == set()

@@ -13,7 +13,7 @@ from fusion_moe.ir.core import Value
 from fusion_moe.ir.kinds.rules import need_float, need_same
 from fusion_moe.ir.kinds.shape import elements, merged, split_dim
 from fusion_moe.ir.text import parse
-from fusion_moe.ir.types import plain
+from fusion_moe.ir.types import Rows, plain
 from fusion_moe.translate import translator
 
 ACTIVATION_FORMATS = ("bf16", "nvfp4")
@@ -27,6 +27,14 @@ def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Va
         return x, lambda y: y
     rows = fd.ops.reshape(x, new_shape=merged(x.type.shape, keep))
     return rows, lambda y: fd.ops.reshape(y, new_shape=(*lead, *y.type.shape[1:]))
+
+
+def cut_by(fd: FusionDefinition, x: Value, ends: Value) -> Value:
+    """x [M, ...] -> [M/g, ...]; rows that other ends have cut are taken as plain rows: the call says which ends count."""
+    dim = x.type.shape[0]
+    if isinstance(dim, Rows) and dim.groups != ends.type.ends:
+        x = fd.ops.reshape(x, new_shape=(dim.total, *x.type.shape[1:]))
+    return fd.ops.cut(x, ends)
 
 
 def product(
@@ -64,7 +72,9 @@ def nvfp4_grouped_mm(
     """a [..., K], weight nvfp4[G, N, K], offs i32[G] -> [..., N]"""
     rows, restore = flat(fd, a, keep=1)
     ends = fd.groups_of(offs, plain(rows.type.shape[0]))
-    cut = fd.ops.cut(rows, ends)
+    cut = cut_by(fd, rows, ends)
+    if activation_format == "nvfp4":  # their one decode scale may not depend on rows that belong to no group
+        cut = fd.ops.zero_rest(cut, ends)
     return restore(
         product(fd, cut, (b_codes, b_block_scale, b_decode_scale), ends, activation_format, weight_layout, out_dtype or a.type.dtype)
     )
@@ -74,7 +84,7 @@ def nvfp4_grouped_mm(
 def grouped_swizzle_block_scale(fd: FusionDefinition, block_scale: Value, offs: Value) -> Value:
     """block_scale f8e4m3[M, K/16], offs i32[G] -> f8e4m3[M/g%128, K/16]@sf128x4"""
     ends = fd.groups_of(offs, plain(block_scale.type.shape[0]))
-    return fd.ops.grouped_swizzle(fd.ops.cut(block_scale, ends), ends, layout="sf128x4")
+    return fd.ops.grouped_swizzle(cut_by(fd, block_scale, ends), ends, layout="sf128x4")
 
 
 @translator("fusion_moe::scaled_swiglu")
@@ -132,7 +142,7 @@ def combine(fd: FusionDefinition, y: Value, slot_of: Value, w: Value) -> Value:
 def group_add(fd: FusionDefinition, y: Value, bias: Value, offs: Value) -> Value:
     """y [M, N], bias [G, N], offs i32[G] -> [M, N]"""
     ends = fd.groups_of(offs, plain(y.type.shape[0]))
-    return biased(fd, fd.ops.cut(y, ends), bias, ends)
+    return biased(fd, cut_by(fd, y, ends), bias, ends)
 
 
 def biased(fd: FusionDefinition, y: Value, bias: Value | None, ends: Value) -> Value:

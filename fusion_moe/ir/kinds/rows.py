@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ...errors import ShapeError
+from ...errors import FusionError, ShapeError
 from ...groups import check_ends, check_ids
 from ..core import Op, OpKind, Value
 from ..sizes import AnySize
-from ..types import DTYPES, INTS, Dim, Groups, TensorType, plain
-from .rules import Types, need_dtype, need_float, need_rank, need_same
+from ..types import DTYPES, INTS, Dim, Groups, Rows, TensorType, plain
+from .rules import Types, need_cut, need_dtype, need_float, need_rank, need_same
 from .shape import elements
 
 
@@ -35,7 +35,24 @@ def _ends(offs: torch.Tensor, rows: int, groups: Groups) -> tuple[torch.Tensor]:
 def _cut_type(x: TensorType, ends: TensorType) -> Types:
     if ends.ends is None:
         raise ShapeError(f"ends {ends}", expected="i32[G]@ends(g)", todo="make it with fd.ops.ends")
+    if isinstance(x.shape[0], Rows) and x.shape[0].groups != ends.ends:
+        raise FusionError(f"the rows of {x} are cut already", expected=f"plain rows, or rows cut by {ends.ends}", todo="reshape them first")
     return (x.with_(shape=(plain(x.shape[0]) / ends.ends, *x.shape[1:])),)
+
+
+def _zero_rest_type(x: TensorType, ends: TensorType) -> Types:
+    need_cut("x", x, ends)
+    need_float("x", x)
+    return (x,)
+
+
+def _zero_rest(x: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
+    """x [M/g, ...] with the rows past the last end zero, whatever they held."""
+    return (x.clone().index_fill_(0, torch.arange(int(ends[-1]) if len(ends) else 0, len(x), device=x.device), 0),)
+
+
+def _zero_rest_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    return [fd.ops.zero_rest(dy, op.values[1]), None]
 
 
 def _route_type(ids: TensorType, groups: Groups) -> Types:
@@ -150,6 +167,7 @@ def _cut_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 TABLE = (
     OpKind("ends", _ends_type, _ends, view=True, role="view"),
     OpKind("cut", _cut_type, lambda x, ends: (x,), _cut_grad, view=True, role="view"),
+    OpKind("zero_rest", _zero_rest_type, _zero_rest, _zero_rest_grad),
     OpKind("route", _route_type, _route, role="routing"),
     OpKind("index_select", _index_select_type, lambda x, i, dim: (x.index_select(dim, i),), _index_select_grad, role="gather"),
     OpKind("index_put_accumulate", _index_put_type, lambda a, i, v: (a.index_add(0, i, v),), role="scatter"),
