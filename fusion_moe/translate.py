@@ -204,5 +204,3 @@ def plain_argument(value: Any, sizes: Sizes) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(plain_argument(v, sizes) for v in value)
     return value
-
-
