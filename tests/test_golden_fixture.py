@@ -39,12 +39,12 @@ GOLDENS = {"test_plain.txt": "one\ntwo\n", "test_plain.other.txt": "three\n", "T
 
 @pytest.fixture
 def project(pytester: pytest.Pytester) -> pytest.Pytester:
-    """A project with our conftest.py and two tests in tests/sub/test_text.py that read three goldens."""
+    """A project with our conftest.py and two tests in tests/sub/test_inside.py that read three goldens."""
     pytester.makeini("[pytest]\ntestpaths = tests\nmarkers =\n    gpu\n    judges")
     write(pytester, "tests/conftest.py", CONFTEST)
-    write(pytester, "tests/sub/test_text.py", TWO_TESTS)
+    write(pytester, "tests/sub/test_inside.py", TWO_TESTS)
     for name, text in GOLDENS.items():
-        write(pytester, f"tests/golden/sub/test_text/{name}", text)
+        write(pytester, f"tests/golden/sub/test_inside/{name}", text)
     return pytester
 
 
@@ -67,46 +67,46 @@ def test_equal_goldens_pass(project):
 
 
 def test_missing_golden_fails_and_says_how_to_accept_it(project):
-    (project.path / "tests/golden/sub/test_text/test_plain.txt").unlink()
+    (project.path / "tests/golden/sub/test_inside/test_plain.txt").unlink()
     result = project.runpytest()
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*tests/golden/sub/test_text/test_plain.txt (missing)*", "+one", "+two"])
-    result.stdout.fnmatch_lines(["If the new text is right: pytest --update-golden tests/sub/test_text.py::test_plain"])
+    result.stdout.fnmatch_lines(["*tests/golden/sub/test_inside/test_plain.txt (missing)*", "+one", "+two"])
+    result.stdout.fnmatch_lines(["If the new text is right: pytest --update-golden tests/sub/test_inside.py::test_plain"])
 
 
 def test_changed_golden_fails_with_a_diff(project):
-    write(project, "tests/golden/sub/test_text/test_plain.txt", "one\n2\n")
+    write(project, "tests/golden/sub/test_inside/test_plain.txt", "one\n2\n")
     result = project.runpytest()
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines([" one", "-2", "+two"])
 
 
 def test_the_command_in_the_message_is_quoted_for_the_shell(project):
-    (project.path / "tests/golden/sub/test_text/TestClass.test_method[a-b].txt").unlink()
+    (project.path / "tests/golden/sub/test_inside/TestClass.test_method[a-b].txt").unlink()
     result = project.runpytest()
-    assert "--update-golden 'tests/sub/test_text.py::TestClass::test_method[a/b]'" in result.stdout.str()
+    assert "--update-golden 'tests/sub/test_inside.py::TestClass::test_method[a/b]'" in result.stdout.str()
 
 
 def test_update_writes_missing_and_changed_and_removes_stale(run, project):
-    folder = project.path / "tests/golden/sub/test_text"
+    folder = project.path / "tests/golden/sub/test_inside"
     (folder / "test_plain.other.txt").unlink()
-    write(project, "tests/golden/sub/test_text/test_plain.txt", "old\n")
-    write(project, "tests/golden/sub/test_text/test_gone.txt", "old\n")
+    write(project, "tests/golden/sub/test_inside/test_plain.txt", "old\n")
+    write(project, "tests/golden/sub/test_inside/test_gone.txt", "old\n")
     assert run("--update-golden").ret == 0
     assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == GOLDENS
 
 
 def test_stale_golden_fails_a_run_of_all_tests(run, project):
-    write(project, "tests/golden/sub/test_text/test_plain.gone.txt", "old\n")
+    write(project, "tests/golden/sub/test_inside/test_plain.gone.txt", "old\n")
     result = run()
     result.assert_outcomes(passed=2)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["*stale goldens*", "tests/golden/sub/test_text/test_plain.gone.txt"])
+    result.stdout.fnmatch_lines(["*stale goldens*", "tests/golden/sub/test_inside/test_plain.gone.txt"])
 
 
-@pytest.mark.parametrize("narrowed", [("-k", "plain"), ("tests/sub/test_text.py",), ("--deselect", "tests/sub/test_text.py::test_plain")])
+@pytest.mark.parametrize("narrowed", [("-k", "plain"), ("tests/sub/test_inside.py",), ("--deselect", "tests/sub/test_inside.py::test_plain")])
 def test_stale_golden_does_not_fail_a_run_of_some_tests(project, narrowed):
-    write(project, "tests/golden/sub/test_text/test_gone.txt", "old\n")
+    write(project, "tests/golden/sub/test_inside/test_gone.txt", "old\n")
     assert project.runpytest(*narrowed).ret == 0
 
 
