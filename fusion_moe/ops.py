@@ -21,7 +21,7 @@ from .ir.builder import FusionDefinition
 from .ir.core import Fusion, storage_shape
 from .ir.derivative import differentiable_outputs, differentiate
 from .ir.sizes import symbol, value
-from .ir.text import parse
+from .ir.text import one_line, parse
 from .ir.types import DTYPES, TensorType, dtype_name
 from .translate import Sizes, tensor_type
 
@@ -221,7 +221,8 @@ def _backward(spec: Spec, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]
     seeds = [_flat(grads[i], len(forward.outputs[i].type.shape) - 1) for i in differentiable_outputs(forward)]
     inputs = [*call.tensors.values(), *seeds]
     env = sizes.values() if sizes else program.bind(inputs)
-    found = dict(zip(wanted, torch.ops.fusion_moe.run(str(program), inputs, [env[s] for s in program.symbols], ctx.options), strict=True))
+    outputs = torch.ops.fusion_moe.run(one_line(program), inputs, [env[s] for s in program.symbols], ctx.options)
+    found = dict(zip(wanted, outputs, strict=True))
     return tuple(found[n].reshape(given[n].shape) if n in found else None for n in names[: ctx.count])
 
 

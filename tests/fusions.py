@@ -12,7 +12,7 @@ from torch import Tensor
 from fusion_moe import FusionDefinition
 from fusion_moe.formats import Quantized, quantize
 from fusion_moe.ir.core import Fusion, Value
-from fusion_moe.ir.text import NAMES, parse, text
+from fusion_moe.ir.text import NAMES, one_line, parse, text
 from fusion_moe.ir.types import plain
 
 
@@ -26,16 +26,17 @@ def executed(source: str) -> Fusion:
 
 
 def round_trip(fusion: Fusion) -> list[Fusion]:
-    """The Fusion, and what its text builds when it is parsed and when it is run; all three print the same."""
-    source = text(fusion)
-    same = [fusion, parse(source), executed(source)]
-    assert [text(f) for f in same] == [source] * 3
+    """The Fusion, and what its text builds when it is parsed, in one line too, and when it is run; all print the same."""
+    source, line = text(fusion), one_line(fusion)
+    assert "\n" not in line
+    same = [fusion, parse(source), executed(source), parse(line)]
+    assert [text(f) for f in same] == [source] * 4
     return same
 
 
 def evaluate(fusion: Fusion, *inputs: Any) -> tuple[Any, ...]:
     """Fusion.evaluate, and the same bits from what its text builds."""
-    first, parsed, _ = round_trip(fusion.verify())
+    first, parsed, *_ = round_trip(fusion.verify())
     outputs = first.evaluate(*inputs)
     assert_same_bits(parsed.evaluate(*inputs), outputs)
     return outputs

@@ -104,7 +104,9 @@ def test_stale_golden_fails_a_run_of_all_tests(run, project):
     result.stdout.fnmatch_lines(["*stale goldens*", "tests/golden/sub/test_inside/test_plain.gone.txt"])
 
 
-@pytest.mark.parametrize("narrowed", [("-k", "plain"), ("tests/sub/test_inside.py",), ("--deselect", "tests/sub/test_inside.py::test_plain")])
+@pytest.mark.parametrize(
+    "narrowed", [("-k", "plain"), ("tests/sub/test_inside.py",), ("--deselect", "tests/sub/test_inside.py::test_plain")]
+)
 def test_stale_golden_does_not_fail_a_run_of_some_tests(project, narrowed):
     write(project, "tests/golden/sub/test_inside/test_gone.txt", "old\n")
     assert project.runpytest(*narrowed).ret == 0

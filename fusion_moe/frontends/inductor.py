@@ -27,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import options as switches
 from .. import target, translate
 from ..errors import Error, OptionError, UnsupportedError
-from ..ir.text import text
+from ..ir.text import one_line, text
 from ..options import Options
 from . import fingerprint
 from .regions import Found, Region, find_regions
@@ -83,7 +83,7 @@ def _replace(graph: Graph, region: Region, with_: Options, now: dict[Node, Node]
     with graph.inserting_before(last.next):
         sizes = [_size_node(graph, region.sizes[s], now) for s in region.fusion.symbols]
         inputs = [now.get(n, n) for n in region.inputs]
-        call = graph.call_function(torch.ops.fusion_moe.run.default, (text(region.fusion), inputs, sizes, with_.key()))
+        call = graph.call_function(torch.ops.fusion_moe.run.default, (one_line(region.fusion), inputs, sizes, with_.key()))
         outputs = [n.meta["val"].new_empty(n.meta["val"].shape) for n in region.outputs]  # contiguous, as the program writes them
         call.meta.update(val=outputs, stack_trace=last.meta.get("stack_trace"))
         for i, n in enumerate(region.outputs):

@@ -29,6 +29,7 @@ from .kinds import KINDS
 from .types import Groups, Rows, TensorType
 
 NAMES: Mapping[str, Any] = {"ceildiv": sizes.ceildiv, "inf": float("inf"), "nan": float("nan")}
+_COMMENT = "  # "
 _BUILDERS = ("define_size", "define_groups", "define_tensor", "add_output")
 _OPERATORS: Mapping[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Mod: operator.mod,
@@ -36,7 +37,16 @@ _OPERATORS: Mapping[type, Any] = {
 
 
 def text(fusion: Fusion) -> str:
-    """The Fusion as `def fusion(fd)`."""
+    """The Fusion as `def fusion(fd)`, types behind the operations."""
+    return "\n".join(["def fusion(fd):", *("    " + line for line in _lines(fusion))])
+
+
+def one_line(fusion: Fusion) -> str:
+    """The same in one line, without the types: for graphs, whose compilers write arguments into comments of generated code."""
+    return f"def fusion(fd): {'; '.join(line.split(_COMMENT, 1)[0] for line in _lines(fusion))}"
+
+
+def _lines(fusion: Fusion) -> list[str]:
     names = value_names(fusion)
     lines = [f"{s} = fd.define_size({s!r})" for s in fusion.symbols]
     lines += [f"{g} = fd.define_groups({g.name!r}, {g.count})" for g in _groups(fusion)]
@@ -45,7 +55,7 @@ def text(fusion: Fusion) -> str:
     for v in fusion.outputs:
         alias = f", alias_input={names[fusion.aliases[v]]}" if v in fusion.aliases else ""
         lines.append(f"fd.add_output({names[v]}{alias})")
-    return "\n".join(["def fusion(fd):", *("    " + line for line in lines)])
+    return lines
 
 
 def value_names(fusion: Fusion) -> dict[Value, str]:
@@ -61,7 +71,8 @@ def op_text(op: Op, names: Mapping[Value, str]) -> str:
         return names.get(v, v.name) if isinstance(v, Value) else repr(v)
 
     args = [name(v) for v in op.inputs] + [f"{k}={_attr(v)}" for k, v in op.attrs.items()]
-    return f"{', '.join(map(name, op.outputs))} = fd.ops.{op.kind.name}({', '.join(args)})  # {', '.join(str(v.type) for v in op.outputs)}"
+    types = ", ".join(str(v.type) for v in op.outputs)
+    return f"{', '.join(map(name, op.outputs))} = fd.ops.{op.kind.name}({', '.join(args)}){_COMMENT}{types}"
 
 
 def _tensor(type: TensorType, role: str) -> str:
