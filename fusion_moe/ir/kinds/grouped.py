@@ -5,7 +5,7 @@
     grouped_outer  a [M/g, N], b [M/g, K]  -> f32[G, N, K]    contracts rows: the gradient of `w`; an empty group is zero
     group_add      y [M/g, N], bias [G, N] -> [M/g, N]
 
-w is nvfp4[G, N, K] or a float tensor; it is decoded one group at a time.
+w is nvfp4[G, N, K] or a float tensor; it is decoded a few groups at a time.
 a may be nvfp4[M/g, K]; a_layout says how its block scales are stored.
 """
 
@@ -26,6 +26,7 @@ from .rules import Types, need_cut, need_dtype, need_rank, need_same
 from .shape import elements
 
 _FLOATS = ("f32", "bf16", "f16")  # what float32 holds exactly
+_PANEL = 2**21  # elements that are decoded at once
 _OPERANDS = (*_FLOATS, *FORMATS)
 
 
@@ -80,9 +81,19 @@ def _runs(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
         start = end
 
 
-def _matrix(w: Any, group: int) -> torch.Tensor:
-    """Matrix `group` of w in float32."""
-    return dequantize(Quantized(*(t[group] for t in w))) if isinstance(w, Quantized) else w[group].float()
+def _matrices(w: Any, groups: Sequence[int]) -> Iterator[torch.Tensor]:
+    """The matrices of these groups in float32, decoded a panel at a time: never all of a large weight."""
+    if not isinstance(w, Quantized):
+        yield from (w[group].float() for group in groups)
+        return
+    step = max(1, _PANEL // (w.shape[-2] * w.shape[-1]))
+    for first in range(0, len(groups), step):
+        panel = torch.tensor(groups[first : first + step], device=w.codes.device)
+        yield from dequantize(Quantized(*(_rows(t, panel) for t in w)))
+
+
+def _rows(t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return t.view(torch.uint8).index_select(0, at).view(t.dtype) if t.element_size() == 1 else t.index_select(0, at)
 
 
 def _mm(a: Any, w: Any, ends: torch.Tensor, *, transposed: bool, a_layout: str = "linear") -> tuple[torch.Tensor]:
@@ -92,8 +103,8 @@ def _mm(a: Any, w: Any, ends: torch.Tensor, *, transposed: bool, a_layout: str =
     n = (w.codes if isinstance(w, Quantized) else w).shape[1]
     k = w.shape[2]
     out = torch.zeros(a.shape[0], k if transposed else n, device=a.device)
-    for group, start, end in _runs(ends):
-        matrix = _matrix(w, group)
+    runs = list(_runs(ends))
+    for (_, start, end), matrix in zip(runs, _matrices(w, [group for group, *_ in runs]), strict=True):
         out[start:end] = a[start:end].float() @ (matrix if transposed else matrix.T)
     return (out,)
 
