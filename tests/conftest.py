@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import hypothesis
@@ -42,6 +43,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA GPU; torch.cuda.is_available() is False here")
+    if item.get_closest_marker("compiler") and not _has_compiler():
+        pytest.skip("needs a C++ compiler for Inductor's own kernels; none is on PATH")
+
+
+@cache
+def _has_compiler() -> bool:
+    from fusion_moe.frontends.inductor import has_compiler
+
+    return has_compiler()
 
 
 # Golden texts -------------------------------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ MISS, HIT = {"fx": False, "aot": False}, {"fx": True, "aot": True}
 
 
 @pytest.mark.slow
+@pytest.mark.compiler
 def test_caches_are_hit_from_process_to_process_and_only_by_the_same(process):
     assert process("as before", PYTHONHASHSEED="1") == {"as before": MISS}
     changed = ("other sources", "another translator", "other options in force")

@@ -197,6 +197,7 @@ def test_experts_alone_may_be_dynamic_in_every_dimension():
 # --------------------------------------------------------------------------------------------------------------- modes and options
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
 def test_modes_are_those_of_inductor(mode):
     model, seen = Experts(), {}
@@ -302,6 +303,7 @@ def plain_compile(t: int = 5):
         torch.compile(Experts(), fullgraph=True)(tokens(t))
 
 
+@pytest.mark.compiler
 def test_enable_opts_plain_compile_in_and_disable_out():
     after = Count()
     config.post_grad_custom_pre_pass = after
@@ -317,6 +319,7 @@ def test_enable_opts_plain_compile_in_and_disable_out():
     assert (after.graphs, after.fusions) == (3, 1)
 
 
+@pytest.mark.compiler
 def test_passes_that_are_set_follow_ours_whatever_they_are():
     seen = []
     several = [Count(), seen.append]
@@ -332,6 +335,7 @@ def test_passes_that_are_set_follow_ours_whatever_they_are():
     assert config.post_grad_custom_pre_pass is several[1]
 
 
+@pytest.mark.compiler
 def test_a_pass_that_wants_to_know_about_inference_is_told():
     kind = getattr(torch._inductor.custom_graph_pass, "CustomInferenceAwareGraphPass", None)
     if kind is None:
