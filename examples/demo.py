@@ -114,7 +114,8 @@ def say_who_wins(speeds: dict[tuple[str, int], float]) -> None:
 def main(options: argparse.Namespace) -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    logging.getLogger("torch").setLevel(logging.ERROR)
+    for name in ("torch", "torchao"):  # what they say of compiling, and of libraries for other machines
+        logging.getLogger(name).setLevel(logging.ERROR)
     step("load")
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     bf16, nvfp4 = load(), load()

@@ -163,7 +163,7 @@ class Fusion:
         return {v: tuple(ops) for v, ops in found.items()}
 
     def role(self, value: Value) -> str:
-        """ "argument", "weight" or "state"."""
+        """One of "argument", "weight" and "state"."""
         return self.roles.get(value, "argument")
 
     def bind(self, tensors: Sequence[Any], sizes: Mapping[str, int] | None = None) -> dict[str, int]:
