@@ -11,6 +11,7 @@ import argparse
 import logging
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +48,14 @@ def step(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
+def wait(variant: Variant, what: str) -> None:
+    """Says on stderr what is about to take a while."""
+    compiles = " (compiles first)" if variant.run is not variant.model else ""
+    print(f"  {variant.name}: {what}{compiles} ...", file=sys.stderr, flush=True)
+
+
 def perplexity(variant: Variant, tokenizer: Any, texts: list[str]) -> float:
+    wait(variant, "perplexity")
     start = time.monotonic()
     if variant.experts:
         variant.model.set_experts_implementation("grouped_mm")
@@ -64,6 +72,7 @@ def decode_speed(variant: Variant, tokenizer: Any, batch: int, steps: int) -> tu
     prompt = tokenizer([PROMPT] * batch, return_tensors="pt").input_ids
     cache = StaticCache(config=variant.model.config, max_cache_len=prompt.shape[1] + steps + 8)
     token = variant.model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
+    wait(variant, f"{steps} steps at batch {batch}")
     seconds = []
     for i in range(steps + 3):
         start = time.perf_counter()
@@ -91,14 +100,14 @@ def expert_bytes(model: torch.nn.Module) -> int:
 
 
 def compare_speeds(variants: list[Variant], tokenizer: Any, steps: int) -> dict[tuple[str, int], float]:
-    print(f"{'':24}" + "".join(f"{f'batch {b}':>14}{'spread':>9}" for b in BATCHES))
-    speeds = {}
+    speeds, rows = {}, []
     for variant in variants:
         cells = []
         for batch in BATCHES:
             speeds[variant.name, batch], spread = decode_speed(variant, tokenizer, batch, steps)
             cells.append(f"{speeds[variant.name, batch]:>14,.0f}{spread:>9.0%}")
-        print(f"{variant.name:24}" + "".join(cells), flush=True)
+        rows.append(f"{variant.name:24}" + "".join(cells))
+    print(f"{'':24}" + "".join(f"{f'batch {b}':>14}{'spread':>9}" for b in BATCHES), *rows, sep="\n", flush=True)
     return speeds
 
 
