@@ -11,6 +11,7 @@ from typing import Any
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from .rewrite import rewrite
+from .simplify import pruned
 
 
 def dropped_roundings(fusion: Fusion) -> tuple[Op, ...]:
@@ -36,7 +37,7 @@ def contract_rounding(fusion: Fusion) -> Fusion:
             (made,) = fd.append(move.kind, [made], move.attrs)
         return (made,)
 
-    return rewrite(fusion, rule) if ways else fusion
+    return pruned(rewrite(fusion, rule)) if ways else fusion
 
 
 def _ways(fusion: Fusion) -> Mapping[Op, tuple[Op, ...]]:

@@ -13,6 +13,11 @@ from ..target import Target
 
 def simplify(fusion: Fusion, target: Target) -> Fusion:
     """The Fusion without dead and repeated operations, in canonical order."""
+    return pruned(fusion)
+
+
+def pruned(fusion: Fusion) -> Fusion:
+    """The same for a pass that leaves operations behind which nobody reads."""
     same: dict[Any, Any] = {}  # a value -> the first value equal to it
     seen: dict[Any, tuple[Value, ...]] = {}
     ops: list[Op] = []
