@@ -33,7 +33,6 @@ class Format:
 
     name: str
     block: int  # elements along K that share a block scale
-    code_dtype: str  # of one element, in the IR's spelling
     scale_dtype: torch.dtype  # of a block scale
     element_max: float
     scale_max: float
@@ -63,7 +62,7 @@ class Format:
             )
 
 
-NVFP4 = Format("nvfp4", 16, "f4e2m1", torch.float8_e4m3fn, element_max=6.0, scale_max=448.0, scale_min=2.0**-9)
+NVFP4 = Format("nvfp4", 16, torch.float8_e4m3fn, element_max=6.0, scale_max=448.0, scale_min=2.0**-9)
 FORMATS = {fmt.name: fmt for fmt in (NVFP4,)}
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -80,11 +79,6 @@ class Quantized(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The logical shape (..., N, K)."""
         return (*self.codes.shape[:-1], NVFP4.elements(self.codes.shape[-1]))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the three tensors together."""
-        return sum(t.numel() * t.element_size() for t in self)
 
 
 # ---------------------------------------------------------------------------------------- float -> bytes

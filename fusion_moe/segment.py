@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from . import schedule
@@ -139,9 +139,3 @@ class _Pieces:
         if not reader.kind.view:
             return reader not in members
         return any(self._read_outside(v, members) for v in reader.outputs)
-
-
-def values_between(segments: Sequence[Segment]) -> set[Value]:
-    """The values that one segment stores and another reads."""
-    made = {v for s in segments for v in s.outputs}
-    return {v for s in segments for v in s.inputs if v in made}

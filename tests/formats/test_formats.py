@@ -106,7 +106,6 @@ def test_shapes_dtypes_and_views():
     q = quantize(torch.randn(3, 5, 8, 32))
     assert q.shape == (3, 5, 8, 32)
     assert q.decode_scale.shape == (3, 5)
-    assert q.nbytes == 3 * 5 * (8 * 16 + 8 * 2 + 4)
     flat = dequantize(q)
     assert torch.equal(dequantize(q._replace(codes=q.codes.view(torch.float4_e2m1fn_x2))), flat)
     assert torch.equal(dequantize(Quantized(*(t[1, 2] for t in q))), flat[1, 2])
