@@ -21,7 +21,7 @@ from .runtime.program import Program
 
 @lru_cache(maxsize=1024)
 def _program(name: str, types: Any, others: Any, device: torch.device, with_: Options) -> Program:
-    return program_of(text(fusion_of(name, types, others)), device)
+    return program_of(text(fusion_of(name, types, others)), device, with_)
 
 
 def _body(spec: Spec, *args: Any, **kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ def _body(spec: Spec, *args: Any, **kwargs: Any) -> Any:
 
 def _run(program: str, inputs: Sequence[Tensor], sizes: Sequence[int], options: str | None = None) -> list[Tensor]:
     device = inputs[0].device if inputs else torch.device("cpu")
-    compiled = program_of(program, device, from_key(options) if options else current())
+    compiled = program_of(program, device, from_key(options) if options else None)
     return compiled([_bytes(t) for t in inputs], dict(zip(compiled.stages[0][1].symbols, sizes, strict=True)))
 
 

@@ -44,6 +44,10 @@ class Spec:
     flatten: str = ""
     differentiable: bool = True
 
+    def fixes(self, name: str, i: int, rank: int) -> bool:
+        """Whether size i of an argument is a constant of the program: all but rows; the last one alone where nothing is rows."""
+        return (i > 0 or name not in self.rows) if self.rows else i == rank - 1
+
 
 _EXPERTS = tuple(f"{p}_{t}" for p in ("gate_up", "down") for t in ("codes", "block_scale", "decode_scale"))
 _EXPERT_MLP = f"""(
@@ -131,7 +135,7 @@ def _signature(name: str) -> tuple[tuple[str, Any], ...]:
 def fusion_of(name: str, types: tuple[tuple[str, TensorType], ...], others: tuple[tuple[str, Any], ...]) -> Fusion:
     """The Fusion that a call of an operation stands for: what its translator builds on inputs of these types."""
     fd = FusionDefinition()
-    tensors = {n: fd.define_tensor(shape=t.shape, dtype=t.dtype) for n, t in types}
+    tensors = {n: fd.define_like(t) for n, t in types}
     arguments = {**dict(others), **tensors}
     translator = translate.find(f"{NAMESPACE}::{name}")
     assert translator is not None
@@ -156,10 +160,11 @@ def eager_types(call: Call) -> tuple[tuple[str, TensorType], ...]:
 
 def traced_types(call: Call) -> tuple[tuple[tuple[str, TensorType], ...], Sizes]:
     """The types of a call on fake tensors: rows as the tracer knows them; other sizes become constants, and the tracer guards them."""
-    rows, sizes = call.spec.rows, Sizes()
-    fixed = [n for name, t in call.tensors.items() for i, n in enumerate(t.shape) if (i or name not in rows if rows else i == t.dim() - 1)]
-    for n in fixed:
-        int(n)  # all guards first: a symbol that one of them fixes may be in the sizes of others
+    sizes = Sizes()
+    for name, t in call.tensors.items():
+        for i, n in enumerate(t.shape):
+            if call.spec.fixes(name, i, t.dim()):
+                int(n)  # all guards first: a symbol that one of them fixes may be in the sizes of others
     equal = [call.tensors[name].shape[0] for name in call.spec.equal if name in call.tensors]
     for n in equal[1:]:
         bool(n == equal[0])  # the tracer makes one symbol of two; if they differ, the type rules say so

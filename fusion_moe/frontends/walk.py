@@ -78,8 +78,7 @@ class Walk:
         if val.device != self.device:
             raise Untranslatable(f"argument {a.name} is on {val.device}", expected=f"{self.device}, as the results")
         if a not in self.inputs:
-            t = self._type(val)
-            self.inputs[a] = self.fd.define_tensor(shape=t.shape, dtype=t.dtype)
+            self.inputs[a] = self.fd.define_like(self._type(val))
         return self.inputs[a]
 
     def _type(self, val: torch.Tensor) -> TensorType:

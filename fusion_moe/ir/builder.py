@@ -58,8 +58,11 @@ class FusionDefinition:
     ) -> Value:
         """An input. A size of -1 is one known only at launch. dtype: bf16, f32, ... or torch's; role: argument, weight or state."""
         dims = tuple(self.define_size(self._fresh("s")) if isinstance(d, int) and d == -1 else d for d in shape)
-        type = checked_type(TensorType(dims, dtype if isinstance(dtype, str) else dtype_name(dtype), layout, ends))
-        value = Value(f"i{len(self._inputs)}", type)
+        return self.define_like(TensorType(dims, dtype if isinstance(dtype, str) else dtype_name(dtype), layout, ends), role)
+
+    def define_like(self, type: TensorType, role: str = "argument") -> Value:
+        """An input of a type."""
+        value = Value(f"i{len(self._inputs)}", checked_type(type))
         if role not in ROLES:
             raise FusionError(f"role {role!r}", expected=f"one of {', '.join(ROLES)}")
         self._inputs.append(value)

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import UnsupportedError
 from .builder import FusionDefinition
 from .core import Fusion, Op, Value
-from .types import FLOATS, TensorType, plain
+from .types import FLOATS, plain
 
 
 def differentiable_outputs(fusion: Fusion) -> tuple[int, ...]:
@@ -27,9 +27,9 @@ def differentiate(fusion: Fusion, wrt: Sequence[int]) -> Fusion:
     UnsupportedError where no derivative reaches an input: quantized weights are frozen.
     """
     fd = FusionDefinition()
-    made: dict[Any, Any] = {v: _define(fd, v.type, fusion.role(v)) for v in fusion.inputs}
+    made: dict[Any, Any] = {v: fd.define_like(v.type, fusion.role(v)) for v in fusion.inputs}
     outputs = [fusion.outputs[i] for i in differentiable_outputs(fusion)]
-    seeds = [(v, _define(fd, v.type.with_(shape=tuple(map(plain, v.type.shape))), "argument")) for v in outputs]
+    seeds = [(v, fd.define_like(v.type.with_(shape=tuple(map(plain, v.type.shape))))) for v in outputs]
     ops: list[Op] = []
     for op in fusion.ops:
         with fd.at(op.source):
@@ -64,10 +64,6 @@ def _needed(fusion: Fusion) -> Fusion:
             needed.update(op.values)
             ops.append(op)
     return replace(fusion, ops=tuple(reversed(ops)))
-
-
-def _define(fd: FusionDefinition, t: TensorType, role: str) -> Value:
-    return fd.define_tensor(shape=t.shape, dtype=t.dtype, layout=t.layout, ends=t.ends, role=role)
 
 
 def _backward(fd: FusionDefinition, op: Op, grads: dict[Value, Value]) -> None:

@@ -28,12 +28,12 @@ def contract_rounding(fusion: Fusion) -> Fusion:
     def rule(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
         if op.outputs[0] not in results:
             return None
-        made, moves = inputs[0], results[op.outputs[0]][1:]
-        for _ in (*moves, "narrow"):
+        made, way = inputs[0], results[op.outputs[0]]
+        for _ in way:  # back to what was rounded
             source = fd.producer(made)
             assert source is not None
             made = source.values[0]
-        for move in moves:
+        for move in way[1:]:
             (made,) = fd.append(move.kind, [made], move.attrs)
         return (made,)
 

@@ -15,9 +15,7 @@ Rule = Callable[[FusionDefinition, Op, Sequence[Any]], Sequence[Value] | None]
 def rewrite(fusion: Fusion, rule: Rule) -> Fusion:
     """The Fusion with every operation copied, or replaced by what `rule` made of it. Inputs and outputs stay in order."""
     fd = FusionDefinition()
-    made: dict[Any, Any] = {}
-    for v in fusion.inputs:
-        made[v] = fd.define_tensor(shape=v.type.shape, dtype=v.type.dtype, layout=v.type.layout, ends=v.type.ends, role=fusion.role(v))
+    made: dict[Any, Any] = {v: fd.define_like(v.type, fusion.role(v)) for v in fusion.inputs}
     for op in fusion.ops:
         inputs = [made[v] if isinstance(v, Value) else v for v in op.inputs]
         with fd.at(op.source, op.translator):

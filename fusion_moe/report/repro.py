@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..groups import ends_from_sizes
 from ..ir.core import Fusion, Op, Value, storage_shape
+from ..ir.sizes import value
 from ..ir.types import DTYPES, FLOATS, Groups, plain
 from .data import FusionReport
 
@@ -65,23 +66,19 @@ def _random(v: Value, fusion: Fusion, env: dict[str, int], generator: torch.Gene
 def _integers(v: Value, fusion: Fusion, env: dict[str, int], generator: torch.Generator) -> Tensor:
     shape = storage_shape(v.type, env)
     if (op := _reader(v, fusion, "ends", 0)) is not None:
-        return _ends(op.attrs["groups"], _number(op.attrs["rows"], env), env, generator)
+        return _ends(op.attrs["groups"], value(op.attrs["rows"], env), env, generator)
     if (op := _reader(v, fusion, "route", 0)) is not None:
-        return torch.randint(0, _number(op.attrs["groups"].count, env), shape, generator=generator)
+        return torch.randint(0, value(op.attrs["groups"].count, env), shape, generator=generator)
     if _reader(v, fusion, "combine", 1) or _reader(v, fusion, "invert", 0):
         return torch.randperm(prod(shape), generator=generator).view(shape)
     read = _reader(v, fusion, "index_select", 1) or _reader(v, fusion, "index_put_accumulate", 1)
-    limit = _number(plain(read.values[0].type.shape[read.attrs.get("dim", 0)]), env) if read else 4
+    limit = value(plain(read.values[0].type.shape[read.attrs.get("dim", 0)]), env) if read else 4
     return torch.randint(0, max(limit, 1), shape, generator=generator)
 
 
 def _ends(groups: Groups, rows: int, env: dict[str, int], generator: torch.Generator) -> Tensor:
-    of = torch.randint(0, _number(groups.count, env), (rows,), generator=generator)
-    return ends_from_sizes(torch.bincount(of, minlength=_number(groups.count, env)))
-
-
-def _number(size: object, env: dict[str, int]) -> int:
-    return size if isinstance(size, int) else size.value(env)  # type: ignore[attr-defined]
+    of = torch.randint(0, value(groups.count, env), (rows,), generator=generator)
+    return ends_from_sizes(torch.bincount(of, minlength=value(groups.count, env)))
 
 
 def _reader(v: Value, fusion: Fusion, kind: str, place: int) -> Op | None:

@@ -39,10 +39,5 @@ def _compare(stage: str, got: Sequence[Any], want: Sequence[Any]) -> None:
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """x as integers, so that NaN equals itself and -0.0 is not 0.0."""
-    x = x.contiguous()
-    return (
-        x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-        if x.dim()
-        else x.reshape(1).view(torch.uint8)
-    )
+    """x as bytes, so that NaN equals itself and -0.0 is not 0.0."""
+    return x.contiguous().unsqueeze(-1).view(torch.uint8)

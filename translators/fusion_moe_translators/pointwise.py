@@ -16,7 +16,6 @@ from .refusal import build
 _UNARY = ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh", "erf", "relu", "sigmoid", "silu", "logical_not")
 _BINARY = ("add", "sub", "mul", "div", "minimum", "maximum", "pow", "lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or")
 _OVERLOADS = {"minimum": ("",), "maximum": ("",), "logical_and": ("",), "logical_or": ("",), "pow": (".Tensor_Scalar", ".Tensor_Tensor")}
-_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _WIDER = {frozenset(("bf16", "f16")): "f32"}
 
 

@@ -14,6 +14,7 @@ from ...errors import DtypeError
 from ..core import Op, OpKind, Value
 from ..types import DTYPES, FLOATS, TensorType
 from .rules import Types, joined_dtype, joined_shape, need_dtype, need_float, need_tensor
+from .shape import elements
 
 Grad = Callable[[Any, Op, Value], Sequence[Value | None]]
 
@@ -52,21 +53,10 @@ def _where_type(condition: TensorType, a: Any, b: Any) -> Types:
     return (TensorType(joined_shape((condition, a, b)), joined_dtype((a, b))),)
 
 
-def _where(condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
+def _as_tensors(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two operands, of which one may be a number, for functions of torch that take tensors alone."""
     like = a if isinstance(a, torch.Tensor) else b
-    return torch.where(
-        condition, torch.as_tensor(a, dtype=like.dtype, device=like.device), torch.as_tensor(b, dtype=like.dtype, device=like.device)
-    )
-
-
-def _extreme(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch.minimum or maximum that also takes a number."""
-
-    def of(a: Any, b: Any) -> torch.Tensor:
-        like = a if isinstance(a, torch.Tensor) else b
-        return function(*(torch.as_tensor(v, dtype=like.dtype, device=like.device) for v in (a, b)))
-
-    return of
+    return torch.as_tensor(a, dtype=like.dtype, device=like.device), torch.as_tensor(b, dtype=like.dtype, device=like.device)
 
 
 def unbroadcast(fd: Any, grad: Value, x: Any) -> Value | None:
@@ -141,15 +131,12 @@ def _binary(name: str, infer: Callable[..., Types], function: Callable[..., torc
 
 def _elements(op: Op) -> Any:
     """One operation for each element of the result."""
-    count: Any = 1
-    for dim in op.outputs[0].type.shape:
-        count = count * (dim.total if hasattr(dim, "total") else dim)
-    return count
+    return elements(op.outputs[0].type.shape)
 
 
 TABLE = (
     OpKind("cast", _cast_type, lambda x, dtype: (x.to(DTYPES[dtype]),), _cast_grad),
-    OpKind("where", _where_type, lambda condition, a, b: (_where(condition, a, b),), _where_grad, _elements),
+    OpKind("where", _where_type, lambda condition, a, b: (torch.where(condition, *_as_tensors(a, b)),), _where_grad, _elements),
     _unary("neg", _same, torch.neg, _unary_grad(lambda o, x, y, g: o.neg(g))),
     _unary("abs", _same, torch.abs, _unary_grad(lambda o, x, y, g: o.where(o.lt(x, 0.0), o.neg(g), o.where(o.gt(x, 0.0), g, 0.0)))),
     _unary("exp", _float, torch.exp, _unary_grad(lambda o, x, y, g: o.mul(g, y))),
@@ -166,8 +153,8 @@ TABLE = (
     _binary("sub", _same, lambda a, b: a - b, _binary_grad(lambda o, a, b, y, g: (g, o.neg(g)))),
     _binary("mul", _same, lambda a, b: a * b, _binary_grad(lambda o, a, b, y, g: (o.mul(g, b), o.mul(g, a)))),
     _binary("div", _float, lambda a, b: a / b, _binary_grad(lambda o, a, b, y, g: (o.div(g, b), o.neg(o.div(o.mul(g, y), b))))),
-    _binary("minimum", _same, _extreme(torch.minimum), _clamp_grad("le")),
-    _binary("maximum", _same, _extreme(torch.maximum), _clamp_grad("ge")),
+    _binary("minimum", _same, lambda a, b: torch.minimum(*_as_tensors(a, b)), _clamp_grad("le")),
+    _binary("maximum", _same, lambda a, b: torch.maximum(*_as_tensors(a, b)), _clamp_grad("ge")),
     _binary("pow", _float, torch.pow),
     _binary("lt", _compared, lambda a, b: a < b),
     _binary("le", _compared, lambda a, b: a <= b),

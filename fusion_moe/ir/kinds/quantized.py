@@ -33,6 +33,14 @@ def _known(k: Dim) -> int:
     return k
 
 
+def _need_matrices(x: TensorType, fmt: str) -> None:
+    """x must be float[..., N, K] with K in whole blocks."""
+    need_float("x", x)
+    if len(x.shape) < 2:
+        raise ShapeError(f"x {x}", expected="[..., N, K]")
+    FORMATS[fmt].blocks(_known(x.shape[-1]))
+
+
 def _need_decode_scale(decode_scale: TensorType, lead: tuple, n: object) -> None:
     shape, rank = decode_scale.shape, len(lead)
     runs = shape[rank] if len(shape) == rank + 1 else 1
@@ -43,11 +51,8 @@ def _need_decode_scale(decode_scale: TensorType, lead: tuple, n: object) -> None
 
 def _quantize_type(x: TensorType, decode_scale: TensorType, fmt: str) -> Types:
     """x float[..., N, K], decode_scale f32[...] or [..., S] -> nvfp4[..., N, K], quantized along K"""
-    need_float("x", x)
+    _need_matrices(x, fmt)
     need_dtype("decode_scale", decode_scale, "f32")
-    if len(x.shape) < 2:
-        raise ShapeError(f"x {x}", expected="[..., N, K]")
-    FORMATS[fmt].blocks(_known(x.shape[-1]))
     _need_decode_scale(decode_scale, x.shape[:-2], plain(x.shape[-2]))
     return (TensorType(x.shape, fmt),)
 
@@ -59,10 +64,7 @@ def _quantize(x: torch.Tensor, decode_scale: torch.Tensor, fmt: str) -> tuple[Qu
 
 
 def _decode_scale_type(x: TensorType, fmt: str) -> Types:
-    need_float("x", x)
-    if len(x.shape) < 2:
-        raise ShapeError(f"x {x}", expected="[..., N, K]")
-    FORMATS[fmt].blocks(_known(x.shape[-1]))
+    _need_matrices(x, fmt)
     return (TensorType(x.shape[:-2], "f32"),)
 
 

@@ -33,11 +33,12 @@ def _ends(offs: torch.Tensor, rows: int, groups: Groups) -> tuple[torch.Tensor]:
 
 
 def _cut_type(x: TensorType, ends: TensorType) -> Types:
-    if ends.ends is None:
+    groups = ends.ends
+    if groups is None:
         raise ShapeError(f"ends {ends}", expected="i32[G]@ends(g)", todo="make it with fd.ops.ends")
-    if isinstance(x.shape[0], Rows) and x.shape[0].groups != ends.ends:
-        raise FusionError(f"the rows of {x} are cut already", expected=f"plain rows, or rows cut by {ends.ends}", todo="reshape them first")
-    return (x.with_(shape=(plain(x.shape[0]) / ends.ends, *x.shape[1:])),)
+    if isinstance(x.shape[0], Rows) and x.shape[0].groups != groups:
+        raise FusionError(f"the rows of {x} are cut already", expected=f"plain rows, or rows cut by {groups}", todo="reshape them first")
+    return (x.with_(shape=(plain(x.shape[0]) / groups, *x.shape[1:])),)
 
 
 def _zero_rest_type(x: TensorType, ends: TensorType) -> Types:
