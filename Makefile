@@ -1,30 +1,44 @@
-# `make demo` and `make test` set up everything they need in $(VENV), from nothing but python3, pip and make.
+# `make demo` and `make test` set up everything they need in $(VENV) and $(VENV_FULL), from nothing but python3, pip and make.
 # `make help` lists the rest.
 
 PYTHON      ?= python3
 VENV        ?= .venv
+VENV_FULL   ?= .venv-full
+# What `make test` runs the tests in. base: $(VENV). full: $(VENV_FULL), with nvFuser and thunder, and the Python and torch they need.
+LANES       ?= base full
 # An index to take torch from, and nothing else. Empty: pip's own, where torch may be a CUDA build of several gigabytes.
 TORCH_INDEX ?=
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
 DEMO_ARGS   ?=
-# Without "judges" the comparisons with other people's packages are skipped.
+# Without "judges" the comparisons with other people's packages are skipped. The full lane does without, once is enough.
 TEST_EXTRAS ?= test,judges
 
-BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --no-input --disable-pip-version-check -c constraints.txt
+BIN      := $(VENV)/bin
+FULL     := $(VENV_FULL)/bin
+INSTALL  := -m pip install --no-input --disable-pip-version-check
+PIP      := $(BIN)/python $(INSTALL) -c constraints-base.txt
+PIP_FULL := $(FULL)/python $(INSTALL) -c constraints-full.txt
+# Prints in one line why there can be no full lane; or prints nothing, and $(VENV_FULL) exists.
+WHY_NOT  := $(if $(and $(VENV_FULL),$(filter full,$(LANES))),$(BIN)/python tools/full_lane.py $(VENV_FULL),echo 'not asked for')
+# By a variable, since a recipe that names $(MAKE) is run even by `make -n`.
+GET_FULL := $(MAKE) --no-print-directory $(VENV_FULL)/.ready-full
+VERSIONS := -c 'import platform, sys; from importlib.metadata import version; \
+    print(f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in sys.argv[1:]), sep=", ")'
 
 .PHONY: help demo test lint clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo    quantize, compile and explain a small real model (examples/demo.py)'
-	@echo 'make test    all tests; for a choice: make test PYTEST_ARGS="-k swizzle"'
+	@echo 'make test    all tests, in two lanes; for a choice: make test LANES=base PYTEST_ARGS="-k swizzle"'
 	@echo 'make lint    ruff, mypy and the import contracts'
-	@echo 'make clean   remove $(VENV), caches and built packages'
+	@echo 'make clean   remove $(VENV), $(VENV_FULL), caches and built packages'
 	@echo
 	@echo 'variables, as in make test PYTHON=python3.12:'
 	@echo '  PYTHON=$(PYTHON)   the Python to build $(VENV) with, 3.10 or newer'
 	@echo '  VENV=$(VENV)   where everything is installed'
+	@echo '  VENV_FULL=$(VENV_FULL)   where the full lane is installed (8 GB, and 12 until it is), with Python 3.12 or 3.10 from PATH or pyenv'
+	@echo '  LANES=$(LANES)   what make test runs; base: the newest torch; full: nvFuser and thunder too'
 	@echo '  TORCH_INDEX=$(TORCH_INDEX)   a package index to take torch from, for instance one of CPU builds'
 	@echo '  PYTEST_ARGS=$(PYTEST_ARGS)'
 	@echo '  DEMO_ARGS=$(DEMO_ARGS)   arguments of examples/demo.py'
@@ -34,9 +48,19 @@ demo: $(VENV)/.ready-base
 	$(BIN)/python -u examples/demo.py $(DEMO_ARGS)
 
 test: $(VENV)/.ready-test
-	@echo '$(BIN)/python -m pytest $(PYTEST_ARGS)'; \
-	status=0; $(BIN)/python -m pytest $(PYTEST_ARGS) || status=$$?; \
-	$(BIN)/python -c 'import platform, torch; print(f"lanes: base ran (Python {platform.python_version()}, torch {torch.__version__})")'; \
+	@status=0; \
+	echo '== base lane: $(BIN)/python -m pytest $(PYTEST_ARGS)'; \
+	$(BIN)/python -m pytest $(PYTEST_ARGS) || status=1; \
+	base="ran ($$($(BIN)/python $(VERSIONS) torch))"; \
+	full=$$($(WHY_NOT)); \
+	if [ -n "$$full" ]; then full="did not run: $$full"; \
+	elif ! $(GET_FULL); then full='did not run: its set-up failed'; status=1; \
+	else \
+	    echo '== full lane: $(FULL)/python -m pytest $(PYTEST_ARGS)'; \
+	    $(FULL)/python -m pytest $(PYTEST_ARGS) || status=1; \
+	    full="ran ($$($(FULL)/python $(VERSIONS) torch nvfuser-cu128-torch210 lightning-thunder))"; \
+	fi; \
+	echo "lanes: base $$base; full $$full"; \
 	exit $$status
 
 lint: $(VENV)/.ready-lint
@@ -47,11 +71,11 @@ lint: $(VENV)/.ready-lint
 	exit $$status
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV_FULL) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find fusion_moe translators tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps are written last, so that an interrupted set-up is taken up again, and a changed requirement is installed.
-$(VENV)/.ready-base: pyproject.toml constraints.txt
+$(VENV)/.ready-base: pyproject.toml constraints.txt constraints-base.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	    echo 'This needs Python 3.10 or newer; $(PYTHON) is' "$$($(PYTHON) -V 2>&1 | head -n 1)."; \
 	    echo 'Name another: make PYTHON=/path/to/python3'; exit 1; }
@@ -67,10 +91,16 @@ endif
 	$(PIP) -e '.[models]'
 	@touch $@
 
-$(VENV)/.ready-test: $(VENV)/.ready-base pyproject.toml constraints.txt
+$(VENV)/.ready-test: $(VENV)/.ready-base
 	$(PIP) -e '.[models,$(TEST_EXTRAS)]'
 	@touch $@
 
-$(VENV)/.ready-lint: $(VENV)/.ready-base pyproject.toml constraints.txt
+$(VENV)/.ready-lint: $(VENV)/.ready-base
 	$(PIP) -e '.[models,lint]'
+	@touch $@
+
+# Its venv is created by $(WHY_NOT).
+$(VENV_FULL)/.ready-full: pyproject.toml constraints.txt constraints-full.txt
+	$(PIP_FULL) 'pip>=22.3'
+	$(PIP_FULL) -e '.[models,test,nvfuser,thunder]'
 	@touch $@

@@ -38,6 +38,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         for module in mark.args:
             if importlib.util.find_spec(module) is None:
                 pytest.skip(f"{module} is not installed: pip install -e '.[judges]'")
+    for mark, module in ("nvfuser", "nvfuser_direct"), ("thunder", "thunder"):
+        if item.get_closest_marker(mark) and importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed: pip install -e '.[{mark}]'; make test has it in its full lane")
     if item.get_closest_marker("gpu"):
         import torch
 
