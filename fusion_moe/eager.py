@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .compile import program_of
 from .ir.text import text
-from .ops import LIBRARY, SPECS, Spec, bind, eager_types, fusion_of
+from .ops import LIBRARY, SPECS, Spec, as_bytes, bind, eager_types, fusion_of
 from .options import Options, current, from_key
 from .runtime.program import Program
 
@@ -26,7 +26,7 @@ def _program(name: str, types: Any, others: Any, device: torch.device, with_: Op
 
 def _body(spec: Spec, *args: Any, **kwargs: Any) -> Any:
     call = bind(spec, args, kwargs)
-    tensors = [_bytes(t) for t in call.tensors.values()]
+    tensors = [as_bytes(t) for t in call.tensors.values()]
     outputs = _program(spec.name, eager_types(call), call.others, tensors[0].device, current())(tensors)
     return call.restore(outputs[0]) if len(outputs) == 1 else tuple(outputs)
 
@@ -34,12 +34,7 @@ def _body(spec: Spec, *args: Any, **kwargs: Any) -> Any:
 def _run(program: str, inputs: Sequence[Tensor], sizes: Sequence[int], options: str | None = None) -> list[Tensor]:
     device = inputs[0].device if inputs else torch.device("cpu")
     compiled = program_of(program, device, from_key(options) if options else None)
-    return compiled([_bytes(t) for t in inputs], dict(zip(compiled.stages[0][1].symbols, sizes, strict=True)))
-
-
-def _bytes(t: Tensor) -> Tensor:
-    """fp4 tensors as the bytes they are stored in."""
-    return t.view(torch.uint8) if t.dtype == torch.float4_e2m1fn_x2 else t
+    return compiled([as_bytes(t) for t in inputs], dict(zip(compiled.stages[0][1].symbols, sizes, strict=True)))
 
 
 def _register() -> None:

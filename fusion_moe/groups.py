@@ -36,6 +36,11 @@ def ends_from_sizes(sizes: Tensor) -> Tensor:
     return sizes.cumsum(0, dtype=torch.int32)
 
 
+def ends_from_problem(starts: Tensor, problem_sizes: Tensor) -> Tensor:
+    """starts i32 [G], problem_sizes i32 [G, 3], (m, n, k) of each group -> ends i32 [G]."""
+    return starts + problem_sizes[:, 0]
+
+
 def sizes(ends: Tensor) -> Tensor:
     """ends i32 [G] -> sizes i32 [G]: the rows of each run."""
     return ends - starts(ends)
@@ -100,6 +105,28 @@ def check_ends(ends: Tensor, rows: int, name: str = "offs") -> None:
                 todo="pass cumulative ends, as torch.nn.functional.grouped_mm takes them: fusion_moe.groups.ends_from_sizes(sizes)",
             )
         before = end
+
+
+def check_problem(starts: Tensor, problem_sizes: Tensor, padded_starts: Tensor, rows: int, n: int, k: int, align: int) -> None:
+    """Raises unless the three spell one cut of `rows` rows, in groups of products with n out- and k in-features. Waits for the device.
+
+    starts i32 [G] and padded_starts i32 [G] as at the head of this file, problem_sizes i32 [G, 3]: (m, n, k) of each group. They are named
+    as nvFuser names them. GroupsError with the first group that does not fit.
+    """
+    end = padded = 0
+    for group, (start, (m, *of), stored) in enumerate(zip(starts.tolist(), problem_sizes.tolist(), padded_starts.tolist(), strict=True)):
+        for bad, found, expected in (
+            (not 0 <= m <= rows - end, f"problem_sizes[{group}, 0] = {m} rows", f"0 to {rows - end}: {end} of {rows} are taken before"),
+            (of != [n, k], f"problem_sizes[{group}, 1:] = {of}", f"N and K of the weight, {[n, k]}"),
+            (start != end, f"offsets[{group}] = {start}", f"{end}, the rows of the groups before"),
+            (stored != padded, f"blockscale_offsets[{group}] = {stored}", f"{padded}, those rows padded to multiples of {align}"),
+        ):
+            if bad:
+                raise GroupsError(
+                    found, expected=f"{expected}, for group {group} of {len(starts)}",
+                    todo="offsets are group starts without the total; problem_sizes has a row for each group, the last one too",
+                )  # fmt: skip
+        end, padded = end + m, padded + ceil_to(m, align)
 
 
 def check_ids(ids: Tensor, groups: int, name: str = "ids") -> None:

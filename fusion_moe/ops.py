@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import options, translate
-from .errors import DeviceError, DtypeError, Error, UnsupportedError, Untranslatable
+from .errors import DeviceError, DtypeError, Error, ShapeError, UnsupportedError, Untranslatable
 from .ir.builder import FusionDefinition
 from .ir.core import Fusion, storage_shape
 from .ir.derivative import differentiable_outputs, differentiate
@@ -34,7 +34,7 @@ class Spec:
 
     rows: arguments whose leading dimensions are rows, and how many trailing dimensions stay (a [..., K]: 1). Their size may change
     from call to call without a new program; those of `equal` have equally many. flatten: the argument whose leading dimensions
-    the output takes over.
+    the output takes over. k_major: arguments [G, K, N] whose elements must be stored with K running fastest.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Spec:
     rows: Mapping[str, int] = field(default_factory=dict)
     equal: tuple[str, ...] = ()
     flatten: str = ""
+    k_major: tuple[str, ...] = ()
     differentiable: bool = True
 
     def fixes(self, name: str, i: int, rank: int) -> bool:
@@ -79,6 +80,12 @@ SPECS = {
         Spec("combine", "(Tensor y, Tensor slot_of, Tensor w) -> Tensor", rows={"y": 1, "slot_of": 1, "w": 1}, equal=("slot_of", "w")),
         Spec("group_add", "(Tensor y, Tensor bias, Tensor offs) -> Tensor", rows={"y": 1}),
         Spec("expert_mlp", _EXPERT_MLP, rows={"x": 1, "ids": 1, "w": 1}, equal=("x", "ids", "w"), flatten="x"),
+        Spec(
+            "f16a_nvfp4weight_scaled_grouped_mm",
+            "(Tensor activation, Tensor fp4_weight, Tensor weight_scaling_factor, Tensor global_scale, Tensor offsets, "
+            "Tensor blockscale_offsets, Tensor problem_sizes) -> Tensor",
+            rows={"activation": 1}, flatten="activation", k_major=("fp4_weight",),
+        ),
     )
 }  # fmt: skip
 RUN = "(str program, Tensor[] inputs, SymInt[] sizes, str? options=None) -> Tensor[]"  # options: None for those in force when it runs
@@ -115,10 +122,29 @@ def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         raise DeviceError(
             ", ".join(f"{n} on {d}" for n, d in devices.items()), expected="one device", todo="move them with .to(device)", where=spec.name
         )
+    for name in spec.k_major:
+        _need_k_major(name, tensors[name], spec.name)
     lead = bound[spec.flatten].shape[:-1] if spec.flatten and bound[spec.flatten].dim() != 2 else None
     flat = {n: _flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
     others = tuple((n, dtype_name(v) if isinstance(v, torch.dtype) else v) for n, v in bound.items() if n not in tensors)
     return Call(spec, flat, others, lead)
+
+
+def _need_k_major(name: str, t: Tensor, where: str) -> None:
+    """ShapeError unless t [G, K, N] is the transposed view of a contiguous [G, N, K]."""
+    if t.dim() != 3:
+        raise ShapeError(f"{name} has shape {list(t.shape)}", expected="[G, K/2, N], two codes a byte along K", where=where)
+    if not t.mT.is_contiguous():
+        _, k, n = t.shape
+        raise ShapeError(
+            f"{name} has shape {list(t.shape)} and strides {list(t.stride())}", expected=f"strides {[n * k, 1, k]}, K running fastest",
+            todo="pack two codes a byte along K into a contiguous [G, N, K/2] tensor, and pass its .transpose(1, 2)", where=where,
+        )  # fmt: skip
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """fp4 tensors as the bytes they are stored in, which is how programs take them; any other tensor itself."""
+    return t.view(torch.uint8) if t.dtype == torch.float4_e2m1fn_x2 else t
 
 
 def _flat(t: Tensor, keep: int) -> Tensor:
@@ -225,7 +251,7 @@ def _backward(spec: Spec, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]
     forward = fusion_of(spec.name, types, call.others)
     seeds = [_flat(grads[i], len(forward.outputs[i].type.shape) - 1) for i in differentiable_outputs(forward)]
     inputs = [*call.tensors.values(), *seeds]
-    env = sizes.values() if sizes else program.bind(inputs)
+    env = sizes.values() if sizes else program.bind(list(map(as_bytes, inputs)))
     outputs = torch.ops.fusion_moe.run(one_line(program), inputs, [env[s] for s in program.symbols], ctx.options)
     found = dict(zip(wanted, outputs, strict=True))
     return tuple(found[n].reshape(given[n].shape) if n in found else None for n in names[: ctx.count])
@@ -276,7 +302,7 @@ def _register() -> torch.library.Library:
             torch.library.register_autograd(name, never, setup_context=_mark_non_differentiable, lib=lib)
         register_flop_formula(getattr(torch.ops.fusion_moe, spec.name), get_raw=True)(partial(_call_flops, spec))
     # its tensors come in whatever strides the graph has; the program asks for what it needs
-    lib.define("run" + RUN, tags=(torch.Tag.needs_contiguous_strides, torch.Tag.cudagraph_unsafe))
+    lib.define("run" + RUN, tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe))
     torch.library.register_fake(f"{NAMESPACE}::run", _run_fake, lib=lib)
     torch.library.register_autograd(f"{NAMESPACE}::run", _no_derivative("run", "second-order derivatives are not supported"), lib=lib)
     register_flop_formula(torch.ops.fusion_moe.run, get_raw=True)(_run_flops)

@@ -133,9 +133,18 @@ class FusionDefinition:
         """The ends-typed value of a plain i32 vector of group ends; asked twice, it is the same value and the same cut."""
         if offs.type.ends is not None:
             return offs
-        key = ("groups_of", offs)
+        return self._cut_once(("groups_of", offs), lambda groups: self.ops.ends(offs, rows=rows, groups=groups), offs)
+
+    def groups_of_problem(self, starts: Value, problem_sizes: Value, padded_starts: Value, rows: AnySize, n: int, k: int) -> Value:
+        """The ends-typed value of a cut as nvFuser spells it (`problem_ends`); asked twice, it is the same value and the same cut."""
+        inputs = (starts, problem_sizes, padded_starts)
+        key = ("groups_of_problem", inputs, rows, n, k)
+        return self._cut_once(key, lambda groups: self.ops.problem_ends(*inputs, rows=rows, groups=groups, n=n, k=k), starts)
+
+    def _cut_once(self, key: Any, make: Callable[[Groups], Value], each: Value) -> Value:
+        """What `make` made for this key of a new cut with a group for each element of `each`."""
         if key not in self._views:
-            self._views[key] = (self.ops.ends(offs, rows=rows, groups=self.fresh_groups(plain(offs.type.shape[0]))),)
+            self._views[key] = (make(self.fresh_groups(plain(each.type.shape[0]))),)
         return self._views[key][0]
 
     @property

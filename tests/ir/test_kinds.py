@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import loops
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from pointwise import BINARY, COMPARISONS, LOGICAL, UNARY, sample
 from routings import Cut, Routing, cuts, routings
 
 from fusion_moe import FusionDefinition
-from fusion_moe.errors import FusionError, GroupsError, NonFiniteError
+from fusion_moe.errors import FusionError, GroupsError, NonFiniteError, ShapeError
 from fusion_moe.formats import Quantized
 from fusion_moe.ir.kinds import KINDS
 from fusion_moe.ir.types import DTYPES
@@ -185,6 +186,27 @@ def test_ends_are_seen_to_be_ends():
             run(build, x, torch.tensor(bad, dtype=torch.int32))
 
 
+@about("problem_ends")
+@given(cuts(), st.data())
+def test_problem_ends(cut: Cut, data):
+    """Ends from starts and sizes; one wrong number anywhere is found."""
+    count, (n, k) = len(cut.sizes), (24, 32)
+    starts = [sum(cut.sizes[:g]) for g in range(count)]
+    padded = [sum(-(-m // 128) * 128 for m in cut.sizes[:g]) for g in range(count)]
+    parts = [torch.tensor(t, dtype=torch.int32) for t in (starts, [[m, n, k] for m in cut.sizes], padded)]
+
+    def build(fd, x, *of):
+        ends = fd.ops.problem_ends(*of, rows=cut.rows, groups=fd.define_groups("g", count), n=n, k=k)
+        return fd.ops.cut(x, ends), ends
+
+    x = torch.zeros(cut.rows, 1)
+    assert run(build, x, *parts)[1].equal(cut.ends)
+    wrong, group = data.draw(st.integers(0, 2)), data.draw(st.integers(0, count - 1))
+    parts[wrong][group] += data.draw(st.sampled_from((-1, cut.spare + 1)))
+    with pytest.raises(GroupsError, match=rf"for group \d+ of {count}"):
+        run(build, x, *parts)
+
+
 @about("cut")
 def test_rows_are_cut_once():
     def build(fd, x, offs):
@@ -322,6 +344,39 @@ def test_products_with_nvfp4_weights(cut: Cut, dtype, runs, transposed):
         scale[rows] = np.abs(a.double().numpy()[rows]) @ np.abs(matrix)
     assert found.dtype == torch.float32
     assert (np.abs(found.double().numpy() - want) <= 2.0**-20 * scale).all()
+
+
+@about("grouped_mm", "grouped_mm_t", "pack")
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("n", [6, 128, 130])
+def test_how_a_weight_is_stored_changes_no_product(n, transposed):
+    """Swizzled block scales, whatever their padding holds, and codes seen transposed."""
+    cut, k = Cut((3, 0, 4), 1), 48
+    q = weight(3, n, k, 2)
+    stored = loops.swizzled(q.block_scale, padding=0x7F)  # NaN
+    a = torch.randn(cut.rows, n if transposed else k, generator=torch.Generator().manual_seed(3))
+
+    def build(fd, a, offs, codes, linear, swizzled, decode, turned):
+        rows, ends = cut_rows(fd, cut, a, offs)
+        kind = fd.ops.grouped_mm_t if transposed else fd.ops.grouped_mm
+        other = fd.ops.pack(turned, swizzled, decode, fmt="nvfp4", layout="sf128x4", transposed=True)
+        return kind(rows, packed(fd, codes, linear, decode), ends), kind(rows, other, ends, w_layout="sf128x4")
+
+    want, found = run(build, a, cut.ends, q.codes, q.block_scale, stored, q.decode_scale, q.codes.mT)
+    assert want.any()
+    assert_same_bits([found], [want])
+
+
+def test_a_product_says_how_its_weight_is_stored():
+    def build(fd, a, offs, codes, scale, decode):
+        rows, ends = cut_rows(fd, Cut((2, 3), 0), a, offs)
+        return fd.ops.grouped_mm(rows, fd.ops.pack(codes, scale, decode, fmt="nvfp4", layout="sf128x4"), ends)
+
+    q = weight(2, 6, 32)
+    with pytest.raises(ShapeError, match=r"w is nvfp4\[2, 6, 32\]@sf128x4; expected the layout linear; w_layout states it"):
+        run(build, torch.randn(5, 32), Cut((2, 3), 0).ends, q.codes, loops.swizzled(q.block_scale), q.decode_scale)
+    with pytest.raises(ShapeError, match=r"block_scale f8e4m3\[2, 6, 2\]; expected f8e4m3\[2, 128, 4\].* in the layout sf128x4"):
+        run(build, torch.randn(5, 32), Cut((2, 3), 0).ends, *q)
 
 
 @about("grouped_mm", "grouped_mm_t", "grouped_outer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import loops
 import ml_dtypes
 import numpy as np
 import pytest
@@ -121,6 +122,20 @@ def test_splitting_a_group_changes_nothing():
     whole = OPS.nvfp4_grouped_mm(a, codes, scale, decode, torch.tensor([4, 9], dtype=torch.int32))
     again = [t[[0, 0, 1]] for t in (codes, scale, decode)]
     torch.testing.assert_close(OPS.nvfp4_grouped_mm(a, *again, torch.tensor([1, 4, 9], dtype=torch.int32)), whole, rtol=1e-6, atol=1e-6)
+
+
+def test_the_layout_of_a_weight_changes_no_bit():
+    def stored(parts):
+        return parts[0], loops.swizzled(parts[1], padding=0x7F), parts[2]
+
+    gate_up, down = experts(3)
+    a, ends = random(9, 32).requires_grad_(), torch.tensor([4, 4, 9], dtype=torch.int32)
+    want, found = (OPS.nvfp4_grouped_mm(a, *w, ends, weight_layout=at) for w, at in ((gate_up, "linear"), (stored(gate_up), "sf128x4")))
+    assert found.equal(want)
+    assert torch.autograd.grad(found.sum(), a)[0].equal(torch.autograd.grad(want.sum(), a)[0])
+    x, ids, w = random(5, 32), torch.tensor([[0, 2], [2, 2], [0, 1], [1, 1], [2, 0]]), random(5, 2)
+    want = OPS.expert_mlp(x, ids, w, *gate_up, *down)
+    assert OPS.expert_mlp(x, ids, w, *stored(gate_up), *stored(down), weight_layout="sf128x4").equal(want)
 
 
 def test_nvfp4_activations_on_the_reference():
@@ -399,7 +414,18 @@ def calls():
         "combine": ((random(10, 8, dtype=torch.bfloat16), slot_of, random(5, 2)), {}),
         "group_add": ((random(5, 8), random(3, 8), ends), {}),
         "expert_mlp": ((random(5, 32, dtype=torch.bfloat16), ids, random(5, 2), *gate_up, *down), {"interleave": 4}),
+        "f16a_nvfp4weight_scaled_grouped_mm": (of_problem(random(5, 32, dtype=torch.bfloat16), weight(3, 24, 32), (2, 0, 3)), {}),
     }
+
+
+def of_problem(a: Tensor, parts: tuple[Tensor, Tensor, Tensor], sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The arguments of f16a_nvfp4weight_scaled_grouped_mm for a [M, K] and a weight in linear order."""
+    codes, block_scale, decode_scale = parts
+    n, k = codes.shape[1], 2 * codes.shape[2]
+    starts = [sum(sizes[:g]) for g in range(len(sizes))]
+    padded = [sum(-(-m // 128) * 128 for m in sizes[:g]) for g in range(len(sizes))]
+    ints = [torch.tensor(t, dtype=torch.int32) for t in (starts, padded, [[m, n, k] for m in sizes])]
+    return (a, codes.mT, loops.swizzled(block_scale), decode_scale, *ints)
 
 
 @pytest.mark.parametrize("name", calls())

@@ -17,7 +17,7 @@ from fusion_moe.ir.types import Rows, plain
 from fusion_moe.translate import translator
 
 ACTIVATION_FORMATS = ("bf16", "nvfp4")
-WEIGHT_LAYOUTS = ("linear",)
+WEIGHT_LAYOUTS = ("linear", "sf128x4")
 
 
 def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Value], Value]]:
@@ -38,16 +38,18 @@ def cut_by(fd: FusionDefinition, x: Value, ends: Value) -> Value:
 
 
 def product(
-    fd: FusionDefinition, a: Value, weight: tuple[Value, Value, Value], ends: Value, activation_format: str, weight_layout: str, dtype: str
-) -> Value:
-    """a [M/g, K], weight as codes, block scales and decode scales, ends i32[G]@ends(g) -> dtype[M/g, N]"""
+    fd: FusionDefinition, a: Value, weight: tuple[Value, Value, Value], ends: Value, activation_format: str, weight_layout: str, dtype: str,
+    **packing: bool,
+) -> Value:  # fmt: skip
+    """a [M/g, K], weight as codes, block scales and decode scales (**packing: see `pack`), ends i32[G]@ends(g) -> dtype[M/g, N]"""
     _one_of("activation_format", activation_format, ACTIVATION_FORMATS)
     _one_of("weight_layout", weight_layout, WEIGHT_LAYOUTS)
     fd.mark_weight(*weight)
-    w = fd.ops.pack(*weight, fmt="nvfp4", layout=weight_layout)
+    w = fd.ops.pack(*weight, fmt="nvfp4", layout=weight_layout, **packing)
+    stored = {} if weight_layout == "linear" else {"w_layout": weight_layout}
     if activation_format == "nvfp4":
         a = fd.ops.quantize(a, fd.ops.decode_scale(a, fmt="nvfp4"), fmt="nvfp4")
-    return fd.ops.cast(fd.ops.grouped_mm(a, w, ends), dtype=dtype)
+    return fd.ops.cast(fd.ops.grouped_mm(a, w, ends, **stored), dtype=dtype)
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -6,12 +6,13 @@
     group_add      y [M/g, N], bias [G, N] -> [M/g, N]
 
 w is nvfp4[G, N, K] or a float tensor; it is decoded a few groups at a time.
-a may be nvfp4[M/g, K]; a_layout says how its block scales are stored.
+a may be nvfp4[M/g, K]; a_layout and w_layout say how the block scales of the two are stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ _PANEL = 2**21  # elements that are decoded at once
 _OPERANDS = (*_FLOATS, *FORMATS)
 
 
-def _operands(a: TensorType, w: TensorType, ends: TensorType, contract: int) -> None:
+def _operands(a: TensorType, w: TensorType, ends: TensorType, contract: int, w_layout: str) -> None:
     need_rank("a", a, 2)
     need_rank("w", w, 3)
     need_dtype("a", a, *_OPERANDS)
@@ -38,17 +39,19 @@ def _operands(a: TensorType, w: TensorType, ends: TensorType, contract: int) -> 
     rows = need_cut("a", a, ends)
     need_same("the number of groups", w.shape[0], rows.groups.count, "w and ends")
     need_same("the contracted size", a.shape[1], w.shape[contract], f"a {a} and w {w}")
+    if w.layout != w_layout:
+        raise ShapeError(f"w is {w}", expected=f"the layout {w_layout}", todo="w_layout states it")
 
 
-def _mm_type(a: TensorType, w: TensorType, ends: TensorType, a_layout: str = "linear") -> Types:
-    _operands(a, w, ends, contract=2)
+def _mm_type(a: TensorType, w: TensorType, ends: TensorType, a_layout: str = "linear", w_layout: str = "linear") -> Types:
+    _operands(a, w, ends, 2, w_layout)
     if a.layout != a_layout:
         raise ShapeError(f"a is {a}", expected=f"the layout {a_layout}", todo="fd.ops.relayout changes it, a_layout states it")
     return (TensorType((a.shape[0], w.shape[1]), "f32"),)
 
 
-def _mm_t_type(a: TensorType, w: TensorType, ends: TensorType) -> Types:
-    _operands(a, w, ends, contract=1)
+def _mm_t_type(a: TensorType, w: TensorType, ends: TensorType, w_layout: str = "linear") -> Types:
+    _operands(a, w, ends, 1, w_layout)
     if a.quantized:
         raise DtypeError(f"a is {a}", expected="floats: the blocks of a run along N, which is contracted")
     return (TensorType((a.shape[0], w.shape[2]), "f32"),)
@@ -81,7 +84,7 @@ def _runs(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
         start = end
 
 
-def _matrices(w: Any, groups: Sequence[int]) -> Iterator[torch.Tensor]:
+def _matrices(w: Any, groups: Sequence[int], layout: str) -> Iterator[torch.Tensor]:
     """The matrices of these groups in float32, decoded a panel at a time: never all of a large weight."""
     if not isinstance(w, Quantized):
         yield from (w[group].float() for group in groups)
@@ -89,14 +92,16 @@ def _matrices(w: Any, groups: Sequence[int]) -> Iterator[torch.Tensor]:
     step = max(1, _PANEL // (w.shape[-2] * w.shape[-1]))
     for first in range(0, len(groups), step):
         panel = torch.tensor(groups[first : first + step], device=w.codes.device)
-        yield from dequantize(Quantized(*(_rows(t, panel) for t in w)))
+        yield from dequantize(linear(Quantized(*(_rows(t, panel) for t in w)), layout))
 
 
 def _rows(t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     return t.view(torch.uint8).index_select(0, at).view(t.dtype) if t.element_size() == 1 else t.index_select(0, at)
 
 
-def _mm(a: Any, w: Any, ends: torch.Tensor, *, transposed: bool, a_layout: str = "linear") -> tuple[torch.Tensor]:
+def _mm(
+    a: Any, w: Any, ends: torch.Tensor, *, transposed: bool, a_layout: str = "linear", w_layout: str = "linear"
+) -> tuple[torch.Tensor]:
     if isinstance(a, Quantized):
         a = dequantize(linear(a, a_layout, ends))
     check_ends(ends, a.shape[0], "ends")
@@ -104,7 +109,7 @@ def _mm(a: Any, w: Any, ends: torch.Tensor, *, transposed: bool, a_layout: str =
     k = w.shape[2]
     out = torch.zeros(a.shape[0], k if transposed else n, device=a.device)
     runs = list(_runs(ends))
-    for (_, start, end), matrix in zip(runs, _matrices(w, [group for group, *_ in runs]), strict=True):
+    for (_, start, end), matrix in zip(runs, _matrices(w, [group for group, *_ in runs], w_layout), strict=True):
         out[start:end] = a[start:end].float() @ (matrix if transposed else matrix.T)
     return (out,)
 
@@ -125,7 +130,8 @@ def _add(y: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor) -> tuple[torch
 
 def _mm_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     a, w, ends = op.values
-    da = None if a.type.quantized else fd.ops.cast(fd.ops.grouped_mm_t(dy, w, ends), dtype=a.type.dtype)
+    at = {name: layout for name, layout in op.attrs.items() if name == "w_layout"}
+    da = None if a.type.quantized else fd.ops.cast(fd.ops.grouped_mm_t(dy, w, ends, **at), dtype=a.type.dtype)
     dw = None if w.type.quantized else fd.ops.cast(fd.ops.grouped_outer(dy, a, ends), dtype=w.type.dtype)
     return [da, dw, None]
 
@@ -145,10 +151,8 @@ def _product_flops(op: Op) -> Any:
 
 
 TABLE = (
-    OpKind(
-        "grouped_mm", _mm_type, lambda a, w, ends, **at: _mm(a, w, ends, transposed=False, **at), _mm_grad, _product_flops, role="grouped"
-    ),
-    OpKind("grouped_mm_t", _mm_t_type, lambda a, w, ends: _mm(a, w, ends, transposed=True), flops=_product_flops, role="grouped"),
+    OpKind("grouped_mm", _mm_type, partial(_mm, transposed=False), _mm_grad, _product_flops, role="grouped"),
+    OpKind("grouped_mm_t", _mm_t_type, partial(_mm, transposed=True), flops=_product_flops, role="grouped"),
     OpKind("grouped_outer", _outer_type, _outer, flops=_product_flops, role="grouped"),
     OpKind("group_add", _add_type, _add, _add_grad, role="grouped_add"),
 )

@@ -12,19 +12,39 @@ from ..types import DTYPES, Dim, TensorType, plain
 from .rules import Types, need_cut, need_dtype, need_float, need_rank, need_tensor
 
 
-def _pack_type(codes: TensorType, block_scale: TensorType, decode_scale: TensorType, fmt: str, layout: str) -> Types:
-    """codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale f32[...] or [..., S] -> nvfp4[..., N, K]"""
+def _pack_type(
+    codes: TensorType, block_scale: TensorType, decode_scale: TensorType, fmt: str, layout: str, transposed: bool = False
+) -> Types:
+    """codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale f32[...] or [..., S] -> nvfp4[..., N, K]
+
+    layout: how the block scales are stored, in the shape of its storage. transposed: codes are u8[..., K/2, N], strided so that the
+    two codes of a byte still run along K and no byte has to move.
+    """
     format = FORMATS[fmt]
     need_dtype("codes", codes, "u8")
     need_dtype("block_scale", block_scale, "f8e4m3")
     need_dtype("decode_scale", decode_scale, "f32")
-    *lead, n, packed_k = codes.shape
+    *lead, n, packed_k = codes.shape if not transposed else (*codes.shape[:-2], codes.shape[-1], codes.shape[-2])
     k = format.elements(_known(packed_k))
-    if block_scale.shape != (*lead, n, format.blocks(k)):
-        want = TensorType((*lead, n, format.blocks(k)), "f8e4m3")
-        raise ShapeError(f"block_scale {block_scale}", expected=f"{want}, one scale for {format.block} codes of {codes}")
+    stored = _stored((*lead, n, format.blocks(k)), layout)
+    if block_scale.shape != stored:
+        want = f"{TensorType(stored, 'f8e4m3')}, one scale for {format.block} codes of {codes}"
+        raise ShapeError(f"block_scale {block_scale}", expected=want + (f" in the layout {layout}" if layout != "linear" else ""))
     _need_decode_scale(decode_scale, tuple(lead), n)
     return (TensorType((*lead, n, k), fmt, layout),)
+
+
+def _stored(shape: tuple[Dim, ...], layout: str) -> tuple[Dim, ...]:
+    """The shape in which a layout stores the block scales [..., N, K/16] of matrices."""
+    if layout not in LAYOUTS:
+        raise ShapeError(f"layout {layout!r}", expected=f"one of {', '.join(LAYOUTS)}")
+    return shape if layout == "linear" else LAYOUTS[layout].storage_shape(tuple(map(_known, shape)))
+
+
+def _pack(
+    codes: torch.Tensor, block_scale: torch.Tensor, decode_scale: torch.Tensor, fmt: str, layout: str, transposed: bool = False
+) -> tuple[Quantized]:
+    return (Quantized(codes.mT if transposed else codes, block_scale, decode_scale),)
 
 
 def _known(k: Dim) -> int:
@@ -68,6 +88,11 @@ def _decode_scale_type(x: TensorType, fmt: str) -> Types:
     return (TensorType(x.shape[:-2], "f32"),)
 
 
+def _decode_scale(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor]:
+    """Zeros where there are no rows to take the largest element of."""
+    return (decode_scale_of(x, FORMATS[fmt]) if x.numel() else x.new_zeros(x.shape[:-2], dtype=torch.float32),)
+
+
 def _unpack_type(x: TensorType) -> Types:
     """nvfp4[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16]"""
     need_dtype("x", x, *FORMATS)
@@ -101,18 +126,18 @@ def _relayout(x: Quantized, ends: torch.Tensor, layout: str) -> tuple[Quantized]
     return (x._replace(block_scale=LAYOUTS[layout].forward(x.block_scale, ends)),)
 
 
-def linear(x: Quantized, layout: str, ends: torch.Tensor) -> Quantized:
-    """x with its block scales in linear order, whatever `layout` they are stored in."""
+def linear(x: Quantized, layout: str, ends: torch.Tensor | None = None) -> Quantized:
+    """x with its block scales in linear order, whatever `layout` they are stored in; ends: of the groups that its rows are stored by."""
     if layout == "linear":
         return x
-    *_, rows, k = x.shape
-    return x._replace(block_scale=LAYOUTS[layout].inverse(x.block_scale, (rows, FORMATS["nvfp4"].blocks(k)), ends))
+    *lead, k = x.shape
+    return x._replace(block_scale=LAYOUTS[layout].inverse(x.block_scale, (*lead, FORMATS["nvfp4"].blocks(k)), ends))
 
 
 TABLE = (
-    OpKind("pack", _pack_type, lambda codes, block, decode, fmt, layout: (Quantized(codes, block, decode),), view=True, role="view"),
+    OpKind("pack", _pack_type, _pack, view=True, role="view"),
     OpKind("unpack", _unpack_type, lambda x: (x.codes, x.block_scale), role="view"),
-    OpKind("decode_scale", _decode_scale_type, lambda x, fmt: (decode_scale_of(x, FORMATS[fmt]),), role="reduce"),
+    OpKind("decode_scale", _decode_scale_type, _decode_scale, role="reduce"),
     OpKind("quantize", _quantize_type, _quantize, role="quantize"),
     OpKind("grouped_swizzle", _swizzle_type, _swizzle, role="layout"),
     OpKind("relayout", _relayout_type, _relayout, role="layout"),

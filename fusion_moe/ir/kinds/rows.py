@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ...errors import FusionError, ShapeError
-from ...groups import check_ends, check_ids
+from ...groups import check_ends, check_ids, check_problem, ends_from_problem
+from ...layouts import SF128X4
 from ..core import Op, OpKind, Value
 from ..sizes import AnySize
 from ..types import DTYPES, INTS, Dim, Groups, Rows, TensorType, plain
@@ -30,6 +31,29 @@ def _ends(offs: torch.Tensor, rows: int, groups: Groups) -> tuple[torch.Tensor]:
     """offs i32[G] -> itself, once it was seen to be cumulative ends among `rows` rows."""
     check_ends(offs, rows)
     return (offs,)
+
+
+def _problem_ends_type(
+    starts: TensorType, problem_sizes: TensorType, padded_starts: TensorType, rows: AnySize, groups: Groups, n: int, k: int
+) -> Types:
+    """starts i32[G], problem_sizes i32[G, 3], padded_starts i32[G] -> i32[G]@ends(g): a cut as nvFuser's grouped products take it"""
+    for name, type, shape in (
+        ("offsets", starts, (groups.count,)),
+        ("problem_sizes", problem_sizes, (groups.count, 3)),
+        ("blockscale_offsets", padded_starts, (groups.count,)),
+    ):
+        need_dtype(name, type, "i32")
+        if type.shape != shape:
+            raise ShapeError(f"{name} {type}", expected=str(type.with_(shape=shape)))
+    return (starts.with_(ends=groups),)
+
+
+def _problem_ends(
+    starts: torch.Tensor, problem_sizes: torch.Tensor, padded_starts: torch.Tensor, rows: int, groups: Groups, n: int, k: int
+) -> tuple[torch.Tensor]:
+    if not starts.is_cuda:  # on CUDA looking would wait for the device
+        check_problem(starts, problem_sizes, padded_starts, rows, n, k, SF128X4.rows)
+    return (ends_from_problem(starts, problem_sizes),)
 
 
 def _cut_type(x: TensorType, ends: TensorType) -> Types:
@@ -167,6 +191,7 @@ def _cut_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 TABLE = (
     OpKind("ends", _ends_type, _ends, view=True, role="view"),
+    OpKind("problem_ends", _problem_ends_type, _problem_ends, role="routing"),
     OpKind("cut", _cut_type, lambda x, ends: (x,), _cut_grad, view=True, role="view"),
     OpKind("zero_rest", _zero_rest_type, _zero_rest, _zero_rest_grad),
     OpKind("route", _route_type, _route, role="routing"),

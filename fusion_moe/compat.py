@@ -1,0 +1,119 @@
+"""Names that other people's code calls, given to our operations on request and never on import.
+
+lightning-thunder's inference benchmarks call `torch.ops.nvf_cutlass.f16a_nvfp4weight_scaled_grouped_mm` and register it themselves. torch
+keeps one registration of a name: `torch.library.custom_op` replaces another of its kind without a word, whichever comes second, and
+raises where the name was made by `torch.library.Library.define`. So whoever registers decides, and has to be able to see who answers:
+
+    registration = fusion_moe.compat.register_nvf_cutlass()
+    registration.replaced         # the schema of what had the name before, or None
+    registration.overwritten()    # what has happened to the name since then, or None
+
+The arguments are those of thunder after 0.2.6, and are what `fusion_moe::f16a_nvfp4weight_scaled_grouped_mm` says they are: not all that
+thunder passes is. Its Llama4MoE leaves out the last group, and its quantization gives global scales that are neither decode nor
+encode scales; `fusion_moe.quantize_` converts those modules as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library import custom_ops
+
+from . import translate
+from .errors import UnsupportedError, Untranslatable
+from .ir.builder import FusionDefinition
+from .ir.core import Value
+
+NAME = "nvf_cutlass::f16a_nvfp4weight_scaled_grouped_mm"
+_OURS = NAME.replace("nvf_cutlass", "fusion_moe")
+_SCHEMA = """(
+    Tensor activation, Tensor fp4_weight, Tensor weight_scaling_factor, Tensor weight_global_scale, Tensor offsets,
+    Tensor blockscale_offsets, Tensor problem_sizes) -> Tensor"""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """Our registration of NAME. replaced: the schema that the name had before, if it had one. kernels: as the dispatcher has them."""
+
+    operation: custom_ops.CustomOpDef
+    replaced: str | None
+    kernels: frozenset[str]
+
+    def overwritten(self) -> str | None:
+        """What has happened to the name since it was registered, in a sentence; None if it is still ours."""
+        if custom_ops.OPDEFS.get(NAME) is not self.operation:
+            return f"{NAME} was registered again, at {_where()}, after fusion_moe.compat.register_nvf_cutlass()"
+        other = sorted(_kernels() ^ self.kernels)
+        return f"{NAME} has other kernels than fusion_moe.compat.register_nvf_cutlass() gave it: {'; '.join(other)}" if other else None
+
+
+_registration: Registration | None = None
+
+
+def register_nvf_cutlass() -> Registration:
+    """Makes NAME our operation, in place of another `torch.library.custom_op` of that name; called again, nothing if it still is.
+
+    It has a fake, no derivative, and our translator, which refuses calls once somebody else has taken the name. UnsupportedError if
+    the name was made by `torch.library.Library.define`, which cannot be replaced.
+    """
+    global _registration
+    if _registration is not None and _registration.overwritten() is None:
+        return _registration
+    replaced = _schema()
+    try:
+        made = torch.library.custom_op(NAME, _body, mutates_args=(), schema=_SCHEMA, tags=(torch.Tag.cudagraph_unsafe,))
+    except RuntimeError as error:
+        if "multiple times" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{NAME} is registered already, by torch.library.Library.define", expected="a free name, or one that can be replaced",
+            todo="do not import what registers it, or make it with torch.library.custom_op", where="register_nvf_cutlass",
+        ) from error  # fmt: skip
+    made.register_fake(_body)
+    found = translate.find(NAME)
+    if found is None or found.function is not _translated:
+        translate.translator(NAME)(_translated)
+    _registration = Registration(made, replaced, _kernels())
+    return _registration
+
+
+def _body(
+    activation: Tensor, fp4_weight: Tensor, weight_scaling_factor: Tensor, weight_global_scale: Tensor, offsets: Tensor,
+    blockscale_offsets: Tensor, problem_sizes: Tensor,
+) -> Tensor:  # fmt: skip
+    return torch.ops.fusion_moe.f16a_nvfp4weight_scaled_grouped_mm(
+        activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, blockscale_offsets, problem_sizes
+    )
+
+
+def _translated(
+    fd: FusionDefinition, activation: Value, fp4_weight: Value, weight_scaling_factor: Value, weight_global_scale: Value, offsets: Value,
+    blockscale_offsets: Value, problem_sizes: Value,
+) -> Any:  # fmt: skip
+    if _registration is not None and (why := _registration.overwritten()):
+        raise Untranslatable(why)
+    ours = translate.find(_OURS)
+    assert ours is not None
+    return ours.function(fd, activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, blockscale_offsets, problem_sizes)
+
+
+def _schema() -> str | None:
+    """The schema that the name has; None if it has none."""
+    namespace, name = NAME.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return None if packet is None else str(packet.default._schema)
+
+
+def _kernels() -> frozenset[str]:
+    """The lines in which the dispatcher tells who registered the name and each of its kernels."""
+    return frozenset(torch._C._dispatch_dump(NAME).splitlines())
+
+
+def _where() -> str:
+    """Where the function stands that the name was last given to."""
+    code = getattr(getattr(custom_ops.OPDEFS.get(NAME), "_init_fn", None), "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else "an unknown place"

@@ -1,0 +1,346 @@
+"""The operation with another library's signature: what it computes, what it refuses, and who has the name that the other library calls."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import loops
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from routings import Cut, cuts
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch._library import custom_ops
+
+from fusion_moe import compat, translate
+from fusion_moe.errors import DeviceError, DtypeError, Error, GroupsError, ShapeError, UnsupportedError
+from fusion_moe.frontends.inductor import backend
+
+OURS = torch.ops.fusion_moe.f16a_nvfp4weight_scaled_grouped_mm
+EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
+NAN = float("nan")
+
+
+def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(f, backend=backend, fullgraph=True, dynamic=True)
+
+
+HOW = {"eager": lambda f: f, "torch.compile": compiled}  # every way in which a function that calls the operation is run
+
+
+def weight(groups: int, n: int, k: int, padding: int = 0x7F, seed: int = 0) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """The operation's three tensors of a weight, padding of the scales NaN, and what they mean: f64[G, N, K]."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (groups, n, k // 2), generator=g, dtype=torch.uint8)
+    scale = torch.randint(0x20, 0x41, (groups, n, k // 16), generator=g, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    decode = torch.rand(groups, generator=g) * 0.2 + 0.05
+    fp4 = codes.view(torch.float4_e2m1fn_x2).transpose(1, 2)
+    return (fp4, loops.swizzled(scale, padding), decode), loops.decoded(codes, scale, decode)
+
+
+def problem(sizes: tuple[int, ...], n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """offsets, blockscale_offsets and problem_sizes, counted on the host."""
+    starts = [sum(sizes[:g]) for g in range(len(sizes))]
+    padded = [sum(-(-m // 128) * 128 for m in sizes[:g]) for g in range(len(sizes))]
+    return tuple(torch.tensor(t, dtype=torch.int32) for t in (starts, padded, [[m, n, k] for m in sizes]))
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def call(*args: Tensor) -> Tensor:
+    return OURS(*args)
+
+
+def assert_right(found: Tensor, x: Tensor, w: Tensor, sizes: tuple[int, ...]) -> None:
+    """Off the loop in float64 by one rounding to the dtype of x, and some of float32 sums."""
+    wide = x.double().reshape(-1, x.shape[-1]).nan_to_num()
+    want, magnitude = loops.product(wide, w, sizes), loops.product(wide.abs(), w.abs(), sizes)
+    assert found.dtype == x.dtype
+    assert found.shape == (*x.shape[:-1], w.shape[1])
+    off = (found.double().reshape(want.shape) - want).abs()
+    assert (off <= EPS[x.dtype] * want.abs() + 2.0**-20 * magnitude + torch.finfo(x.dtype).smallest_normal).all()
+
+
+# What it computes -----------------------------------------------------------------------------------------------------
+
+
+@given(cuts(), st.sampled_from(list(EPS)), st.sampled_from(((6, 32), (128, 64), (130, 80))))
+def test_against_a_loop(cut: Cut, dtype, nk):
+    parts, w = weight(len(cut.sizes), *nk)
+    x = random(cut.rows, nk[1], dtype=dtype)
+    x[sum(cut.sizes) :] = NAN
+    found = OURS(x, *parts, *problem(cut.sizes, *nk))
+    assert_right(found, x, w, cut.sizes)
+    assert not found[sum(cut.sizes) :].any()
+
+
+SIZES = {"uneven": (3, 0, 6, 2), "the last": (0, 0, 0, 11), "the first": (11, 0, 0, 0), "none": (0, 0, 0, 0), "one group": (11,)}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_all_ways_agree(how, sizes):
+    parts, w = weight(len(sizes), 48, 64)
+    run = HOW[how](call)
+    for lead in ((sum(sizes),), (1, sum(sizes))):  # rows in one dimension and in two
+        x = random(*lead, 64)
+        with torch.no_grad():
+            assert_right(run(x, *parts, *problem(sizes, 48, 64)), x, w, sizes)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_two_projections_and_what_stands_between(how):
+    """gate and up share a problem, down has one of its own."""
+    sizes, h, i = (3, 0, 6, 2), 64, 32
+    (gate, wg), (up, wu), (down, wd) = weight(4, i, h), weight(4, i, h, seed=1), weight(4, h, i, seed=2)
+
+    def mlp(x, first, second):
+        y = torch.nn.functional.silu(OURS(x, *gate, *first)) * OURS(x, *up, *first)
+        return OURS(y, *down, *second)
+
+    x = random(11, h, dtype=torch.float32)
+    with torch.no_grad():
+        found = HOW[how](mlp)(x, problem(sizes, i, h), problem(sizes, h, i))
+    wide = x.double()
+    inner = loops.swiglu(torch.cat([loops.product(wide, wg, sizes), loops.product(wide, wu, sizes)], -1))
+    torch.testing.assert_close(found.double(), loops.product(inner, wd, sizes), rtol=1e-4, atol=1e-4)
+
+
+def test_the_gradient_of_activations():
+    sizes = (3, 0, 6, 1)
+    parts, w = weight(4, 48, 64)
+    x, dy = random(11, 64, dtype=torch.float32).requires_grad_(), random(11, 48, dtype=torch.float32)
+    (dx,) = torch.autograd.grad(OURS(x, *parts, *problem(sizes, 48, 64)), x, dy)
+    torch.testing.assert_close(dx.double(), loops.product(dy.double(), w.mT, sizes), rtol=1e-4, atol=1e-4)
+
+
+def test_the_fake_has_the_dtype_of_the_activation():
+    parts, _ = weight(4, 48, 64)
+    for dtype in EPS:
+        args = (random(2, 5, 64, dtype=dtype), *parts, *problem((3, 0, 6, 1), 48, 64))
+        fake = OURS(*(t.to("meta") for t in args))
+        assert (fake.shape, fake.dtype) == ((2, 5, 48), dtype)
+
+
+# Memory of weights ----------------------------------------------------------------------------------------------------
+
+
+class Held(torch.nn.Module):
+    """A module that holds its codes as the operation takes them, or as they are stored."""
+
+    def __init__(self, as_stored: bool):
+        super().__init__()
+        (fp4, scale, decode), _ = weight(4, 48, 64)
+        self.as_stored = as_stored
+        for name, t in {"fp4": fp4.transpose(1, 2) if as_stored else fp4, "scale": scale, "decode": decode}.items():
+            self.register_buffer(name, t)
+
+    def forward(self, x, *of):
+        fp4 = self.fp4.transpose(1, 2) if self.as_stored else self.fp4
+        return torch.nn.functional.silu(OURS(x, fp4, self.scale, self.decode, *of))
+
+
+@pytest.mark.parametrize("as_stored", [False, True])
+def test_no_byte_of_a_weight_is_moved(as_stored, monkeypatch):
+    """torch.compile hands the buffers to the fusion as they are: its code allocates nothing and calls nothing else."""
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    model, args = Held(as_stored), (random(11, 64), *problem((3, 0, 6, 2), 48, 64))
+    with torch.no_grad():
+        found, (code,) = run_and_get_code(compiled(model), *args)
+        torch.testing.assert_close(found, model(*args), rtol=2.0**-6, atol=1e-6)
+    body = code[code.index("def call(") : code.index("return (")]
+    assert body.count("torch.ops.fusion_moe.run.default(") == 1
+    assert not [what for what in ("empty_strided_cpu(", "cpp_fused", "aten.clone", "aten.copy_") if what in body]
+
+
+# What it refuses ------------------------------------------------------------------------------------------------------
+
+
+def bad_calls() -> dict[str, tuple[type[Error], Callable[[], Any]]]:
+    """What is wrong -> the class of the error, and the call."""
+    parts, _ = weight(4, 48, 64)
+    names = ("activation", "fp4_weight", "weight_scaling_factor", "global_scale", "offsets", "blockscale_offsets", "problem_sizes")
+    good = dict(zip(names, (random(11, 64), *parts, *problem((3, 0, 6, 2), 48, 64)), strict=True))
+    codes, sizes = good["fp4_weight"].view(torch.uint8), good["problem_sizes"]
+
+    def but(**changes):
+        return lambda: OURS(**{**good, **changes})
+
+    def with_size(group, column, to):
+        changed = sizes.clone()
+        changed[group, column] = to
+        return but(problem_sizes=changed)
+
+    ints = lambda *v: torch.tensor(v, dtype=torch.int32)  # noqa: E731
+    return {
+        "codes packed along N": (ShapeError, but(fp4_weight=codes.contiguous())),
+        "codes not transposed": (ShapeError, but(fp4_weight=codes.mT)),
+        "codes of a slice": (ShapeError, but(fp4_weight=torch.cat([codes.mT, codes.mT], -1)[..., :32].mT)),
+        "codes of one matrix": (ShapeError, but(fp4_weight=codes[0])),
+        "K of another size": (ShapeError, but(activation=random(11, 80))),
+        "scales that lost their padding": (ShapeError, but(weight_scaling_factor=parts[1][:, :48])),
+        "scales in bf16": (DtypeError, but(weight_scaling_factor=parts[1].bfloat16())),
+        "one global scale": (ShapeError, but(global_scale=torch.ones(()))),
+        "global scales in bf16": (DtypeError, but(global_scale=parts[2].bfloat16())),
+        "offsets with the total": (ShapeError, but(offsets=ints(0, 3, 3, 9, 11))),
+        "offsets without the last group": (ShapeError, but(offsets=ints(0, 3, 3))),
+        "offsets are ends": (GroupsError, but(offsets=ints(3, 3, 9, 11))),
+        "offsets are int64": (DtypeError, but(offsets=good["offsets"].long())),
+        "blockscale_offsets are not padded": (GroupsError, but(blockscale_offsets=good["offsets"])),
+        "problem_sizes for three groups": (ShapeError, but(problem_sizes=sizes[:3])),
+        "problem_sizes shifted by one": (GroupsError, but(problem_sizes=sizes.roll(1, 0))),
+        "a group that is too large": (GroupsError, with_size(3, 0, 3)),
+        "a group of negative size": (GroupsError, with_size(1, 0, -1)),
+        "N and K in the wrong order": (GroupsError, but(problem_sizes=sizes[:, [0, 2, 1]])),
+        "integers": (DtypeError, but(activation=torch.ones(11, 64, dtype=torch.int32))),
+        "two devices": (DeviceError, but(offsets=good["offsets"].to("meta"))),
+    }
+
+
+@pytest.mark.parametrize("what", bad_calls())
+def test_bad_calls(what):
+    error, bad = bad_calls()[what]
+    with pytest.raises(error):
+        bad()
+
+
+def test_messages(golden):
+    said = []
+    for what, (_, bad) in bad_calls().items():
+        with pytest.raises(Error) as caught:
+            bad()
+        said.append(f"{what}\n    {type(caught.value).__name__}: {caught.value}")
+    golden("\n".join(said))
+
+
+def test_strides_are_looked_at_while_tracing():
+    parts, _ = weight(4, 48, 64)
+    rest = problem((3, 0, 6, 2), 48, 64)
+    with pytest.raises(ShapeError, match=r"strides \[1536, 48, 1\]; expected strides \[1536, 1, 32\], K running fastest"):
+        OURS(random(11, 64).to("meta"), parts[0].view(torch.uint8).contiguous().to("meta"), *(t.to("meta") for t in (*parts[1:], *rest)))
+
+
+@pytest.mark.parametrize("wrong", ["offsets", "problem_sizes"])
+def test_groups_are_looked_at_in_compiled_code(wrong):
+    parts, _ = weight(4, 48, 64)
+    offsets, padded, sizes = problem((3, 0, 6, 2), 48, 64)
+    offsets, sizes = (offsets + 1, sizes) if wrong == "offsets" else (offsets, sizes.flip(0))
+    with torch.no_grad(), pytest.raises(GroupsError, match=wrong):
+        compiled(call)(random(11, 64), *parts, offsets, padded, sizes)
+
+
+# The other library's name ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """Nobody has the name before a test, nor after it."""
+    _release()
+    yield
+    _release()
+
+
+def _release() -> None:
+    translate.unregister(compat.NAME)
+    compat._registration = None
+    lib = custom_ops.OPDEF_TO_LIB.pop(compat.NAME, None)
+    if lib is not None:
+        lib._destroy()
+
+
+def others() -> Any:
+    """Somebody else's registration of the name."""
+
+    @torch.library.custom_op(compat.NAME, mutates_args=())
+    def their_own(
+        activation: Tensor, fp4_weight: Tensor, weight_scaling_factor: Tensor, weight_global_scale: Tensor, offsets: Tensor,
+        blockscale_offsets: Tensor, problem_sizes: Tensor,
+    ) -> Tensor:  # fmt: skip
+        return activation.new_full((*activation.shape[:-1], fp4_weight.shape[-1]), 7)
+
+    their_own.register_fake(lambda x, w, *rest: x.new_empty((*x.shape[:-1], w.shape[-1])))
+    return their_own
+
+
+def theirs(*args: Tensor) -> Tensor:
+    return torch.ops.nvf_cutlass.f16a_nvfp4weight_scaled_grouped_mm(*args)
+
+
+def arguments() -> tuple[Tensor, ...]:
+    return (random(11, 64), *weight(4, 48, 64)[0], *problem((3, 0, 6, 2), 48, 64))
+
+
+def test_importing_leaves_the_name_alone():
+    ask = "import torch, fusion_moe; print([n for n in torch._C._dispatch_get_all_op_names() if n.startswith('nvf_cutlass')])"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)})
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_name_is_our_operation(how, clean):
+    registration = compat.register_nvf_cutlass()
+    assert (registration.replaced, registration.overwritten()) == (None, None)
+    with torch.no_grad():
+        assert HOW[how](theirs)(*arguments()).equal(OURS(*arguments()))
+        code = run_and_get_code(compiled(theirs), *arguments())[1][0] if how != "eager" else "fusion_moe.run"
+    assert "fusion_moe.run" in code  # fused, not called
+    assert registration.overwritten() is None
+    assert compat.register_nvf_cutlass() is registration
+
+
+def test_another_one_is_replaced_and_can_be_seen(clean):
+    others()
+    registration = compat.register_nvf_cutlass()
+    assert registration.replaced.startswith(f"{compat.NAME}(Tensor activation, Tensor fp4_weight")
+    assert theirs(*arguments()).equal(OURS(*arguments()))
+
+
+def test_a_later_one_is_reported_and_not_fused_as_ours(clean):
+    registration = compat.register_nvf_cutlass()
+    others()
+    assert "was registered again, at test_compat.py:" in registration.overwritten()
+    assert (theirs(*arguments()) == 7).all()
+    with torch.no_grad():
+        assert (compiled(theirs)(*arguments()) == 7).all()
+    again = compat.register_nvf_cutlass()
+    assert again is not registration
+    assert again.overwritten() is None
+    assert theirs(*arguments()).equal(OURS(*arguments()))
+
+
+def test_a_kernel_for_one_device_is_reported(clean):
+    registration = compat.register_nvf_cutlass()
+    lib = torch.library.Library("nvf_cutlass", "IMPL")
+    lib.impl(compat.NAME.split("::")[1], lambda x, w, *rest: x.new_zeros(*x.shape[:-1], w.shape[-1]), "CPU")
+    assert "has other kernels than" in registration.overwritten()
+    lib._destroy()
+    assert registration.overwritten() is None
+
+
+def test_one_that_cannot_be_replaced(clean):
+    lib = torch.library.Library("nvf_cutlass", "FRAGMENT")
+    lib.define("f16a_nvfp4weight_scaled_grouped_mm(Tensor x) -> Tensor")
+    try:
+        with pytest.raises(UnsupportedError, match=r"is registered already, by torch\.library\.Library\.define; expected a free name"):
+            compat.register_nvf_cutlass()
+    finally:
+        lib._destroy()
+
+
+@pytest.mark.thunder
+def test_thunder_takes_the_name_when_it_is_imported_later(clean):
+    pytest.importorskip("expecttest")  # thunder's module imports a part of torch.testing that needs it
+    sys.modules.pop("thunder.benchmarks.layers_for_inference_benchmark", None)
+    registration = compat.register_nvf_cutlass()
+    import thunder.benchmarks.layers_for_inference_benchmark  # noqa: F401
+
+    assert "was registered again, at layers_for_inference_benchmark.py:" in registration.overwritten()
+    assert compat.register_nvf_cutlass().replaced is not None

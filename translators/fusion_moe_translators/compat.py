@@ -1,0 +1,55 @@
+"""Translators of the operations whose signature is somebody else's."""
+
+from __future__ import annotations
+
+from fusion_moe.errors import ShapeError
+from fusion_moe.formats import NVFP4
+from fusion_moe.ir.builder import FusionDefinition
+from fusion_moe.ir.core import Value
+from fusion_moe.ir.kinds.rules import need_dtype, need_rank
+from fusion_moe.ir.types import TensorType, plain
+from fusion_moe.layouts import SF128X4
+from fusion_moe.translate import translator
+
+from .moe import cut_by, flat, product
+
+
+@translator("fusion_moe::f16a_nvfp4weight_scaled_grouped_mm")
+def f16a_nvfp4weight_scaled_grouped_mm(
+    fd: FusionDefinition, activation: Value, fp4_weight: Value, weight_scaling_factor: Value, global_scale: Value, offsets: Value,
+    blockscale_offsets: Value, problem_sizes: Value,
+) -> Value:  # fmt: skip
+    """activation [..., K], fp4_weight u8[G, K/2, N], weight_scaling_factor f8e4m3[G, ceil128(N), ceil4(K/16)] -> [..., N]
+
+    fp4_weight is stored as [G, N, K/2], its scaling factors as sf128x4, matrix by matrix. global_scale f32[G] decodes: it multiplies.
+    offsets i32[G] are group starts without the total, blockscale_offsets i32[G] the same once each group is padded to 128 rows,
+    problem_sizes i32[G, 3] the (m, n, k) of each group.
+    """
+    g, n, k = _check_weight(fp4_weight.type, weight_scaling_factor.type, global_scale.type)
+    if offsets.type.shape != (g,):
+        raise ShapeError(f"offsets {offsets.type}", expected=f"i32[{g}], the start of each group, the last one too, without the total")
+    rows, restore = flat(fd, activation, keep=1)
+    ends = fd.groups_of_problem(offsets, problem_sizes, blockscale_offsets, plain(rows.type.shape[0]), n, k)
+    weight = (fp4_weight, weight_scaling_factor, global_scale)
+    return restore(product(fd, cut_by(fd, rows, ends), weight, ends, "bf16", SF128X4.name, activation.type.dtype, transposed=True))
+
+
+def _check_weight(codes: TensorType, block_scale: TensorType, decode_scale: TensorType) -> tuple[int, int, int]:
+    """G, N and K of the weight, whose three tensors must fit together."""
+    need_dtype("fp4_weight", codes, "u8")
+    need_rank("fp4_weight", codes, 3)
+    need_dtype("weight_scaling_factor", block_scale, "f8e4m3")
+    need_dtype("global_scale", decode_scale, "f32")
+    g, packed_k, n = codes.shape
+    if not (isinstance(g, int) and isinstance(packed_k, int) and isinstance(n, int)):
+        raise ShapeError(f"fp4_weight {codes}", expected="sizes known when compiling")
+    k = NVFP4.elements(packed_k)
+    stored = SF128X4.storage_shape((g, n, NVFP4.blocks(k)))
+    if block_scale.shape != stored:
+        raise ShapeError(
+            f"weight_scaling_factor {block_scale}", expected=f"{block_scale.with_(shape=stored)} for fp4_weight {codes}",
+            todo="swizzle the scales [G, N, K/16] with fusion_moe.layouts.SF128X4.forward, and keep the padding that it adds",
+        )  # fmt: skip
+    if decode_scale.shape != (g,):
+        raise ShapeError(f"global_scale {decode_scale}", expected=f"f32[{g}], one multiplier for each group")
+    return g, n, k
