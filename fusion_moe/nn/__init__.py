@@ -1,6 +1,9 @@
-"""Modules whose weights are NVFP4, and `quantize_`, which puts them into a model."""
+"""Modules whose weights are NVFP4, what converts others to them, and `quantize_`, which does so all over a model."""
 
+from .converters import NVFP4Config, convert
 from .experts import NVFP4Experts
-from .quantize import NVFP4Config, quantize_
+from .grouped import GroupedLinear, GroupedSwiGLU
+from .llama4 import Llama4MoE
+from .quantize import quantize_
 
-__all__ = ["NVFP4Config", "NVFP4Experts", "quantize_"]
+__all__ = ["GroupedLinear", "GroupedSwiGLU", "Llama4MoE", "NVFP4Config", "NVFP4Experts", "convert", "quantize_"]

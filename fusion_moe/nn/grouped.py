@@ -1,0 +1,85 @@
+"""Linear layers over groups of rows that are sorted already, their weights in NVFP4."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ShapeError
+from ..formats import Quantized, quantize
+from .experts import quantize_gate_up
+from .frozen import FrozenModule, frozen
+
+
+class GroupedLinear(FrozenModule):
+    """G linear layers, each on its own run of rows: row r of group g becomes weight[g] @ row + bias[g].
+
+    N out-features, K in-features. Parameters, frozen but for the bias:
+
+        weight               uint8          [G, N, K/2]    two codes a byte, low nibble first
+        weight_scale         float8_e4m3fn  [G, N, K/16]   linear order
+        weight_decode_scale  float32        [G] or [G, S]  multipliers, one for each matrix or each of S equal runs of its rows
+        bias                 float          [G, N]         or None
+
+    activation_format: "bf16", activations as they come in, or "nvfp4", quantized too (compute capability 10.0 only).
+    """
+
+    castable = ("bias",)
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Quantized, bias: Tensor | None = None, activation_format: str = "bf16"):
+        """weight nvfp4[G, N, K], bias float[G, N]."""
+        super().__init__()
+        if len(weight.shape) != 3 or (bias is not None and bias.shape != weight.shape[:2]):
+            found = "" if bias is None else f" and bias {list(bias.shape)}"
+            raise ShapeError(f"weight {list(weight.shape)}{found}", expected="[G, N, K] and [G, N]")
+        self.activation_format = activation_format
+        self.weight_layout = "linear"
+        self.weight, self.weight_scale, self.weight_decode_scale = map(frozen, weight)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+
+    @classmethod
+    def from_float(cls, weight: Tensor, bias: Tensor | None = None, activation_format: str = "bf16") -> GroupedLinear:
+        """weight float[G, N, K], bias float[G, N] -> the module, its weight quantized bit for bit as nvidia-modelopt does."""
+        return cls(quantize(weight), bias, activation_format)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        """x [..., K] whose rows are sorted by group, offs i32[G] where the runs end -> [..., N]; zeros for rows at or past offs[-1]."""
+        y = torch.ops.fusion_moe.nvfp4_grouped_mm(
+            x, self.weight, self.weight_scale, self.weight_decode_scale, offs,
+            activation_format=self.activation_format, weight_layout=self.weight_layout,
+        )  # fmt: skip
+        if self.bias is None:
+            return y
+        rows = y.reshape(-1, y.shape[-1])
+        return torch.ops.fusion_moe.group_add(rows, self.bias.to(y.dtype), offs).view(y.shape)
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        groups, n, packed = self.weight.shape
+        sizes = f"groups={groups}, in_features={2 * packed}, out_features={n}, bias={self.bias is not None}"
+        return f"{sizes}, activation_format={self.activation_format!r}, weight_layout={self.weight_layout!r}"
+
+
+class GroupedSwiGLU(nn.Module):
+    """G SwiGLU layers on runs of rows: down(silu(gate(x)) * up(x)).
+
+    gate_up_proj: GroupedLinear with gate above up in its rows, one product for both; down_proj: GroupedLinear.
+    """
+
+    def __init__(self, gate_up: GroupedLinear, down: GroupedLinear):
+        super().__init__()
+        (groups, rows, _), (down_groups, _, packed) = gate_up.weight.shape, down.weight.shape
+        if groups != down_groups or rows != 4 * packed:
+            raise ShapeError(f"gate_up ({gate_up.extra_repr()}) and down ({down.extra_repr()})", expected="[G, 2I, H] and [G, H, I]")
+        self.gate_up_proj, self.down_proj = gate_up, down
+
+    @classmethod
+    def from_float(cls, gate: Tensor, up: Tensor, down: Tensor, activation_format: str = "bf16") -> GroupedSwiGLU:
+        """gate, up float[G, I, H], down float[G, H, I] -> the module with all three quantized, each with scales of its own."""
+        gate_up = GroupedLinear(quantize_gate_up(torch.cat([gate, up], 1)), None, activation_format)
+        return cls(gate_up, GroupedLinear.from_float(down, None, activation_format))
+
+    def forward(self, hidden_states: Tensor, offs: Tensor) -> Tensor:
+        """hidden_states [..., H] whose rows are sorted by group, offs i32[G] where the runs end -> [..., H]"""
+        return self.down_proj(torch.ops.fusion_moe.scaled_swiglu(self.gate_up_proj(hidden_states, offs)), offs)
