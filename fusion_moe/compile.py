@@ -38,17 +38,18 @@ def lower(fusion: Fusion, to: Target, with_: Options) -> Lowered:
         fusion = run(fusion, to).verify()
         stages.append((run.__name__, fusion))
     segments = split(fusion, to)
-    contracted = tuple(replace(s, fusion=contract_rounding(s.fusion)) for s in segments) if with_.contract_rounding else segments
+    contracted = tuple(replace(s, fusion=contract_rounding(s.fusion)) if contracts(s, with_) else s for s in segments)
     schedules = tuple(schedule.named(s.kind).choose(s.fusion, to) for s in contracted)
     return Lowered(tuple(stages), segments, contracted, schedules)
 
 
+def contracts(segment: Segment, with_: Options) -> bool:
+    """Whether a segment's kernel keeps float32 where the program rounds and reads back."""
+    return with_.contract_rounding and schedule.named(segment.kind).CONTRACTS
+
+
 def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:
-    """The program of a Fusion for a target. UnsupportedError for one that this version runs nothing on."""
-    if not to.executed:
-        raise UnsupportedError(
-            f"target {to.name}", expected=f"one of {', '.join(BACKENDS)}", todo="fusion_moe.explain shows what would run"
-        )
+    """The program of a Fusion for a target."""
     lowered = lower(fusion, to, with_)
     kernels = tuple(BACKENDS[to.name](s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True))
     return Program(lowered.stages, lowered.segments, kernels, to, with_.check)
@@ -57,7 +58,11 @@ def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:
 def program_of(source: str, device: torch.device, with_: Options | None = None) -> Program:
     """The program of a printed Fusion for a device, under these options or those in force; compiled once."""
     with_ = with_ or options.current()
-    return _program(source, target.find(with_.target, device).name, with_)
+    to = target.find(with_.target, device)
+    if why := target.why_not_on(to, device):
+        todo = f"fusion_moe.explain(..., target={to.name!r}) shows what would run"
+        raise UnsupportedError(why, expected=f"one of {', '.join(BACKENDS)}", todo=todo)
+    return _program(source, to.name, with_)
 
 
 @lru_cache(maxsize=1024)

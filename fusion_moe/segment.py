@@ -39,7 +39,10 @@ class _Pieces:
         self.piece = {op: frozenset([op]) for op in self.ops}
 
     def grow(self) -> None:
-        """Joins pieces along edges until no scheduler takes a larger one."""
+        """Joins what may not be apart, then pieces along edges until no scheduler takes a larger one."""
+        for op in self.ops:
+            if op.kind.role in self.target.keeps and len(self.piece[op]) == 1:
+                self._tie(op)
         joined = True
         while joined:
             joined = False
@@ -62,7 +65,7 @@ class _Pieces:
         scheduler = schedule.find(fusion, self.target)
         if scheduler is None:
             names = ", ".join(op.kind.name for op in fusion.ops)
-            refusals = "; ".join(f"{s.NAME}: {s.can_schedule(fusion, self.target)}" for s in schedule.SCHEDULERS)
+            refusals = "; ".join(f"{s.NAME}: {s.can_schedule(fusion, self.target)}" for s in schedule.of(self.target))
             raise UnsupportedError(f"no scheduler takes {names}", expected=refusals)
         direct = [source for source in self._producing(ops) if not self._circle(source, ops)]
         reasons = dict.fromkeys(self._refusal(source, ops) for source in direct)
@@ -75,12 +78,23 @@ class _Pieces:
         self.piece.update(dict.fromkeys(both, both))
         return True
 
+    def _tie(self, op: Op) -> None:
+        """Makes one piece of an operation whose result is not handed over and of all that this ties to it, if a scheduler takes them."""
+        tied = [op]
+        for one in tied:
+            kept = [one] if one.kind.role in self.target.keeps else []
+            kept += [s for s in self._sources(one) if s.kind.role in self.target.keeps]
+            tied += [o for o in dict.fromkeys((*kept, *(r for k in kept for r in self._readers(k)))) if o not in tied]
+        whole = frozenset(tied)
+        before = {o: self.piece[o] for o in whole}
+        self.piece.update(dict.fromkeys(whole, whole))
+        if self._circle(whole, whole) or schedule.find(self._part(whole), self.target) is None:
+            self.piece.update(before)
+
     def _refusal(self, a: frozenset[Op], b: frozenset[Op]) -> str:
         """Why two pieces, with nothing between them, are not one."""
         both = self._part(a | b)
-        names = {op.kind.role for op in both.ops}
-        asked = schedule.named("grouped_gemm" if "grouped" in names else "layout" if names & {"layout", "quantize"} else "rows")
-        return asked.can_schedule(both, self.target) or ""
+        return schedule.closest(both, self.target).can_schedule(both, self.target) or ""
 
     def _circle(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
         """Whether a path leads from a over other pieces to b."""
@@ -108,6 +122,14 @@ class _Pieces:
             source = self.fusion.producers.get(v)
             if source is not None:
                 found += self._sources(source) if source.kind.view else [source]
+        return list(dict.fromkeys(found))
+
+    def _readers(self, op: Op) -> list[Op]:
+        """The operations, views looked through, that read from an operation."""
+        found: list[Op] = []
+        for v in op.outputs:
+            for reader in self.fusion.readers.get(v, ()):
+                found += self._readers(reader) if reader not in self.piece else [reader]
         return list(dict.fromkeys(found))
 
     def _part(self, ops: Iterable[Op]) -> Fusion:

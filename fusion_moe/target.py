@@ -14,15 +14,22 @@ from .errors import OptionError, UnsupportedError
 class Target:
     """A kind of machine.
 
-    activation_formats: those its grouped products take. operand_layouts: the layout in which they read the block scales of a
-    quantized activation. executed: whether this version of the library runs programs for it.
+    activation_formats: those its grouped products take. schedulers: who is asked what one kernel can do, by name, in order.
+    operand_layouts: the layout in which products read the block scales of a quantized activation. capability: the CUDA compute
+    capability that its kernels need; None: they run on every device. keeps: roles of operations whose results no kernel hands to
+    another. tried: whether its kernels ever ran on such a machine.
     """
 
     name: str
     activation_formats: tuple[str, ...]
+    schedulers: tuple[str, ...] = ("pointwise", "rows", "layout", "grouped_gemm")
     operand_layouts: Mapping[str, str] = field(default_factory=dict)
-    executed: bool = True
+    capability: tuple[int, int] | None = None
+    keeps: tuple[str, ...] = ()
+    tried: bool = True
 
+
+_NVFUSER, _KEPT = ("nvfuser", "single"), ("grouped", "quantize", "layout")
 
 TARGETS = {
     t.name: t
@@ -30,7 +37,8 @@ TARGETS = {
         Target("reference", ("bf16", "nvfp4")),
         Target("cpu", ("bf16",)),
         Target("cuda", ("bf16",)),
-        Target("sm_100", ("bf16", "nvfp4"), operand_layouts={"nvfp4": "sf128x4"}, executed=False),
+        Target("sm_90", ("bf16",), _NVFUSER, capability=(9, 0), keeps=_KEPT),
+        Target("sm_100", ("bf16", "nvfp4"), _NVFUSER, {"nvfp4": "sf128x4"}, capability=(10, 0), keeps=_KEPT, tried=False),
     )
 }
 
@@ -42,6 +50,19 @@ def find(name: str, device: torch.device) -> Target:
         todo = "move the tensors to a device of that kind" if name == "auto" else ""
         raise OptionError(f"target {wanted!r}", expected=f"one of auto, {', '.join(TARGETS)}", todo=todo)
     return TARGETS[wanted]
+
+
+def why_not_on(target: Target, device: torch.device) -> str:
+    """Why programs for a target cannot run on a device; "" if they can."""
+    if target.capability is None:
+        return ""
+    wanted = f"compute capability {'.'.join(map(str, target.capability))}"
+    if device.type != "cuda":
+        return f"{target.name} needs a CUDA device of {wanted}, the tensors are on {device}"
+    found = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+    if found is None:
+        return f"{target.name} needs a CUDA device of {wanted}, torch sees none"
+    return "" if found == target.capability else f"{target.name} needs {wanted}, {device} has {'.'.join(map(str, found))}"
 
 
 def check_formats(target: Target, activation_format: str, where: str) -> None:

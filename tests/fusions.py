@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from judge import HAS_NVFUSER, judge
 from torch import Tensor
 
 from fusion_moe import FusionDefinition
@@ -35,10 +36,12 @@ def round_trip(fusion: Fusion) -> list[Fusion]:
 
 
 def evaluate(fusion: Fusion, *inputs: Any) -> tuple[Any, ...]:
-    """Fusion.evaluate, and the same bits from what its text builds."""
+    """Fusion.evaluate, and the same bits from what its text builds. Where nvFuser is installed, its definitions are judged too."""
     first, parsed, *_ = round_trip(fusion.verify())
     outputs = first.evaluate(*inputs)
     assert_same_bits(parsed.evaluate(*inputs), outputs)
+    if HAS_NVFUSER:
+        judge(first, inputs)
     return outputs
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,19 +20,18 @@ from torch._inductor import config, custom_graph_pass
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
-from torch._logging._internal import trace_structured
 from torch.fx import Graph, GraphModule, Node
 
 from .. import options as switches
 from .. import target, translate
 from ..errors import Error, OptionError, UnsupportedError
-from ..ir.text import one_line, text
+from ..ir.text import one_line
 from ..options import Options
 from . import fingerprint
 from .regions import Found, Region, find_regions
 from .shown import Shown
+from .tell import log, say_once, tell
 
-log = logging.getLogger("fusion_moe")
 _PREFIX = "fusion_moe."
 
 # torch >= 2.12 has passes that are told whether the graph is one of inference; a pass that follows ours may be one
@@ -55,7 +53,7 @@ class FusionPass(_InferenceAware):
         if result.regions:
             stable_topological_sort(graph)
             graph.lint()
-        _tell(result)
+        tell(result)
         if self.found is not None:
             self.found(result)
         for other in self.then:
@@ -71,7 +69,7 @@ class FusionPass(_InferenceAware):
         others = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.then)
         unknown = [op for op, digest in translators.items() if digest is None]
         if unknown:
-            _say_once(f"compiled code is not cached: the translator of {', '.join(unknown)} depends on values that have no fingerprint")
+            say_once(f"compiled code is not cached: the translator of {', '.join(unknown)} depends on values that have no fingerprint")
         if unknown or None in others:
             return None
         return ("fusion_moe", fingerprint.of_library(), self.options.key(), tuple(translators.items()), others)
@@ -106,22 +104,6 @@ def _size_node(graph: Graph, shown: Shown, now: Mapping[Node, Node]) -> Node:
         node = graph.call_function(operator.floordiv, (node, shown.by))
         node.meta["val"] = size
     return node
-
-
-def _tell(found: Found) -> None:
-    """The fusions as a page of tlparse's report and in the log; translators at fault as warnings."""
-    lines = [f"{text(r.fusion)}\n" for r in found.regions] + [f"not fused: {x.op} at {x.source or '?'}: {x.why}" for x in found.left]
-    report = "\n".join(lines) or "no grouped product in this graph"
-    log.debug("%s", report)
-    trace_structured("artifact", metadata_fn=lambda: {"name": "fusion_moe_fusions", "encoding": "string"}, payload_fn=lambda: report)
-    for x in found.left:
-        if x.broken:
-            _say_once(f"{x.op} at {x.source or '?'} is not fused: {x.why}")
-
-
-@functools.lru_cache(maxsize=1024)
-def _say_once(message: str) -> None:
-    log.warning("%s", message)
 
 
 # --------------------------------------------------------------------------------------------------------------- torch.compile
@@ -242,13 +224,11 @@ def _modes() -> list[str]:
 
 def _check_target(with_: Options, inputs: Sequence[Any]) -> None:
     """UnsupportedError if what is compiled could not be run."""
-    for kind in _device_types(inputs):
-        wanted = target.find(with_.target, torch.device(kind))
-        if not wanted.executed:
-            raise UnsupportedError(
-                f"target {wanted.name}", expected="a target that this version runs programs on",
-                todo=f"fusion_moe.explain(model, ..., target={wanted.name!r}) shows what would run there", where="torch.compile",
-            )  # fmt: skip
+    for device in {t.device for t in inputs if isinstance(t, torch.Tensor)} or {torch.device("cpu")}:
+        wanted = target.find(with_.target, device)
+        if why := target.why_not_on(wanted, device):
+            todo = f"fusion_moe.explain(model, ..., target={wanted.name!r}) shows what would run there"
+            raise UnsupportedError(why, expected="a target that runs on the device of the tensors", todo=todo, where="torch.compile")
 
 
 def _did_you_mean(name: str, names: Sequence[str]) -> str:

@@ -10,13 +10,14 @@ from typing import Protocol
 
 from ..ir.core import Fusion
 from ..target import Target
-from . import grouped_gemm, layout, pointwise, rows
+from . import grouped_gemm, layout, nvfuser, pointwise, rows, single
 
 
 class Scheduler(Protocol):
     """What each module of this folder has."""
 
     NAME: str
+    CONTRACTS: bool  # whether its kernels keep float32 where the program rounds and reads back
 
     def can_schedule(self, fusion: Fusion, target: Target) -> str | None:
         """Why one kernel cannot do it; None if it can."""
@@ -25,14 +26,27 @@ class Scheduler(Protocol):
         """The schedule: a frozen dataclass."""
 
 
-SCHEDULERS: tuple[Scheduler, ...] = (pointwise, rows, layout, grouped_gemm)
-
-
-def find(fusion: Fusion, target: Target) -> Scheduler | None:
-    """The first scheduler that takes the fusion."""
-    return next((s for s in SCHEDULERS if s.can_schedule(fusion, target) is None), None)
+_ALL: tuple[Scheduler, ...] = (pointwise, rows, layout, grouped_gemm, nvfuser, single)
+_NAMED = {s.NAME: s for s in _ALL}
 
 
 def named(name: str) -> Scheduler:
     """The scheduler of a kind of segment."""
-    return next(s for s in SCHEDULERS if name == s.NAME)
+    return _NAMED[name]
+
+
+def of(target: Target) -> tuple[Scheduler, ...]:
+    """The schedulers of a target, in the order in which they are asked."""
+    return tuple(map(named, target.schedulers))
+
+
+def find(fusion: Fusion, target: Target) -> Scheduler | None:
+    """The first scheduler that takes the fusion."""
+    return next((s for s in of(target) if s.can_schedule(fusion, target) is None), None)
+
+
+def closest(fusion: Fusion, target: Target) -> Scheduler:
+    """The scheduler that a fusion is meant for by its operations: its refusal says why they are not one kernel."""
+    roles = {op.kind.role for op in fusion.ops}
+    name = "grouped_gemm" if "grouped" in roles else "layout" if roles & {"layout", "quantize"} else "rows"
+    return named(name) if name in target.schedulers else of(target)[0]

@@ -15,6 +15,7 @@ from ..ir.types import Rows
 from ..target import Target
 
 NAME = "grouped_gemm"
+CONTRACTS = True
 PROLOGUE = ("pointwise", "view", "routing", "gather")
 EPILOGUE = ("pointwise", "view", "grouped_add", "combine")
 PROLOGUE_SHAPES = ("reshape", "broadcast_in_dim")

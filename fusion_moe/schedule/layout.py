@@ -9,6 +9,7 @@ from ..target import Target
 from . import pointwise
 
 NAME = "layout"
+CONTRACTS = True
 ROLES = (*pointwise.ROLES, "quantize", "layout")
 
 

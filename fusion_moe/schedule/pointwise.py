@@ -8,6 +8,7 @@ from ..ir.core import Fusion
 from ..target import Target
 
 NAME = "pointwise"
+CONTRACTS = True
 ROLES = ("pointwise", "shape", "view")
 
 

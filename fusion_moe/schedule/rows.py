@@ -9,6 +9,7 @@ from ..target import Target
 from . import pointwise
 
 NAME = "rows"
+CONTRACTS = True
 ROLES = (*pointwise.ROLES, "routing", "gather", "combine", "scatter", "reduce", "grouped_add")
 SUMS = ("combine", "scatter", "reduce")
 

@@ -51,7 +51,7 @@ def process(tmp_path_factory):
     def run(*situations: str, factor: int = 2, **environment: str) -> dict[str, dict]:
         (folder / "user_translator.py").write_text(USERS.format(factor=factor))
         _install_metadata(folder)
-        path = os.pathsep.join(map(str, (folder, HERE, root, root / "translators")))
+        path = os.pathsep.join(map(str, (folder, HERE.parent, root, root / "translators")))
         env = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **environment}
         done = subprocess.run([sys.executable, str(HERE / "cache_process.py"), *situations], env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

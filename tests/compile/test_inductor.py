@@ -258,7 +258,7 @@ def test_an_entry_point_of_translators_that_fails_is_our_error(monkeypatch):
         ({"options": {"fusion_moe.contract_rounding": 3}}, errors.OptionError, "option contract_rounding = 3; expected a bool"),
         ({"options": {"max_fusion_size": "eight"}}, errors.OptionError, "max_fusion_size, got str should be int"),
         ({"options": {"fusion_moe.target": "tpu"}}, errors.OptionError, "target 'tpu'; expected one of auto, reference, cpu"),
-        ({"options": {"fusion_moe.target": "sm_100"}}, errors.UnsupportedError, "target sm_100; expected a target that"),
+        ({"options": {"fusion_moe.target": "sm_100"}}, errors.UnsupportedError, "sm_100 needs a CUDA device of compute capability 10.0"),
         ({"mode": "max-autotun"}, errors.OptionError, "did you mean 'max-autotune'?"),
     ],
 )

@@ -47,7 +47,7 @@ def process(folder: Path, **environment: str) -> tuple[dict, str]:
     root = HERE.parents[1]
     env = {k: v for k, v in os.environ.items() if k not in ("CXX", "CC")}
     env |= {
-        "PYTHONPATH": os.pathsep.join(map(str, (HERE, root, root / "translators"))),
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, root, root / "translators"))),
         "TORCHINDUCTOR_CACHE_DIR": str(folder),
         **environment,
     }

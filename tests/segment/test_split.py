@@ -161,7 +161,8 @@ def small_ops(x, ids, w, *weights):
 def plain_swiglu(x, ids, w, *weights):
     ends, row_of, slot_of = OPS.route(ids, G)
     gate, up = OPS.nvfp4_grouped_mm(x.index_select(0, row_of), *weights[:3], ends).chunk(2, -1)
-    y = torch.nn.functional.silu(gate) * up
+    # torch 2.10 decomposes silu into x * sigmoid(x), whose bits are others: there, what later ones decompose it into
+    y = (torch.nn.functional.silu(gate) if torch.__version__ >= "2.11" else gate / (torch.exp(-gate) + 1)) * up
     return OPS.combine(OPS.nvfp4_grouped_mm(y, *weights[3:], ends), slot_of, w)
 
 
@@ -275,13 +276,9 @@ def test_variants(golden):
     said = []
     for name in VARIANTS:
         args, kwargs = variant(name)
-        for target in ("cpu", "sm_100") if name != "nvfp4 activations" else ("reference", "sm_100"):
+        for target in ("cpu", "sm_90") if name != "nvfp4 activations" else ("reference", "sm_100"):
             fusion = prepared(fusion_of_call("expert_mlp", *args, **kwargs), TARGETS[target])
-            text = shown(fusion, TARGETS[target])
-            if target == "cpu" or name == "nvfp4 activations":
-                said.append(f"{name} on {target}\n{text}\n")
-            else:
-                assert text == shown(prepared(fusion_of_call("expert_mlp", *args, **kwargs)))
+            said.append(f"{name} on {target}\n{shown(fusion, TARGETS[target])}\n")
     golden("\n".join(said))
 
 

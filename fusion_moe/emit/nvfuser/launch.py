@@ -1,0 +1,57 @@
+"""Checks before a launch, and the launch: nvFuser asserts, or ends the CUDA context, where a user must get an error or a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedError
+from ...ir.core import Fusion
+from ...schedule import nvfuser as facts
+from ...target import TARGETS, why_not_on
+from .definition import Argument, Definition
+from .values import E2M1
+
+
+def launcher(definition: Definition, fusion: Fusion) -> Callable[..., tuple[Any, ...]]:
+    """launch(*inputs, sizes=...) -> the outputs."""
+    four_bits = any(facts.lowering(op) == facts.PRODUCTS["nvfp4"] for op in fusion.ops if op.kind.role == "grouped")
+
+    def launch(*inputs: Tensor, sizes: Mapping[str, int]) -> tuple[Any, ...]:
+        env = fusion.bind(inputs, sizes)
+        if any(t.numel() == 0 for t in inputs):  # nvFuser's layout operation asserts; and there is next to nothing to do
+            return fusion.evaluate(*inputs, sizes=env)
+        _check_device(inputs[0].device, four_bits)
+        outputs = definition.fd.execute(arguments(definition, inputs, env))
+        return tuple(_as_stored(t, v.type.dtype) for t, v in zip(outputs, fusion.outputs, strict=True))
+
+    return launch
+
+
+def arguments(definition: Definition, inputs: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Any]:
+    """What a definition is called with."""
+    return [sizes[a.symbol] if a.symbol else _formed(inputs[a.input], a) for a in definition.arguments]
+
+
+def _check_device(device: torch.device, four_bits: bool) -> None:
+    """The tensors must be on a CUDA device; a 4-bit product launched below capability 10.0 would end the process's CUDA context."""
+    why = why_not_on(TARGETS["sm_100"], device) if four_bits else "" if device.type == "cuda" else f"the tensors are on {device}"
+    if why:
+        raise UnsupportedError(why, expected="a CUDA device that runs the definition", where="nvfuser")
+
+
+def _formed(t: Tensor, argument: Argument) -> Tensor:
+    """An input in the form that the definition takes it in, contiguous and aligned to its elements; no copy where it is already."""
+    t = (t.mT if argument.transposed else t).contiguous()
+    if argument.form == "":
+        return t
+    if argument.form == E2M1:
+        return t.view(torch.float4_e2m1fn_x2).mT
+    return (t if t.storage_offset() % 4 == 0 else t.clone()).view(torch.int32)
+
+
+def _as_stored(t: Tensor, dtype: str) -> Tensor:
+    return t.view(torch.uint8) if dtype == "u8" else t

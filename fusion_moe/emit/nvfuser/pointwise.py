@@ -1,0 +1,30 @@
+"""Pointwise kinds. nvFuser computes bf16 and f16 in float32 and leaves the result there: it is rounded as the program says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...ir.core import Op, Value
+from .writer import Writer
+
+_NAMES = (
+    "where", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh", "erf", "relu", "sigmoid", "silu", "add", "sub", "mul",
+    "div", "minimum", "maximum", "pow", "lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or", "logical_not",
+)  # fmt: skip
+
+
+def _computed(w: Writer, op: Op, *inputs: Any) -> Any:
+    wide = [_wide(w, v, x) if isinstance(v, Value) else x for v, x in zip(op.inputs, inputs, strict=True)]
+    return w.to(getattr(w, op.kind.name)(*wide), op.outputs[0].type.dtype)
+
+
+def _wide(w: Writer, v: Value, x: Any) -> Any:
+    return w.to(x, "f32") if v.type.dtype in ("bf16", "f16") else x
+
+
+def _cast(w: Writer, op: Op, x: Any) -> Any:
+    return w.to(x, op.attrs["dtype"])
+
+
+RULES: dict[str, Callable[..., Any]] = {"cast": _cast, **dict.fromkeys(_NAMES, _computed)}

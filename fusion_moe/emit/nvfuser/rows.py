@@ -1,0 +1,98 @@
+"""Kinds about rows and their groups. Nothing waits for the device: ends, ids and indices out of range are made safe, not reported.
+
+M rows, G groups, T tokens, k slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...ir.core import Op
+from ...ir.kinds.shape import elements
+from ...ir.types import Dim, plain
+from .writer import Writer
+
+
+def inside(w: Writer, x: Any, shape: tuple[Dim, ...], ends: Any, groups: int) -> Any:
+    """x [M, ...] -> x with the rows at or past the last end zero."""
+    last = w.part(ends, [groups - 1], [groups])
+    keep = w.lt(w.count(shape[0]), last)
+    return w.where(w.spread(keep, shape, 0), x, 0.0)
+
+
+def group_of(w: Writer, rows: Dim, ends: Any, groups: int) -> Any:
+    """ends i32[G] -> i32[M]: the group of each row, G - 1 for those that belong to none."""
+    shape = (rows, groups)
+    past = w.ge(w.spread(w.count(rows), shape, 0), w.spread(ends, shape, 1))
+    return w.minimum(w.to(w.sum(w.to(past, "i32"), [1]), "i32"), groups - 1)
+
+
+def _ends(w: Writer, op: Op, offs: Any) -> Any:
+    return w.cummax(w.minimum(w.maximum(offs, 0), w.size(op.attrs["rows"])), 0)
+
+
+def _problem_ends(w: Writer, op: Op, starts: Any, problem_sizes: Any, padded_starts: Any) -> Any:
+    groups = op.attrs["groups"].count
+    sizes = w.squeeze(w.part(problem_sizes, [0, 0], [groups, 1]), [1])
+    return w.cummax(w.minimum(w.maximum(w.add(starts, sizes), 0), w.size(op.attrs["rows"])), 0)
+
+
+def _cut(w: Writer, op: Op, x: Any, ends: Any) -> Any:
+    return x
+
+
+def _zero_rest(w: Writer, op: Op, x: Any, ends: Any) -> Any:
+    t = op.outputs[0].type
+    return w.to(inside(w, x, t.shape, ends, _count(op)), t.dtype)
+
+
+def _route(w: Writer, op: Op, ids: Any) -> tuple[Any, Any, Any]:
+    """Sorted by group, ids that name none last; ends by counting; the slot of each row by sorting the order back."""
+    (t, k), groups = op.values[0].type.shape, op.attrs["groups"].count
+    rows = elements((t, k))
+    flat = w.reshape(ids, [w.size(rows)])
+    known = w.logical_and(w.ge(flat, 0), w.lt(flat, groups))
+    group = w.to(w.where(known, flat, groups), "i32")
+    order = w.argsort(group, 0, False, True)
+    at_most = w.le(w.spread(group, (rows, groups), 0), w.spread(w.count(groups), (rows, groups), 1))
+    ends = w.to(w.sum(w.to(at_most, "i32"), [0]), "i32")
+    row_of = w.to(w.div(order, k), "i32")
+    return ends, row_of, w.reshape(w.to(w.argsort(order, 0), "i32"), w.shape((t, k)))
+
+
+def _invert(w: Writer, op: Op, slot_of: Any) -> Any:
+    return w.to(w.argsort(w.reshape(slot_of, [w.size(op.attrs["rows"])]), 0), "i32")
+
+
+def _index_select(w: Writer, op: Op, x: Any, index: Any) -> Any:
+    dim = op.attrs["dim"]
+    last = w.size(plain(op.values[0].type.shape[dim]) - 1)
+    return w.index_select(x, w.maximum(w.minimum(index, last), 0), dim)
+
+
+def _combine(w: Writer, op: Op, y: Any, slot_of: Any, weights: Any) -> Any:
+    (t, k), (out_rows, n) = op.values[1].type.shape, op.outputs[0].type.shape
+    total = w.filled((out_rows, n), 0.0, "f32")
+    for slot in range(k):  # type: ignore[arg-type]  # a number, or schedule/nvfuser.py would not have taken it
+        row, weight = (w.squeeze(w.part(x, [0, slot], [w.size(t), slot + 1]), [1]) for x in (slot_of, weights))
+        total = w.add(total, w.mul(w.to(w.index_select(y, row, 0), "f32"), w.spread(w.to(weight, "f32"), (t, n), 0)))
+    return total
+
+
+def _group_add(w: Writer, op: Op, y: Any, bias: Any, ends: Any) -> Any:
+    t = op.outputs[0].type
+    added = w.index_select(w.to(bias, "f32"), group_of(w, t.shape[0], ends, _count(op)), 0)
+    return w.to(w.add(w.to(y, "f32"), inside(w, added, t.shape, ends, _count(op))), t.dtype)
+
+
+def _count(op: Op) -> int:
+    """The number of groups: of the cut of an operation's ends, its last input."""
+    return op.values[-1].type.shape[0]  # type: ignore[return-value]
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "ends": _ends, "problem_ends": _problem_ends,
+    "cut": _cut, "zero_rest": _zero_rest, "route": _route, "invert": _invert, "index_select": _index_select,
+    "combine": _combine, "group_add": _group_add,
+}  # fmt: skip

@@ -1,0 +1,36 @@
+"""Quantized values in nvFuser, which has no 8-bit integers: codes are int32 words of eight, or e2m1 numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+WORDS, E2M1 = "words", "e2m1"  # int32[G, N, K/8], the first code in the lowest bits; e2m1[G, K, N] with K fastest
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Packed codes that come from outside. form(WORDS) or form(E2M1) is the tensor of the definition that holds them."""
+
+    form: Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight nvfp4[G, N, K]: codes, block_scale f8e4m3[G, N, K/16] in a layout, decode_scale f32[G], or f32[G, runs] if runs > 0."""
+
+    codes: Codes
+    block_scale: Any
+    decode_scale: Any
+    layout: str
+    runs: int
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Rows nvfp4[M/g, K] quantized inside: codes e2m1[M, K], block_scale f8e4m3[M, K/16] in a layout, decode_scale f32[]."""
+
+    codes: Any
+    block_scale: Any
+    decode_scale: Any

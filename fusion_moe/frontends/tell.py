@@ -1,0 +1,30 @@
+"""What the log says of the regions found in a graph."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from torch._logging._internal import trace_structured
+
+from ..ir.text import text
+from .regions import Found
+
+log = logging.getLogger("fusion_moe")
+
+
+def tell(found: Found) -> None:
+    """The fusions as a page of tlparse's report and in the log; translators at fault as warnings."""
+    lines = [f"{text(r.fusion)}\n" for r in found.regions] + [f"not fused: {x.op} at {x.source or '?'}: {x.why}" for x in found.left]
+    report = "\n".join(lines) or "no grouped product in this graph"
+    log.debug("%s", report)
+    trace_structured("artifact", metadata_fn=lambda: {"name": "fusion_moe_fusions", "encoding": "string"}, payload_fn=lambda: report)
+    for x in found.left:
+        if x.broken:
+            say_once(f"{x.op} at {x.source or '?'} is not fused: {x.why}")
+
+
+@functools.lru_cache(maxsize=1024)
+def say_once(message: str) -> None:
+    """A warning, at most once."""
+    log.warning("%s", message)

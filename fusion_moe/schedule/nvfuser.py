@@ -1,0 +1,168 @@
+"""What one nvFuser definition can express, as facts: nvFuser need not be installed to ask. emit/nvfuser writes what is taken here.
+
+nvFuser cuts and schedules a definition itself, so a segment is as large as its operations allow. What it cannot express:
+
+- 8-bit integers: packed codes reach it as int32 words, or as e2m1 pairs, and so only from outside of the definition;
+- a cast to e4m3 that gives NaN where torch's does: its own saturates;
+- products with other results than those of the operands' 16-bit type, sums that scatter;
+- e2m1 below compute capability 10.0.
+
+Source: nvFuser's python frontend (nvfuser_direct, 0.2.36) and csrc/ops; sizes of the 4-bit product: its cutlass kernel's alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..ir.core import Fusion, Op
+from ..ir.types import TensorType
+from ..target import Target
+
+NAME = "nvfuser"
+CONTRACTS = False  # it stores the 16-bit results of its products
+
+HALVES = ("bf16", "f16")
+PRODUCTS = {"bf16": "dequantize + grouped_mm", "nvfp4": "cutlass_nvfp4_grouped_mm"}  # by the format of the activations
+_K, _N = 64, 128  # what the sizes of a 4-bit product are multiples of
+
+
+@dataclass(frozen=True)
+class NvFuser:
+    """How each product of the definition is lowered, and every operation in order."""
+
+    products: tuple[str, ...]
+    ops: tuple[str, ...]
+
+
+def can_schedule(fusion: Fusion, target: Target) -> str | None:
+    """None if every operation can be written into one nvFuser definition for the target."""
+    return next((why for op in fusion.ops if (why := _refusal(op, fusion, target))), None)
+
+
+def choose(fusion: Fusion, target: Target) -> NvFuser:
+    """The lowerings: the format of a product's activations and the target decide."""
+    ops = [op for op in fusion.ops if not op.kind.view]
+    return NvFuser(tuple(lowering(op) for op in ops if op.kind.role == "grouped"), tuple(op.kind.name for op in ops))
+
+
+def lowering(product: Op) -> str:
+    """What a grouped product becomes."""
+    a, w = (v.type for v in product.values[:2])
+    return PRODUCTS["nvfp4"] if a.quantized else PRODUCTS["bf16"] if w.quantized else "grouped_mm"
+
+
+def _refusal(op: Op, fusion: Fusion, target: Target) -> str | None:
+    types = [v.type for v in (*op.values, *op.outputs)]
+    if any(t.dtype == "u8" for t in types) and op.kind.name not in ("pack", "unpack"):
+        return f"{op.kind.name} of u8: nvFuser has no 8-bit integers"
+    if op.kind.role == "pointwise" and op.kind.name != "cast" and any(t.dtype == "f8e4m3" for t in types):
+        return f"{op.kind.name} of f8e4m3: nvFuser computes on wider floats and on integers"
+    rule = _RULES.get(op.kind.name)
+    return rule(op, fusion, target) if rule else None
+
+
+def _cast(op: Op, fusion: Fusion, target: Target) -> str | None:
+    return "cast to f8e4m3 saturates in nvFuser, where the program gives NaN" if op.attrs["dtype"] == "f8e4m3" else None
+
+
+def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
+    if op.values[0] in fusion.producers:
+        return f"pack of codes that {fusion.producers[op.values[0]].kind.name} makes: nvFuser has no 8-bit integers to hold them"
+    readers = {reader.kind.name for reader in fusion.readers.get(op.outputs[0], ())}
+    if readers - {"grouped_mm", "grouped_mm_t"} or _leaves(op, fusion):
+        return f"pack for {' and '.join(sorted(readers)) or 'an output'}: nvFuser has no value of codes and scales"
+    return None
+
+
+def _quantize(op: Op, fusion: Fusion, target: Target) -> str | None:
+    if "nvfp4" not in target.activation_formats:
+        return f"{op.kind.name} to nvfp4 on {target.name}: e2m1 needs compute capability 10.0"
+    if op.values[1].type.shape != op.values[0].type.shape[:-2]:
+        return f"quantize with decode scales {op.values[1].type}: one for each matrix is what is lowered"
+    return _inside(op, fusion)
+
+
+def _inside(op: Op, fusion: Fusion, target: Target | None = None) -> str | None:
+    """A value of codes and scales may not leave, nor one whose padding nvFuser leaves unwritten."""
+    return (
+        f"{op.kind.name} whose result leaves the definition: nvFuser has no value of codes, scales and padding"
+        if _leaves(op, fusion)
+        else None
+    )
+
+
+def _unpack(op: Op, fusion: Fusion, target: Target) -> str | None:
+    if op.values[0] not in fusion.producers:
+        return "unpack of a value from outside: nvFuser has no value of codes and scales"
+    return "unpack of swizzled scales: nvFuser leaves their padding unwritten" if op.values[0].type.layout != "linear" else None
+
+
+def _swizzle(op: Op, fusion: Fusion, target: Target) -> str | None:
+    return "grouped_swizzle by itself: nvFuser leaves the padding unwritten, and only its own product may read the result"
+
+
+def _product(op: Op, fusion: Fusion, target: Target) -> str | None:
+    a, w = (v.type for v in op.values[:2])
+    if a.quantized:
+        return _packed_product(op, fusion, a, w)
+    dtype = w.dtype if not w.quantized else a.dtype
+    if a.dtype not in HALVES or dtype != a.dtype:
+        return f"{op.kind.name} of {a.dtype} and {w.dtype}: nvFuser's product takes two of bf16 or two of f16"
+    return _from_outside(op, fusion) or _stored(op, fusion, a.dtype)
+
+
+def _packed_product(op: Op, fusion: Fusion, a: TensorType, w: TensorType) -> str | None:
+    if not w.quantized:
+        return f"{op.kind.name} of {a.dtype} and {w.dtype}: the 4-bit product takes two 4-bit operands"
+    _, n, k = w.shape
+    if k % _K or n % _N:  # type: ignore[operator]  # both are numbers: pack and the target's layouts ask for it
+        return f"K = {k} and N = {n} of a 4-bit product: its kernel needs multiples of {_K} and {_N}, and does not look"
+    if op.attrs.get("a_layout") != "sf128x4":
+        return "a 4-bit product of activations with linear scales: its kernel reads sf128x4"
+    if op.values[0] not in fusion.producers:
+        return "a 4-bit product of activations quantized outside: nvFuser has no value of codes and scales"
+    return _from_outside(op, fusion) or _stored(op, fusion, *HALVES)
+
+
+def _from_outside(op: Op, fusion: Fusion) -> str | None:
+    """Quantized weights come as a value of their own only from a pack inside."""
+    w = op.values[1]
+    return f"{op.kind.name} without the tensors of its weight" if w.type.quantized and w not in fusion.producers else None
+
+
+def _stored(op: Op, fusion: Fusion, *dtypes: str) -> str | None:
+    """The result of a product must be rounded to one of these types by the program too."""
+    v = op.outputs[0]
+    rounded = all(r.kind.name == "cast" and r.attrs["dtype"] in dtypes for r in fusion.readers.get(v, ()))
+    if rounded and v not in fusion.outputs:
+        return None
+    return f"{op.kind.name} kept in float32: nvFuser's product rounds to {' or '.join(dtypes)}"
+
+
+def _outer(op: Op, fusion: Fusion, target: Target) -> str | None:
+    return "grouped_outer: nvFuser's product leaves the matrices of empty groups unwritten"
+
+
+def _route(op: Op, fusion: Fusion, target: Target) -> str | None:
+    return None if isinstance(op.values[0].type.shape[1], int) else "route of an open number of slots: the definition names each"
+
+
+def _combine(op: Op, fusion: Fusion, target: Target) -> str | None:
+    return None if isinstance(op.values[1].type.shape[1], int) else "combine of an open number of slots: the definition names each"
+
+
+def _scatter(op: Op, fusion: Fusion, target: Target) -> str | None:
+    return "index_put_accumulate: nvFuser's scatter does not add"
+
+
+def _leaves(op: Op, fusion: Fusion) -> bool:
+    return any(v in fusion.outputs for v in op.outputs)
+
+
+Rule = Callable[[Op, Fusion, Target], str | None]
+_RULES: dict[str, Rule] = {
+    "cast": _cast, "pack": _pack, "unpack": _unpack, "quantize": _quantize, "relayout": _inside, "grouped_swizzle": _swizzle,
+    "grouped_mm": _product, "grouped_mm_t": _product, "grouped_outer": _outer, "route": _route, "combine": _combine,
+    "index_put_accumulate": _scatter,
+}  # fmt: skip

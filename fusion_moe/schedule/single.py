@@ -1,0 +1,29 @@
+"""One operation by itself, in plain torch: for what the kernels of a target cannot do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..ir.core import Fusion
+from ..target import Target
+
+NAME = "single"
+CONTRACTS = False
+
+
+@dataclass(frozen=True)
+class Single:
+    """The operation."""
+
+    op: str
+
+
+def can_schedule(fusion: Fusion, target: Target) -> str | None:
+    """None if there is one operation, views aside."""
+    ops = [op.kind.name for op in fusion.ops if not op.kind.view]
+    return f"{' and '.join(ops)} are more than one operation" if len(ops) > 1 else None
+
+
+def choose(fusion: Fusion, target: Target) -> Single:
+    """The operation."""
+    return Single(next((op.kind.name for op in fusion.ops if not op.kind.view), "view"))

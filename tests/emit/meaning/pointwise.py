@@ -1,0 +1,163 @@
+"""Pointwise operations: one element of the result from one element of each input.
+
+In a printed definition every promotion is a cast of its own: the tensors that an operation reads have one dtype, scalars are of its kind.
+nvFuser's kernels have no arithmetic for 16 bits: such tensors are cast to Float first, which is printed too, but for the operations of
+which nvFuser does not know that they need it (relu, silu, rounding, comparing with NaN): these are refused here, as the compiler would.
+Dividing integers truncates; minimum, maximum and clamp give NaN for NaN; the arithmetic is torch's on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .values import FLOATS, HALVES, INTS, Scalar, Value, constant, converted, described, need, scalar, tensor
+
+NUMBERS = (*FLOATS, *INTS)
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """`function` of tensors (0-d for scalars) of one of `dtypes`; the result has that dtype, or `result`."""
+
+    name: str
+    operands: int
+    function: Callable[..., torch.Tensor]
+    dtypes: tuple[str, ...]
+    result: str | None = None
+
+    def __call__(self, *args: Any) -> Value | Scalar:
+        need(len(args) == self.operands, f"{self.name} takes {self.operands} operands, found {len(args)}")
+        dtype, data = common(*args)
+        need(dtype in self.dtypes, f"{self.name} of {dtype}: nvFuser computes it for {', '.join(self.dtypes)}; cast first")
+        return result_of(self.function(*data), self.result or dtype, args)
+
+
+def common(*args: Any) -> tuple[str, list[torch.Tensor]]:
+    """The one dtype of the operands, and their data, scalars as 0-d tensors. Refused: tensors of several dtypes or ranks."""
+    tensors = [x for x in args if not _is_scalar(x)]
+    dtypes = {tensor(x).dtype for x in tensors}
+    need(len(dtypes) < 2, f"tensors of several dtypes: {'; '.join(map(described, tensors))}. nvFuser would have printed a cast")
+    ranks = {x.data.dim() for x in tensors}
+    need(len(ranks) < 2, f"tensors of several ranks: {'; '.join(map(described, tensors))}. nvFuser would have printed a broadcast")
+    dtype = dtypes.pop() if dtypes else _scalar_dtype([scalar(x).dtype for x in args])
+    for s in (scalar(x) for x in args if _is_scalar(x)):
+        need(_kind(s.dtype) == _kind(dtype), f"{described(s)} with a {dtype} operand: nvFuser would have printed a cast")
+    return dtype, [constant(x, dtype) if _is_scalar(x) else x.data for x in args]
+
+
+def result_of(data: torch.Tensor, dtype: str, args: tuple[Any, ...]) -> Value | Scalar:
+    """A tensor, or a scalar when all operands were."""
+    return Scalar(data.item(), dtype) if all(map(_is_scalar, args)) else Value(data, dtype)
+
+
+def _is_scalar(x: Any) -> bool:
+    return isinstance(x, (Scalar, bool, int, float))
+
+
+def _kind(dtype: str) -> str:
+    return "integer" if dtype in INTS else "bool" if dtype == "Bool" else "float"
+
+
+def _scalar_dtype(dtypes: list[str]) -> str:
+    """Int and Index stand for the same; else the wider one."""
+    order = ("Bool", "Int32", "Index", "Int", "Half", "BFloat16", "Float", "Double")
+    return max(dtypes, key=order.index)
+
+
+def cast(x: Any, *, dtype: str) -> Value | Scalar:
+    if _is_scalar(x):
+        s = scalar(x)
+        data = torch.tensor(s.value, dtype=torch.float64 if _kind(s.dtype) == "float" else None)
+        return Scalar(converted(data, s.dtype, dtype).item(), dtype)
+    x = tensor(x)
+    return Value(converted(x.data, x.dtype, dtype), dtype)
+
+
+def where(condition: Any, x: Any, y: Any) -> Value | Scalar:
+    """Of any dtype, also the 16-bit ones."""
+    of, (picks,) = common(condition)
+    need(of == "Bool", f"where of {described(condition)}, not Bool")
+    dtype, chosen = common(x, y)
+    ranks = {v.data.dim() for v in (condition, x, y) if isinstance(v, Value)}
+    need(len(ranks) < 2, f"tensors of several ranks: {'; '.join(map(described, (condition, x, y)))}")
+    return result_of(torch.where(picks, chosen[0], chosen[1]), dtype, (condition, x, y))
+
+
+def _divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
+
+
+def _power(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Of integers by squaring, wrapping around; 1 / a**-b toward zero when b is negative."""
+    if a.is_floating_point():
+        return torch.pow(a, b)
+    a, b = torch.broadcast_tensors(a, b)
+    odd = b % 2 == 1
+    inverse = torch.where(a == 1, 1, torch.where(a == -1, torch.where(odd, -1, 1), 0)).to(a.dtype)
+    return torch.where(b < 0, inverse, torch.pow(a, b.clamp(min=0)))
+
+
+def _maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.where((a != a) | (a > b), a, b)
+
+
+def _minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.where((b != b) | (a > b), b, a)
+
+
+def _relu(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x <= 0, 0, x)
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _unary(name: str, function: Callable[..., torch.Tensor], dtypes: tuple[str, ...] = FLOATS, result: str | None = None) -> Pointwise:
+    return Pointwise(name, 1, function, dtypes, result)
+
+
+def _binary(name: str, function: Callable[..., torch.Tensor], dtypes: tuple[str, ...] = NUMBERS, result: str | None = None) -> Pointwise:
+    return Pointwise(name, 2, function, dtypes, result)
+
+
+_BOOL, _BITS = ("Bool",), INTS
+TABLE = (
+    *(_unary(name, getattr(torch, name)) for name in ("exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "sin", "cos", "tan")),
+    *(_unary(name, getattr(torch, name)) for name in ("tanh", "erf", "erfc", "sqrt", "rsqrt", "floor", "ceil", "trunc", "frac", "round")),
+    _unary("reciprocal", lambda x: 1 / x),
+    _unary("sigmoid", _sigmoid),
+    _unary("silu", lambda x: x * _sigmoid(x)),
+    _unary("relu", _relu),
+    _unary("abs", torch.abs, (*NUMBERS, *HALVES)),
+    _unary("neg", torch.neg, NUMBERS),
+    _unary("isfinite", torch.isfinite, (*FLOATS, *HALVES), "Bool"),
+    *(_unary(name, getattr(torch, name), FLOATS, "Bool") for name in ("isnan", "isinf", "isposinf", "isneginf")),
+    _unary("signbit", torch.signbit, NUMBERS, "Bool"),
+    _unary("logical_not", torch.logical_not, _BOOL),
+    _unary("bitwise_not", torch.bitwise_not, _BITS),
+    _binary("add", torch.add),
+    _binary("sub", torch.sub),
+    _binary("mul", torch.mul),
+    _binary("div", _divide),
+    _binary("mod", torch.fmod, INTS),
+    _binary("fmod", torch.fmod),
+    _binary("remainder", torch.remainder),
+    _binary("pow", _power),
+    _binary("atan2", torch.atan2, FLOATS),
+    _binary("maximum", _maximum),
+    _binary("minimum", _minimum),
+    _binary("ceilDiv", lambda a, b: _divide(a + b - 1, b), INTS),
+    *(_binary(name, getattr(torch, name), (*NUMBERS, "Bool"), "Bool") for name in ("eq", "ne")),
+    *(_binary(name, getattr(torch, name), NUMBERS, "Bool") for name in ("lt", "le", "gt", "ge")),
+    *(_binary(name, getattr(torch, name), _BOOL) for name in ("logical_and", "logical_or")),
+    *(_binary(name, getattr(torch, name), _BITS) for name in ("bitwise_and", "bitwise_or", "bitwise_xor")),
+    *(_binary(name, getattr(torch, name), _BITS) for name in ("bitwise_left_shift", "bitwise_right_shift")),
+    Pointwise("clamp", 3, lambda x, low, high: _minimum(_maximum(x, low), high), NUMBERS),
+)
+POINTWISE = {row.name: row for row in TABLE}
+OPS: dict[str, Callable[..., Any]] = {**POINTWISE, "truediv": POINTWISE["div"], "cast": cast, "set": lambda x: x, "where": where}

@@ -1,0 +1,291 @@
+"""nvFuser definitions: their text for Blackwell, what is refused with which reason, what is shared, and errors before a launch.
+
+That a definition prints, rebuilds and means what its segment means is asked for every Fusion of the suite: tests/fusions.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusions import evaluate
+from judge import judge
+
+from fusion_moe import FusionDefinition, ops, options
+from fusion_moe.compile import lower
+from fusion_moe.emit.nvfuser import library
+from fusion_moe.errors import UnsupportedError
+from fusion_moe.formats import Quantized, dequantize, quantize
+from fusion_moe.ir.core import Fusion
+from fusion_moe.ir.kinds import KINDS
+from fusion_moe.layouts import SF128X4
+from fusion_moe.schedule import nvfuser as facts
+from fusion_moe.target import TARGETS
+
+needs_nvfuser = pytest.mark.nvfuser
+OPS = torch.ops.fusion_moe
+G, H, I, SLOTS, TOKENS = 4, 128, 128, 2, 5  # groups, hidden, intermediate
+
+
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def weight(n, k, runs=0):
+    """nvfp4[G, n, k] as the three tensors; runs: decode scales along n."""
+    x = torch.randn(G, n, k, generator=generator())
+    return list(quantize(x, torch.rand(G, runs, generator=generator()) / 300 + 1e-3 if runs else None))
+
+
+def rows(count=11):
+    return torch.randn(count, H, generator=generator()).bfloat16()
+
+
+ENDS = torch.tensor([3, 3, 10, 11], dtype=torch.int32)
+
+
+def call(name, args, static=False, **kwargs) -> Fusion:
+    """The Fusion of a call: for any number of rows, or for those of its arguments."""
+    bound = ops.bind(ops.SPECS[name], args, kwargs)
+    types = bound.types(lambda argument, i, n: n) if static else ops.eager_types(bound)
+    return ops.fusion_of(name, types, bound.others)
+
+
+def sources(fusion, target="sm_100"):
+    """The definitions of the segments, as they are printed; of the others the operations."""
+    from fusion_moe.emit import BACKENDS
+
+    lowered = lower(fusion, TARGETS[target], options.Options())
+    pairs = zip(lowered.contracted, lowered.schedules, strict=True)
+    return [BACKENDS[target](s, c).source for s, c in pairs]
+
+
+def output_dtypes(fusion, target="sm_100"):
+    """The dtypes of the outputs of the only definition, by nvFuser's names."""
+    from fusion_moe.emit.nvfuser import define
+
+    (segment,) = lower(fusion, TARGETS[target], options.Options()).contracted
+    return ", ".join(v.dtype().name for v in define(segment.fusion).fd.fusion.outputs())
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+def grouped_matmul(static):
+    return call("nvfp4_grouped_mm", [rows(), *weight(2 * I, H, runs=2), ENDS], static, activation_format="nvfp4")
+
+
+def expert_mlp_of_sorted_rows(static):
+    """grouped product, SwiGLU, grouped product: rows that are sorted by expert already."""
+    return inlined(
+        static,
+        lambda fd, x, ends, up, down: [
+            y := product(fd, x, up, ends),
+            y := translated("scaled_swiglu")(fd, y),
+            product(fd, y, down, ends),
+        ][-1],
+    )
+
+
+def moe_layer(static):
+    """Routing, gather, both products, SwiGLU, and the sum of each token's rows."""
+    x, ids = rows(TOKENS), torch.randint(0, G, (TOKENS, SLOTS), generator=generator())
+    args = [x, ids, torch.rand(TOKENS, SLOTS, generator=generator()), *weight(2 * I, H, runs=2), *weight(H, I)]
+    return call("expert_mlp", args, static, activation_format="nvfp4")
+
+
+def translated(name):
+    from fusion_moe import translate
+
+    return translate.find(f"fusion_moe::{name}").function
+
+
+def product(fd, a, w, ends):
+    return translated("nvfp4_grouped_mm")(fd, a, *w, ends, activation_format="nvfp4")
+
+
+def inlined(static, build) -> Fusion:
+    fd = FusionDefinition()
+    x = fd.define_tensor(shape=[11 if static else fd.define_size("m"), H], dtype="bf16")
+    ends = fd.define_tensor(shape=[G], dtype="i32")
+    up, down = ([fd.from_pytorch(t) for t in w] for w in (weight(2 * I, H, runs=2), weight(H, I)))
+    fd.add_output(build(fd, x, ends, up, down))
+    return fd.fusion()
+
+
+@needs_nvfuser
+@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
+@pytest.mark.parametrize("build", [grouped_matmul, expert_mlp_of_sorted_rows, moe_layer])
+def test_blackwell(build, static, golden):
+    """One definition each, with the output dtypes that the text does not tell; static and dynamic numbers of tokens."""
+    (source,) = sources(build(static))
+    golden(f"{source}\n# outputs: {output_dtypes(build(static))}")
+
+
+@needs_nvfuser
+def test_hopper(golden):
+    """16-bit activations: the weight is decoded inside, from int32 words."""
+    (source,) = sources(call("nvfp4_grouped_mm", [rows(), *weight(2 * I, H, runs=2), ENDS]), "sm_90")
+    golden(source)
+
+
+# Meaning --------------------------------------------------------------------------------------------------------------
+
+
+@needs_nvfuser
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("runs", [0, 1, 2])
+@pytest.mark.parametrize("activation_format", ["bf16", "nvfp4"])
+def test_a_product_means_the_same(activation_format, runs, dtype):
+    args = [rows().to(dtype), *weight(2 * I, H, runs), ENDS]
+    found = judge(call("nvfp4_grouped_mm", args, activation_format=activation_format), args)
+    assert [s.kind for s in found["sm_100"]] == ["nvfuser"]
+    assert ("sm_90" in found) == (activation_format == "bf16")
+
+
+@needs_nvfuser
+@pytest.mark.parametrize("activation_format", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("ids", [[[0, 0]], [[3, 3], [3, 3]], [[2, 0]] * 130, []])
+def test_a_layer_means_the_same_for_any_routing(ids, activation_format):
+    """One token, the last expert alone, more than a tile of rows, no tokens; empty experts."""
+    slots = torch.tensor(ids, dtype=torch.int64).reshape(-1, SLOTS)
+    args = [rows(len(ids)), slots, torch.rand(len(ids), SLOTS, generator=generator()), *weight(2 * I, H, runs=2), *weight(H, I)]
+    found = judge(call("expert_mlp", args, activation_format=activation_format), args)
+    assert [s.kind for s in found["sm_100"]] == ["nvfuser"]
+
+
+@needs_nvfuser
+@pytest.mark.parametrize("n", [128, 96])
+def test_swizzled_weights_are_read_as_they_are(n):
+    """With 4-bit activations the definition does not move their scales; with 16-bit ones they are put back in order."""
+    codes, scale, decode = weight(n, H)
+    stored = SF128X4.forward(scale)
+    fd = FusionDefinition()
+    a, ends = fd.from_pytorch(rows()), fd.from_pytorch(ENDS)
+    packed = fd.ops.pack(*map(fd.from_pytorch, (codes, stored, decode)), fmt="nvfp4", layout="sf128x4")
+    cut = fd.groups_of(ends, 11)
+    a = fd.ops.cut(a, cut)
+    fd.add_output(fd.ops.cast(fd.ops.grouped_mm(a, packed, cut, w_layout="sf128x4"), dtype="bf16"))
+    if n == 128:
+        four = fd.ops.zero_rest(a, cut)
+        four = fd.ops.quantize(four, fd.ops.decode_scale(four, fmt="nvfp4"), fmt="nvfp4")
+        fd.add_output(fd.ops.cast(fd.ops.grouped_mm(four, packed, cut, w_layout="sf128x4"), dtype="bf16"))
+    found = evaluate(fd.fusion(), rows(), ENDS, codes, stored, decode)
+    matrices = dequantize(Quantized(codes, scale, decode))
+    begin = 0
+    for g, end in enumerate(ENDS.tolist()):
+        torch.testing.assert_close(found[0][begin:end].float(), rows()[begin:end].float() @ matrices[g].T, rtol=2e-2, atol=0.5)
+        begin = end
+
+
+@needs_nvfuser
+def test_gate_and_up_share_the_quantized_activation():
+    """Two products of the same rows: quantized once, swizzled once."""
+
+    def build(fd, x, ends, up, down):
+        fd.add_output(product(fd, x, up, ends))
+        return product(fd, x, down, ends)
+
+    (source,) = sources(inlined(False, build))
+    assert source.count("cutlass_nvfp4_grouped_mm") == 2
+    assert source.count("preprocess_grouped_matmul_input_sf") == 1
+    assert source.count("dtype=DataType.Float4_e2m1fn)") == 1
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_is_written_or_refused():
+    """What no rule writes is refused whatever its types, and says why."""
+    from fusion_moe.emit.nvfuser.definition import RULES
+
+    never = {"grouped_outer", "grouped_swizzle", "index_put_accumulate"}
+    assert set(KINDS) - set(RULES) == never
+    assert set(RULES) <= set(KINDS)
+    assert never <= set(facts._RULES)
+
+
+def one(build, *shapes):
+    """A Fusion of one operation on inputs of these (shape, dtype)."""
+    fd = FusionDefinition()
+    made = build(fd, *(fd.define_tensor(shape=list(s), dtype=d) for s, d in shapes))
+    for v in made if isinstance(made, tuple) else (made,):
+        fd.add_output(v)
+    return fd.fusion()
+
+
+def cut_product(fd, a, w, offs, to="bf16", **kinds):
+    ends = fd.groups_of(offs, a.type.shape[0])
+    y = fd.ops.grouped_mm(fd.ops.cut(a, ends), w, ends)
+    return fd.ops.cast(y, dtype=to) if to else y
+
+
+def four_bit(n, k):
+    fd = FusionDefinition()
+    args = [fd.define_tensor(shape=s, dtype=d) for s, d in (
+        ([11, k], "bf16"), ([G, n, k // 2], "u8"), ([G, n, k // 16], "f8e4m3"), ([G], "f32"), ([G], "i32"))]  # fmt: skip
+    fd.add_output(translated("nvfp4_grouped_mm")(fd, *args, activation_format="nvfp4"))
+    return fd.fusion()
+
+
+REFUSED = {
+    "a sum of bytes": one(lambda fd, x: fd.ops.add(x, x), ([4], "u8")),
+    "e4m3 arithmetic": one(lambda fd, x: fd.ops.neg(x), ([4], "f8e4m3")),
+    "a cast to e4m3": one(lambda fd, x: fd.ops.cast(x, dtype="f8e4m3"), ([4], "f32")),
+    "float32 activations": one(cut_product, ([11, H], "f32"), ([G, 8, H], "f32"), ([G], "i32")),
+    "two 16-bit types": one(cut_product, ([11, H], "f16"), ([G, 8, H], "bf16"), ([G], "i32")),
+    "a product kept in float32": one(lambda fd, *v: cut_product(fd, *v, to=None), ([11, H], "bf16"), ([G, 8, H], "bf16"), ([G], "i32")),
+    "a scatter that adds": one(
+        lambda fd, a, i, v: fd.ops.index_put_accumulate(a, i, v), ([4, 8], "f32"), ([3], "i64"), ([3, 8], "f32")
+    ),
+    "K = 96": four_bit(128, 96),
+    "N = 64": four_bit(64, 128),
+    "quantize": call("nvfp4_quantize", [torch.randn(64, 64)]),
+    "swizzle": call("grouped_swizzle_block_scale", [torch.zeros(11, 4).to(torch.float8_e4m3fn), ENDS]),
+}  # fmt: skip
+
+
+def test_refusals(golden):
+    """Each in its own segment, with the reason."""
+    said = []
+    for name, fusion in REFUSED.items():
+        for target in ("sm_90", "sm_100"):
+            try:
+                segments = lower(fusion, TARGETS[target], options.Options()).segments
+            except UnsupportedError as error:
+                said.append(f"{name} on {target}: {error}")
+                continue
+            for s in segments:
+                if s.kind == "single":
+                    said.append(f"{name} on {target}: {facts.can_schedule(s.fusion, TARGETS[target])}")
+    golden("\n".join(dict.fromkeys(said)))
+
+
+def test_a_program_for_a_gpu_that_is_not_there_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    match = r"sm_100 needs a CUDA device of compute capability 10\.0"
+    with options.override(target="sm_100"), pytest.raises(UnsupportedError, match=match):
+        OPS.nvfp4_grouped_mm(rows(), *weight(2 * I, H), ENDS)
+
+
+def test_without_nvfuser_an_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    library.nvfuser.cache_clear()
+    try:
+        with pytest.raises(UnsupportedError, match=r"nvFuser is not installed; pip install 'fusion_moe\[nvfuser\]'"):
+            sources(grouped_matmul(True))
+    finally:
+        library.nvfuser.cache_clear()
+
+
+@needs_nvfuser
+def test_a_launch_on_the_cpu_is_an_error():
+    from fusion_moe.emit import BACKENDS
+
+    args = [rows(), *weight(2 * I, H), ENDS]
+    lowered = lower(call("nvfp4_grouped_mm", args, activation_format="nvfp4"), TARGETS["sm_100"], options.Options())
+    (segment,), (schedule,) = lowered.contracted, lowered.schedules
+    kernel = BACKENDS["sm_100"](segment, schedule)
+    given = dict(zip(lowered.stages[-1][1].inputs, args, strict=True))
+    with pytest.raises(UnsupportedError, match="the tensors are on cpu"):
+        kernel([given[v] for v in segment.inputs], {})
