@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from . import compat, errors, options
 from . import eager as _eager  # the bodies of the operations
-from . import errors, options
 from .compile import run
 from .errors import Untranslatable
 from .ir.builder import FusionDefinition
@@ -19,12 +19,14 @@ from .translate import translator
 __version__ = "0.1.0"
 
 __all__ = [
-    "FusionDefinition", "NVFP4Config", "NVFP4Experts", "Untranslatable", "__version__", "disable", "enable", "errors", "explain", "options",
-    "quantize_", "run", "translator",
+    "FusionDefinition", "NVFP4Config", "NVFP4Experts", "Untranslatable", "__version__", "compat", "disable", "enable", "errors", "explain",
+    "options", "quantize_", "run", "thunder_executors", "translator",
 ]  # fmt: skip
 
 # These import Dynamo and Inductor, which takes a while.
-_LAZY = {"enable": "frontends.inductor", "disable": "frontends.inductor", "explain": "report"}
+_LAZY = {
+    "enable": "frontends.inductor", "disable": "frontends.inductor", "explain": "report", "thunder_executors": "frontends.thunder",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

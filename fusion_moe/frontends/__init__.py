@@ -1,1 +1,1 @@
-"""The doors through which traced programs come: torch.compile (inductor.py, with regions from fx.py and cache keys from fingerprint.py)."""
+"""The doors through which traced programs come: torch.compile (inductor.py) and thunder.jit (thunder.py), with regions from regions.py."""

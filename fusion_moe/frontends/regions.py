@@ -183,7 +183,7 @@ class _Search:
         if not has_tensors(n):
             return "its results are not tensors"
         if translate.find(op_name(n)) is None:
-            return "it has no translator"
+            return "it has no translator" if is_torchs(n) else translate.why_none()
         return "a path leads from the fusion to it and back" if n.users else "nobody reads its results"
 
     def _in_order(self, nodes: Iterable[Node]) -> list[Node]:

@@ -1,0 +1,167 @@
+"""thunder's executor "fusion_moe": regions of a trace become fusions, each one bound symbol that runs a program of ours."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from thunder.core.proxies import TensorProxy, unvariableify
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.transform_common import dce
+from thunder.extend import FusionExecutor, register_executor
+from torch.fx import Node
+
+from .. import options, target
+from ..compile import program_of
+from ..ir.core import Fusion
+from ..ir.text import one_line
+from ..ops import as_bytes
+from ..runtime.program import Program
+from .nodes import source_of
+from .regions import Found, Left, Region, find_regions
+from .tell import tell
+from .thunder_graph import TraceGraph, has_open_sizes, in_order, stays_in_place
+from .thunder_ops import Symbols
+from .walk import Walk
+
+_listener: ContextVar[list[Found] | None] = ContextVar("fusion_moe_thunder_listener", default=None)
+
+
+class FusionMoe(FusionExecutor):
+    """The executor. It takes no part in what other executors claim: it looks at the trace when they have."""
+
+    def __init__(self) -> None:
+        super().__init__("fusion_moe")
+        self.symbols = Symbols(self)
+        self.for_nvfuser: Any = None  # a ForNvFuser, once it was asked for
+
+    def can_fuse(self, bsym: BoundSymbol) -> bool:
+        """Whether thunder is to leave a bound symbol as it is: our operations; all others are free to be claimed."""
+        return bsym.sym.executor is self and not bsym.sym.is_fusion
+
+    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        """The trace with regions replaced. Regions reach over nothing that writes into memory, and not from forward into backward."""
+        if has_open_sizes(trace):
+            return trace
+        read_later = _read_later(trace.bound_symbols)
+        fused: list[BoundSymbol] = []
+        counter = itertools.count()
+        heard: dict[bool, Found] = {}
+        for kind, stretch in itertools.groupby(enumerate(trace.bound_symbols), key=lambda at: _kind(at[1])):
+            places, bsyms = zip(*stretch, strict=True)
+            if kind is None:
+                fused += bsyms
+                continue
+            made, found = self._fused(bsyms, read_later[places[-1]], counter)
+            fused += made
+            _add(heard.setdefault(kind, Found()), found)
+        for backward, found in heard.items():
+            tell(found)
+            if not backward and (listener := _listener.get()) is not None:
+                listener.append(found)
+        result = from_trace(trace)
+        result.bound_symbols = fused
+        result = dce(result)
+        result.set_provenance(TraceProvenance("Fusion by fusion_moe"))
+        return result
+
+    def fuse(self, region: Any, fusion_counter: int) -> BoundSymbol:
+        """All bound symbols of a region of thunder's as one: passes of other executors that move bound symbols ask for it."""
+        outputs = [unvariableify(v) for v in region.outputs]
+        inside = TraceGraph(region.bound_symbols, [p.name for p in outputs])
+        walk = Walk([n for nodes in inside.nodes for n in nodes])
+        if walk.refused:
+            raise next(iter(walk.refused.values()))
+        inputs, outputs = ([inside.proxies[n] for n in nodes] for nodes in (walk.inputs, walk.outputs))
+        return self._bound(walk.fusion, walk.device, inputs, outputs, region.bound_symbols, fusion_counter)
+
+    @contextmanager
+    def listening(self) -> Iterator[list[Found]]:
+        """What is found in forward passes that are compiled in this context, in order."""
+        heard: list[Found] = []
+        token = _listener.set(heard)
+        try:
+            yield heard
+        finally:
+            _listener.reset(token)
+
+    def _fused(self, bsyms: Sequence[BoundSymbol], read: Sequence[str], counter: Iterator[int]) -> tuple[list[BoundSymbol], Found]:
+        """One stretch of a trace with its regions replaced."""
+        whole: dict[int, Left] = {}  # bound symbols of which a region would take a part
+        while True:
+            seen = TraceGraph(bsyms, read, whole)
+            found = find_regions(seen.graph, lambda device: target.find(options.current().target, device))
+            inside = {n: k for k, region in enumerate(found.regions) for n in region.nodes}
+            parts = {i: _cut(nodes) for i, nodes in enumerate(seen.nodes) if len({inside.get(n) for n in nodes}) > 1}
+            if not parts:
+                break
+            whole.update(parts)
+        found.left += whole.values()
+        groups: dict[int, list[int]] = {}
+        for i, nodes in enumerate(seen.nodes):
+            if nodes and nodes[0] in inside:
+                groups.setdefault(inside[nodes[0]], []).append(i)
+        taken = {i for members in groups.values() for i in members}
+        items = [(i, bsym) for i, bsym in enumerate(bsyms) if i not in taken]
+        for k, members in groups.items():
+            items.append((members[-1], self._replaced(seen, found.regions[k], [bsyms[i] for i in members], next(counter))))
+        return in_order(items), found
+
+    def _replaced(self, seen: TraceGraph, region: Region, bsyms: Sequence[BoundSymbol], count: int) -> BoundSymbol:
+        inputs, outputs = ([seen.proxies[n] for n in nodes] for nodes in (region.inputs, region.outputs))
+        return self._bound(region.fusion, region.device, inputs, outputs, bsyms, count)
+
+    def _bound(
+        self, fusion: Fusion, device: torch.device, inputs: Sequence[TensorProxy], outputs: Sequence[TensorProxy],
+        bsyms: Sequence[BoundSymbol], count: int,
+    ) -> BoundSymbol:  # fmt: skip
+        """One bound symbol that runs the program of a Fusion; thunder prints the bound symbols it replaces below it."""
+        name = f"fusion_moe{count}"
+        call = _Run(program_of(one_line(fusion), device, options.current()))
+        symbol = Symbol(name, meta=None, is_fusion=True, executor=self)
+        bound = BoundSymbol(symbol, tuple(inputs), {}, list(outputs), tuple(bsyms), _call_ctx={name: call})
+        bound.source_filename, bound.source_positions = bsyms[-1].source_filename, bsyms[-1].source_positions
+        bound.tags |= bsyms[-1].tags & {BoundSymbolTag.BACKWARD}
+        return bound
+
+
+class _Run:
+    """A program as thunder calls it."""
+
+    def __init__(self, program: Program):
+        self.program = program
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        return self.program([as_bytes(t) for t in tensors])
+
+
+def _kind(bsym: BoundSymbol) -> bool | None:
+    """Whether a bound symbol belongs to the backward; None for one that stays where it is."""
+    return None if stays_in_place(bsym) else BoundSymbolTag.BACKWARD in bsym.tags
+
+
+def _read_later(bsyms: Sequence[BoundSymbol]) -> list[set[str]]:
+    """For each place of a trace the names that are read after it."""
+    later: list[set[str]] = [set() for _ in bsyms]
+    for i in range(len(bsyms) - 1, 0, -1):
+        later[i - 1] = later[i] | {p.name for p in bsyms[i].flat_proxy_args}
+    return later
+
+
+def _cut(nodes: Sequence[Node]) -> Left:
+    call = next((n for n in nodes if n.op == "call_function"), nodes[0])
+    return Left(str(call.target), source_of(call), "a fusion would take a part of what thunder has as one operation")
+
+
+def _add(total: Found, found: Found) -> None:
+    total.regions += found.regions
+    total.left += [x for x in found.left if x not in total.left]
+    total.calls += found.calls
+
+
+executor: FusionMoe = register_executor(FusionMoe())

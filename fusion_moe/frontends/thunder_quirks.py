@@ -1,0 +1,53 @@
+"""What thunder's versions make necessary, each with the change upstream after which it can go. Tested: 0.2.6, and HEAD of January 2026."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import thunder
+import torch
+from thunder.core.interpreter import get_interpreterruntimectx
+from thunder.core.symbol import Symbol
+from thunder.core.trace import get_tracectx
+from thunder.torch import register_function
+
+LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, thunder.__file__, Path(__file__).parent))
+
+
+def tell_thunderfx(called: Callable[..., Any], symbol: Symbol) -> None:
+    """thunderfx keeps out of thunder what is not in one map, whatever executors it is given.
+
+    Goes when thunder.dynamo asks the executors too.
+    """
+    register_function(called, symbol)
+
+
+def at_users_line(symbol: Symbol) -> Callable[..., Any]:
+    """A symbol that notes the user's line when the interpreter calls it: bound symbols of an executor's own get that of the call before.
+
+    Goes when thunder wraps the lookasides of executors as it does those of its own symbols (record_source_loc_in_symbol_header).
+    """
+
+    @functools.wraps(symbol.meta)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        frames = get_interpreterruntimectx().frame_stack
+        users = [f for f in frames if not f.code.co_filename.startswith(LIBRARIES)] or frames
+        get_tracectx().set_current_source_location(users[-1].code.co_filename, users[-1].positions)
+        return symbol(*args, **kwargs)
+
+    return call
+
+
+def thunders_nvfuser(library: Any) -> Any:
+    """The module of thunder's nvFuser executor; library: nvfuser_direct.
+
+    0.2.6 asks a module `nvfuser` for the strides of inputs, which nvFuser 0.2.34 gave up for nvfuser_direct. Goes with 0.2.6.
+    """
+    from thunder.executors import nvfuserex_impl
+
+    sys.modules.setdefault("nvfuser", library)
+    return nvfuserex_impl

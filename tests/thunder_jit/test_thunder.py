@@ -1,0 +1,508 @@
+"""thunder.jit with our executor: the bits of eager, gradients, operations of users, other executors, what is told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from moe_models import Block, Experts, G, H, I, Mlp, O, calls, routing, tokens, weight
+from torch import nn
+
+import fusion_moe
+from fusion_moe import errors, ops, options, schedule, translate, translator
+from fusion_moe.compile import lower
+from fusion_moe.ir.core import Fusion
+from fusion_moe.target import TARGETS
+
+pytestmark = pytest.mark.thunder
+
+ENDS = torch.tensor([1, 1, 4, 5], dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def every_rounding() -> Iterator[None]:
+    """Programs round where eager rounds."""
+    with options.override(contract_rounding=False):
+        yield
+
+
+def jitted(f, *before, **how):
+    """f under thunder.jit with our executor, then those given, then thunder's defaults."""
+    import thunder
+
+    ours, *defaults = fusion_moe.thunder_executors()
+    return thunder.jit(f, executors=(ours, *before, *defaults), **how)
+
+
+def fusions(f) -> list:
+    """The fusions in the forward trace of the last call, as bound symbols."""
+    import thunder
+
+    return [b for b in thunder.last_traces(f)[-1].bound_symbols if b.sym.name.startswith("fusion_moe") and b.sym.is_fusion]
+
+
+def backward_fusions(f) -> list:
+    import thunder
+
+    return [b for b in thunder.last_backward_traces(f)[-1].bound_symbols if b.sym.is_fusion]
+
+
+def programs(bsyms) -> list[Fusion]:
+    return [call.program.stages[0][1] for b in bsyms for call in b._call_ctx.values()]
+
+
+def bf16(*lead: int, seed: int = 1) -> torch.Tensor:
+    return tokens(*lead, seed=seed).bfloat16()
+
+
+def halved(model: Block) -> Block:
+    """The block with a router in bf16; quantized weights stay as they are."""
+    model.experts.router.bfloat16()
+    return model
+
+
+def found(f, *args, **kwargs):
+    from fusion_moe.frontends.thunder import found_in
+
+    (result,) = found_in(f, *args, **kwargs)
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------- inference
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("small", [False, True], ids=["one operation", "small operations"])
+def test_a_block_is_one_fusion_with_the_bits_of_eager(small, context):
+    model, x = halved(Block(small)), bf16(5)
+    with context():
+        run = jitted(model)
+        torch.testing.assert_close(run(x), model(x), rtol=0, atol=0)
+    assert len(fusions(run)) == 1
+
+
+def test_the_trace_shows_what_is_inside_of_a_fusion(golden):
+    from thunder.core.trace import tracectx
+
+    run = jitted(halved(Block(small=True)))
+    with torch.no_grad():
+        run(bf16(5))
+    import thunder
+
+    (fusion,) = fusions(run)
+    with tracectx(thunder.last_traces(run)[-1]):
+        golden("\n".join(fusion.python(indent=0, print_depth=2)))
+
+
+def test_one_program_many_doors():
+    """expert_mlp in eager, through thunder, and in small operations through thunder: the same kernels"""
+    ids, w = routing(5)
+    parts = (*weight(2 * I, H), *weight(H, I))
+
+    def one(x):
+        return O.expert_mlp(x, ids, w, *parts)
+
+    def small(x):
+        ends, row_of, slot_of = O.route(ids, G)
+        y = O.scaled_swiglu(O.nvfp4_grouped_mm(x[row_of], *parts[:3], ends))
+        return O.combine(O.nvfp4_grouped_mm(y, *parts[3:], ends), slot_of, w)
+
+    x = bf16(5)
+    call = ops.bind(ops.SPECS["expert_mlp"], (x, ids, w, *parts), {})
+    eager = ops.fusion_of("expert_mlp", call.types(lambda name, i, n: n), call.others)
+    doors = [eager, *(region.fusion for f in (one, small) for region in found(f, x).regions)]
+    assert len(doors) == 3
+    assert len({kernels(fusion) for fusion in doors}) == 1
+
+
+def kernels(fusion: Fusion) -> str:
+    """Each segment as text, with its schedule; inputs in the order in which they are read."""
+    lowered = lower(fusion, TARGETS["cpu"], options.current())
+    assert [s.kind for s in lowered.segments] == ["grouped_gemm", "grouped_gemm"]
+    return "\n\n".join(f"{schedule.named(s.kind).choose(s.fusion, TARGETS['cpu'])}\n{s.fusion}" for s in lowered.segments)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 33])
+def test_all_token_counts(count):
+    model = Experts()
+    run = jitted(model)
+    with torch.no_grad():
+        run(tokens(5))
+        torch.testing.assert_close(run(tokens(count)), model(tokens(count)), rtol=0, atol=0)
+
+
+def test_options_in_force_at_the_first_call_hold():
+    x, model = bf16(5), Mlp()
+    with options.override(contract_rounding=True), torch.no_grad():
+        want = model(x)
+        run = jitted(model)
+        assert run(x).equal(want)
+    with torch.no_grad():
+        assert run(x).equal(want)
+        assert not model(x).equal(want)
+
+
+def test_the_name_of_the_executor():
+    import thunder
+
+    fusion_moe.thunder_executors()
+    run = thunder.jit(Mlp(), executors=["fusion_moe"])
+    with torch.no_grad():
+        torch.testing.assert_close(run(tokens(5)), Mlp()(tokens(5)), rtol=0, atol=0)
+    assert len(fusions(run)) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------------------ memory
+
+
+def test_fusions_do_not_reach_over_writes():
+    up, down = weight(2 * I, H), weight(H, I)
+    ids, w = routing(5)
+
+    def f(x):
+        y = O.expert_mlp(x, ids, w, *up, *down)
+        x.mul_(2)
+        return O.expert_mlp(y + x, ids, w, *up, *down) + x
+
+    ours, theirs = tokens(5), tokens(5)
+    run = jitted(f)
+    with torch.no_grad():
+        torch.testing.assert_close(run(ours), f(theirs), rtol=0, atol=0)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert len(fusions(run)) == 2
+
+
+@pytest.mark.parametrize("strides", ["transposed", "every other row", "expanded"])
+def test_inputs_of_any_strides(strides):
+    made = {
+        "transposed": lambda: tokens(5).t().contiguous().t(),
+        "every other row": lambda: tokens(10)[::2],
+        "expanded": lambda: tokens(1).expand(5, H),
+    }
+    ours, theirs = (made[strides]().requires_grad_() for _ in range(2))
+    model = Experts()
+    got, want = jitted(model)(ours), model(theirs)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    got.sum().backward()  # the gradient that comes in is expanded
+    want.sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------------------------- gradients
+
+
+def call_of(name: str):
+    """A function of float tensors that calls an operation, and these tensors."""
+    up, down, (ids, w), ends = weight(2 * I, H), weight(H, I), routing(5), ENDS
+    slot_of, y = O.route(ids, G)[2], tokens(10)
+    return {
+        "expert_mlp": (lambda x, w: O.expert_mlp(x, ids, w, *up, *down), tokens(5), w),
+        "expert_mlp with biases": (
+            lambda x, w, a, b: O.expert_mlp(x, ids, w, *up, *down, a, b, scale_on="input"),
+            tokens(5), w, torch.randn(G, 2 * I), torch.randn(G, H),
+        ),
+        "nvfp4_grouped_mm": (lambda x: O.nvfp4_grouped_mm(x, *up, ends), tokens(5)),
+        "scaled_swiglu": (lambda x, scale: O.scaled_swiglu(x, scale, limit=1.0, alpha=1.7), tokens(3, 5), torch.rand(3, 5)),
+        "combine": (lambda y, w: O.combine(y, slot_of, w), y, w),
+        "group_add": (lambda x, bias: O.group_add(x, bias, ends), tokens(5), torch.randn(G, H)),
+    }[name]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["expert_mlp", "expert_mlp with biases", "nvfp4_grouped_mm", "scaled_swiglu", "combine", "group_add"])
+def test_gradients_of_operations_are_those_of_eager(name, dtype):
+    f, *values = call_of(name)
+    ours, theirs = ([v.to(dtype).requires_grad_() for v in values] for _ in range(2))
+    run = jitted(f)
+    got, want = run(*ours), f(*theirs)
+    assert got.equal(want)
+    grad = torch.randn(got.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    got.backward(grad)
+    want.backward(grad)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.grad.equal(b.grad)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_gradients_of_some_inputs(frozen):
+    f, *values = call_of("expert_mlp")
+    ours, theirs = ([v.clone().requires_grad_(i != frozen) for i, v in enumerate(values)] for _ in range(2))
+    jitted(f)(*ours).sum().backward()
+    f(*theirs).sum().backward()
+    assert ours[1 - frozen].grad.equal(theirs[1 - frozen].grad)
+    assert ours[frozen].grad is None
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["one operation", "small operations"])
+def test_training_a_block(small):
+    model, (ours, theirs) = Block(small), (tokens(5).requires_grad_() for _ in range(2))
+    want = model(theirs)
+    want.square().sum().backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    run = jitted(model)
+    got = run(ours)
+    got.square().sum().backward()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([p.grad for p in model.parameters()], wanted)
+    assert fusions(run)
+    names = [op.kind.name for fusion in programs(backward_fusions(run)) for op in fusion.ops]
+    assert "grouped_mm_t" in names
+
+
+def test_the_backward_of_small_operations_is_fused_with_what_stands_between():
+    run = jitted(Experts(small=True))
+    run(tokens(5).requires_grad_()).sum().backward()
+    assert any({"grouped_mm_t", "silu"} <= {op.kind.name for op in fusion.ops} or [op.kind.name for op in fusion.ops].count("mul") > 2
+               for fusion in programs(backward_fusions(run)))  # fmt: skip
+
+
+def test_products_of_the_forward_are_not_made_again_in_the_backward():
+    run = jitted(Experts(small=True))
+    run(tokens(5).requires_grad_()).sum().backward()
+    assert "grouped_mm" not in [op.kind.name for fusion in programs(backward_fusions(run)) for op in fusion.ops]
+
+
+def test_quantized_weights_have_no_gradient_and_it_is_told_when_one_is_wanted():
+    up = weight(2 * I, H)
+    scale = up[2].clone().requires_grad_()
+    run = jitted(lambda x: O.nvfp4_grouped_mm(x, up[0], up[1], scale, ENDS))
+    y = run(tokens(5))  # a forward pass in grad mode is fine
+    with pytest.raises(errors.UnsupportedError, match="quantized weights and their scales are frozen"):
+        y.sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------------------ operations of users
+
+
+@pytest.fixture
+def squared_relu():
+    """A user's operation: relu(x) ** power, without derivative and translator."""
+    lib = torch.library.Library("thunder_user", "DEF")
+    lib.define("squared_relu(Tensor x, int power=2) -> Tensor")
+    lib.impl("squared_relu", lambda x, power=2: x.relu() ** power, "CompositeExplicitAutograd")
+    torch.library.register_fake("thunder_user::squared_relu", lambda x, power=2: torch.empty_like(x), lib=lib)
+    yield lib
+    translate.unregister("thunder_user::squared_relu")
+    lib._destroy()
+
+
+def translate_squared_relu() -> None:
+    @translator("thunder_user::squared_relu")
+    def _(fd, x, power=2):
+        if power != 2:
+            raise fusion_moe.Untranslatable(f"power = {power}", expected="2")
+        y = fd.ops.relu(x)
+        return fd.ops.mul(y, y)
+
+
+class Relu(nn.Module):
+    """Two products with the user's operation between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = weight(I, H), weight(H, I)
+
+    def forward(self, x, power=2):
+        y = torch.ops.thunder_user.squared_relu(O.nvfp4_grouped_mm(x, *self.up, ENDS), power)
+        return O.nvfp4_grouped_mm(y, *self.down, ENDS)
+
+
+def test_a_users_operation_is_fused(squared_relu):
+    translate_squared_relu()
+    run, model = jitted(Relu()), Relu()
+    with torch.no_grad():
+        assert run(tokens(5)).equal(model(tokens(5)))
+    (fusion,) = programs(fusions(run))
+    assert [op.kind.name for op in fusion.ops].count("grouped_mm") == 2
+
+
+def test_a_users_operation_that_its_translator_refuses(squared_relu):
+    translate_squared_relu()
+    model = Relu()
+    with torch.no_grad():
+        assert jitted(model)(tokens(5), 3).equal(model(tokens(5), 3))
+        result = found(model, tokens(5), 3)
+    (left,) = [x for x in result.left if x.op == "thunder_user.squared_relu.default"]
+    assert left.why == "refused: power = 3; expected 2"
+    assert left.source.endswith("in forward: y = torch.ops.thunder_user.squared_relu(O.nvfp4_grouped_mm(x, *self.up, ENDS), power)")
+    assert len(result.regions) == 2
+
+
+def raises(fd, x, power=2):
+    return x.no_such_thing
+
+
+def wider(fd, x, power=2):
+    return fd.ops.cast(x, dtype="f64")
+
+
+def text(fd, x, power=2):
+    return "x"
+
+
+@pytest.mark.parametrize("broken", [raises, wider, text])
+def test_a_translator_at_fault(squared_relu, broken, caplog):
+    """the operation stays a call, and a warning names the translator, once"""
+    translator("thunder_user::squared_relu")(broken)
+    model = Relu()
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "fusion_moe"):
+        for _ in range(2):
+            assert jitted(model)(tokens(5)).equal(model(tokens(5)))
+    (record,) = caplog.records
+    assert "thunder_user.squared_relu.default" in record.message
+    assert "the translator of thunder_user::squared_relu" in record.message
+
+
+def test_the_derivative_that_a_user_registered(squared_relu):
+    """it saves a result, and is fused with the derivatives around it"""
+    translate_squared_relu()
+
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+        ctx.power = inputs[1]
+
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return ctx.power * y.sqrt() * grad, None
+
+    torch.library.register_autograd("thunder_user::squared_relu", backward, setup_context=setup_context, lib=squared_relu)
+    model, (ours, theirs) = Relu(), (tokens(5).requires_grad_() for _ in range(2))
+    run = jitted(model)
+    run(ours).sum().backward()
+    model(theirs).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-6)
+    (fusion,) = programs(backward_fusions(run))
+    names = [op.kind.name for op in fusion.ops]
+    assert names.count("grouped_mm_t") == 2
+    assert "sqrt" in names
+
+
+def test_an_operation_without_derivative():
+    """runs in grad mode, and says what is missing when its gradient is wanted"""
+
+    @torch.library.custom_op("thunder_user::halved", mutates_args=())
+    def halved(x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    halved.register_fake(torch.empty_like)
+    translator("thunder_user::halved")(lambda fd, x: fd.ops.mul(x, 0.5))
+    try:
+        up, x = weight(I, H), tokens(5).requires_grad_()
+        y = jitted(lambda x: halved(O.nvfp4_grouped_mm(x, *up, ENDS)))(x)
+        with pytest.raises(errors.UnsupportedError, match="halved.* no autograd formula was registered"):
+            y.sum().backward()
+    finally:
+        translate.unregister("thunder_user::halved")
+
+
+def test_a_part_of_an_operation_is_not_fused(squared_relu):
+    """relu is translated and cumsum is not: what thunder has as one bound symbol stays one"""
+    squared_relu.define("running(Tensor x) -> Tensor")
+    squared_relu.impl("running", lambda x: x.relu().cumsum(0), "CompositeImplicitAutograd")
+    translator("thunder_user::running")(lambda fd, x: fd.ops.neg(x))
+    try:
+        up, f = weight(I, H), lambda x: torch.ops.thunder_user.running(O.nvfp4_grouped_mm(x, *up, ENDS))
+        with torch.no_grad():
+            assert jitted(f)(tokens(5)).equal(f(tokens(5)))
+            result = found(f, tokens(5))
+    finally:
+        translate.unregister("thunder_user::running")
+    assert [calls(r.nodes) for r in result.regions] == [["fusion_moe.nvfp4_grouped_mm.default"]]
+    assert "a fusion would take a part of what thunder has as one operation" in [x.why for x in result.left]
+
+
+# ---------------------------------------------------------------------------------------------------------------- other executors
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["one operation", "small operations"])
+def test_an_executor_that_keeps_what_it_could_fuse(small):
+    """as nvFuser's does: our regions take what it has not fused yet"""
+    from thunder.extend import FusionExecutor
+
+    class Keeps(FusionExecutor):
+        def can_fuse(self, bsym):
+            return bsym.sym.executor is None and bsym.sym.python_impl is None
+
+        def fusion_pass(self, trace):
+            return trace
+
+    model, x = Block(small), tokens(5)
+    run = jitted(model, Keeps("keeps"))
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), model(x), rtol=0, atol=1e-6)
+    assert len(fusions(run)) == 1
+    ours, theirs = (tokens(5).requires_grad_() for _ in range(2))
+    run(ours).sum().backward()
+    model(theirs).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_thunderfx():
+    from thunder.dynamo import thunderfx
+
+    torch._dynamo.reset()
+    model, x = Block(small=True), tokens(5)
+    run = thunderfx(model, executors=fusion_moe.thunder_executors())
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), model(x), rtol=0, atol=1e-6)
+    (graph,) = run._backend.subgraph_infos
+    (compiled,) = graph.thunder_compiled_fns
+    assert len(fusions(compiled)) == 1
+
+
+@pytest.mark.slow
+def test_the_experts_of_transformers():
+    """the block of the small Qwen3-MoE that the examples train"""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
+    fusion_moe.quantize_(model)
+    block, x = model.model.layers[0].mlp, torch.randn(1, 6, 64, dtype=torch.bfloat16)
+    run = jitted(block)
+    with torch.no_grad():
+        assert run(x).equal(block(x))
+    assert len(fusions(run)) == 1
+
+
+# --------------------------------------------------------------------------------------------------------------------- what is told
+
+
+@pytest.mark.parametrize("how", ["model", "function", "jitted"])
+def test_what_is_found(how):
+    model, x = Block(), tokens(5)
+    with torch.no_grad():
+        given = {"model": model, "function": lambda x: model(x), "jitted": jitted(model)}[how]
+        if how == "jitted":
+            given(x)  # what is compiled already is looked at anew
+        result = found(given, x)
+    (region,) = result.regions
+    assert calls(region.nodes) == ["fusion_moe.expert_mlp.default", "aten.add.Tensor"]
+    sources = {op.source.partition(":")[0] for op in region.fusion.ops}
+    assert sources == {"moe_models.py"}
+    assert any("return O.expert_mlp(" in op.source for op in region.fusion.ops)
+    assert {x.op: x.why for x in result.left}["aten.topk.default"] == "it has no translator"
+
+
+def test_what_is_found_in_a_training_step_is_its_forward():
+    assert len(found(Block(), tokens(5).requires_grad_()).regions) == 1
+
+
+def test_open_sizes_are_refused_with_a_sentence():
+    """thunder calls its own option experimental; 0.2.6 has it for functions alone"""
+    ids, w = routing(5)
+    parts = (*weight(2 * I, H), *weight(H, I))
+    run = jitted(lambda x: O.expert_mlp(x, ids, w, *parts), cache="symbolic values")
+    with torch.no_grad(), pytest.raises(errors.UnsupportedError, match="cache='symbolic values'"):
+        run(tokens(5))
+    plain = jitted(lambda x: x * 2, cache="symbolic values")
+    assert plain(tokens(5)).equal(tokens(5) * 2)
+    assert plain(tokens(7)).equal(tokens(7) * 2)

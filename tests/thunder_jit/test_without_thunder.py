@@ -1,0 +1,33 @@
+"""Where thunder is not installed, or does not import: one sentence when it is asked for, nothing before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import fusion_moe
+from fusion_moe.errors import UnsupportedError
+
+
+def test_importing_us_imports_no_thunder():
+    code = "import sys, fusion_moe; sys.exit('thunder' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_thunder_that_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "thunder", None)
+    with pytest.raises(UnsupportedError, match=r"thunder is not installed.*pip install 'fusion_moe\[thunder\]'"):
+        fusion_moe.thunder_executors()
+
+
+def test_thunder_that_does_not_import_with_this_torch(monkeypatch, tmp_path):
+    for name in [n for n in sys.modules if n.partition(".")[0] == "thunder"]:
+        monkeypatch.delitem(sys.modules, name)
+    package = tmp_path / "thunder"
+    package.mkdir()
+    (package / "__init__.py").write_text("import torch\ntorch.Tensor.no_such_method\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnsupportedError, match="thunder does not import with torch .*no_such_method"):
+        fusion_moe.thunder_executors()
