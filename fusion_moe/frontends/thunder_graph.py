@@ -66,6 +66,8 @@ class TraceGraph:
 
     def _run(self, bsym: BoundSymbol) -> bool:
         """Records what a bound symbol does; False, and nothing recorded, if it cannot be run on fake tensors."""
+        if bsym.sym.is_fusion:  # what another executor has made is a kernel
+            return False
         try:
             with self._recorder.running(_stack_trace(bsym)), torch.no_grad():
                 local = dict(self._values)

@@ -4,6 +4,8 @@ nvFuser cuts and schedules a definition itself, so a segment is as large as its 
 
 - 8-bit integers: packed codes reach it as int32 words, or as e2m1 pairs, and so only from outside of the definition;
 - a cast to e4m3 that gives NaN where torch's does: its own saturates;
+- tensors without elements, where it asserts;
+- sorts of more rows than one block holds, and so of an open number of them: it asserts at launch;
 - products with other results than those of the operands' 16-bit type, sums that scatter;
 - e2m1 below compute capability 10.0.
 
@@ -16,7 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..ir.core import Fusion, Op
-from ..ir.types import TensorType
+from ..ir.kinds.shape import elements
+from ..ir.types import TensorType, plain
 from ..target import Target
 
 NAME = "nvfuser"
@@ -24,6 +27,7 @@ CONTRACTS = False  # it stores the 16-bit results of its products
 
 HALVES = ("bf16", "f16")
 PRODUCTS = {"bf16": "dequantize + grouped_mm", "nvfp4": "cutlass_nvfp4_grouped_mm"}  # by the format of the activations
+SORTED = 4096  # rows; it sorts within one block, whose shared memory and registers end between here and 8192
 _K, _N = 64, 128  # what the sizes of a 4-bit product are multiples of
 
 
@@ -56,6 +60,8 @@ def _refusal(op: Op, fusion: Fusion, target: Target) -> str | None:
     types = [v.type for v in (*op.values, *op.outputs)]
     if any(t.dtype == "u8" for t in types) and op.kind.name not in ("pack", "unpack"):
         return f"{op.kind.name} of u8: nvFuser has no 8-bit integers"
+    if any(plain(d) == 0 for t in types for d in t.shape):
+        return f"{op.kind.name} of no elements: nvFuser asserts, and there is nothing to do"
     if op.kind.role == "pointwise" and op.kind.name != "cast" and any(t.dtype == "f8e4m3" for t in types):
         return f"{op.kind.name} of f8e4m3: nvFuser computes on wider floats and on integers"
     rule = _RULES.get(op.kind.name)
@@ -144,8 +150,12 @@ def _outer(op: Op, fusion: Fusion, target: Target) -> str | None:
     return "grouped_outer: nvFuser's product leaves the matrices of empty groups unwritten"
 
 
-def _route(op: Op, fusion: Fusion, target: Target) -> str | None:
-    return None if isinstance(op.values[0].type.shape[1], int) else "route of an open number of slots: the definition names each"
+def _sort(op: Op, fusion: Fusion, target: Target) -> str | None:
+    rows = elements(op.values[0].type.shape)
+    if isinstance(rows, int) and rows <= SORTED:
+        return None
+    count = f"{rows}" if isinstance(rows, int) else "an open number of"
+    return f"{op.kind.name} of {count} rows: nvFuser sorts within one block, and asserts beyond {SORTED}"
 
 
 def _combine(op: Op, fusion: Fusion, target: Target) -> str | None:
@@ -163,6 +173,6 @@ def _leaves(op: Op, fusion: Fusion) -> bool:
 Rule = Callable[[Op, Fusion, Target], str | None]
 _RULES: dict[str, Rule] = {
     "cast": _cast, "pack": _pack, "unpack": _unpack, "quantize": _quantize, "relayout": _inside, "grouped_swizzle": _swizzle,
-    "grouped_mm": _product, "grouped_mm_t": _product, "grouped_outer": _outer, "route": _route, "combine": _combine,
+    "grouped_mm": _product, "grouped_mm_t": _product, "grouped_outer": _outer, "route": _sort, "invert": _sort, "combine": _combine,
     "index_put_accumulate": _scatter,
 }  # fmt: skip

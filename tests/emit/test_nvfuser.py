@@ -60,11 +60,12 @@ def sources(fusion, target="sm_100"):
 
 
 def output_dtypes(fusion, target="sm_100"):
-    """The dtypes of the outputs of the only definition, by nvFuser's names."""
+    """The dtypes of the outputs of each segment: of a definition by nvFuser's names."""
     from fusion_moe.emit.nvfuser import define
 
-    (segment,) = lower(fusion, TARGETS[target], options.Options()).contracted
-    return ", ".join(v.dtype().name for v in define(segment.fusion).fd.fusion.outputs())
+    for s in lower(fusion, TARGETS[target], options.Options()).contracted:
+        names = (v.dtype().name for v in define(s.fusion).fd.fusion.outputs()) if s.kind == "nvfuser" else (v.type.dtype for v in s.outputs)
+        yield ", ".join(names)
 
 
 # Text -----------------------------------------------------------------------------------------------------------------
@@ -116,9 +117,10 @@ def inlined(static, build) -> Fusion:
 @pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
 @pytest.mark.parametrize("build", [grouped_matmul, expert_mlp_of_sorted_rows, moe_layer])
 def test_blackwell(build, static, golden):
-    """One definition each, with the output dtypes that the text does not tell; static and dynamic numbers of tokens."""
-    (source,) = sources(build(static))
-    golden(f"{source}\n# outputs: {output_dtypes(build(static))}")
+    """One definition each, but for the sort of an open number of rows; with the output dtypes that the text does not tell."""
+    found = sources(build(static))
+    assert len(found) == (2 if build is moe_layer and not static else 1)
+    golden("\n\n".join(f"{source}\n# outputs: {dtypes}" for source, dtypes in zip(found, output_dtypes(build(static)), strict=True)))
 
 
 @needs_nvfuser
@@ -149,8 +151,10 @@ def test_a_layer_means_the_same_for_any_routing(ids, activation_format):
     """One token, the last expert alone, more than a tile of rows, no tokens; empty experts."""
     slots = torch.tensor(ids, dtype=torch.int64).reshape(-1, SLOTS)
     args = [rows(len(ids)), slots, torch.rand(len(ids), SLOTS, generator=generator()), *weight(2 * I, H, runs=2), *weight(H, I)]
-    found = judge(call("expert_mlp", args, activation_format=activation_format), args)
-    assert [s.kind for s in found["sm_100"]] == ["nvfuser"]
+    for static in (True, False):
+        found = judge(call("expert_mlp", args, static, activation_format=activation_format), args)
+        kinds = [s.kind for s in found["sm_100"]]
+        assert kinds == (["single", "nvfuser"] if not static else ["nvfuser"] if ids else ["single"] * len(kinds))
 
 
 @needs_nvfuser
@@ -237,6 +241,9 @@ REFUSED = {
     "a scatter that adds": one(
         lambda fd, a, i, v: fd.ops.index_put_accumulate(a, i, v), ([4, 8], "f32"), ([3], "i64"), ([3, 8], "f32")
     ),
+    "no rows": one(lambda fd, x: fd.ops.neg(x), ([0, 4], "f32")),
+    "routing of any number of tokens": call("route", [torch.zeros(3, 2, dtype=torch.int64)], groups=4),
+    "routing of 4100 rows": call("route", [torch.zeros(2050, 2, dtype=torch.int64)], True, groups=4),
     "K = 96": four_bit(128, 96),
     "N = 64": four_bit(64, 128),
     "quantize": call("nvfp4_quantize", [torch.randn(64, 64)]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -93,7 +94,9 @@ def test_the_trace_shows_what_is_inside_of_a_fusion(golden):
 
     (fusion,) = fusions(run)
     with tracectx(thunder.last_traces(run)[-1]):
-        golden("\n".join(fusion.python(indent=0, print_depth=2)))
+        text = "\n".join(fusion.python(indent=0, print_depth=2))
+    names = {name: f"t{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\bt\d+\b", text)))}  # thunder's depend on its version
+    golden(re.sub(r"\bt\d+\b", lambda found: names[found[0]], text))
 
 
 def test_one_program_many_doors():

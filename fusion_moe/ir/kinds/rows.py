@@ -114,9 +114,15 @@ def _index_select_type(x: TensorType, index: TensorType, dim: int) -> Types:
 
 
 def _index_select_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    """The rows of dy added where they were taken from; of rows in the order of a routing, each token's slots in order."""
     x, index = op.values
     if op.attrs["dim"] != 0:
         raise NotImplementedError("the derivative of index_select along another dimension than 0")
+    routed = fd.producer(index)
+    if routed is not None and routed.kind.name == "route" and index is routed.outputs[1] and x.type.dtype != "f64" and len(x.type.shape) == 2:
+        slot_of = routed.outputs[2]
+        once = fd.ops.full(shape=slot_of.type.shape, fill_value=1.0, dtype="f32")
+        return [fd.ops.cast(fd.ops.combine(dy, slot_of, once), dtype=x.type.dtype), None]
     wide = "f64" if x.type.dtype == "f64" else "f32"
     zeros = fd.ops.full(shape=tuple(map(plain, x.type.shape)), fill_value=0.0, dtype=wide)
     total = fd.ops.index_put_accumulate(zeros, index, fd.ops.cast(dy, dtype=wide))

@@ -1,0 +1,121 @@
+"""Users' translators at fault, under thunder.jit: the bits of eager, a warning, and what is said of why their calls are not fused."""
+
+from __future__ import annotations
+
+import logging
+import re
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+from moe_models import H, I, O, tokens, weight
+
+import fusion_moe
+from fusion_moe import translate, translator
+from fusion_moe.errors import TranslatorError
+
+pytestmark = pytest.mark.thunder
+
+NAME = "bad_thunder::twice"
+ENDS = torch.tensor([1, 1, 4, 5], dtype=torch.int32)
+
+
+@pytest.fixture
+def twice():
+    """A user's operation without a translator."""
+    with torch.library._scoped_library("bad_thunder", "DEF") as lib:
+        lib.define("twice(Tensor x) -> Tensor")
+        lib.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        torch.library.register_fake(NAME, torch.empty_like, lib=lib)
+        yield torch.ops.bad_thunder.twice
+    translate.unregister(NAME)
+
+
+def between_products(twice):
+    """A function whose one fusion would hold two products and the operation."""
+    up, down = weight(I, H), weight(H, I)
+    return lambda x: O.nvfp4_grouped_mm(twice(O.nvfp4_grouped_mm(x, *up, ENDS)), *down, ENDS)
+
+
+def why_left(f) -> str:
+    """What is said of the operation, once f under thunder.jit was found to give the bits of eager."""
+    import thunder
+
+    from fusion_moe.frontends.thunder import found_in
+
+    x = tokens(5)
+    with torch.no_grad(), fusion_moe.options.override(contract_rounding=False):
+        assert thunder.jit(f, executors=fusion_moe.thunder_executors())(x).equal(f(x))
+        (found,) = found_in(f, x)
+    assert len(found.regions) == 2  # each product is one
+    (why,) = {left.why for left in found.left if left.op == "bad_thunder.twice.default"}
+    return why
+
+
+def raises(fd, x):
+    y = fd.ops.add(x, x)
+    return y.no_such_thing
+
+
+RAISES_AT = f"test_bad_translators.py:{raises.__code__.co_firstlineno + 2}"
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (raises, f"{RAISES_AT}: the translator of {NAME} failed: AttributeError: 'Value' object has no attribute 'no_such_thing'; "
+                 "expected values, or Untranslatable; mend the translator; raise Untranslatable(reason) for calls that it does not take"),
+        (lambda fd, x: fd.ops.add(x, fd.ops.cast(x, dtype="f64")), f"the translator of {NAME} failed: DtypeError: "),
+        (lambda fd, x: fd.ops.cast(x, dtype="f64"), "returned f64[5/g0, 16]; expected f32[5, 16], as its fake gives; return values of"),
+        (lambda fd, x: fd.ops.reshape(x, new_shape=(80,)), "returned f32[80]; expected f32[5, 16], as its fake gives"),
+        (lambda fd, x: (x, x), "returned f32[5/g0, 16], f32[5/g0, 16]; expected f32[5, 16], as its fake gives"),
+        (lambda fd, x: "x", "returned a str; expected f32[5, 16], as its fake gives"),
+        (lambda fd: None, "failed: TypeError: "),
+    ],
+    ids=["raises", "an operation refuses", "dtype", "shape", "count", "no value", "arguments"],
+)  # fmt: skip
+def test_its_call_stays_and_the_message_says_where_what_and_what_to_do(twice, function, why, caplog):
+    translator(NAME)(function)
+    with caplog.at_level(logging.WARNING, "fusion_moe"):
+        said = why_left(between_products(twice))
+    said = said.replace("f32[5, 16], f32[5, 16]", "f32[5/g0, 16], f32[5/g0, 16]")
+    assert why in said
+    assert re.match(rf"test_bad_translators\.py:\d+: the translator of {NAME} ", said)
+    assert any(said in r.getMessage() for r in caplog.records) or "raises" not in why
+
+
+def test_the_second_of_two_is_an_error_and_the_first_is_used(twice):
+    @translator(NAME)
+    def first(fd, x):
+        raise fusion_moe.Untranslatable("the first was asked")
+
+    with pytest.raises(TranslatorError, match=r"test_bad_translators.py:\d+: bad_thunder::twice already has a translator, at test_bad_"):
+        translator(f"{NAME}.default")(lambda fd, x: fd.ops.mul(x, 2.0))
+    assert why_left(between_products(twice)) == "refused: the first was asked"
+
+
+def test_an_entry_point_that_fails_costs_what_it_would_have_registered(twice, tmp_path: Path, monkeypatch):
+    (tmp_path / "bad_thunder_translators.py").write_text("import fusion_moe\nimport no_such_module\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = EntryPoint("bad", "bad_thunder_translators", translate.ENTRY_POINTS)
+    monkeypatch.setattr(translate, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(translate, "_failed", [])
+    translate._load.cache_clear()
+    assert why_left(between_products(twice)) == (
+        "it has no translator; bad_thunder_translators.py:2: the entry point bad = bad_thunder_translators of ? failed: "
+        "ModuleNotFoundError: No module named 'no_such_module'; expected a module of the group fusion_moe.translators that imports; "
+        "mend or uninstall that package"
+    )
+
+
+def test_a_translator_of_an_operation_that_does_not_exist(twice):
+    """there may be none yet, or no such overload"""
+    names = ("bad_thunder::no_such_op", "no_such_library::op", f"{NAME}.no_such_overload")
+    for name in names:
+        translator(name)(lambda fd, x: x)
+    try:
+        assert why_left(between_products(twice)) == "it has no translator"
+    finally:
+        for name in names:
+            translate.unregister(name)
