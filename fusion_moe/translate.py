@@ -9,17 +9,20 @@
 A translator gets the FusionDefinition, then the arguments of the call as its schema has them: tensors as IR values, symbolic
 integers as sizes, dtypes as the IR's names, everything else as it is. It returns one value for each output. What it returns is
 compared with what the operation's fake gave. Translators are found by `@translator`, and through the entry-point group
-`fusion_moe.translators` (a module whose import registers them).
+`fusion_moe.translators` (a module whose import registers them). docs/translators.md teaches writing one.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from .ir.core import Value
 from .ir.sizes import AnySize, symbol
 from .ir.types import TensorType, dtype_name, plain
 
+log = logging.getLogger("fusion_moe")
 BUILTIN = "fusion_moe_translators"
 ENTRY_POINTS = "fusion_moe.translators"
 
@@ -53,11 +57,16 @@ class Translator:
         except Exception as error:
             raise TranslatorError(
                 f"the translator of {self.op} failed: {type(error).__name__}: {error}", expected="values, or Untranslatable",
-                todo="mend the translator; raise Untranslatable(reason) for calls that it does not take", where=self.where,
+                todo="mend the translator; raise Untranslatable(reason) for calls that it does not take",
+                where=_raised_at(error, self._is_own) or self.where,
             ) from error  # fmt: skip
         outputs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         self._check(outputs, expected)
         return outputs
+
+    def _is_own(self, frame: traceback.FrameSummary) -> bool:
+        code = _code(self.function)
+        return code is not None and frame.filename == code.co_filename
 
     def _check(self, outputs: Sequence[Any], expected: Sequence[TensorType]) -> None:
         found = [v.type if isinstance(v, Value) else f"a {type(v).__name__}" for v in outputs]
@@ -71,20 +80,27 @@ class Translator:
 
 
 _registry: dict[str, Translator] = {}
+_failed: list[TranslatorError] = []  # entry points that could not be loaded
 
 
 def translator(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a function as the translator of an operation, "namespace::name" or "namespace::name.overload"."""
+    """Registers a function as the translator of an operation, "namespace::name" or "namespace::name.overload".
+
+    TranslatorError for what is no such name, and for an operation that has a translator.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        code = getattr(function, "__code__", None) or type(function).__call__.__code__
-        where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-        if op in _registry:
+        name, code = _name(op), _code(function)
+        where = f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else repr(function)
+        if not all(name.partition("::")):
+            raise TranslatorError(f"{op!r} is no name of an operation", expected="namespace::name[.overload]", where=where)
+        importlib.import_module(BUILTIN)  # so that whoever comes second is the user
+        if name in _registry:
             raise TranslatorError(
-                f"{op} already has a translator, at {_registry[op].where}", expected="one for each operation",
+                f"{name} already has a translator, at {_registry[name].where}", expected="one for each operation",
                 todo="remove one of the two; fusion_moe.translate.unregister(op) takes the first away", where=where,
             )  # fmt: skip
-        _registry[op] = Translator(op, function, where)
+        _registry[name] = Translator(name, function, where)
         return function
 
     return register
@@ -92,7 +108,24 @@ def translator(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def unregister(op: str) -> None:
     """Takes the translator of an operation away."""
-    _registry.pop(op, None)
+    _registry.pop(_name(op), None)
+
+
+def _name(op: str) -> str:
+    """The name of an operation as graphs have it: they leave out the overload "default"."""
+    return op.removesuffix(".default")
+
+
+def _code(function: Callable[..., Any]) -> CodeType | None:
+    """The code of a function, of what a partial calls, or of an object's __call__; None for what is not written in Python."""
+    called = getattr(function, "func", function)
+    return getattr(called, "__code__", None) or getattr(type(called).__call__, "__code__", None)
+
+
+def _raised_at(error: Exception, wanted: Callable[[traceback.FrameSummary], bool]) -> str:
+    """file:line of the innermost of the wanted frames in which an error was raised; "" if there is none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if wanted(f)]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 def find(op: str) -> Translator | None:
@@ -107,18 +140,28 @@ def registered() -> tuple[Translator, ...]:
     return tuple(t for _, t in sorted(_registry.items()))
 
 
+def why_none() -> str:
+    """Why an operation of a user has no translator: none was registered, or what would have registered it failed."""
+    _load()
+    return "; ".join(["it has no translator", *map(str, _failed)])
+
+
 @cache
 def _load() -> None:
+    """Loads all translators. An entry point that fails is told in a warning, and costs only what it would have registered."""
     importlib.import_module(BUILTIN)
     for entry in entry_points(group=ENTRY_POINTS):
         try:
             entry.load()
         except Exception as error:
             owner = entry.dist.name if entry.dist else "?"
-            raise TranslatorError(
+            failed = TranslatorError(
                 f"the entry point {entry.name} = {entry.value} of {owner} failed: {type(error).__name__}: {error}",
                 expected=f"a module of the group {ENTRY_POINTS} that imports", todo="mend or uninstall that package",
-            ) from error  # fmt: skip
+                where=_raised_at(error, lambda frame: frame.name == "<module>"),
+            )  # fmt: skip
+            log.warning("%s", failed)
+            _failed.append(failed)
 
 
 def same_storage(a: TensorType, b: TensorType) -> bool:

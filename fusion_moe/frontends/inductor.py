@@ -117,7 +117,6 @@ def backend(model: GraphModule, inputs: Sequence[Any], *, mode: str | None = Non
     own = {k[len(_PREFIX) :]: v for k, v in (options or {}).items() if k.startswith(_PREFIX)}
     rest = {k: v for k, v in (options or {}).items() if not k.startswith(_PREFIX)}
     try:
-        translate.registered()  # an entry point that fails is told here, and not as an error of Inductor
         switched = switches.current().replace(**own)
         _check_target(switched, inputs)
         return compile_with(FusionPass(switched, then=_set_passes(rest)), model, inputs, mode, rest)

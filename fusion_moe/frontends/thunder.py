@@ -54,7 +54,7 @@ def thunder_executor() -> FusionMoe:
 def found_in(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Found]:
     """What is fused, and what not and why, in the forward pass of a call: of a function, a module, or what thunder.jit made of one.
 
-    The call is traced anew and run once; what `function` compiled before stays as it is.
+    The call is traced anew, nothing of it is run, and what `function` compiled before stays as it is.
     """
     executor = thunder_executor()
     import thunder
@@ -63,8 +63,9 @@ def found_in(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Fo
     if (compiled := thunder.compile_data(function)) is not None:
         executors = compiled.executors_list if executor in compiled.executors_list else (executor, *compiled.executors_list)
         function = compiled.fn
+    anew = thunder.jit(function, executors=executors)
     with executor.listening() as heard:
-        thunder.jit(function, executors=executors)(*args, **kwargs)
+        thunder.compile_data(anew).get_computation_and_inputs(*args, **kwargs)
     return heard
 
 

@@ -51,8 +51,9 @@ class Symbols:
         for translator in translate.registered():
             namespace, _, name = translator.op.partition("::")
             packet = getattr(getattr(torch.ops, namespace), name.partition(".")[0], None) if namespace not in ("aten", "prims") else None
-            if packet is not None:  # a translator may be there before its operation
-                self.of(getattr(packet, name.partition(".")[2] or "default"))
+            op = getattr(packet, name.partition(".")[2] or "default", None)
+            if op is not None:  # a translator may be there before its operation
+                self.of(op)
 
     def items(self) -> list[tuple[OpOverload, Symbol]]:
         """All operations that have a symbol, and their symbols."""

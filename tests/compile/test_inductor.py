@@ -239,15 +239,6 @@ def test_options_given_to_compile_hold_when_the_compiled_code_runs(monkeypatch):
     assert {o.contract_rounding for o in compiled_under} == {False}
 
 
-def test_an_entry_point_of_translators_that_fails_is_our_error(monkeypatch):
-    def failing():
-        raise errors.TranslatorError("the entry point mylib failed: ImportError: no mylib", expected="a module that imports")
-
-    monkeypatch.setattr(translate, "_load", failing)
-    with pytest.raises(errors.TranslatorError, match="the entry point mylib failed"), torch.no_grad():
-        torch.compile(Experts(), backend=inductor.backend)(tokens(5))
-
-
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [

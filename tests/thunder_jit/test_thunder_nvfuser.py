@@ -6,6 +6,8 @@ Nothing is launched. The definitions that thunder would launch are real ones; an
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -246,6 +248,38 @@ def test_a_users_operation(device):
         close(result.run(*args)[0], want)
     finally:
         translate.unregister("thunder_nv::squared_relu")
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda fd, x: 1 / 0, "failed: ZeroDivisionError"),
+        (lambda fd, x: fd.ops.cast(x, dtype="f32"), r"returned f32\[5, 128\]; expected bf16\[5, 128\], as its fake gives"),
+    ],
+    ids=["raises", "dtype"],
+)
+def test_a_users_translator_at_fault(function, why, device, caplog):
+    """its call stays between two regions, and a warning says where the translator is"""
+    with torch.library._scoped_library("thunder_nv", "FRAGMENT") as lib:
+        lib.define("at_fault(Tensor x) -> Tensor")
+        lib.impl("at_fault", lambda x: x * 2, "CompositeExplicitAutograd")
+        torch.library.register_fake("thunder_nv::at_fault", torch.empty_like, lib=lib)
+        translator("thunder_nv::at_fault")(function)
+
+        def f(x, ends, *parts):
+            y = torch.ops.thunder_nv.at_fault(O.nvfp4_grouped_mm(x, *parts[:3], ends) * 2)
+            return O.nvfp4_grouped_mm(y + 1, *parts[3:], ends)
+
+        try:
+            device(9, 0)
+            with caplog.at_level(logging.WARNING, "fusion_moe"):
+                result = traced(f, inputs()[0], torch.tensor([1, 1, 4, 5], dtype=torch.int32), *weight(I, H), *weight(H, I))
+        finally:
+            translate.unregister("thunder_nv::at_fault")
+    assert len(result.fusions()) == 2
+    assert "thunder_nv_at_fault" in result.others()
+    said = rf"thunder_nv.at_fault.default is not fused by nvFuser: test_thunder_nvfuser.py:\d+: the translator of .*at_fault {why}"
+    assert any(re.search(said, r.getMessage()) for r in caplog.records)
 
 
 @pytest.mark.gpu  # autograd's engine needs a device where tensors have one, be they fakes

@@ -1,10 +1,18 @@
-"""Finding translators: those of an installed package, through its entry point."""
+"""Finding translators: those of installed packages, through their entry points, and what becomes of a package that fails."""
 
+from __future__ import annotations
+
+import functools
 import os
 import subprocess
 import sys
 
-MODULE = """
+import pytest
+
+from fusion_moe import translate, translator
+from fusion_moe.errors import TranslatorError
+
+TWICE = """
 import fusion_moe
 
 @fusion_moe.translator("their_lib::twice")
@@ -16,14 +24,111 @@ from fusion_moe import translate
 found = translate.find("their_lib::twice")
 print(found.where, len(translate.registered()) > 50)
 """
+CALL = """
+import torch
+import fusion_moe
+
+with torch.library._scoped_library("their_lib", "DEF") as lib:
+    lib.define("once(Tensor x) -> Tensor")
+    lib.impl("once", lambda x: x.clone(), "CompositeExplicitAutograd")
+    torch.library.register_fake("their_lib::once", torch.empty_like, lib=lib)
+    weight = torch.ops.fusion_moe.nvfp4_quantize(torch.ones(2, 16, 16))
+    x, ends = torch.ones(3, 16), torch.tensor([1, 3], dtype=torch.int32)
+
+    def f(x):
+        return torch.ops.their_lib.once(torch.ops.fusion_moe.nvfp4_grouped_mm(x, *weight, ends))
+
+    with torch.no_grad():
+        assert torch.compile(f, backend="fusion_moe")(x).equal(f(x))
+        (left,) = fusion_moe.explain(f, x).left
+    print(left.op, left.why)
+"""
 
 
-def test_translators_of_an_installed_package_are_found(tmp_path):
-    (tmp_path / "their_translators.py").write_text(MODULE)
-    about = tmp_path / "their_lib-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: their-lib\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[fusion_moe.translators]\ntheirs = their_translators\n")
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    out = subprocess.run([sys.executable, "-c", ASK], env=env, capture_output=True, text=True, check=True).stdout
-    assert out.split() == ["their_translators.py:4", "True"]
+@pytest.fixture
+def run(tmp_path):
+    """run(code, module): what code prints, and what it says on stderr, where a package has this module as its entry point."""
+
+    def run(code: str, module: str) -> tuple[str, str]:
+        (tmp_path / "their_translators.py").write_text(module, encoding="utf-8")
+        about = tmp_path / "their_lib-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: their-lib\nVersion: 1.0\n")
+        (about / "entry_points.txt").write_text("[fusion_moe.translators]\ntheirs = their_translators\n")
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        script = tmp_path / "script.py"
+        script.write_text(code, encoding="utf-8")
+        done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip(), done.stderr
+
+    return run
+
+
+def test_translators_of_an_installed_package_are_found(run):
+    assert run(ASK, TWICE)[0] == "their_translators.py:4 True"
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("fusion_moe.translator('aten::exp')(twice)", "TranslatorError: their_translators.py:4: aten::exp already has a translator, at "),
+    ],
+    ids=["does not import", "registers a name of ours"],
+)
+def test_a_package_that_fails_costs_its_own_translators_alone(run, line, error):
+    """eager and compiled calls work; a warning, and explain where it misses a translator, name the package, the line and what to do"""
+    found, warned = run(CALL, f"{TWICE}{line}\n")
+    why = f"their_translators.py:7: the entry point theirs = their_translators of their-lib failed: {error}"
+    assert found.startswith(f"their_lib.once.default it has no translator; {why}")
+    assert found.endswith("; expected a module of the group fusion_moe.translators that imports; mend or uninstall that package")
+    assert warned.count(why) == 1
+
+
+def test_a_second_translator_is_the_error_of_who_comes_second(run):
+    """also where ours have not been asked for yet"""
+    code = "try:\n    import their_translators\nexcept Exception as error:\n    print(error)\n"
+    said = run(code, TWICE.replace("their_lib::twice", "aten::exp"))[0]
+    assert said.startswith("their_translators.py:4: aten::exp already has a translator, at pointwise.py:")
+
+
+@pytest.mark.parametrize("name", ["twice", "::twice", "their_lib::", ""])
+def test_a_name_that_is_none(name):
+    with pytest.raises(TranslatorError, match=f"test_registry.py:.* '{name}' is no name of an operation; expected namespace::name"):
+        translator(name)(lambda fd, x: x)
+
+
+def test_the_default_overload_has_two_names():
+    function = translator("their_lib::thrice.default")(lambda fd, x: x)
+    try:
+        assert translate.find("their_lib::thrice").function is function
+        with pytest.raises(TranslatorError, match="their_lib::thrice already has a translator"):
+            translator("their_lib::thrice")(function)
+    finally:
+        translate.unregister("their_lib::thrice.default")
+    assert translate.find("their_lib::thrice") is None
+
+
+class Twice:
+    """A translator with a state."""
+
+    def __call__(self, fd, x):
+        return fd.ops.add(x, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "where"),
+    [
+        (functools.partial(lambda fd, x, by: fd.ops.mul(x, by), by=2.0), "test_registry.py:"),
+        (Twice(), "test_registry.py:"),
+        (len, "<built-in function len>"),
+    ],
+    ids=["partial", "object", "built in"],
+)
+def test_a_translator_that_is_no_plain_function(function, where):
+    translator("their_lib::any")(function)
+    try:
+        assert translate.find("their_lib::any").where.startswith(where)
+    finally:
+        translate.unregister("their_lib::any")
