@@ -18,7 +18,7 @@ from ..errors import Error, FusionError, TranslatorError, UnsupportedError, Untr
 from ..ir.core import Fusion
 from ..segment import split
 from ..target import Target
-from .nodes import call_of, device_of, has_tensors, is_call, is_torchs, op_name, source_of, with_parts
+from .nodes import call_of, device_of, has_tensors, is_call, is_torchs, is_view, op_name, source_of, with_parts
 from .paths import Paths
 from .shown import Shown, shown_sizes
 from .trim import trim
@@ -184,7 +184,9 @@ class _Search:
             return "its results are not tensors"
         if translate.find(op_name(n)) is None:
             return "it has no translator" if is_torchs(n) else translate.why_none()
-        return "a path leads from the fusion to it and back" if n.users else "nobody reads its results"
+        if not n.users:
+            return "nobody reads its results"
+        return "a view, which costs nothing outside" if is_view(n) else "a path leads from the fusion to it and back"
 
     def _in_order(self, nodes: Iterable[Node]) -> list[Node]:
         return sorted(nodes, key=self.place.__getitem__)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ..errors import DeviceError, Error, UnsupportedError
+from ..errors import Error, UnsupportedError
 from ..formats import check_finite
 from .experts import NVFP4Experts
 from .grouped import GroupedLinear, GroupedSwiGLU
@@ -90,7 +91,8 @@ def converter_of(module: nn.Module) -> Converter | None:
 def convert(module: nn.Module, config: NVFP4Config | None = None, name: str = "") -> nn.Module:
     """The module of fusion_moe.nn that takes the place of another library's. `name` is the module's, for messages.
 
-    What is not quantized (a router, a shared expert) is taken over, not copied. UnsupportedError for a class that is not known,
+    What is not quantized (a router, a shared expert) is taken over, not copied. Of weights on the meta device or fake ones come such,
+    for `fusion_moe.explain`. UnsupportedError for a class that is not known,
     NonFiniteError for NaN or infinite weights, ShapeError for sizes that are no multiple of 16.
     """
     converter, where = converter_of(module), name or type(module).__name__
@@ -98,9 +100,8 @@ def convert(module: nn.Module, config: NVFP4Config | None = None, name: str = ""
         known = ", ".join(known_names())
         raise UnsupportedError(f"no converter for {type(module).__name__}", expected=f"one of {known}", where=where)
     for key, parameter in module.named_parameters():
-        if parameter.is_meta:
-            raise DeviceError(f"{where}.{key} is on the meta device", expected="weights", todo="load the model before quantizing it")
-        if parameter.dim() == 3:  # what is quantized
+        has_values = not parameter.is_meta and not isinstance(parameter.data, FakeTensor)
+        if parameter.dim() == 3 and has_values:  # what is quantized
             check_finite(parameter.detach(), f"{where}.{key}")
     try:
         return converter(module, config or NVFP4Config()).train(module.training)

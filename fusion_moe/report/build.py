@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from .. import target as targets
-from ..compile import Lowered, lower
-from ..emit import BACKENDS
+from ..compile import Lowered, contracts, lower
 from ..frontends.regions import Found, Region
 from ..ir.core import Fusion, Op
 from ..ir.sizes import value
@@ -23,6 +22,7 @@ from ..segment import Segment
 from ..target import Target
 from . import cost
 from .data import FusionReport, LeftReport, Report, SegmentReport
+from .kernels import Made, made_of
 
 
 @dataclass
@@ -33,31 +33,41 @@ class Seen:
     custom_ops: dict[str, None] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """What the report is for. why_not: why programs for the target cannot run where the tensors are; "" if they can."""
+
+    target: Target
+    why_not: str
+    switches: Options
+
+
 def report_of(seen: Seen, switches: Options) -> Report:
     """The report of what was seen, for the target that the switches name."""
     graphs = seen.graphs
     regions = [region for found in graphs for region in found.regions]
     left = Counter((x.op, x.source, x.why) for found in graphs for x in found.left)
-    wanted = _target(regions, switches)
+    wanted = _wanted(regions, switches)
     programs: dict[Any, list[Region]] = {}
     for region in regions:
         key = text(region.fusion), tuple(op.source for op in region.fusion.ops), tuple(_numbers(region).items())
         programs.setdefault(key, []).append(region)
     return Report(
-        target=wanted.name,
-        executed=wanted.executed,
+        target=wanted.target.name,
+        executed=not wanted.why_not,
         graphs=len(graphs),
         calls=sum(found.calls for found in graphs),
         fused_calls=sum(region.calls for region in regions),
-        fusions=tuple(_fusion(f"fusion{i}", equal, wanted, switches) for i, equal in enumerate(programs.values())),
+        fusions=tuple(_fusion(f"fusion{i}", equal, wanted) for i, equal in enumerate(programs.values())),
         left=tuple(LeftReport(*key, times) for key, times in left.items()),
         custom_ops=tuple(seen.custom_ops),
     )
 
 
-def _target(regions: list[Region], switches: Options) -> Target:
+def _wanted(regions: list[Region], switches: Options) -> _Wanted:
     device = regions[0].device if regions else torch.device("cpu")
-    return targets.find(switches.target, device)
+    target = targets.find(switches.target, device)
+    return _Wanted(target, targets.why_not_on(target, device), switches)
 
 
 def _numbers(region: Region) -> dict[str, int]:
@@ -71,23 +81,21 @@ def _numbers(region: Region) -> dict[str, int]:
     return found
 
 
-def _fusion(id: str, equal: list[Region], to: Target, switches: Options) -> FusionReport:
-    lowered, env = lower(equal[0].fusion, to, switches), _numbers(equal[0])
-    segments = tuple(_segment(id, i, lowered, env, to, switches) for i in range(len(lowered.segments)))
+def _fusion(id: str, equal: list[Region], wanted: _Wanted) -> FusionReport:
+    lowered, env = lower(equal[0].fusion, wanted.target, wanted.switches), _numbers(equal[0])
+    made = [made_of(s, c, wanted.target, wanted.why_not) for s, c in zip(lowered.contracted, lowered.schedules, strict=True)]
+    segments = tuple(_segment(id, i, lowered, made[i], env, wanted.switches) for i in range(len(made)))
     stages = [(name, text(f)) for name, f in lowered.stages]
     stages.append(
         ("segments", "\n\n".join(f"# {s.id}: {s.kind}\n{text(x.fusion)}" for s, x in zip(segments, lowered.segments, strict=True)))
     )
     stages.append(("schedules", "\n".join(f"{s.id}: {s.schedule}" for s in segments)))
-    stages.append(
-        ("source", "\n\n".join(f"# {s.id}: {s.backend}\n{source}" for s, source in zip(segments, _sources(lowered, to), strict=True)))
-    )
+    stages.append(("source", "\n\n".join(f"# {s.id}: {s.backend}\n{m.source}" for s, m in zip(segments, made, strict=True))))
     return FusionReport(id, len(equal), tuple(env.items()), segments, tuple(stages))
 
 
-def _segment(fusion: str, i: int, lowered: Lowered, env: Mapping[str, int], to: Target, switches: Options) -> SegmentReport:
+def _segment(fusion: str, i: int, lowered: Lowered, made: Made, env: Mapping[str, int], switches: Options) -> SegmentReport:
     segment = lowered.segments[i]
-    backend, why = _backend(to)
     return SegmentReport(
         id=f"{fusion}.{i}",
         kind=segment.kind,
@@ -98,8 +106,8 @@ def _segment(fusion: str, i: int, lowered: Lowered, env: Mapping[str, int], to: 
         **_costs(segment, env),
         roundings=_roundings(segment, switches),
         schedule=str(lowered.schedules[i]),
-        backend=backend,
-        backend_why=why,
+        backend=made.backend,
+        backend_why=made.why,
         after=tuple(f"{fusion}.{j}" for j, s in enumerate(lowered.segments) if set(s.outputs) & set(segment.inputs)),
         why=segment.why,
     )
@@ -129,25 +137,9 @@ def _dim(dim: Dim, env: Mapping[str, int]) -> Dim:
     return value(dim, env)
 
 
-def _backend(to: Target) -> tuple[str, str]:
-    """Who makes the kernels of a target, and why."""
-    if not to.executed:
-        return "none", f"emitted, unexecuted: this version runs nothing on {to.name}"
-    name = BACKENDS[to.name].__module__.rsplit(".", 1)[1]
-    why = f"there are no kernels for {to.name} yet: each operation in plain torch, by its meaning"
-    return name, "asked for" if name == to.name else why
-
-
-def _sources(lowered: Lowered, to: Target) -> list[str]:
-    """The text of each kernel; the segment's own where nothing is emitted."""
-    if not to.executed:
-        return [text(s.fusion) for s in lowered.contracted]
-    return [BACKENDS[to.name](s, c).source for s, c in zip(lowered.contracted, lowered.schedules, strict=True)]
-
-
 def _roundings(segment: Segment, switches: Options) -> tuple[str, ...]:
     """The casts that are left out, as "bf16 after grouped_mm"."""
-    if not switches.contract_rounding:
+    if not contracts(segment, switches):
         return ()
     return tuple(_rounding(segment.fusion, op) for op in dropped_roundings(segment.fusion))
 

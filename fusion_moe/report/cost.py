@@ -52,7 +52,7 @@ def _avoided(v: Value, fusion: Fusion, env: Mapping[str, int]) -> int:
             read |= not _rides(reader)
     size = type_bytes(v.type, env)
     if not v.type.quantized:
-        size = size // _itemsize(v.type) * min(_itemsize(form.type) for form in forms)
+        size = size // _itemsize(v.type) * min(_itemsize(form.type) for form in forms if not form.type.quantized)  # a pack has parts
     return size * (read + (read and not any(form in fusion.outputs for form in forms)))
 
 

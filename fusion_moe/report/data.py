@@ -71,7 +71,8 @@ class LeftReport:
 class Report:
     """What `explain` found. calls: operations in the graphs; fused_calls: how many of them are in fusions.
 
-    custom_ops: operations in the graphs that are neither torch's nor translated.
+    executed: whether programs for the target can run where the tensors of the call are; custom_ops: operations in the graphs that are
+    neither torch's nor translated.
     """
 
     target: str

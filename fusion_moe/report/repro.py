@@ -35,8 +35,8 @@ if __name__ == "__main__":
 
 
 def script(fusion: FusionReport, target: str) -> str:
-    """The text of the script for a fusion, to be run on a target that is executed."""
-    device = "cuda" if target == "cuda" else "cpu"
+    """The text of the script for a fusion, to be run on a target whose programs can run here."""
+    device = "cpu" if target in ("cpu", "reference") else "cuda"
     return _SCRIPT.format(id=fusion.id, program=dict(fusion.stages)["translated"], sizes=dict(fusion.sizes), target=target, device=device)
 
 

@@ -24,7 +24,7 @@ def table(report: Report) -> str:
         ]
         parts += [_section("roundings dropped", _roundings(report)), _section("backends", _backends(report))]
     parts.append(_section("not fused", _left(report)))
-    parts.append(_legend() if report.fusions else _nothing(report))
+    parts.append(_legend(report) if report.fusions else _nothing(report))
     return "\n\n".join(p for p in parts if p)
 
 
@@ -101,19 +101,21 @@ def _section(title: str, rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join([title, *lines]) if lines else ""
 
 
-def _legend() -> str:
-    return textwrap.fill(
+def _legend(report: Report) -> str:
+    said = (
         "flops, and bytes read and written, are for one call with these sizes; of grouped weights, at most as many groups are read as "
         "there are rows. avoided: what separate kernels would have written and read between the operations; views and casts are not "
         "kernels of their own. flop/B: flops for each byte read or written. ?: a size that only the device knows. cuts: the segments "
-        "that a segment reads from, and why it is not one with them.",
-        WIDTH,
+        "that a segment reads from, and why it is not one with them."
     )
+    if any(s.kind == "nvfuser" for s in _segments(report)):
+        said += " nvfuser: one definition, of which nvFuser makes several kernels: what these hand on is counted as avoided."
+    return textwrap.fill(said, WIDTH)
 
 
 def _nothing(report: Report) -> str:
     if not report.graphs:
-        return "nothing was fused: torch.compile took no graph of this call (TORCH_LOGS=graph_breaks says why)"
+        return "nothing was fused: no graph was taken of this call (TORCH_LOGS=graph_breaks says why torch.compile took none)"
     custom = f" (without a translator: {', '.join(report.custom_ops)})" if report.custom_ops else ""
     said = f"nothing was fused: no call in these graphs has a translator that makes a grouped product{custom}"
     return textwrap.fill(said, WIDTH, break_long_words=False)

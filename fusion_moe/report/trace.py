@@ -1,38 +1,66 @@
-"""explain: traces a call as torch.compile would, and looks at every graph of it."""
+"""explain: traces a call as torch.compile or thunder.jit would, and looks at every graph of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import signature
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch.fx import Graph
+from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule
 
 from .. import options, translate
 from .. import target as targets
 from ..frontends.inductor import compile_calls
 from ..frontends.regions import find_regions
+from ..frontends.thunder import found_in
 from ..options import Options
 from .build import Seen, report_of
 from .data import Report
+from .fakes import like, on_fakes
 
 
 def explain(model_or_fn: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any) -> Report:
     """What torch.compile(model_or_fn, backend="fusion_moe") fuses when it is called with these arguments, what it does not, and why.
 
-    The call is traced and run once, in the grad mode in force, with the sizes of these arguments; of a training step the forward pass.
-    Nothing is compiled to machine code and what torch.compile knows of the model stays as it is. target: None follows the device of the
-    tensors; else a name in target.py, also of one that this version runs nothing on: the call itself then runs by the operations'
-    meaning, as with target "reference". OptionError for a target that there is not.
+    Of what thunder.jit made: what our executor fuses in it. The call is traced in the grad mode in force, with the sizes of these
+    arguments; of a training step the forward pass. It is traced on fake tensors: nothing is computed, weights and arguments may be on
+    the meta device or fake, and the model stays as it is. A call that asks for the values of tensors, as in `if x.sum() > 0`, is run
+    once instead, by the operations' meaning. Nothing is compiled to machine code.
+
+    target: None follows the device of the tensors; else a name in target.py, also of one whose programs cannot run here. OptionError
+    for a target that there is not, UnsupportedError for a call that asks for values which there are not.
     """
     switches = options.current().replace(**({} if target is None else {"target": target}))
-    return report_of(_look(model_or_fn, args, kwargs, switches), switches)
+    targets.find(switches.target, torch.device("cpu"))  # a name that is none raises here and not inside of a compiler
+    look, function = _looker(model_or_fn, switches)
+    return report_of(on_fakes(look, function, args, kwargs), switches)
 
 
-def _look(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], switches: Options) -> Seen:
+def _looker(function: Callable[..., Any], switches: Options) -> tuple[Callable[..., Seen], Callable[..., Any]]:
+    """Who looks at a call, and the function below what a compiler made of it."""
+    thunder = sys.modules.get("thunder")  # imported where something was made by it
+    if thunder is not None and (compiled := thunder.compile_data(function)) is not None:
+        return partial(_in_thunder, compiled.executors_list, switches), compiled.fn
+    return partial(_in_dynamo, switches), _original(function)
+
+
+def _in_thunder(executors: Sequence[Any], switches: Options, function: Callable[..., Any], args: Any, kwargs: Any) -> Seen:
+    """What is found when thunder.jit traces a call."""
+    import thunder
+
+    with options.override(target=switches.target):
+        return Seen(found_in(thunder.jit(function, executors=executors), *args, **kwargs))
+
+
+def _in_dynamo(switches: Options, function: Callable[..., Any], args: Any, kwargs: Any) -> Seen:
+    """What is found when torch.compile traces a call."""
     seen = Seen()
 
     def look(graph: Graph, is_inference: bool = False) -> None:
@@ -41,16 +69,24 @@ def _look(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
         seen.graphs.append(find_regions(graph, lambda device: targets.find(switches.target, device)))
         seen.custom_ops.update((name, None) for n in graph.nodes if (name := _custom_op(n.target)))
 
-    wanted = targets.find(switches.target, torch.device("cpu"))  # a name that is none raises here and not inside Dynamo
     has_isolation = "isolate_recompiles" in signature(torch.compile).parameters  # torch 2.13
     apart: dict[str, Any] = {"isolate_recompiles": True} if has_isolation else {}
     compiled = torch.compile(
-        _called(_original(function)), backend=lambda model, inputs: compile_calls(look, model, inputs), dynamic=False, **apart
+        _called(function), backend=lambda model, inputs: compile_calls(look, model, _own(model, inputs)), dynamic=False, **apart
     )
     limits = torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
-    with limits, nullcontext() if wanted.executed else options.override(target="reference"):
+    no_timing = inductor_config.patch(shape_padding=False)  # it measures on the GPU what to pad
+    with limits, no_timing, options.override(target="reference"):
         compiled(*args, **kwargs)
     return seen
+
+
+def _own(model: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of a graph with fakes of the mode in which it is traced, where they are fakes of another."""
+    mode = TracingContext.get().fake_mode
+    assert mode is not None
+    known = [n.meta["example_value"] for n in model.graph.nodes if n.op == "placeholder"]
+    return [like(k, mode) if isinstance(x, FakeTensor) else x for x, k in zip(inputs, known, strict=True)]
 
 
 def _original(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -124,8 +124,6 @@ def _packed_product(op: Op, fusion: Fusion, a: TensorType, w: TensorType) -> str
     _, n, k = w.shape
     if k % _K or n % _N:  # type: ignore[operator]  # both are numbers: pack and the target's layouts ask for it
         return f"K = {k} and N = {n} of a 4-bit product: its kernel needs multiples of {_K} and {_N}, and does not look"
-    if op.attrs.get("a_layout") != "sf128x4":
-        return "a 4-bit product of activations with linear scales: its kernel reads sf128x4"
     if op.values[0] not in fusion.producers:
         return "a 4-bit product of activations quantized outside: nvFuser has no value of codes and scales"
     return _from_outside(op, fusion) or _stored(op, fusion, *HALVES)

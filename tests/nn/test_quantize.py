@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_moe
-from fusion_moe.errors import DeviceError, NonFiniteError, ShapeError, UnsupportedError
+from fusion_moe.errors import NonFiniteError, ShapeError, UnsupportedError
 from fusion_moe.formats import dequantize, quantize
 from fusion_moe.nn import quantize as quantize_module
 
@@ -74,11 +75,13 @@ def test_another_activation_is_refused():
         fusion_moe.quantize_(qwen3_moe(hidden_act="gelu"))
 
 
-def test_weights_must_be_loaded():
-    with torch.device("meta"):
-        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL))
-    with pytest.raises(DeviceError, match="meta device"):
-        fusion_moe.quantize_(model)
+@pytest.mark.parametrize("without_memory", [lambda: torch.device("meta"), FakeTensorMode])
+def test_a_model_without_memory_can_be_explained(without_memory):
+    with without_memory():
+        model = transformers.Qwen3MoeForCausalLM._from_config(transformers.Qwen3MoeConfig(**SMALL), dtype=torch.bfloat16)
+    fusion_moe.quantize_(model)
+    report = fusion_moe.explain(model, torch.zeros(1, 5, dtype=torch.int64), target="sm_90")
+    assert sum(f.times for f in report.fusions) == len(experts_of(model))
 
 
 def test_filter_chooses_and_must_choose_something():

@@ -15,12 +15,13 @@ from typing import Any
 from ...formats import NVFP4
 from ...groups import ceil_to
 from ...ir.core import Op
+from ...layouts import SF128X4
 from .library import dtype
 from .rows import group_of, inside
 from .values import E2M1, WORDS, Codes, Encoded, Packed
 from .writer import Writer
 
-_ALIGN = 128  # rows of a tile of block scales
+_ALIGN = SF128X4.rows
 Matrices = tuple[int, int, int]  # G, N, K
 
 
@@ -110,8 +111,12 @@ def _unpack(w: Writer, op: Op, x: Encoded) -> tuple[Any, Any]:
 
 
 def _relayout(w: Writer, op: Op, x: Encoded, ends: Any) -> Encoded:
-    starts, padded = _starts(w, ends, _groups(op)), _padded_starts(w, ends, _groups(op))
-    return Encoded(x.codes, w.preprocess_grouped_matmul_input_sf(x.block_scale, starts, padded), x.decode_scale)
+    return Encoded(x.codes, _grouped_scale(w, x, ends, _groups(op)), x.decode_scale)
+
+
+def _grouped_scale(w: Writer, x: Encoded, ends: Any, groups: int) -> Any:
+    """The block scales of rows in linear order -> in the order of layouts.SF128x4, each group by itself; padding is not written."""
+    return w.preprocess_grouped_matmul_input_sf(x.block_scale, _starts(w, ends, groups), _padded_starts(w, ends, groups))
 
 
 def _grouped_mm(w: Writer, op: Op, a: Any, weight: Any, ends: Any) -> Any:
@@ -142,8 +147,9 @@ def _packed_product(w: Writer, op: Op, a: Encoded, weight: Packed, ends: Any) ->
     g, n, k = _matrices(op)
     rows = op.outputs[0].type.shape[0]
     alpha, rest = _factors(w, a.decode_scale, weight, (g, n))
+    scale = a.block_scale if op.attrs.get("a_layout") == SF128X4.name else _grouped_scale(w, a, ends, g)
     y = w.cutlass_nvfp4_grouped_mm(
-        a.codes, weight.codes.form(E2M1), a.block_scale, _swizzled_scale(w, weight, (g, n, k)), alpha,
+        a.codes, weight.codes.form(E2M1), scale, _swizzled_scale(w, weight, (g, n, k)), alpha,
         _problem_sizes(w, ends, g, n, k), _starts(w, ends, g), _padded_starts(w, ends, g), dtype=dtype(w.stored(op.outputs[0])),
     )  # fmt: skip
     y = w.to(y, "f32")

@@ -118,15 +118,19 @@ def _index_select_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     x, index = op.values
     if op.attrs["dim"] != 0:
         raise NotImplementedError("the derivative of index_select along another dimension than 0")
-    routed = fd.producer(index)
-    if routed is not None and routed.kind.name == "route" and index is routed.outputs[1] and x.type.dtype != "f64" and len(x.type.shape) == 2:
-        slot_of = routed.outputs[2]
+    if len(x.type.shape) == 2 and x.type.dtype != "f64" and (slot_of := _slots(fd, index)) is not None:
         once = fd.ops.full(shape=slot_of.type.shape, fill_value=1.0, dtype="f32")
         return [fd.ops.cast(fd.ops.combine(dy, slot_of, once), dtype=x.type.dtype), None]
     wide = "f64" if x.type.dtype == "f64" else "f32"
     zeros = fd.ops.full(shape=tuple(map(plain, x.type.shape)), fill_value=0.0, dtype=wide)
     total = fd.ops.index_put_accumulate(zeros, index, fd.ops.cast(dy, dtype=wide))
     return [fd.ops.cast(total, dtype=x.type.dtype), None]
+
+
+def _slots(fd: Any, index: Value) -> Value | None:
+    """slot_of i32[T, k] of the routing whose row_of an index is, if it is one."""
+    routed = fd.producer(index)
+    return routed.outputs[2] if routed is not None and routed.kind.name == "route" and index is routed.outputs[1] else None
 
 
 def _index_put_type(acc: TensorType, index: TensorType, value: TensorType) -> Types:

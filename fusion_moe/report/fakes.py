@@ -1,0 +1,118 @@
+"""A call on fakes: copies of its model and tensors that have types and no memory, so that tracing it computes nothing."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable
+from inspect import getclosurevars
+from itertools import chain
+from types import CellType, FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from ..errors import UnsupportedError
+
+log = logging.getLogger("fusion_moe")
+T = TypeVar("T")
+_ASKS_FOR_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+def on_fakes(look: Callable[..., T], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    """look(function, args, kwargs) on fakes, the modules that are called copied with them; if that fails, on what was given.
+
+    Modules are found as the function, as what it is a method of, and by the names that it uses. Tensors on the meta device are taken
+    to be where the others are. UnsupportedError if what was given has no values and the call asks for them.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # of modules that are not found
+    copies = _Copies(mode)
+    try:
+        modules = _modules(function)
+        copies.device = _device(modules.values(), args, kwargs)
+        with torch.inference_mode(False), copies:
+            function_, modules, args_, kwargs_ = copy.deepcopy((function, modules, args, kwargs))
+        with mode:
+            return look(_with_modules(function_, modules), args_, kwargs_)
+    except Exception as error:
+        if copies.valueless and isinstance(error, _ASKS_FOR_VALUES):
+            raise UnsupportedError(
+                f"the call asks for the values of tensors ({error})", expected="tensors with values: some are fake or on the meta device",
+                todo="give weights and arguments that are loaded, or a part of the model that does not ask",
+            ) from error  # fmt: skip
+        if copies.valueless:
+            raise
+        log.info("the call is explained by running it, since it cannot be traced without values: %s: %s", type(error).__name__, error)
+    return look(function, args, kwargs)
+
+
+def like(t: torch.Tensor, mode: FakeTensorMode, device: torch.device | None = None) -> torch.Tensor:
+    """A fake of a mode with the shape, strides and dtype of a tensor, for one that has no values to be copied."""
+    with mode:
+        made = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device or t.device)
+    return made.requires_grad_(t.requires_grad)
+
+
+class _Copies(TorchFunctionMode):
+    """Under it, copy.deepcopy makes fakes of tensors. device: of those on the meta device; valueless: whether one had no values."""
+
+    def __init__(self, mode: FakeTensorMode):
+        super().__init__()
+        self.mode, self.device, self.valueless = mode, torch.device("cpu"), False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            t, memo = args
+            if id(t) not in memo:
+                memo[id(t)] = made = self._fake(t)
+                made.__dict__.update({k: v for k, v in t.__dict__.items() if k not in made.__dict__})  # what mark_dynamic notes
+            return memo[id(t)]
+        if func is torch._C.TensorBase.clone:  # of the data of a parameter, which then makes a parameter of it
+            return self._fake(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def _fake(self, t: torch.Tensor) -> torch.Tensor:
+        if t.device.type != "meta" and not isinstance(t, FakeTensor):
+            return self.mode.from_tensor(t, static_shapes=True)
+        self.valueless = True
+        return like(t, self.mode, self.device if t.device.type == "meta" else t.device)
+
+
+def _device(modules: Iterable[torch.nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Where the tensors of a call are: its arguments, else its modules'. The CPU if all are on the meta device."""
+    given = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+    tensors = chain(given, *(m.parameters() for m in modules))
+    return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
+
+
+def _modules(function: Callable[..., Any]) -> dict[str, torch.nn.Module]:
+    """The modules that are called, by the names that a function has for them; "" for itself or what it is a method of."""
+    module = getattr(function, "__self__", function)
+    if isinstance(module, torch.nn.Module):
+        return {"": module}
+    names = getclosurevars(function) if isinstance(function, FunctionType) else None
+    named = {**names.globals, **names.nonlocals} if names else {}
+    return {name: x for name, x in named.items() if isinstance(x, torch.nn.Module)}
+
+
+def _with_modules(function: Callable[..., Any], modules: dict[str, torch.nn.Module]) -> Callable[..., Any]:
+    """A function that finds these modules by their names. A module or a method was copied as a whole."""
+    if not isinstance(function, FunctionType) or not modules:
+        return function
+    code = function.__code__
+    found = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    closure = tuple(CellType(modules[name]) if name in modules else cell for name, cell in found)
+    names = {**function.__globals__, **modules}
+    names.pop("__name__", None)  # with it Dynamo would look them up in the function's own Python module
+    made = FunctionType(code, names, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made

@@ -1,0 +1,60 @@
+"""What backends make of segments, told also where it cannot run and where nvFuser is not installed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import schedule as schedulers
+from ..emit import BACKENDS
+from ..emit.nvfuser import NAME as NVFUSER
+from ..emit.nvfuser import library
+from ..errors import UnsupportedError
+from ..ir.text import text
+from ..segment import Segment
+from ..target import Target
+
+
+@dataclass(frozen=True)
+class Made:
+    """A kernel as it is told: the backend's name, why it is that one or why it does not run, and the source."""
+
+    backend: str
+    why: str
+    source: str
+
+
+def made_of(segment: Segment, schedule: object, to: Target, why_not: str) -> Made:
+    """What a target's backend makes of a segment. why_not: why programs for the target cannot run here; "" if they can.
+
+    Where nvFuser is missing the source is the segment's own text, below what to do about it.
+    """
+    missing = _why_no_definitions() if segment.kind == NVFUSER else ""
+    if missing:
+        source = f"# its nvFuser definition is not shown: {missing}\n{text(segment.fusion)}"
+        return Made(NVFUSER, _why(NVFUSER, segment, to, why_not), source)
+    kernel = BACKENDS[to.name](segment, schedule)
+    return Made(kernel.backend, _why(kernel.backend, segment, to, why_not), kernel.source)
+
+
+def _why(backend: str, segment: Segment, to: Target, why_not: str) -> str:
+    if backend == to.name:
+        return "asked for"
+    if backend != "reference":
+        return _unexecuted(to, why_not) if why_not else "takes all of it"
+    if NVFUSER in to.schedulers:
+        return f"in plain torch, by its meaning: {schedulers.named(NVFUSER).can_schedule(segment.fusion, to)}"
+    return f"there are no kernels for {to.name} yet: each operation in plain torch, by its meaning"
+
+
+def _unexecuted(to: Target, why_not: str) -> str:
+    never = "" if to.tried or to.capability is None else f"; never run on compute capability {'.'.join(map(str, to.capability))}"
+    return f"emitted, unexecuted: {why_not}{never}"
+
+
+def _why_no_definitions() -> str:
+    """Why nvFuser cannot print definitions; "" if it can."""
+    try:
+        library.nvfuser()
+    except UnsupportedError as error:
+        return str(error)
+    return ""

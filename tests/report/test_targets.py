@@ -1,0 +1,113 @@
+"""fusion_moe.explain for GPUs that are not there: stages, definitions, and who would run them."""
+
+import pytest
+import torch
+
+import fusion_moe
+from fusion_moe.emit.nvfuser import library
+from fusion_moe.ir.text import parse
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 256, 128, 6, 2
+
+
+class Layer(torch.nn.Module):
+    """A mixture-of-experts layer whose sizes the 4-bit product takes."""
+
+    def __init__(self, activation_format):
+        super().__init__()
+        self.router = torch.nn.Linear(HIDDEN, EXPERTS, dtype=torch.bfloat16)
+        gate_up, down = torch.ones(EXPERTS, 2 * INTERMEDIATE, HIDDEN), torch.ones(EXPERTS, HIDDEN, INTERMEDIATE)
+        self.experts = fusion_moe.NVFP4Experts.from_float(gate_up, down, activation_format)
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(TOP_K)
+        return self.experts(x, ids, weights)
+
+
+def explained(target, activation_format="bf16"):
+    with torch.device("meta"):
+        layer, x = Layer(activation_format), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    with torch.no_grad():
+        return fusion_moe.explain(layer, x, target=target)
+
+
+@pytest.fixture(scope="module")
+def blackwell():
+    return explained("sm_100", "nvfp4")
+
+
+@pytest.fixture(scope="module")
+def hopper():
+    return explained("sm_90")
+
+
+def segments(report):
+    return [s for f in report.fusions for s in f.segments]
+
+
+def test_blackwell(blackwell, golden):
+    golden(str(blackwell))
+
+
+def test_hopper(hopper, golden):
+    golden(str(hopper))
+
+
+def test_no_line_is_wider_than_120(blackwell, hopper):
+    assert max(len(line) for report in (blackwell, hopper) for line in str(report).splitlines()) <= 120
+
+
+def test_every_stage_is_shown(blackwell, hopper):
+    for report in blackwell, hopper:
+        assert report.stages == ("translated", "canonicalize", "assign_layouts", "simplify", "segments", "schedules", "source")
+    assert "relayout" in blackwell.stage("assign_layouts")
+    assert "relayout" not in hopper.stage("assign_layouts")
+    assert "cutlass_nvfp4_grouped_mm" in blackwell.stage("schedules")
+
+
+def test_they_are_unexecuted_and_one_was_never_tried(blackwell, hopper):
+    assert not blackwell.executed
+    assert not hopper.executed
+    assert "never run on compute capability 10.0" in segments(blackwell)[0].backend_why
+    assert "never run" not in segments(hopper)[0].backend_why
+
+
+def test_nvfuser_rounds_where_the_program_does(blackwell, hopper):
+    assert {(s.kind, s.roundings) for report in (blackwell, hopper) for s in segments(report)} == {("nvfuser", ())}
+
+
+def test_what_nvfuser_refuses_runs_in_plain_torch_for_a_reason():
+    """Experts of a width that the 4-bit product does not take"""
+    x, ids = torch.empty(TOKENS, 64, device="meta"), torch.empty(TOKENS, TOP_K, dtype=torch.long, device="meta")
+    narrow = fusion_moe.NVFP4Experts.from_float(torch.ones(2, 64, 64, device="meta"), torch.ones(2, 64, 32, device="meta"), "nvfp4")
+    with torch.no_grad():
+        report = fusion_moe.explain(narrow, x, ids, torch.empty(TOKENS, TOP_K, device="meta"), target="sm_100")
+    found = {s.kind: s.backend for s in segments(report)}
+    assert found == {"nvfuser": "nvfuser", "single": "reference"}
+    products = [s for s in segments(report) if s.ops == ("grouped_mm",)]
+    assert [s.backend_why.split(": ", 2)[1] for s in products] == [
+        "K = 64 and N = 64 of a 4-bit product", "K = 32 and N = 64 of a 4-bit product",
+    ]  # fmt: skip
+
+
+def test_without_nvfuser_the_source_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    library.nvfuser.cache_clear()
+    try:
+        source = explained("sm_90").stage("source")
+    finally:
+        library.nvfuser.cache_clear()
+    head, hint, program = source.split("\n", 2)
+    assert head == "# fusion0.0: nvfuser"
+    assert hint.startswith("# its nvFuser definition is not shown: nvFuser is not installed; pip install 'fusion_moe[nvfuser]'")
+    assert [op.kind.name for op in parse(program).ops].count("grouped_mm") == 2
+
+
+@pytest.mark.nvfuser
+def test_with_nvfuser_the_source_is_its_definition(blackwell, hopper):
+    four_bits, bf16 = blackwell.stage("source"), hopper.stage("source")
+    assert four_bits.startswith("# fusion0.0: nvfuser\ndef nvfuser_fusion(fd : FusionDefinition)")
+    assert four_bits.count("fd.ops.cutlass_nvfp4_grouped_mm(") == 2
+    assert four_bits.count("dtype=DataType.Float4_e2m1fn, is_cpu=False") == 2  # the weights, as they are
+    assert bf16.count("fd.ops.grouped_mm(") == 2
+    assert "Float4_e2m1fn" not in bf16
