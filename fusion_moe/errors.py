@@ -53,6 +53,10 @@ class OptionError(Error, ValueError):
     """An unknown option, or a value that the option does not take."""
 
 
+class BuildError(Error, RuntimeError):
+    """A kernel that was not compiled or does not load. The message has the compiler's first errors and says where the source is."""
+
+
 class FusionError(Error, ValueError):
     """A Fusion that does not verify; the message shows the operation among its neighbours."""
 

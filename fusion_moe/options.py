@@ -15,7 +15,9 @@ import difflib
 import functools
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from .errors import OptionError
@@ -23,17 +25,30 @@ from .errors import OptionError
 _PREFIX = "FUSION_MOE_"
 
 
-def _option(default: Any, doc: str) -> Any:
-    return dataclasses.field(default=default, metadata={"doc": doc})
+def _option(default: Any, doc: str, *, in_keys: bool = True) -> Any:
+    return dataclasses.field(default=default, metadata={"doc": doc}, compare=in_keys)
+
+
+def _cache_home(environ: Mapping[str, str] = os.environ) -> str:
+    """Where a user's caches belong; a temporary folder for a user without a home."""
+    base = Path(environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # the XDG specification has relative ones ignored
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:
+            base = Path(tempfile.gettempdir())
+    return str(base / "fusion_moe")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The switches. All of them are part of the cache keys of compiled programs."""
+    """The switches. Those that change what is compiled are part of equality and of the cache keys of compiled programs."""
 
     target: str = _option("auto", "what to compile for: 'auto' follows the tensors' device, or the name of a target")
     contract_rounding: bool = _option(True, "keep float32 inside a fused kernel where the program rounds to a narrower type and back")
     check: bool = _option(False, "evaluate every pass and the segmentation on the real inputs and compare exactly (slow)")
+    cpu_isa: str = _option("auto", "instructions that CPU kernels use: 'auto' is the best tier of the machine, or the name of a tier")
+    cache_dir: str = _option(_cache_home(), "the folder that keeps compiled kernels", in_keys=False)
 
     def replace(self, **changes: Any) -> Options:
         """These options with some changed; names and types are checked."""
@@ -41,7 +56,7 @@ class Options:
 
     def key(self) -> str:
         """The options as text, for cache keys and for programs that carry theirs; `from_key` reads it."""
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps({name: getattr(self, name) for name, field in _FIELDS.items() if field.compare})
 
 
 _FIELDS = {f.name: f for f in dataclasses.fields(Options)}
@@ -68,18 +83,22 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
     return Options().replace(**found)
 
 
-@functools.lru_cache(maxsize=64)
-def from_key(key: str) -> Options:
-    """The options that `Options.key` wrote."""
-    return Options().replace(**json.loads(key))
-
-
 _current: contextvars.ContextVar[Options] = contextvars.ContextVar("fusion_moe_options", default=from_environment())
 
 
 def current() -> Options:
     """The options in force here."""
     return _current.get()
+
+
+def from_key(key: str) -> Options:
+    """The options that `Options.key` wrote, and those in force here for what keys leave out."""
+    return dataclasses.replace(current(), **_read(key))
+
+
+@functools.lru_cache(maxsize=64)
+def _read(key: str) -> dict[str, Any]:
+    return {name: _checked(name, value) for name, value in json.loads(key).items()}
 
 
 @contextlib.contextmanager

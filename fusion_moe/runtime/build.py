@@ -1,0 +1,177 @@
+"""C++ kernels: compiled with the user's compiler, cached by content, loaded with ctypes.
+
+    library = load(text, name="grouped_mm", include=[folder])          # -> ctypes.CDLL
+    library.grouped_mm(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(rows), ctypes.c_int(torch.get_num_threads()))
+
+`text` is C++17 with `extern "C"` entry points and everything else in an anonymous namespace. What it includes in quotes is looked for
+in the folders of `include` and is part of the key. `tier` is one of `isa.TIERS` (default: `isa.selected()`); its -m flags are added,
+so the macros of the compiler (`__AVX512BF16__`, `__AMX_TILE__`) say what there is. `flags=["-DROWS=4"]` come last.
+
+`find_compiler()` is None where there is no compiler, and `why_no_compiler()` a sentence for it; `load` raises BuildError then, as it
+does for source that does not compile. `build` does the same without loading, also for tiers of other machines.
+
+Threads: OpenMP. The library asks for libgomp.so.1, as torch does, which has brought and loaded its own: one pool of threads for both.
+Its number of threads is a setting of each thread, so a kernel takes torch.get_num_threads() as an argument of its calls and says
+`num_threads(threads)`: in a thread that torch has not computed in, as one of autograd's, `torch.set_num_threads` would be missed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ..errors import BuildError
+from . import isa, store
+
+# No -ffast-math, nor anything else that changes results. It also makes g++ link code that flushes denormals in the whole process that
+# loads the library. Contraction of a * b + c into one rounding would give each tier results of its own.
+BASE_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-semantic-interposition",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+)
+_NEVER = ("-ffast-math", "-Ofast", "-funsafe-math-optimizations", "-march=native", "-mcpu=native")
+_SHOWN_ERRORS = 5
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """command: the program's path and the arguments that $CXX has; version: what it says of itself."""
+
+    command: tuple[str, ...]
+    version: str
+
+
+def load(
+    text: str, *, name: str, tier: str | None = None, include: Sequence[Path | str] = (), flags: Sequence[str] = ()
+) -> ctypes.CDLL:
+    """The library of a C++ source: the head of this file says how. BuildError if it cannot be had, OptionError for another CPU's tier."""
+    tier = isa.selected() if tier is None else isa.require(tier)
+    return _open(build(text, name=name, tier=tier, include=include, flags=flags))
+
+
+def build(text: str, *, name: str, tier: str, include: Sequence[Path | str] = (), flags: Sequence[str] = ()) -> Path:
+    """The file of the library of a C++ source, from the cache or compiled now. BuildError if it cannot be had."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError(why_no_compiler(), where=name)
+    told = (*BASE_FLAGS, *isa.compiler_flags(tier), *flags)
+    if wrong := [flag for flag in (*compiler.command, *told) if flag in _NEVER]:
+        raise BuildError(f"compiler flag {wrong[0]}", expected="flags that keep results and name the instructions", where=name)
+    folders = [Path(folder).absolute() for folder in include]
+    headers = store.key_of(*(part for header in _headers(text, folders) for part in header))
+    key = store.key_of(text, headers, tier, os.uname().machine, compiler.version, *compiler.command, *told)
+    command = [*compiler.command, *told, *(f"-I{folder}" for folder in folders)]
+    try:
+        return store.get_or_make(f"{name}-{tier}-{key}.so", lambda path: _compile(command, text, name, path))
+    except OSError as e:
+        todo = "free some space, or set FUSION_MOE_CACHE_DIR to another folder"
+        raise BuildError(f"the compiled kernel could not be written: {e}", todo=todo, where=name) from e
+
+
+@cache
+def _open(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as e:
+        todo = "if the folder's file system forbids programs (noexec), set FUSION_MOE_CACHE_DIR to another folder"
+        raise BuildError(f"the compiled kernel does not load: {e}", todo=todo, where=str(path)) from e
+
+
+# The compiler -------------------------------------------------------------------------------------------------------
+
+
+def find_compiler() -> Compiler | None:
+    """$CXX if it is set, else the first of g++, clang++, c++ on PATH that runs; None if there is none."""
+    return _first_that_runs(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
+
+
+def why_no_compiler() -> str:
+    """One sentence for where `find_compiler` found none."""
+    cxx = os.environ.get("CXX", "")
+    found = f"CXX={cxx!r} does not run" if cxx.strip() else "none of g++, clang++, c++ is on PATH"
+    return f"no C++ compiler: {found}; install g++, or set CXX"
+
+
+@cache
+def _first_that_runs(cxx: str, path: str) -> Compiler | None:
+    """Remembered for each environment: `path` is where shutil.which looks."""
+    if os.name != "posix":
+        return None
+    candidates = [shlex.split(cxx)] if cxx.strip() else [["g++"], ["clang++"], ["c++"]]
+    for program, *arguments in candidates:
+        if found := shutil.which(program, path=path):
+            command = (found, *arguments)
+            if version := _version(command):
+                return Compiler(command, version)
+    return None
+
+
+def _version(command: Sequence[str]) -> str:
+    try:
+        done = _run([*command, "--version"])
+    except OSError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _run(command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+
+
+def _compile(command: Sequence[str], text: str, name: str, path: Path) -> None:
+    """Compiles in the folder of `path`, with relative names, so that equal sources give equal files wherever they are built."""
+    source = f"{name}.cpp"
+    (path.parent / source).write_text(text, encoding="utf-8")
+    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(path.parent)}  # a killed compiler's files go with the folder
+    done = _run([*command, source, "-o", path.name], cwd=path.parent, env=environment)
+    if done.returncode == 0 and path.exists():
+        return
+    kept = store.folder() / f"{path.stem}.failed.cpp"
+    kept.write_text(text, encoding="utf-8")
+    again = shlex.join([*command, str(kept), "-o", os.devnull])
+    found = f"{name} does not compile (exit status {done.returncode})\n{_first_errors(done.stderr)}"
+    raise BuildError(found, todo=f"to see it all:\n  {again}", where=str(kept))
+
+
+def _first_errors(said: str) -> str:
+    lines = said.splitlines()
+    errors = [line for line in lines if re.search(r"\berror\b|undefined reference", line)] or lines
+    return "\n".join(f"  {line}" for line in errors[:_SHOWN_ERRORS])
+
+
+# What a source includes -------------------------------------------------------------------------------------------------
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+
+
+def _headers(text: str, folders: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
+    """Name and content of each file that a source includes in quotes, through all files, found as the compiler finds them.
+
+    A file in a branch that the preprocessor drops is one too many, which does no harm.
+    """
+    seen: set[Path] = set()
+    waiting = [(name, list(folders)) for name in _INCLUDE.findall(text)]
+    while waiting:
+        name, places = waiting.pop(0)
+        path = next(((place / name).resolve() for place in places if (place / name).is_file()), None)
+        if path is None or path in seen:
+            continue  # the compiler will say so; or it is a header of the system's
+        seen.add(path)
+        content = path.read_bytes()
+        yield name, content
+        waiting += [(inner, [path.parent, *folders]) for inner in _INCLUDE.findall(content.decode(errors="replace"))]

@@ -1,0 +1,89 @@
+"""What the CPU can do, as tiers that kernels are written for, and the compiler flags of each.
+
+    isa.selected()                # "avx512": the best tier of this machine, or the one that the option cpu_isa forces
+    isa.compiler_flags("avx2")    # ("-mavx2", "-mfma", ...)
+
+Every instruction set is named: `-march=native` means another thing on every machine, and not what it says on virtual ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from .. import options
+from ..errors import OptionError
+
+
+@dataclass(frozen=True)
+class _Tier:
+    """needs: the names in /proc/cpuinfo that make the tier; uses: those that its kernels take where they are (`#ifdef __AVX512BF16__`)."""
+
+    needs: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
+
+
+_AVX2 = ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "popcnt")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512vbmi")
+_AMX = (*_AVX512, "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16")
+_TIERS = {
+    "amx": _Tier(_AMX, ("avx512_vnni",)),
+    "avx512": _Tier(_AVX512, ("avx512_bf16", "avx512_vnni", "avx512_fp16")),
+    "avx2": _Tier(_AVX2),
+    "generic": _Tier(),
+}
+TIERS = tuple(_TIERS)  # the best first
+_FLAGS = {"bmi1": "-mbmi", "abm": "-mlzcnt", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"}  # where it isn't -m and the name
+
+
+def selected() -> str:
+    """The tier to compile for and to run: that of the option cpu_isa. OptionError for one that this machine has not."""
+    wanted = options.current().cpu_isa
+    return available()[0] if wanted == "auto" else require(wanted)
+
+
+def require(tier: str) -> str:
+    """The tier, if this machine runs it. OptionError if not."""
+    if tier not in available():
+        found = f"cpu_isa = {tier!r}, which this machine has not" if tier in TIERS else f"cpu_isa = {tier!r}"
+        raise OptionError(found, expected=f"'auto' or one of {', '.join(available())}", where="options")
+    return tier
+
+
+@cache
+def available() -> tuple[str, ...]:
+    """The tiers that this machine runs, the best first; the last is always 'generic'."""
+    return tuple(name for name, tier in _TIERS.items() if features().issuperset(tier.needs) and (name != "amx" or _may_use_tiles()))
+
+
+@cache
+def features() -> frozenset[str]:
+    """The instruction sets of the CPU that the operating system lets programs use, as /proc/cpuinfo names them; none elsewhere."""
+    try:
+        with Path("/proc/cpuinfo").open() as lines:
+            for line in lines:  # the first CPU's; asking for hundreds of them takes a while
+                name, _, value = line.partition(":")
+                if name.strip() in ("flags", "Features"):
+                    return frozenset(value.split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def compiler_flags(tier: str, having: Collection[str] | None = None) -> tuple[str, ...]:
+    """What g++ and clang++ must be told to compile for a tier on a CPU `having` these features (default: this one's)."""
+    having = features() if having is None else having
+    wanted = _TIERS[tier]
+    return tuple(_FLAGS.get(name, "-m" + name.replace("_", "")) for name in (*wanted.needs, *(u for u in wanted.uses if u in having)))
+
+
+def _may_use_tiles() -> bool:
+    """Asks Linux for AMX's tile registers, which a process may not touch before; the answer holds for all its threads."""
+    if os.uname().machine != "x86_64":
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0

@@ -1,0 +1,329 @@
+"""Compiling C++ kernels: what the key depends on, errors, concurrency, threads, and arithmetic that no tier changes."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusion_moe import options
+from fusion_moe.errors import BuildError, OptionError
+from fusion_moe.runtime import build, isa, store
+
+pytestmark = [pytest.mark.compiler, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
+FORK = multiprocessing.get_context("fork")
+ANSWER = 'extern "C" int answer() { return %d; }\n'
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path):
+    """cache_dir of the test."""
+    with options.override(cache_dir=str(tmp_path / "cache")):
+        yield tmp_path / "cache"
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """$CXX: the real one, which notes each compilation in a file, and waits first while there is a file `wait`. -> their number."""
+    real = build.find_compiler().command[0]
+    script, log = tmp_path / "noting-g++", tmp_path / "compilations"
+    script.write_text(
+        f"""#!/bin/sh
+if [ "$1" != --version ]; then
+  echo $$ >> {log}
+  if [ -e {tmp_path}/wait ]; then exec sleep 60; fi
+fi
+exec {real} "$@"
+"""
+    )
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+    return lambda: log.read_text().split() if log.exists() else []
+
+
+def in_process(work, *args):
+    """(a process that does the work, what it will have given)"""
+    answer = FORK.SimpleQueue()
+
+    def process():
+        try:
+            answer.put(work(*args))
+        except BaseException as e:
+            answer.put(repr(e))
+
+    p = FORK.Process(target=process)
+    p.start()
+    return p, answer
+
+
+def answer(value=42, **how):
+    return build.load(ANSWER % value, name="answer", **how).answer()
+
+
+def test_a_kernel_is_compiled_once(compiler, folder):
+    assert answer() == answer() == 42
+    assert len(compiler()) == 1
+    start = time.perf_counter()
+    assert answer() == 42
+    assert time.perf_counter() - start < 0.05
+    assert [p.suffix for p in sorted(folder.iterdir())] == [".so", ".lock", ".sha256"]
+
+
+def test_what_the_key_depends_on(compiler, tmp_path, monkeypatch):
+    def path(text=ANSWER % 1, **how):
+        return build.build(text, **{"name": "answer", "tier": "generic", **how})
+
+    paths = [path(), path(ANSWER % 2), path(flags=["-DX"]), path(name="other"), path(tier="avx2"), path(flags=["-DX", "-DY"])]
+    monkeypatch.setenv("CXX", os.environ["CXX"] + " -g")
+    paths.append(path())
+    other = tmp_path / "other-g++"
+    other.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 99.1 || exec {build.find_compiler().command[0]} "$@"\n')
+    other.chmod(0o700)
+    monkeypatch.setenv("CXX", str(other))
+    paths.append(path())
+    assert len(set(paths)) == len(paths)
+    assert path() == paths[-1]
+
+
+def test_headers_are_part_of_the_key(tmp_path):
+    """Through all files, each found from where it is included; a folder's place is not part of it."""
+    for name in "one", "two":
+        inner = tmp_path / name / "inner"
+        inner.mkdir(parents=True)
+        (tmp_path / name / "outer.h").write_text('#pragma once\n#if 0\n#include "not_there.h"\n#endif\n  #  include "inner/middle.h"\n')
+        (inner / "middle.h").write_text('#include "value.h"\n#include "../outer.h"\n')
+        (inner / "value.h").write_text("#define VALUE 1\n")
+    text = '#include "outer.h"\nextern "C" int answer() { return VALUE; }\n'
+
+    def load(name):
+        return build.load(text, name="answer", include=[tmp_path / name])
+
+    one = load("one")
+    assert load("two") is one
+    (tmp_path / "two" / "inner" / "value.h").write_text("#define VALUE 2\n")
+    assert (load("one").answer(), load("two").answer()) == (1, 2)
+
+
+def test_equal_sources_give_equal_files(folder):
+    first = build.build(ANSWER % 1, name="answer", tier="generic").read_bytes()
+    with options.override(cache_dir=str(folder) + "2"):
+        assert build.build(ANSWER % 1, name="answer", tier="generic").read_bytes() == first
+
+
+def test_twenty_processes_compile_it_once(compiler):
+    running = [in_process(answer) for _ in range(20)]
+    assert [queue.get() for _, queue in running] == [42] * 20
+    for p, _ in running:
+        p.join()
+    assert len(compiler()) == 1
+
+
+def test_kill_9_of_a_process_that_compiles(compiler, tmp_path):
+    """Its lock goes with it, though its compiler lives on."""
+    (tmp_path / "wait").touch()
+    p, _ = in_process(answer)
+    while not compiler():
+        time.sleep(0.01)
+    os.kill(p.pid, signal.SIGKILL)
+    p.join()
+    (orphan,) = compiler()
+    (tmp_path / "wait").unlink()
+    try:
+        start = time.monotonic()
+        assert answer() == 42
+        assert time.monotonic() - start < 20
+    finally:
+        os.kill(int(orphan), signal.SIGKILL)
+
+
+def test_kill_9_at_any_moment():
+    for i in range(12):
+        p, _ = in_process(answer)
+        time.sleep(0.012 * i)
+        os.kill(p.pid, signal.SIGKILL)
+        p.join()
+    assert answer() == 42
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", b"rubbish" * 1000])
+def test_a_damaged_library_is_compiled_again_and_not_loaded(content, compiler):
+    path = build.build(ANSWER % 42, name="answer", tier=isa.selected())
+    path.write_bytes(content)
+    assert answer() == 42
+    assert len(compiler()) == 2
+
+
+def test_threads_of_a_process(compiler, folder):
+    found = []
+
+    def work():
+        with options.override(cache_dir=str(folder)):
+            found.extend(answer(value) for value in range(3))
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert sorted(found) == sorted([0, 1, 2] * 6)
+    assert len(compiler()) == 3
+
+
+# Errors -------------------------------------------------------------------------------------------------------------
+
+
+def test_source_that_does_not_compile(folder):
+    text = 'extern "C" int answer() {\n  return missing;\n}\n' + "".join(f"int f{i}() {{ return nothing; }}\n" for i in range(20))
+    with pytest.raises(BuildError) as e:
+        build.load(text, name="answer")
+    said = str(e.value)
+    lines = said.splitlines()
+    assert lines[0] == f"{e.value.where}: answer does not compile (exit status 1)"
+    assert re.match(r"  answer.cpp:2:10: error: .*missing", lines[1])
+    assert len(lines) == 2 + build._SHOWN_ERRORS
+    assert lines[-2].endswith("; to see it all:")
+    kept = Path(e.value.where)
+    assert kept.read_text() == text
+    again = subprocess.run(lines[-1], shell=True, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
+    assert again.stderr.count(" error: ") == 21
+    assert sorted(p.suffix for p in folder.iterdir()) == [".cpp", ".lock"]
+
+
+def test_a_library_that_does_not_load():
+    with pytest.raises(BuildError, match="does not load: .*undefined symbol: nowhere"):
+        build.load('extern "C" int nowhere();\nextern "C" int answer() { return nowhere(); }\n', name="answer")
+
+
+def test_a_folder_without_space(monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "_make", full)
+    with pytest.raises(BuildError, match=r"answer: the compiled kernel could not be written: .* set FUSION_MOE_CACHE_DIR"):
+        answer()
+
+
+@pytest.mark.parametrize("flag", ["-ffast-math", "-march=native"])
+def test_flags_that_change_results_or_hide_instructions(flag, monkeypatch):
+    with pytest.raises(BuildError, match=f"answer: compiler flag {flag}; expected flags that keep results"):
+        answer(flags=[flag])
+    monkeypatch.setenv("CXX", f"g++ {flag}")
+    with pytest.raises(BuildError, match=f"compiler flag {flag}"):
+        answer()
+
+
+def test_a_tier_of_another_cpu_is_compiled_but_not_loaded(monkeypatch):
+    monkeypatch.setattr(isa, "available", lambda: ("generic",))
+    assert build.build(ANSWER % 1, name="answer", tier="avx2").exists()
+    with pytest.raises(OptionError, match="cpu_isa = 'avx2', which this machine has not"):
+        answer(tier="avx2")
+
+
+def test_the_users_compiler_and_those_on_path(tmp_path, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    for name in "clang++", "c++":
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} 1.0\n")
+        (tmp_path / name).chmod(0o700)
+    (tmp_path / "g++").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "g++").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.find_compiler() == build.Compiler((str(tmp_path / "clang++"),), "clang++ 1.0\n")
+    monkeypatch.setenv("CXX", "c++ -g")
+    assert build.find_compiler() == build.Compiler((str(tmp_path / "c++"), "-g"), "c++ 1.0\n")
+    monkeypatch.setenv("CXX", "icpx")
+    assert build.find_compiler() is None
+    assert build.why_no_compiler() == "no C++ compiler: CXX='icpx' does not run; install g++, or set CXX"
+
+
+def test_a_machine_without_a_compiler(tmp_path):
+    code = """
+from fusion_moe.errors import BuildError
+from fusion_moe.runtime import build
+assert build.find_compiler() is None
+try:
+    build.load("", name="answer")
+except BuildError as e:
+    print(e)
+"""
+    root = Path(__file__).parents[2]
+    env = {k: v for k, v in os.environ.items() if k not in ("CXX", "PATH")}
+    env |= {"PATH": str(tmp_path), "PYTHONPATH": f"{root}{os.pathsep}{root / 'translators'}"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout == "answer: no C++ compiler: none of g++, clang++, c++ is on PATH; install g++, or set CXX\n", done.stderr
+
+
+# What is compiled ----------------------------------------------------------------------------------------------------
+
+
+TIER_MACROS = {"amx": "__AMX_BF16__", "avx512": "__AVX512VBMI__", "avx2": "__AVX2__", "generic": "__cplusplus"}
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the tiers but generic are of x86-64")
+@pytest.mark.parametrize("tier", isa.TIERS)
+def test_every_tier_compiles_everywhere(tier):
+    text = f"#ifndef {TIER_MACROS[tier]}\n#error not told\n#endif\n#if {int(tier != 'generic')}\n#include <immintrin.h>\n#endif\n"
+    assert build.build(text + ANSWER % 1, name="answer", tier=tier).exists()
+
+
+def test_no_tier_contracts_or_flushes():
+    """a * b + c is rounded twice, and denormals stay, in the library and in the process that loaded it."""
+    text = 'extern "C" float f(float a, float b, float c) { return a * b + c; }\n'
+    a, b, c = 1 + 2.0**-12, 1 + 2.0**-12, -(1 + 2.0**-11)
+    for tier in isa.available():
+        f = build.load(text, name="contract", tier=tier).f
+        f.argtypes, f.restype = [ctypes.c_float] * 3, ctypes.c_float
+        assert f(a, b, c) == 0.0, "in one rounding it is 2^-24"
+        assert f(2.0**-126, 0.5, 0.0) == 2.0**-127
+    assert (torch.full((64,), 2.0**-126) * 0.5).ne(0).all()
+
+
+THREADS = """
+#include <omp.h>
+extern "C" int running(int threads) {
+  int found = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : found)
+  found += 1;
+  return found;
+}
+extern "C" int threads() { return omp_get_max_threads(); }
+"""
+
+
+def test_one_pool_of_threads_torchs(folder):
+    """In a process of its own: how many threads there are, before and after ours ran, and what `set_num_threads` does to both."""
+    code = f"""
+import os, threading
+import torch
+from fusion_moe.runtime import build
+library = build.load({THREADS!r}, name="threads")
+torch.set_num_threads(5)
+x = torch.ones(1 << 20) + 1
+before = len(os.listdir("/proc/self/task"))
+assert library.threads() == 5 and library.running(5) == 5
+assert len(os.listdir("/proc/self/task")) == before, "threads beside those of torch"
+torch.set_num_threads(3)
+assert library.threads() == 3
+def elsewhere():
+    assert library.running(torch.get_num_threads()) == 3, "the number is to be given as an argument"
+    found.append(True)
+found = []
+other = threading.Thread(target=elsewhere)
+other.start(), other.join()
+assert found
+loaded = {{line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line or "libiomp" in line or "libomp" in line}}
+assert len(loaded) == 1 and loaded.pop().startswith(os.path.dirname(torch.__file__)), loaded
+"""
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "FUSION_MOE_CACHE_DIR": str(folder), "PYTHONPATH": f"{root}{os.pathsep}{root / 'translators'}"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
