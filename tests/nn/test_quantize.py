@@ -79,7 +79,7 @@ def test_another_activation_is_refused():
 def test_a_model_without_memory_can_be_explained(without_memory):
     with without_memory():
         model = transformers.Qwen3MoeForCausalLM._from_config(transformers.Qwen3MoeConfig(**SMALL), dtype=torch.bfloat16)
-    fusion_moe.quantize_(model)
+        fusion_moe.quantize_(model)
     report = fusion_moe.explain(model, torch.zeros(1, 5, dtype=torch.int64), target="sm_90")
     assert sum(f.times for f in report.fusions) == len(experts_of(model))
 
