@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import loops
@@ -13,22 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routings import Cut, cuts
 from torch import Tensor, nn
+from ways import HOW, every_way
 
 import fusion_moe
 from fusion_moe.errors import NonFiniteError, ShapeError, UnsupportedError
 from fusion_moe.formats import quantize
-from fusion_moe.frontends.inductor import backend
 from fusion_moe.nn import GroupedLinear, GroupedSwiGLU, convert
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
 
 
-def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
-    torch._dynamo.reset()
-    return torch.compile(f, backend=backend, fullgraph=True, dynamic=True)
-
-
-HOW = {"eager": lambda f: f, "torch.compile": compiled}  # every way in which a module is run
 SIZES = {"uneven": (3, 0, 6, 2), "the last": (0, 0, 0, 11), "the first": (11, 0, 0, 0), "none": (0, 0, 0, 0), "one group": (11,)}
 
 
@@ -66,7 +59,7 @@ def test_linear_against_a_loop(cut: Cut, dtype, bias):
     assert not found[sum(cut.sizes) :].any()
 
 
-@pytest.mark.parametrize("how", HOW)
+@every_way
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_swiglu_against_a_loop(how, sizes):
     gate, up, down = random(len(sizes), 32, 64), random(len(sizes), 32, 64, seed=1) * 100, random(len(sizes), 64, 32, seed=2)
@@ -91,7 +84,7 @@ def test_swiglu_in_bf16():
     assert (module(x, Cut(sizes, 0).ends).double() - want).norm() <= 2 * EPS[torch.bfloat16] * want.norm()
 
 
-@pytest.mark.parametrize("how", HOW)
+@every_way
 def test_gradients_reach_activations_and_biases(how):
     module, sizes = linear(3, bias=True), (4, 0, 7)
     x, dy = random(11, 64, seed=2).requires_grad_(), random(11, 48, seed=3)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import loops
 import pytest
 import torch
 from torch import Tensor, nn
+from ways import HOW, every_way
 
 import fusion_moe
 from fusion_moe.errors import NonFiniteError, ShapeError, UnsupportedError
-from fusion_moe.frontends.inductor import backend
 from fusion_moe.nn import Llama4MoE, NVFP4Experts, convert
 
 transformers = pytest.importorskip("transformers")
@@ -23,14 +22,6 @@ SMALL = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 1,
     "interleave_moe_layer_step": 1, "initializer_range": 0.2, "pad_token_id": 0,
 }  # fmt: skip
-
-
-def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
-    torch._dynamo.reset()
-    return torch.compile(f, backend=backend, fullgraph=True, dynamic=True)
-
-
-HOW = {"eager": lambda f: f, "torch.compile": compiled}  # every way in which a module is run
 
 
 def llama4(**changes: Any) -> nn.Module:
@@ -96,7 +87,7 @@ def bound(ours: Llama4MoE, x: Tensor, shared: Tensor) -> Tensor:
 # transformers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", HOW)
+@every_way
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_transformers_layer(how, top_k):
     original = layer(num_experts_per_tok=top_k)
@@ -129,7 +120,7 @@ def test_all_tokens_at_one_expert(expert):
     assert (found.double() - original.shared_expert(x).double()).norm() > 0.1 * want.norm()
 
 
-@pytest.mark.parametrize("how", HOW)
+@every_way
 def test_no_tokens(how):
     with torch.no_grad():
         out, logits = HOW[how](convert(layer()))(hidden(0))

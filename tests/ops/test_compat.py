@@ -16,22 +16,14 @@ from routings import Cut, cuts
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch._library import custom_ops
+from ways import HOW, compiled, every_way
 
 from fusion_moe import compat, translate
 from fusion_moe.errors import DeviceError, DtypeError, Error, GroupsError, ShapeError, UnsupportedError
-from fusion_moe.frontends.inductor import backend
 
 OURS = torch.ops.fusion_moe.f16a_nvfp4weight_scaled_grouped_mm
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
 NAN = float("nan")
-
-
-def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
-    torch._dynamo.reset()
-    return torch.compile(f, backend=backend, fullgraph=True, dynamic=True)
-
-
-HOW = {"eager": lambda f: f, "torch.compile": compiled}  # every way in which a function that calls the operation is run
 
 
 def weight(groups: int, n: int, k: int, padding: int = 0x7F, seed: int = 0) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
@@ -85,7 +77,7 @@ def test_against_a_loop(cut: Cut, dtype, nk):
 SIZES = {"uneven": (3, 0, 6, 2), "the last": (0, 0, 0, 11), "the first": (11, 0, 0, 0), "none": (0, 0, 0, 0), "one group": (11,)}
 
 
-@pytest.mark.parametrize("how", HOW)
+@every_way
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_all_ways_agree(how, sizes):
     parts, w = weight(len(sizes), 48, 64)
@@ -96,7 +88,7 @@ def test_all_ways_agree(how, sizes):
             assert_right(run(x, *parts, *problem(sizes, 48, 64)), x, w, sizes)
 
 
-@pytest.mark.parametrize("how", HOW)
+@every_way
 def test_two_projections_and_what_stands_between(how):
     """gate and up share a problem, down has one of its own."""
     sizes, h, i = (3, 0, 6, 2), 64, 32
@@ -284,7 +276,7 @@ def test_importing_leaves_the_name_alone():
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("how", HOW)
+@every_way
 def test_the_name_is_our_operation(how, clean):
     registration = compat.register_nvf_cutlass()
     assert (registration.replaced, registration.overwritten()) == (None, None)
