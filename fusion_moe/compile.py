@@ -51,7 +51,8 @@ def contracts(segment: Segment, with_: Options) -> bool:
 def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:
     """The program of a Fusion for a target."""
     lowered = lower(fusion, to, with_)
-    kernels = tuple(BACKENDS[to.name](s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True))
+    with options.using(with_):
+        kernels = tuple(BACKENDS[to.name](s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True))
     return Program(lowered.stages, lowered.segments, kernels, to, with_.check)
 
 

@@ -102,10 +102,18 @@ def _read(key: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def override(**changes: Any) -> Iterator[Options]:
-    """Change options inside a `with` block."""
-    token = _current.set(current().replace(**changes))
+def using(options: Options) -> Iterator[None]:
+    """These options inside a `with` block, whatever was in force."""
+    token = _current.set(options)
     try:
-        yield current()
+        yield
     finally:
         _current.reset(token)
+
+
+@contextlib.contextmanager
+def override(**changes: Any) -> Iterator[Options]:
+    """Change options inside a `with` block."""
+    changed = current().replace(**changes)
+    with using(changed):
+        yield changed

@@ -15,15 +15,16 @@ class Target:
     """A kind of machine.
 
     activation_formats: those its grouped products take. schedulers: who is asked what one kernel can do, by name, in order.
-    operand_layouts: the layout in which products read the block scales of a quantized activation. capability: the CUDA compute
-    capability that its kernels need; None: they run on every device. keeps: roles of operations whose results no kernel hands to
-    another. tried: whether its kernels ever ran on such a machine.
+    operand_layouts: the layout in which products read the block scales of a quantized activation. device: the kind of device that its
+    kernels run on, "" for every one; capability: the CUDA compute capability that they need. keeps: roles of operations whose results
+    no kernel hands to another. tried: whether its kernels ever ran on such a machine.
     """
 
     name: str
     activation_formats: tuple[str, ...]
     schedulers: tuple[str, ...] = ("pointwise", "rows", "layout", "grouped_gemm")
     operand_layouts: Mapping[str, str] = field(default_factory=dict)
+    device: str = ""
     capability: tuple[int, int] | None = None
     keeps: tuple[str, ...] = ()
     tried: bool = True
@@ -37,8 +38,9 @@ TARGETS = {
         Target("reference", ("bf16", "nvfp4")),
         Target("cpu", ("bf16",)),
         Target("cuda", ("bf16",)),
-        Target("sm_90", ("bf16",), _NVFUSER, capability=(9, 0), keeps=_KEPT),
-        Target("sm_100", ("bf16", "nvfp4"), _NVFUSER, {"nvfp4": "sf128x4"}, capability=(10, 0), keeps=_KEPT, tried=False),
+        Target("cpp", ("bf16",), device="cpu"),
+        Target("sm_90", ("bf16",), _NVFUSER, device="cuda", capability=(9, 0), keeps=_KEPT),
+        Target("sm_100", ("bf16", "nvfp4"), _NVFUSER, {"nvfp4": "sf128x4"}, device="cuda", capability=(10, 0), keeps=_KEPT, tried=False),
     )
 }
 
@@ -55,7 +57,7 @@ def find(name: str, device: torch.device) -> Target:
 def why_not_on(target: Target, device: torch.device) -> str:
     """Why programs for a target cannot run on a device; "" if they can."""
     if target.capability is None:
-        return ""
+        return "" if target.device in ("", device.type) else f"{target.name} needs tensors on the {target.device}, they are on {device}"
     wanted = f"compute capability {'.'.join(map(str, target.capability))}"
     if device.type != "cuda":
         return f"{target.name} needs a CUDA device of {wanted}, the tensors are on {device}"

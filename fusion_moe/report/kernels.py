@@ -33,7 +33,7 @@ def made_of(segment: Segment, schedule: object, to: Target, why_not: str) -> Mad
         source = f"# its nvFuser definition is not shown: {missing}\n{text(segment.fusion)}"
         return Made(NVFUSER, _why(NVFUSER, segment, to, why_not), source)
     kernel = BACKENDS[to.name](segment, schedule)
-    return Made(kernel.backend, _why(kernel.backend, segment, to, why_not), kernel.source)
+    return Made(kernel.backend, kernel.why or _why(kernel.backend, segment, to, why_not), kernel.source)
 
 
 def _why(backend: str, segment: Segment, to: Target, why_not: str) -> str:

@@ -11,13 +11,17 @@ from ..segment import Segment
 
 @dataclass(frozen=True)
 class Kernel:
-    """segment: its work; schedule: the choices; backend: who made it; source: its text; launch(*inputs, sizes=...) -> outputs."""
+    """segment: its work; schedule: the choices; backend: who made it; source: its text; launch(*inputs, sizes=...) -> outputs.
+
+    why: why it is the reference's, where the target has kernels of its own.
+    """
 
     segment: Segment
     schedule: object
     backend: str
     source: str
     launch: Callable[..., tuple[Any, ...]] = field(compare=False)
+    why: str = ""
 
     def __call__(self, inputs: list[Any], sizes: Mapping[str, int]) -> tuple[Any, ...]:
         """The outputs on these inputs."""

@@ -1,0 +1,257 @@
+"""NVFP4 grouped products and a whole layer of experts on the CPU, against reading their bytes and against torch, in one process.
+
+    python benchmarks/cpu_moe.py [--threads 1 2] [--repeats 7] [--json FILE]
+
+Each cell: `experts` matrices n x k, more than the last-level cache holds, and the same number of rows for each. All contenders take turns,
+`repeats` times; printed are medians, and the spread of ours as (longest - shortest) / median. Bytes are those of the NVFP4 weights, 0.5625
+for each, whoever reads them, so that columns compare. "read" is a loop that only loads them, with prefetch and, like
+ours, from 2 MiB pages. Times are of the thread's CPU for one thread, of the wall for more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import json
+import math
+import mmap
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+import fusion_moe
+from fusion_moe.emit import BACKENDS, cpu
+from fusion_moe.formats import Quantized
+from fusion_moe.runtime import build, isa
+
+BACKENDS["cpu"] = cpu.emit  # TODO: goes when it is the backend of this target
+CELLS = ((1536, 2048), (2048, 768))  # n, k
+ROWS = {1: 128, 4: 128, 16: 128, 64: 16, 256: 16}  # rows of each expert: experts
+LAYER = (2048, 768, 128, 8)  # hidden, intermediate, experts, slots of a token: Qwen3-30B-A3B
+TOKENS = (1, 512)
+PAGE = 2**21
+_KEPT: list[mmap.mmap] = []  # the memory of tensors made by `huge`
+
+_READ = r"""
+#include <cstdint>
+#include <omp.h>
+
+// The exclusive or of all words of [p, p + bytes), read by `threads` threads.
+extern "C" std::uint64_t read_bytes(const unsigned char* p, long long bytes, int threads) {
+    std::uint64_t total = 0;
+    typedef std::uint64_t Words __attribute__((vector_size(64), aligned(64)));
+#pragma omp parallel num_threads(threads) reduction(^ : total)
+    {
+        const long long step = (bytes / threads) & ~255LL, first = step * omp_get_thread_num();
+        Words a = {}, b = {}, c = {}, d = {};
+        for (const unsigned char *q = p + first, *end = q + step; q < end; q += 256) {
+            for (int i = 0; i < 4; ++i) __builtin_prefetch(q + AHEAD + 64 * i);
+            const Words* w = reinterpret_cast<const Words*>(q);
+            a ^= w[0], b ^= w[1], c ^= w[2], d ^= w[3];
+        }
+        a ^= b ^ c ^ d;
+        for (int i = 0; i < 8; ++i) total ^= a[i];
+    }
+    return total;
+}
+"""
+
+
+def huge(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty tensor on 2 MiB pages, where the system has them."""
+    count = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, -(-count // PAGE) * PAGE + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    offset = -address % PAGE
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(len(memory) - PAGE), 14)  # MADV_HUGEPAGE
+    _KEPT.append(memory)
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=count).view(dtype).view(shape)
+
+
+def random_weight(experts: int, n: int, k: int) -> Quantized:
+    """Random codes, block scales of ordinary sizes."""
+    codes, scales = huge((experts, n, k // 2), torch.uint8), huge((experts, n, k // 16), torch.uint8)
+    codes.random_(0, 256)
+    scales.random_(0x20, 0x70)
+    return Quantized(codes, scales.view(torch.float8_e4m3fn), torch.full((experts,), 0.01))
+
+
+def huge_pages() -> str:
+    """What this process got of them."""
+    found = re.search(r"AnonHugePages:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
+    return f"{int(found[1]) // 1024 if found else 0} MiB on 2 MiB pages"
+
+
+class Clock:
+    """Medians of contenders that take turns."""
+
+    def __init__(self, threads: int, repeats: int):
+        self.threads, self.repeats = threads, repeats
+        self.now = time.thread_time if threads == 1 else time.perf_counter
+
+    def __call__(self, contenders: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {name: [] for name in contenders}
+        for function in contenders.values():
+            function()
+        for _ in range(self.repeats):
+            for name, function in contenders.items():
+                start = self.now()
+                function()
+                found[name].append(self.now() - start)
+        return found
+
+
+def reader(threads: int) -> Callable[[Tensor], float]:
+    """Reads a tensor with the best distance of prefetching there is here."""
+    libraries = [build.load(_READ, name="read", flags=[f"-DAHEAD={d}"]) for d in (0, 512, 1024, 2048, 6144)]
+    probe = huge((2**28,), torch.uint8).fill_(1)
+
+    def seconds(library: ctypes.CDLL, t: Tensor) -> float:
+        start = time.perf_counter()
+        library.read_bytes(ctypes.c_void_p(t.data_ptr()), ctypes.c_longlong(t.numel()), threads)
+        return time.perf_counter() - start
+
+    best = min(libraries, key=lambda library: statistics.median(seconds(library, probe) for _ in range(5)))
+    return lambda t: seconds(best, t)
+
+
+def products(clock: Clock, read: Callable[[Tensor], float], pool: Tensor, most: int) -> list[dict[str, float]]:
+    """One row of the table for each cell. pool: at least a GiB to read."""
+    table = []
+    for n, k in CELLS:
+        weight = random_weight(max(ROWS.values()), n, k)
+        bf16 = torch.randn(max(ROWS.values()), n, k).bfloat16()
+        packed = [torch._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (n, k), dtype=torch.int32), 1) for _ in bf16]
+        for rows in (r for r in ROWS if r <= most):
+            table.append(product(clock, lambda: read(pool), pool.numel(), rows, weight, bf16, packed))
+    return table
+
+
+def product(
+    clock: Clock, read: Callable[[], float], pool_bytes: int, rows: int, weight: Quantized, bf16: Tensor, packed: list[Tensor]
+) -> dict[str, float]:
+    """One cell: the same product by all."""
+    experts, (n, k) = ROWS[rows], bf16.shape[1:]
+    x, scales = torch.randn(experts * rows, k).bfloat16(), torch.rand(k // 32, n, 2).bfloat16()
+    parts, ends = x.split(rows), torch.arange(1, experts + 1, dtype=torch.int32) * rows
+    args = (x, *(t[:experts] for t in weight), ends)
+    found = clock(
+        {
+            "ours": lambda: torch.ops.fusion_moe.nvfp4_grouped_mm(*args),
+            "bf16": lambda: [linear(p, w) for p, w in zip(parts, bf16, strict=False)],
+            "int4pack": lambda: [torch._weight_int4pack_mm_for_cpu(p, w, 32, scales) for p, w in zip(parts, packed, strict=False)],
+            "read": read,
+        }
+    )
+    size = experts * n * k * 9 // 16
+    t = {name: statistics.median(times) for name, times in found.items()}
+    t["read"] *= size / pool_bytes
+    row = {
+        "n": n, "k": k, "rows": rows, "threads": clock.threads, **{f"{name} GB/s": size / s / 1e9 for name, s in t.items()},
+        "GFLOP/s": 2 * experts * rows * n * k / t["ours"] / 1e9, **{f"x {name}": t[name] / t["ours"] for name in ("bf16", "int4pack")},
+        "of read": t["read"] / t["ours"], "spread": (max(found["ours"]) - min(found["ours"])) / t["ours"],
+    }  # fmt: skip
+    print(
+        f"{n:5d} x {k:4d} {rows:5d} rows {clock.threads} threads: {row['ours GB/s']:6.2f} GB/s {row['GFLOP/s']:5.0f} GFLOP/s"
+        f"  bf16 {row['bf16 GB/s']:5.2f} ({row['x bf16']:.2f}x)  int4pack {row['int4pack GB/s']:5.2f} ({row['x int4pack']:.2f}x)"
+        f"  read {row['read GB/s']:5.1f} ({row['of read']:.0%})  spread {row['spread']:.0%}",
+        flush=True,
+    )
+    return row
+
+
+def bf16_layer(x: Tensor, ids: Tensor, w: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The layer in torch, rows sorted by expert, one grouped product for all."""
+    order = ids.flatten().argsort(stable=True)
+    ends = torch.histc(ids.flatten().float(), gate_up.shape[0], 0, gate_up.shape[0] - 1).cumsum(0).int()
+    gate, up = torch.nn.functional.grouped_mm(x[order // ids.shape[1]], gate_up.mT, offs=ends).chunk(2, -1)
+    y = torch.nn.functional.grouped_mm(torch.nn.functional.silu(gate) * up, down.mT, offs=ends)
+    y = torch.empty_like(y).index_copy(0, order, y).view(*ids.shape, -1)
+    return (y * w[..., None]).sum(1).to(x.dtype)
+
+
+def bf16_gathered(x: Tensor, ids: Tensor, w: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The layer in torch for few tokens: the matrices of every slot side by side."""
+    flat = ids.flatten()
+    rows = x.repeat_interleave(ids.shape[1], 0)[..., None]
+    gate, up = torch.bmm(gate_up[flat], rows).squeeze(-1).chunk(2, -1)
+    y = torch.bmm(down[flat], (torch.nn.functional.silu(gate) * up)[..., None]).view(*ids.shape, -1)
+    return (y * w[..., None]).sum(1).to(x.dtype)
+
+
+def layers(clock: Clock, read: Callable[[Tensor], float], pool: Tensor) -> list[dict[str, float]]:
+    """The whole layer at one token and at many."""
+    hidden, intermediate, experts, _ = LAYER
+    shapes = (2 * intermediate, hidden), (hidden, intermediate)
+    packed = [t for n, k in shapes for t in random_weight(experts, n, k)]
+    bf16 = [torch.randn(experts, *s).bfloat16() / 32 for s in shapes]
+    return [layer(clock, lambda: read(pool), pool.numel(), tokens, packed, bf16) for tokens in TOKENS]
+
+
+def layer(
+    clock: Clock, read: Callable[[], float], pool_bytes: int, tokens: int, packed: list[Tensor], bf16: list[Tensor]
+) -> dict[str, float]:
+    """Ours against torch in bf16 under Inductor; expert ids are new at each call."""
+    hidden, intermediate, experts, slots = LAYER
+    calls = 20 if tokens == 1 else 1  # a call of one token is too short for the clock
+    x, w = torch.randn(tokens, hidden).bfloat16(), torch.rand(tokens, slots).bfloat16()
+    routings = itertools.cycle([torch.rand(tokens, experts).argsort(1)[:, :slots].contiguous() for _ in range(200)])
+    torch._dynamo.reset()
+    plain = {"grouped": bf16_layer, "gathered": bf16_gathered} if tokens == 1 else {"grouped": bf16_layer}
+    contenders = {"ours": partial(torch.ops.fusion_moe.expert_mlp, x), **{name: partial(torch.compile(f), x) for name, f in plain.items()}}
+
+    def repeated(name: str) -> Callable[[], object]:
+        weights = packed if name == "ours" else bf16
+        return lambda: [contenders[name](next(routings), w, *weights) for _ in range(calls)]
+
+    with torch.inference_mode():
+        found = clock({**{name: repeated(name) for name in contenders}, "read": read})
+    t = {name: statistics.median(times) / (1 if name == "read" else calls) for name, times in found.items()}
+    touched = min(tokens * slots, experts) * 3 * hidden * intermediate * 9 // 16
+    floor, best = t["read"] * touched / pool_bytes, min(plain, key=t.__getitem__)
+    row = {
+        "tokens": tokens, "threads": clock.threads, **t, "of floor": t["ours"] / floor, "x bf16 Inductor": t[best] / t["ours"],
+        "spread": (max(found["ours"]) - min(found["ours"])) / calls / t["ours"],
+    }  # fmt: skip
+    print(
+        f"layer of {tokens:3d} tokens, {clock.threads} threads: {t['ours'] * 1e3:.2f} ms, {row['of floor']:.2f}x of reading its weights;"
+        f" bf16 under Inductor ({best}) {t[best] * 1e3:.2f} ms: {row['x bf16 Inductor']:.2f}x  spread {row['spread']:.0%}",
+        flush=True,
+    )
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--most-rows", type=int, default=max(ROWS))
+    parser.add_argument("--skip", choices=("products", "layers"), nargs="*", default=[])
+    parser.add_argument("--json", type=Path)
+    told = parser.parse_args()
+    torch.manual_seed(0)
+    pool = huge((2**30,), torch.uint8).fill_(1)
+    print(f"fusion_moe {fusion_moe.__version__}, torch {torch.__version__}, tier {isa.selected()}, {huge_pages()}")
+    found: dict[str, list[dict[str, float]]] = {"products": [], "layers": []}
+    for threads in told.threads:
+        torch.set_num_threads(threads)
+        read, clock = reader(threads), Clock(threads, told.repeats)
+        if "products" not in told.skip:
+            found["products"] += products(clock, read, pool, told.most_rows)
+        if "layers" not in told.skip:
+            found["layers"] += layers(clock, read, pool)
+    print(huge_pages())
+    if told.json:
+        told.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""One element of a value as straight-line C++: every operation between what is in memory and the element, computed where it is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...errors import UnsupportedError
+from ...ir.core import Fusion, Op, Value
+from ...ir.types import Dim, plain
+from .indices import Index, flat, number, reshaped, size
+from .plan import source
+
+STORED = {"f32": "float", "bf16": "bf16", "f16": "f16", "i64": "i64", "i32": "i32", "u8": "u8", "bool": "bool"}  # in memory
+COMPUTED = {"f32": "float", "bf16": "float", "f16": "float", "i64": "i64", "i32": "i64", "u8": "i64", "bool": "bool"}  # in registers
+_NARROW = ("bf16", "f16")
+_FLOATS = ("f32", *_NARROW)
+_CALLS = {
+    "neg": "-{0}", "abs": "std::fabs({0})", "exp": "exp_({0})", "log": "std::log({0})", "sqrt": "std::sqrt({0})",
+    "rsqrt": "1.f / std::sqrt({0})", "reciprocal": "1.f / {0}", "tanh": "std::tanh({0})", "erf": "std::erf({0})", "relu": "relu_({0})",
+    "sigmoid": "sigmoid_({0})", "silu": "silu_({0})", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}",
+    "minimum": "minimum_({0}, {1})", "maximum": "maximum_({0}, {1})", "pow": "std::pow({0}, {1})", "lt": "{0} < {1}", "le": "{0} <= {1}",
+    "gt": "{0} > {1}", "ge": "{0} >= {1}", "eq": "{0} == {1}", "ne": "{0} != {1}", "logical_and": "{0} && {1}", "logical_or": "{0} || {1}",
+    "logical_not": "!{0}", "where": "{0} ? {1} : {2}",
+}  # fmt: skip
+_AS_TENSORS = ("minimum", "maximum", "where")  # a number among the operands is rounded to their dtype first
+
+
+class Elements:
+    """Writes the elements that are asked for, each once. lines: the statements so far.
+
+    memory: value -> the name of the array that holds it. known: value -> a function from indices to an expression, for what a kernel
+    has in registers. group: the index of the group of the rows at hand, and how many groups there are.
+    """
+
+    def __init__(self, fusion: Fusion, memory: Mapping[Value, str], known: Mapping[Value, Any] | None = None, group: str = ""):
+        self.lines: list[str] = []
+        self._fusion, self._memory, self._known, self._group = fusion, memory, known or {}, group
+        self._made: dict[tuple[Value, tuple[str, ...]], str] = {}
+
+    def of(self, v: Value, at: Sequence[Index]) -> str:
+        """The name of a variable with the element of a value at these indices."""
+        key = (v, tuple(map(str, at)))
+        if key not in self._made:
+            expression = self._expression(v, at)
+            name = f"e{len(self._made)}"
+            self._made[key] = name
+            self.lines.append(f"const {computed(v)} {name} = {expression};")
+        return self._made[key]
+
+    def _expression(self, v: Value, at: Sequence[Index]) -> str:
+        if v in self._known:
+            return str(self._known[v](at))
+        if v in self._memory:
+            return self._load(v, at)
+        op = self._fusion.producers.get(v)
+        if op is None:
+            raise UnsupportedError(f"{v.name} {v.type} is not in memory")
+        if op.kind.name in _CALLS:
+            return self._call(op, at)
+        move = getattr(self, f"_{op.kind.name}", None)
+        if move is None:
+            raise UnsupportedError(f"{op.kind.name} has no C++ of its own here")
+        return str(move(op, at))
+
+    def _load(self, v: Value, at: Sequence[Index]) -> str:
+        element = f"{self._memory[v]}[{flat(at, v.type.shape)}]"
+        return f"widen({element})" if v.type.dtype in _FLOATS else element
+
+    # Pointwise --------------------------------------------------------------------------------------------------------
+
+    def _call(self, op: Op, at: Sequence[Index]) -> str:
+        out = op.outputs[0].type
+        floats = [v.type.dtype for v in op.values if v.type.dtype != "bool"]
+        like = floats[0] if floats else "bool"
+        if like not in (*_FLOATS, "bool") and op.kind.name not in ("lt", "le", "gt", "ge", "eq", "ne"):
+            raise UnsupportedError(f"{op.kind.name} on {like} has no C++ of its own here")
+        names = [self.of(v, _broadcast(at, v.type.shape)) if isinstance(v, Value) else _literal(v, like, op) for v in op.inputs]
+        return _rounded(_CALLS[op.kind.name].format(*names), out.dtype)
+
+    def _cast(self, op: Op, at: Sequence[Index]) -> str:
+        (v,), to = op.values, op.attrs["dtype"]
+        if v.type.dtype not in COMPUTED or to not in COMPUTED or (v.type.dtype in _FLOATS and to not in (*_FLOATS, "bool")):
+            raise UnsupportedError(f"a cast from {v.type.dtype} to {to} has no C++ of its own here")
+        return _rounded(f"{COMPUTED[to]}({self.of(v, at)})", to)
+
+    def _zero_rest(self, op: Op, at: Sequence[Index]) -> str:
+        x, ends = op.values
+        count = size(ends.type.shape[0])
+        return f"{at[0]} < {self._memory[source(self._fusion, ends)]}[{count} - 1] ? {self.of(x, at)} : 0"
+
+    def _group_add(self, op: Op, at: Sequence[Index]) -> str:
+        y, bias, _ = op.values
+        groups = size(bias.type.shape[0])
+        place = flat([Index(self._group), at[1]], bias.type.shape)
+        added = f"{self._group} < {groups} ? widen({self._memory[source(self._fusion, bias)]}[{place}]) : 0.f"
+        return _rounded(f"{self.of(y, at)} + ({added})", y.type.dtype)
+
+    # What moves elements ----------------------------------------------------------------------------------------------
+
+    def _cut(self, op: Op, at: Sequence[Index]) -> str:
+        return self.of(op.values[0], at)
+
+    def _ends(self, op: Op, at: Sequence[Index]) -> str:
+        return self.of(op.values[0], at)
+
+    def _reshape(self, op: Op, at: Sequence[Index]) -> str:
+        (v,) = op.values
+        return self.of(v, reshaped(at, op.outputs[0].type.shape, v.type.shape))
+
+    def _permute(self, op: Op, at: Sequence[Index]) -> str:
+        dims = op.attrs["dims"]
+        return self.of(op.values[0], [at[dims.index(i)] for i in range(len(dims))])
+
+    def _broadcast_in_dim(self, op: Op, at: Sequence[Index]) -> str:
+        (v,) = op.values
+        return self.of(v, _broadcast([at[d] for d in op.attrs["broadcast_dims"]], v.type.shape))
+
+    def _slice(self, op: Op, at: Sequence[Index]) -> str:
+        return self.of(op.values[0], [i + number(s) for i, s in zip(at, op.attrs["start_indices"], strict=True)])
+
+    def _full(self, op: Op, at: Sequence[Index]) -> str:
+        return _literal(op.attrs["fill_value"], op.attrs["dtype"], op)
+
+    def _index_select(self, op: Op, at: Sequence[Index]) -> str:
+        x, index = op.values
+        dim = op.attrs["dim"]
+        row = Index(self.of(index, [at[dim]]))
+        return self.of(x, [*at[:dim], row, *at[dim + 1 :]])
+
+
+def computed(v: Value) -> str:
+    """The C++ type that a value's elements are computed in."""
+    if v.type.dtype not in COMPUTED:
+        raise UnsupportedError(f"{v.type} has no C++ of its own here")
+    return COMPUTED[v.type.dtype]
+
+
+def _broadcast(at: Sequence[Index], shape: Sequence[Dim]) -> list[Index]:
+    return [number(0) if plain(d) == 1 else i for i, d in zip(at, shape, strict=True)]
+
+
+def _rounded(expression: str, dtype: str) -> str:
+    return f"rounded<{dtype}>({expression})" if dtype in _NARROW else expression
+
+
+def _literal(value: Any, dtype: str, op: Op) -> str:
+    if dtype == "bool":
+        return str(bool(value)).lower()
+    if dtype not in _FLOATS:
+        return f"i64({int(value)})"
+    x = float(value)
+    text = "NAN" if math.isnan(x) else ("-INFINITY" if x < 0 else "INFINITY") if math.isinf(x) else ""
+    text = f"float({text or repr(x)})"
+    return f"({_rounded(text, dtype)})" if op.kind.name in (*_AS_TENSORS, "full") else f"({text})"

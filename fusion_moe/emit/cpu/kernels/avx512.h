@@ -1,0 +1,428 @@
+// AVX-512 (F, BW, VL, DQ, VBMI), and its bfloat16 products where the compiler says that they are there.
+//
+// One 64-byte load is 128 codes of one row. Sixteen rows of the weight, transposed as 4-byte words, give vectors whose lane i holds 8 codes
+// of row i: k .. k+7, of one block of 16. In such a vector v a look-up by 16-bit halves of v, v >> 4, v >> 8, v >> 12 makes the pairs
+// (k, k+4), (k+1, k+5), (k+2, k+6), (k+3, k+7): what vdpbf16ps takes. Activations are packed once in that order of pairs, so no weight
+// is ever moved.
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "tiles.h"
+
+namespace {
+
+// The tables that vectors are looked up in.
+struct alignas(64) Tables {
+    u16 bf16_of_code[32];                 // twice: look-ups take five bits, of which the fifth belongs to the next code
+    float f32_of_code[16];
+    u8 low_of_scale[128], high_of_scale[128];  // of the bfloat16 of an e4m3 byte without its sign
+    u8 of_words[4][64], of_run[4][64];    // see `Scales`
+    i32 even[16], odd[16];
+    i32 order_of_sums[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};  // see `one_row`
+
+    constexpr Tables() : bf16_of_code(), f32_of_code(), low_of_scale(), high_of_scale(), of_words(), of_run(), even(), odd() {
+        for (int i = 0; i < 32; ++i) bf16_of_code[i] = E2M1_BF16[i & 15];
+        for (int i = 0; i < 16; ++i) f32_of_code[i] = E2M1[i], even[i] = 2 * i, odd[i] = 2 * i + 1;
+        for (int i = 0; i < 128; ++i) low_of_scale[i] = u8(E4M3_VALUES.bits[i]), high_of_scale[i] = u8(E4M3_VALUES.bits[i] >> 8);
+        for (int part = 0; part < 4; ++part) {
+            for (int lane = 0; lane < 16; ++lane) {
+                of_words[part][4 * lane + 2] = u8(4 * lane + part), of_words[part][4 * lane + 3] = u8(64 + 4 * lane + part);
+                of_run[part][4 * lane + 2] = u8(16 * part + lane), of_run[part][4 * lane + 3] = u8(64 + 16 * part + lane);
+            }
+        }
+    }
+};
+
+constexpr Tables TABLES{};
+
+inline __m512i bf16_table() { return _mm512_load_si512(TABLES.bf16_of_code); }
+inline __m512i f32_table() { return _mm512_load_si512(TABLES.f32_of_code); }
+
+// 64 e4m3 bytes, as the low and the high bytes of their bfloat16; from there sixteen at a time as float32.
+struct Scales {
+    __m512i low, high;
+
+    static Scales of(__m512i bytes) {
+        const __m512i sign = _mm512_and_si512(bytes, _mm512_set1_epi8(char(0x80)));
+        const __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(TABLES.high_of_scale), bytes, _mm512_load_si512(TABLES.high_of_scale + 64));
+        const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(TABLES.low_of_scale), bytes, _mm512_load_si512(TABLES.low_of_scale + 64));
+        return {low, _mm512_or_si512(high, sign)};
+    }
+
+    __m512 of_words(int part) const { return pick(TABLES.of_words[part]); }  // byte `part` of each of 16 words
+    __m512 of_run(int part) const { return pick(TABLES.of_run[part]); }      // bytes 16 part .. 16 part + 15
+
+    __m512 pick(const u8* index) const {
+        return _mm512_castsi512_ps(_mm512_maskz_permutex2var_epi8(0xCCCCCCCCCCCCCCCCull, low, _mm512_load_si512(index), high));
+    }
+};
+
+// Bytes at .. at + 63 of `size`, those past it zero.
+inline __m512i load_some(const u8* bytes, i64 at, i64 size) {
+    const i64 left = size - at;
+    const __mmask64 mask = left >= 64 ? ~0ull : left <= 0 ? 0 : (1ull << left) - 1;
+    return _mm512_maskz_loadu_epi8(mask, bytes + at);
+}
+
+// Bytes at .. at + 63 of sixteen rows of `size`, those past it zero -> 16 vectors: word w of every row.
+inline void transpose(const u8* const* row, i64 at, i64 size, __m512i* out) {
+    __m512i a[16], b[16];
+    if (size - at >= 64) {
+        for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(row[i] + at);
+    } else {
+        for (int i = 0; i < 16; ++i) a[i] = load_some(row[i], at, size);
+    }
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {  // a[4 j + i], 128 bits q: words 4 q + i of rows 4 j .. 4 j + 3
+        const __m512i p = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x44), q = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xEE);
+        const __m512i r = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x44), s = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xEE);
+        out[i] = _mm512_shuffle_i32x4(p, r, 0x88);
+        out[4 + i] = _mm512_shuffle_i32x4(p, r, 0xDD);
+        out[8 + i] = _mm512_shuffle_i32x4(q, s, 0x88);
+        out[12 + i] = _mm512_shuffle_i32x4(q, s, 0xDD);
+    }
+}
+
+// Calls body(words, b, block scales) for every block b of 16 codes: words[0] and words[1] are its 8 + 8 codes of each of the 16 rows. What
+// `next` will read is brought to the second-level cache: rows lie a power of two apart, and would fall into the same few places of the
+// first.
+template <class Body>
+inline void for_blocks(const Columns& c, const Columns* next, i64 K, Body body) {
+    for (i64 k1 = 0; k1 < K; k1 += 1024) {
+        alignas(64) __m512i scale[16];
+        transpose(c.scales, k1 / 16, K / 16, scale);
+        if (next != nullptr) {
+            for (int i = 0; i < LANES; ++i) _mm_prefetch(reinterpret_cast<const char*>(next->scales[i] + k1 / 16), _MM_HINT_T1);
+        }
+        for (i64 k0 = k1; k0 < k1 + 1024 && k0 < K; k0 += 128) {
+            alignas(64) __m512i word[16];
+            transpose(c.codes, k0 / 2, K / 2, word);
+            if (next != nullptr) {
+                for (int i = 0; i < LANES; ++i) _mm_prefetch(reinterpret_cast<const char*>(next->codes[i] + k0 / 2), _MM_HINT_T1);
+            }
+            const int blocks = int(std::min<i64>(8, (K - k0) / 16));
+            for (int half = 0; 4 * half < blocks; ++half) {
+                const Scales four = Scales::of(scale[(k0 - k1) / 64 + half]);
+                for (int b = 4 * half; b < 4 * half + 4 && b < blocks; ++b) body(word + 2 * b, k0 / 16 + b, four.of_words(b % 4));
+            }
+        }
+    }
+}
+
+// --------------------------------------------------------------------------------------------------------------- float32 activations
+
+struct Avx512Wide {
+    using Packed = float;
+    using Panel = float;  // [K][subs][16]
+    static constexpr int FEW = 16, ROWS = 6, SUBS = 4;
+
+    static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }
+    static void pack_few(const float* x, Packed* packed, i64 K, int) { pack(x, packed, K); }
+
+    template <int R>
+    static void few_rows(const Columns& c, const Columns* next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+        const __m512i table = f32_table();
+        __m512 sum[R];
+        for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
+        for_blocks(c, next, K, [&](const __m512i* words, i64 block, __m512 scale) {
+            for (int half = 0; half < 2; ++half) {
+                __m512 w[8];
+                for (int j = 0; j < 8; ++j) w[j] = _mm512_castsi512_ps(_mm512_permutexvar_epi32(_mm512_srli_epi32(words[half], 4 * j), table));
+                const float* at = x + 16 * block + 8 * half;
+                for (int r = 0; r < R; ++r) {
+                    __m512 p = _mm512_mul_ps(w[0], _mm512_set1_ps(at[r * stride]));
+                    for (int j = 1; j < 8; ++j) p = _mm512_fmadd_ps(w[j], _mm512_set1_ps(at[r * stride + j]), p);
+                    sum[r] = _mm512_fmadd_ps(p, scale, sum[r]);
+                }
+            }
+        });
+        const __m512 decode = _mm512_load_ps(c.decode);
+        for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], decode));
+    }
+
+    static void few(int rows, const Columns& c, const Columns* next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+        switch (rows) {
+            case 1: return few_rows<1>(c, next, x, stride, K, out, out_stride);
+            case 2: return few_rows<2>(c, next, x, stride, K, out, out_stride);
+            case 3: case 4: return few_rows<4>(c, next, x, stride, K, out, out_stride);
+            case 5: case 6: case 7: case 8: return few_rows<8>(c, next, x, stride, K, out, out_stride);
+            default: return few_rows<16>(c, next, x, stride, K, out, out_stride);
+        }
+    }
+
+    static void decode(const Columns* c, const Columns* next, int subs, i64 K, Panel* panel) {
+        const __m512i table = f32_table();
+        for (int s = 0; s < subs; ++s) {
+            const __m512 decode = _mm512_load_ps(c[s].decode);
+            for_blocks(c[s], next == nullptr ? nullptr : next + s, K, [&](const __m512i* words, i64 block, __m512 scale) {
+                const __m512 step = _mm512_mul_ps(scale, decode);
+                float* out = panel + (16 * block * subs + s) * LANES;
+                for (int j = 0; j < 16; ++j) {
+                    const __m512i code = _mm512_srli_epi32(words[j / 8], 4 * (j % 8));
+                    _mm512_store_ps(out + j * subs * LANES, _mm512_mul_ps(_mm512_castsi512_ps(_mm512_permutexvar_epi32(code, table)), step));
+                }
+            });
+        }
+    }
+
+    template <int R, int S>
+    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out, i64 out_stride) {
+        __m512 sum[R][S];
+        for (int r = 0; r < R; ++r) {
+            for (int s = 0; s < S; ++s) sum[r][s] = _mm512_setzero_ps();
+        }
+        for (i64 k = 0; k < K; ++k, panel += S * LANES) {
+            __m512 w[S];
+            for (int s = 0; s < S; ++s) w[s] = _mm512_load_ps(panel + s * LANES);
+            for (int r = 0; r < R; ++r) {
+                const __m512 a = _mm512_set1_ps(x[r * stride + k]);
+                for (int s = 0; s < S; ++s) sum[r][s] = _mm512_fmadd_ps(a, w[s], sum[r][s]);
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            for (int s = 0; s < S; ++s) _mm512_storeu_ps(out + r * out_stride + s * LANES, sum[r][s]);
+        }
+    }
+
+    static void multiply(int rows, int subs, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns*, float* out, i64 out_stride);
+};
+
+// -------------------------------------------------------------------------------------------------------------- bfloat16 activations
+
+#ifdef __AVX512BF16__
+
+struct Avx512Fast {
+    using Packed = u32;  // two bfloat16, of k and k + 4
+    using Panel = u32;   // [K/2][subs][16] pairs
+    static constexpr int FEW = 16, ROWS = 6, SUBS = 4;
+
+    static __m512bh pairs(__m512i v) { return reinterpret_cast<__m512bh>(v); }
+    static __m512bh all(u32 pair) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(int(pair))); }
+
+    // each 8 activations in the order 0 4 1 5 2 6 3 7
+    static void pack(const bf16* x, Packed* packed, i64 K) {
+        const __m128i order = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+        const __m512i orders = _mm512_broadcast_i32x4(order);
+        i64 k = 0;
+        for (; k + 32 <= K; k += 32) _mm512_storeu_si512(packed + k / 2, _mm512_shuffle_epi8(_mm512_loadu_si512(x + k), orders));
+        for (; k < K; k += 8) {
+            const __m128i eight = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + k));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(packed + k / 2), _mm_shuffle_epi8(eight, order));
+        }
+    }
+
+    // For one row, of 256 activations: sixteen pairs, the same one of each block, in lane i that of block i; zeros up to a multiple of 256.
+    static void pack_few(const bf16* x, Packed* packed, i64 K, int rows) {
+        if (rows > 1) return pack(x, packed, K);
+        for (i64 k0 = 0; k0 < K; k0 += 256) {
+            for (int part = 0; part < 8; ++part) {  // half = part / 4, j = part % 4
+                for (int i = 0; i < 16; ++i) {
+                    const i64 k = k0 + 16 * i + 8 * (part / 4) + part % 4;
+                    packed[k0 / 2 + 16 * part + i] = k0 + 16 * i < K ? u32(x[k].bits) | u32(x[k + 4].bits) << 16 : 0;
+                }
+            }
+        }
+    }
+
+    // 256 codes, lane i being block i: their products, and those of block scales.
+    static __m512 run_of_blocks(__m512i a, __m512i b, const Packed* x, __m512 scale, __m512 sum) {
+        const __m512i table = bf16_table();
+        const __m512i halves[2] = {_mm512_permutex2var_epi32(a, _mm512_load_si512(TABLES.even), b),
+                                   _mm512_permutex2var_epi32(a, _mm512_load_si512(TABLES.odd), b)};
+        __m512 p[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};  // two chains: the products wait for each other
+        for (int j = 0; j < 4; ++j) {
+            for (int half = 0; half < 2; ++half) {
+                const __m512i w = _mm512_permutexvar_epi16(_mm512_srli_epi16(halves[half], 4 * j), table);
+                p[half] = _mm512_dpbf16_ps(p[half], pairs(w), pairs(_mm512_load_si512(x + 64 * half + 16 * j)));
+            }
+        }
+        return _mm512_fmadd_ps(_mm512_add_ps(p[0], p[1]), scale, sum);
+    }
+
+    // One row of activations: a row of the weight at a time, as it lies in memory.
+    static void one_row(const Columns& c, const Columns* next, const Packed* x, i64 K, float* out) {
+        alignas(64) __m512 sums[16];
+        for (int n = 0; n < LANES; ++n) {
+            const u8 *codes = c.codes[n], *scales = c.scales[n];
+            const char* ahead = reinterpret_cast<const char*>(next == nullptr ? codes : next->codes[n]);
+            _mm_prefetch(reinterpret_cast<const char*>(next == nullptr ? scales : next->scales[n]), _MM_HINT_T1);
+            __m512 sum = _mm512_setzero_ps();
+            for (i64 k = 0; k < K; k += 1024) {
+                const Scales four = Scales::of(load_some(scales, k / 16, K / 16));
+                const int whole = int(std::min<i64>(4, (K - k) / 256));
+                for (int part = 0; part < whole; ++part) {
+                    const i64 at = k / 2 + 128 * part;
+                    _mm_prefetch(ahead + at, _MM_HINT_T1);
+                    _mm_prefetch(ahead + at + 64, _MM_HINT_T1);
+                    sum = run_of_blocks(_mm512_loadu_si512(codes + at), _mm512_loadu_si512(codes + at + 64), x + at, four.of_run(part), sum);
+                }
+                if (whole < 4 && k + 256 * whole < K) {
+                    const i64 at = k / 2 + 128 * whole;
+                    sum = run_of_blocks(load_some(codes, at, K / 2), load_some(codes, at + 64, K / 2), x + at, four.of_run(whole), sum);
+                }
+            }
+            sums[n] = sum;
+        }
+        // the sums of the lanes, in the order of the rows: each step adds halves of two vectors and makes them one
+        for (int i = 0; i < 8; ++i) {
+            const __m512 a = sums[i], b = sums[i + 8];
+            sums[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+        }
+        for (int i = 0; i < 4; ++i) {
+            const __m512 a = sums[i], b = sums[i + 4];
+            sums[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+        }
+        for (int i = 0; i < 2; ++i) {
+            const __m512d a = _mm512_castps_pd(sums[i]), b = _mm512_castps_pd(sums[i + 2]);
+            sums[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+        }
+        const __m512 total = _mm512_add_ps(_mm512_shuffle_ps(sums[0], sums[1], 0x88), _mm512_shuffle_ps(sums[0], sums[1], 0xDD));
+        const __m512i order = _mm512_load_si512(TABLES.order_of_sums);
+        _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_permutexvar_ps(order, total), _mm512_load_ps(c.decode)));
+    }
+
+    template <int R>
+    static void few_rows(const Columns& c, const Columns* next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+        const __m512i table = bf16_table();
+        __m512 sum[R];
+        for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
+        for_blocks(c, next, K, [&](const __m512i* words, i64 block, __m512 scale) {
+            __m512bh w[8];
+            for (int j = 0; j < 8; ++j) w[j] = pairs(_mm512_permutexvar_epi16(_mm512_srli_epi16(words[j / 4], 4 * (j % 4)), table));
+            const Packed* at = x + 8 * block;
+            for (int r = 0; r < R; ++r) {
+                __m512 p = _mm512_setzero_ps(), q = p;
+                for (int j = 0; j < 4; ++j) {
+                    p = _mm512_dpbf16_ps(p, w[j], all(at[r * stride + j]));
+                    q = _mm512_dpbf16_ps(q, w[4 + j], all(at[r * stride + 4 + j]));
+                }
+                sum[r] = _mm512_fmadd_ps(_mm512_add_ps(p, q), scale, sum[r]);
+            }
+        });
+        const __m512 decode = _mm512_load_ps(c.decode);
+        for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], decode));
+    }
+
+    static void few(int rows, const Columns& c, const Columns* next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+        switch (rows) {
+            case 1: return one_row(c, next, x, K, out);
+            case 2: return few_rows<2>(c, next, x, stride, K, out, out_stride);
+            case 3: return few_rows<3>(c, next, x, stride, K, out, out_stride);
+            case 4: return few_rows<4>(c, next, x, stride, K, out, out_stride);
+            case 5: case 6: return few_rows<6>(c, next, x, stride, K, out, out_stride);
+            case 7: case 8: return few_rows<8>(c, next, x, stride, K, out, out_stride);
+            case 9: case 10: case 11: case 12: return few_rows<12>(c, next, x, stride, K, out, out_stride);
+            default: return few_rows<16>(c, next, x, stride, K, out, out_stride);
+        }
+    }
+
+    // Code times block scale has at most six significant bits: exact in bfloat16. A product of pairs with (scale, 0) or (0, scale) is the
+    // scaled code of one of the two as float32, whose upper half is its bfloat16.
+    static void decode(const Columns* c, const Columns* next, int subs, i64 K, Panel* panel) {
+        const __m512i table = bf16_table(), upper = _mm512_set1_epi32(int(0xFFFF0000));
+        for (int s = 0; s < subs; ++s) {
+            for_blocks(c[s], next == nullptr ? nullptr : next + s, K, [&](const __m512i* words, i64 block, __m512 scale) {
+                const __m512i of_high = _mm512_castps_si512(scale), of_low = _mm512_srli_epi32(of_high, 16);
+                u32* out = panel + (8 * block * subs + s) * LANES;
+                for (int j = 0; j < 8; ++j) {
+                    const __m512bh w = pairs(_mm512_permutexvar_epi16(_mm512_srli_epi16(words[j / 4], 4 * (j % 4)), table));
+                    const __m512i high = _mm512_castps_si512(_mm512_dpbf16_ps(_mm512_setzero_ps(), w, pairs(of_high)));
+                    const __m512i low = _mm512_castps_si512(_mm512_dpbf16_ps(_mm512_setzero_ps(), w, pairs(of_low)));
+                    // the upper half moved down by a multiplication, since the units that shift have enough to do
+                    const __m512i down = _mm512_madd_epi16(low, _mm512_set1_epi32(1 << 16));
+                    _mm512_store_si512(out + j * subs * LANES, _mm512_ternarylogic_epi32(upper, high, down, 0xCA));
+                }
+            });
+        }
+    }
+
+    template <int R, int S>
+    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out, i64 out_stride) {
+        __m512 sum[R][S];
+        for (int r = 0; r < R; ++r) {
+            for (int s = 0; s < S; ++s) sum[r][s] = _mm512_setzero_ps();
+        }
+        for (i64 p = 0; p < K / 2; ++p, panel += S * LANES) {
+            __m512bh w[S];
+            for (int s = 0; s < S; ++s) w[s] = pairs(_mm512_load_si512(panel + s * LANES));
+            for (int r = 0; r < R; ++r) {
+                const __m512bh a = all(x[r * stride + p]);
+                for (int s = 0; s < S; ++s) sum[r][s] = _mm512_dpbf16_ps(sum[r][s], a, w[s]);
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            for (int s = 0; s < S; ++s) _mm512_storeu_ps(out + r * out_stride + s * LANES, sum[r][s]);
+        }
+    }
+
+    static void multiply(int rows, int subs, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns* c, float* out, i64 out_stride);
+};
+
+#endif
+
+// A tile of as many rows and Columns as there are.
+template <class Kernels, int S>
+inline void multiply_rows(int rows, const typename Kernels::Packed* x, i64 stride, const typename Kernels::Panel* panel, i64 K, float* out, i64 out_stride) {
+    switch (rows) {
+        case 1: return Kernels::template tile<1, S>(x, stride, panel, K, out, out_stride);
+        case 2: return Kernels::template tile<2, S>(x, stride, panel, K, out, out_stride);
+        case 3: return Kernels::template tile<3, S>(x, stride, panel, K, out, out_stride);
+        case 4: return Kernels::template tile<4, S>(x, stride, panel, K, out, out_stride);
+        case 5: return Kernels::template tile<5, S>(x, stride, panel, K, out, out_stride);
+        default: return Kernels::template tile<6, S>(x, stride, panel, K, out, out_stride);
+    }
+}
+
+template <class Kernels>
+inline void multiply_tile(int rows, int subs, const typename Kernels::Packed* x, i64 stride, const typename Kernels::Panel* panel, i64 K, float* out, i64 out_stride) {
+    switch (subs) {
+        case 1: return multiply_rows<Kernels, 1>(rows, x, stride, panel, K, out, out_stride);
+        case 2: return multiply_rows<Kernels, 2>(rows, x, stride, panel, K, out, out_stride);
+        case 3: return multiply_rows<Kernels, 3>(rows, x, stride, panel, K, out, out_stride);
+        default: return multiply_rows<Kernels, 4>(rows, x, stride, panel, K, out, out_stride);
+    }
+}
+
+inline void Avx512Wide::multiply(int rows, int subs, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns*, float* out, i64 out_stride) {
+    multiply_tile<Avx512Wide>(rows, subs, x, stride, panel, K, out, out_stride);
+}
+
+#ifdef __AVX512BF16__
+
+inline void Avx512Fast::multiply(int rows, int subs, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns* c, float* out, i64 out_stride) {
+    multiply_tile<Avx512Fast>(rows, subs, x, stride, panel, K, out, out_stride);
+    for (int r = 0; r < rows; ++r) {
+        for (int s = 0; s < subs; ++s) {
+            float* at = out + r * out_stride + s * LANES;
+            _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_load_ps(c[s].decode)));
+        }
+    }
+}
+
+#endif
+
+struct Tier {
+    using Wide = Avx512Wide;
+#ifdef __AVX512BF16__
+    template <class A>
+    using Fast = std::conditional_t<std::is_same<A, bf16>::value, Avx512Fast, Avx512Wide>;
+#else
+    template <class A>
+    using Fast = Avx512Wide;
+#endif
+};
+
+}  // namespace

@@ -1,0 +1,156 @@
+// Numbers: what the bytes of NVFP4 mean, narrow floats, and the functions of the IR on float32. No intrinsics: every tier includes this.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace {
+
+using u8 = std::uint8_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+using i32 = std::int32_t;
+using i64 = std::int64_t;
+
+inline float as_float(u32 bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline u32 as_bits(float x) {
+    u32 bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+
+// ---------------------------------------------------------------------------------------------------------------- bfloat16, float16
+
+struct bf16 {
+    u16 bits;
+};
+
+struct f16 {
+    u16 bits;
+};
+
+inline float widen(float x) { return x; }
+
+inline float widen(bf16 x) { return as_float(u32(x.bits) << 16); }
+
+// Normal numbers by moving the exponent; subnormals by a subtraction that is exact in float32.
+inline float widen(f16 x) {
+    const u32 sign = u32(x.bits & 0x8000) << 16, rest = u32(x.bits & 0x7FFF) << 13;
+    const u32 exponent = rest & 0x0F800000u;
+    const float normal = as_float(rest + (exponent == 0x0F800000u ? 0x70000000u : 0x38000000u));
+    const float small = as_float(rest + 0x38800000u) - as_float(0x38800000u);
+    return as_float(as_bits(exponent == 0 ? small : normal) | sign);
+}
+
+template <class T>
+T narrow(float x);
+
+template <>
+inline float narrow<float>(float x) {
+    return x;
+}
+
+// To nearest, ties to even; NaN stays NaN.
+template <>
+inline bf16 narrow<bf16>(float x) {
+    const u32 bits = as_bits(x), rounded = (bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16;
+    return {u16((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded)};
+}
+
+template <>
+inline f16 narrow<f16>(float x) {
+    const u32 bits = as_bits(x), sign = (bits >> 16) & 0x8000u, size = bits & 0x7FFFFFFFu;
+    // below 2^-14 the steps are of 2^-24: adding 0.5 leaves them in the last bits, rounded as float32 rounds
+    const u32 small = as_bits(as_float(size) + 0.5f) - as_bits(0.5f);
+    const u32 normal = (size - 0x38000000u + 0xFFFu + ((size >> 13) & 1)) >> 13;
+    u32 found = size < 0x38800000u ? small : normal;
+    found = size >= 0x477FF000u ? 0x7C00u : found;
+    found = size > 0x7F800000u ? 0x7E00u : found;
+    return {u16(found | sign)};
+}
+
+// A number as it is kept in memory.
+template <class T, class R>
+inline T stored(R x) {
+    if constexpr (std::is_same<R, float>::value && !std::is_integral<T>::value) {
+        return narrow<T>(x);
+    } else {
+        return T(x);
+    }
+}
+
+template <class T>
+inline float rounded(float x) {
+    return widen(narrow<T>(x));
+}
+
+// --------------------------------------------------------------------------------------------------------------------------- NVFP4
+
+constexpr float E2M1[16] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
+// The same as the upper half of a float32, which is a bfloat16.
+constexpr u16 E2M1_BF16[16] = {0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0,
+                               0x8000, 0xBF00, 0xBF80, 0xBFC0, 0xC000, 0xC040, 0xC080, 0xC0C0};
+
+// Every e4m3 byte as bfloat16, which holds it exactly; 0x7F and 0xFF are NaN.
+struct E4M3 {
+    u16 bits[256];
+
+    constexpr E4M3() : bits() {
+        for (int byte = 0; byte < 256; ++byte) {
+            const int exponent = (byte >> 3) & 15, mantissa = byte & 7;
+            int found = 0;
+            if ((byte & 0x7F) == 0x7F) {
+                found = 0x7FC0;
+            } else if (exponent != 0) {
+                found = ((exponent + 120) << 7) | (mantissa << 4);
+            } else if (mantissa != 0) {  // mantissa * 2^-9
+                const int top = mantissa >= 4 ? 2 : mantissa >= 2 ? 1 : 0;
+                found = ((top + 118) << 7) | (((mantissa << (3 - top)) & 7) << 4);
+            }
+            bits[byte] = u16(found | (byte & 0x80) << 8);
+        }
+    }
+
+    float operator[](u8 byte) const { return as_float(u32(bits[byte]) << 16); }
+};
+
+constexpr E4M3 E4M3_VALUES{};
+
+// --------------------------------------------------------------------------------------------------------------- functions of the IR
+// Written without branches where a loop over them is to become vector code.
+
+inline bool is_nan(float x) { return (as_bits(x) & 0x7FFFFFFFu) > 0x7F800000u; }
+
+// exp(x), to about one unit in the last place: x = n ln2 + r with |r| <= ln2 / 2, a polynomial for exp(r), 2^n in two factors.
+inline float exp_(float x) {
+    const float kept = x < -104.f ? -104.f : x > 89.f ? 89.f : x;  // NaN is kept
+    const float shifted = kept * 1.44269504f + 12582912.f;          // 1.5 * 2^23: rounds to an integer
+    const float n = shifted - 12582912.f;
+    const float r = (kept - n * 0.693359375f) - n * -2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.f;
+    const i32 whole = i32(as_bits(shifted)) - i32(0x4B400000), half = whole >> 1;
+    const float scaled = p * as_float(u32(half + 127) << 23) * as_float(u32(whole - half + 127) << 23);
+    return x != x ? x : scaled;
+}
+
+inline float sigmoid_(float x) { return 1.f / (1.f + exp_(-x)); }
+inline float silu_(float x) { return x / (1.f + exp_(-x)); }
+inline float relu_(float x) { return x > 0.f || x != x ? x : 0.f; }
+inline float minimum_(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
+inline float maximum_(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
+
+}  // namespace

@@ -1,0 +1,33 @@
+// A grouped product as two libraries see it: the fixed one (product.cpp, one for each tier), which has the kernels, and the generated one
+// of a segment, which has what is fused around the product. Plain data and functions of C.
+#pragma once
+
+#include "numbers.h"
+
+namespace {
+
+constexpr int LANES = 16;  // columns of a result that are made together
+
+enum Activation : int { OF_F32 = 0, OF_BF16 = 1, OF_F16 = 2 };
+
+// Rows ends[g-1] .. ends[g]-1 of `rows` rows times matrix g. A result has W columns, each made of F columns of the product.
+struct Problem {
+    const u8* codes;      // [G, N, K/2], low nibble first
+    const u8* scales;     // e4m3 [G, N, K/16]
+    const float* decode;  // [G, runs]: row n of a matrix has number n / (N / runs)
+    const i32* ends;      // [G], checked
+    i64 G, N, K, runs, rows, W, F;
+    const i32* columns;   // [F, W]: column j of the result is made of columns[f][j] of the product
+    int activation;
+    const void* segment;  // what the functions take
+
+    // K activations of row m: where they lie, or made in `scratch`
+    const void* (*row)(const void* segment, i64 m, void* scratch);
+    // Makes columns j .. j + count - 1 of rows m .. m + rows - 1, of group g, and stores them. p [rows][stride] holds F times LANES numbers
+    // for each row. For rows past the last end g is G and all numbers are zero.
+    void (*store)(const void* segment, i64 m, i64 rows, i64 g, i64 j, i64 count, const float* p, i64 stride);
+};
+
+using Product = void (*)(const Problem* problem, int threads);
+
+}  // namespace

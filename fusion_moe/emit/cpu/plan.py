@@ -1,0 +1,131 @@
+"""What a grouped_gemm segment asks of its kernel: what is in memory before the product, its columns, what is stored after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...errors import UnsupportedError
+from ...ir.core import Fusion, Op, Value
+from ...ir.sizes import exact_div
+from ...ir.types import Dim, plain
+from .indices import product
+
+ACTIVATIONS = ("bf16", "f16", "f32")
+_MADE_FIRST = ("route", "invert")  # before the product, each value in memory
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One grouped product with NVFP4 weights.
+
+    weight: codes, block scales, decode scales; transposed: how `pack` has the codes. first: operations on rows that run before it.
+    rows: what is stored for each row of groups, W columns each. combine: the sum of a token's rows, of a value in `rows`; tokens: what
+    is stored after it.
+    """
+
+    fusion: Fusion
+    product: Op
+    weight: tuple[Value, Value, Value]
+    transposed: bool
+    first: tuple[Op, ...]
+    rows: tuple[Value, ...]
+    width: int
+    combine: Op | None
+    tokens: tuple[Value, ...]
+
+    @property
+    def a(self) -> Value:
+        """The activations, [M/g, K]."""
+        return self.product.values[0]
+
+    @property
+    def ends(self) -> Value:
+        """The ends of the groups, where they are in memory: an input, or made by `route`."""
+        return source(self.fusion, self.product.values[2])
+
+    @property
+    def k(self) -> int:
+        """In-features."""
+        return _number(self.product.values[1].type.shape[2])
+
+    @property
+    def n(self) -> int:
+        """Rows of each matrix."""
+        return _number(self.product.values[1].type.shape[1])
+
+    @property
+    def memory(self) -> tuple[Value, ...]:
+        """What the kernel allocates: results, and what it makes for itself."""
+        made = [v for op in self.first for v in op.outputs]
+        return tuple(dict.fromkeys((*made, *self.rows, *self.tokens)))
+
+
+def plan(fusion: Fusion) -> Plan:
+    """The plan of a segment, or UnsupportedError with the sentence why this backend has no kernel for it."""
+    (op,) = (op for op in fusion.ops if op.kind.role == "grouped")
+    if op.kind.name != "grouped_mm":
+        raise UnsupportedError(f"{op.kind.name} has no kernel here yet")
+    weight, transposed = _weight(fusion, op)
+    if op.values[0].type.dtype not in ACTIVATIONS:
+        raise UnsupportedError(f"activations {op.values[0].type} have no kernel here", expected=f"one of {', '.join(ACTIVATIONS)}")
+    after = dependent(fusion, op.outputs)
+    first = tuple(o for o in fusion.ops if o.kind.name in _MADE_FIRST)
+    combine = next((o for o in fusion.ops if o.kind.name == "combine"), None)
+    summed = dependent(fusion, combine.outputs) if combine else set()
+    made = {v for o in first for v in o.outputs}
+    others = [v for v in fusion.outputs if v not in after and v not in made]
+    if others:
+        raise UnsupportedError(f"{others[0].name} {others[0].type} is made on the way to the product, and read by others too")
+    rows = [v for v in fusion.outputs if v in after and v not in summed]
+    if combine and combine.values[0] not in rows:
+        rows.append(combine.values[0])
+    tokens = tuple(v for v in fusion.outputs if v in summed)
+    widths = {row_width(v, op.outputs[0].type.shape[0]) for v in rows}
+    if len(widths) != 1:
+        raise UnsupportedError(f"results of {' and '.join(map(str, sorted(widths)))} columns are stored", expected="one width")
+    return Plan(fusion, op, weight, transposed, first, tuple(rows), widths.pop(), combine, tokens)
+
+
+def dependent(fusion: Fusion, values: Sequence[Value]) -> set[Value]:
+    """These values and all that is computed from them."""
+    found = set(values)
+    for op in fusion.ops:
+        if any(v in found for v in op.values):
+            found |= set(op.outputs)
+    return found
+
+
+def source(fusion: Fusion, v: Value) -> Value:
+    """The value whose memory, in order, is that of v: what views and reshapes are of."""
+    op = fusion.producers.get(v)
+    return source(fusion, op.values[0]) if op is not None and op.kind.name in ("ends", "cut", "reshape") else v
+
+
+def _weight(fusion: Fusion, op: Op) -> tuple[tuple[Value, Value, Value], bool]:
+    w = op.values[1]
+    pack = fusion.producers.get(w)
+    if w.type.dtype != "nvfp4" or pack is None or pack.kind.name != "pack":
+        raise UnsupportedError(f"a weight {w.type} has no kernel here", expected="nvfp4")
+    if w.type.layout != "linear" or op.attrs.get("w_layout", "linear") != "linear":
+        raise UnsupportedError(f"block scales in the layout {w.type.layout} have no kernel here", expected="linear")
+    codes, scales, decode = pack.values
+    if missing := [v for v in pack.values if v not in fusion.inputs]:
+        raise UnsupportedError(f"{missing[0].name} of the weight is computed in the same segment")
+    for d in w.type.shape:
+        _number(d)
+    return (codes, scales, decode), bool(pack.attrs.get("transposed", False))
+
+
+def row_width(v: Value, rows: Dim) -> int:
+    """How many elements of a value each of `rows` has, whatever its shape: reshapes move nothing."""
+    width = exact_div(product(v.type.shape), plain(rows))
+    if not isinstance(width, int):
+        raise UnsupportedError(f"{v.name} {v.type} is no matrix of {rows} rows")
+    return width
+
+
+def _number(d: object) -> int:
+    if not isinstance(d, int):
+        raise UnsupportedError(f"a weight with a size {d} has no kernel here", expected="numbers known when compiling")
+    return d

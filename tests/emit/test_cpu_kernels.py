@@ -1,0 +1,378 @@
+"""The CPU backend's kernels, each tier that this machine has, against `evaluate`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fusions import evaluate
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from routings import Cut, Routing, cuts, routings
+
+from fusion_moe import FusionDefinition, ops, options
+from fusion_moe.compile import lower
+from fusion_moe.emit import cpu
+from fusion_moe.errors import GroupsError
+from fusion_moe.formats import Quantized, dequantize, quantize
+from fusion_moe.ir.core import Fusion
+from fusion_moe.runtime import isa
+from fusion_moe.runtime.program import Program
+from fusion_moe.target import TARGETS
+
+pytestmark = pytest.mark.compiler
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TIERS = [tier for tier in isa.available() if tier != "amx"]  # amx runs the kernels of avx512
+
+
+def program(fusion: Fusion, tier: str) -> Program:
+    """A Fusion with kernels of the CPU backend; none may be the reference's for want of a kernel."""
+    with options.override(cpu_isa=tier):
+        lowered = lower(fusion, TARGETS["cpu"], options.current())
+        kernels = tuple(cpu.emit(s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True))
+    assert not [k.why for k in kernels if k.segment.kind == "grouped_gemm" and k.why]
+    return Program(lowered.stages, lowered.segments, kernels, TARGETS["cpu"])
+
+
+def fusion_of_call(name: str, *args, **kwargs) -> Fusion:
+    call = ops.bind(ops.SPECS[name], args, kwargs)
+    return ops.fusion_of(name, ops.eager_types(call), call.others)
+
+
+def product(tier: str, x, weight, ends, dtype=None):
+    args = (x, *weight, ends)
+    return program(fusion_of_call("nvfp4_grouped_mm", *args, out_dtype=dtype), tier)(list(args))[0]
+
+
+def random_weight(groups: int, n: int, k: int, seed: int = 0, runs: int = 0) -> Quantized:
+    """Codes and scales of any size that occurs, decode scales near one."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (groups, n, k // 2), generator=g, dtype=torch.uint8)
+    scales = torch.randint(0x01, 0x7E, (groups, n, k // 16), generator=g, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return Quantized(codes, scales, torch.rand((groups, runs) if runs else (groups,), generator=g) + 0.5)
+
+
+def exact_weight(groups: int, n: int, k: int, seed: int = 0) -> Quantized:
+    """Weights whose sums with small integers float32 holds exactly: block scales 0.5, 1 and 2, decode scales 0.25."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (groups, n, k // 2), generator=g, dtype=torch.uint8)
+    scales = 2.0 ** torch.randint(-1, 2, (groups, n, k // 16), generator=g)
+    return Quantized(codes, scales.to(torch.float8_e4m3fn), torch.full((groups,), 0.25))
+
+
+def small_integers(*shape: int, dtype=torch.bfloat16, seed: int = 0):
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def same(a, b, **kwargs):
+    torch.testing.assert_close(a, b, equal_nan=True, **{"rtol": 0, "atol": 0, **kwargs})
+
+
+# Exact ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tier", TIERS)
+def test_every_code_under_every_scale(tier, dtype):
+    """Row n has block scale n, block b has code b; a row of activations picks one block. Negative and NaN scales included."""
+    byte = torch.arange(256, dtype=torch.uint8)
+    code = torch.arange(16, dtype=torch.uint8)
+    codes = (code | code << 4).repeat_interleave(8).expand(1, 256, 128).contiguous()
+    weight = Quantized(codes, byte[:, None].expand(256, 16).contiguous()[None].view(torch.float8_e4m3fn), torch.ones(1))
+    want = dequantize(weight)[0, :, ::16].T  # [code, scale]
+    x = torch.zeros(16, 256, dtype=dtype)
+    x[torch.arange(16), torch.arange(0, 256, 16) + torch.arange(16)] = 1
+    nan = torch.tensor([(b & 0x7F) == 0x7F for b in range(256)])
+    for rows in (1, 2, 4, 16, 40):  # each kernel there is for so many rows
+        for first in range(0, 16, rows):
+            picked = (torch.arange(rows) + first) % 16
+            found = product(tier, x[picked], weight, torch.tensor([rows], dtype=torch.int32), torch.float32)
+            same(found[:, ~nan], want[picked][:, ~nan])
+            assert found[:, nan].isnan().all()
+
+
+@pytest.mark.parametrize("k", [16, 48, 272, 1296])
+@pytest.mark.parametrize("tier", TIERS)
+def test_every_position(tier, k):
+    """One row of activations for each k, in groups of 1, 2, 3, ... rows: what comes out is the weight."""
+    sizes, left = [], k
+    while left:
+        sizes.append(min(left, len(sizes) + 1 if len(sizes) < 18 else 300))
+        left -= sizes[-1]
+    one = random_weight(1, 37, k)
+    codes, scales = (t.view(torch.uint8).repeat(len(sizes), 1, 1) for t in one[:2])
+    weight = Quantized(codes, scales.view(torch.float8_e4m3fn), torch.ones(len(sizes)))
+    ends = torch.tensor(sizes).cumsum(0).int()
+    for dtype in DTYPES:
+        same(product(tier, torch.eye(k, dtype=dtype), weight, ends, torch.float32), dequantize(weight)[0].T)
+
+
+@settings(max_examples=25)
+@given(cuts(), st.sampled_from(DTYPES), st.sampled_from(((16, 1), (64, 16), (80, 33), (272, 70))), st.sampled_from(TIERS))
+@example(Cut((0,), 0), torch.bfloat16, (16, 1), "generic")
+@example(Cut((300, 0, 1), 5), torch.bfloat16, (272, 70), TIERS[0])
+def test_any_groups_exactly(cut: Cut, dtype, sizes, tier):
+    k, n = sizes
+    x = small_integers(cut.rows, k, dtype=dtype)
+    x[int(cut.ends[-1]) :] = torch.nan  # rows of no group are not read
+    weight = exact_weight(len(cut.sizes), n, k)
+    want = torch.zeros(cut.rows, n)
+    for group, rows in cut.runs:
+        want[rows] = x[rows].float() @ dequantize(weight)[group].T
+    same(product(tier, x, weight, cut.ends, torch.float32), want)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_threads_change_no_bit(tier):
+    x, weight = torch.randn(200, 272).bfloat16(), random_weight(5, 150, 272)
+    ends = torch.tensor([1, 1, 20, 120, 200], dtype=torch.int32)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(product(tier, x, weight, ends))
+    finally:
+        torch.set_num_threads(before)
+    same(found[1], found[0])
+    same(found[2], found[0])
+
+
+# Rounding -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("rows", [1, 3, 16, 50])
+def test_float32_sums(tier, dtype, rows):
+    """K products and K sums of them, each rounded once: K + 3 units in the last place of the sum of sizes, decoding's two included."""
+    k, g = 784, torch.Generator().manual_seed(3)
+    x, weight = torch.randn(rows, k, generator=g).to(dtype), random_weight(1, 53, k, runs=1)
+    exact, w = x.double(), dequantize(weight).double()[0]
+    found = product(tier, x, weight, torch.tensor([rows], dtype=torch.int32), torch.float32)
+    bound = (k + 3) * 2.0**-24 * (exact.abs() @ w.abs().T)
+    assert ((found.double() - exact @ w.T).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_error_is_that_of_rounding_the_output(tier):
+    x, w = torch.randn(64, 2048).bfloat16(), quantize(torch.randn(2, 128, 2048) * 0.02)
+    ends = torch.tensor([1, 64], dtype=torch.int32)
+    found = product(tier, x, w, ends).double()
+    decoded = dequantize(w).double()
+    want = torch.cat([x[:1].double() @ decoded[0].T, x[1:].double() @ decoded[1].T])
+    rms = ((found - want).square().mean() / want.square().mean()).sqrt()
+    rounding = ((want.bfloat16().double() - want).square().mean() / want.square().mean()).sqrt()
+    assert rms < 1.01 * rounding
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("rows", [1, 4, 20])
+def test_activations_of_any_size(tier, dtype, rows):
+    """NaN, infinity, what overflows, what a product of bfloat16 would flush: the reference's result."""
+    weight = random_weight(1, 40, 64)
+    for value in (torch.nan, torch.inf, -torch.inf, 2.0**31, -(2.0**40), 2.0**110, 1e-38, 1e-40, 2.0**-24, -0.0):
+        for decode in (1.0, 2.0**-100, 2.0**60, 0.0, torch.inf, torch.nan):
+            x = torch.randn(rows, 64).to(dtype)
+            x[:, 5::17] = value
+            args = (x, weight.codes, weight.block_scale, torch.tensor([decode]), torch.tensor([rows], dtype=torch.int32))
+            fusion = fusion_of_call("nvfp4_grouped_mm", *args, out_dtype=torch.float32)
+            (found,), (want,) = program(fusion, tier)(list(args)), fusion.evaluate(*args)
+            size = x.double().abs() @ (dequantize(weight).double().abs()[0] / weight.decode_scale.double() * abs(decode)).T
+            size = torch.where(size.isfinite(), size, 0)
+            lost = ~want.isfinite()
+            if x.isfinite().all() and abs(decode) < torch.inf:  # of numbers alone: the order of a sum decides between infinity and NaN
+                assert (found.isfinite() != lost).all(), (value, decode)
+            else:
+                same(found[lost], want[lost])
+            near = (found.double() - want.double()).abs() <= 140 * 2.0**-24 * size + 64 * 2.0**-149
+            assert (lost | near).all(), (value, decode)
+
+
+# What is fused --------------------------------------------------------------------------------------------------------
+
+G, H, I, SLOTS = 4, 80, 48, 2
+VARIANTS = {
+    "plain": {},
+    "interleave": {"interleave": 8},
+    "limit, alpha and offset": {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "interleave": 1},
+    "bias": {"gate_up_bias": (G, 2 * I), "down_bias": (G, H)},
+    "scale on the input": {"scale_on": "input"},
+}
+
+
+def expert_mlp(name: str, dtype, routing: Routing | None = None):
+    """(args, kwargs) whose first product is exact, and whose router weights are powers of two."""
+    g = torch.Generator().manual_seed(2)
+    groups = routing.groups if routing else G
+    ids = routing.ids if routing else torch.randint(0, G, (7, SLOTS), generator=g)
+    made = {k: small_integers(groups, v[1], dtype=dtype) if isinstance(v, tuple) else v for k, v in VARIANTS[name].items()}
+    w = 2.0 ** torch.randint(-3, 1, ids.shape, generator=g)
+    weights = [*exact_weight(groups, 2 * I, H)[:2], torch.full((groups, 2), 0.25), *exact_weight(groups, H, I)]
+    return (small_integers(len(ids), H, dtype=dtype), ids, w, *weights), made
+
+
+def check_segments(fusion: Fusion, tier: str, inputs) -> None:
+    """Each kernel against its own segment, on what the reference hands to it: one unit in the last place of the result's dtype."""
+    compiled = program(fusion, tier)
+    env = fusion.bind(inputs)
+    made = dict(zip(compiled.fusion.inputs, inputs, strict=True))
+    for kernel in compiled.kernels:
+        args = [made[v] for v in kernel.segment.inputs]
+        want, found = kernel.segment.fusion.evaluate(*args, sizes=env), kernel(args, env)
+        for a, b in zip(found, want, strict=True):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            if a.dtype.is_floating_point:
+                # sums of few products, and functions of them: 32 units of float32 before the one of the result
+                eps = torch.finfo(a.dtype).eps
+                same(a, b, rtol=max(eps, 32 * 2.0**-23), atol=1e-6 * float(b.abs().max() if b.numel() else 0))
+            else:
+                same(a, b)
+        made.update(zip(kernel.segment.outputs, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("tier", TIERS)
+def test_variants(tier, name, dtype):
+    args, kwargs = expert_mlp(name, dtype)
+    fusion = fusion_of_call("expert_mlp", *args, **kwargs)
+    check_segments(fusion, tier, [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)])
+
+
+@settings(max_examples=20)
+@given(routings(), st.sampled_from(TIERS))
+@example(Routing(torch.zeros(0, 2, dtype=torch.int64), 3), "generic")
+@example(Routing(torch.zeros(70, 1, dtype=torch.int32), 2), TIERS[0])
+def test_any_routing(routing: Routing, tier):
+    args, kwargs = expert_mlp("plain", torch.bfloat16, routing)
+    check_segments(fusion_of_call("expert_mlp", *args, **kwargs), tier, list(args))
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_first_product_is_exact(tier):
+    """Without functions that round in their own way, every bit: products of small integers, clamped, biased, gathered, summed."""
+    fd = FusionDefinition()
+    t, g = fd.define_size("t"), fd.define_groups("g", G)
+    x = fd.define_tensor(shape=[t, H], dtype="bf16")
+    ids, w = fd.define_tensor(shape=[t, SLOTS], dtype="i32"), fd.define_tensor(shape=[t, SLOTS], dtype="bf16")
+    packed = [fd.define_tensor(shape=s, dtype=d) for s, d in (([G, 2 * I, H // 2], "u8"), ([G, 2 * I, H // 16], "f8e4m3"), ([G], "f32"))]
+    bias = fd.define_tensor(shape=[G, 2 * I], dtype="f32")
+    ends, row_of, slot_of = fd.ops.route(ids, groups=g)
+    y = fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*packed, fmt="nvfp4", layout="linear"), ends)
+    y = fd.ops.group_add(y, bias, ends)
+    rows = y.type.shape[0]
+    left, right = (fd.ops.slice(y, start_indices=(0, a), end_indices=(rows, a + I)) for a in (0, I))
+    y = fd.ops.mul(fd.ops.minimum(left, 9.0), fd.ops.relu(fd.ops.neg(right)))
+    fd.add_output(y)
+    fd.add_output(fd.ops.gt(left, right))
+    fd.add_output(fd.ops.cast(fd.ops.combine(y, slot_of, w), dtype="f16"))
+    fd.add_output(row_of)
+    inputs = [
+        small_integers(9, H), torch.randint(0, G, (9, SLOTS), dtype=torch.int32), 2.0 ** torch.randint(-2, 2, (9, SLOTS)).bfloat16(),
+        *exact_weight(G, 2 * I, H), small_integers(G, 2 * I, dtype=torch.float32, seed=1),
+    ]  # fmt: skip
+    for found, want in zip(program(fd.fusion(), tier)(inputs), evaluate(fd.fusion(), *inputs), strict=True):
+        same(found, want)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 6), (0, 4)])
+def test_shapes_and_strides(shape):
+    """Activations of more dimensions, and of memory that is not contiguous."""
+    fd = FusionDefinition()
+    b, t = fd.define_size("b"), fd.define_size("t")
+    x, offs = fd.define_tensor(shape=[b, t, 64], dtype="bf16"), fd.define_tensor(shape=[2], dtype="i32")
+    packed = [fd.define_tensor(shape=s, dtype=d) for s, d in (([2, 24, 32], "u8"), ([2, 24, 4], "f8e4m3"), ([2], "f32"))]
+    ends = fd.ops.ends(offs, rows=b * t, groups=fd.define_groups("g", 2))
+    rows = fd.ops.cut(fd.ops.reshape(x, new_shape=(b * t, 64)), ends)
+    y = fd.ops.grouped_mm(rows, fd.ops.pack(*packed, fmt="nvfp4", layout="linear"), ends)
+    fd.add_output(fd.ops.reshape(fd.ops.relu(y), new_shape=(b, t, 24)))
+    inputs = [small_integers(*shape, 128)[..., ::2], torch.tensor([1, 5], dtype=torch.int32).clamp(max=shape[0] * shape[1])]
+    inputs += exact_weight(2, 24, 64)
+    same(program(fd.fusion(), TIERS[0])(inputs)[0], fd.fusion().evaluate(*inputs)[0])
+
+
+# Errors, and what there is no kernel for ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", [[-1, 2], [3, 2], [1, 4], [0, 2**30]])
+def test_bad_ends(ends):
+    args = (small_integers(3, 64), *exact_weight(2, 24, 64), torch.tensor(ends, dtype=torch.int32))
+    fusion = fusion_of_call("nvfp4_grouped_mm", *args)
+    with pytest.raises(GroupsError) as want:
+        fusion.evaluate(*args)
+    with pytest.raises(GroupsError) as found:
+        program(fusion, TIERS[0])(list(args))
+    assert str(found.value) == str(want.value)
+
+
+@pytest.mark.parametrize("bad", [-1, G, 2**40])
+def test_bad_ids(bad):
+    args, _ = expert_mlp("plain", torch.bfloat16)
+    args[1][3, 1] = bad
+    fusion = fusion_of_call("expert_mlp", *args)
+    with pytest.raises(GroupsError) as want:
+        fusion.evaluate(*args)
+    with pytest.raises(GroupsError) as found:
+        program(fusion, TIERS[0])(list(args))
+    assert str(found.value) == str(want.value)
+
+
+@pytest.mark.parametrize("bad", [-1, 14])
+def test_bad_slots(bad):
+    """Rows to sum that are not there: nothing is read, and the error is the reference's."""
+    fd = FusionDefinition()
+    t, g = fd.define_size("t"), fd.define_groups("g", 2)
+    x, offs = fd.define_tensor(shape=[2 * t, 64], dtype="bf16"), fd.define_tensor(shape=[2], dtype="i32")
+    slot_of, w = fd.define_tensor(shape=[t, 2], dtype="i32"), fd.define_tensor(shape=[t, 2], dtype="f32")
+    packed = [fd.define_tensor(shape=s, dtype=d) for s, d in (([2, 24, 32], "u8"), ([2, 24, 4], "f8e4m3"), ([2], "f32"))]
+    ends = fd.ops.ends(offs, rows=2 * t, groups=g)
+    y = fd.ops.grouped_mm(fd.ops.cut(x, ends), fd.ops.pack(*packed, fmt="nvfp4", layout="linear"), ends)
+    fd.add_output(fd.ops.combine(y, slot_of, w))
+    at = torch.arange(14, dtype=torch.int32).view(7, 2)
+    at[4, 1] = bad
+    inputs = [small_integers(14, 64), torch.tensor([3, 14], dtype=torch.int32), at, torch.ones(7, 2), *exact_weight(2, 24, 64)]
+    with pytest.raises(IndexError):
+        program(fd.fusion(), TIERS[0])(inputs)
+
+
+def test_why_there_is_no_kernel():
+    """What has no kernel is the reference's, and says why."""
+    fd = FusionDefinition()
+    x, offs = fd.define_tensor(shape=[6, 64], dtype="bf16"), fd.define_tensor(shape=[2], dtype="i32")
+    ends = fd.ops.ends(offs, rows=6, groups=fd.define_groups("g", 2))
+    fd.add_output(fd.ops.grouped_mm(fd.ops.cut(x, ends), fd.define_tensor(shape=[2, 24, 64], dtype="bf16"), ends))
+    lowered = lower(fd.fusion(), TARGETS["cpu"], options.current())
+    (kernel,) = (cpu.emit(s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True))
+    assert (kernel.backend, kernel.why) == ("reference", "a weight bf16[2, 24, 64] has no kernel here; expected nvfp4")
+
+
+def test_sources_are_plain_cpp():
+    for path in cpu.launch.KERNELS.iterdir():
+        source = path.read_text(encoding="utf-8")
+        assert not [word for word in ("torch", "ATen", "Python.h") if word in source]
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", TIERS)
+def test_sanitized(tier, tmp_path):
+    """The kernels, built with ASan and UBSan, read and write nothing that is not theirs."""
+    found = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True)
+    library = Path(found.stdout.strip())
+    if not library.is_absolute():
+        pytest.skip("no libasan beside g++")
+    script = Path(__file__).parent / "cpu_sanitized.py"
+    environment = {
+        **os.environ, "LD_PRELOAD": str(library.resolve()), "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0", "FUSION_MOE_CPU_ISA": tier,
+        "PYTHONPATH": os.pathsep.join(sys.path), "FUSION_MOE_CACHE_DIR": str(tmp_path), "PYTHONMALLOC": "malloc",
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "clean"), done.stderr

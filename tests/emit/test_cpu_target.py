@@ -1,0 +1,81 @@
+"""The target "cpp" through every door: the same programs, their grouped products in C++."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ways import HOW, every_way
+
+import fusion_moe
+from fusion_moe import options
+from fusion_moe.errors import GroupsError, UnsupportedError
+
+pytestmark = pytest.mark.compiler
+ops = torch.ops.fusion_moe
+E, H, I, T, K = 4, 64, 32, 9, 2
+
+
+@pytest.fixture
+def cpp():
+    with options.override(target="cpp"):
+        yield
+
+
+def inputs(dtype=torch.bfloat16):
+    g = torch.Generator().manual_seed(0)
+    weights, ids = torch.rand(T, E, generator=g).topk(K)
+    return torch.randn(T, H, generator=g).to(dtype), ids, weights
+
+
+def experts():
+    g = torch.Generator().manual_seed(1)
+    return fusion_moe.NVFP4Experts.from_float(torch.randn(E, 2 * I, H, generator=g) / 8, torch.randn(E, H, I, generator=g) / 8)
+
+
+def by_meaning(module, *args):
+    with options.override(target="reference"):
+        return module(*args)
+
+
+@every_way
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_layer(how, dtype, cpp):
+    module, args = experts(), inputs(dtype)
+    with torch.no_grad():
+        found, want = HOW[how](module)(*args), by_meaning(module, *args)
+    rounding = 2.0**-7 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found, want, rtol=2 * rounding, atol=rounding)
+
+
+@every_way
+def test_gradients(how, cpp):
+    """Of the forward in C++; the backward's product is the reference's, which explain tells."""
+    module, (x, ids, weights) = experts(), inputs(torch.float32)
+    grads = []
+    for run in (HOW[how](module), lambda *args: by_meaning(module, *args)):
+        leaf = x.clone().requires_grad_()
+        run(leaf, ids, weights).square().sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+def test_bad_input_is_told_as_everywhere(cpp):
+    module, (x, ids, weights) = experts(), inputs()
+    ids[2, 1] = E
+    with pytest.raises(GroupsError, match=rf"ids\[2, 1\] = {E}"):
+        module(x, ids, weights)
+    with pytest.raises(GroupsError, match=r"offs\[1\] = 2 is below"):
+        ops.scaled_swiglu(ops.nvfp4_grouped_mm(x, *ops.nvfp4_quantize(torch.randn(3, 32, H)), torch.tensor([4, 2, 9], dtype=torch.int32)))
+
+
+def test_explain_shows_the_kernels():
+    with torch.no_grad():
+        report = fusion_moe.explain(experts(), *inputs(), target="cpp")
+    assert {s.backend for f in report.fusions for s in f.segments} == {"cpp"}
+    assert '#include "product.h"' in report.stage("source")
+
+
+@pytest.mark.gpu
+def test_tensors_elsewhere_are_refused(cpp):
+    with pytest.raises(UnsupportedError, match="cpp needs tensors on the cpu, they are on cuda:0"):
+        experts().cuda()(*(t.cuda() for t in inputs()))
