@@ -28,11 +28,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fusion_moe
-from fusion_moe.emit import BACKENDS, cpu
+from fusion_moe import options
 from fusion_moe.formats import Quantized
 from fusion_moe.runtime import build, isa
 
-BACKENDS["cpu"] = cpu.emit  # TODO: goes when it is the backend of this target
 CELLS = ((1536, 2048), (2048, 768))  # n, k
 ROWS = {1: 128, 4: 128, 16: 128, 64: 16, 256: 16}  # rows of each expert: experts
 LAYER = (2048, 768, 128, 8)  # hidden, intermediate, experts, slots of a token: Qwen3-30B-A3B
@@ -254,4 +253,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with options.override(target="cpp"):
+        main()
