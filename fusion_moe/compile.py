@@ -10,7 +10,6 @@ import torch
 
 from . import options, schedule, target
 from .emit import BACKENDS
-from .errors import UnsupportedError
 from .ir.core import Fusion
 from .ir.text import parse, text
 from .options import Options
@@ -60,9 +59,7 @@ def program_of(source: str, device: torch.device, with_: Options | None = None) 
     """The program of a printed Fusion for a device, under these options or those in force; compiled once."""
     with_ = with_ or options.current()
     to = target.find(with_.target, device)
-    if why := target.why_not_on(to, device):
-        todo = f"fusion_moe.explain(..., target={to.name!r}) shows what would run"
-        raise UnsupportedError(why, expected=f"one of {', '.join(BACKENDS)}", todo=todo)
+    target.check_device(to, device)
     return _program(source, to.name, with_)
 
 

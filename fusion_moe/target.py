@@ -67,6 +67,15 @@ def why_not_on(target: Target, device: torch.device) -> str:
     return "" if found == target.capability else f"{target.name} needs {wanted}, {device} has {'.'.join(map(str, found))}"
 
 
+def check_device(target: Target, device: torch.device, where: str = "") -> None:
+    """UnsupportedError if programs for a target cannot run on a device."""
+    if why := why_not_on(target, device):
+        raise UnsupportedError(
+            why, expected="a target that runs on the device of the tensors",
+            todo=f"fusion_moe.explain(model, ..., target={target.name!r}) shows what would run there", where=where,
+        )  # fmt: skip
+
+
 def check_formats(target: Target, activation_format: str, where: str) -> None:
     """UnsupportedError if the target has no product on activations of this format: hardware never changes what was asked for."""
     if activation_format not in target.activation_formats:

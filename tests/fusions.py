@@ -73,6 +73,17 @@ def assert_same_bits(found: Sequence[Any], expected: Sequence[Any]) -> None:
         _assert_equal(bits(a), bits(b))
 
 
+def expert_mlp_variants(groups: int, hidden: int, intermediate: int) -> dict[str, dict[str, Any]]:
+    """The options of expert_mlp, each by name; biases by their shapes."""
+    return {
+        "plain": {},
+        "interleave": {"interleave": 8},
+        "limit, alpha and offset": {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "interleave": 1},
+        "bias": {"gate_up_bias": (groups, 2 * intermediate), "down_bias": (groups, hidden)},
+        "scale on the input": {"scale_on": "input"},
+    }
+
+
 # Random programs ------------------------------------------------------------------------------------------------------
 
 N, G, K = 16, 3, 2  # features, groups, slots of a token

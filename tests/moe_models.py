@@ -133,6 +133,19 @@ def check(f: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> Found:
     return results[0]
 
 
+def writes_between() -> Any:
+    """A function of tokens [5, H] that writes into its input between two layers."""
+    up, down = weight(2 * I, H), weight(H, I)
+    ids, w = routing(5)
+
+    def f(x):
+        y = O.expert_mlp(x, ids, w, *up, *down)
+        x.mul_(2)
+        return O.expert_mlp(y + x, ids, w, *up, *down) + x
+
+    return f
+
+
 def runs(graph: Graph) -> list[Node]:
     """The calls of fusions."""
     return [n for n in graph.nodes if n.target is torch.ops.fusion_moe.run.default]

@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import options as switches
 from .. import target, translate
-from ..errors import Error, OptionError, UnsupportedError
+from ..errors import Error, OptionError
 from ..ir.text import one_line
 from ..options import Options
 from . import fingerprint
@@ -224,10 +224,7 @@ def _modes() -> list[str]:
 def _check_target(with_: Options, inputs: Sequence[Any]) -> None:
     """UnsupportedError if what is compiled could not be run."""
     for device in {t.device for t in inputs if isinstance(t, torch.Tensor)} or {torch.device("cpu")}:
-        wanted = target.find(with_.target, device)
-        if why := target.why_not_on(wanted, device):
-            todo = f"fusion_moe.explain(model, ..., target={wanted.name!r}) shows what would run there"
-            raise UnsupportedError(why, expected="a target that runs on the device of the tensors", todo=todo, where="torch.compile")
+        target.check_device(target.find(with_.target, device), device, "torch.compile")
 
 
 def _did_you_mean(name: str, names: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from torch._ops import OpOverload
 
 from ..emit.nvfuser import inline
 from ..emit.nvfuser.library import nvfuser
-from ..emit.nvfuser.values import E2M1, WORDS, Codes
+from ..emit.nvfuser.values import E2M1, WORDS, Codes, form_of
 from ..errors import Error, UnsupportedError, Untranslatable
 from ..ir.core import Fusion, Value
 from ..passes import PASSES
@@ -189,16 +189,8 @@ def _only(form: str, tensor: Any) -> Codes:
 # ------------------------------------------------------------------------------------------------------- codes as nvFuser takes them
 
 
-def form_of(codes: torch.Tensor, form: str, transposed: bool) -> torch.Tensor:
-    """codes u8[..., N, K/2], or [..., K/2, N] if transposed -> int32 words [..., N, K/8], or e2m1[..., K/2, N] with K fastest; a view."""
-    rows = (codes.view(torch.uint8).mT if transposed else codes.view(torch.uint8)).contiguous()
-    if form == E2M1:
-        return rows.view(torch.float4_e2m1fn_x2).mT
-    return (rows if rows.storage_offset() % 4 == 0 else rows.clone()).view(torch.int32)
-
-
 def codes_of(formed: torch.Tensor, form: str, transposed: bool) -> torch.Tensor:
-    """The way back."""
+    """What `form_of` took, of what it gave."""
     rows = (formed.mT if form == E2M1 else formed).view(torch.uint8)
     return rows.mT if transposed else rows
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from moe_models import Block, Experts, H, I, O, calls, routing, tokens, weight
+from moe_models import Block, Experts, H, I, O, calls, routing, tokens, weight, writes_between
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config
@@ -99,14 +99,7 @@ def test_the_backward_fuses_with_what_stands_around_it():
 
 
 def test_inputs_that_are_written_are_read_before_and_after():
-    up, down = weight(2 * I, H), weight(H, I)
-    ids, w = routing(5)
-
-    def f(x):
-        y = O.expert_mlp(x, ids, w, *up, *down)
-        x.mul_(2)
-        return O.expert_mlp(y + x, ids, w, *up, *down) + x
-
+    f = writes_between()
     ours, theirs, results = tokens(5), tokens(5), []
     torch.testing.assert_close(compiled(f, results=results)(ours), f(theirs), **TOLERANCE)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

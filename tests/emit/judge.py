@@ -6,7 +6,6 @@ The meaning is the interpreter's, which shares no code with the IR.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from interpreter import interpret, round_trip
 from fusion_moe.compile import lower
 from fusion_moe.emit.nvfuser import define
 from fusion_moe.emit.nvfuser.launch import arguments
-from fusion_moe.emit.nvfuser.library import DTYPES
+from fusion_moe.emit.nvfuser.library import DTYPES, installed
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.formats import Quantized
 from fusion_moe.ir.core import Fusion, Value
@@ -23,7 +22,7 @@ from fusion_moe.options import Options
 from fusion_moe.segment import Segment
 from fusion_moe.target import TARGETS
 
-HAS_NVFUSER = find_spec("nvfuser_direct") is not None
+HAS_NVFUSER = installed()
 NVFUSER_TARGETS = ("sm_90", "sm_100")
 
 

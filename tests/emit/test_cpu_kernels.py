@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusions import evaluate
+from fusions import evaluate, expert_mlp_variants
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from routings import Cut, Routing, cuts, routings
@@ -197,13 +197,7 @@ def test_activations_of_any_size(tier, dtype, rows):
 # What is fused --------------------------------------------------------------------------------------------------------
 
 G, H, I, SLOTS = 4, 80, 48, 2
-VARIANTS = {
-    "plain": {},
-    "interleave": {"interleave": 8},
-    "limit, alpha and offset": {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "interleave": 1},
-    "bias": {"gate_up_bias": (G, 2 * I), "down_bias": (G, H)},
-    "scale on the input": {"scale_on": "input"},
-}
+VARIANTS = expert_mlp_variants(G, H, I)
 
 
 def expert_mlp(name: str, dtype, routing: Routing | None = None):
@@ -300,15 +294,19 @@ def test_shapes_and_strides(shape):
 # Errors, and what there is no kernel for ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ends", [[-1, 2], [3, 2], [1, 4], [0, 2**30]])
-def test_bad_ends(ends):
-    args = (small_integers(3, 64), *exact_weight(2, 24, 64), torch.tensor(ends, dtype=torch.int32))
-    fusion = fusion_of_call("nvfp4_grouped_mm", *args)
+def assert_told_as_by_the_reference(fusion: Fusion, args) -> None:
     with pytest.raises(GroupsError) as want:
         fusion.evaluate(*args)
     with pytest.raises(GroupsError) as found:
         program(fusion, TIERS[0])(list(args))
     assert str(found.value) == str(want.value)
+
+
+@pytest.mark.parametrize("ends", [[-1, 2], [3, 2], [1, 4], [0, 2**30]])
+def test_bad_ends(ends):
+    args = (small_integers(3, 64), *exact_weight(2, 24, 64), torch.tensor(ends, dtype=torch.int32))
+    fusion = fusion_of_call("nvfp4_grouped_mm", *args)
+    assert_told_as_by_the_reference(fusion, args)
 
 
 @pytest.mark.parametrize("bad", [-1, G, 2**40])
@@ -316,11 +314,7 @@ def test_bad_ids(bad):
     args, _ = expert_mlp("plain", torch.bfloat16)
     args[1][3, 1] = bad
     fusion = fusion_of_call("expert_mlp", *args)
-    with pytest.raises(GroupsError) as want:
-        fusion.evaluate(*args)
-    with pytest.raises(GroupsError) as found:
-        program(fusion, TIERS[0])(list(args))
-    assert str(found.value) == str(want.value)
+    assert_told_as_by_the_reference(fusion, args)
 
 
 @pytest.mark.parametrize("bad", [-1, 14])

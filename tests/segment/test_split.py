@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusions import assert_same_bits, evaluate, inputs_of, programs
+from fusions import assert_same_bits, evaluate, expert_mlp_variants, inputs_of, programs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from routings import Routing, routings
@@ -254,14 +254,7 @@ def test_schedulers_know_no_model():
 
 # Variants -------------------------------------------------------------------------------------------------------------
 
-VARIANTS = {
-    "plain": {},
-    "interleave": {"interleave": 8},
-    "limit, alpha and offset": {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "interleave": 1},
-    "bias": {"gate_up_bias": (G, 2 * I), "down_bias": (G, H)},
-    "scale on the input": {"scale_on": "input"},
-    "nvfp4 activations": {"activation_format": "nvfp4"},
-}
+VARIANTS = {**expert_mlp_variants(G, H, I), "nvfp4 activations": {"activation_format": "nvfp4"}}
 
 
 def variant(name: str, dtype=torch.bfloat16):

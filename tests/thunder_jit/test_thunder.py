@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from moe_models import Block, Experts, G, H, I, Mlp, O, calls, routing, tokens, weight
+from moe_models import Block, Experts, G, H, I, Mlp, O, calls, routing, tokens, weight, writes_between
 from torch import nn
 
 import fusion_moe
@@ -161,14 +161,7 @@ def test_the_name_of_the_executor():
 
 
 def test_fusions_do_not_reach_over_writes():
-    up, down = weight(2 * I, H), weight(H, I)
-    ids, w = routing(5)
-
-    def f(x):
-        y = O.expert_mlp(x, ids, w, *up, *down)
-        x.mul_(2)
-        return O.expert_mlp(y + x, ids, w, *up, *down) + x
-
+    f = writes_between()
     ours, theirs = tokens(5), tokens(5)
     run = jitted(f)
     with torch.no_grad():

@@ -311,7 +311,8 @@ def test_no_rows_are_not_for_nvfuser(device):
 @pytest.mark.parametrize("form", ["words", "e2m1"])
 def test_codes_and_back(form, transposed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    from fusion_moe.frontends.thunder_nvfuser import codes_of, form_of
+    from fusion_moe.emit.nvfuser.values import form_of
+    from fusion_moe.frontends.thunder_nvfuser import codes_of
 
     codes = torch.randint(0, 256, (G, 6, 16), dtype=torch.uint8)
     given = codes.mT if transposed else codes

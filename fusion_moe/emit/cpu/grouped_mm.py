@@ -7,9 +7,10 @@ from string import Template
 
 from ...errors import UnsupportedError
 from ...ir.core import Op, Value
+from ...ir.kinds.shape import elements
 from ...ir.types import Dim, plain
 from .elements import STORED, Elements
-from .indices import Index, flat, number, product, reshaped, size
+from .indices import Index, flat, number, reshaped, size
 from .plan import Plan, row_width, source
 
 _ACTIVATION = {"f32": "OF_F32", "bf16": "OF_BF16", "f16": "OF_F16"}
@@ -168,7 +169,7 @@ class _Writer:
         """The check that all of an index lies below a limit, unless what made it says so."""
         if self._below(index) == plain(limit):
             return []
-        count = size(product(index.type.shape))
+        count = size(elements(index.type.shape))
         return [f"if (!all_below({self.array(index)}, {count}, {size(limit)})) return false;"]
 
     def _below(self, index: Value) -> object:
@@ -177,7 +178,7 @@ class _Writer:
         if op is None or op.kind.name not in ("route", "invert"):
             return None
         shape = op.values[0].type.shape
-        return plain(shape[0]) if op.kind.name == "route" and made is op.outputs[1] else product(shape)
+        return plain(shape[0]) if op.kind.name == "route" and made is op.outputs[1] else elements(shape)
 
     # The rows of activations ------------------------------------------------------------------------------------------
 

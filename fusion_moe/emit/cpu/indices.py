@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, CeilDiv, Size, exact_div
 from ...ir.types import Dim, plain
 
@@ -78,14 +79,6 @@ def _ceiling(atom: CeilDiv) -> Index:
     return (size(atom.of) + number(atom.by - 1)) // number(atom.by)
 
 
-def product(dims: Sequence[Dim]) -> AnySize:
-    """The number of elements of a shape."""
-    total: AnySize = 1
-    for d in dims:
-        total = total * plain(d)
-    return total
-
-
 def flat(indices: Sequence[Index], shape: Sequence[Dim]) -> Index:
     """The place of an element of a contiguous tensor."""
     at = number(0)
@@ -100,7 +93,7 @@ def unflat(at: Index, shape: Sequence[Dim]) -> list[Index]:
     for i, d in reversed(list(enumerate(shape))):
         if d == 1:
             found.append(number(0))
-        elif i == 0 or product(shape[:i]) == 1:
+        elif i == 0 or elements(shape[:i]) == 1:
             found.append(at)
         else:
             found.append(at % size(d))
@@ -122,8 +115,8 @@ def _matching(new: Sequence[Dim], old: Sequence[Dim]) -> list[tuple[slice, slice
     while i < len(new) or j < len(old):
         first_i, first_j = i, j
         i, j = min(i + 1, len(new)), min(j + 1, len(old))
-        while product(new[first_i:i]) != product(old[first_j:j]) and (i < len(new) or j < len(old)):
-            shorter = _divides(product(new[first_i:i]), product(old[first_j:j]))
+        while elements(new[first_i:i]) != elements(old[first_j:j]) and (i < len(new) or j < len(old)):
+            shorter = _divides(elements(new[first_i:i]), elements(old[first_j:j]))
             if (shorter and i < len(new)) or j == len(old):
                 i += 1
             else:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
+from ...ir.kinds.shape import elements
 from ...ir.sizes import exact_div
 from ...ir.types import Dim, plain
-from .indices import product
 
 ACTIVATIONS = ("bf16", "f16", "f32")
 _MADE_FIRST = ("route", "invert")  # before the product, each value in memory
@@ -119,7 +119,7 @@ def _weight(fusion: Fusion, op: Op) -> tuple[tuple[Value, Value, Value], bool]:
 
 def row_width(v: Value, rows: Dim) -> int:
     """How many elements of a value each of `rows` has, whatever its shape: reshapes move nothing."""
-    width = exact_div(product(v.type.shape), plain(rows))
+    width = exact_div(elements(v.type.shape), plain(rows))
     if not isinstance(width, int):
         raise UnsupportedError(f"{v.name} {v.type} is no matrix of {rows} rows")
     return width

@@ -53,13 +53,12 @@ def define(fusion: Fusion) -> Definition:
     return Definition(fd, tuple(arguments))
 
 
-def inline(fd: Any, fusion: Fusion, inputs: Sequence[Any], sizes: Mapping[str, Any] | None = None) -> list[Any]:
-    """The outputs of a Fusion written into a definition; what was written into it before is not written again.
+def inline(fd: Any, fusion: Fusion, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of a Fusion without symbols written into a definition; what was written into it before is not written again.
 
-    inputs: tensors of the definition; of packed codes u8[..., K/2] an int32[..., K/8] tensor of the same bytes, or `Codes`.
+    inputs: tensors of the definition, and `Codes` for packed codes.
     """
-    given = [_words(x) if v.type.dtype == "u8" and not isinstance(x, Codes) else x for v, x in zip(fusion.inputs, inputs, strict=True)]
-    return write(_writer_of(fd), fusion, given, sizes or {})
+    return write(_writer_of(fd), fusion, inputs, {})
 
 
 def write(w: Writer, fusion: Fusion, inputs: Sequence[Any], sizes: Mapping[str, Any]) -> list[Any]:
@@ -97,14 +96,6 @@ def _tensor(fd: Any, shape: Sequence[Any], dtype: Any, argument: Argument, argum
     arguments.append(argument)
     sizes = [d if isinstance(d, int) else -1 for d in map(plain, shape)]
     return fd.define_tensor(shape=sizes, contiguity=True if sizes else [], dtype=dtype, **more)
-
-
-def _words(x: Any) -> Codes:
-    def form(name: str) -> Any:
-        assert name == WORDS, "4-bit products take their codes as e2m1"
-        return x
-
-    return Codes(form)
 
 
 def _made_here(v: Value, fusion: Fusion) -> bool:

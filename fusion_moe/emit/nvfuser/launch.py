@@ -13,7 +13,7 @@ from ...ir.core import Fusion
 from ...schedule import nvfuser as facts
 from ...target import TARGETS, why_not_on
 from .definition import Argument, Definition
-from .values import E2M1
+from .values import form_of
 
 
 def launcher(definition: Definition, fusion: Fusion) -> Callable[..., tuple[Any, ...]]:
@@ -21,11 +21,10 @@ def launcher(definition: Definition, fusion: Fusion) -> Callable[..., tuple[Any,
     four_bits = any(facts.lowering(op) == facts.PRODUCTS["nvfp4"] for op in fusion.ops if op.kind.role == "grouped")
 
     def launch(*inputs: Tensor, sizes: Mapping[str, int]) -> tuple[Any, ...]:
-        env = fusion.bind(inputs, sizes)
         if any(t.numel() == 0 for t in inputs):  # nvFuser's layout operation asserts; and there is next to nothing to do
-            return fusion.evaluate(*inputs, sizes=env)
+            return fusion.evaluate(*inputs, sizes=sizes)
         _check_device(inputs[0].device, four_bits)
-        outputs = definition.fd.execute(arguments(definition, inputs, env))
+        outputs = definition.fd.execute(arguments(definition, inputs, sizes))
         return tuple(_as_stored(t, v.type.dtype) for t, v in zip(outputs, fusion.outputs, strict=True))
 
     return launch
@@ -44,13 +43,8 @@ def _check_device(device: torch.device, four_bits: bool) -> None:
 
 
 def _formed(t: Tensor, argument: Argument) -> Tensor:
-    """An input in the form that the definition takes it in, contiguous and aligned to its elements; no copy where it is already."""
-    t = (t.mT if argument.transposed else t).contiguous()
-    if argument.form == "":
-        return t
-    if argument.form == E2M1:
-        return t.view(torch.float4_e2m1fn_x2).mT
-    return (t if t.storage_offset() % 4 == 0 else t.clone()).view(torch.int32)
+    """An input in the form that the definition takes it in; no copy where it is already."""
+    return form_of(t, argument.form, argument.transposed) if argument.form else t.contiguous()
 
 
 def _as_stored(t: Tensor, dtype: str) -> Tensor:

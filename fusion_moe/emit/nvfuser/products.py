@@ -17,7 +17,7 @@ from ...groups import ceil_to
 from ...ir.core import Op
 from ...layouts import SF128X4
 from .library import dtype
-from .rows import group_of, inside
+from .rows import group_count, group_of, inside
 from .values import E2M1, WORDS, Codes, Encoded, Packed
 from .writer import Writer
 
@@ -111,7 +111,7 @@ def _unpack(w: Writer, op: Op, x: Encoded) -> tuple[Any, Any]:
 
 
 def _relayout(w: Writer, op: Op, x: Encoded, ends: Any) -> Encoded:
-    return Encoded(x.codes, _grouped_scale(w, x, ends, _groups(op)), x.decode_scale)
+    return Encoded(x.codes, _grouped_scale(w, x, ends, group_count(op)), x.decode_scale)
 
 
 def _grouped_scale(w: Writer, x: Encoded, ends: Any, groups: int) -> Any:
@@ -126,17 +126,17 @@ def _grouped_mm(w: Writer, op: Op, a: Any, weight: Any, ends: Any) -> Any:
     else:
         matrices = decoded(w, weight, shape, op.values[0].type.dtype) if isinstance(weight, Packed) else weight
         y = _product(w, op, a, w.permute(matrices, [0, 2, 1]), ends)
-    return inside(w, y, out, ends, _groups(op))
+    return inside(w, y, out, ends, group_count(op))
 
 
 def _grouped_mm_t(w: Writer, op: Op, a: Any, weight: Any, ends: Any) -> Any:
     matrices = decoded(w, weight, _matrices(op), op.values[0].type.dtype) if isinstance(weight, Packed) else weight
-    return inside(w, _product(w, op, a, matrices, ends), op.outputs[0].type.shape, ends, _groups(op))
+    return inside(w, _product(w, op, a, matrices, ends), op.outputs[0].type.shape, ends, group_count(op))
 
 
 def _product(w: Writer, op: Op, a: Any, matrices: Any, ends: Any) -> Any:
     """-> f32[M, ...]. nvFuser wants the groups to cover all rows: the last one takes the rest, which the caller makes zero."""
-    groups = _groups(op)
+    groups = group_count(op)
     last = w.eq(w.count(groups), groups - 1)
     covering = w.to(w.where(last, w.size(op.values[0].type.shape[0]), ends), "i32")
     return w.to(w.grouped_mm(a, matrices, covering), "f32")
@@ -193,10 +193,6 @@ def _problem_sizes(w: Writer, ends: Any, g: int, n: int, k: int) -> Any:
 def _matrices(op: Op) -> Matrices:
     """G, N and K of the weight of a product: numbers, or pack would not have taken it."""
     return op.values[1].type.shape  # type: ignore[return-value]
-
-
-def _groups(op: Op) -> int:
-    return op.values[-1].type.shape[0]  # type: ignore[return-value]
 
 
 RULES: dict[str, Callable[..., Any]] = {

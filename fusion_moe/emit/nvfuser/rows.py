@@ -29,13 +29,14 @@ def group_of(w: Writer, rows: Dim, ends: Any, groups: int) -> Any:
 
 
 def _ends(w: Writer, op: Op, offs: Any) -> Any:
+    """As groups.clamp_ends."""
     return w.cummax(w.minimum(w.maximum(offs, 0), w.size(op.attrs["rows"])), 0)
 
 
 def _problem_ends(w: Writer, op: Op, starts: Any, problem_sizes: Any, padded_starts: Any) -> Any:
     groups = op.attrs["groups"].count
     sizes = w.squeeze(w.part(problem_sizes, [0, 0], [groups, 1]), [1])
-    return w.cummax(w.minimum(w.maximum(w.add(starts, sizes), 0), w.size(op.attrs["rows"])), 0)
+    return _ends(w, op, w.add(starts, sizes))
 
 
 def _cut(w: Writer, op: Op, x: Any, ends: Any) -> Any:
@@ -44,7 +45,7 @@ def _cut(w: Writer, op: Op, x: Any, ends: Any) -> Any:
 
 def _zero_rest(w: Writer, op: Op, x: Any, ends: Any) -> Any:
     t = op.outputs[0].type
-    return w.to(inside(w, x, t.shape, ends, _count(op)), t.dtype)
+    return w.to(inside(w, x, t.shape, ends, group_count(op)), t.dtype)
 
 
 def _route(w: Writer, op: Op, ids: Any) -> tuple[Any, Any, Any]:
@@ -82,11 +83,11 @@ def _combine(w: Writer, op: Op, y: Any, slot_of: Any, weights: Any) -> Any:
 
 def _group_add(w: Writer, op: Op, y: Any, bias: Any, ends: Any) -> Any:
     t = op.outputs[0].type
-    added = w.index_select(w.to(bias, "f32"), group_of(w, t.shape[0], ends, _count(op)), 0)
-    return w.to(w.add(w.to(y, "f32"), inside(w, added, t.shape, ends, _count(op))), t.dtype)
+    added = w.index_select(w.to(bias, "f32"), group_of(w, t.shape[0], ends, group_count(op)), 0)
+    return w.to(w.add(w.to(y, "f32"), inside(w, added, t.shape, ends, group_count(op))), t.dtype)
 
 
-def _count(op: Op) -> int:
+def group_count(op: Op) -> int:
     """The number of groups: of the cut of an operation's ends, its last input."""
     return op.values[-1].type.shape[0]  # type: ignore[return-value]
 

@@ -6,16 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ...ir.core import Op
-from ...ir.types import Dim, plain
+from ...ir.types import plain
 from .writer import Writer
 
 
 def _reshape(w: Writer, op: Op, x: Any) -> Any:
-    return reshaped(w, x, op.values[0].type.shape, op.outputs[0].type.shape)
-
-
-def reshaped(w: Writer, x: Any, before: tuple[Dim, ...], after: tuple[Dim, ...]) -> Any:
-    """x in another shape. Sizes of 1 are squeezed and broadcast: nvFuser does not repeat those that a reshape made."""
+    """Sizes of 1 are squeezed and broadcast: nvFuser does not repeat those that a reshape made."""
+    before, after = op.values[0].type.shape, op.outputs[0].type.shape
     ones = [i for i, d in enumerate(before) if d == 1]
     x = w.squeeze(x, ones) if ones else x
     narrow, wide = (tuple(plain(d) for d in shape if d != 1) for shape in (before, after))

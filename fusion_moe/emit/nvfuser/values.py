@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 WORDS, E2M1 = "words", "e2m1"  # int32[G, N, K/8], the first code in the lowest bits; e2m1[G, K, N] with K fastest
 
 
@@ -34,3 +37,14 @@ class Encoded:
     codes: Any
     block_scale: Any
     decode_scale: Any
+
+
+def form_of(codes: Tensor, form: str, transposed: bool) -> Tensor:
+    """codes u8[..., N, K/2], or [..., K/2, N] if transposed -> int32 words [..., N, K/8], or e2m1[..., K/2, N] with K fastest.
+
+    A view, unless the rows are not contiguous, or the words not aligned. fp4 tensors are taken for the bytes they are stored in.
+    """
+    rows = (codes.view(torch.uint8).mT if transposed else codes.view(torch.uint8)).contiguous()
+    if form == E2M1:
+        return rows.view(torch.float4_e2m1fn_x2).mT
+    return (rows if rows.storage_offset() % 4 == 0 else rows.clone()).view(torch.int32)
