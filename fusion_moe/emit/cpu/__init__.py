@@ -15,9 +15,9 @@ from ...runtime import build, isa
 from ...runtime.kernel import Kernel
 from ...segment import Segment
 from .. import reference
+from ..cxx.plan import plan
 from .grouped_mm import text
 from .launch import Launch
-from .plan import plan
 
 NAME = "cpp"
 

@@ -9,9 +9,9 @@ from ...errors import UnsupportedError
 from ...ir.core import Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.types import Dim, plain
-from .elements import STORED, Elements
-from .indices import Index, flat, number, reshaped, size
-from .plan import Plan, row_width, source
+from ..cxx.elements import STORED, Elements
+from ..cxx.indices import Index, flat, number, reshaped, size
+from ..cxx.plan import Plan, row_width, source
 
 _ACTIVATION = {"f32": "OF_F32", "bf16": "OF_BF16", "f16": "OF_F16"}
 _MOST_COLUMNS = 8  # of the product that one column of a result is made of

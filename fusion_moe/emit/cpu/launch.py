@@ -14,7 +14,7 @@ from ...ir.core import Value
 from ...ir.sizes import value
 from ...ir.types import DTYPES, plain
 from ...runtime import build
-from .plan import Plan
+from ..cxx.plan import Plan
 
 KERNELS = Path(__file__).parent / "kernels"
 
