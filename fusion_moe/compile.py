@@ -49,10 +49,11 @@ def contracts(segment: Segment, with_: Options) -> bool:
 
 def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:
     """The program of a Fusion for a target."""
-    lowered = lower(fusion, to, with_)
+    lowered, backend = lower(fusion, to, with_), BACKENDS[to.name]
     with options.using(with_):
-        kernels = tuple(BACKENDS[to.name](s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True))
-    return Program(lowered.stages, lowered.segments, kernels, to, with_.check)
+        emitted = [backend.emit(s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True)]
+        kernels, joined = backend.join(lowered.stages[-1][1], emitted)
+    return Program(lowered.stages, lowered.segments, kernels, to, with_.check, joined)
 
 
 def program_of(source: str, device: torch.device, with_: Options | None = None) -> Program:

@@ -36,9 +36,8 @@ TARGETS = {
     t.name: t
     for t in (
         Target("reference", ("bf16", "nvfp4")),
-        Target("cpu", ("bf16",)),
+        Target("cpu", ("bf16",), device="cpu"),
         Target("cuda", ("bf16",)),
-        Target("cpp", ("bf16",), device="cpu"),
         Target("sm_90", ("bf16",), _NVFUSER, device="cuda", capability=(9, 0), keeps=_KEPT),
         Target("sm_100", ("bf16", "nvfp4"), _NVFUSER, {"nvfp4": "sf128x4"}, device="cuda", capability=(10, 0), keeps=_KEPT, tried=False),
     )

@@ -32,12 +32,12 @@ def made_of(segment: Segment, schedule: object, to: Target, why_not: str) -> Mad
     if missing:
         source = f"# its nvFuser definition is not shown: {missing}\n{text(segment.fusion)}"
         return Made(NVFUSER, _why(NVFUSER, segment, to, why_not), source)
-    kernel = BACKENDS[to.name](segment, schedule)
+    kernel = BACKENDS[to.name].emit(segment, schedule)
     return Made(kernel.backend, kernel.why or _why(kernel.backend, segment, to, why_not), kernel.source)
 
 
 def _why(backend: str, segment: Segment, to: Target, why_not: str) -> str:
-    if backend == to.name:
+    if backend == to.name == "reference":
         return "asked for"
     if backend != "reference":
         return _unexecuted(to, why_not) if why_not else "takes all of it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import profiler
@@ -19,11 +19,19 @@ from .kernel import Kernel
 _MOVES = ("reshape", "slice", "permute", "broadcast_in_dim", "cast", "cut", "ends", "unpack")  # may return the memory they were given
 
 
+class Joined(Protocol):
+    """All kernels of a program in one call."""
+
+    def __call__(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> tuple[torch.Tensor, ...] | None:
+        """The outputs: new tensors, contiguous, sharing no memory. None if the kernels must run one by one, to say what is wrong."""
+
+
 @dataclass(frozen=True)
 class Program:
     """A compiled Fusion. stages: the Fusion after each pass, by name; segments: as they were cut; kernels: in the order of launch.
 
     checked: whether each call also evaluates every stage and the segments, and compares them bit for bit (the option `check`).
+    joined: all kernels in one call, where the backend has that; a profiler sees them one by one.
     """
 
     stages: tuple[tuple[str, Fusion], ...]
@@ -31,6 +39,7 @@ class Program:
     kernels: tuple[Kernel, ...]
     target: Target
     checked: bool = False
+    joined: Joined | None = None
 
     @property
     def fusion(self) -> Fusion:
@@ -42,6 +51,10 @@ class Program:
         env = self.stages[0][1].bind(tensors, sizes)
         if self.checked:
             check_stages(self.stages, self.segments, tensors, env)
+        outputs = self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
+        return self._one_by_one(tensors, env) if outputs is None else list(outputs)
+
+    def _one_by_one(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
         made: dict[Value, Any] = dict(zip(self.fusion.inputs, tensors, strict=True))
         for i, kernel in enumerate(self.kernels):
             self._launch(i, kernel, made, env)

@@ -56,7 +56,7 @@ def sources(fusion, target="sm_100"):
 
     lowered = lower(fusion, TARGETS[target], options.Options())
     pairs = zip(lowered.contracted, lowered.schedules, strict=True)
-    return [BACKENDS[target](s, c).source for s, c in pairs]
+    return [BACKENDS[target].emit(s, c).source for s, c in pairs]
 
 
 def output_dtypes(fusion, target="sm_100"):
@@ -292,7 +292,7 @@ def test_a_launch_on_the_cpu_is_an_error():
     args = [rows(), *weight(2 * I, H), ENDS]
     lowered = lower(call("nvfp4_grouped_mm", args, activation_format="nvfp4"), TARGETS["sm_100"], options.Options())
     (segment,), (schedule,) = lowered.contracted, lowered.schedules
-    kernel = BACKENDS["sm_100"](segment, schedule)
+    kernel = BACKENDS["sm_100"].emit(segment, schedule)
     given = dict(zip(lowered.stages[-1][1].inputs, args, strict=True))
     with pytest.raises(UnsupportedError, match="the tensors are on cpu"):
         kernel([given[v] for v in segment.inputs], {})

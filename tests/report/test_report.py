@@ -307,7 +307,7 @@ def test_kernels_have_names_in_the_profiler(x):
     with torch.no_grad(), torch.profiler.profile() as profile:
         layer(x)
     names = {event.name for event in profile.events()}
-    assert {"fusion_moe::0[grouped_gemm, reference]", "fusion_moe::1[grouped_gemm, reference]"} <= names
+    assert {"fusion_moe::0[grouped_gemm, cpu]", "fusion_moe::1[grouped_gemm, cpu]"} <= names
 
 
 def test_fusions_are_artifacts_of_the_structured_trace(tmp_path):

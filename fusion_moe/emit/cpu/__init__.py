@@ -1,9 +1,9 @@
-"""The CPU backend: C++ for segments with a grouped product of NVFP4 weights, the reference for the rest.
+"""The CPU backend: every segment as C++, those of a program in one library and one call; the reference for what has no C++.
 
-Two libraries make a kernel. kernels/product.cpp, the same for all segments, has the grouped product of a tier of `runtime.isa`. The other
-is generated: what is the segment's own, gather, routing and epilogue, which the product calls (kernels/product.h). Both are built when
-a kernel is first called, and kept in the cache of `runtime.build`.
-There are kernels of the tiers avx512, avx2 and generic; amx runs those of avx512.
+Two libraries make a program. kernels/product.cpp, the same for all, has the grouped product of a tier of `runtime.isa`. The other is
+generated (unit.py): of each segment what is its own, loops over rows (loops.py), or gather, routing and epilogue of a product
+(grouped_mm.py), which the product calls (kernels/product.h). Both are built when a program is first called, and kept in the cache of
+`runtime.build`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from ...runtime.kernel import Kernel
 from ...segment import Segment
 from .. import reference
 from ..cxx.plan import plan
-from .grouped_mm import text
-from .launch import Launch
+from . import grouped_mm, loops
+from .join import join
+from .launch import Launch, Library
 
-NAME = "cpp"
+__all__ = ["NAME", "emit", "join"]
+
+NAME = "cpu"
 
 
 def emit(segment: Segment, schedule: object) -> Kernel:
     """A kernel in C++ for the tier in force; that of the reference, which says why, where this backend has none."""
     try:
-        if segment.kind != "grouped_gemm":
-            raise UnsupportedError(f"{segment.kind} segments have no C++ kernels yet")
         if build.find_compiler() is None:
             raise UnsupportedError(build.why_no_compiler())
-        planned, tier = plan(segment.fusion), isa.selected()
-        source = text(planned)
+        fusion = segment.fusion
+        source = grouped_mm.source(plan(fusion)) if segment.kind == "grouped_gemm" else loops.source(fusion)
     except UnsupportedError as error:
         return replace(reference.emit(segment, schedule), why=str(error))
-    return Kernel(segment, schedule, NAME, source, Launch(planned, source, tier))
+    library = Library([source], isa.selected())
+    return Kernel(segment, schedule, NAME, library.text, Launch(library, 0))

@@ -1,53 +1,54 @@
-"""Calling a built kernel: pointers in, new tensors out, one call."""
+"""Calling built kernels: pointers in, new tensors out, one call for a kernel or for all kernels of a program."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...ir.core import Value
-from ...ir.sizes import value
+from ...ir.core import Fusion, Value, storage_shape
 from ...ir.types import DTYPES, plain
 from ...runtime import build
-from ..cxx.plan import Plan
+from .segment import Source
+from .unit import Step, text
 
 KERNELS = Path(__file__).parent / "kernels"
+Sizes = Mapping[str, int]
+Entry = Callable[[Any, Any], int]  # (pointers, sizes) -> whether it found bad input
 
 
-class Launch:
-    """launch(*inputs, sizes=...) -> outputs. The libraries are built, or found in the cache, at the first call."""
+class Library:
+    """The library of segments, with the grouped product of a tier. Built, or found in the cache, at the first call.
 
-    def __init__(self, plan: Plan, source: str, tier: str):
-        self._plan, self._source, self._tier = plan, source, tier
-        fusion = plan.fusion
-        self._symbols = fusion.symbols
-        self._allocate = [_allocator(v) for v in plan.memory]
-        self._results = [plan.memory.index(v) for v in fusion.outputs]
-        self._codes = fusion.inputs.index(plan.weight[0]) if plan.transposed else None
-        self._pointers = ctypes.c_void_p * (len(fusion.inputs) + len(plan.memory))
-        self._sizes = ctypes.c_longlong * max(1, len(self._symbols))
+    steps: how a program runs all of them, where its entry "run" is wanted.
+    """
+
+    def __init__(self, sources: Sequence[Source], tier: str, steps: Sequence[Step] = ()):
+        self.sources, self.tier, self._steps = tuple(sources), tier, steps
 
     @cached_property
-    def run(self) -> Callable[[Any, Any, int], int]:
-        """run(pointers, sizes, threads): the segment's entry, given the product of its tier."""
-        library = build.load(self._source, name="segment", tier=self._tier, include=[KERNELS])
-        library.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-        product = ctypes.cast(product_of(self._tier).product, ctypes.c_void_p)
-        return lambda pointers, sizes, threads: library.run(pointers, sizes, product, threads)
+    def text(self) -> str:
+        """Its C++."""
+        return text(self.sources, self._steps)
 
-    def __call__(self, *inputs: torch.Tensor, sizes: Mapping[str, int]) -> tuple[torch.Tensor, ...]:
-        tensors = [t.mT.contiguous() if i == self._codes else t.contiguous() for i, t in enumerate(inputs)]
-        made = [allocate(sizes) for allocate in self._allocate]
-        pointers = self._pointers(*[t.data_ptr() for t in tensors], *[t.data_ptr() for t in made])
-        bad = self.run(pointers, self._sizes(*[sizes[s] for s in self._symbols]), torch.get_num_threads())
-        if bad:  # ends or indices that the reference has an error for
-            return self._plan.fusion.evaluate(*inputs, sizes=sizes)
-        return tuple(made[i] for i in self._results)
+    @cached_property
+    def _loaded(self) -> ctypes.CDLL:
+        return build.load(self.text, name="segments", tier=self.tier, include=[KERNELS])
+
+    @cached_property
+    def _product(self) -> ctypes.c_void_p:
+        needed = any(source.product for source in self.sources)
+        return ctypes.cast(product_of(self.tier).product, ctypes.c_void_p) if needed else ctypes.c_void_p(None)
+
+    def entry(self, name: str) -> Entry:
+        """One of its functions."""
+        function, product = getattr(self._loaded, name), self._product
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+        return lambda pointers, sizes: int(function(pointers, sizes, product, torch.get_num_threads()))
 
 
 @cache
@@ -56,10 +57,49 @@ def product_of(tier: str) -> ctypes.CDLL:
     return build.load((KERNELS / "product.cpp").read_text(encoding="utf-8"), name="product", tier=tier, include=[KERNELS])
 
 
-def _allocator(v: Value) -> Callable[[Mapping[str, int]], torch.Tensor]:
+class Launch:
+    """launch(*inputs, sizes=...) -> outputs: one segment of a library."""
+
+    def __init__(self, library: Library, i: int):
+        self.library, self.source, self._i = library, library.sources[i], i
+        fusion, memory = self.source.fusion, self.source.memory
+        held = [*fusion.inputs, *memory]
+        self._arrays = Arrays(fusion, memory, [held.index(v) for v in fusion.outputs], {self.source.transposed})
+
+    @cached_property
+    def _entry(self) -> Entry:
+        return self.library.entry(f"run_{self._i}")
+
+    def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
+        made = self._arrays.call(self._entry, inputs, sizes)
+        return self.source.fusion.evaluate(*inputs, sizes=sizes) if made is None else made  # which raises
+
+
+class Arrays:
+    """The arrays of a call: those of the inputs, and those that are allocated for it. results: which of all of them are the outputs.
+
+    transposed: the inputs that are passed with their last two dimensions swapped.
+    """
+
+    def __init__(self, fusion: Fusion, memory: Sequence[Value], results: Sequence[int], transposed: Collection[Value | None]):
+        self._symbols, self._results = fusion.symbols, results
+        self._swap = [v in transposed for v in fusion.inputs]
+        self._allocate = [_allocator(v) for v in memory]
+        self._pointers, self._sizes = ctypes.c_void_p * (len(fusion.inputs) + len(memory)), ctypes.c_longlong * max(1, len(self._symbols))
+
+    def call(self, entry: Entry, inputs: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...] | None:
+        """The outputs; None where the kernels found input that the reference has an error for."""
+        held = [(t.mT if swap else t).contiguous() for t, swap in zip(inputs, self._swap, strict=True)]
+        held += [allocate(sizes) for allocate in self._allocate]
+        if entry(self._pointers(*[t.data_ptr() for t in held]), self._sizes(*[sizes[s] for s in self._symbols])):
+            return None
+        return tuple(held[i] for i in self._results)
+
+
+def _allocator(v: Value) -> Callable[[Sizes], torch.Tensor]:
     """sizes -> an empty tensor for a value."""
-    shape, dtype = [plain(d) for d in v.type.shape], DTYPES[v.type.dtype]
-    known = [d for d in shape if isinstance(d, int)]
-    if len(known) == len(shape):
+    dtype = DTYPES[v.type.dtype]
+    known = [d for d in map(plain, v.type.shape) if isinstance(d, int)]
+    if len(known) == len(v.type.shape) and v.type.layout == "linear":
         return lambda sizes: torch.empty(known, dtype=dtype)
-    return lambda sizes: torch.empty([value(d, sizes) for d in shape], dtype=dtype)
+    return lambda sizes: torch.empty(storage_shape(v.type, sizes), dtype=dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from ...errors import UnsupportedError
@@ -24,6 +25,7 @@ _CALLS = {
     "gt": "{0} > {1}", "ge": "{0} >= {1}", "eq": "{0} == {1}", "ne": "{0} != {1}", "logical_and": "{0} && {1}", "logical_or": "{0} || {1}",
     "logical_not": "!{0}", "where": "{0} ? {1} : {2}",
 }  # fmt: skip
+_ON_INTS = ("neg", "add", "sub", "mul", "minimum", "maximum", "where", "lt", "le", "gt", "ge", "eq", "ne")
 _AS_TENSORS = ("minimum", "maximum", "where")  # a number among the operands is rounded to their dtype first
 
 
@@ -31,21 +33,21 @@ class Elements:
     """Writes the elements that are asked for, each once. lines: the statements so far.
 
     memory: value -> the name of the array that holds it. known: value -> a function from indices to an expression, for what a kernel
-    has in registers. group: the index of the group of the rows at hand, and how many groups there are.
+    has in registers. group: a function from the index of a row to the index of its group; without it the ends are searched.
     """
 
-    def __init__(self, fusion: Fusion, memory: Mapping[Value, str], known: Mapping[Value, Any] | None = None, group: str = ""):
+    def __init__(self, fusion: Fusion, memory: Mapping[Value, str], known: Mapping[Value, Any] | None = None, group: Any = None):
         self.lines: list[str] = []
         self._fusion, self._memory, self._known, self._group = fusion, memory, known or {}, group
         self._made: dict[tuple[Value, tuple[str, ...]], str] = {}
+        self._names = (f"e{i}" for i in count())
 
     def of(self, v: Value, at: Sequence[Index]) -> str:
         """The name of a variable with the element of a value at these indices."""
         key = (v, tuple(map(str, at)))
         if key not in self._made:
             expression = self._expression(v, at)
-            name = f"e{len(self._made)}"
-            self._made[key] = name
+            name = self._made[key] = next(self._names)
             self.lines.append(f"const {computed(v)} {name} = {expression};")
         return self._made[key]
 
@@ -65,6 +67,8 @@ class Elements:
         return str(move(op, at))
 
     def _load(self, v: Value, at: Sequence[Index]) -> str:
+        if v.type.layout != "linear":
+            raise UnsupportedError(f"elements of {v.name} {v.type} have no C++ here", expected="the linear layout")
         element = f"{self._memory[v]}[{flat(at, v.type.shape)}]"
         return f"widen({element})" if v.type.dtype in _FLOATS else element
 
@@ -74,7 +78,7 @@ class Elements:
         out = op.outputs[0].type
         floats = [v.type.dtype for v in op.values if v.type.dtype != "bool"]
         like = floats[0] if floats else "bool"
-        if like not in (*_FLOATS, "bool") and op.kind.name not in ("lt", "le", "gt", "ge", "eq", "ne"):
+        if like not in (*_FLOATS, "bool") and op.kind.name not in _ON_INTS:
             raise UnsupportedError(f"{op.kind.name} on {like} has no C++ of its own here")
         names = [self.of(v, _broadcast(at, v.type.shape)) if isinstance(v, Value) else _literal(v, like, op) for v in op.inputs]
         return _rounded(_CALLS[op.kind.name].format(*names), out.dtype)
@@ -87,14 +91,19 @@ class Elements:
 
     def _zero_rest(self, op: Op, at: Sequence[Index]) -> str:
         x, ends = op.values
-        count = size(ends.type.shape[0])
-        return f"{at[0]} < {self._memory[source(self._fusion, ends)]}[{count} - 1] ? {self.of(x, at)} : 0"
+        if plain(ends.type.shape[0]) == 0:
+            return "0"
+        last = size(ends.type.shape[0]) + number(-1)
+        return f"{at[0]} < {self._memory[source(self._fusion, ends)]}[{last}] ? {self.of(x, at)} : 0"
 
     def _group_add(self, op: Op, at: Sequence[Index]) -> str:
-        y, bias, _ = op.values
+        y, bias, ends = op.values
         groups = size(bias.type.shape[0])
-        place = flat([Index(self._group), at[1]], bias.type.shape)
-        added = f"{self._group} < {groups} ? widen({self._memory[source(self._fusion, bias)]}[{place}]) : 0.f"
+        name = next(self._names)
+        found = self._group(at[0]) if self._group else f"group_of({self._memory[source(self._fusion, ends)]}, {groups}, {at[0]})"
+        self.lines.append(f"const i64 {name} = {found};")
+        place = flat([Index(name), at[1]], bias.type.shape)
+        added = f"{name} < {groups} ? widen({self._memory[source(self._fusion, bias)]}[{place}]) : 0.f"
         return _rounded(f"{self.of(y, at)} + ({added})", y.type.dtype)
 
     # What moves elements ----------------------------------------------------------------------------------------------
@@ -120,6 +129,32 @@ class Elements:
     def _slice(self, op: Op, at: Sequence[Index]) -> str:
         return self.of(op.values[0], [i + number(s) for i, s in zip(at, op.attrs["start_indices"], strict=True)])
 
+    def _pad(self, op: Op, at: Sequence[Index]) -> str:
+        (x,), before = op.values, op.attrs["before"]
+        inside = [i + number(-1) * size(b) for i, b in zip(at, before, strict=True)]
+        held = [f"{i} >= 0 && {i} < {size(d)}" for i, d in zip(inside, x.type.shape, strict=True)]
+        return self._guarded([(" && ".join(held), x, inside)])
+
+    def _cat(self, op: Op, at: Sequence[Index]) -> str:
+        dim, start, parts = op.attrs["dim"], number(0), []
+        for x in op.values:
+            end = start + size(x.type.shape[dim])
+            parts.append((f"{at[dim]} < {end}", x, [*at[:dim], at[dim] + number(-1) * start, *at[dim + 1 :]]))
+            start = end
+        return self._guarded(parts)
+
+    def _guarded(self, parts: Sequence[tuple[str, Value, Sequence[Index]]]) -> str:
+        """The element of the first value whose condition holds, which alone is read; zero if none does."""
+        name = next(self._names)
+        self.lines.append(f"{computed(parts[0][1])} {name} = 0;")
+        for i, (condition, v, at) in enumerate(parts):
+            inside = Elements(self._fusion, self._memory, self._known, self._group)
+            inside._names = self._names  # what is made inside must not hide what is made outside
+            made = inside.of(v, at)
+            self.lines.append(f"{'else ' if i else ''}if ({condition}) {{")
+            self.lines += [*(f"    {line}" for line in inside.lines), f"    {name} = {made};", "}"]
+        return name
+
     def _full(self, op: Op, at: Sequence[Index]) -> str:
         return _literal(op.attrs["fill_value"], op.attrs["dtype"], op)
 
@@ -142,7 +177,9 @@ def _broadcast(at: Sequence[Index], shape: Sequence[Dim]) -> list[Index]:
 
 
 def _rounded(expression: str, dtype: str) -> str:
-    return f"rounded<{dtype}>({expression})" if dtype in _NARROW else expression
+    if dtype in _NARROW:
+        return f"rounded<{dtype}>({expression})"
+    return f"i64({STORED[dtype]}({expression}))" if dtype in ("i32", "u8") else expression
 
 
 def _literal(value: Any, dtype: str, op: Op) -> str:

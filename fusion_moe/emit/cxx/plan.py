@@ -12,7 +12,7 @@ from ...ir.sizes import exact_div
 from ...ir.types import Dim, plain
 
 ACTIVATIONS = ("bf16", "f16", "f32")
-_MADE_FIRST = ("route", "invert")  # before the product, each value in memory
+MADE_FIRST = ("route", "invert", "problem_ends")  # before all else, each value in memory
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Plan:
     @property
     def k(self) -> int:
         """In-features."""
-        return _number(self.product.values[1].type.shape[2])
+        return known(self.product.values[1].type.shape[2])
 
     @property
     def n(self) -> int:
         """Rows of each matrix."""
-        return _number(self.product.values[1].type.shape[1])
+        return known(self.product.values[1].type.shape[1])
 
     @property
     def memory(self) -> tuple[Value, ...]:
@@ -70,7 +70,7 @@ def plan(fusion: Fusion) -> Plan:
     if op.values[0].type.dtype not in ACTIVATIONS:
         raise UnsupportedError(f"activations {op.values[0].type} have no kernel here", expected=f"one of {', '.join(ACTIVATIONS)}")
     after = dependent(fusion, op.outputs)
-    first = tuple(o for o in fusion.ops if o.kind.name in _MADE_FIRST)
+    first = tuple(o for o in fusion.ops if o.kind.name in MADE_FIRST)
     combine = next((o for o in fusion.ops if o.kind.name == "combine"), None)
     summed = dependent(fusion, combine.outputs) if combine else set()
     made = {v for o in first for v in o.outputs}
@@ -113,7 +113,7 @@ def _weight(fusion: Fusion, op: Op) -> tuple[tuple[Value, Value, Value], bool]:
     if missing := [v for v in pack.values if v not in fusion.inputs]:
         raise UnsupportedError(f"{missing[0].name} of the weight is computed in the same segment")
     for d in w.type.shape:
-        _number(d)
+        known(d)
     return (codes, scales, decode), bool(pack.attrs.get("transposed", False))
 
 
@@ -125,7 +125,8 @@ def row_width(v: Value, rows: Dim) -> int:
     return width
 
 
-def _number(d: object) -> int:
+def known(d: object) -> int:
+    """A size that is a number. UnsupportedError for one known only at launch."""
     if not isinstance(d, int):
-        raise UnsupportedError(f"a weight with a size {d} has no kernel here", expected="numbers known when compiling")
+        raise UnsupportedError(f"a matrix with a size {d} has no kernel here", expected="numbers known when compiling")
     return d

@@ -1,6 +1,7 @@
 // Numbers: what the bytes of NVFP4 mean, narrow floats, and the functions of the IR on float32. No intrinsics: every tier includes this.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -124,6 +125,34 @@ struct E4M3 {
 
 constexpr E4M3 E4M3_VALUES{};
 
+// The code of a number, ties to the even one, beyond 6 to 6, NaN to 7; the sign of -0.0 is dropped.
+inline u8 e2m1_of(float x) {
+    const float size = std::fabs(x);
+    const int below = (size <= 0.25f) + (size < 0.75f) + (size <= 1.25f) + (size < 1.75f) + (size <= 2.5f) + (size < 3.5f) + (size <= 5.f);
+    return u8(7 - below + 8 * (x < 0.f));
+}
+
+// The e4m3 byte of a number from 2^-9 to 448, to nearest, ties to even; NaN is 0x7F.
+inline u8 e4m3_of(float x) {
+    const u32 bits = as_bits(x);
+    const u32 normal = ((bits + 0x7FFFFu + ((bits >> 20) & 1)) >> 20) - (120u << 3);
+    const u32 small = as_bits(x * 512.f + 0x1p23f) - as_bits(0x1p23f);
+    return u8(x != x ? 0x7Fu : x < 0x1p-6f ? small : normal);
+}
+
+// Sixteen numbers -> their codes and block scale, in the order of operations of nvidia-modelopt. False if one of them is not finite.
+inline bool quantize_block(const float* x, float decode, u8* codes, u8* scale) {
+    u32 most = 0;
+    for (int i = 0; i < 16; ++i) most = std::max(most, as_bits(std::fabs(x[i])));
+    const float amax = as_float(most), wanted = most == 0 ? 1.f : amax / (6.f * decode);
+    *scale = e4m3_of(wanted < 0x1p-9f ? 0x1p-9f : wanted > 448.f ? 448.f : wanted);
+    const float step = most == 0 ? 1.f : E4M3_VALUES[*scale] * decode;
+    u8 code[16];
+    for (int i = 0; i < 16; ++i) code[i] = e2m1_of(x[i] / step);
+    for (int b = 0; b < 8; ++b) codes[b] = u8(code[2 * b] | code[2 * b + 1] << 4);
+    return most < 0x7F800000u;
+}
+
 // --------------------------------------------------------------------------------------------------------------- functions of the IR
 // Written without branches where a loop over them is to become vector code.
 
@@ -152,5 +181,7 @@ inline float silu_(float x) { return x / (1.f + exp_(-x)); }
 inline float relu_(float x) { return x > 0.f || x != x ? x : 0.f; }
 inline float minimum_(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
 inline float maximum_(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
+inline i64 minimum_(i64 a, i64 b) { return a < b ? a : b; }
+inline i64 maximum_(i64 a, i64 b) { return a > b ? a : b; }
 
 }  // namespace

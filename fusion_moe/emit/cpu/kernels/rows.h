@@ -22,6 +22,9 @@ inline bool good_ends(const i32* ends, i64 groups, i64 rows) {
     return true;
 }
 
+// The group of a row; the number of groups for one past the last end.
+inline i64 group_of(const i32* ends, i64 groups, i64 row) { return std::upper_bound(ends, ends + groups, i32(row)) - ends; }
+
 template <class Index>
 bool all_below(const Index* index, i64 count, i64 size) {
     bool good = true;
@@ -61,6 +64,39 @@ void store_lanes(T* at, const R* r, i64 count) {
     }
 }
 
+// starts [G], sizes [G, 3], padded_starts [G] as nvFuser's grouped products take them -> ends [G]; false unless all three spell one cut of
+// `rows` rows, in groups of products with n out- and k in-features.
+inline bool problem_ends(const i32* starts, const i32* sizes, const i32* padded_starts, i64 groups, i64 rows, i64 n, i64 k, i32* ends) {
+    i64 end = 0, padded = 0;
+    for (i64 g = 0; g < groups; ++g) {
+        const i64 m = sizes[3 * g];
+        if (m < 0 || m > rows - end || sizes[3 * g + 1] != n || sizes[3 * g + 2] != k) return false;
+        if (starts[g] != end || padded_starts[g] != padded) return false;
+        end += m, padded += (m + 127) / 128 * 128;
+        ends[g] = i32(end);
+    }
+    return true;
+}
+
+// x [rows, columns] in groups -> the layout sf128x4 of each group by itself, one after the other; all that holds no element of x is zero.
+template <class T>
+void swizzle_128x4(const T* x, const i32* ends, i64 groups, i64 rows, i64 columns, T* out) {
+    const i64 width = (columns + 3) / 4 * 4, room = std::min(rows, groups) + std::max<i64>(0, rows - groups) / 128;
+    std::memset(static_cast<void*>(out), 0, std::size_t(room * 128 * width) * sizeof(T));
+    for (i64 g = 0, start = 0, base = 0; g < groups; ++g) {
+        for (i64 r = 0; r < ends[g] - start; ++r) {
+            const T* row = x + (start + r) * columns;
+            T* tile = out + (base + r / 128 * 128) * width + r % 32 * 16 + r % 128 / 32 * 4;
+            for (i64 c = 0; c < columns; ++c) tile[c / 4 * 512 + c % 4] = row[c];
+        }
+        base += (ends[g] - start + 127) / 128 * 128;
+        start = ends[g];
+    }
+}
+
+// Rows of so many elements that a thread takes at once.
+inline i64 at_once(i64 width) { return std::max<i64>(1, 16384 / std::max<i64>(1, width)); }
+
 // Calls body(i) for i in 0..count-1, in runs of `step`, on all threads.
 template <class Body>
 void for_rows(i64 count, i64 step, int threads, Body body) {
@@ -70,6 +106,15 @@ void for_rows(i64 count, i64 step, int threads, Body body) {
         const i64 end = std::min(count, (run + 1) * step);
         for (i64 i = run * step; i < end; ++i) body(i);
     }
+}
+
+constexpr i64 COLUMNS = 512;
+
+// Calls body(m, j0, j1) for each row and each run j0 .. j1-1 of up to COLUMNS of its columns, on all threads.
+template <class Body>
+void for_tiles(i64 rows, i64 columns, int threads, Body body) {
+    const i64 runs = (columns + COLUMNS - 1) / COLUMNS;
+    for_rows(rows * runs, 1, threads, [&](i64 i) { body(i / runs, i % runs * COLUMNS, std::min(columns, (i % runs + 1) * COLUMNS)); });
 }
 
 }  // namespace

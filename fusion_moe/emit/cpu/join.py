@@ -1,0 +1,105 @@
+"""All kernels of a program in one library, and one call for all of them: no Python in between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from ...ir.core import Fusion, Value
+from ...runtime.kernel import Kernel
+from ...segment import Segment
+from .launch import Arrays, Entry, Launch, Library, Sizes
+from .segment import Source
+from .unit import Step
+
+
+def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...], Joined | None]:
+    """The kernels, those in C++ as parts of one library, and the call for all, where all are in C++."""
+    ours = {i: k.launch for i, k in enumerate(kernels) if isinstance(k.launch, Launch)}
+    if not ours:
+        return tuple(kernels), None
+    sources, tier = [launch.source for launch in ours.values()], next(iter(ours.values())).library.tier
+    program = _Program(fusion, [k.segment for k in kernels], sources) if len(ours) == len(kernels) else None
+    whole = program if program and program.fits else None
+    library = Library(sources, tier, whole.steps() if whole else ())
+    part = {i: Launch(library, n) for n, i in enumerate(ours)}
+    joined = tuple(replace(k, launch=part[i]) if i in part else k for i, k in enumerate(kernels))
+    return joined, Joined(library, whole) if whole else None
+
+
+class Joined:
+    """joined(tensors, sizes=...) -> the outputs of a program; None where a kernel found input that the reference has an error for."""
+
+    def __init__(self, library: Library, program: _Program):
+        self._library = library
+        self._arrays = Arrays(program.fusion, program.allocated, program.results, program.transposed)
+
+    @cached_property
+    def _entry(self) -> Entry:
+        return self._library.entry("run")
+
+    def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...] | None:
+        return self._arrays.call(self._entry, tensors, sizes)
+
+
+class _Program:
+    """Where each value of a program lies: the arrays of its inputs, then `allocated`, each of which values of one type take in turn."""
+
+    def __init__(self, fusion: Fusion, segments: Sequence[Segment], sources: Sequence[Source]):
+        self.fusion, self._sources = fusion, sources
+        self.allocated: list[Value] = []
+        self._names = [_names(s, source) for s, source in zip(segments, sources, strict=True)]
+        self._place = {v: i for i, v in enumerate(fusion.inputs)}
+        self._find_places()
+
+    @property
+    def results(self) -> list[int]:
+        """The arrays of the outputs."""
+        return [self._place[v] for v in self.fusion.outputs]
+
+    @property
+    def transposed(self) -> set[Value]:
+        """What some segment takes with its last two dimensions swapped."""
+        return {names[s.transposed] for s, names in zip(self._sources, self._names, strict=True) if s.transposed}
+
+    @property
+    def fits(self) -> bool:
+        """Whether the outputs are arrays of their own, and each array is wanted in one order of its dimensions, that in which it comes."""
+        if not set(self.fusion.outputs).isdisjoint(self.fusion.inputs) or len(set(self.fusion.outputs)) < len(self.fusion.outputs):
+            return False
+        plainly = {names[v] for s, names in zip(self._sources, self._names, strict=True) for v in s.fusion.inputs if v is not s.transposed}
+        return self.transposed.issubset(self.fusion.inputs) and self.transposed.isdisjoint((*plainly, *self.fusion.outputs))
+
+    def steps(self) -> list[Step]:
+        """What each segment is given."""
+        return [self._step(s, names) for s, names in zip(self._sources, self._names, strict=True)]
+
+    def _step(self, source: Source, names: Mapping[Value, Value]) -> Step:
+        arrays = [self._place[names[v]] for v in (*source.fusion.inputs, *source.memory)]
+        return Step(arrays, [self.fusion.symbols.index(s) for s in source.fusion.symbols])
+
+    def _find_places(self) -> None:
+        last = {v: i for i, names in enumerate(self._names) for v in names.values()}
+        free: dict[object, list[int]] = {}
+        for i, names in enumerate(self._names):
+            for v in names.values():
+                if v not in self._place:
+                    self._place[v] = self._take(v, free)
+            for v in names.values():
+                if last[v] == i and v not in self.fusion.inputs and v not in self.fusion.outputs:
+                    free.setdefault(v.type, []).append(self._place[v])
+
+    def _take(self, v: Value, free: Mapping[object, list[int]]) -> int:
+        if free.get(v.type):
+            return free[v.type].pop()
+        self.allocated.append(v)
+        return len(self.fusion.inputs) + len(self.allocated) - 1
+
+
+def _names(segment: Segment, source: Source) -> dict[Value, Value]:
+    """What the values in a segment's memory are called in the program: contracting may have made new ones of its inputs and outputs."""
+    mine, whole = (*source.fusion.inputs, *source.fusion.outputs), (*segment.inputs, *segment.outputs)
+    return dict(zip(mine, whole, strict=True)) | {v: v for v in source.memory if v not in mine}

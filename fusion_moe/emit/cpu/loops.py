@@ -1,0 +1,228 @@
+"""The C++ of a segment without a product: loops over rows, one after the other.
+
+What needs more than one element of something (a sum, a block scale, a swizzle) is made first, in memory; then the results, all those of
+one shape in one loop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from ...errors import UnsupportedError
+from ...formats import FORMATS
+from ...ir.core import Fusion, Op, Value
+from ...ir.kinds.shape import elements
+from ...ir.sizes import AnySize
+from ...ir.types import Dim, plain
+from ..cxx.elements import Elements
+from ..cxx.indices import Index, flat, reshaped, size, unflat
+from ..cxx.plan import MADE_FIRST, known
+from .segment import Source, Writer, inner, stored
+
+_DEFINITION = re.compile(r"(?P<const>const )?(float|i64|bool) (?P<name>\w+) = ")
+_NAME = re.compile(r"\w+")
+_M, _J, _K, _R, _L = Index("m"), Index("j"), Index("k"), Index("r"), Index("l")
+
+
+def source(fusion: Fusion) -> Source:
+    """The source of a segment. UnsupportedError with the sentence why there is none."""
+    whole = [v for op in fusion.ops for v in _whole(fusion, op)]
+    memory = tuple(dict.fromkeys((*whole, *(v for v in fusion.outputs if v not in fusion.inputs))))
+    return Source(fusion, _Writer(fusion, memory).text(), memory)
+
+
+def _whole(fusion: Fusion, op: Op) -> Sequence[Value]:
+    """The values that are made whole, in memory, before others can read elements of them."""
+    if op.kind.name == "quantize":
+        return _unpacked(fusion, op)
+    return op.outputs if op.kind.name in (*MADE_FIRST, *_WHOLE) else ()
+
+
+def _unpacked(fusion: Fusion, op: Op) -> tuple[Value, Value]:
+    """Codes and block scales of a quantized value, which is nothing but these and is stored as no other."""
+    readers = fusion.readers.get(op.outputs[0], ())
+    if op.outputs[0] in fusion.outputs or [r.kind.name for r in readers] != ["unpack"]:
+        raise UnsupportedError(f"{op.outputs[0].name} {op.outputs[0].type} has no kernel here", expected="quantize followed by unpack")
+    codes, scales = readers[0].outputs
+    return codes, scales
+
+
+class _Writer(Writer):
+    def functions(self) -> list[str]:
+        return []
+
+    def body(self) -> list[str]:
+        self._ready = {v: v.name for v in self.fusion.inputs}
+        lines: list[str] = []
+        for op in self.fusion.ops:
+            made = _whole(self.fusion, op)
+            if made and op.kind.name not in MADE_FIRST:
+                lines += _WHOLE[op.kind.name](self, op)
+            self._ready |= {v: v.name for v in made}
+        left = [v for v in self.allocated if v not in self._ready]
+        shapes = dict.fromkeys(_rows_of(v.type.shape) for v in left)
+        for shape in shapes:
+            lines += self._elementwise([v for v in left if _rows_of(v.type.shape) == shape], *shape)
+        return lines
+
+    def _elements(self) -> Elements:
+        return Elements(self.fusion, self._ready)
+
+    # Results ----------------------------------------------------------------------------------------------------------
+
+    def _elementwise(self, values: Sequence[Value], rows: AnySize, width: AnySize) -> list[str]:
+        """One loop that stores values of as many rows and columns."""
+        made = self._elements()
+        stores = []
+        for v in values:
+            at = reshaped([_M, _J], (rows, width), v.type.shape)
+            stores.append(f"{v.name}[{flat([_M, _J], (rows, width))}] = stored<{stored(v)}>({made.of(v, at)});")
+        return _for_rows(rows, width, _for_columns([*made.lines, *stores], "0", str(size(width))))
+
+    # What is made whole -----------------------------------------------------------------------------------------------
+
+    def _sum(self, op: Op) -> list[str]:
+        (x,), (y,), shape = op.values, op.outputs, op.values[0].type.shape
+        over = sorted(op.attrs["dims"])
+        kept = [i for i in range(len(shape)) if i not in over]
+        columns = kept[-1:] if len(shape) - 1 not in over else []
+        rows = kept[: len(kept) - len(columns)]
+        place: dict[int, Index] = {}
+        for index, dims in ((_M, rows), (_J, columns), (_R, over)):
+            place |= dict(zip(dims, unflat(index, [shape[i] for i in dims]), strict=True))
+        made = self._elements()
+        term = made.of(x, [place[i] for i in range(len(shape))])
+        counts = [elements([shape[i] for i in dims]) for dims in (rows, columns, over)]
+        return _added(y, counts, made.lines, term) if columns else _reduced(y, counts, made.lines, term)
+
+    def _combine(self, op: Op) -> list[str]:
+        (y, slot_of, w), (tokens, slots) = op.values, op.values[1].type.shape
+        made = self._elements()
+        term = f"{made.of(y, [Index(made.of(slot_of, [_M, _R])), _J])} * {made.of(w, [_M, _R])}"
+        return _added(op.outputs[0], (plain(tokens), plain(y.type.shape[1]), plain(slots)), made.lines, term)
+
+    def _index_put_accumulate(self, op: Op) -> list[str]:
+        """Rows added in order, by each thread to columns of its own."""
+        (acc, index, value), (out,) = op.values, op.outputs
+        rows, width = plain(acc.type.shape[0]), elements(acc.type.shape[1:])
+        start, added = self._elements(), self._elements()
+        first = start.of(acc, reshaped([_M, _J], (rows, width), acc.type.shape))
+        term = added.of(value, reshaped([_R, _J], (index.type.shape[0], width), value.type.shape))
+        at = flat([_M, _J], (rows, width))
+        copy = [*start.lines, f"{out.name}[{at}] = stored<{stored(out)}>({first});"]
+        add = [*added.lines, f"{out.name}[{at}] = stored<{stored(out)}>(widen({out.name}[{at}]) + {term});"]
+        body = [
+            f"for (i64 m = 0; m < {size(rows)}; ++m) {{", *inner(_for_columns(copy)), "}",
+            f"for (i64 r = 0; r < {size(index.type.shape[0])}; ++r) {{",
+            *inner([f"const i64 m = {self.array(index)}[r];", *_for_columns(add)]), "}",
+        ]  # fmt: skip
+        return [f"for_tiles(1, {size(width)}, threads, [&](i64, i64 j0, i64 j1) {{", *inner(body), "});"]
+
+    def _decode_scale(self, op: Op) -> list[str]:
+        (x,), (out,), format = op.values, op.outputs, FORMATS[op.attrs["fmt"]]
+        *lead, rows, k = x.type.shape
+        made = self._elements()
+        element = made.of(x, [*unflat(_L, lead), _R, _K])
+        body = [
+            "u32 most = 0;  // magnitudes order as their bits do, NaN above all",
+            "#pragma omp parallel for reduction(max : most) num_threads(threads) if (threads > 1)",
+            f"for (i64 r = 0; r < {size(rows)}; ++r) {{",
+            f"    for (i64 k = 0; k < {size(k)}; ++k) {{",
+            *inner(inner([*made.lines, f"most = std::max(most, as_bits(std::fabs({element})));"])),
+            "    }",
+            "}",
+            f"{out.name}[l] = as_float(most) / {_float(format.element_max * format.scale_max)};",
+        ]
+        return [f"for (i64 l = 0; l < {size(elements(lead))}; ++l) {{", *inner(body), "}"]
+
+    def _quantize(self, op: Op) -> list[str]:
+        """Row by row, block by block; not finite: the reference says where."""
+        (x, decode), (codes, scales) = op.values, _unpacked(self.fusion, op)
+        *lead, n, k = x.type.shape
+        made = self._elements()
+        place = Index("(16 * b + i)")
+        element = made.of(x, [*reshaped([_M], (elements((*lead, n)),), (*lead, n)), place])
+        runs = decode.type.shape[len(lead)] if len(decode.type.shape) > len(lead) else 1
+        rows, blocks = elements((*lead, n)), FORMATS[op.attrs["fmt"]].blocks(known(k))
+        at = (_M // size(n)) * size(runs) + (_M % size(n)) // (size(n) // size(runs))
+        body = [
+            f"const float decode = {self.array(decode)}[{at}];",
+            f"for (i64 b = 0; b < {blocks}; ++b) {{",
+            "    float block[16];",
+            "    for (int i = 0; i < 16; ++i) {",
+            *inner(inner([*made.lines, f"block[i] = {element};"])),
+            "    }",
+            f"    good = good & quantize_block(block, decode, {codes.name} + (m * {blocks} + b) * 8, {scales.name} + m * {blocks} + b);",
+            "}",
+        ]
+        loop = _for_rows(rows, plain(k), ["bool good = true;", *body, "if (!good) finite = false;"])
+        return ["std::atomic<bool> finite{true};", *loop, "if (!finite) return BAD;"]
+
+    def _grouped_swizzle(self, op: Op) -> list[str]:
+        (x, ends), (out,) = op.values, op.outputs
+        rows, cols = x.type.shape
+        given = f"{self.array(x)}, {self.array(ends)}, {size(ends.type.shape[0])}, {size(rows)}, {size(cols)}"
+        return [f"swizzle_128x4({given}, {out.name});"]
+
+
+_WHOLE: dict[str, Callable[[_Writer, Op], list[str]]] = {
+    "sum": _Writer._sum, "combine": _Writer._combine, "index_put_accumulate": _Writer._index_put_accumulate,
+    "decode_scale": _Writer._decode_scale, "quantize": _Writer._quantize, "grouped_swizzle": _Writer._grouped_swizzle,
+}  # fmt: skip
+
+
+def _added(y: Value, counts: Sequence[AnySize], lines: Sequence[str], term: str) -> list[str]:
+    """y [rows, columns], each the sum of a term over r."""
+    rows, columns, over = counts
+    add = _for_columns([*lines, f"total[j - j0] += {term};"])
+    store = _for_columns([f"{y.name}[{flat([_M, _J], (rows, columns))}] = stored<{stored(y)}>(total[j - j0]);"])
+    body = ["float total[COLUMNS] = {};", f"for (i64 r = 0; r < {size(over)}; ++r) {{", *inner(add), "}", *store]
+    return [f"for_tiles({size(rows)}, {size(columns)}, threads, [&](i64 m, i64 j0, i64 j1) {{", *inner(body), "});"]
+
+
+def _reduced(y: Value, counts: Sequence[AnySize], lines: Sequence[str], term: str) -> list[str]:
+    """y [rows], each the sum of a term over r, which runs along memory."""
+    rows, _, over = counts
+    simd = [] if _has_blocks(lines) else ["#pragma omp simd reduction(+ : total)"]
+    loop = [*simd, f"for (i64 r = 0; r < {size(over)}; ++r) {{", *inner([*lines, f"total += {term};"]), "}"]
+    return _for_rows(rows, over, ["float total = 0;", *loop, f"{y.name}[m] = stored<{stored(y)}>(total);"])
+
+
+def _for_rows(rows: AnySize, width: AnySize, body: Sequence[str]) -> list[str]:
+    """`body` for each m; a thread takes rows of so many elements at a time."""
+    step = f"at_once({size(width)})"
+    return [f"for_rows({size(rows)}, {step}, threads, [&](i64 m) {{", *inner(body), "});"]
+
+
+def _for_columns(body: Sequence[str], first: str = "j0", end: str = "j1") -> list[str]:
+    """`body` for each j, as vector code where nothing forbids it; what does not depend on j stands before the loop."""
+    once, body = _apart(body)
+    simd = [] if _has_blocks(body) else ["#pragma omp simd"]
+    return [*once, *simd, f"for (i64 j = {first}; j < {end}; ++j) {{", *inner(body), "}"]
+
+
+def _apart(body: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Definitions that depend neither on j nor on what does, and the other lines; blocks are left where they are."""
+    each, once, rest = {"j"}, [], []
+    for line in body:
+        defined = _DEFINITION.match(line)
+        if defined and defined["const"] and each.isdisjoint(_NAME.findall(line)):
+            once.append(line)
+        else:
+            each |= {defined["name"]} if defined else set()
+            rest.append(line)
+    return once, rest
+
+
+def _has_blocks(lines: Sequence[str]) -> bool:
+    return any(line.endswith("{") for line in lines)
+
+
+def _rows_of(shape: Sequence[Dim]) -> tuple[AnySize, AnySize]:
+    """A shape as rows and columns; a vector is one row."""
+    return elements(shape[:-1]), plain(shape[-1]) if shape else 1
+
+
+def _float(x: float) -> str:
+    return f"{x!r}f"

@@ -1,0 +1,183 @@
+"""What the C++ of every segment has: a struct with the arrays it reads and writes, what runs first, and `run`.
+
+`first` has what needs whole arrays before anything else: checks of ends and indices, routing. What it finds wrong makes the kernel return
+BAD before memory is touched wrongly; the caller then evaluates the reference, which raises.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from string import Template
+
+from ...errors import UnsupportedError
+from ...ir.core import Fusion, Op, Value
+from ...ir.kinds.shape import elements
+from ...ir.types import Dim, Rows, plain
+from ..cxx.elements import STORED
+from ..cxx.indices import Index, number, size
+from ..cxx.plan import source
+
+_STRUCT = Template("""\
+struct Segment {
+$members
+
+    // What runs first: checks, routing. False if the reference would raise.
+    bool first() const {
+$first
+        return true;
+    }
+
+$functions
+
+    int run(Product product, int threads) const {
+        if (!first()) return BAD;
+$body
+        return GOOD;
+    }
+};
+
+int run(void* const* p, const long long* n, Product product, int threads) {
+    return Segment{$arguments}.run(product, threads);
+}
+""")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The C++ of a segment: a struct and a function `run`, for a namespace of their own.
+
+    memory: the values that the caller allocates, results among them; `run` takes pointers to the inputs of the fusion, then to these.
+    transposed: the input, if any, that is passed with its last two dimensions swapped. product: whether `run` needs the grouped product.
+    """
+
+    fusion: Fusion
+    text: str
+    memory: tuple[Value, ...]
+    transposed: Value | None = None
+    product: bool = False
+
+
+class Writer(ABC):
+    """Writes the struct of a segment. memory: value -> the name of the array that holds it, for inputs and what is allocated."""
+
+    def __init__(self, fusion: Fusion, memory: Sequence[Value]):
+        self.fusion, self.allocated = fusion, tuple(memory)
+        self.memory = {v: v.name for v in (*fusion.inputs, *memory)}
+
+    @abstractmethod
+    def functions(self) -> list[str]:
+        """The struct's own functions and types."""
+
+    @abstractmethod
+    def body(self) -> list[str]:
+        """What `run` does once `first` is done."""
+
+    def text(self) -> str:
+        """The struct and its `run`."""
+        functions, body = self.functions(), self.body()
+        return _STRUCT.substitute(
+            members=indented(self._members()), first=indented(self._first(), 2), functions=indented(functions), body=indented(body, 2),
+            arguments=self._arguments(),
+        )  # fmt: skip
+
+    def array(self, v: Value) -> str:
+        """The name of the array that holds a value, views and reshapes looked through."""
+        found = source(self.fusion, v)
+        if found not in self.memory:
+            raise UnsupportedError(f"{v.name} {v.type} is not in memory before the kernel runs")
+        return self.memory[found]
+
+    # What is passed ---------------------------------------------------------------------------------------------------
+
+    def _members(self) -> list[str]:
+        sizes = [f"i64 n_{s};" for s in self.fusion.symbols]
+        inputs = [f"const {stored(v)}* {v.name};  // {v.type}" for v in self.fusion.inputs]
+        return sizes + inputs + [f"{stored(v)}* {v.name};  // {v.type}" for v in self.allocated]
+
+    def _arguments(self) -> str:
+        values = [(v, "const ") for v in self.fusion.inputs] + [(v, "") for v in self.allocated]
+        pointers = [f"static_cast<{const}{stored(v)}*>(p[{i}])" for i, (v, const) in enumerate(values)]
+        return ", ".join([f"n[{i}]" for i in range(len(self.fusion.symbols))] + pointers)
+
+    # What runs first --------------------------------------------------------------------------------------------------
+
+    def _first(self) -> list[str]:
+        lines = []
+        for v in self.fusion.inputs:
+            if v.type.ends:
+                lines.append(f"if (!good_ends({v.name}, {size(v.type.shape[0])}, {self._rows_of(v)})) return false;")
+        for op in self.fusion.ops:
+            write = getattr(self, f"_first_{op.kind.name}", None)
+            lines += write(op) if write else []
+        return lines
+
+    def _rows_of(self, ends: Value) -> Index:
+        """How many rows the cut of these ends is about; if no value of the segment is cut by it, as many as there may be."""
+        values = [*self.fusion.inputs, *(v for op in self.fusion.ops for v in op.outputs)]
+        cut = [d for v in values for d in v.type.shape if isinstance(d, Rows) and d.groups == ends.type.ends]
+        return size(cut[0]) if cut else number(2**31 - 1)
+
+    def _first_ends(self, op: Op) -> list[str]:
+        (offs,) = op.values
+        return [f"if (!good_ends({self.array(offs)}, {size(offs.type.shape[0])}, {size(op.attrs['rows'])})) return false;"]
+
+    def _first_route(self, op: Op) -> list[str]:
+        (ids,), (t, slots) = op.values, op.values[0].type.shape
+        made = ", ".join(self.memory[v] for v in op.outputs)
+        return [f"if (!route({self.array(ids)}, {size(t)}, {size(slots)}, {size(op.attrs['groups'].count)}, {made})) return false;"]
+
+    def _first_invert(self, op: Op) -> list[str]:
+        (slot_of,), count = op.values, size(op.attrs["rows"])
+        made = f"for (i64 i = 0; i < {count}; ++i) {self.memory[op.outputs[0]]}[{self.array(slot_of)}[i]] = i32(i);"
+        return [*self._checked(slot_of, op.attrs["rows"]), made]
+
+    def _first_problem_ends(self, op: Op) -> list[str]:
+        starts, problem, padded = map(self.array, op.values)
+        a, count = op.attrs, size(op.outputs[0].type.shape[0])
+        given = f"{starts}, {problem}, {padded}, {count}, {size(a['rows'])}, {a['n']}, {a['k']}"
+        return [f"if (!problem_ends({given}, {self.memory[op.outputs[0]]})) return false;"]
+
+    def _first_index_select(self, op: Op) -> list[str]:
+        return self._checked(op.values[1], op.values[0].type.shape[op.attrs["dim"]])
+
+    def _first_index_put_accumulate(self, op: Op) -> list[str]:
+        return self._checked(op.values[1], op.values[0].type.shape[0])
+
+    def _first_combine(self, op: Op) -> list[str]:
+        return self._checked(op.values[1], op.values[0].type.shape[0])
+
+    def _checked(self, index: Value, limit: Dim) -> list[str]:
+        """The check that all of an index lies below a limit, unless what made it says so."""
+        if self._below(index) == plain(limit):
+            return []
+        count = size(elements(index.type.shape))
+        return [f"if (!all_below({self.array(index)}, {count}, {size(limit)})) return false;"]
+
+    def _below(self, index: Value) -> object:
+        made = source(self.fusion, index)
+        op = self.fusion.producers.get(made)
+        if op is None or op.kind.name not in ("route", "invert"):
+            return None
+        shape = op.values[0].type.shape
+        return plain(shape[0]) if op.kind.name == "route" and made is op.outputs[1] else elements(shape)
+
+
+def stored(v: Value) -> str:
+    """The C++ type that a value's elements have in memory."""
+    if v.type.dtype == "f8e4m3":
+        return "u8"
+    if v.type.dtype not in STORED:
+        raise UnsupportedError(f"{v.type} has no kernel here")
+    return STORED[v.type.dtype]
+
+
+def indented(lines: Sequence[str], levels: int = 1) -> str:
+    """Lines of C++, put inside so many braces."""
+    return "\n".join("    " * levels + line if line else "" for line in lines)
+
+
+def inner(lines: Sequence[str]) -> list[str]:
+    """Lines of C++ inside one more pair of braces."""
+    return [f"    {line}" for line in lines]

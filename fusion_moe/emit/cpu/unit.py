@@ -1,0 +1,46 @@
+"""A translation unit: segments, each in a namespace, with an entry for each, and one for all of a program.
+
+    run_<i>(p, n, product, threads)    segment i: pointers and sizes as its Source lists them
+    run(p, n, product, threads)        all in order, on the arrays and sizes of the program; stops at one that finds bad input
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .segment import Source, indented
+
+_PARAMETERS = "void* const* p, const long long* n, void* product, int threads"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a segment is given in a program: the numbers, among those of the program, of its arrays and of its sizes."""
+
+    arrays: Sequence[int]
+    sizes: Sequence[int]
+
+
+def text(sources: Sequence[Source], steps: Sequence[Step] = ()) -> str:
+    """The C++ of segments; steps: of all of them, where `run` is wanted."""
+    parts = ['#include "product.h"\n#include "rows.h"\n']
+    for i, source in enumerate(sources):
+        parts += [f"namespace {{\nnamespace segment_{i} {{\n", source.text, f"}}  // namespace segment_{i}\n}}  // namespace\n"]
+        call = f"return segment_{i}::run(p, n, reinterpret_cast<Product>(product), threads);"
+        parts.append(f'extern "C" int run_{i}({_PARAMETERS}) {{\n    {call}\n}}\n')
+    if steps:
+        calls = [line for i, step in enumerate(steps) for line in _call(i, step)]
+        parts.append(f'extern "C" int run({_PARAMETERS}) {{\n{indented([*calls, "return GOOD;"])}\n}}\n')
+    return "\n".join(parts)
+
+
+def _call(i: int, step: Step) -> list[str]:
+    arrays, sizes = (", ".join(f"{a}[{j}]" for j in numbers) for a, numbers in (("p", step.arrays), ("n", step.sizes)))
+    return [
+        "{",
+        f"    void* const q[] = {{{arrays}}};",
+        f"    const long long m[] = {{{sizes or 0}}};",
+        f"    if (run_{i}(q, m, product, threads) != GOOD) return BAD;",
+        "}",
+    ]

@@ -1,0 +1,272 @@
+"""The CPU backend's generated loops, and whole programs in one call, against `evaluate`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusions import assert_same_bits, bits, inputs_of, programs
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fusion_moe import FusionDefinition, options
+from fusion_moe.compile import compile_fusion
+from fusion_moe.errors import Error, NonFiniteError
+from fusion_moe.ir.core import Fusion
+from fusion_moe.runtime import isa
+from fusion_moe.runtime.program import Program
+from fusion_moe.target import TARGETS
+
+pytestmark = pytest.mark.compiler
+
+
+def compiled(fusion: Fusion, tier: str = "auto", contract: bool = False) -> Program:
+    with options.override(cpu_isa=tier, contract_rounding=contract):
+        return compile_fusion(fusion, TARGETS["cpu"], options.current())
+
+
+def in_cpp(fusion: Fusion) -> Program:
+    """The program of a fusion, none of whose kernels is the reference's."""
+    program = compiled(fusion)
+    assert not [k.why for k in program.kernels if k.why]
+    assert program.joined
+    return program
+
+
+def close(found: Tensor, want: Tensor, by: float) -> None:
+    """Within `by` of the size of the largest number."""
+    assert found.dtype == want.dtype
+    finite = want[want.isfinite()].abs().float() if want.is_floating_point() else want[:0].float()
+    most = float(finite.max()) if finite.numel() else 0.0
+    torch.testing.assert_close(found, want, rtol=by, atol=by * max(1.0, most), equal_nan=True)
+
+
+# Each operation -------------------------------------------------------------------------------------------------------
+
+
+def of(*tensors: Tensor):
+    """A decorator: builds a fusion by calling the function with fd and inputs like these tensors; size 7 is a symbol."""
+
+    def decorate(build):
+        def make() -> tuple[Fusion, list[Tensor]]:
+            fd = FusionDefinition()
+            m = fd.define_size("m")
+            names = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64", torch.int32: "i32",
+                     torch.uint8: "u8", torch.bool: "bool", torch.float8_e4m3fn: "f8e4m3"}  # fmt: skip
+            values = [fd.define_tensor(shape=[m if n == 7 else n for n in t.shape], dtype=names[t.dtype]) for t in tensors]
+            made = build(fd, *values)
+            for v in made if isinstance(made, tuple) else (made,):
+                fd.add_output(v)
+            return fd.fusion(), list(tensors)
+
+        CASES[build.__name__] = make
+        return build
+
+    return decorate
+
+
+CASES: dict = {}
+g = torch.Generator().manual_seed(0)
+F = torch.randn(7, 33, generator=g)
+CUBE = torch.randn(7, 3, 20, generator=g)
+COUNTS = torch.randint(-9, 9, (7, 33), generator=g)
+ENDS = torch.tensor([2, 2, 6], dtype=torch.int32)
+
+
+@of(F)
+def sum_of_rows(fd, x):
+    return fd.ops.sum(x, dims=(1,), keepdim=True)
+
+
+@of(F.bfloat16())
+def sum_of_columns(fd, x):
+    return fd.ops.sum(x, dims=(0,), keepdim=False)
+
+
+@of(CUBE)
+def sums_of_a_cube(fd, x):
+    return fd.ops.sum(fd.ops.neg(x), dims=(1,), keepdim=False)
+
+
+@of(CUBE)
+def sum_of_all(fd, x):
+    return fd.ops.sum(x, dims=(0, 1, 2), keepdim=False)
+
+
+@of(CUBE)
+def sum_of_the_outer(fd, x):
+    return fd.ops.sum(x, dims=(0, 2), keepdim=True)
+
+
+@of(F)
+def sum_read_again(fd, x):
+    total = fd.ops.sum(x, dims=(1,), keepdim=True)
+    return fd.ops.div(x, total), fd.ops.cast(total, dtype="bf16")
+
+
+@of(F, F.bfloat16())
+def moved(fd, x, y):
+    fd.ops.cast(y, dtype="f32")
+    turned = fd.ops.permute(fd.ops.pad(x, before=(0, 2), after=(0, 5), shape=(x.type.shape[0], 40)), dims=(1, 0))
+    cut = fd.ops.slice(x, start_indices=(0, 3), end_indices=(x.type.shape[0], 9))
+    return turned, fd.ops.cat(cut, fd.ops.cast(y, dtype="f32"), dim=1), fd.ops.reshape(cut, new_shape=(x.type.shape[0] * 2, 3))
+
+
+@of(F)
+def padded_rows(fd, x):
+    m = x.type.shape[0]
+    return fd.ops.pad(x, before=(1, 0), after=(2, 0), shape=(m + 3, 33))
+
+
+@of(F, F[:4])
+def rows_joined(fd, x, y):
+    return fd.ops.cat(x, fd.ops.neg(y), dim=0)
+
+
+@of(COUNTS, COUNTS.int())
+def whole_numbers(fd, a, b):
+    sums = fd.ops.add(fd.ops.mul(a, 3), fd.ops.cast(b, dtype="i64"))
+    return fd.ops.minimum(sums, 4), fd.ops.gt(b, 0), fd.ops.cast(fd.ops.where(fd.ops.lt(a, 2), a, sums), dtype="f32")
+
+
+@of(F, torch.tensor([3, 0, 3, 6, 1]), F[:5])
+def added_where_taken(fd, acc, index, x):
+    return fd.ops.index_put_accumulate(acc, index, fd.ops.mul(x, 2.0))
+
+
+@of(F, F.bfloat16(), ENDS)
+def bias_of_groups(fd, x, y, offs):
+    groups = fd.define_groups("g", 3)
+    ends = fd.ops.ends(offs, rows=x.type.shape[0], groups=groups)
+    bias = fd.ops.full(shape=(3, 33), fill_value=0.5, dtype="f32")
+    return fd.ops.zero_rest(fd.ops.cut(x, ends), ends), bias
+
+
+@of(F, torch.randn(3, 33, generator=g), ENDS)
+def bias_in_memory(fd, x, bias, offs):
+    ends = fd.ops.ends(offs, rows=x.type.shape[0], groups=fd.define_groups("g", 3))
+    return fd.ops.group_add(fd.ops.neg(fd.ops.cut(x, ends)), bias, ends)
+
+
+@of(F, torch.randint(0, 5, (7, 2), generator=g), torch.rand(7, 2, generator=g))
+def routed_and_combined(fd, x, ids, w):
+    ends, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", 5))
+    rows = fd.ops.index_select(x, row_of, dim=0)
+    return fd.ops.cast(fd.ops.combine(rows, slot_of, w), dtype="bf16"), fd.ops.invert(slot_of, rows=rows.type.shape[0])
+
+
+@of(torch.randn(7, 2, 64, generator=g).half())
+def scales_of_matrices(fd, x):
+    return fd.ops.decode_scale(x, fmt="nvfp4")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_operation(case):
+    fusion, inputs = CASES[case]()
+    program = in_cpp(fusion)
+    for found, want in zip(program(inputs), fusion.evaluate(*inputs), strict=True):
+        close(found, want, 1e-5 if want.dtype == torch.float32 else 2.0**-8)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_few_rows(rows):
+    for case in ("sum_of_rows", "sum_of_columns", "moved", "padded_rows", "scales_of_matrices", "sum_read_again"):
+        fusion, inputs = CASES[case]()
+        inputs = [t[:rows] for t in inputs]
+        for found, want in zip(in_cpp(fusion)(inputs), fusion.evaluate(*inputs), strict=True):
+            close(found, want, 2.0**-8)
+
+
+# Quantize and swizzle, bit for bit --------------------------------------------------------------------------------------
+
+
+def quantized(shape, dtype: str, runs: int = 0) -> Fusion:
+    fd = FusionDefinition()
+    x = fd.define_tensor(shape=list(shape), dtype=dtype)
+    decode = fd.define_tensor(shape=[shape[0], runs] if runs else [shape[0]], dtype="f32")
+    for v in fd.ops.unpack(fd.ops.quantize(x, decode, fmt="nvfp4")):
+        fd.add_output(v)
+    return fd.fusion()
+
+
+@pytest.mark.parametrize("tier", isa.available())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_quantize_is_that_of_the_reference(dtype, tier):
+    """Every float16 there is, and numbers of all sizes; given scales that fit, that saturate, and zero."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+    x = every[every.isfinite()].float()[: 62 * 1024].view(4, 62 * 2, 128)
+    x = torch.cat([x, x * torch.randn(x.shape, generator=g).exp2()], 1).to(dtype)
+    fusion = quantized(x.shape, {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype], runs=2)
+    for decode in (torch.rand(4, 2, generator=g), torch.tensor([[1e-6, 1e3], [0.0, 1.0], [2.0**-126, 3.4e38], [24.4, 0.01]])):
+        inputs = [x.nan_to_num(posinf=1.0, neginf=-1.0), decode]
+        assert_same_bits(compiled(fusion, tier)(inputs), fusion.evaluate(*inputs))
+
+
+def test_quantize_says_what_is_not_finite():
+    x = torch.ones(1, 3, 32)
+    x[0, 1, 20] = float("inf")
+    with pytest.raises(NonFiniteError, match="inf"):
+        in_cpp(quantized(x.shape, "f32"))([x, torch.ones(1)])
+
+
+@pytest.mark.parametrize("cols", [1, 4, 7, 8])
+@pytest.mark.parametrize("sizes", [(0, 0), (1, 200), (128, 0, 129, 3), (31, 1)])
+def test_swizzle_is_that_of_the_reference(sizes, cols):
+    ends = torch.tensor(sizes).cumsum(0).int()
+    rows = int(ends[-1]) + 5
+    fd = FusionDefinition()
+    x, offs = fd.define_tensor(shape=[fd.define_size("m"), cols], dtype="f8e4m3"), fd.define_tensor(shape=[len(sizes)], dtype="i32")
+    made = fd.ops.ends(offs, rows=x.type.shape[0], groups=fd.define_groups("g", len(sizes)))
+    fd.add_output(fd.ops.grouped_swizzle(fd.ops.cut(x, made), made, layout="sf128x4"))
+    inputs = [torch.randint(0, 256, (rows, cols), generator=g).to(torch.uint8).view(torch.float8_e4m3fn), ends]
+    assert_same_bits(in_cpp(fd.fusion())(inputs), fd.fusion().evaluate(*inputs))
+
+
+# Whole programs ---------------------------------------------------------------------------------------------------------
+
+
+@given(programs(), st.sampled_from([0, 1, 5]), st.sampled_from(isa.available()), st.booleans())
+def test_any_program(fusion, tokens, tier, contract):
+    """In one call and kernel by kernel; what was not rounded, or rounded elsewhere, grows with the steps of a program."""
+    inputs = inputs_of(tokens)
+    program = compiled(fusion, tier, contract)
+    found, want = program(inputs), fusion.evaluate(*inputs)
+    for a, b in zip(found, want, strict=True):
+        close(a, b, 2.0**-4)
+    assert_same_bits(program._one_by_one(inputs, fusion.bind(inputs)), found)
+
+
+@given(programs(), st.sampled_from(("ids", "weights")))
+def test_any_program_says_what_the_reference_says(fusion, what):
+    inputs = inputs_of(3)
+    if what == "ids":
+        inputs[2][1, 1] = 77
+    program, told = compiled(fusion), []
+    for run in (lambda: program(inputs), lambda: fusion.evaluate(*inputs)):
+        try:
+            told.append(list(map(bits, run())))
+        except Error as error:
+            told.append(str(error))
+    assert isinstance(told[0], str) == isinstance(told[1], str)
+    if isinstance(told[0], str):
+        assert told[0] == told[1]
+
+
+def test_memory_is_taken_in_turn_and_never_returned_twice():
+    """A chain of products goes to and fro between two arrays; a result that is returned keeps its own."""
+    fd = FusionDefinition()
+    m, groups = fd.define_size("m"), fd.define_groups("g", 2)
+    x, offs = fd.define_tensor(shape=[m, 32], dtype="f32"), fd.define_tensor(shape=[2], dtype="i32")
+    packed = [fd.define_tensor(shape=s, dtype=d) for s, d in (([2, 32, 16], "u8"), ([2, 32, 2], "f8e4m3"), ([2], "f32"))]
+    ends = fd.ops.ends(offs, rows=m, groups=groups)
+    made, w = [fd.ops.cut(x, ends)], fd.ops.pack(*packed, fmt="nvfp4", layout="linear")
+    for _ in range(5):
+        made.append(fd.ops.grouped_mm(made[-1], w, ends))
+    fd.add_output(made[2])
+    fd.add_output(made[-1])
+    program = in_cpp(fd.fusion())
+    assert len(program.joined._arrays._allocate) == 3
+    inputs = [torch.randn(6, 32, generator=g), torch.tensor([2, 6], dtype=torch.int32),
+              torch.randint(0, 256, (2, 32, 16), generator=g).to(torch.uint8), torch.ones(2, 32, 2).to(torch.float8_e4m3fn), torch.ones(2) / 8]  # fmt: skip
+    for found, want in zip(program(inputs), fd.fusion().evaluate(*inputs), strict=True):
+        close(found, want, 1e-5)
