@@ -22,8 +22,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from heldout import bits_per_byte_and_perplexity, load_heldout
-from transformers import AutoModelForCausalLM, AutoTokenizer, StaticCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, StaticCache
 from transformers import logging as transformers_logging
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import fusion_moe
 from fusion_moe.frontends.inductor import has_compiler
@@ -120,6 +121,44 @@ def say_who_wins(speeds: dict[tuple[str, int], float]) -> None:
         print(f"batch {batch}: {ours} runs at {ratio:.2f}x of {name}: {verdict} bf16 here")
 
 
+def large_layer() -> torch.nn.Module:
+    """One mixture-of-experts layer of Qwen3-30B-A3B's size, with random weights: 604 M parameters, 128 experts, 8 for each token."""
+    config = Qwen3MoeConfig(hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)
+    config._experts_implementation = "batched_mm"  # the fastest of transformers' own for one token
+    with torch.device("meta"):
+        layer = Qwen3MoeSparseMoeBlock(config)
+    layer = layer.bfloat16().to_empty(device="cpu").requires_grad_(False).eval()
+    for parameter in layer.parameters():
+        parameter.uniform_(-0.04, 0.04)
+    return layer
+
+
+@torch.inference_mode()
+def time_large_layer(calls: int) -> None:
+    """One token through the layer: bf16 and NVFP4, both compiled; each call has a token and experts of its own."""
+    layer = large_layer()
+    tokens = torch.randn(calls + 3, 1, 1, 2048).bfloat16()
+    found = {}
+    for name, backend in (("bf16 Inductor", "inductor"), ("NVFP4 compiled", "fusion_moe")):
+        if backend == "fusion_moe":
+            start = time.monotonic()
+            fusion_moe.quantize_(layer)
+            print(f"quantized in {time.monotonic() - start:.1f} s")
+        elif not has_compiler():
+            continue
+        torch._dynamo.reset()
+        run, seconds = torch.compile(layer, backend=backend), []
+        for x in tokens:
+            start = time.perf_counter()
+            run(x)
+            seconds.append(time.perf_counter() - start)
+        low, *_, high = statistics.quantiles(seconds[3:], n=10)
+        found[name] = statistics.median(seconds[3:])
+        print(f"{name:24} {found[name] * 1e3:6.2f} ms for one token, spread {(high - low) / found[name]:.0%}")
+    if len(found) == 2:
+        print(f"NVFP4 compiled runs at {found['bf16 Inductor'] / found['NVFP4 compiled']:.2f}x of bf16 under Inductor")
+
+
 def main(options: argparse.Namespace) -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -156,6 +195,9 @@ def main(options: argparse.Namespace) -> None:
     torch._dynamo.reset()  # decoding compiles anew, for one token a sequence
     say_who_wins(compare_speeds(variants, tokenizer, options.tokens))
 
+    step(f"one layer of Qwen3-30B-A3B's size, on {torch.get_num_threads()} threads")
+    time_large_layer(options.calls)
+
     step("a completion, NVFP4")
     print(completion(variants[-2], tokenizer, 60))
 
@@ -169,4 +211,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=int, default=60_000, help="bytes of held-out text")
     parser.add_argument("--tokens", type=int, default=24, help="decoding steps that are timed")
+    parser.add_argument("--calls", type=int, default=100, help="calls of the large layer that are timed")
     main(parser.parse_args())

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from ..formats import NVFP4, Quantized, decode_scale_of, quantize
-from .frozen import FrozenModule, frozen
+from ..formats import NVFP4, Quantized
+from .frozen import FrozenModule, frozen, quantized
 
 
 class NVFP4Experts(FrozenModule):
@@ -39,7 +39,7 @@ class NVFP4Experts(FrozenModule):
     @classmethod
     def from_float(cls, gate_up: Tensor, down: Tensor, activation_format: str = "bf16", scale_on: str = "output") -> NVFP4Experts:
         """gate_up float[E, 2I, H], down float[E, H, I] -> the module with both quantized, bit for bit as nvidia-modelopt does."""
-        return cls(quantize_gate_up(gate_up), quantize(down), activation_format, scale_on)
+        return cls(quantize_gate_up(gate_up), quantized(down), activation_format, scale_on)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [..., H], top_k_index int[T, k], top_k_weights [T, k] -> [..., H]; T tokens in all."""
@@ -61,4 +61,5 @@ class NVFP4Experts(FrozenModule):
 def quantize_gate_up(gate_up: Tensor) -> Quantized:
     """gate_up float[E, 2I, H], gate above up -> nvfp4[E, 2I, H] with decode scales [E, 2]: gate and up keep their own."""
     experts, rows, hidden = gate_up.shape
-    return quantize(gate_up, decode_scale_of(gate_up.reshape(experts, 2, rows // 2, hidden)))
+    codes, block_scale, decode_scale = quantized(gate_up.reshape(experts, 2, rows // 2, hidden))
+    return Quantized(codes.flatten(1, 2), block_scale.flatten(1, 2), decode_scale)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
+
+from ..formats import Quantized
 
 
 def frozen(t: Tensor) -> nn.Parameter:
     """t as a parameter without a gradient."""
     return nn.Parameter(t.detach().contiguous(), requires_grad=False)
+
+
+def quantized(x: Tensor) -> Quantized:
+    """x float[..., N, K] -> nvfp4[..., N, K] with a decode scale for each matrix: the operation, which has kernels on the CPU."""
+    return Quantized(*torch.ops.fusion_moe.nvfp4_quantize(x.detach()))
 
 
 class FrozenModule(nn.Module):

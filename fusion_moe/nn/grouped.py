@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ShapeError
-from ..formats import Quantized, quantize
+from ..formats import Quantized
 from .experts import quantize_gate_up
-from .frozen import FrozenModule, frozen
+from .frozen import FrozenModule, frozen, quantized
 
 
 class GroupedLinear(FrozenModule):
@@ -41,7 +41,7 @@ class GroupedLinear(FrozenModule):
     @classmethod
     def from_float(cls, weight: Tensor, bias: Tensor | None = None, activation_format: str = "bf16") -> GroupedLinear:
         """weight float[G, N, K], bias float[G, N] -> the module, its weight quantized bit for bit as nvidia-modelopt does."""
-        return cls(quantize(weight), bias, activation_format)
+        return cls(quantized(weight), bias, activation_format)
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """x [..., K] whose rows are sorted by group, offs i32[G] where the runs end -> [..., N]; zeros for rows at or past offs[-1]."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from test_cpu_kernels import VARIANTS, expert_mlp, fusion_of_call, program, random_weight
+from test_cpu_loops import CASES, OF_ANY_ROWS, compiled, swizzled
 
 from fusion_moe.runtime import build, isa
 
 
 def main() -> None:
-    build.load = partial(build.load, flags=["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"])
+    build.BASE_FLAGS = (*build.BASE_FLAGS, "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
     tier = isa.selected()
     for k, n, sizes in ((16, 1, (1, 0, 2)), (80, 33, (3, 17, 40)), (1296, 20, (1, 16, 0))):
         weight, rows = random_weight(3, n, k), sum(sizes) + 2
@@ -24,6 +23,13 @@ def main() -> None:
         args, kwargs = expert_mlp(name, torch.bfloat16)
         inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         program(fusion_of_call("expert_mlp", *args, **kwargs), tier)(inputs)
+    for name, make in CASES.items():
+        fusion, inputs = make()
+        for rows in (7, 1, 0) if name in OF_ANY_ROWS else (7,):
+            compiled(fusion)([t[:rows] if t.shape[0] == 7 else t for t in inputs])
+    for sizes in ((0, 0), (1, 200), (31, 1)):
+        fusion, inputs = swizzled(sizes, 7)
+        compiled(fusion)(inputs)
     print("clean")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fusion_moe import FusionDefinition, options
 from fusion_moe.compile import compile_fusion
 from fusion_moe.errors import Error, NonFiniteError
+from fusion_moe.formats import quantize
 from fusion_moe.ir.core import Fusion
 from fusion_moe.runtime import isa
 from fusion_moe.runtime.program import Program
@@ -66,6 +67,7 @@ def of(*tensors: Tensor):
 
 
 CASES: dict = {}
+OF_ANY_ROWS = ("sum_of_rows", "sum_of_columns", "moved", "padded_rows", "scales_of_matrices", "sum_read_again")
 g = torch.Generator().manual_seed(0)
 F = torch.randn(7, 33, generator=g)
 CUBE = torch.randn(7, 3, 20, generator=g)
@@ -150,7 +152,7 @@ def bias_in_memory(fd, x, bias, offs):
 
 @of(F, torch.randint(0, 5, (7, 2), generator=g), torch.rand(7, 2, generator=g))
 def routed_and_combined(fd, x, ids, w):
-    ends, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", 5))
+    _, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", 5))
     rows = fd.ops.index_select(x, row_of, dim=0)
     return fd.ops.cast(fd.ops.combine(rows, slot_of, w), dtype="bf16"), fd.ops.invert(slot_of, rows=rows.type.shape[0])
 
@@ -170,7 +172,7 @@ def test_an_operation(case):
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_few_rows(rows):
-    for case in ("sum_of_rows", "sum_of_columns", "moved", "padded_rows", "scales_of_matrices", "sum_read_again"):
+    for case in OF_ANY_ROWS:
         fusion, inputs = CASES[case]()
         inputs = [t[:rows] for t in inputs]
         for found, want in zip(in_cpp(fusion)(inputs), fusion.evaluate(*inputs), strict=True):
@@ -209,17 +211,21 @@ def test_quantize_says_what_is_not_finite():
         in_cpp(quantized(x.shape, "f32"))([x, torch.ones(1)])
 
 
-@pytest.mark.parametrize("cols", [1, 4, 7, 8])
-@pytest.mark.parametrize("sizes", [(0, 0), (1, 200), (128, 0, 129, 3), (31, 1)])
-def test_swizzle_is_that_of_the_reference(sizes, cols):
+def swizzled(sizes: tuple[int, ...], cols: int) -> tuple[Fusion, list[Tensor]]:
     ends = torch.tensor(sizes).cumsum(0).int()
-    rows = int(ends[-1]) + 5
     fd = FusionDefinition()
     x, offs = fd.define_tensor(shape=[fd.define_size("m"), cols], dtype="f8e4m3"), fd.define_tensor(shape=[len(sizes)], dtype="i32")
     made = fd.ops.ends(offs, rows=x.type.shape[0], groups=fd.define_groups("g", len(sizes)))
     fd.add_output(fd.ops.grouped_swizzle(fd.ops.cut(x, made), made, layout="sf128x4"))
-    inputs = [torch.randint(0, 256, (rows, cols), generator=g).to(torch.uint8).view(torch.float8_e4m3fn), ends]
-    assert_same_bits(in_cpp(fd.fusion())(inputs), fd.fusion().evaluate(*inputs))
+    scales = torch.randint(0, 256, (int(ends[-1]) + 5, cols), generator=g).to(torch.uint8)
+    return fd.fusion(), [scales.view(torch.float8_e4m3fn), ends]
+
+
+@pytest.mark.parametrize("cols", [1, 4, 7, 8])
+@pytest.mark.parametrize("sizes", [(0, 0), (1, 200), (128, 0, 129, 3), (31, 1)])
+def test_swizzle_is_that_of_the_reference(sizes, cols):
+    fusion, inputs = swizzled(sizes, cols)
+    assert_same_bits(in_cpp(fusion)(inputs), fusion.evaluate(*inputs))
 
 
 # Whole programs ---------------------------------------------------------------------------------------------------------
@@ -241,8 +247,8 @@ def test_any_program_says_what_the_reference_says(fusion, what):
     inputs = inputs_of(3)
     if what == "ids":
         inputs[2][1, 1] = 77
-    program, told = compiled(fusion), []
-    for run in (lambda: program(inputs), lambda: fusion.evaluate(*inputs)):
+    program, reference, told = compiled(fusion), compile_fusion(fusion, TARGETS["reference"], options.current()), []
+    for run in (lambda: program(inputs), lambda: reference(inputs)):  # which drops what nobody reads, as all programs do
         try:
             told.append(list(map(bits, run())))
         except Error as error:
@@ -266,7 +272,7 @@ def test_memory_is_taken_in_turn_and_never_returned_twice():
     fd.add_output(made[-1])
     program = in_cpp(fd.fusion())
     assert len(program.joined._arrays._allocate) == 3
-    inputs = [torch.randn(6, 32, generator=g), torch.tensor([2, 6], dtype=torch.int32),
-              torch.randint(0, 256, (2, 32, 16), generator=g).to(torch.uint8), torch.ones(2, 32, 2).to(torch.float8_e4m3fn), torch.ones(2) / 8]  # fmt: skip
+    weight = quantize(torch.randn(2, 32, 32, generator=g) / 6)
+    inputs = [torch.randn(6, 32, generator=g), torch.tensor([2, 6], dtype=torch.int32), *weight]
     for found, want in zip(program(inputs), fd.fusion().evaluate(*inputs), strict=True):
         close(found, want, 1e-5)

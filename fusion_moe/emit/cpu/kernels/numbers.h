@@ -126,10 +126,10 @@ struct E4M3 {
 constexpr E4M3 E4M3_VALUES{};
 
 // The code of a number, ties to the even one, beyond 6 to 6, NaN to 7; the sign of -0.0 is dropped.
-inline u8 e2m1_of(float x) {
+inline i32 e2m1_of(float x) {
     const float size = std::fabs(x);
-    const int below = (size <= 0.25f) + (size < 0.75f) + (size <= 1.25f) + (size < 1.75f) + (size <= 2.5f) + (size < 3.5f) + (size <= 5.f);
-    return u8(7 - below + 8 * (x < 0.f));
+    const i32 below = (size <= 0.25f) + (size < 0.75f) + (size <= 1.25f) + (size < 1.75f) + (size <= 2.5f) + (size < 3.5f) + (size <= 5.f);
+    return 7 - below + 8 * (x < 0.f);
 }
 
 // The e4m3 byte of a number from 2^-9 to 448, to nearest, ties to even; NaN is 0x7F.
@@ -143,11 +143,13 @@ inline u8 e4m3_of(float x) {
 // Sixteen numbers -> their codes and block scale, in the order of operations of nvidia-modelopt. False if one of them is not finite.
 inline bool quantize_block(const float* x, float decode, u8* codes, u8* scale) {
     u32 most = 0;
-    for (int i = 0; i < 16; ++i) most = std::max(most, as_bits(std::fabs(x[i])));
+#pragma omp simd reduction(max : most)
+    for (int i = 0; i < 16; ++i) most = std::max(most, as_bits(x[i]) & 0x7FFFFFFFu);
     const float amax = as_float(most), wanted = most == 0 ? 1.f : amax / (6.f * decode);
     *scale = e4m3_of(wanted < 0x1p-9f ? 0x1p-9f : wanted > 448.f ? 448.f : wanted);
     const float step = most == 0 ? 1.f : E4M3_VALUES[*scale] * decode;
-    u8 code[16];
+    i32 code[16];
+#pragma omp simd
     for (int i = 0; i < 16; ++i) code[i] = e2m1_of(x[i] / step);
     for (int b = 0; b < 8; ++b) codes[b] = u8(code[2 * b] | code[2 * b + 1] << 4);
     return most < 0x7F800000u;
