@@ -16,6 +16,7 @@ from ..target import Target
 from .check import check_stages
 from .kernel import Kernel
 
+_REMEMBERED = 256  # sizes of calls
 _MOVES = ("reshape", "slice", "permute", "broadcast_in_dim", "cast", "cut", "ends", "unpack")  # may return the memory they were given
 
 
@@ -48,11 +49,24 @@ class Program:
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int] | None = None) -> list[torch.Tensor]:
         """The outputs on these inputs: new tensors, contiguous, sharing no memory with the inputs."""
-        env = self.stages[0][1].bind(tensors, sizes)
+        env = self._sizes(tensors, sizes or {})
         if self.checked:
             check_stages(self.stages, self.segments, tensors, env)
         outputs = self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
         return self._one_by_one(tensors, env) if outputs is None else list(outputs)
+
+    def _sizes(self, tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> Mapping[str, int]:
+        """The values of the symbols: remembered by all that they are read from, since decoding asks for the same ones thousands of times."""
+        key = (tuple((t.shape, t.dtype) for t in tensors), tuple(given.items()))
+        if key not in self._remembered:
+            if len(self._remembered) >= _REMEMBERED:
+                self._remembered.clear()
+            self._remembered[key] = self.stages[0][1].bind(tensors, given)
+        return self._remembered[key]
+
+    @cached_property
+    def _remembered(self) -> dict[Any, Mapping[str, int]]:
+        return {}
 
     def _one_by_one(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
         made: dict[Value, Any] = dict(zip(self.fusion.inputs, tensors, strict=True))

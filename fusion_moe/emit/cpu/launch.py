@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache, cached_property
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from ...ir.core import Fusion, Value, storage_shape
-from ...ir.types import DTYPES, plain
+from ...ir.types import DTYPES
 from ...runtime import build
+from .prebuilt import KERNELS, product_of
 from .segment import Source
 from .unit import Step, text
 
-KERNELS = Path(__file__).parent / "kernels"
+_REMEMBERED = 256  # sizes of calls
 Sizes = Mapping[str, int]
 Entry = Callable[[Any, Any], int]  # (pointers, sizes) -> whether it found bad input
 
@@ -51,12 +51,6 @@ class Library:
         return lambda pointers, sizes: int(function(pointers, sizes, product, torch.get_num_threads()))
 
 
-@cache
-def product_of(tier: str) -> ctypes.CDLL:
-    """The library with the grouped product of a tier."""
-    return build.load((KERNELS / "product.cpp").read_text(encoding="utf-8"), name="product", tier=tier, include=[KERNELS])
-
-
 class Launch:
     """launch(*inputs, sizes=...) -> outputs: one segment of a library."""
 
@@ -82,24 +76,26 @@ class Arrays:
     """
 
     def __init__(self, fusion: Fusion, memory: Sequence[Value], results: Sequence[int], transposed: Collection[Value | None]):
-        self._symbols, self._results = fusion.symbols, results
+        self._symbols, self._results, self._memory = fusion.symbols, results, memory
         self._swap = [v in transposed for v in fusion.inputs]
-        self._allocate = [_allocator(v) for v in memory]
-        self._pointers, self._sizes = ctypes.c_void_p * (len(fusion.inputs) + len(memory)), ctypes.c_longlong * max(1, len(self._symbols))
+        self._pointers = ctypes.c_void_p * (len(fusion.inputs) + len(memory))
+        self._remembered: dict[tuple[int, ...], tuple[Any, list[tuple[Any, torch.dtype]]]] = {}
 
     def call(self, entry: Entry, inputs: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...] | None:
         """The outputs; None where the kernels found input that the reference has an error for."""
+        numbers, memory = self._resolved(sizes)
         held = [(t.mT if swap else t).contiguous() for t, swap in zip(inputs, self._swap, strict=True)]
-        held += [allocate(sizes) for allocate in self._allocate]
-        if entry(self._pointers(*[t.data_ptr() for t in held]), self._sizes(*[sizes[s] for s in self._symbols])):
+        held += [torch.empty(shape, dtype=dtype) for shape, dtype in memory]
+        if entry(self._pointers(*[t.data_ptr() for t in held]), numbers):
             return None
         return tuple(held[i] for i in self._results)
 
-
-def _allocator(v: Value) -> Callable[[Sizes], torch.Tensor]:
-    """sizes -> an empty tensor for a value."""
-    dtype = DTYPES[v.type.dtype]
-    known = [d for d in map(plain, v.type.shape) if isinstance(d, int)]
-    if len(known) == len(v.type.shape) and v.type.layout == "linear":
-        return lambda sizes: torch.empty(known, dtype=dtype)
-    return lambda sizes: torch.empty(storage_shape(v.type, sizes), dtype=dtype)
+    def _resolved(self, sizes: Sizes) -> tuple[Any, list[tuple[Any, torch.dtype]]]:
+        """The sizes as C has them, and shape and dtype of what is allocated; remembered for as many sizes as a program meets soon again."""
+        key = tuple(sizes[s] for s in self._symbols)
+        if key not in self._remembered:
+            if len(self._remembered) >= _REMEMBERED:
+                self._remembered.clear()
+            memory = [(storage_shape(v.type, sizes), DTYPES[v.type.dtype]) for v in self._memory]
+            self._remembered[key] = (ctypes.c_longlong * max(1, len(key)))(*key), memory
+        return self._remembered[key]
