@@ -6,9 +6,11 @@ import base64
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -24,15 +26,16 @@ REPO = Path(__file__).resolve().parents[1]
 PACKAGES = {"fusion_moe": REPO / "fusion_moe", "fusion_moe_translators": REPO / "translators" / "fusion_moe_translators"}
 
 
-def run(*command: object, cwd: Path = Path("/")) -> str:
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+def run(*command: object, cwd: Path = Path("/"), **environment: str) -> str:
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, env={**os.environ, **environment})
     assert done.returncode == 0, f"{' '.join(str(part) for part in command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
-def build(target: str, folder: Path, source: Path = REPO) -> Path:
-    """The wheel, the editable wheel or the sdist, built as pip would, without the network."""
-    run(sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder, cwd=source)
+def build(target: str, folder: Path, source: Path = REPO, kernels: bool = False) -> Path:
+    """The wheel, the editable wheel or the sdist, built as pip would, without the network. kernels: whether the CPU's are compiled."""
+    environment = {} if kernels else {"HATCH_BUILD_NO_HOOKS": "true"}
+    run(sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder, cwd=source, **environment)
     (built,) = folder.iterdir()
     return built
 
@@ -65,12 +68,31 @@ def test_wheel_holds_the_two_packages_and_nothing_else(wheel):
     assert {name.split("/")[0] for name in ours} == set(PACKAGES)
 
 
-def test_sdist_builds_the_same_wheel(wheel, tmp_path):
-    sdist = build("sdist", tmp_path / "sdist")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path / "source", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
-    (source,) = (tmp_path / "source").iterdir()
-    assert files_of(build("wheel", tmp_path / "wheel", source)) == files_of(wheel)
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(build("sdist", folder / "built")) as archive:
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    return next(path for path in folder.iterdir() if path.name != "built")
+
+
+def test_sdist_builds_the_same_wheel(wheel, source, tmp_path):
+    assert files_of(build("wheel", tmp_path, source)) == {name for name in files_of(wheel) if "/shipped/" not in name}
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_a_wheel_brings_the_kernels_of_every_cpu(source, tmp_path):
+    """Those that this machine looks for among them; and its tag says for which machines it is."""
+    from fusion_moe.emit.cpu import prebuilt
+    from fusion_moe.runtime import isa
+
+    wheel = build("wheel", tmp_path, source, kernels=True)
+    shipped = {Path(name).name for name in files_of(wheel) if "/shipped/" in name}
+    assert shipped >= {prebuilt.recipe(tier).came_with().name for tier in isa.available()}
+    assert {name.split("-")[1] for name in shipped} == set(isa.TIERS)
+    assert wheel.name.endswith(f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}.whl")
 
 
 # Installed, beside another `translators` --------------------------------------------------------------------------------

@@ -179,8 +179,13 @@ class Fusion:
             _check(v, _first(tensor), env)
         return env
 
-    def evaluate(self, *tensors: Any, sizes: Mapping[str, int] | None = None) -> tuple[Any, ...]:
-        """The outputs on these inputs, in plain torch: the meaning of the program. Checks ends and ids on the host."""
+    def evaluate(
+        self, *tensors: Any, sizes: Mapping[str, int] | None = None, using: Mapping[Op, Callable[..., tuple[Any, ...]]] | None = None
+    ) -> tuple[Any, ...]:
+        """The outputs on these inputs, in plain torch: the meaning of the program. Checks ends and ids on the host.
+
+        using: operations that something else computes, called as the `evaluate` of their kinds.
+        """
         env = self.bind(tensors, sizes)
         made: dict[Any, Any] = dict(zip(self.inputs, tensors, strict=True))
         for v, tensor in made.items():
@@ -188,14 +193,15 @@ class Fusion:
                 check_ends(tensor, rows_of(v.type.ends, self, env), v.name)
         device = _first(tensors[0]).device if tensors else torch.device("cpu")
         with torch.device(device) if device.type != "cpu" else nullcontext():  # for what makes tensors from nothing
-            self._run(made, env)
+            self._run(made, env, using or {})
         return tuple(made[v] for v in self.outputs)
 
-    def _run(self, made: dict[Any, Any], env: Mapping[str, int]) -> None:
+    def _run(self, made: dict[Any, Any], env: Mapping[str, int], using: Mapping[Op, Callable[..., tuple[Any, ...]]]) -> None:
         last = {v: op for op in self.ops for v in op.values}
         for op in self.ops:
             args = [made[v] if isinstance(v, Value) else v for v in op.inputs]
-            made.update(zip(op.outputs, op.kind.evaluate(*args, **resolve(op.attrs, env)), strict=True))
+            run = using.get(op, op.kind.evaluate)
+            made.update(zip(op.outputs, run(*args, **resolve(op.attrs, env)), strict=True))
             for v in op.values:  # as kernels do: what nobody reads any more is given back
                 if last[v] is op and v not in self.outputs:
                     made.pop(v, None)

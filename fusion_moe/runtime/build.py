@@ -23,7 +23,8 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,31 +57,94 @@ class Compiler:
     version: str
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """A C++ source, a name for it, the tier it is for, the folders of its headers, and flags of its own, which come last.
+
+    shipped: a folder of libraries that came with the package, which are taken where they are of this recipe.
+    """
+
+    text: str
+    name: str
+    tier: str
+    include: tuple[Path, ...] = ()
+    flags: tuple[str, ...] = ()
+    shipped: Path | None = None
+
+    def told(self, having: Collection[str] | None = None) -> tuple[str, ...]:
+        """The flags that a compiler is told, for a CPU having these features (default: this one's)."""
+        return (*BASE_FLAGS, *isa.compiler_flags(self.tier, having), *self.flags)
+
+    def came_with(self, having: Collection[str] | None = None) -> Path | None:
+        """The file that a shipped library has, for a CPU having these features (default: this one's)."""
+        return self.shipped and self.shipped / f"{self.name}-{self.tier}-{self._key(*self.told(having))}.so"
+
+    def command(self, compiler: Compiler, having: Collection[str] | None = None) -> list[str]:
+        """The compiler's command line, source and output left out."""
+        return [*compiler.command, *self.told(having), *(f"-I{folder}" for folder in self.include)]
+
+    def file(self, compiler: Compiler) -> str:
+        """The name of the library in the cache."""
+        return f"{self.name}-{self.tier}-{self._key(compiler.version, *compiler.command, *self.told())}.so"
+
+    def _key(self, *how: str) -> str:
+        headers = store.key_of(*(part for header in _headers(self.text, self.include) for part in header))
+        return store.key_of(self.text, headers, self.tier, os.uname().machine, *how)
+
+
 def load(
     text: str, *, name: str, tier: str | None = None, include: Sequence[Path | str] = (), flags: Sequence[str] = ()
 ) -> ctypes.CDLL:
     """The library of a C++ source: the head of this file says how. BuildError if it cannot be had, OptionError for another CPU's tier."""
-    tier = isa.selected() if tier is None else isa.require(tier)
-    return _open(build(text, name=name, tier=tier, include=include, flags=flags))
+    return library(_recipe(text, name, isa.selected() if tier is None else tier, include, flags))
 
 
 def build(text: str, *, name: str, tier: str, include: Sequence[Path | str] = (), flags: Sequence[str] = ()) -> Path:
     """The file of the library of a C++ source, from the cache or compiled now. BuildError if it cannot be had."""
+    return _file(_recipe(text, name, tier, include, flags))
+
+
+def library(recipe: Recipe) -> ctypes.CDLL:
+    """The library of a recipe: one that came with the package, from the cache, or compiled now. Raises as `load`."""
+    isa.require(recipe.tier)
+    return _open(_file(recipe))
+
+
+def _recipe(text: str, name: str, tier: str, include: Sequence[Path | str], flags: Sequence[str]) -> Recipe:
+    return Recipe(text, name, tier, tuple(Path(folder).absolute() for folder in include), tuple(flags))
+
+
+def _file(recipe: Recipe) -> Path:
+    if (came := recipe.came_with()) and came.is_file():
+        return came
     compiler = find_compiler()
     if compiler is None:
-        raise BuildError(why_no_compiler(), where=name)
-    told = (*BASE_FLAGS, *isa.compiler_flags(tier), *flags)
-    if wrong := [flag for flag in (*compiler.command, *told) if flag in _NEVER]:
-        raise BuildError(f"compiler flag {wrong[0]}", expected="flags that keep results and name the instructions", where=name)
-    folders = [Path(folder).absolute() for folder in include]
-    headers = store.key_of(*(part for header in _headers(text, folders) for part in header))
-    key = store.key_of(text, headers, tier, os.uname().machine, compiler.version, *compiler.command, *told)
-    command = [*compiler.command, *told, *(f"-I{folder}" for folder in folders)]
+        raise BuildError(why_no_compiler(), where=recipe.name)
+    command = _allowed(recipe.command(compiler), recipe.name)
     try:
-        return store.get_or_make(f"{name}-{tier}-{key}.so", lambda path: _compile(command, text, name, path))
+        return store.get_or_make(recipe.file(compiler), lambda path: _compile(command, recipe, path, store.folder()))
     except OSError as e:
         todo = "free some space, or set FUSION_MOE_CACHE_DIR to another folder"
-        raise BuildError(f"the compiled kernel could not be written: {e}", todo=todo, where=name) from e
+        raise BuildError(f"the compiled kernel could not be written: {e}", todo=todo, where=recipe.name) from e
+
+
+def ship(recipe: Recipe, having: Collection[str]) -> Path:
+    """Compiles a recipe into its folder of shipped libraries, for a CPU having these features; written at once, or not at all."""
+    compiler, path = find_compiler(), recipe.came_with(having)
+    if compiler is None or path is None:
+        raise BuildError(why_no_compiler(), where=recipe.name)
+    path.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch:
+        command = _allowed(recipe.command(compiler, having), recipe.name)
+        _compile(command, recipe, Path(scratch) / path.name, path.parent)
+        (Path(scratch) / path.name).replace(path)
+    return path
+
+
+def _allowed(command: list[str], name: str) -> list[str]:
+    if wrong := [flag for flag in command if flag in _NEVER]:
+        raise BuildError(f"compiler flag {wrong[0]}", expected="flags that keep results and name the instructions", where=name)
+    return command
 
 
 @cache
@@ -133,18 +197,21 @@ def _run(command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str]
     return subprocess.run(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
 
 
-def _compile(command: Sequence[str], text: str, name: str, path: Path) -> None:
-    """Compiles in the folder of `path`, with relative names, so that equal sources give equal files wherever they are built."""
-    source = f"{name}.cpp"
-    (path.parent / source).write_text(text, encoding="utf-8")
+def _compile(command: Sequence[str], recipe: Recipe, path: Path, failures: Path) -> None:
+    """Compiles in the folder of `path`, with relative names, so that equal sources give equal files wherever they are built.
+
+    failures: the folder that keeps a source which does not compile.
+    """
+    source = f"{recipe.name}.cpp"
+    (path.parent / source).write_text(recipe.text, encoding="utf-8")
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(path.parent)}  # a killed compiler's files go with the folder
     done = _run([*command, source, "-o", path.name], cwd=path.parent, env=environment)
     if done.returncode == 0 and path.exists():
         return
-    kept = store.folder() / f"{path.stem}.failed.cpp"
-    kept.write_text(text, encoding="utf-8")
+    kept = failures / f"{path.stem}.failed.cpp"
+    kept.write_text(recipe.text, encoding="utf-8")
     again = shlex.join([*command, str(kept), "-o", os.devnull])
-    found = f"{name} does not compile (exit status {done.returncode})\n{_first_errors(done.stderr)}"
+    found = f"{recipe.name} does not compile (exit status {done.returncode})\n{_first_errors(done.stderr)}"
     raise BuildError(found, todo=f"to see it all:\n  {again}", where=str(kept))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,24 @@ from fusion_moe.target import TARGETS
 pytestmark = pytest.mark.compiler
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TIERS = [tier for tier in isa.available() if tier != "amx"]  # amx runs the kernels of avx512
+EMULATION = Path(__file__).parent / "amx_emulated.h"
+EMULATED = "amx" not in isa.available() and "avx512" in isa.available() and "avx512_bf16" in isa.features()
+TIERS = ["amx"] * EMULATED + list(isa.available())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def emulated_amx() -> Iterator[None]:
+    """Where the CPU has AVX-512 but not AMX the tier's few instructions of its own are emulated, slowly: the rest of it runs as it is."""
+    if not EMULATED:
+        yield
+        return
+    content = f"-DEMULATION={zlib.crc32(EMULATION.read_bytes())}"  # the cache looks at flags, not at what they include
+    flags = (*isa.compiler_flags("avx512"), "-include", str(EMULATION), content)
+    real = isa.compiler_flags
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(isa, "available", lambda: tuple(TIERS))
+        patch.setattr(isa, "compiler_flags", lambda tier, *args, **kwargs: flags if tier == "amx" else real(tier, *args, **kwargs))
+        yield
 
 
 def program(fusion: Fusion, tier: str) -> Program:

@@ -148,7 +148,7 @@ class Elements:
         name = next(self._names)
         self.lines.append(f"{computed(parts[0][1])} {name} = 0;")
         for i, (condition, v, at) in enumerate(parts):
-            inside = Elements(self._fusion, self._memory, self._known, self._group)
+            inside = type(self)(self._fusion, self._memory, self._known, self._group)
             inside._names = self._names  # what is made inside must not hide what is made outside
             made = inside.of(v, at)
             self.lines.append(f"{'else ' if i else ''}if ({condition}) {{")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ...errors import UnsupportedError
@@ -61,12 +61,12 @@ class Plan:
         return tuple(dict.fromkeys((*made, *self.rows, *self.tokens)))
 
 
-def plan(fusion: Fusion) -> Plan:
-    """The plan of a segment, or UnsupportedError with the sentence why this backend has no kernel for it."""
+def plan(fusion: Fusion, layouts: Collection[str] = ("linear",)) -> Plan:
+    """The plan of a segment, or UnsupportedError with the sentence why this backend has no kernel for it. layouts: of weights, that it has."""
     (op,) = (op for op in fusion.ops if op.kind.role == "grouped")
     if op.kind.name != "grouped_mm":
         raise UnsupportedError(f"{op.kind.name} has no kernel here yet")
-    weight, transposed = _weight(fusion, op)
+    weight, transposed = _weight(fusion, op, layouts)
     if op.values[0].type.dtype not in ACTIVATIONS:
         raise UnsupportedError(f"activations {op.values[0].type} have no kernel here", expected=f"one of {', '.join(ACTIVATIONS)}")
     after = dependent(fusion, op.outputs)
@@ -102,13 +102,13 @@ def source(fusion: Fusion, v: Value) -> Value:
     return source(fusion, op.values[0]) if op is not None and op.kind.name in ("ends", "cut", "reshape") else v
 
 
-def _weight(fusion: Fusion, op: Op) -> tuple[tuple[Value, Value, Value], bool]:
+def _weight(fusion: Fusion, op: Op, layouts: Collection[str]) -> tuple[tuple[Value, Value, Value], bool]:
     w = op.values[1]
     pack = fusion.producers.get(w)
     if w.type.dtype != "nvfp4" or pack is None or pack.kind.name != "pack":
         raise UnsupportedError(f"a weight {w.type} has no kernel here", expected="nvfp4")
-    if w.type.layout != "linear" or op.attrs.get("w_layout", "linear") != "linear":
-        raise UnsupportedError(f"block scales in the layout {w.type.layout} have no kernel here", expected="linear")
+    if w.type.layout not in layouts:
+        raise UnsupportedError(f"weights in the layout {w.type.layout} have no kernel here", expected=" or ".join(layouts))
     codes, scales, decode = pack.values
     if missing := [v for v in pack.values if v not in fusion.inputs]:
         raise UnsupportedError(f"{missing[0].name} of the weight is computed in the same segment")

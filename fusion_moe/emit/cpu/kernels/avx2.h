@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "tiles.h"
+#include "panels.h"
 
 namespace {
 
@@ -21,6 +21,7 @@ struct ScaleTable {
 const ScaleTable SCALES;
 
 struct Avx2 {
+    using Activation = float;
     using Packed = float;
     using Panel = float;  // [K][16]
     static constexpr int FEW = 4, ROWS = 6, SUBS = 1;
@@ -28,7 +29,7 @@ struct Avx2 {
     static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }
 
     // Of each block the even activations, then the odd ones; zeros up to a multiple of 64.
-    static void pack_few(const float* x, Packed* packed, i64 K, int) {
+    static void pack_few(const float* x, Packed* packed, i64 K) {
         for (i64 k = 0; k < K; k += 16) {
             for (int i = 0; i < 8; ++i) packed[k + i] = x[k + 2 * i], packed[k + 8 + i] = x[k + 2 * i + 1];
         }
@@ -53,7 +54,7 @@ struct Avx2 {
         }
     }
 
-    static void few(int rows, const Columns& c, const Columns*, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+    static void few(int rows, const Columns& c, const Columns&, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
         switch (rows) {
             case 1: return few_rows<1>(c, x, stride, K, out, out_stride);
             case 2: return few_rows<2>(c, x, stride, K, out, out_stride);
@@ -70,9 +71,7 @@ struct Avx2 {
                 const int first = 8 * half;
                 __m256i word[8];
                 transpose(c->codes + first, k / 2, K / 2, word);
-                if (next != nullptr) {
-                    for (int i = first; i < first + 8; ++i) _mm_prefetch(reinterpret_cast<const char*>(next->codes[i] + k / 2), _MM_HINT_T1);
-                }
+                for (int i = first; i < first + 8; ++i) _mm_prefetch(reinterpret_cast<const char*>(next->codes[i] + k / 2), _MM_HINT_T1);
                 for (i64 b = 0; b < 4 && k + 16 * b < K; ++b) {
                     alignas(32) float steps[8];
                     for (int i = 0; i < 8; ++i) steps[i] = SCALES.of[c->scales[first + i][k / 16 + b]] * c->decode[first + i];
@@ -171,10 +170,12 @@ struct Avx2 {
     }
 };
 
-struct Tier {
-    using Wide = Avx2;
+struct Avx2Tier {
+    using Wide = Panels<Avx2>;
     template <class A>
-    using Fast = Avx2;
+    using Fast = Kernels<FewRows<Avx2>, Panels<Avx2>>;
+    struct Thread {};
+    static constexpr double ROWS_OF_DECODING = 8;
 };
 
 }  // namespace

@@ -1,18 +1,19 @@
 // Plain C++: right everywhere, fast nowhere.
 #pragma once
 
-#include "tiles.h"
+#include "panels.h"
 
 namespace {
 
 struct Generic {
+    using Activation = float;
     using Packed = float;
     using Panel = float;  // [K][SUBS][16]
     static constexpr int FEW = 1, ROWS = 4, SUBS = 1;
 
-    static void pack_few(const float* x, Packed* packed, i64 K, int) { pack(x, packed, K); }
+    static void pack_few(const float* x, Packed* packed, i64 K) { pack(x, packed, K); }
 
-    static void few(int, const Columns& c, const Columns*, const Packed* x, i64, i64 K, float* out, i64) {
+    static void few(int, const Columns& c, const Columns&, const Packed* x, i64, i64 K, float* out, i64) {
         for (int n = 0; n < LANES; ++n) {
             float sum = 0;
             for (i64 block = 0; block < K / 16; ++block) {
@@ -58,10 +59,12 @@ struct Generic {
     }
 };
 
-struct Tier {
-    using Wide = Generic;
+struct GenericTier {
+    using Wide = Panels<Generic>;
     template <class A>
-    using Fast = Generic;
+    using Fast = Kernels<FewRows<Generic>, Panels<Generic>>;
+    struct Thread {};
+    static constexpr double ROWS_OF_DECODING = 8;
 };
 
 }  // namespace

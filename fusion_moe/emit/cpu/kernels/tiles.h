@@ -1,22 +1,35 @@
-// What the tiers share: sixteen columns of a product, and how a tier is spelled.
+// What the tiers share: sixteen columns of a product, work on some of them, and how a kernel and a tier are spelled.
 //
-// A result has W columns; each is a function of F columns of the product (two, where gate and up become one). A tile of 16 columns of
-// the result reads F times 16 rows of the weight, wherever these lie: a `Columns` for each. A tier is a struct with
+// A result has W columns; each is a function of F columns of the product (two, where gate and up become one). A block is 16 columns of the
+// result; it reads F times 16 rows of the weight, wherever these lie: a `Columns` for each.
 //
-//     few          rows x Columns straight from the codes, block scales in float32, up to FEW rows
-//     decode       Columns -> a panel of weights
-//     multiply     rows x a panel of up to SUBS Columns, up to ROWS rows
+// A kernel is a struct with
 //
-// on activations of a type `Packed` of its own: `pack` makes a row of them. The `Wide` ones are float32, weights are decoded as
-// `code * (block_scale * decode_scale)`, each product rounded: the reference's numbers, for every input there is. The `Fast` ones may
-// ask for activations and decode scales that are `usual`.
+//     Activation, Packed  the type of the activations that it takes, and of what it makes of them
+//     MOST                how many rows it takes
+//     SMALLEST, LARGEST   what activations must be to be `usual`; decode scales must be `usual` too (unless the kernel is `Wide`)
+//     pack                some rows of activations -> rows of `Packed`, `stride` apart
+//     multiply            an `Item` of work, its rows packed: makes and stores its results
+//
+// and a tier one with
+//
+//     Wide                a kernel on float32 for everything. It decodes as `code * (block_scale * decode_scale)`, each product rounded: the
+//                         reference's numbers, for every input there is
+//     Fast<A>             kernels for activations of type A, of which the first that takes so many rows is used
+//     Thread              what a thread has while it multiplies
 #pragma once
 
 #include <algorithm>
 
-#include "product.h"
+#include "scratch.h"
 
 namespace {
+
+constexpr i64 PACK = 16;    // rows that `pack` is given, at most
+constexpr i64 CHUNK = 256;  // rows of an item, at most
+
+template <class... Kernel>
+struct Kernels {};
 
 struct Columns {
     const u8* codes[LANES];
@@ -39,6 +52,29 @@ inline Columns columns_of(const Problem& p, i64 g, const i32* column, i64 first)
     return c;
 }
 
+// Rows of one group times blocks of its columns.
+struct Item {
+    const Problem* p;
+    i64 group, first, rows, first_block, last_block;
+    const Item* then = nullptr;  // what the thread does next
+
+    // What its blocks are made of, one `Columns` after the other, F of each block.
+    i64 subs() const { return (last_block - first_block) * p->F; }
+
+    // The one at `sub`; past the end what is read next, or the last one again.
+    Columns columns(i64 sub) const {
+        if (sub >= subs() && then != nullptr) return then->columns(std::min(sub - subs(), then->subs() - 1));
+        const i64 s = std::min(sub, subs() - 1), f = s % p->F;
+        return columns_of(*p, group, p->columns + f * p->W, (first_block + s / p->F) * LANES);
+    }
+
+    // Stores rows r .. r + count - 1 of the block that `sub` belongs to.
+    void store(i64 r, i64 count, i64 sub, const float* tile, i64 stride) const {
+        const i64 column = (first_block + sub / p->F) * LANES;
+        p->store(p->segment, first + r, count, group, column, std::min<i64>(LANES, p->W - column), tile, stride);
+    }
+};
+
 // Decode scales that keep products among the normal numbers, whatever the order of multiplications.
 inline bool usual_scales(const Problem& p, i64 g) {
     bool good = true;
@@ -54,15 +90,16 @@ inline u16 size_of(bf16 x) { return x.bits & 0x7FFF; }
 inline u32 size_of(float x) { return as_bits(x) & 0x7FFFFFFFu; }
 inline u32 size_of(f16 x) { return size_of(widen(x)); }
 
-// Whether the largest of K activations lies between 2^-80 and 2^90, or all are zero: no sum of their products overflows, and what may be
-// flushed to zero is 2^36 times smaller than the largest.
-template <class A>
+// Whether the largest of K activations lies between 2^SMALLEST and 2^(LARGEST + 1), or all are zero: no sum of their products overflows,
+// and what may be flushed to zero is 2^36 times smaller than the largest.
+template <class Kernel, class A>
 inline bool usual(const A* x, i64 K) {
     using Size = decltype(size_of(x[0]));
     constexpr int EXPONENT = sizeof(Size) == 2 ? 7 : 23;
     Size largest = 0;
     for (i64 k = 0; k < K; ++k) largest = std::max(largest, size_of(x[k]));
-    return largest == 0 || (largest >> EXPONENT >= 127 - 80 && largest >> EXPONENT <= 127 + 90);
+    const int exponent = int(largest >> EXPONENT) - 127;
+    return largest == 0 || (exponent >= Kernel::SMALLEST && exponent <= Kernel::LARGEST);
 }
 
 }  // namespace

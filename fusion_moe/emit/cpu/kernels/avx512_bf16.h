@@ -1,0 +1,200 @@
+// AVX-512 with products of bfloat16.
+#pragma once
+
+#include "avx512.h"
+
+namespace {
+
+inline __m512bh pairs(__m512i v) { return reinterpret_cast<__m512bh>(v); }
+inline __m512bh all(u32 pair) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(int(pair))); }
+
+// One row of activations.
+struct Avx512OneRow {
+    using Activation = bf16;
+    using Packed = u32;  // two bfloat16, of k and k + 4
+    static constexpr int FEW = 1;
+
+    // Of 256 activations: sixteen pairs, the same one of each block, in lane i that of block i; zeros up to a multiple of 256.
+    static void pack_few(const bf16* x, Packed* packed, i64 K) {
+        for (i64 k0 = 0; k0 < K; k0 += 256) {
+            for (int part = 0; part < 8; ++part) {  // half = part / 4, j = part % 4
+                for (int i = 0; i < 16; ++i) {
+                    const i64 k = k0 + 16 * i + 8 * (part / 4) + part % 4;
+                    packed[k0 / 2 + 16 * part + i] = k0 + 16 * i < K ? u32(x[k].bits) | u32(x[k + 4].bits) << 16 : 0;
+                }
+            }
+        }
+    }
+
+    // 256 codes, lane i being block i: their products, and those of block scales.
+    static __m512 run_of_blocks(__m512i a, __m512i b, const Packed* x, __m512 scale, __m512 sum) {
+        const __m512i table = bf16_table();
+        const __m512i halves[2] = {_mm512_permutex2var_epi32(a, _mm512_load_si512(TABLES.even), b),
+                                   _mm512_permutex2var_epi32(a, _mm512_load_si512(TABLES.odd), b)};
+        __m512 p[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};  // two chains: the products wait for each other
+        for (int j = 0; j < 4; ++j) {
+            for (int half = 0; half < 2; ++half) {
+                const __m512i w = _mm512_permutexvar_epi16(_mm512_srli_epi16(halves[half], 4 * j), table);
+                p[half] = _mm512_dpbf16_ps(p[half], pairs(w), pairs(_mm512_load_si512(x + 64 * half + 16 * j)));
+            }
+        }
+        return _mm512_fmadd_ps(_mm512_add_ps(p[0], p[1]), scale, sum);
+    }
+
+    // A row of the weight at a time, as it lies in memory.
+    static void few(int, const Columns& c, const Columns& next, const Packed* x, i64, i64 K, float* out, i64) {
+        alignas(64) __m512 sums[16];
+        for (int n = 0; n < LANES; ++n) {
+            const u8 *codes = c.codes[n], *scales = c.scales[n];
+            const char* ahead = reinterpret_cast<const char*>(next.codes[n]);
+            _mm_prefetch(reinterpret_cast<const char*>(next.scales[n]), _MM_HINT_T1);
+            __m512 sum = _mm512_setzero_ps();
+            for (i64 k = 0; k < K; k += 1024) {
+                const Scales four = Scales::of(load_some(scales, k / 16, K / 16));
+                const int whole = int(std::min<i64>(4, (K - k) / 256));
+                for (int part = 0; part < whole; ++part) {
+                    const i64 at = k / 2 + 128 * part;
+                    _mm_prefetch(ahead + at, _MM_HINT_T1);
+                    _mm_prefetch(ahead + at + 64, _MM_HINT_T1);
+                    sum = run_of_blocks(_mm512_loadu_si512(codes + at), _mm512_loadu_si512(codes + at + 64), x + at, four.of_run(part), sum);
+                }
+                if (whole < 4 && k + 256 * whole < K) {
+                    const i64 at = k / 2 + 128 * whole;
+                    sum = run_of_blocks(load_some(codes, at, K / 2), load_some(codes, at + 64, K / 2), x + at, four.of_run(whole), sum);
+                }
+            }
+            sums[n] = sum;
+        }
+        // the sums of the lanes, in the order of the rows: each step adds halves of two vectors and makes them one
+        for (int i = 0; i < 8; ++i) {
+            const __m512 a = sums[i], b = sums[i + 8];
+            sums[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+        }
+        for (int i = 0; i < 4; ++i) {
+            const __m512 a = sums[i], b = sums[i + 4];
+            sums[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+        }
+        for (int i = 0; i < 2; ++i) {
+            const __m512d a = _mm512_castps_pd(sums[i]), b = _mm512_castps_pd(sums[i + 2]);
+            sums[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+        }
+        const __m512 total = _mm512_add_ps(_mm512_shuffle_ps(sums[0], sums[1], 0x88), _mm512_shuffle_ps(sums[0], sums[1], 0xDD));
+        const __m512i order = _mm512_load_si512(TABLES.order_of_sums);
+        _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_permutexvar_ps(order, total), _mm512_load_ps(c.decode)));
+    }
+};
+
+struct Avx512Bf16 {
+    using Activation = bf16;
+    using Packed = u32;  // two bfloat16, of k and k + 4
+    using Panel = u32;   // [K/2][subs][16] pairs
+    static constexpr int FEW = 16, ROWS = 6, SUBS = 4;
+
+    // Each 8 activations in the order 0 4 1 5 2 6 3 7.
+    static void pack(const bf16* x, Packed* packed, i64 K) {
+        const __m128i order = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+        const __m512i orders = _mm512_broadcast_i32x4(order);
+        i64 k = 0;
+        for (; k + 32 <= K; k += 32) _mm512_storeu_si512(packed + k / 2, _mm512_shuffle_epi8(_mm512_loadu_si512(x + k), orders));
+        for (; k < K; k += 8) {
+            const __m128i eight = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + k));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(packed + k / 2), _mm_shuffle_epi8(eight, order));
+        }
+    }
+
+    static void pack_few(const bf16* x, Packed* packed, i64 K) { pack(x, packed, K); }
+
+    template <int R>
+    static void few_rows(const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+        const __m512i table = bf16_table();
+        __m512 sum[R];
+        for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
+        for_blocks(c, next, K, [&](const __m512i* words, i64 block, __m512 scale) {
+            __m512bh w[8];
+            for (int j = 0; j < 8; ++j) w[j] = pairs(_mm512_permutexvar_epi16(_mm512_srli_epi16(words[j / 4], 4 * (j % 4)), table));
+            const Packed* at = x + 8 * block;
+            for (int r = 0; r < R; ++r) {
+                __m512 p = _mm512_setzero_ps(), q = p;
+                for (int j = 0; j < 4; ++j) {
+                    p = _mm512_dpbf16_ps(p, w[j], all(at[r * stride + j]));
+                    q = _mm512_dpbf16_ps(q, w[4 + j], all(at[r * stride + 4 + j]));
+                }
+                sum[r] = _mm512_fmadd_ps(_mm512_add_ps(p, q), scale, sum[r]);
+            }
+        });
+        const __m512 decode = _mm512_load_ps(c.decode);
+        for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], decode));
+    }
+
+    static void few(int rows, const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+        switch (rows) {
+            case 1: case 2: return few_rows<2>(c, next, x, stride, K, out, out_stride);
+            case 3: return few_rows<3>(c, next, x, stride, K, out, out_stride);
+            case 4: return few_rows<4>(c, next, x, stride, K, out, out_stride);
+            case 5: case 6: return few_rows<6>(c, next, x, stride, K, out, out_stride);
+            case 7: case 8: return few_rows<8>(c, next, x, stride, K, out, out_stride);
+            case 9: case 10: case 11: case 12: return few_rows<12>(c, next, x, stride, K, out, out_stride);
+            default: return few_rows<16>(c, next, x, stride, K, out, out_stride);
+        }
+    }
+
+    // Code times block scale has at most six significant bits: exact in bfloat16. A product of pairs with (scale, 0) or (0, scale) is the
+    // scaled code of one of the two as float32, whose upper half is its bfloat16.
+    static void decode(const Columns* c, const Columns* next, int subs, i64 K, Panel* panel) {
+        const __m512i table = bf16_table(), upper = _mm512_set1_epi32(int(0xFFFF0000));
+        for (int s = 0; s < subs; ++s) {
+            for_blocks(c[s], next[s], K, [&](const __m512i* words, i64 block, __m512 scale) {
+                const __m512i of_high = _mm512_castps_si512(scale), of_low = _mm512_srli_epi32(of_high, 16);
+                u32* out = panel + (8 * block * subs + s) * LANES;
+                for (int j = 0; j < 8; ++j) {
+                    const __m512bh w = pairs(_mm512_permutexvar_epi16(_mm512_srli_epi16(words[j / 4], 4 * (j % 4)), table));
+                    const __m512i high = _mm512_castps_si512(_mm512_dpbf16_ps(_mm512_setzero_ps(), w, pairs(of_high)));
+                    const __m512i low = _mm512_castps_si512(_mm512_dpbf16_ps(_mm512_setzero_ps(), w, pairs(of_low)));
+                    // the upper half moved down by a multiplication, since the units that shift have enough to do
+                    const __m512i down = _mm512_madd_epi16(low, _mm512_set1_epi32(1 << 16));
+                    _mm512_store_si512(out + j * subs * LANES, _mm512_ternarylogic_epi32(upper, high, down, 0xCA));
+                }
+            });
+        }
+    }
+
+    template <int R, int S>
+    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out, i64 out_stride) {
+        __m512 sum[R][S];
+        for (int r = 0; r < R; ++r) {
+            for (int s = 0; s < S; ++s) sum[r][s] = _mm512_setzero_ps();
+        }
+        for (i64 p = 0; p < K / 2; ++p, panel += S * LANES) {
+            __m512bh w[S];
+            for (int s = 0; s < S; ++s) w[s] = pairs(_mm512_load_si512(panel + s * LANES));
+            for (int r = 0; r < R; ++r) {
+                const __m512bh a = all(x[r * stride + p]);
+                for (int s = 0; s < S; ++s) sum[r][s] = _mm512_dpbf16_ps(sum[r][s], a, w[s]);
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            for (int s = 0; s < S; ++s) _mm512_storeu_ps(out + r * out_stride + s * LANES, sum[r][s]);
+        }
+    }
+
+    static void multiply(int rows, int subs, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns* c, float* out, i64 out_stride) {
+        multiply_tile<Avx512Bf16>(rows, subs, x, stride, panel, K, out, out_stride);
+        for (int r = 0; r < rows; ++r) {
+            for (int s = 0; s < subs; ++s) {
+                float* at = out + r * out_stride + s * LANES;
+                _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_load_ps(c[s].decode)));
+            }
+        }
+    }
+};
+
+struct Avx512Bf16Tier {
+    using Wide = Panels<Avx512>;
+    template <class A>
+    using Fast = std::conditional_t<std::is_same<A, bf16>::value, Kernels<FewRows<Avx512OneRow>, FewRows<Avx512Bf16>, Panels<Avx512Bf16>>,
+                                    Kernels<FewRows<Avx512>, Panels<Avx512>>>;
+    struct Thread {};
+    static constexpr double ROWS_OF_DECODING = 8;
+};
+
+}  // namespace

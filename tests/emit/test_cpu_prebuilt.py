@@ -1,0 +1,88 @@
+"""Without a compiler: products by the library that came with the package, plain torch around them; the reference where none came."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusion_moe
+from fusion_moe import options
+from fusion_moe.emit.cpu import prebuilt
+from fusion_moe.errors import GroupsError
+from fusion_moe.formats import quantize
+from fusion_moe.runtime import build, isa
+
+pytestmark = pytest.mark.compiler  # to build what comes with the package
+OPS = torch.ops.fusion_moe
+
+
+@pytest.fixture(scope="module", params=isa.available())
+def shipped(request, tmp_path_factory):
+    """A tier, and a folder with its library."""
+    folder = tmp_path_factory.mktemp("shipped")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prebuilt, "SHIPPED", folder)
+        build.ship(prebuilt.recipe(request.param), isa.features())
+    return request.param, folder
+
+
+@pytest.fixture
+def without_compiler(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert build.find_compiler() is None
+
+
+@pytest.fixture
+def product(shipped, without_compiler, monkeypatch):
+    """The library of a tier is there, a compiler is not."""
+    tier, folder = shipped
+    monkeypatch.setattr(prebuilt, "SHIPPED", folder)
+    prebuilt.product_of.cache_clear()
+    with options.override(cpu_isa=tier, cache_dir=str(folder / "none")):
+        yield tier
+    prebuilt.product_of.cache_clear()
+    assert not (folder / "none").exists()
+
+
+def experts(seed: int) -> tuple[fusion_moe.NVFP4Experts, tuple[Tensor, Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(seed)
+    module = fusion_moe.NVFP4Experts.from_float(torch.randn(4, 64, 48, generator=g) / 7, torch.randn(4, 48, 32, generator=g) / 6)
+    weights, ids = torch.rand(23, 4, generator=g).topk(2)
+    return module, (torch.randn(23, 48, generator=g), ids, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_product(product, dtype):
+    g = torch.Generator().manual_seed(3)
+    weight = quantize(torch.randn(3, 37, 80, generator=g))
+    a, ends = torch.randn(50, 80, generator=g).to(dtype), torch.tensor([1, 1, 45], dtype=torch.int32)
+    found = OPS.nvfp4_grouped_mm(a, *weight, ends)
+    with options.override(target="reference"):
+        want = OPS.nvfp4_grouped_mm(a, *weight, ends)
+    step = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+    torch.testing.assert_close(found, want, rtol=step, atol=step)
+    assert not found[45:].any()
+    with pytest.raises(GroupsError, match=r"offs\[2\] = 51"):
+        OPS.nvfp4_grouped_mm(a, *weight, torch.tensor([1, 1, 51], dtype=torch.int32))
+
+
+def test_a_layer_and_what_explain_says_of_it(product):
+    module, args = experts(0)
+    with torch.no_grad():
+        found, report = module(*args), str(fusion_moe.explain(module, *args))
+        with options.override(target="reference"):
+            torch.testing.assert_close(found, module(*args), rtol=1e-4, atol=1e-4)
+    assert f"the product that came with the package for {product}" in " ".join(report.split())
+
+
+def test_without_either_the_reference_runs_and_says_why(without_compiler, monkeypatch, tmp_path):
+    monkeypatch.setattr(prebuilt, "SHIPPED", tmp_path)
+    module, args = experts(1)
+    with torch.no_grad(), options.override(cpu_isa="generic", contract_rounding=False):  # a program of its own
+        found, report = module(*args), str(fusion_moe.explain(module, *args))
+        with options.override(target="reference"):
+            assert found.equal(module(*args))
+    assert "no C++ compiler" in report
+    assert "nor did kernels for generic come with this installation" in " ".join(report.split())

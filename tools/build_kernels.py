@@ -1,0 +1,63 @@
+"""Hatchling's hook that builds the CPU's fixed kernels into the wheel: fusion_moe/emit/cpu/shipped/.
+
+A wheel gets them for every kind of CPU of this architecture, an editable install for this one alone. Without a C++ compiler it gets none,
+and is pure Python: a compiler at the user's then builds them at first use. HATCH_BUILD_NO_HOOKS=true leaves them out too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import sysconfig
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+# What CPUs have beyond their tier, as runtime/isa.py names it: kernels use it where it is.
+CPUS = {
+    "amx": (("avx512_vnni",),),
+    "avx512": ((), ("avx512_bf16", "avx512_vnni"), ("avx512_bf16", "avx512_vnni", "avx512_fp16")),
+    "avx2": ((),),
+    "generic": ((),),
+}
+
+
+class KernelHook(BuildHookInterface):
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        build, isa = _modules(Path(self.root))
+        if build.find_compiler() is None or sys.platform != "linux":
+            self.app.display_warning("no C++ compiler for the CPU's kernels: the package gets none")
+            return
+        kernels = Path(self.root, "fusion_moe", "emit", "cpu", "kernels")
+        text, shipped = (kernels / "product.cpp").read_text(encoding="utf-8"), kernels.parent / "shipped"
+        if version == "editable":
+            wanted = [(tier, isa.features()) for tier in isa.available()]
+        else:
+            wanted = [(tier, having) for tier in isa.TIERS if _runs_here(tier) for having in CPUS[tier]]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = set(pool.map(lambda one: _ship(build, build.Recipe(text, "product", one[0], (kernels,), (), shipped), one[1]), wanted))
+        for old in set(shipped.glob("*.so")) - made:
+            old.unlink(missing_ok=True)
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+
+def _ship(build: Any, recipe: Any, having: Any) -> Path:
+    path = recipe.came_with(having)
+    return path if path.is_file() else build.ship(recipe, having)
+
+
+def _runs_here(tier: str) -> bool:
+    return tier == "generic" or os.uname().machine == "x86_64"
+
+
+def _modules(root: Path) -> tuple[Any, Any]:
+    """fusion_moe.runtime.build and .isa, without the package around them, which needs torch."""
+    package = types.ModuleType("fusion_moe")
+    package.__path__ = [str(root / "fusion_moe")]
+    sys.modules["fusion_moe"] = package
+    return importlib.import_module("fusion_moe.runtime.build"), importlib.import_module("fusion_moe.runtime.isa")
