@@ -1,0 +1,100 @@
+"""What benchmarks/cpu_moe.py found, as a part of docs/performance.md and a plot. Run by it; or on what it kept:
+
+    python benchmarks/cpu_page.py FILE.json
+
+The part stands between two marks that name the instructions used, so that each kind of CPU keeps its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+_COLUMNS = ("n x k, rows", "GB/s", "GFLOP/s", "x torch bf16", "x torch int4pack", "of read", "spread")
+
+
+def write(found: Mapping[str, Any]) -> Path:
+    """Puts tables and plot into docs/; returns the page."""
+    tier = found["machine"]["tier"]
+    page, plot = DOCS / "performance.md", DOCS / f"cpu_{tier}.svg"
+    drawn = found["products"] and _draw(found["products"], plot, f"{found['machine']['cpu']}, {tier}, one thread")
+    part = "\n".join([*_machine(found), *_products(found["products"], plot.name if drawn else ""), *_layers(found["layers"])])
+    begin, end = f"<!-- {tier}: written by benchmarks/cpu_moe.py -->", f"<!-- {tier}: end -->"
+    whole = f"{begin}\n{part}\n{end}"
+    text = page.read_text(encoding="utf-8")
+    old = re.search(f"{re.escape(begin)}.*?{re.escape(end)}", text, re.DOTALL)
+    text = text.replace(old[0], whole) if old else f"{text.rstrip()}\n\n{whole}\n"
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def _machine(found: Mapping[str, Any]) -> list[str]:
+    m = found["machine"]
+    return [
+        f"### {m['cpu']}: {m['tier']}", "",
+        f"{m['date']}, {m['cores']} cores, fusion_moe {m['fusion_moe']}, torch {m['torch']}, {m['compiler']}; medians of {m['repeats']};"
+        f" {m['pages']}.", "",
+    ]  # fmt: skip
+
+
+def _products(rows: Sequence[Mapping[str, float]], plot: str) -> list[str]:
+    lines = []
+    for threads in dict.fromkeys(r["threads"] for r in rows):
+        lines += [f"Products, {threads:.0f} thread{'s' * (threads > 1)}:", "", f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}"]
+        for r in rows:
+            if r["threads"] == threads:
+                shape = f"{r['n']:.0f} x {r['k']:.0f}, {r['rows']:.0f}"
+                ratios = f"{r['x bf16']:.2f} | {r['x int4pack']:.2f} | {r['of read']:.0%}"
+                lines.append(f"| {shape} | {r['ours GB/s']:.2f} | {r['GFLOP/s']:.0f} | {ratios} | {r['spread']:.0%} |")
+        lines.append("")
+    return lines + ([f"![GB/s of NVFP4 bytes over the rows of each expert]({plot})", ""] if plot else [])
+
+
+def _layers(rows: Sequence[Mapping[str, float]]) -> list[str]:
+    if not rows:
+        return []
+    head = ("tokens", "threads", "ms", "of reading its weights", "bf16 under Inductor, ms", "x", "spread")
+    lines = ["The expert MLP of Qwen3-30B-A3B's size:", "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for r in rows:
+        bf16 = r["ours"] * r["x bf16 Inductor"] * 1e3
+        cells = (f"{r['tokens']:.0f}", f"{r['threads']:.0f}", f"{r['ours'] * 1e3:.2f}", f"{r['of floor']:.2f}x", f"{bf16:.2f}")
+        lines.append(f"| {' | '.join(cells)} | {r['x bf16 Inductor']:.2f} | {r['spread']:.0%} |")
+    return lines
+
+
+def _draw(rows: Sequence[Mapping[str, float]], path: Path, title: str) -> bool:
+    """Bytes a second over rows of each expert, with reading as the limit; False without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: pip install matplotlib", file=sys.stderr)
+        return False
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "fusion_moe"  # the same numbers give the same file
+    from matplotlib import pyplot
+
+    shapes = list(dict.fromkeys((r["n"], r["k"]) for r in rows))
+    figure, axes = pyplot.subplots(1, len(shapes), figsize=(9, 3.6), sharey=True, squeeze=False)
+    for at, (n, k) in zip(axes[0], shapes, strict=True):
+        cell = [r for r in rows if (r["n"], r["k"]) == (n, k) and r["threads"] == 1]
+        for name, label in (("ours", "fusion_moe"), ("bf16", "torch bf16"), ("int4pack", "torch int4pack")):
+            at.loglog([r["rows"] for r in cell], [r[f"{name} GB/s"] for r in cell], marker="o", label=label)
+        at.axhline(max(r["read GB/s"] for r in cell), color="grey", linestyle="--", label="read")
+        at.set(title=f"{n:.0f} x {k:.0f}", xlabel="rows of each expert", xticks=[r["rows"] for r in cell])
+        at.set_xticklabels([f"{r['rows']:.0f}" for r in cell])
+        at.grid(alpha=0.3)
+    axes[0][0].set_ylabel("GB/s of NVFP4 weights")
+    axes[0][0].legend()
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    return True
+
+
+if __name__ == "__main__":
+    print(write(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
