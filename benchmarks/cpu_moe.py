@@ -4,19 +4,16 @@
 
 Each cell: `experts` matrices n x k, more than the last-level cache holds, and the same number of rows for each. All contenders take turns,
 `repeats` times; printed are medians, and the spread of ours as (longest - shortest) / median. Bytes are those of the NVFP4 weights, 0.5625
-for each, whoever reads them, so that columns compare. "read" is a loop that only loads them, with prefetch and, like
-ours, from 2 MiB pages. Times are of the thread's CPU for one thread, of the wall for more.
+for each, whoever reads them, so that columns compare. "read" is the loop with which the library measures a
+machine's bandwidth (fusion_moe/runtime/bandwidth.cpp), over a GiB in the same turns. Times are of the thread's CPU for one thread, of the
+wall for more.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import itertools
 import json
-import math
-import mmap
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -28,65 +25,26 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fusion_moe
-from fusion_moe import options
 from fusion_moe.formats import Quantized
-from fusion_moe.runtime import build, isa
+from fusion_moe.runtime import bandwidth, isa, pages
 
 CELLS = ((1536, 2048), (2048, 768))  # n, k
 ROWS = {1: 128, 4: 128, 16: 128, 64: 16, 256: 16}  # rows of each expert: experts
 LAYER = (2048, 768, 128, 8)  # hidden, intermediate, experts, slots of a token: Qwen3-30B-A3B
 TOKENS = (1, 512)
-PAGE = 2**21
-_KEPT: list[mmap.mmap] = []  # the memory of tensors made by `huge`
-
-_READ = r"""
-#include <cstdint>
-#include <omp.h>
-
-// The exclusive or of all words of [p, p + bytes), read by `threads` threads.
-extern "C" std::uint64_t read_bytes(const unsigned char* p, long long bytes, int threads) {
-    std::uint64_t total = 0;
-    typedef std::uint64_t Words __attribute__((vector_size(64), aligned(64)));
-#pragma omp parallel num_threads(threads) reduction(^ : total)
-    {
-        const long long step = (bytes / threads) & ~255LL, first = step * omp_get_thread_num();
-        Words a = {}, b = {}, c = {}, d = {};
-        for (const unsigned char *q = p + first, *end = q + step; q < end; q += 256) {
-            for (int i = 0; i < 4; ++i) __builtin_prefetch(q + AHEAD + 64 * i);
-            const Words* w = reinterpret_cast<const Words*>(q);
-            a ^= w[0], b ^= w[1], c ^= w[2], d ^= w[3];
-        }
-        a ^= b ^ c ^ d;
-        for (int i = 0; i < 8; ++i) total ^= a[i];
-    }
-    return total;
-}
-"""
-
-
-def huge(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An empty tensor on 2 MiB pages, where the system has them."""
-    count = math.prod(shape) * dtype.itemsize
-    memory = mmap.mmap(-1, -(-count // PAGE) * PAGE + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    offset = -address % PAGE
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(len(memory) - PAGE), 14)  # MADV_HUGEPAGE
-    _KEPT.append(memory)
-    return torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=count).view(dtype).view(shape)
 
 
 def random_weight(experts: int, n: int, k: int) -> Quantized:
     """Random codes, block scales of ordinary sizes."""
-    codes, scales = huge((experts, n, k // 2), torch.uint8), huge((experts, n, k // 16), torch.uint8)
+    codes, scales = pages.empty((experts, n, k // 2), torch.uint8), pages.empty((experts, n, k // 16), torch.uint8)
     codes.random_(0, 256)
     scales.random_(0x20, 0x70)
     return Quantized(codes, scales.view(torch.float8_e4m3fn), torch.full((experts,), 0.01))
 
 
-def huge_pages() -> str:
-    """What this process got of them."""
-    found = re.search(r"AnonHugePages:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
-    return f"{int(found[1]) // 1024 if found else 0} MiB on 2 MiB pages"
+def on_large_pages(*tensors: Tensor) -> str:
+    """How much of them is."""
+    return f"{pages.obtained(*tensors) >> 20} of {sum(t.nbytes for t in tensors) >> 20} MiB on large pages"
 
 
 class Clock:
@@ -108,25 +66,12 @@ class Clock:
         return found
 
 
-def reader(threads: int) -> Callable[[Tensor], float]:
-    """Reads a tensor with the best distance of prefetching there is here."""
-    libraries = [build.load(_READ, name="read", flags=[f"-DAHEAD={d}"]) for d in (0, 512, 1024, 2048, 6144)]
-    probe = huge((2**28,), torch.uint8).fill_(1)
-
-    def seconds(library: ctypes.CDLL, t: Tensor) -> float:
-        start = time.perf_counter()
-        library.read_bytes(ctypes.c_void_p(t.data_ptr()), ctypes.c_longlong(t.numel()), threads)
-        return time.perf_counter() - start
-
-    best = min(libraries, key=lambda library: statistics.median(seconds(library, probe) for _ in range(5)))
-    return lambda t: seconds(best, t)
-
-
-def products(clock: Clock, read: Callable[[Tensor], float], pool: Tensor, most: int) -> list[dict[str, float]]:
+def products(clock: Clock, read: Callable[[Tensor], None], pool: Tensor, most: int) -> list[dict[str, float]]:
     """One row of the table for each cell. pool: at least a GiB to read."""
     table = []
     for n, k in CELLS:
         weight = random_weight(max(ROWS.values()), n, k)
+        print(f"weights {n} x {k}: {on_large_pages(*weight)}")
         bf16 = torch.randn(max(ROWS.values()), n, k).bfloat16()
         packed = [torch._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (n, k), dtype=torch.int32), 1) for _ in bf16]
         for rows in (r for r in ROWS if r <= most):
@@ -135,7 +80,7 @@ def products(clock: Clock, read: Callable[[Tensor], float], pool: Tensor, most: 
 
 
 def product(
-    clock: Clock, read: Callable[[], float], pool_bytes: int, rows: int, weight: Quantized, bf16: Tensor, packed: list[Tensor]
+    clock: Clock, read: Callable[[], None], pool_bytes: int, rows: int, weight: Quantized, bf16: Tensor, packed: list[Tensor]
 ) -> dict[str, float]:
     """One cell: the same product by all."""
     experts, (n, k) = ROWS[rows], bf16.shape[1:]
@@ -186,17 +131,18 @@ def bf16_gathered(x: Tensor, ids: Tensor, w: Tensor, gate_up: Tensor, down: Tens
     return (y * w[..., None]).sum(1).to(x.dtype)
 
 
-def layers(clock: Clock, read: Callable[[Tensor], float], pool: Tensor) -> list[dict[str, float]]:
+def layers(clock: Clock, read: Callable[[Tensor], None], pool: Tensor) -> list[dict[str, float]]:
     """The whole layer at one token and at many."""
     hidden, intermediate, experts, _ = LAYER
     shapes = (2 * intermediate, hidden), (hidden, intermediate)
     packed = [t for n, k in shapes for t in random_weight(experts, n, k)]
+    print(f"weights of the layer: {on_large_pages(*packed)}")
     bf16 = [torch.randn(experts, *s).bfloat16() / 32 for s in shapes]
     return [layer(clock, lambda: read(pool), pool.numel(), tokens, packed, bf16) for tokens in TOKENS]
 
 
 def layer(
-    clock: Clock, read: Callable[[], float], pool_bytes: int, tokens: int, packed: list[Tensor], bf16: list[Tensor]
+    clock: Clock, read: Callable[[], None], pool_bytes: int, tokens: int, packed: list[Tensor], bf16: list[Tensor]
 ) -> dict[str, float]:
     """Ours against torch in bf16 under Inductor; expert ids are new at each call."""
     hidden, intermediate, experts, slots = LAYER
@@ -237,21 +183,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     told = parser.parse_args()
     torch.manual_seed(0)
-    pool = huge((2**30,), torch.uint8).fill_(1)
-    print(f"fusion_moe {fusion_moe.__version__}, torch {torch.__version__}, tier {isa.selected()}, {huge_pages()}")
+    pool = pages.empty((2**30,), torch.uint8).fill_(1)
+    print(f"fusion_moe {fusion_moe.__version__}, torch {torch.__version__}, {bandwidth.cpu()}, tier {isa.selected()}")
+    print(f"what is read: {on_large_pages(pool)}")
     found: dict[str, list[dict[str, float]]] = {"products": [], "layers": []}
     for threads in told.threads:
         torch.set_num_threads(threads)
-        read, clock = reader(threads), Clock(threads, told.repeats)
+        memory, clock = bandwidth.of(threads), Clock(threads, told.repeats)
+        print(f"reading with {threads} threads: {memory.by}")
         if "products" not in told.skip:
-            found["products"] += products(clock, read, pool, told.most_rows)
+            found["products"] += products(clock, memory.read, pool, told.most_rows)
         if "layers" not in told.skip:
-            found["layers"] += layers(clock, read, pool)
-    print(huge_pages())
+            found["layers"] += layers(clock, memory.read, pool)
     if told.json:
         told.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
-    with options.override(target="cpp"):
-        main()
+    main()

@@ -47,12 +47,7 @@ class FusionPass(_InferenceAware):
     def __call__(self, graph: Graph, is_inference: bool = False) -> None:
         """Replaces the regions of a graph in place."""
         result = find_regions(graph, lambda device: target.find(self.options.target, device))
-        now: dict[Node, Node] = {}  # an output of a region -> what took its place
-        for region in result.regions:
-            _replace(graph, region, self.options, now)
-        if result.regions:
-            stable_topological_sort(graph)
-            graph.lint()
+        replace_regions(graph, result.regions, self.options)
         tell(result)
         if self.found is not None:
             self.found(result)
@@ -75,7 +70,17 @@ class FusionPass(_InferenceAware):
         return ("fusion_moe", fingerprint.of_library(), self.options.key(), tuple(translators.items()), others)
 
 
-def _replace(graph: Graph, region: Region, with_: Options, now: dict[Node, Node]) -> None:
+def replace_regions(graph: Graph, regions: Sequence[Region], with_: Options) -> list[Node]:
+    """Puts one call of fusion_moe::run where each region stands, in place. -> these calls, in the order of the regions."""
+    now: dict[Node, Node] = {}  # an output of a region -> what took its place
+    calls = [_replace(graph, region, with_, now) for region in regions]
+    if calls:
+        stable_topological_sort(graph)
+        graph.lint()
+    return calls
+
+
+def _replace(graph: Graph, region: Region, with_: Options, now: dict[Node, Node]) -> Node:
     """One call of fusion_moe::run, and getitems of its results, for the nodes of a region."""
     last = region.nodes[-1]
     with graph.inserting_before(last.next):
@@ -90,6 +95,7 @@ def _replace(graph: Graph, region: Region, with_: Options, now: dict[Node, Node]
             n.replace_all_uses_with(now[n])
     for n in reversed(region.nodes):
         graph.erase_node(n)
+    return call
 
 
 def _size_node(graph: Graph, shown: Shown, now: Mapping[Node, Node]) -> Node:

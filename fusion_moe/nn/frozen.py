@@ -1,4 +1,8 @@
-"""What modules with quantized weights share: parameters that are not trained, and whose bytes survive a cast of the model."""
+"""What modules with quantized weights share: parameters that are not trained, whose bytes survive a cast of the model.
+
+On the CPU they lie on large pages (runtime/pages.py). What is quantized is written there, a tensor from elsewhere copied there by itself:
+a module that is made of several has no second copy of them all.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,33 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..formats import Quantized
+from ..formats import NVFP4, Quantized
+from ..runtime import pages
+
+_PANEL = 2**24  # elements that are quantized at once
 
 
 def frozen(t: Tensor) -> nn.Parameter:
     """t as a parameter without a gradient."""
-    return nn.Parameter(t.detach().contiguous(), requires_grad=False)
+    return nn.Parameter(pages.on_large_pages(t.detach()), requires_grad=False)
 
 
 def quantized(x: Tensor) -> Quantized:
-    """x float[..., N, K] -> nvfp4[..., N, K] with a decode scale for each matrix: the operation, which has kernels on the CPU."""
-    return Quantized(*torch.ops.fusion_moe.nvfp4_quantize(x.detach()))
+    """x float[G, ..., N, K] -> nvfp4[G, ..., N, K] with a decode scale for each matrix: the operation, which has kernels on the CPU.
+
+    There a few of the G at a time, so that what quantizing needs besides the result is small.
+    """
+    x, quantize = x.detach(), torch.ops.fusion_moe.nvfp4_quantize
+    if x.dim() < 3 or not pages.takes(x) or x.numel() // 2 < pages.PAGE:
+        return Quantized(*quantize(x))
+    *lead, n, k = x.shape
+    codes, block_scale = pages.empty((*lead, n, NVFP4.packed(k)), torch.uint8), pages.empty((*lead, n, NVFP4.blocks(k)), NVFP4.scale_dtype)
+    decode_scale = torch.empty(lead, dtype=torch.float32, device=x.device)
+    step = max(1, _PANEL * len(x) // x.numel())
+    for start in range(0, len(x), step):
+        some = slice(start, start + step)
+        codes[some], block_scale[some], decode_scale[some] = quantize(x[some])
+    return Quantized(codes, block_scale, decode_scale)
 
 
 class FrozenModule(nn.Module):
@@ -35,6 +55,9 @@ class FrozenModule(nn.Module):
 
         def keep_dtype(t: Tensor) -> Tensor:
             moved = fn(t)
-            return t.to(moved.device) if moved.dtype != t.dtype and any(t is p for p in fixed) else moved
+            if not any(t is p for p in fixed):
+                return moved
+            kept = t.to(moved.device) if moved.dtype != t.dtype else moved
+            return pages.on_large_pages(kept) if kept.device != t.device else kept
 
         return super()._apply(keep_dtype, recurse)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,15 +22,21 @@ from ..segment import Segment
 from ..target import Target
 from . import cost
 from .data import FusionReport, LeftReport, Report, SegmentReport
+from .identity import identity, numbers
 from .kernels import Made, made_of
+from .measure import Watch, Watched
 
 
 @dataclass
 class Seen:
-    """What is found in each graph of a call (a graph break makes several), and the operations there that nobody translates."""
+    """What is found in each graph of a call (a graph break makes several), and the operations there that nobody translates.
+
+    watch: what was noted while the call ran, if it did.
+    """
 
     graphs: list[Found] = field(default_factory=list)
     custom_ops: dict[str, None] = field(default_factory=dict)
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True)
@@ -42,16 +48,19 @@ class _Wanted:
     switches: Options
 
 
+_Place = tuple[Region, Watched | None]  # one of the places where a fusion stands
+
+
 def report_of(seen: Seen, switches: Options) -> Report:
     """The report of what was seen, for the target that the switches name."""
     graphs = seen.graphs
     regions = [region for found in graphs for region in found.regions]
     left = Counter((x.op, x.source, x.why) for found in graphs for x in found.left)
     wanted = _wanted(regions, switches)
-    programs: dict[Any, list[Region]] = {}
-    for region in regions:
-        key = text(region.fusion), tuple(op.source for op in region.fusion.ops), tuple(_numbers(region).items())
-        programs.setdefault(key, []).append(region)
+    watched = seen.watch.watched if seen.watch else [None] * len(regions)
+    programs: dict[Hashable, list[_Place]] = {}
+    for place in zip(regions, watched, strict=True):
+        programs.setdefault(identity(place[0]), []).append(place)
     return Report(
         target=wanted.target.name,
         executed=not wanted.why_not,
@@ -61,6 +70,7 @@ def report_of(seen: Seen, switches: Options) -> Report:
         fusions=tuple(_fusion(f"fusion{i}", equal, wanted) for i, equal in enumerate(programs.values())),
         left=tuple(LeftReport(*key, times) for key, times in left.items()),
         custom_ops=tuple(seen.custom_ops),
+        machine=seen.watch.machine() if seen.watch else None,
     )
 
 
@@ -70,28 +80,21 @@ def _wanted(regions: list[Region], switches: Options) -> _Wanted:
     return _Wanted(target, targets.why_not_on(target, device), switches)
 
 
-def _numbers(region: Region) -> dict[str, int]:
-    """The sizes of this call, for the symbols of a region; those that only the device knows are left out."""
-    found = {}
-    for name, shown in region.sizes.items():
-        val = shown.node.meta["val"]
-        size = val if shown.dim is None else val.shape[shown.dim]
-        if size.node.has_hint():
-            found[name] = int(size.node.hint) // shown.by
-    return found
-
-
-def _fusion(id: str, equal: list[Region], wanted: _Wanted) -> FusionReport:
-    lowered, env = lower(equal[0].fusion, wanted.target, wanted.switches), _numbers(equal[0])
+def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
+    region, ran = places[0]
+    lowered, env = lower(region.fusion, wanted.target, wanted.switches), numbers(region)
     made = [made_of(s, c, wanted.target, wanted.why_not) for s, c in zip(lowered.contracted, lowered.schedules, strict=True)]
     segments = tuple(_segment(id, i, lowered, made[i], env, wanted.switches) for i in range(len(made)))
+    if ran is not None and ran.kernels:
+        segments = tuple(replace(s, measured=m) for s, m in zip(segments, ran.kernels, strict=True))
     stages = [(name, text(f)) for name, f in lowered.stages]
     stages.append(
         ("segments", "\n\n".join(f"# {s.id}: {s.kind}\n{text(x.fusion)}" for s, x in zip(segments, lowered.segments, strict=True)))
     )
     stages.append(("schedules", "\n".join(f"{s.id}: {s.schedule}" for s in segments)))
     stages.append(("source", "\n\n".join(f"# {s.id}: {s.backend}\n{m.source}" for s, m in zip(segments, made, strict=True))))
-    return FusionReport(id, len(equal), tuple(env.items()), segments, tuple(stages))
+    loads = tuple(load for _, one in places if one for load in one.loads)
+    return FusionReport(id, len(places), tuple(env.items()), segments, tuple(stages), ran.whole if ran else None, loads)
 
 
 def _segment(fusion: str, i: int, lowered: Lowered, made: Made, env: Mapping[str, int], switches: Options) -> SegmentReport:
@@ -116,12 +119,13 @@ def _segment(fusion: str, i: int, lowered: Lowered, made: Made, env: Mapping[str
 def _costs(segment: Segment, env: Mapping[str, int]) -> dict[str, Any]:
     if not set(segment.fusion.symbols) <= set(env):
         return dict.fromkeys(("flops", "bytes_read", "bytes_written", "bytes_avoided", "intensity"))
-    flops, read, written = cost.flops(segment.fusion, env), cost.bytes_read(segment, env), cost.bytes_written(segment, env)
+    fusion = segment.fusion
+    flops, read, written = cost.flops(fusion, env), cost.bytes_read(fusion, env), cost.bytes_written(fusion, env)
     return {
         "flops": flops,
         "bytes_read": read,
         "bytes_written": written,
-        "bytes_avoided": cost.bytes_avoided(segment, env),
+        "bytes_avoided": cost.bytes_avoided(fusion, env),
         "intensity": flops / max(read + written, 1),
     }
 

@@ -1,14 +1,15 @@
 """What a segment costs: operations and bytes, from its types and the sizes of one call.
 
-Bytes read and written are those of its inputs and outputs, each once. Of weights that belong to groups, at most as many groups are
-touched as there are rows. Avoided is what separate kernels would have moved besides: every value between two of its operations written
-once (unless it is written anyway) and read once. Views, slices and reshapes move nothing, and a cast is done by the kernel before or
-after it, so that a value counts at the narrowest dtype that it has on its way.
+Bytes read and written are those of its inputs and outputs, each once. Of weights that belong to groups, those of groups that have rows;
+how many these are only the device knows, so it is at most as many as there are rows, unless it is told. Avoided is what separate
+kernels would have moved besides: every value between two of its operations written once (unless it is written anyway) and read once.
+Views, slices and reshapes move nothing, and a cast is done by the kernel before or after it, so that a value counts at the narrowest
+dtype that it has on its way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
 
 import torch
@@ -18,7 +19,6 @@ from ..ir.core import Fusion, Op, Value, storage_shape
 from ..ir.sizes import value
 from ..ir.types import DTYPES, Rows, TensorType, plain
 from ..layouts import LAYOUTS
-from ..segment import Segment
 
 _COPIES = ("cat", "pad", "full")  # of role shape, but they write new memory
 
@@ -28,19 +28,18 @@ def flops(fusion: Fusion, env: Mapping[str, int]) -> int:
     return sum(value(op.kind.flops(op), env) for op in fusion.ops if op.kind.flops)
 
 
-def bytes_read(segment: Segment, env: Mapping[str, int]) -> int:
-    """Bytes of the inputs, of grouped weights at most those that the rows can touch."""
-    return sum(_touched(v, segment.fusion, env) for v in segment.fusion.inputs)
+def bytes_read(fusion: Fusion, env: Mapping[str, int], used: Mapping[str, int] | None = None) -> int:
+    """Bytes of the inputs, of grouped weights those that the rows touch. used: how many groups of a cut have rows, by the cut's name."""
+    return sum(_touched(v, fusion, env, used or {}) for v in fusion.inputs)
 
 
-def bytes_written(segment: Segment, env: Mapping[str, int]) -> int:
+def bytes_written(fusion: Fusion, env: Mapping[str, int]) -> int:
     """Bytes of the outputs."""
-    return sum(type_bytes(v.type, env) for v in segment.fusion.outputs)
+    return sum(type_bytes(v.type, env) for v in fusion.outputs)
 
 
-def bytes_avoided(segment: Segment, env: Mapping[str, int]) -> int:
+def bytes_avoided(fusion: Fusion, env: Mapping[str, int]) -> int:
     """Bytes of the values inside: one write, unless it is an output, and one read each."""
-    fusion = segment.fusion
     return sum(_avoided(v, fusion, env) for op in fusion.ops if not _rides(op) for v in op.outputs)
 
 
@@ -81,17 +80,23 @@ def _itemsize(type: TensorType) -> int:
     return torch.empty(0, dtype=DTYPES[type.dtype]).element_size()
 
 
-def _touched(v: Value, fusion: Fusion, env: Mapping[str, int]) -> int:
-    size = type_bytes(v.type, env)
-    if fusion.role(v) != "weight" or not v.type.shape:
+def _touched(v: Value, fusion: Fusion, env: Mapping[str, int], used: Mapping[str, int]) -> int:
+    size, rows = type_bytes(v.type, env), _rows_of_weight(v, fusion)
+    if rows is None:
         return size
-    rows = [r for r in _cut_rows(fusion) if r.groups.count == v.type.shape[0]]
-    if not rows:
-        return size
-    groups = value(rows[0].groups.count, env)
-    return size * min(value(rows[0].total, env), groups) // max(groups, 1)
+    groups = value(rows.groups.count, env)
+    return size * used.get(rows.groups.name, min(value(rows.total, env), groups)) // max(groups, 1)
 
 
-def _cut_rows(fusion: Fusion) -> Iterator[Rows]:
-    for v in (*fusion.inputs, *(v for op in fusion.ops for v in op.outputs)):
-        yield from (d for d in v.type.shape if isinstance(d, Rows))
+def _rows_of_weight(v: Value, fusion: Fusion) -> Rows | None:
+    """The rows of the product that reads a value as its weight, one matrix for each group; None for any other value."""
+    forms = [v]
+    for form in forms:
+        for reader in fusion.readers.get(form, ()):
+            if reader.kind.role not in ("grouped", "grouped_add"):
+                forms += [out for out in reader.outputs if out not in forms]
+            elif form is reader.values[1]:
+                rows = reader.values[0].type.shape[0]
+                if isinstance(rows, Rows) and all(x.type.shape[:1] == (rows.groups.count,) for x in (v, form)):
+                    return rows
+    return None

@@ -1,8 +1,9 @@
 """The report as data: frozen, printable, and as JSON.
 
-JSON, schema "fusion_moe.explain/1": the fields of Report, FusionReport, SegmentReport and LeftReport under their names, lists for
-tuples, `stages` and `sizes` as objects, and `schema` itself. Sizes are in bytes, flops in operations, all for one call with the sizes
-of the example, null where a size is known only to the device; `times` says how often the model has a fusion or a call left out.
+JSON, schema "fusion_moe.explain/1": the fields of the classes below under their names, lists for tuples, `stages` and `sizes` as
+objects, and `schema` itself. Sizes are in bytes, flops in operations, times in seconds, all for one call with the sizes of the example,
+null where a size is known only to the device; `times` says how often the model has a fusion or a call left out. `measured` and
+`machine` are null, and `loads` empty, where they were not asked for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,51 @@ from pathlib import Path
 from ..errors import OptionError
 
 SCHEMA = "fusion_moe.explain/1"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a kernel or a program took on the arguments of the call. seconds: the median of some runs; shortest, longest: of them.
+
+    bytes_read: its inputs, of weights those of groups that have rows; floor: how long the machine takes to read them.
+    """
+
+    seconds: float
+    shortest: float
+    longest: float
+    bytes_read: int
+    floor: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it was measured. tier: the CPU instructions of C++ kernels, and tier_why why these; both "" if there are no such kernels.
+
+    bytes_per_second: of reading memory with so many threads, measured once on this machine; now: the same for this report; read_by: what
+    read it, and from where. Floors are of the faster one. repeats: runs of each kernel; interruptions: how often a CPU was taken away
+    meanwhile. weight_bytes: of the weights that the programs read, and how many of them lie on large pages.
+    """
+
+    cpu: str
+    cpus: int
+    threads: int
+    tier: str
+    tier_why: str
+    bytes_per_second: float
+    now: float
+    read_by: str
+    repeats: int
+    interruptions: int
+    weight_bytes: int
+    weight_bytes_on_large_pages: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Rows of each group (expert) in one run of a program, by one of its cuts: the name that its types have for it."""
+
+    cut: str
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -41,13 +87,15 @@ class SegmentReport:
     backend_why: str
     after: tuple[str, ...]
     why: str
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True)
 class FusionReport:
     """One region of the model that became one program. stages: (name, text), from the translated program to the kernels' sources.
 
-    sizes: (symbol, number) of the call, for those sizes that the program leaves open.
+    sizes: (symbol, number) of the call, for those sizes that the program leaves open. measured: all of its kernels in one call, where
+    it ran first; loads: in the order in which it ran.
     """
 
     id: str
@@ -55,6 +103,8 @@ class FusionReport:
     sizes: tuple[tuple[str, int], ...]
     segments: tuple[SegmentReport, ...]
     stages: tuple[tuple[str, str], ...]
+    measured: Measured | None = None
+    loads: tuple[Load, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,7 +122,7 @@ class Report:
     """What `explain` found. calls: operations in the graphs; fused_calls: how many of them are in fusions.
 
     executed: whether programs for the target can run where the tensors of the call are; custom_ops: operations in the graphs that are
-    neither torch's nor translated.
+    neither torch's nor translated; machine: where times were measured, if they were.
     """
 
     target: str
@@ -83,6 +133,7 @@ class Report:
     fusions: tuple[FusionReport, ...]
     left: tuple[LeftReport, ...]
     custom_ops: tuple[str, ...] = ()
+    machine: Machine | None = None
 
     @property
     def stages(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from inspect import getclosurevars
 from itertools import chain
 from types import CellType, FunctionType
@@ -55,6 +55,18 @@ def on_fakes(look: Callable[..., T], function: Callable[..., Any], args: tuple[A
     return look(function, args, kwargs)
 
 
+def device_of_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Where the tensors of a call are. UnsupportedError if one of its arguments, or of the modules that it calls, has no values."""
+    modules = _modules(function).values()
+    tensors = (*_given(args, kwargs), *(t for m in modules for t in (*m.parameters(), *m.buffers())))
+    if missing := [t for t in tensors if _is_valueless(t)]:
+        raise UnsupportedError(
+            f"a tensor {list(missing[0].shape)} that is fake or on the meta device", expected="tensors with values: the call is run",
+            todo="give weights and arguments that are loaded, or leave out measure and load", where="explain",
+        )  # fmt: skip
+    return _device(modules, args, kwargs)
+
+
 def like(t: torch.Tensor, mode: FakeTensorMode, device: torch.device | None = None) -> torch.Tensor:
     """A fake of a mode with the shape, strides and dtype of a tensor, for one that has no values to be copied."""
     with mode:
@@ -81,16 +93,24 @@ class _Copies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _fake(self, t: torch.Tensor) -> torch.Tensor:
-        if t.device.type != "meta" and not isinstance(t, FakeTensor):
+        if not _is_valueless(t):
             return self.mode.from_tensor(t, static_shapes=True)
         self.valueless = True
         return like(t, self.mode, self.device if t.device.type == "meta" else t.device)
 
 
+def _is_valueless(t: torch.Tensor) -> bool:
+    return t.device.type == "meta" or isinstance(t, FakeTensor)
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of a call."""
+    return (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+
+
 def _device(modules: Iterable[torch.nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """Where the tensors of a call are: its arguments, else its modules'. The CPU if all are on the meta device."""
-    given = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-    tensors = chain(given, *(m.parameters() for m in modules))
+    tensors = chain(_given(args, kwargs), *(m.parameters() for m in modules))
     return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
 
 

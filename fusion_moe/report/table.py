@@ -1,14 +1,16 @@
-"""The report as text: the same for the same model, whatever the machine, the folder and the time."""
+"""The report as text: the same for the same model, whatever the machine, the folder and the time, but for what was measured."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import median_low
 
-from .data import Report, SegmentReport
+from .data import FusionReport, Load, Measured, Report, SegmentReport
 
 WIDTH = 120
 _HEAD = ("segment", "kind", "operations", "flops", "read", "written", "avoided", "flop/B")
+_TIMES = ("measured", "kernel", "time", "spread", "floor", "x floor", "GB/s", "GFLOP/s")
 _OPERATIONS = 42
 
 
@@ -18,6 +20,9 @@ def table(report: Report) -> str:
     if report.fusions:
         parts += [
             _rows(report),
+            _times(report),
+            _section("measured on", _machine(report)),
+            _section("load", _loads(report)),
             _section("where from", _sources(report)),
             _section("types", _types(report)),
             _section("cuts", _cuts(report)),
@@ -55,6 +60,65 @@ def _row(s: SegmentReport) -> Iterator[str]:
 
 def _line(id: str, kind: str, ops: str, *numbers: str) -> str:
     return f"{id:<12}{kind:<14}{ops:<{_OPERATIONS + 2}}{''.join(f'{n:>10}' for n in numbers)}".rstrip()
+
+
+def _times(report: Report) -> str:
+    lines = [line for fusion in report.fusions if fusion.measured for line in _times_of(fusion)]
+    return "\n".join([_time(*_TIMES), *lines]) if lines else ""
+
+
+def _times_of(fusion: FusionReport) -> Iterator[str]:
+    for s in fusion.segments:
+        if s.measured:
+            yield _time(s.id, s.backend, *_numbers(s.measured, s.flops))
+    flops = [s.flops for s in fusion.segments if s.flops is not None]
+    if fusion.measured:
+        yield _time(fusion.id, "whole program", *_numbers(fusion.measured, sum(flops) if len(flops) == len(fusion.segments) else None))
+
+
+def _time(id: str, kernel: str, *numbers: str) -> str:
+    return f"{id:<12}{kernel:<14}{''.join(f'{n:>10}' for n in numbers)}".rstrip()
+
+
+def _numbers(m: Measured, flops: int | None) -> Iterator[str]:
+    """time, spread, floor, x floor, GB/s, GFLOP/s"""
+    yield duration(m.seconds)
+    yield f"{(m.longest - m.shortest) / m.seconds:.0%}"
+    yield duration(m.floor)
+    yield f"{m.seconds / m.floor:.3g}" if m.floor else "?"
+    yield f"{m.bytes_read / m.seconds / 1e9:.3g}"
+    yield "?" if flops is None else f"{flops / m.seconds / 1e9:.3g}"
+
+
+def _machine(report: Report) -> Iterable[tuple[str, str]]:
+    if m := report.machine:
+        yield m.cpu, f"{_count(m.cpus, 'CPU')}, {_count(m.threads, 'thread')}{f'; C++ for {m.tier}, {m.tier_why}' if m.tier else ''}"
+        yield "reading memory", f"{amount(m.bytes_per_second, 'B/s')} ({m.read_by}), {amount(m.now, 'B/s')} for this report"
+        if m.interruptions:
+            yield "interruptions", f"a CPU was taken away {_count(m.interruptions, 'time')} while kernels were measured: what else runs?"
+        yield "weights", f"{amount(m.weight_bytes, 'B')}, {amount(m.weight_bytes_on_large_pages, 'B')} of them on large pages"
+
+
+def _loads(report: Report) -> Iterable[tuple[str, str]]:
+    return ((f"{fusion.id}, {load.cut}", _load(load)) for fusion in report.fusions for load in fusion.loads)
+
+
+def _load(load: Load) -> str:
+    empty = [group for group, rows in enumerate(load.rows) if not rows]
+    spread = f"least {min(load.rows)}, median {median_low(load.rows)}, most {max(load.rows)}" if load.rows else "none"
+    told = f"{len(empty)} empty: {_ranges(empty)}" if empty else "none empty"
+    return f"{_count(sum(load.rows), 'row')} in {_count(len(load.rows), 'group')}: {spread}; {told}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[1, 2, 3, 7] -> "1-3, 7"."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _sources(report: Report) -> Iterable[tuple[str, str]]:
@@ -108,6 +172,11 @@ def _legend(report: Report) -> str:
         "kernels of their own. flop/B: flops for each byte read or written. ?: a size that only the device knows. cuts: the segments "
         "that a segment reads from, and why it is not one with them."
     )
+    if report.machine:
+        said += (
+            f" time: the median of {report.machine.repeats} runs with no input in the caches, where a fusion runs first; spread: (longest "
+            "- shortest) / median. floor: how long this machine takes to read the inputs, of grouped weights those of groups with rows."
+        )
     if any(s.kind == "nvfuser" for s in _segments(report)):
         said += " nvfuser: one definition, of which nvFuser makes several kernels: what these hand on is counted as avoided."
     return textwrap.fill(said, WIDTH)
@@ -130,7 +199,13 @@ def _count(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
-def amount(n: int | None, unit: str = "") -> str:
+def duration(seconds: float) -> str:
+    """0.00123 -> "1.23 ms"."""
+    unit, size = next((u, s) for u, s in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)) if seconds >= 0.9995 * s or u == "ns")
+    return f"{seconds / size:.3g} {unit}"
+
+
+def amount(n: float | None, unit: str = "") -> str:
     """1234567 -> "1.23 M"; None, a number that is not known, -> "?"."""
     if n is None:
         return "?"

@@ -17,16 +17,20 @@ from torch.fx import Graph, GraphModule
 
 from .. import options, translate
 from .. import target as targets
+from ..errors import UnsupportedError
 from ..frontends.inductor import compile_calls
 from ..frontends.regions import find_regions
 from ..frontends.thunder import found_in
 from ..options import Options
 from .build import Seen, report_of
 from .data import Report
-from .fakes import like, on_fakes
+from .fakes import device_of_values, like, on_fakes
+from .measure import Watch
 
 
-def explain(model_or_fn: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any) -> Report:
+def explain(
+    model_or_fn: Callable[..., Any], *args: Any, target: str | None = None, measure: bool = False, load: bool = False, **kwargs: Any
+) -> Report:
     """What torch.compile(model_or_fn, backend="fusion_moe") fuses when it is called with these arguments, what it does not, and why.
 
     Of what thunder.jit made: what our executor fuses in it. The call is traced in the grad mode in force, with the sizes of these
@@ -34,21 +38,41 @@ def explain(model_or_fn: Callable[..., Any], *args: Any, target: str | None = No
     the meta device or fake, and the model stays as it is. A call that asks for the values of tensors, as in `if x.sum() > 0`, is run
     once instead, by the operations' meaning. Nothing is compiled to machine code.
 
-    target: None follows the device of the tensors; else a name in target.py, also of one whose programs cannot run here. OptionError
-    for a target that there is not, UnsupportedError for a call that asks for values which there are not.
+    target: None follows the device of the tensors; else a name in target.py, also of one whose programs cannot run here.
+    measure, load: run the call, on real tensors, its fusions as compiled programs; what the model writes into itself is written.
+    measure, on the CPU: reports what each kernel takes, beside how long this machine takes to read what the kernel has to.
+    load: reports how many rows each group (expert) has.
+    OptionError for a target that there is not, UnsupportedError for a call that asks for values which there are not, and for one that
+    cannot be run or measured.
     """
     switches = options.current().replace(**({} if target is None else {"target": target}))
     targets.find(switches.target, torch.device("cpu"))  # a name that is none raises here and not inside of a compiler
-    look, function = _looker(model_or_fn, switches)
-    return report_of(on_fakes(look, function, args, kwargs), switches)
+    watch = Watch(switches, measure, load) if measure or load else None
+    look, function = _looker(model_or_fn, switches, watch)
+    if watch is None:
+        return report_of(on_fakes(look, function, args, kwargs), switches)
+    _check_can_run(watch, device_of_values(function, args, kwargs))
+    return report_of(look(function, args, kwargs), switches)
 
 
-def _looker(function: Callable[..., Any], switches: Options) -> tuple[Callable[..., Seen], Callable[..., Any]]:
+def _check_can_run(watch: Watch, device: torch.device) -> None:
+    """UnsupportedError if what is watched cannot be run, or measured, on a device."""
+    targets.check_device(targets.find(watch.switches.target, device), device, "explain")
+    if watch.measure and device.type != "cpu":
+        raise UnsupportedError(f"measure=True for tensors on {device}", expected="tensors on the CPU", where="explain")
+
+
+def _looker(function: Callable[..., Any], switches: Options, watch: Watch | None) -> tuple[Callable[..., Seen], Callable[..., Any]]:
     """Who looks at a call, and the function below what a compiler made of it."""
     thunder = sys.modules.get("thunder")  # imported where something was made by it
     if thunder is not None and (compiled := thunder.compile_data(function)) is not None:
+        if watch is not None:
+            raise UnsupportedError(
+                "measure=True or load=True for what thunder.jit made", expected="a module or a function",
+                todo="give what thunder.jit was given, to have it run as under torch.compile", where="explain",
+            )  # fmt: skip
         return partial(_in_thunder, compiled.executors_list, switches), compiled.fn
-    return partial(_in_dynamo, switches), _original(function)
+    return partial(_in_dynamo, switches, watch), _original(function)
 
 
 def _in_thunder(executors: Sequence[Any], switches: Options, function: Callable[..., Any], args: Any, kwargs: Any) -> Seen:
@@ -59,15 +83,17 @@ def _in_thunder(executors: Sequence[Any], switches: Options, function: Callable[
         return Seen(found_in(thunder.jit(function, executors=executors), *args, **kwargs))
 
 
-def _in_dynamo(switches: Options, function: Callable[..., Any], args: Any, kwargs: Any) -> Seen:
-    """What is found when torch.compile traces a call."""
-    seen = Seen()
+def _in_dynamo(switches: Options, watch: Watch | None, function: Callable[..., Any], args: Any, kwargs: Any) -> Seen:
+    """What is found when torch.compile traces a call. watch: then the call's programs run for the target, and not by their meaning."""
+    seen = Seen(watch=watch)
 
     def look(graph: Graph, is_inference: bool = False) -> None:
         if any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes):
             return  # a backward pass
         seen.graphs.append(find_regions(graph, lambda device: targets.find(switches.target, device)))
         seen.custom_ops.update((name, None) for n in graph.nodes if (name := _custom_op(n.target)))
+        if watch is not None:
+            watch.take_over(graph, seen.graphs[-1].regions)
 
     has_isolation = "isolate_recompiles" in signature(torch.compile).parameters  # torch 2.13
     apart: dict[str, Any] = {"isolate_recompiles": True} if has_isolation else {}

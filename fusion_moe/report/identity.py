@@ -1,0 +1,24 @@
+"""Which regions of a model are one program: equal operations from equal lines of the user's program, on equal sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from ..frontends.regions import Region
+from ..ir.text import text
+
+
+def identity(region: Region) -> Hashable:
+    """Equal for regions that the report shows as one fusion."""
+    return text(region.fusion), tuple(op.source for op in region.fusion.ops), tuple(numbers(region).items())
+
+
+def numbers(region: Region) -> dict[str, int]:
+    """The sizes of this call, for the symbols of a region; those that only the device knows are left out."""
+    found = {}
+    for name, shown in region.sizes.items():
+        val = shown.node.meta["val"]
+        size = val if shown.dim is None else val.shape[shown.dim]
+        if size.node.has_hint():
+            found[name] = int(size.node.hint) // shown.by
+    return found

@@ -1,0 +1,171 @@
+"""What the programs of a call take, and how its rows are spread over groups: noted while the call runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph
+
+from .. import groups, options
+from .. import target as targets
+from ..compile import compile_fusion
+from ..emit import cpu
+from ..frontends.inductor import replace_regions
+from ..frontends.regions import Region
+from ..ir.core import Fusion, Value
+from ..ops import as_bytes
+from ..options import Options
+from ..runtime import bandwidth, isa, pages
+from ..runtime.program import Program
+from . import cost
+from .data import Load, Machine, Measured
+from .identity import identity
+
+REPEATS = 7
+
+
+class Watch:
+    """Takes over the regions of graphs. measure, load: what is noted of them; watched: they, in the order in which they were found.
+
+    interruptions: how often this process lost a CPU to another one while something was measured.
+    """
+
+    def __init__(self, switches: Options, measure: bool, load: bool):
+        self.switches, self.measure, self.load = switches, measure, load
+        self.watched: list[Watched] = []
+        self.interruptions = 0
+        self._first: dict[Hashable, Watched] = {}  # of those with one program
+
+    def take_over(self, graph: Graph, regions: Sequence[Region]) -> None:
+        """Puts a call that notes what it does where each region stands, in place."""
+        for region, call in zip(regions, replace_regions(graph, regions, self.switches), strict=True):
+            name = identity(region)
+            self.watched.append(Watched(region, self, self._first.get(name)))
+            self._first.setdefault(name, self.watched[-1])
+            call.target = self.watched[-1].run
+
+    @cached_property
+    def memory(self) -> bandwidth.Bandwidth:
+        """How fast this machine reads with as many threads as kernels run on."""
+        return bandwidth.of(torch.get_num_threads())
+
+    @cached_property
+    def now(self) -> float:
+        """Bytes per second that it reads while this report is made."""
+        return self.memory.now(bandwidth.pool())
+
+    def machine(self) -> Machine | None:
+        """Where times were measured, if they were."""
+        if all(w.whole is None for w in self.watched):
+            return None
+        weights = {t.data_ptr(): t for w in self.watched for t in w.weights}.values()
+        tier, why = self._tier() if any(w.in_cpp for w in self.watched) else ("", "")
+        return Machine(
+            cpu=bandwidth.cpu(), cpus=bandwidth.cpus(), threads=self.memory.threads, tier=tier, tier_why=why,
+            bytes_per_second=self.memory.bytes_per_second, now=self.now, read_by=self.memory.by, repeats=REPEATS,
+            interruptions=self.interruptions,
+            weight_bytes=sum(t.nbytes for t in weights), weight_bytes_on_large_pages=pages.obtained(*weights),
+        )  # fmt: skip
+
+    def _tier(self) -> tuple[str, str]:
+        with options.using(self.switches):
+            return isa.selected(), "the best of this CPU" if self.switches.cpu_isa == "auto" else "asked for by cpu_isa"
+
+
+class Watched:
+    """One region. equal: the first one with the same program, if this is not it: then that one alone is measured.
+
+    kernels, whole: what the kernels and all of the program took; loads: of each run; weights: what it reads of them.
+    """
+
+    def __init__(self, region: Region, watch: Watch, equal: Watched | None):
+        self.region, self.watch, self.equal = region, watch, equal
+        self.kernels: list[Measured] = []
+        self.whole: Measured | None = None
+        self.loads: list[Load] = []
+        self.weights: list[Tensor] = []
+
+    @cached_property
+    def program(self) -> Program:
+        """Compiled when the region first runs."""
+        if self.equal is not None:
+            return self.equal.program
+        switches = self.watch.switches
+        return compile_fusion(self.region.fusion, targets.find(switches.target, self.region.device), switches)
+
+    @property
+    def in_cpp(self) -> bool:
+        """Whether some of its kernels are in C++."""
+        return any(kernel.backend == cpu.NAME for kernel in self.program.kernels)
+
+    def run(self, source: str, inputs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
+        """What fusion_moe::run computes."""
+        fusion, tensors = self.program.fusion, [as_bytes(t) for t in inputs]
+        env = fusion.bind(tensors, dict(zip(self.program.stages[0][1].symbols, sizes, strict=True)))
+        rows = {cut: groups.sizes(ends) for cut, ends in ends_of(fusion, tensors, env).items()}
+        self.weights = [t for v, t in zip(fusion.inputs, tensors, strict=True) if fusion.role(v) == "weight"]
+        if self.watch.load:
+            self.loads += [Load(cut, tuple(n.tolist())) for cut, n in rows.items()]
+        if self.watch.measure and self.equal is None and self.whole is None:
+            self._measure(tensors, env, {cut: int(n.count_nonzero()) for cut, n in rows.items()})
+        return self.program(tensors, env)
+
+    def _measure(self, tensors: Sequence[Tensor], env: Mapping[str, int], used: Mapping[str, int]) -> None:
+        made: dict[Value, Any] = dict(zip(self.program.fusion.inputs, tensors, strict=True))
+        calls = []
+        for kernel in self.program.kernels:
+            inputs = [made[v] for v in kernel.segment.inputs]
+            made.update(zip(kernel.segment.outputs, kernel(inputs, env), strict=True))  # the first call, which builds it
+            calls.append(_Call(partial(kernel, inputs, env), inputs, cost.bytes_read(kernel.segment.fusion, env, used)))
+        self.program(tensors, env)
+        calls.append(_Call(partial(self.program, tensors, env), tensors, cost.bytes_read(self.program.fusion, env, used)))
+        bytes_per_second, before = max(self.watch.memory.bytes_per_second, self.watch.now), _interruptions()
+        *self.kernels, self.whole = _times(calls, bytes_per_second)
+        self.watch.interruptions += _interruptions() - before
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: Callable[[], object]
+    inputs: Sequence[Tensor]
+    bytes_read: int
+
+
+def _times(calls: Sequence[_Call], bytes_per_second: float) -> list[Measured]:
+    """What calls take, in turns. Before each, its inputs are taken out of the caches: in a model other layers ran since the last time."""
+    found: list[list[float]] = [[] for _ in calls]
+    for _ in range(REPEATS):
+        for call, seconds in zip(calls, found, strict=True):
+            bandwidth.evict(*call.inputs)
+            start = time.perf_counter()
+            call.function()
+            seconds.append(time.perf_counter() - start)
+    sizes = [call.bytes_read for call in calls]
+    return [Measured(median(s), min(s), max(s), n, n / bytes_per_second) for s, n in zip(found, sizes, strict=True)]
+
+
+def _interruptions() -> int:
+    """How often this process had to give a CPU away before its time was up; 0 where the system does not tell."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def ends_of(fusion: Fusion, tensors: Sequence[Tensor], env: Mapping[str, int]) -> dict[str, Tensor]:
+    """The ends of each cut of a fusion by its name, computed from these inputs by the operations that make them and no others."""
+    values = (*fusion.inputs, *(v for op in fusion.ops for v in op.outputs))
+    ends = {v.type.ends.name: v for v in values if v.type.ends}
+    needed = set(ends.values())
+    for op in reversed(fusion.ops):
+        needed |= set(op.values) if needed & set(op.outputs) else set()
+    part = replace(fusion, ops=tuple(op for op in fusion.ops if needed & set(op.outputs)), outputs=tuple(ends.values()), aliases={})
+    return dict(zip(ends, part.evaluate(*tensors, sizes=env), strict=True))

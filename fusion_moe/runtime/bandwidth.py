@@ -1,0 +1,170 @@
+"""How fast this machine reads memory: what no kernel that has to can beat. Measured once for a number of threads, and kept on disk.
+
+    memory = bandwidth.of(threads=2)         # takes about a second the first time
+    memory.bytes_per_second, memory.by
+    memory.read(t)                           # reads a tensor like that
+    bandwidth.evict(t)                       # then reads it from memory again, and not from a cache
+
+What reads is bandwidth.cpp, prefetching as far ahead as is fastest here; without a compiler a reduction of torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from ..errors import BuildError
+from . import build, isa, pages, store
+
+_AHEAD = (0, 512, 1024, 2048, 4096, 8192)  # bytes
+_REPEATS = 31
+_SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """bytes_per_second: of reading a `pool` with `threads` threads. by: what read it.
+
+    ahead: bytes that it prefetches ahead; None: torch reads.
+    """
+
+    bytes_per_second: float
+    threads: int
+    by: str
+    ahead: int | None = None
+
+    def read(self, t: Tensor) -> None:
+        """Reads a contiguous tensor on the CPU, a whole number of 8 bytes, once."""
+        if self.ahead is None:
+            _reduce(t, self.threads)
+        else:
+            _library().read_words(t.data_ptr(), t.nbytes, self.threads, self.ahead)
+
+    def now(self, memory: Tensor) -> float:
+        """Bytes per second of the median of three reads of a tensor."""
+        return memory.nbytes / median(self.times(memory, 3))
+
+    def times(self, memory: Tensor, count: int) -> list[float]:
+        """The seconds of so many reads of a tensor, the shortest first."""
+        found = []
+        for _ in range(count):
+            start = time.perf_counter()
+            self.read(memory)
+            found.append(time.perf_counter() - start)
+        return sorted(found)
+
+
+@cache
+def of(threads: int) -> Bandwidth:
+    """The read bandwidth of this machine: measured in this process, or kept by one before it."""
+    key = store.key_of(Path(__file__).read_bytes(), _SOURCE.read_bytes(), cpu(), str(cpus()), str(threads), _why_not_cpp())
+
+    def make(path: Path) -> None:
+        path.write_text(json.dumps(asdict(_measured(threads))))
+
+    try:
+        return Bandwidth(**json.loads(store.get_or_make(f"bandwidth-{key}.json", make).read_text()))
+    except OSError:  # no folder to keep it in
+        return _measured(threads)
+
+
+def evict(*tensors: Tensor) -> None:
+    """Takes tensors on the CPU out of its caches: by bandwidth.cpp, or by reading so much else that nothing of them is left there."""
+    if not all(_evicts(t.untyped_storage()) for t in tensors):
+        _reduce(_kept_pool(), torch.get_num_threads())
+
+
+def _evicts(memory: torch.UntypedStorage) -> bool:
+    return not _why_not_cpp() and bool(_library().evict(memory.data_ptr(), memory.nbytes(), torch.get_num_threads()))
+
+
+def pool() -> Tensor:
+    """u8: memory that no cache holds, written once, on large pages."""
+    return pages.empty((min(max(2**28, 4 * _cache_bytes()), 2**30),), torch.uint8).fill_(1)
+
+
+def cpu() -> str:
+    """Which CPU this is, as Linux names it."""
+    told: dict[str, str] = {}
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as lines:
+        for line in itertools.takewhile(str.strip, lines):  # the first CPU's
+            key, _, value = line.partition(":")
+            told[key.strip()] = value.strip()
+    name = told.get("model name", platform.machine())
+    numbers = [f"{key} {told[key]}" for key in ("cpu family", "model", "CPU implementer", "CPU part") if key in told]
+    return f"{name} ({', '.join(numbers)})" if numbers else name
+
+
+def cpus() -> int:
+    """How many CPUs this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _measured(threads: int) -> Bandwidth:
+    memory = pool()
+    ways = (None,) if _why_not_cpp() else _AHEAD
+    ahead = max(ways, key=lambda ahead: Bandwidth(0, threads, "", ahead).now(memory))
+    where = f"{memory.nbytes >> 20} MiB, {pages.obtained(memory) >> 20} MiB of them on large pages"
+    found = Bandwidth(0, threads, f"{_how(ahead)}; {where}", ahead)
+    # What else runs meanwhile slows most reads, and this number is kept; but single reads are faster than memory is for long.
+    return replace(found, bytes_per_second=memory.nbytes / found.times(memory, _REPEATS)[_REPEATS // 10])
+
+
+def _how(ahead: int | None) -> str:
+    if ahead is None:
+        return f"torch's amax: {_why_not_cpp()}"
+    return f"C++, prefetching {ahead} bytes ahead" if ahead else "C++, not prefetching"
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """bandwidth.cpp, for the best instructions that there are: memory is as fast as it is, whatever cpu_isa says."""
+    library = build.load(_SOURCE.read_text(encoding="utf-8"), name="bandwidth", tier=isa.available()[0])
+    library.read_words.argtypes = [ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_longlong]
+    library.read_words.restype = ctypes.c_uint64
+    library.evict.argtypes = [ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int]
+    return library
+
+
+@cache
+def _why_not_cpp() -> str:
+    """Why there is no C++ to read with; "" if there is."""
+    try:
+        _library()
+    except BuildError as error:
+        return error.found
+    return ""
+
+
+@cache
+def _kept_pool() -> Tensor:
+    return pool()
+
+
+def _reduce(t: Tensor, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        t.view(-1).view(torch.float64).amax()
+    finally:
+        torch.set_num_threads(before)
+
+
+def _cache_bytes() -> int:
+    """The sum of all last-level caches, as Linux tells it; 0 where it does not."""
+    found = {}
+    for folder in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
+        found[(folder / "shared_cpu_list").read_text()] = int((folder / "size").read_text().strip().rstrip("K")) * 1024
+    return sum(found.values())

@@ -1,0 +1,161 @@
+"""Weights of modules lie on large pages on the CPU, and are otherwise like any other parameters."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import io
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusion_moe
+from fusion_moe.formats import quantize
+from fusion_moe.nn import GroupedLinear, frozen
+from fusion_moe.runtime import pages
+
+E, H, I = 6, 1024, 1024
+CODES = ("gate_up_proj", "down_proj")
+needs_advice = pytest.mark.skipif(not pages._TAKES_ADVICE, reason="this system takes no advice on pages")
+
+
+def floats(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def experts():
+    return fusion_moe.NVFP4Experts.from_float(floats(E, 2 * I, H), floats(E, H, I, seed=1))
+
+
+@pytest.fixture(scope="module")
+def made():
+    return experts()
+
+
+def starts_at_pages(module):
+    return [p.data_ptr() % pages.PAGE == 0 for name, p in module.named_parameters() if name in CODES]
+
+
+def same_bytes(a, b):
+    found, want = (dict(m.named_parameters()) for m in (a, b))
+    return found.keys() == want.keys() and all(torch.equal(p.view(torch.uint8), want[n].view(torch.uint8)) for n, p in found.items())
+
+
+@needs_advice
+def test_quantized_weights_are_made_there(made):
+    assert starts_at_pages(made) == [True, True]
+    assert GroupedLinear.from_float(floats(E, H, I)).weight.data_ptr() % pages.PAGE == 0
+
+
+@pytest.mark.parametrize("panel", [1, 3 * I * H, 4 * I * H, 2**40])
+def test_a_few_matrices_at_a_time_give_the_bytes_of_all_at_once(panel, monkeypatch):
+    monkeypatch.setattr(frozen, "_PANEL", panel)
+    weight = floats(E, I, H)
+    weight[1] = 0
+    for x in weight, weight.mT, weight.view(E, 2, I // 2, H):
+        found, want = frozen.quantized(x), quantize(x)
+        assert all(a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, want, strict=True))
+
+
+def test_the_default_dtype_changes_nothing():
+    weight = floats(E, H, I)
+    want = GroupedLinear.from_float(weight)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert same_bytes(GroupedLinear.from_float(weight), want)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest result that has memory of its own."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        in_place = isinstance(result, torch.Tensor) and any(result is a for a in args)
+        if isinstance(result, torch.Tensor) and not func.is_view and not in_place:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def test_quantizing_needs_room_for_a_few_matrices_only(monkeypatch):
+    monkeypatch.setattr(frozen, "_PANEL", 2 * I * H)
+    weights = floats(E, 2 * I, H), floats(E, H, I)
+    with Largest() as largest:
+        fusion_moe.NVFP4Experts.from_float(*weights)
+    assert 0 < largest.numel <= 2 * I * H
+
+
+@needs_advice
+def test_tensors_from_elsewhere_are_copied_there():
+    weight = quantize(floats(E, H, I))
+    module = GroupedLinear(weight)
+    assert module.weight.data_ptr() % pages.PAGE == 0
+    assert torch.equal(module.weight, weight.codes)
+    assert GroupedLinear(weight._replace(codes=module.weight.detach())).weight.data_ptr() == module.weight.data_ptr()
+
+
+def test_it_keeps_no_gradients_of_what_it_was_made_of():
+    weight = floats(E, H, I).requires_grad_()
+    module = GroupedLinear.from_float(weight)
+    assert not any(p.requires_grad for p in module.parameters())
+    assert torch.equal(module.weight, GroupedLinear.from_float(weight.detach()).weight)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda m: torch.load(saved(m), weights_only=False), lambda m: copy.deepcopy(m).to(torch.float16), copy.copy],
+    ids=["deepcopy", "pickle", "cast", "copy"],
+)
+def test_copies_are_whole(copied, made):
+    assert same_bytes(copied(made), made)
+
+
+def saved(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    assert file.tell() < 1.01 * module.nbytes + 2**14  # and nothing of what lies around the weights
+    file.seek(0)
+    return file
+
+
+@needs_advice
+def test_what_came_from_another_device_is_put_there(made):
+    with torch.device("meta"):
+        other = experts()
+    assert all(p.is_meta for p in other.parameters())
+    other.to_empty(device="cpu")
+    assert starts_at_pages(other) == [True, True]
+    places = [p.data_ptr() for p in other.parameters()]
+    other.load_state_dict(made.state_dict())
+    assert same_bytes(other, made)
+    assert [p.data_ptr() for p in other.parameters()] == places
+
+
+def test_memory_can_be_shared(made):
+    shared = copy.deepcopy(made).share_memory()
+    assert all(p.is_shared() for p in shared.parameters())
+    assert same_bytes(shared, made)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="safetensors is not installed: pip install -e '.[models]'")
+def test_safetensors(made, tmp_path):
+    from safetensors.torch import load_file, save_model
+
+    save_model(made, str(tmp_path / "experts.safetensors"))
+    other = experts()
+    for p in other.parameters():
+        p.detach().view(torch.uint8).zero_()
+    other.load_state_dict(load_file(tmp_path / "experts.safetensors"))
+    assert same_bytes(other, made)
+
+
+@needs_advice
+@pytest.mark.gpu
+def test_to_a_gpu_and_back(made):
+    back = copy.deepcopy(made).cuda().cpu()
+    assert starts_at_pages(back) == [True, True]
+    assert same_bytes(back, made)

@@ -1,0 +1,296 @@
+"""fusion_moe.explain with measure and load: what kernels take, what they read, and the rows of each expert."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fusion_moe
+from fusion_moe import options
+from fusion_moe.errors import UnsupportedError
+from fusion_moe.nn import GroupedLinear
+from fusion_moe.report import Load, Machine, Measured
+from fusion_moe.report.table import duration
+from fusion_moe.runtime import bandwidth, build, isa, pages
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 64, 32, 2
+IDS = torch.tensor([[0, 1], [1, 3], [1, 0]])
+W = torch.full(IDS.shape, 0.5)
+ROWS = (2, 3, 0, 1, 0, 0, 0, 0)
+
+
+def matrices(n, k, count):
+    """Bytes of the codes and block scales of some matrices."""
+    return count * n * k * 9 // 16
+
+
+class Layer(torch.nn.Module):
+    """Experts with ids from outside, and what their layer computed last."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.experts = fusion_moe.NVFP4Experts.from_float(
+            torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=generator),
+            torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=generator),
+        )
+        self.last = None
+
+    def forward(self, x, ids, w):
+        self.last = self.experts(x, ids, w)
+        return self.last
+
+
+@pytest.fixture(autouse=True)
+def little_is_read(monkeypatch):
+    """The bandwidth is that of a few MiB, in a cache: here it only has to be a number. Nothing is kept."""
+    monkeypatch.setattr(bandwidth, "pool", lambda: pages.empty((2**22,), torch.uint8).fill_(1))
+    monkeypatch.setattr(bandwidth, "of", bandwidth._measured)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    bandwidth._library.cache_clear()
+    bandwidth._why_not_cpp.cache_clear()
+    yield
+    bandwidth._why_not_cpp.cache_clear()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(len(IDS), HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def explained(*args, **kwargs):
+    with torch.no_grad():
+        return fusion_moe.explain(*args, **{"measure": True, "load": True, **kwargs})
+
+
+def measured_of(report):
+    return [m for f in report.fusions for m in (*(s.measured for s in f.segments), f.measured)]
+
+
+# What is measured -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["cpu", "reference"])
+def test_each_kernel_and_the_program_are_measured(x, target):
+    report = explained(Layer(), x, IDS, W, target=target)
+    found, speed = measured_of(report), max(report.machine.bytes_per_second, report.machine.now)
+    assert len(found) == 3
+    for m in found:
+        assert 0 < m.shortest <= m.seconds <= m.longest
+        assert m.floor == m.bytes_read / speed
+    in_cpp = [s.backend for s in report.fusions[0].segments] == ["cpu", "cpu"]
+    assert in_cpp == (target == "cpu" and build.find_compiler() is not None)
+    assert (report.machine.tier, report.machine.tier_why) == ((isa.selected(), "the best of this CPU") if in_cpp else ("", ""))
+    assert (report.machine.threads, report.machine.cpus) == (torch.get_num_threads(), bandwidth.cpus())
+
+
+def test_bytes_are_those_of_experts_that_have_rows(x):
+    first, second, whole = measured_of(explained(Layer(), x, IDS, W))
+    used, slots = sum(n > 0 for n in ROWS), IDS.numel()
+    gate_up = matrices(2 * INTERMEDIATE, HIDDEN, used) + 2 * 4 * used
+    down = matrices(HIDDEN, INTERMEDIATE, used) + 4 * used
+    tokens = len(IDS) * HIDDEN * 2
+    assert first.bytes_read == 8 * slots + tokens + gate_up
+    assert second.bytes_read == down + slots * INTERMEDIATE * 2 + 4 * EXPERTS + 4 * slots + 4 * slots  # rows, ends, slots, weights
+    assert whole.bytes_read == 8 * slots + tokens + gate_up + down + 4 * slots  # and nothing of what kernels hand on
+
+
+def test_bounds_stay_where_they_were(x):
+    """Without running, of 6 rows at most 6 experts are known to be read."""
+    (first, _), (bound, _) = (explained(Layer(), x, IDS, W, **on).fusions[0].segments for on in ({}, {"measure": False, "load": False}))
+    assert first.bytes_read == bound.bytes_read > first.measured.bytes_read
+    assert bound.measured is None
+
+
+def test_the_call_is_run_as_compiled(x):
+    layer = Layer()
+    explained(layer, x, IDS, W)
+    found = layer.last
+    with torch.no_grad():
+        assert torch.equal(found, torch.compile(layer, backend="fusion_moe")(x, IDS, W))
+
+
+@pytest.mark.parametrize("asked", ["measure", "load"])
+def test_one_may_be_asked_for_without_the_other(x, asked):
+    report = explained(Layer(), x, IDS, W, measure=asked == "measure", load=asked == "load")
+    assert (report.machine is not None) == (asked == "measure") == (report.fusions[0].measured is not None)
+    assert bool(report.fusions[0].loads) == (asked == "load")
+    assert ("x floor" in str(report), "6 rows in 8 groups" in str(report)) == (asked == "measure", asked == "load")
+
+
+def test_without_a_compiler_what_runs_then_is_measured(x, no_compiler):
+    report = explained(Layer(), x, IDS, W)
+    for s in report.fusions[0].segments:
+        assert s.measured.seconds > 0
+        assert "CXX='/nowhere/g++' does not run" in s.backend_why
+    assert report.machine.read_by.startswith("torch's amax")
+
+
+@pytest.mark.skipif(build.find_compiler() is None, reason=build.why_no_compiler())
+def test_a_tier_that_is_asked_for_is_named(x):
+    with options.override(cpu_isa="generic"):
+        machine = explained(Layer(), x, IDS, W).machine
+    assert (machine.tier, machine.tier_why) == ("generic", "asked for by cpu_isa")
+
+
+def test_weights_on_large_pages_are_counted():
+    layer, x = GroupedLinear.from_float(torch.randn(4, 1024, 2048)), torch.randn(3, 2048).bfloat16()
+    machine = explained(layer, x, torch.tensor([1, 1, 2, 3], dtype=torch.int32)).machine
+    weights = layer.weight, layer.weight_scale, layer.weight_decode_scale
+    assert machine.weight_bytes == layer.nbytes
+    assert machine.weight_bytes_on_large_pages == pages.obtained(*weights)
+
+
+# The rows of each expert ----------------------------------------------------------------------------------------------
+
+
+def test_load(x):
+    (load,) = explained(Layer(), x, IDS, W).fusions[0].loads
+    assert load.rows == ROWS
+
+
+def test_each_layer_has_its_load_and_the_first_is_measured(x):
+    layer = Layer()
+
+    def both(x, ids, w):
+        for n in ids, ids + 4:
+            x = torch.sigmoid(layer(x, n, w) @ torch.eye(HIDDEN, dtype=x.dtype))
+        return x
+
+    report = explained(both, x, IDS, W)
+    (fusion,) = report.fusions
+    assert fusion.times == 2
+    assert [load.rows for load in fusion.loads] == [ROWS, (*ROWS[4:], *ROWS[:4])]
+    assert str(report).count("fusion0     whole program") == 1
+
+
+def test_rows_of_no_group_are_not_counted():
+    layer = GroupedLinear.from_float(torch.randn(3, 32, 64))
+    report = explained(layer, torch.randn(9, 64), torch.tensor([2, 2, 7], dtype=torch.int32))
+    assert [load.rows for load in report.fusions[0].loads] == [(2, 0, 5)]
+    (measured,) = {m.bytes_read for m in measured_of(report)}
+    assert measured == 2 * matrices(32, 64, 1) + 2 * 4 + 3 * 4 + 9 * 64 * 4
+
+
+def test_calls_that_need_the_sizes_or_the_values_of_the_call(x):
+    layer = Layer()
+    args = [t.clone() for t in (x, IDS, W)]
+    for t in args:
+        torch._dynamo.mark_dynamic(t, 0)
+    report = explained(lambda x, ids, w: layer(x, ids, w) if x.sum() > -1e9 else None, *args)
+    assert [load.rows for load in report.fusions[0].loads] == [ROWS]
+    assert (report.graphs, len(report.fusions[0].sizes)) == (2, 1)
+
+
+def test_sizes_that_only_the_device_knows_are_known_when_it_runs(x):
+    layer = Layer()
+    x = x.abs() * torch.tensor([1, -1, 1])[:, None]
+
+    def positive(x):
+        some = x[x[:, 0] > 0]
+        return layer(some, torch.zeros_like(some[:, :1], dtype=torch.long), some[:, :1])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        fusion = explained(positive, x).fusions[0]
+    assert fusion.segments[0].flops is None
+    assert fusion.segments[0].measured.seconds > 0
+    assert fusion.loads[0].rows == (2, *[0] * 7)
+
+
+def test_with_gradients_the_forward_pass_is_measured(x):
+    report = fusion_moe.explain(Layer(), x.clone().requires_grad_(), IDS, W, measure=True)
+    assert report.fusions[0].measured.seconds > 0
+
+
+# What cannot be measured ----------------------------------------------------------------------------------------------
+
+
+def test_tensors_need_values(x):
+    layer = Layer()
+    with pytest.raises(UnsupportedError, match=r"a tensor \[3, 64\] that is fake or on the meta device; expected tensors with values"):
+        explained(layer, x.to("meta"), IDS, W)
+    with FakeTensorMode():
+        fake = Layer()
+    with pytest.raises(UnsupportedError, match="fake or on the meta device"):
+        explained(fake, x, IDS, W)
+    assert explained(layer, x.to("meta"), IDS.to("meta"), W, measure=False, load=False).fusions
+
+
+def test_programs_need_their_machine(x):
+    with pytest.raises(UnsupportedError, match=r"sm_100 needs a CUDA device of compute capability 10\.0"):
+        explained(Layer(), x, IDS, W, target="sm_100")
+    layer = Layer()
+    layer.experts.activation_format = "nvfp4"
+    with pytest.raises(UnsupportedError, match="activation_format = 'nvfp4' on cpu"):
+        explained(layer, x, IDS, W)
+
+
+def test_where_nothing_is_fused_nothing_is_measured(x):
+    report = explained(torch.relu, x)
+    assert (report.machine, report.fusions) == (None, ())
+
+
+@pytest.mark.thunder
+def test_what_thunder_made_is_not_run(x):
+    import thunder
+
+    with pytest.raises(UnsupportedError, match="what thunder.jit made; expected a module or a function; give what thunder.jit was given"):
+        explained(thunder.jit(Layer()), x, IDS, W)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_load_is_shown_and_times_are_not(x):
+    layer, args = Layer().cuda(), (x.cuda(), IDS.cuda(), W.cuda())
+    assert explained(layer, *args, measure=False).fusions[0].loads[0].rows == ROWS
+    with pytest.raises(UnsupportedError, match="measure=True for tensors on cuda:0; expected tensors on the CPU"):
+        explained(layer, *args)
+
+
+# How it is told -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(x):
+    """A report with numbers that are the same everywhere."""
+    with torch.no_grad():
+        report = fusion_moe.explain(Layer(), x, IDS, W, target="reference")
+    (fusion,) = report.fusions
+    times = [Measured(250e-6, 240e-6, 270e-6, 2_000_000, 100e-6), Measured(1.5e-3, 1.4e-3, 1.9e-3, 1_000_000, 50e-6)]
+    loads = (Load("g0", ROWS), Load("g0", (1,) * 8), Load("g0", (0,) * 8))
+    fusion = replace(
+        fusion, measured=Measured(1.7e-3, 1.7e-3, 1.7e-3, 3_000_000, 150e-6), loads=loads, times=3,
+        segments=tuple(replace(s, measured=m) for s, m in zip(fusion.segments, times, strict=True)),
+    )  # fmt: skip
+    machine = Machine("Some CPU", 4, 2, "avx2", "the best of this CPU", 20e9, 19e9, "C++, 256 MiB", 7, 12, 340_000_000, 339_000_000)
+    return replace(report, fusions=(fusion,), machine=machine)
+
+
+def test_table(told, golden):
+    golden(str(told))
+    assert max(map(len, str(told).splitlines())) <= 120
+
+
+def test_json(told):
+    data = json.loads(told.to_json())
+    assert data["machine"]["bytes_per_second"] == 20e9
+    (fusion,) = data["fusions"]
+    assert fusion["segments"][0]["measured"] == {
+        "seconds": 250e-6, "shortest": 240e-6, "longest": 270e-6, "bytes_read": 2_000_000, "floor": 100e-6,
+    }  # fmt: skip
+    assert fusion["measured"]["seconds"] == 1.7e-3
+    assert fusion["loads"][0] == {"cut": "g0", "rows": list(ROWS)}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.5, "2.5 s"), (0.9996, "1 s"), (0.0999, "99.9 ms"), (1e-3, "1 ms"), (123.4e-6, "123 us"), (5e-10, "0.5 ns")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,145 @@
+"""The read bandwidth of a machine: that all of the memory is read, measured once, and kept."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from fusion_moe import options
+from fusion_moe.runtime import bandwidth, build, pages, store
+
+CACHES = (bandwidth.of, bandwidth._library, bandwidth._why_not_cpp)
+needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason=build.why_no_compiler())
+
+
+@pytest.fixture
+def anew():
+    """Nothing is remembered of other tests, nor by them."""
+    for cached in CACHES:
+        cached.cache_clear()
+    yield
+    for cached in CACHES:
+        cached.cache_clear()
+
+
+@pytest.fixture
+def quick(anew, monkeypatch, tmp_path):
+    """Little is read, and kept in a folder of its own. -> how often it was measured"""
+    measured, whole = [], bandwidth._measured
+    monkeypatch.setattr(bandwidth, "pool", lambda: pages.empty((2**22,), torch.uint8).fill_(1))
+    monkeypatch.setattr(bandwidth, "_measured", lambda threads: measured.append(threads) or whole(threads))
+    with options.override(cache_dir=str(tmp_path)):
+        yield measured
+
+
+def kept(folder):
+    return sorted(folder.glob("bandwidth-*.json"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [0, 8, 127, 128, 4096, 2**16 + 24, 2**20])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_every_word_is_read(size, threads):
+    memory = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    words = memory[: size // 8 * 8].numpy().view(np.uint64)
+    for ahead in bandwidth._AHEAD:
+        assert bandwidth._library().read_words(memory.data_ptr(), size, threads, ahead) == np.bitwise_xor.reduce(words)
+
+
+def test_it_is_measured_once_for_each_number_of_threads(quick, tmp_path):
+    one, two = bandwidth.of(1), bandwidth.of(2)
+    bandwidth.of.cache_clear()  # as another process
+    assert (bandwidth.of(1), bandwidth.of(2)) == (one, two)
+    assert quick == [1, 2]
+    assert (one.threads, two.threads) == (1, 2)
+    assert {json.loads(file.read_text())["bytes_per_second"] for file in kept(tmp_path)} == {one.bytes_per_second, two.bytes_per_second}
+
+
+def test_another_machine_measures_its_own(quick, tmp_path, monkeypatch):
+    bandwidth.of(1)
+    for name, there in (("cpu", "another CPU"), ("cpus", 4096)):
+        monkeypatch.setattr(bandwidth, name, lambda there=there: there)
+        bandwidth.of.cache_clear()
+        bandwidth.of(1)
+    assert quick == [1, 1, 1]
+    assert len(kept(tmp_path)) == 3
+
+
+def test_a_damaged_file_is_measured_anew(quick, tmp_path):
+    bandwidth.of(1)
+    (file,) = kept(tmp_path)
+    file.write_text("{")
+    bandwidth.of.cache_clear()
+    assert bandwidth.of(1).bytes_per_second > 0
+    assert quick == [1, 1]
+
+
+def test_without_a_folder_it_is_measured_all_the_same(quick, monkeypatch):
+    def refuse(key, make):
+        raise OSError("nowhere")
+
+    bandwidth._why_not_cpp()  # the library is built
+    monkeypatch.setattr(store, "get_or_make", refuse)
+    assert bandwidth.of(1).bytes_per_second > 0
+
+
+def test_without_a_compiler_torch_reads(quick, monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    found = bandwidth.of(2)
+    assert found.ahead is None
+    assert found.by.startswith("torch's amax: no C++ compiler: CXX='/nowhere/g++' does not run")
+    before = torch.get_num_threads()
+    found.read(torch.ones(2**20, dtype=torch.uint8))
+    assert torch.get_num_threads() == before
+
+
+@needs_compiler
+def test_the_c_plus_plus_says_how_it_reads(quick):
+    found = bandwidth.of(1)
+    assert found.ahead in bandwidth._AHEAD
+    assert found.by.startswith(f"{bandwidth._how(found.ahead)}; 4 MiB, ")
+    assert bandwidth._how(0) == "C++, not prefetching"
+    assert bandwidth._how(512) == "C++, prefetching 512 bytes ahead"
+
+
+def test_a_pool_is_larger_than_the_caches():
+    assert bandwidth.pool().nbytes >= max(2**28, min(2**30, 4 * bandwidth._cache_bytes()))
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="programs cannot ask for it on this architecture")
+def test_what_is_evicted_is_read_more_slowly_and_is_the_same():
+    memory = torch.arange(2**16)  # 512 KiB, what a core's own cache holds
+    want, reader = memory.clone(), bandwidth.Bandwidth(1, 1, "", ahead=0)
+
+    def seconds(evict: bool) -> float:
+        found = []
+        for _ in range(50):
+            reader.read(memory)
+            if evict:
+                bandwidth.evict(memory)
+            start = time.perf_counter()
+            reader.read(memory)
+            found.append(time.perf_counter() - start)
+        return min(found)
+
+    assert seconds(evict=True) > 1.2 * seconds(evict=False)
+    assert torch.equal(memory, want)
+
+
+def test_without_a_compiler_other_memory_is_read_instead(quick, monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    bandwidth._kept_pool.cache_clear()
+    bandwidth.evict(torch.ones(8))
+    assert bandwidth._kept_pool.cache_info().currsize == 1
+    bandwidth._kept_pool.cache_clear()
+
+
+def test_the_cpu_has_a_name():
+    assert bandwidth.cpu()
+    assert bandwidth.cpus() >= 1

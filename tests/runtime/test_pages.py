@@ -1,0 +1,99 @@
+"""Tensors on large pages: what they are, when they are none, and how many pages were obtained."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fusion_moe.runtime import pages
+
+PAGE = pages.PAGE
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+setting = _SETTING.read_text() if _SETTING.exists() else "[never]"
+needs_advice = pytest.mark.skipif("[madvise]" not in setting, reason=f"large pages are not given by advice alone: {setting.strip()}")
+
+
+def is_mapped(address: int) -> bool:
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(first, 16) <= address < int(end, 16) for first, end in ranges)
+
+
+@pytest.mark.parametrize("shape", [(PAGE // 4,), (3, 7, PAGE // 8), (5, PAGE // 4 + 1)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float32, torch.bfloat16])
+def test_empty_is_a_tensor_like_any_other(shape, dtype):
+    t = pages.empty(shape, dtype)
+    assert (t.shape, t.dtype, t.device.type, t.is_contiguous()) == (torch.Size(shape), dtype, "cpu", True)
+    assert t.untyped_storage().nbytes() == t.nbytes
+    t.view(torch.uint8).fill_(3)
+    assert torch.equal(t.clone().view(torch.uint8), torch.full_like(t.view(torch.uint8), 3))
+
+
+@needs_advice
+def test_what_is_advised_starts_at_a_page_and_gets_pages():
+    t = pages.empty((8 * PAGE + 12345,), torch.uint8)
+    assert t.data_ptr() % PAGE == 0
+    assert pages.obtained(t) == 0  # before it is written
+    t.fill_(1)
+    assert 0 < pages.obtained(t) <= 8 * PAGE  # the rest would take a page for a part of one
+
+
+@needs_advice
+def test_pages_are_counted_for_the_tensors_that_lie_on_them():
+    large, plain = pages.empty((4 * PAGE,), torch.uint8).fill_(1), torch.ones(4 * PAGE, dtype=torch.uint8)
+    found = pages.obtained(large)
+    assert found > 0
+    assert pages.obtained(plain) == 0
+    assert pages.obtained(large, plain) == found
+    assert pages.obtained(large[:PAGE]) == min(PAGE, found)
+
+
+@needs_advice
+def test_memory_goes_with_the_last_tensor_that_needs_it():
+    t = pages.empty((2 * PAGE,), torch.uint8)
+    address, part = t.data_ptr(), t[5:]
+    del t
+    part.fill_(1)
+    assert is_mapped(address)
+    del part
+    assert not is_mapped(address)
+
+
+def test_without_advice_it_is_torchs(monkeypatch):
+    monkeypatch.setattr(pages, "_TAKES_ADVICE", False)
+    monkeypatch.setattr(pages, "_mapped", None)  # is not called
+    assert pages.empty((PAGE,), torch.uint8).fill_(1).sum() == PAGE
+
+
+def test_without_memory_torch_says_so(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert pages.empty((PAGE,), torch.uint8).shape == (PAGE,)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        pages.empty((2**55,), torch.uint8)
+
+
+@needs_advice
+def test_a_tensor_is_copied_there_once():
+    t = torch.randint(0, 256, (3, PAGE), dtype=torch.uint8)
+    once = pages.on_large_pages(t)
+    assert once.data_ptr() % PAGE == 0
+    assert torch.equal(once, t)
+    assert pages.on_large_pages(once).data_ptr() == once.data_ptr()
+    turned = pages.on_large_pages(once.T)
+    assert turned.is_contiguous()
+    assert torch.equal(turned, t.T)
+
+
+def test_small_tensors_and_those_without_memory_stay():
+    with FakeTensorMode():
+        fake = torch.empty(PAGE, dtype=torch.uint8)
+    for t in (torch.ones(PAGE - 1, dtype=torch.uint8), torch.empty(PAGE, dtype=torch.uint8, device="meta"), fake):
+        assert pages.on_large_pages(t) is t
+    small = torch.ones(16, 4)
+    assert pages.on_large_pages(small.T).is_contiguous()
