@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-_COLUMNS = ("n x k, rows", "GB/s", "GFLOP/s", "x torch bf16", "x torch int4pack", "of read", "spread")
+_PEERS = {"bf16": "torch bf16", "int4pack": "torch int4pack", "onnxruntime": "onnxruntime, int8"}
 
 
 def write(found: Mapping[str, Any]) -> Path:
@@ -43,13 +43,16 @@ def _machine(found: Mapping[str, Any]) -> list[str]:
 
 
 def _products(rows: Sequence[Mapping[str, float]], plot: str) -> list[str]:
-    lines = []
+    if not rows:
+        return []
+    lines, peers = [], [name for name in _PEERS if f"x {name}" in rows[0]]
+    columns = ("n x k, rows", "GB/s", "GFLOP/s", *(f"x {_PEERS[name]}" for name in peers), "of read", "spread")
     for threads in dict.fromkeys(r["threads"] for r in rows):
-        lines += [f"Products, {threads:.0f} thread{'s' * (threads > 1)}:", "", f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}"]
+        lines += [f"Products, {threads:.0f} thread{'s' * (threads > 1)}:", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
         for r in rows:
             if r["threads"] == threads:
                 shape = f"{r['n']:.0f} x {r['k']:.0f}, {r['rows']:.0f}"
-                ratios = f"{r['x bf16']:.2f} | {r['x int4pack']:.2f} | {r['of read']:.0%}"
+                ratios = " | ".join([*(f"{r[f'x {name}']:.2f}" for name in peers), f"{r['of read']:.0%}"])
                 lines.append(f"| {shape} | {r['ours GB/s']:.2f} | {r['GFLOP/s']:.0f} | {ratios} | {r['spread']:.0%} |")
         lines.append("")
     return lines + ([f"![GB/s of NVFP4 bytes over the rows of each expert]({plot})", ""] if plot else [])
@@ -82,7 +85,9 @@ def _draw(rows: Sequence[Mapping[str, float]], path: Path, title: str) -> bool:
     figure, axes = pyplot.subplots(1, len(shapes), figsize=(9, 3.6), sharey=True, squeeze=False)
     for at, (n, k) in zip(axes[0], shapes, strict=True):
         cell = [r for r in rows if (r["n"], r["k"]) == (n, k) and r["threads"] == 1]
-        for name, label in (("ours", "fusion_moe"), ("bf16", "torch bf16"), ("int4pack", "torch int4pack")):
+        for name, label in {"ours": "fusion_moe", **_PEERS}.items():
+            if f"{name} GB/s" not in cell[0]:
+                continue
             at.loglog([r["rows"] for r in cell], [r[f"{name} GB/s"] for r in cell], marker="o", label=label)
         at.axhline(max(r["read GB/s"] for r in cell), color="grey", linestyle="--", label="read")
         at.set(title=f"{n:.0f} x {k:.0f}", xlabel="rows of each expert", xticks=[r["rows"] for r in cell])

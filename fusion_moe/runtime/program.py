@@ -56,7 +56,7 @@ class Program:
         return self._one_by_one(tensors, env) if outputs is None else list(outputs)
 
     def _sizes(self, tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> Mapping[str, int]:
-        """The values of the symbols: remembered by all that they are read from, since decoding asks for the same ones thousands of times."""
+        """The values of the symbols, remembered by all that they are read from: decoding asks for the same ones again and again."""
         key = (tuple((t.shape, t.dtype) for t in tensors), tuple(given.items()))
         if key not in self._remembered:
             if len(self._remembered) >= _REMEMBERED:
