@@ -107,7 +107,8 @@ def product(
     t["read"] *= size / pool_bytes
     row = {
         "n": n, "k": k, "rows": rows, "threads": clock.threads, **{f"{name} GB/s": size / s / 1e9 for name, s in t.items()},
-        "GFLOP/s": 2 * experts * rows * n * k / t["ours"] / 1e9, **{f"x {name}": t[name] / t["ours"] for name in ("bf16", "int4pack", *peers)},
+        "GFLOP/s": 2 * experts * rows * n * k / t["ours"] / 1e9,
+        **{f"x {name}": t[name] / t["ours"] for name in ("bf16", "int4pack", *peers)},
         "of read": t["read"] / t["ours"], "spread": (max(found["ours"]) - min(found["ours"])) / t["ours"],
     }  # fmt: skip
     print(

@@ -1,0 +1,228 @@
+"""What h200_moe.py measures: models, cells, their weights, routings and inputs, and what is right.
+
+A cell is one part of one model's expert MLP at a number of tokens under a kind of routing. Its floor is the time in which the card reads
+the NVFP4 weights of the experts that get a token, or multiplies, whichever is longer; both rates were measured on an H200.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from fusion_moe.formats import Quantized, dequantize
+
+READ, MULTIPLY = 4.55e12, 780e12  # bytes, flops a second
+PARTS, ROUTINGS, TOKENS = ("gemm1", "gemm2", "mlp"), ("uniform", "zipf"), (1, 8, 32, 128, 512, 2048, 8192)
+ZIPF = 1.2
+LIMIT = {"gemm1": 3e-3, "gemm2": 3e-3, "mlp": 8e-3}  # relative Frobenius error that a result may have
+_ENOUGH_BYTES, _MOST_LAYERS = 1e9, 8
+_CHECKED_EXPERTS, _CHECKED_ROWS, _CHECKED_TOKENS = 4, 64, 4
+
+
+@dataclass(frozen=True)
+class Model:
+    """Experts of a layer: how many, how many of them a token goes to, hidden and intermediate features."""
+
+    title: str
+    experts: int
+    slots: int
+    hidden: int
+    intermediate: int
+
+    def products(self, part: str) -> tuple[tuple[int, int], ...]:
+        """(N, K) of the products of a part."""
+        both = (2 * self.intermediate, self.hidden), (self.hidden, self.intermediate)
+        return both if part == "mlp" else (both[part == "gemm2"],)
+
+    def expert_bytes(self, part: str) -> int:
+        """Of the NVFP4 weights of one expert."""
+        return sum(n * k * 9 // 16 for n, k in self.products(part))
+
+    @property
+    def layers(self) -> int:
+        """Layers to rotate over, for a gigabyte of weights in each part."""
+        needed = math.ceil(_ENOUGH_BYTES / (self.experts * self.expert_bytes("gemm2")))
+        return min(max(needed, 2), _MOST_LAYERS)
+
+
+MODELS = {
+    "qwen3": Model("Qwen3-30B-A3B", 128, 8, 2048, 768),
+    "gpt-oss": Model("gpt-oss-120b", 128, 4, 2880, 2880),
+    "mixtral": Model("Mixtral-8x7B", 8, 2, 4096, 14336),
+    "deepseek": Model("DeepSeek-V3", 256, 8, 7168, 2048),
+    "scout": Model("Llama-4-Scout", 16, 1, 5120, 8192),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell; `name` is its model's key."""
+
+    name: str
+    part: str
+    tokens: int
+    routing: str
+
+    @property
+    def model(self) -> Model:
+        """Whose experts."""
+        return MODELS[self.name]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the products, one for each slot of a token."""
+        return self.tokens * self.model.slots
+
+    @property
+    def flops(self) -> int:
+        """Two for each multiply-add."""
+        return sum(2 * self.rows * n * k for n, k in self.model.products(self.part))
+
+    def floor(self, touched: float) -> float:
+        """Seconds, if `touched` experts get a token."""
+        return max(touched * self.model.expert_bytes(self.part) / READ, self.flops / MULTIPLY)
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    """gate_up nvfp4[E, 2I, H], gate above up, and down nvfp4[E, H, I], in linear order, one decode scale an expert."""
+
+    gate_up: Quantized
+    down: Quantized
+
+    def of(self, part: str) -> Quantized:
+        """The weight of the product "gemm1" or "gemm2"."""
+        return self.gate_up if part == "gemm1" else self.down
+
+
+def layers(model: Model) -> list[Layer]:
+    """Random ones on the GPU."""
+    return [Layer(*(_weight(model.experts, n, k) for n, k in model.products("mlp"))) for _ in range(model.layers)]
+
+
+def _weight(experts: int, n: int, k: int) -> Quantized:
+    """All codes, block scales 32 to 448, decode scales such that products of normal numbers are about 1 in size."""
+    codes = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, device="cuda")
+    scales = torch.randint(0x60, 0x7F, (experts, n, k // 16), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    decode = (torch.rand(experts, device="cuda") + 0.5) / (600 * math.sqrt(k))
+    return Quantized(codes, scales, decode)
+
+
+def expert(weight: Quantized, e: int) -> Tensor:
+    """-> f32 [N, K]"""
+    return dequantize(Quantized(*(t[e : e + 1] for t in weight)))[0]
+
+
+# Routings and inputs --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Tokens and where they go. x bf16 [T, H], ids i32 [T, k], w bf16 [T, k]; a row of the products is a slot, sorted by expert."""
+
+    model: Model
+    x: Tensor
+    ids: Tensor
+    w: Tensor
+
+    @cached_property
+    def order(self) -> Tensor:
+        """i64 [T k]: the slot of each sorted row."""
+        return self.ids.flatten().argsort(stable=True)
+
+    @cached_property
+    def slot_of(self) -> Tensor:
+        """i32 [T, k]: the sorted row of each slot."""
+        return self.order.argsort().int().view(self.ids.shape)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Rows of each expert."""
+        return self.ids.flatten().bincount(minlength=self.model.experts).tolist()
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """i32 [E]: where each expert's rows end."""
+        return torch.tensor(self.counts, device="cuda").cumsum(0).int()
+
+    @property
+    def touched(self) -> int:
+        """Experts that have a row."""
+        return sum(count > 0 for count in self.counts)
+
+    @cached_property
+    def sorted_x(self) -> Tensor:
+        """bf16 [T k, H]: the input of gate and up, sorted."""
+        return self.x[self.order // self.ids.shape[1]]
+
+    @cached_property
+    def sorted_h(self) -> Tensor:
+        """bf16 [T k, I]: some input of down, sorted."""
+        return torch.randn(self.ids.numel(), self.model.intermediate, device="cuda").bfloat16()
+
+    def rows(self, part: str) -> Tensor:
+        """The input of "gemm1" or "gemm2", sorted."""
+        return self.sorted_x if part == "gemm1" else self.sorted_h
+
+
+def routed(cell: Cell) -> list[Routed]:
+    """Different ones, for the calls to rotate over."""
+    return [_routed(cell, seed) for seed in range(16 if cell.tokens <= 512 else 4)]
+
+
+def _routed(cell: Cell, seed: int) -> Routed:
+    """k different experts for each token, all as likely; or expert i in proportion to 1 / i^ZIPF, the same i at all tokens."""
+    model, g = cell.model, torch.Generator("cuda").manual_seed(seed)
+    score = -torch.rand(cell.tokens, model.experts, device="cuda", generator=g).clamp_min(1e-20).log_()  # exponential
+    if cell.routing == "zipf":
+        rank = torch.randperm(model.experts, device="cuda", generator=torch.Generator("cuda").manual_seed(7)) + 1.0
+        score *= rank**ZIPF
+    ids = score.topk(model.slots, largest=False).indices.int()
+    w = torch.rand(ids.shape, device="cuda", generator=g).add_(0.1)
+    x = torch.randn(cell.tokens, model.hidden, device="cuda", generator=g).bfloat16()
+    return Routed(model, x, ids, (w / w.sum(1, keepdim=True)).bfloat16())
+
+
+# What is right --------------------------------------------------------------------------------------------------------
+
+
+def error(cell: Cell, layer: Layer, to: Routed, found: Tensor) -> float:
+    """Relative Frobenius error, against float32, of a few tokens of the MLP, or rows of a few experts. found: rows sorted by expert."""
+    at, want = _mlp(layer, to) if cell.part == "mlp" else _product(cell.part, layer, to)
+    return float((found[at].float() - want).norm() / want.norm())
+
+
+def _spread(items: Sequence[int], most: int) -> list[int]:
+    """At most so many of them, first and last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def _product(part: str, layer: Layer, to: Routed) -> tuple[Tensor, Tensor]:
+    at, want = [], []
+    for e in _spread([e for e, count in enumerate(to.counts) if count], _CHECKED_EXPERTS):
+        start = sum(to.counts[:e])
+        rows = torch.tensor(_spread(range(start, start + to.counts[e]), _CHECKED_ROWS), device="cuda")
+        at.append(rows)
+        want.append(to.rows(part)[rows].float() @ expert(layer.of(part), e).T)
+    return torch.cat(at), torch.cat(want)
+
+
+def _mlp(layer: Layer, to: Routed) -> tuple[Tensor, Tensor]:
+    at = _spread(range(len(to.x)), _CHECKED_TOKENS)
+    want = torch.zeros(len(at), to.model.hidden, device="cuda")
+    for i, token in enumerate(at):
+        for e, w in zip(to.ids[token].tolist(), to.w[token].float(), strict=True):
+            gate, up = (to.x[token].float() @ expert(layer.gate_up, e).T).chunk(2)
+            want[i] += w * ((silu(gate) * up) @ expert(layer.down, e).T)
+    return torch.tensor(at, device="cuda"), want

@@ -1,0 +1,209 @@
+"""NVFP4 mixtures of experts on an H200: this library and its peers, in one process, against what the card can do.
+
+    python benchmarks/h200_moe.py --out h200.jsonl [--model qwen3 ...] [--tokens 1 32 ...] [--part gemm1 gemm2 mlp] [--routing uniform zipf]
+                                  [--contender fusion_moe ...] [--repeats 7] [--minutes 7] [--commit HASH]
+    python benchmarks/h200_page.py h200.jsonl
+
+Each cell (h200_cells.py) is done by all contenders (h200_contenders.py). What one does, some calls that rotate over layers and routings, is
+captured in a CUDA graph; the graph's result is filled with NaN, the graph is replayed, and the result of its last call is checked against
+float32; then the graphs are replayed in turns. Times are medians, divided by the number of calls.
+
+A finished cell is one line of JSON at the end of the file --out; a cell that stands there is not measured again, and no cell is begun after
+--minutes. So a run can be continued, by the same command. Clocks and power are read while the graphs run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import math
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from h200_cells import LIMIT, MODELS, PARTS, ROUTINGS, TOKENS, Cell, Layer, error, layers, routed
+from h200_contenders import CONTENDERS, Call, Contender, versions
+from torch import Tensor
+
+import fusion_moe
+
+_GRAPH_SECONDS, _MOST_CALLS = 1.5e-3, 64  # what a graph takes at the floor
+_PEERS_MARGIN = 1.5  # a peer may be that much over the limit of errors
+
+
+class Captured(NamedTuple):
+    """A graph of some calls; the last of them returned `result`."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: int
+    last: Call
+    result: Tensor
+
+
+def capture(calls: Sequence[Call]) -> Captured:
+    """The calls, one after the other, in one graph."""
+    calls[0].run()  # compiles and loads
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            result = call.run()
+    return Captured(graph, len(calls), calls[-1], result)
+
+
+def replays(graphs: Mapping[str, Captured], repeats: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Microseconds a call of each repetition, contenders in turns; clocks and power meanwhile."""
+    events = {name: [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(repeats)] for name in graphs}
+    for captured in graphs.values():
+        captured.graph.replay()
+    torch.cuda._sleep(10**7)  # the host gets ahead meanwhile
+    for i in range(repeats):
+        for name, captured in graphs.items():
+            start, end = events[name][i]
+            start.record()
+            captured.graph.replay()
+            end.record()
+    state = watch(lambda: end.query())
+    torch.cuda.synchronize()
+    times = {name: [a.elapsed_time(b) * 1e3 / graphs[name].calls for a, b in pairs] for name, pairs in events.items()}
+    return times, state
+
+
+def watch(done: Callable[[], bool]) -> dict[str, list[float]]:
+    """Least and most of the card's clock and power until it is done."""
+    asked = {"MHz": torch.cuda.clock_rate, "W": lambda: torch.cuda.power_draw() / 1e3, "C": torch.cuda.temperature}
+    found: dict[str, list[float]] = {}
+    while True:
+        for name, ask in asked.items():
+            value = ask()
+            low, high = found.get(name, [value, value])
+            found[name] = [min(low, value), max(high, value)]
+        if done():
+            return found
+
+
+class Bench:
+    """The contenders with one model's weights."""
+
+    def __init__(self, name: str, contenders: Iterable[str], cells: Sequence[Cell]):
+        self.layers: list[Layer] = layers(MODELS[name])
+        self.contenders: dict[str, Contender] = {}
+        self.missing: dict[str, str] = {}
+        for contender in contenders:
+            made = CONTENDERS[contender](MODELS[name], self.layers)
+            try:
+                made.prepare(cells)
+                self.contenders[contender] = made
+            except Exception as e:  # a peer may fail in any way; the others are measured
+                self.missing[contender] = _sentence(e)
+
+    def measure(self, cell: Cell, repeats: int) -> dict[str, Any]:
+        """The line of one cell."""
+        to = routed(cell)
+        touched = statistics.mean(r.touched for r in to)
+        floor = cell.floor(touched)
+        count = min(_MOST_CALLS, max(len(self.layers), math.ceil(_GRAPH_SECONDS / floor)))
+        graphs, found = {}, {name: {"missing": why} for name, why in self.missing.items()}
+        for name, contender in self.contenders.items():
+            try:
+                captured = capture([contender.run(cell, i % len(self.layers), to[i % len(to)]) for i in range(count)])
+                found[name] = self.check(cell, captured) if contender.exact else {}
+                graphs[name] = captured
+            except Exception as e:
+                found[name] = {"missing": _sentence(e)}
+                torch.cuda.synchronize()  # raises if the device cannot go on
+        times, state = replays(graphs, repeats)
+        for name, us in times.items():
+            median = statistics.median(us)
+            found[name] |= {"us": round(median, 3), "spread": round((max(us) - min(us)) / median, 4)}
+        return {
+            "model": cell.name, "part": cell.part, "tokens": cell.tokens, "routing": cell.routing, "touched": touched,
+            "bytes": round(touched * cell.model.expert_bytes(cell.part)), "flops": cell.flops, "floor_us": round(floor * 1e6, 3),
+            "calls": count, "layers": len(self.layers), "routings": len(to), "contenders": found, **state,
+        }  # fmt: skip
+
+    def check(self, cell: Cell, captured: Captured) -> dict[str, Any]:
+        """The error of what the graph computes."""
+        captured.result.fill_(math.nan)
+        captured.graph.replay()
+        call = captured.last
+        found = error(cell, self.layers[call.layer], call.to, captured.result if cell.part == "mlp" else call.rows(captured.result))
+        return {"error": found if math.isfinite(found) else None}
+
+
+def _sentence(e: Exception) -> str:
+    return f"{type(e).__name__}: {str(e).strip()}".splitlines()[0][:200]
+
+
+def is_right(name: str, part: str, found: Mapping[str, Any]) -> bool:
+    """Whether a contender's result was: an error beyond the limit, or NaN, is none."""
+    return "error" not in found or (found["error"] or math.inf) <= LIMIT[part] * (1 if name == "fusion_moe" else _PEERS_MARGIN)
+
+
+def provenance(commit: str) -> dict[str, str]:
+    """Where and with what."""
+    asked = "name,driver_version,power.limit,clocks.max.sm,clocks.max.mem"
+    card = subprocess.run(["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"], capture_output=True, text=True, check=True)
+    names = ("card", "driver", "power limit", "most MHz", "most MHz of memory")
+    found = dict(zip(names, map(str.strip, card.stdout.splitlines()[0].split(",")), strict=True))
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return {**found, **versions(), "cuda": torch.version.cuda or "", "fusion_moe": fusion_moe.__version__, "commit": commit, "date": today}
+
+
+def report(row: Mapping[str, Any]) -> None:
+    """One line for a person."""
+    parts = []
+    for name, found in row["contenders"].items():
+        if "us" not in found:
+            parts.append(f"{name} missing ({found['missing']})")
+            continue
+        wrong = "" if is_right(name, row["part"], found) else " WRONG"
+        err = f" err {found['error'] or math.nan:.1e}" if "error" in found else ""
+        parts.append(f"{name} {found['us']:.1f} ({found['us'] / row['floor_us']:.2f}x){err}{wrong}")
+    print(f"{row['model']} {row['part']} T={row['tokens']} {row['routing']} floor {row['floor_us']:.1f}: {'; '.join(parts)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
+    parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--minutes", type=float, default=7)
+    parser.add_argument("--commit", default="")
+    told = parser.parse_args()
+    begun, made = time.monotonic(), provenance(told.commit)
+    lines = told.out.read_text(encoding="utf-8").splitlines() if told.out.exists() else []
+    done = {Cell(r["model"], r["part"], r["tokens"], r["routing"]) for r in map(json.loads, lines)}
+    print(made, flush=True)
+    for name in told.model:
+        wanted = [Cell(name, *rest) for rest in itertools.product(told.part, told.tokens, told.routing)]
+        cells = [cell for cell in wanted if cell not in done]
+        bench = None
+        for cell in cells:
+            if time.monotonic() - begun > 60 * told.minutes:
+                print(f"stopped before {cell}; the same command goes on there")
+                return
+            torch.manual_seed(0)
+            bench = bench or Bench(name, told.contender, cells)
+            row = {**bench.measure(cell, told.repeats), "provenance": made}
+            with told.out.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(row) + "\n")
+            report(row)
+            torch.cuda.empty_cache()
+        del bench
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
