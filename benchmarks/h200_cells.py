@@ -7,10 +7,10 @@ the NVFP4 weights of the experts that get a token, or multiplies, whichever is l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ READ, MULTIPLY = 4.55e12, 780e12  # bytes, flops a second
 PARTS, ROUTINGS, TOKENS = ("gemm1", "gemm2", "mlp"), ("uniform", "zipf"), (1, 8, 32, 128, 512, 2048, 8192)
 ZIPF = 1.2
 LIMIT = {"gemm1": 3e-3, "gemm2": 3e-3, "mlp": 8e-3}  # relative Frobenius error that a result may have
+PEERS_MARGIN = 1.5  # what peers, which round in places of their own, may have of that
 _ENOUGH_BYTES, _MOST_LAYERS = 1e9, 8
 _CHECKED_EXPERTS, _CHECKED_ROWS, _CHECKED_TOKENS = 4, 64, 4
 
@@ -199,6 +200,11 @@ def error(cell: Cell, layer: Layer, to: Routed, found: Tensor) -> float:
     """Relative Frobenius error, against float32, of a few tokens of the MLP, or rows of a few experts. found: rows sorted by expert."""
     at, want = _mlp(layer, to) if cell.part == "mlp" else _product(cell.part, layer, to)
     return float((found[at].float() - want).norm() / want.norm())
+
+
+def is_right(name: str, part: str, found: Mapping[str, Any]) -> bool:
+    """Whether a contender's result was: an error beyond the limit, or NaN, is none."""
+    return "error" not in found or (found["error"] or math.inf) <= LIMIT[part] * (1 if name == "fusion_moe" else PEERS_MARGIN)
 
 
 def _spread(items: Sequence[int], most: int) -> list[int]:

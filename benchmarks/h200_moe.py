@@ -4,9 +4,12 @@
                                   [--contender fusion_moe ...] [--repeats 7] [--minutes 7] [--commit HASH]
     python benchmarks/h200_page.py h200.jsonl
 
-Each cell (h200_cells.py) is done by all contenders (h200_contenders.py). What one does, some calls that rotate over layers and routings, is
-captured in a CUDA graph; the graph's result is filled with NaN, the graph is replayed, and the result of its last call is checked against
-float32; then the graphs are replayed in turns. Times are medians, divided by the number of calls.
+Each cell (h200_cells.py) is done by all contenders (h200_contenders.py, h200_humming.py). What one does, some calls that rotate over layers
+and routings, is captured in a CUDA graph; the graph's result is filled with NaN, the graph is replayed, and the result of its last call is
+checked against float32; then the graphs are replayed in turns. Times are medians, divided by the number of calls.
+
+Peers are what is installed: `pip install humming-kernels==0.1.19`, which compiles its kernels when a model's cells begin, and keeps them in
+HUMMING_CACHE_DIR. One that is missing or fails is named, with the reason.
 
 A finished cell is one line of JSON at the end of the file --out; a cell that stands there is not measured again, and no cell is begun after
 --minutes. So a run can be continued, by the same command. Clocks and power are read while the graphs run.
@@ -23,26 +26,29 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from h200_cells import LIMIT, MODELS, PARTS, ROUTINGS, TOKENS, Cell, Layer, error, layers, routed
-from h200_contenders import CONTENDERS, Call, Contender, versions
+from h200_cells import MODELS, PARTS, ROUTINGS, TOKENS, Cell, Layer, error, is_right, layers, routed
+from h200_contenders import Call, Contender, Dense, Ours, Torch
+from h200_humming import Grouped, Indexed
 from torch import Tensor
 
 import fusion_moe
 
+CONTENDERS: dict[str, type[Contender]] = {
+    "fusion_moe": Ours, "humming indexed": Indexed, "humming grouped": Grouped, "torch": Torch, "dense": Dense,
+}  # fmt: skip
 _GRAPH_SECONDS, _MOST_CALLS = 1.5e-3, 64  # what a graph takes at the floor
-_PEERS_MARGIN = 1.5  # a peer may be that much over the limit of errors
 
 
 class Captured(NamedTuple):
-    """A graph of some calls; the last of them returned `result`."""
+    """A graph of some calls, which hold what it reads; the last of them returned `result`."""
 
     graph: torch.cuda.CUDAGraph
-    calls: int
-    last: Call
+    calls: Sequence[Call]
     result: Tensor
 
 
@@ -54,7 +60,7 @@ def capture(calls: Sequence[Call]) -> Captured:
     with torch.cuda.graph(graph):
         for call in calls:
             result = call.run()
-    return Captured(graph, len(calls), calls[-1], result)
+    return Captured(graph, calls, result)
 
 
 def replays(graphs: Mapping[str, Captured], repeats: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -63,15 +69,17 @@ def replays(graphs: Mapping[str, Captured], repeats: int) -> tuple[dict[str, lis
     for captured in graphs.values():
         captured.graph.replay()
     torch.cuda._sleep(10**7)  # the host gets ahead meanwhile
+    names = list(graphs)
     for i in range(repeats):
-        for name, captured in graphs.items():
+        first = i % len(names)  # nobody follows the same one always: a hot card is slower
+        for name in names[first:] + names[:first]:
             start, end = events[name][i]
             start.record()
-            captured.graph.replay()
+            graphs[name].graph.replay()
             end.record()
     state = watch(lambda: end.query())
     torch.cuda.synchronize()
-    times = {name: [a.elapsed_time(b) * 1e3 / graphs[name].calls for a, b in pairs] for name, pairs in events.items()}
+    times = {name: [a.elapsed_time(b) * 1e3 / len(graphs[name].calls) for a, b in pairs] for name, pairs in events.items()}
     return times, state
 
 
@@ -109,7 +117,8 @@ class Bench:
         touched = statistics.mean(r.touched for r in to)
         floor = cell.floor(touched)
         count = min(_MOST_CALLS, max(len(self.layers), math.ceil(_GRAPH_SECONDS / floor)))
-        graphs, found = {}, {name: {"missing": why} for name, why in self.missing.items()}
+        graphs: dict[str, Captured] = {}
+        found: dict[str, dict[str, Any]] = {name: {"missing": why} for name, why in self.missing.items()}
         for name, contender in self.contenders.items():
             try:
                 captured = capture([contender.run(cell, i % len(self.layers), to[i % len(to)]) for i in range(count)])
@@ -118,6 +127,8 @@ class Bench:
             except Exception as e:
                 found[name] = {"missing": _sentence(e)}
                 torch.cuda.synchronize()  # raises if the device cannot go on
+        if not graphs:
+            raise RuntimeError(f"nobody computes {cell}: {found}")
         times, state = replays(graphs, repeats)
         for name, us in times.items():
             median = statistics.median(us)
@@ -132,7 +143,7 @@ class Bench:
         """The error of what the graph computes."""
         captured.result.fill_(math.nan)
         captured.graph.replay()
-        call = captured.last
+        call = captured.calls[-1]
         found = error(cell, self.layers[call.layer], call.to, captured.result if cell.part == "mlp" else call.rows(captured.result))
         return {"error": found if math.isfinite(found) else None}
 
@@ -141,16 +152,22 @@ def _sentence(e: Exception) -> str:
     return f"{type(e).__name__}: {str(e).strip()}".splitlines()[0][:200]
 
 
-def is_right(name: str, part: str, found: Mapping[str, Any]) -> bool:
-    """Whether a contender's result was: an error beyond the limit, or NaN, is none."""
-    return "error" not in found or (found["error"] or math.inf) <= LIMIT[part] * (1 if name == "fusion_moe" else _PEERS_MARGIN)
+def versions() -> dict[str, str]:
+    """Of the packages of the contenders, as far as they are there."""
+    found = {}
+    for name in ("torch", "triton", "humming-kernels"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "missing"
+    return found
 
 
 def provenance(commit: str) -> dict[str, str]:
     """Where and with what."""
     asked = "name,driver_version,power.limit,clocks.max.sm,clocks.max.mem"
     card = subprocess.run(["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"], capture_output=True, text=True, check=True)
-    names = ("card", "driver", "power limit", "most MHz", "most MHz of memory")
+    names = ("card", "driver", "power limit", "highest clock", "highest clock of memory")
     found = dict(zip(names, map(str.strip, card.stdout.splitlines()[0].split(",")), strict=True))
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return {**found, **versions(), "cuda": torch.version.cuda or "", "fusion_moe": fusion_moe.__version__, "commit": commit, "date": today}

@@ -1,0 +1,215 @@
+"""What benchmarks/h200_moe.py measured, as a part of docs/performance.md and a plot. No GPU is needed:
+
+    python benchmarks/h200_page.py FILE.jsonl [FILE.jsonl ...]
+
+A cell that stands in several lines is taken from the last. The part stands between two marks. Beside what ran in one process stands the
+best of what h200_recorded.json holds, of peers that were measured apart.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from h200_cells import MODELS, PARTS, TOKENS, Cell, is_right
+
+HERE = Path(__file__).resolve().parent
+DOCS = HERE.parent / "docs"
+BEGIN, END = "<!-- H200: written by benchmarks/h200_page.py -->", "<!-- H200: end -->"
+OURS, PEERS, DENSE = "fusion_moe", ("humming indexed", "humming grouped", "torch"), "dense"
+TITLES = {"gemm1": "Gate and up in one product", "gemm2": "Down", "mlp": "The whole expert MLP, from the ids of experts on"}
+_COPY = 4.2e12  # bytes a second, read and written
+_MANY = 2048  # tokens from which on the products' arithmetic is what takes time
+_RATIOS = (1, 1.5, 2, 3, 5, 10, 20)  # marked in the plot
+SLOWER = 1.03  # than the best peer: a cell that loses
+Row = Mapping[str, Any]
+
+
+def us(row: Row, name: str) -> float | None:
+    """Microseconds of a contender whose result was right."""
+    found = row["contenders"].get(name, {})
+    return found["us"] if "us" in found and is_right(name, row["part"], found) else None
+
+
+def best_peer(row: Row) -> tuple[float, str] | None:
+    """The fastest in the same process."""
+    return min(((t, name) for name in PEERS if (t := us(row, name)) is not None), default=None)
+
+
+def dense_us(row: Row) -> float | None:
+    """The dense products and, in the MLP, what a sum over a token's experts moves."""
+    cell = Cell(row["model"], row["part"], row["tokens"], row["routing"])
+    combine = (cell.rows + cell.tokens) * cell.model.hidden * 2 / _COPY if row["part"] == "mlp" else 0.0
+    t = us(row, DENSE)
+    return t and t + combine * 1e6
+
+
+def recorded() -> dict[tuple[Any, ...], tuple[float, str]]:
+    """The fastest of those measured apart, for each cell."""
+    cells = json.loads((HERE / "h200_recorded.json").read_text(encoding="utf-8"))["cells"]
+    return {key(c): min((t, name) for name, t in c["us"].items()) for c in cells}
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """Names a cell, and orders them."""
+    return PARTS.index(row["part"]), list(MODELS).index(row["model"]), row["routing"], row["tokens"]
+
+
+def write(rows: Sequence[Row]) -> Path:
+    """Puts tables and plot into docs/; returns the page."""
+    rows = [row for _, row in sorted({key(row): row for row in rows}.items())]
+    page, plot = DOCS / "performance.md", DOCS / "h200.svg"
+    lines = ["## H200: mixtures of experts", "", *_provenance(rows), *_summary(rows)]
+    if _draw(rows, plot):
+        lines += [f"![Time over the floor against tokens]({plot.name})", ""]
+    for part in dict.fromkeys(row["part"] for row in rows):
+        lines += _table(part, [row for row in rows if row["part"] == part])
+    whole = "\n".join([BEGIN, *lines, *_missing(rows), END])
+    text = page.read_text(encoding="utf-8")
+    old = re.search(f"{re.escape(BEGIN)}.*?{re.escape(END)}", text, re.DOTALL)
+    page.write_text(text.replace(old[0], whole) if old else f"{text.rstrip()}\n\n{whole}\n", encoding="utf-8")
+    return page
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+def _provenance(rows: Sequence[Row]) -> list[str]:
+    """Each place and set of versions, and what all have in common."""
+    lines = []
+    for made in {json.dumps(row["provenance"]): row["provenance"] for row in rows}.values():
+        lines.append(f"{made['date']}: " + ", ".join(f"{k} {v}" for k, v in made.items() if k != "date" and v) + ".")
+    clock, power = ([f(row[of][i] for row in rows) for f, i in ((min, 0), (max, 1))] for of in ("MHz", "W"))
+    return [
+        *lines, "",
+        f"Replays of CUDA graphs over several layers and routings, contenders in turns, medians; {clock[0]:.0f} to {clock[1]:.0f} MHz,"
+        f" {power[0]:.0f} to {power[1]:.0f} W meanwhile. Every result was compared with float32 first. The floor is the longer of reading"
+        " the NVFP4 weights of the experts that get a token at 4.55 TB/s, and multiplying at 780 TFLOP/s. Single products begin with"
+        " sorted rows, but for Humming's indexed mode, which gathers them; in the MLP Humming sorts ids and sums experts with this"
+        " library's operations. \"Recorded\" is the fastest of Marlin (NVFP4), triton_kernels (MXFP4) and, in the"
+        " MLP, Humming within vLLM, measured apart on such a card (benchmarks/h200_recorded.json says how). \"Dense\" is torch's dense bf16"
+        " products of as many rows; in the MLP with the bytes that summing experts moves, at 4.2 TB/s.", "",
+    ]  # fmt: skip
+
+
+def _summary(rows: Sequence[Row]) -> list[str]:
+    """How many cells are won and lost."""
+    compared = [(row, ours / peer[0]) for row in rows if (ours := us(row, OURS)) is not None and (peer := best_peer(row))]
+    if not compared:
+        return [f"{OURS} was not measured in any of these cells.", ""]
+    lost = [f"{MODELS[r['model']].title} {r['part']} {r['tokens']} {r['routing']} ({x:.2f}x)" for r, x in compared if x > SLOWER]
+    mean = math.exp(sum(math.log(x) for _, x in compared) / len(compared))
+    errors = {p: max((r["contenders"][OURS]["error"] for r, _ in compared if r["part"] == p), default=None) for p in PARTS}
+    largest = ", ".join(f"{p} {e:.1e}" for p, e in errors.items() if e is not None)
+    return [
+        f"{len(compared)} cells; {OURS} takes {mean:.2f}x of the best peer's time (geometric mean). Largest relative error: {largest}."
+        f" Slower than the best peer by more than {SLOWER - 1:.0%}: {'; '.join(lost) or 'none'}.", "",
+    ]  # fmt: skip
+
+
+_HEAD = (
+    "model", "tokens", "experts", "floor, us", "ours, us", "of floor", "spread", "best peer, us", "ours / best peer",
+    "recorded, us", "ours / recorded", *(f"{p}, us" for p in PEERS), "dense, us", "ours / dense",
+)  # fmt: skip
+
+
+def _table(part: str, rows: Sequence[Row]) -> list[str]:
+    apart = recorded()
+    lines = [f"### {TITLES[part]}", "", f"| {' | '.join(_HEAD)} |", f"|{'---|' * len(_HEAD)}"]
+    for row in rows:
+        ours, peer, other = us(row, OURS), best_peer(row), apart.get(key(row))
+        zipf = "" if row["routing"] == "uniform" else f" ({row['routing']})"
+        cells = [
+            MODELS[row["model"]].title + zipf, str(row["tokens"]), f"{row['touched']:.0f}", _us(row["floor_us"]), _shown(row, OURS),
+            _ratio(ours, row["floor_us"]), f"{row['contenders'][OURS]['spread']:.0%}" if ours else "",
+            f"{_us(peer[0])} {peer[1]}" if peer else "", _against(ours, peer), f"{_us(other[0])} {other[1]}" if other else "",
+            _against(ours, other), *(_shown(row, name) for name in PEERS), _us(dense) if (dense := dense_us(row)) else "",
+            _ratio(ours, dense) if row["tokens"] >= _MANY else "",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _us(t: float) -> str:
+    return f"{t:.1f}" if t < 1000 else f"{t:.0f}"
+
+
+def _ratio(a: float | None, b: float | None) -> str:
+    return f"{a / b:.2f}x" if a and b else ""
+
+
+def _against(ours: float | None, other: tuple[float, str] | None) -> str:
+    """A cell that loses stands out."""
+    text = _ratio(ours, other and other[0])
+    return f"**{text} slower**" if ours and other and ours > SLOWER * other[0] else text
+
+
+def _shown(row: Row, name: str) -> str:
+    """Its time; what went wrong if it has none."""
+    found = row["contenders"].get(name)
+    if found is None:
+        return ""
+    if (t := us(row, name)) is not None:
+        return _us(t)
+    return "missing" if "missing" in found else "wrong"
+
+
+def _missing(rows: Sequence[Row]) -> list[str]:
+    """Why a contender has no time, each reason once."""
+    why = {f"{name}: {found['missing']}" for row in rows for name, found in row["contenders"].items() if "missing" in found}
+    return ["Missing:", "", *(f"- {text}" for text in sorted(why)), ""] if why else []
+
+
+# Plot -----------------------------------------------------------------------------------------------------------------
+
+
+def _draw(rows: Sequence[Row], path: Path) -> bool:
+    """Time over the floor, one line for each contender; False without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: pip install matplotlib", file=sys.stderr)
+        return False
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "fusion_moe"  # the same numbers give the same file
+    from matplotlib import pyplot
+
+    rows = [row for row in rows if row["routing"] == "uniform"]
+    apart = recorded()
+    parts, models = ([x for x in order if any(row[what] == x for row in rows)] for what, order in (("part", PARTS), ("model", MODELS)))
+    if not rows:
+        return False
+    figure, axes = pyplot.subplots(
+        len(parts), len(models), figsize=(3 * len(models), 2.6 * len(parts) + 0.6), sharex=True, sharey="row", squeeze=False
+    )
+    for part, line in zip(parts, axes, strict=True):
+        for model, at in zip(models, line, strict=True):
+            cells = [row for row in rows if (row["part"], row["model"]) == (part, model)]
+            for name in (OURS, *PEERS):
+                found = [(row["tokens"], t / row["floor_us"]) for row in cells if (t := us(row, name)) is not None]
+                at.plot(*zip(*found, strict=True) if found else ([], []), marker="o", markersize=3, label=name)
+            found = [(row["tokens"], apart[key(row)][0] / row["floor_us"]) for row in cells if key(row) in apart]
+            at.plot(*zip(*found, strict=True) if found else ([], []), linestyle=":", color="grey", label="recorded")
+            at.axhline(1, color="black", linewidth=0.8)
+            at.set(xscale="log", yscale="log", title=f"{MODELS[model].title}, {part}")
+            at.set_xticks(TOKENS, map(str, TOKENS), fontsize=7)
+            at.set_yticks(_RATIOS, map(str, _RATIOS))
+            at.minorticks_off()
+            at.grid(alpha=0.3)
+    for at in axes[-1]:
+        at.set_xlabel("tokens")
+    axes[0][0].set_ylabel("time over floor")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=len(PEERS) + 2, fontsize=8)
+    figure.tight_layout(rect=(0, 0.6 / figure.get_figheight(), 1, 1))
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return True
+
+
+if __name__ == "__main__":
+    print(write([json.loads(line) for name in sys.argv[1:] for line in Path(name).read_text(encoding="utf-8").splitlines()]))
