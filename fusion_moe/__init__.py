@@ -13,14 +13,15 @@ from . import eager as _eager  # the bodies of the operations
 from .compile import run
 from .errors import Untranslatable
 from .ir.builder import FusionDefinition
-from .nn import NVFP4Config, NVFP4Experts, quantize_
+from .nn import NVFP4Config, NVFP4Experts, prepare_, quantize_
+from .runtime.cuda import synchronize
 from .translate import translator
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FusionDefinition", "NVFP4Config", "NVFP4Experts", "Untranslatable", "__version__", "compat", "disable", "enable", "errors", "explain",
-    "options", "quantize_", "run", "thunder_executors", "translator",
+    "options", "prepare_", "quantize_", "run", "synchronize", "thunder_executors", "translator",
 ]  # fmt: skip
 
 # These import Dynamo and Inductor, which takes a while.

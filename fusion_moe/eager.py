@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .compile import program_of
 from .ir.text import text
-from .ops import LIBRARY, SPECS, Spec, as_bytes, bind, eager_types, fusion_of
+from .ops import LIBRARY, RUN_GRAPH_SAFE, SPECS, Spec, as_bytes, bind, eager_types, fusion_of
 from .options import Options, current, from_key
 from .runtime.program import Program
 
@@ -40,7 +40,8 @@ def _run(program: str, inputs: Sequence[Tensor], sizes: Sequence[int], options: 
 def _register() -> None:
     for spec in SPECS.values():
         LIBRARY.impl(spec.name, partial(_body, spec), "CompositeExplicitAutograd")
-    LIBRARY.impl("run", _run, "CompositeExplicitAutograd")
+    for name in ("run", RUN_GRAPH_SAFE):
+        LIBRARY.impl(name, _run, "CompositeExplicitAutograd")
 
 
 _register()

@@ -23,6 +23,37 @@ With `ends` the rows are cut into groups, and each group is padded and stored as
 >>> grouped = SF128X4.forward(x, ends)
 >>> grouped.shape, grouped[[0, 128]].tolist()                       # allocated by bound: 3 runs, whatever their lengths
 (torch.Size([384, 4]), [[0, 1, 0, 0], [20, 21, 0, 0]])
+
+`w16x64` is the order in which the CUDA kernels read NVFP4 weights, codes and block scales: a warp's lane loads 16 consecutive bytes, and
+what it then holds are operands of mma.sync. Matrices are cut into tiles of 16 rows and 64 columns, from left to right, then down; a tile
+is 512 bytes of codes, and elsewhere 64 of scales. Lane 4 r + c has of the rows r and r + 8 the 16 codes of block c, and the two scales:
+
+    scale (row r + 8 i, block c of the tile)  ->  byte  8 r + 2 c + i                                            r < 8, c < 4, i < 2
+    code  (row r + 8 i, column 16 c + 4 v + 2 h + j)  ->  byte  64 r + 16 c + 4 v + 2 j and the one after it     v < 4, h < 2, j < 2
+
+These two bytes, low byte first, have four codes, each as sign s and size abc. Those of h = 0, i = 0 stand where bfloat16 has its sign
+and lowest exponent bits, so that one `and` makes a number of it; those of h = 0, i = 1 and h = 1, i = 0 do three and six places lower;
+those of h = 1, i = 1 in what is left:
+
+    bit    15     14     13     12     11     10     9      8-6    5-3    2-0
+           s 00   s 11   c 11   s 01   a 11   b 11   s 10   abc 00 abc 01 abc 10           (s 10: of h = 1, i = 0)
+
+>>> codes = torch.zeros(16, 32, dtype=torch.uint8)
+>>> codes[0, 1] = 0x0F                                       # row 0, column 2 is -6: h = 1, i = 0, j = 0; all other codes are 0
+>>> scale = torch.arange(0x30, 0x70, dtype=torch.uint8).view(16, 4)
+>>> stored, stored_scale = W16X64.pack(codes, scale)
+>>> stored.flatten()[:4].tolist(), hex(0x0207)               # byte 0 and the one after it: bits 9 and 2-0
+([7, 2, 0, 0], '0x207')
+
+Scales are stored as numbers without a sign, five bits of exponent and three of mantissa: the tensor cores' bfloat16 is one multiplication
+and one addition away, and the subnormal numbers of e4m3 are as the others. 2^e (1 + m/8) is byte 8 (e + 23) + m, which for all but
+subnormal scales is 0x80 more than before. Zero stays byte 0, which kernels read as 2^-23: 2^-32 of the largest scale. The bytes of
+negative scales and NaN, which NVFP4 has no use for, take the places that are left; kernels read them as some other number.
+
+>>> (stored_scale - 0x80).view(8, 4, 2)[0].tolist()          # rows 0 and 8, which begin with 0x30 and 0x50
+[[48, 80], [49, 81], [50, 82], [51, 83]]
+>>> [torch.equal(a, b) for a, b in zip(W16X64.unpack(stored, stored_scale), (codes, scale))]
+[True, True]
 """
 
 from __future__ import annotations
@@ -147,8 +178,92 @@ class SF128x4(Layout):
         return _of_fours(tiles.transpose(-4, -2), x)  # [..., a, r//32, r%32, b, j%4]
 
 
-LINEAR, SF128X4 = Linear(), SF128x4()
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (LINEAR, SF128X4)}
+@dataclass(frozen=True)
+class W16x64(Layout):
+    """NVFP4 weights as CUDA kernels read them, codes and block scales. See the head of this file.
+
+    `forward` and `inverse` are about block scales [..., N, K/16]; `pack` and `unpack` about codes too. N is a multiple of 16, K of 64.
+    """
+
+    name: str = "w16x64"
+    rows: int = 16
+    blocks: int = 4  # of 16 columns, in a tile
+
+    def why_not(self, n: int, k: int) -> str:
+        """Why a matrix [N, K] has no such order; "" if it has."""
+        return "" if n % self.rows == 0 and k % 64 == 0 else f"N = {n} is no multiple of 16, or K = {k} of 64"
+
+    def storage_shape(self, shape: tuple[int, ...], count: int | None = None) -> tuple[int, ...]:
+        """`shape`, [..., N, K/16]. ShapeError for sizes that are not in whole tiles."""
+        *_, n, blocks = shape
+        if why := self.why_not(n, 16 * blocks):
+            raise ShapeError(why, expected="whole tiles of 16 rows and 64 columns", todo="keep the linear layout", where=self.name)
+        return tuple(shape)
+
+    def forward(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
+        """Block scales e4m3 (or their bytes) [..., N, K/16] -> the same bytes recoded, in tile order."""
+        *lead, n, blocks = self.storage_shape(tuple(x.shape))
+        tiles = _bytes(x).view(*lead, n // 16, 2, 8, blocks // 4, 4)  # i r . c
+        return _E5M3.to(x.device)[_moved(tiles, (0, 3, 2, 4, 1)).int()].view(x.dtype).view(x.shape)
+
+    def inverse(self, stored: Tensor, shape: tuple[int, ...], ends: Tensor | None = None) -> Tensor:
+        """What `forward` returned -> block scales e4m3 [..., N, K/16]."""
+        *lead, n, blocks = self.storage_shape(tuple(shape))
+        _check_stored(stored, tuple(shape), self.name)
+        tiles = _bytes(stored).view(*lead, n // 16, blocks // 4, 8, 4, 2)
+        return _E4M3.to(stored.device)[_moved(tiles, (0, 4, 2, 1, 3)).int()].view(stored.dtype).view(stored.shape)
+
+    def pack(self, codes: Tensor, block_scale: Tensor) -> tuple[Tensor, Tensor]:
+        """codes u8 [..., N, K/2], block_scale [..., N, K/16] in linear order -> the same bytes in this one."""
+        *lead, n, blocks = self.storage_shape(tuple(block_scale.shape))
+        both = torch.stack([codes & 15, codes >> 4], -1)
+        code = both.view(*lead, n // 16, 2, 8, blocks // 4, 4, 4, 2, 2)  # i r . c v h j
+        code = _moved(code, (0, 3, 2, 4, 5, 7, 6, 1)).int()  # . r c v j h i
+        sign, size = code >> 3, code & 7
+        last_sign, last = sign[..., 1, 1], size[..., 1, 1]
+        half = last_sign << 14 | (last & 1) << 13 | (last >> 1) << 10
+        for h, i, low in _PLACES:
+            half |= sign[..., h, i] << (low + 9) | size[..., h, i] << low
+        stored = torch.stack([half & 0xFF, half >> 8], -1).to(torch.uint8)
+        return stored.view(codes.shape), self.forward(block_scale)
+
+    def unpack(self, codes: Tensor, block_scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The inverse of `pack`."""
+        *lead, n, blocks = self.storage_shape(tuple(block_scale.shape))
+        low, high = codes.view(*lead, n // 16, blocks // 4, 8, 4, 4, 2, 2).int().unbind(-1)  # . . r c v j
+        half = low | high << 8
+        code = half.new_empty(*half.shape, 2, 2)
+        code[..., 1, 1] = (half >> 14 & 1) << 3 | (half >> 10 & 3) << 1 | half >> 13 & 1
+        for h, i, place in _PLACES:
+            code[..., h, i] = (half >> (place + 9) & 1) << 3 | half >> place & 7
+        both = _moved(code.to(torch.uint8), (0, 7, 2, 1, 3, 4, 6, 5)).view(*lead, n, 8 * blocks, 2)
+        return both[..., 0] | both[..., 1] << 4, self.inverse(block_scale, tuple(block_scale.shape))
+
+
+_PLACES = ((0, 0, 6), (0, 1, 3), (1, 0, 0))  # h, i, the lowest bit of the code's size; its sign is 9 places above
+
+
+def _moved(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """x with its last dimensions in another order, in one piece."""
+    lead = x.dim() - len(order)
+    return x.permute(*range(lead), *(lead + d for d in order)).contiguous()
+
+
+def _e5m3() -> Tensor:
+    """u8 [256]: the stored byte of each e4m3 byte."""
+    table = torch.zeros(256, dtype=torch.uint8)
+    number = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    mantissa, exponent = torch.frexp(number)  # of [0.5, 1)
+    table[1:127] = ((exponent + 22) * 8 + (mantissa * 16 - 8)).to(torch.uint8)
+    unused = torch.ones(256, dtype=torch.bool).index_fill_(0, table[:127].long(), False)
+    table[127:] = unused.nonzero().flatten().to(torch.uint8)
+    return table
+
+
+_E5M3 = _e5m3()
+_E4M3 = _E5M3.argsort().to(torch.uint8)
+LINEAR, SF128X4, W16X64 = Linear(), SF128x4(), W16x64()
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (LINEAR, SF128X4, W16X64)}
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -88,6 +88,7 @@ SPECS = {
         ),
     )
 }  # fmt: skip
+RUN_GRAPH_SAFE = "run_graph_safe"
 RUN = "(str program, Tensor[] inputs, SymInt[] sizes, str? options=None) -> Tensor[]"  # options: None for those in force when it runs
 
 
@@ -301,11 +302,12 @@ def _register() -> torch.library.Library:
             never = _no_derivative(spec.name, "it has no derivative")
             torch.library.register_autograd(name, never, setup_context=_mark_non_differentiable, lib=lib)
         register_flop_formula(getattr(torch.ops.fusion_moe, spec.name), get_raw=True)(partial(_call_flops, spec))
-    # its tensors come in whatever strides the graph has; the program asks for what it needs
-    lib.define("run" + RUN, tags=(torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe))
-    torch.library.register_fake(f"{NAMESPACE}::run", _run_fake, lib=lib)
-    torch.library.register_autograd(f"{NAMESPACE}::run", _no_derivative("run", "second-order derivatives are not supported"), lib=lib)
-    register_flop_formula(torch.ops.fusion_moe.run, get_raw=True)(_run_flops)
+    # Their tensors come in whatever strides the graph has; the program asks for what it needs. The reference is never in RUN_GRAPH_SAFE.
+    for name, tags in (("run", (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe)), (RUN_GRAPH_SAFE, (torch.Tag.flexible_layout,))):
+        lib.define(name + RUN, tags=tags)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _run_fake, lib=lib)
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_derivative(name, "second-order derivatives are not supported"), lib=lib)
+        register_flop_formula(getattr(torch.ops.fusion_moe, name), get_raw=True)(_run_flops)
     return lib
 
 

@@ -17,7 +17,7 @@ class Target:
     activation_formats: those its grouped products take. schedulers: who is asked what one kernel can do, by name, in order.
     operand_layouts: the layout in which products read the block scales of a quantized activation. device: the kind of device that its
     kernels run on, "" for every one; capability: the CUDA compute capability that they need. keeps: roles of operations whose results
-    no kernel hands to another. tried: whether its kernels ever ran on such a machine.
+    no kernel hands to another. tried: whether its kernels ever ran on such a machine. weight_layout: in which they read weights fastest.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Target:
     capability: tuple[int, int] | None = None
     keeps: tuple[str, ...] = ()
     tried: bool = True
+    weight_layout: str = "linear"
 
 
 _NVFUSER, _KEPT = ("nvfuser", "single"), ("grouped", "quantize", "layout")
@@ -37,7 +38,7 @@ TARGETS = {
     for t in (
         Target("reference", ("bf16", "nvfp4")),
         Target("cpu", ("bf16",), device="cpu"),
-        Target("cuda", ("bf16",)),
+        Target("cuda", ("bf16",), weight_layout="w16x64"),
         Target("sm_90", ("bf16",), _NVFUSER, device="cuda", capability=(9, 0), keeps=_KEPT),
         Target("sm_100", ("bf16", "nvfp4"), _NVFUSER, {"nvfp4": "sf128x4"}, device="cuda", capability=(10, 0), keeps=_KEPT, tried=False),
     )

@@ -9,7 +9,7 @@ from ..ir.core import Fusion
 from ..runtime.kernel import Kernel
 from ..runtime.program import Joined
 from ..segment import Segment
-from . import cpu, nvfuser, reference
+from . import cpu, cuda, nvfuser, reference
 
 
 @dataclass(frozen=True)
@@ -22,5 +22,4 @@ class Backend:
 
 _REFERENCE, _CPU, _NVFUSER = Backend(reference.emit), Backend(cpu.emit, cpu.join), Backend(nvfuser.emit)
 
-# What runs on a target that has no kernels of its own yet is said by `explain`.
-BACKENDS = {"reference": _REFERENCE, "cpu": _CPU, "cuda": _REFERENCE, "sm_90": _NVFUSER, "sm_100": _NVFUSER}
+BACKENDS = {"reference": _REFERENCE, "cpu": _CPU, "cuda": Backend(cuda.emit, cuda.join), "sm_90": _NVFUSER, "sm_100": _NVFUSER}

@@ -20,10 +20,12 @@ from torch._inductor import config, custom_graph_pass
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from .. import options as switches
 from .. import target, translate
+from ..compile import program_of
 from ..errors import Error, OptionError
 from ..ir.text import one_line
 from ..options import Options
@@ -86,7 +88,8 @@ def _replace(graph: Graph, region: Region, with_: Options, now: dict[Node, Node]
     with graph.inserting_before(last.next):
         sizes = [_size_node(graph, region.sizes[s], now) for s in region.fusion.symbols]
         inputs = [now.get(n, n) for n in region.inputs]
-        call = graph.call_function(torch.ops.fusion_moe.run.default, (one_line(region.fusion), inputs, sizes, with_.key()))
+        program = one_line(region.fusion)
+        call = graph.call_function(_operation(program, region, with_), (program, inputs, sizes, with_.key()))
         outputs = [n.meta["val"].new_empty(n.meta["val"].shape) for n in region.outputs]  # contiguous, as the program writes them
         call.meta.update(val=outputs, stack_trace=last.meta.get("stack_trace"))
         for i, n in enumerate(region.outputs):
@@ -96,6 +99,13 @@ def _replace(graph: Graph, region: Region, with_: Options, now: dict[Node, Node]
     for n in reversed(region.nodes):
         graph.erase_node(n)
     return call
+
+
+def _operation(program: str, region: Region, with_: Options) -> OpOverload:
+    """The operation that runs a program: CUDA graphs leave out the one that may wait for the device."""
+    devices = [n.meta["val"].device for n in region.inputs]
+    safe = bool(devices) and devices[0].type == "cuda" and program_of(program, devices[0], with_).graph_safe
+    return torch.ops.fusion_moe.run_graph_safe.default if safe else torch.ops.fusion_moe.run.default
 
 
 def _size_node(graph: Graph, shown: Shown, now: Mapping[Node, Node]) -> Node:

@@ -4,6 +4,7 @@ from .converters import NVFP4Config, convert
 from .experts import NVFP4Experts
 from .grouped import GroupedLinear, GroupedSwiGLU
 from .llama4 import Llama4MoE
+from .prepare import prepare_
 from .quantize import quantize_
 
-__all__ = ["GroupedLinear", "GroupedSwiGLU", "Llama4MoE", "NVFP4Config", "NVFP4Experts", "convert", "quantize_"]
+__all__ = ["GroupedLinear", "GroupedSwiGLU", "Llama4MoE", "NVFP4Config", "NVFP4Experts", "convert", "prepare_", "quantize_"]

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from ..errors import ShapeError
 from ..formats import NVFP4, Quantized
-from .frozen import FrozenModule, frozen, quantized
+from .frozen import frozen, quantized
+from .packed import PackedModule
 
 
-class NVFP4Experts(FrozenModule):
+class NVFP4Experts(PackedModule):
     """E experts of SwiGLU: down(silu(gate(x)) * up(x)), summed over a token's experts with the router's weights.
 
     H hidden, I intermediate features. Frozen parameters, gate above up in the rows of gate_up_proj:
@@ -24,6 +25,8 @@ class NVFP4Experts(FrozenModule):
     scale_on: what the router's weights multiply, the "output" of experts or, as in Llama-4, their "input".
     """
 
+    packed = (("gate_up_proj", "gate_up_proj_scale"), ("down_proj", "down_proj_scale"))
+
     def __init__(self, gate_up: Quantized, down: Quantized, activation_format: str = "bf16", scale_on: str = "output"):
         """gate_up nvfp4[E, 2I, H] with decode scales [E, 2], down nvfp4[E, H, I] with decode scales [E]."""
         super().__init__()
@@ -31,7 +34,6 @@ class NVFP4Experts(FrozenModule):
         if rows % 2 or down.shape != (experts, hidden, rows // 2):
             raise ShapeError(f"gate_up {list(gate_up.shape)} and down {list(down.shape)}", expected="[E, 2I, H] and [E, H, I]")
         self.activation_format, self.scale_on = activation_format, scale_on
-        self.weight_layout = "linear"
         self.gate_up_proj, self.gate_up_proj_scale = frozen(gate_up.codes), frozen(gate_up.block_scale)
         self.gate_decode_scale, self.up_decode_scale = (frozen(s) for s in gate_up.decode_scale.unbind(1))
         self.down_proj, self.down_proj_scale, self.down_decode_scale = map(frozen, down)

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from ..errors import ShapeError
 from ..formats import Quantized
 from .experts import quantize_gate_up
-from .frozen import FrozenModule, frozen, quantized
+from .frozen import frozen, quantized
+from .packed import PackedModule
 
 
-class GroupedLinear(FrozenModule):
+class GroupedLinear(PackedModule):
     """G linear layers, each on its own run of rows: row r of group g becomes weight[g] @ row + bias[g].
 
     N out-features, K in-features. Parameters, frozen but for the bias:
@@ -25,6 +26,7 @@ class GroupedLinear(FrozenModule):
     """
 
     castable = ("bias",)
+    packed = (("weight", "weight_scale"),)
     bias: nn.Parameter | None
 
     def __init__(self, weight: Quantized, bias: Tensor | None = None, activation_format: str = "bf16"):
@@ -34,7 +36,6 @@ class GroupedLinear(FrozenModule):
             found = "" if bias is None else f" and bias {list(bias.shape)}"
             raise ShapeError(f"weight {list(weight.shape)}{found}", expected="[G, N, K] and [G, N]")
         self.activation_format = activation_format
-        self.weight_layout = "linear"
         self.weight, self.weight_scale, self.weight_decode_scale = map(frozen, weight)
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 

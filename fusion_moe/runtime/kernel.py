@@ -13,7 +13,7 @@ from ..segment import Segment
 class Kernel:
     """segment: its work; schedule: the choices; backend: who made it; source: its text; launch(*inputs, sizes=...) -> outputs.
 
-    why: why it is the reference's, where the target has kernels of its own.
+    why: why it is the reference's, where the target has kernels of its own. graph_safe: whether a CUDA graph can capture its launch.
     """
 
     segment: Segment
@@ -22,6 +22,7 @@ class Kernel:
     source: str
     launch: Callable[..., tuple[Any, ...]] = field(compare=False)
     why: str = ""
+    graph_safe: bool = False
 
     def __call__(self, inputs: list[Any], sizes: Mapping[str, int]) -> tuple[Any, ...]:
         """The outputs on these inputs."""

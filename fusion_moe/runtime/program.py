@@ -47,6 +47,11 @@ class Program:
         """The Fusion that the kernels implement."""
         return self.stages[-1][1]
 
+    @property
+    def graph_safe(self) -> bool:
+        """Whether a CUDA graph can capture a call, and replay it with other group sizes."""
+        return not self.checked and all(kernel.graph_safe for kernel in self.kernels)
+
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int] | None = None) -> list[torch.Tensor]:
         """The outputs on these inputs: new tensors, contiguous, sharing no memory with the inputs."""
         env = self._sizes(tensors, sizes or {})

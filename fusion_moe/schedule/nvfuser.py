@@ -75,6 +75,8 @@ def _cast(op: Op, fusion: Fusion, target: Target) -> str | None:
 def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
     if op.values[0] in fusion.producers:
         return f"pack of codes that {fusion.producers[op.values[0]].kind.name} makes: nvFuser has no 8-bit integers to hold them"
+    if op.attrs["layout"] == "w16x64":
+        return "pack of weights in the layout w16x64: nvFuser's products read them in the linear one"
     readers = {reader.kind.name for reader in fusion.readers.get(op.outputs[0], ())}
     if readers - {"grouped_mm", "grouped_mm_t"} or _leaves(op, fusion):
         return f"pack for {' and '.join(sorted(readers)) or 'an output'}: nvFuser has no value of codes and scales"

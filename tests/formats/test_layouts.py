@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_moe import groups, layouts
 from fusion_moe.errors import DtypeError, ShapeError
-from fusion_moe.layouts import LAYOUTS, LINEAR, SF128X4
+from fusion_moe.layouts import LAYOUTS, LINEAR, SF128X4, W16X64
 
 EDGES = [0, 1, 7, 15, 17, 127, 128, 129]
 SIZES = st.lists(st.sampled_from(EDGES), min_size=1, max_size=6)
@@ -149,7 +149,7 @@ def test_traced_once_for_every_number_of_rows():
 
 
 def test_registry_and_linear():
-    assert LAYOUTS == {"linear": LINEAR, "sf128x4": SF128X4}
+    assert LAYOUTS == {"linear": LINEAR, "sf128x4": SF128X4, "w16x64": W16X64}
     x = numbered(5, 3)
     assert LINEAR.forward(x) is x
     assert LINEAR.inverse(x, x.shape) is x

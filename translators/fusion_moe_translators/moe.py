@@ -17,7 +17,7 @@ from fusion_moe.ir.types import Rows, plain
 from fusion_moe.translate import translator
 
 ACTIVATION_FORMATS = ("bf16", "nvfp4")
-WEIGHT_LAYOUTS = ("linear", "sf128x4")
+WEIGHT_LAYOUTS = ("linear", "sf128x4", "w16x64")
 
 
 def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Value], Value]]:

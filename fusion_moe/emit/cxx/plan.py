@@ -62,7 +62,7 @@ class Plan:
 
 
 def plan(fusion: Fusion, layouts: Collection[str] = ("linear",)) -> Plan:
-    """The plan of a segment, or UnsupportedError with the sentence why this backend has no kernel for it. layouts: of weights, that it has."""
+    """The plan of a segment, or UnsupportedError with the sentence why a backend that reads weights in `layouts` has no kernel for it."""
     (op,) = (op for op in fusion.ops if op.kind.role == "grouped")
     if op.kind.name != "grouped_mm":
         raise UnsupportedError(f"{op.kind.name} has no kernel here yet")

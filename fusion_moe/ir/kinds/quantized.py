@@ -6,7 +6,7 @@ import torch
 
 from ...errors import ShapeError
 from ...formats import FORMATS, Quantized, check_finite, decode_scale_of, quantize
-from ...layouts import LAYOUTS, SF128x4
+from ...layouts import LAYOUTS, W16X64, SF128x4
 from ..core import OpKind
 from ..types import DTYPES, Dim, TensorType, plain
 from .rules import Types, need_cut, need_dtype, need_float, need_rank, need_tensor
@@ -127,9 +127,11 @@ def _relayout(x: Quantized, ends: torch.Tensor, layout: str) -> tuple[Quantized]
 
 
 def linear(x: Quantized, layout: str, ends: torch.Tensor | None = None) -> Quantized:
-    """x with its block scales in linear order, whatever `layout` they are stored in; ends: of the groups that its rows are stored by."""
+    """x in linear order, whatever `layout` it is stored in; ends: of the groups that its rows are stored by."""
     if layout == "linear":
         return x
+    if layout == W16X64.name:
+        return Quantized(*W16X64.unpack(x.codes, x.block_scale), x.decode_scale)
     *lead, k = x.shape
     return x._replace(block_scale=LAYOUTS[layout].inverse(x.block_scale, (*lead, FORMATS["nvfp4"].blocks(k)), ends))
 

@@ -1,0 +1,40 @@
+"""The CUDA backend: segments as kernels in CUDA C++, compiled with NVRTC; the reference for what has none.
+
+source.py       what every segment has: a struct of its arrays, and kernels that are given it
+loops.py        segments without a product
+grouped_mm.py   products with NVFP4 weights, with gather, routing and epilogue; columns.py: which columns a result is made of
+variants.py     the kernels of products as data, and which is chosen for how many rows
+launch.py       compiling and calling
+kernels/        the kernels, fixed
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...errors import UnsupportedError
+from ...runtime import nvrtc
+from ...runtime.kernel import Kernel
+from ...segment import Segment
+from .. import reference
+from ..cxx.plan import plan
+from .grouped_mm import LAYOUTS, Product
+from .launch import Launch, join
+from .loops import Loops
+
+__all__ = ["NAME", "emit", "join"]
+
+NAME = "cuda"
+
+
+def emit(segment: Segment, schedule: object) -> Kernel:
+    """The kernels of a segment; that of the reference, which says why, where this backend has none."""
+    try:
+        if why := nvrtc.why_missing():
+            raise UnsupportedError(why)
+        fusion = segment.fusion
+        source = Product(plan(fusion, LAYOUTS)) if segment.kind == "grouped_gemm" else Loops(fusion)
+        text = "\n".join(launched.text for launched in source.launches(dict.fromkeys(fusion.symbols, 1)))
+    except UnsupportedError as error:
+        return replace(reference.emit(segment, schedule), why=str(error))
+    return Kernel(segment, schedule, NAME, text, Launch(source), graph_safe=True)

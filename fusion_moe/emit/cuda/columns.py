@@ -1,0 +1,77 @@
+"""Which columns of a product the columns of a result are made of, and the blocks that a kernel can make of them.
+
+A kernel has tiles of 16 rows of a matrix, which are columns of its product. A block of B columns of the result is made of F * B / 16 of
+them: `apart`, where the f-th columns of 16 results follow each other, as gate and up in two halves do (B = 16, tile f for each); or
+`together`, where 16 rows hold all columns of 8 results, as gate and up in turns do (B = 8, F = 2, one tile).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...errors import UnsupportedError
+
+TILE = 16
+
+
+@dataclass(frozen=True)
+class Columns:
+    """texts: C++ of the columns of the product, as functions of j; width: of the result; block: B."""
+
+    texts: tuple[str, ...]
+    width: int
+    block: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a block."""
+        return self.block * len(self.texts) // TILE
+
+    def functions(self) -> list[str]:
+        """The C++ that kernels ask: column, first_row, tile and local."""
+        choice = self.texts[-1]
+        for f in range(len(self.texts) - 2, -1, -1):
+            choice = f"f == {f} ? {self.texts[f]} : {choice}"
+        local = f"{TILE} * f + i" if self.block == TILE else f"column(f, i) % {TILE}"
+        return [
+            "// Column j of the result is made of these of the product; the q-th tile of a block begins at a row; where its columns lie.",
+            f"__device__ static constexpr i32 column(i32 f, i32 j) {{ return {choice}; }}",
+            "__device__ static constexpr i32 first_row(i32 block, i32 q) { return column(q, block * B)"
+            + (" / 16 * 16" if self.block < TILE else "")
+            + "; }",
+            "__device__ static constexpr i32 tile(i32 block, i32 q) { return first_row(block, q) / 16; }",
+            f"__device__ static constexpr i32 local(i32 f, i32 i) {{ return {local}; }}",
+        ]
+
+
+def columns(texts: Sequence[str], width: int, *, aligned: bool) -> Columns:
+    """The blocks of columns. aligned: tiles begin at multiples of 16 rows. UnsupportedError if they are in neither order."""
+    read = [_numbers(text, width) for text in texts]
+    if all(_apart(r, aligned) for r in read):
+        return Columns(tuple(texts), width, TILE)
+    if len(texts) == 2 and _together(read):
+        return Columns(tuple(texts), width, TILE // 2)
+    raise UnsupportedError(
+        f"a result whose columns are made of the columns {', '.join(texts)} of the product has no kernel here",
+        expected="runs of 16 columns, or gate and up within 16",
+    )
+
+
+def _numbers(text: str, width: int) -> list[int]:
+    """The column of the product for each j: the text is arithmetic of ours on j."""
+    code = compile(text.replace("/", "//"), "column", "eval")
+    return [eval(code, {"__builtins__": {}}, {"j": j}) for j in range(width)]
+
+
+def _apart(read: Sequence[int], aligned: bool) -> bool:
+    firsts = read[::TILE]
+    follow = all(read[j] == firsts[j // TILE] + j % TILE for j in range(len(read)))
+    return follow and not (aligned and any(first % TILE for first in firsts))
+
+
+def _together(read: Sequence[Sequence[int]]) -> bool:
+    half, width = TILE // 2, len(read[0])
+    tiles = [start // TILE * TILE for start in read[0][::half]]
+    inside = [[r[j] - tiles[j // half] for j in range(width)] for r in read]
+    return width % half == 0 and all(0 <= r[j] < TILE and r[j] == r[j % half] for r in inside for j in range(width))

@@ -1,0 +1,184 @@
+"""The CUDA C++ of a grouped_gemm segment: the segment's own part, around the kernels in kernels/."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import UnsupportedError
+from ...ir.core import Value
+from ...ir.kinds.shape import elements
+from ...ir.sizes import AnySize, value
+from ...ir.types import plain
+from ..cxx.indices import Index, reshaped, size
+from ..cxx.plan import Plan, known
+from . import variants
+from .columns import Columns, columns
+from .source import Array, Launched, SafeElements, Sizes, Source, inner, safe, stored
+
+LAYOUTS = {"linear": "Linear", "w16x64": "Tiled"}  # of weights: the readers in kernels/fp4.cuh
+_MOST_COLUMNS = 4  # of the product that one column of a result is made of
+_M, _J, _K, _T = Index("m"), Index("j"), Index("k"), Index("t")
+_MOST_IDS = 32  # that each warp sorts by itself, and does not wait for `route`
+
+
+class Product(Source):
+    """The source of a planned segment."""
+
+    headers = ("few_rows.cuh", "rows.cuh")
+
+    def __init__(self, plan: Plan):
+        ours = dict(zip((*plan.weight, plan.ends), ("codes", "scales", "decode", "ends"), strict=True))
+        super().__init__(plan.fusion, plan.memory, ours)
+        self.plan, self.layout = plan, str(plan.product.attrs.get("w_layout", "linear"))
+        self.transposed = plan.weight[0] if plan.transposed else None
+        if plan.a.type.dtype != "bf16":
+            raise UnsupportedError(f"activations {plan.a.type} have no kernel here yet", expected="bf16")
+        self._row = self._row_in_memory(self.elements(), plan.a, _M)
+        if self._row is None:
+            self.scratch.append(Array("activations", "bf16", elements(plan.a.type.shape)))
+        self._store, texts = self._stores()
+        self.columns: Columns = columns(texts, plan.width, aligned=self.layout != "linear")
+        self._functions = self._make_functions()
+
+    @property
+    def groups(self) -> int:
+        """How many matrices there are."""
+        return known(self.plan.weight[0].type.shape[0])
+
+    @property
+    def rows(self) -> AnySize:
+        """M."""
+        return plain(self.plan.a.type.shape[0])
+
+    def functions(self) -> list[str]:
+        """See kernels/few_rows.cuh."""
+        return self._functions
+
+    def launches(self, sizes: Sizes) -> list[Launched]:
+        """Routing; activations that are computed; the product; what is summed of its rows."""
+        found = self.made_first(sizes)
+        if self._row is None:
+            made = self.elements()
+            at = [Index(f"(i / {self.plan.k})"), Index(f"(i % {self.plan.k})")]
+            element = made.of(self.plan.a, at)
+            store = f"activations[i] = narrow<bf16>({element});"
+            found.append(self.for_all("prologue", elements(self.plan.a.type.shape), [*made.lines, store], sizes))
+        found.append(self.product(self.variant(sizes), sizes))
+        if self.plan.combine:
+            found.append(self._combine(sizes))
+        return found
+
+    def variant(self, sizes: Sizes) -> variants.FewRows:
+        """The variant of the product's kernel that is chosen."""
+        regimes = variants.LINEAR if self.layout == "linear" else variants.TILED
+        return variants.choose(value(self.rows, sizes), self.groups, self._tiles, self.columns.tiles, regimes)
+
+    def product(self, variant: variants.FewRows, sizes: Sizes) -> Launched:
+        """The kernel of the product."""
+        blocks = variant.blocks(value(self.rows, sizes), self.groups, self._tiles)
+        return self.calling(variant.call, variant.name, self._find(sizes), blocks, threads=variant.threads, least_blocks=variant.per_sm)
+
+    @property
+    def _tiles(self) -> int:
+        """Tiles of 16 columns of the product."""
+        return -(-self.plan.width // self.columns.block) * self.columns.tiles
+
+    def _find(self, sizes: Sizes) -> list[str]:
+        """How a kernel finds a tile; EARLY: from what is there before the kernel before it has ended."""
+        route = next((op for op in self.fusion.ops if op.kind.name == "route" and op.outputs[0] is self.plan.ends), None)
+        early, made = True, "find_tile<G, HEIGHT>(ends, i32(rows()), number, nullptr)"
+        if route is None:
+            made = "find_tile<G, HEIGHT>(ends, i32(rows()), number, blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr)"
+        elif value(self.rows, sizes) <= _MOST_IDS:
+            made = f"find_tile_of_ids<G, HEIGHT>({self.array(route.values[0])}, i32(rows()), number)"
+        else:
+            early = False
+        return [
+            f"static constexpr bool EARLY = {str(early).lower()};",
+            "template <int HEIGHT>",
+            f"__device__ __forceinline__ Span find(i32 number) const {{ return {made}; }}",
+        ]
+
+    # The struct -------------------------------------------------------------------------------------------------------
+
+    def _make_functions(self) -> list[str]:
+        plan, cols = self.plan, self.columns
+        runs = known(plan.weight[2].type.shape[1]) if len(plan.weight[2].type.shape) > 1 else 1
+        row = self.elements()
+        where = self._row_in_memory(row, plan.a, _M)
+        return [
+            f"static constexpr i32 G = {self.groups}, N = {plan.n}, K = {plan.k}, W = {plan.width}, F = {len(cols.texts)}, RUNS = {runs};",
+            f"static constexpr i32 B = {cols.block}, TILES = {cols.tiles};",
+            f"static constexpr bool LINEAR = {str(self.layout == 'linear').lower()}, GATHERS = {str(bool(row.lines)).lower()};",
+            f"using Weights = {LAYOUTS[self.layout]};",
+            "",
+            f"__device__ i64 rows() const {{ return {size(self.rows)}; }}",
+            *cols.functions(),
+            "__device__ static constexpr i32 run(i32 f, i32 j) { return column(f, j) / (N / RUNS); }",
+            "",
+            "__device__ const bf16* row(i64 m) const {",
+            *inner([*row.lines, f"return {where or 'activations + m * K'};"]),
+            "}",
+            "",
+            "template <int V>",
+            "__device__ void store(i64 m, i64 g, i32 j0, const float (&p)[F][V]) const {",
+            *inner(self._store),
+            "}",
+        ]
+
+    # The rows of activations ------------------------------------------------------------------------------------------
+
+    def _row_in_memory(self, made: SafeElements, v: Value, m: Index) -> str | None:
+        """Where row m of a value lies, if it is a row of something in memory."""
+        op = self.fusion.producers.get(v)
+        if v in self.names:
+            return f"{self.names[v]} + {m} * K"
+        if op is None or plain(op.values[0].type.shape[-1]) != self.plan.k:
+            return None
+        if op.kind.name in ("cut", "reshape"):
+            return self._row_in_memory(made, op.values[0], m)
+        if op.kind.name == "index_select" and op.attrs["dim"] == 0 and len(v.type.shape) == 2:
+            x, index = op.values
+            return self._row_in_memory(made, x, Index(safe(self.fusion, index, x.type.shape[0], made.of(index, [m]))))
+        return None
+
+    # What is stored for rows of groups --------------------------------------------------------------------------------
+
+    def _stores(self) -> tuple[list[str], list[str]]:
+        """The body of `store`, and the columns of the product that it reads, as functions of j."""
+        plan, rows, texts = self.plan, self.plan.a.type.shape[0], list[str]()
+
+        def column(at: Sequence[Index]) -> str:
+            row, text = map(str, at)
+            if row != str(_M):
+                raise UnsupportedError("a result reads other rows of the product than its own")
+            if text not in texts:
+                texts.append(text)
+            if len(texts) > _MOST_COLUMNS:
+                raise UnsupportedError(f"a result reads more than {_MOST_COLUMNS} columns of the product")
+            return f"p[{texts.index(text)}][v]"
+
+        made = self.elements({plan.product.outputs[0]: column}, _group_of_tile, (*plan.rows, *plan.tokens))
+        each = [made.of(v, reshaped([_M, _J], (rows, plan.width), v.type.shape)) for v in plan.rows]
+        body = ["const i64 j = j0 + v;", *made.lines]
+        body += [f"r{i}.at[v] = stored<{stored(v)}>({element});" for i, (v, element) in enumerate(zip(plan.rows, each, strict=True))]
+        return [
+            *(f"Vector<{stored(v)}, V> r{i};" for i, v in enumerate(plan.rows)),
+            "#pragma unroll",
+            "for (int v = 0; v < V; ++v) {",
+            *inner(body),
+            "}",
+            *(f"store_vector<V>({self.names[v]} + m * W + j0, r{i});" for i, v in enumerate(plan.rows)),
+        ], texts
+
+    # What is stored for tokens ----------------------------------------------------------------------------------------
+
+    def _combine(self, sizes: Sizes) -> Launched:
+        assert self.plan.combine is not None
+        return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes)
+
+
+def _group_of_tile(row: Index) -> str:
+    if str(row) != str(_M):
+        raise UnsupportedError("a result adds the bias of other rows than its own")
+    return "g"

@@ -1,0 +1,100 @@
+// Numbers: narrow floats and the functions of the IR on float32. NVRTC has no headers of the system's: everything needed stands here.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+#define NAN __int_as_float(0x7FC00000)
+#define INFINITY __int_as_float(0x7F800000)
+
+namespace std {  // the functions that generated code calls, in float32
+
+__device__ __forceinline__ float fabs(float x) { return ::fabsf(x); }
+__device__ __forceinline__ float log(float x) { return ::logf(x); }
+__device__ __forceinline__ float sqrt(float x) { return ::sqrtf(x); }
+__device__ __forceinline__ float tanh(float x) { return ::tanhf(x); }
+__device__ __forceinline__ float erf(float x) { return ::erff(x); }
+__device__ __forceinline__ float pow(float x, float y) { return ::powf(x, y); }
+
+}  // namespace std
+
+namespace {
+
+struct bf16 {
+    u16 bits;
+};
+
+struct f16 {
+    u16 bits;
+};
+
+__device__ __forceinline__ float widen(float x) { return x; }
+
+__device__ __forceinline__ float widen(bf16 x) { return __uint_as_float(u32(x.bits) << 16); }
+
+__device__ __forceinline__ float widen(f16 x) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+    return wide;
+}
+
+template <class T>
+__device__ __forceinline__ T narrow(float x);
+
+template <>
+__device__ __forceinline__ float narrow<float>(float x) {
+    return x;
+}
+
+// To nearest, ties to even; NaN stays NaN.
+template <>
+__device__ __forceinline__ bf16 narrow<bf16>(float x) {
+    bf16 found;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(found.bits) : "f"(x));
+    return found;
+}
+
+template <>
+__device__ __forceinline__ f16 narrow<f16>(float x) {
+    f16 found;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(found.bits) : "f"(x));
+    return found;
+}
+
+template <class T>
+__device__ __forceinline__ float rounded(float x) {
+    return widen(narrow<T>(x));
+}
+
+// A number as it is kept in memory.
+template <class T, class R>
+__device__ __forceinline__ T stored(R x) {
+    return T(x);
+}
+
+template <>
+__device__ __forceinline__ bf16 stored<bf16, float>(float x) {
+    return narrow<bf16>(x);
+}
+
+template <>
+__device__ __forceinline__ f16 stored<f16, float>(float x) {
+    return narrow<f16>(x);
+}
+
+// --------------------------------------------------------------------------------------------------------------- functions of the IR
+
+__device__ __forceinline__ float exp_(float x) { return ::expf(x); }
+__device__ __forceinline__ float sigmoid_(float x) { return 1.f / (1.f + exp_(-x)); }
+__device__ __forceinline__ float silu_(float x) { return x / (1.f + exp_(-x)); }
+__device__ __forceinline__ float relu_(float x) { return x > 0.f || x != x ? x : 0.f; }
+__device__ __forceinline__ float minimum_(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
+__device__ __forceinline__ float maximum_(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
+__device__ __forceinline__ i64 minimum_(i64 a, i64 b) { return a < b ? a : b; }
+__device__ __forceinline__ i64 maximum_(i64 a, i64 b) { return a > b ? a : b; }
+
+}  // namespace

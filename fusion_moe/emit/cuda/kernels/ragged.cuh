@@ -1,0 +1,218 @@
+// Rows cut into groups, with ends that only the device knows: what is wrong with them is made safe, and reported.
+#pragma once
+
+#include "memory.cuh"
+
+namespace {
+
+constexpr u32 WHOLE_WARP = 0xFFFFFFFF;
+
+// What runtime/cuda.py reads: 0 if all is well, else what was wrong, at which place, and the value.
+enum Fault : u64 { NONE = 0, BAD_END = 1, BAD_ID = 2, BAD_INDEX = 3 };
+
+__device__ __forceinline__ void report(i64* word, Fault fault, i32 place, i32 value) {
+    *reinterpret_cast<volatile u64*>(word) = u64(fault) << 56 | u64(u32(place) & 0xFFFFFF) << 32 | u32(value);
+}
+
+// An index that memory may be read with; the first one that is not is reported.
+__device__ __forceinline__ i64 inside(i64 index, i64 size, i64* error) {
+    if (index >= 0 && index < size) return index;
+    report(error, BAD_INDEX, 0, i32(index));
+    return index < 0 ? 0 : size - 1;
+}
+
+// The group of a row; the number of groups for one past the last end.
+__device__ __forceinline__ i64 group_of(const i32* ends, i64 groups, i64 row) {
+    i64 low = 0, high = groups;
+    while (low < high) {
+        const i64 middle = (low + high) / 2;
+        if (ends[middle] > row) high = middle;
+        else low = middle + 1;
+    }
+    return low;
+}
+
+struct Plus {
+    __device__ __forceinline__ i32 operator()(i32 a, i32 b) const { return a + b; }
+};
+
+struct Most {
+    __device__ __forceinline__ i32 operator()(i32 a, i32 b) const { return max(a, b); }
+};
+
+// What a lane and those before it have, put together.
+template <class Both>
+__device__ __forceinline__ i32 scan(i32 x, Both both) {
+    const i32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const i32 other = __shfl_up_sync(WHOLE_WARP, x, step);
+        if (lane >= step) x = both(x, other);
+    }
+    return x;
+}
+
+// Ends in a warp: EACH groups of a lane, one after the other; 0 past the last.
+template <int G, int EACH>
+__device__ __forceinline__ void load_ends(i32 (&end)[EACH], const i32* ends) {
+    const i32 first = threadIdx.x % 32 * EACH;
+    constexpr int V = G % 4 == 0 && EACH % 4 == 0 ? 4 : 1;
+#pragma unroll
+    for (int i = 0; i < EACH; i += V) {
+        const Vector<i32, V> some = first + i < G ? load_vector<V>(ends + first + i) : Vector<i32, V>{};
+#pragma unroll
+        for (int v = 0; v < V; ++v) end[i + v] = some.at[v];
+    }
+}
+
+// The row before the first of a lane's groups.
+template <int EACH>
+__device__ __forceinline__ i32 start_of(const i32 (&end)[EACH]) {
+    const i32 before = __shfl_up_sync(WHOLE_WARP, end[EACH - 1], 1);
+    return threadIdx.x % 32 == 0 ? 0 : before;
+}
+
+// Reports the first end that is below the one before it, negative, or past the rows.
+template <int G, int EACH>
+__device__ __forceinline__ void check_ends(const i32 (&end)[EACH], i32 rows, i64* error) {
+    i32 least = start_of(end), bad = G, value = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const i32 g = threadIdx.x % 32 * EACH + i;
+        if (bad == G && g < G && (end[i] < least || end[i] < 0 || end[i] > rows)) bad = g, value = end[i];
+        least = end[i];
+    }
+    const i32 first = __reduce_min_sync(WHOLE_WARP, bad);
+    if (bad == first && bad < G) report(error, BAD_END, bad, value);
+}
+
+// As groups.clamp_ends: they never decrease, and lie in 0..rows.
+template <int EACH>
+__device__ __forceinline__ void clamp_ends(i32 (&end)[EACH], i32 rows) {
+    i32 high = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) high = end[i] = max(high, min(end[i], rows));
+    const i32 highest = scan(high, Most()), other = __shfl_up_sync(WHOLE_WARP, highest, 1);
+    const i32 before = threadIdx.x % 32 == 0 ? 0 : other;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) end[i] = max(end[i], before);
+}
+
+// How many tiles a lane's groups are cut into.
+template <int HEIGHT, int EACH>
+__device__ __forceinline__ i32 tiles_in(const i32 (&end)[EACH], i32 start) {
+    i32 tiles = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        tiles += (end[i] - start + HEIGHT - 1) / HEIGHT;
+        start = end[i];
+    }
+    return tiles;
+}
+
+// Rows first .. end - 1 of a group, at most as many as a tile has; group G: rows that belong to none.
+struct Span {
+    i32 group, first, end;
+};
+
+__device__ __forceinline__ Span from_lane(const Span& span, int lane) {
+    return {__shfl_sync(WHOLE_WARP, span.group, lane), __shfl_sync(WHOLE_WARP, span.first, lane), __shfl_sync(WHOLE_WARP, span.end, lane)};
+}
+
+// Groups cut into tiles of `HEIGHT` rows: those of group 0, then those of group 1, ..., then those of rows that belong to no group.
+// It lies in shared memory. Ends are used as groups.clamp_ends makes them.
+template <int G, int HEIGHT>
+struct Tiles {
+    i32 first[G + 2];   // row; group G has the rows of no group
+    i32 before[G + 2];  // tiles of the groups before; of all groups
+
+    // By all threads of a block. `error`, if not null, is told of the first end that is wrong.
+    __device__ __forceinline__ void make(const i32* ends, i32 rows, i64* error) {
+        if (threadIdx.x < 32) make_by_warp(ends, rows, error);
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ i32 count() const { return before[G + 1]; }
+
+    __device__ __forceinline__ Span at(i32 number) const {
+        i32 low = 0, high = G;  // the last group that begins at the tile or before it
+        while (low < high) {
+            const i32 middle = (low + high + 1) / 2;
+            if (before[middle] <= number) low = middle;
+            else high = middle - 1;
+        }
+        const i32 row = first[low] + (number - before[low]) * HEIGHT;
+        return {low, row, min(row + HEIGHT, first[low + 1])};
+    }
+
+private:
+    __device__ __forceinline__ void make_by_warp(const i32* ends, i32 rows, i64* error) {
+        constexpr int EACH = (G + 31) / 32;  // groups of a lane, one after the other
+        const i32 lane = threadIdx.x;
+        i32 end[EACH];
+        load_ends<G>(end, ends);
+        if (error) check_ends<G>(end, rows, error);
+        clamp_ends(end, rows);
+        i32 row = start_of(end), mine = tiles_in<HEIGHT>(end, row), number = scan(mine, Plus()) - mine;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const i32 g = lane * EACH + i;
+            if (g < G) first[g] = row, before[g] = number;
+            number += (end[i] - row + HEIGHT - 1) / HEIGHT;
+            row = end[i];
+        }
+        if (lane == 31) {
+            first[G] = row, before[G] = number;
+            first[G + 1] = rows, before[G + 1] = number + (rows - row + HEIGHT - 1) / HEIGHT;
+        }
+    }
+};
+
+// One tile of those, found by a warp on its own, for all its lanes; empty if there are not so many.
+template <int G, int HEIGHT>
+__device__ __forceinline__ Span find_tile(const i32* ends, i32 rows, i32 number, i64* error) {
+    constexpr int EACH = (G + 31) / 32;  // groups of a lane, one after the other
+    const i32 lane = threadIdx.x % 32;
+    i32 end[EACH];
+    load_ends<G>(end, ends);
+    if (error) check_ends<G>(end, rows, error);
+    clamp_ends(end, rows);
+    const i32 start = start_of(end), mine = tiles_in<HEIGHT>(end, start), upto = scan(mine, Plus());
+    const i32 last = __shfl_sync(WHOLE_WARP, end[EACH - 1], 31), cut = __shfl_sync(WHOLE_WARP, upto, 31);
+    const u32 past = __ballot_sync(WHOLE_WARP, upto > number);
+    if (past == 0) {  // rows of no group
+        const i32 first = last + (number - cut) * HEIGHT;
+        return {G, first, min(first + HEIGHT, rows)};
+    }
+    i32 left = number - (upto - mine), row = start;
+    Span span{0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const i32 count = (end[i] - row + HEIGHT - 1) / HEIGHT;
+        if (left >= 0 && left < count) span = {lane * EACH + i, row + left * HEIGHT, min(end[i], row + left * HEIGHT + HEIGHT)};
+        left -= count;
+        row = end[i];
+    }
+    return from_lane(span, __ffs(past) - 1);
+}
+
+// The same from up to 32 ids that `route` sorts, without waiting for it.
+template <int G, int HEIGHT, class Id>
+__device__ __forceinline__ Span find_tile_of_ids(const Id* ids, i32 count, i32 number) {
+    const i32 lane = threadIdx.x % 32;
+    const i32 id = lane < count ? i32(min(max(i64(ids[lane]), i64(0)), i64(G - 1))) : G;
+    const u32 same = __match_any_sync(WHOLE_WARP, id);
+    const i32 size = __popc(same), tiles = lane < count && lane == __ffs(same) - 1 ? (size + HEIGHT - 1) / HEIGHT : 0;
+    i32 first = 0, before = 0;  // rows and tiles of the groups before
+    for (i32 i = 0; i < count; ++i) {
+        const i32 other = __shfl_sync(WHOLE_WARP, id, i), its = __shfl_sync(WHOLE_WARP, tiles, i);
+        first += other < id;
+        before += other < id ? its : 0;
+    }
+    const i32 row = first + (number - before) * HEIGHT;
+    const u32 holds = __ballot_sync(WHOLE_WARP, number >= before && number < before + tiles);
+    const Span span{id, row, min(row + HEIGHT, first + size)};
+    return holds ? from_lane(span, __ffs(holds) - 1) : Span{G, count, count};
+}
+
+}  // namespace

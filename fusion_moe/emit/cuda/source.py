@@ -1,0 +1,256 @@
+"""What the CUDA C++ of every segment has: a struct with the arrays and sizes that its kernels read, passed to each of them by value.
+
+A segment is a few kernels, launched in order. Each is a translation unit of its own, the struct and one entry point, so that only what is
+launched is compiled. What kernels find wrong with ends, ids and indices they make safe, and report in the word `error`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from string import Template
+
+from ...errors import UnsupportedError
+from ...ir.core import Fusion, Op, Value
+from ...ir.kinds.shape import elements
+from ...ir.sizes import AnySize, ceildiv, value
+from ...ir.types import Dim, plain
+from ..cxx.elements import STORED, Elements
+from ..cxx.indices import Index, flat, reshaped, size
+from ..cxx.plan import source
+
+THREADS = 256
+_MOST_BLOCKS = 132 * 16
+_CHUNK = 1024  # ids that a block of `route` takes: ROUTE_THREADS
+_WARPS = 32
+_J, _S, _T = Index("j"), Index("s"), Index("t")
+
+_STRUCT = Template("""\
+namespace {
+
+struct Segment {
+$members
+
+$functions
+};
+
+}  // namespace
+""")
+_KERNEL = Template("""\
+$includes
+$struct
+extern "C" __global__ void __launch_bounds__($bounds) $name(const __grid_constant__ Segment s) {
+    $call
+}
+""")
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """One kernel: its text, and how it is launched.
+
+    blocks: as many as there is work for; shared: bytes of dynamic shared memory.
+    """
+
+    name: str
+    text: str
+    blocks: int
+    threads: int = THREADS
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class Array:
+    """Memory for one call that no value has: `count` elements of a C++ type."""
+
+    name: str
+    type: str
+    count: AnySize
+
+
+class Source(ABC):
+    """Writes the struct and the kernels of a segment. UnsupportedError with the sentence why there are none.
+
+    memory: the values that are allocated for a call, results among them; scratch: what else is. names: of the arrays of inputs and of
+    these values. transposed: the input, if any, that is passed with its last two dimensions swapped.
+    """
+
+    headers: tuple[str, ...] = ("rows.cuh",)
+    transposed: Value | None = None
+
+    def __init__(self, fusion: Fusion, memory: Sequence[Value], names: Mapping[Value, str] | None = None):
+        self.fusion, self.memory = fusion, tuple(memory)
+        self.names = {v: v.name for v in (*fusion.inputs, *memory)} | dict(names or {})
+        self.scratch = [Array(f"table_{i}", "i32", _table(op)) for i, op in enumerate(self._routes())]
+
+    @abstractmethod
+    def functions(self) -> list[str]:
+        """The struct's own constants and functions."""
+
+    @abstractmethod
+    def launches(self, sizes: Sizes) -> list[Launched]:
+        """The kernels, in order, for these sizes."""
+
+    def array(self, v: Value) -> str:
+        """The name of the array that holds a value, views and reshapes looked through."""
+        found = source(self.fusion, v)
+        if found not in self.names:
+            raise UnsupportedError(f"{v.name} {v.type} is not in memory before the kernel runs")
+        return self.names[found]
+
+    def kernel(self, name: str, body: Sequence[str], blocks: int, *, threads: int = THREADS, shared: int = 0) -> Launched:
+        """A kernel whose struct has `body` as its function `run`."""
+        return self.calling("s.run();", name, ["__device__ void run() const {", *inner(body), "}"], blocks, threads=threads, shared=shared)
+
+    def calling(
+        self, call: str, name: str, functions: Sequence[str], blocks: int, *, threads: int = THREADS, shared: int = 0,
+        least_blocks: int = 1,
+    ) -> Launched:  # fmt: skip
+        """A kernel that makes a call, and whose struct has more functions. least_blocks: that must fit one multiprocessor."""
+        includes, bounds = (f'#include "{header}"' for header in self.headers), f"{threads}, {least_blocks}"
+        text = _KERNEL.substitute(includes="\n".join(includes), struct=self._struct(functions), name=name, call=call, bounds=bounds)
+        return Launched(name, text, blocks, threads, shared)
+
+    def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes) -> Launched:
+        """A kernel that does `body` for each i below a count."""
+        blocks = min(_MOST_BLOCKS, -(-value(count, sizes) // THREADS))
+        lines = ["wait_for_previous();", "let_next_start();", f"for_all({size(count)}, [&](i64 i) {{", *inner(body), "});"]
+        return self.kernel(name, lines, blocks)
+
+    def _struct(self, more: Sequence[str]) -> str:
+        return _STRUCT.substitute(members=_indented(self._members()), functions=_indented([*self.functions(), *more]))
+
+    def _members(self) -> list[str]:
+        sizes = [f"i64 n_{s};" for s in self.fusion.symbols]
+        inputs = [f"const {stored(v)}* {self.names[v]};  // {v.type}" for v in self.fusion.inputs]
+        made = [f"{stored(v)}* {self.names[v]};  // {v.type}" for v in self.memory]
+        return [*sizes, *inputs, *made, *(f"{a.type}* {a.name};" for a in self.scratch), "i64* error;"]
+
+    # What stands before all else --------------------------------------------------------------------------------------
+
+    def _routes(self) -> list[Op]:
+        return [op for op in self.fusion.ops if op.kind.name == "route"]
+
+    def made_first(self, sizes: Sizes) -> list[Launched]:
+        """Routing."""
+        found = []
+        for op in self.fusion.ops:
+            if op.kind.name == "route":
+                found += self._route(op, self._routes().index(op), sizes)
+            elif op.kind.name == "invert":
+                found.append(self._invert(op, sizes))
+            elif op.kind.name == "problem_ends":
+                raise UnsupportedError("problem_ends has no kernel here yet")
+        return found
+
+    def _route(self, op: Op, i: int, sizes: Sizes) -> list[Launched]:
+        (ids,), groups, (ends, row_of, slot_of) = op.values, op.attrs["groups"].count, op.outputs
+        count, slots = value(elements(ids.type.shape), sizes), size(ids.type.shape[1])
+        given = f"{self.array(ids)}, i32({size(elements(ids.type.shape))}), i32({slots}), "
+        given += f"{self.array(ends)}, {self.array(row_of)}, {self.array(slot_of)}, table_{i}, error"
+        chunks, counters = max(1, -(-count // _CHUNK)), 4 * _WARPS * groups
+        steps = [("counts", chunks, counters), ("scan", 1, 0), ("places", chunks, counters)] if chunks > 1 else [("whole", 1, counters)]
+        return [
+            self.kernel(
+                f"route_{step}", ["wait_for_previous();", "let_next_start();", f"Route<{stored(ids)}, {groups}>{{{given}}}.{step}();"],
+                blocks, threads=_CHUNK, shared=shared,
+            )
+            for step, blocks, shared in steps
+        ]  # fmt: skip
+
+    def _invert(self, op: Op, sizes: Sizes) -> Launched:
+        (slot_of,), count = op.values, plain(op.attrs["rows"])
+        place = f"inside({self.array(slot_of)}[i], {size(count)}, error)"
+        return self.for_all("invert", count, [f"{self.array(op.outputs[0])}[{place}] = i32(i);"], sizes)
+
+    # What is summed ---------------------------------------------------------------------------------------------------
+
+    def sum_of_slots(self, combine: Op, results: Sequence[Value], without: Sequence[Value], sizes: Sizes) -> Launched:
+        """The kernel of a combine, and of results that are computed from it alone. without: what is not in memory yet."""
+        (y, slot_of, w), (total,) = combine.values, combine.outputs
+        (tokens, width), slots = total.type.shape, size(slot_of.type.shape[1])
+        if not isinstance(width, int):
+            raise UnsupportedError(f"combine of {y.type} has no kernel here", expected="a number of columns known when compiling")
+        at_once = next(v for v in (4, 2, 1) if width % v == 0)
+        hidden = (*without, *results)
+        slot, weight = (self.elements(without=hidden) for _ in range(2))
+        row = safe(self.fusion, slot_of, y.type.shape[0], slot.of(slot_of, [_T, _S]))
+        factor = weight.of(w, [_T, _S])
+        body = [
+            f"const i64 t = i / {width // at_once}, j0 = i % {width // at_once} * {at_once};",
+            f"float total[{at_once}];",
+            f"sum_slots(total, {self.array(y)}, {width}, j0, i32({slots}),",
+            f"    [&](i64 s) {{ {' '.join(slot.lines)} return {row}; }}, [&](i64 s) {{ {' '.join(weight.lines)} return {factor}; }});",
+        ]
+        made = self.elements({total: _of_thread}, without=hidden)
+        stores = [self._put(made, v, (tokens, width), _T) for v in results]
+        each = ["const i64 j = j0 + v;", *made.lines, *stores]
+        body += ["#pragma unroll", f"for (int v = 0; v < {at_once}; ++v) {{", *inner(each), "}"]
+        return self.for_all("combine", elements((plain(tokens), width // at_once)), body, sizes)
+
+    def _put(self, made: Elements, v: Value, shape: Sequence[Dim], row: Index) -> str:
+        """Element (row, j) of a value, seen as a matrix of a shape."""
+        if elements(v.type.shape) != elements(shape):
+            raise UnsupportedError(f"{v.name} {v.type} is no matrix of {' x '.join(map(str, shape))}")
+        element = made.of(v, reshaped([row, _J], shape, v.type.shape))
+        return f"{self.names[v]}[{flat([row, _J], shape)}] = stored<{stored(v)}>({element});"
+
+    def elements(self, known: Mapping[Value, object] | None = None, group: object = None, without: Sequence[Value] = ()) -> SafeElements:
+        """What writes elements of values, but for those in `without` from what is in memory."""
+        memory = {v: name for v, name in self.names.items() if v not in without}
+        return SafeElements(self.fusion, memory, known, group)
+
+
+class SafeElements(Elements):
+    """Elements whose indices come from tensors: made safe, unless what made them says that they are."""
+
+    def _index_select(self, op: Op, at: Sequence[Index]) -> str:
+        x, index = op.values
+        dim = op.attrs["dim"]
+        row = Index(safe(self._fusion, index, x.type.shape[dim], self.of(index, [at[dim]])))
+        return self.of(x, [*at[:dim], row, *at[dim + 1 :]])
+
+
+def safe(fusion: Fusion, index: Value, limit: Dim, element: str) -> str:
+    """An element of an index, below a limit: as it is if what made it says so."""
+    return element if _below(fusion, index) == plain(limit) else f"inside({element}, {size(limit)}, error)"
+
+
+def _below(fusion: Fusion, index: Value) -> object:
+    made = source(fusion, index)
+    op = fusion.producers.get(made)
+    if op is None or op.kind.name not in ("route", "invert"):
+        return None
+    shape = op.values[0].type.shape
+    return plain(shape[0]) if op.kind.name == "route" and made is op.outputs[1] else elements(shape)
+
+
+def _of_thread(at: Sequence[Index]) -> str:
+    if tuple(map(str, at)) != (str(_T), str(_J)):
+        raise UnsupportedError("a result reads another element of the sum than its own")
+    return "total[v]"
+
+
+def _table(op: Op) -> AnySize:
+    """How many counts of ids a route needs."""
+    return ceildiv(elements(op.values[0].type.shape), _CHUNK) * op.attrs["groups"].count
+
+
+def stored(v: Value) -> str:
+    """The C++ type that a value's elements have in memory."""
+    if v.type.dtype == "f8e4m3":
+        return "u8"
+    if v.type.dtype not in STORED:
+        raise UnsupportedError(f"{v.type} has no kernel here")
+    return STORED[v.type.dtype]
+
+
+def inner(lines: Sequence[str]) -> list[str]:
+    """Lines of C++ inside one more pair of braces."""
+    return [f"    {line}" if line else "" for line in lines]
+
+
+def _indented(lines: Sequence[str]) -> str:
+    return "\n".join(inner(lines))

@@ -1,0 +1,144 @@
+"""Cubins on CUDA devices: loaded once, launched on torch's current stream; and the word in which kernels say what was wrong.
+
+    function = load(path, "route_whole")                       # -> Function, for all devices of one architecture
+    launch(function, blocks, threads, shared, params, overlap)  # params: the bytes of the kernel's one parameter
+
+Kernels make bad ends, ids and indices safe and write what they found into a word of pinned memory, which no launch waits for. `raise_fault`
+looks at it, as every call does before it launches: what it raises was in an earlier call. `synchronize` waits first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import BuildError, GroupsError, UnsupportedError
+
+_FREE_SHARED = 48 * 1024  # bytes of shared memory that a block gets unasked
+_FAULTS = {
+    1: ("offs[{place}] = {value}", "cumulative ends that never decrease, up to the rows there are"),
+    2: ("ids.flatten()[{place}] = {value}, which names no group", "ids from 0 to the number of groups - 1"),
+    3: ("an index of {value}", "one that lies inside of what it picks from"),
+}
+Function = Any  # the driver's handle of a kernel
+
+
+@cache
+def arch(index: int) -> str:
+    """What NVRTC compiles for, of a device: "sm_90a". UnsupportedError below compute capability 8.0."""
+    major, minor = torch.cuda.get_device_capability(index)
+    if major < 8:
+        raise UnsupportedError(
+            f"cuda:{index} has compute capability {major}.{minor}", expected="8.0 or higher",
+            todo="options.override(target='reference') computes in plain torch", where="cuda",
+        )  # fmt: skip
+    return f"sm_{major}{minor}" + ("a" if major == 9 else "")
+
+
+@cache
+def can_overlap(index: int) -> bool:
+    """Whether a kernel may start before the one before it has ended, on a device."""
+    return torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph, while nothing may be compiled or loaded."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+# Launches -----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def load(path: Path, name: str, shared: int) -> Function:
+    """A kernel of a cubin, that may ask for `shared` bytes of shared memory. BuildError if it does not load."""
+    d = _driver()
+    library = _checked(d.cuLibraryLoadData(path.read_bytes(), None, None, 0, None, None, 0), str(path))
+    kernel = _checked(d.cuLibraryGetKernel(library, name.encode()), str(path))
+    if shared > _FREE_SHARED:
+        most = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        for device in range(torch.cuda.device_count()):
+            _checked(d.cuKernelSetAttribute(most, shared, kernel, d.CUdevice(device)), str(path))
+    return d.CUfunction(int(kernel))
+
+
+class Launch:
+    """One kernel with the sizes of its launch. overlap: whether it may start while the kernel before it ends, for which it then waits."""
+
+    def __init__(self, function: Function, blocks: int, threads: int, shared: int, overlap: bool):
+        d = _driver()
+        self._function, self._config = function, d.CUlaunchConfig()
+        c = self._config
+        c.gridDimX, c.gridDimY, c.gridDimZ, c.blockDimX, c.blockDimY, c.blockDimZ = blocks, 1, 1, threads, 1, 1
+        c.sharedMemBytes = shared
+        if overlap:
+            attribute = d.CUlaunchAttribute()
+            attribute.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            c.attrs, c.numAttrs = [attribute], 1
+
+    def __call__(self, stream: int, params: int) -> None:
+        """params: the address of the array of addresses of the kernel's parameters."""
+        self._config.hStream = stream
+        (status,) = _driver().cuLaunchKernelEx(self._config, self._function, params, 0)
+        if status:
+            _checked((status,), "launch")
+
+
+def stream(device: torch.device) -> int:
+    """torch's current stream of a device."""
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+@cache
+def _driver() -> Any:
+    from cuda.bindings import driver  # at first use: an extra
+
+    return driver
+
+
+def _checked(result: tuple[Any, ...], where: str) -> Any:
+    status, *values = result
+    if int(status):
+        text = _driver().cuGetErrorString(status)[1].decode()
+        raise BuildError(f"the CUDA driver: {text}", todo="a driver as new as the NVRTC that compiled it is needed", where=where)
+    return values[0] if values else None
+
+
+# What kernels report --------------------------------------------------------------------------------------------------
+
+
+@cache
+def _pinned() -> tuple[torch.Tensor, ctypes.c_ulonglong]:
+    word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    return word, ctypes.c_ulonglong.from_address(word.data_ptr())
+
+
+def fault_word() -> int:
+    """The address of the word, the same for host and devices."""
+    return _pinned()[0].data_ptr()
+
+
+def raise_fault() -> None:
+    """GroupsError if a kernel that has run found bad ends, ids or indices. Waits for nothing."""
+    word = _pinned()[1]
+    if word.value:
+        found, word.value = word.value, 0
+        place, low = found >> 32 & 0xFFFFFF, found & 0xFFFFFFFF
+        what, expected = _FAULTS[found >> 56]
+        raise GroupsError(
+            what.format(place=place, value=low - (low >> 31 << 32)) + ", in an earlier call", expected=expected,
+            todo="fusion_moe.synchronize() after a call raises what that call found; what it computed was computed with safe values",
+            where="cuda",
+        )  # fmt: skip
+
+
+def synchronize() -> None:
+    """Waits for the current CUDA device, and raises GroupsError if a kernel found bad ends, ids or indices."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        raise_fault()

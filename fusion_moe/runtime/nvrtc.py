@@ -1,0 +1,105 @@
+"""CUDA C++ to cubins with NVRTC, NVIDIA's compiler as a library, kept in the store by content. No nvcc, no GPU needed.
+
+    path = build(text, name="few_rows", arch="sm_90a", headers=headers(folder))
+
+`text` includes headers by the names that `headers` has; there are none of the system's. `why_missing()` is a sentence where NVRTC is
+not installed (the extra `cuda`), and `build` raises BuildError then, as it does for source that does not compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..errors import BuildError
+from . import store
+
+# No contraction of a * b + c into one rounding: results are those of `Fusion.evaluate`, operation by operation.
+FLAGS = ("--std=c++17", "--fmad=false", "--extra-device-vectorization")
+_SHOWN_ERRORS = 5
+_INSTALL = "pip install 'fusion_moe[cuda]'"
+
+
+def headers(folder: Path) -> dict[str, str]:
+    """Name and content of each header of a folder."""
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.cuh"))}
+
+
+@cache
+def why_missing() -> str:
+    """Why nothing can be compiled for CUDA; empty if it can."""
+    try:
+        found = find_spec("cuda.bindings.nvrtc") is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        return f"cuda-bindings is not installed; {_INSTALL}"
+    try:
+        version()
+    except Exception as error:  # of the loader of libraries, which has a class for each thing that can go wrong
+        return f"NVRTC does not load ({str(error).splitlines()[0]}); {_INSTALL}"
+    return ""
+
+
+@cache
+def version() -> str:
+    """The version of NVRTC, as "13.0"."""
+    return ".".join(map(str, _checked(_nvrtc().nvrtcVersion())))
+
+
+def build(text: str, *, name: str, arch: str, headers: Mapping[str, str], flags: Sequence[str] = ()) -> Path:
+    """The cubin of a source for an architecture ("sm_90a"), from the store or compiled now. BuildError if it cannot be had."""
+    if why := why_missing():
+        raise BuildError(why, where=name)
+    told = (f"--gpu-architecture={arch}", *FLAGS, *flags)
+    key = store.key_of(text, *(part for header in headers.items() for part in header), version(), *told)
+    try:
+        return store.get_or_make(f"{name}-{arch}-{key}.cubin", lambda path: _compile(text, name, headers, told, path))
+    except OSError as e:
+        todo = "free some space, or set FUSION_MOE_CACHE_DIR to another folder"
+        raise BuildError(f"the compiled kernel could not be written: {e}", todo=todo, where=name) from e
+
+
+def _nvrtc() -> Any:
+    from cuda.bindings import nvrtc  # at first use: an extra
+
+    return nvrtc
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """What a call returned; BuildError with NVRTC's word for what went wrong."""
+    status, *values = result
+    if int(status):
+        raise BuildError(f"NVRTC: {_nvrtc().nvrtcGetErrorString(status)[1].decode()}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _compile(text: str, name: str, headers: Mapping[str, str], flags: Sequence[str], path: Path) -> None:
+    nvrtc = _nvrtc()
+    contents, names = ([part.encode() for part in parts] for parts in (headers.values(), headers.keys()))
+    program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), f"{name}.cu".encode(), len(names), contents, names))
+    try:
+        status, *_ = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+        if int(status):
+            raise _refused(text, name, flags, _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(), path)
+        path.write_bytes(_read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _read(size: Any, get: Any, program: Any) -> bytes:
+    held = b" " * _checked(size(program))
+    _checked(get(program, held))
+    return held.rstrip(b"\0") if size.__name__ == "nvrtcGetProgramLogSize" else held
+
+
+def _refused(text: str, name: str, flags: Sequence[str], log: str, path: Path) -> BuildError:
+    kept = store.folder() / f"{path.stem}.failed.cu"
+    kept.write_text(text, encoding="utf-8")
+    lines = log.strip().splitlines()
+    errors = [line for line in lines if "error" in line] or lines
+    found = f"{name} does not compile with NVRTC {version()} {' '.join(flags)}\n" + "\n".join(f"  {e}" for e in errors[:_SHOWN_ERRORS])
+    return BuildError(found, todo="the source is kept there", where=str(kept))

@@ -1,0 +1,200 @@
+"""The CUDA backend's sources, compiled with NVRTC, which needs no GPU: every variant, what it is made of, and what has no kernel."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusion_moe.compile import lower
+from fusion_moe.emit import cuda
+from fusion_moe.emit.cuda.columns import columns
+from fusion_moe.emit.cuda.grouped_mm import Product
+from fusion_moe.emit.cuda.launch import KERNELS, build
+from fusion_moe.emit.cuda.source import Launched, Source
+from fusion_moe.emit.cuda.variants import LINEAR, TILED, FewRows, choose
+from fusion_moe.errors import BuildError, UnsupportedError
+from fusion_moe.ir.sizes import symbol
+from fusion_moe.ir.types import TensorType
+from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
+from fusion_moe.options import Options
+from fusion_moe.runtime import nvrtc
+from fusion_moe.runtime.kernel import Kernel
+from fusion_moe.target import TARGETS
+
+pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+NVDISASM = next((d for d in metadata.distributions() if d.name == "nvidia-cuda-nvdisasm"), None)
+needs_nvdisasm = pytest.mark.skipif(NVDISASM is None, reason="nvidia-cuda-nvdisasm is not installed")
+
+# experts, slots of a token, hidden and intermediate features
+MODELS = {"qwen3": (128, 8, 2048, 768), "gptoss": (128, 4, 2880, 2880), "dsv3": (256, 8, 7168, 2048)}
+DEFAULTS = {
+    "interleave": 0, "limit": None, "alpha": 1.0, "up_offset": 0.0, "scale_on": "output", "activation_format": "bf16",
+    "gate_up_bias": None, "down_bias": None,
+}  # fmt: skip
+VARIANTS = sorted({v for regime in (*TILED, *LINEAR) for v in regime.variants}, key=lambda v: v.name)
+LOOP = 80  # instructions for 1,024 weights of the loop of a decode
+
+
+def expert_mlp(model: str = "qwen3", layout: str = "w16x64", dtype: str = "bf16", **changes) -> list[Kernel]:
+    """The kernels of a layer of a model's size, for any number of tokens."""
+    e, k, h, i = MODELS[model]
+    t, tokens = TensorType, symbol("s0")
+    given = {
+        "x": t((tokens, h), dtype), "ids": t((tokens, k), "i64"), "w": t((tokens, k), "f32"),
+        "gate_up_codes": t((e, 2 * i, h // 2), "u8"), "gate_up_block_scale": t((e, 2 * i, h // 16), "f8e4m3"),
+        "gate_up_decode_scale": t((e, 2), "f32"),
+        "down_codes": t((e, h, i // 2), "u8"), "down_block_scale": t((e, h, i // 16), "f8e4m3"), "down_decode_scale": t((e,), "f32"),
+    }  # fmt: skip
+    others = {**DEFAULTS, "weight_layout": layout, **changes}
+    if others.pop("bias", False):
+        given |= {"gate_up_bias": t((e, 2 * i), dtype), "down_bias": t((e, h), dtype)}
+        others = {k: v for k, v in others.items() if k not in given}
+    fusion = fusion_of("expert_mlp", tuple(given.items()), tuple(others.items()))
+    lowered = lower(fusion, TARGETS["cuda"], Options())
+    return [cuda.emit(s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True)]
+
+
+def sources(*args, **kwargs) -> list[Source]:
+    kernels = expert_mlp(*args, **kwargs)
+    assert [k.why for k in kernels] == [""] * len(kernels)
+    return [k.launch.source for k in kernels]
+
+
+def launches(source: Source, tokens: int) -> list[Launched]:
+    return source.launches(dict.fromkeys(source.fusion.symbols, tokens))
+
+
+@cache
+def sass(path: Path) -> tuple[str, ...]:
+    """The instructions and labels of a cubin."""
+    assert NVDISASM is not None
+    tool = next(f for f in NVDISASM.files or [] if f.name == "nvdisasm").locate()
+    text = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"^\s*(?:/\*[0-9a-f]{4,}\*/\s+(.*?);|(\.L_x_\d+):)", text, re.MULTILINE)
+    return tuple(a or b for a, b in found)
+
+
+def loops(lines: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """What stands between a label and a jump back to it, where there is no barrier: a kernel's parts stand in any order."""
+    start = {line: i for i, line in enumerate(lines) if line.startswith(".L")}
+    jumps = [(start[m[1]], i) for i, line in enumerate(lines) if (m := re.search(r"BRA.*?(\.L_x_\d+)", line)) and start[m[1]] < i]
+    found = [tuple(x for x in lines[a : b + 1] if not x.startswith(".L")) for a, b in jumps]
+    return [loop for loop in found if not any("BAR" in x for x in loop)]
+
+
+# Every source compiles ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("layout", ["linear", "w16x64"])
+def test_a_layer_compiles_for_every_architecture(arch, layout):
+    clamped = {"interleave": 8, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "bias": True}
+    for changes in ({}, clamped, {"scale_on": "input", "interleave": 1}):
+        for source in sources(layout=layout, **changes):
+            for tokens in (1, 300):  # ids that fit one block, and more
+                assert all(build(launched, arch).stat().st_size for launched in launches(source, tokens))
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.name}@{v.per_sm}")
+@pytest.mark.parametrize("model", MODELS)
+def test_variants_need_no_local_memory_and_have_lean_loops(model, variant: FewRows):
+    for layout, regimes in (("w16x64", TILED), ("linear", LINEAR)):
+        if not any(variant in regime.variants for regime in regimes):
+            continue
+        for source in sources(model, layout):
+            assert isinstance(source, Product)
+            if variant.tiles % source.columns.tiles:
+                continue  # gate and up would be in two blocks
+            lines = sass(build(source.product(variant, {"s0": 64}), "sm_90a"))
+            assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
+            products = [(sum("HMMA" in x for x in loop), len(loop)) for loop in loops(lines)]
+            assert sum("HMMA" in x for x in lines)
+            # a tile of 16 rows and 64 k is 1,024 weights and 4 products for each 8 rows of activations
+            main = [size / (found / 4 / variant.nt) for found, size in products if found == variant.r * variant.u * 4 * variant.nt]
+            if layout == "w16x64" and variant.nt == 1:
+                assert all(count <= LOOP for count in main)
+
+
+@needs_nvdisasm
+def test_the_loop_of_long_matrices_is_counted():
+    """So that the test above counts something."""
+    (first, _), (variant, *_) = sources("dsv3"), TILED[0].variants
+    lines = sass(build(first.product(variant, {"s0": 64}), "sm_90a"))
+    assert [len(loop) for loop in loops(lines) if sum("HMMA" in x for x in loop) == 16]
+
+
+def test_there_are_few_kernels():
+    assert len(VARIANTS) <= 24
+
+
+# What is chosen -------------------------------------------------------------------------------------------------------
+
+
+def test_the_choice_looks_at_rows_and_groups_alone():
+    assert choose(8, 128, 96, 2, TILED).wk == 4  # one token: more warps along K, so that all multiprocessors have work
+    assert choose(256, 128, 96, 2, TILED).wk == 2
+    assert choose(64, 8, 1792, 2, TILED).nt == 2
+    assert choose(2**20, 8, 1792, 2, TILED).nt == 4
+    assert all(choose(m, g, 96, 2, regimes).tiles % 2 == 0 for regimes in (TILED, LINEAR) for m in (1, 64, 4096) for g in (1, 8, 256))
+
+
+def test_sizes_change_no_source_of_one_variant():
+    """Programs for other numbers of tokens launch the same cubins."""
+    first, second = sources()
+    assert launches(first, 40)[-1].text == launches(first, 64)[-1].text
+    assert {x.text for x in launches(second, 1)[1:]} == {x.text for x in launches(second, 5000)[1:]}
+
+
+def test_columns_of_a_result():
+    apart = columns(["j", "(j + 64)"], 64, aligned=True)
+    assert (apart.block, apart.tiles) == (16, 2)
+    together = columns(["((j / 8) * 16 + (j % 8))", "((j / 8) * 16 + 8 + (j % 8))"], 64, aligned=True)
+    assert (together.block, together.tiles) == (8, 1)
+    assert columns(["j", "(j + 24)"], 24, aligned=False).tiles == 2
+    with pytest.raises(UnsupportedError, match="has no kernel here; expected runs of 16 columns"):
+        columns(["j", "(j + 24)"], 24, aligned=True)
+
+
+# What has no kernel ---------------------------------------------------------------------------------------------------
+
+
+def test_what_has_no_kernel_says_why():
+    first, _ = expert_mlp(dtype="f16")
+    assert first.backend == "reference"
+    assert "activations f16" in first.why
+    assert not first.graph_safe
+    assert all(k.graph_safe for k in expert_mlp())
+
+
+def test_without_nvrtc_the_reference_is_used_and_says_so(monkeypatch):
+    monkeypatch.setattr(nvrtc, "why_missing", lambda: "cuda-bindings is not installed; pip install 'fusion_moe[cuda]'")
+    first, second = expert_mlp()
+    assert first.backend == second.backend == "reference"
+    assert first.why == "cuda-bindings is not installed; pip install 'fusion_moe[cuda]'"
+
+
+def test_a_source_that_does_not_compile():
+    with pytest.raises(BuildError, match=r"broken does not compile with NVRTC.*(?s:.)*broken.cu\(1\): error") as caught:
+        nvrtc.build("int f( {", name="broken", arch="sm_90a", headers=nvrtc.headers(KERNELS))
+    assert Path(caught.value.where).read_text() == "int f( {"
+
+
+def test_small_operations_have_kernels():
+    g = torch.Generator().manual_seed(0)
+    y, ids = torch.randn(6, 32, generator=g).bfloat16(), torch.zeros(3, 2, dtype=torch.long)
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+    calls = {"route": (ids, 4), "combine": (y, ids.int(), torch.ones(3, 2)), "group_add": (y, y[:2], ends)}
+    for name, args in calls.items():
+        call = bind(SPECS[name], args, {})
+        lowered = lower(fusion_of(name, eager_types(call), call.others), TARGETS["cuda"], Options())
+        for s, c in zip(lowered.contracted, lowered.schedules, strict=True):
+            kernel = cuda.emit(s, c)
+            assert kernel.backend == "cuda", kernel.why
+            assert all(build(x, "sm_90a").stat().st_size for x in kernel.launch.source.launches(dict.fromkeys(s.fusion.symbols, 3)))

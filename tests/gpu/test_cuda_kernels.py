@@ -1,0 +1,323 @@
+"""The CUDA backend's kernels against `evaluate`, on a GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from routings import Cut, Routing, cuts, routings
+
+import fusion_moe
+from fusion_moe import options
+from fusion_moe.compile import compile_fusion
+from fusion_moe.errors import BuildError, GroupsError
+from fusion_moe.formats import Quantized, dequantize, quantize
+from fusion_moe.frontends.inductor import backend
+from fusion_moe.layouts import W16X64
+from fusion_moe.nn.experts import quantize_gate_up
+from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
+from fusion_moe.options import Options
+from fusion_moe.target import TARGETS
+
+pytestmark = pytest.mark.gpu
+
+ops = torch.ops.fusion_moe
+LAYOUTS = ("linear", "w16x64")
+E, K, H, I = 8, 3, 256, 192  # experts, slots of a token, hidden and intermediate features
+few = settings(max_examples=20, suppress_health_check=list(HealthCheck), deadline=None)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def on_cuda(*tensors):
+    return [t.cuda() for t in tensors]
+
+
+def stored(weight: Quantized, layout: str) -> list[torch.Tensor]:
+    """codes, block scales and decode scales on the GPU, in a layout."""
+    codes, scales, decode = on_cuda(*weight)
+    return [codes, scales, decode] if layout == "linear" else [*W16X64.pack(codes, scales), decode]
+
+
+def close(found: torch.Tensor, want: torch.Tensor, most: float) -> None:
+    assert found.isfinite().all()
+    size = want.float().norm()
+    assert (found.float() - want.float()).norm() <= most * size if size else found.eq(0).all()
+
+
+def poison() -> None:
+    """Makes the memory that is allocated next hold NaN."""
+    torch.cuda.synchronize()
+    held = [torch.full((n,), math.nan, device="cuda") for n in (2**8, 2**14, 2**18, 2**22) for _ in range(8)]
+    del held
+
+
+def product(a, weight, ends, layout, **kwargs):
+    poison()
+    return ops.nvfp4_grouped_mm(a, *weight, ends, weight_layout=layout, **kwargs)
+
+
+def random_weight(groups: int, n: int, k: int, runs: int = 0, exact: bool = False) -> Quantized:
+    """All codes, all sizes of block scales; or those whose sums with small integers float32 holds exactly."""
+    g = generator()
+    codes = torch.randint(0, 256, (groups, n, k // 2), generator=g, dtype=torch.uint8)
+    if exact:
+        scales = (2.0 ** torch.randint(-1, 2, (groups, n, k // 16), generator=g)).to(torch.float8_e4m3fn)
+        return Quantized(codes, scales, torch.full((groups,), 0.25))
+    scales = torch.randint(0x01, 0x7F, (groups, n, k // 16), generator=g, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return Quantized(codes, scales, torch.rand((groups, runs) if runs else (groups,), generator=g) + 0.5)
+
+
+def experts(layout: str, count: int = E):
+    g = generator()
+    gate_up, down = torch.randn(count, 2 * I, H, generator=g), torch.randn(count, H, I, generator=g)
+    return [*stored(quantize_gate_up(gate_up * 0.05), layout), *stored(quantize(down * 0.05), layout)]
+
+
+def tokens(ids: torch.Tensor):
+    g = generator()
+    return on_cuda(torch.randn(len(ids), H, generator=g).bfloat16(), ids, torch.rand(ids.shape, generator=g))
+
+
+def mlp(args, **kwargs):
+    """What the kernels make, and what the reference does."""
+    poison()
+    found = ops.expert_mlp(*args, **kwargs)
+    with options.override(target="reference"):
+        return found, ops.expert_mlp(*args, **kwargs)
+
+
+def program(name: str, args, kwargs):
+    """The program of a call, all of it in kernels."""
+    call = bind(SPECS[name], args, kwargs)
+    made = compile_fusion(fusion_of(name, eager_types(call), call.others), TARGETS["cuda"], Options())
+    assert [k.why for k in made.kernels] == [""] * len(made.kernels)
+    return made
+
+
+# One product ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_code_under_every_scale(layout):
+    """Row n has block scale n, block b has code b; a row of activations picks one block."""
+    byte, code = torch.arange(256 if layout == "linear" else 127, dtype=torch.uint8), torch.arange(16, dtype=torch.uint8)
+    n = 256 if layout == "linear" else 112
+    codes = (code | code << 4).repeat_interleave(8).expand(1, n, 128).contiguous()
+    x = torch.zeros(16, 256, dtype=torch.bfloat16)
+    x[torch.arange(16), torch.arange(0, 256, 16) + torch.arange(16)] = 1
+    for first in {0, len(byte) - n}:
+        scales = byte[first : first + n, None].expand(n, 16).contiguous()[None].view(torch.float8_e4m3fn)
+        weight = Quantized(codes, scales, torch.ones(1))
+        want = dequantize(weight)[0, :, ::16].T.cuda()  # [code, scale]
+        found = product(x.cuda(), stored(weight, layout), torch.tensor([16], dtype=torch.int32).cuda(), layout, out_dtype=torch.float32)
+        nan = (scales[0, :, 0].float().isnan() | (scales.view(torch.uint8)[0, :, 0] == 0)).cuda()
+        assert torch.equal(found[:, ~nan], want[:, ~nan])
+        assert found[:, scales[0, :, 0].float().isnan().cuda()].isnan().all()
+        assert found[:, scales.view(torch.uint8)[0, :, 0].cuda() == 0].abs().le(6 * 2.0**-23).all()
+
+
+@pytest.mark.parametrize("k", [64, 192, 1024, 2880])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_position(layout, k):
+    """One row of activations for each k: what comes out is the weight. In groups of one row, of a few, of many."""
+    for size in (1, 5, 40, k):
+        count = -(-k // size)
+        one = random_weight(1, 80, k)._replace(decode_scale=torch.ones(1))
+        codes, scales = (t.view(torch.uint8).repeat(count, 1, 1) for t in one[:2])
+        weight = Quantized(codes, scales.view(torch.float8_e4m3fn), torch.ones(count))
+        ends = (torch.arange(1, count + 1) * size).clamp(max=k).int().cuda()
+        found = product(torch.eye(k).bfloat16().cuda(), stored(weight, layout), ends, layout, out_dtype=torch.float32)
+        assert torch.equal(found, dequantize(one)[0].T.cuda())
+
+
+@few
+@given(cuts(), st.sampled_from(LAYOUTS), st.sampled_from(((64, 16), (128, 48), (320, 144))))
+@example(Cut((300, 0, 1), 5), "w16x64", (320, 144))
+@example(Cut((0, 0), 7), "w16x64", (64, 16))
+def test_any_groups_exactly(cut: Cut, layout, sizes):
+    k, n = sizes
+    x = torch.randint(-3, 4, (cut.rows, k), generator=generator()).bfloat16()
+    x[int(cut.ends[-1]) :] = torch.nan  # rows of no group are not read
+    weight = random_weight(len(cut.sizes), n, k, exact=True)
+    want = torch.zeros(cut.rows, n)
+    for group, rows in cut.runs:
+        want[rows] = x[rows].float() @ dequantize(weight)[group].T
+    found = product(x.cuda(), stored(weight, layout), cut.ends.cuda(), layout, out_dtype=torch.float32)
+    assert torch.equal(found.cpu(), want)
+
+
+@pytest.mark.parametrize(("k", "n"), [(16, 8), (48, 33), (80, 40), (272, 70)])
+def test_sizes_off_the_tile_run_in_the_linear_layout(k, n):
+    ends = torch.tensor([1, 1, 12, 19], dtype=torch.int32)
+    x, weight = torch.randn(20, k, generator=generator()).bfloat16(), random_weight(4, n, k)
+    found = product(x.cuda(), stored(weight, "linear"), ends.cuda(), "linear", out_dtype=torch.float32)
+    want = torch.cat([x[a:b].float() @ dequantize(weight)[g].T for g, (a, b) in enumerate(((0, 1), (1, 1), (1, 12), (12, 19)))])
+    close(found[:19], want.cuda(), 3e-3)
+    assert found[19:].eq(0).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_decode_scales_of_runs_of_rows(layout):
+    x, weight = torch.randn(20, 128, generator=generator()).bfloat16(), random_weight(2, 96, 128, runs=3)
+    found = product(x.cuda(), stored(weight, layout), torch.tensor([7, 20], dtype=torch.int32).cuda(), layout)
+    want = torch.cat([x[:7].float() @ dequantize(weight)[0].T, x[7:].float() @ dequantize(weight)[1].T])
+    close(found, want.cuda(), 3e-3)
+
+
+def test_the_layout_on_the_gpu_is_that_of_the_cpu():
+    codes, scales, _ = random_weight(3, 48, 192)
+    for a, b in zip(W16X64.pack(codes, scales), W16X64.pack(*on_cuda(codes, scales)), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.cpu().view(torch.uint8))
+
+
+# A whole layer --------------------------------------------------------------------------------------------------------
+
+VARIANTS = {
+    "plain": {},
+    "interleaved by 1": {"interleave": 1, "limit": 1.0, "alpha": 1.702, "up_offset": 1.0},
+    "interleaved by 8": {"interleave": 8},
+    "interleaved by 32": {"interleave": 32},
+    "bias": {"gate_up_bias": torch.randn(E, 2 * I), "down_bias": torch.randn(E, H)},
+    "scale on the input": {"scale_on": "input"},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_whole_layer(name, layout):
+    kwargs = {k: v.bfloat16().cuda() if isinstance(v, torch.Tensor) else v for k, v in VARIANTS[name].items()} | {"weight_layout": layout}
+    for count in (1, 37, 500):
+        args = [*tokens(torch.randint(0, E, (count, K), generator=generator())), *experts(layout)]
+        program("expert_mlp", args, kwargs)
+        close(*mlp(args, **kwargs), 8e-3)
+
+
+@few
+@given(routings(), st.sampled_from(LAYOUTS))
+def test_any_routing(routing: Routing, layout):
+    args = [*tokens(routing.ids), *experts(layout, routing.groups)]
+    close(*mlp(args, weight_layout=layout), 8e-3)
+
+
+def test_many_ids_are_routed_in_chunks():
+    ids = torch.randint(0, 37, (3000, 2), generator=generator()).cuda()
+    found = ops.route(ids, 37)
+    with options.override(target="reference"):
+        want = ops.route(ids, 37)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_small_operations():
+    """The same arithmetic as the reference, bit for bit."""
+    g = generator()
+    x, scale = on_cuda(torch.randn(50, 2 * I, generator=g).bfloat16(), torch.rand(50, generator=g))
+    y, bias = on_cuda(torch.randn(50, H, generator=g).bfloat16(), torch.randn(E, H, generator=g).bfloat16())
+    slot_of, w = on_cuda(torch.randperm(50, generator=g).view(10, 5).int(), torch.rand(10, 5, generator=g))
+    ends = torch.tensor([3, 3, 9, 9, 20, 31, 31, 48], dtype=torch.int32).cuda()
+    calls = {"combine": (y, slot_of, w), "group_add": (y, bias, ends)}
+    for name, args in calls.items():
+        program(name, args, {})
+        poison()
+        found = getattr(ops, name)(*args)
+        with options.override(target="reference"):
+            assert torch.equal(found, getattr(ops, name)(*args))
+    found = ops.scaled_swiglu(x, scale, 8)
+    with options.override(target="reference"):
+        close(found, ops.scaled_swiglu(x, scale, 8), 1e-3)
+
+
+def test_twenty_runs_are_equal():
+    args = [*tokens(torch.randint(0, E, (300, K), generator=generator())), *experts("w16x64")]
+    first = ops.expert_mlp(*args, weight_layout="w16x64")
+    for _ in range(20):
+        poison()
+        assert torch.equal(ops.expert_mlp(*args, weight_layout="w16x64"), first)
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ends", "bad"), [([9, 3, 4, 40], 1), ([-5, 3, 3, 3], 0), ([2**31 - 1] * 4, 0), ([3, 3, 3, 21], 3)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bad_ends_are_made_safe_and_reported(ends, bad, layout):
+    a, weight = torch.randn(20, 128).bfloat16().cuda(), stored(random_weight(4, 32, 128), layout)
+    found = product(a, weight, torch.tensor(ends, dtype=torch.int32).cuda(), layout)
+    with pytest.raises(GroupsError, match=rf"offs\[{bad}\] = {ends[bad]}, in an earlier call"):
+        fusion_moe.synchronize()
+    assert found.isfinite().all()
+    fusion_moe.synchronize()  # said once
+
+
+def test_bad_ids_are_made_safe_and_reported():
+    ids = torch.randint(0, E, (6, K), generator=generator())
+    ids[2, 1] = E
+    args = [*tokens(ids), *experts("w16x64")]
+    found = ops.expert_mlp(*args, weight_layout="w16x64")
+    torch.cuda.synchronize()
+    with pytest.raises(GroupsError, match=rf"ids.flatten\(\)\[{2 * K + 1}\] = {E}, which names no group, in an earlier call"):
+        ops.expert_mlp(*args, weight_layout="w16x64")
+    assert found.isfinite().all()
+
+
+# CUDA graphs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_graph_replays_with_any_routing(layout):
+    x, ids, w = tokens(torch.randint(0, E, (33, K), generator=generator()))
+    weights = experts(layout)
+    ops.expert_mlp(x, ids, w, *weights, weight_layout=layout)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = ops.expert_mlp(x, ids, w, *weights, weight_layout=layout)
+    for seed, used in enumerate((E, 1, 2, E)):
+        ids.copy_(torch.randint(0, used, ids.shape, generator=generator(seed)))
+        found.fill_(math.nan)
+        graph.replay()
+        with options.override(target="reference"):
+            close(found, ops.expert_mlp(x, ids, w, *weights, weight_layout=layout), 8e-3)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_with_cuda_graphs(mode):
+    """No part of the graph is left out of CUDA graphs, and they replay with other routings."""
+    from torch._dynamo.utils import counters
+
+    g = generator()
+    gate_up, down = torch.randn(E, 2 * I, H, generator=g) * 0.05, torch.randn(E, H, I, generator=g) * 0.05
+    layer = fusion_moe.NVFP4Experts.from_float(gate_up, down).cuda()
+    fusion_moe.prepare_(layer)
+    assert layer.weight_layout == "w16x64"
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(layer, backend=backend, mode=mode, fullgraph=True)
+    with torch.inference_mode():
+        for seed, used in enumerate((E, E, E, 1, 2)):
+            x, ids, w = tokens(torch.randint(0, used, (33, K), generator=generator(seed)))
+            with options.override(target="reference"):
+                want = layer(x, ids, w)
+            close(compiled(x, ids, w).clone(), want, 8e-3)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_nothing_is_compiled_during_a_capture():
+    args = [*tokens(torch.zeros(7, 1, dtype=torch.long)), *experts("w16x64", 3)]
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(BuildError, match="not compiled yet, and a CUDA graph is being captured"), torch.cuda.graph(graph):
+        ops.expert_mlp(*args, weight_layout="w16x64")
+    torch.cuda.synchronize()
+
+
+def test_the_reference_is_said_to_be_used():
+    """f16 activations have no kernel yet."""
+    args = [*tokens(torch.zeros(7, 1, dtype=torch.long)), *experts("linear")]
+    args[0] = args[0].half()
+    made = bind(SPECS["expert_mlp"], args, {})
+    program = compile_fusion(fusion_of("expert_mlp", eager_types(made), made.others), TARGETS["cuda"], Options())
+    assert "activations f16" in program.kernels[0].why
