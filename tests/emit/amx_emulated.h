@@ -29,31 +29,27 @@ inline void store(int i, void* base, long stride) {
 }
 
 // Subnormals count as zero.
-inline float normal(float x) { return x > -0x1p-126f && x < 0x1p-126f ? 0.f : x; }
-
-inline float widened(const unsigned char* bytes) {
-    unsigned short half;
-    std::memcpy(&half, bytes, 2);
-    const unsigned bits = unsigned(half) << 16;
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return normal(x);
+inline __m512 normal(__m512 x) {
+    return _mm512_maskz_mov_ps(~_mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(0x1p-126f), _CMP_LT_OQ), x);
 }
+
+// The first, the second of each pair of bfloat16.
+inline __m512 even(__m512i pairs) { return normal(_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))); }
+inline __m512 odd(__m512i pairs) { return normal(_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xFFFF0000))))); }
 
 // c += a b; 16 rows of 16 pairs each.
 inline void dpbf16(int c, int a, int b) {
     for (int m = 0; m < 16; ++m) {
-        float sum[16];
-        std::memcpy(sum, tile(c).bytes[m], 64);
-        for (int n = 0; n < 16; ++n) {
-            float even = 0, odd = 0;
-            for (int k = 0; k < 16; ++k) {
-                even = normal(even + widened(tile(a).bytes[m] + 4 * k) * widened(tile(b).bytes[k] + 4 * n));
-                odd = normal(odd + widened(tile(a).bytes[m] + 4 * k + 2) * widened(tile(b).bytes[k] + 4 * n + 2));
-            }
-            sum[n] = normal(sum[n] + normal(even + odd));
+        __m512 first = _mm512_setzero_ps(), second = first;
+        for (int k = 0; k < 16; ++k) {
+            int pair;
+            std::memcpy(&pair, tile(a).bytes[m] + 4 * k, 4);
+            const __m512i x = _mm512_set1_epi32(pair), y = _mm512_loadu_si512(tile(b).bytes[k]);
+            first = normal(_mm512_add_ps(first, _mm512_mul_ps(even(x), even(y))));
+            second = normal(_mm512_add_ps(second, _mm512_mul_ps(odd(x), odd(y))));
         }
-        std::memcpy(tile(c).bytes[m], sum, 64);
+        const __m512 sum = _mm512_loadu_ps(tile(c).bytes[m]);
+        _mm512_storeu_ps(tile(c).bytes[m], normal(_mm512_add_ps(sum, normal(_mm512_add_ps(first, second)))));
     }
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from test_cpu_kernels import VARIANTS, expert_mlp, fusion_of_call, program, random_weight
+from test_cpu_kernels import VARIANTS, emulated_amx, expert_mlp, fusion_of_call, program, random_weight
 from test_cpu_loops import CASES, OF_ANY_ROWS, compiled, swizzled
 
 from fusion_moe.runtime import build, isa
@@ -34,4 +34,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with emulated_amx():
+        main()

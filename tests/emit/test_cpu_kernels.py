@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ EMULATED = "amx" not in isa.available() and "avx512" in isa.available() and "avx
 TIERS = ["amx"] * EMULATED + list(isa.available())
 
 
-@pytest.fixture(autouse=True, scope="module")
+@contextmanager
 def emulated_amx() -> Iterator[None]:
     """Where the CPU has AVX-512 but not AMX the tier's few instructions of its own are emulated, slowly: the rest of it runs as it is."""
     if not EMULATED:
@@ -46,6 +47,12 @@ def emulated_amx() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(isa, "available", lambda: tuple(TIERS))
         patch.setattr(isa, "compiler_flags", lambda tier, *args, **kwargs: flags if tier == "amx" else real(tier, *args, **kwargs))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def amx() -> Iterator[None]:
+    with emulated_amx():
         yield
 
 

@@ -1,41 +1,25 @@
-// AMX with bfloat16: for more rows of activations than one.
+// AMX with bfloat16, for more rows of activations than one.
 //
 // The A tile is the weight, 16 of its rows by 32 codes, decoded with its block scales; the B tile 16 rows of activations. Their product
-// is transposed when it is done. 64 bytes of a row of the weight are 128 codes; a look-up by 16-bit halves of v, v >> 4, v >> 8, v >> 12
-// makes the rows of four A tiles, of codes k, k + 4, k + 8, ... for k = 0, 1, 2, 3. Activations are packed once in that order.
+// is transposed when it is done. 64 bytes of a row of the weight are 128 codes; look-ups by the upper byte of each 16-bit half of v << 8,
+// v << 4, v, v >> 4 make the rows of four A tiles, of codes k, k + 4, k + 8, ... for k = 0, 1, 2, 3. Activations are packed in that order.
 //
 // Numbers: 2^8 times a code and 2^-8 times a block scale are float16, so is their product, which has at most six significant bits; moved
 // down by three bits it is 2^-112 times the weight as bfloat16. Activations are packed times 2^96, sums are multiplied by 2^16.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 
-#include "avx512_bf16.h"
-
-#ifndef STAGE
-#define STAGE 2
-#endif
+#include "avx512.h"
 
 namespace {
 
-constexpr i64 TILE = 512;                // numbers of a tile of bfloat16
-constexpr i64 PAIR = 2 * TILE;           // the A tiles of 32 rows and 32 codes
-constexpr i64 OF_STAGE = STAGE * 4 * PAIR;  // chunks of 128 codes that are decoded while the STAGE before is multiplied
+constexpr i64 TILE = 512;           // numbers of a tile of bfloat16
+constexpr i64 CODES = 128;          // of a row of the weight that are decoded at once
+constexpr i64 OF_CHUNK = 8 * TILE;  // the A tiles of 32 rows and CODES: two for each 32 codes
 
-// The largest e4m3 byte of some rows; from 0x7F on it is NaN or negative.
-inline u8 largest_scale(const u8* const* row, i64 rows, i64 bytes) {
-    __m512i largest = _mm512_setzero_si512();
-    for (i64 i = 0; i < rows; ++i) {
-        i64 b = 0;
-        for (; b + 64 <= bytes; b += 64) largest = _mm512_max_epu8(largest, _mm512_loadu_si512(row[i] + b));
-        if (b < bytes) largest = _mm512_max_epu8(largest, load_some(row[i], b, bytes));
-    }
-    alignas(64) u8 found[64];
-    _mm512_store_si512(found, largest);
-    return *std::max_element(found, found + 64);
-}
-
-// What vectors are loaded from.
+// What vectors are looked up in.
 struct alignas(64) AmxTables {
     u8 f16_of_code[64];  // the upper byte, whose lower is zero, times 2^8; look-ups take six bits, of which four belong to the code
     u8 of_scales[64];    // byte b of eight -> the upper byte of 16-bit numbers 4 b .. 4 b + 3
@@ -49,291 +33,288 @@ struct alignas(64) AmxTables {
 
 constexpr AmxTables AMX_TABLES{};
 
-// Decodes the weight of an item, 32 rows (two `Columns`) after the other, in stages of a few chunks of 128 codes.
-class AmxDecoder {
-  public:
-    AmxDecoder(const Item& item, i64 chunks, i64 per_stage, u16* stages)
-        : item_(item), K_(item.p->K), chunks_(chunks), per_stage_(per_stage), stages_(stages), chunk_(chunks) {
-        fill(0);
+// Decoding, with its constants in registers. Compilers are not told what they are: they would make them anew for each row, on the very
+// port that look-ups take.
+struct AmxDecoding {
+    __m512i f16_of_code = _mm512_load_si512(AMX_TABLES.f16_of_code), of_scales = _mm512_load_si512(AMX_TABLES.of_scales);
+    __m512i bf16_bits = _mm512_set1_epi16(short(0x8FFF));
+    __mmask64 upper = 0xAAAAAAAAAAAAAAAAull;
+
+    [[gnu::always_inline]] AmxDecoding() { asm("" : "+v"(f16_of_code), "+v"(of_scales), "+v"(bf16_bits), "+Yk"(upper)); }
+
+    // Eight e4m3 bytes -> of each in the upper byte of four 16-bit numbers.
+    [[gnu::always_inline]] __m512i spread(i64 scales) const { return _mm512_shuffle_epi8(_mm512_set1_epi64(scales), of_scales); }
+
+    // CODES codes of a row, `scale` that of each 16-bit number -> a row of four A tiles. A look-up takes the lower half of each upper byte.
+    [[gnu::always_inline]] void store(u16* at, __m512i codes, __m512i scale) const {
+        _mm512_store_si512(at, weights(_mm512_slli_epi16(codes, 8), scale));
+        _mm512_store_si512(at + 2 * TILE, weights(_mm512_slli_epi16(codes, 4), scale));
+        _mm512_store_si512(at + 4 * TILE, weights(codes, scale));
+        _mm512_store_si512(at + 6 * TILE, weights(_mm512_srli_epi16(codes, 4), scale));
     }
 
-    // Begins with the next stage; the one before is `decoded`.
-    void start() {
-        if (chunk_ == chunks_) start_panel();
-        end_ = 2 * panel_ < item_.subs() ? std::min(chunk_ + per_stage_, chunks_) : chunk_;
-        easy_end_ = ordinary_ ? std::min(end_, K_ / 128) : chunk_;
-        stage_ ^= 1, at_ = stages_ + stage_ * OF_STAGE;
-    }
-
-    const u16* decoded() const { return stages_ + (stage_ ^ 1) * OF_STAGE; }
-
-    // The two `Columns` of a panel, from the one before that which is decoded to the one after it.
-    const Columns* columns(i64 panel) const { return columns_[panel & 3]; }
-
-    // Whether there is something left of the stage for `decode`.
-    bool easy() const { return chunk_ < easy_end_; }
-
-    // Rows FIRST .. END - 1 of the next ones, 128 codes of each; block scales are positive.
-    template <int FIRST, int END>
-    void decode() {
-        for (int i = FIRST; i < END; ++i) {
-            const i64 r = row_ + i;
-            i64 scales;
-            std::memcpy(&scales, scales_[r] + 8 * chunk_, 8);
-            const __m512i high = _mm512_shuffle_epi8(_mm512_set1_epi64(scales), _mm512_load_si512(AMX_TABLES.of_scales));
-            store(r, _mm512_loadu_si512(codes_[r] + 64 * chunk_), _mm512_srli_epi16(high, 1));
-            prefetch();
-        }
-    }
-
-    // That `count` rows are decoded; it divides 32.
-    void advance(int count) {
-        row_ += count;
-        if (row_ == 2 * LANES) row_ = 0, ++chunk_, at_ += 4 * PAIR;
-    }
-
-    // All that is left of the stage, whatever block scales are.
-    void rest() {
-        for (; chunk_ < end_; advance(1)) {
-            const __m512i scales = _mm512_broadcastq_epi64(_mm512_castsi512_si128(load_some(scales_[row_], 8 * chunk_, K_ / 16)));
-            const __m512i high = _mm512_shuffle_epi8(scales, _mm512_load_si512(AMX_TABLES.of_scales));
-            // s eeee mmm 00000000 -> s 0eeee mmm0000000: the sign's copy is in the way
-            const __m512i scale = _mm512_and_si512(_mm512_srai_epi16(high, 1), _mm512_set1_epi16(short(0xBFFF)));
-            store(row_, load_some(codes_[row_], 64 * chunk_, K_ / 2), scale);
-            prefetch();
-        }
-    }
-
-  private:
-    void start_panel() {
-        chunk_ = 0, ++panel_;
-        fill(panel_ + 1);
-        for (i64 half = 0; half < 2; ++half) {
-            const Columns &now = columns(panel_)[half], &next = columns(panel_ + 1)[half];
-            std::copy_n(now.codes, LANES, codes_ + half * LANES), std::copy_n(now.scales, LANES, scales_ + half * LANES);
-            std::copy_n(next.codes, LANES, ahead_codes_ + half * LANES), std::copy_n(next.scales, LANES, ahead_scales_ + half * LANES);
-        }
-        ordinary_ = largest_scale(scales_, 2 * LANES, K_ / 16) < 0x7F;
-        ahead_row_ = 0;
-        start_ahead();
-    }
-
-    void fill(i64 panel) {
-        for (i64 half = 0; half < 2; ++half) columns_[panel & 3][half] = item_.columns(2 * panel + half);
-    }
-
-    // 128 codes of a row; a look-up takes the lower half of each upper byte.
-    void store(i64 row, __m512i v, __m512i scale) const {
-        u16* at = at_ + row * 32;
-        _mm512_store_si512(at, weights(_mm512_slli_epi16(v, 8), scale));
-        _mm512_store_si512(at + PAIR, weights(_mm512_slli_epi16(v, 4), scale));
-        _mm512_store_si512(at + 2 * PAIR, weights(v, scale));
-        _mm512_store_si512(at + 3 * PAIR, weights(_mm512_srli_epi16(v, 4), scale));
-    }
-
-    static __m512i weights(__m512i codes, __m512i scale) {
-        const __m512i w = _mm512_maskz_permutexvar_epi8(0xAAAAAAAAAAAAAAAAull, codes, _mm512_load_si512(AMX_TABLES.f16_of_code));
+    [[gnu::always_inline]] __m512i weights(__m512i codes, __m512i scale) const {
+        const __m512i w = _mm512_maskz_permutexvar_epi8(upper, codes, f16_of_code);
         const __m512i product = _mm512_castph_si512(_mm512_mul_ph(_mm512_castsi512_ph(w), _mm512_castsi512_ph(scale)));
-        return _mm512_and_si512(_mm512_srai_epi16(product, 3), _mm512_set1_epi16(short(0x8FFF)));
+        return _mm512_and_si512(_mm512_srai_epi16(product, 3), bf16_bits);
     }
-
-    // A line of the next 32 rows to the second-level cache, in the order of memory, which the CPU's own prefetching follows.
-    void prefetch() {
-        _mm_prefetch(reinterpret_cast<const char*>(ahead_), _MM_HINT_T1);
-        ahead_ += 64;
-        if (ahead_ >= ahead_end_) ahead_row_ = (ahead_row_ + 1) % (2 * LANES), start_ahead();
-    }
-
-    void start_ahead() {
-        ahead_ = ahead_codes_[ahead_row_], ahead_end_ = ahead_ + K_ / 2;
-        for (i64 b = 0; b < K_ / 16; b += 64) _mm_prefetch(reinterpret_cast<const char*>(ahead_scales_[ahead_row_] + b), _MM_HINT_T1);
-    }
-
-    const Item& item_;
-    const i64 K_, chunks_, per_stage_;
-    u16* const stages_;
-    Columns columns_[4][2];
-    const u8 *codes_[2 * LANES], *scales_[2 * LANES], *ahead_codes_[2 * LANES], *ahead_scales_[2 * LANES];
-    const u8 *ahead_ = nullptr, *ahead_end_ = nullptr;
-    i64 panel_ = -1, chunk_, end_ = 0, easy_end_ = 0, row_ = 0, stage_ = 0, ahead_row_ = 0;
-    bool ordinary_ = true;
-    u16* at_ = nullptr;
 };
 
-// Transposes and stores sums of 32 rows of the weight.
-class AmxFinisher {
+// Whether an e4m3 byte is NaN or negative.
+inline bool any_unusual(const u8* const* row, i64 rows, i64 bytes) {
+    __m512i largest = _mm512_setzero_si512();
+    for (i64 i = 0; i < rows; ++i) {
+        i64 b = 0;
+        for (; b + 64 <= bytes; b += 64) largest = _mm512_max_epu8(largest, _mm512_loadu_si512(row[i] + b));
+        if (b < bytes) largest = _mm512_max_epu8(largest, load_some(row[i], b, bytes));
+    }
+    return _mm512_cmpge_epu8_mask(largest, _mm512_set1_epi8(0x7F)) != 0;
+}
+
+// Where the weight of an item is read: panels of 32 rows (two `Columns`), chunk after chunk of CODES.
+class AmxReader {
   public:
-    AmxFinisher(const Item& item, float* tile) : item_(item), F_(item.p->F), tile_(tile), tiles_((item.rows + LANES - 1) / LANES) {}
-
-    // sums: see AmxProduct.
-    void start(i64 sub, const Columns* columns, const float* sums) {
-        sub_ = sub, sums_ = sums, unit_ = 0, end_ = 2 * tiles_;
-        for (i64 half = 0; half < 2; ++half) decode_[half] = decode_scales(columns[half]);
+    explicit AmxReader(const Item& item) : item_(item), K_(item.p->K), chunks_((K_ + CODES - 1) / CODES) {
+        fill(0);
+        next_panel();
     }
 
-    // 16 rows of the weight by 16 of activations.
-    __attribute__((noinline)) void step() {
-        if (unit_ < end_) finish(unit_ / 2, unit_ % 2), ++unit_;
+    i64 chunks() const { return chunks_; }
+
+    // Of the panel that is read: its two `Columns`, and whether a block scale is NaN or negative.
+    const Columns* columns() const { return columns_[panel_ & 1]; }
+    bool unusual() const { return unusual_; }
+
+    void next_panel() {
+        ++panel_;
+        fill(panel_ + 1);
+        for (i64 i = 0; i < 2 * LANES; ++i) {
+            const Columns &now = columns()[i / LANES], &next = columns_[(panel_ + 1) & 1][i / LANES];
+            now_[i] = {now.codes[i % LANES], now.scales[i % LANES]}, next_[i] = {next.codes[i % LANES], next.scales[i % LANES]};
+        }
+        unusual_ = any_unusual(columns()[0].scales, LANES, K_ / 16) || any_unusual(columns()[1].scales, LANES, K_ / 16);
+        row_ahead_ = 0;
+        start_ahead();
+        seek(0);
     }
 
-    void rest() {
-        while (unit_ < end_) step();
+    i64 chunk() const { return chunk_; }
+    void seek(i64 chunk) { chunk_ = chunk; }
+
+    // Whether `decode_rows` may be called: a whole chunk, block scales neither NaN nor negative.
+    bool easy() const { return !unusual_ && (chunk_ + 1) * CODES <= K_; }
+    bool done() const { return 2 * panel_ >= item_.subs(); }
+
+    // Two rows of the chunk that is read; if `fetch`, two lines of the next panel.
+    template <int ROW>
+    [[gnu::always_inline]] void decode_rows(const AmxDecoding& decoding, i64 chunk, u16* at, bool fetch) {
+        for (int r = ROW; r < ROW + 2; ++r) {
+            i64 scales;
+            std::memcpy(&scales, now_[r].scales + CODES / 16 * chunk, 8);
+            const __m512i codes = _mm512_loadu_si512(now_[r].codes + CODES / 2 * chunk);
+            decoding.store(at + r * 32, codes, _mm512_srli_epi16(decoding.spread(scales), 1));
+        }
+        if (fetch) prefetch<2>();
+    }
+
+    // A chunk, whatever is in it.
+    void decode(u16* at) {
+        const AmxDecoding decoding;
+        for (i64 i = 0; i < 2 * LANES; ++i) {
+            const __m128i eight = _mm512_castsi512_si128(load_some(now_[i].scales, CODES / 16 * chunk_, K_ / 16));
+            // s eeee mmm 00000000 -> s 0eeee mmm0000000: the sign's copy is in the way
+            const __m512i high = _mm512_srai_epi16(decoding.spread(_mm_cvtsi128_si64(eight)), 1);
+            const __m512i scale = _mm512_and_si512(high, _mm512_set1_epi16(short(0xBFFF)));
+            decoding.store(at + i * 32, load_some(now_[i].codes, CODES / 2 * chunk_, K_ / 2), scale);
+        }
+        prefetch<2 * LANES>();
+        prefetch_scales();
+    }
+
+    // The next LINES lines of the next panel to the second-level cache, in the order of memory, which the CPU's own prefetching follows.
+    template <int LINES>
+    [[gnu::always_inline]] void prefetch() {
+        for (int i = 0; i < LINES; ++i) fetch_line(ahead_ + 64 * i);
+        ahead_ += 64 * LINES;
+        if (ahead_ >= end_ahead_) start_ahead();
+    }
+
+    // Block scales of the next panel, those of eight chunks at a time.
+    void prefetch_scales() const {
+        if (chunk_ % 8 != 0) return;
+        for (const Row& row : next_) fetch_line(row.scales + CODES / 16 * chunk_);
     }
 
   private:
-    void finish(i64 t, i64 half) const {
-        const i64 sub = sub_ + half, rows = std::min<i64>(LANES, item_.rows - LANES * t), of_row = F_ * LANES;
-        if (sub >= item_.subs()) return;
-        const float* sums = sums_ + t / 2 * 1024 + half * 512 + t % 2 * 256;
-        float *out = tile_ + t * LANES * of_row, *at = out + sub % F_ * LANES;
-        __m512i a[16], b[16];
-        for (int i = 0; i < LANES; ++i) a[i] = _mm512_load_si512(sums + 16 * i);
-        transpose(a, b);
-        for (int i = 0; i < LANES; ++i) _mm512_store_ps(at + i * of_row, _mm512_mul_ps(_mm512_castsi512_ps(b[i]), decode_[half]));
-        if (sub % F_ == F_ - 1) item_.store(LANES * t, rows, sub, out, of_row);
+    struct Row {
+        const u8 *codes, *scales;
+    };
+
+    void fill(i64 panel) {
+        for (i64 half = 0; half < 2; ++half) columns_[panel & 1][half] = item_.columns(2 * panel + half);
     }
 
+    // Goes on with the next row, and those that lie behind it.
+    void start_ahead() {
+        row_ahead_ %= 2 * LANES;
+        ahead_ = next_[row_ahead_].codes, end_ahead_ = ahead_ + K_ / 2;
+        for (++row_ahead_; row_ahead_ < 2 * LANES && next_[row_ahead_].codes == end_ahead_; ++row_ahead_) end_ahead_ += K_ / 2;
+    }
+
+    // Inlined, or g++ takes it for a function without effect.
+    [[gnu::always_inline]] static void fetch_line(const u8* at) { _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1); }
+
+    const Item& item_;
+    const i64 K_, chunks_;
+    Columns columns_[2][2];  // of this panel, the next
+    bool unusual_ = false;
+    Row now_[2 * LANES], next_[2 * LANES];
+    i64 panel_ = -1, chunk_ = 0, row_ahead_ = 0;
+    const u8 *ahead_ = nullptr, *end_ahead_ = nullptr;
+};
+
+// For each panel, for each two tiles of activations: chunk by chunk, while one is multiplied the next is decoded, two rows between any two
+// tile operations. These run on a unit of their own, but only as far ahead as the CPU looks. To decode again for the next two tiles costs
+// less than to keep what is decoded, or the sums of more tiles, where there is room: in the second-level cache.
+class AmxProduct {
+  public:
+    AmxProduct(const Item& item, const u16* x, i64 stride, Scratch& scratch)
+        : item_(item), x_(x), of_tile_(LANES * stride), F_(item.p->F), tiles_((item.rows + LANES - 1) / LANES), reader_(item),
+          weights_(scratch.panel.get<u16>(2 * OF_CHUNK)), out_(scratch.tile.get<float>(tiles_ * LANES * F_ * LANES)) {}
+
+    void run() {
+        reader_.decode(weights_);
+        for (i64 sub = 0; sub < item_.subs(); sub += 2) {
+            const __m512 decode[2] = {decode_scales(reader_.columns()[0]), decode_scales(reader_.columns()[1])};
+            for (i64 t = 0; t < tiles_; t += 2) {
+                if (t + 1 < tiles_) {
+                    panel<true>(t);
+                } else {
+                    panel<false>(t);
+                }
+                finish(sub, t, decode);
+            }
+        }
+    }
+
+  private:
     // What sums are multiplied by; NaN for a row of which a block scale is.
     __m512 decode_scales(const Columns& c) const {
-        const i64 blocks = item_.p->K / 16;
         __mmask16 nan = 0;
-        if (largest_scale(c.scales, LANES, blocks) >= 0x7F) {
-            for (int i = 0; i < LANES; ++i) nan |= __mmask16(std::any_of(c.scales[i], c.scales[i] + blocks, [](u8 s) { return (s & 0x7F) == 0x7F; }) << i);
+        for (int i = 0; i < LANES && reader_.unusual(); ++i) {
+            nan |= __mmask16(std::any_of(c.scales[i], c.scales[i] + item_.p->K / 16, [](u8 s) { return (s & 0x7F) == 0x7F; }) << i);
         }
         const __m512 scaled = _mm512_mul_ps(_mm512_load_ps(c.decode), _mm512_set1_ps(0x1p16f));
         return _mm512_mask_mov_ps(scaled, nan, _mm512_set1_ps(as_float(0x7FC00000)));
     }
 
-    const Item& item_;
-    const i64 F_;
-    float* const tile_;
-    const i64 tiles_;
-    i64 sub_ = 0, unit_ = 0, end_ = 0;
-    const float* sums_ = nullptr;
-    __m512 decode_[2];
-};
-
-// 32 rows of the weight after the other, stage by stage; while one is multiplied the next is decoded and the 32 rows before are stored, a bit
-// between any two tile operations: they run on units of their own, but only as far ahead as the CPU looks.
-class AmxProduct {
-  public:
-    AmxProduct(const Item& item, const u16* x, i64 stride, Scratch& scratch)
-        : item_(item), x_(x), of_tile_(LANES * stride), chunks_((item.p->K + 127) / 128), tiles_((item.rows + LANES - 1) / LANES),
-          stages_((chunks_ + STAGE - 1) / STAGE), per_stage_((chunks_ + stages_ - 1) / stages_),
-          sums_(scratch.sums.get<float>(2 * of_panel())), decoder_(item, chunks_, per_stage_, scratch.panel.get<u16>(2 * OF_STAGE)),
-          finisher_(item, scratch.tile.get<float>(tiles_ * LANES * item.p->F * LANES)) {}
-
-    void run() {
-        decoder_.start();
-        decoder_.rest();
-        for (i64 sub = 0; sub < item_.subs(); sub += 2) {
-            float* sums = sums_ + sub / 2 % 2 * of_panel();
-            for (i64 chunk = 0; chunk < chunks_; chunk += per_stage_) {
-                decoder_.start();
-                stage(decoder_.decoded(), chunk, sums);
-                decoder_.rest();
-            }
-            finisher_.rest();
-            finisher_.start(sub, decoder_.columns(sub / 2), sums);
-        }
-        finisher_.rest();
-    }
-
-  private:
-    i64 pairs() const { return (tiles_ + 1) / 2; }
-
-    // Of 32 rows of the weight: for each two tiles of activations four tiles of sums.
-    i64 of_panel() const { return pairs() * 1024; }
-
-    void stage(const u16* weights, i64 chunk, float* sums) {
-        std::atomic_signal_fence(std::memory_order_seq_cst);  // compilers don't see that tiles are read from memory
-        const i64 steps = 4 * std::min(per_stage_, chunks_ - chunk);
-        const bool first = chunk == 0, last = chunk + per_stage_ >= chunks_;
-        for (i64 t = 0; t < tiles_; t += 2, sums += 1024) {
-            const u16* x = x_ + t * of_tile_ + chunk * 4 * TILE;
-            if (t + 1 < tiles_) {
-                share<true>(weights, x, steps, sums, first, last);
-            } else {
-                share<false>(weights, x, steps, sums, first, last);
-            }
-        }
-    }
-
-    // So many rows are decoded at each step that the next stage is ready in time.
+    // A panel of the weight by tiles t and t + 1 of activations, or t alone -> sums_.
     template <bool TWO>
-    void share(const u16* weights, const u16* x, i64 steps, float* sums, bool first, bool last) {
-        switch (pairs()) {
-            case 1: return pair<TWO, 8>(weights, x, steps, sums, first, last);
-            case 2: case 3: return pair<TWO, 4>(weights, x, steps, sums, first, last);
-            case 4: case 5: case 6: case 7: return pair<TWO, 2>(weights, x, steps, sums, first, last);
-            default: return pair<TWO, 1>(weights, x, steps, sums, first, last);
+    void panel(i64 t) {
+        _tile_zero(0);
+        _tile_zero(2);
+        if (TWO) {
+            _tile_zero(1);
+            _tile_zero(3);
         }
-    }
-
-    // A stage of 32 rows of the weight by two tiles of activations, or one.
-    template <bool TWO, int SHARE>
-    void pair(const u16* weights, const u16* x, i64 steps, float* sums, bool first, bool last) {
-        const bool kept = tiles_ <= 2;  // from stage to stage, since nothing else needs the tiles
-        if (first) {
-            _tile_zero(0);
-            _tile_zero(2);
-            if (TWO) {
-                _tile_zero(1);
-                _tile_zero(3);
-            }
-        } else if (!kept) {
-            _tile_loadd(0, sums, 64);
-            _tile_loadd(2, sums + 512, 64);
-            if (TWO) {
-                _tile_loadd(1, sums + 256, 64);
-                _tile_loadd(3, sums + 768, 64);
-            }
-        }
-        for (i64 i = 0; i < steps; ++i, weights += PAIR, x += TILE) {
-            if (decoder_.easy()) {
-                step<TWO, SHARE>(weights, x);
-                decoder_.advance(SHARE);
+        for (i64 c = 0; c < reader_.chunks(); ++c) {
+            const u16 *weights = weights_ + half_ * OF_CHUNK, *x = x_ + t * of_tile_ + c * 4 * TILE;
+            u16* next = weights_ + (half_ ^= 1) * OF_CHUNK;
+            seek(c, t + 2 < tiles_);
+            std::atomic_signal_fence(std::memory_order_seq_cst);  // compilers don't see that tiles are read from memory
+            if (reader_.easy()) {
+                chunk<TWO, true>(weights, x, next, t == 0);
             } else {
-                step<TWO, 0>(weights, x);
-            }
-            if (++since_ >= chunks_) {
-                since_ = 0;
-                finisher_.step();
+                chunk<TWO, false>(weights, x, next, false);
+                if (!reader_.done()) reader_.decode(next);
             }
         }
-        if (last || !kept) {
-            _tile_stored(0, sums, 64);
-            _tile_stored(2, sums + 512, 64);
-            if (TWO) {
-                _tile_stored(1, sums + 256, 64);
-                _tile_stored(3, sums + 768, 64);
+        _tile_stored(0, sums_[0][0], 64);
+        _tile_stored(2, sums_[0][1], 64);
+        if (TWO) {
+            _tile_stored(1, sums_[1][0], 64);
+            _tile_stored(3, sums_[1][1], 64);
+        }
+    }
+
+    // What is to be decoded while chunk c is multiplied.
+    void seek(i64 c, bool again) {
+        if (c + 1 < reader_.chunks()) {
+            reader_.seek(c + 1);
+        } else if (again) {
+            reader_.seek(0);
+        } else {
+            reader_.next_panel();
+        }
+    }
+
+    // A chunk, while the next is decoded and, if `fetch`, the next panel comes nearer.
+    template <bool TWO, bool DECODE>
+    void chunk(const u16* weights, const u16* x, u16* next, bool fetch) {
+        const AmxDecoding decoding;
+        const i64 read = reader_.chunk();
+        step<TWO, DECODE, 0>(decoding, weights, x, read, next, fetch);
+        step<TWO, DECODE, 1>(decoding, weights, x, read, next, fetch);
+        step<TWO, DECODE, 2>(decoding, weights, x, read, next, fetch);
+        step<TWO, DECODE, 3>(decoding, weights, x, read, next, fetch);
+        if (fetch) reader_.prefetch_scales();
+    }
+
+    // 32 codes of each row of the panel; a quarter of the rows of the next chunk.
+    template <bool TWO, bool DECODE, int QUARTER>
+    [[gnu::always_inline]] void step(const AmxDecoding& decoding, const u16* weights, const u16* x, i64 read, u16* next, bool fetch) {
+        constexpr int ROW = 8 * QUARTER;
+        _tile_loadd(4, weights + 2 * QUARTER * TILE, 64);
+        _tile_loadd(6, x + QUARTER * TILE, 64);
+        if (DECODE) reader_.template decode_rows<ROW>(decoding, read, next, fetch);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, weights + (2 * QUARTER + 1) * TILE, 64);
+        if (DECODE) reader_.template decode_rows<ROW + 2>(decoding, read, next, fetch);
+        _tile_dpbf16ps(2, 5, 6);
+        if (TWO) _tile_loadd(7, x + of_tile_ + QUARTER * TILE, 64);
+        if (DECODE) reader_.template decode_rows<ROW + 4>(decoding, read, next, fetch);
+        if (TWO) _tile_dpbf16ps(1, 4, 7);
+        if (DECODE) reader_.template decode_rows<ROW + 6>(decoding, read, next, fetch);
+        if (TWO) _tile_dpbf16ps(3, 5, 7);
+    }
+
+    // Stores sums_.
+    void finish(i64 sub, i64 t, const __m512 (&decode)[2]) {
+        const i64 of_row = F_ * LANES;
+        for (i64 i = t; i < std::min(t + 2, tiles_); ++i) {
+            const i64 rows = std::min<i64>(LANES, item_.rows - LANES * i);
+            float* out = out_ + i * LANES * of_row;
+            for (i64 half = 0; half < 2 && sub + half < item_.subs(); ++half) {
+                const i64 f = (sub + half) % F_;
+                for (i64 r = 0; r < rows; r += 4) transpose(sums_[i - t][half] + r, decode[half], out + r * of_row + f * LANES, of_row);
+                if (f == F_ - 1) item_.store(LANES * i, rows, sub + half, out, of_row);
             }
         }
     }
 
-    template <bool TWO, int SHARE>
-    void step(const u16* weights, const u16* x) {
-        _tile_loadd(4, weights, 64);
-        _tile_loadd(6, x, 64);
-        decoder_.template decode<0, SHARE / 4>();
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, weights + TILE, 64);
-        decoder_.template decode<SHARE / 4, SHARE / 2>();
-        _tile_dpbf16ps(2, 5, 6);
-        if (TWO) _tile_loadd(7, x + of_tile_, 64);
-        decoder_.template decode<SHARE / 2, SHARE * 3 / 4>();
-        if (TWO) _tile_dpbf16ps(1, 4, 7);
-        decoder_.template decode<SHARE * 3 / 4, SHARE>();
-        if (TWO) _tile_dpbf16ps(3, 5, 7);
+    // Four columns of sums [16][16] -> four rows of `out`, each times `decode`.
+    static void transpose(const float* sums, __m512 decode, float* out, i64 of_row) {
+        __m512 a[4];
+        for (int i = 0; i < 4; ++i) {  // 128 bits j: of row 4 j + i
+            const auto four = [&](int j) { return _mm_load_ps(sums + (4 * j + i) * LANES); };
+            a[i] = _mm512_insertf32x4(_mm512_castps128_ps512(four(0)), four(1), 1);
+            a[i] = _mm512_insertf32x4(_mm512_insertf32x4(a[i], four(2), 2), four(3), 3);
+        }
+        const __m512 low[2] = {_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpacklo_ps(a[2], a[3])};
+        const __m512 high[2] = {_mm512_unpackhi_ps(a[0], a[1]), _mm512_unpackhi_ps(a[2], a[3])};
+        const __m512 b[4] = {_mm512_shuffle_ps(low[0], low[1], 0x44), _mm512_shuffle_ps(low[0], low[1], 0xEE),
+                             _mm512_shuffle_ps(high[0], high[1], 0x44), _mm512_shuffle_ps(high[0], high[1], 0xEE)};
+        for (int i = 0; i < 4; ++i) _mm512_store_ps(out + i * of_row, _mm512_mul_ps(b[i], decode));
     }
 
     const Item& item_;
     const u16* const x_;
-    const i64 of_tile_, chunks_, tiles_, stages_, per_stage_;
-    float* const sums_;
-    AmxDecoder decoder_;
-    AmxFinisher finisher_;
-    i64 since_ = 0;
+    const i64 of_tile_, F_, tiles_;
+    AmxReader reader_;
+    u16* const weights_;  // two chunks: one that is multiplied, one that is decoded
+    float* const out_;    // [rows of the item][F][16]
+    i64 half_ = 0;
+    alignas(64) float sums_[2][2][LANES * LANES];  // of each tile of activations, of each 16 rows of the panel
 };
 
 struct Amx {
@@ -344,7 +325,7 @@ struct Amx {
 
     static void pack(const bf16* const* x, i64 rows, Packed* packed, i64, i64 K) {
         const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
-        for (i64 k = 0; k < (K + 127) / 128 * 128; k += 32) {
+        for (i64 k = 0; k < (K + CODES - 1) / CODES * CODES; k += 32) {
             __m512i a[16], b[16];
             for (i64 i = 0; i < LANES; ++i) {
                 const __m512i v = i < rows ? load_some(reinterpret_cast<const u8*>(x[i]), 2 * k, 2 * K) : _mm512_setzero_si512();
@@ -353,14 +334,16 @@ struct Amx {
             }
             transpose(a, b);
             // word 4 i + j: activations k + 8 i + j and k + 8 i + j + 4
-            Packed* at = packed + k / 128 * 4 * TILE + k % 128 / 8 * 32;
+            Packed* at = packed + k / CODES * 4 * TILE + k % CODES / 8 * 32;
             for (int i = 0; i < 4; ++i) {
                 for (int j = 0; j < 4; ++j) _mm512_store_si512(at + j * TILE + i * 32, b[4 * i + j]);
             }
         }
     }
 
-    static void multiply(const Item& item, const Packed* packed, i64 stride, Scratch& scratch) { AmxProduct(item, packed, stride, scratch).run(); }
+    static void multiply(const Item& item, const Packed* packed, i64 stride, Scratch& scratch) {
+        AmxProduct(item, packed, stride, scratch).run();
+    }
 };
 
 // Tiles of 16 rows of 64 bytes, all eight, for a thread.
@@ -382,9 +365,9 @@ class AmxThread {
 struct AmxTier {
     using Wide = Panels<Avx512>;
     template <class A>
-    using Fast = std::conditional_t<std::is_same<A, bf16>::value, Kernels<Amx>, Kernels<FewRows<Avx512>, Panels<Avx512>>>;
+    using Fast = std::conditional_t<std::is_same<A, bf16>::value, Kernels<FewRows<Avx512OneRow<Avx512Run>>, Amx>, Avx512Tier::Fast<A>>;
     using Thread = AmxThread;
-    static constexpr double ROWS_OF_DECODING = 64;
+    static constexpr double ROWS_OF_DECODING = 32;
 };
 
 }  // namespace

@@ -21,7 +21,7 @@ struct alignas(64) Tables {
     u8 low_of_scale[128], high_of_scale[128];  // of the bfloat16 of an e4m3 byte without its sign
     u8 of_words[4][64], of_run[4][64];    // see `Scales`
     i32 even[16], odd[16];
-    i32 order_of_sums[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};  // see `one_row`
+    i32 order_of_sums[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};  // see `Avx512OneRow`
 
     constexpr Tables() : bf16_of_code(), f32_of_code(), low_of_scale(), high_of_scale(), of_words(), of_run(), even(), odd() {
         for (int i = 0; i < 32; ++i) bf16_of_code[i] = E2M1_BF16[i & 15];
@@ -178,8 +178,7 @@ struct Avx512 {
 
     static void few(int rows, const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
         switch (rows) {
-            case 1: return few_rows<1>(c, next, x, stride, K, out, out_stride);
-            case 2: return few_rows<2>(c, next, x, stride, K, out, out_stride);
+            case 1: case 2: return few_rows<2>(c, next, x, stride, K, out, out_stride);
             case 3: case 4: return few_rows<4>(c, next, x, stride, K, out, out_stride);
             case 5: case 6: case 7: case 8: return few_rows<8>(c, next, x, stride, K, out, out_stride);
             default: return few_rows<16>(c, next, x, stride, K, out, out_stride);
@@ -226,10 +225,98 @@ struct Avx512 {
 };
 
 
+// 16 blocks of a row of the weight by one row of activations, in float32.
+struct Avx512Run {
+    using Activation = float;
+    using Packed = float;
+    static constexpr i64 STEP = 256;
+
+    // Of 256 activations: sixteen vectors, the same one of each block, in lane i that of block i; zeros up to a multiple of 256.
+    static void pack(const float* x, Packed* packed, i64 K) {
+        for (i64 k0 = 0; k0 < K; k0 += 256, packed += 256) {
+            for (int j = 0; j < 16; ++j) {
+                for (int i = 0; i < 16; ++i) packed[16 * j + i] = k0 + 16 * i < K ? x[k0 + 16 * i + j] : 0.f;
+            }
+        }
+    }
+
+    // halves: of block i in lane i the first 8 codes, the last
+    static __m512 dot(const __m512i (&halves)[2], const Packed* x) {
+        const __m512i table = f32_table();
+        __m512 p[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};  // two chains: the products wait for each other
+        for (int j = 0; j < 8; ++j) {
+            for (int half = 0; half < 2; ++half) {
+                const __m512i w = _mm512_permutexvar_epi32(_mm512_srli_epi32(halves[half], 4 * j), table);
+                p[half] = _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_load_ps(x + 128 * half + 16 * j), p[half]);
+            }
+        }
+        return _mm512_add_ps(p[0], p[1]);
+    }
+};
+
+// One row of activations.
+template <class Run>
+struct Avx512OneRow {
+    using Activation = typename Run::Activation;
+    using Packed = typename Run::Packed;
+    static constexpr int FEW = 1;
+
+    static void pack_few(const Activation* x, Packed* packed, i64 K) { Run::pack(x, packed, K); }
+
+    // 256 codes: `dot` of each block, times its scale.
+    static __m512 add(__m512i a, __m512i b, const Packed* x, __m512 scale, __m512 sum) {
+        const __m512i halves[2] = {_mm512_permutex2var_epi32(a, _mm512_load_si512(TABLES.even), b),
+                                   _mm512_permutex2var_epi32(a, _mm512_load_si512(TABLES.odd), b)};
+        return _mm512_fmadd_ps(Run::dot(halves, x), scale, sum);
+    }
+
+    // A row of the weight at a time, as it lies in memory.
+    static void few(int, const Columns& c, const Columns& next, const Packed* x, i64, i64 K, float* out, i64) {
+        alignas(64) __m512 sums[16];
+        for (int n = 0; n < LANES; ++n) {
+            const u8 *codes = c.codes[n], *scales = c.scales[n];
+            const char* ahead = reinterpret_cast<const char*>(next.codes[n]);
+            _mm_prefetch(reinterpret_cast<const char*>(next.scales[n]), _MM_HINT_T1);
+            __m512 sum = _mm512_setzero_ps();
+            for (i64 k = 0; k < K; k += 1024) {
+                const Scales four = Scales::of(load_some(scales, k / 16, K / 16));
+                const int whole = int(std::min<i64>(4, (K - k) / 256));
+                for (int part = 0; part < whole; ++part) {
+                    const i64 at = k / 2 + 128 * part;
+                    _mm_prefetch(ahead + at, _MM_HINT_T1);
+                    _mm_prefetch(ahead + at + 64, _MM_HINT_T1);
+                    sum = add(_mm512_loadu_si512(codes + at), _mm512_loadu_si512(codes + at + 64), x + at / 128 * Run::STEP, four.of_run(part), sum);
+                }
+                if (whole < 4 && k + 256 * whole < K) {
+                    const i64 at = k / 2 + 128 * whole;
+                    sum = add(load_some(codes, at, K / 2), load_some(codes, at + 64, K / 2), x + at / 128 * Run::STEP, four.of_run(whole), sum);
+                }
+            }
+            sums[n] = sum;
+        }
+        // the sums of the lanes, in the order of the rows: each step adds halves of two vectors and makes them one
+        for (int i = 0; i < 8; ++i) {
+            const __m512 a = sums[i], b = sums[i + 8];
+            sums[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+        }
+        for (int i = 0; i < 4; ++i) {
+            const __m512 a = sums[i], b = sums[i + 4];
+            sums[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+        }
+        for (int i = 0; i < 2; ++i) {
+            const __m512d a = _mm512_castps_pd(sums[i]), b = _mm512_castps_pd(sums[i + 2]);
+            sums[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+        }
+        const __m512 total = _mm512_add_ps(_mm512_shuffle_ps(sums[0], sums[1], 0x88), _mm512_shuffle_ps(sums[0], sums[1], 0xDD));
+        const __m512i order = _mm512_load_si512(TABLES.order_of_sums);
+        _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_permutexvar_ps(order, total), _mm512_load_ps(c.decode)));
+    }
+};
+
 struct Avx512Tier {
     using Wide = Panels<Avx512>;
     template <class A>
-    using Fast = Kernels<FewRows<Avx512>, Panels<Avx512>>;
+    using Fast = Kernels<FewRows<Avx512OneRow<Avx512Run>>, FewRows<Avx512>, Panels<Avx512>>;
     struct Thread {};
     static constexpr double ROWS_OF_DECODING = 8;
 };

@@ -8,14 +8,14 @@ namespace {
 inline __m512bh pairs(__m512i v) { return reinterpret_cast<__m512bh>(v); }
 inline __m512bh all(u32 pair) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(int(pair))); }
 
-// One row of activations.
-struct Avx512OneRow {
+// 16 blocks by one row of activations, in products of pairs.
+struct Avx512PairsRun {
     using Activation = bf16;
     using Packed = u32;  // two bfloat16, of k and k + 4
-    static constexpr int FEW = 1;
+    static constexpr i64 STEP = 128;
 
     // Of 256 activations: sixteen pairs, the same one of each block, in lane i that of block i; zeros up to a multiple of 256.
-    static void pack_few(const bf16* x, Packed* packed, i64 K) {
+    static void pack(const bf16* x, Packed* packed, i64 K) {
         for (i64 k0 = 0; k0 < K; k0 += 256) {
             for (int part = 0; part < 8; ++part) {  // half = part / 4, j = part % 4
                 for (int i = 0; i < 16; ++i) {
@@ -26,11 +26,8 @@ struct Avx512OneRow {
         }
     }
 
-    // 256 codes, lane i being block i: their products, and those of block scales.
-    static __m512 run_of_blocks(__m512i a, __m512i b, const Packed* x, __m512 scale, __m512 sum) {
+    static __m512 dot(const __m512i (&halves)[2], const Packed* x) {
         const __m512i table = bf16_table();
-        const __m512i halves[2] = {_mm512_permutex2var_epi32(a, _mm512_load_si512(TABLES.even), b),
-                                   _mm512_permutex2var_epi32(a, _mm512_load_si512(TABLES.odd), b)};
         __m512 p[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};  // two chains: the products wait for each other
         for (int j = 0; j < 4; ++j) {
             for (int half = 0; half < 2; ++half) {
@@ -38,49 +35,7 @@ struct Avx512OneRow {
                 p[half] = _mm512_dpbf16_ps(p[half], pairs(w), pairs(_mm512_load_si512(x + 64 * half + 16 * j)));
             }
         }
-        return _mm512_fmadd_ps(_mm512_add_ps(p[0], p[1]), scale, sum);
-    }
-
-    // A row of the weight at a time, as it lies in memory.
-    static void few(int, const Columns& c, const Columns& next, const Packed* x, i64, i64 K, float* out, i64) {
-        alignas(64) __m512 sums[16];
-        for (int n = 0; n < LANES; ++n) {
-            const u8 *codes = c.codes[n], *scales = c.scales[n];
-            const char* ahead = reinterpret_cast<const char*>(next.codes[n]);
-            _mm_prefetch(reinterpret_cast<const char*>(next.scales[n]), _MM_HINT_T1);
-            __m512 sum = _mm512_setzero_ps();
-            for (i64 k = 0; k < K; k += 1024) {
-                const Scales four = Scales::of(load_some(scales, k / 16, K / 16));
-                const int whole = int(std::min<i64>(4, (K - k) / 256));
-                for (int part = 0; part < whole; ++part) {
-                    const i64 at = k / 2 + 128 * part;
-                    _mm_prefetch(ahead + at, _MM_HINT_T1);
-                    _mm_prefetch(ahead + at + 64, _MM_HINT_T1);
-                    sum = run_of_blocks(_mm512_loadu_si512(codes + at), _mm512_loadu_si512(codes + at + 64), x + at, four.of_run(part), sum);
-                }
-                if (whole < 4 && k + 256 * whole < K) {
-                    const i64 at = k / 2 + 128 * whole;
-                    sum = run_of_blocks(load_some(codes, at, K / 2), load_some(codes, at + 64, K / 2), x + at, four.of_run(whole), sum);
-                }
-            }
-            sums[n] = sum;
-        }
-        // the sums of the lanes, in the order of the rows: each step adds halves of two vectors and makes them one
-        for (int i = 0; i < 8; ++i) {
-            const __m512 a = sums[i], b = sums[i + 8];
-            sums[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
-        }
-        for (int i = 0; i < 4; ++i) {
-            const __m512 a = sums[i], b = sums[i + 4];
-            sums[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
-        }
-        for (int i = 0; i < 2; ++i) {
-            const __m512d a = _mm512_castps_pd(sums[i]), b = _mm512_castps_pd(sums[i + 2]);
-            sums[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-        }
-        const __m512 total = _mm512_add_ps(_mm512_shuffle_ps(sums[0], sums[1], 0x88), _mm512_shuffle_ps(sums[0], sums[1], 0xDD));
-        const __m512i order = _mm512_load_si512(TABLES.order_of_sums);
-        _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_permutexvar_ps(order, total), _mm512_load_ps(c.decode)));
+        return _mm512_add_ps(p[0], p[1]);
     }
 };
 
@@ -191,8 +146,8 @@ struct Avx512Bf16 {
 struct Avx512Bf16Tier {
     using Wide = Panels<Avx512>;
     template <class A>
-    using Fast = std::conditional_t<std::is_same<A, bf16>::value, Kernels<FewRows<Avx512OneRow>, FewRows<Avx512Bf16>, Panels<Avx512Bf16>>,
-                                    Kernels<FewRows<Avx512>, Panels<Avx512>>>;
+    using Fast = std::conditional_t<std::is_same<A, bf16>::value, Kernels<FewRows<Avx512OneRow<Avx512PairsRun>>, FewRows<Avx512Bf16>, Panels<Avx512Bf16>>,
+                                    Avx512Tier::Fast<A>>;
     struct Thread {};
     static constexpr double ROWS_OF_DECODING = 8;
 };

@@ -17,6 +17,7 @@
 //                         reference's numbers, for every input there is
 //     Fast<A>             kernels for activations of type A, of which the first that takes so many rows is used
 //     Thread              what a thread has while it multiplies
+//     ROWS_OF_DECODING    how many rows take as long as decoding the weight
 #pragma once
 
 #include <algorithm>
