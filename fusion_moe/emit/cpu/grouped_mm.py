@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from ...errors import UnsupportedError
 from ...ir.core import Value
 from ...ir.types import plain
-from ..cxx.elements import STORED, Elements
+from ..cxx.elements import STORED, Elements, inner, stored
 from ..cxx.indices import Index, flat, number, reshaped, size
 from ..cxx.plan import Plan, row_width
-from .segment import Source, Writer, inner, stored
+from .segment import Source, Writer
 
 _ACTIVATION = {"f32": "OF_F32", "bf16": "OF_BF16", "f16": "OF_F16"}
 _MOST_COLUMNS = 8  # of the product that one column of a result is made of

@@ -15,10 +15,10 @@ from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize
 from ...ir.types import Dim, plain
-from ..cxx.elements import Elements
+from ..cxx.elements import Elements, inner, stored
 from ..cxx.indices import Index, flat, reshaped, size, unflat
 from ..cxx.plan import MADE_FIRST, known
-from .segment import Source, Writer, inner, stored
+from .segment import Source, Writer
 
 _DEFINITION = re.compile(r"(?P<const>const )?(float|i64|bool) (?P<name>\w+) = ")
 _NAME = re.compile(r"\w+")

@@ -15,9 +15,9 @@ from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.types import Dim, Rows, plain
-from ..cxx.elements import STORED
+from ..cxx.elements import stored
 from ..cxx.indices import Index, number, size
-from ..cxx.plan import source
+from ..cxx.plan import below, source
 
 _STRUCT = Template("""\
 struct Segment {
@@ -150,34 +150,12 @@ class Writer(ABC):
 
     def _checked(self, index: Value, limit: Dim) -> list[str]:
         """The check that all of an index lies below a limit, unless what made it says so."""
-        if self._below(index) == plain(limit):
+        if below(self.fusion, index) == plain(limit):
             return []
         count = size(elements(index.type.shape))
         return [f"if (!all_below({self.array(index)}, {count}, {size(limit)})) return false;"]
-
-    def _below(self, index: Value) -> object:
-        made = source(self.fusion, index)
-        op = self.fusion.producers.get(made)
-        if op is None or op.kind.name not in ("route", "invert"):
-            return None
-        shape = op.values[0].type.shape
-        return plain(shape[0]) if op.kind.name == "route" and made is op.outputs[1] else elements(shape)
-
-
-def stored(v: Value) -> str:
-    """The C++ type that a value's elements have in memory."""
-    if v.type.dtype == "f8e4m3":
-        return "u8"
-    if v.type.dtype not in STORED:
-        raise UnsupportedError(f"{v.type} has no kernel here")
-    return STORED[v.type.dtype]
 
 
 def indented(lines: Sequence[str], levels: int = 1) -> str:
     """Lines of C++, put inside so many braces."""
     return "\n".join("    " * levels + line if line else "" for line in lines)
-
-
-def inner(lines: Sequence[str]) -> list[str]:
-    """Lines of C++ inside one more pair of braces."""
-    return [f"    {line}" for line in lines]

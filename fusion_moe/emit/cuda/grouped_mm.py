@@ -9,11 +9,12 @@ from ...ir.core import Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, value
 from ...ir.types import plain
+from ..cxx.elements import inner, stored
 from ..cxx.indices import Index, reshaped, size
 from ..cxx.plan import Plan, known
 from . import variants
 from .columns import Columns, columns
-from .source import Array, Launched, SafeElements, Sizes, Source, inner, safe, stored
+from .source import Array, Launched, SafeElements, Sizes, Source, safe
 
 LAYOUTS = {"linear": "Linear", "w16x64": "Tiled"}  # of weights: the readers in kernels/fp4.cuh
 _MOST_COLUMNS = 4  # of the product that one column of a result is made of

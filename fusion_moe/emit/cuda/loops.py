@@ -12,9 +12,10 @@ from ...ir.core import Fusion, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize
 from ...ir.types import plain
+from ..cxx.elements import stored
 from ..cxx.indices import Index, unflat
 from ..cxx.plan import MADE_FIRST
-from .source import Launched, Sizes, Source, stored
+from .source import Launched, Sizes, Source
 
 _I = Index("i")
 _SUMS = ("sum", "index_put_accumulate", "decode_scale", "quantize", "grouped_swizzle")

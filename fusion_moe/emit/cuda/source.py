@@ -16,9 +16,9 @@ from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, ceildiv, value
 from ...ir.types import Dim, plain
-from ..cxx.elements import STORED, Elements
+from ..cxx.elements import Elements, inner, stored
 from ..cxx.indices import Index, flat, reshaped, size
-from ..cxx.plan import source
+from ..cxx.plan import below, source
 
 THREADS = 256
 _MOST_BLOCKS = 132 * 16
@@ -215,16 +215,7 @@ class SafeElements(Elements):
 
 def safe(fusion: Fusion, index: Value, limit: Dim, element: str) -> str:
     """An element of an index, below a limit: as it is if what made it says so."""
-    return element if _below(fusion, index) == plain(limit) else f"inside({element}, {size(limit)}, error)"
-
-
-def _below(fusion: Fusion, index: Value) -> object:
-    made = source(fusion, index)
-    op = fusion.producers.get(made)
-    if op is None or op.kind.name not in ("route", "invert"):
-        return None
-    shape = op.values[0].type.shape
-    return plain(shape[0]) if op.kind.name == "route" and made is op.outputs[1] else elements(shape)
+    return element if below(fusion, index) == plain(limit) else f"inside({element}, {size(limit)}, error)"
 
 
 def _of_thread(at: Sequence[Index]) -> str:
@@ -236,20 +227,6 @@ def _of_thread(at: Sequence[Index]) -> str:
 def _table(op: Op) -> AnySize:
     """How many counts of ids a route needs."""
     return ceildiv(elements(op.values[0].type.shape), _CHUNK) * op.attrs["groups"].count
-
-
-def stored(v: Value) -> str:
-    """The C++ type that a value's elements have in memory."""
-    if v.type.dtype == "f8e4m3":
-        return "u8"
-    if v.type.dtype not in STORED:
-        raise UnsupportedError(f"{v.type} has no kernel here")
-    return STORED[v.type.dtype]
-
-
-def inner(lines: Sequence[str]) -> list[str]:
-    """Lines of C++ inside one more pair of braces."""
-    return [f"    {line}" if line else "" for line in lines]
 
 
 def _indented(lines: Sequence[str]) -> str:

@@ -165,6 +165,20 @@ class Elements:
         return self.of(x, [*at[:dim], row, *at[dim + 1 :]])
 
 
+def stored(v: Value) -> str:
+    """The C++ type that a value's elements have in memory."""
+    if v.type.dtype == "f8e4m3":
+        return "u8"
+    if v.type.dtype not in STORED:
+        raise UnsupportedError(f"{v.type} has no kernel here")
+    return STORED[v.type.dtype]
+
+
+def inner(lines: Sequence[str]) -> list[str]:
+    """Lines of C++ inside one more pair of braces."""
+    return [f"    {line}" if line else "" for line in lines]
+
+
 def computed(v: Value) -> str:
     """The C++ type that a value's elements are computed in."""
     if v.type.dtype not in COMPUTED:

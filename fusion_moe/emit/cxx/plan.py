@@ -102,6 +102,16 @@ def source(fusion: Fusion, v: Value) -> Value:
     return source(fusion, op.values[0]) if op is not None and op.kind.name in ("ends", "cut", "reshape") else v
 
 
+def below(fusion: Fusion, index: Value) -> object:
+    """The size below which all of an index lies, by what made it; None if nothing says so."""
+    made = source(fusion, index)
+    op = fusion.producers.get(made)
+    if op is None or op.kind.name not in ("route", "invert"):
+        return None
+    shape = op.values[0].type.shape
+    return plain(shape[0]) if op.kind.name == "route" and made is op.outputs[1] else elements(shape)
+
+
 def _weight(fusion: Fusion, op: Op, layouts: Collection[str]) -> tuple[tuple[Value, Value, Value], bool]:
     w = op.values[1]
     pack = fusion.producers.get(w)
