@@ -10,8 +10,9 @@ LANES       ?= base full
 TORCH_INDEX ?=
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
 DEMO_ARGS   ?=
-# Without "judges" the comparisons with other people's packages are skipped. The full lane does without, once is enough.
-TEST_EXTRAS ?= test,judges
+# Without "judges" the comparisons with other people's packages are skipped, without "sass" the look at compiled CUDA kernels, which needs no
+# GPU. The full lane does without: once is enough, and its torch wants an older cuda-bindings.
+TEST_EXTRAS ?= test,judges,sass
 
 BIN      := $(VENV)/bin
 FULL     := $(VENV_FULL)/bin
