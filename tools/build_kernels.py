@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import types
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,21 @@ class KernelHook(BuildHookInterface):
         else:
             wanted = [(tier, having) for tier in isa.TIERS if _runs_here(tier) for having in CPUS[tier]]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            made = set(pool.map(lambda one: _ship(build, build.Recipe(text, "product", one[0], (kernels,), (), shipped), one[1]), wanted))
+            recipes = [build.Recipe(text, "product", tier, (kernels,), (), shipped) for tier, _ in wanted]
+            made = set(pool.map(partial(self._ship, build), recipes, [having for _, having in wanted]))
         for old in set(shipped.glob("*.so")) - made:
             old.unlink(missing_ok=True)
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 
-
-def _ship(build: Any, recipe: Any, having: Any) -> Path:
-    path = recipe.came_with(having)
-    return path if path.is_file() else build.ship(recipe, having)
+    def _ship(self, build: Any, recipe: Any, having: Any) -> Path | None:
+        """None, and a warning, for instructions that the compiler does not know: the package does without."""
+        path = recipe.came_with(having)
+        try:
+            return path if path.is_file() else build.ship(recipe, having)
+        except build.BuildError as error:
+            self.app.display_warning(f"no kernels for CPUs of the tier {recipe.tier}: {error}")
+            return None
 
 
 def _runs_here(tier: str) -> bool:

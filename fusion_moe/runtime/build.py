@@ -136,7 +136,7 @@ def ship(recipe: Recipe, having: Collection[str]) -> Path:
     path.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch:
         command = _allowed(recipe.command(compiler, having), recipe.name)
-        _compile(command, recipe, Path(scratch) / path.name, path.parent)
+        _compile(command, recipe, Path(scratch) / path.name, Path(tempfile.gettempdir()))
         (Path(scratch) / path.name).replace(path)
     return path
 
