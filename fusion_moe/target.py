@@ -38,7 +38,7 @@ TARGETS = {
     for t in (
         Target("reference", ("bf16", "nvfp4")),
         Target("cpu", ("bf16",), device="cpu"),
-        Target("cuda", ("bf16",), weight_layout="w16x64"),
+        Target("cuda", ("bf16",), device="cuda", weight_layout="w16x64"),
         Target("sm_90", ("bf16",), _NVFUSER, device="cuda", capability=(9, 0), keeps=_KEPT),
         Target("sm_100", ("bf16", "nvfp4"), _NVFUSER, {"nvfp4": "sf128x4"}, device="cuda", capability=(10, 0), keeps=_KEPT, tried=False),
     )

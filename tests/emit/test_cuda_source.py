@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fusion_moe import options
 from fusion_moe.compile import lower
 from fusion_moe.emit import cuda
 from fusion_moe.emit.cuda.columns import columns
@@ -198,3 +199,8 @@ def test_small_operations_have_kernels():
             kernel = cuda.emit(s, c)
             assert kernel.backend == "cuda", kernel.why
             assert all(build(x, "sm_90a").stat().st_size for x in kernel.launch.source.launches(dict.fromkeys(s.fusion.symbols, 3)))
+
+
+def test_tensors_elsewhere_are_refused():
+    with options.override(target="cuda"), pytest.raises(UnsupportedError, match="cuda needs tensors on the cuda, they are on cpu"):
+        torch.ops.fusion_moe.scaled_swiglu(torch.randn(4, 8))
