@@ -8,29 +8,23 @@ The part stands between two marks that name the instructions used, so that each 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+from page import DOCS, plots, put
+
 _PEERS = {"bf16": "torch bf16", "int4pack": "torch int4pack", "onnxruntime": "onnxruntime, int8"}
 
 
 def write(found: Mapping[str, Any]) -> Path:
     """Puts tables and plot into docs/; returns the page."""
     tier = found["machine"]["tier"]
-    page, plot = DOCS / "performance.md", DOCS / f"cpu_{tier}.svg"
+    plot = DOCS / f"cpu_{tier}.svg"
     drawn = found["products"] and _draw(found["products"], plot, f"{found['machine']['cpu']}, {tier}, one thread")
     part = "\n".join([*_machine(found), *_products(found["products"], plot.name if drawn else ""), *_layers(found["layers"])])
-    begin, end = f"<!-- {tier}: written by benchmarks/cpu_moe.py -->", f"<!-- {tier}: end -->"
-    whole = f"{begin}\n{part}\n{end}"
-    text = page.read_text(encoding="utf-8")
-    old = re.search(f"{re.escape(begin)}.*?{re.escape(end)}", text, re.DOTALL)
-    text = text.replace(old[0], whole) if old else f"{text.rstrip()}\n\n{whole}\n"
-    page.write_text(text, encoding="utf-8")
-    return page
+    return put(tier, "cpu_moe.py", part)
 
 
 def _machine(found: Mapping[str, Any]) -> list[str]:
@@ -72,15 +66,9 @@ def _layers(rows: Sequence[Mapping[str, float]]) -> list[str]:
 
 def _draw(rows: Sequence[Mapping[str, float]], path: Path, title: str) -> bool:
     """Bytes a second over rows of each expert, with reading as the limit; False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: pip install matplotlib", file=sys.stderr)
+    pyplot = plots()
+    if pyplot is None:
         return False
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "fusion_moe"  # the same numbers give the same file
-    from matplotlib import pyplot
-
     shapes = list(dict.fromkeys((r["n"], r["k"]) for r in rows))
     figure, axes = pyplot.subplots(1, len(shapes), figsize=(9, 3.6), sharey=True, squeeze=False)
     for at, (n, k) in zip(axes[0], shapes, strict=True):

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from h200_cells import MODELS, PARTS, TOKENS, Cell, is_right
+from page import DOCS, plots, put
 
 HERE = Path(__file__).resolve().parent
-DOCS = HERE.parent / "docs"
-BEGIN, END = "<!-- H200: written by benchmarks/h200_page.py -->", "<!-- H200: end -->"
 OURS, PEERS, DENSE = "fusion_moe", ("humming indexed", "humming grouped", "torch"), "dense"
 TITLES = {"gemm1": "Gate and up in one product", "gemm2": "Down", "mlp": "The whole expert MLP, from the ids of experts on"}
 _COPY = 4.2e12  # bytes a second, read and written
@@ -63,17 +61,13 @@ def key(row: Row) -> tuple[Any, ...]:
 def write(rows: Sequence[Row]) -> Path:
     """Puts tables and plot into docs/; returns the page."""
     rows = [row for _, row in sorted({key(row): row for row in rows}.items())]
-    page, plot = DOCS / "performance.md", DOCS / "h200.svg"
+    plot = DOCS / "h200.svg"
     lines = ["## H200: mixtures of experts", "", *_provenance(rows), *_summary(rows)]
     if _draw(rows, plot):
         lines += [f"![Time over the floor against tokens]({plot.name})", ""]
     for part in dict.fromkeys(row["part"] for row in rows):
         lines += _table(part, [row for row in rows if row["part"] == part])
-    whole = "\n".join([BEGIN, *lines, *_missing(rows), END])
-    text = page.read_text(encoding="utf-8")
-    old = re.search(f"{re.escape(BEGIN)}.*?{re.escape(END)}", text, re.DOTALL)
-    page.write_text(text.replace(old[0], whole) if old else f"{text.rstrip()}\n\n{whole}\n", encoding="utf-8")
-    return page
+    return put("H200", "h200_page.py", "\n".join([*lines, *_missing(rows)]))
 
 
 # Text -----------------------------------------------------------------------------------------------------------------
@@ -170,15 +164,9 @@ def _missing(rows: Sequence[Row]) -> list[str]:
 
 def _draw(rows: Sequence[Row], path: Path) -> bool:
     """Time over the floor, one line for each contender; False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: pip install matplotlib", file=sys.stderr)
+    pyplot = plots()
+    if pyplot is None:
         return False
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "fusion_moe"  # the same numbers give the same file
-    from matplotlib import pyplot
-
     rows = [row for row in rows if row["routing"] == "uniform"]
     apart = recorded()
     parts, models = ([x for x in order if any(row[what] == x for row in rows)] for what, order in (("part", PARTS), ("model", MODELS)))

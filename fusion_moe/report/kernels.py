@@ -41,9 +41,7 @@ def _why(backend: str, segment: Segment, to: Target, why_not: str) -> str:
         return "asked for"
     if backend != "reference":
         return _unexecuted(to, why_not) if why_not else "takes all of it"
-    if NVFUSER in to.schedulers:
-        return f"in plain torch, by its meaning: {schedulers.named(NVFUSER).can_schedule(segment.fusion, to)}"
-    return f"there are no kernels for {to.name} yet: each operation in plain torch, by its meaning"
+    return f"in plain torch, by its meaning: {schedulers.named(NVFUSER).can_schedule(segment.fusion, to)}"
 
 
 def _unexecuted(to: Target, why_not: str) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from ...errors import UnsupportedError
 from ...ir.core import Value
-from ...ir.types import plain
 from ..cxx.elements import STORED, Elements, inner, stored
 from ..cxx.indices import Index, flat, number, reshaped, size
 from ..cxx.plan import Plan, row_width
@@ -87,26 +86,13 @@ class _Writer(Writer):
 
     def row(self) -> list[str]:
         elements = Elements(self.fusion, self.memory)
-        where = self._row_in_memory(elements, self.plan.a, _M)
+        where = elements.row_in_memory(self.plan.a, _M, self.plan.k)
         if where is not None:
             return [*elements.lines, "(void)scratch;", f"return {where};"]
         elements = Elements(self.fusion, self.memory)
         made = elements.of(self.plan.a, [_M, _K])
         a = STORED[self.plan.a.type.dtype]
         return ["for (i64 k = 0; k < K; ++k) {", *inner(elements.lines), f"    scratch[k] = narrow<{a}>({made});", "}", "return scratch;"]
-
-    def _row_in_memory(self, elements: Elements, v: Value, m: Index) -> str | None:
-        """Where row m of a value lies, if it is a row of something in memory."""
-        op = self.fusion.producers.get(v)
-        if v in self.memory:
-            return f"{self.memory[v]} + {m} * K"
-        if op is None or plain(op.values[0].type.shape[-1]) != self.plan.k:
-            return None
-        if op.kind.name in ("cut", "reshape"):
-            return self._row_in_memory(elements, op.values[0], m)
-        if op.kind.name == "index_select" and op.attrs["dim"] == 0 and len(v.type.shape) == 2:
-            return self._row_in_memory(elements, op.values[0], Index(elements.of(op.values[1], [m])))
-        return None
 
     # What is stored for rows of groups --------------------------------------------------------------------------------
 

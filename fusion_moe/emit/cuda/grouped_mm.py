@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import UnsupportedError
-from ...ir.core import Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, value
 from ...ir.types import plain
@@ -14,7 +13,7 @@ from ..cxx.indices import Index, reshaped, size
 from ..cxx.plan import Plan, known
 from . import variants
 from .columns import Columns, columns
-from .source import Array, Launched, SafeElements, Sizes, Source, safe
+from .source import Array, Launched, Sizes, Source
 
 LAYOUTS = {"linear": "Linear", "w16x64": "Tiled"}  # of weights: the readers in kernels/fp4.cuh
 _MOST_COLUMNS = 4  # of the product that one column of a result is made of
@@ -34,7 +33,7 @@ class Product(Source):
         self.transposed = plan.weight[0] if plan.transposed else None
         if plan.a.type.dtype != "bf16":
             raise UnsupportedError(f"activations {plan.a.type} have no kernel here yet", expected="bf16")
-        self._row = self._row_in_memory(self.elements(), plan.a, _M)
+        self._row = self.elements().row_in_memory(plan.a, _M, plan.k)
         if self._row is None:
             self.scratch.append(Array("activations", "bf16", elements(plan.a.type.shape)))
         self._store, texts = self._stores()
@@ -106,7 +105,7 @@ class Product(Source):
         plan, cols = self.plan, self.columns
         runs = known(plan.weight[2].type.shape[1]) if len(plan.weight[2].type.shape) > 1 else 1
         row = self.elements()
-        where = self._row_in_memory(row, plan.a, _M)
+        where = row.row_in_memory(plan.a, _M, plan.k)
         return [
             f"static constexpr i32 G = {self.groups}, N = {plan.n}, K = {plan.k}, W = {plan.width}, F = {len(cols.texts)}, RUNS = {runs};",
             f"static constexpr i32 B = {cols.block}, TILES = {cols.tiles};",
@@ -126,22 +125,6 @@ class Product(Source):
             *inner(self._store),
             "}",
         ]
-
-    # The rows of activations ------------------------------------------------------------------------------------------
-
-    def _row_in_memory(self, made: SafeElements, v: Value, m: Index) -> str | None:
-        """Where row m of a value lies, if it is a row of something in memory."""
-        op = self.fusion.producers.get(v)
-        if v in self.names:
-            return f"{self.names[v]} + {m} * K"
-        if op is None or plain(op.values[0].type.shape[-1]) != self.plan.k:
-            return None
-        if op.kind.name in ("cut", "reshape"):
-            return self._row_in_memory(made, op.values[0], m)
-        if op.kind.name == "index_select" and op.attrs["dim"] == 0 and len(v.type.shape) == 2:
-            x, index = op.values
-            return self._row_in_memory(made, x, Index(safe(self.fusion, index, x.type.shape[0], made.of(index, [m]))))
-        return None
 
     # What is stored for rows of groups --------------------------------------------------------------------------------
 

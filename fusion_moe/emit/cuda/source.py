@@ -206,11 +206,9 @@ class Source(ABC):
 class SafeElements(Elements):
     """Elements whose indices come from tensors: made safe, unless what made them says that they are."""
 
-    def _index_select(self, op: Op, at: Sequence[Index]) -> str:
+    def _picked(self, op: Op, i: Index) -> Index:
         x, index = op.values
-        dim = op.attrs["dim"]
-        row = Index(safe(self._fusion, index, x.type.shape[dim], self.of(index, [at[dim]])))
-        return self.of(x, [*at[:dim], row, *at[dim + 1 :]])
+        return Index(safe(self._fusion, index, x.type.shape[op.attrs["dim"]], str(super()._picked(op, i))))
 
 
 def safe(fusion: Fusion, index: Value, limit: Dim, element: str) -> str:

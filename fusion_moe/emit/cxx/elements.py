@@ -51,6 +51,19 @@ class Elements:
             self.lines.append(f"const {computed(v)} {name} = {expression};")
         return self._made[key]
 
+    def row_in_memory(self, v: Value, m: Index, k: int) -> str | None:
+        """Where row m of a value of K = k columns lies, if it is a row of something in memory."""
+        op = self._fusion.producers.get(v)
+        if v in self._memory:
+            return f"{self._memory[v]} + {m} * K"
+        if op is None or plain(op.values[0].type.shape[-1]) != k:
+            return None
+        if op.kind.name in ("cut", "reshape"):
+            return self.row_in_memory(op.values[0], m, k)
+        if op.kind.name == "index_select" and op.attrs["dim"] == 0 and len(v.type.shape) == 2:
+            return self.row_in_memory(op.values[0], self._picked(op, m), k)
+        return None
+
     def _expression(self, v: Value, at: Sequence[Index]) -> str:
         if v in self._known:
             return str(self._known[v](at))
@@ -159,10 +172,12 @@ class Elements:
         return _literal(op.attrs["fill_value"], op.attrs["dtype"], op)
 
     def _index_select(self, op: Op, at: Sequence[Index]) -> str:
-        x, index = op.values
         dim = op.attrs["dim"]
-        row = Index(self.of(index, [at[dim]]))
-        return self.of(x, [*at[:dim], row, *at[dim + 1 :]])
+        return self.of(op.values[0], [*at[:dim], self._picked(op, at[dim]), *at[dim + 1 :]])
+
+    def _picked(self, op: Op, i: Index) -> Index:
+        """Which one an index_select picks for its i-th."""
+        return Index(self.of(op.values[1], [i]))
 
 
 def stored(v: Value) -> str:
