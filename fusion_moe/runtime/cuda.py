@@ -45,6 +45,12 @@ def can_overlap(index: int) -> bool:
     return torch.cuda.get_device_capability(index) >= (9, 0)
 
 
+@cache
+def multiprocessors(index: int) -> int:
+    """How many a device has."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
 def capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph, while nothing may be compiled or loaded."""
     return torch.cuda.is_current_stream_capturing()

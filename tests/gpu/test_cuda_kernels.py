@@ -13,6 +13,8 @@ from routings import Cut, Routing, cuts, routings
 import fusion_moe
 from fusion_moe import options
 from fusion_moe.compile import compile_fusion
+from fusion_moe.emit.cuda import variants
+from fusion_moe.emit.cuda.variants import ALWAYS, TILED, Regime
 from fusion_moe.errors import BuildError, GroupsError
 from fusion_moe.formats import Quantized, dequantize, quantize
 from fusion_moe.frontends.inductor import backend
@@ -150,6 +152,32 @@ def test_any_groups_exactly(cut: Cut, layout, sizes):
         want[rows] = x[rows].float() @ dequantize(weight)[group].T
     found = product(x.cuda(), stored(weight, layout), cut.ends.cuda(), layout, out_dtype=torch.float32)
     assert torch.equal(found.cpu(), want)
+
+
+RAGGED = [
+    Cut((300, 0, 1, 160, 161, 7, 0), 5), Cut((64, 65, 128, 16, 8, 9, 112), 1), Cut((0, 0, 0, 1100, 0, 0, 0), 0), Cut((1,) * 7, 0),
+    Cut((0,) * 7, 33), *(Cut(tuple(torch.randint(0, 400, (7,), generator=generator(i)).tolist()), i) for i in range(6)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", [v for r in TILED for v in r.variants if v.persistent], ids=lambda v: v.name)
+@pytest.mark.parametrize(("k", "n"), [(64, 16), (320, 144), (1024, 2064)])
+def test_many_rows_exactly(variant, k, n, monkeypatch):
+    monkeypatch.setattr(variants, "TILED", (Regime(ALWAYS, (variant,)), TILED[-1]))
+    weight = random_weight(7, n, k, exact=True)
+    packed, matrices = stored(weight, "w16x64"), dequantize(weight).cuda()
+    for cut in RAGGED:
+        x = torch.randint(-3, 4, (cut.rows, k), generator=generator()).bfloat16().cuda()
+        x[int(cut.ends[-1]) :] = torch.nan  # rows of no group are not read
+        want = torch.zeros(cut.rows, n, device="cuda")
+        for group, rows in cut.runs:
+            want[rows] = x[rows].float() @ matrices[group].T
+        args, kwargs = (x, *packed, cut.ends.cuda()), {"weight_layout": "w16x64", "out_dtype": torch.float32}
+        poison()
+        found = program("nvfp4_grouped_mm", args, kwargs)(list(args))[0]
+        assert torch.equal(found, want)
+        poison()
+        assert torch.equal(program("nvfp4_grouped_mm", args, kwargs)(list(args))[0], found)
 
 
 @pytest.mark.parametrize(("k", "n"), [(16, 8), (48, 33), (80, 40), (272, 70)])

@@ -86,9 +86,10 @@ class _Writer(Writer):
 
     def row(self) -> list[str]:
         elements = Elements(self.fusion, self.memory)
-        where = elements.row_in_memory(self.plan.a, _M, self.plan.k)
-        if where is not None:
-            return [*elements.lines, "(void)scratch;", f"return {where};"]
+        found = elements.row_in_memory(self.plan.a, _M, self.plan.k)
+        if found is not None:
+            matrix, row = found
+            return [*elements.lines, "(void)scratch;", f"return {self.memory[matrix]} + {row} * K;"]
         elements = Elements(self.fusion, self.memory)
         made = elements.of(self.plan.a, [_M, _K])
         a = STORED[self.plan.a.type.dtype]

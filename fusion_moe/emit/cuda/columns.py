@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ...errors import UnsupportedError
 
 TILE = 16
+_WHOLE = 4  # tiles that make whole columns of any result, which is what kernels count on
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Columns:
 
 def columns(texts: Sequence[str], width: int, *, aligned: bool) -> Columns:
     """The blocks of columns. aligned: tiles begin at multiples of 16 rows. UnsupportedError if they are in neither order."""
+    if _WHOLE % len(texts):
+        raise UnsupportedError(f"a result of {len(texts)} columns of the product has no kernel here", expected="1, 2 or 4")
     read = [_numbers(text, width) for text in texts]
     if all(_apart(r, aligned) for r in read):
         return Columns(tuple(texts), width, TILE)

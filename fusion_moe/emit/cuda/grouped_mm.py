@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...errors import UnsupportedError
 from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, value
+from ...ir.sizes import AnySize, exact_div, value
 from ...ir.types import plain
 from ..cxx.elements import inner, stored
 from ..cxx.indices import Index, reshaped, size
@@ -16,15 +16,13 @@ from .columns import Columns, columns
 from .source import Array, Launched, Sizes, Source
 
 LAYOUTS = {"linear": "Linear", "w16x64": "Tiled"}  # of weights: the readers in kernels/fp4.cuh
-_MOST_COLUMNS = 4  # of the product that one column of a result is made of
+ACTIVATIONS = "activations"  # what the prologue makes
 _M, _J, _K, _T = Index("m"), Index("j"), Index("k"), Index("t")
 _MOST_IDS = 32  # that each warp sorts by itself, and does not wait for `route`
 
 
 class Product(Source):
     """The source of a planned segment."""
-
-    headers = ("few_rows.cuh", "rows.cuh")
 
     def __init__(self, plan: Plan):
         ours = dict(zip((*plan.weight, plan.ends), ("codes", "scales", "decode", "ends"), strict=True))
@@ -33,9 +31,9 @@ class Product(Source):
         self.transposed = plan.weight[0] if plan.transposed else None
         if plan.a.type.dtype != "bf16":
             raise UnsupportedError(f"activations {plan.a.type} have no kernel here yet", expected="bf16")
-        self._row = self.elements().row_in_memory(plan.a, _M, plan.k)
-        if self._row is None:
-            self.scratch.append(Array("activations", "bf16", elements(plan.a.type.shape)))
+        found = self.elements().row_in_memory(plan.a, _M, plan.k)
+        self._matrix = found[0] if found else None  # whose rows are the activations
+        self.scratch.append(Array(ACTIVATIONS, "bf16", elements((self._matrix or plan.a).type.shape)))
         self._store, texts = self._stores()
         self.columns: Columns = columns(texts, plan.width, aligned=self.layout != "linear")
         self._functions = self._make_functions()
@@ -54,29 +52,54 @@ class Product(Source):
         """See kernels/few_rows.cuh."""
         return self._functions
 
-    def launches(self, sizes: Sizes) -> list[Launched]:
-        """Routing; activations that are computed; the product; what is summed of its rows."""
-        found = self.made_first(sizes)
-        if self._row is None:
-            made = self.elements()
-            at = [Index(f"(i / {self.plan.k})"), Index(f"(i % {self.plan.k})")]
-            element = made.of(self.plan.a, at)
-            store = f"activations[i] = narrow<bf16>({element});"
-            found.append(self.for_all("prologue", elements(self.plan.a.type.shape), [*made.lines, store], sizes))
-        found.append(self.product(self.variant(sizes), sizes))
-        if self.plan.combine:
-            found.append(self._combine(sizes))
-        return found
+    def launches(self, sizes: Sizes, arch: str) -> list[Launched]:
+        """Routing; activations that are computed, or wanted in another order; the product; what is summed of its rows."""
+        variant = self.variant(sizes, arch)
+        found = [*self.made_first(sizes), *self._prologue(variant, sizes), self.product(variant, sizes)]
+        return [*found, self._combine(sizes)] if self.plan.combine else found
 
-    def variant(self, sizes: Sizes) -> variants.FewRows:
+    def variant(self, sizes: Sizes, arch: str) -> variants.Variant:
         """The variant of the product's kernel that is chosen."""
         regimes = variants.LINEAR if self.layout == "linear" else variants.TILED
-        return variants.choose(value(self.rows, sizes), self.groups, self._tiles, self.columns.tiles, regimes)
+        return variants.choose(value(self.rows, sizes), self.groups, self._tiles, self.columns.tiles, regimes, arch)
 
-    def product(self, variant: variants.FewRows, sizes: Sizes) -> Launched:
+    def product(self, variant: variants.Variant, sizes: Sizes) -> Launched:
         """The kernel of the product."""
-        blocks = variant.blocks(value(self.rows, sizes), self.groups, self._tiles)
-        return self.calling(variant.call, variant.name, self._find(sizes), blocks, threads=variant.threads, least_blocks=variant.per_sm)
+        functions = [*self._row(variant), *([] if variant.persistent else self._find(sizes))]
+        blocks = variants.blocks(variant, value(self.rows, sizes), self.groups, self._tiles)
+        return self.calling(
+            variant.call, variant.name, functions, blocks, header=variant.header, threads=variant.threads, shared=variant.shared,
+            least_blocks=variant.per_sm, persistent=variant.persistent,
+        )  # fmt: skip
+
+    def count(self, array: Array, sizes: Sizes, arch: str) -> int:
+        """No activations where the product reads a matrix as it is."""
+        unused = array.name == ACTIVATIONS and self._matrix is not None and not self.variant(sizes, arch).ordered
+        return 0 if unused else super().count(array, sizes, arch)
+
+    # The rows of activations ------------------------------------------------------------------------------------------
+
+    def _prologue(self, variant: variants.Variant, sizes: Sizes) -> list[Launched]:
+        """Makes the activations, if they are not in memory as the product reads them."""
+        k = self.plan.k
+        if self._matrix is None:
+            count, made = elements(self.plan.a.type.shape), self.elements()
+            element = made.of(self.plan.a, [Index(f"(i / {k})"), Index(f"(i % {k})")])
+            place = "ordered(i)" if variant.ordered else "i"
+            return [self.for_all("prologue", count, [*made.lines, f"{ACTIVATIONS}[{place}] = narrow<bf16>({element});"], sizes)]
+        if not variant.ordered:
+            return []
+        pieces = exact_div(elements(self._matrix.type.shape), 8)
+        assert pieces is not None
+        store = f"store_vector<8>({ACTIVATIONS} + 8 * i, ordered_piece({self.names[self._matrix]}, i));"
+        return [self.for_all("prologue_ordered", pieces, [store], sizes)]
+
+    def _row(self, variant: variants.Variant) -> list[str]:
+        """Where the product reads a row of activations."""
+        made = self.elements()
+        matrix, row = made.row_in_memory(self.plan.a, _M, self.plan.k) or (None, _M)
+        name = ACTIVATIONS if matrix is None or variant.ordered else self.names[matrix]
+        return ["", "__device__ const bf16* row(i64 m) const {", *inner([*made.lines, f"return {name} + {row} * K;"]), "}"]
 
     @property
     def _tiles(self) -> int:
@@ -94,6 +117,7 @@ class Product(Source):
         else:
             early = False
         return [
+            f"using Weights = {LAYOUTS[self.layout]};",
             f"static constexpr bool EARLY = {str(early).lower()};",
             "template <int HEIGHT>",
             f"__device__ __forceinline__ Span find(i32 number) const {{ return {made}; }}",
@@ -104,21 +128,13 @@ class Product(Source):
     def _make_functions(self) -> list[str]:
         plan, cols = self.plan, self.columns
         runs = known(plan.weight[2].type.shape[1]) if len(plan.weight[2].type.shape) > 1 else 1
-        row = self.elements()
-        where = row.row_in_memory(plan.a, _M, plan.k)
         return [
             f"static constexpr i32 G = {self.groups}, N = {plan.n}, K = {plan.k}, W = {plan.width}, F = {len(cols.texts)}, RUNS = {runs};",
             f"static constexpr i32 B = {cols.block}, TILES = {cols.tiles};",
-            f"static constexpr bool LINEAR = {str(self.layout == 'linear').lower()}, GATHERS = {str(bool(row.lines)).lower()};",
-            f"using Weights = {LAYOUTS[self.layout]};",
             "",
             f"__device__ i64 rows() const {{ return {size(self.rows)}; }}",
             *cols.functions(),
             "__device__ static constexpr i32 run(i32 f, i32 j) { return column(f, j) / (N / RUNS); }",
-            "",
-            "__device__ const bf16* row(i64 m) const {",
-            *inner([*row.lines, f"return {where or 'activations + m * K'};"]),
-            "}",
             "",
             "template <int V>",
             "__device__ void store(i64 m, i64 g, i32 j0, const float (&p)[F][V]) const {",
@@ -138,8 +154,6 @@ class Product(Source):
                 raise UnsupportedError("a result reads other rows of the product than its own")
             if text not in texts:
                 texts.append(text)
-            if len(texts) > _MOST_COLUMNS:
-                raise UnsupportedError(f"a result reads more than {_MOST_COLUMNS} columns of the product")
             return f"p[{texts.index(text)}][v]"
 
         made = self.elements({plan.product.outputs[0]: column}, _group_of_tile, (*plan.rows, *plan.tokens))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
 
 from ...errors import BuildError
 from ...ir.core import Fusion, Value, storage_shape
-from ...ir.sizes import value
 from ...ir.types import DTYPES
 from ...runtime import cuda, nvrtc
 from ...runtime.kernel import Kernel
@@ -21,6 +20,7 @@ from .source import Launched, Sizes, Source
 
 KERNELS = Path(__file__).parent / "kernels"
 _ALIGN = 16  # bytes that vectors are loaded by
+_REMEMBERED = 1024  # devices and sizes of calls
 _DTYPES = {"i32": torch.int32, "bf16": torch.bfloat16}
 
 
@@ -39,7 +39,7 @@ class Launch:
     """
 
     def __init__(self, source: Source, follows: bool = False):
-        self.source, self._follows, self._prepared = source, follows, dict[tuple[object, ...], _Prepared]()
+        self.source, self._follows, self._prepared = source, follows, lru_cache(_REMEMBERED)(self._prepare)
         fusion = source.fusion
         held = [*fusion.inputs, *source.memory]
         self._results = [held.index(v) for v in fusion.outputs]
@@ -53,8 +53,7 @@ class Launch:
     def run(self, inputs: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
         """The outputs; on the current device, faults not looked at."""
         device, numbers = inputs[0].device, [sizes[s] for s in self.source.fusion.symbols]
-        key = (device, *numbers)
-        prepared = self._prepared.get(key) or self._prepare(key, device, sizes)
+        prepared = self._prepared(device, *numbers)
         held = [_aligned(t.mT if swap else t) for t, swap in zip(inputs, self._swap, strict=True)]
         held += [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in prepared.allocate]
         words = (*numbers, *[t.data_ptr() for t in held], cuda.fault_word())
@@ -64,18 +63,20 @@ class Launch:
             launch(stream, ctypes.addressof(pointer))
         return tuple(held[i] for i in self._results)
 
-    def _prepare(self, key: tuple[object, ...], device: torch.device, sizes: Sizes) -> _Prepared:
+    def _prepare(self, device: torch.device, *numbers: int) -> _Prepared:
         if cuda.capturing():
             raise BuildError(
                 "a kernel is not compiled yet, and a CUDA graph is being captured", expected="a call of the same sizes before",
                 todo="call the model once with these sizes before torch.cuda.graph", where="cuda",
             )  # fmt: skip
+        sizes = dict(zip(self.source.fusion.symbols, numbers, strict=True))
         shapes = [(tuple(storage_shape(v.type, sizes)), DTYPES[v.type.dtype]) for v in self.source.memory]
-        shapes += [((value(a.count, sizes),), _DTYPES[a.type]) for a in self.source.scratch]
-        wanted = [launched for launched in self.source.launches(sizes) if launched.blocks]
-        launches = [_loaded(launched, device, overlap=self._follows or i > 0) for i, launched in enumerate(wanted)]
-        self._prepared[key] = _Prepared(tuple(shapes), tuple(launches))
-        return self._prepared[key]
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        arch = cuda.arch(index)
+        shapes += [((self.source.count(a, sizes, arch),), _DTYPES[a.type]) for a in self.source.scratch]
+        wanted = [launched for launched in self.source.launches(sizes, arch) if launched.blocks]
+        launches = [_loaded(launched, index, overlap=self._follows or i > 0) for i, launched in enumerate(wanted)]
+        return _Prepared(tuple(shapes), tuple(launches))
 
 
 class Joined:
@@ -115,10 +116,10 @@ def _headers() -> Mapping[str, str]:
     return nvrtc.headers(KERNELS)
 
 
-def _loaded(launched: Launched, device: torch.device, overlap: bool) -> cuda.Launch:
-    index = device.index if device.index is not None else torch.cuda.current_device()
+def _loaded(launched: Launched, index: int, overlap: bool) -> cuda.Launch:
     function = cuda.load(build(launched, cuda.arch(index)), launched.name, launched.shared)
-    return cuda.Launch(function, launched.blocks, launched.threads, launched.shared, overlap and cuda.can_overlap(index))
+    blocks = min(launched.blocks, cuda.multiprocessors(index)) if launched.persistent else launched.blocks
+    return cuda.Launch(function, blocks, launched.threads, launched.shared, overlap and cuda.can_overlap(index))
 
 
 def _aligned(t: torch.Tensor) -> torch.Tensor:

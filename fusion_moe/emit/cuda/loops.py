@@ -35,7 +35,7 @@ class Loops(Source):
         """None: its kernels have all."""
         return []
 
-    def launches(self, sizes: Sizes) -> list[Launched]:
+    def launches(self, sizes: Sizes, arch: str) -> list[Launched]:
         """Routing; sums of slots; then the results, those of as many elements in one kernel."""
         found = self.made_first(sizes)
         ready = [v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs]

@@ -38,7 +38,7 @@ $functions
 }  // namespace
 """)
 _KERNEL = Template("""\
-$includes
+#include "$header"
 $struct
 extern "C" __global__ void __launch_bounds__($bounds) $name(const __grid_constant__ Segment s) {
     $call
@@ -51,7 +51,8 @@ Sizes = Mapping[str, int]
 class Launched:
     """One kernel: its text, and how it is launched.
 
-    blocks: as many as there is work for; shared: bytes of dynamic shared memory.
+    blocks: as many as there is work for; shared: bytes of dynamic shared memory; persistent: whether each multiprocessor gets one block at
+    most, which goes through the work.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Launched:
     blocks: int
     threads: int = THREADS
     shared: int = 0
+    persistent: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,6 @@ class Source(ABC):
     these values. transposed: the input, if any, that is passed with its last two dimensions swapped.
     """
 
-    headers: tuple[str, ...] = ("rows.cuh",)
     transposed: Value | None = None
 
     def __init__(self, fusion: Fusion, memory: Sequence[Value], names: Mapping[Value, str] | None = None):
@@ -90,8 +91,12 @@ class Source(ABC):
         """The struct's own constants and functions."""
 
     @abstractmethod
-    def launches(self, sizes: Sizes) -> list[Launched]:
-        """The kernels, in order, for these sizes."""
+    def launches(self, sizes: Sizes, arch: str) -> list[Launched]:
+        """The kernels, in order, for these sizes on an architecture: "sm_90a"."""
+
+    def count(self, array: Array, sizes: Sizes, arch: str) -> int:
+        """The elements of a scratch array that the kernels use."""
+        return value(array.count, sizes)
 
     def array(self, v: Value) -> str:
         """The name of the array that holds a value, views and reshapes looked through."""
@@ -105,13 +110,13 @@ class Source(ABC):
         return self.calling("s.run();", name, ["__device__ void run() const {", *inner(body), "}"], blocks, threads=threads, shared=shared)
 
     def calling(
-        self, call: str, name: str, functions: Sequence[str], blocks: int, *, threads: int = THREADS, shared: int = 0,
-        least_blocks: int = 1,
+        self, call: str, name: str, functions: Sequence[str], blocks: int, *, header: str = "rows.cuh", threads: int = THREADS,
+        shared: int = 0, least_blocks: int = 1, persistent: bool = False,
     ) -> Launched:  # fmt: skip
         """A kernel that makes a call, and whose struct has more functions. least_blocks: that must fit one multiprocessor."""
-        includes, bounds = (f'#include "{header}"' for header in self.headers), f"{threads}, {least_blocks}"
-        text = _KERNEL.substitute(includes="\n".join(includes), struct=self._struct(functions), name=name, call=call, bounds=bounds)
-        return Launched(name, text, blocks, threads, shared)
+        bounds = f"{threads}, {least_blocks}"
+        text = _KERNEL.substitute(header=header, struct=self._struct(functions), name=name, call=call, bounds=bounds)
+        return Launched(name, text, blocks, threads, shared, persistent)
 
     def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes) -> Launched:
         """A kernel that does `body` for each i below a count."""

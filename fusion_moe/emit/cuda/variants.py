@@ -26,7 +26,11 @@ class FewRows:
     u: int
     per_sm: int
 
+    header = "few_rows.cuh"
     threads = 32 * WARPS
+    shared = 0  # bytes that a launch asks for
+    persistent = False  # whether blocks stay on their multiprocessor, and no more than fit are launched
+    ordered = False  # whether it reads activations in the order of kernels/order.cuh
 
     @property
     def height(self) -> int:
@@ -48,39 +52,89 @@ class FewRows:
         """What the kernel runs."""
         return f"FewRows<Segment, {self.nt}, {self.r}, {self.wk}, {self.u}>::run(s);"
 
-    def blocks(self, rows: int, groups: int, tiles: int) -> int:
-        """How much there is to do, in blocks, whatever the sizes of groups. Rows of no group are one more group."""
-        return ragged.bound(rows, groups + 1, self.height) // self.height * -(-tiles // self.tiles)
+    def fits(self, block: int, arch: str) -> bool:
+        """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, on an architecture."""
+        return self.tiles % block == 0
+
+
+@dataclass(frozen=True)
+class ManyRows:
+    """kernels/many_rows.cuh: up to `height` rows of a group, by `teams` warpgroups with 64 columns of the product each; needs wgmma."""
+
+    height: int
+    teams: int
+
+    header = "many_rows.cuh"
+    per_sm = 1
+    shared = 227 * 1024
+    persistent = True
+    ordered = True
+
+    @property
+    def threads(self) -> int:
+        """One more warpgroup copies."""
+        return 128 * (self.teams + 1)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 columns of the product that a block makes at once."""
+        return 4 * self.teams
+
+    @property
+    def name(self) -> str:
+        """Names the kernel."""
+        return f"many_rows_{self.height}x{self.teams}"
+
+    @property
+    def call(self) -> str:
+        """What the kernel runs."""
+        return f"ManyRows<Segment, {self.height}, {self.teams}>::run(s);"
+
+    def fits(self, block: int, arch: str) -> bool:
+        """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, on an architecture."""
+        return arch == "sm_90a" and self.tiles % block == 0
+
+
+Variant = FewRows | ManyRows
 
 
 @dataclass(frozen=True)
 class Regime:
-    """most: rows that a group has on average, up to which it is chosen; variants: from few warps along K to many."""
+    """most: rows that a group has on average, up to which it is chosen; variants: from the one that needs the most blocks of work."""
 
     most: float
-    variants: tuple[FewRows, ...]
+    variants: tuple[Variant, ...]
 
 
+ALWAYS = float("inf")
 TILED = (
     Regime(6, (FewRows(1, 1, 2, 4, 4), FewRows(1, 1, 4, 4, 3), FewRows(1, 1, 8, 4, 4))),
     Regime(24, (FewRows(2, 1, 2, 4, 2), FewRows(2, 1, 4, 4, 2))),
-    Regime(float("inf"), (FewRows(4, 2, 4, 2, 1),)),
+    Regime(64, (ManyRows(64, 4),)),
+    Regime(112, (ManyRows(112, 4),)),
+    Regime(ALWAYS, (ManyRows(160, 3),)),
+    Regime(ALWAYS, (FewRows(4, 2, 4, 2, 1),)),
 )
 LINEAR = (
     Regime(6, (FewRows(1, 1, 2, 4, 2), FewRows(1, 1, 4, 4, 2), FewRows(1, 1, 8, 4, 2))),
     Regime(24, (FewRows(2, 1, 2, 4, 2), FewRows(2, 1, 4, 4, 2))),
-    Regime(float("inf"), (FewRows(4, 2, 4, 2, 1),)),
+    Regime(ALWAYS, (FewRows(4, 2, 4, 2, 1),)),
 )
 _ENOUGH = 320  # blocks that keep the memory of the largest GPUs busy
 
 
-def choose(rows: int, groups: int, tiles: int, block: int, regimes: Sequence[Regime]) -> FewRows:
+def choose(rows: int, groups: int, tiles: int, block: int, regimes: Sequence[Regime], arch: str) -> Variant:
     """The variant for `rows` rows in `groups` groups, of `tiles` tiles of 16 columns, `block` of which make whole columns of the result.
 
     Few blocks leave a GPU idle: warps along K make more of them.
     """
-    regime = next(r for r in regimes if rows <= r.most * groups)
-    fitting = [v for v in regime.variants if v.tiles % block == 0]
+    possible = ([v for v in r.variants if v.fits(block, arch)] for r in regimes if rows <= r.most * groups)
+    fitting = next(variants for variants in possible if variants)
     touched = groups * (1 - (1 - 1 / groups) ** rows)  # groups with a row, if rows pick them evenly
     wide = (v for v in fitting if max(touched, rows / v.height) * -(-tiles // v.tiles) >= _ENOUGH)
     return next(wide, fitting[-1])
+
+
+def blocks(variant: Variant, rows: int, groups: int, tiles: int) -> int:
+    """How much there is to do, in blocks, whatever the sizes of groups. Rows of no group are one more group."""
+    return ragged.bound(rows, groups + 1, variant.height) // variant.height * -(-tiles // variant.tiles)

@@ -51,11 +51,11 @@ class Elements:
             self.lines.append(f"const {computed(v)} {name} = {expression};")
         return self._made[key]
 
-    def row_in_memory(self, v: Value, m: Index, k: int) -> str | None:
-        """Where row m of a value of K = k columns lies, if it is a row of something in memory."""
+    def row_in_memory(self, v: Value, m: Index, k: int) -> tuple[Value, Index] | None:
+        """The value in memory, and which of its rows of k columns, that is row m of a value of k columns; None if none is."""
         op = self._fusion.producers.get(v)
         if v in self._memory:
-            return f"{self._memory[v]} + {m} * K"
+            return v, m
         if op is None or plain(op.values[0].type.shape[-1]) != k:
             return None
         if op.kind.name in ("cut", "reshape"):

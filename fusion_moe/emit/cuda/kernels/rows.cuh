@@ -4,6 +4,7 @@
 // block places its chunk. One launch does where one chunk holds all ids.
 #pragma once
 
+#include "order.cuh"
 #include "ragged.cuh"
 
 namespace {

@@ -1,0 +1,67 @@
+// What warps that copy and warps that multiply share: barriers in shared memory, copies that arrive at them, registers.
+#pragma once
+
+#include "numbers.cuh"
+
+namespace {
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void barrier_init(u64& barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u64& barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
+// Arrives once the copies that this thread has issued are there. One of the arrivals that the barrier was made for.
+__device__ __forceinline__ void barrier_arrive_after_copies(u64& barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
+// Until the phase with this parity is complete.
+__device__ __forceinline__ void barrier_wait(u64& barrier, u32 parity) {
+    asm volatile(
+        "{.reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+        "@!done bra again;}" ::"r"(shared_address(&barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+// All of `threads` threads, which use no other barrier of this number.
+__device__ __forceinline__ void barrier_sync(i32 number, i32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// 16 bytes from memory to shared memory.
+__device__ __forceinline__ void copy_16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// What threads have written to shared memory, and barriers have made known, becomes visible to the tensor cores.
+__device__ __forceinline__ void fence_for_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// How many registers the threads of this warpgroup have from here on: more than at the launch, once another one gave them; or fewer.
+template <int Registers>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+template <int Registers>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+// A ring of stages: where one is, and in which turn.
+template <int Stages>
+struct Ring {
+    u32 stage = 0, parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == Stages) stage = 0, parity ^= 1;
+    }
+};
+
+}  // namespace
