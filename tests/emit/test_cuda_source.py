@@ -143,8 +143,10 @@ def test_the_choice_looks_at_rows_and_groups_alone():
         return choose(rows, groups, tiles, block, regimes, arch)
 
     assert chosen(8, 128).wk == 4  # one token: more warps along K, so that all multiprocessors have work
-    assert chosen(256, 128).wk == 2
+    assert chosen(64, 128).wk == 2
+    assert chosen(256, 128).wk == 1
     assert chosen(64, 8, 1792).nt == 2
+    assert chosen(160, 8, 1792, arch="sm_80").nt == 2
     assert isinstance(chosen(2**20, 8, 1792), ManyRows)
     assert chosen(2**20, 8, 1792, arch="sm_89").nt == 4
     for rows, groups, regimes in itertools.product((1, 64, 4096), (1, 8, 256), (TILED, LINEAR)):

@@ -233,11 +233,13 @@ def test_any_routing(routing: Routing, layout):
     close(*mlp(args, weight_layout=layout), 8e-3)
 
 
-def test_many_ids_are_routed_in_chunks():
-    ids = torch.randint(0, 37, (3000, 2), generator=generator()).cuda()
-    found = ops.route(ids, 37)
+@pytest.mark.parametrize("groups", [37, 300])
+@pytest.mark.parametrize("count", [1, 500, 1500, 3000])
+def test_ids_are_routed_by_one_block_and_by_several(count, groups):
+    ids = torch.randint(0, groups, (count, 2), generator=generator()).cuda()
+    found = ops.route(ids, groups)
     with options.override(target="reference"):
-        want = ops.route(ids, 37)
+        want = ops.route(ids, groups)
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 

@@ -28,12 +28,14 @@ class Product(Source):
         ours = dict(zip((*plan.weight, plan.ends), ("codes", "scales", "decode", "ends"), strict=True))
         super().__init__(plan.fusion, plan.memory, ours)
         self.plan, self.layout = plan, str(plan.product.attrs.get("w_layout", "linear"))
+        self._previous: Product | None = None
+        self._next: Product | None = None
         self.transposed = plan.weight[0] if plan.transposed else None
         if plan.a.type.dtype != "bf16":
             raise UnsupportedError(f"activations {plan.a.type} have no kernel here yet", expected="bf16")
         found = self.elements().row_in_memory(plan.a, _M, plan.k)
-        self._matrix = found[0] if found else None  # whose rows are the activations
-        self.scratch.append(Array(ACTIVATIONS, "bf16", elements((self._matrix or plan.a).type.shape)))
+        self.matrix = found[0] if found else None  # in memory, whose rows are the activations
+        self.scratch.append(Array(ACTIVATIONS, "bf16", elements((self.matrix or plan.a).type.shape)))
         self._store, texts = self._stores()
         self.columns: Columns = columns(texts, plan.width, aligned=self.layout != "linear")
         self._functions = self._make_functions()
@@ -54,8 +56,10 @@ class Product(Source):
 
     def launches(self, sizes: Sizes, arch: str) -> list[Launched]:
         """Routing; activations that are computed, or wanted in another order; the product; what is summed of its rows."""
-        variant = self.variant(sizes, arch)
-        found = [*self.made_first(sizes), *self._prologue(variant, sizes), self.product(variant, sizes)]
+        variant, given = self.variant(sizes, arch), self._is_given_ordered(sizes, arch)
+        prologue = [] if given else self._prologue(variant, sizes)
+        product = self.product(variant, sizes, given_ordered=given, gives_ordered=self.gives_ordered(sizes, arch))
+        found = [*self.made_first(sizes), *prologue, product]
         return [*found, self._combine(sizes)] if self.plan.combine else found
 
     def variant(self, sizes: Sizes, arch: str) -> variants.Variant:
@@ -63,9 +67,12 @@ class Product(Source):
         regimes = variants.LINEAR if self.layout == "linear" else variants.TILED
         return variants.choose(value(self.rows, sizes), self.groups, self._tiles, self.columns.tiles, regimes, arch)
 
-    def product(self, variant: variants.Variant, sizes: Sizes) -> Launched:
-        """The kernel of the product."""
-        functions = [*self._row(variant), *([] if variant.persistent else self._find(sizes))]
+    def product(
+        self, variant: variants.Variant, sizes: Sizes, *, given_ordered: bool = False, gives_ordered: bool = False
+    ) -> Launched:  # fmt: skip
+        """The kernel of the product. given_ordered, gives_ordered: whether the matrix in memory is ordered, and the result will be."""
+        at = f"using At = {'Ordered' if gives_ordered else 'InTurn'};"
+        functions = [*self._row(variant, given_ordered), *([at] if variant.persistent else self._find(sizes))]
         blocks = variants.blocks(variant, value(self.rows, sizes), self.groups, self._tiles)
         return self.calling(
             variant.call, variant.name, functions, blocks, header=variant.header, threads=variant.threads, shared=variant.shared,
@@ -74,31 +81,47 @@ class Product(Source):
 
     def count(self, array: Array, sizes: Sizes, arch: str) -> int:
         """No activations where the product reads a matrix as it is."""
-        unused = array.name == ACTIVATIONS and self._matrix is not None and not self.variant(sizes, arch).ordered
+        as_it_is = not self.variant(sizes, arch).ordered or self._is_given_ordered(sizes, arch)
+        unused = array.name == ACTIVATIONS and self.matrix is not None and as_it_is
         return 0 if unused else super().count(array, sizes, arch)
+
+    # Two products, one after the other --------------------------------------------------------------------------------
+
+    def follow(self, previous: Product) -> None:
+        """Reads the result of another product, which nothing else does: it comes in order, where both are kernels of many rows."""
+        if len(previous.plan.rows) == 1 and not previous.plan.combine and previous.plan.width == self.plan.k:
+            self._previous, previous._next = previous, self
+
+    def gives_ordered(self, sizes: Sizes, arch: str) -> bool:
+        """Whether its result is in the order in which the next product reads it."""
+        return self._next is not None and all(p.variant(sizes, arch).ordered for p in (self, self._next))
+
+    def _is_given_ordered(self, sizes: Sizes, arch: str) -> bool:
+        return self._previous is not None and self._previous.gives_ordered(sizes, arch)
 
     # The rows of activations ------------------------------------------------------------------------------------------
 
     def _prologue(self, variant: variants.Variant, sizes: Sizes) -> list[Launched]:
         """Makes the activations, if they are not in memory as the product reads them."""
         k = self.plan.k
-        if self._matrix is None:
+        if self.matrix is None:
             count, made = elements(self.plan.a.type.shape), self.elements()
             element = made.of(self.plan.a, [Index(f"(i / {k})"), Index(f"(i % {k})")])
             place = "ordered(i)" if variant.ordered else "i"
             return [self.for_all("prologue", count, [*made.lines, f"{ACTIVATIONS}[{place}] = narrow<bf16>({element});"], sizes)]
         if not variant.ordered:
             return []
-        pieces = exact_div(elements(self._matrix.type.shape), 8)
+        pieces = exact_div(elements(self.matrix.type.shape), 8)
         assert pieces is not None
-        store = f"store_vector<8>({ACTIVATIONS} + 8 * i, ordered_piece({self.names[self._matrix]}, i));"
+        store = f"store_vector<8>({ACTIVATIONS} + 8 * i, ordered_piece({self.names[self.matrix]}, i));"
         return [self.for_all("prologue_ordered", pieces, [store], sizes)]
 
-    def _row(self, variant: variants.Variant) -> list[str]:
+    def _row(self, variant: variants.Variant, given_ordered: bool) -> list[str]:
         """Where the product reads a row of activations."""
         made = self.elements()
         matrix, row = made.row_in_memory(self.plan.a, _M, self.plan.k) or (None, _M)
-        name = ACTIVATIONS if matrix is None or variant.ordered else self.names[matrix]
+        as_it_is = matrix is not None and (given_ordered or not variant.ordered)
+        name = self.names[matrix] if matrix is not None and as_it_is else ACTIVATIONS
         return ["", "__device__ const bf16* row(i64 m) const {", *inner([*made.lines, f"return {name} + {row} * K;"]), "}"]
 
     @property
@@ -136,8 +159,8 @@ class Product(Source):
             *cols.functions(),
             "__device__ static constexpr i32 run(i32 f, i32 j) { return column(f, j) / (N / RUNS); }",
             "",
-            "template <int V>",
-            "__device__ void store(i64 m, i64 g, i32 j0, const float (&p)[F][V]) const {",
+            "template <int V, class Columns>",
+            "__device__ void store(i64 m, i64 g, Columns at, const float (&p)[F][V]) const {",
             *inner(self._store),
             "}",
         ]
@@ -158,7 +181,7 @@ class Product(Source):
 
         made = self.elements({plan.product.outputs[0]: column}, _group_of_tile, (*plan.rows, *plan.tokens))
         each = [made.of(v, reshaped([_M, _J], (rows, plan.width), v.type.shape)) for v in plan.rows]
-        body = ["const i64 j = j0 + v;", *made.lines]
+        body = ["const i64 j = at.column(v);", *made.lines]
         body += [f"r{i}.at[v] = stored<{stored(v)}>({element});" for i, (v, element) in enumerate(zip(plan.rows, each, strict=True))]
         return [
             *(f"Vector<{stored(v)}, V> r{i};" for i, v in enumerate(plan.rows)),
@@ -166,7 +189,7 @@ class Product(Source):
             "for (int v = 0; v < V; ++v) {",
             *inner(body),
             "}",
-            *(f"store_vector<V>({self.names[v]} + m * W + j0, r{i});" for i, v in enumerate(plan.rows)),
+            *(f"store_vector<V>({self.names[v]} + m * W + at.place(), r{i});" for i, v in enumerate(plan.rows)),
         ], texts
 
     # What is stored for tokens ----------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -86,7 +88,8 @@ class Joined:
         self._fusion = fusion
         # A product reads ends and weights before the kernel before it has ended, which must not be what makes them.
         follows = [False, *(isinstance(source, Product) for source in sources[:-1])]
-        launches = [Launch(source, f) for source, f in zip(sources, follows, strict=True)]
+        chained = _chained(fusion, kernels, sources)
+        launches = [Launch(source, f) for source, f in zip(chained, follows, strict=True)]
         self._steps = [(k.segment.inputs, k.segment.outputs, launch) for k, launch in zip(kernels, launches, strict=True)]
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
@@ -104,6 +107,21 @@ def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...],
     results = {v for k in kernels for v in k.segment.outputs}
     whole = len(sources) == len(kernels) > 0 and set(fusion.outputs) <= results and len(set(fusion.outputs)) == len(fusion.outputs)
     return tuple(kernels), Joined(fusion, kernels, sources) if whole else None
+
+
+def _chained(fusion: Fusion, kernels: Sequence[Kernel], sources: Sequence[Source]) -> list[Source]:
+    """The sources, those of products whose result only the next product reads in the know of each other."""
+    found = [copy(source) for source in sources]
+    makers = {v: source for kernel, source in zip(kernels, found, strict=True) for v in kernel.segment.outputs}
+    readers = Counter([*fusion.outputs, *(v for kernel in kernels for v in set(kernel.segment.inputs))])
+    for kernel, source in zip(kernels, found, strict=True):
+        if not isinstance(source, Product) or source.matrix not in source.fusion.inputs:
+            continue
+        read = kernel.segment.inputs[source.fusion.inputs.index(source.matrix)]
+        maker = makers.get(read)
+        if isinstance(maker, Product) and readers[read] == 1:
+            source.follow(maker)
+    return found
 
 
 def build(launched: Launched, arch: str) -> Path:

@@ -24,6 +24,8 @@ THREADS = 256
 _MOST_BLOCKS = 132 * 16
 _CHUNK = 1024  # ids that a block of `route` takes: ROUTE_THREADS
 _WARPS = 32
+_MOST_COUNTERS = 96 * 1024  # bytes of shared memory for counts of ids, that all GPUs have
+_MOST_CHUNKS = 4  # that one block does faster than several
 _J, _S, _T = Index("j"), Index("s"), Index("t")
 
 _STRUCT = Template("""\
@@ -156,7 +158,11 @@ class Source(ABC):
         given = f"{self.array(ids)}, i32({size(elements(ids.type.shape))}), i32({slots}), "
         given += f"{self.array(ends)}, {self.array(row_of)}, {self.array(slot_of)}, table_{i}, error"
         chunks, counters = max(1, -(-count // _CHUNK)), 4 * _WARPS * groups
-        steps = [("counts", chunks, counters), ("scan", 1, 0), ("places", chunks, counters)] if chunks > 1 else [("whole", 1, counters)]
+        if counters > _MOST_COUNTERS:
+            raise UnsupportedError(f"{groups} groups have no kernel here", expected=f"at most {_MOST_COUNTERS // (4 * _WARPS)}")
+        steps = [("counts", chunks, counters), ("scan", 1, 0), ("places", chunks, counters)]
+        if chunks <= _MOST_CHUNKS and chunks * counters <= _MOST_COUNTERS:
+            steps = [("whole", 1, chunks * counters)]
         return [
             self.kernel(
                 f"route_{step}", ["wait_for_previous();", "let_next_start();", f"Route<{stored(ids)}, {groups}>{{{given}}}.{step}();"],
@@ -178,7 +184,7 @@ class Source(ABC):
         (tokens, width), slots = total.type.shape, size(slot_of.type.shape[1])
         if not isinstance(width, int):
             raise UnsupportedError(f"combine of {y.type} has no kernel here", expected="a number of columns known when compiling")
-        at_once = next(v for v in (4, 2, 1) if width % v == 0)
+        at_once = next(v for v in (8, 4, 2, 1) if width % v == 0)
         hidden = (*without, *results)
         slot, weight = (self.elements(without=hidden) for _ in range(2))
         row = safe(self.fusion, slot_of, y.type.shape[0], slot.of(slot_of, [_T, _S]))

@@ -7,6 +7,7 @@
 
 #include "fp4.cuh"
 #include "mma.cuh"
+#include "order.cuh"
 #include "ragged.cuh"
 
 namespace {
@@ -188,14 +189,14 @@ private:
 
     __device__ static __forceinline__ void put(const Segment& s, i32 m, i32 g, i32 j, const float (&p)[Segment::F][V]) {
         if constexpr (Segment::W % V == 0) {
-            s.template store<V>(m, g, j, p);
+            s.template store<V>(m, g, InTurn{j}, p);
         } else {
 #pragma unroll
             for (int v = 0; v < V; ++v) {
                 float one[Segment::F][1];
 #pragma unroll
                 for (int f = 0; f < Segment::F; ++f) one[f][0] = p[f][v];
-                if (j + v < Segment::W) s.template store<1>(m, g, j + v, one);
+                if (j + v < Segment::W) s.template store<1>(m, g, InTurn{j + v}, one);
             }
         }
     }

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "fp4.cuh"
+#include "order.cuh"
 #include "pipeline.cuh"
 #include "schedule.cuh"
 #include "wgmma.cuh"
@@ -36,6 +37,7 @@ struct ManyRows {
     static constexpr int V = 8;                     // columns that a thread stores at a time: 16 bytes of bfloat16
     static_assert(TEAM_WARPS % Segment::TILES == 0, "a team's tiles make whole columns");
     static_assert(Segment::K % 64 == 0 && Segment::N % 16 == 0, "weights are tiled");
+    static_assert(!Segment::At::ORDERED || Segment::W % 64 == 0, "whole blocks of 64 are ordered");
     static_assert(TOKENS % CHUNK == 0 && TOKENS <= 256, "spans are turned in whole chunks, and fit an instruction");
 
     struct alignas(1024) Stage {
@@ -72,6 +74,7 @@ struct ManyRows {
 
 private:
     using Cursor = typename Schedule<Segment::G, TOKENS>::Cursor;
+    using At = typename Segment::At;
 
     // Tile t of a block of columns -> the row of the matrix where it begins. Past the last column: the last block's.
     __device__ static i32 first_row(i32 column_block, i32 t) {
@@ -238,14 +241,28 @@ private:
 
     __device__ static __forceinline__ void team_sync(i32 team) { barrier_sync(1 + team, TEAM); }
 
+    // A thread has eight columns that follow each other; or, ordered for the next product, a pair of each 16 of the team's columns.
     __device__ static __forceinline__ void put(const Segment& s, const float* turned, const Item& item, i32 team, i32 chunk) {
-        constexpr int OF_TEAM = COLUMNS / TEAMS, PIECES = OF_TEAM / V;  // of a row
-        const i32 thread = threadIdx.x % TEAM, row = thread / PIECES, column = thread % PIECES * V, m = item.span.first + chunk + row;
-        const i32 j = item.column_block * COLUMNS + team * OF_TEAM + column;
+        constexpr int OF_TEAM = COLUMNS / TEAMS, EACH = Segment::At::ORDERED ? OF_TEAM / 8 : V, PIECES = OF_TEAM / EACH;  // of a row
+        const i32 thread = threadIdx.x % TEAM, row = thread / PIECES, m = item.span.first + chunk + row;
         if (row >= CHUNK || m >= item.span.end) return;
-        const float* block = turned + row * STRIDE + column / Segment::B * (16 * Segment::TILES);
-        float p[Segment::F][V];
-        if constexpr (Segment::B == V) {
+        const i32 first = thread % PIECES * (Segment::At::ORDERED ? 2 : EACH);
+        float p[Segment::F][EACH];
+        read(p, turned + row * STRIDE, first);
+        put(s, m, item.span.group, At{item.column_block * COLUMNS + team * OF_TEAM + first}, p);
+    }
+
+    template <int Count>
+    __device__ static __forceinline__ void read(float (&p)[Segment::F][Count], const float* row, i32 first) {
+        const float* block = row + first / Segment::B * (16 * Segment::TILES);
+        if constexpr (Segment::At::ORDERED) {
+            const At at{first};
+#pragma unroll
+            for (int v = 0; v < Count; ++v)
+#pragma unroll
+                for (int f = 0; f < Segment::F; ++f)
+                    p[f][v] = row[at.column(v) / Segment::B * (16 * Segment::TILES) + Segment::local(f, at.column(v) % Segment::B)];
+        } else if constexpr (Segment::B == V) {
             float tile[16 * Segment::TILES];
             read(tile, block);
 #pragma unroll
@@ -254,9 +271,8 @@ private:
                 for (int v = 0; v < V; ++v) p[f][v] = tile[Segment::local(f, v)];
         } else {
 #pragma unroll
-            for (int f = 0; f < Segment::F; ++f) read(p[f], block + Segment::local(f, column % Segment::B));
+            for (int f = 0; f < Segment::F; ++f) read(p[f], block + Segment::local(f, first % Segment::B));
         }
-        put(s, m, item.span.group, j, p);
     }
 
     template <int Count>
@@ -268,16 +284,17 @@ private:
         }
     }
 
-    __device__ static __forceinline__ void put(const Segment& s, i32 m, i32 g, i32 j, const float (&p)[Segment::F][V]) {
-        if constexpr (Segment::W % V == 0) {
-            if (j < Segment::W) s.template store<V>(m, g, j, p);
+    template <int Count, class Columns>
+    __device__ static __forceinline__ void put(const Segment& s, i32 m, i32 g, Columns at, const float (&p)[Segment::F][Count]) {
+        if constexpr (Segment::W % 8 == 0) {
+            if (at.j < Segment::W) s.template store<Count>(m, g, at, p);
         } else {
 #pragma unroll
-            for (int v = 0; v < V; ++v) {
+            for (int v = 0; v < Count; ++v) {
                 float one[Segment::F][1];
 #pragma unroll
                 for (int f = 0; f < Segment::F; ++f) one[f][0] = p[f][v];
-                if (j + v < Segment::W) s.template store<1>(m, g, j + v, one);
+                if (at.column(v) < Segment::W) s.template store<1>(m, g, InTurn{at.column(v)}, one);
             }
         }
     }
@@ -287,7 +304,7 @@ private:
         const i32 pieces = (item.span.end - item.span.first) * (COLUMNS / V);
         for (i32 i = threadIdx.x; i < pieces; i += TEAM * TEAMS) {
             const float zero[Segment::F][V] = {};
-            put(s, item.span.first + i / (COLUMNS / V), Segment::G, item.column_block * COLUMNS + i % (COLUMNS / V) * V, zero);
+            put(s, item.span.first + i / (COLUMNS / V), Segment::G, InTurn{item.column_block * COLUMNS + i % (COLUMNS / V) * V}, zero);
         }
     }
 };

@@ -16,4 +16,22 @@ __device__ __forceinline__ Vector<bf16, 8> ordered_piece(const bf16* x, i64 piec
     return reinterpret_cast<const Vector<bf16, 8>&>(pairs);
 }
 
+// V columns of a result that follow each other, from j on: which they are, and where they are stored in a row.
+struct InTurn {
+    static constexpr bool ORDERED = false;
+    i32 j;
+
+    __device__ __forceinline__ i32 column(int v) const { return j + v; }
+    __device__ __forceinline__ i64 place() const { return j; }
+};
+
+// V columns that follow each other once ordered: a pair of each block of 16, from j on.
+struct Ordered {
+    static constexpr bool ORDERED = true;
+    i32 j;
+
+    __device__ __forceinline__ i32 column(int v) const { return j + v / 2 * 16 + v % 2; }
+    __device__ __forceinline__ i64 place() const { return ordered(j); }
+};
+
 }  // namespace

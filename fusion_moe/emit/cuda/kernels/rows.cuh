@@ -1,7 +1,7 @@
 // Routing, and loops over the elements of results.
 //
-// `route` is a stable counting sort in up to three launches: each block counts the ids of a chunk, one block adds the counts up, each
-// block places its chunk. One launch does where one chunk holds all ids.
+// `route` is a stable counting sort: one block does all, where the counts of all its chunks fit its shared memory; else there are three
+// launches: each block counts the ids of a chunk, one block adds the counts up, each block places its chunk.
 #pragma once
 
 #include "order.cuh"
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int ROUTE_THREADS = 1024, ROUTE_WARPS = ROUTE_THREADS / 32;  // a chunk has as many ids
 
-// The sorted rows of [T, slots] ids.
+// The sorted rows of [T, slots] ids. In shared memory each block has counts of the ids of its warps, [warps, G].
 template <class Id, int G>
 struct Route {
     const Id* ids;  // [T, slots]
@@ -20,30 +20,27 @@ struct Route {
     i32* table;                    // [chunks, G]: counts, then the rows where each chunk's ids of a group begin
     i64* error;
 
-    // What fits one block.
+    // All chunks by one block.
     __device__ void whole() const {
         __shared__ i32 first[G];
-        extern __shared__ i32 before[];  // [warps, G]
-        const i32 mine = rank(before, 0);
-        totals(before, first);
+        count_ids(0, chunks());
+        totals(chunks(), first);
         prefix(first);
-        place(before, first, mine, 0);
+        place(0, chunks(), first);
     }
 
     __device__ void counts() const {
         __shared__ i32 total[G];
-        extern __shared__ i32 before[];
-        rank(before, blockIdx.x);
-        totals(before, total);
+        count_ids(blockIdx.x, 1);
+        totals(1, total);
         for (i32 g = threadIdx.x; g < G; g += ROUTE_THREADS) table[blockIdx.x * G + g] = total[g];
     }
 
     __device__ void scan() const {
         __shared__ i32 first[G];
-        const i32 chunks = (count + ROUTE_THREADS - 1) / ROUTE_THREADS;
         for (i32 g = threadIdx.x; g < G; g += ROUTE_THREADS) {
             i32 total = 0;
-            for (i32 chunk = 0; chunk < chunks; ++chunk) {
+            for (i32 chunk = 0; chunk < chunks(); ++chunk) {
                 const i32 here = table[chunk * G + g];
                 table[chunk * G + g] = total;
                 total += here;
@@ -52,50 +49,69 @@ struct Route {
         }
         __syncthreads();
         prefix(first);
-        for (i32 i = threadIdx.x; i < chunks * G; i += ROUTE_THREADS) table[i] += first[i % G];
+        for (i32 i = threadIdx.x; i < chunks() * G; i += ROUTE_THREADS) table[i] += first[i % G];
     }
 
     __device__ void places() const {
         __shared__ i32 first[G];
-        extern __shared__ i32 before[];
-        const i32 mine = rank(before, blockIdx.x);
-        totals(before, first);
-        __syncthreads();
+        count_ids(blockIdx.x, 1);
+        totals(1, first);
         for (i32 g = threadIdx.x; g < G; g += ROUTE_THREADS) first[g] = table[blockIdx.x * G + g];
         __syncthreads();
-        place(before, first, mine, blockIdx.x);
+        place(blockIdx.x, 1, first);
     }
 
 private:
+    __device__ static i32* before() {
+        extern __shared__ i32 counts[];
+        return counts;
+    }
+
+    __device__ i32 chunks() const { return (count + ROUTE_THREADS - 1) / ROUTE_THREADS; }
+
     __device__ i32 group_at(i32 i) const {
+        if (i >= count) return G;
         const i64 id = i64(ids[i]);
-        if (id >= 0 && id < G) return i32(id);
-        report(error, BAD_ID, i, i32(id));
-        return id < 0 ? 0 : G - 1;
+        return id < 0 ? 0 : id < G ? i32(id) : G - 1;
     }
 
-    // How many ids of its warp before a thread's own name the same group; before[warp][g]: how many of a warp name g.
-    __device__ i32 rank(i32* before, i32 chunk) const {
-        const i32 i = chunk * ROUTE_THREADS + threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        for (i32 j = threadIdx.x; j < ROUTE_WARPS * G; j += ROUTE_THREADS) before[j] = 0;
+    // How often the warps of these chunks name each group; wrong ids are reported.
+    __device__ void count_ids(i32 chunk, i32 chunks) const {
+        for (i32 i = threadIdx.x; i < chunks * ROUTE_WARPS * G; i += ROUTE_THREADS) before()[i] = 0;
         __syncthreads();
-        const i32 group = i < count ? group_at(i) : G;
-        const u32 same = __match_any_sync(WHOLE_WARP, group);
-        if (group < G && lane == __ffs(same) - 1) before[warp * G + group] = __popc(same);
+        for (i32 c = 0; c < chunks; ++c) {
+            const i32 i = (chunk + c) * ROUTE_THREADS + threadIdx.x, group = group_at(i);
+            if (i < count && i64(ids[i]) != group) report(error, BAD_ID, i, i32(ids[i]));
+            const u32 same = __match_any_sync(WHOLE_WARP, group);
+            if (group < G && i32(threadIdx.x % 32) == __ffs(same) - 1) before()[row_of_warp(c) * G + group] = __popc(same);
+        }
         __syncthreads();
-        return __popc(same & ((1u << lane) - 1));
     }
 
-    // before[warp][g] -> how many of the warps before name g; total[g]: how many of all.
-    __device__ void totals(i32* before, i32* total) const {
-        for (i32 g = threadIdx.x; g < G; g += ROUTE_THREADS) {
+    __device__ static i32 row_of_warp(i32 c) { return c * ROUTE_WARPS + i32(threadIdx.x / 32); }
+
+    // Counts of a warp -> of the warps before it; total[g]: of all. Each group's warps are cut into parts, one for a thread.
+    __device__ void totals(i32 chunks, i32* total) const {
+        constexpr i32 PARTS = G < ROUTE_THREADS ? ROUTE_THREADS / G : 1;
+        __shared__ i32 sums[PARTS * G];
+        const i32 warps = chunks * ROUTE_WARPS, each = (warps + PARTS - 1) / PARTS;
+        for (i32 i = threadIdx.x; i < PARTS * G; i += ROUTE_THREADS) {
             i32 sum = 0;
-            for (int warp = 0; warp < ROUTE_WARPS; ++warp) {
-                const i32 here = before[warp * G + g];
-                before[warp * G + g] = sum;
+#pragma unroll 4
+            for (i32 warp = i / G * each; warp < min(warps, (i / G + 1) * each); ++warp) sum += before()[warp * G + i % G];
+            sums[i] = sum;
+        }
+        __syncthreads();
+        for (i32 i = threadIdx.x; i < PARTS * G; i += ROUTE_THREADS) {
+            i32 sum = 0;
+#pragma unroll 4
+            for (i32 part = 0; part < i / G; ++part) sum += sums[part * G + i % G];
+            for (i32 warp = i / G * each; warp < min(warps, (i / G + 1) * each); ++warp) {
+                const i32 here = before()[warp * G + i % G];
+                before()[warp * G + i % G] = sum;
                 sum += here;
             }
-            total[g] = sum;
+            if (i / G == PARTS - 1) total[i % G] = sum;
         }
         __syncthreads();
     }
@@ -123,14 +139,15 @@ private:
         __syncthreads();
     }
 
-    __device__ void place(const i32* before, const i32* first, i32 mine, i32 chunk) const {
-        const i32 i = chunk * ROUTE_THREADS + threadIdx.x;
-        if (i >= count) return;
-        const i64 id = i64(ids[i]);
-        const i32 group = id < 0 ? 0 : id < G ? i32(id) : G - 1;
-        const i32 row = first[group] + before[threadIdx.x / 32 * G + group] + mine;
-        row_of[row] = i / slots;
-        slot_of[i] = row;
+    __device__ void place(i32 chunk, i32 chunks, const i32* first) const {
+        for (i32 c = 0; c < chunks; ++c) {
+            const i32 i = (chunk + c) * ROUTE_THREADS + threadIdx.x, group = group_at(i);
+            const u32 same = __match_any_sync(WHOLE_WARP, group);
+            if (i >= count) continue;
+            const i32 row = first[group] + before()[row_of_warp(c) * G + group] + __popc(same & ((1u << threadIdx.x % 32) - 1));
+            row_of[row] = i / slots;
+            slot_of[i] = row;
+        }
     }
 };
 
