@@ -25,6 +25,7 @@ from .data import FusionReport, LeftReport, Report, SegmentReport
 from .identity import identity, numbers
 from .kernels import Made, made_of
 from .measure import Watch, Watched
+from .weights import weight_layouts
 
 
 @dataclass
@@ -84,7 +85,7 @@ def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
     region, ran = places[0]
     lowered, env = lower(region.fusion, wanted.target, wanted.switches), numbers(region)
     made = [made_of(s, c, wanted.target, wanted.why_not) for s, c in zip(lowered.contracted, lowered.schedules, strict=True)]
-    segments = tuple(_segment(id, i, lowered, made[i], env, wanted.switches) for i in range(len(made)))
+    segments = tuple(_segment(id, i, lowered, made[i], env, wanted) for i in range(len(made)))
     if ran is not None and ran.kernels:
         segments = tuple(replace(s, measured=m) for s, m in zip(segments, ran.kernels, strict=True))
     stages = [(name, text(f)) for name, f in lowered.stages]
@@ -97,7 +98,7 @@ def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
     return FusionReport(id, len(places), tuple(env.items()), segments, tuple(stages), ran.whole if ran else None, loads)
 
 
-def _segment(fusion: str, i: int, lowered: Lowered, made: Made, env: Mapping[str, int], switches: Options) -> SegmentReport:
+def _segment(fusion: str, i: int, lowered: Lowered, made: Made, env: Mapping[str, int], wanted: _Wanted) -> SegmentReport:
     segment = lowered.segments[i]
     return SegmentReport(
         id=f"{fusion}.{i}",
@@ -107,12 +108,13 @@ def _segment(fusion: str, i: int, lowered: Lowered, made: Made, env: Mapping[str
         inputs=tuple(str(_bound(v.type, env)) for v in segment.fusion.inputs),
         outputs=tuple(str(_bound(v.type, env)) for v in segment.fusion.outputs),
         **_costs(segment, env),
-        roundings=_roundings(segment, switches),
+        roundings=_roundings(segment, wanted.switches),
         schedule=str(lowered.schedules[i]),
         backend=made.backend,
         backend_why=made.why,
         after=tuple(f"{fusion}.{j}" for j, s in enumerate(lowered.segments) if set(s.outputs) & set(segment.inputs)),
         why=segment.why,
+        layouts=weight_layouts(segment.fusion, wanted.target),
     )
 
 

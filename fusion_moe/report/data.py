@@ -67,7 +67,8 @@ class Load:
 class SegmentReport:
     """One kernel. after: the segments it reads from, and why: why it is not one with them; roundings: the casts that are not rounded to.
 
-    intensity: floating-point operations for each byte read or written.
+    intensity: floating-point operations for each byte read or written. layouts: of weights that are not in the target's layout, and what
+    prepare_ does about it.
     """
 
     id: str
@@ -87,6 +88,7 @@ class SegmentReport:
     backend_why: str
     after: tuple[str, ...]
     why: str
+    layouts: tuple[tuple[str, str], ...] = ()
     measured: Measured | None = None
 
 

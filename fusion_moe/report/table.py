@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median_low
 
@@ -28,6 +29,7 @@ def table(report: Report) -> str:
             _section("cuts", _cuts(report)),
         ]
         parts += [_section("roundings dropped", _roundings(report)), _section("backends", _backends(report))]
+        parts.append(_section("layouts of weights", _layouts(report)))
     parts.append(_section("not fused", _left(report)))
     parts.append(_legend(report) if report.fusions else _nothing(report))
     return "\n\n".join(p for p in parts if p)
@@ -144,10 +146,16 @@ def _roundings(report: Report) -> Iterable[tuple[str, str]]:
 
 
 def _backends(report: Report) -> Iterable[tuple[str, str]]:
-    found: dict[tuple[str, str], list[str]] = {}
-    for s in _segments(report):
-        found.setdefault((s.backend, s.backend_why), []).append(s.id)
-    return ((backend, f"{why} ({_count(len(ids), 'segment')})") for (backend, why), ids in found.items())
+    return _counted((s.backend, s.backend_why) for s in _segments(report))
+
+
+def _layouts(report: Report) -> Iterable[tuple[str, str]]:
+    return _counted(said for s in _segments(report) for said in s.layouts)
+
+
+def _counted(of_segments: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
+    """What is said of segments, each once, and of how many."""
+    return ((name, f"{why} ({_count(times, 'segment')})") for (name, why), times in Counter(of_segments).items())
 
 
 def _left(report: Report) -> Iterable[tuple[str, str]]:

@@ -1,0 +1,65 @@
+"""What fusion_moe.explain says of weights that are not in the layout of the target, and that prepare_ then does it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fusion_moe
+from fusion_moe.nn import GroupedSwiGLU
+
+EXPERTS, TOKENS, TOP_K, HIDDEN = 2, 5, 2, 128
+TILED = "fusion_moe.prepare_(model, 'cuda') puts them in w16x64, the layout of cuda, if those of their module are all in whole tiles"
+BACK = "fusion_moe.prepare_(model, 'cpu') puts them in linear, the layout of cpu"
+OFF_TILES = "prepare_ leaves them: N = 128 is no multiple of 16, or K = 32 of 64"
+
+
+def experts(intermediate: int) -> fusion_moe.NVFP4Experts:
+    return fusion_moe.NVFP4Experts.from_float(torch.ones(EXPERTS, 2 * intermediate, HIDDEN), torch.ones(EXPERTS, HIDDEN, intermediate))
+
+
+def layouts(module: torch.nn.Module, *args: torch.Tensor, target: str) -> list[tuple[tuple[str, str], ...]]:
+    """What is said of each segment; and the same in the table."""
+    with torch.no_grad():
+        report = fusion_moe.explain(module, *args, target=target)
+    found = [s.layouts for f in report.fusions for s in f.segments]
+    shown = " ".join(str(report).split())
+    assert all(f"{layout} {what}" in shown for said in found for layout, what in said)
+    assert ("layouts of weights" in shown) == any(found)
+    return found
+
+
+def tokens() -> tuple[torch.Tensor, ...]:
+    return torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.zeros(TOKENS, TOP_K, dtype=torch.long), torch.ones(TOKENS, TOP_K)
+
+
+def test_what_prepare_would_do_is_said_until_it_is_done():
+    module = experts(64)
+    assert layouts(module, *tokens(), target="cuda") == [(("linear", TILED),)] * 2
+    assert layouts(module, *tokens(), target="cpu") == [()] * 2
+    fusion_moe.prepare_(module, "cuda")
+    assert layouts(module, *tokens(), target="cuda") == [()] * 2
+    assert layouts(module, *tokens(), target="cpu") == [(("w16x64", BACK),)] * 2
+    fusion_moe.prepare_(module, "cpu")
+    assert layouts(module, *tokens(), target="cpu") == [()] * 2
+
+
+def test_weights_off_the_tiles_stay_and_why_is_said():
+    module = experts(32)
+    said = layouts(module, *tokens(), target="cuda")
+    fusion_moe.prepare_(module, "cuda")
+    assert module.weight_layout == "linear"
+    assert layouts(module, *tokens(), target="cuda") == said == [(("linear", TILED),), (("linear", OFF_TILES),)]
+
+
+def test_each_module_is_moved_by_itself():
+    module = GroupedSwiGLU.from_float(*(torch.ones(EXPERTS, 32, HIDDEN) for _ in range(2)), torch.ones(EXPERTS, HIDDEN, 32))
+    args = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.tensor([2, TOKENS], dtype=torch.int32)
+    assert layouts(module, *args, target="cuda") == [(("linear", TILED),), (("linear", OFF_TILES),)]
+    fusion_moe.prepare_(module, "cuda")
+    assert layouts(module, *args, target="cuda") == [(), (("linear", OFF_TILES),)]
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_targets_that_read_the_linear_layout_have_nothing_to_say(target):
+    assert layouts(experts(64), *tokens(), target=target) == [()]
