@@ -88,6 +88,8 @@ SPECS = {
         ),
     )
 }  # fmt: skip
+Forms = tuple[tuple[str, Sequence[Any], torch.dtype], ...]  # names, shapes and dtypes of tensors
+Types = tuple[tuple[str, TensorType], ...]
 RUN_GRAPH_SAFE = "run_graph_safe"
 RUN = "(str program, Tensor[] inputs, SymInt[] sizes, str? options=None) -> Tensor[]"  # options: None for those in force when it runs
 
@@ -101,16 +103,25 @@ class Call:
     others: tuple[tuple[str, Any], ...]
     lead: Sequence[int] | None
 
-    def types(self, sizes: Callable[[str, int, Any], Any]) -> tuple[tuple[str, TensorType], ...]:
+    @property
+    def forms(self) -> Forms:
+        """What the types of its tensors are made of."""
+        return tuple([(name, t.shape, t.dtype) for name, t in self.tensors.items()])
+
+    def types(self, sizes: Callable[[str, int, Any], Any]) -> Types:
         """The type of each tensor; sizes(argument, dimension, n) turns a size into the IR's."""
-        try:
-            return tuple((name, tensor_type(t, [sizes(name, i, n) for i, n in enumerate(t.shape)])) for name, t in self.tensors.items())
-        except Untranslatable as error:
-            raise DtypeError(error.found, expected=error.expected, where=self.spec.name) from None
+        return _types(self.spec.name, self.forms, sizes)
 
     def restore(self, output: Tensor) -> Tensor:
         """The output with the leading dimensions that the flattened argument had."""
         return output if self.lead is None else output.reshape(*self.lead, *output.shape[1:])
+
+
+def _types(name: str, forms: Forms, sizes: Callable[[str, int, Any], Any]) -> Types:
+    try:
+        return tuple((arg, tensor_type(dtype, [sizes(arg, i, n) for i, n in enumerate(shape)])) for arg, shape, dtype in forms)
+    except Untranslatable as error:
+        raise DtypeError(error.found, expected=error.expected, where=name) from None
 
 
 def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -159,7 +170,7 @@ def _signature(name: str) -> tuple[tuple[str, Any], ...]:
 
 
 @lru_cache(maxsize=1024)
-def fusion_of(name: str, types: tuple[tuple[str, TensorType], ...], others: tuple[tuple[str, Any], ...]) -> Fusion:
+def fusion_of(name: str, types: Types, others: tuple[tuple[str, Any], ...]) -> Fusion:
     """The Fusion that a call of an operation stands for: what its translator builds on inputs of these types."""
     fd = FusionDefinition()
     tensors = {n: fd.define_like(t) for n, t in types}
@@ -175,17 +186,22 @@ def fusion_of(name: str, types: tuple[tuple[str, TensorType], ...], others: tupl
     return fd.fusion()
 
 
-def eager_types(call: Call) -> tuple[tuple[str, TensorType], ...]:
+def eager_types(call: Call) -> Types:
     """The types of a call on real tensors: rows are symbols, one for each number that occurs, so that programs are shared."""
-    symbols: dict[int, Any] = {}
-
-    def size(name: str, i: int, n: int) -> Any:
-        return symbols.setdefault(n, symbol(f"s{len(symbols)}")) if i == 0 and name in call.spec.rows else n
-
-    return call.types(size)
+    return _eager_types(call.spec.name, call.forms)
 
 
-def traced_types(call: Call) -> tuple[tuple[tuple[str, TensorType], ...], Sizes]:
+@lru_cache(maxsize=1024)
+def _eager_types(name: str, forms: Forms) -> Types:
+    rows, symbols = SPECS[name].rows, dict[int, Any]()
+
+    def size(arg: str, i: int, n: int) -> Any:
+        return symbols.setdefault(n, symbol(f"s{len(symbols)}")) if i == 0 and arg in rows else n
+
+    return _types(name, forms, size)
+
+
+def traced_types(call: Call) -> tuple[Types, Sizes]:
     """The types of a call on fake tensors: rows as the tracer knows them; other sizes become constants, and the tracer guards them."""
     sizes = Sizes()
     for name, t in call.tensors.items():
@@ -220,9 +236,7 @@ def _run_fake(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], opti
 
 
 @lru_cache(maxsize=256)
-def _backward_program(
-    name: str, types: tuple[tuple[str, TensorType], ...], others: tuple[tuple[str, Any], ...], wrt: tuple[int, ...]
-) -> Fusion:
+def _backward_program(name: str, types: Types, others: tuple[tuple[str, Any], ...], wrt: tuple[int, ...]) -> Fusion:
     return differentiate(fusion_of(name, types, others), wrt)
 
 

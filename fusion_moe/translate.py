@@ -225,10 +225,9 @@ class Sizes:
         return self._names.setdefault(expr, f"s{len(self._names)}")
 
 
-def tensor_type(tensor: torch.Tensor, shape: Sequence[AnySize]) -> TensorType:
-    """The type of a (fake) tensor whose sizes were already turned into sizes of the IR. fp4 bytes count as uint8."""
-    dtype = torch.uint8 if tensor.dtype == torch.float4_e2m1fn_x2 else tensor.dtype
-    return TensorType(tuple(shape), _name_of(dtype))
+def tensor_type(dtype: torch.dtype, shape: Sequence[AnySize]) -> TensorType:
+    """The type of a tensor whose sizes were already turned into sizes of the IR. fp4 bytes count as uint8."""
+    return TensorType(tuple(shape), _name_of(torch.uint8 if dtype == torch.float4_e2m1fn_x2 else dtype))
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -82,7 +82,7 @@ class Walk:
         return self.inputs[a]
 
     def _type(self, val: torch.Tensor) -> TensorType:
-        return tensor_type(val, self.sizes.shape(val.shape))
+        return tensor_type(val.dtype, self.sizes.shape(val.shape))
 
 
 def _described(val: Any) -> str:

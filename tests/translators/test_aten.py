@@ -45,7 +45,7 @@ def translated(function, *args, symbolic=False):
             assert translator is not None, n.target
             USED.add(translator.op)
             several = isinstance(val, (list, tuple))
-            expected = [tensor_type(t, sizes.shape(t.shape)) for t in (val if several else (val,))]
+            expected = [tensor_type(t.dtype, sizes.shape(t.shape)) for t in (val if several else (val,))]
             made = translator(fd, [argument(a) for a in n.args], {k: argument(v) for k, v in n.kwargs.items()}, expected)
             values[n] = made if several else made[0]
     for n in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
@@ -260,7 +260,7 @@ def test_reasons(golden):
 def test_reshape_in_graphs_that_keep_it():
     fd = FusionDefinition()
     USED.add("aten::reshape")
-    (y,) = translate.find("aten::reshape")(fd, [fd.from_pytorch(F), (-1, 3)], {}, [tensor_type(F, (10, 3))])
+    (y,) = translate.find("aten::reshape")(fd, [fd.from_pytorch(F), (-1, 3)], {}, [tensor_type(F.dtype, (10, 3))])
     fd.add_output(y)
     assert_same_bits(evaluate(fd.fusion(), F), [F.reshape(-1, 3)])
 
