@@ -10,7 +10,7 @@ looks at it, as every call does before it launches: what it raises was in an ear
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ _FAULTS = {
     2: ("ids.flatten()[{place}] = {value}, which names no group", "ids from 0 to the number of groups - 1"),
     3: ("an index of {value}", "one that lies inside of what it picks from"),
 }
+_STREAMS = 64  # that a launch remembers
 Function = Any  # the driver's handle of a kernel
 
 
@@ -76,28 +77,32 @@ class Launch:
     """One kernel with the sizes of its launch. overlap: whether it may start while the kernel before it ends, for which it then waits."""
 
     def __init__(self, function: Function, blocks: int, threads: int, shared: int, overlap: bool):
-        d = _driver()
-        self._function, self._config = function, d.CUlaunchConfig()
-        c = self._config
-        c.gridDimX, c.gridDimY, c.gridDimZ, c.blockDimX, c.blockDimY, c.blockDimZ = blocks, 1, 1, threads, 1, 1
-        c.sharedMemBytes = shared
-        if overlap:
-            attribute = d.CUlaunchAttribute()
-            attribute.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            c.attrs, c.numAttrs = [attribute], 1
+        self._function = function
+        self._config = lru_cache(_STREAMS)(lambda stream: _config(blocks, threads, shared, overlap, stream))  # not shared by threads
 
     def __call__(self, stream: int, params: int) -> None:
         """params: the address of the array of addresses of the kernel's parameters."""
-        self._config.hStream = stream
-        (status,) = _driver().cuLaunchKernelEx(self._config, self._function, params, 0)
+        (status,) = _driver().cuLaunchKernelEx(self._config(stream), self._function, params, 0)
         if status:
             _checked((status,), "launch")
 
 
+def _config(blocks: int, threads: int, shared: int, overlap: bool, stream: int) -> Any:
+    d = _driver()
+    c = d.CUlaunchConfig()
+    c.gridDimX, c.gridDimY, c.gridDimZ, c.blockDimX, c.blockDimY, c.blockDimZ = blocks, 1, 1, threads, 1, 1
+    c.sharedMemBytes, c.hStream = shared, stream
+    if overlap:
+        attribute = d.CUlaunchAttribute()
+        attribute.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        c.attrs, c.numAttrs = [attribute], 1
+    return c
+
+
 def stream(device: torch.device) -> int:
     """torch's current stream of a device."""
-    return int(torch.cuda.current_stream(device).cuda_stream)
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 @cache

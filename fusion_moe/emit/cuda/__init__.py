@@ -4,7 +4,7 @@ source.py       what every segment has: a struct of its arrays, and kernels that
 loops.py        segments without a product
 grouped_mm.py   products with NVFP4 weights, with gather, routing and epilogue; columns.py: which columns a result is made of
 variants.py     the kernels of products as data, and which is chosen for how many rows
-launch.py       compiling and calling
+launch.py       compiling and calling; join.py: the segments of a program in one call
 kernels/        the kernels, fixed
 """
 
@@ -19,7 +19,8 @@ from ...segment import Segment
 from .. import reference
 from ..cxx.plan import plan
 from .grouped_mm import LAYOUTS, Product
-from .launch import Launch, join
+from .join import join
+from .launch import Launch
 from .loops import Loops
 
 __all__ = ["NAME", "emit", "join"]

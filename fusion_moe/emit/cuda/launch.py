@@ -3,67 +3,115 @@
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 
 import torch
 
 from ...errors import BuildError
-from ...ir.core import Fusion, Value, storage_shape
+from ...groups import ceil_to
+from ...ir.core import Value, storage_shape
 from ...ir.types import DTYPES
 from ...runtime import cuda, nvrtc
-from ...runtime.kernel import Kernel
-from .grouped_mm import Product
-from .source import Launched, Sizes, Source
+from .source import Array, Launched, Sizes, Source
 
 KERNELS = Path(__file__).parent / "kernels"
 _ALIGN = 16  # bytes that vectors are loaded by
+APART = 256  # bytes: what a call makes for itself begins at multiples of it, in one piece of memory
 _REMEMBERED = 1024  # devices and sizes of calls
 _DTYPES = {"i32": torch.int32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """What a call of known sizes needs: shapes to allocate, and kernels."""
-
-    allocate: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    launches: tuple[cuda.Launch, ...]
-
-
-class Launch:
-    """launch(*inputs, sizes=...) -> outputs: the kernels of a segment, compiled at the first call that needs them.
+class Part:
+    """A segment among those of a call. inputs, outputs: the call's values for those of the source's fusion.
 
     follows: whether its first kernel may start while the kernel before it ends.
     """
 
-    def __init__(self, source: Source, follows: bool = False):
-        self.source, self._follows, self._prepared = source, follows, lru_cache(_REMEMBERED)(self._prepare)
-        fusion = source.fusion
-        held = [*fusion.inputs, *source.memory]
-        self._results = [held.index(v) for v in fusion.outputs]
-        self._swap = [v is source.transposed for v in fusion.inputs]
+    source: Source
+    inputs: Sequence[Value]
+    outputs: Sequence[Value]
+    follows: bool = False
 
-    def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
-        with torch.cuda.device(inputs[0].device):
-            cuda.raise_fault()
-            return self.run(inputs, sizes)
+    @property
+    def transposed(self) -> list[Value]:
+        """The input that is passed with its last two dimensions swapped, if there is one."""
+        return [v for v, own in zip(self.inputs, self.source.fusion.inputs, strict=True) if own is self.source.transposed]
 
-    def run(self, inputs: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
-        """The outputs; on the current device, faults not looked at."""
-        device, numbers = inputs[0].device, [sizes[s] for s in self.source.fusion.symbols]
-        prepared = self._prepared(device, *numbers)
-        held = [_aligned(t.mT if swap else t) for t, swap in zip(inputs, self._swap, strict=True)]
-        held += [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in prepared.allocate]
-        words = (*numbers, *[t.data_ptr() for t in held], cuda.fault_word())
+
+@dataclass(frozen=True)
+class _Step:
+    """The kernels of a part, for known sizes. places: of its arrays among those of the call."""
+
+    numbers: tuple[int, ...]
+    places: tuple[int, ...]
+    launches: tuple[cuda.Launch, ...]
+
+    def run(self, addresses: Sequence[int], stream: int) -> None:
+        """On the current device; addresses: of all arrays of the call."""
+        words = (*self.numbers, *[addresses[i] for i in self.places], cuda.fault_word())
         params = (ctypes.c_longlong * len(words))(*words)
-        pointer, stream = ctypes.c_void_p(ctypes.addressof(params)), cuda.stream(device)
-        for launch in prepared.launches:
+        pointer = ctypes.c_void_p(ctypes.addressof(params))
+        for launch in self.launches:
             launch(stream, ctypes.addressof(pointer))
-        return tuple(held[i] for i in self._results)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a call of known sizes needs: its results, offsets of all else that it makes in memory of nbytes, and kernels."""
+
+    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+    steps: tuple[_Step, ...]
+
+
+class Call:
+    """call(tensors, sizes) -> outputs: the kernels of parts, in order, compiled at the first call that needs them.
+
+    Its arrays are numbered: inputs, outputs, what else the parts make. What is passed transposed is an input, which no other part reads.
+    """
+
+    def __init__(self, inputs: Sequence[Value], outputs: Sequence[Value], parts: Sequence[Part]):
+        self._parts, self._symbols = parts, tuple(dict.fromkeys(s for part in parts for s in part.source.fusion.symbols))
+        self._made = [v for v in outputs if v not in inputs]
+        self._inner: list[tuple[Source, Value | Array]] = []
+        place: dict[object, int] = {v: i for i, v in enumerate((*inputs, *self._made))}
+        self._outputs = [place[v] for v in outputs]
+        self._places = [self._places_of(part, place) for part in parts]
+        transposed = {v for part in parts for v in part.transposed}
+        self._swap = [v in transposed for v in inputs]
+        self._prepared = lru_cache(_REMEMBERED)(self._prepare)
+
+    def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
+        device = tensors[0].device
+        with torch.cuda.device(device.index):
+            cuda.raise_fault()
+            prepared = self._prepared(device, *[sizes[s] for s in self._symbols])
+            held = [_aligned(t.mT if swap else t) for t, swap in zip(tensors, self._swap, strict=True)]
+            held += [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in prepared.results]
+            _memory, inner = allocate(prepared.offsets, prepared.nbytes, device)  # held until all kernels are launched
+            addresses, stream = [*[t.data_ptr() for t in held], *inner], cuda.stream(device)
+            for step in prepared.steps:
+                step.run(addresses, stream)
+        return tuple([held[i] for i in self._outputs])
+
+    def _places_of(self, part: Part, place: dict[object, int]) -> tuple[int, ...]:
+        """Where the arrays of a part's struct are; those that have no place get the next."""
+        outputs: dict[object, Value] = dict(zip(part.source.fusion.outputs, part.outputs, strict=True))
+        found, arrays = [place[v] for v in part.inputs], list[Value | Array]((*part.source.memory, *part.source.scratch))
+        for array in arrays:
+            known = outputs.get(array, (part.source, array))
+            if known not in place:
+                place[known] = len(place)
+                self._inner.append((part.source, array))
+            found.append(place[known])
+        return tuple(found)
 
     def _prepare(self, device: torch.device, *numbers: int) -> _Prepared:
         if cuda.capturing():
@@ -71,57 +119,30 @@ class Launch:
                 "a kernel is not compiled yet, and a CUDA graph is being captured", expected="a call of the same sizes before",
                 todo="call the model once with these sizes before torch.cuda.graph", where="cuda",
             )  # fmt: skip
-        sizes = dict(zip(self.source.fusion.symbols, numbers, strict=True))
-        shapes = [(tuple(storage_shape(v.type, sizes)), DTYPES[v.type.dtype]) for v in self.source.memory]
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        arch = cuda.arch(index)
-        shapes += [((self.source.count(a, sizes, arch),), _DTYPES[a.type]) for a in self.source.scratch]
-        wanted = [launched for launched in self.source.launches(sizes, arch) if launched.blocks]
-        launches = [_loaded(launched, index, overlap=self._follows or i > 0) for i, launched in enumerate(wanted)]
-        return _Prepared(tuple(shapes), tuple(launches))
+        sizes, index = dict(zip(self._symbols, numbers, strict=True)), device.index
+        results = ((tuple(storage_shape(v.type, sizes)), DTYPES[v.type.dtype]) for v in self._made)
+        nbytes = (_nbytes(source, array, sizes, cuda.arch(index)) for source, array in self._inner)
+        *offsets, end = accumulate((ceil_to(n, APART) for n in nbytes), initial=0)
+        steps = (_step(part, places, sizes, index) for part, places in zip(self._parts, self._places, strict=True))
+        return _Prepared(tuple(results), tuple(offsets), end, tuple(steps))
 
 
-class Joined:
-    """joined(tensors, sizes=...) -> the outputs of a program, all of whose segments are kernels; faults are looked at once, before."""
-
-    def __init__(self, fusion: Fusion, kernels: Sequence[Kernel], sources: Sequence[Source]):
-        self._fusion = fusion
-        # A product reads ends and weights before the kernel before it has ended, which must not be what makes them.
-        follows = [False, *(isinstance(source, Product) for source in sources[:-1])]
-        chained = _chained(fusion, kernels, sources)
-        launches = [Launch(source, f) for source, f in zip(chained, follows, strict=True)]
-        self._steps = [(k.segment.inputs, k.segment.outputs, launch) for k, launch in zip(kernels, launches, strict=True)]
-
-    def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
-        made: dict[Value, torch.Tensor] = dict(zip(self._fusion.inputs, tensors, strict=True))
-        with torch.cuda.device(tensors[0].device):
-            cuda.raise_fault()
-            for inputs, outputs, launch in self._steps:
-                made.update(zip(outputs, launch.run([made[v] for v in inputs], sizes), strict=True))
-        return tuple(made[v] for v in self._fusion.outputs)
+def allocate(offsets: Sequence[int], nbytes: int, device: torch.device) -> tuple[object, list[int]]:
+    """Memory for what a call makes for itself, and the addresses in it: one allocation, since each takes as long as a launch."""
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    start = memory.data_ptr()
+    return memory, [start + offset for offset in offsets]
 
 
-def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...], Joined | None]:
-    """The kernels, and one call for all of them if all are ours and each output is memory of its own."""
-    sources = [k.launch.source for k in kernels if isinstance(k.launch, Launch)]
-    results = {v for k in kernels for v in k.segment.outputs}
-    whole = len(sources) == len(kernels) > 0 and set(fusion.outputs) <= results and len(set(fusion.outputs)) == len(fusion.outputs)
-    return tuple(kernels), Joined(fusion, kernels, sources) if whole else None
+class Launch:
+    """launch(*inputs, sizes=...) -> outputs: the kernels of a segment."""
 
+    def __init__(self, source: Source):
+        self.source, fusion = source, source.fusion
+        self._call = Call(fusion.inputs, fusion.outputs, [Part(source, fusion.inputs, fusion.outputs)])
 
-def _chained(fusion: Fusion, kernels: Sequence[Kernel], sources: Sequence[Source]) -> list[Source]:
-    """The sources, those of products whose result only the next product reads in the know of each other."""
-    found = [copy(source) for source in sources]
-    makers = {v: source for kernel, source in zip(kernels, found, strict=True) for v in kernel.segment.outputs}
-    readers = Counter([*fusion.outputs, *(v for kernel in kernels for v in set(kernel.segment.inputs))])
-    for kernel, source in zip(kernels, found, strict=True):
-        if not isinstance(source, Product) or source.matrix not in source.fusion.inputs:
-            continue
-        read = kernel.segment.inputs[source.fusion.inputs.index(source.matrix)]
-        maker = makers.get(read)
-        if isinstance(maker, Product) and readers[read] == 1:
-            source.follow(maker)
-    return found
+    def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
+        return self._call(inputs, sizes)
 
 
 def build(launched: Launched, arch: str) -> Path:
@@ -132,6 +153,18 @@ def build(launched: Launched, arch: str) -> Path:
 @cache
 def _headers() -> Mapping[str, str]:
     return nvrtc.headers(KERNELS)
+
+
+def _step(part: Part, places: tuple[int, ...], sizes: Sizes, index: int) -> _Step:
+    launches = [launched for launched in part.source.launches(sizes, cuda.arch(index)) if launched.blocks]
+    loaded = (_loaded(launched, index, overlap=part.follows or i > 0) for i, launched in enumerate(launches))
+    return _Step(tuple(sizes[s] for s in part.source.fusion.symbols), places, tuple(loaded))
+
+
+def _nbytes(source: Source, array: Value | Array, sizes: Sizes, arch: str) -> int:
+    if isinstance(array, Array):
+        return source.count(array, sizes, arch) * _DTYPES[array.type].itemsize
+    return prod(storage_shape(array.type, sizes)) * DTYPES[array.type.dtype].itemsize
 
 
 def _loaded(launched: Launched, index: int, overlap: bool) -> cuda.Launch:

@@ -1,0 +1,113 @@
+"""Runs the CUDA backend's kernels on small ragged inputs, in a process that compute-sanitizer watches: see test_cuda_sanitized.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from test_cuda_kernels import generator, program, random_weight
+
+import fusion_moe
+from fusion_moe.emit.cuda import launch, variants
+from fusion_moe.errors import GroupsError
+from fusion_moe.formats import Quantized
+from fusion_moe.layouts import W16X64
+from fusion_moe.ops import SPECS, bind
+
+G, M = 5, 45  # groups; rows of one product
+H, I, SLOTS = 128, 192, 3  # hidden and intermediate features of a layer, slots of a token
+BIG = 2**31 - 1
+
+
+class Call(NamedTuple):
+    """A call of an operation. faulty: whether its ends, ids or slots are wrong."""
+
+    name: str
+    args: tuple[Any, ...]
+    others: dict[str, Any]
+    faulty: bool = False
+
+    def run(self) -> None:
+        """On the GPU, compiled anew, with nothing left to the reference."""
+        args = [a.cuda() if isinstance(a, torch.Tensor) else a for a in self.args]
+        program(self.name, args, self.others)(list(bind(SPECS[self.name], args, self.others).tensors.values()))
+        assert is_faulty() == self.faulty
+
+
+def is_faulty() -> bool:
+    """Whether a kernel found something wrong."""
+    try:
+        fusion_moe.synchronize()
+    except GroupsError:
+        return True
+    return False
+
+
+def in_layout(weight: Quantized, layout: str) -> tuple[torch.Tensor, ...]:
+    """codes, block scales and decode scales."""
+    codes, scales, decode = weight
+    return (codes, scales, decode) if layout == "linear" else (*W16X64.pack(codes, scales), decode)
+
+
+def products(layout: str) -> Iterator[Call]:
+    """Empty groups, rows of no group, one group with all rows; ends that decrease, are negative or past the rows."""
+    k, n = (80, 33) if layout == "linear" else (320, 80)
+    a, weight = torch.randn(M, k, generator=generator()).bfloat16(), in_layout(random_weight(G, n, k), layout)
+    right = ([0, 1, 1, 30, 41], [0, 0, M, M, M], [0] * G)
+    wrong = ([9, 3, 4, 400, 20], [-5, 3, 3, 3, BIG], [BIG] * G)
+    for ends in (*right, *wrong):
+        offs = torch.tensor(ends, dtype=torch.int32)
+        yield Call("nvfp4_grouped_mm", (a, *weight, offs), {"weight_layout": layout}, faulty=ends in wrong)
+
+
+def layers(layout: str, tokens: int) -> Iterator[Call]:
+    """Gather, SwiGLU, combine: two experts without tokens; one with all; ids that name none."""
+    g = generator()
+    gate_up, down = random_weight(G, 2 * I, H, runs=2), random_weight(G, H, I)
+    weights = (*in_layout(gate_up, layout), *in_layout(down, layout))
+    x, w = torch.randn(tokens, H, generator=g).bfloat16(), torch.rand(tokens, SLOTS, generator=g)
+    few, one = torch.randint(1, G - 1, (tokens, SLOTS), generator=g), torch.full((tokens, SLOTS), G - 1)
+    wrong = few.clone()
+    wrong[0], wrong[-1] = torch.tensor([-1, G, BIG]), torch.tensor([-BIG, 0, 2**40])
+    for ids in (few, one, wrong):
+        yield Call("expert_mlp", (x, ids, w, *weights), {"weight_layout": layout}, faulty=ids is wrong)
+
+
+def without_product() -> Iterator[Call]:
+    """Routing in one block, at once or in parts, and in several; a combine; loops."""
+    g = generator()
+    for ids in (torch.randint(0, 37, (tokens, SLOTS), generator=g) for tokens in (300, 701, 1501)):
+        yield Call("route", (ids, 37), {})
+        yield Call("route", (ids.int() - 1, 37), {}, faulty=True)
+    y, w = torch.randn(M, H, generator=g).bfloat16(), torch.rand(M // SLOTS, SLOTS, generator=g)
+    slots = torch.randperm(M, generator=g).view(-1, SLOTS).int()
+    yield Call("combine", (y, slots, w), {})
+    yield Call("combine", (y, slots - 1, w), {}, faulty=True)
+    yield Call("group_add", (y, torch.randn(G, H, generator=g).bfloat16(), torch.tensor([0, 1, 1, 30, 41], dtype=torch.int32)), {})
+    yield Call("scaled_swiglu", (y[:, :70].contiguous(), torch.rand(M, generator=g)), {"interleave": 7})
+
+
+def allocate_apart(offsets: Sequence[int], nbytes: int, device: torch.device) -> tuple[object, list[int]]:
+    """As launch.allocate, but each array is an allocation of its own, as large as it has to be."""
+    held = [torch.empty(end - start, dtype=torch.uint8, device=device) for start, end in pairwise((*offsets, nbytes))]
+    return held, [t.data_ptr() for t in held]
+
+
+def main() -> None:
+    """Products are run once with each variant of their kernel."""
+    launch.APART, launch.allocate = 1, allocate_apart
+    for call in without_product():
+        call.run()
+    for layout, name in (("linear", "LINEAR"), ("w16x64", "TILED")):
+        regimes = getattr(variants, name)
+        for variant in (v for regime in regimes for v in regime.variants):
+            setattr(variants, name, (variants.Regime(variants.ALWAYS, (variant,)), *regimes))  # the others where it does not fit
+            for call in (*products(layout), *layers(layout, tokens=7), *layers(layout, tokens=60)):
+                call.run()
+    print("clean")
+
+
+if __name__ == "__main__":
+    main()
