@@ -139,16 +139,18 @@ def test_there_are_few_kernels():
 
 
 def test_the_choice_looks_at_rows_and_groups_alone():
-    def chosen(rows, groups, tiles=96, block=2, regimes=TILED, arch="sm_90a"):
-        return choose(rows, groups, tiles, block, regimes, arch)
+    def chosen(rows, groups, k=2048, tiles=96, block=2, regimes=TILED, arch="sm_90a"):
+        return choose(rows, groups, k, tiles, block, regimes, arch)
 
-    assert chosen(8, 128).wk == 4  # one token: more warps along K, so that all multiprocessors have work
-    assert chosen(64, 128).wk == 2
-    assert chosen(256, 128).wk == 1
-    assert chosen(64, 8, 1792).nt == 2
-    assert chosen(160, 8, 1792, arch="sm_80").nt == 2
-    assert isinstance(chosen(2**20, 8, 1792), ManyRows)
-    assert chosen(2**20, 8, 1792, arch="sm_89").nt == 4
+    # as measured: few tiles, or long matrices, take more warps along K
+    assert [chosen(8 * t, 128).wk for t in (1, 8, 32)] == [4, 2, 1]
+    assert [chosen(8 * t, 128, 768, 128, 1).wk for t in (8, 32)] == [1, 1]
+    assert [chosen(1, 16, 5120, 1024).wk, chosen(1, 16, 8192, 320, 1).wk] == [2, 8]
+    assert [chosen(16, 8, 4096, 1792).wk, chosen(16, 8, 14336, 256, 1).wk] == [1, 2]
+    assert chosen(64, 8, 4096, 1792).nt == 2
+    assert isinstance(chosen(2**20, 8, 4096, 1792), ManyRows)
+    assert chosen(2**20, 8, 4096, 1792, arch="sm_89").nt == 4
+    assert chosen(160, 8, 4096, 1792, arch="sm_80").nt == 2
     for rows, groups, regimes in itertools.product((1, 64, 4096), (1, 8, 256), (TILED, LINEAR)):
         assert chosen(rows, groups, regimes=regimes).tiles % 2 == 0
 

@@ -65,7 +65,7 @@ class Product(Source):
     def variant(self, sizes: Sizes, arch: str) -> variants.Variant:
         """The variant of the product's kernel that is chosen."""
         regimes = variants.LINEAR if self.layout == "linear" else variants.TILED
-        return variants.choose(value(self.rows, sizes), self.groups, self._tiles, self.columns.tiles, regimes, arch)
+        return variants.choose(value(self.rows, sizes), self.groups, self.plan.k, self._tiles, self.columns.tiles, regimes, arch)
 
     def product(
         self, variant: variants.Variant, sizes: Sizes, *, given_ordered: bool = False, gives_ordered: bool = False

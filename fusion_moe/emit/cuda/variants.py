@@ -5,6 +5,7 @@ The choice looks at sizes that the host knows, rows, groups and those of a matri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,8 +18,7 @@ WARPS = 8
 class FewRows:
     """kernels/few_rows.cuh: 8 * nt rows of a group; r tiles of 16 columns a warp; wk warps along K; u blocks of 64 k in flight.
 
-    per_sm: blocks that share a multiprocessor, which is what registers are limited by; least: blocks with work from which it is chosen, as
-    measured on an H200.
+    per_sm: blocks that share a multiprocessor, which is what registers are limited by.
     """
 
     nt: int
@@ -26,7 +26,6 @@ class FewRows:
     wk: int
     u: int
     per_sm: int
-    least: int = 0
 
     header = "few_rows.cuh"
     threads = 32 * WARPS
@@ -58,6 +57,14 @@ class FewRows:
         """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, on an architecture."""
         return self.tiles % block == 0
 
+    def time(self, blocks: float, k: int) -> float:
+        """Of that many blocks with work, in what a warp takes for 64 k, as far as an H200's times tell variants of one regime apart.
+
+        Blocks run in waves, and memory is busy with less than whole ones. To begin and to end takes a block as long as some more k.
+        """
+        waves = max(math.ceil(blocks / (_MULTIPROCESSORS * self.per_sm)), blocks / _BUSY)
+        return waves * (k / 64 / self.wk + _BEGIN_AND_END)
+
 
 @dataclass(frozen=True)
 class ManyRows:
@@ -68,7 +75,6 @@ class ManyRows:
 
     header = "many_rows.cuh"
     per_sm = 1
-    least = 0
     shared = 227 * 1024
     persistent = True
     ordered = True
@@ -97,13 +103,17 @@ class ManyRows:
         """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, on an architecture."""
         return arch == "sm_90a" and self.tiles % block == 0
 
+    def time(self, blocks: float, k: int) -> float:
+        """It is alone in its regimes."""
+        return 0.0
+
 
 Variant = FewRows | ManyRows
 
 
 @dataclass(frozen=True)
 class Regime:
-    """most: rows that a group has on average, up to which it is chosen; variants: from the one that needs the most blocks of work."""
+    """most: rows that a group has on average, up to which one of the variants is chosen: the fastest."""
 
     most: float
     variants: tuple[Variant, ...]
@@ -111,21 +121,24 @@ class Regime:
 
 ALWAYS = float("inf")
 TILED = (
-    Regime(6, (FewRows(1, 1, 1, 4, 4, 700), FewRows(1, 1, 2, 4, 4, 320), FewRows(1, 1, 4, 4, 3, 320), FewRows(1, 1, 8, 4, 4))),
-    Regime(12, (FewRows(2, 2, 1, 2, 2, 700), FewRows(2, 2, 2, 2, 2, 250), FewRows(2, 2, 4, 2, 2))),
+    Regime(6, (FewRows(1, 1, 1, 4, 4), FewRows(1, 1, 2, 4, 4), FewRows(1, 1, 4, 4, 3), FewRows(1, 1, 8, 4, 4))),
+    Regime(12, (FewRows(2, 2, 1, 2, 2), FewRows(2, 2, 2, 2, 2), FewRows(2, 2, 4, 2, 2))),
     Regime(64, (ManyRows(64, 4),)),
     Regime(ALWAYS, (ManyRows(160, 3),)),
-    Regime(24, (FewRows(2, 2, 2, 2, 2, 250), FewRows(2, 2, 4, 2, 2))),  # without wgmma
+    Regime(24, (FewRows(2, 2, 1, 2, 2), FewRows(2, 2, 2, 2, 2), FewRows(2, 2, 4, 2, 2))),  # without wgmma
     Regime(ALWAYS, (FewRows(4, 2, 4, 2, 1),)),
 )
 LINEAR = (
-    Regime(6, (FewRows(1, 1, 2, 4, 2, 320), FewRows(1, 1, 4, 4, 2, 320), FewRows(1, 1, 8, 4, 2))),
-    Regime(24, (FewRows(2, 1, 2, 4, 2, 320), FewRows(2, 1, 4, 4, 2))),
+    Regime(6, (FewRows(1, 1, 2, 4, 2), FewRows(1, 1, 4, 4, 2), FewRows(1, 1, 8, 4, 2))),
+    Regime(24, (FewRows(2, 1, 2, 4, 2), FewRows(2, 1, 4, 4, 2))),
     Regime(ALWAYS, (FewRows(4, 2, 4, 2, 1),)),
 )
+_MULTIPROCESSORS = 132  # of an H200
+_BUSY = 400  # blocks that keep its memory busy
+_BEGIN_AND_END = 5.7  # times 64 k
 
 
-def choose(rows: int, groups: int, tiles: int, block: int, regimes: Sequence[Regime], arch: str) -> Variant:
+def choose(rows: int, groups: int, k: int, tiles: int, block: int, regimes: Sequence[Regime], arch: str) -> Variant:
     """The variant for `rows` rows in `groups` groups, of `tiles` tiles of 16 columns, `block` of which make whole columns of the result.
 
     Few blocks leave a GPU idle: warps along K make more of them.
@@ -133,8 +146,7 @@ def choose(rows: int, groups: int, tiles: int, block: int, regimes: Sequence[Reg
     possible = ([v for v in r.variants if v.fits(block, arch)] for r in regimes if rows <= r.most * groups)
     fitting = next(variants for variants in possible if variants)
     touched = groups * (1 - (1 - 1 / groups) ** rows)  # groups with a row, if rows pick them evenly
-    wide = (v for v in fitting if max(touched, rows / v.height) * -(-tiles // v.tiles) >= v.least)
-    return next(wide, fitting[-1])
+    return min(fitting, key=lambda v: v.time(max(touched, rows / v.height) * -(-tiles // v.tiles), k))
 
 
 def blocks(variant: Variant, rows: int, groups: int, tiles: int) -> int:
