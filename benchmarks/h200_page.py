@@ -92,18 +92,31 @@ def _provenance(rows: Sequence[Row]) -> list[str]:
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:
-    """How many cells are won and lost."""
-    compared = [(row, ours / peer[0]) for row in rows if (ours := us(row, OURS)) is not None and (peer := best_peer(row))]
-    if not compared:
+    """How many cells are won and lost, against peers beside and, without one, against what was recorded."""
+    ours = [row for row in rows if us(row, OURS) is not None]
+    if not ours:
         return [f"{OURS} was not measured in any of these cells.", ""]
-    lost = [f"{MODELS[r['model']].title} {r['part']} {r['tokens']} {r['routing']} ({x:.2f}x)" for r, x in compared if x > SLOWER]
-    mean = math.exp(sum(math.log(x) for _, x in compared) / len(compared))
-    errors = {p: max((r["contenders"][OURS]["error"] for r, _ in compared if r["part"] == p), default=None) for p in PARTS}
+    beside, apart = {key(row): peer for row in ours if (peer := best_peer(row))}, recorded()
+    alone = {key(row): apart[key(row)] for row in ours if key(row) not in beside and key(row) in apart}
+    errors = {p: max((r["contenders"][OURS]["error"] for r in ours if r["part"] == p), default=None) for p in PARTS}
     largest = ", ".join(f"{p} {e:.1e}" for p, e in errors.items() if e is not None)
     return [
-        f"{len(compared)} cells; {OURS} takes {mean:.2f}x of the best peer's time (geometric mean). Largest relative error: {largest}."
-        f" Slower than the best peer by more than {SLOWER - 1:.0%}: {'; '.join(lost) or 'none'}.", "",
+        *_won_and_lost(ours, beside, "the best peer's time, measured beside it"),
+        *_won_and_lost(ours, alone, "the recorded time, no peer beside it"),
+        f"Largest relative error: {largest}.", "",
     ]  # fmt: skip
+
+
+def _won_and_lost(rows: Sequence[Row], others: Mapping[tuple[Any, ...], tuple[float, str]], what: str) -> list[str]:
+    compared = [(row, (us(row, OURS) or 0.0) / others[key(row)][0]) for row in rows if key(row) in others]
+    if not compared:
+        return []
+    lost = [f"{MODELS[r['model']].title} {r['part']} {r['tokens']} {r['routing']} ({x:.2f}x)" for r, x in compared if x > SLOWER]
+    mean = math.exp(sum(math.log(x) for _, x in compared) / len(compared))
+    return [
+        f"{len(compared)} cells: {OURS} takes {mean:.2f}x of {what} (geometric mean); slower by more than {SLOWER - 1:.0%}:"
+        f" {'; '.join(lost) or 'none'}."
+    ]
 
 
 _HEAD = (
