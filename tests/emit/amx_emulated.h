@@ -69,12 +69,14 @@ inline __m512i mul_ph(__m512i a, __m512i b) {
 #undef _tile_release
 #undef _tile_zero
 #undef _tile_loadd
+#undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #define _tile_loadconfig(config) (void)(config)
 #define _tile_release() (void)0
 #define _tile_zero(i) std::memset(&emulated::tile(i), 0, sizeof(emulated::Tile))
 #define _tile_loadd(i, base, stride) emulated::load(i, base, stride)
+#define _tile_stream_loadd(i, base, stride) emulated::load(i, base, stride)
 #define _tile_stored(i, base, stride) emulated::store(i, base, stride)
 #define _tile_dpbf16ps(c, a, b) emulated::dpbf16(c, a, b)
 #define _mm512_castsi512_ph(v) (v)

@@ -260,18 +260,19 @@ class AmxProduct {
         if (fetch) reader_.prefetch_scales();
     }
 
-    // 32 codes of each row of the panel; a quarter of the rows of the next chunk.
+    // 32 codes of each row of the panel; a quarter of the rows of the next chunk. Activations pass by the first-level cache, or what is
+    // decoded would not stay there until it is multiplied.
     template <bool TWO, bool DECODE, int QUARTER>
     [[gnu::always_inline]] void step(const AmxDecoding& decoding, const u16* weights, const u16* x, i64 read, u16* next, bool fetch) {
         constexpr int ROW = 8 * QUARTER;
         _tile_loadd(4, weights + 2 * QUARTER * TILE, 64);
-        _tile_loadd(6, x + QUARTER * TILE, 64);
+        _tile_stream_loadd(6, x + QUARTER * TILE, 64);
         if (DECODE) reader_.template decode_rows<ROW>(decoding, read, next, fetch);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(5, weights + (2 * QUARTER + 1) * TILE, 64);
         if (DECODE) reader_.template decode_rows<ROW + 2>(decoding, read, next, fetch);
         _tile_dpbf16ps(2, 5, 6);
-        if (TWO) _tile_loadd(7, x + of_tile_ + QUARTER * TILE, 64);
+        if (TWO) _tile_stream_loadd(7, x + of_tile_ + QUARTER * TILE, 64);
         if (DECODE) reader_.template decode_rows<ROW + 4>(decoding, read, next, fetch);
         if (TWO) _tile_dpbf16ps(1, 4, 7);
         if (DECODE) reader_.template decode_rows<ROW + 6>(decoding, read, next, fetch);
