@@ -3,7 +3,7 @@
 //
 // A block stays on its multiprocessor and takes item after item (schedule.cuh): up to TOKENS rows of a group and 64 * TEAMS rows of its
 // matrix. The matrix is on the side of wgmma's 64 rows; the other side is as wide as the group's spans are high. TEAMS warpgroups
-// multiply, each by 64 rows of the matrix, what a few warps copy into a ring of stages of 64 k. They share nothing but the ring: some
+// multiply, each by 64 rows of the matrix, what a few warps copy into a ring of stages of 128 k. They share nothing but the ring: some
 // decode while others keep the tensor cores busy, and one may finish an item and store it while others still multiply.
 //
 // Rows of activations are in the order of w16x64 (order.cuh).
@@ -19,45 +19,49 @@ namespace {
 
 constexpr int MOST_SHARED = 227 * 1024;  // bytes of shared memory that a block may have
 
-// Stages that fit a block's shared memory: `stage` bytes each, next to `rest` bytes.
-__device__ constexpr int stages_that_fit(int stage, int rest) { return (MOST_SHARED - rest) / ((stage + 1023) / 1024 * 1024 + 16); }
-
-template <class Segment, int TOKENS, int TEAMS,
-          int STAGES = stages_that_fit(TOKENS * 128 + TEAMS * 4 * 576, TEAMS * 16 * 68 * 4 + int(sizeof(Schedule<Segment::G, TOKENS>)) + 1024)>
+template <class Segment, int TOKENS, int TEAMS>
 struct ManyRows {
     static constexpr int TEAM = 128, TEAM_WARPS = 4, COPY_WARPS = 4, COPIERS = 32 * COPY_WARPS, THREADS = TEAM * TEAMS + COPIERS;
     // Of the registers that a launch gives to one thread of each team and one that copies, the latter needs few.
-    static constexpr int POOL = 65536 / THREADS / 8 * 8 * (TEAMS + 1), COPY_REGISTERS = 64;
-    static constexpr int MULTIPLY_REGISTERS = (POOL - COPY_REGISTERS) / TEAMS / 8 * 8;
+    static constexpr int POOL = 65536 / THREADS / 8 * 8 * (TEAMS + 1), MULTIPLY_REGISTERS = (POOL - 64) / TEAMS / 8 * 8;
+    static constexpr int COPY_REGISTERS = POOL - TEAMS * MULTIPLY_REGISTERS;
     static constexpr int TILES = TEAM_WARPS * TEAMS, COLUMNS = Segment::B * TILES / Segment::TILES;  // of the result
-    static constexpr int ACROSS = (Segment::W + COLUMNS - 1) / COLUMNS, KB = Segment::K / 64, STEPS = 4;
+    static constexpr int ACROSS = (Segment::W + COLUMNS - 1) / COLUMNS, KB = Segment::K / 64, DEPTH = 2;  // blocks of 64 k in a stage
+    static constexpr int STEPS = 4, BUFFERS = TOKENS / 2 + 60 <= MULTIPLY_REGISTERS ? 2 : 1;  // blocks of 64 k with fragments in registers
     static constexpr int CODES = 512, SCALES = 64;  // bytes of a tile of 16 rows and 64 k
-    static constexpr int CHUNK = 16;                // rows of a result that a team turns at a time
-    static constexpr int STRIDE = 64 + 4;           // of sums being turned: no two of a warp's stores meet in a bank
-    static constexpr int V = 8;                     // columns that a thread stores at a time: 16 bytes of bfloat16
+    static constexpr int KEPT = KB > DEPTH ? 2 : 1;  // stages that a team gives back when it has stored an item
+    static constexpr int CHUNK = 16;                 // rows of a result that a team turns at a time, in one of them
+    static constexpr int STRIDE = 64 + 4;            // of sums being turned: no two of a warp's stores meet in a bank
+    static constexpr int V = Segment::F == 1 || Segment::B == 8 ? 8 : 4;  // columns that a thread stores at a time
     static_assert(TEAM_WARPS % Segment::TILES == 0, "a team's tiles make whole columns");
     static_assert(Segment::K % 64 == 0 && Segment::N % 16 == 0, "weights are tiled");
     static_assert(!Segment::At::ORDERED || Segment::W % 64 == 0, "whole blocks of 64 are ordered");
     static_assert(TOKENS % CHUNK == 0 && TOKENS <= 256, "spans are turned in whole chunks, and fit an instruction");
 
-    struct alignas(1024) Stage {
-        u8 activations[TOKENS * TILE_ROW];
-        u8 codes[TILES * CODES], scales[TILES * SCALES];
+    struct TeamWeights {
+        u8 codes[TEAM_WARPS][DEPTH][CODES], scales[TEAM_WARPS][DEPTH][SCALES];
     };
+
+    struct alignas(1024) Stage {
+        u8 activations[DEPTH][TOKENS * TILE_ROW];
+        TeamWeights weights[TEAMS];
+    };
+
+    // As many as fit.
+    static constexpr int STAGES = (MOST_SHARED - int(sizeof(Schedule<Segment::G, TOKENS>))) / (sizeof(Stage) + 2 * sizeof(u64));
 
     struct Shared {
         Stage stage[STAGES];
-        float turned[TEAMS][CHUNK * STRIDE];
         u64 full[STAGES], empty[STAGES];
         Schedule<Segment::G, TOKENS> schedule;
     };
-    static_assert(sizeof(Shared) <= MOST_SHARED, "a block's shared memory");
+    static_assert(sizeof(Shared) <= MOST_SHARED && sizeof(TeamWeights) >= CHUNK * STRIDE * sizeof(float));
 
     __device__ static void run(const Segment& s) {
         extern __shared__ __align__(1024) u8 memory[];
         Shared& shared = *reinterpret_cast<Shared*>(memory);
         if (threadIdx.x < STAGES) {
-            barrier_init(shared.full[threadIdx.x], COPIERS);
+            barrier_init(shared.full[threadIdx.x], COPY_WARPS);
             barrier_init(shared.empty[threadIdx.x], TILES);
         }
         wait_for_previous();
@@ -84,33 +88,47 @@ private:
 
     // Copies -----------------------------------------------------------------------------------------------------------
 
-    // The weights of an item: a warp copies the codes of each COPY_WARPS-th tile, and a thread 16 bytes of scales.
+    // The weights of an item: a warp copies the codes of each COPY_WARPS-th tile, and a thread 16 bytes of scales of each AT_ONCE-th.
     struct Weights {
-        static constexpr int EACH = TILES / COPY_WARPS;
-        static_assert(TILES * SCALES / 16 <= COPIERS, "one copy of scales a thread");
-        const u8 *codes[EACH], *scales;
+        static_assert(i64(Segment::N) * Segment::K / 2 < 1ll << 31, "offsets in a matrix");
+        static constexpr int EACH = TILES / COPY_WARPS, PIECES = DEPTH * SCALES / 16;  // of the scales of a tile
+        static constexpr int AT_ONCE = COPIERS / PIECES, TURNS = (TILES + AT_ONCE - 1) / AT_ONCE;
+        static_assert(AT_ONCE % TEAM_WARPS == 0, "whole teams at once");
+        const u8 *codes, *scales;      // of the item's matrix
+        i32 code[EACH], scale[TURNS];  // offsets
 
         __device__ __forceinline__ void open(const Segment& s, const Item& item, i32 thread) {
+            const i64 tiles = i64(item.span.group) * (Segment::N / 16) * KB;
+            codes = s.codes + tiles * CODES, scales = s.scales + tiles * SCALES;
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) codes[i] = s.codes + at(item, thread / 32 + COPY_WARPS * i) * CODES + thread % 32 * 16;
-            scales = s.scales + at(item, thread / 4 % TILES) * SCALES + thread % 4 * 16;
+            for (int i = 0; i < EACH; ++i) code[i] = at(item, thread / 32 + COPY_WARPS * i) * CODES + thread % 32 * 16;
+#pragma unroll
+            for (int i = 0; i < TURNS; ++i)
+                scale[i] = at(item, min(thread / PIECES + AT_ONCE * i, TILES - 1)) * SCALES + thread % PIECES * 16;
         }
 
-        __device__ static i64 at(const Item& item, i32 t) {
-            return (i64(item.span.group) * (Segment::N / 16) + first_row(item.column_block, t) / 16) * KB;
-        }
+        __device__ static i32 at(const Item& item, i32 t) { return first_row(item.column_block, t) / 16 * KB; }
 
+        template <int Blocks>
         __device__ __forceinline__ void copy(Stage& to, i32 thread, i32 kb) const {
-            const u32 code = shared_address(to.codes) + thread * 16;
+            const u8 *some_codes = codes + kb * CODES, *some_scales = scales + kb * SCALES;
+            const u32 code_place = shared_address(to.weights[0].codes[thread / 32]) + thread % 32 * 16;
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) copy_16(code + COPY_WARPS * CODES * i, codes[i] + kb * CODES);
-            if (thread < TILES * SCALES / 16) copy_16(shared_address(to.scales) + thread * 16, scales + kb * SCALES);
+            for (int i = 0; i < EACH; ++i)
+#pragma unroll
+                for (int b = 0; b < Blocks; ++b) copy_16(code_place + i * sizeof(TeamWeights) + b * CODES, some_codes + code[i] + b * CODES);
+            const i32 tile = thread / PIECES, piece = thread % PIECES;
+            const u32 scale_place = shared_address(to.weights[tile / TEAM_WARPS].scales[tile % TEAM_WARPS]) + piece * 16;
+#pragma unroll
+            for (int i = 0; i < TURNS; ++i)
+                if (tile + AT_ONCE * i < TILES && piece < Blocks * SCALES / 16)
+                    copy_16(scale_place + AT_ONCE / TEAM_WARPS * i * sizeof(TeamWeights), some_scales + scale[i]);
         }
     };
 
     // The activations of an item: a thread copies 16 bytes of each EACH-th row.
     struct Activations {
-        static constexpr int EACH = COPIERS / (TILE_ROW / 16), ROWS = TOKENS / EACH;
+        static constexpr int EACH = COPIERS / (TILE_ROW / 16), ROWS = (TOKENS + EACH - 1) / EACH;
         const u8* base;
         i32 row[ROWS];  // offsets, in 16 bytes
         i32 count;      // of rows
@@ -127,18 +145,58 @@ private:
             }
         }
 
+        template <int Blocks>
         __device__ __forceinline__ void copy(Stage& to, i32 thread, i32 kb) const {
             const u32 place = shared_address(to.activations) + swizzled(thread / (TILE_ROW / 16), thread % (TILE_ROW / 16));
             const u8* from = base + kb * TILE_ROW;
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i)
-                if (i < count) copy_16(place + i * EACH * TILE_ROW, from + i64(row[i]) * 16);
+            for (int i = 0; i < ROWS; ++i) {
+                if (i >= count) break;
+                const u8* piece = from + i64(row[i]) * 16;
+#pragma unroll
+                for (int b = 0; b < Blocks; ++b) copy_16(place + (i * EACH + b * TOKENS) * TILE_ROW, piece + b * TILE_ROW);
+            }
+        }
+    };
+
+    // The stages that copies fill. The tensor cores are told of one when its copies are there: after those of the next have begun. (Told by
+    // who multiplies, by a fence of theirs, they first finished what was under way: seen as 10 % on an H200.)
+    struct Filled {
+        static_assert(STAGES >= 3, "one that they are not told of yet, and one that they have not given back, leave one to fill");
+        Shared& shared;
+        Ring<STAGES> next, last;
+        bool any = false;
+
+        __device__ __forceinline__ Stage& open() {
+            barrier_wait(shared.empty[next.stage], next.parity ^ 1);
+            return shared.stage[next.stage];
+        }
+
+        __device__ __forceinline__ void close() {
+            copies_commit();
+            if (any) tell<1>();
+            any = true;
+            next.advance();
+        }
+
+        __device__ __forceinline__ void finish() {
+            if (any) tell<0>();
+        }
+
+    private:
+        template <int Later>
+        __device__ __forceinline__ void tell() {
+            copies_wait<Later>();
+            fence_for_tensor_cores();
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) barrier_arrive(shared.full[last.stage]);
+            last.advance();
         }
     };
 
     __device__ static __forceinline__ void copy(const Segment& s, Shared& shared) {
         const i32 thread = threadIdx.x - TEAM * TEAMS;
-        Ring<STAGES> ring;
+        Filled filled{shared};
         for (Cursor at(shared.schedule); at.more(); at.advance()) {
             const Item item = at.item();
             if (item.span.group == Segment::G) continue;
@@ -147,15 +205,19 @@ private:
             Activations activations;
             activations.open(s, item, thread);
 #pragma unroll 1
-            for (i32 kb = 0; kb < KB; ++kb) {
-                Stage& stage = shared.stage[ring.stage];
-                barrier_wait(shared.empty[ring.stage], ring.parity ^ 1);
-                weights.copy(stage, thread, kb);
-                activations.copy(stage, thread, kb);
-                barrier_arrive_after_copies(shared.full[ring.stage]);
-                ring.advance();
-            }
+            for (i32 kb = 0; kb <= KB - DEPTH; kb += DEPTH) copy<DEPTH>(weights, activations, filled, thread, kb);
+            if constexpr (KB % DEPTH != 0) copy<KB % DEPTH>(weights, activations, filled, thread, KB - KB % DEPTH);
         }
+        filled.finish();
+    }
+
+    template <int Blocks>
+    __device__ static __forceinline__ void copy(
+        const Weights& weights, const Activations& activations, Filled& filled, i32 thread, i32 kb) {
+        Stage& stage = filled.open();
+        weights.template copy<Blocks>(stage, thread, kb);
+        activations.template copy<Blocks>(stage, thread, kb);
+        filled.close();
     }
 
     // Products ---------------------------------------------------------------------------------------------------------
@@ -163,95 +225,146 @@ private:
     __device__ static __forceinline__ void multiply(const Segment& s, Shared& shared) {
         Ring<STAGES> ring;
         for (Cursor at(shared.schedule); at.more(); at.advance()) {
-            if (at.group() == Segment::G) {
-                fill(s, at.item());
+            const Item item = at.item();
+            if (item.span.group == Segment::G) {
+                fill(s, item);
                 continue;
             }
             float sum[TOKENS / 2] = {};
-            products(sum, shared, ring, at.height());
-            store(sum, s, shared, at.item());  // which is found again: registers are short while products run
+            Products products(shared, ring, item.height);
+            products.run(sum);
+            store(sum, s, products, at.item());  // which is found again: registers are short while products run
+#pragma unroll
+            for (int i = 0; i < KEPT; ++i) products.release();
         }
     }
 
-    // sum[4 n + i]: rows r and r + 8 of the warp's tile, and rows 8 n + 2 c, 8 n + 2 c + 1 of activations.
-    __device__ static __forceinline__ void products(float (&sum)[TOKENS / 2], Shared& shared, Ring<STAGES>& ring, i32 height) {
-        const bool speaks = threadIdx.x % 32 == 0;
-        u32 mine = threadIdx.x / 32 * CODES + threadIdx.x % 32 * 16;  // where the thread's codes lie, and at an eighth of it its scales
-        asm volatile("" : "+r"(mine));                                 // kept, not computed again
-        u32 running = 0;                                               // the stage that products under way read
+    // The products of an item. The fragments of a block of 64 k are made while the products with those of the block before run, where
+    // there are registers for both.
+    struct Products {
+        static constexpr int AT_ONCE = BUFFERS > DEPTH ? BUFFERS : DEPTH;
+        Shared& shared;
+        Ring<STAGES>& ring;
+        const i32 height;
+        u32 codes, scales;  // where the thread's lie
+        u32 to_release;     // the first stage that is not given back yet
+
+        __device__ __forceinline__ Products(Shared& shared, Ring<STAGES>& ring, i32 height)
+            : shared(shared), ring(ring), height(height), to_release(ring.stage) {
+            const i32 team = threadIdx.x / TEAM * sizeof(TeamWeights), warp = threadIdx.x / 32 % TEAM_WARPS, lane = threadIdx.x % 32;
+            codes = team + warp * (DEPTH * CODES) + lane * 16, scales = team + warp * (DEPTH * SCALES) + lane * 2;
+            asm volatile("" : "+r"(codes), "+r"(scales));  // kept, not computed again
+        }
+
+        // sum[4 n + i]: rows r and r + 8 of the warp's tile, and rows 8 n + 2 c, 8 n + 2 c + 1 of activations.
+        __device__ __forceinline__ void run(float (&sum)[TOKENS / 2]) {
+            u32 fragment[BUFFERS][STEPS][4];
+            Tiled::Held held[DEPTH];
+            const Stage* stage;
 #pragma unroll 1
-        for (i32 kb = 0; kb < KB; ++kb) {
+            for (i32 kb = 0; kb < KB; kb += AT_ONCE) {
+#pragma unroll
+                for (int b = 0; b < AT_ONCE; ++b) {
+                    if (KB % AT_ONCE != 0 && kb + b == KB) break;
+                    if (b % DEPTH == 0) stage = &open(held);
+                    const Tiled::Held& now = held[b % DEPTH];
+                    const u32 low = Tiled::low_scale(now), high = Tiled::high_scale(now);
+                    wgmma_wait<BUFFERS - 1>();
+                    if ((b + 1 + BUFFERS) % DEPTH == 0 && kb + b >= BUFFERS && (KEPT == 1 || kb < KB - AT_ONCE)) release();
+                    auto& made = fragment[b % BUFFERS];
+#pragma unroll
+                    for (int v = 0; v < STEPS; ++v) Tiled::decode(now, v, low, high, made[v]);
+                    multiply<8, TOKENS>(sum, made, tile_descriptor(shared_address(stage->activations[b % DEPTH])));
+                }
+            }
+            wgmma_wait<0>();
+            while (to_release != kept(KEPT - 1)) release();
+        }
+
+        // Of the stages that are not given back, the last one, or the one before: the team has its weights' place in it for itself.
+        __device__ __forceinline__ u32 kept(int before) const {
+            return ring.stage > before ? ring.stage - 1 - before : ring.stage + STAGES - 1 - before;
+        }
+
+        __device__ __forceinline__ float* place(i32 team, int i) const {
+            return reinterpret_cast<float*>(&shared.stage[kept(i)].weights[team]);
+        }
+
+        __device__ __forceinline__ void release() {
+            if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty[to_release]);
+            if (++to_release == STAGES) to_release = 0;
+        }
+
+    private:
+        __device__ __forceinline__ const Stage& open(Tiled::Held (&held)[DEPTH]) {
             const Stage& stage = shared.stage[ring.stage];
             barrier_wait(shared.full[ring.stage], ring.parity);
-            fence_for_tensor_cores();
-            const Tiled::Held held = {*reinterpret_cast<const uint4*>(stage.codes + mine),
-                                      *reinterpret_cast<const u16*>(stage.scales + mine / 8)};
-            const u32 low = Tiled::low_scale(held), high = Tiled::high_scale(held);
-            wgmma_wait<0>();
-            if (kb > 0 && speaks) barrier_arrive(shared.empty[running]);
-            u32 fragment[STEPS][4];
-#pragma unroll
-            for (int v = 0; v < STEPS; ++v) Tiled::decode(held, v, low, high, fragment[v]);
-            steps<8, TOKENS>(sum, fragment, tile_descriptor(shared_address(stage.activations)), height);
-            running = ring.stage;
             ring.advance();
-        }
-        wgmma_wait<0>();
-        if (speaks) barrier_arrive(shared.empty[running]);
-    }
-
-    // Multiplies by as many rows as are needed. Only the instruction differs; which one, all of the team agree.
-    template <int Least, int Most>
-    __device__ static __forceinline__ void steps(float (&sum)[TOKENS / 2], const u32 (&fragment)[STEPS][4], u64 tile, i32 height) {
-        if constexpr (Least < Most) {
-            constexpr int MIDDLE = (Least + Most) / 16 * 8;
-            if (height <= MIDDLE) steps<Least, MIDDLE>(sum, fragment, tile, height);
-            else steps<MIDDLE + 8, Most>(sum, fragment, tile, height);
-        } else {
-            wgmma_fence();
 #pragma unroll
-            for (int v = 0; v < STEPS; ++v) wgmma<Most>(sum, fragment[v], tile + 2 * v);
-            wgmma_commit();
+            for (int b = 0; b < DEPTH; ++b)  // past the last block: not used
+                held[b] = {*reinterpret_cast<const uint4*>(stage.weights[0].codes[0][b] + codes),
+                           *reinterpret_cast<const u16*>(stage.weights[0].scales[0][b] + scales)};
+            return stage;
         }
-    }
+
+        // Multiplies by as many rows as are needed. Only the instruction differs; which one, all of the block agree.
+        template <int Least, int Most>
+        __device__ __forceinline__ void multiply(float (&sum)[TOKENS / 2], const u32 (&fragment)[STEPS][4], u64 tile) {
+            if constexpr (Least < Most) {
+                constexpr int MIDDLE = (Least + Most) / 16 * 8;
+                if (height <= MIDDLE) multiply<Least, MIDDLE>(sum, fragment, tile);
+                else multiply<MIDDLE + 8, Most>(sum, fragment, tile);
+            } else {
+                wgmma_fence();
+#pragma unroll
+                for (int v = 0; v < STEPS; ++v) wgmma<Most>(sum, fragment[v], tile | 2 * v);
+                wgmma_commit();
+            }
+        }
+    };
 
     // Results ----------------------------------------------------------------------------------------------------------
 
-    // Turns 16 rows of activations at a time: threads have sums of one column each, and store eight.
-    __device__ static __forceinline__ void store(const float (&sum)[TOKENS / 2], const Segment& s, Shared& shared, const Item& item) {
-        const i32 lane = threadIdx.x % 32, tile = threadIdx.x / 32, team = tile / TEAM_WARPS, r = lane / 4, c = lane % 4;
-        const i32 first = first_row(item.column_block, tile) + r;
-        float factor[2];  // of rows r and r + 8
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            factor[i] = Tiled::FACTOR * s.decode[item.span.group * Segment::RUNS + (first + 8 * i) / (Segment::N / Segment::RUNS)];
-        float* turned = shared.turned[team];
+    // Threads have sums of one column each, and store more: 16 rows of activations at a time are turned, where weights were.
+    __device__ static __forceinline__ void store(const float (&sum)[TOKENS / 2], const Segment& s, const Products& products, const Item& item) {
+        constexpr int OF_TEAM = COLUMNS / TEAMS, EACH = Segment::At::ORDERED ? OF_TEAM / 8 : V, PIECES = OF_TEAM / EACH;  // of a row
+        const i32 thread = threadIdx.x % TEAM, team = threadIdx.x / TEAM, row = thread / PIECES;
+        const i32 first = thread % PIECES * (Segment::At::ORDERED ? 2 : EACH);
+        float factor[2];
+        find_factors(factor, s, item);
+        team_sync(team);  // all have read their codes
+        turn(products.place(team, 0), sum, factor);
 #pragma unroll
         for (int chunk = 0; chunk < TOKENS; chunk += CHUNK) {
             if (chunk >= item.height) break;
             team_sync(team);
-#pragma unroll
-            for (int i = 0; i < CHUNK / 2; ++i)
-                turned[(i / 4 * 8 + 2 * c + i % 2) * STRIDE + 16 * (tile % TEAM_WARPS) + r + i % 4 / 2 * 8] =
-                    sum[chunk / 2 + i] * factor[i % 4 / 2];
-            team_sync(team);
-            put(s, turned, item, team, chunk);
+            float p[Segment::F][EACH];
+            if (row < CHUNK) read(p, products.place(team, chunk / CHUNK % KEPT) + row * STRIDE, first);
+            if (KEPT == 1) team_sync(team);
+            if (chunk + CHUNK < TOKENS) turn(products.place(team, (chunk / CHUNK + 1) % KEPT), sum + (chunk + CHUNK) / 2, factor);
+            const i32 m = item.span.first + chunk + row;
+            if (row < CHUNK && m < item.span.end) put(s, m, item.span.group, At{item.column_block * COLUMNS + team * OF_TEAM + first}, p);
         }
+    }
+
+    // Of rows r and r + 8 of the warp's tile.
+    __device__ static __forceinline__ void find_factors(float (&factor)[2], const Segment& s, const Item& item) {
+        const i32 first = first_row(item.column_block, threadIdx.x / 32) + threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            factor[i] = Tiled::FACTOR * s.decode[item.span.group * Segment::RUNS + (first + 8 * i) / (Segment::N / Segment::RUNS)];
+    }
+
+    __device__ static __forceinline__ void turn(float* to, const float* sum, const float (&factor)[2]) {
+        const i32 r = threadIdx.x % 32 / 4, c = threadIdx.x % 4, tile = threadIdx.x / 32 % TEAM_WARPS;
+#pragma unroll
+        for (int i = 0; i < CHUNK / 2; ++i)
+            to[(i / 4 * 8 + 2 * c + i % 2) * STRIDE + 16 * tile + r + i % 4 / 2 * 8] = sum[i] * factor[i % 4 / 2];
     }
 
     __device__ static __forceinline__ void team_sync(i32 team) { barrier_sync(1 + team, TEAM); }
 
-    // A thread has eight columns that follow each other; or, ordered for the next product, a pair of each 16 of the team's columns.
-    __device__ static __forceinline__ void put(const Segment& s, const float* turned, const Item& item, i32 team, i32 chunk) {
-        constexpr int OF_TEAM = COLUMNS / TEAMS, EACH = Segment::At::ORDERED ? OF_TEAM / 8 : V, PIECES = OF_TEAM / EACH;  // of a row
-        const i32 thread = threadIdx.x % TEAM, row = thread / PIECES, m = item.span.first + chunk + row;
-        if (row >= CHUNK || m >= item.span.end) return;
-        const i32 first = thread % PIECES * (Segment::At::ORDERED ? 2 : EACH);
-        float p[Segment::F][EACH];
-        read(p, turned + row * STRIDE, first);
-        put(s, m, item.span.group, At{item.column_block * COLUMNS + team * OF_TEAM + first}, p);
-    }
-
+    // Eight columns that follow each other; or, ordered for the next product, a pair of each 16 of the team's columns.
     template <int Count>
     __device__ static __forceinline__ void read(float (&p)[Segment::F][Count], const float* row, i32 first) {
         const float* block = row + first / Segment::B * (16 * Segment::TILES);

@@ -15,11 +15,6 @@ __device__ __forceinline__ void barrier_arrive(u64& barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-// Arrives once the copies that this thread has issued are there. One of the arrivals that the barrier was made for.
-__device__ __forceinline__ void barrier_arrive_after_copies(u64& barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
-}
-
 // Until the phase with this parity is complete.
 __device__ __forceinline__ void barrier_wait(u64& barrier, u32 parity) {
     asm volatile(
@@ -38,6 +33,15 @@ __device__ __forceinline__ void barrier_sync(i32 number, i32 threads) {
 // 16 bytes from memory to shared memory.
 __device__ __forceinline__ void copy_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// The copies since the last commit become one group of which can be waited for.
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most `Pending` groups of this thread's copies are not done.
+template <int Pending>
+__device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
 // What threads have written to shared memory, and barriers have made known, becomes visible to the tensor cores.

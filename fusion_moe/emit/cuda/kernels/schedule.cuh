@@ -17,59 +17,67 @@ struct Item {
 template <int G, int HEIGHT>
 class Schedule {
 public:
-    // By all threads of a block; `scratch` holds 2 (G + 1) numbers.
+    // By all threads of a block; `scratch` holds 4 (G + 1) numbers.
     __device__ void make(const i32* ends, i32 rows, i32 across, i64* error, i32* scratch) {
-        i32 *height = scratch, *items = scratch + G + 1;
+        int2* group = reinterpret_cast<int2*>(scratch);  // what it is sorted by, and its items
+        i32 *place = scratch + 2 * (G + 1), *upto = place + G + 1;
         tiles_.make(ends, rows, error);
         for (i32 g = threadIdx.x; g <= G; g += blockDim.x) {
-            height[g] = g < G ? height_of(g) : 0;  // rows of no group come last
-            items[g] = spans_of(g) * across;
+            group[g] = {g < G ? height_of(g) * (G + 1) + G - g : 0, spans_of(g) * across};  // rows of no group come last
+            place[g] = upto[g] = 0;
         }
         __syncthreads();
-        for (i32 g = threadIdx.x; g <= G; g += blockDim.x) {
-            i32 place = 0, upto = items[g];
-#pragma unroll 8
-            for (i32 other = 0; other <= G; ++other) {
-                const bool before = height[other] > height[g] || (height[other] == height[g] && other < g);
-                place += before;
-                upto += before ? items[other] : 0;
-            }
-            order_[place] = g, upto_[place] = upto;
-        }
+        for (i32 i = threadIdx.x; i < PARTS * SIDE; i += blockDim.x)
+            if (i % SIDE <= G) count(group, i % SIDE, i / SIDE, place, upto);
+        __syncthreads();
+        for (i32 g = threadIdx.x; g <= G; g += blockDim.x)
+            order_[place[g]] = g, upto_[place[g]] = upto[g] + group[g].y, height_[place[g]] = height_of(g);
         __syncthreads();
     }
 
     // Goes through the items of this block.
     class Cursor {
     public:
-        __device__ explicit Cursor(const Schedule& schedule) : schedule_(schedule), number_(blockIdx.x) { find(); }
+        __device__ explicit Cursor(const Schedule& schedule) : schedule_(schedule), number_(blockIdx.x) {}
 
         __device__ bool more() const { return number_ < schedule_.upto_[G]; }
-        __device__ i32 group() const { return schedule_.order_[place_]; }
-        __device__ i32 height() const { return schedule_.height_of(group()); }
+        __device__ void advance() { number_ += gridDim.x; }
 
+        // By a whole warp.
         __device__ Item item() const {
-            const i32 g = group(), spans = schedule_.spans_of(g), high = height();
-            const i32 within = number_ - (place_ == 0 ? 0 : schedule_.upto_[place_ - 1]);
+            i32 place = 0;  // the first one whose items go further
+#pragma unroll
+            for (i32 i = 0; i <= G; i += 32) {
+                const i32 other = i + i32(threadIdx.x % 32);
+                place += __popc(__ballot_sync(WHOLE_WARP, other < G && schedule_.upto_[other] <= number_));
+            }
+            const i32 g = schedule_.order_[place], spans = schedule_.spans_of(g), high = schedule_.height_[place];
+            const i32 within = number_ - (place == 0 ? 0 : schedule_.upto_[place - 1]);
             const i32 first = schedule_.tiles_.first[g] + within % spans * high;
             return {{g, first, min(first + high, schedule_.tiles_.first[g + 1])}, high, within / spans};
         }
 
-        __device__ void advance() {
-            number_ += gridDim.x;
-            find();
-        }
-
     private:
-        __device__ void find() {
-            while (place_ < G && schedule_.upto_[place_] <= number_) ++place_;
-        }
-
         const Schedule& schedule_;
-        i32 number_, place_ = 0;
+        i32 number_;
     };
 
 private:
+    static constexpr i32 SIDE = (G + 32) / 32 * 32, PARTS = SIDE > 256 ? 2 : SIDE > 128 ? 4 : 8, PART = (G + PARTS) / PARTS;
+
+    // Adds what a part of the groups says of where group g stands. A warp reads the same others at a time.
+    __device__ static void count(const int2* group, i32 g, i32 part, i32* place, i32* upto) {
+        const i32 mine = group[g].x;
+        i32 groups = 0, items = 0;
+#pragma unroll 4
+        for (i32 other = part * PART; other < min(part * PART + PART, G + 1); ++other) {
+            const int2 it = group[other];
+            groups += it.x > mine ? 1 : 0;
+            items += it.x > mine ? it.y : 0;
+        }
+        atomicAdd(place + g, groups), atomicAdd(upto + g, items);
+    }
+
     __device__ i32 spans_of(i32 g) const { return tiles_.before[g + 1] - tiles_.before[g]; }
 
     __device__ i32 height_of(i32 g) const {
@@ -78,7 +86,7 @@ private:
     }
 
     Tiles<G, HEIGHT> tiles_;
-    i32 order_[G + 1], upto_[G + 1];  // groups in the order of work; items of the first so many of them
+    i32 order_[G + 1], upto_[G + 1], height_[G + 1];  // groups in the order of work; items of the first so many of them; heights of spans
 };
 
 }  // namespace
