@@ -265,6 +265,17 @@ def test_variants(tier, name, dtype):
     check_segments(fusion, tier, [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)])
 
 
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_sizes_that_a_tracer_knows(name, tokens, slots):
+    """One token, or one slot, is what graphs are specialized for."""
+    routing = Routing(torch.arange(tokens * slots).view(tokens, slots) % G, G)
+    args, kwargs = expert_mlp(name, torch.bfloat16, routing)
+    call = ops.bind(ops.SPECS["expert_mlp"], args, kwargs)
+    fusion = ops.fusion_of("expert_mlp", call.types(lambda arg, dim, n: n), call.others)
+    check_segments(fusion, TIERS[0], [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)])
+
+
 @settings(max_examples=20)
 @given(routings(), st.sampled_from(TIERS))
 @example(Routing(torch.zeros(0, 2, dtype=torch.int64), 3), "generic")

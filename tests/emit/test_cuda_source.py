@@ -21,7 +21,7 @@ from fusion_moe.emit.cuda.launch import KERNELS, build
 from fusion_moe.emit.cuda.source import Launched, Source
 from fusion_moe.emit.cuda.variants import LINEAR, TILED, FewRows, ManyRows, Variant, choose
 from fusion_moe.errors import BuildError, UnsupportedError
-from fusion_moe.ir.sizes import symbol
+from fusion_moe.ir.sizes import AnySize, symbol
 from fusion_moe.ir.types import TensorType
 from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
 from fusion_moe.options import Options
@@ -43,10 +43,15 @@ VARIANTS = sorted({v for regime in (*TILED, *LINEAR) for v in regime.variants}, 
 LOOP = 80  # instructions for 1,024 weights of the loop of a decode
 
 
-def expert_mlp(model: str = "qwen3", layout: str = "w16x64", dtype: str = "bf16", **changes) -> list[Kernel]:
-    """The kernels of a layer of a model's size, for any number of tokens."""
+TOKENS = symbol("s0")  # any number of them
+
+
+def expert_mlp(
+    model: str = "qwen3", layout: str = "w16x64", dtype: str = "bf16", tokens: AnySize = TOKENS, slots: int = 0, **changes
+) -> list[Kernel]:  # fmt: skip
+    """The kernels of a layer of a model's size."""
     e, k, h, i = MODELS[model]
-    t, tokens = TensorType, symbol("s0")
+    t, k = TensorType, slots or k
     given = {
         "x": t((tokens, h), dtype), "ids": t((tokens, k), "i64"), "w": t((tokens, k), "f32"),
         "gate_up_codes": t((e, 2 * i, h // 2), "u8"), "gate_up_block_scale": t((e, 2 * i, h // 16), "f8e4m3"),
@@ -101,6 +106,14 @@ def test_a_layer_compiles_for_every_architecture(arch, layout):
         for source in sources(layout=layout, **changes):
             for tokens in (1, 300):  # ids that fit one block, and more
                 assert all(build(launched, arch).stat().st_size for launched in launches(source, tokens, arch))
+
+
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (1, 8), (2, 1)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_sizes_that_a_tracer_knows_have_kernels(tokens, slots, bias):
+    """One token, or one slot, is what graphs are specialized for."""
+    for source in sources(tokens=tokens, slots=slots, bias=bias):
+        assert all(build(launched, "sm_90a").stat().st_size for launched in source.launches({}, "sm_90a"))
 
 
 @needs_nvdisasm

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...errors import UnsupportedError
 from ...ir.core import Value
 from ..cxx.elements import STORED, Elements, inner, stored
-from ..cxx.indices import Index, flat, number, reshaped, size
+from ..cxx.indices import Index, flat, is_index, number, reshaped, size
 from ..cxx.plan import Plan, row_width
 from .segment import Source, Writer
 
@@ -116,8 +116,8 @@ class _Writer(Writer):
         return {v: name for v, name in self.memory.items() if v not in self.plan.rows and v not in self.plan.tokens}
 
     def _column(self, at: Sequence[Index]) -> str:
-        row, column = map(str, at)
-        if row != str(_M):
+        row, column = at[0], str(at[1])
+        if not is_index(row, _M, self.plan.a.type.shape[0]):
             raise UnsupportedError("a result reads other rows of the product than its own")
         if column not in self.columns:
             self.columns.append(column)
@@ -126,7 +126,7 @@ class _Writer(Writer):
         return f"p[{self.columns.index(column)} * LANES + i]"
 
     def _group(self, row: Index) -> str:
-        if str(row) != str(_M):
+        if not is_index(row, _M, self.plan.a.type.shape[0]):
             raise UnsupportedError("a result adds the bias of other rows than its own")
         return "g"
 

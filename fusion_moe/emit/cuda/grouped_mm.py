@@ -9,7 +9,7 @@ from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, exact_div, value
 from ...ir.types import plain
 from ..cxx.elements import inner, stored
-from ..cxx.indices import Index, reshaped, size
+from ..cxx.indices import Index, is_index, reshaped, size
 from ..cxx.plan import Plan, known
 from . import variants
 from .columns import Columns, columns
@@ -172,14 +172,19 @@ class Product(Source):
         plan, rows, texts = self.plan, self.plan.a.type.shape[0], list[str]()
 
         def column(at: Sequence[Index]) -> str:
-            row, text = map(str, at)
-            if row != str(_M):
+            text = str(at[1])
+            if not is_index(at[0], _M, rows):
                 raise UnsupportedError("a result reads other rows of the product than its own")
             if text not in texts:
                 texts.append(text)
             return f"p[{texts.index(text)}][v]"
 
-        made = self.elements({plan.product.outputs[0]: column}, _group_of_tile, (*plan.rows, *plan.tokens))
+        def group(row: Index) -> str:
+            if not is_index(row, _M, rows):
+                raise UnsupportedError("a result adds the bias of other rows than its own")
+            return "g"
+
+        made = self.elements({plan.product.outputs[0]: column}, group, (*plan.rows, *plan.tokens))
         each = [made.of(v, reshaped([_M, _J], (rows, plan.width), v.type.shape)) for v in plan.rows]
         body = ["const i64 j = at.column(v);", *made.lines]
         body += [f"r{i}.at[v] = stored<{stored(v)}>({element});" for i, (v, element) in enumerate(zip(plan.rows, each, strict=True))]
@@ -197,9 +202,3 @@ class Product(Source):
     def _combine(self, sizes: Sizes) -> Launched:
         assert self.plan.combine is not None
         return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes)
-
-
-def _group_of_tile(row: Index) -> str:
-    if str(row) != str(_M):
-        raise UnsupportedError("a result adds the bias of other rows than its own")
-    return "g"

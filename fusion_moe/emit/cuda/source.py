@@ -17,7 +17,7 @@ from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, ceildiv, value
 from ...ir.types import Dim, plain
 from ..cxx.elements import Elements, inner, stored
-from ..cxx.indices import Index, flat, reshaped, size
+from ..cxx.indices import Index, flat, is_index, reshaped, size
 from ..cxx.plan import below, source
 
 THREADS = 256
@@ -195,7 +195,13 @@ class Source(ABC):
             f"sum_slots(total, {self.array(y)}, {width}, j0, i32({slots}),",
             f"    [&](i64 s) {{ {' '.join(slot.lines)} return {row}; }}, [&](i64 s) {{ {' '.join(weight.lines)} return {factor}; }});",
         ]
-        made = self.elements({total: _of_thread}, without=hidden)
+
+        def of_thread(at: Sequence[Index]) -> str:
+            if not is_index(at[0], _T, tokens) or not is_index(at[1], _J, width):
+                raise UnsupportedError("a result reads another element of the sum than its own")
+            return "total[v]"
+
+        made = self.elements({total: of_thread}, without=hidden)
         stores = [self._put(made, v, (tokens, width), _T) for v in results]
         each = ["const i64 j = j0 + v;", *made.lines, *stores]
         body += ["#pragma unroll", f"for (int v = 0; v < {at_once}; ++v) {{", *inner(each), "}"]
@@ -225,12 +231,6 @@ class SafeElements(Elements):
 def safe(fusion: Fusion, index: Value, limit: Dim, element: str) -> str:
     """An element of an index, below a limit: as it is if what made it says so."""
     return element if below(fusion, index) == plain(limit) else f"inside({element}, {size(limit)}, error)"
-
-
-def _of_thread(at: Sequence[Index]) -> str:
-    if tuple(map(str, at)) != (str(_T), str(_J)):
-        raise UnsupportedError("a result reads another element of the sum than its own")
-    return "total[v]"
 
 
 def _table(op: Op) -> AnySize:

@@ -105,8 +105,14 @@ def reshaped(indices: Sequence[Index], new: Sequence[Dim], old: Sequence[Dim]) -
     """The indices in the shape `old` of the element at `indices` of the shape `new`, as many elements: dimensions that match stay apart."""
     found: list[Index] = []
     for a, b in _matching(new, old):
-        found += unflat(flat(indices[a], new[a]), old[b])
+        one_each = len(new[a]) == len(old[b]) == 1
+        found += indices[a] if one_each else unflat(flat(indices[a], new[a]), old[b])
     return found
+
+
+def is_index(i: Index, own: Index, size: Dim) -> bool:
+    """Whether i is the index of a dimension: `own`, or 0 where there is no other."""
+    return str(i) == str(own) or (i.number == 0 and plain(size) == 1)
 
 
 def _matching(new: Sequence[Dim], old: Sequence[Dim]) -> list[tuple[slice, slice]]:
