@@ -100,6 +100,7 @@ def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
 
 def _segment(fusion: str, i: int, lowered: Lowered, made: Made, env: Mapping[str, int], wanted: _Wanted) -> SegmentReport:
     segment = lowered.segments[i]
+    chosen = made.chosen(env) if made.chosen and set(segment.fusion.symbols) <= set(env) else None
     return SegmentReport(
         id=f"{fusion}.{i}",
         kind=segment.kind,
@@ -115,6 +116,8 @@ def _segment(fusion: str, i: int, lowered: Lowered, made: Made, env: Mapping[str
         after=tuple(f"{fusion}.{j}" for j, s in enumerate(lowered.segments) if set(s.outputs) & set(segment.inputs)),
         why=segment.why,
         layouts=weight_layouts(segment.fusion, wanted.target),
+        launched=chosen.kernels if chosen else "",
+        workspace=chosen.workspace if chosen else None,
     )
 
 

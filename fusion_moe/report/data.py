@@ -68,7 +68,7 @@ class SegmentReport:
     """One kernel. after: the segments it reads from, and why: why it is not one with them; roundings: the casts that are not rounded to.
 
     intensity: floating-point operations for each byte read or written. layouts: of weights that are not in the target's layout, and what
-    prepare_ does about it.
+    prepare_ does about it. launched: the kernels for these sizes, where that depends on them, and the bytes that they need beside results.
     """
 
     id: str
@@ -89,6 +89,8 @@ class SegmentReport:
     after: tuple[str, ...]
     why: str
     layouts: tuple[tuple[str, str], ...] = ()
+    launched: str = ""
+    workspace: int | None = None
     measured: Measured | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .. import schedule as schedulers
@@ -10,17 +11,19 @@ from ..emit.nvfuser import NAME as NVFUSER
 from ..emit.nvfuser import library
 from ..errors import UnsupportedError
 from ..ir.text import text
+from ..runtime.kernel import Chosen
 from ..segment import Segment
 from ..target import Target
 
 
 @dataclass(frozen=True)
 class Made:
-    """A kernel as it is told: the backend's name, why it is that one or why it does not run, and the source."""
+    """A kernel as it is told: the backend's name, why it is that one or why it does not run, the source; what it is for some sizes."""
 
     backend: str
     why: str
     source: str
+    chosen: Callable[[Mapping[str, int]], Chosen] | None = None
 
 
 def made_of(segment: Segment, schedule: object, to: Target, why_not: str) -> Made:
@@ -33,7 +36,7 @@ def made_of(segment: Segment, schedule: object, to: Target, why_not: str) -> Mad
         source = f"# its nvFuser definition is not shown: {missing}\n{text(segment.fusion)}"
         return Made(NVFUSER, _why(NVFUSER, segment, to, why_not), source)
     kernel = BACKENDS[to.name].emit(segment, schedule)
-    return Made(kernel.backend, kernel.why or _why(kernel.backend, segment, to, why_not), kernel.source)
+    return Made(kernel.backend, kernel.why or _why(kernel.backend, segment, to, why_not), kernel.source, kernel.chosen)
 
 
 def _why(backend: str, segment: Segment, to: Target, why_not: str) -> str:

@@ -29,7 +29,7 @@ def table(report: Report) -> str:
             _section("cuts", _cuts(report)),
         ]
         parts += [_section("roundings dropped", _roundings(report)), _section("backends", _backends(report))]
-        parts.append(_section("layouts of weights", _layouts(report)))
+        parts += [_section("kernels", _kernels(report)), _section("layouts of weights", _layouts(report))]
     parts.append(_section("not fused", _left(report)))
     parts.append(_legend(report) if report.fusions else _nothing(report))
     return "\n\n".join(p for p in parts if p)
@@ -147,6 +147,10 @@ def _roundings(report: Report) -> Iterable[tuple[str, str]]:
 
 def _backends(report: Report) -> Iterable[tuple[str, str]]:
     return _counted((s.backend, s.backend_why) for s in _segments(report))
+
+
+def _kernels(report: Report) -> Iterable[tuple[str, str]]:
+    return ((s.id, f"{s.launched}; workspace {amount(s.workspace, 'B')}") for s in _segments(report) if s.launched)
 
 
 def _layouts(report: Report) -> Iterable[tuple[str, str]]:

@@ -38,4 +38,5 @@ def emit(segment: Segment, schedule: object) -> Kernel:
         text = "\n".join(launched.text for launched in source.launches(dict.fromkeys(fusion.symbols, 1), "sm_80"))
     except UnsupportedError as error:
         return replace(reference.emit(segment, schedule), why=str(error))
-    return Kernel(segment, schedule, NAME, text, Launch(source), graph_safe=True)
+    launch = Launch(source)
+    return Kernel(segment, schedule, NAME, text, launch, graph_safe=True, chosen=launch.chosen)

@@ -17,6 +17,7 @@ from ...groups import ceil_to
 from ...ir.core import Value, storage_shape
 from ...ir.types import DTYPES
 from ...runtime import cuda, nvrtc
+from ...runtime.kernel import Chosen
 from .source import Array, Launched, Sizes, Source
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -143,6 +144,14 @@ class Launch:
 
     def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
         return self._call(inputs, sizes)
+
+    def chosen(self, sizes: Sizes) -> Chosen:
+        """What is launched by itself, on the current device; on compute capability 9.0 where there is none."""
+        arch = cuda.arch(torch.cuda.current_device()) if torch.cuda.is_available() else "sm_90a"
+        names = ", ".join(launched.name for launched in self.source.launches(sizes, arch) if launched.blocks)
+        others: list[Value | Array] = [v for v in self.source.memory if v not in self.source.fusion.outputs]
+        workspace = sum(_nbytes(self.source, a, sizes, arch) for a in [*others, *self.source.scratch])
+        return Chosen(f"{names} on {arch}", workspace)
 
 
 def build(launched: Launched, arch: str) -> Path:

@@ -1,0 +1,56 @@
+"""What fusion_moe.explain says of the CUDA kernels that sizes launch, and of their workspace."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import fusion_moe
+from fusion_moe.runtime import nvrtc
+
+pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+EXPERTS, SLOTS, HIDDEN, INTERMEDIATE = 8, 2, 128, 64
+
+
+def report(tokens: int, target: str = "cuda") -> fusion_moe.report.Report:
+    gate_up, down = torch.ones(EXPERTS, 2 * INTERMEDIATE, HIDDEN), torch.ones(EXPERTS, HIDDEN, INTERMEDIATE)
+    module = fusion_moe.NVFP4Experts.from_float(gate_up, down)
+    fusion_moe.prepare_(module, target)
+    x, ids = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16), torch.zeros(tokens, SLOTS, dtype=torch.long)
+    with torch.no_grad():
+        return fusion_moe.explain(module, x, ids, torch.ones(tokens, SLOTS), target=target)
+
+
+def segments(found: fusion_moe.report.Report) -> list[fusion_moe.report.SegmentReport]:
+    return [s for f in found.fusions for s in f.segments]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what this GPU launches")
+def test_kernels_follow_the_sizes():
+    few, many = (segments(report(tokens)) for tokens in (1, 4000))  # one: which tracers take for a constant
+    assert [s.launched for s in few] == ["route_whole, few_rows_1x1x4x4 on sm_90a", "few_rows_1x1x8x4, combine on sm_90a"]
+    assert [s.launched for s in many] == [
+        "route_counts, route_scan, route_places, prologue_ordered, many_rows_160x3 on sm_90a",
+        "prologue_ordered, many_rows_160x3, combine on sm_90a",
+    ]
+
+
+def test_workspace_is_what_no_result_holds():
+    rows = 4000 * SLOTS
+    first, second = segments(report(4000))
+    counts, row_of, x = 8 * EXPERTS * 4, rows * 4, 4000 * HIDDEN * 2
+    assert first.workspace == counts + row_of + x
+    assert second.workspace == rows * HIDDEN * 2 + rows * INTERMEDIATE * 2  # the sum's rows; what the first makes, in order
+
+
+def test_said_in_the_table_and_in_json():
+    found = report(4000)
+    first, _ = segments(found)
+    assert f"{first.launched}; workspace 1.06 MB" in " ".join(str(found).split())
+    assert json.loads(found.to_json())["fusions"][0]["segments"][0]["workspace"] == first.workspace
+
+
+def test_the_cpu_has_nothing_to_say():
+    assert [(s.launched, s.workspace) for s in segments(report(3, "cpu"))] == [("", None)] * 2
