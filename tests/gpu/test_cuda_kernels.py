@@ -14,7 +14,7 @@ import fusion_moe
 from fusion_moe import options
 from fusion_moe.compile import compile_fusion
 from fusion_moe.emit.cuda import variants
-from fusion_moe.emit.cuda.variants import ALWAYS, TILED, Regime
+from fusion_moe.emit.cuda.variants import ALWAYS, Regime
 from fusion_moe.errors import BuildError, GroupsError
 from fusion_moe.formats import Quantized, dequantize, quantize
 from fusion_moe.frontends.inductor import backend
@@ -154,25 +154,31 @@ def test_any_groups_exactly(cut: Cut, layout, sizes):
     assert torch.equal(found.cpu(), want)
 
 
+def variants_of(table: str) -> list[variants.Variant]:
+    """All kernels of products with weights in one layout."""
+    return [v for regime in getattr(variants, table) for v in regime.variants]
+
+
 RAGGED = [
     Cut((300, 0, 1, 160, 161, 7, 0), 5), Cut((64, 65, 128, 16, 8, 9, 112), 1), Cut((0, 0, 0, 1100, 0, 0, 0), 0), Cut((1,) * 7, 0),
     Cut((0,) * 7, 33), *(Cut(tuple(torch.randint(0, 400, (7,), generator=generator(i)).tolist()), i) for i in range(6)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", [v for r in TILED for v in r.variants if v.persistent], ids=lambda v: v.name)
+@pytest.mark.parametrize(("table", "variant"), [(t, v) for t in ("LINEAR", "TILED") for v in dict.fromkeys(variants_of(t))], ids=str)
 @pytest.mark.parametrize(("k", "n"), [(64, 16), (320, 144), (1024, 2064)])
-def test_many_rows_exactly(variant, k, n, monkeypatch):
-    monkeypatch.setattr(variants, "TILED", (Regime(ALWAYS, (variant,)), TILED[-1]))
+def test_every_variant_exactly(table, variant, k, n, monkeypatch):
+    layout = {"LINEAR": "linear", "TILED": "w16x64"}[table]
+    monkeypatch.setattr(variants, table, (Regime(ALWAYS, (variant,)), getattr(variants, table)[-1]))
     weight = random_weight(7, n, k, exact=True)
-    packed, matrices = stored(weight, "w16x64"), dequantize(weight).cuda()
+    packed, matrices = stored(weight, layout), dequantize(weight).cuda()
     for cut in RAGGED:
         x = torch.randint(-3, 4, (cut.rows, k), generator=generator()).bfloat16().cuda()
         x[int(cut.ends[-1]) :] = torch.nan  # rows of no group are not read
         want = torch.zeros(cut.rows, n, device="cuda")
         for group, rows in cut.runs:
             want[rows] = x[rows].float() @ matrices[group].T
-        args, kwargs = (x, *packed, cut.ends.cuda()), {"weight_layout": "w16x64", "out_dtype": torch.float32}
+        args, kwargs = (x, *packed, cut.ends.cuda()), {"weight_layout": layout, "out_dtype": torch.float32}
         poison()
         found = program("nvfp4_grouped_mm", args, kwargs)(list(args))[0]
         assert torch.equal(found, want)
