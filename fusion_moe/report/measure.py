@@ -17,9 +17,11 @@ from .. import groups, options
 from .. import target as targets
 from ..compile import compile_fusion
 from ..emit import cpu
+from ..emit.cpu import prebuilt
 from ..frontends.inductor import replace_regions
 from ..frontends.regions import Region
 from ..ir.core import Fusion, Value
+from ..ir.types import DTYPES
 from ..ops import as_bytes
 from ..options import Options
 from ..runtime import bandwidth, isa, pages
@@ -67,11 +69,13 @@ class Watch:
             return None
         weights = {t.data_ptr(): t for w in self.watched for t in w.weights}.values()
         tier, why = self._tier() if any(w.in_cpp for w in self.watched) else ("", "")
+        activations = sorted({dtype for w in self.watched for dtype in w.activations})
         return Machine(
             cpu=bandwidth.cpu(), cpus=bandwidth.cpus(), threads=self.memory.threads, tier=tier, tier_why=why,
             bytes_per_second=self.memory.bytes_per_second, now=self.now, read_by=self.memory.by, repeats=REPEATS,
             interruptions=self.interruptions,
             weight_bytes=sum(t.nbytes for t in weights), weight_bytes_on_large_pages=pages.obtained(*weights),
+            products=tuple((dtype, prebuilt.kernels(tier, DTYPES[dtype])) for dtype in activations),
         )  # fmt: skip
 
     def _tier(self) -> tuple[str, str]:
@@ -104,6 +108,12 @@ class Watched:
     def in_cpp(self) -> bool:
         """Whether some of its kernels are in C++."""
         return any(kernel.backend == cpu.NAME for kernel in self.program.kernels)
+
+    @property
+    def activations(self) -> set[str]:
+        """The dtypes of activations of its grouped products that C++ computes."""
+        ours = (kernel for kernel in self.program.kernels if kernel.backend == cpu.NAME)
+        return {op.values[0].type.dtype for kernel in ours for op in kernel.segment.fusion.ops if op.kind.role == "grouped"}
 
     def run(self, source: str, inputs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
         """What fusion_moe::run computes."""

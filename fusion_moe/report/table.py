@@ -95,6 +95,8 @@ def _numbers(m: Measured, flops: int | None) -> Iterator[str]:
 def _machine(report: Report) -> Iterable[tuple[str, str]]:
     if m := report.machine:
         yield m.cpu, f"{_count(m.cpus, 'CPU')}, {_count(m.threads, 'thread')}{f'; C++ for {m.tier}, {m.tier_why}' if m.tier else ''}"
+        for dtype, kernels in m.products:
+            yield f"products of {dtype}", f"groups of {kernels}"
         yield "reading memory", f"{amount(m.bytes_per_second, 'B/s')} ({m.read_by}), {amount(m.now, 'B/s')} for this report"
         if m.interruptions:
             yield "interruptions", f"a CPU was taken away {_count(m.interruptions, 'time')} while kernels were measured: what else runs?"

@@ -30,6 +30,13 @@ def product_of(tier: str) -> ctypes.CDLL:
     return build.library(recipe(tier))
 
 
+def kernels(tier: str, dtype: torch.dtype) -> str:
+    """Which of a tier's kernels multiply groups of how many rows of activations of a dtype."""
+    function = product_of(tier).kernels
+    function.restype = ctypes.c_char_p
+    return str(function(_DTYPES[dtype]).decode())
+
+
 def evaluate(segment: Segment) -> Any:
     """launch(*inputs, sizes=...) of a grouped_gemm segment, its product by the library that came with the package.
 

@@ -321,6 +321,7 @@ class AmxProduct {
 struct Amx {
     using Activation = bf16;
     using Packed = u16;  // tiles, one after the other, of 16 rows; zeros up to a multiple of 16 rows and 128 activations
+    static constexpr auto NAME = "by tiles of AMX";
     static constexpr i64 MOST = CHUNK;
     static constexpr int SMALLEST = -64, LARGEST = 31;
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -19,6 +20,17 @@ struct Hand {
     i64 group = -1, first = -1;  // whose rows are packed
     bool fast = false;           // for a fast kernel
 };
+
+// Which kernels take groups of how many rows.
+template <class Kernel, class... Others>
+std::string told(Kernels<Kernel, Others...>) {
+    if constexpr (sizeof...(Others) > 0) {
+        const std::string rows = Kernel::MOST == 1 ? "1 row" : "up to " + std::to_string(Kernel::MOST) + " rows";
+        return rows + " " + Kernel::NAME + ", " + told(Kernels<Others...>{});
+    } else {
+        return std::string("more ") + Kernel::NAME;
+    }
+}
 
 template <class Tier, class A>
 class GroupedMM {

@@ -16,6 +16,7 @@ template <class Vectors>
 struct FewRows {
     using Activation = typename Vectors::Activation;
     using Packed = typename Vectors::Packed;
+    static constexpr auto NAME = Vectors::FEW == 1 ? "by dot products with the codes" : "straight from the codes";
     static constexpr i64 MOST = Vectors::FEW;
     static constexpr int SMALLEST = -80, LARGEST = 90;
 
@@ -40,6 +41,7 @@ template <class Vectors>
 struct Panels {
     using Activation = typename Vectors::Activation;
     using Packed = typename Vectors::Packed;
+    static constexpr auto NAME = "by panels of decoded weights";
     static constexpr i64 MOST = CHUNK, ROWS = Vectors::ROWS, SUBS = Vectors::SUBS;
     static constexpr int SMALLEST = -80, LARGEST = 90;
 

@@ -28,6 +28,12 @@ extern "C" void product(const Problem* problem, int threads) {
     }
 }
 
+// How rows of a group are multiplied, in words.
+extern "C" const char* kernels(int activation) {
+    static const std::string f32 = told(Tier::Fast<float>{}), bf16_ = told(Tier::Fast<bf16>{}), f16_ = told(Tier::Fast<f16>{});
+    return (activation == OF_BF16 ? bf16_ : activation == OF_F16 ? f16_ : f32).c_str();
+}
+
 // sizes: G, N, K, runs, rows
 extern "C" void plain(const void* const* p, const long long* sizes, int activation, int threads) {
     Problem problem{};

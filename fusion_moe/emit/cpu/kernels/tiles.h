@@ -6,6 +6,7 @@
 // A kernel is a struct with
 //
 //     Activation, Packed  the type of the activations that it takes, and of what it makes of them
+//     NAME                what it does, for people
 //     MOST                how many rows it takes
 //     SMALLEST, LARGEST   what activations must be to be `usual`; decode scales must be `usual` too (unless the kernel is `Wide`)
 //     pack                some rows of activations -> rows of `Packed`, `stride` apart
