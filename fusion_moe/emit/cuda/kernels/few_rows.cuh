@@ -18,7 +18,7 @@ class FewRows {
 
     static constexpr int WARPS = 8, WR = WARPS / WK, HEIGHT = 8 * NT, TILES = R * WR, KB = (Segment::K + 63) / 64;
     static_assert(U % 2 == 0, "activations alternate");
-    using Tile = Sums<Segment, HEIGHT, TILES, WK>;
+    using Tile = Sums<Segment, HEIGHT, TILES, WK, 32 * WARPS>;
     using Weights = typename Segment::Weights;
     using Held = typename Weights::Held;
 

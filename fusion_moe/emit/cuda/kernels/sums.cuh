@@ -6,8 +6,8 @@
 
 namespace {
 
-// A tile of HEIGHT rows of a group and TILES * 16 rows of its matrix, whose K is cut into WK parts. FACTOR: of the sums.
-template <class Segment, int HEIGHT, int TILES, int WK>
+// A tile of HEIGHT rows of a group and TILES * 16 rows of its matrix, whose K is cut into WK parts, made by THREADS threads.
+template <class Segment, int HEIGHT, int TILES, int WK, int THREADS>
 struct Sums {
     static constexpr int COLUMNS = Segment::B * (TILES / Segment::TILES);  // of the result
     static constexpr int ACROSS = (Segment::W + COLUMNS - 1) / COLUMNS;
@@ -25,7 +25,7 @@ struct Sums {
 
     // Adds what the warps have along K, and stores. `at`: the first column.
     __device__ static __forceinline__ void store(const Segment& s, const Span& span, i32 at, const float* sums, float factor) {
-        for (i32 i = threadIdx.x; i < HEIGHT * COLUMNS / V; i += blockDim.x) {
+        for (i32 i = threadIdx.x; i < HEIGHT * COLUMNS / V; i += THREADS) {
             const i32 token = i / (COLUMNS / V), column = i % (COLUMNS / V) * V, j = at + column, m = span.first + token;
             if (m >= span.end || j >= Segment::W) continue;
             const float* row = sums + token * STRIDE + column / Segment::B * (16 * Segment::TILES);
@@ -47,7 +47,7 @@ struct Sums {
 
     // Rows that belong to no group.
     __device__ static void fill(const Segment& s, const Span& span, i32 at) {
-        for (i32 i = threadIdx.x; i < (span.end - span.first) * COLUMNS / V; i += blockDim.x) {
+        for (i32 i = threadIdx.x; i < (span.end - span.first) * COLUMNS / V; i += THREADS) {
             const i32 j = at + i % (COLUMNS / V) * V;
             const float zero[Segment::F][V] = {};
             if (j < Segment::W) put(s, span.first + i / (COLUMNS / V), Segment::G, j, zero);
