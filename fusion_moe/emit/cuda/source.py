@@ -120,11 +120,11 @@ class Source(ABC):
         text = _KERNEL.substitute(header=header, struct=self._struct(functions), name=name, call=call, bounds=bounds)
         return Launched(name, text, blocks, threads, shared, persistent)
 
-    def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes) -> Launched:
-        """A kernel that does `body` for each i below a count."""
+    def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, early: bool = False) -> Launched:
+        """A kernel that does `body` for each i below a count. early: before the kernel before it has ended, of which it needs nothing."""
         blocks = min(_MOST_BLOCKS, -(-value(count, sizes) // THREADS))
-        lines = ["wait_for_previous();", "let_next_start();", f"for_all({size(count)}, [&](i64 i) {{", *inner(body), "});"]
-        return self.kernel(name, lines, blocks)
+        wait, loop = ["wait_for_previous();", "let_next_start();"], [f"for_all({size(count)}, [&](i64 i) {{", *inner(body), "});"]
+        return self.kernel(name, [*loop, *wait] if early else [*wait, *loop], blocks)
 
     def _struct(self, more: Sequence[str]) -> str:
         return _STRUCT.substitute(members=_indented(self._members()), functions=_indented([*self.functions(), *more]))
