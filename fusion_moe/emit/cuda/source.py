@@ -162,11 +162,12 @@ class Source(ABC):
             raise UnsupportedError(f"{groups} groups have no kernel here", expected=f"at most {_MOST_COUNTERS // (4 * _WARPS)}")
         steps = [("counts", chunks, counters), ("scan", 1, 0), ("places", chunks, counters)]
         if chunks <= _MOST_CHUNKS and chunks * counters <= _MOST_COUNTERS:
-            steps = [("whole", 1, chunks * counters)]
+            steps = [(f"whole<{chunks}>", 1, chunks * counters)]
+        route = f"Route<{stored(ids)}, {groups}>{{{given}}}"
         return [
             self.kernel(
-                f"route_{step}", ["wait_for_previous();", "let_next_start();", f"Route<{stored(ids)}, {groups}>{{{given}}}.{step}();"],
-                blocks, threads=_CHUNK, shared=shared,
+                f"route_{step.split('<')[0]}", ["wait_for_previous();", "let_next_start();", f"{route}.{step}();"], blocks,
+                threads=_CHUNK, shared=shared,
             )
             for step, blocks, shared in steps
         ]  # fmt: skip
