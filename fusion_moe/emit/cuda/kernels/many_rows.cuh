@@ -194,8 +194,7 @@ private:
         __device__ __forceinline__ void tell() {
             copies_wait<Later>();
             fence_for_tensor_cores();
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) barrier_arrive(shared.full[last.stage]);
+            barrier_arrive(shared.full[last.stage]);
             last.advance();
         }
     };
@@ -298,7 +297,7 @@ private:
         }
 
         __device__ __forceinline__ void release() {
-            if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty[to_release]);
+            barrier_arrive(shared.empty[to_release]);
             if (++to_release == STAGES) to_release = 0;
         }
 
