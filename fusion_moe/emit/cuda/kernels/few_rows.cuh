@@ -1,8 +1,8 @@
 // Grouped products of few rows a group: bound by the reading of weights, which go from memory to registers and there become fragments.
 //
 // A block makes a tile of 8 * NT rows of one group and 16 * R * WR rows of its matrix; WK warps share each of these, along K. The matrix is
-// on the side of mma's 16 rows, the activations on that of its 8 columns. A lane has U blocks of 64 k in flight. A tile that is at most half
-// full is made as one of half the height. There are blocks for as many tiles as there may be; those past the last have nothing to do.
+// on the side of mma's 16 rows, the activations on that of its 8 columns. A lane has U blocks of 64 k in flight. A tile that is half full or
+// less is made as one of half the height. There are blocks for as many tiles as there may be; those past the last have nothing to do.
 #pragma once
 
 #include "fp4.cuh"

@@ -122,7 +122,8 @@ private:
 #pragma unroll
             for (int i = 0; i < EACH; ++i)
 #pragma unroll
-                for (int b = 0; b < Blocks; ++b) copy_16(code_place + i * sizeof(TeamWeights) + b * CODES, some_codes + code[i] + b * CODES);
+                for (int b = 0; b < Blocks; ++b)
+                    copy_16(code_place + i * sizeof(TeamWeights) + b * CODES, some_codes + code[i] + b * CODES);
             const i32 tile = thread / PIECES, piece = thread % PIECES;
             const u32 scale_place = shared_address(to.weights[tile / TEAM_WARPS].scales[tile % TEAM_WARPS]) + piece * 16;
 #pragma unroll
@@ -332,7 +333,8 @@ private:
     // Results ----------------------------------------------------------------------------------------------------------
 
     // Threads have sums of one column each, and store more: 16 rows of activations at a time are turned, where weights were.
-    __device__ static __forceinline__ void store(const float (&sum)[TOKENS / 2], const Segment& s, const Products& products, const Item& item) {
+    __device__ static __forceinline__ void store(
+        const float (&sum)[TOKENS / 2], const Segment& s, const Products& products, const Item& item) {
         constexpr int OF_TEAM = COLUMNS / TEAMS, EACH = Segment::At::ORDERED ? OF_TEAM / 8 : V, PIECES = OF_TEAM / EACH;  // of a row
         const i32 thread = threadIdx.x % TEAM, team = threadIdx.x / TEAM, row = thread / PIECES;
         const i32 first = thread % PIECES * (Segment::At::ORDERED ? 2 : EACH);
@@ -350,7 +352,8 @@ private:
             if (KEPT == 1) team_sync(team);
             if (chunk + CHUNK < TOKENS) turn(products.place(team, (chunk / CHUNK + 1) % KEPT), sum + (chunk + CHUNK) / 2, factor);
             const i32 m = item.span.first + chunk + row;
-            if (row < CHUNK && m < item.span.end) put(s, m, item.span.group, At{item.column_block * COLUMNS + team * OF_TEAM + first}, p);
+            const At at{item.column_block * COLUMNS + team * OF_TEAM + first};
+            if (row < CHUNK && m < item.span.end) store_columns<EACH>(s, m, item.span.group, at, p);
         }
     }
 
@@ -403,27 +406,13 @@ private:
         }
     }
 
-    template <int Count, class Columns>
-    __device__ static __forceinline__ void put(const Segment& s, i32 m, i32 g, Columns at, const float (&p)[Segment::F][Count]) {
-        if constexpr (Segment::W % 8 == 0) {
-            if (at.j < Segment::W) s.template store<Count>(m, g, at, p);
-        } else {
-#pragma unroll
-            for (int v = 0; v < Count; ++v) {
-                float one[Segment::F][1];
-#pragma unroll
-                for (int f = 0; f < Segment::F; ++f) one[f][0] = p[f][v];
-                if (at.column(v) < Segment::W) s.template store<1>(m, g, InTurn{at.column(v)}, one);
-            }
-        }
-    }
-
     // Rows that belong to no group.
     __device__ static __forceinline__ void fill(const Segment& s, const Item& item) {
         const i32 pieces = (item.span.end - item.span.first) * (COLUMNS / V);
         for (i32 i = threadIdx.x; i < pieces; i += TEAM * TEAMS) {
             const float zero[Segment::F][V] = {};
-            put(s, item.span.first + i / (COLUMNS / V), Segment::G, InTurn{item.column_block * COLUMNS + i % (COLUMNS / V) * V}, zero);
+            const InTurn at{item.column_block * COLUMNS + i % (COLUMNS / V) * V};
+            store_columns<V>(s, item.span.first + i / (COLUMNS / V), Segment::G, at, zero);
         }
     }
 };

@@ -34,4 +34,20 @@ struct Ordered {
     __device__ __forceinline__ i64 place() const { return ordered(j); }
 };
 
+// Stores columns of row m of a result, of group g: those that it has.
+template <int V, class Segment, class Columns>
+__device__ __forceinline__ void store_columns(const Segment& s, i32 m, i32 g, Columns at, const float (&p)[Segment::F][V]) {
+    if constexpr (Segment::W % V == 0) {
+        if (at.j < Segment::W) s.template store<V>(m, g, at, p);
+    } else {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+            float one[Segment::F][1];
+#pragma unroll
+            for (int f = 0; f < Segment::F; ++f) one[f][0] = p[f][v];
+            if (at.column(v) < Segment::W) s.template store<1>(m, g, InTurn{at.column(v)}, one);
+        }
+    }
+}
+
 }  // namespace

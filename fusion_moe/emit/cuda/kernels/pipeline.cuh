@@ -7,8 +7,8 @@ namespace {
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
-// The lanes that arrive at a barrier for their warp. compute-sanitizer's racecheck takes what lanes do before a barrier to be ordered by it if
-// they arrive themselves, and not if another arrives that has waited for them: for it all of them do (tests/gpu/cuda_sanitized.py).
+// The lanes that arrive at a barrier for their warp. For compute-sanitizer's racecheck all of them do: it takes what a lane has done to be
+// ordered by a barrier if that lane arrives, and not if another one does that has waited for it (tests/gpu/cuda_sanitized.py).
 #ifdef EVERY_LANE_ARRIVES
 constexpr u32 ARRIVING = 32;
 #else

@@ -41,7 +41,7 @@ struct Sums {
                     p[f][v] = total * (factor * s.decode[span.group * Segment::RUNS + Segment::run(f, min(j + v, Segment::W - 1))]);
                 }
             }
-            put(s, m, span.group, j, p);
+            store_columns<V>(s, m, span.group, InTurn{j}, p);
         }
     }
 
@@ -50,22 +50,7 @@ struct Sums {
         for (i32 i = threadIdx.x; i < (span.end - span.first) * COLUMNS / V; i += THREADS) {
             const i32 j = at + i % (COLUMNS / V) * V;
             const float zero[Segment::F][V] = {};
-            if (j < Segment::W) put(s, span.first + i / (COLUMNS / V), Segment::G, j, zero);
-        }
-    }
-
-private:
-    __device__ static __forceinline__ void put(const Segment& s, i32 m, i32 g, i32 j, const float (&p)[Segment::F][V]) {
-        if constexpr (Segment::W % V == 0) {
-            s.template store<V>(m, g, InTurn{j}, p);
-        } else {
-#pragma unroll
-            for (int v = 0; v < V; ++v) {
-                float one[Segment::F][1];
-#pragma unroll
-                for (int f = 0; f < Segment::F; ++f) one[f][0] = p[f][v];
-                if (j + v < Segment::W) s.template store<1>(m, g, InTurn{j + v}, one);
-            }
+            store_columns<V>(s, span.first + i / (COLUMNS / V), Segment::G, InTurn{j}, zero);
         }
     }
 };
