@@ -1,6 +1,6 @@
 """The main job, on a small real model: quantize its experts to NVFP4, compile it, measure it, and look at what was fused.
 
-    python examples/demo.py [--text BYTES] [--tokens N]
+    python examples/demo.py [--device cuda] [--text BYTES] [--tokens N]
 
 The model is a Qwen3-MoE trained on the Python standard library (examples/train_tiny_qwen3_moe.py made it).
 """
@@ -28,6 +28,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 import fusion_moe
 from fusion_moe.frontends.inductor import has_compiler
+from fusion_moe.runtime import nvrtc
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
 BATCHES = (1, 32)
@@ -47,6 +48,23 @@ class Variant:
 
 def step(text: str) -> None:
     print(f"\n== {text}", flush=True)
+
+
+def where_kernels_run() -> str:
+    """cuda where there is a GPU, and what compiles kernels for it."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    if why := nvrtc.why_missing():
+        print(f"there is a GPU, but no kernels for it: {why}")
+        return "cpu"
+    return "cuda"
+
+
+def now(device: str) -> float:
+    """Seconds, when the device has done what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def wait(variant: Variant, what: str) -> None:
@@ -70,16 +88,17 @@ def decode_speed(variant: Variant, tokenizer: Any, batch: int, steps: int) -> tu
     """Tokens per second of greedy decoding with a static cache: the median over the steps, and the spread (p10 to p90) relative to it."""
     if variant.experts:
         variant.model.set_experts_implementation(variant.experts[batch])
-    prompt = tokenizer([PROMPT] * batch, return_tensors="pt").input_ids
+    device = variant.model.device
+    prompt = tokenizer([PROMPT] * batch, return_tensors="pt").input_ids.to(device)
     cache = StaticCache(config=variant.model.config, max_cache_len=prompt.shape[1] + steps + 8)
     token = variant.model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
     wait(variant, f"{steps} steps at batch {batch}")
     seconds = []
     for i in range(steps + 3):
-        start = time.perf_counter()
+        start = now(device.type)
         token = variant.run(token, past_key_values=cache).logits[:, -1:].argmax(-1)
         if i >= 3:  # the first ones compile and warm up
-            seconds.append(time.perf_counter() - start)
+            seconds.append(now(device.type) - start)
     low, *_, high = statistics.quantiles(seconds, n=10)
     median = statistics.median(seconds)
     return batch / median, (high - low) / median
@@ -87,17 +106,24 @@ def decode_speed(variant: Variant, tokenizer: Any, batch: int, steps: int) -> tu
 
 @torch.inference_mode()
 def completion(variant: Variant, tokenizer: Any, tokens: int) -> str:
-    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids.to(variant.model.device)
     return tokenizer.decode(variant.model.generate(ids, max_new_tokens=tokens, do_sample=False)[0])
 
 
-def load() -> Any:
-    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).eval()
+def load(device: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).eval().to(device)
 
 
 def expert_bytes(model: torch.nn.Module) -> int:
     experts = [m for name, m in model.named_modules() if name.endswith("mlp.experts")]
     return sum(p.numel() * p.element_size() for m in experts for p in m.parameters())
+
+
+def to_nvfp4(model: torch.nn.Module, device: str) -> None:
+    """Quantizes the experts, and puts them in the order that a GPU's kernels read."""
+    fusion_moe.quantize_(model)
+    if device == "cuda":
+        fusion_moe.prepare_(model)
 
 
 def compare_speeds(variants: list[Variant], tokenizer: Any, steps: int) -> dict[tuple[str, int], float]:
@@ -121,37 +147,38 @@ def say_who_wins(speeds: dict[tuple[str, int], float]) -> None:
         print(f"batch {batch}: {ours} runs at {ratio:.2f}x of {name}: {verdict} bf16 here")
 
 
-def large_layer() -> torch.nn.Module:
+def large_layer(device: str) -> torch.nn.Module:
     """One mixture-of-experts layer of Qwen3-30B-A3B's size, with random weights: 604 M parameters, 128 experts, 8 for each token."""
     config = Qwen3MoeConfig(hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)
     config._experts_implementation = "batched_mm"  # the fastest of transformers' own for one token
     with torch.device("meta"):
         layer = Qwen3MoeSparseMoeBlock(config)
-    layer = layer.bfloat16().to_empty(device="cpu").requires_grad_(False).eval()
+    layer = layer.bfloat16().to_empty(device=device).requires_grad_(False).eval()
     for parameter in layer.parameters():
         parameter.uniform_(-0.04, 0.04)
     return layer
 
 
 @torch.inference_mode()
-def time_large_layer(calls: int) -> None:
+def time_large_layer(calls: int, device: str) -> None:
     """One token through the layer: bf16 and NVFP4, both compiled; each call has a token and experts of its own."""
-    layer = large_layer()
-    tokens = torch.randn(calls + 3, 1, 1, 2048).bfloat16()
+    layer = large_layer(device)
+    tokens = torch.randn(calls + 3, 1, 1, 2048, device=device).bfloat16()
     found = {}
     for name, backend in (("bf16 Inductor", "inductor"), ("NVFP4 compiled", "fusion_moe")):
         if backend == "fusion_moe":
             start = time.monotonic()
-            fusion_moe.quantize_(layer)
+            to_nvfp4(layer, device)
             print(f"quantized in {time.monotonic() - start:.1f} s")
         elif not has_compiler():
             continue
         torch._dynamo.reset()
-        run, seconds = torch.compile(layer, backend=backend), []
+        mode = "reduce-overhead" if device == "cuda" else None  # CUDA graphs: one token keeps a GPU busy for less time than Python
+        run, seconds = torch.compile(layer, backend=backend, mode=mode), []
         for x in tokens:
-            start = time.perf_counter()
+            start = now(device)
             run(x)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(now(device) - start)
         low, *_, high = statistics.quantiles(seconds[3:], n=10)
         found[name] = statistics.median(seconds[3:])
         print(f"{name:24} {found[name] * 1e3:6.2f} ms for one token, spread {(high - low) / found[name]:.0%}")
@@ -164,15 +191,16 @@ def main(options: argparse.Namespace) -> None:
     transformers_logging.disable_progress_bar()
     for name in ("torch", "torchao"):  # what they say of compiling, and of libraries for other machines
         logging.getLogger(name).setLevel(logging.ERROR)
+    options.device = options.device or where_kernels_run()
     step("load")
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    bf16, nvfp4 = load(), load()
+    bf16, nvfp4 = load(options.device), load(options.device)
     texts = load_heldout(max_bytes=options.text)
     print(f"{type(bf16).__name__}, {sum(p.numel() for p in bf16.parameters()) / 1e6:.1f} M parameters, from {MODEL.name}")
 
     step("quantize the experts: fusion_moe.quantize_(model)")
     before = expert_bytes(bf16)
-    fusion_moe.quantize_(nvfp4)
+    to_nvfp4(nvfp4, options.device)
     after = expert_bytes(nvfp4)
     print(f"expert weights: {before:,} bytes in bf16, {after:,} in NVFP4: {before / after:.2f}x smaller")
 
@@ -191,24 +219,27 @@ def main(options: argparse.Namespace) -> None:
     change, rounding = (found[a] / found[b] - 1 for a, b in (("NVFP4 eager", "bf16 eager"), ("NVFP4 compiled", "NVFP4 eager")))
     print(f"NVFP4 is {change:+.2%} of bf16; compiled is {rounding:+.4%} of eager")
 
-    step(f"decoding, tokens per second on {torch.get_num_threads()} threads (median of {options.tokens} steps, spread p10 to p90)")
+    where = f"{torch.get_num_threads()} threads" if options.device == "cpu" else torch.cuda.get_device_name()
+    step(f"decoding, tokens per second on {where} (median of {options.tokens} steps, spread p10 to p90)")
     torch._dynamo.reset()  # decoding compiles anew, for one token a sequence
     say_who_wins(compare_speeds(variants, tokenizer, options.tokens))
 
-    step(f"one layer of Qwen3-30B-A3B's size, on {torch.get_num_threads()} threads")
-    time_large_layer(options.calls)
+    step(f"one layer of Qwen3-30B-A3B's size, on {where}")
+    time_large_layer(options.calls, options.device)
 
     step("a completion, NVFP4")
     print(completion(variants[-2], tokenizer, 60))
 
     step("what was fused: fusion_moe.explain(model, input_ids) for one token")
     with torch.inference_mode():
-        report = fusion_moe.explain(nvfp4, tokenizer(PROMPT, return_tensors="pt").input_ids[:, :1], use_cache=False)
+        first = tokenizer(PROMPT, return_tensors="pt").input_ids[:, :1].to(options.device)
+        report = fusion_moe.explain(nvfp4, first, use_cache=False)
     print(report)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="a GPU where there is one")
     parser.add_argument("--text", type=int, default=60_000, help="bytes of held-out text")
     parser.add_argument("--tokens", type=int, default=24, help="decoding steps that are timed")
     parser.add_argument("--calls", type=int, default=100, help="calls of the large layer that are timed")

@@ -1,7 +1,8 @@
 """Cubins on CUDA devices: loaded once, launched on torch's current stream; and the word in which kernels say what was wrong.
 
-    function = load(path, "route_whole")                       # -> Function, for all devices of one architecture
-    launch(function, blocks, threads, shared, params, overlap)  # params: the bytes of the kernel's one parameter
+    function = load(path, "route_whole", shared)                # -> Function, for all devices of one architecture
+    launch = Launch(function, blocks, threads, shared, overlap)
+    launch(stream, params)                                      # params: the address of the addresses of its parameters
 
 Kernels make bad ends, ids and indices safe and write what they found into a word of pinned memory, which no launch waits for. `raise_fault`
 looks at it, as every call does before it launches: what it raises was in an earlier call. `synchronize` waits first.
@@ -31,13 +32,20 @@ Function = Any  # the driver's handle of a kernel
 @cache
 def arch(index: int) -> str:
     """What NVRTC compiles for, of a device: "sm_90a". UnsupportedError below compute capability 8.0."""
+    if why := _why_too_old(index):
+        raise UnsupportedError(why, todo="options.override(target='reference') computes in plain torch", where="cuda")
     major, minor = torch.cuda.get_device_capability(index)
-    if major < 8:
-        raise UnsupportedError(
-            f"cuda:{index} has compute capability {major}.{minor}", expected="8.0 or higher",
-            todo="options.override(target='reference') computes in plain torch", where="cuda",
-        )  # fmt: skip
     return f"sm_{major}{minor}" + ("a" if major == 9 else "")
+
+
+def why_too_old() -> str:
+    """Why kernels cannot run on the current device; empty if they can, or if there is no device."""
+    return _why_too_old(torch.cuda.current_device()) if torch.cuda.is_available() else ""
+
+
+def _why_too_old(index: int) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return "" if major >= 8 else f"cuda:{index} has compute capability {major}.{minor}, kernels need 8.0 or higher"
 
 
 @cache

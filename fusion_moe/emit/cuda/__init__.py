@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...errors import UnsupportedError
-from ...runtime import nvrtc
+from ...runtime import cuda, nvrtc
 from ...runtime.kernel import Kernel
 from ...segment import Segment
 from .. import reference
@@ -31,7 +31,7 @@ NAME = "cuda"
 def emit(segment: Segment, schedule: object) -> Kernel:
     """The kernels of a segment; that of the reference, which says why, where this backend has none."""
     try:
-        if why := nvrtc.why_missing():
+        if why := nvrtc.why_missing() or cuda.why_too_old():
             raise UnsupportedError(why)
         fusion = segment.fusion
         source = Product(plan(fusion, LAYOUTS)) if segment.kind == "grouped_gemm" else Loops(fusion)

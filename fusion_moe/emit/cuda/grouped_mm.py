@@ -114,7 +114,8 @@ class Product(Source):
         pieces = exact_div(elements(self.matrix.type.shape), 8)
         assert pieces is not None
         store = f"store_vector<8>({ACTIVATIONS} + 8 * i, ordered_piece({self.names[self.matrix]}, i));"
-        return [self.for_all("prologue_ordered", pieces, [store], sizes)]
+        after_routing = bool(self.made_first(sizes))  # which has waited for what made the matrix
+        return [self.for_all("prologue_ordered", pieces, [store], sizes, early=after_routing)]
 
     def _row(self, variant: variants.Variant, given_ordered: bool) -> list[str]:
         """Where the product reads a row of activations."""

@@ -120,11 +120,11 @@ class Source(ABC):
         text = _KERNEL.substitute(header=header, struct=self._struct(functions), name=name, call=call, bounds=bounds)
         return Launched(name, text, blocks, threads, shared, persistent)
 
-    def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes) -> Launched:
-        """A kernel that does `body` for each i below a count."""
+    def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, early: bool = False) -> Launched:
+        """A kernel that does `body` for each i below a count. early: before the kernel before it has ended, of which it needs nothing."""
         blocks = min(_MOST_BLOCKS, -(-value(count, sizes) // THREADS))
-        lines = ["wait_for_previous();", "let_next_start();", f"for_all({size(count)}, [&](i64 i) {{", *inner(body), "});"]
-        return self.kernel(name, lines, blocks)
+        wait, loop = ["wait_for_previous();", "let_next_start();"], [f"for_all({size(count)}, [&](i64 i) {{", *inner(body), "});"]
+        return self.kernel(name, [*loop, *wait] if early else [*wait, *loop], blocks)
 
     def _struct(self, more: Sequence[str]) -> str:
         return _STRUCT.substitute(members=_indented(self._members()), functions=_indented([*self.functions(), *more]))
@@ -162,11 +162,12 @@ class Source(ABC):
             raise UnsupportedError(f"{groups} groups have no kernel here", expected=f"at most {_MOST_COUNTERS // (4 * _WARPS)}")
         steps = [("counts", chunks, counters), ("scan", 1, 0), ("places", chunks, counters)]
         if chunks <= _MOST_CHUNKS and chunks * counters <= _MOST_COUNTERS:
-            steps = [("whole", 1, chunks * counters)]
+            steps = [(f"whole<{chunks}>", 1, chunks * counters)]
+        route = f"Route<{stored(ids)}, {groups}>{{{given}}}"
         return [
             self.kernel(
-                f"route_{step}", ["wait_for_previous();", "let_next_start();", f"Route<{stored(ids)}, {groups}>{{{given}}}.{step}();"],
-                blocks, threads=_CHUNK, shared=shared,
+                f"route_{step.split('<')[0]}", ["wait_for_previous();", "let_next_start();", f"{route}.{step}();"], blocks,
+                threads=_CHUNK, shared=shared,
             )
             for step, blocks, shared in steps
         ]  # fmt: skip

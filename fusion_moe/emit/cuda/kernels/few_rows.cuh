@@ -1,25 +1,24 @@
 // Grouped products of few rows a group: bound by the reading of weights, which go from memory to registers and there become fragments.
 //
 // A block makes a tile of 8 * NT rows of one group and 16 * R * WR rows of its matrix; WK warps share each of these, along K. The matrix is
-// on the side of mma's 16 rows, the activations on that of its 8 columns. A lane has U blocks of 64 k in flight. There are blocks for as many
-// tiles as there may be; those past the last have nothing to do.
+// on the side of mma's 16 rows, the activations on that of its 8 columns. A lane has U blocks of 64 k in flight. A tile that is at most half
+// full is made as one of half the height. There are blocks for as many tiles as there may be; those past the last have nothing to do.
 #pragma once
 
 #include "fp4.cuh"
 #include "mma.cuh"
-#include "order.cuh"
-#include "ragged.cuh"
+#include "sums.cuh"
 
 namespace {
 
 template <class Segment, int NT, int R, int WK, int U>
 class FewRows {
-    static constexpr int WARPS = 8, THREADS = 32 * WARPS, WR = WARPS / WK, HEIGHT = 8 * NT;
-    static constexpr int TILES = R * WR, COLUMNS = Segment::B * (TILES / Segment::TILES);  // of the product; of the result
-    static constexpr int ACROSS = (Segment::W + COLUMNS - 1) / COLUMNS;
-    static constexpr int STRIDE = 16 * TILES + 4;  // of partial sums: no two of a warp's stores meet in a bank
-    static constexpr int KB = (Segment::K + 63) / 64, V = 2;
-    static_assert(TILES % Segment::TILES == 0 && U % 2 == 0, "a block's tiles make whole columns, and activations alternate");
+    template <class, int, int, int, int>
+    friend class FewRows;
+
+    static constexpr int WARPS = 8, WR = WARPS / WK, HEIGHT = 8 * NT, TILES = R * WR, KB = (Segment::K + 63) / 64;
+    static_assert(U % 2 == 0, "activations alternate");
+    using Tile = Sums<Segment, HEIGHT, TILES, WK, 32 * WARPS>;
     using Weights = typename Segment::Weights;
     using Held = typename Weights::Held;
 
@@ -33,10 +32,19 @@ class FewRows {
 
 public:
     __device__ static __forceinline__ void run(const Segment& s) {
-        __shared__ float partial[WK * HEIGHT * STRIDE];
+        __shared__ float sums[Tile::COUNT];
         if (!Segment::EARLY) wait_for_previous();
-        const Span span = s.template find<HEIGHT>(blockIdx.x / ACROSS);
-        const i32 column = blockIdx.x % ACROSS * COLUMNS;
+        const Span span = s.template find<HEIGHT>(blockIdx.x / Tile::ACROSS);
+        const i32 column = blockIdx.x % Tile::ACROSS * Tile::COLUMNS;
+        if constexpr (NT % 2 == 0) {
+            if (span.end - span.first <= HEIGHT / 2) return FewRows<Segment, NT / 2, R, WK, U>::make(s, span, column, sums);
+        }
+        make(s, span, column, sums);
+    }
+
+private:
+    // One tile.
+    __device__ static __forceinline__ void make(const Segment& s, const Span& span, i32 column, float* sums) {
         const bool whole = span.group < Segment::G && span.first < span.end;
         FewRows tile(s);
         if (whole) tile.open(span, column);
@@ -44,15 +52,14 @@ public:
         let_next_start();
         if (whole) {
             tile.open_activations(span);
-            tile.multiply(partial);
+            tile.multiply(sums);
             __syncthreads();
-            finish(s, span, column, partial);
+            Tile::store(s, span, column, sums, Weights::FACTOR);
         } else {
-            fill(s, span, column);
+            Tile::fill(s, span, column);
         }
     }
 
-private:
     __device__ __forceinline__ explicit FewRows(const Segment& s) : s(s) {}
 
     // Of a thread: its warp's number along K and along the tiles of the product, its row and its quarter of a fragment.
@@ -132,7 +139,7 @@ private:
     }
 
     // The partial sums of the tile that was opened.
-    __device__ __forceinline__ void multiply(float* partial) {
+    __device__ __forceinline__ void multiply(float* sums) {
         float sum[R][NT][4] = {};
         const i32 rounds = count() >= 2 * U ? count() / U - 1 : 0, left = count() - U * rounds;
         for (i32 round = 0; round < rounds; ++round) {
@@ -150,55 +157,7 @@ private:
 #pragma unroll
         for (int r = 0; r < R; ++r)
 #pragma unroll
-            for (int t = 0; t < NT; ++t)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    partial[(wk() * HEIGHT + 8 * t + 2 * quarter() + i % 2) * STRIDE + 16 * (wr() * R + r) + row() + i / 2 * 8] = sum[r][t][i];
-    }
-
-    // Adds what the warps have along K, and stores.
-    __device__ static __forceinline__ void finish(const Segment& s, const Span& span, i32 at, const float* partial) {
-        for (i32 i = threadIdx.x; i < HEIGHT * COLUMNS / V; i += THREADS) {
-            const i32 token = i / (COLUMNS / V), column = i % (COLUMNS / V) * V, j = at + column, m = span.first + token;
-            if (m >= span.end || j >= Segment::W) continue;
-            const float* row = partial + token * STRIDE + column / Segment::B * (16 * Segment::TILES);
-            float p[Segment::F][V];
-#pragma unroll
-            for (int f = 0; f < Segment::F; ++f) {
-#pragma unroll
-                for (int v = 0; v < V; ++v) {
-                    const float* one = row + Segment::local(f, column % Segment::B + v);
-                    float total = 0;
-#pragma unroll
-                    for (int k = 0; k < WK; ++k) total += one[k * HEIGHT * STRIDE];
-                    p[f][v] = total * (Weights::FACTOR * s.decode[span.group * Segment::RUNS + Segment::run(f, min(j + v, Segment::W - 1))]);
-                }
-            }
-            put(s, m, span.group, j, p);
-        }
-    }
-
-    // Rows that belong to no group.
-    __device__ static void fill(const Segment& s, const Span& span, i32 at) {
-        for (i32 i = threadIdx.x; i < (span.end - span.first) * COLUMNS / V; i += THREADS) {
-            const i32 j = at + i % (COLUMNS / V) * V;
-            const float zero[Segment::F][V] = {};
-            if (j < Segment::W) put(s, span.first + i / (COLUMNS / V), Segment::G, j, zero);
-        }
-    }
-
-    __device__ static __forceinline__ void put(const Segment& s, i32 m, i32 g, i32 j, const float (&p)[Segment::F][V]) {
-        if constexpr (Segment::W % V == 0) {
-            s.template store<V>(m, g, InTurn{j}, p);
-        } else {
-#pragma unroll
-            for (int v = 0; v < V; ++v) {
-                float one[Segment::F][1];
-#pragma unroll
-                for (int f = 0; f < Segment::F; ++f) one[f][0] = p[f][v];
-                if (j + v < Segment::W) s.template store<1>(m, g, InTurn{j + v}, one);
-            }
-        }
+            for (int t = 0; t < NT; ++t) Tile::keep(sums, sum[r][t], wk(), wr() * R + r, 8 * t);
     }
 };
 

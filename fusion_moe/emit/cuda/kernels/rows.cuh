@@ -21,18 +21,21 @@ struct Route {
     i64* error;
 
     // All chunks by one block.
+    template <int CHUNKS>
     __device__ void whole() const {
         __shared__ i32 first[G];
-        count_ids(0, chunks());
-        totals(chunks(), first);
+        Picked picked[CHUNKS];
+        count_ids(picked, 0);
+        totals<CHUNKS>(first);
         prefix(first);
-        place(0, chunks(), first);
+        place(picked, 0, first);
     }
 
     __device__ void counts() const {
         __shared__ i32 total[G];
-        count_ids(blockIdx.x, 1);
-        totals(1, total);
+        Picked picked[1];
+        count_ids(picked, blockIdx.x);
+        totals<1>(total);
         for (i32 g = threadIdx.x; g < G; g += ROUTE_THREADS) table[blockIdx.x * G + g] = total[g];
     }
 
@@ -54,14 +57,20 @@ struct Route {
 
     __device__ void places() const {
         __shared__ i32 first[G];
-        count_ids(blockIdx.x, 1);
-        totals(1, first);
+        Picked picked[1];
+        count_ids(picked, blockIdx.x);
+        totals<1>(first);
         for (i32 g = threadIdx.x; g < G; g += ROUTE_THREADS) first[g] = table[blockIdx.x * G + g];
         __syncthreads();
-        place(blockIdx.x, 1, first);
+        place(picked, blockIdx.x, first);
     }
 
 private:
+    // An id of a thread: its group, and how many of the warp's before it name the same.
+    struct Picked {
+        i32 group, rank;
+    };
+
     __device__ static i32* before() {
         extern __shared__ i32 counts[];
         return counts;
@@ -69,21 +78,30 @@ private:
 
     __device__ i32 chunks() const { return (count + ROUTE_THREADS - 1) / ROUTE_THREADS; }
 
+    __device__ static i32 number(i32 chunk) { return chunk * ROUTE_THREADS + i32(threadIdx.x); }
+
+    // The group of an id; wrong ones are reported.
     __device__ i32 group_at(i32 i) const {
         if (i >= count) return G;
         const i64 id = i64(ids[i]);
-        return id < 0 ? 0 : id < G ? i32(id) : G - 1;
+        const i32 group = id < 0 ? 0 : id < G ? i32(id) : G - 1;
+        if (id != group) report(error, BAD_ID, i, i32(id));
+        return group;
     }
 
-    // How often the warps of these chunks name each group; wrong ids are reported.
-    __device__ void count_ids(i32 chunk, i32 chunks) const {
-        for (i32 i = threadIdx.x; i < chunks * ROUTE_WARPS * G; i += ROUTE_THREADS) before()[i] = 0;
+    // What the threads have of some chunks, from `chunk` on, and how often their warps name each group.
+    template <int CHUNKS>
+    __device__ void count_ids(Picked (&picked)[CHUNKS], i32 chunk) const {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) picked[c].group = group_at(number(chunk + c));
+        for (i32 i = threadIdx.x; i < CHUNKS * ROUTE_WARPS * G; i += ROUTE_THREADS) before()[i] = 0;
         __syncthreads();
-        for (i32 c = 0; c < chunks; ++c) {
-            const i32 i = (chunk + c) * ROUTE_THREADS + threadIdx.x, group = group_at(i);
-            if (i < count && i64(ids[i]) != group) report(error, BAD_ID, i, i32(ids[i]));
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            const i32 group = picked[c].group, lane = threadIdx.x % 32;
             const u32 same = __match_any_sync(WHOLE_WARP, group);
-            if (group < G && i32(threadIdx.x % 32) == __ffs(same) - 1) before()[row_of_warp(c) * G + group] = __popc(same);
+            picked[c].rank = __popc(same & ((1u << lane) - 1));
+            if (group < G && picked[c].rank == 0) before()[row_of_warp(c) * G + group] = __popc(same);
         }
         __syncthreads();
     }
@@ -91,10 +109,11 @@ private:
     __device__ static i32 row_of_warp(i32 c) { return c * ROUTE_WARPS + i32(threadIdx.x / 32); }
 
     // Counts of a warp -> of the warps before it; total[g]: of all. Each group's warps are cut into parts, one for a thread.
-    __device__ void totals(i32 chunks, i32* total) const {
+    template <int CHUNKS>
+    __device__ void totals(i32* total) const {
         constexpr i32 PARTS = G < ROUTE_THREADS ? ROUTE_THREADS / G : 1;
+        constexpr i32 warps = CHUNKS * ROUTE_WARPS, each = (warps + PARTS - 1) / PARTS;
         __shared__ i32 sums[PARTS * G];
-        const i32 warps = chunks * ROUTE_WARPS, each = (warps + PARTS - 1) / PARTS;
         for (i32 i = threadIdx.x; i < PARTS * G; i += ROUTE_THREADS) {
             i32 sum = 0;
 #pragma unroll 4
@@ -139,12 +158,13 @@ private:
         __syncthreads();
     }
 
-    __device__ void place(i32 chunk, i32 chunks, const i32* first) const {
-        for (i32 c = 0; c < chunks; ++c) {
-            const i32 i = (chunk + c) * ROUTE_THREADS + threadIdx.x, group = group_at(i);
-            const u32 same = __match_any_sync(WHOLE_WARP, group);
+    template <int CHUNKS>
+    __device__ void place(const Picked (&picked)[CHUNKS], i32 chunk, const i32* first) const {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            const i32 i = number(chunk + c), group = picked[c].group;
             if (i >= count) continue;
-            const i32 row = first[group] + before()[row_of_warp(c) * G + group] + __popc(same & ((1u << threadIdx.x % 32) - 1));
+            const i32 row = first[group] + before()[row_of_warp(c) * G + group] + picked[c].rank;
             row_of[row] = i / slots;
             slot_of[i] = row;
         }
