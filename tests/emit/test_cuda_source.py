@@ -161,6 +161,8 @@ def test_the_choice_looks_at_rows_and_groups_alone():
     assert [chosen(1, 16, 5120, 1024).wk, chosen(1, 16, 8192, 320, 1).wk] == [2, 8]
     assert [chosen(16, 8, 4096, 1792).wk, chosen(16, 8, 14336, 256, 1).wk] == [1, 2]
     assert chosen(64, 8, 4096, 1792).nt == 2
+    # nearly all groups fit one span, where rows pick them evenly
+    assert [chosen(256 * rows, 256).height for rows in (16, 32, 64, 256)] == [48, 64, 80, 160]
     assert isinstance(chosen(2**20, 8, 4096, 1792), ManyRows)
     assert chosen(2**20, 8, 4096, 1792, arch="sm_89").nt == 4
     assert chosen(160, 8, 4096, 1792, arch="sm_80").nt == 2

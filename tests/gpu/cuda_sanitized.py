@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +13,8 @@ from test_cuda_kernels import generator, program, random_weight
 
 import fusion_moe
 from fusion_moe.emit.cuda import launch, variants
+from fusion_moe.emit.cuda.launch import build
+from fusion_moe.emit.cuda.source import Launched
 from fusion_moe.errors import GroupsError
 from fusion_moe.formats import Quantized
 from fusion_moe.layouts import W16X64
@@ -95,9 +99,14 @@ def allocate_apart(offsets: Sequence[int], nbytes: int, device: torch.device) ->
     return held, [t.data_ptr() for t in held]
 
 
+def build_every_lane_arrives(launched: Launched, arch: str) -> Path:
+    """As launch.build, with barriers at which all lanes of a warp arrive: see kernels/pipeline.cuh."""
+    return build(replace(launched, text=f"#define EVERY_LANE_ARRIVES\n{launched.text}"), arch)
+
+
 def main() -> None:
     """Products are run once with each variant of their kernel."""
-    launch.APART, launch.allocate = 1, allocate_apart
+    launch.APART, launch.allocate, launch.build = 1, allocate_apart, build_every_lane_arrives
     for call in without_product():
         call.run()
     for layout, name in (("linear", "LINEAR"), ("w16x64", "TILED")):

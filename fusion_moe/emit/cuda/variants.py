@@ -123,7 +123,9 @@ ALWAYS = float("inf")
 TILED = (
     Regime(6, (FewRows(1, 1, 1, 4, 4), FewRows(1, 1, 2, 4, 4), FewRows(1, 1, 4, 4, 3), FewRows(1, 1, 8, 4, 4))),
     Regime(12, (FewRows(2, 2, 1, 2, 2), FewRows(2, 2, 2, 2, 2), FewRows(2, 2, 4, 2, 2))),
-    Regime(64, (ManyRows(64, 4),)),
+    Regime(20, (ManyRows(48, 4),)),
+    Regime(48, (ManyRows(64, 4),)),
+    Regime(68, (ManyRows(80, 4),)),  # weights of a group that is higher are decoded twice
     Regime(ALWAYS, (ManyRows(160, 3),)),
     Regime(24, (FewRows(2, 2, 1, 2, 2), FewRows(2, 2, 2, 2, 2), FewRows(2, 2, 4, 2, 2))),  # without wgmma
     Regime(ALWAYS, (FewRows(4, 2, 4, 2, 1),)),

@@ -47,13 +47,19 @@ struct ManyRows {
         TeamWeights weights[TEAMS];
     };
 
+    // decode: of the rows of each tile of the item.
+    struct Rest {
+        Schedule<Segment::G, TOKENS> schedule;
+        float decode[TILES][16];
+    };
+
     // As many as fit.
-    static constexpr int STAGES = (MOST_SHARED - int(sizeof(Schedule<Segment::G, TOKENS>))) / (sizeof(Stage) + 2 * sizeof(u64));
+    static constexpr int STAGES = (MOST_SHARED - int(sizeof(Rest))) / (sizeof(Stage) + 2 * sizeof(u64));
 
     struct Shared {
         Stage stage[STAGES];
         u64 full[STAGES], empty[STAGES];
-        Schedule<Segment::G, TOKENS> schedule;
+        Rest rest;
     };
     static_assert(sizeof(Shared) <= MOST_SHARED && sizeof(TeamWeights) >= CHUNK * STRIDE * sizeof(float));
 
@@ -65,7 +71,7 @@ struct ManyRows {
             barrier_init(shared.empty[threadIdx.x], TILES);
         }
         wait_for_previous();
-        shared.schedule.make(s.ends, i32(s.rows()), ACROSS, blockIdx.x == 0 ? s.error : nullptr, reinterpret_cast<i32*>(shared.stage));
+        shared.rest.schedule.make(s.ends, i32(s.rows()), ACROSS, blockIdx.x == 0 ? s.error : nullptr, reinterpret_cast<i32*>(shared.stage));
         if (threadIdx.x < TEAM * TEAMS) {
             take_registers<MULTIPLY_REGISTERS>();
             multiply(s, shared);
@@ -188,8 +194,7 @@ private:
         __device__ __forceinline__ void tell() {
             copies_wait<Later>();
             fence_for_tensor_cores();
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) barrier_arrive(shared.full[last.stage]);
+            barrier_arrive(shared.full[last.stage]);
             last.advance();
         }
     };
@@ -197,7 +202,7 @@ private:
     __device__ static __forceinline__ void copy(const Segment& s, Shared& shared) {
         const i32 thread = threadIdx.x - TEAM * TEAMS;
         Filled filled{shared};
-        for (Cursor at(shared.schedule); at.more(); at.advance()) {
+        for (Cursor at(shared.rest.schedule); at.more(); at.advance()) {
             const Item item = at.item();
             if (item.span.group == Segment::G) continue;
             Weights weights;
@@ -224,12 +229,13 @@ private:
 
     __device__ static __forceinline__ void multiply(const Segment& s, Shared& shared) {
         Ring<STAGES> ring;
-        for (Cursor at(shared.schedule); at.more(); at.advance()) {
+        for (Cursor at(shared.rest.schedule); at.more(); at.advance()) {
             const Item item = at.item();
             if (item.span.group == Segment::G) {
                 fill(s, item);
                 continue;
             }
+            fetch_decode(s, item, shared.rest.decode[threadIdx.x / 32]);
             float sum[TOKENS / 2] = {};
             Products products(shared, ring, item.height);
             products.run(sum);
@@ -291,7 +297,7 @@ private:
         }
 
         __device__ __forceinline__ void release() {
-            if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty[to_release]);
+            barrier_arrive(shared.empty[to_release]);
             if (++to_release == STAGES) to_release = 0;
         }
 
@@ -330,9 +336,10 @@ private:
         constexpr int OF_TEAM = COLUMNS / TEAMS, EACH = Segment::At::ORDERED ? OF_TEAM / 8 : V, PIECES = OF_TEAM / EACH;  // of a row
         const i32 thread = threadIdx.x % TEAM, team = threadIdx.x / TEAM, row = thread / PIECES;
         const i32 first = thread % PIECES * (Segment::At::ORDERED ? 2 : EACH);
-        float factor[2];
-        find_factors(factor, s, item);
-        team_sync(team);  // all have read their codes
+        copies_wait_all();
+        team_sync(team);  // all have read their codes, and decode scales are there
+        const float* decode = products.shared.rest.decode[threadIdx.x / 32] + threadIdx.x % 32 / 4;
+        const float factor[2] = {Tiled::FACTOR * decode[0], Tiled::FACTOR * decode[8]};  // of rows r and r + 8 of the warp's tile
         turn(products.place(team, 0), sum, factor);
 #pragma unroll
         for (int chunk = 0; chunk < TOKENS; chunk += CHUNK) {
@@ -347,12 +354,11 @@ private:
         }
     }
 
-    // Of rows r and r + 8 of the warp's tile.
-    __device__ static __forceinline__ void find_factors(float (&factor)[2], const Segment& s, const Item& item) {
-        const i32 first = first_row(item.column_block, threadIdx.x / 32) + threadIdx.x % 32 / 4;
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            factor[i] = Tiled::FACTOR * s.decode[item.span.group * Segment::RUNS + (first + 8 * i) / (Segment::N / Segment::RUNS)];
+    // The decode scales of the warp's tile begin their way: while products run, not when all wait for the store.
+    __device__ static __forceinline__ void fetch_decode(const Segment& s, const Item& item, float (&decode)[16]) {
+        const i32 lane = threadIdx.x % 32, row = first_row(item.column_block, threadIdx.x / 32) + lane;
+        const float* of_group = s.decode + item.span.group * Segment::RUNS;
+        if (lane < 16) copy_4(shared_address(decode + lane), of_group + row / (Segment::N / Segment::RUNS));
     }
 
     __device__ static __forceinline__ void turn(float* to, const float* sum, const float (&factor)[2]) {

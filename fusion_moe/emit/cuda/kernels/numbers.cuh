@@ -70,6 +70,14 @@ __device__ __forceinline__ float rounded(float x) {
     return widen(narrow<T>(x));
 }
 
+// The instruction that rounds two numbers is several times as fast as the one that rounds one, and leaves the upper one wide.
+template <>
+__device__ __forceinline__ float rounded<bf16>(float x) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(x), "f"(0.f));
+    return __uint_as_float(both);
+}
+
 // A number as it is kept in memory.
 template <class T, class R>
 __device__ __forceinline__ T stored(R x) {
@@ -89,8 +97,9 @@ __device__ __forceinline__ f16 stored<f16, float>(float x) {
 // --------------------------------------------------------------------------------------------------------------- functions of the IR
 
 __device__ __forceinline__ float exp_(float x) { return ::expf(x); }
-__device__ __forceinline__ float sigmoid_(float x) { return 1.f / (1.f + exp_(-x)); }
-__device__ __forceinline__ float silu_(float x) { return x / (1.f + exp_(-x)); }
+// Approximate, to 2^-16 of the result: exact ones make gate and up of many rows 2 to 5 % slower, since all multiplying waits for a store.
+__device__ __forceinline__ float sigmoid_(float x) { return ::__fdividef(1.f, 1.f + ::__expf(-x)); }
+__device__ __forceinline__ float silu_(float x) { return ::__fdividef(x, 1.f + ::__expf(-x)); }
 __device__ __forceinline__ float relu_(float x) { return x > 0.f || x != x ? x : 0.f; }
 __device__ __forceinline__ float minimum_(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
 __device__ __forceinline__ float maximum_(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }

@@ -7,12 +7,22 @@ namespace {
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
-__device__ __forceinline__ void barrier_init(u64& barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+// The lanes that arrive at a barrier for their warp. compute-sanitizer's racecheck takes what lanes do before a barrier to be ordered by it if
+// they arrive themselves, and not if another arrives that has waited for them: for it all of them do (tests/gpu/cuda_sanitized.py).
+#ifdef EVERY_LANE_ARRIVES
+constexpr u32 ARRIVING = 32;
+#else
+constexpr u32 ARRIVING = 1;
+#endif
+
+__device__ __forceinline__ void barrier_init(u64& barrier, u32 warps) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(warps * ARRIVING) : "memory");
 }
 
+// By a whole warp, for all that it has done.
 __device__ __forceinline__ void barrier_arrive(u64& barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+    __syncwarp();
+    if (threadIdx.x % 32 < ARRIVING) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
 // Until the phase with this parity is complete.
@@ -35,6 +45,10 @@ __device__ __forceinline__ void copy_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+__device__ __forceinline__ void copy_4(u32 to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
 // The copies since the last commit become one group of which can be waited for.
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -43,6 +57,9 @@ template <int Pending>
 __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
+
+// Until all of this thread's copies are done.
+__device__ __forceinline__ void copies_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // What threads have written to shared memory, and barriers have made known, becomes visible to the tensor cores.
 __device__ __forceinline__ void fence_for_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -32,6 +32,18 @@ __device__ __forceinline__ i64 group_of(const i32* ends, i64 groups, i64 row) {
     return low;
 }
 
+// The lanes that have the same number, of 0 .. MOST: by a vote for each bit.
+template <int MOST>
+__device__ __forceinline__ u32 same_number(i32 number) {
+    u32 same = WHOLE_WARP;
+#pragma unroll
+    for (int bit = 1; bit <= MOST; bit *= 2) {
+        const u32 with = __ballot_sync(WHOLE_WARP, number & bit);
+        same &= number & bit ? with : ~with;
+    }
+    return same;
+}
+
 struct Plus {
     __device__ __forceinline__ i32 operator()(i32 a, i32 b) const { return a + b; }
 };
@@ -201,7 +213,7 @@ template <int G, int HEIGHT, class Id>
 __device__ __forceinline__ Span find_tile_of_ids(const Id* ids, i32 count, i32 number) {
     const i32 lane = threadIdx.x % 32;
     const i32 id = lane < count ? i32(min(max(i64(ids[lane]), i64(0)), i64(G - 1))) : G;
-    const u32 same = __match_any_sync(WHOLE_WARP, id);
+    const u32 same = same_number<G>(id);
     const i32 size = __popc(same), tiles = lane < count && lane == __ffs(same) - 1 ? (size + HEIGHT - 1) / HEIGHT : 0;
     i32 first = 0, before = 0;  // rows and tiles of the groups before
     for (i32 i = 0; i < count; ++i) {

@@ -99,7 +99,7 @@ private:
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             const i32 group = picked[c].group, lane = threadIdx.x % 32;
-            const u32 same = __match_any_sync(WHOLE_WARP, group);
+            const u32 same = same_number<G>(group);
             picked[c].rank = __popc(same & ((1u << lane) - 1));
             if (group < G && picked[c].rank == 0) before()[row_of_warp(c) * G + group] = __popc(same);
         }
