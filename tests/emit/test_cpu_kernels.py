@@ -114,7 +114,7 @@ def test_every_code_under_every_scale(tier, dtype):
     x = torch.zeros(16, 256, dtype=dtype)
     x[torch.arange(16), torch.arange(0, 256, 16) + torch.arange(16)] = 1
     nan = torch.tensor([(b & 0x7F) == 0x7F for b in range(256)])
-    for rows in (1, 2, 4, 16, 40):  # each kernel there is for so many rows
+    for rows in (1, 2, 4, 16, 40, 130, 250):  # each kernel there is for so many rows
         for first in range(0, 16, rows):
             picked = (torch.arange(rows) + first) % 16
             found = product(tier, x[picked], weight, torch.tensor([rows], dtype=torch.int32), torch.float32)
@@ -280,6 +280,7 @@ def test_sizes_that_a_tracer_knows(name, tokens, slots):
 @given(routings(), st.sampled_from(TIERS))
 @example(Routing(torch.zeros(0, 2, dtype=torch.int64), 3), "generic")
 @example(Routing(torch.zeros(70, 1, dtype=torch.int32), 2), TIERS[0])
+@example(Routing(torch.zeros(250, 1, dtype=torch.int32), 2), TIERS[0])
 def test_any_routing(routing: Routing, tier):
     args, kwargs = expert_mlp("plain", torch.bfloat16, routing)
     check_segments(fusion_of_call("expert_mlp", *args, **kwargs), tier, list(args))

@@ -50,6 +50,10 @@ class _Writer(Writer):
             *inner(store),
             "}",
             "",
+            "void store_run(i64 m, i64 g, i64 j0, i64 count, const float* p) const {",
+            *inner(self.store_run()),
+            "}",
+            "",
             "void finish(i64 t) const {",
             *inner(self.finish()),
             "}",
@@ -71,7 +75,7 @@ class _Writer(Writer):
             f"    return static_cast<const Segment*>(segment)->row(m, static_cast<{a}*>(scratch));",
             "};",
             "problem.store = [](const void* segment, i64 m, i64 rows, i64 g, i64 j, i64 count, const float* p, i64 stride) {",
-            "    for (i64 r = 0; r < rows; ++r) static_cast<const Segment*>(segment)->store(m + r, g, j, count, p + r * stride);",
+            "    for (i64 r = 0; r < rows; ++r) static_cast<const Segment*>(segment)->store_run(m + r, g, j, count, p + r * stride);",
             "};",
             "product(&problem, threads);",
             f"for_rows({tokens}, 1, threads, [&](i64 t) {{ finish(t); }});",
@@ -110,6 +114,11 @@ class _Writer(Writer):
         body = [f"const i64 j = {column};", *elements.lines, *lanes]
         loop = ["#pragma omp simd", "for (int i = 0; i < LANES; ++i) {", *inner(body), "}"]
         return ["(void)g;", *arrays, *loop, *after]
+
+    def store_run(self) -> list[str]:
+        """Sixteen columns after the other, while those of a row further on come nearer."""
+        ahead = [f"if (count > LANES) fetch_row({v.name} + (m + 4) * W + j0, count);" for v in self.plan.rows]
+        return [*ahead, "for (i64 i = 0; i < count; i += LANES, p += F * LANES) store(m, g, j0 + i, std::min<i64>(LANES, count - i), p);"]
 
     def memory_before(self) -> dict[Value, str]:
         """What is in memory while tiles are stored."""

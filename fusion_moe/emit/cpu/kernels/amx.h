@@ -17,7 +17,8 @@ namespace {
 
 constexpr i64 TILE = 512;           // numbers of a tile of bfloat16
 constexpr i64 CODES = 128;          // of a row of the weight that are decoded at once
-constexpr i64 OF_CHUNK = 8 * TILE;  // the A tiles of 32 rows and CODES: two for each 32 codes
+constexpr i64 PANEL = 32;           // rows of the weight that are multiplied at once
+constexpr i64 OF_CHUNK = 8 * TILE;  // the A tiles of a panel and CODES: two for each 32 codes
 
 // What vectors are looked up in.
 struct alignas(64) AmxTables {
@@ -71,7 +72,7 @@ inline bool any_unusual(const u8* const* row, i64 rows, i64 bytes) {
     return _mm512_cmpge_epu8_mask(largest, _mm512_set1_epi8(0x7F)) != 0;
 }
 
-// Where the weight of an item is read: panels of 32 rows (two `Columns`), chunk after chunk of CODES.
+// Where the weight of an item is read: panels of 32 rows (two `Columns`), and of each chunks of CODES.
 class AmxReader {
   public:
     explicit AmxReader(const Item& item) : item_(item), K_(item.p->K), chunks_((K_ + CODES - 1) / CODES) {
@@ -84,65 +85,53 @@ class AmxReader {
     // Of the panel that is read: its two `Columns`, and whether a block scale is NaN or negative.
     const Columns* columns() const { return columns_[panel_ & 1]; }
     bool unusual() const { return unusual_; }
+    bool done() const { return 2 * panel_ >= item_.subs(); }
 
     void next_panel() {
         ++panel_;
         fill(panel_ + 1);
-        for (i64 i = 0; i < 2 * LANES; ++i) {
+        for (i64 i = 0; i < PANEL; ++i) {
             const Columns &now = columns()[i / LANES], &next = columns_[(panel_ + 1) & 1][i / LANES];
             now_[i] = {now.codes[i % LANES], now.scales[i % LANES]}, next_[i] = {next.codes[i % LANES], next.scales[i % LANES]};
         }
         unusual_ = any_unusual(columns()[0].scales, LANES, K_ / 16) || any_unusual(columns()[1].scales, LANES, K_ / 16);
         row_ahead_ = 0;
         start_ahead();
-        seek(0);
     }
 
-    i64 chunk() const { return chunk_; }
-    void seek(i64 chunk) { chunk_ = chunk; }
+    // Whether `decode_rows` may be called for a chunk: a whole one, block scales neither NaN nor negative.
+    bool easy(i64 chunk) const { return !unusual_ && (chunk + 1) * CODES <= K_; }
 
-    // Whether `decode_rows` may be called: a whole chunk, block scales neither NaN nor negative.
-    bool easy() const { return !unusual_ && (chunk_ + 1) * CODES <= K_; }
-    bool done() const { return 2 * panel_ >= item_.subs(); }
-
-    // Two rows of the chunk that is read; if `fetch`, two lines of the next panel.
-    template <int ROW>
-    [[gnu::always_inline]] void decode_rows(const AmxDecoding& decoding, i64 chunk, u16* at, bool fetch) {
-        for (int r = ROW; r < ROW + 2; ++r) {
+    // Rows of a chunk; if `fetch`, as many lines of the next panel come nearer.
+    template <int ROWS>
+    [[gnu::always_inline]] void decode_rows(const AmxDecoding& decoding, i64 chunk, i64 row, u16* at, bool fetch) {
+        for (i64 r = row; r < row + ROWS; ++r) {
             i64 scales;
             std::memcpy(&scales, now_[r].scales + CODES / 16 * chunk, 8);
             const __m512i codes = _mm512_loadu_si512(now_[r].codes + CODES / 2 * chunk);
             decoding.store(at + r * 32, codes, _mm512_srli_epi16(decoding.spread(scales), 1));
         }
-        if (fetch) prefetch<2>();
+        if (ROWS > 0 && fetch) prefetch<ROWS>();
     }
 
     // A chunk, whatever is in it.
-    void decode(u16* at) {
+    void decode(i64 chunk, u16* at) {
         const AmxDecoding decoding;
-        for (i64 i = 0; i < 2 * LANES; ++i) {
-            const __m128i eight = _mm512_castsi512_si128(load_some(now_[i].scales, CODES / 16 * chunk_, K_ / 16));
+        for (i64 i = 0; i < PANEL; ++i) {
+            const __m128i eight = _mm512_castsi512_si128(load_some(now_[i].scales, CODES / 16 * chunk, K_ / 16));
             // s eeee mmm 00000000 -> s 0eeee mmm0000000: the sign's copy is in the way
             const __m512i high = _mm512_srai_epi16(decoding.spread(_mm_cvtsi128_si64(eight)), 1);
             const __m512i scale = _mm512_and_si512(high, _mm512_set1_epi16(short(0xBFFF)));
-            decoding.store(at + i * 32, load_some(now_[i].codes, CODES / 2 * chunk_, K_ / 2), scale);
+            decoding.store(at + i * 32, load_some(now_[i].codes, CODES / 2 * chunk, K_ / 2), scale);
         }
-        prefetch<2 * LANES>();
-        prefetch_scales();
-    }
-
-    // The next LINES lines of the next panel to the second-level cache, in the order of memory, which the CPU's own prefetching follows.
-    template <int LINES>
-    [[gnu::always_inline]] void prefetch() {
-        for (int i = 0; i < LINES; ++i) fetch_line(ahead_ + 64 * i);
-        ahead_ += 64 * LINES;
-        if (ahead_ >= end_ahead_) start_ahead();
+        prefetch<PANEL>();
+        prefetch_scales(chunk);
     }
 
     // Block scales of the next panel, those of eight chunks at a time.
-    void prefetch_scales() const {
-        if (chunk_ % 8 != 0) return;
-        for (const Row& row : next_) fetch_line(row.scales + CODES / 16 * chunk_);
+    void prefetch_scales(i64 chunk) const {
+        if (chunk % 8 != 0) return;
+        for (const Row& row : next_) fetch_line(row.scales + CODES / 16 * chunk);
     }
 
   private:
@@ -154,11 +143,19 @@ class AmxReader {
         for (i64 half = 0; half < 2; ++half) columns_[panel & 1][half] = item_.columns(2 * panel + half);
     }
 
+    // The next LINES lines of the next panel to the second-level cache, in the order of memory, which the CPU's own prefetching follows.
+    template <int LINES>
+    [[gnu::always_inline]] void prefetch() {
+        for (int i = 0; i < LINES; ++i) fetch_line(ahead_ + 64 * i);
+        ahead_ += 64 * LINES;
+        if (ahead_ >= end_ahead_) start_ahead();
+    }
+
     // Goes on with the next row, and those that lie behind it.
     void start_ahead() {
-        row_ahead_ %= 2 * LANES;
+        row_ahead_ %= PANEL;
         ahead_ = next_[row_ahead_].codes, end_ahead_ = ahead_ + K_ / 2;
-        for (++row_ahead_; row_ahead_ < 2 * LANES && next_[row_ahead_].codes == end_ahead_; ++row_ahead_) end_ahead_ += K_ / 2;
+        for (++row_ahead_; row_ahead_ < PANEL && next_[row_ahead_].codes == end_ahead_; ++row_ahead_) end_ahead_ += K_ / 2;
     }
 
     // Inlined, or g++ takes it for a function without effect.
@@ -168,24 +165,29 @@ class AmxReader {
     const i64 K_, chunks_;
     Columns columns_[2][2];  // of this panel, the next
     bool unusual_ = false;
-    Row now_[2 * LANES], next_[2 * LANES];
-    i64 panel_ = -1, chunk_ = 0, row_ahead_ = 0;
+    Row now_[PANEL], next_[PANEL];
+    i64 panel_ = -1, row_ahead_ = 0;
     const u8 *ahead_ = nullptr, *end_ahead_ = nullptr;
 };
 
-// For each panel, for each two tiles of activations: chunk by chunk, while one is multiplied the next is decoded, two rows between any two
-// tile operations. These run on a unit of their own, but only as far ahead as the CPU looks. To decode again for the next two tiles costs
-// less than to keep what is decoded, or the sums of more tiles, where there is room: in the second-level cache.
+// For each panel, for each pair of tiles of activations, chunk by chunk: while one is multiplied another is decoded, some rows between any
+// two tile operations. These run on a unit of their own, but only as far ahead as the CPU looks.
+//
+// Up to three pairs decode again what the one before had: that costs less than to bring it back from the second-level cache. More pairs
+// share a decoded panel; of the next one each decodes some rows.
 class AmxProduct {
   public:
     AmxProduct(const Item& item, const u16* x, i64 stride, Scratch& scratch)
         : item_(item), x_(x), of_tile_(LANES * stride), F_(item.p->F), tiles_((item.rows + LANES - 1) / LANES), reader_(item),
-          weights_(scratch.panel.get<u16>(2 * OF_CHUNK)), out_(scratch.tile.get<float>(tiles_ * LANES * F_ * LANES)) {}
+          chunks_(reader_.chunks()), shared_rows_(tiles_ > 14 ? 4 : tiles_ > 6 ? 8 : 0), of_half_((shared_rows_ ? chunks_ : 1) * OF_CHUNK),
+          weights_(scratch.panel.get<u16>(2 * of_half_)), run_(std::max<i64>(1, 4 / F_) * 2), of_row_(run_ * F_ * LANES),
+          out_(scratch.tile.get<float>(tiles_ * LANES * of_row_)) {}
 
     void run() {
-        reader_.decode(weights_);
+        for (i64 c = 0; c * OF_CHUNK < of_half_; ++c) reader_.decode(c, weights_ + c * OF_CHUNK);
         for (i64 sub = 0; sub < item_.subs(); sub += 2) {
             const __m512 decode[2] = {decode_scales(reader_.columns()[0]), decode_scales(reader_.columns()[1])};
+            if (shared_rows_) reader_.next_panel();
             for (i64 t = 0; t < tiles_; t += 2) {
                 if (t + 1 < tiles_) {
                     panel<true>(t);
@@ -194,6 +196,7 @@ class AmxProduct {
                 }
                 finish(sub, t, decode);
             }
+            if (shared_rows_) decode_rest();
         }
     }
 
@@ -208,6 +211,10 @@ class AmxProduct {
         return _mm512_mask_mov_ps(scaled, nan, _mm512_set1_ps(as_float(0x7FC00000)));
     }
 
+    // What is multiplied, what is decoded.
+    u16* now() const { return weights_ + half_ * of_half_; }
+    u16* next() const { return weights_ + (half_ ^ 1) * of_half_; }
+
     // A panel of the weight by tiles t and t + 1 of activations, or t alone -> sums_.
     template <bool TWO>
     void panel(i64 t) {
@@ -217,16 +224,13 @@ class AmxProduct {
             _tile_zero(1);
             _tile_zero(3);
         }
-        for (i64 c = 0; c < reader_.chunks(); ++c) {
-            const u16 *weights = weights_ + half_ * OF_CHUNK, *x = x_ + t * of_tile_ + c * 4 * TILE;
-            u16* next = weights_ + (half_ ^= 1) * OF_CHUNK;
-            seek(c, t + 2 < tiles_);
+        for (i64 c = 0; c < chunks_; ++c) {
+            const u16* x = x_ + t * of_tile_ + c * 4 * TILE;
             std::atomic_signal_fence(std::memory_order_seq_cst);  // compilers don't see that tiles are read from memory
-            if (reader_.easy()) {
-                chunk<TWO, true>(weights, x, next, t == 0);
+            if (shared_rows_) {
+                shared_chunk<TWO>(x, c, t / 2 * shared_rows_);
             } else {
-                chunk<TWO, false>(weights, x, next, false);
-                if (!reader_.done()) reader_.decode(next);
+                own_chunk<TWO>(x, c + 1 < chunks_ ? c + 1 : 0, t);
             }
         }
         _tile_stored(0, sums_[0][0], 64);
@@ -237,59 +241,83 @@ class AmxProduct {
         }
     }
 
-    // What is to be decoded while chunk c is multiplied.
-    void seek(i64 c, bool again) {
-        if (c + 1 < reader_.chunks()) {
-            reader_.seek(c + 1);
-        } else if (again) {
-            reader_.seek(0);
+    // A chunk that these tiles alone meet, while chunk `read`, the next, is decoded.
+    template <bool TWO>
+    [[gnu::always_inline]] void own_chunk(const u16* x, i64 read, i64 t) {
+        if (read == 0 && t + 2 >= tiles_) reader_.next_panel();
+        if (reader_.easy(read)) {
+            steps<TWO, 8>(now(), x, read, 0, next(), t == 0);
         } else {
-            reader_.next_panel();
+            steps<TWO, 0>(now(), x, read, 0, next(), false);
+            if (!reader_.done()) reader_.decode(read, next());
+        }
+        half_ ^= 1;
+    }
+
+    // Chunk c of a panel, while rows row .. row + shared_rows_ - 1 of the same one of the next panel are decoded.
+    template <bool TWO>
+    [[gnu::always_inline]] void shared_chunk(const u16* x, i64 c, i64 row) {
+        const u16* weights = now() + c * OF_CHUNK;
+        u16* to = next() + c * OF_CHUNK;
+        if (row >= PANEL || reader_.done() || !reader_.easy(c)) {
+            steps<TWO, 0>(weights, x, c, 0, to, false);
+        } else if (shared_rows_ == 4) {
+            steps<TWO, 1>(weights, x, c, row, to, true);
+        } else {
+            steps<TWO, 2>(weights, x, c, row, to, true);
         }
     }
 
-    // A chunk, while the next is decoded and, if `fetch`, the next panel comes nearer.
-    template <bool TWO, bool DECODE>
-    void chunk(const u16* weights, const u16* x, u16* next, bool fetch) {
-        const AmxDecoding decoding;
-        const i64 read = reader_.chunk();
-        step<TWO, DECODE, 0>(decoding, weights, x, read, next, fetch);
-        step<TWO, DECODE, 1>(decoding, weights, x, read, next, fetch);
-        step<TWO, DECODE, 2>(decoding, weights, x, read, next, fetch);
-        step<TWO, DECODE, 3>(decoding, weights, x, read, next, fetch);
-        if (fetch) reader_.prefetch_scales();
+    // Decodes what of the next panel could not be by the way; it is multiplied then.
+    void decode_rest() {
+        for (i64 c = 0; c < chunks_ && !reader_.done(); ++c) {
+            if (!reader_.easy(c)) reader_.decode(c, next() + c * OF_CHUNK);
+        }
+        half_ ^= 1;
     }
 
-    // 32 codes of each row of the panel; a quarter of the rows of the next chunk. Activations pass by the first-level cache, or what is
-    // decoded would not stay there until it is multiplied.
-    template <bool TWO, bool DECODE, int QUARTER>
-    [[gnu::always_inline]] void step(const AmxDecoding& decoding, const u16* weights, const u16* x, i64 read, u16* next, bool fetch) {
-        constexpr int ROW = 8 * QUARTER;
-        _tile_loadd(4, weights + 2 * QUARTER * TILE, 64);
-        _tile_stream_loadd(6, x + QUARTER * TILE, 64);
-        if (DECODE) reader_.template decode_rows<ROW>(decoding, read, next, fetch);
+    // A chunk, while 4 ROWS rows of chunk `read` are decoded and, if `fetch`, the next panel comes nearer.
+    template <bool TWO, int ROWS>
+    [[gnu::always_inline]] void steps(const u16* weights, const u16* x, i64 read, i64 row, u16* next, bool fetch) {
+        const AmxDecoding decoding;
+        step<TWO, ROWS>(decoding, weights, x, read, row, next, fetch);
+        step<TWO, ROWS>(decoding, weights + 2 * TILE, x + TILE, read, row + ROWS, next, fetch);
+        step<TWO, ROWS>(decoding, weights + 4 * TILE, x + 2 * TILE, read, row + 2 * ROWS, next, fetch);
+        step<TWO, ROWS>(decoding, weights + 6 * TILE, x + 3 * TILE, read, row + 3 * ROWS, next, fetch);
+        if (fetch && row == 0) reader_.prefetch_scales(read);
+    }
+
+    // 32 codes of each row of the panel. Activations pass by the first-level cache, or what is decoded would not stay there.
+    template <bool TWO, int ROWS>
+    [[gnu::always_inline]] void step(const AmxDecoding& decoding, const u16* weights, const u16* x, i64 read, i64 row, u16* next,
+                                     bool fetch) {
+        constexpr int A = (ROWS + 3) / 4, B = (ROWS + 2) / 4, C = (ROWS + 1) / 4, D = ROWS / 4;  // rows before each of four products
+        _tile_loadd(4, weights, 64);
+        _tile_stream_loadd(6, x, 64);
+        reader_.template decode_rows<A>(decoding, read, row, next, fetch);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, weights + (2 * QUARTER + 1) * TILE, 64);
-        if (DECODE) reader_.template decode_rows<ROW + 2>(decoding, read, next, fetch);
+        _tile_loadd(5, weights + TILE, 64);
+        reader_.template decode_rows<B>(decoding, read, row + A, next, fetch);
         _tile_dpbf16ps(2, 5, 6);
-        if (TWO) _tile_stream_loadd(7, x + of_tile_ + QUARTER * TILE, 64);
-        if (DECODE) reader_.template decode_rows<ROW + 4>(decoding, read, next, fetch);
+        if (TWO) _tile_stream_loadd(7, x + of_tile_, 64);
+        reader_.template decode_rows<C>(decoding, read, row + A + B, next, fetch);
         if (TWO) _tile_dpbf16ps(1, 4, 7);
-        if (DECODE) reader_.template decode_rows<ROW + 6>(decoding, read, next, fetch);
+        reader_.template decode_rows<D>(decoding, read, row + A + B + C, next, fetch);
         if (TWO) _tile_dpbf16ps(3, 5, 7);
     }
 
-    // Stores sums_.
+    // Results from sums_, kept until run_ blocks of a row can be stored together: strips of sixteen columns, of rows that lie pages apart,
+    // wait for memory one by one.
     void finish(i64 sub, i64 t, const __m512 (&decode)[2]) {
-        const i64 of_row = F_ * LANES;
+        const i64 first = sub / (run_ * F_) * (run_ * F_), last = std::min(sub + 2, item_.subs());
         for (i64 i = t; i < std::min(t + 2, tiles_); ++i) {
             const i64 rows = std::min<i64>(LANES, item_.rows - LANES * i);
-            float* out = out_ + i * LANES * of_row;
-            for (i64 half = 0; half < 2 && sub + half < item_.subs(); ++half) {
-                const i64 f = (sub + half) % F_;
-                for (i64 r = 0; r < rows; r += 4) transpose(sums_[i - t][half] + r, decode[half], out + r * of_row + f * LANES, of_row);
-                if (f == F_ - 1) item_.store(LANES * i, rows, sub + half, out, of_row);
+            float* out = out_ + i * LANES * of_row_;
+            for (i64 s = sub; s < last; ++s) {
+                const float* sums = sums_[i - t][s - sub];
+                for (i64 r = 0; r < rows; r += 4) transpose(sums + r, decode[s - sub], out + r * of_row_ + (s - first) * LANES, of_row_);
             }
+            if (last == first + run_ * F_ || last == item_.subs()) item_.store(LANES * i, rows, first, out, of_row_, (last - first) / F_);
         }
     }
 
@@ -312,8 +340,11 @@ class AmxProduct {
     const u16* const x_;
     const i64 of_tile_, F_, tiles_;
     AmxReader reader_;
-    u16* const weights_;  // two chunks: one that is multiplied, one that is decoded
-    float* const out_;    // [rows of the item][F][16]
+    const i64 chunks_, shared_rows_;  // how many rows of a chunk each pair decodes for all; 0: each pair decodes for itself
+    const i64 of_half_;
+    u16* const weights_;  // [2][of_half_] chunks, or panels: one that is multiplied, one that is decoded
+    const i64 run_, of_row_;
+    float* const out_;  // [rows of the item][run_][F][16]
     i64 half_ = 0;
     alignas(64) float sums_[2][2][LANES * LANES];  // of each tile of activations, of each 16 rows of the panel
 };

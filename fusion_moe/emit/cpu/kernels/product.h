@@ -24,7 +24,7 @@ struct Problem {
     // K activations of row m: where they lie, or made in `scratch`
     const void* (*row)(const void* segment, i64 m, void* scratch);
     // Makes columns j .. j + count - 1 of rows m .. m + rows - 1, of group g, and stores them. p [rows][stride] holds F times LANES numbers
-    // for each row. For rows past the last end g is G and all numbers are zero.
+    // for each row and each LANES columns. For rows past the last end g is G and all numbers are zero.
     void (*store)(const void* segment, i64 m, i64 rows, i64 g, i64 j, i64 count, const float* p, i64 stride);
 };
 

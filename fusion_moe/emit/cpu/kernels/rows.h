@@ -66,6 +66,12 @@ void store_lanes(T* at, const R* r, i64 count) {
     }
 }
 
+// Elements that are written soon come nearer.
+template <class T>
+void fetch_row(const T* at, i64 count) {
+    for (i64 i = 0; i < count; i += 64 / i64(sizeof(T))) __builtin_prefetch(at + i, 1);
+}
+
 // starts [G], sizes [G, 3], padded_starts [G] as nvFuser's grouped products take them -> ends [G]; false unless all three spell one cut of
 // `rows` rows, in groups of products with n out- and k in-features.
 inline bool problem_ends(const i32* starts, const i32* sizes, const i32* padded_starts, i64 groups, i64 rows, i64 n, i64 k, i32* ends) {

@@ -70,10 +70,10 @@ struct Item {
         return columns_of(*p, group, p->columns + f * p->W, (first_block + s / p->F) * LANES);
     }
 
-    // Stores rows r .. r + count - 1 of the block that `sub` belongs to.
-    void store(i64 r, i64 count, i64 sub, const float* tile, i64 stride) const {
+    // Stores rows r .. r + count - 1 of `blocks` blocks, the first that which `sub` belongs to.
+    void store(i64 r, i64 count, i64 sub, const float* tile, i64 stride, i64 blocks = 1) const {
         const i64 column = (first_block + sub / p->F) * LANES;
-        p->store(p->segment, first + r, count, group, column, std::min<i64>(LANES, p->W - column), tile, stride);
+        p->store(p->segment, first + r, count, group, column, std::min(LANES * blocks, p->W - column), tile, stride);
     }
 };
 
