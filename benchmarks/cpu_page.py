@@ -15,7 +15,7 @@ from typing import Any
 
 from page import DOCS, plots, put
 
-_PEERS = {"bf16": "torch bf16", "int4pack": "torch int4pack", "onnxruntime": "onnxruntime, int8"}
+_PEERS = {"bf16": "torch bf16", "int4pack": "torch int4pack", "onnxruntime": "onnxruntime, int8", "ggml": "ggml NVFP4, int8"}
 
 
 def write(found: Mapping[str, Any]) -> Path:
