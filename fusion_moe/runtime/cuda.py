@@ -32,20 +32,19 @@ Function = Any  # the driver's handle of a kernel
 @cache
 def arch(index: int) -> str:
     """What NVRTC compiles for, of a device: "sm_90a". UnsupportedError below compute capability 8.0."""
-    if why := _why_too_old(index):
+    major, minor = capability = torch.cuda.get_device_capability(index)
+    if why := _why_too_old(f"cuda:{index}", capability):
         raise UnsupportedError(why, todo="options.override(target='reference') computes in plain torch", where="cuda")
-    major, minor = torch.cuda.get_device_capability(index)
     return f"sm_{major}{minor}" + ("a" if major == 9 else "")
 
 
 def why_too_old() -> str:
     """Why kernels cannot run on the current device; empty if they can, or if there is no device."""
-    return _why_too_old(torch.cuda.current_device()) if torch.cuda.is_available() else ""
+    return _why_too_old("this GPU", torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
 
 
-def _why_too_old(index: int) -> str:
-    major, minor = torch.cuda.get_device_capability(index)
-    return "" if major >= 8 else f"cuda:{index} has compute capability {major}.{minor}, kernels need 8.0 or higher"
+def _why_too_old(device: str, capability: tuple[int, int]) -> str:
+    return "" if capability >= (8, 0) else f"{device} has compute capability {capability[0]}.{capability[1]}, kernels need 8.0 or higher"
 
 
 @cache
