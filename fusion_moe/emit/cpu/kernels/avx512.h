@@ -276,9 +276,9 @@ struct Avx512OneRow {
         for (int n = 0; n < LANES; ++n) {
             const u8 *codes = c.codes[n], *scales = c.scales[n];
             const char* ahead = reinterpret_cast<const char*>(next.codes[n]);
-            _mm_prefetch(reinterpret_cast<const char*>(next.scales[n]), _MM_HINT_T1);
             __m512 sum = _mm512_setzero_ps();
             for (i64 k = 0; k < K; k += 1024) {
+                _mm_prefetch(reinterpret_cast<const char*>(next.scales[n] + k / 16), _MM_HINT_T1);  // a line of them
                 const Scales four = Scales::of(load_some(scales, k / 16, K / 16));
                 const int whole = int(std::min<i64>(4, (K - k) / 256));
                 for (int part = 0; part < whole; ++part) {
