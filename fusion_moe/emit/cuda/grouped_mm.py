@@ -36,7 +36,7 @@ class Product(Source):
         found = self.elements().row_in_memory(plan.a, _M, plan.k)
         self.matrix = found[0] if found else None  # in memory, whose rows are the activations
         self.scratch.append(Array(ACTIVATIONS, "bf16", elements((self.matrix or plan.a).type.shape)))
-        self._store, texts = self._stores()
+        self._results, texts = self._make_results()
         self.columns: Columns = columns(texts, plan.width, aligned=self.layout != "linear")
         self._functions = self._make_functions()
 
@@ -160,16 +160,13 @@ class Product(Source):
             *cols.functions(),
             "__device__ static constexpr i32 run(i32 f, i32 j) { return column(f, j) / (N / RUNS); }",
             "",
-            "template <int V, class Columns>",
-            "__device__ void store(i64 m, i64 g, Columns at, const float (&p)[F][V]) const {",
-            *inner(self._store),
-            "}",
+            *self._results,
         ]
 
     # What is stored for rows of groups --------------------------------------------------------------------------------
 
-    def _stores(self) -> tuple[list[str], list[str]]:
-        """The body of `store`, and the columns of the product that it reads, as functions of j."""
+    def _make_results(self) -> tuple[list[str], list[str]]:
+        """The functions `result` and `array`, and the columns of the product that results are made of, as functions of j."""
         plan, rows, texts = self.plan, self.plan.a.type.shape[0], list[str]()
 
         def column(at: Sequence[Index]) -> str:
@@ -178,24 +175,32 @@ class Product(Source):
                 raise UnsupportedError("a result reads other rows of the product than its own")
             if text not in texts:
                 texts.append(text)
-            return f"p[{texts.index(text)}][v]"
+            return f"p[{texts.index(text)}]"
 
         def group(row: Index) -> str:
             if not is_index(row, _M, rows):
                 raise UnsupportedError("a result adds the bias of other rows than its own")
             return "g"
 
-        made = self.elements({plan.product.outputs[0]: column}, group, (*plan.rows, *plan.tokens))
-        each = [made.of(v, reshaped([_M, _J], (rows, plan.width), v.type.shape)) for v in plan.rows]
-        body = ["const i64 j = at.column(v);", *made.lines]
-        body += [f"r{i}.at[v] = stored<{stored(v)}>({element});" for i, (v, element) in enumerate(zip(plan.rows, each, strict=True))]
+        bodies, arrays = list[str](), list[str]()
+        for i, v in enumerate(plan.rows):
+            made = self.elements({plan.product.outputs[0]: column}, group, (*plan.rows, *plan.tokens))
+            kept = made.kept(v, reshaped([_M, _J], (rows, plan.width), v.type.shape))
+            bodies += [f"if constexpr (I == {i}) {{", *inner([*made.lines, f"return {kept};"]), "}"]
+            arrays += [f"if constexpr (I == {i}) return {self.names[v]};"]
         return [
-            *(f"Vector<{stored(v)}, V> r{i};" for i, v in enumerate(plan.rows)),
-            "#pragma unroll",
-            "for (int v = 0; v < V; ++v) {",
-            *inner(body),
+            f"static constexpr i32 RESULTS = {len(plan.rows)};",
+            f"using Element = {stored(plan.rows[0])};  // of the first",
+            "",
+            "// Element j of row m, of group g, of result I, from the row's columns(j) of the product; where the result lies.",
+            "template <int I>",
+            "__device__ __forceinline__ auto result(i64 m, i64 g, i64 j, const float (&p)[F]) const {",
+            *inner(bodies),
             "}",
-            *(f"store_vector<V>({self.names[v]} + m * W + at.place(), r{i});" for i, v in enumerate(plan.rows)),
+            "template <int I>",
+            "__device__ __forceinline__ auto array() const {",
+            *inner(arrays),
+            "}",
         ], texts
 
     # What is stored for tokens ----------------------------------------------------------------------------------------

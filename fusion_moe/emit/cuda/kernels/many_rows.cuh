@@ -13,6 +13,7 @@
 #include "order.cuh"
 #include "pipeline.cuh"
 #include "schedule.cuh"
+#include "turn.cuh"
 #include "wgmma.cuh"
 
 namespace {
@@ -30,13 +31,12 @@ struct ManyRows {
     static constexpr int STEPS = 4, BUFFERS = TOKENS / 2 + 60 <= MULTIPLY_REGISTERS ? 2 : 1;  // blocks of 64 k with fragments in registers
     static constexpr int CODES = 512, SCALES = 64;  // bytes of a tile of 16 rows and 64 k
     static constexpr int KEPT = KB > DEPTH ? 2 : 1;  // stages that a team gives back when it has stored an item
-    static constexpr int CHUNK = 16;                 // rows of a result that a team turns at a time, in one of them
-    static constexpr int STRIDE = 64 + 4;            // of sums being turned: no two of a warp's stores meet in a bank
-    static constexpr int V = Segment::F == 1 || Segment::B == 8 ? 8 : 4;  // columns that a thread stores at a time
+    using Turned = typename Turn<Segment>::Way;
+    static constexpr int CHUNK = Turned::CHUNK;  // rows of a result that a team turns at a time, in one of them
     static_assert(TEAM_WARPS % Segment::TILES == 0, "a team's tiles make whole columns");
     static_assert(Segment::K % 64 == 0 && Segment::N % 16 == 0, "weights are tiled");
     static_assert(!Segment::At::ORDERED || Segment::W % 64 == 0, "whole blocks of 64 are ordered");
-    static_assert(TOKENS % CHUNK == 0 && TOKENS <= 256, "spans are turned in whole chunks, and fit an instruction");
+    static_assert(TOKENS % 16 == 0 && TOKENS <= 256, "spans are turned 16 rows at a time, and fit an instruction");
 
     struct TeamWeights {
         u8 codes[TEAM_WARPS][DEPTH][CODES], scales[TEAM_WARPS][DEPTH][SCALES];
@@ -61,7 +61,7 @@ struct ManyRows {
         u64 full[STAGES], empty[STAGES];
         Rest rest;
     };
-    static_assert(sizeof(Shared) <= MOST_SHARED && sizeof(TeamWeights) >= CHUNK * STRIDE * sizeof(float));
+    static_assert(sizeof(Shared) <= MOST_SHARED && sizeof(TeamWeights) >= Turned::PLACE);
 
     __device__ static void run(const Segment& s) {
         extern __shared__ __align__(1024) u8 memory[];
@@ -293,9 +293,7 @@ private:
             return ring.stage > before ? ring.stage - 1 - before : ring.stage + STAGES - 1 - before;
         }
 
-        __device__ __forceinline__ float* place(i32 team, int i) const {
-            return reinterpret_cast<float*>(&shared.stage[kept(i)].weights[team]);
-        }
+        __device__ __forceinline__ u8* place(i32 team, int i) const { return reinterpret_cast<u8*>(&shared.stage[kept(i)].weights[team]); }
 
         __device__ __forceinline__ void release() {
             barrier_arrive(shared.empty[to_release]);
@@ -332,28 +330,25 @@ private:
 
     // Results ----------------------------------------------------------------------------------------------------------
 
-    // Threads have sums of one column each, and store more: 16 rows of activations at a time are turned, where weights were.
     __device__ static __forceinline__ void store(
         const float (&sum)[TOKENS / 2], const Segment& s, const Products& products, const Item& item) {
-        constexpr int OF_TEAM = COLUMNS / TEAMS, EACH = Segment::At::ORDERED ? OF_TEAM / 8 : V, PIECES = OF_TEAM / EACH;  // of a row
-        const i32 thread = threadIdx.x % TEAM, team = threadIdx.x / TEAM, row = thread / PIECES;
-        const i32 first = thread % PIECES * (Segment::At::ORDERED ? 2 : EACH);
+        const i32 team = threadIdx.x / TEAM;
         copies_wait_all();
         team_sync(team);  // all have read their codes, and decode scales are there
         const float* decode = products.shared.rest.decode[threadIdx.x / 32] + threadIdx.x % 32 / 4;
-        const float factor[2] = {Tiled::FACTOR * decode[0], Tiled::FACTOR * decode[8]};  // of rows r and r + 8 of the warp's tile
-        turn(products.place(team, 0), sum, factor);
+        const i32 column = item.column_block * COLUMNS + team * Part<Segment>::COLUMNS;
+        const Part<Segment> part{s, item, column, {Tiled::FACTOR * decode[0], Tiled::FACTOR * decode[8]}};
+        const Turned turned(part);
+        turned.put(products.place(team, 0), sum, 0, TOKENS);
 #pragma unroll
         for (int chunk = 0; chunk < TOKENS; chunk += CHUNK) {
-            if (chunk >= item.height) break;
+            if (chunk >= part.item.height) break;
+            const int next = chunk + CHUNK;
             team_sync(team);
-            float p[Segment::F][EACH];
-            if (row < CHUNK) read(p, products.place(team, chunk / CHUNK % KEPT) + row * STRIDE, first);
+            const auto taken = turned.take(products.place(team, chunk / CHUNK % KEPT));
             if (KEPT == 1) team_sync(team);
-            if (chunk + CHUNK < TOKENS) turn(products.place(team, (chunk / CHUNK + 1) % KEPT), sum + (chunk + CHUNK) / 2, factor);
-            const i32 m = item.span.first + chunk + row;
-            const At at{item.column_block * COLUMNS + team * OF_TEAM + first};
-            if (row < CHUNK && m < item.span.end) store_columns<EACH>(s, m, item.span.group, at, p);
+            if (next < TOKENS) turned.put(products.place(team, next / CHUNK % KEPT), sum + next / 2, next, TOKENS - next);
+            turned.store(taken, chunk);
         }
     }
 
@@ -364,50 +359,11 @@ private:
         if (lane < 16) copy_4(shared_address(decode + lane), of_group + row / (Segment::N / Segment::RUNS));
     }
 
-    __device__ static __forceinline__ void turn(float* to, const float* sum, const float (&factor)[2]) {
-        const i32 r = threadIdx.x % 32 / 4, c = threadIdx.x % 4, tile = threadIdx.x / 32 % TEAM_WARPS;
-#pragma unroll
-        for (int i = 0; i < CHUNK / 2; ++i)
-            to[(i / 4 * 8 + 2 * c + i % 2) * STRIDE + 16 * tile + r + i % 4 / 2 * 8] = sum[i] * factor[i % 4 / 2];
-    }
-
     __device__ static __forceinline__ void team_sync(i32 team) { barrier_sync(1 + team, TEAM); }
-
-    // Eight columns that follow each other; or, ordered for the next product, a pair of each 16 of the team's columns.
-    template <int Count>
-    __device__ static __forceinline__ void read(float (&p)[Segment::F][Count], const float* row, i32 first) {
-        const float* block = row + first / Segment::B * (16 * Segment::TILES);
-        if constexpr (Segment::At::ORDERED) {
-            const At at{first};
-#pragma unroll
-            for (int v = 0; v < Count; ++v)
-#pragma unroll
-                for (int f = 0; f < Segment::F; ++f)
-                    p[f][v] = row[at.column(v) / Segment::B * (16 * Segment::TILES) + Segment::local(f, at.column(v) % Segment::B)];
-        } else if constexpr (Segment::B == V) {
-            float tile[16 * Segment::TILES];
-            read(tile, block);
-#pragma unroll
-            for (int f = 0; f < Segment::F; ++f)
-#pragma unroll
-                for (int v = 0; v < V; ++v) p[f][v] = tile[Segment::local(f, v)];
-        } else {
-#pragma unroll
-            for (int f = 0; f < Segment::F; ++f) read(p[f], block + Segment::local(f, first % Segment::B));
-        }
-    }
-
-    template <int Count>
-    __device__ static __forceinline__ void read(float (&to)[Count], const float* from) {
-#pragma unroll
-        for (int i = 0; i < Count; i += 4) {
-            const float4 x = *reinterpret_cast<const float4*>(from + i);
-            to[i] = x.x, to[i + 1] = x.y, to[i + 2] = x.z, to[i + 3] = x.w;
-        }
-    }
 
     // Rows that belong to no group.
     __device__ static __forceinline__ void fill(const Segment& s, const Item& item) {
+        constexpr int V = 8;
         const i32 pieces = (item.span.end - item.span.first) * (COLUMNS / V);
         for (i32 i = threadIdx.x; i < pieces; i += TEAM * TEAMS) {
             const float zero[Segment::F][V] = {};

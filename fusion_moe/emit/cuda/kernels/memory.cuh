@@ -15,9 +15,18 @@ __device__ __forceinline__ Vector<T, V> load_vector(const T* p) {
     return *reinterpret_cast<const Vector<T, V>*>(p);
 }
 
+// To memory that all see, by whole instructions: what is stored member by member, the compiler does not always put together again.
 template <int V, class T>
 __device__ __forceinline__ void store_vector(T* p, const Vector<T, V>& x) {
-    *reinterpret_cast<Vector<T, V>*>(p) = x;
+    if constexpr (sizeof(x) == 16) {
+        const uint4& words = reinterpret_cast<const uint4&>(x);
+        asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");
+    } else if constexpr (sizeof(x) == 8) {
+        const uint2& words = reinterpret_cast<const uint2&>(x);
+        asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(words.x), "r"(words.y) : "memory");
+    } else {
+        *reinterpret_cast<Vector<T, V>*>(p) = x;
+    }
 }
 
 // What is read once and by one block: past the first cache.

@@ -35,18 +35,34 @@ struct Ordered {
 };
 
 // Stores columns of row m of a result, of group g: those that it has.
-template <int V, class Segment, class Columns>
-__device__ __forceinline__ void store_columns(const Segment& s, i32 m, i32 g, Columns at, const float (&p)[Segment::F][V]) {
+template <int I, int V, class T, class Segment, class Columns>
+__device__ __forceinline__ void store_columns_of(
+    const Segment& s, T* row, i32 m, i32 g, Columns at, const float (&p)[Segment::F][V]) {
+    const auto element = [&](int v) {
+        float one[Segment::F];
+#pragma unroll
+        for (int f = 0; f < Segment::F; ++f) one[f] = p[f][v];
+        return s.template result<I>(m, g, at.column(v), one);
+    };
     if constexpr (Segment::W % V == 0) {
-        if (at.j < Segment::W) s.template store<V>(m, g, at, p);
+        if (at.j >= Segment::W) return;
+        Vector<T, V> made;
+#pragma unroll
+        for (int v = 0; v < V; ++v) made.at[v] = element(v);
+        store_vector<V>(row + at.place(), made);
     } else {
 #pragma unroll
-        for (int v = 0; v < V; ++v) {
-            float one[Segment::F][1];
-#pragma unroll
-            for (int f = 0; f < Segment::F; ++f) one[f][0] = p[f][v];
-            if (at.column(v) < Segment::W) s.template store<1>(m, g, InTurn{at.column(v)}, one);
-        }
+        for (int v = 0; v < V; ++v)
+            if (at.column(v) < Segment::W) row[at.column(v)] = element(v);
+    }
+}
+
+// Of all results.
+template <int V, int I = 0, class Segment, class Columns>
+__device__ __forceinline__ void store_columns(const Segment& s, i32 m, i32 g, Columns at, const float (&p)[Segment::F][V]) {
+    if constexpr (I < Segment::RESULTS) {
+        store_columns_of<I>(s, s.template array<I>() + i64(m) * Segment::W, m, g, at, p);
+        store_columns<V, I + 1>(s, m, g, at, p);
     }
 }
 

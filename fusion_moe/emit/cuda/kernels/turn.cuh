@@ -1,0 +1,198 @@
+// How a team of warps stores its sums of an item (many_rows.cuh). A thread of it has sums of two columns of the product for many rows, and
+// stores several columns of one: they are turned in shared memory, a chunk of rows at a time.
+//
+// TurnedElements makes the elements of the result where the sums are, and turns those. TurnedSums turns the sums themselves, and makes any
+// results of any of their columns. Both are one thread's: `put` its part of a chunk into a place, `take` what it stores of a chunk, `store`.
+#pragma once
+
+#include "order.cuh"
+#include "pipeline.cuh"
+#include "schedule.cuh"
+
+namespace {
+
+// What a team makes of an item, and where a thread stands in it: each of four warps has 16 columns of the product.
+template <class Segment>
+struct Part {
+    static constexpr int THREADS = 128, WARPS = 4, COLUMNS = Segment::B * WARPS / Segment::TILES;  // of the result
+    const Segment& s;
+    const Item item;
+    const i32 column;       // the team's first
+    const float factor[2];  // of the sums of a thread's two columns of the product, eight apart
+
+    static __device__ __forceinline__ i32 thread() { return threadIdx.x % THREADS; }
+    static __device__ __forceinline__ i32 warp() { return threadIdx.x / 32 % WARPS; }
+    static __device__ __forceinline__ i32 lane() { return threadIdx.x % 32; }
+};
+
+// Elements of 16 bits, each made of one column of the product. Row t of a chunk has 128 bytes; piece i of 16 lies where i ^ (t % 8) would.
+template <class Segment>
+class TurnedElements {
+    using At = typename Segment::At;
+    using Element = typename Segment::Element;
+    static constexpr int ROW = 128, AT_ONCE = 16;  // bytes of a row; rows that the team puts or takes at once
+
+public:
+    static constexpr int CHUNK = 32, PLACE = CHUNK * ROW;  // rows; bytes
+    static constexpr bool CAN = Segment::RESULTS == 1 && Segment::F == 1 && Segment::W % 8 == 0 && sizeof(Element) == 2;
+
+    struct Taken {
+        Vector<Element, 8> of[CHUNK / AT_ONCE];
+    };
+
+    __device__ __forceinline__ explicit TurnedElements(const Part<Segment>& part)
+        : part_(part), at_{part.column + part.thread() % 8 * (At::ORDERED ? 2 : 8)} {
+        to_ = part.s.template array<0>() + i64(part.item.span.first + row()) * Segment::W + at_.place();
+        left_ = at_.j < Segment::W ? part.item.span.end - part.item.span.first - row() : 0;
+        asm volatile("" : "+l"(to_), "+r"(left_));  // kept, not computed again
+    }
+
+    // sum: of the chunk's rows, of which there are `left`.
+    __device__ __forceinline__ void put(u8* place, const float* sum, i32 chunk, int left) const {
+        const i32 lane = part_.lane(), piece = 2 * part_.warp() + lane / 8 % 2;
+        const u32 to = shared_address(place) + (lane / 16 * 8 + lane % 8) * ROW + (piece ^ lane % 8) * 16;
+#pragma unroll
+        for (int t = 0; t < CHUNK; t += AT_ONCE) {
+            if (t >= left) break;
+            u32 pair[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* sums = sum + t / 2 + 2 * i;
+                const i32 m = part_.item.span.first + chunk + t + i / 2 * 8 + lane % 4 * 2;
+                pair[i] = u32(element(m, i % 2, sums[0])) | u32(element(m + 1, i % 2, sums[1])) << 16;
+            }
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to + t * ROW), "r"(pair[0]),
+                         "r"(pair[1]), "r"(pair[2]), "r"(pair[3])
+                         : "memory");
+        }
+    }
+
+    __device__ __forceinline__ Taken take(const u8* place) const {
+        const i32 q = part_.thread() % 8;
+        const u8* from = place + row() * ROW;
+        Taken taken;
+#pragma unroll
+        for (int i = 0; i < CHUNK / AT_ONCE; ++i, from += AT_ONCE * ROW) {
+            if constexpr (At::ORDERED) {
+                Vector<u32, 4> pairs;  // the q-th of each 16 columns
+#pragma unroll
+                for (int b = 0; b < 4; ++b) pairs.at[b] = *reinterpret_cast<const u32*>(from + ((2 * b + q / 4) ^ row() % 8) * 16 + q % 4 * 4);
+                taken.of[i] = reinterpret_cast<const Vector<Element, 8>&>(pairs);
+            } else {
+                taken.of[i] = load_vector<8>(reinterpret_cast<const Element*>(from + (q ^ row() % 8) * 16));
+            }
+        }
+        return taken;
+    }
+
+    __device__ __forceinline__ void store(const Taken& taken, i32 chunk) const {
+#pragma unroll
+        for (int i = 0; i < CHUNK / AT_ONCE; ++i) {
+            const i32 t = chunk + i * AT_ONCE;
+            if (t < left_) store_vector<8>(to_ + i64(t) * Segment::W, taken.of[i]);
+        }
+    }
+
+private:
+    const Part<Segment>& part_;
+    const At at_;
+    Element* to_;  // where the thread's columns of its first row lie
+    i32 left_;     // of its rows, counted by all
+
+    __device__ __forceinline__ i32 row() const { return part_.thread() / 8; }
+
+    // Of row m and the thread's lower or upper column: what lies past the last is made as the last, and not stored.
+    __device__ __forceinline__ u16 element(i32 m, int upper, float sum) const {
+        const float p[1] = {sum * part_.factor[upper]};
+        const i32 j = part_.column + 16 * part_.warp() + part_.lane() / 4 + 8 * upper;
+        return part_.s.template result<0>(min(m, part_.item.span.end - 1), part_.item.span.group, min(j, Segment::W - 1), p).bits;
+    }
+};
+
+// Sums as they are, in float32.
+template <class Segment>
+class TurnedSums {
+    using At = typename Segment::At;
+    static constexpr int V = Segment::F == 1 || Segment::B == 8 ? 8 : 4;  // columns that a thread stores at a time
+    static constexpr int STRIDE = 64 + 4;                                 // of rows: no two of a warp's stores meet in a bank
+    static constexpr int EACH = At::ORDERED ? Part<Segment>::COLUMNS / 8 : V, PIECES = Part<Segment>::COLUMNS / EACH;  // of a row
+
+public:
+    static constexpr int CHUNK = 16, PLACE = CHUNK * STRIDE * sizeof(float);
+
+    struct Taken {
+        float p[Segment::F][EACH];
+    };
+
+    __device__ __forceinline__ explicit TurnedSums(const Part<Segment>& part) : part_(part) {}
+
+    __device__ __forceinline__ void put(u8* place, const float* sum, i32 chunk, int left) const {
+        float* to = reinterpret_cast<float*>(place) + part_.lane() % 4 * 2 * STRIDE + 16 * part_.warp() + part_.lane() / 4;
+#pragma unroll
+        for (int i = 0; i < CHUNK / 2; ++i) to[(i / 4 * 8 + i % 2) * STRIDE + i % 4 / 2 * 8] = sum[i] * part_.factor[i % 4 / 2];
+    }
+
+    __device__ __forceinline__ Taken take(const u8* place) const {
+        Taken taken;
+        if (row() < CHUNK) read(taken.p, reinterpret_cast<const float*>(place) + row() * STRIDE, first());
+        return taken;
+    }
+
+    __device__ __forceinline__ void store(const Taken& taken, i32 chunk) const {
+        const i32 m = part_.item.span.first + chunk + row();
+        if (row() < CHUNK && m < part_.item.span.end)
+            store_columns<EACH>(part_.s, m, part_.item.span.group, At{part_.column + first()}, taken.p);
+    }
+
+private:
+    const Part<Segment>& part_;
+
+    __device__ __forceinline__ i32 row() const { return part_.thread() / PIECES; }
+    __device__ __forceinline__ i32 first() const { return part_.thread() % PIECES * (At::ORDERED ? 2 : EACH); }
+
+    // Columns that follow each other; or, ordered for the next product, a pair of each 16 of the team's columns.
+    template <int Count>
+    __device__ static __forceinline__ void read(float (&p)[Segment::F][Count], const float* row, i32 first) {
+        const float* block = row + first / Segment::B * (16 * Segment::TILES);
+        if constexpr (At::ORDERED) {
+            const At at{first};
+#pragma unroll
+            for (int v = 0; v < Count; ++v)
+#pragma unroll
+                for (int f = 0; f < Segment::F; ++f)
+                    p[f][v] = row[at.column(v) / Segment::B * (16 * Segment::TILES) + Segment::local(f, at.column(v) % Segment::B)];
+        } else if constexpr (Segment::B == V) {
+            float tile[16 * Segment::TILES];
+            read(tile, block);
+#pragma unroll
+            for (int f = 0; f < Segment::F; ++f)
+#pragma unroll
+                for (int v = 0; v < V; ++v) p[f][v] = tile[Segment::local(f, v)];
+        } else {
+#pragma unroll
+            for (int f = 0; f < Segment::F; ++f) read(p[f], block + Segment::local(f, first % Segment::B));
+        }
+    }
+
+    template <int Count>
+    __device__ static __forceinline__ void read(float (&to)[Count], const float* from) {
+#pragma unroll
+        for (int i = 0; i < Count; i += 4) {
+            const float4 x = *reinterpret_cast<const float4*>(from + i);
+            to[i] = x.x, to[i + 1] = x.y, to[i + 2] = x.z, to[i + 3] = x.w;
+        }
+    }
+};
+
+// Which of both.
+template <class Segment, bool ELEMENTS = TurnedElements<Segment>::CAN>
+struct Turn {
+    using Way = TurnedElements<Segment>;
+};
+
+template <class Segment>
+struct Turn<Segment, false> {
+    using Way = TurnedSums<Segment>;
+};
+
+}  // namespace
