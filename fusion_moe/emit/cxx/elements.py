@@ -53,10 +53,10 @@ class Elements:
 
     def kept(self, v: Value, at: Sequence[Index]) -> str:
         """An expression of the element as it is kept in memory, which rounds it: a cast that would do so before is left out."""
-        op = self._fusion.producers.get(v)
-        casts = op is not None and op.kind.name == "cast" and v not in self._memory and v not in self._known
-        whole = op.values[0] if op is not None and casts and {v.type.dtype, op.values[0].type.dtype} <= {*_FLOATS} else v
-        return f"stored<{stored(v)}>({self.of(whole, at)})"
+        op, made = self._fusion.producers.get(v), v
+        if op is not None and op.kind.name == "cast" and v not in self._memory and {v.type.dtype, op.values[0].type.dtype} <= {*_FLOATS}:
+            made = op.values[0]
+        return f"stored<{stored(v)}>({self.of(made, at)})"
 
     def row_in_memory(self, v: Value, m: Index, k: int) -> tuple[Value, Index] | None:
         """The value in memory, and which of its rows of k columns, that is row m of a value of k columns; None if none is."""

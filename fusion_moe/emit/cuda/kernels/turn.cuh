@@ -1,8 +1,9 @@
 // How a team of warps stores its sums of an item (many_rows.cuh). A thread of it has sums of two columns of the product for many rows, and
 // stores several columns of one: they are turned in shared memory, a chunk of rows at a time.
 //
-// TurnedElements makes the elements of the result where the sums are, and turns those. TurnedSums turns the sums themselves, and makes any
-// results of any of their columns. Both are one thread's: `put` its part of a chunk into a place, `take` what it stores of a chunk, `store`.
+// TurnedElements makes the elements of a result where the sums are, and turns those. TurnedSums turns the sums themselves, and makes any
+// results of any of their columns. Each thread has one: it puts its part of a chunk into a place, takes from there what it stores of the
+// chunk, when all of the team have put theirs, and stores it.
 #pragma once
 
 #include "order.cuh"
@@ -76,7 +77,8 @@ public:
             if constexpr (At::ORDERED) {
                 Vector<u32, 4> pairs;  // the q-th of each 16 columns
 #pragma unroll
-                for (int b = 0; b < 4; ++b) pairs.at[b] = *reinterpret_cast<const u32*>(from + ((2 * b + q / 4) ^ row() % 8) * 16 + q % 4 * 4);
+                for (int b = 0; b < 4; ++b)
+                    pairs.at[b] = *reinterpret_cast<const u32*>(from + ((2 * b + q / 4) ^ row() % 8) * 16 + q % 4 * 4);
                 taken.of[i] = reinterpret_cast<const Vector<Element, 8>&>(pairs);
             } else {
                 taken.of[i] = load_vector<8>(reinterpret_cast<const Element*>(from + (q ^ row() % 8) * 16));
