@@ -77,6 +77,21 @@ def launches(source: Source, tokens: int, arch: str = "sm_90a") -> list[Launched
     return source.launches(dict.fromkeys(source.fusion.symbols, tokens), arch)
 
 
+def sorted_rows(k: int, n: int = 1536, groups: int = 128) -> Product:
+    """One product, whose rows are in memory, sorted."""
+    t, e = TensorType, groups
+    given = {
+        "a": t((TOKENS, k), "bf16"), "b_codes": t((e, n, k // 2), "u8"), "b_block_scale": t((e, n, k // 16), "f8e4m3"),
+        "b_decode_scale": t((e,), "f32"), "offs": t((e,), "i32"),
+    }  # fmt: skip
+    others = {"activation_format": "bf16", "weight_layout": "w16x64", "out_dtype": None}
+    lowered = lower(fusion_of("nvfp4_grouped_mm", tuple(given.items()), tuple(others.items())), TARGETS["cuda"], Options())
+    (segment,), (chosen,) = lowered.contracted, lowered.schedules
+    source = cuda.emit(segment, chosen).launch.source
+    assert isinstance(source, Product)
+    return source
+
+
 @cache
 def sass(path: Path) -> tuple[str, ...]:
     """The instructions and labels of a cubin."""
@@ -146,6 +161,25 @@ def test_many_rows_are_stored_by_whole_instructions(gives_ordered):
         stores = [m[1] for line in lines if (m := re.search(r"\bSTG\.E\.(\w+)(?!.*STRONG)", line))]
         assert set(stores) <= {"64", "128"}
         assert any("STSM" in line for line in lines) == turned
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("by_copies", [False, True])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.ordered], ids=lambda v: v.name)
+@pytest.mark.parametrize("k", [64, 320, 2048, 14336])
+def test_rows_in_turn_are_put_in_order_by_copies_or_by_a_kernel_before(k, variant, by_copies, monkeypatch):
+    monkeypatch.setattr(ManyRows, "most_orders", 1000 if by_copies else 0)
+    source = sorted_rows(k)
+    lines = sass(build(source.product(variant, {"s0": 2**17}), "sm_90a"))
+    assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
+    assert any(x.startswith("LDGSTS.E.LTC128B ") for x in lines) == by_copies  # a pair of numbers each
+    assert [x.name for x in launches(source, 2**17)[:-1]] == ([] if by_copies else ["prologue_ordered"])
+    assert source.count(source.scratch[-1], {"s0": 2**17}, "sm_90a") == (0 if by_copies else 2**17 * k)
+
+
+def test_few_blocks_of_columns_let_the_copies_put_rows_in_order():
+    for n, first in ((2048, "many_rows_160x3"), (4096, "prologue_ordered")):
+        assert launches(sorted_rows(2048, n), 2**17)[0].name == first
 
 
 @needs_nvdisasm

@@ -165,10 +165,16 @@ RAGGED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("table", "variant"), [(t, v) for t in ("LINEAR", "TILED") for v in dict.fromkeys(variants_of(t))], ids=str)
+def ways_of(table: str) -> list[tuple[str, variants.Variant, bool]]:
+    """The kernels; where they read rows in order, put so by a kernel before them, and by their copies."""
+    return [(table, v, by_copies) for v in dict.fromkeys(variants_of(table)) for by_copies in (False, True)[: 1 + v.ordered]]
+
+
+@pytest.mark.parametrize(("table", "variant", "by_copies"), [*ways_of("LINEAR"), *ways_of("TILED")], ids=str)
 @pytest.mark.parametrize(("k", "n"), [(64, 16), (320, 144), (1024, 2064)])
-def test_every_variant_exactly(table, variant, k, n, monkeypatch):
+def test_every_variant_exactly(table, variant, by_copies, k, n, monkeypatch):
     layout = {"LINEAR": "linear", "TILED": "w16x64"}[table]
+    monkeypatch.setattr(variants.ManyRows, "most_orders", 1000 if by_copies else 0)
     monkeypatch.setattr(variants, table, (Regime(ALWAYS, (variant,)), getattr(variants, table)[-1]))
     weight = random_weight(7, n, k, exact=True)
     packed, matrices = stored(weight, layout), dequantize(weight).cuda()

@@ -35,6 +35,7 @@ class Product(Source):
             raise UnsupportedError(f"activations {plan.a.type} have no kernel here yet", expected="bf16")
         found = self.elements().row_in_memory(plan.a, _M, plan.k)
         self.matrix = found[0] if found else None  # in memory, whose rows are the activations
+        self._in_turn = found is not None and found[1] == _M  # whether its row m is row m of activations
         self.scratch.append(Array(ACTIVATIONS, "bf16", elements((self.matrix or plan.a).type.shape)))
         self._results, texts = self._make_results()
         self.columns: Columns = columns(texts, plan.width, aligned=self.layout != "linear")
@@ -72,7 +73,8 @@ class Product(Source):
     ) -> Launched:  # fmt: skip
         """The kernel of the product. given_ordered, gives_ordered: whether the matrix in memory is ordered, and the result will be."""
         at = f"using At = {'Ordered' if gives_ordered else 'InTurn'};"
-        functions = [*self._row(variant, given_ordered), *([at] if variant.persistent else self._find(sizes))]
+        ordered = f"static constexpr bool GIVEN_ORDERED = {str(given_ordered or not self._orders(variant)).lower()};"
+        functions = [*self._row(variant, given_ordered), *([ordered, at] if variant.persistent else self._find(sizes))]
         blocks = variants.blocks(variant, value(self.rows, sizes), self.groups, self._tiles)
         return self.calling(
             variant.call, variant.name, functions, blocks, header=variant.header, threads=variant.threads, shared=variant.shared,
@@ -81,8 +83,8 @@ class Product(Source):
 
     def count(self, array: Array, sizes: Sizes, arch: str) -> int:
         """No activations where the product reads a matrix as it is."""
-        as_it_is = not self.variant(sizes, arch).ordered or self._is_given_ordered(sizes, arch)
-        unused = array.name == ACTIVATIONS and self.matrix is not None and as_it_is
+        as_it_is = self._reads_the_matrix(self.variant(sizes, arch), self._is_given_ordered(sizes, arch))
+        unused = array.name == ACTIVATIONS and as_it_is
         return 0 if unused else super().count(array, sizes, arch)
 
     # Two products, one after the other --------------------------------------------------------------------------------
@@ -109,7 +111,7 @@ class Product(Source):
             element = made.of(self.plan.a, [Index(f"(i / {k})"), Index(f"(i % {k})")])
             place = "ordered(i)" if variant.ordered else "i"
             return [self.for_all("prologue", count, [*made.lines, f"{ACTIVATIONS}[{place}] = narrow<bf16>({element});"], sizes)]
-        if not variant.ordered:
+        if self._reads_the_matrix(variant):
             return []
         pieces = exact_div(elements(self.matrix.type.shape), 8)
         assert pieces is not None
@@ -121,9 +123,16 @@ class Product(Source):
         """Where the product reads a row of activations."""
         made = self.elements()
         matrix, row = made.row_in_memory(self.plan.a, _M, self.plan.k) or (None, _M)
-        as_it_is = matrix is not None and (given_ordered or not variant.ordered)
-        name = self.names[matrix] if matrix is not None and as_it_is else ACTIVATIONS
+        name = self.names[matrix] if matrix is not None and self._reads_the_matrix(variant, given_ordered) else ACTIVATIONS
         return ["", "__device__ const bf16* row(i64 m) const {", *inner([*made.lines, f"return {name} + {row} * K;"]), "}"]
+
+    def _reads_the_matrix(self, variant: variants.Variant, given_ordered: bool = False) -> bool:
+        """Whether the product reads the matrix in memory as it is, and not what the prologue makes of it."""
+        return self.matrix is not None and (given_ordered or not variant.ordered or self._orders(variant))
+
+    def _orders(self, variant: variants.Variant) -> bool:
+        """Whether the product's copies put rows in order: those that follow each other in memory, and few blocks of columns read."""
+        return self._in_turn and -(-self._tiles // variant.tiles) <= variant.most_orders
 
     @property
     def _tiles(self) -> int:

@@ -6,7 +6,7 @@
 // multiply, each by 64 rows of the matrix, what a few warps copy into a ring of stages of 128 k. They share nothing but the ring: some
 // decode while others keep the tensor cores busy, and one may finish an item and store it while others still multiply.
 //
-// Rows of activations are in the order of w16x64 (order.cuh).
+// Tiles of activations are in the order of w16x64 (order.cuh): rows are given so, or the copies put them in order.
 #pragma once
 
 #include "fp4.cuh"
@@ -22,7 +22,10 @@ constexpr int MOST_SHARED = 227 * 1024;  // bytes of shared memory that a block 
 
 template <class Segment, int TOKENS, int TEAMS>
 struct ManyRows {
-    static constexpr int TEAM = 128, TEAM_WARPS = 4, COPY_WARPS = 4, COPIERS = 32 * COPY_WARPS, THREADS = TEAM * TEAMS + COPIERS;
+    // Crews of warps copy into stages in turns: two where copies put rows in order, as far as registers last.
+    static constexpr int CREWS = Segment::GIVEN_ORDERED || TEAMS > 3 ? 1 : 2;
+    static constexpr int COPY_WARPS = 4 / CREWS, COPIERS = 32 * COPY_WARPS;  // of a crew
+    static constexpr int TEAM = 128, TEAM_WARPS = 4, THREADS = TEAM * TEAMS + COPIERS * CREWS;
     // Of the registers that a launch gives to one thread of each team and one that copies, the latter needs few.
     static constexpr int POOL = 65536 / THREADS / 8 * 8 * (TEAMS + 1), MULTIPLY_REGISTERS = (POOL - 64) / TEAMS / 8 * 8;
     static constexpr int COPY_REGISTERS = POOL - TEAMS * MULTIPLY_REGISTERS;
@@ -34,6 +37,7 @@ struct ManyRows {
     using Turned = typename Turn<Segment>::Way;
     static constexpr int CHUNK = Turned::CHUNK;  // rows of a result that a team turns at a time, in one of them
     static_assert(TEAM_WARPS % Segment::TILES == 0, "a team's tiles make whole columns");
+    static_assert(TEAM_WARPS % COPY_WARPS == 0, "a warp copies the same tiles of every team");
     static_assert(Segment::K % 64 == 0 && Segment::N % 16 == 0, "weights are tiled");
     static_assert(!Segment::At::ORDERED || Segment::W % 64 == 0, "whole blocks of 64 are ordered");
     static_assert(TOKENS % 16 == 0 && TOKENS <= 256, "spans are turned 16 rows at a time, and fit an instruction");
@@ -120,10 +124,11 @@ private:
             const u8 *some_codes = codes + kb * CODES, *some_scales = scales + kb * SCALES;
             const u32 code_place = shared_address(to.weights[0].codes[thread / 32]) + thread % 32 * 16;
 #pragma unroll
-            for (int i = 0; i < EACH; ++i)
+            for (int i = 0; i < EACH; ++i) {
+                const int tile = COPY_WARPS * i, place = tile / TEAM_WARPS * sizeof(TeamWeights) + tile % TEAM_WARPS * DEPTH * CODES;
 #pragma unroll
-                for (int b = 0; b < Blocks; ++b)
-                    copy_16(code_place + i * sizeof(TeamWeights) + b * CODES, some_codes + code[i] + b * CODES);
+                for (int b = 0; b < Blocks; ++b) copy_16(code_place + place + b * CODES, some_codes + code[i] + b * CODES);
+            }
             const i32 tile = thread / PIECES, piece = thread % PIECES;
             const u32 scale_place = shared_address(to.weights[tile / TEAM_WARPS].scales[tile % TEAM_WARPS]) + piece * 16;
 #pragma unroll
@@ -133,7 +138,8 @@ private:
         }
     };
 
-    // The activations of an item: a thread copies 16 bytes of each EACH-th row.
+    // The activations of an item, which are given in order: a thread copies 16 bytes of each EACH-th row.
+    template <bool GivenOrdered, class = void>
     struct Activations {
         static constexpr int EACH = COPIERS / (TILE_ROW / 16), ROWS = (TOKENS + EACH - 1) / EACH;
         const u8* base;
@@ -166,13 +172,56 @@ private:
         }
     };
 
-    // The stages that copies fill. The tensor cores are told of one when its copies are there: after those of the next have begun. (Told by
-    // who multiplies, by a fence of theirs, they first finished what was under way: seen as 10 % on an H200.)
+    // Those that follow each other in memory, and are put in order: a warp copies a row at a time, a lane one pair of each 64 k.
+    template <class Any>
+    struct Activations<false, Any> {
+        static constexpr int AT_ONCE = 16, EACH = AT_ONCE / COPY_WARPS;  // rows that a crew copies at once, and a warp of it
+        static_assert(TOKENS % AT_ONCE == 0 && AT_ONCE % 8 == 0 && 8 % COPY_WARPS == 0, "pairs of every eighth row have the same places");
+        const u8* base;
+        i32 count;  // of rows, from the warp's first on
+
+        __device__ __forceinline__ void open(const Segment& s, const Item& item, i32 thread) {
+            const i32 mine = thread / 32;
+            base = reinterpret_cast<const u8*>(s.row(item.span.first) + i64(mine) * Segment::K) + thread % 32 * 4;
+            count = item.span.end - item.span.first - mine;
+        }
+
+        template <int Blocks>
+        __device__ __forceinline__ void copy(Stage& to, i32 thread, i32 kb) const {
+            const i32 mine = thread / 32, pair = thread % 32;
+            u32 first = shared_address(to.activations) + swizzled(mine, pair % 8) + pair / 8 * 4;  // as `ordered` says
+            const u8* from = base + kb * TILE_ROW;
+#pragma unroll 1
+            for (i32 left = count; left > 0; left -= AT_ONCE) {
+#pragma unroll
+                for (int i = 0; i < EACH; ++i) {
+                    const int row = COPY_WARPS * i;
+                    const u32 place = (first ^ row % 8 * 16) + row * TILE_ROW;
+#pragma unroll
+                    for (int b = 0; b < Blocks; ++b)
+                        copy_4_or_zero(place + b * TOKENS * TILE_ROW, from + row * 2 * Segment::K + b * TILE_ROW, left > row);
+                }
+                first += AT_ONCE * TILE_ROW, from += AT_ONCE * 2 * Segment::K;
+            }
+        }
+    };
+
+    // The stages that copies fill, of which a crew has each CREWS-th. The tensor cores are told of one when its copies are there: of a lone
+    // crew's, after those of the next have begun. (Told by who multiplies, by a fence of theirs, they first finished what was under way:
+    // seen as 10 % on an H200.)
     struct Filled {
         static_assert(STAGES >= 3, "one that they are not told of yet, and one that they have not given back, leave one to fill");
         Shared& shared;
+        u32 turn;  // the crew's, when a multiple of CREWS
         Ring<STAGES> next, last;
         bool any = false;
+
+        // Whether the next stage is the crew's; else it is passed by.
+        __device__ __forceinline__ bool mine() {
+            if (turn-- % CREWS == 0) return true;
+            next.advance(), last.advance();
+            return false;
+        }
 
         __device__ __forceinline__ Stage& open() {
             barrier_wait(shared.empty[next.stage], next.parity ^ 1);
@@ -181,13 +230,14 @@ private:
 
         __device__ __forceinline__ void close() {
             copies_commit();
-            if (any) tell<1>();
+            if (CREWS > 1) tell<0>();
+            else if (any) tell<1>();
             any = true;
             next.advance();
         }
 
         __device__ __forceinline__ void finish() {
-            if (any) tell<0>();
+            if (CREWS == 1 && any) tell<0>();
         }
 
     private:
@@ -201,14 +251,14 @@ private:
     };
 
     __device__ static __forceinline__ void copy(const Segment& s, Shared& shared) {
-        const i32 thread = threadIdx.x - TEAM * TEAMS;
-        Filled filled{shared};
+        const i32 thread = threadIdx.x % COPIERS, crew = (threadIdx.x - TEAM * TEAMS) / COPIERS;
+        Filled filled{shared, u32(crew)};
         for (Cursor at(shared.rest.schedule); at.more(); at.advance()) {
             const Item item = at.item();
             if (item.span.group == Segment::G) continue;
             Weights weights;
             weights.open(s, item, thread);
-            Activations activations;
+            Activations<Segment::GIVEN_ORDERED> activations;
             activations.open(s, item, thread);
 #pragma unroll 1
             for (i32 kb = 0; kb <= KB - DEPTH; kb += DEPTH) copy<DEPTH>(weights, activations, filled, thread, kb);
@@ -219,7 +269,8 @@ private:
 
     template <int Blocks>
     __device__ static __forceinline__ void copy(
-        const Weights& weights, const Activations& activations, Filled& filled, i32 thread, i32 kb) {
+        const Weights& weights, const Activations<Segment::GIVEN_ORDERED>& activations, Filled& filled, i32 thread, i32 kb) {
+        if (!filled.mine()) return;
         Stage& stage = filled.open();
         weights.template copy<Blocks>(stage, thread, kb);
         activations.template copy<Blocks>(stage, thread, kb);

@@ -49,6 +49,11 @@ __device__ __forceinline__ void copy_4(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
+// 4 bytes, or zeros where they are not `there`.
+__device__ __forceinline__ void copy_4_or_zero(u32 to, const void* from, bool there) {
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
+}
+
 // The copies since the last commit become one group of which can be waited for.
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
