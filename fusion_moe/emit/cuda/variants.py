@@ -54,7 +54,7 @@ class FewRows:
         """What the kernel runs."""
         return f"FewRows<Segment, {self.nt}, {self.r}, {self.wk}, {self.u}>::run(s);"
 
-    def fits(self, block: int, arch: str) -> bool:
+    def fits(self, block: int, k: int, arch: str) -> bool:
         """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, on an architecture."""
         return self.tiles % block == 0
 
@@ -69,10 +69,14 @@ class FewRows:
 
 @dataclass(frozen=True)
 class ManyRows:
-    """kernels/many_rows.cuh: up to `height` rows of a group, by `teams` warpgroups with 64 columns of the product each; needs wgmma."""
+    """kernels/many_rows.cuh: up to `height` rows of a group, by `teams` warpgroups, each with `bands` times 64 columns of the product.
+
+    Needs wgmma.
+    """
 
     height: int
     teams: int
+    bands: int = 1
 
     header = "many_rows.cuh"
     per_sm = 1
@@ -93,25 +97,29 @@ class ManyRows:
     @property
     def tiles(self) -> int:
         """Tiles of 16 columns of the product that a block makes at once."""
-        return 4 * self.teams
+        return 4 * self.teams * self.bands
 
     @property
     def name(self) -> str:
         """Names the kernel."""
-        return f"many_rows_{self.height}x{self.teams}"
+        bands = f"x{self.bands}" if self.bands > 1 else ""
+        return f"many_rows_{self.height}x{self.teams}{bands}"
 
     @property
     def call(self) -> str:
         """What the kernel runs."""
-        return f"ManyRows<Segment, {self.height}, {self.teams}>::run(s);"
+        return f"ManyRows<Segment, {self.height}, {self.teams}, {self.bands}>::run(s);"
 
-    def fits(self, block: int, arch: str) -> bool:
-        """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, on an architecture."""
-        return arch == "sm_90a" and self.tiles % block == 0
+    def fits(self, block: int, k: int, arch: str) -> bool:
+        """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, on an architecture.
+
+        With two bands the last half of a stage, of K that is no multiple of 128, needs more registers than there are.
+        """
+        return arch == "sm_90a" and self.tiles % block == 0 and (self.bands == 1 or k % 128 == 0)
 
     def time(self, blocks: float, k: int) -> float:
-        """It is alone in its regimes."""
-        return 0.0
+        """Of all tiles of the blocks, those past the product's last column too, in what one takes with one band, as an H200's times say."""
+        return blocks * self.tiles * (1 if self.bands == 1 else _TWO_BANDS)
 
 
 Variant = FewRows | ManyRows
@@ -129,7 +137,7 @@ ALWAYS = float("inf")
 TILED = (
     Regime(6, (FewRows(1, 1, 1, 4, 4), FewRows(1, 1, 2, 4, 4), FewRows(1, 1, 4, 4, 3), FewRows(1, 1, 8, 4, 4))),
     Regime(12, (FewRows(2, 2, 1, 2, 2), FewRows(2, 2, 2, 2, 2), FewRows(2, 2, 4, 2, 2))),
-    Regime(20, (ManyRows(48, 4),)),
+    Regime(20, (ManyRows(32, 5), ManyRows(32, 4, 2))),
     Regime(48, (ManyRows(64, 4),)),
     Regime(68, (ManyRows(80, 4),)),  # weights of a group that is higher are decoded twice
     Regime(ALWAYS, (ManyRows(160, 3),)),
@@ -144,6 +152,7 @@ LINEAR = (
 _MULTIPROCESSORS = 132  # of an H200
 _BUSY = 400  # blocks that keep its memory busy
 _BEGIN_AND_END = 5.7  # times 64 k
+_TWO_BANDS = 0.955  # of the time of a tile, since bands share what is done for each stage
 
 
 def choose(rows: int, groups: int, k: int, tiles: int, block: int, regimes: Sequence[Regime], arch: str) -> Variant:
@@ -151,7 +160,7 @@ def choose(rows: int, groups: int, k: int, tiles: int, block: int, regimes: Sequ
 
     Few blocks leave a GPU idle: warps along K make more of them.
     """
-    possible = ([v for v in r.variants if v.fits(block, arch)] for r in regimes if rows <= r.most * groups)
+    possible = ([v for v in r.variants if v.fits(block, k, arch)] for r in regimes if rows <= r.most * groups)
     fitting = next(variants for variants in possible if variants)
     touched = groups * (1 - (1 - 1 / groups) ** rows)  # groups with a row, if rows pick them evenly
     return min(fitting, key=lambda v: v.time(max(touched, rows / v.height) * -(-tiles // v.tiles), k))

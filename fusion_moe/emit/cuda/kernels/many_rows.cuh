@@ -1,10 +1,10 @@
 // Grouped products of many rows a group: weights go through shared memory to registers, become fragments there, and are multiplied by
 // tiles of activations in shared memory; copies, decoding and products overlap.
 //
-// A block stays on its multiprocessor and takes item after item (schedule.cuh): up to TOKENS rows of a group and 64 * TEAMS rows of its
-// matrix. The matrix is on the side of wgmma's 64 rows; the other side is as wide as the group's spans are high. TEAMS warpgroups
-// multiply, each by 64 rows of the matrix, what a few warps copy into a ring of stages of 128 k. They share nothing but the ring: some
-// decode while others keep the tensor cores busy, and one may finish an item and store it while others still multiply.
+// A block stays on its multiprocessor and takes item after item (schedule.cuh): up to TOKENS rows of a group and 64 * BANDS * TEAMS rows
+// of its matrix. The matrix is on the side of wgmma's 64 rows; the other side is as wide as the group's spans are high. TEAMS warpgroups
+// multiply, each by BANDS bands of 64 rows of the matrix, what a few warps copy into a ring of stages of 128 k. They share nothing but
+// the ring: some decode while others keep the tensor cores busy, and one may finish an item and store it while others still multiply.
 //
 // Tiles of activations are in the order of w16x64 (order.cuh): rows are given so, or the copies put them in order.
 #pragma once
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int MOST_SHARED = 227 * 1024;  // bytes of shared memory that a block may have
 
-template <class Segment, int TOKENS, int TEAMS>
+template <class Segment, int TOKENS, int TEAMS, int BANDS>
 struct ManyRows {
     // Crews of warps copy into stages in turns: two where copies put rows in order, as far as registers last.
     static constexpr int CREWS = Segment::GIVEN_ORDERED || TEAMS > 3 ? 1 : 2;
@@ -29,9 +29,9 @@ struct ManyRows {
     // Of the registers that a launch gives to one thread of each team and one that copies, the latter needs few.
     static constexpr int POOL = 65536 / THREADS / 8 * 8 * (TEAMS + 1), MULTIPLY_REGISTERS = (POOL - 64) / TEAMS / 8 * 8;
     static constexpr int COPY_REGISTERS = POOL - TEAMS * MULTIPLY_REGISTERS;
-    static constexpr int TILES = TEAM_WARPS * TEAMS, COLUMNS = Segment::B * TILES / Segment::TILES;  // of the result
-    static constexpr int ACROSS = (Segment::W + COLUMNS - 1) / COLUMNS, KB = Segment::K / 64, DEPTH = 2;  // blocks of 64 k in a stage
-    static constexpr int STEPS = 4, BUFFERS = TOKENS / 2 + 60 <= MULTIPLY_REGISTERS ? 2 : 1;  // blocks of 64 k with fragments in registers
+    static constexpr int TILES = TEAM_WARPS * TEAMS * BANDS, COLUMNS = Segment::B * TILES / Segment::TILES;  // of the result
+    static constexpr int ACROSS = (Segment::W + COLUMNS - 1) / COLUMNS, KB = Segment::K / 64, STEPS = 4;
+    static constexpr int DEPTH = 2;  // blocks of 64 k in a stage
     static constexpr int CODES = 512, SCALES = 64;  // bytes of a tile of 16 rows and 64 k
     static constexpr int KEPT = KB > DEPTH ? 2 : 1;  // stages that a team gives back when it has stored an item
     using Turned = typename Turn<Segment>::Way;
@@ -42,13 +42,13 @@ struct ManyRows {
     static_assert(!Segment::At::ORDERED || Segment::W % 64 == 0, "whole blocks of 64 are ordered");
     static_assert(TOKENS % 16 == 0 && TOKENS <= 256, "spans are turned 16 rows at a time, and fit an instruction");
 
-    struct TeamWeights {
+    struct BandWeights {
         u8 codes[TEAM_WARPS][DEPTH][CODES], scales[TEAM_WARPS][DEPTH][SCALES];
     };
 
     struct alignas(1024) Stage {
         u8 activations[DEPTH][TOKENS * TILE_ROW];
-        TeamWeights weights[TEAMS];
+        BandWeights weights[TEAMS * BANDS];
     };
 
     // decode: of the rows of each tile of the item.
@@ -65,14 +65,14 @@ struct ManyRows {
         u64 full[STAGES], empty[STAGES];
         Rest rest;
     };
-    static_assert(sizeof(Shared) <= MOST_SHARED && sizeof(TeamWeights) >= Turned::PLACE);
+    static_assert(sizeof(Shared) <= MOST_SHARED && sizeof(BandWeights) >= Turned::PLACE);
 
     __device__ static void run(const Segment& s) {
         extern __shared__ __align__(1024) u8 memory[];
         Shared& shared = *reinterpret_cast<Shared*>(memory);
         if (threadIdx.x < STAGES) {
             barrier_init(shared.full[threadIdx.x], COPY_WARPS);
-            barrier_init(shared.empty[threadIdx.x], TILES);
+            barrier_init(shared.empty[threadIdx.x], TEAM_WARPS * TEAMS);
         }
         wait_for_previous();
         shared.rest.schedule.make(s.ends, i32(s.rows()), ACROSS, blockIdx.x == 0 ? s.error : nullptr, reinterpret_cast<i32*>(shared.stage));
@@ -125,7 +125,7 @@ private:
             const u32 code_place = shared_address(to.weights[0].codes[thread / 32]) + thread % 32 * 16;
 #pragma unroll
             for (int i = 0; i < EACH; ++i) {
-                const int tile = COPY_WARPS * i, place = tile / TEAM_WARPS * sizeof(TeamWeights) + tile % TEAM_WARPS * DEPTH * CODES;
+                const int tile = COPY_WARPS * i, place = tile / TEAM_WARPS * sizeof(BandWeights) + tile % TEAM_WARPS * DEPTH * CODES;
 #pragma unroll
                 for (int b = 0; b < Blocks; ++b) copy_16(code_place + place + b * CODES, some_codes + code[i] + b * CODES);
             }
@@ -134,7 +134,7 @@ private:
 #pragma unroll
             for (int i = 0; i < TURNS; ++i)
                 if (tile + AT_ONCE * i < TILES && piece < Blocks * SCALES / 16)
-                    copy_16(scale_place + AT_ONCE / TEAM_WARPS * i * sizeof(TeamWeights), some_scales + scale[i]);
+                    copy_16(scale_place + AT_ONCE / TEAM_WARPS * i * sizeof(BandWeights), some_scales + scale[i]);
         }
     };
 
@@ -287,20 +287,26 @@ private:
                 fill(s, item);
                 continue;
             }
-            fetch_decode(s, item, shared.rest.decode[threadIdx.x / 32]);
-            float sum[TOKENS / 2] = {};
+#pragma unroll
+            for (int h = 0; h < BANDS; ++h) fetch_decode(s, item, shared.rest.decode[tile_of(h)], tile_of(h));
+            float sum[BANDS][TOKENS / 2] = {};
             Products products(shared, ring, item.height);
             products.run(sum);
-            store(sum, s, products, at.item());  // which is found again: registers are short while products run
+            const Item again = at.item();  // it is found again: registers are short while products run
+#pragma unroll
+            for (int h = 0; h < BANDS; ++h) store(sum[h], s, products, again, h);
 #pragma unroll
             for (int i = 0; i < KEPT; ++i) products.release();
         }
     }
 
-    // The products of an item. The fragments of a block of 64 k are made while the products with those of the block before run, where
-    // there are registers for both.
+    // Which of the block's bands a team's band h is, and which of its tiles a warp has there.
+    __device__ static __forceinline__ i32 band_of(int h) { return threadIdx.x / TEAM * BANDS + h; }
+    __device__ static __forceinline__ i32 tile_of(int h) { return band_of(h) * TEAM_WARPS + threadIdx.x / 32 % TEAM_WARPS; }
+
+    // The products of an item: for each 64 k a group of them with each band. Fragments for a group are made while the one before runs.
     struct Products {
-        static constexpr int AT_ONCE = BUFFERS > DEPTH ? BUFFERS : DEPTH;
+        static constexpr int GROUPS = DEPTH * BANDS;  // in a stage
         Shared& shared;
         Ring<STAGES>& ring;
         const i32 height;
@@ -309,32 +315,16 @@ private:
 
         __device__ __forceinline__ Products(Shared& shared, Ring<STAGES>& ring, i32 height)
             : shared(shared), ring(ring), height(height), to_release(ring.stage) {
-            const i32 team = threadIdx.x / TEAM * sizeof(TeamWeights), warp = threadIdx.x / 32 % TEAM_WARPS, lane = threadIdx.x % 32;
-            codes = team + warp * (DEPTH * CODES) + lane * 16, scales = team + warp * (DEPTH * SCALES) + lane * 2;
+            const i32 first = band_of(0) * sizeof(BandWeights), warp = threadIdx.x / 32 % TEAM_WARPS, lane = threadIdx.x % 32;
+            codes = first + warp * (DEPTH * CODES) + lane * 16, scales = first + warp * (DEPTH * SCALES) + lane * 2;
             asm volatile("" : "+r"(codes), "+r"(scales));  // kept, not computed again
         }
 
-        // sum[4 n + i]: rows r and r + 8 of the warp's tile, and rows 8 n + 2 c, 8 n + 2 c + 1 of activations.
-        __device__ __forceinline__ void run(float (&sum)[TOKENS / 2]) {
-            u32 fragment[BUFFERS][STEPS][4];
-            Tiled::Held held[DEPTH];
-            const Stage* stage;
-#pragma unroll 1
-            for (i32 kb = 0; kb < KB; kb += AT_ONCE) {
-#pragma unroll
-                for (int b = 0; b < AT_ONCE; ++b) {
-                    if (KB % AT_ONCE != 0 && kb + b == KB) break;
-                    if (b % DEPTH == 0) stage = &open(held);
-                    const Tiled::Held& now = held[b % DEPTH];
-                    const u32 low = Tiled::low_scale(now), high = Tiled::high_scale(now);
-                    wgmma_wait<BUFFERS - 1>();
-                    if ((b + 1 + BUFFERS) % DEPTH == 0 && kb + b >= BUFFERS && (KEPT == 1 || kb < KB - AT_ONCE)) release();
-                    auto& made = fragment[b % BUFFERS];
-#pragma unroll
-                    for (int v = 0; v < STEPS; ++v) Tiled::decode(now, v, low, high, made[v]);
-                    multiply<8, TOKENS>(sum, made, tile_descriptor(shared_address(stage->activations[b % DEPTH])));
-                }
-            }
+        // sum[h][4 n + i]: rows r and r + 8 of the warp's tile in a band, and rows 8 n + 2 c, 8 n + 2 c + 1 of activations. Multiplies by
+        // as many of these as are needed: only the instruction differs; which one, all of the block agree.
+        __device__ __forceinline__ void run(float (&sum)[BANDS][TOKENS / 2]) {
+            if constexpr (TOKENS <= 80) run_as_high<8, TOKENS>(sum);
+            else run_any(sum);
             wgmma_wait<0>();
             while (to_release != kept(KEPT - 1)) release();
         }
@@ -344,7 +334,7 @@ private:
             return ring.stage > before ? ring.stage - 1 - before : ring.stage + STAGES - 1 - before;
         }
 
-        __device__ __forceinline__ u8* place(i32 team, int i) const { return reinterpret_cast<u8*>(&shared.stage[kept(i)].weights[team]); }
+        __device__ __forceinline__ u8* place(i32 band, int i) const { return reinterpret_cast<u8*>(&shared.stage[kept(i)].weights[band]); }
 
         __device__ __forceinline__ void release() {
             barrier_arrive(shared.empty[to_release]);
@@ -352,60 +342,144 @@ private:
         }
 
     private:
-        __device__ __forceinline__ const Stage& open(Tiled::Held (&held)[DEPTH]) {
+        using Fragments = u32[STEPS][4];
+
+        // Few rows: decoding takes longer than products. A loop for each height has fewer instructions than one that branches by height.
+        template <int Least, int Most>
+        __device__ __forceinline__ void run_as_high(float (&sum)[BANDS][TOKENS / 2]) {
+            if constexpr (Least < Most) {
+                constexpr int MIDDLE = (Least + Most) / 16 * 8;
+                if (height <= MIDDLE) run_as_high<Least, MIDDLE>(sum);
+                else run_as_high<MIDDLE + 8, Most>(sum);
+            } else {
+                Fragments fragments[2];
+                Tiled::Held held[GROUPS];
+                const Stage* stage = &open(held);
+                decode_now(fragments[0], held[0]);
+                constexpr int LAST = KB % DEPTH;
+#pragma unroll 1
+                for (i32 kb = 0; kb <= KB - DEPTH; kb += DEPTH) multiply_stage<Most, GROUPS>(sum, fragments, held, stage, kb);
+                if constexpr (LAST != 0) multiply_stage<Most, LAST * BANDS>(sum, fragments, held, stage, KB - LAST);
+            }
+        }
+
+        // The fragments of the stage's first group are made, and after it those of the next stage's. No products run on into the next
+        // stage: the compiler, which could not follow which registers they read, would make each wait for the one before.
+        template <int Height, int Groups>
+        __device__ __forceinline__ void multiply_stage(
+            float (&sum)[BANDS][TOKENS / 2], Fragments (&fragments)[2], Tiled::Held (&held)[GROUPS], const Stage*& stage, i32 kb) {
+            const bool more = kb < KB - DEPTH;
+            const u64 tiles = tile_descriptor(shared_address(stage->activations));
+#pragma unroll
+            for (int g = 0; g < Groups; ++g) {
+                multiply<Height>(sum[g % BANDS], fragments[g % 2], tiles + g / BANDS * (TOKENS * TILE_ROW / 16));
+                if (g + 1 == Groups && more) stage = &open(held);
+                if (g > 0) wgmma_wait<1>();
+                if (g == 0 && kb > 0 && (KEPT == 1 || more)) release();
+                if (g + 1 < Groups || more) decode_now(fragments[(g + 1) % 2], held[(g + 1) % Groups]);
+            }
+            wgmma_wait<0>();
+        }
+
+        // Many rows: products take longer, and run on from stage to stage. Loops for all heights would be much code.
+        __device__ __forceinline__ void run_any(float (&sum)[BANDS][TOKENS / 2]) {
+            static_assert(BANDS == 1 || TOKENS <= 80, "registers");
+            Fragments fragments[2];
+            Tiled::Held held[GROUPS];
+            const Stage* stage;
+#pragma unroll 1
+            for (i32 kb = 0; kb < KB; kb += DEPTH) {
+#pragma unroll
+                for (int b = 0; b < DEPTH; ++b) {
+                    if (KB % DEPTH != 0 && kb + b == KB) break;
+                    if (b == 0) stage = &open(held);
+                    wgmma_wait<1>();
+                    if (b == 1 && kb > 0 && (KEPT == 1 || kb < KB - DEPTH)) release();
+                    decode(fragments[b % 2], held[b]);
+                    multiply_any<8, TOKENS>(sum[0], fragments[b % 2], tile_descriptor(shared_address(stage->activations[b])));
+                }
+            }
+        }
+
+        // The next stage, and what its groups multiply by; past the last block: not used.
+        __device__ __forceinline__ const Stage& open(Tiled::Held (&held)[GROUPS]) {
             const Stage& stage = shared.stage[ring.stage];
             barrier_wait(shared.full[ring.stage], ring.parity);
             ring.advance();
 #pragma unroll
-            for (int b = 0; b < DEPTH; ++b)  // past the last block: not used
-                held[b] = {*reinterpret_cast<const uint4*>(stage.weights[0].codes[0][b] + codes),
-                           *reinterpret_cast<const u16*>(stage.weights[0].scales[0][b] + scales)};
+            for (int g = 0; g < GROUPS; ++g) {
+                const BandWeights& from = stage.weights[g % BANDS];
+                held[g] = {*reinterpret_cast<const uint4*>(from.codes[0][g / BANDS] + codes),
+                           *reinterpret_cast<const u16*>(from.scales[0][g / BANDS] + scales)};
+            }
             return stage;
         }
 
-        // Multiplies by as many rows as are needed. Only the instruction differs; which one, all of the block agree.
+        __device__ static __forceinline__ void decode(Fragments& made, const Tiled::Held& held) {
+            const u32 low = Tiled::low_scale(held), high = Tiled::high_scale(held);
+#pragma unroll
+            for (int v = 0; v < STEPS; ++v) Tiled::decode(held, v, low, high, made[v]);
+        }
+
+        // Here, and not between the products.
+        __device__ static __forceinline__ void decode_now(Fragments& made, const Tiled::Held& held) {
+            decode(made, held);
+#pragma unroll
+            for (int v = 0; v < STEPS; ++v)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(made[v][i]));
+        }
+
         template <int Least, int Most>
-        __device__ __forceinline__ void multiply(float (&sum)[TOKENS / 2], const u32 (&fragment)[STEPS][4], u64 tile) {
+        __device__ __forceinline__ void multiply_any(float (&sum)[TOKENS / 2], const Fragments& fragments, u64 tile) {
             if constexpr (Least < Most) {
                 constexpr int MIDDLE = (Least + Most) / 16 * 8;
-                if (height <= MIDDLE) multiply<Least, MIDDLE>(sum, fragment, tile);
-                else multiply<MIDDLE + 8, Most>(sum, fragment, tile);
+                if (height <= MIDDLE) multiply_any<Least, MIDDLE>(sum, fragments, tile);
+                else multiply_any<MIDDLE + 8, Most>(sum, fragments, tile);
             } else {
                 wgmma_fence();
 #pragma unroll
-                for (int v = 0; v < STEPS; ++v) wgmma<Most>(sum, fragment[v], tile | 2 * v);
+                for (int v = 0; v < STEPS; ++v) wgmma<Most>(sum, fragments[v], tile | 2 * v);  // fewer instructions here than +
                 wgmma_commit();
             }
+        }
+
+        template <int Height>
+        __device__ static __forceinline__ void multiply(float (&sum)[TOKENS / 2], const Fragments& fragments, u64 tile) {
+            wgmma_fence();
+#pragma unroll
+            for (int v = 0; v < STEPS; ++v) wgmma<Height>(sum, fragments[v], tile + 2 * v);  // fewer instructions here than |
+            wgmma_commit();
         }
     };
 
     // Results ----------------------------------------------------------------------------------------------------------
 
     __device__ static __forceinline__ void store(
-        const float (&sum)[TOKENS / 2], const Segment& s, const Products& products, const Item& item) {
-        const i32 team = threadIdx.x / TEAM;
+        const float (&sum)[TOKENS / 2], const Segment& s, const Products& products, const Item& item, int h) {
+        const i32 team = threadIdx.x / TEAM, band = band_of(h);
         copies_wait_all();
         team_sync(team);  // all have read their codes, and decode scales are there
-        const float* decode = products.shared.rest.decode[threadIdx.x / 32] + threadIdx.x % 32 / 4;
-        const i32 column = item.column_block * COLUMNS + team * Part<Segment>::COLUMNS;
+        const float* decode = products.shared.rest.decode[tile_of(h)] + threadIdx.x % 32 / 4;
+        const i32 column = item.column_block * COLUMNS + band * Part<Segment>::COLUMNS;
         const Part<Segment> part{s, item, column, {Tiled::FACTOR * decode[0], Tiled::FACTOR * decode[8]}};
         const Turned turned(part);
-        turned.put(products.place(team, 0), sum, 0, TOKENS);
+        turned.put(products.place(band, 0), sum, 0, TOKENS);
 #pragma unroll
         for (int chunk = 0; chunk < TOKENS; chunk += CHUNK) {
             if (chunk >= part.item.height) break;
             const int next = chunk + CHUNK;
             team_sync(team);
-            const auto taken = turned.take(products.place(team, chunk / CHUNK % KEPT));
+            const auto taken = turned.take(products.place(band, chunk / CHUNK % KEPT));
             if (KEPT == 1) team_sync(team);
-            if (next < TOKENS) turned.put(products.place(team, next / CHUNK % KEPT), sum + next / 2, next, TOKENS - next);
+            if (next < TOKENS) turned.put(products.place(band, next / CHUNK % KEPT), sum + next / 2, next, TOKENS - next);
             turned.store(taken, chunk);
         }
     }
 
     // The decode scales of the warp's tile begin their way: while products run, not when all wait for the store.
-    __device__ static __forceinline__ void fetch_decode(const Segment& s, const Item& item, float (&decode)[16]) {
-        const i32 lane = threadIdx.x % 32, row = first_row(item.column_block, threadIdx.x / 32) + lane;
+    __device__ static __forceinline__ void fetch_decode(const Segment& s, const Item& item, float (&decode)[16], i32 tile) {
+        const i32 lane = threadIdx.x % 32, row = first_row(item.column_block, tile) + lane;
         const float* of_group = s.decode + item.span.group * Segment::RUNS;
         if (lane < 16) copy_4(shared_address(decode + lane), of_group + row / (Segment::N / Segment::RUNS));
     }
