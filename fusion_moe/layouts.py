@@ -31,19 +31,20 @@ is 512 bytes of codes, and elsewhere 64 of scales. Lane 4 r + c has of the rows 
     scale (row r + 8 i, block c of the tile)  ->  byte  8 r + 2 c + i                                            r < 8, c < 4, i < 2
     code  (row r + 8 i, column 16 c + 4 v + 2 h + j)  ->  byte  64 r + 16 c + 4 v + 2 j and the one after it     v < 4, h < 2, j < 2
 
-These two bytes, low byte first, have four codes, each as sign s and size abc. Those of h = 0, i = 0 stand where bfloat16 has its sign
-and lowest exponent bits, so that one `and` makes a number of it; those of h = 0, i = 1 and h = 1, i = 0 do three and six places lower;
-those of h = 1, i = 1 in what is left:
+These two bytes, low byte first, are the half j of a word, and have four codes, each as sign s and size abc. Those of h = 0, i = 0 stand
+where bfloat16 has its sign and lowest exponent bits, so that one `and` makes a pair of numbers of a word; those of h = 0, i = 1 do six
+places lower; those of h = 1, i = 0 twelve, in a word that is turned: each half has the sizes of the other; those of h = 1, i = 1 are two
+pieces in what is left, which two shifts put there. (Whole codes at four distances from their place cannot fill sixteen bits.)
 
-    bit    15     14     13     12     11     10     9      8-6    5-3    2-0
-           s 00   s 11   c 11   s 01   a 11   b 11   s 10   abc 00 abc 01 abc 10           (s 10: of h = 1, i = 0)
+    bit    15     14     13     12-10        9      8-6      5      4      3      2-0
+           s 00   a 11   s 11   abc 10 *     s 01   abc 00   b 11   c 11   s 10   abc 01      (s 10: of h = 1, i = 0; *: of the other half)
 
 >>> codes = torch.zeros(16, 32, dtype=torch.uint8)
 >>> codes[0, 1] = 0x0F                                       # row 0, column 2 is -6: h = 1, i = 0, j = 0; all other codes are 0
 >>> scale = torch.arange(0x30, 0x70, dtype=torch.uint8).view(16, 4)
 >>> stored, stored_scale = W16X64.pack(codes, scale)
->>> stored.flatten()[:4].tolist(), hex(0x0207)               # byte 0 and the one after it: bits 9 and 2-0
-([7, 2, 0, 0], '0x207')
+>>> stored.flatten()[:4].tolist(), hex(0x1C000008)           # bit 3 of half 0, bits 12-10 of half 1
+([8, 0, 0, 28], '0x1c000008')
 
 Scales are stored as numbers without a sign, five bits of exponent and three of mantissa: the tensor cores' bfloat16 is one multiplication
 and one addition away, and the subnormal numbers of e4m3 are as the others. 2^e (1 + m/8) is byte 8 (e + 23) + m, which for all but
@@ -220,10 +221,9 @@ class W16x64(Layout):
         code = both.view(*lead, n // 16, 2, 8, blocks // 4, 4, 4, 2, 2)  # i r . c v h j
         code = _moved(code, (0, 3, 2, 4, 5, 7, 6, 1)).int()  # . r c v j h i
         sign, size = code >> 3, code & 7
-        last_sign, last = sign[..., 1, 1], size[..., 1, 1]
-        half = last_sign << 14 | (last & 1) << 13 | (last >> 1) << 10
-        for h, i, low in _PLACES:
-            half |= sign[..., h, i] << (low + 9) | size[..., h, i] << low
+        last, turned = size[..., 1, 1], size[..., 1, 0].flip(-1)
+        half = sign[..., 0, 0] << 15 | sign[..., 0, 1] << 9 | sign[..., 1, 0] << 3 | sign[..., 1, 1] << 13
+        half |= size[..., 0, 0] << 6 | size[..., 0, 1] | turned << 10 | (last >> 2) << 14 | (last & 3) << 4
         stored = torch.stack([half & 0xFF, half >> 8], -1).to(torch.uint8)
         return stored.view(codes.shape), self.forward(block_scale)
 
@@ -233,14 +233,12 @@ class W16x64(Layout):
         low, high = codes.view(*lead, n // 16, blocks // 4, 8, 4, 4, 2, 2).int().unbind(-1)  # . . r c v j
         half = low | high << 8
         code = half.new_empty(*half.shape, 2, 2)
-        code[..., 1, 1] = (half >> 14 & 1) << 3 | (half >> 10 & 3) << 1 | half >> 13 & 1
-        for h, i, place in _PLACES:
-            code[..., h, i] = (half >> (place + 9) & 1) << 3 | half >> place & 7
+        code[..., 0, 0] = (half >> 15) << 3 | half >> 6 & 7
+        code[..., 0, 1] = (half >> 9 & 1) << 3 | half & 7
+        code[..., 1, 0] = (half >> 3 & 1) << 3 | half.flip(-1) >> 10 & 7
+        code[..., 1, 1] = (half >> 13 & 1) << 3 | (half >> 14 & 1) << 2 | half >> 4 & 3
         both = _moved(code.to(torch.uint8), (0, 7, 2, 1, 3, 4, 6, 5)).view(*lead, n, 8 * blocks, 2)
         return both[..., 0] | both[..., 1] << 4, self.inverse(block_scale, tuple(block_scale.shape))
-
-
-_PLACES = ((0, 0, 6), (0, 1, 3), (1, 0, 0))  # h, i, the lowest bit of the code's size; its sign is 9 places above
 
 
 def _moved(x: Tensor, order: tuple[int, ...]) -> Tensor:

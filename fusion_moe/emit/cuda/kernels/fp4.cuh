@@ -57,9 +57,9 @@ struct Tiled {
 
     static __device__ __forceinline__ void decode(u32 word, u32 low, u32 high, u32 (&a)[4]) {
         a[0] = multiply_pair(word & (SIGNS | SIZES), low);
-        a[1] = multiply_pair((word * 8u) & (SIGNS | SIZES), high);
-        a[2] = multiply_pair((word * 64u) & (SIGNS | SIZES), low);
-        a[3] = multiply_pair(and_or(word >> 7, 0x00400040u, and_or(word >> 3, 0x01800180u, (word * 2u) & SIGNS)), high);
+        a[1] = multiply_pair((word * 64u) & (SIGNS | SIZES), high);
+        a[2] = multiply_pair(__funnelshift_l(word, word, 12) & (SIGNS | SIZES), low);
+        a[3] = multiply_pair(and_or(word >> 6, 0x01000100u, (word * 4u) & 0x80C080C0u), high);
     }
 
     static __device__ __forceinline__ u32 pair(u32 byte) { return byte * 0x00100010u + 0x6F806F80u; }  // E5M3 -> bf16x2, times 2^119
