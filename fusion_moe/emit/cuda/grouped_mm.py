@@ -142,18 +142,18 @@ class Product(Source):
     def _find(self, sizes: Sizes) -> list[str]:
         """How a kernel finds a tile; EARLY: from what is there before the kernel before it has ended."""
         route = next((op for op in self.fusion.ops if op.kind.name == "route" and op.outputs[0] is self.plan.ends), None)
-        early, made = True, "find_tile<G, HEIGHT>(ends, i32(rows()), number, nullptr)"
+        early, made = True, "find_tile<G, HEIGHT, ACROSS>(ends, i32(rows()), number, nullptr)"
         if route is None:
-            made = "find_tile<G, HEIGHT>(ends, i32(rows()), number, blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr)"
+            made = "find_tile<G, HEIGHT, ACROSS>(ends, i32(rows()), number, blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr)"
         elif value(self.rows, sizes) <= _MOST_IDS:
-            made = f"find_tile_of_ids<G, HEIGHT>({self.array(route.values[0])}, i32(rows()), number)"
+            made = f"find_tile_of_ids<G, HEIGHT, ACROSS>({self.array(route.values[0])}, i32(rows()), number)"
         else:
             early = False
         return [
             f"using Weights = {LAYOUTS[self.layout]};",
             f"static constexpr bool EARLY = {str(early).lower()};",
-            "template <int HEIGHT>",
-            f"__device__ __forceinline__ Span find(i32 number) const {{ return {made}; }}",
+            "template <int HEIGHT, int ACROSS>",
+            f"__device__ __forceinline__ Place find(i32 number) const {{ return {made}; }}",
         ]
 
     # The struct -------------------------------------------------------------------------------------------------------

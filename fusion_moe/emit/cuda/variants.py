@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 from ... import groups as ragged
 
-WARPS = 8
-
 
 @dataclass(frozen=True)
 class FewRows:
-    """kernels/few_rows.cuh: 8 * nt rows of a group; r tiles of 16 columns a warp; wk warps along K; u blocks of 64 k in flight.
+    """kernels/few_rows.cuh: 8 * nt rows of a group; r tiles of 16 columns a warp; wk warps along K.
 
+    u: blocks of 64 k in flight, at least; c: how many more are asked for at a time.
     per_sm: blocks that share a multiprocessor, which is what registers are limited by.
     """
 
@@ -25,14 +24,24 @@ class FewRows:
     r: int
     wk: int
     u: int
+    c: int
     per_sm: int
 
     header = "few_rows.cuh"
-    threads = 32 * WARPS
     shared = 0  # bytes that a launch asks for
     persistent = False  # whether blocks stay on their multiprocessor, and no more than fit are launched
     ordered = False  # whether it reads activations in the order of kernels/order.cuh
     most_orders = 0  # blocks of columns for each of which its copies put rows in order faster than a kernel before does so once
+
+    @property
+    def warps(self) -> int:
+        """Of a block: few, of which none waits long for the others; more where these make no two tiles, which gate and up are."""
+        return 4 if 4 * self.r >= 2 * self.wk else 8
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * self.warps
 
     @property
     def height(self) -> int:
@@ -42,17 +51,22 @@ class FewRows:
     @property
     def tiles(self) -> int:
         """Tiles of 16 columns of the product that a block makes at once."""
-        return self.r * WARPS // self.wk
+        return self.r * self.warps // self.wk
+
+    @property
+    def round(self) -> int:
+        """Blocks of 64 k that the loop takes each time."""
+        return math.lcm(self.u + self.c, self.c, 2)
 
     @property
     def name(self) -> str:
         """Names the kernel."""
-        return f"few_rows_{self.nt}x{self.r}x{self.wk}x{self.u}"
+        return f"few_rows_{self.nt}x{self.r}x{self.wk}x{self.u}x{self.c}"
 
     @property
     def call(self) -> str:
         """What the kernel runs."""
-        return f"FewRows<Segment, {self.nt}, {self.r}, {self.wk}, {self.u}>::run(s);"
+        return f"FewRows<Segment, {self.nt}, {self.r}, {self.wk}, {self.u}, {self.c}, {self.warps}>::run(s);"
 
     def fits(self, block: int, k: int, arch: str) -> bool:
         """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, on an architecture."""
@@ -63,7 +77,7 @@ class FewRows:
 
         Blocks run in waves, and memory is busy with less than whole ones. To begin and to end takes a block as long as some more k.
         """
-        waves = max(math.ceil(blocks / (_MULTIPROCESSORS * self.per_sm)), blocks / _BUSY)
+        waves = max(math.ceil(blocks / (_MULTIPROCESSORS * self.per_sm)), blocks * self.warps / _BUSY)
         return waves * (k / 64 / self.wk + _BEGIN_AND_END)
 
 
@@ -118,8 +132,13 @@ class ManyRows:
         return arch == "sm_90a" and self.tiles % block == 0 and (self.bands == 1 or k % 128 == 0)
 
     def time(self, blocks: float, k: int) -> float:
-        """Of all tiles of the blocks, those past the product's last column too, in what one takes with one band, as an H200's times say."""
-        return blocks * self.tiles * (1 if self.bands == 1 else _TWO_BANDS)
+        """Of all tiles of the blocks, those past the product's last column too, in what one takes with one band, as an H200's times say.
+
+        Where all blocks run at once, one more span of a group would be a turn of its own: high spans. Else low ones, which leave more
+        shared memory to copies.
+        """
+        tiles = blocks * self.tiles * (1 if self.bands == 1 else _TWO_BANDS)
+        return tiles / self.height if blocks <= _MULTIPROCESSORS else tiles
 
 
 Variant = FewRows | ManyRows
@@ -134,23 +153,24 @@ class Regime:
 
 
 ALWAYS = float("inf")
+FEW_TALL = (FewRows(2, 2, 1, 2, 2, 4), FewRows(2, 2, 2, 2, 2, 4), FewRows(2, 2, 4, 2, 2, 4))
 TILED = (
-    Regime(6, (FewRows(1, 1, 1, 4, 4), FewRows(1, 1, 2, 4, 4), FewRows(1, 1, 4, 4, 3), FewRows(1, 1, 8, 4, 4))),
-    Regime(12, (FewRows(2, 2, 1, 2, 2), FewRows(2, 2, 2, 2, 2), FewRows(2, 2, 4, 2, 2))),
+    Regime(6, (FewRows(1, 1, 1, 1, 3, 8), FewRows(1, 1, 2, 1, 3, 8), FewRows(1, 1, 4, 1, 3, 4), FewRows(1, 1, 8, 1, 3, 4))),
+    Regime(12, FEW_TALL),
     Regime(20, (ManyRows(32, 5), ManyRows(32, 4, 2))),
-    Regime(48, (ManyRows(64, 4),)),
+    Regime(48, (ManyRows(64, 4), ManyRows(96, 4))),
     Regime(68, (ManyRows(80, 4),)),  # weights of a group that is higher are decoded twice
     Regime(ALWAYS, (ManyRows(160, 3),)),
-    Regime(24, (FewRows(2, 2, 1, 2, 2), FewRows(2, 2, 2, 2, 2), FewRows(2, 2, 4, 2, 2))),  # without wgmma
-    Regime(ALWAYS, (FewRows(4, 2, 4, 2, 1),)),
+    Regime(24, FEW_TALL),  # without wgmma
+    Regime(ALWAYS, (FewRows(4, 2, 4, 1, 1, 2),)),
 )
 LINEAR = (
-    Regime(6, (FewRows(1, 1, 2, 4, 2), FewRows(1, 1, 4, 4, 2), FewRows(1, 1, 8, 4, 2))),
-    Regime(24, (FewRows(2, 1, 2, 4, 2), FewRows(2, 1, 4, 4, 2))),
-    Regime(ALWAYS, (FewRows(4, 2, 4, 2, 1),)),
+    Regime(6, (FewRows(1, 1, 2, 1, 3, 4), FewRows(1, 1, 4, 1, 3, 2), FewRows(1, 1, 8, 1, 3, 2))),
+    Regime(24, (FewRows(2, 1, 2, 1, 3, 4), FewRows(2, 1, 4, 1, 3, 2))),
+    Regime(ALWAYS, (FewRows(4, 2, 4, 1, 1, 2),)),
 )
 _MULTIPROCESSORS = 132  # of an H200
-_BUSY = 400  # blocks that keep its memory busy
+_BUSY = 3200  # warps that keep its memory busy
 _BEGIN_AND_END = 5.7  # times 64 k
 _TWO_BANDS = 0.955  # of the time of a tile, since bands share what is done for each stage
 

@@ -1,8 +1,12 @@
 // Grouped products of few rows a group: bound by the reading of weights, which go from memory to registers and there become fragments.
 //
 // A block makes a tile of 8 * NT rows of one group and 16 * R * WR rows of its matrix; WK warps share each of these, along K. The matrix is
-// on the side of mma's 16 rows, the activations on that of its 8 columns. A lane has U blocks of 64 k in flight. A tile that is half full or
-// less is made as one of half the height. There are blocks for as many tiles as there may be; those past the last have nothing to do.
+// on the side of mma's 16 rows, the activations on that of its 8 columns. A tile that is half full or less is made as one of half the
+// height. There are blocks for as many tiles as there may be; those past the last have nothing to do.
+//
+// A lane has the weights of at least U blocks of 64 k on their way, and asks for those of C more at a time: memory likes bytes that follow
+// each other. A barrier of the warp after each block keeps loads where they stand: the compiler would collect them at the end of the loop,
+// with copies of the registers that they are for.
 #pragma once
 
 #include "fp4.cuh"
@@ -11,20 +15,25 @@
 
 namespace {
 
-template <class Segment, int NT, int R, int WK, int U>
+template <class Segment, int NT, int R, int WK, int U, int C, int WARPS>
 class FewRows {
-    template <class, int, int, int, int>
+    template <class, int, int, int, int, int, int>
     friend class FewRows;
 
-    static constexpr int WARPS = 8, WR = WARPS / WK, HEIGHT = 8 * NT, TILES = R * WR, KB = (Segment::K + 63) / 64;
-    static_assert(U % 2 == 0, "activations alternate");
+    static constexpr int WR = WARPS / WK, HEIGHT = 8 * NT, TILES = R * WR, KB = (Segment::K + 63) / 64;
+    static constexpr int SLOTS = U + C;  // blocks that a lane holds weights of
+
+    // Blocks after which all is in the same registers again: slots come round, loads begin, activations alternate.
+    __device__ static constexpr int round(int n) { return n % C == 0 && n % 2 == 0 ? n : round(n + SLOTS); }
+    static constexpr int ROUND = round(SLOTS);
+
     using Tile = Sums<Segment, HEIGHT, TILES, WK, 32 * WARPS>;
     using Weights = typename Segment::Weights;
     using Held = typename Weights::Held;
 
     const Segment& s;
     Weights stream[R];
-    Held held[U][R];
+    Held held[SLOTS][R];
     const u8* x[NT];  // where the activations of a lane lie; those of two blocks of 64 k, in halves
     uint4 active[2][NT][2];
     bool good[NT];
@@ -34,10 +43,11 @@ public:
     __device__ static __forceinline__ void run(const Segment& s) {
         __shared__ float sums[Tile::COUNT];
         if (!Segment::EARLY) wait_for_previous();
-        const Span span = s.template find<HEIGHT>(blockIdx.x / Tile::ACROSS);
-        const i32 column = blockIdx.x % Tile::ACROSS * Tile::COLUMNS;
+        const Place place = s.template find<HEIGHT, Tile::ACROSS>(blockIdx.x);
+        const Span span = place.span;
+        const i32 column = place.across * Tile::COLUMNS;
         if constexpr (NT % 2 == 0) {
-            if (span.end - span.first <= HEIGHT / 2) return FewRows<Segment, NT / 2, R, WK, U>::make(s, span, column, sums);
+            if (span.end - span.first <= HEIGHT / 2) return FewRows<Segment, NT / 2, R, WK, U, C, WARPS>::make(s, span, column, sums);
         }
         make(s, span, column, sums);
     }
@@ -113,27 +123,30 @@ private:
         }
     }
 
-    // Multiplies by block u after those that are done; loads the activations of the next one, and the weights of that U further on.
-    __device__ __forceinline__ void take(float (&sum)[R][NT][4], int u, bool next, bool refill) {
-        if (next) fetch(u + 1);
-        Held now[R];
+    // Multiplies by block u of a round that `left` blocks are left at; loads the activations of the next one, and weights further on.
+    __device__ __forceinline__ void take(float (&sum)[R][NT][4], int u, i32 left) {
 #pragma unroll
-        for (int r = 0; r < R; ++r) {
-            now[r] = held[u % U][r];
-            if (refill) held[u % U][r] = stream[r].load(u + U);
+        for (int next = u + U; next < u + SLOTS; ++next) {
+#pragma unroll
+            for (int r = 0; r < R; ++r)
+                if (u % C == 0 && next < left) held[next % SLOTS][r] = stream[r].load(next);
         }
+        if (u + 1 < left) fetch(u + 1);
 #pragma unroll
-        for (int r = 0; r < R; ++r) {
-            const u32 low = Weights::low_scale(now[r]), high = Weights::high_scale(now[r]);
+        for (int r = 0; r < R; ++r) multiply(sum[r], held[u % SLOTS][r], active[u % 2]);
+        __syncwarp();
+    }
+
+    __device__ static __forceinline__ void multiply(float (&sum)[NT][4], const Held& now, const uint4 (&active)[NT][2]) {
+        const u32 low = Weights::low_scale(now), high = Weights::high_scale(now);
 #pragma unroll
-            for (int v = 0; v < 4; ++v) {
-                u32 fragment[4];
-                Weights::decode(now[r], v, low, high, fragment);
+        for (int v = 0; v < 4; ++v) {
+            u32 fragment[4];
+            Weights::decode(now, v, low, high, fragment);
 #pragma unroll
-                for (int t = 0; t < NT; ++t) {
-                    const uint4& half = active[u % 2][t][v / 2];
-                    mma_16x8x16(sum[r][t], fragment, v % 2 ? half.z : half.x, v % 2 ? half.w : half.y);
-                }
+            for (int t = 0; t < NT; ++t) {
+                const uint4& half = active[t][v / 2];
+                mma_16x8x16(sum[t], fragment, v % 2 ? half.z : half.x, v % 2 ? half.w : half.y);
             }
         }
     }
@@ -141,19 +154,19 @@ private:
     // The partial sums of the tile that was opened.
     __device__ __forceinline__ void multiply(float* sums) {
         float sum[R][NT][4] = {};
-        const i32 rounds = count() >= 2 * U ? count() / U - 1 : 0, left = count() - U * rounds;
-        for (i32 round = 0; round < rounds; ++round) {
+        const i32 rounds = count() >= ROUND + U ? (count() - U) / ROUND : 0, left = count() - ROUND * rounds;
+        for (i32 i = 0; i < rounds; ++i) {
 #pragma unroll
-            for (int u = 0; u < U; ++u) take(sum, u, true, true);
+            for (int u = 0; u < ROUND; ++u) take(sum, u, ROUND + U);
 #pragma unroll
-            for (int r = 0; r < R; ++r) stream[r].advance(U);
+            for (int r = 0; r < R; ++r) stream[r].advance(ROUND);
 #pragma unroll
-            for (int t = 0; t < NT; ++t) x[t] += 128 * U;
-            left_in_k -= 64 * U;
+            for (int t = 0; t < NT; ++t) x[t] += 128 * ROUND;
+            left_in_k -= 64 * ROUND;
         }
 #pragma unroll
-        for (int u = 0; u < 2 * U - 1; ++u)
-            if (u < left) take(sum, u, u + 1 < left, u + U < left);
+        for (int u = 0; u < ROUND + U - 1; ++u)
+            if (u < left) take(sum, u, left);
 #pragma unroll
         for (int r = 0; r < R; ++r)
 #pragma unroll

@@ -29,35 +29,35 @@ __device__ __forceinline__ void store_vector(T* p, const Vector<T, V>& x) {
     }
 }
 
-// What is read once and by one block: past the first cache.
+// What is read once and by one block: past the first cache. Not `.nc`: the compiler may move such loads past a barrier.
 __device__ __forceinline__ uint4 load_stream(const u8* p) {
     uint4 x;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
     return x;
 }
 
 __device__ __forceinline__ uint2 load_stream_8(const u8* p) {
     uint2 x;
-    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
     return x;
 }
 
 __device__ __forceinline__ u32 load_stream_2(const u8* p) {
     u16 x;
-    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(x) : "l"(p));
+    asm volatile("ld.global.L1::no_allocate.u16 %0, [%1];" : "=h"(x) : "l"(p));
     return x;
 }
 
 __device__ __forceinline__ u32 load_stream_1(const u8* p) {
     u32 x;
-    asm volatile("ld.global.nc.L1::no_allocate.u8 %0, [%1];" : "=r"(x) : "l"(p));
+    asm volatile("ld.global.L1::no_allocate.u8 %0, [%1];" : "=r"(x) : "l"(p));
     return x;
 }
 
 // x = the 16 bytes at p where `good`, else x stays.
 __device__ __forceinline__ void load_if(uint4& x, const void* p, bool good) {
     asm volatile(
-        "{.reg .pred q; setp.ne.s32 q, %5, 0; @q ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];}"
+        "{.reg .pred q; setp.ne.s32 q, %5, 0; @q ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
         : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)
         : "l"(p), "r"(int(good)));
 }

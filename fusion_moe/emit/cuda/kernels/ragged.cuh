@@ -64,7 +64,7 @@ __device__ __forceinline__ i32 scan(i32 x, Both both) {
     return x;
 }
 
-// Ends in a warp: EACH groups of a lane, one after the other; 0 past the last.
+// Ends in a warp: EACH groups of a lane, one after the other; past the last that of the last.
 template <int G, int EACH>
 __device__ __forceinline__ void load_ends(i32 (&end)[EACH], const i32* ends) {
     const i32 first = threadIdx.x % 32 * EACH;
@@ -74,6 +74,12 @@ __device__ __forceinline__ void load_ends(i32 (&end)[EACH], const i32* ends) {
         const Vector<i32, V> some = first + i < G ? load_vector<V>(ends + first + i) : Vector<i32, V>{};
 #pragma unroll
         for (int v = 0; v < V; ++v) end[i + v] = some.at[v];
+    }
+    if constexpr (G < 32 * EACH) {
+        const i32 last = __shfl_sync(WHOLE_WARP, end[(G - 1) % EACH], (G - 1) / EACH);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (first + i >= G) end[i] = last;
     }
 }
 
@@ -101,6 +107,11 @@ __device__ __forceinline__ void check_ends(const i32 (&end)[EACH], i32 rows, i64
 // As groups.clamp_ends: they never decrease, and lie in 0..rows.
 template <int EACH>
 __device__ __forceinline__ void clamp_ends(i32 (&end)[EACH], i32 rows) {
+    bool good = true;
+    i32 least = start_of(end);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) good = good && end[i] >= least && end[i] <= rows, least = end[i];
+    if (__all_sync(WHOLE_WARP, good)) return;
     i32 high = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) high = end[i] = max(high, min(end[i], rows));
@@ -180,37 +191,56 @@ private:
     }
 };
 
-// One tile of those, found by a warp on its own, for all its lanes; empty if there are not so many.
-template <int G, int HEIGHT>
-__device__ __forceinline__ Span find_tile(const i32* ends, i32 rows, i32 number, i64* error) {
+// A tile, and which of the blocks of columns across it.
+struct Place {
+    Span span;
+    i32 across;
+};
+
+__device__ __forceinline__ Place from_lane(const Place& place, int lane) {
+    return {from_lane(place.span, lane), __shfl_sync(WHOLE_WARP, place.across, lane)};
+}
+
+// Of the tiles of rows `first` .. `end` - 1 and of all columns the number-th one: those of the same columns, which read the same weights,
+// follow each other.
+template <int HEIGHT>
+__device__ __forceinline__ Place place_in(i32 group, i32 first, i32 end, i32 number) {
+    const i32 tiles = (end - first + HEIGHT - 1) / HEIGHT;
+    i32 across = number, row = first;
+    if (tiles > 1) across = number / tiles, row += (number - across * tiles) * HEIGHT;
+    return {{group, row, min(end, row + HEIGHT)}, across};
+}
+
+// One of those tiles, each ACROSS times, found by a warp on its own, for all its lanes; empty if there are not so many.
+template <int G, int HEIGHT, int ACROSS>
+__device__ __forceinline__ Place find_tile(const i32* ends, i32 rows, i32 number, i64* error) {
     constexpr int EACH = (G + 31) / 32;  // groups of a lane, one after the other
     const i32 lane = threadIdx.x % 32;
     i32 end[EACH];
     load_ends<G>(end, ends);
     if (error) check_ends<G>(end, rows, error);
     clamp_ends(end, rows);
-    const i32 start = start_of(end), mine = tiles_in<HEIGHT>(end, start), upto = scan(mine, Plus());
+    const i32 start = start_of(end), mine = tiles_in<HEIGHT>(end, start) * ACROSS, upto = scan(mine, Plus());
     const i32 last = __shfl_sync(WHOLE_WARP, end[EACH - 1], 31), cut = __shfl_sync(WHOLE_WARP, upto, 31);
     const u32 past = __ballot_sync(WHOLE_WARP, upto > number);
-    if (past == 0) {  // rows of no group
-        const i32 first = last + (number - cut) * HEIGHT;
-        return {G, first, min(first + HEIGHT, rows)};
+    if (past == 0) {  // rows of no group, or none
+        const i32 first = last + (number - cut) / ACROSS * HEIGHT;
+        return {{G, first, min(first + HEIGHT, rows)}, (number - cut) % ACROSS};
     }
-    i32 left = number - (upto - mine), row = start;
-    Span span{0, 0, 0};
+    i32 left = number - (upto - mine), row = start, group = 0, first = 0, stop = 0, within = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        const i32 count = (end[i] - row + HEIGHT - 1) / HEIGHT;
-        if (left >= 0 && left < count) span = {lane * EACH + i, row + left * HEIGHT, min(end[i], row + left * HEIGHT + HEIGHT)};
+        const i32 count = (end[i] - row + HEIGHT - 1) / HEIGHT * ACROSS;
+        if (left >= 0 && left < count) group = lane * EACH + i, first = row, stop = end[i], within = left;
         left -= count;
         row = end[i];
     }
-    return from_lane(span, __ffs(past) - 1);
+    return from_lane(place_in<HEIGHT>(group, first, stop, within), __ffs(past) - 1);
 }
 
 // The same from up to 32 ids that `route` sorts, without waiting for it.
-template <int G, int HEIGHT, class Id>
-__device__ __forceinline__ Span find_tile_of_ids(const Id* ids, i32 count, i32 number) {
+template <int G, int HEIGHT, int ACROSS, class Id>
+__device__ __forceinline__ Place find_tile_of_ids(const Id* ids, i32 count, i32 number) {
     const i32 lane = threadIdx.x % 32;
     const i32 id = lane < count ? i32(min(max(i64(ids[lane]), i64(0)), i64(G - 1))) : G;
     const u32 same = same_number<G>(id);
@@ -221,10 +251,9 @@ __device__ __forceinline__ Span find_tile_of_ids(const Id* ids, i32 count, i32 n
         first += other < id;
         before += other < id ? its : 0;
     }
-    const i32 row = first + (number - before) * HEIGHT;
-    const u32 holds = __ballot_sync(WHOLE_WARP, number >= before && number < before + tiles);
-    const Span span{id, row, min(row + HEIGHT, first + size)};
-    return holds ? from_lane(span, __ffs(holds) - 1) : Span{G, count, count};
+    const i32 within = number - before * ACROSS;
+    const u32 holds = __ballot_sync(WHOLE_WARP, within >= 0 && within < tiles * ACROSS);
+    return holds ? from_lane(place_in<HEIGHT>(id, first, first + size, within), __ffs(holds) - 1) : Place{{G, count, count}, 0};
 }
 
 }  // namespace
