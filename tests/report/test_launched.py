@@ -30,7 +30,7 @@ def segments(found: fusion_moe.report.Report) -> list[fusion_moe.report.SegmentR
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what this GPU launches")
 def test_kernels_follow_the_sizes():
     few, many = (segments(report(tokens)) for tokens in (1, 4000))  # one: which tracers take for a constant
-    assert [s.launched for s in few] == ["route_whole, few_rows_1x1x4x4 on sm_90a", "few_rows_1x1x8x4, combine on sm_90a"]
+    assert [s.launched for s in few] == ["route_whole, few_rows_1x1x4x1x3 on sm_90a", "few_rows_1x1x8x1x3, combine on sm_90a"]
     assert [s.launched for s in many] == [
         "route_counts, route_scan, route_places, prologue_ordered, many_rows_160x3 on sm_90a",
         "many_rows_160x3, combine on sm_90a",

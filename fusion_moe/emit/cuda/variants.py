@@ -127,9 +127,10 @@ class ManyRows:
     def fits(self, block: int, k: int, arch: str) -> bool:
         """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, on an architecture.
 
-        With two bands the last half of a stage, of K that is no multiple of 128, needs more registers than there are.
+        Two bands, or four teams with high spans, leave no registers for the last half of a stage, of K that is no multiple of 128.
         """
-        return arch == "sm_90a" and self.tiles % block == 0 and (self.bands == 1 or k % 128 == 0)
+        short_of_registers = self.bands > 1 or (self.teams > 3 and self.height > 80)
+        return arch == "sm_90a" and self.tiles % block == 0 and (k % 128 == 0 or not short_of_registers)
 
     def time(self, blocks: float, k: int) -> float:
         """Of all tiles of the blocks, those past the product's last column too, in what one takes with one band, as an H200's times say.
@@ -171,7 +172,7 @@ LINEAR = (
 )
 _MULTIPROCESSORS = 132  # of an H200
 _BUSY = 3200  # warps that keep its memory busy
-_BEGIN_AND_END = 5.7  # times 64 k
+_BEGIN_AND_END = 4  # times 64 k
 _TWO_BANDS = 0.955  # of the time of a tile, since bands share what is done for each stage
 
 

@@ -381,10 +381,12 @@ private:
             wgmma_wait<0>();
         }
 
-        // Many rows: products take longer, and run on from stage to stage. Loops for all heights would be much code.
+        // Many rows: products take longer, and run on from stage to stage, while the next fragments are made where there are registers for
+        // both. Loops for all heights would be much code.
         __device__ __forceinline__ void run_any(float (&sum)[BANDS][TOKENS / 2]) {
             static_assert(BANDS == 1 || TOKENS <= 80, "registers");
-            Fragments fragments[2];
+            constexpr int BUFFERS = TOKENS / 2 + 60 <= MULTIPLY_REGISTERS ? 2 : 1;
+            Fragments fragments[BUFFERS];
             Tiled::Held held[GROUPS];
             const Stage* stage;
 #pragma unroll 1
@@ -393,10 +395,10 @@ private:
                 for (int b = 0; b < DEPTH; ++b) {
                     if (KB % DEPTH != 0 && kb + b == KB) break;
                     if (b == 0) stage = &open(held);
-                    wgmma_wait<1>();
-                    if (b == 1 && kb > 0 && (KEPT == 1 || kb < KB - DEPTH)) release();
-                    decode(fragments[b % 2], held[b]);
-                    multiply_any<8, TOKENS>(sum[0], fragments[b % 2], tile_descriptor(shared_address(stage->activations[b])));
+                    wgmma_wait<BUFFERS - 1>();
+                    if (b == BUFFERS - 1 && kb > 0 && (KEPT == 1 || kb < KB - DEPTH)) release();
+                    decode(fragments[b % BUFFERS], held[b]);
+                    multiply_any<8, TOKENS>(sum[0], fragments[b % BUFFERS], tile_descriptor(shared_address(stage->activations[b])));
                 }
             }
         }
