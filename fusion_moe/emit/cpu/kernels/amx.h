@@ -398,7 +398,7 @@ class AmxThread {
 struct AmxTier {
     using Wide = Panels<Avx512>;
     template <class A>
-    using Fast = std::conditional_t<std::is_same<A, bf16>::value, Kernels<FewRows<Avx512OneRow<Avx512Run>>, Amx>, Avx512Tier::Fast<A>>;
+    using Fast = std::conditional_t<std::is_same<A, bf16>::value, Kernels<FewRows<Avx512Dots<Avx512Run, 1>>, Amx>, Avx512Tier::Fast<A>>;
     using Thread = AmxThread;
     static constexpr double ROWS_OF_DECODING = 32;
 };

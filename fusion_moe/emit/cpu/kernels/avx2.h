@@ -29,7 +29,8 @@ struct Avx2 {
     static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }
 
     // Of each block the even activations, then the odd ones; zeros up to a multiple of 64.
-    static void pack_few(const float* x, Packed* packed, i64 K) {
+    static void pack_few(const float* x, i64 r, Packed* packed, i64 stride, i64 K) {
+        packed += r * stride;
         for (i64 k = 0; k < K; k += 16) {
             for (int i = 0; i < 8; ++i) packed[k + i] = x[k + 2 * i], packed[k + 8 + i] = x[k + 2 * i + 1];
         }

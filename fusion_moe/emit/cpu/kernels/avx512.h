@@ -21,7 +21,7 @@ struct alignas(64) Tables {
     u8 low_of_scale[128], high_of_scale[128];  // of the bfloat16 of an e4m3 byte without its sign
     u8 of_words[4][64], of_run[4][64];    // see `Scales`
     i32 even[16], odd[16];
-    i32 order_of_sums[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};  // see `Avx512OneRow`
+    i32 order_of_sums[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};  // see `Avx512Dots`
 
     constexpr Tables() : bf16_of_code(), f32_of_code(), low_of_scale(), high_of_scale(), of_words(), of_run(), even(), odd() {
         for (int i = 0; i < 32; ++i) bf16_of_code[i] = E2M1_BF16[i & 15];
@@ -153,7 +153,7 @@ struct Avx512 {
     static constexpr int FEW = 16, ROWS = 6, SUBS = 4;
 
     static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }
-    static void pack_few(const float* x, Packed* packed, i64 K) { pack(x, packed, K); }
+    static void pack_few(const float* x, i64 r, Packed* packed, i64 stride, i64 K) { pack(x, packed + r * stride, K); }
 
     template <int R>
     static void few_rows(const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
@@ -231,70 +231,121 @@ struct Avx512Run {
     using Packed = float;
     static constexpr i64 STEP = 256;
 
-    // Of 256 activations: sixteen vectors, the same one of each block, in lane i that of block i; zeros up to a multiple of 256.
-    static void pack(const float* x, Packed* packed, i64 K) {
-        for (i64 k0 = 0; k0 < K; k0 += 256, packed += 256) {
+    // Of 256 activations: sixteen vectors, the same one of each block, in lane i that of block i; zeros up to a multiple of 256. From one
+    // 256 to the next `step`.
+    static void pack(const float* x, Packed* packed, i64 step, i64 K) {
+        for (i64 k0 = 0; k0 < K; k0 += 256, packed += step) {
             for (int j = 0; j < 16; ++j) {
                 for (int i = 0; i < 16; ++i) packed[16 * j + i] = k0 + 16 * i < K ? x[k0 + 16 * i + j] : 0.f;
             }
         }
     }
 
-    // halves: of block i in lane i the first 8 codes, the last
-    static __m512 dot(const __m512i (&halves)[2], const Packed* x) {
-        const __m512i table = f32_table();
-        __m512 p[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};  // two chains: the products wait for each other
-        for (int j = 0; j < 8; ++j) {
-            for (int half = 0; half < 2; ++half) {
-                const __m512i w = _mm512_permutexvar_epi32(_mm512_srli_epi32(halves[half], 4 * j), table);
-                p[half] = _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_load_ps(x + 128 * half + 16 * j), p[half]);
-            }
-        }
-        return _mm512_add_ps(p[0], p[1]);
-    }
+    // Vector j of a half of the blocks, and a product with that of the activations.
+    static constexpr int VECTORS = 8;
+    static __m512i weights(__m512i half, int j) { return _mm512_permutexvar_epi32(_mm512_srli_epi32(half, 4 * j), f32_table()); }
+    static __m512 multiply(__m512i w, __m512i x, __m512 sum) { return _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(x), sum); }
 };
 
-// One row of activations.
-template <class Run>
-struct Avx512OneRow {
+// Few rows of activations, up to MOST. The weight is read as it lies in memory: one of its rows after the other, or AT_ONCE of them, which
+// share the vectors of activations that are loaded and make as many more chains of products.
+template <class Run, int MOST>
+struct Avx512Dots {
     using Activation = typename Run::Activation;
     using Packed = typename Run::Packed;
-    static constexpr int FEW = 1;
+    static constexpr int FEW = MOST, VECTORS = Run::VECTORS;
 
-    static void pack_few(const Activation* x, Packed* packed, i64 K) { Run::pack(x, packed, K); }
+    // 256 activations of each row, then the next: whole rows lie a power of two apart, and would meet in few places of the first-level cache.
+    static void pack_few(const Activation* x, i64 r, Packed* packed, i64, i64 K) { Run::pack(x, packed + r * Run::STEP, MOST * Run::STEP, K); }
 
-    // 256 codes: `dot` of each block, times its scale.
-    static __m512 add(__m512i a, __m512i b, const Packed* x, __m512 scale, __m512 sum) {
-        const __m512i halves[2] = {_mm512_permutex2var_epi32(a, _mm512_load_si512(TABLES.even), b),
-                                   _mm512_permutex2var_epi32(a, _mm512_load_si512(TABLES.odd), b)};
-        return _mm512_fmadd_ps(Run::dot(halves, x), scale, sum);
+    static void few(int rows, const Columns& c, const Columns& next, const Packed* x, i64, i64 K, float* out, i64 out_stride) {
+        if constexpr (MOST == 1) {
+            few_rows<1, 1>(c, next, x, K, out, out_stride);
+        } else {
+            switch (rows) {
+                case 1: return few_rows<1, 1>(c, next, x, K, out, out_stride);
+                case 2: return few_rows<2, 2>(c, next, x, K, out, out_stride);
+                case 3: return few_rows<3, 2>(c, next, x, K, out, out_stride);
+                default: return few_rows<4, 2>(c, next, x, K, out, out_stride);
+            }
+        }
     }
 
-    // A row of the weight at a time, as it lies in memory.
-    static void few(int, const Columns& c, const Columns& next, const Packed* x, i64, i64 K, float* out, i64) {
-        alignas(64) __m512 sums[16];
-        for (int n = 0; n < LANES; ++n) {
-            const u8 *codes = c.codes[n], *scales = c.scales[n];
-            const char* ahead = reinterpret_cast<const char*>(next.codes[n]);
-            __m512 sum = _mm512_setzero_ps();
+    template <int R, int AT_ONCE>
+    static void few_rows(const Columns& c, const Columns& next, const Packed* x, i64 K, float* out, i64 out_stride) {
+        alignas(64) __m512 sums[R][LANES];
+        for (int n = 0; n < LANES; n += AT_ONCE) {
+            __m512 sum[AT_ONCE][R];
+            for (int i = 0; i < AT_ONCE; ++i) {
+                for (int r = 0; r < R; ++r) sum[i][r] = _mm512_setzero_ps();
+            }
             for (i64 k = 0; k < K; k += 1024) {
-                _mm_prefetch(reinterpret_cast<const char*>(next.scales[n] + k / 16), _MM_HINT_T1);  // a line of them
-                const Scales four = Scales::of(load_some(scales, k / 16, K / 16));
+                Scales four[AT_ONCE];
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    _mm_prefetch(reinterpret_cast<const char*>(next.scales[n + i] + k / 16), _MM_HINT_T1);  // a line of them
+                    four[i] = Scales::of(load_some(c.scales[n + i], k / 16, K / 16));
+                }
                 const int whole = int(std::min<i64>(4, (K - k) / 256));
                 for (int part = 0; part < whole; ++part) {
                     const i64 at = k / 2 + 128 * part;
-                    _mm_prefetch(ahead + at, _MM_HINT_T1);
-                    _mm_prefetch(ahead + at + 64, _MM_HINT_T1);
-                    sum = add(_mm512_loadu_si512(codes + at), _mm512_loadu_si512(codes + at + 64), x + at / 128 * Run::STEP, four.of_run(part), sum);
+                    __m512i codes[AT_ONCE][2];
+                    for (int i = 0; i < AT_ONCE; ++i) {
+                        for (int j = 0; j < 2; ++j) {
+                            _mm_prefetch(reinterpret_cast<const char*>(next.codes[n + i] + at + 64 * j), _MM_HINT_T1);
+                            codes[i][j] = _mm512_loadu_si512(c.codes[n + i] + at + 64 * j);
+                        }
+                    }
+                    add(codes, x + at / 128 * (MOST * Run::STEP), four, part, sum);
                 }
                 if (whole < 4 && k + 256 * whole < K) {
                     const i64 at = k / 2 + 128 * whole;
-                    sum = add(load_some(codes, at, K / 2), load_some(codes, at + 64, K / 2), x + at / 128 * Run::STEP, four.of_run(whole), sum);
+                    __m512i codes[AT_ONCE][2];
+                    for (int i = 0; i < AT_ONCE; ++i) {
+                        for (int j = 0; j < 2; ++j) codes[i][j] = load_some(c.codes[n + i], at + 64 * j, K / 2);
+                    }
+                    add(codes, x + at / 128 * (MOST * Run::STEP), four, whole, sum);
                 }
             }
-            sums[n] = sum;
+            for (int i = 0; i < AT_ONCE; ++i) {
+                for (int r = 0; r < R; ++r) sums[r][n + i] = sum[i][r];
+            }
         }
-        // the sums of the lanes, in the order of the rows: each step adds halves of two vectors and makes them one
+        const __m512 decode = _mm512_load_ps(c.decode);
+        for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(total(sums[r]), decode));
+    }
+
+    // 256 codes of each row of the weight: the products of each block, times its scale.
+    template <int R, int AT_ONCE>
+    [[gnu::always_inline]] static void add(const __m512i (&codes)[AT_ONCE][2], const Packed* x, const Scales (&scales)[AT_ONCE], int part,
+                                           __m512 (&sum)[AT_ONCE][R]) {
+        constexpr int CHAINS = R == 1 ? 2 : 1;  // products wait for the one before in their chain
+        __m512i halves[2][AT_ONCE];             // of block i in lane i the first 8 codes, the last
+        __m512 p[CHAINS][AT_ONCE][R];
+        for (int i = 0; i < AT_ONCE; ++i) {
+            halves[0][i] = _mm512_permutex2var_epi32(codes[i][0], _mm512_load_si512(TABLES.even), codes[i][1]);
+            halves[1][i] = _mm512_permutex2var_epi32(codes[i][0], _mm512_load_si512(TABLES.odd), codes[i][1]);
+            for (int r = 0; r < R; ++r) p[0][i][r] = p[CHAINS - 1][i][r] = _mm512_setzero_ps();
+        }
+        for (int step = 0; step < 2 * VECTORS; ++step) {
+            const int chain = step % CHAINS, half = CHAINS == 2 ? chain : step / VECTORS, j = CHAINS == 2 ? step / 2 : step % VECTORS;
+            __m512i w[AT_ONCE];
+            for (int i = 0; i < AT_ONCE; ++i) w[i] = Run::weights(halves[half][i], j);
+            for (int r = 0; r < R; ++r) {
+                const __m512i a = _mm512_load_si512(x + r * Run::STEP + 16 * (VECTORS * half + j));
+                for (int i = 0; i < AT_ONCE; ++i) p[chain][i][r] = Run::multiply(w[i], a, p[chain][i][r]);
+            }
+        }
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const __m512 scale = scales[i].of_run(part);
+            for (int r = 0; r < R; ++r) {
+                const __m512 products = CHAINS == 2 ? _mm512_add_ps(p[0][i][r], p[CHAINS - 1][i][r]) : p[0][i][r];
+                sum[i][r] = _mm512_fmadd_ps(products, scale, sum[i][r]);
+            }
+        }
+    }
+
+    // Sixteen vectors -> the sums of their lanes: each step adds halves of two vectors and makes them one.
+    static __m512 total(__m512 (&sums)[16]) {
         for (int i = 0; i < 8; ++i) {
             const __m512 a = sums[i], b = sums[i + 8];
             sums[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
@@ -307,16 +358,15 @@ struct Avx512OneRow {
             const __m512d a = _mm512_castps_pd(sums[i]), b = _mm512_castps_pd(sums[i + 2]);
             sums[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
         }
-        const __m512 total = _mm512_add_ps(_mm512_shuffle_ps(sums[0], sums[1], 0x88), _mm512_shuffle_ps(sums[0], sums[1], 0xDD));
-        const __m512i order = _mm512_load_si512(TABLES.order_of_sums);
-        _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_permutexvar_ps(order, total), _mm512_load_ps(c.decode)));
+        const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(sums[0], sums[1], 0x88), _mm512_shuffle_ps(sums[0], sums[1], 0xDD));
+        return _mm512_permutexvar_ps(_mm512_load_si512(TABLES.order_of_sums), all);
     }
 };
 
 struct Avx512Tier {
     using Wide = Panels<Avx512>;
     template <class A>
-    using Fast = Kernels<FewRows<Avx512OneRow<Avx512Run>>, FewRows<Avx512>, Panels<Avx512>>;
+    using Fast = Kernels<FewRows<Avx512Dots<Avx512Run, 1>>, FewRows<Avx512>, Panels<Avx512>>;
     struct Thread {};
     static constexpr double ROWS_OF_DECODING = 8;
 };

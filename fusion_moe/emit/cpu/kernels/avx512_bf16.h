@@ -14,29 +14,22 @@ struct Avx512PairsRun {
     using Packed = u32;  // two bfloat16, of k and k + 4
     static constexpr i64 STEP = 128;
 
-    // Of 256 activations: sixteen pairs, the same one of each block, in lane i that of block i; zeros up to a multiple of 256.
-    static void pack(const bf16* x, Packed* packed, i64 K) {
-        for (i64 k0 = 0; k0 < K; k0 += 256) {
+    // Of 256 activations: sixteen pairs, the same one of each block, in lane i that of block i; zeros up to a multiple of 256. From one
+    // 256 to the next `step`.
+    static void pack(const bf16* x, Packed* packed, i64 step, i64 K) {
+        for (i64 k0 = 0; k0 < K; k0 += 256, packed += step) {
             for (int part = 0; part < 8; ++part) {  // half = part / 4, j = part % 4
                 for (int i = 0; i < 16; ++i) {
                     const i64 k = k0 + 16 * i + 8 * (part / 4) + part % 4;
-                    packed[k0 / 2 + 16 * part + i] = k0 + 16 * i < K ? u32(x[k].bits) | u32(x[k + 4].bits) << 16 : 0;
+                    packed[16 * part + i] = k0 + 16 * i < K ? u32(x[k].bits) | u32(x[k + 4].bits) << 16 : 0;
                 }
             }
         }
     }
 
-    static __m512 dot(const __m512i (&halves)[2], const Packed* x) {
-        const __m512i table = bf16_table();
-        __m512 p[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};  // two chains: the products wait for each other
-        for (int j = 0; j < 4; ++j) {
-            for (int half = 0; half < 2; ++half) {
-                const __m512i w = _mm512_permutexvar_epi16(_mm512_srli_epi16(halves[half], 4 * j), table);
-                p[half] = _mm512_dpbf16_ps(p[half], pairs(w), pairs(_mm512_load_si512(x + 64 * half + 16 * j)));
-            }
-        }
-        return _mm512_add_ps(p[0], p[1]);
-    }
+    static constexpr int VECTORS = 4;
+    static __m512i weights(__m512i half, int j) { return _mm512_permutexvar_epi16(_mm512_srli_epi16(half, 4 * j), bf16_table()); }
+    static __m512 multiply(__m512i w, __m512i x, __m512 sum) { return _mm512_dpbf16_ps(sum, pairs(w), pairs(x)); }
 };
 
 struct Avx512Bf16 {
@@ -57,7 +50,7 @@ struct Avx512Bf16 {
         }
     }
 
-    static void pack_few(const bf16* x, Packed* packed, i64 K) { pack(x, packed, K); }
+    static void pack_few(const bf16* x, i64 r, Packed* packed, i64 stride, i64 K) { pack(x, packed + r * stride, K); }
 
     template <int R>
     static void few_rows(const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
@@ -146,7 +139,7 @@ struct Avx512Bf16 {
 struct Avx512Bf16Tier {
     using Wide = Panels<Avx512>;
     template <class A>
-    using Fast = std::conditional_t<std::is_same<A, bf16>::value, Kernels<FewRows<Avx512OneRow<Avx512PairsRun>>, FewRows<Avx512Bf16>, Panels<Avx512Bf16>>,
+    using Fast = std::conditional_t<std::is_same<A, bf16>::value, Kernels<FewRows<Avx512Dots<Avx512PairsRun, 4>>, FewRows<Avx512Bf16>, Panels<Avx512Bf16>>,
                                     Avx512Tier::Fast<A>>;
     struct Thread {};
     static constexpr double ROWS_OF_DECODING = 8;

@@ -11,7 +11,7 @@ struct Generic {
     using Panel = float;  // [K][SUBS][16]
     static constexpr int FEW = 1, ROWS = 4, SUBS = 1;
 
-    static void pack_few(const float* x, Packed* packed, i64 K) { pack(x, packed, K); }
+    static void pack_few(const float* x, i64 r, Packed* packed, i64 stride, i64 K) { pack(x, packed + r * stride, K); }
 
     static void few(int, const Columns& c, const Columns&, const Packed* x, i64, i64 K, float* out, i64) {
         for (int n = 0; n < LANES; ++n) {

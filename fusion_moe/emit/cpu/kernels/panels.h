@@ -1,6 +1,7 @@
 // Kernels made of the smaller parts that a tier has for the vectors of its CPU, a struct `Vectors` with
 //
-//     pack_few, few     rows x Columns straight from the codes, block scales in float32, up to FEW rows
+//     pack_few          row r of a few, wherever `few` wants it
+//     few               rows x Columns straight from the codes, block scales in float32, up to FEW rows
 //     pack, decode      Columns -> a panel of weights, up to SUBS of them
 //     multiply          rows x a panel, up to ROWS rows
 #pragma once
@@ -16,12 +17,12 @@ template <class Vectors>
 struct FewRows {
     using Activation = typename Vectors::Activation;
     using Packed = typename Vectors::Packed;
-    static constexpr auto NAME = Vectors::FEW == 1 ? "by dot products with the codes" : "straight from the codes";
+    static constexpr auto NAME = Vectors::FEW < LANES ? "by dot products with the codes" : "straight from the codes";
     static constexpr i64 MOST = Vectors::FEW;
     static constexpr int SMALLEST = -80, LARGEST = 90;
 
     static void pack(const Activation* const* x, i64 rows, Packed* packed, i64 stride, i64 K) {
-        for (i64 r = 0; r < rows; ++r) Vectors::pack_few(x[r], packed + r * stride, K);
+        for (i64 r = 0; r < rows; ++r) Vectors::pack_few(x[r], r, packed, stride, K);
     }
 
     static void multiply(const Item& item, const Packed* packed, i64 stride, Scratch& scratch) {
