@@ -93,6 +93,16 @@ inline float rounded(float x) {
     return widen(narrow<T>(x));
 }
 
+// A number that T holds, which is not rounded again.
+template <class T, class R>
+inline T held(R x) {
+    if constexpr (std::is_same<T, bf16>::value && std::is_same<R, float>::value) {
+        return {u16(as_bits(x) >> 16)};
+    } else {
+        return stored<T>(x);
+    }
+}
+
 // --------------------------------------------------------------------------------------------------------------------------- NVFP4
 
 constexpr float E2M1[16] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};

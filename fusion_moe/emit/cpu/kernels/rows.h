@@ -53,16 +53,16 @@ bool route(const Id* ids, i64 tokens, i64 slots, i64 groups, i32* ends, i32* row
     return true;
 }
 
-// The first `count` of sixteen numbers, narrowed. What is stored next in this row comes nearer: rows are stored in strips of sixteen columns,
+// The first `count` of sixteen numbers that T holds. What is stored next in this row comes nearer: rows are stored in strips of sixteen columns,
 // too narrow for the CPU to see where they lead.
 template <class T, class R>
 void store_lanes(T* at, const R* r, i64 count) {
     __builtin_prefetch(reinterpret_cast<const char*>(at) + 64, 1);
     if (count == 16) {
 #pragma omp simd
-        for (int i = 0; i < 16; ++i) at[i] = stored<T>(r[i]);
+        for (int i = 0; i < 16; ++i) at[i] = held<T>(r[i]);
     } else {
-        for (i64 i = 0; i < count; ++i) at[i] = stored<T>(r[i]);
+        for (i64 i = 0; i < count; ++i) at[i] = held<T>(r[i]);
     }
 }
 
