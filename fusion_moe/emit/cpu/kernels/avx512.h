@@ -236,14 +236,20 @@ struct Avx512Run {
     static void pack(const float* x, Packed* packed, i64 step, i64 K) {
         for (i64 k0 = 0; k0 < K; k0 += 256, packed += step) {
             for (int j = 0; j < 16; ++j) {
-                for (int i = 0; i < 16; ++i) packed[16 * j + i] = k0 + 16 * i < K ? x[k0 + 16 * i + j] : 0.f;
+                const int at = j / 8 * 8 + code_of(j % 8);
+                for (int i = 0; i < 16; ++i) packed[16 * j + i] = k0 + 16 * i < K ? x[k0 + 16 * i + at] : 0.f;
             }
         }
     }
 
-    // Vector j of a half of the blocks, and a product with that of the activations.
+    // Vector j of a half of the blocks, and a product with that of the activations. Of each 32 bits two codes are looked up without another
+    // shift: that of the lowest four bits as float32, and that of the lowest four of the upper half as its own upper half.
     static constexpr int VECTORS = 8;
-    static __m512i weights(__m512i half, int j) { return _mm512_permutexvar_epi32(_mm512_srli_epi32(half, 4 * j), f32_table()); }
+    static constexpr int code_of(int j) { return j / 2 + j % 2 * 4; }
+    static __m512i weights(__m512i half, int j) {
+        const __m512i shifted = _mm512_srli_epi32(half, 4 * (j / 2));
+        return j % 2 == 0 ? _mm512_permutexvar_epi32(shifted, f32_table()) : _mm512_maskz_permutexvar_epi16(0xAAAAAAAA, shifted, bf16_table());
+    }
     static __m512 multiply(__m512i w, __m512i x, __m512 sum) { return _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(x), sum); }
 };
 

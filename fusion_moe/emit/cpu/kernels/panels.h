@@ -28,9 +28,11 @@ struct FewRows {
     static void multiply(const Item& item, const Packed* packed, i64 stride, Scratch& scratch) {
         const i64 F = item.p->F;
         float* tile = scratch.tile.get<float>(MOST * F * LANES);
-        Columns now, then = item.columns(0);
+        Columns columns[2] = {item.columns(0), {}};
         for (i64 sub = 0; sub < item.subs(); ++sub) {
-            now = then, then = item.columns(sub + 1);
+            const Columns& now = columns[sub % 2];
+            Columns& then = columns[(sub + 1) % 2];
+            then = item.columns(sub + 1);
             Vectors::few(int(item.rows), now, then, packed, stride, item.p->K, tile + sub % F * LANES, F * LANES);
             if (sub % F == F - 1) item.store(0, item.rows, sub, tile, F * LANES);
         }
