@@ -116,8 +116,8 @@ class _Writer(Writer):
         return ["(void)g;", *arrays, *loop, *after]
 
     def store_run(self) -> list[str]:
-        """Sixteen columns after the other, while those of a row further on come nearer."""
-        ahead = [f"if (count > LANES) fetch_row({v.name} + (m + 4) * W + j0, count);" for v in self.plan.rows]
+        """Sixteen columns after the other, while what is written next comes nearer."""
+        ahead = [f"fetch_row({v.name} + m * W + j0, W, count);" for v in self.plan.rows]
         return [*ahead, "for (i64 i = 0; i < count; i += LANES, p += F * LANES) store(m, g, j0 + i, std::min<i64>(LANES, count - i), p);"]
 
     def memory_before(self) -> dict[Value, str]:

@@ -53,11 +53,9 @@ bool route(const Id* ids, i64 tokens, i64 slots, i64 groups, i32* ends, i32* row
     return true;
 }
 
-// The first `count` of sixteen numbers that T holds. What is stored next in this row comes nearer: rows are stored in strips of sixteen columns,
-// too narrow for the CPU to see where they lead.
+// The first `count` of sixteen numbers that T holds.
 template <class T, class R>
 void store_lanes(T* at, const R* r, i64 count) {
-    __builtin_prefetch(reinterpret_cast<const char*>(at) + 64, 1);
     if (count == 16) {
 #pragma omp simd
         for (int i = 0; i < 16; ++i) at[i] = held<T>(r[i]);
@@ -66,9 +64,11 @@ void store_lanes(T* at, const R* r, i64 count) {
     }
 }
 
-// Elements that are written soon come nearer.
+// `count` columns of a row are written now: what is written soon comes nearer. Those are columns of a row further on, or, of strips of
+// sixteen columns, which are too narrow for the CPU to see where they lead, the next ones of this row.
 template <class T>
-void fetch_row(const T* at, i64 count) {
+void fetch_row(const T* at, i64 width, i64 count) {
+    at += count > 16 ? 8 * width : 64 / i64(sizeof(T));
     for (i64 i = 0; i < count; i += 64 / i64(sizeof(T))) __builtin_prefetch(at + i, 1);
 }
 
