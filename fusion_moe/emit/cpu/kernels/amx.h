@@ -90,10 +90,7 @@ class AmxReader {
     void next_panel() {
         ++panel_;
         fill(panel_ + 1);
-        for (i64 i = 0; i < PANEL; ++i) {
-            const Columns &now = columns()[i / LANES], &next = columns_[(panel_ + 1) & 1][i / LANES];
-            now_[i] = {now.codes[i % LANES], now.scales[i % LANES]}, next_[i] = {next.codes[i % LANES], next.scales[i % LANES]};
-        }
+        now_ = rows_[panel_ & 1], next_ = rows_[(panel_ + 1) & 1];
         unusual_ = any_unusual(columns()[0].scales, LANES, K_ / 16) || any_unusual(columns()[1].scales, LANES, K_ / 16);
         row_ahead_ = 0;
         start_ahead();
@@ -131,7 +128,7 @@ class AmxReader {
     // Block scales of the next panel, those of eight chunks at a time.
     void prefetch_scales(i64 chunk) const {
         if (chunk % 8 != 0) return;
-        for (const Row& row : next_) fetch_line(row.scales + CODES / 16 * chunk);
+        for (i64 i = 0; i < PANEL; ++i) fetch_line(next_[i].scales + CODES / 16 * chunk);
     }
 
   private:
@@ -140,7 +137,11 @@ class AmxReader {
     };
 
     void fill(i64 panel) {
-        for (i64 half = 0; half < 2; ++half) columns_[panel & 1][half] = item_.columns(2 * panel + half);
+        for (i64 half = 0; half < 2; ++half) {
+            Columns& c = columns_[panel & 1][half];
+            c = item_.columns(2 * panel + half);
+            for (i64 i = 0; i < LANES; ++i) rows_[panel & 1][half * LANES + i] = {c.codes[i], c.scales[i]};
+        }
     }
 
     // The next LINES lines of the next panel to the second-level cache, in the order of memory, which the CPU's own prefetching follows.
@@ -165,21 +166,22 @@ class AmxReader {
     const i64 K_, chunks_;
     Columns columns_[2][2];  // of this panel, the next
     bool unusual_ = false;
-    Row now_[PANEL], next_[PANEL];
+    Row rows_[2][PANEL];
+    const Row *now_ = nullptr, *next_ = nullptr;
     i64 panel_ = -1, row_ahead_ = 0;
     const u8 *ahead_ = nullptr, *end_ahead_ = nullptr;
 };
 
-// For each panel, for each pair of tiles of activations, chunk by chunk: while one is multiplied another is decoded, some rows between any
-// two tile operations. These run on a unit of their own, but only as far ahead as the CPU looks.
+// For each panel, for each group of up to three tiles of activations, chunk by chunk: while one is multiplied another is decoded, some rows
+// between any two tile operations. These run on a unit of their own, but only as far ahead as the CPU looks.
 //
-// Up to three pairs decode again what the one before had: that costs less than to bring it back from the second-level cache. More pairs
+// Up to three groups decode again what the one before had: that costs less than to bring it back from the second-level cache. More groups
 // share a decoded panel; of the next one each decodes some rows.
 class AmxProduct {
   public:
     AmxProduct(const Item& item, const u16* x, i64 stride, Scratch& scratch)
         : item_(item), x_(x), of_tile_(LANES * stride), F_(item.p->F), tiles_((item.rows + LANES - 1) / LANES), reader_(item),
-          chunks_(reader_.chunks()), shared_rows_(tiles_ > 14 ? 4 : tiles_ > 6 ? 8 : 0), of_half_((shared_rows_ ? chunks_ : 1) * OF_CHUNK),
+          chunks_(reader_.chunks()), shared_(tiles_ > 9), of_half_((shared_ ? chunks_ : 1) * OF_CHUNK),
           weights_(scratch.panel.get<u16>(2 * of_half_)), run_(std::max<i64>(1, 4 / F_) * 2), of_row_(run_ * F_ * LANES),
           out_(scratch.tile.get<float>(tiles_ * LANES * of_row_)) {}
 
@@ -187,20 +189,22 @@ class AmxProduct {
         for (i64 c = 0; c * OF_CHUNK < of_half_; ++c) reader_.decode(c, weights_ + c * OF_CHUNK);
         for (i64 sub = 0; sub < item_.subs(); sub += 2) {
             const __m512 decode[2] = {decode_scales(reader_.columns()[0]), decode_scales(reader_.columns()[1])};
-            if (shared_rows_) reader_.next_panel();
-            for (i64 t = 0; t < tiles_; t += 2) {
-                if (t + 1 < tiles_) {
-                    panel<true>(t);
-                } else {
-                    panel<false>(t);
+            if (shared_) reader_.next_panel();
+            for (i64 t = 0, group = 0; t < tiles_; t += in_group(t), ++group) {
+                switch (in_group(t)) {
+                    case 1: panel<1>(t, group); break;
+                    case 2: panel<2>(t, group); break;
+                    default: panel<3>(t, group);
                 }
                 finish(sub, t, decode);
             }
-            if (shared_rows_) decode_rest();
+            if (shared_) decode_rest();
         }
     }
 
   private:
+    static constexpr i64 SHARED_ROWS = PANEL / 4;  // of a chunk that each group decodes for all: at least four of them share
+
     // What sums are multiplied by; NaN for a row of which a block scale is.
     __m512 decode_scales(const Columns& c) const {
         __mmask16 nan = 0;
@@ -215,56 +219,73 @@ class AmxProduct {
     u16* now() const { return weights_ + half_ * of_half_; }
     u16* next() const { return weights_ + (half_ ^ 1) * of_half_; }
 
-    // A panel of the weight by tiles t and t + 1 of activations, or t alone -> sums_.
-    template <bool TWO>
-    void panel(i64 t) {
-        _tile_zero(0);
-        _tile_zero(2);
-        if (TWO) {
-            _tile_zero(1);
-            _tile_zero(3);
-        }
+    // How many tiles of activations from t on are multiplied at once: three, but rather two and two than three and one.
+    i64 in_group(i64 t) const { return tiles_ - t == 4 ? 2 : std::min<i64>(tiles_ - t, 3); }
+
+    // A panel of the weight by tiles t .. t + TILES - 1 of activations -> sums_.
+    template <int TILES>
+    void panel(i64 t, i64 group) {
+        zero<TILES>();
         for (i64 c = 0; c < chunks_; ++c) {
             const u16* x = x_ + t * of_tile_ + c * 4 * TILE;
             std::atomic_signal_fence(std::memory_order_seq_cst);  // compilers don't see that tiles are read from memory
-            if (shared_rows_) {
-                shared_chunk<TWO>(x, c, t / 2 * shared_rows_);
+            if (shared_) {
+                shared_chunk<TILES>(x, c, group * SHARED_ROWS);
             } else {
-                own_chunk<TWO>(x, c + 1 < chunks_ ? c + 1 : 0, t);
+                own_chunk<TILES>(x, c + 1 < chunks_ ? c + 1 : 0, t);
             }
         }
-        _tile_stored(0, sums_[0][0], 64);
-        _tile_stored(2, sums_[0][1], 64);
-        if (TWO) {
-            _tile_stored(1, sums_[1][0], 64);
-            _tile_stored(3, sums_[1][1], 64);
-        }
+        keep<TILES>();
+    }
+
+    // Sums of tile t of the group, by 16 rows of the panel each, are in tile registers 2 t and 2 t + 1.
+    template <int TILES>
+    [[gnu::always_inline]] static void zero() {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (TILES == 1) return;
+        _tile_zero(2);
+        _tile_zero(3);
+        if (TILES == 2) return;
+        _tile_zero(4);
+        _tile_zero(5);
+    }
+
+    template <int TILES>
+    [[gnu::always_inline]] void keep() {
+        float* sums = sums_[0];
+        _tile_stored(0, sums, 64);
+        _tile_stored(1, sums + LANES * LANES, 64);
+        if (TILES == 1) return;
+        _tile_stored(2, sums + 2 * LANES * LANES, 64);
+        _tile_stored(3, sums + 3 * LANES * LANES, 64);
+        if (TILES == 2) return;
+        _tile_stored(4, sums + 4 * LANES * LANES, 64);
+        _tile_stored(5, sums + 5 * LANES * LANES, 64);
     }
 
     // A chunk that these tiles alone meet, while chunk `read`, the next, is decoded.
-    template <bool TWO>
+    template <int TILES>
     [[gnu::always_inline]] void own_chunk(const u16* x, i64 read, i64 t) {
-        if (read == 0 && t + 2 >= tiles_) reader_.next_panel();
+        if (read == 0 && t + TILES >= tiles_) reader_.next_panel();
         if (reader_.easy(read)) {
-            steps<TWO, 8>(now(), x, read, 0, next(), t == 0);
+            steps<TILES, 8>(now(), x, read, 0, next(), t == 0);
         } else {
-            steps<TWO, 0>(now(), x, read, 0, next(), false);
+            steps<TILES, 0>(now(), x, read, 0, next(), false);
             if (!reader_.done()) reader_.decode(read, next());
         }
         half_ ^= 1;
     }
 
-    // Chunk c of a panel, while rows row .. row + shared_rows_ - 1 of the same one of the next panel are decoded.
-    template <bool TWO>
+    // Chunk c of a panel, while rows row .. row + SHARED_ROWS - 1 of the same one of the next panel are decoded.
+    template <int TILES>
     [[gnu::always_inline]] void shared_chunk(const u16* x, i64 c, i64 row) {
         const u16* weights = now() + c * OF_CHUNK;
         u16* to = next() + c * OF_CHUNK;
         if (row >= PANEL || reader_.done() || !reader_.easy(c)) {
-            steps<TWO, 0>(weights, x, c, 0, to, false);
-        } else if (shared_rows_ == 4) {
-            steps<TWO, 1>(weights, x, c, row, to, true);
+            steps<TILES, 0>(weights, x, c, 0, to, false);
         } else {
-            steps<TWO, 2>(weights, x, c, row, to, true);
+            steps<TILES, SHARED_ROWS / 4>(weights, x, c, row, to, true);
         }
     }
 
@@ -277,44 +298,70 @@ class AmxProduct {
     }
 
     // A chunk, while 4 ROWS rows of chunk `read` are decoded and, if `fetch`, the next panel comes nearer.
-    template <bool TWO, int ROWS>
+    template <int TILES, int ROWS>
     [[gnu::always_inline]] void steps(const u16* weights, const u16* x, i64 read, i64 row, u16* next, bool fetch) {
         const AmxDecoding decoding;
-        step<TWO, ROWS>(decoding, weights, x, read, row, next, fetch);
-        step<TWO, ROWS>(decoding, weights + 2 * TILE, x + TILE, read, row + ROWS, next, fetch);
-        step<TWO, ROWS>(decoding, weights + 4 * TILE, x + 2 * TILE, read, row + 2 * ROWS, next, fetch);
-        step<TWO, ROWS>(decoding, weights + 6 * TILE, x + 3 * TILE, read, row + 3 * ROWS, next, fetch);
+        step<TILES, ROWS>(decoding, weights, x, read, row, next, fetch);
+        step<TILES, ROWS>(decoding, weights + 2 * TILE, x + TILE, read, row + ROWS, next, fetch);
+        step<TILES, ROWS>(decoding, weights + 4 * TILE, x + 2 * TILE, read, row + 2 * ROWS, next, fetch);
+        step<TILES, ROWS>(decoding, weights + 6 * TILE, x + 3 * TILE, read, row + 3 * ROWS, next, fetch);
         if (fetch && row == 0) reader_.prefetch_scales(read);
     }
 
-    // 32 codes of each row of the panel. Activations pass by the first-level cache, or what is decoded would not stay there.
-    template <bool TWO, int ROWS>
+    // 32 codes of each row of the panel. Activations pass by the first-level cache, or what is decoded would not stay there. Three tiles of
+    // them leave two registers: the weight's tiles are loaded again, which costs less than as many more tiles from further away.
+    template <int TILES, int ROWS>
     [[gnu::always_inline]] void step(const AmxDecoding& decoding, const u16* weights, const u16* x, i64 read, i64 row, u16* next,
                                      bool fetch) {
-        constexpr int A = (ROWS + 3) / 4, B = (ROWS + 2) / 4, C = (ROWS + 1) / 4, D = ROWS / 4;  // rows before each of four products
-        _tile_loadd(4, weights, 64);
-        _tile_stream_loadd(6, x, 64);
-        reader_.template decode_rows<A>(decoding, read, row, next, fetch);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, weights + TILE, 64);
-        reader_.template decode_rows<B>(decoding, read, row + A, next, fetch);
-        _tile_dpbf16ps(2, 5, 6);
-        if (TWO) _tile_stream_loadd(7, x + of_tile_, 64);
-        reader_.template decode_rows<C>(decoding, read, row + A + B, next, fetch);
-        if (TWO) _tile_dpbf16ps(1, 4, 7);
-        reader_.template decode_rows<D>(decoding, read, row + A + B + C, next, fetch);
-        if (TWO) _tile_dpbf16ps(3, 5, 7);
+        _tile_loadd(6, weights, 64);
+        _tile_stream_loadd(7, x, 64);
+        decode<ROWS, 0, 2 * TILES>(decoding, read, row, next, fetch);
+        _tile_dpbf16ps(0, 6, 7);
+        if (TILES == 3) {
+            _tile_loadd(6, weights + TILE, 64);
+            decode<ROWS, 1, 6>(decoding, read, row, next, fetch);
+            _tile_dpbf16ps(1, 6, 7);
+            _tile_stream_loadd(7, x + of_tile_, 64);
+            decode<ROWS, 2, 6>(decoding, read, row, next, fetch);
+            _tile_dpbf16ps(3, 6, 7);
+            _tile_loadd(6, weights, 64);
+            decode<ROWS, 3, 6>(decoding, read, row, next, fetch);
+            _tile_dpbf16ps(2, 6, 7);
+            _tile_stream_loadd(7, x + 2 * of_tile_, 64);
+            decode<ROWS, 4, 6>(decoding, read, row, next, fetch);
+            _tile_dpbf16ps(4, 6, 7);
+            _tile_loadd(6, weights + TILE, 64);
+            decode<ROWS, 5, 6>(decoding, read, row, next, fetch);
+            _tile_dpbf16ps(5, 6, 7);
+        } else {
+            _tile_loadd(5, weights + TILE, 64);
+            decode<ROWS, 1, 2 * TILES>(decoding, read, row, next, fetch);
+            _tile_dpbf16ps(1, 5, 7);
+            if (TILES == 1) return;
+            _tile_stream_loadd(4, x + of_tile_, 64);
+            decode<ROWS, 2, 4>(decoding, read, row, next, fetch);
+            _tile_dpbf16ps(2, 6, 4);
+            decode<ROWS, 3, 4>(decoding, read, row, next, fetch);
+            _tile_dpbf16ps(3, 5, 4);
+        }
+    }
+
+    // Share PART of PARTS of so many rows.
+    template <int ROWS, int PART, int PARTS>
+    [[gnu::always_inline]] void decode(const AmxDecoding& decoding, i64 read, i64 row, u16* next, bool fetch) {
+        constexpr int FROM = ROWS * PART / PARTS, TO = ROWS * (PART + 1) / PARTS;
+        reader_.template decode_rows<TO - FROM>(decoding, read, row + FROM, next, fetch);
     }
 
     // Results from sums_, kept until run_ blocks of a row can be stored together: strips of sixteen columns, of rows that lie pages apart,
     // wait for memory one by one.
     void finish(i64 sub, i64 t, const __m512 (&decode)[2]) {
         const i64 first = sub / (run_ * F_) * (run_ * F_), last = std::min(sub + 2, item_.subs());
-        for (i64 i = t; i < std::min(t + 2, tiles_); ++i) {
+        for (i64 i = t; i < t + in_group(t); ++i) {
             const i64 rows = std::min<i64>(LANES, item_.rows - LANES * i);
             float* out = out_ + i * LANES * of_row_;
             for (i64 s = sub; s < last; ++s) {
-                const float* sums = sums_[i - t][s - sub];
+                const float* sums = sums_[2 * (i - t) + s - sub];
                 for (i64 r = 0; r < rows; r += 4) transpose(sums + r, decode[s - sub], out + r * of_row_ + (s - first) * LANES, of_row_);
             }
             if (last == first + run_ * F_ || last == item_.subs()) item_.store(LANES * i, rows, first, out, of_row_, (last - first) / F_);
@@ -340,13 +387,14 @@ class AmxProduct {
     const u16* const x_;
     const i64 of_tile_, F_, tiles_;
     AmxReader reader_;
-    const i64 chunks_, shared_rows_;  // how many rows of a chunk each pair decodes for all; 0: each pair decodes for itself
+    const i64 chunks_;
+    const bool shared_;  // each group decodes some rows of a chunk for all, or each group all for itself
     const i64 of_half_;
     u16* const weights_;  // [2][of_half_] chunks, or panels: one that is multiplied, one that is decoded
     const i64 run_, of_row_;
     float* const out_;  // [rows of the item][run_][F][16]
     i64 half_ = 0;
-    alignas(64) float sums_[2][2][LANES * LANES];  // of each tile of activations, of each 16 rows of the panel
+    alignas(64) float sums_[6][LANES * LANES];  // of each tile of activations, of each 16 rows of the panel
 };
 
 struct Amx {
