@@ -83,9 +83,9 @@ class Product(Source):
 
     def count(self, array: Array, sizes: Sizes, arch: str) -> int:
         """No activations where the product reads a matrix as it is."""
-        as_it_is = self._reads_the_matrix(self.variant(sizes, arch), self._is_given_ordered(sizes, arch))
-        unused = array.name == ACTIVATIONS and as_it_is
-        return 0 if unused else super().count(array, sizes, arch)
+        if array.name == ACTIVATIONS and self._reads_the_matrix(self.variant(sizes, arch), self._is_given_ordered(sizes, arch)):
+            return 0
+        return super().count(array, sizes, arch)
 
     # Two products, one after the other --------------------------------------------------------------------------------
 

@@ -54,11 +54,6 @@ class FewRows:
         return self.r * self.warps // self.wk
 
     @property
-    def round(self) -> int:
-        """Blocks of 64 k that the loop takes each time."""
-        return math.lcm(self.u + self.c, self.c, 2)
-
-    @property
     def name(self) -> str:
         """Names the kernel."""
         return f"few_rows_{self.nt}x{self.r}x{self.wk}x{self.u}x{self.c}"
