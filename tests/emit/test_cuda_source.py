@@ -162,13 +162,13 @@ def test_variants_need_no_local_memory_and_have_lean_loops(model, variant: Varia
 @needs_nvdisasm
 @pytest.mark.parametrize("gives_ordered", [False, True])
 def test_many_rows_are_stored_by_whole_instructions(gives_ordered):
-    """At least 8 bytes at a time; where a column of the product is one of the result, what is turned has 16 bits."""
-    for source, turned in zip(sources("qwen3"), (False, True), strict=True):
+    """At least 8 bytes at a time; what is turned has 16 bits."""
+    for source in sources("qwen3"):
         assert isinstance(source, Product)
         lines = sass(build(source.product(ManyRows(160, 3), {"s0": 64}, gives_ordered=gives_ordered), "sm_90a"))
         stores = [m[1] for line in lines if (m := re.search(r"\bSTG\.E\.(\w+)(?!.*STRONG)", line))]
         assert set(stores) <= {"64", "128"}
-        assert any("STSM" in line for line in lines) == turned
+        assert any("STSM" in line for line in lines)
 
 
 @needs_nvdisasm

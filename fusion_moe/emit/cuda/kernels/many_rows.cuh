@@ -37,6 +37,7 @@ struct ManyRows {
     using Turned = typename Turn<Segment>::Way;
     static constexpr int CHUNK = Turned::CHUNK;  // rows of a result that a team turns at a time, in one of them
     static_assert(TEAM_WARPS % Segment::TILES == 0, "a team's tiles make whole columns");
+    static_assert(TEAMS <= Part<Segment>::MOST_TEAMS);
     static_assert(TEAM_WARPS % COPY_WARPS == 0, "a warp copies the same tiles of every team");
     static_assert(Segment::K % 64 == 0 && Segment::N % 16 == 0, "weights are tiled");
     static_assert(!Segment::At::ORDERED || Segment::W % 64 == 0, "whole blocks of 64 are ordered");
@@ -459,9 +460,9 @@ private:
 
     __device__ static __forceinline__ void store(
         const float (&sum)[TOKENS / 2], const Segment& s, const Products& products, const Item& item, int h) {
-        const i32 team = threadIdx.x / TEAM, band = band_of(h);
+        const i32 band = band_of(h);
         copies_wait_all();
-        team_sync(team);  // all have read their codes, and decode scales are there
+        Part<Segment>::sync();  // all have read their codes, and decode scales are there
         const float* decode = products.shared.rest.decode[tile_of(h)] + threadIdx.x % 32 / 4;
         const i32 column = item.column_block * COLUMNS + band * Part<Segment>::COLUMNS;
         const Part<Segment> part{s, item, column, {Tiled::FACTOR * decode[0], Tiled::FACTOR * decode[8]}};
@@ -471,9 +472,9 @@ private:
         for (int chunk = 0; chunk < TOKENS; chunk += CHUNK) {
             if (chunk >= part.item.height) break;
             const int next = chunk + CHUNK;
-            team_sync(team);
+            Part<Segment>::sync();
             const auto taken = turned.take(products.place(band, chunk / CHUNK % KEPT));
-            if (KEPT == 1) team_sync(team);
+            if (KEPT == 1) Part<Segment>::sync();
             if (next < TOKENS) turned.put(products.place(band, next / CHUNK % KEPT), sum + next / 2, next, TOKENS - next);
             turned.store(taken, chunk);
         }
@@ -485,8 +486,6 @@ private:
         const float* of_group = s.decode + item.span.group * Segment::RUNS;
         if (lane < 16) copy_4(shared_address(decode + lane), of_group + row / (Segment::N / Segment::RUNS));
     }
-
-    __device__ static __forceinline__ void team_sync(i32 team) { barrier_sync(1 + team, TEAM); }
 
     // Rows that belong to no group.
     __device__ static __forceinline__ void fill(const Segment& s, const Item& item) {

@@ -1,9 +1,9 @@
 // How a team of warps stores its sums of an item (many_rows.cuh). A thread of it has sums of two columns of the product for many rows, and
 // stores several columns of one: they are turned in shared memory, a chunk of rows at a time.
 //
-// TurnedElements makes the elements of a result where the sums are, and turns those. TurnedSums turns the sums themselves, and makes any
-// results of any of their columns. Each thread has one: it puts its part of a chunk into a place, takes from there what it stores of the
-// chunk, when all of the team have put theirs, and stores it.
+// TurnedElements makes the elements of a result where the sums are, and turns those. So does TurnedPairs, of two columns, once warps have
+// given each other sums. TurnedSums turns the sums themselves, and makes any results of any of their columns. Each thread has one: it puts
+// its part of a chunk into a place, takes from there what it stores of the chunk, when all of the team have put theirs, and stores it.
 #pragma once
 
 #include "order.cuh"
@@ -16,6 +16,7 @@ namespace {
 template <class Segment>
 struct Part {
     static constexpr int THREADS = 128, WARPS = 4, COLUMNS = Segment::B * WARPS / Segment::TILES;  // of the result
+    static constexpr int MOST_TEAMS = 5;                                                           // of a block
     const Segment& s;
     const Item item;
     const i32 column;       // the team's first
@@ -24,6 +25,10 @@ struct Part {
     static __device__ __forceinline__ i32 thread() { return threadIdx.x % THREADS; }
     static __device__ __forceinline__ i32 warp() { return threadIdx.x / 32 % WARPS; }
     static __device__ __forceinline__ i32 lane() { return threadIdx.x % 32; }
+
+    // Of all its warps, and of two of them: they have barriers of their own.
+    static __device__ __forceinline__ void sync() { barrier_sync(1 + threadIdx.x / THREADS, THREADS); }
+    static __device__ __forceinline__ void sync_pair() { barrier_sync(1 + MOST_TEAMS + threadIdx.x / 64, 64); }
 };
 
 // Elements of 16 bits, each made of one column of the product. Row t of a chunk has 128 bytes; piece i of 16 lies where i ^ (t % 8) would.
@@ -186,15 +191,127 @@ private:
     }
 };
 
+// Elements of 16 bits, each made of two columns of the product that are in tiles of their own, as gate and up are. Of 32 rows the warp of
+// the one gives the other half of its sums to the warp of the other, and gets what it lacks of its own half. Then it makes the elements of
+// 16 rows and 16 columns, and puts them where it got sums: eight columns of all rows, then the other eight.
+template <class Segment>
+class TurnedPairs {
+    using At = typename Segment::At;
+    using Element = typename Segment::Element;
+    static constexpr int HALF = 16, GOT = 1024, PIECE = HALF * 16;  // rows; bytes that a warp gets, and of eight columns
+    static constexpr int V = At::ORDERED ? 4 : 8, PIECES = Part<Segment>::COLUMNS / V, AT_ONCE = Part<Segment>::THREADS / PIECES;
+
+public:
+    static constexpr int CHUNK = 2 * HALF, PLACE = Part<Segment>::WARPS * GOT;
+    static constexpr bool CAN =
+        Segment::RESULTS == 1 && Segment::F == 2 && Segment::B == 16 && Segment::W % 8 == 0 && sizeof(Element) == 2;
+
+    struct Taken {
+        Vector<Element, V> of[CHUNK / AT_ONCE];
+    };
+
+    __device__ __forceinline__ explicit TurnedPairs(const Part<Segment>& part)
+        : part_(part), at_{part.column + part.thread() % PIECES * (At::ORDERED ? 2 : 8)} {
+        to_ = part.s.template array<0>() + i64(part.item.span.first + row()) * Segment::W + at_.place();
+        left_ = at_.j < Segment::W ? part.item.span.end - part.item.span.first - row() : 0;
+        asm volatile("" : "+l"(to_), "+r"(left_));  // kept, not computed again
+    }
+
+    // sum: of the chunk's rows, of which there are `left`.
+    __device__ __forceinline__ void put(u8* place, const float* sum, i32 chunk, int left) const {
+        if (__any_sync(WHOLE_WARP, part_.warp() % 2 == 0)) put_of<0>(place, sum, chunk, left);  // a vote: all of the warp agree
+        else put_of<1>(place, sum, chunk, left);
+    }
+
+    __device__ __forceinline__ Taken take(const u8* place) const {
+        const i32 q = part_.thread() % PIECES;
+        Taken taken;
+#pragma unroll
+        for (int i = 0; i < CHUNK / AT_ONCE; ++i) {
+            const i32 t = row() + i * AT_ONCE;
+            const u8* from = place + t / HALF * GOT + t % HALF * 16;
+            if constexpr (At::ORDERED) {
+                Vector<u32, 2> pairs;  // the q-th of each 16 columns
+#pragma unroll
+                for (int b = 0; b < 2; ++b) pairs.at[b] = *reinterpret_cast<const u32*>(from + b * 2 * GOT + q / 4 * PIECE + q % 4 * 4);
+                taken.of[i] = reinterpret_cast<const Vector<Element, V>&>(pairs);
+            } else {
+                taken.of[i] = load_vector<V>(reinterpret_cast<const Element*>(from + q / 2 * 2 * GOT + q % 2 * PIECE));
+            }
+        }
+        return taken;
+    }
+
+    __device__ __forceinline__ void store(const Taken& taken, i32 chunk) const {
+#pragma unroll
+        for (int i = 0; i < CHUNK / AT_ONCE; ++i) {
+            const i32 t = chunk + i * AT_ONCE;
+            if (t < left_) store_vector<V>(to_ + i64(t) * Segment::W, taken.of[i]);
+        }
+    }
+
+private:
+    const Part<Segment>& part_;
+    const At at_;
+    Element* to_;  // where the thread's columns of its first row lie
+    i32 left_;     // of its rows, counted by all
+
+    // By the warp that has the f-th columns: it gives the other half away.
+    template <int F>
+    __device__ __forceinline__ void put_of(u8* place, const float* sum, i32 chunk, int left) const {
+        const i32 lane = part_.lane();
+        u8 *theirs = place + (part_.warp() ^ 1) * GOT, *ours = place + part_.warp() * GOT;
+        const auto scaled = [&](int half, int i) {
+            return half == 0 || left > HALF ? sum[half * (HALF / 2) + i] * part_.factor[i % 4 / 2] : 0.f;
+        };
+        float4* give = reinterpret_cast<float4*>(theirs) + lane;
+#pragma unroll
+        for (int i = 0; i < HALF / 2; i += 4)
+            give[i / 4 * 32] = {scaled(1 - F, i), scaled(1 - F, i + 1), scaled(1 - F, i + 2), scaled(1 - F, i + 3)};
+        part_.sync_pair();
+        const i32 m = part_.item.span.first + chunk + F * HALF + lane % 4 * 2;
+        u32 pair[4];
+#pragma unroll
+        for (int i = 0; i < HALF / 2; i += 4) {
+            const float4 x = reinterpret_cast<const float4*>(ours)[i / 4 * 32 + lane];
+            const float got[4] = {x.x, x.y, x.z, x.w};
+            u16 made[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float own = scaled(F, i + k), p[2] = {F == 0 ? own : got[k], F == 0 ? got[k] : own};
+                made[k] = element(m + i / 4 * 8 + k % 2, k / 2, p);
+            }
+            pair[i / 2] = u32(made[0]) | u32(made[1]) << 16, pair[i / 2 + 1] = u32(made[2]) | u32(made[3]) << 16;
+        }
+        const u32 to = shared_address(ours) + lane / 8 % 2 * PIECE + (lane / 16 * 8 + lane % 8) * 16;
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(pair[0]), "r"(pair[1]),
+                     "r"(pair[2]), "r"(pair[3])
+                     : "memory");
+    }
+
+    __device__ __forceinline__ i32 row() const { return part_.thread() / PIECES; }
+
+    // Of row m and the thread's lower or upper column: what lies past the last is made as the last, and not stored.
+    __device__ __forceinline__ u16 element(i32 m, int upper, const float (&p)[2]) const {
+        const i32 j = part_.column + part_.warp() / 2 * 16 + part_.lane() / 4 + 8 * upper;
+        return part_.s.template result<0>(min(m, part_.item.span.end - 1), part_.item.span.group, min(j, Segment::W - 1), p).bits;
+    }
+};
+
 // Which of both.
-template <class Segment, bool ELEMENTS = TurnedElements<Segment>::CAN>
+template <class Segment, bool PAIRS = TurnedPairs<Segment>::CAN, bool ELEMENTS = TurnedElements<Segment>::CAN>
 struct Turn {
-    using Way = TurnedElements<Segment>;
+    using Way = TurnedSums<Segment>;
 };
 
 template <class Segment>
-struct Turn<Segment, false> {
-    using Way = TurnedSums<Segment>;
+struct Turn<Segment, true, false> {
+    using Way = TurnedPairs<Segment>;
+};
+
+template <class Segment>
+struct Turn<Segment, false, true> {
+    using Way = TurnedElements<Segment>;
 };
 
 }  // namespace
