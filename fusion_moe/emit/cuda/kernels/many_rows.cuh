@@ -58,11 +58,13 @@ struct ManyRows {
         float decode[TILES][16];
     };
 
-    // As many as fit.
-    static constexpr int STAGES = (MOST_SHARED - int(sizeof(Rest))) / (sizeof(Stage) + 2 * sizeof(u64));
+    // As many as fit. Items are told by those who copy: each has a stage at least, but for one that each crew begins.
+    static constexpr int LEFT = MOST_SHARED - int(sizeof(Rest) + CREWS * sizeof(Item));
+    static constexpr int STAGES = LEFT / (sizeof(Stage) + 2 * sizeof(u64) + sizeof(Item)), ITEMS = STAGES + CREWS;
 
     struct Shared {
         Stage stage[STAGES];
+        Item items[ITEMS];
         u64 full[STAGES], empty[STAGES];
         Rest rest;
     };
@@ -217,6 +219,8 @@ private:
         Ring<STAGES> next, last;
         bool any = false;
 
+        __device__ __forceinline__ bool next_is_mine() const { return turn % CREWS == 0; }
+
         // Whether the next stage is the crew's; else it is passed by.
         __device__ __forceinline__ bool mine() {
             if (turn-- % CREWS == 0) return true;
@@ -254,9 +258,10 @@ private:
     __device__ static __forceinline__ void copy(const Segment& s, Shared& shared) {
         const i32 thread = threadIdx.x % COPIERS, crew = (threadIdx.x - TEAM * TEAMS) / COPIERS;
         Filled filled{shared, u32(crew)};
-        for (Cursor at(shared.rest.schedule); at.more(); at.advance()) {
+        Ring<ITEMS> told;
+        for (Cursor at(shared.rest.schedule); at.more_products(); at.advance(), told.advance()) {
             const Item item = at.item();
-            if (item.span.group == Segment::G) continue;
+            if (thread == 0 && filled.next_is_mine()) shared.items[told.stage] = item;
             Weights weights;
             weights.open(s, item, thread);
             Activations<Segment::GIVEN_ORDERED> activations;
@@ -282,23 +287,23 @@ private:
 
     __device__ static __forceinline__ void multiply(const Segment& s, Shared& shared) {
         Ring<STAGES> ring;
-        for (Cursor at(shared.rest.schedule); at.more(); at.advance()) {
-            const Item item = at.item();
-            if (item.span.group == Segment::G) {
-                fill(s, item);
-                continue;
-            }
+        Ring<ITEMS> told;
+        Cursor at(shared.rest.schedule);
+        for (; at.more_products(); at.advance(), told.advance()) {
+            barrier_wait(shared.full[ring.stage], ring.parity);
+            const Item item = shared.items[told.stage];
 #pragma unroll
             for (int h = 0; h < BANDS; ++h) fetch_decode(s, item, shared.rest.decode[tile_of(h)], tile_of(h));
             float sum[BANDS][TOKENS / 2] = {};
             Products products(shared, ring, item.height);
             products.run(sum);
-            const Item again = at.item();  // it is found again: registers are short while products run
+            const Item again = shared.items[told.stage];  // registers are short while products run
 #pragma unroll
             for (int h = 0; h < BANDS; ++h) store(sum[h], s, products, again, h);
 #pragma unroll
             for (int i = 0; i < KEPT; ++i) products.release();
         }
+        for (; at.more(); at.advance()) fill(s, at.item());
     }
 
     // Which of the block's bands a team's band h is, and which of its tiles a warp has there.

@@ -9,7 +9,7 @@
 
 namespace {
 
-struct Item {
+struct alignas(16) Item {
     Span span;
     i32 height, column_block;  // of the group's spans: a multiple of 8
 };
@@ -41,6 +41,7 @@ public:
         __device__ explicit Cursor(const Schedule& schedule) : schedule_(schedule), number_(blockIdx.x) {}
 
         __device__ bool more() const { return number_ < schedule_.upto_[G]; }
+        __device__ bool more_products() const { return number_ < schedule_.upto_[G - 1]; }  // rows of no group come last
         __device__ void advance() { number_ += gridDim.x; }
 
         // By a whole warp.
