@@ -32,6 +32,7 @@ struct ManyRows {
     static constexpr int TILES = TEAM_WARPS * TEAMS * BANDS, COLUMNS = Segment::B * TILES / Segment::TILES;  // of the result
     static constexpr int ACROSS = (Segment::W + COLUMNS - 1) / COLUMNS, KB = Segment::K / 64, STEPS = 4;
     static constexpr int DEPTH = 2;  // blocks of 64 k in a stage
+    static constexpr int ROUND = BANDS == 1 ? 2 * DEPTH : DEPTH;  // blocks that a round of the loop of copies takes, as registers last
     static constexpr int CODES = 512, SCALES = 64;  // bytes of a tile of 16 rows and 64 k
     static constexpr int KEPT = KB > DEPTH ? 2 : 1;  // stages that a team gives back when it has stored an item
     using Turned = typename Turn<Segment>::Way;
@@ -122,56 +123,62 @@ private:
 
         __device__ static i32 at(const Item& item, i32 t) { return first_row(item.column_block, t) / 16 * KB; }
 
+        // Blocks of 64 k, from the kb-th of the round on.
         template <int Blocks>
-        __device__ __forceinline__ void copy(Stage& to, i32 thread, i32 kb) const {
-            const u8 *some_codes = codes + kb * CODES, *some_scales = scales + kb * SCALES;
+        __device__ __forceinline__ void copy(Stage& to, i32 thread, int kb) const {
             const u32 code_place = shared_address(to.weights[0].codes[thread / 32]) + thread % 32 * 16;
 #pragma unroll
             for (int i = 0; i < EACH; ++i) {
                 const int tile = COPY_WARPS * i, place = tile / TEAM_WARPS * sizeof(BandWeights) + tile % TEAM_WARPS * DEPTH * CODES;
 #pragma unroll
-                for (int b = 0; b < Blocks; ++b) copy_16(code_place + place + b * CODES, some_codes + code[i] + b * CODES);
+                for (int b = 0; b < Blocks; ++b) copy_16(code_place + place + b * CODES, codes + code[i] + (kb + b) * CODES);
             }
             const i32 tile = thread / PIECES, piece = thread % PIECES;
             const u32 scale_place = shared_address(to.weights[tile / TEAM_WARPS].scales[tile % TEAM_WARPS]) + piece * 16;
 #pragma unroll
             for (int i = 0; i < TURNS; ++i)
-                if (tile + AT_ONCE * i < TILES && piece < Blocks * SCALES / 16)
-                    copy_16(scale_place + AT_ONCE / TEAM_WARPS * i * sizeof(BandWeights), some_scales + scale[i]);
+                copy_16_if(scale_place + AT_ONCE / TEAM_WARPS * i * sizeof(BandWeights), scales + scale[i] + kb * SCALES,
+                           tile + AT_ONCE * i < TILES && piece < Blocks * SCALES / 16);
         }
+
+        __device__ __forceinline__ void advance() { codes += ROUND * CODES, scales += ROUND * SCALES; }
     };
 
-    // The activations of an item, which are given in order: a thread copies 16 bytes of each EACH-th row.
+    // The activations of an item, which are given in order: a thread copies 16 bytes of each EACH-th row, in as many steps as all need.
     template <bool GivenOrdered, class = void>
     struct Activations {
-        static constexpr int EACH = COPIERS / (TILE_ROW / 16), ROWS = (TOKENS + EACH - 1) / EACH;
-        const u8* base;
-        i32 row[ROWS];  // offsets, in 16 bytes
-        i32 count;      // of rows
+        static constexpr int EACH = COPIERS / (TILE_ROW / 16), STEPS = (TOKENS + EACH - 1) / EACH;
+        const u8* row[STEPS];
+        i32 steps;
+        bool last;  // whether the thread has a row in the last step
 
         __device__ __forceinline__ void open(const Segment& s, const Item& item, i32 thread) {
             const i32 mine = thread / (TILE_ROW / 16);
-            const u8* first = reinterpret_cast<const u8*>(s.row(item.span.first));
-            base = first + thread % (TILE_ROW / 16) * 16;
-            count = (item.height - mine + EACH - 1) / EACH;
+            steps = (item.height + EACH - 1) / EACH, last = mine + EACH * (steps - 1) < item.height;
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
+            for (int i = 0; i < STEPS; ++i) {
                 const i32 m = min(item.span.first + mine + EACH * i, item.span.end - 1);  // sums past the end are not stored
-                row[i] = i < count ? i32((reinterpret_cast<const u8*>(s.row(m)) - first) / 16) : 0;
+                if (i < steps) row[i] = reinterpret_cast<const u8*>(s.row(m)) + thread % (TILE_ROW / 16) * 16;
             }
         }
 
-        template <int Blocks>
-        __device__ __forceinline__ void copy(Stage& to, i32 thread, i32 kb) const {
+        template <int Steps, int Blocks>
+        __device__ __forceinline__ void copy(Stage& to, i32 thread, int kb) const {
             const u32 place = shared_address(to.activations) + swizzled(thread / (TILE_ROW / 16), thread % (TILE_ROW / 16));
-            const u8* from = base + kb * TILE_ROW;
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                if (i >= count) break;
-                const u8* piece = from + i64(row[i]) * 16;
+            for (int i = 0; i < Steps; ++i)
 #pragma unroll
-                for (int b = 0; b < Blocks; ++b) copy_16(place + (i * EACH + b * TOKENS) * TILE_ROW, piece + b * TILE_ROW);
-            }
+                for (int b = 0; b < Blocks; ++b) {
+                    const u32 to_row = place + (i * EACH + b * TOKENS) * TILE_ROW;
+                    if (i + 1 < Steps) copy_16(to_row, row[i] + (kb + b) * TILE_ROW);
+                    else copy_16_if(to_row, row[i] + (kb + b) * TILE_ROW, last);
+                }
+        }
+
+        template <int Steps>
+        __device__ __forceinline__ void advance() {
+#pragma unroll
+            for (int i = 0; i < Steps; ++i) row[i] += ROUND * TILE_ROW;
         }
     };
 
@@ -180,6 +187,8 @@ private:
     struct Activations<false, Any> {
         static constexpr int AT_ONCE = 16, EACH = AT_ONCE / COPY_WARPS;  // rows that a crew copies at once, and a warp of it
         static_assert(TOKENS % AT_ONCE == 0 && AT_ONCE % 8 == 0 && 8 % COPY_WARPS == 0, "pairs of every eighth row have the same places");
+        static constexpr int STEPS = 1;  // a loop goes through the rows
+        static constexpr i32 steps = 1;
         const u8* base;
         i32 count;  // of rows, from the warp's first on
 
@@ -189,25 +198,38 @@ private:
             count = item.span.end - item.span.first - mine;
         }
 
-        template <int Blocks>
-        __device__ __forceinline__ void copy(Stage& to, i32 thread, i32 kb) const {
+        template <int Steps, int Blocks>
+        __device__ __forceinline__ void copy(Stage& to, i32 thread, int kb) const {
             const i32 mine = thread / 32, pair = thread % 32;
             u32 first = shared_address(to.activations) + swizzled(mine, pair % 8) + pair / 8 * 4;  // as `ordered` says
             const u8* from = base + kb * TILE_ROW;
+            i32 left = count;
 #pragma unroll 1
-            for (i32 left = count; left > 0; left -= AT_ONCE) {
-#pragma unroll
-                for (int i = 0; i < EACH; ++i) {
-                    const int row = COPY_WARPS * i;
-                    const u32 place = (first ^ row % 8 * 16) + row * TILE_ROW;
-#pragma unroll
-                    for (int b = 0; b < Blocks; ++b)
-                        copy_4_or_zero(place + b * TOKENS * TILE_ROW, from + row * 2 * Segment::K + b * TILE_ROW, left > row);
-                }
+            for (; left > COPY_WARPS * (EACH - 1); left -= AT_ONCE) {
+                copy_some<Blocks>(first, from, left, false);
                 first += AT_ONCE * TILE_ROW, from += AT_ONCE * 2 * Segment::K;
             }
+            if (left > 0) copy_some<Blocks>(first, from, left, true);
         }
+
+        // Of AT_ONCE rows; few: not all of them are there.
+        template <int Blocks>
+        __device__ static __forceinline__ void copy_some(u32 first, const u8* from, i32 left, bool few) {
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const int row = COPY_WARPS * i;
+                const u32 place = (first ^ row % 8 * 16) + row * TILE_ROW;
+#pragma unroll
+                for (int b = 0; b < Blocks; ++b)
+                    copy_4_if(place + b * TOKENS * TILE_ROW, from + row * 2 * Segment::K + b * TILE_ROW, !few || left > row);
+            }
+        }
+
+        template <int Steps>
+        __device__ __forceinline__ void advance() { base += ROUND * TILE_ROW; }
     };
+
+    using Rows = Activations<Segment::GIVEN_ORDERED>;
 
     // The stages that copies fill, of which a crew has each CREWS-th. The tensor cores are told of one when its copies are there: of a lone
     // crew's, after those of the next have begun. (Told by who multiplies, by a fence of theirs, they first finished what was under way:
@@ -264,22 +286,35 @@ private:
             if (thread == 0 && filled.next_is_mine()) shared.items[told.stage] = item;
             Weights weights;
             weights.open(s, item, thread);
-            Activations<Segment::GIVEN_ORDERED> activations;
-            activations.open(s, item, thread);
-#pragma unroll 1
-            for (i32 kb = 0; kb <= KB - DEPTH; kb += DEPTH) copy<DEPTH>(weights, activations, filled, thread, kb);
-            if constexpr (KB % DEPTH != 0) copy<KB % DEPTH>(weights, activations, filled, thread, KB - KB % DEPTH);
+            Rows rows;
+            rows.open(s, item, thread);
+            copy_item<1>(weights, rows, filled, thread);
         }
         filled.finish();
     }
 
-    template <int Blocks>
-    __device__ static __forceinline__ void copy(
-        const Weights& weights, const Activations<Segment::GIVEN_ORDERED>& activations, Filled& filled, i32 thread, i32 kb) {
+    // A loop for each number of steps has fewer instructions than one that branches.
+    template <int Steps>
+    __device__ static __forceinline__ void copy_item(Weights& weights, Rows& rows, Filled& filled, i32 thread) {
+        if constexpr (Steps < Rows::STEPS) {
+            if (rows.steps > Steps) return copy_item<Steps + 1>(weights, rows, filled, thread);
+        }
+#pragma unroll 1
+        for (i32 kb = 0; kb <= KB - ROUND; kb += ROUND) {
+#pragma unroll
+            for (int b = 0; b < ROUND; b += DEPTH) copy_stage<Steps, DEPTH>(weights, rows, filled, thread, b);
+            weights.advance(), rows.template advance<Steps>();
+        }
+        if constexpr (KB % ROUND >= DEPTH) copy_stage<Steps, DEPTH>(weights, rows, filled, thread, 0);
+        if constexpr (KB % DEPTH != 0) copy_stage<Steps, KB % DEPTH>(weights, rows, filled, thread, KB % ROUND / DEPTH * DEPTH);
+    }
+
+    template <int Steps, int Blocks>
+    __device__ static __forceinline__ void copy_stage(const Weights& weights, const Rows& rows, Filled& filled, i32 thread, int kb) {
         if (!filled.mine()) return;
         Stage& stage = filled.open();
         weights.template copy<Blocks>(stage, thread, kb);
-        activations.template copy<Blocks>(stage, thread, kb);
+        rows.template copy<Steps, Blocks>(stage, thread, kb);
         filled.close();
     }
 

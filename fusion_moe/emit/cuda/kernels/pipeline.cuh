@@ -45,13 +45,21 @@ __device__ __forceinline__ void copy_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+// Where `good`.
+__device__ __forceinline__ void copy_16_if(u32 to, const void* from, bool good) {
+    asm volatile("{.reg .pred q; setp.ne.s32 q, %2, 0; @q cp.async.cg.shared.global.L2::128B [%0], [%1], 16;}" ::"r"(to), "l"(from),
+                 "r"(int(good))
+                 : "memory");
+}
+
 __device__ __forceinline__ void copy_4(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-// 4 bytes, or zeros where they are not `there`.
-__device__ __forceinline__ void copy_4_or_zero(u32 to, const void* from, bool there) {
-    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
+__device__ __forceinline__ void copy_4_if(u32 to, const void* from, bool good) {
+    asm volatile("{.reg .pred q; setp.ne.s32 q, %2, 0; @q cp.async.ca.shared.global.L2::128B [%0], [%1], 4;}" ::"r"(to), "l"(from),
+                 "r"(int(good))
+                 : "memory");
 }
 
 // The copies since the last commit become one group of which can be waited for.
