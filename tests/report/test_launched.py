@@ -30,9 +30,9 @@ def segments(found: fusion_moe.report.Report) -> list[fusion_moe.report.SegmentR
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what this GPU launches")
 def test_kernels_follow_the_sizes():
     few, many = (segments(report(tokens)) for tokens in (1, 4000))  # one: which tracers take for a constant
-    assert [s.launched for s in few] == ["route_whole, few_rows_1x1x4x1x3 on sm_90a", "few_rows_1x1x8x1x3, combine on sm_90a"]
+    assert [s.launched for s in few] == ["route, few_rows_1x1x4x1x3 on sm_90a", "few_rows_1x1x8x1x3, combine on sm_90a"]
     assert [s.launched for s in many] == [
-        "route_counts, route_scan, route_places, prologue_ordered, many_rows_160x3 on sm_90a",
+        "route, prologue_ordered, many_rows_160x3 on sm_90a",
         "many_rows_160x3, combine on sm_90a",
     ]
 
@@ -40,8 +40,8 @@ def test_kernels_follow_the_sizes():
 def test_workspace_is_what_no_result_holds():
     rows = 4000 * SLOTS
     first, second = segments(report(4000))
-    counts, row_of, x = 8 * EXPERTS * 4, rows * 4, 4000 * HIDDEN * 2
-    assert first.workspace == counts + row_of + x
+    row_of, x = rows * 4, 4000 * HIDDEN * 2
+    assert first.workspace == row_of + x
     assert second.workspace == rows * HIDDEN * 2  # the sum's rows
 
 

@@ -14,7 +14,7 @@ from string import Template
 from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, ceildiv, value
+from ...ir.sizes import AnySize, value
 from ...ir.types import Dim, plain
 from ..cxx.elements import Elements, inner, stored
 from ..cxx.indices import Index, flat, is_index, reshaped, size
@@ -22,10 +22,8 @@ from ..cxx.plan import below, source
 
 THREADS = 256
 _MOST_BLOCKS = 132 * 16
-_CHUNK = 1024  # ids that a block of `route` takes: ROUTE_THREADS
-_WARPS = 32
-_MOST_COUNTERS = 96 * 1024  # bytes of shared memory for counts of ids, that all GPUs have
-_MOST_CHUNKS = 4  # that one block does faster than several
+_WARPS = {32: 1, 1024: 8}  # of a block of `route`, for up to so many ids
+_MOST_WARPS = 32
 _J, _S, _T = Index("j"), Index("s"), Index("t")
 
 _STRUCT = Template("""\
@@ -86,7 +84,7 @@ class Source(ABC):
     def __init__(self, fusion: Fusion, memory: Sequence[Value], names: Mapping[Value, str] | None = None):
         self.fusion, self.memory = fusion, tuple(memory)
         self.names = {v: v.name for v in (*fusion.inputs, *memory)} | dict(names or {})
-        self.scratch = [Array(f"table_{i}", "i32", _table(op)) for i, op in enumerate(self._routes())]
+        self.scratch: list[Array] = []
 
     @abstractmethod
     def functions(self) -> list[str]:
@@ -137,40 +135,26 @@ class Source(ABC):
 
     # What stands before all else --------------------------------------------------------------------------------------
 
-    def _routes(self) -> list[Op]:
-        return [op for op in self.fusion.ops if op.kind.name == "route"]
-
     def made_first(self, sizes: Sizes) -> list[Launched]:
         """Routing."""
         found = []
         for op in self.fusion.ops:
             if op.kind.name == "route":
-                found += self._route(op, self._routes().index(op), sizes)
+                found.append(self._route(op, sizes))
             elif op.kind.name == "invert":
                 found.append(self._invert(op, sizes))
             elif op.kind.name == "problem_ends":
                 raise UnsupportedError("problem_ends has no kernel here yet")
         return found
 
-    def _route(self, op: Op, i: int, sizes: Sizes) -> list[Launched]:
+    def _route(self, op: Op, sizes: Sizes) -> Launched:
         (ids,), groups, (ends, row_of, slot_of) = op.values, op.attrs["groups"].count, op.outputs
-        count, slots = value(elements(ids.type.shape), sizes), size(ids.type.shape[1])
-        given = f"{self.array(ids)}, i32({size(elements(ids.type.shape))}), i32({slots}), "
-        given += f"{self.array(ends)}, {self.array(row_of)}, {self.array(slot_of)}, table_{i}, error"
-        chunks, counters = max(1, -(-count // _CHUNK)), 4 * _WARPS * groups
-        if counters > _MOST_COUNTERS:
-            raise UnsupportedError(f"{groups} groups have no kernel here", expected=f"at most {_MOST_COUNTERS // (4 * _WARPS)}")
-        steps = [("counts", chunks, counters), ("scan", 1, 0), ("places", chunks, counters)]
-        if chunks <= _MOST_CHUNKS and chunks * counters <= _MOST_COUNTERS:
-            steps = [(f"whole<{chunks}>", 1, chunks * counters)]
-        route = f"Route<{stored(ids)}, {groups}>{{{given}}}"
-        return [
-            self.kernel(
-                f"route_{step.split('<')[0]}", ["wait_for_previous();", "let_next_start();", f"{route}.{step}();"], blocks,
-                threads=_CHUNK, shared=shared,
-            )
-            for step, blocks, shared in steps
-        ]  # fmt: skip
+        count, slots = elements(ids.type.shape), size(ids.type.shape[1])
+        warps = next((w for most, w in _WARPS.items() if value(count, sizes) <= most), _MOST_WARPS)
+        given = f"{self.array(ids)}, i32({size(count)}), i32({slots}), {groups}, "
+        given += f"{self.array(ends)}, {self.array(row_of)}, {self.array(slot_of)}, error"
+        body = ["wait_for_previous();", "let_next_start();", f"Route<{stored(ids)}, {warps}>{{{given}}}.run();"]
+        return self.kernel("route", body, groups, threads=32 * warps)
 
     def _invert(self, op: Op, sizes: Sizes) -> Launched:
         (slot_of,), count = op.values, plain(op.attrs["rows"])
@@ -232,11 +216,6 @@ class SafeElements(Elements):
 def safe(fusion: Fusion, index: Value, limit: Dim, element: str) -> str:
     """An element of an index, below a limit: as it is if what made it says so."""
     return element if below(fusion, index) == plain(limit) else f"inside({element}, {size(limit)}, error)"
-
-
-def _table(op: Op) -> AnySize:
-    """How many counts of ids a route needs."""
-    return ceildiv(elements(op.values[0].type.shape), _CHUNK) * op.attrs["groups"].count
 
 
 def _indented(lines: Sequence[str]) -> str:
