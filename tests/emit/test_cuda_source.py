@@ -146,7 +146,7 @@ def test_variants_need_no_local_memory_and_have_lean_loops(model, variant: Varia
             continue
         for source in sources(model, layout):
             assert isinstance(source, Product)
-            if not variant.fits(source.columns.tiles, source.plan.k, "sm_90a"):
+            if not variant.fits(source.tiles, source.columns.tiles, source.plan.k, "sm_90a"):
                 continue  # gate and up would be in two blocks, or registers would not do
             lines = sass(build(source.product(variant, {"s0": 64}), "sm_90a"))
             assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
@@ -160,12 +160,13 @@ def test_variants_need_no_local_memory_and_have_lean_loops(model, variant: Varia
 
 
 @needs_nvdisasm
+@pytest.mark.parametrize("variant", [ManyRows(160, 3), ManyRows(48, 4, 2)], ids=lambda v: v.name)
 @pytest.mark.parametrize("gives_ordered", [False, True])
-def test_many_rows_are_stored_by_whole_instructions(gives_ordered):
+def test_many_rows_are_stored_by_whole_instructions(variant, gives_ordered):
     """At least 8 bytes at a time; what is turned has 16 bits."""
     for source in sources("qwen3"):
         assert isinstance(source, Product)
-        lines = sass(build(source.product(ManyRows(160, 3), {"s0": 64}, gives_ordered=gives_ordered), "sm_90a"))
+        lines = sass(build(source.product(variant, {"s0": 64}, gives_ordered=gives_ordered), "sm_90a"))
         stores = [m[1] for line in lines if (m := re.search(r"\bSTG\.E\.(\w+)(?!.*STRONG)", line))]
         assert set(stores) <= {"64", "128"}
         assert any("STSM" in line for line in lines)
@@ -178,6 +179,8 @@ def test_many_rows_are_stored_by_whole_instructions(gives_ordered):
 def test_rows_in_turn_are_put_in_order_by_copies_or_by_a_kernel_before(k, variant, by_copies, monkeypatch):
     monkeypatch.setattr(ManyRows, "most_orders", 1000 if by_copies else 0)
     source = sorted_rows(k)
+    if not variant.fits(source.tiles, source.columns.tiles, k, "sm_90a"):
+        return
     lines = sass(build(source.product(variant, {"s0": 2**17}), "sm_90a"))
     assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
     assert any(x.startswith("LDGSTS.E.LTC128B ") for x in lines) == by_copies  # a pair of numbers each
@@ -219,7 +222,7 @@ def test_the_choice_looks_at_rows_and_groups_alone():
     wide, narrow = chosen(16 * 256, 256, 7168, 256), chosen(16 * 128, 128, 2880, 360)
     assert [(v.height, v.teams, v.bands) for v in (wide, narrow)] == [(32, 4, 2), (32, 5, 1)]
     # nearly all groups fit one span, where rows pick them evenly
-    assert [chosen(256 * rows, 256).height for rows in (16, 32, 64, 256)] == [32, 64, 80, 160]
+    assert [chosen(256 * rows, 256).height for rows in (16, 32, 64, 256)] == [32, 48, 80, 160]
     # where one span more than there are groups would begin another turn of all multiprocessors: high ones
     assert [chosen(256, 8, 14336, 256, 1).height, chosen(256, 8, 4096, 1792).height] == [96, 64]
     assert isinstance(chosen(2**20, 8, 4096, 1792), ManyRows)

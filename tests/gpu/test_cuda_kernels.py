@@ -75,15 +75,15 @@ def random_weight(groups: int, n: int, k: int, runs: int = 0, exact: bool = Fals
     return Quantized(codes, scales, torch.rand((groups, runs) if runs else (groups,), generator=g) + 0.5)
 
 
-def experts(layout: str, count: int = E):
+def experts(layout: str, count: int = E, hidden: int = H, inner: int = I):
     g = generator()
-    gate_up, down = torch.randn(count, 2 * I, H, generator=g), torch.randn(count, H, I, generator=g)
+    gate_up, down = torch.randn(count, 2 * inner, hidden, generator=g), torch.randn(count, hidden, inner, generator=g)
     return [*stored(quantize_gate_up(gate_up * 0.05), layout), *stored(quantize(down * 0.05), layout)]
 
 
-def tokens(ids: torch.Tensor):
+def tokens(ids: torch.Tensor, hidden: int = H):
     g = generator()
-    return on_cuda(torch.randn(len(ids), H, generator=g).bfloat16(), ids, torch.rand(ids.shape, generator=g))
+    return on_cuda(torch.randn(len(ids), hidden, generator=g).bfloat16(), ids, torch.rand(ids.shape, generator=g))
 
 
 def mlp(args, **kwargs):
@@ -171,7 +171,7 @@ def ways_of(table: str) -> list[tuple[str, variants.Variant, bool]]:
 
 
 @pytest.mark.parametrize(("table", "variant", "by_copies"), [*ways_of("LINEAR"), *ways_of("TILED")], ids=str)
-@pytest.mark.parametrize(("k", "n"), [(64, 16), (320, 144), (1024, 2064)])
+@pytest.mark.parametrize(("k", "n"), [(64, 16), (320, 144), (1024, 2064), (384, 1024)])
 def test_every_variant_exactly(table, variant, by_copies, k, n, monkeypatch):
     layout = {"LINEAR": "linear", "TILED": "w16x64"}[table]
     monkeypatch.setattr(variants.ManyRows, "most_orders", 1000 if by_copies else 0)
@@ -238,6 +238,25 @@ def test_a_whole_layer(name, layout):
         close(*mlp(args, **kwargs), 8e-3)
 
 
+@pytest.mark.parametrize("inner", [384, 512])
+@pytest.mark.parametrize("changes", [{}, {"interleave": 1, "limit": 1.0}, {"interleave": 64}, {"bias": True}], ids=str)
+@pytest.mark.parametrize("variant", [v for v in variants_of("TILED") if v.ordered and v.bands > 1], ids=str)
+def test_a_layer_of_two_bands(variant, changes, inner, monkeypatch):
+    """Gate and up are in one band, or meet in a thread; blocks of columns are whole, or not."""
+    hidden = 512
+    bias = {"gate_up_bias": torch.randn(E, 2 * inner).bfloat16().cuda(), "down_bias": torch.randn(E, hidden).bfloat16().cuda()}
+    kwargs = {**(bias if changes == {"bias": True} else changes), "weight_layout": "w16x64"}
+    monkeypatch.setattr(variants, "TILED", (Regime(ALWAYS, (variant,)), *variants.TILED))
+    for count in (1, 37, 500):
+        args = [*tokens(torch.randint(0, E, (count, K), generator=generator()), hidden), *experts("w16x64", E, hidden, inner)]
+        given = list(bind(SPECS["expert_mlp"], args, kwargs).tensors.values())
+        made = program("expert_mlp", args, kwargs)
+        poison()
+        found = made(given)[0]
+        with options.override(target="reference"):
+            close(found, ops.expert_mlp(*args, **kwargs), 8e-3)
+
+
 @few
 @given(routings(), st.sampled_from(LAYOUTS))
 def test_any_routing(routing: Routing, layout):
@@ -246,8 +265,8 @@ def test_any_routing(routing: Routing, layout):
 
 
 @pytest.mark.parametrize("groups", [37, 300])
-@pytest.mark.parametrize("count", [1, 500, 1500, 3000])
-def test_ids_are_routed_by_one_block_and_by_several(count, groups):
+@pytest.mark.parametrize("count", [1, 16, 500, 3000])
+def test_ids_are_routed_by_blocks_of_one_warp_and_of_several(count, groups):
     ids = torch.randint(0, groups, (count, 2), generator=generator()).cuda()
     found = ops.route(ids, groups)
     with options.override(target="reference"):

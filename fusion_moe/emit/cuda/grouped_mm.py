@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import UnsupportedError
+from ...ir.core import Op
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, exact_div, value
 from ...ir.types import plain
@@ -51,6 +52,11 @@ class Product(Source):
         """M."""
         return plain(self.plan.a.type.shape[0])
 
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 columns of the product."""
+        return -(-self.plan.width // self.columns.block) * self.columns.tiles
+
     def functions(self) -> list[str]:
         """See kernels/few_rows.cuh."""
         return self._functions
@@ -59,23 +65,28 @@ class Product(Source):
         """Routing; activations that are computed, or wanted in another order; the product; what is summed of its rows."""
         variant, given = self.variant(sizes, arch), self._is_given_ordered(sizes, arch)
         prologue = [] if given else self._prologue(variant, sizes)
-        product = self.product(variant, sizes, given_ordered=given, gives_ordered=self.gives_ordered(sizes, arch))
+        early = self._routing is None or bool(prologue)
+        product = self.product(variant, sizes, given_ordered=given, gives_ordered=self.gives_ordered(sizes, arch), early=early)
         found = [*self.made_first(sizes), *prologue, product]
         return [*found, self._combine(sizes)] if self.plan.combine else found
 
     def variant(self, sizes: Sizes, arch: str) -> variants.Variant:
         """The variant of the product's kernel that is chosen."""
         regimes = variants.LINEAR if self.layout == "linear" else variants.TILED
-        return variants.choose(value(self.rows, sizes), self.groups, self.plan.k, self._tiles, self.columns.tiles, regimes, arch)
+        return variants.choose(value(self.rows, sizes), self.groups, self.plan.k, self.tiles, self.columns.tiles, regimes, arch)
 
     def product(
-        self, variant: variants.Variant, sizes: Sizes, *, given_ordered: bool = False, gives_ordered: bool = False
+        self, variant: variants.Variant, sizes: Sizes, *, given_ordered: bool = False, gives_ordered: bool = False, early: bool = False
     ) -> Launched:  # fmt: skip
-        """The kernel of the product. given_ordered, gives_ordered: whether the matrix in memory is ordered, and the result will be."""
+        """The kernel of the product. given_ordered, gives_ordered: whether the matrix in memory is ordered, and the result will be.
+
+        early: whether ends are there before the kernel before it has ended.
+        """
         at = f"using At = {'Ordered' if gives_ordered else 'InTurn'};"
         ordered = f"static constexpr bool GIVEN_ORDERED = {str(given_ordered or not self._orders(variant)).lower()};"
-        functions = [*self._row(variant, given_ordered), *([ordered, at] if variant.persistent else self._find(sizes))]
-        blocks = variants.blocks(variant, value(self.rows, sizes), self.groups, self._tiles)
+        schedule = [f"static constexpr bool EARLY = {str(early).lower()};", ordered, at]
+        functions = [*self._row(variant, given_ordered), *(schedule if variant.persistent else self._find(sizes))]
+        blocks = variants.blocks(variant, value(self.rows, sizes), self.groups, self.tiles)
         return self.calling(
             variant.call, variant.name, functions, blocks, header=variant.header, threads=variant.threads, shared=variant.shared,
             least_blocks=variant.per_sm, persistent=variant.persistent,
@@ -132,16 +143,16 @@ class Product(Source):
 
     def _orders(self, variant: variants.Variant) -> bool:
         """Whether the product's copies put rows in order: those that follow each other in memory, and few blocks of columns read."""
-        return self._in_turn and -(-self._tiles // variant.tiles) <= variant.most_orders
+        return self._in_turn and -(-self.tiles // variant.tiles) <= variant.most_orders
 
     @property
-    def _tiles(self) -> int:
-        """Tiles of 16 columns of the product."""
-        return -(-self.plan.width // self.columns.block) * self.columns.tiles
+    def _routing(self) -> Op | None:
+        """What makes the ends, if this segment does."""
+        return next((op for op in self.fusion.ops if op.kind.name == "route" and op.outputs[0] is self.plan.ends), None)
 
     def _find(self, sizes: Sizes) -> list[str]:
         """How a kernel finds a tile; EARLY: from what is there before the kernel before it has ended."""
-        route = next((op for op in self.fusion.ops if op.kind.name == "route" and op.outputs[0] is self.plan.ends), None)
+        route = self._routing
         early, made = True, "find_tile<G, HEIGHT, ACROSS>(ends, i32(rows()), number, nullptr)"
         if route is None:
             made = "find_tile<G, HEIGHT, ACROSS>(ends, i32(rows()), number, blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr)"

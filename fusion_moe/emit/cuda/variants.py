@@ -63,8 +63,8 @@ class FewRows:
         """What the kernel runs."""
         return f"FewRows<Segment, {self.nt}, {self.r}, {self.wk}, {self.u}, {self.c}, {self.warps}>::run(s);"
 
-    def fits(self, block: int, k: int, arch: str) -> bool:
-        """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, on an architecture."""
+    def fits(self, tiles: int, block: int, k: int, arch: str) -> bool:
+        """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, of all its tiles, on an architecture."""
         return self.tiles % block == 0
 
     def time(self, blocks: float, k: int) -> float:
@@ -119,22 +119,26 @@ class ManyRows:
         """What the kernel runs."""
         return f"ManyRows<Segment, {self.height}, {self.teams}, {self.bands}>::run(s);"
 
-    def fits(self, block: int, k: int, arch: str) -> bool:
-        """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, on an architecture.
+    def fits(self, tiles: int, block: int, k: int, arch: str) -> bool:
+        """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, of all its tiles, on an architecture.
 
-        Two bands, or four teams with high spans, leave no registers for the last half of a stage, of K that is no multiple of 128.
+        Two bands, or four teams with high spans, leave no registers for the last half of a stage, of K that is no multiple of 128; two
+        bands with high spans none for tiles past the last column either.
         """
         short_of_registers = self.bands > 1 or (self.teams > 3 and self.height > 80)
-        return arch == "sm_90a" and self.tiles % block == 0 and (k % 128 == 0 or not short_of_registers)
+        whole = tiles % self.tiles == 0 or self.bands == 1 or self.height <= 32
+        return arch == "sm_90a" and self.tiles % block == 0 and whole and (k % 128 == 0 or not short_of_registers)
 
     def time(self, blocks: float, k: int) -> float:
-        """Of all tiles of the blocks, those past the product's last column too, in what one takes with one band, as an H200's times say.
+        """Of the tiles of one multiprocessor, those past the product's last column too, in what one takes with one band, as an H200's times
+        say.
 
         Where all blocks run at once, one more span of a group would be a turn of its own: high spans. Else low ones, which leave more
         shared memory to copies.
         """
-        tiles = blocks * self.tiles * (1 if self.bands == 1 else _TWO_BANDS)
-        return tiles / self.height if blocks <= _MULTIPROCESSORS else tiles
+        turns = math.ceil(blocks / _MULTIPROCESSORS)
+        tiles = turns * self.tiles * (1 if self.bands == 1 else _TWO_BANDS)
+        return tiles / self.height if turns == 1 else tiles
 
 
 Variant = FewRows | ManyRows
@@ -154,6 +158,7 @@ TILED = (
     Regime(6, (FewRows(1, 1, 1, 1, 3, 8), FewRows(1, 1, 2, 1, 3, 8), FewRows(1, 1, 4, 1, 3, 4), FewRows(1, 1, 8, 1, 3, 4))),
     Regime(12, FEW_TALL),
     Regime(20, (ManyRows(32, 5), ManyRows(32, 4, 2))),
+    Regime(36, (ManyRows(48, 4, 2), ManyRows(64, 4), ManyRows(96, 4))),
     Regime(48, (ManyRows(64, 4), ManyRows(96, 4))),
     Regime(68, (ManyRows(80, 4),)),  # weights of a group that is higher are decoded twice
     Regime(ALWAYS, (ManyRows(160, 3),)),
@@ -176,7 +181,7 @@ def choose(rows: int, groups: int, k: int, tiles: int, block: int, regimes: Sequ
 
     Few blocks leave a GPU idle: warps along K make more of them.
     """
-    possible = ([v for v in r.variants if v.fits(block, k, arch)] for r in regimes if rows <= r.most * groups)
+    possible = ([v for v in r.variants if v.fits(tiles, block, k, arch)] for r in regimes if rows <= r.most * groups)
     fitting = next(variants for variants in possible if variants)
     touched = groups * (1 - (1 - 1 / groups) ** rows)  # groups with a row, if rows pick them evenly
     return min(fitting, key=lambda v: v.time(max(touched, rows / v.height) * -(-tiles // v.tiles), k))

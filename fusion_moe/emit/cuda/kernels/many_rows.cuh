@@ -26,19 +26,23 @@ struct ManyRows {
     static constexpr int CREWS = Segment::GIVEN_ORDERED || TEAMS > 3 ? 1 : 2;
     static constexpr int COPY_WARPS = 4 / CREWS, COPIERS = 32 * COPY_WARPS;  // of a crew
     static constexpr int TEAM = 128, TEAM_WARPS = 4, THREADS = TEAM * TEAMS + COPIERS * CREWS;
-    // Of the registers that a launch gives to one thread of each team and one that copies, the latter needs few.
-    static constexpr int POOL = 65536 / THREADS / 8 * 8 * (TEAMS + 1), MULTIPLY_REGISTERS = (POOL - 64) / TEAMS / 8 * 8;
+    // Of the registers that a launch gives to one thread of each team and one that copies, the latter needs few; two bands of many sums
+    // leave it the fewest, which are enough where tiles are even (see Weights).
+    static constexpr int LEAST_TO_COPY = BANDS > 1 && TOKENS > 32 ? 32 : 64;
+    static constexpr int POOL = 65536 / THREADS / 8 * 8 * (TEAMS + 1), MULTIPLY_REGISTERS = (POOL - LEAST_TO_COPY) / TEAMS / 8 * 8;
     static constexpr int COPY_REGISTERS = POOL - TEAMS * MULTIPLY_REGISTERS;
     static constexpr int TILES = TEAM_WARPS * TEAMS * BANDS, COLUMNS = Segment::B * TILES / Segment::TILES;  // of the result
     static constexpr int ACROSS = (Segment::W + COLUMNS - 1) / COLUMNS, KB = Segment::K / 64, STEPS = 4;
     static constexpr int DEPTH = 2;  // blocks of 64 k in a stage
     static constexpr int ROUND = BANDS == 1 ? 2 * DEPTH : DEPTH;  // blocks that a round of the loop of copies takes, as registers last
     static constexpr int CODES = 512, SCALES = 64;  // bytes of a tile of 16 rows and 64 k
-    static constexpr int KEPT = KB > DEPTH ? 2 : 1;  // stages that a team gives back when it has stored an item
-    using Turned = typename Turn<Segment>::Way;
-    static constexpr int CHUNK = Turned::CHUNK;  // rows of a result that a team turns at a time, in one of them
+    static constexpr int KEPT = BANDS == 1 && KB > DEPTH ? 2 : 1;  // stages that a team gives back when it has stored an item
+    static constexpr int PLACES = BANDS > 1 ? 2 : KEPT;            // in which it turns results: of its weights there
+    using Turned = typename Turn<Segment, BANDS>::Way;
+    static constexpr int TOGETHER = Turned::BANDS;  // bands of which a result's columns are made
+    static constexpr int CHUNK = Turned::CHUNK;     // rows of a result that a team turns at a time, in one of them
     static_assert(TEAM_WARPS % Segment::TILES == 0, "a team's tiles make whole columns");
-    static_assert(TEAMS <= Part<Segment>::MOST_TEAMS);
+    static_assert(TEAMS <= Part<Segment, TOGETHER>::MOST_TEAMS);
     static_assert(TEAM_WARPS % COPY_WARPS == 0, "a warp copies the same tiles of every team");
     static_assert(Segment::K % 64 == 0 && Segment::N % 16 == 0, "weights are tiled");
     static_assert(!Segment::At::ORDERED || Segment::W % 64 == 0, "whole blocks of 64 are ordered");
@@ -78,8 +82,9 @@ struct ManyRows {
             barrier_init(shared.full[threadIdx.x], COPY_WARPS);
             barrier_init(shared.empty[threadIdx.x], TEAM_WARPS * TEAMS);
         }
-        wait_for_previous();
+        if (!Segment::EARLY) wait_for_previous();
         shared.rest.schedule.make(s.ends, i32(s.rows()), ACROSS, blockIdx.x == 0 ? s.error : nullptr, reinterpret_cast<i32*>(shared.stage));
+        if (Segment::EARLY) wait_for_previous();
         if (threadIdx.x < TEAM * TEAMS) {
             take_registers<MULTIPLY_REGISTERS>();
             multiply(s, shared);
@@ -94,10 +99,20 @@ private:
     using Cursor = typename Schedule<Segment::G, TOKENS>::Cursor;
     using At = typename Segment::At;
 
-    // Tile t of a block of columns -> the row of the matrix where it begins. Past the last column: the last block's.
-    __device__ static i32 first_row(i32 column_block, i32 t) {
-        const i32 block = min(column_block * (TILES / Segment::TILES) + t / Segment::TILES, (Segment::W - 1) / Segment::B);
-        return Segment::first_row(block, t % Segment::TILES);
+    // Tile t of a block of columns -> the row of the matrix where it begins. Past the last column: the last block's. What makes a column
+    // of the result is in tiles, or in bands, that follow each other.
+    __device__ static constexpr i32 first_row(i32 column_block, i32 t) {
+        constexpr i32 ALIKE = TOGETHER > 1 ? TEAM_WARPS : 1, LAST = (Segment::W - 1) / Segment::B;
+        const i32 block = column_block * (TILES / Segment::TILES) + t / ALIKE / Segment::TILES * ALIKE + t % ALIKE;
+        return Segment::first_row(block < LAST ? block : LAST, t / ALIKE % Segment::TILES);
+    }
+
+    // Whether each step-th tile lies as far after the first of them in every block of columns.
+    __device__ static constexpr bool even(i32 step) {
+        for (i32 block = 0; block < ACROSS; ++block)
+            for (i32 t = 0; t < TILES; ++t)
+                if (first_row(block, t) - first_row(block, t % step) != first_row(0, t / step * step) - first_row(0, 0)) return false;
+        return true;
     }
 
     // Copies -----------------------------------------------------------------------------------------------------------
@@ -108,8 +123,9 @@ private:
         static constexpr int EACH = TILES / COPY_WARPS, PIECES = DEPTH * SCALES / 16;  // of the scales of a tile
         static constexpr int AT_ONCE = COPIERS / PIECES, TURNS = (TILES + AT_ONCE - 1) / AT_ONCE;
         static_assert(AT_ONCE % TEAM_WARPS == 0, "whole teams at once");
-        const u8 *codes, *scales;      // of the item's matrix
-        i32 code[EACH], scale[TURNS];  // offsets
+        static constexpr bool EVEN = even(COPY_WARPS) && even(AT_ONCE);
+        const u8 *codes, *scales;      // of the item's matrix; if tiles are even, the thread's first
+        i32 code[EACH], scale[TURNS];  // offsets, if they are not
 
         __device__ __forceinline__ void open(const Segment& s, const Item& item, i32 thread) {
             const i64 tiles = i64(item.span.group) * (Segment::N / 16) * KB;
@@ -119,9 +135,13 @@ private:
 #pragma unroll
             for (int i = 0; i < TURNS; ++i)
                 scale[i] = at(item, min(thread / PIECES + AT_ONCE * i, TILES - 1)) * SCALES + thread % PIECES * 16;
+            if (EVEN) codes += code[0], scales += scale[0];
         }
 
         __device__ static i32 at(const Item& item, i32 t) { return first_row(item.column_block, t) / 16 * KB; }
+        __device__ static constexpr i32 after_first(int t) { return (first_row(0, t) - first_row(0, 0)) / 16 * KB; }
+        __device__ __forceinline__ i32 code_at(int i) const { return EVEN ? after_first(COPY_WARPS * i) * CODES : code[i]; }
+        __device__ __forceinline__ i32 scale_at(int i) const { return EVEN ? after_first(AT_ONCE * i) * SCALES : scale[i]; }
 
         // Blocks of 64 k, from the kb-th of the round on.
         template <int Blocks>
@@ -131,13 +151,13 @@ private:
             for (int i = 0; i < EACH; ++i) {
                 const int tile = COPY_WARPS * i, place = tile / TEAM_WARPS * sizeof(BandWeights) + tile % TEAM_WARPS * DEPTH * CODES;
 #pragma unroll
-                for (int b = 0; b < Blocks; ++b) copy_16(code_place + place + b * CODES, codes + code[i] + (kb + b) * CODES);
+                for (int b = 0; b < Blocks; ++b) copy_16(code_place + place + b * CODES, codes + code_at(i) + (kb + b) * CODES);
             }
             const i32 tile = thread / PIECES, piece = thread % PIECES;
             const u32 scale_place = shared_address(to.weights[tile / TEAM_WARPS].scales[tile % TEAM_WARPS]) + piece * 16;
 #pragma unroll
             for (int i = 0; i < TURNS; ++i)
-                copy_16_if(scale_place + AT_ONCE / TEAM_WARPS * i * sizeof(BandWeights), scales + scale[i] + kb * SCALES,
+                copy_16_if(scale_place + AT_ONCE / TEAM_WARPS * i * sizeof(BandWeights), scales + scale_at(i) + kb * SCALES,
                            tile + AT_ONCE * i < TILES && piece < Blocks * SCALES / 16);
         }
 
@@ -334,7 +354,7 @@ private:
             products.run(sum);
             const Item again = shared.items[told.stage];  // registers are short while products run
 #pragma unroll
-            for (int h = 0; h < BANDS; ++h) store(sum[h], s, products, again, h);
+            for (int h = 0; h < BANDS; h += TOGETHER) store(sum + h, s, products, again, h);
 #pragma unroll
             for (int i = 0; i < KEPT; ++i) products.release();
         }
@@ -347,7 +367,7 @@ private:
 
     // The products of an item: for each 64 k a group of them with each band. Fragments for a group are made while the one before runs.
     struct Products {
-        static constexpr int GROUPS = DEPTH * BANDS;  // in a stage
+        static constexpr int GROUPS = DEPTH * BANDS, HELD = 2;  // in a stage; whose weights are held, but not decoded yet
         Shared& shared;
         Ring<STAGES>& ring;
         const i32 height;
@@ -370,12 +390,14 @@ private:
             while (to_release != kept(KEPT - 1)) release();
         }
 
-        // Of the stages that are not given back, the last one, or the one before: the team has its weights' place in it for itself.
+        // Of the stages that are not given back, the last one, or the one before: the team has its weights' places in it for itself.
         __device__ __forceinline__ u32 kept(int before) const {
             return ring.stage > before ? ring.stage - 1 - before : ring.stage + STAGES - 1 - before;
         }
 
-        __device__ __forceinline__ u8* place(i32 band, int i) const { return reinterpret_cast<u8*>(&shared.stage[kept(i)].weights[band]); }
+        __device__ __forceinline__ u8* place(int i) const {
+            return reinterpret_cast<u8*>(&shared.stage[kept(i % KEPT)].weights[band_of(i / KEPT)]);
+        }
 
         __device__ __forceinline__ void release() {
             barrier_arrive(shared.empty[to_release]);
@@ -394,7 +416,7 @@ private:
                 else run_as_high<MIDDLE + 8, Most>(sum);
             } else {
                 Fragments fragments[2];
-                Tiled::Held held[GROUPS];
+                Tiled::Held held[HELD];
                 const Stage* stage = &open(held);
                 decode_now(fragments[0], held[0]);
                 constexpr int LAST = KB % DEPTH;
@@ -408,16 +430,17 @@ private:
         // stage: the compiler, which could not follow which registers they read, would make each wait for the one before.
         template <int Height, int Groups>
         __device__ __forceinline__ void multiply_stage(
-            float (&sum)[BANDS][TOKENS / 2], Fragments (&fragments)[2], Tiled::Held (&held)[GROUPS], const Stage*& stage, i32 kb) {
+            float (&sum)[BANDS][TOKENS / 2], Fragments (&fragments)[2], Tiled::Held (&held)[HELD], const Stage*& stage, i32 kb) {
             const bool more = kb < KB - DEPTH;
             const u64 tiles = tile_descriptor(shared_address(stage->activations));
 #pragma unroll
             for (int g = 0; g < Groups; ++g) {
                 multiply<Height>(sum[g % BANDS], fragments[g % 2], tiles + g / BANDS * (TOKENS * TILE_ROW / 16));
+                if (g + HELD < Groups) held[g % HELD] = load(*stage, g + HELD);
                 if (g + 1 == Groups && more) stage = &open(held);
                 if (g > 0) wgmma_wait<1>();
                 if (g == 0 && kb > 0 && (KEPT == 1 || more)) release();
-                if (g + 1 < Groups || more) decode_now(fragments[(g + 1) % 2], held[(g + 1) % Groups]);
+                if (g + 1 < Groups || more) decode_now(fragments[(g + 1) % 2], held[(g + 1) % Groups % HELD]);
             }
             wgmma_wait<0>();
         }
@@ -428,7 +451,7 @@ private:
             static_assert(BANDS == 1 || TOKENS <= 80, "registers");
             constexpr int BUFFERS = TOKENS / 2 + 60 <= MULTIPLY_REGISTERS ? 2 : 1;
             Fragments fragments[BUFFERS];
-            Tiled::Held held[GROUPS];
+            Tiled::Held held[HELD];
             const Stage* stage;
 #pragma unroll 1
             for (i32 kb = 0; kb < KB; kb += DEPTH) {
@@ -444,18 +467,20 @@ private:
             }
         }
 
-        // The next stage, and what its groups multiply by; past the last block: not used.
-        __device__ __forceinline__ const Stage& open(Tiled::Held (&held)[GROUPS]) {
+        // The next stage, and what its first groups multiply by; past the last block: not used.
+        __device__ __forceinline__ const Stage& open(Tiled::Held (&held)[HELD]) {
             const Stage& stage = shared.stage[ring.stage];
             barrier_wait(shared.full[ring.stage], ring.parity);
             ring.advance();
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g) {
-                const BandWeights& from = stage.weights[g % BANDS];
-                held[g] = {*reinterpret_cast<const uint4*>(from.codes[0][g / BANDS] + codes),
-                           *reinterpret_cast<const u16*>(from.scales[0][g / BANDS] + scales)};
-            }
+            for (int g = 0; g < HELD; ++g) held[g] = load(stage, g);
             return stage;
+        }
+
+        __device__ __forceinline__ Tiled::Held load(const Stage& stage, int g) const {
+            const BandWeights& from = stage.weights[g % BANDS];
+            return {*reinterpret_cast<const uint4*>(from.codes[0][g / BANDS] + codes),
+                    *reinterpret_cast<const u16*>(from.scales[0][g / BANDS] + scales)};
         }
 
         __device__ static __forceinline__ void decode(Fragments& made, const Tiled::Held& held) {
@@ -498,24 +523,28 @@ private:
 
     // Results ----------------------------------------------------------------------------------------------------------
 
+    // Of the bands from h on that make a result.
     __device__ static __forceinline__ void store(
-        const float (&sum)[TOKENS / 2], const Segment& s, const Products& products, const Item& item, int h) {
+        const float (*sum)[TOKENS / 2], const Segment& s, const Products& products, const Item& item, int h) {
         const i32 band = band_of(h);
         copies_wait_all();
-        Part<Segment>::sync();  // all have read their codes, and decode scales are there
-        const float* decode = products.shared.rest.decode[tile_of(h)] + threadIdx.x % 32 / 4;
-        const i32 column = item.column_block * COLUMNS + band * Part<Segment>::COLUMNS;
-        const Part<Segment> part{s, item, column, {Tiled::FACTOR * decode[0], Tiled::FACTOR * decode[8]}};
+        Part<Segment, TOGETHER>::sync();  // all have read their codes, and decode scales are there
+        Part<Segment, TOGETHER> part{s, item, item.column_block * COLUMNS + band / TOGETHER * Turned::COLUMNS};
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            const float* decode = products.shared.rest.decode[tile_of(h + i)] + threadIdx.x % 32 / 4;
+            part.factor[i][0] = Tiled::FACTOR * decode[0], part.factor[i][1] = Tiled::FACTOR * decode[8];
+        }
         const Turned turned(part);
-        turned.put(products.place(band, 0), sum, 0, TOKENS);
+        turned.put(products.place(0), sum, 0);
 #pragma unroll
         for (int chunk = 0; chunk < TOKENS; chunk += CHUNK) {
             if (chunk >= part.item.height) break;
             const int next = chunk + CHUNK;
-            Part<Segment>::sync();
-            const auto taken = turned.take(products.place(band, chunk / CHUNK % KEPT));
-            if (KEPT == 1) Part<Segment>::sync();
-            if (next < TOKENS) turned.put(products.place(band, next / CHUNK % KEPT), sum + next / 2, next, TOKENS - next);
+            part.sync();
+            const auto taken = turned.take(products.place(chunk / CHUNK % PLACES));
+            if (PLACES == 1) part.sync();
+            if (next < TOKENS) turned.put(products.place(next / CHUNK % PLACES), sum, next);
             turned.store(taken, chunk);
         }
     }

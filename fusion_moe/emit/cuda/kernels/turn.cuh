@@ -4,6 +4,7 @@
 // TurnedElements makes the elements of a result where the sums are, and turns those. So does TurnedPairs, of two columns, once warps have
 // given each other sums. TurnedSums turns the sums themselves, and makes any results of any of their columns. Each thread has one: it puts
 // its part of a chunk into a place, takes from there what it stores of the chunk, when all of the team have put theirs, and stores it.
+// `sum`: of all rows of the item, for each band that it stores.
 #pragma once
 
 #include "order.cuh"
@@ -12,15 +13,15 @@
 
 namespace {
 
-// What a team makes of an item, and where a thread stands in it: each of four warps has 16 columns of the product.
-template <class Segment>
+// What a team makes of an item with some of its bands, and where a thread stands in it: in each band, each of four warps has 16 columns of
+// the product.
+template <class Segment, int BANDS>
 struct Part {
-    static constexpr int THREADS = 128, WARPS = 4, COLUMNS = Segment::B * WARPS / Segment::TILES;  // of the result
-    static constexpr int MOST_TEAMS = 5;                                                           // of a block
+    static constexpr int THREADS = 128, WARPS = 4, MOST_TEAMS = 5;  // of a team; of a block
     const Segment& s;
     const Item item;
-    const i32 column;       // the team's first
-    const float factor[2];  // of the sums of a thread's two columns of the product, eight apart
+    const i32 column;        // of the result: the team's first
+    float factor[BANDS][2];  // of the sums of a thread's two columns of the product, eight apart
 
     static __device__ __forceinline__ i32 thread() { return threadIdx.x % THREADS; }
     static __device__ __forceinline__ i32 warp() { return threadIdx.x / 32 % WARPS; }
@@ -31,7 +32,8 @@ struct Part {
     static __device__ __forceinline__ void sync_pair() { barrier_sync(1 + MOST_TEAMS + threadIdx.x / 64, 64); }
 };
 
-// Elements of 16 bits, each made of one column of the product. Row t of a chunk has 128 bytes; piece i of 16 lies where i ^ (t % 8) would.
+// Elements of 16 bits, each made of columns of the product that one thread has: of one, or of one in each band, as gate and up are. Row t
+// of a chunk has 128 bytes; piece i of 16 lies where i ^ (t % 8) would.
 template <class Segment>
 class TurnedElements {
     using At = typename Segment::At;
@@ -39,33 +41,33 @@ class TurnedElements {
     static constexpr int ROW = 128, AT_ONCE = 16;  // bytes of a row; rows that the team puts or takes at once
 
 public:
-    static constexpr int CHUNK = 32, PLACE = CHUNK * ROW;  // rows; bytes
-    static constexpr bool CAN = Segment::RESULTS == 1 && Segment::F == 1 && Segment::W % 8 == 0 && sizeof(Element) == 2;
+    static constexpr int BANDS = Segment::F, COLUMNS = ROW / sizeof(Element), CHUNK = 32, PLACE = CHUNK * ROW;  // rows; bytes
+    static constexpr bool CAN = Segment::RESULTS == 1 && Segment::TILES == BANDS && Segment::W % 8 == 0 && sizeof(Element) == 2;
 
     struct Taken {
         Vector<Element, 8> of[CHUNK / AT_ONCE];
     };
 
-    __device__ __forceinline__ explicit TurnedElements(const Part<Segment>& part)
+    __device__ __forceinline__ explicit TurnedElements(const Part<Segment, BANDS>& part)
         : part_(part), at_{part.column + part.thread() % 8 * (At::ORDERED ? 2 : 8)} {
         to_ = part.s.template array<0>() + i64(part.item.span.first + row()) * Segment::W + at_.place();
         left_ = at_.j < Segment::W ? part.item.span.end - part.item.span.first - row() : 0;
         asm volatile("" : "+l"(to_), "+r"(left_));  // kept, not computed again
     }
 
-    // sum: of the chunk's rows, of which there are `left`.
-    __device__ __forceinline__ void put(u8* place, const float* sum, i32 chunk, int left) const {
+    template <int Sums>
+    __device__ __forceinline__ void put(u8* place, const float (*sum)[Sums], int chunk) const {
         const i32 lane = part_.lane(), piece = 2 * part_.warp() + lane / 8 % 2;
         const u32 to = shared_address(place) + (lane / 16 * 8 + lane % 8) * ROW + (piece ^ lane % 8) * 16;
 #pragma unroll
         for (int t = 0; t < CHUNK; t += AT_ONCE) {
-            if (t >= left) break;
+            if (chunk + t >= 2 * Sums) break;
             u32 pair[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float* sums = sum + t / 2 + 2 * i;
+                const int at = (chunk + t) / 2 + 2 * i;
                 const i32 m = part_.item.span.first + chunk + t + i / 2 * 8 + lane % 4 * 2;
-                pair[i] = u32(element(m, i % 2, sums[0])) | u32(element(m + 1, i % 2, sums[1])) << 16;
+                pair[i] = u32(element(m, i % 2, sum, at)) | u32(element(m + 1, i % 2, sum, at + 1)) << 16;
             }
             asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to + t * ROW), "r"(pair[0]),
                          "r"(pair[1]), "r"(pair[2]), "r"(pair[3])
@@ -101,16 +103,19 @@ public:
     }
 
 private:
-    const Part<Segment>& part_;
+    const Part<Segment, BANDS>& part_;
     const At at_;
     Element* to_;  // where the thread's columns of its first row lie
     i32 left_;     // of its rows, counted by all
 
     __device__ __forceinline__ i32 row() const { return part_.thread() / 8; }
 
-    // Of row m and the thread's lower or upper column: what lies past the last is made as the last, and not stored.
-    __device__ __forceinline__ u16 element(i32 m, int upper, float sum) const {
-        const float p[1] = {sum * part_.factor[upper]};
+    // Of row m and the thread's lower or upper column, from its at-th sums: what lies past the last is made as the last, and not stored.
+    template <int Sums>
+    __device__ __forceinline__ u16 element(i32 m, int upper, const float (*sum)[Sums], int at) const {
+        float p[BANDS];
+#pragma unroll
+        for (int h = 0; h < BANDS; ++h) p[h] = sum[h][at] * part_.factor[h][upper];
         const i32 j = part_.column + 16 * part_.warp() + part_.lane() / 4 + 8 * upper;
         return part_.s.template result<0>(min(m, part_.item.span.end - 1), part_.item.span.group, min(j, Segment::W - 1), p).bits;
     }
@@ -122,21 +127,28 @@ class TurnedSums {
     using At = typename Segment::At;
     static constexpr int V = Segment::F == 1 || Segment::B == 8 ? 8 : 4;  // columns that a thread stores at a time
     static constexpr int STRIDE = 64 + 4;                                 // of rows: no two of a warp's stores meet in a bank
-    static constexpr int EACH = At::ORDERED ? Part<Segment>::COLUMNS / 8 : V, PIECES = Part<Segment>::COLUMNS / EACH;  // of a row
+    using Part = ::Part<Segment, 1>;
 
 public:
-    static constexpr int CHUNK = 16, PLACE = CHUNK * STRIDE * sizeof(float);
+    static constexpr int BANDS = 1, COLUMNS = Segment::B * Part::WARPS / Segment::TILES, CHUNK = 16, PLACE = CHUNK * STRIDE * sizeof(float);
+
+private:
+    static constexpr int EACH = At::ORDERED ? COLUMNS / 8 : V, PIECES = COLUMNS / EACH;  // of a row
+
+public:
 
     struct Taken {
         float p[Segment::F][EACH];
     };
 
-    __device__ __forceinline__ explicit TurnedSums(const Part<Segment>& part) : part_(part) {}
+    __device__ __forceinline__ explicit TurnedSums(const Part& part) : part_(part) {}
 
-    __device__ __forceinline__ void put(u8* place, const float* sum, i32 chunk, int left) const {
+    template <int Sums>
+    __device__ __forceinline__ void put(u8* place, const float (*sum)[Sums], int chunk) const {
         float* to = reinterpret_cast<float*>(place) + part_.lane() % 4 * 2 * STRIDE + 16 * part_.warp() + part_.lane() / 4;
 #pragma unroll
-        for (int i = 0; i < CHUNK / 2; ++i) to[(i / 4 * 8 + i % 2) * STRIDE + i % 4 / 2 * 8] = sum[i] * part_.factor[i % 4 / 2];
+        for (int i = 0; i < CHUNK / 2; ++i)
+            to[(i / 4 * 8 + i % 2) * STRIDE + i % 4 / 2 * 8] = sum[0][chunk / 2 + i] * part_.factor[0][i % 4 / 2];
     }
 
     __device__ __forceinline__ Taken take(const u8* place) const {
@@ -152,7 +164,7 @@ public:
     }
 
 private:
-    const Part<Segment>& part_;
+    const Part& part_;
 
     __device__ __forceinline__ i32 row() const { return part_.thread() / PIECES; }
     __device__ __forceinline__ i32 first() const { return part_.thread() % PIECES * (At::ORDERED ? 2 : EACH); }
@@ -199,28 +211,32 @@ class TurnedPairs {
     using At = typename Segment::At;
     using Element = typename Segment::Element;
     static constexpr int HALF = 16, GOT = 1024, PIECE = HALF * 16;  // rows; bytes that a warp gets, and of eight columns
-    static constexpr int V = At::ORDERED ? 4 : 8, PIECES = Part<Segment>::COLUMNS / V, AT_ONCE = Part<Segment>::THREADS / PIECES;
+    using Part = ::Part<Segment, 1>;
 
 public:
-    static constexpr int CHUNK = 2 * HALF, PLACE = Part<Segment>::WARPS * GOT;
+    static constexpr int BANDS = 1, COLUMNS = 8 * Part::WARPS, CHUNK = 2 * HALF, PLACE = Part::WARPS * GOT;
     static constexpr bool CAN =
         Segment::RESULTS == 1 && Segment::F == 2 && Segment::B == 16 && Segment::W % 8 == 0 && sizeof(Element) == 2;
 
+private:
+    static constexpr int V = At::ORDERED ? 4 : 8, PIECES = COLUMNS / V, AT_ONCE = Part::THREADS / PIECES;
+
+public:
     struct Taken {
         Vector<Element, V> of[CHUNK / AT_ONCE];
     };
 
-    __device__ __forceinline__ explicit TurnedPairs(const Part<Segment>& part)
+    __device__ __forceinline__ explicit TurnedPairs(const Part& part)
         : part_(part), at_{part.column + part.thread() % PIECES * (At::ORDERED ? 2 : 8)} {
         to_ = part.s.template array<0>() + i64(part.item.span.first + row()) * Segment::W + at_.place();
         left_ = at_.j < Segment::W ? part.item.span.end - part.item.span.first - row() : 0;
         asm volatile("" : "+l"(to_), "+r"(left_));  // kept, not computed again
     }
 
-    // sum: of the chunk's rows, of which there are `left`.
-    __device__ __forceinline__ void put(u8* place, const float* sum, i32 chunk, int left) const {
-        if (__any_sync(WHOLE_WARP, part_.warp() % 2 == 0)) put_of<0>(place, sum, chunk, left);  // a vote: all of the warp agree
-        else put_of<1>(place, sum, chunk, left);
+    template <int Sums>
+    __device__ __forceinline__ void put(u8* place, const float (*sum)[Sums], int chunk) const {
+        if (__any_sync(WHOLE_WARP, part_.warp() % 2 == 0)) put_of<0>(place, sum[0], chunk);  // a vote: all of the warp agree
+        else put_of<1>(place, sum[0], chunk);
     }
 
     __device__ __forceinline__ Taken take(const u8* place) const {
@@ -251,18 +267,19 @@ public:
     }
 
 private:
-    const Part<Segment>& part_;
+    const Part& part_;
     const At at_;
     Element* to_;  // where the thread's columns of its first row lie
     i32 left_;     // of its rows, counted by all
 
     // By the warp that has the f-th columns: it gives the other half away.
-    template <int F>
-    __device__ __forceinline__ void put_of(u8* place, const float* sum, i32 chunk, int left) const {
+    template <int F, int Sums>
+    __device__ __forceinline__ void put_of(u8* place, const float (&sum)[Sums], int chunk) const {
         const i32 lane = part_.lane();
         u8 *theirs = place + (part_.warp() ^ 1) * GOT, *ours = place + part_.warp() * GOT;
         const auto scaled = [&](int half, int i) {
-            return half == 0 || left > HALF ? sum[half * (HALF / 2) + i] * part_.factor[i % 4 / 2] : 0.f;
+            const int at = chunk / 2 + half * (HALF / 2) + i;
+            return at < Sums ? sum[at] * part_.factor[0][i % 4 / 2] : 0.f;
         };
         float4* give = reinterpret_cast<float4*>(theirs) + lane;
 #pragma unroll
@@ -298,20 +315,21 @@ private:
     }
 };
 
-// Which of both.
-template <class Segment, bool PAIRS = TurnedPairs<Segment>::CAN, bool ELEMENTS = TurnedElements<Segment>::CAN>
+// Which of them, for teams of some bands.
+template <class Segment, int BANDS, bool ELEMENTS = TurnedElements<Segment>::CAN && BANDS % TurnedElements<Segment>::BANDS == 0,
+          bool PAIRS = TurnedPairs<Segment>::CAN>
 struct Turn {
-    using Way = TurnedSums<Segment>;
+    using Way = TurnedElements<Segment>;
 };
 
-template <class Segment>
-struct Turn<Segment, true, false> {
+template <class Segment, int BANDS>
+struct Turn<Segment, BANDS, false, true> {
     using Way = TurnedPairs<Segment>;
 };
 
-template <class Segment>
-struct Turn<Segment, false, true> {
-    using Way = TurnedElements<Segment>;
+template <class Segment, int BANDS>
+struct Turn<Segment, BANDS, false, false> {
+    using Way = TurnedSums<Segment>;
 };
 
 }  // namespace
