@@ -84,12 +84,14 @@ class Product(Source):
         """
         at = f"using At = {'Ordered' if gives_ordered else 'InTurn'};"
         ordered = f"static constexpr bool GIVEN_ORDERED = {str(given_ordered or not self._orders(variant)).lower()};"
+        ids = not variant.persistent and self._routing is not None and value(self.rows, sizes) <= _MOST_IDS
+        early = early or ids
         schedule = [f"static constexpr bool EARLY = {str(early).lower()};", ordered, at]
-        functions = [*self._row(variant, given_ordered), *(schedule if variant.persistent else self._find(sizes))]
+        functions = [*self._row(variant, given_ordered), *(schedule if variant.persistent else self._find(ids, early))]
         blocks = variants.blocks(variant, value(self.rows, sizes), self.groups, self.tiles)
         return self.calling(
             variant.call, variant.name, functions, blocks, header=variant.header, threads=variant.threads, shared=variant.shared,
-            least_blocks=variant.per_sm, persistent=variant.persistent,
+            least_blocks=variant.per_sm, persistent=variant.persistent, early=early,
         )  # fmt: skip
 
     def count(self, array: Array, sizes: Sizes, arch: str) -> int:
@@ -150,16 +152,14 @@ class Product(Source):
         """What makes the ends, if this segment does."""
         return next((op for op in self.fusion.ops if op.kind.name == "route" and op.outputs[0] is self.plan.ends), None)
 
-    def _find(self, sizes: Sizes) -> list[str]:
-        """How a kernel finds a tile; EARLY: from what is there before the kernel before it has ended."""
-        route = self._routing
-        early, made = True, "find_tile<G, HEIGHT, ACROSS>(ends, i32(rows()), number, nullptr)"
-        if route is None:
-            made = "find_tile<G, HEIGHT, ACROSS>(ends, i32(rows()), number, blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr)"
-        elif value(self.rows, sizes) <= _MOST_IDS:
-            made = f"find_tile_of_ids<G, HEIGHT, ACROSS>({self.array(route.values[0])}, i32(rows()), number)"
+    def _find(self, ids: bool, early: bool) -> list[str]:
+        """How a kernel finds a tile: in ids, or in ends. EARLY: before the kernel before it has ended."""
+        if ids:
+            assert self._routing is not None
+            made = f"find_tile_of_ids<G, HEIGHT, ACROSS>({self.array(self._routing.values[0])}, i32(rows()), number)"
         else:
-            early = False
+            told = "nullptr" if self._routing else "blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr"
+            made = f"find_tile_of_ends<G, HEIGHT, ACROSS>(ends, i32(rows()), number, {told})"
         return [
             f"using Weights = {LAYOUTS[self.layout]};",
             f"static constexpr bool EARLY = {str(early).lower()};",

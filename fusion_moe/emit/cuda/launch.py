@@ -31,7 +31,7 @@ _DTYPES = {"i32": torch.int32, "bf16": torch.bfloat16}
 class Part:
     """A segment among those of a call. inputs, outputs: the call's values for those of the source's fusion.
 
-    follows: whether its first kernel may start while the kernel before it ends.
+    follows: whether its first kernel may read before the kernel before it has ended.
     """
 
     source: Source
@@ -166,7 +166,7 @@ def _headers() -> Mapping[str, str]:
 
 def _step(part: Part, places: tuple[int, ...], sizes: Sizes, index: int) -> _Step:
     launches = [launched for launched in part.source.launches(sizes, cuda.arch(index)) if launched.blocks]
-    loaded = (_loaded(launched, index, overlap=part.follows or i > 0) for i, launched in enumerate(launches))
+    loaded = (_loaded(launched, index, overlap=part.follows or i > 0 or not launched.early) for i, launched in enumerate(launches))
     return _Step(tuple(sizes[s] for s in part.source.fusion.symbols), places, tuple(loaded))
 
 

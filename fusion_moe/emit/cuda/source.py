@@ -52,7 +52,7 @@ class Launched:
     """One kernel: its text, and how it is launched.
 
     blocks: as many as there is work for; shared: bytes of dynamic shared memory; persistent: whether each multiprocessor gets one block at
-    most, which goes through the work.
+    most, which goes through the work; early: whether it reads before it waits for the kernel before it.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Launched:
     threads: int = THREADS
     shared: int = 0
     persistent: bool = False
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,12 @@ class Source(ABC):
 
     def calling(
         self, call: str, name: str, functions: Sequence[str], blocks: int, *, header: str = "rows.cuh", threads: int = THREADS,
-        shared: int = 0, least_blocks: int = 1, persistent: bool = False,
+        shared: int = 0, least_blocks: int = 1, persistent: bool = False, early: bool = False,
     ) -> Launched:  # fmt: skip
         """A kernel that makes a call, and whose struct has more functions. least_blocks: that must fit one multiprocessor."""
         bounds = f"{threads}, {least_blocks}"
         text = _KERNEL.substitute(header=header, struct=self._struct(functions), name=name, call=call, bounds=bounds)
-        return Launched(name, text, blocks, threads, shared, persistent)
+        return Launched(name, text, blocks, threads, shared, persistent, early)
 
     def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, early: bool = False) -> Launched:
         """A kernel that does `body` for each i below a count. early: before the kernel before it has ended, of which it needs nothing."""

@@ -32,17 +32,28 @@ __device__ __forceinline__ i64 group_of(const i32* ends, i64 groups, i64 row) {
     return low;
 }
 
-// The lanes that have the same number, of 0 .. MOST: by a vote for each bit.
+// The numbers, of 0 .. MOST, that the lanes of a warp have: a vote for each bit.
 template <int MOST>
-__device__ __forceinline__ u32 same_number(i32 number) {
-    u32 same = WHOLE_WARP;
+struct Votes {
+    __device__ static constexpr int bits(int most) { return most ? 1 + bits(most / 2) : 0; }
+    u32 with[bits(MOST)];  // the lanes whose number has the bit
+
+    __device__ __forceinline__ explicit Votes(i32 number) {
 #pragma unroll
-    for (int bit = 1; bit <= MOST; bit *= 2) {
-        const u32 with = __ballot_sync(WHOLE_WARP, number & bit);
-        same &= number & bit ? with : ~with;
+        for (int bit = 0; bit < bits(MOST); ++bit) with[bit] = __ballot_sync(WHOLE_WARP, number >> bit & 1);
     }
-    return same;
-}
+
+    // The lanes with this number or a smaller one.
+    __device__ __forceinline__ u32 upto(i32 number) const {
+        u32 same = WHOLE_WARP, less = 0;
+#pragma unroll
+        for (int bit = bits(MOST) - 1; bit >= 0; --bit) {
+            if (number >> bit & 1) less |= same & ~with[bit], same &= with[bit];
+            else same &= ~with[bit];
+        }
+        return less | same;
+    }
+};
 
 struct Plus {
     __device__ __forceinline__ i32 operator()(i32 a, i32 b) const { return a + b; }
@@ -211,15 +222,11 @@ __device__ __forceinline__ Place place_in(i32 group, i32 first, i32 end, i32 num
     return {{group, row, min(end, row + HEIGHT)}, across};
 }
 
-// One of those tiles, each ACROSS times, found by a warp on its own, for all its lanes; empty if there are not so many.
-template <int G, int HEIGHT, int ACROSS>
-__device__ __forceinline__ Place find_tile(const i32* ends, i32 rows, i32 number, i64* error) {
-    constexpr int EACH = (G + 31) / 32;  // groups of a lane, one after the other
+// One of those tiles, each ACROSS times, found by a warp on its own, for all its lanes; empty if there are not so many. `end`: as it is
+// loaded, and clamped.
+template <int G, int HEIGHT, int ACROSS, int EACH>
+__device__ __forceinline__ Place find_tile(const i32 (&end)[EACH], i32 rows, i32 number) {
     const i32 lane = threadIdx.x % 32;
-    i32 end[EACH];
-    load_ends<G>(end, ends);
-    if (error) check_ends<G>(end, rows, error);
-    clamp_ends(end, rows);
     const i32 start = start_of(end), mine = tiles_in<HEIGHT>(end, start) * ACROSS, upto = scan(mine, Plus());
     const i32 last = __shfl_sync(WHOLE_WARP, end[EACH - 1], 31), cut = __shfl_sync(WHOLE_WARP, upto, 31);
     const u32 past = __ballot_sync(WHOLE_WARP, upto > number);
@@ -238,22 +245,25 @@ __device__ __forceinline__ Place find_tile(const i32* ends, i32 rows, i32 number
     return from_lane(place_in<HEIGHT>(group, first, stop, within), __ffs(past) - 1);
 }
 
-// The same from up to 32 ids that `route` sorts, without waiting for it.
+template <int G, int HEIGHT, int ACROSS>
+__device__ __forceinline__ Place find_tile_of_ends(const i32* ends, i32 rows, i32 number, i64* error) {
+    i32 end[(G + 31) / 32];
+    load_ends<G>(end, ends);
+    if (error) check_ends<G>(end, rows, error);
+    clamp_ends(end, rows);
+    return find_tile<G, HEIGHT, ACROSS>(end, rows, number);
+}
+
+// From up to 32 ids that `route` sorts, without waiting for it.
 template <int G, int HEIGHT, int ACROSS, class Id>
 __device__ __forceinline__ Place find_tile_of_ids(const Id* ids, i32 count, i32 number) {
+    constexpr int EACH = (G + 31) / 32;
     const i32 lane = threadIdx.x % 32;
-    const i32 id = lane < count ? i32(min(max(i64(ids[lane]), i64(0)), i64(G - 1))) : G;
-    const u32 same = same_number<G>(id);
-    const i32 size = __popc(same), tiles = lane < count && lane == __ffs(same) - 1 ? (size + HEIGHT - 1) / HEIGHT : 0;
-    i32 first = 0, before = 0;  // rows and tiles of the groups before
-    for (i32 i = 0; i < count; ++i) {
-        const i32 other = __shfl_sync(WHOLE_WARP, id, i), its = __shfl_sync(WHOLE_WARP, tiles, i);
-        first += other < id;
-        before += other < id ? its : 0;
-    }
-    const i32 within = number - before * ACROSS;
-    const u32 holds = __ballot_sync(WHOLE_WARP, within >= 0 && within < tiles * ACROSS);
-    return holds ? from_lane(place_in<HEIGHT>(id, first, first + size, within), __ffs(holds) - 1) : Place{{G, count, count}, 0};
+    const Votes<G> votes(lane < count ? i32(min(max(i64(ids[lane]), i64(0)), i64(G - 1))) : G);
+    i32 end[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) end[i] = __popc(votes.upto(min(lane * EACH + i, G - 1)));
+    return find_tile<G, HEIGHT, ACROSS>(end, count, number);
 }
 
 }  // namespace
