@@ -156,14 +156,14 @@ class Product(Source):
         """How a kernel finds a tile: in ids, or in ends. EARLY: before the kernel before it has ended."""
         if ids:
             assert self._routing is not None
-            made = f"find_tile_of_ids<G, HEIGHT, ACROSS>({self.array(self._routing.values[0])}, i32(rows()), number)"
+            made = f"find_tile_of_ids<G, HEIGHT, ACROSS, AT_ONCE>({self.array(self._routing.values[0])}, i32(rows()), number)"
         else:
             told = "nullptr" if self._routing else "blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr"
-            made = f"find_tile_of_ends<G, HEIGHT, ACROSS>(ends, i32(rows()), number, {told})"
+            made = f"find_tile_of_ends<G, HEIGHT, ACROSS, AT_ONCE>(ends, i32(rows()), number, {told})"
         return [
             f"using Weights = {LAYOUTS[self.layout]};",
             f"static constexpr bool EARLY = {str(early).lower()};",
-            "template <int HEIGHT, int ACROSS>",
+            "template <int HEIGHT, int ACROSS, int AT_ONCE>",
             f"__device__ __forceinline__ Place find(i32 number) const {{ return {made}; }}",
         ]
 

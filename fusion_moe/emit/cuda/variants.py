@@ -44,6 +44,11 @@ class FewRows:
         return 32 * self.warps
 
     @property
+    def at_once(self) -> int:
+        """Blocks that an H200 has running."""
+        return _MULTIPROCESSORS * self.per_sm
+
+    @property
     def height(self) -> int:
         """Rows of a tile."""
         return 8 * self.nt
@@ -61,7 +66,7 @@ class FewRows:
     @property
     def call(self) -> str:
         """What the kernel runs."""
-        return f"FewRows<Segment, {self.nt}, {self.r}, {self.wk}, {self.u}, {self.c}, {self.warps}>::run(s);"
+        return f"FewRows<Segment, {self.nt}, {self.r}, {self.wk}, {self.u}, {self.c}, {self.warps}, {self.at_once}>::run(s);"
 
     def fits(self, tiles: int, block: int, k: int, arch: str) -> bool:
         """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, of all its tiles, on an architecture."""

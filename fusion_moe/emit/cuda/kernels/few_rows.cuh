@@ -2,7 +2,8 @@
 //
 // A block makes a tile of 8 * NT rows of one group and 16 * R * WR rows of its matrix; WK warps share each of these, along K. The matrix is
 // on the side of mma's 16 rows, the activations on that of its 8 columns. A tile that is half full or less is made as one of half the
-// height. There are blocks for as many tiles as there may be; those past the last have nothing to do.
+// height. There are blocks for as many tiles as there may be; those past the last have nothing to do, and so take halves of the last ones,
+// in half the time with twice the warps along K: AT_ONCE blocks run at once, and the last of them would leave most multiprocessors idle.
 //
 // A lane has the weights of at least U blocks of 64 k on their way, and asks for those of C more at a time: memory likes bytes that follow
 // each other. A barrier of the warp after each block keeps loads where they stand: the compiler would collect them at the end of the loop,
@@ -15,9 +16,9 @@
 
 namespace {
 
-template <class Segment, int NT, int R, int WK, int U, int C, int WARPS>
+template <class Segment, int NT, int R, int WK, int U, int C, int WARPS, int AT_ONCE>
 class FewRows {
-    template <class, int, int, int, int, int, int>
+    template <class, int, int, int, int, int, int, int>
     friend class FewRows;
 
     static constexpr int WR = WARPS / WK, HEIGHT = 8 * NT, TILES = R * WR, KB = (Segment::K + 63) / 64;
@@ -27,7 +28,11 @@ class FewRows {
     __device__ static constexpr int round(int n) { return n % C == 0 && n % 2 == 0 ? n : round(n + SLOTS); }
     static constexpr int ROUND = round(SLOTS);
 
+    static constexpr bool HALVES = 2 * WK <= WARPS && TILES % (2 * Segment::TILES) == 0;  // whether half a block's tiles make whole columns
+    using Half = FewRows<Segment, NT, R, 2 * WK, U, C, WARPS, AT_ONCE>;
+
     using Tile = Sums<Segment, HEIGHT, TILES, WK, 32 * WARPS>;
+    using HalfTile = Sums<Segment, HEIGHT, HALVES ? TILES / 2 : TILES, HALVES ? 2 * WK : WK, 32 * WARPS>;
     using Weights = typename Segment::Weights;
     using Held = typename Weights::Held;
 
@@ -41,18 +46,25 @@ class FewRows {
 
 public:
     __device__ static __forceinline__ void run(const Segment& s) {
-        __shared__ float sums[Tile::COUNT];
+        __shared__ float sums[HalfTile::COUNT];
         if (!Segment::EARLY) wait_for_previous();
-        const Place place = s.template find<HEIGHT, Tile::ACROSS>(blockIdx.x);
-        const Span span = place.span;
+        const Place place = s.template find<HEIGHT, Tile::ACROSS, HALVES ? AT_ONCE : 0>(blockIdx.x);
         const i32 column = place.across * Tile::COLUMNS;
+        if constexpr (HALVES) {
+            if (place.half != Place::WHOLE) return Half::make_lower(s, place.span, column + place.half * HalfTile::COLUMNS, sums);
+        }
+        make_lower(s, place.span, column, sums);
+    }
+
+private:
+    // One tile, as one of half the height if that will do.
+    __device__ static __forceinline__ void make_lower(const Segment& s, const Span& span, i32 column, float* sums) {
         if constexpr (NT % 2 == 0) {
-            if (span.end - span.first <= HEIGHT / 2) return FewRows<Segment, NT / 2, R, WK, U, C, WARPS>::make(s, span, column, sums);
+            if (span.end - span.first <= HEIGHT / 2) return FewRows<Segment, NT / 2, R, WK, U, C, WARPS, AT_ONCE>::make(s, span, column, sums);
         }
         make(s, span, column, sums);
     }
 
-private:
     // One tile.
     __device__ static __forceinline__ void make(const Segment& s, const Span& span, i32 column, float* sums) {
         const bool whole = span.group < Segment::G && span.first < span.end;

@@ -202,10 +202,11 @@ private:
     }
 };
 
-// A tile, and which of the blocks of columns across it.
+// A tile, and which of the blocks of columns across it; which half of the block's columns, or WHOLE.
 struct Place {
+    static constexpr i32 WHOLE = -1;
     Span span;
-    i32 across;
+    i32 across, half = WHOLE;
 };
 
 __device__ __forceinline__ Place from_lane(const Place& place, int lane) {
@@ -222,18 +223,32 @@ __device__ __forceinline__ Place place_in(i32 group, i32 first, i32 end, i32 num
     return {{group, row, min(end, row + HEIGHT)}, across};
 }
 
+// How many of `count` blocks are made in halves, AT_ONCE running at once: those of the last turn, when multiprocessors run out of work, as
+// far as `spare` blocks have nothing else to do.
+template <int AT_ONCE>
+__device__ __forceinline__ i32 in_halves(i32 count, i32 spare) {
+    return count > AT_ONCE ? min(count % AT_ONCE, spare) : 0;
+}
+
 // One of those tiles, each ACROSS times, found by a warp on its own, for all its lanes; empty if there are not so many. `end`: as it is
-// loaded, and clamped.
-template <int G, int HEIGHT, int ACROSS, int EACH>
+// loaded, and clamped. AT_ONCE: see in_halves; 0 if there are none.
+template <int G, int HEIGHT, int ACROSS, int AT_ONCE, int EACH>
 __device__ __forceinline__ Place find_tile(const i32 (&end)[EACH], i32 rows, i32 number) {
-    const i32 lane = threadIdx.x % 32;
-    const i32 start = start_of(end), mine = tiles_in<HEIGHT>(end, start) * ACROSS, upto = scan(mine, Plus());
-    const i32 last = __shfl_sync(WHOLE_WARP, end[EACH - 1], 31), cut = __shfl_sync(WHOLE_WARP, upto, 31);
-    const u32 past = __ballot_sync(WHOLE_WARP, upto > number);
-    if (past == 0) {  // rows of no group, or none
-        const i32 first = last + (number - cut) / ACROSS * HEIGHT;
-        return {{G, first, min(first + HEIGHT, rows)}, (number - cut) % ACROSS};
+    const i32 lane = threadIdx.x % 32, start = start_of(end), mine = tiles_in<HEIGHT>(end, start) * ACROSS;
+    const i32 last = __shfl_sync(WHOLE_WARP, end[EACH - 1], 31), cut = __reduce_add_sync(WHOLE_WARP, mine);
+    i32 half = Place::WHOLE, begin = cut;  // of the rows of no group
+    if constexpr (AT_ONCE > 0) {
+        const i32 others = (rows - last + HEIGHT - 1) / HEIGHT * ACROSS, halves = in_halves<AT_ONCE>(cut, i32(gridDim.x) - cut - others);
+        const i32 beyond = number - (cut - halves);
+        begin += halves;
+        if (beyond >= 0 && number < begin) half = beyond % 2, number -= beyond - beyond / 2;
     }
+    if (number >= begin) {
+        const i32 first = last + (number - begin) / ACROSS * HEIGHT;
+        return {{G, first, min(first + HEIGHT, rows)}, (number - begin) % ACROSS};
+    }
+    const i32 upto = scan(mine, Plus());
+    const u32 past = __ballot_sync(WHOLE_WARP, upto > number);
     i32 left = number - (upto - mine), row = start, group = 0, first = 0, stop = 0, within = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
@@ -242,20 +257,22 @@ __device__ __forceinline__ Place find_tile(const i32 (&end)[EACH], i32 rows, i32
         left -= count;
         row = end[i];
     }
-    return from_lane(place_in<HEIGHT>(group, first, stop, within), __ffs(past) - 1);
+    Place found = from_lane(place_in<HEIGHT>(group, first, stop, within), __ffs(past) - 1);
+    found.half = half;
+    return found;
 }
 
-template <int G, int HEIGHT, int ACROSS>
+template <int G, int HEIGHT, int ACROSS, int AT_ONCE>
 __device__ __forceinline__ Place find_tile_of_ends(const i32* ends, i32 rows, i32 number, i64* error) {
     i32 end[(G + 31) / 32];
     load_ends<G>(end, ends);
     if (error) check_ends<G>(end, rows, error);
     clamp_ends(end, rows);
-    return find_tile<G, HEIGHT, ACROSS>(end, rows, number);
+    return find_tile<G, HEIGHT, ACROSS, AT_ONCE>(end, rows, number);
 }
 
 // From up to 32 ids that `route` sorts, without waiting for it.
-template <int G, int HEIGHT, int ACROSS, class Id>
+template <int G, int HEIGHT, int ACROSS, int AT_ONCE, class Id>
 __device__ __forceinline__ Place find_tile_of_ids(const Id* ids, i32 count, i32 number) {
     constexpr int EACH = (G + 31) / 32;
     const i32 lane = threadIdx.x % 32;
@@ -263,7 +280,7 @@ __device__ __forceinline__ Place find_tile_of_ids(const Id* ids, i32 count, i32 
     i32 end[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) end[i] = __popc(votes.upto(min(lane * EACH + i, G - 1)));
-    return find_tile<G, HEIGHT, ACROSS>(end, count, number);
+    return find_tile<G, HEIGHT, ACROSS, AT_ONCE>(end, count, number);
 }
 
 }  // namespace
