@@ -72,13 +72,18 @@ class FewRows:
         """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, of all its tiles, on an architecture."""
         return self.tiles % block == 0
 
-    def time(self, blocks: float, k: int) -> float:
+    def halves(self, block: int) -> bool:
+        """Whether blocks that have nothing to do take halves of the last ones: see kernels/few_rows.cuh."""
+        return 2 * self.wk <= self.warps and self.tiles % (2 * block) == 0
+
+    def time(self, blocks: float, k: int, block: int) -> float:
         """Of that many blocks with work, in what a warp takes for 64 k, as far as an H200's times tell variants of one regime apart.
 
-        Blocks run in waves, and memory is busy with less than whole ones. To begin and to end takes a block as long as some more k.
+        Blocks run in waves, the last of which may be a half, and memory is busy with less than whole ones. To begin and to end takes a block
+        as long as some more k.
         """
-        waves = max(math.ceil(blocks / (_MULTIPROCESSORS * self.per_sm)), blocks * self.warps / _BUSY)
-        return waves * (k / 64 / self.wk + _BEGIN_AND_END)
+        waves, parts = blocks / self.at_once, 2 if self.halves(block) and blocks > self.at_once else 1
+        return max(math.ceil(waves * parts) / parts, blocks * self.warps / _BUSY) * (k / 64 / self.wk + _BEGIN_AND_END)
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ class ManyRows:
         whole = tiles % self.tiles == 0 or self.bands == 1 or self.height <= 32
         return arch == "sm_90a" and self.tiles % block == 0 and whole and (k % 128 == 0 or not short_of_registers)
 
-    def time(self, blocks: float, k: int) -> float:
+    def time(self, blocks: float, k: int, block: int) -> float:
         """Of the tiles of one multiprocessor, those past the product's last column too, in what one takes with one band, as an H200's times
         say.
 
@@ -189,7 +194,7 @@ def choose(rows: int, groups: int, k: int, tiles: int, block: int, regimes: Sequ
     possible = ([v for v in r.variants if v.fits(tiles, block, k, arch)] for r in regimes if rows <= r.most * groups)
     fitting = next(variants for variants in possible if variants)
     touched = groups * (1 - (1 - 1 / groups) ** rows)  # groups with a row, if rows pick them evenly
-    return min(fitting, key=lambda v: v.time(max(touched, rows / v.height) * -(-tiles // v.tiles), k))
+    return min(fitting, key=lambda v: v.time(max(touched, rows / v.height) * -(-tiles // v.tiles), k, block))
 
 
 def blocks(variant: Variant, rows: int, groups: int, tiles: int) -> int:
