@@ -130,7 +130,8 @@ class Product(Source):
         assert pieces is not None
         store = f"store_vector<8>({ACTIVATIONS} + 8 * i, ordered_piece({self.names[self.matrix]}, i));"
         after_routing = bool(self.made_first(sizes))  # which has waited for what made the matrix
-        return [self.for_all("prologue_ordered", pieces, [store], sizes, early=after_routing)]
+        early, body = ([store], []) if after_routing else ([], [store])
+        return [self.for_all("prologue_ordered", pieces, body, sizes, early=early)]
 
     def _row(self, variant: variants.Variant, given_ordered: bool) -> list[str]:
         """Where the product reads a row of activations."""
@@ -227,4 +228,4 @@ class Product(Source):
 
     def _combine(self, sizes: Sizes) -> Launched:
         assert self.plan.combine is not None
-        return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes)
+        return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes, early=True)

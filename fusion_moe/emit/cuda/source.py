@@ -119,11 +119,11 @@ class Source(ABC):
         text = _KERNEL.substitute(header=header, struct=self._struct(functions), name=name, call=call, bounds=bounds)
         return Launched(name, text, blocks, threads, shared, persistent, early)
 
-    def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, early: bool = False) -> Launched:
-        """A kernel that does `body` for each i below a count. early: before the kernel before it has ended, of which it needs nothing."""
+    def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, early: Sequence[str] = ()) -> Launched:
+        """A kernel that does `body` for each i below a count, and `early` before the kernel before it has ended, of which that needs nothing."""
         blocks = min(_MOST_BLOCKS, -(-value(count, sizes) // THREADS))
-        wait, loop = ["wait_for_previous();", "let_next_start();"], [f"for_all({size(count)}, [&](i64 i) {{", *inner(body), "});"]
-        return self.kernel(name, [*loop, *wait] if early else [*wait, *loop], blocks)
+        first, then = ([f"for_all({size(count)}, [&](i64 i) {{", *inner(lines), "});"] if lines else [] for lines in (early, body))
+        return self.kernel(name, [*first, "wait_for_previous();", "let_next_start();", *then], blocks)
 
     def _struct(self, more: Sequence[str]) -> str:
         return _STRUCT.substitute(members=_indented(self._members()), functions=_indented([*self.functions(), *more]))
@@ -164,8 +164,13 @@ class Source(ABC):
 
     # What is summed ---------------------------------------------------------------------------------------------------
 
-    def sum_of_slots(self, combine: Op, results: Sequence[Value], without: Sequence[Value], sizes: Sizes) -> Launched:
-        """The kernel of a combine, and of results that are computed from it alone. without: what is not in memory yet."""
+    def sum_of_slots(
+        self, combine: Op, results: Sequence[Value], without: Sequence[Value], sizes: Sizes, *, early: bool = False
+    ) -> Launched:  # fmt: skip
+        """The kernel of a combine, and of results that are computed from it alone. without: what is not in memory yet.
+
+        early: whether slots and weights are, before the kernel before this one has ended; they come to the caches meanwhile.
+        """
         (y, slot_of, w), (total,) = combine.values, combine.outputs
         (tokens, width), slots = total.type.shape, size(slot_of.type.shape[1])
         if not isinstance(width, int):
@@ -175,6 +180,8 @@ class Source(ABC):
         slot, weight = (self.elements(without=hidden) for _ in range(2))
         row = safe(self.fusion, slot_of, y.type.shape[0], slot.of(slot_of, [_T, _S]))
         factor = weight.of(w, [_T, _S])
+        touched = [f"const i64 t = i / {width // at_once}, s = 0;"]
+        touched += [f"{{ {' '.join(made.lines)} touch({found}); }}" for made, found in ((slot, row), (weight, factor))]
         body = [
             f"const i64 t = i / {width // at_once}, j0 = i % {width // at_once} * {at_once};",
             f"float total[{at_once}];",
@@ -191,7 +198,7 @@ class Source(ABC):
         stores = [self._put(made, v, (tokens, width), _T) for v in results]
         each = ["const i64 j = j0 + v;", *made.lines, *stores]
         body += ["#pragma unroll", f"for (int v = 0; v < {at_once}; ++v) {{", *inner(each), "}"]
-        return self.for_all("combine", elements((plain(tokens), width // at_once)), body, sizes)
+        return self.for_all("combine", elements((plain(tokens), width // at_once)), body, sizes, early=touched if early else ())
 
     def _put(self, made: Elements, v: Value, shape: Sequence[Dim], row: Index) -> str:
         """Element (row, j) of a value, seen as a matrix of a shape."""
