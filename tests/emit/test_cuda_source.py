@@ -148,7 +148,7 @@ def test_variants_need_no_local_memory_and_have_lean_loops(model, variant: Varia
             assert isinstance(source, Product)
             if not variant.fits(source.tiles, source.columns.tiles, source.plan.k, "sm_90a"):
                 continue  # gate and up would be in two blocks, or registers would not do
-            lines = sass(build(source.product(variant, {"s0": 64}), "sm_90a"))
+            lines = sass(build(source.product(variant, {"s0": 512}), "sm_90a"))  # blocks enough for halves
             assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
             assert any("HGMMA" in x if isinstance(variant, ManyRows) else "HMMA" in x for x in lines)
             # a compiler that cannot follow which registers are in use makes each product wait for the one before
@@ -213,11 +213,14 @@ def test_the_choice_looks_at_rows_and_groups_alone():
         return choose(rows, groups, k, tiles, block, regimes, arch)
 
     # as measured: few tiles, or long matrices, take more warps along K
-    assert [chosen(8 * t, 128).wk for t in (1, 8, 32)] == [4, 2, 1]
+    assert [chosen(8 * t, 128).wk for t in (1, 2, 32)] == [4, 2, 1]
     assert [chosen(8 * t, 128, 768, 128, 1).wk for t in (8, 32)] == [1, 1]
     assert [chosen(1, 16, 5120, 1024).wk, chosen(1, 16, 8192, 320, 1).wk] == [4, 8]
     assert [chosen(16, 8, 4096, 1792).wk, chosen(16, 8, 14336, 256, 1).wk] == [1, 2]
     assert chosen(64, 8, 4096, 1792).nt == 2
+    # a last wave of halves, if there are blocks enough without work, is half as long
+    assert [chosen(32, 16, 8192, 320, 1).wk, chosen(64, 8, 4096, 1792).wk] == [2, 1]
+    assert chosen(32, 128, 2880, 180, 1).wk == 2
     # two bands where columns are a multiple of 512; fewer are wasted without them
     wide, narrow = chosen(16 * 256, 256, 7168, 256), chosen(16 * 128, 128, 2880, 360)
     assert [(v.height, v.teams, v.bands) for v in (wide, narrow)] == [(32, 4, 2), (32, 5, 1)]
@@ -230,6 +233,13 @@ def test_the_choice_looks_at_rows_and_groups_alone():
     assert chosen(160, 8, 4096, 1792, arch="sm_80").nt == 2
     for rows, groups, regimes in itertools.product((1, 64, 4096), (1, 8, 256), (TILED, LINEAR)):
         assert chosen(rows, groups, regimes=regimes).tiles % 2 == 0
+
+
+def test_blocks_that_all_run_at_once_are_not_made_in_halves():
+    variant = TILED[0].variants[0]
+    assert isinstance(variant, FewRows)
+    assert variant.call(variant.at_once).endswith(", 0>::run(s);")
+    assert variant.call(variant.at_once + 1).endswith(f", {variant.at_once}>::run(s);")
 
 
 def test_sizes_change_no_source_of_one_variant():

@@ -171,7 +171,7 @@ def ways_of(table: str) -> list[tuple[str, variants.Variant, bool]]:
 
 
 @pytest.mark.parametrize(("table", "variant", "by_copies"), [*ways_of("LINEAR"), *ways_of("TILED")], ids=str)
-@pytest.mark.parametrize(("k", "n"), [(64, 16), (320, 144), (1024, 2064), (384, 1024)])
+@pytest.mark.parametrize(("k", "n"), [(64, 16), (320, 144), (320, 2064), (1024, 2064), (384, 1024)])
 def test_every_variant_exactly(table, variant, by_copies, k, n, monkeypatch):
     layout = {"LINEAR": "linear", "TILED": "w16x64"}[table]
     monkeypatch.setattr(variants.ManyRows, "most_orders", 1000 if by_copies else 0)
@@ -232,7 +232,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_whole_layer(name, layout):
     kwargs = {k: v.bfloat16().cuda() if isinstance(v, torch.Tensor) else v for k, v in VARIANTS[name].items()} | {"weight_layout": layout}
-    for count in (1, 37, 500):
+    for count in (1, 10, 21, 37, 500):
         args = [*tokens(torch.randint(0, E, (count, K), generator=generator())), *experts(layout)]
         program("expert_mlp", args, kwargs)
         close(*mlp(args, **kwargs), 8e-3)
@@ -264,14 +264,16 @@ def test_any_routing(routing: Routing, layout):
     close(*mlp(args, weight_layout=layout), 8e-3)
 
 
-@pytest.mark.parametrize("groups", [37, 300])
-@pytest.mark.parametrize("count", [1, 16, 500, 3000])
-def test_ids_are_routed_by_blocks_of_one_warp_and_of_several(count, groups):
-    ids = torch.randint(0, groups, (count, 2), generator=generator()).cuda()
-    found = ops.route(ids, groups)
-    with options.override(target="reference"):
-        want = ops.route(ids, groups)
-    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+@pytest.mark.parametrize("groups", [1, 8, 37, 256, 300])
+@pytest.mark.parametrize(("count", "slots"), [(1, 2), (16, 2), (11, 3), (48, 1), (9, 7), (8, 8), (65, 1), (500, 2), (1500, 2), (3000, 2)])
+def test_ids_are_routed_by_blocks_of_one_warp_and_of_several(count, slots, groups):
+    ids = torch.randint(0, groups, (count, slots), generator=generator())
+    for these in (ids, torch.full_like(ids, groups - 1), ids.clamp(groups // 3, groups // 2)):
+        poison()
+        found = ops.route(these.cuda(), groups)
+        with options.override(target="reference"):
+            want = ops.route(these.cuda(), groups)
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
 def test_small_operations():
@@ -315,15 +317,19 @@ def test_bad_ends_are_made_safe_and_reported(ends, bad, layout):
     fusion_moe.synchronize()  # said once
 
 
-def test_bad_ids_are_made_safe_and_reported():
-    ids = torch.randint(0, E, (6, K), generator=generator())
-    ids[2, 1] = E
+@pytest.mark.parametrize("count", [6, 10, 11, 21, 22])  # 18, 30, 33, 63, 66 ids
+@pytest.mark.parametrize(("bad", "safe"), [(E, E - 1), (-1, 0)])
+def test_bad_ids_are_made_safe_and_reported(count, bad, safe):
+    ids = torch.randint(0, E, (count, K), generator=generator())
+    ids[-1, 1] = bad
     args = [*tokens(ids), *experts("w16x64")]
     found = ops.expert_mlp(*args, weight_layout="w16x64")
     torch.cuda.synchronize()
-    with pytest.raises(GroupsError, match=rf"ids.flatten\(\)\[{2 * K + 1}\] = {E}, which names no group, in an earlier call"):
+    place = count * K - K + 1
+    with pytest.raises(GroupsError, match=rf"ids.flatten\(\)\[{place}\] = {bad}, which names no group, in an earlier call"):
         ops.expert_mlp(*args, weight_layout="w16x64")
-    assert found.isfinite().all()
+    args[1][-1, 1] = safe
+    assert torch.equal(ops.expert_mlp(*args, weight_layout="w16x64"), found)
 
 
 # CUDA graphs ----------------------------------------------------------------------------------------------------------
@@ -343,6 +349,35 @@ def test_one_graph_replays_with_any_routing(layout):
         graph.replay()
         with options.override(target="reference"):
             close(found, ops.expert_mlp(x, ids, w, *weights, weight_layout=layout), 8e-3)
+
+
+@pytest.mark.parametrize("before", ["kernel", "copy", "other stream"])
+def test_a_call_waits_for_what_is_before_it(before):
+    """Its first kernel is launched before that has ended."""
+    x, ids, w = tokens(torch.randint(0, E, (21, K), generator=generator()))
+    weights, given, other = experts("w16x64"), (x.clone(), ids.clone()), torch.cuda.Stream()
+
+    def made():
+        current = torch.cuda.current_stream()
+        stream = other if before == "other stream" else current
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10**5)
+            for array, value in zip((x, ids), given, strict=True):
+                array.copy_(value) if before == "copy" else torch.add(value, 0, out=array)
+        current.wait_stream(stream)
+        return ops.expert_mlp(x, ids, w, *weights, weight_layout="w16x64")
+
+    made()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = made()
+    for seed in range(3):
+        given[0].neg_()
+        given[1].copy_(torch.randint(0, E, ids.shape, generator=generator(seed)))
+        for result in (graph.replay() or found, made()):
+            with options.override(target="reference"):
+                close(result, ops.expert_mlp(*given, w, *weights, weight_layout="w16x64"), 8e-3)
 
 
 @pytest.mark.parametrize("count", [1, 33])

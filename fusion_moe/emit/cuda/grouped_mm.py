@@ -90,7 +90,7 @@ class Product(Source):
         functions = [*self._row(variant, given_ordered), *(schedule if variant.persistent else self._find(ids, early))]
         blocks = variants.blocks(variant, value(self.rows, sizes), self.groups, self.tiles)
         return self.calling(
-            variant.call, variant.name, functions, blocks, header=variant.header, threads=variant.threads, shared=variant.shared,
+            variant.call(blocks), variant.name, functions, blocks, header=variant.header, threads=variant.threads, shared=variant.shared,
             least_blocks=variant.per_sm, persistent=variant.persistent, early=early,
         )  # fmt: skip
 

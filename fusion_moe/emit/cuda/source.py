@@ -120,7 +120,7 @@ class Source(ABC):
         return Launched(name, text, blocks, threads, shared, persistent, early)
 
     def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, early: Sequence[str] = ()) -> Launched:
-        """A kernel that does `body` for each i below a count, and `early` before the kernel before it has ended, of which that needs nothing."""
+        """A kernel that does `body` for each i below a count; and `early` while the kernel before it runs, of which that needs nothing."""
         blocks = min(_MOST_BLOCKS, -(-value(count, sizes) // THREADS))
         first, then = ([f"for_all({size(count)}, [&](i64 i) {{", *inner(lines), "});"] if lines else [] for lines in (early, body))
         return self.kernel(name, [*first, "wait_for_previous();", "let_next_start();", *then], blocks)

@@ -63,10 +63,10 @@ class FewRows:
         """Names the kernel."""
         return f"few_rows_{self.nt}x{self.r}x{self.wk}x{self.u}x{self.c}"
 
-    @property
-    def call(self) -> str:
-        """What the kernel runs."""
-        return f"FewRows<Segment, {self.nt}, {self.r}, {self.wk}, {self.u}, {self.c}, {self.warps}, {self.at_once}>::run(s);"
+    def call(self, blocks: int) -> str:
+        """What the kernel runs in that many blocks. No more than run at once have no use for the code that makes halves."""
+        at_once = self.at_once if blocks > self.at_once else 0
+        return f"FewRows<Segment, {self.nt}, {self.r}, {self.wk}, {self.u}, {self.c}, {self.warps}, {at_once}>::run(s);"
 
     def fits(self, tiles: int, block: int, k: int, arch: str) -> bool:
         """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, of all its tiles, on an architecture."""
@@ -76,13 +76,14 @@ class FewRows:
         """Whether blocks that have nothing to do take halves of the last ones: see kernels/few_rows.cuh."""
         return 2 * self.wk <= self.warps and self.tiles % (2 * block) == 0
 
-    def time(self, blocks: float, k: int, block: int) -> float:
+    def time(self, blocks: float, spare: float, k: int, block: int) -> float:
         """Of that many blocks with work, in what a warp takes for 64 k, as far as an H200's times tell variants of one regime apart.
 
-        Blocks run in waves, the last of which may be a half, and memory is busy with less than whole ones. To begin and to end takes a block
-        as long as some more k.
+        spare: blocks without work, that take halves. Blocks run in waves, the last of which may be one of halves, and memory is busy with
+        less than whole ones. To begin and to end takes a block as long as some more k.
         """
-        waves, parts = blocks / self.at_once, 2 if self.halves(block) and blocks > self.at_once else 1
+        halves = self.halves(block) and blocks > self.at_once and blocks % self.at_once <= spare
+        waves, parts = blocks / self.at_once, 2 if halves else 1
         return max(math.ceil(waves * parts) / parts, blocks * self.warps / _BUSY) * (k / 64 / self.wk + _BEGIN_AND_END)
 
 
@@ -124,8 +125,7 @@ class ManyRows:
         bands = f"x{self.bands}" if self.bands > 1 else ""
         return f"many_rows_{self.height}x{self.teams}{bands}"
 
-    @property
-    def call(self) -> str:
+    def call(self, blocks: int) -> str:
         """What the kernel runs."""
         return f"ManyRows<Segment, {self.height}, {self.teams}, {self.bands}>::run(s);"
 
@@ -139,7 +139,7 @@ class ManyRows:
         whole = tiles % self.tiles == 0 or self.bands == 1 or self.height <= 32
         return arch == "sm_90a" and self.tiles % block == 0 and whole and (k % 128 == 0 or not short_of_registers)
 
-    def time(self, blocks: float, k: int, block: int) -> float:
+    def time(self, blocks: float, spare: float, k: int, block: int) -> float:
         """Of the tiles of one multiprocessor, those past the product's last column too, in what one takes with one band, as an H200's times
         say.
 
@@ -194,7 +194,12 @@ def choose(rows: int, groups: int, k: int, tiles: int, block: int, regimes: Sequ
     possible = ([v for v in r.variants if v.fits(tiles, block, k, arch)] for r in regimes if rows <= r.most * groups)
     fitting = next(variants for variants in possible if variants)
     touched = groups * (1 - (1 - 1 / groups) ** rows)  # groups with a row, if rows pick them evenly
-    return min(fitting, key=lambda v: v.time(max(touched, rows / v.height) * -(-tiles // v.tiles), k, block))
+
+    def time(v: Variant) -> float:
+        expected = max(touched, rows / v.height) * -(-tiles // v.tiles)
+        return v.time(expected, blocks(v, rows, groups, tiles) - expected, k, block)
+
+    return min(fitting, key=time)
 
 
 def blocks(variant: Variant, rows: int, groups: int, tiles: int) -> int:

@@ -28,7 +28,7 @@ class FewRows {
     __device__ static constexpr int round(int n) { return n % C == 0 && n % 2 == 0 ? n : round(n + SLOTS); }
     static constexpr int ROUND = round(SLOTS);
 
-    static constexpr bool HALVES = 2 * WK <= WARPS && TILES % (2 * Segment::TILES) == 0;  // whether half a block's tiles make whole columns
+    static constexpr bool HALVES = AT_ONCE > 0 && 2 * WK <= WARPS && TILES % (2 * Segment::TILES) == 0;  // half a block makes whole columns
     using Half = FewRows<Segment, NT, R, 2 * WK, U, C, WARPS, AT_ONCE>;
 
     using Tile = Sums<Segment, HEIGHT, TILES, WK, 32 * WARPS>;
@@ -60,7 +60,8 @@ private:
     // One tile, as one of half the height if that will do.
     __device__ static __forceinline__ void make_lower(const Segment& s, const Span& span, i32 column, float* sums) {
         if constexpr (NT % 2 == 0) {
-            if (span.end - span.first <= HEIGHT / 2) return FewRows<Segment, NT / 2, R, WK, U, C, WARPS, AT_ONCE>::make(s, span, column, sums);
+            using Lower = FewRows<Segment, NT / 2, R, WK, U, C, WARPS, AT_ONCE>;
+            if (span.end - span.first <= HEIGHT / 2) return Lower::make(s, span, column, sums);
         }
         make(s, span, column, sums);
     }
