@@ -184,6 +184,18 @@ def test_float32_sums(tier, dtype, rows):
     assert ((found.double() - exact @ w.T).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tier", TIERS)
+def test_results_that_are_subnormal_or_nan(tier, dtype):
+    """Rounded as torch rounds them, not to zero."""
+    codes, scales, _ = exact_weight(1, 48, 64)
+    weight = Quantized(codes, scales, torch.full((1,), 2.0**-126))
+    x = small_integers(20, 64) / 16
+    x[3, 5], x[7] = torch.nan, 0
+    want = (x.float().double() @ dequantize(Quantized(codes, scales, torch.ones(1)))[0].double().T * 2.0**-126).float()
+    same(product(tier, x, weight, torch.tensor([20], dtype=torch.int32), dtype), want.to(dtype))
+
+
 @pytest.mark.parametrize("tier", TIERS)
 def test_error_is_that_of_rounding_the_output(tier):
     x, w = torch.randn(64, 2048).bfloat16(), quantize(torch.randn(2, 128, 2048) * 0.02)
