@@ -38,10 +38,10 @@ constexpr AmxTables AMX_TABLES{};
 // port that look-ups take.
 struct AmxDecoding {
     __m512i f16_of_code = _mm512_load_si512(AMX_TABLES.f16_of_code), of_scales = _mm512_load_si512(AMX_TABLES.of_scales);
-    __m512i bf16_bits = _mm512_set1_epi16(short(0x8FFF));
+    __m512i bf16_bits = _mm512_set1_epi16(short(0x8FFF)), eighth = _mm512_set1_epi16(1 << 13);
     __mmask64 upper = 0xAAAAAAAAAAAAAAAAull;
 
-    [[gnu::always_inline]] AmxDecoding() { asm("" : "+v"(f16_of_code), "+v"(of_scales), "+v"(bf16_bits), "+Yk"(upper)); }
+    [[gnu::always_inline]] AmxDecoding() { asm("" : "+v"(f16_of_code), "+v"(of_scales), "+v"(bf16_bits), "+v"(eighth), "+Yk"(upper)); }
 
     // Eight e4m3 bytes -> of each in the upper byte of four 16-bit numbers.
     [[gnu::always_inline]] __m512i spread(i64 scales) const { return _mm512_shuffle_epi8(_mm512_set1_epi64(scales), of_scales); }
@@ -57,7 +57,8 @@ struct AmxDecoding {
     [[gnu::always_inline]] __m512i weights(__m512i codes, __m512i scale) const {
         const __m512i w = _mm512_maskz_permutexvar_epi8(upper, codes, f16_of_code);
         const __m512i product = _mm512_castph_si512(_mm512_mul_ph(_mm512_castsi512_ph(w), _mm512_castsi512_ph(scale)));
-        return _mm512_and_si512(_mm512_srai_epi16(product, 3), bf16_bits);
+        // moved down by a multiplication: one port alone shifts
+        return _mm512_and_si512(_mm512_mulhi_epi16(product, eighth), bf16_bits);
     }
 };
 
