@@ -106,9 +106,9 @@ class Source(ABC):
             raise UnsupportedError(f"{v.name} {v.type} is not in memory before the kernel runs")
         return self.names[found]
 
-    def kernel(self, name: str, body: Sequence[str], blocks: int, *, threads: int = THREADS, shared: int = 0) -> Launched:
+    def kernel(self, name: str, body: Sequence[str], blocks: int, *, threads: int = THREADS, early: bool = False) -> Launched:
         """A kernel whose struct has `body` as its function `run`."""
-        return self.calling("s.run();", name, ["__device__ void run() const {", *inner(body), "}"], blocks, threads=threads, shared=shared)
+        return self.calling("s.run();", name, ["__device__ void run() const {", *inner(body), "}"], blocks, threads=threads, early=early)
 
     def calling(
         self, call: str, name: str, functions: Sequence[str], blocks: int, *, header: str = "rows.cuh", threads: int = THREADS,
@@ -123,7 +123,7 @@ class Source(ABC):
         """A kernel that does `body` for each i below a count; and `early` while the kernel before it runs, of which that needs nothing."""
         blocks = min(_MOST_BLOCKS, -(-value(count, sizes) // THREADS))
         first, then = ([f"for_all({size(count)}, [&](i64 i) {{", *inner(lines), "});"] if lines else [] for lines in (early, body))
-        return self.kernel(name, [*first, "wait_for_previous();", "let_next_start();", *then], blocks)
+        return self.kernel(name, [*first, "wait_for_previous();", "let_next_start();", *then], blocks, early=bool(early))
 
     def _struct(self, more: Sequence[str]) -> str:
         return _STRUCT.substitute(members=_indented(self._members()), functions=_indented([*self.functions(), *more]))

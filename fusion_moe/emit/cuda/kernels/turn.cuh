@@ -125,9 +125,9 @@ private:
 template <class Segment>
 class TurnedSums {
     using At = typename Segment::At;
+    using Part = ::Part<Segment, 1>;
     static constexpr int V = Segment::F == 1 || Segment::B == 8 ? 8 : 4;  // columns that a thread stores at a time
     static constexpr int STRIDE = 64 + 4;                                 // of rows: no two of a warp's stores meet in a bank
-    using Part = ::Part<Segment, 1>;
 
 public:
     static constexpr int BANDS = 1, COLUMNS = Segment::B * Part::WARPS / Segment::TILES, CHUNK = 16, PLACE = CHUNK * STRIDE * sizeof(float);
@@ -136,7 +136,6 @@ private:
     static constexpr int EACH = At::ORDERED ? COLUMNS / 8 : V, PIECES = COLUMNS / EACH;  // of a row
 
 public:
-
     struct Taken {
         float p[Segment::F][EACH];
     };
