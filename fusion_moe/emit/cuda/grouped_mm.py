@@ -160,7 +160,7 @@ class Product(Source):
             made = f"find_tile_of_ids<G, HEIGHT, ACROSS, AT_ONCE>({self.array(self._routing.values[0])}, i32(rows()), number)"
         else:
             told = "nullptr" if self._routing else "blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr"
-            made = f"find_tile_of_ends<G, HEIGHT, ACROSS, AT_ONCE>(ends, i32(rows()), number, {told})"
+            made = f"find_tile<G, HEIGHT, ACROSS, AT_ONCE>(ends, i32(rows()), number, {told})"
         return [
             f"using Weights = {LAYOUTS[self.layout]};",
             f"static constexpr bool EARLY = {str(early).lower()};",

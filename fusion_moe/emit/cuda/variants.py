@@ -79,12 +79,14 @@ class FewRows:
     def time(self, blocks: float, spare: float, k: int, block: int) -> float:
         """Of that many blocks with work, in what a warp takes for 64 k, as far as an H200's times tell variants of one regime apart.
 
-        spare: blocks without work, that take halves. Blocks run in waves, the last of which may be one of halves, and memory is busy with
-        less than whole ones. To begin and to end takes a block as long as some more k.
+        spare: blocks without work. Blocks run in waves, and memory is busy with less than whole ones; the last is half as long where spare
+        blocks are sure to take halves. To begin and to end takes a block as long as some more k.
         """
-        halves = self.halves(block) and blocks > self.at_once and blocks % self.at_once <= spare
-        waves, parts = blocks / self.at_once, 2 if halves else 1
-        return max(math.ceil(waves * parts) / parts, blocks * self.warps / _BUSY) * (k / 64 / self.wk + _BEGIN_AND_END)
+        whole, rest = divmod(blocks, self.at_once)
+        waves = max(math.ceil(blocks / self.at_once), blocks * self.warps / _BUSY)
+        if self.halves(block) and whole and 2 * rest <= min(spare, self.at_once):
+            waves = min(waves, whole * max(1, self.at_once * self.warps / _BUSY) + 0.5)
+        return waves * (k / 64 / self.wk + _BEGIN_AND_END)
 
 
 @dataclass(frozen=True)

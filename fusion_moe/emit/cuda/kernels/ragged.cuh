@@ -32,27 +32,22 @@ __device__ __forceinline__ i64 group_of(const i32* ends, i64 groups, i64 row) {
     return low;
 }
 
-// The numbers, of 0 .. MOST, that the lanes of a warp have: a vote for each bit.
+// Which lanes of a warp have the same number, of 0 .. MOST, as a lane, and which have smaller ones: by a vote for each bit.
 template <int MOST>
 struct Votes {
-    __device__ static constexpr int bits(int most) { return most ? 1 + bits(most / 2) : 0; }
-    u32 with[bits(MOST)];  // the lanes whose number has the bit
+    u32 same = WHOLE_WARP, less = 0;
 
     __device__ __forceinline__ explicit Votes(i32 number) {
 #pragma unroll
-        for (int bit = 0; bit < bits(MOST); ++bit) with[bit] = __ballot_sync(WHOLE_WARP, number >> bit & 1);
+        for (int bit = bits(MOST) - 1; bit >= 0; --bit) {
+            const u32 with = __ballot_sync(WHOLE_WARP, number >> bit & 1), has = number >> bit & 1 ? WHOLE_WARP : 0;
+            less |= same & has & ~with;
+            same &= ~(has ^ with);
+        }
     }
 
-    // The lanes with this number or a smaller one.
-    __device__ __forceinline__ u32 upto(i32 number) const {
-        u32 same = WHOLE_WARP, less = 0;
-#pragma unroll
-        for (int bit = bits(MOST) - 1; bit >= 0; --bit) {
-            if (number >> bit & 1) less |= same & ~with[bit], same &= with[bit];
-            else same &= ~with[bit];
-        }
-        return less | same;
-    }
+private:
+    __device__ static constexpr int bits(int most) { return most ? 1 + bits(most / 2) : 0; }
 };
 
 struct Plus {
@@ -223,30 +218,42 @@ __device__ __forceinline__ Place place_in(i32 group, i32 first, i32 end, i32 num
     return {{group, row, min(end, row + HEIGHT)}, across};
 }
 
-// How many of `count` blocks are made in halves, AT_ONCE running at once: those of the last turn, when multiprocessors run out of work, as
-// far as `spare` blocks have nothing else to do.
+// The number-th of `count` blocks, of which some are made in halves: which block, which half of it, and how many there are then.
+struct Halved {
+    i32 number, half, count;
+};
+
+// AT_ONCE blocks run at once. Halves are made of those of the last turn, when multiprocessors run out of work, as far as `spare` blocks have
+// nothing else to do; but a turn that is nearly whole would become two. 0: there are no halves.
 template <int AT_ONCE>
-__device__ __forceinline__ i32 in_halves(i32 count, i32 spare) {
-    return count > AT_ONCE ? min(count % AT_ONCE, spare) : 0;
+__device__ __forceinline__ Halved halved(i32 number, i32 count, i32 spare) {
+    if constexpr (AT_ONCE > 0) {
+        const i32 last = count % AT_ONCE, halves = count > AT_ONCE && last <= AT_ONCE / 4 * 3 ? min(last, spare) : 0;
+        const i32 beyond = number - (count - halves);
+        if (beyond >= 0 && beyond < 2 * halves) return {number - beyond + beyond / 2, beyond % 2, count + halves};
+        count += halves;
+    }
+    return {number, Place::WHOLE, count};
 }
 
-// One of those tiles, each ACROSS times, found by a warp on its own, for all its lanes; empty if there are not so many. `end`: as it is
-// loaded, and clamped. AT_ONCE: see in_halves; 0 if there are none.
-template <int G, int HEIGHT, int ACROSS, int AT_ONCE, int EACH>
-__device__ __forceinline__ Place find_tile(const i32 (&end)[EACH], i32 rows, i32 number) {
-    const i32 lane = threadIdx.x % 32, start = start_of(end), mine = tiles_in<HEIGHT>(end, start) * ACROSS;
+// One of those tiles, each ACROSS times, found by a warp on its own, for all its lanes; empty if there are not so many. AT_ONCE: see halved.
+template <int G, int HEIGHT, int ACROSS, int AT_ONCE>
+__device__ __forceinline__ Place find_tile(const i32* ends, i32 rows, i32 number, i64* error) {
+    constexpr int EACH = (G + 31) / 32;  // groups of a lane, one after the other
+    const i32 lane = threadIdx.x % 32;
+    i32 end[EACH];
+    load_ends<G>(end, ends);
+    if (error) check_ends<G>(end, rows, error);
+    clamp_ends(end, rows);
+    const i32 start = start_of(end), mine = tiles_in<HEIGHT>(end, start) * ACROSS;
     const i32 last = __shfl_sync(WHOLE_WARP, end[EACH - 1], 31), cut = __reduce_add_sync(WHOLE_WARP, mine);
-    i32 half = Place::WHOLE, begin = cut;  // of the rows of no group
-    if constexpr (AT_ONCE > 0) {
-        const i32 others = (rows - last + HEIGHT - 1) / HEIGHT * ACROSS, halves = in_halves<AT_ONCE>(cut, i32(gridDim.x) - cut - others);
-        const i32 beyond = number - (cut - halves);
-        begin += halves;
-        if (beyond >= 0 && number < begin) half = beyond % 2, number -= beyond - beyond / 2;
+    const i32 others = (rows - last + HEIGHT - 1) / HEIGHT * ACROSS;
+    const Halved made = halved<AT_ONCE>(number, cut, i32(gridDim.x) - cut - others);
+    if (number >= made.count) {  // rows of no group, or none
+        const i32 past = number - made.count, first = last + past / ACROSS * HEIGHT;
+        return {{G, first, min(first + HEIGHT, rows)}, past % ACROSS};
     }
-    if (number >= begin) {
-        const i32 first = last + (number - begin) / ACROSS * HEIGHT;
-        return {{G, first, min(first + HEIGHT, rows)}, (number - begin) % ACROSS};
-    }
+    number = made.number;
     const i32 upto = scan(mine, Plus());
     const u32 past = __ballot_sync(WHOLE_WARP, upto > number);
     i32 left = number - (upto - mine), row = start, group = 0, first = 0, stop = 0, within = 0;
@@ -258,29 +265,26 @@ __device__ __forceinline__ Place find_tile(const i32 (&end)[EACH], i32 rows, i32
         row = end[i];
     }
     Place found = from_lane(place_in<HEIGHT>(group, first, stop, within), __ffs(past) - 1);
-    found.half = half;
+    found.half = made.half;
     return found;
 }
 
-template <int G, int HEIGHT, int ACROSS, int AT_ONCE>
-__device__ __forceinline__ Place find_tile_of_ends(const i32* ends, i32 rows, i32 number, i64* error) {
-    i32 end[(G + 31) / 32];
-    load_ends<G>(end, ends);
-    if (error) check_ends<G>(end, rows, error);
-    clamp_ends(end, rows);
-    return find_tile<G, HEIGHT, ACROSS, AT_ONCE>(end, rows, number);
-}
-
-// From up to 32 ids that `route` sorts, without waiting for it.
+// The same from up to 32 ids that `route` sorts, without waiting for it.
 template <int G, int HEIGHT, int ACROSS, int AT_ONCE, class Id>
 __device__ __forceinline__ Place find_tile_of_ids(const Id* ids, i32 count, i32 number) {
-    constexpr int EACH = (G + 31) / 32;
-    const i32 lane = threadIdx.x % 32;
-    const Votes<G> votes(lane < count ? i32(min(max(i64(ids[lane]), i64(0)), i64(G - 1))) : G);
-    i32 end[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) end[i] = __popc(votes.upto(min(lane * EACH + i, G - 1)));
-    return find_tile<G, HEIGHT, ACROSS, AT_ONCE>(end, count, number);
+    const i32 lane = threadIdx.x % 32, id = lane < count ? i32(min(max(i64(ids[lane]), i64(0)), i64(G - 1))) : G;
+    const Votes<G> votes(id);
+    const i32 size = __popc(votes.same), place = __popc(votes.same & ((1u << lane) - 1));
+    const u32 begins = __ballot_sync(WHOLE_WARP, id < G && place % HEIGHT == 0);  // a tile
+    const i32 all = __popc(begins) * ACROSS, first = __popc(votes.less), before = __popc(votes.less & begins) * ACROSS;
+    const Halved made = halved<AT_ONCE>(number, all, i32(gridDim.x) - all);
+    const i32 within = made.number - before;
+    const bool here = id < G && place == 0 && within >= 0 && within < (size + HEIGHT - 1) / HEIGHT * ACROSS;
+    const u32 holds = __ballot_sync(WHOLE_WARP, here);
+    if (holds == 0) return {{G, count, count}, 0};
+    Place found = from_lane(place_in<HEIGHT>(id, first, first + size, within), __ffs(holds) - 1);
+    found.half = made.half;
+    return found;
 }
 
 }  // namespace
