@@ -40,6 +40,11 @@ __device__ __forceinline__ void barrier_sync(i32 number, i32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// The same, where warps come from different instructions: to `bar.sync` one is promised, and compute-sanitizer's synccheck holds to it.
+__device__ __forceinline__ void barrier_sync_from_anywhere(i32 number, i32 threads) {
+    asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 // 16 bytes from memory to shared memory.
 __device__ __forceinline__ void copy_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");

@@ -29,7 +29,7 @@ struct Part {
 
     // Of all its warps, and of two of them: they have barriers of their own.
     static __device__ __forceinline__ void sync() { barrier_sync(1 + threadIdx.x / THREADS, THREADS); }
-    static __device__ __forceinline__ void sync_pair() { barrier_sync(1 + MOST_TEAMS + threadIdx.x / 64, 64); }
+    static __device__ __forceinline__ void sync_pair() { barrier_sync_from_anywhere(1 + MOST_TEAMS + threadIdx.x / 64, 64); }
 };
 
 // Elements of 16 bits, each made of columns of the product that one thread has: of one, or of one in each band, as gate and up are. Row t
