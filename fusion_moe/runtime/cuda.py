@@ -1,6 +1,6 @@
 """Cubins on CUDA devices: loaded once, launched on torch's current stream; and the word in which kernels say what was wrong.
 
-    function = load(path, "route", shared)                # -> Function, for all devices of one architecture
+    function = load(path, "route", shared)                      # -> Function, for all devices of one architecture
     launch = Launch(function, blocks, threads, shared, overlap)
     launch(stream, params)                                      # params: the address of the addresses of its parameters
 
