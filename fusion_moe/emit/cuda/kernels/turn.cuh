@@ -30,7 +30,53 @@ struct Part {
     // Of all its warps, and of two of them: they have barriers of their own.
     static __device__ __forceinline__ void sync() { barrier_sync(1 + threadIdx.x / THREADS, THREADS); }
     static __device__ __forceinline__ void sync_pair() { barrier_sync_from_anywhere(1 + MOST_TEAMS + threadIdx.x / 64, 64); }
+
+    // Element j of row m, from the row's columns of the product: what lies past the last is made as the last, and not stored.
+    __device__ __forceinline__ u16 element(i32 m, i32 j, const float (&p)[Segment::F]) const {
+        return s.template result<0>(min(m, item.span.end - 1), item.span.group, min(j, Segment::W - 1), p).bits;
+    }
 };
+
+// What a thread stores of a result of 16 bits: V of its team's COLUMNS columns of each AT_ONCE-th row.
+template <class Segment, class Part, int COLUMNS, int V>
+class Stored {
+    using At = typename Segment::At;
+    using Element = typename Segment::Element;
+    static constexpr int PIECES = COLUMNS / V;  // of a row
+
+public:
+    static constexpr int AT_ONCE = Part::THREADS / PIECES;
+
+    __device__ __forceinline__ explicit Stored(const Part& part) {
+        const At at{part.column + piece() * (At::ORDERED ? 2 : V)};
+        to_ = part.s.template array<0>() + i64(part.item.span.first + row()) * Segment::W + at.place();
+        left_ = at.j < Segment::W ? part.item.span.end - part.item.span.first - row() : 0;
+        asm volatile("" : "+l"(to_), "+r"(left_));  // kept, not computed again
+    }
+
+    static __device__ __forceinline__ i32 piece() { return Part::thread() % PIECES; }
+    static __device__ __forceinline__ i32 row() { return Part::thread() / PIECES; }
+
+    template <int Count>
+    __device__ __forceinline__ void store(const Vector<Element, V> (&taken)[Count], i32 chunk) const {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            const i32 t = chunk + i * AT_ONCE;
+            if (t < left_) store_vector<V>(to_ + i64(t) * Segment::W, taken[i]);
+        }
+    }
+
+private:
+    Element* to_;  // where the thread's columns of its first row lie
+    i32 left_;     // of its rows, counted by all
+};
+
+// Four matrices of 8 x 8 numbers of 16 bits, of which a lane has a pair each: turned, with the row of one that begins at the lane's `to`.
+__device__ __forceinline__ void store_turned(u32 to, const u32 (&pair)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(pair[0]), "r"(pair[1]), "r"(pair[2]),
+                 "r"(pair[3])
+                 : "memory");
+}
 
 // Elements of 16 bits, each made of columns of the product that one thread has: of one, or of one in each band, as gate and up are. Row t
 // of a chunk has 128 bytes; piece i of 16 lies where i ^ (t % 8) would.
@@ -38,22 +84,22 @@ template <class Segment>
 class TurnedElements {
     using At = typename Segment::At;
     using Element = typename Segment::Element;
-    static constexpr int ROW = 128, AT_ONCE = 16;  // bytes of a row; rows that the team puts or takes at once
+    static constexpr int ROW = 128, V = 8;  // bytes of a row; columns that a thread stores at a time
 
 public:
     static constexpr int BANDS = Segment::F, COLUMNS = ROW / sizeof(Element), CHUNK = 32, PLACE = CHUNK * ROW;  // rows; bytes
     static constexpr bool CAN = Segment::RESULTS == 1 && Segment::TILES == BANDS && Segment::W % 8 == 0 && sizeof(Element) == 2;
 
+private:
+    using Stored = ::Stored<Segment, Part<Segment, BANDS>, COLUMNS, V>;
+    static constexpr int AT_ONCE = Stored::AT_ONCE;  // rows that the team puts or takes at once
+
+public:
     struct Taken {
-        Vector<Element, 8> of[CHUNK / AT_ONCE];
+        Vector<Element, V> of[CHUNK / AT_ONCE];
     };
 
-    __device__ __forceinline__ explicit TurnedElements(const Part<Segment, BANDS>& part)
-        : part_(part), at_{part.column + part.thread() % 8 * (At::ORDERED ? 2 : 8)} {
-        to_ = part.s.template array<0>() + i64(part.item.span.first + row()) * Segment::W + at_.place();
-        left_ = at_.j < Segment::W ? part.item.span.end - part.item.span.first - row() : 0;
-        asm volatile("" : "+l"(to_), "+r"(left_));  // kept, not computed again
-    }
+    __device__ __forceinline__ explicit TurnedElements(const Part<Segment, BANDS>& part) : part_(part), stored_(part) {}
 
     template <int Sums>
     __device__ __forceinline__ void put(u8* place, const float (*sum)[Sums], int chunk) const {
@@ -69,15 +115,13 @@ public:
                 const i32 m = part_.item.span.first + chunk + t + i / 2 * 8 + lane % 4 * 2;
                 pair[i] = u32(element(m, i % 2, sum, at)) | u32(element(m + 1, i % 2, sum, at + 1)) << 16;
             }
-            asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to + t * ROW), "r"(pair[0]),
-                         "r"(pair[1]), "r"(pair[2]), "r"(pair[3])
-                         : "memory");
+            store_turned(to + t * ROW, pair);
         }
     }
 
     __device__ __forceinline__ Taken take(const u8* place) const {
-        const i32 q = part_.thread() % 8;
-        const u8* from = place + row() * ROW;
+        const i32 q = stored_.piece(), row = stored_.row();
+        const u8* from = place + row * ROW;
         Taken taken;
 #pragma unroll
         for (int i = 0; i < CHUNK / AT_ONCE; ++i, from += AT_ONCE * ROW) {
@@ -85,39 +129,28 @@ public:
                 Vector<u32, 4> pairs;  // the q-th of each 16 columns
 #pragma unroll
                 for (int b = 0; b < 4; ++b)
-                    pairs.at[b] = *reinterpret_cast<const u32*>(from + ((2 * b + q / 4) ^ row() % 8) * 16 + q % 4 * 4);
-                taken.of[i] = reinterpret_cast<const Vector<Element, 8>&>(pairs);
+                    pairs.at[b] = *reinterpret_cast<const u32*>(from + ((2 * b + q / 4) ^ row % 8) * 16 + q % 4 * 4);
+                taken.of[i] = reinterpret_cast<const Vector<Element, V>&>(pairs);
             } else {
-                taken.of[i] = load_vector<8>(reinterpret_cast<const Element*>(from + (q ^ row() % 8) * 16));
+                taken.of[i] = load_vector<V>(reinterpret_cast<const Element*>(from + (q ^ row % 8) * 16));
             }
         }
         return taken;
     }
 
-    __device__ __forceinline__ void store(const Taken& taken, i32 chunk) const {
-#pragma unroll
-        for (int i = 0; i < CHUNK / AT_ONCE; ++i) {
-            const i32 t = chunk + i * AT_ONCE;
-            if (t < left_) store_vector<8>(to_ + i64(t) * Segment::W, taken.of[i]);
-        }
-    }
+    __device__ __forceinline__ void store(const Taken& taken, i32 chunk) const { stored_.store(taken.of, chunk); }
 
 private:
     const Part<Segment, BANDS>& part_;
-    const At at_;
-    Element* to_;  // where the thread's columns of its first row lie
-    i32 left_;     // of its rows, counted by all
+    const Stored stored_;
 
-    __device__ __forceinline__ i32 row() const { return part_.thread() / 8; }
-
-    // Of row m and the thread's lower or upper column, from its at-th sums: what lies past the last is made as the last, and not stored.
+    // Of row m and the thread's lower or upper column, from its at-th sums.
     template <int Sums>
     __device__ __forceinline__ u16 element(i32 m, int upper, const float (*sum)[Sums], int at) const {
         float p[BANDS];
 #pragma unroll
         for (int h = 0; h < BANDS; ++h) p[h] = sum[h][at] * part_.factor[h][upper];
-        const i32 j = part_.column + 16 * part_.warp() + part_.lane() / 4 + 8 * upper;
-        return part_.s.template result<0>(min(m, part_.item.span.end - 1), part_.item.span.group, min(j, Segment::W - 1), p).bits;
+        return part_.element(m, part_.column + 16 * part_.warp() + part_.lane() / 4 + 8 * upper, p);
     }
 };
 
@@ -218,19 +251,16 @@ public:
         Segment::RESULTS == 1 && Segment::F == 2 && Segment::B == 16 && Segment::W % 8 == 0 && sizeof(Element) == 2;
 
 private:
-    static constexpr int V = At::ORDERED ? 4 : 8, PIECES = COLUMNS / V, AT_ONCE = Part::THREADS / PIECES;
+    static constexpr int V = At::ORDERED ? 4 : 8;  // columns that a thread stores at a time
+    using Stored = ::Stored<Segment, Part, COLUMNS, V>;
+    static constexpr int AT_ONCE = Stored::AT_ONCE;
 
 public:
     struct Taken {
         Vector<Element, V> of[CHUNK / AT_ONCE];
     };
 
-    __device__ __forceinline__ explicit TurnedPairs(const Part& part)
-        : part_(part), at_{part.column + part.thread() % PIECES * (At::ORDERED ? 2 : 8)} {
-        to_ = part.s.template array<0>() + i64(part.item.span.first + row()) * Segment::W + at_.place();
-        left_ = at_.j < Segment::W ? part.item.span.end - part.item.span.first - row() : 0;
-        asm volatile("" : "+l"(to_), "+r"(left_));  // kept, not computed again
-    }
+    __device__ __forceinline__ explicit TurnedPairs(const Part& part) : part_(part), stored_(part) {}
 
     template <int Sums>
     __device__ __forceinline__ void put(u8* place, const float (*sum)[Sums], int chunk) const {
@@ -239,11 +269,11 @@ public:
     }
 
     __device__ __forceinline__ Taken take(const u8* place) const {
-        const i32 q = part_.thread() % PIECES;
+        const i32 q = stored_.piece();
         Taken taken;
 #pragma unroll
         for (int i = 0; i < CHUNK / AT_ONCE; ++i) {
-            const i32 t = row() + i * AT_ONCE;
+            const i32 t = stored_.row() + i * AT_ONCE;
             const u8* from = place + t / HALF * GOT + t % HALF * 16;
             if constexpr (At::ORDERED) {
                 Vector<u32, 2> pairs;  // the q-th of each 16 columns
@@ -257,19 +287,11 @@ public:
         return taken;
     }
 
-    __device__ __forceinline__ void store(const Taken& taken, i32 chunk) const {
-#pragma unroll
-        for (int i = 0; i < CHUNK / AT_ONCE; ++i) {
-            const i32 t = chunk + i * AT_ONCE;
-            if (t < left_) store_vector<V>(to_ + i64(t) * Segment::W, taken.of[i]);
-        }
-    }
+    __device__ __forceinline__ void store(const Taken& taken, i32 chunk) const { stored_.store(taken.of, chunk); }
 
 private:
     const Part& part_;
-    const At at_;
-    Element* to_;  // where the thread's columns of its first row lie
-    i32 left_;     // of its rows, counted by all
+    const Stored stored_;
 
     // By the warp that has the f-th columns: it gives the other half away.
     template <int F, int Sums>
@@ -285,7 +307,7 @@ private:
         for (int i = 0; i < HALF / 2; i += 4)
             give[i / 4 * 32] = {scaled(1 - F, i), scaled(1 - F, i + 1), scaled(1 - F, i + 2), scaled(1 - F, i + 3)};
         part_.sync_pair();
-        const i32 m = part_.item.span.first + chunk + F * HALF + lane % 4 * 2;
+        const i32 m = part_.item.span.first + chunk + F * HALF + lane % 4 * 2, j = part_.column + part_.warp() / 2 * 16 + lane / 4;
         u32 pair[4];
 #pragma unroll
         for (int i = 0; i < HALF / 2; i += 4) {
@@ -295,22 +317,11 @@ private:
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const float own = scaled(F, i + k), p[2] = {F == 0 ? own : got[k], F == 0 ? got[k] : own};
-                made[k] = element(m + i / 4 * 8 + k % 2, k / 2, p);
+                made[k] = part_.element(m + i / 4 * 8 + k % 2, j + k / 2 * 8, p);
             }
             pair[i / 2] = u32(made[0]) | u32(made[1]) << 16, pair[i / 2 + 1] = u32(made[2]) | u32(made[3]) << 16;
         }
-        const u32 to = shared_address(ours) + lane / 8 % 2 * PIECE + (lane / 16 * 8 + lane % 8) * 16;
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(pair[0]), "r"(pair[1]),
-                     "r"(pair[2]), "r"(pair[3])
-                     : "memory");
-    }
-
-    __device__ __forceinline__ i32 row() const { return part_.thread() / PIECES; }
-
-    // Of row m and the thread's lower or upper column: what lies past the last is made as the last, and not stored.
-    __device__ __forceinline__ u16 element(i32 m, int upper, const float (&p)[2]) const {
-        const i32 j = part_.column + part_.warp() / 2 * 16 + part_.lane() / 4 + 8 * upper;
-        return part_.s.template result<0>(min(m, part_.item.span.end - 1), part_.item.span.group, min(j, Segment::W - 1), p).bits;
+        store_turned(shared_address(ours) + lane / 8 % 2 * PIECE + (lane / 16 * 8 + lane % 8) * 16, pair);
     }
 };
 
