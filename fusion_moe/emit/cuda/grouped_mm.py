@@ -64,10 +64,11 @@ class Product(Source):
     def launches(self, sizes: Sizes, arch: str) -> list[Launched]:
         """Routing; activations that are computed, or wanted in another order; the product; what is summed of its rows."""
         variant, given = self.variant(sizes, arch), self._is_given_ordered(sizes, arch)
-        prologue = [] if given else self._prologue(variant, sizes)
+        first = self.made_first(sizes)
+        prologue = [] if given else self._prologue(variant, sizes, after_routing=bool(first))
         early = self._routing is None or bool(prologue)
         product = self.product(variant, sizes, given_ordered=given, gives_ordered=self.gives_ordered(sizes, arch), early=early)
-        found = [*self.made_first(sizes), *prologue, product]
+        found = [*first, *prologue, product]
         return [*found, self._combine(sizes)] if self.plan.combine else found
 
     def variant(self, sizes: Sizes, arch: str) -> variants.Variant:
@@ -116,7 +117,7 @@ class Product(Source):
 
     # The rows of activations ------------------------------------------------------------------------------------------
 
-    def _prologue(self, variant: variants.Variant, sizes: Sizes) -> list[Launched]:
+    def _prologue(self, variant: variants.Variant, sizes: Sizes, after_routing: bool) -> list[Launched]:
         """Makes the activations, if they are not in memory as the product reads them."""
         k = self.plan.k
         if self.matrix is None:
@@ -129,8 +130,7 @@ class Product(Source):
         pieces = exact_div(elements(self.matrix.type.shape), 8)
         assert pieces is not None
         store = f"store_vector<8>({ACTIVATIONS} + 8 * i, ordered_piece({self.names[self.matrix]}, i));"
-        after_routing = bool(self.made_first(sizes))  # which has waited for what made the matrix
-        early, body = ([store], []) if after_routing else ([], [store])
+        early, body = ([store], []) if after_routing else ([], [store])  # routing has waited for what made the matrix
         return [self.for_all("prologue_ordered", pieces, body, sizes, early=early)]
 
     def _row(self, variant: variants.Variant, given_ordered: bool) -> list[str]:

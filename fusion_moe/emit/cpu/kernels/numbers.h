@@ -168,8 +168,6 @@ inline bool quantize_block(const float* x, float decode, u8* codes, u8* scale) {
 // --------------------------------------------------------------------------------------------------------------- functions of the IR
 // Written without branches where a loop over them is to become vector code.
 
-inline bool is_nan(float x) { return (as_bits(x) & 0x7FFFFFFFu) > 0x7F800000u; }
-
 // exp(x), to about one unit in the last place: x = n ln2 + r with |r| <= ln2 / 2, a polynomial for exp(r), 2^n in two factors.
 inline float exp_(float x) {
     const float kept = x < -104.f ? -104.f : x > 89.f ? 89.f : x;  // NaN is kept

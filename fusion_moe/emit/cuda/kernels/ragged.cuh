@@ -161,19 +161,6 @@ struct Tiles {
         __syncthreads();
     }
 
-    __device__ __forceinline__ i32 count() const { return before[G + 1]; }
-
-    __device__ __forceinline__ Span at(i32 number) const {
-        i32 low = 0, high = G;  // the last group that begins at the tile or before it
-        while (low < high) {
-            const i32 middle = (low + high + 1) / 2;
-            if (before[middle] <= number) low = middle;
-            else high = middle - 1;
-        }
-        const i32 row = first[low] + (number - before[low]) * HEIGHT;
-        return {low, row, min(row + HEIGHT, first[low + 1])};
-    }
-
 private:
     __device__ __forceinline__ void make_by_warp(const i32* ends, i32 rows, i64* error) {
         constexpr int EACH = (G + 31) / 32;  // groups of a lane, one after the other
