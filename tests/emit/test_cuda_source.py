@@ -271,6 +271,15 @@ def test_what_has_no_kernel_says_why():
     assert all(k.graph_safe for k in expert_mlp())
 
 
+def test_more_groups_than_a_block_can_know_are_refused(monkeypatch):
+    monkeypatch.setitem(MODELS, "large", (2048, 8, 512, 256))
+    assert all(k.backend == "cuda" for k in expert_mlp("large"))
+    monkeypatch.setitem(MODELS, "larger", (2049, 8, 512, 256))
+    for kernel in expert_mlp("larger"):
+        assert kernel.backend == "reference"
+        assert "2049 groups have no kernel here; expected at most 2048" in kernel.why
+
+
 def test_without_nvrtc_the_reference_is_used_and_says_so(monkeypatch):
     monkeypatch.setattr(nvrtc, "why_missing", lambda: "cuda-bindings is not installed; pip install 'fusion_moe[cuda]'")
     first, second = expert_mlp()

@@ -20,6 +20,7 @@ LAYOUTS = {"linear": "Linear", "w16x64": "Tiled"}  # of weights: the readers in 
 ACTIVATIONS = "activations"  # what the prologue makes
 _M, _J, _K, _T = Index("m"), Index("j"), Index("k"), Index("t")
 _MOST_IDS = 32  # that each warp sorts by itself, and does not wait for `route`
+_MOST_GROUPS = 2048  # that registers and shared memory last for, where all blocks know where groups begin
 
 
 class Product(Source):
@@ -34,6 +35,8 @@ class Product(Source):
         self.transposed = plan.weight[0] if plan.transposed else None
         if plan.a.type.dtype != "bf16":
             raise UnsupportedError(f"activations {plan.a.type} have no kernel here yet", expected="bf16")
+        if self.groups > _MOST_GROUPS:
+            raise UnsupportedError(f"{self.groups} groups have no kernel here", expected=f"at most {_MOST_GROUPS}")
         found = self.elements().row_in_memory(plan.a, _M, plan.k)
         self.matrix = found[0] if found else None  # in memory, whose rows are the activations
         self._in_turn = found is not None and found[1] == _M  # whether its row m is row m of activations
