@@ -29,7 +29,7 @@ what it then holds are operands of mma.sync. Matrices are cut into tiles of 16 r
 is 512 bytes of codes, and elsewhere 64 of scales. Lane 4 r + c has of the rows r and r + 8 the 16 codes of block c, and the two scales:
 
     scale (row r + 8 i, block c of the tile)  ->  byte  8 r + 2 c + i                                            r < 8, c < 4, i < 2
-    code  (row r + 8 i, column 16 c + 4 v + 2 h + j)  ->  byte  64 r + 16 c + 4 v + 2 j and the one after it     v < 4, h < 2, j < 2
+    code  (row r + 8 i, column 16 c + 8 h + 2 v + j)  ->  byte  64 r + 16 c + 4 v + 2 j and the one after it     v < 4, h < 2, j < 2
 
 These two bytes, low byte first, are the half j of a word, and have four codes, each as sign s and size abc. Those of h = 0, i = 0 stand
 where bfloat16 has its sign and lowest exponent bits, so that one `and` makes a pair of numbers of a word; those of h = 0, i = 1 do six
@@ -40,7 +40,7 @@ pieces in what is left, which two shifts put there. (Whole codes at four distanc
            s 00   a 11   s 11   abc 10 *     s 01   abc 00   b 11   c 11   s 10   abc 01      (s 10: of h = 1, i = 0; *: of the other half)
 
 >>> codes = torch.zeros(16, 32, dtype=torch.uint8)
->>> codes[0, 1] = 0x0F                                       # row 0, column 2 is -6: h = 1, i = 0, j = 0; all other codes are 0
+>>> codes[0, 4] = 0x0F                                       # row 0, column 8 is -6: h = 1, i = 0, j = 0; all other codes are 0
 >>> scale = torch.arange(0x30, 0x70, dtype=torch.uint8).view(16, 4)
 >>> stored, stored_scale = W16X64.pack(codes, scale)
 >>> stored.flatten()[:4].tolist(), hex(0x1C000008)           # bit 3 of half 0, bits 12-10 of half 1
@@ -218,8 +218,8 @@ class W16x64(Layout):
         """codes u8 [..., N, K/2], block_scale [..., N, K/16] in linear order -> the same bytes in this one."""
         *lead, n, blocks = self.storage_shape(tuple(block_scale.shape))
         both = torch.stack([codes & 15, codes >> 4], -1)
-        code = both.view(*lead, n // 16, 2, 8, blocks // 4, 4, 4, 2, 2)  # i r . c v h j
-        code = _moved(code, (0, 3, 2, 4, 5, 7, 6, 1)).int()  # . r c v j h i
+        code = both.view(*lead, n // 16, 2, 8, blocks // 4, 4, 2, 4, 2)  # i r . c h v j
+        code = _moved(code, (0, 3, 2, 4, 6, 7, 5, 1)).int()  # . r c v j h i
         sign, size = code >> 3, code & 7
         last, turned = size[..., 1, 1], size[..., 1, 0].flip(-1)
         half = sign[..., 0, 0] << 15 | sign[..., 0, 1] << 9 | sign[..., 1, 0] << 3 | sign[..., 1, 1] << 13
@@ -237,7 +237,7 @@ class W16x64(Layout):
         code[..., 0, 1] = (half >> 9 & 1) << 3 | half & 7
         code[..., 1, 0] = (half >> 3 & 1) << 3 | half.flip(-1) >> 10 & 7
         code[..., 1, 1] = (half >> 13 & 1) << 3 | (half >> 14 & 1) << 2 | half >> 4 & 3
-        both = _moved(code.to(torch.uint8), (0, 7, 2, 1, 3, 4, 6, 5)).view(*lead, n, 8 * blocks, 2)
+        both = _moved(code.to(torch.uint8), (0, 7, 2, 1, 3, 6, 4, 5)).view(*lead, n, 8 * blocks, 2)
         return both[..., 0] | both[..., 1] << 4, self.inverse(block_scale, tuple(block_scale.shape))
 
 

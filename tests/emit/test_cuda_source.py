@@ -173,24 +173,25 @@ def test_many_rows_are_stored_by_whole_instructions(variant, gives_ordered):
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("by_copies", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.ordered], ids=lambda v: v.name)
 @pytest.mark.parametrize("k", [64, 320, 2048, 14336])
-def test_rows_in_turn_are_put_in_order_by_copies_or_by_a_kernel_before(k, variant, by_copies, monkeypatch):
-    monkeypatch.setattr(ManyRows, "most_orders", 1000 if by_copies else 0)
+def test_rows_in_turn_are_put_in_order_or_read_as_they_are(k, variant, in_order, monkeypatch):
+    monkeypatch.setattr(Product, "orders", lambda self, variant: in_order)
     source = sorted_rows(k)
     if not variant.fits(source.tiles, source.columns.tiles, k, "sm_90a"):
         pytest.skip("never chosen: registers would not do")
     lines = sass(build(source.product(variant, {"s0": 2**17}), "sm_90a"))
     assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
-    assert any(x.startswith("LDGSTS.E.LTC128B ") for x in lines) == by_copies  # a pair of numbers each
-    assert [x.name for x in launches(source, 2**17)[:-1]] == ([] if by_copies else ["prologue_ordered"])
-    assert source.count(source.scratch[-1], {"s0": 2**17}, "sm_90a") == (0 if by_copies else 2**17 * k)
+    assert any(x.startswith("LDSM") for x in lines) != in_order
+    assert [x.name for x in launches(source, 2**17)[:-1]] == (["prologue_ordered"] if in_order else [])
+    assert source.count(source.scratch[-1], {"s0": 2**17}, "sm_90a") == (2**17 * k if in_order else 0)
 
 
-def test_few_blocks_of_columns_let_the_copies_put_rows_in_order():
-    for n, first in ((2048, "many_rows_160x3"), (4096, "prologue_ordered")):
-        assert launches(sorted_rows(2048, n), 2**17)[0].name == first
+def test_many_rows_in_turn_are_read_as_they_are():
+    source = sorted_rows(2048)
+    for rows, first in ((2**17, "many_rows_160x3"), (2**11, "prologue_ordered")):
+        assert launches(source, rows)[0].name == first
 
 
 @needs_nvdisasm

@@ -87,7 +87,8 @@ class Product(Source):
         early: whether ends are there before the kernel before it has ended.
         """
         at = f"using At = {'Ordered' if gives_ordered else 'InTurn'};"
-        ordered = f"static constexpr bool GIVEN_ORDERED = {str(given_ordered or not self._orders(variant)).lower()};"
+        in_order = given_ordered or not self._reads_the_matrix(variant)
+        ordered = f"static constexpr bool ORDERED = {str(in_order).lower()};  // whether activations are"
         ids = not variant.persistent and self._routing is not None and value(self.rows, sizes) <= _MOST_IDS
         early = early or ids
         schedule = [f"static constexpr bool EARLY = {str(early).lower()};", ordered, at]
@@ -145,11 +146,11 @@ class Product(Source):
 
     def _reads_the_matrix(self, variant: variants.Variant, given_ordered: bool = False) -> bool:
         """Whether the product reads the matrix in memory as it is, and not what the prologue makes of it."""
-        return self.matrix is not None and (given_ordered or not variant.ordered or self._orders(variant))
+        return self.matrix is not None and (given_ordered or not self.orders(variant))
 
-    def _orders(self, variant: variants.Variant) -> bool:
-        """Whether the product's copies put rows in order: those that follow each other in memory, and few blocks of columns read."""
-        return self._in_turn and -(-self.tiles // variant.tiles) <= variant.most_orders
+    def orders(self, variant: variants.Variant) -> bool:
+        """Whether a kernel before the product puts rows in order. Rows that are read in turn are as many as are put in order."""
+        return variant.ordered and not (self._in_turn and variant.in_turn)
 
     @property
     def _routing(self) -> Op | None:

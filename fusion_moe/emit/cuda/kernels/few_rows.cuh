@@ -153,13 +153,18 @@ private:
     __device__ static __forceinline__ void multiply(float (&sum)[NT][4], const Held& now, const uint4 (&active)[NT][2]) {
         const u32 low = Weights::low_scale(now), high = Weights::high_scale(now);
 #pragma unroll
-        for (int v = 0; v < 4; ++v) {
-            u32 fragment[4];
-            Weights::decode(now, v, low, high, fragment);
+        for (int v = 0; v < 4; v += 2) {
+            u32 first[4], second[4];
+            Weights::decode(now, v, low, high, first);
+            Weights::decode(now, v + 1, low, high, second);
 #pragma unroll
-            for (int t = 0; t < NT; ++t) {
-                const uint4& half = active[t][v / 2];
-                mma_16x8x16(sum[t], fragment, v % 2 ? half.z : half.x, v % 2 ? half.w : half.y);
+            for (int half = 0; half < 2; ++half) {  // what a product reads of activations are registers that follow each other
+                const u32 fragment[4] = {first[2 * half], first[2 * half + 1], second[2 * half], second[2 * half + 1]};
+#pragma unroll
+                for (int t = 0; t < NT; ++t) {
+                    const uint4& pairs = active[t][half];
+                    mma_16x8x16(sum[t], fragment, v == 0 ? pairs.x : pairs.z, v == 0 ? pairs.y : pairs.w);
+                }
             }
         }
     }

@@ -5,7 +5,7 @@
 // factors have few bits, so the product is exact. What is left of the powers of two, FACTOR, goes into the decode scale.
 //
 // A reader streams the tiles of 16 rows and 64 k that follow each other along K. Lane 4 r + c holds rows r and r + 8, and of each the
-// block of 16 k that begins at 16 c. Step v of four multiplies by its k = 4 v .. 4 v + 3: of each row two pairs.
+// block of 16 k that begins at 16 c. Step v of four multiplies by two pairs of it for each row, 2 v, 2 v + 1 and 2 v + 8, 2 v + 9.
 #pragma once
 
 #include "memory.cuh"
@@ -103,11 +103,10 @@ struct Linear {
     static __device__ __forceinline__ u32 high_scale(const Held& h) { return pair(h.high_scale); }
 
     static __device__ __forceinline__ void decode(const Held& h, int v, u32 low, u32 high, u32 (&a)[4]) {
-        const u32 of_low = v < 2 ? h.low.x : h.low.y, of_high = v < 2 ? h.high.x : h.high.y;
-        a[0] = multiply_pair(codes_of(of_low >> 16 * (v % 2)), low);
-        a[1] = multiply_pair(codes_of(of_high >> 16 * (v % 2)), high);
-        a[2] = multiply_pair(codes_of(of_low >> (16 * (v % 2) + 8)), low);
-        a[3] = multiply_pair(codes_of(of_high >> (16 * (v % 2) + 8)), high);
+        a[0] = multiply_pair(codes_of(h.low.x >> 8 * v), low);
+        a[1] = multiply_pair(codes_of(h.high.x >> 8 * v), high);
+        a[2] = multiply_pair(codes_of(h.low.y >> 8 * v), low);
+        a[3] = multiply_pair(codes_of(h.high.y >> 8 * v), high);
     }
 
 private:

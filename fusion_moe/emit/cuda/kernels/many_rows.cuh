@@ -6,13 +6,13 @@
 // multiply, each by BANDS bands of 64 rows of the matrix, what a few warps copy into a ring of stages of 128 k. They share nothing but
 // the ring: some decode while others keep the tensor cores busy, and one may finish an item and store it while others still multiply.
 //
-// Tiles of activations are in the order of w16x64 (order.cuh): rows are given so, or the copies put them in order.
+// Activations are given in the order of w16x64 (order.cuh), or in their own, with more instructions for each weight (shared_tile.cuh).
 #pragma once
 
-#include "fp4.cuh"
 #include "order.cuh"
 #include "pipeline.cuh"
 #include "schedule.cuh"
+#include "shared_tile.cuh"
 #include "turn.cuh"
 #include "wgmma.cuh"
 
@@ -22,10 +22,7 @@ constexpr int MOST_SHARED = 227 * 1024;  // bytes of shared memory that a block 
 
 template <class Segment, int TOKENS, int TEAMS, int BANDS>
 struct ManyRows {
-    // Crews of warps copy into stages in turns: two where copies put rows in order, as far as registers last.
-    static constexpr int CREWS = Segment::GIVEN_ORDERED || TEAMS > 3 ? 1 : 2;
-    static constexpr int COPY_WARPS = 4 / CREWS, COPIERS = 32 * COPY_WARPS;  // of a crew
-    static constexpr int TEAM = 128, TEAM_WARPS = 4, THREADS = TEAM * TEAMS + COPIERS * CREWS;
+    static constexpr int TEAM = 128, TEAM_WARPS = 4, COPY_WARPS = 4, COPIERS = 32 * COPY_WARPS, THREADS = TEAM * TEAMS + COPIERS;
     // Of the registers that a launch gives to one thread of each team and one that copies, the latter needs few; two bands of many sums
     // leave it the fewest, which are enough where tiles are even (see Weights).
     static constexpr int LEAST_TO_COPY = BANDS > 1 && TOKENS > 32 ? 32 : 64;
@@ -39,6 +36,8 @@ struct ManyRows {
     static constexpr int KEPT = BANDS == 1 && KB > DEPTH ? 2 : 1;  // stages that a team gives back when it has stored an item
     static constexpr int PLACES = BANDS > 1 ? 2 : KEPT;            // in which it turns results: of its weights there
     using Turned = typename Turn<Segment, BANDS>::Way;
+    using SharedWeights = SharedTile<Segment::ORDERED>;
+    using Held = typename SharedWeights::Held;
     static constexpr int TOGETHER = Turned::BANDS;  // bands of which a result's columns are made
     static constexpr int CHUNK = Turned::CHUNK;     // rows of a result that a team turns at a time, in one of them
     static_assert(TEAM_WARPS % Segment::TILES == 0, "a team's tiles make whole columns");
@@ -63,9 +62,9 @@ struct ManyRows {
         float decode[TILES][16];
     };
 
-    // As many as fit. Items are told by those who copy: each has a stage at least, but for one that each crew begins.
-    static constexpr int LEFT = MOST_SHARED - int(sizeof(Rest) + CREWS * sizeof(Item));
-    static constexpr int STAGES = LEFT / (sizeof(Stage) + 2 * sizeof(u64) + sizeof(Item)), ITEMS = STAGES + CREWS;
+    // As many as fit. Items are told by those who copy: each has a stage at least, but for one that they begin.
+    static constexpr int LEFT = MOST_SHARED - int(sizeof(Rest) + sizeof(Item));
+    static constexpr int STAGES = LEFT / (sizeof(Stage) + 2 * sizeof(u64) + sizeof(Item)), ITEMS = STAGES + 1;
 
     struct Shared {
         Stage stage[STAGES];
@@ -146,7 +145,7 @@ private:
         // Blocks of 64 k, from the kb-th of the round on.
         template <int Blocks>
         __device__ __forceinline__ void copy(Stage& to, i32 thread, int kb) const {
-            const u32 code_place = shared_address(to.weights[0].codes[thread / 32]) + thread % 32 * 16;
+            const u32 code_place = shared_address(to.weights[0].codes[thread / 32]) + SharedWeights::place(thread % 32);
 #pragma unroll
             for (int i = 0; i < EACH; ++i) {
                 const int tile = COPY_WARPS * i, place = tile / TEAM_WARPS * sizeof(BandWeights) + tile % TEAM_WARPS * DEPTH * CODES;
@@ -164,8 +163,7 @@ private:
         __device__ __forceinline__ void advance() { codes += ROUND * CODES, scales += ROUND * SCALES; }
     };
 
-    // The activations of an item, which are given in order: a thread copies 16 bytes of each EACH-th row, in as many steps as all need.
-    template <bool GivenOrdered, class = void>
+    // The activations of an item: a thread copies 16 bytes of each EACH-th row, in as many steps as all need.
     struct Activations {
         static constexpr int EACH = COPIERS / (TILE_ROW / 16), STEPS = (TOKENS + EACH - 1) / EACH;
         const u8* row[STEPS];
@@ -202,73 +200,13 @@ private:
         }
     };
 
-    // Those that follow each other in memory, and are put in order: a warp copies a row at a time, a lane one pair of each 64 k.
-    template <class Any>
-    struct Activations<false, Any> {
-        static constexpr int AT_ONCE = 16, EACH = AT_ONCE / COPY_WARPS;  // rows that a crew copies at once, and a warp of it
-        static_assert(TOKENS % AT_ONCE == 0 && AT_ONCE % 8 == 0 && 8 % COPY_WARPS == 0, "pairs of every eighth row have the same places");
-        static constexpr int STEPS = 1;  // a loop goes through the rows
-        static constexpr i32 steps = 1;
-        const u8* base;
-        i32 count;  // of rows, from the warp's first on
-
-        __device__ __forceinline__ void open(const Segment& s, const Item& item, i32 thread) {
-            const i32 mine = thread / 32;
-            base = reinterpret_cast<const u8*>(s.row(item.span.first) + i64(mine) * Segment::K) + thread % 32 * 4;
-            count = item.span.end - item.span.first - mine;
-        }
-
-        template <int Steps, int Blocks>
-        __device__ __forceinline__ void copy(Stage& to, i32 thread, int kb) const {
-            const i32 mine = thread / 32, pair = thread % 32;
-            u32 first = shared_address(to.activations) + swizzled(mine, pair % 8) + pair / 8 * 4;  // as `ordered` says
-            const u8* from = base + kb * TILE_ROW;
-            i32 left = count;
-#pragma unroll 1
-            for (; left > COPY_WARPS * (EACH - 1); left -= AT_ONCE) {
-                copy_some<Blocks>(first, from, left, false);
-                first += AT_ONCE * TILE_ROW, from += AT_ONCE * 2 * Segment::K;
-            }
-            if (left > 0) copy_some<Blocks>(first, from, left, true);
-        }
-
-        // Of AT_ONCE rows; few: not all of them are there.
-        template <int Blocks>
-        __device__ static __forceinline__ void copy_some(u32 first, const u8* from, i32 left, bool few) {
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                const int row = COPY_WARPS * i;
-                const u32 place = (first ^ row % 8 * 16) + row * TILE_ROW;
-#pragma unroll
-                for (int b = 0; b < Blocks; ++b)
-                    copy_4_if(place + b * TOKENS * TILE_ROW, from + row * 2 * Segment::K + b * TILE_ROW, !few || left > row);
-            }
-        }
-
-        template <int Steps>
-        __device__ __forceinline__ void advance() { base += ROUND * TILE_ROW; }
-    };
-
-    using Rows = Activations<Segment::GIVEN_ORDERED>;
-
-    // The stages that copies fill, of which a crew has each CREWS-th. The tensor cores are told of one when its copies are there: of a lone
-    // crew's, after those of the next have begun. (Told by who multiplies, by a fence of theirs, they first finished what was under way:
-    // seen as 10 % on an H200.)
+    // The stages that copies fill. The tensor cores are told of one when its copies are there, after those of the next have begun. (Told by
+    // who multiplies, by a fence of theirs, they first finished what was under way: seen as 10 % on an H200.)
     struct Filled {
         static_assert(STAGES >= 3, "one that they are not told of yet, and one that they have not given back, leave one to fill");
         Shared& shared;
-        u32 turn;  // the crew's, when a multiple of CREWS
         Ring<STAGES> next, last;
         bool any = false;
-
-        __device__ __forceinline__ bool next_is_mine() const { return turn % CREWS == 0; }
-
-        // Whether the next stage is the crew's; else it is passed by.
-        __device__ __forceinline__ bool mine() {
-            if (turn-- % CREWS == 0) return true;
-            next.advance(), last.advance();
-            return false;
-        }
 
         __device__ __forceinline__ Stage& open() {
             barrier_wait(shared.empty[next.stage], next.parity ^ 1);
@@ -277,14 +215,13 @@ private:
 
         __device__ __forceinline__ void close() {
             copies_commit();
-            if (CREWS > 1) tell<0>();
-            else if (any) tell<1>();
+            if (any) tell<1>();
             any = true;
             next.advance();
         }
 
         __device__ __forceinline__ void finish() {
-            if (CREWS == 1 && any) tell<0>();
+            if (any) tell<0>();
         }
 
     private:
@@ -298,15 +235,15 @@ private:
     };
 
     __device__ static __forceinline__ void copy(const Segment& s, Shared& shared) {
-        const i32 thread = threadIdx.x % COPIERS, crew = (threadIdx.x - TEAM * TEAMS) / COPIERS;
-        Filled filled{shared, u32(crew)};
+        const i32 thread = threadIdx.x % COPIERS;
+        Filled filled{shared};
         Ring<ITEMS> told;
         for (Cursor at(shared.rest.schedule); at.more_products(); at.advance(), told.advance()) {
             const Item item = at.item();
-            if (thread == 0 && filled.next_is_mine()) shared.items[told.stage] = item;
+            if (thread == 0) shared.items[told.stage] = item;
             Weights weights;
             weights.open(s, item, thread);
-            Rows rows;
+            Activations rows;
             rows.open(s, item, thread);
             copy_item<1>(weights, rows, filled, thread);
         }
@@ -315,8 +252,8 @@ private:
 
     // A loop for each number of steps has fewer instructions than one that branches.
     template <int Steps>
-    __device__ static __forceinline__ void copy_item(Weights& weights, Rows& rows, Filled& filled, i32 thread) {
-        if constexpr (Steps < Rows::STEPS) {
+    __device__ static __forceinline__ void copy_item(Weights& weights, Activations& rows, Filled& filled, i32 thread) {
+        if constexpr (Steps < Activations::STEPS) {
             if (rows.steps > Steps) return copy_item<Steps + 1>(weights, rows, filled, thread);
         }
 #pragma unroll 1
@@ -330,8 +267,7 @@ private:
     }
 
     template <int Steps, int Blocks>
-    __device__ static __forceinline__ void copy_stage(const Weights& weights, const Rows& rows, Filled& filled, i32 thread, int kb) {
-        if (!filled.mine()) return;
+    __device__ static __forceinline__ void copy_stage(const Weights& weights, const Activations& rows, Filled& filled, i32 thread, int kb) {
         Stage& stage = filled.open();
         weights.template copy<Blocks>(stage, thread, kb);
         rows.template copy<Steps, Blocks>(stage, thread, kb);
@@ -371,14 +307,15 @@ private:
         Shared& shared;
         Ring<STAGES>& ring;
         const i32 height;
-        u32 codes, scales;  // where the thread's lie
-        u32 to_release;     // the first stage that is not given back yet
+        const SharedWeights mine;  // of the weights of a band
+        u32 to_release;            // the first stage that is not given back yet
 
         __device__ __forceinline__ Products(Shared& shared, Ring<STAGES>& ring, i32 height)
-            : shared(shared), ring(ring), height(height), to_release(ring.stage) {
-            const i32 first = band_of(0) * sizeof(BandWeights), warp = threadIdx.x / 32 % TEAM_WARPS, lane = threadIdx.x % 32;
-            codes = first + warp * (DEPTH * CODES) + lane * 16, scales = first + warp * (DEPTH * SCALES) + lane * 2;
-            asm volatile("" : "+r"(codes), "+r"(scales));  // kept, not computed again
+            : shared(shared), ring(ring), height(height), mine(first_of(CODES), first_of(SCALES), threadIdx.x % 32), to_release(ring.stage) {}
+
+        // Where the warp's begin in its first band, of so many bytes for each tile.
+        __device__ static __forceinline__ u32 first_of(i32 bytes) {
+            return band_of(0) * sizeof(BandWeights) + threadIdx.x / 32 % TEAM_WARPS * DEPTH * bytes;
         }
 
         // sum[h][4 n + i]: rows r and r + 8 of the warp's tile in a band, and rows 8 n + 2 c, 8 n + 2 c + 1 of activations. Multiplies by
@@ -416,7 +353,7 @@ private:
                 else run_as_high<MIDDLE + 8, Most>(sum);
             } else {
                 Fragments fragments[2];
-                Tiled::Held held[HELD];
+                Held held[HELD];
                 const Stage* stage = &open(held);
                 decode_now(fragments[0], held[0]);
                 constexpr int LAST = KB % DEPTH;
@@ -430,7 +367,7 @@ private:
         // stage: the compiler, which could not follow which registers they read, would make each wait for the one before.
         template <int Height, int Groups>
         __device__ __forceinline__ void multiply_stage(
-            float (&sum)[BANDS][TOKENS / 2], Fragments (&fragments)[2], Tiled::Held (&held)[HELD], const Stage*& stage, i32 kb) {
+            float (&sum)[BANDS][TOKENS / 2], Fragments (&fragments)[2], Held (&held)[HELD], const Stage*& stage, i32 kb) {
             const bool more = kb < KB - DEPTH;
             const u64 tiles = tile_descriptor(shared_address(stage->activations));
 #pragma unroll
@@ -451,7 +388,7 @@ private:
             static_assert(BANDS == 1 || TOKENS <= 80, "registers");
             constexpr int BUFFERS = TOKENS / 2 + 60 <= MULTIPLY_REGISTERS ? 2 : 1;
             Fragments fragments[BUFFERS];
-            Tiled::Held held[HELD];
+            Held held[HELD];
             const Stage* stage;
 #pragma unroll 1
             for (i32 kb = 0; kb < KB; kb += DEPTH) {
@@ -468,7 +405,7 @@ private:
         }
 
         // The next stage, and what its first groups multiply by; past the last block: not used.
-        __device__ __forceinline__ const Stage& open(Tiled::Held (&held)[HELD]) {
+        __device__ __forceinline__ const Stage& open(Held (&held)[HELD]) {
             const Stage& stage = shared.stage[ring.stage];
             barrier_wait(shared.full[ring.stage], ring.parity);
             ring.advance();
@@ -477,20 +414,18 @@ private:
             return stage;
         }
 
-        __device__ __forceinline__ Tiled::Held load(const Stage& stage, int g) const {
+        __device__ __forceinline__ Held load(const Stage& stage, int g) const {
             const BandWeights& from = stage.weights[g % BANDS];
-            return {*reinterpret_cast<const uint4*>(from.codes[0][g / BANDS] + codes),
-                    *reinterpret_cast<const u16*>(from.scales[0][g / BANDS] + scales)};
+            return mine.load(from.codes[0][g / BANDS], from.scales[0][g / BANDS]);
         }
 
-        __device__ static __forceinline__ void decode(Fragments& made, const Tiled::Held& held) {
-            const u32 low = Tiled::low_scale(held), high = Tiled::high_scale(held);
+        __device__ static __forceinline__ void decode(Fragments& made, const Held& held) {
 #pragma unroll
-            for (int v = 0; v < STEPS; ++v) Tiled::decode(held, v, low, high, made[v]);
+            for (int v = 0; v < STEPS; ++v) SharedWeights::decode(held, v, made[v]);
         }
 
         // Here, and not between the products.
-        __device__ static __forceinline__ void decode_now(Fragments& made, const Tiled::Held& held) {
+        __device__ static __forceinline__ void decode_now(Fragments& made, const Held& held) {
             decode(made, held);
 #pragma unroll
             for (int v = 0; v < STEPS; ++v)

@@ -61,12 +61,6 @@ __device__ __forceinline__ void copy_4(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-__device__ __forceinline__ void copy_4_if(u32 to, const void* from, bool good) {
-    asm volatile("{.reg .pred q; setp.ne.s32 q, %2, 0; @q cp.async.ca.shared.global.L2::128B [%0], [%1], 4;}" ::"r"(to), "l"(from),
-                 "r"(int(good))
-                 : "memory");
-}
-
 // The copies since the last commit become one group of which can be waited for.
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
