@@ -200,29 +200,28 @@ private:
         }
     };
 
-    // The stages that copies fill. The tensor cores are told of one when its copies are there, after those of the next have begun. (Told by
-    // who multiplies, by a fence of theirs, they first finished what was under way: seen as 10 % on an H200.)
+    // The stages that copies fill. The tensor cores are told of one when its copies are there: once those of the next have begun, and of an
+    // item's last one once the next item is found, which takes as long. (Told by who multiplies, by a fence of theirs, they first finished
+    // what was under way: seen as 10 % on an H200.)
     struct Filled {
         static_assert(STAGES >= 3, "one that they are not told of yet, and one that they have not given back, leave one to fill");
         Shared& shared;
         Ring<STAGES> next, last;
-        bool any = false;
 
         __device__ __forceinline__ Stage& open() {
             barrier_wait(shared.empty[next.stage], next.parity ^ 1);
             return shared.stage[next.stage];
         }
 
-        __device__ __forceinline__ void close() {
+        // first: of an item.
+        __device__ __forceinline__ void close(bool first) {
             copies_commit();
-            if (any) tell<1>();
-            any = true;
+            if (!first) tell<1>();
             next.advance();
         }
 
-        __device__ __forceinline__ void finish() {
-            if (any) tell<0>();
-        }
+        // The last one of an item.
+        __device__ __forceinline__ void finish() { tell<0>(); }
 
     private:
         template <int Later>
@@ -238,16 +237,18 @@ private:
         const i32 thread = threadIdx.x % COPIERS;
         Filled filled{shared};
         Ring<ITEMS> told;
-        for (Cursor at(shared.rest.schedule); at.more_products(); at.advance(), told.advance()) {
+        Cursor at(shared.rest.schedule);
+        for (; at.more_products(); at.advance(), told.advance()) {
             const Item item = at.item();
             if (thread == 0) shared.items[told.stage] = item;
+            if (!at.first()) filled.finish();
             Weights weights;
             weights.open(s, item, thread);
             Activations rows;
             rows.open(s, item, thread);
             copy_item<1>(weights, rows, filled, thread);
         }
-        filled.finish();
+        if (!at.first()) filled.finish();
     }
 
     // A loop for each number of steps has fewer instructions than one that branches.
@@ -259,19 +260,20 @@ private:
 #pragma unroll 1
         for (i32 kb = 0; kb <= KB - ROUND; kb += ROUND) {
 #pragma unroll
-            for (int b = 0; b < ROUND; b += DEPTH) copy_stage<Steps, DEPTH>(weights, rows, filled, thread, b);
+            for (int b = 0; b < ROUND; b += DEPTH) copy_stage<Steps, DEPTH>(weights, rows, filled, thread, b, kb + b == 0);
             weights.advance(), rows.template advance<Steps>();
         }
-        if constexpr (KB % ROUND >= DEPTH) copy_stage<Steps, DEPTH>(weights, rows, filled, thread, 0);
-        if constexpr (KB % DEPTH != 0) copy_stage<Steps, KB % DEPTH>(weights, rows, filled, thread, KB % ROUND / DEPTH * DEPTH);
+        if constexpr (KB % ROUND >= DEPTH) copy_stage<Steps, DEPTH>(weights, rows, filled, thread, 0, KB < ROUND);
+        if constexpr (KB % DEPTH != 0) copy_stage<Steps, KB % DEPTH>(weights, rows, filled, thread, KB % ROUND / DEPTH * DEPTH, KB < DEPTH);
     }
 
     template <int Steps, int Blocks>
-    __device__ static __forceinline__ void copy_stage(const Weights& weights, const Activations& rows, Filled& filled, i32 thread, int kb) {
+    __device__ static __forceinline__ void copy_stage(
+        const Weights& weights, const Activations& rows, Filled& filled, i32 thread, int kb, bool first) {
         Stage& stage = filled.open();
         weights.template copy<Blocks>(stage, thread, kb);
         rows.template copy<Steps, Blocks>(stage, thread, kb);
-        filled.close();
+        filled.close(first);
     }
 
     // Products ---------------------------------------------------------------------------------------------------------

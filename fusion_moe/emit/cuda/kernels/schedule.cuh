@@ -45,6 +45,7 @@ public:
     public:
         __device__ explicit Cursor(const Schedule& schedule) : schedule_(schedule), number_(blockIdx.x) {}
 
+        __device__ bool first() const { return number_ == i32(blockIdx.x); }
         __device__ bool more() const { return number_ < schedule_.upto_[G]; }
         __device__ bool more_products() const { return number_ < schedule_.upto_[G - 1]; }  // rows of no group come last
         __device__ void advance() { number_ += gridDim.x; }
