@@ -56,21 +56,15 @@ struct ManyRows {
         BandWeights weights[TEAMS * BANDS];
     };
 
-    // decode: of the rows of each tile of the item.
-    struct Rest {
-        Schedule<Segment::G, TOKENS> schedule;
-        float decode[TILES][16];
-    };
-
     // As many as fit. Items are told by those who copy: each has a stage at least, but for one that they begin.
-    static constexpr int LEFT = MOST_SHARED - int(sizeof(Rest) + sizeof(Item));
+    static constexpr int LEFT = MOST_SHARED - int(sizeof(Schedule<Segment::G, TOKENS>) + sizeof(Item));
     static constexpr int STAGES = LEFT / (sizeof(Stage) + 2 * sizeof(u64) + sizeof(Item)), ITEMS = STAGES + 1;
 
     struct Shared {
         Stage stage[STAGES];
         Item items[ITEMS];
         u64 full[STAGES], empty[STAGES];
-        Rest rest;
+        Schedule<Segment::G, TOKENS> schedule;
     };
     static_assert(sizeof(Shared) <= MOST_SHARED && sizeof(BandWeights) >= Turned::PLACE);
 
@@ -82,7 +76,7 @@ struct ManyRows {
             barrier_init(shared.empty[threadIdx.x], TEAM_WARPS * TEAMS);
         }
         if (!Segment::EARLY) wait_for_previous();
-        shared.rest.schedule.make(s.ends, i32(s.rows()), ACROSS, blockIdx.x == 0 ? s.error : nullptr, reinterpret_cast<i32*>(shared.stage));
+        shared.schedule.make(s.ends, i32(s.rows()), ACROSS, blockIdx.x == 0 ? s.error : nullptr, reinterpret_cast<i32*>(shared.stage));
         if (Segment::EARLY) wait_for_previous();
         if (threadIdx.x < TEAM * TEAMS) {
             take_registers<MULTIPLY_REGISTERS>();
@@ -237,7 +231,7 @@ private:
         const i32 thread = threadIdx.x % COPIERS;
         Filled filled{shared};
         Ring<ITEMS> told;
-        Cursor at(shared.rest.schedule);
+        Cursor at(shared.schedule);
         for (; at.more_products(); at.advance(), told.advance()) {
             const Item item = at.item();
             if (thread == 0) shared.items[told.stage] = item;
@@ -281,18 +275,19 @@ private:
     __device__ static __forceinline__ void multiply(const Segment& s, Shared& shared) {
         Ring<STAGES> ring;
         Ring<ITEMS> told;
-        Cursor at(shared.rest.schedule);
+        Cursor at(shared.schedule);
         for (; at.more_products(); at.advance(), told.advance()) {
             barrier_wait(shared.full[ring.stage], ring.parity);
             const Item item = shared.items[told.stage];
+            float decode[BANDS][2];
 #pragma unroll
-            for (int h = 0; h < BANDS; ++h) fetch_decode(s, item, shared.rest.decode[tile_of(h)], tile_of(h));
+            for (int h = 0; h < BANDS; ++h) load_decode(decode[h], s, item, tile_of(h));
             float sum[BANDS][TOKENS / 2] = {};
             Products products(shared, ring, item.height);
             products.run(sum);
             const Item again = shared.items[told.stage];  // registers are short while products run
 #pragma unroll
-            for (int h = 0; h < BANDS; h += TOGETHER) store(sum + h, s, products, again, h);
+            for (int h = 0; h < BANDS; h += TOGETHER) store(sum + h, decode + h, s, products, again, h);
 #pragma unroll
             for (int i = 0; i < KEPT; ++i) products.release();
         }
@@ -462,16 +457,14 @@ private:
 
     // Of the bands from h on that make a result.
     __device__ static __forceinline__ void store(
-        const float (*sum)[TOKENS / 2], const Segment& s, const Products& products, const Item& item, int h) {
+        const float (*sum)[TOKENS / 2], const float (*decode)[2], const Segment& s, const Products& products, const Item& item, int h) {
         const i32 band = band_of(h);
-        copies_wait_all();
-        Part<Segment, TOGETHER>::sync();  // all have read their codes, and decode scales are there
+        Part<Segment, TOGETHER>::sync();  // all have read their codes
         Part<Segment, TOGETHER> part{s, item, item.column_block * COLUMNS + band / TOGETHER * Turned::COLUMNS};
 #pragma unroll
-        for (int i = 0; i < TOGETHER; ++i) {
-            const float* decode = products.shared.rest.decode[tile_of(h + i)] + threadIdx.x % 32 / 4;
-            part.factor[i][0] = Tiled::FACTOR * decode[0], part.factor[i][1] = Tiled::FACTOR * decode[8];
-        }
+        for (int i = 0; i < TOGETHER; ++i)
+#pragma unroll
+            for (int upper = 0; upper < 2; ++upper) part.factor[i][upper] = Tiled::FACTOR * decode[i][upper];
         const Turned turned(part);
         turned.put(products.place(0), sum, 0);
 #pragma unroll
@@ -486,11 +479,13 @@ private:
         }
     }
 
-    // The decode scales of the warp's tile begin their way: while products run, not when all wait for the store.
-    __device__ static __forceinline__ void fetch_decode(const Segment& s, const Item& item, float (&decode)[16], i32 tile) {
-        const i32 lane = threadIdx.x % 32, row = first_row(item.column_block, tile) + lane;
+    // The decode scales of the thread's two rows of the warp's tile: in one run of rows they are one. They come while products run, not
+    // when all wait for the store.
+    __device__ static __forceinline__ void load_decode(float (&decode)[2], const Segment& s, const Item& item, i32 tile) {
+        constexpr i32 RUN = Segment::N / Segment::RUNS, APART = RUN % 16 == 0 ? 0 : 1;
+        const i32 row = first_row(item.column_block, tile) + APART * (threadIdx.x % 32 / 4);
         const float* of_group = s.decode + item.span.group * Segment::RUNS;
-        if (lane < 16) copy_4(shared_address(decode + lane), of_group + row / (Segment::N / Segment::RUNS));
+        decode[0] = of_group[row / RUN], decode[1] = APART ? of_group[(row + 8) / RUN] : decode[0];
     }
 
     // Rows that belong to no group.

@@ -57,10 +57,6 @@ __device__ __forceinline__ void copy_16_if(u32 to, const void* from, bool good) 
                  : "memory");
 }
 
-__device__ __forceinline__ void copy_4(u32 to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-
 // The copies since the last commit become one group of which can be waited for.
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -69,9 +65,6 @@ template <int Pending>
 __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
-
-// Until all of this thread's copies are done.
-__device__ __forceinline__ void copies_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // What threads have written to shared memory, and barriers have made known, becomes visible to the tensor cores.
 __device__ __forceinline__ void fence_for_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
