@@ -20,7 +20,7 @@ from fusion_moe.emit.cuda.columns import columns
 from fusion_moe.emit.cuda.grouped_mm import Product
 from fusion_moe.emit.cuda.launch import KERNELS, build
 from fusion_moe.emit.cuda.source import Launched, Source
-from fusion_moe.emit.cuda.variants import LINEAR, TILED, FewRows, ManyRows, Variant, choose
+from fusion_moe.emit.cuda.variants import LINEAR, TILED, FewRows, ManyRows, Share, Variant, blocks, choose
 from fusion_moe.errors import BuildError, UnsupportedError
 from fusion_moe.ir.sizes import AnySize, symbol
 from fusion_moe.ir.types import TensorType
@@ -148,7 +148,7 @@ def test_variants_need_no_local_memory_and_have_lean_loops(model, variant: Varia
             assert isinstance(source, Product)
             if not variant.fits(source.tiles, source.columns.tiles, source.plan.k, "sm_90a"):
                 continue  # gate and up would be in two blocks, or registers would not do
-            lines = sass(build(source.product(variant, {"s0": 512}), "sm_90a"))  # blocks enough for halves
+            lines = sass(build(source.products([Share(variant)], {"s0": 512})[0], "sm_90a"))  # blocks enough for halves
             assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
             assert any("HGMMA" in x if isinstance(variant, ManyRows) else "HMMA" in x for x in lines)
             # a compiler that cannot follow which registers are in use makes each product wait for the one before
@@ -166,7 +166,7 @@ def test_many_rows_are_stored_by_whole_instructions(variant, gives_ordered):
     """At least 8 bytes at a time; what is turned has 16 bits."""
     for source in sources("qwen3"):
         assert isinstance(source, Product)
-        lines = sass(build(source.product(variant, {"s0": 64}, gives_ordered=gives_ordered), "sm_90a"))
+        lines = sass(build(source.products([Share(variant)], {"s0": 64}, gives_ordered=gives_ordered)[0], "sm_90a"))
         stores = [m[1] for line in lines if (m := re.search(r"\bSTG\.E\.(\w+)(?!.*STRONG)", line))]
         assert set(stores) <= {"64", "128"}
         assert any("STSM" in line for line in lines)
@@ -181,7 +181,7 @@ def test_rows_in_turn_are_put_in_order_or_read_as_they_are(k, variant, in_order,
     source = sorted_rows(k)
     if not variant.fits(source.tiles, source.columns.tiles, k, "sm_90a"):
         pytest.skip("never chosen: registers would not do")
-    lines = sass(build(source.product(variant, {"s0": 2**17}), "sm_90a"))
+    lines = sass(build(source.products([Share(variant)], {"s0": 2**17})[0], "sm_90a"))
     assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
     assert any(x.startswith("LDSM") for x in lines) != in_order
     assert [x.name for x in launches(source, 2**17)[:-1]] == (["prologue_ordered"] if in_order else [])
@@ -198,7 +198,7 @@ def test_many_rows_in_turn_are_read_as_they_are():
 def test_the_loop_of_long_matrices_is_counted():
     """So that the test above counts something."""
     (first, _), (variant, *_) = sources("dsv3"), TILED[0].variants
-    lines = sass(build(first.product(variant, {"s0": 64}), "sm_90a"))
+    lines = sass(build(first.products([Share(variant)], {"s0": 64})[0], "sm_90a"))
     assert [len(loop) for loop in loops(lines) if sum("HMMA" in x for x in loop) == 4 * round_of(variant)]
 
 
@@ -211,7 +211,8 @@ def test_there_are_few_kernels():
 
 def test_the_choice_looks_at_rows_and_groups_alone():
     def chosen(rows, groups, k=2048, tiles=96, block=2, regimes=TILED, arch="sm_90a"):
-        return choose(rows, groups, k, tiles, block, regimes, arch)
+        shares = choose(rows, groups, k, tiles, block, regimes, arch)
+        return next(s.variant for s in shares if s.most is None or rows <= s.most * groups)  # of average groups
 
     # as measured: few tiles, or long matrices, take more warps along K
     assert [chosen(8 * t, 128).wk for t in (1, 8, 32)] == [4, 2, 1]
@@ -233,6 +234,38 @@ def test_the_choice_looks_at_rows_and_groups_alone():
     assert chosen(160, 8, 4096, 1792, arch="sm_80").nt == 2
     for rows, groups, regimes in itertools.product((1, 64, 4096), (1, 8, 256), (TILED, LINEAR)):
         assert chosen(rows, groups, regimes=regimes).tiles % 2 == 0
+
+
+def test_long_products_have_kernels_for_groups_by_their_sizes():
+    def chosen(rows, groups=256, k=7168, tiles=256, arch="sm_90a"):
+        return [(s.variant.name, s.above, s.most) for s in choose(rows, groups, k, tiles, 2, TILED, arch)]
+
+    low, middle, tall, tallest = "many_rows_32x4x2", "many_rows_48x4x2", "many_rows_80x4", "many_rows_160x3"
+    assert chosen(16 * 256) == [(low, 0, 32), (tall, 32, None)]
+    assert chosen(32 * 256) == [(middle, 0, 64), (tallest, 64, None)]
+    assert chosen(64 * 256) == [(low, 0, 32), (tall, 32, 112), (tallest, 112, None)]
+    # launches that find nothing to do would count; two more of them, in a product that is not that long
+    assert [len(chosen(rows * 128, 128, 2048, 96)) for rows in (16, 32, 64)] == [1, 1, 1]
+    assert [len(chosen(rows * 128, 128, 2880, 180)) for rows in (16, 32, 64)] == [2, 2, 1]
+    for rows in (4, 8, 40, 128):
+        assert [share[1:] for share in chosen(256 * rows)] == [(0, None)]
+    assert len(chosen(16 * 8, 8, 4096, 1792)) == len(chosen(16 * 256, arch="sm_89")) == 1
+    for regime in TILED:  # the first one says in which order all read and store rows
+        assert all(isinstance(v, ManyRows) for _, of in regime.uneven for v in of)
+        assert [most for most, _ in regime.uneven[-1:]] in ([], [None])
+
+
+def test_blocks_of_a_share():
+    """As many as the worst groups need, of sizes in its bounds."""
+    variant = ManyRows(32, 5)
+    for rows, groups, (above, most) in itertools.product((1, 40, 333), (1, 2, 5), ((0, None), (0, 32), (32, 80), (80, None))):
+        worst = 0
+        for sizes in itertools.product((0, 1, 32, 33, 64, 65, 80, 81, 333), repeat=groups):
+            if sum(sizes) <= rows:
+                mine = [size for size in sizes if size > above and (most is None or size <= most)]
+                rest = [] if most else [rows - sum(sizes)]
+                worst = max(worst, sum(-(-size // variant.height) for size in (*mine, *rest)))
+        assert worst * 2 <= blocks(Share(variant, above, most), rows, groups, 40)
 
 
 def test_blocks_that_all_run_at_once_are_not_made_in_halves():

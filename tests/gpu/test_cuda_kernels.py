@@ -15,7 +15,7 @@ from fusion_moe import options
 from fusion_moe.compile import compile_fusion
 from fusion_moe.emit.cuda import variants
 from fusion_moe.emit.cuda.grouped_mm import Product
-from fusion_moe.emit.cuda.variants import ALWAYS, Regime
+from fusion_moe.emit.cuda.variants import ALWAYS, ManyRows, Regime
 from fusion_moe.errors import BuildError, GroupsError
 from fusion_moe.formats import Quantized, dequantize, quantize
 from fusion_moe.frontends.inductor import backend
@@ -191,6 +191,73 @@ def test_every_variant_exactly(table, variant, in_order, k, n, monkeypatch):
         assert torch.equal(found, want)
         poison()
         assert torch.equal(program("nvfp4_grouped_mm", args, kwargs)(list(args))[0], found)
+
+
+# The kernels of groups by their sizes.
+UNEVEN = {
+    "two": ((32, (ManyRows(32, 5),)), (None, (ManyRows(80, 4),))),
+    "three": ((32, (ManyRows(32, 5),)), (112, (ManyRows(80, 4),)), (None, (ManyRows(160, 3),))),
+    "few heavy ones": ((160, (ManyRows(160, 3),)), (None, (ManyRows(32, 5),))),
+}
+
+
+@pytest.fixture(params=UNEVEN)
+def uneven(request, monkeypatch):
+    """Products are made by several kernels."""
+    monkeypatch.setattr(variants, "_LONG", 0)
+    monkeypatch.setattr(variants, "_MANY", 0)
+    monkeypatch.setattr(variants, "TILED", (Regime(ALWAYS, (ManyRows(64, 4),), UNEVEN[request.param]), variants.TILED[-1]))
+    return UNEVEN[request.param]
+
+
+@pytest.mark.parametrize(("k", "n"), [(64, 16), (320, 144), (1024, 2064)])
+def test_groups_of_uneven_sizes_exactly(uneven, k, n):
+    weight = random_weight(7, n, k, exact=True)
+    packed, matrices = stored(weight, "w16x64"), dequantize(weight).cuda()
+    for cut in (*RAGGED, *(Cut((0,) * i + (900,) + (0,) * (6 - i), 70) for i in (0, 6)), Cut((32, 33, 80, 112, 113, 8, 9), 300)):
+        x = torch.randint(-3, 4, (cut.rows, k), generator=generator()).bfloat16().cuda()
+        x[int(cut.ends[-1]) :] = torch.nan  # rows of no group are not read
+        want = torch.zeros(cut.rows, n, device="cuda")
+        for group, rows in cut.runs:
+            want[rows] = x[rows].float() @ matrices[group].T
+        args, kwargs = (x, *packed, cut.ends.cuda()), {"weight_layout": "w16x64", "out_dtype": torch.float32}
+        made = program("nvfp4_grouped_mm", args, kwargs)
+        source = made.kernels[0].launch.source
+        assert len(source.shares(dict.fromkeys(source.fusion.symbols, 10**4), "sm_90a")) == len(uneven)
+        for _ in range(3):
+            poison()
+            assert torch.equal(made(list(args))[0], want)
+
+
+def test_bad_ends_of_uneven_groups(uneven):
+    a, weight = torch.randn(300, 128).bfloat16().cuda(), stored(random_weight(4, 32, 128), "w16x64")
+    for ends, bad in (([90, 30, 40, 400], 1), ([-5, 30, 30, 30], 0), ([2**31 - 1] * 4, 0), ([3, 43, 83, 301], 3)):
+        args, kwargs = (a, *weight, torch.tensor(ends, dtype=torch.int32).cuda()), {"weight_layout": "w16x64"}
+        poison()
+        found = program("nvfp4_grouped_mm", args, kwargs)(list(args))[0]
+        with pytest.raises(GroupsError, match=rf"offs\[{bad}\] = {ends[bad]}, in an earlier call"):
+            fusion_moe.synchronize()
+        assert found.isfinite().all()
+
+
+def test_a_graph_of_a_layer_of_uneven_groups(uneven):
+    """It replays with any routing; equal calls give equal bits."""
+    x, ids, w = tokens(torch.zeros(400, K, dtype=torch.long))
+    args, kwargs = [x, ids, w, *experts("w16x64", E, H, 256)], {"weight_layout": "w16x64"}
+    made = program("expert_mlp", args, kwargs)
+    given = list(bind(SPECS["expert_mlp"], args, kwargs).tensors.values())
+    made(given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [made(given)[0] for _ in range(10)]
+    for seed, share in enumerate((1.0, 0.3, 0.1, 0.0)):  # of tokens that choose evenly, the others one group
+        ids.copy_(torch.randint(0, E, ids.shape, generator=generator(seed)) * (torch.rand(ids.shape, generator=generator(seed)) < share))
+        for result in found:
+            result.fill_(math.nan)
+        graph.replay()
+        with options.override(target="reference"):
+            close(found[0], ops.expert_mlp(*args, **kwargs), 8e-3)
+        assert all(torch.equal(result, found[0]) for result in found)
 
 
 @pytest.mark.parametrize(("k", "n"), [(16, 8), (48, 33), (80, 40), (272, 70)])

@@ -15,6 +15,7 @@ from ..cxx.plan import Plan, known
 from . import variants
 from .columns import Columns, columns
 from .source import Array, Launched, Sizes, Source
+from .variants import Share
 
 LAYOUTS = {"linear": "Linear", "w16x64": "Tiled"}  # of weights: the readers in kernels/fp4.cuh
 ACTIVATIONS = "activations"  # what the prologue makes
@@ -66,34 +67,57 @@ class Product(Source):
 
     def launches(self, sizes: Sizes, arch: str) -> list[Launched]:
         """Routing; activations that are computed, or wanted in another order; the product; what is summed of its rows."""
-        variant, given = self.variant(sizes, arch), self._is_given_ordered(sizes, arch)
+        shares, given = self.shares(sizes, arch), self._is_given_ordered(sizes, arch)
         first = self.made_first(sizes)
-        prologue = [] if given else self._prologue(variant, sizes, after_routing=bool(first))
+        prologue = [] if given else self._prologue(shares[0].variant, sizes, after_routing=bool(first))
         early = self._routing is None or bool(prologue)
-        product = self.product(variant, sizes, given_ordered=given, gives_ordered=self.gives_ordered(sizes, arch), early=early)
-        found = [*first, *prologue, product]
+        products = self.products(shares, sizes, given_ordered=given, gives_ordered=self.gives_ordered(sizes, arch), early=early)
+        found = [*first, *prologue, *products]
         return [*found, self._combine(sizes)] if self.plan.combine else found
 
-    def variant(self, sizes: Sizes, arch: str) -> variants.Variant:
-        """The variant of the product's kernel that is chosen."""
+    def shares(self, sizes: Sizes, arch: str) -> tuple[Share, ...]:
+        """The kernels of the product that are chosen. All of them read rows in the order of the first one, and are alike in `ordered`."""
         regimes = variants.LINEAR if self.layout == "linear" else variants.TILED
         return variants.choose(value(self.rows, sizes), self.groups, self.plan.k, self.tiles, self.columns.tiles, regimes, arch)
 
-    def product(
-        self, variant: variants.Variant, sizes: Sizes, *, given_ordered: bool = False, gives_ordered: bool = False, early: bool = False
-    ) -> Launched:  # fmt: skip
-        """The kernel of the product. given_ordered, gives_ordered: whether the matrix in memory is ordered, and the result will be.
+    def variant(self, sizes: Sizes, arch: str) -> variants.Variant:
+        """That of the first one."""
+        return self.shares(sizes, arch)[0].variant
 
-        early: whether ends are there before the kernel before it has ended.
+    def products(
+        self, shares: Sequence[Share], sizes: Sizes, *, given_ordered: bool = False, gives_ordered: bool = False, early: bool = False
+    ) -> list[Launched]:  # fmt: skip
+        """The kernels of the product. given_ordered, gives_ordered: whether the matrix in memory is ordered, and the result will be.
+
+        early: whether ends are there before the kernel before these has ended.
         """
-        at = f"using At = {'Ordered' if gives_ordered else 'InTurn'};"
-        in_order = given_ordered or not self._reads_the_matrix(variant)
-        ordered = f"static constexpr bool ORDERED = {str(in_order).lower()};  // whether activations are"
-        ids = not variant.persistent and self._routing is not None and value(self.rows, sizes) <= _MOST_IDS
+        first, last = shares[0], shares[-1]
+        in_order = given_ordered or not self._reads_the_matrix(first.variant)
+        order = [
+            *self._row(first.variant, given_ordered),
+            f"using At = {'Ordered' if gives_ordered else 'InTurn'};",
+            f"static constexpr bool ORDERED = {str(in_order).lower()};  // whether activations are",
+        ]
+        return [self._product(s, sizes, order, early or s is not first, s is not first, s is not last) for s in shares]
+
+    def _product(
+        self, share: Share, sizes: Sizes, order: Sequence[str], early: bool, beside_previous: bool, beside_next: bool
+    ) -> Launched:  # fmt: skip
+        """One of them. beside_previous, beside_next: whether the kernel before or after it is one of them too."""
+        variant, rows = share.variant, value(self.rows, sizes)
+        ids = not variant.persistent and self._routing is not None and rows <= _MOST_IDS
         early = early or ids
-        schedule = [f"static constexpr bool EARLY = {str(early).lower()};", ordered, at]
-        functions = [*self._row(variant, given_ordered), *(schedule if variant.persistent else self._find(ids, early))]
-        blocks = variants.blocks(variant, value(self.rows, sizes), self.groups, self.tiles)
+        most = "ANY_SIZE" if share.most is None else share.most
+        schedule = [
+            f"static constexpr i32 ABOVE = {share.above}, MOST = {most};",
+            f"static constexpr bool BESIDE_PREVIOUS = {str(beside_previous).lower()}, BESIDE_NEXT = {str(beside_next).lower()};",
+        ]
+        functions = [
+            *order,
+            f"static constexpr bool EARLY = {str(early).lower()};",
+            *(schedule if variant.persistent else self._find(ids)),
+        ]
+        blocks = variants.blocks(share, rows, self.groups, self.tiles)
         return self.calling(
             variant.call(blocks), variant.name, functions, blocks, header=variant.header, threads=variant.threads, shared=variant.shared,
             least_blocks=variant.per_sm, persistent=variant.persistent, early=early,
@@ -157,8 +181,8 @@ class Product(Source):
         """What makes the ends, if this segment does."""
         return next((op for op in self.fusion.ops if op.kind.name == "route" and op.outputs[0] is self.plan.ends), None)
 
-    def _find(self, ids: bool, early: bool) -> list[str]:
-        """How a kernel finds a tile: in ids, or in ends. EARLY: before the kernel before it has ended."""
+    def _find(self, ids: bool) -> list[str]:
+        """How a kernel finds a tile: in ids, or in ends."""
         if ids:
             assert self._routing is not None
             made = f"find_tile_of_ids<G, HEIGHT, ACROSS, AT_ONCE>({self.array(self._routing.values[0])}, i32(rows()), number)"
@@ -167,7 +191,6 @@ class Product(Source):
             made = f"find_tile<G, HEIGHT, ACROSS, AT_ONCE>(ends, i32(rows()), number, {told})"
         return [
             f"using Weights = {LAYOUTS[self.layout]};",
-            f"static constexpr bool EARLY = {str(early).lower()};",
             "template <int HEIGHT, int ACROSS, int AT_ONCE>",
             f"__device__ __forceinline__ Place find(i32 number) const {{ return {made}; }}",
         ]

@@ -1,6 +1,6 @@
-"""The kernels of grouped products, as data: what each is compiled with, and which one is chosen.
+"""The kernels of grouped products, as data: what each is compiled with, and which one is chosen, or some for groups by their sizes.
 
-The choice looks at sizes that the host knows, rows, groups and those of a matrix, and never at how many rows a group has.
+The choice looks at sizes that the host knows, rows, groups and those of a matrix, and never at how many rows a group has: a kernel does.
 """
 
 from __future__ import annotations
@@ -158,22 +158,38 @@ Variant = FewRows | ManyRows
 
 @dataclass(frozen=True)
 class Regime:
-    """most: rows that a group has on average, up to which one of the variants is chosen: the fastest."""
+    """most: rows that a group has on average, up to which one of the variants is chosen: the fastest.
+
+    uneven: in long products, the same for groups of up to so many rows each, made by kernels that run beside each other. Where rows pick
+    groups evenly, nearly all are left to one of these.
+    """
 
     most: float
     variants: tuple[Variant, ...]
+    uneven: tuple[tuple[int | None, tuple[Variant, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Share:
+    """A kernel, and the groups that it makes: those of more than `above` rows, and at most `most` if that is not None."""
+
+    variant: Variant
+    above: int = 0
+    most: int | None = None
 
 
 ALWAYS = float("inf")
 FEW_TALL = (FewRows(2, 2, 1, 2, 2, 4), FewRows(2, 2, 2, 2, 2, 4), FewRows(2, 2, 4, 2, 2, 4))
+LOW, MIDDLE = (ManyRows(32, 5), ManyRows(32, 4, 2)), (ManyRows(48, 4, 2), ManyRows(64, 4), ManyRows(96, 4))
+TALL, TALLEST = (ManyRows(80, 4),), (ManyRows(160, 3),)
 TILED = (
     Regime(6, (FewRows(1, 1, 1, 1, 3, 8), FewRows(1, 1, 2, 1, 3, 8), FewRows(1, 1, 4, 1, 3, 4), FewRows(1, 1, 8, 1, 3, 4))),
     Regime(12, FEW_TALL),
-    Regime(20, (ManyRows(32, 5), ManyRows(32, 4, 2))),
-    Regime(36, (ManyRows(48, 4, 2), ManyRows(64, 4), ManyRows(96, 4))),
+    Regime(20, LOW, ((32, LOW), (None, TALL))),
+    Regime(36, MIDDLE, ((64, MIDDLE), (None, TALLEST))),
     Regime(48, (ManyRows(64, 4), ManyRows(96, 4))),
-    Regime(68, (ManyRows(80, 4),)),  # weights of a group that is higher are decoded twice
-    Regime(ALWAYS, (ManyRows(160, 3),)),
+    Regime(68, TALL, ((32, LOW), (112, TALL), (None, TALLEST))),  # weights of a group that is higher are decoded twice
+    Regime(ALWAYS, TALLEST),
     Regime(24, FEW_TALL),  # without wgmma
     Regime(ALWAYS, (FewRows(4, 2, 4, 1, 1, 2),)),
 )
@@ -185,25 +201,37 @@ LINEAR = (
 _MULTIPROCESSORS = 132  # of an H200
 _BUSY = 3200  # warps that keep its memory busy
 _BEGIN_AND_END = 4  # times 64 k
+_LONG, _MANY = 2**29, 16  # weights of a product beside which one more launch is short; groups of which some can be much heavier
 _TWO_BANDS = 0.955  # of the time of a tile, since bands share what is done for each stage
 
 
-def choose(rows: int, groups: int, k: int, tiles: int, block: int, regimes: Sequence[Regime], arch: str) -> Variant:
-    """The variant for `rows` rows in `groups` groups, of `tiles` tiles of 16 columns, `block` of which make whole columns of the result.
+def choose(rows: int, groups: int, k: int, tiles: int, block: int, regimes: Sequence[Regime], arch: str) -> tuple[Share, ...]:
+    """The kernels for `rows` rows in `groups` groups, of `tiles` tiles of 16 columns, `block` of which make whole columns of the result.
 
     Few blocks leave a GPU idle: warps along K make more of them.
     """
-    possible = ([v for v in r.variants if v.fits(tiles, block, k, arch)] for r in regimes if rows <= r.most * groups)
-    fitting = next(variants for variants in possible if variants)
     touched = groups * (1 - (1 - 1 / groups) ** rows)  # groups with a row, if rows pick them evenly
 
     def time(v: Variant) -> float:
         expected = max(touched, rows / v.height) * -(-tiles // v.tiles)
-        return v.time(expected, blocks(v, rows, groups, tiles) - expected, k, block)
+        return v.time(expected, blocks(Share(v), rows, groups, tiles) - expected, k, block)
 
-    return min(fitting, key=time)
+    def fastest(of: Sequence[Variant]) -> Variant | None:
+        return min((v for v in of if v.fits(tiles, block, k, arch)), key=time, default=None)
+
+    possible = ((regime, fastest(regime.variants)) for regime in regimes if rows <= regime.most * groups)
+    regime, usual = next((regime, variant) for regime, variant in possible if variant)
+    bounds, found = [most for most, _ in regime.uneven], [v for _, of in regime.uneven if (v := fastest(of))]
+    long = groups >= _MANY and groups * tiles * 16 * k >= _LONG * (len(bounds) - 1)
+    if not found or len(found) < len(bounds) or not long:
+        return (Share(usual),)
+    return tuple(Share(v, above or 0, most) for v, above, most in zip(found, [0, *bounds], bounds, strict=False))
 
 
-def blocks(variant: Variant, rows: int, groups: int, tiles: int) -> int:
+def blocks(share: Share, rows: int, groups: int, tiles: int) -> int:
     """How much there is to do, in blocks, whatever the sizes of groups. Rows of no group are one more group."""
-    return ragged.bound(rows, groups + 1, variant.height) // variant.height * -(-tiles // variant.tiles)
+    height, count = share.variant.height, min(groups, rows // (share.above + 1))
+    high = ragged.bound(rows, count + 1, height) // height
+    if share.most is not None:
+        high = min(high, count * -(-share.most // height))
+    return high * -(-tiles // share.variant.tiles)

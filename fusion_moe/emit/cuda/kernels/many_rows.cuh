@@ -6,6 +6,10 @@
 // multiply, each by BANDS bands of 64 rows of the matrix, what a few warps copy into a ring of stages of 128 k. They share nothing but
 // the ring: some decode while others keep the tensor cores busy, and one may finish an item and store it while others still multiply.
 //
+// Groups that are much heavier or lighter than others can be left to launches of other variants, beside this one: each counts only groups
+// of its own sizes, ABOVE to MOST, which the host does not know. None of them needs what another makes, so none waits for the one before;
+// but the last block of each does when it is done, and so what waits for the last launch waits for all.
+//
 // Activations are given in the order of w16x64 (order.cuh), or in their own, with more instructions for each weight (shared_tile.cuh).
 #pragma once
 
@@ -56,15 +60,17 @@ struct ManyRows {
         BandWeights weights[TEAMS * BANDS];
     };
 
+    using Work = Schedule<Segment::G, TOKENS, Segment::ABOVE, Segment::MOST>;
+
     // As many as fit. Items are told by those who copy: each has a stage at least, but for one that they begin.
-    static constexpr int LEFT = MOST_SHARED - int(sizeof(Schedule<Segment::G, TOKENS>) + sizeof(Item));
+    static constexpr int LEFT = MOST_SHARED - int(sizeof(Work) + sizeof(Item));
     static constexpr int STAGES = LEFT / (sizeof(Stage) + 2 * sizeof(u64) + sizeof(Item)), ITEMS = STAGES + 1;
 
     struct Shared {
         Stage stage[STAGES];
         Item items[ITEMS];
         u64 full[STAGES], empty[STAGES];
-        Schedule<Segment::G, TOKENS> schedule;
+        Work schedule;
     };
     static_assert(sizeof(Shared) <= MOST_SHARED && sizeof(BandWeights) >= Turned::PLACE);
 
@@ -77,7 +83,8 @@ struct ManyRows {
         }
         if (!Segment::EARLY) wait_for_previous();
         shared.schedule.make(s.ends, i32(s.rows()), ACROSS, blockIdx.x == 0 ? s.error : nullptr, reinterpret_cast<i32*>(shared.stage));
-        if (Segment::EARLY) wait_for_previous();
+        if (Segment::EARLY && !Segment::BESIDE_PREVIOUS) wait_for_previous();
+        if (Segment::BESIDE_NEXT) let_next_start();
         if (threadIdx.x < TEAM * TEAMS) {
             take_registers<MULTIPLY_REGISTERS>();
             multiply(s, shared);
@@ -86,10 +93,11 @@ struct ManyRows {
             copy(s, shared);
         }
         let_next_start();
+        if (Segment::BESIDE_PREVIOUS && blockIdx.x == gridDim.x - 1) wait_for_previous();
     }
 
 private:
-    using Cursor = typename Schedule<Segment::G, TOKENS>::Cursor;
+    using Cursor = typename Work::Cursor;
     using At = typename Segment::At;
 
     // Tile t of a block of columns -> the row of the matrix where it begins. Past the last column: the last block's. What makes a column

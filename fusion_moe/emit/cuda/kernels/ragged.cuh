@@ -148,9 +148,12 @@ __device__ __forceinline__ Span from_lane(const Span& span, int lane) {
     return {__shfl_sync(WHOLE_WARP, span.group, lane), __shfl_sync(WHOLE_WARP, span.first, lane), __shfl_sync(WHOLE_WARP, span.end, lane)};
 }
 
+constexpr i32 ANY_SIZE = 0x7FFFFFFF;
+
 // Groups cut into tiles of `HEIGHT` rows: those of group 0, then those of group 1, ..., then those of rows that belong to no group.
-// It lies in shared memory. Ends are used as groups.clamp_ends makes them.
-template <int G, int HEIGHT>
+// Groups of ABOVE rows and less, and those of more than MOST, are another kernel's, and have no tiles; nor have rows of no group, unless
+// groups may have any size. It lies in shared memory. Ends are used as groups.clamp_ends makes them.
+template <int G, int HEIGHT, i32 ABOVE = 0, i32 MOST = ANY_SIZE>
 struct Tiles {
     i32 first[G + 2];   // row; group G has the rows of no group
     i32 before[G + 2];  // tiles of the groups before; of all groups
@@ -162,6 +165,11 @@ struct Tiles {
     }
 
 private:
+    __device__ static __forceinline__ i32 tiles_of(i32 size) {
+        const bool mine = (ABOVE == 0 || size > ABOVE) && (MOST == ANY_SIZE || size <= MOST);
+        return mine ? (size + HEIGHT - 1) / HEIGHT : 0;
+    }
+
     __device__ __forceinline__ void make_by_warp(const i32* ends, i32 rows, i64* error) {
         constexpr int EACH = (G + 31) / 32;  // groups of a lane, one after the other
         const i32 lane = threadIdx.x;
@@ -169,17 +177,20 @@ private:
         load_ends<G>(end, ends);
         if (error) check_ends<G>(end, rows, error);
         clamp_ends(end, rows);
-        i32 row = start_of(end), mine = tiles_in<HEIGHT>(end, row), number = scan(mine, Plus()) - mine;
+        i32 row = start_of(end), mine = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) mine += tiles_of(end[i] - (i ? end[i - 1] : row));
+        i32 number = scan(mine, Plus()) - mine;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const i32 g = lane * EACH + i;
             if (g < G) first[g] = row, before[g] = number;
-            number += (end[i] - row + HEIGHT - 1) / HEIGHT;
+            number += tiles_of(end[i] - row);
             row = end[i];
         }
         if (lane == 31) {
             first[G] = row, before[G] = number;
-            first[G + 1] = rows, before[G + 1] = number + (rows - row + HEIGHT - 1) / HEIGHT;
+            first[G + 1] = rows, before[G + 1] = number + (MOST == ANY_SIZE ? (rows - row + HEIGHT - 1) / HEIGHT : 0);
         }
     }
 };

@@ -18,7 +18,7 @@ struct alignas(16) Item {
     i32 height, column_block;  // of the group's spans: a multiple of 8
 };
 
-template <int G, int HEIGHT>
+template <int G, int HEIGHT, i32 ABOVE, i32 MOST>
 class Schedule {
 public:
     // By all threads of a block; `scratch` holds 4 (G + 1) numbers.
@@ -27,6 +27,11 @@ public:
         int2* group = reinterpret_cast<int2*>(scratch);  // what it is sorted by, and its items
         i32 *place = scratch + 2 * (G + 1), *upto = place + G + 1;
         tiles_.make(ends, rows, error);
+        if (tiles_.before[G + 1] == 0) {  // other kernels have it all
+            if (threadIdx.x == 0) upto_[G] = upto_[G - 1] = 0;
+            __syncthreads();
+            return;
+        }
         for (i32 g = threadIdx.x; g <= G; g += blockDim.x) {
             group[g] = {g < G ? height_of(g) * (G + 1) + G - g : 0, spans_of(g) * across};  // rows of no group come last
             place[g] = upto[g] = 0;
@@ -95,7 +100,7 @@ private:
         return spans == 0 ? 0 : (size + 8 * spans - 1) / (8 * spans) * 8;
     }
 
-    Tiles<G, HEIGHT> tiles_;
+    Tiles<G, HEIGHT, ABOVE, MOST> tiles_;
     i32 across_;
     i32 order_[G + 1], upto_[G + 1], height_[G + 1];  // groups in the order of work; items of the first so many of them; heights of spans
 };
