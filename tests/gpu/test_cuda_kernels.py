@@ -270,10 +270,13 @@ def test_sizes_off_the_tile_run_in_the_linear_layout(k, n):
     assert found[19:].eq(0).all()
 
 
+@pytest.mark.parametrize("rows", [20, 400])
+@pytest.mark.parametrize(("n", "runs"), [(96, 3), (144, 6)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_decode_scales_of_runs_of_rows(layout):
-    x, weight = torch.randn(20, 128, generator=generator()).bfloat16(), random_weight(2, 96, 128, runs=3)
-    found = product(x.cuda(), stored(weight, layout), torch.tensor([7, 20], dtype=torch.int32).cuda(), layout)
+def test_decode_scales_of_runs_of_rows(layout, n, runs, rows):
+    """Runs of whole tiles, and others; by kernels for few rows and for many."""
+    x, weight = torch.randn(rows, 128, generator=generator()).bfloat16(), random_weight(2, n, 128, runs=runs)
+    found = product(x.cuda(), stored(weight, layout), torch.tensor([7, rows], dtype=torch.int32).cuda(), layout)
     want = torch.cat([x[:7].float() @ dequantize(weight)[0].T, x[7:].float() @ dequantize(weight)[1].T])
     close(found, want.cuda(), 3e-3)
 

@@ -9,7 +9,7 @@
 
 namespace {
 
-// For activations in the order of order.cuh: what a lane has copied to its place, it could read itself.
+// For activations in the order of order.cuh: as in memory.
 template <bool Ordered>
 struct SharedTile {
     using Held = Tiled::Held;
