@@ -316,7 +316,8 @@ private:
         u32 to_release;            // the first stage that is not given back yet
 
         __device__ __forceinline__ Products(Shared& shared, Ring<STAGES>& ring, i32 height)
-            : shared(shared), ring(ring), height(height), mine(first_of(CODES), first_of(SCALES), threadIdx.x % 32), to_release(ring.stage) {}
+            : shared(shared), ring(ring), height(height), mine(first_of(CODES), first_of(SCALES), threadIdx.x % 32),
+              to_release(ring.stage) {}
 
         // Where the warp's begin in its first band, of so many bytes for each tile.
         __device__ static __forceinline__ u32 first_of(i32 bytes) {

@@ -1,7 +1,7 @@
 // Tiles of w16x64 in shared memory: where a warp that copies puts their codes, and how one that multiplies reads them, and their scales.
 //
-// A lane copies 16 bytes of codes; the 32 bytes of two that follow each other in memory stay together: apart, a product takes 1.1 to 1.5 times
-// as long, as seen on an H200.
+// A lane copies 16 bytes of codes; the 32 bytes of two that follow each other in memory stay together: apart, a product takes 1.1 to 1.5
+// times as long, as seen on an H200.
 #pragma once
 
 #include "fp4.cuh"
