@@ -105,14 +105,17 @@ def build_every_lane_arrives(launched: Launched, arch: str) -> Path:
 
 
 def main() -> None:
-    """Products are run once with each variant of their kernel."""
+    """Products are run once with each variant of their kernel, and once by kernels beside each other."""
+    variants._LONG = variants._MANY = 0
+    beside = variants.Regime(variants.ALWAYS, variants.TALLEST, ((8, variants.LOW), (20, variants.TALL), (None, variants.TALLEST)))
     launch.APART, launch.allocate, launch.build = 1, allocate_apart, build_every_lane_arrives
     for call in without_product():
         call.run()
     for layout, name in (("linear", "LINEAR"), ("w16x64", "TILED")):
         regimes = getattr(variants, name)
-        for variant in (v for regime in regimes for v in regime.variants):
-            setattr(variants, name, (variants.Regime(variants.ALWAYS, (variant,)), *regimes))  # the others where it does not fit
+        ways = [variants.Regime(variants.ALWAYS, (variant,)) for regime in regimes for variant in regime.variants]
+        for way in (*ways, *([beside] if name == "TILED" else [])):
+            setattr(variants, name, (way, *regimes))  # the others where it does not fit
             for call in (*products(layout), *layers(layout, tokens=7), *layers(layout, tokens=60)):
                 call.run()
     print("clean")
