@@ -153,20 +153,18 @@ private:
     __device__ static __forceinline__ void multiply(float (&sum)[NT][4], const Held& now, const uint4 (&active)[NT][2]) {
         const u32 low = Weights::low_scale(now), high = Weights::high_scale(now);
 #pragma unroll
-        for (int v = 0; v < 4; v += 2) {
-            u32 first[4], second[4];
-            Weights::decode(now, v, low, high, first);
-            Weights::decode(now, v + 1, low, high, second);
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {  // what a product reads of activations are registers that follow each other
-                const u32 fragment[4] = {first[2 * half], first[2 * half + 1], second[2 * half], second[2 * half + 1]};
+            for (int v = 0; v < 4; v += 2) {  // of two words: what a product reads of activations are registers that follow each other
+                u32 fragment[4];
+                Weights::decode(now, v, half, low, high, fragment);
+                Weights::decode(now, v + 1, half, low, high, fragment + 2);
 #pragma unroll
                 for (int t = 0; t < NT; ++t) {
                     const uint4& pairs = active[t][half];
                     mma_16x8x16(sum[t], fragment, v == 0 ? pairs.x : pairs.z, v == 0 ? pairs.y : pairs.w);
                 }
             }
-        }
     }
 
     // The partial sums of the tile that was opened.

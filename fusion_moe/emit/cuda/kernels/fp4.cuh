@@ -50,16 +50,28 @@ struct Tiled {
     static __device__ __forceinline__ u32 low_scale(const Held& h) { return pair(h.scales & 0xFF); }
     static __device__ __forceinline__ u32 high_scale(const Held& h) { return pair(h.scales >> 8); }
 
-    // Word v of the codes -> the fragment of step v.
-    static __device__ __forceinline__ void decode(const Held& h, int v, u32 low, u32 high, u32 (&a)[4]) {
-        decode(v == 0 ? h.codes.x : v == 1 ? h.codes.y : v == 2 ? h.codes.z : h.codes.w, low, high, a);
+    static __device__ __forceinline__ u32 word(const Held& h, int v) {
+        return v == 0 ? h.codes.x : v == 1 ? h.codes.y : v == 2 ? h.codes.z : h.codes.w;
+    }
+
+    // Word v of the codes -> the fragment of step v; its first or second pairs of k, of both rows.
+    static __device__ __forceinline__ void decode(const Held& h, int v, int half, u32 low, u32 high, u32* a) {
+        decode(word(h, v), half, low, high, a);
     }
 
     static __device__ __forceinline__ void decode(u32 word, u32 low, u32 high, u32 (&a)[4]) {
-        a[0] = multiply_pair(word & (SIGNS | SIZES), low);
-        a[1] = multiply_pair((word * 64u) & (SIGNS | SIZES), high);
-        a[2] = multiply_pair(__funnelshift_l(word, word, 12) & (SIGNS | SIZES), low);
-        a[3] = multiply_pair(and_or(word >> 6, 0x01000100u, (word * 4u) & 0x80C080C0u), high);
+        decode(word, 0, low, high, a);
+        decode(word, 1, low, high, a + 2);
+    }
+
+    static __device__ __forceinline__ void decode(u32 word, int half, u32 low, u32 high, u32* a) {
+        if (half == 0) {
+            a[0] = multiply_pair(word & (SIGNS | SIZES), low);
+            a[1] = multiply_pair((word * 64u) & (SIGNS | SIZES), high);
+        } else {
+            a[0] = multiply_pair(__funnelshift_l(word, word, 12) & (SIGNS | SIZES), low);
+            a[1] = multiply_pair(and_or(word >> 6, 0x01000100u, (word * 4u) & 0x80C080C0u), high);
+        }
     }
 
     static __device__ __forceinline__ u32 pair(u32 byte) { return byte * 0x00100010u + 0x6F806F80u; }  // E5M3 -> bf16x2, times 2^119
@@ -102,11 +114,9 @@ struct Linear {
     static __device__ __forceinline__ u32 low_scale(const Held& h) { return pair(h.low_scale); }
     static __device__ __forceinline__ u32 high_scale(const Held& h) { return pair(h.high_scale); }
 
-    static __device__ __forceinline__ void decode(const Held& h, int v, u32 low, u32 high, u32 (&a)[4]) {
-        a[0] = multiply_pair(codes_of(h.low.x >> 8 * v), low);
-        a[1] = multiply_pair(codes_of(h.high.x >> 8 * v), high);
-        a[2] = multiply_pair(codes_of(h.low.y >> 8 * v), low);
-        a[3] = multiply_pair(codes_of(h.high.y >> 8 * v), high);
+    static __device__ __forceinline__ void decode(const Held& h, int v, int half, u32 low, u32 high, u32* a) {
+        a[0] = multiply_pair(codes_of((half == 0 ? h.low.x : h.low.y) >> 8 * v), low);
+        a[1] = multiply_pair(codes_of((half == 0 ? h.high.x : h.high.y) >> 8 * v), high);
     }
 
 private:

@@ -27,7 +27,7 @@ struct SharedTile {
     }
 
     static __device__ __forceinline__ void decode(const Held& h, int v, u32 (&a)[4]) {
-        Tiled::decode(h, v, Tiled::low_scale(h), Tiled::high_scale(h), a);
+        Tiled::decode(Tiled::word(h, v), Tiled::low_scale(h), Tiled::high_scale(h), a);
     }
 };
 
