@@ -3,7 +3,7 @@
 source.py       what every segment has: a struct of its arrays, and kernels that are given it
 loops.py        segments without a product
 grouped_mm.py   products with NVFP4 weights, with gather, routing and epilogue; columns.py: which columns a result is made of
-variants.py     the kernels of products as data, and which is chosen for how many rows
+variants.py     the kernels of products as data, and which are chosen for how many rows
 launch.py       compiling and calling; join.py: the segments of a program in one call
 kernels/        the kernels, fixed
 """

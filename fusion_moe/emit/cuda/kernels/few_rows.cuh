@@ -151,11 +151,12 @@ private:
     }
 
     __device__ static __forceinline__ void multiply(float (&sum)[NT][4], const Held& now, const uint4 (&active)[NT][2]) {
+        // A product reads activations from registers that follow each other: so it takes one half each of two words of codes.
         const u32 low = Weights::low_scale(now), high = Weights::high_scale(now);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int v = 0; v < 4; v += 2) {  // of two words: what a product reads of activations are registers that follow each other
+            for (int v = 0; v < 4; v += 2) {
                 u32 fragment[4];
                 Weights::decode(now, v, half, low, high, fragment);
                 Weights::decode(now, v + 1, half, low, high, fragment + 2);

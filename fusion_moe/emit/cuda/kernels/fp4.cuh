@@ -54,11 +54,12 @@ struct Tiled {
         return v == 0 ? h.codes.x : v == 1 ? h.codes.y : v == 2 ? h.codes.z : h.codes.w;
     }
 
-    // Word v of the codes -> the fragment of step v; its first or second pairs of k, of both rows.
+    // The first or the second pairs of k of word v, of both rows: a half of the fragment of step v.
     static __device__ __forceinline__ void decode(const Held& h, int v, int half, u32 low, u32 high, u32* a) {
         decode(word(h, v), half, low, high, a);
     }
 
+    // A word -> the fragment; one half of it.
     static __device__ __forceinline__ void decode(u32 word, u32 low, u32 high, u32 (&a)[4]) {
         decode(word, 0, low, high, a);
         decode(word, 1, low, high, a + 2);
