@@ -127,13 +127,22 @@ __device__ __forceinline__ void clamp_ends(i32 (&end)[EACH], i32 rows) {
     for (int i = 0; i < EACH; ++i) end[i] = max(end[i], before);
 }
 
-// How many tiles a lane's groups are cut into.
-template <int HEIGHT, int EACH>
+constexpr i32 ANY_SIZE = 0x7FFFFFFF;
+
+// How many tiles a group is cut into; none if it has ABOVE rows or less, or more than MOST: another kernel makes it.
+template <int HEIGHT, i32 ABOVE, i32 MOST>
+__device__ __forceinline__ i32 tiles_of(i32 size) {
+    const bool mine = (ABOVE == 0 || size > ABOVE) && (MOST == ANY_SIZE || size <= MOST);
+    return mine ? (size + HEIGHT - 1) / HEIGHT : 0;
+}
+
+// Those of a lane's groups.
+template <int HEIGHT, i32 ABOVE, i32 MOST, int EACH>
 __device__ __forceinline__ i32 tiles_in(const i32 (&end)[EACH], i32 start) {
     i32 tiles = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        tiles += (end[i] - start + HEIGHT - 1) / HEIGHT;
+        tiles += tiles_of<HEIGHT, ABOVE, MOST>(end[i] - start);
         start = end[i];
     }
     return tiles;
@@ -148,12 +157,10 @@ __device__ __forceinline__ Span from_lane(const Span& span, int lane) {
     return {__shfl_sync(WHOLE_WARP, span.group, lane), __shfl_sync(WHOLE_WARP, span.first, lane), __shfl_sync(WHOLE_WARP, span.end, lane)};
 }
 
-constexpr i32 ANY_SIZE = 0x7FFFFFFF;
-
 // Groups cut into tiles of `HEIGHT` rows: those of group 0, then those of group 1, ..., then those of rows that belong to no group.
-// Groups of ABOVE rows and less, and those of more than MOST, are another kernel's, and have no tiles; nor have rows of no group, unless
-// groups may have any size. It lies in shared memory. Ends are used as groups.clamp_ends makes them.
-template <int G, int HEIGHT, i32 ABOVE = 0, i32 MOST = ANY_SIZE>
+// Another kernel's groups have no tiles (see tiles_of); nor have rows of no group, unless groups of any size above are this one's. It lies
+// in shared memory. Ends are used as groups.clamp_ends makes them.
+template <int G, int HEIGHT, i32 ABOVE, i32 MOST>
 struct Tiles {
     i32 first[G + 2];   // row; group G has the rows of no group
     i32 before[G + 2];  // tiles of the groups before; of all groups
@@ -165,11 +172,6 @@ struct Tiles {
     }
 
 private:
-    __device__ static __forceinline__ i32 tiles_of(i32 size) {
-        const bool mine = (ABOVE == 0 || size > ABOVE) && (MOST == ANY_SIZE || size <= MOST);
-        return mine ? (size + HEIGHT - 1) / HEIGHT : 0;
-    }
-
     __device__ __forceinline__ void make_by_warp(const i32* ends, i32 rows, i64* error) {
         constexpr int EACH = (G + 31) / 32;  // groups of a lane, one after the other
         const i32 lane = threadIdx.x;
@@ -177,15 +179,12 @@ private:
         load_ends<G>(end, ends);
         if (error) check_ends<G>(end, rows, error);
         clamp_ends(end, rows);
-        i32 row = start_of(end), mine = 0;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) mine += tiles_of(end[i] - (i ? end[i - 1] : row));
-        i32 number = scan(mine, Plus()) - mine;
+        i32 row = start_of(end), mine = tiles_in<HEIGHT, ABOVE, MOST>(end, row), number = scan(mine, Plus()) - mine;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const i32 g = lane * EACH + i;
             if (g < G) first[g] = row, before[g] = number;
-            number += tiles_of(end[i] - row);
+            number += tiles_of<HEIGHT, ABOVE, MOST>(end[i] - row);
             row = end[i];
         }
         if (lane == 31) {
@@ -243,7 +242,7 @@ __device__ __forceinline__ Place find_tile(const i32* ends, i32 rows, i32 number
     load_ends<G>(end, ends);
     if (error) check_ends<G>(end, rows, error);
     clamp_ends(end, rows);
-    const i32 start = start_of(end), mine = tiles_in<HEIGHT>(end, start) * ACROSS;
+    const i32 start = start_of(end), mine = tiles_in<HEIGHT, 0, ANY_SIZE>(end, start) * ACROSS;
     const i32 last = __shfl_sync(WHOLE_WARP, end[EACH - 1], 31), cut = __reduce_add_sync(WHOLE_WARP, mine);
     const i32 others = (rows - last + HEIGHT - 1) / HEIGHT * ACROSS;
     const Halved made = halved<AT_ONCE>(number, cut, i32(gridDim.x) - cut - others);
