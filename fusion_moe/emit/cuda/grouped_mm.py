@@ -93,27 +93,28 @@ class Product(Source):
         """
         first, last = shares[0], shares[-1]
         in_order = given_ordered or not self._reads_the_matrix(first.variant)
+        row = self._row(first.variant, given_ordered)
         order = [
-            *self._row(first.variant, given_ordered),
             f"using At = {'Ordered' if gives_ordered else 'InTurn'};",
             f"static constexpr bool ORDERED = {str(in_order).lower()};  // whether activations are",
         ]
-        return [self._product(s, sizes, order, early or s is not first, s is not first, s is not last) for s in shares]
+        return [self._product(s, sizes, row, order, early or s is not first, s is not first, s is not last) for s in shares]
 
     def _product(
-        self, share: Share, sizes: Sizes, order: Sequence[str], early: bool, beside_previous: bool, beside_next: bool
+        self, share: Share, sizes: Sizes, row: Sequence[str], order: Sequence[str], early: bool, beside_previous: bool, beside_next: bool
     ) -> Launched:  # fmt: skip
-        """One of them. beside_previous, beside_next: whether the kernel before or after it is one of them too."""
+        """One of them. row, order: of activations, for all; beside_previous, beside_next: whether the kernel before or after is one too."""
         variant, rows = share.variant, value(self.rows, sizes)
         ids = not variant.persistent and self._routing is not None and rows <= _MOST_IDS
         early = early or ids
         most = "ANY_SIZE" if share.most is None else share.most
         schedule = [
+            *order,
             f"static constexpr i32 ABOVE = {share.above}, MOST = {most};",
             f"static constexpr bool BESIDE_PREVIOUS = {str(beside_previous).lower()}, BESIDE_NEXT = {str(beside_next).lower()};",
         ]
         functions = [
-            *order,
+            *row,
             f"static constexpr bool EARLY = {str(early).lower()};",
             *(schedule if variant.persistent else self._find(ids)),
         ]
