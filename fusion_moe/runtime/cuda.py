@@ -11,7 +11,7 @@ looks at it, as every call does before it launches: what it raises was in an ear
 from __future__ import annotations
 
 import ctypes
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ _FAULTS = {
     2: ("ids.flatten()[{place}] = {value}, which names no group", "ids from 0 to the number of groups - 1"),
     3: ("an index of {value}", "one that lies inside of what it picks from"),
 }
+_RESERVED = 1024  # bytes of shared memory that the driver takes for each block
 _STREAMS = 64  # that a launch remembers
 Function = Any  # the driver's handle of a kernel
 
@@ -80,12 +81,25 @@ def load(path: Path, name: str, shared: int) -> Function:
     return d.CUfunction(int(kernel))
 
 
-class Launch:
-    """One kernel with the sizes of its launch. overlap: whether it may start while the kernel before it ends, for which it then waits."""
+def carveout(function: Function, index: int, blocks: int) -> int:
+    """Percent of a device's shared memory that so many blocks of a kernel, which asks for none at its launch, take of a multiprocessor."""
+    d = _driver()
+    asked = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+    nbytes = _checked(d.cuKernelGetAttribute(asked, d.CUkernel(int(function)), d.CUdevice(index)), "carveout")
+    return -(-100 * blocks * (nbytes + _RESERVED) // int(torch.cuda.get_device_properties(index).shared_memory_per_multiprocessor))
 
-    def __init__(self, function: Function, blocks: int, threads: int, shared: int, overlap: bool):
+
+class Launch:
+    """One kernel with the sizes of its launch. overlap: whether it may start while the kernel before it ends, for which it then waits.
+
+    carveout: percent of a multiprocessor's shared memory that its blocks take; the rest is to be a cache. None: the driver decides, and
+    leaves it as a kernel beside this one has it, which may be no cache at all.
+    """
+
+    def __init__(self, function: Function, blocks: int, threads: int, shared: int, overlap: bool, carveout: int | None = None):
         self._function = function
-        self._config = lru_cache(_STREAMS)(lambda stream: _config(blocks, threads, shared, overlap, stream))  # not shared by threads
+        config = partial(_config, blocks, threads, shared, overlap, carveout)
+        self._config = lru_cache(_STREAMS)(config)  # not shared by threads
 
     def __call__(self, stream: int, params: int) -> None:
         """params: the address of the array of addresses of the kernel's parameters."""
@@ -94,16 +108,23 @@ class Launch:
             _checked((status,), "launch")
 
 
-def _config(blocks: int, threads: int, shared: int, overlap: bool, stream: int) -> Any:
+def _config(blocks: int, threads: int, shared: int, overlap: bool, carveout: int | None, stream: int) -> Any:
     d = _driver()
+    kinds, attributes = d.CUlaunchAttributeID, []
     c = d.CUlaunchConfig()
     c.gridDimX, c.gridDimY, c.gridDimZ, c.blockDimX, c.blockDimY, c.blockDimZ = blocks, 1, 1, threads, 1, 1
     c.sharedMemBytes, c.hStream = shared, stream
     if overlap:
         attribute = d.CUlaunchAttribute()
-        attribute.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        c.attrs, c.numAttrs = [attribute], 1
+        attributes.append(attribute)
+    if carveout is not None:
+        attribute = d.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        attribute.value.sharedMemCarveout = carveout
+        attributes.append(attribute)
+    c.attrs, c.numAttrs = attributes, len(attributes)
     return c
 
 

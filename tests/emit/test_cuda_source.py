@@ -247,12 +247,35 @@ def test_long_products_have_kernels_for_groups_by_their_sizes():
     # launches that find nothing to do would count; two more of them, in a product that is not that long
     assert [len(chosen(rows * 128, 128, 2048, 96)) for rows in (16, 32, 64)] == [1, 1, 1]
     assert [len(chosen(rows * 128, 128, 2880, 180)) for rows in (16, 32, 64)] == [2, 2, 1]
-    for rows in (4, 8, 40, 128):
+    for rows in (2, 8, 40, 128):
         assert [share[1:] for share in chosen(256 * rows)] == [(0, None)]
     assert len(chosen(16 * 8, 8, 4096, 1792)) == len(chosen(16 * 256, arch="sm_89")) == 1
-    for regime in TILED:  # the first one says in which order all read and store rows
-        assert all(isinstance(v, ManyRows) for _, of in regime.uneven for v in of)
+    for regime in TILED:
         assert [most for most, _ in regime.uneven[-1:]] in ([], [None])
+
+
+def test_few_heavy_groups_of_a_decode_have_a_kernel_for_many_rows():
+    """It is launched first, since its blocks want whole multiprocessors; others fill what it leaves, and read the same rows."""
+
+    def chosen(rows, groups=256, arch="sm_90a"):
+        return [(s.variant.name, s.above, s.most) for s in choose(rows * groups, groups, 7168, 256, 2, TILED, arch)]
+
+    few, tall = "few_rows_1x1x1x1x3", "many_rows_80x4"
+    assert chosen(4) == chosen(6) == [(tall, 12, None), (few, 0, 12)]
+    for shares in chosen(3), chosen(7), chosen(4, groups=32), chosen(4, groups=8), chosen(4, arch="sm_89"):
+        assert [share[1:] for share in shares] == [(0, None)]
+    for source in sources("dsv3"):
+        assert isinstance(source, Product)
+        high, low = [x for x in launches(source, 128) if "rows" in x.name]
+        assert [high.title, low.title] == [f"{tall} (groups of more than 12 rows)", f"{few} (groups of 1 to 12 rows)"]
+        assert [high.caches, low.caches] == [0, 8]
+        assert source.variant({"s0": 128}, "sm_90a").name == few
+        assert source.count(source.scratch[-1], {"s0": 128}, "sm_90a") == 0  # rows are read as they are
+        assert not any("prologue" in x.name for x in launches(source, 128))
+    for source in sources("dsv3", scale_on="input"):
+        made = launches(source, 128)
+        assert not any("ordered(" in x.text for x in made if x.name == "prologue")
+        assert all("ORDERED = false" in x.text for x in made if x.name == tall)
 
 
 def test_blocks_of_a_share():

@@ -105,16 +105,19 @@ def build_every_lane_arrives(launched: Launched, arch: str) -> Path:
 
 
 def main() -> None:
-    """Products are run once with each variant of their kernel, and once by kernels beside each other."""
-    variants._LONG = variants._MANY = 0
-    beside = variants.Regime(variants.ALWAYS, variants.TALLEST, ((8, variants.LOW), (20, variants.TALL), (None, variants.TALLEST)))
+    """Products are run once with each variant of their kernel, and by kernels beside each other."""
+    variants._MANY = 0
+    beside = [
+        variants.Regime(variants.ALWAYS, variants.TALLEST, ((8, variants.LOW), (20, variants.TALL), (None, variants.TALLEST))),
+        variants.Regime(variants.ALWAYS, variants.FEW, ((12, variants.FEW), (None, variants.TALL))),
+    ]
     launch.APART, launch.allocate, launch.build = 1, allocate_apart, build_every_lane_arrives
     for call in without_product():
         call.run()
     for layout, name in (("linear", "LINEAR"), ("w16x64", "TILED")):
         regimes = getattr(variants, name)
         ways = [variants.Regime(variants.ALWAYS, (variant,)) for regime in regimes for variant in regime.variants]
-        for way in (*ways, *([beside] if name == "TILED" else [])):
+        for way in (*ways, *(beside if name == "TILED" else [])):
             setattr(variants, name, (way, *regimes))  # the others where it does not fit
             for call in (*products(layout), *layers(layout, tokens=7), *layers(layout, tokens=60)):
                 call.run()

@@ -15,7 +15,7 @@ from fusion_moe import options
 from fusion_moe.compile import compile_fusion
 from fusion_moe.emit.cuda import variants
 from fusion_moe.emit.cuda.grouped_mm import Product
-from fusion_moe.emit.cuda.variants import ALWAYS, ManyRows, Regime
+from fusion_moe.emit.cuda.variants import ALWAYS, FewRows, ManyRows, Regime
 from fusion_moe.errors import BuildError, GroupsError
 from fusion_moe.formats import Quantized, dequantize, quantize
 from fusion_moe.frontends.inductor import backend
@@ -198,15 +198,16 @@ UNEVEN = {
     "two": ((32, (ManyRows(32, 5),)), (None, (ManyRows(80, 4),))),
     "three": ((32, (ManyRows(32, 5),)), (112, (ManyRows(80, 4),)), (None, (ManyRows(160, 3),))),
     "few heavy ones": ((160, (ManyRows(160, 3),)), (None, (ManyRows(32, 5),))),
+    "those of a decode": ((12, (FewRows(1, 1, 2, 1, 3, 8),)), (None, (ManyRows(80, 4),))),
+    "those of a decode by tall tiles": ((40, (FewRows(2, 2, 1, 2, 2, 4),)), (None, (ManyRows(160, 3),))),
 }
 
 
 @pytest.fixture(params=UNEVEN)
 def uneven(request, monkeypatch):
     """Products are made by several kernels."""
-    monkeypatch.setattr(variants, "_LONG", 0)
     monkeypatch.setattr(variants, "_MANY", 0)
-    monkeypatch.setattr(variants, "TILED", (Regime(ALWAYS, (ManyRows(64, 4),), UNEVEN[request.param]), variants.TILED[-1]))
+    monkeypatch.setattr(variants, "TILED", (Regime(ALWAYS, UNEVEN[request.param][0][1], UNEVEN[request.param]), variants.TILED[-1]))
     return UNEVEN[request.param]
 
 
@@ -240,10 +241,11 @@ def test_bad_ends_of_uneven_groups(uneven):
         assert found.isfinite().all()
 
 
-def test_a_graph_of_a_layer_of_uneven_groups(uneven):
+@pytest.mark.parametrize("scale_on", ["output", "input"])
+def test_a_graph_of_a_layer_of_uneven_groups(uneven, scale_on):
     """It replays with any routing; equal calls give equal bits."""
     x, ids, w = tokens(torch.zeros(400, K, dtype=torch.long))
-    args, kwargs = [x, ids, w, *experts("w16x64", E, H, 256)], {"weight_layout": "w16x64"}
+    args, kwargs = [x, ids, w, *experts("w16x64", E, H, 256)], {"weight_layout": "w16x64", "scale_on": scale_on}
     made = program("expert_mlp", args, kwargs)
     given = list(bind(SPECS["expert_mlp"], args, kwargs).tensors.values())
     made(given)

@@ -69,20 +69,20 @@ class Product(Source):
         """Routing; activations that are computed, or wanted in another order; the product; what is summed of its rows."""
         shares, given = self.shares(sizes, arch), self._is_given_ordered(sizes, arch)
         first = self.made_first(sizes)
-        prologue = [] if given else self._prologue(shares[0].variant, sizes, after_routing=bool(first))
+        prologue = [] if given else self._prologue(reader(shares), sizes, after_routing=bool(first))
         early = self._routing is None or bool(prologue)
         products = self.products(shares, sizes, given_ordered=given, gives_ordered=self.gives_ordered(sizes, arch), early=early)
         found = [*first, *prologue, *products]
         return [*found, self._combine(sizes)] if self.plan.combine else found
 
     def shares(self, sizes: Sizes, arch: str) -> tuple[Share, ...]:
-        """The kernels of the product that are chosen. All of them read rows in the order of the first one, and are alike in `ordered`."""
+        """The kernels of the product that are chosen."""
         regimes = variants.LINEAR if self.layout == "linear" else variants.TILED
         return variants.choose(value(self.rows, sizes), self.groups, self.plan.k, self.tiles, self.columns.tiles, regimes, arch)
 
     def variant(self, sizes: Sizes, arch: str) -> variants.Variant:
-        """That of the first one."""
-        return self.shares(sizes, arch)[0].variant
+        """The one of them in whose order all read rows."""
+        return reader(self.shares(sizes, arch))
 
     def products(
         self, shares: Sequence[Share], sizes: Sizes, *, given_ordered: bool = False, gives_ordered: bool = False, early: bool = False
@@ -91,37 +91,35 @@ class Product(Source):
 
         early: whether ends are there before the kernel before these has ended.
         """
-        first, last = shares[0], shares[-1]
-        in_order = given_ordered or not self._reads_the_matrix(first.variant)
-        row = self._row(first.variant, given_ordered)
-        order = [
+        first, last, variant = shares[0], shares[-1], reader(shares)
+        in_order = given_ordered or (variant.ordered and not self._reads_the_matrix(variant))
+        row = self._row(variant, given_ordered)
+        many = [
             f"using At = {'Ordered' if gives_ordered else 'InTurn'};",
             f"static constexpr bool ORDERED = {str(in_order).lower()};  // whether activations are",
+            f"static constexpr bool BESIDE_FEW = {str(not last.variant.persistent).lower()};",
         ]
-        return [self._product(s, sizes, row, order, early or s is not first, s is not first, s is not last) for s in shares]
+        return [self._product(s, sizes, row, many, early or s is not first, s is not first, s is not last) for s in shares]
 
     def _product(
-        self, share: Share, sizes: Sizes, row: Sequence[str], order: Sequence[str], early: bool, beside_previous: bool, beside_next: bool
+        self, share: Share, sizes: Sizes, row: Sequence[str], many: Sequence[str], early: bool, beside_previous: bool, beside_next: bool
     ) -> Launched:  # fmt: skip
-        """One of them. row, order: of activations, for all; beside_previous, beside_next: whether the kernel before or after is one too."""
+        """One of them. many: what kernels of many rows know; beside_previous, beside_next: whether the kernel before, or after, is."""
         variant, rows = share.variant, value(self.rows, sizes)
-        ids = not variant.persistent and self._routing is not None and rows <= _MOST_IDS
+        ids = not variant.persistent and self._routing is not None and rows <= _MOST_IDS and share.most is None
         early = early or ids
-        most = "ANY_SIZE" if share.most is None else share.most
-        schedule = [
-            *order,
-            f"static constexpr i32 ABOVE = {share.above}, MOST = {most};",
-            f"static constexpr bool BESIDE_PREVIOUS = {str(beside_previous).lower()}, BESIDE_NEXT = {str(beside_next).lower()};",
-        ]
         functions = [
             *row,
             f"static constexpr bool EARLY = {str(early).lower()};",
-            *(schedule if variant.persistent else self._find(ids)),
+            f"static constexpr bool BESIDE_PREVIOUS = {str(beside_previous).lower()}, BESIDE_NEXT = {str(beside_next).lower()};",
+            f"static constexpr i32 ABOVE = {share.above}, MOST = {'ANY_SIZE' if share.most is None else share.most};",
+            *(many if variant.persistent else self._find(ids)),
         ]
         blocks = variants.blocks(share, rows, self.groups, self.tiles)
         return self.calling(
             variant.call(blocks), variant.name, functions, blocks, header=variant.header, threads=variant.threads, shared=variant.shared,
-            least_blocks=variant.per_sm, persistent=variant.persistent, early=early,
+            least_blocks=variant.per_sm, persistent=variant.persistent, early=early, caches=beside_previous and not variant.persistent,
+            title=str(share),
         )  # fmt: skip
 
     def count(self, array: Array, sizes: Sizes, arch: str) -> int:
@@ -189,7 +187,7 @@ class Product(Source):
             made = f"find_tile_of_ids<G, HEIGHT, ACROSS, AT_ONCE>({self.array(self._routing.values[0])}, i32(rows()), number)"
         else:
             told = "nullptr" if self._routing else "blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr"
-            made = f"find_tile<G, HEIGHT, ACROSS, AT_ONCE>(ends, i32(rows()), number, {told})"
+            made = f"find_tile<G, HEIGHT, ACROSS, AT_ONCE, MOST>(ends, i32(rows()), number, {told})"
         return [
             f"using Weights = {LAYOUTS[self.layout]};",
             "template <int HEIGHT, int ACROSS, int AT_ONCE>",
@@ -257,3 +255,8 @@ class Product(Source):
     def _combine(self, sizes: Sizes) -> Launched:
         assert self.plan.combine is not None
         return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes, early=True)
+
+
+def reader(shares: Sequence[Share]) -> variants.Variant:
+    """The variant in whose order kernels beside each other read rows: the first one, or one that can read them in their own order alone."""
+    return next((share.variant for share in shares if not share.variant.ordered), shares[0].variant)

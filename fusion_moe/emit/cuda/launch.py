@@ -148,7 +148,7 @@ class Launch:
     def chosen(self, sizes: Sizes) -> Chosen:
         """What is launched by itself, on the current device; on compute capability 9.0 where there is none."""
         arch = cuda.arch(torch.cuda.current_device()) if torch.cuda.is_available() else "sm_90a"
-        names = ", ".join(launched.name for launched in self.source.launches(sizes, arch) if launched.blocks)
+        names = ", ".join(launched.title for launched in self.source.launches(sizes, arch) if launched.blocks)
         others: list[Value | Array] = [v for v in self.source.memory if v not in self.source.fusion.outputs]
         workspace = sum(_nbytes(self.source, a, sizes, arch) for a in [*others, *self.source.scratch])
         return Chosen(f"{names} on {arch}", workspace)
@@ -179,7 +179,8 @@ def _nbytes(source: Source, array: Value | Array, sizes: Sizes, arch: str) -> in
 def _loaded(launched: Launched, index: int, overlap: bool) -> cuda.Launch:
     function = cuda.load(build(launched, cuda.arch(index)), launched.name, launched.shared)
     blocks = min(launched.blocks, cuda.multiprocessors(index)) if launched.persistent else launched.blocks
-    return cuda.Launch(function, blocks, launched.threads, launched.shared, overlap and cuda.can_overlap(index))
+    carveout = cuda.carveout(function, index, launched.caches) if launched.caches else None
+    return cuda.Launch(function, blocks, launched.threads, launched.shared, overlap and cuda.can_overlap(index), carveout)
 
 
 def _aligned(t: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,8 @@ class Launched:
     """One kernel: its text, and how it is launched.
 
     blocks: as many as there is work for; shared: bytes of dynamic shared memory; persistent: whether each multiprocessor gets one block at
-    most, which goes through the work; early: whether it reads before it waits for the kernel before it.
+    most, which goes through the work; early: whether it reads before it waits for the kernel before it. caches: how many of its blocks a
+    multiprocessor has, if what they leave of its shared memory has to be a cache: see runtime/cuda.py. title: a name for people.
     """
 
     name: str
@@ -62,6 +63,8 @@ class Launched:
     shared: int = 0
     persistent: bool = False
     early: bool = False
+    caches: int = 0
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,12 +115,12 @@ class Source(ABC):
 
     def calling(
         self, call: str, name: str, functions: Sequence[str], blocks: int, *, header: str = "rows.cuh", threads: int = THREADS,
-        shared: int = 0, least_blocks: int = 1, persistent: bool = False, early: bool = False,
+        shared: int = 0, least_blocks: int = 1, persistent: bool = False, early: bool = False, caches: bool = False, title: str = "",
     ) -> Launched:  # fmt: skip
         """A kernel that makes a call, and whose struct has more functions. least_blocks: that must fit one multiprocessor."""
         bounds = f"{threads}, {least_blocks}"
         text = _KERNEL.substitute(header=header, struct=self._struct(functions), name=name, call=call, bounds=bounds)
-        return Launched(name, text, blocks, threads, shared, persistent, early)
+        return Launched(name, text, blocks, threads, shared, persistent, early, least_blocks if caches else 0, title or name)
 
     def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, early: Sequence[str] = ()) -> Launched:
         """A kernel that does `body` for each i below a count; and `early` while the kernel before it runs, of which that needs nothing."""

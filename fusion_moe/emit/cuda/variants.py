@@ -160,13 +160,14 @@ Variant = FewRows | ManyRows
 class Regime:
     """most: rows that a group has on average, up to which one of the variants is chosen: the fastest.
 
-    uneven: in long products, the same for groups of up to so many rows each, made by kernels that run beside each other. Where rows pick
-    groups evenly, nearly all are left to one of these.
+    uneven: the same for groups of up to so many rows each, made by kernels that run beside each other, in products of at least `long` weights,
+    beside which more launches are short. Where rows pick groups evenly, nearly all are left to one of these.
     """
 
     most: float
     variants: tuple[Variant, ...]
     uneven: tuple[tuple[int | None, tuple[Variant, ...]], ...] = ()
+    long: int = 0
 
 
 @dataclass(frozen=True)
@@ -177,18 +178,26 @@ class Share:
     above: int = 0
     most: int | None = None
 
+    def __str__(self) -> str:
+        """Names the kernel and, if it does not make all, its groups."""
+        if self.most is None:
+            return f"{self.variant.name} (groups of more than {self.above} rows)" if self.above else self.variant.name
+        return f"{self.variant.name} (groups of {self.above + 1} to {self.most} rows)"
+
 
 ALWAYS = float("inf")
+FEW = (FewRows(1, 1, 1, 1, 3, 8), FewRows(1, 1, 2, 1, 3, 8), FewRows(1, 1, 4, 1, 3, 4), FewRows(1, 1, 8, 1, 3, 4))
 FEW_TALL = (FewRows(2, 2, 1, 2, 2, 4), FewRows(2, 2, 2, 2, 2, 4), FewRows(2, 2, 4, 2, 2, 4))
 LOW, MIDDLE = (ManyRows(32, 5), ManyRows(32, 4, 2)), (ManyRows(48, 4, 2), ManyRows(64, 4), ManyRows(96, 4))
 TALL, TALLEST = (ManyRows(80, 4),), (ManyRows(160, 3),)
 TILED = (
-    Regime(6, (FewRows(1, 1, 1, 1, 3, 8), FewRows(1, 1, 2, 1, 3, 8), FewRows(1, 1, 4, 1, 3, 4), FewRows(1, 1, 8, 1, 3, 4))),
+    Regime(3, FEW),
+    Regime(6, FEW, ((12, FEW), (None, TALL)), 2**30),
     Regime(12, FEW_TALL),
-    Regime(20, LOW, ((32, LOW), (None, TALL))),
-    Regime(36, MIDDLE, ((64, MIDDLE), (None, TALLEST))),
+    Regime(20, LOW, ((32, LOW), (None, TALL)), 2**29),
+    Regime(36, MIDDLE, ((64, MIDDLE), (None, TALLEST)), 2**29),
     Regime(48, (ManyRows(64, 4), ManyRows(96, 4))),
-    Regime(68, TALL, ((32, LOW), (112, TALL), (None, TALLEST))),  # weights of a group that is higher are decoded twice
+    Regime(68, TALL, ((32, LOW), (112, TALL), (None, TALLEST)), 2**30),  # weights of a group that is higher are decoded twice
     Regime(ALWAYS, TALLEST),
     Regime(24, FEW_TALL),  # without wgmma
     Regime(ALWAYS, (FewRows(4, 2, 4, 1, 1, 2),)),
@@ -201,12 +210,12 @@ LINEAR = (
 _MULTIPROCESSORS = 132  # of an H200
 _BUSY = 3200  # warps that keep its memory busy
 _BEGIN_AND_END = 4  # times 64 k
-_LONG, _MANY = 2**29, 16  # weights of a product beside which one more launch is short; groups of which some can be much heavier
+_MANY = 16  # groups, of which some can be much heavier
 _TWO_BANDS = 0.955  # of the time of a tile, since bands share what is done for each stage
 
 
 def choose(rows: int, groups: int, k: int, tiles: int, block: int, regimes: Sequence[Regime], arch: str) -> tuple[Share, ...]:
-    """The kernels for `rows` rows in `groups` groups, of `tiles` tiles of 16 columns, `block` of which make whole columns of the result.
+    """The kernels, in order, for `rows` rows in `groups` groups, of `tiles` tiles of 16 columns, `block` of which make whole columns.
 
     Few blocks leave a GPU idle: warps along K make more of them.
     """
@@ -222,10 +231,11 @@ def choose(rows: int, groups: int, k: int, tiles: int, block: int, regimes: Sequ
     possible = ((regime, fastest(regime.variants)) for regime in regimes if rows <= regime.most * groups)
     regime, usual = next((regime, variant) for regime, variant in possible if variant)
     bounds, found = [most for most, _ in regime.uneven], [v for _, of in regime.uneven if (v := fastest(of))]
-    long = groups >= _MANY and groups * tiles * 16 * k >= _LONG * (len(bounds) - 1)
+    long = groups >= _MANY and groups * tiles * 16 * k >= regime.long
     if not found or len(found) < len(bounds) or not long:
         return (Share(usual),)
-    return tuple(Share(v, above or 0, most) for v, above, most in zip(found, [0, *bounds], bounds, strict=False))
+    shares = [Share(v, above or 0, most) for v, above, most in zip(found, [0, *bounds], bounds, strict=False)]
+    return tuple(sorted(shares, key=lambda share: not share.variant.persistent))  # what these leave of a GPU, others fill
 
 
 def blocks(share: Share, rows: int, groups: int, tiles: int) -> int:

@@ -5,6 +5,9 @@
 // height. There are blocks for as many tiles as there may be; those past the last have nothing to do, and so take halves of the last ones,
 // in half the time with twice the warps along K: AT_ONCE blocks run at once, and the last of them would leave most multiprocessors idle.
 //
+// Groups of more than MOST rows can be left to a kernel of many rows, launched before this one, for which blocks don't wait: it does for what
+// came before both. But the last block does when it is done, and so what waits for this launch waits for both.
+//
 // A lane has the weights of at least U blocks of 64 k on their way, and asks for those of C more at a time: memory likes bytes that follow
 // each other. A barrier of the warp after each block keeps loads where they stand: the compiler would collect them at the end of the loop,
 // with copies of the registers that they are for.
@@ -71,7 +74,7 @@ private:
         const bool whole = span.group < Segment::G && span.first < span.end;
         FewRows tile(s);
         if (whole) tile.open(span, column);
-        if (Segment::EARLY) wait_for_previous();
+        if (Segment::EARLY && !Segment::BESIDE_PREVIOUS) wait_for_previous();
         let_next_start();
         if (whole) {
             tile.open_activations(span);
@@ -81,6 +84,7 @@ private:
         } else {
             Tile::fill(s, span, column);
         }
+        if (Segment::BESIDE_PREVIOUS && blockIdx.x == gridDim.x - 1) wait_for_previous();
     }
 
     __device__ __forceinline__ explicit FewRows(const Segment& s) : s(s) {}

@@ -60,7 +60,7 @@ struct ManyRows {
         BandWeights weights[TEAMS * BANDS];
     };
 
-    using Work = Schedule<Segment::G, TOKENS, Segment::ABOVE, Segment::MOST>;
+    using Work = Schedule<Segment::G, TOKENS, Segment::ABOVE, Segment::MOST, Segment::BESIDE_FEW>;
 
     // As many as fit. Items are told by those who copy: each has a stage at least, but for one that they begin.
     static constexpr int LEFT = MOST_SHARED - int(sizeof(Work) + sizeof(Item));

@@ -233,8 +233,9 @@ __device__ __forceinline__ Halved halved(i32 number, i32 count, i32 spare) {
     return {number, Place::WHOLE, count};
 }
 
-// One of those tiles, each ACROSS times, found by a warp on its own, for all its lanes; empty if there are not so many. AT_ONCE: see halved.
-template <int G, int HEIGHT, int ACROSS, int AT_ONCE>
+// One of those tiles, each ACROSS times, found by a warp on its own, for all its lanes; empty if there are not so many. Groups of more than
+// MOST rows, and rows of no group then, are another kernel's. AT_ONCE: see halved.
+template <int G, int HEIGHT, int ACROSS, int AT_ONCE, i32 MOST>
 __device__ __forceinline__ Place find_tile(const i32* ends, i32 rows, i32 number, i64* error) {
     constexpr int EACH = (G + 31) / 32;  // groups of a lane, one after the other
     const i32 lane = threadIdx.x % 32;
@@ -242,23 +243,30 @@ __device__ __forceinline__ Place find_tile(const i32* ends, i32 rows, i32 number
     load_ends<G>(end, ends);
     if (error) check_ends<G>(end, rows, error);
     clamp_ends(end, rows);
-    const i32 start = start_of(end), mine = tiles_in<HEIGHT, 0, ANY_SIZE>(end, start) * ACROSS;
+    const i32 start = start_of(end);
+    i32 count[EACH], mine = 0, row = start;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        mine += count[i] = tiles_of<HEIGHT, 0, MOST>(end[i] - row) * ACROSS;
+        row = end[i];
+    }
     const i32 last = __shfl_sync(WHOLE_WARP, end[EACH - 1], 31), cut = __reduce_add_sync(WHOLE_WARP, mine);
-    const i32 others = (rows - last + HEIGHT - 1) / HEIGHT * ACROSS;
+    const i32 others = MOST == ANY_SIZE ? (rows - last + HEIGHT - 1) / HEIGHT * ACROSS : 0;
     const Halved made = halved<AT_ONCE>(number, cut, i32(gridDim.x) - cut - others);
     if (number >= made.count) {  // rows of no group, or none
+        if (MOST != ANY_SIZE) return {{G, rows, rows}, 0};
         const i32 past = number - made.count, first = last + past / ACROSS * HEIGHT;
         return {{G, first, min(first + HEIGHT, rows)}, past % ACROSS};
     }
     number = made.number;
     const i32 upto = scan(mine, Plus());
     const u32 past = __ballot_sync(WHOLE_WARP, upto > number);
-    i32 left = number - (upto - mine), row = start, group = 0, first = 0, stop = 0, within = 0;
+    i32 left = number - (upto - mine), group = 0, first = 0, stop = 0, within = 0;
+    row = start;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        const i32 count = (end[i] - row + HEIGHT - 1) / HEIGHT * ACROSS;
-        if (left >= 0 && left < count) group = lane * EACH + i, first = row, stop = end[i], within = left;
-        left -= count;
+        if (left >= 0 && left < count[i]) group = lane * EACH + i, first = row, stop = end[i], within = left;
+        left -= count[i];
         row = end[i];
     }
     Place found = from_lane(place_in<HEIGHT>(group, first, stop, within), __ffs(past) - 1);
