@@ -247,7 +247,7 @@ def test_long_products_have_kernels_for_groups_by_their_sizes():
     # launches that find nothing to do would count; two more of them, in a product that is not that long
     assert [len(chosen(rows * 128, 128, 2048, 96)) for rows in (16, 32, 64)] == [1, 1, 1]
     assert [len(chosen(rows * 128, 128, 2880, 180)) for rows in (16, 32, 64)] == [2, 2, 1]
-    for rows in (2, 8, 40, 128):
+    for rows in (2, 40, 128):
         assert [share[1:] for share in chosen(256 * rows)] == [(0, None)]
     assert len(chosen(16 * 8, 8, 4096, 1792)) == len(chosen(16 * 256, arch="sm_89")) == 1
     for regime in TILED:
@@ -262,7 +262,8 @@ def test_few_heavy_groups_of_a_decode_have_a_kernel_for_many_rows():
 
     few, tall = "few_rows_1x1x1x1x3", "many_rows_80x4"
     assert chosen(4) == chosen(6) == [(tall, 12, None), (few, 0, 12)]
-    for shares in chosen(3), chosen(7), chosen(4, groups=32), chosen(4, groups=8), chosen(4, arch="sm_89"):
+    assert chosen(7) == chosen(12) == [(tall, 24, None), ("few_rows_2x2x1x2x2", 0, 24)]
+    for shares in chosen(3), chosen(4, groups=32), chosen(4, groups=8), chosen(4, arch="sm_89"):
         assert [share[1:] for share in shares] == [(0, None)]
     for source in sources("dsv3"):
         assert isinstance(source, Product)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fusion_moe
+from fusion_moe.emit.cuda import variants
 from fusion_moe.runtime import nvrtc
 
 pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
@@ -35,6 +37,14 @@ def test_kernels_follow_the_sizes():
         "route, prologue_ordered, many_rows_160x3 on sm_90a",
         "many_rows_160x3, combine on sm_90a",
     ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what this GPU launches")
+def test_kernels_beside_each_other_say_which_groups_are_theirs(monkeypatch):
+    monkeypatch.setattr(variants, "_MANY", 0)
+    monkeypatch.setattr(variants, "TILED", tuple(replace(regime, long=0) for regime in variants.TILED))
+    high, low = "many_rows_80x4 (groups of more than 12 rows)", "few_rows_1x1x8x1x3 (groups of 1 to 12 rows)"
+    assert f"{high}, {low}, combine on sm_90a" in [s.launched for s in segments(report(2 * EXPERTS))]
 
 
 def test_workspace_is_what_no_result_holds():

@@ -160,8 +160,8 @@ Variant = FewRows | ManyRows
 class Regime:
     """most: rows that a group has on average, up to which one of the variants is chosen: the fastest.
 
-    uneven: the same for groups of up to so many rows each, made by kernels that run beside each other, in products of at least `long` weights,
-    beside which more launches are short. Where rows pick groups evenly, nearly all are left to one of these.
+    uneven: in products of at least `long` weights, beside which more launches are short, the same for groups of up to so many rows each,
+    made by kernels that run beside each other. Where rows pick groups evenly, nearly all are left to one of these.
     """
 
     most: float
@@ -193,7 +193,7 @@ TALL, TALLEST = (ManyRows(80, 4),), (ManyRows(160, 3),)
 TILED = (
     Regime(3, FEW),
     Regime(6, FEW, ((12, FEW), (None, TALL)), 2**30),
-    Regime(12, FEW_TALL),
+    Regime(12, FEW_TALL, ((24, FEW_TALL), (None, TALL)), 2**30),
     Regime(20, LOW, ((32, LOW), (None, TALL)), 2**29),
     Regime(36, MIDDLE, ((64, MIDDLE), (None, TALLEST)), 2**29),
     Regime(48, (ManyRows(64, 4), ManyRows(96, 4))),
