@@ -87,7 +87,7 @@ private:
     static constexpr i32 SPANS = 8;  // of a turn, at most
     static constexpr i32 SIDE = (G + 32) / 32 * 32, PARTS = SIDE > 256 ? 2 : SIDE > 128 ? 4 : 8, PART = (G + PARTS) / PARTS;
 
-    static constexpr i32 NO_ITEM = 1 << 30;         // a number past the last
+    static constexpr i32 NO_ITEM = 1 << 30;     // a number past the last
     static constexpr i32 READ_MEANWHILE = 300;  // groups, in the time of two spans; half of it is for one
 
     // Decides how many blocks stay.
