@@ -20,7 +20,11 @@ CONTEXT = 1024
 
 
 def load_heldout(path: Path = HELDOUT_FILE, max_bytes: int | None = None) -> list[str]:
-    """Return the held-out files' texts; with `max_bytes`, only the first files that fit in that many UTF-8 bytes."""
+    """Return the held-out files' texts; with `max_bytes`, only the first files that fit in that many UTF-8 bytes.
+
+    Raises:
+        ValueError: not even the first one fits.
+    """
     with path.open(encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for line in lines]
     if max_bytes is None:
@@ -32,6 +36,8 @@ def load_heldout(path: Path = HELDOUT_FILE, max_bytes: int | None = None) -> lis
         if room < 0:
             break
         kept.append(text)
+    if not kept:
+        raise ValueError(f"{max_bytes:,} bytes hold no file of the held-out text; expected at least {len(texts[0].encode()):,}")
     return kept
 
 

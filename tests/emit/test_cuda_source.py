@@ -279,9 +279,9 @@ def test_few_heavy_groups_of_a_decode_have_a_kernel_for_many_rows():
         assert all("ORDERED = false" in x.text for x in made if x.name == tall)
 
 
-def test_blocks_of_a_share():
+@pytest.mark.parametrize("variant", [ManyRows(32, 5), TILED[0].variants[0]], ids=lambda v: v.name)
+def test_blocks_of_a_share(variant):
     """As many as the worst groups need, of sizes in its bounds."""
-    variant = ManyRows(32, 5)
     for rows, groups, (above, most) in itertools.product((1, 40, 333), (1, 2, 5), ((0, None), (0, 32), (32, 80), (80, None))):
         worst = 0
         for sizes in itertools.product((0, 1, 32, 33, 64, 65, 80, 81, 333), repeat=groups):
@@ -289,7 +289,7 @@ def test_blocks_of_a_share():
                 mine = [size for size in sizes if size > above and (most is None or size <= most)]
                 rest = [] if most else [rows - sum(sizes)]
                 worst = max(worst, sum(-(-size // variant.height) for size in (*mine, *rest)))
-        assert worst * 2 <= blocks(Share(variant, above, most), rows, groups, 40)
+        assert worst * 40 // variant.tiles <= blocks(Share(variant, above, most), rows, groups, 40)
 
 
 def test_blocks_that_all_run_at_once_are_not_made_in_halves():
