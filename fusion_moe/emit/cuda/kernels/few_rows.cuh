@@ -26,6 +26,7 @@ class FewRows {
 
     static constexpr int WR = WARPS / WK, HEIGHT = 8 * NT, TILES = R * WR, KB = (Segment::K + 63) / 64;
     static constexpr int SLOTS = U + C;  // blocks that a lane holds weights of
+    static_assert(Segment::ABOVE == 0, "groups are left to a kernel of many rows, not to one of fewer");
 
     // Blocks after which all is in the same registers again: slots come round, loads begin, activations alternate.
     __device__ static constexpr int round(int n) { return n % C == 0 && n % 2 == 0 ? n : round(n + SLOTS); }
