@@ -16,7 +16,7 @@ Three spellings of the same cut, all int32 [G], converted here and nowhere else:
 >>> row_groups(ends, 12).tolist()        # row 11 lies past the last end: group 4, which there is not
 [0, 0, 0, 2, 2, 2, 2, 2, 2, 3, 3, 4]
 
-Nothing here waits for the device, except `check_ends` and `check_ids`, which say so. Rows at or past the last end belong to no group.
+Nothing here waits for the device, except the checks, which say so. Rows at or past the last end belong to no group.
 """
 
 from __future__ import annotations
@@ -127,6 +127,19 @@ def check_problem(starts: Tensor, problem_sizes: Tensor, padded_starts: Tensor, 
                     todo="offsets are group starts without the total; problem_sizes has a row for each group, the last one too",
                 )  # fmt: skip
         end, padded = end + m, padded + ceil_to(m, align)
+
+
+def check_permutation(slots: Tensor, rows: int, name: str = "slot_of") -> None:
+    """Raises unless integer slots [...] name each of `rows` rows once. Reads them: waits for the device.
+
+    GroupsError with the first fault.
+    """
+    flat = slots.flatten().long()
+    outside = (flat < 0) | (flat >= rows)
+    counts = torch.bincount(flat[~outside], minlength=rows)
+    if outside.any() or (counts != 1).any():
+        found = f"{name} has {flat[outside][0]}" if outside.any() else f"{name} has no row {int((counts == 0).nonzero()[0])}"
+        raise GroupsError(found, expected=f"each row from 0 to {rows - 1} once", todo="pass slot_of as fusion_moe::route returns it")
 
 
 def check_ids(ids: Tensor, groups: int, name: str = "ids") -> None:

@@ -20,12 +20,14 @@ from typing import Any
 import torch
 
 from ..errors import FusionError
-from .core import ROLES, Fusion, Op, OpKind, Value, infer
+from .core import ROLES, Cuts, Fusion, Op, OpKind, Value, infer
 from .kinds import KINDS
-from .sizes import AnySize, Size, symbol, value
+from .signature import checked_operand
+from .sizes import AnySize, Size, never_negative, symbol, value
 from .types import Dim, Groups, Rows, TensorType, checked_type, dtype_name, plain
 
 _HERE = str(Path(__file__).parent)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")  # what kernels can be written with
 _TAKEN = re.compile(r"[it]\d+|fd|ceildiv|inf|nan")
 
 
@@ -44,6 +46,7 @@ class FusionDefinition:
         self._names: set[str] = set()
         self._views: dict[Any, tuple[Value, ...]] = {}
         self._producers: dict[Value, Op] = {}
+        self._cuts = Cuts()
 
     def define_size(self, name: str) -> Size:
         """A size that is known only at launch."""
@@ -51,6 +54,8 @@ class FusionDefinition:
 
     def define_groups(self, name: str, count: AnySize) -> Groups:
         """A cut of rows into `count` runs, for `ends`, `route` and tensors whose rows it cuts: shape=[m / g, 64]."""
+        if isinstance(count, bool) or not isinstance(count, (int, Size)) or never_negative(count) is False:
+            raise FusionError(f"{count!r} groups", expected="a number of groups, 0 or more")
         return Groups(self._new_name(name), count)
 
     def define_tensor(
@@ -65,6 +70,7 @@ class FusionDefinition:
         value = Value(f"i{len(self._inputs)}", checked_type(type))
         if role not in ROLES:
             raise FusionError(f"role {role!r}", expected=f"one of {', '.join(ROLES)}")
+        self._cuts.add([type])
         self._inputs.append(value)
         self._roles[value] = role
         return value
@@ -113,27 +119,50 @@ class FusionDefinition:
         finally:
             self._source, self._translator = before
 
-    def append(self, kind: OpKind, inputs: Sequence[Any], attrs: dict[str, Any] | Any) -> tuple[Value, ...]:
+    def append(self, kind: OpKind, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Value, ...]:
         """Adds one operation; its output types come from the type rule of its kind. Equal views are made once."""
-        attrs = {k: tuple(v) if isinstance(v, list) else v for k, v in attrs.items()}
-        key = (kind.name, tuple(inputs), tuple(attrs.items())) if kind.view else None
+        inputs, attrs = self._bound(kind, inputs, attrs)
+        key = (kind.name, inputs, tuple(attrs.items())) if kind.view else None
         if key in self._views:
             return self._views[key]
         types = infer(kind, [v.type if isinstance(v, Value) else v for v in inputs], attrs)
+        self._add_cuts(kind, types, attrs)
         first = len(self._producers)
         outputs = tuple(Value(f"t{first + i}", t) for i, t in enumerate(types))
-        op = Op(kind, tuple(inputs), attrs, outputs, self._source, self._translator or _caller())
+        op = Op(kind, inputs, attrs, outputs, self._source, self._translator or _caller())
         self._ops.append(op)
         self._producers.update(dict.fromkeys(outputs, op))
         if key is not None:
             self._views[key] = outputs
         return outputs
 
+    def _bound(self, kind: OpKind, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The operands and attributes of an operation, each of its type."""
+        try:
+            operands, attrs = kind.signature.bind(inputs, attrs)
+            return tuple(v if isinstance(v, Value) else checked_operand(v) for v in operands), attrs
+        except FusionError as error:
+            raise error.at(kind.name) from None
+
+    def _add_cuts(self, kind: OpKind, types: Sequence[TensorType], attrs: Mapping[str, Any]) -> None:
+        try:
+            self._cuts.add(types, attrs)
+        except FusionError as error:
+            raise error.at(kind.name) from None
+
     def groups_of(self, offs: Value, rows: AnySize) -> Value:
-        """The ends-typed value of a plain i32 vector of group ends; asked twice, it is the same value and the same cut."""
-        if offs.type.ends is not None:
+        """The ends-typed value of a vector of group ends for so many rows; asked twice, it is the same value and the same cut.
+
+        offs: i32[G], or the ends of another cut: of as many rows they are these; of others they are checked anew.
+        """
+        if offs.type.ends is not None and self._cuts.rows(offs.type.ends) in (None, rows):
             return offs
-        return self._cut_once(("groups_of", offs), lambda groups: self.ops.ends(offs, rows=rows, groups=groups), offs)
+
+        def make(groups: Groups) -> Value:
+            vector = offs if offs.type.ends is None else self.ops.cast(offs, dtype="i32")
+            return self.ops.ends(vector, rows=rows, groups=groups)
+
+        return self._cut_once(("groups_of", offs, rows), make, offs)
 
     def groups_of_problem(self, starts: Value, problem_sizes: Value, padded_starts: Value, rows: AnySize, n: int, k: int) -> Value:
         """The ends-typed value of a cut as nvFuser spells it (`problem_ends`); asked twice, it is the same value and the same cut."""
@@ -169,12 +198,12 @@ class FusionDefinition:
         return next(name for n in range(len(self._names) + 1) if (name := f"{prefix}{n}") not in self._names)
 
     def _new_name(self, name: str) -> str:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or keyword.iskeyword(name) or _TAKEN.fullmatch(name):
+            raise FusionError(
+                f"the name {name!r}", expected="letters, digits and _; not fd, i0, t0 or what else texts of a Fusion use"
+            )
         if name in self._names:
             raise FusionError(f"the name {name!r} is taken", expected="a new name for each size and each cut")
-        if not name.isidentifier() or keyword.iskeyword(name) or _TAKEN.fullmatch(name):
-            raise FusionError(
-                f"the name {name!r}", expected="a name of Python's that the text of a Fusion has no other use for, unlike fd, i0 or t0"
-            )
         self._names.add(name)
         return name
 

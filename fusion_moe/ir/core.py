@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from ..errors import DtypeError, Error, FusionError, ShapeError
 from ..formats import FORMATS, Quantized
 from ..groups import check_ends
 from ..layouts import LAYOUTS
-from .sizes import Size, exact_div, value
-from .types import DTYPES, Groups, Rows, TensorType, dim_value, plain
+from .signature import Signature, signature
+from .sizes import AnySize, Size, exact_div, never_negative, value
+from .types import DTYPES, Groups, Rows, TensorType, checked_type, dim_value, plain
 
+MOST_ROWS = 2**31 - 1  # that a cut's ends, int32, can tell
 ROLES = ("argument", "weight", "state")  # of an input: new at each call, the same at each call, changed by each call
 
 
@@ -34,12 +37,17 @@ class Value:
 Operand = Value | int | float | bool  # a number takes the dtype of the tensors beside it
 
 
+Need = tuple[AnySize, str]  # a size that may not be negative, and a sentence that says so
+
+
 @dataclass(frozen=True)
 class OpKind:
     """One row of the table of operations: everything that every stage must agree on, told once.
 
     infer(*types, **attrs) -> the types of the outputs; evaluate(*tensors, **attrs) -> the outputs, in plain torch.
-    grad(fd, op, *output_grads) -> one gradient (or None) for each input, written with fd.ops; None: no derivative.
+    The annotations of infer say which arguments are operands, and what each attribute is (signature.py).
+    needs(*types, **attrs) -> sizes that may not be negative, and what each of them is: those that its symbols decide are checked when a
+    Fusion is bound to tensors. grad(fd, op, *output_grads) -> one gradient (or None) for each input, written with fd.ops; None: none.
     flops(op) -> floating-point operations as a size; view: no work of its own, copied into every kernel that reads it.
     """
 
@@ -47,9 +55,15 @@ class OpKind:
     infer: Callable[..., tuple[TensorType, ...]]
     evaluate: Callable[..., tuple[Any, ...]]
     grad: Callable[..., Sequence[Value | None]] | None = None
+    needs: Callable[..., Iterable[Need]] | None = None
     flops: Callable[[Op], Any] | None = None
     view: bool = False
     role: str = "pointwise"  # what schedulers ask: pointwise | shape | view | gather | routing | grouped | reduce | quantize | layout
+
+    @property
+    def signature(self) -> Signature:
+        """Its operands and attributes."""
+        return signature(self.infer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +93,48 @@ class Op:
 
 
 def infer(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
-    """The types of the outputs; whatever the rule finds wrong names the operation."""
+    """The types of the outputs; whatever is wrong with the arguments names the operation."""
     try:
-        return kind.infer(*types, **attrs)
+        made = kind.infer(*types, **kind.signature.check(attrs))
+        for size, why in _needs(kind, types, attrs):
+            if never_negative(size) is False:
+                raise ShapeError(why)
+        return tuple(map(checked_type, made))
     except Error as error:
         raise error.at(kind.name) from None
-    except (TypeError, ValueError, IndexError, KeyError) as error:
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
         raise FusionError(f"{kind.name} does not take these arguments: {error}", todo="see fusion_moe/ir/kinds for its signature") from None
+
+
+def _needs(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> Iterator[Need]:
+    if kind.needs is not None:
+        yield from kind.needs(*types, **attrs)
+    for attr in attrs.values():
+        for size in _attr_sizes(attr):
+            yield from ((of, f"{of} in {size} is negative") for of in size.ceilings())
+
+
+class Cuts:
+    """How many rows each cut is of. All that a program says of them agrees, so that ends checked for one value hold for every other."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Groups, AnySize] = {}
+
+    def rows(self, groups: Groups | None) -> AnySize | None:
+        """The rows of a cut, if anything told."""
+        return None if groups is None else self._rows.get(groups)
+
+    def add(self, types: Iterable[TensorType], attrs: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Takes notice of values, and of the attributes of what made them. FusionError if a cut is of other rows than was told before."""
+        for t in types:
+            told = [(d.groups, d.total) for d in t.shape if isinstance(d, Rows)]
+            told += [(t.ends, attrs["rows"])] if t.ends is not None and "rows" in attrs else []
+            for groups, rows in told:
+                if (before := self._rows.setdefault(groups, rows)) != rows:
+                    raise FusionError(
+                        f"{rows} rows cut by {groups}, which cuts {before}", expected="one number of rows for each cut",
+                        todo="rows of another number need ends of their own: fd.ops.ends(offs, rows=..., groups=...)",
+                    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -103,7 +152,8 @@ class Fusion:
 
     def verify(self) -> Fusion:
         """This Fusion, or FusionError: every value made before it is read, every type as its rule gives it, every cut made once."""
-        seen, cuts = set(self.inputs), [v.type.ends.name for v in self.inputs if v.type.ends]
+        seen, cuts, rows = set(self.inputs), [v.type.ends.name for v in self.inputs if v.type.ends], Cuts()
+        rows.add(v.type for v in self.inputs)
         if len(seen) < len(self.inputs) or len(set(cuts)) < len(cuts):
             raise FusionError(f"inputs {_types([v.type for v in self.inputs])}", expected="each input, and the ends of each cut, once")
         for i, op in enumerate(self.ops):
@@ -111,6 +161,7 @@ class Fusion:
                 raise self._error(i, f"reads {', '.join(missing)} before anything makes it")
             try:
                 want = infer(op.kind, tuple(op.types()), op.attrs)
+                rows.add(want, op.attrs)
             except Error as error:
                 raise self._error(i, error.found, error.expected) from None
             if (got := tuple(v.type for v in op.outputs)) != want:
@@ -149,6 +200,17 @@ class Fusion:
         return tuple(dict.fromkeys(found))
 
     @cached_property
+    def needs(self) -> tuple[Need, ...]:
+        """What only the values of the symbols decide: sizes that may not be negative, and sentences that say so."""
+        found = [need for op in self.ops for need in _needs(op.kind, tuple(op.types()), op.attrs)]
+        for v in (*self.inputs, *(v for op in self.ops for v in op.outputs)):
+            for d in v.type.shape:
+                found += [(size, f"{size} in the shape {v.type} is negative") for size in _with_ceilings(plain(d))]
+                if isinstance(d, Rows):
+                    found.append((MOST_ROWS - d.total, f"{d.total} rows are cut by {d.groups}, whose ends have 32 bits"))
+        return tuple(dict.fromkeys(need for need in found if not never_negative(need[0])))
+
+    @cached_property
     def producers(self) -> Mapping[Value, Op]:
         """The operation that makes each value (inputs have none)."""
         return {v: op for op in self.ops for v in op.outputs}
@@ -175,8 +237,14 @@ class Fusion:
             _solve(v.type, _first(tensor), env)
         if missing := [s for s in self.symbols if s not in env]:
             raise ShapeError(f"no input shows the size {', '.join(missing)}", todo="pass it in sizes", where="fusion")
+        if wrong := [f"{name} = {n}" for name, n in env.items() if n < 0]:
+            raise ShapeError(", ".join(wrong), expected="sizes of 0 or more", where="fusion")
         for v, tensor in zip(self.inputs, tensors, strict=True):
             _check(v, _first(tensor), env)
+        for size, why in self.needs:
+            if value(size, env) < 0:
+                told = ", ".join(f"{name} = {n}" for name, n in env.items())
+                raise ShapeError(f"{why}: {told}", expected="sizes that the program was written for", where="fusion")
         return env
 
     def evaluate(
@@ -240,11 +308,25 @@ def _resolve(attr: Any, env: Mapping[str, int]) -> Any:
 
 
 def _attr_symbols(attr: Any) -> Iterator[str]:
+    for size in _attr_sizes(attr):
+        yield from size.symbols()
+
+
+def _attr_sizes(attr: Any) -> Iterator[Size]:
+    """The sizes that symbols decide in an attribute."""
     if isinstance(attr, tuple):
         for a in attr:
-            yield from _attr_symbols(a)
-    elif isinstance(attr, (Size, Rows)):
-        yield from TensorType((attr,), "").symbols()
+            yield from _attr_sizes(a)
+    elif isinstance(attr, Rows):
+        yield from _attr_sizes((attr.total, attr.groups.count))
+    elif isinstance(attr, Size):
+        yield attr
+
+
+def _with_ceilings(size: AnySize) -> Iterator[AnySize]:
+    yield size
+    if isinstance(size, Size):
+        yield from size.ceilings()
 
 
 def _first(tensor: Any) -> torch.Tensor:

@@ -15,6 +15,8 @@ from functools import reduce
 from operator import mul
 from typing import Any
 
+from ..errors import ShapeError
+
 
 @dataclass(frozen=True)
 class CeilDiv:
@@ -68,6 +70,14 @@ class Size:
             for atom in atoms:
                 yield from [atom] if isinstance(atom, str) else atom.of.symbols()
 
+    def ceilings(self) -> Iterator[Size]:
+        """The sizes that ceilings in it are of, and those inside of these."""
+        for atoms, _ in self.terms:
+            for atom in atoms:
+                if isinstance(atom, CeilDiv):
+                    yield atom.of
+                    yield from atom.of.ceilings()
+
     def value(self, env: Mapping[str, Any]) -> Any:
         """The size where every symbol has the value `env` gives it: an int, a torch.SymInt or another size."""
         return sum((reduce(mul, (_atom_value(a, env) for a in atoms), c) for atoms, c in self.terms), 0)
@@ -82,7 +92,9 @@ def symbol(name: str) -> Size:
 
 
 def ceildiv(size: AnySize, by: int) -> AnySize:
-    """size / by, rounded up."""
+    """size / by, rounded up; by: a number above 0."""
+    if not isinstance(by, int) or by < 1:
+        raise ShapeError(f"ceildiv({size}, {by})", expected="a number above 0 to divide by")
     if isinstance(size, int):
         return -(-size // by)
     exact = exact_div(size, by)
@@ -105,9 +117,24 @@ def exact_div(size: AnySize, by: AnySize) -> AnySize | None:
     return _make(quotient)
 
 
+def never_negative(size: AnySize) -> bool | None:
+    """Whether a size is 0 or more whatever its symbols are, which are 0 or more; None where that depends on them."""
+    if isinstance(size, int):
+        return size >= 0
+    if all(c > 0 and all(_counts(a) for a in atoms) for atoms, c in size.terms):
+        return True
+    refuted = all(c < 0 and all(isinstance(a, str) for a in atoms) for atoms, c in size.terms) and not size.terms[-1][0]
+    return False if refuted else None
+
+
 def value(size: AnySize, env: Mapping[str, Any]) -> Any:
     """`size` as a number, its symbols taken from `env`."""
     return size.value(env) if isinstance(size, Size) else size
+
+
+def _counts(atom: Atom) -> bool:
+    """Whether an atom is never negative."""
+    return isinstance(atom, str) or bool(never_negative(atom.of))
 
 
 def _terms(size: AnySize) -> tuple[tuple[Monomial, int], ...]:

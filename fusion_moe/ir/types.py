@@ -17,8 +17,8 @@ import torch
 from ..errors import DtypeError, ShapeError
 from ..formats import FORMATS
 from ..groups import bound
-from ..layouts import LAYOUTS
-from .sizes import AnySize, Size, value
+from ..layouts import LAYOUTS, LINEAR
+from .sizes import AnySize, Size, never_negative, value
 
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f8e4m3": torch.float8_e4m3fn,
@@ -125,14 +125,26 @@ class TensorType:
 
 
 def checked_type(t: TensorType) -> TensorType:
-    """The type of an input, or DtypeError or ShapeError for one that no tensor has."""
+    """A type, or DtypeError or ShapeError if no tensor has it."""
     if t.dtype not in (*DTYPES, *FORMATS):
         raise DtypeError(f"dtype {t.dtype!r}", expected=f"one of {', '.join((*DTYPES, *FORMATS))}")
     if t.layout not in LAYOUTS:
         raise ShapeError(f"layout {t.layout!r}", expected=f"one of {', '.join(LAYOUTS)}")
+    for d in t.shape:
+        _check_dim(d, t)
     if t.ends is not None and (t.dtype != "i32" or t.shape != (t.ends.count,)):
         raise ShapeError(str(t), expected=f"i32[{t.ends.count}]@ends({t.ends}), one end for each group")
     return t
+
+
+def _check_dim(d: Any, t: TensorType) -> None:
+    size, aligned = plain(d), isinstance(d, Rows) and d.align != 1
+    if isinstance(size, bool) or not isinstance(size, (int, Size)) or never_negative(size) is False:
+        raise ShapeError(f"a dimension of {d!r}", expected="a size, 0 or more")
+    if isinstance(d, Rows) and (not isinstance(d.groups, Groups) or not isinstance(d.align, int) or d.align < 1):
+        raise ShapeError(f"rows {d}", expected="rows cut by groups, in multiples of a number")
+    if aligned and t.layout == LINEAR.name:
+        raise ShapeError(f"padded rows in {t}", expected="a layout that pads: sf128x4")
 
 
 def _symbols(size: AnySize) -> Iterator[str]:

@@ -23,7 +23,7 @@ def reshaped(fd: FusionDefinition, x: Value, shape: Sequence[Dim]) -> Value:
     rest = exact_div(whole, known) if -1 in shape else 1
     if rest is None:
         raise Untranslatable(f"a reshape of {x.type} to {list(shape)}", expected="a size that the polynomials show")
-    new = [rest if d == -1 else d for d in shape]
+    new: list[Dim] = [rest if d == -1 else plain(d) for d in shape]
     if new and x.type.shape:
         new[0] = rows_like(x.type.shape[0], plain(new[0]))
     return x if tuple(new) == x.type.shape else fd.ops.reshape(x, new_shape=tuple(new))
@@ -70,7 +70,7 @@ def unsqueeze(fd: FusionDefinition, x: Value, dim: int) -> Value:
 def squeeze(fd: FusionDefinition, x: Value, dim: int) -> Value:
     """x without a dimension of size 1"""
     at = index(dim, len(x.type.shape))
-    return reshaped(fd, x, (*x.type.shape[:at], *x.type.shape[at + 1 :])) if x.type.shape[at] == 1 else x
+    return reshaped(fd, x, (*x.type.shape[:at], *x.type.shape[at + 1 :])) if plain(x.type.shape[at]) == 1 else x
 
 
 @translator("aten::expand")
@@ -123,7 +123,7 @@ def _bound(n: Any, default: Any, size: Any) -> Any:
 def select(fd: FusionDefinition, x: Value, dim: int, i: int) -> Value:
     """x[i] along one dimension"""
     at = index(dim, len(x.type.shape))
-    size = x.type.shape[at]
+    size = plain(x.type.shape[at])
     if not isinstance(size, int) or not isinstance(i, int):
         raise Untranslatable(f"element {i} of a size {size}", expected="a size known when compiling")
     first = i % size

@@ -151,7 +151,7 @@ def _product_flops(op: Op) -> Any:
 
 
 TABLE = (
-    OpKind("grouped_mm", _mm_type, partial(_mm, transposed=False), _mm_grad, _product_flops, role="grouped"),
+    OpKind("grouped_mm", _mm_type, partial(_mm, transposed=False), _mm_grad, flops=_product_flops, role="grouped"),
     OpKind("grouped_mm_t", _mm_t_type, partial(_mm, transposed=True), flops=_product_flops, role="grouped"),
     OpKind("grouped_outer", _outer_type, _outer, flops=_product_flops, role="grouped"),
     OpKind("group_add", _add_type, _add, _add_grad, role="grouped_add"),

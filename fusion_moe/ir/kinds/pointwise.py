@@ -12,7 +12,7 @@ import torch
 
 from ...errors import DtypeError
 from ..core import Op, OpKind, Value
-from ..types import DTYPES, FLOATS, TensorType
+from ..types import DTYPES, FLOATS, INTS, TensorType, plain
 from .rules import Types, joined_dtype, joined_shape, need_dtype, need_float, need_tensor
 from .shape import elements
 
@@ -21,6 +21,20 @@ Grad = Callable[[Any, Op, Value], Sequence[Value | None]]
 
 def _same(*types: Any) -> Types:
     return (TensorType(joined_shape(types), joined_dtype(types)),)
+
+
+def _sum(*types: Any) -> Types:
+    """Masks may be added and multiplied with each other, as `or` and `and`; beside a number torch makes them integers."""
+    if joined_dtype(types) == "bool" and not all(isinstance(t, TensorType) for t in types):
+        raise DtypeError("a number beside bool", expected="two masks", todo="cast with fd.ops.cast(x, dtype=...)")
+    return _same(*types)
+
+
+def _number(*types: Any) -> Types:
+    for t in types:
+        if isinstance(t, TensorType):
+            need_dtype("the input", t, *FLOATS, *INTS, "u8")
+    return _same(*types)
 
 
 def _float(*types: Any) -> Types:
@@ -63,7 +77,7 @@ def unbroadcast(fd: Any, grad: Value, x: Any) -> Value | None:
     """The gradient of an input whose size-1 dimensions were repeated: summed over them."""
     if not isinstance(x, Value):
         return None
-    dims = tuple(i for i, (a, b) in enumerate(zip(x.type.shape, grad.type.shape, strict=True)) if a == 1 and b != 1)
+    dims = tuple(i for i, (a, b) in enumerate(zip(x.type.shape, grad.type.shape, strict=True)) if plain(a) == 1 and plain(b) != 1)
     return fd.ops.sum(grad, dims=dims, keepdim=True) if dims else grad
 
 
@@ -122,11 +136,17 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _unary(name: str, infer: Callable[..., Types], function: Callable[..., torch.Tensor], grad: Grad | None = None) -> OpKind:
-    return OpKind(name, lambda x: infer(x), lambda x: (function(x),), grad, _elements)
+    def rule(x: TensorType) -> Types:
+        return infer(x)
+
+    return OpKind(name, rule, lambda x: (function(x),), grad, flops=_elements)
 
 
 def _binary(name: str, infer: Callable[..., Types], function: Callable[..., torch.Tensor], grad: Grad | None = None) -> OpKind:
-    return OpKind(name, lambda a, b: infer(a, b), lambda a, b: (function(a, b),), grad, _elements)
+    def rule(a: Any, b: Any) -> Types:
+        return infer(a, b)
+
+    return OpKind(name, rule, lambda a, b: (function(a, b),), grad, flops=_elements)
 
 
 def _elements(op: Op) -> Any:
@@ -136,9 +156,9 @@ def _elements(op: Op) -> Any:
 
 TABLE = (
     OpKind("cast", _cast_type, lambda x, dtype: (x.to(DTYPES[dtype]),), _cast_grad),
-    OpKind("where", _where_type, lambda condition, a, b: (torch.where(condition, *_as_tensors(a, b)),), _where_grad, _elements),
-    _unary("neg", _same, torch.neg, _unary_grad(lambda o, x, y, g: o.neg(g))),
-    _unary("abs", _same, torch.abs, _unary_grad(lambda o, x, y, g: o.where(o.lt(x, 0.0), o.neg(g), o.where(o.gt(x, 0.0), g, 0.0)))),
+    OpKind("where", _where_type, lambda condition, a, b: (torch.where(condition, *_as_tensors(a, b)),), _where_grad, flops=_elements),
+    _unary("neg", _number, torch.neg, _unary_grad(lambda o, x, y, g: o.neg(g))),
+    _unary("abs", _number, torch.abs, _unary_grad(lambda o, x, y, g: o.where(o.lt(x, 0.0), o.neg(g), o.where(o.gt(x, 0.0), g, 0.0)))),
     _unary("exp", _float, torch.exp, _unary_grad(lambda o, x, y, g: o.mul(g, y))),
     _unary("log", _float, torch.log, _unary_grad(lambda o, x, y, g: o.div(g, x))),
     _unary("sqrt", _float, torch.sqrt, _unary_grad(lambda o, x, y, g: o.div(g, o.mul(y, 2.0)))),
@@ -146,12 +166,12 @@ TABLE = (
     _unary("reciprocal", _float, torch.reciprocal, _unary_grad(lambda o, x, y, g: o.neg(o.mul(g, o.mul(y, y))))),
     _unary("tanh", _float, torch.tanh, _unary_grad(lambda o, x, y, g: o.mul(g, o.sub(1.0, o.mul(y, y))))),
     _unary("erf", _float, torch.erf),
-    _unary("relu", _same, torch.relu, _unary_grad(lambda o, x, y, g: o.where(o.gt(x, 0.0), g, 0.0))),
+    _unary("relu", _number, torch.relu, _unary_grad(lambda o, x, y, g: o.where(o.gt(x, 0.0), g, 0.0))),
     _unary("sigmoid", _float, torch.sigmoid, _unary_grad(lambda o, x, y, g: o.mul(g, o.mul(y, o.sub(1.0, y))))),
     _unary("silu", _float, _silu, _unary_grad(_silu_grad)),
-    _binary("add", _same, lambda a, b: a + b, _binary_grad(lambda o, a, b, y, g: (g, g))),
-    _binary("sub", _same, lambda a, b: a - b, _binary_grad(lambda o, a, b, y, g: (g, o.neg(g)))),
-    _binary("mul", _same, lambda a, b: a * b, _binary_grad(lambda o, a, b, y, g: (o.mul(g, b), o.mul(g, a)))),
+    _binary("add", _sum, lambda a, b: a + b, _binary_grad(lambda o, a, b, y, g: (g, g))),
+    _binary("sub", _number, lambda a, b: a - b, _binary_grad(lambda o, a, b, y, g: (g, o.neg(g)))),
+    _binary("mul", _sum, lambda a, b: a * b, _binary_grad(lambda o, a, b, y, g: (o.mul(g, b), o.mul(g, a)))),
     _binary("div", _float, lambda a, b: a / b, _binary_grad(lambda o, a, b, y, g: (o.div(g, b), o.neg(o.div(o.mul(g, y), b))))),
     _binary("minimum", _same, lambda a, b: torch.minimum(*_as_tensors(a, b)), _clamp_grad("le")),
     _binary("maximum", _same, lambda a, b: torch.maximum(*_as_tensors(a, b)), _clamp_grad("ge")),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from ...errors import ShapeError
 from ...formats import FORMATS, Quantized, check_finite, decode_scale_of, quantize
 from ...layouts import LAYOUTS, W16X64, SF128x4
-from ..core import OpKind
+from ..core import Need, OpKind
+from ..sizes import ceildiv
 from ..types import DTYPES, Dim, TensorType, plain
 from .rules import Types, need_cut, need_dtype, need_float, need_rank, need_tensor
 
@@ -64,9 +67,27 @@ def _need_matrices(x: TensorType, fmt: str) -> None:
 def _need_decode_scale(decode_scale: TensorType, lead: tuple, n: object) -> None:
     shape, rank = decode_scale.shape, len(lead)
     runs = shape[rank] if len(shape) == rank + 1 else 1
-    if shape[:rank] != lead or len(shape) > rank + 1 or (isinstance(n, int) and (not isinstance(runs, int) or not runs or n % runs)):
+    fits = isinstance(runs, int) and runs > 0 and not (isinstance(n, int) and n % runs)
+    if shape[:rank] != lead or len(shape) > rank + 1 or not fits:
         want = [f"[{', '.join(map(str, s))}]" for s in (lead, (*lead, "S"))]
         raise ShapeError(f"decode_scale {decode_scale}", expected=f"f32{want[0]}, or f32{want[1]} with S dividing N = {n}")
+
+
+def _runs_divide(n: Dim, decode_scale: TensorType, rank: int) -> Iterator[Need]:
+    """A decode scale for each of S runs of rows: S must divide N, which may be known only at launch."""
+    runs = decode_scale.shape[rank] if len(decode_scale.shape) > rank else 1
+    if isinstance(runs, int):
+        yield plain(n) + ceildiv(plain(n), runs) * -runs, f"decode_scale {decode_scale} for N = {n}, which {runs} does not divide"
+
+
+def _pack_needs(
+    codes: TensorType, block_scale: TensorType, decode_scale: TensorType, fmt: str, layout: str, transposed: bool = False
+) -> Iterator[Need]:
+    return _runs_divide(codes.shape[-1 if transposed else -2], decode_scale, len(codes.shape) - 2)
+
+
+def _quantize_needs(x: TensorType, decode_scale: TensorType, fmt: str) -> Iterator[Need]:
+    return _runs_divide(x.shape[-2], decode_scale, len(x.shape) - 2)
 
 
 def _quantize_type(x: TensorType, decode_scale: TensorType, fmt: str) -> Types:
@@ -137,10 +158,10 @@ def linear(x: Quantized, layout: str, ends: torch.Tensor | None = None) -> Quant
 
 
 TABLE = (
-    OpKind("pack", _pack_type, _pack, view=True, role="view"),
+    OpKind("pack", _pack_type, _pack, needs=_pack_needs, view=True, role="view"),
     OpKind("unpack", _unpack_type, lambda x: (x.codes, x.block_scale), role="view"),
     OpKind("decode_scale", _decode_scale_type, _decode_scale, role="reduce"),
-    OpKind("quantize", _quantize_type, _quantize, role="quantize"),
+    OpKind("quantize", _quantize_type, _quantize, needs=_quantize_needs, role="quantize"),
     OpKind("grouped_swizzle", _swizzle_type, _swizzle, role="layout"),
     OpKind("relayout", _relayout_type, _relayout, role="layout"),
 )

@@ -5,15 +5,15 @@ T tokens, k slots a token (top-k), M = T * k rows sorted by group, G groups, N f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ...errors import FusionError, ShapeError
-from ...groups import check_ends, check_ids, check_problem, ends_from_problem
+from ...groups import check_ends, check_ids, check_permutation, check_problem, ends_from_problem
 from ...layouts import SF128X4
-from ..core import Op, OpKind, Value
+from ..core import Need, Op, OpKind, Value
 from ..sizes import AnySize
 from ..types import DTYPES, INTS, Dim, Groups, Rows, TensorType, plain
 from .rules import Types, need_cut, need_dtype, need_float, need_rank, need_same
@@ -89,6 +89,10 @@ def _route_type(ids: TensorType, groups: Groups) -> Types:
     return ends, TensorType((elements(ids.shape) / groups,), "i32"), TensorType(tuple(map(plain, ids.shape)), "i32")
 
 
+def _route_needs(ids: TensorType, groups: Groups) -> Iterator[Need]:
+    yield some_of(groups.count, elements(ids.shape)), f"ids {ids} name one of {groups.count} groups"
+
+
 def _route(ids: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ids [T, k] -> ends i32[G]; row_of i32[M], the token of each sorted row; slot_of i32[T, k], the sorted row of each slot.
 
@@ -111,6 +115,15 @@ def _index_select_type(x: TensorType, index: TensorType, dim: int) -> Types:
     if not 0 <= dim < len(x.shape):
         raise ShapeError(f"dim {dim} of {x}", expected=f"0 to {len(x.shape) - 1}")
     return (TensorType((*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :]), x.dtype),)
+
+
+def _index_select_needs(x: TensorType, index: TensorType, dim: int) -> Iterator[Need]:
+    yield some_of(x.shape[dim], index.shape[0]), f"{index.shape[0]} elements are picked from dimension {dim} of {x}, which has none"
+
+
+def some_of(there: Dim, wanted: AnySize | Dim) -> AnySize:
+    """A size that is negative where something is wanted and nothing is there."""
+    return plain(there) * 2**62 + plain(wanted) * -1
 
 
 def _index_select_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
@@ -143,6 +156,10 @@ def _index_put_type(acc: TensorType, index: TensorType, value: TensorType) -> Ty
     return (acc.with_(shape=tuple(map(plain, acc.shape))),)
 
 
+def _index_put_needs(acc: TensorType, index: TensorType, value: TensorType) -> Iterator[Need]:
+    yield some_of(acc.shape[0], index.shape[0]), f"{index.shape[0]} rows are added to {acc}, which has none"
+
+
 def _invert_type(slot_of: TensorType, rows: Dim) -> Types:
     need_dtype("slot_of", slot_of, "i32")
     need_same("the number of rows", elements(slot_of.shape), rows, "slot_of and rows")
@@ -151,6 +168,7 @@ def _invert_type(slot_of: TensorType, rows: Dim) -> Types:
 
 def _invert(slot_of: torch.Tensor, rows: int) -> tuple[torch.Tensor]:
     """slot_of i32[T, k], a permutation of the M rows -> i32[M]: the flat slot that each row serves."""
+    check_permutation(slot_of, rows)
     flat = slot_of.flatten().long()
     slots = torch.empty(rows, dtype=torch.int32, device=flat.device)
     slots[flat] = torch.arange(rows, dtype=torch.int32, device=flat.device)
@@ -167,6 +185,10 @@ def _combine_type(y: TensorType, slot_of: TensorType, w: TensorType) -> Types:
     for a, b in zip(slot_of.shape, w.shape, strict=True):
         need_same("a size", a, b, "slot_of and w")
     return (TensorType((plain(slot_of.shape[0]), y.shape[1]), "f32"),)
+
+
+def _combine_needs(y: TensorType, slot_of: TensorType, w: TensorType) -> Iterator[Need]:
+    yield some_of(y.shape[0], elements(slot_of.shape)), f"slots {slot_of} pick from {y}, which has no rows"
 
 
 def _combine(y: torch.Tensor, slot_of: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
@@ -204,15 +226,23 @@ TABLE = (
     OpKind("problem_ends", _problem_ends_type, _problem_ends, role="routing"),
     OpKind("cut", _cut_type, lambda x, ends: (x,), _cut_grad, view=True, role="view"),
     OpKind("zero_rest", _zero_rest_type, _zero_rest, _zero_rest_grad),
-    OpKind("route", _route_type, _route, role="routing"),
-    OpKind("index_select", _index_select_type, lambda x, i, dim: (x.index_select(dim, i),), _index_select_grad, role="gather"),
-    OpKind("index_put_accumulate", _index_put_type, lambda a, i, v: (a.index_add(0, i, v),), role="scatter"),
+    OpKind("route", _route_type, _route, needs=_route_needs, role="routing"),
+    OpKind(
+        "index_select",
+        _index_select_type,
+        lambda x, i, dim: (x.index_select(dim, i),),
+        _index_select_grad,
+        _index_select_needs,
+        role="gather",
+    ),
+    OpKind("index_put_accumulate", _index_put_type, lambda a, i, v: (a.index_add(0, i, v),), needs=_index_put_needs, role="scatter"),
     OpKind("invert", _invert_type, _invert, role="routing"),
     OpKind(
         "combine",
         _combine_type,
         _combine,
         _combine_grad,
+        _combine_needs,
         lambda op: 2 * elements((*op.values[1].type.shape, op.outputs[0].type.shape[1])),
         role="combine",
     ),

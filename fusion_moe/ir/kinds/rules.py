@@ -73,7 +73,7 @@ def joined_shape(types: Sequence[Any]) -> tuple[Dim, ...]:
 
 
 def _joined_dim(dims: Sequence[Dim], shapes: Sequence[tuple[Dim, ...]]) -> Dim:
-    wide = [d for d in dims if d != 1] or [1]
+    wide = [d for d in dims if plain(d) != 1] or dims  # one row is repeated as any other size of 1, cut or not
     cuts = {d for d in wide if isinstance(d, Rows)}
     if len(cuts) > 1:
         raise FusionError(f"rows cut as {' and as '.join(sorted(map(str, cuts)))}", expected="one cut")
@@ -90,9 +90,21 @@ def joined_dtype(types: Sequence[Any]) -> str:
     if len(dtypes) != 1:
         raise DtypeError(f"dtypes {' and '.join(sorted(dtypes))}", expected="one dtype", todo="cast with fd.ops.cast(x, dtype=...)")
     (dtype,) = dtypes
-    if any(isinstance(t, float) for t in types) and dtype not in FLOATS:
-        raise DtypeError(f"a float beside {dtype}", expected="an int", todo="cast with fd.ops.cast(x, dtype=...)")
+    for t in types:
+        if not isinstance(t, TensorType):
+            need_number("the number", t, dtype)
     return dtype
+
+
+_WHOLE = {"bool": (0, 1), "u8": (0, 2**8 - 1), "i32": (-(2**31), 2**31 - 1), "i64": (-(2**63), 2**63 - 1)}
+
+
+def need_number(name: str, number: float, dtype: str) -> None:
+    """A number that takes a dtype must be one of it: beside integers and masks a whole one that they hold, beside floats any."""
+    least, most = _WHOLE.get(dtype, (None, None))
+    if least is not None and (isinstance(number, float) or not least <= number <= most):
+        expected = f"an int from {least} to {most}"
+        raise DtypeError(f"{name} {number!r} beside {dtype}", expected=expected, todo="cast with fd.ops.cast(x, dtype=...)")
 
 
 def _shown(shape: tuple[Dim, ...]) -> str:

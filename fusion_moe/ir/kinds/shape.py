@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import mul
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ...errors import DtypeError, ShapeError
-from ..core import Op, OpKind, Value
+from ..core import Need, Op, OpKind, Value
 from ..sizes import AnySize, exact_div
-from ..types import DTYPES, FLOATS, Dim, TensorType, plain
-from .rules import Types, joined_dtype, need_dtype, need_float
+from ..types import DTYPES, Dim, TensorType, plain
+from .rules import Types, joined_dtype, need_dtype, need_float, need_number
 
 
 def elements(shape: Sequence[Dim]) -> AnySize:
@@ -42,13 +42,15 @@ def _permute_type(x: TensorType, dims: tuple[int, ...]) -> Types:
 
 def _broadcast_type(x: TensorType, shape: tuple[Dim, ...], broadcast_dims: tuple[int, ...]) -> Types:
     """As nvFuser: dimension i of x becomes dimension broadcast_dims[i] of the result; a size of 1 is repeated, the other dims are new."""
-    if len(broadcast_dims) != len(_plain_storage(x).shape) or list(broadcast_dims) != sorted(set(broadcast_dims)):
-        raise ShapeError(f"broadcast_dims {list(broadcast_dims)} of {x}", expected="one increasing place for each dimension")
+    increasing = list(broadcast_dims) == sorted(set(broadcast_dims)) and all(0 <= place < len(shape) for place in broadcast_dims)
+    if len(broadcast_dims) != len(_plain_storage(x).shape) or not increasing:
+        want = f"one increasing place for each dimension, from 0 to {len(shape) - 1}"
+        raise ShapeError(f"broadcast_dims {list(broadcast_dims)} of {x}", expected=want)
     out = list(shape)
     for d, place in zip(x.shape, broadcast_dims, strict=True):
-        if d != 1 and plain(d) != plain(shape[place]):
+        if plain(d) not in (1, plain(shape[place])):
             raise ShapeError(f"size {d} of {x} at {shape[place]}", expected="1, or the same size")
-        out[place] = shape[place] if d == 1 else d
+        out[place] = d if plain(d) == plain(shape[place]) else shape[place]
     return (TensorType(tuple(out), x.dtype),)
 
 
@@ -59,20 +61,23 @@ def _broadcast(x: torch.Tensor, shape: tuple[int, ...], broadcast_dims: tuple[in
 
 def _broadcast_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     x, places = op.values[0], op.attrs["broadcast_dims"]
-    new = tuple(i for i in range(len(dy.type.shape)) if i not in places or (x.type.shape[places.index(i)] == 1 and dy.type.shape[i] != 1))
+    sizes = dict(zip(places, map(plain, x.type.shape), strict=True))
+    new = tuple(i for i, d in enumerate(dy.type.shape) if i not in sizes or (sizes[i] == 1 and plain(d) != 1))
     summed = fd.ops.sum(dy, dims=new, keepdim=False) if new else dy
     return [fd.ops.reshape(summed, new_shape=x.type.shape)]
 
 
-def _slice_type(x: TensorType, start_indices: tuple[int, ...], end_indices: tuple[Dim, ...]) -> Types:
+def _slice_type(x: TensorType, start_indices: tuple[AnySize, ...], end_indices: tuple[Dim, ...]) -> Types:
     if not len(start_indices) == len(end_indices) == len(_plain_storage(x).shape):
         raise ShapeError(f"{len(start_indices)} starts, {len(end_indices)} ends of {x}", expected="one for each dimension")
-    out = []
-    for d, a, b in zip(x.shape, start_indices, end_indices, strict=True):
-        if isinstance(b, int) and isinstance(d, int) and not 0 <= a <= b <= d:
-            raise ShapeError(f"slice {a}:{b} of {x}", expected=f"0 <= start <= end <= {d}")
-        out.append(d if (a, b) == (0, d) else plain(b) - a)
-    return (TensorType(tuple(out), x.dtype),)
+    bounds = zip(x.shape, start_indices, map(plain, end_indices), strict=True)
+    return (TensorType(tuple(d if (a, b) == (0, plain(d)) else b - a for d, a, b in bounds), x.dtype),)
+
+
+def _slice_needs(x: TensorType, start_indices: tuple[AnySize, ...], end_indices: tuple[Dim, ...]) -> Iterator[Need]:
+    for d, a, b in zip(map(plain, x.shape), start_indices, map(plain, end_indices), strict=True):
+        why = f"slice {a}:{b} of {x}, where 0 <= start <= end <= {d} does not hold"
+        yield from ((size, why) for size in (a, b - a, d - b))
 
 
 def _slice(x: torch.Tensor, start_indices: tuple[int, ...], end_indices: tuple[int, ...]) -> torch.Tensor:
@@ -92,6 +97,11 @@ def _pad_type(x: TensorType, before: tuple[AnySize, ...], after: tuple[AnySize, 
     return (TensorType(tuple(shape), x.dtype),)
 
 
+def _pad_needs(x: TensorType, before: tuple[AnySize, ...], after: tuple[AnySize, ...], shape: tuple[Dim, ...]) -> Iterator[Need]:
+    for a, b in zip(before, after, strict=True):
+        yield from ((size, f"{a} before and {b} after {x}, which are to be 0 or more") for size in (a, b))
+
+
 def _pad(x: torch.Tensor, before: tuple[int, ...], after: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
     return torch.nn.functional.pad(x, [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair])
 
@@ -103,24 +113,29 @@ def _pad_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def _cat_type(*xs: TensorType, dim: int) -> Types:
-    first = xs[0]
+    first = _plain_storage(xs[0])
+    if not 0 <= dim < len(first.shape):
+        raise ShapeError(f"dim {dim} of {first}", expected=f"0 to {len(first.shape) - 1}")
     for x in xs[1:]:
+        if len(x.shape) != len(first.shape):
+            raise ShapeError(f"{x} beside {first}", expected="one rank")
         if any(plain(a) != plain(b) for i, (a, b) in enumerate(zip(first.shape, _plain_storage(x).shape, strict=True)) if i != dim):
             raise ShapeError(f"{x} beside {first}", expected=f"equal sizes but for dimension {dim}")
     total = sum((plain(x.shape[dim]) for x in xs), 0)
     return (TensorType((*first.shape[:dim], total, *first.shape[dim + 1 :]), joined_dtype(xs)),)
 
 
-def _full_type(shape: tuple[Dim, ...], fill_value: float, dtype: str) -> Types:
-    if dtype not in DTYPES or (isinstance(fill_value, float) and dtype not in FLOATS):
-        raise DtypeError(f"fill_value {fill_value!r} of dtype {dtype!r}", expected=f"a number of one of {', '.join(DTYPES)}")
+def _full_type(shape: tuple[Dim, ...], fill_value: float | bool, dtype: str) -> Types:
+    if dtype not in DTYPES:
+        raise DtypeError(f"dtype {dtype!r}", expected=f"one of {', '.join(DTYPES)}")
+    need_number("fill_value", fill_value, dtype)
     return (TensorType(tuple(shape), dtype),)
 
 
 def _sum_type(x: TensorType, dims: tuple[int, ...], keepdim: bool) -> Types:
     need_float("x", _plain_storage(x))
-    if not dims or not all(0 <= d < len(x.shape) for d in dims):
-        raise ShapeError(f"dims {list(dims)} of {x}", expected=f"at least one, from 0 to {len(x.shape) - 1}")
+    if not dims or len(set(dims)) < len(dims) or not all(0 <= d < len(x.shape) for d in dims):
+        raise ShapeError(f"dims {list(dims)} of {x}", expected=f"at least one, each once, from 0 to {len(x.shape) - 1}")
     return (TensorType(tuple(1 if i in dims else d for i, d in enumerate(x.shape) if keepdim or i not in dims), x.dtype),)
 
 
@@ -163,9 +178,9 @@ TABLE = (
     OpKind("reshape", _reshape_type, lambda x, new_shape: (x.reshape(new_shape),), _reshape_grad, role="shape"),
     OpKind("permute", _permute_type, lambda x, dims: (x.permute(dims),), _permute_grad, role="shape"),
     OpKind("broadcast_in_dim", _broadcast_type, lambda x, **a: (_broadcast(x, **a),), _broadcast_grad, role="shape"),
-    OpKind("slice", _slice_type, lambda x, **a: (_slice(x, **a),), _slice_grad, role="shape"),
-    OpKind("pad", _pad_type, lambda x, **a: (_pad(x, **a),), _pad_grad, role="shape"),
+    OpKind("slice", _slice_type, lambda x, **a: (_slice(x, **a),), _slice_grad, _slice_needs, role="shape"),
+    OpKind("pad", _pad_type, lambda x, **a: (_pad(x, **a),), _pad_grad, _pad_needs, role="shape"),
     OpKind("cat", _cat_type, lambda *xs, dim: (torch.cat(xs, dim),), role="shape"),
     OpKind("full", _full_type, lambda shape, fill_value, dtype: (torch.full(shape, fill_value, dtype=DTYPES[dtype]),), role="shape"),
-    OpKind("sum", _sum_type, lambda x, **a: (_sum(x, **a),), _sum_grad, lambda op: elements(op.values[0].type.shape), role="reduce"),
+    OpKind("sum", _sum_type, lambda x, **a: (_sum(x, **a),), _sum_grad, flops=lambda op: elements(op.values[0].type.shape), role="reduce"),
 )

@@ -1,0 +1,113 @@
+"""What the type rule of an operation says of its arguments by its annotations: which are operands, and the type of each attribute.
+
+    def rule(x: TensorType, dims: tuple[int, ...], keepdim: bool) -> Types: ...
+
+has one operand and two attributes. An operand is annotated `TensorType`, or `Any` where it may be a number; everything else is an
+attribute: plain data that texts, caches and kernels are written from, and so of no other type than its annotation says.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+from ..errors import FusionError
+from .sizes import Size
+from .types import Groups, Rows, TensorType
+
+_INT64 = range(-(2**63), 2**63)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """operands: how many, None for any number of them. attributes: the type of each, in order. required: those without a default."""
+
+    operands: int | None
+    attributes: Mapping[str, Any]
+    required: frozenset[str]
+
+    def bind(self, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Operands, and attributes by name in the order of the rule. Attributes may follow the operands, as nvFuser's may.
+
+        inputs: the arguments given by position. Any number of operands may come as one list, with attributes behind it.
+        """
+        operands, more = list(inputs), list[Any]()
+        if self.operands is not None:
+            operands, more = operands[: self.operands], operands[self.operands :]
+        elif operands and isinstance(operands[0], (list, tuple)):
+            operands, more = list(operands[0]), operands[1:]
+        if len(more) > len(self.attributes):
+            raise FusionError(f"{len(inputs)} arguments by position", expected=self._expected())
+        given = dict(zip(self.attributes, more, strict=False))
+        if twice := given.keys() & attrs.keys():
+            raise FusionError(f"{', '.join(sorted(twice))} given twice", expected=self._expected())
+        return tuple(operands), self.check({**given, **attrs})
+
+    def check(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
+        """The attributes in the order of the rule, lists as tuples. FusionError unless they are all there, and each of its type."""
+        if wrong := [name for name in attrs if name not in self.attributes]:
+            raise FusionError(f"an attribute {wrong[0]!r}", expected=self._expected())
+        if missing := [name for name in self.attributes if name in self.required and name not in attrs]:
+            raise FusionError(f"no {missing[0]}", expected=self._expected())
+        return {name: _checked(name, attrs[name], hint) for name, hint in self.attributes.items() if name in attrs}
+
+    def _expected(self) -> str:
+        operands = "operands" if self.operands is None else f"{self.operands} operand" + "s" * (self.operands != 1)
+        return ", ".join([operands, *(f"{name}: {_told(hint)}" for name, hint in self.attributes.items())])
+
+
+@cache
+def signature(rule: Callable[..., Any]) -> Signature:
+    """The signature of a type rule."""
+    hints, parameters = get_type_hints(rule), inspect.signature(rule).parameters
+    operands = [p for name, p in parameters.items() if hints[name] in (TensorType, Any)]
+    attributes = {name: hints[name] for name, p in parameters.items() if p not in operands}
+    required = frozenset(name for name in attributes if parameters[name].default is inspect.Parameter.empty)
+    variadic = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in operands)
+    return Signature(None if variadic else len(operands), attributes, required)
+
+
+def checked_operand(v: Any) -> Any:
+    """An operand that is a number: a Python int, float or bool of 64 bits. FusionError for anything else."""
+    if isinstance(v, bool) or type(v) is float:
+        return v
+    if isinstance(v, float):
+        return float(v)  # a subclass, as numpy's float64, prints itself otherwise
+    if isinstance(v, int) and int(v) in _INT64:
+        return int(v)
+    expected = "a value of this Fusion, or an int, float or bool of 64 bits"
+    raise FusionError(f"the operand {v!r} of type {type(v).__name__}", expected=expected)
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """`value`, which must be of the type that the hint says."""
+    if get_origin(hint) is tuple and isinstance(value, (list, tuple)):
+        return tuple(_checked(name, v, get_args(hint)[0]) for v in value)
+    options = get_args(hint) or (hint,)
+    if any(_is(value, option) for option in options):
+        return value
+    raise FusionError(f"{name} = {value!r}", expected=_told(hint))
+
+
+def _is(value: Any, hint: Any) -> bool:
+    if hint is float:
+        return type(value) is float or _is(value, int)
+    if hint is int:
+        return type(value) is int and value in _INT64
+    if hint is Rows:
+        return isinstance(value, Rows) and isinstance(value.groups, Groups) and _is(value.align, int) and value.align > 0
+    return type(value) is hint
+
+
+_WORDS = {
+    int: "an int", float: "a number", bool: "True or False", str: "a string", Size: "a size", Rows: "rows of groups", Groups: "groups",
+}  # fmt: skip
+
+
+def _told(hint: Any) -> str:
+    if get_origin(hint) is tuple:
+        return f"a list, each {_told(get_args(hint)[0])}"
+    return " or ".join(_WORDS[option] for option in get_args(hint) or (hint,))
