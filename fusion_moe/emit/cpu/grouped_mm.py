@@ -103,7 +103,7 @@ class _Writer(Writer):
 
     def store(self) -> list[str]:
         plan, rows = self.plan, self.plan.a.type.shape[0]
-        elements = Elements(self.fusion, self.memory_before(), {plan.product.outputs[0]: self._column}, self._group)
+        elements = Elements(self.fusion, self.memory_before(), {plan.product.outputs[0]: self._column}, {plan.ends: self._group})
         lanes, after = [], []
         for i, v in enumerate(plan.rows):
             made = elements.of(v, reshaped([_M, _J], (rows, plan.width), v.type.shape))

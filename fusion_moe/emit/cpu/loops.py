@@ -53,21 +53,20 @@ class _Writer(Writer):
         return []
 
     def body(self) -> list[str]:
-        self._ready = {v: v.name for v in self.fusion.inputs}
         lines: list[str] = []
         for op in self.fusion.ops:
             made = _whole(self.fusion, op)
             if made and op.kind.name not in MADE_FIRST:
                 lines += _WHOLE[op.kind.name](self, op)
-            self._ready |= {v: v.name for v in made}
-        left = [v for v in self.allocated if v not in self._ready]
+            self.ready |= {v: v.name for v in made}
+        left = [v for v in self.allocated if v not in self.ready]
         shapes = dict.fromkeys(_rows_of(v.type.shape) for v in left)
         for shape in shapes:
             lines += self._elementwise([v for v in left if _rows_of(v.type.shape) == shape], *shape)
         return lines
 
     def _elements(self) -> Elements:
-        return Elements(self.fusion, self._ready)
+        return Elements(self.fusion, self.ready)
 
     # Results ----------------------------------------------------------------------------------------------------------
 
@@ -78,7 +77,9 @@ class _Writer(Writer):
         for v in values:
             at = reshaped([_M, _J], (rows, width), v.type.shape)
             stores.append(f"{v.name}[{flat([_M, _J], (rows, width))}] = stored<{stored(v)}>({made.of(v, at)});")
-        return _for_rows(rows, width, _for_columns([*made.lines, *stores], "0", str(size(width))))
+        body = _for_columns([*made.lines, *stores], "0", str(size(width)))
+        loops = _for_rows(rows, width, body)
+        return loops if isinstance(width, int) else [f"if ({size(width)} > 0) {{", *inner(loops), "}"]
 
     # What is made whole -----------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from ...ir.kinds.shape import elements
 from ...ir.types import Dim, Rows, plain
 from ..cxx.elements import stored
 from ..cxx.indices import Index, number, size
-from ..cxx.plan import below, source
+from ..cxx.plan import MADE_FIRST, below, made_by_route, source
 
 _STRUCT = Template("""\
 struct Segment {
@@ -60,11 +60,15 @@ class Source:
 
 
 class Writer(ABC):
-    """Writes the struct of a segment. memory: value -> the name of the array that holds it, for inputs and what is allocated."""
+    """Writes the struct of a segment. memory: value -> the name of the array that holds it, for inputs and what is allocated.
+
+    ready: those of them that have been made where the text has come to.
+    """
 
     def __init__(self, fusion: Fusion, memory: Sequence[Value]):
         self.fusion, self.allocated = fusion, tuple(memory)
         self.memory = {v: v.name for v in (*fusion.inputs, *memory)}
+        self.ready = {v: v.name for v in fusion.inputs}
 
     @abstractmethod
     def functions(self) -> list[str]:
@@ -76,18 +80,19 @@ class Writer(ABC):
 
     def text(self) -> str:
         """The struct and its `run`."""
+        first = self._first()
         functions, body = self.functions(), self.body()
         return _STRUCT.substitute(
-            members=indented(self._members()), first=indented(self._first(), 2), functions=indented(functions), body=indented(body, 2),
+            members=indented(self._members()), first=indented(first, 2), functions=indented(functions), body=indented(body, 2),
             arguments=self._arguments(),
         )  # fmt: skip
 
     def array(self, v: Value) -> str:
-        """The name of the array that holds a value, views and reshapes looked through."""
+        """The name of the array that holds a value made before, views and reshapes looked through."""
         found = source(self.fusion, v)
-        if found not in self.memory:
-            raise UnsupportedError(f"{v.name} {v.type} is not in memory before the kernel runs")
-        return self.memory[found]
+        if found not in self.ready:
+            raise UnsupportedError(f"{v.name} {v.type} is computed in the same segment that reads it as a whole")
+        return self.ready[found]
 
     # What is passed ---------------------------------------------------------------------------------------------------
 
@@ -111,6 +116,8 @@ class Writer(ABC):
         for op in self.fusion.ops:
             write = getattr(self, f"_first_{op.kind.name}", None)
             lines += write(op) if write else []
+            if op.kind.name in MADE_FIRST:
+                self.ready |= {v: self.memory[v] for v in op.outputs}
         return lines
 
     def _rows_of(self, ends: Value) -> Index:
@@ -129,9 +136,12 @@ class Writer(ABC):
         return [f"if (!route({self.array(ids)}, {size(t)}, {size(slots)}, {size(op.attrs['groups'].count)}, {made})) return false;"]
 
     def _first_invert(self, op: Op) -> list[str]:
-        (slot_of,), count = op.values, size(op.attrs["rows"])
-        made = f"for (i64 i = 0; i < {count}; ++i) {self.memory[op.outputs[0]]}[{self.array(slot_of)}[i]] = i32(i);"
-        return [*self._checked(slot_of, op.attrs["rows"]), made]
+        (slot_of,), count, made = op.values, size(op.attrs["rows"]), self.memory[op.outputs[0]]
+        fill = f"for (i64 i = 0; i < {count}; ++i) {made}[{self.array(slot_of)}[i]] = i32(i);"
+        if made_by_route(self.fusion, slot_of) == "slot_of":
+            return [fill]
+        whole = f"if (!all_below({made}, {count}, {count})) return false;"  # each row was named, which -1 says it was not
+        return [*self._checked(slot_of, op.attrs["rows"]), f"std::fill({made}, {made} + {count}, -1);", fill, whole]
 
     def _first_problem_ends(self, op: Op) -> list[str]:
         starts, problem, padded = map(self.array, op.values)

@@ -184,7 +184,8 @@ class Product(Source):
         """How a kernel finds a tile: in ids, or in ends."""
         if ids:
             assert self._routing is not None
-            made = f"find_tile_of_ids<G, HEIGHT, ACROSS, AT_ONCE>({self.array(self._routing.values[0])}, i32(rows()), number)"
+            routed = self.array(self._routing.values[0], self.made_later)
+            made = f"find_tile_of_ids<G, HEIGHT, ACROSS, AT_ONCE>({routed}, i32(rows()), number)"
         else:
             told = "nullptr" if self._routing else "blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr"
             made = f"find_tile<G, HEIGHT, ACROSS, AT_ONCE, MOST>(ends, i32(rows()), number, {told})"
@@ -231,7 +232,7 @@ class Product(Source):
 
         bodies, arrays = list[str](), list[str]()
         for i, v in enumerate(plan.rows):
-            made = self.elements({plan.product.outputs[0]: column}, group, (*plan.rows, *plan.tokens))
+            made = self.elements({plan.product.outputs[0]: column}, {plan.ends: group}, (*plan.rows, *plan.tokens))
             kept = made.kept(v, reshaped([_M, _J], (rows, plan.width), v.type.shape))
             bodies += [f"if constexpr (I == {i}) {{", *inner([*made.lines, f"return {kept};"]), "}"]
             arrays += [f"if constexpr (I == {i}) return {self.names[v]};"]

@@ -18,7 +18,7 @@ from ...ir.sizes import AnySize, value
 from ...ir.types import Dim, plain
 from ..cxx.elements import Elements, inner, stored
 from ..cxx.indices import Index, flat, is_index, reshaped, size
-from ..cxx.plan import below, source
+from ..cxx.plan import MADE_FIRST, below, made_by_route, source
 
 THREADS = 256
 _MOST_BLOCKS = 132 * 16
@@ -102,12 +102,18 @@ class Source(ABC):
         """The elements of a scratch array that the kernels use."""
         return value(array.count, sizes)
 
-    def array(self, v: Value) -> str:
-        """The name of the array that holds a value, views and reshapes looked through."""
+    def array(self, v: Value, without: Sequence[Value] = ()) -> str:
+        """The name of the array that holds a value, views and reshapes looked through. without: what is not in memory yet."""
         found = source(self.fusion, v)
-        if found not in self.names:
-            raise UnsupportedError(f"{v.name} {v.type} is not in memory before the kernel runs")
+        if found not in self.names or found in without:
+            raise UnsupportedError(f"{v.name} {v.type} is computed in the same segment that reads it as a whole")
         return self.names[found]
+
+    @property
+    def made_later(self) -> list[Value]:
+        """What is not in memory when routing runs."""
+        first = {v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs}
+        return [v for v in self.memory if v not in first]
 
     def kernel(self, name: str, body: Sequence[str], blocks: int, *, threads: int = THREADS, early: bool = False) -> Launched:
         """A kernel whose struct has `body` as its function `run`."""
@@ -146,7 +152,7 @@ class Source(ABC):
             if op.kind.name == "route":
                 found.append(self._route(op, sizes))
             elif op.kind.name == "invert":
-                found.append(self._invert(op, sizes))
+                found += self._invert(op, sizes)
             elif op.kind.name == "problem_ends":
                 raise UnsupportedError("problem_ends has no kernel here yet")
         return found
@@ -155,15 +161,22 @@ class Source(ABC):
         (ids,), groups, (ends, row_of, slot_of) = op.values, op.attrs["groups"].count, op.outputs
         count, slots = elements(ids.type.shape), size(ids.type.shape[1])
         warps = next((w for most, w in _WARPS.items() if value(count, sizes) <= most), _MOST_WARPS)
-        given = f"{self.array(ids)}, i32({size(count)}), i32({slots}), {groups}, "
+        given = f"{self.array(ids, self.made_later)}, i32({size(count)}), i32({slots}), {groups}, "
         given += f"{self.array(ends)}, {self.array(row_of)}, {self.array(slot_of)}, error"
         body = ["wait_for_previous();", "let_next_start();", f"Route<{stored(ids)}, {warps}>{{{given}}}.run();"]
         return self.kernel("route", body, groups, threads=32 * warps)
 
-    def _invert(self, op: Op, sizes: Sizes) -> Launched:
-        (slot_of,), count = op.values, plain(op.attrs["rows"])
-        place = f"inside({self.array(slot_of)}[i], {size(count)}, error)"
-        return self.for_all("invert", count, [f"{self.array(op.outputs[0])}[{place}] = i32(i);"], sizes)
+    def _invert(self, op: Op, sizes: Sizes) -> list[Launched]:
+        """One kernel for a permutation. For what may be none, every row is made to name a slot that there is."""
+        (slot_of,), count, made = op.values, plain(op.attrs["rows"]), self.array(op.outputs[0])
+        place = f"{self.array(slot_of, self.made_later)}[i]"
+        if made_by_route(self.fusion, slot_of) == "slot_of":
+            return [self.for_all("invert", count, [f"{made}[{place}] = i32(i);"], sizes)]
+        return [
+            self.for_all("invert_begin", count, [f"{made}[i] = -1;"], sizes),
+            self.for_all("invert", count, [f"{made}[inside({place}, {size(count)}, error)] = i32(i);"], sizes),
+            self.for_all("invert_end", count, [f"{made}[i] = i32(inside({made}[i], {size(count)}, error));"], sizes),
+        ]
 
     # What is summed ---------------------------------------------------------------------------------------------------
 
@@ -188,7 +201,7 @@ class Source(ABC):
         body = [
             f"const i64 t = i / {width // at_once}, j0 = i % {width // at_once} * {at_once};",
             f"float total[{at_once}];",
-            f"sum_slots(total, {self.array(y)}, {width}, j0, i32({slots}),",
+            f"sum_slots(total, {self.array(y, without)}, {width}, j0, i32({slots}),",
             f"    [&](i64 s) {{ {' '.join(slot.lines)} return {row}; }}, [&](i64 s) {{ {' '.join(weight.lines)} return {factor}; }});",
         ]
 
@@ -210,7 +223,9 @@ class Source(ABC):
         element = made.of(v, reshaped([row, _J], shape, v.type.shape))
         return f"{self.names[v]}[{flat([row, _J], shape)}] = stored<{stored(v)}>({element});"
 
-    def elements(self, known: Mapping[Value, object] | None = None, group: object = None, without: Sequence[Value] = ()) -> SafeElements:
+    def elements(
+        self, known: Mapping[Value, object] | None = None, group: Mapping[Value, object] | None = None, without: Sequence[Value] = ()
+    ) -> SafeElements:
         """What writes elements of values, but for those in `without` from what is in memory."""
         memory = {v: name for v, name in self.names.items() if v not in without}
         return SafeElements(self.fusion, memory, known, group)

@@ -25,20 +25,27 @@ _CALLS = {
     "gt": "{0} > {1}", "ge": "{0} >= {1}", "eq": "{0} == {1}", "ne": "{0} != {1}", "logical_and": "{0} && {1}", "logical_or": "{0} || {1}",
     "logical_not": "!{0}", "where": "{0} ? {1} : {2}",
 }  # fmt: skip
-_ON_INTS = ("neg", "add", "sub", "mul", "minimum", "maximum", "where", "lt", "le", "gt", "ge", "eq", "ne")
-_AS_TENSORS = ("minimum", "maximum", "where")  # a number among the operands is rounded to their dtype first
+_COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
+_ON_INTS = ("neg", "add", "sub", "mul", "minimum", "maximum", "where", *_COMPARED)
+_AS_TENSORS = ("minimum", "maximum", "where", *_COMPARED)  # a number among the operands is rounded to their dtype first
 
 
 class Elements:
     """Writes the elements that are asked for, each once. lines: the statements so far.
 
     memory: value -> the name of the array that holds it. known: value -> a function from indices to an expression, for what a kernel
-    has in registers. group: a function from the index of a row to the index of its group; without it the ends are searched.
+    has in registers. group: ends -> a function from the index of a row to the index of its group; other ends are searched.
     """
 
-    def __init__(self, fusion: Fusion, memory: Mapping[Value, str], known: Mapping[Value, Any] | None = None, group: Any = None):
+    def __init__(
+        self,
+        fusion: Fusion,
+        memory: Mapping[Value, str],
+        known: Mapping[Value, Any] | None = None,
+        group: Mapping[Value, Any] | None = None,
+    ):
         self.lines: list[str] = []
-        self._fusion, self._memory, self._known, self._group = fusion, memory, known or {}, group
+        self._fusion, self._memory, self._known, self._group = fusion, memory, known or {}, group or {}
         self._made: dict[tuple[Value, tuple[str, ...]], str] = {}
         self._names = (f"e{i}" for i in count())
 
@@ -89,7 +96,7 @@ class Elements:
     def _load(self, v: Value, at: Sequence[Index]) -> str:
         if v.type.layout != "linear":
             raise UnsupportedError(f"elements of {v.name} {v.type} have no C++ here", expected="the linear layout")
-        element = f"{self._memory[v]}[{flat(at, v.type.shape)}]"
+        element = f"{self._array(v)}[{flat(at, v.type.shape)}]"
         return f"widen({element})" if v.type.dtype in _FLOATS else element
 
     # Pointwise --------------------------------------------------------------------------------------------------------
@@ -114,17 +121,24 @@ class Elements:
         if plain(ends.type.shape[0]) == 0:
             return "0"
         last = size(ends.type.shape[0]) + number(-1)
-        return f"{at[0]} < {self._memory[source(self._fusion, ends)]}[{last}] ? {self.of(x, at)} : 0"
+        return f"{at[0]} < {self._array(ends)}[{last}] ? {self.of(x, at)} : 0"
 
     def _group_add(self, op: Op, at: Sequence[Index]) -> str:
         y, bias, ends = op.values
         groups = size(bias.type.shape[0])
         name = next(self._names)
-        found = self._group(at[0]) if self._group else f"group_of({self._memory[source(self._fusion, ends)]}, {groups}, {at[0]})"
+        known = self._group.get(source(self._fusion, ends))
+        found = known(at[0]) if known else f"group_of({self._array(ends)}, {groups}, {at[0]})"
         self.lines.append(f"const i64 {name} = {found};")
-        place = flat([Index(name), at[1]], bias.type.shape)
-        added = f"{name} < {groups} ? widen({self._memory[source(self._fusion, bias)]}[{place}]) : 0.f"
-        return _rounded(f"{self.of(y, at)} + ({added})", y.type.dtype)
+        added = self._guarded([(f"{name} < {groups}", bias, [Index(name), at[1]])])
+        return _rounded(f"{self.of(y, at)} + {added}", y.type.dtype)
+
+    def _array(self, v: Value) -> str:
+        """The array that holds a value, views and reshapes looked through."""
+        found = v if v in self._memory else source(self._fusion, v)
+        if found not in self._memory:
+            raise UnsupportedError(f"{v.name} {v.type} is computed in the same segment that reads it as a whole")
+        return self._memory[found]
 
     # What moves elements ----------------------------------------------------------------------------------------------
 
@@ -165,6 +179,10 @@ class Elements:
 
     def _guarded(self, parts: Sequence[tuple[str, Value, Sequence[Index]]]) -> str:
         """The element of the first value whose condition holds, which alone is read; zero if none does."""
+        ((condition, v, at), *others) = parts
+        if not others and source(self._fusion, v) in self._memory and v.type.layout == "linear":
+            # No branch: loops over it become vector code.
+            return f"({condition} ? {self._load(v, at)} : 0)"
         name = next(self._names)
         self.lines.append(f"{computed(parts[0][1])} {name} = 0;")
         for i, (condition, v, at) in enumerate(parts):
@@ -222,7 +240,7 @@ def _literal(value: Any, dtype: str, op: Op) -> str:
     if dtype == "bool":
         return str(bool(value)).lower()
     if dtype not in _FLOATS:
-        return f"i64({int(value)})"
+        return f"i64({value})" if value > -(2**63) else f"(i64({value + 1}) - 1)"
     x = float(value)
     text = "NAN" if math.isnan(x) else ("-INFINITY" if x < 0 else "INFINITY") if math.isinf(x) else ""
     text = f"float({text or repr(x)})"

@@ -83,7 +83,7 @@ def flat(indices: Sequence[Index], shape: Sequence[Dim]) -> Index:
     """The place of an element of a contiguous tensor."""
     at = number(0)
     for i, d in zip(indices, shape, strict=True):
-        at = at * size(d) + (number(0) if d == 1 else i)
+        at = at * size(d) + (number(0) if plain(d) == 1 else i)
     return at
 
 
@@ -91,7 +91,7 @@ def unflat(at: Index, shape: Sequence[Dim]) -> list[Index]:
     """The indices of the element at a place: the inverse of `flat`."""
     found: list[Index] = []
     for i, d in reversed(list(enumerate(shape))):
-        if d == 1:
+        if plain(d) == 1:
             found.append(number(0))
         elif i == 0 or elements(shape[:i]) == 1:
             found.append(at)

@@ -97,19 +97,27 @@ def dependent(fusion: Fusion, values: Sequence[Value]) -> set[Value]:
 
 
 def source(fusion: Fusion, v: Value) -> Value:
-    """The value whose memory, in order, is that of v: what views and reshapes are of."""
+    """The value whose memory, in order, is that of v: what views and reshapes are of, and casts that change no dtype."""
     op = fusion.producers.get(v)
-    return source(fusion, op.values[0]) if op is not None and op.kind.name in ("ends", "cut", "reshape") else v
+    if op is None or op.kind.name not in ("ends", "cut", "reshape", "cast") or op.values[0].type.dtype != v.type.dtype:
+        return v
+    return source(fusion, op.values[0])
+
+
+def made_by_route(fusion: Fusion, v: Value) -> str:
+    """"ends", "row_of" or "slot_of" for what a `route` of the fusion made; "" for anything else."""
+    made = source(fusion, v)
+    op = fusion.producers.get(made)
+    return ("ends", "row_of", "slot_of")[op.outputs.index(made)] if op is not None and op.kind.name == "route" else ""
 
 
 def below(fusion: Fusion, index: Value) -> object:
     """The size below which all of an index lies, by what made it; None if nothing says so."""
-    made = source(fusion, index)
-    op = fusion.producers.get(made)
-    if op is None or op.kind.name not in ("route", "invert"):
+    op, routed = fusion.producers.get(source(fusion, index)), made_by_route(fusion, index)
+    if op is None or not (routed in ("row_of", "slot_of") or op.kind.name == "invert"):
         return None
     shape = op.values[0].type.shape
-    return plain(shape[0]) if op.kind.name == "route" and made is op.outputs[1] else elements(shape)
+    return plain(shape[0]) if routed == "row_of" else elements(shape)
 
 
 def _weight(fusion: Fusion, op: Op, layouts: Collection[str]) -> tuple[tuple[Value, Value, Value], bool]:

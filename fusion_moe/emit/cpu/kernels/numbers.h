@@ -193,5 +193,7 @@ inline float minimum_(float a, float b) { return a != a ? a : b != b ? b : a < b
 inline float maximum_(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
 inline i64 minimum_(i64 a, i64 b) { return a < b ? a : b; }
 inline i64 maximum_(i64 a, i64 b) { return a > b ? a : b; }
+inline bool minimum_(bool a, bool b) { return a && b; }
+inline bool maximum_(bool a, bool b) { return a || b; }
 
 }  // namespace

@@ -111,5 +111,7 @@ __device__ __forceinline__ float minimum_(float a, float b) { return a != a ? a 
 __device__ __forceinline__ float maximum_(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
 __device__ __forceinline__ i64 minimum_(i64 a, i64 b) { return a < b ? a : b; }
 __device__ __forceinline__ i64 maximum_(i64 a, i64 b) { return a > b ? a : b; }
+__device__ __forceinline__ bool minimum_(bool a, bool b) { return a && b; }
+__device__ __forceinline__ bool maximum_(bool a, bool b) { return a || b; }
 
 }  // namespace
