@@ -88,6 +88,10 @@ def _rounded_numbers(x: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
     return torch.stack([y > 0.1, y >= 0.1, y == 0.1, y != 0.3, y < 0.3, y <= 0.3]).float()
 
 
+def _one_token_of_a_sum(x: Tensor, offs: Tensor, slots: Tensor, scores: Tensor, *w: Tensor) -> Tensor:
+    return O.combine(product(x, offs, *w), slots, scores)[1:2].relu()
+
+
 def _near_a_tenth(dtype: torch.dtype) -> Tensor:
     return torch.tensor([0.1, 0.3, -0.1, 0.2] * 2 * N, dtype=dtype).reshape(8, N)
 
@@ -116,6 +120,9 @@ EDGES = {
     "a bias made on the way": Edge(_bias_of_the_region, lambda: [rows(6), rows(2, 1).bfloat16(), ends(3, 6), *weight(0)]),
     "a constant bias": Edge(_constant_bias, lambda: [rows(6), ends(3, 5), *weight(0)]),
     "a bias before the product": Edge(_bias_before, lambda: [rows(6).bfloat16(), rows(2, 1).bfloat16(), ends(3, 5), *weight(0)]),
+    "one token of a sum": Edge(
+        _one_token_of_a_sum, lambda: [rows(4), ends(1, 4), torch.tensor([[3, 0], [1, 2]]).int(), torch.rand(2, 2), *weight(0)]
+    ),
     "masks": Edge(_masks, lambda: [rows(6), ends(3, 6), *weight(0)]),
     "integers": Edge(_integers, lambda: [rows(6), ends(3, 6), torch.arange(6 * N).reshape(6, N).byte(), *weight(0)]),
     "numbers rounded to bf16": Edge(_rounded_numbers, lambda: [_near_a_tenth(torch.bfloat16), ends(3, 8), *_zero()]),
