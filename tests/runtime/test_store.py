@@ -504,7 +504,18 @@ def test_where_caches_belong(monkeypatch):
     assert options.from_environment({"FUSION_MOE_CACHE_DIR": "~/x"}).cache_dir == "~/x"
     assert options.from_environment({"FUSION_MOE_CACHE_DIR": ""}) == options.from_environment({})
     assert options.from_environment({"FUSION_MOE_CACHE_DIR": ""}).cache_dir == options.Options().cache_dir
-    with pytest.raises(OptionError, match="option cache_dir = ''; expected a str that is not empty"), options.override(cache_dir=""):
-        pass
     with options.override(cache_dir="~/x"), pytest.raises(OptionError):
         options.current().replace(cache_dir=Path("x"))
+
+
+@pytest.mark.parametrize(("text", "found"), [("1", 1), ("1000000", 10**6), ("", 300)])
+def test_how_long_a_compiler_may_take(text, found):
+    read = options.from_environment({"FUSION_MOE_COMPILE_SECONDS": text})
+    assert read.compile_seconds == found
+    assert read == options.Options(), "it is no part of keys"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "1000001", "long", True, 2.0])
+def test_a_time_that_is_none(value):
+    with pytest.raises(OptionError, match="option compile_seconds = .*; expected an int from 1 to 1000000"):
+        options.Options().replace(compile_seconds=value)
