@@ -48,7 +48,7 @@ class FusionPass(_InferenceAware):
 
     def __call__(self, graph: Graph, is_inference: bool = False) -> None:
         """Replaces the regions of a graph in place."""
-        result = find_regions(graph, lambda device: target.find(self.options.target, device))
+        result = find_regions(graph, self.options)
         replace_regions(graph, result.regions, self.options)
         tell(result)
         if self.found is not None:
