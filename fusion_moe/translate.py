@@ -18,7 +18,7 @@ import difflib
 import importlib
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -175,12 +175,21 @@ def warn_of_unknown() -> None:
     names = _op_names()
     for t in registered():
         if t.of_user and t.op not in names and t.op not in _told_unknown:
-            near = sorted(name for name in names if name.startswith(f"{t.op}.")) or difflib.get_close_matches(t.op, names, 1, 0.8)
+            near = _near(t.op, names)
             if near or any(name.startswith(f"{t.op.partition('::')[0]}::") for name in names):
                 _told_unknown.add(t.op)
                 todo = f"did you mean {' or '.join(map(repr, near[:3]))}?" if near else "import what registers it"
                 error = TranslatorError(f"there is no operation {t.op}", expected="one that is registered", todo=todo, where=t.where)
                 log.warning("%s", error)
+
+
+def _near(op: str, names: Collection[str]) -> list[str]:
+    """The operations that a name may have been meant for: other overloads, or one that is spelt alike."""
+    packet, _, overload = op.partition(".")
+    if overloads := sorted(name for name in names if name.partition(".")[0] == packet):
+        return difflib.get_close_matches(op, overloads, 1) if overload else overloads
+    alike = difflib.get_close_matches(packet, {name.partition(".")[0] for name in names}, 1, 0.8)
+    return [f"{name}.{overload}" if f"{name}.{overload}" in names else name for name in alike]
 
 
 def _op_names() -> frozenset[str]:

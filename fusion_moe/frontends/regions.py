@@ -22,6 +22,7 @@ from ..options import Options
 from ..segment import split
 from ..target import Target
 from .blame import blamed, of_users
+from .meaning import other_meaning
 from .nodes import call_of, called_op, device_of, has_tensors, is_call, is_torchs, is_view, op_name, source_of, with_parts, writes
 from .paths import Paths
 from .shown import Shown, shown_sizes
@@ -84,6 +85,7 @@ class _Search:
         self.shown = shown_sizes(self.nodes)
         self.with_ = with_
         self.taken: set[Node] = set()
+        self.compared: set[Node] = set()
         self.refused: dict[Node, Error] = {}
         self.alone: dict[Node, Error] = {}  # refused when tried alone: what stands around a call may change that
         self.trimmed: dict[Node, str] = {}
@@ -117,7 +119,7 @@ class _Search:
         while seed not in self.refused:
             walk = Walk(self._grow(seed))
             self.refused.update(walk.refused)
-            if not walk.refused:
+            if not walk.refused and not self._other_meanings(walk):
                 try:
                     walk = self._trimmed(walk)
                     if of_users(walk):
@@ -131,6 +133,14 @@ class _Search:
                             raise
                         self.refused[seed] = error
         return None
+
+    def _other_meanings(self, walk: Walk) -> bool:
+        """Under the option `check`: refuses the calls of users whose translators have another meaning; whether there are any."""
+        new = [n for n in of_users(walk) if n not in self.compared] if self.with_.check else []
+        self.compared.update(new)
+        wrong = {n: error for n in new if (error := other_meaning(n)) is not None}
+        self.refused.update(wrong)
+        return bool(wrong)
 
     def _check(self, walk: Walk) -> None:
         """Raises what compiling a walk would raise."""
@@ -189,10 +199,10 @@ class _Search:
         return bool(n.users) and translate.find(op_name(n)) is not None
 
     def _tell_refusals(self) -> None:
-        """What stands next to a region, makes products, or has a translator in vain, and why it is not inside."""
+        """What stands next to a region, makes products, or writes into its arguments, and why it is not inside."""
         near = {call_of(m) for r in self.found.regions for n in r.nodes for m in (*n.all_input_nodes, *n.users)}
-        in_vain = [n for n in self.nodes if writes(n) and translate.find(op_name(n))]
-        told = {n for n in (*near, *in_vain, *self.refused, *self.alone, *self.trimmed) if n not in self.taken and called_op(n)}
+        writers = [n for n in self.nodes if writes(n) and not is_torchs(n)]
+        told = {n for n in (*near, *writers, *self.refused, *self.alone, *self.trimmed) if n not in self.taken and called_op(n)}
         for n in self._in_order(told):
             reason = self.refused.get(n) or self.trimmed.get(n) or self.alone.get(n) or self._why_not(n)
             why = f"refused: {reason}" if isinstance(reason, Untranslatable) else str(reason)

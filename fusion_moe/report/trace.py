@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import options, translate
 from .. import target as targets
 from ..errors import UnsupportedError
-from ..frontends.inductor import compile_calls
+from ..frontends.inductor import apart, compile_calls
 from ..frontends.nodes import called_op
 from ..frontends.regions import find_regions
 from ..frontends.thunder import found_in
@@ -97,9 +96,9 @@ def _in_dynamo(switches: Options, watch: Watch | None, function: Callable[..., A
             watch.take_over(graph, seen.graphs[-1].regions)
 
     has_isolation = "isolate_recompiles" in signature(torch.compile).parameters  # torch 2.13
-    apart: dict[str, Any] = {"isolate_recompiles": True} if has_isolation else {}
+    isolated: dict[str, Any] = {"isolate_recompiles": True} if has_isolation else {}
     compiled = torch.compile(
-        _called(function), backend=lambda model, inputs: compile_calls(look, model, _own(model, inputs)), dynamic=False, **apart
+        apart(function), backend=lambda model, inputs: compile_calls(look, model, _own(model, inputs)), dynamic=False, **isolated
     )
     limits = torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
     no_timing = inductor_config.patch(shape_padding=False)  # it measures on the GPU what to pad
@@ -122,15 +121,6 @@ def _original(function: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(function, torch.nn.Module) and function._compiled_call_impl is not None:
         return function._call_impl
     return function
-
-
-def _called(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls another. Dynamo keeps what it compiles with the code of a function: this one's is its own, and goes with it."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
 
 
 def _custom_op(n: Node) -> str:
