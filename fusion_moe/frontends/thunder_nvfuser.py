@@ -32,7 +32,7 @@ from ..ir.core import Fusion, Value
 from ..passes import PASSES
 from ..schedule import nvfuser as scheduler
 from ..target import TARGETS
-from .tell import say_once
+from .say import say_once
 from .thunder_graph import in_order
 from .thunder_ops import RecordedCall, Symbols, meta_of, proxy_of, tensors_in
 from .thunder_quirks import thunders_nvfuser

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from .. import translate
-from ..errors import Error, Untranslatable
+from ..errors import Error, FusionError, TranslatorError, Untranslatable
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from ..ir.types import TensorType
@@ -35,6 +35,9 @@ class Walk:
             if call_of(n) not in self.refused:
                 try:
                     self._translate(n)
+                except TranslatorError as error:
+                    self.refused[call_of(n)] = error
+                    break  # nobody knows what it left behind
                 except Error as error:  # the walk goes on, to find all of them at once
                     self.refused[call_of(n)] = error
 
@@ -45,10 +48,13 @@ class Walk:
 
     @cached_property
     def fusion(self) -> Fusion:
-        """The Fusion of all nodes."""
+        """The Fusion of all nodes. FusionError for what does not verify, and for sizes that the graph does not know."""
         for n in self.outputs:
             self.fd.add_output(self.values[n])
-        return self.fd.fusion()
+        made = self.fd.fusion()
+        if unknown := [s for s in made.symbols if s not in self.sizes.expressions()]:
+            raise FusionError(f"the size {', '.join(unknown)}", expected="sizes of arguments, which the call decides")
+        return made
 
     def _translate(self, n: Node) -> None:
         first = self.fd.count

@@ -338,8 +338,9 @@ def test_a_value_of_another_definition_is_found_out(lib):
         return others[0]  # of the walk that tried the call alone
 
     result = found(traced(lambda x: op(mlp(x)), tokens(5)))
-    assert result.regions == []
-    assert "is never made" in left(result, "fusion_moe.expert_mlp.default")
+    (region,) = result.regions
+    assert calls(region.nodes) == ["fusion_moe.expert_mlp.default"]
+    assert "returned a f32[5, 32] of another FusionDefinition" in left(result, "fx_regions.plus_one.default")
 
 
 # ------------------------------------------------------------------------------------------------------------------------- sizes
