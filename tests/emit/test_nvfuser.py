@@ -144,6 +144,29 @@ def test_a_product_means_the_same(activation_format, runs, dtype):
     assert ("sm_90" in found) == (activation_format == "bf16")
 
 
+def of_problem(n=2 * I, sizes=(3, 0, 7, 1)):
+    """The arguments of the operation with thunder's signature; its weight is stored as it wants it."""
+    codes, scale, decode = weight(n, H)
+    starts = [sum(sizes[:g]) for g in range(G)]
+    padded = [sum(-(-m // 128) * 128 for m in sizes[:g]) for g in range(G)]
+    ints = [torch.tensor(t, dtype=torch.int32) for t in (starts, padded, [[m, n, H] for m in sizes])]
+    return [rows(), codes.mT, SF128X4.forward(scale), decode, *ints]
+
+
+@needs_nvfuser
+@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
+def test_thunders_operation_means_the_same_in_4_bits(static):
+    """Its codes and scales go into the 4-bit product as they are: nothing is decoded, and no scale of a weight moved."""
+    args = of_problem()
+    fusion = call("f16a_nvfp4weight_scaled_grouped_mm", args, static, activation_format="nvfp4")
+    assert list(judge(fusion, args)) == ["sm_100"]
+    (source,) = sources(fusion)
+    assert source.count("cutlass_nvfp4_grouped_mm(") == 1
+    assert source.count("dtype=DataType.Float4_e2m1fn)") == 1
+    assert "bitwise_right_shift" not in source
+    assert "permute" not in source
+
+
 @needs_nvfuser
 @pytest.mark.parametrize("activation_format", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("ids", [[[0, 0]], [[3, 3], [3, 3]], [[2, 0]] * 130, []])

@@ -198,8 +198,9 @@ def test_4_bit_activations_need_capability_10(device):
         traced(f, *inputs())
 
 
-def test_weights_as_thunders_benchmarks_have_them(device):
-    """[G, K/2, N], K running fastest, in fp4"""
+@pytest.mark.parametrize(("activation_format", "capability"), [("bf16", (9, 0)), ("bf16", (10, 0)), ("nvfp4", (10, 0))])
+def test_weights_as_thunders_benchmarks_have_them(activation_format, capability, device):
+    """[G, K/2, N], K running fastest, in fp4; 4-bit activations take them as they are"""
     codes, scale, decode_scale = weight(I, H)
     sizes = torch.tensor([[m, I, H] for m in (1, 0, 3, 1)], dtype=torch.int32)
     starts, padded_starts = (torch.tensor(s, dtype=torch.int32) for s in ([0, 1, 1, 4], [0, 128, 128, 256]))
@@ -207,12 +208,14 @@ def test_weights_as_thunders_benchmarks_have_them(device):
     args = (inputs()[0], fp4, swizzled(scale), decode_scale, starts, padded_starts, sizes)
 
     def f(x, *rest):
-        return O.f16a_nvfp4weight_scaled_grouped_mm(x, *rest) + x
+        return O.f16a_nvfp4weight_scaled_grouped_mm(x, *rest, activation_format=activation_format) + x
 
-    want = f(*args)
-    device(9, 0)
+    with fusion_moe.options.override(target="reference"):
+        want = f(*args)
+    device(*capability)
     result = traced(f, *args)
-    assert len(result.fusions()) == 1
+    (fusion,) = [b for b in result.forward.bound_symbols if b.sym.name.startswith("nvFusion")]
+    assert str(definition(fusion)).count("fd.ops.cutlass_nvfp4_grouped_mm") == (activation_format == "nvfp4")
     close(result.run(*args)[0], want)
 
 
