@@ -17,7 +17,7 @@ from ...groups import ceil_to
 from ...ir.core import Op
 from ...layouts import SF128X4
 from .library import dtype
-from .rows import group_count, group_of, inside
+from .rows import group_count, group_of, inside, of_groups
 from .values import E2M1, WORDS, Codes, Encoded, Packed
 from .writer import Writer
 
@@ -179,7 +179,7 @@ def _sizes(w: Writer, ends: Any, groups: int) -> Any:
 def _padded_starts(w: Writer, ends: Any, groups: int) -> Any:
     """ends i32[G] -> i32[G]: groups.padded_starts(ends, 128)."""
     padded = w.bitwise_and(w.add(_sizes(w, ends, groups), _ALIGN - 1), -_ALIGN)
-    return w.to(w.sub(w.cumsum(padded, 0), padded), "i32")
+    return w.to(w.sum(of_groups(w, padded, groups, w.gt), [1]), "i32")
 
 
 def _problem_sizes(w: Writer, ends: Any, g: int, n: int, k: int) -> Any:

@@ -30,7 +30,18 @@ def group_of(w: Writer, rows: Dim, ends: Any, groups: int) -> Any:
 
 def _ends(w: Writer, op: Op, offs: Any) -> Any:
     """As groups.clamp_ends."""
-    return w.cummax(w.minimum(w.maximum(offs, 0), w.size(op.attrs["rows"])), 0)
+    groups = op.attrs["groups"].count
+    return w.max(of_groups(w, w.minimum(w.maximum(offs, 0), w.size(op.attrs["rows"])), groups, w.ge), [1])
+
+
+def of_groups(w: Writer, x: Any, groups: int, order: Callable[[Any, Any], Any]) -> Any:
+    """x i32[G] -> i32[G, G]: x[j] at (i, j) where order(i, j), else 0. Its reductions along j are what scans of x are.
+
+    nvFuser's scans need the headers of a CUDA toolkit, and reductions do not; G is small.
+    """
+    shape = (groups, groups)
+    taken = order(w.spread(w.count(groups), shape, 0), w.spread(w.count(groups), shape, 1))
+    return w.where(taken, w.spread(x, shape, 1), w.constant(0, "i32"))
 
 
 def _problem_ends(w: Writer, op: Op, starts: Any, problem_sizes: Any, padded_starts: Any) -> Any:
