@@ -13,9 +13,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from launched import keep
 from test_nvfuser import I, call, expert_mlp_of_sorted_rows, of_problem, sort, weight
 
+from fusion_moe import FusionDefinition
 from fusion_moe.compile import lower
 from fusion_moe.emit.nvfuser.headers import check_headers
 from fusion_moe.errors import UnsupportedError
@@ -76,13 +78,25 @@ def test_blackwell(tmp_path):
     assert cutlass(log, "Sm100", "bfloat16_t") - cutlass(log, "BlockScaled", "bfloat16_t") == 1
 
 
+def bias_of_one_group():
+    return call("group_add", [torch.zeros(11, 8), torch.zeros(1, 8), torch.tensor([11], dtype=torch.int32)])
+
+
+def constants():
+    """A segment that reads nothing, as beside others in a program."""
+    fd = FusionDefinition()
+    fd.add_output(fd.ops.full(shape=(3,), fill_value=1.0, dtype="f32"))
+    return fd.fusion()
+
+
 @pytest.mark.slow
 def test_hopper(tmp_path):
-    made = [kept(thunders("bf16"), "sm_90", tmp_path), kept(linear(), "sm_90", tmp_path)]
+    products = [kept(f, "sm_90", tmp_path) for f in (thunders("bf16"), linear())]
+    others = [kept(f, "sm_90", tmp_path) for f in (bias_of_one_group(), constants())]
     said, log = launched("9.0", tmp_path)
-    assert said == dict.fromkeys(made, "compiled")
+    assert said == dict.fromkeys(products, "compiled") | dict.fromkeys(others, "launched")
     assert not log["refused sm_90a"]
-    assert log["compiled sm_90a"] >= len(made)
+    assert log["compiled sm_90a"] >= len(products) + len(others) - 1  # constants need no kernel of nvFuser's
 
 
 @pytest.mark.slow

@@ -25,7 +25,8 @@ def launcher(definition: Definition, fusion: Fusion) -> Callable[..., tuple[Any,
     def launch(*inputs: Tensor, sizes: Mapping[str, int]) -> tuple[Any, ...]:
         if any(t.numel() == 0 for t in inputs):  # nvFuser's layout operation asserts; and there is next to nothing to do
             return fusion.evaluate(*inputs, sizes=sizes)
-        _check_device(inputs[0].device, four_bits)
+        device = inputs[0].device if inputs else torch.device("cuda")  # constants alone are made on the current one
+        _check_device(device, four_bits)
         if sorts:
             check_headers()
         outputs = definition.fd.execute(arguments(definition, inputs, sizes))

@@ -28,6 +28,13 @@ def group_of(w: Writer, rows: Dim, ends: Any, groups: int) -> Any:
     return w.minimum(w.to(w.sum(w.to(past, "i32"), [1]), "i32"), groups - 1)
 
 
+def of_their_group(w: Writer, table: Any, shape: tuple[Dim, ...], ends: Any, groups: int) -> Any:
+    """table [G, N], ends i32[G] -> [M, N] of this shape: for each row that of its group. nvFuser may assert where it picks from one row."""
+    if groups == 1:
+        return w.spread(w.squeeze(table, [0]), shape, 1)
+    return w.index_select(table, group_of(w, shape[0], ends, groups), 0)
+
+
 def _ends(w: Writer, op: Op, offs: Any) -> Any:
     """As groups.clamp_ends."""
     groups = op.attrs["groups"].count
@@ -94,7 +101,7 @@ def _combine(w: Writer, op: Op, y: Any, slot_of: Any, weights: Any) -> Any:
 
 def _group_add(w: Writer, op: Op, y: Any, bias: Any, ends: Any) -> Any:
     t = op.outputs[0].type
-    added = w.index_select(w.to(bias, "f32"), group_of(w, t.shape[0], ends, group_count(op)), 0)
+    added = of_their_group(w, w.to(bias, "f32"), t.shape, ends, group_count(op))
     return w.to(w.add(w.to(y, "f32"), inside(w, added, t.shape, ends, group_count(op))), t.dtype)
 
 
