@@ -82,6 +82,15 @@ def bias_of_one_group():
     return call("group_add", [torch.zeros(11, 8), torch.zeros(1, 8), torch.tensor([11], dtype=torch.int32)])
 
 
+def one_row_of_one_group():
+    """Every size is 1, so much of it is a broadcast."""
+    fd = FusionDefinition()
+    x, offs = fd.define_tensor(shape=[1, 5], dtype="f32"), fd.define_tensor(shape=[1], dtype="i32")
+    ends = fd.groups_of(offs, 1)
+    fd.add_output(fd.ops.reshape(fd.ops.zero_rest(fd.ops.cut(x, ends), ends), new_shape=(1, 5)))
+    return fd.fusion()
+
+
 def constants():
     """A segment that reads nothing, as beside others in a program."""
     fd = FusionDefinition()
@@ -92,7 +101,7 @@ def constants():
 @pytest.mark.slow
 def test_hopper(tmp_path):
     products = [kept(f, "sm_90", tmp_path) for f in (thunders("bf16"), linear())]
-    others = [kept(f, "sm_90", tmp_path) for f in (bias_of_one_group(), constants())]
+    others = [kept(f, "sm_90", tmp_path) for f in (bias_of_one_group(), one_row_of_one_group(), constants())]
     said, log = launched("9.0", tmp_path)
     assert said == dict.fromkeys(products, "compiled") | dict.fromkeys(others, "launched")
     assert not log["refused sm_90a"]

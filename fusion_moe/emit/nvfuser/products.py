@@ -177,6 +177,8 @@ def _sizes(w: Writer, ends: Any, groups: int) -> Any:
 
 def _padded_starts(w: Writer, ends: Any, groups: int) -> Any:
     """ends i32[G] -> i32[G]: groups.padded_starts(ends, 128)."""
+    if groups == 1:
+        return _starts(w, ends, groups)
     padded = w.bitwise_and(w.add(_sizes(w, ends, groups), _ALIGN - 1), -_ALIGN)
     return w.to(w.sum(of_groups(w, padded, groups, w.gt), [1]), "i32")
 

@@ -37,14 +37,14 @@ def of_their_group(w: Writer, table: Any, shape: tuple[Dim, ...], ends: Any, gro
 
 def _ends(w: Writer, op: Op, offs: Any) -> Any:
     """As groups.clamp_ends."""
-    groups = op.attrs["groups"].count
-    return w.max(of_groups(w, w.minimum(w.maximum(offs, 0), w.size(op.attrs["rows"])), groups, w.ge), [1])
+    groups, clamped = op.attrs["groups"].count, w.minimum(w.maximum(offs, 0), w.size(op.attrs["rows"]))
+    return w.max(of_groups(w, clamped, groups, w.ge), [1]) if groups > 1 else clamped
 
 
 def of_groups(w: Writer, x: Any, groups: int, order: Callable[[Any, Any], Any]) -> Any:
     """x i32[G] -> i32[G, G]: x[j] at (i, j) where order(i, j), else 0. Its reductions along j are what scans of x are.
 
-    nvFuser's scans need the headers of a CUDA toolkit, and reductions do not; G is small.
+    nvFuser's scans need the headers of a CUDA toolkit, and reductions do not; G is small, but more than 1.
     """
     shape = (groups, groups)
     taken = order(w.spread(w.count(groups), shape, 0), w.spread(w.count(groups), shape, 1))
