@@ -28,6 +28,7 @@ CONTRACTS = False  # it stores the 16-bit results of its products
 HALVES = ("bf16", "f16")
 PRODUCTS = {"bf16": "dequantize + grouped_mm", "nvfp4": "cutlass_nvfp4_grouped_mm"}  # by the format of the activations
 SORTED = 4096  # rows; it sorts within one block, whose shared memory and registers end between here and 8192
+_SORTS = ("route", "invert")
 _K, _N = 64, 128  # what the sizes of a 4-bit product are multiples of
 
 
@@ -48,6 +49,11 @@ def choose(fusion: Fusion, target: Target) -> NvFuser:
     """The lowerings: the format of a product's activations and the target decide."""
     ops = [op for op in fusion.ops if not op.kind.view]
     return NvFuser(tuple(lowering(op) for op in ops if op.kind.role == "grouped"), tuple(op.kind.name for op in ops))
+
+
+def sorts(fusion: Fusion) -> bool:
+    """Whether a definition sorts: for that nvFuser needs the headers of a CUDA toolkit, and for nothing else."""
+    return any(op.kind.name in _SORTS for op in fusion.ops)
 
 
 def lowering(product: Op) -> str:
@@ -173,6 +179,6 @@ def _leaves(op: Op, fusion: Fusion) -> bool:
 Rule = Callable[[Op, Fusion, Target], str | None]
 _RULES: dict[str, Rule] = {
     "cast": _cast, "pack": _pack, "unpack": _unpack, "quantize": _quantize, "relayout": _inside, "grouped_swizzle": _swizzle,
-    "grouped_mm": _product, "grouped_mm_t": _product, "grouped_outer": _outer, "route": _sort, "invert": _sort, "combine": _combine,
-    "index_put_accumulate": _scatter,
+    "grouped_mm": _product, "grouped_mm_t": _product, "grouped_outer": _outer, "combine": _combine,
+    "index_put_accumulate": _scatter, **dict.fromkeys(_SORTS, _sort),
 }  # fmt: skip
