@@ -16,7 +16,7 @@ from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from ..ir.types import TensorType
 from ..translate import Sizes, plain_argument, tensor_type
-from .nodes import call_of, device_of, op_name, source_of, tensors
+from .nodes import call_of, device_of, is_torchs, op_name, source_of, tensors
 
 
 class Walk:
@@ -64,18 +64,18 @@ class Walk:
             translator = translate.find(op_name(n))
             assert translator is not None
             with self.fd.at(source_of(n), translator.where):
-                args, kwargs = ([self._argument(a) for a in n.args], {k: self._argument(v) for k, v in n.kwargs.items()})
+                args, kwargs = ([self._argument(n, a) for a in n.args], {k: self._argument(n, v) for k, v in n.kwargs.items()})
                 outputs = translator(self.fd, args, kwargs, [self._type(v) for v in tensors(n.meta["val"])])
             self.values[n] = outputs if isinstance(n.meta["val"], (tuple, list)) else outputs[0]
         self.made[n] = self.fd.ops_from(first)
 
-    def _argument(self, a: Any) -> Any:
+    def _argument(self, reader: Node, a: Any) -> Any:
         if isinstance(a, (list, tuple)):
-            return tuple(self._argument(x) for x in a)
+            return tuple(self._argument(reader, x) for x in a)
         if not isinstance(a, Node):
             return plain_argument(a, self.sizes)
         if a in self.values:
-            return self.values[a]
+            return self._linear(a) if is_torchs(reader) else self.values[a]
         val = a.meta.get("val")
         if isinstance(val, (int, torch.SymInt)):
             return plain_argument(val, self.sizes)
@@ -86,6 +86,13 @@ class Walk:
         if a not in self.inputs:
             self.inputs[a] = self.fd.define_like(self._type(val))
         return self.inputs[a]
+
+    def _linear(self, n: Node) -> Any:
+        """The value of a node, which an operation of torch takes as it is stored: the types of other layouts say what it stands for."""
+        v = self.values[n]
+        if isinstance(v, Value) and v.type.layout != "linear":
+            raise Untranslatable(f"argument {n.name} is {v.type}", expected="the linear layout")
+        return v
 
     def _type(self, val: torch.Tensor) -> TensorType:
         return tensor_type(val.dtype, self.sizes.shape(val.shape))
