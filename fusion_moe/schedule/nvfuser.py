@@ -68,8 +68,6 @@ def _refusal(op: Op, fusion: Fusion, target: Target) -> str | None:
         return f"{op.kind.name} of u8: nvFuser has no 8-bit integers"
     if any(plain(d) == 0 for t in types for d in t.shape):
         return f"{op.kind.name} of no elements: nvFuser asserts, and there is nothing to do"
-    if op.kind.role == "pointwise" and op.kind.name != "cast" and any(t.dtype == "f8e4m3" for t in types):
-        return f"{op.kind.name} of f8e4m3: nvFuser computes on wider floats and on integers"
     rule = _RULES.get(op.kind.name)
     return rule(op, fusion, target) if rule else None
 

@@ -256,7 +256,6 @@ def four_bit(n, k):
 
 REFUSED = {
     "a sum of bytes": one(lambda fd, x: fd.ops.add(x, x), ([4], "u8")),
-    "e4m3 compared": one(lambda fd, x: fd.ops.eq(x, x), ([4], "f8e4m3")),
     "a cast to e4m3": one(lambda fd, x: fd.ops.cast(x, dtype="f8e4m3"), ([4], "f32")),
     "float32 activations": one(cut_product, ([11, H], "f32"), ([G, 8, H], "f32"), ([G], "i32")),
     "two 16-bit types": one(cut_product, ([11, H], "f16"), ([G, 8, H], "bf16"), ([G], "i32")),
