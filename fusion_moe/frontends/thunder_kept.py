@@ -1,19 +1,25 @@
 """What the backward of a thunder trace reads, kept from writes that come between.
 
 thunder saves a tensor under its name. Where `v /= v.sum()` then writes into it, the backward reads what was written. Here whatever the
-backward reads of that memory is copied in front of the write.
+backward reads of that memory is copied in front of the write. What is read through another name of the memory afterwards has no
+derivative in thunder that knows of the write: a warning says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
+from thunder.core import dtypes, prims
 from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy, variableify
+from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.extend import Executor
+
+from .tell import say_once
 
 
 class Keeper:
@@ -24,7 +30,7 @@ class Keeper:
 
     def __call__(self, trace: TraceCtx) -> TraceCtx:
         """A trace whose backward reads what the forward read; the trace itself if nothing that the backward reads is written over."""
-        read = {p.name for bsym in trace.bound_symbols if _is_backward(bsym) for p in bsym.flat_proxy_args}
+        read = {p.name for bsym in trace.bound_symbols if _reads_values(bsym) for p in bsym.flat_proxy_args}
         memory: dict[str, set[str]] = {}  # the names of one memory, by each of them
         alive: dict[str, TensorProxy] = {}  # what the backward reads, as far as it is made and not written over
         copies: dict[object, TensorProxy] = {}
@@ -41,9 +47,11 @@ class Keeper:
                 alive.update((p.name, p) for p in bsym.flat_proxy_outs if p.name in read)
                 _join(memory, bsym)
             result.bound_symbols.append(bsym)
+        if read:
+            _warn_of_views(trace)
         if not copies:
             return trace
-        result.bound_symbols = [b.from_bsym_swap_proxies(copies) if _is_backward(b) else b for b in result.bound_symbols]
+        result.bound_symbols = [b.from_bsym_swap_proxies(copies) if _reads_values(b) else b for b in result.bound_symbols]
         result.set_provenance(TraceProvenance("What the backward reads is kept by fusion_moe"))
         return result
 
@@ -68,6 +76,11 @@ def _is_backward(bsym: BoundSymbol) -> bool:
     return BoundSymbolTag.BACKWARD in bsym.tags or any(map(_is_backward, bsym.subsymbols))
 
 
+def _reads_values(bsym: BoundSymbol) -> bool:
+    """Whether it belongs to the backward and reads what it names: get_grad(y) is the gradient of y, and y is not looked at."""
+    return _is_backward(bsym) and bsym.sym.id is not prims.PrimIDs.GET_GRAD
+
+
 def _written(bsym: BoundSymbol) -> Iterator[str]:
     """The names of what it writes into: whatever thunder has in place ends in copy_(from, to)."""
     if bsym.sym.name == "copy_":
@@ -89,3 +102,35 @@ def _join(memory: dict[str, set[str]], bsym: BoundSymbol) -> None:
         return
     joined = set(names).union(*(memory.get(name, ()) for name in names))
     memory.update(dict.fromkeys(joined, joined))
+
+
+def _warn_of_views(trace: TraceCtx) -> None:
+    """Says where a float was written that the forward then reads through another tensor of the same memory."""
+    memory: dict[str, set[str]] = {}
+    stale: dict[str, BoundSymbol] = {}  # names of written memory, but for the result of the write -> the write
+    for bsym in trace.bound_symbols:
+        if _is_backward(bsym):
+            continue
+        if bsym.sym.name == "update_aliases":
+            pairs = zip(bsym.flat_proxy_args, bsym.flat_proxy_outs, strict=True)
+            stale.update((new.name, stale[old.name]) for old, new in pairs if old.name in stale)
+        else:
+            for p in _floats_read(bsym):
+                if p.name in stale:
+                    say_once(
+                        f"{_place(stale[p.name])} writes into memory that is then read through another view of it: thunder's gradients "
+                        "know nothing of this write; expected no in-place operation on a view, or on what has views"
+                    )
+        for target in _written(bsym):
+            stale.update(dict.fromkeys(memory.get(target, {target}), bsym))
+        _join(memory, bsym)
+
+
+def _place(bsym: BoundSymbol) -> str:
+    line = getattr(bsym.source_positions, "lineno", None)
+    return f"{Path(bsym.source_filename).name}:{line}" if bsym.source_filename and line else "an in-place operation"
+
+
+def _floats_read(bsym: BoundSymbol) -> list[TensorProxy]:
+    read = tree_flatten(bsym.args[0]["fw_flat_out"])[0] if bsym.sym.id is prims.PrimIDs.RETURN else bsym.flat_proxy_args
+    return [p for p in read if isinstance(p, TensorProxy) and dtypes.is_inexact_dtype(p.dtype)]
