@@ -276,3 +276,14 @@ def test_memory_is_taken_in_turn_and_never_returned_twice():
     inputs = [torch.randn(6, 32, generator=g), torch.tensor([2, 6], dtype=torch.int32), *weight]
     for found, want in zip(program(inputs), fd.fusion().evaluate(*inputs), strict=True):
         close(found, want, 1e-5)
+
+
+def test_more_operations_in_a_row_than_python_nests():
+    fd = FusionDefinition()
+    v = fd.define_tensor(shape=[-1, 4], dtype="f32")
+    for i in range(600):
+        v = fd.ops.add(v, float(i))
+    fd.add_output(v)
+    program, x = compiled(fd.fusion()), torch.zeros(3, 4)
+    assert [k.why for k in program.kernels] == ["expressions of so many operations in a row are not written"]
+    assert torch.equal(program([x])[0], fd.fusion().evaluate(x)[0])

@@ -37,6 +37,8 @@ def emit(segment: Segment, schedule: object) -> Kernel:
         source = grouped_mm.source(plan(fusion)) if segment.kind == "grouped_gemm" else loops.source(fusion)
     except UnsupportedError as error:
         return replace(reference.emit(segment, schedule), why=str(error))
+    except RecursionError:
+        return replace(reference.emit(segment, schedule), why="expressions of so many operations in a row are not written")
     library = Library([source], isa.selected())
     return Kernel(segment, schedule, NAME, library.text, Launch(library, 0))
 

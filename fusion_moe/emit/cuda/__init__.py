@@ -38,5 +38,7 @@ def emit(segment: Segment, schedule: object) -> Kernel:
         text = "\n".join(launched.text for launched in source.launches(dict.fromkeys(fusion.symbols, 1), "sm_80"))
     except UnsupportedError as error:
         return replace(reference.emit(segment, schedule), why=str(error))
+    except RecursionError:
+        return replace(reference.emit(segment, schedule), why="expressions of so many operations in a row are not written")
     launch = Launch(source)
     return Kernel(segment, schedule, NAME, text, launch, graph_safe=True, chosen=launch.chosen)
