@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import ShapeError
 
-_MOST_TERMS = 256  # what polynomials take grows with the product of their terms
+_MOST_TERMS = 64  # of a size; adding and multiplying takes longer with each
 
 
 @dataclass(frozen=True)

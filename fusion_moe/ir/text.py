@@ -30,6 +30,7 @@ from .types import Groups, Rows, TensorType
 
 NAMES: Mapping[str, Any] = {"ceildiv": sizes.ceildiv, "inf": float("inf"), "nan": float("nan")}
 _COMMENT = "  # "
+_MOST_NESTED = 200  # more than sizes have terms
 _BUILDERS = ("define_size", "define_groups", "define_tensor", "add_output")
 _OPERATORS: Mapping[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Mod: operator.mod,
@@ -156,20 +157,22 @@ def _method(node: ast.expr, fd: FusionDefinition, line: str) -> Any:
     raise ParseError(f"a call of {'.'.join(path)}", expected=f"fd.ops.<operation> or one of fd.{', fd.'.join(_BUILDERS)}", where=line)
 
 
-def _data(node: ast.expr, names: Mapping[str, Any], line: str) -> Any:
+def _data(node: ast.expr, names: Mapping[str, Any], line: str, depth: int = 0) -> Any:
     """A literal, a name made before, a list, or a size written with + - * / % and ceildiv."""
+    if depth > _MOST_NESTED:
+        raise ParseError("an expression too deep to read", expected=f"at most {_MOST_NESTED} levels", where=line)
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
     if isinstance(node, (ast.List, ast.Tuple)):
-        return tuple(_data(e, names, line) for e in node.elts)
+        return tuple(_data(e, names, line, depth + 1) for e in node.elts)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_data(node.operand, names, line)
+        return -_data(node.operand, names, line, depth + 1)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        sides = [_data(side, names, line) for side in (node.left, node.right)]
+        sides = [_data(side, names, line, depth + 1) for side in (node.left, node.right)]
         if all(isinstance(side, (int, sizes.Size, Groups, Rows)) for side in sides):
             return _OPERATORS[type(node.op)](*sides)
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "ceildiv":
-        return sizes.ceildiv(*(_data(a, names, line) for a in node.args))
+        return sizes.ceildiv(*(_data(a, names, line, depth + 1) for a in node.args))
     raise ParseError(ast.unparse(node), expected="a literal, a name made before, or a size", where=line)

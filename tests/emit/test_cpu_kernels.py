@@ -381,7 +381,7 @@ def test_bad_slots(bad):
     at = torch.arange(14, dtype=torch.int32).view(7, 2)
     at[4, 1] = bad
     inputs = [small_integers(14, 64), torch.tensor([3, 14], dtype=torch.int32), at, torch.ones(7, 2), *exact_weight(2, 24, 64)]
-    with pytest.raises(IndexError):
+    with pytest.raises(GroupsError):
         program(fd.fusion(), TIERS[0])(inputs)
 
 
