@@ -186,6 +186,19 @@ def test_ends_are_seen_to_be_ends():
             run(build, x, torch.tensor(bad, dtype=torch.int32))
 
 
+@about("ends", "route")
+def test_ends_may_be_of_rows_that_were_cut():
+    """as many of them as there are groups: they are a vector again"""
+
+    def build(fd, x, ids):
+        _, row_of, _ = fd.ops.route(ids, groups=fd.define_groups("g", 3))
+        return fd.ops.cut(x, fd.ops.ends(row_of, rows=x.type.shape[0], groups=fd.define_groups("h", 4)))
+
+    x = torch.randn(5, 2)
+    (rows,) = run(build, x, torch.zeros(4, 1, dtype=torch.int64))
+    assert rows.equal(x)
+
+
 @about("problem_ends")
 @given(cuts(), st.data())
 def test_problem_ends(cut: Cut, data):

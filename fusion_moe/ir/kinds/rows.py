@@ -24,7 +24,7 @@ def _ends_type(offs: TensorType, rows: AnySize, groups: Groups) -> Types:
     need_rank("offs", offs, 1)
     need_dtype("offs", offs, "i32")
     need_same("the number of groups", offs.shape[0], groups.count, "offs and groups")
-    return (offs.with_(ends=groups),)
+    return (offs.with_(shape=(plain(offs.shape[0]),), ends=groups),)
 
 
 def _ends(offs: torch.Tensor, rows: int, groups: Groups) -> tuple[torch.Tensor]:
