@@ -160,8 +160,14 @@ class _Writer(Writer):
         ]
         for v in self.plan.tokens:
             width = row_width(v, total.type.shape[0])
-            elements = Elements(self.fusion, self.memory_before(), {total: lambda at: f"total[{at[1]}]"})
+            elements = Elements(self.fusion, self.memory_before(), {total: self._total})
             made = elements.of(v, reshaped([_T, _J], (total.type.shape[0], width), v.type.shape))
             store = f"{v.name}[{flat([_T, _J], (total.type.shape[0], width))}] = stored<{stored(v)}>({made});"
             lines += ["#pragma omp simd", f"for (i64 j = 0; j < {number(width)}; ++j) {{", *inner([*elements.lines, store]), "}"]
         return lines
+
+    def _total(self, at: Sequence[Index]) -> str:
+        assert self.plan.combine is not None
+        if not is_index(at[0], _T, self.plan.combine.outputs[0].type.shape[0]):
+            raise UnsupportedError("a result reads the sums of other tokens than its own")
+        return f"total[{at[1]}]"
