@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .compile import program_of
 from .ir.text import text
-from .ops import LIBRARY, RUN_GRAPH_SAFE, SPECS, Spec, as_bytes, bind, eager_types, fusion_of
+from .ops import LIBRARY, RUN_GRAPH_SAFE, SPECS, Spec, as_bytes, bind, eager_types, fusion_of, named_sizes
 from .options import Options, current, from_key
 from .runtime.program import Program
 
@@ -34,7 +34,7 @@ def _body(spec: Spec, *args: Any, **kwargs: Any) -> Any:
 def _run(program: str, inputs: Sequence[Tensor], sizes: Sequence[int], options: str | None = None) -> list[Tensor]:
     device = inputs[0].device if inputs else torch.device("cpu")
     compiled = program_of(program, device, from_key(options) if options else None)
-    return compiled([as_bytes(t) for t in inputs], dict(zip(compiled.stages[0][1].symbols, sizes, strict=True)))
+    return compiled([as_bytes(t) for t in inputs], named_sizes(compiled.stages[0][1], sizes))
 
 
 def _register() -> None:

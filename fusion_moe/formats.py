@@ -256,6 +256,17 @@ def check_finite(x: Tensor, name: str = "x") -> None:
         )  # fmt: skip
 
 
+def check_decode_scales(decode_scale: Tensor, name: str = "decode_scale") -> None:
+    """NonFiniteError when float scales [...] hold NaN, infinity or a negative number. Waits for the device."""
+    bad = ~(decode_scale.isfinite() & (decode_scale >= 0))
+    if bad.any():
+        raise _at_first(
+            bad, decode_scale, name, f"{int(bad.sum())} NaN, infinite or negative",
+            expected="decode scales, amax / 2688 each, or 0 for a matrix of zeros",
+            todo="pass a scale that multiplies; or leave it out, to have it computed",
+        )  # fmt: skip
+
+
 def _at_first(bad: Tensor, x: Tensor, name: str, found: str, *, expected: str, todo: str) -> NonFiniteError:
     """The error about x [...] at the first True of bad [...]."""
     first = tuple(bad.nonzero()[0].tolist())

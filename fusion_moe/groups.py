@@ -134,12 +134,22 @@ def check_permutation(slots: Tensor, rows: int, name: str = "slot_of") -> None:
 
     GroupsError with the first fault.
     """
-    flat = slots.flatten().long()
-    outside = (flat < 0) | (flat >= rows)
-    counts = torch.bincount(flat[~outside], minlength=rows)
-    if outside.any() or (counts != 1).any():
-        found = f"{name} has {flat[outside][0]}" if outside.any() else f"{name} has no row {int((counts == 0).nonzero()[0])}"
-        raise GroupsError(found, expected=f"each row from 0 to {rows - 1} once", todo="pass slot_of as fusion_moe::route returns it")
+    check_slots(slots, rows, name)
+    counts = torch.bincount(slots.flatten().long(), minlength=rows)
+    if (counts != 1).any():
+        raise GroupsError(
+            f"{name} has row {int((counts != 1).nonzero()[0])} {counts[counts != 1][0]} times",
+            expected=f"each row from 0 to {rows - 1} once", todo="pass slot_of as fusion_moe::route returns it",
+        )  # fmt: skip
+
+
+def check_slots(slots: Tensor, rows: int, name: str = "slot_of") -> None:
+    """GroupsError unless integer slots [...] lie in 0..rows-1, with the first that does not. Reads them: waits for the device."""
+    outside = (slots < 0) | (slots >= rows)
+    if outside.any():
+        raise GroupsError(
+            f"{name} has {slots[outside][0]}", expected=f"rows from 0 to {rows - 1}", todo="pass slot_of as fusion_moe::route returns it"
+        )
 
 
 def check_ids(ids: Tensor, groups: int, name: str = "ids") -> None:

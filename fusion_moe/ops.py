@@ -229,7 +229,15 @@ def empty_outputs(fusion: Fusion, env: Mapping[str, Any], device: torch.device) 
 def _run_fake(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None) -> list[Tensor]:
     fusion = parse(program)
     device = inputs[0].device if inputs else torch.device("cpu")
-    return empty_outputs(fusion, dict(zip(fusion.symbols, sizes, strict=True)), device)
+    fusion.need_inputs(inputs)
+    return empty_outputs(fusion, named_sizes(fusion, sizes), device)
+
+
+def named_sizes(fusion: Fusion, sizes: Sequence[Any]) -> dict[str, Any]:
+    """The sizes that a call of `run` passes, by name. ShapeError unless there is one for each symbol of its program."""
+    if len(sizes) != len(fusion.symbols):
+        raise ShapeError(f"{len(sizes)} sizes", expected=f"{len(fusion.symbols)}: {', '.join(fusion.symbols)}", where="fusion")
+    return dict(zip(fusion.symbols, sizes, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------------------ derivative
@@ -299,7 +307,7 @@ def _call_flops(spec: Spec, *args: Any, out_val: Any = None, **kwargs: Any) -> i
 
 def _run_flops(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None, *, out_val: Any = None) -> int:
     fusion = parse(program)
-    return flops(fusion, dict(zip(fusion.symbols, sizes, strict=True)))
+    return flops(fusion, named_sizes(fusion, sizes))
 
 
 def _register() -> torch.library.Library:

@@ -98,7 +98,13 @@ def from_key(key: str) -> Options:
 
 @functools.lru_cache(maxsize=64)
 def _read(key: str) -> dict[str, Any]:
-    return {name: _checked(name, value) for name, value in json.loads(key).items()}
+    try:
+        found = json.loads(key)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise OptionError(f"options {key!r}", expected="a JSON object, as Options.key writes it")
+    return {name: _checked(name, value) for name, value in found.items()}
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ import torch
 from ..errors import FusionError
 from .core import ROLES, Cuts, Fusion, Op, OpKind, Value, infer
 from .kinds import KINDS
+from .kinds.rules import need_rank
 from .signature import checked_operand
 from .sizes import AnySize, Size, never_negative, symbol, value
 from .types import Dim, Groups, Rows, TensorType, checked_type, dtype_name, plain
@@ -81,6 +82,9 @@ class FusionDefinition:
 
     def add_output(self, value: Value, alias_input: Value | None = None) -> None:
         """States an output; with alias_input, one that is written over that input."""
+        for v in (value, value if alias_input is None else alias_input):
+            if not isinstance(v, Value):
+                raise FusionError(f"the output {v!r}", expected="a value of this Fusion", todo="numbers are made with fd.ops.full")
         self._outputs.append(value)
         if alias_input is not None:
             self._aliases[value] = alias_input
@@ -173,6 +177,7 @@ class FusionDefinition:
     def _cut_once(self, key: Any, make: Callable[[Groups], Value], each: Value) -> Value:
         """What `make` made for this key of a new cut with a group for each element of `each`."""
         if key not in self._views:
+            need_rank("offs", each.type, 1)
             self._views[key] = (make(self.fresh_groups(plain(each.type.shape[0]))),)
         return self._views[key][0]
 

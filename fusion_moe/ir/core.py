@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import mul
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +24,7 @@ from .sizes import AnySize, Size, exact_div, never_negative, value
 from .types import DTYPES, Groups, Rows, TensorType, checked_type, dim_value, plain
 
 MOST_ROWS = 2**31 - 1  # that a cut's ends, int32, can tell
+MOST_ELEMENTS = 2**63 - 1  # that a place in memory, int64, can tell
 ROLES = ("argument", "weight", "state")  # of an input: new at each call, the same at each call, changed by each call
 
 
@@ -208,6 +210,8 @@ class Fusion:
                 found += [(size, f"{size} in the shape {v.type} is negative") for size in _with_ceilings(plain(d))]
                 if isinstance(d, Rows):
                     found.append((MOST_ROWS - d.total, f"{d.total} rows are cut by {d.groups}, whose ends have 32 bits"))
+            count = reduce(mul, map(plain, v.type.shape), 1)
+            found += [(MOST_ELEMENTS - count, f"{count} elements are more than 63 bits can tell")] * isinstance(count, Size)
         return tuple(dict.fromkeys(need for need in found if not never_negative(need[0])))
 
     @cached_property
@@ -228,17 +232,21 @@ class Fusion:
         """One of "argument", "weight" and "state"."""
         return self.roles.get(value, "argument")
 
-    def bind(self, tensors: Sequence[Any], sizes: Mapping[str, int] | None = None) -> dict[str, int]:
-        """The values of the symbols, from the shapes of the inputs; raises before anything is read if they do not fit the types."""
+    def need_inputs(self, tensors: Sequence[Any]) -> None:
+        """ShapeError unless there is one tensor for each input."""
         if len(tensors) != len(self.inputs):
             raise ShapeError(f"{len(tensors)} inputs", expected=str(len(self.inputs)), where="fusion")
+
+    def bind(self, tensors: Sequence[Any], sizes: Mapping[str, int] | None = None) -> dict[str, int]:
+        """The values of the symbols, from the shapes of the inputs; raises before anything is read if they do not fit the types."""
+        self.need_inputs(tensors)
         env: dict[str, int] = dict(sizes or {})
         for v, tensor in zip(self.inputs, tensors, strict=True):
             _solve(v.type, _first(tensor), env)
         if missing := [s for s in self.symbols if s not in env]:
             raise ShapeError(f"no input shows the size {', '.join(missing)}", todo="pass it in sizes", where="fusion")
-        if wrong := [f"{name} = {n}" for name, n in env.items() if n < 0]:
-            raise ShapeError(", ".join(wrong), expected="sizes of 0 or more", where="fusion")
+        if wrong := [f"{name} = {n}" for name, n in env.items() if not 0 <= n <= MOST_ELEMENTS]:
+            raise ShapeError(", ".join(wrong), expected="sizes of 0 or more, of 63 bits", where="fusion")
         for v, tensor in zip(self.inputs, tensors, strict=True):
             _check(v, _first(tensor), env)
         for size, why in self.needs:

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ..errors import FusionError
-from .sizes import Size
+from .sizes import Size, is_size
 from .types import Groups, Rows, TensorType
 
 _INT64 = range(-(2**63), 2**63)
@@ -98,7 +98,10 @@ def _is(value: Any, hint: Any) -> bool:
     if hint is int:
         return type(value) is int and value in _INT64
     if hint is Rows:
-        return isinstance(value, Rows) and isinstance(value.groups, Groups) and _is(value.align, int) and value.align > 0
+        whole = isinstance(value, Rows) and is_size(value.total) and isinstance(value.groups, Groups)
+        return whole and type(value.align) is int and value.align > 0
+    if hint is Size:
+        return isinstance(value, Size) and is_size(value)
     return type(value) is hint
 
 

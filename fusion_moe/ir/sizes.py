@@ -17,6 +17,8 @@ from typing import Any
 
 from ..errors import ShapeError
 
+_MOST_TERMS = 256  # what polynomials take grows with the product of their terms
+
 
 @dataclass(frozen=True)
 class CeilDiv:
@@ -49,6 +51,8 @@ class Size:
     def __mul__(self, other: int | Size) -> int | Size:
         if not isinstance(other, (int, Size)):
             return NotImplemented
+        if len(self.terms) * len(_terms(other)) > _MOST_TERMS:
+            raise _too_large(len(self.terms) * len(_terms(other)))
         return _make([((*a, *b), ca * cb) for a, ca in self.terms for b, cb in _terms(other)])
 
     __rmul__ = __mul__
@@ -84,6 +88,13 @@ class Size:
 
 
 AnySize = int | Size
+
+
+def is_size(size: Any) -> bool:
+    """Whether it is an int or a Size, and all numbers in it have 64 bits."""
+    if isinstance(size, Size):
+        return all(map(is_size, (*size.ceilings(), *(c for _, c in size.terms))))
+    return isinstance(size, int) and not isinstance(size, bool) and -(2**63) <= size < 2**63
 
 
 def symbol(name: str) -> Size:
@@ -146,12 +157,18 @@ def _make(terms: list[tuple[Monomial, int]]) -> AnySize:
     for atoms, c in terms:
         key = tuple(sorted(atoms, key=str))
         total[key] = total.get(key, 0) + c
+    if len(total) > _MOST_TERMS:
+        raise _too_large(len(total))
     kept = sorted(((a, c) for a, c in total.items() if c), key=lambda t: (not t[0], -len(t[0]), str(t[0])))
     if not kept:
         return 0
     if len(kept) == 1 and not kept[0][0]:
         return kept[0][1]
     return Size(tuple(kept))
+
+
+def _too_large(terms: int) -> ShapeError:
+    return ShapeError(f"a size of {terms} terms", expected=f"at most {_MOST_TERMS}, which is more than shapes have")
 
 
 def _without(term: Monomial, atoms: Monomial) -> Monomial | None:

@@ -97,16 +97,26 @@ def _groups(fusion: Fusion) -> list[Groups]:
 def parse(source: str) -> Fusion:
     """The verified Fusion that `text` printed; anything else raises ParseError with the line."""
     try:
-        body = ast.parse(source).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return _built(_statements(source))
+    except RecursionError:
+        raise ParseError("an expression too deep to read", expected="def fusion(fd), as a Fusion prints it") from None
+
+
+def _statements(source: str) -> list[ast.stmt]:
+    try:
+        return ast.parse(source).body
+    except (SyntaxError, ValueError, MemoryError) as error:
         raise ParseError(f"not Python ({error})", expected="def fusion(fd), as a Fusion prints it") from None
+
+
+def _built(body: Sequence[ast.stmt]) -> Fusion:
     if len(body) != 1 or not isinstance(body[0], ast.FunctionDef) or not ast.unparse(body[0]).startswith("def fusion(fd):\n"):
         raise ParseError(f"{len(body)} statements", expected="one function, def fusion(fd), as a Fusion prints it")
     fd, names = FusionDefinition(), dict(NAMES)
     for statement in body[0].body:
         try:
             _run(statement, fd, names)
-        except ParseError:
+        except (ParseError, RecursionError):
             raise
         except Exception as error:  # whatever the types and the builder find wrong with it
             raise ParseError(f"{ast.unparse(statement)}: {error}", where=f"line {statement.lineno}") from None

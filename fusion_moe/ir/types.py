@@ -18,7 +18,7 @@ from ..errors import DtypeError, ShapeError
 from ..formats import FORMATS
 from ..groups import bound
 from ..layouts import LAYOUTS, LINEAR
-from .sizes import AnySize, Size, never_negative, value
+from .sizes import AnySize, Size, is_size, never_negative, value
 
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f8e4m3": torch.float8_e4m3fn,
@@ -139,8 +139,8 @@ def checked_type(t: TensorType) -> TensorType:
 
 def _check_dim(d: Any, t: TensorType) -> None:
     size, aligned = plain(d), isinstance(d, Rows) and d.align != 1
-    if isinstance(size, bool) or not isinstance(size, (int, Size)) or never_negative(size) is False:
-        raise ShapeError(f"a dimension of {d!r}", expected="a size, 0 or more")
+    if not is_size(size) or never_negative(size) is False:
+        raise ShapeError(f"a dimension of {d!r}", expected="a size, 0 or more, of 63 bits")
     if isinstance(d, Rows) and (not isinstance(d.groups, Groups) or not isinstance(d.align, int) or d.align < 1):
         raise ShapeError(f"rows {d}", expected="rows cut by groups, in multiples of a number")
     if aligned and t.layout == LINEAR.name:

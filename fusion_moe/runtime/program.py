@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import profiler
 
+from ..errors import DeviceError
 from ..ir.core import Fusion, Value
 from ..segment import Segment
 from ..target import Target
@@ -62,10 +63,11 @@ class Program:
 
     def _sizes(self, tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> Mapping[str, int]:
         """The values of the symbols, remembered by all that they are read from: decoding asks for the same ones again and again."""
-        key = (tuple((t.shape, t.dtype) for t in tensors), tuple(given.items()))
+        key = (tuple((t.shape, t.dtype, t.device) for t in tensors), tuple(given.items()))
         if key not in self._remembered:
             if len(self._remembered) >= _REMEMBERED:
                 self._remembered.clear()
+            _need_one_device(tensors)
             self._remembered[key] = self.stages[0][1].bind(tensors, given)
         return self._remembered[key]
 
@@ -111,3 +113,9 @@ class Program:
     def _root(self, v: Value) -> Value:
         op = self.fusion.producers.get(v)
         return self._root(op.values[0]) if op is not None and op.kind.name in _MOVES else v
+
+
+def _need_one_device(tensors: Sequence[torch.Tensor]) -> None:
+    devices = dict.fromkeys(str(t.device) for t in tensors)
+    if len(devices) > 1:
+        raise DeviceError(f"inputs on {' and '.join(devices)}", expected="one device", todo="move them with .to(device)", where="fusion")

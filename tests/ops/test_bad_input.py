@@ -9,12 +9,15 @@ import sys
 import pytest
 import torch
 from test_ops import OPS, experts, random, weight
+from torch._subclasses import FakeTensorMode
 
+import fusion_moe
 from fusion_moe import FusionDefinition, Untranslatable, options, translate, translator
 from fusion_moe.errors import (
     DeviceError,
     DtypeError,
     Error,
+    FusionError,
     GroupsError,
     NonFiniteError,
     OptionError,
@@ -43,6 +46,32 @@ def mlp(x=X, ids=IDS, w=W, gate_up=GATE_UP, down=DOWN, *biases, **kwargs):
     return OPS.expert_mlp(x, ids, w, *gate_up, *down, *biases, **kwargs)
 
 
+PROGRAM = (
+    "def fusion(fd): m = fd.define_size('m'); i0 = fd.define_tensor(shape=[m, 32], dtype=\"f32\"); "
+    "t0 = fd.ops.neg(i0); fd.add_output(t0)"
+)
+
+
+def run(inputs=(A,), sizes=(5,), switches=None, program=PROGRAM):
+    return OPS.run(program, list(inputs), list(sizes), switches)
+
+
+def traced(call, **kwargs):
+    """A call on fake tensors, as a tracer makes it."""
+    with FakeTensorMode():
+        return call(inputs=[torch.empty(5, 32)], **kwargs)
+
+
+def two_inputs():
+    fd = FusionDefinition()
+    fd.add_output(fd.ops.add(*(fd.define_tensor(shape=[5, 32], dtype="f32") for _ in range(2))))
+    return fd.fusion()
+
+
+def output_of_a_number():
+    FusionDefinition().add_output(1)
+
+
 NOT_FINITE = random(2, 3, 32)
 NOT_FINITE[1, 2, 5], NOT_FINITE[0, 0, 1] = float("inf"), float("nan")
 
@@ -59,6 +88,8 @@ BAD = {
     "w is int": (DtypeError, lambda: mlp(w=IDS)),
     "bias of another dtype": (DtypeError, lambda: mlp(X, IDS, W, GATE_UP, DOWN, random(3, 32).bfloat16())),
     "swiglu of integers": (DtypeError, lambda: OPS.scaled_swiglu(IDS)),
+    "out_dtype is int32": (DtypeError, lambda: mm(out_dtype=torch.int32)),
+    "out_dtype is bool": (DtypeError, lambda: mm(out_dtype=torch.bool)),
     "quantize integers": (DtypeError, lambda: OPS.nvfp4_quantize(torch.ones(16, 16, dtype=torch.int32))),
     "K is no multiple of 16": (ShapeError, lambda: OPS.nvfp4_quantize(random(4, 24))),
     "K of codes is no multiple of 16": (ShapeError, lambda: mm(codes=CODES[..., :12], scale=SCALE[..., :1])),
@@ -68,6 +99,10 @@ BAD = {
     "decode scale of another shape": (ShapeError, lambda: mm(decode=torch.ones(2, 3))),
     "decode scale for all groups": (ShapeError, lambda: mm(decode=torch.ones(()))),
     "offs of two dimensions": (ShapeError, lambda: mm(offs=ends(2, 5)[None])),
+    "offs of no dimension": (ShapeError, lambda: mm(offs=ends(2, 5)[0])),
+    "offs of a bias of no dimension": (ShapeError, lambda: OPS.group_add(random(5, 4), random(2, 4), ends(2, 5)[0])),
+    "offs of a swizzle of no dimension": (ShapeError, lambda: OPS.grouped_swizzle_block_scale(SCALE[0], ends(2, 5)[0])),
+    "ids of no dimension": (ShapeError, lambda: OPS.route(IDS[0, 0], 3)),
     "a 1-D matrix to quantize": (ShapeError, lambda: OPS.nvfp4_quantize(random(16))),
     "an odd number of channels": (ShapeError, lambda: OPS.scaled_swiglu(random(3, 7))),
     "interleave that does not divide": (ShapeError, lambda: OPS.scaled_swiglu(random(3, 12), None, 4)),
@@ -85,10 +120,28 @@ BAD = {
     "ends of a swizzle exceed": (GroupsError, lambda: OPS.grouped_swizzle_block_scale(SCALE[0], ends(2, 9))),
     "an id too large": (GroupsError, lambda: mlp(ids=IDS + 1)),
     "an id below zero": (GroupsError, lambda: OPS.route(IDS - 1, 3)),
+    "a slot too large": (GroupsError, lambda: OPS.combine(random(8, 4), torch.full((4, 2), 8, dtype=torch.int32), W)),
+    "a slot below zero": (GroupsError, lambda: OPS.combine(random(8, 4), torch.full((4, 2), -1, dtype=torch.int32), W)),
+    "negative groups": (FusionError, lambda: OPS.route(IDS, -1)),
+    "ids without groups": (ShapeError, lambda: OPS.route(IDS, 0)),
     "two devices": (DeviceError, lambda: mm(a=A.to("meta"))),
     "weights elsewhere": (DeviceError, lambda: mlp(down=[t.to("meta") for t in DOWN])),
     "NaN to quantize": (NonFiniteError, lambda: OPS.nvfp4_quantize(NOT_FINITE)),
     "NaN to quantize by a given scale": (NonFiniteError, lambda: OPS.nvfp4_quantize(NOT_FINITE, torch.ones(2))),
+    "quantize by NaN": (NonFiniteError, lambda: OPS.nvfp4_quantize(random(2, 3, 32), torch.tensor([1.0, float("nan")]))),
+    "quantize by infinity": (NonFiniteError, lambda: OPS.nvfp4_quantize(random(2, 3, 32), torch.tensor([1.0, float("inf")]))),
+    "quantize by a negative scale": (NonFiniteError, lambda: OPS.nvfp4_quantize(random(2, 3, 32), torch.tensor([1.0, -1.0]))),
+    "run without its sizes": (ShapeError, lambda: run(sizes=())),
+    "run with too many sizes": (ShapeError, lambda: run(sizes=(5, 5))),
+    "run with another size": (ShapeError, lambda: run(sizes=(6,))),
+    "run with a negative size": (ShapeError, lambda: run(sizes=(-5,))),
+    "run without its inputs": (ShapeError, lambda: run(inputs=())),
+    "run traced without its sizes": (ShapeError, lambda: traced(run, sizes=())),
+    "run traced with too many sizes": (ShapeError, lambda: traced(run, sizes=(5, 5))),
+    "run with inputs on two devices": (DeviceError, lambda: fusion_moe.run(two_inputs(), [A, A.to("meta")])),
+    "options that are not JSON": (OptionError, lambda: run(switches="{nonsense")),
+    "options that are no object": (OptionError, lambda: run(switches="[1]")),
+    "an output that is a number": (FusionError, output_of_a_number),
     "an unknown activation format": (OptionError, lambda: mm(activation_format="fp6")),
     "an unknown weight layout": (OptionError, lambda: mlp(weight_layout="sideways")),
     "an unknown place of the scale": (OptionError, lambda: mlp(scale_on="middle")),
@@ -116,6 +169,8 @@ def test_messages(golden):
 
 
 def test_the_calls_that_these_change_are_good():
+    assert torch.equal(run()[0], -A)
+    assert traced(run)[0].shape == A.shape
     assert mm().shape == (5, 8)
     assert mlp().shape == X.shape
 

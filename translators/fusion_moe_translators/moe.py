@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fusion_moe.errors import OptionError, ShapeError
+from fusion_moe.errors import DtypeError, OptionError, ShapeError
 from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.kinds.rules import need_float, need_same
 from fusion_moe.ir.kinds.shape import elements, merged, split_dim
 from fusion_moe.ir.text import parse
-from fusion_moe.ir.types import Rows, plain
+from fusion_moe.ir.types import FLOATS, Rows, plain
 from fusion_moe.translate import translator
 
 ACTIVATION_FORMATS = ("bf16", "nvfp4")
@@ -72,6 +72,8 @@ def nvfp4_grouped_mm(
     activation_format: str = "bf16", weight_layout: str = "linear", out_dtype: str | None = None,
 ) -> Value:  # fmt: skip
     """a [..., K], weight nvfp4[G, N, K], offs i32[G] -> [..., N]"""
+    if out_dtype is not None and out_dtype not in FLOATS:
+        raise DtypeError(f"out_dtype {out_dtype}", expected=f"one of {', '.join(FLOATS)}")
     rows, restore = flat(fd, a, keep=1)
     ends = fd.groups_of(offs, plain(rows.type.shape[0]))
     cut = cut_by(fd, rows, ends)
@@ -112,7 +114,7 @@ def _halves(fd: FusionDefinition, x: Value, interleave: int) -> tuple[Value, Val
     """x [M, 2H] -> gate [M, H], up [M, H]; interleave 0: gate is the first half, else blocks of `interleave` gate, then up columns"""
     rows, width = x.type.shape
     half = split_dim(plain(width), 2)
-    if not isinstance(half, int) or interleave < 0 or half % (interleave or half):
+    if not isinstance(half, int) or interleave < 0 or half % (interleave or 1):
         raise ShapeError(f"x {x.type} with interleave = {interleave}", expected=f"a last size that is a multiple of 2 * {interleave}")
     if interleave == 0:
         return tuple(fd.ops.slice(x, start_indices=(0, s), end_indices=(rows, s + half)) for s in (0, half))

@@ -141,7 +141,7 @@ class _Writer(Writer):
         return [f"for (i64 l = 0; l < {size(elements(lead))}; ++l) {{", *inner(body), "}"]
 
     def _quantize(self, op: Op) -> list[str]:
-        """Row by row, block by block; not finite: the reference says where."""
+        """Row by row, block by block. What is not finite, or a scale that is negative: the reference says where."""
         (x, decode), (codes, scales) = op.values, _unpacked(self.fusion, op)
         *lead, n, k = x.type.shape
         made = self._elements()
@@ -152,6 +152,7 @@ class _Writer(Writer):
         at = (_M // size(n)) * size(runs) + (_M % size(n)) // (size(n) // size(runs))
         body = [
             f"const float decode = {self.array(decode)}[{at}];",
+            "bool good = decode >= 0.f && decode < INFINITY;",
             f"for (i64 b = 0; b < {blocks}; ++b) {{",
             "    float block[16];",
             *([] if _has_blocks(made.lines) else ["#pragma omp simd"]),
@@ -161,7 +162,7 @@ class _Writer(Writer):
             f"    good = good & quantize_block(block, decode, {codes.name} + (m * {blocks} + b) * 8, {scales.name} + m * {blocks} + b);",
             "}",
         ]
-        loop = _for_rows(rows, plain(k), ["bool good = true;", *body, "if (!good) finite = false;"])
+        loop = _for_rows(rows, plain(k), [*body, "if (!good) finite = false;"])
         return ["std::atomic<bool> finite{true};", *loop, "if (!finite) return BAD;"]
 
     def _grouped_swizzle(self, op: Op) -> list[str]:

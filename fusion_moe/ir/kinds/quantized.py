@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ...errors import ShapeError
-from ...formats import FORMATS, Quantized, check_finite, decode_scale_of, quantize
+from ...formats import FORMATS, Quantized, check_decode_scales, check_finite, decode_scale_of, quantize
 from ...layouts import LAYOUTS, W16X64, SF128x4
 from ..core import Need, OpKind
 from ..sizes import ceildiv
@@ -101,6 +101,7 @@ def _quantize_type(x: TensorType, decode_scale: TensorType, fmt: str) -> Types:
 def _quantize(x: torch.Tensor, decode_scale: torch.Tensor, fmt: str) -> tuple[Quantized]:
     if not x.is_cuda:
         check_finite(x, "x")  # on CUDA looking would wait for the device
+        check_decode_scales(decode_scale)
     return (quantize(x, decode_scale, FORMATS[fmt]),)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...errors import FusionError, ShapeError
-from ...groups import check_ends, check_ids, check_permutation, check_problem, ends_from_problem
+from ...groups import check_ends, check_ids, check_permutation, check_problem, check_slots, ends_from_problem
 from ...layouts import SF128X4
 from ..core import Need, Op, OpKind, Value
 from ..sizes import AnySize
@@ -193,6 +193,8 @@ def _combine_needs(y: TensorType, slot_of: TensorType, w: TensorType) -> Iterato
 
 def _combine(y: torch.Tensor, slot_of: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
     """y [M, N], slot_of i32[T, k], w [T, k] -> f32[T, N]: w * y of the slots 0..k-1 added in that order in float32."""
+    if not y.is_cuda:  # on CUDA looking would wait for the device
+        check_slots(slot_of, len(y))
     total = torch.zeros(slot_of.shape[0], y.shape[1], device=y.device)
     for slot in range(slot_of.shape[1]):
         total += y.index_select(0, slot_of[:, slot]).float() * w[:, slot, None].float()
