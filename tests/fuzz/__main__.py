@@ -4,6 +4,7 @@ evaluate   our front end, its passes and segments, evaluated, against eager: the
 traced     the same under torch.compile, on the graph that Inductor would compile; more rows, and backward
 cxx        the regions' real C++, many in one library, against what their segments mean
 sanitize   the same built with ASan and UBSan
+hostile    programs whose texts were changed at random, those that still verify, on any bits, built with ASan and UBSan
 inductor   torch.compile(backend="fusion_moe") as it is
 """
 

@@ -87,7 +87,7 @@ def _python(graph: Graph, inputs: tuple[Tensor, ...]) -> str:
             lines.append(f"    {names[n]} = {call}")
         elif n.op == "output":
             lines.append(f"    return {_text(n.args[0])}")
-    lines += ["", "inputs = [", *(f"    {_tensor(t)},  # {n.name}" for n, t in zip((n for n in graph.nodes if n.op == "placeholder"), inputs, strict=True)), "]"]
+    lines += ["", "inputs = [", *(f"    {tensor_text(t)},  # {n.name}" for n, t in zip((n for n in graph.nodes if n.op == "placeholder"), inputs, strict=True)), "]"]
     return "\n".join(lines)
 
 
@@ -100,10 +100,10 @@ def _text(a: Any) -> str:
     return repr(a)
 
 
-def _tensor(t: Tensor) -> str:
+def tensor_text(t: Tensor) -> str:
     """A tensor as Python: few numbers as they are, many by their bytes."""
     if t.numel() and bool((t.flatten()[:1] == t.flatten()).all()) and not t.dtype.itemsize == 1:
         return f"torch.full({tuple(t.shape)}, {t.flatten()[0].item()!r}, dtype={t.dtype})"
     if t.dtype == torch.float8_e4m3fn:
-        return f"{_tensor(t.view(torch.uint8))}.view({t.dtype})"
+        return f"{tensor_text(t.view(torch.uint8))}.view({t.dtype})"
     return f"tensor({t.tolist()!r}, dtype={t.dtype}).view({tuple(t.shape)})"

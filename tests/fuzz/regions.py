@@ -56,7 +56,7 @@ def evaluated(case: Case) -> Judged:
         return Judged(f"the front end raises {type(error).__name__}: {error}")
     walk = _Evaluate(torch.nn.Module(), graph)
     got = outcome(lambda: walk.run(*case.inputs))
-    wrong = walk.wrong or difference(got, want, [n.meta["rough"] for n in case.outputs], bits=True)
+    wrong = walk.wrong or difference(got, want, [n.meta["rough"] for n in case.outputs])
     return Judged(wrong, walk.runs)
 
 

@@ -8,15 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .shrink import kind
+from .journal import kind, lines
 
 ROOT = Path(__file__).resolve().parents[2]
-HANGS = {"evaluate": 120, "cxx": 300, "sanitize": 600, "traced": 180, "inductor": 400}  # seconds without a line in the journal
+HANGS = {"evaluate": 120, "traced": 180, "cxx": 300, "sanitize": 600, "hostile": 600, "inductor": 400}  # seconds without a line in the journal
 LEVELS = tuple(HANGS)
 
 
@@ -72,7 +71,7 @@ def _follow(process: Any, journal: Path, level: str, until: float, result: Resul
     with journal.open() as file:
         while True:
             over = process.poll() is not None
-            for line in _lines(file):
+            for line in lines(file):
                 heard = time.monotonic()
                 if "wrong" in line:
                     if result.add(line):
@@ -90,11 +89,6 @@ def _follow(process: Any, journal: Path, level: str, until: float, result: Resul
             time.sleep(0.2)
 
 
-def _lines(file: Any) -> Iterator[dict[str, Any]]:
-    while line := file.readline():
-        yield json.loads(line)
-
-
 def _environment(level: str, folder: Path) -> dict[str, str]:
     """Caches of their own, which go with the run; libasan for the sanitized level."""
     kept = os.environ.get("FUSION_MOE_CACHE_DIR", str(folder / "cache"))
@@ -102,9 +96,10 @@ def _environment(level: str, folder: Path) -> dict[str, str]:
         **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "translators"), os.environ.get("PYTHONPATH", "")]),
         "FUSION_MOE_CACHE_DIR": kept, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    if level == "sanitize":
-        library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-        environment |= {"LD_PRELOAD": str(Path(library).resolve()), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
+    if level in ("sanitize", "hostile"):
+        found = [subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True) for name in ("libasan.so", "libstdc++.so")]
+        preloaded = " ".join(str(Path(f.stdout.strip()).resolve()) for f in found)  # the second for torch's exceptions, which the first sees
+        environment |= {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
     return environment
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -11,12 +10,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .case import Case
+from .journal import kind
 from .regions import noted
-
-
-def kind(wrong: str) -> str:
-    """What is wrong without its numbers and names: two cases of one kind show one fault."""
-    return re.sub(r"\b[a-z_]*\d+\b|\d+|\[[^\]]*\]", "#", wrong)[:90]
 
 
 def shrunk(case: Case, wrong: str, judge: Callable[[Case], str], tries: int = 300) -> tuple[Case, str]:

@@ -19,7 +19,6 @@ NUMBERS: tuple[Any, ...] = (
 UNARY = ("neg", "abs", "relu", "neg", "abs", "sqrt", "rsqrt", "reciprocal", "exp", "log", "tanh", "erf", "sigmoid", "silu", "floor", "sign", "isnan")
 BINARY = ("add.Tensor", "sub.Tensor", "mul.Tensor", "minimum", "maximum", "add.Tensor", "mul.Tensor", "div.Tensor", "pow.Tensor_Tensor")
 COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
-CLAMPS = ("clamp_min", "clamp_max", "clamp")
 
 
 def op(name: str) -> Any:
@@ -66,7 +65,8 @@ def compared_like(b: Builder, x: Node) -> Node:
 
 def number(b: Builder) -> Any:
     """A tensor and a Python number."""
-    x, v, name = any_of(b), b.rng.choice(NUMBERS), b.rng.choice(("add.Tensor", "mul.Tensor", "sub.Tensor", "div.Tensor", *CLAMPS, "pow.Tensor_Scalar"))
+    x, v = any_of(b), b.rng.choice(NUMBERS)
+    name = b.rng.choice(("add.Tensor", "mul.Tensor", "sub.Tensor", "div.Tensor", "clamp_min", "clamp_max", "clamp", "pow.Tensor_Scalar"))
     if name == "clamp":
         return b.call(op(name), x, *(b.rng.choice((v, None, b.rng.choice(NUMBERS))) for _ in range(2)))
     return b.call(op(name), x, 2 if name.startswith("pow") else v)

@@ -5,22 +5,22 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fusion_moe.ir.text import one_line
 from fusion_moe.runtime import build
 
-from . import cxx, traced
+from . import cxx, hostile, traced
 from .builder import Found, Skip
 from .case import Case, case_of
+from .case import tensor_text as case_text
 from .compare import outcome
+from .journal import Journal
 from .regions import Run, evaluated
 from .shrink import shrunk
 
@@ -28,26 +28,17 @@ SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover
 AT_ONCE = 40  # seeds whose C++ is compiled together
 
 
-@dataclass
-class Journal:
-    """Lines of JSON, each written at once."""
-
-    path: Path
-
-    def note(self, **what: Any) -> None:
-        """One line."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(what) + "\n")
-
-
 def main(level: str, seeds: range, journal: Journal) -> None:
     """All seeds, in order."""
     torch.set_num_threads(1)
-    if level == "sanitize":
+    if level in ("sanitize", "hostile"):
         build.BASE_FLAGS = (*build.BASE_FLAGS, *SANITIZED)
     if level in ("cxx", "sanitize"):
         for first in range(seeds.start, seeds.stop, AT_ONCE):
             _batch(range(first, min(first + AT_ONCE, seeds.stop)), journal, ("-O1",) if level == "sanitize" else cxx.FLAGS)
+    elif level == "hostile":
+        for first in range(seeds.start, seeds.stop, AT_ONCE):
+            _hostile(range(first, min(first + AT_ONCE, seeds.stop)), journal)
     else:
         judge = {"evaluate": lambda case: evaluated(case).wrong, "traced": lambda case: traced.judged(case, traced.without_code),
                  "inductor": lambda case: traced.judged(case, traced.with_inductor)}[level]  # fmt: skip
@@ -100,6 +91,29 @@ def _batch(seeds: range, journal: Journal, flags: Sequence[str]) -> None:
             journal.note(seed=p.seed, wrong=wrong, repro=f"{small}\n\n{text}")
         else:
             journal.note(ran=p.seed)
+
+
+def _hostile(seeds: range, journal: Journal) -> None:
+    """Changed programs of the cases of some seeds, sanitized, each run on two sets of inputs."""
+    tier, compiled = cxx.tier_of(seeds.start // AT_ONCE), list[cxx.Compiled]()
+    for case in _cases(seeds, journal):
+        rng = hostile.numbers(case.seed)
+        try:
+            for run in evaluated(case).runs[:1]:
+                made = ((f, hostile.program_of(f, tier)) for f in hostile.verified(rng, run.fusion))
+                compiled += [cxx.Compiled(case.seed, replace(run, fusion=f), p, True) for f, p in made if p is not None]
+        except Found as found:
+            journal.note(seed=case.seed, wrong=str(found), repro="")
+    journal.note(compiling=[c.seed for c in compiled])
+    broken = {id(c): wrong for c, wrong in cxx.build(compiled, tier, ("-O1",))}
+    for c in compiled:
+        rng, fusion = hostile.numbers(c.seed), c.run.fusion
+        for given in filter(None, (hostile.inputs_of(rng, fusion) for _ in range(2))):
+            journal.note(at=c.seed, program=one_line(fusion), sizes=given[1], tier=tier, inputs=list(map(case_text, given[0])))
+            if wrong := broken.get(id(c)) or hostile.wrong(c.program, *given):
+                journal.note(seed=c.seed, wrong=wrong, repro=f"# tier {tier}, sizes {given[1]}\n{fusion}")
+            else:
+                journal.note(ran=c.seed)
 
 
 def _smaller(case: Case, wrong: str, tier: str, flags: Sequence[str]) -> Case:

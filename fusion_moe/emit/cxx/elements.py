@@ -70,7 +70,7 @@ class Elements:
         op = self._fusion.producers.get(v)
         if v in self._memory:
             return v, m
-        if op is None or plain(op.values[0].type.shape[-1]) != k:
+        if op is None or not op.values or [*map(plain, op.values[0].type.shape[-1:])] != [k]:
             return None
         if op.kind.name in ("cut", "reshape"):
             return self.row_in_memory(op.values[0], m, k)
@@ -240,7 +240,7 @@ def _literal(value: Any, dtype: str, op: Op) -> str:
     if dtype == "bool":
         return str(bool(value)).lower()
     if dtype not in _FLOATS:
-        return f"i64({value})" if value > -(2**63) else f"(i64({value + 1}) - 1)"
+        return f"i64({int(value)})" if value > -(2**63) else f"(i64({value + 1}) - 1)"
     x = float(value)
     text = "NAN" if math.isnan(x) else ("-INFINITY" if x < 0 else "INFINITY") if math.isinf(x) else ""
     text = f"float({text or repr(x)})"
