@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from .shrink import shrunk
 
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 AT_ONCE = 40  # seeds whose C++ is compiled together
+HOSTILE_AT_ONCE = 10
 
 
 def main(level: str, seeds: range, journal: Journal) -> None:
@@ -35,10 +37,10 @@ def main(level: str, seeds: range, journal: Journal) -> None:
         build.BASE_FLAGS = (*build.BASE_FLAGS, *SANITIZED)
     if level in ("cxx", "sanitize"):
         for first in range(seeds.start, seeds.stop, AT_ONCE):
-            _batch(range(first, min(first + AT_ONCE, seeds.stop)), journal, ("-O1",) if level == "sanitize" else cxx.FLAGS)
+            _batch(range(first, min(first + AT_ONCE, seeds.stop)), journal, cxx.FLAGS)
     elif level == "hostile":
-        for first in range(seeds.start, seeds.stop, AT_ONCE):
-            _hostile(range(first, min(first + AT_ONCE, seeds.stop)), journal)
+        for first in range(seeds.start, seeds.stop, HOSTILE_AT_ONCE):
+            _hostile(range(first, min(first + HOSTILE_AT_ONCE, seeds.stop)), journal)
     else:
         judge = {"evaluate": lambda case: evaluated(case).wrong, "traced": lambda case: traced.judged(case, traced.without_code),
                  "inductor": lambda case: traced.judged(case, traced.with_inductor)}[level]  # fmt: skip
@@ -80,7 +82,7 @@ def _batch(seeds: range, journal: Journal, flags: Sequence[str]) -> None:
             journal.note(seed=case.seed, wrong=f"the C++ is not written: {type(made).__name__}: {made}", repro=str(case))
         else:
             programs += made
-    journal.note(compiling=[p.seed for p in programs])
+    journal.note(compiling=len(programs))
     broken = {id(p): wrong for p, wrong in cxx.build(programs, tier, flags)}
     for p in programs:
         journal.note(at=p.seed, program=one_line(p.run.fusion), sizes=p.run.sizes, tier=tier)
@@ -95,17 +97,17 @@ def _batch(seeds: range, journal: Journal, flags: Sequence[str]) -> None:
 
 def _hostile(seeds: range, journal: Journal) -> None:
     """Changed programs of the cases of some seeds, sanitized, each run on two sets of inputs."""
-    tier, compiled = cxx.tier_of(seeds.start // AT_ONCE), list[cxx.Compiled]()
+    tier, compiled = cxx.tier_of(seeds.start // HOSTILE_AT_ONCE), list[cxx.Compiled]()
     for case in _cases(seeds, journal):
         rng = hostile.numbers(case.seed)
         try:
             for run in evaluated(case).runs[:1]:
-                made = ((f, hostile.program_of(f, tier)) for f in hostile.verified(rng, run.fusion))
+                made = ((f, hostile.program_of(f, tier)) for f in islice(hostile.verified(rng, run.fusion), 6))
                 compiled += [cxx.Compiled(case.seed, replace(run, fusion=f), p, True) for f, p in made if p is not None]
         except Found as found:
             journal.note(seed=case.seed, wrong=str(found), repro="")
-    journal.note(compiling=[c.seed for c in compiled])
-    broken = {id(c): wrong for c, wrong in cxx.build(compiled, tier, ("-O1",))}
+    journal.note(compiling=len(compiled))
+    broken = {id(c): wrong for c, wrong in cxx.build(compiled, tier, cxx.FLAGS)}
     for c in compiled:
         rng, fusion = hostile.numbers(c.seed), c.run.fusion
         for given in filter(None, (hostile.inputs_of(rng, fusion) for _ in range(2))):
