@@ -1,6 +1,6 @@
 """Every switch of the library: its name, type, default and meaning. Nothing else reads the environment.
 
-A switch is read from `FUSION_MOE_<NAME>` when this module is imported, and can be set for a while:
+A switch is read from `FUSION_MOE_<NAME>` when this module is imported (an empty one is none), and can be set for a while:
 
     with fusion_moe.options.override(target="reference"):
         model(x)
@@ -23,6 +23,8 @@ from typing import Any
 from .errors import OptionError
 
 _PREFIX = "FUSION_MOE_"
+_MOST = 10**6  # seconds: what waits for a process takes a little more
+_KINDS = {bool: "a bool", int: f"an int from 1 to {_MOST}", str: "a str that is not empty"}
 
 
 def _option(default: Any, doc: str, *, in_keys: bool = True) -> Any:
@@ -49,6 +51,7 @@ class Options:
     check: bool = _option(False, "evaluate every pass and the segmentation on the real inputs and compare exactly (slow)")
     cpu_isa: str = _option("auto", "instructions that CPU kernels use: 'auto' is the best tier of the machine, or the name of a tier")
     cache_dir: str = _option(_cache_home(), "the folder that keeps compiled kernels", in_keys=False)
+    compile_seconds: int = _option(300, "how long a compiler may take for one kernel; then it is ended", in_keys=False)
 
     def replace(self, **changes: Any) -> Options:
         """These options with some changed; names and types are checked."""
@@ -72,14 +75,22 @@ def _checked(name: str, value: Any) -> Any:
     wanted = type(field.default)
     if wanted is bool and isinstance(value, str):
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
-    if not isinstance(value, wanted):
-        raise OptionError(f"option {name} = {value!r}", expected=f"a {wanted.__name__} ({field.metadata['doc']})")
+    if wanted is int and isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if not _fits(value, wanted):
+        raise OptionError(f"option {name} = {value!r}", expected=f"{_KINDS[wanted]} ({field.metadata['doc']})")
     return value
 
 
+def _fits(value: Any, wanted: type) -> bool:
+    if wanted is int:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MOST
+    return isinstance(value, wanted) and value != ""
+
+
 def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
-    """The defaults, changed by the `FUSION_MOE_*` variables; an unknown one raises."""
-    found = {name[len(_PREFIX) :].lower(): value for name, value in environ.items() if name.startswith(_PREFIX)}
+    """The defaults, changed by the `FUSION_MOE_*` variables that are not empty; an unknown one raises."""
+    found = {name[len(_PREFIX) :].lower(): value for name, value in environ.items() if name.startswith(_PREFIX) and value}
     return Options().replace(**found)
 
 

@@ -71,10 +71,6 @@ def _bias_before(x: Tensor, bias: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
     return product(O.group_add(x.float(), bias.float(), offs), offs, *w)
 
 
-def _one_of_two_tokens(x: Tensor, offs: Tensor, slots: Tensor, w: Tensor, *weights: Tensor) -> Tensor:
-    return O.combine(product(x, offs, *weights), slots, w)[1:].relu()
-
-
 def _constant_rows(offs: Tensor, *w: Tensor) -> Tensor:
     return product(torch.full((6, N), 2.0, device=offs.device), offs, *w) + 1
 
@@ -94,6 +90,10 @@ def _integers(x: Tensor, offs: Tensor, codes: Tensor, *w: Tensor) -> Tensor:
 def _rounded_numbers(x: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
     y = product(x, offs, *w) + x  # the weights are zero
     return torch.stack([y > 0.1, y >= 0.1, y == 0.1, y != 0.3, y < 0.3, y <= 0.3]).float()
+
+
+def _one_token_of_a_sum(x: Tensor, offs: Tensor, slots: Tensor, scores: Tensor, *w: Tensor) -> Tensor:
+    return O.combine(product(x, offs, *w), slots, scores)[1:2].relu()
 
 
 def _near_a_tenth(dtype: torch.dtype) -> Tensor:
@@ -124,10 +124,10 @@ EDGES = {
     "a bias made on the way": Edge(_bias_of_the_region, lambda: [rows(6), rows(2, 1).bfloat16(), ends(3, 6), *weight(0)]),
     "a constant bias": Edge(_constant_bias, lambda: [rows(6), ends(3, 5), *weight(0)]),
     "a bias before the product": Edge(_bias_before, lambda: [rows(6).bfloat16(), rows(2, 1).bfloat16(), ends(3, 5), *weight(0)]),
-    "one of two tokens": Edge(
-        _one_of_two_tokens, lambda: [rows(4), ends(3, 4), torch.tensor([[0, 1], [2, 3]]).int(), torch.ones(2, 2), *weight(0)]
-    ),
     "constant rows": Edge(_constant_rows, lambda: [ends(3, 5), *weight(0)]),
+    "one token of a sum": Edge(
+        _one_token_of_a_sum, lambda: [rows(4), ends(1, 4), torch.tensor([[3, 0], [1, 2]]).int(), torch.rand(2, 2), *weight(0)]
+    ),
     "masks": Edge(_masks, lambda: [rows(6), ends(3, 6), *weight(0)]),
     "integers": Edge(_integers, lambda: [rows(6), ends(3, 6), torch.arange(6 * N).reshape(6, N).byte(), *weight(0)]),
     "numbers rounded to bf16": Edge(_rounded_numbers, lambda: [_near_a_tenth(torch.bfloat16), ends(3, 8), *_zero()]),

@@ -39,7 +39,7 @@ class Signature:
             operands, more = operands[: self.operands], operands[self.operands :]
         elif operands and isinstance(operands[0], (list, tuple)):
             operands, more = list(operands[0]), operands[1:]
-        if len(more) > len(self.attributes):
+        if len(operands) < (self.operands or 0) or len(more) > len(self.attributes):
             raise FusionError(f"{len(inputs)} arguments by position", expected=self._expected())
         given = dict(zip(self.attributes, more, strict=False))
         if twice := given.keys() & attrs.keys():

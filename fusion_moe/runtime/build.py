@@ -8,7 +8,8 @@ in the folders of `include` and is part of the key. `tier` is one of `isa.TIERS`
 so the macros of the compiler (`__AVX512BF16__`, `__AMX_TILE__`) say what there is. `flags=["-DROWS=4"]` come last.
 
 `find_compiler()` is None where there is no compiler, and `why_no_compiler()` a sentence for it; `load` raises BuildError then, as it
-does for source that does not compile. `build` does the same without loading, also for tiers of other machines.
+does for source that does not compile, and for a compiler that takes longer than the option compile_seconds, which is ended with all
+that it started. `build` does the same without loading, also for tiers of other machines.
 
 Threads: OpenMP. The library asks for libgomp.so.1, as torch does, which has brought and loaded its own: one pool of threads for both.
 Its number of threads is a setting of each thread, so a kernel takes torch.get_num_threads() as an argument of its calls and says
@@ -18,10 +19,12 @@ Its number of threads is a setting of each thread, so a kernel takes torch.get_n
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,6 +32,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from .. import options
 from ..errors import BuildError
 from . import isa, store
 
@@ -47,6 +51,7 @@ BASE_FLAGS = (
 )
 _NEVER = ("-ffast-math", "-Ofast", "-funsafe-math-optimizations", "-march=native", "-mcpu=native")
 _SHOWN_ERRORS = 5
+_FULL = ("No space left on device", "Disk quota exceeded")  # as a compiler and its linker say it
 
 
 @dataclass(frozen=True)
@@ -121,11 +126,8 @@ def _file(recipe: Recipe) -> Path:
     if compiler is None:
         raise BuildError(why_no_compiler(), where=recipe.name)
     command = _allowed(recipe.command(compiler), recipe.name)
-    try:
-        return store.get_or_make(recipe.file(compiler), lambda path: _compile(command, recipe, path, store.folder()))
-    except OSError as e:
-        todo = "free some space, or set FUSION_MOE_CACHE_DIR to another folder"
-        raise BuildError(f"the compiled kernel could not be written: {e}", todo=todo, where=recipe.name) from e
+    with store.told(recipe.name):
+        return store.get_or_make(recipe.file(compiler), lambda path: _compile(command, recipe, path))
 
 
 def ship(recipe: Recipe, having: Collection[str]) -> Path:
@@ -133,10 +135,10 @@ def ship(recipe: Recipe, having: Collection[str]) -> Path:
     compiler, path = find_compiler(), recipe.came_with(having)
     if compiler is None or path is None:
         raise BuildError(why_no_compiler(), where=recipe.name)
+    command = _allowed(recipe.command(compiler, having), recipe.name)
     path.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch:
-        command = _allowed(recipe.command(compiler, having), recipe.name)
-        _compile(command, recipe, Path(scratch) / path.name, Path(tempfile.gettempdir()))
+    with store.told(recipe.name), tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch:
+        _compile(command, recipe, Path(scratch) / path.name)
         (Path(scratch) / path.name).replace(path)
     return path
 
@@ -188,31 +190,49 @@ def _first_that_runs(cxx: str, path: str) -> Compiler | None:
 def _version(command: Sequence[str]) -> str:
     try:
         done = _run([*command, "--version"])
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
 
 
 def _run(command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    """What a compiler said. TimeoutExpired after compile_seconds; all that it started is ended then, as it is if we are interrupted."""
+    with subprocess.Popen(
+        command, cwd=cwd, env=env, text=True, errors="replace", start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as running:  # fmt: skip
+        try:
+            out, err = running.communicate(timeout=options.current().compile_seconds)
+        except BaseException:
+            if running.returncode is None:  # else its number may be another's by now
+                os.killpg(running.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, running.returncode, out, err)
 
 
-def _compile(command: Sequence[str], recipe: Recipe, path: Path, failures: Path) -> None:
+def _compile(command: Sequence[str], recipe: Recipe, path: Path) -> None:
     """Compiles in the folder of `path`, with relative names, so that equal sources give equal files wherever they are built.
 
-    failures: the folder that keeps a source which does not compile.
+    A source that does not compile is kept in the store. OSError if there is no space.
     """
     source = f"{recipe.name}.cpp"
     (path.parent / source).write_text(recipe.text, encoding="utf-8")
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(path.parent)}  # a killed compiler's files go with the folder
-    done = _run([*command, source, "-o", path.name], cwd=path.parent, env=environment)
-    if done.returncode == 0 and path.exists():
-        return
-    kept = failures / f"{path.stem}.failed.cpp"
-    kept.write_text(recipe.text, encoding="utf-8")
+    try:
+        done = _run([*command, source, "-o", path.name], cwd=path.parent, env=environment)
+    except subprocess.TimeoutExpired as e:
+        found = f"{recipe.name} was not compiled after {e.timeout:g} s, and the compiler was ended"
+        todo = "set FUSION_MOE_COMPILE_SECONDS to more, or CXX to another compiler; to see what it does"
+    else:
+        if done.returncode == 0 and path.exists():
+            return
+        if any(full in done.stderr for full in _FULL):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path.parent.parent))
+        found = f"{recipe.name} does not compile (exit status {done.returncode})\n{_first_errors(done.stderr)}"
+        todo = "to see it all"
+    kept = store.get_or_make(f"{path.stem}.failed.cpp", lambda kept: kept.write_text(recipe.text, encoding="utf-8"))
     again = shlex.join([*command, str(kept), "-o", os.devnull])
-    found = f"{recipe.name} does not compile (exit status {done.returncode})\n{_first_errors(done.stderr)}"
-    raise BuildError(found, todo=f"to see it all:\n  {again}", where=str(kept))
+    raise BuildError(found, todo=f"{todo}:\n  {again}", where=str(kept))
 
 
 def _first_errors(said: str) -> str:

@@ -4,16 +4,23 @@
 
 `text` includes headers by the names that `headers` has; there are none of the system's. `why_missing()` is a sentence where NVRTC is
 not installed (the extra `cuda`), and `build` raises BuildError then, as it does for source that does not compile.
+
+NVRTC runs in this process, so nothing can end it from outside. It asks now and then whether it is to go on, between its passes, and ends
+itself once the option compile_seconds is over. A pass that hangs does not ask: the process is to be ended then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from .. import options
 from ..errors import BuildError
 from . import store
 
@@ -56,11 +63,8 @@ def build(text: str, *, name: str, arch: str, headers: Mapping[str, str], flags:
         raise BuildError(why, where=name)
     told = (f"--gpu-architecture={arch}", *FLAGS, *flags)
     key = store.key_of(text, *(part for header in headers.items() for part in header), version(), *told)
-    try:
+    with store.told(name):
         return store.get_or_make(f"{name}-{arch}-{key}.cubin", lambda path: _compile(text, name, headers, told, path))
-    except OSError as e:
-        todo = "free some space, or set FUSION_MOE_CACHE_DIR to another folder"
-        raise BuildError(f"the compiled kernel could not be written: {e}", todo=todo, where=name) from e
 
 
 def _nvrtc() -> Any:
@@ -81,13 +85,35 @@ def _compile(text: str, name: str, headers: Mapping[str, str], flags: Sequence[s
     nvrtc = _nvrtc()
     contents, names = ([part.encode() for part in parts] for parts in (headers.values(), headers.keys()))
     program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), f"{name}.cu".encode(), len(names), contents, names))
+    seconds = options.current().compile_seconds
     try:
-        status, *_ = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+        with _limited(program, seconds):
+            status, *_ = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+        if status == nvrtc.nvrtcResult.NVRTC_ERROR_CANCELLED:
+            raise BuildError(f"NVRTC had not compiled it after {seconds} s", todo="set FUSION_MOE_COMPILE_SECONDS to more", where=name)
         if int(status):
             raise _refused(text, name, flags, _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(), path)
         path.write_bytes(_read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+@contextmanager
+def _limited(program: Any, seconds: int) -> Iterator[None]:
+    """Has NVRTC give up a compilation inside the block after so many seconds.
+
+    It asks a function of a text, thousands of times in a kernel: 1 ends it, 0 lets it go on. C's atoi is such a function, and needs no GIL.
+    """
+    answer = ctypes.create_string_buffer(b"0")
+    atoi = ctypes.cast(ctypes.CDLL(None).atoi, ctypes.c_void_p).value
+    _checked(_nvrtc().nvrtcSetFlowCallback(program, atoi, ctypes.addressof(answer)))
+    timer = threading.Timer(seconds, setattr, (answer, "value", b"1"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _read(size: Any, get: Any, program: Any) -> bytes:
@@ -97,8 +123,7 @@ def _read(size: Any, get: Any, program: Any) -> bytes:
 
 
 def _refused(text: str, name: str, flags: Sequence[str], log: str, path: Path) -> BuildError:
-    kept = store.folder() / f"{path.stem}.failed.cu"
-    kept.write_text(text, encoding="utf-8")
+    kept = store.get_or_make(f"{path.stem}.failed.cu", lambda kept: kept.write_text(text, encoding="utf-8"))
     lines = log.strip().splitlines()
     errors = [line for line in lines if "error" in line] or lines
     found = f"{name} does not compile with NVRTC {version()} {' '.join(flags)}\n" + "\n".join(f"  {e}" for e in errors[:_SHOWN_ERRORS])

@@ -5,12 +5,13 @@
 
 What makes it safe:
 - A file is made in a folder of its own and renamed into place, so no reader sees a part of it, and a killed maker leaves nothing but
-  that folder, which is swept later.
+  that folder. The next maker sweeps it: the lock of its file, which nobody holds, says that its maker is dead. No clock is asked.
 - Beside each file lies a digest of its key and content. A file that is damaged, was cut short by a power cut or belongs under another
   key is made again.
 - A maker holds a lock (flock, which the system releases when its holder dies), the others wait for it. Where a file system has
   no locks, all make the file, and all are right.
-- Code is loaded from here, so the folder must be one that nobody else can write to.
+- Code is loaded from here, so nobody else may be able to write to the folder, to replace it, or to write to a file in it (trust.py).
+  Such a folder is not used, such a file is made again, and a warning says so. What is made is this user's alone, whatever the umask is.
 
 The folder is the option cache_dir; if it cannot be used, a temporary one is, and a warning says so once.
 """
@@ -19,20 +20,22 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import hashlib
 import logging
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 from .. import options
+from ..errors import BuildError
+from . import trust
 
 log = logging.getLogger("fusion_moe")
-_STALE_SECONDS = 3600.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def key_of(*parts: str | bytes) -> str:
@@ -44,55 +47,78 @@ def key_of(*parts: str | bytes) -> str:
     return digest.hexdigest()
 
 
-def get_or_make(key: str, make: Callable[[Path], None]) -> Path:
+def get_or_make(key: str, make: Callable[[Path], object]) -> Path:
     """The file of this key, a plain file name; `make(path)` writes it where there is none.
 
     make: may leave other files beside `path`, they are removed; what it raises is raised here and leaves no file.
-    OSError where a folder is full or the system has no folder to write to.
+    OSError where a folder is full or the system has no folder to write to; `told` makes a BuildError of it.
     """
-    wanted = Path(options.current().cache_dir).expanduser().absolute()
-    if _is_whole(wanted / key) and not _why_unsafe(wanted):
+    wanted = _wanted()
+    if not _why_unsafe(wanted) and _is_whole(wanted / key):
         return wanted / key
     path = folder() / key
-    with _locked(path.with_name(f"{key}.lock")):
+    _sweep(path.parent)
+    with _locked(_lock_path(path)):
         if not _is_whole(path):
             _make(path, make)
     return path
 
 
 def folder() -> Path:
-    """The folder that new files are written to: cache_dir, or a temporary one if that is of no use."""
-    wanted = Path(options.current().cache_dir).expanduser().absolute()
+    """The folder that new files are written to: cache_dir, or a temporary one if that is of no use. OSError if none can be used."""
+    wanted = _wanted()
     why = _why_unusable(wanted)
     if not why:
         return wanted
-    shared = Path(tempfile.gettempdir(), f"fusion_moe-{os.geteuid()}")
+    shared = Path(os.path.realpath(tempfile.gettempdir()), f"fusion_moe-{os.geteuid()}")
     chosen = _private_folder(os.getpid()) if _why_unusable(shared) else shared
+    if why_not := _why_unusable(chosen):
+        raise OSError(f"cache_dir {wanted} {why}, and the temporary folder {chosen} {why_not}")
     _say_once(f"cache_dir {wanted} {why}; compiled kernels are kept in {chosen}; FUSION_MOE_CACHE_DIR names another folder")
     return chosen
+
+
+@contextlib.contextmanager
+def told(where: str) -> Iterator[None]:
+    """Makes a BuildError of what the system says where a kernel is written."""
+    try:
+        yield
+    except OSError as e:
+        todo = f"{'free some space, or ' if e.errno in _FULL else ''}set FUSION_MOE_CACHE_DIR to another folder"
+        raise BuildError(f"the compiled kernel could not be written: {e}", todo=todo, where=where) from e
 
 
 # One file -----------------------------------------------------------------------------------------------------------
 
 
-def _make(path: Path, make: Callable[[Path], None]) -> None:
-    _sweep(path.parent)
-    with tempfile.TemporaryDirectory(prefix=f"{path.stem}-", suffix=".tmp", dir=path.parent, ignore_cleanup_errors=True) as scratch:
+def _make(path: Path, make: Callable[[Path], object]) -> None:
+    prefix, suffix = f"{path.name}-", ".tmp"  # `_sweep` reads the name
+    with tempfile.TemporaryDirectory(prefix=prefix, suffix=suffix, dir=path.parent, ignore_cleanup_errors=True) as scratch:
+        _set_mode(Path(scratch), 0o700)
         made, digest = Path(scratch, path.name), Path(scratch, "digest")
         make(made)
+        _set_mode(made, 0o600)
         digest.write_bytes(_digest(path.name, made.read_bytes()))
+        _set_mode(digest, 0o600)
         made.replace(path)  # no fsync: what a power cut leaves has the wrong digest
         digest.replace(_digest_path(path))
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file is there, as it was made, and ours."""
+    """Whether the file is there, as it was made, and nobody else's to change."""
+    content, digest = _trusted(path), _trusted(_digest_path(path))
+    return content is not None and digest == _digest(path.name, content)
+
+
+def _trusted(path: Path) -> bytes | None:
+    """The content of a file in a folder that is trusted; None if there is none, or somebody else may have written it."""
     try:
-        with path.open("rb") as file:
-            ours = os.fstat(file.fileno()).st_uid in (0, os.geteuid())
-            return ours and _digest_path(path).read_bytes() == _digest(path.name, file.read())
+        if why := trust.why_not_file(path):
+            _say_once(f"{path} {why}; it is made again")
+            return None
+        return path.read_bytes()
     except OSError:
-        return False
+        return None
 
 
 def _digest(key: str, content: bytes) -> bytes:
@@ -103,55 +129,104 @@ def _digest_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
 
 
+def _set_mode(path: Path, mode: int) -> None:
+    """Whatever the umask has made of it."""
+    with contextlib.suppress(OSError):  # a file system without modes: what it shows instead is checked
+        path.chmod(mode)
+
+
+# Locks --------------------------------------------------------------------------------------------------------------
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of a file against other processes and threads, until the block or the process ends."""
+def _locked(path: Path, wait: bool = True) -> Iterator[bool]:
+    """Holds a lock against other processes and threads, until the block or the process ends. Gives whether it does hold it.
+
+    wait: whether to wait while another holds it. Where a file system has no locks, nobody holds one.
+    """
     import fcntl  # here, since Windows has none
 
-    with path.open("ab") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+    file = _open_lock(path)
+    try:
         try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough if the process forked meanwhile
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            held = True
+        except OSError:
+            held = False
+        yield held
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough if the process forked meanwhile
+        os.close(file)
+
+
+def _open_lock(path: Path) -> int:
+    """A lock file, opened. One that somebody else put there, who might hold it forever, is replaced."""
+    with contextlib.suppress(FileNotFoundError):
+        if why := trust.why_not_file(path):
+            _say_once(f"{path} {why}; it is made again")
+            path.unlink()
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # not to be read by others either: who can open it can lock it
+    _set_mode(path, 0o600)
+    return file
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what killed makers left long ago."""
+    """Removes what killed makers left: a maker that lives holds the lock of the file that it makes."""
     for left in folder.glob("*.tmp"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
+        lock = _lock_path(folder / left.name.rpartition("-")[0])
+        if lock.exists():
+            with contextlib.suppress(OSError), _locked(lock, wait=False) as held:
+                if held:
+                    shutil.rmtree(left, ignore_errors=True)
 
 
 # The folder ---------------------------------------------------------------------------------------------------------
 
 
+def _wanted() -> Path:
+    """cache_dir, without links: the folder that is checked is the one that is used, wherever a link points next."""
+    return Path(os.path.realpath(Path(options.current().cache_dir).expanduser()))
+
+
 def _why_unusable(folder: Path) -> str:
     """Why files are not to be written to a folder, which is made if it is not there; empty if they can."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_folder(folder)
     except OSError as e:
         return f"cannot be made ({e.strerror})"
     return _why_unsafe(folder) or ("" if os.access(folder, os.W_OK | os.X_OK) else "cannot be written")
 
 
+def _make_folder(folder: Path) -> None:
+    """With those that it lies in, which mkdir would leave to the umask."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    try:
+        folder.mkdir(mode=0o700)
+        _set_mode(folder, 0o700)
+    except FileExistsError:
+        if not folder.is_dir():  # another process may have made it meanwhile
+            raise
+
+
 def _why_unsafe(folder: Path) -> str:
-    """Why code is not to be loaded from a folder; empty if nobody but this user and root can change what is in it."""
-    found = folder.stat()
-    if found.st_uid not in (0, os.geteuid()):
-        return f"belongs to another user ({found.st_uid})"
-    if found.st_mode & 0o022:
-        return f"can be written by other users (mode {found.st_mode & 0o777:o}; chmod 700 would do)"
-    return ""
+    """Why code is not to be loaded from a folder."""
+    try:
+        return trust.why_not_folder(folder)
+    except OSError as e:
+        return f"cannot be looked at ({e.strerror})"
 
 
 @cache
 def _private_folder(process: int) -> Path:
     """A temporary folder of this process alone."""
-    made = tempfile.mkdtemp(prefix="fusion_moe-")
+    made = os.path.realpath(tempfile.mkdtemp(prefix="fusion_moe-"))
     atexit.register(lambda: shutil.rmtree(made, ignore_errors=True) if os.getpid() == process else None)
     return Path(made)
 

@@ -115,6 +115,14 @@ NOT_DATA = {
     "not python": "def fusion(fd:",
     "null bytes": "def fusion(fd):\0",
     "nothing": "",
+    "an operand too deep": GOOD.format("add(i0, " + "-" * 500 + "1)"),
+    "a size too deep": GOOD.format("exp(i0)").replace("[m, 4]", "[" + "+".join(["m"] * 500) + ", 4]"),
+    "a polynomial of many terms": GOOD.format("exp(i0)").replace("[m, 4]", "[" + "*".join(["(m + 1)"] * 300) + ", 4]"),
+    "a polynomial of many symbols": "def fusion(fd):\n" + "".join(f"    s{i} = fd.define_size('s{i}')\n" for i in range(24))
+    + f"    i0 = fd.define_tensor(shape=[{'*'.join(f'(s{i} + 1)' for i in range(24))}], dtype='f32')\n    fd.add_output(i0)",
+    "an operand of 84 bits": GOOD.format("add(i0, 10000000000000000000000000)"),
+    "a size of 84 bits": GOOD.format("exp(i0)").replace("[m, 4]", "[10000000000000000000000000, 4]"),
+    "a negative size": GOOD.format("exp(i0)").replace("[m, 4]", "[-1 * m - 1, 4]"),
     "too deep": "def fusion(fd):\n    fd.add_output(" + "(" * 5000 + ")" * 5000 + ")",
 }  # fmt: skip
 
@@ -133,6 +141,8 @@ def test_only_printed_text_is_parsed(case, capfd):
         "not python",
         "null bytes",
         "nothing",
+        "an operand too deep",
+        "a size too deep",
         "too deep",
     ):
         assert str(caught.value).startswith("line ")

@@ -149,6 +149,8 @@ BAD = {
     "nvfp4 activations of experts on a CPU": (UnsupportedError, lambda: mlp(activation_format="nvfp4")),
     "an unknown option": (OptionError, lambda: options.override(nonsense=1).__enter__()),
     "an option of another type": (OptionError, lambda: options.override(check="maybe").__enter__()),
+    "an empty option": (OptionError, lambda: options.override(cache_dir="").__enter__()),
+    "no time to compile": (OptionError, lambda: options.override(compile_seconds=0).__enter__()),
 }
 
 

@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -196,7 +197,8 @@ def test_source_that_does_not_compile(folder):
     assert kept.read_text() == text
     again = subprocess.run(lines[-1], shell=True, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
     assert again.stderr.count(" error: ") == 21
-    assert sorted(p.suffix for p in folder.iterdir()) == [".cpp", ".lock"]
+    assert sorted(p.suffix for p in folder.iterdir()) == [".cpp", ".lock", ".lock", ".sha256"]
+    assert kept.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_library_that_does_not_load():
@@ -204,13 +206,82 @@ def test_a_library_that_does_not_load():
         build.load('extern "C" int nowhere();\nextern "C" int answer() { return nowhere(); }\n', name="answer")
 
 
-def test_a_folder_without_space(monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("kilobytes", [0, 4, 8, 12, 16, 40])
+def test_a_folder_without_space(kilobytes, folder):
+    """The source does not fit, or what the compiler makes of it, or the library, or its digest; what there is of them goes."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=700,size=64k", "small", folder], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        (folder / "filling").write_bytes(bytes((64 - kilobytes) << 10))
+        with pytest.raises(BuildError, match=r"^answer: .* could not be written: .*No space left on device.*; free some space, or set FUS"):
+            [answer(value) for value in range(10)]  # each library takes some
+        assert not list(folder.glob("*.tmp")) + list(folder.glob("*.failed.cpp"))
+        (folder / "filling").unlink()
+        assert [answer(value) for value in range(2)] == [0, 1]
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
-    monkeypatch.setattr(store, "_make", full)
-    with pytest.raises(BuildError, match=r"answer: the compiled kernel could not be written: .* set FUSION_MOE_CACHE_DIR"):
+
+def test_a_compiler_that_hangs(tmp_path, monkeypatch):
+    """It is ended, and what it has started with it, though that is not our child."""
+    script, started = tmp_path / "hanging-g++", tmp_path / "started"
+    script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec echo 1.0\nsleep 100 & echo $$ $! > {started}\nwait\n')
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+    start = time.monotonic()
+    with options.override(compile_seconds=1), pytest.raises(BuildError) as e:
         answer()
+    assert 1 <= time.monotonic() - start < 20
+    first, *others, last = str(e.value).splitlines()
+    assert first == (
+        f"{e.value.where}: answer was not compiled after 1 s, and the compiler was ended; "
+        "set FUSION_MOE_COMPILE_SECONDS to more, or CXX to another compiler; to see what it does:"
+    )
+    assert not others
+    assert shlex.split(last)[0] == str(script)
+    assert Path(e.value.where).read_text() == ANSWER % 42
+    for process in started.read_text().split():
+        assert not runs(process)
+
+
+def test_a_compiler_that_does_not_say_its_version(tmp_path, monkeypatch):
+    script = tmp_path / "silent-g++"
+    script.write_text("#!/bin/sh\nsleep 100\n")
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+    with options.override(compile_seconds=1), pytest.raises(BuildError, match=re.escape(f"CXX='{script}' does not run")):
+        answer()
+
+
+def runs(process):
+    """Whether it does, and is not merely waiting to be buried by whoever inherited it."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_a_library_is_this_users_alone(umask):
+    before = os.umask(umask)
+    try:
+        path = build.build(ANSWER % 42, name="answer", tier=isa.selected())
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o7777 == 0o600
+    assert answer() == 42
+
+
+def test_a_library_that_others_could_write_is_compiled_again_and_not_loaded(compiler):
+    """With the right digest, as somebody writes it who knows how it is computed."""
+    path = build.build(ANSWER % 42, name="answer", tier=isa.selected())
+    planted = build.build(ANSWER % 666, name="answer", tier=isa.selected()).read_bytes()
+    path.write_bytes(planted)
+    path.with_name(f"{path.name}.sha256").write_bytes(store._digest(path.name, planted))
+    path.chmod(0o666)
+    assert answer() == 42
+    assert len(compiler()) == 3
 
 
 @pytest.mark.parametrize("flag", ["-ffast-math", "-march=native"])

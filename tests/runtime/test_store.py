@@ -1,14 +1,16 @@
-"""The store of files: one maker, no half files, damage found, and only folders that nobody else can write to."""
+"""The store of files: one maker, no half files, damage found, and only files and folders that nobody else can write to."""
 
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import errno
 import fcntl
 import logging
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from fusion_moe import options
-from fusion_moe.errors import OptionError
-from fusion_moe.runtime import store
+from fusion_moe.errors import BuildError, OptionError
+from fusion_moe.runtime import store, trust
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 FORK = multiprocessing.get_context("fork")
@@ -132,13 +134,41 @@ def test_a_killed_maker_leaves_nothing_that_matters(folder):
     os.kill(maker.pid, signal.SIGKILL)
     maker.join()
 
+    assert list(folder.glob("*.tmp"))
     start = time.monotonic()
+    assert store.get_or_make("other.bin", slowly).read_bytes() == CONTENT
+    assert not list(folder.glob("*.tmp")), "what the dead have left is swept"
     assert store.get_or_make("key.bin", slowly).read_bytes() == CONTENT
     assert time.monotonic() - start < 10, "the lock of the dead was waited for"
-    (left,) = folder.glob("*.tmp")
-    os.utime(left, (0, 0))
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_what_a_living_maker_has_is_not_swept_whatever_a_clock_says(locks, folder, monkeypatch):
+    """One that the system puts no lock on cannot be told from a dead one, and stays."""
+
+    def no_locks(file, how):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    writing, end = FORK.Event(), FORK.Event()
+
+    def make(path):
+        path.write_bytes(CONTENT[:100])
+        os.utime(path.parent, (0, 0))
+        writing.set()
+        end.wait(20)
+        path.write_bytes(CONTENT)
+
+    maker = FORK.Process(target=store.get_or_make, args=("key.bin", make))
+    maker.start()
+    assert writing.wait(20)
     store.get_or_make("other.bin", slowly)
-    assert not left.exists(), "what was left long ago is swept"
+    (left,) = folder.glob("key.bin-*.tmp")
+    assert [p.name for p in left.iterdir()] == ["key.bin"]
+    end.set()
+    maker.join()
+    assert store.get_or_make("key.bin", wrong).read_bytes() == CONTENT
 
 
 def test_a_lock_does_not_outlive_its_block_in_a_forked_child(folder):
@@ -181,12 +211,16 @@ def test_a_file_put_there_by_somebody_else(folder):
     assert store.get_or_make("key.bin", slowly).read_bytes() == CONTENT
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_file_of_another_user_with_the_right_digest_is_not_used():
-    path = store.get_or_make("key.bin", lambda path: path.write_bytes(CONTENT))
-    os.chown(path, 12345, -1)
-    store.get_or_make("key.bin", slowly)
-    assert path.stat().st_uid == 0
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
+def test_what_is_made_is_this_users_alone_whatever_the_umask_is(umask, folder):
+    before = os.umask(umask)
+    try:
+        store.get_or_make("key.bin", lambda path: path.touch(0o777))
+    finally:
+        os.umask(before)
+    modes = {str(path.relative_to(folder.parent)): oct(path.stat().st_mode & 0o7777) for path in folder.parent.rglob("*")}
+    assert modes == {"cache": "0o700"} | {f"cache/key.bin{end}": "0o600" for end in ("", ".lock", ".sha256")}
+    assert folder.parent.stat().st_mode & 0o7777 == 0o700
 
 
 def test_what_make_raises_is_raised_and_leaves_no_file(folder):
@@ -198,6 +232,140 @@ def test_what_make_raises_is_raised_and_leaves_no_file(folder):
         store.get_or_make("key.bin", full)
     assert [p.name for p in folder.iterdir()] == ["key.bin.lock"]
     assert store.get_or_make("key.bin", slowly).read_bytes() == CONTENT
+
+
+@pytest.fixture(params=["size=64k", "nr_inodes=3", "nr_inodes=5"])
+def small(request, folder):
+    """cache_dir is a file system of 16 pages, or of so few files."""
+    folder.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"mode=700,{request.param}", "small", folder], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_no_space_left(small):
+    with pytest.raises(OSError, match="No space left on device") as e:
+        store.get_or_make("key.bin", slowly)
+    assert e.value.errno == errno.ENOSPC
+    assert [p.name for p in small.iterdir()] in ([], ["key.bin.lock"])
+    said = "k: the compiled kernel could not be written: .* free some space, or set FUSION_MOE_CACHE_DIR to another folder"
+    with pytest.raises(BuildError, match=said), store.told("k"):
+        store.get_or_make("key.bin", slowly)
+    subprocess.run(["mount", "-o", "remount,size=1m,nr_inodes=50", small], check=True)
+    assert store.get_or_make("key.bin", slowly).read_bytes() == CONTENT
+
+
+# Other users --------------------------------------------------------------------------------------------------------
+
+
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs another user to become")
+OTHER = 12345
+
+
+@pytest.fixture
+def entered(tmp_path):
+    """Lets other users enter the folders that lead to the test's, which pytest keeps to itself."""
+    closed = [p for p in tmp_path.parents if p.stat().st_mode & 0o011 != 0o011]
+    for p in [tmp_path, *closed]:
+        p.chmod(p.stat().st_mode | 0o011)
+    yield tmp_path
+    for p in closed:
+        p.chmod(p.stat().st_mode & ~0o011)
+
+
+def as_another(work):
+    """What `work()` gave in a process of another user."""
+
+    def process():
+        os.setgroups([])
+        os.setgid(OTHER)
+        os.setuid(OTHER)
+        return work()
+
+    return together(process, 1)[0]
+
+
+PLANTED = b"\x7fELF, and evil"
+
+
+@ROOT
+def test_a_file_that_another_user_has_written(entered, folder, caplog):
+    path = store.get_or_make("key.bin", lambda path: path.write_bytes(CONTENT))
+    digest = path.with_name("key.bin.sha256")
+    folder.parent.chmod(0o755)
+    folder.chmod(0o755)
+    path.chmod(0o666)  # as a umask of 0 had it
+    digest.chmod(0o666)
+
+    def plant():
+        path.write_bytes(PLANTED)
+        return digest.write_bytes(store._digest("key.bin", PLANTED))
+
+    assert as_another(plant) == 64
+    with caplog.at_level(logging.WARNING, "fusion_moe"):
+        assert store.get_or_make("key.bin", slowly).read_bytes() == CONTENT
+    assert f"{path} can be written by other users (mode 666, expected 644: chmod go-w {path}); it is made again" in caplog.text
+    assert store.get_or_make("key.bin", wrong).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+@pytest.mark.parametrize("name", ["key.bin", "key.bin.sha256"])
+def test_a_file_that_another_user_can_write(name, mode, folder, caplog):
+    store.get_or_make("key.bin", lambda path: path.write_bytes(CONTENT))
+    (folder / name).chmod(mode)
+    made = []
+    with caplog.at_level(logging.WARNING, "fusion_moe"):
+        store.get_or_make("key.bin", lambda path: (made.append(path), slowly(path)))
+    assert len(made) == 1
+    assert f"{name} can be written by other users (mode {mode:o}, expected 600: chmod go-w {folder / name}); it is made" in caplog.text
+    assert (folder / name).stat().st_mode & 0o777 == 0o600
+
+
+@ROOT
+@pytest.mark.parametrize("name", ["key.bin", "key.bin.sha256"])
+def test_a_file_of_another_user_with_the_right_digest_is_not_used(name, folder, caplog):
+    store.get_or_make("key.bin", lambda path: path.write_bytes(CONTENT))
+    os.chown(folder / name, OTHER, -1)
+    with caplog.at_level(logging.WARNING, "fusion_moe"):
+        store.get_or_make("key.bin", slowly)
+    assert f"{name} belongs to another user (12345, expected 0); it is made again" in caplog.text
+    assert (folder / name).stat().st_uid == 0
+
+
+def test_a_link_in_place_of_a_file(folder, tmp_path, caplog):
+    path = store.get_or_make("key.bin", lambda path: path.write_bytes(CONTENT))
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with caplog.at_level(logging.WARNING, "fusion_moe"):
+        assert store.get_or_make("key.bin", slowly).read_bytes() == CONTENT
+    assert "key.bin is not a plain file (mode lrwxrwxrwx, expected -rw-------)" in caplog.text
+    assert not path.is_symlink()
+
+
+@ROOT
+def test_a_lock_that_another_user_holds_is_not_waited_for(entered, folder, caplog):
+    folder.mkdir(parents=True)
+    lock = folder / "key.bin.lock"
+    lock.touch()
+    lock.chmod(0o666)
+    held, end = FORK.Event(), FORK.Event()
+
+    def hold():
+        with lock.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            held.set()
+            end.wait(60)
+
+    other = FORK.Process(target=as_another, args=(hold,))
+    other.start()
+    assert held.wait(20)
+    with caplog.at_level(logging.WARNING, "fusion_moe"):
+        assert store.get_or_make("key.bin", slowly).read_bytes() == CONTENT
+    assert "key.bin.lock can be written by other users (mode 666, expected 644" in caplog.text
+    assert not end.is_set()
+    end.set()
+    other.join()
 
 
 # Folders ------------------------------------------------------------------------------------------------------------
@@ -226,8 +394,60 @@ def test_a_folder_that_cannot_be_made(place, tmp_path, temporary, caplog):
 def test_a_folder_that_others_can_write_to(folder, temporary, caplog):
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    said(caplog, temporary, "can be written by other users (mode 777; chmod 700 would do)")
+    said(caplog, temporary, f"cache_dir {folder} can be written by other users (mode 777, expected 755: chmod go-w {folder})")
     assert not list(folder.iterdir())
+
+
+def test_a_folder_that_others_can_replace(folder, temporary, caplog):
+    folder.mkdir(parents=True, mode=0o700)
+    folder.parent.chmod(0o770)
+    said(caplog, temporary, f"lies in {folder.parent}, which can be written by other users (mode 770, expected 750: chmod go-w")
+    folder.parent.chmod(0o1777)  # as /tmp: nobody can rename what belongs to others
+    assert store.folder() == folder
+
+
+@ROOT
+def test_a_folder_in_one_of_another_user(folder, temporary, caplog):
+    folder.mkdir(parents=True, mode=0o700)
+    os.chown(folder.parent, OTHER, -1)
+    said(caplog, temporary, f"lies in {folder.parent}, which belongs to another user (12345, expected 0)")
+
+
+def test_a_link_to_a_folder(folder, tmp_path):
+    """What it points to is used: who can change the link cannot change that."""
+    (tmp_path / "anywhere").mkdir()
+    (tmp_path / "anywhere" / "link").symlink_to(folder)
+    (tmp_path / "anywhere").chmod(0o777)
+    with options.override(cache_dir=str(tmp_path / "anywhere" / "link")):
+        assert store.get_or_make("key.bin", slowly) == folder / "key.bin"
+
+
+def test_no_folder_at_all(folder, temporary):
+    folder.mkdir(parents=True)
+    for p in folder, temporary:
+        p.chmod(0o777)
+    with pytest.raises(OSError, match=f"cache_dir {folder} can be .*, and the temporary folder .* lies in {temporary}, which can be "):
+        store.get_or_make("key.bin", slowly)
+
+
+@ROOT
+def test_a_container_that_has_no_name_for_root(entered, folder):
+    """There what root owns seems to belong to nobody."""
+    folder.mkdir(parents=True, mode=0o700)
+    os.chown(folder, OTHER, OTHER)
+    libc, dumpable, new_user = ctypes.CDLL(None), 4, 0x10000000
+
+    def work():
+        libc.prctl(dumpable, 1, 0, 0, 0)
+        if libc.unshare(new_user):
+            return None
+        Path("/proc/self/uid_map").write_text(f"{OTHER} {OTHER} 1")
+        trust._unmapped.cache_clear()
+        return Path("/").stat().st_uid, str(store.folder())
+
+    if (found := as_another(work)) is None:
+        pytest.skip("needs the right to make a user namespace")
+    assert found == (65534, str(folder))
 
 
 def test_a_folder_of_another_user_and_a_temporary_one_too(folder, temporary, monkeypatch, caplog):
@@ -245,28 +465,19 @@ def test_a_folder_of_another_user_and_a_temporary_one_too(folder, temporary, mon
     assert chosen == store.folder()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs a user to become")
-def test_a_folder_without_the_right_to_write(folder, temporary):
+@ROOT
+def test_a_folder_without_the_right_to_write(entered, folder, temporary):
     """In a process of a user who, unlike root, can be refused."""
     folder.mkdir(parents=True, mode=0o700)
-    for path in [folder, temporary, *folder.parents]:
-        if path.is_relative_to(folder.parents[2]):
-            os.chown(path, 12345, -1)
+    for path in folder, folder.parent, temporary:
+        os.chown(path, OTHER, -1)
 
     def work():
-        os.setuid(12345)
         path = store.get_or_make("key.bin", slowly)
         folder.chmod(0o500)
         return store.get_or_make("key.bin", wrong) == path, str(store.get_or_make("other.bin", slowly).parent)
 
-    grandparents = [p for p in folder.parents if p.stat().st_mode & 0o011 == 0]  # pytest's own folders, which only root enters
-    try:
-        for p in grandparents:
-            p.chmod(p.stat().st_mode | 0o011)
-        assert together(work, 1) == [(True, str(temporary / "fusion_moe-12345"))]
-    finally:
-        for p in grandparents:
-            p.chmod(p.stat().st_mode & ~0o011)
+    assert as_another(work) == (True, str(temporary / f"fusion_moe-{OTHER}"))
 
 
 # The option ---------------------------------------------------------------------------------------------------------
@@ -291,5 +502,20 @@ def test_where_caches_belong(monkeypatch):
     assert options._cache_home({}) == options._cache_home({"XDG_CACHE_HOME": "relative"}) == "/home/someone/.cache/fusion_moe"
     assert options._cache_home({"XDG_CACHE_HOME": "/elsewhere"}) == "/elsewhere/fusion_moe"
     assert options.from_environment({"FUSION_MOE_CACHE_DIR": "~/x"}).cache_dir == "~/x"
+    assert options.from_environment({"FUSION_MOE_CACHE_DIR": ""}) == options.from_environment({})
+    assert options.from_environment({"FUSION_MOE_CACHE_DIR": ""}).cache_dir == options.Options().cache_dir
     with options.override(cache_dir="~/x"), pytest.raises(OptionError):
         options.current().replace(cache_dir=Path("x"))
+
+
+@pytest.mark.parametrize(("text", "found"), [("1", 1), ("1000000", 10**6), ("", 300)])
+def test_how_long_a_compiler_may_take(text, found):
+    read = options.from_environment({"FUSION_MOE_COMPILE_SECONDS": text})
+    assert read.compile_seconds == found
+    assert read == options.Options(), "it is no part of keys"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "1000001", "long", True, 2.0])
+def test_a_time_that_is_none(value):
+    with pytest.raises(OptionError, match="option compile_seconds = .*; expected an int from 1 to 1000000"):
+        options.Options().replace(compile_seconds=value)

@@ -99,6 +99,8 @@ def where(fd: FusionDefinition, condition: Value, a: Any, b: Any) -> Value:
 @translator("aten::clamp")
 def clamp(fd: FusionDefinition, x: Value, min: float | None = None, max: float | None = None) -> Value:
     """x kept between min and max"""
+    if x.type.dtype == "bool":
+        raise Untranslatable("a mask", expected="numbers: torch makes integers of it")
     x = x if min is None else build(fd, "maximum", x, min)
     return x if max is None else build(fd, "minimum", x, max)
 

@@ -108,7 +108,7 @@ class _Writer(Writer):
         for i, v in enumerate(plan.rows):
             made = elements.of(v, reshaped([_M, _J], (rows, plan.width), v.type.shape))
             lanes.append(f"r{i}[i] = {made};")
-            after.append(f"store_lanes({v.name} + m * W + j0, r{i}, count);")
+            after.append(f"store_lanes({self.memory[v]} + m * W + j0, r{i}, count);")
         arrays = [f"{'float' if v.type.dtype in ('f32', 'bf16', 'f16') else stored(v)} r{i}[LANES];" for i, v in enumerate(plan.rows)]
         column = "j0 + i" if plan.width % 16 == 0 else "std::min<i64>(j0 + i, W - 1)"
         body = [f"const i64 j = {column};", *elements.lines, *lanes]
@@ -117,7 +117,7 @@ class _Writer(Writer):
 
     def store_run(self) -> list[str]:
         """Sixteen columns after the other, while what is written next comes nearer."""
-        ahead = [f"fetch_row({v.name} + m * W + j0, W, count);" for v in self.plan.rows]
+        ahead = [f"fetch_row({self.memory[v]} + m * W + j0, W, count);" for v in self.plan.rows]
         return [*ahead, "for (i64 i = 0; i < count; i += LANES, p += F * LANES) store(m, g, j0 + i, std::min<i64>(LANES, count - i), p);"]
 
     def memory_before(self) -> dict[Value, str]:
@@ -153,7 +153,7 @@ class _Writer(Writer):
             f"float total[{n}] = {{}};",
             f"for (i64 s = 0; s < {slots}; ++s) {{",
             *inner(elements.lines),
-            f"    const {stored(y)}* y = {y.name} + {slot} * {n};",
+            f"    const {stored(y)}* y = {self.memory[y]} + {slot} * {n};",
             "#pragma omp simd",
             f"    for (i64 j = 0; j < {n}; ++j) total[j] += widen(y[j]) * {weight};",
             "}",
@@ -162,7 +162,7 @@ class _Writer(Writer):
             width = row_width(v, total.type.shape[0])
             elements = Elements(self.fusion, self.memory_before(), {total: self._total})
             made = elements.of(v, reshaped([_T, _J], (total.type.shape[0], width), v.type.shape))
-            store = f"{v.name}[{flat([_T, _J], (total.type.shape[0], width))}] = stored<{stored(v)}>({made});"
+            store = f"{self.memory[v]}[{flat([_T, _J], (total.type.shape[0], width))}] = stored<{stored(v)}>({made});"
             lines += ["#pragma omp simd", f"for (i64 j = 0; j < {number(width)}; ++j) {{", *inner([*elements.lines, store]), "}"]
         return lines
 

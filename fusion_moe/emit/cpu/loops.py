@@ -15,7 +15,7 @@ from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize
 from ...ir.types import Dim, plain
-from ..cxx.elements import Elements, inner, stored
+from ..cxx.elements import Elements, array_name, inner, stored
 from ..cxx.indices import Index, flat, reshaped, size, unflat
 from ..cxx.plan import MADE_FIRST, known
 from .segment import Source, Writer
@@ -58,7 +58,7 @@ class _Writer(Writer):
             made = _whole(self.fusion, op)
             if made and op.kind.name not in MADE_FIRST:
                 lines += _WHOLE[op.kind.name](self, op)
-            self.ready |= {v: v.name for v in made}
+            self.ready |= {v: self.memory[v] for v in made}
         left = [v for v in self.allocated if v not in self.ready]
         shapes = dict.fromkeys(_rows_of(v.type.shape) for v in left)
         for shape in shapes:
@@ -76,7 +76,7 @@ class _Writer(Writer):
         stores = []
         for v in values:
             at = reshaped([_M, _J], (rows, width), v.type.shape)
-            stores.append(f"{v.name}[{flat([_M, _J], (rows, width))}] = stored<{stored(v)}>({made.of(v, at)});")
+            stores.append(f"{array_name(v)}[{flat([_M, _J], (rows, width))}] = stored<{stored(v)}>({made.of(v, at)});")
         body = _for_columns([*made.lines, *stores], "0", str(size(width)))
         loops = _for_rows(rows, width, body)
         return loops if isinstance(width, int) else [f"if ({size(width)} > 0) {{", *inner(loops), "}"]
@@ -111,8 +111,8 @@ class _Writer(Writer):
         first = start.of(acc, reshaped([_M, _J], (rows, width), acc.type.shape))
         term = added.of(value, reshaped([_R, _J], (index.type.shape[0], width), value.type.shape))
         at = flat([_M, _J], (rows, width))
-        copy = [*start.lines, f"{out.name}[{at}] = stored<{stored(out)}>({first});"]
-        add = [*added.lines, f"{out.name}[{at}] = stored<{stored(out)}>(widen({out.name}[{at}]) + {term});"]
+        copy = [*start.lines, f"{array_name(out)}[{at}] = stored<{stored(out)}>({first});"]
+        add = [*added.lines, f"{array_name(out)}[{at}] = stored<{stored(out)}>(widen({array_name(out)}[{at}]) + {term});"]
         body = [
             f"for (i64 m = 0; m < {size(rows)}; ++m) {{", *inner(_for_columns(copy)), "}",
             f"for (i64 r = 0; r < {size(index.type.shape[0])}; ++r) {{",
@@ -136,7 +136,7 @@ class _Writer(Writer):
             "    }",
             "    most = std::max(most, here);",
             "}",
-            f"{out.name}[l] = as_float(most) / {_float(format.element_max * format.scale_max)};",
+            f"{array_name(out)}[l] = as_float(most) / {_float(format.element_max * format.scale_max)};",
         ]
         return [f"for (i64 l = 0; l < {size(elements(lead))}; ++l) {{", *inner(body), "}"]
 
@@ -159,7 +159,8 @@ class _Writer(Writer):
             "    for (int i = 0; i < 16; ++i) {",
             *inner(inner([*made.lines, f"block[i] = {element};"])),
             "    }",
-            f"    good = good & quantize_block(block, decode, {codes.name} + (m * {blocks} + b) * 8, {scales.name} + m * {blocks} + b);",
+            f"    const i64 at = m * {blocks} + b;",
+            f"    good = good & quantize_block(block, decode, {array_name(codes)} + at * 8, {array_name(scales)} + at);",
             "}",
         ]
         loop = _for_rows(rows, plain(k), [*body, "if (!good) finite = false;"])
@@ -169,7 +170,7 @@ class _Writer(Writer):
         (x, ends), (out,) = op.values, op.outputs
         rows, cols = x.type.shape
         given = f"{self.array(x)}, {self.array(ends)}, {size(ends.type.shape[0])}, {size(rows)}, {size(cols)}"
-        return [f"swizzle_128x4({given}, {out.name});"]
+        return [f"swizzle_128x4({given}, {array_name(out)});"]
 
 
 _WHOLE: dict[str, Callable[[_Writer, Op], list[str]]] = {
@@ -182,7 +183,7 @@ def _added(y: Value, counts: Sequence[AnySize], lines: Sequence[str], term: str)
     """y [rows, columns], each the sum of a term over r."""
     rows, columns, over = counts
     add = _for_columns([*lines, f"total[j - j0] += {term};"])
-    store = _for_columns([f"{y.name}[{flat([_M, _J], (rows, columns))}] = stored<{stored(y)}>(total[j - j0]);"])
+    store = _for_columns([f"{array_name(y)}[{flat([_M, _J], (rows, columns))}] = stored<{stored(y)}>(total[j - j0]);"])
     body = ["float total[COLUMNS] = {};", f"for (i64 r = 0; r < {size(over)}; ++r) {{", *inner(add), "}", *store]
     return [f"for_tiles({size(rows)}, {size(columns)}, threads, [&](i64 m, i64 j0, i64 j1) {{", *inner(body), "});"]
 
@@ -192,7 +193,7 @@ def _reduced(y: Value, counts: Sequence[AnySize], lines: Sequence[str], term: st
     rows, _, over = counts
     simd = [] if _has_blocks(lines) else ["#pragma omp simd reduction(+ : total)"]
     loop = [*simd, f"for (i64 r = 0; r < {size(over)}; ++r) {{", *inner([*lines, f"total += {term};"]), "}"]
-    return _for_rows(rows, over, ["float total = 0;", *loop, f"{y.name}[m] = stored<{stored(y)}>(total);"])
+    return _for_rows(rows, over, ["float total = 0;", *loop, f"{array_name(y)}[m] = stored<{stored(y)}>(total);"])
 
 
 def _for_rows(rows: AnySize, width: AnySize, body: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.types import Dim, Rows, plain
-from ..cxx.elements import stored
+from ..cxx.elements import array_name, stored
 from ..cxx.indices import Index, number, size
 from ..cxx.plan import MADE_FIRST, below, made_by_route, source
 
@@ -67,8 +67,8 @@ class Writer(ABC):
 
     def __init__(self, fusion: Fusion, memory: Sequence[Value]):
         self.fusion, self.allocated = fusion, tuple(memory)
-        self.memory = {v: v.name for v in (*fusion.inputs, *memory)}
-        self.ready = {v: v.name for v in fusion.inputs}
+        self.memory = {v: array_name(v) for v in (*fusion.inputs, *memory)}
+        self.ready = {v: array_name(v) for v in fusion.inputs}
 
     @abstractmethod
     def functions(self) -> list[str]:
@@ -98,8 +98,8 @@ class Writer(ABC):
 
     def _members(self) -> list[str]:
         sizes = [f"i64 n_{s};" for s in self.fusion.symbols]
-        inputs = [f"const {stored(v)}* {v.name};  // {v.type}" for v in self.fusion.inputs]
-        return sizes + inputs + [f"{stored(v)}* {v.name};  // {v.type}" for v in self.allocated]
+        inputs = [f"const {stored(v)}* {array_name(v)};  // {v.type}" for v in self.fusion.inputs]
+        return sizes + inputs + [f"{stored(v)}* {array_name(v)};  // {v.type}" for v in self.allocated]
 
     def _arguments(self) -> str:
         values = [(v, "const ") for v in self.fusion.inputs] + [(v, "") for v in self.allocated]
@@ -112,7 +112,7 @@ class Writer(ABC):
         lines = []
         for v in self.fusion.inputs:
             if v.type.ends:
-                lines.append(f"if (!good_ends({v.name}, {size(v.type.shape[0])}, {self._rows_of(v)})) return false;")
+                lines.append(f"if (!good_ends({array_name(v)}, {size(v.type.shape[0])}, {self._rows_of(v)})) return false;")
         for op in self.fusion.ops:
             write = getattr(self, f"_first_{op.kind.name}", None)
             lines += write(op) if write else []

@@ -16,7 +16,7 @@ from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, value
 from ...ir.types import Dim, plain
-from ..cxx.elements import Elements, inner, stored
+from ..cxx.elements import Elements, array_name, inner, stored
 from ..cxx.indices import Index, flat, is_index, reshaped, size
 from ..cxx.plan import MADE_FIRST, below, made_by_route, source
 
@@ -87,7 +87,7 @@ class Source(ABC):
 
     def __init__(self, fusion: Fusion, memory: Sequence[Value], names: Mapping[Value, str] | None = None):
         self.fusion, self.memory = fusion, tuple(memory)
-        self.names = {v: v.name for v in (*fusion.inputs, *memory)} | dict(names or {})
+        self.names = {v: array_name(v) for v in (*fusion.inputs, *memory)} | dict(names or {})
         self.scratch: list[Array] = []
 
     @abstractmethod

@@ -30,6 +30,11 @@ _ON_INTS = ("neg", "add", "sub", "mul", "minimum", "maximum", "where", *_COMPARE
 _AS_TENSORS = ("minimum", "maximum", "where", *_COMPARED)  # a number among the operands is rounded to their dtype first
 
 
+def array_name(v: Value) -> str:
+    """The name of a value's array: its own, unless that is a type of the kernels."""
+    return f"{v.name}_" if v.name in ("i32", "i64") else v.name
+
+
 class Elements:
     """Writes the elements that are asked for, each once. lines: the statements so far.
 

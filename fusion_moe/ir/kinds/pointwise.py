@@ -13,14 +13,30 @@ import torch
 from ...errors import DtypeError
 from ..core import Op, OpKind, Value
 from ..types import DTYPES, FLOATS, INTS, TensorType, plain
-from .rules import Types, joined_dtype, joined_shape, need_dtype, need_float, need_tensor
+from .rules import Types, joined_dtype, joined_shape, need_dtype, need_finite, need_float, need_tensor
 from .shape import elements
 
 Grad = Callable[[Any, Op, Value], Sequence[Value | None]]
 
 
 def _same(*types: Any) -> Types:
-    return (TensorType(joined_shape(types), joined_dtype(types)),)
+    return (TensorType(joined_shape(types), _computed_dtype(types)),)
+
+
+def _computed_dtype(types: Sequence[Any]) -> str:
+    """The one dtype of the tensors, in which torch computes: f8e4m3 is for storing alone."""
+    dtype = joined_dtype(types)
+    if dtype == "f8e4m3":
+        raise DtypeError("the input is f8e4m3", expected="a wider dtype", todo="cast with fd.ops.cast(x, dtype=...)")
+    return dtype
+
+
+def _bounded(*types: Any) -> Types:
+    """A number among the operands becomes a tensor, and so must have a place in its dtype."""
+    for t in types:
+        if not isinstance(t, TensorType):
+            need_finite("the number", t, joined_dtype(types))
+    return _same(*types)
 
 
 def _sum(*types: Any) -> Types:
@@ -32,9 +48,16 @@ def _sum(*types: Any) -> Types:
 
 def _number(*types: Any) -> Types:
     for t in types:
+        if isinstance(t, bool):
+            raise DtypeError(f"the number {t}", expected="an int or a float")
         if isinstance(t, TensorType):
             need_dtype("the input", t, *FLOATS, *INTS, "u8")
     return _same(*types)
+
+
+def _power(*types: Any) -> Types:
+    _bounded(*types)
+    return _float(*types)
 
 
 def _float(*types: Any) -> Types:
@@ -45,7 +68,7 @@ def _float(*types: Any) -> Types:
 
 
 def _compared(*types: Any) -> Types:
-    joined_dtype(types)
+    _computed_dtype(types)
     return (TensorType(joined_shape(types), "bool"),)
 
 
@@ -64,7 +87,8 @@ def _cast_type(x: TensorType, dtype: str) -> Types:
 
 def _where_type(condition: TensorType, a: Any, b: Any) -> Types:
     need_dtype("condition", condition, "bool")
-    return (TensorType(joined_shape((condition, a, b)), joined_dtype((a, b))),)
+    (made,) = _bounded(a, b)
+    return (made.with_(shape=joined_shape((condition, a, b))),)
 
 
 def _as_tensors(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,9 +197,9 @@ TABLE = (
     _binary("sub", _number, lambda a, b: a - b, _binary_grad(lambda o, a, b, y, g: (g, o.neg(g)))),
     _binary("mul", _sum, lambda a, b: a * b, _binary_grad(lambda o, a, b, y, g: (o.mul(g, b), o.mul(g, a)))),
     _binary("div", _float, lambda a, b: a / b, _binary_grad(lambda o, a, b, y, g: (o.div(g, b), o.neg(o.div(o.mul(g, y), b))))),
-    _binary("minimum", _same, lambda a, b: torch.minimum(*_as_tensors(a, b)), _clamp_grad("le")),
-    _binary("maximum", _same, lambda a, b: torch.maximum(*_as_tensors(a, b)), _clamp_grad("ge")),
-    _binary("pow", _float, torch.pow),
+    _binary("minimum", _bounded, lambda a, b: torch.minimum(*_as_tensors(a, b)), _clamp_grad("le")),
+    _binary("maximum", _bounded, lambda a, b: torch.maximum(*_as_tensors(a, b)), _clamp_grad("ge")),
+    _binary("pow", _power, torch.pow),
     _binary("lt", _compared, lambda a, b: a < b),
     _binary("le", _compared, lambda a, b: a <= b),
     _binary("gt", _compared, lambda a, b: a > b),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ...errors import DtypeError, FusionError, ShapeError
-from ..types import FLOATS, Dim, Groups, Rows, TensorType, plain
+from ..types import DTYPES, FLOATS, Dim, Groups, Rows, TensorType, plain
 
 Types = tuple[TensorType, ...]
 
@@ -105,6 +108,14 @@ def need_number(name: str, number: float, dtype: str) -> None:
     if least is not None and (isinstance(number, float) or not least <= number <= most):
         expected = f"an int from {least} to {most}"
         raise DtypeError(f"{name} {number!r} beside {dtype}", expected=expected, todo="cast with fd.ops.cast(x, dtype=...)")
+
+
+def need_finite(name: str, number: float, dtype: str) -> None:
+    """As `need_number`, for a number that is stored: if finite, it must not be past the largest of a float's."""
+    need_number(name, number, dtype)
+    most = torch.finfo(DTYPES[dtype]).max if DTYPES[dtype].is_floating_point else math.inf
+    if abs(number) > most and not (dtype in FLOATS and math.isinf(number)):
+        raise DtypeError(f"{name} {number!r} beside {dtype}", expected=f"a number up to {most:.6g}")
 
 
 def _shown(shape: tuple[Dim, ...]) -> str:

@@ -13,7 +13,7 @@ from ...errors import DtypeError, ShapeError
 from ..core import Need, Op, OpKind, Value
 from ..sizes import AnySize, exact_div
 from ..types import DTYPES, Dim, TensorType, plain
-from .rules import Types, joined_dtype, need_dtype, need_float, need_number
+from .rules import Types, joined_dtype, need_dtype, need_finite, need_float
 
 
 def elements(shape: Sequence[Dim]) -> AnySize:
@@ -128,7 +128,7 @@ def _cat_type(*xs: TensorType, dim: int) -> Types:
 def _full_type(shape: tuple[Dim, ...], fill_value: float | bool, dtype: str) -> Types:
     if dtype not in DTYPES:
         raise DtypeError(f"dtype {dtype!r}", expected=f"one of {', '.join(DTYPES)}")
-    need_number("fill_value", fill_value, dtype)
+    need_finite("fill_value", fill_value, dtype)
     return (TensorType(tuple(shape), dtype),)
 
 

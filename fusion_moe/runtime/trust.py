@@ -1,0 +1,55 @@
+"""What code may be loaded from: files and folders that nobody but this user and root can change or replace.
+
+A sentence says why not: what was found, what was expected, what to do. It is empty for what can be trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from functools import cache
+from pathlib import Path
+
+_OTHERS_WRITE = 0o022  # where there are access lists, the group's bit stands for all who are named there
+
+
+def why_not_folder(folder: Path) -> str:
+    """Why what lies in a folder is not to be trusted. Its path has no links. OSError if it cannot be looked at."""
+    if why := _why_not(folder, folder.lstat(), _ourselves()):
+        return why
+    for place in folder.parents:  # who can write there can put another folder in its place, unless the sticky bit forbids it
+        found = place.lstat()
+        if why := _why_not(place, found, _ourselves() | _unmapped(), sticky=bool(found.st_mode & stat.S_ISVTX)):
+            return f"lies in {place}, which {why}"
+    return ""
+
+
+def why_not_file(path: Path) -> str:
+    """Why a file in a folder that is trusted is not to be trusted. OSError if it cannot be looked at."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        return f"is not a plain file (mode {stat.filemode(found.st_mode)}, expected -rw-------)"
+    return _why_not(path, found, _ourselves())
+
+
+def _why_not(path: Path, found: os.stat_result, owners: frozenset[int], sticky: bool = False) -> str:
+    if found.st_uid not in owners:
+        return f"belongs to another user ({found.st_uid}, expected {' or '.join(map(str, sorted(_ourselves())))})"
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & _OTHERS_WRITE and not sticky:
+        return f"can be written by other users (mode {mode:o}, expected {mode & ~_OTHERS_WRITE:o}: chmod go-w {path})"
+    return ""
+
+
+def _ourselves() -> frozenset[int]:
+    return frozenset((0, os.geteuid()))
+
+
+@cache
+def _unmapped() -> frozenset[int]:
+    """Who root may be in a container that has no name for the system's root: the user that stands for all whom it has no name for."""
+    with contextlib.suppress(OSError):
+        if Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:
+            return frozenset((int(Path("/proc/sys/kernel/overflowuid").read_text()),))
+    return frozenset()

@@ -1,0 +1,56 @@
+"""NVRTC: how long it may take, and where its cubins are kept. What it compiles is tested with the CUDA backend."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from fusion_moe import options
+from fusion_moe.errors import BuildError
+from fusion_moe.runtime import nvrtc
+
+pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+KERNEL = "__global__ void k%d(float* x) { for (int i = 0; i < 100; i++) x[i] = x[i + 1] * %d.5f + sinf(x[i]); }\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path):
+    """cache_dir of the test."""
+    with options.override(cache_dir=str(tmp_path / "cache")):
+        yield tmp_path / "cache"
+
+
+def build(kernels=1):
+    return nvrtc.build("".join(KERNEL % (i, i) for i in range(kernels)), name="k", arch="sm_90a", headers={})
+
+
+def test_a_compilation_that_takes_too_long_is_ended(folder):
+    said = "k: NVRTC had not compiled it after 1 s; set FUSION_MOE_COMPILE_SECONDS to more"
+    with options.override(compile_seconds=1), pytest.raises(BuildError, match=said):
+        build(2000)
+    assert [p.suffix for p in folder.iterdir()] == [".lock"]
+    with options.override(compile_seconds=100):
+        assert build().read_bytes().startswith(b"\x7fELF")
+
+
+def test_a_cubin_that_others_could_write_is_compiled_again():
+    path = build()
+    whole = path.read_bytes()
+    assert path.stat().st_mode & 0o7777 == 0o600
+    path.write_bytes(whole[:-1])
+    path.chmod(0o666)
+    assert build().read_bytes() == whole
+    assert path.stat().st_mode & 0o7777 == 0o600
+
+
+def test_a_folder_without_space(folder):
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=700,size=4k", "small", folder], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        with pytest.raises(BuildError, match=r"k: the compiled kernel could not be written: .*No space left on device; free some space"):
+            build()
+        assert [p.suffix for p in folder.iterdir()] == [".lock"]
+    finally:
+        subprocess.run(["umount", folder], check=True)
