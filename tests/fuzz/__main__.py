@@ -25,7 +25,8 @@ def main() -> int:
     parser.add_argument("--level", choices=LEVELS, default="evaluate")
     asked = parser.parse_args()
     result = fuzz(asked.level, asked.seed, asked.graphs, asked.seconds)
-    print(f"{asked.level}: {result.graphs} graphs, {result.regions} regions in C++, {result.seconds:.0f} s, {len(result.faults)} kinds of faults")
+    ran = f"{result.graphs} graphs, {result.regions} programs in C++, {result.seconds:.0f} s"
+    print(f"{asked.level}: {ran}, {len(result.faults)} kinds of faults")
     for name, found in sorted(result.faults.items(), key=lambda item: -len(item[1])):
         print(f"  {len(found)} x {name}  (seeds {', '.join(str(f['seed']) for f in found[:5])})")
     return bool(result.faults)

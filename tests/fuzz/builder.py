@@ -20,9 +20,17 @@ from fusion_moe.errors import DtypeError, Error, ShapeError
 from . import values
 
 aten = torch.ops.aten
-_INEXACT = "exp log sqrt rsqrt reciprocal tanh erf sigmoid silu div pow mean scaled_swiglu expert_mlp nvfp4_quantize".split()
-_STEEP = "lt le gt ge eq ne sign floor logical_not isnan amax reciprocal log sqrt rsqrt div pow nvfp4_quantize quantize any".split()
-_SUMS = "sum mean cumsum combine index_add index_put nvfp4_grouped_mm f16a_nvfp4weight_scaled_grouped_mm".split()
+_INEXACT = (
+    "exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh", "erf", "sigmoid", "silu", "div", "pow", "mean", "scaled_swiglu", "expert_mlp",
+    "nvfp4_quantize",
+)  # fmt: skip
+_STEEP = (
+    "lt", "le", "gt", "ge", "eq", "ne", "sign", "floor", "logical_not", "isnan", "amax", "reciprocal", "log", "sqrt", "rsqrt", "div", "pow",
+    "nvfp4_quantize",
+)  # fmt: skip
+_SUMS = (
+    "sum", "mean", "cumsum", "combine", "index_add", "index_put", "nvfp4_grouped_mm", "f16a_nvfp4weight_scaled_grouped_mm", "group_add",
+)  # fmt: skip
 
 
 class Skip(Exception):
@@ -85,8 +93,9 @@ class Builder:
         with place:
             n = self.graph.placeholder(f"x{len(self.inputs)}")
         how = [DimDynamic.DUCK if rows and i == 0 else DimDynamic.STATIC for i in range(real.dim())]
-        context = {"symbolic_context": StatelessSymbolicContext(dynamic_sizes=how), "source": ConstantSource(n.name)} if self.dynamic else {}
-        n.meta["val"] = self.fakes.from_tensor(real, **context)
+        context = StatelessSymbolicContext(dynamic_sizes=how)
+        shown = {"symbolic_context": context, "source": ConstantSource(n.name)} if self.dynamic else {}
+        n.meta["val"] = self.fakes.from_tensor(real, **shown)
         n.meta["rough"] = False
         self.inputs.append(n)
         self.real[n] = real

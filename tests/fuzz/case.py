@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -15,7 +17,6 @@ from fusion_moe import options
 from . import ours, torchs
 from .builder import Builder, Skip
 
-MOST_ELEMENTS = 2**15  # of one value
 REFERENCE = options.Options().replace(target="reference", contract_rounding=False)
 
 
@@ -70,25 +71,27 @@ def _step(b: Builder) -> None:
 
 
 def _tried(b: Builder, step: Any) -> None:
-    try:
+    with contextlib.suppress(Skip):
         step(b)
-    except Skip:
-        pass
 
 
 def _python(graph: Graph, inputs: tuple[Tensor, ...]) -> str:
-    names = {n: n.name for n in graph.nodes}
-    lines = ["import torch", "from torch import tensor, inf, nan", "import fusion_moe", "", f"def f({', '.join(n.name for n in graph.nodes if n.op == 'placeholder')}):"]
+    places = [n.name for n in graph.nodes if n.op == "placeholder"]
+    lines = ["import torch", "from torch import inf, nan, tensor", "import fusion_moe", "", "", f"def f({', '.join(places)}):"]
     for n in graph.nodes:
         if n.op == "call_function":
-            arguments = [*map(_text, n.args), *(f"{k}={_text(v)}" for k, v in n.kwargs.items())]
-            target = n.target
-            call = f"{arguments[0]}[{arguments[1]}]" if n.target.__name__ == "getitem" else f"torch.ops.{target}({', '.join(arguments)})"
-            lines.append(f"    {names[n]} = {call}")
+            lines.append(f"    {n.name} = {_call(n)}")
         elif n.op == "output":
             lines.append(f"    return {_text(n.args[0])}")
-    lines += ["", "inputs = [", *(f"    {tensor_text(t)},  # {n.name}" for n, t in zip((n for n in graph.nodes if n.op == "placeholder"), inputs, strict=True)), "]"]
-    return "\n".join(lines)
+    tensors = (f"    {tensor_text(t)},  # {name}" for name, t in zip(places, inputs, strict=True))
+    return "\n".join([*lines, "", "", "inputs = [", *tensors, "]"])
+
+
+def _call(n: Node) -> str:
+    arguments = [*map(_text, n.args), *(f"{k}={_text(v)}" for k, v in n.kwargs.items())]
+    if n.target is operator.getitem:
+        return f"{arguments[0]}[{arguments[1]}]"
+    return f"torch.ops.{n.target}({', '.join(arguments)})"
 
 
 def _text(a: Any) -> str:
@@ -102,7 +105,7 @@ def _text(a: Any) -> str:
 
 def tensor_text(t: Tensor) -> str:
     """A tensor as Python: few numbers as they are, many by their bytes."""
-    if t.numel() and bool((t.flatten()[:1] == t.flatten()).all()) and not t.dtype.itemsize == 1:
+    if t.numel() and bool((t.flatten()[:1] == t.flatten()).all()) and t.dtype.itemsize != 1:
         return f"torch.full({tuple(t.shape)}, {t.flatten()[0].item()!r}, dtype={t.dtype})"
     if t.dtype == torch.float8_e4m3fn:
         return f"{tensor_text(t.view(torch.uint8))}.view({t.dtype})"

@@ -65,8 +65,11 @@ def differs(compiled: Compiled) -> str:
     run, program = compiled.run, compiled.program
     lowered = lowered_of(run.fusion, compiled.contract)
     want = outcome(lambda: by_segments(lowered, run))
-    ways: tuple[Callable[[], Any], ...] = (lambda: program(run.inputs, run.sizes), lambda: program._one_by_one(run.inputs, program._sizes(run.inputs, run.sizes)))
-    for how, way in zip(("in one call", "kernel by kernel"), ways, strict=True):
+    ways: dict[str, Callable[[], Any]] = {
+        "in one call": lambda: program(run.inputs, run.sizes),
+        "kernel by kernel": lambda: program._one_by_one(run.inputs, program._sizes(run.inputs, run.sizes)),
+    }
+    for how, way in ways.items():
         if wrong := difference(outcome(way), want, run.rough):
             return f"{how}: {wrong}"
     return ""

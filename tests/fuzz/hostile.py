@@ -34,10 +34,11 @@ def mutated(rng: Random, source: str) -> str:
     """A text with one thing changed, in one place or wherever it stands."""
     lines = source.splitlines()
     at = rng.randrange(1, len(lines))
-    way = rng.choice(("number", "number", "everywhere", "everywhere", "value", "value", "dtype", "float", "line", "twice", "size", "operation"))
+    ways = ("number", "number", "everywhere", "everywhere", "value", "value", "dtype", "float", "line", "twice", "size", "operation")
+    way = rng.choice(ways)
     if way == "everywhere":
-        found = _INTEGER.findall(source)
-        return re.sub(rf"(?<![\w.]){re.escape(rng.choice(found))}(?![\w.])", str(rng.choice((*_NUMBERS[:14], "s0"))), source) if found else source
+        old = rng.choice(_INTEGER.findall(source) or ["0"])
+        return re.sub(rf"(?<![\w.]){re.escape(old)}(?![\w.])", str(rng.choice((*_NUMBERS[:14], "s0"))), source)
     if way == "line":
         return "\n".join(line for i, line in enumerate(lines) if i != at)
     if way == "twice":

@@ -28,7 +28,7 @@ def disguised(b: Builder, n: Node) -> Node:
         lambda: b.call(aten.squeeze.dim, b.call(aten.unsqueeze.default, n, 0), 0),
         lambda: b.call(aten.select.int, b.call(aten.unsqueeze.default, n, 1), 1, 0),
         lambda: b.call(aten.slice.Tensor, n, 0, 0, 2**63 - 1),
-        lambda: b.call(aten.reshape.default, n, [-1] if len(b.shape(n)) == 1 else [*([-1] if b.dynamic else b.shape(n)[:1]), *b.shape(n)[1:]]),
+        lambda: b.call(aten.reshape.default, n, [-1 if b.dynamic else b.shape(n)[0], *b.shape(n)[1:]]),
     ]
     if b.dtype(n) != torch.float8_e4m3fn:
         wider = {torch.int32: torch.int64, torch.bfloat16: torch.float32, torch.float16: torch.float32}.get(b.dtype(n), torch.float64)
@@ -157,7 +157,7 @@ def route(b: Builder) -> Any:
 def new_ids(b: Builder, groups: int) -> Node:
     """ids of the experts of some tokens."""
     shape = (some_rows(b), b.rng.choice((1, 2, 2, 3)))
-    return b.input(torch.tensor([[b.rng.randrange(groups) for _ in range(shape[1])] for _ in range(shape[0])], dtype=torch.int64).view(shape), rows=True)
+    return b.input(torch.randint(0, groups, shape, generator=values.generator(b.rng)), rows=True)
 
 
 def routed_rows(b: Builder) -> Any:
@@ -165,10 +165,11 @@ def routed_rows(b: Builder) -> Any:
     _, row_of, _ = route(b)
     if b.raised:
         return row_of
-    x = b.maybe(lambda n: len(b.shape(n)) == 2 and b.shape(n)[0] > int(b.real[row_of].max() if b.real[row_of].numel() else 0) and b.dtype(n) in FLOATS,
-                lambda: b.new((1 + int(b.real[row_of].max() if b.real[row_of].numel() else 0), b.rng.choice(WIDTHS)), b.rng.choice(FLOATS), rows=True))  # fmt: skip
-    if not b.shape(x)[0]:
-        raise Skip
+    tokens = 1 + int(b.real[row_of].max()) if b.real[row_of].numel() else 1
+    x = b.maybe(
+        lambda n: len(b.shape(n)) == 2 and b.shape(n)[0] >= tokens and b.dtype(n) in FLOATS,
+        lambda: b.new((tokens, b.rng.choice(WIDTHS)), b.rng.choice(FLOATS), rows=True),
+    )
     return b.call(aten.index.Tensor, x, [row_of]) if b.rng.random() < 0.5 else b.call(aten.index_select.default, x, 0, row_of)
 
 
@@ -182,7 +183,8 @@ def combine(b: Builder) -> Any:
 
     if not rows:
         raise Skip
-    slots = b.maybe(good, lambda: b.input(torch.tensor([[b.rng.randrange(rows), b.rng.randrange(rows)] for _ in range(b.rng.choice((1, 3, rows)))]).int(), rows=True))
+    shape = (b.rng.choice((1, 3, rows)), b.rng.choice((1, 2)))
+    slots = b.maybe(good, lambda: b.input(torch.randint(0, rows, shape, generator=values.generator(b.rng)).int(), rows=True))
     return b.call(O.combine.default, y, disguised(b, slots), like(b, b.shape(slots), b.rng.choice(FLOATS), rows=True))
 
 
@@ -230,8 +232,10 @@ def quantize(b: Builder) -> Any:
 
 def swizzle(b: Builder) -> Any:
     rows, cols = some_rows(b), b.rng.choice((1, 2, 4))
-    scale = b.input(torch.randint(0, 120, (rows, cols), dtype=torch.uint8, generator=values.generator(b.rng)).view(torch.float8_e4m3fn), rows=True)
-    return b.call(O.grouped_swizzle_block_scale.default, disguised(b, scale), ends_of(b, rows))
+    scale = torch.randint(0, 120, (rows, cols), dtype=torch.uint8, generator=values.generator(b.rng)).view(torch.float8_e4m3fn)
+    return b.call(O.grouped_swizzle_block_scale.default, disguised(b, b.input(scale, rows=True)), ends_of(b, rows))
 
 
-STEPS = (product, product, product, two_products, group_add, group_add, route, routed_rows, combine, swiglu, expert_mlp, f16a, quantize, swizzle)
+STEPS = (
+    product, product, product, two_products, group_add, group_add, route, routed_rows, combine, swiglu, expert_mlp, f16a, quantize, swizzle,
+)  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 from .journal import kind, lines
 
 ROOT = Path(__file__).resolve().parents[2]
-HANGS = {"evaluate": 120, "traced": 180, "cxx": 300, "sanitize": 600, "hostile": 600, "inductor": 400}  # seconds without a line in the journal
+HANGS = {"evaluate": 120, "traced": 180, "cxx": 300, "sanitize": 600, "hostile": 600, "inductor": 400}  # seconds without a line
 LEVELS = tuple(HANGS)
 
 
@@ -97,10 +97,15 @@ def _environment(level: str, folder: Path) -> dict[str, str]:
         "FUSION_MOE_CACHE_DIR": kept, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     if level in ("sanitize", "hostile"):
-        found = [subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True) for name in ("libasan.so", "libstdc++.so")]
-        preloaded = " ".join(str(Path(f.stdout.strip()).resolve()) for f in found)  # the second for torch's exceptions, which the first sees
+        preloaded = " ".join(map(_library, ("libasan.so", "libstdc++.so")))  # the first wants to see what throws exceptions
         environment |= {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
     return environment
+
+
+def _library(name: str) -> str:
+    """The file of one of the compiler's libraries."""
+    found = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True)
+    return str(Path(found.stdout.strip()).resolve())
 
 
 def _headline(told: str) -> str:

@@ -93,8 +93,12 @@ def _bypassed(case: Case, i: int) -> Iterator[Case]:
     """With a value that the call reads in its place, where that is of one type."""
     n = list(case.graph.nodes)[i]
     for j, m in enumerate(n.all_input_nodes):
-        if isinstance(m.meta["val"], Tensor) and (str(m.meta["val"].shape), m.meta["val"].dtype) == (str(n.meta["val"].shape), n.meta["val"].dtype):
+        if isinstance(m.meta["val"], Tensor) and _type(m) == _type(n):
             yield _changed(case, lambda graph, nodes, j=j: nodes[i].replace_all_uses_with(nodes[i].all_input_nodes[j]))  # type: ignore[misc]
+
+
+def _type(n: Node) -> tuple[str, torch.dtype]:
+    return str(n.meta["val"].shape), n.meta["val"].dtype
 
 
 def _plainer(t: Tensor) -> Iterator[Tensor]:

@@ -13,10 +13,13 @@ from .values import DTYPES, FLOATS
 
 INF, NAN = float("inf"), float("nan")
 NUMBERS: tuple[Any, ...] = (
-    0, 1, 2, -1, 3, True, False, 0.0, -0.0, 1.0, 0.5, 2.0, -2.0, 0.3, INF, -INF, NAN, 127, 256, 300, -129, 2**24 + 1, 2**31, -(2**31), 2**40,
-    1e30, 1e-30, 65504.0, 70000.0,
+    0, 1, 2, -1, 3, True, False, 0.0, -0.0, 1.0, 0.5, 2.0, -2.0, 0.3, INF, -INF, NAN, 127, 256, 300, -129, 2**24 + 1, 2**31, -(2**31),
+    2**40, 1e30, 1e-30, 65504.0, 70000.0,
 )  # fmt: skip
-UNARY = ("neg", "abs", "relu", "neg", "abs", "sqrt", "rsqrt", "reciprocal", "exp", "log", "tanh", "erf", "sigmoid", "silu", "floor", "sign", "isnan")
+UNARY = (
+    "neg", "abs", "relu", "neg", "abs", "sqrt", "rsqrt", "reciprocal", "exp", "log", "tanh", "erf", "sigmoid", "silu", "floor", "sign",
+    "isnan",
+)  # fmt: skip
 BINARY = ("add.Tensor", "sub.Tensor", "mul.Tensor", "minimum", "maximum", "add.Tensor", "mul.Tensor", "div.Tensor", "pow.Tensor_Tensor")
 COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
 
@@ -108,7 +111,11 @@ def fits(b: Builder, n: Node, x: Node) -> bool:
 def partner(b: Builder, x: Node) -> Node:
     """A tensor that is pointwise beside x: of its shape, or broadcast to it."""
     same = b.rng.random() < 0.6
-    return b.maybe(lambda n: b.dtype(n) != torch.float8_e4m3fn and (b.key(n) == b.key(x) if same else fits(b, n, x)), lambda: new_partner(b, x))
+
+    def beside(n: Node) -> bool:
+        return b.dtype(n) != torch.float8_e4m3fn and (b.key(n) == b.key(x) if same else fits(b, n, x))
+
+    return b.maybe(beside, lambda: new_partner(b, x))
 
 
 def new_partner(b: Builder, x: Node) -> Node:
@@ -211,7 +218,10 @@ def cat(b: Builder) -> Any:
     dim = b.rng.randrange(rank)
 
     def beside(n: Node) -> bool:
-        return b.dtype(n) == b.dtype(x) and len(b.shape(n)) == rank and all(s == d for i, (s, d) in enumerate(zip(b.key(n), b.key(x), strict=True)) if i != dim)
+        return b.dtype(n) == b.dtype(x) and len(b.shape(n)) == rank and others(n) == others(x)
+
+    def others(n: Node) -> list[str]:
+        return [d for i, d in enumerate(b.key(n)) if i != dim]
 
     return b.call(aten.cat.default, [x, *(b.pick(beside) for _ in range(b.rng.randint(1, 2)))], b.rng.choice((dim, dim - rank)))
 
@@ -243,7 +253,8 @@ def gather(b: Builder) -> Any:
     dim = b.rng.choice((0, 0, 0, len(b.shape(x)) - 1))
     size, selects = b.shape(x)[dim], b.rng.random() < 0.4
     good = indices_into(b, size, not selects)
-    at = b.maybe(good, lambda: b.input(torch.tensor([b.rng.randrange(0 if selects else -size, size) for _ in range(b.rng.choice((1, 2, 5)))])), 0.8)
+    least, count = 0 if selects else -size, b.rng.choice((1, 2, 5))
+    at = b.maybe(good, lambda: b.input(torch.tensor([b.rng.randrange(least, size) for _ in range(count)])), 0.8)
     if selects:
         return b.call(aten.index_select.default, x, dim, at)
     return b.call(aten.index.Tensor, x, [None] * dim + [at])
@@ -252,7 +263,10 @@ def gather(b: Builder) -> Any:
 def scatter(b: Builder) -> Any:
     x = b.pick(lambda n: len(b.shape(n)) == 2 and b.shape(n)[0] > 0)
     at = b.pick(indices_into(b, b.shape(x)[0], False))
-    source = b.maybe(lambda n: b.dtype(n) == b.dtype(x) and b.key(n) == (*b.key(at), b.key(x)[1]), lambda: b.new((*b.shape(at), b.shape(x)[1]), b.dtype(x), rows=True))
+    source = b.maybe(
+        lambda n: b.dtype(n) == b.dtype(x) and b.key(n) == (*b.key(at), b.key(x)[1]),
+        lambda: b.new((*b.shape(at), b.shape(x)[1]), b.dtype(x), rows=True),
+    )
     if b.rng.random() < 0.5:
         return b.call(aten.index_add.default, x, 0, at, source)
     return b.call(aten.index_put.default, x, [at], source, True)
@@ -272,6 +286,6 @@ def reduce(b: Builder) -> Any:
 
 
 STEPS = (
-    unary, unary, binary, binary, binary, compare, logical, number, number, where, cast, cast, silu, view, view, dims, dims, part, part, cat, constant,
-    gather, gather, scatter, reduce,
+    unary, unary, binary, binary, binary, compare, logical, number, number, where, cast, cast, silu, view, view, dims, dims, part, part,
+    cat, constant, gather, gather, scatter, reduce,
 )  # fmt: skip

@@ -37,7 +37,7 @@ def without_code(gm: Any, inputs: Any) -> Any:
 def quiet() -> Iterator[None]:
     """Nothing is remembered from graph to graph, and Inductor rounds where torch rounds."""
     torch._dynamo.reset()
-    with config.patch(fx_graph_cache=False, emulate_precision_casts=True, force_disable_caches=True), functorch_config.patch(enable_autograd_cache=False):
+    with config.patch(emulate_precision_casts=True, force_disable_caches=True), functorch_config.patch(enable_autograd_cache=False):
         yield
     torch._dynamo.reset()
 

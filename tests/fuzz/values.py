@@ -36,7 +36,8 @@ def exact(rng: Random, shape: tuple[int, ...], dtype: torch.dtype, special: bool
 def group_ends(rng: Random, groups: int, rows: int) -> Tensor:
     """i32[groups]: ends of groups among so many rows; some are empty, some rows may be past the last."""
     last = rows if rng.random() < 0.5 else rng.randint(0, rows)
-    return torch.tensor(sorted(rng.choice((0, last, rng.randint(0, last))) for _ in range(groups - 1)) + [last], dtype=torch.int32)
+    ends = sorted(rng.choice((0, last, rng.randint(0, last))) for _ in range(groups - 1))
+    return torch.tensor([*ends, last], dtype=torch.int32)
 
 
 def weight(rng: Random, groups: int, n: int, k: int) -> Quantized:
