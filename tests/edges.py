@@ -3,7 +3,7 @@ masks, numbers that a dtype rounds. Each is run in eager and compiled, on a CPU 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,11 @@ def rows(m: int, seed: int = 7) -> Tensor:
     return torch.randn(m, N, generator=torch.Generator().manual_seed(seed))
 
 
+def in_bf16(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The same with activations and biases of bf16, for which GPUs have kernels."""
+    return [t.bfloat16() if t.dtype == torch.float32 and t.shape[-1] == N else t for t in inputs]
+
+
 def product(x: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
     return O.nvfp4_grouped_mm(x, *w, offs)
 
@@ -60,15 +65,15 @@ def _other_ends(x: Tensor, bias: Tensor, offs: Tensor, others: Tensor, *w: Tenso
 
 
 def _bias_of_the_region(x: Tensor, bias: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
-    return O.group_add(product(x, offs, *w), bias.float() * 2, offs)
+    return O.group_add(product(x, offs, *w), (bias * 2).to(x.dtype), offs)
 
 
 def _constant_bias(x: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
-    return O.group_add(product(x, offs, *w), torch.ones(2, N, device=x.device), offs)
+    return O.group_add(product(x, offs, *w), torch.ones(2, N, dtype=x.dtype, device=x.device), offs)
 
 
 def _bias_before(x: Tensor, bias: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
-    return product(O.group_add(x.float(), bias.float(), offs), offs, *w)
+    return product(O.group_add(x.float(), bias.float(), offs).to(x.dtype), offs, *w)
 
 
 def _constant_rows(offs: Tensor, *w: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from ..errors import ParseError
+from ..errors import Error, ParseError
 from . import sizes
 from .builder import FusionDefinition
 from .core import Fusion, Op, Operand, Value
@@ -120,7 +120,10 @@ def _built(body: Sequence[ast.stmt]) -> Fusion:
             raise
         except Exception as error:  # whatever the types and the builder find wrong with it
             raise ParseError(f"{ast.unparse(statement)}: {error}", where=f"line {statement.lineno}") from None
-    return fd.fusion()
+    try:
+        return fd.fusion()
+    except Error as error:
+        raise ParseError(f"a program that does not verify: {error}") from None
 
 
 def _run(statement: ast.stmt, fd: FusionDefinition, names: dict[str, Any]) -> None:

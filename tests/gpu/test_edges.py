@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from edges import EDGES
+from edges import EDGES, in_bf16
 
 import fusion_moe
 from fusion_moe.errors import GroupsError
@@ -17,14 +17,13 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("name", EDGES)
 def test_compiled_as_eager_on_a_cpu(name, dynamic):
     edge = EDGES[name]
-    inputs = edge.inputs()
+    inputs = in_bf16(edge.inputs())
     on_cuda = [t.cuda() for t in inputs]
     torch._dynamo.reset()
     run = torch.compile(edge.f, backend=backend, fullgraph=True, dynamic=dynamic)
     if edge.wrong:
-        run(*on_cuda)  # kernels read nothing outside, and tell
-        with pytest.raises(GroupsError):
-            fusion_moe.synchronize()
+        with pytest.raises(GroupsError):  # at once from the reference, later from kernels, which read nothing outside
+            _ = run(*on_cuda), fusion_moe.synchronize()
         return
     for f in edge.f, run:
-        torch.testing.assert_close(f(*on_cuda).cpu(), edge.f(*inputs), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(f(*on_cuda).cpu(), edge.f(*inputs), rtol=2e-2, atol=2e-2)

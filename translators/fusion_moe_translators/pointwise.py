@@ -93,7 +93,7 @@ def where(fd: FusionDefinition, condition: Value, a: Any, b: Any) -> Value:
     a, b = together(fd, a, b)
     rank = max(len(v.type.shape) for v in (condition, a, b) if isinstance(v, Value))
     condition, a, b = (_ranked(fd, v, rank) if isinstance(v, Value) else v for v in (condition, a, b))
-    return fd.ops.where(condition, a, b)
+    return build(fd, "where", condition, a, b)
 
 
 @translator("aten::clamp")
