@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FusionDefinition", "NVFP4Config", "NVFP4Experts", "Untranslatable", "__version__", "compat", "disable", "enable", "errors", "explain",
-    "options", "prepare_", "quantize_", "run", "synchronize", "thunder_executors", "translator",
+    "options", "prepare_", "quantize_", "run", "synchronize", "testing", "thunder_executors", "translator",
 ]  # fmt: skip
 
 # These import Dynamo and Inductor, which takes a while.
@@ -33,6 +33,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    if name == "testing":
+        return importlib.import_module(f"{__name__}.testing")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

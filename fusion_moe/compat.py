@@ -8,6 +8,11 @@ raises where the name was made by `torch.library.Library.define`. So whoever reg
     registration.replaced         # the schema of what had the name before, or None
     registration.overwritten()    # what has happened to the name since then, or None
 
+The activations stay in 16 bits, as the operation's name says. nvFuser's 4-bit product, cutlass_nvfp4_grouped_mm, wants both operands in
+4 bits: other numbers (docs/formats.md says which), on compute capability 10.0 only. Who wants them says so:
+
+    fusion_moe.compat.register_nvf_cutlass(activation_format="nvfp4")
+
 The arguments are those of thunder after 0.2.6, and are what `fusion_moe::f16a_nvfp4weight_scaled_grouped_mm` says they are: not all that
 thunder passes is. Its Llama4MoE leaves out the last group, and its quantization gives global scales that are neither decode nor
 encode scales; `fusion_moe.quantize_` converts those modules as a whole.
@@ -15,6 +20,7 @@ encode scales; `fusion_moe.quantize_` converts those modules as a whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +30,12 @@ from torch import Tensor
 from torch._library import custom_ops
 
 from . import translate
-from .errors import UnsupportedError, Untranslatable
+from .errors import OptionError, UnsupportedError, Untranslatable
 from .ir.builder import FusionDefinition
 from .ir.core import Value
 
 NAME = "nvf_cutlass::f16a_nvfp4weight_scaled_grouped_mm"
+FORMATS = ("bf16", "nvfp4")
 _OURS = NAME.replace("nvf_cutlass", "fusion_moe")
 _SCHEMA = """(
     Tensor activation, Tensor fp4_weight, Tensor weight_scaling_factor, Tensor weight_global_scale, Tensor offsets,
@@ -37,9 +44,13 @@ _SCHEMA = """(
 
 @dataclass(frozen=True)
 class Registration:
-    """Our registration of NAME. replaced: the schema that the name had before, if it had one. kernels: as the dispatcher has them."""
+    """Our registration of NAME. activation_format: of its products. replaced: the schema that the name had before, if it had one.
+
+    kernels: as the dispatcher has them.
+    """
 
     operation: custom_ops.CustomOpDef
+    activation_format: str
     replaced: str | None
     kernels: frozenset[str]
 
@@ -54,18 +65,23 @@ class Registration:
 _registration: Registration | None = None
 
 
-def register_nvf_cutlass() -> Registration:
+def register_nvf_cutlass(activation_format: str = "bf16") -> Registration:
     """Makes NAME our operation, in place of another `torch.library.custom_op` of that name; called again, nothing if it still is.
 
-    It has a fake, no derivative, and our translator, which refuses calls once somebody else has taken the name. UnsupportedError if
-    the name was made by `torch.library.Library.define`, which cannot be replaced.
+    activation_format: "bf16", activations as they come in, or "nvfp4", quantized too (compute capability 10.0 only); another one than
+    before registers again. It has a fake, no derivative, and our translator, which refuses calls once somebody else has taken the name.
+    OptionError for another format; UnsupportedError if the name was made by `torch.library.Library.define`, which cannot be replaced.
     """
     global _registration
-    if _registration is not None and _registration.overwritten() is None:
-        return _registration
-    replaced = _schema()
+    if activation_format not in FORMATS:
+        expected = f"one of {', '.join(FORMATS)}"
+        raise OptionError(f"activation_format = {activation_format!r}", expected=expected, where="register_nvf_cutlass")
+    known = _registration
+    if known is not None and known.activation_format == activation_format and known.overwritten() is None:
+        return known
+    replaced, body = _schema(), _body_of(activation_format)
     try:
-        made = torch.library.custom_op(NAME, _body, mutates_args=(), schema=_SCHEMA, tags=(torch.Tag.cudagraph_unsafe,))
+        made = torch.library.custom_op(NAME, body, mutates_args=(), schema=_SCHEMA, tags=(torch.Tag.cudagraph_unsafe,))
     except RuntimeError as error:
         if "multiple times" not in str(error):
             raise
@@ -73,32 +89,50 @@ def register_nvf_cutlass() -> Registration:
             f"{NAME} is registered already, by torch.library.Library.define", expected="a free name, or one that can be replaced",
             todo="do not import what registers it, or make it with torch.library.custom_op", where="register_nvf_cutlass",
         ) from error  # fmt: skip
-    made.register_fake(_body)
-    found = translate.find(NAME)
-    if found is None or found.function is not _translated:
-        translate.translator(NAME)(_translated)
-    _registration = Registration(made, replaced, _kernels())
+    made.register_fake(body)
+    _register_translator(activation_format)
+    _registration = Registration(made, activation_format, replaced, _kernels())
     return _registration
 
 
-def _body(
-    activation: Tensor, fp4_weight: Tensor, weight_scaling_factor: Tensor, weight_global_scale: Tensor, offsets: Tensor,
-    blockscale_offsets: Tensor, problem_sizes: Tensor,
-) -> Tensor:  # fmt: skip
-    return torch.ops.fusion_moe.f16a_nvfp4weight_scaled_grouped_mm(
-        activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, blockscale_offsets, problem_sizes
-    )
+def _body_of(activation_format: str) -> Callable[..., Tensor]:
+    def body(
+        activation: Tensor, fp4_weight: Tensor, weight_scaling_factor: Tensor, weight_global_scale: Tensor, offsets: Tensor,
+        blockscale_offsets: Tensor, problem_sizes: Tensor,
+    ) -> Tensor:  # fmt: skip
+        return torch.ops.fusion_moe.f16a_nvfp4weight_scaled_grouped_mm(
+            activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, blockscale_offsets, problem_sizes,
+            activation_format=activation_format,
+        )  # fmt: skip
+
+    return body
 
 
-def _translated(
-    fd: FusionDefinition, activation: Value, fp4_weight: Value, weight_scaling_factor: Value, weight_global_scale: Value, offsets: Value,
-    blockscale_offsets: Value, problem_sizes: Value,
-) -> Any:  # fmt: skip
-    if _registration is not None and (why := _registration.overwritten()):
-        raise Untranslatable(why)
-    ours = translate.find(_OURS)
-    assert ours is not None
-    return ours.function(fd, activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, blockscale_offsets, problem_sizes)
+def _translator_of(activation_format: str) -> Callable[..., Any]:
+    """A closure, so that what is compiled for one format is not taken from a cache for the other."""
+
+    def translated(
+        fd: FusionDefinition, activation: Value, fp4_weight: Value, weight_scaling_factor: Value, weight_global_scale: Value,
+        offsets: Value, blockscale_offsets: Value, problem_sizes: Value,
+    ) -> Any:  # fmt: skip
+        if _registration is not None and (why := _registration.overwritten()):
+            raise Untranslatable(why)
+        ours = translate.find(_OURS)
+        assert ours is not None
+        return ours.function(
+            fd, activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, blockscale_offsets, problem_sizes,
+            activation_format=activation_format,
+        )  # fmt: skip
+
+    return translated
+
+
+def _register_translator(activation_format: str) -> None:
+    """Ours for NAME, in place of the one it had from here; TranslatorError if it has somebody else's."""
+    found = translate.find(NAME)
+    if found is not None and found.function.__module__ == __name__:
+        translate.unregister(NAME)
+    translate.translator(NAME)(_translator_of(activation_format))
 
 
 def _schema() -> str | None:

@@ -10,10 +10,13 @@ import torch
 
 from . import options, schedule, target
 from .emit import BACKENDS
+from .emit.nvfuser import NAME as NVFUSER
+from .emit.nvfuser import library
 from .ir.core import Fusion
 from .ir.text import parse, text
 from .options import Options
 from .passes import PASSES, contract_rounding
+from .runtime.kernel import Kernel
 from .runtime.program import Program
 from .segment import Segment, split
 from .target import Target
@@ -49,11 +52,22 @@ def contracts(segment: Segment, with_: Options) -> bool:
 
 def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:
     """The program of a Fusion for a target."""
-    lowered, backend = lower(fusion, to, with_), BACKENDS[to.name]
+    lowered = lower(fusion, to, with_)
     with options.using(with_):
-        emitted = [backend.emit(s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True)]
-        kernels, joined = backend.join(lowered.stages[-1][1], emitted)
+        kernels, joined = BACKENDS[to.name].join(lowered.stages[-1][1], _emitted(lowered, to))
     return Program(lowered.stages, lowered.segments, kernels, to, with_.check, joined)
+
+
+def check(fusion: Fusion, to: Target, with_: Options) -> None:
+    """Raises what compiling a Fusion would raise, up to its kernels' source. Kernels of nvFuser's only where it is installed."""
+    lowered = lower(fusion, to, with_)
+    if not library.why_missing() or not any(s.kind == NVFUSER for s in lowered.segments):
+        with options.using(with_):
+            _emitted(lowered, to)
+
+
+def _emitted(lowered: Lowered, to: Target) -> list[Kernel]:
+    return [BACKENDS[to.name].emit(s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True)]
 
 
 def program_of(source: str, device: torch.device, with_: Options | None = None) -> Program:

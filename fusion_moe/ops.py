@@ -83,7 +83,7 @@ SPECS = {
         Spec(
             "f16a_nvfp4weight_scaled_grouped_mm",
             "(Tensor activation, Tensor fp4_weight, Tensor weight_scaling_factor, Tensor global_scale, Tensor offsets, "
-            "Tensor blockscale_offsets, Tensor problem_sizes) -> Tensor",
+            'Tensor blockscale_offsets, Tensor problem_sizes, *, str activation_format="bf16") -> Tensor',
             rows={"activation": 1}, flatten="activation", k_major=("fp4_weight",),
         ),
     )

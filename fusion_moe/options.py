@@ -48,7 +48,7 @@ class Options:
 
     target: str = _option("auto", "what to compile for: 'auto' follows the tensors' device, or the name of a target")
     contract_rounding: bool = _option(True, "keep float32 inside a fused kernel where the program rounds to a narrower type and back")
-    check: bool = _option(False, "evaluate every pass and the segmentation on the real inputs and compare exactly (slow)")
+    check: bool = _option(False, "compare passes and segments exactly on the real inputs, users' translators on drawn ones (slow)")
     cpu_isa: str = _option("auto", "instructions that CPU kernels use: 'auto' is the best tier of the machine, or the name of a tier")
     cache_dir: str = _option(_cache_home(), "the folder that keeps compiled kernels", in_keys=False)
     compile_seconds: int = _option(300, "how long a compiler may take for one kernel; then it is ended", in_keys=False)

@@ -14,10 +14,11 @@ compared with what the operation's fake gave. Translators are found by `@transla
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -26,6 +27,8 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
 
 from .errors import Error, TranslatorError, Untranslatable
 from .ir.builder import FusionDefinition
@@ -36,6 +39,7 @@ from .ir.types import TensorType, dtype_name, plain
 log = logging.getLogger("fusion_moe")
 BUILTIN = "fusion_moe_translators"
 ENTRY_POINTS = "fusion_moe.translators"
+Operation = str | OpOverload | OpOverloadPacket | CustomOpDef
 
 
 @dataclass(frozen=True)
@@ -51,42 +55,65 @@ class Translator:
     ) -> tuple[Value, ...]:
         """The outputs of one call. Untranslatable as the translator raises it; TranslatorError if it fails or returns another type."""
         try:
-            result = self.function(fd, *args, **kwargs)
+            with fd.only_ops():
+                result = self.function(fd, *args, **kwargs)
         except Untranslatable:
             raise
         except Exception as error:
             raise TranslatorError(
-                f"the translator of {self.op} failed: {type(error).__name__}: {error}", expected="values, or Untranslatable",
+                f"the translator of {self.op} failed: {told(error)}", expected="values, or Untranslatable",
                 todo="mend the translator; raise Untranslatable(reason) for calls that it does not take",
                 where=_raised_at(error, self._is_own) or self.where,
             ) from error  # fmt: skip
         outputs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
-        self._check(outputs, expected)
+        self._check(fd, outputs, expected)
         return outputs
+
+    @property
+    def of_user(self) -> bool:
+        """Whether it did not come with the library."""
+        return not str(getattr(self.function, "__module__", "")).startswith(BUILTIN)
 
     def _is_own(self, frame: traceback.FrameSummary) -> bool:
         code = _code(self.function)
         return code is not None and frame.filename == code.co_filename
 
-    def _check(self, outputs: Sequence[Any], expected: Sequence[TensorType]) -> None:
-        found = [v.type if isinstance(v, Value) else f"a {type(v).__name__}" for v in outputs]
+    def _check(self, fd: FusionDefinition, outputs: Sequence[Any], expected: Sequence[TensorType]) -> None:
+        found = [_returned(fd, v) for v in outputs]
         same = (isinstance(t, TensorType) and same_storage(t, e) for t, e in zip(found, expected, strict=False))
         if len(found) != len(expected) or not all(same):
             raise TranslatorError(
-                f"the translator of {self.op} returned {', '.join(map(str, found))}",
+                f"the translator of {self.op} returned {', '.join(map(str, found)) or 'nothing'}",
                 expected=f"{', '.join(map(str, expected))}, as its fake gives",
                 todo="return values of these shapes and dtypes: fd.ops.cast changes a dtype", where=self.where,
             )  # fmt: skip
 
 
+def _returned(fd: FusionDefinition, v: Any) -> TensorType | str:
+    """What a translator returned: a type, or what it is instead of a value of this FusionDefinition."""
+    if not isinstance(v, Value):
+        return f"a {type(v).__name__}"
+    return v.type if fd.has(v) else f"a {v.type} of another FusionDefinition"
+
+
+def told(error: Exception) -> str:
+    """An error of a user's code as text. Its own text may fail too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 _registry: dict[str, Translator] = {}
 _failed: list[TranslatorError] = []  # entry points that could not be loaded
+_told_unknown: set[str] = set()  # names of no operation that a warning was about
 
 
-def translator(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a function as the translator of an operation, "namespace::name" or "namespace::name.overload".
+def translator(op: Operation) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function as the translator of an operation: of "namespace::name" or "namespace::name.overload", or of itself.
 
-    TranslatorError for what is no such name, and for an operation that has a translator.
+    A name may be of an operation that is registered later. TranslatorError for what is no such name, for an operation of several
+    overloads none of which is named, for what cannot be called, and for an operation that has a translator.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,6 +121,8 @@ def translator(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         where = f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else repr(function)
         if not all(name.partition("::")):
             raise TranslatorError(f"{op!r} is no name of an operation", expected="namespace::name[.overload]", where=where)
+        if not callable(function):
+            raise TranslatorError(f"the translator of {name} is {function!r}", expected="a function", where=where)
         importlib.import_module(BUILTIN)  # so that whoever comes second is the user
         if name in _registry:
             raise TranslatorError(
@@ -106,14 +135,66 @@ def translator(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-def unregister(op: str) -> None:
+def unregister(op: Operation) -> None:
     """Takes the translator of an operation away."""
     _registry.pop(_name(op), None)
 
 
-def _name(op: str) -> str:
+def _name(op: Operation) -> str:
     """The name of an operation as graphs have it: they leave out the overload "default"."""
-    return op.removesuffix(".default")
+    return op.removesuffix(".default") if isinstance(op, str) else overload_of(op).name()
+
+
+def overload_of(op: Operation) -> OpOverload:
+    """An operation as graphs call it. TranslatorError for what is none, and for several overloads none of which is the default."""
+    if isinstance(op, str):
+        namespace, _, name = op.partition("::")
+        packet, _, overload = name.partition(".")
+        try:
+            op = getattr(getattr(torch.ops, namespace), packet)
+            return getattr(op, overload) if overload else overload_of(op)
+        except (AttributeError, RuntimeError):
+            raise TranslatorError(f"there is no operation {namespace}::{name}", expected="one that is registered") from None
+    if isinstance(op, OpOverload):
+        return op
+    if isinstance(op, CustomOpDef):
+        return op._opoverload
+    known = _op_names()
+    found = [getattr(op, name) for name in op.overloads()] if isinstance(op, OpOverloadPacket) else []
+    found = [overload for overload in found if overload.name() in known]  # the others are TorchScript's
+    if not found:
+        raise TranslatorError(f"{op!r} is no operation", expected="a name, torch.ops.x.y, one of its overloads, or a custom_op")
+    default = [overload for overload in found if overload._overloadname == "default"]
+    if len(found) > 1 and not default:
+        raise TranslatorError(f"{op} has {len(found)} overloads", expected=f"one of {', '.join(map(str, found))}")
+    return (default or found)[0]
+
+
+def warn_of_unknown() -> None:
+    """Says, once of each, which users' translators are of no operation, where one is called alike or the library's others are there."""
+    names = _op_names()
+    for t in registered():
+        if t.of_user and t.op not in names and t.op not in _told_unknown:
+            near = _near(t.op, names)
+            if near or any(name.startswith(f"{t.op.partition('::')[0]}::") for name in names):
+                _told_unknown.add(t.op)
+                todo = f"did you mean {' or '.join(map(repr, near[:3]))}?" if near else "import what registers it"
+                error = TranslatorError(f"there is no operation {t.op}", expected="one that is registered", todo=todo, where=t.where)
+                log.warning("%s", error)
+
+
+def _near(op: str, names: Collection[str]) -> list[str]:
+    """The operations that a name may have been meant for: other overloads, or one that is spelt alike."""
+    packet, _, overload = op.partition(".")
+    if overloads := sorted(name for name in names if name.partition(".")[0] == packet):
+        return difflib.get_close_matches(op, overloads, 1) if overload else overloads
+    alike = difflib.get_close_matches(packet, {name.partition(".")[0] for name in names}, 1, 0.8)
+    return [f"{name}.{overload}" if f"{name}.{overload}" in names else name for name in alike]
+
+
+def _op_names() -> frozenset[str]:
+    """The operations that graphs may call."""
+    return frozenset(torch._C._dispatch_get_all_op_names())
 
 
 def _code(function: Callable[..., Any]) -> CodeType | None:
@@ -156,7 +237,7 @@ def _load() -> None:
         except Exception as error:
             owner = entry.dist.name if entry.dist else "?"
             failed = TranslatorError(
-                f"the entry point {entry.name} = {entry.value} of {owner} failed: {type(error).__name__}: {error}",
+                f"the entry point {entry.name} = {entry.value} of {owner} failed: {told(error)}",
                 expected=f"a module of the group {ENTRY_POINTS} that imports", todo="mend or uninstall that package",
                 where=_raised_at(error, lambda frame: frame.name == "<module>"),
             )  # fmt: skip

@@ -24,9 +24,15 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/ from what the code says now; then read git diff")
+    parser.addoption("--keep-definitions", type=Path, metavar="FOLDER", help="keep all nvFuser definitions for tests/emit/launched.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if folder := config.getoption("--keep-definitions"):
+        import judge
+
+        folder.mkdir(parents=True, exist_ok=True)
+        judge.KEPT.append(folder)
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist: one thread each, and the same for what a test starts
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     else:

@@ -12,6 +12,7 @@ import difflib
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,8 +32,9 @@ from ..ir.text import one_line
 from ..options import Options
 from . import fingerprint
 from .regions import Found, Region, find_regions
+from .say import say_once
 from .shown import Shown
-from .tell import log, say_once, tell
+from .tell import log, tell
 
 _PREFIX = "fusion_moe."
 
@@ -48,7 +50,7 @@ class FusionPass(_InferenceAware):
 
     def __call__(self, graph: Graph, is_inference: bool = False) -> None:
         """Replaces the regions of a graph in place."""
-        result = find_regions(graph, lambda device: target.find(self.options.target, device))
+        result = find_regions(graph, self.options)
         replace_regions(graph, result.regions, self.options)
         tell(result)
         if self.found is not None:
@@ -165,6 +167,15 @@ def compile_calls(fusion_pass: Callable[[Graph, bool], None], model: GraphModule
         return run
 
     return compile_fx(model, inputs, inner_compile=inner, config_patches={"force_disable_caches": True})
+
+
+def apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls another. Dynamo keeps what it compiles with the code of a function: this one's is its own, and goes with it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
 
 
 def enable() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
+from torch._ops import OpOverload
 from torch.fx import Node
 
 
@@ -24,12 +26,28 @@ def with_parts(n: Node) -> list[Node]:
 
 def is_call(n: Node) -> bool:
     """Whether a node calls an operation."""
-    return n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload)
+    return n.op == "call_function" and isinstance(n.target, OpOverload)
+
+
+def called_op(n: Node) -> OpOverload | None:
+    """The operation that a node calls. One that writes into its arguments stands in the arguments of a call that copies these."""
+    if is_call(n):
+        return n.target  # type: ignore[return-value]
+    functionalized = n.op == "call_function" and n.target in (auto_functionalized, auto_functionalized_v2)
+    return n.args[0] if functionalized else None  # type: ignore[return-value]
+
+
+def writes(n: Node) -> bool:
+    """Whether a node calls an operation that writes into its arguments."""
+    op = called_op(n)
+    return op is not None and op._schema.is_mutable
 
 
 def op_name(n: Node) -> str:
     """The name of a call's operation, as translators are registered for it."""
-    return n.target.name()  # type: ignore[union-attr]
+    op = called_op(n)
+    assert op is not None
+    return op.name()
 
 
 def is_torchs(n: Node) -> bool:

@@ -7,18 +7,23 @@ leaves it and comes back. What gains nothing from being inside is then given bac
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Graph, Node
 
+from .. import compile as pipeline
+from .. import target as targets
 from .. import translate
 from ..errors import Error, FusionError, TranslatorError, UnsupportedError, Untranslatable
 from ..ir.core import Fusion
+from ..options import Options
 from ..segment import split
 from ..target import Target
-from .nodes import call_of, device_of, has_tensors, is_call, is_torchs, is_view, op_name, source_of, with_parts
+from .blame import blamed, of_users
+from .meaning import other_meaning
+from .nodes import call_of, called_op, device_of, has_tensors, is_call, is_torchs, is_view, op_name, source_of, with_parts, writes
 from .paths import Paths
 from .shown import Shown, shown_sizes
 from .trim import trim
@@ -65,21 +70,22 @@ class Found:
     calls: int = 0  # calls of operations in the graph
 
 
-def find_regions(graph: Graph, target: Callable[[torch.device], Target]) -> Found:
-    """The regions of a graph whose nodes carry fake values. `target` says what a device's programs are compiled for."""
-    return _Search(graph, target).run()
+def find_regions(graph: Graph, with_: Options) -> Found:
+    """The regions of a graph whose nodes carry fake values, as they are compiled under these options."""
+    return _Search(graph, with_).run()
 
 
 class _Search:
     """The search in one graph."""
 
-    def __init__(self, graph: Graph, target: Callable[[torch.device], Target]):
+    def __init__(self, graph: Graph, with_: Options):
         self.nodes = list(graph.nodes)
         self.place = {n: i for i, n in enumerate(self.nodes)}
         self.paths = Paths(self.nodes, self.place)
         self.shown = shown_sizes(self.nodes)
-        self.target = target
+        self.with_ = with_
         self.taken: set[Node] = set()
+        self.compared: set[Node] = set()
         self.refused: dict[Node, Error] = {}
         self.alone: dict[Node, Error] = {}  # refused when tried alone: what stands around a call may change that
         self.trimmed: dict[Node, str] = {}
@@ -95,6 +101,7 @@ class _Search:
                     self.taken |= set(region.nodes)
                     self.paths.contract(region.nodes)
         self._tell_refusals()
+        translate.warn_of_unknown()
         return self.found
 
     def _makes_product(self, n: Node) -> bool:
@@ -112,12 +119,35 @@ class _Search:
         while seed not in self.refused:
             walk = Walk(self._grow(seed))
             self.refused.update(walk.refused)
-            if not walk.refused:
+            if not walk.refused and not self._other_meanings(walk):
                 try:
-                    return self._made(self._trimmed(walk, seed))
-                except (FusionError, UnsupportedError, Untranslatable) as error:
-                    self.refused[seed] = error
+                    walk = self._trimmed(walk)
+                    if of_users(walk):
+                        self._check(walk)
+                    return self._made(walk)
+                except Exception as error:  # of what translators made, from wherever it shows
+                    at_fault = blamed(walk, self._check)
+                    self.refused.update(at_fault)
+                    if not at_fault:
+                        if not isinstance(error, (FusionError, UnsupportedError, Untranslatable)):
+                            raise
+                        self.refused[seed] = error
         return None
+
+    def _other_meanings(self, walk: Walk) -> bool:
+        """Under the option `check`: refuses the calls of users whose translators have another meaning; whether there are any."""
+        new = [n for n in of_users(walk) if n not in self.compared] if self.with_.check else []
+        self.compared.update(new)
+        wrong = {n: error for n in new if (error := other_meaning(n)) is not None}
+        self.refused.update(wrong)
+        return bool(wrong)
+
+    def _check(self, walk: Walk) -> None:
+        """Raises what compiling a walk would raise."""
+        pipeline.check(walk.fusion, self._target(walk), self.with_)
+
+    def _target(self, walk: Walk) -> Target:
+        return targets.find(self.with_.target, walk.device)
 
     def _grow(self, seed: Node) -> list[Node]:
         region = dict.fromkeys(with_parts(seed))
@@ -140,9 +170,9 @@ class _Search:
         near = {call_of(m) for n in nodes for m in (*n.all_input_nodes, *n.users) if m not in region}
         return [n for n in self._in_order(near) if self._candidate(n) and device_of(n) == device]
 
-    def _trimmed(self, walk: Walk, seed: Node) -> Walk:
+    def _trimmed(self, walk: Walk) -> Walk:
         """The walk over the nodes that gain from being inside."""
-        segments = split(walk.fusion, self.target(device_of(seed)))
+        segments = split(walk.fusion, self._target(walk))
         kept, why = trim(walk, segments, lambda nodes: self.paths.span(nodes).convex)
         again = Walk(kept) if len(kept) < len(walk.nodes) else walk
         if again.refused:  # what was trimmed told a translator something that it needs
@@ -164,22 +194,25 @@ class _Search:
 
     def _candidate(self, n: Node) -> bool:
         """Whether a call may be part of a region: translated, and its results read by somebody."""
-        if n in self.refused or n in self.taken or not is_call(n) or not has_tensors(n):
+        if n in self.refused or n in self.taken or not is_call(n) or writes(n) or not has_tensors(n):
             return False
         return bool(n.users) and translate.find(op_name(n)) is not None
 
     def _tell_refusals(self) -> None:
-        """What stands next to a region, or makes products, and why it is not inside."""
+        """What stands next to a region, makes products, or writes into its arguments, and why it is not inside."""
         near = {call_of(m) for r in self.found.regions for n in r.nodes for m in (*n.all_input_nodes, *n.users)}
-        told = {n for n in (*near, *self.refused, *self.alone, *self.trimmed) if n not in self.taken and is_call(n)}
+        writers = [n for n in self.nodes if writes(n) and not is_torchs(n)]
+        told = {n for n in (*near, *writers, *self.refused, *self.alone, *self.trimmed) if n not in self.taken and called_op(n)}
         for n in self._in_order(told):
             reason = self.refused.get(n) or self.trimmed.get(n) or self.alone.get(n) or self._why_not(n)
             why = f"refused: {reason}" if isinstance(reason, Untranslatable) else str(reason)
-            left = Left(str(n.target), source_of(n), why, broken=isinstance(reason, TranslatorError))
+            left = Left(str(called_op(n)), source_of(n), why, broken=isinstance(reason, TranslatorError))
             if left not in self.found.left:
                 self.found.left.append(left)
 
     def _why_not(self, n: Node) -> str:
+        if writes(n):
+            return "it writes into its arguments, and a fusion only returns new tensors"
         if not has_tensors(n):
             return "its results are not tensors"
         if translate.find(op_name(n)) is None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 
 from torch._logging._internal import trace_structured
 
 from ..ir.text import text
 from .regions import Found
+from .say import say_once
 
 log = logging.getLogger("fusion_moe")
 
@@ -22,9 +22,3 @@ def tell(found: Found) -> None:
     for x in found.left:
         if x.broken:
             say_once(f"{x.op} at {x.source or '?'} is not fused: {x.why}")
-
-
-@functools.lru_cache(maxsize=1024)
-def say_once(message: str) -> None:
-    """A warning, at most once."""
-    log.warning("%s", message)

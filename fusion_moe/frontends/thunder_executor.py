@@ -16,7 +16,7 @@ from thunder.core.transform_common import dce
 from thunder.extend import FusionExecutor, register_executor
 from torch.fx import Node
 
-from .. import options, target
+from .. import options
 from ..compile import program_of
 from ..ir.core import Fusion
 from ..ir.text import one_line
@@ -95,7 +95,7 @@ class FusionMoe(FusionExecutor):
         whole: dict[int, Left] = {}  # bound symbols of which a region would take a part
         while True:
             seen = TraceGraph(bsyms, read, whole)
-            found = find_regions(seen.graph, lambda device: target.find(options.current().target, device))
+            found = find_regions(seen.graph, options.current())
             inside = {n: k for k, region in enumerate(found.regions) for n in region.nodes}
             parts = {i: _cut(nodes) for i, nodes in enumerate(seen.nodes) if len({inside.get(n) for n in nodes}) > 1}
             if not parts:

@@ -25,6 +25,7 @@ from torch._library.utils import is_builtin
 from torch._ops import OpOverload
 
 from ..emit.nvfuser import inline
+from ..emit.nvfuser.headers import check_headers
 from ..emit.nvfuser.library import nvfuser
 from ..emit.nvfuser.values import E2M1, WORDS, Codes, form_of
 from ..errors import Error, UnsupportedError, Untranslatable
@@ -32,7 +33,7 @@ from ..ir.core import Fusion, Value
 from ..passes import PASSES
 from ..schedule import nvfuser as scheduler
 from ..target import TARGETS
-from .tell import say_once
+from .say import say_once
 from .thunder_graph import in_order
 from .thunder_ops import RecordedCall, Symbols, meta_of, proxy_of, tensors_in
 from .thunder_quirks import thunders_nvfuser
@@ -156,6 +157,8 @@ def lower(op: OpOverload, args: Any, kwargs: Any) -> Lowered:
         fusion = run(fusion, target).verify()
     if why := scheduler.can_schedule(fusion, target):
         raise UnsupportedError(why)
+    if scheduler.sorts(fusion):
+        check_headers()
     places = {n: i for i, n in enumerate(call.inputs)}
     inputs = tuple(places[n] for n in walk.inputs)
     forms = tuple((i, *_form(v, fusion)) for i, v in zip(inputs, fusion.inputs, strict=True) if v.type.dtype == "u8")

@@ -11,12 +11,12 @@ import torch
 from torch.fx import Node
 
 from .. import translate
-from ..errors import Error, Untranslatable
+from ..errors import Error, FusionError, TranslatorError, Untranslatable
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from ..ir.types import TensorType
 from ..translate import Sizes, plain_argument, tensor_type
-from .nodes import call_of, device_of, op_name, source_of, tensors
+from .nodes import call_of, device_of, is_torchs, op_name, source_of, tensors
 
 
 class Walk:
@@ -35,6 +35,9 @@ class Walk:
             if call_of(n) not in self.refused:
                 try:
                     self._translate(n)
+                except TranslatorError as error:
+                    self.refused[call_of(n)] = error
+                    break  # nobody knows what it left behind
                 except Error as error:  # the walk goes on, to find all of them at once
                     self.refused[call_of(n)] = error
 
@@ -45,10 +48,13 @@ class Walk:
 
     @cached_property
     def fusion(self) -> Fusion:
-        """The Fusion of all nodes."""
+        """The Fusion of all nodes. FusionError for what does not verify, and for sizes that the graph does not know."""
         for n in self.outputs:
             self.fd.add_output(self.values[n])
-        return self.fd.fusion()
+        made = self.fd.fusion()
+        if unknown := [s for s in made.symbols if s not in self.sizes.expressions()]:
+            raise FusionError(f"the size {', '.join(unknown)}", expected="sizes of arguments, which the call decides")
+        return made
 
     def _translate(self, n: Node) -> None:
         first = self.fd.count
@@ -58,18 +64,18 @@ class Walk:
             translator = translate.find(op_name(n))
             assert translator is not None
             with self.fd.at(source_of(n), translator.where):
-                args, kwargs = ([self._argument(a) for a in n.args], {k: self._argument(v) for k, v in n.kwargs.items()})
+                args, kwargs = ([self._argument(n, a) for a in n.args], {k: self._argument(n, v) for k, v in n.kwargs.items()})
                 outputs = translator(self.fd, args, kwargs, [self._type(v) for v in tensors(n.meta["val"])])
             self.values[n] = outputs if isinstance(n.meta["val"], (tuple, list)) else outputs[0]
         self.made[n] = self.fd.ops_from(first)
 
-    def _argument(self, a: Any) -> Any:
+    def _argument(self, reader: Node, a: Any) -> Any:
         if isinstance(a, (list, tuple)):
-            return tuple(self._argument(x) for x in a)
+            return tuple(self._argument(reader, x) for x in a)
         if not isinstance(a, Node):
             return plain_argument(a, self.sizes)
         if a in self.values:
-            return self.values[a]
+            return self._linear(a) if is_torchs(reader) else self.values[a]
         val = a.meta.get("val")
         if isinstance(val, (int, torch.SymInt)):
             return plain_argument(val, self.sizes)
@@ -80,6 +86,13 @@ class Walk:
         if a not in self.inputs:
             self.inputs[a] = self.fd.define_like(self._type(val))
         return self.inputs[a]
+
+    def _linear(self, n: Node) -> Any:
+        """The value of a node, which an operation of torch takes as it is stored: the types of other layouts say what it stands for."""
+        v = self.values[n]
+        if isinstance(v, Value) and v.type.layout != "linear":
+            raise Untranslatable(f"argument {n.name} is {v.type}", expected="the linear layout")
+        return v
 
     def _type(self, val: torch.Tensor) -> TensorType:
         return tensor_type(val.dtype, self.sizes.shape(val.shape))

@@ -48,9 +48,11 @@ class FusionDefinition:
         self._views: dict[Any, tuple[Value, ...]] = {}
         self._producers: dict[Value, Op] = {}
         self._cuts = Cuts()
+        self._only_ops = False
 
     def define_size(self, name: str) -> Size:
         """A size that is known only at launch."""
+        self._check_may("define_size")
         return symbol(self._new_name(name))
 
     def define_groups(self, name: str, count: AnySize) -> Groups:
@@ -68,6 +70,7 @@ class FusionDefinition:
 
     def define_like(self, type: TensorType, role: str = "argument") -> Value:
         """An input of a type."""
+        self._check_may("define_tensor")
         value = Value(f"i{len(self._inputs)}", checked_type(type))
         if role not in ROLES:
             raise FusionError(f"role {role!r}", expected=f"one of {', '.join(ROLES)}")
@@ -82,6 +85,7 @@ class FusionDefinition:
 
     def add_output(self, value: Value, alias_input: Value | None = None) -> None:
         """States an output; with alias_input, one that is written over that input."""
+        self._check_may("add_output")
         for v in (value, value if alias_input is None else alias_input):
             if not isinstance(v, Value):
                 raise FusionError(f"the output {v!r}", expected="a value of this Fusion", todo="numbers are made with fd.ops.full")
@@ -123,6 +127,15 @@ class FusionDefinition:
         finally:
             self._source, self._translator = before
 
+    @contextmanager
+    def only_ops(self) -> Iterator[None]:
+        """Inside, operations and cuts are made: whoever states an input, an output or a size gets a FusionError."""
+        before, self._only_ops = self._only_ops, True
+        try:
+            yield
+        finally:
+            self._only_ops = before
+
     def append(self, kind: OpKind, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Value, ...]:
         """Adds one operation; its output types come from the type rule of its kind. Equal views are made once."""
         inputs, attrs = self._bound(kind, inputs, attrs)
@@ -144,9 +157,18 @@ class FusionDefinition:
         """The operands and attributes of an operation, each of its type."""
         try:
             operands, attrs = kind.signature.bind(inputs, attrs)
-            return tuple(v if isinstance(v, Value) else checked_operand(v) for v in operands), attrs
+            return tuple(self._own(v) if isinstance(v, Value) else checked_operand(v) for v in operands), attrs
         except FusionError as error:
             raise error.at(kind.name) from None
+
+    def _own(self, value: Value) -> Value:
+        if not self.has(value):
+            raise FusionError(f"the operand {value.name}, {value.type}, of another FusionDefinition", expected="a value of this one")
+        return value
+
+    def _check_may(self, what: str) -> None:
+        if self._only_ops:
+            raise FusionError(f"fd.{what} in a translator", expected="operations on its arguments", todo="return the results")
 
     def _add_cuts(self, kind: OpKind, types: Sequence[TensorType], attrs: Mapping[str, Any]) -> None:
         try:
@@ -189,6 +211,10 @@ class FusionDefinition:
     def ops_from(self, first: int) -> tuple[Op, ...]:
         """The operations appended since there were `first` of them."""
         return tuple(self._ops[first:])
+
+    def has(self, value: Value) -> bool:
+        """Whether a value is an input or a result here."""
+        return value in self._roles or value in self._producers
 
     def producer(self, value: Any) -> Op | None:
         """The operation that made a value; None for an input or a number."""

@@ -9,10 +9,13 @@ attribute: plain data that texts, caches and kernels are written from, and so of
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
 
 from ..errors import FusionError
 from .sizes import Size, is_size
@@ -71,22 +74,38 @@ def signature(rule: Callable[..., Any]) -> Signature:
 
 
 def checked_operand(v: Any) -> Any:
-    """An operand that is a number: a Python int, float or bool of 64 bits. FusionError for anything else."""
+    """An operand that is a number: an int, float or bool of 64 bits, as Python's. FusionError for anything else."""
+    v = _as_pythons(v)
     if isinstance(v, bool) or type(v) is float:
         return v
     if isinstance(v, float):
-        return float(v)  # a subclass, as numpy's float64, prints itself otherwise
+        return float(v)  # a subclass may print itself otherwise
     if isinstance(v, int) and int(v) in _INT64:
         return int(v)
-    expected = "a value of this Fusion, or an int, float or bool of 64 bits"
-    raise FusionError(f"the operand {v!r} of type {type(v).__name__}", expected=expected)
+    found, todo = _no_number(v)
+    raise FusionError(found, expected="a value of this Fusion, or an int, float or bool of 64 bits", todo=todo)
+
+
+def _no_number(v: Any) -> tuple[str, str]:
+    """What an operand is that is no number, and what to do about it."""
+    if isinstance(v, (Size, Rows)):
+        return f"the operand {v} is a size, which the call decides", "sizes are for attributes; one that is an int is a number too"
+    if isinstance(v, torch.Tensor):
+        return f"the operand is a tensor of torch, {v.dtype} {list(v.shape)}", "write a number, or make it an argument of the operation"
+    return f"the operand {v!r} of type {type(v).__name__}", ""
+
+
+def _as_pythons(v: Any) -> Any:
+    """A scalar of numpy as the number of Python that it equals, where there is one; anything else as it is."""
+    numpy = sys.modules.get("numpy")
+    return v.item() if numpy is not None and isinstance(v, numpy.generic) else v
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
     """`value`, which must be of the type that the hint says."""
     if get_origin(hint) is tuple and isinstance(value, (list, tuple)):
         return tuple(_checked(name, v, get_args(hint)[0]) for v in value)
-    options = get_args(hint) or (hint,)
+    value, options = _as_pythons(value), get_args(hint) or (hint,)
     if any(_is(value, option) for option in options):
         return value
     raise FusionError(f"{name} = {value!r}", expected=_told(hint))

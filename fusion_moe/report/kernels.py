@@ -9,7 +9,6 @@ from .. import schedule as schedulers
 from ..emit import BACKENDS
 from ..emit.nvfuser import NAME as NVFUSER
 from ..emit.nvfuser import library
-from ..errors import UnsupportedError
 from ..ir.text import text
 from ..runtime.kernel import Chosen
 from ..segment import Segment
@@ -31,7 +30,7 @@ def made_of(segment: Segment, schedule: object, to: Target, why_not: str) -> Mad
 
     Where nvFuser is missing the source is the segment's own text, below what to do about it.
     """
-    missing = _why_no_definitions() if segment.kind == NVFUSER else ""
+    missing = library.why_missing() if segment.kind == NVFUSER else ""
     if missing:
         source = f"# its nvFuser definition is not shown: {missing}\n{text(segment.fusion)}"
         return Made(NVFUSER, _why(NVFUSER, segment, to, why_not), source)
@@ -50,12 +49,3 @@ def _why(backend: str, segment: Segment, to: Target, why_not: str) -> str:
 def _unexecuted(to: Target, why_not: str) -> str:
     never = "" if to.tried or to.capability is None else f"; never run on compute capability {'.'.join(map(str, to.capability))}"
     return f"emitted, unexecuted: {why_not}{never}"
-
-
-def _why_no_definitions() -> str:
-    """Why nvFuser cannot print definitions; "" if it can."""
-    try:
-        library.nvfuser()
-    except UnsupportedError as error:
-        return str(error)
-    return ""

@@ -6,19 +6,19 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from .. import options, translate
 from .. import target as targets
 from ..errors import UnsupportedError
-from ..frontends.inductor import compile_calls
+from ..frontends.inductor import apart, compile_calls
+from ..frontends.nodes import called_op
 from ..frontends.regions import find_regions
 from ..frontends.thunder import found_in
 from ..options import Options
@@ -90,15 +90,15 @@ def _in_dynamo(switches: Options, watch: Watch | None, function: Callable[..., A
     def look(graph: Graph, is_inference: bool = False) -> None:
         if any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes):
             return  # a backward pass
-        seen.graphs.append(find_regions(graph, lambda device: targets.find(switches.target, device)))
-        seen.custom_ops.update((name, None) for n in graph.nodes if (name := _custom_op(n.target)))
+        seen.graphs.append(find_regions(graph, switches))
+        seen.custom_ops.update((name, None) for n in graph.nodes if (name := _custom_op(n)))
         if watch is not None:
             watch.take_over(graph, seen.graphs[-1].regions)
 
     has_isolation = "isolate_recompiles" in signature(torch.compile).parameters  # torch 2.13
-    apart: dict[str, Any] = {"isolate_recompiles": True} if has_isolation else {}
+    isolated: dict[str, Any] = {"isolate_recompiles": True} if has_isolation else {}
     compiled = torch.compile(
-        _called(function), backend=lambda model, inputs: compile_calls(look, model, _own(model, inputs)), dynamic=False, **apart
+        apart(function), backend=lambda model, inputs: compile_calls(look, model, _own(model, inputs)), dynamic=False, **isolated
     )
     limits = torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
     no_timing = inductor_config.patch(shape_padding=False)  # it measures on the GPU what to pad
@@ -123,17 +123,9 @@ def _original(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _called(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls another. Dynamo keeps what it compiles with the code of a function: this one's is its own, and goes with it."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
-
-
-def _custom_op(op: Any) -> str:
+def _custom_op(n: Node) -> str:
     """The name of an operation that is not torch's and has no translator, else nothing."""
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace in ("aten", "prims", "prim", "inductor"):
+    op = called_op(n)
+    if op is None or op.namespace in ("aten", "prims", "prim", "inductor"):
         return ""
     return "" if translate.find(op.name()) else op.name()

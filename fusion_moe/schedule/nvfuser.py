@@ -28,6 +28,7 @@ CONTRACTS = False  # it stores the 16-bit results of its products
 HALVES = ("bf16", "f16")
 PRODUCTS = {"bf16": "dequantize + grouped_mm", "nvfp4": "cutlass_nvfp4_grouped_mm"}  # by the format of the activations
 SORTED = 4096  # rows; it sorts within one block, whose shared memory and registers end between here and 8192
+_SORTS = ("route", "invert")
 _K, _N = 64, 128  # what the sizes of a 4-bit product are multiples of
 
 
@@ -50,6 +51,11 @@ def choose(fusion: Fusion, target: Target) -> NvFuser:
     return NvFuser(tuple(lowering(op) for op in ops if op.kind.role == "grouped"), tuple(op.kind.name for op in ops))
 
 
+def sorts(fusion: Fusion) -> bool:
+    """Whether a definition sorts: for that nvFuser needs the headers of a CUDA toolkit, and for nothing else."""
+    return any(op.kind.name in _SORTS for op in fusion.ops)
+
+
 def lowering(product: Op) -> str:
     """What a grouped product becomes."""
     a, w = (v.type for v in product.values[:2])
@@ -62,8 +68,6 @@ def _refusal(op: Op, fusion: Fusion, target: Target) -> str | None:
         return f"{op.kind.name} of u8: nvFuser has no 8-bit integers"
     if any(plain(d) == 0 for t in types for d in t.shape):
         return f"{op.kind.name} of no elements: nvFuser asserts, and there is nothing to do"
-    if op.kind.role == "pointwise" and op.kind.name != "cast" and any(t.dtype == "f8e4m3" for t in types):
-        return f"{op.kind.name} of f8e4m3: nvFuser computes on wider floats and on integers"
     rule = _RULES.get(op.kind.name)
     return rule(op, fusion, target) if rule else None
 
@@ -173,6 +177,6 @@ def _leaves(op: Op, fusion: Fusion) -> bool:
 Rule = Callable[[Op, Fusion, Target], str | None]
 _RULES: dict[str, Rule] = {
     "cast": _cast, "pack": _pack, "unpack": _unpack, "quantize": _quantize, "relayout": _inside, "grouped_swizzle": _swizzle,
-    "grouped_mm": _product, "grouped_mm_t": _product, "grouped_outer": _outer, "route": _sort, "invert": _sort, "combine": _combine,
-    "index_put_accumulate": _scatter,
+    "grouped_mm": _product, "grouped_mm_t": _product, "grouped_outer": _outer, "combine": _combine,
+    "index_put_accumulate": _scatter, **dict.fromkeys(_SORTS, _sort),
 }  # fmt: skip

@@ -338,8 +338,9 @@ def test_a_value_of_another_definition_is_found_out(lib):
         return others[0]  # of the walk that tried the call alone
 
     result = found(traced(lambda x: op(mlp(x)), tokens(5)))
-    assert result.regions == []
-    assert "is never made" in left(result, "fusion_moe.expert_mlp.default")
+    (region,) = result.regions
+    assert calls(region.nodes) == ["fusion_moe.expert_mlp.default"]
+    assert "returned a f32[5, 32] of another FusionDefinition" in left(result, "fx_regions.plus_one.default")
 
 
 # ------------------------------------------------------------------------------------------------------------------------- sizes
@@ -459,3 +460,16 @@ def test_three_thousand_nodes_with_48_layers_take_seconds():
     print(f"{len(graph.nodes)} nodes: {seconds:.1f} s")
     assert len(result.regions) == 48
     assert seconds < 10
+
+
+def test_what_is_stored_in_a_layout_is_read_by_torch_as_it_is_stored():
+    """Its type says what it stands for; a view of the bytes is none of that, and no translator's fault."""
+
+    def f(x, offs):
+        scales = product(x, offs).to(torch.float8_e4m3fn)
+        return O.grouped_swizzle_block_scale(scales, offs).view(-1)
+
+    result = found(traced(f, tokens(5), OFFS))
+    assert result.regions
+    assert not [x for x in result.left if x.broken]
+    assert "expected the linear layout" in left(result, "aten.view.default")

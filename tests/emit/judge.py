@@ -6,10 +6,12 @@ The meaning is the interpreter's, which shares no code with the IR.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from interpreter import interpret, round_trip
+from launched import keep
 
 from fusion_moe.compile import lower
 from fusion_moe.emit.nvfuser import define
@@ -24,6 +26,7 @@ from fusion_moe.target import TARGETS
 
 HAS_NVFUSER = installed()
 NVFUSER_TARGETS = ("sm_90", "sm_100")
+KEPT: list[Path] = []  # the folder of --keep-definitions, if it was given
 
 
 def judge(fusion: Fusion, inputs: Sequence[Any], targets: Sequence[str] = NVFUSER_TARGETS) -> dict[str, list[Segment]]:
@@ -41,6 +44,8 @@ def judge(fusion: Fusion, inputs: Sequence[Any], targets: Sequence[str] = NVFUSE
             outputs = segment.fusion.evaluate(*given, sizes=env)
             if segment.kind == "nvfuser":
                 judge_segment(segment.fusion, given, outputs, env)
+                for folder in KEPT:
+                    keep(segment.fusion, name, env, folder)
             made.update(zip(segment.outputs, outputs, strict=True))
     return found
 

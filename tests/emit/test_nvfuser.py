@@ -12,7 +12,7 @@ from judge import judge
 
 from fusion_moe import FusionDefinition, ops, options
 from fusion_moe.compile import lower
-from fusion_moe.emit.nvfuser import library
+from fusion_moe.emit.nvfuser import headers, library
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.formats import Quantized, dequantize, quantize
 from fusion_moe.ir.core import Fusion
@@ -144,6 +144,29 @@ def test_a_product_means_the_same(activation_format, runs, dtype):
     assert ("sm_90" in found) == (activation_format == "bf16")
 
 
+def of_problem(n=2 * I, sizes=(3, 0, 7, 1)):
+    """The arguments of the operation with thunder's signature; its weight is stored as it wants it."""
+    codes, scale, decode = weight(n, H)
+    starts = [sum(sizes[:g]) for g in range(G)]
+    padded = [sum(-(-m // 128) * 128 for m in sizes[:g]) for g in range(G)]
+    ints = [torch.tensor(t, dtype=torch.int32) for t in (starts, padded, [[m, n, H] for m in sizes])]
+    return [rows(), codes.mT, SF128X4.forward(scale), decode, *ints]
+
+
+@needs_nvfuser
+@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
+def test_thunders_operation_means_the_same_in_4_bits(static):
+    """Its codes and scales go into the 4-bit product as they are: nothing is decoded, and no scale of a weight moved."""
+    args = of_problem()
+    fusion = call("f16a_nvfp4weight_scaled_grouped_mm", args, static, activation_format="nvfp4")
+    assert list(judge(fusion, args)) == ["sm_100"]
+    (source,) = sources(fusion)
+    assert source.count("cutlass_nvfp4_grouped_mm(") == 1
+    assert source.count("dtype=DataType.Float4_e2m1fn)") == 1
+    assert "bitwise_right_shift" not in source
+    assert "permute" not in source
+
+
 @needs_nvfuser
 @pytest.mark.parametrize("activation_format", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("ids", [[[0, 0]], [[3, 3], [3, 3]], [[2, 0]] * 130, []])
@@ -233,7 +256,6 @@ def four_bit(n, k):
 
 REFUSED = {
     "a sum of bytes": one(lambda fd, x: fd.ops.add(x, x), ([4], "u8")),
-    "e4m3 arithmetic": one(lambda fd, x: fd.ops.neg(x), ([4], "f8e4m3")),
     "a cast to e4m3": one(lambda fd, x: fd.ops.cast(x, dtype="f8e4m3"), ([4], "f32")),
     "float32 activations": one(cut_product, ([11, H], "f32"), ([G, 8, H], "f32"), ([G], "i32")),
     "two 16-bit types": one(cut_product, ([11, H], "f16"), ([G, 8, H], "bf16"), ([G], "i32")),
@@ -296,3 +318,54 @@ def test_a_launch_on_the_cpu_is_an_error():
     given = dict(zip(lowered.stages[-1][1].inputs, args, strict=True))
     with pytest.raises(UnsupportedError, match="the tensors are on cpu"):
         kernel([given[v] for v in segment.inputs], {})
+
+
+# CUDA headers ---------------------------------------------------------------------------------------------------------
+
+
+def sort(tokens=TOKENS):
+    return call("route", [torch.zeros(tokens, SLOTS, dtype=torch.int64)], True, groups=G)
+
+
+def toolkit(folder, version, cub="cccl/cub/block"):
+    """A folder of headers as a toolkit of this version has it; newer ones have CUB in "cccl"."""
+    folder.mkdir()
+    (folder / "cuda.h").write_text(f"/* */\n#define CUDA_VERSION {version}\n")
+    (folder / cub).mkdir(parents=True)
+    (folder / cub / "block_radix_sort.cuh").touch()
+    return folder
+
+
+def test_headers_that_fit(tmp_path, monkeypatch):
+    """Those of the major version of torch's CUDA, which is nvFuser's."""
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    for i, fits in enumerate([(12060,), (12080, "cub/block"), (12090,)]):
+        monkeypatch.setattr(headers, "FOLDER", toolkit(tmp_path / str(i), *fits))
+        headers.check_headers()
+
+
+def test_headers_that_do_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    toolkit(tmp_path / "no cuda.h", 12080)
+    (tmp_path / "no cuda.h" / "cuda.h").unlink()
+    folders = {
+        tmp_path / "missing": "has none", toolkit(tmp_path / "old", 11080): "has those of CUDA 11.8",
+        toolkit(tmp_path / "new", 13000): "has those of CUDA 13.0", toolkit(tmp_path / "no cub", 12080, "cccl"): "has none",
+        tmp_path / "no cuda.h": "has none",
+    }  # fmt: skip
+    for folder, why in folders.items():
+        monkeypatch.setattr(headers, "FOLDER", folder)
+        with pytest.raises(UnsupportedError) as caught:
+            headers.check_headers()
+        assert str(caught.value) == (
+            f"nvfuser: nvFuser compiles sorts with the headers of a CUDA toolkit, and {folder} {why}; "
+            "expected those of CUDA 12.8, or of its major version; install that toolkit, and let /usr/local/cuda lead to it"
+        )
+
+
+def test_what_sorts():
+    """Products and all that stands around them compile without a toolkit."""
+    assert facts.sorts(sort())
+    assert facts.sorts(moe_layer(True))
+    assert not facts.sorts(grouped_matmul(True))
+    assert not facts.sorts(expert_mlp_of_sorted_rows(True))

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import fusion_moe
 from fusion_moe import errors, translate, translator
+from fusion_moe.emit.nvfuser import headers
 
 pytestmark = [pytest.mark.thunder, pytest.mark.nvfuser]
 
@@ -28,12 +29,16 @@ G, H, I, K, T = 4, 128, 128, 2, 5  # experts, hidden and intermediate size, expe
 
 @pytest.fixture
 def device(monkeypatch):
-    """device(9, 0): from now on torch says that there is one of this compute capability. What would be launched there raises."""
+    """device(9, 0): from now on torch says that there is one of this compute capability, and that nvFuser can compile all for it.
+
+    What would be launched there raises.
+    """
 
     def pretend(*capability: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
+        monkeypatch.setattr(headers, "_version", lambda folder: torch.version.cuda)
         fusion_moe.thunder_executors(nvfuser=True)
         from thunder.executors import nvfuserex_impl
 
@@ -170,7 +175,7 @@ def test_what_operations_share_is_written_once(device):
     device(9, 0)
     result = traced(small, *inputs())
     (fusion,) = [b for b in result.forward.bound_symbols if b.sym.name.startswith("nvFusion")]
-    assert str(definition(fusion)).count("fd.ops.cummax") == 1  # the ends of groups, for both products
+    assert str(definition(fusion)).count("fd.ops.max(") == 1  # the ends of groups, for both products
 
 
 def test_codes_that_are_used_twice_are_viewed_once(device):
@@ -198,8 +203,9 @@ def test_4_bit_activations_need_capability_10(device):
         traced(f, *inputs())
 
 
-def test_weights_as_thunders_benchmarks_have_them(device):
-    """[G, K/2, N], K running fastest, in fp4"""
+@pytest.mark.parametrize(("activation_format", "capability"), [("bf16", (9, 0)), ("bf16", (10, 0)), ("nvfp4", (10, 0))])
+def test_weights_as_thunders_benchmarks_have_them(activation_format, capability, device):
+    """[G, K/2, N], K running fastest, in fp4; 4-bit activations take them as they are"""
     codes, scale, decode_scale = weight(I, H)
     sizes = torch.tensor([[m, I, H] for m in (1, 0, 3, 1)], dtype=torch.int32)
     starts, padded_starts = (torch.tensor(s, dtype=torch.int32) for s in ([0, 1, 1, 4], [0, 128, 128, 256]))
@@ -207,12 +213,14 @@ def test_weights_as_thunders_benchmarks_have_them(device):
     args = (inputs()[0], fp4, swizzled(scale), decode_scale, starts, padded_starts, sizes)
 
     def f(x, *rest):
-        return O.f16a_nvfp4weight_scaled_grouped_mm(x, *rest) + x
+        return O.f16a_nvfp4weight_scaled_grouped_mm(x, *rest, activation_format=activation_format) + x
 
-    want = f(*args)
-    device(9, 0)
+    with fusion_moe.options.override(target="reference"):
+        want = f(*args)
+    device(*capability)
     result = traced(f, *args)
-    assert len(result.fusions()) == 1
+    (fusion,) = [b for b in result.forward.bound_symbols if b.sym.name.startswith("nvFusion")]
+    assert str(definition(fusion)).count("fd.ops.cutlass_nvfp4_grouped_mm") == (activation_format == "nvfp4")
     close(result.run(*args)[0], want)
 
 
@@ -298,6 +306,16 @@ def test_what_nvfuser_refuses_is_ours(device):
     result = traced(one, *inputs(torch.float32))
     assert "nv_fusion_moe_expert_mlp" not in [name for fusion in result.fusions() for name in fusion]
     assert any(name.startswith("fusion_moe0") for name in result.others())
+
+
+def test_sorts_without_headers_are_ours(device, monkeypatch):
+    """nvFuser would assert, and has no way back"""
+    device(9, 0)
+    monkeypatch.setattr(headers, "_version", lambda folder: "")
+    result = traced(small, *inputs())
+    inside = [name for fusion in result.fusions() for name in fusion]
+    assert "nv_fusion_moe_route" not in inside
+    assert inside.count("nv_fusion_moe_nvfp4_grouped_mm") == 2
 
 
 def test_no_rows_are_not_for_nvfuser(device):

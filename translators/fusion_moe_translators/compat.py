@@ -11,27 +11,29 @@ from fusion_moe.ir.types import TensorType, plain
 from fusion_moe.layouts import SF128X4
 from fusion_moe.translate import translator
 
-from .moe import cut_by, flat, product
+from .moe import flat, operand, product
 
 
 @translator("fusion_moe::f16a_nvfp4weight_scaled_grouped_mm")
 def f16a_nvfp4weight_scaled_grouped_mm(
     fd: FusionDefinition, activation: Value, fp4_weight: Value, weight_scaling_factor: Value, global_scale: Value, offsets: Value,
-    blockscale_offsets: Value, problem_sizes: Value,
+    blockscale_offsets: Value, problem_sizes: Value, activation_format: str = "bf16",
 ) -> Value:  # fmt: skip
     """activation [..., K], fp4_weight u8[G, K/2, N], weight_scaling_factor f8e4m3[G, ceil128(N), ceil4(K/16)] -> [..., N]
 
     fp4_weight is stored as [G, N, K/2], its scaling factors as sf128x4, matrix by matrix. global_scale f32[G] decodes: it multiplies.
     offsets i32[G] are group starts without the total, blockscale_offsets i32[G] the same once each group is padded to 128 rows,
-    problem_sizes i32[G, 3] the (m, n, k) of each group.
+    problem_sizes i32[G, 3] the (m, n, k) of each group. activation_format "bf16" takes the activation as it is; "nvfp4" quantizes the
+    rows of all groups first, with one decode scale for them, amax / 2688, and the product is one of two 4-bit operands.
     """
     g, n, k = _check_weight(fp4_weight.type, weight_scaling_factor.type, global_scale.type)
     if offsets.type.shape != (g,):
         raise ShapeError(f"offsets {offsets.type}", expected=f"i32[{g}], the start of each group, the last one too, without the total")
     rows, restore = flat(fd, activation, keep=1)
     ends = fd.groups_of_problem(offsets, problem_sizes, blockscale_offsets, plain(rows.type.shape[0]), n, k)
+    rows = operand(fd, rows, ends, activation_format)
     weight = (fp4_weight, weight_scaling_factor, global_scale)
-    return restore(product(fd, cut_by(fd, rows, ends), weight, ends, "bf16", SF128X4.name, activation.type.dtype, transposed=True))
+    return restore(product(fd, rows, weight, ends, activation_format, SF128X4.name, activation.type.dtype, transposed=True))
 
 
 def _check_weight(codes: TensorType, block_scale: TensorType, decode_scale: TensorType) -> tuple[int, int, int]:

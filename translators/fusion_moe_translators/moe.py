@@ -37,6 +37,12 @@ def cut_by(fd: FusionDefinition, x: Value, ends: Value) -> Value:
     return fd.ops.cut(x, ends)
 
 
+def operand(fd: FusionDefinition, x: Value, ends: Value, activation_format: str) -> Value:
+    """x [M, K] -> [M/g, K], to be quantized or not: the one decode scale of its rows may not depend on those that belong to no group."""
+    cut = cut_by(fd, x, ends)
+    return fd.ops.zero_rest(cut, ends) if activation_format == "nvfp4" else cut
+
+
 def product(
     fd: FusionDefinition, a: Value, weight: tuple[Value, Value, Value], ends: Value, activation_format: str, weight_layout: str, dtype: str,
     **packing: bool,
@@ -76,12 +82,9 @@ def nvfp4_grouped_mm(
         raise DtypeError(f"out_dtype {out_dtype}", expected=f"one of {', '.join(FLOATS)}")
     rows, restore = flat(fd, a, keep=1)
     ends = fd.groups_of(offs, plain(rows.type.shape[0]))
-    cut = cut_by(fd, rows, ends)
-    if activation_format == "nvfp4":  # their one decode scale may not depend on rows that belong to no group
-        cut = fd.ops.zero_rest(cut, ends)
-    return restore(
-        product(fd, cut, (b_codes, b_block_scale, b_decode_scale), ends, activation_format, weight_layout, out_dtype or a.type.dtype)
-    )
+    rows = operand(fd, rows, ends, activation_format)
+    weight = (b_codes, b_block_scale, b_decode_scale)
+    return restore(product(fd, rows, weight, ends, activation_format, weight_layout, out_dtype or a.type.dtype))
 
 
 @translator("fusion_moe::grouped_swizzle_block_scale")

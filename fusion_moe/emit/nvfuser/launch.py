@@ -13,17 +13,22 @@ from ...ir.core import Fusion
 from ...schedule import nvfuser as facts
 from ...target import TARGETS, why_not_on
 from .definition import Argument, Definition
+from .headers import check_headers
 from .values import form_of
 
 
 def launcher(definition: Definition, fusion: Fusion) -> Callable[..., tuple[Any, ...]]:
     """launch(*inputs, sizes=...) -> the outputs."""
     four_bits = any(facts.lowering(op) == facts.PRODUCTS["nvfp4"] for op in fusion.ops if op.kind.role == "grouped")
+    sorts = facts.sorts(fusion)
 
     def launch(*inputs: Tensor, sizes: Mapping[str, int]) -> tuple[Any, ...]:
         if any(t.numel() == 0 for t in inputs):  # nvFuser's layout operation asserts; and there is next to nothing to do
             return fusion.evaluate(*inputs, sizes=sizes)
-        _check_device(inputs[0].device, four_bits)
+        device = inputs[0].device if inputs else torch.device("cuda")  # constants alone are made on the current one
+        _check_device(device, four_bits)
+        if sorts:
+            check_headers()
         outputs = definition.fd.execute(arguments(definition, inputs, sizes))
         return tuple(_as_stored(t, v.type.dtype) for t, v in zip(outputs, fusion.outputs, strict=True))
 

@@ -33,6 +33,15 @@ def nvfuser() -> Any:
     return nvfuser_direct
 
 
+def why_missing() -> str:
+    """Why nvFuser cannot print definitions; "" if it can."""
+    try:
+        nvfuser()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
 def dtype(name: str) -> Any:
     """nvFuser's data type of a dtype of the IR, or by its own name."""
     return getattr(nvfuser().DataType, DTYPES.get(name, name))

@@ -17,7 +17,7 @@ from ...groups import ceil_to
 from ...ir.core import Op
 from ...layouts import SF128X4
 from .library import dtype
-from .rows import group_count, group_of, inside
+from .rows import group_count, inside, of_groups, of_their_group
 from .values import E2M1, WORDS, Codes, Encoded, Packed
 from .writer import Writer
 
@@ -145,7 +145,6 @@ def _product(w: Writer, op: Op, a: Any, matrices: Any, ends: Any) -> Any:
 def _packed_product(w: Writer, op: Op, a: Encoded, weight: Packed, ends: Any) -> Any:
     """-> f32[M, N]: the 4-bit product rounded to 16 bits, times the decode scales that differ along N."""
     g, n, k = _matrices(op)
-    rows = op.outputs[0].type.shape[0]
     alpha, rest = _factors(w, a.decode_scale, weight, (g, n))
     scale = a.block_scale if op.attrs.get("a_layout") == SF128X4.name else _grouped_scale(w, a, ends, g)
     y = w.cutlass_nvfp4_grouped_mm(
@@ -153,7 +152,7 @@ def _packed_product(w: Writer, op: Op, a: Encoded, weight: Packed, ends: Any) ->
         _problem_sizes(w, ends, g, n, k), _starts(w, ends, g), _padded_starts(w, ends, g), dtype=dtype(w.stored(op.outputs[0])),
     )  # fmt: skip
     y = w.to(y, "f32")
-    return y if rest is None else w.mul(y, w.index_select(rest, group_of(w, rows, ends, g), 0))
+    return y if rest is None else w.mul(y, of_their_group(w, rest, op.outputs[0].type.shape, ends, g))
 
 
 def _factors(w: Writer, decode_a: Any, weight: Packed, shape: tuple[int, int]) -> tuple[Any, Any]:
@@ -178,8 +177,10 @@ def _sizes(w: Writer, ends: Any, groups: int) -> Any:
 
 def _padded_starts(w: Writer, ends: Any, groups: int) -> Any:
     """ends i32[G] -> i32[G]: groups.padded_starts(ends, 128)."""
+    if groups == 1:
+        return _starts(w, ends, groups)
     padded = w.bitwise_and(w.add(_sizes(w, ends, groups), _ALIGN - 1), -_ALIGN)
-    return w.to(w.sub(w.cumsum(padded, 0), padded), "i32")
+    return w.to(w.sum(of_groups(w, padded, groups, w.gt), [1]), "i32")
 
 
 def _problem_sizes(w: Writer, ends: Any, g: int, n: int, k: int) -> Any:

@@ -28,9 +28,27 @@ def group_of(w: Writer, rows: Dim, ends: Any, groups: int) -> Any:
     return w.minimum(w.to(w.sum(w.to(past, "i32"), [1]), "i32"), groups - 1)
 
 
+def of_their_group(w: Writer, table: Any, shape: tuple[Dim, ...], ends: Any, groups: int) -> Any:
+    """table [G, N], ends i32[G] -> [M, N] of this shape: for each row that of its group. nvFuser may assert where it picks from one row."""
+    if groups == 1:
+        return w.spread(w.squeeze(table, [0]), shape, 1)
+    return w.index_select(table, group_of(w, shape[0], ends, groups), 0)
+
+
 def _ends(w: Writer, op: Op, offs: Any) -> Any:
     """As groups.clamp_ends."""
-    return w.cummax(w.minimum(w.maximum(offs, 0), w.size(op.attrs["rows"])), 0)
+    groups, clamped = op.attrs["groups"].count, w.minimum(w.maximum(offs, 0), w.size(op.attrs["rows"]))
+    return w.max(of_groups(w, clamped, groups, w.ge), [1]) if groups > 1 else clamped
+
+
+def of_groups(w: Writer, x: Any, groups: int, order: Callable[[Any, Any], Any]) -> Any:
+    """x i32[G] -> i32[G, G]: x[j] at (i, j) where order(i, j), else 0. Its reductions along j are what scans of x are.
+
+    nvFuser's scans need the headers of a CUDA toolkit, and reductions do not; G is small, but more than 1.
+    """
+    shape = (groups, groups)
+    taken = order(w.spread(w.count(groups), shape, 0), w.spread(w.count(groups), shape, 1))
+    return w.where(taken, w.spread(x, shape, 1), w.constant(0, "i32"))
 
 
 def _problem_ends(w: Writer, op: Op, starts: Any, problem_sizes: Any, padded_starts: Any) -> Any:
@@ -83,7 +101,7 @@ def _combine(w: Writer, op: Op, y: Any, slot_of: Any, weights: Any) -> Any:
 
 def _group_add(w: Writer, op: Op, y: Any, bias: Any, ends: Any) -> Any:
     t = op.outputs[0].type
-    added = w.index_select(w.to(bias, "f32"), group_of(w, t.shape[0], ends, group_count(op)), 0)
+    added = of_their_group(w, w.to(bias, "f32"), t.shape, ends, group_count(op))
     return w.to(w.add(w.to(y, "f32"), inside(w, added, t.shape, ends, group_count(op))), t.dtype)
 
 

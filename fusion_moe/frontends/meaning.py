@@ -1,0 +1,172 @@
+"""Whether a translator means what its operation computes: both run on the same tensors, the translation in plain torch.
+
+Of every call that a user's translator takes under the option `check`, on drawn tensors; `fusion_moe.testing` asks more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .. import translate
+from ..errors import Error, TranslatorError
+from ..ir.builder import FusionDefinition
+from ..ir.core import Fusion, Value
+from ..ops import as_bytes
+from ..translate import Sizes, Translator, plain_argument, tensor_type, told
+from .nodes import called_op
+from .say import say_once
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ANOTHER = 0.03  # what two roundings, or two orders of a sum, do not make
+
+
+@dataclass(frozen=True)
+class Translated:
+    """A call as its translator has it. inputs: the tensors that the Fusion reads, packed codes as bytes; want: what the call gives."""
+
+    fusion: Fusion
+    inputs: tuple[Tensor, ...]
+    want: tuple[Tensor, ...]
+
+
+def compared(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], rtol: float | None = None, atol: float | None = None
+) -> Translated:
+    """A call on real tensors, whose body, fake and translator agree. TranslatorError if they do not, Untranslatable if it is refused.
+
+    rtol, atol: how near, as torch.testing.assert_close has it.
+    """
+    translator = found(op)
+    fakes = _results(_on_fakes(op, args, kwargs))
+    want = _results(op(*args, **kwargs))
+    if _forms(want) != _forms(fakes):
+        raise TranslatorError(f"{op} returns {_forms(want)}", expected=f"{_forms(fakes)}, as its fake gives", todo="mend the fake")
+    fusion, inputs = _translation(translator, *_as_in_graphs(op, args, kwargs), fakes)
+    same(translator, "in plain torch", fusion.evaluate(*inputs), want, rtol, atol)
+    return Translated(fusion, inputs, want)
+
+
+def found(op: OpOverload) -> Translator:
+    """The translator of an operation. TranslatorError if it has none, or if the operation writes into its arguments."""
+    translator = translate.find(op.name())
+    if translator is None or op._schema.is_mutable:
+        why = "has no translator" if translator is None else "writes into its arguments, and a fusion only returns new tensors"
+        raise TranslatorError(f"{op} {why}", expected="an operation that returns new tensors, with a translator")
+    return translator
+
+
+def same(
+    translator: Translator, what: str, got: Sequence[Tensor], want: Sequence[Tensor], rtol: float | None = None, atol: float | None = None
+) -> None:
+    """TranslatorError if results of a translation are not near those of the operation. what: how they were computed."""
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        try:
+            torch.testing.assert_close(a, as_bytes(b), rtol=rtol, atol=atol, equal_nan=True)
+        except AssertionError as error:
+            differs = " ".join(str(error).split())
+            raise TranslatorError(
+                f"the translator of {translator.op}, {what}, gives other values in output {i}: {differs}",
+                expected="those of the operation", todo="mend the translator", where=translator.where,
+            ) from None  # fmt: skip
+
+
+def other_meaning(n: Node) -> TranslatorError | None:
+    """How a call of a graph, run on drawn tensors of its shapes, differs from its translator; None too if it cannot be run on these."""
+    op = called_op(n)
+    assert op is not None
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            args, kwargs = tree_map(_real, (tuple(n.args), dict(n.kwargs)))
+            compared(op, args, kwargs, rtol=_ANOTHER, atol=_ANOTHER)
+        except TranslatorError as error:
+            return error
+        except Exception as error:  # of the operation, which may not take any values
+            say_once(f"check: {op} was not compared with its translator, for on drawn values it fails: {told(error)}")
+    return None
+
+
+def drawn(t: Tensor, seed: int = 0) -> Tensor:
+    """Other values for a tensor of floats, the same in every run; any other tensor itself."""
+    if t.dtype not in _FLOATS:
+        return t
+    values = torch.randn(t.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(t.device, t.dtype)
+
+
+def _real(a: Any) -> Any:
+    """A tensor of values for the fake one of a node; integers are zeros, which are indices of every size."""
+    val = a.meta["val"] if isinstance(a, Node) else a
+    if isinstance(val, torch.SymInt):
+        return _hint(val)
+    if not isinstance(val, Tensor):
+        return val
+    return drawn(torch.zeros([_hint(s) for s in val.shape], dtype=val.dtype, device=val.device))
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    return size if isinstance(size, int) else int(size.node.require_hint())
+
+
+def _on_fakes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with FakeTensorMode() as mode:
+        fake_args, fake_kwargs = tree_map(lambda a: mode.from_tensor(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs)))
+        return op(*fake_args, **fake_kwargs)
+
+
+def _results(result: Any) -> tuple[Tensor, ...]:
+    return tuple(t for t in tree_leaves(result) if isinstance(t, Tensor))
+
+
+def _forms(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{t.dtype} {list(t.shape)}" for t in tensors)
+
+
+def _as_in_graphs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments as graphs have them: by position where they may be, without defaults at the end."""
+    names, given = [a for a in op._schema.arguments if not a.kwarg_only], dict(kwargs)
+    placed = [(v, a) for v, a in zip(args, names, strict=False)]
+    placed += [(given.pop(a.name, a.default_value), a) for a in names[len(args) :]]
+    while placed and placed[-1][1].has_default_value() and _is_default(*placed[-1]):
+        placed.pop()
+    return [v for v, _ in placed], given
+
+
+def _is_default(v: Any, a: Any) -> bool:
+    return not isinstance(v, Tensor) and v == a.default_value
+
+
+def _translation(
+    translator: Translator, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Tensor]
+) -> tuple[Fusion, tuple[Tensor, ...]]:
+    """What a translator makes of a call, and the tensors that are its inputs."""
+    fd, sizes, inputs = FusionDefinition(), Sizes(), dict[int, tuple[Tensor, Value]]()
+
+    def argument(a: Any) -> Any:
+        if isinstance(a, (list, tuple)):
+            return tuple(map(argument, a))
+        if not isinstance(a, Tensor):
+            return plain_argument(a, sizes)
+        if id(a) not in inputs:
+            inputs[id(a)] = (a, fd.define_like(tensor_type(a.dtype, a.shape)))
+        return inputs[id(a)][1]
+
+    expected = [tensor_type(t.dtype, t.shape) for t in results]
+    outputs = translator(fd, [argument(a) for a in args], {k: argument(v) for k, v in kwargs.items()}, expected)
+    for v in outputs:
+        fd.add_output(v)
+    try:
+        return fd.fusion(), tuple(as_bytes(t) for t, _ in inputs.values())
+    except Error as error:
+        raise TranslatorError(error.found, expected=error.expected, todo=error.todo, where=translator.where) from error
+
+

@@ -1,0 +1,107 @@
+"""For tests of translators: `check_translator(op, *args)` compares one with its operation, alone and fused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map
+
+from . import options
+from .compile import run
+from .errors import TranslatorError
+from .frontends.inductor import FusionPass, apart, compile_calls
+from .frontends.meaning import compared, drawn, found, same
+from .frontends.regions import Found
+from .translate import Operation, overload_of, told
+
+__all__ = ["check_translator"]
+
+_K = 16  # of the product that the operation is fused with: the narrowest there is
+_PRODUCTS = (torch.float16, torch.bfloat16, torch.float32)
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def check_translator(op: Operation, *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any) -> None:
+    """Calls an operation, and compares what its body gives with its fake, with its translator in plain torch, and with that compiled:
+    alone, and fused with a grouped product whose result is the first float tensor [..., N] among the arguments by position.
+
+    On the arguments given; on drawn floats of the same shapes; and on drawn floats of 0, 1 and 3 more rows in every tensor that has as
+    many as the first, where the operation takes that. rtol, atol: how near, as torch.testing.assert_close has it.
+    TranslatorError says what differs or fails; Untranslatable is the translator's refusal of the call given.
+    """
+    overload, call = overload_of(op), (args, kwargs)
+    near = {"rtol": rtol, "atol": atol}
+    with torch.no_grad(), options.override(contract_rounding=False):  # which would keep more than the operation does
+        _check_alone(overload, call, near)
+        taken = [other for other in _others(call) if _takes(overload, other, near)]
+        _check_fused(overload, [call, *taken], near)
+
+
+def _takes(op: OpOverload, call: _Call, near: Mapping[str, Any]) -> bool:
+    """Whether an operation takes another call than the one given, which is compared then."""
+    try:
+        _check_alone(op, call, near)
+    except TranslatorError:
+        raise
+    except Exception:  # of its body, of its fake; or the translator refuses
+        return False
+    return True
+
+
+def _check_alone(op: OpOverload, call: _Call, near: Mapping[str, Any]) -> None:
+    translated = compared(op, *call, **near)
+    try:
+        got = run(translated.fusion, translated.inputs)
+    except Exception as error:
+        raise TranslatorError(f"what the translator of {op} made does not run: {told(error)}", where=found(op).where) from error
+    same(found(op), "compiled alone", got, translated.want, **near)
+
+
+def _check_fused(op: OpOverload, calls: Sequence[_Call], near: Mapping[str, Any]) -> None:
+    """Compares calls that read the result of a product, if there can be one."""
+    at = next((i for i, a in enumerate(calls[0][0]) if isinstance(a, Tensor) and a.dtype in _PRODUCTS and a.dim() > 1), None)
+    if at is None:
+        return
+    seen: list[Found] = []
+    x = calls[0][0][at]
+    weight = torch.ops.fusion_moe.nvfp4_quantize(drawn(x.new_empty(2, x.shape[-1], _K, dtype=torch.float32)))
+
+    def fused(a: Tensor, ends: Tensor, call: _Call) -> Any:
+        y = torch.ops.fusion_moe.nvfp4_grouped_mm(a, *weight, ends)
+        args, kwargs = call
+        return op(*args[:at], y, *args[at + 1 :], **kwargs)
+
+    def backend(model: Any, inputs: Sequence[Any]) -> Any:
+        return compile_calls(FusionPass(options.current(), found=seen.append), model, inputs)
+
+    compiled = torch.compile(apart(fused), backend=backend)
+    for call in calls:
+        x = call[0][at]
+        rows = x.shape[:-1].numel()
+        a = drawn(x.new_empty(*x.shape[:-1], _K))
+        ends = torch.tensor([rows // 2, rows], dtype=torch.int32, device=x.device)
+        got = compiled(a, ends, call)
+        for left in (left for graph in seen for left in graph.left if left.broken):
+            raise TranslatorError(left.why)
+        same(found(op), "fused with a product", tree_leaves(got), tree_leaves(fused(a, ends, call)), **near)
+
+
+def _others(call: _Call) -> list[_Call]:
+    """Calls on drawn floats: of the same shapes, and of other first sizes."""
+    tensors = [t for t in tree_leaves(call) if isinstance(t, Tensor)]
+    rows = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
+    sizes = [rows, *(n for n in (0, 1, rows + 3) if n != rows)]
+    return [tree_map(lambda a, n=n: _resized(a, rows, n) if isinstance(a, Tensor) else a, call) for n in sizes]
+
+
+def _resized(t: Tensor, rows: int, to: int) -> Tensor:
+    """A tensor of `rows` rows with `to` of them. Integers, which may count or pick rows, become as many fewer as there are rows."""
+    if t.dim() and t.shape[0] == rows:
+        t = t[torch.arange(to, device=t.device) % rows] if rows else t.new_zeros(to, *t.shape[1:])
+    if t.dtype in (torch.int32, torch.int64) and t.numel() and to < rows:
+        t = t.clamp(max=max(0, int(t.max()) + to - rows))
+    return drawn(t)

@@ -1,0 +1,323 @@
+"""Users' translators at fault: their calls run in eager, all else is fused, explain says why; and the helper that finds faults in tests."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from moe_models import H, I, O, tokens, weight
+
+import fusion_moe
+from fusion_moe import Untranslatable, translate, translator
+from fusion_moe.errors import TranslatorError
+from fusion_moe.frontends.inductor import FusionPass, compile_calls
+from fusion_moe.ir.sizes import symbol
+from fusion_moe.testing import check_translator
+
+NAME = "bad_translators::twice"
+ENDS = torch.tensor([1, 1, 4, 5], dtype=torch.int32)
+UP, DOWN = weight(I, H), weight(H, I)
+
+
+@pytest.fixture
+def lib():
+    """A library of a test, with an operation `twice`; translators of its operations go with it."""
+    with torch.library._scoped_library("bad_translators", "DEF") as lib:
+        define(lib, "twice", "(Tensor x) -> Tensor", lambda x: x * 2, torch.empty_like)
+        yield lib
+    for t in translate.registered():
+        if t.op.startswith("bad_translators::"):
+            translate.unregister(t.op)
+
+
+def define(lib, name, schema, body, fake):
+    lib.define(name + schema)
+    lib.impl(name, body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"bad_translators::{name}", fake, lib=lib)
+    return getattr(torch.ops.bad_translators, name)
+
+
+def between(x):
+    """The operation between two products."""
+    y = torch.ops.bad_translators.twice(O.nvfp4_grouped_mm(x, *UP, ENDS))
+    return O.nvfp4_grouped_mm(y, *DOWN, ENDS)
+
+
+def compiled(function, x, **switches):
+    """What a function gives when it is compiled, and what was found in its graph."""
+    torch._dynamo.reset()
+    seen = []
+
+    def backend(model, inputs):
+        with_ = fusion_moe.options.current().replace(contract_rounding=False, **switches)
+        return compile_calls(FusionPass(with_, found=seen.append), model, inputs)
+
+    with torch.no_grad():
+        return torch.compile(function, backend=backend)(x), seen[0]
+
+
+def of_another_definition(fd, x):
+    return fusion_moe.FusionDefinition().define_like(x.type)
+
+
+def from_another_definition(fd, x):
+    return fd.ops.add(x, of_another_definition(fd, x))
+
+
+def states_an_output(fd, x):
+    fd.add_output(fd.ops.add(x, x))
+    return fd.ops.add(x, x)
+
+
+def writes_over_an_input(fd, x):
+    fd.add_output(fd.ops.add(x, x), alias_input=x)
+    return fd.ops.add(x, x)
+
+
+def defines_an_input(fd, x):
+    return fd.ops.add(x, fd.define_tensor(shape=[5, I], dtype="f32"))
+
+
+def of_a_size_nobody_knows(fd, x):
+    fd.ops.full(shape=(symbol("zz"),), fill_value=1.0, dtype="f32")
+    return fd.ops.add(x, x)
+
+
+def recurses(fd, x):
+    return recurses(fd, x)
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+def unprintable(fd, x):
+    raise Unprintable
+
+
+FAULTS = {
+    "a value of another definition": (of_another_definition, "returned a f32[5/g0, 16] of another FusionDefinition"),
+    "an operand of another definition": (from_another_definition, "add: the operand i0, f32[5/g0, 16], of another FusionDefinition"),
+    "states an output": (states_an_output, "fd.add_output in a translator; expected operations on its arguments"),
+    "writes over an input": (writes_over_an_input, "fd.add_output in a translator"),
+    "defines an input": (defines_an_input, "fd.define_tensor in a translator"),
+    "defines a size": (lambda fd, x: fd.define_size("n") and x, "fd.define_size in a translator"),
+    "a size nobody knows": (of_a_size_nobody_knows, f"what the translator of {NAME} made cannot be compiled: FusionError: the size zz"),
+    "a tensor of torch": (lambda fd, x: fd.ops.mul(x, torch.tensor(2.0)), "mul: the operand is a tensor of torch, torch.float32 []"),
+    "a size": (lambda fd, x: fd.ops.mul(x, x.type.shape[0]), "mul: the operand 5/g0 is a size, which the call decides"),
+    "text": (lambda fd, x: fd.ops.mul(x, "2"), "mul: the operand '2' of type str"),
+    "a number of no exact value": (lambda fd, x: fd.ops.mul(x, np.longdouble(2)), "of type longdouble"),
+    "no values": (lambda fd, x: (), "returned nothing; expected f32[5, 16], as its fake gives"),
+    "a bare KeyError": (lambda fd, x: {}["a"], "failed: KeyError: 'a'"),
+    "no end": (recurses, "failed: RecursionError: "),
+    "an error without text": (unprintable, "failed: Unprintable; "),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_its_call_is_not_fused_all_else_is_and_explain_agrees(lib, name):
+    function, why = FAULTS[name]
+    translator(NAME)(function)
+    x = tokens(5)
+    got, found = compiled(between, x)
+    assert got.equal(between(x))
+    assert len(found.regions) == 2
+    (left,) = found.left
+    assert left.broken
+    assert why in left.why
+    assert left.why.startswith("test_bad_translators.py:")
+    with torch.no_grad():
+        report = fusion_moe.explain(between, x)
+    assert [(x.op, x.why) for x in report.left] == [("bad_translators.twice.default", left.why)]
+    assert len(report.fusions) == 2
+
+
+def test_the_one_of_two_that_is_at_fault_is_blamed(lib):
+    """what is wrong shows when both are compiled, and not when they are translated"""
+    thrice = define(lib, "thrice", "(Tensor x) -> Tensor", lambda x: x * 3, torch.empty_like)
+    translator(NAME)(of_a_size_nobody_knows)
+    translator(thrice)(lambda fd, x: fd.ops.mul(x, 3.0))
+    for first, second in ((thrice, torch.ops.bad_translators.twice), (torch.ops.bad_translators.twice, thrice)):
+        _, found = compiled(lambda x, a=first, b=second: b(a(O.nvfp4_grouped_mm(x, *UP, ENDS))), tokens(5))
+        assert [left.op for left in found.left if left.broken] == ["bad_translators.twice.default"]
+
+
+@pytest.mark.parametrize("two", [np.float32(2), np.float16(2), np.float64(2), np.int64(2)], ids=lambda two: type(two).__name__)
+def test_numbers_of_numpy_are_numbers(lib, two):
+    translator(NAME)(lambda fd, x: fd.ops.mul(fd.ops.cast(x, "f32"), two))  # "f32" by position, as nvFuser's attributes may stand
+    got, found = compiled(between, tokens(5))
+    assert got.equal(between(tokens(5)))
+    assert found.left == []
+
+
+def test_another_meaning_is_told_by_check(lib):
+    translator(NAME)(lambda fd, x: fd.ops.mul(x, 2.1))
+    x = tokens(5)
+    assert not compiled(between, x)[0].equal(between(x))
+    got, found = compiled(between, x, check=True)
+    assert got.equal(between(x))
+    (left,) = found.left
+    assert f"the translator of {NAME}, in plain torch, gives other values in output 0: Tensor-likes are not close" in left.why
+    with torch.no_grad(), fusion_moe.options.override(check=True):
+        assert [x.why for x in fusion_moe.explain(between, x).left] == [left.why]
+
+
+def test_the_right_meaning_passes_check(lib):
+    translator(NAME)(lambda fd, x: fd.ops.add(x, x))
+    got, found = compiled(between, tokens(5), check=True)
+    assert got.equal(between(tokens(5)))
+    assert found.left == []
+
+
+# ------------------------------------------------------------------------------------------------------------------------- names
+
+
+def test_operations_themselves_are_names(lib):
+    packet = torch.ops.bad_translators.twice
+    for op in (packet, packet.default, NAME):
+        translator(op)(lambda fd, x: fd.ops.add(x, x))
+        assert translate.find(NAME) is not None
+        translate.unregister(op)
+        assert translate.find(NAME) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "said"),
+    [
+        (torch.ops.aten.add, "aten.add has 4 overloads; expected one of aten.add.Tensor, aten.add.Scalar"),
+        (torch.relu, "is no operation; expected a name, torch.ops.x.y, one of its overloads, or a custom_op"),
+    ],
+    ids=["several overloads", "a function"],
+)
+def test_what_is_no_one_operation(op, said):
+    with pytest.raises(TranslatorError, match=said):
+        translator(op)(lambda fd, x: x)
+
+
+def test_what_cannot_be_called_is_no_translator(lib):
+    with pytest.raises(TranslatorError, match=f"the translator of {NAME} is None; expected a function"):
+        translator(NAME)(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "todo"),
+    [
+        ("aten::sigmiod", "did you mean 'aten::sigmoid'?"),
+        ("aten::qqqqqqqqq", "import what registers it"),
+        ("aten::atan2.oot", "did you mean 'aten::atan2.out'?"),
+        ("bad_translators::twcie", "did you mean 'bad_translators::twice'?"),
+        ("aten::sub_", "did you mean 'aten::sub_.Scalar'"),
+    ],
+)
+def test_a_misspelt_name_is_a_warning_once(lib, name, todo, caplog):
+    translator(name)(lambda fd, x: x)
+    try:
+        with caplog.at_level(logging.WARNING, "fusion_moe"):
+            for _ in range(2):
+                compiled(lambda x: x + 1, tokens(5))
+    finally:
+        translate.unregister(name)
+    (warned,) = [r.getMessage() for r in caplog.records if name in r.getMessage()]
+    assert warned.startswith("test_bad_translators.py:")
+    assert f"there is no operation {name}; expected one that is registered; {todo}" in warned
+
+
+def test_an_operation_may_come_after_its_translator(lib, caplog):
+    translator("bad_translators::late")(lambda fd, x: fd.ops.add(x, x))
+    translator("library_to_come::late")(lambda fd, x: fd.ops.add(x, x))
+    try:
+        with caplog.at_level(logging.WARNING, "fusion_moe"):
+            compiled(lambda x: x + 1, tokens(5))
+    finally:
+        translate.unregister("library_to_come::late")
+    assert "library_to_come" not in caplog.text
+    late = define(lib, "late", "(Tensor x) -> Tensor", lambda x: x * 2, torch.empty_like)
+    _, found = compiled(lambda x: late(O.nvfp4_grouped_mm(x, *UP, ENDS)), tokens(5))
+    assert found.left == []
+
+
+# --------------------------------------------------------------------------------------------------------------------- mutation
+
+
+def test_an_operation_that_writes_into_its_arguments_is_told(lib):
+    double = define(lib, "double_", "(Tensor(a!) x) -> ()", lambda x: (x.mul_(2), None)[1], lambda x: None)
+    both = define(lib, "both", "(Tensor x, Tensor(a!) y) -> Tensor", lambda x, y: y.add_(x) * 2, lambda x, y: torch.empty_like(x))
+    translator(both)(lambda fd, x, y: fd.ops.add(x, y))
+
+    def f(x):
+        y = O.nvfp4_grouped_mm(x, *UP, ENDS)
+        double(y)
+        return O.nvfp4_grouped_mm(both(y.cumsum(0), y), *DOWN, ENDS)
+
+    x = tokens(5)
+    got, found = compiled(f, x)
+    assert got.equal(f(x))
+    with torch.no_grad():
+        report = fusion_moe.explain(f, x)
+    for left in (found.left, report.left):
+        why = {x.op: x.why for x in left}
+        for op in ("bad_translators.double_.default", "bad_translators.both.default"):
+            assert why[op] == "it writes into its arguments, and a fusion only returns new tensors"
+    assert report.custom_ops == ("bad_translators::double_",)
+
+
+# --------------------------------------------------------------------------------------------------------------- check_translator
+
+
+def test_a_right_translator_passes(lib):
+    translator(NAME)(lambda fd, x: fd.ops.add(x, x))
+    for x in (torch.randn(3, 16), torch.randn(2, 3, 16).bfloat16(), torch.arange(4)):
+        check_translator(NAME, x)
+    check_translator(torch.ops.aten.relu, torch.randn(4, 16))
+    check_translator(torch.ops.aten.index_select, torch.randn(4, 16), 0, torch.tensor([3, 0, 3]))
+    check_translator(torch.ops.aten.clamp, torch.randn(4, 16), max=0.5)
+
+
+def only_five_rows(fd, x):
+    return fd.ops.mul(x, 2.0 if x.type.shape[0] == 5 else 3.0)
+
+
+def not_of_groups(fd, x):
+    return fd.ops.add(x, x) if isinstance(x.type.shape[0], int) else fd.ops.cast(x, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda fd, x: fd.ops.mul(x, 1.01), "in plain torch, gives other values in output 0: .*; expected those of the operation"),
+        (lambda fd, x: fd.ops.cast(x, "bf16"), r"returned bf16\[5, 16\]; expected f32\[5, 16\], as its fake gives"),
+        (lambda fd, x: fd.ops.mul(fd.ops.maximum(x, 0.0), 2.0), "gives other values"),  # and not on what is given
+        (only_five_rows, "gives other values"),
+        (not_of_groups, r"returned bf16\[\w+/g0, 16\]"),
+    ],
+    ids=["values", "dtype", "drawn values", "other sizes", "fused"],
+)
+def test_a_wrong_translator_does_not_pass(lib, function, said):
+    translator(NAME)(function)
+    with pytest.raises(TranslatorError, match=f"^test_bad_translators.py:.*the translator of {NAME}.*{said}"):
+        check_translator(torch.ops.bad_translators.twice, torch.ones(5, 16))
+
+
+def test_a_fake_that_lies_does_not_pass(lib):
+    lies = define(lib, "lies", "(Tensor x) -> Tensor", lambda x: x + 1, lambda x: x.new_empty(2))
+    translator(lies)(lambda fd, x: fd.ops.add(x, 1.0))
+    said = r"returns torch.float32 \[3\]; expected torch.float32 \[2\], as its fake gives; mend the fake"
+    with pytest.raises(TranslatorError, match=said):
+        check_translator(lies, torch.ones(3))
+
+
+def test_a_refusal_and_no_translator_are_told(lib):
+    with pytest.raises(TranslatorError, match="twice.default has no translator"):
+        check_translator(NAME, torch.ones(3))
+
+    @translator(NAME)
+    def refuse(fd, x):
+        raise Untranslatable("never")
+
+    with pytest.raises(Untranslatable, match="never"):
+        check_translator(NAME, torch.ones(3))
+    with pytest.raises(TranslatorError, match="there is no operation bad_translators::none"):
+        check_translator("bad_translators::none", torch.ones(3))
