@@ -208,6 +208,8 @@ def part(b: Builder) -> Any:
         return b.call(aten.select.int, x, dim, b.rng.choice((0, -1, size - 1, size // 2)))
     if way == "split":
         return b.call(aten.split.Tensor, x, max(1, size // 2), dim)
+    if b.rng.random() < 0.1:
+        return b.call(aten.slice.Tensor, x, dim, *b.rng.choice(((shown(b, x, dim), 2**63 - 1), (0, shown(b, x, dim)))))
     ends = (0, 1, -1, size // 2, size, size + 3, 2**63 - 1, -size - 2, None)
     return b.call(aten.slice.Tensor, x, dim, b.rng.choice((0, 0, *ends)), b.rng.choice(ends), b.rng.choice((1, 1, 1, 2)))
 

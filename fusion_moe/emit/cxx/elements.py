@@ -166,7 +166,7 @@ class Elements:
         return self.of(v, _broadcast([at[d] for d in op.attrs["broadcast_dims"]], v.type.shape))
 
     def _slice(self, op: Op, at: Sequence[Index]) -> str:
-        return self.of(op.values[0], [i + number(s) for i, s in zip(at, op.attrs["start_indices"], strict=True)])
+        return self.of(op.values[0], [i + size(s) for i, s in zip(at, op.attrs["start_indices"], strict=True)])
 
     def _pad(self, op: Op, at: Sequence[Index]) -> str:
         (x,), before = op.values, op.attrs["before"]
