@@ -6,6 +6,8 @@ VENV        ?= .venv
 VENV_FULL   ?= .venv-full
 # What `make test` runs the tests in. base: $(VENV). full: $(VENV_FULL), with nvFuser and thunder, and the Python and torch they need.
 LANES       ?= base full
+# What `make test-thunder` tests instead of the thunder that the full lane has.
+THUNDER     ?= 0.2.7.dev20260201
 # An index to take torch from, and nothing else. Empty: pip's own, where torch may be a CUDA build of several gigabytes.
 TORCH_INDEX ?=
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
@@ -26,12 +28,13 @@ GET_FULL := $(MAKE) --no-print-directory $(VENV_FULL)/.ready-full
 VERSIONS := -c 'import platform, sys; from importlib.metadata import version; \
     print(f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in sys.argv[1:]), sep=", ")'
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-thunder lint clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo    quantize, compile and explain a small real model (examples/demo.py)'
 	@echo 'make test    all tests, in two lanes; for a choice: make test LANES=base PYTEST_ARGS="-k swizzle"'
+	@echo 'make test-thunder   the tests with thunder once more, in the full lane with another thunder'
 	@echo 'make lint    ruff, mypy and the import contracts'
 	@echo 'make clean   remove $(VENV), $(VENV_FULL), caches and built packages'
 	@echo
@@ -40,6 +43,7 @@ help:
 	@echo '  VENV=$(VENV)   where everything is installed'
 	@echo '  VENV_FULL=$(VENV_FULL)   where the full lane is installed (8 GB, and 12 until it is), with Python 3.12 or 3.10 from PATH or pyenv'
 	@echo '  LANES=$(LANES)   what make test runs; base: the newest torch; full: nvFuser and thunder too'
+	@echo '  THUNDER=$(THUNDER)   the version for make test-thunder'
 	@echo '  TORCH_INDEX=$(TORCH_INDEX)   a package index to take torch from, for instance one of CPU builds'
 	@echo '  PYTEST_ARGS=$(PYTEST_ARGS)'
 	@echo '  DEMO_ARGS=$(DEMO_ARGS)   arguments of examples/demo.py'
@@ -63,6 +67,11 @@ test: $(VENV)/.ready-test
 	fi; \
 	echo "lanes: base $$base; full $$full"; \
 	exit $$status
+
+test-thunder: $(VENV)/.ready-base
+	@full=$$($(WHY_NOT)); if [ -n "$$full" ]; then echo "there is no full lane: $$full"; exit 1; fi; $(GET_FULL)
+	$(FULL)/python $(INSTALL) --upgrade --no-deps --target $(VENV_FULL)/thunder-$(THUNDER) lightning-thunder==$(THUNDER)
+	PYTHONPATH=$(abspath $(VENV_FULL))/thunder-$(THUNDER) $(FULL)/python -m pytest -m thunder $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready-lint
 	@status=0; \

@@ -22,6 +22,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._ops import OpOverload
+from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 from torch.fx import Graph, GraphModule, Node
 
 from .. import options as switches
@@ -95,11 +96,30 @@ def _replace(graph: Graph, region: Region, with_: Options, now: dict[Node, Node]
         outputs = [n.meta["val"].new_empty(n.meta["val"].shape) for n in region.outputs]  # contiguous, as the program writes them
         call.meta.update(val=outputs, stack_trace=last.meta.get("stack_trace"))
         for i, n in enumerate(region.outputs):
-            now[n] = graph.call_function(operator.getitem, (call, i))
-            now[n].meta.update({**n.meta, "val": outputs[i]})
+            part = graph.call_function(operator.getitem, (call, i))
+            part.meta.update({**n.meta, "val": outputs[i]})
+            now[n] = _in_order_of(n, part)
             n.replace_all_uses_with(now[n])
     for n in reversed(region.nodes):
         graph.erase_node(n)
+    return call
+
+
+def _in_order_of(n: Node, made: Node) -> Node:
+    """What a program made, its dimensions in memory in the order in which `n` had them: views after it count on that."""
+    order, _ = compute_elementwise_output_logical_to_physical_perm(n.meta["val"])
+    if order == sorted(order):
+        return made
+    back = [order.index(d) for d in range(len(order))]
+    made = _called(n, torch.ops.aten.permute.default, made, order)
+    made = _called(n, torch.ops.aten.clone.default, made, memory_format=torch.contiguous_format)
+    return _called(n, torch.ops.aten.permute.default, made, back)
+
+
+def _called(n: Node, op: OpOverload, x: Node, *args: Any, **kwargs: Any) -> Node:
+    """A call on the way to the value of `n`."""
+    call = n.graph.call_function(op, (x, *args), kwargs)
+    call.meta.update({**n.meta, "val": op(x.meta["val"], *args, **kwargs)})
     return call
 
 

@@ -26,6 +26,7 @@ from .nodes import source_of
 from .regions import Found, Left, Region, find_regions
 from .tell import tell
 from .thunder_graph import TraceGraph, has_open_sizes, in_order, stays_in_place
+from .thunder_kept import Keeper
 from .thunder_ops import Symbols
 from .walk import Walk
 
@@ -38,6 +39,7 @@ class FusionMoe(FusionExecutor):
     def __init__(self) -> None:
         super().__init__("fusion_moe")
         self.symbols = Symbols(self)
+        self.keep = Keeper(self)
         self.for_nvfuser: Any = None  # a ForNvFuser, once it was asked for
 
     def can_fuse(self, bsym: BoundSymbol) -> bool:
@@ -45,7 +47,11 @@ class FusionMoe(FusionExecutor):
         return bsym.sym.executor is self and not bsym.sym.is_fusion
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
-        """The trace with regions replaced. Regions reach over nothing that writes into memory, and not from forward into backward."""
+        """The trace with regions replaced. Regions reach over nothing that writes into memory, and not from forward into backward.
+
+        What the backward reads is kept from writes, with regions or without.
+        """
+        trace = self.keep(trace)
         if has_open_sizes(trace):
             return trace
         read_later = _read_later(trace.bound_symbols)

@@ -73,6 +73,7 @@ class ForNvFuser(FusionExecutor):
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
         """The trace with two symbols for each operation that nvFuser takes. Codes come first: nvFuser fuses what stands together."""
+        trace = self.symbols.executor.keep(trace)  # before nvFuser hides a write in a region
         result = from_trace(trace)
         ops = {symbol.name: op for op, symbol in self.symbols.items() if not is_builtin(op)}
         codes: dict[tuple[str, str, bool], tuple[int, BoundSymbol]] = {}

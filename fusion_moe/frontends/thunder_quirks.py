@@ -1,4 +1,4 @@
-"""What thunder's versions make necessary, each with the change upstream after which it can go. Tested: 0.2.6, and HEAD of January 2026."""
+"""What thunder's versions make necessary, each with the change upstream after which it can go. Tested: 0.2.6 and 0.2.7.dev20260201."""
 
 from __future__ import annotations
 

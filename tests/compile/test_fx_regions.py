@@ -208,6 +208,20 @@ def test_inputs_of_any_strides():
     assert not region.inputs[0].meta["val"].is_contiguous()
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("read", ["view", "as_strided"])
+def test_outputs_lie_in_memory_as_those_of_the_calls_did(read, dynamic):
+    """what reads them was traced for these strides, and is called as it was traced where Inductor writes no code"""
+
+    def f(x):
+        y = product(x, OFFS).t() * 2
+        after = y.t().view(-1) if read == "view" else y.as_strided((H, 5), (5, 1))
+        return product(y.t(), OFFS), after.cumsum(0)
+
+    (region,) = check(f, tokens(5), dynamic=dynamic).regions
+    assert calls(region.nodes).count("aten.mul.Tensor") == 1
+
+
 def test_operations_on_other_devices_stay_outside():
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         x, offs = torch.empty(5, H, device="cuda"), torch.empty(G, dtype=torch.int32, device="cuda")

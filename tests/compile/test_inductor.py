@@ -121,6 +121,16 @@ def test_outputs_have_the_strides_of_eager_ones_whatever_the_inputs_have(strides
     assert [t.stride() for t in got] == [t.stride() for t in want]
 
 
+def test_strides_that_are_read_are_those_of_eager():
+    up, down, ends = weight(I, H), weight(H, I), torch.tensor([1, 1, 4, 5], dtype=torch.int32)
+
+    def f(x):
+        y = O.nvfp4_grouped_mm(x, *up, ends).t() * 2
+        return O.nvfp4_grouped_mm(y.t(), *down, ends), y.as_strided((5 * I,), (1,)).cumsum(0)
+
+    torch.testing.assert_close(compiled(f)(tokens(5)), f(tokens(5)), **TOLERANCE)
+
+
 # ------------------------------------------------------------------------------------------------------------------------- sizes
 
 

@@ -74,10 +74,9 @@ def test_binary(name):
 
 
 @about("minimum", "maximum")
-def test_clamp_passes_the_gradient_at_the_bound():
+def test_clamp_passes_the_gradient_at_the_bound_where_torchs_does():
     x = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64)
-    (dx,), dy = gradients(lambda fd, v: fd.ops.maximum(fd.ops.minimum(v, 1.0), -1.0), [x], (0,))
-    assert dx.tolist() == (dy * torch.tensor([0, 1, 1, 1, 0])).tolist()
+    check(lambda fd, v: fd.ops.maximum(fd.ops.minimum(v, 1.0), -1.0), lambda v: v.clamp(-1, 1), x)
     check(lambda fd, v: fd.ops.maximum(fd.ops.minimum(1.0, v), -1.0), lambda v: v.clamp(-1, 1), x)
 
 

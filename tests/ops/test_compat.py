@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from torch._inductor.utils import run_and_get_code
 from torch._library import custom_ops
 from ways import HOW, compiled, every_way
 
-from fusion_moe import compat, options, translate
+from fusion_moe import compat, options, thunder_executors, translate
 from fusion_moe.errors import DeviceError, DtypeError, Error, GroupsError, OptionError, ShapeError, UnsupportedError
 
 OURS = torch.ops.fusion_moe.f16a_nvfp4weight_scaled_grouped_mm
@@ -420,3 +421,24 @@ def test_thunder_takes_the_name_when_it_is_imported_later(clean):
 
     assert "was registered again, at layers_for_inference_benchmark.py:" in registration.overwritten()
     assert compat.register_nvf_cutlass().replaced is not None
+
+
+@pytest.mark.thunder
+def test_the_layer_of_thunder_that_calls_the_name(clean):
+    pytest.importorskip("expecttest")
+    import thunder
+
+    sys.modules.pop("thunder.benchmarks.layers_for_inference_benchmark", None)
+    layers = importlib.import_module("thunder.benchmarks.layers_for_inference_benchmark")
+    if len(torch.ops.nvf_cutlass.f16a_nvfp4weight_scaled_grouped_mm.default._schema.arguments) != 7:
+        pytest.skip("the layer of thunder 0.2.6 passes nine arguments; make test-thunder has a newer one")
+    compat.register_nvf_cutlass()
+    sizes, n, k = (1, 0, 3, 1), 128, 64
+    parts, w = weight(len(sizes), n, k)
+    x, layer = random(sum(sizes), k), layers.NVFP4InferenceGroupedLinear(*parts)
+    offsets = torch.tensor([0, 1, 1, 4, 5], dtype=torch.int32)
+    with torch.no_grad():
+        assert_right(layer(x, offsets), x, w, sizes)
+        jitted = thunder.jit(layer, executors=thunder_executors())
+        assert jitted(x, offsets).equal(layer(x, offsets))
+    assert any(b.sym.is_fusion for b in thunder.last_traces(jitted)[-1].bound_symbols)

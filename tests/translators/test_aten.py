@@ -257,12 +257,14 @@ def test_reasons(golden):
     golden("\n".join(said))
 
 
-def test_reshape_in_graphs_that_keep_it():
+@pytest.mark.parametrize(("op", "args", "want"), [("aten::reshape", ((-1, 3),), F.reshape(-1, 3)), ("aten::detach", (), F)])
+def test_what_some_versions_of_torch_decompose(op, args, want):
+    """in graphs that keep it"""
     fd = FusionDefinition()
-    USED.add("aten::reshape")
-    (y,) = translate.find("aten::reshape")(fd, [fd.from_pytorch(F), (-1, 3)], {}, [tensor_type(F.dtype, (10, 3))])
+    USED.add(op)
+    (y,) = translate.find(op)(fd, [fd.from_pytorch(F), *args], {}, [tensor_type(F.dtype, tuple(want.shape))])
     fd.add_output(y)
-    assert_same_bits(evaluate(fd.fusion(), F), [F.reshape(-1, 3)])
+    assert_same_bits(evaluate(fd.fusion(), F), [want])
 
 
 def test_every_built_in_translator_was_used(request):

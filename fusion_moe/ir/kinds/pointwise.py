@@ -121,8 +121,18 @@ def _unary_grad(rule: Callable[[Any, Value, Value, Value], Value]) -> Grad:
     return lambda fd, op, dy: [rule(fd.ops, op.inputs[0], op.outputs[0], dy)]  # type: ignore[arg-type]
 
 
+def _passes_at_bound() -> bool:
+    """Whether the installed torch's clamp passes the gradient of an element that equals a bound: to 2.13 it does, from 2.14 not."""
+    with torch.inference_mode(False), torch.enable_grad():
+        node: Any = torch.zeros((), device="cpu", requires_grad=True).clamp(min=0.0).grad_fn
+        return bool(node(torch.ones((), device="cpu")))  # called by itself: autograd's threads, once started, forbid to fork
+
+
+_LESS, _GREATER = ("le", "ge") if _passes_at_bound() else ("lt", "gt")
+
+
 def _clamp_grad(inside: str) -> Grad:
-    """minimum and maximum with a number pass the gradient where the tensor was kept, the bound included, as torch.clamp does."""
+    """minimum and maximum with a number pass the gradient where the tensor was kept, and at the bound where torch.clamp does."""
 
     def grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
         a, b = op.inputs
@@ -197,8 +207,8 @@ TABLE = (
     _binary("sub", _number, lambda a, b: a - b, _binary_grad(lambda o, a, b, y, g: (g, o.neg(g)))),
     _binary("mul", _sum, lambda a, b: a * b, _binary_grad(lambda o, a, b, y, g: (o.mul(g, b), o.mul(g, a)))),
     _binary("div", _float, lambda a, b: a / b, _binary_grad(lambda o, a, b, y, g: (o.div(g, b), o.neg(o.div(o.mul(g, y), b))))),
-    _binary("minimum", _bounded, lambda a, b: torch.minimum(*_as_tensors(a, b)), _clamp_grad("le")),
-    _binary("maximum", _bounded, lambda a, b: torch.maximum(*_as_tensors(a, b)), _clamp_grad("ge")),
+    _binary("minimum", _bounded, lambda a, b: torch.minimum(*_as_tensors(a, b)), _clamp_grad(_LESS)),
+    _binary("maximum", _bounded, lambda a, b: torch.maximum(*_as_tensors(a, b)), _clamp_grad(_GREATER)),
     _binary("pow", _power, torch.pow),
     _binary("lt", _compared, lambda a, b: a < b),
     _binary("le", _compared, lambda a, b: a <= b),
