@@ -121,7 +121,7 @@ class _Program:
     def step(self) -> None:
         steps = (
             self.unary, self.binary, self.number, self.cast, self.silu, self.gather, self.product, self.product, self.add, self.combine,
-            self.scaled, self.reshaped, self.again, self.masked, self.counted, self.other_ends, self.own_bias, self.some, self.joined,
+            self.scaled, self.reshaped, self.again, self.masked, self.counted, self.other_ends, self.own_bias, self.some,
         )  # fmt: skip
         self.draw(st.sampled_from(steps))()
 
@@ -215,16 +215,6 @@ class _Program:
         parts = [ops.slice(x, start_indices=(0, a), end_indices=(rows, b)) for a, b in ((at, N), (0, at))]
         joined = ops.cat(*parts, dim=1)
         pool.append(ops.cut(joined, self.ends) if pool is self.rows else joined)
-
-    def joined(self) -> None:
-        """Rows below others, and the first ones of them."""
-        pool, ops = self.pool(), self.fd.ops
-        x = self.wide(self.pick(pool))
-        plain_rows = ops.reshape(x, new_shape=tuple(map(plain, x.type.shape)))
-        both = ops.cat(plain_rows, ops.neg(plain_rows), dim=0)
-        rows = plain(x.type.shape[0])
-        half = ops.slice(both, start_indices=(rows, 0), end_indices=(2 * rows, N))
-        pool.append(ops.cut(half, self.ends) if pool is self.rows else half)
 
 
 @st.composite
