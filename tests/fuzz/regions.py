@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Interpreter, Node
 
-from fusion_moe import options, target
+from fusion_moe import options
 from fusion_moe.compile import Lowered, lower
 from fusion_moe.frontends.inductor import replace_regions
 from fusion_moe.frontends.regions import find_regions
@@ -22,6 +22,7 @@ from .case import REFERENCE, Case
 from .compare import difference, outcome
 
 RUN = torch.ops.fusion_moe.run.default
+ON_CPU = options.Options().replace(target="cpu", contract_rounding=False)
 
 
 @dataclass
@@ -48,7 +49,7 @@ def evaluated(case: Case) -> Judged:
     want = outcome(case.eager)
     graph = _copied(case.graph)
     try:
-        found = find_regions(graph, lambda device: target.find("cpu", device))
+        found = find_regions(graph, ON_CPU)
         if broken := [left for left in found.left if left.broken]:
             return Judged(f"a translator is at fault: {broken[0].why}")
         replace_regions(graph, found.regions, REFERENCE)

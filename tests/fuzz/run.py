@@ -50,12 +50,14 @@ def _one_worker(level: str, first: int, last: int, until: float, folder: Path, r
     journal, errors = folder / f"{first}.jsonl", folder / f"{first}.txt"
     journal.touch()
     with errors.open("w") as stderr:
-        command = [sys.executable, "-m", f"{__package__}.work", level, str(first), str(last), str(journal)]
+        command = [sys.executable, "-m", "tests.fuzz.work", level, str(first), str(last), str(journal)]
         process = subprocess.Popen(command, cwd=ROOT, env=_environment(level, folder), stdout=stderr, stderr=stderr)
         last_line = _follow(process, journal, level, until, result, tell)
     if last_line.get("done") or "over" in last_line:
         return last
-    at = int(last_line.get("at", first))
+    if not last_line:
+        raise RuntimeError(f"the worker does not start:\n{errors.read_text(errors='replace')[-2000:]}")
+    at = int(last_line["at"])
     how = "hangs" if "hangs" in last_line else f"crashes (exit status {process.returncode})"
     told = "\n".join(errors.read_text(errors="replace").splitlines()[-60:])
     fault = {"seed": at, "wrong": f"{how}: {_headline(told)}", "repro": f"{json.dumps(last_line)}\n{told}"}
