@@ -76,6 +76,10 @@ def _bias_before(x: Tensor, bias: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
     return product(O.group_add(x.float(), bias.float(), offs).to(x.dtype), offs, *w)
 
 
+def _constant_rows(offs: Tensor, *w: Tensor) -> Tensor:
+    return product(torch.full((6, N), 2.0, device=offs.device), offs, *w) + 1
+
+
 def _masks(x: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
     mask = product(x, offs, *w) > 0
     found = [mask < 2, mask == 2, mask > -1, torch.minimum(mask, x > 0), torch.maximum(mask, x > 0)]
@@ -84,7 +88,7 @@ def _masks(x: Tensor, offs: Tensor, *w: Tensor) -> Tensor:
 
 def _integers(x: Tensor, offs: Tensor, codes: Tensor, *w: Tensor) -> Tensor:
     y = product(x, offs, *w)
-    found = [codes > -1, codes != -3, codes.long() - 300 < -(2**40), torch.where(y > 0, codes.int(), -2) * -3 > 4]
+    found = [codes > -1, codes != -3, codes.long() - 300 < -(2**40), torch.where(y > 0, codes.int(), -2) * -3 > 4, codes * True == 3]
     return torch.stack([m.float() for m in found])
 
 
@@ -125,6 +129,7 @@ EDGES = {
     "a bias made on the way": Edge(_bias_of_the_region, lambda: [rows(6), rows(2, 1).bfloat16(), ends(3, 6), *weight(0)]),
     "a constant bias": Edge(_constant_bias, lambda: [rows(6), ends(3, 5), *weight(0)]),
     "a bias before the product": Edge(_bias_before, lambda: [rows(6).bfloat16(), rows(2, 1).bfloat16(), ends(3, 5), *weight(0)]),
+    "constant rows": Edge(_constant_rows, lambda: [ends(3, 5), *weight(0)]),
     "one token of a sum": Edge(
         _one_token_of_a_sum, lambda: [rows(4), ends(1, 4), torch.tensor([[3, 0], [1, 2]]).int(), torch.rand(2, 2), *weight(0)]
     ),

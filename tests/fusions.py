@@ -87,6 +87,7 @@ def expert_mlp_variants(groups: int, hidden: int, intermediate: int) -> dict[str
 # Random programs ------------------------------------------------------------------------------------------------------
 
 N, G, K = 16, 3, 2  # features, groups, slots of a token
+OTHER = 5  # groups of another cut
 
 
 class _Program:
@@ -103,6 +104,8 @@ class _Program:
         self.dense = self.fd.define_tensor(shape=[G, N, N], dtype="bf16", role="weight")
         packed = [([G, N, N // 2], "u8"), ([G, N, N // 16], "f8e4m3"), ([G], "f32")]
         self.packed = [self.fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in packed]
+        self.others = self.fd.define_tensor(shape=[OTHER], dtype="i32")
+        self.other_dense = self.fd.define_tensor(shape=[OTHER, N, N], dtype="bf16", role="weight")
         self.ends, self.row_of, self.slot_of = self.fd.ops.route(self.ids, groups=self.g)
         self.rows = [self.fd.ops.index_select(x, self.row_of, dim=0) for x in self.tokens]
 
@@ -117,18 +120,10 @@ class _Program:
 
     def step(self) -> None:
         steps = (
-            self.unary,
-            self.binary,
-            self.number,
-            self.cast,
-            self.silu,
-            self.gather,
-            self.product,
-            self.product,
-            self.add,
-            self.combine,
-        )
-        self.draw(st.sampled_from((*steps, self.scaled, self.reshaped, self.again)))()
+            self.unary, self.binary, self.number, self.cast, self.silu, self.gather, self.product, self.product, self.add, self.combine,
+            self.scaled, self.reshaped, self.again, self.masked, self.counted, self.other_ends, self.own_bias, self.some,
+        )  # fmt: skip
+        self.draw(st.sampled_from(steps))()
 
     def unary(self) -> None:
         pool = self.pool()
@@ -184,6 +179,44 @@ class _Program:
         pool += [self.fd.ops.neg(x), self.fd.ops.neg(x)]
 
 
+    def masked(self) -> None:
+        """A comparison with a number, which a dtype may round, and a choice by it."""
+        pool, number = self.pool(), self.draw(st.sampled_from((0, 0.3, -0.0, float("inf"), float("nan"), 2**24 + 1)))
+        given = self.pick(pool[:2])  # what was computed may be rounded elsewhere, and then be on the other side of a number
+        mask = getattr(self.fd.ops, self.draw(st.sampled_from(("lt", "ge", "eq", "ne"))))(given, number)
+        pool.append(self.fd.ops.where(mask, self.pick(pool), self.draw(st.sampled_from((-1.0, float("inf"), 0.3)))))
+
+    def counted(self) -> None:
+        """A mask as whole numbers of some dtype, and back."""
+        pool = self.pool()
+        count = self.fd.ops.cast(self.fd.ops.gt(self.pick(pool[:2]), 0), dtype=self.draw(st.sampled_from(("u8", "i32", "i64"))))
+        pool.append(self.fd.ops.cast(self.fd.ops.mul(count, self.draw(st.sampled_from((0, 3, 127)))), dtype="f32"))
+
+    def other_ends(self) -> None:
+        """The rows cut anew by other ends, of more groups; a product by them, and rows of the first cut again."""
+        x, ops = self.pick(self.rows), self.fd.ops
+        m, g = 2 * self.t, self.fd.define_groups(f"h{len(self.rows)}", OTHER)
+        ends = ops.ends(self.others, rows=m, groups=g)
+        plain_rows = ops.reshape(x, new_shape=(m, N))
+        y = ops.grouped_mm(ops.cut(plain_rows, ends), self.other_dense, ends)
+        self.rows.append(ops.cut(ops.reshape(y, new_shape=(m, N)), self.ends))
+
+    def own_bias(self) -> None:
+        """A bias that is computed, or a constant."""
+        x, ops = self.wide(self.pick(self.rows)), self.fd.ops
+        bias = ops.mul(self.bias, 2.0) if self.draw(st.booleans()) else ops.full(shape=(G, N), fill_value=0.5, dtype="f32")
+        self.rows.append(ops.group_add(x, bias, self.ends))
+
+    def some(self) -> None:
+        """All columns, taken apart and put together in another order."""
+        pool = self.pool()
+        x, at, ops = self.pick(pool), self.draw(st.integers(1, N - 1)), self.fd.ops
+        rows = x.type.shape[0]
+        parts = [ops.slice(x, start_indices=(0, a), end_indices=(rows, b)) for a, b in ((at, N), (0, at))]
+        joined = ops.cat(*parts, dim=1)
+        pool.append(ops.cut(joined, self.ends) if pool is self.rows else joined)
+
+
 @st.composite
 def programs(draw: st.DrawFn) -> Fusion:
     """A random verified Fusion with one to three outputs. Its inputs: `inputs_of`."""
@@ -201,4 +234,6 @@ def inputs_of(tokens: int, seed: int = 0) -> list[Tensor]:
     g = torch.Generator().manual_seed(seed)
     x, w, bias = (torch.randn(s, generator=g) for s in ((tokens, N), (tokens, K), (G, N)))
     dense, q = torch.randn(G, N, N, generator=g).bfloat16(), quantize(torch.randn(G, N, N, generator=g))
-    return [x, x.bfloat16() * 2, torch.randint(0, G, (tokens, K), generator=g), w, bias, dense, *q]
+    ids = torch.randint(0, G, (tokens, K), generator=g)
+    others = torch.randint(0, tokens * K + 1, (OTHER,), generator=g).sort().values.int()
+    return [x, x.bfloat16() * 2, ids, w, bias, dense, *q, others, torch.randn(OTHER, N, N, generator=g).bfloat16()]

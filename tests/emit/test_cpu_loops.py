@@ -67,7 +67,7 @@ def of(*tensors: Tensor):
 
 
 CASES: dict = {}
-OF_ANY_ROWS = ("sum_of_rows", "sum_of_columns", "moved", "padded_rows", "scales_of_matrices", "sum_read_again")
+OF_ANY_ROWS = ("sum_of_rows", "sum_of_columns", "moved", "padded_rows", "scales_of_matrices", "sum_read_again", "rows_from_a_size_on")
 g = torch.Generator().manual_seed(0)
 F = torch.randn(7, 33, generator=g)
 CUBE = torch.randn(7, 3, 20, generator=g)
@@ -123,6 +123,12 @@ def padded_rows(fd, x):
 @of(F, F[:4])
 def rows_joined(fd, x, y):
     return fd.ops.cat(x, fd.ops.neg(y), dim=0)
+
+
+@of(F)
+def rows_from_a_size_on(fd, x):
+    m = x.type.shape[0]
+    return fd.ops.slice(fd.ops.cat(x, fd.ops.neg(x), dim=0), start_indices=(m, 0), end_indices=(2 * m, 33))
 
 
 @of(COUNTS, COUNTS.int())

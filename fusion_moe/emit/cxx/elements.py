@@ -75,7 +75,7 @@ class Elements:
         op = self._fusion.producers.get(v)
         if v in self._memory:
             return v, m
-        if op is None or plain(op.values[0].type.shape[-1]) != k:
+        if op is None or not op.values or [*map(plain, op.values[0].type.shape[-1:])] != [k]:
             return None
         if op.kind.name in ("cut", "reshape"):
             return self.row_in_memory(op.values[0], m, k)
@@ -166,7 +166,7 @@ class Elements:
         return self.of(v, _broadcast([at[d] for d in op.attrs["broadcast_dims"]], v.type.shape))
 
     def _slice(self, op: Op, at: Sequence[Index]) -> str:
-        return self.of(op.values[0], [i + number(s) for i, s in zip(at, op.attrs["start_indices"], strict=True)])
+        return self.of(op.values[0], [i + size(s) for i, s in zip(at, op.attrs["start_indices"], strict=True)])
 
     def _pad(self, op: Op, at: Sequence[Index]) -> str:
         (x,), before = op.values, op.attrs["before"]
@@ -245,7 +245,7 @@ def _literal(value: Any, dtype: str, op: Op) -> str:
     if dtype == "bool":
         return str(bool(value)).lower()
     if dtype not in _FLOATS:
-        return f"i64({value})" if value > -(2**63) else f"(i64({value + 1}) - 1)"
+        return f"i64({int(value)})" if value > -(2**63) else f"(i64({value + 1}) - 1)"
     x = float(value)
     text = "NAN" if math.isnan(x) else ("-INFINITY" if x < 0 else "INFINITY") if math.isinf(x) else ""
     text = f"float({text or repr(x)})"

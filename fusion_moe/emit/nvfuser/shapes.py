@@ -31,7 +31,7 @@ def _broadcast(w: Writer, op: Op, x: Any) -> Any:
 
 
 def _slice(w: Writer, op: Op, x: Any) -> Any:
-    return w.part(x, list(op.attrs["start_indices"]), w.shape(op.attrs["end_indices"]))
+    return w.part(x, w.shape(op.attrs["start_indices"]), w.shape(op.attrs["end_indices"]))
 
 
 def _pad(w: Writer, op: Op, x: Any) -> Any:

@@ -90,7 +90,7 @@ inline bool problem_ends(const i32* starts, const i32* sizes, const i32* padded_
 template <class T>
 void swizzle_128x4(const T* x, const i32* ends, i64 groups, i64 rows, i64 columns, T* out) {
     const i64 width = (columns + 3) / 4 * 4, room = std::min(rows, groups) + std::max<i64>(0, rows - groups) / 128;
-    std::memset(static_cast<void*>(out), 0, std::size_t(room * 128 * width) * sizeof(T));
+    std::fill_n(out, room * 128 * width, T());
     for (i64 g = 0, start = 0, base = 0; g < groups; ++g) {
         for (i64 r = 0; r < ends[g] - start; ++r) {
             const T* row = x + (start + r) * columns;
