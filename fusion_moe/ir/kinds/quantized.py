@@ -51,9 +51,10 @@ def _pack(
 
 
 def _known(k: Dim) -> int:
-    if not isinstance(k, int):
+    size = plain(k)
+    if not isinstance(size, int):
         raise ShapeError(f"K = {k}", expected="a number known when compiling")
-    return k
+    return size
 
 
 def _need_matrices(x: TensorType, fmt: str) -> None:
