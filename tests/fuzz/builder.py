@@ -28,6 +28,7 @@ _STEEP = (
     "lt", "le", "gt", "ge", "eq", "ne", "sign", "floor", "logical_not", "isnan", "amax", "reciprocal", "log", "sqrt", "rsqrt", "div", "pow",
     "nvfp4_quantize",
 )  # fmt: skip
+_NARROW = (torch.bfloat16, torch.float16)
 _SUMS = (
     "sum", "mean", "cumsum", "combine", "index_add", "index_put", "nvfp4_grouped_mm", "f16a_nvfp4weight_scaled_grouped_mm", "group_add",
 )  # fmt: skip
@@ -159,8 +160,10 @@ class Builder:
         whole = whole or (name == "convert_element_type" and not args[1].is_floating_point)
         if rough and (name in _STEEP or whole or kwargs.get("activation_format") == "nvfp4"):
             raise Skip
+        # torch rounds the number of a sum first, on CPUs
+        uneven = name in ("add", "sub", "rsub") and any(isinstance(a, float) for a in args) and any(t.dtype in _NARROW for t in numbers)
         fine = all(values.is_fine(t) for t in numbers if t.dtype in values.FLOATS or t.dtype == torch.float64)
-        return rough or name in _INEXACT or kwargs.get("activation_format") == "nvfp4" or (name in _SUMS and not fine)
+        return rough or uneven or name in _INEXACT or kwargs.get("activation_format") == "nvfp4" or (name in _SUMS and not fine)
 
     def _mapped(self, args: Any, value: Callable[[Node], Any]) -> Any:
         return map_arg(args, value)

@@ -79,3 +79,13 @@ def test_numbers_are_rounded_to_the_dtype_of_the_tensors(name, dtype):
             filled = torch.full((), number, dtype=torch.float64 if isinstance(number, float) else torch.int64).to(DTYPES[dtype])
             (found,), (want,) = KINDS[name].evaluate(x, number), KINDS[name].evaluate(x, filled.expand(5))
             torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "div"])
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_arithmetic_is_that_of_float32_and_rounded_once(name, dtype):
+    """The number is not rounded before."""
+    x = torch.linspace(-3, 3, 257).to(DTYPES[dtype])
+    for number in (0.1, 70.3):
+        (found,), (want,) = KINDS[name].evaluate(x, number), KINDS[name].evaluate(x.float(), number)
+        torch.testing.assert_close(found, want.to(DTYPES[dtype]), rtol=0, atol=0)

@@ -128,7 +128,7 @@ def test_its_call_is_not_fused_all_else_is_and_explain_agrees(lib, name):
     (left,) = found.left
     assert left.broken
     assert why in left.why
-    assert left.why.startswith("test_bad_translators.py:")
+    assert left.why.startswith("test_mistakes.py:")
     with torch.no_grad():
         report = fusion_moe.explain(between, x)
     assert [(x.op, x.why) for x in report.left] == [("bad_translators.twice.default", left.why)]
@@ -221,7 +221,7 @@ def test_a_misspelt_name_is_a_warning_once(lib, name, todo, caplog):
     finally:
         translate.unregister(name)
     (warned,) = [r.getMessage() for r in caplog.records if name in r.getMessage()]
-    assert warned.startswith("test_bad_translators.py:")
+    assert warned.startswith("test_mistakes.py:")
     assert f"there is no operation {name}; expected one that is registered; {todo}" in warned
 
 
@@ -297,7 +297,7 @@ def not_of_groups(fd, x):
 )
 def test_a_wrong_translator_does_not_pass(lib, function, said):
     translator(NAME)(function)
-    with pytest.raises(TranslatorError, match=f"^test_bad_translators.py:.*the translator of {NAME}.*{said}"):
+    with pytest.raises(TranslatorError, match=f"^test_mistakes.py:.*the translator of {NAME}.*{said}"):
         check_translator(torch.ops.bad_translators.twice, torch.ones(5, 16))
 
 

@@ -97,6 +97,18 @@ def _as_tensors(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.as_tensor(a, dtype=like.dtype, device=like.device), torch.as_tensor(b, dtype=like.dtype, device=like.device)
 
 
+def _in_opmath(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A sum of 16-bit floats and a number, which is not rounded to 16 bits: as in Inductor's kernels and torch's on CUDA, not on CPUs."""
+
+    def evaluate(a: Any, b: Any) -> torch.Tensor:
+        dtypes = {v.dtype for v in (a, b) if isinstance(v, torch.Tensor)}
+        if dtypes <= {torch.bfloat16, torch.float16} and not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+            return function(*(v.float() if isinstance(v, torch.Tensor) else v for v in (a, b))).to(*dtypes)
+        return function(a, b)
+
+    return evaluate
+
+
 def unbroadcast(fd: Any, grad: Value, x: Any) -> Value | None:
     """The gradient of an input whose size-1 dimensions were repeated: summed over them."""
     if not isinstance(x, Value):
@@ -203,8 +215,8 @@ TABLE = (
     _unary("relu", _number, torch.relu, _unary_grad(lambda o, x, y, g: o.where(o.gt(x, 0.0), g, 0.0))),
     _unary("sigmoid", _float, torch.sigmoid, _unary_grad(lambda o, x, y, g: o.mul(g, o.mul(y, o.sub(1.0, y))))),
     _unary("silu", _float, _silu, _unary_grad(_silu_grad)),
-    _binary("add", _sum, lambda a, b: a + b, _binary_grad(lambda o, a, b, y, g: (g, g))),
-    _binary("sub", _number, lambda a, b: a - b, _binary_grad(lambda o, a, b, y, g: (g, o.neg(g)))),
+    _binary("add", _sum, _in_opmath(lambda a, b: a + b), _binary_grad(lambda o, a, b, y, g: (g, g))),
+    _binary("sub", _number, _in_opmath(lambda a, b: a - b), _binary_grad(lambda o, a, b, y, g: (g, o.neg(g)))),
     _binary("mul", _sum, lambda a, b: a * b, _binary_grad(lambda o, a, b, y, g: (o.mul(g, b), o.mul(g, a)))),
     _binary("div", _float, lambda a, b: a / b, _binary_grad(lambda o, a, b, y, g: (o.div(g, b), o.neg(o.div(o.mul(g, y), b))))),
     _binary("minimum", _bounded, lambda a, b: torch.minimum(*_as_tensors(a, b)), _clamp_grad(_LESS)),
