@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from fusions import assert_same_bits, bits, inputs_of, programs
@@ -284,6 +286,16 @@ def test_memory_is_taken_in_turn_and_never_returned_twice():
         close(found, want, 1e-5)
 
 
+@pytest.fixture
+def pythons_own_recursion_limit():
+    """Other packages raise it when they are imported."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("pythons_own_recursion_limit")
 def test_more_operations_in_a_row_than_python_nests():
     fd = FusionDefinition()
     v = fd.define_tensor(shape=[-1, 4], dtype="f32")

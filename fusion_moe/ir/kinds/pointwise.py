@@ -101,9 +101,9 @@ def _in_opmath(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     """A sum of 16-bit floats and a number, which is not rounded to 16 bits: as in Inductor's kernels and torch's on CUDA, not on CPUs."""
 
     def evaluate(a: Any, b: Any) -> torch.Tensor:
-        dtypes = {v.dtype for v in (a, b) if isinstance(v, torch.Tensor)}
-        if dtypes <= {torch.bfloat16, torch.float16} and not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-            return function(*(v.float() if isinstance(v, torch.Tensor) else v for v in (a, b))).to(*dtypes)
+        dtypes = [v.dtype for v in (a, b) if isinstance(v, torch.Tensor)]
+        if len(dtypes) == 1 and dtypes[0] in (torch.bfloat16, torch.float16):
+            return function(*(v.float() if isinstance(v, torch.Tensor) else v for v in (a, b))).to(dtypes[0])
         return function(a, b)
 
     return evaluate
