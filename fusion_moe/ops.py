@@ -313,7 +313,7 @@ def _backward(spec: Spec, ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     found = {n: grad.reshape(given[n].shape) for n, grad in zip(wanted, outputs, strict=True)}
     return tuple(
         found.get(n) if length is None else [found.get(f"{n}[{i}]") for i in range(length)]
-        for n, length in zip(names, ctx.lengths, strict=False)
+        for n, length, _ in zip(names, ctx.lengths, ctx.needs_input_grad, strict=False)
     )
 
 
