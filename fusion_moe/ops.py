@@ -1,8 +1,8 @@
-"""The operations in `torch.ops.fusion_moe`: their schemas, and from each one's Fusion its fake, its derivative and its flops.
+"""The operations in `torch.ops.fusion_moe`: their schemas, and from each one's Fusion its fake and its flops.
 
 What an operation computes is told once, by its translator (translators/fusion_moe_translators/moe.py): a call is the Fusion that
-the translator builds. The fake allocates what the types of that Fusion say, the body (eager.py) runs it, the backward is its
-derivative, run through `fusion_moe::run`. Letters: M rows, K in-features, N out-features, G groups, T tokens, k slots a token.
+the translator builds. The fake allocates what the types of that Fusion say, the body (eager.py) runs it, its derivative (autograd.py)
+runs through `fusion_moe::run`. Letters: M rows, K in-features, N out-features, G groups, T tokens, k slots a token.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import options, translate
-from .errors import DeviceError, DtypeError, Error, ShapeError, UnsupportedError, Untranslatable
+from . import translate
+from .errors import DeviceError, DtypeError, Error, ShapeError, Untranslatable
 from .ir.builder import FusionDefinition
 from .ir.core import Fusion, storage_shape
-from .ir.derivative import differentiable_outputs, differentiate
 from .ir.sizes import symbol, value
-from .ir.text import one_line, parse
+from .ir.text import parse
 from .ir.types import DTYPES, TensorType, dtype_name
 from .translate import Sizes, tensor_type
 
@@ -137,9 +136,9 @@ def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     for name in spec.k_major:
         _need_k_major(name, tensors[name], spec.name)
     lead = bound[spec.flatten].shape[:-1] if spec.flatten and bound[spec.flatten].dim() != 2 else None
-    flat = {n: _flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
+    rows = {n: flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
     others = tuple((n, dtype_name(v) if isinstance(v, torch.dtype) else v) for n, v in bound.items() if n not in tensors)
-    return Call(spec, flat, others, lead)
+    return Call(spec, rows, others, lead)
 
 
 def _need_k_major(name: str, t: Tensor, where: str) -> None:
@@ -159,7 +158,8 @@ def as_bytes(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.dtype == torch.float4_e2m1fn_x2 else t
 
 
-def _flat(t: Tensor, keep: int) -> Tensor:
+def flat(t: Tensor, keep: int) -> Tensor:
+    """t with its last `keep` dimensions as they are, and one for all before them."""
     return t if t.dim() == keep + 1 else t.reshape(-1, *t.shape[t.dim() - keep :])
 
 
@@ -240,57 +240,6 @@ def named_sizes(fusion: Fusion, sizes: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(fusion.symbols, sizes, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------------------ derivative
-
-
-@lru_cache(maxsize=256)
-def _backward_program(name: str, types: Types, others: tuple[tuple[str, Any], ...], wrt: tuple[int, ...]) -> Fusion:
-    return differentiate(fusion_of(name, types, others), wrt)
-
-
-def _setup_context(
-    spec: Spec, ctx: Any, inputs: Sequence[Any], keyword_only_inputs: Mapping[str, Any] | None = None, output: Any = None
-) -> None:
-    names = [n for n, _ in _signature(spec.name)]
-    ctx.tensor_names = [n for n, v in zip(names, inputs, strict=False) if isinstance(v, Tensor)]
-    ctx.others = {n: v for n, v in zip(names, inputs, strict=False) if not isinstance(v, Tensor)} | dict(keyword_only_inputs or {})
-    ctx.count = len(inputs)
-    ctx.options = options.current().key()  # the backward may run in a thread of autograd's, where others are in force
-    ctx.save_for_backward(*(v for v in inputs if isinstance(v, Tensor)))
-
-
-def _backward(spec: Spec, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    names = [n for n, _ in _signature(spec.name)]
-    given = dict(zip(ctx.tensor_names, ctx.saved_tensors, strict=True))
-    call = bind(spec, [], {**given, **ctx.others})
-    tracing = any(type(t) is not Tensor and not isinstance(t, torch.nn.Parameter) for t in given.values())
-    types, sizes = traced_types(call) if tracing else (eager_types(call), None)
-    ordered = list(call.tensors)
-    wanted = [n for n, need in zip(names, ctx.needs_input_grad, strict=False) if need]
-    try:
-        program = _backward_program(spec.name, types, call.others, tuple(ordered.index(n) for n in wanted))
-    except UnsupportedError as error:
-        raise error.at(f"{spec.name}, derivative with respect to {', '.join(wanted)}") from None
-    forward = fusion_of(spec.name, types, call.others)
-    seeds = [_flat(grads[i], len(forward.outputs[i].type.shape) - 1) for i in differentiable_outputs(forward)]
-    inputs = [*call.tensors.values(), *seeds]
-    env = sizes.values() if sizes else program.bind(list(map(as_bytes, inputs)))
-    outputs = torch.ops.fusion_moe.run(one_line(program), inputs, [env[s] for s in program.symbols], ctx.options)
-    found = dict(zip(wanted, outputs, strict=True))
-    return tuple(found[n].reshape(given[n].shape) if n in found else None for n in names[: ctx.count])
-
-
-def _mark_non_differentiable(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
-
-
-def _no_derivative(name: str, why: str) -> Callable[..., Any]:
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise UnsupportedError(why, todo="compute it under torch.no_grad(), or detach its result", where=name)
-
-    return backward
-
-
 # -------------------------------------------------------------------------------------------------------------------- register
 
 
@@ -318,17 +267,11 @@ def _register() -> torch.library.Library:
         lib.define(spec.name + spec.schema, tags=(torch.Tag.cudagraph_unsafe,))  # the reference reads group ends on the host
         name = f"{NAMESPACE}::{spec.name}"
         torch.library.register_fake(name, partial(_fake, spec), lib=lib)
-        if spec.differentiable:
-            torch.library.register_autograd(name, partial(_backward, spec), setup_context=partial(_setup_context, spec), lib=lib)
-        else:
-            never = _no_derivative(spec.name, "it has no derivative")
-            torch.library.register_autograd(name, never, setup_context=_mark_non_differentiable, lib=lib)
         register_flop_formula(getattr(torch.ops.fusion_moe, spec.name), get_raw=True)(partial(_call_flops, spec))
     # Their tensors come in whatever strides the graph has; the program asks for what it needs. The reference is never in RUN_GRAPH_SAFE.
     for name, tags in (("run", (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe)), (RUN_GRAPH_SAFE, (torch.Tag.flexible_layout,))):
         lib.define(name + RUN, tags=tags)
         torch.library.register_fake(f"{NAMESPACE}::{name}", _run_fake, lib=lib)
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_derivative(name, "second-order derivatives are not supported"), lib=lib)
         register_flop_formula(getattr(torch.ops.fusion_moe, name), get_raw=True)(_run_flops)
     return lib
 
