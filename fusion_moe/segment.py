@@ -72,7 +72,7 @@ class _Pieces:
         return Segment(fusion, scheduler.NAME, fusion.inputs, fusion.outputs, "; ".join(reasons))
 
     def _join(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
-        if a is b or self._circle(a, b) or schedule.find(self._part(a | b), self.target) is None:
+        if a is b or self._circle(a, b) or schedule.find(self._part(a | b), self.target, self.fusion.outputs) is None:
             return False
         both = a | b
         self.piece.update(dict.fromkeys(both, both))
@@ -88,13 +88,13 @@ class _Pieces:
         whole = frozenset(tied)
         before = {o: self.piece[o] for o in whole}
         self.piece.update(dict.fromkeys(whole, whole))
-        if self._circle(whole, whole) or schedule.find(self._part(whole), self.target) is None:
+        if self._circle(whole, whole) or schedule.find(self._part(whole), self.target, self.fusion.outputs) is None:
             self.piece.update(before)
 
     def _refusal(self, a: frozenset[Op], b: frozenset[Op]) -> str:
         """Why two pieces, with nothing between them, are not one."""
         both = self._part(a | b)
-        return schedule.closest(both, self.target).can_schedule(both, self.target) or ""
+        return schedule.closest(both, self.target).can_schedule(both, self.target, self.fusion.outputs) or ""
 
     def _circle(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
         """Whether a path leads from a over other pieces to b."""
