@@ -20,7 +20,10 @@ from .errors import UnsupportedError
 from .ir.core import Fusion
 from .ir.derivative import Derivative, differentiate
 from .ir.text import one_line
-from .ops import LIBRARY, NAMESPACE, RUN_GRAPH_SAFE, SPECS, Call, Spec, Types, as_bytes, bind, eager_types, flat, fusion_of, traced_types
+from .ops import (
+    LIBRARY, NAMESPACE, RUN_GRAPH_SAFE, RUN_INTO, RUN_INTO_GRAPH_SAFE, SPECS, Call, Spec, Types, as_bytes, bind, eager_types, flat,
+    fusion_of, traced_types,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,14 @@ def _no_derivative(name: str, why: str) -> Callable[..., Any]:
     return backward
 
 
+def _never_tracked(name: str, keyset: Any, *args: Any, **kwargs: Any) -> None:
+    """An operation that writes into its arguments, as autograd calls it."""
+    if torch.is_grad_enabled() and _any_requires_grad(*args):
+        raise UnsupportedError("tensors that require a gradient", todo="call it under torch.no_grad()", where=name)
+    with _AutoDispatchBelowAutograd():
+        getattr(torch.ops.fusion_moe, name).default.redispatch(keyset & _after_autograd_keyset, *args, **kwargs)
+
+
 def _register() -> None:
     for spec in SPECS.values():
         if spec.differentiable:
@@ -149,6 +160,8 @@ def _register() -> None:
     for name in ("run", RUN_GRAPH_SAFE):
         never = _no_derivative(name, "second-order derivatives are not supported")
         torch.library.register_autograd(f"{NAMESPACE}::{name}", never, lib=LIBRARY)
+    for name in (RUN_INTO, RUN_INTO_GRAPH_SAFE):
+        LIBRARY.impl(name, partial(_never_tracked, name), "Autograd", with_keyset=True)
 
 
 _register()

@@ -133,7 +133,7 @@ class _Pieces:
         return list(dict.fromkeys(found))
 
     def _part(self, ops: Iterable[Op]) -> Fusion:
-        """These operations and the views they read, as a Fusion: what they read from outside are its inputs."""
+        """These operations and the views they read, as a Fusion: what they read from outside are its inputs. It writes over none."""
         own = set(ops)
         members = set(own)
         for op in own:
@@ -143,8 +143,7 @@ class _Pieces:
         inputs = tuple(dict.fromkeys(v for op in ordered for v in op.values if v not in made))
         outputs = tuple(v for op in ordered if op in own for v in op.outputs if self._read_outside(v, members))
         roles = {v: self.fusion.role(v) for v in inputs}
-        aliases = {v: self.fusion.aliases[v] for v in outputs if v in self.fusion.aliases}
-        return Fusion(inputs, tuple(ordered), outputs, roles, aliases)
+        return Fusion(inputs, tuple(ordered), outputs, roles)
 
     def _add_views(self, op: Op, members: set[Op]) -> None:
         for v in op.values:

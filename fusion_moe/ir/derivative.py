@@ -45,6 +45,8 @@ def differentiate(fusion: Fusion, wrt: Sequence[int], save: str = "values") -> D
     """
     if save not in POLICIES:
         raise OptionError(f"save = {save!r}", expected=f"one of {', '.join(POLICIES)}", where="differentiate")
+    if fusion.aliases:
+        raise UnsupportedError("the derivative of a program that writes over its inputs", todo="differentiate the one without alias_input")
     whole = _whole(fusion, wrt)
     kept = saved(whole.forward, whole.needed, POLICIES[save])
     there = tuple(dict.fromkeys((*fusion.inputs, *fusion.outputs, *(whole.original[v] for v in kept))))
