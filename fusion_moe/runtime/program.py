@@ -12,6 +12,7 @@ from torch.autograd import profiler
 
 from ..errors import DeviceError
 from ..ir.core import Fusion, Value
+from ..ir.effects import check_targets, write_over
 from ..segment import Segment
 from ..target import Target
 from .check import check_stages
@@ -54,12 +55,17 @@ class Program:
         return not self.checked and all(kernel.graph_safe for kernel in self.kernels)
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int] | None = None) -> list[torch.Tensor]:
-        """The outputs on these inputs: new tensors, contiguous, sharing no memory with the inputs."""
+        """The outputs on these inputs: new tensors, contiguous, sharing no memory with the inputs.
+
+        An output with an alias is the input that it is written over, after all kernels.
+        """
         env = self._sizes(tensors, sizes or {})
+        targets = self.fusion.targets(tensors)
+        check_targets(targets)
         if self.checked:
             check_stages(self.stages, self.segments, tensors, env)
         outputs = self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
-        return self._one_by_one(tensors, env) if outputs is None else list(outputs)
+        return list(write_over(targets, self._one_by_one(tensors, env) if outputs is None else outputs))
 
     def _sizes(self, tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> Mapping[str, int]:
         """The values of the symbols, remembered by all that they are read from: decoding asks for the same ones again and again."""
