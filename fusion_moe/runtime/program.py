@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from ..ir.core import Fusion, Value
 from ..ir.effects import check_targets, write_over
 from ..segment import Segment
 from ..target import Target
+from . import dump
 from .check import check_stages
 from .kernel import Kernel
 
@@ -35,6 +37,7 @@ class Program:
 
     checked: whether each call also evaluates every stage and the segments, and compares them bit for bit (the option `check`).
     joined: all kernels in one call, where the backend has that; a profiler sees them one by one.
+    dumped: the folder that it was written to, and that what its calls compile is written to.
     """
 
     stages: tuple[tuple[str, Fusion], ...]
@@ -43,6 +46,7 @@ class Program:
     target: Target
     checked: bool = False
     joined: Joined | None = None
+    dumped: Path | None = None
 
     @property
     def fusion(self) -> Fusion:
@@ -64,6 +68,12 @@ class Program:
         check_targets(targets)
         if self.checked:
             check_stages(self.stages, self.segments, tensors, env)
+        if self.dumped:
+            with dump.into(self.dumped):
+                return self._run(tensors, env)
+        return self._run(tensors, env)
+
+    def _run(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
         outputs = self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
         return list(write_over(targets, self._one_by_one(tensors, env) if outputs is None else outputs))
 
