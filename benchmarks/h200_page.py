@@ -83,9 +83,9 @@ def _provenance(rows: Sequence[Row]) -> list[str]:
         *lines, "",
         f"CUDA graphs over several layers and routings, contenders interleaved, medians; {clock[0]:.0f} to {clock[1]:.0f} MHz,"
         f" {power[0]:.0f} to {power[1]:.0f} W during the runs. Every result was checked against float32 first. The floor is the longer of"
-        " reading the NVFP4 weights of the experts that get a token at 4.55 TB/s, and multiplying at 780 TFLOP/s. Single products start from"
-        " sorted rows, except in Humming's indexed mode, which gathers them. In the MLP Humming uses this library's operations to sort ids"
-        " and to sum over experts. \"Recorded\" is the fastest of Marlin (NVFP4), triton_kernels (MXFP4) and, for the MLP, Humming in"
+        " reading the NVFP4 weights of the experts that get a token at 4.55 TB/s, and multiplying at 780 TFLOP/s. Single products start"
+        " from sorted rows, except in Humming's indexed mode, which gathers them. In the MLP Humming uses this library's operations to sort"
+        " ids and to sum over experts. \"Recorded\" is the fastest of Marlin (NVFP4), triton_kernels (MXFP4) and, for the MLP, Humming in"
         " vLLM, measured separately on an H200 (benchmarks/h200_recorded.json says how). \"Dense\" is torch's dense bf16 product of as"
         " many rows; for the MLP plus the bytes that summing over experts moves, at 4.2 TB/s.", "",
     ]  # fmt: skip
@@ -129,7 +129,8 @@ def _overview(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     return [
-        "The expert MLP, from expert ids to its result; columns are tokens. Each cell: us, times the floor, times the best peer's time.", "",
+        "The expert MLP, from expert ids to its result; columns are tokens. Each cell: us, times the floor, times the best peer's time.",
+        "",
         f"| model | {' | '.join(map(str, tokens))} |", f"|{'---|' * (len(tokens) + 1)}",
         *(f"| {title} | {' | '.join(found.get(t, '') for t in tokens)} |" for title, found in lines.items()), "",
     ]  # fmt: skip

@@ -17,9 +17,9 @@ def weight_layouts(fusion: Fusion, to: Target) -> tuple[tuple[str, str], ...]:
 
 
 def _what_is_done(w: TensorType, to: Target) -> str:
-    done = f"fusion_moe.prepare_(model, {to.name!r}) puts them in {to.weight_layout}, the layout of {to.name}"
+    done = f"fusion_moe.prepare_(model, {to.name!r}) reorders them to {to.weight_layout}, the layout of {to.name}"
     if to.weight_layout != W16X64.name:
         return done
     n, k = (value(plain(d), {}) for d in w.shape[1:])
     why = W16X64.why_not(n, k)
-    return f"prepare_ leaves them: {why}" if why else f"{done}, if those of their module are all in whole tiles"
+    return f"prepare_ leaves them as they are: {why}" if why else f"{done}, if all weights of their module are whole tiles"
