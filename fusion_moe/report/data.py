@@ -38,7 +38,7 @@ class Machine:
 
     products: for each dtype of activations, which kernels multiply groups of how many rows.
     bytes_per_second: of reading memory with so many threads, measured once on this machine; now: the same for this report; read_by: what
-    read it, and from where. Floors are of the faster one. repeats: runs of each kernel; interruptions: how often a CPU was taken away
+    read it, and from where. Floors are of the faster one. repeats: runs of each kernel; interruptions: how often it was preempted
     meanwhile. weight_bytes: of the weights that the programs read, and how many of them lie on large pages.
     """
 

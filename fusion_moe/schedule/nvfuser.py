@@ -73,7 +73,7 @@ def _refusal(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 
 def _cast(op: Op, fusion: Fusion, target: Target) -> str | None:
-    return "cast to f8e4m3: nvFuser's saturates, the program's gives NaN" if op.attrs["dtype"] == "f8e4m3" else None
+    return "cast to f8e4m3: nvFuser saturates, where the program gives NaN" if op.attrs["dtype"] == "f8e4m3" else None
 
 
 def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
@@ -125,7 +125,7 @@ def _packed_product(op: Op, fusion: Fusion, a: TensorType, w: TensorType) -> str
         return f"{op.kind.name} of {a.dtype} and {w.dtype}: the 4-bit product takes two 4-bit operands"
     _, n, k = w.shape
     if k % _K or n % _N:  # type: ignore[operator]  # both are numbers: pack and the target's layouts ask for it
-        return f"K = {k} and N = {n} of a 4-bit product: its kernel requires multiples of {_K} and {_N}, and does not check"
+        return f"K = {k} and N = {n} of a 4-bit product: its kernel requires multiples of {_K} and {_N}, but does not check"
     if op.values[0] not in fusion.producers:
         return "a 4-bit product of activations quantized elsewhere: nvFuser has no quantized tensors"
     return _from_outside(op, fusion) or _stored(op, fusion, *HALVES)

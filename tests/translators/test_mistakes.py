@@ -105,7 +105,10 @@ FAULTS = {
     "writes over an input": (writes_over_an_input, "fd.add_output in a translator"),
     "defines an input": (defines_an_input, "fd.define_tensor in a translator"),
     "defines a size": (lambda fd, x: fd.define_size("n") and x, "fd.define_size in a translator"),
-    "a size nobody knows": (of_a_size_nobody_knows, f"the translator of {NAME} returned operations that do not compile: FusionError: unknown size zz"),
+    "a size nobody knows": (
+        of_a_size_nobody_knows,
+        f"the translator of {NAME} returned operations that do not compile: FusionError: unknown size zz",
+    ),
     "a tensor of torch": (lambda fd, x: fd.ops.mul(x, torch.tensor(2.0)), "mul: the operand is a tensor of torch, torch.float32 []"),
     "a size": (lambda fd, x: fd.ops.mul(x, x.type.shape[0]), "mul: the operand 5/g0 is a size, which the call decides"),
     "text": (lambda fd, x: fd.ops.mul(x, "2"), "mul: the operand '2' of type str"),
