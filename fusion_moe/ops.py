@@ -1,13 +1,13 @@
-"""The operations in `torch.ops.fusion_moe`: their schemas, and from each one's Fusion its fake, its derivative and its flops.
+"""The operations in `torch.ops.fusion_moe`: their schemas, and from each one's Fusion its fake and its flops.
 
 What an operation computes is told once, by its translator (translators/fusion_moe_translators/moe.py): a call is the Fusion that
-the translator builds. The fake allocates what the types of that Fusion say, the body (eager.py) runs it, the backward is its
-derivative, run through `fusion_moe::run`. Letters: M rows, K in-features, N out-features, G groups, T tokens, k slots a token.
+the translator builds. The fake allocates what the types of that Fusion say, the body (eager.py) runs it, its derivative (autograd.py)
+runs through `fusion_moe::run`. Letters: M rows, K in-features, N out-features, G groups, T tokens, k slots a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import options, translate
-from .errors import DeviceError, DtypeError, Error, ShapeError, UnsupportedError, Untranslatable
+from . import translate
+from .errors import DeviceError, DtypeError, Error, FusionError, ShapeError, Untranslatable
 from .ir.builder import FusionDefinition
 from .ir.core import Fusion, storage_shape
-from .ir.derivative import differentiable_outputs, differentiate
 from .ir.sizes import symbol, value
-from .ir.text import one_line, parse
+from .ir.text import parse
 from .ir.types import DTYPES, TensorType, dtype_name
 from .translate import Sizes, tensor_type
 
@@ -51,10 +50,12 @@ class Spec:
 
 
 _EXPERTS = tuple(f"{p}_{t}" for p in ("gate_up", "down") for t in ("codes", "block_scale", "decode_scale"))
+_HOW = """Tensor? gate_up_bias=None, Tensor? down_bias=None, *, int interleave=0, float? limit=None, float alpha=1.0,
+    float up_offset=0.0, str scale_on="output", str activation_format="bf16", str weight_layout="linear" """
 _EXPERT_MLP = f"""(
-    Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)}, Tensor? gate_up_bias=None, Tensor? down_bias=None,
-    *, int interleave=0, float? limit=None, float alpha=1.0, float up_offset=0.0, str scale_on="output", str activation_format="bf16",
-    str weight_layout="linear") -> Tensor"""
+    Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)}, {_HOW}) -> Tensor"""
+_FUSED_EXPERTS = f"""(
+    Tensor x, Tensor ids, Tensor w, Tensor[] gate_up, Tensor[] down, {_HOW}, str weight_format="nvfp4") -> Tensor"""
 
 SPECS = {
     spec.name: spec
@@ -70,6 +71,12 @@ SPECS = {
             'str activation_format="bf16", str weight_layout="linear", ScalarType? out_dtype=None) -> Tensor',
             rows={"a": 1}, flatten="a",
         ),
+        Spec(
+            "grouped_mm",
+            '(Tensor a, Tensor[] weight, Tensor offs, *, str weight_format="nvfp4", str weight_layout="linear", '
+            'str activation_format="bf16", ScalarType? out_dtype=None) -> Tensor',
+            rows={"a": 1}, flatten="a",
+        ),
         Spec("grouped_swizzle_block_scale", "(Tensor block_scale, Tensor offs) -> Tensor", rows={"block_scale": 1}, differentiable=False),
         Spec(
             "scaled_swiglu",
@@ -80,6 +87,7 @@ SPECS = {
         Spec("combine", "(Tensor y, Tensor slot_of, Tensor w) -> Tensor", rows={"y": 1, "slot_of": 1, "w": 1}, equal=("slot_of", "w")),
         Spec("group_add", "(Tensor y, Tensor bias, Tensor offs) -> Tensor", rows={"y": 1}),
         Spec("expert_mlp", _EXPERT_MLP, rows={"x": 1, "ids": 1, "w": 1}, equal=("x", "ids", "w"), flatten="x"),
+        Spec("fused_experts", _FUSED_EXPERTS, rows={"x": 1, "ids": 1, "w": 1}, equal=("x", "ids", "w"), flatten="x"),
         Spec(
             "f16a_nvfp4weight_scaled_grouped_mm",
             "(Tensor activation, Tensor fp4_weight, Tensor weight_scaling_factor, Tensor global_scale, Tensor offsets, "
@@ -91,12 +99,18 @@ SPECS = {
 Forms = tuple[tuple[str, Sequence[Any], torch.dtype], ...]  # names, shapes and dtypes of tensors
 Types = tuple[tuple[str, TensorType], ...]
 RUN_GRAPH_SAFE = "run_graph_safe"
+RUN_INTO, RUN_INTO_GRAPH_SAFE = "run_into", "run_into_graph_safe"
 RUN = "(str program, Tensor[] inputs, SymInt[] sizes, str? options=None) -> Tensor[]"  # options: None for those in force when it runs
+# written: a tensor for each output; over an input the input itself, which then is not among `inputs`
+INTO = "(str program, Tensor[] inputs, Tensor(a!)[] written, SymInt[] sizes, str? options=None) -> ()"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operation: its tensors with rows flattened, its other arguments by name, the leading shape of the output."""
+    """One call of an operation: its tensors with rows flattened, its other arguments by name, the leading shape of the output.
+
+    Tensors of a list come one by one: those of `weight` as weight[0], weight[1], ...
+    """
 
     spec: Spec
     tensors: Mapping[str, Tensor]
@@ -128,7 +142,7 @@ def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """The arguments of a call by name, defaults filled in. DeviceError if the tensors live on different devices."""
     names = _signature(spec.name)
     bound = {name: args[i] if i < len(args) else kwargs.get(name, default) for i, (name, default) in enumerate(names)}
-    tensors = {name: v for name, v in bound.items() if isinstance(v, Tensor)}
+    tensors = dict(each_tensor(bound))
     devices = {name: t.device for name, t in tensors.items()}
     if len(set(devices.values())) > 1:
         raise DeviceError(
@@ -137,9 +151,22 @@ def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     for name in spec.k_major:
         _need_k_major(name, tensors[name], spec.name)
     lead = bound[spec.flatten].shape[:-1] if spec.flatten and bound[spec.flatten].dim() != 2 else None
-    flat = {n: _flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
-    others = tuple((n, dtype_name(v) if isinstance(v, torch.dtype) else v) for n, v in bound.items() if n not in tensors)
-    return Call(spec, flat, others, lead)
+    rows = {n: flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
+    others = tuple((n, dtype_name(v) if isinstance(v, torch.dtype) else v) for n, v in bound.items() if not _has_tensors(v))
+    return Call(spec, rows, others, lead)
+
+
+def each_tensor(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of arguments by name, those of a list as name[0], name[1], ..."""
+    for name, v in arguments.items():
+        if isinstance(v, Tensor):
+            yield name, v
+        elif _has_tensors(v):
+            yield from ((f"{name}[{i}]", t) for i, t in enumerate(v))
+
+
+def _has_tensors(v: Any) -> bool:
+    return isinstance(v, Tensor) or (isinstance(v, (list, tuple)) and any(isinstance(t, Tensor) for t in v))
 
 
 def _need_k_major(name: str, t: Tensor, where: str) -> None:
@@ -159,7 +186,8 @@ def as_bytes(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.dtype == torch.float4_e2m1fn_x2 else t
 
 
-def _flat(t: Tensor, keep: int) -> Tensor:
+def flat(t: Tensor, keep: int) -> Tensor:
+    """t with its last `keep` dimensions as they are, and one for all before them."""
     return t if t.dim() == keep + 1 else t.reshape(-1, *t.shape[t.dim() - keep :])
 
 
@@ -178,12 +206,19 @@ def fusion_of(name: str, types: Types, others: tuple[tuple[str, Any], ...]) -> F
     translator = translate.find(f"{NAMESPACE}::{name}")
     assert translator is not None
     try:
-        result = translator.function(fd, **{n: arguments[n] for n, _ in _signature(name)})
+        result = translator.function(fd, **{n: _argument(n, arguments) for n, _ in _signature(name)})
     except Error as error:
         raise error.at(name) from None
     for output in result if isinstance(result, tuple) else (result,):
         fd.add_output(output)
     return fd.fusion()
+
+
+def _argument(name: str, arguments: Mapping[str, Any]) -> Any:
+    """An argument by name; a list of tensors from those that are called name[0], name[1], ..."""
+    if name in arguments:
+        return arguments[name]
+    return tuple(v for n, v in arguments.items() if n.partition("[")[0] == name)
 
 
 def eager_types(call: Call) -> Types:
@@ -227,10 +262,48 @@ def empty_outputs(fusion: Fusion, env: Mapping[str, Any], device: torch.device) 
 
 
 def _run_fake(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None) -> list[Tensor]:
-    fusion = parse(program)
+    fusion = need_pure(parse(program))
     device = inputs[0].device if inputs else torch.device("cpu")
     fusion.need_inputs(inputs)
     return empty_outputs(fusion, named_sizes(fusion, sizes), device)
+
+
+def _run_into_fake(
+    program: str, inputs: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None
+) -> None:
+    fusion = parse(program)
+    all_inputs(fusion, inputs, written)
+    need_written(fusion, written, named_sizes(fusion, sizes))
+
+
+def need_pure(fusion: Fusion) -> Fusion:
+    """The program itself. FusionError if it writes over inputs: `run` says that it does not."""
+    if fusion.aliases:
+        raise FusionError("a program that writes over its inputs", expected="outputs in new memory", todo="call run_into", where="run")
+    return fusion
+
+
+def all_inputs(fusion: Fusion, inputs: Sequence[Tensor], written: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs of a program that `run_into` is given: `inputs`, and in their places those that outputs are written over."""
+    if len(written) != len(fusion.outputs):
+        raise ShapeError(f"{len(written)} tensors to write", expected=f"{len(fusion.outputs)}, one for each output", where="run_into")
+    over, rest = {v: written[i] for i, v in fusion.aliases.items()}, iter(inputs)
+    found = [over[v] if v in over else next(rest, None) for v in fusion.inputs]
+    given = [t for t in found if t is not None]
+    if len(given) < len(found) or next(rest, None) is not None:
+        want = f"{len(fusion.inputs) - len(over)}, those that no output is written over"
+        raise ShapeError(f"{len(inputs)} inputs", expected=want, where="run_into")
+    return given
+
+
+def need_written(fusion: Fusion, written: Sequence[Tensor], env: Mapping[str, Any]) -> None:
+    """ShapeError or DtypeError unless each output fits the tensor that it is written into."""
+    for i, (v, t) in enumerate(zip(fusion.outputs, written, strict=True)):
+        shape = storage_shape(v.type, env)
+        if len(shape) != t.dim() or any(a != b for a, b in zip(t.shape, shape, strict=True)):
+            raise ShapeError(f"output {i} into a tensor of shape {list(t.shape)}", expected=f"{list(shape)} for {v.type}", where="run_into")
+        if t.dtype != DTYPES[v.type.dtype]:
+            raise DtypeError(f"output {i} into {t.dtype}", expected=f"{DTYPES[v.type.dtype]} for {v.type}", where="run_into")
 
 
 def named_sizes(fusion: Fusion, sizes: Sequence[Any]) -> dict[str, Any]:
@@ -238,57 +311,6 @@ def named_sizes(fusion: Fusion, sizes: Sequence[Any]) -> dict[str, Any]:
     if len(sizes) != len(fusion.symbols):
         raise ShapeError(f"{len(sizes)} sizes", expected=f"{len(fusion.symbols)}: {', '.join(fusion.symbols)}", where="fusion")
     return dict(zip(fusion.symbols, sizes, strict=True))
-
-
-# ------------------------------------------------------------------------------------------------------------------ derivative
-
-
-@lru_cache(maxsize=256)
-def _backward_program(name: str, types: Types, others: tuple[tuple[str, Any], ...], wrt: tuple[int, ...]) -> Fusion:
-    return differentiate(fusion_of(name, types, others), wrt)
-
-
-def _setup_context(
-    spec: Spec, ctx: Any, inputs: Sequence[Any], keyword_only_inputs: Mapping[str, Any] | None = None, output: Any = None
-) -> None:
-    names = [n for n, _ in _signature(spec.name)]
-    ctx.tensor_names = [n for n, v in zip(names, inputs, strict=False) if isinstance(v, Tensor)]
-    ctx.others = {n: v for n, v in zip(names, inputs, strict=False) if not isinstance(v, Tensor)} | dict(keyword_only_inputs or {})
-    ctx.count = len(inputs)
-    ctx.options = options.current().key()  # the backward may run in a thread of autograd's, where others are in force
-    ctx.save_for_backward(*(v for v in inputs if isinstance(v, Tensor)))
-
-
-def _backward(spec: Spec, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    names = [n for n, _ in _signature(spec.name)]
-    given = dict(zip(ctx.tensor_names, ctx.saved_tensors, strict=True))
-    call = bind(spec, [], {**given, **ctx.others})
-    tracing = any(type(t) is not Tensor and not isinstance(t, torch.nn.Parameter) for t in given.values())
-    types, sizes = traced_types(call) if tracing else (eager_types(call), None)
-    ordered = list(call.tensors)
-    wanted = [n for n, need in zip(names, ctx.needs_input_grad, strict=False) if need]
-    try:
-        program = _backward_program(spec.name, types, call.others, tuple(ordered.index(n) for n in wanted))
-    except UnsupportedError as error:
-        raise error.at(f"{spec.name}, derivative with respect to {', '.join(wanted)}") from None
-    forward = fusion_of(spec.name, types, call.others)
-    seeds = [_flat(grads[i], len(forward.outputs[i].type.shape) - 1) for i in differentiable_outputs(forward)]
-    inputs = [*call.tensors.values(), *seeds]
-    env = sizes.values() if sizes else program.bind(list(map(as_bytes, inputs)))
-    outputs = torch.ops.fusion_moe.run(one_line(program), inputs, [env[s] for s in program.symbols], ctx.options)
-    found = dict(zip(wanted, outputs, strict=True))
-    return tuple(found[n].reshape(given[n].shape) if n in found else None for n in names[: ctx.count])
-
-
-def _mark_non_differentiable(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
-
-
-def _no_derivative(name: str, why: str) -> Callable[..., Any]:
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise UnsupportedError(why, todo="compute it under torch.no_grad(), or detach its result", where=name)
-
-    return backward
 
 
 # -------------------------------------------------------------------------------------------------------------------- register
@@ -310,6 +332,18 @@ def _run_flops(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], opt
     return flops(fusion, named_sizes(fusion, sizes))
 
 
+def _run_into_flops(
+    program: str,
+    inputs: Sequence[Tensor],
+    written: Sequence[Tensor],
+    sizes: Sequence[Any],
+    options: str | None = None,
+    *,
+    out_val: Any = None,
+) -> int:
+    return _run_flops(program, inputs, sizes)
+
+
 def _register() -> torch.library.Library:
     from torch.utils.flop_counter import register_flop_formula
 
@@ -318,18 +352,17 @@ def _register() -> torch.library.Library:
         lib.define(spec.name + spec.schema, tags=(torch.Tag.cudagraph_unsafe,))  # the reference reads group ends on the host
         name = f"{NAMESPACE}::{spec.name}"
         torch.library.register_fake(name, partial(_fake, spec), lib=lib)
-        if spec.differentiable:
-            torch.library.register_autograd(name, partial(_backward, spec), setup_context=partial(_setup_context, spec), lib=lib)
-        else:
-            never = _no_derivative(spec.name, "it has no derivative")
-            torch.library.register_autograd(name, never, setup_context=_mark_non_differentiable, lib=lib)
         register_flop_formula(getattr(torch.ops.fusion_moe, spec.name), get_raw=True)(partial(_call_flops, spec))
-    # Their tensors come in whatever strides the graph has; the program asks for what it needs. The reference is never in RUN_GRAPH_SAFE.
-    for name, tags in (("run", (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe)), (RUN_GRAPH_SAFE, (torch.Tag.flexible_layout,))):
-        lib.define(name + RUN, tags=tags)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _run_fake, lib=lib)
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_derivative(name, "second-order derivatives are not supported"), lib=lib)
-        register_flop_formula(getattr(torch.ops.fusion_moe, name), get_raw=True)(_run_flops)
+    # Their tensors come in whatever strides the graph has; the program asks for what it needs. The reference is never in what is graph-safe.
+    safe, unsafe = (torch.Tag.flexible_layout,), (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe)
+    into = (INTO, _run_into_fake, _run_into_flops)
+    for name, tags, (schema, fake, formula) in (
+        ("run", unsafe, (RUN, _run_fake, _run_flops)), (RUN_GRAPH_SAFE, safe, (RUN, _run_fake, _run_flops)),
+        (RUN_INTO, unsafe, into), (RUN_INTO_GRAPH_SAFE, safe, into),
+    ):  # fmt: skip
+        lib.define(name + schema, tags=tags)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=lib)
+        register_flop_formula(getattr(torch.ops.fusion_moe, name), get_raw=True)(formula)
     return lib
 
 

@@ -14,18 +14,19 @@ Source: nvFuser's python frontend (nvfuser_direct, 0.2.36) and csrc/ops; sizes o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ..ir.core import Fusion, Op
+from ..ir.core import Fusion, Op, Value
 from ..ir.kinds.shape import elements
-from ..ir.types import TensorType, plain
+from ..ir.types import STORED, TensorType, plain
 from ..target import Target
 
 NAME = "nvfuser"
 CONTRACTS = False  # it stores the 16-bit results of its products
 
 HALVES = ("bf16", "f16")
+PACKED, LAYOUTS = ("nvfp4",), ("linear", "sf128x4")  # the encodings of weights that are lowered, and their layouts
 PRODUCTS = {"bf16": "dequantize + grouped_mm", "nvfp4": "cutlass_nvfp4_grouped_mm"}  # by the format of the activations
 SORTED = 4096  # rows; it sorts within one block, whose shared memory and registers end between here and 8192
 _SORTS = ("route", "invert")
@@ -40,7 +41,7 @@ class NvFuser:
     ops: tuple[str, ...]
 
 
-def can_schedule(fusion: Fusion, target: Target) -> str | None:
+def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
     """None if every operation can be written into one nvFuser definition for the target."""
     return next((why for op in fusion.ops if (why := _refusal(op, fusion, target))), None)
 
@@ -73,14 +74,16 @@ def _refusal(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 
 def _cast(op: Op, fusion: Fusion, target: Target) -> str | None:
-    return "cast to f8e4m3: nvFuser saturates, where the program gives NaN" if op.attrs["dtype"] == "f8e4m3" else None
+    return f"cast to {to}: nvFuser saturates, where the program does not" if (to := op.attrs["dtype"]) in STORED else None
 
 
 def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
     if op.values[0] in fusion.producers:
         return f"pack of codes made by {fusion.producers[op.values[0]].kind.name}: nvFuser has no 8-bit integers"
-    if op.attrs["layout"] == "w16x64":
-        return "pack of weights in the layout w16x64: nvFuser's products read the linear one"
+    if op.attrs["fmt"] not in PACKED:
+        return f"pack of {op.attrs['fmt']}: {' and '.join(PACKED)} is lowered"
+    if op.attrs["layout"] not in LAYOUTS:
+        return f"pack of weights in the layout {op.attrs['layout']}: nvFuser's products read the linear one"
     readers = {reader.kind.name for reader in fusion.readers.get(op.outputs[0], ())}
     if readers - {"grouped_mm", "grouped_mm_t"} or _leaves(op, fusion):
         return f"pack read by {' and '.join(sorted(readers)) or 'an output'}: nvFuser has no quantized tensors"
@@ -88,8 +91,8 @@ def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 
 def _quantize(op: Op, fusion: Fusion, target: Target) -> str | None:
-    if "nvfp4" not in target.activation_formats:
-        return f"{op.kind.name} to nvfp4 on {target.name}: e2m1 needs compute capability 10.0"
+    if op.attrs["fmt"] not in target.activation_formats:
+        return f"{op.kind.name} to {op.attrs['fmt']} on {target.name}: e2m1 needs compute capability 10.0"
     if op.values[1].type.shape != op.values[0].type.shape[:-2]:
         return f"quantize with decode scales {op.values[1].type}: only one per matrix is lowered"
     return _inside(op, fusion)
