@@ -6,12 +6,13 @@ from ..ir.core import Fusion
 from ..ir.sizes import value
 from ..ir.types import TensorType, plain
 from ..layouts import LINEAR, W16X64
+from ..schedule.product import products
 from ..target import Target
 
 
 def weight_layouts(fusion: Fusion, to: Target) -> tuple[tuple[str, str], ...]:
     """(layout, what prepare_ does about it) of the NVFP4 weights that are not in the layout of a target, if prepare_ knows theirs."""
-    weights = (op.values[1].type for op in fusion.ops if op.kind.role == "grouped")
+    weights = (product.weight.type for product in products(fusion) if product.weight is not None)
     known = (w for w in weights if w.dtype == "nvfp4" and w.layout in (LINEAR.name, W16X64.name) and not set(w.symbols()))
     return tuple(dict.fromkeys((w.layout, _what_is_done(w, to)) for w in known if w.layout != to.weight_layout))
 

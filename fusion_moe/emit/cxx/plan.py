@@ -10,6 +10,7 @@ from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import exact_div
 from ...ir.types import Dim, plain
+from ...schedule.product import products
 
 ACTIVATIONS = ("bf16", "f16", "f32")
 MADE_FIRST = ("route", "invert", "problem_ends")  # before all else, each value in memory
@@ -63,8 +64,9 @@ class Plan:
 
 def plan(fusion: Fusion, layouts: Collection[str] = ("linear",)) -> Plan:
     """The plan of a segment, or UnsupportedError with the sentence why a backend that reads weights in `layouts` has no kernel for it."""
-    (op,) = (op for op in fusion.ops if op.kind.role == "grouped")
-    if op.kind.name != "grouped_mm":
+    (found,) = products(fusion)
+    op = found.op
+    if found.kind != "fprop":
         raise UnsupportedError(f"{op.kind.name} has no kernel here yet")
     weight, transposed = _weight(fusion, op, layouts)
     if op.values[0].type.dtype not in ACTIVATIONS:
