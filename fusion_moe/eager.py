@@ -15,11 +15,9 @@ from torch import Tensor
 from .compile import program_of
 from .ir.effects import check_targets, write_over
 from .ir.text import parse, text
-from .ops import (
-    LIBRARY, RUN_GRAPH_SAFE, RUN_INTO, RUN_INTO_GRAPH_SAFE, SPECS, Spec, all_inputs, as_bytes, bind, eager_types, fusion_of, named_sizes,
-    need_pure, need_written,
-)  # fmt: skip
+from .ops import LIBRARY, SPECS, Spec, as_bytes, bind, eager_types, fusion_of
 from .options import Options, current, from_key
+from .run_ops import RUN, RUN_INTO, all_inputs, named_sizes, need_pure, need_written
 from .runtime.program import Program
 
 
@@ -42,9 +40,7 @@ def _run(program: str, inputs: Sequence[Tensor], sizes: Sequence[int], options: 
     return compiled([as_bytes(t) for t in inputs], named_sizes(fusion, sizes))
 
 
-def _run_into(
-    program: str, inputs: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[int], options: str | None = None
-) -> None:
+def _run_into(program: str, inputs: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[int], options: str | None = None) -> None:
     fusion = parse(program)
     tensors, env = [as_bytes(t) for t in all_inputs(fusion, inputs, written)], named_sizes(fusion, sizes)
     need_written(fusion, written, env)
@@ -63,8 +59,9 @@ def _pure_text(program: str) -> str:
 def _register() -> None:
     for spec in SPECS.values():
         LIBRARY.impl(spec.name, partial(_body, spec), "CompositeExplicitAutograd")
-    for name, body in (("run", _run), (RUN_GRAPH_SAFE, _run), (RUN_INTO, _run_into), (RUN_INTO_GRAPH_SAFE, _run_into)):
-        LIBRARY.impl(name, body, "CompositeExplicitAutograd")
+    for names, body in ((RUN, _run), (RUN_INTO, _run_into)):
+        for name in names:
+            LIBRARY.impl(name, body, "CompositeExplicitAutograd")
 
 
 _register()

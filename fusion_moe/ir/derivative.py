@@ -166,6 +166,7 @@ def _add(fd: FusionDefinition, grads: dict[Value, Value], v: Value, grad: Value)
 
 # ------------------------------------------------------------------------------------------------------------------- and in two
 
+
 def _backward(whole: _Whole, kept: Sequence[Value]) -> Fusion:
     """(kept..., seeds...) -> the gradients."""
     fd, inputs = FusionDefinition(), whole.forward.inputs

@@ -19,7 +19,9 @@ def check_targets(targets: Mapping[int, torch.Tensor]) -> None:
     for i, t in targets.items():
         if t.requires_grad and torch.is_grad_enabled():
             todo = "call it under torch.no_grad()"
-            raise UnsupportedError(f"output {i} over a tensor that requires a gradient", expected="one that does not", todo=todo, where="fusion")
+            raise UnsupportedError(
+                f"output {i} over a tensor that requires a gradient", expected="one that does not", todo=todo, where="fusion"
+            )
         if any(n > 1 and stride == 0 for n, stride in zip(t.shape, t.stride(), strict=True)):
             found = f"output {i} over a tensor of shape {list(t.shape)} and strides {list(t.stride())}"
             raise ShapeError(found, expected="memory of its own for each element", todo="write over a .contiguous() copy", where="fusion")

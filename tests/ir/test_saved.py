@@ -13,11 +13,11 @@ from fusion_moe import FusionDefinition
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import Derivative, differentiate
-from fusion_moe.ops import fusion_of
 from fusion_moe.ir.sizes import symbol
 from fusion_moe.ir.types import TensorType
+from fusion_moe.ops import fusion_of
 
-H, I = 32, 16  # noqa: E741
+H, I = 32, 16
 T = symbol("t")
 NAMES = ("x", "ids", "w", *(f"{p}_{s}" for p in ("gate_up", "down") for s in ("codes", "block_scale", "decode_scale")))
 

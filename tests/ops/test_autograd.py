@@ -72,7 +72,9 @@ def test_what_saves_inputs_alone_runs_itself():
     assert called(lambda: call(arguments(), "x").sum().backward()) == ["run", "run"]
 
 
-@pytest.mark.parametrize(("wanted", "backward"), [(("x",), FORWARD), (("w",), 0), (("x", "w"), FORWARD), (("down_bias",), 2 * ROWS * HIDDEN)])
+@pytest.mark.parametrize(
+    ("wanted", "backward"), [(("x",), FORWARD), (("w",), 0), (("x", "w"), FORWARD), (("down_bias",), 2 * ROWS * HIDDEN)]
+)
 def test_no_product_runs_twice(wanted, backward):
     """The flops of all products that run: those of the forward once, of the backward those of the gradients."""
     given = arguments(biases="down_bias" in wanted)
@@ -97,7 +99,7 @@ PRE_ACTIVATION, RESULT = ("bfloat16", ROWS, 2 * INNER), ("bfloat16", ROWS, HIDDE
 
 
 def test_what_is_kept_for_the_backward():
-    """FC1's result for x, FC2's for the weights of slots, both in 16 bits; the order of rows in 8 bytes a row; nothing for what is frozen."""
+    """FC1's result for x, FC2's for the slots' weights, in 16 bits; the order of rows in 8 bytes each; nothing for what is frozen."""
     given = arguments(biases=True)
     assert kept(given) == []
     assert kept(given, "x") == ["w", *WEIGHTS, *INDICES, PRE_ACTIVATION]

@@ -19,7 +19,7 @@ GROUPS, N, K = 3, 4, 8
 
 
 def gradient() -> str:
-    """dy bf16[t, N], grad f32[G, N, K], x bf16[t, K], offs i32[G] -> the rows of dy summed; grad with the weight's gradient added, over it."""
+    """dy bf16[t, N], grad f32[G, N, K], x bf16[t, K], offs i32[G] -> sum of dy's rows; grad and the weight's gradient, over grad."""
     fd = FusionDefinition()
     t = fd.define_size("t")
     dy, grad = fd.define_tensor(shape=[t, N], dtype="bf16"), fd.define_tensor(shape=[GROUPS, N, K], dtype="f32", role="state")
