@@ -7,7 +7,7 @@ runs through `fusion_moe::run`. Letters: M rows, K in-features, N out-features, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -48,10 +48,12 @@ class Spec:
 
 
 _EXPERTS = tuple(f"{p}_{t}" for p in ("gate_up", "down") for t in ("codes", "block_scale", "decode_scale"))
+_HOW = """Tensor? gate_up_bias=None, Tensor? down_bias=None, *, int interleave=0, float? limit=None, float alpha=1.0,
+    float up_offset=0.0, str scale_on="output", str activation_format="bf16", str weight_layout="linear" """
 _EXPERT_MLP = f"""(
-    Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)}, Tensor? gate_up_bias=None, Tensor? down_bias=None,
-    *, int interleave=0, float? limit=None, float alpha=1.0, float up_offset=0.0, str scale_on="output", str activation_format="bf16",
-    str weight_layout="linear") -> Tensor"""
+    Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)}, {_HOW}) -> Tensor"""
+_FUSED_EXPERTS = f"""(
+    Tensor x, Tensor ids, Tensor w, Tensor[] gate_up, Tensor[] down, {_HOW}, str weight_format="nvfp4") -> Tensor"""
 
 SPECS = {
     spec.name: spec
@@ -67,6 +69,12 @@ SPECS = {
             'str activation_format="bf16", str weight_layout="linear", ScalarType? out_dtype=None) -> Tensor',
             rows={"a": 1}, flatten="a",
         ),
+        Spec(
+            "grouped_mm",
+            '(Tensor a, Tensor[] weight, Tensor offs, *, str weight_format="nvfp4", str weight_layout="linear", '
+            'str activation_format="bf16", ScalarType? out_dtype=None) -> Tensor',
+            rows={"a": 1}, flatten="a",
+        ),
         Spec("grouped_swizzle_block_scale", "(Tensor block_scale, Tensor offs) -> Tensor", rows={"block_scale": 1}, differentiable=False),
         Spec(
             "scaled_swiglu",
@@ -77,6 +85,7 @@ SPECS = {
         Spec("combine", "(Tensor y, Tensor slot_of, Tensor w) -> Tensor", rows={"y": 1, "slot_of": 1, "w": 1}, equal=("slot_of", "w")),
         Spec("group_add", "(Tensor y, Tensor bias, Tensor offs) -> Tensor", rows={"y": 1}),
         Spec("expert_mlp", _EXPERT_MLP, rows={"x": 1, "ids": 1, "w": 1}, equal=("x", "ids", "w"), flatten="x"),
+        Spec("fused_experts", _FUSED_EXPERTS, rows={"x": 1, "ids": 1, "w": 1}, equal=("x", "ids", "w"), flatten="x"),
         Spec(
             "f16a_nvfp4weight_scaled_grouped_mm",
             "(Tensor activation, Tensor fp4_weight, Tensor weight_scaling_factor, Tensor global_scale, Tensor offsets, "
@@ -91,7 +100,10 @@ Types = tuple[tuple[str, TensorType], ...]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operation: its tensors with rows flattened, its other arguments by name, the leading shape of the output."""
+    """One call of an operation: its tensors with rows flattened, its other arguments by name, the leading shape of the output.
+
+    Tensors of a list come one by one: those of `weight` as weight[0], weight[1], ...
+    """
 
     spec: Spec
     tensors: Mapping[str, Tensor]
@@ -123,7 +135,7 @@ def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """The arguments of a call by name, defaults filled in. DeviceError if the tensors live on different devices."""
     names = _signature(spec.name)
     bound = {name: args[i] if i < len(args) else kwargs.get(name, default) for i, (name, default) in enumerate(names)}
-    tensors = {name: v for name, v in bound.items() if isinstance(v, Tensor)}
+    tensors = dict(each_tensor(bound))
     devices = {name: t.device for name, t in tensors.items()}
     if len(set(devices.values())) > 1:
         raise DeviceError(
@@ -133,8 +145,21 @@ def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         _need_k_major(name, tensors[name], spec.name)
     lead = bound[spec.flatten].shape[:-1] if spec.flatten and bound[spec.flatten].dim() != 2 else None
     rows = {n: flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
-    others = tuple((n, dtype_name(v) if isinstance(v, torch.dtype) else v) for n, v in bound.items() if n not in tensors)
+    others = tuple((n, dtype_name(v) if isinstance(v, torch.dtype) else v) for n, v in bound.items() if not _has_tensors(v))
     return Call(spec, rows, others, lead)
+
+
+def each_tensor(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of arguments by name, those of a list as name[0], name[1], ..."""
+    for name, v in arguments.items():
+        if isinstance(v, Tensor):
+            yield name, v
+        elif _has_tensors(v):
+            yield from ((f"{name}[{i}]", t) for i, t in enumerate(v))
+
+
+def _has_tensors(v: Any) -> bool:
+    return isinstance(v, Tensor) or (isinstance(v, (list, tuple)) and any(isinstance(t, Tensor) for t in v))
 
 
 def _need_k_major(name: str, t: Tensor, where: str) -> None:
@@ -174,12 +199,19 @@ def fusion_of(name: str, types: Types, others: tuple[tuple[str, Any], ...]) -> F
     translator = translate.find(f"{NAMESPACE}::{name}")
     assert translator is not None
     try:
-        result = translator.function(fd, **{n: arguments[n] for n, _ in _signature(name)})
+        result = translator.function(fd, **{n: _argument(n, arguments) for n, _ in _signature(name)})
     except Error as error:
         raise error.at(name) from None
     for output in result if isinstance(result, tuple) else (result,):
         fd.add_output(output)
     return fd.fusion()
+
+
+def _argument(name: str, arguments: Mapping[str, Any]) -> Any:
+    """An argument by name; a list of tensors from those that are called name[0], name[1], ..."""
+    if name in arguments:
+        return arguments[name]
+    return tuple(v for n, v in arguments.items() if n.partition("[")[0] == name)
 
 
 def eager_types(call: Call) -> Types:

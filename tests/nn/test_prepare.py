@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from experts import experts
 
 import fusion_moe
+from fusion_moe.encodings import Quantized
 from fusion_moe.errors import NonFiniteError, ShapeError
-from fusion_moe.formats import Quantized
 from fusion_moe.layouts import LAYOUTS, W16X64
 from fusion_moe.nn import GroupedLinear
 
 E, H, I = 3, 128, 64
-
-
-def experts(hidden: int = H) -> fusion_moe.NVFP4Experts:
-    g = torch.Generator().manual_seed(0)
-    return fusion_moe.NVFP4Experts.from_float(torch.randn(E, 2 * I, hidden, generator=g), torch.randn(E, hidden, I, generator=g))
 
 
 def call(module, hidden: int = H) -> torch.Tensor:
@@ -40,18 +36,18 @@ def test_every_byte_comes_back():
 def test_scales_that_are_numbers_keep_their_order():
     """As bf16x2 of the kernels: byte * 16 + 0x6F80, the bits of a bfloat16, is the scale times 2^119."""
     scales = torch.arange(1, 113, dtype=torch.uint8).repeat(4, 1).T.contiguous().view(torch.float8_e4m3fn)
-    stored = W16X64.forward(scales).view(torch.uint8)
+    stored = W16X64.pack(torch.zeros(112, 32, dtype=torch.uint8), scales)[1].view(torch.uint8)
     number = (stored.int() * 16 + 0x6F80).to(torch.int16).view(torch.bfloat16).double() * 2.0**-119
     assert torch.equal(number.flatten().sort().values, scales.double().flatten().sort().values)
 
 
 def test_sizes_off_the_tile_are_refused():
     with pytest.raises(ShapeError, match="N = 24 is no multiple of 16, or K = 64 of 64"):
-        LAYOUTS["w16x64"].storage_shape((2, 24, 4))
+        LAYOUTS["w16x64"].pack(torch.zeros(2, 24, 32, dtype=torch.uint8))
 
 
 def test_a_prepared_module_computes_the_same():
-    module = experts()
+    module = experts(E, H, I)
     want = call(module)
     before = {name: t.clone() for name, t in module.state_dict().items()}
     place = module.gate_up_proj.data_ptr()
@@ -67,7 +63,7 @@ def test_a_prepared_module_computes_the_same():
 
 
 def test_a_state_dict_is_loaded_into_the_layout_there_is():
-    module, other = experts(), experts()
+    module, other = experts(E, H, I), experts(E, H, I)
     for p in other.parameters():
         p.view(torch.uint8).zero_()
     fusion_moe.prepare_(other, "cuda")
@@ -77,14 +73,14 @@ def test_a_state_dict_is_loaded_into_the_layout_there_is():
 
 
 def test_another_kind_of_device_takes_the_linear_layout():
-    module = experts()
+    module = experts(E, H, I)
     fusion_moe.prepare_(module, "cuda")
     assert module.bfloat16().weight_layout == "w16x64"  # the same device
     assert module.to("meta").weight_layout == "linear"
 
 
 def test_sizes_off_the_tile_stay_linear():
-    module = experts(hidden=96)
+    module = experts(E, 96, I)
     fusion_moe.prepare_(module, "cuda")
     assert module.weight_layout == "linear"
 
@@ -92,21 +88,21 @@ def test_sizes_off_the_tile_stay_linear():
 def test_negative_scales_are_refused():
     weight = Quantized(torch.zeros(2, 16, 32, dtype=torch.uint8), torch.full((2, 16, 4), -1.0).to(torch.float8_e4m3fn), torch.ones(2))
     model = torch.nn.ModuleDict({"layer": GroupedLinear(weight)})
-    with pytest.raises(NonFiniteError, match=r"layer: weight_scale\[0, 0, 0\] is negative or NaN"):
+    with pytest.raises(NonFiniteError, match=r"layer: 0 NaN and 128 negative .* of weight_scale \[2, 16, 4\], the first at \(0, 0, 0\)"):
         fusion_moe.prepare_(model, "cuda")
     assert model["layer"].weight_layout == "linear"
 
 
 def test_what_is_interrupted_is_undone(monkeypatch):
-    module = experts()
+    module = experts(E, H, I)
     before = {name: t.clone() for name, t in module.state_dict().items()}
     real, calls = type(W16X64).pack, []
 
-    def pack(self, codes, scales):
+    def pack(self, codes, scales, **of):
         calls.append(codes)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return real(self, codes, scales)
+        return real(self, codes, scales, **of)
 
     monkeypatch.setattr(type(W16X64), "pack", pack)
     with pytest.raises(KeyboardInterrupt):
