@@ -64,8 +64,7 @@ class Program:
         An output with an alias is the input that it is written over, after all kernels.
         """
         env = self._sizes(tensors, sizes or {})
-        targets = self.fusion.targets(tensors)
-        check_targets(targets)
+        check_targets(self.fusion.targets(tensors))
         if self.checked:
             check_stages(self.stages, self.segments, tensors, env)
         if self.dumped:

@@ -99,7 +99,7 @@ PRE_ACTIVATION, RESULT = ("bfloat16", ROWS, 2 * INNER), ("bfloat16", ROWS, HIDDE
 
 
 def test_what_is_kept_for_the_backward():
-    """FC1's result for x, FC2's for the weights of slots, both in 16 bits; the order of rows in 8 bytes a row; nothing for what is frozen."""
+    """FC1's result for x, FC2's for the slots' weights, in 16 bits; the order of rows in 8 bytes each; nothing for what is frozen."""
     given = arguments(biases=True)
     assert kept(given) == []
     assert kept(given, "x") == ["w", *WEIGHTS, *INDICES, PRE_ACTIVATION]
