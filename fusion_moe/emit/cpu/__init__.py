@@ -1,9 +1,9 @@
 """The CPU backend: every segment as C++, those of a program in one library and one call; the reference for what has no C++.
 
-Two libraries make a program. kernels/product.cpp, the same for all, has the grouped product of a tier of `runtime.isa`. The other is
-generated (unit.py): of each segment what is its own, loops over rows (loops.py), or gather, routing and epilogue of a product
-(grouped_mm.py), which the product calls (kernels/product.h). Both are built when a program is first called, and kept in the cache of
-`runtime.build`; the first may have come with the package (prebuilt.py).
+Two kinds of libraries make a program. kernels/product.cpp, the same for all, has the grouped product of a tier of `runtime.isa` and an
+encoding of weights (readers.py). The other is generated (unit.py): of each segment what is its own, loops over rows (loops.py), or gather,
+routing and epilogue of a product (grouped_mm.py), which the product calls (kernels/product.h). Both are built when a program is first
+called, and kept in the cache of `runtime.build`; the first may have come with the package (prebuilt.py).
 """
 
 from __future__ import annotations
