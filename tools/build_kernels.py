@@ -1,7 +1,8 @@
 """Hatchling's hook that builds the CPU's fixed kernels into the wheel: fusion_moe/emit/cpu/shipped/.
 
-For each built-in encoding of weights, a wheel gets them for every kind of CPU of this architecture, an editable install for this one alone. Without a C++ compiler it gets none,
-and is pure Python: a compiler at the user's then builds them at first use. HATCH_BUILD_NO_HOOKS=true leaves them out too.
+A wheel gets them for each built-in encoding of weights and every kind of CPU of this architecture, an editable install for this CPU alone.
+Without a C++ compiler it gets none, and is pure Python: a compiler at the user's then builds them at first use. HATCH_BUILD_NO_HOOKS=true
+leaves them out too.
 """
 
 from __future__ import annotations
@@ -59,10 +60,9 @@ def _runs_here(tier: str) -> bool:
     return tier == "generic" or os.uname().machine == "x86_64"
 
 
-def _modules(root: Path) -> tuple[Any, Any, Any]:
+def _modules(root: Path) -> tuple[Any, ...]:
     """fusion_moe.runtime.build and .isa, fusion_moe.emit.cpu.readers, without the packages around them, which need torch."""
     for name in ("fusion_moe", "fusion_moe.emit", "fusion_moe.emit.cpu"):
         sys.modules[name] = package = types.ModuleType(name)
         package.__path__ = [str(root.joinpath(*name.split(".")))]
-    build, isa, readers = map(importlib.import_module, ("fusion_moe.runtime.build", "fusion_moe.runtime.isa", "fusion_moe.emit.cpu.readers"))
-    return build, isa, readers
+    return tuple(importlib.import_module(f"fusion_moe.{name}") for name in ("runtime.build", "runtime.isa", "emit.cpu.readers"))

@@ -75,7 +75,7 @@ class Watch:
             bytes_per_second=self.memory.bytes_per_second, now=self.now, read_by=self.memory.by, repeats=REPEATS,
             interruptions=self.interruptions,
             weight_bytes=sum(t.nbytes for t in weights), weight_bytes_on_large_pages=pages.obtained(*weights),
-            products=tuple((f"{a} and {w}", prebuilt.kernels(tier, w, DTYPES[a])) for a, w in products),
+            products=tuple((f"{a} by {w}", prebuilt.kernels(tier, w, DTYPES[a])) for a, w in products),
         )  # fmt: skip
 
     def _tier(self) -> tuple[str, str]:

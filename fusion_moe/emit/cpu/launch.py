@@ -43,8 +43,8 @@ class Library:
     @cached_property
     def _products(self) -> Any:
         """The function of each segment's grouped product, null for one without."""
-        products = [source.encoding and product_of(self.tier, source.encoding).product for source in self.sources]
-        return (ctypes.c_void_p * len(products))(*[product and ctypes.cast(product, ctypes.c_void_p).value for product in products])
+        products = [product_of(self.tier, source.encoding).product if source.encoding else None for source in self.sources]
+        return (ctypes.c_void_p * len(products))(*[ctypes.cast(product, ctypes.c_void_p) for product in products])
 
     def entry(self, name: str) -> Entry:
         """One of its functions."""

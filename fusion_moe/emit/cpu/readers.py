@@ -37,7 +37,8 @@ def reader_of(encoding: str) -> str:
     if encoding in BUILT_IN:
         return f'#include "weights/{encoding}.h"\n'
     if encoding not in _registered:
-        raise UnsupportedError(f"weights in {encoding} have no reader for CPUs", todo="give it one by register_reader (emit/cpu/readers.py)")
+        todo = "fusion_moe.emit.cpu.readers.register_reader gives it one"
+        raise UnsupportedError(f"weights in {encoding} have no reader for CPUs", todo=todo)
     return _registered[encoding]
 
 
