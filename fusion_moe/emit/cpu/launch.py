@@ -43,7 +43,7 @@ class Library:
     @cached_property
     def _products(self) -> Any:
         """The function of each segment's grouped product, null for one without."""
-        products = [product_of(self.tier, source.encoding).product if source.encoding else None for source in self.sources]
+        products = [product_of(self.tier, s.encoding).product if s.encoding else ctypes.c_void_p() for s in self.sources]
         return (ctypes.c_void_p * len(products))(*[ctypes.cast(product, ctypes.c_void_p) for product in products])
 
     def entry(self, name: str) -> Entry:
