@@ -19,6 +19,7 @@ from ..cxx.plan import plan
 from . import grouped_mm, loops, prebuilt
 from .join import join
 from .launch import Launch, Library
+from .readers import linear
 
 __all__ = ["NAME", "emit", "join"]
 
@@ -34,7 +35,7 @@ def emit(segment: Segment, schedule: object) -> Kernel:
         if build.find_compiler() is None:
             return _without_compiler(segment, schedule)
         fusion = segment.fusion
-        source = grouped_mm.source(plan(fusion)) if segment.kind == "grouped_gemm" else loops.source(fusion)
+        source = grouped_mm.source(plan(fusion, linear())) if segment.kind == "grouped_gemm" else loops.source(fusion)
     except UnsupportedError as error:
         return replace(reference.emit(segment, schedule), why=str(error))
     except RecursionError:

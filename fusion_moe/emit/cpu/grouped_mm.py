@@ -9,7 +9,7 @@ from ...ir.core import Value
 from ..cxx.elements import STORED, Elements, inner, stored
 from ..cxx.indices import Index, flat, is_index, number, reshaped, size
 from ..cxx.plan import Plan, row_width
-from .readers import reader_of
+from .readers import PARTS
 from .segment import Source, Writer
 
 _ACTIVATION = {"f32": "OF_F32", "bf16": "OF_BF16", "f16": "OF_F16"}
@@ -19,9 +19,9 @@ _M, _J, _K, _T = Index("m"), Index("j"), Index("k"), Index("t")
 
 def source(plan: Plan) -> Source:
     """The source of a planned segment. UnsupportedError with the sentence why there is none."""
-    encoding = plan.product.values[1].type.dtype
-    reader_of(encoding)  # or its sentence
-    return Source(plan.fusion, _Writer(plan).text(), plan.memory, plan.weight[0] if plan.transposed else None, encoding)
+    if len(plan.weight) > PARTS:
+        raise UnsupportedError(f"weights of {len(plan.weight)} parts have no kernel here", expected=f"at most {PARTS}")
+    return Source(plan.fusion, _Writer(plan).text(), plan.memory, plan.weight[0] if plan.transposed else None, plan.encoding.name)
 
 
 class _Writer(Writer):
@@ -64,7 +64,8 @@ class _Writer(Writer):
 
     def body(self) -> list[str]:
         plan = self.plan
-        runs = plan.weight[2].type.shape[1:] or (1,)
+        parts = zip(plan.encoding.parts, plan.weight, strict=True)
+        runs = [n for part, v in parts if part.scale and not part.scale.block for n in v.type.shape[1:]] or [1]
         a, tokens = STORED[plan.a.type.dtype], size(plan.combine.outputs[0].type.shape[0]) if plan.combine else 0
         return [
             "Problem problem{};",

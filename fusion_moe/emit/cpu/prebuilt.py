@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 
+from ...encodings import Encoding, Quantized
 from ...errors import UnsupportedError
-from ...formats import Quantized
 from ...groups import check_ends
 from ...runtime import build, isa
 from ...segment import Segment
 from ..cxx.plan import plan
-from .readers import recipe
+from .readers import PARTS, linear, recipe
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels/product.h
-_PARTS = 3  # kernels/product.h
 
 
 def product_of(tier: str, encoding: str) -> ctypes.CDLL:
@@ -43,22 +42,25 @@ def evaluate(segment: Segment) -> Any:
 
     UnsupportedError if none came, or the product is none that it has.
     """
-    planned, tier = plan(segment.fusion), isa.selected()
-    encoding = planned.product.values[1].type.dtype
+    planned, tier = plan(segment.fusion, linear()), isa.selected()
+    encoding = planned.encoding.name
     came = recipe(tier, encoding).came_with()
     if came is None or not came.is_file():
         raise UnsupportedError(f"{build.why_no_compiler()}; nor did kernels of {encoding} for {tier} come with this installation")
     entry = product_of(tier, encoding).standalone
-    return partial(segment.fusion.evaluate, using={planned.product: partial(_grouped_mm, entry)})
+    return partial(segment.fusion.evaluate, using={planned.product: partial(_grouped_mm, entry, planned.encoding)})
 
 
-def _grouped_mm(entry: Any, a: torch.Tensor, w: Quantized, ends: torch.Tensor, **layouts: str) -> tuple[torch.Tensor]:
+def _grouped_mm(
+    entry: Any, encoding: Encoding, a: torch.Tensor, w: Quantized | torch.Tensor, ends: torch.Tensor, **layouts: str
+) -> tuple[torch.Tensor]:
     """a [M, K], w [G, N, K], ends i32 [G] -> f32 [M, N], as the kind grouped_mm has it."""
     check_ends(ends, a.shape[0], "ends")
     g, n, k = w.shape
-    out, runs = torch.empty(a.shape[0], n), w.decode_scale[:1].numel()
-    parts, others, sizes = [t.contiguous() for t in w], [ends.contiguous(), a.contiguous(), out], (g, n, k, runs, a.shape[0])
-    arrays = [*parts, *[None] * (_PARTS - len(parts)), *others]
+    parts, out = w if isinstance(w, Quantized) else (w,), torch.empty(a.shape[0], n)
+    runs = max([t[:1].numel() for part, t in zip(encoding.parts, parts, strict=True) if part.scale and not part.scale.block], default=1)
+    tensors = (*parts, *[None] * (PARTS - len(parts)), ends, a, out)
+    arrays, sizes = [t if t is None else t.contiguous() for t in tensors], (g, n, k, runs, a.shape[0])
     pointers = (ctypes.c_void_p * len(arrays))(*[t if t is None else t.data_ptr() for t in arrays])
     entry(pointers, (ctypes.c_longlong * len(sizes))(*sizes), _DTYPES[a.dtype], torch.get_num_threads())
     return (out,)

@@ -14,6 +14,7 @@ from ...runtime import build
 KERNELS = Path(__file__).parent / "kernels"
 SHIPPED = Path(__file__).parent / "shipped"  # filled when the package is built: tools/build_kernels.py
 BUILT_IN = tuple(sorted(path.stem for path in (KERNELS / "weights").glob("*.h")))
+PARTS = 3  # of a weight, at most: kernels/product.h
 _registered: dict[str, str] = {}  # encoding -> C++
 
 
@@ -40,6 +41,11 @@ def reader_of(encoding: str) -> str:
         todo = "fusion_moe.emit.cpu.readers.register_reader gives it one"
         raise UnsupportedError(f"weights in {encoding} have no reader for CPUs", todo=todo)
     return _registered[encoding]
+
+
+def linear() -> tuple[tuple[str, str], ...]:
+    """The encodings that have a reader, each with the layout that kernels read."""
+    return tuple((encoding, "linear") for encoding in (*BUILT_IN, *_registered))
 
 
 def recipe(tier: str, encoding: str) -> build.Recipe:

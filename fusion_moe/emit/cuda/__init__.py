@@ -18,7 +18,7 @@ from ...runtime.kernel import Kernel
 from ...segment import Segment
 from .. import reference
 from ..cxx.plan import plan
-from .grouped_mm import LAYOUTS, Product
+from .grouped_mm import READERS, Product
 from .join import join
 from .launch import Launch
 from .loops import Loops
@@ -34,7 +34,7 @@ def emit(segment: Segment, schedule: object) -> Kernel:
         if why := nvrtc.why_missing() or cuda.why_too_old():
             raise UnsupportedError(why)
         fusion = segment.fusion
-        source = Product(plan(fusion, LAYOUTS)) if segment.kind == "grouped_gemm" else Loops(fusion)
+        source = Product(plan(fusion, READERS)) if segment.kind == "grouped_gemm" else Loops(fusion)
         text = "\n".join(launched.text for launched in source.launches(dict.fromkeys(fusion.symbols, 1), "sm_80"))
     except UnsupportedError as error:
         return replace(reference.emit(segment, schedule), why=str(error))

@@ -17,7 +17,7 @@ from .columns import Columns, columns
 from .source import Array, Launched, Sizes, Source
 from .variants import Share
 
-LAYOUTS = {"linear": "Linear", "w16x64": "Tiled"}  # of weights: the readers in kernels/fp4.cuh
+READERS = {("nvfp4", "linear"): "Linear", ("nvfp4", "w16x64"): "Tiled"}  # of weights: kernels/fp4.cuh
 ACTIVATIONS = "activations"  # what the prologue makes
 _M, _J, _K, _T = Index("m"), Index("j"), Index("k"), Index("t")
 _MOST_IDS = 32  # that each warp sorts by itself, and does not wait for `route`
@@ -30,7 +30,7 @@ class Product(Source):
     def __init__(self, plan: Plan):
         ours = dict(zip((*plan.weight, plan.ends), ("codes", "scales", "decode", "ends"), strict=True))
         super().__init__(plan.fusion, plan.memory, ours)
-        self.plan, self.layout = plan, str(plan.product.attrs.get("w_layout", "linear"))
+        self.plan, self.layout = plan, plan.layout
         self._previous: Product | None = None
         self._next: Product | None = None
         self.transposed = plan.weight[0] if plan.transposed else None
@@ -190,7 +190,7 @@ class Product(Source):
             told = "nullptr" if self._routing else "blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr"
             made = f"find_tile<G, HEIGHT, ACROSS, AT_ONCE, MOST>(ends, i32(rows()), number, {told})"
         return [
-            f"using Weights = {LAYOUTS[self.layout]};",
+            f"using Weights = {READERS[self.plan.encoding.name, self.layout]};",
             "template <int HEIGHT, int ACROSS, int AT_ONCE>",
             f"__device__ __forceinline__ Place find(i32 number) const {{ return {made}; }}",
         ]
