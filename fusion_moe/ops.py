@@ -1,8 +1,8 @@
-"""The operations in `torch.ops.fusion_moe`: their schemas, and from each one's Fusion its fake, its derivative and its flops.
+"""The operations in `torch.ops.fusion_moe`: their schemas, and from each one's Fusion its fake and its flops.
 
 What an operation computes is told once, by its translator (translators/fusion_moe_translators/moe.py): a call is the Fusion that
-the translator builds. The fake allocates what the types of that Fusion say, the body (eager.py) runs it, the backward is its
-derivative, run through `fusion_moe::run`. Letters: M rows, K in-features, N out-features, G groups, T tokens, k slots a token.
+the translator builds. The fake allocates what the types of that Fusion say, the body (eager.py) runs it, its derivative (autograd.py)
+runs through `fusion_moe::run`. Letters: M rows, K in-features, N out-features, G groups, T tokens, k slots a token.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import options, translate
-from .errors import DeviceError, DtypeError, Error, ShapeError, UnsupportedError, Untranslatable
+from . import translate
+from .errors import DeviceError, DtypeError, Error, FusionError, ShapeError, Untranslatable
 from .ir.builder import FusionDefinition
 from .ir.core import Fusion, storage_shape
-from .ir.derivative import differentiable_outputs, differentiate
 from .ir.sizes import symbol, value
-from .ir.text import one_line, parse
+from .ir.text import parse
 from .ir.types import DTYPES, TensorType, dtype_name
 from .translate import Sizes, tensor_type
 
@@ -100,7 +99,10 @@ SPECS = {
 Forms = tuple[tuple[str, Sequence[Any], torch.dtype], ...]  # names, shapes and dtypes of tensors
 Types = tuple[tuple[str, TensorType], ...]
 RUN_GRAPH_SAFE = "run_graph_safe"
+RUN_INTO, RUN_INTO_GRAPH_SAFE = "run_into", "run_into_graph_safe"
 RUN = "(str program, Tensor[] inputs, SymInt[] sizes, str? options=None) -> Tensor[]"  # options: None for those in force when it runs
+# written: a tensor for each output; over an input the input itself, which then is not among `inputs`
+INTO = "(str program, Tensor[] inputs, Tensor(a!)[] written, SymInt[] sizes, str? options=None) -> ()"
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,9 @@ def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     for name in spec.k_major:
         _need_k_major(name, tensors[name], spec.name)
     lead = bound[spec.flatten].shape[:-1] if spec.flatten and bound[spec.flatten].dim() != 2 else None
-    flat = {n: _flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
+    rows = {n: flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
     others = tuple((n, dtype_name(v) if isinstance(v, torch.dtype) else v) for n, v in bound.items() if not _has_tensors(v))
-    return Call(spec, flat, others, lead)
+    return Call(spec, rows, others, lead)
 
 
 def each_tensor(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -184,7 +186,8 @@ def as_bytes(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.dtype == torch.float4_e2m1fn_x2 else t
 
 
-def _flat(t: Tensor, keep: int) -> Tensor:
+def flat(t: Tensor, keep: int) -> Tensor:
+    """t with its last `keep` dimensions as they are, and one for all before them."""
     return t if t.dim() == keep + 1 else t.reshape(-1, *t.shape[t.dim() - keep :])
 
 
@@ -259,10 +262,48 @@ def empty_outputs(fusion: Fusion, env: Mapping[str, Any], device: torch.device) 
 
 
 def _run_fake(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None) -> list[Tensor]:
-    fusion = parse(program)
+    fusion = need_pure(parse(program))
     device = inputs[0].device if inputs else torch.device("cpu")
     fusion.need_inputs(inputs)
     return empty_outputs(fusion, named_sizes(fusion, sizes), device)
+
+
+def _run_into_fake(
+    program: str, inputs: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None
+) -> None:
+    fusion = parse(program)
+    all_inputs(fusion, inputs, written)
+    need_written(fusion, written, named_sizes(fusion, sizes))
+
+
+def need_pure(fusion: Fusion) -> Fusion:
+    """The program itself. FusionError if it writes over inputs: `run` says that it does not."""
+    if fusion.aliases:
+        raise FusionError("a program that writes over its inputs", expected="outputs in new memory", todo="call run_into", where="run")
+    return fusion
+
+
+def all_inputs(fusion: Fusion, inputs: Sequence[Tensor], written: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs of a program that `run_into` is given: `inputs`, and in their places those that outputs are written over."""
+    if len(written) != len(fusion.outputs):
+        raise ShapeError(f"{len(written)} tensors to write", expected=f"{len(fusion.outputs)}, one for each output", where="run_into")
+    over, rest = {v: written[i] for i, v in fusion.aliases.items()}, iter(inputs)
+    found = [over[v] if v in over else next(rest, None) for v in fusion.inputs]
+    given = [t for t in found if t is not None]
+    if len(given) < len(found) or next(rest, None) is not None:
+        want = f"{len(fusion.inputs) - len(over)}, those that no output is written over"
+        raise ShapeError(f"{len(inputs)} inputs", expected=want, where="run_into")
+    return given
+
+
+def need_written(fusion: Fusion, written: Sequence[Tensor], env: Mapping[str, Any]) -> None:
+    """ShapeError or DtypeError unless each output fits the tensor that it is written into."""
+    for i, (v, t) in enumerate(zip(fusion.outputs, written, strict=True)):
+        shape = storage_shape(v.type, env)
+        if len(shape) != t.dim() or any(a != b for a, b in zip(t.shape, shape, strict=True)):
+            raise ShapeError(f"output {i} into a tensor of shape {list(t.shape)}", expected=f"{list(shape)} for {v.type}", where="run_into")
+        if t.dtype != DTYPES[v.type.dtype]:
+            raise DtypeError(f"output {i} into {t.dtype}", expected=f"{DTYPES[v.type.dtype]} for {v.type}", where="run_into")
 
 
 def named_sizes(fusion: Fusion, sizes: Sequence[Any]) -> dict[str, Any]:
@@ -270,75 +311,6 @@ def named_sizes(fusion: Fusion, sizes: Sequence[Any]) -> dict[str, Any]:
     if len(sizes) != len(fusion.symbols):
         raise ShapeError(f"{len(sizes)} sizes", expected=f"{len(fusion.symbols)}: {', '.join(fusion.symbols)}", where="fusion")
     return dict(zip(fusion.symbols, sizes, strict=True))
-
-
-# ------------------------------------------------------------------------------------------------------------------ derivative
-
-
-@lru_cache(maxsize=256)
-def _backward_program(name: str, types: Types, others: tuple[tuple[str, Any], ...], wrt: tuple[int, ...]) -> Fusion:
-    return differentiate(fusion_of(name, types, others), wrt)
-
-
-def _setup_context(
-    spec: Spec, ctx: Any, inputs: Sequence[Any], keyword_only_inputs: Mapping[str, Any] | None = None, output: Any = None
-) -> None:
-    names = [n for n, _ in _signature(spec.name)]
-    given = dict(zip(names, inputs, strict=False))
-    tensors = dict(each_tensor(given))
-    ctx.tensor_names = list(tensors)
-    ctx.others = {n: v for n, v in given.items() if not _has_tensors(v)} | dict(keyword_only_inputs or {})
-    ctx.lengths = [len(v) if isinstance(v, (list, tuple)) and _has_tensors(v) else None for v in inputs]
-    ctx.options = options.current().key()  # the backward may run in a thread of autograd's, where others are in force
-    ctx.save_for_backward(*tensors.values())
-
-
-def _backward(spec: Spec, ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    names = [n for n, _ in _signature(spec.name)]
-    given = dict(zip(ctx.tensor_names, ctx.saved_tensors, strict=True))
-    call = bind(spec, [], {n: _argument(n, {**given, **ctx.others}) for n in names if n in ctx.others or _is_given(n, given)})
-    tracing = any(type(t) is not Tensor and not isinstance(t, torch.nn.Parameter) for t in given.values())
-    types, sizes = traced_types(call) if tracing else (eager_types(call), None)
-    ordered = list(call.tensors)
-    wanted = [n for n, need in _flagged(names, ctx.needs_input_grad) if need]
-    try:
-        program = _backward_program(spec.name, types, call.others, tuple(ordered.index(n) for n in wanted))
-    except UnsupportedError as error:
-        raise error.at(f"{spec.name}, derivative with respect to {', '.join(wanted)}") from None
-    forward = fusion_of(spec.name, types, call.others)
-    seeds = [_flat(grads[i], len(forward.outputs[i].type.shape) - 1) for i in differentiable_outputs(forward)]
-    inputs = [*call.tensors.values(), *seeds]
-    env = sizes.values() if sizes else program.bind(list(map(as_bytes, inputs)))
-    outputs = torch.ops.fusion_moe.run(one_line(program), inputs, [env[s] for s in program.symbols], ctx.options)
-    found = {n: grad.reshape(given[n].shape) for n, grad in zip(wanted, outputs, strict=True)}
-    return tuple(
-        found.get(n) if length is None else [found.get(f"{n}[{i}]") for i in range(length)]
-        for n, length, _ in zip(names, ctx.lengths, ctx.needs_input_grad, strict=False)
-    )
-
-
-def _is_given(name: str, tensors: Mapping[str, Tensor]) -> bool:
-    return any(n.partition("[")[0] == name for n in tensors)
-
-
-def _flagged(names: Sequence[str], flags: Sequence[Any]) -> Iterator[tuple[str, bool]]:
-    """Each tensor argument by name, those of a list one by one, with its flag."""
-    for name, flag in zip(names, flags, strict=False):
-        if isinstance(flag, (list, tuple)):
-            yield from ((f"{name}[{i}]", f) for i, f in enumerate(flag))
-        else:
-            yield name, flag
-
-
-def _mark_non_differentiable(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
-
-
-def _no_derivative(name: str, why: str) -> Callable[..., Any]:
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise UnsupportedError(why, todo="compute it under torch.no_grad(), or detach its result", where=name)
-
-    return backward
 
 
 # -------------------------------------------------------------------------------------------------------------------- register
@@ -360,6 +332,18 @@ def _run_flops(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], opt
     return flops(fusion, named_sizes(fusion, sizes))
 
 
+def _run_into_flops(
+    program: str,
+    inputs: Sequence[Tensor],
+    written: Sequence[Tensor],
+    sizes: Sequence[Any],
+    options: str | None = None,
+    *,
+    out_val: Any = None,
+) -> int:
+    return _run_flops(program, inputs, sizes)
+
+
 def _register() -> torch.library.Library:
     from torch.utils.flop_counter import register_flop_formula
 
@@ -368,18 +352,17 @@ def _register() -> torch.library.Library:
         lib.define(spec.name + spec.schema, tags=(torch.Tag.cudagraph_unsafe,))  # the reference reads group ends on the host
         name = f"{NAMESPACE}::{spec.name}"
         torch.library.register_fake(name, partial(_fake, spec), lib=lib)
-        if spec.differentiable:
-            torch.library.register_autograd(name, partial(_backward, spec), setup_context=partial(_setup_context, spec), lib=lib)
-        else:
-            never = _no_derivative(spec.name, "it has no derivative")
-            torch.library.register_autograd(name, never, setup_context=_mark_non_differentiable, lib=lib)
         register_flop_formula(getattr(torch.ops.fusion_moe, spec.name), get_raw=True)(partial(_call_flops, spec))
-    # Their tensors come in whatever strides the graph has; the program asks for what it needs. The reference is never in RUN_GRAPH_SAFE.
-    for name, tags in (("run", (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe)), (RUN_GRAPH_SAFE, (torch.Tag.flexible_layout,))):
-        lib.define(name + RUN, tags=tags)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _run_fake, lib=lib)
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_derivative(name, "second-order derivatives are not supported"), lib=lib)
-        register_flop_formula(getattr(torch.ops.fusion_moe, name), get_raw=True)(_run_flops)
+    # Their tensors come in whatever strides the graph has; the program asks for what it needs. The reference is never in what is graph-safe.
+    safe, unsafe = (torch.Tag.flexible_layout,), (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe)
+    into = (INTO, _run_into_fake, _run_into_flops)
+    for name, tags, (schema, fake, formula) in (
+        ("run", unsafe, (RUN, _run_fake, _run_flops)), (RUN_GRAPH_SAFE, safe, (RUN, _run_fake, _run_flops)),
+        (RUN_INTO, unsafe, into), (RUN_INTO_GRAPH_SAFE, safe, into),
+    ):  # fmt: skip
+        lib.define(name + schema, tags=tags)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=lib)
+        register_flop_formula(getattr(torch.ops.fusion_moe, name), get_raw=True)(formula)
     return lib
 
 

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from .. import options
 from ..errors import BuildError
-from . import isa, store
+from . import dump, isa, store
 
 # No -ffast-math, nor anything else that changes results. It also makes g++ link code that flushes denormals in the whole process that
 # loads the library. Contraction of a * b + c into one rounding would give each tier results of its own.
@@ -118,8 +118,12 @@ def _recipe(text: str, name: str, tier: str, include: Sequence[Path | str], flag
 
 
 def _file(recipe: Recipe) -> Path:
-    if (came := recipe.came_with()) and came.is_file():
-        return came
+    path = came if (came := recipe.came_with()) and came.is_file() else _made(recipe)
+    dump.binary(path, recipe.text, ".cpp")
+    return path
+
+
+def _made(recipe: Recipe) -> Path:
     compiler = find_compiler()
     if compiler is None:
         raise BuildError(why_no_compiler(), where=recipe.name)

@@ -22,7 +22,7 @@ from typing import Any
 
 from .. import options
 from ..errors import BuildError
-from . import store
+from . import dump, store
 
 # No contraction of a * b + c into one rounding: results are those of `Fusion.evaluate`, operation by operation.
 FLAGS = ("--std=c++17", "--fmad=false", "--extra-device-vectorization")
@@ -64,7 +64,9 @@ def build(text: str, *, name: str, arch: str, headers: Mapping[str, str], flags:
     told = (f"--gpu-architecture={arch}", *FLAGS, *flags)
     key = store.key_of(text, *(part for header in headers.items() for part in header), version(), *told)
     with store.told(name):
-        return store.get_or_make(f"{name}-{arch}-{key}.cubin", lambda path: _compile(text, name, headers, told, path))
+        path = store.get_or_make(f"{name}-{arch}-{key}.cubin", lambda path: _compile(text, name, headers, told, path))
+    dump.binary(path, text, ".cu")
+    return path
 
 
 def _nvrtc() -> Any:

@@ -7,11 +7,13 @@ or sums a token's rows in order.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 
 from ..ir.core import Fusion, Op, Value
-from ..ir.types import Rows
+from ..ir.kinds.shape import elements
+from ..ir.sizes import exact_div
+from ..ir.types import Rows, plain
 from ..target import Target
 
 NAME = "grouped_gemm"
@@ -31,8 +33,8 @@ class GroupedGemm:
     epilogue: tuple[str, ...]
 
 
-def can_schedule(fusion: Fusion, target: Target) -> str | None:
-    """None if there is one grouped product and all else is its prologue or its epilogue."""
+def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
+    """None if there is one grouped product, all else is its prologue or its epilogue, and what is stored has one width."""
     products = [op for op in fusion.ops if op.kind.role == "grouped"]
     if not products:
         return "there is no grouped product"
@@ -43,7 +45,7 @@ def can_schedule(fusion: Fusion, target: Target) -> str | None:
     for op in fusion.ops:
         if op is not product and (why := _refusal(op, after)):
             return why
-    return _one_combine(fusion, after)
+    return _one_combine(fusion, after) or _one_width(fusion, product, kept)
 
 
 def choose(fusion: Fusion, target: Target) -> GroupedGemm:
@@ -89,3 +91,15 @@ def _one_combine(fusion: Fusion, after: Set[Value]) -> str | None:
     if combines and not any(v in after for v in combines[0].values[:1]):
         return "combine sums rows that this product does not make"
     return None
+
+
+def _one_width(fusion: Fusion, product: Op, kept: Collection[Value]) -> str | None:
+    """Results of one width, where some of them are kept: others may yet be read inside of a larger piece."""
+    rows = plain(product.outputs[0].type.shape[0])
+    combines = [op for op in fusion.ops if op.kind.role == "combine"]
+    tokens = {v for op in combines for v in _after(fusion, op)}
+    stored = [v for v in fusion.outputs if v in _after(fusion, product) - tokens] + [op.values[0] for op in combines]
+    widths = {str(exact_div(elements(v.type.shape), rows)) for v in stored}
+    if len(widths) == 1 or not any(v in kept for v in stored):
+        return None
+    return f"results of {' and '.join(sorted(widths))} columns are stored: a kernel's tiles have one width"

@@ -14,10 +14,10 @@ Source: nvFuser's python frontend (nvfuser_direct, 0.2.36) and csrc/ops; sizes o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ..ir.core import Fusion, Op
+from ..ir.core import Fusion, Op, Value
 from ..ir.kinds.shape import elements
 from ..ir.types import STORED, TensorType, plain
 from ..target import Target
@@ -41,7 +41,7 @@ class NvFuser:
     ops: tuple[str, ...]
 
 
-def can_schedule(fusion: Fusion, target: Target) -> str | None:
+def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
     """None if every operation can be written into one nvFuser definition for the target."""
     return next((why for op in fusion.ops if (why := _refusal(op, fusion, target))), None)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..ir.core import Fusion
+from ..ir.core import Fusion, Value
 from ..target import Target
 from . import pointwise
 
@@ -21,7 +22,7 @@ class Rows:
     ops: tuple[str, ...]
 
 
-def can_schedule(fusion: Fusion, target: Target) -> str | None:
+def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
     """None if nothing but rows are gathered, routed and added, with at most one sum."""
     other = next((op for op in fusion.ops if op.kind.role not in ROLES), None)
     if other is not None:

@@ -24,6 +24,7 @@ from fusion_moe.emit.cpu import readers
 from fusion_moe.encodings import Quantized, dequantize, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.ir.core import Fusion
+from fusion_moe.layouts import LAYOUTS
 from fusion_moe.runtime import isa
 from fusion_moe.runtime.program import Program
 from fusion_moe.target import TARGETS
@@ -388,12 +389,9 @@ def test_bad_slots(bad):
 
 def test_why_there_is_no_kernel():
     """What has no kernel is the reference's, and says why."""
-    fd = FusionDefinition()
-    x, offs = fd.define_tensor(shape=[6, 64], dtype="bf16"), fd.define_tensor(shape=[2], dtype="i32")
-    packed = [fd.define_tensor(shape=s, dtype=d) for s, d in (([2, 32, 32], "u8"), ([2, 32, 4], "f8e4m3"), ([2], "f32"))]
-    ends = fd.ops.ends(offs, rows=6, groups=fd.define_groups("g", 2))
-    fd.add_output(fd.ops.grouped_mm(fd.ops.cut(x, ends), fd.ops.pack(*packed, fmt="nvfp4", layout="w16x64"), ends))
-    lowered = lower(fd.fusion(), TARGETS["cpu"], options.current())
+    weight, ends = LAYOUTS["w16x64"].pack(*exact_weight(2, 32, 64)), torch.tensor([2, 6], dtype=torch.int32)
+    fusion = fusion_of_call("nvfp4_grouped_mm", small_integers(6, 64), *weight, ends, weight_layout="w16x64")
+    lowered = lower(fusion, TARGETS["cpu"], options.current())
     (kernel,) = (cpu.emit(s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True))
     assert (kernel.backend, kernel.why) == ("reference", "weights in the layout w16x64 have no kernel here; expected linear")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from experts import experts
 from torch import Tensor
 
 import fusion_moe
@@ -44,11 +45,11 @@ def product(shipped, without_compiler, monkeypatch):
     assert not (folder / "none").exists()
 
 
-def experts(seed: int) -> tuple[fusion_moe.NVFP4Experts, tuple[Tensor, Tensor, Tensor]]:
+def layer(seed: int) -> tuple[fusion_moe.NVFP4Experts, tuple[Tensor, Tensor, Tensor]]:
+    """A module and what it is called with."""
     g = torch.Generator().manual_seed(seed)
-    module = fusion_moe.NVFP4Experts.from_float(torch.randn(4, 64, 48, generator=g) / 7, torch.randn(4, 48, 32, generator=g) / 6)
     weights, ids = torch.rand(23, 4, generator=g).topk(2)
-    return module, (torch.randn(23, 48, generator=g), ids, weights)
+    return experts(4, 48, 32, seed), (torch.randn(23, 48, generator=g), ids, weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -67,7 +68,7 @@ def test_a_product(product, dtype):
 
 
 def test_a_layer_and_what_explain_says_of_it(product):
-    module, args = experts(0)
+    module, args = layer(0)
     with torch.no_grad():
         found, report = module(*args), str(fusion_moe.explain(module, *args))
         with options.override(target="reference"):
@@ -77,7 +78,7 @@ def test_a_layer_and_what_explain_says_of_it(product):
 
 def test_without_either_the_reference_runs_and_says_why(without_compiler, monkeypatch, tmp_path):
     monkeypatch.setattr(readers, "SHIPPED", tmp_path)
-    module, args = experts(1)
+    module, args = layer(1)
     with torch.no_grad(), options.override(cpu_isa="generic", contract_rounding=False):  # a program of its own
         found, report = module(*args), str(fusion_moe.explain(module, *args))
         with options.override(target="reference"):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from experts import experts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_moe
@@ -33,11 +34,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.experts = fusion_moe.NVFP4Experts.from_float(
-            torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=generator),
-            torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=generator),
-        )
+        self.experts = experts(EXPERTS, HIDDEN, INTERMEDIATE)
         self.last = None
 
     def forward(self, x, ids, w):

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from experts import experts
 from torch._dynamo.testing import CompileCounter
 
 import fusion_moe
@@ -25,12 +26,8 @@ class Layer(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
         self.router = torch.nn.Linear(HIDDEN, EXPERTS, dtype=torch.bfloat16)
-        self.experts = fusion_moe.NVFP4Experts.from_float(
-            torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=generator),
-            torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=generator),
-        )
+        self.experts = experts(EXPERTS, HIDDEN, INTERMEDIATE)
 
     def forward(self, x):
         weights, ids = self.router(x).softmax(-1).topk(TOP_K)
