@@ -36,7 +36,7 @@ class Measured:
 class Machine:
     """Where it was measured. tier: the CPU instructions of C++ kernels, and tier_why why these; both "" if there are no such kernels.
 
-    products: for each dtype of activations, which kernels multiply groups of how many rows.
+    products: for dtypes of activations and weights, which kernels multiply groups of how many rows.
     bytes_per_second: of reading memory with so many threads, measured once on this machine; now: the same for this report; read_by: what
     read it, and from where. Floors are of the faster one. repeats: runs of each kernel; interruptions: how often it was preempted
     meanwhile. weight_bytes: of the weights that the programs read, and how many of them lie on large pages.

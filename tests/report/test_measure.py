@@ -86,7 +86,7 @@ def test_each_kernel_and_the_program_are_measured(x, target):
     in_cpp = [s.backend for s in report.fusions[0].segments] == ["cpu", "cpu"]
     assert in_cpp == (target == "cpu" and build.find_compiler() is not None)
     assert (report.machine.tier, report.machine.tier_why) == ((isa.selected(), "the best tier of this CPU") if in_cpp else ("", ""))
-    assert [dtype for dtype, _ in report.machine.products] == (["bf16"] if in_cpp else [])
+    assert [dtype for dtype, _ in report.machine.products] == (["bf16 by nvfp4"] if in_cpp else [])
     assert all(f"groups of {told}" in " ".join(str(report).split()) for _, told in report.machine.products)
     assert (report.machine.threads, report.machine.cpus) == (torch.get_num_threads(), bandwidth.cpus())
 
@@ -138,7 +138,7 @@ def test_a_tier_that_is_asked_for_is_named(x):
     with options.override(cpu_isa="generic"):
         machine = explained(Layer(), x, IDS, W).machine
     assert (machine.tier, machine.tier_why) == ("generic", "set by cpu_isa")
-    assert machine.products == (("bf16", "1 row by dot products with the codes, more by panels of decoded weights"),)
+    assert machine.products == (("bf16 by nvfp4", "1 row by dot products with the codes, more by panels of decoded weights"),)
 
 
 def test_weights_on_large_pages_are_counted():
