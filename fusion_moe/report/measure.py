@@ -80,7 +80,7 @@ class Watch:
 
     def _tier(self) -> tuple[str, str]:
         with options.using(self.switches):
-            return isa.selected(), "the best of this CPU" if self.switches.cpu_isa == "auto" else "asked for by cpu_isa"
+            return isa.selected(), "the best tier of this CPU" if self.switches.cpu_isa == "auto" else "set by cpu_isa"
 
 
 class Watched:

@@ -70,12 +70,12 @@ class Program:
             check_stages(self.stages, self.segments, tensors, env)
         if self.dumped:
             with dump.into(self.dumped):
-                return self._run(tensors, env)
-        return self._run(tensors, env)
+                return list(write_over(targets, self._run(tensors, env)))
+        return list(write_over(targets, self._run(tensors, env)))
 
-    def _run(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
+    def _run(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> Sequence[torch.Tensor]:
         outputs = self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
-        return list(write_over(targets, self._one_by_one(tensors, env) if outputs is None else outputs))
+        return self._one_by_one(tensors, env) if outputs is None else outputs
 
     def _sizes(self, tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> Mapping[str, int]:
         """The values of the symbols, remembered by all that they are read from: decoding asks for the same ones again and again."""
