@@ -24,7 +24,7 @@ from .errors import OptionError
 
 _PREFIX = "FUSION_MOE_"
 _MOST = 10**6  # seconds: what waits for a process takes a little more
-_KINDS = {bool: "a bool", int: f"an int from 1 to {_MOST}", str: "a str that is not empty"}
+_KINDS = {bool: "a bool", int: f"an int from 1 to {_MOST}", str: "a non-empty str"}
 
 
 def _option(default: Any, doc: str, *, in_keys: bool = True) -> Any:
@@ -52,7 +52,7 @@ class Options:
     cpu_isa: str = _option("auto", "instructions that CPU kernels use: 'auto' is the best tier of the machine, or the name of a tier")
     cache_dir: str = _option(_cache_home(), "the folder that keeps compiled kernels", in_keys=False)
     dump: str = _option("", "a folder to write every stage, source and binary of what is compiled to; '' is none", in_keys=False)
-    compile_seconds: int = _option(300, "how long a compiler may take for one kernel; then it is ended", in_keys=False)
+    compile_seconds: int = _option(300, "how long a compiler may take for one kernel before it is killed", in_keys=False)
 
     def replace(self, **changes: Any) -> Options:
         """These options with some changed; names and types are checked."""

@@ -66,7 +66,7 @@ class _Pieces:
         if scheduler is None:
             names = ", ".join(op.kind.name for op in fusion.ops)
             refusals = "; ".join(f"{s.NAME}: {s.can_schedule(fusion, self.target)}" for s in schedule.of(self.target))
-            raise UnsupportedError(f"no scheduler takes {names}", expected=refusals)
+            raise UnsupportedError(f"no scheduler accepts {names}", expected=refusals)
         direct = [source for source in self._producing(ops) if not self._circle(source, ops)]
         reasons = dict.fromkeys(self._refusal(source, ops) for source in direct)
         return Segment(fusion, scheduler.NAME, fusion.inputs, fusion.outputs, "; ".join(reasons))

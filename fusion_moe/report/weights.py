@@ -23,9 +23,9 @@ def _is_prepared(layout: str) -> bool:
 
 
 def _what_is_done(w: TensorType, to: Target) -> str:
-    done = f"fusion_moe.prepare_(model, {to.name!r}) puts them in {to.weight_layout}, the layout of {to.name}"
+    done = f"fusion_moe.prepare_(model, {to.name!r}) reorders them to {to.weight_layout}, the layout of {to.name}"
     if to.weight_layout == LINEAR.name:
         return done
     n, k = (value(plain(d), {}) for d in w.shape[1:])
     why = LAYOUTS[to.weight_layout].why_not(n, k, w.encoding)
-    return f"prepare_ leaves them: {why}" if why else f"{done}, if those of their module are all in whole tiles"
+    return f"prepare_ leaves them as they are: {why}" if why else f"{done}, if all weights of their module are whole tiles"

@@ -223,8 +223,8 @@ def _compile(command: Sequence[str], recipe: Recipe, path: Path) -> None:
     try:
         done = _run([*command, source, "-o", path.name], cwd=path.parent, env=environment)
     except subprocess.TimeoutExpired as e:
-        found = f"{recipe.name} was not compiled after {e.timeout:g} s, and the compiler was ended"
-        todo = "set FUSION_MOE_COMPILE_SECONDS to more, or CXX to another compiler; to see what it does"
+        found = f"compiling {recipe.name} took more than {e.timeout:g} s; the compiler was killed"
+        todo = "raise FUSION_MOE_COMPILE_SECONDS, or set CXX to another compiler; to see what it does"
     else:
         if done.returncode == 0 and path.exists():
             return

@@ -32,8 +32,8 @@ def _compare(stage: str, got: Sequence[Any], want: Sequence[Any]) -> None:
         if not torch.equal(_bits(a), _bits(b)):
             raise FusionError(
                 f"output {i} after {stage} differs",
-                expected="the bits of the stage before it",
-                todo="this is a bug of fusion_moe",
+                expected="the same bits as before it",
+                todo="this is a bug in fusion_moe",
                 where=stage,
             )
 

@@ -38,10 +38,10 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     """None if there is one grouped product, all else is its prologue or its epilogue, and what is stored has one width."""
     found = products(fusion)
     if not found:
-        return "there is no grouped product"
+        return "no grouped product"
     if len(found) > 1:
         first, second = (p.op.kind.name for p in found[:2])
-        return f"{second} contracts what {first} makes: it needs whole rows, and a kernel has tiles of them"
+        return f"{second} contracts the result of {first}: it reads whole rows, and a kernel holds tiles"
     product = found[0].op
     after = _after(fusion, product)
     for op in fusion.ops:
@@ -79,19 +79,19 @@ def _refusal(op: Op, after: Set[Value]) -> str | None:
     name, role = op.kind.name, op.kind.role
     if _reads(op, after):
         allowed = role in EPILOGUE or name in EPILOGUE_SHAPES
-        return None if allowed else f"{name} needs more of the product's result than the tile that a block holds"
+        return None if allowed else f"{name} reads more of the product's result than one tile"
     if role == "pointwise" and not any(isinstance(d, Rows) for d in op.outputs[0].type.shape):
-        return f"{name} on whole tokens would be done again for every slot and tile that reads them"
+        return f"{name} on whole tokens would be recomputed for every slot and tile"
     allowed = role in PROLOGUE or name in PROLOGUE_SHAPES or name == "full"
-    return None if allowed else f"{name} cannot be done while the rows of the product are loaded"
+    return None if allowed else f"{name} cannot be part of a product's prologue"
 
 
 def _one_combine(fusion: Fusion, after: Set[Value]) -> str | None:
     combines = [op for op in fusion.ops if op.kind.role == "combine"]
     if len(combines) > 1:
-        return "combine is done once, by the block that owns an output tile"
+        return "a kernel has at most one combine"
     if combines and not any(v in after for v in combines[0].values[:1]):
-        return "combine sums rows that this product does not make"
+        return "combine sums rows of something other than this product"
     return None
 
 

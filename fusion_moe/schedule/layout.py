@@ -24,7 +24,7 @@ class Layout:
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
     """None if rows are quantized, swizzled, or both."""
     other = next((op for op in fusion.ops if op.kind.role not in ROLES), None)
-    return f"{other.kind.name} is no change of format or layout" if other else None
+    return f"{other.kind.name} is not a change of format or layout" if other else None
 
 
 def choose(fusion: Fusion, target: Target) -> Layout:

@@ -69,26 +69,26 @@ def _refusal(op: Op, fusion: Fusion, target: Target) -> str | None:
     if any(t.dtype == "u8" for t in types) and op.kind.name not in ("pack", "unpack"):
         return f"{op.kind.name} of u8: nvFuser has no 8-bit integers"
     if any(plain(d) == 0 for t in types for d in t.shape):
-        return f"{op.kind.name} of no elements: nvFuser asserts, and there is nothing to do"
+        return f"{op.kind.name} of an empty tensor: nvFuser asserts"
     rule = _RULES.get(op.kind.name)
     return rule(op, fusion, target) if rule else None
 
 
 def _cast(op: Op, fusion: Fusion, target: Target) -> str | None:
-    return f"cast to {to} saturates in nvFuser, where the program does not" if (to := op.attrs["dtype"]) in STORED else None
+    return f"cast to {to}: nvFuser saturates, where the program does not" if (to := op.attrs["dtype"]) in STORED else None
 
 
 def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
     if op.values[0] in fusion.producers:
-        return f"pack of codes that {fusion.producers[op.values[0]].kind.name} makes: nvFuser has no 8-bit integers to hold them"
+        return f"pack of codes made by {fusion.producers[op.values[0]].kind.name}: nvFuser has no 8-bit integers"
     if op.attrs["fmt"] not in PACKED:
         return f"pack of {op.attrs['fmt']}: {' and '.join(PACKED)} is lowered"
     if op.attrs["layout"] not in LAYOUTS:
-        return f"pack of weights in the layout {op.attrs['layout']}: nvFuser's products read them in the linear one"
+        return f"pack of weights in the layout {op.attrs['layout']}: nvFuser's products read the linear one"
     packed = op.outputs[0]
     others = {r.kind.name for r in fusion.readers.get(packed, ()) if r.kind.role != "grouped" or GroupedProduct.of(r).weight is not packed}
     if others or _leaves(op, fusion):
-        return f"pack for {' and '.join(sorted(others)) or 'an output'}: nvFuser has no value of codes and scales"
+        return f"pack read by {' and '.join(sorted(others)) or 'an output'}: nvFuser has no quantized tensors"
     return None
 
 
@@ -96,27 +96,23 @@ def _quantize(op: Op, fusion: Fusion, target: Target) -> str | None:
     if op.attrs["fmt"] not in target.activation_formats:
         return f"{op.kind.name} to {op.attrs['fmt']} on {target.name}: e2m1 needs compute capability 10.0"
     if op.values[1].type.shape != op.values[0].type.shape[:-2]:
-        return f"quantize with decode scales {op.values[1].type}: one for each matrix is what is lowered"
+        return f"quantize with decode scales {op.values[1].type}: only one per matrix is lowered"
     return _inside(op, fusion)
 
 
 def _inside(op: Op, fusion: Fusion, target: Target | None = None) -> str | None:
     """A value of codes and scales may not leave, nor one whose padding nvFuser leaves unwritten."""
-    return (
-        f"{op.kind.name} whose result leaves the definition: nvFuser has no value of codes, scales and padding"
-        if _leaves(op, fusion)
-        else None
-    )
+    return f"{op.kind.name} whose result leaves the definition: nvFuser has no quantized or padded tensors" if _leaves(op, fusion) else None
 
 
 def _unpack(op: Op, fusion: Fusion, target: Target) -> str | None:
     if op.values[0] not in fusion.producers:
-        return "unpack of a value from outside: nvFuser has no value of codes and scales"
-    return "unpack of swizzled scales: nvFuser leaves their padding unwritten" if op.values[0].type.layout != "linear" else None
+        return "unpack of an input: nvFuser has no quantized tensors"
+    return "unpack of swizzled scales: nvFuser leaves their padding uninitialized" if op.values[0].type.layout != "linear" else None
 
 
 def _swizzle(op: Op, fusion: Fusion, target: Target) -> str | None:
-    return "grouped_swizzle by itself: nvFuser leaves the padding unwritten, and only its own product may read the result"
+    return "grouped_swizzle by itself: nvFuser leaves the padding uninitialized, and only its own product may read the result"
 
 
 def _product(op: Op, fusion: Fusion, target: Target) -> str | None:
@@ -128,7 +124,7 @@ def _product(op: Op, fusion: Fusion, target: Target) -> str | None:
         return _packed_product(op, fusion, a, w)
     dtype = w.dtype if not w.quantized else a.dtype
     if a.dtype not in HALVES or dtype != a.dtype:
-        return f"{op.kind.name} of {a.dtype} and {w.dtype}: nvFuser's product takes two of bf16 or two of f16"
+        return f"{op.kind.name} of {a.dtype} and {w.dtype}: nvFuser's product requires both in bf16 or both in f16"
     return _from_outside(op, fusion) or _stored(op, fusion, a.dtype)
 
 
@@ -137,16 +133,16 @@ def _packed_product(op: Op, fusion: Fusion, a: TensorType, w: TensorType) -> str
         return f"{op.kind.name} of {a.dtype} and {w.dtype}: the 4-bit product takes two 4-bit operands"
     _, n, k = w.shape
     if k % _K or n % _N:  # type: ignore[operator]  # both are numbers: pack and the target's layouts ask for it
-        return f"K = {k} and N = {n} of a 4-bit product: its kernel needs multiples of {_K} and {_N}, and does not look"
+        return f"K = {k} and N = {n} of a 4-bit product: its kernel requires multiples of {_K} and {_N}, but does not check"
     if op.values[0] not in fusion.producers:
-        return "a 4-bit product of activations quantized outside: nvFuser has no value of codes and scales"
+        return "a 4-bit product of activations quantized elsewhere: nvFuser has no quantized tensors"
     return _from_outside(op, fusion) or _stored(op, fusion, *HALVES)
 
 
 def _from_outside(op: Op, fusion: Fusion) -> str | None:
     """Quantized weights come as a value of their own only from a pack inside."""
     w = op.values[1]
-    return f"{op.kind.name} without the tensors of its weight" if w.type.quantized and w not in fusion.producers else None
+    return f"{op.kind.name} whose weight is packed elsewhere" if w.type.quantized and w not in fusion.producers else None
 
 
 def _stored(op: Op, fusion: Fusion, *dtypes: str) -> str | None:
@@ -162,12 +158,12 @@ def _sort(op: Op, fusion: Fusion, target: Target) -> str | None:
     rows = elements(op.values[0].type.shape)
     if isinstance(rows, int) and rows <= SORTED:
         return None
-    count = f"{rows}" if isinstance(rows, int) else "an open number of"
+    count = f"{rows}" if isinstance(rows, int) else "a dynamic number of"
     return f"{op.kind.name} of {count} rows: nvFuser sorts within one block, and asserts beyond {SORTED}"
 
 
 def _combine(op: Op, fusion: Fusion, target: Target) -> str | None:
-    return None if isinstance(op.values[1].type.shape[1], int) else "combine of an open number of slots: the definition names each"
+    return None if isinstance(op.values[1].type.shape[1], int) else "combine of a dynamic number of slots: the definition unrolls them"
 
 
 def _scatter(op: Op, fusion: Fusion, target: Target) -> str | None:

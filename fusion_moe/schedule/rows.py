@@ -26,9 +26,9 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     """None if nothing but rows are gathered, routed and added, with at most one sum."""
     other = next((op for op in fusion.ops if op.kind.role not in ROLES), None)
     if other is not None:
-        return f"{other.kind.name} is neither pointwise nor about rows"
+        return f"{other.kind.name} is neither pointwise nor a row operation"
     sums = [op.kind.name for op in fusion.ops if op.kind.role in SUMS]
-    return f"{sums[1]} needs all of {sums[0]}'s result: two sums are two passes" if len(sums) > 1 else None
+    return f"{sums[1]} needs the whole result of {sums[0]}: two reductions take two passes" if len(sums) > 1 else None
 
 
 def choose(fusion: Fusion, target: Target) -> Rows:

@@ -22,7 +22,7 @@ class Single:
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
     """None if there is one operation, views aside."""
     ops = [op.kind.name for op in fusion.ops if not op.kind.view]
-    return f"{' and '.join(ops)} are more than one operation" if len(ops) > 1 else None
+    return f"more than one operation: {' and '.join(ops)}" if len(ops) > 1 else None
 
 
 def choose(fusion: Fusion, target: Target) -> Single:

@@ -256,7 +256,7 @@ def test_options_given_to_compile_hold_when_the_compiled_code_runs(monkeypatch):
         ({"options": {"fusion_moe.contract_rounding": 3}}, errors.OptionError, "option contract_rounding = 3; expected a bool"),
         ({"options": {"max_fusion_size": "eight"}}, errors.OptionError, "max_fusion_size, got str should be int"),
         ({"options": {"fusion_moe.target": "tpu"}}, errors.OptionError, "target 'tpu'; expected one of auto, reference, cpu"),
-        ({"options": {"fusion_moe.target": "sm_100"}}, errors.UnsupportedError, "sm_100 needs a CUDA device of compute capability 10.0"),
+        ({"options": {"fusion_moe.target": "sm_100"}}, errors.UnsupportedError, "sm_100 requires a CUDA device with compute capability 10"),
         ({"mode": "max-autotun"}, errors.OptionError, "did you mean 'max-autotune'?"),
     ],
 )

@@ -73,5 +73,5 @@ def test_explain_shows_the_kernels():
 
 @pytest.mark.gpu
 def test_tensors_elsewhere_are_refused(cpp):
-    with pytest.raises(UnsupportedError, match="cpu needs tensors on the cpu, they are on cuda:0"):
+    with pytest.raises(UnsupportedError, match="cpu requires CPU tensors, got cuda:0"):
         experts(E, H, I).cuda()(*(t.cuda() for t in inputs()))

@@ -399,7 +399,7 @@ def test_bad_ids_are_made_safe_and_reported(count, bad, safe):
     found = ops.expert_mlp(*args, weight_layout="w16x64")
     torch.cuda.synchronize()
     place = count * K - K + 1
-    with pytest.raises(GroupsError, match=rf"ids.flatten\(\)\[{place}\] = {bad}, which names no group, in an earlier call"):
+    with pytest.raises(GroupsError, match=rf"ids.flatten\(\)\[{place}\] = {bad} is out of range, in an earlier call"):
         ops.expert_mlp(*args, weight_layout="w16x64")
     args[1][-1, 1] = safe
     assert torch.equal(ops.expert_mlp(*args, weight_layout="w16x64"), found)

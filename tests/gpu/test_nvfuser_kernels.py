@@ -203,7 +203,7 @@ def test_four_bit_products_are_refused_before_launch():
 
 
 def test_the_cpu_is_refused():
-    with nvfuser(), pytest.raises(UnsupportedError, match="sm_90 needs a CUDA device of compute capability 9.0, the tensors are on cpu"):
+    with nvfuser(), pytest.raises(UnsupportedError, match="sm_90 requires a CUDA device with compute capability 9.0, got cpu"):
         ops.nvfp4_grouped_mm(tokens(3)[0], *quantized()[:3], torch.tensor([1, 2, 3, 3], dtype=torch.int32))
 
 

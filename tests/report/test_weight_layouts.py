@@ -10,9 +10,9 @@ import fusion_moe
 from fusion_moe.nn import GroupedSwiGLU
 
 EXPERTS, TOKENS, TOP_K, HIDDEN = 2, 5, 2, 128
-TILED = "fusion_moe.prepare_(model, 'cuda') puts them in w16x64, the layout of cuda, if those of their module are all in whole tiles"
-BACK = "fusion_moe.prepare_(model, 'cpu') puts them in linear, the layout of cpu"
-OFF_TILES = "prepare_ leaves them: N = 128 is no multiple of 16, or K = 32 of 64"
+TILED = "fusion_moe.prepare_(model, 'cuda') reorders them to w16x64, the layout of cuda, if all weights of their module are whole tiles"
+BACK = "fusion_moe.prepare_(model, 'cpu') reorders them to linear, the layout of cpu"
+OFF_TILES = "prepare_ leaves them as they are: N = 128 is no multiple of 16, or K = 32 of 64"
 
 
 def layouts(module: torch.nn.Module, *args: torch.Tensor, target: str) -> list[tuple[tuple[str, str], ...]]:
@@ -22,7 +22,7 @@ def layouts(module: torch.nn.Module, *args: torch.Tensor, target: str) -> list[t
     found = [s.layouts for f in report.fusions for s in f.segments]
     shown = " ".join(str(report).split())
     assert all(f"{layout} {what}" in shown for said in found for layout, what in said)
-    assert ("layouts of weights" in shown) == any(found)
+    assert ("weight layouts" in shown) == any(found)
     return found
 
 
