@@ -121,7 +121,8 @@ class Source(ABC):
 
     def calling(
         self, call: str, name: str, functions: Sequence[str], blocks: int, *, headers: Sequence[str] = ("rows.cuh",),
-        threads: int = THREADS, shared: int = 0, least_blocks: int = 1, persistent: bool = False, early: bool = False, caches: bool = False, title: str = "",
+        threads: int = THREADS, shared: int = 0, least_blocks: int = 1, persistent: bool = False, early: bool = False,
+        caches: bool = False, title: str = "",
     ) -> Launched:  # fmt: skip
         """A kernel that makes a call, and whose struct has more functions. least_blocks: that must fit one multiprocessor."""
         bounds = f"{threads}, {least_blocks}"
