@@ -315,9 +315,10 @@ private:
         for (; at.more_products(); at.advance(), told.advance()) {
             barrier_wait(shared.full[ring.stage], ring.parity);
             const Item item = shared.items[told.stage];
-            float outer[BANDS][2];
+            float outer[BANDS][2];  // they come while products run, not when all wait for the store
 #pragma unroll
-            for (int h = 0; h < BANDS; ++h) load_outer(outer[h], s, item, tile_of(h));
+            for (int h = 0; h < BANDS; ++h)
+                Reader::outer_of_lane(outer[h], s, item.span.group, first_row(item.column_block, tile_of(h)), threadIdx.x % 32);
             float sum[BANDS][TOKENS / 2] = {};
             Products products(shared, ring, item.height);
             products.run(sum);
@@ -515,14 +516,6 @@ private:
             if (next < TOKENS) turned.put(products.place(next / CHUNK % PLACES), sum, next);
             turned.store(taken, chunk);
         }
-    }
-
-    // The outer scales of the thread's two rows of the warp's tile. They come while products run, not when all wait for the store.
-    __device__ static __forceinline__ void load_outer(float (&outer)[2], const Segment& s, const Item& item, i32 tile) {
-        constexpr i32 APART = Reader::template ONE_FOR_A_TILE<Segment> ? 0 : 1;
-        const i32 row = first_row(item.column_block, tile) + APART * (threadIdx.x % 32 / 4);
-        outer[0] = Reader::outer(s, item.span.group, row);
-        outer[1] = APART ? Reader::outer(s, item.span.group, row + 8) : outer[0];
     }
 
     // Rows that belong to no group.

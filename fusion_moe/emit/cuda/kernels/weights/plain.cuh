@@ -32,8 +32,11 @@ struct PlainShared {
         return h;
     }
 
+    // Copied where it stands: until the products before have ended, they read what was copied last, while the next tile is loaded.
     static __device__ __forceinline__ void decode(const Held& h, int v, u32 (&a)[4]) {
-        a[0] = h.step[v].x, a[1] = h.step[v].y, a[2] = h.step[v].z, a[3] = h.step[v].w;
+        asm volatile("mov.b32 %0, %4; mov.b32 %1, %5; mov.b32 %2, %6; mov.b32 %3, %7;"
+                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                     : "r"(h.step[v].x), "r"(h.step[v].y), "r"(h.step[v].z), "r"(h.step[v].w));
     }
 };
 

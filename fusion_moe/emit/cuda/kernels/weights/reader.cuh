@@ -16,7 +16,7 @@
 // 512 bytes of elements, and makes fragments of step v; Ordered: of activations that are in the order of order.cuh, or in their own.
 //
 // What `decode` makes are the weights over FACTOR, a power of two that keeps them in range, and over the outer scale, one for a run of
-// rows: outer(s, group, row).
+// rows: outer(s, group, row), and outer_of_lane(...) of rows r and r + 8 of a tile.
 #pragma once
 
 #include "memory.cuh"
@@ -33,22 +33,30 @@ __device__ __forceinline__ i64 tile_number(i32 group, i32 first_row, i32 block) 
 
 struct NoOuterScale {
     template <class Segment>
-    static constexpr bool ONE_FOR_A_TILE = true;
-
-    template <class Segment>
     static __device__ __forceinline__ float outer(const Segment&, i32, i32) {
         return 1.f;
+    }
+
+    template <class Segment>
+    static __device__ __forceinline__ void outer_of_lane(float (&outer)[2], const Segment&, i32, i32, i32) {
+        outer[0] = outer[1] = 1.f;
     }
 };
 
 // A float32 for each of RUNS equal runs of a matrix's rows.
 struct DecodeScale {
     template <class Segment>
-    static constexpr bool ONE_FOR_A_TILE = Segment::N / Segment::RUNS % 16 == 0;
-
-    template <class Segment>
     static __device__ __forceinline__ float outer(const Segment& s, i32 group, i32 row) {
-        return (s.decode_scale + group * Segment::RUNS)[row / (Segment::N / Segment::RUNS)];
+        return s.decode_scale[group * Segment::RUNS + row / (Segment::N / Segment::RUNS)];
+    }
+
+    // In one run of rows the two are one.
+    template <class Segment>
+    static __device__ __forceinline__ void outer_of_lane(float (&outer)[2], const Segment& s, i32 group, i32 first_row, i32 lane) {
+        constexpr i32 LENGTH = Segment::N / Segment::RUNS, APART = LENGTH % 16 == 0 ? 0 : 1;
+        const i32 row = first_row + APART * (lane / 4);
+        const float* of_group = s.decode_scale + group * Segment::RUNS;
+        outer[0] = of_group[row / LENGTH], outer[1] = APART ? of_group[(row + 8) / LENGTH] : outer[0];
     }
 };
 
