@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fusion_moe
-from fusion_moe.formats import Quantized
+from fusion_moe.encodings import Quantized
 from fusion_moe.runtime import bandwidth, build, isa, pages
 
 CELLS = ((1536, 2048), (2048, 768))  # n, k

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 import fusion_moe
-from fusion_moe.formats import Quantized, dequantize
+from fusion_moe.encodings import Quantized, dequantize
 
 E4M3_MAX = 448.0
 EXAMPLES = Path(__file__).parents[1] / "examples"

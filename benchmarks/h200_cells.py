@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from fusion_moe.formats import Quantized, dequantize
+from fusion_moe.encodings import Quantized, dequantize
 
 READ, MULTIPLY = 4.55e12, 780e12  # bytes, flops a second
 PARTS, ROUTINGS, TOKENS = ("gemm1", "gemm2", "mlp"), ("uniform", "zipf"), (1, 8, 32, 128, 512, 2048, 8192)

@@ -15,7 +15,7 @@ from h200_cells import Cell, Layer, Model, Routed, expert
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu
 
-from fusion_moe.formats import Quantized
+from fusion_moe.encodings import Quantized
 from fusion_moe.layouts import W16X64
 
 _AT_ONCE = 2**28  # elements of a weight that change their form at once

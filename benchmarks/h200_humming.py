@@ -18,7 +18,7 @@ from h200_cells import Cell, Routed
 from h200_contenders import Call, Contender
 from torch import Tensor
 
-from fusion_moe.formats import Quantized
+from fusion_moe.encodings import Quantized
 
 _PADS = {"pad_n_to_multiple": 256, "pad_k_to_multiple": 128}  # as serving engines call it
 _SWIGLU = "a / (1.0f + __expf(-a)) * b"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fusion_moe
 from fusion_moe import options
-from fusion_moe.formats import Quantized, dequantize
+from fusion_moe.encodings import Quantized, dequantize
 from fusion_moe.frontends.inductor import backend
 
 MODELS = {  # hidden, intermediate, experts, slots of a token

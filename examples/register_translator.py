@@ -1,6 +1,6 @@
 """An operation of your own, fused: its kernel and fake as always in torch, and a translator in a few lines.
 
-    python examples/register_translator.py
+python examples/register_translator.py
 """
 
 import torch

@@ -12,8 +12,8 @@ from transformers import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 import fusion_moe
+from fusion_moe.encodings import Quantized, dequantize
 from fusion_moe.errors import UnsupportedError
-from fusion_moe.formats import Quantized, dequantize
 from fusion_moe.nn import Llama4MoE
 
 

@@ -7,7 +7,7 @@ derivative, run through `fusion_moe::run`. Letters: M rows, K in-features, N out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -51,10 +51,12 @@ class Spec:
 
 
 _EXPERTS = tuple(f"{p}_{t}" for p in ("gate_up", "down") for t in ("codes", "block_scale", "decode_scale"))
+_HOW = """Tensor? gate_up_bias=None, Tensor? down_bias=None, *, int interleave=0, float? limit=None, float alpha=1.0,
+    float up_offset=0.0, str scale_on="output", str activation_format="bf16", str weight_layout="linear" """
 _EXPERT_MLP = f"""(
-    Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)}, Tensor? gate_up_bias=None, Tensor? down_bias=None,
-    *, int interleave=0, float? limit=None, float alpha=1.0, float up_offset=0.0, str scale_on="output", str activation_format="bf16",
-    str weight_layout="linear") -> Tensor"""
+    Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)}, {_HOW}) -> Tensor"""
+_FUSED_EXPERTS = f"""(
+    Tensor x, Tensor ids, Tensor w, Tensor[] gate_up, Tensor[] down, {_HOW}, str weight_format="nvfp4") -> Tensor"""
 
 SPECS = {
     spec.name: spec
@@ -70,6 +72,12 @@ SPECS = {
             'str activation_format="bf16", str weight_layout="linear", ScalarType? out_dtype=None) -> Tensor',
             rows={"a": 1}, flatten="a",
         ),
+        Spec(
+            "grouped_mm",
+            '(Tensor a, Tensor[] weight, Tensor offs, *, str weight_format="nvfp4", str weight_layout="linear", '
+            'str activation_format="bf16", ScalarType? out_dtype=None) -> Tensor',
+            rows={"a": 1}, flatten="a",
+        ),
         Spec("grouped_swizzle_block_scale", "(Tensor block_scale, Tensor offs) -> Tensor", rows={"block_scale": 1}, differentiable=False),
         Spec(
             "scaled_swiglu",
@@ -80,6 +88,7 @@ SPECS = {
         Spec("combine", "(Tensor y, Tensor slot_of, Tensor w) -> Tensor", rows={"y": 1, "slot_of": 1, "w": 1}, equal=("slot_of", "w")),
         Spec("group_add", "(Tensor y, Tensor bias, Tensor offs) -> Tensor", rows={"y": 1}),
         Spec("expert_mlp", _EXPERT_MLP, rows={"x": 1, "ids": 1, "w": 1}, equal=("x", "ids", "w"), flatten="x"),
+        Spec("fused_experts", _FUSED_EXPERTS, rows={"x": 1, "ids": 1, "w": 1}, equal=("x", "ids", "w"), flatten="x"),
         Spec(
             "f16a_nvfp4weight_scaled_grouped_mm",
             "(Tensor activation, Tensor fp4_weight, Tensor weight_scaling_factor, Tensor global_scale, Tensor offsets, "
@@ -96,7 +105,10 @@ RUN = "(str program, Tensor[] inputs, SymInt[] sizes, str? options=None) -> Tens
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operation: its tensors with rows flattened, its other arguments by name, the leading shape of the output."""
+    """One call of an operation: its tensors with rows flattened, its other arguments by name, the leading shape of the output.
+
+    Tensors of a list come one by one: those of `weight` as weight[0], weight[1], ...
+    """
 
     spec: Spec
     tensors: Mapping[str, Tensor]
@@ -128,7 +140,7 @@ def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """The arguments of a call by name, defaults filled in. DeviceError if the tensors live on different devices."""
     names = _signature(spec.name)
     bound = {name: args[i] if i < len(args) else kwargs.get(name, default) for i, (name, default) in enumerate(names)}
-    tensors = {name: v for name, v in bound.items() if isinstance(v, Tensor)}
+    tensors = dict(each_tensor(bound))
     devices = {name: t.device for name, t in tensors.items()}
     if len(set(devices.values())) > 1:
         raise DeviceError(
@@ -138,8 +150,21 @@ def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         _need_k_major(name, tensors[name], spec.name)
     lead = bound[spec.flatten].shape[:-1] if spec.flatten and bound[spec.flatten].dim() != 2 else None
     flat = {n: _flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
-    others = tuple((n, dtype_name(v) if isinstance(v, torch.dtype) else v) for n, v in bound.items() if n not in tensors)
+    others = tuple((n, dtype_name(v) if isinstance(v, torch.dtype) else v) for n, v in bound.items() if not _has_tensors(v))
     return Call(spec, flat, others, lead)
+
+
+def each_tensor(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of arguments by name, those of a list as name[0], name[1], ..."""
+    for name, v in arguments.items():
+        if isinstance(v, Tensor):
+            yield name, v
+        elif _has_tensors(v):
+            yield from ((f"{name}[{i}]", t) for i, t in enumerate(v))
+
+
+def _has_tensors(v: Any) -> bool:
+    return isinstance(v, Tensor) or (isinstance(v, (list, tuple)) and any(isinstance(t, Tensor) for t in v))
 
 
 def _need_k_major(name: str, t: Tensor, where: str) -> None:
@@ -178,12 +203,19 @@ def fusion_of(name: str, types: Types, others: tuple[tuple[str, Any], ...]) -> F
     translator = translate.find(f"{NAMESPACE}::{name}")
     assert translator is not None
     try:
-        result = translator.function(fd, **{n: arguments[n] for n, _ in _signature(name)})
+        result = translator.function(fd, **{n: _argument(n, arguments) for n, _ in _signature(name)})
     except Error as error:
         raise error.at(name) from None
     for output in result if isinstance(result, tuple) else (result,):
         fd.add_output(output)
     return fd.fusion()
+
+
+def _argument(name: str, arguments: Mapping[str, Any]) -> Any:
+    """An argument by name; a list of tensors from those that are called name[0], name[1], ..."""
+    if name in arguments:
+        return arguments[name]
+    return tuple(v for n, v in arguments.items() if n.partition("[")[0] == name)
 
 
 def eager_types(call: Call) -> Types:
@@ -252,21 +284,23 @@ def _setup_context(
     spec: Spec, ctx: Any, inputs: Sequence[Any], keyword_only_inputs: Mapping[str, Any] | None = None, output: Any = None
 ) -> None:
     names = [n for n, _ in _signature(spec.name)]
-    ctx.tensor_names = [n for n, v in zip(names, inputs, strict=False) if isinstance(v, Tensor)]
-    ctx.others = {n: v for n, v in zip(names, inputs, strict=False) if not isinstance(v, Tensor)} | dict(keyword_only_inputs or {})
-    ctx.count = len(inputs)
+    given = dict(zip(names, inputs, strict=False))
+    tensors = dict(each_tensor(given))
+    ctx.tensor_names = list(tensors)
+    ctx.others = {n: v for n, v in given.items() if not _has_tensors(v)} | dict(keyword_only_inputs or {})
+    ctx.lengths = [len(v) if isinstance(v, (list, tuple)) and _has_tensors(v) else None for v in inputs]
     ctx.options = options.current().key()  # the backward may run in a thread of autograd's, where others are in force
-    ctx.save_for_backward(*(v for v in inputs if isinstance(v, Tensor)))
+    ctx.save_for_backward(*tensors.values())
 
 
-def _backward(spec: Spec, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(spec: Spec, ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     names = [n for n, _ in _signature(spec.name)]
     given = dict(zip(ctx.tensor_names, ctx.saved_tensors, strict=True))
-    call = bind(spec, [], {**given, **ctx.others})
+    call = bind(spec, [], {n: _argument(n, {**given, **ctx.others}) for n in names if n in ctx.others or _is_given(n, given)})
     tracing = any(type(t) is not Tensor and not isinstance(t, torch.nn.Parameter) for t in given.values())
     types, sizes = traced_types(call) if tracing else (eager_types(call), None)
     ordered = list(call.tensors)
-    wanted = [n for n, need in zip(names, ctx.needs_input_grad, strict=False) if need]
+    wanted = [n for n, need in _flagged(names, ctx.needs_input_grad) if need]
     try:
         program = _backward_program(spec.name, types, call.others, tuple(ordered.index(n) for n in wanted))
     except UnsupportedError as error:
@@ -276,8 +310,24 @@ def _backward(spec: Spec, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]
     inputs = [*call.tensors.values(), *seeds]
     env = sizes.values() if sizes else program.bind(list(map(as_bytes, inputs)))
     outputs = torch.ops.fusion_moe.run(one_line(program), inputs, [env[s] for s in program.symbols], ctx.options)
-    found = dict(zip(wanted, outputs, strict=True))
-    return tuple(found[n].reshape(given[n].shape) if n in found else None for n in names[: ctx.count])
+    found = {n: grad.reshape(given[n].shape) for n, grad in zip(wanted, outputs, strict=True)}
+    return tuple(
+        found.get(n) if length is None else [found.get(f"{n}[{i}]") for i in range(length)]
+        for n, length, _ in zip(names, ctx.lengths, ctx.needs_input_grad, strict=False)
+    )
+
+
+def _is_given(name: str, tensors: Mapping[str, Tensor]) -> bool:
+    return any(n.partition("[")[0] == name for n in tensors)
+
+
+def _flagged(names: Sequence[str], flags: Sequence[Any]) -> Iterator[tuple[str, bool]]:
+    """Each tensor argument by name, those of a list one by one, with its flag."""
+    for name, flag in zip(names, flags, strict=False):
+        if isinstance(flag, (list, tuple)):
+            yield from ((f"{name}[{i}]", f) for i, f in enumerate(flag))
+        else:
+            yield name, flag
 
 
 def _mark_non_differentiable(ctx: Any, inputs: Any, output: Any) -> None:

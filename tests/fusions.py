@@ -11,7 +11,7 @@ from judge import HAS_NVFUSER, judge
 from torch import Tensor
 
 from fusion_moe import FusionDefinition
-from fusion_moe.formats import Quantized, quantize
+from fusion_moe.encodings import Quantized, quantize
 from fusion_moe.ir.core import Fusion, Value
 from fusion_moe.ir.text import NAMES, one_line, parse, text
 from fusion_moe.ir.types import plain
@@ -177,7 +177,6 @@ class _Program:
         pool = self.pool()
         x = self.pick(pool)
         pool += [self.fd.ops.neg(x), self.fd.ops.neg(x)]
-
 
     def masked(self) -> None:
         """A comparison with a number, which a dtype may round, and a choice by it."""

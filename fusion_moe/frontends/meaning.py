@@ -168,5 +168,3 @@ def _translation(
         return fd.fusion(), tuple(as_bytes(t) for t, _ in inputs.values())
     except Error as error:
         raise TranslatorError(error.found, expected=error.expected, todo=error.todo, where=translator.where) from error
-
-

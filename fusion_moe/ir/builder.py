@@ -230,9 +230,7 @@ class FusionDefinition:
 
     def _new_name(self, name: str) -> str:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or keyword.iskeyword(name) or _TAKEN.fullmatch(name):
-            raise FusionError(
-                f"the name {name!r}", expected="letters, digits and _; not fd, i0, t0 or what else texts of a Fusion use"
-            )
+            raise FusionError(f"the name {name!r}", expected="letters, digits and _; not fd, i0, t0 or what else texts of a Fusion use")
         if name in self._names:
             raise FusionError(f"the name {name!r} is taken", expected="a new name for each size and each cut")
         self._names.add(name)

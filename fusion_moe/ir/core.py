@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from ..encodings import Quantized
 from ..errors import DtypeError, Error, FusionError, ShapeError
-from ..formats import FORMATS, Quantized
 from ..groups import check_ends
 from ..layouts import LAYOUTS
 from .signature import Signature, signature
@@ -298,7 +298,7 @@ def rows_of(groups: Groups, fusion: Fusion, env: Mapping[str, int]) -> int:
 def storage_shape(type: TensorType, env: Mapping[str, Any]) -> tuple[Any, ...]:
     """The shape of the torch tensor that holds a value of this type (of its codes, where it is quantized)."""
     if type.quantized:
-        return (*(dim_value(d, env) for d in type.shape[:-1]), FORMATS[type.dtype].packed(dim_value(type.shape[-1], env)))
+        return (*(dim_value(d, env) for d in type.shape[:-1]), type.encoding.packed(dim_value(type.shape[-1], env)))
     cut = next((d for d in type.shape if isinstance(d, Rows) and d.align > 1), None)
     shape = tuple(value(plain(d), env) for d in type.shape)
     return LAYOUTS[type.layout].storage_shape(shape, None if cut is None else value(cut.groups.count, env))
@@ -338,7 +338,7 @@ def _with_ceilings(size: AnySize) -> Iterator[AnySize]:
 
 
 def _first(tensor: Any) -> torch.Tensor:
-    return tensor.codes if isinstance(tensor, Quantized) else tensor
+    return tensor.elements if isinstance(tensor, Quantized) else tensor
 
 
 def _solve(type: TensorType, tensor: torch.Tensor, env: dict[str, int]) -> None:
@@ -358,7 +358,7 @@ def _check(v: Value, tensor: torch.Tensor, env: Mapping[str, int]) -> None:
     want = tuple(storage_shape(v.type, env))
     if tuple(tensor.shape) != want:
         raise ShapeError(f"{v.name} has shape {list(tensor.shape)}", expected=f"{list(want)} for {v.type}", where="fusion")
-    dtype = torch.uint8 if v.type.quantized else DTYPES[v.type.dtype]
+    dtype = v.type.encoding.element.dtype if v.type.quantized else DTYPES[v.type.dtype]
     if tensor.dtype != dtype:
         raise DtypeError(f"{v.name} is {tensor.dtype}", expected=f"{dtype} for {v.type}", where="fusion")
 

@@ -35,13 +35,17 @@ class Signature:
     def bind(self, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Operands, and attributes by name in the order of the rule. Attributes may follow the operands, as nvFuser's may.
 
-        inputs: the arguments given by position. Any number of operands may come as one list, with attributes behind it.
+        inputs: the arguments given by position. Any number of operands may come as one list, with attributes behind it, or end where a
+        string begins them.
         """
         operands, more = list(inputs), list[Any]()
         if self.operands is not None:
             operands, more = operands[: self.operands], operands[self.operands :]
         elif operands and isinstance(operands[0], (list, tuple)):
             operands, more = list(operands[0]), operands[1:]
+        else:
+            end = next((i for i, v in enumerate(operands) if isinstance(v, str)), len(operands))
+            operands, more = operands[:end], operands[end:]
         if len(operands) < (self.operands or 0) or len(more) > len(self.attributes):
             raise FusionError(f"{len(inputs)} arguments by position", expected=self._expected())
         given = dict(zip(self.attributes, more, strict=False))

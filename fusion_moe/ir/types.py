@@ -14,18 +14,20 @@ from typing import Any
 
 import torch
 
+from ..encodings import ENCODINGS, Encoding
 from ..errors import DtypeError, ShapeError
-from ..formats import FORMATS
 from ..groups import bound
 from ..layouts import LAYOUTS, LINEAR
 from .sizes import AnySize, Size, is_size, never_negative, value
 
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f8e4m3": torch.float8_e4m3fn,
+    "f8e5m2": torch.float8_e5m2, "f8e8m0": torch.float8_e8m0fnu,
     "i64": torch.int64, "i32": torch.int32, "u8": torch.uint8, "bool": torch.bool,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = ("f64", "f32", "bf16", "f16")
+STORED = ("f8e4m3", "f8e5m2", "f8e8m0")  # nothing is computed in them
 INTS = ("i64", "i32")
 
 
@@ -106,6 +108,11 @@ class TensorType:
         """Whether the value is a Quantized (codes and scales) and not one tensor."""
         return self.dtype not in DTYPES
 
+    @property
+    def encoding(self) -> Encoding:
+        """How a matrix of this type is stored. KeyError for a dtype that no weight has."""
+        return ENCODINGS[self.dtype]
+
     def with_(self, **changes: Any) -> TensorType:
         """This type with some fields changed."""
         return replace(self, **changes)
@@ -126,8 +133,8 @@ class TensorType:
 
 def checked_type(t: TensorType) -> TensorType:
     """A type, or DtypeError or ShapeError if no tensor has it."""
-    if t.dtype not in (*DTYPES, *FORMATS):
-        raise DtypeError(f"dtype {t.dtype!r}", expected=f"one of {', '.join((*DTYPES, *FORMATS))}")
+    if t.dtype not in DTYPES and t.dtype not in ENCODINGS:
+        raise DtypeError(f"dtype {t.dtype!r}", expected=f"one of {', '.join(dict.fromkeys((*DTYPES, *ENCODINGS)))}")
     if t.layout not in LAYOUTS:
         raise ShapeError(f"layout {t.layout!r}", expected=f"one of {', '.join(LAYOUTS)}")
     for d in t.shape:

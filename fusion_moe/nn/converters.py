@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..encodings import check_finite
 from ..errors import Error, UnsupportedError
-from ..formats import check_finite
 from .experts import NVFP4Experts
 from .grouped import GroupedLinear, GroupedSwiGLU
 from .llama4 import Llama4MoE

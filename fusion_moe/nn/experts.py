@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..encodings import NVFP4, Quantized
 from ..errors import ShapeError
-from ..formats import NVFP4, Quantized
 from .frozen import frozen, quantized
 from .packed import PackedModule
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..formats import NVFP4, Quantized
+from ..encodings import NVFP4, Quantized
 from ..runtime import pages
 
 _PANEL = 2**24  # elements that are quantized at once
@@ -31,13 +31,13 @@ def quantized(x: Tensor) -> Quantized:
     if x.dim() < 3 or not pages.takes(x) or x.numel() // 2 < pages.PAGE:
         return Quantized(*quantize(x))
     *lead, n, k = x.shape
-    codes, block_scale = pages.empty((*lead, n, NVFP4.packed(k)), torch.uint8), pages.empty((*lead, n, NVFP4.blocks(k)), NVFP4.scale_dtype)
-    decode_scale = torch.empty(lead, dtype=torch.float32, device=x.device)
+    made = Quantized(*(pages.empty(NVFP4.part_shape(part, lead, n, k), part.dtype) for part in NVFP4.parts))
     step = max(1, _PANEL * len(x) // x.numel())
     for start in range(0, len(x), step):
         some = slice(start, start + step)
-        codes[some], block_scale[some], decode_scale[some] = quantize(x[some])
-    return Quantized(codes, block_scale, decode_scale)
+        for part, panel in zip(made, quantize(x[some]), strict=True):
+            part[some] = panel
+    return made
 
 
 class FrozenModule(nn.Module):

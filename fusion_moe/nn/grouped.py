@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..encodings import Quantized
 from ..errors import ShapeError
-from ..formats import Quantized
 from .experts import quantize_gate_up
 from .frozen import frozen, quantized
 from .packed import PackedModule

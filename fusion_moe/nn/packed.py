@@ -1,23 +1,26 @@
-"""NVFP4 weights of a module in the order of a layout: in memory a target's, in every state dict the linear one."""
+"""Encoded weights of a module in a layout: in memory a target's, in every state dict the linear one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..layouts import W16X64
+from ..encodings import NVFP4, Encoding
+from ..layouts import LAYOUTS, Layout
 from .frozen import FrozenModule
 
-_Order = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+_Order = Callable[..., tuple[Tensor, ...]]
 
 
 class PackedModule(FrozenModule):
-    """A module with NVFP4 weights. packed: the names of codes and block scales of each; weight_layout: the layout that they are in."""
+    """A module with encoded weights. packed: the names of elements and block scales of each; weight_layout: the layout that they are in."""
 
-    packed: tuple[tuple[str, str], ...] = ()
+    packed: tuple[tuple[str, ...], ...] = ()
+    encoding: Encoding = NVFP4
     weight_layout: str = "linear"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
@@ -30,11 +33,11 @@ class PackedModule(FrozenModule):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        self._reorder(destination, prefix, W16X64.unpack)
+        self._reorder(destination, prefix, partial(LAYOUTS[self.weight_layout].unpack, encoding=self.encoding))
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         given = dict(state_dict)
-        self._reorder(given, prefix, W16X64.pack)
+        self._reorder(given, prefix, partial(LAYOUTS[self.weight_layout].pack, encoding=self.encoding))
         super()._load_from_state_dict(given, prefix, *args)
 
     def _reorder(self, tensors: dict[str, Any], prefix: str, order: _Order) -> None:
@@ -49,22 +52,22 @@ def relayout_(module: PackedModule, layout: str) -> None:
     """Puts the weights of a module in a layout, in place, a matrix at a time. What an exception interrupts is undone."""
     if layout == module.weight_layout:
         return
-    there, back = (W16X64.pack, W16X64.unpack) if layout != "linear" else (W16X64.unpack, W16X64.pack)
+    here, there = LAYOUTS[module.weight_layout], LAYOUTS[layout]
     weights = [[getattr(module, name).detach() for name in names] for names in module.packed]
-    matrices = [(codes[e], scales[e]) for codes, scales in weights for e in range(len(codes))]
+    matrices = [[part[e] for part in parts] for parts in weights for e in range(len(parts[0]))]
     done = 0
     try:
-        for codes, scales in matrices:
-            _move(codes, scales, there)
+        for parts in matrices:
+            _move(parts, module.encoding, here, there)
             done += 1
     except BaseException:
-        for codes, scales in matrices[:done]:
-            _move(codes, scales, back)
+        for parts in matrices[:done]:
+            _move(parts, module.encoding, there, here)
         raise
     module.weight_layout = layout
 
 
-def _move(codes: Tensor, scales: Tensor, order: _Order) -> None:
-    moved_codes, moved_scales = order(codes, scales)
-    codes.copy_(moved_codes)
-    scales.view(torch.uint8).copy_(moved_scales.view(torch.uint8))
+def _move(parts: Sequence[Tensor], encoding: Encoding, here: Layout, there: Layout) -> None:
+    made = there.pack(*here.unpack(*parts, encoding=encoding), encoding=encoding)
+    for part, moved in zip(parts, made, strict=True):
+        part.view(torch.uint8).copy_(moved.view(torch.uint8))

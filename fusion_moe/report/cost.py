@@ -14,10 +14,10 @@ from math import prod
 
 import torch
 
-from ..formats import FORMATS
+from ..encodings import Part
 from ..ir.core import Fusion, Op, Value, storage_shape
 from ..ir.sizes import value
-from ..ir.types import DTYPES, Rows, TensorType, plain
+from ..ir.types import DTYPES, Rows, TensorType, dtype_name, plain
 from ..layouts import LAYOUTS
 
 _COPIES = ("cat", "pad", "full")  # of role shape, but they write new memory
@@ -64,16 +64,18 @@ def type_bytes(type: TensorType, env: Mapping[str, int]) -> int:
     """Bytes of a value of this type."""
     shape = storage_shape(type, env)
     if type.quantized:
-        return prod(shape) + prod(storage_shape(_scales(type, env), env)) + 4 * prod(shape[:-2])  # codes, block scales, decode scales
+        return sum(_part_bytes(part, type, env) for part in type.encoding.parts)
     return prod(shape) * _itemsize(type)
 
 
-def _scales(type: TensorType, env: Mapping[str, int]) -> TensorType:
-    """The type of the block scales of a quantized value, padded as its layout stores them."""
-    *lead, rows, k = type.shape
-    if isinstance(rows, Rows) and type.layout != "linear":
+def _part_bytes(part: Part, type: TensorType, env: Mapping[str, int]) -> int:
+    """Bytes of a part of an encoded value; block scales padded as its layout stores them, one scale for a whole matrix."""
+    (*lead, rows, k), encoding = type.shape, type.encoding
+    if part.scale and part.scale.block and isinstance(rows, Rows) and type.layout != "linear":
         rows = rows % getattr(LAYOUTS[type.layout], "rows", 1)
-    return TensorType((*lead, rows, FORMATS[type.dtype].blocks(value(plain(k), env))), "f8e4m3", type.layout)
+    shape = encoding.part_shape(part, lead, rows, value(plain(k), env))
+    layout = type.layout if part.scale and part.scale.block else "linear"
+    return prod(storage_shape(TensorType(shape, dtype_name(part.dtype), layout), env)) * part.dtype.itemsize
 
 
 def _itemsize(type: TensorType) -> int:

@@ -7,6 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..encodings import find
 from ..groups import ends_from_sizes
 from ..ir.core import Fusion, Op, Value, storage_shape
 from ..ir.sizes import value
@@ -40,6 +41,9 @@ def script(fusion: FusionReport, target: str) -> str:
     return _SCRIPT.format(id=fusion.id, program=dict(fusion.stages)["translated"], sizes=dict(fusion.sizes), target=target, device=device)
 
 
+_BYTES = {"u8": (0, 256), "f8e4m3": (0x28, 0x48), "f8e5m2": (0x30, 0x48), "f8e8m0": (124, 131)}  # scales from 1/8 to 8
+
+
 def random_inputs(fusion: Fusion, seed: int, sizes: dict[str, int] | None = None) -> list[Tensor]:
     """Inputs of the types of a fusion that its operations take: ids of groups, ends that grow, slots that are a permutation.
 
@@ -54,13 +58,20 @@ def _random(v: Value, fusion: Fusion, env: dict[str, int], generator: torch.Gene
     shape = storage_shape(v.type, env)
     if v.type.dtype in FLOATS:
         numbers = torch.randn(shape, generator=generator)
-        return (numbers.abs() / 100 if _reader(v, fusion, "pack", 2) else numbers).to(DTYPES[v.type.dtype])
-    if v.type.dtype in ("u8", "f8e4m3"):
-        low, high = (0, 256) if v.type.dtype == "u8" else (0x28, 0x48)  # scales from 1/8 to 8
+        return (numbers.abs() / 100 if _is_matrix_scale(v, fusion) else numbers).to(DTYPES[v.type.dtype])
+    if v.type.dtype in _BYTES:
+        low, high = _BYTES[v.type.dtype]
         return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator).view(DTYPES[v.type.dtype])
     if v.type.dtype == "bool":
         return torch.rand(shape, generator=generator) < 0.5
     return _integers(v, fusion, env, generator).to(DTYPES[v.type.dtype])
+
+
+def _is_matrix_scale(v: Value, fusion: Fusion) -> bool:
+    """Whether a value is the scale of whole matrices of a weight."""
+    packs = [r for r in fusion.readers.get(v, ()) if r.kind.name == "pack"]
+    scales = (find(r.attrs["fmt"]).parts[r.values.index(v)].scale for r in packs)
+    return any(scale is not None and not scale.block for scale in scales)
 
 
 def _integers(v: Value, fusion: Fusion, env: dict[str, int], generator: torch.Generator) -> Tensor:

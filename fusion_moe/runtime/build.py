@@ -97,9 +97,7 @@ class Recipe:
         return store.key_of(self.text, headers, self.tier, os.uname().machine, *how)
 
 
-def load(
-    text: str, *, name: str, tier: str | None = None, include: Sequence[Path | str] = (), flags: Sequence[str] = ()
-) -> ctypes.CDLL:
+def load(text: str, *, name: str, tier: str | None = None, include: Sequence[Path | str] = (), flags: Sequence[str] = ()) -> ctypes.CDLL:
     """The library of a C++ source: the head of this file says how. BuildError if it cannot be had, OptionError for another CPU's tier."""
     return library(_recipe(text, name, isa.selected() if tier is None else tier, include, flags))
 

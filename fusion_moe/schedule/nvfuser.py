@@ -19,13 +19,14 @@ from dataclasses import dataclass
 
 from ..ir.core import Fusion, Op
 from ..ir.kinds.shape import elements
-from ..ir.types import TensorType, plain
+from ..ir.types import STORED, TensorType, plain
 from ..target import Target
 
 NAME = "nvfuser"
 CONTRACTS = False  # it stores the 16-bit results of its products
 
 HALVES = ("bf16", "f16")
+PACKED, LAYOUTS = ("nvfp4",), ("linear", "sf128x4")  # the encodings of weights that are lowered, and their layouts
 PRODUCTS = {"bf16": "dequantize + grouped_mm", "nvfp4": "cutlass_nvfp4_grouped_mm"}  # by the format of the activations
 SORTED = 4096  # rows; it sorts within one block, whose shared memory and registers end between here and 8192
 _SORTS = ("route", "invert")
@@ -73,14 +74,16 @@ def _refusal(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 
 def _cast(op: Op, fusion: Fusion, target: Target) -> str | None:
-    return "cast to f8e4m3 saturates in nvFuser, where the program gives NaN" if op.attrs["dtype"] == "f8e4m3" else None
+    return f"cast to {to} saturates in nvFuser, where the program does not" if (to := op.attrs["dtype"]) in STORED else None
 
 
 def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
     if op.values[0] in fusion.producers:
         return f"pack of codes that {fusion.producers[op.values[0]].kind.name} makes: nvFuser has no 8-bit integers to hold them"
-    if op.attrs["layout"] == "w16x64":
-        return "pack of weights in the layout w16x64: nvFuser's products read them in the linear one"
+    if op.attrs["fmt"] not in PACKED:
+        return f"pack of {op.attrs['fmt']}: {' and '.join(PACKED)} is lowered"
+    if op.attrs["layout"] not in LAYOUTS:
+        return f"pack of weights in the layout {op.attrs['layout']}: nvFuser's products read them in the linear one"
     readers = {reader.kind.name for reader in fusion.readers.get(op.outputs[0], ())}
     if readers - {"grouped_mm", "grouped_mm_t"} or _leaves(op, fusion):
         return f"pack for {' and '.join(sorted(readers)) or 'an output'}: nvFuser has no value of codes and scales"
@@ -88,8 +91,8 @@ def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 
 def _quantize(op: Op, fusion: Fusion, target: Target) -> str | None:
-    if "nvfp4" not in target.activation_formats:
-        return f"{op.kind.name} to nvfp4 on {target.name}: e2m1 needs compute capability 10.0"
+    if op.attrs["fmt"] not in target.activation_formats:
+        return f"{op.kind.name} to {op.attrs['fmt']} on {target.name}: e2m1 needs compute capability 10.0"
     if op.values[1].type.shape != op.values[0].type.shape[:-2]:
         return f"quantize with decode scales {op.values[1].type}: one for each matrix is what is lowered"
     return _inside(op, fusion)

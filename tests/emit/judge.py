@@ -17,8 +17,8 @@ from fusion_moe.compile import lower
 from fusion_moe.emit.nvfuser import define
 from fusion_moe.emit.nvfuser.launch import arguments
 from fusion_moe.emit.nvfuser.library import DTYPES, installed
+from fusion_moe.encodings import Quantized
 from fusion_moe.errors import UnsupportedError
-from fusion_moe.formats import Quantized
 from fusion_moe.ir.core import Fusion, Value
 from fusion_moe.options import Options
 from fusion_moe.segment import Segment

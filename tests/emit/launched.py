@@ -1,12 +1,12 @@
 """Launches kept definitions on the device that there is, or that is pretended to be there, and prints a line about each.
 
-    pytest --keep-definitions=FOLDER                                            # what the tests make
-    python tools/pretended_gpu --log LOG 10.0 tests/emit/launched.py FOLDER     # those for sm_100; with 9.0 those for sm_90
+pytest --keep-definitions=FOLDER                                            # what the tests make
+python tools/pretended_gpu --log LOG 10.0 tests/emit/launched.py FOLDER     # those for sm_100; with 9.0 those for sm_90
 
-    launched NAME              compiled, and all its kernels launched
-    compiled NAME              on 9.0: nvFuser's product loops over groups on the host, and stops at ends that no pretended kernel wrote
-    needs headers NAME         sorts, and nvFuser would find no CUDA headers that fit: tools/pretended_gpu --headers FOLDER
-    refused NAME: why          anything else; the exit status says that there was one
+launched NAME              compiled, and all its kernels launched
+compiled NAME              on 9.0: nvFuser's product loops over groups on the host, and stops at ends that no pretended kernel wrote
+needs headers NAME         sorts, and nvFuser would find no CUDA headers that fit: tools/pretended_gpu --headers FOLDER
+refused NAME: why          anything else; the exit status says that there was one
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import torch
 from fusion_moe import ops, options
 from fusion_moe.compile import compile_fusion
 from fusion_moe.emit import cpu
-from fusion_moe.formats import quantize
+from fusion_moe.encodings import quantize
 from fusion_moe.ir.core import Fusion, storage_shape
 from fusion_moe.ir.types import DTYPES
 from fusion_moe.runtime import bandwidth, build

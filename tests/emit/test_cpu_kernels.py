@@ -20,8 +20,8 @@ from routings import Cut, Routing, cuts, routings
 from fusion_moe import FusionDefinition, ops, options
 from fusion_moe.compile import lower
 from fusion_moe.emit import cpu
+from fusion_moe.encodings import Quantized, dequantize, quantize
 from fusion_moe.errors import GroupsError
-from fusion_moe.formats import Quantized, dequantize, quantize
 from fusion_moe.ir.core import Fusion
 from fusion_moe.runtime import isa
 from fusion_moe.runtime.program import Program

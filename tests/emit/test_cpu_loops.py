@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fusion_moe import FusionDefinition, options
 from fusion_moe.compile import compile_fusion
+from fusion_moe.encodings import quantize
 from fusion_moe.errors import Error, NonFiniteError
-from fusion_moe.formats import quantize
 from fusion_moe.ir.core import Fusion
 from fusion_moe.runtime import isa
 from fusion_moe.runtime.program import Program

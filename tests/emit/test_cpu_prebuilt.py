@@ -9,8 +9,8 @@ from torch import Tensor
 import fusion_moe
 from fusion_moe import options
 from fusion_moe.emit.cpu import prebuilt
+from fusion_moe.encodings import quantize
 from fusion_moe.errors import GroupsError
-from fusion_moe.formats import quantize
 from fusion_moe.runtime import build, isa
 
 pytestmark = pytest.mark.compiler  # to build what comes with the package

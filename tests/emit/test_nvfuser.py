@@ -13,8 +13,8 @@ from judge import judge
 from fusion_moe import FusionDefinition, ops, options
 from fusion_moe.compile import lower
 from fusion_moe.emit.nvfuser import headers, library
+from fusion_moe.encodings import Quantized, dequantize, quantize
 from fusion_moe.errors import UnsupportedError
-from fusion_moe.formats import Quantized, dequantize, quantize
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.kinds import KINDS
 from fusion_moe.layouts import SF128X4

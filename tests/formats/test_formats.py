@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusion_moe import formats
+from fusion_moe import encodings
+from fusion_moe.encodings import NVFP4, Quantized, check_block_scales, check_finite, check_quantized, dequantize, matrix_scale_of, quantize
 from fusion_moe.errors import DeviceError, DtypeError, NonFiniteError, ShapeError
-from fusion_moe.formats import NVFP4, Quantized, check_block_scales, check_finite, check_quantized, decode_scale_of, dequantize, quantize
 
 VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "nvfp4.npz")
 CASES = sorted({key.split("/")[0] for key in VECTORS})
@@ -40,7 +40,7 @@ def assert_same_bytes(got, want):
 
 
 def test_doctest():
-    assert doctest.testmod(formats).failed == 0
+    assert doctest.testmod(encodings).failed == 0
 
 
 # ---------------------------------------------------------------------------------------- bytes -> floats
@@ -95,7 +95,7 @@ def test_each_run_of_rows_has_its_decode_scale():
     """decode_scale [G, S]: row n of matrix g takes [g, n // (N // S)], so gate and up keep their own."""
     q = quantize(torch.randn(2, 6, 32), torch.tensor([1.0, 0.5]))
     split = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
-    got = dequantize(q._replace(decode_scale=split))
+    got = dequantize(q.with_(decode_scale=split))
     for g in range(2):
         for n in range(6):
             row = Quantized(q.codes[g, n : n + 1], q.block_scale[g, n : n + 1], split[g, n // 2])
@@ -107,7 +107,7 @@ def test_shapes_dtypes_and_views():
     assert q.shape == (3, 5, 8, 32)
     assert q.decode_scale.shape == (3, 5)
     flat = dequantize(q)
-    assert torch.equal(dequantize(q._replace(codes=q.codes.view(torch.float4_e2m1fn_x2))), flat)
+    assert torch.equal(dequantize(q.with_(codes=q.codes.view(torch.float4_e2m1fn_x2))), flat)
     assert torch.equal(dequantize(Quantized(*(t[1, 2] for t in q))), flat[1, 2])
     across = Quantized(*(t.transpose(0, 1) for t in q))  # not contiguous
     assert torch.equal(dequantize(across), flat.transpose(0, 1))
@@ -197,9 +197,9 @@ def test_each_matrix_is_quantized_alone():
 
 def test_decode_scale_of():
     x = torch.tensor([[1.0, -2688.0], [3.0, 4.0]]).repeat(1, 8)
-    assert decode_scale_of(x).shape == ()
-    assert decode_scale_of(x).item() == 1.0
-    assert decode_scale_of(torch.stack([x, x / 2]).bfloat16()).tolist() == [1.0, 0.5]
+    assert matrix_scale_of(x).shape == ()
+    assert matrix_scale_of(x).item() == 1.0
+    assert matrix_scale_of(torch.stack([x, x / 2]).bfloat16()).tolist() == [1.0, 0.5]
 
 
 def test_nan_poisons_its_block_only():

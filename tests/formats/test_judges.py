@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusion_moe.formats import Quantized, dequantize, quantize
+from fusion_moe.encodings import Quantized, dequantize, quantize
 from fusion_moe.layouts import SF128X4
 
 pytestmark = pytest.mark.judges

@@ -7,7 +7,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from fusion_moe.formats import Quantized
+from fusion_moe.encodings import Quantized
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)

@@ -1,6 +1,6 @@
 """One worker: runs cases of a range of seeds on a level and notes each in a journal, so that a crash is known by its seed.
 
-    python -m tests.fuzz.work LEVEL FIRST LAST JOURNAL
+python -m tests.fuzz.work LEVEL FIRST LAST JOURNAL
 """
 
 from __future__ import annotations

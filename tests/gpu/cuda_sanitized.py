@@ -15,8 +15,8 @@ import fusion_moe
 from fusion_moe.emit.cuda import launch, variants
 from fusion_moe.emit.cuda.launch import build
 from fusion_moe.emit.cuda.source import Launched
+from fusion_moe.encodings import Quantized
 from fusion_moe.errors import GroupsError
-from fusion_moe.formats import Quantized
 from fusion_moe.layouts import W16X64
 from fusion_moe.ops import SPECS, bind
 

@@ -16,8 +16,8 @@ from fusion_moe.compile import compile_fusion
 from fusion_moe.emit.cuda import variants
 from fusion_moe.emit.cuda.grouped_mm import Product
 from fusion_moe.emit.cuda.variants import ALWAYS, FewRows, ManyRows, Regime
+from fusion_moe.encodings import Quantized, dequantize, quantize
 from fusion_moe.errors import BuildError, GroupsError
-from fusion_moe.formats import Quantized, dequantize, quantize
 from fusion_moe.frontends.inductor import backend
 from fusion_moe.layouts import W16X64
 from fusion_moe.nn.experts import quantize_gate_up
@@ -131,7 +131,7 @@ def test_every_position(layout, k):
     """One row of activations for each k: what comes out is the weight. In groups of one row, of a few, of many."""
     for size in (1, 5, 40, k):
         count = -(-k // size)
-        one = random_weight(1, 80, k)._replace(decode_scale=torch.ones(1))
+        one = random_weight(1, 80, k).with_(decode_scale=torch.ones(1))
         codes, scales = (t.view(torch.uint8).repeat(count, 1, 1) for t in one[:2])
         weight = Quantized(codes, scales.view(torch.float8_e4m3fn), torch.ones(count))
         ends = (torch.arange(1, count + 1) * size).clamp(max=k).int().cuda()

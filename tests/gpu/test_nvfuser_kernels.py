@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import fusion_moe
 from fusion_moe import FusionDefinition, options
+from fusion_moe.encodings import Quantized, dequantize, quantize
 from fusion_moe.errors import UnsupportedError
-from fusion_moe.formats import Quantized, dequantize, quantize
 from fusion_moe.groups import ends_from_sizes, padded_starts, starts
 from fusion_moe.layouts import SF128X4
 

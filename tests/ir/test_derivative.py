@@ -10,8 +10,8 @@ from pointwise import BINARY, UNARY, sample
 from routings import Cut, Routing, cuts, routings
 
 from fusion_moe import FusionDefinition
+from fusion_moe.encodings import dequantize, quantize
 from fusion_moe.errors import UnsupportedError
-from fusion_moe.formats import dequantize, quantize
 from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.kinds import KINDS
 

@@ -14,8 +14,8 @@ from pointwise import BINARY, COMPARISONS, LOGICAL, UNARY, sample
 from routings import Cut, Routing, cuts, routings
 
 from fusion_moe import FusionDefinition
+from fusion_moe.encodings import Quantized
 from fusion_moe.errors import FusionError, GroupsError, NonFiniteError, ShapeError
-from fusion_moe.formats import Quantized
 from fusion_moe.ir.kinds import KINDS
 from fusion_moe.ir.types import DTYPES
 

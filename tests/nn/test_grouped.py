@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ways import HOW, every_way
 
 import fusion_moe
+from fusion_moe.encodings import quantize
 from fusion_moe.errors import NonFiniteError, ShapeError, UnsupportedError
-from fusion_moe.formats import quantize
 from fusion_moe.nn import GroupedLinear, GroupedSwiGLU, convert
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}

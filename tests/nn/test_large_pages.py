@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion_moe
-from fusion_moe.formats import quantize
+from fusion_moe.encodings import quantize
 from fusion_moe.nn import GroupedLinear, frozen
 from fusion_moe.runtime import pages
 
@@ -95,7 +95,7 @@ def test_tensors_from_elsewhere_are_copied_there():
     module = GroupedLinear(weight)
     assert module.weight.data_ptr() % pages.PAGE == 0
     assert torch.equal(module.weight, weight.codes)
-    assert GroupedLinear(weight._replace(codes=module.weight.detach())).weight.data_ptr() == module.weight.data_ptr()
+    assert GroupedLinear(weight.with_(codes=module.weight.detach())).weight.data_ptr() == module.weight.data_ptr()
 
 
 def test_it_keeps_no_gradients_of_what_it_was_made_of():

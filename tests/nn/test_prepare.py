@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fusion_moe
+from fusion_moe.encodings import Quantized
 from fusion_moe.errors import NonFiniteError, ShapeError
-from fusion_moe.formats import Quantized
 from fusion_moe.layouts import LAYOUTS, W16X64
 from fusion_moe.nn import GroupedLinear
 
@@ -40,14 +40,14 @@ def test_every_byte_comes_back():
 def test_scales_that_are_numbers_keep_their_order():
     """As bf16x2 of the kernels: byte * 16 + 0x6F80, the bits of a bfloat16, is the scale times 2^119."""
     scales = torch.arange(1, 113, dtype=torch.uint8).repeat(4, 1).T.contiguous().view(torch.float8_e4m3fn)
-    stored = W16X64.forward(scales).view(torch.uint8)
+    stored = W16X64.pack(torch.zeros(112, 32, dtype=torch.uint8), scales)[1].view(torch.uint8)
     number = (stored.int() * 16 + 0x6F80).to(torch.int16).view(torch.bfloat16).double() * 2.0**-119
     assert torch.equal(number.flatten().sort().values, scales.double().flatten().sort().values)
 
 
 def test_sizes_off_the_tile_are_refused():
     with pytest.raises(ShapeError, match="N = 24 is no multiple of 16, or K = 64 of 64"):
-        LAYOUTS["w16x64"].storage_shape((2, 24, 4))
+        LAYOUTS["w16x64"].pack(torch.zeros(2, 24, 32, dtype=torch.uint8))
 
 
 def test_a_prepared_module_computes_the_same():
@@ -92,7 +92,7 @@ def test_sizes_off_the_tile_stay_linear():
 def test_negative_scales_are_refused():
     weight = Quantized(torch.zeros(2, 16, 32, dtype=torch.uint8), torch.full((2, 16, 4), -1.0).to(torch.float8_e4m3fn), torch.ones(2))
     model = torch.nn.ModuleDict({"layer": GroupedLinear(weight)})
-    with pytest.raises(NonFiniteError, match=r"layer: weight_scale\[0, 0, 0\] is negative or NaN"):
+    with pytest.raises(NonFiniteError, match=r"layer: 0 NaN and 128 negative .* of weight_scale \[2, 16, 4\], the first at \(0, 0, 0\)"):
         fusion_moe.prepare_(model, "cuda")
     assert model["layer"].weight_layout == "linear"
 
@@ -102,11 +102,11 @@ def test_what_is_interrupted_is_undone(monkeypatch):
     before = {name: t.clone() for name, t in module.state_dict().items()}
     real, calls = type(W16X64).pack, []
 
-    def pack(self, codes, scales):
+    def pack(self, codes, scales, **of):
         calls.append(codes)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return real(self, codes, scales)
+        return real(self, codes, scales, **of)
 
     monkeypatch.setattr(type(W16X64), "pack", pack)
     with pytest.raises(KeyboardInterrupt):

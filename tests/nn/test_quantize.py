@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_moe
+from fusion_moe.encodings import dequantize, quantize
 from fusion_moe.errors import NonFiniteError, ShapeError, UnsupportedError
-from fusion_moe.formats import dequantize, quantize
 from fusion_moe.nn import quantize as quantize_module
 
 transformers = pytest.importorskip("transformers")

@@ -47,8 +47,7 @@ def mlp(x=X, ids=IDS, w=W, gate_up=GATE_UP, down=DOWN, *biases, **kwargs):
 
 
 PROGRAM = (
-    "def fusion(fd): m = fd.define_size('m'); i0 = fd.define_tensor(shape=[m, 32], dtype=\"f32\"); "
-    "t0 = fd.ops.neg(i0); fd.add_output(t0)"
+    "def fusion(fd): m = fd.define_size('m'); i0 = fd.define_tensor(shape=[m, 32], dtype=\"f32\"); t0 = fd.ops.neg(i0); fd.add_output(t0)"
 )
 
 

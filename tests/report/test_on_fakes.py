@@ -6,8 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion_moe
+from fusion_moe.encodings import Quantized
 from fusion_moe.errors import UnsupportedError
-from fusion_moe.formats import Quantized
 from fusion_moe.target import TARGETS
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 256, 128, 6, 2
@@ -25,7 +25,7 @@ def quantized(g, n, k, device=None):
 def experts(e=EXPERTS, h=HIDDEN, i=INTERMEDIATE, activation_format="bf16"):
     """Experts on the device in force."""
     gate_up = quantized(e, 2 * i, h)
-    both = gate_up._replace(decode_scale=gate_up.decode_scale[:, None].expand(e, 2))
+    both = gate_up.with_(decode_scale=gate_up.decode_scale[:, None].expand(e, 2))
     return fusion_moe.NVFP4Experts(both, quantized(e, h, i), activation_format)
 
 

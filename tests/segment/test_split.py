@@ -14,8 +14,8 @@ from routings import Routing, routings
 
 import fusion_moe
 from fusion_moe import FusionDefinition, ops, options, schedule
+from fusion_moe.encodings import quantize
 from fusion_moe.errors import UnsupportedError
-from fusion_moe.formats import quantize
 from fusion_moe.frontends import inductor
 from fusion_moe.ir.core import Fusion
 from fusion_moe.passes import PASSES

@@ -5,12 +5,13 @@ M rows (T tokens x k slots), K in-features, N out-features, G groups (experts), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from fusion_moe.encodings import Encoding, find
 from fusion_moe.errors import DtypeError, OptionError, ShapeError
 from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
-from fusion_moe.ir.kinds.rules import need_float, need_same
+from fusion_moe.ir.kinds.rules import need_dtype, need_float, need_same
 from fusion_moe.ir.kinds.shape import elements, merged, split_dim
 from fusion_moe.ir.text import parse
 from fusion_moe.ir.types import FLOATS, Rows, plain
@@ -44,18 +45,29 @@ def operand(fd: FusionDefinition, x: Value, ends: Value, activation_format: str)
 
 
 def product(
-    fd: FusionDefinition, a: Value, weight: tuple[Value, Value, Value], ends: Value, activation_format: str, weight_layout: str, dtype: str,
-    **packing: bool,
+    fd: FusionDefinition, a: Value, weight: Sequence[Value], ends: Value, activation_format: str, dtype: str,
+    weight_format: str = "nvfp4", weight_layout: str = "linear", **packing: bool,
 ) -> Value:  # fmt: skip
-    """a [M/g, K], weight as codes, block scales and decode scales (**packing: see `pack`), ends i32[G]@ends(g) -> dtype[M/g, N]"""
+    """a [M/g, K], the parts of a weight [G, N, K] (**packing: see `pack`), ends i32[G]@ends(g) -> dtype[M/g, N]"""
     _one_of("activation_format", activation_format, ACTIVATION_FORMATS)
-    _one_of("weight_layout", weight_layout, WEIGHT_LAYOUTS)
-    fd.mark_weight(*weight)
-    w = fd.ops.pack(*weight, fmt="nvfp4", layout=weight_layout, **packing)
+    w = packed(fd, weight, find(weight_format), weight_layout, **packing)
     stored = {} if weight_layout == "linear" else {"w_layout": weight_layout}
     if activation_format == "nvfp4":
         a = fd.ops.quantize(a, fd.ops.decode_scale(a, fmt="nvfp4"), fmt="nvfp4")
     return fd.ops.cast(fd.ops.grouped_mm(a, w, ends, **stored), dtype=dtype)
+
+
+def packed(fd: FusionDefinition, parts: Sequence[Value], encoding: Encoding, layout: str, **packing: bool) -> Value:
+    """The parts of a weight -> the weight; a plain one in row-major order is its only part."""
+    _one_of("weight_layout", layout, WEIGHT_LAYOUTS)
+    names = ", ".join(part.name for part in encoding.parts)
+    if len(parts) != len(encoding.parts):
+        raise ShapeError(f"{len(parts)} tensors of a weight", expected=f"{len(encoding.parts)} for {encoding.name}: {names}")
+    fd.mark_weight(*parts)
+    if encoding.plain and layout == "linear":
+        need_dtype("the weight", parts[0].type, encoding.name)
+        return parts[0]
+    return fd.ops.pack(*parts, fmt=encoding.name, layout=layout, **packing)
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -78,13 +90,21 @@ def nvfp4_grouped_mm(
     activation_format: str = "bf16", weight_layout: str = "linear", out_dtype: str | None = None,
 ) -> Value:  # fmt: skip
     """a [..., K], weight nvfp4[G, N, K], offs i32[G] -> [..., N]"""
+    return grouped_mm(fd, a, (b_codes, b_block_scale, b_decode_scale), offs, "nvfp4", weight_layout, activation_format, out_dtype)
+
+
+@translator("fusion_moe::grouped_mm")
+def grouped_mm(
+    fd: FusionDefinition, a: Value, weight: Sequence[Value], offs: Value, weight_format: str = "nvfp4", weight_layout: str = "linear",
+    activation_format: str = "bf16", out_dtype: str | None = None,
+) -> Value:  # fmt: skip
+    """a [..., K], the parts of a weight [G, N, K] in the encoding `weight_format`, offs i32[G] -> [..., N]"""
     if out_dtype is not None and out_dtype not in FLOATS:
         raise DtypeError(f"out_dtype {out_dtype}", expected=f"one of {', '.join(FLOATS)}")
     rows, restore = flat(fd, a, keep=1)
     ends = fd.groups_of(offs, plain(rows.type.shape[0]))
     rows = operand(fd, rows, ends, activation_format)
-    weight = (b_codes, b_block_scale, b_decode_scale)
-    return restore(product(fd, rows, weight, ends, activation_format, weight_layout, out_dtype or a.type.dtype))
+    return restore(product(fd, rows, weight, ends, activation_format, out_dtype or a.type.dtype, weight_format, weight_layout))
 
 
 @translator("fusion_moe::grouped_swizzle_block_scale")
@@ -166,28 +186,43 @@ def expert_mlp(
     activation_format: str = "bf16", weight_layout: str = "linear",
 ) -> Value:  # fmt: skip
     """x [..., H], ids int[T, k], w [T, k], gate_up nvfp4[G, 2I, H], down nvfp4[G, H, I] -> [..., H]"""
+    gate_up, down = (gate_up_codes, gate_up_block_scale, gate_up_decode_scale), (down_codes, down_block_scale, down_decode_scale)
+    return fused_experts(
+        fd, x, ids, w, gate_up, down, gate_up_bias, down_bias, "nvfp4", weight_layout, interleave, limit, alpha, up_offset, scale_on,
+        activation_format,
+    )  # fmt: skip
+
+
+@translator("fusion_moe::fused_experts")
+def fused_experts(
+    fd: FusionDefinition, x: Value, ids: Value, w: Value, gate_up: Sequence[Value], down: Sequence[Value],
+    gate_up_bias: Value | None = None, down_bias: Value | None = None, weight_format: str = "nvfp4", weight_layout: str = "linear",
+    interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0, scale_on: str = "output",
+    activation_format: str = "bf16",
+) -> Value:  # fmt: skip
+    """x [..., H], ids int[T, k], w [T, k], the parts of gate_up [G, 2I, H] and down [G, H, I] in `weight_format` -> [..., H]"""
     _one_of("scale_on", scale_on, ("output", "input"))
     tokens, restore = flat(fd, x, keep=1)
     ids, w = flat(fd, ids, keep=1)[0], flat(fd, w, keep=1)[0]
     need_same("the number of tokens", tokens.type.shape[0], ids.type.shape[0], "x and ids")
     dtype = x.type.dtype
-    ends, row_of, slot_of = route(fd, ids, _count(gate_up_codes))
+    ends, row_of, slot_of = route(fd, ids, _count(gate_up[0]))
     a = fd.ops.index_select(tokens, row_of, dim=0)
     if scale_on == "input":
         a = fd.ops.cast(fd.ops.mul(fd.ops.cast(a, dtype="f32"), _row_weight(fd, w, slot_of, a)), dtype=dtype)
         w = fd.ops.full(shape=w.type.shape, fill_value=1.0, dtype="f32")
-    y = product(fd, a, (gate_up_codes, gate_up_block_scale, gate_up_decode_scale), ends, activation_format, weight_layout, dtype)
+    y = product(fd, a, gate_up, ends, activation_format, dtype, weight_format, weight_layout)
     y = biased(fd, y, gate_up_bias, ends)
     y = scaled_swiglu(fd, y, None, interleave, limit, alpha, up_offset)
-    y = product(fd, y, (down_codes, down_block_scale, down_decode_scale), ends, activation_format, weight_layout, dtype)
+    y = product(fd, y, down, ends, activation_format, dtype, weight_format, weight_layout)
     y = biased(fd, y, down_bias, ends)
     return restore(combine(fd, y, slot_of, w))
 
 
-def _count(codes: Value) -> int:
-    count = codes.type.shape[0]
+def _count(elements: Value) -> int:
+    count = elements.type.shape[0]
     if not isinstance(count, int):
-        raise ShapeError(f"{count} experts in {codes.type}", expected="a number of experts known when compiling")
+        raise ShapeError(f"{count} experts in {elements.type}", expected="a number of experts known when compiling")
     return count
 
 

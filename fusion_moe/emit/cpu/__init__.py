@@ -34,7 +34,7 @@ def emit(segment: Segment, schedule: object) -> Kernel:
         if build.find_compiler() is None:
             return _without_compiler(segment, schedule)
         fusion = segment.fusion
-        source = grouped_mm.source(plan(fusion)) if segment.kind == "grouped_gemm" else loops.source(fusion)
+        source = grouped_mm.source(plan(fusion, prebuilt.READERS)) if segment.kind == "grouped_gemm" else loops.source(fusion)
     except UnsupportedError as error:
         return replace(reference.emit(segment, schedule), why=str(error))
     except RecursionError:

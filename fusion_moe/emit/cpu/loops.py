@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from ...encodings import find
 from ...errors import UnsupportedError
-from ...formats import FORMATS
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize
@@ -18,6 +18,7 @@ from ...ir.types import Dim, plain
 from ..cxx.elements import Elements, array_name, inner, stored
 from ..cxx.indices import Index, flat, reshaped, size, unflat
 from ..cxx.plan import MADE_FIRST, known
+from .encoders import encoder
 from .segment import Source, Writer
 
 _DEFINITION = re.compile(r"(?P<const>const )?(float|i64|bool) (?P<name>\w+) = ")
@@ -121,7 +122,7 @@ class _Writer(Writer):
         return [f"for_tiles(1, {size(width)}, threads, [&](i64, i64 j0, i64 j1) {{", *inner(body), "});"]
 
     def _decode_scale(self, op: Op) -> list[str]:
-        (x,), (out,), format = op.values, op.outputs, FORMATS[op.attrs["fmt"]]
+        (x,), (out,), made_by = op.values, op.outputs, encoder(find(op.attrs["fmt"]))
         *lead, rows, k = x.type.shape
         made = self._elements()
         element = made.of(x, [*unflat(_L, lead), _R, _K])
@@ -136,31 +137,34 @@ class _Writer(Writer):
             "    }",
             "    most = std::max(most, here);",
             "}",
-            f"{array_name(out)}[l] = as_float(most) / {_float(format.element_max * format.scale_max)};",
+            f"{array_name(out)}[l] = as_float(most) / {_float(made_by.divisor)};",
         ]
         return [f"for (i64 l = 0; l < {size(elements(lead))}; ++l) {{", *inner(body), "}"]
 
     def _quantize(self, op: Op) -> list[str]:
         """Row by row, block by block. What is not finite, or a scale that is negative: the reference says where."""
+        encoding = find(op.attrs["fmt"])
+        made_by, block = encoder(encoding), encoding.block
         (x, decode), (codes, scales) = op.values, _unpacked(self.fusion, op)
         *lead, n, k = x.type.shape
         made = self._elements()
-        place = Index("(16 * b + i)")
+        place = Index(f"({block} * b + i)")
         element = made.of(x, [*reshaped([_M], (elements((*lead, n)),), (*lead, n)), place])
         runs = decode.type.shape[len(lead)] if len(decode.type.shape) > len(lead) else 1
-        rows, blocks = elements((*lead, n)), FORMATS[op.attrs["fmt"]].blocks(known(k))
+        rows, blocks = elements((*lead, n)), encoding.blocks(known(k))
         at = (_M // size(n)) * size(runs) + (_M % size(n)) // (size(n) // size(runs))
+        stored = f"{array_name(codes)} + at * {encoding.packed(block)}"
         body = [
             f"const float decode = {self.array(decode)}[{at}];",
             "bool good = decode >= 0.f && decode < INFINITY;",
             f"for (i64 b = 0; b < {blocks}; ++b) {{",
-            "    float block[16];",
+            f"    float block[{block}];",
             *([] if _has_blocks(made.lines) else ["#pragma omp simd"]),
-            "    for (int i = 0; i < 16; ++i) {",
+            f"    for (int i = 0; i < {block}; ++i) {{",
             *inner(inner([*made.lines, f"block[i] = {element};"])),
             "    }",
             f"    const i64 at = m * {blocks} + b;",
-            f"    good = good & quantize_block(block, decode, {array_name(codes)} + at * 8, {array_name(scales)} + at);",
+            f"    good = good & {made_by.function}(block, decode, {stored}, {array_name(scales)} + at);",
             "}",
         ]
         loop = _for_rows(rows, plain(k), [*body, "if (!good) finite = false;"])

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from ...encodings import Quantized
 from ...errors import UnsupportedError
-from ...formats import Quantized
 from ...groups import check_ends
 from ...runtime import build, isa
 from ...segment import Segment
@@ -21,6 +21,7 @@ from ..cxx.plan import plan
 
 KERNELS = Path(__file__).parent / "kernels"
 SHIPPED = Path(__file__).parent / "shipped"  # filled when the package is built: tools/build_kernels.py
+READERS = (("nvfp4", "linear"),)  # of weights: kernels/tiles.h
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels/product.h
 
 
@@ -42,7 +43,7 @@ def evaluate(segment: Segment) -> Any:
 
     UnsupportedError if none came, or the product is none that it has.
     """
-    planned, tier = plan(segment.fusion), isa.selected()
+    planned, tier = plan(segment.fusion, READERS), isa.selected()
     came = recipe(tier).came_with()
     if came is None or not came.is_file():
         raise UnsupportedError(f"{build.why_no_compiler()}; nor did kernels for {tier} come with this installation")

@@ -1,7 +1,7 @@
 """A translation unit: segments, each in a namespace, with an entry for each, and one for all of a program.
 
-    run_<i>(p, n, product, threads)    segment i: pointers and sizes as its Source lists them
-    run(p, n, product, threads)        all in order, on the arrays and sizes of the program; stops at one that finds bad input
+run_<i>(p, n, product, threads)    segment i: pointers and sizes as its Source lists them
+run(p, n, product, threads)        all in order, on the arrays and sizes of the program; stops at one that finds bad input
 """
 
 from __future__ import annotations

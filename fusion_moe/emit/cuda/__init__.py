@@ -23,7 +23,7 @@ from .grouped_mm import Product
 from .join import join
 from .launch import Launch
 from .loops import Loops
-from .readers import LAYOUTS
+from .readers import READERS
 
 __all__ = ["NAME", "emit", "join"]
 
@@ -36,7 +36,7 @@ def emit(segment: Segment, schedule: object) -> Kernel:
         if why := nvrtc.why_missing() or cuda.why_too_old():
             raise UnsupportedError(why)
         fusion = segment.fusion
-        source = Product(plan(fusion, LAYOUTS)) if segment.kind == "grouped_gemm" else Loops(fusion)
+        source = Product(plan(fusion, READERS)) if segment.kind == "grouped_gemm" else Loops(fusion)
         text = "\n".join(launched.text for launched in source.launches(dict.fromkeys(fusion.symbols, 1), "sm_80"))
     except UnsupportedError as error:
         return replace(reference.emit(segment, schedule), why=str(error))

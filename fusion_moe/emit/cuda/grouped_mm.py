@@ -8,7 +8,7 @@ from ...errors import UnsupportedError
 from ...ir.core import Op
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, exact_div, value
-from ...ir.types import DTYPES, plain
+from ...ir.types import plain
 from ..cxx.elements import inner, stored
 from ..cxx.indices import Index, is_index, reshaped, size
 from ..cxx.plan import Plan, known
@@ -29,7 +29,7 @@ class Product(Source):
     """The source of a planned segment."""
 
     def __init__(self, plan: Plan):
-        self.reader = reader(plan.product.values[1].type.dtype, str(plan.product.attrs.get("w_layout", "linear")), plan.a.type.dtype)
+        self.reader = reader(plan.encoding.name, plan.layout, plan.a.type.dtype)
         super().__init__(plan.fusion, plan.memory, dict(zip((*plan.weight, plan.ends), (*self.reader.parts, "ends"), strict=True)))
         self.plan, self.dtype = plan, plan.a.type.dtype
         self._previous: Product | None = None
@@ -55,10 +55,7 @@ class Product(Source):
     @property
     def matrices(self) -> Matrices:
         """What the choice of kernels looks at, but for rows."""
-        bits = sum(
-            value(elements(v.type.shape), {}) * 8 * DTYPES[v.type.dtype].itemsize for v in self.plan.weight if len(v.type.shape) == 3
-        )
-        tile_bytes = TILE * bits // (8 * self.groups * self.plan.n * self.plan.k)
+        tile_bytes = int(TILE * self.plan.encoding.weight_bits) // 8
         return Matrices(self.groups, self.plan.k, self.tiles, self.columns.tiles, tile_bytes, self.reader.tiled)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...errors import UnsupportedError
@@ -39,24 +38,12 @@ READERS = {
     ("f16", "linear"): Reader("PlainLinear", "weights/plain.cuh", _PLAIN, ("f16",)),
     ("f16", TILED): Reader("PlainTiled", "weights/plain.cuh", _PLAIN, ("f16",), tiled=True),
 }
-LAYOUTS = tuple(dict.fromkeys(layout for _, layout in READERS))
 
 
 def reader(encoding: str, layout: str, activations: str) -> Reader:
-    """The reader of weights for activations of a dtype. UnsupportedError with the sentence why there is none."""
-    encodings = dict.fromkeys(name for name, _ in READERS)
-    if encoding not in encodings:
-        raise UnsupportedError(f"weights in {encoding} have no kernel here", expected=_either(encodings))
-    if (encoding, layout) not in READERS:
-        of_encoding = [known for name, known in READERS if name == encoding]
-        raise UnsupportedError(f"{encoding} weights in the layout {layout} have no kernel here", expected=_either(of_encoding))
+    """The reader of weights, for activations of a dtype. UnsupportedError with the sentence why there is none."""
     found = READERS[encoding, layout]
     if activations not in found.activations:
         said = f"activations in {activations} with weights in {encoding} have no kernel here"
-        raise UnsupportedError(said, expected=_either(found.activations))
+        raise UnsupportedError(said, expected=" or ".join(found.activations))
     return found
-
-
-def _either(names: Iterable[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 from ...errors import UnsupportedError
+from ...ir import types as ir
 from ...ir.core import Fusion, Op, Value
 from ...ir.types import Dim, plain
 from .indices import Index, flat, number, reshaped, size
@@ -212,7 +213,7 @@ class Elements:
 
 def stored(v: Value) -> str:
     """The C++ type that a value's elements have in memory."""
-    if v.type.dtype == "f8e4m3":
+    if v.type.dtype in ir.STORED:
         return "u8"
     if v.type.dtype not in STORED:
         raise UnsupportedError(f"{v.type} has no kernel here")

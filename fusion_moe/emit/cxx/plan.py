@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from ...encodings import Encoding
 from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
@@ -17,16 +18,19 @@ MADE_FIRST = ("route", "invert", "problem_ends")  # before all else, each value 
 
 @dataclass(frozen=True)
 class Plan:
-    """One grouped product with NVFP4 weights.
+    """One grouped product.
 
-    weight: codes, block scales, decode scales; transposed: how `pack` has the codes. first: operations on rows that run before it.
+    weight: the parts of its encoding, in order; layout: how they are stored; transposed: how `pack` has the elements. first:
+    operations on rows that run before it.
     rows: what is stored for each row of groups, W columns each. combine: the sum of a token's rows, of a value in `rows`; tokens: what
     is stored after it.
     """
 
     fusion: Fusion
     product: Op
-    weight: tuple[Value, Value, Value]
+    weight: tuple[Value, ...]
+    encoding: Encoding
+    layout: str
     transposed: bool
     first: tuple[Op, ...]
     rows: tuple[Value, ...]
@@ -61,12 +65,16 @@ class Plan:
         return tuple(dict.fromkeys((*made, *self.rows, *self.tokens)))
 
 
-def plan(fusion: Fusion, layouts: Collection[str] = ("linear",)) -> Plan:
-    """The plan of a segment, or UnsupportedError with the sentence why a backend that reads weights in `layouts` has no kernel for it."""
+Readers = Collection[tuple[str, str]]  # the encodings of weights that a backend reads, and the layouts that it reads each in
+
+
+def plan(fusion: Fusion, readers: Readers) -> Plan:
+    """The plan of a segment, or UnsupportedError with the sentence why a backend with such readers has no kernel for it."""
     (op,) = (op for op in fusion.ops if op.kind.role == "grouped")
     if op.kind.name != "grouped_mm":
         raise UnsupportedError(f"{op.kind.name} has no kernel here yet")
-    weight, transposed = _weight(fusion, op, layouts)
+    weight, transposed = _weight(fusion, op, readers)
+    w = op.values[1].type
     if op.values[0].type.dtype not in ACTIVATIONS:
         raise UnsupportedError(f"activations {op.values[0].type} have no kernel here", expected=f"one of {', '.join(ACTIVATIONS)}")
     after = dependent(fusion, op.outputs)
@@ -84,7 +92,7 @@ def plan(fusion: Fusion, layouts: Collection[str] = ("linear",)) -> Plan:
     widths = {row_width(v, op.outputs[0].type.shape[0]) for v in rows}
     if len(widths) != 1:
         raise UnsupportedError(f"results of {' and '.join(map(str, sorted(widths)))} columns are stored", expected="one width")
-    return Plan(fusion, op, weight, transposed, first, tuple(rows), widths.pop(), combine, tokens)
+    return Plan(fusion, op, weight, w.encoding, w.layout, transposed, first, tuple(rows), widths.pop(), combine, tokens)
 
 
 def dependent(fusion: Fusion, values: Sequence[Value]) -> set[Value]:
@@ -105,7 +113,7 @@ def source(fusion: Fusion, v: Value) -> Value:
 
 
 def made_by_route(fusion: Fusion, v: Value) -> str:
-    """"ends", "row_of" or "slot_of" for what a `route` of the fusion made; "" for anything else."""
+    """ "ends", "row_of" or "slot_of" for what a `route` of the fusion made; "" for anything else."""
     made = source(fusion, v)
     op = fusion.producers.get(made)
     return ("ends", "row_of", "slot_of")[op.outputs.index(made)] if op is not None and op.kind.name == "route" else ""
@@ -120,19 +128,22 @@ def below(fusion: Fusion, index: Value) -> object:
     return plain(shape[0]) if routed == "row_of" else elements(shape)
 
 
-def _weight(fusion: Fusion, op: Op, layouts: Collection[str]) -> tuple[tuple[Value, Value, Value], bool]:
+def _weight(fusion: Fusion, op: Op, readers: Readers) -> tuple[tuple[Value, ...], bool]:
+    """The parts of the weight, from outside of the segment, and whether its elements are transposed."""
     w = op.values[1]
     pack = fusion.producers.get(w)
-    if w.type.dtype != "nvfp4" or pack is None or pack.kind.name != "pack":
-        raise UnsupportedError(f"a weight {w.type} has no kernel here", expected="nvfp4")
+    packed = pack is not None and pack.kind.name == "pack"
+    layouts = [layout for encoding, layout in readers if encoding == w.type.dtype]
+    if not layouts or (w.type.quantized and not packed):
+        raise UnsupportedError(f"a weight {w.type} has no kernel here", expected=" or ".join(dict.fromkeys(e for e, _ in readers)))
     if w.type.layout not in layouts:
         raise UnsupportedError(f"weights in the layout {w.type.layout} have no kernel here", expected=" or ".join(layouts))
-    codes, scales, decode = pack.values
-    if missing := [v for v in pack.values if v not in fusion.inputs]:
+    parts = pack.values if pack is not None and packed else (w,)
+    if missing := [v for v in parts if v not in fusion.inputs]:
         raise UnsupportedError(f"{missing[0].name} of the weight is computed in the same segment")
     for d in w.type.shape:
         known(d)
-    return (codes, scales, decode), bool(pack.attrs.get("transposed", False))
+    return tuple(parts), bool(packed and pack.attrs.get("transposed", False))  # type: ignore[union-attr]
 
 
 def row_width(v: Value, rows: Dim) -> int:

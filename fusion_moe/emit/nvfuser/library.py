@@ -10,7 +10,8 @@ from ...errors import UnsupportedError
 
 # The IR's dtypes by nvFuser's names. There are no 8-bit integers.
 DTYPES = {
-    "f64": "Double", "f32": "Float", "bf16": "BFloat16", "f16": "Half", "f8e4m3": "Float8_e4m3fn", "i64": "Int", "i32": "Int32",
+    "f64": "Double", "f32": "Float", "bf16": "BFloat16", "f16": "Half", "f8e4m3": "Float8_e4m3fn",
+    "f8e5m2": "Float8_e5m2", "f8e8m0": "Float8_e8m0fnu", "i64": "Int", "i32": "Int32",
     "bool": "Bool",
 }  # fmt: skip
 

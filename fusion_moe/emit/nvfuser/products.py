@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...formats import NVFP4
+from ...encodings import NVFP4
 from ...groups import ceil_to
 from ...ir.core import Op
 from ...layouts import SF128X4
@@ -21,7 +21,7 @@ from .rows import group_count, inside, of_groups, of_their_group
 from .values import E2M1, WORDS, Codes, Encoded, Packed
 from .writer import Writer
 
-_ALIGN = SF128X4.rows
+_ALIGN, _BLOCK_SCALE = SF128X4.rows, NVFP4.scales[0]
 Matrices = tuple[int, int, int]  # G, N, K
 
 
@@ -85,7 +85,7 @@ def _pack(w: Writer, op: Op, codes: Codes, block_scale: Any, decode_scale: Any) 
 def _decode_scale(w: Writer, op: Op, x: Any) -> Any:
     rank = len(op.values[0].type.shape)
     largest = w.to(w.max(w.abs(w.to(x, "f32")), [rank - 2, rank - 1]), "f32")
-    return w.div(largest, NVFP4.element_max * NVFP4.scale_max)
+    return w.div(largest, NVFP4.element.maximum * _BLOCK_SCALE.maximum)
 
 
 def _quantize(w: Writer, op: Op, x: Any, decode_scale: Any) -> Encoded:
@@ -98,8 +98,8 @@ def _quantize(w: Writer, op: Op, x: Any, decode_scale: Any) -> Encoded:
     decode = w.spread(decode_scale, scales, *each)
     amax = w.max(w.abs(x), [len(blocks) - 1])
     zero = w.eq(amax, 0.0)
-    wanted = w.where(zero, 1.0, w.div(amax, w.mul(decode, NVFP4.element_max)))
-    block_scale = w.cast(w.minimum(w.maximum(wanted, NVFP4.scale_min), NVFP4.scale_max), dtype=dtype("f8e4m3"))
+    wanted = w.where(zero, 1.0, w.div(amax, w.mul(decode, NVFP4.element.maximum)))
+    block_scale = w.cast(w.minimum(w.maximum(wanted, _BLOCK_SCALE.minimum), _BLOCK_SCALE.maximum), dtype=dtype("f8e4m3"))
     step = w.where(zero, 1.0, w.mul(w.to(block_scale, "f32"), decode))
     x = w.where(w.eq(x, 0.0), 0.0, x)  # -0.0 has the code of 0.0
     codes = w.cast(w.div(x, w.spread(step, blocks, *ranks)), dtype=dtype("Float4_e2m1fn"))

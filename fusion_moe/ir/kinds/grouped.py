@@ -5,7 +5,7 @@
     grouped_outer  a [M/g, N], b [M/g, K]  -> f32[G, N, K]    contracts rows: the gradient of `w`; an empty group is zero
     group_add      y [M/g, N], bias [G, N] -> [M/g, N]
 
-w is nvfp4[G, N, K] or a float tensor; it is decoded a few groups at a time.
+w is of any encoding, nvfp4[G, N, K] say, or a float tensor; it is dequantized a few groups at a time.
 a may be nvfp4[M/g, K]; a_layout and w_layout say how the block scales of the two are stored.
 """
 
@@ -17,25 +17,24 @@ from typing import Any
 
 import torch
 
+from ...encodings import Quantized, dequantize, find
 from ...errors import DtypeError, ShapeError
-from ...formats import FORMATS, Quantized, dequantize
 from ...groups import check_ends, row_groups
 from ..core import Op, OpKind, Value
-from ..types import TensorType, plain
-from .quantized import linear
+from ..types import TensorType, dtype_name, plain
+from .quantized import encoded, linear
 from .rules import Types, need_cut, need_dtype, need_rank, need_same
 from .shape import elements
 
 _FLOATS = ("f32", "bf16", "f16")  # what float32 holds exactly
 _PANEL = 2**21  # elements that are decoded at once
-_OPERANDS = (*_FLOATS, *FORMATS)
 
 
 def _operands(a: TensorType, w: TensorType, ends: TensorType, contract: int, w_layout: str) -> None:
     need_rank("a", a, 2)
     need_rank("w", w, 3)
-    need_dtype("a", a, *_OPERANDS)
-    need_dtype("w", w, *_OPERANDS)
+    for name, type in (("a", a), ("w", w)):
+        need_dtype(name, type, *_FLOATS, *encoded())
     rows = need_cut("a", a, ends)
     need_same("the number of groups", w.shape[0], rows.groups.count, "w and ends")
     need_same("the contracted size", a.shape[1], w.shape[contract], f"a {a} and w {w}")
@@ -87,26 +86,27 @@ def _runs(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
 def _matrices(w: Any, groups: Sequence[int], layout: str) -> Iterator[torch.Tensor]:
     """The matrices of these groups in float32, decoded a panel at a time: never all of a large weight."""
     if not isinstance(w, Quantized):
-        yield from (w[group].float() for group in groups)
+        yield from (_plain(w[group], layout).float() for group in groups)
         return
     step = max(1, _PANEL // (w.shape[-2] * w.shape[-1]))
     for first in range(0, len(groups), step):
-        panel = torch.tensor(groups[first : first + step], device=w.codes.device)
-        yield from dequantize(linear(Quantized(*(_rows(t, panel) for t in w)), layout))
+        panel = torch.tensor(groups[first : first + step], device=w.device)
+        yield from dequantize(linear(w.of(_rows(t, panel) for t in w), w.encoding, layout))
+
+
+def _plain(matrix: torch.Tensor, layout: str) -> torch.Tensor:
+    return linear(matrix, find(dtype_name(matrix.dtype)), layout) if layout != "linear" else matrix
 
 
 def _rows(t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     return t.view(torch.uint8).index_select(0, at).view(t.dtype) if t.element_size() == 1 else t.index_select(0, at)
 
 
-def _mm(
-    a: Any, w: Any, ends: torch.Tensor, *, transposed: bool, a_layout: str = "linear", w_layout: str = "linear"
-) -> tuple[torch.Tensor]:
+def _mm(a: Any, w: Any, ends: torch.Tensor, *, transposed: bool, a_layout: str = "linear", w_layout: str = "linear") -> tuple[torch.Tensor]:
     if isinstance(a, Quantized):
-        a = dequantize(linear(a, a_layout, ends))
+        a = dequantize(linear(a, a.encoding, a_layout, ends))
     check_ends(ends, a.shape[0], "ends")
-    n = (w.codes if isinstance(w, Quantized) else w).shape[1]
-    k = w.shape[2]
+    _, n, k = w.shape
     out = torch.zeros(a.shape[0], k if transposed else n, device=a.device)
     runs = list(_runs(ends))
     for (_, start, end), matrix in zip(runs, _matrices(w, [group for group, *_ in runs], w_layout), strict=True):

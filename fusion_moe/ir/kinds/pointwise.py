@@ -12,7 +12,7 @@ import torch
 
 from ...errors import DtypeError
 from ..core import Op, OpKind, Value
-from ..types import DTYPES, FLOATS, INTS, TensorType, plain
+from ..types import DTYPES, FLOATS, INTS, STORED, TensorType, plain
 from .rules import Types, joined_dtype, joined_shape, need_dtype, need_finite, need_float, need_tensor
 from .shape import elements
 
@@ -24,10 +24,10 @@ def _same(*types: Any) -> Types:
 
 
 def _computed_dtype(types: Sequence[Any]) -> str:
-    """The one dtype of the tensors, in which torch computes: f8e4m3 is for storing alone."""
+    """The one dtype of the tensors, in which torch computes."""
     dtype = joined_dtype(types)
-    if dtype == "f8e4m3":
-        raise DtypeError("the input is f8e4m3", expected="a wider dtype", todo="cast with fd.ops.cast(x, dtype=...)")
+    if dtype in STORED:
+        raise DtypeError(f"the input is {dtype}", expected="a wider dtype", todo="cast with fd.ops.cast(x, dtype=...)")
     return dtype
 
 
@@ -160,8 +160,8 @@ def _clamp_grad(inside: str) -> Grad:
 def _cast_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     x = op.inputs[0]
     assert isinstance(x, Value)
-    if x.type.dtype == "f8e4m3":
-        raise NotImplementedError("the derivative of a cast from f8e4m3, which has no room for gradients")
+    if x.type.dtype in STORED:
+        raise NotImplementedError(f"the derivative of a cast from {x.type.dtype}, which has no room for gradients")
     return [fd.ops.cast(dy, dtype=x.type.dtype) if x.type.dtype in FLOATS else None]
 
 

@@ -1,53 +1,89 @@
-"""Values of a block-scaled format: packed from their stored tensors, made from floats, taken apart, laid out anew."""
+"""Values of an encoding: packed from their stored parts, made from floats, taken apart, laid out anew."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
+from ...encodings import (
+    ENCODINGS,
+    Encoding,
+    Quantized,
+    Scale,
+    check_finite,
+    check_matrix_scales,
+    find,
+    matrix_scale_of,
+    quantize,
+)
 from ...errors import ShapeError
-from ...formats import FORMATS, Quantized, check_decode_scales, check_finite, decode_scale_of, quantize
-from ...layouts import LAYOUTS, W16X64, SF128x4
+from ...layouts import LAYOUTS, SF128x4, TensorLayout
 from ..core import Need, OpKind
 from ..sizes import ceildiv
-from ..types import DTYPES, Dim, TensorType, plain
+from ..types import DTYPES, Dim, TensorType, dtype_name, plain
 from .rules import Types, need_cut, need_dtype, need_float, need_rank, need_tensor
 
 
-def _pack_type(
-    codes: TensorType, block_scale: TensorType, decode_scale: TensorType, fmt: str, layout: str, transposed: bool = False
-) -> Types:
-    """codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale f32[...] or [..., S] -> nvfp4[..., N, K]
+def encoded() -> tuple[str, ...]:
+    """The dtypes of values of several parts."""
+    return tuple(name for name in ENCODINGS if name not in DTYPES)
 
-    layout: how the block scales are stored, in the shape of its storage. transposed: codes are u8[..., K/2, N], strided so that the
-    two codes of a byte still run along K and no byte has to move.
+
+def _pack_type(*parts: TensorType, fmt: str, layout: str, transposed: bool = False) -> Types:
+    """The parts of an encoding -> a value of it: codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale f32[...] or [..., S]
+    -> nvfp4[..., N, K]; w bf16[..., N, K] -> bf16[..., N, K]@layout
+
+    layout: how the parts are stored, each in the shape of its storage. transposed: the elements are [..., K/2, N], strided so that
+    the two codes of a byte still run along K and no byte has to move.
     """
-    format = FORMATS[fmt]
-    need_dtype("codes", codes, "u8")
-    need_dtype("block_scale", block_scale, "f8e4m3")
-    need_dtype("decode_scale", decode_scale, "f32")
-    *lead, n, packed_k = codes.shape if not transposed else (*codes.shape[:-2], codes.shape[-1], codes.shape[-2])
-    k = format.elements(_known(packed_k))
-    stored = _stored((*lead, n, format.blocks(k)), layout)
-    if block_scale.shape != stored:
-        want = f"{TensorType(stored, 'f8e4m3')}, one scale for {format.block} codes of {codes}"
-        raise ShapeError(f"block_scale {block_scale}", expected=want + (f" in the layout {layout}" if layout != "linear" else ""))
-    _need_decode_scale(decode_scale, tuple(lead), n)
+    encoding = find(fmt)
+    if len(parts) != len(encoding.parts):
+        raise ShapeError(f"{len(parts)} parts of {fmt}", expected=", ".join(part.name for part in encoding.parts))
+    for part, type in zip(encoding.parts, parts, strict=True):
+        need_dtype(part.name, type, dtype_name(part.dtype))
+    if layout not in LAYOUTS:
+        raise ShapeError(f"layout {layout!r}", expected=f"one of {', '.join(LAYOUTS)}")
+    if len(parts[0].shape) < 2:
+        raise ShapeError(f"{encoding.parts[0].name} {parts[0]}", expected="[..., N, K]")
+    *lead, n, packed_k = _rows_and_columns(parts[0], transposed)
+    k = encoding.elements(_known(packed_k))
+    _need_layout(layout, n, k, encoding)
+    for part, type in zip(encoding.parts[1:], parts[1:], strict=True):
+        assert part.scale is not None
+        if part.scale.block:
+            stored = _stored(encoding.part_shape(part, lead, n, k), layout)
+            if type.shape != stored:
+                want = f"{TensorType(stored, type.dtype)}, one scale for {part.scale.block} codes of {parts[0]}"
+                within = f" in the layout {layout}" if layout != "linear" else ""
+                raise ShapeError(f"{part.name} {type}", expected=want + within)
+        else:
+            _need_matrix_scale(part.scale, type, tuple(lead), n)
     return (TensorType((*lead, n, k), fmt, layout),)
+
+
+def _rows_and_columns(elements: TensorType, transposed: bool) -> tuple[Dim, ...]:
+    *lead, rows, columns = elements.shape
+    return (*lead, columns, rows) if transposed else elements.shape
+
+
+def _need_layout(layout: str, n: Dim, k: int, encoding: Encoding) -> None:
+    """ShapeError unless a matrix [N, K] in an encoding can be stored in a layout."""
+    rows = plain(n)
+    if layout != "linear" and (why := LAYOUTS[layout].why_not(rows if isinstance(rows, int) else 0, k, encoding)):
+        raise ShapeError(why, expected=f"a weight that the layout {layout} can store", todo="keep the linear layout", where=layout)
 
 
 def _stored(shape: tuple[Dim, ...], layout: str) -> tuple[Dim, ...]:
     """The shape in which a layout stores the block scales [..., N, K/16] of matrices."""
-    if layout not in LAYOUTS:
-        raise ShapeError(f"layout {layout!r}", expected=f"one of {', '.join(LAYOUTS)}")
     return shape if layout == "linear" else LAYOUTS[layout].storage_shape(tuple(map(_known, shape)))
 
 
-def _pack(
-    codes: torch.Tensor, block_scale: torch.Tensor, decode_scale: torch.Tensor, fmt: str, layout: str, transposed: bool = False
-) -> tuple[Quantized]:
-    return (Quantized(codes.mT if transposed else codes, block_scale, decode_scale),)
+def _pack(*parts: torch.Tensor, fmt: str, layout: str, transposed: bool = False) -> tuple[Any]:
+    encoding = find(fmt)
+    elements = parts[0].mT if transposed else parts[0]
+    return (elements if encoding.plain else Quantized(elements, *parts[1:], encoding=encoding),)
 
 
 def _known(k: Dim) -> int:
@@ -57,70 +93,92 @@ def _known(k: Dim) -> int:
     return size
 
 
-def _need_matrices(x: TensorType, fmt: str) -> None:
+def _need_matrices(x: TensorType, encoding: Encoding) -> None:
     """x must be float[..., N, K] with K in whole blocks."""
     need_float("x", x)
     if len(x.shape) < 2:
         raise ShapeError(f"x {x}", expected="[..., N, K]")
-    FORMATS[fmt].blocks(_known(x.shape[-1]))
+    encoding.packed(_known(x.shape[-1]))
 
 
-def _need_decode_scale(decode_scale: TensorType, lead: tuple, n: object) -> None:
-    shape, rank = decode_scale.shape, len(lead)
+def _need_matrix_scale(scale: Scale, type: TensorType, lead: tuple, n: object) -> None:
+    need_dtype(scale.part, type, dtype_name(scale.dtype))
+    shape, rank = type.shape, len(lead)
     runs = shape[rank] if len(shape) == rank + 1 else 1
     fits = isinstance(runs, int) and runs > 0 and not (isinstance(n, int) and n % runs)
     if shape[:rank] != lead or len(shape) > rank + 1 or not fits:
         want = [f"[{', '.join(map(str, s))}]" for s in (lead, (*lead, "S"))]
-        raise ShapeError(f"decode_scale {decode_scale}", expected=f"f32{want[0]}, or f32{want[1]} with S dividing N = {n}")
+        raise ShapeError(f"{scale.part} {type}", expected=f"{type.dtype}{want[0]}, or {type.dtype}{want[1]} with S dividing N = {n}")
 
 
-def _runs_divide(n: Dim, decode_scale: TensorType, rank: int) -> Iterator[Need]:
-    """A decode scale for each of S runs of rows: S must divide N, which may be known only at launch."""
-    runs = decode_scale.shape[rank] if len(decode_scale.shape) > rank else 1
+def _runs_divide(n: Dim, matrix_scale: TensorType, rank: int) -> Iterator[Need]:
+    """A scale for each of S runs of rows: S must divide N, which may be known only at launch."""
+    runs = matrix_scale.shape[rank] if len(matrix_scale.shape) > rank else 1
     if isinstance(runs, int):
-        yield plain(n) + ceildiv(plain(n), runs) * -runs, f"decode_scale {decode_scale} for N = {n}, which {runs} does not divide"
+        yield plain(n) + ceildiv(plain(n), runs) * -runs, f"decode_scale {matrix_scale} for N = {n}, which {runs} does not divide"
 
 
-def _pack_needs(
-    codes: TensorType, block_scale: TensorType, decode_scale: TensorType, fmt: str, layout: str, transposed: bool = False
-) -> Iterator[Need]:
-    return _runs_divide(codes.shape[-1 if transposed else -2], decode_scale, len(codes.shape) - 2)
+def _pack_needs(*parts: TensorType, fmt: str, layout: str, transposed: bool = False) -> Iterator[Need]:
+    for part, type in zip(find(fmt).parts, parts, strict=True):
+        if part.scale is not None and not part.scale.block:
+            yield from _runs_divide(parts[0].shape[-1 if transposed else -2], type, len(parts[0].shape) - 2)
 
 
-def _quantize_needs(x: TensorType, decode_scale: TensorType, fmt: str) -> Iterator[Need]:
-    return _runs_divide(x.shape[-2], decode_scale, len(x.shape) - 2)
+def _matrix_scales(encoding: Encoding) -> tuple[Scale, ...]:
+    return tuple(s for s in encoding.scales if not s.block)
 
 
-def _quantize_type(x: TensorType, decode_scale: TensorType, fmt: str) -> Types:
-    """x float[..., N, K], decode_scale f32[...] or [..., S] -> nvfp4[..., N, K], quantized along K"""
-    _need_matrices(x, fmt)
-    need_dtype("decode_scale", decode_scale, "f32")
-    _need_decode_scale(decode_scale, x.shape[:-2], plain(x.shape[-2]))
+def _quantize_needs(x: TensorType, *matrix_scale: TensorType, fmt: str) -> Iterator[Need]:
+    for type in matrix_scale:
+        yield from _runs_divide(x.shape[-2], type, len(x.shape) - 2)
+
+
+def _quantize_type(x: TensorType, *matrix_scale: TensorType, fmt: str) -> Types:
+    """x float[..., N, K], decode_scale f32[...] or [..., S] if the encoding has one -> nvfp4[..., N, K], quantized along K"""
+    encoding = find(fmt)
+    _need_matrices(need_tensor("x", x), encoding)
+    scales = _matrix_scales(encoding)
+    if len(scales) != len(matrix_scale):
+        given = f"{len(matrix_scale)} scales of whole matrices for {fmt}"
+        raise ShapeError(given, expected=f"{len(scales)}" + "".join(f", {s.part}" for s in scales))
+    for scale, type in zip(scales, matrix_scale, strict=True):
+        _need_matrix_scale(scale, need_tensor(scale.part, type), x.shape[:-2], plain(x.shape[-2]))
     return (TensorType(x.shape, fmt),)
 
 
-def _quantize(x: torch.Tensor, decode_scale: torch.Tensor, fmt: str) -> tuple[Quantized]:
+def _quantize(x: torch.Tensor, *matrix_scale: torch.Tensor, fmt: str) -> tuple[Any]:
     if not x.is_cuda:
         check_finite(x, "x")  # on CUDA looking would wait for the device
-        check_decode_scales(decode_scale)
-    return (quantize(x, decode_scale, FORMATS[fmt]),)
+        for scale in matrix_scale:
+            check_matrix_scales(scale)
+    made = quantize(x, next(iter(matrix_scale), None), find(fmt))
+    return (made.elements if made.encoding.plain else made,)
 
 
 def _decode_scale_type(x: TensorType, fmt: str) -> Types:
-    _need_matrices(x, fmt)
-    return (TensorType(x.shape[:-2], "f32"),)
+    encoding = find(fmt)
+    _need_matrices(x, encoding)
+    scales = _matrix_scales(encoding)
+    if not scales:
+        raise ShapeError(f"decode_scale of {fmt}, which has none", expected="an encoding with a scale for a whole matrix")
+    return (TensorType(x.shape[:-2], dtype_name(scales[-1].dtype)),)
 
 
 def _decode_scale(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor]:
     """Zeros where there are no rows to take the largest element of."""
-    return (decode_scale_of(x, FORMATS[fmt]) if x.numel() else x.new_zeros(x.shape[:-2], dtype=torch.float32),)
+    return (matrix_scale_of(x, find(fmt)) if x.numel() else x.new_zeros(x.shape[:-2], dtype=torch.float32),)
 
 
 def _unpack_type(x: TensorType) -> Types:
-    """nvfp4[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16]"""
-    need_dtype("x", x, *FORMATS)
-    format, lead, k = FORMATS[x.dtype], x.shape[:-1], _known(x.shape[-1])
-    return x.with_(shape=(*lead, format.packed(k)), dtype="u8"), x.with_(shape=(*lead, format.blocks(k)), dtype="f8e4m3")
+    """nvfp4[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16]: all parts but the scales of whole matrices"""
+    need_dtype("x", x, *encoded())
+    encoding, (*lead, n, _), k = x.encoding, x.shape, _known(x.shape[-1])
+    parts = (p for p in encoding.parts if p.scale is None or p.scale.block)
+    return tuple(x.with_(shape=encoding.part_shape(p, lead, n, k), dtype=dtype_name(p.dtype)) for p in parts)
+
+
+def _unpack(x: Quantized) -> tuple[torch.Tensor, ...]:
+    return tuple(t for p, t in x.named() if p.scale is None or p.scale.block)
 
 
 def _swizzle_type(x: TensorType, ends: TensorType, layout: str) -> Types:
@@ -135,33 +193,42 @@ def _swizzle_type(x: TensorType, ends: TensorType, layout: str) -> Types:
 
 
 def _swizzle(x: torch.Tensor, ends: torch.Tensor, layout: str) -> tuple[torch.Tensor]:
-    return (LAYOUTS[layout].forward(x, ends),)
+    scales = LAYOUTS[layout]
+    assert isinstance(scales, TensorLayout)
+    return (scales.forward(x, ends),)
 
 
 def _relayout_type(x: TensorType, ends: TensorType, layout: str) -> Types:
     """x nvfp4[M/g, K] -> nvfp4[M/g, K]@sf128x4: the same value, its block scales stored in another layout"""
-    need_dtype("x", x, *FORMATS)
+    need_dtype("x", x, *encoded())
     need_cut("x", x, ends)
     return (x.with_(layout=layout),)
 
 
 def _relayout(x: Quantized, ends: torch.Tensor, layout: str) -> tuple[Quantized]:
-    return (x._replace(block_scale=LAYOUTS[layout].forward(x.block_scale, ends)),)
+    to = LAYOUTS[layout]
+    assert isinstance(to, TensorLayout)
+    return (x.of(to.forward(t, ends) if p.scale and p.scale.block else t for p, t in x.named()),)
 
 
-def linear(x: Quantized, layout: str, ends: torch.Tensor | None = None) -> Quantized:
-    """x in linear order, whatever `layout` it is stored in; ends: of the groups that its rows are stored by."""
+def linear(x: Any, encoding: Encoding, layout: str, ends: torch.Tensor | None = None) -> Any:
+    """A value in linear order, whatever `layout` it is stored in; ends: of the groups that its rows are stored by."""
     if layout == "linear":
         return x
-    if layout == W16X64.name:
-        return Quantized(*W16X64.unpack(x.codes, x.block_scale), x.decode_scale)
-    *lead, k = x.shape
-    return x._replace(block_scale=LAYOUTS[layout].inverse(x.block_scale, (*lead, FORMATS["nvfp4"].blocks(k)), ends))
+    stored = LAYOUTS[layout]
+    if not isinstance(x, Quantized):
+        return stored.unpack(x, encoding=encoding)[0]
+    if ends is None:
+        return x.of(stored.unpack(*x, encoding=encoding))
+    assert isinstance(stored, TensorLayout)
+    *lead, n, k = x.shape
+    shapes = [encoding.part_shape(p, lead, n, k) for p in encoding.parts]
+    return x.of(stored.inverse(t, s, ends) if p.scale and p.scale.block else t for (p, t), s in zip(x.named(), shapes, strict=True))
 
 
 TABLE = (
     OpKind("pack", _pack_type, _pack, needs=_pack_needs, view=True, role="view"),
-    OpKind("unpack", _unpack_type, lambda x: (x.codes, x.block_scale), role="view"),
+    OpKind("unpack", _unpack_type, _unpack, role="view"),
     OpKind("decode_scale", _decode_scale_type, _decode_scale, role="reduce"),
     OpKind("quantize", _quantize_type, _quantize, needs=_quantize_needs, role="quantize"),
     OpKind("grouped_swizzle", _swizzle_type, _swizzle, role="layout"),

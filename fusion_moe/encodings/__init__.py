@@ -1,0 +1,24 @@
+"""Encodings: how a weight is stored, as data. encoding.py says what one is; nvfp4.py, mxfp4.py and plain.py are those that are known.
+
+>>> import torch
+>>> q = quantize(torch.tensor([[6.0, -3.0, 0.5, 0.0] * 4]), torch.tensor(1.0))
+>>> [hex(b) for b in q.codes[0, :2].tolist()], q.block_scale.float().tolist()   # 7 is 6.0, 13 is -3.0, 1 is 0.5
+(['0xd7', '0x1'], [[1.0]])
+>>> dequantize(q)[0, :4].tolist()
+[6.0, -3.0, 0.5, 0.0]
+>>> [part.name for part in MXFP4.parts], MXFP4.weight_bits
+(['codes', 'block_scale'], 4.25)
+"""
+
+from .checks import check_block_scales, check_finite, check_matrix_scales, check_parts, check_quantized
+from .convert import dequantize, matrix_scale_of, quantize
+from .encoding import ENCODINGS, Element, Encoding, Part, Quantized, Scale, find, register, unregister
+from .mxfp4 import MXFP4
+from .nvfp4 import NVFP4
+from .plain import BF16, F16, F32
+
+__all__ = [
+    "BF16", "ENCODINGS", "F16", "F32", "MXFP4", "NVFP4", "Element", "Encoding", "Part", "Quantized", "Scale", "check_block_scales",
+    "check_finite", "check_matrix_scales", "check_parts", "check_quantized", "dequantize", "find", "matrix_scale_of", "quantize",
+    "register", "unregister",
+]  # fmt: skip

@@ -1,0 +1,191 @@
+"""Whether tensors are the parts of an encoding; whether numbers are what a quantizer may be given, or may have written.
+
+Shapes, dtypes and devices are looked at without values, so fake tensors will do. `check_finite`, `check_block_scales` and
+`check_matrix_scales` read values and wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import DeviceError, DtypeError, NonFiniteError, ShapeError
+from .encoding import FLOATS, Encoding, Part, Scale
+from .nvfp4 import NVFP4
+
+
+def check_quantized(*parts: Tensor, prefix: str = "", where: str = "", encoding: Encoding = NVFP4) -> tuple[int, ...]:
+    """The logical shape (..., N, K) of parts that fit together; ShapeError, DtypeError or DeviceError naming the one that does not.
+
+    `prefix` goes before the names of parts in messages ("b_" for an argument called b_codes), `where` before the message.
+    """
+    return check_parts(parts, encoding, prefix, where)
+
+
+def check_parts(tensors: Sequence[Tensor], encoding: Encoding, prefix: str = "", where: str = "") -> tuple[int, ...]:
+    """As `check_quantized`, for a sequence of parts."""
+    parts = encoding.parts
+    if len(tensors) != len(parts):
+        raise ShapeError(f"{len(tensors)} tensors", expected=f"{encoding.name}: {', '.join(p.name for p in parts)}", where=where)
+    names = [f"{prefix}{p.name}" for p in parts]
+    for part, name, tensor in zip(parts, names, tensors, strict=True):
+        _check_dtype(part, name, tensor, where)
+    *lead, n, k = _logical_shape(tensors[0], names[0], encoding, where)
+    for part, name, tensor in zip(parts[1:], names[1:], tensors[1:], strict=True):
+        assert part.scale is not None
+        if part.scale.block:
+            _check_block_scale(tensor, part, name, (*lead, n, k), (names[0], tensors[0]), encoding, where)
+        else:
+            check_matrix_scale(tensor, lead, n, part.scale, name, where)
+    for name, tensor in zip(names[1:], tensors[1:], strict=True):
+        check_same_device(tensors[0], tensor, name, where)
+    return (*lead, n, k)
+
+
+def _check_dtype(part: Part, name: str, tensor: Tensor, where: str) -> None:
+    if tensor.dtype == part.dtype or (part.dtype == torch.uint8 and tensor.dtype == torch.float4_e2m1fn_x2):
+        return
+    if part.scale is not None and not part.scale.block:
+        todo = "take the scale that the weight was quantized with; a rounded one gives other weights"
+        raise DtypeError(f"{name} is {tensor.dtype}", expected=f"{part.dtype}", todo=todo, where=where)
+    if part.scale is not None:
+        todo = f"scales stored as bytes: {name}.view({part.dtype}), not a cast"
+        raise DtypeError(f"{name} is {tensor.dtype}", expected=f"{part.dtype}", todo=todo, where=where)
+    expected = "torch.uint8 (or torch.float4_e2m1fn_x2), two codes a byte" if part.dtype == torch.uint8 else f"{part.dtype}"
+    todo = "quantize floats with fusion_moe.encodings.quantize; view packed bytes as torch.uint8" if part.dtype == torch.uint8 else ""
+    raise DtypeError(f"{name} is {tensor.dtype}", expected=expected, todo=todo, where=where)
+
+
+def _logical_shape(elements: Tensor, name: str, encoding: Encoding, where: str) -> tuple[int, ...]:
+    if elements.dim() < 2:
+        per_item = encoding.element.per_item
+        expected = f"[..., N, {f'K/{per_item}' if per_item > 1 else 'K'}], at least two dimensions"
+        raise ShapeError(f"{name} is {list(elements.shape)}", expected=expected, where=where)
+    k = encoding.elements(elements.shape[-1])
+    if k % encoding.block != 0:
+        raise ShapeError(
+            f"{name} is {list(elements.shape)}, so K = {k}",
+            expected=f"K a multiple of {encoding.block}, the block of {encoding.name}",
+            todo="pack two codes a byte along K, the last dimension",
+            where=where,
+        )
+    return (*elements.shape[:-1], k)
+
+
+def _check_block_scale(
+    tensor: Tensor, part: Part, name: str, shape: tuple[int, ...], of: tuple[str, Tensor], encoding: Encoding, where: str
+) -> None:  # fmt: skip
+    *lead, n, k = shape
+    want = encoding.part_shape(part, lead, n, k)
+    if tuple(tensor.shape) != want:
+        assert part.scale is not None
+        raise ShapeError(
+            f"{name} is {list(tensor.shape)}",
+            expected=f"{list(want)}, one scale for {part.scale.block} codes of {of[0]} {list(of[1].shape)}",
+            todo="undo a swizzle or padding with fusion_moe.layouts first: block scales are linear",
+            where=where,
+        )
+
+
+def check_matrix_scale(tensor: Tensor, lead: Sequence[int], n: int, scale: Scale, name: str = "", where: str = "") -> None:
+    """A scale [...] or [..., S] against the leading sizes and N of its matrices."""
+    name = name or scale.part
+    if tensor.dtype != scale.dtype:
+        _check_dtype(Part(scale.part, scale.dtype, scale), name, tensor, where)
+    shape = (*tensor.shape,)
+    whole = shape == (*lead,)
+    split = len(shape) == len(lead) + 1 and shape[:-1] == (*lead,) and shape[-1] > 0 and n % shape[-1] == 0
+    if not (whole or split):
+        raise ShapeError(
+            f"{name} is {list(shape)}",
+            expected=f"{list(lead)} (one for each matrix) or {[*lead, 'S']} (one for each of S equal runs of its rows, S dividing N = {n})",
+            todo="expand a scale that all matrices share; it multiplies, so take the reciprocal of an encode scale (2688 / amax)",
+            where=where,
+        )
+
+
+def check_same_device(first: Tensor, other: Tensor, name: str, where: str = "") -> None:
+    """DeviceError unless two parts are on one device."""
+    if first.device != other.device:
+        raise DeviceError(
+            f"{name} is on {other.device}",
+            expected=f"{first.device}, where the others are",
+            todo=f"{name}.to({str(first.device)!r})",
+            where=where,
+        )
+
+
+def check_floats(x: Tensor, encoding: Encoding, *, elements: bool = False) -> None:
+    """x must be float [..., N, K] with K in whole blocks; elements: at least one in each matrix."""
+    if x.dtype not in FLOATS:
+        todo = "cast it, say with x.float()"
+        raise DtypeError(f"x is {x.dtype}", expected="float32, bfloat16 or float16", todo=todo, where=encoding.name)
+    if x.dim() < 2:
+        expected, todo = "[..., N, K], at least two dimensions", "x[None] makes one row"
+        raise ShapeError(f"x is {list(x.shape)}", expected=expected, todo=todo, where=encoding.name)
+    encoding.packed(x.shape[encoding.axis])
+    if elements and 0 in x.shape[-2:]:
+        raise ShapeError(f"x is {list(x.shape)}", expected="at least one element in each matrix", where=encoding.name)
+
+
+# Values ------------------------------------------------------------------------------------------------------------------
+
+
+def check_block_scales(block_scale: Tensor, name: str = "block_scale") -> None:
+    """NonFiniteError when block scales, e4m3 or e8m0, hold NaN or a negative number (-0.0 too): no quantizer writes either.
+
+    For loading a checkpoint: kernels may store scales in an unsigned type. Waits for the device.
+    """
+    if block_scale.dtype not in _NAN_BYTES:
+        raise DtypeError(f"{name} is {block_scale.dtype}", expected=" or ".join(map(str, _NAN_BYTES)))
+    nan, byte = bytes_of_nan(block_scale), block_scale.view(torch.uint8)
+    bad = nan if block_scale.dtype == torch.float8_e8m0fnu else nan | (byte > 0x7F)
+    if bad.any():
+        count = int(nan.sum())
+        raise _at_first(
+            bad, block_scale, name, f"{count} NaN and {int(bad.sum()) - count} negative",
+            expected="block scales that are numbers and not negative, as every quantizer writes them",
+            todo="the file is damaged, or these are bytes of another type or of another tensor",
+        )  # fmt: skip
+
+
+_NAN_BYTES = {torch.float8_e4m3fn: (0x7F, 0xFF), torch.float8_e8m0fnu: (0xFF,)}
+
+
+def bytes_of_nan(scale: Tensor) -> Tensor:
+    """Where 8-bit scales [...] are NaN -> bool [...]."""
+    byte = scale.view(torch.uint8)
+    found = [byte == nan for nan in _NAN_BYTES[scale.dtype]]
+    return found[0] if len(found) == 1 else found[0] | found[1]
+
+
+def check_finite(x: Tensor, name: str = "x") -> None:
+    """NonFiniteError when float x [...] holds NaN or infinity, with how many and where the first one is. Waits for the device."""
+    bad = ~x.isfinite()
+    if bad.any():
+        nan = int(x.isnan().sum())
+        raise _at_first(
+            bad, x, name, f"{nan} NaN and {int(bad.sum()) - nan} infinite",
+            expected="finite numbers: NVFP4 has nothing else, the rest would be quantized away",
+            todo=f"find what made them, or replace them with torch.nan_to_num({name})",
+        )  # fmt: skip
+
+
+def check_matrix_scales(scale: Tensor, name: str = "decode_scale") -> None:
+    """NonFiniteError when float scales [...] hold NaN, infinity or a negative number. Waits for the device."""
+    bad = ~(scale.isfinite() & (scale >= 0))
+    if bad.any():
+        raise _at_first(
+            bad, scale, name, f"{int(bad.sum())} NaN, infinite or negative",
+            expected="decode scales, amax / 2688 each, or 0 for a matrix of zeros",
+            todo="pass a scale that multiplies; or leave it out, to have it computed",
+        )  # fmt: skip
+
+
+def _at_first(bad: Tensor, x: Tensor, name: str, found: str, *, expected: str, todo: str) -> NonFiniteError:
+    """The error about x [...] at the first True of bad [...]."""
+    first = tuple(bad.nonzero()[0].tolist())
+    found = f"{found} among the {x.numel()} elements of {name} {list(x.shape)}, the first at {first}: {x[first].float().item()}"
+    return NonFiniteError(found, expected=expected, todo=todo)

@@ -1,0 +1,146 @@
+"""Floats to the parts of an encoding, and back: what every kernel is judged by."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import check_floats, check_matrix_scale, check_parts, check_same_device
+from .encoding import Element, Encoding, Quantized, Scale
+from .nvfp4 import NVFP4
+
+
+def quantize(x: Tensor, matrix_scale: Tensor | None = None, encoding: Encoding = NVFP4) -> Quantized:
+    """x float [..., N, K] -> its parts; NVFP4: codes u8 [..., N, K/2], block_scale e4m3 [..., N, K/16], decode_scale f32 [...] or [..., S].
+
+    matrix_scale: float32 [...] or [..., S] with S dividing N, if the encoding has one; `matrix_scale_of(x)` when None. How scales are
+    chosen stands with the encoding; a code is x / (scale_0 * scale_1 ...), rounded as its element is. NaN and infinity are not looked
+    for (that would wait for the device): `check_finite` does. DtypeError, ShapeError and DeviceError name what does not fit.
+    """
+    check_floats(x, encoding)
+    if encoding.axis == -2:
+        return _transposed(quantize(x.mT, matrix_scale, _along_k(encoding)), encoding)
+    if encoding.plain:
+        return Quantized(x.to(encoding.element.dtype), encoding=encoding)
+    *lead, n, k = x.shape
+    step: Tensor | float = 1.0
+    parts: list[Tensor] = []
+    for scale in reversed(encoding.scales):
+        made = _scale(x, scale, step, matrix_scale, encoding)
+        parts.insert(0, made)
+        step = step * _factor(made, scale, lead, n, k, encoding)
+    blocks = x.reshape(*lead, n, *_blocks(encoding, k))
+    unit = torch.where(blocks.abs().amax(-1) == 0, 1.0, step)  # what a code of 1 is worth; 0 / 0 must not arise
+    codes = _coded((blocks / unit.unsqueeze(-1)).reshape(*lead, n, k), encoding.element)
+    return Quantized(codes, *parts, encoding=encoding)
+
+
+def matrix_scale_of(x: Tensor, encoding: Encoding = NVFP4) -> Tensor:
+    """x float [..., N, K] -> f32 [...]: the scale of each matrix, amax / 2688 in NVFP4. A 2-D x gives a 0-d tensor.
+
+    DtypeError unless x is float32, bfloat16 or float16; ShapeError when x has fewer than two dimensions or no elements.
+    """
+    check_floats(x, encoding, elements=True)
+    return _rounded(x.abs().amax((-2, -1)).float(), encoding.scales[-1], 1.0)
+
+
+def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The parts of `[..., N, K]` -> dtype [..., N, K]: `code * (scale_0 * scale_1 ...)` in float32, rounded once to dtype.
+
+    Equal numbers to those of ModelOpt, torchao, compressed-tensors and vLLM. Code 8 of E2M1 is -0.0, as in torchao, compressed-tensors
+    and ml_dtypes; ModelOpt makes it 0.0. All bytes of a scale mean what its dtype says: the sign counts, NaN gives NaN.
+    Raises as `check_quantized`.
+    """
+    encoding = q.encoding
+    if encoding.axis == -2:
+        return dequantize(_transposed(q, _along_k(encoding)), dtype).mT
+    *lead, n, k = check_parts(q, encoding)
+    values = _values(q[0], encoding.element).view(*lead, n, *_blocks(encoding, k))
+    step: Tensor | None = None
+    for scale, part in zip(encoding.scales, q[1:], strict=True):
+        factor = _factor(part, scale, lead, n, k, encoding)
+        step = factor if step is None else step * factor
+    if step is not None:
+        values = values * step.unsqueeze(-1) if encoding.plain else values.mul_(step.unsqueeze(-1))
+    return values.view(*lead, n, k).to(dtype)
+
+
+# Scales ------------------------------------------------------------------------------------------------------------------
+
+
+def _scale(x: Tensor, scale: Scale, outer: Tensor | float, given: Tensor | None, encoding: Encoding) -> Tensor:
+    """A scale of x, in its dtype: chosen, or given if it is that of the matrix."""
+    *lead, n, k = x.shape
+    if scale.block:
+        return _rounded(x.reshape(*lead, n, k // scale.block, scale.block).abs().amax(-1).float(), scale, outer)
+    made = matrix_scale_of(x, encoding) if given is None else given
+    check_matrix_scale(made, lead, n, scale)
+    check_same_device(x, made, scale.part)
+    return made
+
+
+def _rounded(amax: Tensor, scale: Scale, outer: Tensor | float) -> Tensor:
+    wanted = scale.choose(amax, outer)
+    if scale.minimum or scale.maximum != float("inf"):
+        wanted = wanted.clamp(scale.minimum, scale.maximum)
+    return wanted.to(scale.dtype)
+
+
+def _factor(part: Tensor, scale: Scale, lead: list[int], n: int, k: int, encoding: Encoding) -> Tensor:
+    """What a scale multiplies by -> f32 [..., N, blocks], with 1 where a dimension is shared; blocks: the finest of the encoding."""
+    value = part.float().reciprocal() if scale.divides else part.float()
+    if not scale.block:
+        return _per_row(value, lead, n)
+    repeats = scale.block // _blocks(encoding, k)[1]
+    return value if repeats == 1 else value.repeat_interleave(repeats, -1)
+
+
+def _blocks(encoding: Encoding, k: int) -> tuple[int, int]:
+    """How many runs of elements along K share all of their scales, and how many elements each has."""
+    finest = min((s.block for s in encoding.block_scales), default=k)
+    return (k // finest if finest else 1), finest
+
+
+def _per_row(scale: Tensor, lead: list[int], n: int) -> Tensor:
+    """A scale f32 [...] or [..., S] -> f32 [..., 1, 1] or [..., N, 1]."""
+    if scale.dim() == len(lead):
+        return scale[..., None, None]
+    runs = scale.shape[-1]
+    return scale[..., None].expand(*lead, runs, n // runs).reshape(*lead, n, 1)
+
+
+# Elements ----------------------------------------------------------------------------------------------------------------
+
+
+def _coded(x: Tensor, element: Element) -> Tensor:
+    """x f32 [..., K] -> the codes of an element, packed along K: the first in the lowest bits."""
+    if element.encode is None:
+        return x.to(element.dtype)
+    codes = element.encode(x)
+    packed = codes[..., 0 :: element.per_item]
+    for i in range(1, element.per_item):
+        packed = packed | codes[..., i :: element.per_item] << i * element.bits
+    return packed
+
+
+def _values(codes: Tensor, element: Element) -> Tensor:
+    """The inverse of `_coded` -> f32 [..., K], new memory. One look-up makes all numbers of a byte: twice as fast as two."""
+    if element.decode is None:
+        return codes.float() if codes.dtype != torch.float32 else codes.clone()
+    byte, mask = torch.arange(256, device=codes.device), 2**element.bits - 1
+    table = torch.stack([element.decode(byte >> i * element.bits & mask) for i in range(element.per_item)], -1).contiguous()
+    wide = table.view({1: torch.float32, 2: torch.int64}[element.per_item]).view(256)
+    found = wide.index_select(0, codes.view(torch.uint8).reshape(-1).int()).view(torch.float32)
+    return found.view(*codes.shape[:-1], codes.shape[-1] * element.per_item)
+
+
+# Blocks along N ----------------------------------------------------------------------------------------------------------
+
+
+def _along_k(encoding: Encoding) -> Encoding:
+    return Encoding(encoding.name, encoding.element, encoding.scales)
+
+
+def _transposed(q: Quantized, encoding: Encoding) -> Quantized:
+    """The parts with their last dimensions swapped, but for scales of a whole matrix."""
+    return Quantized(*(p if s.scale and not s.scale.block else p.mT for s, p in q.named()), encoding=encoding)

@@ -1,0 +1,111 @@
+"""What a layout is: the same numbers in another order of bytes, as an object with an inverse. A layout never changes meaning."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..encodings import NVFP4, Encoding
+from ..errors import ShapeError
+
+
+@dataclass(frozen=True)
+class Layout(ABC):
+    """An order of elements in memory: of one tensor, and of the parts of a weight."""
+
+    name: str
+
+    @abstractmethod
+    def storage_shape(self, shape: tuple[int, ...], count: int | None = None) -> tuple[int, ...]:
+        """The shape of a tensor of `shape` in this order, its rows cut into `count` groups (None: not cut). Sizes: int or SymInt."""
+
+    @abstractmethod
+    def why_not(self, n: Any, k: Any, encoding: Encoding = NVFP4) -> str:
+        """Why a weight [N, K] in an encoding has no such order; "" if it has."""
+
+    @abstractmethod
+    def pack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
+        """The parts of a weight [..., N, K], or the first of them, in linear order -> the same in this one.
+
+        ShapeError for a weight that has no such order.
+        """
+
+    @abstractmethod
+    def unpack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
+        """The inverse of `pack`."""
+
+
+@dataclass(frozen=True)
+class TensorLayout(Layout):
+    """A layout of one tensor, as block scales are. `inverse(forward(x, ends), x.shape, ends)` is x, but for rows of no group."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
+        """x [..., R, C] in row-major order -> the same elements in this order; with ends i32 [G] x is [M, C], its rows cut into groups."""
+
+    @abstractmethod
+    def inverse(self, stored: Tensor, shape: tuple[int, ...], ends: Tensor | None = None) -> Tensor:
+        """What `forward` returned -> x of `shape` in row-major order; rows that belong to no group are zero."""
+
+    def why_not(self, n: Any, k: Any, encoding: Encoding = NVFP4) -> str:
+        """ "": any matrix."""
+        return ""
+
+    def pack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
+        """Block scales in this order, all else as it is."""
+        return tuple(self.forward(t) if _is_block_scale(i, encoding) else t for i, t in enumerate(parts))
+
+    def unpack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
+        """The inverse of `pack`."""
+        *lead, n, packed_k = parts[0].shape
+        k = encoding.elements(packed_k)
+        shapes = [encoding.part_shape(part, lead, n, k) for part in encoding.parts]
+        return tuple(self.inverse(t, shapes[i]) if _is_block_scale(i, encoding) else t for i, t in enumerate(parts))
+
+
+def _is_block_scale(i: int, encoding: Encoding) -> bool:
+    scale = encoding.parts[i].scale
+    return scale is not None and scale.block > 0
+
+
+@dataclass(frozen=True)
+class Linear(TensorLayout):
+    """Row-major order: nothing moves."""
+
+    name: str = "linear"
+
+    def storage_shape(self, shape: tuple[int, ...], count: int | None = None) -> tuple[int, ...]:
+        """`shape`."""
+        return tuple(shape)
+
+    def forward(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
+        """x itself."""
+        return x
+
+    def inverse(self, stored: Tensor, shape: tuple[int, ...], ends: Tensor | None = None) -> Tensor:
+        """stored itself. ShapeError when its shape is another."""
+        check_stored(stored, tuple(shape), self.name)
+        return stored
+
+
+LINEAR = Linear()
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """x as a dtype that every operation takes: fp8 and fp4 as uint8, all else as it is."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def check_stored(stored: Tensor, want: tuple[int, ...], where: str) -> None:
+    """ShapeError unless a stored tensor has the shape that `forward` makes."""
+    if tuple(stored.shape) != want:
+        raise ShapeError(
+            f"stored is {list(stored.shape)}",
+            expected=f"{list(want)}, what forward makes of the shape asked for",
+            todo="pass the shape and the ends that forward was given",
+            where=where,
+        )

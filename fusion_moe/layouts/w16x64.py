@@ -1,0 +1,111 @@
+"""`w16x64` is the order in which the CUDA kernels read weights: a warp's lane loads 16 consecutive bytes, and what it then holds are
+operands of mma.sync. It is three choices:
+
+tile order        matrices are cut into tiles of 16 rows and 64 columns, from left to right, then down. Lane 4 r + c has of the rows r and
+                  r + 8 the 16 elements of block c: element (row r + 8 i, column 16 c + 8 h + 2 v + j), r < 8, c < 4, i, h, j < 2, v < 4
+code order        how a tile's elements lie in its bytes, by their width: code_orders.py
+scale recoding    the bytes of block scales, by their dtype: recodings.py. A tile's scales, one for `block` elements along K, lie
+
+    scale (row r + 8 i, block b of the tile)  ->  place  2 (64 / block) r + 2 b + i
+
+Codes and scales are parts of their own, each in tile order. Scales of a whole matrix stay as they are.
+
+>>> import torch
+>>> codes = torch.zeros(16, 32, dtype=torch.uint8)
+>>> codes[0, 4] = 0x0F                                       # row 0, column 8 is -6: h = 1, i = 0, j = 0; all other codes are 0
+>>> scale = torch.arange(0x30, 0x70, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 4)
+>>> stored, stored_scale = W16X64.pack(codes, scale)
+>>> stored.flatten()[:4].tolist(), hex(0x1C000008)           # bit 3 of half 0, bits 12-10 of half 1
+([8, 0, 0, 28], '0x1c000008')
+>>> (stored_scale.view(torch.uint8) - 0x80).view(8, 4, 2)[0].tolist()          # rows 0 and 8, which begin with 0x30 and 0x50
+[[48, 80], [49, 81], [50, 82], [51, 83]]
+>>> [torch.equal(a, b) for a, b in zip(W16X64.unpack(stored, stored_scale), (codes, scale))]
+[True, True]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..encodings import NVFP4, Encoding, Part
+from ..errors import ShapeError
+from .code_orders import CODE_ORDERS
+from .layout import Layout, as_bytes
+from .recodings import RECODINGS
+
+ROWS, COLUMNS = 16, 64  # of a tile
+
+
+@dataclass(frozen=True)
+class W16x64(Layout):
+    """Weights as CUDA kernels read them. See the head of this file. N is a multiple of 16, K of 64."""
+
+    name: str = "w16x64"
+
+    def storage_shape(self, shape: tuple[int, ...], count: int | None = None) -> tuple[int, ...]:
+        """`shape`."""
+        return tuple(shape)
+
+    def why_not(self, n: Any, k: Any, encoding: Encoding = NVFP4) -> str:
+        """Why a matrix [N, K] has no such order; "" if it has."""
+        if n % ROWS or k % COLUMNS:
+            return f"N = {n} is no multiple of {ROWS}, or K = {k} of {COLUMNS}"
+        if encoding.element.bits not in CODE_ORDERS or encoding.axis != -1:
+            return f"{encoding.name} has elements of {encoding.element.bits} bits: {' and '.join(map(str, CODE_ORDERS))} have an order"
+        strange = next((s for s in encoding.block_scales if s.dtype not in RECODINGS or COLUMNS % s.block), None)
+        return f"{encoding.name} has scales {strange.dtype} for {strange.block} elements, which have no order" if strange else ""
+
+    def pack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
+        """The parts of a weight [..., N, K], or the first of them, in linear order -> the same in this one. ShapeError: see `why_not`."""
+        self._check(parts[0], encoding)
+        return tuple(self._pack(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False))
+
+    def unpack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
+        """The inverse of `pack`."""
+        self._check(parts[0], encoding)
+        return tuple(self._unpack(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False))
+
+    def _check(self, elements: Tensor, encoding: Encoding) -> None:
+        n, k = elements.shape[-2], encoding.elements(elements.shape[-1])
+        if why := self.why_not(n, k, encoding):
+            expected = f"whole tiles of {ROWS} rows and {COLUMNS} columns"
+            raise ShapeError(why, expected=expected, todo="keep the linear layout", where=self.name)
+
+    def _pack(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
+        if part.scale is None:
+            order = CODE_ORDERS[encoding.element.bits]
+            *lead, n, k = order.unpacked(t).shape
+            x = order.unpacked(t).view(*lead, n // 16, 2, 8, k // 64, 4, 2, 4, 2)  # i r . c h v j
+            return order.stored(moved(x, (0, 3, 2, 4, 6, 7, 5, 1))).view(t.dtype).view(t.shape)  # . r c v j h i
+        if not part.scale.block:
+            return t
+        *lead, n, blocks = t.shape
+        each = COLUMNS // part.scale.block
+        tiles = moved(as_bytes(t).view(*lead, n // 16, 2, 8, blocks // each, each), (0, 3, 2, 4, 1))
+        return RECODINGS[part.scale.dtype].forward(tiles).view(t.dtype).view(t.shape)
+
+    def _unpack(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
+        if part.scale is None:
+            order = CODE_ORDERS[encoding.element.bits]
+            *lead, n, packed_k = t.shape
+            k = encoding.elements(packed_k)
+            x = moved(order.read(t, (*lead, n // 16, k // 64)), (0, 7, 2, 1, 3, 6, 4, 5))
+            return order.packed(x.view(*lead, n, k)).view(t.dtype).view(t.shape)
+        if not part.scale.block:
+            return t
+        *lead, n, blocks = t.shape
+        each = COLUMNS // part.scale.block
+        linear = moved(as_bytes(t).view(*lead, n // 16, blocks // each, 8, each, 2), (0, 4, 2, 1, 3))
+        return RECODINGS[part.scale.dtype].inverse(linear).view(t.dtype).view(t.shape)
+
+
+def moved(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """x with its last dimensions in another order, in one piece."""
+    lead = x.dim() - len(order)
+    return x.permute(*range(lead), *(lead + d for d in order)).contiguous()
+
+
+W16X64 = W16x64()

@@ -1,0 +1,120 @@
+"""grouped_mm and fused_experts with weights of every encoding: against plain torch, eager and compiled, with derivatives."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import fusion_moe
+from fusion_moe.encodings import ENCODINGS, dequantize, quantize
+from fusion_moe.errors import DtypeError, OptionError, ShapeError
+from fusion_moe.layouts import LAYOUTS
+
+ops = torch.ops.fusion_moe
+E, H, I, T, K = 4, 64, 128, 9, 2
+FORMATS = ["nvfp4", "mxfp4", "bf16", "f16", "f32"]
+
+
+def weight(fmt: str, *shape: int, seed: int = 0):
+    return quantize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 8, encoding=ENCODINGS[fmt])
+
+
+def tokens(dtype=torch.bfloat16):
+    g = torch.Generator().manual_seed(1)
+    ids = torch.rand(T, E, generator=g).argsort(-1)[:, :K]
+    return torch.randn(T, H, generator=g).to(dtype), ids, torch.rand(T, K, generator=g)
+
+
+def by_hand(x, ids, w, gate_up, down, gate_up_bias=None):
+    """In float64, on dequantized weights."""
+    gu, d = (dequantize(q).double() for q in (gate_up, down))
+    out = torch.zeros(T, H, dtype=torch.float64)
+    for t in range(T):
+        for e, p in zip(ids[t].tolist(), w[t].double(), strict=True):
+            y = gu[e] @ x[t].double() + (0 if gate_up_bias is None else gate_up_bias[e].double())
+            gate, up = y.chunk(2)
+            out[t] += p * (d[e] @ (torch.nn.functional.silu(gate) * up))
+    return out
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("target", ["reference", "auto"])
+def test_experts(fmt, target):
+    x, ids, w = tokens()
+    gate_up, down = weight(fmt, E, 2 * I, H), weight(fmt, E, H, I, seed=2)
+    bias = torch.randn(E, 2 * I, generator=torch.Generator().manual_seed(5)).bfloat16()
+    with fusion_moe.options.override(target=target):
+        got = ops.fused_experts(x, ids, w, gate_up, down, bias, weight_format=fmt)
+    want = by_hand(x, ids, w, gate_up, down, bias)
+    assert (got.double() - want).norm() < 8e-3 * want.norm()
+
+
+def test_named_operations_are_the_general_ones():
+    x, ids, w = tokens()
+    gate_up, down = weight("nvfp4", E, 2 * I, H), weight("nvfp4", E, H, I, seed=2)
+    general = ops.fused_experts(x, ids, w, gate_up, down, interleave=8, limit=2.0, weight_format="nvfp4")
+    assert torch.equal(general, ops.expert_mlp(x, ids, w, *gate_up, *down, interleave=8, limit=2.0))
+    a, offs = torch.randn(7, H).bfloat16(), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    assert torch.equal(ops.grouped_mm(a, gate_up, offs), ops.nvfp4_grouped_mm(a, *gate_up, offs))
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "bf16"])
+def test_prepared_weights_compute_the_same(fmt):
+    """The layout of CUDA's kernels, which the reference reads too."""
+    q = weight(fmt, E, 2 * I, H)
+    a, offs = torch.randn(7, H, generator=torch.Generator().manual_seed(1)).bfloat16(), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    stored = LAYOUTS["w16x64"].pack(*q, encoding=ENCODINGS[fmt])
+    with fusion_moe.options.override(target="reference"):
+        want = ops.grouped_mm(a, list(q), offs, weight_format=fmt)
+        assert torch.equal(ops.grouped_mm(a, stored, offs, weight_format=fmt, weight_layout="w16x64"), want)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "bf16"])
+def test_compiled(fmt):
+    gate_up, down = weight(fmt, E, 2 * I, H), weight(fmt, E, H, I, seed=2)
+
+    def layer(x, ids, w):
+        return ops.fused_experts(x * 2, ids, w, list(gate_up), list(down), weight_format=fmt) + x
+
+    call = tokens()
+    got = torch.compile(layer, backend="fusion_moe", fullgraph=True)(*call)
+    torch.testing.assert_close(got, layer(*call), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "f32"])
+def test_opcheck(fmt):
+    a, offs = torch.randn(7, H, requires_grad=True), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    utils = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    utils += ["test_schema"] if fmt != "mxfp4" else []  # torch's allclose, which that calls, knows no e8m0
+    opcheck(ops.grouped_mm.default, (a, list(weight(fmt, E, 96, H)), offs), {"weight_format": fmt}, test_utils=utils)
+
+
+def test_gradients_of_plain_weights():
+    """Each tensor of a list has its own."""
+    x, ids, w = tokens(torch.float32)
+    gate_up, down = (weight("f32", *s).values.requires_grad_() for s in ((E, 2 * I, H), (E, H, I)))
+    x.requires_grad_(), w.requires_grad_()
+    ops.fused_experts(x, ids, w, [gate_up], [down], weight_format="f32").square().sum().backward()
+    got = [t.grad.clone() for t in (x, w, gate_up, down)]
+    for t in (x, w, gate_up, down):
+        t.grad = None
+    y = torch.einsum("enh,th->ten", gate_up, x)
+    gate, up = y.chunk(2, -1)
+    out = torch.einsum("ehi,tei->teh", down, torch.nn.functional.silu(gate) * up)
+    (out.gather(1, ids[..., None].expand(-1, -1, H)) * w[..., None]).sum(1).square().sum().backward()
+    for a, b in zip(got, (x.grad, w.grad, gate_up.grad, down.grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * b.abs().max().item())
+
+
+def test_refusals():
+    a, offs = torch.randn(7, H).bfloat16(), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    q = weight("nvfp4", E, 96, H)
+    with pytest.raises(OptionError, match="grouped_mm: encoding 'fp5'; expected one of nvfp4, mxfp4"):
+        ops.grouped_mm(a, list(q), offs, weight_format="fp5")
+    with pytest.raises(ShapeError, match="grouped_mm: 3 tensors of a weight; expected 2 for mxfp4: codes, block_scale"):
+        ops.grouped_mm(a, list(q), offs, weight_format="mxfp4")
+    with pytest.raises(DtypeError, match="grouped_mm: pack: block_scale is f8e4m3.*; expected dtype f8e8m0"):
+        ops.grouped_mm(a, list(q[:2]), offs, weight_format="mxfp4")
+    with pytest.raises(DtypeError, match="grouped_mm: the weight is f16.*; expected dtype bf16"):
+        ops.grouped_mm(a, [torch.zeros(E, 96, H).half()], offs, weight_format="bf16")
+    with pytest.raises(ShapeError, match="N = 96 is no multiple of 16, or K = 32 of 64"):
+        ops.grouped_mm(a[:, :32], list(weight("nvfp4", E, 96, 32)), offs, weight_layout="w16x64")
