@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 import subprocess
-from functools import cache
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 
@@ -79,6 +82,12 @@ def launches(source: Source, tokens: int, arch: str = "sm_90a") -> list[Launched
     return source.launches(dict.fromkeys(source.fusion.symbols, tokens), arch)
 
 
+def build_all(kernels: Iterable[Launched], arch: str) -> None:
+    """In threads: NVRTC lets others run meanwhile."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        assert all(path.stat().st_size for path in pool.map(partial(build, arch=arch), kernels))
+
+
 def sorted_rows(k: int, n: int = 1536, groups: int = 128) -> Product:
     """One product, whose rows are in memory, sorted."""
     t, e = TensorType, groups
@@ -119,18 +128,16 @@ def loops(lines: tuple[str, ...]) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize("layout", ["linear", "w16x64"])
 def test_a_layer_compiles_for_every_architecture(arch, layout):
     clamped = {"interleave": 8, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "bias": True}
-    for changes in ({}, clamped, {"scale_on": "input", "interleave": 1}):
-        for source in sources(layout=layout, **changes):
-            for tokens in (1, 300):  # ids that fit one block, and more
-                assert all(build(launched, arch).stat().st_size for launched in launches(source, tokens, arch))
+    layers = (sources(layout=layout, **changes) for changes in ({}, clamped, {"scale_on": "input", "interleave": 1}))
+    tokens = (1, 300)  # ids that fit one block, and more
+    build_all([x for layer in layers for source in layer for count in tokens for x in launches(source, count, arch)], arch)
 
 
 @pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (1, 8), (2, 1)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_sizes_that_a_tracer_knows_have_kernels(tokens, slots, bias):
     """One token, or one slot, is what graphs are specialized for."""
-    for source in sources(tokens=tokens, slots=slots, bias=bias):
-        assert all(build(launched, "sm_90a").stat().st_size for launched in source.launches({}, "sm_90a"))
+    build_all([x for source in sources(tokens=tokens, slots=slots, bias=bias) for x in source.launches({}, "sm_90a")], "sm_90a")
 
 
 def round_of(variant: FewRows) -> int:

@@ -78,7 +78,7 @@ def random_weight(groups: int, n: int, k: int, runs: int = 0, exact: bool = Fals
 
 
 def quantized(layout: str, count: int = E, hidden: int = H, inner: int = I):
-    gate_up, down = float_weights(count, hidden, inner)
+    gate_up, down = (w * 0.4 for w in float_weights(count, hidden, inner))
     return [*stored(quantize_gate_up(gate_up), layout), *stored(quantize(down), layout)]
 
 
