@@ -483,9 +483,8 @@ def test_nothing_is_compiled_during_a_capture():
 
 
 def test_the_reference_is_said_to_be_used():
-    """f16 activations have no kernel yet."""
     args = [*tokens(torch.zeros(7, 1, dtype=torch.long)), *quantized("linear")]
-    args[0] = args[0].half()
+    args[0] = args[0].float()
     made = bind(SPECS["expert_mlp"], args, {})
     program = compile_fusion(fusion_of("expert_mlp", eager_types(made), made.others), TARGETS["cuda"], Options())
-    assert "activations f16" in program.kernels[0].why
+    assert "activations in f32" in program.kernels[0].why
