@@ -1,12 +1,12 @@
-"""NVFP4 grouped products and a whole layer of experts on the CPU, against reading their bytes and against torch, in one process.
+"""NVFP4 grouped products and a whole expert MLP on the CPU, against read bandwidth and against torch, in one process.
 
     python benchmarks/cpu_moe.py [--threads 1 2] [--repeats 7] [--json FILE] [--no-page]
 
-Each cell: `experts` matrices n x k, more than the last-level cache holds, and the same number of rows for each. All contenders take turns,
-`repeats` times; printed are medians, and the spread of ours as (longest - shortest) / median. Bytes are those of the NVFP4 weights, 0.5625
-for each, whoever reads them, so that columns compare. "read" is the loop with which the library measures a
-machine's bandwidth (fusion_moe/runtime/bandwidth.cpp), over a GiB in the same turns. Times are of the thread's CPU for one thread, of the
-wall for more. Tables and a plot go into docs/performance.md.
+Each cell: `experts` matrices n x k, more than the last-level cache holds, each with the same number of rows. Contenders are interleaved and
+run `repeats` times; the tables show medians, and our spread as (longest - shortest) / median. GB/s count the bytes of the NVFP4 weights,
+0.5625 each, for every contender, so that columns compare. "read" is the loop with which the library measures a machine's bandwidth
+(fusion_moe/runtime/bandwidth.cpp), over a GiB, interleaved too. Times are CPU time for one thread, wall time for more. The tables
+and a plot go into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def on_large_pages(*tensors: Tensor) -> str:
 
 
 class Clock:
-    """Medians of contenders that take turns."""
+    """Medians of interleaved contenders."""
 
     def __init__(self, threads: int, repeats: int):
         self.threads, self.repeats = threads, repeats
@@ -145,7 +145,7 @@ def layers(clock: Clock, read: Callable[[Tensor], None], pool: Tensor) -> list[d
     hidden, intermediate, experts, _ = LAYER
     shapes = (2 * intermediate, hidden), (hidden, intermediate)
     packed = [t for n, k in shapes for t in random_weight(experts, n, k)]
-    print(f"weights of the layer: {on_large_pages(*packed)}")
+    print(f"weights of the MLP: {on_large_pages(*packed)}")
     bf16 = [torch.randn(experts, *s).bfloat16() / 32 for s in shapes]
     return [layer(clock, lambda: read(pool), pool.numel(), tokens, packed, bf16) for tokens in TOKENS]
 
@@ -199,14 +199,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--most-rows", type=int, default=max(ROWS))
     parser.add_argument("--skip", choices=("products", "layers"), nargs="*", default=[])
-    parser.add_argument("--peers", action="store_true", help="other people's products too, where they are installed (cpu_peers.py)")
-    parser.add_argument("--json", type=Path, help="keep what was found; benchmarks/cpu_page.py makes the page of it")
+    parser.add_argument("--peers", action="store_true", help="measure other packages' products too, where installed (cpu_peers.py)")
+    parser.add_argument("--json", type=Path, help="write the results here; benchmarks/cpu_page.py turns them into the page")
     parser.add_argument("--no-page", action="store_true", help="leave docs/performance.md as it is")
     told = parser.parse_args()
     torch.manual_seed(0)
     pool = pages.empty((2**30,), torch.uint8).fill_(1)
     print(f"fusion_moe {fusion_moe.__version__}, torch {torch.__version__}, {bandwidth.cpu()}, tier {isa.selected()}")
-    print(f"what is read: {on_large_pages(pool)}")
+    print(f"read: {on_large_pages(pool)}")
     found: dict[str, Any] = {"machine": machine(told.repeats, on_large_pages(pool)), "products": [], "layers": []}
     for threads in told.threads:
         torch.set_num_threads(threads)

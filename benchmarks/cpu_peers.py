@@ -1,4 +1,4 @@
-"""Other people's 4-bit products on the CPU, where they are installed: for `python benchmarks/cpu_moe.py --peers`."""
+"""4-bit products of other packages on the CPU, where installed: for `python benchmarks/cpu_moe.py --peers`."""
 
 from __future__ import annotations
 

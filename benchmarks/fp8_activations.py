@@ -1,14 +1,14 @@
-"""What activations in fp8 would cost and bring on Hopper, whose tensor cores multiply e4m3 at twice the rate of bf16.
+"""What fp8 activations would cost and gain on Hopper, whose tensor cores multiply e4m3 at twice the rate of bf16.
 
     python benchmarks/fp8_activations.py [--text BYTES] [--tokens 8192]
 
 Cost, on any machine: the perplexity of the small real Qwen3-MoE of examples/ on held-out text, with experts computed in float32 from
-weights and activations that are rounded. Products in fp8 multiply numbers in e4m3 over the whole of K, so decoded NVFP4 weights must be
+weights and activations that are rounded. Products in fp8 multiply numbers in e4m3 over the whole of K, so dequantized NVFP4 weights must be
 rounded once more: a code times its block scale has up to 6 significant bits, e4m3 has 4. Activations have one scale a row, weights one for
 each row of their matrix.
 
-Gain, on a Hopper GPU: torch's dense products in fp8 against bf16, of the sizes of real models' experts. They decode no weights:
-it is the most that fp8 could bring.
+Gain, on a Hopper GPU: torch's dense products in fp8 against bf16, of the sizes of real models' experts. They dequantize nothing:
+it is the most that fp8 could gain.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def dense(tokens: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=int, default=60_000, help="bytes of held-out text; 0: no perplexities")
+    parser.add_argument("--text", type=int, default=60_000, help="bytes of held-out text; 0: skip perplexities")
     parser.add_argument("--tokens", type=int, default=8192)
     told = parser.parse_args()
     with torch.inference_mode():

@@ -1,7 +1,7 @@
-"""What h200_moe.py measures: models, cells, their weights, routings and inputs, and what is right.
+"""What h200_moe.py measures: models, cells, their weights, routings and inputs, and tolerances.
 
-A cell is one part of one model's expert MLP at a number of tokens under a kind of routing. Its floor is the time in which the card reads
-the NVFP4 weights of the experts that get a token, or multiplies, whichever is longer; both rates were measured on an H200.
+A cell is one part of one model's expert MLP at a number of tokens under a kind of routing. Its floor is the time to read the
+NVFP4 weights of the experts that get a token, or to multiply, whichever is longer; both rates were measured on an H200.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who computes the cells of h200_moe.py: this library, and torch. Humming is in h200_humming.py.
 
-Each contender takes the same weights and gives, for a cell, calls to be captured in a CUDA graph. Products begin with rows that are sorted
-by expert already, but for Humming's indexed mode, which gathers them. The MLP begins with the ids of experts and ends with tokens.
+Each contender takes the same weights and returns, for a cell, calls to be captured in a CUDA graph. Products start from rows sorted by
+expert, except in Humming's indexed mode, which gathers them. The MLP starts from expert ids and ends with tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Humming, of the package humming-kernels, as a contender of h200_moe.py: both its kinds of products for mixtures of experts.
+"""Humming (package humming-kernels) as a contender of h200_moe.py: both of its grouped products.
 
-Its own tables of schedules choose the kernels. It has none that sort ids or sum a token's experts: in the MLP these are this library's
+Its own schedule tables choose the kernels. It has none that sort ids or sum over a token's experts: in the MLP these are this library's
 `route` and `combine` and, for the indexed kind, h200_align.py.
 """
 

@@ -4,15 +4,15 @@
                                   [--contender fusion_moe ...] [--repeats 7] [--minutes 7] [--commit HASH]
     python benchmarks/h200_page.py h200.jsonl
 
-Each cell (h200_cells.py) is done by all contenders (h200_contenders.py, h200_humming.py). What one does, some calls that rotate over layers
-and routings, is captured in a CUDA graph; the graph's result is filled with NaN, the graph is replayed, and the result of its last call is
-checked against float32; then the graphs are replayed in turns. Times are medians, divided by the number of calls.
+Every contender (h200_contenders.py, h200_humming.py) runs each cell (h200_cells.py): calls rotating over layers and routings, captured in
+a CUDA graph. The graph's result is filled with NaN, the graph is replayed, and the result of its last call is checked against float32;
+then the graphs are replayed, interleaved. Times are medians, divided by the number of calls.
 
-Peers are what is installed: `pip install humming-kernels==0.1.19`, which compiles its kernels when a model's cells begin, and keeps them in
-HUMMING_CACHE_DIR. One that is missing or fails is named, with the reason.
+Installed peers take part: `pip install humming-kernels==0.1.19`, which compiles its kernels when a model's cells begin, and caches them in
+HUMMING_CACHE_DIR. A peer that is missing or fails is named, with the reason.
 
-A finished cell is one line of JSON at the end of the file --out; a cell that stands there is not measured again, and no cell is begun after
---minutes. So a run can be continued, by the same command. Clocks and power are read while the graphs run.
+A finished cell is appended to --out as one line of JSON; cells in the file are skipped, and no cell starts after --minutes. So the same
+command resumes a run. Clocks and power are read while the graphs run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def capture(calls: Sequence[Call]) -> Captured:
 
 
 def replays(graphs: Mapping[str, Captured], repeats: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Microseconds a call of each repetition, contenders in turns; clocks and power meanwhile."""
+    """Microseconds a call of each repetition, contenders interleaved; clocks and power meanwhile."""
     events = {name: [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(repeats)] for name in graphs}
     for captured in graphs.values():
         captured.graph.replay()
@@ -208,7 +208,7 @@ def main() -> None:
         bench = None
         for cell in cells:
             if time.monotonic() - begun > 60 * told.minutes:
-                print(f"stopped before {cell}; the same command goes on there")
+                print(f"stopped before {cell}; the same command resumes there")
                 return
             torch.manual_seed(0)
             bench = bench or Bench(name, told.contender, cells)

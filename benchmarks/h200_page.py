@@ -1,9 +1,9 @@
-"""What benchmarks/h200_moe.py measured, as a part of docs/performance.md and a plot. No GPU is needed:
+"""Writes what benchmarks/h200_moe.py measured: a summary and a plot into docs/performance.md, every cell into docs/h200.md. Needs no GPU:
 
     python benchmarks/h200_page.py FILE.jsonl [FILE.jsonl ...]
 
-A cell that stands in several lines is taken from the last. The part stands between two marks. Beside what ran in one process stands the
-best of what h200_recorded.json holds, of peers that were measured apart.
+If a cell is in several lines, the last one counts. Each section is between two marks. Next to the peers of the same process the tables show
+the best of h200_recorded.json: peers that were measured separately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from page import DOCS, plots, put
 
 HERE = Path(__file__).resolve().parent
 OURS, PEERS, DENSE = "fusion_moe", ("humming indexed", "humming grouped", "torch"), "dense"
-TITLES = {"gemm1": "Gate and up in one product", "gemm2": "Down", "mlp": "The whole expert MLP, from the ids of experts on"}
+TITLES = {"gemm1": "Gate and up, one product", "gemm2": "Down", "mlp": "The expert MLP, from expert ids to its result"}
 _COPY = 4.2e12  # bytes a second, read and written
 _MANY = 2048  # tokens from which on the products' arithmetic is what takes time
 _RATIOS = (1, 1.5, 2, 3, 5, 10, 20)  # marked in the plot
@@ -59,15 +59,15 @@ def key(row: Row) -> tuple[Any, ...]:
 
 
 def write(rows: Sequence[Row]) -> Path:
-    """Puts tables and plot into docs/; returns the page."""
+    """Puts tables and plot into docs/; returns the page with the summary."""
     rows = [row for _, row in sorted({key(row): row for row in rows}.items())]
     plot = DOCS / "h200.svg"
-    lines = ["## H200: mixtures of experts", "", *_provenance(rows), *_summary(rows)]
+    lines = [*_provenance(rows), *_summary(rows), *_overview([row for row in rows if row["part"] == "mlp"])]
     if _draw(rows, plot):
         lines += [f"![Time over the floor against tokens]({plot.name})", ""]
-    for part in dict.fromkeys(row["part"] for row in rows):
-        lines += _table(part, [row for row in rows if row["part"] == part])
-    return put("H200", "h200_page.py", "\n".join([*lines, *_missing(rows)]))
+    cells = [line for part in dict.fromkeys(row["part"] for row in rows) for line in _table(part, [r for r in rows if r["part"] == part])]
+    put("cells", "h200_page.py", "\n".join([*cells, *_missing(rows)]), "h200.md")
+    return put("H200", "h200_page.py", "\n".join(lines))
 
 
 # Text -----------------------------------------------------------------------------------------------------------------
@@ -81,18 +81,18 @@ def _provenance(rows: Sequence[Row]) -> list[str]:
     clock, power = ([f(row[of][i] for row in rows) for f, i in ((min, 0), (max, 1))] for of in ("MHz", "W"))
     return [
         *lines, "",
-        f"Replays of CUDA graphs over several layers and routings, contenders in turns, medians; {clock[0]:.0f} to {clock[1]:.0f} MHz,"
-        f" {power[0]:.0f} to {power[1]:.0f} W meanwhile. Every result was compared with float32 first. The floor is the longer of reading"
-        " the NVFP4 weights of the experts that get a token at 4.55 TB/s, and multiplying at 780 TFLOP/s. Single products begin with"
-        " sorted rows, but for Humming's indexed mode, which gathers them; in the MLP Humming sorts ids and sums experts with this"
-        " library's operations. \"Recorded\" is the fastest of Marlin (NVFP4), triton_kernels (MXFP4) and, in the"
-        " MLP, Humming within vLLM, measured apart on such a card (benchmarks/h200_recorded.json says how). \"Dense\" is torch's dense bf16"
-        " products of as many rows; in the MLP with the bytes that summing experts moves, at 4.2 TB/s.", "",
+        f"CUDA graphs over several layers and routings, contenders interleaved, medians; {clock[0]:.0f} to {clock[1]:.0f} MHz,"
+        f" {power[0]:.0f} to {power[1]:.0f} W during the runs. Every result was checked against float32 first. The floor is the longer of"
+        " reading the NVFP4 weights of the experts that get a token at 4.55 TB/s, and multiplying at 780 TFLOP/s. Single products start"
+        " from sorted rows, except in Humming's indexed mode, which gathers them. In the MLP Humming uses this library's operations to sort"
+        " ids and to sum over experts. \"Recorded\" is the fastest of Marlin (NVFP4), triton_kernels (MXFP4) and, for the MLP, Humming in"
+        " vLLM, measured separately on an H200 (benchmarks/h200_recorded.json says how). \"Dense\" is torch's dense bf16 product of as"
+        " many rows; for the MLP plus the bytes that summing over experts moves, at 4.2 TB/s.", "",
     ]  # fmt: skip
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:
-    """How many cells are won and lost, against peers beside and, without one, against what was recorded."""
+    """How many cells are won and lost: against peers of the same process and, without one, against what was recorded."""
     ours = [row for row in rows if us(row, OURS) is not None]
     if not ours:
         return [f"{OURS} was not measured in any of these cells.", ""]
@@ -101,8 +101,8 @@ def _summary(rows: Sequence[Row]) -> list[str]:
     errors = {p: max((r["contenders"][OURS]["error"] for r in ours if r["part"] == p), default=None) for p in PARTS}
     largest = ", ".join(f"{p} {e:.1e}" for p, e in errors.items() if e is not None)
     return [
-        *_won_and_lost(ours, beside, "the best peer's time, measured beside it"),
-        *_won_and_lost(ours, alone, "the recorded time, no peer beside it"),
+        *_won_and_lost(ours, beside, "the time of the best peer in the same process"),
+        *_won_and_lost(ours, alone, "the recorded time, where no peer ran in the same process"),
         f"Largest relative error: {largest}.", "",
     ]  # fmt: skip
 
@@ -119,6 +119,23 @@ def _won_and_lost(rows: Sequence[Row], others: Mapping[tuple[Any, ...], tuple[fl
     ]
 
 
+def _overview(rows: Sequence[Row]) -> list[str]:
+    """One line for each model and routing, one column for each number of tokens."""
+    tokens, lines = sorted({row["tokens"] for row in rows}), dict[str, dict[int, str]]()
+    for row in rows:
+        ours = us(row, OURS)
+        shown = (_shown(row, OURS), _ratio(ours, row["floor_us"]), _against(ours, best_peer(row)))
+        lines.setdefault(_title(row), {})[row["tokens"]] = ", ".join(text for text in shown if text)
+    if not rows:
+        return []
+    return [
+        "The expert MLP, from expert ids to its result; columns are tokens. Each cell: us, times the floor, times the best peer's time.",
+        "",
+        f"| model | {' | '.join(map(str, tokens))} |", f"|{'---|' * (len(tokens) + 1)}",
+        *(f"| {title} | {' | '.join(found.get(t, '') for t in tokens)} |" for title, found in lines.items()), "",
+    ]  # fmt: skip
+
+
 _HEAD = (
     "model", "tokens", "experts", "floor, us", "ours, us", "of floor", "spread", "best peer, us", "ours / best peer",
     "recorded, us", "ours / recorded", *(f"{p}, us" for p in PEERS), "dense, us", "ours / dense",
@@ -130,9 +147,8 @@ def _table(part: str, rows: Sequence[Row]) -> list[str]:
     lines = [f"### {TITLES[part]}", "", f"| {' | '.join(_HEAD)} |", f"|{'---|' * len(_HEAD)}"]
     for row in rows:
         ours, peer, other = us(row, OURS), best_peer(row), apart.get(key(row))
-        zipf = "" if row["routing"] == "uniform" else f" ({row['routing']})"
         cells = [
-            MODELS[row["model"]].title + zipf, str(row["tokens"]), f"{row['touched']:.0f}", _us(row["floor_us"]), _shown(row, OURS),
+            _title(row), str(row["tokens"]), f"{row['touched']:.0f}", _us(row["floor_us"]), _shown(row, OURS),
             _ratio(ours, row["floor_us"]), f"{row['contenders'][OURS]['spread']:.0%}" if ours else "",
             f"{_us(peer[0])} {peer[1]}" if peer else "", _against(ours, peer), f"{_us(other[0])} {other[1]}" if other else "",
             _against(ours, other), *(_shown(row, name) for name in PEERS), _us(dense) if (dense := dense_us(row)) else "",
@@ -140,6 +156,11 @@ def _table(part: str, rows: Sequence[Row]) -> list[str]:
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
+
+
+def _title(row: Row) -> str:
+    """Of its model, with the routing unless it is uniform."""
+    return MODELS[row["model"]].title + ("" if row["routing"] == "uniform" else f" ({row['routing']})")
 
 
 def _us(t: float) -> str:

@@ -1,10 +1,10 @@
-"""A mixture-of-experts layer through real nvFuser on a CUDA device, for conformance: every door, the same inputs, one run.
+"""A mixture-of-experts layer through real nvFuser on a CUDA device, for conformance: every way in, the same inputs, one run.
 
     python benchmarks/nvfuser_moe.py [--tokens 1 64 1024] [--model qwen3-30b-a3b]
 
-Printed for each door: the largest difference from a float64 loop over experts, relative to the largest element; the median time of a
-call with its 10th and 90th percentile; its ratio to torch's own grouped_mm on weights decoded to bf16 beforehand, which reads four
-times the bytes. The floor is the time to read the touched weights' bytes at 4.2 TB/s. nvFuser decodes all weights at each call and its
+Printed for each: the largest difference from a float64 loop over experts, relative to the largest element; the median time of a
+call with its 10th and 90th percentile; its ratio to torch's own grouped_mm on weights dequantized to bf16 beforehand, which reads four
+times the bytes. The floor is the time to read the touched weights' bytes at 4.2 TB/s. nvFuser dequantizes all weights at each call and its
 product loops over groups on the host: this path exists for inspection and conformance, not for speed.
 """
 
@@ -100,7 +100,7 @@ def thunder_doors(layer: Layer) -> dict[str, Callable[..., Tensor]]:
     try:
         import thunder
     except ImportError:
-        print("thunder is not installed: its doors are left out")
+        print("thunder is not installed: skipping it")
         return {}
     with options.override(target="sm_90"):
         ours = thunder.jit(layer, executors=fusion_moe.thunder_executors())

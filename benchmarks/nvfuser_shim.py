@@ -21,7 +21,7 @@ _SHIM = r"""
 #include <cstdio>
 #include <cstdlib>
 extern "C" void _ZN3c1013MessageLoggerC1EPKciib(void*, const char* file, int line, int, bool) {
-  std::fprintf(stderr, "nvFuser warns at %s:%d; under this torch it cannot say what\n", file, line);
+  std::fprintf(stderr, "nvFuser warns at %s:%d; this torch cannot show the message\n", file, line);
   std::abort();
 }
 """

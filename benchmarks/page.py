@@ -1,4 +1,4 @@
-"""What the writers of docs/performance.md share: a part between two marks, and matplotlib where it is installed."""
+"""Shared by the scripts that write into docs/: a section between two marks, and matplotlib where it is installed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
-def put(name: str, by: str, part: str) -> Path:
-    """Puts a part between the marks that carry its name, or at the end; returns the page. by: the script that writes it."""
-    page, begin, end = DOCS / "performance.md", f"<!-- {name}: written by benchmarks/{by} -->", f"<!-- {name}: end -->"
+def put(name: str, by: str, part: str, file: str = "performance.md") -> Path:
+    """Puts a section between the marks that carry its name, or at the end; returns the page. by: the script that writes it."""
+    page, begin, end = DOCS / file, f"<!-- {name}: written by benchmarks/{by} -->", f"<!-- {name}: end -->"
     whole, text = f"{begin}\n{part}\n{end}", page.read_text(encoding="utf-8")
     old = re.search(f"{re.escape(begin)}.*?{re.escape(end)}", text, re.DOTALL)
     page.write_text(text.replace(old[0], whole) if old else f"{text.rstrip()}\n\n{whole}\n", encoding="utf-8")

@@ -16,6 +16,7 @@ from .ir.core import Fusion
 from .ir.text import parse, text
 from .options import Options
 from .passes import PASSES, contract_rounding
+from .runtime import dump
 from .runtime.kernel import Kernel
 from .runtime.program import Program
 from .segment import Segment, split
@@ -55,7 +56,8 @@ def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:
     lowered = lower(fusion, to, with_)
     with options.using(with_):
         kernels, joined = BACKENDS[to.name].join(lowered.stages[-1][1], _emitted(lowered, to))
-    return Program(lowered.stages, lowered.segments, kernels, to, with_.check, joined)
+    program = Program(lowered.stages, lowered.segments, kernels, to, with_.check, joined)
+    return replace(program, dumped=dump.program(program, with_))
 
 
 def check(fusion: Fusion, to: Target, with_: Options) -> None:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from .compile import program_of
-from .ir.text import text
-from .ops import LIBRARY, RUN_GRAPH_SAFE, SPECS, Spec, as_bytes, bind, eager_types, fusion_of, named_sizes
+from .ir.effects import check_targets, write_over
+from .ir.text import parse, text
+from .ops import LIBRARY, SPECS, Spec, as_bytes, bind, eager_types, fusion_of
 from .options import Options, current, from_key
+from .run_ops import RUN, RUN_INTO, all_inputs, named_sizes, need_pure, need_written
 from .runtime.program import Program
 
 
@@ -34,14 +36,32 @@ def _body(spec: Spec, *args: Any, **kwargs: Any) -> Any:
 def _run(program: str, inputs: Sequence[Tensor], sizes: Sequence[int], options: str | None = None) -> list[Tensor]:
     device = inputs[0].device if inputs else torch.device("cpu")
     compiled = program_of(program, device, from_key(options) if options else None)
-    return compiled([as_bytes(t) for t in inputs], named_sizes(compiled.stages[0][1], sizes))
+    fusion = need_pure(compiled.stages[0][1])
+    return compiled([as_bytes(t) for t in inputs], named_sizes(fusion, sizes))
+
+
+def _run_into(program: str, inputs: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[int], options: str | None = None) -> None:
+    fusion = parse(program)
+    tensors, env = [as_bytes(t) for t in all_inputs(fusion, inputs, written)], named_sizes(fusion, sizes)
+    need_written(fusion, written, env)
+    targets = dict(enumerate(written))
+    check_targets(targets)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    write_over(targets, program_of(_pure_text(program), device, from_key(options) if options else None)(tensors, env))
+
+
+@lru_cache(maxsize=512)
+def _pure_text(program: str) -> str:
+    """The text of the program that computes the same and writes over no input."""
+    return text(parse(program).pure)
 
 
 def _register() -> None:
     for spec in SPECS.values():
         LIBRARY.impl(spec.name, partial(_body, spec), "CompositeExplicitAutograd")
-    for name in ("run", RUN_GRAPH_SAFE):
-        LIBRARY.impl(name, _run, "CompositeExplicitAutograd")
+    for names, body in ((RUN, _run), (RUN_INTO, _run_into)):
+        for name in names:
+            LIBRARY.impl(name, body, "CompositeExplicitAutograd")
 
 
 _register()

@@ -116,7 +116,7 @@ def check_problem(starts: Tensor, problem_sizes: Tensor, padded_starts: Tensor, 
     end = padded = 0
     for group, (start, (m, *of), stored) in enumerate(zip(starts.tolist(), problem_sizes.tolist(), padded_starts.tolist(), strict=True)):
         for bad, found, expected in (
-            (not 0 <= m <= rows - end, f"problem_sizes[{group}, 0] = {m} rows", f"0 to {rows - end}: {end} of {rows} are taken before"),
+            (not 0 <= m <= rows - end, f"problem_sizes[{group}, 0] = {m} rows", f"0 to {rows - end}: {end} of {rows} precede them"),
             (of != [n, k], f"problem_sizes[{group}, 1:] = {of}", f"N and K of the weight, {[n, k]}"),
             (start != end, f"offsets[{group}] = {start}", f"{end}, the rows of the groups before"),
             (stored != padded, f"blockscale_offsets[{group}] = {stored}", f"{padded}, those rows padded to multiples of {align}"),
@@ -138,8 +138,8 @@ def check_permutation(slots: Tensor, rows: int, name: str = "slot_of") -> None:
     counts = torch.bincount(slots.flatten().long(), minlength=rows)
     if (counts != 1).any():
         raise GroupsError(
-            f"{name} has row {int((counts != 1).nonzero()[0])} {counts[counts != 1][0]} times",
-            expected=f"each row from 0 to {rows - 1} once", todo="pass slot_of as fusion_moe::route returns it",
+            f"{name} contains row {int((counts != 1).nonzero()[0])} {counts[counts != 1][0]} times",
+            expected=f"each row from 0 to {rows - 1} exactly once", todo="pass slot_of as fusion_moe::route returns it",
         )  # fmt: skip
 
 
@@ -148,7 +148,9 @@ def check_slots(slots: Tensor, rows: int, name: str = "slot_of") -> None:
     outside = (slots < 0) | (slots >= rows)
     if outside.any():
         raise GroupsError(
-            f"{name} has {slots[outside][0]}", expected=f"rows from 0 to {rows - 1}", todo="pass slot_of as fusion_moe::route returns it"
+            f"{name} contains {slots[outside][0]}",
+            expected=f"rows from 0 to {rows - 1}",
+            todo="pass slot_of as fusion_moe::route returns it",
         )
 
 
@@ -164,7 +166,7 @@ def check_ids(ids: Tensor, groups: int, name: str = "ids") -> None:
         first = tuple(bad.nonzero()[0].tolist())
         place = ", ".join(map(str, first))
         raise GroupsError(
-            f"{name}[{place}] = {ids[first].item()}, and {int(bad.sum()) - 1} more of {ids.numel()} name no group",
+            f"{name}[{place}] = {ids[first].item()} is out of range ({int(bad.sum())} of {ids.numel()} are)",
             expected=f"ids from 0 to {groups - 1}",
             todo="check that the router has as many outputs as there are experts, and drop or remap ids of experts held elsewhere",
         )

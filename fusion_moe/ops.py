@@ -1,8 +1,8 @@
-"""The operations in `torch.ops.fusion_moe`: their schemas, and from each one's Fusion its fake, its derivative and its flops.
+"""The operations in `torch.ops.fusion_moe`: their schemas, and from each one's Fusion its fake and its flops.
 
 What an operation computes is told once, by its translator (translators/fusion_moe_translators/moe.py): a call is the Fusion that
-the translator builds. The fake allocates what the types of that Fusion say, the body (eager.py) runs it, the backward is its
-derivative, run through `fusion_moe::run`. Letters: M rows, K in-features, N out-features, G groups, T tokens, k slots a token.
+the translator builds. The fake allocates what the types of that Fusion say, the body (eager.py) runs it, its derivative (autograd.py)
+runs through `fusion_moe::run`. Letters: M rows, K in-features, N out-features, G groups, T tokens, k slots a token.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import options, translate
-from .errors import DeviceError, DtypeError, Error, ShapeError, UnsupportedError, Untranslatable
+from . import run_ops, translate
+from .errors import DeviceError, DtypeError, Error, ShapeError, Untranslatable
 from .ir.builder import FusionDefinition
-from .ir.core import Fusion, storage_shape
-from .ir.derivative import differentiable_outputs, differentiate
-from .ir.sizes import symbol, value
-from .ir.text import one_line, parse
-from .ir.types import DTYPES, TensorType, dtype_name
+from .ir.core import Fusion
+from .ir.sizes import symbol
+from .ir.types import TensorType, dtype_name
+from .run_ops import NAMESPACE, empty_outputs, flops
 from .translate import Sizes, tensor_type
-
-NAMESPACE = "fusion_moe"
 
 
 @dataclass(frozen=True)
@@ -99,8 +96,6 @@ SPECS = {
 }  # fmt: skip
 Forms = tuple[tuple[str, Sequence[Any], torch.dtype], ...]  # names, shapes and dtypes of tensors
 Types = tuple[tuple[str, TensorType], ...]
-RUN_GRAPH_SAFE = "run_graph_safe"
-RUN = "(str program, Tensor[] inputs, SymInt[] sizes, str? options=None) -> Tensor[]"  # options: None for those in force when it runs
 
 
 @dataclass(frozen=True)
@@ -149,9 +144,9 @@ def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     for name in spec.k_major:
         _need_k_major(name, tensors[name], spec.name)
     lead = bound[spec.flatten].shape[:-1] if spec.flatten and bound[spec.flatten].dim() != 2 else None
-    flat = {n: _flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
+    rows = {n: flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
     others = tuple((n, dtype_name(v) if isinstance(v, torch.dtype) else v) for n, v in bound.items() if not _has_tensors(v))
-    return Call(spec, flat, others, lead)
+    return Call(spec, rows, others, lead)
 
 
 def each_tensor(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -184,7 +179,8 @@ def as_bytes(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.dtype == torch.float4_e2m1fn_x2 else t
 
 
-def _flat(t: Tensor, keep: int) -> Tensor:
+def flat(t: Tensor, keep: int) -> Tensor:
+    """t with its last `keep` dimensions as they are, and one for all before them."""
     return t if t.dim() == keep + 1 else t.reshape(-1, *t.shape[t.dim() - keep :])
 
 
@@ -253,111 +249,13 @@ def _fake(spec: Spec, *args: Any, **kwargs: Any) -> Any:
     return call.restore(outputs[0]) if len(outputs) == 1 else tuple(outputs)
 
 
-def empty_outputs(fusion: Fusion, env: Mapping[str, Any], device: torch.device) -> list[Tensor]:
-    """New tensors of the shapes and dtypes of the outputs."""
-    return [torch.empty(storage_shape(v.type, env), dtype=DTYPES[v.type.dtype], device=device) for v in fusion.outputs]
-
-
-def _run_fake(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None) -> list[Tensor]:
-    fusion = parse(program)
-    device = inputs[0].device if inputs else torch.device("cpu")
-    fusion.need_inputs(inputs)
-    return empty_outputs(fusion, named_sizes(fusion, sizes), device)
-
-
-def named_sizes(fusion: Fusion, sizes: Sequence[Any]) -> dict[str, Any]:
-    """The sizes that a call of `run` passes, by name. ShapeError unless there is one for each symbol of its program."""
-    if len(sizes) != len(fusion.symbols):
-        raise ShapeError(f"{len(sizes)} sizes", expected=f"{len(fusion.symbols)}: {', '.join(fusion.symbols)}", where="fusion")
-    return dict(zip(fusion.symbols, sizes, strict=True))
-
-
-# ------------------------------------------------------------------------------------------------------------------ derivative
-
-
-@lru_cache(maxsize=256)
-def _backward_program(name: str, types: Types, others: tuple[tuple[str, Any], ...], wrt: tuple[int, ...]) -> Fusion:
-    return differentiate(fusion_of(name, types, others), wrt)
-
-
-def _setup_context(
-    spec: Spec, ctx: Any, inputs: Sequence[Any], keyword_only_inputs: Mapping[str, Any] | None = None, output: Any = None
-) -> None:
-    names = [n for n, _ in _signature(spec.name)]
-    given = dict(zip(names, inputs, strict=False))
-    tensors = dict(each_tensor(given))
-    ctx.tensor_names = list(tensors)
-    ctx.others = {n: v for n, v in given.items() if not _has_tensors(v)} | dict(keyword_only_inputs or {})
-    ctx.lengths = [len(v) if isinstance(v, (list, tuple)) and _has_tensors(v) else None for v in inputs]
-    ctx.options = options.current().key()  # the backward may run in a thread of autograd's, where others are in force
-    ctx.save_for_backward(*tensors.values())
-
-
-def _backward(spec: Spec, ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    names = [n for n, _ in _signature(spec.name)]
-    given = dict(zip(ctx.tensor_names, ctx.saved_tensors, strict=True))
-    call = bind(spec, [], {n: _argument(n, {**given, **ctx.others}) for n in names if n in ctx.others or _is_given(n, given)})
-    tracing = any(type(t) is not Tensor and not isinstance(t, torch.nn.Parameter) for t in given.values())
-    types, sizes = traced_types(call) if tracing else (eager_types(call), None)
-    ordered = list(call.tensors)
-    wanted = [n for n, need in _flagged(names, ctx.needs_input_grad) if need]
-    try:
-        program = _backward_program(spec.name, types, call.others, tuple(ordered.index(n) for n in wanted))
-    except UnsupportedError as error:
-        raise error.at(f"{spec.name}, derivative with respect to {', '.join(wanted)}") from None
-    forward = fusion_of(spec.name, types, call.others)
-    seeds = [_flat(grads[i], len(forward.outputs[i].type.shape) - 1) for i in differentiable_outputs(forward)]
-    inputs = [*call.tensors.values(), *seeds]
-    env = sizes.values() if sizes else program.bind(list(map(as_bytes, inputs)))
-    outputs = torch.ops.fusion_moe.run(one_line(program), inputs, [env[s] for s in program.symbols], ctx.options)
-    found = {n: grad.reshape(given[n].shape) for n, grad in zip(wanted, outputs, strict=True)}
-    return tuple(
-        found.get(n) if length is None else [found.get(f"{n}[{i}]") for i in range(length)]
-        for n, length, _ in zip(names, ctx.lengths, ctx.needs_input_grad, strict=False)
-    )
-
-
-def _is_given(name: str, tensors: Mapping[str, Tensor]) -> bool:
-    return any(n.partition("[")[0] == name for n in tensors)
-
-
-def _flagged(names: Sequence[str], flags: Sequence[Any]) -> Iterator[tuple[str, bool]]:
-    """Each tensor argument by name, those of a list one by one, with its flag."""
-    for name, flag in zip(names, flags, strict=False):
-        if isinstance(flag, (list, tuple)):
-            yield from ((f"{name}[{i}]", f) for i, f in enumerate(flag))
-        else:
-            yield name, flag
-
-
-def _mark_non_differentiable(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
-
-
-def _no_derivative(name: str, why: str) -> Callable[..., Any]:
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise UnsupportedError(why, todo="compute it under torch.no_grad(), or detach its result", where=name)
-
-    return backward
-
-
 # -------------------------------------------------------------------------------------------------------------------- register
-
-
-def flops(fusion: Fusion, env: Mapping[str, Any]) -> int:
-    """Floating-point operations of the products of a Fusion, two for each multiply-add: what torch's flop counter counts of others."""
-    return sum(value(op.kind.flops(op), env) for op in fusion.ops if op.kind.role == "grouped" and op.kind.flops)
 
 
 def _call_flops(spec: Spec, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = bind(spec, args, kwargs)
     types, sizes = traced_types(call)
     return flops(fusion_of(spec.name, types, call.others), sizes.values())
-
-
-def _run_flops(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None, *, out_val: Any = None) -> int:
-    fusion = parse(program)
-    return flops(fusion, named_sizes(fusion, sizes))
 
 
 def _register() -> torch.library.Library:
@@ -368,18 +266,8 @@ def _register() -> torch.library.Library:
         lib.define(spec.name + spec.schema, tags=(torch.Tag.cudagraph_unsafe,))  # the reference reads group ends on the host
         name = f"{NAMESPACE}::{spec.name}"
         torch.library.register_fake(name, partial(_fake, spec), lib=lib)
-        if spec.differentiable:
-            torch.library.register_autograd(name, partial(_backward, spec), setup_context=partial(_setup_context, spec), lib=lib)
-        else:
-            never = _no_derivative(spec.name, "it has no derivative")
-            torch.library.register_autograd(name, never, setup_context=_mark_non_differentiable, lib=lib)
         register_flop_formula(getattr(torch.ops.fusion_moe, spec.name), get_raw=True)(partial(_call_flops, spec))
-    # Their tensors come in whatever strides the graph has; the program asks for what it needs. The reference is never in RUN_GRAPH_SAFE.
-    for name, tags in (("run", (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe)), (RUN_GRAPH_SAFE, (torch.Tag.flexible_layout,))):
-        lib.define(name + RUN, tags=tags)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _run_fake, lib=lib)
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_derivative(name, "second-order derivatives are not supported"), lib=lib)
-        register_flop_formula(getattr(torch.ops.fusion_moe, name), get_raw=True)(_run_flops)
+    run_ops.register(lib)
     return lib
 
 

@@ -24,7 +24,7 @@ from .errors import OptionError
 
 _PREFIX = "FUSION_MOE_"
 _MOST = 10**6  # seconds: what waits for a process takes a little more
-_KINDS = {bool: "a bool", int: f"an int from 1 to {_MOST}", str: "a str that is not empty"}
+_KINDS = {bool: "a bool", int: f"an int from 1 to {_MOST}", str: "a non-empty str"}
 
 
 def _option(default: Any, doc: str, *, in_keys: bool = True) -> Any:
@@ -51,7 +51,8 @@ class Options:
     check: bool = _option(False, "compare passes and segments exactly on the real inputs, users' translators on drawn ones (slow)")
     cpu_isa: str = _option("auto", "instructions that CPU kernels use: 'auto' is the best tier of the machine, or the name of a tier")
     cache_dir: str = _option(_cache_home(), "the folder that keeps compiled kernels", in_keys=False)
-    compile_seconds: int = _option(300, "how long a compiler may take for one kernel; then it is ended", in_keys=False)
+    dump: str = _option("", "a folder to write every stage, source and binary of what is compiled to; '' is none", in_keys=False)
+    compile_seconds: int = _option(300, "how long a compiler may take for one kernel before it is killed", in_keys=False)
 
     def replace(self, **changes: Any) -> Options:
         """These options with some changed; names and types are checked."""
@@ -77,15 +78,15 @@ def _checked(name: str, value: Any) -> Any:
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
     if wanted is int and isinstance(value, str) and value.isdecimal():
         value = int(value)
-    if not _fits(value, wanted):
+    if not _fits(value, field.default):
         raise OptionError(f"option {name} = {value!r}", expected=f"{_KINDS[wanted]} ({field.metadata['doc']})")
     return value
 
 
-def _fits(value: Any, wanted: type) -> bool:
-    if wanted is int:
+def _fits(value: Any, default: Any) -> bool:
+    if type(default) is int:
         return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MOST
-    return isinstance(value, wanted) and value != ""
+    return isinstance(value, type(default)) and (value != "" or default == "")
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Options:

@@ -66,13 +66,13 @@ class _Pieces:
         if scheduler is None:
             names = ", ".join(op.kind.name for op in fusion.ops)
             refusals = "; ".join(f"{s.NAME}: {s.can_schedule(fusion, self.target)}" for s in schedule.of(self.target))
-            raise UnsupportedError(f"no scheduler takes {names}", expected=refusals)
+            raise UnsupportedError(f"no scheduler accepts {names}", expected=refusals)
         direct = [source for source in self._producing(ops) if not self._circle(source, ops)]
         reasons = dict.fromkeys(self._refusal(source, ops) for source in direct)
         return Segment(fusion, scheduler.NAME, fusion.inputs, fusion.outputs, "; ".join(reasons))
 
     def _join(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
-        if a is b or self._circle(a, b) or schedule.find(self._part(a | b), self.target) is None:
+        if a is b or self._circle(a, b) or schedule.find(self._part(a | b), self.target, self.fusion.outputs) is None:
             return False
         both = a | b
         self.piece.update(dict.fromkeys(both, both))
@@ -88,13 +88,13 @@ class _Pieces:
         whole = frozenset(tied)
         before = {o: self.piece[o] for o in whole}
         self.piece.update(dict.fromkeys(whole, whole))
-        if self._circle(whole, whole) or schedule.find(self._part(whole), self.target) is None:
+        if self._circle(whole, whole) or schedule.find(self._part(whole), self.target, self.fusion.outputs) is None:
             self.piece.update(before)
 
     def _refusal(self, a: frozenset[Op], b: frozenset[Op]) -> str:
         """Why two pieces, with nothing between them, are not one."""
         both = self._part(a | b)
-        return schedule.closest(both, self.target).can_schedule(both, self.target) or ""
+        return schedule.closest(both, self.target).can_schedule(both, self.target, self.fusion.outputs) or ""
 
     def _circle(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
         """Whether a path leads from a over other pieces to b."""
@@ -133,7 +133,7 @@ class _Pieces:
         return list(dict.fromkeys(found))
 
     def _part(self, ops: Iterable[Op]) -> Fusion:
-        """These operations and the views they read, as a Fusion: what they read from outside are its inputs."""
+        """These operations and the views they read, as a Fusion: what they read from outside are its inputs. It writes over none."""
         own = set(ops)
         members = set(own)
         for op in own:
@@ -143,8 +143,7 @@ class _Pieces:
         inputs = tuple(dict.fromkeys(v for op in ordered for v in op.values if v not in made))
         outputs = tuple(v for op in ordered if op in own for v in op.outputs if self._read_outside(v, members))
         roles = {v: self.fusion.role(v) for v in inputs}
-        aliases = {v: self.fusion.aliases[v] for v in outputs if v in self.fusion.aliases}
-        return Fusion(inputs, tuple(ordered), outputs, roles, aliases)
+        return Fusion(inputs, tuple(ordered), outputs, roles)
 
     def _add_views(self, op: Op, members: set[Op]) -> None:
         for v in op.values:

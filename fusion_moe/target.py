@@ -49,7 +49,7 @@ def find(name: str, device: torch.device) -> Target:
     """The target called `name`; "auto" is the kind of `device`. OptionError for a name that is none."""
     wanted = device.type if name == "auto" else name
     if wanted not in TARGETS:
-        todo = "move the tensors to a device of that kind" if name == "auto" else ""
+        todo = "move the tensors to a supported device" if name == "auto" else ""
         raise OptionError(f"target {wanted!r}", expected=f"one of auto, {', '.join(TARGETS)}", todo=todo)
     return TARGETS[wanted]
 
@@ -57,21 +57,21 @@ def find(name: str, device: torch.device) -> Target:
 def why_not_on(target: Target, device: torch.device) -> str:
     """Why programs for a target cannot run on a device; "" if they can."""
     if target.capability is None:
-        return "" if target.device in ("", device.type) else f"{target.name} needs tensors on the {target.device}, they are on {device}"
+        return "" if target.device in ("", device.type) else f"{target.name} requires {target.device.upper()} tensors, got {device}"
     wanted = f"compute capability {'.'.join(map(str, target.capability))}"
     if device.type != "cuda":
-        return f"{target.name} needs a CUDA device of {wanted}, the tensors are on {device}"
+        return f"{target.name} requires a CUDA device with {wanted}, got {device}"
     found = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
     if found is None:
-        return f"{target.name} needs a CUDA device of {wanted}, torch sees none"
-    return "" if found == target.capability else f"{target.name} needs {wanted}, {device} has {'.'.join(map(str, found))}"
+        return f"{target.name} requires a CUDA device with {wanted}, torch finds none"
+    return "" if found == target.capability else f"{target.name} requires {wanted}, {device} has {'.'.join(map(str, found))}"
 
 
 def check_device(target: Target, device: torch.device, where: str = "") -> None:
     """UnsupportedError if programs for a target cannot run on a device."""
     if why := why_not_on(target, device):
         raise UnsupportedError(
-            why, expected="a target that runs on the device of the tensors",
+            why, expected="a target that runs on the tensors' device",
             todo=f"fusion_moe.explain(model, ..., target={target.name!r}) shows what would run there", where=where,
         )  # fmt: skip
 
@@ -82,6 +82,6 @@ def check_formats(target: Target, activation_format: str, where: str) -> None:
         raise UnsupportedError(
             f"activation_format = {activation_format!r} on {target.name}",
             expected=f"one of {', '.join(target.activation_formats)}",
-            todo="nvfp4 activations need compute capability 10.0; options.override(target='reference') computes them in plain torch",
+            todo="nvfp4 activations require compute capability 10.0; options.override(target='reference') computes them in plain torch",
             where=where,
         )

@@ -85,12 +85,12 @@ def test_sdist_builds_the_same_wheel(wheel, source, tmp_path):
 @pytest.mark.compiler
 def test_a_wheel_brings_the_kernels_of_every_cpu(source, tmp_path):
     """Those that this machine looks for among them; and its tag says for which machines it is."""
-    from fusion_moe.emit.cpu import prebuilt
+    from fusion_moe.emit.cpu import readers
     from fusion_moe.runtime import isa
 
     wheel = build("wheel", tmp_path, source, kernels=True)
     shipped = {Path(name).name for name in files_of(wheel) if "/shipped/" in name}
-    assert shipped >= {prebuilt.recipe(tier).came_with().name for tier in isa.available()}
+    assert shipped >= {readers.recipe(tier, encoding).came_with().name for tier in isa.available() for encoding in readers.BUILT_IN}
     assert {name.split("-")[1] for name in shipped} == set(isa.TIERS)
     assert wheel.name.endswith(f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}.whl")
 

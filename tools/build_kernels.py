@@ -1,7 +1,8 @@
 """Hatchling's hook that builds the CPU's fixed kernels into the wheel: fusion_moe/emit/cpu/shipped/.
 
-A wheel gets them for every kind of CPU of this architecture, an editable install for this one alone. Without a C++ compiler it gets none,
-and is pure Python: a compiler at the user's then builds them at first use. HATCH_BUILD_NO_HOOKS=true leaves them out too.
+A wheel gets them for each built-in encoding of weights and every kind of CPU of this architecture, an editable install for this CPU alone.
+Without a C++ compiler it gets none, and is pure Python: a compiler at the user's then builds them at first use. HATCH_BUILD_NO_HOOKS=true
+leaves them out too.
 """
 
 from __future__ import annotations
@@ -29,20 +30,18 @@ CPUS = {
 
 class KernelHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        build, isa = _modules(Path(self.root))
+        build, isa, readers = _modules(Path(self.root))
         if build.find_compiler() is None or sys.platform != "linux":
             self.app.display_warning("no C++ compiler for the CPU's kernels: the package gets none")
             return
-        kernels = Path(self.root, "fusion_moe", "emit", "cpu", "kernels")
-        text, shipped = (kernels / "product.cpp").read_text(encoding="utf-8"), kernels.parent / "shipped"
         if version == "editable":
             wanted = [(tier, isa.features()) for tier in isa.available()]
         else:
             wanted = [(tier, having) for tier in isa.TIERS if _runs_here(tier) for having in CPUS[tier]]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            recipes = [build.Recipe(text, "product", tier, (kernels,), (), shipped) for tier, _ in wanted]
-            made = set(pool.map(partial(self._ship, build), recipes, [having for _, having in wanted]))
-        for old in set(shipped.glob("*.so")) - made:
+            libraries = [(readers.recipe(tier, encoding), having) for tier, having in wanted for encoding in readers.BUILT_IN]
+            made = set(pool.map(partial(self._ship, build), *zip(*libraries, strict=True)))
+        for old in set(readers.SHIPPED.glob("*.so")) - made:
             old.unlink(missing_ok=True)
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
@@ -61,9 +60,9 @@ def _runs_here(tier: str) -> bool:
     return tier == "generic" or os.uname().machine == "x86_64"
 
 
-def _modules(root: Path) -> tuple[Any, Any]:
-    """fusion_moe.runtime.build and .isa, without the package around them, which needs torch."""
-    package = types.ModuleType("fusion_moe")
-    package.__path__ = [str(root / "fusion_moe")]
-    sys.modules["fusion_moe"] = package
-    return importlib.import_module("fusion_moe.runtime.build"), importlib.import_module("fusion_moe.runtime.isa")
+def _modules(root: Path) -> tuple[Any, ...]:
+    """fusion_moe.runtime.build and .isa, fusion_moe.emit.cpu.readers, without the packages around them, which need torch."""
+    for name in ("fusion_moe", "fusion_moe.emit", "fusion_moe.emit.cpu"):
+        sys.modules[name] = package = types.ModuleType(name)
+        package.__path__ = [str(root.joinpath(*name.split(".")))]
+    return tuple(importlib.import_module(f"fusion_moe.{name}") for name in ("runtime.build", "runtime.isa", "emit.cpu.readers"))

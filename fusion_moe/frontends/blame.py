@@ -48,7 +48,7 @@ def _at_fault(n: Node, error: Exception) -> TranslatorError:
     translator = translate.find(op_name(n))
     assert translator is not None
     made = TranslatorError(
-        f"what the translator of {translator.op} made cannot be compiled: {told(error)}", expected="operations that compile",
+        f"the translator of {translator.op} returned operations that do not compile: {told(error)}", expected="operations that compile",
         todo="raise Untranslatable(reason) for calls that it does not take", where=translator.where,
     )  # fmt: skip
     made.__cause__ = error

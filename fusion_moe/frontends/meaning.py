@@ -60,7 +60,7 @@ def found(op: OpOverload) -> Translator:
     """The translator of an operation. TranslatorError if it has none, or if the operation writes into its arguments."""
     translator = translate.find(op.name())
     if translator is None or op._schema.is_mutable:
-        why = "has no translator" if translator is None else "writes into its arguments, and a fusion only returns new tensors"
+        why = "has no translator" if translator is None else "mutates its arguments, and a fusion only returns new tensors"
         raise TranslatorError(f"{op} {why}", expected="an operation that returns new tensors, with a translator")
     return translator
 
@@ -75,8 +75,8 @@ def same(
         except AssertionError as error:
             differs = " ".join(str(error).split())
             raise TranslatorError(
-                f"the translator of {translator.op}, {what}, gives other values in output {i}: {differs}",
-                expected="those of the operation", todo="mend the translator", where=translator.where,
+                f"the translator of {translator.op}, {what}, differs from the operation in output {i}: {differs}",
+                expected="the operation's values", todo="mend the translator", where=translator.where,
             ) from None  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def other_meaning(n: Node) -> TranslatorError | None:
         except TranslatorError as error:
             return error
         except Exception as error:  # of the operation, which may not take any values
-            say_once(f"check: {op} was not compared with its translator, for on drawn values it fails: {told(error)}")
+            say_once(f"check: {op} was not compared with its translator, because it fails on random inputs: {told(error)}")
     return None
 
 

@@ -190,7 +190,7 @@ class _Search:
             if name in symbols:
                 places = [s for s in self.shown.get(expr, ()) if s.node.op == "placeholder" or span.follows(self.place[s.node])]
                 if not places:
-                    raise Untranslatable(f"no value outside of the fusion shows the size {expr}")
+                    raise Untranslatable(f"the size {expr} cannot be read from any value outside the fusion")
                 sizes[name] = min(places, key=lambda s: (s.by, s.dim is not None, self.place[s.node]))
         return Region(walk.nodes, tuple(walk.inputs), tuple(walk.outputs), walk.fusion, sizes)
 
@@ -214,14 +214,14 @@ class _Search:
 
     def _why_not(self, n: Node) -> str:
         if writes(n):
-            return "it writes into its arguments, and a fusion only returns new tensors"
+            return "it mutates its arguments, and a fusion only returns new tensors"
         if not has_tensors(n):
             return "its results are not tensors"
         if translate.find(op_name(n)) is None:
             return "it has no translator" if is_torchs(n) else translate.why_none()
         if not n.users:
-            return "nobody reads its results"
-        return "a view, which costs nothing outside" if is_view(n) else "a path leads from the fusion to it and back"
+            return "its results are unused"
+        return "a view, which is free outside the fusion" if is_view(n) else "fusing it would create a cycle"
 
     def _in_order(self, nodes: Iterable[Node]) -> list[Node]:
         return sorted(nodes, key=self.place.__getitem__)

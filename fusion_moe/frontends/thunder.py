@@ -92,5 +92,5 @@ def _need_thunder() -> None:
     except Exception as error:  # it reads names of torch that a newer torch has no more
         raise UnsupportedError(
             f"thunder does not import with torch {torch.__version__}: {type(error).__name__}: {error}",
-            expected="a torch that this thunder knows", todo="pip install 'fusion_moe[thunder]' takes one",
+            expected="a torch that this thunder supports", todo="pip install 'fusion_moe[thunder]' installs one",
         ) from error  # fmt: skip

@@ -148,7 +148,7 @@ class _Run:
 
 
 def _not_run(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    raise NotImplementedError("this was traced to be told what it fuses, and not to be run")
+    raise NotImplementedError("traced to explain what it fuses, not to be run")
 
 
 def _kind(bsym: BoundSymbol) -> bool | None:
@@ -166,7 +166,7 @@ def _read_later(bsyms: Sequence[BoundSymbol]) -> list[set[str]]:
 
 def _cut(nodes: Sequence[Node]) -> Left:
     call = next((n for n in nodes if n.op == "call_function"), nodes[0])
-    return Left(str(call.target), source_of(call), "a fusion would take a part of what thunder has as one operation")
+    return Left(str(call.target), source_of(call), "fusing it would split an operation of thunder's")
 
 
 def _add(total: Found, found: Found) -> None:

@@ -78,7 +78,7 @@ class TraceGraph:
                 made = _named(bsym.output, _read(local, output))
                 for p in bsym.flat_proxy_outs:
                     if not _is_like(made[p.name], p):
-                        raise UnsupportedError(f"{bsym.sym.name} gives {made[p.name]}", expected=str(p))
+                        raise UnsupportedError(f"{bsym.sym.name} returned {made[p.name]}", expected=str(p))
                     self._name(p, made[p.name])
         except Exception:  # whatever it is: thunder runs this bound symbol itself
             return False
@@ -127,8 +127,8 @@ def fake_of(p: TensorProxy, recorder: Recorder, k_major: bool = False) -> torch.
 def _constant(size: Any) -> int:
     if isinstance(size, NumberProxy):
         raise UnsupportedError(
-            "a size that thunder leaves open, as with cache='symbolic values'", expected="sizes that are constants of a trace",
-            todo="leave out cache=: thunder then compiles once for each shape",
+            "a symbolic size, as with cache='symbolic values'", expected="constant sizes",
+            todo="leave out cache=: thunder then compiles once per shape",
         )  # fmt: skip
     return int(size)
 

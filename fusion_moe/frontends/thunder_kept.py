@@ -118,8 +118,8 @@ def _warn_of_views(trace: TraceCtx) -> None:
             for p in _floats_read(bsym):
                 if p.name in stale:
                     say_once(
-                        f"{_place(stale[p.name])} writes into memory that is then read through another view of it: thunder's gradients "
-                        "know nothing of this write; expected no in-place operation on a view, or on what has views"
+                        f"{_place(stale[p.name])} writes into memory that is then read through another view: thunder's gradients "
+                        "ignore this write; expected no in-place operation on a view, or on a tensor that has views"
                     )
         for target in _written(bsym):
             stale.update(dict.fromkeys(memory.get(target, {target}), bsym))

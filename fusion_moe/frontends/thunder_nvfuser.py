@@ -32,6 +32,7 @@ from ..errors import Error, UnsupportedError, Untranslatable
 from ..ir.core import Fusion, Value
 from ..passes import PASSES
 from ..schedule import nvfuser as scheduler
+from ..schedule.product import products
 from ..target import TARGETS
 from .say import say_once
 from .thunder_graph import in_order
@@ -149,10 +150,10 @@ def lower(op: OpOverload, args: Any, kwargs: Any) -> Lowered:
     if walk.refused:
         raise next(iter(walk.refused.values()))
     if walk.outputs != results:
-        raise UnsupportedError(f"{op} returns a tensor twice, or one that it was given", expected="new tensors")
+        raise UnsupportedError(f"{op} returns a tensor twice, or one of its inputs", expected="new tensors")
     devices = {t.device for t in call.tensors}
     if any(t.numel() == 0 for t in call.tensors) or {d.type for d in devices} != {"cuda"}:
-        raise UnsupportedError(f"tensors on {', '.join(map(str, devices))}", expected="tensors on a CUDA device, none of them empty")
+        raise UnsupportedError(f"tensors on {', '.join(map(str, devices))}", expected="non-empty CUDA tensors")
     fusion, target = walk.fusion, _target(next(iter(devices)))
     for run in PASSES:
         fusion = run(fusion, target).verify()
@@ -175,10 +176,10 @@ def _target(device: torch.device) -> Any:
 def _form(codes: Value, fusion: Fusion) -> tuple[str, bool]:
     """How packed codes are read, and whether they come as [..., K/2, N]."""
     packs = fusion.readers[codes]
-    products = [p for pack in packs for p in fusion.readers.get(pack.outputs[0], ())]
-    forms = {E2M1 if scheduler.lowering(p) == scheduler.PRODUCTS["nvfp4"] else WORDS for p in products}
+    weights = {pack.outputs[0] for pack in packs}
+    forms = {E2M1 if scheduler.lowering(p) == scheduler.PRODUCTS["nvfp4"] else WORDS for p in products(fusion) if p.weight in weights}
     if len(forms) != 1:
-        raise UnsupportedError(f"codes that are read as {' and '.join(sorted(forms)) or 'nothing'}", expected="products of one kind")
+        raise UnsupportedError(f"codes read as {' and '.join(sorted(forms)) or 'nothing'}", expected="products of one kind")
     return forms.pop(), any(pack.attrs.get("transposed", False) for pack in packs)
 
 
@@ -261,6 +262,6 @@ def _executor_module() -> Any:
 
     if not nvfuser_available():
         raise UnsupportedError(
-            "thunder does not use nvFuser here", expected="a CUDA device that torch sees", todo="leave out nvfuser=True: our own backends"
+            "thunder does not use nvFuser here", expected="a CUDA device", todo="leave out nvfuser=True to use our own backends"
         )
     return thunders_nvfuser(library)

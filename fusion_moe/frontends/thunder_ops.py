@@ -27,6 +27,7 @@ from torch.fx import Graph, Node
 
 from .. import translate
 from ..errors import UnsupportedError
+from ..run_ops import NAMESPACE
 from .thunder_graph import as_torch, fake_of
 from .thunder_quirks import at_users_line, tell_thunderfx
 from .thunder_record import Recorder, k_major_arguments
@@ -73,15 +74,19 @@ class Symbols:
         return self._of[op]
 
     def _differentiated(self, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        """thunder's grad rule of an operation: calls it, and puts the gradients of its tensors."""
-        result = self._of[op](*args, **kwargs)
-        derivative = Derivative.of(op, args, kwargs)
-        tensors, outputs = tensors_in((args, kwargs)), tensors_in(result)
+        """thunder's grad rule of an operation: calls it, or what gives its results and more, and puts the gradients of its tensors."""
+        derivative, tensors = Derivative.of(op, args, kwargs), tensors_in((args, kwargs))
+        replay = Replay(self, derivative, tensors)
+        if derivative.outputs and derivative.saves:
+            outputs = replay.results()
+            result = outputs[0] if len(outputs) == 1 else tuple(outputs)
+        else:
+            result = self._of[op](*args, **kwargs)
+            outputs = tensors_in(result)
         if not derivative.outputs:
             return result
         seeds = {i: prims.get_grad(outputs[i]) for i in derivative.outputs}
-        made = derivative.replay(self, tensors, outputs, seeds)
-        for i, grad in made.items():
+        for i, grad in replay.gradients(outputs, seeds).items():
             prims.put_grad(tensors[i], grad)
         for i, why in derivative.missing.items():  # raises if somebody waits for it, when the backward runs
             prims.put_grad(tensors[i], self._missing(tensors[i], why))
@@ -128,16 +133,18 @@ class RecordedCall:
 class Derivative:
     """The recorded backward of a call. Tensors of the call are counted in order.
 
-    outputs: which results have a gradient; grads: for each tensor with a derivative the node of its gradient, None for none;
-    missing: for each tensor without a derivative the reason.
+    results: the nodes of its results; outputs: which of them have a gradient; grads: for each tensor with a derivative the node of its
+    gradient, None for none; missing: for each tensor without a derivative the reason. saves: whether autograd calls in the operation's
+    place another one, which gives its results and what the backward reads.
     """
 
     graph: Graph
     inputs: Sequence[Node]
-    results: Mapping[Node, int]
+    results: Sequence[Node]
     seeds: Mapping[int, Node]
     grads: Mapping[int, Node | None]
     missing: Mapping[int, str]
+    saves: bool
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -173,29 +180,40 @@ class Derivative:
             outputs, x = [call.results[i] for i in seeds], [call.tensors[i] for i in wanted]
             found = torch.autograd.grad(outputs, x, list(seeds.values()), allow_unused=True) if outputs and x else [None] * len(x)
             grads = {i: None if g is None else call.recorder.node(g) for i, g in zip(wanted, found, strict=True)}
-        nodes = {call.recorder.node(r): i for i, r in enumerate(call.results)}
-        return cls(call.recorder.graph, call.inputs, nodes, seed_nodes, grads, missing if seeds else {})
+        results, graph = [call.recorder.node(r) for r in call.results], call.recorder.graph
+        saves = op.namespace == NAMESPACE and not any(n.target is op for n in graph.nodes)
+        return cls(graph, call.inputs, results, seed_nodes, grads, missing if seeds else {}, saves)
 
-    def replay(self, symbols: Symbols, tensors: Sequence[Any], outputs: Sequence[Any], seeds: Mapping[int, Any]) -> dict[int, Any]:
-        """The gradients as proxies, made by calling the symbols of the recorded operations."""
-        made: dict[Node, Any] = dict(zip(self.inputs, tensors, strict=True))
-        made.update((n, outputs[i]) for n, i in self.results.items())
-        made.update((n, seeds[i]) for i, n in self.seeds.items())
 
-        def value(n: Any) -> Any:
-            if isinstance(n, (list, tuple)):  # of FX's own types, which thunder does not print
-                return list(map(value, n))
-            if not isinstance(n, Node):
-                return n
-            if n.target is torch.ops.aten.detach.default:  # a trace knows no autograd
-                return value(n.args[0])
-            if n not in made:
-                target: Any = n.target
-                called = target if target is operator.getitem else symbols.of(_ANY_STRIDES.get(target, target))
-                made[n] = called(*value(n.args), **{k: value(v) for k, v in n.kwargs.items()})
-            return made[n]
+class Replay:
+    """A recorded derivative on proxies: calls of the symbols of the recorded operations, each once."""
 
-        return {i: value(n) for i, n in self.grads.items() if n is not None}
+    def __init__(self, symbols: Symbols, derivative: Derivative, tensors: Sequence[Any]):
+        self._symbols, self._derivative = symbols, derivative
+        self._made: dict[Node, Any] = dict(zip(derivative.inputs, tensors, strict=True))
+
+    def results(self) -> list[Any]:
+        """The results of the call, as autograd makes them."""
+        return list(map(self._value, self._derivative.results))
+
+    def gradients(self, outputs: Sequence[Any], seeds: Mapping[int, Any]) -> dict[int, Any]:
+        """The gradient of each tensor that has one, from the results and their gradients."""
+        self._made.update(zip(self._derivative.results, outputs, strict=True))
+        self._made.update((n, seeds[i]) for i, n in self._derivative.seeds.items())
+        return {i: self._value(n) for i, n in self._derivative.grads.items() if n is not None}
+
+    def _value(self, n: Any) -> Any:
+        if isinstance(n, (list, tuple)):  # of FX's own types, which thunder does not print
+            return list(map(self._value, n))
+        if not isinstance(n, Node):
+            return n
+        if n.target is torch.ops.aten.detach.default:  # a trace knows no autograd
+            return self._value(n.args[0])
+        if n not in self._made:
+            target: Any = n.target
+            called = target if target is operator.getitem else self._symbols.of(_ANY_STRIDES.get(target, target))
+            self._made[n] = called(*self._value(n.args), **{k: self._value(v) for k, v in n.kwargs.items()})
+        return self._made[n]
 
 
 # ---------------------------------------------------------------------------------------------------------------- meta functions

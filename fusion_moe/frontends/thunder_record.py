@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
             with _disable_current_modes():
                 return value.item()
         if id(value) not in self._nodes:
-            raise UnsupportedError("a tensor that is no input and no result of an operation", expected="constants as numbers")
+            raise UnsupportedError("a tensor that is neither an input nor the result of an operation", expected="constants as numbers")
         return self._nodes[id(value)][0]
 
     @contextmanager
@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "prim":  # a question about a tensor
             return result
         if func._schema.is_mutable:
-            raise UnsupportedError(f"{func} writes into its arguments", expected="an operation that returns new tensors")
+            raise UnsupportedError(f"{func} mutates its arguments", expected="an operation that returns new tensors")
         node_args, node_kwargs = tree_map(self.node, (args, kwargs or {}))
         self.give(self.graph.call_function(func, node_args, node_kwargs), result)
         return result

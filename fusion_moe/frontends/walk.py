@@ -53,7 +53,7 @@ class Walk:
             self.fd.add_output(self.values[n])
         made = self.fd.fusion()
         if unknown := [s for s in made.symbols if s not in self.sizes.expressions()]:
-            raise FusionError(f"the size {', '.join(unknown)}", expected="sizes of arguments, which the call decides")
+            raise FusionError(f"unknown size {', '.join(unknown)}", expected="sizes of the call's arguments")
         return made
 
     def _translate(self, n: Node) -> None:
@@ -82,7 +82,7 @@ class Walk:
         if not isinstance(val, torch.Tensor):
             raise Untranslatable(f"argument {a.name} is {_described(val)}", expected="a tensor or an integer")
         if val.device != self.device:
-            raise Untranslatable(f"argument {a.name} is on {val.device}", expected=f"{self.device}, as the results")
+            raise Untranslatable(f"argument {a.name} is on {val.device}", expected=f"{self.device}, like the results")
         if a not in self.inputs:
             self.inputs[a] = self.fd.define_like(self._type(val))
         return self.inputs[a]
@@ -99,4 +99,4 @@ class Walk:
 
 
 def _described(val: Any) -> str:
-    return "of a type that the graph does not tell" if val is None else f"a {type(val).__name__}"
+    return "of unknown type" if val is None else f"a {type(val).__name__}"

@@ -43,7 +43,7 @@ class FusionDefinition:
         self._ops: list[Op] = []
         self._outputs: list[Value] = []
         self._roles: dict[Value, str] = {}
-        self._aliases: dict[Value, Value] = {}
+        self._aliases: dict[int, Value] = {}
         self._names: set[str] = set()
         self._views: dict[Any, tuple[Value, ...]] = {}
         self._producers: dict[Value, Op] = {}
@@ -89,9 +89,9 @@ class FusionDefinition:
         for v in (value, value if alias_input is None else alias_input):
             if not isinstance(v, Value):
                 raise FusionError(f"the output {v!r}", expected="a value of this Fusion", todo="numbers are made with fd.ops.full")
-        self._outputs.append(value)
         if alias_input is not None:
-            self._aliases[value] = alias_input
+            self._aliases[len(self._outputs)] = alias_input
+        self._outputs.append(value)
 
     def mark_weight(self, *values: Value | None) -> None:
         """States that those of the values that are inputs are weights: they stay from call to call."""

@@ -19,6 +19,7 @@ from ..encodings import Quantized
 from ..errors import DtypeError, Error, FusionError, ShapeError
 from ..groups import check_ends
 from ..layouts import LAYOUTS
+from .effects import check_targets, write_over
 from .signature import Signature, signature
 from .sizes import AnySize, Size, exact_div, never_negative, value
 from .types import DTYPES, Groups, Rows, TensorType, checked_type, dim_value, plain
@@ -143,14 +144,15 @@ class Cuts:
 class Fusion:
     """A program: inputs, operations in order, outputs.
 
-    roles: input -> "argument" | "weight" | "state" ("argument" where not said). aliases: {output: input} that is written in place.
+    roles: input -> "argument" | "weight" | "state" ("argument" where not said). aliases: {place among the outputs: input}: that output is
+    written over that input, once everything is computed, so that no operation reads what was written.
     """
 
     inputs: tuple[Value, ...]
     ops: tuple[Op, ...]
     outputs: tuple[Value, ...]
     roles: Mapping[Value, str] = field(default_factory=dict)
-    aliases: Mapping[Value, Value] = field(default_factory=dict)
+    aliases: Mapping[int, Value] = field(default_factory=dict)
 
     def verify(self) -> Fusion:
         """This Fusion, or FusionError: every value made before it is read, every type as its rule gives it, every cut made once."""
@@ -177,13 +179,15 @@ class Fusion:
             seen.update(op.outputs)
         if missing := [v.name for v in self.outputs if v not in seen]:
             raise FusionError(f"output {', '.join(missing)} is never made", todo="add the operation that makes it")
-        self._verify_aliases(seen)
+        self._verify_aliases()
         return self
 
-    def _verify_aliases(self, seen: set[Value]) -> None:
-        for output, target in self.aliases.items():
-            if output not in self.outputs or target not in self.inputs or output.type != target.type:
-                raise FusionError(f"alias {output.name} -> {target.name}", expected="an output and an input of one type")
+    def _verify_aliases(self) -> None:
+        for i, target in self.aliases.items():
+            if not 0 <= i < len(self.outputs) or target not in self.inputs or self.outputs[i].type != target.type or target.type.quantized:
+                raise FusionError(f"output {i} over {target.name}", expected="an output and an input of one type, each one tensor")
+        if len(set(self.aliases.values())) < len(self.aliases):
+            raise FusionError(f"{len(self.aliases)} outputs over one input", expected="one output for each input that is written over")
 
     def _error(self, at: int, why: str, expected: str = "") -> FusionError:
         from .text import op_text, value_names  # text builds on this module; only messages need it here
@@ -260,9 +264,12 @@ class Fusion:
     ) -> tuple[Any, ...]:
         """The outputs on these inputs, in plain torch: the meaning of the program. Checks ends and ids on the host.
 
+        An output with an alias is the input that it is written over.
+
         using: operations that something else computes, called as the `evaluate` of their kinds.
         """
         env = self.bind(tensors, sizes)
+        check_targets(self.targets(tensors))
         made: dict[Any, Any] = dict(zip(self.inputs, tensors, strict=True))
         for v, tensor in made.items():
             if v.type.ends:
@@ -270,7 +277,16 @@ class Fusion:
         device = _first(tensors[0]).device if tensors else torch.device("cpu")
         with torch.device(device) if device.type != "cpu" else nullcontext():  # for what makes tensors from nothing
             self._run(made, env, using or {})
-        return tuple(made[v] for v in self.outputs)
+        return write_over(self.targets(tensors), [made[v] for v in self.outputs])
+
+    def targets(self, tensors: Sequence[Any]) -> dict[int, torch.Tensor]:
+        """The tensors that outputs are written over, by the places of the outputs."""
+        return {i: tensors[self.inputs.index(v)] for i, v in self.aliases.items()}
+
+    @property
+    def pure(self) -> Fusion:
+        """The Fusion of the same outputs that writes over no input."""
+        return replace(self, aliases={}) if self.aliases else self
 
     def _run(self, made: dict[Any, Any], env: Mapping[str, int], using: Mapping[Op, Callable[..., tuple[Any, ...]]]) -> None:
         last = {v: op for op in self.ops for v in op.values}

@@ -1,41 +1,111 @@
-"""The derivative of a Fusion, as a Fusion: reverse mode over the `grad` rules of the kinds.
+"""The derivative of a Fusion, as a pair of Fusions: reverse mode over the `grad` rules of the kinds.
 
-It takes the inputs of the Fusion and the gradients of its float outputs, computes again what the rules need of the forward
-pass (nothing but inputs is saved), and gives the gradients of the inputs asked for.
+The forward is the Fusion with more outputs, the values that are saved. The backward takes those, the inputs that it reads and the
+gradients of the float outputs, and gives the gradients of the inputs asked for. saved.py decides what is saved and what is done again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from ..errors import UnsupportedError
+from ..errors import OptionError, UnsupportedError
 from .builder import FusionDefinition
-from .core import Fusion, Op, Value
-from .types import FLOATS, plain
+from .core import Cuts, Fusion, Op, Value
+from .saved import POLICIES, made_again, saved
+from .types import FLOATS, Groups, Rows, TensorType, plain
 
 
-def differentiable_outputs(fusion: Fusion) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class Derivative:
+    """forward: (inputs...) -> the outputs of the Fusion, then what is saved. backward: (read..., seeds...) -> the gradients.
+
+    reads: what the backward takes first: places among the forward's inputs, followed by its outputs. seeds: the outputs whose gradients
+    it takes next, the floats: each of its output's shape, rows not cut.
+    """
+
+    forward: Fusion
+    backward: Fusion
+    reads: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+    def read(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """What the backward takes first, from what the forward took and gave."""
+        there = [*inputs, *outputs]
+        return [there[i] for i in self.reads]
+
+
+def differentiate(fusion: Fusion, wrt: Sequence[int], save: str = "values") -> Derivative:
+    """The forward and the backward that gives the gradients of inputs `wrt`, each in its input's dtype.
+
+    save: "values": no product is done again; "inputs": the forward saves nothing. Either saves only what some of these gradients needs.
+    UnsupportedError where no derivative reaches an input: quantized weights are frozen.
+    """
+    if save not in POLICIES:
+        raise OptionError(f"save = {save!r}", expected=f"one of {', '.join(POLICIES)}", where="differentiate")
+    if fusion.aliases:
+        raise UnsupportedError("the derivative of a program that writes over its inputs", todo="differentiate the one without alias_input")
+    whole = _whole(fusion, wrt)
+    kept = saved(whole.forward, whole.needed, POLICIES[save])
+    there = tuple(dict.fromkeys((*fusion.inputs, *fusion.outputs, *(whole.original[v] for v in kept))))
+    forward = replace(fusion, outputs=there[len(fusion.inputs) :])
+    return Derivative(forward, _backward(whole, kept), tuple(there.index(whole.original[v]) for v in kept), _seeded(fusion))
+
+
+# ------------------------------------------------------------------------------------------------------- forward and backward in one
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """(inputs..., seeds...) -> gradients, in one Fusion. forward: its first operations, which compute the outputs; later: what of the rest
+    the gradients need; original: what each value of `forward` is called in the Fusion that is differentiated.
+    """
+
+    fusion: Fusion
+    forward: Fusion
+    later: tuple[Op, ...]
+    original: Mapping[Value, Value]
+
+    @property
+    def seeds(self) -> tuple[Value, ...]:
+        """The gradients of the outputs."""
+        return self.fusion.inputs[len(self.forward.inputs) :]
+
+    @cached_property
+    def ends(self) -> Mapping[Groups, Value]:
+        """The value of the forward that holds the ends of each cut."""
+        return {v.type.ends: v for v in self.original if v.type.ends}
+
+    @cached_property
+    def needed(self) -> tuple[Value, ...]:
+        """The values of the forward that the backward reads, and the ends of the cuts that they are typed with."""
+        read = [v for op in self.later for v in op.values if v in self.original]
+        return tuple(dict.fromkeys((*read, *(self.ends[g] for v in read for g in v.type.cuts() if g in self.ends))))
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """How many rows each cut is of."""
+        cuts = Cuts()
+        cuts.add(v.type for v in self.forward.inputs)
+        for op in self.forward.ops:
+            cuts.add((v.type for v in op.outputs), op.attrs)
+        return cuts
+
+
+def _seeded(fusion: Fusion) -> tuple[int, ...]:
     """The outputs that have a gradient: the floats."""
     return tuple(i for i, v in enumerate(fusion.outputs) if v.type.dtype in FLOATS)
 
 
-def differentiate(fusion: Fusion, wrt: Sequence[int]) -> Fusion:
-    """(inputs..., gradients of the float outputs...) -> the gradients of inputs `wrt`, each in its input's dtype.
-
-    UnsupportedError where no derivative reaches an input: quantized weights are frozen.
-    """
+def _whole(fusion: Fusion, wrt: Sequence[int]) -> _Whole:
     fd = FusionDefinition()
     made: dict[Any, Any] = {v: fd.define_like(v.type, fusion.role(v)) for v in fusion.inputs}
-    outputs = [fusion.outputs[i] for i in differentiable_outputs(fusion)]
+    outputs = [fusion.outputs[i] for i in _seeded(fusion)]
     seeds = [(v, fd.define_like(v.type.with_(shape=tuple(map(plain, v.type.shape))))) for v in outputs]
-    ops: list[Op] = []
-    for op in fusion.ops:
-        with fd.at(op.source):
-            inputs = tuple(made.get(v, v) if isinstance(v, Value) else v for v in op.inputs)
-            made.update(zip(op.outputs, fd.append(op.kind, inputs, op.attrs), strict=True))
-        ops.append(Op(op.kind, inputs, op.attrs, tuple(made[v] for v in op.outputs), op.source))
+    ops = [_copied(fd, op, made) for op in fusion.ops]
+    first = fd.count
 
     grads: dict[Value, Value] = {}
     for value, seed in seeds:
@@ -43,7 +113,7 @@ def differentiate(fusion: Fusion, wrt: Sequence[int]) -> Fusion:
     for op in reversed(ops):
         if any(v in grads for v in op.outputs):
             with fd.at(op.source):
-                _backward(fd, op, grads)
+                _differentiate(fd, op, grads)
     for i in wrt:
         value = made[fusion.inputs[i]]
         if value not in grads:
@@ -53,20 +123,22 @@ def differentiate(fusion: Fusion, wrt: Sequence[int]) -> Fusion:
                 todo="quantized weights and their scales are frozen: call requires_grad_(False) on them",
             )
         fd.add_output(fd.ops.reshape(grads[value], new_shape=tuple(map(plain, value.type.shape))))
-    return _needed(fd.fusion())
+    whole, inputs = fd.fusion(), tuple(made[v] for v in fusion.inputs)
+    forward = replace(whole, inputs=inputs, ops=whole.ops[:first], outputs=tuple(made[v] for v in fusion.outputs))
+    later = made_again(whole.ops[first:], whole.outputs, ())
+    return _Whole(whole, forward, later, {new: v for v, new in reversed(made.items())})
 
 
-def _needed(fusion: Fusion) -> Fusion:
-    """The Fusion without the operations that no gradient needs."""
-    needed, ops = set(fusion.outputs), []
-    for op in reversed(fusion.ops):
-        if not needed.isdisjoint(op.outputs):
-            needed.update(op.values)
-            ops.append(op)
-    return replace(fusion, ops=tuple(reversed(ops)))
+def _copied(fd: FusionDefinition, op: Op, made: dict[Any, Any]) -> Op:
+    """An operation on what its operands became; `made` takes in what its results become."""
+    inputs = tuple(made.get(v, v) if isinstance(v, Value) else v for v in op.inputs)
+    with fd.at(op.source, op.translator):
+        outputs = fd.append(op.kind, inputs, op.attrs)
+    made.update(zip(op.outputs, outputs, strict=True))
+    return replace(op, inputs=inputs, outputs=outputs)
 
 
-def _backward(fd: FusionDefinition, op: Op, grads: dict[Value, Value]) -> None:
+def _differentiate(fd: FusionDefinition, op: Op, grads: dict[Value, Value]) -> None:
     if op.kind.grad is None:
         if any(v.type.dtype in FLOATS for v in op.values) and op.kind.role != "view":
             raise UnsupportedError(f"{op.kind.name} has no derivative", todo="compute it under torch.no_grad()", where=op.source)
@@ -90,3 +162,40 @@ def _like(fd: FusionDefinition, grad: Value, v: Value) -> Value:
 
 def _add(fd: FusionDefinition, grads: dict[Value, Value], v: Value, grad: Value) -> None:
     grads[v] = fd.ops.add(grads[v], grad) if v in grads else grad
+
+
+# ------------------------------------------------------------------------------------------------------------------- and in two
+
+
+def _backward(whole: _Whole, kept: Sequence[Value]) -> Fusion:
+    """(kept..., seeds...) -> the gradients."""
+    fd, inputs = FusionDefinition(), whole.forward.inputs
+    given = {v: fd.define_like(v.type if v in inputs else _stored(v), whole.fusion.role(v)) for v in kept}
+    made: dict[Any, Any] = {v: fd.define_like(v.type) for v in whole.seeds} | {v: given[v] for v in kept if v in inputs}
+    for v in sorted(given, key=lambda v: v.type.ends is None):  # ends first: other rows are cut by them
+        if v not in inputs:
+            made[v] = _as_it_was(fd, given[v], v.type, made, whole)
+    for op in (*made_again(whole.forward.ops, whole.needed, kept), *whole.later):
+        _copied(fd, op, made)
+    for v in whole.fusion.outputs:
+        fd.add_output(made[v])
+    return fd.fusion()
+
+
+def _stored(v: Value) -> TensorType:
+    """The type of a saved value where it comes back: nothing says any more how its rows are cut."""
+    return TensorType(tuple(map(plain, v.type.shape)), v.type.dtype)
+
+
+def _as_it_was(fd: FusionDefinition, tensor: Value, type: TensorType, made: Mapping[Any, Any], whole: _Whole) -> Value:
+    """A saved value with the type that it had in the forward."""
+    if type.ends:
+        rows = whole.cuts.rows(type.ends)
+        assert rows is not None  # what is needed of these ends has its rows cut by them
+        return fd.ops.ends(tensor, rows=rows, groups=type.ends)
+    if tensor.type == type:
+        return tensor
+    ends = [made.get(whole.ends.get(g)) for g in type.cuts()]
+    if len(ends) == 1 and ends[0] is not None and isinstance(type.shape[0], Rows):
+        return fd.ops.cut(tensor, ends[0])
+    return fd.ops.reshape(tensor, new_shape=type.shape)

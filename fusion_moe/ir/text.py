@@ -53,8 +53,8 @@ def _lines(fusion: Fusion) -> list[str]:
     lines += [f"{g} = fd.define_groups({g.name!r}, {g.count})" for g in _groups(fusion)]
     lines += [f"{names[v]} = fd.define_tensor({_tensor(v.type, fusion.role(v))})" for v in fusion.inputs]
     lines += [op_text(op, names) for op in fusion.ops]
-    for v in fusion.outputs:
-        alias = f", alias_input={names[fusion.aliases[v]]}" if v in fusion.aliases else ""
+    for i, v in enumerate(fusion.outputs):
+        alias = f", alias_input={names[fusion.aliases[i]]}" if i in fusion.aliases else ""
         lines.append(f"fd.add_output({names[v]}{alias})")
     return lines
 

@@ -21,6 +21,6 @@ def rewrite(fusion: Fusion, rule: Rule) -> Fusion:
         with fd.at(op.source, op.translator):
             outputs = rule(fd, op, inputs) or fd.append(op.kind, inputs, op.attrs)
         made.update(zip(op.outputs, outputs, strict=True))
-    for v in fusion.outputs:
-        fd.add_output(made[v], made.get(fusion.aliases.get(v)))
+    for i, v in enumerate(fusion.outputs):
+        fd.add_output(made[v], made.get(fusion.aliases.get(i)))
     return fd.fusion()

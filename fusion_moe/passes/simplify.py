@@ -24,7 +24,7 @@ def pruned(fusion: Fusion) -> Fusion:
     for op in _ordered(fusion):
         inputs = tuple(same.get(v, v) for v in op.inputs)
         key = (op.kind.name, tuple(v if isinstance(v, Value) else repr(v) for v in inputs), repr(op.attrs))  # 0.0 == -0.0, True == 1
-        if key in seen and not any(v.type.ends or v in fusion.aliases for v in op.outputs):
+        if key in seen and not any(v.type.ends for v in op.outputs):
             same.update(zip(op.outputs, seen[key], strict=True))
             continue
         seen[key] = op.outputs

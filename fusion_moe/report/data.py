@@ -36,9 +36,9 @@ class Measured:
 class Machine:
     """Where it was measured. tier: the CPU instructions of C++ kernels, and tier_why why these; both "" if there are no such kernels.
 
-    products: for each dtype of activations, which kernels multiply groups of how many rows.
+    products: for dtypes of activations and weights, which kernels multiply groups of how many rows.
     bytes_per_second: of reading memory with so many threads, measured once on this machine; now: the same for this report; read_by: what
-    read it, and from where. Floors are of the faster one. repeats: runs of each kernel; interruptions: how often a CPU was taken away
+    read it, and from where. Floors are of the faster one. repeats: runs of each kernel; interruptions: how often it was preempted
     meanwhile. weight_bytes: of the weights that the programs read, and how many of them lie on large pages.
     """
 
@@ -150,14 +150,14 @@ class Report:
         """The fusion called `id`."""
         found = {f.id: f for f in self.fusions}
         if id not in found:
-            raise OptionError(f"no fusion is called {id!r}", expected=f"one of {', '.join(found) or 'none: nothing was fused'}")
+            raise OptionError(f"no fusion named {id!r}", expected=f"one of {', '.join(found) or 'none: nothing was fused'}")
         return found[id]
 
     def stage(self, name: str, fusion: str = "fusion0") -> str:
         """The text of one stage of a fusion."""
         texts = dict(self.fusion(fusion).stages)
         if name not in texts:
-            raise OptionError(f"no stage is called {name!r}", expected=f"one of {', '.join(texts)}")
+            raise OptionError(f"no stage named {name!r}", expected=f"one of {', '.join(texts)}")
         return texts[name]
 
     def repro(self, id: str = "fusion0") -> str:

@@ -46,12 +46,12 @@ def on_fakes(look: Callable[..., T], function: Callable[..., Any], args: tuple[A
     except Exception as error:
         if copies.valueless and isinstance(error, _ASKS_FOR_VALUES):
             raise UnsupportedError(
-                f"the call asks for the values of tensors ({error})", expected="tensors with values: some are fake or on the meta device",
-                todo="give weights and arguments that are loaded, or a part of the model that does not ask",
+                f"the call reads tensor values ({error})", expected="tensors with data: some are fake or on the meta device",
+                todo="pass loaded weights and arguments, or a part of the model that reads none",
             ) from error  # fmt: skip
         if copies.valueless:
             raise
-        log.info("the call is explained by running it, since it cannot be traced without values: %s: %s", type(error).__name__, error)
+        log.info("explaining the call by running it, since it cannot be traced without tensor data: %s: %s", type(error).__name__, error)
     return look(function, args, kwargs)
 
 
@@ -61,8 +61,8 @@ def device_of_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     tensors = (*_given(args, kwargs), *(t for m in modules for t in (*m.parameters(), *m.buffers())))
     if missing := [t for t in tensors if _is_valueless(t)]:
         raise UnsupportedError(
-            f"a tensor {list(missing[0].shape)} that is fake or on the meta device", expected="tensors with values: the call is run",
-            todo="give weights and arguments that are loaded, or leave out measure and load", where="explain",
+            f"a tensor {list(missing[0].shape)} that is fake or on the meta device", expected="tensors with data: the call is run",
+            todo="pass loaded weights and arguments, or leave out measure and load", where="explain",
         )  # fmt: skip
     return _device(modules, args, kwargs)
 

@@ -32,7 +32,7 @@ def made_of(segment: Segment, schedule: object, to: Target, why_not: str) -> Mad
     """
     missing = library.why_missing() if segment.kind == NVFUSER else ""
     if missing:
-        source = f"# its nvFuser definition is not shown: {missing}\n{text(segment.fusion)}"
+        source = f"# nvFuser definition not shown: {missing}\n{text(segment.fusion)}"
         return Made(NVFUSER, _why(NVFUSER, segment, to, why_not), source)
     kernel = BACKENDS[to.name].emit(segment, schedule)
     return Made(kernel.backend, kernel.why or _why(kernel.backend, segment, to, why_not), kernel.source, kernel.chosen)
@@ -40,10 +40,10 @@ def made_of(segment: Segment, schedule: object, to: Target, why_not: str) -> Mad
 
 def _why(backend: str, segment: Segment, to: Target, why_not: str) -> str:
     if backend == to.name == "reference":
-        return "asked for"
+        return "requested"
     if backend != "reference":
-        return _unexecuted(to, why_not) if why_not else "takes all of it"
-    return f"in plain torch, by its meaning: {schedulers.named(NVFUSER).can_schedule(segment.fusion, to)}"
+        return _unexecuted(to, why_not) if why_not else "compiles it whole"
+    return f"in plain torch: {schedulers.named(NVFUSER).can_schedule(segment.fusion, to)}"
 
 
 def _unexecuted(to: Target, why_not: str) -> str:

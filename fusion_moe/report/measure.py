@@ -69,18 +69,18 @@ class Watch:
             return None
         weights = {t.data_ptr(): t for w in self.watched for t in w.weights}.values()
         tier, why = self._tier() if any(w.in_cpp for w in self.watched) else ("", "")
-        activations = sorted({dtype for w in self.watched for dtype in w.activations})
+        products = sorted({dtypes for w in self.watched for dtypes in w.products})
         return Machine(
             cpu=bandwidth.cpu(), cpus=bandwidth.cpus(), threads=self.memory.threads, tier=tier, tier_why=why,
             bytes_per_second=self.memory.bytes_per_second, now=self.now, read_by=self.memory.by, repeats=REPEATS,
             interruptions=self.interruptions,
             weight_bytes=sum(t.nbytes for t in weights), weight_bytes_on_large_pages=pages.obtained(*weights),
-            products=tuple((dtype, prebuilt.kernels(tier, DTYPES[dtype])) for dtype in activations),
+            products=tuple((f"{a} by {w}", prebuilt.kernels(tier, w, DTYPES[a])) for a, w in products),
         )  # fmt: skip
 
     def _tier(self) -> tuple[str, str]:
         with options.using(self.switches):
-            return isa.selected(), "the best of this CPU" if self.switches.cpu_isa == "auto" else "asked for by cpu_isa"
+            return isa.selected(), "the best tier of this CPU" if self.switches.cpu_isa == "auto" else "set by cpu_isa"
 
 
 class Watched:
@@ -110,10 +110,11 @@ class Watched:
         return any(kernel.backend == cpu.NAME for kernel in self.program.kernels)
 
     @property
-    def activations(self) -> set[str]:
-        """The dtypes of activations of its grouped products that C++ computes."""
+    def products(self) -> set[tuple[str, str]]:
+        """The dtypes of activations and weights of its grouped products that C++ computes."""
         ours = (kernel for kernel in self.program.kernels if kernel.backend == cpu.NAME)
-        return {op.values[0].type.dtype for kernel in ours for op in kernel.segment.fusion.ops if op.kind.role == "grouped"}
+        grouped = (op for kernel in ours for op in kernel.segment.fusion.ops if op.kind.role == "grouped")
+        return {(op.values[0].type.dtype, op.values[1].type.dtype) for op in grouped}
 
     def run(self, source: str, inputs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
         """What fusion_moe::run computes."""

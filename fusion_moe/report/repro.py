@@ -14,7 +14,7 @@ from ..ir.sizes import value
 from ..ir.types import DTYPES, FLOATS, Groups, plain
 from .data import FusionReport
 
-_SCRIPT = '''"""{id} of a report of fusion_moe.explain: built again, run on random inputs, compared with its meaning."""
+_SCRIPT = '''"""{id} of a fusion_moe.explain report: rebuilt, run on random inputs, compared with the reference."""
 
 from fusion_moe import options, run
 from fusion_moe.ir.text import parse

@@ -24,12 +24,12 @@ def table(report: Report) -> str:
             _times(report),
             _section("measured on", _machine(report)),
             _section("load", _loads(report)),
-            _section("where from", _sources(report)),
+            _section("source lines", _sources(report)),
             _section("types", _types(report)),
-            _section("cuts", _cuts(report)),
+            _section("boundaries", _boundaries(report)),
         ]
         parts += [_section("roundings dropped", _roundings(report)), _section("backends", _backends(report))]
-        parts += [_section("kernels", _kernels(report)), _section("layouts of weights", _layouts(report))]
+        parts += [_section("kernels", _kernels(report)), _section("weight layouts", _layouts(report))]
     parts.append(_section("not fused", _left(report)))
     parts.append(_legend(report) if report.fusions else _nothing(report))
     return "\n\n".join(p for p in parts if p)
@@ -49,7 +49,7 @@ def _rows(report: Report) -> str:
         for segment in fusion.segments:
             lines += _row(segment)
         if fusion.times > 1:
-            lines.append(f"{fusion.id} stands {fusion.times} times in the model")
+            lines.append(f"{fusion.id} occurs {fusion.times} times in the model")
     return "\n".join(lines)
 
 
@@ -97,9 +97,9 @@ def _machine(report: Report) -> Iterable[tuple[str, str]]:
         yield m.cpu, f"{_count(m.cpus, 'CPU')}, {_count(m.threads, 'thread')}{f'; C++ for {m.tier}, {m.tier_why}' if m.tier else ''}"
         for dtype, kernels in m.products:
             yield f"products of {dtype}", f"groups of {kernels}"
-        yield "reading memory", f"{amount(m.bytes_per_second, 'B/s')} ({m.read_by}), {amount(m.now, 'B/s')} for this report"
+        yield "read bandwidth", f"{amount(m.bytes_per_second, 'B/s')} ({m.read_by}), {amount(m.now, 'B/s')} for this report"
         if m.interruptions:
-            yield "interruptions", f"a CPU was taken away {_count(m.interruptions, 'time')} while kernels were measured: what else runs?"
+            yield "interruptions", f"preempted {_count(m.interruptions, 'time')} during the measurement: what else is running?"
         yield "weights", f"{amount(m.weight_bytes, 'B')}, {amount(m.weight_bytes_on_large_pages, 'B')} of them on large pages"
 
 
@@ -133,7 +133,7 @@ def _types(report: Report) -> Iterable[tuple[str, str]]:
     return ((s.id, f"{', '.join(s.inputs)} -> {', '.join(s.outputs)}") for s in _segments(report))
 
 
-def _cuts(report: Report) -> Iterable[tuple[str, str]]:
+def _boundaries(report: Report) -> Iterable[tuple[str, str]]:
     for s in _segments(report):
         if s.why:
             yield f"{s.id.split('.')[0]}: {', '.join(map(_number, s.after))} | {_number(s.id)}", s.why
@@ -181,24 +181,24 @@ def _section(title: str, rows: Iterable[tuple[str, str]]) -> str:
 
 def _legend(report: Report) -> str:
     said = (
-        "flops, and bytes read and written, are for one call with these sizes; of grouped weights, at most as many groups are read as "
-        "there are rows. avoided: what separate kernels would have written and read between the operations; views and casts are not "
-        "kernels of their own. flop/B: flops for each byte read or written. ?: a size that only the device knows. cuts: the segments "
-        "that a segment reads from, and why it is not one with them."
+        "flops and bytes are for one call with these sizes; of grouped weights, at most one group per row counts as read. avoided: the "
+        "traffic between operations that separate kernels would have caused; views and casts are not kernels of their own. flop/B: "
+        "flops per byte read or written. ?: a size known only on the device. boundaries: the segments that a segment reads from, and "
+        "why they are not one kernel."
     )
     if report.machine:
         said += (
-            f" time: the median of {report.machine.repeats} runs with no input in the caches, where a fusion runs first; spread: (longest "
-            "- shortest) / median. floor: how long this machine takes to read the inputs, of grouped weights those of groups with rows."
+            f" time: the median of {report.machine.repeats} runs with cold inputs, where a fusion first runs; spread: (longest - shortest) "
+            "/ median. floor: the time to read the inputs at the read bandwidth; of grouped weights, those of groups with rows."
         )
     if any(s.kind == "nvfuser" for s in _segments(report)):
-        said += " nvfuser: one definition, of which nvFuser makes several kernels: what these hand on is counted as avoided."
+        said += " nvfuser: one definition, which nvFuser splits into kernels; the traffic between them counts as avoided."
     return textwrap.fill(said, WIDTH)
 
 
 def _nothing(report: Report) -> str:
     if not report.graphs:
-        return "nothing was fused: no graph was taken of this call (TORCH_LOGS=graph_breaks says why torch.compile took none)"
+        return "nothing was fused: no graph was captured from this call (TORCH_LOGS=graph_breaks says why)"
     custom = f" (without a translator: {', '.join(report.custom_ops)})" if report.custom_ops else ""
     said = f"nothing was fused: no call in these graphs has a translator that makes a grouped product{custom}"
     return textwrap.fill(said, WIDTH, break_long_words=False)

@@ -59,7 +59,7 @@ def _check_can_run(watch: Watch, device: torch.device) -> None:
     """UnsupportedError if what is watched cannot be run, or measured, on a device."""
     targets.check_device(targets.find(watch.switches.target, device), device, "explain")
     if watch.measure and device.type != "cpu":
-        raise UnsupportedError(f"measure=True for tensors on {device}", expected="tensors on the CPU", where="explain")
+        raise UnsupportedError(f"measure=True for tensors on {device}", expected="CPU tensors", where="explain")
 
 
 def _looker(function: Callable[..., Any], switches: Options, watch: Watch | None) -> tuple[Callable[..., Seen], Callable[..., Any]]:
@@ -68,8 +68,8 @@ def _looker(function: Callable[..., Any], switches: Options, watch: Watch | None
     if thunder is not None and (compiled := thunder.compile_data(function)) is not None:
         if watch is not None:
             raise UnsupportedError(
-                "measure=True or load=True for what thunder.jit made", expected="a module or a function",
-                todo="give what thunder.jit was given, to have it run as under torch.compile", where="explain",
+                "measure=True or load=True for the result of thunder.jit", expected="a module or a function",
+                todo="pass what thunder.jit was given: it then runs as under torch.compile", where="explain",
             )  # fmt: skip
         return partial(_in_thunder, compiled.executors_list, switches), compiled.fn
     return partial(_in_dynamo, switches, watch), _original(function)

@@ -6,12 +6,13 @@ from ..ir.core import Fusion
 from ..ir.sizes import value
 from ..ir.types import TensorType, plain
 from ..layouts import LAYOUTS, LINEAR
+from ..schedule.product import products
 from ..target import TARGETS, Target
 
 
 def weight_layouts(fusion: Fusion, to: Target) -> tuple[tuple[str, str], ...]:
     """(layout, what prepare_ does about it) of the encoded weights that are not in the layout of a target, if prepare_ knows theirs."""
-    weights = (op.values[1].type for op in fusion.ops if op.kind.role == "grouped")
+    weights = (product.weight.type for product in products(fusion) if product.weight is not None)
     known = (w for w in weights if w.quantized and _is_prepared(w.layout) and not set(w.symbols()))
     return tuple(dict.fromkeys((w.layout, _what_is_done(w, to)) for w in known if w.layout != to.weight_layout))
 
@@ -22,9 +23,9 @@ def _is_prepared(layout: str) -> bool:
 
 
 def _what_is_done(w: TensorType, to: Target) -> str:
-    done = f"fusion_moe.prepare_(model, {to.name!r}) puts them in {to.weight_layout}, the layout of {to.name}"
+    done = f"fusion_moe.prepare_(model, {to.name!r}) reorders them to {to.weight_layout}, the layout of {to.name}"
     if to.weight_layout == LINEAR.name:
         return done
     n, k = (value(plain(d), {}) for d in w.shape[1:])
     why = LAYOUTS[to.weight_layout].why_not(n, k, w.encoding)
-    return f"prepare_ leaves them: {why}" if why else f"{done}, if those of their module are all in whole tiles"
+    return f"prepare_ leaves them as they are: {why}" if why else f"{done}, if all weights of their module are whole tiles"

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from .. import options
 from ..errors import BuildError
-from . import isa, store
+from . import dump, isa, store
 
 # No -ffast-math, nor anything else that changes results. It also makes g++ link code that flushes denormals in the whole process that
 # loads the library. Contraction of a * b + c into one rounding would give each tier results of its own.
@@ -118,8 +118,12 @@ def _recipe(text: str, name: str, tier: str, include: Sequence[Path | str], flag
 
 
 def _file(recipe: Recipe) -> Path:
-    if (came := recipe.came_with()) and came.is_file():
-        return came
+    path = came if (came := recipe.came_with()) and came.is_file() else _made(recipe)
+    dump.binary(path, recipe.text, ".cpp")
+    return path
+
+
+def _made(recipe: Recipe) -> Path:
     compiler = find_compiler()
     if compiler is None:
         raise BuildError(why_no_compiler(), where=recipe.name)
@@ -219,8 +223,8 @@ def _compile(command: Sequence[str], recipe: Recipe, path: Path) -> None:
     try:
         done = _run([*command, source, "-o", path.name], cwd=path.parent, env=environment)
     except subprocess.TimeoutExpired as e:
-        found = f"{recipe.name} was not compiled after {e.timeout:g} s, and the compiler was ended"
-        todo = "set FUSION_MOE_COMPILE_SECONDS to more, or CXX to another compiler; to see what it does"
+        found = f"compiling {recipe.name} took more than {e.timeout:g} s; the compiler was killed"
+        todo = "raise FUSION_MOE_COMPILE_SECONDS, or set CXX to another compiler; to see what it does"
     else:
         if done.returncode == 0 and path.exists():
             return

@@ -22,8 +22,8 @@ from ..errors import BuildError, GroupsError, UnsupportedError
 _FREE_SHARED = 48 * 1024  # bytes of shared memory that a block gets unasked
 _FAULTS = {
     1: ("offs[{place}] = {value}", "cumulative ends that never decrease, up to the rows there are"),
-    2: ("ids.flatten()[{place}] = {value}, which names no group", "ids from 0 to the number of groups - 1"),
-    3: ("an index of {value}", "one that lies inside of what it picks from"),
+    2: ("ids.flatten()[{place}] = {value} is out of range", "ids from 0 to the number of groups - 1"),
+    3: ("an index of {value}", "an index within the dimension it selects from"),
 }
 _RESERVED = 1024  # bytes of shared memory that the driver takes for each block
 _STREAMS = 64  # that a launch remembers
@@ -45,7 +45,7 @@ def why_too_old() -> str:
 
 
 def _why_too_old(device: str, capability: tuple[int, int]) -> str:
-    return "" if capability >= (8, 0) else f"{device} has compute capability {capability[0]}.{capability[1]}, kernels need 8.0 or higher"
+    return "" if capability >= (8, 0) else f"{device} has compute capability {capability[0]}.{capability[1]}, kernels require 8.0 or higher"
 
 
 @cache
@@ -144,7 +144,7 @@ def _checked(result: tuple[Any, ...], where: str) -> Any:
     status, *values = result
     if int(status):
         text = _driver().cuGetErrorString(status)[1].decode()
-        raise BuildError(f"the CUDA driver: {text}", todo="a driver as new as the NVRTC that compiled it is needed", where=where)
+        raise BuildError(f"the CUDA driver: {text}", todo="install a driver at least as new as NVRTC", where=where)
     return values[0] if values else None
 
 
@@ -171,7 +171,7 @@ def raise_fault() -> None:
         what, expected = _FAULTS[found >> 56]
         raise GroupsError(
             what.format(place=place, value=low - (low >> 31 << 32)) + ", in an earlier call", expected=expected,
-            todo="fusion_moe.synchronize() after a call raises what that call found; what it computed was computed with safe values",
+            todo="fusion_moe.synchronize() after a call raises its errors; that call computed with indices clamped into range",
             where="cuda",
         )  # fmt: skip
 

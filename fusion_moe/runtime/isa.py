@@ -49,7 +49,7 @@ def selected() -> str:
 def require(tier: str) -> str:
     """The tier, if this machine runs it. OptionError if not."""
     if tier not in available():
-        found = f"cpu_isa = {tier!r}, which this machine has not" if tier in TIERS else f"cpu_isa = {tier!r}"
+        found = f"cpu_isa = {tier!r} is not supported by this CPU" if tier in TIERS else f"cpu_isa = {tier!r}"
         raise OptionError(found, expected=f"'auto' or one of {', '.join(available())}", where="options")
     return tier
 

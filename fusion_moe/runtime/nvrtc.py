@@ -22,7 +22,7 @@ from typing import Any
 
 from .. import options
 from ..errors import BuildError
-from . import store
+from . import dump, store
 
 # No contraction of a * b + c into one rounding: results are those of `Fusion.evaluate`, operation by operation.
 FLAGS = ("--std=c++17", "--fmad=false", "--extra-device-vectorization")
@@ -64,7 +64,9 @@ def build(text: str, *, name: str, arch: str, headers: Mapping[str, str], flags:
     told = (f"--gpu-architecture={arch}", *FLAGS, *flags)
     key = store.key_of(text, *(part for header in headers.items() for part in header), version(), *told)
     with store.told(name):
-        return store.get_or_make(f"{name}-{arch}-{key}.cubin", lambda path: _compile(text, name, headers, told, path))
+        path = store.get_or_make(f"{name}-{arch}-{key}.cubin", lambda path: _compile(text, name, headers, told, path))
+    dump.binary(path, text, ".cu")
+    return path
 
 
 def _nvrtc() -> Any:
@@ -90,7 +92,7 @@ def _compile(text: str, name: str, headers: Mapping[str, str], flags: Sequence[s
         with _limited(program, seconds):
             status, *_ = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
         if status == nvrtc.nvrtcResult.NVRTC_ERROR_CANCELLED:
-            raise BuildError(f"NVRTC had not compiled it after {seconds} s", todo="set FUSION_MOE_COMPILE_SECONDS to more", where=name)
+            raise BuildError(f"NVRTC took more than {seconds} s", todo="raise FUSION_MOE_COMPILE_SECONDS", where=name)
         if int(status):
             raise _refused(text, name, flags, _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(), path)
         path.write_bytes(_read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program))
@@ -127,4 +129,4 @@ def _refused(text: str, name: str, flags: Sequence[str], log: str, path: Path) -
     lines = log.strip().splitlines()
     errors = [line for line in lines if "error" in line] or lines
     found = f"{name} does not compile with NVRTC {version()} {' '.join(flags)}\n" + "\n".join(f"  {e}" for e in errors[:_SHOWN_ERRORS])
-    return BuildError(found, todo="the source is kept there", where=str(kept))
+    return BuildError(found, todo="the source is kept at that path", where=str(kept))

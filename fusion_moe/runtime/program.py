@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +13,10 @@ from torch.autograd import profiler
 
 from ..errors import DeviceError
 from ..ir.core import Fusion, Value
+from ..ir.effects import check_targets, write_over
 from ..segment import Segment
 from ..target import Target
+from . import dump
 from .check import check_stages
 from .kernel import Kernel
 
@@ -34,6 +37,7 @@ class Program:
 
     checked: whether each call also evaluates every stage and the segments, and compares them bit for bit (the option `check`).
     joined: all kernels in one call, where the backend has that; a profiler sees them one by one.
+    dumped: the folder that it was written to, and that what its calls compile is written to.
     """
 
     stages: tuple[tuple[str, Fusion], ...]
@@ -42,6 +46,7 @@ class Program:
     target: Target
     checked: bool = False
     joined: Joined | None = None
+    dumped: Path | None = None
 
     @property
     def fusion(self) -> Fusion:
@@ -54,12 +59,23 @@ class Program:
         return not self.checked and all(kernel.graph_safe for kernel in self.kernels)
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int] | None = None) -> list[torch.Tensor]:
-        """The outputs on these inputs: new tensors, contiguous, sharing no memory with the inputs."""
+        """The outputs on these inputs: new tensors, contiguous, sharing no memory with the inputs.
+
+        An output with an alias is the input that it is written over, after all kernels.
+        """
         env = self._sizes(tensors, sizes or {})
+        check_targets(self.fusion.targets(tensors))
         if self.checked:
             check_stages(self.stages, self.segments, tensors, env)
-        outputs = self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
-        return self._one_by_one(tensors, env) if outputs is None else list(outputs)
+        if self.dumped:
+            with dump.into(self.dumped):
+                return self._run(tensors, env)
+        return self._run(tensors, env)
+
+    def _run(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
+        joined = self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
+        outputs = self._one_by_one(tensors, env) if joined is None else joined
+        return list(write_over(self.fusion.targets(tensors), outputs))
 
     def _sizes(self, tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> Mapping[str, int]:
         """The values of the symbols, remembered by all that they are read from: decoding asks for the same ones again and again."""

@@ -74,7 +74,7 @@ def folder() -> Path:
     chosen = _private_folder(os.getpid()) if _why_unusable(shared) else shared
     if why_not := _why_unusable(chosen):
         raise OSError(f"cache_dir {wanted} {why}, and the temporary folder {chosen} {why_not}")
-    _say_once(f"cache_dir {wanted} {why}; compiled kernels are kept in {chosen}; FUSION_MOE_CACHE_DIR names another folder")
+    _say_once(f"cache_dir {wanted} {why}; using {chosen} for compiled kernels; set FUSION_MOE_CACHE_DIR to another folder")
     return chosen
 
 
@@ -114,7 +114,7 @@ def _trusted(path: Path) -> bytes | None:
     """The content of a file in a folder that is trusted; None if there is none, or somebody else may have written it."""
     try:
         if why := trust.why_not_file(path):
-            _say_once(f"{path} {why}; it is made again")
+            _say_once(f"{path} {why}; rebuilding it")
             return None
         return path.read_bytes()
     except OSError:
@@ -168,7 +168,7 @@ def _open_lock(path: Path) -> int:
     """A lock file, opened. One that somebody else put there, who might hold it forever, is replaced."""
     with contextlib.suppress(FileNotFoundError):
         if why := trust.why_not_file(path):
-            _say_once(f"{path} {why}; it is made again")
+            _say_once(f"{path} {why}; rebuilding it")
             path.unlink()
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # not to be read by others either: who can open it can lock it
     _set_mode(path, 0o600)
@@ -198,7 +198,7 @@ def _why_unusable(folder: Path) -> str:
     try:
         _make_folder(folder)
     except OSError as e:
-        return f"cannot be made ({e.strerror})"
+        return f"cannot be created ({e.strerror})"
     return _why_unsafe(folder) or ("" if os.access(folder, os.W_OK | os.X_OK) else "cannot be written")
 
 
@@ -220,7 +220,7 @@ def _why_unsafe(folder: Path) -> str:
     try:
         return trust.why_not_folder(folder)
     except OSError as e:
-        return f"cannot be looked at ({e.strerror})"
+        return f"cannot be accessed ({e.strerror})"
 
 
 @cache

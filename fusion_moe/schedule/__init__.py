@@ -1,14 +1,15 @@
 """Schedulers, one file for each kind of segment.
 
-can_schedule(fusion, target) -> None if one kernel can do it, else the reason; choose(fusion, target) -> a frozen dataclass.
+can_schedule(fusion, target, kept) -> None if one kernel can do it, else the reason; choose(fusion, target) -> a frozen dataclass.
 They look at kinds of operations and at what depends on what; none of them knows any model's pattern.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
-from ..ir.core import Fusion
+from ..ir.core import Fusion, Value
 from ..target import Target
 from . import grouped_gemm, layout, nvfuser, pointwise, rows, single
 
@@ -19,8 +20,8 @@ class Scheduler(Protocol):
     NAME: str
     CONTRACTS: bool  # whether its kernels keep float32 where the program rounds and reads back
 
-    def can_schedule(self, fusion: Fusion, target: Target) -> str | None:
-        """Why one kernel cannot do it; None if it can."""
+    def can_schedule(self, fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
+        """Why one kernel cannot do it; None if it can. kept: outputs of the whole program, which stay outputs of any larger piece."""
 
     def choose(self, fusion: Fusion, target: Target) -> object:
         """The schedule: a frozen dataclass."""
@@ -40,9 +41,9 @@ def of(target: Target) -> tuple[Scheduler, ...]:
     return tuple(map(named, target.schedulers))
 
 
-def find(fusion: Fusion, target: Target) -> Scheduler | None:
+def find(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> Scheduler | None:
     """The first scheduler that takes the fusion."""
-    return next((s for s in of(target) if s.can_schedule(fusion, target) is None), None)
+    return next((s for s in of(target) if s.can_schedule(fusion, target, kept) is None), None)
 
 
 def closest(fusion: Fusion, target: Target) -> Scheduler:

@@ -7,12 +7,15 @@ or sums a token's rows in order.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 
 from ..ir.core import Fusion, Op, Value
-from ..ir.types import Rows
+from ..ir.kinds.shape import elements
+from ..ir.sizes import exact_div
+from ..ir.types import Rows, plain
 from ..target import Target
+from .product import products
 
 NAME = "grouped_gemm"
 CONTRACTS = True
@@ -31,24 +34,25 @@ class GroupedGemm:
     epilogue: tuple[str, ...]
 
 
-def can_schedule(fusion: Fusion, target: Target) -> str | None:
-    """None if there is one grouped product and all else is its prologue or its epilogue."""
-    products = [op for op in fusion.ops if op.kind.role == "grouped"]
-    if not products:
-        return "there is no grouped product"
-    if len(products) > 1:
-        return f"{products[1].kind.name} contracts what {products[0].kind.name} makes: it needs whole rows, and a kernel has tiles of them"
-    (product,) = products
+def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
+    """None if there is one grouped product, all else is its prologue or its epilogue, and what is stored has one width."""
+    found = products(fusion)
+    if not found:
+        return "no grouped product"
+    if len(found) > 1:
+        first, second = (p.op.kind.name for p in found[:2])
+        return f"{second} contracts the result of {first}: it reads whole rows, and a kernel holds tiles"
+    product = found[0].op
     after = _after(fusion, product)
     for op in fusion.ops:
         if op is not product and (why := _refusal(op, after)):
             return why
-    return _one_combine(fusion, after)
+    return _one_combine(fusion, after) or _one_width(fusion, product, kept)
 
 
 def choose(fusion: Fusion, target: Target) -> GroupedGemm:
     """The product, its prologue and its epilogue, in order."""
-    (product,) = (op for op in fusion.ops if op.kind.role == "grouped")
+    product = products(fusion)[0].op
     after = _after(fusion, product)
     rest = [op for op in fusion.ops if op is not product and op.kind.role != "view"]
     return GroupedGemm(
@@ -75,17 +79,29 @@ def _refusal(op: Op, after: Set[Value]) -> str | None:
     name, role = op.kind.name, op.kind.role
     if _reads(op, after):
         allowed = role in EPILOGUE or name in EPILOGUE_SHAPES
-        return None if allowed else f"{name} needs more of the product's result than the tile that a block holds"
+        return None if allowed else f"{name} reads more of the product's result than one tile"
     if role == "pointwise" and not any(isinstance(d, Rows) for d in op.outputs[0].type.shape):
-        return f"{name} on whole tokens would be done again for every slot and tile that reads them"
+        return f"{name} on whole tokens would be recomputed for every slot and tile"
     allowed = role in PROLOGUE or name in PROLOGUE_SHAPES or name == "full"
-    return None if allowed else f"{name} cannot be done while the rows of the product are loaded"
+    return None if allowed else f"{name} cannot be part of a product's prologue"
 
 
 def _one_combine(fusion: Fusion, after: Set[Value]) -> str | None:
     combines = [op for op in fusion.ops if op.kind.role == "combine"]
     if len(combines) > 1:
-        return "combine is done once, by the block that owns an output tile"
+        return "a kernel has at most one combine"
     if combines and not any(v in after for v in combines[0].values[:1]):
-        return "combine sums rows that this product does not make"
+        return "combine sums rows of something other than this product"
     return None
+
+
+def _one_width(fusion: Fusion, product: Op, kept: Collection[Value]) -> str | None:
+    """Results of one width, where some of them are kept: others may yet be read inside of a larger piece."""
+    rows = plain(product.outputs[0].type.shape[0])
+    combines = [op for op in fusion.ops if op.kind.role == "combine"]
+    tokens = {v for op in combines for v in _after(fusion, op)}
+    stored = [v for v in fusion.outputs if v in _after(fusion, product) - tokens] + [op.values[0] for op in combines]
+    widths = {str(exact_div(elements(v.type.shape), rows)) for v in stored}
+    if len(widths) == 1 or not any(v in kept for v in stored):
+        return None
+    return f"results of {' and '.join(sorted(widths))} columns are stored: a kernel's tiles have one width"

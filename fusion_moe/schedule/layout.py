@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..ir.core import Fusion
+from ..ir.core import Fusion, Value
 from ..target import Target
 from . import pointwise
 
@@ -20,10 +21,10 @@ class Layout:
     layouts: tuple[str, ...]
 
 
-def can_schedule(fusion: Fusion, target: Target) -> str | None:
+def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
     """None if rows are quantized, swizzled, or both."""
     other = next((op for op in fusion.ops if op.kind.role not in ROLES), None)
-    return f"{other.kind.name} is no change of format or layout" if other else None
+    return f"{other.kind.name} is not a change of format or layout" if other else None
 
 
 def choose(fusion: Fusion, target: Target) -> Layout:

@@ -14,13 +14,14 @@ Source: nvFuser's python frontend (nvfuser_direct, 0.2.36) and csrc/ops; sizes o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ..ir.core import Fusion, Op
+from ..ir.core import Fusion, Op, Value
 from ..ir.kinds.shape import elements
 from ..ir.types import STORED, TensorType, plain
 from ..target import Target
+from .product import GroupedProduct, products
 
 NAME = "nvfuser"
 CONTRACTS = False  # it stores the 16-bit results of its products
@@ -41,15 +42,15 @@ class NvFuser:
     ops: tuple[str, ...]
 
 
-def can_schedule(fusion: Fusion, target: Target) -> str | None:
+def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
     """None if every operation can be written into one nvFuser definition for the target."""
     return next((why for op in fusion.ops if (why := _refusal(op, fusion, target))), None)
 
 
 def choose(fusion: Fusion, target: Target) -> NvFuser:
     """The lowerings: the format of a product's activations and the target decide."""
-    ops = [op for op in fusion.ops if not op.kind.view]
-    return NvFuser(tuple(lowering(op) for op in ops if op.kind.role == "grouped"), tuple(op.kind.name for op in ops))
+    ops = tuple(op.kind.name for op in fusion.ops if not op.kind.view)
+    return NvFuser(tuple(map(lowering, products(fusion))), ops)
 
 
 def sorts(fusion: Fusion) -> bool:
@@ -57,10 +58,10 @@ def sorts(fusion: Fusion) -> bool:
     return any(op.kind.name in _SORTS for op in fusion.ops)
 
 
-def lowering(product: Op) -> str:
+def lowering(product: GroupedProduct) -> str:
     """What a grouped product becomes."""
-    a, w = (v.type for v in product.values[:2])
-    return PRODUCTS["nvfp4"] if a.quantized else PRODUCTS["bf16"] if w.quantized else "grouped_mm"
+    a, b = product.a.type, product.b.type
+    return PRODUCTS["nvfp4"] if a.quantized else PRODUCTS["bf16"] if b.quantized else "grouped_mm"
 
 
 def _refusal(op: Op, fusion: Fusion, target: Target) -> str | None:
@@ -68,25 +69,26 @@ def _refusal(op: Op, fusion: Fusion, target: Target) -> str | None:
     if any(t.dtype == "u8" for t in types) and op.kind.name not in ("pack", "unpack"):
         return f"{op.kind.name} of u8: nvFuser has no 8-bit integers"
     if any(plain(d) == 0 for t in types for d in t.shape):
-        return f"{op.kind.name} of no elements: nvFuser asserts, and there is nothing to do"
+        return f"{op.kind.name} of an empty tensor: nvFuser asserts"
     rule = _RULES.get(op.kind.name)
     return rule(op, fusion, target) if rule else None
 
 
 def _cast(op: Op, fusion: Fusion, target: Target) -> str | None:
-    return f"cast to {to} saturates in nvFuser, where the program does not" if (to := op.attrs["dtype"]) in STORED else None
+    return f"cast to {to}: nvFuser saturates, where the program does not" if (to := op.attrs["dtype"]) in STORED else None
 
 
 def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
     if op.values[0] in fusion.producers:
-        return f"pack of codes that {fusion.producers[op.values[0]].kind.name} makes: nvFuser has no 8-bit integers to hold them"
+        return f"pack of codes made by {fusion.producers[op.values[0]].kind.name}: nvFuser has no 8-bit integers"
     if op.attrs["fmt"] not in PACKED:
         return f"pack of {op.attrs['fmt']}: {' and '.join(PACKED)} is lowered"
     if op.attrs["layout"] not in LAYOUTS:
-        return f"pack of weights in the layout {op.attrs['layout']}: nvFuser's products read them in the linear one"
-    readers = {reader.kind.name for reader in fusion.readers.get(op.outputs[0], ())}
-    if readers - {"grouped_mm", "grouped_mm_t"} or _leaves(op, fusion):
-        return f"pack for {' and '.join(sorted(readers)) or 'an output'}: nvFuser has no value of codes and scales"
+        return f"pack of weights in the layout {op.attrs['layout']}: nvFuser's products read the linear one"
+    packed = op.outputs[0]
+    others = {r.kind.name for r in fusion.readers.get(packed, ()) if r.kind.role != "grouped" or GroupedProduct.of(r).weight is not packed}
+    if others or _leaves(op, fusion):
+        return f"pack read by {' and '.join(sorted(others)) or 'an output'}: nvFuser has no quantized tensors"
     return None
 
 
@@ -94,36 +96,35 @@ def _quantize(op: Op, fusion: Fusion, target: Target) -> str | None:
     if op.attrs["fmt"] not in target.activation_formats:
         return f"{op.kind.name} to {op.attrs['fmt']} on {target.name}: e2m1 needs compute capability 10.0"
     if op.values[1].type.shape != op.values[0].type.shape[:-2]:
-        return f"quantize with decode scales {op.values[1].type}: one for each matrix is what is lowered"
+        return f"quantize with decode scales {op.values[1].type}: only one per matrix is lowered"
     return _inside(op, fusion)
 
 
 def _inside(op: Op, fusion: Fusion, target: Target | None = None) -> str | None:
     """A value of codes and scales may not leave, nor one whose padding nvFuser leaves unwritten."""
-    return (
-        f"{op.kind.name} whose result leaves the definition: nvFuser has no value of codes, scales and padding"
-        if _leaves(op, fusion)
-        else None
-    )
+    return f"{op.kind.name} whose result leaves the definition: nvFuser has no quantized or padded tensors" if _leaves(op, fusion) else None
 
 
 def _unpack(op: Op, fusion: Fusion, target: Target) -> str | None:
     if op.values[0] not in fusion.producers:
-        return "unpack of a value from outside: nvFuser has no value of codes and scales"
-    return "unpack of swizzled scales: nvFuser leaves their padding unwritten" if op.values[0].type.layout != "linear" else None
+        return "unpack of an input: nvFuser has no quantized tensors"
+    return "unpack of swizzled scales: nvFuser leaves their padding uninitialized" if op.values[0].type.layout != "linear" else None
 
 
 def _swizzle(op: Op, fusion: Fusion, target: Target) -> str | None:
-    return "grouped_swizzle by itself: nvFuser leaves the padding unwritten, and only its own product may read the result"
+    return "grouped_swizzle by itself: nvFuser leaves the padding uninitialized, and only its own product may read the result"
 
 
 def _product(op: Op, fusion: Fusion, target: Target) -> str | None:
-    a, w = (v.type for v in op.values[:2])
+    product = GroupedProduct.of(op)
+    if product.weight is None:
+        return f"{op.kind.name}: nvFuser's product leaves the matrices of empty groups unwritten"
+    a, w = product.a.type, product.weight.type
     if a.quantized:
         return _packed_product(op, fusion, a, w)
     dtype = w.dtype if not w.quantized else a.dtype
     if a.dtype not in HALVES or dtype != a.dtype:
-        return f"{op.kind.name} of {a.dtype} and {w.dtype}: nvFuser's product takes two of bf16 or two of f16"
+        return f"{op.kind.name} of {a.dtype} and {w.dtype}: nvFuser's product requires both in bf16 or both in f16"
     return _from_outside(op, fusion) or _stored(op, fusion, a.dtype)
 
 
@@ -132,16 +133,16 @@ def _packed_product(op: Op, fusion: Fusion, a: TensorType, w: TensorType) -> str
         return f"{op.kind.name} of {a.dtype} and {w.dtype}: the 4-bit product takes two 4-bit operands"
     _, n, k = w.shape
     if k % _K or n % _N:  # type: ignore[operator]  # both are numbers: pack and the target's layouts ask for it
-        return f"K = {k} and N = {n} of a 4-bit product: its kernel needs multiples of {_K} and {_N}, and does not look"
+        return f"K = {k} and N = {n} of a 4-bit product: its kernel requires multiples of {_K} and {_N}, but does not check"
     if op.values[0] not in fusion.producers:
-        return "a 4-bit product of activations quantized outside: nvFuser has no value of codes and scales"
+        return "a 4-bit product of activations quantized elsewhere: nvFuser has no quantized tensors"
     return _from_outside(op, fusion) or _stored(op, fusion, *HALVES)
 
 
 def _from_outside(op: Op, fusion: Fusion) -> str | None:
     """Quantized weights come as a value of their own only from a pack inside."""
     w = op.values[1]
-    return f"{op.kind.name} without the tensors of its weight" if w.type.quantized and w not in fusion.producers else None
+    return f"{op.kind.name} whose weight is packed elsewhere" if w.type.quantized and w not in fusion.producers else None
 
 
 def _stored(op: Op, fusion: Fusion, *dtypes: str) -> str | None:
@@ -153,20 +154,16 @@ def _stored(op: Op, fusion: Fusion, *dtypes: str) -> str | None:
     return f"{op.kind.name} kept in float32: nvFuser's product rounds to {' or '.join(dtypes)}"
 
 
-def _outer(op: Op, fusion: Fusion, target: Target) -> str | None:
-    return "grouped_outer: nvFuser's product leaves the matrices of empty groups unwritten"
-
-
 def _sort(op: Op, fusion: Fusion, target: Target) -> str | None:
     rows = elements(op.values[0].type.shape)
     if isinstance(rows, int) and rows <= SORTED:
         return None
-    count = f"{rows}" if isinstance(rows, int) else "an open number of"
+    count = f"{rows}" if isinstance(rows, int) else "a dynamic number of"
     return f"{op.kind.name} of {count} rows: nvFuser sorts within one block, and asserts beyond {SORTED}"
 
 
 def _combine(op: Op, fusion: Fusion, target: Target) -> str | None:
-    return None if isinstance(op.values[1].type.shape[1], int) else "combine of an open number of slots: the definition names each"
+    return None if isinstance(op.values[1].type.shape[1], int) else "combine of a dynamic number of slots: the definition unrolls them"
 
 
 def _scatter(op: Op, fusion: Fusion, target: Target) -> str | None:
@@ -180,6 +177,6 @@ def _leaves(op: Op, fusion: Fusion) -> bool:
 Rule = Callable[[Op, Fusion, Target], str | None]
 _RULES: dict[str, Rule] = {
     "cast": _cast, "pack": _pack, "unpack": _unpack, "quantize": _quantize, "relayout": _inside, "grouped_swizzle": _swizzle,
-    "grouped_mm": _product, "grouped_mm_t": _product, "grouped_outer": _outer, "combine": _combine,
+    "grouped_mm": _product, "grouped_mm_t": _product, "grouped_outer": _product, "combine": _combine,
     "index_put_accumulate": _scatter, **dict.fromkeys(_SORTS, _sort),
 }  # fmt: skip

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..ir.core import Fusion
+from ..ir.core import Fusion, Value
 from ..target import Target
 
 NAME = "pointwise"
@@ -19,7 +20,7 @@ class Pointwise:
     ops: tuple[str, ...]
 
 
-def can_schedule(fusion: Fusion, target: Target) -> str | None:
+def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
     """None if every operation is pointwise or moves elements."""
     other = next((op for op in fusion.ops if op.kind.role not in ROLES), None)
     return f"{other.kind.name} is not pointwise" if other else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..ir.core import Fusion
+from ..ir.core import Fusion, Value
 from ..target import Target
 from . import pointwise
 
@@ -21,13 +22,13 @@ class Rows:
     ops: tuple[str, ...]
 
 
-def can_schedule(fusion: Fusion, target: Target) -> str | None:
+def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
     """None if nothing but rows are gathered, routed and added, with at most one sum."""
     other = next((op for op in fusion.ops if op.kind.role not in ROLES), None)
     if other is not None:
-        return f"{other.kind.name} is neither pointwise nor about rows"
+        return f"{other.kind.name} is neither pointwise nor a row operation"
     sums = [op.kind.name for op in fusion.ops if op.kind.role in SUMS]
-    return f"{sums[1]} needs all of {sums[0]}'s result: two sums are two passes" if len(sums) > 1 else None
+    return f"{sums[1]} needs the whole result of {sums[0]}: two reductions take two passes" if len(sums) > 1 else None
 
 
 def choose(fusion: Fusion, target: Target) -> Rows:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..ir.core import Fusion
+from ..ir.core import Fusion, Value
 from ..target import Target
 
 NAME = "single"
@@ -18,10 +19,10 @@ class Single:
     op: str
 
 
-def can_schedule(fusion: Fusion, target: Target) -> str | None:
+def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
     """None if there is one operation, views aside."""
     ops = [op.kind.name for op in fusion.ops if not op.kind.view]
-    return f"{' and '.join(ops)} are more than one operation" if len(ops) > 1 else None
+    return f"more than one operation: {' and '.join(ops)}" if len(ops) > 1 else None
 
 
 def choose(fusion: Fusion, target: Target) -> Single:

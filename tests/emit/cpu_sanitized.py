@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
-from test_cpu_kernels import VARIANTS, emulated_amx, expert_mlp, fusion_of_call, program, random_weight
+from cpu_tiers import emulated_amx, fusion_of_call, program
+from test_cpu_encodings import FORMATS, random_weights
+from test_cpu_kernels import VARIANTS, expert_mlp, random_weight
 from test_cpu_loops import CASES, OF_ANY_ROWS, compiled, swizzled
 
 from fusion_moe.runtime import build, isa
@@ -19,6 +21,11 @@ def main() -> None:
                 x = torch.full((rows, k), value, dtype=dtype)
                 args = (x, *weight, torch.tensor(sizes).cumsum(0).int())
                 program(fusion_of_call("nvfp4_grouped_mm", *args), tier)(list(args))
+    for fmt in FORMATS:
+        for n, k, sizes in ((1, 32, (1, 0, 2)), (33, 96, (3, 17, 40)), (20, 1312, (1, 16, 0))):
+            x, ends = torch.randn(sum(sizes) + 2, k).bfloat16(), torch.tensor(sizes).cumsum(0).int()
+            args = (x, random_weights(fmt, 3, n, k), ends)
+            program(fusion_of_call("grouped_mm", *args, weight_format=fmt), tier)([x, *args[1], ends])
     for name in VARIANTS:
         args, kwargs = expert_mlp(name, torch.bfloat16)
         inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]

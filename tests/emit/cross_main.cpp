@@ -6,7 +6,7 @@
 using i64 = long long;
 
 extern "C" void product();
-extern "C" int run_0(void* const* p, const i64* n, void* product, int threads);
+extern "C" int run_0(void* const* p, const i64* n, void* const* products, int threads);
 
 namespace {
 
@@ -28,7 +28,8 @@ int main(int, char** argv) {
         if (std::fread(array.data(), 1, array.size(), in) != array.size()) return 2;
         pointers.push_back(array.data());
     }
-    if (const int bad = run_0(pointers.data(), sizes.data(), reinterpret_cast<void*>(product), 2)) return bad;
+    void* const products[] = {reinterpret_cast<void*>(product)};
+    if (const int bad = run_0(pointers.data(), sizes.data(), products, 2)) return bad;
     std::FILE* out = std::fopen(argv[2], "wb");
     for (auto& array : arrays) std::fwrite(array.data(), 1, array.size(), out);
     return std::fclose(out);

@@ -21,6 +21,7 @@ import torch
 from fusion_moe import ops, options
 from fusion_moe.compile import compile_fusion
 from fusion_moe.emit import cpu
+from fusion_moe.emit.cpu import readers
 from fusion_moe.encodings import quantize
 from fusion_moe.ir.core import Fusion, storage_shape
 from fusion_moe.ir.types import DTYPES
@@ -29,8 +30,9 @@ from fusion_moe.runtime.kernel import Kernel
 from fusion_moe.runtime.program import Program
 from fusion_moe.target import TARGETS
 
-KERNELS, MAIN = Path(cpu.__file__).parent / "kernels", Path(__file__).with_name("cross_main.cpp")
-PRODUCT = KERNELS / "product.cpp"
+MAIN = Path(__file__).with_name("cross_main.cpp").read_text(encoding="utf-8")
+FIXED = {encoding: readers.recipe("generic", encoding).text for encoding in readers.BUILT_IN}
+BANDWIDTH = bandwidth._SOURCE.read_text(encoding="utf-8")
 AARCH64, RELOCATABLE = 183, 1  # in the head of an ELF file
 MISSING = "no C++ compiler for aarch64: install g++-aarch64-linux-gnu, or pip install ziglang"
 NO_EMULATOR = "no emulator of aarch64, or no compiler that links for it: install qemu-user-static and g++-aarch64-linux-gnu"
@@ -58,7 +60,7 @@ def compiled(command: Sequence[str], source: str, folder: Path, name: str = "mad
     """What the compiler says of a source; it makes an object file `name`.o in the folder."""
     (folder / f"{name}.cpp").write_text(source, encoding="utf-8")
     flags = [flag for flag in build.BASE_FLAGS if flag != "-shared"]
-    return run([*command, *flags, f"-I{KERNELS}", "-c", f"{name}.cpp", "-o", f"{name}.o"], folder)
+    return run([*command, *flags, f"-I{readers.KERNELS}", "-c", f"{name}.cpp", "-o", f"{name}.o"], folder)
 
 
 def run(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -104,9 +106,9 @@ def program_of(fusion: Fusion) -> Program:
     return program
 
 
-@pytest.mark.parametrize("file", [PRODUCT, bandwidth._SOURCE], ids=lambda file: file.name)
-def test_fixed_kernels(file, tmp_path):
-    check(file.read_text(encoding="utf-8"), tmp_path)
+@pytest.mark.parametrize("source", [*FIXED.values(), BANDWIDTH], ids=[*FIXED, "bandwidth"])
+def test_fixed_kernels(source, tmp_path):
+    check(source, tmp_path)
 
 
 @pytest.mark.compiler
@@ -139,8 +141,8 @@ def link(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
 def test_emulated(name, tmp_path):
     if emulator() is None:
         pytest.skip(NO_EMULATOR)
-    for object, source in (("product", PRODUCT), ("main", MAIN)):
-        assert compiled(compiler(), source.read_text(encoding="utf-8"), tmp_path, object).returncode == 0
+    for object, source in (("product", FIXED["nvfp4"]), ("main", MAIN)):
+        assert compiled(compiler(), source, tmp_path, object).returncode == 0
     args = CALLS[name]()
     program = program_of(fusion_of(name, *args))
     env = program.fusion.bind(args)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, fusion_of_call, program, same, small_integers
 from fusions import evaluate, expert_mlp_variants
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -20,54 +19,20 @@ from routings import Cut, Routing, cuts, routings
 from fusion_moe import FusionDefinition, ops, options
 from fusion_moe.compile import lower
 from fusion_moe.emit import cpu
+from fusion_moe.emit.cpu import readers
 from fusion_moe.encodings import Quantized, dequantize, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.ir.core import Fusion
-from fusion_moe.runtime import isa
-from fusion_moe.runtime.program import Program
+from fusion_moe.layouts import LAYOUTS
 from fusion_moe.target import TARGETS
 
 pytestmark = pytest.mark.compiler
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-EMULATION = Path(__file__).parent / "amx_emulated.h"
-EMULATED = "amx" not in isa.available() and "avx512" in isa.available() and "avx512_bf16" in isa.features()
-TIERS = ["amx"] * EMULATED + list(isa.available())
-
-
-@contextmanager
-def emulated_amx() -> Iterator[None]:
-    """Where the CPU has AVX-512 but not AMX the tier's few instructions of its own are emulated, slowly: the rest of it runs as it is."""
-    if not EMULATED:
-        yield
-        return
-    content = f"-DEMULATION={zlib.crc32(EMULATION.read_bytes())}"  # the cache looks at flags, not at what they include
-    flags = (*isa.compiler_flags("avx512"), "-include", str(EMULATION), content)
-    real = isa.compiler_flags
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(isa, "available", lambda: tuple(TIERS))
-        patch.setattr(isa, "compiler_flags", lambda tier, *args, **kwargs: flags if tier == "amx" else real(tier, *args, **kwargs))
-        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
 def amx() -> Iterator[None]:
     with emulated_amx():
         yield
-
-
-def program(fusion: Fusion, tier: str) -> Program:
-    """A Fusion with kernels of the CPU backend; none may be the reference's for want of a kernel."""
-    with options.override(cpu_isa=tier):
-        lowered = lower(fusion, TARGETS["cpu"], options.current())
-        kernels = tuple(cpu.emit(s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True))
-    assert not [k.why for k in kernels if k.segment.kind == "grouped_gemm" and k.why]
-    return Program(lowered.stages, lowered.segments, kernels, TARGETS["cpu"])
-
-
-def fusion_of_call(name: str, *args, **kwargs) -> Fusion:
-    call = ops.bind(ops.SPECS[name], args, kwargs)
-    return ops.fusion_of(name, ops.eager_types(call), call.others)
 
 
 def product(tier: str, x, weight, ends, dtype=None):
@@ -89,14 +54,6 @@ def exact_weight(groups: int, n: int, k: int, seed: int = 0) -> Quantized:
     codes = torch.randint(0, 256, (groups, n, k // 2), generator=g, dtype=torch.uint8)
     scales = 2.0 ** torch.randint(-1, 2, (groups, n, k // 16), generator=g)
     return Quantized(codes, scales.to(torch.float8_e4m3fn), torch.full((groups,), 0.25))
-
-
-def small_integers(*shape: int, dtype=torch.bfloat16, seed: int = 0):
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def same(a, b, **kwargs):
-    torch.testing.assert_close(a, b, equal_nan=True, **{"rtol": 0, "atol": 0, **kwargs})
 
 
 # Exact ----------------------------------------------------------------------------------------------------------------
@@ -249,25 +206,6 @@ def expert_mlp(name: str, dtype, routing: Routing | None = None):
     return (small_integers(len(ids), H, dtype=dtype), ids, w, *weights), made
 
 
-def check_segments(fusion: Fusion, tier: str, inputs) -> None:
-    """Each kernel against its own segment, on what the reference hands to it: one unit in the last place of the result's dtype."""
-    compiled = program(fusion, tier)
-    env = fusion.bind(inputs)
-    made = dict(zip(compiled.fusion.inputs, inputs, strict=True))
-    for kernel in compiled.kernels:
-        args = [made[v] for v in kernel.segment.inputs]
-        want, found = kernel.segment.fusion.evaluate(*args, sizes=env), kernel(args, env)
-        for a, b in zip(found, want, strict=True):
-            assert (a.dtype, a.shape) == (b.dtype, b.shape)
-            if a.dtype.is_floating_point:
-                # sums of few products, and functions of them: 32 units of float32 before the one of the result
-                eps = torch.finfo(a.dtype).eps
-                same(a, b, rtol=max(eps, 32 * 2.0**-23), atol=1e-6 * float(b.abs().max() if b.numel() else 0))
-            else:
-                same(a, b)
-        made.update(zip(kernel.segment.outputs, want, strict=True))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("tier", TIERS)
@@ -387,17 +325,15 @@ def test_bad_slots(bad):
 
 def test_why_there_is_no_kernel():
     """What has no kernel is the reference's, and says why."""
-    fd = FusionDefinition()
-    x, offs = fd.define_tensor(shape=[6, 64], dtype="bf16"), fd.define_tensor(shape=[2], dtype="i32")
-    ends = fd.ops.ends(offs, rows=6, groups=fd.define_groups("g", 2))
-    fd.add_output(fd.ops.grouped_mm(fd.ops.cut(x, ends), fd.define_tensor(shape=[2, 24, 64], dtype="bf16"), ends))
-    lowered = lower(fd.fusion(), TARGETS["cpu"], options.current())
+    weight, ends = LAYOUTS["w16x64"].pack(*exact_weight(2, 32, 64)), torch.tensor([2, 6], dtype=torch.int32)
+    fusion = fusion_of_call("nvfp4_grouped_mm", small_integers(6, 64), *weight, ends, weight_layout="w16x64")
+    lowered = lower(fusion, TARGETS["cpu"], options.current())
     (kernel,) = (cpu.emit(s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True))
-    assert (kernel.backend, kernel.why) == ("reference", "a weight bf16[2, 24, 64] has no kernel here; expected nvfp4")
+    assert (kernel.backend, kernel.why) == ("reference", "weights in the layout w16x64 have no kernel here; expected linear")
 
 
 def test_sources_are_plain_cpp():
-    for path in cpu.launch.KERNELS.iterdir():
+    for path in readers.KERNELS.rglob("*.*"):
         source = path.read_text(encoding="utf-8")
         assert not [word for word in ("torch", "ATen", "Python.h") if word in source]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from experts import experts
 from torch import Tensor
 
 import fusion_moe
 from fusion_moe import options
-from fusion_moe.emit.cpu import prebuilt
+from fusion_moe.emit.cpu import readers
 from fusion_moe.encodings import quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.runtime import build, isa
@@ -22,8 +23,8 @@ def shipped(request, tmp_path_factory):
     """A tier, and a folder with its library."""
     folder = tmp_path_factory.mktemp("shipped")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prebuilt, "SHIPPED", folder)
-        build.ship(prebuilt.recipe(request.param), isa.features())
+        patch.setattr(readers, "SHIPPED", folder)
+        build.ship(readers.recipe(request.param, "nvfp4"), isa.features())
     return request.param, folder
 
 
@@ -38,19 +39,17 @@ def without_compiler(monkeypatch):
 def product(shipped, without_compiler, monkeypatch):
     """The library of a tier is there, a compiler is not."""
     tier, folder = shipped
-    monkeypatch.setattr(prebuilt, "SHIPPED", folder)
-    prebuilt.product_of.cache_clear()
+    monkeypatch.setattr(readers, "SHIPPED", folder)
     with options.override(cpu_isa=tier, cache_dir=str(folder / "none")):
         yield tier
-    prebuilt.product_of.cache_clear()
     assert not (folder / "none").exists()
 
 
-def experts(seed: int) -> tuple[fusion_moe.NVFP4Experts, tuple[Tensor, Tensor, Tensor]]:
+def layer(seed: int) -> tuple[fusion_moe.NVFP4Experts, tuple[Tensor, Tensor, Tensor]]:
+    """A module and what it is called with."""
     g = torch.Generator().manual_seed(seed)
-    module = fusion_moe.NVFP4Experts.from_float(torch.randn(4, 64, 48, generator=g) / 7, torch.randn(4, 48, 32, generator=g) / 6)
     weights, ids = torch.rand(23, 4, generator=g).topk(2)
-    return module, (torch.randn(23, 48, generator=g), ids, weights)
+    return experts(4, 48, 32, seed), (torch.randn(23, 48, generator=g), ids, weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -69,7 +68,7 @@ def test_a_product(product, dtype):
 
 
 def test_a_layer_and_what_explain_says_of_it(product):
-    module, args = experts(0)
+    module, args = layer(0)
     with torch.no_grad():
         found, report = module(*args), str(fusion_moe.explain(module, *args))
         with options.override(target="reference"):
@@ -78,11 +77,11 @@ def test_a_layer_and_what_explain_says_of_it(product):
 
 
 def test_without_either_the_reference_runs_and_says_why(without_compiler, monkeypatch, tmp_path):
-    monkeypatch.setattr(prebuilt, "SHIPPED", tmp_path)
-    module, args = experts(1)
+    monkeypatch.setattr(readers, "SHIPPED", tmp_path)
+    module, args = layer(1)
     with torch.no_grad(), options.override(cpu_isa="generic", contract_rounding=False):  # a program of its own
         found, report = module(*args), str(fusion_moe.explain(module, *args))
         with options.override(target="reference"):
             assert found.equal(module(*args))
     assert "no C++ compiler" in report
-    assert "nor did kernels for generic come with this installation" in " ".join(report.split())
+    assert "nor did kernels of nvfp4 for generic come with this installation" in " ".join(report.split())

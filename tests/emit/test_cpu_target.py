@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from experts import experts
 from ways import HOW, every_way
 
 import fusion_moe
@@ -27,11 +28,6 @@ def inputs(dtype=torch.bfloat16):
     return torch.randn(T, H, generator=g).to(dtype), ids, weights
 
 
-def experts():
-    g = torch.Generator().manual_seed(1)
-    return fusion_moe.NVFP4Experts.from_float(torch.randn(E, 2 * I, H, generator=g) / 8, torch.randn(E, H, I, generator=g) / 8)
-
-
 def by_meaning(module, *args):
     with options.override(target="reference"):
         return module(*args)
@@ -40,7 +36,7 @@ def by_meaning(module, *args):
 @every_way
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_layer(how, dtype, cpp):
-    module, args = experts(), inputs(dtype)
+    module, args = experts(E, H, I), inputs(dtype)
     with torch.no_grad():
         found, want = HOW[how](module)(*args), by_meaning(module, *args)
     rounding = 2.0**-7 if dtype == torch.bfloat16 else 1e-5
@@ -50,7 +46,7 @@ def test_a_layer(how, dtype, cpp):
 @every_way
 def test_gradients(how, cpp):
     """Of the forward in C++; the backward's product is the reference's, which explain tells."""
-    module, (x, ids, weights) = experts(), inputs(torch.float32)
+    module, (x, ids, weights) = experts(E, H, I), inputs(torch.float32)
     grads = []
     for run in (HOW[how](module), lambda *args: by_meaning(module, *args)):
         leaf = x.clone().requires_grad_()
@@ -60,7 +56,7 @@ def test_gradients(how, cpp):
 
 
 def test_bad_input_is_told_as_everywhere(cpp):
-    module, (x, ids, weights) = experts(), inputs()
+    module, (x, ids, weights) = experts(E, H, I), inputs()
     ids[2, 1] = E
     with pytest.raises(GroupsError, match=rf"ids\[2, 1\] = {E}"):
         module(x, ids, weights)
@@ -70,12 +66,12 @@ def test_bad_input_is_told_as_everywhere(cpp):
 
 def test_explain_shows_the_kernels():
     with torch.no_grad():
-        report = fusion_moe.explain(experts(), *inputs(), target="cpu")
+        report = fusion_moe.explain(experts(E, H, I), *inputs(), target="cpu")
     assert {s.backend for f in report.fusions for s in f.segments} == {"cpu"}
     assert '#include "product.h"' in report.stage("source")
 
 
 @pytest.mark.gpu
 def test_tensors_elsewhere_are_refused(cpp):
-    with pytest.raises(UnsupportedError, match="cpu needs tensors on the cpu, they are on cuda:0"):
-        experts().cuda()(*(t.cuda() for t in inputs()))
+    with pytest.raises(UnsupportedError, match="cpu requires CPU tensors, got cuda:0"):
+        experts(E, H, I).cuda()(*(t.cuda() for t in inputs()))

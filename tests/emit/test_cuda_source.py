@@ -352,7 +352,7 @@ def test_on_a_gpu_that_is_too_old_the_reference_is_used_and_says_so(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     first, second = expert_mlp()
     assert first.backend == second.backend == "reference"
-    assert first.why == "this GPU has compute capability 7.5, kernels need 8.0 or higher"
+    assert first.why == "this GPU has compute capability 7.5, kernels require 8.0 or higher"
 
 
 def test_a_source_that_does_not_compile():
@@ -376,5 +376,5 @@ def test_small_operations_have_kernels():
 
 
 def test_tensors_elsewhere_are_refused():
-    with options.override(target="cuda"), pytest.raises(UnsupportedError, match="cuda needs tensors on the cuda, they are on cpu"):
+    with options.override(target="cuda"), pytest.raises(UnsupportedError, match="cuda requires CUDA tensors, got cpu"):
         torch.ops.fusion_moe.scaled_swiglu(torch.randn(4, 8))

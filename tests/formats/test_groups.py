@@ -135,10 +135,10 @@ def test_check_ends_types():
 def test_check_ids(dtype):
     ids = torch.tensor([[0, 7], [3, 1]], dtype=dtype)
     groups.check_ids(ids, 8)
-    with pytest.raises(GroupsError, match=r"ids\[0, 1\] = 7, and 0 more of 4 name no group; expected ids from 0 to 6"):
+    with pytest.raises(GroupsError, match=r"ids\[0, 1\] = 7 is out of range \(1 of 4 are\); expected ids from 0 to 6"):
         groups.check_ids(ids, 7)
     ids[1, 0] = -1
-    with pytest.raises(GroupsError, match=r"experts\[0, 1\] = 7, and 1 more"):
+    with pytest.raises(GroupsError, match=r"experts\[0, 1\] = 7 is out of range \(2 of 4 are\)"):
         groups.check_ids(ids, 7, "experts")
     with pytest.raises(GroupsError, match=r"ids\[1, 0\] = -1"):
         groups.check_ids(ids, 8)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from fusion_moe.emit.cpu.launch import Entry, Launch, Library
-from fusion_moe.emit.cpu.prebuilt import KERNELS
+from fusion_moe.emit.cpu.readers import KERNELS
 from fusion_moe.emit.cpu.unit import _PARAMETERS, _call, indented, text
 from fusion_moe.runtime import build
 from fusion_moe.runtime.program import Program

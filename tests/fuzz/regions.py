@@ -17,6 +17,7 @@ from fusion_moe.ir.text import parse
 from fusion_moe.options import Options
 from fusion_moe.runtime.check import check_stages
 from fusion_moe.target import TARGETS
+from tests.moe_models import copied
 
 from .case import REFERENCE, Case
 from .compare import difference, outcome
@@ -47,7 +48,7 @@ class Judged:
 def evaluated(case: Case) -> Judged:
     """The case by way of our front end, against eager. Each region's stages must agree bit for bit, on the CPU's segments too."""
     want = outcome(case.eager)
-    graph = _copied(case.graph)
+    graph = copied(case.graph)
     try:
         found = find_regions(graph, ON_CPU)
         if broken := [left for left in found.left if left.broken]:
@@ -59,14 +60,6 @@ def evaluated(case: Case) -> Judged:
     got = outcome(lambda: walk.run(*case.inputs))
     wrong = walk.wrong or difference(got, want, [n.meta["rough"] for n in case.outputs])
     return Judged(wrong, walk.runs)
-
-
-def _copied(graph: Graph) -> Graph:
-    other = Graph()
-    output = other.graph_copy(graph, val_map={}, return_output_node=True)
-    assert output is not None
-    other.output(output[0])
-    return other
 
 
 class _Evaluate(Interpreter):

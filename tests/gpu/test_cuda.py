@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from experts import experts
 
 import fusion_moe
 from fusion_moe.errors import GroupsError
@@ -15,11 +16,9 @@ EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 8, 128, 64, 37, 2
 @pytest.fixture(scope="module")
 def layer():
     generator = torch.Generator().manual_seed(0)
-    gate_up = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=generator) / 8
-    down = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=generator) / 8
     x = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
     weights, ids = torch.rand(TOKENS, EXPERTS, generator=generator).topk(TOP_K)
-    return fusion_moe.NVFP4Experts.from_float(gate_up, down), x, ids, weights
+    return experts(EXPERTS, HIDDEN, INTERMEDIATE), x, ids, weights
 
 
 def on_cuda(*tensors):

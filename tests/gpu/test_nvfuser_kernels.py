@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from experts import float_weights
 from fusions import inputs_of, programs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -88,9 +89,8 @@ def test_the_swizzle_is_nvfusers(sizes, columns):
 # Programs -------------------------------------------------------------------------------------------------------------
 
 
-def experts(dtype=torch.bfloat16, halves=True):
-    g = generator()
-    gate_up, down = (torch.randn(s, generator=g) / 8 for s in ((E, 2 * I, H), (E, H, I)))
+def quantized(halves=True):
+    gate_up, down = float_weights(E, H, I)
     scale = torch.tensor([[0.01, 0.02]]).expand(E, 2).contiguous() if halves else None
     return [*quantize(gate_up, scale), *quantize(down)]
 
@@ -113,7 +113,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_whole_layer(name):
     made = {k: v.bfloat16().cuda() if isinstance(v, torch.Tensor) else v for k, v in VARIANTS[name].items()}
-    args = on_cuda(*tokens(37), *experts())
+    args = on_cuda(*tokens(37), *quantized())
     with nvfuser():
         found = ops.expert_mlp(*args, **made)
     with options.override(contract_rounding=False):
@@ -122,7 +122,7 @@ def test_a_whole_layer(name):
 
 def test_any_number_of_tokens_with_one_definition():
     """One token, none, many; all to one expert; empty experts."""
-    weights = on_cuda(*experts())
+    weights = on_cuda(*quantized())
     for count, used in ((4, E), (1, E), (0, E), (7, 1), (513, 2)):
         args = [*on_cuda(*tokens(count, experts_used=used)), *weights]
         with nvfuser():
@@ -132,7 +132,7 @@ def test_any_number_of_tokens_with_one_definition():
 
 
 def test_rows_past_the_last_end_are_zero():
-    a, weight = tokens(20)[0].cuda(), on_cuda(*experts()[:3])
+    a, weight = tokens(20)[0].cuda(), on_cuda(*quantized()[:3])
     ends = torch.tensor([3, 3, 9, 12], dtype=torch.int32).cuda()
     a[12:] = float("nan")
     with nvfuser():
@@ -144,7 +144,7 @@ def test_rows_past_the_last_end_are_zero():
 @pytest.mark.parametrize("ends", [[9, 3, 4, 40], [-5, 3, 3, 3], [2**31 - 1] * 4])
 def test_bad_ends_touch_no_memory_of_others(ends):
     """They are made safe on the device, without waiting for it."""
-    a, weight = tokens(20)[0].cuda(), on_cuda(*experts()[:3])
+    a, weight = tokens(20)[0].cuda(), on_cuda(*quantized()[:3])
     with nvfuser():
         found = ops.nvfp4_grouped_mm(a, *weight, torch.tensor(ends, dtype=torch.int32).cuda())
     torch.cuda.synchronize()
@@ -152,7 +152,7 @@ def test_bad_ends_touch_no_memory_of_others(ends):
 
 
 def test_the_gradient_of_the_rows():
-    a, weight = tokens(20)[0].cuda(), on_cuda(*experts()[:3])
+    a, weight = tokens(20)[0].cuda(), on_cuda(*quantized()[:3])
     ends = torch.tensor([3, 3, 9, 20], dtype=torch.int32).cuda()
     grads = []
     for target in ("sm_90", "cuda"):
@@ -203,8 +203,8 @@ def test_four_bit_products_are_refused_before_launch():
 
 
 def test_the_cpu_is_refused():
-    with nvfuser(), pytest.raises(UnsupportedError, match="sm_90 needs a CUDA device of compute capability 9.0, the tensors are on cpu"):
-        ops.nvfp4_grouped_mm(tokens(3)[0], *experts()[:3], torch.tensor([1, 2, 3, 3], dtype=torch.int32))
+    with nvfuser(), pytest.raises(UnsupportedError, match="sm_90 requires a CUDA device with compute capability 9.0, got cpu"):
+        ops.nvfp4_grouped_mm(tokens(3)[0], *quantized()[:3], torch.tensor([1, 2, 3, 3], dtype=torch.int32))
 
 
 def test_swiglu_alone_is_one_definition():

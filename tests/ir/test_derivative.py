@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusions import G, evaluate, inputs_of
+from fusions import G, assert_same_bits, evaluate, inputs_of
 from hypothesis import given
 from pointwise import BINARY, UNARY, sample
 from routings import Cut, Routing, cuts, routings
@@ -37,7 +37,16 @@ def gradients(build, tensors, wrt, seed=0):
     fusion = fd.fusion()
     (out,) = evaluate(fusion, *tensors)
     dy = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(out.dtype)
-    return evaluate(differentiate(fusion, wrt), *tensors, dy), dy
+    found, again = (backward(differentiate(fusion, wrt, save), tensors, out, dy) for save in ("values", "inputs"))
+    assert_same_bits(again, found)
+    return found, dy
+
+
+def backward(derivative, tensors, out, dy):
+    """The gradients, from what the forward gives; its first output is that of the Fusion."""
+    made = evaluate(derivative.forward, *tensors)
+    assert_same_bits(made[:1], [out])
+    return evaluate(derivative.backward, *derivative.read(tensors, made), dy)
 
 
 def check(build, plain, *tensors, wrt=None, rtol=1e-10):
@@ -227,14 +236,18 @@ def test_group_add(cut: Cut):
     check(build, plain, torch.randn(cut.rows, 3), torch.randn(len(cut.sizes), 3), cut.ends, wrt=(0, 1), rtol=1e-5)
 
 
-def test_only_what_is_needed_is_computed_again():
-    """The derivative of a product by its rows does not compute the product."""
+def test_only_what_is_needed_is_computed():
+    """The derivative of a product by its rows does not compute the product, and reads no rows."""
     fd = FusionDefinition()
     x = fd.define_tensor(shape=[-1, 4], dtype="f32")
     ends = fd.define_tensor(shape=[2], dtype="i32", ends=fd.define_groups("g", 2))
     w = fd.define_tensor(shape=[2, 8, 4], dtype="f32")
     fd.add_output(fd.ops.grouped_mm(fd.ops.cut(x, ends), w, ends))
-    assert "grouped_mm" not in [op.kind.name for op in differentiate(fd.fusion(), (0,)).ops]
+    for save in ("values", "inputs"):
+        derivative = differentiate(fd.fusion(), (0,), save)
+        assert [op.kind.name for op in derivative.backward.ops if op.kind.role == "grouped"] == ["grouped_mm_t"]
+        assert derivative.reads == (1, 2)
+        assert derivative.forward == fd.fusion()
 
 
 def test_the_text_of_a_derivative(golden):
@@ -246,7 +259,8 @@ def test_the_text_of_a_derivative(golden):
     ends, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", G))
     y = fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*parts, fmt="nvfp4", layout="linear"), ends)
     fd.add_output(fd.ops.combine(fd.ops.silu(y), slot_of, w))
-    golden(str(differentiate(fd.fusion(), (0, 2))))
+    derivative = differentiate(fd.fusion(), (0, 2))
+    golden(f"{derivative.forward}\n\n# reads {derivative.reads}, then the gradients of {derivative.seeds}\n{derivative.backward}")
 
 
 def test_what_has_no_derivative(golden):

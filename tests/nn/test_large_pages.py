@@ -8,6 +8,7 @@ import io
 
 import pytest
 import torch
+from experts import experts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion_moe
@@ -24,13 +25,9 @@ def floats(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def experts():
-    return fusion_moe.NVFP4Experts.from_float(floats(E, 2 * I, H), floats(E, H, I, seed=1))
-
-
 @pytest.fixture(scope="module")
 def made():
-    return experts()
+    return experts(E, H, I)
 
 
 def starts_at_pages(module):
@@ -125,7 +122,7 @@ def saved(module):
 @needs_advice
 def test_what_came_from_another_device_is_put_there(made):
     with torch.device("meta"):
-        other = experts()
+        other = experts(E, H, I)
     assert all(p.is_meta for p in other.parameters())
     other.to_empty(device="cpu")
     assert starts_at_pages(other) == [True, True]
@@ -146,7 +143,7 @@ def test_safetensors(made, tmp_path):
     from safetensors.torch import load_file, save_model
 
     save_model(made, str(tmp_path / "experts.safetensors"))
-    other = experts()
+    other = experts(E, H, I)
     for p in other.parameters():
         p.detach().view(torch.uint8).zero_()
     other.load_state_dict(load_file(tmp_path / "experts.safetensors"))

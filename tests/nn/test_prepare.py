@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from experts import experts
 
 import fusion_moe
 from fusion_moe.encodings import Quantized
@@ -12,11 +13,6 @@ from fusion_moe.layouts import LAYOUTS, W16X64
 from fusion_moe.nn import GroupedLinear
 
 E, H, I = 3, 128, 64
-
-
-def experts(hidden: int = H) -> fusion_moe.NVFP4Experts:
-    g = torch.Generator().manual_seed(0)
-    return fusion_moe.NVFP4Experts.from_float(torch.randn(E, 2 * I, hidden, generator=g), torch.randn(E, hidden, I, generator=g))
 
 
 def call(module, hidden: int = H) -> torch.Tensor:
@@ -51,7 +47,7 @@ def test_sizes_off_the_tile_are_refused():
 
 
 def test_a_prepared_module_computes_the_same():
-    module = experts()
+    module = experts(E, H, I)
     want = call(module)
     before = {name: t.clone() for name, t in module.state_dict().items()}
     place = module.gate_up_proj.data_ptr()
@@ -67,7 +63,7 @@ def test_a_prepared_module_computes_the_same():
 
 
 def test_a_state_dict_is_loaded_into_the_layout_there_is():
-    module, other = experts(), experts()
+    module, other = experts(E, H, I), experts(E, H, I)
     for p in other.parameters():
         p.view(torch.uint8).zero_()
     fusion_moe.prepare_(other, "cuda")
@@ -77,14 +73,14 @@ def test_a_state_dict_is_loaded_into_the_layout_there_is():
 
 
 def test_another_kind_of_device_takes_the_linear_layout():
-    module = experts()
+    module = experts(E, H, I)
     fusion_moe.prepare_(module, "cuda")
     assert module.bfloat16().weight_layout == "w16x64"  # the same device
     assert module.to("meta").weight_layout == "linear"
 
 
 def test_sizes_off_the_tile_stay_linear():
-    module = experts(hidden=96)
+    module = experts(E, 96, I)
     fusion_moe.prepare_(module, "cuda")
     assert module.weight_layout == "linear"
 
@@ -98,7 +94,7 @@ def test_negative_scales_are_refused():
 
 
 def test_what_is_interrupted_is_undone(monkeypatch):
-    module = experts()
+    module = experts(E, H, I)
     before = {name: t.clone() for name, t in module.state_dict().items()}
     real, calls = type(W16X64).pack, []
 

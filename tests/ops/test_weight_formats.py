@@ -105,6 +105,14 @@ def test_gradients_of_plain_weights():
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * b.abs().max().item())
 
 
+def test_only_a_weight_in_a_list_wants_a_gradient():
+    a, offs = torch.randn(6, H), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    w = weight("f32", E, 32, H).values.requires_grad_()
+    ops.grouped_mm(a, [w], offs, weight_format="f32").sum().backward()
+    rows = torch.stack([a[s:e].sum(0) for s, e in ((0, 2), (2, 2), (2, 5), (5, 6))])
+    torch.testing.assert_close(w.grad, rows[:, None].expand_as(w), rtol=1e-5, atol=1e-5)
+
+
 def test_refusals():
     a, offs = torch.randn(7, H).bfloat16(), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
     q = weight("nvfp4", E, 96, H)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from experts import experts_of_ones
 
 import fusion_moe
 from fusion_moe.emit.cuda import variants
@@ -17,8 +18,7 @@ EXPERTS, SLOTS, HIDDEN, INTERMEDIATE = 8, 2, 128, 64
 
 
 def report(tokens: int, target: str = "cuda") -> fusion_moe.report.Report:
-    gate_up, down = torch.ones(EXPERTS, 2 * INTERMEDIATE, HIDDEN), torch.ones(EXPERTS, HIDDEN, INTERMEDIATE)
-    module = fusion_moe.NVFP4Experts.from_float(gate_up, down)
+    module = experts_of_ones(EXPERTS, HIDDEN, INTERMEDIATE)
     fusion_moe.prepare_(module, target)
     x, ids = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16), torch.zeros(tokens, SLOTS, dtype=torch.long)
     with torch.no_grad():

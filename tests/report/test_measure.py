@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from experts import experts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_moe
@@ -33,11 +34,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.experts = fusion_moe.NVFP4Experts.from_float(
-            torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=generator),
-            torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=generator),
-        )
+        self.experts = experts(EXPERTS, HIDDEN, INTERMEDIATE)
         self.last = None
 
     def forward(self, x, ids, w):
@@ -88,8 +85,8 @@ def test_each_kernel_and_the_program_are_measured(x, target):
         assert m.floor == m.bytes_read / speed
     in_cpp = [s.backend for s in report.fusions[0].segments] == ["cpu", "cpu"]
     assert in_cpp == (target == "cpu" and build.find_compiler() is not None)
-    assert (report.machine.tier, report.machine.tier_why) == ((isa.selected(), "the best of this CPU") if in_cpp else ("", ""))
-    assert [dtype for dtype, _ in report.machine.products] == (["bf16"] if in_cpp else [])
+    assert (report.machine.tier, report.machine.tier_why) == ((isa.selected(), "the best tier of this CPU") if in_cpp else ("", ""))
+    assert [dtype for dtype, _ in report.machine.products] == (["bf16 by nvfp4"] if in_cpp else [])
     assert all(f"groups of {told}" in " ".join(str(report).split()) for _, told in report.machine.products)
     assert (report.machine.threads, report.machine.cpus) == (torch.get_num_threads(), bandwidth.cpus())
 
@@ -140,8 +137,8 @@ def test_without_a_compiler_what_runs_then_is_measured(x, no_compiler):
 def test_a_tier_that_is_asked_for_is_named(x):
     with options.override(cpu_isa="generic"):
         machine = explained(Layer(), x, IDS, W).machine
-    assert (machine.tier, machine.tier_why) == ("generic", "asked for by cpu_isa")
-    assert machine.products == (("bf16", "1 row by dot products with the codes, more by panels of decoded weights"),)
+    assert (machine.tier, machine.tier_why) == ("generic", "set by cpu_isa")
+    assert machine.products == (("bf16 by nvfp4", "1 row by dot products with the codes, more by panels of decoded weights"),)
 
 
 def test_weights_on_large_pages_are_counted():
@@ -218,7 +215,7 @@ def test_with_gradients_the_forward_pass_is_measured(x):
 
 def test_tensors_need_values(x):
     layer = Layer()
-    with pytest.raises(UnsupportedError, match=r"a tensor \[3, 64\] that is fake or on the meta device; expected tensors with values"):
+    with pytest.raises(UnsupportedError, match=r"a tensor \[3, 64\] that is fake or on the meta device; expected tensors with data"):
         explained(layer, x.to("meta"), IDS, W)
     with FakeTensorMode():
         fake = Layer()
@@ -228,7 +225,7 @@ def test_tensors_need_values(x):
 
 
 def test_programs_need_their_machine(x):
-    with pytest.raises(UnsupportedError, match=r"sm_100 needs a CUDA device of compute capability 10\.0"):
+    with pytest.raises(UnsupportedError, match=r"sm_100 requires a CUDA device with compute capability 10\.0"):
         explained(Layer(), x, IDS, W, target="sm_100")
     layer = Layer()
     layer.experts.activation_format = "nvfp4"
@@ -253,7 +250,7 @@ def test_what_thunder_made_is_not_run(x):
 def test_on_a_gpu_the_load_is_shown_and_times_are_not(x):
     layer, args = Layer().cuda(), (x.cuda(), IDS.cuda(), W.cuda())
     assert explained(layer, *args, measure=False).fusions[0].loads[0].rows == ROWS
-    with pytest.raises(UnsupportedError, match="measure=True for tensors on cuda:0; expected tensors on the CPU"):
+    with pytest.raises(UnsupportedError, match="measure=True for tensors on cuda:0; expected CPU tensors"):
         explained(layer, *args)
 
 
@@ -272,7 +269,7 @@ def told(x):
         fusion, measured=Measured(1.7e-3, 1.7e-3, 1.7e-3, 3_000_000, 150e-6), loads=loads, times=3,
         segments=tuple(replace(s, measured=m) for s, m in zip(fusion.segments, times, strict=True)),
     )  # fmt: skip
-    machine = Machine("Some CPU", 4, 2, "avx2", "the best of this CPU", 20e9, 19e9, "C++, 256 MiB", 7, 12, 340_000_000, 339_000_000)
+    machine = Machine("Some CPU", 4, 2, "avx2", "the best tier of this CPU", 20e9, 19e9, "C++, 256 MiB", 7, 12, 340_000_000, 339_000_000)
     return replace(report, fusions=(fusion,), machine=machine)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from experts import experts_of_ones
 
 import fusion_moe
 from fusion_moe.emit.nvfuser import library
@@ -16,8 +17,7 @@ class Layer(torch.nn.Module):
     def __init__(self, activation_format):
         super().__init__()
         self.router = torch.nn.Linear(HIDDEN, EXPERTS, dtype=torch.bfloat16)
-        gate_up, down = torch.ones(EXPERTS, 2 * INTERMEDIATE, HIDDEN), torch.ones(EXPERTS, HIDDEN, INTERMEDIATE)
-        self.experts = fusion_moe.NVFP4Experts.from_float(gate_up, down, activation_format)
+        self.experts = experts_of_ones(EXPERTS, HIDDEN, INTERMEDIATE, activation_format)
 
     def forward(self, x):
         weights, ids = self.router(x).softmax(-1).topk(TOP_K)
@@ -99,7 +99,7 @@ def test_without_nvfuser_the_source_says_what_to_install(monkeypatch):
         library.nvfuser.cache_clear()
     head, hint, program = source.split("\n", 2)
     assert head == "# fusion0.0: nvfuser"
-    assert hint.startswith("# its nvFuser definition is not shown: nvFuser is not installed; pip install 'fusion_moe[nvfuser]'")
+    assert hint.startswith("# nvFuser definition not shown: nvFuser is not installed; pip install 'fusion_moe[nvfuser]'")
     assert [op.kind.name for op in parse(program).ops].count("grouped_mm") == 2
 
 

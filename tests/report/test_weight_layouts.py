@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from experts import experts_of_ones
 
 import fusion_moe
 from fusion_moe.nn import GroupedSwiGLU
 
 EXPERTS, TOKENS, TOP_K, HIDDEN = 2, 5, 2, 128
-TILED = "fusion_moe.prepare_(model, 'cuda') puts them in w16x64, the layout of cuda, if those of their module are all in whole tiles"
-BACK = "fusion_moe.prepare_(model, 'cpu') puts them in linear, the layout of cpu"
-OFF_TILES = "prepare_ leaves them: N = 128 is no multiple of 16, or K = 32 of 64"
-
-
-def experts(intermediate: int) -> fusion_moe.NVFP4Experts:
-    return fusion_moe.NVFP4Experts.from_float(torch.ones(EXPERTS, 2 * intermediate, HIDDEN), torch.ones(EXPERTS, HIDDEN, intermediate))
+TILED = "fusion_moe.prepare_(model, 'cuda') reorders them to w16x64, the layout of cuda, if all weights of their module are whole tiles"
+BACK = "fusion_moe.prepare_(model, 'cpu') reorders them to linear, the layout of cpu"
+OFF_TILES = "prepare_ leaves them as they are: N = 128 is no multiple of 16, or K = 32 of 64"
 
 
 def layouts(module: torch.nn.Module, *args: torch.Tensor, target: str) -> list[tuple[tuple[str, str], ...]]:
@@ -25,7 +22,7 @@ def layouts(module: torch.nn.Module, *args: torch.Tensor, target: str) -> list[t
     found = [s.layouts for f in report.fusions for s in f.segments]
     shown = " ".join(str(report).split())
     assert all(f"{layout} {what}" in shown for said in found for layout, what in said)
-    assert ("layouts of weights" in shown) == any(found)
+    assert ("weight layouts" in shown) == any(found)
     return found
 
 
@@ -34,7 +31,7 @@ def tokens() -> tuple[torch.Tensor, ...]:
 
 
 def test_what_prepare_would_do_is_said_until_it_is_done():
-    module = experts(64)
+    module = experts_of_ones(EXPERTS, HIDDEN, 64)
     assert layouts(module, *tokens(), target="cuda") == [(("linear", TILED),)] * 2
     assert layouts(module, *tokens(), target="cpu") == [()] * 2
     fusion_moe.prepare_(module, "cuda")
@@ -45,7 +42,7 @@ def test_what_prepare_would_do_is_said_until_it_is_done():
 
 
 def test_weights_off_the_tiles_stay_and_why_is_said():
-    module = experts(32)
+    module = experts_of_ones(EXPERTS, HIDDEN, 32)
     said = layouts(module, *tokens(), target="cuda")
     fusion_moe.prepare_(module, "cuda")
     assert module.weight_layout == "linear"
@@ -62,4 +59,4 @@ def test_each_module_is_moved_by_itself():
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_targets_that_read_the_linear_layout_have_nothing_to_say(target):
-    assert layouts(experts(64), *tokens(), target=target) == [()]
+    assert layouts(experts_of_ones(EXPERTS, HIDDEN, 64), *tokens(), target=target) == [()]

@@ -56,7 +56,7 @@ def test_a_tier_that_the_machine_has_not(monkeypatch):
     monkeypatch.setattr(isa, "available", lambda: ("avx2", "generic"))
     with options.override(cpu_isa="amx"), pytest.raises(OptionError) as e:
         isa.selected()
-    assert str(e.value) == "options: cpu_isa = 'amx', which this machine has not; expected 'auto' or one of avx2, generic"
+    assert str(e.value) == "options: cpu_isa = 'amx' is not supported by this CPU; expected 'auto' or one of avx2, generic"
     with options.override(cpu_isa="sse9"), pytest.raises(OptionError) as e:
         isa.selected()
     assert str(e.value) == "options: cpu_isa = 'sse9'; expected 'auto' or one of avx2, generic"

@@ -26,7 +26,7 @@ def build(kernels=1):
 
 
 def test_a_compilation_that_takes_too_long_is_ended(folder):
-    said = "k: NVRTC had not compiled it after 1 s; set FUSION_MOE_COMPILE_SECONDS to more"
+    said = "k: NVRTC took more than 1 s; raise FUSION_MOE_COMPILE_SECONDS"
     with options.override(compile_seconds=1), pytest.raises(BuildError, match=said):
         build(2000)
     assert [p.suffix for p in folder.iterdir()] == [".lock"]

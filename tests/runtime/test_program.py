@@ -44,7 +44,7 @@ def test_checked_layers_give_the_same():
 def test_a_pass_that_changes_a_bit_is_found_and_named(monkeypatch):
     monkeypatch.setattr(pipeline, "PASSES", (*PASSES, halved))
     program = compiled(silu_of_pieces(), check=True)
-    with pytest.raises(FusionError, match="halved: output 0 after halved differs; expected the bits of the stage before it"):
+    with pytest.raises(FusionError, match="halved: output 0 after halved differs; expected the same bits as before it"):
         program([torch.randn(3, 4)])
     assert compiled(silu_of_pieces())([torch.randn(3, 4)])[0].shape == (3, 4)  # unchecked it goes unseen
 

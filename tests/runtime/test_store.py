@@ -305,7 +305,7 @@ def test_a_file_that_another_user_has_written(entered, folder, caplog):
     assert as_another(plant) == 64
     with caplog.at_level(logging.WARNING, "fusion_moe"):
         assert store.get_or_make("key.bin", slowly).read_bytes() == CONTENT
-    assert f"{path} can be written by other users (mode 666, expected 644: chmod go-w {path}); it is made again" in caplog.text
+    assert f"{path} can be written by other users (mode 666, expected 644: chmod go-w {path}); rebuilding it" in caplog.text
     assert store.get_or_make("key.bin", wrong).stat().st_mode & 0o777 == 0o600
 
 
@@ -318,7 +318,7 @@ def test_a_file_that_another_user_can_write(name, mode, folder, caplog):
     with caplog.at_level(logging.WARNING, "fusion_moe"):
         store.get_or_make("key.bin", lambda path: (made.append(path), slowly(path)))
     assert len(made) == 1
-    assert f"{name} can be written by other users (mode {mode:o}, expected 600: chmod go-w {folder / name}); it is made" in caplog.text
+    assert f"{name} can be written by other users (mode {mode:o}, expected 600: chmod go-w {folder / name}); rebuilding it" in caplog.text
     assert (folder / name).stat().st_mode & 0o777 == 0o600
 
 
@@ -329,7 +329,7 @@ def test_a_file_of_another_user_with_the_right_digest_is_not_used(name, folder, 
     os.chown(folder / name, OTHER, -1)
     with caplog.at_level(logging.WARNING, "fusion_moe"):
         store.get_or_make("key.bin", slowly)
-    assert f"{name} belongs to another user (12345, expected 0); it is made again" in caplog.text
+    assert f"{name} belongs to another user (12345, expected 0); rebuilding it" in caplog.text
     assert (folder / name).stat().st_uid == 0
 
 
@@ -388,7 +388,7 @@ def said(caplog, temporary, why):
 def test_a_folder_that_cannot_be_made(place, tmp_path, temporary, caplog):
     (tmp_path / "file").write_text("")
     with options.override(cache_dir={"a file": str(tmp_path / "file" / "cache"), "a system folder": "/proc/cache"}[place]):
-        assert said(caplog, temporary, "cannot be made") == f"fusion_moe-{os.geteuid()}"
+        assert said(caplog, temporary, "cannot be created") == f"fusion_moe-{os.geteuid()}"
 
 
 def test_a_folder_that_others_can_write_to(folder, temporary, caplog):

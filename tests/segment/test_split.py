@@ -125,7 +125,7 @@ def test_what_no_scheduler_takes(monkeypatch):
     monkeypatch.setattr(schedule.rows, "ROLES", ())
     monkeypatch.setattr(schedule.layout, "ROLES", ())
     with pytest.raises(
-        UnsupportedError, match="no scheduler takes neg.*pointwise: neg is not pointwise.*grouped_gemm: there is no grouped product"
+        UnsupportedError, match="no scheduler accepts neg.*pointwise: neg is not pointwise.*grouped_gemm: no grouped product"
     ):
         split(fd.fusion(), CPU)
 

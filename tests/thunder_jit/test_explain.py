@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from experts import experts_of_ones
 
 import fusion_moe
 from fusion_moe.ir.core import Fusion
@@ -19,8 +20,7 @@ class Layer(torch.nn.Module):
     def __init__(self, activation_format="bf16"):
         super().__init__()
         self.router = torch.nn.Linear(HIDDEN, EXPERTS, dtype=torch.bfloat16)
-        gate_up, down = torch.ones(EXPERTS, 2 * INTERMEDIATE, HIDDEN), torch.ones(EXPERTS, HIDDEN, INTERMEDIATE)
-        self.experts = fusion_moe.NVFP4Experts.from_float(gate_up, down, activation_format)
+        self.experts = experts_of_ones(EXPERTS, HIDDEN, INTERMEDIATE, activation_format)
 
     def forward(self, x):
         weights, ids = self.router(x).softmax(-1).topk(TOP_K)

@@ -199,7 +199,7 @@ def test_4_bit_activations_need_capability_10(device):
     (fusion,) = [b for b in result.forward.bound_symbols if b.sym.name.startswith("nvFusion")]
     assert str(definition(fusion)).count("fd.ops.cutlass_nvfp4_grouped_mm") == 2
     device(9, 0)  # the products stay operations, of which our executor says that the device cannot do what was asked for
-    with pytest.raises(errors.UnsupportedError, match="nvfp4 activations need compute capability 10.0"):
+    with pytest.raises(errors.UnsupportedError, match="nvfp4 activations require compute capability 10.0"):
         traced(f, *inputs())
 
 

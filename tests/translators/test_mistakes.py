@@ -105,7 +105,10 @@ FAULTS = {
     "writes over an input": (writes_over_an_input, "fd.add_output in a translator"),
     "defines an input": (defines_an_input, "fd.define_tensor in a translator"),
     "defines a size": (lambda fd, x: fd.define_size("n") and x, "fd.define_size in a translator"),
-    "a size nobody knows": (of_a_size_nobody_knows, f"what the translator of {NAME} made cannot be compiled: FusionError: the size zz"),
+    "a size nobody knows": (
+        of_a_size_nobody_knows,
+        f"the translator of {NAME} returned operations that do not compile: FusionError: unknown size zz",
+    ),
     "a tensor of torch": (lambda fd, x: fd.ops.mul(x, torch.tensor(2.0)), "mul: the operand is a tensor of torch, torch.float32 []"),
     "a size": (lambda fd, x: fd.ops.mul(x, x.type.shape[0]), "mul: the operand 5/g0 is a size, which the call decides"),
     "text": (lambda fd, x: fd.ops.mul(x, "2"), "mul: the operand '2' of type str"),
@@ -160,7 +163,7 @@ def test_another_meaning_is_told_by_check(lib):
     got, found = compiled(between, x, check=True)
     assert got.equal(between(x))
     (left,) = found.left
-    assert f"the translator of {NAME}, in plain torch, gives other values in output 0: Tensor-likes are not close" in left.why
+    assert f"the translator of {NAME}, in plain torch, differs from the operation in output 0: Tensor-likes are not close" in left.why
     with torch.no_grad(), fusion_moe.options.override(check=True):
         assert [x.why for x in fusion_moe.explain(between, x).left] == [left.why]
 
@@ -260,7 +263,7 @@ def test_an_operation_that_writes_into_its_arguments_is_told(lib):
     for left in (found.left, report.left):
         why = {x.op: x.why for x in left}
         for op in ("bad_translators.double_.default", "bad_translators.both.default"):
-            assert why[op] == "it writes into its arguments, and a fusion only returns new tensors"
+            assert why[op] == "it mutates its arguments, and a fusion only returns new tensors"
     assert report.custom_ops == ("bad_translators::double_",)
 
 
@@ -287,10 +290,10 @@ def not_of_groups(fd, x):
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda fd, x: fd.ops.mul(x, 1.01), "in plain torch, gives other values in output 0: .*; expected those of the operation"),
+        (lambda fd, x: fd.ops.mul(x, 1.01), "in plain torch, differs from the operation in output 0: .*; expected the operation's values"),
         (lambda fd, x: fd.ops.cast(x, "bf16"), r"returned bf16\[5, 16\]; expected f32\[5, 16\], as its fake gives"),
-        (lambda fd, x: fd.ops.mul(fd.ops.maximum(x, 0.0), 2.0), "gives other values"),  # and not on what is given
-        (only_five_rows, "gives other values"),
+        (lambda fd, x: fd.ops.mul(fd.ops.maximum(x, 0.0), 2.0), "differs from the operation"),  # and not on what is given
+        (only_five_rows, "differs from the operation"),
         (not_of_groups, r"returned bf16\[\w+/g0, 16\]"),
     ],
     ids=["values", "dtype", "drawn values", "other sizes", "fused"],

@@ -1,9 +1,9 @@
 """The CPU backend: every segment as C++, those of a program in one library and one call; the reference for what has no C++.
 
-Two libraries make a program. kernels/product.cpp, the same for all, has the grouped product of a tier of `runtime.isa`. The other is
-generated (unit.py): of each segment what is its own, loops over rows (loops.py), or gather, routing and epilogue of a product
-(grouped_mm.py), which the product calls (kernels/product.h). Both are built when a program is first called, and kept in the cache of
-`runtime.build`; the first may have come with the package (prebuilt.py).
+Two kinds of libraries make a program. kernels/product.cpp, the same for all, has the grouped product of a tier of `runtime.isa` and an
+encoding of weights (readers.py). The other is generated (unit.py): of each segment what is its own, loops over rows (loops.py), or gather,
+routing and epilogue of a product (grouped_mm.py), which the product calls (kernels/product.h). Both are built when a program is first
+called, and kept in the cache of `runtime.build`; the first may have come with the package (prebuilt.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..cxx.plan import plan
 from . import grouped_mm, loops, prebuilt
 from .join import join
 from .launch import Launch, Library
+from .readers import linear
 
 __all__ = ["NAME", "emit", "join"]
 
@@ -34,7 +35,7 @@ def emit(segment: Segment, schedule: object) -> Kernel:
         if build.find_compiler() is None:
             return _without_compiler(segment, schedule)
         fusion = segment.fusion
-        source = grouped_mm.source(plan(fusion, prebuilt.READERS)) if segment.kind == "grouped_gemm" else loops.source(fusion)
+        source = grouped_mm.source(plan(fusion, linear())) if segment.kind == "grouped_gemm" else loops.source(fusion)
     except UnsupportedError as error:
         return replace(reference.emit(segment, schedule), why=str(error))
     except RecursionError:

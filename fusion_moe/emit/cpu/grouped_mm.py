@@ -9,6 +9,7 @@ from ...ir.core import Value
 from ..cxx.elements import STORED, Elements, inner, stored
 from ..cxx.indices import Index, flat, is_index, number, reshaped, size
 from ..cxx.plan import Plan, row_width
+from .readers import PARTS
 from .segment import Source, Writer
 
 _ACTIVATION = {"f32": "OF_F32", "bf16": "OF_BF16", "f16": "OF_F16"}
@@ -18,7 +19,9 @@ _M, _J, _K, _T = Index("m"), Index("j"), Index("k"), Index("t")
 
 def source(plan: Plan) -> Source:
     """The source of a planned segment. UnsupportedError with the sentence why there is none."""
-    return Source(plan.fusion, _Writer(plan).text(), plan.memory, plan.weight[0] if plan.transposed else None, product=True)
+    if len(plan.weight) > PARTS:
+        raise UnsupportedError(f"weights of {len(plan.weight)} parts have no kernel here", expected=f"at most {PARTS}")
+    return Source(plan.fusion, _Writer(plan).text(), plan.memory, plan.weight[0] if plan.transposed else None, plan.encoding.name)
 
 
 class _Writer(Writer):
@@ -61,12 +64,13 @@ class _Writer(Writer):
 
     def body(self) -> list[str]:
         plan = self.plan
-        codes, scales, decode = (self.memory[v] for v in plan.weight)
-        runs = plan.weight[2].type.shape[1:] or (1,)
+        parts = zip(plan.encoding.parts, plan.weight, strict=True)
+        runs = [n for part, v in parts if part.scale and not part.scale.block for n in v.type.shape[1:]] or [1]
         a, tokens = STORED[plan.a.type.dtype], size(plan.combine.outputs[0].type.shape[0]) if plan.combine else 0
         return [
             "Problem problem{};",
-            f"problem.codes = {codes}, problem.scales = {scales}, problem.decode = {decode}, problem.ends = {self.array(plan.ends)};",
+            *(f"problem.parts[{i}] = {self.memory[v]};" for i, v in enumerate(plan.weight)),
+            f"problem.ends = {self.array(plan.ends)};",
             f"problem.G = G, problem.N = {plan.n}, problem.K = K, problem.runs = {runs[0]}, problem.rows = {size(plan.a.type.shape[0])};",
             "static const Columns columns;",
             "problem.W = W, problem.F = F, problem.columns = columns.of[0];",

@@ -12,7 +12,8 @@ import torch
 from ...ir.core import Fusion, Value, storage_shape
 from ...ir.types import DTYPES
 from ...runtime import build
-from .prebuilt import KERNELS, product_of
+from .prebuilt import product_of
+from .readers import KERNELS
 from .segment import Source
 from .unit import Step, text
 
@@ -22,7 +23,7 @@ Entry = Callable[[Any, Any], int]  # (pointers, sizes) -> whether it found bad i
 
 
 class Library:
-    """The library of segments, with the grouped product of a tier. Built, or found in the cache, at the first call.
+    """The library of segments, with the grouped products of a tier. Built, or found in the cache, at the first call.
 
     steps: how a program runs all of them, where its entry "run" is wanted.
     """
@@ -40,15 +41,16 @@ class Library:
         return build.load(self.text, name="segments", tier=self.tier, include=[KERNELS])
 
     @cached_property
-    def _product(self) -> ctypes.c_void_p:
-        needed = any(source.product for source in self.sources)
-        return ctypes.cast(product_of(self.tier).product, ctypes.c_void_p) if needed else ctypes.c_void_p(None)
+    def _products(self) -> Any:
+        """The function of each segment's grouped product, null for one without."""
+        products = [product_of(self.tier, s.encoding).product if s.encoding else ctypes.c_void_p() for s in self.sources]
+        return (ctypes.c_void_p * len(products))(*[ctypes.cast(product, ctypes.c_void_p) for product in products])
 
     def entry(self, name: str) -> Entry:
         """One of its functions."""
-        function, product = getattr(self._loaded, name), self._product
+        function, products = getattr(self._loaded, name), self._products
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-        return lambda pointers, sizes: int(function(pointers, sizes, product, torch.get_num_threads()))
+        return lambda pointers, sizes: int(function(pointers, sizes, products, torch.get_num_threads()))
 
 
 class Launch:

@@ -6,34 +6,33 @@ Where there is no compiler, the one that came with the package computes the prod
 from __future__ import annotations
 
 import ctypes
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
-from ...encodings import Quantized
+from ...encodings import Encoding, Quantized
 from ...errors import UnsupportedError
 from ...groups import check_ends
 from ...runtime import build, isa
 from ...segment import Segment
 from ..cxx.plan import plan
+from .readers import PARTS, linear, recipe
 
-KERNELS = Path(__file__).parent / "kernels"
-SHIPPED = Path(__file__).parent / "shipped"  # filled when the package is built: tools/build_kernels.py
-READERS = (("nvfp4", "linear"),)  # of weights: kernels/tiles.h
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels/product.h
 
 
-@cache
-def product_of(tier: str) -> ctypes.CDLL:
-    """The library of a tier. BuildError if none came with the package and there is no compiler."""
-    return build.library(recipe(tier))
+def product_of(tier: str, encoding: str) -> ctypes.CDLL:
+    """The library of a tier and an encoding of weights. BuildError if none came with the package and there is no compiler.
+
+    UnsupportedError for an encoding that no reader was registered for.
+    """
+    return build.library(recipe(tier, encoding))
 
 
-def kernels(tier: str, dtype: torch.dtype) -> str:
-    """Which of a tier's kernels multiply groups of how many rows of activations of a dtype."""
-    function = product_of(tier).kernels
+def kernels(tier: str, encoding: str, dtype: torch.dtype) -> str:
+    """Which of a tier's kernels multiply groups of how many rows of activations of a dtype by weights in an encoding."""
+    function = product_of(tier, encoding).kernels
     function.restype = ctypes.c_char_p
     return str(function(_DTYPES[dtype]).decode())
 
@@ -43,24 +42,25 @@ def evaluate(segment: Segment) -> Any:
 
     UnsupportedError if none came, or the product is none that it has.
     """
-    planned, tier = plan(segment.fusion, READERS), isa.selected()
-    came = recipe(tier).came_with()
+    planned, tier = plan(segment.fusion, linear()), isa.selected()
+    encoding = planned.encoding.name
+    came = recipe(tier, encoding).came_with()
     if came is None or not came.is_file():
-        raise UnsupportedError(f"{build.why_no_compiler()}; nor did kernels for {tier} come with this installation")
-    return partial(segment.fusion.evaluate, using={planned.product: partial(_grouped_mm, product_of(tier).plain)})
+        raise UnsupportedError(f"{build.why_no_compiler()}; nor did kernels of {encoding} for {tier} come with this installation")
+    entry = product_of(tier, encoding).standalone
+    return partial(segment.fusion.evaluate, using={planned.product: partial(_grouped_mm, entry, planned.encoding)})
 
 
-def recipe(tier: str) -> build.Recipe:
-    """How the library of a tier is built, and where one that came with the package lies."""
-    return build.Recipe((KERNELS / "product.cpp").read_text(encoding="utf-8"), "product", tier, (KERNELS,), shipped=SHIPPED)
-
-
-def _grouped_mm(entry: Any, a: torch.Tensor, w: Quantized, ends: torch.Tensor, **layouts: str) -> tuple[torch.Tensor]:
-    """a [M, K], w nvfp4 [G, N, K], ends i32 [G] -> f32 [M, N], as the kind grouped_mm has it."""
+def _grouped_mm(
+    entry: Any, encoding: Encoding, a: torch.Tensor, w: Quantized | torch.Tensor, ends: torch.Tensor, **layouts: str
+) -> tuple[torch.Tensor]:
+    """a [M, K], w [G, N, K], ends i32 [G] -> f32 [M, N], as the kind grouped_mm has it."""
     check_ends(ends, a.shape[0], "ends")
     g, n, k = w.shape
-    out, runs = torch.empty(a.shape[0], n), w.decode_scale[:1].numel()
-    arrays, sizes = [*(t.contiguous() for t in (*w, ends, a)), out], (g, n, k, runs, a.shape[0])
-    pointers = (ctypes.c_void_p * len(arrays))(*[t.data_ptr() for t in arrays])
+    parts, out = w if isinstance(w, Quantized) else (w,), torch.empty(a.shape[0], n)
+    runs = max([t[:1].numel() for part, t in zip(encoding.parts, parts, strict=True) if part.scale and not part.scale.block], default=1)
+    tensors = (*parts, *[None] * (PARTS - len(parts)), ends, a, out)
+    arrays, sizes = [t if t is None else t.contiguous() for t in tensors], (g, n, k, runs, a.shape[0])
+    pointers = (ctypes.c_void_p * len(arrays))(*[t if t is None else t.data_ptr() for t in arrays])
     entry(pointers, (ctypes.c_longlong * len(sizes))(*sizes), _DTYPES[a.dtype], torch.get_num_threads())
     return (out,)

@@ -1,7 +1,9 @@
 """A translation unit: segments, each in a namespace, with an entry for each, and one for all of a program.
 
-run_<i>(p, n, product, threads)    segment i: pointers and sizes as its Source lists them
-run(p, n, product, threads)        all in order, on the arrays and sizes of the program; stops at one that finds bad input
+run_<i>(p, n, products, threads)    segment i: pointers and sizes as its Source lists them
+run(p, n, products, threads)        all in order, on the arrays and sizes of the program; stops at one that finds bad input
+
+products: the grouped product of each segment's encoding, null for one without.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 
 from .segment import Source, indented
 
-_PARAMETERS = "void* const* p, const long long* n, void* product, int threads"
+_PARAMETERS = "void* const* p, const long long* n, void* const* products, int threads"
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ def text(sources: Sequence[Source], steps: Sequence[Step] = ()) -> str:
     parts = ['#include "product.h"\n#include "rows.h"\n']
     for i, source in enumerate(sources):
         parts += [f"namespace {{\nnamespace segment_{i} {{\n", source.text, f"}}  // namespace segment_{i}\n}}  // namespace\n"]
-        call = f"return segment_{i}::run(p, n, reinterpret_cast<Product>(product), threads);"
+        call = f"return segment_{i}::run(p, n, reinterpret_cast<Product>(products[{i}]), threads);"
         parts.append(f'extern "C" int run_{i}({_PARAMETERS}) {{\n    {call}\n}}\n')
     if steps:
         calls = [line for i, step in enumerate(steps) for line in _call(i, step)]
@@ -41,6 +43,6 @@ def _call(i: int, step: Step) -> list[str]:
         "{",
         f"    void* const q[] = {{{arrays}}};",
         f"    const long long m[] = {{{sizes or 0}}};",
-        f"    if (run_{i}(q, m, product, threads) != GOOD) return BAD;",
+        f"    if (run_{i}(q, m, products, threads) != GOOD) return BAD;",
         "}",
     ]

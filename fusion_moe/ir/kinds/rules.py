@@ -17,7 +17,7 @@ Types = tuple[TensorType, ...]
 def need_tensor(name: str, type: Any) -> TensorType:
     """`type`, which must be a tensor's and not a number."""
     if not isinstance(type, TensorType):
-        raise DtypeError(f"{name} is the number {type!r}", expected="a tensor")
+        raise DtypeError(f"{name} is a number, {type!r}", expected="a tensor")
     return type
 
 
@@ -41,7 +41,7 @@ def need_float(name: str, type: TensorType) -> None:
 def need_same(what: str, a: Dim, b: Dim, names: str) -> None:
     """Two sizes must be equal, cuts left aside."""
     if plain(a) != plain(b):
-        raise ShapeError(f"{what} is {a} in one and {b} in the other of {names}", expected="equal sizes")
+        raise ShapeError(f"mismatch in {what} of {names}: {a} and {b}", expected="equal sizes")
 
 
 def need_ends(ends: TensorType) -> Groups:
@@ -69,7 +69,7 @@ def joined_shape(types: Sequence[Any]) -> tuple[Dim, ...]:
     """The shape of a pointwise result: ranks equal, sizes equal or 1. Plain rows beside cut rows are taken for cut."""
     shapes = [t.shape for t in types if isinstance(t, TensorType)]
     if not shapes:
-        raise DtypeError("only numbers", expected="at least one tensor")
+        raise DtypeError("all operands are numbers", expected="at least one tensor")
     if len({len(s) for s in shapes}) != 1:
         raise ShapeError(f"shapes {', '.join(map(_shown, shapes))}", expected="one rank", todo="use fd.ops.broadcast_in_dim")
     return tuple(_joined_dim(dims, shapes) for dims in zip(*shapes, strict=True))
@@ -89,7 +89,7 @@ def joined_dtype(types: Sequence[Any]) -> str:
     """The one dtype of the tensors; the IR promotes nothing, casts are operations."""
     dtypes = {t.dtype for t in types if isinstance(t, TensorType)}
     if not dtypes:
-        raise DtypeError("only numbers", expected="at least one tensor")
+        raise DtypeError("all operands are numbers", expected="at least one tensor")
     if len(dtypes) != 1:
         raise DtypeError(f"dtypes {' and '.join(sorted(dtypes))}", expected="one dtype", todo="cast with fd.ops.cast(x, dtype=...)")
     (dtype,) = dtypes

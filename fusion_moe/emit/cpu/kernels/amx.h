@@ -1,11 +1,12 @@
-// AMX with bfloat16, for more rows of activations than one.
+// e2m1 codes by AMX with bfloat16, for more rows of activations than one.
 //
-// The A tile is the weight, 16 of its rows by 32 codes, decoded with its block scales; the B tile 16 rows of activations. Their product
+// The A tile is the weight, 16 of its rows by 32 codes, decoded with its scales; the B tile 16 rows of activations. Their product
 // is transposed when it is done. 64 bytes of a row of the weight are 128 codes; look-ups by the upper byte of each 16-bit half of v << 8,
 // v << 4, v, v >> 4 make the rows of four A tiles, of codes k, k + 4, k + 8, ... for k = 0, 1, 2, 3. Activations are packed in that order.
 //
-// Numbers: 2^8 times a code and 2^-8 times a block scale are float16, so is their product, which has at most six significant bits; moved
-// down by three bits it is 2^-112 times the weight as bfloat16. Activations are packed times 2^96, sums are multiplied by 2^16.
+// Numbers: a code and its scale, each times a power of two that the reader names, are float16, so is their product, which has at most six
+// significant bits; moved down by three bits it is 2^-112 times as much as bfloat16. Activations are packed times 2^96, sums are multiplied
+// by what is left: 2^16, less the reader's powers.
 #pragma once
 
 #include <algorithm>
@@ -21,29 +22,32 @@ constexpr i64 PANEL = 32;           // rows of the weight that are multiplied at
 constexpr i64 OF_CHUNK = 8 * TILE;  // the A tiles of a panel and CODES: two for each 32 codes
 
 // What vectors are looked up in.
+template <class Weight>
 struct alignas(64) AmxTables {
-    u8 f16_of_code[64];  // the upper byte, whose lower is zero, times 2^8; look-ups take six bits, of which four belong to the code
-    u8 of_scales[64];    // byte b of eight -> the upper byte of 16-bit numbers 4 b .. 4 b + 3
+    u8 f16_of_code[64];  // the upper byte, whose lower is zero, times 2^F16_CODE; look-ups take six bits, of which four belong to the code
+    u8 of_scales[64];    // scale b of a chunk -> the upper bytes of the 16-bit numbers, four codes each, that it scales
 
     constexpr AmxTables() : f16_of_code(), of_scales() {
-        constexpr u8 sizes[8] = {0x00, 0x58, 0x5C, 0x5E, 0x60, 0x62, 0x64, 0x66};
-        for (int i = 0; i < 64; ++i) f16_of_code[i] = u8(sizes[i & 7] | (i & 8) << 4);
-        for (int i = 0; i < 32; ++i) of_scales[2 * i] = 0x80, of_scales[2 * i + 1] = u8(i / 4);
+        constexpr u8 sizes[8] = {0x00, 0x38, 0x3C, 0x3E, 0x40, 0x42, 0x44, 0x46};
+        for (int i = 0; i < 64; ++i) f16_of_code[i] = u8(((i & 7) == 0 ? 0 : sizes[i & 7] + 4 * Weight::F16_CODE) | (i & 8) << 4);
+        for (int i = 0; i < 32; ++i) of_scales[2 * i] = 0x80, of_scales[2 * i + 1] = u8(4 * i / Weight::BLOCK);
     }
 };
 
-constexpr AmxTables AMX_TABLES{};
+template <class Weight>
+constexpr AmxTables<Weight> AMX_TABLES{};
 
 // Decoding, with its constants in registers. Compilers are not told what they are: they would make them anew for each row, on the very
 // port that look-ups take.
+template <class Weight>
 struct AmxDecoding {
-    __m512i f16_of_code = _mm512_load_si512(AMX_TABLES.f16_of_code), of_scales = _mm512_load_si512(AMX_TABLES.of_scales);
+    __m512i f16_of_code = _mm512_load_si512(AMX_TABLES<Weight>.f16_of_code), of_scales = _mm512_load_si512(AMX_TABLES<Weight>.of_scales);
     __m512i bf16_bits = _mm512_set1_epi16(short(0x8FFF)), eighth = _mm512_set1_epi16(1 << 13);
     __mmask64 upper = 0xAAAAAAAAAAAAAAAAull;
 
     [[gnu::always_inline]] AmxDecoding() { asm("" : "+v"(f16_of_code), "+v"(of_scales), "+v"(bf16_bits), "+v"(eighth), "+Yk"(upper)); }
 
-    // Eight e4m3 bytes -> of each in the upper byte of four 16-bit numbers.
+    // The scales of a chunk -> each in the upper bytes of 16-bit numbers.
     [[gnu::always_inline]] __m512i spread(i64 scales) const { return _mm512_shuffle_epi8(_mm512_set1_epi64(scales), of_scales); }
 
     // CODES codes of a row, `scale` that of each 16-bit number -> a row of four A tiles. A look-up takes the lower half of each upper byte.
@@ -62,20 +66,22 @@ struct AmxDecoding {
     }
 };
 
-// Whether an e4m3 byte is NaN or negative.
-inline bool any_unusual(const u8* const* row, i64 rows, i64 bytes) {
+// Whether a byte is `first` or larger.
+inline bool any_from(int first, const u8* const* row, i64 rows, i64 bytes) {
     __m512i largest = _mm512_setzero_si512();
     for (i64 i = 0; i < rows; ++i) {
         i64 b = 0;
         for (; b + 64 <= bytes; b += 64) largest = _mm512_max_epu8(largest, _mm512_loadu_si512(row[i] + b));
         if (b < bytes) largest = _mm512_max_epu8(largest, load_some(row[i], b, bytes));
     }
-    return _mm512_cmpge_epu8_mask(largest, _mm512_set1_epi8(0x7F)) != 0;
+    return _mm512_cmpge_epu8_mask(largest, _mm512_set1_epi8(char(first))) != 0;
 }
 
 // Where the weight of an item is read: panels of 32 rows (two `Columns`), and of each chunks of CODES.
+template <class Weight>
 class AmxReader {
   public:
+    using Columns = typename Weight::Columns;
     explicit AmxReader(const Item& item) : item_(item), K_(item.p->K), chunks_((K_ + CODES - 1) / CODES) {
         fill(0);
         next_panel();
@@ -83,56 +89,59 @@ class AmxReader {
 
     i64 chunks() const { return chunks_; }
 
-    // Of the panel that is read: its two `Columns`, and whether a block scale is NaN or negative.
+    // Of the panel that is read: its two `Columns`, and whether a scale is hard.
     const Columns* columns() const { return columns_[panel_ & 1]; }
-    bool unusual() const { return unusual_; }
+    bool hard() const { return hard_; }
     bool done() const { return 2 * panel_ >= item_.subs(); }
 
     void next_panel() {
         ++panel_;
         fill(panel_ + 1);
         now_ = rows_[panel_ & 1], next_ = rows_[(panel_ + 1) & 1];
-        unusual_ = any_unusual(columns()[0].scales, LANES, K_ / 16) || any_unusual(columns()[1].scales, LANES, K_ / 16);
+        if constexpr (Weight::FIRST_HARD < 256) {
+            const auto any_hard = [&](const Columns& c) { return any_from(Weight::FIRST_HARD, c.scales, LANES, K_ / Weight::BLOCK); };
+            hard_ = any_hard(columns()[0]) || any_hard(columns()[1]);
+        }
         row_ahead_ = 0;
         start_ahead();
     }
 
-    // Whether `decode_rows` may be called for a chunk: a whole one, block scales neither NaN nor negative.
-    bool easy(i64 chunk) const { return !unusual_ && (chunk + 1) * CODES <= K_; }
+    // Whether `decode_rows` may be called for a chunk: a whole one, without hard scales.
+    bool easy(i64 chunk) const { return !hard_ && (chunk + 1) * CODES <= K_; }
 
     // Rows of a chunk; if `fetch`, as many lines of the next panel come nearer.
     template <int ROWS>
-    [[gnu::always_inline]] void decode_rows(const AmxDecoding& decoding, i64 chunk, i64 row, u16* at, bool fetch) {
+    [[gnu::always_inline]] void decode_rows(const AmxDecoding<Weight>& decoding, i64 chunk, i64 row, u16* at, bool fetch) {
         for (i64 r = row; r < row + ROWS; ++r) {
-            i64 scales;
-            std::memcpy(&scales, now_[r].scales + CODES / 16 * chunk, 8);
+            i64 scales = 0;
+            std::memcpy(&scales, now_[r].scales + SCALES * chunk, SCALES);
             const __m512i codes = _mm512_loadu_si512(now_[r].codes + CODES / 2 * chunk);
-            decoding.store(at + r * 32, codes, _mm512_srli_epi16(decoding.spread(scales), 1));
+            decoding.store(at + r * 32, codes, Weight::f16_scale(decoding.spread(scales)));
         }
         if (ROWS > 0 && fetch) prefetch<ROWS>();
     }
 
     // A chunk, whatever is in it.
     void decode(i64 chunk, u16* at) {
-        const AmxDecoding decoding;
+        const AmxDecoding<Weight> decoding;
         for (i64 i = 0; i < PANEL; ++i) {
-            const __m128i eight = _mm512_castsi512_si128(load_some(now_[i].scales, CODES / 16 * chunk, K_ / 16));
-            // s eeee mmm 00000000 -> s 0eeee mmm0000000: the sign's copy is in the way
-            const __m512i high = _mm512_srai_epi16(decoding.spread(_mm_cvtsi128_si64(eight)), 1);
-            const __m512i scale = _mm512_and_si512(high, _mm512_set1_epi16(short(0xBFFF)));
+            const __m128i scales = _mm512_castsi512_si128(load_some(now_[i].scales, SCALES * chunk, K_ / Weight::BLOCK));
+            const __m512i scale = Weight::hard_f16_scale(decoding.spread(_mm_cvtsi128_si64(scales)));
             decoding.store(at + i * 32, load_some(now_[i].codes, CODES / 2 * chunk, K_ / 2), scale);
         }
         prefetch<PANEL>();
         prefetch_scales(chunk);
     }
 
-    // Block scales of the next panel, those of eight chunks at a time.
+    // Scales of the next panel, a line of them at a time.
     void prefetch_scales(i64 chunk) const {
-        if (chunk % 8 != 0) return;
-        for (i64 i = 0; i < PANEL; ++i) fetch_line(next_[i].scales + CODES / 16 * chunk);
+        if (chunk % (64 / SCALES) != 0) return;
+        for (i64 i = 0; i < PANEL; ++i) fetch_line(next_[i].scales + SCALES * chunk);
     }
 
   private:
+    static constexpr i64 SCALES = CODES / Weight::BLOCK;  // of a row of a chunk
+
     struct Row {
         const u8 *codes, *scales;
     };
@@ -140,7 +149,7 @@ class AmxReader {
     void fill(i64 panel) {
         for (i64 half = 0; half < 2; ++half) {
             Columns& c = columns_[panel & 1][half];
-            c = item_.columns(2 * panel + half);
+            c = item_.columns<Weight>(2 * panel + half);
             for (i64 i = 0; i < LANES; ++i) rows_[panel & 1][half * LANES + i] = {c.codes[i], c.scales[i]};
         }
     }
@@ -166,7 +175,7 @@ class AmxReader {
     const Item& item_;
     const i64 K_, chunks_;
     Columns columns_[2][2];  // of this panel, the next
-    bool unusual_ = false;
+    bool hard_ = false;
     Row rows_[2][PANEL];
     const Row *now_ = nullptr, *next_ = nullptr;
     i64 panel_ = -1, row_ahead_ = 0;
@@ -178,8 +187,11 @@ class AmxReader {
 //
 // Up to three groups decode again what the one before had: that costs less than to bring it back from the second-level cache. More groups
 // share a decoded panel; of the next one each decodes some rows.
+template <class Weight>
 class AmxProduct {
   public:
+    using Columns = typename Weight::Columns;
+
     AmxProduct(const Item& item, const u16* x, i64 stride, Scratch& scratch)
         : item_(item), x_(x), of_tile_(LANES * stride), F_(item.p->F), tiles_((item.rows + LANES - 1) / LANES), reader_(item),
           chunks_(reader_.chunks()), shared_(tiles_ > 9), of_half_((shared_ ? chunks_ : 1) * OF_CHUNK),
@@ -189,7 +201,7 @@ class AmxProduct {
     void run() {
         for (i64 c = 0; c * OF_CHUNK < of_half_; ++c) reader_.decode(c, weights_ + c * OF_CHUNK);
         for (i64 sub = 0; sub < item_.subs(); sub += 2) {
-            const __m512 decode[2] = {decode_scales(reader_.columns()[0]), decode_scales(reader_.columns()[1])};
+            const __m512 factors[2] = {factors_of(reader_.columns()[0]), factors_of(reader_.columns()[1])};
             if (shared_) reader_.next_panel();
             for (i64 t = 0, group = 0; t < tiles_; t += in_group(t), ++group) {
                 switch (in_group(t)) {
@@ -197,7 +209,7 @@ class AmxProduct {
                     case 2: panel<2>(t, group); break;
                     default: panel<3>(t, group);
                 }
-                finish(sub, t, decode);
+                finish(sub, t, factors);
             }
             if (shared_) decode_rest();
         }
@@ -206,13 +218,13 @@ class AmxProduct {
   private:
     static constexpr i64 SHARED_ROWS = PANEL / 4;  // of a chunk that each group decodes for all: at least four of them share
 
-    // What sums are multiplied by; NaN for a row of which a block scale is.
-    __m512 decode_scales(const Columns& c) const {
+    // What sums are multiplied by; NaN for a row of which a scale is.
+    __m512 factors_of(const Columns& c) const {
         __mmask16 nan = 0;
-        for (int i = 0; i < LANES && reader_.unusual(); ++i) {
-            nan |= __mmask16(std::any_of(c.scales[i], c.scales[i] + item_.p->K / 16, [](u8 s) { return (s & 0x7F) == 0x7F; }) << i);
+        for (int i = 0; i < LANES && reader_.hard(); ++i) {
+            nan |= __mmask16(std::any_of(c.scales[i], c.scales[i] + item_.p->K / Weight::BLOCK, Weight::is_nan) << i);
         }
-        const __m512 scaled = _mm512_mul_ps(_mm512_load_ps(c.decode), _mm512_set1_ps(0x1p16f));
+        const __m512 scaled = _mm512_mul_ps(_mm512_load_ps(c.factor), _mm512_set1_ps(float(1 << (16 - Weight::F16_WEIGHT))));
         return _mm512_mask_mov_ps(scaled, nan, _mm512_set1_ps(as_float(0x7FC00000)));
     }
 
@@ -301,7 +313,7 @@ class AmxProduct {
     // A chunk, while 4 ROWS rows of chunk `read` are decoded and, if `fetch`, the next panel comes nearer.
     template <int TILES, int ROWS>
     [[gnu::always_inline]] void steps(const u16* weights, const u16* x, i64 read, i64 row, u16* next, bool fetch) {
-        const AmxDecoding decoding;
+        const AmxDecoding<Weight> decoding;
         step<TILES, ROWS>(decoding, weights, x, read, row, next, fetch);
         step<TILES, ROWS>(decoding, weights + 2 * TILE, x + TILE, read, row + ROWS, next, fetch);
         step<TILES, ROWS>(decoding, weights + 4 * TILE, x + 2 * TILE, read, row + 2 * ROWS, next, fetch);
@@ -312,7 +324,7 @@ class AmxProduct {
     // 32 codes of each row of the panel. Activations pass by the first-level cache, or what is decoded would not stay there. Three tiles of
     // them leave two registers: the weight's tiles are loaded again, which costs less than as many more tiles from further away.
     template <int TILES, int ROWS>
-    [[gnu::always_inline]] void step(const AmxDecoding& decoding, const u16* weights, const u16* x, i64 read, i64 row, u16* next,
+    [[gnu::always_inline]] void step(const AmxDecoding<Weight>& decoding, const u16* weights, const u16* x, i64 read, i64 row, u16* next,
                                      bool fetch) {
         _tile_loadd(6, weights, 64);
         _tile_stream_loadd(7, x, 64);
@@ -349,28 +361,28 @@ class AmxProduct {
 
     // Share PART of PARTS of so many rows.
     template <int ROWS, int PART, int PARTS>
-    [[gnu::always_inline]] void decode(const AmxDecoding& decoding, i64 read, i64 row, u16* next, bool fetch) {
+    [[gnu::always_inline]] void decode(const AmxDecoding<Weight>& decoding, i64 read, i64 row, u16* next, bool fetch) {
         constexpr int FROM = ROWS * PART / PARTS, TO = ROWS * (PART + 1) / PARTS;
         reader_.template decode_rows<TO - FROM>(decoding, read, row + FROM, next, fetch);
     }
 
     // Results from sums_, kept until run_ blocks of a row can be stored together: strips of sixteen columns, of rows that lie pages apart,
     // wait for memory one by one.
-    void finish(i64 sub, i64 t, const __m512 (&decode)[2]) {
+    void finish(i64 sub, i64 t, const __m512 (&factors)[2]) {
         const i64 first = sub / (run_ * F_) * (run_ * F_), last = std::min(sub + 2, item_.subs());
         for (i64 i = t; i < t + in_group(t); ++i) {
             const i64 rows = std::min<i64>(LANES, item_.rows - LANES * i);
             float* out = out_ + i * LANES * of_row_;
             for (i64 s = sub; s < last; ++s) {
                 const float* sums = sums_[2 * (i - t) + s - sub];
-                for (i64 r = 0; r < rows; r += 4) transpose(sums + r, decode[s - sub], out + r * of_row_ + (s - first) * LANES, of_row_);
+                for (i64 r = 0; r < rows; r += 4) transpose(sums + r, factors[s - sub], out + r * of_row_ + (s - first) * LANES, of_row_);
             }
             if (last == first + run_ * F_ || last == item_.subs()) item_.store(LANES * i, rows, first, out, of_row_, (last - first) / F_);
         }
     }
 
-    // Four columns of sums [16][16] -> four rows of `out`, each times `decode`.
-    static void transpose(const float* sums, __m512 decode, float* out, i64 of_row) {
+    // Four columns of sums [16][16] -> four rows of `out`, each times `factor`.
+    static void transpose(const float* sums, __m512 factor, float* out, i64 of_row) {
         __m512 a[4];
         for (int i = 0; i < 4; ++i) {  // 128 bits j: of row 4 j + i
             const auto four = [&](int j) { return _mm_load_ps(sums + (4 * j + i) * LANES); };
@@ -381,13 +393,13 @@ class AmxProduct {
         const __m512 high[2] = {_mm512_unpackhi_ps(a[0], a[1]), _mm512_unpackhi_ps(a[2], a[3])};
         const __m512 b[4] = {_mm512_shuffle_ps(low[0], low[1], 0x44), _mm512_shuffle_ps(low[0], low[1], 0xEE),
                              _mm512_shuffle_ps(high[0], high[1], 0x44), _mm512_shuffle_ps(high[0], high[1], 0xEE)};
-        for (int i = 0; i < 4; ++i) _mm512_store_ps(out + i * of_row, _mm512_mul_ps(b[i], decode));
+        for (int i = 0; i < 4; ++i) _mm512_store_ps(out + i * of_row, _mm512_mul_ps(b[i], factor));
     }
 
     const Item& item_;
     const u16* const x_;
     const i64 of_tile_, F_, tiles_;
-    AmxReader reader_;
+    AmxReader<Weight> reader_;
     const i64 chunks_;
     const bool shared_;  // each group decodes some rows of a chunk for all, or each group all for itself
     const i64 of_half_;
@@ -398,12 +410,13 @@ class AmxProduct {
     alignas(64) float sums_[6][LANES * LANES];  // of each tile of activations, of each 16 rows of the panel
 };
 
+template <class Weight>
 struct Amx {
     using Activation = bf16;
     using Packed = u16;  // tiles, one after the other, of 16 rows; zeros up to a multiple of 16 rows and 128 activations
     static constexpr auto NAME = "by tiles of AMX";
     static constexpr i64 MOST = CHUNK;
-    static constexpr int SMALLEST = -64, LARGEST = 31;
+    static constexpr int SMALLEST = -74 - Weight::SMALLEST - Weight::F16_WEIGHT, LARGEST = 31;  // see `usual` and the head of this file
 
     static void pack(const bf16* const* x, i64 rows, Packed* packed, i64, i64 K) {
         const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
@@ -424,7 +437,7 @@ struct Amx {
     }
 
     static void multiply(const Item& item, const Packed* packed, i64 stride, Scratch& scratch) {
-        AmxProduct(item, packed, stride, scratch).run();
+        AmxProduct<Weight>(item, packed, stride, scratch).run();
     }
 };
 
@@ -444,10 +457,12 @@ class AmxThread {
     ~AmxThread() { _tile_release(); }
 };
 
+template <class Weight>
 struct AmxTier {
-    using Wide = Panels<Avx512>;
+    using Wide = Panels<Avx512<Weight>>;
+    using OfBf16 = Kernels<FewRows<Avx512Dots<Avx512Run, 1, Weight>>, Amx<Weight>>;
     template <class A>
-    using Fast = std::conditional_t<std::is_same<A, bf16>::value, Kernels<FewRows<Avx512Dots<Avx512Run, 1>>, Amx>, Avx512Tier::Fast<A>>;
+    using Fast = std::conditional_t<std::is_same<A, bf16>::value, OfBf16, typename Avx512Tier<Weight>::template Fast<A>>;
     using Thread = AmxThread;
     static constexpr double ROWS_OF_DECODING = 32;
 };

@@ -1,32 +1,31 @@
-// AVX2 with FMA and F16C: float32 products, whatever the activations are.
+// e2m1 codes by AVX2 with FMA and F16C: products of float32, whatever the activations are.
 #pragma once
 
-#include <immintrin.h>
-
-#include <algorithm>
-
-#include "panels.h"
+#include "avx2_f32.h"
+#include "e2m1.h"
 
 namespace {
 
-// e4m3 bytes as float32, to be broadcast from.
+// Scales of all bytes, to be broadcast from.
+template <class Weight>
 struct ScaleTable {
     float of[256];
 
     ScaleTable() {
-        for (int byte = 0; byte < 256; ++byte) of[byte] = E4M3_VALUES[u8(byte)];
+        for (int byte = 0; byte < 256; ++byte) of[byte] = Weight::scale(u8(byte));
     }
 };
 
-const ScaleTable SCALES;
+template <class Weight>
+const ScaleTable<Weight> SCALES;
 
-struct Avx2 {
-    using Activation = float;
-    using Packed = float;
-    using Panel = float;  // [K][16]
-    static constexpr int FEW = 4, ROWS = 6, SUBS = 1;
-
-    static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }
+template <class Weight_>
+struct Avx2 : Avx2F32 {
+    using Weight = Weight_;
+    using Columns = typename Weight::Columns;
+    static constexpr auto FEW_NAME = "by dot products with the codes";
+    static constexpr int FEW = 4, SMALLEST = F32_SMALLEST<Weight>, LARGEST = F32_LARGEST<Weight>;
+    static constexpr i64 BLOCK = Weight::BLOCK;
 
     // Of each block the even activations, then the odd ones; zeros up to a multiple of 64.
     static void pack_few(const float* x, i64 r, Packed* packed, i64 stride, i64 K) {
@@ -44,14 +43,14 @@ struct Avx2 {
             __m256 sum[R][2];
             for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
             i64 k = 0;
-            for (; k + 64 <= K; k += 64) four_blocks<R>(c.codes[n] + k / 2, c.scales[n] + k / 16, x + k, stride, sum);
+            for (; k + 64 <= K; k += 64) four_blocks<R>(c.codes[n] + k / 2, c.scales[n] + k / BLOCK, x + k, stride, sum);
             if (k < K) {
                 u8 codes[32] = {}, scales[4] = {};
                 std::memcpy(codes, c.codes[n] + k / 2, std::size_t(K - k) / 2);
-                std::memcpy(scales, c.scales[n] + k / 16, std::size_t(K - k) / 16);
+                std::memcpy(scales, c.scales[n] + k / BLOCK, std::size_t(K - k) / BLOCK);
                 four_blocks<R>(codes, scales, x + k, stride, sum);
             }
-            for (int r = 0; r < R; ++r) out[r * out_stride + n] = total(_mm256_add_ps(sum[r][0], sum[r][1])) * c.decode[n];
+            for (int r = 0; r < R; ++r) out[r * out_stride + n] = total(_mm256_add_ps(sum[r][0], sum[r][1])) * c.factor[n];
         }
     }
 
@@ -75,7 +74,7 @@ struct Avx2 {
                 for (int i = first; i < first + 8; ++i) _mm_prefetch(reinterpret_cast<const char*>(next->codes[i] + k / 2), _MM_HINT_T1);
                 for (i64 b = 0; b < 4 && k + 16 * b < K; ++b) {
                     alignas(32) float steps[8];
-                    for (int i = 0; i < 8; ++i) steps[i] = SCALES.of[c->scales[first + i][k / 16 + b]] * c->decode[first + i];
+                    for (int i = 0; i < 8; ++i) steps[i] = SCALES<Weight>.of[c->scales[first + i][k / BLOCK + b * 16 / BLOCK]] * c->factor[first + i];
                     const __m256 step = _mm256_load_ps(steps);
                     for (int j = 0; j < 16; ++j) {
                         const __m256i v = word[2 * b + j / 8];
@@ -86,17 +85,6 @@ struct Avx2 {
                     }
                 }
             }
-        }
-    }
-
-    static void multiply(int rows, int, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns*, float* out, i64 out_stride) {
-        switch (rows) {
-            case 1: return tile<1>(x, stride, panel, K, out, out_stride);
-            case 2: return tile<2>(x, stride, panel, K, out, out_stride);
-            case 3: return tile<3>(x, stride, panel, K, out, out_stride);
-            case 4: return tile<4>(x, stride, panel, K, out, out_stride);
-            case 5: return tile<5>(x, stride, panel, K, out, out_stride);
-            default: return tile<6>(x, stride, panel, K, out, out_stride);
         }
     }
 
@@ -116,7 +104,7 @@ struct Avx2 {
             const __m256i pair[2] = {evens[b % 2], odds[b % 2]};
             const __m256 e = _mm256_cvtph_ps(b < 2 ? _mm256_castsi256_si128(pair[0]) : _mm256_extracti128_si256(pair[0], 1));
             const __m256 o = _mm256_cvtph_ps(b < 2 ? _mm256_castsi256_si128(pair[1]) : _mm256_extracti128_si256(pair[1], 1));
-            const __m256 scale = _mm256_broadcast_ss(SCALES.of + scales[b]);
+            const __m256 scale = _mm256_broadcast_ss(SCALES<Weight>.of + scales[b * 16 / BLOCK]);
             for (int r = 0; r < R; ++r) {
                 const Packed* at = x + r * stride + 16 * b;
                 const __m256 p = _mm256_fmadd_ps(o, _mm256_loadu_ps(at + 8), _mm256_mul_ps(e, _mm256_loadu_ps(at)));
@@ -153,28 +141,13 @@ struct Avx2 {
             out[4 + q] = _mm256_castps_si256(_mm256_permute2f128_ps(a[q], a[4 + q], 0x31));
         }
     }
-
-    template <int R>
-    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out, i64 out_stride) {
-        __m256 sum[R][2];
-        for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
-        for (i64 k = 0; k < K; ++k, panel += LANES) {
-            const __m256 w[2] = {_mm256_load_ps(panel), _mm256_load_ps(panel + 8)};
-            for (int r = 0; r < R; ++r) {
-                const __m256 a = _mm256_broadcast_ss(x + r * stride + k);
-                for (int h = 0; h < 2; ++h) sum[r][h] = _mm256_fmadd_ps(a, w[h], sum[r][h]);
-            }
-        }
-        for (int r = 0; r < R; ++r) {
-            for (int h = 0; h < 2; ++h) _mm256_storeu_ps(out + r * out_stride + 8 * h, sum[r][h]);
-        }
-    }
 };
 
+template <class Weight>
 struct Avx2Tier {
-    using Wide = Panels<Avx2>;
+    using Wide = Panels<Avx2<Weight>>;
     template <class A>
-    using Fast = Kernels<FewRows<Avx2>, Panels<Avx2>>;
+    using Fast = Kernels<FewRows<Avx2<Weight>>, Panels<Avx2<Weight>>>;
     struct Thread {};
     static constexpr double ROWS_OF_DECODING = 8;
 };

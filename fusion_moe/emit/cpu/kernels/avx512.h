@@ -1,4 +1,4 @@
-// AVX-512 (F, BW, VL, DQ, VBMI), products in float32.
+// e2m1 codes by AVX-512 (F, BW, VL, DQ, VBMI), products in float32.
 //
 // One 64-byte load is 128 codes of one row. Sixteen rows of the weight, transposed as 4-byte words, give vectors whose lane i holds 8 codes
 // of row i: k .. k+7, of one block of 16. In such a vector v a look-up by 16-bit halves of v, v >> 4, v >> 8, v >> 12 makes the pairs
@@ -6,33 +6,21 @@
 // so no weight is ever moved.
 #pragma once
 
-#include <immintrin.h>
-
-#include <algorithm>
-
-#include "panels.h"
+#include "avx512_f32.h"
+#include "e2m1.h"
 
 namespace {
 
 // The tables that vectors are looked up in.
 struct alignas(64) Tables {
-    u16 bf16_of_code[32];                 // twice: look-ups take five bits, of which the fifth belongs to the next code
+    u16 bf16_of_code[32];  // twice: look-ups take five bits, of which the fifth belongs to the next code
     float f32_of_code[16];
-    u8 low_of_scale[128], high_of_scale[128];  // of the bfloat16 of an e4m3 byte without its sign
-    u8 of_words[4][64], of_run[4][64];    // see `Scales`
     i32 even[16], odd[16];
     i32 order_of_sums[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};  // see `Avx512Dots`
 
-    constexpr Tables() : bf16_of_code(), f32_of_code(), low_of_scale(), high_of_scale(), of_words(), of_run(), even(), odd() {
+    constexpr Tables() : bf16_of_code(), f32_of_code(), even(), odd() {
         for (int i = 0; i < 32; ++i) bf16_of_code[i] = E2M1_BF16[i & 15];
         for (int i = 0; i < 16; ++i) f32_of_code[i] = E2M1[i], even[i] = 2 * i, odd[i] = 2 * i + 1;
-        for (int i = 0; i < 128; ++i) low_of_scale[i] = u8(E4M3_VALUES.bits[i]), high_of_scale[i] = u8(E4M3_VALUES.bits[i] >> 8);
-        for (int part = 0; part < 4; ++part) {
-            for (int lane = 0; lane < 16; ++lane) {
-                of_words[part][4 * lane + 2] = u8(4 * lane + part), of_words[part][4 * lane + 3] = u8(64 + 4 * lane + part);
-                of_run[part][4 * lane + 2] = u8(16 * part + lane), of_run[part][4 * lane + 3] = u8(64 + 16 * part + lane);
-            }
-        }
     }
 };
 
@@ -41,54 +29,42 @@ constexpr Tables TABLES{};
 inline __m512i bf16_table() { return _mm512_load_si512(TABLES.bf16_of_code); }
 inline __m512i f32_table() { return _mm512_load_si512(TABLES.f32_of_code); }
 
-// 64 e4m3 bytes, as the low and the high bytes of their bfloat16; from there sixteen at a time as float32.
+// Which of 64 scales, each of BLOCK codes, are picked: see `Scales`.
+template <i64 BLOCK>
+struct alignas(64) Picks {
+    u8 of_words[4][64], of_run[BLOCK / 4][64];
+
+    constexpr Picks() : of_words(), of_run() {
+        for (int lane = 0; lane < 16; ++lane) {
+            for (int part = 0; part < 4; ++part) set(of_words[part], lane, 4 * lane + part);
+            for (int part = 0; part < BLOCK / 4; ++part) set(of_run[part], lane, (16 * part + lane) * 16 / int(BLOCK));
+        }
+    }
+
+    static constexpr void set(u8* pick, int lane, int scale) { pick[4 * lane + 2] = u8(scale), pick[4 * lane + 3] = u8(64 + scale); }
+};
+
+template <i64 BLOCK>
+constexpr Picks<BLOCK> PICKS{};
+
+// 64 scales, as the low and the high bytes of their bfloat16; from there sixteen at a time as float32.
+template <class Weight>
 struct Scales {
     __m512i low, high;
 
     static Scales of(__m512i bytes) {
-        const __m512i sign = _mm512_and_si512(bytes, _mm512_set1_epi8(char(0x80)));
-        const __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(TABLES.high_of_scale), bytes, _mm512_load_si512(TABLES.high_of_scale + 64));
-        const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(TABLES.low_of_scale), bytes, _mm512_load_si512(TABLES.low_of_scale + 64));
-        return {low, _mm512_or_si512(high, sign)};
+        Scales s;
+        Weight::halves(bytes, s.low, s.high);
+        return s;
     }
 
-    __m512 of_words(int part) const { return pick(TABLES.of_words[part]); }  // byte `part` of each of 16 words
-    __m512 of_run(int part) const { return pick(TABLES.of_run[part]); }      // bytes 16 part .. 16 part + 15
+    __m512 of_words(int part) const { return pick(PICKS<Weight::BLOCK>.of_words[part]); }  // byte `part` of each of 16 words
+    __m512 of_run(int part) const { return pick(PICKS<Weight::BLOCK>.of_run[part]); }      // those of 16 codes each, from 256 part on
 
     __m512 pick(const u8* index) const {
         return _mm512_castsi512_ps(_mm512_maskz_permutex2var_epi8(0xCCCCCCCCCCCCCCCCull, low, _mm512_load_si512(index), high));
     }
 };
-
-// Bytes at .. at + 63 of `size`, those past it zero.
-inline __m512i load_some(const u8* bytes, i64 at, i64 size) {
-    const i64 left = size - at;
-    const __mmask64 mask = left >= 64 ? ~0ull : left <= 0 ? 0 : (1ull << left) - 1;
-    return _mm512_maskz_loadu_epi8(mask, bytes + at);
-}
-
-// Sixteen rows of sixteen words -> word w of every row, for each w.
-inline void transpose(__m512i (&a)[16], __m512i* out) {
-    __m512i b[16];
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-    for (int i = 0; i < 4; ++i) {  // a[4 j + i], 128 bits q: words 4 q + i of rows 4 j .. 4 j + 3
-        const __m512i p = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x44), q = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xEE);
-        const __m512i r = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x44), s = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xEE);
-        out[i] = _mm512_shuffle_i32x4(p, r, 0x88);
-        out[4 + i] = _mm512_shuffle_i32x4(p, r, 0xDD);
-        out[8 + i] = _mm512_shuffle_i32x4(q, s, 0x88);
-        out[12 + i] = _mm512_shuffle_i32x4(q, s, 0xDD);
-    }
-}
 
 // Bytes at .. at + 63 of sixteen rows of `size`, those past it zero -> 16 vectors: word w of every row.
 inline void words_of(const u8* const* row, i64 at, i64 size, __m512i* out) {
@@ -101,58 +77,38 @@ inline void words_of(const u8* const* row, i64 at, i64 size, __m512i* out) {
     transpose(a, out);
 }
 
-// Calls body(words, b, block scales) for every block b of 16 codes: words[0] and words[1] are its 8 + 8 codes of each of the 16 rows. What
+// Calls body(words, b, scales) for every b, 16 codes: words[0] and words[1] are its 8 + 8 codes of each of the 16 rows. What
 // `next` will read is brought to the second-level cache: rows lie a power of two apart, and would fall into the same few places of the
 // first.
-template <class Body>
+template <class Weight, class Columns, class Body>
 inline void for_blocks(const Columns& c, const Columns& next, i64 K, Body body) {
-    for (i64 k1 = 0; k1 < K; k1 += 1024) {
+    constexpr i64 BLOCK = Weight::BLOCK, OF_WORD = BLOCK / 4;  // OF_WORD: how many times 16 codes have the scales of a word
+    for (i64 k1 = 0; k1 < K; k1 += 64 * BLOCK) {
         alignas(64) __m512i scale[16];
-        words_of(c.scales, k1 / 16, K / 16, scale);
-        for (int i = 0; i < LANES; ++i) _mm_prefetch(reinterpret_cast<const char*>(next.scales[i] + k1 / 16), _MM_HINT_T1);
-        for (i64 k0 = k1; k0 < k1 + 1024 && k0 < K; k0 += 128) {
+        words_of(c.scales, k1 / BLOCK, K / BLOCK, scale);
+        for (int i = 0; i < LANES; ++i) _mm_prefetch(reinterpret_cast<const char*>(next.scales[i] + k1 / BLOCK), _MM_HINT_T1);
+        for (i64 k0 = k1; k0 < k1 + 64 * BLOCK && k0 < K; k0 += 128) {
             alignas(64) __m512i word[16];
             words_of(c.codes, k0 / 2, K / 2, word);
             for (int i = 0; i < LANES; ++i) _mm_prefetch(reinterpret_cast<const char*>(next.codes[i] + k0 / 2), _MM_HINT_T1);
             const int blocks = int(std::min<i64>(8, (K - k0) / 16));
-            for (int half = 0; 4 * half < blocks; ++half) {
-                const Scales four = Scales::of(scale[(k0 - k1) / 64 + half]);
-                for (int b = 4 * half; b < 4 * half + 4 && b < blocks; ++b) body(word + 2 * b, k0 / 16 + b, four.of_words(b % 4));
+            for (int part = 0; OF_WORD * part < blocks; ++part) {
+                const auto scales = Scales<Weight>::of(scale[(k0 - k1) / (4 * BLOCK) + part]);
+                for (int b = OF_WORD * part; b < OF_WORD * part + OF_WORD && b < blocks; ++b) {
+                    body(word + 2 * b, k0 / 16 + b, scales.of_words(b % OF_WORD * 16 / BLOCK));
+                }
             }
         }
     }
 }
 
-// A tile of as many rows and Columns as there are.
-template <class Vectors, int S>
-inline void multiply_rows(int rows, const typename Vectors::Packed* x, i64 stride, const typename Vectors::Panel* panel, i64 K, float* out, i64 out_stride) {
-    switch (rows) {
-        case 1: return Vectors::template tile<1, S>(x, stride, panel, K, out, out_stride);
-        case 2: return Vectors::template tile<2, S>(x, stride, panel, K, out, out_stride);
-        case 3: return Vectors::template tile<3, S>(x, stride, panel, K, out, out_stride);
-        case 4: return Vectors::template tile<4, S>(x, stride, panel, K, out, out_stride);
-        case 5: return Vectors::template tile<5, S>(x, stride, panel, K, out, out_stride);
-        default: return Vectors::template tile<6, S>(x, stride, panel, K, out, out_stride);
-    }
-}
+template <class Weight_>
+struct Avx512 : Avx512F32 {
+    using Weight = Weight_;
+    using Columns = typename Weight::Columns;
+    static constexpr auto FEW_NAME = "straight from the codes";
+    static constexpr int FEW = 16, SMALLEST = F32_SMALLEST<Weight>, LARGEST = F32_LARGEST<Weight>;
 
-template <class Vectors>
-inline void multiply_tile(int rows, int subs, const typename Vectors::Packed* x, i64 stride, const typename Vectors::Panel* panel, i64 K, float* out, i64 out_stride) {
-    switch (subs) {
-        case 1: return multiply_rows<Vectors, 1>(rows, x, stride, panel, K, out, out_stride);
-        case 2: return multiply_rows<Vectors, 2>(rows, x, stride, panel, K, out, out_stride);
-        case 3: return multiply_rows<Vectors, 3>(rows, x, stride, panel, K, out, out_stride);
-        default: return multiply_rows<Vectors, 4>(rows, x, stride, panel, K, out, out_stride);
-    }
-}
-
-struct Avx512 {
-    using Activation = float;
-    using Packed = float;
-    using Panel = float;  // [K][subs][16]
-    static constexpr int FEW = 16, ROWS = 6, SUBS = 4;
-
-    static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }
     static void pack_few(const float* x, i64 r, Packed* packed, i64 stride, i64 K) { pack(x, packed + r * stride, K); }
 
     template <int R>
@@ -160,7 +116,7 @@ struct Avx512 {
         const __m512i table = f32_table();
         __m512 sum[R];
         for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
-        for_blocks(c, next, K, [&](const __m512i* words, i64 block, __m512 scale) {
+        for_blocks<Weight>(c, next, K, [&](const __m512i* words, i64 block, __m512 scale) {
             for (int half = 0; half < 2; ++half) {
                 __m512 w[8];
                 for (int j = 0; j < 8; ++j) w[j] = _mm512_castsi512_ps(_mm512_permutexvar_epi32(_mm512_srli_epi32(words[half], 4 * j), table));
@@ -172,8 +128,8 @@ struct Avx512 {
                 }
             }
         });
-        const __m512 decode = _mm512_load_ps(c.decode);
-        for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], decode));
+        const __m512 factor = _mm512_load_ps(c.factor);
+        for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], factor));
     }
 
     static void few(int rows, const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
@@ -188,9 +144,9 @@ struct Avx512 {
     static void decode(const Columns* c, const Columns* next, int subs, i64 K, Panel* panel) {
         const __m512i table = f32_table();
         for (int s = 0; s < subs; ++s) {
-            const __m512 decode = _mm512_load_ps(c[s].decode);
-            for_blocks(c[s], next[s], K, [&](const __m512i* words, i64 block, __m512 scale) {
-                const __m512 step = _mm512_mul_ps(scale, decode);
+            const __m512 factor = _mm512_load_ps(c[s].factor);
+            for_blocks<Weight>(c[s], next[s], K, [&](const __m512i* words, i64 block, __m512 scale) {
+                const __m512 step = _mm512_mul_ps(scale, factor);
                 float* out = panel + (16 * block * subs + s) * LANES;
                 for (int j = 0; j < 16; ++j) {
                     const __m512i code = _mm512_srli_epi32(words[j / 8], 4 * (j % 8));
@@ -199,33 +155,9 @@ struct Avx512 {
             });
         }
     }
-
-    template <int R, int S>
-    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out, i64 out_stride) {
-        __m512 sum[R][S];
-        for (int r = 0; r < R; ++r) {
-            for (int s = 0; s < S; ++s) sum[r][s] = _mm512_setzero_ps();
-        }
-        for (i64 k = 0; k < K; ++k, panel += S * LANES) {
-            __m512 w[S];
-            for (int s = 0; s < S; ++s) w[s] = _mm512_load_ps(panel + s * LANES);
-            for (int r = 0; r < R; ++r) {
-                const __m512 a = _mm512_set1_ps(x[r * stride + k]);
-                for (int s = 0; s < S; ++s) sum[r][s] = _mm512_fmadd_ps(a, w[s], sum[r][s]);
-            }
-        }
-        for (int r = 0; r < R; ++r) {
-            for (int s = 0; s < S; ++s) _mm512_storeu_ps(out + r * out_stride + s * LANES, sum[r][s]);
-        }
-    }
-
-    static void multiply(int rows, int subs, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns*, float* out, i64 out_stride) {
-        multiply_tile<Avx512>(rows, subs, x, stride, panel, K, out, out_stride);
-    }
 };
 
-
-// 16 blocks of a row of the weight by one row of activations, in float32.
+// 16 times 16 codes of a row of the weight by one row of activations, in float32.
 struct Avx512Run {
     using Activation = float;
     using Packed = float;
@@ -255,11 +187,15 @@ struct Avx512Run {
 
 // Few rows of activations, up to MOST. The weight is read as it lies in memory: one of its rows after the other, or AT_ONCE of them, which
 // share the vectors of activations that are loaded and make as many more chains of products.
-template <class Run, int MOST>
+template <class Run, int MOST, class Weight_>
 struct Avx512Dots {
+    using Weight = Weight_;
+    using Columns = typename Weight::Columns;
     using Activation = typename Run::Activation;
     using Packed = typename Run::Packed;
-    static constexpr int FEW = MOST, VECTORS = Run::VECTORS;
+    static constexpr auto FEW_NAME = "by dot products with the codes";
+    static constexpr int FEW = MOST, VECTORS = Run::VECTORS, SMALLEST = F32_SMALLEST<Weight>, LARGEST = F32_LARGEST<Weight>;
+    static constexpr i64 BLOCK = Weight::BLOCK, RUNS = BLOCK / 4;  // RUNS: how many times 256 codes have 64 scales
 
     // 256 activations of each row, then the next: whole rows lie a power of two apart, and would meet in few places of the first-level cache.
     static void pack_few(const Activation* x, i64 r, Packed* packed, i64, i64 K) { Run::pack(x, packed + r * Run::STEP, MOST * Run::STEP, K); }
@@ -285,13 +221,13 @@ struct Avx512Dots {
             for (int i = 0; i < AT_ONCE; ++i) {
                 for (int r = 0; r < R; ++r) sum[i][r] = _mm512_setzero_ps();
             }
-            for (i64 k = 0; k < K; k += 1024) {
-                Scales four[AT_ONCE];
+            for (i64 k = 0; k < K; k += 64 * BLOCK) {
+                Scales<Weight> scales[AT_ONCE];
                 for (int i = 0; i < AT_ONCE; ++i) {
-                    _mm_prefetch(reinterpret_cast<const char*>(next.scales[n + i] + k / 16), _MM_HINT_T1);  // a line of them
-                    four[i] = Scales::of(load_some(c.scales[n + i], k / 16, K / 16));
+                    _mm_prefetch(reinterpret_cast<const char*>(next.scales[n + i] + k / BLOCK), _MM_HINT_T1);  // a line of them
+                    scales[i] = Scales<Weight>::of(load_some(c.scales[n + i], k / BLOCK, K / BLOCK));
                 }
-                const int whole = int(std::min<i64>(4, (K - k) / 256));
+                const int whole = int(std::min<i64>(RUNS, (K - k) / 256));
                 for (int part = 0; part < whole; ++part) {
                     const i64 at = k / 2 + 128 * part;
                     __m512i codes[AT_ONCE][2];
@@ -301,28 +237,28 @@ struct Avx512Dots {
                             codes[i][j] = _mm512_loadu_si512(c.codes[n + i] + at + 64 * j);
                         }
                     }
-                    add(codes, x + at / 128 * (MOST * Run::STEP), four, part, sum);
+                    add(codes, x + at / 128 * (MOST * Run::STEP), scales, part, sum);
                 }
-                if (whole < 4 && k + 256 * whole < K) {
+                if (whole < RUNS && k + 256 * whole < K) {
                     const i64 at = k / 2 + 128 * whole;
                     __m512i codes[AT_ONCE][2];
                     for (int i = 0; i < AT_ONCE; ++i) {
                         for (int j = 0; j < 2; ++j) codes[i][j] = load_some(c.codes[n + i], at + 64 * j, K / 2);
                     }
-                    add(codes, x + at / 128 * (MOST * Run::STEP), four, whole, sum);
+                    add(codes, x + at / 128 * (MOST * Run::STEP), scales, whole, sum);
                 }
             }
             for (int i = 0; i < AT_ONCE; ++i) {
                 for (int r = 0; r < R; ++r) sums[r][n + i] = sum[i][r];
             }
         }
-        const __m512 decode = _mm512_load_ps(c.decode);
-        for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(total(sums[r]), decode));
+        const __m512 factor = _mm512_load_ps(c.factor);
+        for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(total(sums[r]), factor));
     }
 
     // 256 codes of each row of the weight: the products of each block, times its scale.
     template <int R, int AT_ONCE>
-    [[gnu::always_inline]] static void add(const __m512i (&codes)[AT_ONCE][2], const Packed* x, const Scales (&scales)[AT_ONCE], int part,
+    [[gnu::always_inline]] static void add(const __m512i (&codes)[AT_ONCE][2], const Packed* x, const Scales<Weight> (&scales)[AT_ONCE], int part,
                                            __m512 (&sum)[AT_ONCE][R]) {
         constexpr int CHAINS = R == 1 ? 2 : 1;  // products wait for the one before in their chain
         __m512i halves[2][AT_ONCE];             // of block i in lane i the first 8 codes, the last
@@ -369,10 +305,11 @@ struct Avx512Dots {
     }
 };
 
+template <class Weight>
 struct Avx512Tier {
-    using Wide = Panels<Avx512>;
+    using Wide = Panels<Avx512<Weight>>;
     template <class A>
-    using Fast = Kernels<FewRows<Avx512Dots<Avx512Run, 1>>, FewRows<Avx512>, Panels<Avx512>>;
+    using Fast = Kernels<FewRows<Avx512Dots<Avx512Run, 1, Weight>>, FewRows<Avx512<Weight>>, Panels<Avx512<Weight>>>;
     struct Thread {};
     static constexpr double ROWS_OF_DECODING = 8;
 };

@@ -1,4 +1,4 @@
-// AVX-512 with products of bfloat16.
+// e2m1 codes by AVX-512 with products of bfloat16.
 #pragma once
 
 #include "avx512.h"
@@ -8,7 +8,7 @@ namespace {
 inline __m512bh pairs(__m512i v) { return reinterpret_cast<__m512bh>(v); }
 inline __m512bh all(u32 pair) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(int(pair))); }
 
-// 16 blocks by one row of activations, in products of pairs.
+// 16 times 16 codes by one row of activations, in products of pairs.
 struct Avx512PairsRun {
     using Activation = bf16;
     using Packed = u32;  // two bfloat16, of k and k + 4
@@ -32,11 +32,15 @@ struct Avx512PairsRun {
     static __m512 multiply(__m512i w, __m512i x, __m512 sum) { return _mm512_dpbf16_ps(sum, pairs(w), pairs(x)); }
 };
 
+template <class Weight_>
 struct Avx512Bf16 {
+    using Weight = Weight_;
+    using Columns = typename Weight::Columns;
     using Activation = bf16;
     using Packed = u32;  // two bfloat16, of k and k + 4
     using Panel = u32;   // [K/2][subs][16] pairs
-    static constexpr int FEW = 16, ROWS = 6, SUBS = 4;
+    static constexpr auto FEW_NAME = "straight from the codes";
+    static constexpr int FEW = 16, ROWS = 6, SUBS = 4, SMALLEST = F32_SMALLEST<Weight>, LARGEST = F32_LARGEST<Weight>;
 
     // Each 8 activations in the order 0 4 1 5 2 6 3 7.
     static void pack(const bf16* x, Packed* packed, i64 K) {
@@ -57,7 +61,7 @@ struct Avx512Bf16 {
         const __m512i table = bf16_table();
         __m512 sum[R];
         for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
-        for_blocks(c, next, K, [&](const __m512i* words, i64 block, __m512 scale) {
+        for_blocks<Weight>(c, next, K, [&](const __m512i* words, i64 block, __m512 scale) {
             __m512bh w[8];
             for (int j = 0; j < 8; ++j) w[j] = pairs(_mm512_permutexvar_epi16(_mm512_srli_epi16(words[j / 4], 4 * (j % 4)), table));
             const Packed* at = x + 8 * block;
@@ -70,8 +74,8 @@ struct Avx512Bf16 {
                 sum[r] = _mm512_fmadd_ps(_mm512_add_ps(p, q), scale, sum[r]);
             }
         });
-        const __m512 decode = _mm512_load_ps(c.decode);
-        for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], decode));
+        const __m512 factor = _mm512_load_ps(c.factor);
+        for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], factor));
     }
 
     static void few(int rows, const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
@@ -86,12 +90,12 @@ struct Avx512Bf16 {
         }
     }
 
-    // Code times block scale has at most six significant bits: exact in bfloat16. A product of pairs with (scale, 0) or (0, scale) is the
+    // Code times a usual scale has at most six significant bits: exact in bfloat16. A product of pairs with (scale, 0) or (0, scale) is the
     // scaled code of one of the two as float32, whose upper half is its bfloat16.
     static void decode(const Columns* c, const Columns* next, int subs, i64 K, Panel* panel) {
         const __m512i table = bf16_table(), upper = _mm512_set1_epi32(int(0xFFFF0000));
         for (int s = 0; s < subs; ++s) {
-            for_blocks(c[s], next[s], K, [&](const __m512i* words, i64 block, __m512 scale) {
+            for_blocks<Weight>(c[s], next[s], K, [&](const __m512i* words, i64 block, __m512 scale) {
                 const __m512i of_high = _mm512_castps_si512(scale), of_low = _mm512_srli_epi32(of_high, 16);
                 u32* out = panel + (8 * block * subs + s) * LANES;
                 for (int j = 0; j < 8; ++j) {
@@ -126,21 +130,22 @@ struct Avx512Bf16 {
     }
 
     static void multiply(int rows, int subs, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns* c, float* out, i64 out_stride) {
-        multiply_tile<Avx512Bf16>(rows, subs, x, stride, panel, K, out, out_stride);
+        multiply_tile<Avx512Bf16<Weight>>(rows, subs, x, stride, panel, K, out, out_stride);
         for (int r = 0; r < rows; ++r) {
             for (int s = 0; s < subs; ++s) {
                 float* at = out + r * out_stride + s * LANES;
-                _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_load_ps(c[s].decode)));
+                _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_load_ps(c[s].factor)));
             }
         }
     }
 };
 
+template <class Weight>
 struct Avx512Bf16Tier {
-    using Wide = Panels<Avx512>;
+    using Wide = Panels<Avx512<Weight>>;
+    using OfBf16 = Kernels<FewRows<Avx512Dots<Avx512PairsRun, 4, Weight>>, FewRows<Avx512Bf16<Weight>>, Panels<Avx512Bf16<Weight>>>;
     template <class A>
-    using Fast = std::conditional_t<std::is_same<A, bf16>::value, Kernels<FewRows<Avx512Dots<Avx512PairsRun, 4>>, FewRows<Avx512Bf16>, Panels<Avx512Bf16>>,
-                                    Avx512Tier::Fast<A>>;
+    using Fast = std::conditional_t<std::is_same<A, bf16>::value, OfBf16, typename Avx512Tier<Weight>::template Fast<A>>;
     struct Thread {};
     static constexpr double ROWS_OF_DECODING = 8;
 };

@@ -1,52 +1,21 @@
 // Plain C++: right everywhere, fast nowhere.
 #pragma once
 
+#include "e2m1.h"
 #include "panels.h"
 
 namespace {
 
-struct Generic {
+struct GenericF32 {
     using Activation = float;
     using Packed = float;
     using Panel = float;  // [K][SUBS][16]
-    static constexpr int FEW = 1, ROWS = 4, SUBS = 1;
-
-    static void pack_few(const float* x, i64 r, Packed* packed, i64 stride, i64 K) { pack(x, packed + r * stride, K); }
-
-    static void few(int, const Columns& c, const Columns&, const Packed* x, i64, i64 K, float* out, i64) {
-        for (int n = 0; n < LANES; ++n) {
-            float sum = 0;
-            for (i64 block = 0; block < K / 16; ++block) {
-                const u8* codes = c.codes[n] + 8 * block;
-                const float* at = x + 16 * block;
-                float even = 0, odd = 0;
-                for (int b = 0; b < 8; ++b) {
-                    even += E2M1[codes[b] & 15] * at[2 * b];
-                    odd += E2M1[codes[b] >> 4] * at[2 * b + 1];
-                }
-                sum += (even + odd) * E4M3_VALUES[c.scales[n][block]];
-            }
-            out[n] = sum * c.decode[n];
-        }
-    }
+    static constexpr int ROWS = 4, SUBS = 1;
 
     static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }
 
-    static void decode(const Columns* columns, const Columns*, int, i64 K, Panel* panel) {
-        for (i64 block = 0; block < K / 16; ++block) {
-            for (int i = 0; i < LANES; ++i) {
-                const float scale = E4M3_VALUES[columns->scales[i][block]] * columns->decode[i];
-                const u8* codes = columns->codes[i] + block * 8;
-                float* out = panel + block * 16 * LANES + i;
-                for (int b = 0; b < 8; ++b) {
-                    out[(2 * b) * LANES] = E2M1[codes[b] & 15] * scale;
-                    out[(2 * b + 1) * LANES] = E2M1[codes[b] >> 4] * scale;
-                }
-            }
-        }
-    }
-
     // x [rows][stride] times the panel -> out [rows][out_stride], of which LANES are written
+    template <class Columns>
     static void multiply(int rows, int, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns*, float* out, i64 out_stride) {
         float sum[ROWS][LANES] = {};
         for (i64 k = 0; k < K; ++k) {
@@ -59,10 +28,53 @@ struct Generic {
     }
 };
 
+template <class Weight_>
+struct Generic : GenericF32 {
+    using Weight = Weight_;
+    using Columns = typename Weight::Columns;
+    static constexpr auto FEW_NAME = "by dot products with the codes";
+    static constexpr int FEW = 1, SMALLEST = F32_SMALLEST<Weight>, LARGEST = F32_LARGEST<Weight>;
+    static constexpr i64 BLOCK = Weight::BLOCK;
+
+    static void pack_few(const float* x, i64 r, Packed* packed, i64 stride, i64 K) { pack(x, packed + r * stride, K); }
+
+    static void few(int, const Columns& c, const Columns&, const Packed* x, i64, i64 K, float* out, i64) {
+        for (int n = 0; n < LANES; ++n) {
+            float sum = 0;
+            for (i64 block = 0; block < K / BLOCK; ++block) {
+                const u8* codes = c.codes[n] + BLOCK / 2 * block;
+                const float* at = x + BLOCK * block;
+                float even = 0, odd = 0;
+                for (int b = 0; b < BLOCK / 2; ++b) {
+                    even += E2M1[codes[b] & 15] * at[2 * b];
+                    odd += E2M1[codes[b] >> 4] * at[2 * b + 1];
+                }
+                sum += (even + odd) * Weight::scale(c.scales[n][block]);
+            }
+            out[n] = sum * c.factor[n];
+        }
+    }
+
+    static void decode(const Columns* columns, const Columns*, int, i64 K, Panel* panel) {
+        for (i64 block = 0; block < K / BLOCK; ++block) {
+            for (int i = 0; i < LANES; ++i) {
+                const float scale = Weight::scale(columns->scales[i][block]) * columns->factor[i];
+                const u8* codes = columns->codes[i] + block * (BLOCK / 2);
+                float* out = panel + block * BLOCK * LANES + i;
+                for (int b = 0; b < BLOCK / 2; ++b) {
+                    out[(2 * b) * LANES] = E2M1[codes[b] & 15] * scale;
+                    out[(2 * b + 1) * LANES] = E2M1[codes[b] >> 4] * scale;
+                }
+            }
+        }
+    }
+};
+
+template <class Weight>
 struct GenericTier {
-    using Wide = Panels<Generic>;
+    using Wide = Panels<Generic<Weight>>;
     template <class A>
-    using Fast = Kernels<FewRows<Generic>, Panels<Generic>>;
+    using Fast = Kernels<FewRows<Generic<Weight>>, Panels<Generic<Weight>>>;
     struct Thread {};
     static constexpr double ROWS_OF_DECODING = 8;
 };

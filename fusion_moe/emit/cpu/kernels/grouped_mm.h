@@ -32,7 +32,7 @@ std::string told(Kernels<Kernel, Others...>) {
     }
 }
 
-template <class Tier, class A>
+template <class Tier, class Weight, class A>
 class GroupedMM {
   public:
     explicit GroupedMM(const Problem& problem)
@@ -67,7 +67,7 @@ class GroupedMM {
 
     // Items of about equal time: by the bytes of the weight, which cost more where they meet many rows.
     std::vector<Item> plan(int threads) const {
-        const auto cost = [&](i64 rows) { return double(F) * LANES * double(K) * 0.5625 * (1 + double(rows) / Tier::ROWS_OF_DECODING); };
+        const auto cost = [&](i64 rows) { return double(F) * LANES * double(K) * Weight::BYTES * (1 + double(rows) / Tier::ROWS_OF_DECODING); };
         double total = 0;
         for (i64 g = 0; g < p_.G; ++g) total += size(g) > 0 ? cost(size(g)) * double(blocks_) : 0;
         const double most = std::max(double(LEAST_BYTES), total / (threads * 16.0));
@@ -75,16 +75,22 @@ class GroupedMM {
         for (i64 g = 0; g < p_.G; ++g) {
             for (i64 first = start(g); first < p_.ends[g]; first += CHUNK) {
                 const i64 rows = std::min(CHUNK, p_.ends[g] - first);
-                const i64 step = threads == 1 ? blocks_ : std::max<i64>(4, i64(most / cost(rows)) / 4 * 4);
+                const i64 step = threads == 1 ? blocks_ : std::max(BLOCKS, i64(most / cost(rows)) / BLOCKS * BLOCKS);
                 for (i64 b = 0; b < blocks_; b += step) items.push_back({&p_, g, first, rows, b, std::min(b + step, blocks_)});
             }
         }
         return items;
     }
 
+    // Whole, or where its weight is not usual piece by piece, which are the same however many threads there are.
     void item(const Item& item, Hand& hand) const {
-        const bool fast = usual_scales(p_, item.group) && first_that_takes(typename Tier::template Fast<A>{}, item, hand);
-        if (!fast) run<typename Tier::Wide, false>(item, hand);
+        const bool usual = Weight::usual(item);
+        Item piece = item;
+        for (i64 b = item.first_block; b < item.last_block; b = piece.last_block) {
+            piece.first_block = b, piece.last_block = usual ? item.last_block : std::min(b + BLOCKS, item.last_block);
+            const bool fast = (usual || Weight::usual(piece)) && first_that_takes(typename Tier::template Fast<A>{}, piece, hand);
+            if (!fast) run<typename Tier::Wide, false>(piece, hand);
+        }
     }
 
     template <class Kernel, class... Others>

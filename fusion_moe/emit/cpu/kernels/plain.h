@@ -1,37 +1,18 @@
-// The product by itself: rows of a matrix in memory, float32 out. What there is where nothing can be compiled around it.
+// Weights in one part, the numbers themselves, without scales: [G, N, K] of T.
 #pragma once
 
-#include <vector>
-
-#include "product.h"
+#include "weight.h"
 
 namespace {
 
-struct Plain {
-    const u8* activations;  // [rows, K]
-    float* out;             // [rows, N]
-    i64 row_bytes, N;
+template <class T>
+struct PlainWeight : PortableWeight {
+    static constexpr double BYTES = sizeof(T);
+
+    static void decode(const Problem& p, i64 g, i64 n, i64 k, i64 count, float* out) {
+        const T* row = static_cast<const T*>(p.parts[0]) + (g * p.N + n) * p.K + k;
+        for (i64 i = 0; i < count; ++i) out[i] = widen(row[i]);
+    }
 };
-
-// The columns of a result that is the product.
-inline std::vector<i32> all_columns(i64 N) {
-    std::vector<i32> columns(static_cast<std::size_t>(N));
-    for (i64 j = 0; j < N; ++j) columns[std::size_t(j)] = i32(j);
-    return columns;
-}
-
-inline void plain_product(Product product, Problem problem, const Plain& plain, int threads) {
-    const std::vector<i32> columns = all_columns(plain.N);
-    problem.W = plain.N, problem.F = 1, problem.columns = columns.data(), problem.segment = &plain;
-    problem.row = [](const void* segment, i64 m, void*) -> const void* {
-        const Plain& p = *static_cast<const Plain*>(segment);
-        return p.activations + m * p.row_bytes;
-    };
-    problem.store = [](const void* segment, i64 m, i64 rows, i64, i64 j, i64 count, const float* p, i64 stride) {
-        const Plain& to = *static_cast<const Plain*>(segment);
-        for (i64 r = 0; r < rows; ++r) std::memcpy(to.out + (m + r) * to.N + j, p + r * stride, std::size_t(count) * sizeof(float));
-    };
-    product(&problem, threads);
-}
 
 }  // namespace

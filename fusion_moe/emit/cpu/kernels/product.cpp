@@ -1,30 +1,42 @@
-// The fixed library of a tier: the compiler's flags say which.
+// The fixed library of a tier and an encoding. The compiler's flags say which tier; what stands before this file, the reader of an
+// encoding, says which `Weight`.
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512FP16__)
 #include "amx.h"
-using Tier = AmxTier;
+template <class Weight>
+using TierOfCodes = AmxTier<Weight>;
 #elif defined(__AVX512BF16__)
 #include "avx512_bf16.h"
-using Tier = Avx512Bf16Tier;
+template <class Weight>
+using TierOfCodes = Avx512Bf16Tier<Weight>;
 #else
 #include "avx512.h"
-using Tier = Avx512Tier;
+template <class Weight>
+using TierOfCodes = Avx512Tier<Weight>;
 #endif
+using F32 = Avx512F32;
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "avx2.h"
-using Tier = Avx2Tier;
+template <class Weight>
+using TierOfCodes = Avx2Tier<Weight>;
+using F32 = Avx2F32;
 #else
 #include "generic.h"
-using Tier = GenericTier;
+template <class Weight>
+using TierOfCodes = GenericTier<Weight>;
+using F32 = GenericF32;
 #endif
+#include "decoded.h"
 #include "grouped_mm.h"
-#include "plain.h"
+#include "standalone.h"
+
+using Tier = std::conditional_t<HAS_E2M1_CODES<Weight>, TierOfCodes<Weight>, DecodedTier<F32, Weight>>;
 
 extern "C" void product(const Problem* problem, int threads) {
     switch (problem->activation) {
-        case OF_BF16: return GroupedMM<Tier, bf16>(*problem).run(threads);
-        case OF_F16: return GroupedMM<Tier, f16>(*problem).run(threads);
-        default: return GroupedMM<Tier, float>(*problem).run(threads);
+        case OF_BF16: return GroupedMM<Tier, Weight, bf16>(*problem).run(threads);
+        case OF_F16: return GroupedMM<Tier, Weight, f16>(*problem).run(threads);
+        default: return GroupedMM<Tier, Weight, float>(*problem).run(threads);
     }
 }
 
@@ -34,13 +46,14 @@ extern "C" const char* kernels(int activation) {
     return (activation == OF_BF16 ? bf16_ : activation == OF_F16 ? f16_ : f32).c_str();
 }
 
-// sizes: G, N, K, runs, rows
-extern "C" void plain(const void* const* p, const long long* sizes, int activation, int threads) {
+// p: the parts of the weight, PARTS of them or null, ends, activations [rows, K], out [rows, N]; sizes: G, N, K, runs, rows
+extern "C" void standalone(const void* const* p, const long long* sizes, int activation, int threads) {
     Problem problem{};
-    problem.codes = static_cast<const u8*>(p[0]), problem.scales = static_cast<const u8*>(p[1]);
-    problem.decode = static_cast<const float*>(p[2]), problem.ends = static_cast<const i32*>(p[3]);
+    std::copy(p, p + PARTS, problem.parts);
+    problem.ends = static_cast<const i32*>(p[PARTS]);
     problem.G = sizes[0], problem.N = sizes[1], problem.K = sizes[2], problem.runs = sizes[3], problem.rows = sizes[4];
     problem.activation = activation;
     const i64 row_bytes = problem.K * (activation == OF_F32 ? 4 : 2);
-    plain_product(product, problem, {static_cast<const u8*>(p[4]), static_cast<float*>(const_cast<void*>(p[5])), row_bytes, problem.N}, threads);
+    const Standalone rows{static_cast<const u8*>(p[PARTS + 1]), static_cast<float*>(const_cast<void*>(p[PARTS + 2])), row_bytes, problem.N};
+    standalone_product(product, problem, rows, threads);
 }

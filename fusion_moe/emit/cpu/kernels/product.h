@@ -1,5 +1,5 @@
-// A grouped product as two libraries see it: the fixed one (product.cpp, one for each tier), which has the kernels, and the generated one
-// of a segment, which has what is fused around the product. Plain data and functions of C.
+// A grouped product as two libraries see it: the fixed one (product.cpp, one for each tier and encoding of weights), which has the kernels,
+// and the generated one of a segment, which has what is fused around the product. Plain data and functions of C.
 #pragma once
 
 #include "numbers.h"
@@ -7,17 +7,16 @@
 namespace {
 
 constexpr int LANES = 16;  // columns of a result that are made together
+constexpr int PARTS = 3;   // of a weight, at most
 
 enum Activation : int { OF_F32 = 0, OF_BF16 = 1, OF_F16 = 2 };
 
 // Rows ends[g-1] .. ends[g]-1 of `rows` rows times matrix g. A result has W columns, each made of F columns of the product.
 struct Problem {
-    const u8* codes;      // [G, N, K/2], low nibble first
-    const u8* scales;     // e4m3 [G, N, K/16]
-    const float* decode;  // [G, runs]: row n of a matrix has number n / (N / runs)
-    const i32* ends;      // [G], checked
-    i64 G, N, K, runs, rows, W, F;
-    const i32* columns;   // [F, W]: column j of the result is made of columns[f][j] of the product
+    const void* parts[PARTS];  // of the weight [G, N, K], in the order of its encoding: its reader knows what they are
+    const i32* ends;           // [G], checked
+    i64 G, N, K, runs, rows, W, F;  // runs: of rows of a matrix that have a scale of their own, where the encoding has such
+    const i32* columns;        // [F, W]: column j of the result is made of columns[f][j] of the product
     int activation;
     const void* segment;  // what the functions take
 

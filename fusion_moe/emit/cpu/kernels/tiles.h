@@ -1,21 +1,20 @@
 // What the tiers share: sixteen columns of a product, work on some of them, and how a kernel and a tier are spelled.
 //
 // A result has W columns; each is a function of F columns of the product (two, where gate and up become one). A block is 16 columns of the
-// result; it reads F times 16 rows of the weight, wherever these lie: a `Columns` for each.
+// result; it reads F times 16 rows of the weight, wherever these lie: the `Columns` of a reader (weight.h) for each.
 //
 // A kernel is a struct with
 //
 //     Activation, Packed  the type of the activations that it takes, and of what it makes of them
 //     NAME                what it does, for people
 //     MOST                how many rows it takes
-//     SMALLEST, LARGEST   what activations must be to be `usual`; decode scales must be `usual` too (unless the kernel is `Wide`)
+//     SMALLEST, LARGEST   what activations must be to be `usual`; the weight must be `usual` too (unless the kernel is `Wide`)
 //     pack                some rows of activations -> rows of `Packed`, `stride` apart
 //     multiply            an `Item` of work, its rows packed: makes and stores its results
 //
 // and a tier one with
 //
-//     Wide                a kernel on float32 for everything. It decodes as `code * (block_scale * decode_scale)`, each product rounded: the
-//                         reference's numbers, for every input there is
+//     Wide                a kernel on float32 for everything. It decodes to the reference's numbers, for every input there is
 //     Fast<A>             kernels for activations of type A, of which the first that takes so many rows is used
 //     Thread              what a thread has while it multiplies
 //     ROWS_OF_DECODING    how many rows take as long as decoding the weight
@@ -29,30 +28,10 @@ namespace {
 
 constexpr i64 PACK = 16;    // rows that `pack` is given, at most
 constexpr i64 CHUNK = 256;  // rows of an item, at most
+constexpr i64 BLOCKS = 4;   // that items of several threads are made of
 
 template <class... Kernel>
 struct Kernels {};
-
-struct Columns {
-    const u8* codes[LANES];
-    const u8* scales[LANES];
-    alignas(64) float decode[LANES];
-};
-
-// Rows column[first] .. column[first + 15] of matrix g; past W the last one again.
-inline Columns columns_of(const Problem& p, i64 g, const i32* column, i64 first) {
-    Columns c;
-    const u32 run_rows = u32(p.N / p.runs);
-    const u8* codes = p.codes + g * p.N * (p.K / 2);
-    const u8* scales = p.scales + g * p.N * (p.K / 16);
-    for (int i = 0; i < LANES; ++i) {
-        const i64 n = column[first + i < p.W ? first + i : p.W - 1];
-        c.codes[i] = codes + n * (p.K / 2);
-        c.scales[i] = scales + n * (p.K / 16);
-        c.decode[i] = p.decode[g * p.runs + (p.runs == 1 ? 0 : u32(n) / run_rows)];
-    }
-    return c;
-}
 
 // Rows of one group times blocks of its columns.
 struct Item {
@@ -60,14 +39,17 @@ struct Item {
     i64 group, first, rows, first_block, last_block;
     const Item* then = nullptr;  // what the thread does next
 
-    // What its blocks are made of, one `Columns` after the other, F of each block.
+    // How many times sixteen rows its blocks are made of, F of each block.
     i64 subs() const { return (last_block - first_block) * p->F; }
 
-    // The one at `sub`; past the end what is read next, or the last one again.
-    Columns columns(i64 sub) const {
-        if (sub >= subs() && then != nullptr) return then->columns(std::min(sub - subs(), then->subs() - 1));
+    // Those at `sub`; past the end what is read next, or the last ones again. Past W the last row again.
+    template <class Weight>
+    typename Weight::Columns columns(i64 sub) const {
+        if (sub >= subs() && then != nullptr) return then->columns<Weight>(std::min(sub - subs(), then->subs() - 1));
         const i64 s = std::min(sub, subs() - 1), f = s % p->F;
-        return columns_of(*p, group, p->columns + f * p->W, (first_block + s / p->F) * LANES);
+        const i32* column = p->columns + f * p->W;
+        const i64 first = (first_block + s / p->F) * LANES;
+        return Weight::open(*p, group, [&](i64 i) -> i64 { return column[first + i < p->W ? first + i : p->W - 1]; });
     }
 
     // Stores rows r .. r + count - 1 of `blocks` blocks, the first that which `sub` belongs to.
@@ -76,16 +58,6 @@ struct Item {
         p->store(p->segment, first + r, count, group, column, std::min(LANES * blocks, p->W - column), tile, stride);
     }
 };
-
-// Decode scales that keep products among the normal numbers, whatever the order of multiplications.
-inline bool usual_scales(const Problem& p, i64 g) {
-    bool good = true;
-    for (i64 s = 0; s < p.runs; ++s) {
-        const float size = std::fabs(p.decode[g * p.runs + s]);
-        good = good && ((size >= 0x1p-60f && size <= 0x1p20f) || size == 0.f);
-    }
-    return good;
-}
 
 // The size of an activation as bits, which order as sizes do; infinity and NaN are the largest.
 inline u16 size_of(bf16 x) { return x.bits & 0x7FFF; }

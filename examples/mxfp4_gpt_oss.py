@@ -1,0 +1,105 @@
+"""gpt-oss with its MXFP4 experts through this library's kernels, against transformers' own dequantized ones.
+
+A small model of transformers' classes with random weights. Its experts are quantized to the tensors that gpt-oss' checkpoints hold,
+`gate_up_proj_blocks` and `_scales`, gate and up rows in turns. transformers turns these into bfloat16 matrices; here they stay as they
+are, and biases, clamp and gate go into the fused operation. Both models then compute the same logits, up to bfloat16's rounding.
+
+Run from a checkout or an installed package, on a GPU if there is one:  python examples/mxfp4_gpt_oss.py
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import torch
+from torch import Tensor, nn
+from transformers import GptOssConfig, GptOssForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import fusion_moe
+from fusion_moe.encodings import MXFP4, Quantized, quantize
+from fusion_moe.nn import Experts
+
+Packed = dict[str, tuple[Tensor, Tensor]]  # of "gate_up_proj" and "down_proj": blocks u8 [E, N, K/32, 16], scales u8 [E, N, K/32]
+
+
+def small_model() -> GptOssForCausalLM:
+    """gpt-oss in small, random weights."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, num_local_experts=8, num_experts_per_tok=4, max_position_embeddings=256, sliding_window=64,
+        eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    config.layer_types = ["sliding_attention", "full_attention"]
+    model = GptOssForCausalLM(config).to(torch.bfloat16).eval()
+    for name, p in model.named_parameters():
+        if "experts" in name:
+            nn.init.normal_(p, std=0.1 if name.endswith("bias") else p.shape[1] ** -0.5)
+    return model
+
+
+def checkpoint_tensors(experts: nn.Module) -> Packed:
+    """The weights of transformers' experts, [E, K, N] each, as the tensors of a checkpoint."""
+    found = {}
+    for name in ("gate_up_proj", "down_proj"):
+        codes, scales = quantize(experts.get_parameter(name).detach().mT, encoding=MXFP4)
+        found[name] = (codes.unflatten(-1, (-1, 16)).contiguous(), scales.view(torch.uint8))
+    return found
+
+
+def ours(experts: nn.Module, packed: Packed) -> Experts:
+    """The module that takes their place: codes and scales as they are stored."""
+    gate_up, down = (Quantized(b.flatten(-2), s.view(torch.float8_e8m0fnu), encoding=MXFP4) for b, s in packed.values())
+    biases = {"gate_up_bias": experts.gate_up_proj_bias, "down_bias": experts.down_proj_bias}
+    return Experts(gate_up, down, **biases, interleave=1, limit=experts.limit, alpha=experts.alpha, up_offset=1.0)  # type: ignore[arg-type]
+
+
+def both_models() -> tuple[GptOssForCausalLM, GptOssForCausalLM]:
+    """The model with transformers' dequantized experts, and the one with ours, of the same tensors."""
+    theirs = small_model()
+    model = copy.deepcopy(theirs)
+    for layer, here in zip(theirs.model.layers, model.model.layers, strict=True):
+        packed = checkpoint_tensors(layer.mlp.experts)
+        here.mlp.experts = ours(here.mlp.experts, packed)
+        for name, (blocks, scales) in packed.items():
+            layer.mlp.experts.get_parameter(name).data = convert_moe_packed_tensors(blocks, scales)
+    return theirs, model
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """|a - b| / |b|"""
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@torch.no_grad()
+def main() -> int:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    theirs, model = both_models()
+    ids = torch.randint(1, 512, (2, 48), generator=torch.Generator().manual_seed(1))
+    bytes_of = [sum(p.numel() * p.element_size() for n, p in m.named_parameters() if "experts" in n) for m in (theirs, model)]
+    print(f"gpt-oss, {len(theirs.model.layers)} layers of {theirs.config.num_local_experts} experts")
+    print(f"expert weights: {bytes_of[0]:,} bytes in bf16, {bytes_of[1]:,} in MXFP4")
+
+    exact = copy.deepcopy(theirs).float()(ids).logits
+    same = distance(copy.deepcopy(model).float()(ids).logits, exact)
+    print(f"float32 activations, cpu: logits {same:.1e} from transformers' on dequantized weights")
+
+    theirs, model, ids, exact = theirs.to(device), model.to(device), ids.to(device), exact.to(device)
+    fusion_moe.prepare_(model)
+    compiled = torch.compile(model, backend="fusion_moe")
+    found = {"transformers, dequantized": theirs(ids).logits, "fusion_moe": model(ids).logits, "fusion_moe, compiled": compiled(ids).logits}
+    for name, logits in found.items():
+        print(f"bf16 activations, {device.type}, {name + ':':26} {distance(logits, exact):.1%} from float32")
+    for segment in fusion_moe.explain(model, ids).fusions[0].segments:
+        print(f"{segment.id}: {segment.kind} on {segment.backend}{segment.backend_why and ', ' + segment.backend_why}")
+
+    limit = 1.5 * distance(found["transformers, dequantized"], exact)  # a token near a tie may take other experts in bf16
+    good = same < 1e-4 and all(distance(logits, exact) <= limit for logits in found.values())
+    print("the results of transformers" if good else "NOT the results of transformers")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

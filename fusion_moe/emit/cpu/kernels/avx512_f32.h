@@ -1,0 +1,96 @@
+// AVX-512 (F, BW, VL, DQ, VBMI): what its kernels share, and products of float32.
+#pragma once
+
+#include <immintrin.h>
+
+#include "panels.h"
+
+namespace {
+
+// Bytes at .. at + 63 of `size`, those past it zero.
+inline __m512i load_some(const u8* bytes, i64 at, i64 size) {
+    const i64 left = size - at;
+    const __mmask64 mask = left >= 64 ? ~0ull : left <= 0 ? 0 : (1ull << left) - 1;
+    return _mm512_maskz_loadu_epi8(mask, bytes + at);
+}
+
+// Sixteen rows of sixteen words -> word w of every row, for each w.
+inline void transpose(__m512i (&a)[16], __m512i* out) {
+    __m512i b[16];
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {  // a[4 j + i], 128 bits q: words 4 q + i of rows 4 j .. 4 j + 3
+        const __m512i p = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x44), q = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xEE);
+        const __m512i r = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x44), s = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xEE);
+        out[i] = _mm512_shuffle_i32x4(p, r, 0x88);
+        out[4 + i] = _mm512_shuffle_i32x4(p, r, 0xDD);
+        out[8 + i] = _mm512_shuffle_i32x4(q, s, 0x88);
+        out[12 + i] = _mm512_shuffle_i32x4(q, s, 0xDD);
+    }
+}
+
+// A tile of as many rows and Columns as there are.
+template <class Vectors, int S>
+inline void multiply_rows(int rows, const typename Vectors::Packed* x, i64 stride, const typename Vectors::Panel* panel, i64 K, float* out, i64 out_stride) {
+    switch (rows) {
+        case 1: return Vectors::template tile<1, S>(x, stride, panel, K, out, out_stride);
+        case 2: return Vectors::template tile<2, S>(x, stride, panel, K, out, out_stride);
+        case 3: return Vectors::template tile<3, S>(x, stride, panel, K, out, out_stride);
+        case 4: return Vectors::template tile<4, S>(x, stride, panel, K, out, out_stride);
+        case 5: return Vectors::template tile<5, S>(x, stride, panel, K, out, out_stride);
+        default: return Vectors::template tile<6, S>(x, stride, panel, K, out, out_stride);
+    }
+}
+
+template <class Vectors>
+inline void multiply_tile(int rows, int subs, const typename Vectors::Packed* x, i64 stride, const typename Vectors::Panel* panel, i64 K, float* out, i64 out_stride) {
+    switch (subs) {
+        case 1: return multiply_rows<Vectors, 1>(rows, x, stride, panel, K, out, out_stride);
+        case 2: return multiply_rows<Vectors, 2>(rows, x, stride, panel, K, out, out_stride);
+        case 3: return multiply_rows<Vectors, 3>(rows, x, stride, panel, K, out, out_stride);
+        default: return multiply_rows<Vectors, 4>(rows, x, stride, panel, K, out, out_stride);
+    }
+}
+
+struct Avx512F32 {
+    using Activation = float;
+    using Packed = float;
+    using Panel = float;  // [K][subs][16]
+    static constexpr int ROWS = 6, SUBS = 4;
+
+    static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }
+
+    template <int R, int S>
+    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out, i64 out_stride) {
+        __m512 sum[R][S];
+        for (int r = 0; r < R; ++r) {
+            for (int s = 0; s < S; ++s) sum[r][s] = _mm512_setzero_ps();
+        }
+        for (i64 k = 0; k < K; ++k, panel += S * LANES) {
+            __m512 w[S];
+            for (int s = 0; s < S; ++s) w[s] = _mm512_load_ps(panel + s * LANES);
+            for (int r = 0; r < R; ++r) {
+                const __m512 a = _mm512_set1_ps(x[r * stride + k]);
+                for (int s = 0; s < S; ++s) sum[r][s] = _mm512_fmadd_ps(a, w[s], sum[r][s]);
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            for (int s = 0; s < S; ++s) _mm512_storeu_ps(out + r * out_stride + s * LANES, sum[r][s]);
+        }
+    }
+
+    template <class Columns>
+    static void multiply(int rows, int subs, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns*, float* out, i64 out_stride) {
+        multiply_tile<Avx512F32>(rows, subs, x, stride, panel, K, out, out_stride);
+    }
+};
+
+}  // namespace

@@ -1,0 +1,36 @@
+// Weight readers. Kernels see a weight through one of them and know no encoding; a library (product.cpp) is compiled for one, `Weight`.
+//
+// Every reader is a struct with
+//
+//     BYTES     of an element in memory, its share of the scales included
+//     decode    elements k .. k + count - 1 of row n of matrix g as float32: the reference's numbers, for every byte there is.
+//               k is a multiple of RUN, count at most RUN
+//     open      row(i) of matrix g for each column i of sixteen -> Columns, which kernels are given
+//     usual     whether fast kernels compute an item as well as the one for everything
+//
+// The last two come from `PortableWeight`, as does all that the kernels of decoded.h need. Readers of e2m1 codes have more: e2m1.h.
+#pragma once
+
+#include "tiles.h"
+
+namespace {
+
+constexpr i64 RUN = 256;
+
+struct PortableWeight {
+    struct Columns {
+        const Problem* problem;
+        i64 g, n[LANES];
+    };
+
+    template <class Row>
+    static Columns open(const Problem& p, i64 g, Row row) {
+        Columns c{&p, g, {}};
+        for (int i = 0; i < LANES; ++i) c.n[i] = row(i);
+        return c;
+    }
+
+    static bool usual(const Item&) { return true; }
+};
+
+}  // namespace

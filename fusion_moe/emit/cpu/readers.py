@@ -1,0 +1,54 @@
+"""Which C++ reads the weights of an encoding, and the fixed library of a tier that is compiled around it.
+
+kernels/weight.h says what a reader is. Those of the built-in encodings are kernels/weights/<encoding>.h; `register_reader` adds one for an
+encoding of a user's own. Imports no torch: tools/build_kernels.py builds the libraries of the built-in ones into the package.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...errors import UnsupportedError
+from ...runtime import build
+
+KERNELS = Path(__file__).parent / "kernels"
+SHIPPED = Path(__file__).parent / "shipped"  # filled when the package is built: tools/build_kernels.py
+BUILT_IN = tuple(sorted(path.stem for path in (KERNELS / "weights").glob("*.h")))
+PARTS = 3  # of a weight, at most: kernels/product.h
+_registered: dict[str, str] = {}  # encoding -> C++
+
+
+def register_reader(encoding: str, source: str | Path) -> None:
+    """The reader of an encoding: C++, or a file of it, that defines `Weight`. It takes the place of one that was there, if not built in.
+
+    UnsupportedError for a built-in encoding.
+    """
+    if encoding in BUILT_IN:
+        raise UnsupportedError(f"the CPU has a reader of {encoding}", expected="an encoding of your own")
+    _registered[encoding] = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+
+
+def unregister_reader(encoding: str) -> None:
+    """Takes back `register_reader`. Programs that were compiled keep their reader."""
+    _registered.pop(encoding, None)
+
+
+def reader_of(encoding: str) -> str:
+    """C++ that defines `Weight`. UnsupportedError if the encoding has none."""
+    if encoding in BUILT_IN:
+        return f'#include "weights/{encoding}.h"\n'
+    if encoding not in _registered:
+        todo = "fusion_moe.emit.cpu.readers.register_reader gives it one"
+        raise UnsupportedError(f"weights in {encoding} have no reader for CPUs", todo=todo)
+    return _registered[encoding]
+
+
+def linear() -> tuple[tuple[str, str], ...]:
+    """The encodings that have a reader, each with the layout that kernels read."""
+    return tuple((encoding, "linear") for encoding in (*BUILT_IN, *_registered))
+
+
+def recipe(tier: str, encoding: str) -> build.Recipe:
+    """How the library of a tier and an encoding is built, and where one that came with the package lies. Raises as `reader_of`."""
+    text = f"{reader_of(encoding)}\n{(KERNELS / 'product.cpp').read_text(encoding='utf-8')}"
+    return build.Recipe(text, f"product_{encoding}", tier, (KERNELS,), shipped=SHIPPED)

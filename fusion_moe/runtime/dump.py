@@ -1,0 +1,91 @@
+"""What is compiled, written to the folder of the option `dump` for people to read; nothing where it is not set.
+
+    <target>-<12 digits>/               a program: the digits are of its text and options
+        0-translated.txt                its Fusion after each pass, in order
+        segment0-grouped_gemm.txt       a segment as it was cut, why it begins there, its schedule and backend
+        segment0-grouped_gemm-contracted.txt    the same as it was emitted, if that is another Fusion
+        segment0-grouped_gemm.cpp       its source
+        segments-avx2-<12 digits>.so    what was compiled or found in the cache when the program was called, and .cpp: all of its source
+
+A library that many programs share, the CPU's product, is with the first one that this process loaded it for. Every file is there whole or
+not at all; a file that is there already is replaced by the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import options
+from ..errors import BuildError
+from .store import key_of
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+    from .program import Program
+
+_SUFFIX = {"cpu": ".cpp", "cuda": ".cu", "nvfuser": ".py"}  # of a backend's sources
+_DIGITS = 12
+_into: contextvars.ContextVar[Path | None] = contextvars.ContextVar("fusion_moe_dump", default=None)
+
+
+def program(made: Program, with_: options.Options) -> Path | None:
+    """Writes the stages and segments of a program. Its folder; None if none is asked for. BuildError if it cannot be written."""
+    if not with_.dump:
+        return None
+    key = key_of(str(made.stages[0][1]), with_.key())[:_DIGITS]
+    folder = Path(with_.dump).expanduser().absolute() / f"{made.target.name}-{key}"
+    for i, (name, fusion) in enumerate(made.stages):
+        _write(folder / f"{i}-{name}.txt", str(fusion))
+    for i, kernel in enumerate(made.kernels):
+        _segment(folder, f"segment{i}-{kernel.segment.kind}", made, i, kernel)
+    return folder
+
+
+def _segment(folder: Path, name: str, made: Program, i: int, kernel: Kernel) -> None:
+    cut = made.segments[i]
+    said = {"begins here": cut.why, "schedule": kernel.schedule, "backend": kernel.backend, "no kernel": kernel.why}
+    head = "".join(f"# {title}: {told}\n" for title, told in said.items() if told)
+    _write(folder / f"{name}.txt", head + str(cut.fusion))
+    if str(kernel.segment.fusion) != str(cut.fusion):
+        _write(folder / f"{name}-contracted.txt", str(kernel.segment.fusion))
+    if suffix := _SUFFIX.get(kernel.backend):  # the reference has none: it runs the Fusion
+        _write(folder / f"{name}{suffix}", kernel.source)
+
+
+@contextlib.contextmanager
+def into(folder: Path) -> Iterator[None]:
+    """Where `binary` writes to inside the block."""
+    token = _into.set(folder)
+    try:
+        yield
+    finally:
+        _into.reset(token)
+
+
+def binary(path: Path, source: str, suffix: str) -> None:
+    """Writes a file of the store, and the source that it was made from, to the folder of the program that is being called, if it has one.
+
+    path: "name-<digits>.so", of which the first digits are kept.
+    """
+    if folder := _into.get():
+        name, _, key = path.stem.rpartition("-")
+        stem = f"{name}-{key[:_DIGITS]}"
+        _write(folder / f"{stem}{suffix}", source)
+        _write(folder / f"{stem}{path.suffix}", path.read_bytes())
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".", ignore_cleanup_errors=True) as scratch:
+            made = Path(scratch, path.name)
+            made.write_bytes(data)
+            made.replace(path)
+    except OSError as e:
+        raise BuildError(f"what is compiled could not be written: {e}", todo="set FUSION_MOE_DUMP to another folder", where="dump") from e

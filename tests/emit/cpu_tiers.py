@@ -1,0 +1,80 @@
+"""The CPU backend's tiers that this machine runs, and programs compiled for one of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusion_moe import ops, options
+from fusion_moe.compile import lower
+from fusion_moe.emit import cpu
+from fusion_moe.ir.core import Fusion
+from fusion_moe.runtime import isa
+from fusion_moe.runtime.program import Program
+from fusion_moe.target import TARGETS
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EMULATION = Path(__file__).parent / "amx_emulated.h"
+EMULATED = "amx" not in isa.available() and "avx512" in isa.available() and "avx512_bf16" in isa.features()
+TIERS = ["amx"] * EMULATED + list(isa.available())
+
+
+@contextmanager
+def emulated_amx() -> Iterator[None]:
+    """Where the CPU has AVX-512 but not AMX the tier's few instructions of its own are emulated, slowly: the rest of it runs as it is."""
+    if not EMULATED:
+        yield
+        return
+    content = f"-DEMULATION={zlib.crc32(EMULATION.read_bytes())}"  # the cache looks at flags, not at what they include
+    flags = (*isa.compiler_flags("avx512"), "-include", str(EMULATION), content)
+    real = isa.compiler_flags
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(isa, "available", lambda: tuple(TIERS))
+        patch.setattr(isa, "compiler_flags", lambda tier, *args, **kwargs: flags if tier == "amx" else real(tier, *args, **kwargs))
+        yield
+
+
+def program(fusion: Fusion, tier: str) -> Program:
+    """A Fusion with kernels of the CPU backend; none may be the reference's for want of a kernel."""
+    with options.override(cpu_isa=tier):
+        lowered = lower(fusion, TARGETS["cpu"], options.current())
+        kernels = tuple(cpu.emit(s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True))
+    assert not [k.why for k in kernels if k.segment.kind == "grouped_gemm" and k.why]
+    return Program(lowered.stages, lowered.segments, kernels, TARGETS["cpu"])
+
+
+def fusion_of_call(name: str, *args, **kwargs) -> Fusion:
+    call = ops.bind(ops.SPECS[name], args, kwargs)
+    return ops.fusion_of(name, ops.eager_types(call), call.others)
+
+
+def small_integers(*shape: int, dtype=torch.bfloat16, seed: int = 0):
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def same(a, b, **kwargs):
+    torch.testing.assert_close(a, b, equal_nan=True, **{"rtol": 0, "atol": 0, **kwargs})
+
+
+def check_segments(fusion: Fusion, tier: str, inputs) -> None:
+    """Each kernel against its own segment, on what the reference hands to it: one unit in the last place of the result's dtype."""
+    compiled = program(fusion, tier)
+    env = fusion.bind(inputs)
+    made = dict(zip(compiled.fusion.inputs, inputs, strict=True))
+    for kernel in compiled.kernels:
+        args = [made[v] for v in kernel.segment.inputs]
+        want, found = kernel.segment.fusion.evaluate(*args, sizes=env), kernel(args, env)
+        for a, b in zip(found, want, strict=True):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            if a.dtype.is_floating_point:
+                # sums of few products, and functions of them: 32 units of float32 before the one of the result
+                eps = torch.finfo(a.dtype).eps
+                same(a, b, rtol=max(eps, 32 * 2.0**-23), atol=1e-6 * float(b.abs().max() if b.numel() else 0))
+            else:
+                same(a, b)
+        made.update(zip(kernel.segment.outputs, want, strict=True))

@@ -1,0 +1,159 @@
+"""What autograd calls and keeps of the operations: which programs run, which tensors live until the backward."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from itertools import combinations
+
+import pytest
+import torch
+from fusions import assert_same_bits
+from test_ops import OPS, count_flops, decoded, experts, mlp, random
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+GROUPS, TOKENS, SLOTS, HIDDEN, INNER = 3, 5, 2, 32, 16
+ROWS = TOKENS * SLOTS
+FORWARD = 2 * ROWS * (HIDDEN * 2 * INNER + INNER * HIDDEN)  # flops of its two products
+
+
+def arguments(dtype: torch.dtype = torch.bfloat16, biases: bool = False) -> dict[str, Tensor]:
+    gate_up, down = experts(GROUPS, HIDDEN, INNER)
+    ids = torch.randint(0, GROUPS, (TOKENS, SLOTS), generator=torch.Generator().manual_seed(3))
+    names = [f"{name}_{part}" for name in ("gate_up", "down") for part in ("codes", "block_scale", "decode_scale")]
+    found = {"x": random(TOKENS, HIDDEN, dtype=dtype), "ids": ids, "w": random(TOKENS, SLOTS, seed=2).sigmoid()}
+    found |= dict(zip(names, (*gate_up, *down), strict=True))
+    shapes = {"gate_up_bias": 2 * INNER, "down_bias": HIDDEN} if biases else {}
+    return found | {name: random(GROUPS, n, dtype=dtype, seed=7) for name, n in shapes.items()}
+
+
+def call(given: dict[str, Tensor], *wanted: str) -> Tensor:
+    return OPS.expert_mlp(**{n: t.requires_grad_() if n in wanted else t for n, t in given.items()})
+
+
+class Called(TorchDispatchMode):
+    """The operations of ours that are run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += [func.name().partition("::")[2]] if func.namespace == "fusion_moe" else []
+        return func(*args, **(kwargs or {}))
+
+
+def called(function) -> list[str]:
+    with Called() as seen:
+        function()
+    return seen.names
+
+
+def test_without_gradients_the_operation_runs():
+    given = arguments()
+    assert called(lambda: call(given)) == ["expert_mlp"]
+    with torch.no_grad():
+        assert called(lambda: call(given, "x", "w")) == ["expert_mlp"]
+    with torch.inference_mode():
+        assert called(lambda: OPS.expert_mlp(**arguments())) == ["expert_mlp"]
+
+
+def test_what_saves_inputs_alone_runs_itself():
+    gate_up, _ = experts(GROUPS)
+    a, ends = random(5, 32).requires_grad_(), torch.tensor([1, 1, 5], dtype=torch.int32)
+    bias = random(GROUPS, 32).requires_grad_()
+    slots, w = torch.arange(5, dtype=torch.int32)[:, None], random(5, 1).requires_grad_()
+    for name, args in {
+        "nvfp4_grouped_mm": (a, *gate_up, ends), "scaled_swiglu": (a,), "combine": (a, slots, w), "group_add": (a, bias, ends),
+    }.items():  # fmt: skip
+        assert called(lambda name=name, args=args: getattr(OPS, name)(*args).sum().backward()) == [name, "run"]
+    assert called(lambda: call(arguments(), "x").sum().backward()) == ["run", "run"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "backward"), [(("x",), FORWARD), (("w",), 0), (("x", "w"), FORWARD), (("down_bias",), 2 * ROWS * HIDDEN)]
+)
+def test_no_product_runs_twice(wanted, backward):
+    """The flops of all products that run: those of the forward once, of the backward those of the gradients."""
+    given = arguments(biases="down_bias" in wanted)
+    assert count_flops(lambda: call(given, *wanted)) == FORWARD
+    assert count_flops(lambda: call(given, *wanted).sum().backward()) == FORWARD + backward
+
+
+def kept(given: dict[str, Tensor], *wanted: str) -> list[tuple]:
+    """What autograd keeps: the name of an input, or the dtype and shape of a value."""
+    found = []
+    names = {t.data_ptr(): name for name, t in given.items()}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: found.append(names.get(t.data_ptr(), (str(t.dtype).partition(".")[2], *t.shape))), lambda t: t
+    ):
+        call(given, *wanted)
+    return found
+
+
+WEIGHTS = [n for n in arguments() if n.startswith(("gate_up", "down"))]
+INDICES = [("int32", GROUPS), ("int32", TOKENS, SLOTS)]
+PRE_ACTIVATION, RESULT = ("bfloat16", ROWS, 2 * INNER), ("bfloat16", ROWS, HIDDEN)
+
+
+def test_what_is_kept_for_the_backward():
+    """FC1's result for x, FC2's for the slots' weights, in 16 bits; the order of rows in 8 bytes each; nothing for what is frozen."""
+    given = arguments(biases=True)
+    assert kept(given) == []
+    assert kept(given, "x") == ["w", *WEIGHTS, *INDICES, PRE_ACTIVATION]
+    given = arguments(biases=True)
+    assert kept(given, "w") == [*INDICES, RESULT]
+    assert kept(given, "x", "w") == ["w", *WEIGHTS, *INDICES, PRE_ACTIVATION, RESULT]
+    given = arguments(biases=True)
+    assert kept(given, "down_bias") == ["w", *INDICES]
+
+
+def test_nothing_else_lives_until_the_backward():
+    given = arguments()
+    x = weakref.ref(given["x"])
+    y = call(given, "w")
+    del given["x"]
+    gc.collect()
+    assert x() is None
+    y.sum().backward()
+    assert given["w"].grad.any()
+
+
+def test_each_gradient_is_the_same_whatever_else_is_wanted():
+    """And near those of a loop in float64."""
+    names = ("x", "w", "gate_up_bias", "down_bias")
+    given = arguments(torch.float32, biases=True)
+    wide = {n: t.double().requires_grad_() for n, t in given.items() if n in names}
+    gate_up, down = (decoded(*(given[f"{n}_{p}"] for p in ("codes", "block_scale", "decode_scale"))) for n in ("gate_up", "down"))
+    want = mlp(wide["x"], given["ids"], wide["w"], gate_up, down, wide["gate_up_bias"], wide["down_bias"])
+    dy = random(TOKENS, HIDDEN, seed=9)
+    expected = dict(zip(names, torch.autograd.grad(want, [wide[n] for n in names], dy.double()), strict=True))
+    first: dict[str, Tensor] = {}
+    for count in range(1, 5):
+        for wanted in combinations(names, count):
+            given = arguments(torch.float32, biases=True)
+            call(given, *wanted).backward(dy)
+            for n in names:
+                assert (given[n].grad is None) == (n not in wanted)
+            for n in wanted:
+                assert_same_bits([given[n].grad], [first.setdefault(n, given[n].grad)])
+                torch.testing.assert_close(given[n].grad.double(), expected[n], rtol=1e-4, atol=1e-4 * expected[n].abs().max().item())
+
+
+def test_checkpoints_run_the_forward_again():
+    given, again = arguments(), arguments()
+    call(given, "x", "w").sum().backward()
+    again = {n: t.requires_grad_() if n in ("x", "w") else t for n, t in again.items()}
+    values = list(again.values())
+    assert count_flops(lambda: checkpoint(OPS.expert_mlp, *values, use_reentrant=False).sum().backward()) == 3 * FORWARD
+    assert_same_bits([again["x"].grad, again["w"].grad], [given["x"].grad, given["w"].grad])
+
+
+def test_what_was_kept_must_not_be_written():
+    given = arguments()
+    y = call(given, "x")
+    given["w"].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

@@ -1,0 +1,107 @@
+"""The option `dump`: all that a program is made of, in a folder, whole, whatever was in the caches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from moe_models import H, I, routing, tokens, weight
+
+from fusion_moe.compile import compile_fusion
+from fusion_moe.emit.cpu import prebuilt
+from fusion_moe.errors import BuildError
+from fusion_moe.ir.text import parse
+from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
+from fusion_moe.options import Options
+from fusion_moe.runtime import dump, nvrtc
+from fusion_moe.runtime.program import Program
+from fusion_moe.target import TARGETS
+
+STAGES = ["0-translated.txt", "1-canonicalize.txt", "2-assign_layouts.txt", "3-simplify.txt"]
+FIRST, SECOND = "segment0-grouped_gemm", "segment1-grouped_gemm"
+
+
+def arguments() -> list[torch.Tensor]:
+    """What expert_mlp is called with."""
+    return [tokens(5).bfloat16(), *routing(5), *weight(2 * I, H), *weight(H, I)]
+
+
+def program(folder: Path | str, target: str = "cpu") -> Program:
+    """A program of this test alone: none that another one has compiled."""
+    call = bind(SPECS["expert_mlp"], arguments(), {})
+    return compile_fusion(fusion_of("expert_mlp", eager_types(call), call.others), TARGETS[target], Options().replace(dump=str(folder)))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_stages_and_segments(tmp_path):
+    made = program(tmp_path / "new" / "folder", "reference")
+    (folder,) = (tmp_path / "new" / "folder").iterdir()
+    assert made.dumped == folder
+    assert folder.name.startswith("reference-")
+    found = content(folder)
+    assert sorted(name for name in found if not name.startswith("segment")) == STAGES
+    for name, (_, fusion) in zip(STAGES, made.stages, strict=True):
+        assert str(parse(found[name].decode())) == str(fusion)
+    for i, segment in enumerate(made.segments):
+        said = found[f"segment{i}-{segment.kind}.txt"].decode()
+        assert str(segment.fusion) in said
+        assert segment.why in said
+
+
+@pytest.mark.compiler
+def test_sources_and_binaries_are_there_on_a_hit_of_the_cache_too(tmp_path):
+    seen = []
+    for name in ("first", "again"):
+        prebuilt.product_of.cache_clear()  # as in a new process
+        made = program(tmp_path / name)
+        made(arguments())
+        seen.append(content(made.dumped))
+    assert seen[0] == seen[1]
+    names = set(seen[0])
+    assert {*STAGES, f"{FIRST}.cpp", f"{FIRST}.txt", f"{FIRST}-contracted.txt", f"{SECOND}.cpp", f"{SECOND}.txt"} <= names
+    libraries = {name for name in names if name.endswith(".so")}
+    assert {name.split("-")[0] for name in libraries} == {"product", "segments"}
+    for name in libraries:
+        assert seen[0][name].startswith(b"\x7fELF")
+        assert name.replace(".so", ".cpp") in names
+
+
+def test_nothing_is_written_unless_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert program("", "reference").dumped is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_variable(tmp_path):
+    """Of two processes at once: each file is whole."""
+    code = "import torch, fusion_moe; torch.ops.fusion_moe.scaled_swiglu(torch.ones(4, 8))"
+    environment = {**os.environ, "FUSION_MOE_DUMP": str(tmp_path), "FUSION_MOE_TARGET": "reference"}
+    running = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    assert [process.wait() for process in running] == [0, 0]
+    (folder,) = tmp_path.iterdir()
+    assert {*STAGES} < set(content(folder))
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match="what is compiled could not be written: .*; set FUSION_MOE_DUMP to another folder"):
+        program(tmp_path / "file", "reference")
+
+
+@pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+def test_cubins(tmp_path):
+    kernel = 'extern "C" __global__ void dumped(float* x) { *x = 1.f; }'
+    for name in ("first", "again"):
+        with dump.into(tmp_path / name):
+            path = nvrtc.build(kernel, name="dumped", arch="sm_90a", headers={})
+        source, cubin = sorted((tmp_path / name).iterdir())
+        assert (source.suffix, cubin.suffix) == (".cu", ".cubin")
+        assert source.stem == cubin.stem == path.stem[: len(cubin.stem)]
+        assert (source.read_text(), cubin.read_bytes()) == (kernel, path.read_bytes())
