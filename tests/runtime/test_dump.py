@@ -12,7 +12,6 @@ import torch
 from moe_models import H, I, routing, tokens, weight
 
 from fusion_moe.compile import compile_fusion
-from fusion_moe.emit.cpu import prebuilt
 from fusion_moe.errors import BuildError
 from fusion_moe.ir.text import parse
 from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
@@ -59,7 +58,6 @@ def test_stages_and_segments(tmp_path):
 def test_sources_and_binaries_are_there_on_a_hit_of_the_cache_too(tmp_path):
     seen = []
     for name in ("first", "again"):
-        prebuilt.product_of.cache_clear()  # as in a new process
         made = program(tmp_path / name)
         made(arguments())
         seen.append(content(made.dumped))
@@ -67,7 +65,7 @@ def test_sources_and_binaries_are_there_on_a_hit_of_the_cache_too(tmp_path):
     names = set(seen[0])
     assert {*STAGES, f"{FIRST}.cpp", f"{FIRST}.txt", f"{FIRST}-contracted.txt", f"{SECOND}.cpp", f"{SECOND}.txt"} <= names
     libraries = {name for name in names if name.endswith(".so")}
-    assert {name.split("-")[0] for name in libraries} == {"product", "segments"}
+    assert {name.split("-")[0] for name in libraries} == {"product_nvfp4", "segments"}
     for name in libraries:
         assert seen[0][name].startswith(b"\x7fELF")
         assert name.replace(".so", ".cpp") in names

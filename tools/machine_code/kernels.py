@@ -209,7 +209,7 @@ def cpu_of(name: str) -> None:
             with options.override(cpu_isa=tier), told(opened.append):
                 getattr(torch.ops.fusion_moe, call.operation)(*call.tensors, **call.keywords)
             for path in opened:
-                found.setdefault(f"{name}, {what}, {str(dtype).removeprefix('torch.')}, {path.name.split('-')[0]}", str(path))
+                found.setdefault(f"{name}, {what}, {str(dtype).removeprefix('torch.')}, {re.split('[-_]', path.name)[0]}", str(path))
     assert found, "no library was asked for"
     print(json.dumps(found))
 
