@@ -9,6 +9,7 @@ import re
 import subprocess
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -23,10 +24,29 @@ from fusion_moe.emit.cuda.columns import columns
 from fusion_moe.emit.cuda.grouped_mm import Product
 from fusion_moe.emit.cuda.launch import KERNELS, build
 from fusion_moe.emit.cuda.source import Launched, Source
-from fusion_moe.emit.cuda.variants import LINEAR, TILED, FewRows, ManyRows, Matrices, Share, Variant, blocks, choose
+from fusion_moe.emit.cuda.variants import (
+    FEW,
+    FEW_TALL,
+    LINEAR,
+    LOW,
+    MIDDLE,
+    TALL,
+    TALLEST,
+    TILED,
+    WIDE_FEW,
+    WIDE_FEW_TALL,
+    FewRows,
+    ManyRows,
+    Matrices,
+    Share,
+    Variant,
+    blocks,
+    choose,
+)  # fmt: skip
+from fusion_moe.encodings import ENCODINGS
 from fusion_moe.errors import BuildError, UnsupportedError
 from fusion_moe.ir.sizes import AnySize, symbol
-from fusion_moe.ir.types import TensorType
+from fusion_moe.ir.types import TensorType, dtype_name
 from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
 from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
@@ -131,6 +151,60 @@ def test_a_layer_compiles_for_every_architecture(arch, layout):
     layers = (sources(layout=layout, **changes) for changes in ({}, clamped, {"scale_on": "input", "interleave": 1}))
     tokens = (1, 300)  # ids that fit one block, and more
     build_all([x for layer in layers for source in layer for count in tokens for x in launches(source, count, arch)], arch)
+
+
+PAIRS = [("nvfp4", "f16"), ("mxfp4", "bf16"), ("mxfp4", "f16"), ("bf16", "bf16"), ("f16", "f16")]  # of weights and activations
+
+
+def product_of(fmt: str, activations: str, layout: str, k: int = 1024, n: int = 1024, groups: int = 16) -> Product:
+    """One product with weights of an encoding."""
+    t, encoding = TensorType, ENCODINGS[fmt]
+    parts = [t(encoding.part_shape(part, (groups,), n, k), dtype_name(part.dtype)) for part in encoding.parts]
+    given = {"a": t((TOKENS, k), activations), **{f"weight[{i}]": part for i, part in enumerate(parts)}, "offs": t((groups,), "i32")}
+    others = {"weight_format": fmt, "weight_layout": layout, "activation_format": "bf16", "out_dtype": None}
+    lowered = lower(fusion_of("grouped_mm", tuple(given.items()), tuple(others.items())), TARGETS["cuda"], Options())
+    (segment,), (chosen,) = lowered.contracted, lowered.schedules
+    kernel = cuda.emit(segment, chosen)
+    assert not kernel.why
+    assert isinstance(kernel.launch.source, Product)
+    return kernel.launch.source
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("layout", ["linear", "w16x64"])
+@pytest.mark.parametrize(("fmt", "activations"), PAIRS)
+def test_every_encoding_compiles(fmt, activations, layout, arch):
+    source = product_of(fmt, activations, layout)
+    for rows in (16, 16 * 64):
+        assert all(build(launched, arch).stat().st_size for launched in launches(source, rows, arch))
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("variant", [FEW[0], FEW_TALL[0], WIDE_FEW[0], WIDE_FEW_TALL[0], MIDDLE[1], *TALLEST], ids=lambda v: v.name)
+@pytest.mark.parametrize(("fmt", "activations"), [("nvfp4", "f16"), ("mxfp4", "f16"), ("bf16", "bf16")])
+def test_encodings_need_no_local_memory(fmt, activations, variant):
+    source = product_of(fmt, activations, "w16x64")
+    if not variant.fits(source.matrices, "sm_90a"):
+        assert source.matrices.wide
+        return
+    lines = sass(build(source.products([Share(variant)], {"s0": 512})[0], "sm_90a"))
+    assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
+    assert {m[1] for x in lines if (m := re.search(r"\bHG?MMA\.\S*?F32(\.BF16)?", x))} == {".BF16" if activations == "bf16" else None}
+
+
+def test_wide_tiles_have_kernels_of_their_own():
+    """From the bytes of a tile alone: registers and stages of shared memory."""
+    narrow, wide = product_of("nvfp4", "bf16", "w16x64").matrices, product_of("bf16", "bf16", "w16x64").matrices
+    assert (narrow.tile_bytes, product_of("mxfp4", "bf16", "w16x64").matrices.tile_bytes, wide.tile_bytes) == (576, 544, 2048)
+    assert not any(v.fits(wide, "sm_90a") for v in (*FEW, *FEW_TALL))
+    double = replace(wide, tile_bytes=4096)
+    assert [(v.stages(double), v.fits(double, "sm_90a")) for v in (LOW[0], TALL[0])] == [(2, False), (3, True)]
+    for rows in (1, 16, 160, 640, 10**4):
+        for arch in ("sm_90a", "sm_80"):
+            (share, *_) = choose(rows, wide, arch)
+            assert share.variant.fits(wide, arch)
+    assert isinstance(choose(10**4, wide, "sm_90a")[0].variant, ManyRows)
+    assert isinstance(choose(10**4, replace(wide, tiled=False), "sm_90a")[0].variant, FewRows)
 
 
 @pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (1, 8), (2, 1)])

@@ -409,7 +409,7 @@ private:
             for (int g = 0; g < Groups; ++g) {
                 multiply<Height>(sum[g % BANDS], fragments[g % 2], tiles + g / BANDS * (TOKENS * TILE_ROW / 16));
                 if (g + HELD < Groups) held[g % HELD] = load(*stage, g + HELD);
-                if (Groups % 2 != 0 && g + 1 == Groups && more) wgmma_wait<0>();  // the next stage's first fragments are these
+                if (Groups % 2 != 0 && g + 1 == Groups && more) wgmma_wait<0>();  // the next first fragments take their place
                 if (g + 1 == Groups && more) stage = &open(held);
                 if (g > 0) wgmma_wait<1>();
                 if (g == 0 && kb > 0 && (KEPT == 1 || more)) release();
@@ -431,7 +431,7 @@ private:
 #pragma unroll
                 for (int b = 0; b < DEPTH; ++b) {
                     if (KB % DEPTH != 0 && kb + b == KB) break;
-                    if (DEPTH == 1) wgmma_wait<0>();  // as in multiply_stage: what is loaded is all but the fragments
+                    if (DEPTH == 1) wgmma_wait<0>();  // see PlainShared
                     if (b == 0) stage = &open(held);
                     wgmma_wait<BUFFERS - 1>();
                     if (b == BUFFERS - 1 && kb > 0 && (KEPT == 1 || kb < KB - DEPTH)) release();

@@ -1,5 +1,5 @@
 // The order of activations in which products of many rows can read them: of each 64 k, the 16 bytes that a row of a tensor core's operand
-// has in one place hold the q-th pairs of all four blocks of 16 k, as fragments of w16x64 do (weights/reader.cuh): q = 0, 4, 1, 5, 2, 6, 3, 7.
+// has in one place hold the q-th pairs of all four blocks of 16 k, as fragments do (weights/reader.cuh): q = 0, 4, 1, 5, 2, 6, 3, 7.
 #pragma once
 
 #include "memory.cuh"

@@ -29,7 +29,8 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// d [64, N] += a [64, 16] b [N, 16]^T: numbers of type T, bf16 or f16, sums in float32. A warp has 16 rows, with the fragments of mma.m16n8k16.
+// d [64, N] += a [64, 16] b [N, 16]^T: numbers of type T, bf16 or f16, sums in float32.
+// A warp has 16 rows, with the fragments of mma.m16n8k16.
 template <class T, int N>
 __device__ __forceinline__ void wgmma(float* d, const u32 (&a)[4], u64 b);
 
@@ -107,7 +108,7 @@ __device__ __forceinline__ void wgmma(float* d, const u32 (&a)[4], u64 b);
                      : SUMS_##N                                                                                                   \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                       \
     }
-#define WGMMA(N, A0, A1, A2, A3, B)       \
+#define WGMMA(N, A0, A1, A2, A3, B)      \
     WGMMA_OF(bf16, N, A0, A1, A2, A3, B) \
     WGMMA_OF(f16, N, A0, A1, A2, A3, B)
 WGMMA(8, 4, 5, 6, 7, 8)

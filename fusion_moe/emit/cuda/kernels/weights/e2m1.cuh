@@ -84,8 +84,8 @@ struct E2m1Linear : Scales_::Outer {
 
     __device__ __forceinline__ Held load(int ahead) const {
         if (left_ <= 64 * ahead) return {};
-        return {load_stream_8(codes_[0] + 32 * ahead), load_stream_8(codes_[1] + 32 * ahead), load_stream_1(scales_[0] + 64 / BLOCK * ahead),
-                load_stream_1(scales_[1] + 64 / BLOCK * ahead)};
+        return {load_stream_8(codes_[0] + 32 * ahead), load_stream_8(codes_[1] + 32 * ahead),
+                load_stream_1(scales_[0] + 64 / BLOCK * ahead), load_stream_1(scales_[1] + 64 / BLOCK * ahead)};
     }
 
     __device__ __forceinline__ void advance(int blocks) {

@@ -5,8 +5,12 @@
 
 namespace {
 
-// Tiles in shared memory. Lane 4 r + c of run v lies where lane 4 r + (c ^ v) would: neither those that follow each other in a run nor those of
-// one row in all four runs meet in a bank. The former are what a step multiplies by where activations are ordered, the latter where not.
+// Tiles in shared memory. Lane 4 r + c of run v lies where lane 4 r + (c ^ v) would: neither those that follow each other in a run nor
+// those of one row in all four runs meet in a bank. The former are what a step multiplies by where activations are ordered, the latter
+// where not.
+//
+// What is loaded is the fragments: the next ones are loaded when the products before have ended. (Loaded while these ran, right numbers
+// came to wrong products, as seen on an H200 with NVRTC 13; what is decoded goes to registers of its own after they have ended.)
 template <bool Ordered>
 struct PlainShared {
     struct Held {
@@ -32,11 +36,8 @@ struct PlainShared {
         return h;
     }
 
-    // Copied where it stands: until the products before have ended, they read what was copied last, while the next tile is loaded.
     static __device__ __forceinline__ void decode(const Held& h, int v, u32 (&a)[4]) {
-        asm volatile("mov.b32 %0, %4; mov.b32 %1, %5; mov.b32 %2, %6; mov.b32 %3, %7;"
-                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                     : "r"(h.step[v].x), "r"(h.step[v].y), "r"(h.step[v].z), "r"(h.step[v].w));
+        a[0] = h.step[v].x, a[1] = h.step[v].y, a[2] = h.step[v].z, a[3] = h.step[v].w;
     }
 };
 
