@@ -11,6 +11,8 @@ THUNDER     ?= 0.2.7.dev20260201
 # An index to take torch from, and nothing else. Empty: pip's own, where torch may be a CUDA build of several gigabytes.
 TORCH_INDEX ?=
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
+# What `make check` runs: all stages before kernels, and the operations.
+QUICK       := tests/ir tests/passes tests/segment tests/formats tests/translators tests/ops
 DEMO_ARGS   ?=
 # Without "judges" the comparisons with other people's packages are skipped, without "sass" the look at compiled CUDA kernels, which needs no
 # GPU. The full lane does without: once is enough, and its torch wants an older cuda-bindings.
@@ -28,13 +30,14 @@ GET_FULL := $(MAKE) --no-print-directory $(VENV_FULL)/.ready-full
 VERSIONS := -c 'import platform, sys; from importlib.metadata import version; \
     print(f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in sys.argv[1:]), sep=", ")'
 
-.PHONY: help demo test test-thunder lint clean
+.PHONY: help demo test test-thunder check lint clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo    quantize, compile and explain a small real model (examples/demo.py)'
 	@echo 'make test    all tests, in two lanes; for a choice: make test LANES=base PYTEST_ARGS="-k swizzle"'
 	@echo 'make test-thunder   the tests with thunder once more, in the full lane with another thunder'
+	@echo 'make check   while you work, in under two minutes: make lint, and the fast tests of all stages before kernels, with few drawn examples'
 	@echo 'make lint    ruff, mypy and the import contracts'
 	@echo 'make clean   remove $(VENV), $(VENV_FULL), caches and built packages'
 	@echo
@@ -72,6 +75,9 @@ test-thunder: $(VENV)/.ready-base
 	@full=$$($(WHY_NOT)); if [ -n "$$full" ]; then echo "there is no full lane: $$full"; exit 1; fi; $(GET_FULL)
 	$(FULL)/python $(INSTALL) --upgrade --no-deps --target $(VENV_FULL)/thunder-$(THUNDER) lightning-thunder==$(THUNDER)
 	PYTHONPATH=$(abspath $(VENV_FULL))/thunder-$(THUNDER) $(FULL)/python -m pytest -m thunder $(PYTEST_ARGS)
+
+check: lint $(VENV)/.ready-test
+	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) $(QUICK)
 
 lint: $(VENV)/.ready-lint
 	@status=0; \

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from page import DOCS, plots, put
+from page import DOCS, plots, put, save
 
 _PEERS = {"bf16": "torch bf16", "int4pack": "torch int4pack", "onnxruntime": "onnxruntime, int8", "ggml": "ggml NVFP4, int8"}
 
@@ -85,7 +85,7 @@ def _draw(rows: Sequence[Mapping[str, float]], path: Path, title: str) -> bool:
     axes[0][0].legend()
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    save(figure, path)
     return True
 
 

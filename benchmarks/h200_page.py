@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from h200_cells import MODELS, PARTS, TOKENS, Cell, is_right
-from page import DOCS, plots, put
+from page import DOCS, plots, put, save
 
 HERE = Path(__file__).resolve().parent
 OURS, PEERS, DENSE = "fusion_moe", ("humming indexed", "humming grouped", "torch"), "dense"
@@ -222,13 +222,14 @@ def _draw(rows: Sequence[Row], path: Path) -> bool:
             at.set_xticks(TOKENS, map(str, TOKENS), fontsize=7)
             at.set_yticks(_RATIOS, map(str, _RATIOS))
             at.minorticks_off()
+            at.tick_params(length=0)
             at.grid(alpha=0.3)
     for at in axes[-1]:
         at.set_xlabel("tokens")
     axes[0][0].set_ylabel("time over floor")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=len(PEERS) + 2, fontsize=8)
     figure.tight_layout(rect=(0, 0.6 / figure.get_figheight(), 1, 1))
-    figure.savefig(path, metadata={"Date": None})
+    save(figure, path)
     pyplot.close(figure)
     return True
 

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from small_svg import small
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
@@ -27,7 +29,13 @@ def plots() -> Any:
         print("no plot: pip install matplotlib", file=sys.stderr)
         return None
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "fusion_moe"
+    matplotlib.rcParams |= {"svg.hashsalt": "fusion_moe", "svg.fonttype": "none", "font.family": ["DejaVu Sans", "sans-serif"]}
     from matplotlib import pyplot
 
     return pyplot
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes a figure as a small SVG."""
+    figure.savefig(path, metadata={"Date": None})
+    path.write_text(small(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -16,27 +16,12 @@ from torch import Tensor
 from torch._C import _after_autograd_keyset, _any_requires_grad, _AutoDispatchBelowAutograd
 
 from . import options
-from .errors import UnsupportedError
+from .errors import Error, UnsupportedError
 from .ir.core import Fusion
 from .ir.derivative import Derivative, differentiate
 from .ir.text import one_line
-from .ops import (
-    LIBRARY,
-    NAMESPACE,
-    RUN_GRAPH_SAFE,
-    RUN_INTO,
-    RUN_INTO_GRAPH_SAFE,
-    SPECS,
-    Call,
-    Spec,
-    Types,
-    as_bytes,
-    bind,
-    eager_types,
-    flat,
-    fusion_of,
-    traced_types,
-)  # fmt: skip
+from .ops import LIBRARY, SPECS, Call, Spec, Types, as_bytes, bind, eager_types, flat, fusion_of, traced_types
+from .run_ops import NAMESPACE, RUN, RUN_INTO
 
 
 @dataclass(frozen=True)
@@ -68,7 +53,7 @@ class _Step:
     programs: or the error for whoever waits for a gradient. options: those of the forward; the backward may run in a thread of autograd's.
     """
 
-    programs: _Programs | UnsupportedError
+    programs: _Programs | Error
     wanted: tuple[int, ...]
     sizes: Mapping[str, Any]
     options: str
@@ -96,7 +81,7 @@ class _Step:
     def forward(self, operation: Callable[[], Any], call: Call) -> tuple[Any, list[Tensor]]:
         """What the call returns, and what its backward reads."""
         tensors = list(call.tensors.values())
-        if isinstance(self.programs, UnsupportedError):
+        if isinstance(self.programs, Error):
             return operation(), []
         derivative, count = self.programs.derivative, self.programs.results
         if not self.programs.saves:
@@ -107,7 +92,7 @@ class _Step:
 
     def backward(self, saved: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[int, Tensor]:
         """The gradients of the tensors that want one, by their places."""
-        if isinstance(self.programs, UnsupportedError):
+        if isinstance(self.programs, Error):
             raise self.programs
         derivative = self.programs.derivative
         types = [v.type for v in derivative.backward.inputs[len(derivative.reads) :]]
@@ -170,10 +155,10 @@ def _register() -> None:
         else:
             never = _no_derivative(spec.name, "it has no derivative")
             torch.library.register_autograd(f"{NAMESPACE}::{spec.name}", never, setup_context=_mark_non_differentiable, lib=LIBRARY)
-    for name in ("run", RUN_GRAPH_SAFE):
+    for name in RUN:
         never = _no_derivative(name, "second-order derivatives are not supported")
         torch.library.register_autograd(f"{NAMESPACE}::{name}", never, lib=LIBRARY)
-    for name in (RUN_INTO, RUN_INTO_GRAPH_SAFE):
+    for name in RUN_INTO:
         LIBRARY.impl(name, partial(_never_tracked, name), "Autograd", with_keyset=True)
 
 

@@ -15,23 +15,9 @@ from torch import Tensor
 from .compile import program_of
 from .ir.effects import check_targets, write_over
 from .ir.text import parse, text
-from .ops import (
-    LIBRARY,
-    RUN_GRAPH_SAFE,
-    RUN_INTO,
-    RUN_INTO_GRAPH_SAFE,
-    SPECS,
-    Spec,
-    all_inputs,
-    as_bytes,
-    bind,
-    eager_types,
-    fusion_of,
-    named_sizes,
-    need_pure,
-    need_written,
-)  # fmt: skip
+from .ops import LIBRARY, SPECS, Spec, as_bytes, bind, eager_types, fusion_of
 from .options import Options, current, from_key
+from .run_ops import RUN, RUN_INTO, all_inputs, named_sizes, need_pure, need_written
 from .runtime.program import Program
 
 
@@ -73,8 +59,9 @@ def _pure_text(program: str) -> str:
 def _register() -> None:
     for spec in SPECS.values():
         LIBRARY.impl(spec.name, partial(_body, spec), "CompositeExplicitAutograd")
-    for name, body in (("run", _run), (RUN_GRAPH_SAFE, _run), (RUN_INTO, _run_into), (RUN_INTO_GRAPH_SAFE, _run_into)):
-        LIBRARY.impl(name, body, "CompositeExplicitAutograd")
+    for names, body in ((RUN, _run), (RUN_INTO, _run_into)):
+        for name in names:
+            LIBRARY.impl(name, body, "CompositeExplicitAutograd")
 
 
 _register()

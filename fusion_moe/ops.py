@@ -15,16 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import translate
-from .errors import DeviceError, DtypeError, Error, FusionError, ShapeError, Untranslatable
+from . import run_ops, translate
+from .errors import DeviceError, DtypeError, Error, ShapeError, Untranslatable
 from .ir.builder import FusionDefinition
-from .ir.core import Fusion, storage_shape
-from .ir.sizes import symbol, value
-from .ir.text import parse
-from .ir.types import DTYPES, TensorType, dtype_name
+from .ir.core import Fusion
+from .ir.sizes import symbol
+from .ir.types import TensorType, dtype_name
+from .run_ops import NAMESPACE, empty_outputs, flops
 from .translate import Sizes, tensor_type
-
-NAMESPACE = "fusion_moe"
 
 
 @dataclass(frozen=True)
@@ -98,11 +96,6 @@ SPECS = {
 }  # fmt: skip
 Forms = tuple[tuple[str, Sequence[Any], torch.dtype], ...]  # names, shapes and dtypes of tensors
 Types = tuple[tuple[str, TensorType], ...]
-RUN_GRAPH_SAFE = "run_graph_safe"
-RUN_INTO, RUN_INTO_GRAPH_SAFE = "run_into", "run_into_graph_safe"
-RUN = "(str program, Tensor[] inputs, SymInt[] sizes, str? options=None) -> Tensor[]"  # options: None for those in force when it runs
-# written: a tensor for each output; over an input the input itself, which then is not among `inputs`
-INTO = "(str program, Tensor[] inputs, Tensor(a!)[] written, SymInt[] sizes, str? options=None) -> ()"
 
 
 @dataclass(frozen=True)
@@ -256,92 +249,13 @@ def _fake(spec: Spec, *args: Any, **kwargs: Any) -> Any:
     return call.restore(outputs[0]) if len(outputs) == 1 else tuple(outputs)
 
 
-def empty_outputs(fusion: Fusion, env: Mapping[str, Any], device: torch.device) -> list[Tensor]:
-    """New tensors of the shapes and dtypes of the outputs."""
-    return [torch.empty(storage_shape(v.type, env), dtype=DTYPES[v.type.dtype], device=device) for v in fusion.outputs]
-
-
-def _run_fake(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None) -> list[Tensor]:
-    fusion = need_pure(parse(program))
-    device = inputs[0].device if inputs else torch.device("cpu")
-    fusion.need_inputs(inputs)
-    return empty_outputs(fusion, named_sizes(fusion, sizes), device)
-
-
-def _run_into_fake(
-    program: str, inputs: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None
-) -> None:
-    fusion = parse(program)
-    all_inputs(fusion, inputs, written)
-    need_written(fusion, written, named_sizes(fusion, sizes))
-
-
-def need_pure(fusion: Fusion) -> Fusion:
-    """The program itself. FusionError if it writes over inputs: `run` says that it does not."""
-    if fusion.aliases:
-        raise FusionError("a program that writes over its inputs", expected="outputs in new memory", todo="call run_into", where="run")
-    return fusion
-
-
-def all_inputs(fusion: Fusion, inputs: Sequence[Tensor], written: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs of a program that `run_into` is given: `inputs`, and in their places those that outputs are written over."""
-    if len(written) != len(fusion.outputs):
-        raise ShapeError(f"{len(written)} tensors to write", expected=f"{len(fusion.outputs)}, one for each output", where="run_into")
-    over, rest = {v: written[i] for i, v in fusion.aliases.items()}, iter(inputs)
-    found = [over[v] if v in over else next(rest, None) for v in fusion.inputs]
-    given = [t for t in found if t is not None]
-    if len(given) < len(found) or next(rest, None) is not None:
-        want = f"{len(fusion.inputs) - len(over)}, those that no output is written over"
-        raise ShapeError(f"{len(inputs)} inputs", expected=want, where="run_into")
-    return given
-
-
-def need_written(fusion: Fusion, written: Sequence[Tensor], env: Mapping[str, Any]) -> None:
-    """ShapeError or DtypeError unless each output fits the tensor that it is written into."""
-    for i, (v, t) in enumerate(zip(fusion.outputs, written, strict=True)):
-        shape = storage_shape(v.type, env)
-        if len(shape) != t.dim() or any(a != b for a, b in zip(t.shape, shape, strict=True)):
-            raise ShapeError(f"output {i} into a tensor of shape {list(t.shape)}", expected=f"{list(shape)} for {v.type}", where="run_into")
-        if t.dtype != DTYPES[v.type.dtype]:
-            raise DtypeError(f"output {i} into {t.dtype}", expected=f"{DTYPES[v.type.dtype]} for {v.type}", where="run_into")
-
-
-def named_sizes(fusion: Fusion, sizes: Sequence[Any]) -> dict[str, Any]:
-    """The sizes that a call of `run` passes, by name. ShapeError unless there is one for each symbol of its program."""
-    if len(sizes) != len(fusion.symbols):
-        raise ShapeError(f"{len(sizes)} sizes", expected=f"{len(fusion.symbols)}: {', '.join(fusion.symbols)}", where="fusion")
-    return dict(zip(fusion.symbols, sizes, strict=True))
-
-
 # -------------------------------------------------------------------------------------------------------------------- register
-
-
-def flops(fusion: Fusion, env: Mapping[str, Any]) -> int:
-    """Floating-point operations of the products of a Fusion, two for each multiply-add: what torch's flop counter counts of others."""
-    return sum(value(op.kind.flops(op), env) for op in fusion.ops if op.kind.role == "grouped" and op.kind.flops)
 
 
 def _call_flops(spec: Spec, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = bind(spec, args, kwargs)
     types, sizes = traced_types(call)
     return flops(fusion_of(spec.name, types, call.others), sizes.values())
-
-
-def _run_flops(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None, *, out_val: Any = None) -> int:
-    fusion = parse(program)
-    return flops(fusion, named_sizes(fusion, sizes))
-
-
-def _run_into_flops(
-    program: str,
-    inputs: Sequence[Tensor],
-    written: Sequence[Tensor],
-    sizes: Sequence[Any],
-    options: str | None = None,
-    *,
-    out_val: Any = None,
-) -> int:
-    return _run_flops(program, inputs, sizes)
 
 
 def _register() -> torch.library.Library:
@@ -353,16 +267,7 @@ def _register() -> torch.library.Library:
         name = f"{NAMESPACE}::{spec.name}"
         torch.library.register_fake(name, partial(_fake, spec), lib=lib)
         register_flop_formula(getattr(torch.ops.fusion_moe, spec.name), get_raw=True)(partial(_call_flops, spec))
-    # Their tensors come in whatever strides the graph has; the program asks for what it needs. The reference is never in what is graph-safe.
-    safe, unsafe = (torch.Tag.flexible_layout,), (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe)
-    into = (INTO, _run_into_fake, _run_into_flops)
-    for name, tags, (schema, fake, formula) in (
-        ("run", unsafe, (RUN, _run_fake, _run_flops)), (RUN_GRAPH_SAFE, safe, (RUN, _run_fake, _run_flops)),
-        (RUN_INTO, unsafe, into), (RUN_INTO_GRAPH_SAFE, safe, into),
-    ):  # fmt: skip
-        lib.define(name + schema, tags=tags)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=lib)
-        register_flop_formula(getattr(torch.ops.fusion_moe, name), get_raw=True)(formula)
+    run_ops.register(lib)
     return lib
 
 

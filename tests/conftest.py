@@ -18,6 +18,7 @@ TESTS = Path(__file__).resolve().parent
 GOLDEN = TESTS / "golden"
 
 hypothesis.settings.register_profile("ci", derandomize=True, database=None, deadline=None, max_examples=30)
+hypothesis.settings.register_profile("quick", derandomize=True, database=None, deadline=None, max_examples=5)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

@@ -32,6 +32,7 @@ from ..errors import Error, UnsupportedError, Untranslatable
 from ..ir.core import Fusion, Value
 from ..passes import PASSES
 from ..schedule import nvfuser as scheduler
+from ..schedule.product import products
 from ..target import TARGETS
 from .say import say_once
 from .thunder_graph import in_order
@@ -175,8 +176,8 @@ def _target(device: torch.device) -> Any:
 def _form(codes: Value, fusion: Fusion) -> tuple[str, bool]:
     """How packed codes are read, and whether they come as [..., K/2, N]."""
     packs = fusion.readers[codes]
-    products = [p for pack in packs for p in fusion.readers.get(pack.outputs[0], ())]
-    forms = {E2M1 if scheduler.lowering(p) == scheduler.PRODUCTS["nvfp4"] else WORDS for p in products}
+    weights = {pack.outputs[0] for pack in packs}
+    forms = {E2M1 if scheduler.lowering(p) == scheduler.PRODUCTS["nvfp4"] else WORDS for p in products(fusion) if p.weight in weights}
     if len(forms) != 1:
         raise UnsupportedError(f"codes read as {' and '.join(sorted(forms)) or 'nothing'}", expected="products of one kind")
     return forms.pop(), any(pack.attrs.get("transposed", False) for pack in packs)

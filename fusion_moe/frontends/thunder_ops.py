@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 
 from .. import translate
 from ..errors import UnsupportedError
-from ..ops import NAMESPACE
+from ..run_ops import NAMESPACE
 from .thunder_graph import as_torch, fake_of
 from .thunder_quirks import at_users_line, tell_thunderfx
 from .thunder_record import Recorder, k_major_arguments

@@ -264,7 +264,9 @@ class Fusion:
     ) -> tuple[Any, ...]:
         """The outputs on these inputs, in plain torch: the meaning of the program. Checks ends and ids on the host.
 
-        An output with an alias is the input that it is written over. using: operations that something else computes, called as the `evaluate` of their kinds.
+        An output with an alias is the input that it is written over.
+
+        using: operations that something else computes, called as the `evaluate` of their kinds.
         """
         env = self.bind(tensors, sizes)
         check_targets(self.targets(tensors))

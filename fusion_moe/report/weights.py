@@ -6,12 +6,13 @@ from ..ir.core import Fusion
 from ..ir.sizes import value
 from ..ir.types import TensorType, plain
 from ..layouts import LAYOUTS, LINEAR
+from ..schedule.product import products
 from ..target import TARGETS, Target
 
 
 def weight_layouts(fusion: Fusion, to: Target) -> tuple[tuple[str, str], ...]:
     """(layout, what prepare_ does about it) of the encoded weights that are not in the layout of a target, if prepare_ knows theirs."""
-    weights = (op.values[1].type for op in fusion.ops if op.kind.role == "grouped")
+    weights = (product.weight.type for product in products(fusion) if product.weight is not None)
     known = (w for w in weights if w.quantized and _is_prepared(w.layout) and not set(w.symbols()))
     return tuple(dict.fromkeys((w.layout, _what_is_done(w, to)) for w in known if w.layout != to.weight_layout))
 

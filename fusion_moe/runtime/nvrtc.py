@@ -31,8 +31,8 @@ _INSTALL = "pip install 'fusion_moe[cuda]'"
 
 
 def headers(folder: Path) -> dict[str, str]:
-    """Name and content of each header of a folder."""
-    return {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.cuh"))}
+    """Each header of a folder and those in it: its path there, by which it is included, and its content."""
+    return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.cuh"))}
 
 
 @cache

@@ -64,18 +64,18 @@ class Program:
         An output with an alias is the input that it is written over, after all kernels.
         """
         env = self._sizes(tensors, sizes or {})
-        targets = self.fusion.targets(tensors)
-        check_targets(targets)
+        check_targets(self.fusion.targets(tensors))
         if self.checked:
             check_stages(self.stages, self.segments, tensors, env)
         if self.dumped:
             with dump.into(self.dumped):
-                return list(write_over(targets, self._run(tensors, env)))
-        return list(write_over(targets, self._run(tensors, env)))
+                return self._run(tensors, env)
+        return self._run(tensors, env)
 
-    def _run(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> Sequence[torch.Tensor]:
-        outputs = self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
-        return self._one_by_one(tensors, env) if outputs is None else outputs
+    def _run(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
+        joined = self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
+        outputs = self._one_by_one(tensors, env) if joined is None else joined
+        return list(write_over(self.fusion.targets(tensors), outputs))
 
     def _sizes(self, tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> Mapping[str, int]:
         """The values of the symbols, remembered by all that they are read from: decoding asks for the same ones again and again."""

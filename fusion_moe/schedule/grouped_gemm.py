@@ -15,6 +15,7 @@ from ..ir.kinds.shape import elements
 from ..ir.sizes import exact_div
 from ..ir.types import Rows, plain
 from ..target import Target
+from .product import products
 
 NAME = "grouped_gemm"
 CONTRACTS = True
@@ -35,12 +36,13 @@ class GroupedGemm:
 
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
     """None if there is one grouped product, all else is its prologue or its epilogue, and what is stored has one width."""
-    products = [op for op in fusion.ops if op.kind.role == "grouped"]
-    if not products:
+    found = products(fusion)
+    if not found:
         return "no grouped product"
-    if len(products) > 1:
-        return f"{products[1].kind.name} contracts the result of {products[0].kind.name}: it reads whole rows, and a kernel holds tiles"
-    (product,) = products
+    if len(found) > 1:
+        first, second = (p.op.kind.name for p in found[:2])
+        return f"{second} contracts the result of {first}: it reads whole rows, and a kernel holds tiles"
+    product = found[0].op
     after = _after(fusion, product)
     for op in fusion.ops:
         if op is not product and (why := _refusal(op, after)):
@@ -50,7 +52,7 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
 
 def choose(fusion: Fusion, target: Target) -> GroupedGemm:
     """The product, its prologue and its epilogue, in order."""
-    (product,) = (op for op in fusion.ops if op.kind.role == "grouped")
+    product = products(fusion)[0].op
     after = _after(fusion, product)
     rest = [op for op in fusion.ops if op is not product and op.kind.role != "view"]
     return GroupedGemm(

@@ -21,6 +21,7 @@ from ..ir.core import Fusion, Op, Value
 from ..ir.kinds.shape import elements
 from ..ir.types import STORED, TensorType, plain
 from ..target import Target
+from .product import GroupedProduct, products
 
 NAME = "nvfuser"
 CONTRACTS = False  # it stores the 16-bit results of its products
@@ -48,8 +49,8 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
 
 def choose(fusion: Fusion, target: Target) -> NvFuser:
     """The lowerings: the format of a product's activations and the target decide."""
-    ops = [op for op in fusion.ops if not op.kind.view]
-    return NvFuser(tuple(lowering(op) for op in ops if op.kind.role == "grouped"), tuple(op.kind.name for op in ops))
+    ops = tuple(op.kind.name for op in fusion.ops if not op.kind.view)
+    return NvFuser(tuple(map(lowering, products(fusion))), ops)
 
 
 def sorts(fusion: Fusion) -> bool:
@@ -57,10 +58,10 @@ def sorts(fusion: Fusion) -> bool:
     return any(op.kind.name in _SORTS for op in fusion.ops)
 
 
-def lowering(product: Op) -> str:
+def lowering(product: GroupedProduct) -> str:
     """What a grouped product becomes."""
-    a, w = (v.type for v in product.values[:2])
-    return PRODUCTS["nvfp4"] if a.quantized else PRODUCTS["bf16"] if w.quantized else "grouped_mm"
+    a, b = product.a.type, product.b.type
+    return PRODUCTS["nvfp4"] if a.quantized else PRODUCTS["bf16"] if b.quantized else "grouped_mm"
 
 
 def _refusal(op: Op, fusion: Fusion, target: Target) -> str | None:
@@ -84,9 +85,10 @@ def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
         return f"pack of {op.attrs['fmt']}: {' and '.join(PACKED)} is lowered"
     if op.attrs["layout"] not in LAYOUTS:
         return f"pack of weights in the layout {op.attrs['layout']}: nvFuser's products read the linear one"
-    readers = {reader.kind.name for reader in fusion.readers.get(op.outputs[0], ())}
-    if readers - {"grouped_mm", "grouped_mm_t"} or _leaves(op, fusion):
-        return f"pack read by {' and '.join(sorted(readers)) or 'an output'}: nvFuser has no quantized tensors"
+    packed = op.outputs[0]
+    others = {r.kind.name for r in fusion.readers.get(packed, ()) if r.kind.role != "grouped" or GroupedProduct.of(r).weight is not packed}
+    if others or _leaves(op, fusion):
+        return f"pack read by {' and '.join(sorted(others)) or 'an output'}: nvFuser has no quantized tensors"
     return None
 
 
@@ -114,7 +116,10 @@ def _swizzle(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 
 def _product(op: Op, fusion: Fusion, target: Target) -> str | None:
-    a, w = (v.type for v in op.values[:2])
+    product = GroupedProduct.of(op)
+    if product.weight is None:
+        return f"{op.kind.name}: nvFuser's product leaves the matrices of empty groups unwritten"
+    a, w = product.a.type, product.weight.type
     if a.quantized:
         return _packed_product(op, fusion, a, w)
     dtype = w.dtype if not w.quantized else a.dtype
@@ -149,10 +154,6 @@ def _stored(op: Op, fusion: Fusion, *dtypes: str) -> str | None:
     return f"{op.kind.name} kept in float32: nvFuser's product rounds to {' or '.join(dtypes)}"
 
 
-def _outer(op: Op, fusion: Fusion, target: Target) -> str | None:
-    return "grouped_outer: nvFuser's product leaves the matrices of empty groups uninitialized"
-
-
 def _sort(op: Op, fusion: Fusion, target: Target) -> str | None:
     rows = elements(op.values[0].type.shape)
     if isinstance(rows, int) and rows <= SORTED:
@@ -176,6 +177,6 @@ def _leaves(op: Op, fusion: Fusion) -> bool:
 Rule = Callable[[Op, Fusion, Target], str | None]
 _RULES: dict[str, Rule] = {
     "cast": _cast, "pack": _pack, "unpack": _unpack, "quantize": _quantize, "relayout": _inside, "grouped_swizzle": _swizzle,
-    "grouped_mm": _product, "grouped_mm_t": _product, "grouped_outer": _outer, "combine": _combine,
+    "grouped_mm": _product, "grouped_mm_t": _product, "grouped_outer": _product, "combine": _combine,
     "index_put_accumulate": _scatter, **dict.fromkeys(_SORTS, _sort),
 }  # fmt: skip

@@ -78,7 +78,7 @@ def random_weight(groups: int, n: int, k: int, runs: int = 0, exact: bool = Fals
 
 
 def quantized(layout: str, count: int = E, hidden: int = H, inner: int = I):
-    gate_up, down = float_weights(count, hidden, inner)
+    gate_up, down = (w * 0.4 for w in float_weights(count, hidden, inner))
     return [*stored(quantize_gate_up(gate_up), layout), *stored(quantize(down), layout)]
 
 
@@ -483,9 +483,8 @@ def test_nothing_is_compiled_during_a_capture():
 
 
 def test_the_reference_is_said_to_be_used():
-    """f16 activations have no kernel yet."""
     args = [*tokens(torch.zeros(7, 1, dtype=torch.long)), *quantized("linear")]
-    args[0] = args[0].half()
+    args[0] = args[0].float()
     made = bind(SPECS["expert_mlp"], args, {})
     program = compile_fusion(fusion_of("expert_mlp", eager_types(made), made.others), TARGETS["cuda"], Options())
-    assert "activations f16" in program.kernels[0].why
+    assert "activations in f32" in program.kernels[0].why

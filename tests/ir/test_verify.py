@@ -55,7 +55,7 @@ def broken(fusion):
         "alias of what is no input": replace(fusion, aliases={0: mm.outputs[0]}),
         "alias of what is no output": replace(fusion, aliases={1: fusion.inputs[2]}),
         "an input that is written over twice": replace(
-            fusion, outputs=(fusion.inputs[2],) * 2, aliases={0: fusion.inputs[2], 1: fusion.inputs[2]}
+            fusion, outputs=(fusion.inputs[2],) * 2, aliases=dict.fromkeys((0, 1), fusion.inputs[2])
         ),
         "an input twice": replace(fusion, inputs=(*fusion.inputs, fusion.inputs[0])),
         "a wrong attribute": at(fusion, 1, attrs={"axis": 0}),

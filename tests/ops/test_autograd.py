@@ -82,15 +82,19 @@ def test_no_product_runs_twice(wanted, backward):
     assert count_flops(lambda: call(given, *wanted).sum().backward()) == FORWARD + backward
 
 
-def kept(given: dict[str, Tensor], *wanted: str) -> list[tuple]:
+def kept_by(function, named: dict[str, Tensor]) -> list:
     """What autograd keeps: the name of an input, or the dtype and shape of a value."""
     found = []
-    names = {t.data_ptr(): name for name, t in given.items()}
+    names = {t.data_ptr(): name for name, t in named.items()}
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: found.append(names.get(t.data_ptr(), (str(t.dtype).partition(".")[2], *t.shape))), lambda t: t
     ):
-        call(given, *wanted)
+        function()
     return found
+
+
+def kept(given: dict[str, Tensor], *wanted: str) -> list:
+    return kept_by(lambda: call(given, *wanted), given)
 
 
 WEIGHTS = [n for n in arguments() if n.startswith(("gate_up", "down"))]
@@ -99,7 +103,7 @@ PRE_ACTIVATION, RESULT = ("bfloat16", ROWS, 2 * INNER), ("bfloat16", ROWS, HIDDE
 
 
 def test_what_is_kept_for_the_backward():
-    """FC1's result for x, FC2's for the weights of slots, both in 16 bits; the order of rows in 8 bytes a row; nothing for what is frozen."""
+    """FC1's result for x, FC2's for the slots' weights, in 16 bits; the order of rows in 8 bytes each; nothing for what is frozen."""
     given = arguments(biases=True)
     assert kept(given) == []
     assert kept(given, "x") == ["w", *WEIGHTS, *INDICES, PRE_ACTIVATION]
@@ -157,3 +161,21 @@ def test_what_was_kept_must_not_be_written():
     given["w"].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_trained_weights_cost_a_product_each():
+    """fprop, dgrad and wgrad once. FC2's wgrad alone keeps the activation, half as wide as FC1's result; with FC1's that makes it again."""
+    x, ids, w = (arguments()[name] for name in ("x", "ids", "w"))
+    up, down = random(GROUPS, 2 * INNER, HIDDEN, dtype=x.dtype, seed=4), random(GROUPS, HIDDEN, INNER, dtype=x.dtype, seed=5)
+    first, second = 2 * ROWS * 2 * INNER * HIDDEN, 2 * ROWS * INNER * HIDDEN
+    named = {"x": x, "ids": ids, "w": w, "up": up, "down": down}
+    order = ("int32", ROWS)  # the token of each row
+    for wanted, flops, saved in (
+        ((up,), second + first, ["x", "w", "down", INDICES[0], order, INDICES[1], PRE_ACTIVATION]),
+        ((down,), second, ["w", *INDICES, ("bfloat16", ROWS, INNER)]),
+        ((x, up, down), 2 * (first + second), ["x", "w", "up", "down", INDICES[0], order, INDICES[1], PRE_ACTIVATION]),
+    ):
+        for t in (x, w, up, down):
+            t.requires_grad_(any(t is v for v in wanted))
+        assert count_flops(lambda: OPS.fused_experts(x, ids, w, [up], [down], weight_format="bf16").sum().backward()) == FORWARD + flops
+        assert kept_by(lambda: OPS.fused_experts(x, ids, w, [up], [down], weight_format="bf16"), named) == saved

@@ -278,6 +278,7 @@ def experts(groups: int, hidden: int = 32, inner: int = 16):
     return weight(groups, 2 * inner, hidden, runs=2, seed=4), weight(groups, hidden, inner, seed=5)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(routings(), st.sampled_from(VARIANTS))
 @example(Routing(torch.zeros(0, 2, dtype=torch.int64), 1), {})
@@ -323,6 +324,7 @@ def test_expert_mlp_of_several_dimensions(shape):
 # Derivatives ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(routings().filter(lambda r: r.groups < 10), st.sampled_from(VARIANTS))
 def test_derivative_of_expert_mlp(routing: Routing, variant):

@@ -69,6 +69,7 @@ def test_translators_of_an_installed_package_are_found(run):
     assert run(ASK, TWICE)[0] == "their_translators.py:4 True"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "error"),
     [

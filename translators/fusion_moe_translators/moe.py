@@ -204,7 +204,7 @@ def fused_experts(
     _one_of("scale_on", scale_on, ("output", "input"))
     tokens, restore = flat(fd, x, keep=1)
     ids, w = flat(fd, ids, keep=1)[0], flat(fd, w, keep=1)[0]
-    need_same("the number of tokens", tokens.type.shape[0], ids.type.shape[0], "x and ids")
+    need_same("token count", "x", tokens.type.shape[0], "ids", ids.type.shape[0])
     dtype = x.type.dtype
     ends, row_of, slot_of = route(fd, ids, _count(gate_up[0]))
     a = fd.ops.index_select(tokens, row_of, dim=0)

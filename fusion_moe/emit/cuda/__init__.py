@@ -2,7 +2,8 @@
 
 source.py       what every segment has: a struct of its arrays, and kernels that are given it
 loops.py        segments without a product
-grouped_mm.py   products with NVFP4 weights, with gather, routing and epilogue; columns.py: which columns a result is made of
+grouped_mm.py   products, with gather, routing and epilogue; columns.py: which columns a result is made of
+readers.py      the readers of weights: which encodings and layouts have kernels
 variants.py     the kernels of products as data, and which are chosen for how many rows
 launch.py       compiling and calling; join.py: the segments of a program in one call
 kernels/        the kernels, fixed
@@ -18,10 +19,11 @@ from ...runtime.kernel import Kernel
 from ...segment import Segment
 from .. import reference
 from ..cxx.plan import plan
-from .grouped_mm import READERS, Product
+from .grouped_mm import Product
 from .join import join
 from .launch import Launch
 from .loops import Loops
+from .readers import READERS
 
 __all__ = ["NAME", "emit", "join"]
 

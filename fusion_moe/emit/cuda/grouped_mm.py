@@ -14,12 +14,13 @@ from ..cxx.indices import Index, is_index, reshaped, size
 from ..cxx.plan import Plan, known
 from . import variants
 from .columns import Columns, columns
+from .readers import reader
 from .source import Array, Launched, Sizes, Source
-from .variants import Share
+from .variants import TILE, Matrices, Share
 
-READERS = {("nvfp4", "linear"): "Linear", ("nvfp4", "w16x64"): "Tiled"}  # of weights: kernels/fp4.cuh
 ACTIVATIONS = "activations"  # what the prologue makes
 _M, _J, _K, _T = Index("m"), Index("j"), Index("k"), Index("t")
+_AT_ONCE = 16  # columns that a thread reads
 _MOST_IDS = 32  # that each warp sorts by itself, and does not wait for `route`
 _MOST_GROUPS = 2048  # that registers and shared memory last for, where all blocks know where groups begin
 
@@ -28,28 +29,34 @@ class Product(Source):
     """The source of a planned segment."""
 
     def __init__(self, plan: Plan):
-        ours = dict(zip((*plan.weight, plan.ends), ("codes", "scales", "decode", "ends"), strict=True))
-        super().__init__(plan.fusion, plan.memory, ours)
-        self.plan, self.layout = plan, plan.layout
+        self.reader = reader(plan.encoding.name, plan.layout, plan.a.type.dtype)
+        super().__init__(plan.fusion, plan.memory, dict(zip((*plan.weight, plan.ends), (*self.reader.parts, "ends"), strict=True)))
+        self.plan, self.dtype = plan, plan.a.type.dtype
         self._previous: Product | None = None
         self._next: Product | None = None
         self.transposed = plan.weight[0] if plan.transposed else None
-        if plan.a.type.dtype != "bf16":
-            raise UnsupportedError(f"activations {plan.a.type} have no kernel here yet", expected="bf16")
+        if plan.k % _AT_ONCE:
+            raise UnsupportedError(f"matrices of {plan.k} columns have no kernel here", expected=f"a multiple of {_AT_ONCE}")
         if self.groups > _MOST_GROUPS:
             raise UnsupportedError(f"{self.groups} groups have no kernel here", expected=f"at most {_MOST_GROUPS}")
         found = self.elements().row_in_memory(plan.a, _M, plan.k)
         self.matrix = found[0] if found else None  # in memory, whose rows are the activations
         self._in_turn = found is not None and found[1] == _M  # whether its row m is row m of activations
-        self.scratch.append(Array(ACTIVATIONS, "bf16", elements((self.matrix or plan.a).type.shape)))
+        self.scratch.append(Array(ACTIVATIONS, self.dtype, elements((self.matrix or plan.a).type.shape)))
         self._results, texts = self._make_results()
-        self.columns: Columns = columns(texts, plan.width, aligned=self.layout != "linear")
+        self.columns: Columns = columns(texts, plan.width, aligned=self.reader.tiled)
         self._functions = self._make_functions()
 
     @property
     def groups(self) -> int:
         """How many matrices there are."""
         return known(self.plan.weight[0].type.shape[0])
+
+    @property
+    def matrices(self) -> Matrices:
+        """What the choice of kernels looks at, but for rows."""
+        tile_bytes = int(TILE * self.plan.encoding.weight_bits) // 8
+        return Matrices(self.groups, self.plan.k, self.tiles, self.columns.tiles, tile_bytes, self.reader.tiled)
 
     @property
     def rows(self) -> AnySize:
@@ -69,7 +76,7 @@ class Product(Source):
         """Routing; activations that are computed, or wanted in another order; the product; what is summed of its rows."""
         shares, given = self.shares(sizes, arch), self._is_given_ordered(sizes, arch)
         first = self.made_first(sizes)
-        prologue = [] if given else self._prologue(reader(shares), sizes, after_routing=bool(first))
+        prologue = [] if given else self._prologue(reading(shares), sizes, after_routing=bool(first))
         early = self._routing is None or bool(prologue)
         products = self.products(shares, sizes, given_ordered=given, gives_ordered=self.gives_ordered(sizes, arch), early=early)
         found = [*first, *prologue, *products]
@@ -77,12 +84,11 @@ class Product(Source):
 
     def shares(self, sizes: Sizes, arch: str) -> tuple[Share, ...]:
         """The kernels of the product that are chosen."""
-        regimes = variants.LINEAR if self.layout == "linear" else variants.TILED
-        return variants.choose(value(self.rows, sizes), self.groups, self.plan.k, self.tiles, self.columns.tiles, regimes, arch)
+        return variants.choose(value(self.rows, sizes), self.matrices, arch)
 
     def variant(self, sizes: Sizes, arch: str) -> variants.Variant:
         """The one of them in whose order all read rows."""
-        return reader(self.shares(sizes, arch))
+        return reading(self.shares(sizes, arch))
 
     def products(
         self, shares: Sequence[Share], sizes: Sizes, *, given_ordered: bool = False, gives_ordered: bool = False, early: bool = False
@@ -91,7 +97,7 @@ class Product(Source):
 
         early: whether ends are there before the kernel before these has ended.
         """
-        first, last, variant = shares[0], shares[-1], reader(shares)
+        first, last, variant = shares[0], shares[-1], reading(shares)
         in_order = given_ordered or (variant.ordered and not self._reads_the_matrix(variant))
         row = self._row(variant, given_ordered)
         many = [
@@ -115,9 +121,10 @@ class Product(Source):
             f"static constexpr i32 ABOVE = {share.above}, MOST = {'ANY_SIZE' if share.most is None else share.most};",
             *(many if variant.persistent else self._find(ids)),
         ]
-        blocks = variants.blocks(share, rows, self.groups, self.tiles)
+        blocks = variants.blocks(share, rows, self.matrices)
         return self.calling(
-            variant.call(blocks), variant.name, functions, blocks, header=variant.header, threads=variant.threads, shared=variant.shared,
+            variant.call(blocks), variant.name, functions, blocks,
+            headers=(self.reader.header, variant.header), threads=variant.threads, shared=variant.shared,
             least_blocks=variant.per_sm, persistent=variant.persistent, early=early, caches=beside_previous and not variant.persistent,
             title=str(share),
         )  # fmt: skip
@@ -151,7 +158,7 @@ class Product(Source):
             count, made = elements(self.plan.a.type.shape), self.elements()
             element = made.of(self.plan.a, [Index(f"(i / {k})"), Index(f"(i % {k})")])
             place = "ordered(i)" if variant.ordered else "i"
-            return [self.for_all("prologue", count, [*made.lines, f"{ACTIVATIONS}[{place}] = narrow<bf16>({element});"], sizes)]
+            return [self.for_all("prologue", count, [*made.lines, f"{ACTIVATIONS}[{place}] = narrow<{self.dtype}>({element});"], sizes)]
         if self._reads_the_matrix(variant):
             return []
         pieces = exact_div(elements(self.matrix.type.shape), 8)
@@ -161,11 +168,13 @@ class Product(Source):
         return [self.for_all("prologue_ordered", pieces, body, sizes, early=early)]
 
     def _row(self, variant: variants.Variant, given_ordered: bool) -> list[str]:
-        """Where the product reads a row of activations."""
+        """The types of both operands, and where the product reads a row of activations."""
         made = self.elements()
         matrix, row = made.row_in_memory(self.plan.a, _M, self.plan.k) or (None, _M)
         name = self.names[matrix] if matrix is not None and self._reads_the_matrix(variant, given_ordered) else ACTIVATIONS
-        return ["", "__device__ const bf16* row(i64 m) const {", *inner([*made.lines, f"return {name} + {row} * K;"]), "}"]
+        types = [f"using Activation = {self.dtype};", f"using Weights = {self.reader.of(self.dtype)};"]
+        body = inner([*made.lines, f"return {name} + {row} * K;"])
+        return ["", *types, f"__device__ const {self.dtype}* row(i64 m) const {{", *body, "}"]
 
     def _reads_the_matrix(self, variant: variants.Variant, given_ordered: bool = False) -> bool:
         """Whether the product reads the matrix in memory as it is, and not what the prologue makes of it."""
@@ -190,7 +199,6 @@ class Product(Source):
             told = "nullptr" if self._routing else "blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr"
             made = f"find_tile<G, HEIGHT, ACROSS, AT_ONCE, MOST>(ends, i32(rows()), number, {told})"
         return [
-            f"using Weights = {READERS[self.plan.encoding.name, self.layout]};",
             "template <int HEIGHT, int ACROSS, int AT_ONCE>",
             f"__device__ __forceinline__ Place find(i32 number) const {{ return {made}; }}",
         ]
@@ -199,14 +207,13 @@ class Product(Source):
 
     def _make_functions(self) -> list[str]:
         plan, cols = self.plan, self.columns
-        runs = known(plan.weight[2].type.shape[1]) if len(plan.weight[2].type.shape) > 1 else 1
+        runs = next((known(v.type.shape[1]) for v in plan.weight if len(v.type.shape) == 2), 1)
         return [
             f"static constexpr i32 G = {self.groups}, N = {plan.n}, K = {plan.k}, W = {plan.width}, F = {len(cols.texts)}, RUNS = {runs};",
             f"static constexpr i32 B = {cols.block}, TILES = {cols.tiles};",
             "",
             f"__device__ i64 rows() const {{ return {size(self.rows)}; }}",
             *cols.functions(),
-            "__device__ static constexpr i32 run(i32 f, i32 j) { return column(f, j) / (N / RUNS); }",
             "",
             *self._results,
         ]
@@ -258,6 +265,6 @@ class Product(Source):
         return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes, early=True)
 
 
-def reader(shares: Sequence[Share]) -> variants.Variant:
+def reading(shares: Sequence[Share]) -> variants.Variant:
     """The variant in whose order kernels beside each other read rows: the first one, or one that can read them in their own order alone."""
     return next((share.variant for share in shares if not share.variant.ordered), shares[0].variant)

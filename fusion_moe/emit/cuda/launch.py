@@ -24,7 +24,7 @@ KERNELS = Path(__file__).parent / "kernels"
 _ALIGN = 16  # bytes that vectors are loaded by
 APART = 256  # bytes: what a call makes for itself begins at multiples of it, in one piece of memory
 _REMEMBERED = 1024  # devices and sizes of calls
-_DTYPES = {"i32": torch.int32, "bf16": torch.bfloat16}
+_DTYPES = {"i32": torch.int32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ $functions
 }  // namespace
 """)
 _KERNEL = Template("""\
-#include "$header"
+$includes
 $struct
 extern "C" __global__ void __launch_bounds__($bounds) $name(const __grid_constant__ Segment s) {
     $call
@@ -120,12 +120,14 @@ class Source(ABC):
         return self.calling("s.run();", name, ["__device__ void run() const {", *inner(body), "}"], blocks, threads=threads, early=early)
 
     def calling(
-        self, call: str, name: str, functions: Sequence[str], blocks: int, *, header: str = "rows.cuh", threads: int = THREADS,
-        shared: int = 0, least_blocks: int = 1, persistent: bool = False, early: bool = False, caches: bool = False, title: str = "",
+        self, call: str, name: str, functions: Sequence[str], blocks: int, *, headers: Sequence[str] = ("rows.cuh",),
+        threads: int = THREADS, shared: int = 0, least_blocks: int = 1, persistent: bool = False, early: bool = False,
+        caches: bool = False, title: str = "",
     ) -> Launched:  # fmt: skip
         """A kernel that makes a call, and whose struct has more functions. least_blocks: that must fit one multiprocessor."""
         bounds = f"{threads}, {least_blocks}"
-        text = _KERNEL.substitute(header=header, struct=self._struct(functions), name=name, call=call, bounds=bounds)
+        includes = "\n".join(f'#include "{header}"' for header in headers)
+        text = _KERNEL.substitute(includes=includes, struct=self._struct(functions), name=name, call=call, bounds=bounds)
         return Launched(name, text, blocks, threads, shared, persistent, early, least_blocks if caches else 0, title or name)
 
     def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, early: Sequence[str] = ()) -> Launched:

@@ -10,6 +10,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ... import groups as ragged
+from ...groups import ceil_to
+
+TILE = 1024  # weights in 16 rows and 64 columns
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices of a product, as the choice of a kernel sees them.
+
+    tiles: of 16 columns of the product, `block` of which make whole columns of a result, for each 16 or 8. tile_bytes: of the elements
+    and block scales of 16 rows and 64 columns; tiled: whether these lie in one piece.
+    """
+
+    groups: int
+    k: int
+    tiles: int
+    block: int
+    tile_bytes: int
+    tiled: bool
+
+    @property
+    def wide(self) -> bool:
+        """Whether a stage of shared memory has room for 64 columns alone, and registers for few tiles."""
+        return self.tile_bytes > TILE
 
 
 @dataclass(frozen=True)
@@ -68,15 +92,18 @@ class FewRows:
         at_once = self.at_once if blocks > self.at_once else 0
         return f"FewRows<Segment, {self.nt}, {self.r}, {self.wk}, {self.u}, {self.c}, {self.warps}, {at_once}>::run(s);"
 
-    def fits(self, tiles: int, block: int, k: int, arch: str) -> bool:
-        """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, of all its tiles, on an architecture."""
-        return self.tiles % block == 0
+    def fits(self, of: Matrices, arch: str) -> bool:
+        """Whether it makes whole columns of a result of all its tiles, and registers hold what it reads ahead."""
+        held = (self.u + self.c) * self.r * of.tile_bytes // 128
+        sums_and_rows = (4 * self.r + 16) * self.nt
+        registers = min(255, _REGISTERS // (self.threads * self.per_sm))
+        return self.tiles % of.block == 0 and held + sums_and_rows + _OTHER_REGISTERS <= registers
 
     def halves(self, block: int) -> bool:
         """Whether blocks that have nothing to do take halves of the last ones: see kernels/few_rows.cuh."""
         return 2 * self.wk <= self.warps and self.tiles % (2 * block) == 0
 
-    def time(self, blocks: float, spare: float, k: int, block: int) -> float:
+    def time(self, blocks: float, spare: float, of: Matrices) -> float:
         """Of that many blocks with work, in what a warp takes for 64 k, as far as an H200's times tell variants of one regime apart.
 
         spare: blocks without work. Blocks run in waves, and memory is busy with less than whole ones; the last is half as long where spare
@@ -84,9 +111,9 @@ class FewRows:
         """
         whole, rest = divmod(blocks, self.at_once)
         waves = max(math.ceil(blocks / self.at_once), blocks * self.warps / _BUSY)
-        if self.halves(block) and whole and 2 * rest <= min(spare, self.at_once):
+        if self.halves(of.block) and whole and 2 * rest <= min(spare, self.at_once):
             waves = min(waves, whole * max(1, self.at_once * self.warps / _BUSY) + 0.5)
-        return waves * (k / 64 / self.wk + _BEGIN_AND_END)
+        return waves * (of.k / 64 / self.wk + _BEGIN_AND_END)
 
 
 @dataclass(frozen=True)
@@ -131,17 +158,28 @@ class ManyRows:
         """What the kernel runs."""
         return f"ManyRows<Segment, {self.height}, {self.teams}, {self.bands}>::run(s);"
 
-    def fits(self, tiles: int, block: int, k: int, arch: str) -> bool:
-        """Whether it makes whole columns of a result, `block` tiles for each 16 or 8, of all its tiles, on an architecture.
+    def stages(self, of: Matrices) -> int:
+        """Of the ring in shared memory, as kernels/many_rows.cuh counts them."""
+        depth = 1 if of.wide else 2
+        stage = ceil_to(depth * (self.height * 128 + self.tiles * of.tile_bytes), 1024)
+        schedule, item, barriers = 20 * of.groups + 36, 32, 16
+        return (self.shared - schedule - item) // (stage + barriers + item)
+
+    def fits(self, of: Matrices, arch: str) -> bool:
+        """Whether it makes whole columns of a result of all its tiles, on an architecture, and has the stages that it needs.
 
         Two bands, or four teams with high spans, leave no registers for the last half of a stage, of K that is no multiple of 128; two
-        bands with high spans none for tiles past the last column either.
+        bands with high spans none for tiles past the last column either, and two bands none for wide tiles.
         """
         short_of_registers = self.bands > 1 or (self.teams > 3 and self.height > 80)
-        whole = tiles % self.tiles == 0 or self.bands == 1 or self.height <= 32
-        return arch == "sm_90a" and self.tiles % block == 0 and whole and (k % 128 == 0 or not short_of_registers)
+        whole = of.tiles % self.tiles == 0 or self.bands == 1 or self.height <= 32
+        held = not of.wide or self.bands == 1
+        return (
+            arch == "sm_90a" and of.tiled and self.tiles % of.block == 0 and whole and held and self.stages(of) >= _LEAST_STAGES
+            and (of.k % 128 == 0 or not short_of_registers)
+        )  # fmt: skip
 
-    def time(self, blocks: float, spare: float, k: int, block: int) -> float:
+    def time(self, blocks: float, spare: float, of: Matrices) -> float:
         """Of the tiles of one multiprocessor, those past the product's last column too, in what one takes with one band, as an H200's times
         say.
 
@@ -207,6 +245,14 @@ LINEAR = (
     Regime(24, (FewRows(2, 1, 2, 1, 3, 4), FewRows(2, 1, 4, 1, 3, 2))),
     Regime(ALWAYS, (FewRows(4, 2, 4, 1, 1, 2),)),
 )
+# Of tiles of 2,048 bytes registers hold fewer. Not tuned: where regimes begin is taken from above.
+WIDE_FEW = (FewRows(1, 1, 1, 1, 2, 4), FewRows(1, 1, 2, 1, 2, 4), FewRows(1, 1, 4, 1, 2, 2), FewRows(1, 1, 8, 1, 2, 2))
+WIDE_FEW_TALL = (FewRows(2, 1, 2, 1, 1, 4), FewRows(2, 1, 4, 1, 1, 2))
+WIDE_TILED = (Regime(6, WIDE_FEW), Regime(12, WIDE_FEW_TALL), *TILED[3:8], Regime(24, WIDE_FEW_TALL), TILED[-1])
+WIDE_LINEAR = (Regime(6, WIDE_FEW), Regime(24, WIDE_FEW_TALL), LINEAR[-1])
+_REGISTERS = 65536  # of a multiprocessor
+_OTHER_REGISTERS = 26  # of a thread of a kernel of few rows: addresses, fragments
+_LEAST_STAGES = 3
 _MULTIPROCESSORS = 132  # of an H200
 _BUSY = 3200  # warps that keep its memory busy
 _BEGIN_AND_END = 4  # times 64 k
@@ -214,34 +260,42 @@ _MANY = 16  # groups, of which some can be much heavier
 _TWO_BANDS = 0.955  # of the time of a tile, since bands share what is done for each stage
 
 
-def choose(rows: int, groups: int, k: int, tiles: int, block: int, regimes: Sequence[Regime], arch: str) -> tuple[Share, ...]:
-    """The kernels, in order, for `rows` rows in `groups` groups, of `tiles` tiles of 16 columns, `block` of which make whole columns.
+def regimes(of: Matrices) -> Sequence[Regime]:
+    """The table of kernels for such matrices."""
+    if of.tiled:
+        return WIDE_TILED if of.wide else TILED
+    return WIDE_LINEAR if of.wide else LINEAR
+
+
+def choose(rows: int, of: Matrices, arch: str) -> tuple[Share, ...]:
+    """The kernels, in order, for `rows` rows in groups.
 
     Few blocks leave a GPU idle: warps along K make more of them.
     """
+    groups = of.groups
     touched = groups * (1 - (1 - 1 / groups) ** rows)  # groups with a row, if rows pick them evenly
 
     def time(v: Variant) -> float:
-        expected = max(touched, rows / v.height) * -(-tiles // v.tiles)
-        return v.time(expected, blocks(Share(v), rows, groups, tiles) - expected, k, block)
+        expected = max(touched, rows / v.height) * -(-of.tiles // v.tiles)
+        return v.time(expected, blocks(Share(v), rows, of) - expected, of)
 
-    def fastest(of: Sequence[Variant]) -> Variant | None:
-        return min((v for v in of if v.fits(tiles, block, k, arch)), key=time, default=None)
+    def fastest(among: Sequence[Variant]) -> Variant | None:
+        return min((v for v in among if v.fits(of, arch)), key=time, default=None)
 
-    possible = ((regime, fastest(regime.variants)) for regime in regimes if rows <= regime.most * groups)
+    possible = ((regime, fastest(regime.variants)) for regime in regimes(of) if rows <= regime.most * groups)
     regime, usual = next((regime, variant) for regime, variant in possible if variant)
-    bounds, found = [most for most, _ in regime.uneven], [v for _, of in regime.uneven if (v := fastest(of))]
-    long = groups >= _MANY and groups * tiles * 16 * k >= regime.long
+    bounds, found = [most for most, _ in regime.uneven], [v for _, among in regime.uneven if (v := fastest(among))]
+    long = groups >= _MANY and groups * of.tiles * 16 * of.k >= regime.long
     if not found or len(found) < len(bounds) or not long:
         return (Share(usual),)
     shares = [Share(v, above or 0, most) for v, above, most in zip(found, [0, *bounds], bounds, strict=False)]
     return tuple(sorted(shares, key=lambda share: not share.variant.persistent))  # what these leave of a GPU, others fill
 
 
-def blocks(share: Share, rows: int, groups: int, tiles: int) -> int:
+def blocks(share: Share, rows: int, of: Matrices) -> int:
     """How much there is to do, in blocks, whatever the sizes of groups. Rows of no group are one more group."""
-    height, count = share.variant.height, min(groups, rows // (share.above + 1))
+    height, count = share.variant.height, min(of.groups, rows // (share.above + 1))
     high = ragged.bound(rows, count + 1, height) // height
     if share.most is not None:
         high = min(high, count * -(-share.most // height))
-    return high * -(-tiles // share.variant.tiles)
+    return high * -(-of.tiles // share.variant.tiles)

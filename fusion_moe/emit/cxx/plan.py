@@ -11,6 +11,7 @@ from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import exact_div
 from ...ir.types import Dim, plain
+from ...schedule.product import products
 
 ACTIVATIONS = ("bf16", "f16", "f32")
 MADE_FIRST = ("route", "invert", "problem_ends")  # before all else, each value in memory
@@ -70,8 +71,9 @@ Readers = Collection[tuple[str, str]]  # the encodings of weights that a backend
 
 def plan(fusion: Fusion, readers: Readers) -> Plan:
     """The plan of a segment, or UnsupportedError with the sentence why a backend with such readers has no kernel for it."""
-    (op,) = (op for op in fusion.ops if op.kind.role == "grouped")
-    if op.kind.name != "grouped_mm":
+    (found,) = products(fusion)
+    op = found.op
+    if found.kind != "fprop":
         raise UnsupportedError(f"{op.kind.name} has no kernel here yet")
     weight, transposed = _weight(fusion, op, readers)
     w = op.values[1].type

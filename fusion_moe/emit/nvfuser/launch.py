@@ -11,6 +11,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...ir.core import Fusion
 from ...schedule import nvfuser as facts
+from ...schedule.product import products
 from ...target import TARGETS, why_not_on
 from .definition import Argument, Definition
 from .headers import check_headers
@@ -19,7 +20,7 @@ from .values import form_of
 
 def launcher(definition: Definition, fusion: Fusion) -> Callable[..., tuple[Any, ...]]:
     """launch(*inputs, sizes=...) -> the outputs."""
-    four_bits = any(facts.lowering(op) == facts.PRODUCTS["nvfp4"] for op in fusion.ops if op.kind.role == "grouped")
+    four_bits = any(facts.lowering(product) == facts.PRODUCTS["nvfp4"] for product in products(fusion))
     sorts = facts.sorts(fusion)
 
     def launch(*inputs: Tensor, sizes: Mapping[str, int]) -> tuple[Any, ...]:

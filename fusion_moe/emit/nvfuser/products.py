@@ -16,6 +16,7 @@ from ...encodings import NVFP4
 from ...groups import ceil_to
 from ...ir.core import Op
 from ...layouts import SF128X4
+from ...schedule.product import GroupedProduct
 from .library import dtype
 from .rows import group_count, inside, of_groups, of_their_group
 from .values import E2M1, WORDS, Codes, Encoded, Packed
@@ -120,18 +121,14 @@ def _grouped_scale(w: Writer, x: Encoded, ends: Any, groups: int) -> Any:
 
 
 def _grouped_mm(w: Writer, op: Op, a: Any, weight: Any, ends: Any) -> Any:
-    out, shape = op.outputs[0].type.shape, _matrices(op)
+    """Of fprop and dgrad: nvFuser's contracts the middle axis of its matrices."""
     if isinstance(a, Encoded):
         y = _packed_product(w, op, a, weight, ends)
     else:
-        matrices = decoded(w, weight, shape, op.values[0].type.dtype) if isinstance(weight, Packed) else weight
-        y = _product(w, op, a, w.permute(matrices, [0, 2, 1]), ends)
-    return inside(w, y, out, ends, group_count(op))
-
-
-def _grouped_mm_t(w: Writer, op: Op, a: Any, weight: Any, ends: Any) -> Any:
-    matrices = decoded(w, weight, _matrices(op), op.values[0].type.dtype) if isinstance(weight, Packed) else weight
-    return inside(w, _product(w, op, a, matrices, ends), op.outputs[0].type.shape, ends, group_count(op))
+        matrices = decoded(w, weight, _matrices(op), op.values[0].type.dtype) if isinstance(weight, Packed) else weight
+        middle = GroupedProduct.of(op).contracted == "N"
+        y = _product(w, op, a, matrices if middle else w.permute(matrices, [0, 2, 1]), ends)
+    return inside(w, y, op.outputs[0].type.shape, ends, group_count(op))
 
 
 def _product(w: Writer, op: Op, a: Any, matrices: Any, ends: Any) -> Any:
@@ -198,5 +195,5 @@ def _matrices(op: Op) -> Matrices:
 
 RULES: dict[str, Callable[..., Any]] = {
     "pack": _pack, "unpack": _unpack, "decode_scale": _decode_scale, "quantize": _quantize, "relayout": _relayout,
-    "grouped_mm": _grouped_mm, "grouped_mm_t": _grouped_mm_t,
+    "grouped_mm": _grouped_mm, "grouped_mm_t": _grouped_mm,
 }  # fmt: skip

@@ -36,8 +36,8 @@ def _operands(a: TensorType, w: TensorType, ends: TensorType, contract: int, w_l
     for name, type in (("a", a), ("w", w)):
         need_dtype(name, type, *_FLOATS, *encoded())
     rows = need_cut("a", a, ends)
-    need_same("the number of groups", w.shape[0], rows.groups.count, "w and ends")
-    need_same("the contracted size", a.shape[1], w.shape[contract], f"a {a} and w {w}")
+    need_same("group count", "w", w.shape[0], "ends", rows.groups.count)
+    need_same("contracted size", f"a {a}", a.shape[1], f"w {w}", w.shape[contract])
     if w.layout != w_layout:
         raise ShapeError(f"w is {w}", expected=f"the layout {w_layout}", todo="w_layout states it")
 
@@ -69,8 +69,8 @@ def _add_type(y: TensorType, bias: TensorType, ends: TensorType) -> Types:
     need_rank("bias", bias, 2)
     need_dtype("bias", bias, y.dtype)
     rows = need_cut("y", y, ends)
-    need_same("the number of groups", bias.shape[0], rows.groups.count, "bias and ends")
-    need_same("N", bias.shape[1], y.shape[1], f"y {y} and bias {bias}")
+    need_same("group count", "bias", bias.shape[0], "ends", rows.groups.count)
+    need_same("N", f"bias {bias}", bias.shape[1], f"y {y}", y.shape[1])
     return (y,)
 
 

@@ -23,7 +23,7 @@ from .shape import elements
 def _ends_type(offs: TensorType, rows: AnySize, groups: Groups) -> Types:
     need_rank("offs", offs, 1)
     need_dtype("offs", offs, "i32")
-    need_same("the number of groups", offs.shape[0], groups.count, "offs and groups")
+    need_same("group count", "offs", offs.shape[0], "groups", groups.count)
     return (offs.with_(shape=(plain(offs.shape[0]),), ends=groups),)
 
 
@@ -150,9 +150,9 @@ def _index_put_type(acc: TensorType, index: TensorType, value: TensorType) -> Ty
     need_rank("index", index, 1)
     need_dtype("index", index, *INTS)
     need_dtype("value", value, acc.dtype)
-    need_same("the number of rows", index.shape[0], value.shape[0], "index and value")
+    need_same("row count", "index", index.shape[0], "value", value.shape[0])
     for a, b in zip(acc.shape[1:], value.shape[1:], strict=True):
-        need_same("a size", a, b, "acc and value")
+        need_same("size", "acc", a, "value", b)
     return (acc.with_(shape=tuple(map(plain, acc.shape))),)
 
 
@@ -162,7 +162,7 @@ def _index_put_needs(acc: TensorType, index: TensorType, value: TensorType) -> I
 
 def _invert_type(slot_of: TensorType, rows: Dim) -> Types:
     need_dtype("slot_of", slot_of, "i32")
-    need_same("the number of rows", elements(slot_of.shape), rows, "slot_of and rows")
+    need_same("row count", "slot_of", elements(slot_of.shape), "rows", rows)
     return (TensorType((rows,), "i32"),)
 
 
@@ -183,7 +183,7 @@ def _combine_type(y: TensorType, slot_of: TensorType, w: TensorType) -> Types:
     need_float("w", w)
     need_rank("w", w, 2)
     for a, b in zip(slot_of.shape, w.shape, strict=True):
-        need_same("a size", a, b, "slot_of and w")
+        need_same("size", "slot_of", a, "w", b)
     return (TensorType((plain(slot_of.shape[0]), y.shape[1]), "f32"),)
 
 

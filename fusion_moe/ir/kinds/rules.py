@@ -38,10 +38,10 @@ def need_float(name: str, type: TensorType) -> None:
     need_dtype(name, type, *FLOATS)
 
 
-def need_same(what: str, a: Dim, b: Dim, names: str) -> None:
-    """Two sizes must be equal, cuts left aside."""
+def need_same(what: str, first: str, a: Dim, second: str, b: Dim) -> None:
+    """Two sizes must be equal, cuts left aside. what: "group count"; first, second: the names of what has them."""
     if plain(a) != plain(b):
-        raise ShapeError(f"mismatch in {what} of {names}: {a} and {b}", expected="equal sizes")
+        raise ShapeError(f"{what} mismatch: {first} has {a}, {second} has {b}", expected="equal sizes")
 
 
 def need_ends(ends: TensorType) -> Groups:

@@ -13,9 +13,9 @@
 // with copies of the registers that they are for.
 #pragma once
 
-#include "fp4.cuh"
 #include "mma.cuh"
 #include "sums.cuh"
+#include "weights/reader.cuh"
 
 namespace {
 
@@ -81,7 +81,7 @@ private:
             tile.open_activations(span);
             tile.multiply(sums);
             __syncthreads();
-            Tile::store(s, span, column, sums, Weights::FACTOR);
+            Tile::store(s, span, column, sums);
         } else {
             Tile::fill(s, span, column);
         }
@@ -157,18 +157,18 @@ private:
 
     __device__ static __forceinline__ void multiply(float (&sum)[NT][4], const Held& now, const uint4 (&active)[NT][2]) {
         // A product reads activations from registers that follow each other: so it takes one half each of two words of codes.
-        const u32 low = Weights::low_scale(now), high = Weights::high_scale(now);
+        const typename Weights::Scales scales = Weights::scales(now);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int v = 0; v < 4; v += 2) {
                 u32 fragment[4];
-                Weights::decode(now, v, half, low, high, fragment);
-                Weights::decode(now, v + 1, half, low, high, fragment + 2);
+                Weights::decode(now, scales, v, half, fragment);
+                Weights::decode(now, scales, v + 1, half, fragment + 2);
 #pragma unroll
                 for (int t = 0; t < NT; ++t) {
                     const uint4& pairs = active[t][half];
-                    mma_16x8x16(sum[t], fragment, v == 0 ? pairs.x : pairs.z, v == 0 ? pairs.y : pairs.w);
+                    mma_16x8x16<typename Segment::Activation>(sum[t], fragment, v == 0 ? pairs.x : pairs.z, v == 0 ? pairs.y : pairs.w);
                 }
             }
     }

@@ -10,19 +10,34 @@
 // of its own sizes, ABOVE to MOST, which the host does not know. None of them needs what another makes, so none waits for the one before;
 // but the last block of each does when it is done, and so what waits for the last launch waits for all.
 //
-// Activations are given in the order of w16x64 (order.cuh), or in their own, with more instructions for each weight (shared_tile.cuh).
+// Activations are given in the order of w16x64 (order.cuh), or in their own, with more instructions for each weight (weights/).
 #pragma once
 
 #include "order.cuh"
 #include "pipeline.cuh"
 #include "schedule.cuh"
-#include "shared_tile.cuh"
 #include "turn.cuh"
+#include "weights/reader.cuh"
 #include "wgmma.cuh"
 
 namespace {
 
 constexpr int MOST_SHARED = 227 * 1024;  // bytes of shared memory that a block may have
+
+// Tiles of weights in shared memory, DEPTH for each warp of a team.
+template <int WARPS, int DEPTH, int ELEMENTS, int SCALES>
+struct SharedTiles {
+    u8 elements[WARPS][DEPTH][ELEMENTS], scales[WARPS][DEPTH][SCALES];
+
+    __device__ __forceinline__ const u8* first_scales(int b) const { return scales[0][b]; }
+};
+
+template <int WARPS, int DEPTH, int ELEMENTS>
+struct SharedTiles<WARPS, DEPTH, ELEMENTS, 0> {
+    u8 elements[WARPS][DEPTH][ELEMENTS];
+
+    __device__ __forceinline__ const u8* first_scales(int) const { return nullptr; }
+};
 
 template <class Segment, int TOKENS, int TEAMS, int BANDS>
 struct ManyRows {
@@ -34,13 +49,14 @@ struct ManyRows {
     static constexpr int COPY_REGISTERS = POOL - TEAMS * MULTIPLY_REGISTERS;
     static constexpr int TILES = TEAM_WARPS * TEAMS * BANDS, COLUMNS = Segment::B * TILES / Segment::TILES;  // of the result
     static constexpr int ACROSS = (Segment::W + COLUMNS - 1) / COLUMNS, KB = Segment::K / 64, STEPS = 4;
-    static constexpr int DEPTH = 2;  // blocks of 64 k in a stage
+    using Reader = typename Segment::Weights;
+    static constexpr int ELEMENTS = Reader::ELEMENTS, SCALES = Reader::SCALES;  // bytes of a tile of 16 rows and 64 k
+    static constexpr int DEPTH = ELEMENTS + SCALES <= 1024 ? 2 : 1;             // blocks of 64 k in a stage
     static constexpr int ROUND = BANDS == 1 ? 2 * DEPTH : DEPTH;  // blocks that a round of the loop of copies takes, as registers last
-    static constexpr int CODES = 512, SCALES = 64;  // bytes of a tile of 16 rows and 64 k
     static constexpr int KEPT = BANDS == 1 && KB > DEPTH ? 2 : 1;  // stages that a team gives back when it has stored an item
     static constexpr int PLACES = BANDS > 1 ? 2 : KEPT;            // in which it turns results: of its weights there
     using Turned = typename Turn<Segment, BANDS>::Way;
-    using SharedWeights = SharedTile<Segment::ORDERED>;
+    using SharedWeights = typename Reader::template Shared<Segment::ORDERED>;
     using Held = typename SharedWeights::Held;
     static constexpr int TOGETHER = Turned::BANDS;  // bands of which a result's columns are made
     static constexpr int CHUNK = Turned::CHUNK;     // rows of a result that a team turns at a time, in one of them
@@ -51,9 +67,7 @@ struct ManyRows {
     static_assert(!Segment::At::ORDERED || Segment::W % 64 == 0, "whole blocks of 64 are ordered");
     static_assert(TOKENS % 16 == 0 && TOKENS <= 256, "spans are turned 16 rows at a time, and fit an instruction");
 
-    struct BandWeights {
-        u8 codes[TEAM_WARPS][DEPTH][CODES], scales[TEAM_WARPS][DEPTH][SCALES];
-    };
+    using BandWeights = SharedTiles<TEAM_WARPS, DEPTH, ELEMENTS, SCALES>;
 
     struct alignas(1024) Stage {
         u8 activations[DEPTH][TOKENS * TILE_ROW];
@@ -118,42 +132,58 @@ private:
 
     // Copies -----------------------------------------------------------------------------------------------------------
 
-    // The weights of an item: a warp copies the codes of each COPY_WARPS-th tile, and a thread 16 bytes of scales of each AT_ONCE-th.
+    // The weights of an item: a warp copies the elements of each COPY_WARPS-th tile, and a thread 16 bytes of scales of each AT_ONCE-th.
     struct Weights {
-        static_assert(i64(Segment::N) * Segment::K / 2 < 1ll << 31, "offsets in a matrix");
-        static constexpr int EACH = TILES / COPY_WARPS, PIECES = DEPTH * SCALES / 16;  // of the scales of a tile
-        static constexpr int AT_ONCE = COPIERS / PIECES, TURNS = (TILES + AT_ONCE - 1) / AT_ONCE;
+        static_assert(i64(Segment::N) * Segment::K / 1024 * ELEMENTS < 1ll << 31, "offsets in a matrix");
+        static constexpr int EACH = TILES / COPY_WARPS, RUNS = ELEMENTS / RUN;
+        static constexpr int PIECES = DEPTH * SCALES / 16;  // of the scales of a tile
+        static constexpr int AT_ONCE = PIECES > 0 ? COPIERS / PIECES : TEAM_WARPS, TURNS = PIECES > 0 ? (TILES + AT_ONCE - 1) / AT_ONCE : 0;
         static_assert(AT_ONCE % TEAM_WARPS == 0, "whole teams at once");
         static constexpr bool EVEN = even(COPY_WARPS) && even(AT_ONCE);
-        const u8 *codes, *scales;      // of the item's matrix; if tiles are even, the thread's first
-        i32 code[EACH], scale[TURNS];  // offsets, if they are not
+        const u8 *elements, *scales;                   // of the item's matrix; if tiles are even, the thread's first
+        i32 element[EACH], scale[TURNS > 0 ? TURNS : 1];  // offsets, if they are not
 
         __device__ __forceinline__ void open(const Segment& s, const Item& item, i32 thread) {
             const i64 tiles = i64(item.span.group) * (Segment::N / 16) * KB;
-            codes = s.codes + tiles * CODES, scales = s.scales + tiles * SCALES;
+            elements = Reader::elements(s) + tiles * ELEMENTS, scales = Reader::scales(s) + tiles * SCALES;
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) code[i] = at(item, thread / 32 + COPY_WARPS * i) * CODES + thread % 32 * 16;
+            for (int i = 0; i < EACH; ++i) element[i] = at(item, thread / 32 + COPY_WARPS * i) * ELEMENTS + thread % 32 * 16;
+            if constexpr (SCALES > 0) {
 #pragma unroll
-            for (int i = 0; i < TURNS; ++i)
-                scale[i] = at(item, min(thread / PIECES + AT_ONCE * i, TILES - 1)) * SCALES + thread % PIECES * 16;
-            if (EVEN) codes += code[0], scales += scale[0];
+                for (int i = 0; i < TURNS; ++i)
+                    scale[i] = at(item, min(thread / PIECES + AT_ONCE * i, TILES - 1)) * SCALES + thread % PIECES * 16;
+            }
+            if (EVEN) elements += element[0], scales += TURNS > 0 ? scale[0] : 0;
         }
 
         __device__ static i32 at(const Item& item, i32 t) { return first_row(item.column_block, t) / 16 * KB; }
         __device__ static constexpr i32 after_first(int t) { return (first_row(0, t) - first_row(0, 0)) / 16 * KB; }
-        __device__ __forceinline__ i32 code_at(int i) const { return EVEN ? after_first(COPY_WARPS * i) * CODES : code[i]; }
+        __device__ __forceinline__ i32 element_at(int i) const { return EVEN ? after_first(COPY_WARPS * i) * ELEMENTS : element[i]; }
         __device__ __forceinline__ i32 scale_at(int i) const { return EVEN ? after_first(AT_ONCE * i) * SCALES : scale[i]; }
 
         // Blocks of 64 k, from the kb-th of the round on.
         template <int Blocks>
         __device__ __forceinline__ void copy(Stage& to, i32 thread, int kb) const {
-            const u32 code_place = shared_address(to.weights[0].codes[thread / 32]) + SharedWeights::place(thread % 32);
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                const int tile = COPY_WARPS * i, place = tile / TEAM_WARPS * sizeof(BandWeights) + tile % TEAM_WARPS * DEPTH * CODES;
+            for (int run = 0; run < RUNS; ++run) {
+                const u32 element_place = shared_address(to.weights[0].elements[thread / 32]) + SharedWeights::place(thread % 32, run);
 #pragma unroll
-                for (int b = 0; b < Blocks; ++b) copy_16(code_place + place + b * CODES, codes + code_at(i) + (kb + b) * CODES);
+                for (int i = 0; i < EACH; ++i) {
+                    const int tile = COPY_WARPS * i;
+                    const int place = tile / TEAM_WARPS * sizeof(BandWeights) + tile % TEAM_WARPS * DEPTH * ELEMENTS + run * RUN;
+#pragma unroll
+                    for (int b = 0; b < Blocks; ++b)
+                        copy_16(element_place + place + b * ELEMENTS, elements + element_at(i) + (kb + b) * ELEMENTS + run * RUN);
+                }
             }
+            if constexpr (SCALES > 0) copy_scales<Blocks>(to, thread, kb);
+        }
+
+        __device__ __forceinline__ void advance() { elements += ROUND * ELEMENTS, scales += ROUND * SCALES; }
+
+    private:
+        template <int Blocks>
+        __device__ __forceinline__ void copy_scales(Stage& to, i32 thread, int kb) const {
             const i32 tile = thread / PIECES, piece = thread % PIECES;
             const u32 scale_place = shared_address(to.weights[tile / TEAM_WARPS].scales[tile % TEAM_WARPS]) + piece * 16;
 #pragma unroll
@@ -161,8 +191,6 @@ private:
                 copy_16_if(scale_place + AT_ONCE / TEAM_WARPS * i * sizeof(BandWeights), scales + scale_at(i) + kb * SCALES,
                            tile + AT_ONCE * i < TILES && piece < Blocks * SCALES / 16);
         }
-
-        __device__ __forceinline__ void advance() { codes += ROUND * CODES, scales += ROUND * SCALES; }
     };
 
     // The activations of an item: a thread copies 16 bytes of each EACH-th row, in as many steps as all need.
@@ -287,15 +315,16 @@ private:
         for (; at.more_products(); at.advance(), told.advance()) {
             barrier_wait(shared.full[ring.stage], ring.parity);
             const Item item = shared.items[told.stage];
-            float decode[BANDS][2];
+            float outer[BANDS][2];  // they come while products run, not when all wait for the store
 #pragma unroll
-            for (int h = 0; h < BANDS; ++h) load_decode(decode[h], s, item, tile_of(h));
+            for (int h = 0; h < BANDS; ++h)
+                Reader::outer_of_lane(outer[h], s, item.span.group, first_row(item.column_block, tile_of(h)), threadIdx.x % 32);
             float sum[BANDS][TOKENS / 2] = {};
             Products products(shared, ring, item.height);
             products.run(sum);
             const Item again = shared.items[told.stage];  // registers are short while products run
 #pragma unroll
-            for (int h = 0; h < BANDS; h += TOGETHER) store(sum + h, decode + h, s, products, again, h);
+            for (int h = 0; h < BANDS; h += TOGETHER) store(sum + h, outer + h, s, products, again, h);
 #pragma unroll
             for (int i = 0; i < KEPT; ++i) products.release();
         }
@@ -308,7 +337,7 @@ private:
 
     // The products of an item: for each 64 k a group of them with each band. Fragments for a group are made while the one before runs.
     struct Products {
-        static constexpr int GROUPS = DEPTH * BANDS, HELD = 2;  // in a stage; whose weights are held, but not decoded yet
+        static constexpr int GROUPS = DEPTH * BANDS, HELD = GROUPS > 1 ? 2 : 1;  // in a stage; whose weights are held, but not decoded yet
         Shared& shared;
         Ring<STAGES>& ring;
         const i32 height;
@@ -316,7 +345,7 @@ private:
         u32 to_release;            // the first stage that is not given back yet
 
         __device__ __forceinline__ Products(Shared& shared, Ring<STAGES>& ring, i32 height)
-            : shared(shared), ring(ring), height(height), mine(first_of(CODES), first_of(SCALES), threadIdx.x % 32),
+            : shared(shared), ring(ring), height(height), mine(first_of(ELEMENTS), first_of(SCALES), threadIdx.x % 32),
               to_release(ring.stage) {}
 
         // Where the warp's begin in its first band, of so many bytes for each tile.
@@ -380,10 +409,11 @@ private:
             for (int g = 0; g < Groups; ++g) {
                 multiply<Height>(sum[g % BANDS], fragments[g % 2], tiles + g / BANDS * (TOKENS * TILE_ROW / 16));
                 if (g + HELD < Groups) held[g % HELD] = load(*stage, g + HELD);
+                if (Groups % 2 != 0 && g + 1 == Groups && more) wgmma_wait<0>();  // the next stage's first fragments are these
                 if (g + 1 == Groups && more) stage = &open(held);
                 if (g > 0) wgmma_wait<1>();
                 if (g == 0 && kb > 0 && (KEPT == 1 || more)) release();
-                if (g + 1 < Groups || more) decode_now(fragments[(g + 1) % 2], held[(g + 1) % Groups % HELD]);
+                if (g + 1 < Groups || more) decode_now(fragments[(g + 1) % Groups % 2], held[(g + 1) % Groups % HELD]);
             }
             wgmma_wait<0>();
         }
@@ -392,7 +422,7 @@ private:
         // both. Loops for all heights would be much code.
         __device__ __forceinline__ void run_any(float (&sum)[BANDS][TOKENS / 2]) {
             static_assert(BANDS == 1 || TOKENS <= 80, "registers");
-            constexpr int BUFFERS = TOKENS / 2 + 60 <= MULTIPLY_REGISTERS ? 2 : 1;
+            constexpr int BUFFERS = DEPTH > 1 && TOKENS / 2 + 60 <= MULTIPLY_REGISTERS ? 2 : 1;
             Fragments fragments[BUFFERS];
             Held held[HELD];
             const Stage* stage;
@@ -401,6 +431,7 @@ private:
 #pragma unroll
                 for (int b = 0; b < DEPTH; ++b) {
                     if (KB % DEPTH != 0 && kb + b == KB) break;
+                    if (DEPTH == 1) wgmma_wait<0>();  // as in multiply_stage: what is loaded is all but the fragments
                     if (b == 0) stage = &open(held);
                     wgmma_wait<BUFFERS - 1>();
                     if (b == BUFFERS - 1 && kb > 0 && (KEPT == 1 || kb < KB - DEPTH)) release();
@@ -422,7 +453,7 @@ private:
 
         __device__ __forceinline__ Held load(const Stage& stage, int g) const {
             const BandWeights& from = stage.weights[g % BANDS];
-            return mine.load(from.codes[0][g / BANDS], from.scales[0][g / BANDS]);
+            return mine.load(from.elements[0][g / BANDS], from.first_scales(g / BANDS));
         }
 
         __device__ static __forceinline__ void decode(Fragments& made, const Held& held) {
@@ -448,7 +479,7 @@ private:
             } else {
                 wgmma_fence();
 #pragma unroll
-                for (int v = 0; v < STEPS; ++v) wgmma<Most>(sum, fragments[v], tile | 2 * v);  // fewer instructions here than +
+                for (int v = 0; v < STEPS; ++v) wgmma<typename Segment::Activation, Most>(sum, fragments[v], tile | 2 * v);  // fewer instructions here than +
                 wgmma_commit();
             }
         }
@@ -457,7 +488,7 @@ private:
         __device__ static __forceinline__ void multiply(float (&sum)[TOKENS / 2], const Fragments& fragments, u64 tile) {
             wgmma_fence();
 #pragma unroll
-            for (int v = 0; v < STEPS; ++v) wgmma<Height>(sum, fragments[v], tile + 2 * v);  // fewer instructions here than |
+            for (int v = 0; v < STEPS; ++v) wgmma<typename Segment::Activation, Height>(sum, fragments[v], tile + 2 * v);  // fewer instructions here than |
             wgmma_commit();
         }
     };
@@ -466,14 +497,14 @@ private:
 
     // Of the bands from h on that make a result.
     __device__ static __forceinline__ void store(
-        const float (*sum)[TOKENS / 2], const float (*decode)[2], const Segment& s, const Products& products, const Item& item, int h) {
+        const float (*sum)[TOKENS / 2], const float (*outer)[2], const Segment& s, const Products& products, const Item& item, int h) {
         const i32 band = band_of(h);
-        Part<Segment, TOGETHER>::sync();  // all have read their codes
+        Part<Segment, TOGETHER>::sync();  // all have read their weights
         Part<Segment, TOGETHER> part{s, item, item.column_block * COLUMNS + band / TOGETHER * Turned::COLUMNS};
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i)
 #pragma unroll
-            for (int upper = 0; upper < 2; ++upper) part.factor[i][upper] = Tiled::FACTOR * decode[i][upper];
+            for (int upper = 0; upper < 2; ++upper) part.factor[i][upper] = Reader::FACTOR * outer[i][upper];
         const Turned turned(part);
         turned.put(products.place(0), sum, 0);
 #pragma unroll
@@ -486,15 +517,6 @@ private:
             if (next < TOKENS) turned.put(products.place(next / CHUNK % PLACES), sum, next);
             turned.store(taken, chunk);
         }
-    }
-
-    // The decode scales of the thread's two rows of the warp's tile: in one run of rows they are one. They come while products run, not
-    // when all wait for the store.
-    __device__ static __forceinline__ void load_decode(float (&decode)[2], const Segment& s, const Item& item, i32 tile) {
-        constexpr i32 RUN = Segment::N / Segment::RUNS, APART = RUN % 16 == 0 ? 0 : 1;
-        const i32 row = first_row(item.column_block, tile) + APART * (threadIdx.x % 32 / 4);
-        const float* of_group = s.decode + item.span.group * Segment::RUNS;
-        decode[0] = of_group[row / RUN], decode[1] = APART ? of_group[(row + 8) / RUN] : decode[0];
     }
 
     // Rows that belong to no group.

@@ -1,5 +1,5 @@
 // The order of activations in which products of many rows can read them: of each 64 k, the 16 bytes that a row of a tensor core's operand
-// has in one place hold the q-th pairs of all four blocks of 16 k, as fragments of w16x64 do (fp4.cuh): q = 0, 4, 1, 5, 2, 6, 3, 7.
+// has in one place hold the q-th pairs of all four blocks of 16 k, as fragments of w16x64 do (weights/reader.cuh): q = 0, 4, 1, 5, 2, 6, 3, 7.
 #pragma once
 
 #include "memory.cuh"
@@ -9,11 +9,12 @@ namespace {
 // Where k stands.
 __device__ __forceinline__ constexpr i64 ordered(i64 k) { return k / 64 * 64 + k / 2 % 4 * 16 + k / 8 % 2 * 8 + k / 16 % 4 * 2 + k % 2; }
 
-// The eight numbers from place 8 * piece on, of rows of whole 64 k.
-__device__ __forceinline__ Vector<bf16, 8> ordered_piece(const bf16* x, i64 piece) {
+// The eight numbers of 16 bits from place 8 * piece on, of rows of whole 64 k.
+template <class T>
+__device__ __forceinline__ Vector<T, 8> ordered_piece(const T* x, i64 piece) {
     const u32* pair = reinterpret_cast<const u32*>(x + piece / 8 * 64) + piece % 8 / 2 + piece % 2 * 4;
     const Vector<u32, 4> pairs{{pair[0], pair[8], pair[16], pair[24]}};
-    return reinterpret_cast<const Vector<bf16, 8>&>(pairs);
+    return reinterpret_cast<const Vector<T, 8>&>(pairs);
 }
 
 // V columns of a result that follow each other, from j on: which they are, and where they are stored in a row.

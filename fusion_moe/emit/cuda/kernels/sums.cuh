@@ -9,6 +9,7 @@ namespace {
 // A tile of HEIGHT rows of a group and TILES * 16 rows of its matrix, whose K is cut into WK parts, made by THREADS threads.
 template <class Segment, int HEIGHT, int TILES, int WK, int THREADS>
 struct Sums {
+    using Weights = typename Segment::Weights;
     static constexpr int COLUMNS = Segment::B * (TILES / Segment::TILES);  // of the result
     static constexpr int ACROSS = (Segment::W + COLUMNS - 1) / COLUMNS;
     static constexpr int STRIDE = 16 * TILES + 4;  // no two of a warp's stores meet in a bank
@@ -24,7 +25,7 @@ struct Sums {
     }
 
     // Adds what the warps have along K, and stores. `at`: the first column.
-    __device__ static __forceinline__ void store(const Segment& s, const Span& span, i32 at, const float* sums, float factor) {
+    __device__ static __forceinline__ void store(const Segment& s, const Span& span, i32 at, const float* sums) {
         for (i32 i = threadIdx.x; i < HEIGHT * COLUMNS / V; i += THREADS) {
             const i32 token = i / (COLUMNS / V), column = i % (COLUMNS / V) * V, j = at + column, m = span.first + token;
             if (m >= span.end || j >= Segment::W) continue;
@@ -38,7 +39,8 @@ struct Sums {
                     float total = 0;
 #pragma unroll
                     for (int k = 0; k < WK; ++k) total += one[k * HEIGHT * STRIDE];
-                    p[f][v] = total * (factor * s.decode[span.group * Segment::RUNS + Segment::run(f, min(j + v, Segment::W - 1))]);
+                    const i32 of = Segment::column(f, min(j + v, Segment::W - 1));
+                    p[f][v] = total * (Weights::FACTOR * Weights::outer(s, span.group, of));
                 }
             }
             store_columns<V>(s, m, span.group, InTurn{j}, p);

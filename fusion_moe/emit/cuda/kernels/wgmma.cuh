@@ -29,8 +29,8 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// d [64, N] += a [64, 16] b [N, 16]^T: bfloat16, sums in float32. A warp has 16 rows, with the fragments of mma.m16n8k16.
-template <int N>
+// d [64, N] += a [64, 16] b [N, 16]^T: numbers of type T, bf16 or f16, sums in float32. A warp has 16 rows, with the fragments of mma.m16n8k16.
+template <class T, int N>
 __device__ __forceinline__ void wgmma(float* d, const u32 (&a)[4], u64 b);
 
 #define REGISTERS_8 "%0,%1,%2,%3"
@@ -99,14 +99,17 @@ __device__ __forceinline__ void wgmma(float* d, const u32 (&a)[4], u64 b);
 #define SUMS_256 SUMS_248, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
 // The operands that follow the sums have the numbers A0 .. B.
-#define WGMMA(N, A0, A1, A2, A3, B)                                                                                               \
+#define WGMMA_OF(T, N, A0, A1, A2, A3, B)                                                                                         \
     template <>                                                                                                                   \
-    __device__ __forceinline__ void wgmma<N>(float* d, const u32 (&a)[4], u64 b) {                                                \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS_##N                                   \
+    __device__ __forceinline__ void wgmma<T, N>(float* d, const u32 (&a)[4], u64 b) {                                             \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #T "." #T " {" REGISTERS_##N                               \
                      "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", 1, 1, 1, 0;"                                             \
                      : SUMS_##N                                                                                                   \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                       \
     }
+#define WGMMA(N, A0, A1, A2, A3, B)       \
+    WGMMA_OF(bf16, N, A0, A1, A2, A3, B) \
+    WGMMA_OF(f16, N, A0, A1, A2, A3, B)
 WGMMA(8, 4, 5, 6, 7, 8)
 WGMMA(16, 8, 9, 10, 11, 12)
 WGMMA(24, 12, 13, 14, 15, 16)
@@ -140,5 +143,6 @@ WGMMA(240, 120, 121, 122, 123, 124)
 WGMMA(248, 124, 125, 126, 127, 128)
 WGMMA(256, 128, 129, 130, 131, 132)
 #undef WGMMA
+#undef WGMMA_OF
 
 }  // namespace

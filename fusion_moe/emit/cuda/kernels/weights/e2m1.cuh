@@ -1,0 +1,109 @@
+// Readers of weights that are codes of e2m1 with block scales, from the layout w16x64 (layouts.py says where each bit lies) and from the
+// linear one.
+//
+// A code's two exponent bits and its mantissa bit, put where a number of 16 bits has the lowest of its own exponent and the highest of its
+// mantissa, are the code's value times a power of two, 2^-126 in bfloat16 and 2^-14 in float16: subnormal codes become subnormal numbers.
+// Multiplied by the block scale, times a large power of two, they are the weight; both factors have few bits, so the product is exact.
+//
+// What the bytes of block scales mean, an encoding says (Scales, for the activations' type T):
+//
+//     BLOCK                                 columns that share one
+//     tiled(byte), linear(byte)             a pair of the scale, as either layout stores it, times a power of two
+//     multiply(codes, scale)                a pair of weights over a power of two, TILED_FACTOR or LINEAR_FACTOR
+#pragma once
+
+#include "weights/e2m1_shared.cuh"
+#include "weights/reader.cuh"
+
+namespace {
+
+template <class T, class Scales_>
+struct E2m1Tiled : Scales_::Outer {
+    static constexpr float FACTOR = Scales_::TILED_FACTOR;
+    static constexpr int ELEMENTS = RUN, SCALES = 1024 / Scales_::BLOCK;
+
+    template <bool Ordered>
+    using Shared = E2m1Shared<T, Scales_, Ordered>;
+
+    using Held = TiledCodes;
+    using Scales = PairOfScales;
+
+    template <class Segment>
+    static __device__ __forceinline__ const u8* elements(const Segment& s) {
+        return s.codes;
+    }
+
+    template <class Segment>
+    static __device__ __forceinline__ const u8* scales(const Segment& s) {
+        return s.block_scale;
+    }
+
+    template <class Segment>
+    __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block, i32 lane) {
+        const i64 tile = tile_number<Segment>(group, first_row, block);
+        codes_ = s.codes + tile * ELEMENTS + lane * 16, scales_ = s.block_scale + tile * SCALES + scales_of_lane<Scales_>(lane);
+    }
+
+    __device__ __forceinline__ Held load(int ahead) const {
+        return {load_stream(codes_ + ELEMENTS * ahead), load_stream_2(scales_ + SCALES * ahead)};
+    }
+
+    __device__ __forceinline__ void advance(int blocks) { codes_ += ELEMENTS * blocks, scales_ += SCALES * blocks; }
+
+    static __device__ __forceinline__ Scales scales(const Held& h) { return tiled_scales<Scales_>(h); }
+
+    static __device__ __forceinline__ void decode(const Held& h, const Scales& scales, int v, int half, u32* a) {
+        decode_half<T, Scales_>(word(h, v), scales, half, a);
+    }
+
+private:
+    const u8 *codes_, *scales_;
+};
+
+// Any N, and K in whole blocks of scales: rows past the last are read as the last, blocks past the last as zeros.
+template <class T, class Scales_>
+struct E2m1Linear : Scales_::Outer {
+    static constexpr float FACTOR = Scales_::LINEAR_FACTOR;
+    static constexpr int BLOCK = Scales_::BLOCK;
+
+    struct Held {
+        uint2 low, high;  // codes of rows r and r + 8
+        u32 low_scale, high_scale;
+    };
+    using Scales = PairOfScales;
+
+    template <class Segment>
+    __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block, i32 lane) {
+        const i32 row = first_row + lane / 4, k = 64 * block + 16 * (lane % 4);
+        const i64 first = i64(group) * Segment::N;
+        const i64 low = (first + min(row, Segment::N - 1)) * Segment::K + k, high = (first + min(row + 8, Segment::N - 1)) * Segment::K + k;
+        codes_[0] = s.codes + low / 2, codes_[1] = s.codes + high / 2;
+        scales_[0] = s.block_scale + low / BLOCK, scales_[1] = s.block_scale + high / BLOCK;
+        left_ = Segment::K - k;
+    }
+
+    __device__ __forceinline__ Held load(int ahead) const {
+        if (left_ <= 64 * ahead) return {};
+        return {load_stream_8(codes_[0] + 32 * ahead), load_stream_8(codes_[1] + 32 * ahead), load_stream_1(scales_[0] + 64 / BLOCK * ahead),
+                load_stream_1(scales_[1] + 64 / BLOCK * ahead)};
+    }
+
+    __device__ __forceinline__ void advance(int blocks) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) codes_[i] += 32 * blocks, scales_[i] += 64 / BLOCK * blocks;
+        left_ -= 64 * blocks;
+    }
+
+    static __device__ __forceinline__ Scales scales(const Held& h) { return {Scales_::linear(h.low_scale), Scales_::linear(h.high_scale)}; }
+
+    static __device__ __forceinline__ void decode(const Held& h, const Scales& scales, int v, int half, u32* a) {
+        a[0] = Scales_::multiply(codes_of_byte<T>((half == 0 ? h.low.x : h.low.y) >> 8 * v), scales.low);
+        a[1] = Scales_::multiply(codes_of_byte<T>((half == 0 ? h.high.x : h.high.y) >> 8 * v), scales.high);
+    }
+
+private:
+    const u8 *codes_[2], *scales_[2];
+    i32 left_;
+};
+
+}  // namespace

@@ -1,0 +1,58 @@
+// MXFP4: codes of e2m1, and for 32 of them a block scale e8m0, 2^(byte - 127); 255 is NaN. Both layouts store it as it is.
+//
+// Scales have a wider range than products of 16 bits: what lies beyond is named below. A trained weight's scales lie within: the largest
+// weight of a block is 4 to 8 times its scale.
+#pragma once
+
+#include "weights/e2m1.cuh"
+
+namespace {
+
+template <class T>
+struct Mxfp4Scales;
+
+// Weights are 2^-60 of what they are. All with scales of 2^-72 to 2^61 are exact. Larger scales count as 2^61; below, weights are rounded
+// to multiples of 2^-73.
+template <>
+struct Mxfp4Scales<bf16> {
+    using Outer = NoOuterScale;
+    static constexpr int BLOCK = 32;
+    static constexpr float TILED_FACTOR = 0x1p60f, LINEAR_FACTOR = TILED_FACTOR;
+
+    static __device__ __forceinline__ u32 tiled(u32 byte) {
+        constexpr u32 UP = 66, MOST = 254 - UP, ONE = 0x00800080;  // the lowest bit of the exponent
+        return byte == 255 ? 0x7FC07FC0u : min(byte, MOST) * ONE + UP * ONE;
+    }
+
+    static __device__ __forceinline__ u32 linear(u32 byte) { return tiled(byte); }
+
+    static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) { return multiply_pair<bf16>(codes, scale); }
+};
+
+// Weights are 2^5 times what they are. All with scales of 2^-21 to 2^8 are exact. Larger scales count as 2^8, smaller ones as zero. Codes,
+// 2^-14 of what they are, are made larger before: a scale of float16 has too few powers of two for both.
+template <>
+struct Mxfp4Scales<f16> {
+    using Outer = NoOuterScale;
+    static constexpr int BLOCK = 32;
+    static constexpr float TILED_FACTOR = 0x1p-5f, LINEAR_FACTOR = TILED_FACTOR;
+
+    static __device__ __forceinline__ u32 tiled(u32 byte) {
+        constexpr u32 ZERO = 105, MOST = ZERO + 30, ONE = 0x04000400;
+        return byte == 255 ? 0x7E007E00u : min(max(byte, ZERO), MOST) * ONE - ZERO * ONE;
+    }
+
+    static __device__ __forceinline__ u32 linear(u32 byte) { return tiled(byte); }
+
+    static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) {
+        constexpr u32 UP = 0x6C006C00;  // 2^12
+        return multiply_pair<f16>(multiply_pair<f16>(codes, UP), scale);
+    }
+};
+
+template <class T>
+using Mxfp4Tiled = E2m1Tiled<T, Mxfp4Scales<T>>;
+template <class T>
+using Mxfp4Linear = E2m1Linear<T, Mxfp4Scales<T>>;
+
+}  // namespace

@@ -1,0 +1,139 @@
+// Plain weights: numbers of 16 bits, of the type of the activations. Nothing is left to decode.
+#pragma once
+
+#include "weights/reader.cuh"
+
+namespace {
+
+// Tiles in shared memory. Lane 4 r + c of run v lies where lane 4 r + (c ^ v) would: neither those that follow each other in a run nor those of
+// one row in all four runs meet in a bank. The former are what a step multiplies by where activations are ordered, the latter where not.
+template <bool Ordered>
+struct PlainShared {
+    struct Held {
+        uint4 step[4];
+    };
+    u32 first[4];  // where a lane's are, in each step, after where those of all tiles begin
+
+    __device__ __forceinline__ PlainShared(u32 first_element, u32, i32 lane) {
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            const i32 run = Ordered ? v : lane % 4, block = Ordered ? lane % 4 : v;
+            first[v] = first_element + RUN * run + place(lane / 4 * 4 + block, run);
+            asm volatile("" : "+r"(first[v]));  // kept, not computed again
+        }
+    }
+
+    static __device__ __forceinline__ i32 place(i32 lane, int run) { return 16 * (lane ^ run); }
+
+    __device__ __forceinline__ Held load(const u8* elements, const u8*) const {
+        Held h;
+#pragma unroll
+        for (int v = 0; v < 4; ++v) h.step[v] = *reinterpret_cast<const uint4*>(elements + first[v]);
+        return h;
+    }
+
+    // Copied where it stands: until the products before have ended, they read what was copied last, while the next tile is loaded.
+    static __device__ __forceinline__ void decode(const Held& h, int v, u32 (&a)[4]) {
+        asm volatile("mov.b32 %0, %4; mov.b32 %1, %5; mov.b32 %2, %6; mov.b32 %3, %7;"
+                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                     : "r"(h.step[v].x), "r"(h.step[v].y), "r"(h.step[v].z), "r"(h.step[v].w));
+    }
+};
+
+template <class T>
+struct PlainTiled : NoOuterScale {
+    static constexpr float FACTOR = 1.f;
+    static constexpr int ELEMENTS = 4 * RUN, SCALES = 0;
+
+    template <bool Ordered>
+    using Shared = PlainShared<Ordered>;
+
+    struct Held {
+        uint4 step[4];
+    };
+    struct Scales {};
+
+    template <class Segment>
+    static __device__ __forceinline__ const u8* elements(const Segment& s) {
+        return reinterpret_cast<const u8*>(s.values);
+    }
+
+    template <class Segment>
+    static __device__ __forceinline__ const u8* scales(const Segment&) {
+        return nullptr;
+    }
+
+    template <class Segment>
+    __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block, i32 lane) {
+        values_ = elements(s) + tile_number<Segment>(group, first_row, block) * ELEMENTS + lane * 16;
+    }
+
+    __device__ __forceinline__ Held load(int ahead) const {
+        Held h;
+#pragma unroll
+        for (int v = 0; v < 4; ++v) h.step[v] = load_stream(values_ + ELEMENTS * ahead + RUN * v);
+        return h;
+    }
+
+    __device__ __forceinline__ void advance(int blocks) { values_ += ELEMENTS * blocks; }
+
+    static __device__ __forceinline__ Scales scales(const Held&) { return {}; }
+
+    static __device__ __forceinline__ void decode(const Held& h, const Scales&, int v, int half, u32* a) {
+        a[0] = half == 0 ? h.step[v].x : h.step[v].z, a[1] = half == 0 ? h.step[v].y : h.step[v].w;
+    }
+
+private:
+    const u8* values_;
+};
+
+// Any N, and K in whole blocks of 16: rows past the last are read as the last, blocks past the last as zeros.
+template <class T>
+struct PlainLinear : NoOuterScale {
+    static constexpr float FACTOR = 1.f;
+
+    struct Held {
+        uint4 row[2][2];  // r and r + 8: the 16 columns in halves
+    };
+    struct Scales {};
+
+    template <class Segment>
+    __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block, i32 lane) {
+        const i32 k = 64 * block + 16 * (lane % 4);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const i64 row = i64(group) * Segment::N + min(first_row + lane / 4 + 8 * i, Segment::N - 1);
+            values_[i] = reinterpret_cast<const u8*>(s.values + row * Segment::K + k);
+        }
+        left_ = Segment::K - k;
+    }
+
+    __device__ __forceinline__ Held load(int ahead) const {
+        if (left_ <= 64 * ahead) return {};
+        Held h;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) h.row[i / 2][i % 2] = load_stream(values_[i / 2] + 128 * ahead + 16 * (i % 2));
+        return h;
+    }
+
+    __device__ __forceinline__ void advance(int blocks) {
+        values_[0] += 128 * blocks, values_[1] += 128 * blocks;
+        left_ -= 64 * blocks;
+    }
+
+    static __device__ __forceinline__ Scales scales(const Held&) { return {}; }
+
+    static __device__ __forceinline__ void decode(const Held& h, const Scales&, int v, int half, u32* a) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint4& pairs = h.row[i][half];
+            a[i] = v == 0 ? pairs.x : v == 1 ? pairs.y : v == 2 ? pairs.z : pairs.w;
+        }
+    }
+
+private:
+    const u8* values_[2];
+    i32 left_;
+};
+
+}  // namespace

@@ -1,0 +1,91 @@
+// What a kernel of a product knows of its weights: a reader, `Segment::Weights`, a template of the type of the activations that its
+// fragments are multiplied by. No other file knows an encoding.
+//
+// Products of few rows read tiles of 16 rows and 64 k that follow each other along K, from memory to registers:
+//
+//     open(s, group, first_row, block, lane)     where a lane's first tile lies, the block-th along K
+//     Held load(ahead); advance(blocks)          what the lane has of a tile, as it is stored; further along K
+//     Scales scales(held)                        of all that the lane has
+//     decode(held, scales, v, half, a)           a[0], a[1]: columns 16 c + 8 half + 2 v and the next, of rows r and r + 8
+//
+// Lane 4 r + c holds rows r and r + 8, and of each the 16 columns from 16 c on. Step v of four multiplies by two pairs of these in each
+// row: both halves make the fragment of a tensor core's instruction.
+//
+// Products of many rows copy tiles to shared memory as they are stored. ELEMENTS and SCALES are bytes of a tile there (0: no scales),
+// elements(s) and scales(s) where those of all matrices begin. Shared<Ordered> says where the 16 bytes of a copying lane go, in each run of
+// 512 bytes of elements, and makes fragments of step v; Ordered: of activations that are in the order of order.cuh, or in their own.
+//
+// What `decode` makes are the weights over FACTOR, a power of two that keeps them in range, and over the outer scale, one for a run of
+// rows: outer(s, group, row), and outer_of_lane(...) of rows r and r + 8 of a tile.
+#pragma once
+
+#include "memory.cuh"
+
+namespace {
+
+constexpr int RUN = 512;  // bytes of a tile that a warp reads or copies at once
+
+// Where the tiles of a matrix's 16 rows begin, from the block-th on.
+template <class Segment>
+__device__ __forceinline__ i64 tile_number(i32 group, i32 first_row, i32 block) {
+    return (i64(group) * (Segment::N / 16) + first_row / 16) * (Segment::K / 64) + block;
+}
+
+struct NoOuterScale {
+    template <class Segment>
+    static __device__ __forceinline__ float outer(const Segment&, i32, i32) {
+        return 1.f;
+    }
+
+    template <class Segment>
+    static __device__ __forceinline__ void outer_of_lane(float (&outer)[2], const Segment&, i32, i32, i32) {
+        outer[0] = outer[1] = 1.f;
+    }
+};
+
+// A float32 for each of RUNS equal runs of a matrix's rows.
+struct DecodeScale {
+    template <class Segment>
+    static __device__ __forceinline__ float outer(const Segment& s, i32 group, i32 row) {
+        return s.decode_scale[group * Segment::RUNS + row / (Segment::N / Segment::RUNS)];
+    }
+
+    // In one run of rows the two are one.
+    template <class Segment>
+    static __device__ __forceinline__ void outer_of_lane(float (&outer)[2], const Segment& s, i32 group, i32 first_row, i32 lane) {
+        constexpr i32 LENGTH = Segment::N / Segment::RUNS, APART = LENGTH % 16 == 0 ? 0 : 1;
+        const i32 row = first_row + APART * (lane / 4);
+        const float* of_group = s.decode_scale + group * Segment::RUNS;
+        outer[0] = of_group[row / LENGTH], outer[1] = APART ? of_group[(row + 8) / LENGTH] : outer[0];
+    }
+};
+
+// a * b, of two numbers each.
+template <class T>
+__device__ __forceinline__ u32 multiply_pair(u32 a, u32 b);
+
+template <>
+__device__ __forceinline__ u32 multiply_pair<bf16>(u32 a, u32 b) {
+    u32 product;
+#if __CUDA_ARCH__ >= 900
+    asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));  // plus -0
+#endif
+    return product;
+}
+
+template <>
+__device__ __forceinline__ u32 multiply_pair<f16>(u32 a, u32 b) {
+    u32 product;
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+__device__ __forceinline__ u32 and_or(u32 x, u32 mask, u32 y) {  // (x & mask) | y
+    u32 found;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(found) : "r"(x), "r"(mask), "r"(y));
+    return found;
+}
+
+}  // namespace

@@ -1,0 +1,49 @@
+"""The readers of weights in kernels/weights/, by encoding and layout: the only place here that names either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A C++ class template of a reader, its header, and its names of the parts of a weight. See kernels/weights/reader.cuh.
+
+    activations: the dtypes that it makes fragments for; tiled: whether weights are in tiles of 16 rows and 64 columns, as products of many
+    rows need them.
+    """
+
+    template: str
+    header: str
+    parts: tuple[str, ...]
+    activations: tuple[str, ...] = ("bf16", "f16")
+    tiled: bool = False
+
+    def of(self, activations: str) -> str:
+        """The C++ class, for activations of a dtype."""
+        return f"{self.template}<{activations}>"
+
+
+TILED = "w16x64"
+_NVFP4, _MXFP4, _PLAIN = ("codes", "block_scale", "decode_scale"), ("codes", "block_scale"), ("values",)
+READERS = {
+    ("nvfp4", "linear"): Reader("Nvfp4Linear", "weights/nvfp4.cuh", _NVFP4),
+    ("nvfp4", TILED): Reader("Nvfp4Tiled", "weights/nvfp4.cuh", _NVFP4, tiled=True),
+    ("mxfp4", "linear"): Reader("Mxfp4Linear", "weights/mxfp4.cuh", _MXFP4),
+    ("mxfp4", TILED): Reader("Mxfp4Tiled", "weights/mxfp4.cuh", _MXFP4, tiled=True),
+    ("bf16", "linear"): Reader("PlainLinear", "weights/plain.cuh", _PLAIN, ("bf16",)),
+    ("bf16", TILED): Reader("PlainTiled", "weights/plain.cuh", _PLAIN, ("bf16",), tiled=True),
+    ("f16", "linear"): Reader("PlainLinear", "weights/plain.cuh", _PLAIN, ("f16",)),
+    ("f16", TILED): Reader("PlainTiled", "weights/plain.cuh", _PLAIN, ("f16",), tiled=True),
+}
+
+
+def reader(encoding: str, layout: str, activations: str) -> Reader:
+    """The reader of weights, for activations of a dtype. UnsupportedError with the sentence why there is none."""
+    found = READERS[encoding, layout]
+    if activations not in found.activations:
+        said = f"activations in {activations} with weights in {encoding} have no kernel here"
+        raise UnsupportedError(said, expected=" or ".join(found.activations))
+    return found

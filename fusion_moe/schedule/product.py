@@ -1,0 +1,71 @@
+"""The three products of training as one plan. M rows in runs of G groups; matrices [G, N, K], a group's features in K and out N.
+
+    kind     operation        a          b          result     contracted
+    fprop    grouped_mm       [M/g, K]   [G, N, K]  [M/g, N]   K
+    dgrad    grouped_mm_t     [M/g, N]   [G, N, K]  [M/g, K]   N
+    wgrad    grouped_outer    [M/g, N]   [M/g, K]   [G, N, K]  M
+
+M is the ragged axis: its runs are as long as `ends` say. In fprop and dgrad it is an axis of the result, with tiles of one group each; in
+wgrad it is contracted, and each group is a sum over its run, zero if that is empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..ir.core import Fusion, Op, Value
+from ..ir.types import Dim, plain
+
+Axis = Literal["M", "N", "K"]
+_KINDS: dict[str, tuple[str, str, str, str]] = {  # operation -> kind; axes of a, of b, and of the result
+    "grouped_mm": ("fprop", "MK", "GNK", "MN"),
+    "grouped_mm_t": ("dgrad", "MN", "GNK", "MK"),
+    "grouped_outer": ("wgrad", "MN", "MK", "GNK"),
+}
+
+
+@dataclass(frozen=True)
+class GroupedProduct:
+    """One product over groups. axes: those of a, of b and of the result, in order; ragged: the operands whose rows are cut by `ends`."""
+
+    kind: str
+    op: Op
+    a: Value
+    b: Value
+    ends: Value
+    result: Value
+    axes: tuple[str, str, str]
+
+    @classmethod
+    def of(cls, op: Op) -> GroupedProduct:
+        """The plan of an operation of the role "grouped"."""
+        kind, *axes = _KINDS[op.kind.name]
+        a, b, ends = op.values
+        return cls(kind, op, a, b, ends, op.outputs[0], (axes[0], axes[1], axes[2]))
+
+    @property
+    def contracted(self) -> Axis:
+        """The axis that is summed over: of both operands, and not of the result."""
+        (axis,) = set(self.axes[0]) & set(self.axes[1]) - set(self.axes[2])
+        return axis  # type: ignore[return-value]
+
+    @property
+    def ragged(self) -> tuple[Value, ...]:
+        """The operands whose rows are cut: `a`, and in wgrad `b` too."""
+        return tuple(v for v, axes in zip((self.a, self.b), self.axes, strict=False) if "M" in axes)
+
+    @property
+    def weight(self) -> Value | None:
+        """The operand with a matrix for each group; None in wgrad, which makes it."""
+        return None if self.b in self.ragged else self.b
+
+    def size(self, axis: str) -> Dim:
+        """How long an axis is, over all groups: M, N, K or G."""
+        shapes = zip(self.axes, (self.a.type.shape, self.b.type.shape, self.result.type.shape), strict=True)
+        return next(plain(shape[axes.index(axis)]) for axes, shape in shapes if axis in axes)
+
+
+def products(fusion: Fusion) -> tuple[GroupedProduct, ...]:
+    """The products of a Fusion, in order."""
+    return tuple(GroupedProduct.of(op) for op in fusion.ops if op.kind.role == "grouped")

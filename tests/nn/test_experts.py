@@ -1,0 +1,103 @@
+"""nn.Experts: any encoding, biases, clamp and interleave; and gpt-oss' experts in MXFP4 as transformers computes them."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fusion_moe
+from fusion_moe import NVFP4Experts
+from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, dequantize, quantize
+from fusion_moe.errors import ShapeError
+from fusion_moe.nn import Experts
+
+E, H, I = 3, 64, 64
+
+
+def weights(fmt: str):
+    g = torch.Generator().manual_seed(0)
+    shapes = ((E, 2 * I, H), (E, H, I))
+    return [quantize(torch.randn(*shape, generator=g) / 8, encoding=ENCODINGS[fmt]) for shape in shapes]
+
+
+def call(module, dtype=torch.float32):
+    g = torch.Generator().manual_seed(1)
+    ids = torch.rand(7, E, generator=g).argsort(-1)[:, :2]
+    return module(torch.randn(7, H, generator=g).to(dtype), ids, torch.rand(7, 2, generator=g))
+
+
+def gpt_oss_example():
+    path = Path(__file__).parents[2] / "examples" / "mxfp4_gpt_oss.py"
+    spec = importlib.util.spec_from_file_location("mxfp4_gpt_oss", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "bf16", "nvfp4"])
+def test_biases_clamp_and_interleave(fmt):
+    """Interleaved rows of gate and up with everything that gpt-oss has, against the same rows apart, by hand."""
+    gate_up, down = weights(fmt)
+    biases = [torch.randn(E, n, generator=torch.Generator().manual_seed(n)) for n in (2 * I, H)]
+    module = Experts(gate_up, down, gate_up_bias=biases[0], down_bias=biases[1], interleave=1, limit=0.5, alpha=1.702, up_offset=1.0)
+    w = {name: dequantize(q) for name, q in (("gate_up", gate_up), ("down", down))}
+
+    def by_hand(x, ids, p):
+        y = torch.einsum("enh,th->ten", w["gate_up"], x) + biases[0]
+        gate, up = y[..., ::2].clamp(max=0.5), y[..., 1::2].clamp(-0.5, 0.5)
+        out = torch.einsum("ehi,tei->teh", w["down"], gate * torch.sigmoid(1.702 * gate) * (up + 1)) + biases[1]
+        return (out.gather(1, ids[..., None].expand(-1, -1, H)) * p[..., None]).sum(1)
+
+    torch.testing.assert_close(call(module), call(by_hand), rtol=1e-4, atol=1e-4)
+    assert "interleave=1, limit=0.5, alpha=1.702, up_offset=1.0" in repr(module)
+    assert call(module.bfloat16(), torch.bfloat16).dtype == torch.bfloat16
+    assert module.gate_up_proj_bias.dtype == torch.bfloat16
+    assert module.gate_up_proj.dtype == ENCODINGS[fmt].element.dtype
+
+
+def test_prepared_mxfp4():
+    """The layout of CUDA's kernels in memory, the linear one in a state dict."""
+    module = Experts(*weights("mxfp4"))
+    want, before = call(module), {name: t.clone() for name, t in module.state_dict().items()}
+    fusion_moe.prepare_(module, "cuda")
+    assert module.weight_layout == "w16x64"
+    assert not torch.equal(module.gate_up_proj, before["gate_up_proj"])
+    after = module.state_dict()
+    assert all(torch.equal(after[name].view(torch.uint8), t.view(torch.uint8)) for name, t in before.items())
+    with fusion_moe.options.override(target="reference"):
+        torch.testing.assert_close(call(module), want, rtol=1e-5, atol=1e-5)
+
+
+def test_state_dicts_with_two_decode_scales():
+    """Gate and up had a parameter each."""
+    g = torch.Generator().manual_seed(0)
+    module, other = (NVFP4Experts.from_float(torch.randn(E, 2 * I, H, generator=g), torch.randn(E, H, I, generator=g)) for _ in range(2))
+    state = module.state_dict()
+    scales = state.pop("gate_up_decode_scale")
+    state |= {"gate_decode_scale": scales[:, 0].clone(), "up_decode_scale": scales[:, 1].clone()}
+    other.load_state_dict(state)
+    assert torch.equal(other.gate_up_decode_scale, scales)
+    assert torch.equal(call(module), call(other))
+    outer = nn.ModuleDict({"experts": other})
+    outer.load_state_dict({f"experts.{name}": t for name, t in module.state_dict().items()})
+
+
+def test_refusals():
+    gate_up, down = weights("mxfp4")
+    with pytest.raises(ShapeError, match=r"gate_up mxfp4 \[3, 128, 64\] and down nvfp4 \[3, 64, 64\]; expected .* of one encoding"):
+        Experts(gate_up, weights("nvfp4")[1])
+    with pytest.raises(ShapeError, match=r"down_bias \[3, 128\]; expected \[3, 64\]"):
+        Experts(gate_up, down, down_bias=torch.zeros(3, 128))
+    assert (Experts(gate_up, down).encoding, NVFP4Experts(*weights("nvfp4")[:1], weights("nvfp4")[1]).encoding) == (MXFP4, NVFP4)
+
+
+@torch.no_grad()
+def test_gpt_oss_by_transformers():
+    """Logits of a model with transformers' own dequantized experts, and of one with the packed ones."""
+    pytest.importorskip("transformers.integrations.mxfp4")
+    theirs, ours = (m.float() for m in gpt_oss_example().both_models())
+    ids = torch.randint(1, 512, (1, 24), generator=torch.Generator().manual_seed(1))
+    want = theirs(ids).logits
+    assert (ours(ids).logits - want).norm() < 1e-5 * want.norm()
