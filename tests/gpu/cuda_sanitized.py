@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from test_cuda_kernels import generator, program, random_weight
+from torch.utils._pytree import tree_map
 
 import fusion_moe
 from fusion_moe.emit.cuda import launch, variants
 from fusion_moe.emit.cuda.launch import build
 from fusion_moe.emit.cuda.source import Launched
-from fusion_moe.encodings import Quantized
+from fusion_moe.encodings import ENCODINGS, Quantized, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.layouts import W16X64
 from fusion_moe.ops import SPECS, bind
@@ -35,7 +36,7 @@ class Call(NamedTuple):
 
     def run(self) -> None:
         """On the GPU, compiled anew, with nothing left to the reference."""
-        args = [a.cuda() if isinstance(a, torch.Tensor) else a for a in self.args]
+        args = tree_map(lambda a: a.cuda() if isinstance(a, torch.Tensor) else a, list(self.args))
         program(self.name, args, self.others)(list(bind(SPECS[self.name], args, self.others).tensors.values()))
         assert is_faulty() == self.faulty
 
@@ -64,6 +65,17 @@ def products(layout: str) -> Iterator[Call]:
     for ends in (*right, *wrong):
         offs = torch.tensor(ends, dtype=torch.int32)
         yield Call("nvfp4_grouped_mm", (a, *weight, offs), {"weight_layout": layout}, faulty=ends in wrong)
+
+
+def encoded(fmt: str, activations: torch.dtype, layout: str) -> Iterator[Call]:
+    """The same with weights of another encoding: right ends and wrong ones."""
+    k, n, encoding = (96, 33, ENCODINGS[fmt]) if layout == "linear" else (320, 80, ENCODINGS[fmt])
+    weight = quantize(torch.randn(G, n, k, generator=generator()), encoding=encoding)
+    parts = list(weight) if layout == "linear" else list(W16X64.pack(*weight, encoding=encoding))
+    a = torch.randn(M, k, generator=generator()).to(activations)
+    for ends in ([0, 1, 1, 30, 41], [9, 3, 4, 400, 20]):
+        offs = torch.tensor(ends, dtype=torch.int32)
+        yield Call("grouped_mm", (a, parts, offs), {"weight_format": fmt, "weight_layout": layout}, faulty=ends[0] > ends[1])
 
 
 def layers(layout: str, tokens: int) -> Iterator[Call]:
@@ -120,6 +132,14 @@ def main() -> None:
         for way in (*ways, *(beside if name == "TILED" else [])):
             setattr(variants, name, (way, *regimes))  # the others where it does not fit
             for call in (*products(layout), *layers(layout, tokens=7), *layers(layout, tokens=60)):
+                call.run()
+            for call in (*encoded("mxfp4", torch.bfloat16, layout), *encoded("nvfp4", torch.float16, layout)):
+                call.run()
+    for layout, name in (("linear", "WIDE_LINEAR"), ("w16x64", "WIDE_TILED")):
+        regimes = getattr(variants, name)
+        for variant in dict.fromkeys(variant for regime in regimes for variant in regime.variants):
+            setattr(variants, name, (variants.Regime(variants.ALWAYS, (variant,)), *regimes))
+            for call in encoded("bf16", torch.bfloat16, layout):
                 call.run()
     print("clean")
 
