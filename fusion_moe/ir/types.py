@@ -92,7 +92,7 @@ def plain(dim: Dim) -> AnySize:
 
 @dataclass(frozen=True)
 class TensorType:
-    """The type of a Value. layout is a name in layouts.py; ends is the cut whose ends an i32 vector holds."""
+    """The type of a Value. layout is a name in layouts/; ends is the cut whose ends an i32 vector holds."""
 
     shape: tuple[Dim, ...]
     dtype: str

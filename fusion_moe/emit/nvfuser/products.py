@@ -27,7 +27,7 @@ Matrices = tuple[int, int, int]  # G, N, K
 
 
 def decoded(w: Writer, packed: Packed, shape: Matrices, to: str) -> Any:
-    """nvfp4[G, N, K] -> [G, N, K] in dtype `to`: the numbers of formats.dequantize, rounded once."""
+    """nvfp4[G, N, K] -> [G, N, K] in dtype `to`: the numbers of encodings.dequantize, rounded once."""
     g, n, k = shape
     words, eight = (g, n, k // 8, 8), packed.codes.form(WORDS)
     shift = w.spread(w.mul(w.count(8), 4), words, 3)
@@ -90,7 +90,7 @@ def _decode_scale(w: Writer, op: Op, x: Any) -> Any:
 
 
 def _quantize(w: Writer, op: Op, x: Any, decode_scale: Any) -> Encoded:
-    """As formats.quantize, operation for operation; nvFuser's nv_block_quantize multiplies by rounded reciprocals instead."""
+    """As encodings.quantize, operation for operation; nvFuser's nv_block_quantize multiplies by rounded reciprocals instead."""
     *lead, n, k = op.values[0].type.shape
     assert isinstance(k, int)
     blocks, each = (*lead, n, k // NVFP4.block, NVFP4.block), tuple(range(len(lead)))

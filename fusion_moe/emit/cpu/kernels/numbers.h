@@ -1,4 +1,4 @@
-// Numbers: what the bytes of NVFP4 mean, narrow floats, and the functions of the IR on float32. No intrinsics: every tier includes this.
+// Numbers: narrow floats, e2m1 and e4m3, and the functions of the IR on float32. No intrinsics: every tier includes this.
 #pragma once
 
 #include <algorithm>
@@ -103,7 +103,7 @@ inline T held(R x) {
     }
 }
 
-// --------------------------------------------------------------------------------------------------------------------------- NVFP4
+// --------------------------------------------------------------------------------------------------------------------- e2m1, e4m3
 
 constexpr float E2M1[16] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
 // The same as the upper half of a float32, which is a bfloat16.

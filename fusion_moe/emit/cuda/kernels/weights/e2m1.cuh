@@ -1,4 +1,4 @@
-// Readers of weights that are codes of e2m1 with block scales, from the layout w16x64 (layouts.py says where each bit lies) and from the
+// Readers of weights that are codes of e2m1 with block scales, from the layout w16x64 (layouts/ says where each bit lies) and from the
 // linear one.
 //
 // A code's two exponent bits and its mantissa bit, put where a number of 16 bits has the lowest of its own exponent and the highest of its
