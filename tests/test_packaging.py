@@ -81,6 +81,7 @@ def test_sdist_builds_the_same_wheel(wheel, source, tmp_path):
     assert files_of(build("wheel", tmp_path, source)) == {name for name in files_of(wheel) if "/shipped/" not in name}
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_a_wheel_brings_the_kernels_of_every_cpu(source, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,6 @@ from .journal import kind
 from .regions import evaluated
 from .shrink import shrunk
 
-# The full lane has nvFuser, which no graph here asks for.
-once = pytest.mark.skipif(find_spec("nvfuser_direct") is not None, reason="random graphs are run once, where nvFuser is not installed")
-
 
 def told(level: str, seed: int, graphs: int) -> str:
     """What was found on a level; "" if nothing was, and all graphs were run."""
@@ -32,14 +28,14 @@ def told(level: str, seed: int, graphs: int) -> str:
     return "\n".join(said)
 
 
-@once
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize(("level", "graphs"), [("evaluate", 300), ("traced", 8)])
 def test_the_front_end(level, graphs):
     assert told(level, 0, graphs) == ""
 
 
-@once
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize(("level", "graphs"), [("cxx", 80), ("inductor", 3)])
@@ -47,7 +43,7 @@ def test_the_c_plus_plus(level, graphs):
     assert told(level, 1000, graphs) == ""
 
 
-@once
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize(("level", "graphs"), [("sanitize", 20), ("hostile", 8)])
