@@ -145,7 +145,7 @@ def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         _need_k_major(name, tensors[name], spec.name)
     lead = bound[spec.flatten].shape[:-1] if spec.flatten and bound[spec.flatten].dim() != 2 else None
     rows = {n: flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
-    others = tuple((n, dtype_name(v) if isinstance(v, torch.dtype) else v) for n, v in bound.items() if not _has_tensors(v))
+    others = tuple((n, _plain(v)) for n, v in bound.items() if n not in tensors and not _is_list_of_tensors(v))
     return Call(spec, rows, others, lead)
 
 
@@ -154,12 +154,17 @@ def each_tensor(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     for name, v in arguments.items():
         if isinstance(v, Tensor):
             yield name, v
-        elif _has_tensors(v):
+        elif _is_list_of_tensors(v):
             yield from ((f"{name}[{i}]", t) for i, t in enumerate(v))
 
 
-def _has_tensors(v: Any) -> bool:
-    return isinstance(v, Tensor) or (isinstance(v, (list, tuple)) and any(isinstance(t, Tensor) for t in v))
+def _is_list_of_tensors(v: Any) -> bool:
+    return isinstance(v, (list, tuple)) and len(v) > 0 and isinstance(v[0], Tensor)
+
+
+def _plain(v: Any) -> Any:
+    """An argument that is no tensor, as programs are remembered by it."""
+    return tuple(v) if isinstance(v, list) else dtype_name(v) if isinstance(v, torch.dtype) else v
 
 
 def _need_k_major(name: str, t: Tensor, where: str) -> None:

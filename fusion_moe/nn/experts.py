@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..encodings import NVFP4, Quantized
+from ..encodings import NVFP4, Encoding, Quantized
 from ..errors import ShapeError
 from .frozen import frozen, quantized
 from .packed import PackedModule
@@ -60,8 +61,7 @@ class Experts(PackedModule):
 
     def _keys(self, projection: str) -> tuple[str, ...]:
         """The names of the parameters that are the parts of a weight."""
-        scales = (f"{projection}_proj_scale" if s.block else f"{projection}_decode_scale" for s in self.encoding.scales)
-        return (f"{projection}_proj", *scales)
+        return _keys(self.encoding, projection)
 
     @property
     def packed(self) -> tuple[tuple[str, ...], ...]:  # type: ignore[override]
@@ -121,6 +121,12 @@ class NVFP4Experts(Experts):
                 state_dict.pop(key)  # type: ignore[attr-defined]  # else it counts as unexpected
             given[f"{prefix}gate_up_decode_scale"] = scales
         super()._load_from_state_dict(given, prefix, *args)
+
+
+@cache
+def _keys(encoding: Encoding, projection: str) -> tuple[str, ...]:
+    scales = (f"{projection}_proj_scale" if s.block else f"{projection}_decode_scale" for s in encoding.scales)
+    return (f"{projection}_proj", *scales)
 
 
 def _bias(name: str, bias: Tensor | None, shape: tuple[int, int]) -> nn.Parameter | None:

@@ -120,6 +120,8 @@ def test_refusals():
         ops.grouped_mm(a, list(q), offs, weight_format="fp5")
     with pytest.raises(ShapeError, match="grouped_mm: 3 tensors of a weight; expected 2 for mxfp4: codes, block_scale"):
         ops.grouped_mm(a, list(q), offs, weight_format="mxfp4")
+    with pytest.raises(ShapeError, match="grouped_mm: 0 tensors of a weight; expected 3 for nvfp4"):
+        ops.grouped_mm(a, [], offs)
     with pytest.raises(DtypeError, match="grouped_mm: pack: block_scale is f8e4m3.*; expected dtype f8e8m0"):
         ops.grouped_mm(a, list(q[:2]), offs, weight_format="mxfp4")
     with pytest.raises(DtypeError, match="grouped_mm: the weight is f16.*; expected dtype bf16"):
