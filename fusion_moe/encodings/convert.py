@@ -143,4 +143,4 @@ def _along_k(encoding: Encoding) -> Encoding:
 
 def _transposed(q: Quantized, encoding: Encoding) -> Quantized:
     """The parts with their last dimensions swapped, but for scales of a whole matrix."""
-    return Quantized(*(p if s.scale and not s.scale.block else p.mT for s, p in q.named()), encoding=encoding)
+    return Quantized(*(t if part.of_matrix else t.mT for part, t in q.named()), encoding=encoding)

@@ -68,6 +68,16 @@ class Part:
     dtype: torch.dtype
     scale: Scale | None = None
 
+    @property
+    def of_blocks(self) -> bool:
+        """Whether it is the scales of blocks along K."""
+        return self.scale is not None and self.scale.block > 0
+
+    @property
+    def of_matrix(self) -> bool:
+        """Whether it is the scale of a whole matrix, or of runs of its rows."""
+        return self.scale is not None and self.scale.block == 0
+
 
 @dataclass(frozen=True)
 class Encoding:

@@ -57,19 +57,14 @@ class TensorLayout(Layout):
 
     def pack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
         """Block scales in this order, all else as it is."""
-        return tuple(self.forward(t) if _is_block_scale(i, encoding) else t for i, t in enumerate(parts))
+        return tuple(self.forward(t) if part.of_blocks else t for part, t in zip(encoding.parts, parts, strict=False))
 
     def unpack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
         """The inverse of `pack`."""
         *lead, n, packed_k = parts[0].shape
         k = encoding.elements(packed_k)
-        shapes = [encoding.part_shape(part, lead, n, k) for part in encoding.parts]
-        return tuple(self.inverse(t, shapes[i]) if _is_block_scale(i, encoding) else t for i, t in enumerate(parts))
-
-
-def _is_block_scale(i: int, encoding: Encoding) -> bool:
-    scale = encoding.parts[i].scale
-    return scale is not None and scale.block > 0
+        given = zip(encoding.parts, parts, strict=False)
+        return tuple(self.inverse(t, encoding.part_shape(part, lead, n, k)) if part.of_blocks else t for part, t in given)
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,10 @@ def type_bytes(type: TensorType, env: Mapping[str, int]) -> int:
 def _part_bytes(part: Part, type: TensorType, env: Mapping[str, int]) -> int:
     """Bytes of a part of an encoded value; block scales padded as its layout stores them, one scale for a whole matrix."""
     (*lead, rows, k), encoding = type.shape, type.encoding
-    if part.scale and part.scale.block and isinstance(rows, Rows) and type.layout != "linear":
+    if part.of_blocks and isinstance(rows, Rows) and type.layout != "linear":
         rows = rows % getattr(LAYOUTS[type.layout], "rows", 1)
     shape = encoding.part_shape(part, lead, rows, value(plain(k), env))
-    layout = type.layout if part.scale and part.scale.block else "linear"
+    layout = type.layout if part.of_blocks else "linear"
     return prod(storage_shape(TensorType(shape, dtype_name(part.dtype), layout), env)) * part.dtype.itemsize
 
 

@@ -65,7 +65,7 @@ class _Writer(Writer):
     def body(self) -> list[str]:
         plan = self.plan
         parts = zip(plan.encoding.parts, plan.weight, strict=True)
-        runs = [n for part, v in parts if part.scale and not part.scale.block for n in v.type.shape[1:]] or [1]
+        runs = [n for part, v in parts if part.of_matrix for n in v.type.shape[1:]] or [1]
         a, tokens = STORED[plan.a.type.dtype], size(plan.combine.outputs[0].type.shape[0]) if plan.combine else 0
         return [
             "Problem problem{};",

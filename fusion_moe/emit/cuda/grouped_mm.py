@@ -30,7 +30,8 @@ class Product(Source):
 
     def __init__(self, plan: Plan):
         self.reader = reader(plan.encoding.name, plan.layout, plan.a.type.dtype)
-        super().__init__(plan.fusion, plan.memory, dict(zip((*plan.weight, plan.ends), (*self.reader.parts, "ends"), strict=True)))
+        names = (*(part.name for part in plan.encoding.parts), "ends")
+        super().__init__(plan.fusion, plan.memory, dict(zip((*plan.weight, plan.ends), names, strict=True)))
         self.plan, self.dtype = plan, plan.a.type.dtype
         self._previous: Product | None = None
         self._next: Product | None = None

@@ -9,15 +9,14 @@ from ...errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Reader:
-    """A C++ class template of a reader, its header, and its names of the parts of a weight. See kernels/weights/reader.cuh.
+    """A C++ class template of a reader, and its header. Parts of a weight have the names that the encoding gives them.
 
-    activations: the dtypes that it makes fragments for; tiled: whether weights are in tiles of 16 rows and 64 columns, as products of many
-    rows need them.
+    See kernels/weights/reader.cuh. activations: the dtypes that it makes fragments for; tiled: whether weights are in tiles of 16 rows and
+    64 columns, as products of many rows need them.
     """
 
     template: str
     header: str
-    parts: tuple[str, ...]
     activations: tuple[str, ...] = ("bf16", "f16")
     tiled: bool = False
 
@@ -27,16 +26,15 @@ class Reader:
 
 
 TILED = "w16x64"
-_NVFP4, _MXFP4, _PLAIN = ("codes", "block_scale", "decode_scale"), ("codes", "block_scale"), ("values",)
 READERS = {
-    ("nvfp4", "linear"): Reader("Nvfp4Linear", "weights/nvfp4.cuh", _NVFP4),
-    ("nvfp4", TILED): Reader("Nvfp4Tiled", "weights/nvfp4.cuh", _NVFP4, tiled=True),
-    ("mxfp4", "linear"): Reader("Mxfp4Linear", "weights/mxfp4.cuh", _MXFP4),
-    ("mxfp4", TILED): Reader("Mxfp4Tiled", "weights/mxfp4.cuh", _MXFP4, tiled=True),
-    ("bf16", "linear"): Reader("PlainLinear", "weights/plain.cuh", _PLAIN, ("bf16",)),
-    ("bf16", TILED): Reader("PlainTiled", "weights/plain.cuh", _PLAIN, ("bf16",), tiled=True),
-    ("f16", "linear"): Reader("PlainLinear", "weights/plain.cuh", _PLAIN, ("f16",)),
-    ("f16", TILED): Reader("PlainTiled", "weights/plain.cuh", _PLAIN, ("f16",), tiled=True),
+    ("nvfp4", "linear"): Reader("Nvfp4Linear", "weights/nvfp4.cuh"),
+    ("nvfp4", TILED): Reader("Nvfp4Tiled", "weights/nvfp4.cuh", tiled=True),
+    ("mxfp4", "linear"): Reader("Mxfp4Linear", "weights/mxfp4.cuh"),
+    ("mxfp4", TILED): Reader("Mxfp4Tiled", "weights/mxfp4.cuh", tiled=True),
+    ("bf16", "linear"): Reader("PlainLinear", "weights/plain.cuh", ("bf16",)),
+    ("bf16", TILED): Reader("PlainTiled", "weights/plain.cuh", ("bf16",), tiled=True),
+    ("f16", "linear"): Reader("PlainLinear", "weights/plain.cuh", ("f16",)),
+    ("f16", TILED): Reader("PlainTiled", "weights/plain.cuh", ("f16",), tiled=True),
 }
 
 

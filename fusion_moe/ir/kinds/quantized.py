@@ -120,7 +120,7 @@ def _runs_divide(n: Dim, matrix_scale: TensorType, rank: int) -> Iterator[Need]:
 
 def _pack_needs(*parts: TensorType, fmt: str, layout: str, transposed: bool = False) -> Iterator[Need]:
     for part, type in zip(find(fmt).parts, parts, strict=True):
-        if part.scale is not None and not part.scale.block:
+        if part.of_matrix:
             yield from _runs_divide(parts[0].shape[-1 if transposed else -2], type, len(parts[0].shape) - 2)
 
 
@@ -173,12 +173,12 @@ def _unpack_type(x: TensorType) -> Types:
     """nvfp4[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16]: all parts but the scales of whole matrices"""
     need_dtype("x", x, *encoded())
     encoding, (*lead, n, _), k = x.encoding, x.shape, _known(x.shape[-1])
-    parts = (p for p in encoding.parts if p.scale is None or p.scale.block)
+    parts = (p for p in encoding.parts if not p.of_matrix)
     return tuple(x.with_(shape=encoding.part_shape(p, lead, n, k), dtype=dtype_name(p.dtype)) for p in parts)
 
 
 def _unpack(x: Quantized) -> tuple[torch.Tensor, ...]:
-    return tuple(t for p, t in x.named() if p.scale is None or p.scale.block)
+    return tuple(t for p, t in x.named() if not p.of_matrix)
 
 
 def _swizzle_type(x: TensorType, ends: TensorType, layout: str) -> Types:
@@ -208,7 +208,7 @@ def _relayout_type(x: TensorType, ends: TensorType, layout: str) -> Types:
 def _relayout(x: Quantized, ends: torch.Tensor, layout: str) -> tuple[Quantized]:
     to = LAYOUTS[layout]
     assert isinstance(to, TensorLayout)
-    return (x.of(to.forward(t, ends) if p.scale and p.scale.block else t for p, t in x.named()),)
+    return (x.of(to.forward(t, ends) if p.of_blocks else t for p, t in x.named()),)
 
 
 def linear(x: Any, encoding: Encoding, layout: str, ends: torch.Tensor | None = None) -> Any:
@@ -223,7 +223,7 @@ def linear(x: Any, encoding: Encoding, layout: str, ends: torch.Tensor | None = 
     assert isinstance(stored, TensorLayout)
     *lead, n, k = x.shape
     shapes = [encoding.part_shape(p, lead, n, k) for p in encoding.parts]
-    return x.of(stored.inverse(t, s, ends) if p.scale and p.scale.block else t for (p, t), s in zip(x.named(), shapes, strict=True))
+    return x.of(stored.inverse(t, s, ends) if p.of_blocks else t for (p, t), s in zip(x.named(), shapes, strict=True))
 
 
 TABLE = (
