@@ -135,31 +135,31 @@ private:
     // The weights of an item: a warp copies the elements of each PRODUCER_WARPS-th tile, and a thread 16 bytes of scales of each AT_ONCE-th.
     struct Weights {
         static_assert(i64(Segment::N) * Segment::K / 1024 * ELEMENTS < 1ll << 31, "offsets in a matrix");
-        static constexpr int EACH = WEIGHT_TILES / PRODUCER_WARPS, RUNS = ELEMENTS / RUN;
+        static constexpr int TILES_PER_WARP = WEIGHT_TILES / PRODUCER_WARPS, RUNS = ELEMENTS / RUN;
         static constexpr int PIECES = STAGE_K_BLOCKS * SCALES / 16;  // of the scales of a tile
-        static constexpr int AT_ONCE = PIECES > 0 ? PRODUCERS / PIECES : WARPGROUP_WARPS, TURNS = PIECES > 0 ? (WEIGHT_TILES + AT_ONCE - 1) / AT_ONCE : 0;
-        static_assert(AT_ONCE % WARPGROUP_WARPS == 0, "whole teams at once");
-        static constexpr bool EQUALLY_SPACED = equally_spaced(PRODUCER_WARPS) && equally_spaced(AT_ONCE);
+        static constexpr int TILES_PER_STEP = PIECES > 0 ? PRODUCERS / PIECES : WARPGROUP_WARPS, SCALE_STEPS = PIECES > 0 ? (WEIGHT_TILES + TILES_PER_STEP - 1) / TILES_PER_STEP : 0;
+        static_assert(TILES_PER_STEP % WARPGROUP_WARPS == 0, "whole teams at once");
+        static constexpr bool EQUALLY_SPACED = equally_spaced(PRODUCER_WARPS) && equally_spaced(TILES_PER_STEP);
         const u8 *elements, *scales;                   // of the item's matrix; if tiles are even, the thread's first
-        i32 element[EACH], scale[TURNS > 0 ? TURNS : 1];  // offsets, if they are not
+        i32 element[TILES_PER_WARP], scale[SCALE_STEPS > 0 ? SCALE_STEPS : 1];  // offsets, if they are not
 
         __device__ __forceinline__ void open(const Segment& s, const WorkTile& work_tile, i32 thread) {
             const i64 tiles = i64(work_tile.m_tile.group) * (Segment::N / 16) * K_BLOCKS;
             elements = Reader::elements(s) + tiles * ELEMENTS, scales = Reader::scales(s) + tiles * SCALES;
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) element[i] = at(work_tile, thread / 32 + PRODUCER_WARPS * i) * ELEMENTS + thread % 32 * 16;
+            for (int i = 0; i < TILES_PER_WARP; ++i) element[i] = at(work_tile, thread / 32 + PRODUCER_WARPS * i) * ELEMENTS + thread % 32 * 16;
             if constexpr (SCALES > 0) {
 #pragma unroll
-                for (int i = 0; i < TURNS; ++i)
-                    scale[i] = at(work_tile, min(thread / PIECES + AT_ONCE * i, WEIGHT_TILES - 1)) * SCALES + thread % PIECES * 16;
+                for (int i = 0; i < SCALE_STEPS; ++i)
+                    scale[i] = at(work_tile, min(thread / PIECES + TILES_PER_STEP * i, WEIGHT_TILES - 1)) * SCALES + thread % PIECES * 16;
             }
-            if (EQUALLY_SPACED) elements += element[0], scales += TURNS > 0 ? scale[0] : 0;
+            if (EQUALLY_SPACED) elements += element[0], scales += SCALE_STEPS > 0 ? scale[0] : 0;
         }
 
         __device__ static i32 at(const WorkTile& work_tile, i32 t) { return first_row(work_tile.n_tile, t) / 16 * K_BLOCKS; }
         __device__ static constexpr i32 after_first(int t) { return (first_row(0, t) - first_row(0, 0)) / 16 * K_BLOCKS; }
         __device__ __forceinline__ i32 element_at(int i) const { return EQUALLY_SPACED ? after_first(PRODUCER_WARPS * i) * ELEMENTS : element[i]; }
-        __device__ __forceinline__ i32 scale_at(int i) const { return EQUALLY_SPACED ? after_first(AT_ONCE * i) * SCALES : scale[i]; }
+        __device__ __forceinline__ i32 scale_at(int i) const { return EQUALLY_SPACED ? after_first(TILES_PER_STEP * i) * SCALES : scale[i]; }
 
         // Blocks of 64 k, from the kb-th of the round on.
         template <int Blocks>
@@ -168,7 +168,7 @@ private:
             for (int run = 0; run < RUNS; ++run) {
                 const u32 element_place = shared_address(to.weights[0].elements[thread / 32]) + SharedWeights::swizzled_lane(thread % 32, run);
 #pragma unroll
-                for (int i = 0; i < EACH; ++i) {
+                for (int i = 0; i < TILES_PER_WARP; ++i) {
                     const int tile = PRODUCER_WARPS * i;
                     const int place = tile / WARPGROUP_WARPS * sizeof(RepeatWeights) + tile % WARPGROUP_WARPS * STAGE_K_BLOCKS * ELEMENTS + run * RUN;
 #pragma unroll
@@ -187,26 +187,26 @@ private:
             const i32 tile = thread / PIECES, piece = thread % PIECES;
             const u32 scale_place = shared_address(to.weights[tile / WARPGROUP_WARPS].scales[tile % WARPGROUP_WARPS]) + piece * 16;
 #pragma unroll
-            for (int i = 0; i < TURNS; ++i)
-                cp_async_16_if(scale_place + AT_ONCE / WARPGROUP_WARPS * i * sizeof(RepeatWeights), scales + scale_at(i) + kb * SCALES,
-                           tile + AT_ONCE * i < WEIGHT_TILES && piece < Blocks * SCALES / 16);
+            for (int i = 0; i < SCALE_STEPS; ++i)
+                cp_async_16_if(scale_place + TILES_PER_STEP / WARPGROUP_WARPS * i * sizeof(RepeatWeights), scales + scale_at(i) + kb * SCALES,
+                           tile + TILES_PER_STEP * i < WEIGHT_TILES && piece < Blocks * SCALES / 16);
         }
     };
 
-    // The activations of an item: a thread copies 16 bytes of each EACH-th row, in as many steps as all need.
+    // The activations of an item: a thread copies 16 bytes of each TILES_PER_WARP-th row, in as many steps as all need.
     struct Activations {
-        static constexpr int EACH = PRODUCERS / (TILE_ROW_BYTES / 16), K_STEPS = (TILE_M + EACH - 1) / EACH;
-        const u8* row[K_STEPS];
-        i32 steps;
+        static constexpr int ROWS_PER_STEP = PRODUCERS / (TILE_ROW_BYTES / 16), ROW_STEPS = (TILE_M + ROWS_PER_STEP - 1) / ROWS_PER_STEP;
+        const u8* row[ROW_STEPS];
+        i32 row_steps;
         bool last;  // whether the thread has a row in the last step
 
         __device__ __forceinline__ void open(const Segment& s, const WorkTile& work_tile, i32 thread) {
             const i32 mine = thread / (TILE_ROW_BYTES / 16);
-            steps = (work_tile.tile_m + EACH - 1) / EACH, last = mine + EACH * (steps - 1) < work_tile.tile_m;
+            row_steps = (work_tile.tile_m + ROWS_PER_STEP - 1) / ROWS_PER_STEP, last = mine + ROWS_PER_STEP * (row_steps - 1) < work_tile.tile_m;
 #pragma unroll
-            for (int i = 0; i < K_STEPS; ++i) {
-                const i32 m = min(work_tile.m_tile.first + mine + EACH * i, work_tile.m_tile.end - 1);  // sums past the end are not stored
-                if (i < steps) row[i] = reinterpret_cast<const u8*>(s.row(m)) + thread % (TILE_ROW_BYTES / 16) * 16;
+            for (int i = 0; i < ROW_STEPS; ++i) {
+                const i32 m = min(work_tile.m_tile.first + mine + ROWS_PER_STEP * i, work_tile.m_tile.end - 1);  // sums past the end are not stored
+                if (i < row_steps) row[i] = reinterpret_cast<const u8*>(s.row(m)) + thread % (TILE_ROW_BYTES / 16) * 16;
             }
         }
 
@@ -217,7 +217,7 @@ private:
             for (int i = 0; i < Steps; ++i)
 #pragma unroll
                 for (int b = 0; b < Blocks; ++b) {
-                    const u32 to_row = place + (i * EACH + b * TILE_M) * TILE_ROW_BYTES;
+                    const u32 to_row = place + (i * ROWS_PER_STEP + b * TILE_M) * TILE_ROW_BYTES;
                     if (i + 1 < Steps) cp_async_16(to_row, row[i] + (kb + b) * TILE_ROW_BYTES);
                     else cp_async_16_if(to_row, row[i] + (kb + b) * TILE_ROW_BYTES, last);
                 }
@@ -269,7 +269,7 @@ private:
         PipelineState<WORK_SLOTS> work_ring;
         WorkTiles work(shared.scheduler);
         for (; work.more_grouped(); work.advance(), work_ring.advance()) {
-            const WorkTile work_tile = at.current();
+            const WorkTile work_tile = work.current();
             if (thread == 0) shared.work_tiles[work_ring.stage] = work_tile;
             if (!work.first()) pipeline.commit_last();
             Weights weights;
@@ -284,8 +284,8 @@ private:
     // A loop for each number of steps has fewer instructions than one that branches.
     template <int Steps>
     __device__ static __forceinline__ void load_work_tile(Weights& weights, Activations& rows, ProducerPipeline& pipeline, i32 thread) {
-        if constexpr (Steps < Activations::K_STEPS) {
-            if (rows.steps > Steps) return load_work_tile<Steps + 1>(weights, rows, pipeline, thread);
+        if constexpr (Steps < Activations::ROW_STEPS) {
+            if (rows.row_steps > Steps) return load_work_tile<Steps + 1>(weights, rows, pipeline, thread);
         }
 #pragma unroll 1
         for (i32 kb = 0; kb <= K_BLOCKS - UNROLL_K_BLOCKS; kb += UNROLL_K_BLOCKS) {
@@ -328,7 +328,7 @@ private:
 #pragma unroll
             for (int i = 0; i < EPILOGUE_STAGES; ++i) mainloop.release();
         }
-        for (; work.more(); work.advance()) store_ungrouped_rows(s, at.current());
+        for (; work.more(); work.advance()) store_ungrouped_rows(s, work.current());
     }
 
     // Which of the block's bands a team's band h is, and which of its tiles a warp has there.
