@@ -37,7 +37,7 @@ def emit(segment: Segment, schedule: object) -> Kernel:
             raise UnsupportedError(why)
         fusion = segment.fusion
         source = Product(plan(fusion, READERS)) if segment.kind == "grouped_gemm" else Loops(fusion)
-        text = "\n".join(launched.text for launched in source.launches(dict.fromkeys(fusion.symbols, 1), "sm_80"))
+        text = "\n".join(kernel.text for kernel in source.launches(dict.fromkeys(fusion.symbols, 1), "sm_80"))
     except UnsupportedError as error:
         return replace(reference.emit(segment, schedule), why=str(error))
     except RecursionError:

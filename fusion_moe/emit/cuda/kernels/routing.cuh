@@ -4,7 +4,7 @@
 // need nothing of each other, and ids come from a cache.
 #pragma once
 
-#include "order.cuh"
+#include "fragment_order.cuh"
 #include "ragged.cuh"
 
 namespace {
@@ -71,8 +71,8 @@ __device__ __forceinline__ void for_all(i64 count, Body body) {
 }
 
 // Needs something now, so that it comes to the caches.
-__device__ __forceinline__ void touch(i64 x) { asm volatile("" ::"l"(x)); }
-__device__ __forceinline__ void touch(float x) { asm volatile("" ::"f"(x)); }
+__device__ __forceinline__ void prefetch(i64 x) { asm volatile("" ::"l"(x)); }
+__device__ __forceinline__ void prefetch(float x) { asm volatile("" ::"f"(x)); }
 
 // total[v] = sum over slots of weight * y[row][j + v], in order: y [rows, N], slot(i) and weight(i) of slot i.
 template <int V, class T, class Slot, class Weight>
