@@ -4,7 +4,7 @@ source.py       what every segment has: a struct of its arrays, and kernels that
 loops.py        segments without a product
 grouped_mm.py   products, with gather, routing and epilogue; columns.py: which columns a result is made of
 readers.py      the readers of weights: which encodings and layouts have kernels
-variants.py     the kernels of products as data, and which are chosen for how many rows
+variants.py     the kernels of products as data; table.py, tables/: which are candidates for how many rows, by GPU; choice.py: the choice
 launch.py       compiling and calling; join.py: the segments of a program in one call
 kernels/        the kernels, fixed
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...arch import A100
 from ...errors import UnsupportedError
 from ...runtime import cuda, nvrtc
 from ...runtime.kernel import Kernel
@@ -37,7 +38,7 @@ def emit(segment: Segment, schedule: object) -> Kernel:
             raise UnsupportedError(why)
         fusion = segment.fusion
         source = Product(plan(fusion, READERS)) if segment.kind == "grouped_gemm" else Loops(fusion)
-        text = "\n".join(kernel.text for kernel in source.launches(dict.fromkeys(fusion.symbols, 1), "sm_80"))
+        text = "\n".join(kernel.text for kernel in source.launches(dict.fromkeys(fusion.symbols, 1), A100))
     except UnsupportedError as error:
         return replace(reference.emit(segment, schedule), why=str(error))
     except RecursionError:

@@ -22,8 +22,6 @@
 
 namespace {
 
-constexpr int MAX_SHARED_BYTES = 227 * 1024;  // bytes of shared memory that a block may have
-
 // Tiles of weights in shared memory, STAGE_K_BLOCKS for each warp of a team.
 template <int WARPS, int STAGE_K_BLOCKS, int ELEMENTS, int SCALES>
 struct SharedTiles {
@@ -74,10 +72,10 @@ struct LargeM {
         RepeatWeights weights[CONSUMERS * REPEATS];
     };
 
-    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, Segment::ABOVE_ROWS, Segment::MAX_ROWS, Segment::WITH_SMALL_M>;
+    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, Segment::ABOVE_ROWS, Segment::MAX_ROWS, Segment::WITH_SMALL_M, Segment::GROUPS_READ_PER_TWO_TILES>;
 
     // As many as fit. Items are told by those who copy: each has a stage at least, but for one that they begin.
-    static constexpr int STAGE_BYTES = MAX_SHARED_BYTES - int(sizeof(TileScheduler) + sizeof(WorkTile));
+    static constexpr int STAGE_BYTES = Segment::MAX_SHARED_BYTES - int(sizeof(TileScheduler) + sizeof(WorkTile));
     static constexpr int STAGES = STAGE_BYTES / (sizeof(Stage) + 2 * sizeof(u64) + sizeof(WorkTile)), WORK_SLOTS = STAGES + 1;
 
     struct Shared {
@@ -86,7 +84,7 @@ struct LargeM {
         u64 full[STAGES], empty[STAGES];
         TileScheduler scheduler;
     };
-    static_assert(sizeof(Shared) <= MAX_SHARED_BYTES && sizeof(RepeatWeights) >= Transpose::BUFFER_BYTES);
+    static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES && sizeof(RepeatWeights) >= Transpose::BUFFER_BYTES);
 
     __device__ static void run(const Segment& s) {
         extern __shared__ __align__(1024) u8 memory[];

@@ -22,7 +22,7 @@ struct alignas(16) WorkTile {
     i32 tile_m, n_tile;  // of the group's spans: a multiple of 8
 };
 
-template <int GROUPS, int TILE_M, i32 ABOVE_ROWS, i32 MAX_ROWS, bool WITH_SMALL_M>
+template <int GROUPS, int TILE_M, i32 ABOVE_ROWS, i32 MAX_ROWS, bool WITH_SMALL_M, i32 GROUPS_READ_PER_TWO_TILES>
 class TileScheduler {
 public:
     // By all threads of a block; `scratch` holds 4 (G + 1) numbers.
@@ -88,7 +88,6 @@ private:
     static constexpr i32 SIDE = (GROUPS + 32) / 32 * 32, PARTS = SIDE > 256 ? 2 : SIDE > 128 ? 4 : 8, PART = (GROUPS + PARTS) / PARTS;
 
     static constexpr i32 NO_WORK_TILE = 1 << 30;     // a number past the last
-    static constexpr i32 GROUPS_READ_PER_TWO_TILES = 300;  // groups, in the time of two spans; half of it is for one
 
     // Decides how many blocks stay.
     __device__ void limit_blocks() {
