@@ -42,10 +42,10 @@ def arch(index: int) -> Arch:
 def read_arch(index: int) -> Arch:
     """What the driver says of a device."""
     d, properties = _driver(), torch.cuda.get_device_properties(index)
-    kinds = d.CUdevice_attribute
 
     def attribute(name: str) -> int:
-        return int(_checked(d.cuDeviceGetAttribute(getattr(kinds, f"CU_DEVICE_ATTRIBUTE_{name}"), d.CUdevice(index)), "cuDeviceGetAttribute"))
+        asked = getattr(d.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(_checked(d.cuDeviceGetAttribute(asked, d.CUdevice(index)), name))
 
     bits_a_clock = 2 * attribute("GLOBAL_MEMORY_BUS_WIDTH")  # data at both edges
     return Arch(

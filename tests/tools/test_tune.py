@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion_moe.arch import H100, H200, L40S
+from fusion_moe.arch import H100, H200
 from fusion_moe.emit.cuda.choice import SizeClass, choose_from
 from fusion_moe.emit.cuda.table import ALWAYS, Regime, parse, path_of, table_of, text
 from fusion_moe.emit.cuda.variants import SETS, Matrices
@@ -97,7 +97,7 @@ def test_noise_changes_nothing():
 
 
 def test_files_are_read_as_written(tmp_path):
-    for arch in (H200, replace(L40S, name="another GPU", capability=(9, 0))):
+    for arch in (H200, replace(H200, name="another GPU", multiprocessors=78)):
         measured = timings(arch=arch)
         files.save(measured, tmp_path / "t.json")
         assert files.load(tmp_path / "t.json") == measured
@@ -117,9 +117,10 @@ def test_the_report_names_what_was_chosen_and_what_is_best():
     measured = timings()
     shown = fit.shown(table_of(H200), measured)
     assert len(shown.splitlines()) == 1 + len(AVERAGES) + 2
-    assert "geometric mean" in shown and "worst 2.000" in shown
+    assert "worst 2.000" in shown
     assert fit.summary(fit.fitted(fit.fit(table_of(H200), measured), measured))[-1].startswith("geometric mean 1.0000, worst 1.000")
-    (missing, _) = fit.summary(fit.fitted(table_of(H200), replace(measured, cells=(*measured.cells, replace(measured.cells[0], us={"x": 1.0})))))
+    odd = replace(measured, cells=(*measured.cells, replace(measured.cells[0], us={"x": 1.0})))
+    missing, _ = fit.summary(fit.fitted(table_of(H200), odd))
     assert missing == "1 of 13 cells: what is chosen was not measured"
 
 
@@ -129,7 +130,7 @@ def test_a_fit_from_the_command_line(tmp_path):
     before = path_of(H200).read_bytes()
     done = subprocess.run([sys.executable, TUNE, "fit", tmp_path / "t.json"], capture_output=True, text=True, check=True)
     assert "geometric mean 1.0000, worst 1.000" in done.stdout
-    assert "tiled: up to 3: M8 -> " in done.stdout or "tiled: up to" in done.stdout
+    assert "\ntiled: up to 3: M8 -> up to 9: M8\n" in done.stdout
     assert path_of(H200).read_bytes() == before
     found = fit.fit(table_of(H200), timings())
     assert parse(text(found), "t.json") == found

@@ -34,7 +34,7 @@ def _arguments() -> argparse.Namespace:
     sweep = commands.add_parser("sweep", help="times kernels on this GPU")
     sweep.add_argument("--out", type=Path, help="a file; by default that of this GPU in tools/tune/timings")
     sweep.add_argument("--minutes", type=float, default=4)
-    sweep.add_argument("--repeats", type=int, default=5)
+    sweep.add_argument("--repeats", type=int, default=7)
     sweep.add_argument("--layout", default="w16x64", help="of weights: w16x64 or linear")
     sweep.add_argument("--only", default="", metavar="TEXT", help="products whose name has this text: qwen3, down")
     sweep.add_argument("--tokens", type=int, nargs="+")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean
 
 from timings import Cell, Timings, way
 
 from fusion_moe.emit.cuda.choice import choose_from
-from fusion_moe.emit.cuda.table import ALWAYS, Regime, Table, kind
+from fusion_moe.emit.cuda.table import ALWAYS, KINDS, Regime, Table, kind_of
 from fusion_moe.emit.cuda.variants import SETS
 
 _GAIN = 5e-4  # in the mean of logarithms: below that a table stays as it is
@@ -45,7 +46,7 @@ def mean_loss(table: Table, timings: Timings) -> float:
 
 def fit(table: Table, timings: Timings) -> Table:
     """The table after all single changes that pay: bounds, sets and size classes of regimes, one after the other, until none does."""
-    kinds = dict.fromkeys(kind(cell.matrices) for cell in timings.cells)
+    kinds = dict.fromkeys(kind_of(cell.matrices) for cell in timings.cells)
     best = mean_loss(table, timings)
     for _ in range(_ROUNDS):
         before = best
@@ -75,7 +76,7 @@ def _bounds(regimes: Sequence[Regime], i: int, cells: Sequence[Cell]) -> Iterato
         return
     before = regimes[i - 1].max_average if i and regimes[i - 1].max_average < regimes[i].max_average else 0
     averages = sorted({cell.average for cell in cells})
-    for low, high in zip(averages, averages[1:], strict=False):
+    for low, high in pairwise(averages):
         between = _plain(math.sqrt(low * high), low, high)
         if before < between < regimes[i + 1].max_average:
             yield replace(regimes[i], max_average=between)
@@ -134,7 +135,11 @@ def changes(before: Table, after: Table) -> list[str]:
 
     def said(regime: Regime) -> str:
         classes = ", ".join(f"{most or 'any'}: {names[v]}" for most, v in regime.size_classes)
-        return f"up to {regime.max_average:g}: {names[regime.variants]}" + (f" ({classes} from {regime.min_weights} weights)" if classes else "")
+        text = f"up to {regime.max_average:g}: {names[regime.variants]}"
+        return f"{text} ({classes} from {regime.min_weights} weights)" if classes else text
 
-    pairs = [(n, a, b) for n in ("tiled", "linear", "wide_tiled", "wide_linear") for a, b in zip(getattr(before, n), getattr(after, n), strict=True)]
-    return [f"{name}: {said(a)} -> {said(b)}" for name, a, b in pairs if a != b]
+    found = []
+    for kind in KINDS:
+        pairs = zip(getattr(before, kind), getattr(after, kind), strict=True)
+        found += [f"{kind}: {said(a)} -> {said(b)}" for a, b in pairs if a != b]
+    return found

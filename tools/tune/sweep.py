@@ -11,12 +11,11 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
-from fusion_moe_translators.moe import grouped_mm, scaled_swiglu
 from timings import Cell, Timings, way
 from torch import Tensor
 
@@ -24,21 +23,24 @@ from fusion_moe.arch import Arch
 from fusion_moe.compile import lower
 from fusion_moe.emit.cuda import emit
 from fusion_moe.emit.cuda.choice import SizeClass, choose_from
-from fusion_moe.emit.cuda.grouped_mm import Product
+from fusion_moe.emit.cuda.grouped_mm import Product, activation_reader
 from fusion_moe.emit.cuda.launch import Launch, build
-from fusion_moe.emit.cuda.table import ALWAYS, Table, kind
+from fusion_moe.emit.cuda.table import ALWAYS, Table, kind_of
 from fusion_moe.emit.cuda.variants import Matrices
 from fusion_moe.encodings import Quantized
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.layouts import W16X64
 from fusion_moe.options import Options
 from fusion_moe.target import TARGETS
+from fusion_moe_translators.moe import grouped_mm, scaled_swiglu
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 ROUTINGS = ("uniform", "zipf")
 LAYOUTS = ("w16x64", "linear")
 _ZIPF = 1.2
 _GRAPH_SECONDS, _MOST_CALLS = 1e-3, 24
+_ROUTED = 4  # routings, to rotate over
+_FLOPS = 8e14  # a second
 _ENOUGH_BYTES, _MOST_COPIES = 6e8, 8  # of weights, to rotate over
 _AT_ONCE = 2**28  # elements of a weight that change their layout at once
 _LOWEST, _HIGHEST = 1 / 8, 3  # rows of a group, in heights of an M tile, for which a kernel may be the fastest
@@ -77,7 +79,7 @@ class Forced(Product):
         return self._classes
 
     def _reads_fragment_order(self, sizes: object, arch: Arch) -> bool:
-        return all(self.needs_reordering(c.variant) for c in self._classes)
+        return self.needs_reordering(activation_reader(self._classes))
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,11 @@ class Task:
     def layer_bytes(self) -> int:
         """Of its weights in NVFP4."""
         return self.layer.experts * self.n * self.k * 9 // 16
+
+    def floor(self, rows: int, arch: Arch) -> float:
+        """Seconds to read the weights of groups that have a row, or to multiply."""
+        read = _touched(self.layer.experts, rows) / self.layer.experts * self.layer_bytes / arch.memory_bandwidth
+        return max(read, 2 * rows * self.n * self.k / _FLOPS)
 
     def product(self) -> Product:
         """Its source."""
@@ -135,7 +142,7 @@ def ways(table: Table, of: Matrices, rows: int, arch: Arch) -> list[tuple[SizeCl
     found = [choose_from(table, rows, of, arch), *((SizeClass(v),) for v in near)]
     for regime in regimes:
         if regime.size_classes and regime.max_average / 6 <= rows / of.groups <= regime.max_average * 2:
-            only = replace(table, **{kind(of): (replace(regime, max_average=ALWAYS, min_weights=0), regimes[-1])})
+            only = replace(table, **{kind_of(of): (replace(regime, max_average=ALWAYS, min_weights=0), regimes[-1])})
             found.append(choose_from(only, rows, of, arch))
     return list(dict.fromkeys(found))
 
@@ -222,6 +229,7 @@ def sweep(
                     rest = f"{cell.us[cell.best]:.1f} us by {cell.best}, of {len(cell.us)} ways; {deadline - time.monotonic():.0f} s left"
                     say(f"{cell.product}, {cell.tokens} tokens, {cell.routing}: {rest}")
                 keep(timings)
+                torch.cuda.empty_cache()  # of graphs that are gone
         pool.shutdown(cancel_futures=True)
     return timings
 
@@ -233,28 +241,22 @@ def _cells(s: Swept, wanted: Sequence[tuple[int, str]], arch: Arch, repeats: int
             return
         rows = tokens * layer.slots
         a = torch.randn(rows, s.task.k, device="cuda").bfloat16()
-        routed = [ends(layer, tokens, routing, seed) for seed in range(4)]
-        floor = max(
-            _touched(layer.experts, rows) / layer.experts * s.task.layer_bytes / arch.memory_bandwidth, 2 * rows * s.task.n * s.task.k / 8e14
-        )
-        count = min(_MOST_CALLS, max(len(stored), math.ceil(_GRAPH_SECONDS / floor)))
-        graphs = {}
-        for classes in s.ways[tokens]:
-            launch = s.launches[classes]
-            calls = [(a, *stored[i % len(stored)], routed[i % len(routed)]) for i in range(count)]
-            graphs[way(classes)] = _captured(lambda i, launch=launch, calls=calls: launch(*calls[i], sizes={s.symbol: rows}), count)
+        routed = [ends(layer, tokens, routing, seed) for seed in range(_ROUTED)]
+        count = min(_MOST_CALLS, max(len(stored), math.ceil(_GRAPH_SECONDS / s.task.floor(rows, arch))))
+        calls = [(a, *stored[i % len(stored)], routed[i % _ROUTED]) for i in range(count)]
+        graphs = {way(classes): _captured(s.launches[classes], calls, {s.symbol: rows}) for classes in s.ways[tokens]}
         us = {name: round(t / count, 3) for name, t in _times(graphs, repeats).items()}
         yield Cell(s.task.name, s.matrices, tokens, rows, routing, us)
 
 
-def _captured(call: Callable[[int], object], count: int) -> torch.cuda.CUDAGraph:
-    """So many calls, one after the other, in a graph."""
-    call(0)  # loads
+def _captured(launch: Launch, calls: Sequence[Sequence[Tensor]], sizes: Mapping[str, int]) -> torch.cuda.CUDAGraph:
+    """The calls, one after the other, in a graph."""
+    launch(*calls[0], sizes=sizes)  # loads
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for i in range(count):
-            call(i)
+        for call in calls:
+            launch(*call, sizes=sizes)
     return graph
 
 

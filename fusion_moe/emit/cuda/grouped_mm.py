@@ -81,8 +81,8 @@ class Product(Source):
         prologue = [] if in_fragment_order else self._prologue(activation_reader(size_classes), sizes, after_routing=bool(first))
         reads_before_wait = self._routing is None or bool(prologue)
         products = self.products(
-            size_classes, sizes, arch, reads_fragment_order=in_fragment_order, writes_fragment_order=self.writes_fragment_order(sizes, arch),
-            reads_before_wait=reads_before_wait,
+            size_classes, sizes, arch, reads_fragment_order=in_fragment_order,
+            writes_fragment_order=self.writes_fragment_order(sizes, arch), reads_before_wait=reads_before_wait,
         )  # fmt: skip
         found = [*first, *prologue, *products]
         return [*found, self._combine(sizes)] if self.plan.combine else found

@@ -52,10 +52,10 @@ Sizes = Mapping[str, int]
 class KernelSource:
     """One kernel: its text, and how it is launched.
 
-    blocks: as many as there is work for; max_resident: as many as a multiprocessor gets at most, which loop over the work, 0: all;
-    shared: bytes of dynamic shared memory; reads_before_wait: whether it reads before it waits for the kernel before it. carveout_blocks: how
-    many of its blocks a multiprocessor has, if the shared-memory carveout is to hold no more than these: see runtime/cuda.py. title: a
-    name for people.
+    blocks: as many as there is work for; max_resident: how many a multiprocessor gets at most, which loop over the work, 0 for as many as
+    there is work for; shared: bytes of dynamic shared memory; reads_before_wait: whether it reads before it waits for the kernel before it.
+    carveout_blocks: how many of its blocks a multiprocessor has, if the shared-memory carveout is to hold no more than these: see
+    runtime/cuda.py. title: a name for people.
     """
 
     name: str

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from .variants import SETS, Matrices, Variant
 
 TABLES = Path(__file__).parent / "tables"
 ALWAYS = float("inf")
+KINDS = ("tiled", "linear", "wide_tiled", "wide_linear")  # of weights: the fields of a table
 _KEYS = ("max_average", "variants", "size_classes", "min_weights")
 
 
@@ -50,11 +52,11 @@ class Table:
 
     def regimes(self, of: Matrices) -> tuple[Regime, ...]:
         """Those for such matrices."""
-        found: tuple[Regime, ...] = getattr(self, kind(of))
+        found: tuple[Regime, ...] = getattr(self, kind_of(of))
         return found
 
 
-def kind(of: Matrices) -> str:
+def kind_of(of: Matrices) -> str:
     """The field of a Table that has the regimes for such matrices."""
     return ("wide_" if of.wide else "") + ("tiled" if of.tiled else "linear")
 
@@ -88,7 +90,7 @@ def text(found: Table) -> str:
         return "    " + json.dumps(said)
 
     parts = [f'  "min_groups": {found.min_groups}']
-    for name in _regimes():
+    for name in KINDS:
         lines = ",\n".join(map(line, getattr(found, name)))
         parts.append(f'  "{name}": [\n{lines}\n  ]')
     return "{\n" + ",\n".join(parts) + "\n}\n"
@@ -100,15 +102,11 @@ def parse(text: str, where: str) -> Table:
         said = json.loads(text)
     except ValueError as error:
         raise ParseError(f"no JSON: {error}", expected="a table of tools/tune", where=where) from None
-    names = ["min_groups", *_regimes()]
+    names = ["min_groups", *KINDS]
     if not isinstance(said, Mapping) or set(said) != set(names):
         raise ParseError(f"keys {', '.join(said)}" if isinstance(said, Mapping) else "no object", expected=", ".join(names), where=where)
-    found = {name: _rows(said[name], f"{where}: {name}") for name in _regimes()}
+    found = {name: _rows(said[name], f"{where}: {name}") for name in KINDS}
     return Table(min_groups=_count(said["min_groups"], f"{where}: min_groups"), **found)
-
-
-def _regimes() -> list[str]:
-    return [f.name for f in fields(Table) if f.name != "min_groups"]
 
 
 def _rows(said: Any, where: str) -> tuple[Regime, ...]:
@@ -142,7 +140,7 @@ def _classes(said: Any, where: str) -> tuple[tuple[int | None, tuple[Variant, ..
 
 
 def _rises(numbers: Sequence[int]) -> bool:
-    return all(a < b for a, b in zip(numbers, numbers[1:], strict=False))
+    return all(a < b for a, b in pairwise(numbers))
 
 
 def _count(said: Any, where: str) -> int:
