@@ -1,10 +1,10 @@
-// How a team of warps stores its sums of an item (many_rows.cuh). A thread of it has sums of two columns of the product for many rows, and
-// stores several columns of one: they are turned in shared memory, a chunk of rows at a time.
+// The epilogue transpose: how a consumer warpgroup stores its accumulators of a work tile (large_m.cuh). A thread has those of two columns
+// of the product for many rows, and stores several columns of one: they are transposed in shared memory, EPILOGUE_ROWS rows at a time.
 //
-// TransposeResults makes the elements of a result where the sums are, and turns those. So does TransposeExchanged, of two columns, once warps have
-// given each other sums. TransposeAccumulators turns the sums themselves, and makes any results of any of their columns. Each thread has one: it puts
-// its part of a chunk into a place, takes from there what it stores of the chunk, when all of the team have put theirs, and stores it.
-// `sum`: of all rows of the item, for each band that it stores.
+// TransposeResults computes the elements of a result where the accumulators are, and transposes those. So does TransposeExchanged, of two
+// columns, once warps have exchanged accumulators. TransposeAccumulators transposes the accumulators themselves, and computes any results
+// of any of their columns. Each thread has one: it writes its part of the rows to a buffer, loads from there what it stores of them, when
+// the whole warpgroup has written, and stores it. `sum`: of all rows of the work tile, for each repeat that it stores.
 #pragma once
 
 #include "fragment_order.cuh"
@@ -13,15 +13,15 @@
 
 namespace {
 
-// What a team makes of an item with some of its bands, and where a thread stands in it: in each band, each of four warps has 16 columns of
-// the product.
+// What a consumer warpgroup has of a work tile with some of its repeats, and where a thread stands in it: in each repeat, each of four
+// warps has 16 columns of the product.
 template <class Segment, int REPEATS>
 struct ConsumerTile {
-    static constexpr int THREADS = 128, WARPS = 4, MAX_CONSUMERS = 5;  // of a team; of a block
+    static constexpr int THREADS = 128, WARPS = 4, MAX_CONSUMERS = 5;  // of a warpgroup; of a block
     const Segment& s;
     const WorkTile work_tile;
-    const i32 column;        // of the result: the team's first
-    float factor[REPEATS][2];  // of the sums of a thread's two columns of the product, eight apart
+    const i32 column;          // of the result: the warpgroup's first
+    float factor[REPEATS][2];  // of the accumulators of a thread's two columns of the product, eight apart
 
     static __device__ __forceinline__ i32 thread() { return threadIdx.x % THREADS; }
     static __device__ __forceinline__ i32 warp() { return threadIdx.x / 32 % WARPS; }
@@ -31,13 +31,13 @@ struct ConsumerTile {
     static __device__ __forceinline__ void sync() { named_barrier_sync(1 + threadIdx.x / THREADS, THREADS); }
     static __device__ __forceinline__ void sync_warp_pair() { named_barrier_sync_unaligned(1 + MAX_CONSUMERS + threadIdx.x / 64, 64); }
 
-    // Element j of row m, from the row's columns of the product: what lies past the last is made as the last, and not stored.
+    // Element j of row m, from the row's columns of the product: what lies past the last is computed as the last, and not stored.
     __device__ __forceinline__ u16 element(i32 m, i32 j, const float (&p)[Segment::COLUMNS_PER_RESULT]) const {
         return s.template result<0>(min(m, work_tile.m_tile.end - 1), work_tile.m_tile.group, min(j, Segment::WIDTH - 1), p).bits;
     }
 };
 
-// What a thread stores of a result of 16 bits: V of its team's COLUMNS columns of each ROWS_PER_STEP-th row.
+// What a thread stores of a result of 16 bits: V of its warpgroup's COLUMNS columns of each ROWS_PER_STEP-th row.
 template <class Segment, class ConsumerTile, int COLUMNS, int V>
 class RowStores {
     using Columns = typename Segment::Columns;
@@ -71,15 +71,15 @@ private:
     i32 left_;     // of its rows, counted by all
 };
 
-// Four matrices of 8 x 8 numbers of 16 bits, of which a lane has a pair each: turned, with the row of one that begins at the lane's `to`.
+// Four matrices of 8 x 8 numbers of 16 bits, of which a lane has a pair each: transposed; a row of one begins at the lane's `to`.
 __device__ __forceinline__ void stmatrix_transposed(u32 to, const u32 (&pair)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(pair[0]), "r"(pair[1]), "r"(pair[2]),
                  "r"(pair[3])
                  : "memory");
 }
 
-// Elements of 16 bits, each made of columns of the product that one thread has: of one, or of one in each band, as gate and up are. Row t
-// of a chunk has 128 bytes; piece i of 16 lies where i ^ (t % 8) would.
+// Elements of 16 bits, each made of columns of the product that one thread has: of one, or of one in each repeat, as gate and up are. Row t
+// of a buffer has 128 bytes; piece i of 16 lies where i ^ (t % 8) would.
 template <class Segment>
 class TransposeResults {
     using Columns = typename Segment::Columns;
@@ -87,12 +87,14 @@ class TransposeResults {
     static constexpr int ROW = 128, V = 8;  // bytes of a row; columns that a thread stores at a time
 
 public:
-    static constexpr int REPEATS = Segment::COLUMNS_PER_RESULT, COLUMNS = ROW / sizeof(Element), EPILOGUE_ROWS = 32, BUFFER_BYTES = EPILOGUE_ROWS * ROW;  // rows; bytes
-    static constexpr bool APPLIES = Segment::RESULTS == 1 && Segment::BLOCK_TILES == REPEATS && Segment::WIDTH % 8 == 0 && sizeof(Element) == 2;
+    static constexpr int REPEATS = Segment::COLUMNS_PER_RESULT, COLUMNS = ROW / sizeof(Element);
+    static constexpr int EPILOGUE_ROWS = 32, BUFFER_BYTES = EPILOGUE_ROWS * ROW;
+    static constexpr bool APPLIES =
+        Segment::RESULTS == 1 && Segment::BLOCK_TILES == REPEATS && Segment::WIDTH % 8 == 0 && sizeof(Element) == 2;
 
 private:
     using RowStores = ::RowStores<Segment, ConsumerTile<Segment, REPEATS>, COLUMNS, V>;
-    static constexpr int ROWS_PER_STEP = RowStores::ROWS_PER_STEP;  // rows that the team puts or takes at once
+    static constexpr int ROWS_PER_STEP = RowStores::ROWS_PER_STEP;  // rows that the warpgroup writes or loads at once
 
 public:
     struct Rows {
@@ -144,7 +146,7 @@ private:
     const ConsumerTile<Segment, REPEATS>& tile_;
     const RowStores row_stores_;
 
-    // Of row m and the thread's lower or upper column, from its at-th sums.
+    // Of row m and the thread's lower or upper column, from its at-th accumulators.
     template <int Sums>
     __device__ __forceinline__ u16 element(i32 m, int upper, const float (*sum)[Sums], int at) const {
         float p[REPEATS];
@@ -154,16 +156,17 @@ private:
     }
 };
 
-// Sums as they are, in float32.
+// Accumulators as they are, in float32.
 template <class Segment>
 class TransposeAccumulators {
     using Columns = typename Segment::Columns;
     using ConsumerTile = ::ConsumerTile<Segment, 1>;
     static constexpr int V = Segment::COLUMNS_PER_RESULT == 1 || Segment::BLOCK == 8 ? 8 : 4;  // columns that a thread stores at a time
-    static constexpr int STRIDE = 64 + 4;                                 // of rows: no two of a warp's stores meet in a bank
+    static constexpr int STRIDE = 64 + 4;  // of rows: no two of a warp's stores meet in a bank
 
 public:
-    static constexpr int REPEATS = 1, COLUMNS = Segment::BLOCK * ConsumerTile::WARPS / Segment::BLOCK_TILES, EPILOGUE_ROWS = 16, BUFFER_BYTES = EPILOGUE_ROWS * STRIDE * sizeof(float);
+    static constexpr int REPEATS = 1, COLUMNS = Segment::BLOCK * ConsumerTile::WARPS / Segment::BLOCK_TILES;
+    static constexpr int EPILOGUE_ROWS = 16, BUFFER_BYTES = EPILOGUE_ROWS * STRIDE * sizeof(float);
 
 private:
     static constexpr int EACH = Columns::FRAGMENT_ORDER ? COLUMNS / 8 : V, PIECES = COLUMNS / EACH;  // of a row
@@ -201,7 +204,7 @@ private:
     __device__ __forceinline__ i32 row() const { return tile_.thread() / PIECES; }
     __device__ __forceinline__ i32 first() const { return tile_.thread() % PIECES * (Columns::FRAGMENT_ORDER ? 2 : EACH); }
 
-    // Columns that follow each other; or, ordered for the next product, a pair of each 16 of the team's columns.
+    // Columns that follow each other; or, in fragment order for the next product, a pair of each 16 of the warpgroup's columns.
     template <int Count>
     __device__ static __forceinline__ void read(float (&p)[Segment::COLUMNS_PER_RESULT][Count], const float* row, i32 first) {
         const float* block = row + first / Segment::BLOCK * (16 * Segment::BLOCK_TILES);
@@ -210,8 +213,10 @@ private:
 #pragma unroll
             for (int v = 0; v < Count; ++v)
 #pragma unroll
-                for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f)
-                    p[f][v] = row[at.column(v) / Segment::BLOCK * (16 * Segment::BLOCK_TILES) + Segment::local(f, at.column(v) % Segment::BLOCK)];
+                for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f) {
+                    const i32 j = at.column(v);
+                    p[f][v] = row[j / Segment::BLOCK * (16 * Segment::BLOCK_TILES) + Segment::local(f, j % Segment::BLOCK)];
+                }
         } else if constexpr (Segment::BLOCK == V) {
             float tile[16 * Segment::BLOCK_TILES];
             read(tile, block);
@@ -236,19 +241,21 @@ private:
 };
 
 // Elements of 16 bits, each made of two columns of the product that are in tiles of their own, as gate and up are. Of 32 rows the warp of
-// the one gives the other half of its sums to the warp of the other, and gets what it lacks of its own half. Then it makes the elements of
-// 16 rows and 16 columns, and puts them where it got sums: eight columns of all rows, then the other eight.
+// the one sends the other half of its accumulators to the warp of the other, and receives what it lacks of its own half. Then it computes
+// the elements of 16 rows and 16 columns, and writes them where it received accumulators: eight columns of all rows, then the other eight.
 template <class Segment>
 class TransposeExchanged {
     using Columns = typename Segment::Columns;
     using Element = typename Segment::Element;
-    static constexpr int HALF = 16, RECEIVED_BYTES = 1024, PIECE = HALF * 16;  // rows; bytes that a warp gets, and of eight columns
+    static constexpr int HALF = 16, RECEIVED_BYTES = 1024, PIECE = HALF * 16;  // rows; bytes that a warp receives, and of eight columns
     using ConsumerTile = ::ConsumerTile<Segment, 1>;
 
 public:
-    static constexpr int REPEATS = 1, COLUMNS = 8 * ConsumerTile::WARPS, EPILOGUE_ROWS = 2 * HALF, BUFFER_BYTES = ConsumerTile::WARPS * RECEIVED_BYTES;
+    static constexpr int REPEATS = 1, COLUMNS = 8 * ConsumerTile::WARPS;
+    static constexpr int EPILOGUE_ROWS = 2 * HALF, BUFFER_BYTES = ConsumerTile::WARPS * RECEIVED_BYTES;
     static constexpr bool APPLIES =
-        Segment::RESULTS == 1 && Segment::COLUMNS_PER_RESULT == 2 && Segment::BLOCK == 16 && Segment::WIDTH % 8 == 0 && sizeof(Element) == 2;
+        Segment::RESULTS == 1 && Segment::COLUMNS_PER_RESULT == 2 && Segment::BLOCK == 16 && Segment::WIDTH % 8 == 0 &&
+        sizeof(Element) == 2;
 
 private:
     static constexpr int V = Columns::FRAGMENT_ORDER ? 4 : 8;  // columns that a thread stores at a time
@@ -278,7 +285,8 @@ public:
             if constexpr (Columns::FRAGMENT_ORDER) {
                 Vector<u32, 2> pairs;  // the q-th of each 16 columns
 #pragma unroll
-                for (int b = 0; b < 2; ++b) pairs.at[b] = *reinterpret_cast<const u32*>(from + b * 2 * RECEIVED_BYTES + q / 4 * PIECE + q % 4 * 4);
+                for (int b = 0; b < 2; ++b)
+                    pairs.at[b] = *reinterpret_cast<const u32*>(from + b * 2 * RECEIVED_BYTES + q / 4 * PIECE + q % 4 * 4);
                 rows.of[i] = reinterpret_cast<const Vector<Element, V>&>(pairs);
             } else {
                 rows.of[i] = load_vector<V>(reinterpret_cast<const Element*>(from + q / 2 * 2 * RECEIVED_BYTES + q % 2 * PIECE));
@@ -293,7 +301,7 @@ private:
     const ConsumerTile& tile_;
     const RowStores row_stores_;
 
-    // By the warp that has the f-th columns: it gives the other half away.
+    // By the warp that has the f-th columns: it sends the other half away.
     template <int F, int Sums>
     __device__ __forceinline__ void write_half(u8* buffer, const float (&sum)[Sums], int first_row) const {
         const i32 lane = tile_.lane();
@@ -307,7 +315,8 @@ private:
         for (int i = 0; i < HALF / 2; i += 4)
             sent[i / 4 * 32] = {scaled(1 - F, i), scaled(1 - F, i + 1), scaled(1 - F, i + 2), scaled(1 - F, i + 3)};
         tile_.sync_warp_pair();
-        const i32 m = tile_.work_tile.m_tile.first + first_row + F * HALF + lane % 4 * 2, j = tile_.column + tile_.warp() / 2 * 16 + lane / 4;
+        const i32 m = tile_.work_tile.m_tile.first + first_row + F * HALF + lane % 4 * 2;
+        const i32 j = tile_.column + tile_.warp() / 2 * 16 + lane / 4;
         u32 pair[4];
 #pragma unroll
         for (int i = 0; i < HALF / 2; i += 4) {
@@ -325,8 +334,9 @@ private:
     }
 };
 
-// Which of them, for teams of some bands.
-template <class Segment, int REPEATS, bool RESULTS = TransposeResults<Segment>::APPLIES && REPEATS % TransposeResults<Segment>::REPEATS == 0,
+// Which of them, for consumer warpgroups of some repeats.
+template <class Segment, int REPEATS,
+          bool RESULTS = TransposeResults<Segment>::APPLIES && REPEATS % TransposeResults<Segment>::REPEATS == 0,
           bool EXCHANGED = TransposeExchanged<Segment>::APPLIES>
 struct EpilogueTranspose {
     using type = TransposeResults<Segment>;

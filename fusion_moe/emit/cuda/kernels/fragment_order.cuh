@@ -1,5 +1,5 @@
-// The order of activations in which products of many rows can read them: of each 64 k, the 16 bytes that a row of a tensor core's operand
-// has in one place hold the q-th pairs of all four blocks of 16 k, as fragments do (weights/reader.cuh): q = 0, 4, 1, 5, 2, 6, 3, 7.
+// Fragment order, in which large-M kernels can read activations: of each K block, the 16 bytes that a row of a tensor core's operand has in
+// one place hold the q-th pairs of all four blocks of 16 k, as fragments do (weights/reader.cuh): q = 0, 4, 1, 5, 2, 6, 3, 7.
 #pragma once
 
 #include "memory.cuh"
@@ -7,9 +7,11 @@
 namespace {
 
 // Where k stands.
-__device__ __forceinline__ constexpr i64 fragment_place(i64 k) { return k / 64 * 64 + k / 2 % 4 * 16 + k / 8 % 2 * 8 + k / 16 % 4 * 2 + k % 2; }
+__device__ __forceinline__ constexpr i64 fragment_place(i64 k) {
+    return k / 64 * 64 + k / 2 % 4 * 16 + k / 8 % 2 * 8 + k / 16 % 4 * 2 + k % 2;
+}
 
-// The eight numbers of 16 bits from place 8 * piece on, of rows of whole 64 k.
+// The eight numbers of 16 bits from place 8 * piece on, of rows of whole K blocks.
 template <class T>
 __device__ __forceinline__ Vector<T, 8> fragment_piece(const T* x, i64 piece) {
     const u32* pair = reinterpret_cast<const u32*>(x + piece / 8 * 64) + piece % 8 / 2 + piece % 2 * 4;
@@ -26,7 +28,7 @@ struct RowMajor {
     __device__ __forceinline__ i64 place() const { return j; }
 };
 
-// V columns that follow each other once ordered: a pair of each block of 16, from j on.
+// V columns that follow each other in fragment order: a pair of each block of 16, from j on.
 struct FragmentOrder {
     static constexpr bool FRAGMENT_ORDER = true;
     i32 j;
@@ -60,7 +62,8 @@ __device__ __forceinline__ void store_columns_of(
 
 // Of all results.
 template <int V, int I = 0, class Segment, class Columns>
-__device__ __forceinline__ void store_columns(const Segment& s, i32 m, i32 g, Columns at, const float (&p)[Segment::COLUMNS_PER_RESULT][V]) {
+__device__ __forceinline__ void store_columns(
+    const Segment& s, i32 m, i32 g, Columns at, const float (&p)[Segment::COLUMNS_PER_RESULT][V]) {
     if constexpr (I < Segment::RESULTS) {
         store_columns_of<I>(s, s.template array<I>() + i64(m) * Segment::WIDTH, m, g, at, p);
         store_columns<V, I + 1>(s, m, g, at, p);

@@ -1,28 +1,29 @@
-// Grouped products of many rows a group: weights go through shared memory to registers, become fragments there, and are multiplied by
-// tiles of activations in shared memory; copies, decoding and products overlap.
+// Large-M grouped products: weights go through shared memory to registers, are dequantized to fragments there, and are multiplied by tiles
+// of activations in shared memory; copies, dequantizing and products overlap.
 //
-// A block stays on its multiprocessor and takes item after item (schedule.cuh): up to TILE_M rows of a group and 64 * REPEATS * CONSUMERS rows
-// of its matrix. The matrix is on the side of wgmma's 64 rows; the other side is as wide as the group's spans are high. CONSUMERS warpgroups
-// multiply, each by REPEATS bands of 64 rows of the matrix, what a few warps copy into a ring of stages of 128 k. They share nothing but
-// the ring: some decode while others keep the tensor cores busy, and one may finish an item and store it while others still multiply.
+// A persistent kernel: a block loops over work tiles (schedule.cuh), each up to TILE_M rows of a group and 64 * REPEATS * CONSUMERS rows of
+// its matrix. The matrix is on the side of wgmma's 64 rows; the other side is as wide as the group's M tiles are high. CONSUMERS warpgroups
+// multiply, each by REPEATS times 64 rows of the matrix, what producer warps copy into a ring of stages of two K blocks. They share nothing
+// but the ring: some dequantize while others keep the tensor cores busy, and one may finish a work tile and store it while others still
+// multiply.
 //
-// WgmmaGroups that are much heavier or lighter than others can be left to launches of other variants, beside this one: each counts only groups
-// of its own sizes, ABOVE_ROWS to MAX_ROWS, which the host does not know. None of them needs what another makes, so none waits for the one before;
-// but the last block of each does when it is done, and so what waits for the last launch waits for all.
+// Groups that are much heavier or lighter than others can be left to concurrent launches of other variants: each handles a size class,
+// groups of more than ABOVE_ROWS and up to MAX_ROWS rows, which the host does not know. None of them needs what another computes, so none
+// waits for the one before; but the last block of each does when it is done, and so what waits for the last launch waits for all.
 //
-// Activations are given in the order of w16x64 (order.cuh), or in their own, with more instructions for each weight (weights/).
+// Activations are in fragment order (fragment_order.cuh), or row-major, with more instructions for each weight (weights/).
 #pragma once
 
+#include "epilogue_transpose.cuh"
 #include "fragment_order.cuh"
 #include "pipeline.cuh"
 #include "schedule.cuh"
-#include "epilogue_transpose.cuh"
 #include "weights/reader.cuh"
 #include "wgmma.cuh"
 
 namespace {
 
-// Tiles of weights in shared memory, STAGE_K_BLOCKS for each warp of a team.
+// Tiles of weights in shared memory, STAGE_K_BLOCKS for each warp of a consumer warpgroup.
 template <int WARPS, int STAGE_K_BLOCKS, int ELEMENTS, int SCALES>
 struct SharedTiles {
     u8 elements[WARPS][STAGE_K_BLOCKS][ELEMENTS], scales[WARPS][STAGE_K_BLOCKS][SCALES];
@@ -39,31 +40,34 @@ struct SharedTiles<WARPS, STAGE_K_BLOCKS, ELEMENTS, 0> {
 
 template <class Segment, int TILE_M, int CONSUMERS, int REPEATS>
 struct LargeM {
-    static constexpr int WARPGROUP = 128, WARPGROUP_WARPS = 4, PRODUCER_WARPS = 4, PRODUCERS = 32 * PRODUCER_WARPS, THREADS = WARPGROUP * CONSUMERS + PRODUCERS;
-    // Of the registers that a launch gives to one thread of each team and one that copies, the latter needs few; two bands of many sums
-    // leave it the fewest, which are enough where tiles are even (see Weights).
+    static constexpr int WARPGROUP = 128, WARPGROUP_WARPS = 4, PRODUCER_WARPS = 4, PRODUCERS = 32 * PRODUCER_WARPS;
+    static constexpr int THREADS = WARPGROUP * CONSUMERS + PRODUCERS;
+    // Of the registers that a launch gives to one thread of each consumer warpgroup and one producer, the latter needs few; two repeats of
+    // high M tiles leave it the fewest, which are enough where tiles are equally spaced (see Weights).
     static constexpr int MIN_PRODUCER_REGISTERS = REPEATS > 1 && TILE_M > 32 ? 32 : 64;
-    static constexpr int REGISTER_POOL = 65536 / THREADS / 8 * 8 * (CONSUMERS + 1), CONSUMER_REGISTERS = (REGISTER_POOL - MIN_PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
+    static constexpr int REGISTER_POOL = 65536 / THREADS / 8 * 8 * (CONSUMERS + 1);
+    static constexpr int CONSUMER_REGISTERS = (REGISTER_POOL - MIN_PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
     static constexpr int PRODUCER_REGISTERS = REGISTER_POOL - CONSUMERS * CONSUMER_REGISTERS;
-    static constexpr int WEIGHT_TILES = WARPGROUP_WARPS * CONSUMERS * REPEATS, TILE_N = Segment::BLOCK * WEIGHT_TILES / Segment::BLOCK_TILES;  // of the result
+    static constexpr int WEIGHT_TILES = WARPGROUP_WARPS * CONSUMERS * REPEATS;           // of 16 rows
+    static constexpr int TILE_N = Segment::BLOCK * WEIGHT_TILES / Segment::BLOCK_TILES;  // columns of the result
     static constexpr int N_TILES = (Segment::WIDTH + TILE_N - 1) / TILE_N, K_BLOCKS = Segment::K / 64, K_STEPS = 4;
     using Reader = typename Segment::Weights;
     static constexpr int ELEMENTS = Reader::ELEMENTS, SCALES = Reader::SCALES;  // bytes of a tile of 16 rows and 64 k
-    static constexpr int STAGE_K_BLOCKS = ELEMENTS + SCALES <= 1024 ? 2 : 1;             // blocks of 64 k in a stage
-    static constexpr int UNROLL_K_BLOCKS = REPEATS == 1 ? 2 * STAGE_K_BLOCKS : STAGE_K_BLOCKS;  // blocks that a round of the loop of copies takes, as registers last
-    static constexpr int EPILOGUE_STAGES = REPEATS == 1 && K_BLOCKS > STAGE_K_BLOCKS ? 2 : 1;  // stages that a team gives back when it has stored an item
-    static constexpr int EPILOGUE_BUFFERS = REPEATS > 1 ? 2 : EPILOGUE_STAGES;            // in which it turns results: of its weights there
+    static constexpr int STAGE_K_BLOCKS = ELEMENTS + SCALES <= 1024 ? 2 : 1;
+    static constexpr int UNROLL_K_BLOCKS = REPEATS == 1 ? 2 * STAGE_K_BLOCKS : STAGE_K_BLOCKS;  // of the producers' loop, as registers last
+    static constexpr int EPILOGUE_STAGES = REPEATS == 1 && K_BLOCKS > STAGE_K_BLOCKS ? 2 : 1;   // that a consumer releases after its stores
+    static constexpr int EPILOGUE_BUFFERS = REPEATS > 1 ? 2 : EPILOGUE_STAGES;  // in which it transposes: where its weights were
     using Transpose = typename EpilogueTranspose<Segment, REPEATS>::type;
     using SharedWeights = typename Reader::template Shared<Segment::FRAGMENT_ORDER>;
     using Packed = typename SharedWeights::Packed;
-    static constexpr int REPEATS_PER_RESULT = Transpose::REPEATS;  // bands of which a result's columns are made
-    static constexpr int EPILOGUE_ROWS = Transpose::EPILOGUE_ROWS;     // rows of a result that a team turns at a time, in one of them
-    static_assert(WARPGROUP_WARPS % Segment::BLOCK_TILES == 0, "a team's tiles make whole columns");
+    static constexpr int REPEATS_PER_RESULT = Transpose::REPEATS;   // that a result's columns are made of
+    static constexpr int EPILOGUE_ROWS = Transpose::EPILOGUE_ROWS;  // that a consumer transposes at a time, in one of the buffers
+    static_assert(WARPGROUP_WARPS % Segment::BLOCK_TILES == 0, "a consumer's tiles make whole columns");
     static_assert(CONSUMERS <= ConsumerTile<Segment, REPEATS_PER_RESULT>::MAX_CONSUMERS);
-    static_assert(WARPGROUP_WARPS % PRODUCER_WARPS == 0, "a warp copies the same tiles of every team");
+    static_assert(WARPGROUP_WARPS % PRODUCER_WARPS == 0, "a warp copies the same tiles of every consumer");
     static_assert(Segment::K % 64 == 0 && Segment::N % 16 == 0, "weights are tiled");
-    static_assert(!Segment::Columns::FRAGMENT_ORDER || Segment::WIDTH % 64 == 0, "whole blocks of 64 are ordered");
-    static_assert(TILE_M % 16 == 0 && TILE_M <= 256, "spans are turned 16 rows at a time, and fit an instruction");
+    static_assert(!Segment::Columns::FRAGMENT_ORDER || Segment::WIDTH % 64 == 0, "fragment order is of whole K blocks");
+    static_assert(TILE_M % 16 == 0 && TILE_M <= 256, "M tiles are transposed 16 rows at a time, and fit an instruction");
 
     using RepeatWeights = SharedTiles<WARPGROUP_WARPS, STAGE_K_BLOCKS, ELEMENTS, SCALES>;
 
@@ -72,10 +76,11 @@ struct LargeM {
         RepeatWeights weights[CONSUMERS * REPEATS];
     };
 
-    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, Segment::ABOVE_ROWS, Segment::MAX_ROWS, Segment::WITH_SMALL_M, Segment::GROUPS_READ_PER_TWO_TILES>;
+    using TileScheduler = ::TileScheduler<
+        Segment::GROUPS, TILE_M, Segment::ABOVE_ROWS, Segment::MAX_ROWS, Segment::WITH_SMALL_M, Segment::GROUPS_READ_PER_TWO_TILES>;
 
-    // As many as fit. Items are told by those who copy: each has a stage at least, but for one that they begin.
-    static constexpr int STAGE_BYTES = Segment::MAX_SHARED_BYTES - int(sizeof(TileScheduler) + sizeof(WorkTile));
+    // As many as fit. Producers say which work tiles they load: each has a stage at least, but for one that they begin.
+    static constexpr int STAGE_BYTES = Segment::MAX_SHARED_BYTES - int(sizeof(TileScheduler) + sizeof(WorkTile));  // of all
     static constexpr int STAGES = STAGE_BYTES / (sizeof(Stage) + 2 * sizeof(u64) + sizeof(WorkTile)), WORK_SLOTS = STAGES + 1;
 
     struct Shared {
@@ -112,15 +117,15 @@ private:
     using WorkTiles = typename TileScheduler::WorkTiles;
     using Columns = typename Segment::Columns;
 
-    // Tile t of a block of columns -> the row of the matrix where it begins. Past the last column: the last block's. What makes a column
-    // of the result is in tiles, or in bands, that follow each other.
+    // Tile t of an N tile -> the row of the matrix where it begins. Past the last column: the last block's. What makes a column of the
+    // result is in tiles, or in repeats, that follow each other.
     __device__ static constexpr i32 first_row(i32 n_tile, i32 t) {
         constexpr i32 ALIKE = REPEATS_PER_RESULT > 1 ? WARPGROUP_WARPS : 1, LAST = (Segment::WIDTH - 1) / Segment::BLOCK;
         const i32 block = n_tile * (WEIGHT_TILES / Segment::BLOCK_TILES) + t / ALIKE / Segment::BLOCK_TILES * ALIKE + t % ALIKE;
         return Segment::first_row(block < LAST ? block : LAST, t / ALIKE % Segment::BLOCK_TILES);
     }
 
-    // Whether each step-th tile lies as far after the first of them in every block of columns.
+    // Whether each step-th tile lies as far after the first of them in every N tile.
     __device__ static constexpr bool equally_spaced(i32 step) {
         for (i32 block = 0; block < N_TILES; ++block)
             for (i32 t = 0; t < WEIGHT_TILES; ++t)
@@ -128,24 +133,27 @@ private:
         return true;
     }
 
-    // Copies -----------------------------------------------------------------------------------------------------------
+    // Producers --------------------------------------------------------------------------------------------------------
 
-    // The weights of an item: a warp copies the elements of each PRODUCER_WARPS-th tile, and a thread 16 bytes of scales of each AT_ONCE-th.
+    // The weights of a work tile: a warp copies the elements of each PRODUCER_WARPS-th tile, and a thread 16 bytes of scales of each
+    // TILES_PER_STEP-th.
     struct Weights {
         static_assert(i64(Segment::N) * Segment::K / 1024 * ELEMENTS < 1ll << 31, "offsets in a matrix");
         static constexpr int TILES_PER_WARP = WEIGHT_TILES / PRODUCER_WARPS, RUNS = ELEMENTS / RUN;
         static constexpr int PIECES = STAGE_K_BLOCKS * SCALES / 16;  // of the scales of a tile
-        static constexpr int TILES_PER_STEP = PIECES > 0 ? PRODUCERS / PIECES : WARPGROUP_WARPS, SCALE_STEPS = PIECES > 0 ? (WEIGHT_TILES + TILES_PER_STEP - 1) / TILES_PER_STEP : 0;
-        static_assert(TILES_PER_STEP % WARPGROUP_WARPS == 0, "whole teams at once");
+        static constexpr int TILES_PER_STEP = PIECES > 0 ? PRODUCERS / PIECES : WARPGROUP_WARPS;
+        static constexpr int SCALE_STEPS = PIECES > 0 ? (WEIGHT_TILES + TILES_PER_STEP - 1) / TILES_PER_STEP : 0;
+        static_assert(TILES_PER_STEP % WARPGROUP_WARPS == 0, "whole repeats in a step");
         static constexpr bool EQUALLY_SPACED = equally_spaced(PRODUCER_WARPS) && equally_spaced(TILES_PER_STEP);
-        const u8 *elements, *scales;                   // of the item's matrix; if tiles are even, the thread's first
+        const u8 *elements, *scales;  // of the work tile's matrix; if tiles are equally spaced, the thread's first
         i32 element[TILES_PER_WARP], scale[SCALE_STEPS > 0 ? SCALE_STEPS : 1];  // offsets, if they are not
 
         __device__ __forceinline__ void open(const Segment& s, const WorkTile& work_tile, i32 thread) {
             const i64 tiles = i64(work_tile.m_tile.group) * (Segment::N / 16) * K_BLOCKS;
             elements = Reader::elements(s) + tiles * ELEMENTS, scales = Reader::scales(s) + tiles * SCALES;
 #pragma unroll
-            for (int i = 0; i < TILES_PER_WARP; ++i) element[i] = at(work_tile, thread / 32 + PRODUCER_WARPS * i) * ELEMENTS + thread % 32 * 16;
+            for (int i = 0; i < TILES_PER_WARP; ++i)
+                element[i] = at(work_tile, thread / 32 + PRODUCER_WARPS * i) * ELEMENTS + thread % 32 * 16;
             if constexpr (SCALES > 0) {
 #pragma unroll
                 for (int i = 0; i < SCALE_STEPS; ++i)
@@ -156,19 +164,25 @@ private:
 
         __device__ static i32 at(const WorkTile& work_tile, i32 t) { return first_row(work_tile.n_tile, t) / 16 * K_BLOCKS; }
         __device__ static constexpr i32 after_first(int t) { return (first_row(0, t) - first_row(0, 0)) / 16 * K_BLOCKS; }
-        __device__ __forceinline__ i32 element_at(int i) const { return EQUALLY_SPACED ? after_first(PRODUCER_WARPS * i) * ELEMENTS : element[i]; }
-        __device__ __forceinline__ i32 scale_at(int i) const { return EQUALLY_SPACED ? after_first(TILES_PER_STEP * i) * SCALES : scale[i]; }
+        __device__ __forceinline__ i32 element_at(int i) const {
+            return EQUALLY_SPACED ? after_first(PRODUCER_WARPS * i) * ELEMENTS : element[i];
+        }
+        __device__ __forceinline__ i32 scale_at(int i) const {
+            return EQUALLY_SPACED ? after_first(TILES_PER_STEP * i) * SCALES : scale[i];
+        }
 
-        // Blocks of 64 k, from the kb-th of the round on.
+        // K blocks, from the kb-th of the unrolled ones on.
         template <int Blocks>
         __device__ __forceinline__ void copy(Stage& to, i32 thread, int kb) const {
 #pragma unroll
             for (int run = 0; run < RUNS; ++run) {
-                const u32 element_place = shared_address(to.weights[0].elements[thread / 32]) + SharedWeights::swizzled_lane(thread % 32, run);
+                const u32 first_element = shared_address(to.weights[0].elements[thread / 32]);
+                const u32 element_place = first_element + SharedWeights::swizzled_lane(thread % 32, run);
 #pragma unroll
                 for (int i = 0; i < TILES_PER_WARP; ++i) {
                     const int tile = PRODUCER_WARPS * i;
-                    const int place = tile / WARPGROUP_WARPS * sizeof(RepeatWeights) + tile % WARPGROUP_WARPS * STAGE_K_BLOCKS * ELEMENTS + run * RUN;
+                    const int repeat_place = tile / WARPGROUP_WARPS * sizeof(RepeatWeights);
+                    const int place = repeat_place + tile % WARPGROUP_WARPS * STAGE_K_BLOCKS * ELEMENTS + run * RUN;
 #pragma unroll
                     for (int b = 0; b < Blocks; ++b)
                         cp_async_16(element_place + place + b * ELEMENTS, elements + element_at(i) + (kb + b) * ELEMENTS + run * RUN);
@@ -186,12 +200,13 @@ private:
             const u32 scale_place = shared_address(to.weights[tile / WARPGROUP_WARPS].scales[tile % WARPGROUP_WARPS]) + piece * 16;
 #pragma unroll
             for (int i = 0; i < SCALE_STEPS; ++i)
-                cp_async_16_if(scale_place + TILES_PER_STEP / WARPGROUP_WARPS * i * sizeof(RepeatWeights), scales + scale_at(i) + kb * SCALES,
-                           tile + TILES_PER_STEP * i < WEIGHT_TILES && piece < Blocks * SCALES / 16);
+                cp_async_16_if(scale_place + TILES_PER_STEP / WARPGROUP_WARPS * i * sizeof(RepeatWeights),
+                               scales + scale_at(i) + kb * SCALES,
+                               tile + TILES_PER_STEP * i < WEIGHT_TILES && piece < Blocks * SCALES / 16);
         }
     };
 
-    // The activations of an item: a thread copies 16 bytes of each TILES_PER_WARP-th row, in as many steps as all need.
+    // The activations of a work tile: a thread copies 16 bytes of each ROWS_PER_STEP-th row, in as many steps as all need.
     struct Activations {
         static constexpr int ROWS_PER_STEP = PRODUCERS / (TILE_ROW_BYTES / 16), ROW_STEPS = (TILE_M + ROWS_PER_STEP - 1) / ROWS_PER_STEP;
         const u8* row[ROW_STEPS];
@@ -200,10 +215,12 @@ private:
 
         __device__ __forceinline__ void open(const Segment& s, const WorkTile& work_tile, i32 thread) {
             const i32 mine = thread / (TILE_ROW_BYTES / 16);
-            row_steps = (work_tile.tile_m + ROWS_PER_STEP - 1) / ROWS_PER_STEP, last = mine + ROWS_PER_STEP * (row_steps - 1) < work_tile.tile_m;
+            row_steps = (work_tile.tile_m + ROWS_PER_STEP - 1) / ROWS_PER_STEP;
+            last = mine + ROWS_PER_STEP * (row_steps - 1) < work_tile.tile_m;
 #pragma unroll
             for (int i = 0; i < ROW_STEPS; ++i) {
-                const i32 m = min(work_tile.m_tile.first + mine + ROWS_PER_STEP * i, work_tile.m_tile.end - 1);  // sums past the end are not stored
+                // accumulators past the end are not stored
+                const i32 m = min(work_tile.m_tile.first + mine + ROWS_PER_STEP * i, work_tile.m_tile.end - 1);
                 if (i < row_steps) row[i] = reinterpret_cast<const u8*>(s.row(m)) + thread % (TILE_ROW_BYTES / 16) * 16;
             }
         }
@@ -228,11 +245,11 @@ private:
         }
     };
 
-    // The stages that copies fill. The tensor cores are told of one when its copies are there: once those of the next have begun, and of an
-    // item's last one once the next item is found, which takes as long. (Told by who multiplies, by a fence of theirs, they first finished
-    // what was under way: seen as 10 % on an H200.)
+    // The stages that producers fill. A stage is committed when its copies are there: once those of the next have begun, and a work tile's
+    // last one once the next work tile is found, which takes as long. (A fence by consumers instead waited for products that ran: 10 % on
+    // an H200.)
     struct ProducerPipeline {
-        static_assert(STAGES >= 3, "one that they are not told of yet, and one that they have not given back, leave one to fill");
+        static_assert(STAGES >= 3, "one that is not committed yet, and one that is not released yet, leave one to fill");
         Shared& shared;
         PipelineState<STAGES> next, last;
 
@@ -241,14 +258,14 @@ private:
             return shared.stage[next.stage];
         }
 
-        // first: of an item.
+        // first: of a work tile.
         __device__ __forceinline__ void commit(bool first) {
             cp_async_commit();
             if (!first) signal<1>();
             next.advance();
         }
 
-        // The last one of an item.
+        // The last one of a work tile.
         __device__ __forceinline__ void commit_last() { signal<0>(); }
 
     private:
@@ -288,11 +305,15 @@ private:
 #pragma unroll 1
         for (i32 kb = 0; kb <= K_BLOCKS - UNROLL_K_BLOCKS; kb += UNROLL_K_BLOCKS) {
 #pragma unroll
-            for (int b = 0; b < UNROLL_K_BLOCKS; b += STAGE_K_BLOCKS) load_stage<Steps, STAGE_K_BLOCKS>(weights, rows, pipeline, thread, b, kb + b == 0);
+            for (int b = 0; b < UNROLL_K_BLOCKS; b += STAGE_K_BLOCKS)
+                load_stage<Steps, STAGE_K_BLOCKS>(weights, rows, pipeline, thread, b, kb + b == 0);
             weights.advance(), rows.template advance<Steps>();
         }
-        if constexpr (K_BLOCKS % UNROLL_K_BLOCKS >= STAGE_K_BLOCKS) load_stage<Steps, STAGE_K_BLOCKS>(weights, rows, pipeline, thread, 0, K_BLOCKS < UNROLL_K_BLOCKS);
-        if constexpr (K_BLOCKS % STAGE_K_BLOCKS != 0) load_stage<Steps, K_BLOCKS % STAGE_K_BLOCKS>(weights, rows, pipeline, thread, K_BLOCKS % UNROLL_K_BLOCKS / STAGE_K_BLOCKS * STAGE_K_BLOCKS, K_BLOCKS < STAGE_K_BLOCKS);
+        constexpr int LEFT = K_BLOCKS % UNROLL_K_BLOCKS, HALF_STAGE = K_BLOCKS % STAGE_K_BLOCKS;
+        if constexpr (LEFT >= STAGE_K_BLOCKS)
+            load_stage<Steps, STAGE_K_BLOCKS>(weights, rows, pipeline, thread, 0, K_BLOCKS < UNROLL_K_BLOCKS);
+        if constexpr (HALF_STAGE != 0)
+            load_stage<Steps, HALF_STAGE>(weights, rows, pipeline, thread, LEFT - HALF_STAGE, K_BLOCKS < STAGE_K_BLOCKS);
     }
 
     template <int Steps, int Blocks>
@@ -304,7 +325,7 @@ private:
         pipeline.commit(first);
     }
 
-    // Mainloop ---------------------------------------------------------------------------------------------------------
+    // Consumers --------------------------------------------------------------------------------------------------------
 
     __device__ static __forceinline__ void consume(const Segment& s, Shared& shared) {
         PipelineState<STAGES> ring;
@@ -313,7 +334,7 @@ private:
         for (; work.more_grouped(); work.advance(), work_ring.advance()) {
             mbarrier_wait(shared.full[ring.stage], ring.parity);
             const WorkTile current = shared.work_tiles[work_ring.stage];
-            float outer[REPEATS][2];  // they come while products run, not when all wait for the store
+            float outer[REPEATS][2];  // loaded while products run, not when the epilogue waits for them
 #pragma unroll
             for (int h = 0; h < REPEATS; ++h)
                 Reader::outer_of_lane(outer[h], s, current.m_tile.group, first_row(current.n_tile, weight_tile_of(h)), threadIdx.x % 32);
@@ -329,29 +350,33 @@ private:
         for (; work.more(); work.advance()) store_ungrouped_rows(s, work.current());
     }
 
-    // Which of the block's bands a team's band h is, and which of its tiles a warp has there.
+    // Which of the block's repeats a consumer's repeat h is, and which of its tiles a warp has there.
     __device__ static __forceinline__ i32 repeat_of(int h) { return threadIdx.x / WARPGROUP * REPEATS + h; }
-    __device__ static __forceinline__ i32 weight_tile_of(int h) { return repeat_of(h) * WARPGROUP_WARPS + threadIdx.x / 32 % WARPGROUP_WARPS; }
+    __device__ static __forceinline__ i32 weight_tile_of(int h) {
+        return repeat_of(h) * WARPGROUP_WARPS + threadIdx.x / 32 % WARPGROUP_WARPS;
+    }
 
-    // The products of an item: for each 64 k a group of them with each band. Fragments for a group are made while the one before runs.
+    // The products of a work tile: for each K block a wgmma group with each repeat. Fragments for a group are made while the one before
+    // runs.
     struct Mainloop {
-        static constexpr int WGMMA_GROUPS = STAGE_K_BLOCKS * REPEATS, PREFETCHED = WGMMA_GROUPS > 1 ? 2 : 1;  // in a stage; whose weights are held, but not decoded yet
+        static constexpr int WGMMA_GROUPS = STAGE_K_BLOCKS * REPEATS;  // of a stage
+        static constexpr int PREFETCHED = WGMMA_GROUPS > 1 ? 2 : 1;  // of these, in registers, not dequantized yet
         Shared& shared;
         PipelineState<STAGES>& ring;
         const i32 tile_m;
-        const SharedWeights mine;  // of the weights of a band
-        u32 next_to_release;            // the first stage that is not given back yet
+        const SharedWeights mine;  // of the weights of a repeat
+        u32 next_to_release;       // a stage
 
         __device__ __forceinline__ Mainloop(Shared& shared, PipelineState<STAGES>& ring, i32 tile_m)
             : shared(shared), ring(ring), tile_m(tile_m), mine(first_of(ELEMENTS), first_of(SCALES), threadIdx.x % 32),
               next_to_release(ring.stage) {}
 
-        // Where the warp's begin in its first band, of so many bytes for each tile.
+        // Where the warp's begin in its first repeat, of so many bytes for each tile.
         __device__ static __forceinline__ u32 first_of(i32 bytes) {
             return repeat_of(0) * sizeof(RepeatWeights) + threadIdx.x / 32 % WARPGROUP_WARPS * STAGE_K_BLOCKS * bytes;
         }
 
-        // sum[h][4 n + i]: rows r and r + 8 of the warp's tile in a band, and rows 8 n + 2 c, 8 n + 2 c + 1 of activations. Multiplies by
+        // sum[h][4 n + i]: rows r and r + 8 of the warp's tile in a repeat, and rows 8 n + 2 c, 8 n + 2 c + 1 of activations. Multiplies by
         // as many of these as are needed: only the instruction differs; which one, all of the block agree.
         __device__ __forceinline__ void run(float (&sum)[REPEATS][TILE_M / 2]) {
             if constexpr (TILE_M <= 80) run_unrolled<8, TILE_M>(sum);
@@ -360,7 +385,7 @@ private:
             while (next_to_release != epilogue_stage(EPILOGUE_STAGES - 1)) release();
         }
 
-        // Of the stages that are not given back, the last one, or the one before: the team has its weights' places in it for itself.
+        // Of the stages that are not released, the last one, or the one before: where the consumer's weights were is its own.
         __device__ __forceinline__ u32 epilogue_stage(int before) const {
             return ring.stage > before ? ring.stage - 1 - before : ring.stage + STAGES - 1 - before;
         }
@@ -377,7 +402,7 @@ private:
     private:
         using Fragments = u32[K_STEPS][4];
 
-        // Few rows: decoding takes longer than products. A loop for each height has fewer instructions than one that branches by height.
+        // Low M tiles: dequantizing takes longer than products. A loop for each height has fewer instructions than one that branches.
         template <int Least, int Most>
         __device__ __forceinline__ void run_unrolled(float (&sum)[REPEATS][TILE_M / 2]) {
             if constexpr (Least < Most) {
@@ -391,7 +416,8 @@ private:
                 dequantize_now(fragments[0], packed[0]);
                 constexpr int LAST = K_BLOCKS % STAGE_K_BLOCKS;
 #pragma unroll 1
-                for (i32 kb = 0; kb <= K_BLOCKS - STAGE_K_BLOCKS; kb += STAGE_K_BLOCKS) mma_stage<Most, WGMMA_GROUPS>(sum, fragments, packed, stage, kb);
+                for (i32 kb = 0; kb <= K_BLOCKS - STAGE_K_BLOCKS; kb += STAGE_K_BLOCKS)
+                    mma_stage<Most, WGMMA_GROUPS>(sum, fragments, packed, stage, kb);
                 if constexpr (LAST != 0) mma_stage<Most, LAST * REPEATS>(sum, fragments, packed, stage, K_BLOCKS - LAST);
             }
         }
@@ -411,13 +437,14 @@ private:
                 if (g + 1 == WgmmaGroups && more) stage = &wait_stage(packed);
                 if (g > 0) wgmma_wait<1>();
                 if (g == 0 && kb > 0 && (EPILOGUE_STAGES == 1 || more)) release();
-                if (g + 1 < WgmmaGroups || more) dequantize_now(fragments[(g + 1) % WgmmaGroups % 2], packed[(g + 1) % WgmmaGroups % PREFETCHED]);
+                const int next = (g + 1) % WgmmaGroups;
+                if (g + 1 < WgmmaGroups || more) dequantize_now(fragments[next % 2], packed[next % PREFETCHED]);
             }
             wgmma_wait<0>();
         }
 
-        // Many rows: products take longer, and run on from stage to stage, while the next fragments are made where there are registers for
-        // both. Loops for all heights would be much code.
+        // High M tiles: products take longer, and run on from stage to stage, while the next fragments are made where there are registers
+        // for both. Loops for all heights would be much code.
         __device__ __forceinline__ void run_pipelined(float (&sum)[REPEATS][TILE_M / 2]) {
             static_assert(REPEATS == 1 || TILE_M <= 80, "registers");
             constexpr int BUFFERS = STAGE_K_BLOCKS > 1 && TILE_M / 2 + 60 <= CONSUMER_REGISTERS ? 2 : 1;
@@ -477,7 +504,8 @@ private:
             } else {
                 wgmma_fence();
 #pragma unroll
-                for (int v = 0; v < K_STEPS; ++v) wgmma<typename Segment::Activation, Most>(sum, fragments[v], tile | 2 * v);  // fewer instructions here than +
+                for (int v = 0; v < K_STEPS; ++v)
+                    wgmma<typename Segment::Activation, Most>(sum, fragments[v], tile | 2 * v);  // fewer instructions here than +
                 wgmma_commit();
             }
         }
@@ -486,19 +514,21 @@ private:
         __device__ static __forceinline__ void mma(float (&sum)[TILE_M / 2], const Fragments& fragments, u64 tile) {
             wgmma_fence();
 #pragma unroll
-            for (int v = 0; v < K_STEPS; ++v) wgmma<typename Segment::Activation, TileM>(sum, fragments[v], tile + 2 * v);  // fewer instructions here than |
+            for (int v = 0; v < K_STEPS; ++v)
+                wgmma<typename Segment::Activation, TileM>(sum, fragments[v], tile + 2 * v);  // fewer instructions here than |
             wgmma_commit();
         }
     };
 
-    // Results ----------------------------------------------------------------------------------------------------------
+    // Epilogue ---------------------------------------------------------------------------------------------------------
 
-    // Of the bands from h on that make a result.
+    // Of the repeats from h on that make a result.
     __device__ static __forceinline__ void store(
-        const float (*sum)[TILE_M / 2], const float (*outer)[2], const Segment& s, const Mainloop& mainloop, const WorkTile& work_tile, int h) {
-        const i32 repeat = repeat_of(h);
+        const float (*sum)[TILE_M / 2], const float (*outer)[2], const Segment& s, const Mainloop& mainloop, const WorkTile& work_tile,
+        int h) {
+        const i32 column = work_tile.n_tile * TILE_N + repeat_of(h) / REPEATS_PER_RESULT * Transpose::COLUMNS;
         ConsumerTile<Segment, REPEATS_PER_RESULT>::sync();  // all have read their weights
-        ConsumerTile<Segment, REPEATS_PER_RESULT> tile{s, work_tile, work_tile.n_tile * TILE_N + repeat / REPEATS_PER_RESULT * Transpose::COLUMNS};
+        ConsumerTile<Segment, REPEATS_PER_RESULT> tile{s, work_tile, column};
 #pragma unroll
         for (int i = 0; i < REPEATS_PER_RESULT; ++i)
 #pragma unroll

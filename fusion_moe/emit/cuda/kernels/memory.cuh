@@ -29,7 +29,7 @@ __device__ __forceinline__ void store_vector(T* p, const Vector<T, V>& x) {
     }
 }
 
-// What is read once and by one block: past the first cache. Not `.nc`: the compiler may move such loads past a barrier.
+// What is read once and by one block: not kept in L1. Not `.nc`: the compiler may move such loads past a barrier.
 __device__ __forceinline__ uint4 load_no_allocate(const u8* p) {
     uint4 x;
     asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));

@@ -1,4 +1,4 @@
-// What warps that copy and warps that multiply share: barriers in shared memory, copies that arrive at them, registers.
+// What producers and consumers share: barriers in shared memory, copies that arrive at them, registers.
 #pragma once
 
 #include "numbers.cuh"
@@ -69,7 +69,7 @@ __device__ __forceinline__ void cp_async_wait() {
 // What threads have written to shared memory, and barriers have made known, becomes visible to the tensor cores.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// How many registers the threads of this warpgroup have from here on: more than at the launch, once another one gave them; or fewer.
+// How many registers the threads of this warpgroup have from here on: more than at the launch, once another one has fewer; or fewer.
 template <int Registers>
 __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
@@ -80,7 +80,7 @@ __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
-// A ring of stages: where one is, and in which turn.
+// A ring of stages: the current one, and the parity of the phase that its barriers are in.
 template <int Stages>
 struct PipelineState {
     u32 stage = 0, parity = 0;

@@ -1,4 +1,4 @@
-// Rows cut into groups, with ends that only the device knows: what is wrong with them is made safe, and reported.
+// Rows partitioned into groups, with ends that only the device knows: what is wrong with them is made safe, and reported.
 #pragma once
 
 #include "memory.cuh"
@@ -32,14 +32,14 @@ __device__ __forceinline__ i64 group_of(const i32* ends, i64 groups, i64 row) {
     return low;
 }
 
-// Which lanes of a warp have the same number, of 0 .. MAX_ROWS, as a lane, and which have smaller ones: by a vote for each bit.
-template <int MAX_ROWS>
+// Which lanes of a warp have the same number, of 0 .. MAX, as a lane, and which have smaller ones: by a vote for each bit.
+template <int MAX>
 struct Votes {
     u32 same = WHOLE_WARP, less = 0;
 
     __device__ __forceinline__ explicit Votes(i32 number) {
 #pragma unroll
-        for (int bit = bits(MAX_ROWS) - 1; bit >= 0; --bit) {
+        for (int bit = bits(MAX) - 1; bit >= 0; --bit) {
             const u32 with = __ballot_sync(WHOLE_WARP, number >> bit & 1), has = number >> bit & 1 ? WHOLE_WARP : 0;
             less |= same & has & ~with;
             same &= ~(has ^ with);
@@ -129,7 +129,7 @@ __device__ __forceinline__ void clamp_ends(i32 (&end)[EACH], i32 rows) {
 
 constexpr i32 UNBOUNDED = 0x7FFFFFFF;
 
-// How many tiles a group is cut into; none if it has ABOVE_ROWS rows or less, or more than MAX_ROWS: another kernel makes it.
+// How many M tiles a group has; none if it has ABOVE_ROWS rows or less, or more than MAX_ROWS: another kernel handles it.
 template <int TILE_M, i32 ABOVE_ROWS, i32 MAX_ROWS>
 __device__ __forceinline__ i32 m_tiles_of(i32 size) {
     const bool mine = (ABOVE_ROWS == 0 || size > ABOVE_ROWS) && (MAX_ROWS == UNBOUNDED || size <= MAX_ROWS);
@@ -148,22 +148,23 @@ __device__ __forceinline__ i32 m_tiles_in(const i32 (&end)[EACH], i32 start) {
     return m_tiles;
 }
 
-// Rows first .. end - 1 of a group, at most as many as a tile has; group G: rows that belong to none.
+// Rows first .. end - 1 of a group, at most TILE_M; group GROUPS: rows that belong to none.
 struct MTile {
     i32 group, first, end;
 };
 
 __device__ __forceinline__ MTile from_lane(const MTile& m_tile, int lane) {
-    return {__shfl_sync(WHOLE_WARP, m_tile.group, lane), __shfl_sync(WHOLE_WARP, m_tile.first, lane), __shfl_sync(WHOLE_WARP, m_tile.end, lane)};
+    return {__shfl_sync(WHOLE_WARP, m_tile.group, lane), __shfl_sync(WHOLE_WARP, m_tile.first, lane),
+            __shfl_sync(WHOLE_WARP, m_tile.end, lane)};
 }
 
-// Groups cut into tiles of `TILE_M` rows: those of group 0, then those of group 1, ..., then those of rows that belong to no group.
-// Another kernel's groups have no tiles (see m_tiles_of); nor have rows of no group, unless groups of any size above are this one's. It lies
-// in shared memory. Ends are used as groups.clamp_ends makes them.
+// The M tiles, of TILE_M rows, of group 0, then those of group 1, ..., then those of rows that belong to no group. Another kernel's groups
+// have none (see m_tiles_of); nor have rows of no group, unless groups of any size above are this one's. It lies in shared memory. Ends are
+// used as groups.clamp_ends makes them.
 template <int GROUPS, int TILE_M, i32 ABOVE_ROWS, i32 MAX_ROWS>
 struct MTiles {
-    i32 first[GROUPS + 2];   // row; group G has the rows of no group
-    i32 before[GROUPS + 2];  // tiles of the groups before; of all groups
+    i32 first[GROUPS + 2];   // row; group GROUPS has the rows of no group
+    i32 before[GROUPS + 2];  // M tiles of the groups before; of all groups
 
     // By all threads of a block. `error`, if not null, is told of the first end that is wrong.
     __device__ __forceinline__ void build(const i32* ends, i32 rows, i64* error) {
@@ -194,7 +195,7 @@ private:
     }
 };
 
-// A tile, and which of the blocks of columns across it; which half of the block's columns, or BOTH_HALVES.
+// An M tile, and which of the N tiles; which half of the N tile, or BOTH_HALVES.
 struct TilePlace {
     static constexpr i32 BOTH_HALVES = -1;
     MTile m_tile;
@@ -205,7 +206,7 @@ __device__ __forceinline__ TilePlace from_lane(const TilePlace& place, int lane)
     return {from_lane(place.m_tile, lane), __shfl_sync(WHOLE_WARP, place.n_tile, lane)};
 }
 
-// Of the tiles of rows `first` .. `end` - 1 and of all columns the number-th one: those of the same columns, which read the same weights,
+// Of the tiles of rows `first` .. `end` - 1 and of all N tiles the number-th one: those of the same columns, which read the same weights,
 // follow each other.
 template <int TILE_M>
 __device__ __forceinline__ TilePlace tile_place(i32 group, i32 first, i32 end, i32 number) {
@@ -215,13 +216,13 @@ __device__ __forceinline__ TilePlace tile_place(i32 group, i32 first, i32 end, i
     return {{group, row, min(end, row + TILE_M)}, n_tile};
 }
 
-// The number-th of `count` blocks, of which some are made in halves: which block, which half of it, and how many there are then.
+// The number-th of `count` tiles, of which some are split into halves: which tile, which half of it, and how many there are then.
 struct LastWave {
     i32 number, half, count;
 };
 
-// WAVE blocks run at once. Halves are made of those of the last turn, when multiprocessors run out of work, as far as `spare` blocks have
-// nothing else to do; but a turn that is nearly whole would become two. 0: there are no halves.
+// WAVE blocks run at once. Tiles of the last wave, when multiprocessors run out of work, are split as far as there are idle blocks; but a
+// wave that is nearly whole would become two. 0: there are no halves.
 template <int WAVE>
 __device__ __forceinline__ LastWave split_last_wave(i32 number, i32 count, i32 idle_blocks) {
     if constexpr (WAVE > 0) {
@@ -233,8 +234,8 @@ __device__ __forceinline__ LastWave split_last_wave(i32 number, i32 count, i32 i
     return {number, TilePlace::BOTH_HALVES, count};
 }
 
-// One of those tiles, each N_TILES times, found by a warp on its own, for all its lanes; empty if there are not so many. Groups of more than
-// MAX_ROWS rows, and rows of no group then, are another kernel's. WAVE: see halved.
+// One of those M tiles, each N_TILES times, found by a warp on its own, for all its lanes; empty if there are not so many. Groups of more
+// than MAX_ROWS rows, and rows of no group then, are another kernel's. WAVE: see split_last_wave.
 template <int GROUPS, int TILE_M, int N_TILES, int WAVE, i32 MAX_ROWS>
 __device__ __forceinline__ TilePlace find_tile_by_ends(const i32* ends, i32 rows, i32 number, i64* error) {
     constexpr int EACH = (GROUPS + 31) / 32;  // groups of a lane, one after the other

@@ -70,7 +70,7 @@ __device__ __forceinline__ void for_all(i64 count, Body body) {
     for (i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += i64(gridDim.x) * blockDim.x) body(i);
 }
 
-// Needs something now, so that it comes to the caches.
+// Needs something now, so that it is in L1 later.
 __device__ __forceinline__ void prefetch(i64 x) { asm volatile("" ::"l"(x)); }
 __device__ __forceinline__ void prefetch(float x) { asm volatile("" ::"f"(x)); }
 

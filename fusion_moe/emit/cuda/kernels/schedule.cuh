@@ -1,16 +1,16 @@
-// The work of a persistent grid on groups whose sizes only the device knows.
+// The tile scheduler of a persistent grid: groups whose sizes only the device knows.
 //
-// A group of `size` rows is cut into as few spans as TILE_M allows, of equal height but for the last, a multiple of 8. An item is one
-// span and one of `across` blocks of columns; block b of the grid has items b, b + blocks, ... Groups with the highest spans come first,
-// so that what is left at the end are small items. A group's spans take turns, each of a few of them and all columns: what a GPU's blocks
-// have of these at a time reads about as many bytes of weights as of activations, which is the least in all.
+// A group of `size` rows is divided into as few M tiles as TILE_M allows, of equal height but for the last, a multiple of 8. A work tile is
+// an M tile and one of `n_tiles` N tiles; block b of the grid has work tiles b, b + blocks, ... Groups with the highest M tiles come first,
+// so that what is left at the end are small work tiles. A group's M tiles are divided into rotations, each of a few of them and all N tiles:
+// what a GPU's blocks have of these at a time reads about as many bytes of weights as of activations, which is the least in all.
 //
-// Beside a kernel of few rows, which makes groups of up to ABOVE_ROWS rows, the blocks that stay are so few that they are done in about half of
-// its time: it needs nearly all multiprocessors to read weights as fast as memory gives them. While it reads those of 300 groups, a block
-// makes two spans, with all columns (measured on an H200).
+// Concurrent with a small-M kernel, which handles groups of up to ABOVE_ROWS rows, so few blocks are active that they are done in about
+// half of its time: it needs nearly all multiprocessors to read weights as fast as memory gives them. While it reads those of
+// GROUPS_READ_PER_TWO_TILES groups, a block computes two M tiles, with all N tiles: a fact of the GPU, from arch.py.
 //
-// Items of a group take equally long, though the last span may be lower, and the last block of columns narrower: so blocks stay in step
-// along k, and what one reads from memory the others find in the cache. (Else a product of 14,336 k read 2.4 times as much.)
+// Work tiles of a group take equally long, though the last M tile may be lower, and the last N tile narrower: so blocks stay in step along
+// k, and what one reads from memory the others find in the cache. (Else a product of 14,336 k read 2.4 times as much.)
 #pragma once
 
 #include "ragged.cuh"
@@ -19,16 +19,16 @@ namespace {
 
 struct alignas(16) WorkTile {
     MTile m_tile;
-    i32 tile_m, n_tile;  // of the group's spans: a multiple of 8
+    i32 tile_m, n_tile;  // tile_m: height of the group's M tiles, a multiple of 8
 };
 
 template <int GROUPS, int TILE_M, i32 ABOVE_ROWS, i32 MAX_ROWS, bool WITH_SMALL_M, i32 GROUPS_READ_PER_TWO_TILES>
 class TileScheduler {
 public:
-    // By all threads of a block; `scratch` holds 4 (G + 1) numbers.
+    // By all threads of a block; `scratch` holds 4 (GROUPS + 1) numbers.
     __device__ void build(const i32* ends, i32 rows, i32 n_tiles, i64* error, i32* scratch) {
         if (threadIdx.x == 0) n_tiles_ = n_tiles, active_blocks_ = gridDim.x;
-        int2* group = reinterpret_cast<int2*>(scratch);  // what it is sorted by, and its items
+        int2* group = reinterpret_cast<int2*>(scratch);  // what it is sorted by, and its work tiles
         i32 *place = scratch + 2 * (GROUPS + 1), *upto = place + GROUPS + 1;
         m_tiles_.build(ends, rows, error);
         if (m_tiles_.before[GROUPS + 1] == 0) {  // other kernels have it all
@@ -50,7 +50,7 @@ public:
         __syncthreads();
     }
 
-    // Goes through the items of this block.
+    // Goes through the work tiles of this block.
     class WorkTiles {
     public:
         __device__ explicit WorkTiles(const TileScheduler& scheduler) : scheduler_(scheduler), number_(start()) {}
@@ -62,7 +62,7 @@ public:
 
         // By a whole warp.
         __device__ WorkTile current() const {
-            i32 place = 0;  // the first one whose items go further
+            i32 place = 0;  // the first one whose work tiles go further
 #pragma unroll
             for (i32 i = 0; i <= GROUPS; i += 32) {
                 const i32 other = i + i32(threadIdx.x % 32);
@@ -70,33 +70,37 @@ public:
             }
             const i32 g = scheduler_.group_of_place_[place], m_tiles = scheduler_.m_tiles_of(g), tile_m = scheduler_.tile_m_[place];
             const i32 within = number_ - (place == 0 ? 0 : scheduler_.work_tiles_upto_[place - 1]);
-            const i32 rotations = (m_tiles + ROTATION - 1) / ROTATION, each = (m_tiles + rotations - 1) / rotations, per_rotation = each * scheduler_.n_tiles_;
+            const i32 rotations = (m_tiles + ROTATION - 1) / ROTATION, each = (m_tiles + rotations - 1) / rotations;
+            const i32 per_rotation = each * scheduler_.n_tiles_;
             const i32 rotation = within / per_rotation, rest = within % per_rotation, in_rotation = min(each, m_tiles - rotation * each);
             const i32 first = scheduler_.m_tiles_.first[g] + (rotation * each + rest % in_rotation) * tile_m;
             return {{g, first, min(first + tile_m, scheduler_.m_tiles_.first[g + 1])}, tile_m, rest / in_rotation};
         }
 
     private:
-        __device__ i32 start() const { return WITH_SMALL_M && i32(blockIdx.x) >= scheduler_.active_blocks_ ? NO_WORK_TILE : i32(blockIdx.x); }
+        __device__ i32 start() const {
+            return WITH_SMALL_M && i32(blockIdx.x) >= scheduler_.active_blocks_ ? NO_WORK_TILE : i32(blockIdx.x);
+        }
 
         const TileScheduler& scheduler_;
         i32 number_;
     };
 
 private:
-    static constexpr i32 ROTATION = 8;  // of a turn, at most
+    static constexpr i32 ROTATION = 8;  // M tiles, at most
     static constexpr i32 SIDE = (GROUPS + 32) / 32 * 32, PARTS = SIDE > 256 ? 2 : SIDE > 128 ? 4 : 8, PART = (GROUPS + PARTS) / PARTS;
 
     static constexpr i32 NO_WORK_TILE = 1 << 30;     // a number past the last
 
-    // Decides how many blocks stay.
+    // Decides how many blocks are active.
     __device__ void limit_blocks() {
         i32 low = 0;
         for (i32 first = 0; first < GROUPS; first += blockDim.x) {
             const i32 g = first + threadIdx.x, size = g < GROUPS ? m_tiles_.first[g + 1] - m_tiles_.first[g] : 0;
             low += __syncthreads_count(size > 0 && size <= ABOVE_ROWS);
         }
-        if (threadIdx.x == 0 && low > 0) active_blocks_ = max(1, min(i32(gridDim.x), GROUPS_READ_PER_TWO_TILES * m_tiles_.before[GROUPS] / low));
+        if (threadIdx.x == 0 && low > 0)
+            active_blocks_ = max(1, min(i32(gridDim.x), GROUPS_READ_PER_TWO_TILES * m_tiles_.before[GROUPS] / low));
     }
 
     // Adds what a part of the groups says of where group g stands. A warp reads the same others at a time.
@@ -120,8 +124,9 @@ private:
     }
 
     MTiles<GROUPS, TILE_M, ABOVE_ROWS, MAX_ROWS> m_tiles_;
-    i32 n_tiles_, active_blocks_;  // of columns; of the grid, that stay beside a kernel of few rows
-    i32 group_of_place_[GROUPS + 1], work_tiles_upto_[GROUPS + 1], tile_m_[GROUPS + 1];  // groups in the order of work; items of the first so many of them; heights of spans
+    i32 n_tiles_, active_blocks_;  // of a result; of the grid, whose others are idle beside a small-M kernel
+    // Groups in the order of work; work tiles of the first so many of them; heights of their M tiles.
+    i32 group_of_place_[GROUPS + 1], work_tiles_upto_[GROUPS + 1], tile_m_[GROUPS + 1];
 };
 
 }  // namespace

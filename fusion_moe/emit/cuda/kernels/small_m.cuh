@@ -1,16 +1,17 @@
-// Grouped products of few rows a group: bound by the reading of weights, which go from memory to registers and there become fragments.
+// Small-M grouped products: bound by the reading of weights, which go from memory to registers and there become fragments.
 //
-// A block makes a tile of 8 * TILES_M rows of one group and 16 * R * SPLIT_N rows of its matrix; SPLIT_K warps share each of these, along K. The matrix is
-// on the side of mma's 16 rows, the activations on that of its 8 columns. A tile that is half full or less is made as one of half the
-// height. There are blocks for as many tiles as there may be; those past the last have nothing to do, and so take halves of the last ones,
-// in half the time with twice the warps along K: WAVE blocks run at once, and the last of them would leave most multiprocessors idle.
+// A block computes a tile of 8 * TILES_M rows of one group and 16 * TILES_PER_WARP * SPLIT_N rows of its matrix; SPLIT_K warps share K of
+// each of these. The matrix is on the side of mma's 16 rows, the activations on that of its 8 columns. A tile that is half full or less is
+// computed as one of half the height. There are blocks for as many tiles as there may be; those past the last are idle, and so take halves
+// of the last ones, in half the time with twice the split-K: WAVE blocks run at once, and the last wave would leave most multiprocessors
+// idle.
 //
-// Groups of more than MAX_ROWS rows can be left to a kernel of many rows, launched before this one, for which blocks don't wait: it does for what
-// came before both. But the last block does when it is done, and so what waits for this launch waits for both.
+// Groups of more than MAX_ROWS rows can be left to a large-M kernel, launched before this one, for which blocks don't wait: it does for
+// what came before both. But the last block does when it is done, and so what waits for this launch waits for both.
 //
-// A lane has the weights of at least U blocks of 64 k on their way, and asks for those of C more at a time: memory likes bytes that follow
-// each other. A barrier of the warp after each block keeps loads where they stand: the compiler would collect them at the end of the loop,
-// with copies of the registers that they are for.
+// A lane has the weights of at least IN_FLIGHT K blocks in flight, and requests those of BATCH more at a time: memory likes bytes that
+// follow each other. A barrier of the warp after each K block keeps loads where they stand: the compiler would collect them at the end of
+// the loop, with copies of the registers that they are for.
 #pragma once
 
 #include "mma.cuh"
@@ -24,26 +25,29 @@ class SmallM {
     template <class, int, int, int, int, int, int, int>
     friend class SmallM;
 
-    static constexpr int SPLIT_N = WARPS / SPLIT_K, TILE_M = 8 * TILES_M, WEIGHT_TILES = TILES_PER_WARP * SPLIT_N, K_BLOCKS = (Segment::K + 63) / 64;
-    static constexpr int BUFFERS = IN_FLIGHT + BATCH;  // blocks that a lane holds weights of
-    static_assert(Segment::ABOVE_ROWS == 0, "groups are left to a kernel of many rows, not to one of fewer");
+    static constexpr int SPLIT_N = WARPS / SPLIT_K, TILE_M = 8 * TILES_M, WEIGHT_TILES = TILES_PER_WARP * SPLIT_N;
+    static constexpr int K_BLOCKS = (Segment::K + 63) / 64;
+    static constexpr int BUFFERS = IN_FLIGHT + BATCH;  // K blocks that a lane has weights of
+    static_assert(Segment::ABOVE_ROWS == 0, "groups are left to a large-M kernel, not to one of lower M tiles");
 
-    // Blocks after which all is in the same registers again: slots come round, loads begin, activations alternate.
+    // K blocks after which all is in the same registers again: buffers come round, loads begin, activations alternate.
     __device__ static constexpr int unroll(int n) { return n % BATCH == 0 && n % 2 == 0 ? n : unroll(n + BUFFERS); }
     static constexpr int UNROLL = unroll(BUFFERS);
 
-    static constexpr bool SPLITS_LAST_WAVE = WAVE > 0 && 2 * SPLIT_K <= WARPS && WEIGHT_TILES % (2 * Segment::BLOCK_TILES) == 0;  // half a block makes whole columns
+    static constexpr bool SPLITS_LAST_WAVE =
+        WAVE > 0 && 2 * SPLIT_K <= WARPS && WEIGHT_TILES % (2 * Segment::BLOCK_TILES) == 0;  // half the tiles make whole columns
     using HalfN = SmallM<Segment, TILES_M, TILES_PER_WARP, 2 * SPLIT_K, IN_FLIGHT, BATCH, WARPS, WAVE>;
 
     using Epilogue = SplitKEpilogue<Segment, TILE_M, WEIGHT_TILES, SPLIT_K, 32 * WARPS>;
-    using HalfNEpilogue = SplitKEpilogue<Segment, TILE_M, SPLITS_LAST_WAVE ? WEIGHT_TILES / 2 : WEIGHT_TILES, SPLITS_LAST_WAVE ? 2 * SPLIT_K : SPLIT_K, 32 * WARPS>;
+    using HalfNEpilogue = SplitKEpilogue<Segment, TILE_M, SPLITS_LAST_WAVE ? WEIGHT_TILES / 2 : WEIGHT_TILES,
+                                         SPLITS_LAST_WAVE ? 2 * SPLIT_K : SPLIT_K, 32 * WARPS>;
     using Weights = typename Segment::Weights;
     using Packed = typename Weights::Packed;
 
     const Segment& s;
     Weights readers[TILES_PER_WARP];
     Packed packed[BUFFERS][TILES_PER_WARP];
-    const u8* x[TILES_M];  // where the activations of a lane lie; those of two blocks of 64 k, in halves
+    const u8* x[TILES_M];  // where the activations of a lane lie; those of two K blocks, in halves
     uint4 activations[2][TILES_M][2];
     bool in_range[TILES_M];
     i32 k_left;
@@ -55,7 +59,8 @@ public:
         const TilePlace place = s.template find<TILE_M, Epilogue::N_TILES, SPLITS_LAST_WAVE ? WAVE : 0>(blockIdx.x);
         const i32 column = place.n_tile * Epilogue::TILE_N;
         if constexpr (SPLITS_LAST_WAVE) {
-            if (place.half != TilePlace::BOTH_HALVES) return HalfN::run_lowest(s, place.m_tile, column + place.half * HalfNEpilogue::TILE_N, partials);
+            if (place.half != TilePlace::BOTH_HALVES)
+                return HalfN::run_lowest(s, place.m_tile, column + place.half * HalfNEpilogue::TILE_N, partials);
         }
         run_lowest(s, place.m_tile, column, partials);
     }
@@ -90,21 +95,26 @@ private:
 
     __device__ __forceinline__ explicit SmallM(const Segment& s) : s(s) {}
 
-    // Of a thread: its warp's number along K and along the tiles of the product, its row and its quarter of a fragment.
+    // Of a thread: its warp's number along K and along N, its row and its pair of columns of a fragment.
     __device__ static __forceinline__ i32 k_warp() { return threadIdx.x / 32 % SPLIT_K; }
     __device__ static __forceinline__ i32 n_warp() { return threadIdx.x / 32 / SPLIT_K; }
     __device__ static __forceinline__ i32 row() { return threadIdx.x % 32 / 4; }
     __device__ static __forceinline__ i32 lane_column() { return threadIdx.x % 4; }
 
-    // The blocks of 64 k of its warp: the first, and how many.
-    __device__ static __forceinline__ i32 begin() { return k_warp() * (K_BLOCKS / SPLIT_K) + (K_BLOCKS % SPLIT_K == 0 ? 0 : min(k_warp(), K_BLOCKS % SPLIT_K)); }
-    __device__ static __forceinline__ i32 count() { return K_BLOCKS / SPLIT_K + (K_BLOCKS % SPLIT_K == 0 ? 0 : k_warp() < K_BLOCKS % SPLIT_K); }
+    // The K blocks of its warp: the first, and how many.
+    __device__ static __forceinline__ i32 begin() {
+        return k_warp() * (K_BLOCKS / SPLIT_K) + (K_BLOCKS % SPLIT_K == 0 ? 0 : min(k_warp(), K_BLOCKS % SPLIT_K));
+    }
+    __device__ static __forceinline__ i32 count() {
+        return K_BLOCKS / SPLIT_K + (K_BLOCKS % SPLIT_K == 0 ? 0 : k_warp() < K_BLOCKS % SPLIT_K);
+    }
 
     // Begins to read the weights of a tile.
     __device__ __forceinline__ void prefetch_weights(const MTile& m_tile, i32 column) {
 #pragma unroll
         for (int r = 0; r < TILES_PER_WARP; ++r) {
-            const i32 tile = n_warp() * TILES_PER_WARP + r, block = min(column / Segment::BLOCK + tile / Segment::BLOCK_TILES, (Segment::WIDTH - 1) / Segment::BLOCK);
+            const i32 tile = n_warp() * TILES_PER_WARP + r;
+            const i32 block = min(column / Segment::BLOCK + tile / Segment::BLOCK_TILES, (Segment::WIDTH - 1) / Segment::BLOCK);
             readers[r].open(s, m_tile.group, Segment::first_row(block, tile % Segment::BLOCK_TILES), begin(), i32(threadIdx.x % 32));
         }
 #pragma unroll
@@ -128,7 +138,7 @@ private:
         if (count() > 0) load_activations(0);
     }
 
-    // The activations of block u; zeros where K ends before them.
+    // The activations of K block u; zeros where K ends before them.
     __device__ __forceinline__ void load_activations(int u) {
         const bool there = Segment::K % 64 == 0 || k_left > 64 * u;
 #pragma unroll
@@ -141,7 +151,8 @@ private:
         }
     }
 
-    // Multiplies by block u of a round that `left` blocks are left at; loads the activations of the next one, and weights further on.
+    // Multiplies by K block u of the unrolled ones, of which `left` are left before the first; loads the activations of the next, and
+    // weights further on.
     __device__ __forceinline__ void step(float (&sum)[TILES_PER_WARP][TILES_M][4], int u, i32 left) {
 #pragma unroll
         for (int next = u + IN_FLIGHT; next < u + BUFFERS; ++next) {
@@ -156,7 +167,7 @@ private:
     }
 
     __device__ static __forceinline__ void multiply(float (&sum)[TILES_M][4], const Packed& now, const uint4 (&activations)[TILES_M][2]) {
-        // A product reads activations from registers that follow each other: so it takes one half each of two words of codes.
+        // A product reads activations from registers that follow each other: so it reads one half each of two words of codes.
         const typename Weights::Scales scales = Weights::scales(now);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -173,7 +184,7 @@ private:
             }
     }
 
-    // The partial sums of the tile that was opened.
+    // The mainloop of the tile that was prefetched: its partial sums.
     __device__ __forceinline__ void multiply(float* partials) {
         float sum[TILES_PER_WARP][TILES_M][4] = {};
         const i32 rounds = count() >= UNROLL + IN_FLIGHT ? (count() - IN_FLIGHT) / UNROLL : 0, left = count() - UNROLL * rounds;

@@ -1,4 +1,4 @@
-// What a block of warps does with the sums of a tile of few rows: those of its warps along K are added in shared memory, and stored.
+// The epilogue of small-M kernels: the accumulators of the warps that share K are added in shared memory, and stored.
 #pragma once
 
 #include "fragment_order.cuh"
@@ -6,7 +6,7 @@
 
 namespace {
 
-// A tile of TILE_M rows of a group and WEIGHT_TILES * 16 rows of its matrix, whose K is cut into SPLIT_K parts, made by THREADS threads.
+// A tile of TILE_M rows of a group and WEIGHT_TILES * 16 rows of its matrix, whose K is divided into SPLIT_K parts, by THREADS threads.
 template <class Segment, int TILE_M, int WEIGHT_TILES, int SPLIT_K, int THREADS>
 struct SplitKEpilogue {
     using Weights = typename Segment::Weights;
@@ -16,7 +16,7 @@ struct SplitKEpilogue {
     static constexpr int PARTIALS = SPLIT_K * TILE_M * STRIDE, V = 2;
     static_assert(WEIGHT_TILES % Segment::BLOCK_TILES == 0, "a block's tiles make whole columns");
 
-    // Keeps a warp's fragment of 16 rows of the matrix and 8 of the group: of part `wk` of K, at tile `tile` and rows `t` .. `t` + 7.
+    // Writes a warp's fragment of 16 rows of the matrix and 8 of the group: of part k_warp of K, at tile `tile` and rows `t` .. `t` + 7.
     __device__ static __forceinline__ void write_partial(float* partials, const float (&sum)[4], i32 k_warp, i32 tile, i32 t) {
         const i32 row = threadIdx.x % 32 / 4, lane_column = threadIdx.x % 4;
 #pragma unroll

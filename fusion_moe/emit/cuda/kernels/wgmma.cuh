@@ -5,13 +5,13 @@
 
 namespace {
 
-// A tile of activations has rows of 64 k, 128 bytes; eight rows are a core matrix. The 16-byte piece i of row r lies where piece
+// A tile of activations has rows of a K block, 128 bytes; eight rows are a core matrix. The 16-byte piece i of row r lies where piece
 // i ^ (r % 8) would: so that neither the copies into a tile nor the tensor cores meet in a bank.
 constexpr u32 TILE_ROW_BYTES = 128, CORE_MATRIX_BYTES = 8 * TILE_ROW_BYTES;  // bytes
 
 __device__ __forceinline__ u32 swizzled(u32 row, u32 piece) { return row * TILE_ROW_BYTES + (piece ^ row % 8) * 16; }
 
-// What the tensor cores take for a tile at a multiple of 1024 bytes of shared memory; 2 more for each 16 k further on.
+// The descriptor of a tile at a multiple of 1024 bytes of shared memory; 2 more for each 16 k further on.
 __device__ __forceinline__ u64 tile_descriptor(u32 address) {
     constexpr u64 SWIZZLE_128 = 1;
     return SWIZZLE_128 << 62 | u64(CORE_MATRIX_BYTES >> 4) << 32 | 1ull << 16 | (address & 0x3FFFF) >> 4;

@@ -94,7 +94,9 @@ struct E2m1Linear : Scales_::Outer {
         left_ -= 64 * blocks;
     }
 
-    static __device__ __forceinline__ Scales scales(const Packed& packed) { return {Scales_::linear(packed.scale_of_row), Scales_::linear(packed.scale_of_row_8)}; }
+    static __device__ __forceinline__ Scales scales(const Packed& packed) {
+        return {Scales_::linear(packed.scale_of_row), Scales_::linear(packed.scale_of_row_8)};
+    }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales, int v, int half, u32* a) {
         a[0] = Scales_::multiply(codes_of_byte<T>((half == 0 ? packed.low.x : packed.low.y) >> 8 * v), scales.low);

@@ -1,4 +1,4 @@
-// Tiles of codes of e2m1 in shared memory: where a warp that copies puts them, and how one that multiplies reads them, and their scales.
+// Tiles of codes of e2m1 in shared memory: where producers copy them, and how consumers read them, and their scales.
 //
 // A lane copies 16 bytes of codes; the 32 bytes of two that follow each other in memory stay together: apart, a product takes 1.1 to 1.5
 // times as long, as seen on an H200.
@@ -9,7 +9,7 @@
 
 namespace {
 
-// For activations in the order of order.cuh: as in memory.
+// For activations in fragment order: as in memory.
 template <class T, class Scales, bool FRAGMENT_ORDER>
 struct E2m1Shared {
     using Packed = TiledCodes;
@@ -33,8 +33,8 @@ struct E2m1Shared {
     }
 };
 
-// For activations in their own order: step v multiplies by block v of 16 k, of which lane 4 r + c needs word c of row r, and the scales. To
-// ldmatrix the codes of a block are a matrix of 8 rows of 16 bytes; four rows of it share no bank.
+// For row-major activations: step v multiplies by block v of 16 k, of which lane 4 r + c needs word c of row r, and the scales. To ldmatrix
+// the codes of a block are a matrix of 8 rows of 16 bytes; four rows of it share no bank.
 template <class T, class Scales>
 struct E2m1Shared<T, Scales, false> {
     static constexpr int BLOCK = Scales::BLOCK, BYTES = 128 / BLOCK;  // of the scales of rows r and r + 8
