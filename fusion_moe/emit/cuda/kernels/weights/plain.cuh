@@ -6,8 +6,8 @@
 namespace {
 
 // Tiles in shared memory. Lane 4 r + c of run v lies where lane 4 r + (c ^ v) would: neither those that follow each other in a run nor
-// those of one row in all four runs meet in a bank. The former are what a step multiplies by where activations are in fragment order, the latter
-// where not.
+// those of one row in all four runs meet in a bank. The former are what a step multiplies by where activations are in fragment order, the
+// latter where not.
 //
 // What is loaded is the fragments: the next ones are loaded when the products before have ended. (Loaded while these ran, right numbers
 // came to wrong products, as seen on an H200 with NVRTC 13; what is dequantized goes to registers of its own after they have ended.)
