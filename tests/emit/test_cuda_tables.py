@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fusion_moe.arch import H100, H200, KNOWN, L40S
-from fusion_moe.emit.cuda.table import ALWAYS, TABLES, parse, path_of, table_of, text
+from fusion_moe.emit.cuda.table import ALWAYS, KINDS, TABLES, parse, path_of, table_of, text
 from fusion_moe.emit.cuda.variants import SETS, LargeM
 from fusion_moe.errors import ParseError
 
@@ -37,8 +37,8 @@ def test_a_gpu_without_a_table_has_the_h200s():
 
 def test_every_set_is_used_and_has_one_name():
     assert len(set(SETS.values())) == len(SETS)
-    used = {v for kind in ("tiled", "linear", "wide_tiled", "wide_linear") for r in getattr(table_of(H200), kind) for v in _sets(r)}
-    assert used == set(SETS.values())
+    tables = [parse(path.read_text(encoding="utf-8"), path.name) for path in TABLES.iterdir()]
+    assert {v for found in tables for kind in KINDS for r in getattr(found, kind) for v in _sets(r)} == set(SETS.values())
 
 
 def _sets(regime):
@@ -46,7 +46,7 @@ def _sets(regime):
 
 
 def test_every_table_has_kernels_for_a_gpu_without_wgmma():
-    for kind in ("tiled", "linear", "wide_tiled", "wide_linear"):
+    for kind in KINDS:
         last = getattr(table_of(H200), kind)[-1]
         assert last.max_average == ALWAYS
         assert not any(isinstance(v, LargeM) for v in last.variants)

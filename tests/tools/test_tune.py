@@ -12,7 +12,7 @@ import pytest
 
 from fusion_moe.arch import H100, H200
 from fusion_moe.emit.cuda.choice import SizeClass, choose_from
-from fusion_moe.emit.cuda.table import ALWAYS, Regime, parse, path_of, table_of, text
+from fusion_moe.emit.cuda.table import ALWAYS, KINDS, Regime, parse, path_of, table_of, text
 from fusion_moe.emit.cuda.variants import SETS, Matrices
 
 TUNE = Path(__file__).parents[2] / "tools" / "tune"
@@ -25,7 +25,6 @@ from timings import Cell, Timings, way  # noqa: E402
 FEW = Matrices(groups=128, k=2048, tiles=96, block=1, tile_bytes=576, tiled=True)
 MANY = Matrices(groups=256, k=7168, tiles=256, block=1, tile_bytes=576, tiled=True)
 AVERAGES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256)
-KINDS = ("tiled", "linear", "wide_tiled", "wide_linear")
 
 
 def timings(ends=(10, 40), classes_pay_at=None, of=FEW, arch=H200) -> Timings:
@@ -130,7 +129,7 @@ def test_a_fit_from_the_command_line(tmp_path):
     before = path_of(H200).read_bytes()
     done = subprocess.run([sys.executable, TUNE, "fit", tmp_path / "t.json"], capture_output=True, text=True, check=True)
     assert "geometric mean 1.0000, worst 1.000" in done.stdout
-    assert "\ntiled: up to 3: M8 -> up to 9: M8\n" in done.stdout
+    assert "\ntiled: up to 48: M64_96 -> up to 48: M160\n" in done.stdout
     assert path_of(H200).read_bytes() == before
     found = fit.fit(table_of(H200), timings())
     assert parse(text(found), "t.json") == found

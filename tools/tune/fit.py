@@ -111,7 +111,7 @@ def shown(table: Table, timings: Timings) -> str:
     for f in found:
         cell, loss = f.cell, f"{f.loss:6.3f}" if f.loss else "     ?"
         line = f"{cell.product:<22} {cell.tokens:>6} {cell.routing:<8} {cell.average:>10.2f} {cell.us[cell.best]:>9.2f} {loss}  {f.chosen}"
-        lines.append(line if f.chosen == cell.best else f"{line} ({cell.best})")
+        lines.append(line if f.loss == 1 else f"{line} ({cell.best})")
     return "\n".join([*lines, "", *summary(found)])
 
 
