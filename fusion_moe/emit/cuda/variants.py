@@ -170,8 +170,8 @@ class LargeM:
         """Of the ring in shared memory, as kernels/large_m.cuh counts them."""
         depth = 1 if of.wide else 2
         stage = ceil_to(depth * (self.tile_m * 128 + self.tiles * of.tile_bytes), 1024)
-        schedule, item, barriers = 20 * of.groups + 36, 32, 16
-        return (self.shared(arch) - schedule - item) // (stage + barriers + item)
+        scheduler, work_tile, barriers = 20 * of.groups + 36, 32, 16
+        return (self.shared(arch) - scheduler - work_tile) // (stage + barriers + work_tile)
 
     def fits(self, of: Matrices, arch: Arch) -> bool:
         """Whether it makes whole columns of a result of all its tiles, on an architecture, and has the stages that it needs.

@@ -80,7 +80,7 @@ struct LargeM {
         Segment::GROUPS, TILE_M, Segment::ABOVE_ROWS, Segment::MAX_ROWS, Segment::WITH_SMALL_M, Segment::GROUPS_READ_PER_TWO_TILES>;
 
     // As many as fit. Producers say which work tiles they load: each has a stage at least, but for one that they begin.
-    static constexpr int STAGE_BYTES = Segment::MAX_SHARED_BYTES - int(sizeof(TileScheduler) + sizeof(WorkTile));  // of all
+    static constexpr int STAGE_BYTES = Segment::MAX_SHARED_BYTES - int(sizeof(TileScheduler) + sizeof(WorkTile));  // left for all stages
     static constexpr int STAGES = STAGE_BYTES / (sizeof(Stage) + 2 * sizeof(u64) + sizeof(WorkTile)), WORK_SLOTS = STAGES + 1;
 
     struct Shared {

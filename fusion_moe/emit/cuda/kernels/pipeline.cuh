@@ -69,7 +69,7 @@ __device__ __forceinline__ void cp_async_wait() {
 // What threads have written to shared memory, and barriers have made known, becomes visible to the tensor cores.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// How many registers the threads of this warpgroup have from here on: more than at the launch, once another one has fewer; or fewer.
+// How many registers the threads of this warpgroup have from here on: more than at the launch, once other warpgroups have fewer; or fewer.
 template <int Registers>
 __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));

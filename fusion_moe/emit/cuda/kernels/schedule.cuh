@@ -90,7 +90,7 @@ private:
     static constexpr i32 ROTATION = 8;  // M tiles, at most
     static constexpr i32 SIDE = (GROUPS + 32) / 32 * 32, PARTS = SIDE > 256 ? 2 : SIDE > 128 ? 4 : 8, PART = (GROUPS + PARTS) / PARTS;
 
-    static constexpr i32 NO_WORK_TILE = 1 << 30;     // a number past the last
+    static constexpr i32 NO_WORK_TILE = 1 << 30;  // a number past the last
 
     // Decides how many blocks are active.
     __device__ void limit_blocks() {

@@ -29,7 +29,7 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// d [64, N] += a [64, 16] b [N, 16]^T: numbers of type T, bf16 or f16, sums in float32.
+// d [64, N] += a [64, 16] b [N, 16]^T: numbers of type T, bf16 or f16, accumulators in float32.
 // A warp has 16 rows, with the fragments of mma.m16n8k16.
 template <class T, int N>
 __device__ __forceinline__ void wgmma(float* d, const u32 (&a)[4], u64 b);
@@ -99,7 +99,7 @@ __device__ __forceinline__ void wgmma(float* d, const u32 (&a)[4], u64 b);
 #define REGISTERS_256 REGISTERS_248 ",%124,%125,%126,%127"
 #define SUMS_256 SUMS_248, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-// The operands that follow the sums have the numbers A0 .. B.
+// The operands that follow the accumulators have the numbers A0 .. B.
 #define WGMMA_OF(T, N, A0, A1, A2, A3, B)                                                                                         \
     template <>                                                                                                                   \
     __device__ __forceinline__ void wgmma<T, N>(float* d, const u32 (&a)[4], u64 b) {                                             \
