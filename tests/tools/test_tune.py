@@ -14,11 +14,13 @@ from fusion_moe.arch import H100, H200
 from fusion_moe.emit.cuda.choice import SizeClass, choose_from
 from fusion_moe.emit.cuda.table import ALWAYS, KINDS, Regime, parse, path_of, table_of, text
 from fusion_moe.emit.cuda.variants import SETS, Matrices
+from fusion_moe.runtime import nvrtc
 
 TUNE = Path(__file__).parents[2] / "tools" / "tune"
 sys.path.append(str(TUNE))
 
 import fit  # noqa: E402
+import sweep  # noqa: E402
 import timings as files  # noqa: E402
 from timings import Cell, Timings, way  # noqa: E402
 
@@ -142,6 +144,28 @@ def test_tables_in_use_fit_their_timings(path):
     known = [f.loss for f in found if f.loss is not None]
     assert len(known) > 0.95 * len(found)
     assert math.exp(sum(map(math.log, known)) / len(known)) < 1.1
+
+
+@pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+@pytest.mark.parametrize("part", sweep.PARTS)
+def test_what_a_sweep_times(part):
+    """All kernels that may be the fastest, and what is chosen; rows come as kernels read them."""
+    task = sweep.Task(sweep.Layer("small", 32, 4, 512, 256), part, "w16x64")
+    product, order = task.product()
+    names = [("activations", "codes", "block_scale", "decode_scale", "ends")[i] for i in order]
+    assert [v.type.dtype for v in product.fusion.inputs] == [
+        {"activations": "bf16", "codes": "u8", "block_scale": "f8e4m3", "decode_scale": "f32", "ends": "i32"}[name] for name in names
+    ]
+    assert product.matrices.block == (2 if part == "gate_up" else 1)
+    for tokens in (1, 64, 4096):
+        rows = tokens * 4
+        ways = sweep.ways(table_of(H200), product.matrices, rows, H200)
+        assert ways[0] == choose_from(table_of(H200), rows, product.matrices, H200)
+        assert len({way(w) for w in ways}) == len(ways) > 1 or tokens == 4096
+        for classes in ways:
+            assert all(c.variant.fits(product.matrices, H200) for c in classes)
+            made = sweep.Forced(product, classes).launches({product.fusion.symbols[0]: rows}, H200)
+            assert [kernel.name for kernel in made] == [c.variant.name for c in classes]
 
 
 def test_a_regime_that_begins_after_the_last_is_not_moved():

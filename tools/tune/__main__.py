@@ -59,6 +59,8 @@ def _sweep(asked: argparse.Namespace) -> int:
         "layout": asked.layout, "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }  # fmt: skip
     begun = files.load(path) if path.exists() else files.Timings(arch, about)
+    if begun.arch != arch:
+        raise SystemExit(f"{path} has timings of {begun.arch.name}, this is {arch.name}: name another file with --out")
     tasks = [sweep.Task(layer, part, asked.layout) for layer in sweep.LAYERS for part in sweep.PARTS]
     tasks = [task for task in tasks if asked.only in task.name]
     keep = partial(files.save, path=path)

@@ -71,7 +71,7 @@ class Forced(Product):
     """A product by given kernels, whose rows come as these read them."""
 
     def __init__(self, product: Product, classes: tuple[SizeClass, ...]):
-        super().__init__(product.plan)
+        vars(self).update(vars(product))  # the same source: to make it again takes long
         self._classes = classes
 
     def size_classes(self, sizes: object, arch: Arch) -> tuple[SizeClass, ...]:
@@ -112,8 +112,8 @@ class Task:
         read = _touched(self.layer.experts, rows) / self.layer.experts * self.layer_bytes / arch.memory_bandwidth
         return max(read, 2 * rows * self.n * self.k / _FLOPS)
 
-    def product(self) -> Product:
-        """Its source."""
+    def product(self) -> tuple[Product, list[int]]:
+        """Its source, and which of (activations, codes, block scales, decode scales, ends) are its inputs, in order."""
         fd, g, n, k = FusionDefinition(), self.layer.experts, self.n, self.k
         a = fd.define_tensor(shape=[-1, k], dtype="bf16")
         shapes = ((g, n, k // 2), "u8"), ((g, n, k // 16), "f8e4m3"), ((g,), "f32")
@@ -127,7 +127,8 @@ class Task:
         assert isinstance(kernel.launch, Launch), kernel.why
         source = kernel.launch.source
         assert isinstance(source, Product)
-        return source
+        inputs = lowered.stages[-1][1].inputs
+        return source, [inputs.index(v) for v in segment.inputs]
 
 
 # What is timed --------------------------------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ class Swept:
     """A product whose kernels are compiled while others are timed."""
 
     def __init__(self, task: Task, tokens: Sequence[int], table: Table, arch: Arch, pool: ThreadPoolExecutor):
-        self.task, product = task, task.product()
+        self.task, (product, self.order) = task, task.product()
         self.matrices = product.matrices
         self.symbol = product.fusion.symbols[0]
         self.ways = {t: ways(table, self.matrices, t * task.layer.slots, arch) for t in tokens}
@@ -243,7 +244,8 @@ def _cells(s: Swept, wanted: Sequence[tuple[int, str]], arch: Arch, repeats: int
         a = torch.randn(rows, s.task.k, device="cuda").bfloat16()
         routed = [ends(layer, tokens, routing, seed) for seed in range(_ROUTED)]
         count = min(_MOST_CALLS, max(len(stored), math.ceil(_GRAPH_SECONDS / s.task.floor(rows, arch))))
-        calls = [(a, *stored[i % len(stored)], routed[i % _ROUTED]) for i in range(count)]
+        given = [(a, *stored[i % len(stored)], routed[i % _ROUTED]) for i in range(count)]
+        calls = [[tensors[j] for j in s.order] for tensors in given]
         graphs = {way(classes): _captured(s.launches[classes], calls, {s.symbol: rows}) for classes in s.ways[tokens]}
         us = {name: round(t / count, 3) for name, t in _times(graphs, repeats).items()}
         yield Cell(s.task.name, s.matrices, tokens, rows, routing, us)
