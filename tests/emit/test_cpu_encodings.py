@@ -15,7 +15,7 @@ pytestmark = pytest.mark.compiler
 PLAIN = ("bf16", "f16", "f32")
 FORMATS = ("mxfp4", *PLAIN)
 NAN, LARGEST = 255, 252  # bytes of e8m0: not a number; the largest that 6 times is finite
-USUAL = (106, 133)  # what kernels/weights/mxfp4.h takes for usual
+IN_RANGE = (106, 133)  # what kernels/weights/mxfp4.h has in range
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,7 +28,7 @@ def mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> Quantized:
     return Quantized(codes, scales.to(torch.uint8).view(torch.float8_e8m0fnu), encoding=MXFP4)
 
 
-def random_weights(fmt: str, groups: int, n: int, k: int, scales: tuple[int, int] = USUAL, seed: int = 0) -> Quantized:
+def random_weights(fmt: str, groups: int, n: int, k: int, scales: tuple[int, int] = IN_RANGE, seed: int = 0) -> Quantized:
     """[groups, n, k]. scales: of MXFP4, the first byte and the one after the last."""
     g = torch.Generator().manual_seed(seed)
     if fmt in PLAIN:
@@ -46,20 +46,20 @@ def product(tier: str, x: torch.Tensor, weight: Quantized, sizes: tuple[int, ...
 
 def assert_close(found: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
     """K products and K sums of them, each rounded once, to float32 of any size; w [N, K] is finite."""
-    k, exact, decoded = x.shape[1], x.double(), w.double()
-    bound = (k + 3) * (2.0**-24 * (exact.abs() @ decoded.abs().T) + 2.0**-149)
-    assert ((found.double() - exact @ decoded.T).abs() <= bound).all()
+    k, exact, dequantized = x.shape[1], x.double(), w.double()
+    bound = (k + 3) * (2.0**-24 * (exact.abs() @ dequantized.abs().T) + 2.0**-149)
+    assert ((found.double() - exact @ dequantized.T).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_code_under_every_scale(tier, dtype):
-    """Row n has block scale n, or one of the usual ones; block b has code b; a row of activations picks one block."""
+    """Row n has block scale n, or one in range; block b has code b; a row of activations picks one block."""
     byte, code = torch.arange(256), torch.arange(16, dtype=torch.uint8)
     codes = (code | code << 4).repeat_interleave(16).expand(1, 256, 256).contiguous()
     x = torch.zeros(16, 512, dtype=dtype)
     x[torch.arange(16), torch.arange(0, 512, 32) + torch.arange(16)] = 1
-    for scales in (byte, USUAL[0] + byte % (USUAL[1] - USUAL[0])):
+    for scales in (byte, IN_RANGE[0] + byte % (IN_RANGE[1] - IN_RANGE[0])):
         weight = mxfp4(codes, scales[:, None].expand(256, 16).contiguous()[None])
         want, finite = dequantize(weight)[0, :, ::32].T, scales <= LARGEST
         for rows in (1, 4, 16, 40, 130):  # each kernel there is for so many rows
@@ -82,7 +82,7 @@ def test_every_number(tier, fmt, dtype):
 
 @pytest.mark.parametrize(
     ("fmt", "scales"),
-    [("mxfp4", USUAL), ("mxfp4", (0, NAN - 30)), ("mxfp4", (USUAL[0] - 2, USUAL[1] + 2)), *((fmt, USUAL) for fmt in PLAIN)],
+    [("mxfp4", IN_RANGE), ("mxfp4", (0, NAN - 30)), ("mxfp4", (IN_RANGE[0] - 2, IN_RANGE[1] + 2)), *((fmt, IN_RANGE) for fmt in PLAIN)],
 )
 @pytest.mark.parametrize("tier", TIERS)
 def test_groups_of_any_size(tier, fmt, scales):
@@ -105,7 +105,7 @@ def test_groups_of_any_size(tier, fmt, scales):
 @pytest.mark.parametrize("fmt", ["mxfp4", "bf16"])
 @pytest.mark.parametrize("tier", TIERS)
 def test_threads_change_no_bit(tier, fmt):
-    """Nor do they where some columns have unusual scales, which are for another kernel."""
+    """Nor do they where some columns have scales out of range, which are for another kernel."""
     weight, sizes = random_weights(fmt, 3, 500, 96), (1, 20, 90)
     if fmt == "mxfp4":
         weight.block_scale.view(torch.uint8)[:, 300, 1] = 70

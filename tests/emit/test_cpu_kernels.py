@@ -132,7 +132,7 @@ def test_threads_change_no_bit(tier):
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("rows", [1, 3, 16, 50])
 def test_float32_sums(tier, dtype, rows):
-    """K products and K sums of them, each rounded once: K + 3 units in the last place of the sum of sizes, decoding's two included."""
+    """K products and K sums of them, each rounded once: K + 3 units in the last place of the sum of sizes, dequantizing's two included."""
     k, g = 784, torch.Generator().manual_seed(3)
     x, weight = torch.randn(rows, k, generator=g).to(dtype), random_weight(1, 53, k, runs=1)
     exact, w = x.double(), dequantize(weight).double()[0]
@@ -158,8 +158,8 @@ def test_error_is_that_of_rounding_the_output(tier):
     x, w = torch.randn(64, 2048).bfloat16(), quantize(torch.randn(2, 128, 2048) * 0.02)
     ends = torch.tensor([1, 64], dtype=torch.int32)
     found = product(tier, x, w, ends).double()
-    decoded = dequantize(w).double()
-    want = torch.cat([x[:1].double() @ decoded[0].T, x[1:].double() @ decoded[1].T])
+    dequantized = dequantize(w).double()
+    want = torch.cat([x[:1].double() @ dequantized[0].T, x[1:].double() @ dequantized[1].T])
     rms = ((found - want).square().mean() / want.square().mean()).sqrt()
     rounding = ((want.bfloat16().double() - want).square().mean() / want.square().mean()).sqrt()
     assert rms < 1.01 * rounding
@@ -172,21 +172,21 @@ def test_activations_of_any_size(tier, dtype, rows):
     """NaN, infinity, what overflows, what a product of bfloat16 would flush: the reference's result."""
     weight = random_weight(1, 40, 64)
     for value in (torch.nan, torch.inf, -torch.inf, 2.0**31, -(2.0**40), 2.0**110, 1e-38, 1e-40, 2.0**-24, -0.0):
-        for decode in (1.0, 2.0**-100, 2.0**60, 0.0, torch.inf, torch.nan):
+        for decode_scale in (1.0, 2.0**-100, 2.0**60, 0.0, torch.inf, torch.nan):
             x = torch.randn(rows, 64).to(dtype)
             x[:, 5::17] = value
-            args = (x, weight.codes, weight.block_scale, torch.tensor([decode]), torch.tensor([rows], dtype=torch.int32))
+            args = (x, weight.codes, weight.block_scale, torch.tensor([decode_scale]), torch.tensor([rows], dtype=torch.int32))
             fusion = fusion_of_call("nvfp4_grouped_mm", *args, out_dtype=torch.float32)
             (found,), (want,) = program(fusion, tier)(list(args)), fusion.evaluate(*args)
-            size = x.double().abs() @ (dequantize(weight).double().abs()[0] / weight.decode_scale.double() * abs(decode)).T
+            size = x.double().abs() @ (dequantize(weight).double().abs()[0] / weight.decode_scale.double() * abs(decode_scale)).T
             size = torch.where(size.isfinite(), size, 0)
             lost = ~want.isfinite()
-            if x.isfinite().all() and abs(decode) < torch.inf:  # of numbers alone: the order of a sum decides between infinity and NaN
-                assert (found.isfinite() != lost).all(), (value, decode)
+            if x.isfinite().all() and abs(decode_scale) < torch.inf:  # of numbers alone: the order of a sum decides between infinity and NaN
+                assert (found.isfinite() != lost).all(), (value, decode_scale)
             else:
                 same(found[lost], want[lost])
             near = (found.double() - want.double()).abs() <= 140 * 2.0**-24 * size + 64 * 2.0**-149
-            assert (lost | near).all(), (value, decode)
+            assert (lost | near).all(), (value, decode_scale)
 
 
 # What is fused --------------------------------------------------------------------------------------------------------

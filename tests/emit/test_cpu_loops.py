@@ -193,8 +193,8 @@ def test_few_rows(rows):
 def quantized(shape, dtype: str, runs: int = 0) -> Fusion:
     fd = FusionDefinition()
     x = fd.define_tensor(shape=list(shape), dtype=dtype)
-    decode = fd.define_tensor(shape=[shape[0], runs] if runs else [shape[0]], dtype="f32")
-    for v in fd.ops.unpack(fd.ops.quantize(x, decode, fmt="nvfp4")):
+    decode_scale = fd.define_tensor(shape=[shape[0], runs] if runs else [shape[0]], dtype="f32")
+    for v in fd.ops.unpack(fd.ops.quantize(x, decode_scale, fmt="nvfp4")):
         fd.add_output(v)
     return fd.fusion()
 
@@ -207,8 +207,8 @@ def test_quantize_is_that_of_the_reference(dtype, tier):
     x = every[every.isfinite()].float()[: 62 * 1024].view(4, 62 * 2, 128)
     x = torch.cat([x, x * torch.randn(x.shape, generator=g).exp2()], 1).to(dtype)
     fusion = quantized(x.shape, {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype], runs=2)
-    for decode in (torch.rand(4, 2, generator=g), torch.tensor([[1e-6, 1e3], [0.0, 1.0], [2.0**-126, 3.4e38], [24.4, 0.01]])):
-        inputs = [x.nan_to_num(posinf=1.0, neginf=-1.0), decode]
+    for decode_scale in (torch.rand(4, 2, generator=g), torch.tensor([[1e-6, 1e3], [0.0, 1.0], [2.0**-126, 3.4e38], [24.4, 0.01]])):
+        inputs = [x.nan_to_num(posinf=1.0, neginf=-1.0), decode_scale]
         assert_same_bits(compiled(fusion, tier)(inputs), fusion.evaluate(*inputs))
 
 

@@ -122,10 +122,10 @@ class Writer(ABC):
         return lines
 
     def _rows_of(self, ends: Value) -> Index:
-        """How many rows the cut of these ends is about; if no value of the segment is cut by it, as many as there may be."""
+        """How many rows these ends partition; if no value of the segment is partitioned by them, as many as there may be."""
         values = [*self.fusion.inputs, *(v for op in self.fusion.ops for v in op.outputs)]
-        cut = [d for v in values for d in v.type.shape if isinstance(d, Rows) and d.groups == ends.type.ends]
-        return size(cut[0]) if cut else number(2**31 - 1)
+        partitioned = [d for v in values for d in v.type.shape if isinstance(d, Rows) and d.groups == ends.type.ends]
+        return size(partitioned[0]) if partitioned else number(2**31 - 1)
 
     def _first_ends(self, op: Op) -> list[str]:
         (offs,) = op.values
