@@ -138,7 +138,7 @@ def test_a_tier_that_is_asked_for_is_named(x):
     with options.override(cpu_isa="generic"):
         machine = explained(Layer(), x, IDS, W).machine
     assert (machine.tier, machine.tier_why) == ("generic", "set by cpu_isa")
-    assert machine.products == (("bf16 by nvfp4", "1 row by dot products with the codes, more by panels of decoded weights"),)
+    assert machine.products == (("bf16 by nvfp4", "1 row by dot products with the codes, more by panels of dequantized weights"),)
 
 
 def test_weights_on_large_pages_are_counted():

@@ -49,7 +49,7 @@ struct Panels {
     using Activation = typename Vectors::Activation;
     using Packed = typename Vectors::Packed;
     using Columns = typename Vectors::Weight::Columns;
-    static constexpr auto NAME = "by panels of decoded weights";
+    static constexpr auto NAME = "by panels of dequantized weights";
     static constexpr i64 MAX_ROWS = TILE_M, ROWS = Vectors::ROWS, COLUMN_BLOCKS = Vectors::COLUMN_BLOCKS;
     static constexpr int MIN_EXPONENT = Vectors::MIN_EXPONENT, MAX_EXPONENT = Vectors::MAX_EXPONENT;
 
