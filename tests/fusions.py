@@ -153,7 +153,7 @@ class _Program:
         self.rows.append(self.fd.ops.index_select(self.pick(self.tokens), self.row_of, dim=0))
 
     def product(self) -> None:
-        w = self.fd.ops.pack(*self.packed, fmt="nvfp4", layout="linear") if self.draw(st.booleans()) else self.dense
+        w = self.fd.ops.pack(*self.packed, encoding="nvfp4", layout="linear") if self.draw(st.booleans()) else self.dense
         self.rows.append(self.fd.ops.grouped_mm(self.pick(self.rows), w, self.ends))
 
     def add(self) -> None:

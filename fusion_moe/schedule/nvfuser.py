@@ -81,8 +81,8 @@ def _cast(op: Op, fusion: Fusion, target: Target) -> str | None:
 def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
     if op.values[0] in fusion.producers:
         return f"pack of codes made by {fusion.producers[op.values[0]].kind.name}: nvFuser has no 8-bit integers"
-    if op.attrs["fmt"] not in PACKED:
-        return f"pack of {op.attrs['fmt']}: {' and '.join(PACKED)} is lowered"
+    if op.attrs["encoding"] not in PACKED:
+        return f"pack of {op.attrs['encoding']}: {' and '.join(PACKED)} is lowered"
     if op.attrs["layout"] not in LAYOUTS:
         return f"pack of weights in the layout {op.attrs['layout']}: nvFuser's products read the linear one"
     packed = op.outputs[0]
@@ -93,8 +93,8 @@ def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 
 def _quantize(op: Op, fusion: Fusion, target: Target) -> str | None:
-    if op.attrs["fmt"] not in target.activation_formats:
-        return f"{op.kind.name} to {op.attrs['fmt']} on {target.name}: e2m1 needs compute capability 10.0"
+    if op.attrs["encoding"] not in target.activation_formats:
+        return f"{op.kind.name} to {op.attrs['encoding']} on {target.name}: e2m1 needs compute capability 10.0"
     if op.values[1].type.shape != op.values[0].type.shape[:-2]:
         return f"quantize with decode scales {op.values[1].type}: only one per matrix is lowered"
     return _inside(op, fusion)

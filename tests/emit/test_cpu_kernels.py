@@ -181,7 +181,7 @@ def test_activations_of_any_size(tier, dtype, rows):
             size = x.double().abs() @ (dequantize(weight).double().abs()[0] / weight.decode_scale.double() * abs(decode_scale)).T
             size = torch.where(size.isfinite(), size, 0)
             lost = ~want.isfinite()
-            if x.isfinite().all() and abs(decode_scale) < torch.inf:  # of numbers alone: the order of a sum decides between infinity and NaN
+            if x.isfinite().all() and abs(decode_scale) < torch.inf:  # of numbers alone: a sum's order decides between infinity and NaN
                 assert (found.isfinite() != lost).all(), (value, decode_scale)
             else:
                 same(found[lost], want[lost])
@@ -246,7 +246,7 @@ def test_first_product_is_exact(tier):
     packed = [fd.define_tensor(shape=s, dtype=d) for s, d in (([G, 2 * I, H // 2], "u8"), ([G, 2 * I, H // 16], "f8e4m3"), ([G], "f32"))]
     bias = fd.define_tensor(shape=[G, 2 * I], dtype="f32")
     ends, row_of, slot_of = fd.ops.route(ids, groups=g)
-    y = fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*packed, fmt="nvfp4", layout="linear"), ends)
+    y = fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*packed, encoding="nvfp4", layout="linear"), ends)
     y = fd.ops.group_add(y, bias, ends)
     rows = y.type.shape[0]
     left, right = (fd.ops.slice(y, start_indices=(0, a), end_indices=(rows, a + I)) for a in (0, I))
@@ -272,7 +272,7 @@ def test_shapes_and_strides(shape):
     packed = [fd.define_tensor(shape=s, dtype=d) for s, d in (([2, 24, 32], "u8"), ([2, 24, 4], "f8e4m3"), ([2], "f32"))]
     ends = fd.ops.ends(offs, rows=b * t, groups=fd.define_groups("g", 2))
     rows = fd.ops.cut(fd.ops.reshape(x, new_shape=(b * t, 64)), ends)
-    y = fd.ops.grouped_mm(rows, fd.ops.pack(*packed, fmt="nvfp4", layout="linear"), ends)
+    y = fd.ops.grouped_mm(rows, fd.ops.pack(*packed, encoding="nvfp4", layout="linear"), ends)
     fd.add_output(fd.ops.reshape(fd.ops.relu(y), new_shape=(b, t, 24)))
     inputs = [small_integers(*shape, 128)[..., ::2], torch.tensor([1, 5], dtype=torch.int32).clamp(max=shape[0] * shape[1])]
     inputs += exact_weight(2, 24, 64)
@@ -314,7 +314,7 @@ def test_bad_slots(bad):
     slot_of, w = fd.define_tensor(shape=[t, 2], dtype="i32"), fd.define_tensor(shape=[t, 2], dtype="f32")
     packed = [fd.define_tensor(shape=s, dtype=d) for s, d in (([2, 24, 32], "u8"), ([2, 24, 4], "f8e4m3"), ([2], "f32"))]
     ends = fd.ops.ends(offs, rows=2 * t, groups=g)
-    y = fd.ops.grouped_mm(fd.ops.cut(x, ends), fd.ops.pack(*packed, fmt="nvfp4", layout="linear"), ends)
+    y = fd.ops.grouped_mm(fd.ops.cut(x, ends), fd.ops.pack(*packed, encoding="nvfp4", layout="linear"), ends)
     fd.add_output(fd.ops.combine(y, slot_of, w))
     at = torch.arange(14, dtype=torch.int32).view(7, 2)
     at[4, 1] = bad

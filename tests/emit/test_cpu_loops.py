@@ -167,7 +167,7 @@ def routed_and_combined(fd, x, ids, w):
 
 @of(torch.randn(7, 2, 64, generator=g).half())
 def scales_of_matrices(fd, x):
-    return fd.ops.decode_scale(x, fmt="nvfp4")
+    return fd.ops.decode_scale(x, encoding="nvfp4")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -194,7 +194,7 @@ def quantized(shape, dtype: str, runs: int = 0) -> Fusion:
     fd = FusionDefinition()
     x = fd.define_tensor(shape=list(shape), dtype=dtype)
     decode_scale = fd.define_tensor(shape=[shape[0], runs] if runs else [shape[0]], dtype="f32")
-    for v in fd.ops.unpack(fd.ops.quantize(x, decode_scale, fmt="nvfp4")):
+    for v in fd.ops.unpack(fd.ops.quantize(x, decode_scale, encoding="nvfp4")):
         fd.add_output(v)
     return fd.fusion()
 
@@ -273,7 +273,7 @@ def test_memory_is_taken_in_turn_and_never_returned_twice():
     x, offs = fd.define_tensor(shape=[m, 32], dtype="f32"), fd.define_tensor(shape=[2], dtype="i32")
     packed = [fd.define_tensor(shape=s, dtype=d) for s, d in (([2, 32, 16], "u8"), ([2, 32, 2], "f8e4m3"), ([2], "f32"))]
     ends = fd.ops.ends(offs, rows=m, groups=groups)
-    made, w = [fd.ops.cut(x, ends)], fd.ops.pack(*packed, fmt="nvfp4", layout="linear")
+    made, w = [fd.ops.cut(x, ends)], fd.ops.pack(*packed, encoding="nvfp4", layout="linear")
     for _ in range(5):
         made.append(fd.ops.grouped_mm(made[-1], w, ends))
     fd.add_output(made[2])

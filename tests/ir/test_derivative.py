@@ -210,7 +210,7 @@ def test_grouped_mm_with_frozen_weights(cut: Cut):
 
     def build(fd, a, offs, *parts):
         rows, ends = _rows(fd, cut, a, offs)
-        return fd.ops.grouped_mm(rows, fd.ops.pack(*parts, fmt="nvfp4", layout="linear"), ends)
+        return fd.ops.grouped_mm(rows, fd.ops.pack(*parts, encoding="nvfp4", layout="linear"), ends)
 
     w = dequantize(q).double()
     (da,), dy = gradients(build, [torch.randn(cut.rows, 16), cut.ends, *q], (0,))
@@ -257,7 +257,7 @@ def test_the_text_of_a_derivative(golden):
     w = fd.define_tensor(shape=[x.type.shape[0], 2], dtype="f32")
     parts = [fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in (([G, 16, 16], "u8"), ([G, 16, 2], "f8e4m3"), ([G], "f32"))]
     ends, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", G))
-    y = fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*parts, fmt="nvfp4", layout="linear"), ends)
+    y = fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*parts, encoding="nvfp4", layout="linear"), ends)
     fd.add_output(fd.ops.combine(fd.ops.silu(y), slot_of, w))
     derivative = differentiate(fd.fusion(), (0, 2))
     golden(f"{derivative.forward}\n\n# reads {derivative.reads}, then the gradients of {derivative.seeds}\n{derivative.backward}")
@@ -268,7 +268,11 @@ def test_what_has_no_derivative(golden):
 
     def frozen(fd, x, ids, *parts):
         ends, row_of, _ = fd.ops.route(ids, groups=fd.define_groups("g", G))
-        return fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*parts, fmt="nvfp4", layout="linear"), ends)
+        return fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*parts, encoding="nvfp4", layout="linear"), ends)
+
+    def block_scales(fd, x):
+        quantized = fd.ops.quantize(x, fd.ops.decode_scale(x, encoding="nvfp4"), encoding="nvfp4")
+        return fd.ops.cast(fd.ops.unpack(quantized)[1], dtype="f32")
 
     cases = {
         "the scale of a frozen weight": (frozen, [x, ids, *q], (4,)),
@@ -278,11 +282,7 @@ def test_what_has_no_derivative(golden):
         "the smaller of two tensors": (lambda fd, x: fd.ops.minimum(x, fd.ops.neg(x)), [x], (0,)),
         "a gather of columns": (lambda fd, x, at: fd.ops.index_select(x, at, dim=1), [x, torch.tensor([0])], (0,)),
         "a cast through fp8": (lambda fd, x: fd.ops.cast(fd.ops.cast(x, dtype="f8e4m3"), dtype="f32"), [x], (0,)),
-        "quantize": (
-            lambda fd, x: fd.ops.cast(fd.ops.unpack(fd.ops.quantize(x, fd.ops.decode_scale(x, fmt="nvfp4"), fmt="nvfp4"))[1], dtype="f32"),
-            [x],
-            (0,),
-        ),
+        "quantize": (block_scales, [x], (0,)),
         "what the output does not depend on": (lambda fd, x, w: fd.ops.exp(w), [x, w], (0,)),
     }
     said = []

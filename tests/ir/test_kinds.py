@@ -328,7 +328,7 @@ def weight(groups: int, n: int, k: int, runs: int = 0, seed: int = 0) -> Quantiz
 
 
 def packed(fd, *parts):
-    return fd.ops.pack(*parts, fmt="nvfp4", layout="linear")
+    return fd.ops.pack(*parts, encoding="nvfp4", layout="linear")
 
 
 def cut_rows(fd, cut, x, offs):
@@ -372,7 +372,7 @@ def test_how_a_weight_is_stored_changes_no_product(n, transposed):
     def build(fd, a, offs, codes, linear, swizzled, decode, turned):
         rows, ends = cut_rows(fd, cut, a, offs)
         kind = fd.ops.grouped_mm_t if transposed else fd.ops.grouped_mm
-        other = fd.ops.pack(turned, swizzled, decode, fmt="nvfp4", layout="sf128x4", transposed=True)
+        other = fd.ops.pack(turned, swizzled, decode, encoding="nvfp4", layout="sf128x4", transposed=True)
         return kind(rows, packed(fd, codes, linear, decode), ends), kind(rows, other, ends, w_layout="sf128x4")
 
     want, found = run(build, a, cut.ends, q.codes, q.block_scale, stored, q.decode_scale, q.codes.mT)
@@ -383,7 +383,7 @@ def test_how_a_weight_is_stored_changes_no_product(n, transposed):
 def test_a_product_says_how_its_weight_is_stored():
     def build(fd, a, offs, codes, scale, decode):
         rows, ends = cut_rows(fd, Cut((2, 3), 0), a, offs)
-        return fd.ops.grouped_mm(rows, fd.ops.pack(codes, scale, decode, fmt="nvfp4", layout="sf128x4"), ends)
+        return fd.ops.grouped_mm(rows, fd.ops.pack(codes, scale, decode, encoding="nvfp4", layout="sf128x4"), ends)
 
     q = weight(2, 6, 32)
     with pytest.raises(ShapeError, match=r"w is nvfp4\[2, 6, 32\]@sf128x4; expected the layout linear; w_layout states it"):
@@ -440,8 +440,8 @@ def test_quantize(lead):
     x[..., 0, :16] = 0.0
 
     def build(fd, x):
-        scale = fd.ops.decode_scale(x, fmt="nvfp4")
-        return *fd.ops.unpack(fd.ops.quantize(x, scale, fmt="nvfp4")), scale
+        scale = fd.ops.decode_scale(x, encoding="nvfp4")
+        return *fd.ops.unpack(fd.ops.quantize(x, scale, encoding="nvfp4")), scale
 
     codes, block_scale, decode_scale = run(build, x)
     np.testing.assert_array_equal(decode_scale.numpy(), np.abs(x.numpy()).max((-2, -1)) / np.float32(2688))
@@ -456,7 +456,7 @@ def test_quantize_looks_for_what_is_not_finite():
     x = torch.zeros(2, 16)
     x[1, 3] = NAN
     with pytest.raises(NonFiniteError, match=r"1 NaN and 0 infinite.*\(1, 3\)"):
-        run(lambda fd, x: fd.ops.unpack(fd.ops.quantize(x, fd.ops.full(shape=(), fill_value=1.0, dtype="f32"), fmt="nvfp4")), x)
+        run(lambda fd, x: fd.ops.unpack(fd.ops.quantize(x, fd.ops.full(shape=(), fill_value=1.0, dtype="f32"), encoding="nvfp4")), x)
 
 
 def swizzled(scale: np.ndarray) -> np.ndarray:
@@ -494,7 +494,7 @@ def test_relayout_changes_no_product(cut: Cut):
     def build(fd, codes, scale, decode, offs, *parts):
         groups = fd.define_groups("g", len(cut.sizes))
         ends = fd.ops.ends(offs, rows=cut.rows, groups=groups)
-        a = fd.ops.pack(fd.ops.cut(codes, ends), fd.ops.cut(scale, ends), decode, fmt="nvfp4", layout="linear")
+        a = fd.ops.pack(fd.ops.cut(codes, ends), fd.ops.cut(scale, ends), decode, encoding="nvfp4", layout="linear")
         moved = fd.ops.relayout(a, ends, layout="sf128x4")
         w = packed(fd, *parts)
         return fd.ops.grouped_mm(a, w, ends), fd.ops.grouped_mm(moved, w, ends, a_layout="sf128x4")

@@ -37,7 +37,7 @@ def everything():
     padded = fd.define_tensor(shape=[m / g % 128, 4], dtype="f8e4m3", layout="sf128x4")
     odd = fd.define_tensor(shape=[(m + 1) / fd.define_groups("h", 2), ceildiv(m, 4)], dtype="f32", role="weight")
     parts = [fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in (([4, 8, 32], "u8"), ([4, 8, 4], "f8e4m3"), ([4, 2], "f32"))]
-    y = fd.ops.grouped_mm(x, fd.ops.pack(*parts, fmt="nvfp4", layout="linear"), ends)
+    y = fd.ops.grouped_mm(x, fd.ops.pack(*parts, encoding="nvfp4", layout="linear"), ends)
     low = fd.ops.maximum(fd.ops.minimum(y, float("inf")), -7.5)
     wide = fd.ops.cast(x, dtype="f32")
     total = fd.ops.add(fd.ops.reshape(wide, new_shape=(m, 64)), state)

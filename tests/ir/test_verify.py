@@ -117,7 +117,7 @@ def test_groups_and_sizes_must_agree(golden):
         return fd.define_tensor(shape=shape, dtype=dtype)
 
     codes, scale = tensor(4, 8, 16, dtype="u8"), tensor(4, 8, 2, dtype="f8e4m3")
-    packed = fd.ops.pack(codes, scale, tensor(4), fmt="nvfp4", layout="linear")
+    packed = fd.ops.pack(codes, scale, tensor(4), encoding="nvfp4", layout="linear")
     calls = [
         lambda: fd.ops.grouped_mm(rows, tensor(5, 8, 32), ends),
         lambda: fd.ops.grouped_mm(rows, tensor(4, 8, 31), ends),
@@ -130,13 +130,13 @@ def test_groups_and_sizes_must_agree(golden):
         lambda: fd.ops.ends(tensor(5, dtype="i32"), rows=m, groups=g),
         lambda: fd.ops.cut(x, tensor(4, dtype="i32")),
         lambda: fd.ops.route(x, groups=g),
-        lambda: fd.ops.pack(codes, tensor(4, 8, 3, dtype="f8e4m3"), tensor(4), fmt="nvfp4", layout="linear"),
-        lambda: fd.ops.pack(codes, scale, tensor(4, 3), fmt="nvfp4", layout="linear"),
-        lambda: fd.ops.pack(codes, scale, tensor(8), fmt="nvfp4", layout="linear"),
-        lambda: fd.ops.pack(codes, scale, tensor(4), fmt="nvfp5", layout="linear"),
-        lambda: fd.ops.quantize(tensor(4, 24), tensor(), fmt="nvfp4"),
-        lambda: fd.ops.quantize(tensor(16), tensor(), fmt="nvfp4"),
-        lambda: fd.ops.decode_scale(tensor(4, 32, dtype="i32"), fmt="nvfp4"),
+        lambda: fd.ops.pack(codes, tensor(4, 8, 3, dtype="f8e4m3"), tensor(4), encoding="nvfp4", layout="linear"),
+        lambda: fd.ops.pack(codes, scale, tensor(4, 3), encoding="nvfp4", layout="linear"),
+        lambda: fd.ops.pack(codes, scale, tensor(8), encoding="nvfp4", layout="linear"),
+        lambda: fd.ops.pack(codes, scale, tensor(4), encoding="nvfp5", layout="linear"),
+        lambda: fd.ops.quantize(tensor(4, 24), tensor(), encoding="nvfp4"),
+        lambda: fd.ops.quantize(tensor(16), tensor(), encoding="nvfp4"),
+        lambda: fd.ops.decode_scale(tensor(4, 32, dtype="i32"), encoding="nvfp4"),
         lambda: fd.ops.unpack(x),
         lambda: fd.ops.grouped_swizzle(rows, ends, layout="linear"),
         lambda: fd.ops.add(x, tensor(m, 31)),

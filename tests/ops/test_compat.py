@@ -169,7 +169,7 @@ def test_what_two_formats_lose():
     args = (random(11, k), codes.mT, loops.swizzled(scale), decode, *problem(sizes, n, k))
     exact = loops.product(args[0].double(), loops.decoded(codes, scale, decode), sizes)
     with options.override(target="reference"):
-        lost = {fmt: ((OURS(*args, activation_format=fmt) - exact).norm() / exact.norm()).item() for fmt in ("bf16", "nvfp4")}
+        lost = {name: ((OURS(*args, activation_format=name) - exact).norm() / exact.norm()).item() for name in ("bf16", "nvfp4")}
     assert lost["bf16"] < 0.003
     assert 0.05 < lost["nvfp4"] < 0.09
 

@@ -163,8 +163,8 @@ def quantized_product(rows: int | None = None):
     offs = fd.define_tensor(shape=[G], dtype="i32")
     parts = [fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in (([G, N, 32], "u8"), ([G, N, 4], "f8e4m3"), ([G], "f32"))]
     ends = fd.ops.ends(offs, rows=m, groups=fd.define_groups("g", G))
-    a = fd.ops.quantize(fd.ops.cut(x, ends), fd.ops.decode_scale(x, fmt="nvfp4"), fmt="nvfp4")
-    fd.add_output(fd.ops.grouped_mm(a, fd.ops.pack(*parts, fmt="nvfp4", layout="linear"), ends))
+    a = fd.ops.quantize(fd.ops.cut(x, ends), fd.ops.decode_scale(x, encoding="nvfp4"), encoding="nvfp4")
+    fd.add_output(fd.ops.grouped_mm(a, fd.ops.pack(*parts, encoding="nvfp4", layout="linear"), ends))
     return fd.fusion()
 
 

@@ -193,7 +193,7 @@ def by_hand(dtype="bf16") -> Fusion:
 
     def weight(n, k):
         shapes = ([G, n, k // 2], "u8"), ([G, n, k // 16], "f8e4m3"), ([G], "f32")
-        return fd.ops.pack(*(fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in shapes), fmt="nvfp4", layout="linear")
+        return fd.ops.pack(*(fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in shapes), encoding="nvfp4", layout="linear")
 
     gate_up, down = weight(2 * I, H), weight(H, I)
     ends, row_of, slot_of = fd.ops.route(ids, groups=g)

@@ -53,7 +53,7 @@ def product(
     w = packed(fd, weight, find(weight_format), weight_layout, **packing)
     stored = {} if weight_layout == "linear" else {"w_layout": weight_layout}
     if activation_format == "nvfp4":
-        a = fd.ops.quantize(a, fd.ops.decode_scale(a, fmt="nvfp4"), fmt="nvfp4")
+        a = fd.ops.quantize(a, fd.ops.decode_scale(a, encoding="nvfp4"), encoding="nvfp4")
     return fd.ops.cast(fd.ops.grouped_mm(a, w, ends, **stored), dtype=dtype)
 
 
@@ -67,7 +67,7 @@ def packed(fd: FusionDefinition, parts: Sequence[Value], encoding: Encoding, lay
     if encoding.plain and layout == "linear":
         need_dtype("the weight", parts[0].type, encoding.name)
         return parts[0]
-    return fd.ops.pack(*parts, fmt=encoding.name, layout=layout, **packing)
+    return fd.ops.pack(*parts, encoding=encoding.name, layout=layout, **packing)
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -78,8 +78,8 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 @translator("fusion_moe::nvfp4_quantize")
 def nvfp4_quantize(fd: FusionDefinition, x: Value, decode_scale: Value | None = None) -> tuple[Value, ...]:
     """x float[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale f32[...]"""
-    made = fd.ops.decode_scale(x, fmt="nvfp4") if decode_scale is None else decode_scale
-    codes, block_scale = fd.ops.unpack(fd.ops.quantize(x, made, fmt="nvfp4"))
+    made = fd.ops.decode_scale(x, encoding="nvfp4") if decode_scale is None else decode_scale
+    codes, block_scale = fd.ops.unpack(fd.ops.quantize(x, made, encoding="nvfp4"))
     # an operation of torch may not return its own input
     return codes, block_scale, made if decode_scale is None else fd.ops.cast(made, dtype="f32")
 

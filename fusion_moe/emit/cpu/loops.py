@@ -122,7 +122,7 @@ class _Writer(Writer):
         return [f"for_tiles(1, {size(width)}, threads, [&](i64, i64 j0, i64 j1) {{", *inner(body), "});"]
 
     def _decode_scale(self, op: Op) -> list[str]:
-        (x,), (out,), made_by = op.values, op.outputs, encoder(find(op.attrs["fmt"]))
+        (x,), (out,), made_by = op.values, op.outputs, encoder(find(op.attrs["encoding"]))
         *lead, rows, k = x.type.shape
         made = self._elements()
         element = made.of(x, [*unflat(_L, lead), _R, _K])
@@ -143,7 +143,7 @@ class _Writer(Writer):
 
     def _quantize(self, op: Op) -> list[str]:
         """Row by row, block by block. What is not finite, or a scale that is negative: the reference says where."""
-        encoding = find(op.attrs["fmt"])
+        encoding = find(op.attrs["encoding"])
         made_by, block = encoder(encoding), encoding.block
         (x, decode_scale), (codes, scales) = op.values, _unpacked(self.fusion, op)
         *lead, n, k = x.type.shape
