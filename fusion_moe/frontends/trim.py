@@ -32,7 +32,7 @@ def trim(walk: Walk, segments: Sequence[Segment], convex: Callable[[Iterable[Nod
         for segment in alone:
             gone = _only_in(segment, kept, walk)
             if gone and convex(n for n in kept if n not in gone):
-                reason = f"no grouped product to fuse with ({segment.why or 'it comes before or after them'})"
+                reason = f"no grouped product to fuse with ({segment.boundary or 'it comes before or after them'})"
                 why.update((n, f"left to the graph's compiler: {reason}") for n in gone)
                 kept = {n: None for n in kept if n not in gone}
     return list(kept), why

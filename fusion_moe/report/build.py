@@ -114,7 +114,7 @@ def _segment(fusion: str, i: int, lowered: Lowered, made: Made, env: Mapping[str
         backend=made.backend,
         backend_why=made.why,
         after=tuple(f"{fusion}.{j}" for j, s in enumerate(lowered.segments) if set(s.outputs) & set(segment.inputs)),
-        why=segment.why,
+        boundary=segment.boundary,
         layouts=weight_layouts(segment.fusion, wanted.target),
         launched=chosen.kernels if chosen else "",
         workspace=chosen.workspace if chosen else None,

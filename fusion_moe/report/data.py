@@ -1,6 +1,6 @@
 """The report as data: frozen, printable, and as JSON.
 
-JSON, schema "fusion_moe.explain/1": the fields of the classes below under their names, lists for tuples, `stages` and `sizes` as
+JSON, schema "fusion_moe.explain/2": the fields of the classes below under their names, lists for tuples, `stages` and `sizes` as
 objects, and `schema` itself. Sizes are in bytes, flops in operations, times in seconds, all for one call with the sizes of the example,
 null where a size is known only to the device; `times` says how often the model has a fusion or a call left out. `measured` and
 `machine` are null, and `loads` empty, where they were not asked for.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import OptionError
 
-SCHEMA = "fusion_moe.explain/1"
+SCHEMA = "fusion_moe.explain/2"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Load:
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """One kernel. after: the segments it reads from, and why: why it is not one with them; roundings: the casts that are not rounded to.
+    """One kernel. after: the segments it reads from; boundary: why it is not one with them; roundings: the casts that are not rounded to.
 
     intensity: floating-point operations for each byte read or written. layouts: of weights that are not in the target's layout, and what
     prepare_ does about it. launched: the kernels for these sizes, where that depends on them, and the bytes that they need beside results.
@@ -89,7 +89,7 @@ class SegmentReport:
     backend: str
     backend_why: str
     after: tuple[str, ...]
-    why: str
+    boundary: str
     layouts: tuple[tuple[str, str], ...] = ()
     launched: str = ""
     workspace: int | None = None

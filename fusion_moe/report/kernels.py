@@ -47,5 +47,5 @@ def _why(backend: str, segment: Segment, to: Target, why_not: str) -> str:
 
 
 def _unexecuted(to: Target, why_not: str) -> str:
-    never = "" if to.tried or to.capability is None else f"; never run on compute capability {'.'.join(map(str, to.capability))}"
+    never = "" if to.ever_run or to.capability is None else f"; never run on compute capability {'.'.join(map(str, to.capability))}"
     return f"emitted, unexecuted: {why_not}{never}"

@@ -135,8 +135,8 @@ def _types(report: Report) -> Iterable[tuple[str, str]]:
 
 def _boundaries(report: Report) -> Iterable[tuple[str, str]]:
     for s in _segments(report):
-        if s.why:
-            yield f"{s.id.split('.')[0]}: {', '.join(map(_number, s.after))} | {_number(s.id)}", s.why
+        if s.boundary:
+            yield f"{s.id.split('.')[0]}: {', '.join(map(_number, s.after))} | {_number(s.id)}", s.boundary
 
 
 def _number(id: str) -> str:

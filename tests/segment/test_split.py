@@ -47,14 +47,14 @@ def shown(fusion: Fusion, target: Target = CPU) -> str:
     """Each segment in three lines: its kind, its operations, why it begins there."""
     lines = []
     for s in split(fusion, target):
-        lines += [f"{s.kind}: {' '.join(op.kind.name for op in s.fusion.ops)}", f"    because {s.why}" if s.why else "    (first)"]
+        lines += [f"{s.kind}: {' '.join(op.kind.name for op in s.fusion.ops)}", f"    because {s.boundary}" if s.boundary else "    (first)"]
     return "\n".join(lines)
 
 
 def whole(fusion: Fusion, target: Target = CPU) -> str:
     """Each segment as text, with its schedule."""
     parts = [(s, schedule.named(s.kind).choose(s.fusion, target)) for s in split(fusion, target)]
-    return "\n\n".join(f"# {c}\n# {s.why or 'first'}\n{s.fusion}" for s, c in parts)
+    return "\n\n".join(f"# {c}\n# {s.boundary or 'first'}\n{s.fusion}" for s, c in parts)
 
 
 # Meaning --------------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def test_every_cut_has_a_reason(fusion):
     segments = split(fusion, CPU)
     made = {v for s in segments for v in s.outputs}
     for s in segments:
-        assert bool(s.why) == any(v in made for v in s.inputs)
+        assert bool(s.boundary) == any(v in made for v in s.inputs)
 
 
 def test_views_that_are_outputs():
