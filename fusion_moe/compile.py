@@ -25,7 +25,7 @@ from .target import Target
 
 @dataclass(frozen=True)
 class Lowered:
-    """A Fusion on its way to a target, before kernels are emitted. segments: as they were cut; contracted: as they are emitted."""
+    """A Fusion on its way to a target, before kernels are emitted. segments: as `split` returned them; contracted: as they are emitted."""
 
     stages: tuple[tuple[str, Fusion], ...]
     segments: tuple[Segment, ...]

@@ -246,7 +246,7 @@ def _load() -> None:
 
 
 def same_storage(a: TensorType, b: TensorType) -> bool:
-    """Whether two types are of one tensor as torch sees it: cuts and ends aside, padding and layout as it is stored."""
+    """Whether two types are of one tensor as torch sees it: partitions and ends aside, padding and layout as it is stored."""
     if a.dtype != b.dtype or len(a.shape) != len(b.shape):
         return False
     return a.layout != "linear" or tuple(map(plain, a.shape)) == tuple(map(plain, b.shape))

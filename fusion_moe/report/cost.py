@@ -29,7 +29,7 @@ def flops(fusion: Fusion, env: Mapping[str, int]) -> int:
 
 
 def bytes_read(fusion: Fusion, env: Mapping[str, int], used: Mapping[str, int] | None = None) -> int:
-    """Bytes of the inputs, of grouped weights those that the rows touch. used: how many groups of a cut have rows, by the cut's name."""
+    """Bytes of the inputs, of grouped weights those that the rows touch. used: partition -> how many of its groups have rows."""
     return sum(_touched(v, fusion, env, used or {}) for v in fusion.inputs)
 
 

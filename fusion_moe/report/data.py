@@ -59,9 +59,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """Rows of each group (expert) in one run of a program, by one of its cuts: the name that its types have for it."""
+    """Rows of each group (expert) in one run of a program, partition: the name that its types have for it."""
 
-    cut: str
+    partition: str
     rows: tuple[int, ...]
 
 

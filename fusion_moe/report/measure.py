@@ -120,12 +120,12 @@ class Watched:
         """What fusion_moe::run computes."""
         fusion, tensors = self.program.fusion, [as_bytes(t) for t in inputs]
         env = fusion.bind(tensors, dict(zip(self.program.stages[0][1].symbols, sizes, strict=True)))
-        rows = {cut: groups.sizes(ends) for cut, ends in ends_of(fusion, tensors, env).items()}
+        rows = {name: groups.sizes(ends) for name, ends in ends_of(fusion, tensors, env).items()}
         self.weights = [t for v, t in zip(fusion.inputs, tensors, strict=True) if fusion.role(v) == "weight"]
         if self.watch.load:
-            self.loads += [Load(cut, tuple(n.tolist())) for cut, n in rows.items()]
+            self.loads += [Load(name, tuple(n.tolist())) for name, n in rows.items()]
         if self.watch.measure and self.equal is None and self.whole is None:
-            self._measure(tensors, env, {cut: int(n.count_nonzero()) for cut, n in rows.items()})
+            self._measure(tensors, env, {name: int(n.count_nonzero()) for name, n in rows.items()})
         return self.program(tensors, env)
 
     def _measure(self, tensors: Sequence[Tensor], env: Mapping[str, int], used: Mapping[str, int]) -> None:
@@ -172,7 +172,7 @@ def _interruptions() -> int:
 
 
 def ends_of(fusion: Fusion, tensors: Sequence[Tensor], env: Mapping[str, int]) -> dict[str, Tensor]:
-    """The ends of each cut of a fusion by its name, computed from these inputs by the operations that make them and no others."""
+    """The ends of each partition of a fusion by its name, computed from these inputs by the operations that make them and no others."""
     values = (*fusion.inputs, *(v for op in fusion.ops for v in op.outputs))
     ends = {v.type.ends.name: v for v in values if v.type.ends}
     needed = set(ends.values())

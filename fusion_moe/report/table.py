@@ -104,7 +104,7 @@ def _machine(report: Report) -> Iterable[tuple[str, str]]:
 
 
 def _loads(report: Report) -> Iterable[tuple[str, str]]:
-    return ((f"{fusion.id}, {load.cut}", _load(load)) for fusion in report.fusions for load in fusion.loads)
+    return ((f"{fusion.id}, {load.partition}", _load(load)) for fusion in report.fusions for load in fusion.loads)
 
 
 def _load(load: Load) -> str:

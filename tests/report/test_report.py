@@ -94,7 +94,7 @@ def test_json_has_a_versioned_schema(report):
     assert list(data["fusions"][0]["stages"]) == list(report.stages)
 
 
-def test_a_cut_names_the_segments_that_are_read(x):
+def test_a_boundary_names_the_segments_that_are_read(x):
     layer = Layer()
     layer.experts.activation_format = "nvfp4"
     with torch.no_grad():
@@ -171,7 +171,7 @@ def test_random_inputs_fit_what_reads_them():
     table, index = fd.define_tensor(shape=[5, 16], dtype="f32"), fd.define_tensor(shape=[m], dtype="i64")
     ends = fd.ops.ends(offs, rows=m, groups=fd.fresh_groups(3))
     weight = fd.define_tensor(shape=[3, 8, 16], dtype="f32")
-    fd.add_output(fd.ops.grouped_mm(fd.ops.cut(fd.ops.add(rows, fd.ops.index_select(table, index, dim=0)), ends), weight, ends))
+    fd.add_output(fd.ops.grouped_mm(fd.ops.partition(fd.ops.add(rows, fd.ops.index_select(table, index, dim=0)), ends), weight, ends))
     fusion = fd.fusion()
     for seed in range(5):
         inputs = repro.random_inputs(fusion, seed, {"m": 11})

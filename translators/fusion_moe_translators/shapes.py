@@ -17,7 +17,7 @@ from .refusal import build
 
 
 def reshaped(fd: FusionDefinition, x: Value, shape: Sequence[Dim]) -> Value:
-    """x in another shape; rows that stay the first dimension stay cut."""
+    """x in another shape; rows that stay the first dimension stay partitioned."""
     known = elements([d for d in shape if d != -1])
     whole = elements(x.type.shape)
     rest = exact_div(whole, known) if -1 in shape else 1

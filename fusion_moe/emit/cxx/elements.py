@@ -78,7 +78,7 @@ class Elements:
             return v, m
         if op is None or not op.values or [*map(plain, op.values[0].type.shape[-1:])] != [k]:
             return None
-        if op.kind.name in ("cut", "reshape"):
+        if op.kind.name in ("partition", "reshape"):
             return self.row_in_memory(op.values[0], m, k)
         if op.kind.name == "index_select" and op.attrs["dim"] == 0 and len(v.type.shape) == 2:
             return self.row_in_memory(op.values[0], self._picked(op, m), k)
@@ -148,7 +148,7 @@ class Elements:
 
     # What moves elements ----------------------------------------------------------------------------------------------
 
-    def _cut(self, op: Op, at: Sequence[Index]) -> str:
+    def _partition(self, op: Op, at: Sequence[Index]) -> str:
         return self.of(op.values[0], at)
 
     def _ends(self, op: Op, at: Sequence[Index]) -> str:

@@ -109,7 +109,7 @@ def dependent(fusion: Fusion, values: Sequence[Value]) -> set[Value]:
 def source(fusion: Fusion, v: Value) -> Value:
     """The value whose memory, in order, is that of v: what views and reshapes are of, and casts that change no dtype."""
     op = fusion.producers.get(v)
-    if op is None or op.kind.name not in ("ends", "cut", "reshape", "cast") or op.values[0].type.dtype != v.type.dtype:
+    if op is None or op.kind.name not in ("ends", "partition", "reshape", "cast") or op.values[0].type.dtype != v.type.dtype:
         return v
     return source(fusion, op.values[0])
 
