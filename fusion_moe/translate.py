@@ -61,8 +61,8 @@ class Translator:
             raise
         except Exception as error:
             raise TranslatorError(
-                f"the translator of {self.op} failed: {told(error)}", expected="values, or Untranslatable",
-                todo="mend the translator; raise Untranslatable(reason) for calls that it does not take",
+                f"the translator of {self.op} failed: {message(error)}", expected="values, or Untranslatable",
+                todo="fix the translator; raise Untranslatable(reason) for calls that it does not support",
                 where=_raised_at(error, self._is_own) or self.where,
             ) from error  # fmt: skip
         outputs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
@@ -96,7 +96,7 @@ def _returned(fd: FusionDefinition, v: Any) -> TensorType | str:
     return v.type if fd.has(v) else f"a {v.type} of another FusionDefinition"
 
 
-def told(error: Exception) -> str:
+def message(error: Exception) -> str:
     """An error of a user's code as text. Its own text may fail too."""
     try:
         return f"{type(error).__name__}: {error}"
@@ -229,7 +229,7 @@ def why_none() -> str:
 
 @cache
 def _load() -> None:
-    """Loads all translators. An entry point that fails is told in a warning, and costs only what it would have registered."""
+    """Loads all translators. An entry point that fails gives a warning, and costs only what it would have registered."""
     importlib.import_module(BUILTIN)
     for entry in entry_points(group=ENTRY_POINTS):
         try:
@@ -237,7 +237,7 @@ def _load() -> None:
         except Exception as error:
             owner = entry.dist.name if entry.dist else "?"
             failed = TranslatorError(
-                f"the entry point {entry.name} = {entry.value} of {owner} failed: {told(error)}",
+                f"the entry point {entry.name} = {entry.value} of {owner} failed: {message(error)}",
                 expected=f"a module of the group {ENTRY_POINTS} that imports", todo="mend or uninstall that package",
                 where=_raised_at(error, lambda frame: frame.name == "<module>"),
             )  # fmt: skip

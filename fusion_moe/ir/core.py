@@ -45,7 +45,7 @@ Need = tuple[AnySize, str]  # a size that may not be negative, and a sentence th
 
 @dataclass(frozen=True)
 class OpKind:
-    """One row of the table of operations: everything that every stage must agree on, told once.
+    """One row of the table of operations: everything that every stage must agree on.
 
     infer(*types, **attrs) -> the types of the outputs; evaluate(*tensors, **attrs) -> the outputs, in plain torch.
     The annotations of infer say which arguments are operands, and what each attribute is (signature.py).
@@ -257,8 +257,8 @@ class Fusion:
             _check(v, _first(tensor), env)
         for size, why in self.needs:
             if value(size, env) < 0:
-                told = ", ".join(f"{name} = {n}" for name, n in env.items())
-                raise ShapeError(f"{why}: {told}", expected="sizes that the program was written for", where="fusion")
+                sizes = ", ".join(f"{name} = {n}" for name, n in env.items())
+                raise ShapeError(f"{why}: {sizes}", expected="sizes that the program was written for", where="fusion")
         return env
 
     def evaluate(

@@ -98,8 +98,8 @@ def _machine(report: Report) -> Iterable[tuple[str, str]]:
         for dtype, kernels in m.products:
             yield f"products of {dtype}", f"groups of {kernels}"
         yield "read bandwidth", f"{amount(m.bytes_per_second, 'B/s')} ({m.read_by}), {amount(m.now, 'B/s')} for this report"
-        if m.interruptions:
-            yield "interruptions", f"preempted {_count(m.interruptions, 'time')} during the measurement: what else is running?"
+        if m.preemptions:
+            yield "preemptions", f"preempted {_count(m.preemptions, 'time')} during the measurement: what else is running?"
         yield "weights", f"{amount(m.weight_bytes, 'B')}, {amount(m.weight_bytes_on_large_pages, 'B')} of them on large pages"
 
 
@@ -110,8 +110,8 @@ def _loads(report: Report) -> Iterable[tuple[str, str]]:
 def _load(load: Load) -> str:
     empty = [group for group, rows in enumerate(load.rows) if not rows]
     spread = f"least {min(load.rows)}, median {median_low(load.rows)}, most {max(load.rows)}" if load.rows else "none"
-    told = f"{len(empty)} empty: {_ranges(empty)}" if empty else "none empty"
-    return f"{_count(sum(load.rows), 'row')} in {_count(len(load.rows), 'group')}: {spread}; {told}"
+    unused = f"{len(empty)} empty: {_ranges(empty)}" if empty else "none empty"
+    return f"{_count(sum(load.rows), 'row')} in {_count(len(load.rows), 'group')}: {spread}; {unused}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -165,7 +165,7 @@ def _counted(of_segments: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]
 
 
 def _left(report: Report) -> Iterable[tuple[str, str]]:
-    for x in report.left:
+    for x in report.not_fused:
         times = f" ({x.times} times)" if x.times > 1 else ""
         yield x.op, f"{x.why}{times}{' at ' + x.source if x.source else ''}"
 

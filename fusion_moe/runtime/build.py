@@ -128,7 +128,7 @@ def _made(recipe: Recipe) -> Path:
     if compiler is None:
         raise BuildError(why_no_compiler(), where=recipe.name)
     command = _allowed(recipe.command(compiler), recipe.name)
-    with store.told(recipe.name):
+    with store.as_build_error(recipe.name):
         return store.get_or_make(recipe.file(compiler), lambda path: _compile(command, recipe, path))
 
 
@@ -139,7 +139,7 @@ def ship(recipe: Recipe, having: Collection[str]) -> Path:
         raise BuildError(why_no_compiler(), where=recipe.name)
     command = _allowed(recipe.command(compiler, having), recipe.name)
     path.parent.mkdir(exist_ok=True)
-    with store.told(recipe.name), tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch:
+    with store.as_build_error(recipe.name), tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch:
         _compile(command, recipe, Path(scratch) / path.name)
         (Path(scratch) / path.name).replace(path)
     return path

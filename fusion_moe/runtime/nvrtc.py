@@ -63,7 +63,7 @@ def build(text: str, *, name: str, arch: str, headers: Mapping[str, str], flags:
         raise BuildError(why, where=name)
     told = (f"--gpu-architecture={arch}", *FLAGS, *flags)
     key = store.key_of(text, *(part for header in headers.items() for part in header), version(), *told)
-    with store.told(name):
+    with store.as_build_error(name):
         path = store.get_or_make(f"{name}-{arch}-{key}.cubin", lambda path: _compile(text, name, headers, told, path))
     dump.binary(path, text, ".cu")
     return path

@@ -56,7 +56,7 @@ def why_left(twice) -> str:
     up, down = weight(I, H), weight(H, I)
     found = check(lambda x: O.nvfp4_grouped_mm(twice(O.nvfp4_grouped_mm(x, *up, ENDS)), *down, ENDS))
     assert len(found.regions) == 2
-    (why,) = {left.why for left in found.left if left.op == "bad_thunder.twice.default"}
+    (why,) = {left.why for left in found.not_fused if left.op == "bad_thunder.twice.default"}
     return why
 
 

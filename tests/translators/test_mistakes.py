@@ -128,13 +128,13 @@ def test_its_call_is_not_fused_all_else_is_and_explain_agrees(lib, name):
     got, found = compiled(between, x)
     assert got.equal(between(x))
     assert len(found.regions) == 2
-    (left,) = found.left
+    (left,) = found.not_fused
     assert left.broken
     assert why in left.why
     assert left.why.startswith("test_mistakes.py:")
     with torch.no_grad():
         report = fusion_moe.explain(between, x)
-    assert [(x.op, x.why) for x in report.left] == [("bad_translators.twice.default", left.why)]
+    assert [(x.op, x.why) for x in report.not_fused] == [("bad_translators.twice.default", left.why)]
     assert len(report.fusions) == 2
 
 
@@ -145,7 +145,7 @@ def test_the_one_of_two_that_is_at_fault_is_blamed(lib):
     translator(thrice)(lambda fd, x: fd.ops.mul(x, 3.0))
     for first, second in ((thrice, torch.ops.bad_translators.twice), (torch.ops.bad_translators.twice, thrice)):
         _, found = compiled(lambda x, a=first, b=second: b(a(O.nvfp4_grouped_mm(x, *UP, ENDS))), tokens(5))
-        assert [left.op for left in found.left if left.broken] == ["bad_translators.twice.default"]
+        assert [left.op for left in found.not_fused if left.broken] == ["bad_translators.twice.default"]
 
 
 @pytest.mark.parametrize("two", [np.float32(2), np.float16(2), np.float64(2), np.int64(2)], ids=lambda two: type(two).__name__)
@@ -153,7 +153,7 @@ def test_numbers_of_numpy_are_numbers(lib, two):
     translator(NAME)(lambda fd, x: fd.ops.mul(fd.ops.cast(x, "f32"), two))  # "f32" by position, as nvFuser's attributes may stand
     got, found = compiled(between, tokens(5))
     assert got.equal(between(tokens(5)))
-    assert found.left == []
+    assert found.not_fused == []
 
 
 def test_another_meaning_is_told_by_check(lib):
@@ -162,17 +162,17 @@ def test_another_meaning_is_told_by_check(lib):
     assert not compiled(between, x)[0].equal(between(x))
     got, found = compiled(between, x, check=True)
     assert got.equal(between(x))
-    (left,) = found.left
+    (left,) = found.not_fused
     assert f"the translator of {NAME}, in plain torch, differs from the operation in output 0: Tensor-likes are not close" in left.why
     with torch.no_grad(), fusion_moe.options.override(check=True):
-        assert [x.why for x in fusion_moe.explain(between, x).left] == [left.why]
+        assert [x.why for x in fusion_moe.explain(between, x).not_fused] == [left.why]
 
 
 def test_the_right_meaning_passes_check(lib):
     translator(NAME)(lambda fd, x: fd.ops.add(x, x))
     got, found = compiled(between, tokens(5), check=True)
     assert got.equal(between(tokens(5)))
-    assert found.left == []
+    assert found.not_fused == []
 
 
 # ------------------------------------------------------------------------------------------------------------------------- names
@@ -239,7 +239,7 @@ def test_an_operation_may_come_after_its_translator(lib, caplog):
     assert "library_to_come" not in caplog.text
     late = define(lib, "late", "(Tensor x) -> Tensor", lambda x: x * 2, torch.empty_like)
     _, found = compiled(lambda x: late(O.nvfp4_grouped_mm(x, *UP, ENDS)), tokens(5))
-    assert found.left == []
+    assert found.not_fused == []
 
 
 # --------------------------------------------------------------------------------------------------------------------- mutation
@@ -260,7 +260,7 @@ def test_an_operation_that_writes_into_its_arguments_is_told(lib):
     assert got.equal(f(x))
     with torch.no_grad():
         report = fusion_moe.explain(f, x)
-    for left in (found.left, report.left):
+    for left in (found.not_fused, report.not_fused):
         why = {x.op: x.why for x in left}
         for op in ("bad_translators.double_.default", "bad_translators.both.default"):
             assert why[op] == "it mutates its arguments, and a fusion only returns new tensors"

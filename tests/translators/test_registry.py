@@ -40,7 +40,7 @@ with torch.library._scoped_library("their_lib", "DEF") as lib:
 
     with torch.no_grad():
         assert torch.compile(f, backend="fusion_moe")(x).equal(f(x))
-        (left,) = fusion_moe.explain(f, x).left
+        (left,) = fusion_moe.explain(f, x).not_fused
     print(left.op, left.why)
 """
 
