@@ -102,7 +102,7 @@ def check_ends(ends: Tensor, rows: int, name: str = "offs") -> None:
             raise GroupsError(
                 f"{name}[{group}] = {end} is {what}",
                 expected=f"an end from {before} to {rows} for group {group} of {len(ends)}",
-                todo="pass cumulative ends, as torch.nn.functional.grouped_mm takes them: fusion_moe.groups.ends_from_sizes(sizes)",
+                todo="pass cumulative ends, as torch.nn.functional.grouped_mm expects them: fusion_moe.groups.ends_from_sizes(sizes)",
             )
         before = end
 

@@ -57,7 +57,8 @@ def _check_alone(op: OpOverload, call: _Call, near: Mapping[str, Any]) -> None:
     try:
         got = run(translated.fusion, translated.inputs)
     except Exception as error:
-        raise TranslatorError(f"what the translator of {op} made does not run: {message(error)}", where=found(op).where) from error
+        refused = f"the translator of {op} returned a program that does not run: {message(error)}"
+        raise TranslatorError(refused, where=found(op).where) from error
     same(found(op), "compiled alone", got, translated.want, **near)
 
 

@@ -69,7 +69,7 @@ class FusionPass(_InferenceAware):
         others = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.then)
         unknown = [op for op, digest in translators.items() if digest is None]
         if unknown:
-            warn_once(f"compiled code is not cached: the translator of {', '.join(unknown)} depends on values that cannot be fingerprinted")
+            warn_once(f"compiled code is not cached: the translator of {', '.join(unknown)} depends on values without a fingerprint")
         if unknown or None in others:
             return None
         return ("fusion_moe", fingerprint.of_library(), self.options.key(), tuple(translators.items()), others)

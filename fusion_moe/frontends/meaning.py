@@ -50,7 +50,7 @@ def compared(
     fakes = _results(_on_fakes(op, args, kwargs))
     want = _results(op(*args, **kwargs))
     if _forms(want) != _forms(fakes):
-        raise TranslatorError(f"{op} returns {_forms(want)}", expected=f"{_forms(fakes)}, as its fake gives", todo="fix the fake")
+        raise TranslatorError(f"{op} returns {_forms(want)}", expected=f"{_forms(fakes)}, as its fake returns", todo="fix the fake")
     fusion, inputs = _translation(translator, *_as_in_graphs(op, args, kwargs), fakes)
     same(translator, "in plain torch", fusion.evaluate(*inputs), want, rtol, atol)
     return Translated(fusion, inputs, want)

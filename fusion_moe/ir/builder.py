@@ -88,7 +88,7 @@ class FusionDefinition:
         self._check_may("add_output")
         for v in (value, value if alias_input is None else alias_input):
             if not isinstance(v, Value):
-                raise FusionError(f"the output {v!r}", expected="a value of this Fusion", todo="numbers are made with fd.ops.full")
+                raise FusionError(f"the output {v!r}", expected="a value of this Fusion", todo="create constants with fd.ops.full")
         if alias_input is not None:
             self._aliases[len(self._outputs)] = alias_input
         self._outputs.append(value)

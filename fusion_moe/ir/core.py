@@ -106,7 +106,7 @@ def infer(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> tuple
     except Error as error:
         raise error.at(kind.name) from None
     except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
-        raise FusionError(f"{kind.name} does not take these arguments: {error}", todo="see fusion_moe/ir/kinds for its signature") from None
+        raise FusionError(f"{kind.name} does not accept these arguments: {error}", todo="fusion_moe/ir/kinds has its signature") from None
 
 
 def _needs(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> Iterator[Need]:
@@ -164,7 +164,7 @@ class Fusion:
             raise FusionError(found, expected="each input, and the ends of each partition, once")
         for i, op in enumerate(self.ops):
             if missing := [v.name for v in op.values if v not in seen]:
-                raise self._error(i, f"reads {', '.join(missing)} before anything makes it")
+                raise self._error(i, f"reads {', '.join(missing)} before it is computed")
             try:
                 want = infer(op.kind, tuple(op.types()), op.attrs)
                 rows.add(want, op.attrs)
@@ -174,13 +174,13 @@ class Fusion:
                 raise self._error(i, f"is typed {_types(got)}", f"{_types(want)}, as its rule gives")
             for made in (v.type.ends.name for v in op.outputs if v.type.ends):
                 if made in partitions:
-                    raise self._error(i, f"makes the partition {made} a second time", "one name for each partition")
+                    raise self._error(i, f"defines the partition {made} twice", "one name for each partition")
                 partitions.append(made)
             if again := [v.name for v in op.outputs if v in seen]:
-                raise self._error(i, f"makes {', '.join(again)} a second time", "a new value for each result")
+                raise self._error(i, f"computes {', '.join(again)} twice", "a new value for each result")
             seen.update(op.outputs)
         if missing := [v.name for v in self.outputs if v not in seen]:
-            raise FusionError(f"output {', '.join(missing)} is never made", todo="add the operation that makes it")
+            raise FusionError(f"output {', '.join(missing)} is never computed", todo="add the operation that computes it")
         self._verify_aliases()
         return self
 
@@ -250,15 +250,15 @@ class Fusion:
         for v, tensor in zip(self.inputs, tensors, strict=True):
             _solve(v.type, _first(tensor), env)
         if missing := [s for s in self.symbols if s not in env]:
-            raise ShapeError(f"no input shows the size {', '.join(missing)}", todo="pass it in sizes", where="fusion")
+            raise ShapeError(f"no input has the size {', '.join(missing)}", todo="pass it in sizes", where="fusion")
         if wrong := [f"{name} = {n}" for name, n in env.items() if not 0 <= n <= MOST_ELEMENTS]:
             raise ShapeError(", ".join(wrong), expected="sizes of 0 or more, of 63 bits", where="fusion")
         for v, tensor in zip(self.inputs, tensors, strict=True):
             _check(v, _first(tensor), env)
         for size, why in self.needs:
             if value(size, env) < 0:
-                sizes = ", ".join(f"{name} = {n}" for name, n in env.items())
-                raise ShapeError(f"{why}: {sizes}", expected="sizes that the program was written for", where="fusion")
+                bound = ", ".join(f"{name} = {n}" for name, n in env.items())
+                raise ShapeError(f"{why}: {bound}", expected="sizes that the program was written for", where="fusion")
         return env
 
     def evaluate(

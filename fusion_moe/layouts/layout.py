@@ -100,7 +100,7 @@ def check_stored(stored: Tensor, want: tuple[int, ...], where: str) -> None:
     if tuple(stored.shape) != want:
         raise ShapeError(
             f"stored is {list(stored.shape)}",
-            expected=f"{list(want)}, what forward makes of the shape asked for",
+            expected=f"{list(want)}, what forward returns for this shape",
             todo="pass the shape and the ends that forward was given",
             where=where,
         )

@@ -321,9 +321,9 @@ def refuse(fd, x):
     ("function", "why"),
     [
         (lambda fd, x: 1 / 0, "failed: ZeroDivisionError: division by zero; expected values, or Untranslatable"),
-        (lambda fd, x: fd.ops.cast(x, dtype="bf16"), "returned bf16[5, 32]; expected f32[5, 32], as its fake gives"),
-        (lambda fd, x: (x, x), "returned f32[5, 32], f32[5, 32]; expected f32[5, 32], as its fake gives"),
-        (lambda fd, x: None, "returned a NoneType; expected f32[5, 32], as its fake gives"),
+        (lambda fd, x: fd.ops.cast(x, dtype="bf16"), "returned bf16[5, 32]; expected f32[5, 32], as its fake returns"),
+        (lambda fd, x: (x, x), "returned f32[5, 32], f32[5, 32]; expected f32[5, 32], as its fake returns"),
+        (lambda fd, x: None, "returned a NoneType; expected f32[5, 32], as its fake returns"),
     ],
     ids=["raises", "another dtype", "two values", "no value"],
 )

@@ -377,7 +377,7 @@ def test_headers_that_do_not(tmp_path, monkeypatch):
             headers.check_headers()
         assert str(caught.value) == (
             f"nvfuser: nvFuser compiles sorts with the headers of a CUDA toolkit, and {folder} {why}; "
-            "expected those of CUDA 12.8, or of its major version; install that toolkit, and let /usr/local/cuda lead to it"
+            "expected those of CUDA 12.8, or of its major version; install that toolkit, and point /usr/local/cuda at it"
         )
 
 

@@ -212,7 +212,7 @@ def test_a_module_that_is_no_part_of_a_model(source):
     layers = thunders(source)
     module = layers.GroupedLinear(3, 64, 48, torch.float32, "cpu")
     assert isinstance(convert(module), GroupedLinear)
-    with pytest.raises(UnsupportedError, match=r"fusion_moe\.nn\.convert\(module\) returns what takes its place"):
+    with pytest.raises(UnsupportedError, match=r"fusion_moe\.nn\.convert\(module\) returns its replacement"):
         fusion_moe.quantize_(module)
     with pytest.raises(UnsupportedError, match="no converter for Linear; expected one of Qwen3MoeExperts, "):
         convert(nn.Linear(16, 16))

@@ -113,7 +113,7 @@ FAULTS = {
     "a size": (lambda fd, x: fd.ops.mul(x, x.type.shape[0]), "mul: the operand 5/g0 is a size, which the call decides"),
     "text": (lambda fd, x: fd.ops.mul(x, "2"), "mul: the operand '2' of type str"),
     "a number of no exact value": (lambda fd, x: fd.ops.mul(x, np.longdouble(2)), "of type longdouble"),
-    "no values": (lambda fd, x: (), "returned nothing; expected f32[5, 16], as its fake gives"),
+    "no values": (lambda fd, x: (), "returned nothing; expected f32[5, 16], as its fake returns"),
     "a bare KeyError": (lambda fd, x: {}["a"], "failed: KeyError: 'a'"),
     "no end": (recurses, "failed: RecursionError: "),
     "an error without text": (unprintable, "failed: Unprintable; "),
@@ -191,7 +191,7 @@ def test_operations_themselves_are_names(lib):
     ("op", "said"),
     [
         (torch.ops.aten.add, "aten.add has 4 overloads; expected one of aten.add.Tensor, aten.add.Scalar"),
-        (torch.relu, "is no operation; expected a name, torch.ops.x.y, one of its overloads, or a custom_op"),
+        (torch.relu, "is not an operation; expected a name, torch.ops.x.y, one of its overloads, or a custom_op"),
     ],
     ids=["several overloads", "a function"],
 )
@@ -225,7 +225,7 @@ def test_a_misspelt_name_is_a_warning_once(lib, name, todo, caplog):
         translate.unregister(name)
     (warned,) = [r.getMessage() for r in caplog.records if name in r.getMessage()]
     assert warned.startswith("test_mistakes.py:")
-    assert f"there is no operation {name}; expected one that is registered; {todo}" in warned
+    assert f"there is not an operation {name}; expected one that is registered; {todo}" in warned
 
 
 def test_an_operation_may_come_after_its_translator(lib, caplog):
@@ -291,7 +291,7 @@ def not_of_groups(fd, x):
     ("function", "said"),
     [
         (lambda fd, x: fd.ops.mul(x, 1.01), "in plain torch, differs from the operation in output 0: .*; expected the operation's values"),
-        (lambda fd, x: fd.ops.cast(x, "bf16"), r"returned bf16\[5, 16\]; expected f32\[5, 16\], as its fake gives"),
+        (lambda fd, x: fd.ops.cast(x, "bf16"), r"returned bf16\[5, 16\]; expected f32\[5, 16\], as its fake returns"),
         (lambda fd, x: fd.ops.mul(fd.ops.maximum(x, 0.0), 2.0), "differs from the operation"),  # and not on what is given
         (only_five_rows, "differs from the operation"),
         (not_of_groups, r"returned bf16\[\w+/g0, 16\]"),
@@ -307,7 +307,7 @@ def test_a_wrong_translator_does_not_pass(lib, function, said):
 def test_a_fake_that_lies_does_not_pass(lib):
     lies = define(lib, "lies", "(Tensor x) -> Tensor", lambda x: x + 1, lambda x: x.new_empty(2))
     translator(lies)(lambda fd, x: fd.ops.add(x, 1.0))
-    said = r"returns torch.float32 \[3\]; expected torch.float32 \[2\], as its fake gives; mend the fake"
+    said = r"returns torch.float32 \[3\]; expected torch.float32 \[2\], as its fake returns; fix the fake"
     with pytest.raises(TranslatorError, match=said):
         check_translator(lies, torch.ones(3))
 
@@ -322,5 +322,5 @@ def test_a_refusal_and_no_translator_are_told(lib):
 
     with pytest.raises(Untranslatable, match="never"):
         check_translator(NAME, torch.ones(3))
-    with pytest.raises(TranslatorError, match="there is no operation bad_translators::none"):
+    with pytest.raises(TranslatorError, match="there is not an operation bad_translators::none"):
         check_translator("bad_translators::none", torch.ones(3))

@@ -86,7 +86,7 @@ def plan(fusion: Fusion, readers: Readers) -> Plan:
     made = {v for o in first for v in o.outputs}
     others = [v for v in fusion.outputs if v not in after and v not in made]
     if others:
-        raise UnsupportedError(f"{others[0].name} {others[0].type} is made on the way to the product, and read by others too")
+        raise UnsupportedError(f"{others[0].name} {others[0].type} is computed in the prologue, and also read outside it")
     rows = [v for v in fusion.outputs if v in after and v not in summed]
     if combine and combine.values[0] not in rows:
         rows.append(combine.values[0])
@@ -152,7 +152,7 @@ def row_width(v: Value, rows: Dim) -> int:
     """How many elements of a value each of `rows` has, whatever its shape: reshapes move nothing."""
     width = exact_div(elements(v.type.shape), plain(rows))
     if not isinstance(width, int):
-        raise UnsupportedError(f"{v.name} {v.type} is no matrix of {rows} rows")
+        raise UnsupportedError(f"{v.name} {v.type} is not a matrix of {rows} rows")
     return width
 
 

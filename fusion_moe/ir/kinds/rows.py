@@ -119,7 +119,7 @@ def _index_select_type(x: TensorType, index: TensorType, dim: int) -> Types:
 
 
 def _index_select_needs(x: TensorType, index: TensorType, dim: int) -> Iterator[Need]:
-    yield some_of(x.shape[dim], index.shape[0]), f"{index.shape[0]} elements are picked from dimension {dim} of {x}, which has none"
+    yield some_of(x.shape[dim], index.shape[0]), f"{index.shape[0]} elements are selected from dimension {dim} of {x}, which has none"
 
 
 def some_of(there: Dim, wanted: AnySize | Dim) -> AnySize:
@@ -189,7 +189,7 @@ def _combine_type(y: TensorType, slot_of: TensorType, w: TensorType) -> Types:
 
 
 def _combine_needs(y: TensorType, slot_of: TensorType, w: TensorType) -> Iterator[Need]:
-    yield some_of(y.shape[0], elements(slot_of.shape)), f"slots {slot_of} pick from {y}, which has no rows"
+    yield some_of(y.shape[0], elements(slot_of.shape)), f"slots {slot_of} select from {y}, which has no rows"
 
 
 def _combine(y: torch.Tensor, slot_of: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
