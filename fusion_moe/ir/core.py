@@ -25,7 +25,7 @@ from .sizes import AnySize, Size, exact_div, never_negative, value
 from .types import DTYPES, Groups, Rows, TensorType, checked_type, dim_value, plain
 
 MOST_ROWS = 2**31 - 1  # that the ends of a partition, int32, can express
-MOST_ELEMENTS = 2**63 - 1  # that a place in memory, int64, can tell
+MOST_ELEMENTS = 2**63 - 1  # that an address, int64, can reach
 ROLES = ("argument", "weight", "state")  # of an input: new at each call, the same at each call, changed by each call
 
 
@@ -217,7 +217,7 @@ class Fusion:
                 if isinstance(d, Rows):
                     found.append((MOST_ROWS - d.total, f"{d.total} rows are partitioned by {d.groups}, whose ends have 32 bits"))
             count = reduce(mul, map(plain, v.type.shape), 1)
-            found += [(MOST_ELEMENTS - count, f"{count} elements are more than 63 bits can tell")] * isinstance(count, Size)
+            found += [(MOST_ELEMENTS - count, f"{count} elements are more than 63 bits can count")] * isinstance(count, Size)
         return tuple(dict.fromkeys(need for need in found if not never_negative(need[0])))
 
     @cached_property

@@ -163,7 +163,7 @@ def _times(calls: Sequence[_Call], bytes_per_second: float) -> list[Measured]:
 
 
 def _preemptions() -> int:
-    """How often this process had to give a CPU away before its time was up; 0 where the system does not tell."""
+    """How often this process had to give a CPU away before its time was up; 0 where the system does not count."""
     try:
         import resource
     except ModuleNotFoundError:  # Windows

@@ -23,7 +23,7 @@ from fusion_moe.encodings import (
     dequantize,
     matrix_scale_of,
     quantize,
-)  # fmt: skip
+)
 from fusion_moe.errors import DeviceError, DtypeError, NonFiniteError, ShapeError
 
 VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "nvfp4.npz")
