@@ -25,7 +25,7 @@ from .target import Target
 
 @dataclass(frozen=True)
 class Lowered:
-    """A Fusion on its way to a target, before kernels are emitted. segments: as they were cut; contracted: as they are emitted."""
+    """A Fusion on its way to a target, before kernels are emitted. segments: as `split` returned them; contracted: as they are emitted."""
 
     stages: tuple[tuple[str, Fusion], ...]
     segments: tuple[Segment, ...]
@@ -48,7 +48,7 @@ def lower(fusion: Fusion, to: Target, with_: Options) -> Lowered:
 
 def contracts(segment: Segment, with_: Options) -> bool:
     """Whether a segment's kernel keeps float32 where the program rounds and reads back."""
-    return with_.contract_rounding and schedule.named(segment.kind).CONTRACTS
+    return with_.contract_rounding and schedule.named(segment.kind).CONTRACTS_ROUNDING
 
 
 def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:

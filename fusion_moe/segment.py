@@ -1,4 +1,4 @@
-"""Fusion -> Segments: pieces grow along their edges while some scheduler accepts them. Each cut keeps the scheduler's reason."""
+"""Fusion -> Segments: pieces grow along their edges while some scheduler accepts them. Each boundary has the scheduler's reason."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .target import Target
 
 @dataclass(frozen=True)
 class Segment:
-    """One kernel's work: a Fusion like any other. inputs and outputs are values of the whole; why says why it begins where it does."""
+    """One kernel's work: a Fusion like any other. inputs and outputs are values of the whole; boundary: why it begins where it does."""
 
     fusion: Fusion
-    kind: str  # the name of the scheduler that takes it
+    kind: str  # the name of the scheduler that accepts it
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    why: str = ""
+    boundary: str = ""
 
 
 def split(fusion: Fusion, target: Target) -> tuple[Segment, ...]:
-    """The segments, in an order in which they can run. UnsupportedError for an operation that no scheduler takes even alone."""
+    """The segments, in an order in which they can run. UnsupportedError for an operation that no scheduler accepts even alone."""
     whole = _Pieces(fusion, target)
     whole.grow()
-    return tuple(whole.segment(ops) for ops in whole.in_order())
+    return tuple(whole.segment(ops) for ops in whole.topological())
 
 
 class _Pieces:
@@ -39,10 +39,10 @@ class _Pieces:
         self.piece = {op: frozenset([op]) for op in self.ops}
 
     def grow(self) -> None:
-        """Joins what may not be apart, then pieces along edges until no scheduler takes a larger one."""
+        """Joins what must be one kernel, then pieces along edges until no scheduler accepts a larger one."""
         for op in self.ops:
-            if op.kind.role in self.target.keeps and len(self.piece[op]) == 1:
-                self._tie(op)
+            if op.kind.role in self.target.unshared_roles and len(self.piece[op]) == 1:
+                self._join_required(op)
         joined = True
         while joined:
             joined = False
@@ -50,13 +50,13 @@ class _Pieces:
                 for source in self._sources(op):
                     joined = self._join(self.piece[source], self.piece[op]) or joined
 
-    def in_order(self) -> list[frozenset[Op]]:
+    def topological(self) -> list[frozenset[Op]]:
         """The pieces, each after those it reads from, else as their first operations stand in the fusion."""
-        left, order = list(dict.fromkeys(self.piece[op] for op in self.ops)), []
-        while left:
-            ready = next(p for p in left if not any(q is not p and q in left for q in self._producing(p)))
+        pending, order = list(dict.fromkeys(self.piece[op] for op in self.ops)), []
+        while pending:
+            ready = next(p for p in pending if not any(q is not p and q in pending for q in self._producing(p)))
             order.append(ready)
-            left.remove(ready)
+            pending.remove(ready)
         return order
 
     def segment(self, ops: frozenset[Op]) -> Segment:
@@ -67,28 +67,27 @@ class _Pieces:
             names = ", ".join(op.kind.name for op in fusion.ops)
             refusals = "; ".join(f"{s.NAME}: {s.can_schedule(fusion, self.target)}" for s in schedule.of(self.target))
             raise UnsupportedError(f"no scheduler accepts {names}", expected=refusals)
-        direct = [source for source in self._producing(ops) if not self._circle(source, ops)]
+        direct = [source for source in self._producing(ops) if not self._creates_cycle(source, ops)]
         reasons = dict.fromkeys(self._refusal(source, ops) for source in direct)
         return Segment(fusion, scheduler.NAME, fusion.inputs, fusion.outputs, "; ".join(reasons))
 
     def _join(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
-        if a is b or self._circle(a, b) or schedule.find(self._part(a | b), self.target, self.fusion.outputs) is None:
+        if a is b or self._creates_cycle(a, b) or schedule.find(self._part(a | b), self.target, self.fusion.outputs) is None:
             return False
         both = a | b
         self.piece.update(dict.fromkeys(both, both))
         return True
 
-    def _tie(self, op: Op) -> None:
-        """Makes one piece of an operation whose result is not handed over and of all that this ties to it, if a scheduler takes them."""
-        tied = [op]
-        for one in tied:
-            kept = [one] if one.kind.role in self.target.keeps else []
-            kept += [s for s in self._sources(one) if s.kind.role in self.target.keeps]
-            tied += [o for o in dict.fromkeys((*kept, *(r for k in kept for r in self._readers(k)))) if o not in tied]
-        whole = frozenset(tied)
+    def _join_required(self, op: Op) -> None:
+        """Makes one piece of an operation whose result no other kernel reads and of all that reads it, if a scheduler accepts them."""
+        joined = [op]
+        for one in joined:
+            unshared = [o for o in (one, *self._sources(one)) if o.kind.role in self.target.unshared_roles]
+            joined += [o for o in dict.fromkeys((*unshared, *(r for u in unshared for r in self._readers(u)))) if o not in joined]
+        whole = frozenset(joined)
         before = {o: self.piece[o] for o in whole}
         self.piece.update(dict.fromkeys(whole, whole))
-        if self._circle(whole, whole) or schedule.find(self._part(whole), self.target, self.fusion.outputs) is None:
+        if self._creates_cycle(whole, whole) or schedule.find(self._part(whole), self.target, self.fusion.outputs) is None:
             self.piece.update(before)
 
     def _refusal(self, a: frozenset[Op], b: frozenset[Op]) -> str:
@@ -96,8 +95,8 @@ class _Pieces:
         both = self._part(a | b)
         return schedule.closest(both, self.target).can_schedule(both, self.target, self.fusion.outputs) or ""
 
-    def _circle(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
-        """Whether a path leads from a over other pieces to b."""
+    def _creates_cycle(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
+        """Whether a path leads from a over other pieces to b: as one piece they would form a cycle."""
         over = [p for p in self._producing(b) if p is not a]
         seen: set[frozenset[Op]] = set()
         while over:

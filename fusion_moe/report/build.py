@@ -21,7 +21,7 @@ from ..passes import dropped_roundings
 from ..segment import Segment
 from ..target import Target
 from . import cost
-from .data import FusionReport, LeftReport, Report, SegmentReport
+from .data import FusionReport, NotFusedReport, Report, SegmentReport
 from .identity import identity, numbers
 from .kernels import Made, made_of
 from .measure import Watch, Watched
@@ -56,7 +56,7 @@ def report_of(seen: Seen, switches: Options) -> Report:
     """The report of what was seen, for the target that the switches name."""
     graphs = seen.graphs
     regions = [region for found in graphs for region in found.regions]
-    left = Counter((x.op, x.source, x.why) for found in graphs for x in found.left)
+    not_fused = Counter((x.op, x.source, x.why) for found in graphs for x in found.not_fused)
     wanted = _wanted(regions, switches)
     watched = seen.watch.watched if seen.watch else [None] * len(regions)
     programs: dict[Hashable, list[_Place]] = {}
@@ -69,7 +69,7 @@ def report_of(seen: Seen, switches: Options) -> Report:
         calls=sum(found.calls for found in graphs),
         fused_calls=sum(region.calls for region in regions),
         fusions=tuple(_fusion(f"fusion{i}", equal, wanted) for i, equal in enumerate(programs.values())),
-        left=tuple(LeftReport(*key, times) for key, times in left.items()),
+        not_fused=tuple(NotFusedReport(*key, times) for key, times in not_fused.items()),
         custom_ops=tuple(seen.custom_ops),
         machine=seen.watch.machine() if seen.watch else None,
     )
@@ -114,7 +114,7 @@ def _segment(fusion: str, i: int, lowered: Lowered, made: Made, env: Mapping[str
         backend=made.backend,
         backend_why=made.why,
         after=tuple(f"{fusion}.{j}" for j, s in enumerate(lowered.segments) if set(s.outputs) & set(segment.inputs)),
-        why=segment.why,
+        boundary=segment.boundary,
         layouts=weight_layouts(segment.fusion, wanted.target),
         launched=chosen.kernels if chosen else "",
         workspace=chosen.workspace if chosen else None,

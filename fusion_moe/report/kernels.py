@@ -1,4 +1,4 @@
-"""What backends make of segments, told also where it cannot run and where nvFuser is not installed."""
+"""What backends make of segments, also for targets that cannot run here and where nvFuser is not installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..target import Target
 
 @dataclass(frozen=True)
 class Made:
-    """A kernel as it is told: the backend's name, why it is that one or why it does not run, the source; what it is for some sizes."""
+    """A kernel as it is reported: the backend's name, why it is that one or why it does not run, the source; what it is for some sizes."""
 
     backend: str
     why: str
@@ -47,5 +47,5 @@ def _why(backend: str, segment: Segment, to: Target, why_not: str) -> str:
 
 
 def _unexecuted(to: Target, why_not: str) -> str:
-    never = "" if to.tried or to.capability is None else f"; never run on compute capability {'.'.join(map(str, to.capability))}"
+    never = "" if to.ever_run or to.capability is None else f"; never run on compute capability {'.'.join(map(str, to.capability))}"
     return f"emitted, unexecuted: {why_not}{never}"

@@ -2,7 +2,7 @@
 
     <target>-<12 digits>/               a program: the digits are of its text and options
         0-translated.txt                its Fusion after each pass, in order
-        segment0-grouped_gemm.txt       a segment as it was cut, why it begins there, its schedule and backend
+        segment0-grouped_gemm.txt       a segment as `split` returned it, why it begins there, its schedule and backend
         segment0-grouped_gemm-contracted.txt    the same as it was emitted, if that is another Fusion
         segment0-grouped_gemm.cpp       its source
         segments-avx2-<12 digits>.so    what was compiled or found in the cache when the program was called, and .cpp: all of its source
@@ -47,11 +47,11 @@ def program(made: Program, with_: options.Options) -> Path | None:
 
 
 def _segment(folder: Path, name: str, made: Program, i: int, kernel: Kernel) -> None:
-    cut = made.segments[i]
-    said = {"begins here": cut.why, "schedule": kernel.schedule, "backend": kernel.backend, "no kernel": kernel.why}
-    head = "".join(f"# {title}: {told}\n" for title, told in said.items() if told)
-    _write(folder / f"{name}.txt", head + str(cut.fusion))
-    if str(kernel.segment.fusion) != str(cut.fusion):
+    segment = made.segments[i]
+    facts = {"begins here": segment.boundary, "schedule": kernel.schedule, "backend": kernel.backend, "no kernel": kernel.why}
+    head = "".join(f"# {title}: {text}\n" for title, text in facts.items() if text)
+    _write(folder / f"{name}.txt", head + str(segment.fusion))
+    if str(kernel.segment.fusion) != str(segment.fusion):
         _write(folder / f"{name}-contracted.txt", str(kernel.segment.fusion))
     if suffix := _SUFFIX.get(kernel.backend):  # the reference has none: it runs the Fusion
         _write(folder / f"{name}{suffix}", kernel.source)

@@ -18,7 +18,7 @@ class Scheduler(Protocol):
     """What each module of this folder has."""
 
     NAME: str
-    CONTRACTS: bool  # whether its kernels keep float32 where the program rounds and reads back
+    CONTRACTS_ROUNDING: bool  # whether its kernels keep float32 where the program rounds and reads back
 
     def can_schedule(self, fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
         """Why one kernel cannot do it; None if it can. kept: outputs of the whole program, which stay outputs of any larger piece."""
@@ -42,7 +42,7 @@ def of(target: Target) -> tuple[Scheduler, ...]:
 
 
 def find(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> Scheduler | None:
-    """The first scheduler that takes the fusion."""
+    """The first scheduler that accepts the fusion."""
     return next((s for s in of(target) if s.can_schedule(fusion, target, kept) is None), None)
 
 

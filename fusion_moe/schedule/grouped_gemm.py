@@ -18,7 +18,7 @@ from ..target import Target
 from .product import products
 
 NAME = "grouped_gemm"
-CONTRACTS = True
+CONTRACTS_ROUNDING = True
 PROLOGUE = ("pointwise", "view", "routing", "gather")
 EPILOGUE = ("pointwise", "view", "grouped_add", "combine")
 PROLOGUE_SHAPES = ("reshape", "broadcast_in_dim")

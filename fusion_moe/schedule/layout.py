@@ -10,7 +10,7 @@ from ..target import Target
 from . import pointwise
 
 NAME = "layout"
-CONTRACTS = True
+CONTRACTS_ROUNDING = True
 ROLES = (*pointwise.ROLES, "quantize", "layout")
 
 

@@ -9,7 +9,7 @@ from ..ir.core import Fusion, Value
 from ..target import Target
 
 NAME = "pointwise"
-CONTRACTS = True
+CONTRACTS_ROUNDING = True
 ROLES = ("pointwise", "shape", "view")
 
 

@@ -9,7 +9,7 @@ from ..ir.core import Fusion, Value
 from ..target import Target
 
 NAME = "single"
-CONTRACTS = False
+CONTRACTS_ROUNDING = False
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, fusion_of_cal
 from fusions import evaluate, expert_mlp_variants
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from routings import Cut, Routing, cuts, routings
+from routings import Partition, Routing, partitions, routings
 
 from fusion_moe import FusionDefinition, ops, options
 from fusion_moe.compile import lower
@@ -96,18 +96,18 @@ def test_every_position(tier, k):
 
 
 @settings(max_examples=25)
-@given(cuts(), st.sampled_from(DTYPES), st.sampled_from(((16, 1), (64, 16), (80, 33), (272, 70))), st.sampled_from(TIERS))
-@example(Cut((0,), 0), torch.bfloat16, (16, 1), "generic")
-@example(Cut((300, 0, 1), 5), torch.bfloat16, (272, 70), TIERS[0])
-def test_any_groups_exactly(cut: Cut, dtype, sizes, tier):
+@given(partitions(), st.sampled_from(DTYPES), st.sampled_from(((16, 1), (64, 16), (80, 33), (272, 70))), st.sampled_from(TIERS))
+@example(Partition((0,), 0), torch.bfloat16, (16, 1), "generic")
+@example(Partition((300, 0, 1), 5), torch.bfloat16, (272, 70), TIERS[0])
+def test_any_groups_exactly(partition: Partition, dtype, sizes, tier):
     k, n = sizes
-    x = small_integers(cut.rows, k, dtype=dtype)
-    x[int(cut.ends[-1]) :] = torch.nan  # rows of no group are not read
-    weight = exact_weight(len(cut.sizes), n, k)
-    want = torch.zeros(cut.rows, n)
-    for group, rows in cut.runs:
+    x = small_integers(partition.rows, k, dtype=dtype)
+    x[int(partition.ends[-1]) :] = torch.nan  # rows of no group are not read
+    weight = exact_weight(len(partition.sizes), n, k)
+    want = torch.zeros(partition.rows, n)
+    for group, rows in partition.runs:
         want[rows] = x[rows].float() @ dequantize(weight)[group].T
-    same(product(tier, x, weight, cut.ends, torch.float32), want)
+    same(product(tier, x, weight, partition.ends, torch.float32), want)
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -271,7 +271,7 @@ def test_shapes_and_strides(shape):
     x, offs = fd.define_tensor(shape=[b, t, 64], dtype="bf16"), fd.define_tensor(shape=[2], dtype="i32")
     packed = [fd.define_tensor(shape=s, dtype=d) for s, d in (([2, 24, 32], "u8"), ([2, 24, 4], "f8e4m3"), ([2], "f32"))]
     ends = fd.ops.ends(offs, rows=b * t, groups=fd.define_groups("g", 2))
-    rows = fd.ops.cut(fd.ops.reshape(x, new_shape=(b * t, 64)), ends)
+    rows = fd.ops.partition(fd.ops.reshape(x, new_shape=(b * t, 64)), ends)
     y = fd.ops.grouped_mm(rows, fd.ops.pack(*packed, encoding="nvfp4", layout="linear"), ends)
     fd.add_output(fd.ops.reshape(fd.ops.relu(y), new_shape=(b, t, 24)))
     inputs = [small_integers(*shape, 128)[..., ::2], torch.tensor([1, 5], dtype=torch.int32).clamp(max=shape[0] * shape[1])]
@@ -314,7 +314,7 @@ def test_bad_slots(bad):
     slot_of, w = fd.define_tensor(shape=[t, 2], dtype="i32"), fd.define_tensor(shape=[t, 2], dtype="f32")
     packed = [fd.define_tensor(shape=s, dtype=d) for s, d in (([2, 24, 32], "u8"), ([2, 24, 4], "f8e4m3"), ([2], "f32"))]
     ends = fd.ops.ends(offs, rows=2 * t, groups=g)
-    y = fd.ops.grouped_mm(fd.ops.cut(x, ends), fd.ops.pack(*packed, encoding="nvfp4", layout="linear"), ends)
+    y = fd.ops.grouped_mm(fd.ops.partition(x, ends), fd.ops.pack(*packed, encoding="nvfp4", layout="linear"), ends)
     fd.add_output(fd.ops.combine(y, slot_of, w))
     at = torch.arange(14, dtype=torch.int32).view(7, 2)
     at[4, 1] = bad

@@ -124,5 +124,5 @@ def test_without_a_reader_the_reference_runs_and_says_why():
 
 
 def test_the_built_in_readers_stay():
-    with pytest.raises(UnsupportedError, match="the CPU has a reader of mxfp4"):
+    with pytest.raises(UnsupportedError, match="the CPU already has a reader of mxfp4"):
         readers.register_reader("mxfp4", READER)

@@ -195,7 +195,7 @@ def test_four_bit_products_are_refused_before_launch():
     kernel = BACKENDS["sm_100"].emit(segment, lowered.schedules[0])
     assert "cutlass_nvfp4_grouped_mm" in kernel.source
     given = dict(zip(lowered.stages[-1][1].inputs, args, strict=True))
-    with pytest.raises(UnsupportedError, match=r"sm_100 needs compute capability 10.0, cuda:0 has 9.0"):
+    with pytest.raises(UnsupportedError, match=r"sm_100 requires compute capability 10.0, cuda:0 has 9.0"):
         kernel([given[v] for v in segment.inputs], {})
     with pytest.raises(UnsupportedError, match="activation_format = 'nvfp4' on sm_90"), nvfuser():
         ops.nvfp4_grouped_mm(*args, activation_format="nvfp4")

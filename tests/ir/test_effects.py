@@ -101,7 +101,7 @@ def test_a_weights_gradient_is_added_to_what_is_there(run):
     dy, x = (fd.define_tensor(shape=[t, n], dtype="bf16") for n in (4, 8))
     offs, grad = fd.define_tensor(shape=[3], dtype="i32"), fd.define_tensor(shape=[3, 4, 8], dtype="f32", role="state")
     ends = fd.groups_of(offs, t)
-    made = fd.ops.grouped_outer(fd.ops.cut(dy, ends), fd.ops.cut(x, ends), ends)
+    made = fd.ops.grouped_outer(fd.ops.partition(dy, ends), fd.ops.partition(x, ends), ends)
     fd.add_output(fd.ops.add(grad, made), alias_input=grad)
     rows = torch.randint(-4, 5, (6, 12), generator=torch.Generator().manual_seed(0)).bfloat16()
     given = [rows[:, :4].contiguous(), rows[:, 4:].contiguous(), torch.tensor([2, 2, 5], dtype=torch.int32)]

@@ -126,5 +126,5 @@ def test_refusals():
         ops.grouped_mm(a, list(q[:2]), offs, weight_format="mxfp4")
     with pytest.raises(DtypeError, match="grouped_mm: the weight is f16.*; expected dtype bf16"):
         ops.grouped_mm(a, [torch.zeros(E, 96, H).half()], offs, weight_format="bf16")
-    with pytest.raises(ShapeError, match="N = 96 is no multiple of 16, or K = 32 of 64"):
+    with pytest.raises(ShapeError, match="N = 96 is not a multiple of 16, or K = 32 not of 64"):
         ops.grouped_mm(a[:, :32], list(weight("nvfp4", E, 96, 32)), offs, weight_layout="w16x64")

@@ -286,7 +286,7 @@ def test_json(told):
         "seconds": 250e-6, "shortest": 240e-6, "longest": 270e-6, "bytes_read": 2_000_000, "floor": 100e-6,
     }  # fmt: skip
     assert fusion["measured"]["seconds"] == 1.7e-3
-    assert fusion["loads"][0] == {"cut": "g0", "rows": list(ROWS)}
+    assert fusion["loads"][0] == {"partition": "g0", "rows": list(ROWS)}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Where Fusions are cut into kernels, why, and that the pieces do what the whole did."""
+"""Where Fusions are divided into kernels, why, and that the pieces do what the whole did."""
 
 from __future__ import annotations
 
@@ -47,14 +47,15 @@ def shown(fusion: Fusion, target: Target = CPU) -> str:
     """Each segment in three lines: its kind, its operations, why it begins there."""
     lines = []
     for s in split(fusion, target):
-        lines += [f"{s.kind}: {' '.join(op.kind.name for op in s.fusion.ops)}", f"    because {s.why}" if s.why else "    (first)"]
+        lines.append(f"{s.kind}: {' '.join(op.kind.name for op in s.fusion.ops)}")
+        lines.append(f"    because {s.boundary}" if s.boundary else "    (first)")
     return "\n".join(lines)
 
 
 def whole(fusion: Fusion, target: Target = CPU) -> str:
     """Each segment as text, with its schedule."""
     parts = [(s, schedule.named(s.kind).choose(s.fusion, target)) for s in split(fusion, target)]
-    return "\n\n".join(f"# {c}\n# {s.why or 'first'}\n{s.fusion}" for s, c in parts)
+    return "\n\n".join(f"# {c}\n# {s.boundary or 'first'}\n{s.fusion}" for s, c in parts)
 
 
 # Meaning --------------------------------------------------------------------------------------------------------------
@@ -83,18 +84,18 @@ def test_segments_are_a_partition(fusion):
 
 
 @given(programs())
-def test_every_cut_has_a_reason(fusion):
+def test_every_boundary_has_a_reason(fusion):
     segments = split(fusion, CPU)
     made = {v for s in segments for v in s.outputs}
     for s in segments:
-        assert bool(s.why) == any(v in made for v in s.inputs)
+        assert bool(s.boundary) == any(v in made for v in s.inputs)
 
 
 def test_views_that_are_outputs():
     fd = FusionDefinition()
     x, offs = fd.define_tensor(shape=[-1, 4], dtype="f32"), fd.define_tensor(shape=[2], dtype="i32")
     ends = fd.ops.ends(offs, rows=x.type.shape[0], groups=fd.define_groups("g", 2))
-    rows = fd.ops.cut(x, ends)
+    rows = fd.ops.partition(x, ends)
     y = fd.ops.neg(rows)
     for v in (ends, rows, y):
         fd.add_output(v)
@@ -265,7 +266,7 @@ def variant(name: str, dtype=torch.bfloat16):
 
 
 def test_variants(golden):
-    """What each option of expert_mlp does to the cuts."""
+    """What each option of expert_mlp does to the boundaries."""
     said = []
     for name in VARIANTS:
         args, kwargs = variant(name)
@@ -366,7 +367,7 @@ BROKEN = {
 }
 
 
-def test_breaking_one_operation_changes_the_cut(golden):
+def test_breaking_one_operation_moves_the_boundaries(golden):
     found = {name: shown(prepared(changed(change))) for name, change in BROKEN.items()}
     assert found["nothing"].count("grouped_gemm") == 2
     kept = ("nothing", "a second reader between, pointwise", "pointwise on rows in front", "pointwise at the end")

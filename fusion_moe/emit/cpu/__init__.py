@@ -39,7 +39,7 @@ def emit(segment: Segment, schedule: object) -> Kernel:
     except UnsupportedError as error:
         return replace(reference.emit(segment, schedule), why=str(error))
     except RecursionError:
-        return replace(reference.emit(segment, schedule), why="expressions of so many operations in a row are not written")
+        return replace(reference.emit(segment, schedule), why="too many operations in one expression")
     library = Library([source], isa.selected())
     return Kernel(segment, schedule, NAME, library.text, Launch(library, 0))
 

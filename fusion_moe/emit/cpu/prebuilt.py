@@ -46,7 +46,7 @@ def evaluate(segment: Segment) -> Any:
     encoding = planned.encoding.name
     came = recipe(tier, encoding).came_with()
     if came is None or not came.is_file():
-        raise UnsupportedError(f"{build.why_no_compiler()}; nor did kernels of {encoding} for {tier} come with this installation")
+        raise UnsupportedError(f"{build.why_no_compiler()}; this installation has no prebuilt kernels of {encoding} for {tier}")
     entry = product_of(tier, encoding).standalone
     return partial(segment.fusion.evaluate, using={planned.product: partial(_grouped_mm, entry, planned.encoding)})
 

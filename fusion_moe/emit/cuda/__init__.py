@@ -41,6 +41,6 @@ def emit(segment: Segment, schedule: object) -> Kernel:
     except UnsupportedError as error:
         return replace(reference.emit(segment, schedule), why=str(error))
     except RecursionError:
-        return replace(reference.emit(segment, schedule), why="expressions of so many operations in a row are not written")
+        return replace(reference.emit(segment, schedule), why="too many operations in one expression")
     launch = Launch(source)
     return Kernel(segment, schedule, NAME, text, launch, graph_safe=True, chosen=launch.chosen)

@@ -23,7 +23,7 @@ from ...layouts import LAYOUTS, SF128x4, TensorLayout
 from ..core import Need, OpKind
 from ..sizes import ceildiv
 from ..types import DTYPES, Dim, TensorType, dtype_name, plain
-from .rules import Types, need_cut, need_dtype, need_float, need_rank, need_tensor
+from .rules import Types, need_dtype, need_float, need_partition, need_rank, need_tensor
 
 
 def encoded() -> tuple[str, ...]:
@@ -148,7 +148,7 @@ def _quantize_type(x: TensorType, *matrix_scale: TensorType, encoding: str) -> T
 
 def _quantize(x: torch.Tensor, *matrix_scale: torch.Tensor, encoding: str) -> tuple[Any]:
     if not x.is_cuda:
-        check_finite(x, "x")  # on CUDA looking would wait for the device
+        check_finite(x, "x", find(fmt))  # on CUDA looking would wait for the device
         for scale in matrix_scale:
             check_matrix_scales(scale)
     made = quantize(x, next(iter(matrix_scale), None), find(encoding))
@@ -185,7 +185,7 @@ def _swizzle_type(x: TensorType, ends: TensorType, layout: str) -> Types:
     """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: the layout of each group by itself"""
     need_rank("x", x, 2)
     need_dtype("x", x, *DTYPES)
-    rows = need_cut("x", x, ends)
+    rows = need_partition("x", x, ends)
     scales = LAYOUTS.get(layout)
     if not isinstance(scales, SF128x4):
         raise ShapeError(f"layout {layout!r}", expected="a layout of block scales: sf128x4")
@@ -201,7 +201,7 @@ def _swizzle(x: torch.Tensor, ends: torch.Tensor, layout: str) -> tuple[torch.Te
 def _relayout_type(x: TensorType, ends: TensorType, layout: str) -> Types:
     """x nvfp4[M/g, K] -> nvfp4[M/g, K]@sf128x4: the same value, its block scales stored in another layout"""
     need_dtype("x", x, *encoded())
-    need_cut("x", x, ends)
+    need_partition("x", x, ends)
     return (x.with_(layout=layout),)
 
 
