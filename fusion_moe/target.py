@@ -32,7 +32,7 @@ class Target:
     weight_layout: str = "linear"
 
 
-_NVFUSER, _UNSHARED = ("nvfuser", "single"), ("grouped", "quantize", "layout")
+_NVFUSER, _UNSHARED = ("nvfuser",), ("grouped", "quantize", "layout")
 
 TARGETS = {
     t.name: t

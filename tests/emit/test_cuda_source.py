@@ -19,7 +19,7 @@ import torch
 
 from fusion_moe import options
 from fusion_moe.compile import lower
-from fusion_moe.emit import cuda
+from fusion_moe.emit import emit
 from fusion_moe.emit.cuda.columns import columns
 from fusion_moe.emit.cuda.grouped_mm import Product
 from fusion_moe.emit.cuda.launch import KERNELS, build
@@ -89,7 +89,7 @@ def expert_mlp(
         others = {k: v for k, v in others.items() if k not in given}
     fusion = fusion_of("expert_mlp", tuple(given.items()), tuple(others.items()))
     lowered = lower(fusion, TARGETS["cuda"], Options())
-    return [cuda.emit(s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True)]
+    return [emit(s, TARGETS["cuda"]) for s in lowered.segments]
 
 
 def sources(*args, **kwargs) -> list[Source]:
@@ -117,8 +117,8 @@ def sorted_rows(k: int, n: int = 1536, groups: int = 128) -> Product:
     }  # fmt: skip
     others = {"activation_format": "bf16", "weight_layout": "w16x64", "out_dtype": None}
     lowered = lower(fusion_of("nvfp4_grouped_mm", tuple(given.items()), tuple(others.items())), TARGETS["cuda"], Options())
-    (segment,), (chosen,) = lowered.contracted, lowered.schedules
-    source = cuda.emit(segment, chosen).launch.source
+    (segment,) = lowered.segments
+    source = emit(segment, TARGETS["cuda"]).launch.source
     assert isinstance(source, Product)
     return source
 
@@ -163,8 +163,8 @@ def product_of(fmt: str, activations: str, layout: str, k: int = 1024, n: int = 
     given = {"a": t((TOKENS, k), activations), **{f"weight[{i}]": part for i, part in enumerate(parts)}, "offs": t((groups,), "i32")}
     others = {"weight_format": fmt, "weight_layout": layout, "activation_format": "bf16", "out_dtype": None}
     lowered = lower(fusion_of("grouped_mm", tuple(given.items()), tuple(others.items())), TARGETS["cuda"], Options())
-    (segment,), (chosen,) = lowered.contracted, lowered.schedules
-    kernel = cuda.emit(segment, chosen)
+    (segment,) = lowered.segments
+    kernel = emit(segment, TARGETS["cuda"])
     assert not kernel.why
     assert isinstance(kernel.launch.source, Product)
     return kernel.launch.source
@@ -450,8 +450,8 @@ def test_small_operations_have_kernels():
     for name, args in calls.items():
         call = bind(SPECS[name], args, {})
         lowered = lower(fusion_of(name, eager_types(call), call.others), TARGETS["cuda"], Options())
-        for s, c in zip(lowered.contracted, lowered.schedules, strict=True):
-            kernel = cuda.emit(s, c)
+        for s in lowered.segments:
+            kernel = emit(s, TARGETS["cuda"])
             assert kernel.backend == "cuda", kernel.why
             assert all(build(x, "sm_90a").stat().st_size for x in launches(kernel.launch.source, 3))
 
