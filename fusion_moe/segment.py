@@ -45,13 +45,13 @@ class _Split:
     def __init__(self, fusion: Fusion, target: Target, plan: Planner):
         self.fusion, self.target, self._ask = fusion, target, plan
         self.apart: dict[frozenset[Op], str] = {}
-        self._asked: dict[frozenset[Op], Plan | Refusal] = {}
+        self._asked: dict[frozenset[Op], tuple[Fusion, Plan | Refusal]] = {}
 
     def segments(self) -> tuple[Segment, ...]:
         while True:
             pieces = self._grown()
             order = pieces.topological()
-            refused = [(ops, why) for ops in order if len(ops) > 1 and isinstance(why := self._plan(pieces, ops), Refusal)]
+            refused = [(ops, why) for ops in order if len(ops) > 1 and isinstance(why := self._plan(pieces, ops)[1], Refusal)]
             if not refused:
                 return tuple(self._segment(pieces, ops) for ops in order)
             for ops, refusal in refused:
@@ -62,13 +62,15 @@ class _Split:
         pieces.grow()
         return pieces
 
-    def _plan(self, pieces: Pieces, ops: frozenset[Op]) -> Plan | Refusal:
+    def _plan(self, pieces: Pieces, ops: frozenset[Op]) -> tuple[Fusion, Plan | Refusal]:
+        """A piece as a Fusion, and what the backend decides about it; asked once."""
         if ops not in self._asked:
-            self._asked[ops] = self._ask(pieces.part(ops))
+            fusion = pieces.part(ops)
+            self._asked[ops] = fusion, self._ask(fusion)
         return self._asked[ops]
 
     def _segment(self, pieces: Pieces, ops: frozenset[Op]) -> Segment:
-        fusion, plan = pieces.part(ops), self._plan(pieces, ops)
+        fusion, plan = self._plan(pieces, ops)
         if isinstance(plan, Refusal):
             plan = on_reference(fusion, self.target, plan.why)
         return Segment(fusion, plan, fusion.inputs, fusion.outputs, pieces.boundary(ops))
@@ -78,7 +80,7 @@ class _Split:
 
         If it named none, the one in the middle: what is left of the piece halves.
         """
-        alone = [(op, why) for op in ops if isinstance(why := self._plan(pieces, frozenset([op])), Refusal)]
+        alone = [(op, why) for op in ops if isinstance(why := self._plan(pieces, frozenset([op]))[1], Refusal)]
         for op, why in alone:
             self.apart[frozenset([op])] = why.why
         if not alone:
