@@ -32,7 +32,7 @@ class Target:
     weight_layout: str = "linear"
 
 
-_NVFUSER, _UNSHARED = ("nvfuser", "single"), ("grouped", "quantize", "layout")
+_NVFUSER, _UNSHARED = ("nvfuser",), ("grouped", "quantize", "layout")
 
 TARGETS = {
     t.name: t
@@ -42,7 +42,13 @@ TARGETS = {
         Target("cuda", ("bf16",), device="cuda", weight_layout="w16x64"),
         Target("sm_90", ("bf16",), _NVFUSER, device="cuda", capability=(9, 0), unshared_roles=_UNSHARED),
         Target(
-            "sm_100", ("bf16", "nvfp4"), _NVFUSER, {"nvfp4": "sf128x4"}, device="cuda", capability=(10, 0), unshared_roles=_UNSHARED,
+            "sm_100",
+            ("bf16", "nvfp4"),
+            _NVFUSER,
+            {"nvfp4": "sf128x4"},
+            device="cuda",
+            capability=(10, 0),
+            unshared_roles=_UNSHARED,
             ever_run=False,
         ),
     )

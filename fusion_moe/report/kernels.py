@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from .. import schedule as schedulers
-from ..emit import BACKENDS
+from ..emit import emit
 from ..emit.nvfuser import NAME as NVFUSER
 from ..emit.nvfuser import library
 from ..ir.text import text
@@ -25,7 +24,7 @@ class Made:
     chosen: Callable[[Mapping[str, int]], Chosen] | None = None
 
 
-def made_of(segment: Segment, schedule: object, to: Target, why_not: str) -> Made:
+def made_of(segment: Segment, to: Target, why_not: str) -> Made:
     """What a target's backend makes of a segment. why_not: why programs for the target cannot run here; "" if they can.
 
     Where nvFuser is missing the source is the segment's own text, below what to do about it.
@@ -33,17 +32,15 @@ def made_of(segment: Segment, schedule: object, to: Target, why_not: str) -> Mad
     missing = library.why_missing() if segment.kind == NVFUSER else ""
     if missing:
         source = f"# nvFuser definition not shown: {missing}\n{text(segment.fusion)}"
-        return Made(NVFUSER, _why(NVFUSER, segment, to, why_not), source)
-    kernel = BACKENDS[to.name].emit(segment, schedule)
-    return Made(kernel.backend, kernel.why or _why(kernel.backend, segment, to, why_not), kernel.source, kernel.chosen)
+        return Made(NVFUSER, _why(NVFUSER, to, why_not), source)
+    kernel = emit(segment, to)
+    return Made(kernel.backend, kernel.why or _why(kernel.backend, to, why_not), kernel.source, kernel.chosen)
 
 
-def _why(backend: str, segment: Segment, to: Target, why_not: str) -> str:
+def _why(backend: str, to: Target, why_not: str) -> str:
     if backend == to.name == "reference":
         return "requested"
-    if backend != "reference":
-        return _unexecuted(to, why_not) if why_not else "compiles it whole"
-    return f"in plain torch: {schedulers.named(NVFUSER).can_schedule(segment.fusion, to)}"
+    return _unexecuted(to, why_not) if why_not else "compiles it whole"
 
 
 def _unexecuted(to: Target, why_not: str) -> str:

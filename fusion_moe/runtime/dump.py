@@ -42,17 +42,17 @@ def program(made: Program, with_: options.Options) -> Path | None:
     for i, (name, fusion) in enumerate(made.stages):
         _write(folder / f"{i}-{name}.txt", str(fusion))
     for i, kernel in enumerate(made.kernels):
-        _segment(folder, f"segment{i}-{kernel.segment.kind}", made, i, kernel)
+        _segment(folder, f"segment{i}-{kernel.segment.kind}", kernel)
     return folder
 
 
-def _segment(folder: Path, name: str, made: Program, i: int, kernel: Kernel) -> None:
-    segment = made.segments[i]
-    facts = {"begins here": segment.boundary, "schedule": kernel.schedule, "backend": kernel.backend, "no kernel": kernel.why}
+def _segment(folder: Path, name: str, kernel: Kernel) -> None:
+    segment = kernel.segment
+    facts = {"begins here": segment.boundary, "schedule": segment.plan.schedule, "backend": kernel.backend, "no kernel": kernel.why}
     head = "".join(f"# {title}: {text}\n" for title, text in facts.items() if text)
     _write(folder / f"{name}.txt", head + str(segment.fusion))
-    if str(kernel.segment.fusion) != str(segment.fusion):
-        _write(folder / f"{name}-contracted.txt", str(kernel.segment.fusion))
+    if str(segment.plan.fusion) != str(segment.fusion):
+        _write(folder / f"{name}-contracted.txt", str(segment.plan.fusion))
     if suffix := _SUFFIX.get(kernel.backend):  # the reference has none: it runs the Fusion
         _write(folder / f"{name}{suffix}", kernel.source)
 

@@ -1,7 +1,8 @@
 """Schedulers, one file for each kind of segment.
 
-can_schedule(fusion, target, kept) -> None if one kernel can do it, else the reason; choose(fusion, target) -> a frozen dataclass.
-They look at kinds of operations and at what depends on what; none of them knows any model's pattern.
+can_schedule(fusion, target, kept) -> None if one kernel can do it, else the reason; describe(fusion) -> a frozen dataclass for `explain`.
+They look at kinds of operations and at what depends on what; none of them knows any model's pattern. A backend's `plan` then says whether it
+has that kernel.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Protocol
 
 from ..ir.core import Fusion, Value
 from ..target import Target
-from . import grouped_gemm, layout, nvfuser, pointwise, rows, single
+from . import grouped_gemm, layout, nvfuser, pointwise, rows
 
 
 class Scheduler(Protocol):
@@ -23,11 +24,11 @@ class Scheduler(Protocol):
     def can_schedule(self, fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
         """Why one kernel cannot do it; None if it can. kept: outputs of the whole program, which stay outputs of any larger piece."""
 
-    def choose(self, fusion: Fusion, target: Target) -> object:
-        """The schedule: a frozen dataclass."""
+    def describe(self, fusion: Fusion) -> object:
+        """What the kernel does with each operation: a frozen dataclass."""
 
 
-_ALL: tuple[Scheduler, ...] = (pointwise, rows, layout, grouped_gemm, nvfuser, single)
+_ALL: tuple[Scheduler, ...] = (pointwise, rows, layout, grouped_gemm, nvfuser)
 _NAMED = {s.NAME: s for s in _ALL}
 
 

@@ -47,7 +47,7 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     return next((why for op in fusion.ops if (why := _refusal(op, fusion, target))), None)
 
 
-def choose(fusion: Fusion, target: Target) -> NvFuser:
+def describe(fusion: Fusion) -> NvFuser:
     """The lowerings: the format of a product's activations and the target decide."""
     ops = tuple(op.kind.name for op in fusion.ops if not op.kind.view)
     return NvFuser(tuple(map(lowering, products(fusion))), ops)

@@ -31,6 +31,6 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     return f"{sums[1]} reads the whole result of {sums[0]}: two reductions require two passes" if len(sums) > 1 else None
 
 
-def choose(fusion: Fusion, target: Target) -> Rows:
+def describe(fusion: Fusion) -> Rows:
     """One pass over the rows."""
     return Rows(tuple(op.kind.name for op in fusion.ops if op.kind.role in ROLES and op.kind.role not in pointwise.ROLES))

@@ -18,7 +18,7 @@ from routings import Partition, Routing, partitions, routings
 
 from fusion_moe import FusionDefinition, ops, options
 from fusion_moe.compile import lower
-from fusion_moe.emit import cpu
+from fusion_moe.emit import emit
 from fusion_moe.emit.cpu import readers
 from fusion_moe.encodings import Quantized, dequantize, quantize
 from fusion_moe.errors import GroupsError
@@ -328,7 +328,7 @@ def test_why_there_is_no_kernel():
     weight, ends = LAYOUTS["w16x64"].pack(*exact_weight(2, 32, 64)), torch.tensor([2, 6], dtype=torch.int32)
     fusion = fusion_of_call("nvfp4_grouped_mm", small_integers(6, 64), *weight, ends, weight_layout="w16x64")
     lowered = lower(fusion, TARGETS["cpu"], options.current())
-    (kernel,) = (cpu.emit(s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True))
+    (kernel,) = (emit(s, TARGETS["cpu"]) for s in lowered.segments)
     assert (kernel.backend, kernel.why) == ("reference", "weights in the layout w16x64 have no kernel here; expected linear")
 
 

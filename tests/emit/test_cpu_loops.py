@@ -303,5 +303,7 @@ def test_more_operations_in_a_row_than_python_nests():
         v = fd.ops.add(v, float(i))
     fd.add_output(v)
     program, x = compiled(fd.fusion()), torch.zeros(3, 4)
-    assert [k.why for k in program.kernels] == ["too many operations in one expression"]
+    assert len(program.kernels) > 1
+    assert {k.backend for k in program.kernels} == {"cpu"}
+    assert {s.boundary for s in program.segments[1:]} == {"too many operations in one expression"}
     assert torch.equal(program([x])[0], fd.fusion().evaluate(x)[0])

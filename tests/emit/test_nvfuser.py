@@ -55,18 +55,17 @@ def call(name, args, static=False, **kwargs) -> Fusion:
 
 def sources(fusion, target="sm_100"):
     """The definitions of the segments, as they are printed; of the others the operations."""
-    from fusion_moe.emit import BACKENDS
+    from fusion_moe.emit import emit
 
     lowered = lower(fusion, TARGETS[target], options.Options())
-    pairs = zip(lowered.contracted, lowered.schedules, strict=True)
-    return [BACKENDS[target].emit(s, c).source for s, c in pairs]
+    return [emit(s, TARGETS[target]).source for s in lowered.segments]
 
 
 def output_dtypes(fusion, target="sm_100"):
     """The dtypes of the outputs of each segment: of a definition by nvFuser's names."""
     from fusion_moe.emit.nvfuser import define
 
-    for s in lower(fusion, TARGETS[target], options.Options()).contracted:
+    for s in lower(fusion, TARGETS[target], options.Options()).segments:
         names = (v.dtype().name for v in define(s.fusion).fd.fusion.outputs()) if s.kind == "nvfuser" else (v.type.dtype for v in s.outputs)
         yield ", ".join(names)
 
@@ -327,12 +326,12 @@ def test_without_nvfuser_an_error_says_what_to_install(monkeypatch):
 
 @needs_nvfuser
 def test_a_launch_on_the_cpu_is_an_error():
-    from fusion_moe.emit import BACKENDS
+    from fusion_moe.emit import emit
 
     args = [rows(), *weight(2 * I, H), ENDS]
     lowered = lower(call("nvfp4_grouped_mm", args, activation_format="nvfp4"), TARGETS["sm_100"], options.Options())
-    (segment,), (schedule,) = lowered.contracted, lowered.schedules
-    kernel = BACKENDS["sm_100"].emit(segment, schedule)
+    (segment,) = lowered.segments
+    kernel = emit(segment, TARGETS["sm_100"])
     given = dict(zip(lowered.stages[-1][1].inputs, args, strict=True))
     with pytest.raises(UnsupportedError, match="got cpu"):
         kernel([given[v] for v in segment.inputs], {})

@@ -10,11 +10,11 @@ from torch.profiler import profile
 
 import fusion_moe
 from fusion_moe import FusionDefinition, options
+from fusion_moe.compile import lower
 from fusion_moe.errors import FusionError, ShapeError, UnsupportedError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.text import parse, text
-from fusion_moe.segment import split
 from fusion_moe.target import TARGETS
 
 
@@ -167,7 +167,7 @@ def test_the_text_keeps_effects_and_the_pure_program_has_none():
 
 
 def test_segments_write_over_nothing():
-    assert not any(s.fusion.aliases for s in split(counter(), TARGETS["cpu"]))
+    assert not any(s.fusion.aliases for s in lower(counter(), TARGETS["cpu"], options.current()).segments)
 
 
 def test_what_has_no_meaning():

@@ -14,16 +14,20 @@ from routings import Routing, routings
 
 import fusion_moe
 from fusion_moe import FusionDefinition, ops, options, schedule
+from fusion_moe.compile import segments
 from fusion_moe.encodings import quantize
-from fusion_moe.errors import UnsupportedError
 from fusion_moe.frontends import inductor
 from fusion_moe.ir.core import Fusion
 from fusion_moe.passes import PASSES
-from fusion_moe.segment import split
+from fusion_moe.segment import Segment
 from fusion_moe.target import TARGETS, Target
 
 CPU = TARGETS["cpu"]
 OPS = torch.ops.fusion_moe
+
+
+def split(fusion: Fusion, target: Target) -> tuple[Segment, ...]:
+    return segments(fusion, target, options.current())
 
 
 def prepared(fusion: Fusion, target: Target = CPU) -> Fusion:
@@ -54,8 +58,7 @@ def shown(fusion: Fusion, target: Target = CPU) -> str:
 
 def whole(fusion: Fusion, target: Target = CPU) -> str:
     """Each segment as text, with its schedule."""
-    parts = [(s, schedule.named(s.kind).choose(s.fusion, target)) for s in split(fusion, target)]
-    return "\n\n".join(f"# {c}\n# {s.boundary or 'first'}\n{s.fusion}" for s, c in parts)
+    return "\n\n".join(f"# {s.plan.schedule}\n# {s.boundary or 'first'}\n{s.fusion}" for s in split(fusion, target))
 
 
 # Meaning --------------------------------------------------------------------------------------------------------------
@@ -71,23 +74,23 @@ def test_segments_do_what_the_fusion_does(fusion, target):
 
 @given(programs())
 def test_segments_are_a_partition(fusion):
-    segments = split(fusion, CPU)
-    seen = [op for s in segments for op in s.fusion.ops if not op.kind.view]
+    found = split(fusion, CPU)
+    seen = [op for s in found for op in s.fusion.ops if not op.kind.view]
     assert len(seen) == len(set(seen))
     assert set(seen) == {op for op in fusion.ops if not op.kind.view}
     made = set(fusion.inputs)
-    for s in segments:
+    for s in found:
         assert made.issuperset(s.inputs)
         made.update(s.outputs)
-        assert schedule.named(s.kind).can_schedule(s.fusion, CPU) is None
+        assert s.plan.backend == "reference" or schedule.named(s.kind).can_schedule(s.fusion, CPU) is None
         assert not [op for op in s.fusion.ops if op.kind.role == "grouped"][1:]  # one product at most
 
 
 @given(programs())
 def test_every_boundary_has_a_reason(fusion):
-    segments = split(fusion, CPU)
-    made = {v for s in segments for v in s.outputs}
-    for s in segments:
+    found = split(fusion, CPU)
+    made = {v for s in found for v in s.outputs}
+    for s in found:
         assert bool(s.boundary) == any(v in made for v in s.inputs)
 
 
@@ -119,16 +122,17 @@ def test_outputs_are_contiguous_and_new():
     assert len({t.data_ptr() for t in (*outputs, *inputs)}) == 4
 
 
-def test_what_no_scheduler_takes(monkeypatch):
+def test_the_reference_takes_what_no_scheduler_accepts(monkeypatch):
     fd = FusionDefinition()
     fd.add_output(fd.ops.neg(fd.define_tensor(shape=[3], dtype="f32")))
     monkeypatch.setattr(schedule.pointwise, "ROLES", ())
     monkeypatch.setattr(schedule.rows, "ROLES", ())
     monkeypatch.setattr(schedule.layout, "ROLES", ())
-    with pytest.raises(
-        UnsupportedError, match="no scheduler accepts neg.*pointwise: neg is not pointwise.*grouped_gemm: no grouped product"
-    ):
-        split(fd.fusion(), CPU)
+    (segment,) = split(fd.fusion(), CPU)
+    assert (segment.kind, segment.plan.backend) == ("single", "reference")
+    assert segment.plan.why == "neg is neither pointwise nor a row operation"
+    x = torch.randn(3)
+    assert_same_bits(fusion_moe.run(fd.fusion(), [x]), [-x])
 
 
 # One program, many doors ----------------------------------------------------------------------------------------------
@@ -248,7 +252,7 @@ def test_many_doors_give_the_same_bits():
 def test_schedulers_know_no_model():
     words = re.compile(r"\b(moe|experts?|router|swiglu|mlp|gate|top_?k|qwen|mixtral|deepseek|gpt|llama)\b", re.IGNORECASE)
     root = Path(fusion_moe.__file__).parent
-    for path in (*(root / "schedule").glob("*.py"), root / "segment.py"):
+    for path in (*(root / "schedule").glob("*.py"), root / "segment.py", root / "pieces.py"):
         for match in words.finditer(path.read_text(encoding="utf-8")):
             pytest.fail(f"{path.name} says {match[0]!r}")
 

@@ -12,7 +12,7 @@ from moe_models import Block, Experts, G, H, I, Mlp, O, calls, routing, tokens, 
 from torch import nn
 
 import fusion_moe
-from fusion_moe import errors, ops, options, schedule, translate, translator
+from fusion_moe import errors, ops, options, translate, translator
 from fusion_moe.compile import lower
 from fusion_moe.ir.core import Fusion
 from fusion_moe.target import TARGETS
@@ -128,7 +128,7 @@ def kernels(fusion: Fusion) -> str:
     """Each segment as text, with its schedule; inputs in the order in which they are read."""
     lowered = lower(fusion, TARGETS["cpu"], options.current())
     assert [s.kind for s in lowered.segments] == ["grouped_gemm", "grouped_gemm"]
-    return "\n\n".join(f"{schedule.named(s.kind).choose(s.fusion, TARGETS['cpu'])}\n{s.fusion}" for s in lowered.segments)
+    return "\n\n".join(f"{s.plan.schedule}\n{s.plan.fusion}" for s in lowered.segments)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 33])

@@ -148,7 +148,7 @@ def _quantize_type(x: TensorType, *matrix_scale: TensorType, encoding: str) -> T
 
 def _quantize(x: torch.Tensor, *matrix_scale: torch.Tensor, encoding: str) -> tuple[Any]:
     if not x.is_cuda:
-        check_finite(x, "x", find(fmt))  # on CUDA looking would wait for the device
+        check_finite(x, "x", find(encoding))  # on CUDA looking would wait for the device
         for scale in matrix_scale:
             check_matrix_scales(scale)
     made = quantize(x, next(iter(matrix_scale), None), find(encoding))
