@@ -1,7 +1,7 @@
 """Cubins on CUDA devices: loaded once, launched on torch's current stream; and the word in which kernels say what was wrong.
 
     function = load(path, "route", shared)                      # -> Function, for all devices of one architecture
-    launch = Launch(function, blocks, threads, shared, overlap)
+    launch = Launch(function, blocks, threads, shared, programmatic_launch)
     launch(stream, params)                                      # params: the address of the addresses of its parameters
 
 Kernels make bad ends, ids and indices safe and write what they found into a word of pinned memory, which no launch waits for. `raise_fault`
@@ -82,7 +82,7 @@ def load(path: Path, name: str, shared: int) -> Function:
 
 
 def carveout(function: Function, index: int, blocks: int) -> int:
-    """Percent of a device's shared memory that so many blocks of a kernel, which asks for none at its launch, take of a multiprocessor."""
+    """The shared-memory carveout for so many blocks of a kernel that asks for none at its launch, in percent."""
     d = _driver()
     asked = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
     nbytes = _checked(d.cuKernelGetAttribute(asked, d.CUkernel(int(function)), d.CUdevice(index)), "carveout")
@@ -90,15 +90,16 @@ def carveout(function: Function, index: int, blocks: int) -> int:
 
 
 class Launch:
-    """One kernel with the sizes of its launch. overlap: whether it may start while the kernel before it ends, for which it then waits.
+    """One kernel with the sizes of its launch.
 
-    carveout: percent of a multiprocessor's shared memory that its blocks take; the rest is to be a cache. None: the driver decides, and
-    leaves it as a kernel beside this one has it, which may be no cache at all.
+    programmatic_launch: whether it may start while the kernel before it ends, for which it then waits. carveout: the shared-memory
+    carveout, in percent of what a multiprocessor can have; the rest is L1. None: the driver decides, and leaves it as a concurrent kernel
+    has it, which may be no L1 at all.
     """
 
-    def __init__(self, function: Function, blocks: int, threads: int, shared: int, overlap: bool, carveout: int | None = None):
+    def __init__(self, function: Function, blocks: int, threads: int, shared: int, programmatic_launch: bool, carveout: int | None = None):
         self._function = function
-        config = partial(_config, blocks, threads, shared, overlap, carveout)
+        config = partial(_config, blocks, threads, shared, programmatic_launch, carveout)
         self._config = lru_cache(_STREAMS)(config)  # not shared by threads
 
     def __call__(self, stream: int, params: int) -> None:
@@ -108,13 +109,13 @@ class Launch:
             _checked((status,), "launch")
 
 
-def _config(blocks: int, threads: int, shared: int, overlap: bool, carveout: int | None, stream: int) -> Any:
+def _config(blocks: int, threads: int, shared: int, programmatic_launch: bool, carveout: int | None, stream: int) -> Any:
     d = _driver()
     kinds, attributes = d.CUlaunchAttributeID, []
     c = d.CUlaunchConfig()
     c.gridDimX, c.gridDimY, c.gridDimZ, c.blockDimX, c.blockDimY, c.blockDimZ = blocks, 1, 1, threads, 1, 1
     c.sharedMemBytes, c.hStream = shared, stream
-    if overlap:
+    if programmatic_launch:
         attribute = d.CUlaunchAttribute()
         attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1

@@ -1,6 +1,6 @@
 """CUDA C++ to cubins with NVRTC, NVIDIA's compiler as a library, kept in the store by content. No nvcc, no GPU needed.
 
-    path = build(text, name="few_rows", arch="sm_90a", headers=headers(folder))
+    path = build(text, name="small_m", arch="sm_90a", headers=headers(folder))
 
 `text` includes headers by the names that `headers` has; there are none of the system's. `why_missing()` is a sentence where NVRTC is
 not installed (the extra `cuda`), and `build` raises BuildError then, as it does for source that does not compile.

@@ -1,8 +1,8 @@
 """Schedulers, one file for each kind of segment.
 
 can_schedule(fusion, target, kept) -> None if one kernel can do it, else the reason; describe(fusion) -> a frozen dataclass for `explain`.
-They look at kinds of operations and at what depends on what; none of them knows any model's pattern. A backend's `plan` then says whether it
-has that kernel.
+They look at kinds of operations and at what depends on what; none of them knows any model's pattern. A backend's `plan` then says whether
+it has that kernel.
 """
 
 from __future__ import annotations

@@ -23,22 +23,22 @@ from fusion_moe.emit import emit
 from fusion_moe.emit.cuda.columns import columns
 from fusion_moe.emit.cuda.grouped_mm import Product
 from fusion_moe.emit.cuda.launch import KERNELS, build
-from fusion_moe.emit.cuda.source import Launched, Source
+from fusion_moe.emit.cuda.source import KernelSource, Source
 from fusion_moe.emit.cuda.variants import (
-    FEW,
-    FEW_TALL,
     LINEAR,
-    LOW,
-    MIDDLE,
-    TALL,
-    TALLEST,
+    M8,
+    M16,
+    M32,
+    M48_96,
+    M80,
+    M160,
     TILED,
-    WIDE_FEW,
-    WIDE_FEW_TALL,
-    FewRows,
-    ManyRows,
+    WIDE_M8,
+    WIDE_M16,
+    LargeM,
     Matrices,
-    Share,
+    SizeClass,
+    SmallM,
     Variant,
     blocks,
     choose,
@@ -65,7 +65,7 @@ DEFAULTS = {
 }  # fmt: skip
 VARIANTS = sorted({v for regime in (*TILED, *LINEAR) for v in regime.variants}, key=lambda v: v.name)
 NVFP4 = 576  # bytes of 16 rows and 64 columns
-LOOP = 72  # instructions for 1,024 weights of the loop of a decode
+LOOP = 72  # instructions for 1,024 weights of the loop of small-M kernels
 
 
 TOKENS = symbol("s0")  # any number of them
@@ -98,11 +98,11 @@ def sources(*args, **kwargs) -> list[Source]:
     return [k.launch.source for k in kernels]
 
 
-def launches(source: Source, tokens: int, arch: str = "sm_90a") -> list[Launched]:
+def launches(source: Source, tokens: int, arch: str = "sm_90a") -> list[KernelSource]:
     return source.launches(dict.fromkeys(source.fusion.symbols, tokens), arch)
 
 
-def build_all(kernels: Iterable[Launched], arch: str) -> None:
+def build_all(kernels: Iterable[KernelSource], arch: str) -> None:
     """In threads: NVRTC lets others run meanwhile."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         assert all(path.stat().st_size for path in pool.map(partial(build, arch=arch), kernels))
@@ -180,14 +180,14 @@ def test_every_encoding_compiles(fmt, activations, layout, arch):
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("variant", [FEW[0], FEW_TALL[0], WIDE_FEW[0], WIDE_FEW_TALL[0], MIDDLE[1], *TALLEST], ids=lambda v: v.name)
+@pytest.mark.parametrize("variant", [M8[0], M16[0], WIDE_M8[0], WIDE_M16[0], M48_96[1], *M160], ids=lambda v: v.name)
 @pytest.mark.parametrize(("fmt", "activations"), [("nvfp4", "f16"), ("mxfp4", "f16"), ("bf16", "bf16")])
 def test_encodings_need_no_local_memory(fmt, activations, variant):
     source = product_of(fmt, activations, "w16x64")
     if not variant.fits(source.matrices, "sm_90a"):
         assert source.matrices.wide
         return
-    lines = sass(build(source.products([Share(variant)], {"s0": 512})[0], "sm_90a"))
+    lines = sass(build(source.products([SizeClass(variant)], {"s0": 512})[0], "sm_90a"))
     assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
     assert {m[1] for x in lines if (m := re.search(r"\bHG?MMA\.\S*?F32(\.BF16)?", x))} == {".BF16" if activations == "bf16" else None}
 
@@ -196,15 +196,15 @@ def test_wide_tiles_have_kernels_of_their_own():
     """From the bytes of a tile alone: registers and stages of shared memory."""
     narrow, wide = product_of("nvfp4", "bf16", "w16x64").matrices, product_of("bf16", "bf16", "w16x64").matrices
     assert (narrow.tile_bytes, product_of("mxfp4", "bf16", "w16x64").matrices.tile_bytes, wide.tile_bytes) == (576, 544, 2048)
-    assert not any(v.fits(wide, "sm_90a") for v in (*FEW, *FEW_TALL))
+    assert not any(v.fits(wide, "sm_90a") for v in (*M8, *M16))
     double = replace(wide, tile_bytes=4096)
-    assert [(v.stages(double), v.fits(double, "sm_90a")) for v in (LOW[0], TALL[0])] == [(2, False), (3, True)]
+    assert [(v.stages(double), v.fits(double, "sm_90a")) for v in (M32[0], M80[0])] == [(2, False), (3, True)]
     for rows in (1, 16, 160, 640, 10**4):
         for arch in ("sm_90a", "sm_80"):
-            (share, *_) = choose(rows, wide, arch)
-            assert share.variant.fits(wide, arch)
-    assert isinstance(choose(10**4, wide, "sm_90a")[0].variant, ManyRows)
-    assert isinstance(choose(10**4, replace(wide, tiled=False), "sm_90a")[0].variant, FewRows)
+            (size_class, *_) = choose(rows, wide, arch)
+            assert size_class.variant.fits(wide, arch)
+    assert isinstance(choose(10**4, wide, "sm_90a")[0].variant, LargeM)
+    assert isinstance(choose(10**4, replace(wide, tiled=False), "sm_90a")[0].variant, SmallM)
 
 
 @pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (1, 8), (2, 1)])
@@ -214,9 +214,9 @@ def test_sizes_that_a_tracer_knows_have_kernels(tokens, slots, bias):
     build_all([x for source in sources(tokens=tokens, slots=slots, bias=bias) for x in source.launches({}, "sm_90a")], "sm_90a")
 
 
-def round_of(variant: FewRows) -> int:
+def round_of(variant: SmallM) -> int:
     """Blocks of 64 k that the kernel's loop takes each time."""
-    return math.lcm(variant.u + variant.c, variant.c, 2)
+    return math.lcm(variant.in_flight + variant.batch, variant.batch, 2)
 
 
 @needs_nvdisasm
@@ -230,49 +230,51 @@ def test_variants_need_no_local_memory_and_have_lean_loops(model, variant: Varia
             assert isinstance(source, Product)
             if not variant.fits(source.matrices, "sm_90a"):
                 continue  # gate and up would be in two blocks, or registers would not do
-            lines = sass(build(source.products([Share(variant)], {"s0": 512})[0], "sm_90a"))  # blocks enough for halves
+            lines = sass(build(source.products([SizeClass(variant)], {"s0": 512})[0], "sm_90a"))  # blocks enough for halves
             assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
-            assert any("HGMMA" in x if isinstance(variant, ManyRows) else "HMMA" in x for x in lines)
+            assert any("HGMMA" in x if isinstance(variant, LargeM) else "HMMA" in x for x in lines)
             # a compiler that cannot follow which registers are in use makes each product wait for the one before
             assert sum("WARPGROUP.DEPBAR" in x for x in lines) <= sum("HGMMA" in x for x in lines) / 2
-            if isinstance(variant, FewRows) and layout == "w16x64" and variant.nt == 1:
+            if isinstance(variant, SmallM) and layout == "w16x64" and variant.tiles_m == 1:
                 # a tile of 16 rows and 64 k is 1,024 weights and 4 products
                 products = [(sum("HMMA" in x for x in loop), len(loop)) for loop in loops(lines)]
-                assert all(size / (found / 4) <= LOOP for found, size in products if found == 4 * variant.r * round_of(variant))
+                assert all(
+                    size / (found / 4) <= LOOP for found, size in products if found == 4 * variant.tiles_per_warp * round_of(variant)
+                )
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("variant", [ManyRows(160, 3), ManyRows(48, 4, 2)], ids=lambda v: v.name)
-@pytest.mark.parametrize("gives_ordered", [False, True])
-def test_many_rows_are_stored_by_whole_instructions(variant, gives_ordered):
-    """At least 8 bytes at a time; what is turned has 16 bits."""
+@pytest.mark.parametrize("variant", [LargeM(160, 3), LargeM(48, 4, 2)], ids=lambda v: v.name)
+@pytest.mark.parametrize("writes_fragment_order", [False, True])
+def test_large_m_stores_by_whole_instructions(variant, writes_fragment_order):
+    """At least 8 bytes at a time; elements of 16 bits are transposed."""
     for source in sources("qwen3"):
         assert isinstance(source, Product)
-        lines = sass(build(source.products([Share(variant)], {"s0": 64}, gives_ordered=gives_ordered)[0], "sm_90a"))
+        lines = sass(build(source.products([SizeClass(variant)], {"s0": 64}, writes_fragment_order=writes_fragment_order)[0], "sm_90a"))
         stores = [m[1] for line in lines if (m := re.search(r"\bSTG\.E\.(\w+)(?!.*STRONG)", line))]
         assert set(stores) <= {"64", "128"}
         assert any("STSM" in line for line in lines)
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.ordered], ids=lambda v: v.name)
+@pytest.mark.parametrize("in_fragment_order", [False, True])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.reads_fragment_order], ids=lambda v: v.name)
 @pytest.mark.parametrize("k", [64, 320, 2048, 14336])
-def test_rows_in_turn_are_put_in_order_or_read_as_they_are(k, variant, in_order, monkeypatch):
-    monkeypatch.setattr(Product, "orders", lambda self, variant: in_order)
+def test_rows_in_natural_order_are_reordered_or_read_as_they_are(k, variant, in_fragment_order, monkeypatch):
+    monkeypatch.setattr(Product, "needs_reordering", lambda self, variant: in_fragment_order)
     source = sorted_rows(k)
     if not variant.fits(source.matrices, "sm_90a"):
         pytest.skip("never chosen: registers would not do")
-    lines = sass(build(source.products([Share(variant)], {"s0": 2**17})[0], "sm_90a"))
+    lines = sass(build(source.products([SizeClass(variant)], {"s0": 2**17})[0], "sm_90a"))
     assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
-    assert any(x.startswith("LDSM") for x in lines) != in_order
-    assert [x.name for x in launches(source, 2**17)[:-1]] == (["prologue_ordered"] if in_order else [])
-    assert source.count(source.scratch[-1], {"s0": 2**17}, "sm_90a") == (2**17 * k if in_order else 0)
+    assert any(x.startswith("LDSM") for x in lines) != in_fragment_order
+    assert [x.name for x in launches(source, 2**17)[:-1]] == (["reorder_activations"] if in_fragment_order else [])
+    assert source.count(source.scratch[-1], {"s0": 2**17}, "sm_90a") == (2**17 * k if in_fragment_order else 0)
 
 
-def test_many_rows_in_turn_are_read_as_they_are():
+def test_many_rows_in_natural_order_are_read_as_they_are():
     source = sorted_rows(2048)
-    for rows, first in ((2**17, "many_rows_160x3"), (2**11, "prologue_ordered")):
+    for rows, first in ((2**17, "large_m_160x3"), (2**11, "reorder_activations")):
         assert launches(source, rows)[0].name == first
 
 
@@ -280,7 +282,7 @@ def test_many_rows_in_turn_are_read_as_they_are():
 def test_the_loop_of_long_matrices_is_counted():
     """So that the test above counts something."""
     (first, _), (variant, *_) = sources("dsv3"), TILED[0].variants
-    lines = sass(build(first.products([Share(variant)], {"s0": 64})[0], "sm_90a"))
+    lines = sass(build(first.products([SizeClass(variant)], {"s0": 64})[0], "sm_90a"))
     assert [len(loop) for loop in loops(lines) if sum("HMMA" in x for x in loop) == 4 * round_of(variant)]
 
 
@@ -293,36 +295,36 @@ def test_there_are_few_kernels():
 
 def test_the_choice_looks_at_rows_and_groups_alone():
     def chosen(rows, groups, k=2048, tiles=96, block=2, tiled=True, arch="sm_90a"):
-        shares = choose(rows, Matrices(groups, k, tiles, block, NVFP4, tiled), arch)
-        return next(s.variant for s in shares if s.most is None or rows <= s.most * groups)  # of average groups
+        size_classes = choose(rows, Matrices(groups, k, tiles, block, NVFP4, tiled), arch)
+        return next(s.variant for s in size_classes if s.max_rows is None or rows <= s.max_rows * groups)  # of average groups
 
-    # as measured: few tiles, or long matrices, take more warps along K
-    assert [chosen(8 * t, 128).wk for t in (1, 8, 32)] == [4, 2, 1]
-    assert [chosen(8 * t, 128, 768, 128, 1).wk for t in (8, 32)] == [1, 1]
-    assert [chosen(1, 16, 5120, 1024).wk, chosen(1, 16, 8192, 320, 1).wk] == [4, 8]
-    assert [chosen(16, 8, 4096, 1792).wk, chosen(16, 8, 14336, 256, 1).wk] == [1, 2]
-    assert chosen(64, 8, 4096, 1792).nt == 2
+    # as measured: few tiles, or long matrices, take more of split-K
+    assert [chosen(8 * t, 128).split_k for t in (1, 8, 32)] == [4, 2, 1]
+    assert [chosen(8 * t, 128, 768, 128, 1).split_k for t in (8, 32)] == [1, 1]
+    assert [chosen(1, 16, 5120, 1024).split_k, chosen(1, 16, 8192, 320, 1).split_k] == [4, 8]
+    assert [chosen(16, 8, 4096, 1792).split_k, chosen(16, 8, 14336, 256, 1).split_k] == [1, 2]
+    assert chosen(64, 8, 4096, 1792).tiles_m == 2
     # a last wave of halves is half as long, where more blocks have no work than could take them
-    assert [chosen(64, 8, 4096, 1792).wk, chosen(32, 128, 2880, 180, 1).wk] == [1, 2]
-    # two bands where columns are a multiple of 512; fewer are wasted without them
+    assert [chosen(64, 8, 4096, 1792).split_k, chosen(32, 128, 2880, 180, 1).split_k] == [1, 2]
+    # two repeats where columns are a multiple of 512; fewer are wasted without them
     wide, narrow = chosen(16 * 256, 256, 7168, 256), chosen(16 * 128, 128, 2880, 360)
-    assert [(v.height, v.teams, v.bands) for v in (wide, narrow)] == [(32, 4, 2), (32, 5, 1)]
-    # nearly all groups fit one span, where rows pick them evenly
-    assert [chosen(256 * rows, 256).height for rows in (16, 32, 64, 256)] == [32, 48, 80, 160]
-    # where one span more than there are groups would begin another turn of all multiprocessors: high ones
-    assert [chosen(256, 8, 14336, 256, 1).height, chosen(256, 8, 4096, 1792).height] == [96, 64]
-    assert isinstance(chosen(2**20, 8, 4096, 1792), ManyRows)
-    assert chosen(2**20, 8, 4096, 1792, arch="sm_89").nt == 4
-    assert chosen(160, 8, 4096, 1792, arch="sm_80").nt == 2
+    assert [(v.tile_m, v.consumers, v.repeats) for v in (wide, narrow)] == [(32, 4, 2), (32, 5, 1)]
+    # nearly all groups fit one M tile, where rows pick them evenly
+    assert [chosen(256 * rows, 256).tile_m for rows in (16, 32, 64, 256)] == [32, 48, 80, 160]
+    # where one M tile more than there are groups would begin another wave: high ones
+    assert [chosen(256, 8, 14336, 256, 1).tile_m, chosen(256, 8, 4096, 1792).tile_m] == [96, 64]
+    assert isinstance(chosen(2**20, 8, 4096, 1792), LargeM)
+    assert chosen(2**20, 8, 4096, 1792, arch="sm_89").tiles_m == 4
+    assert chosen(160, 8, 4096, 1792, arch="sm_80").tiles_m == 2
     for rows, groups, tiled in itertools.product((1, 64, 4096), (1, 8, 256), (True, False)):
         assert chosen(rows, groups, tiled=tiled).tiles % 2 == 0
 
 
 def test_long_products_have_kernels_for_groups_by_their_sizes():
     def chosen(rows, groups=256, k=7168, tiles=256, arch="sm_90a"):
-        return [(s.variant.name, s.above, s.most) for s in choose(rows, Matrices(groups, k, tiles, 2, NVFP4, True), arch)]
+        return [(s.variant.name, s.above_rows, s.max_rows) for s in choose(rows, Matrices(groups, k, tiles, 2, NVFP4, True), arch)]
 
-    low, middle, tall, tallest = "many_rows_32x4x2", "many_rows_48x4x2", "many_rows_80x4", "many_rows_160x3"
+    low, middle, tall, tallest = "large_m_32x4x2", "large_m_48x4x2", "large_m_80x4", "large_m_160x3"
     assert chosen(16 * 256) == [(low, 0, 32), (tall, 32, None)]
     assert chosen(32 * 256) == [(middle, 0, 64), (tallest, 64, None)]
     assert chosen(64 * 256) == [(low, 0, 32), (tall, 32, 112), (tallest, 112, None)]
@@ -330,39 +332,41 @@ def test_long_products_have_kernels_for_groups_by_their_sizes():
     assert [len(chosen(rows * 128, 128, 2048, 96)) for rows in (16, 32, 64)] == [1, 1, 1]
     assert [len(chosen(rows * 128, 128, 2880, 180)) for rows in (16, 32, 64)] == [2, 2, 1]
     for rows in (2, 40, 128):
-        assert [share[1:] for share in chosen(256 * rows)] == [(0, None)]
+        assert [size_class[1:] for size_class in chosen(256 * rows)] == [(0, None)]
     assert len(chosen(16 * 8, 8, 4096, 1792)) == len(chosen(16 * 256, arch="sm_89")) == 1
     for regime in TILED:
-        assert [most for most, _ in regime.uneven[-1:]] in ([], [None])
+        assert [most for most, _ in regime.size_classes[-1:]] in ([], [None])
 
 
-def test_few_heavy_groups_of_a_decode_have_a_kernel_for_many_rows():
+def test_few_heavy_groups_of_a_decode_have_a_large_m_kernel():
     """It is launched first, since its blocks want whole multiprocessors; others fill what it leaves, and read the same rows."""
 
     def chosen(rows, groups=256, arch="sm_90a"):
-        return [(s.variant.name, s.above, s.most) for s in choose(rows * groups, Matrices(groups, 7168, 256, 2, NVFP4, True), arch)]
+        return [
+            (s.variant.name, s.above_rows, s.max_rows) for s in choose(rows * groups, Matrices(groups, 7168, 256, 2, NVFP4, True), arch)
+        ]
 
-    few, tall = "few_rows_1x1x1x1x3", "many_rows_80x4"
+    few, tall = "small_m_1x1x1x1x3", "large_m_80x4"
     assert chosen(4) == chosen(6) == [(tall, 12, None), (few, 0, 12)]
-    assert chosen(7) == chosen(12) == [(tall, 24, None), ("few_rows_2x2x1x2x2", 0, 24)]
-    for shares in chosen(3), chosen(4, groups=32), chosen(4, groups=8), chosen(4, arch="sm_89"):
-        assert [share[1:] for share in shares] == [(0, None)]
+    assert chosen(7) == chosen(12) == [(tall, 24, None), ("small_m_2x2x1x2x2", 0, 24)]
+    for size_classes in chosen(3), chosen(4, groups=32), chosen(4, groups=8), chosen(4, arch="sm_89"):
+        assert [size_class[1:] for size_class in size_classes] == [(0, None)]
     for source in sources("dsv3"):
         assert isinstance(source, Product)
-        high, low = [x for x in launches(source, 128) if "rows" in x.name]
+        high, low = [x for x in launches(source, 128) if "_m_" in x.name]
         assert [high.title, low.title] == [f"{tall} (groups of more than 12 rows)", f"{few} (groups of 1 to 12 rows)"]
-        assert [high.caches, low.caches] == [0, 8]
+        assert [high.carveout_blocks, low.carveout_blocks] == [0, 8]
         assert source.variant({"s0": 128}, "sm_90a").name == few
         assert source.count(source.scratch[-1], {"s0": 128}, "sm_90a") == 0  # rows are read as they are
-        assert not any("prologue" in x.name for x in launches(source, 128))
+        assert not any(x.name in ("prologue", "reorder_activations") for x in launches(source, 128))
     for source in sources("dsv3", scale_on="input"):
         made = launches(source, 128)
-        assert not any("ordered(" in x.text for x in made if x.name == "prologue")
-        assert all("ORDERED = false" in x.text for x in made if x.name == tall)
+        assert not any("fragment_place(" in x.text for x in made if x.name == "prologue")
+        assert all("FRAGMENT_ORDER = false" in x.text for x in made if x.name == tall)
 
 
-@pytest.mark.parametrize("variant", [ManyRows(32, 5), TILED[0].variants[0]], ids=lambda v: v.name)
-def test_blocks_of_a_share(variant):
+@pytest.mark.parametrize("variant", [LargeM(32, 5), TILED[0].variants[0]], ids=lambda v: v.name)
+def test_blocks_of_a_size_class(variant):
     """As many as the worst groups need, of sizes in its bounds."""
     for rows, groups, (above, most) in itertools.product((1, 40, 333), (1, 2, 5), ((0, None), (0, 32), (32, 80), (80, None))):
         worst = 0
@@ -370,16 +374,16 @@ def test_blocks_of_a_share(variant):
             if sum(sizes) <= rows:
                 mine = [size for size in sizes if size > above and (most is None or size <= most)]
                 rest = [] if most else [rows - sum(sizes)]
-                worst = max(worst, sum(-(-size // variant.height) for size in (*mine, *rest)))
+                worst = max(worst, sum(-(-size // variant.tile_m) for size in (*mine, *rest)))
         of = Matrices(groups, 2048, 40, 1, NVFP4, True)
-        assert worst * 40 // variant.tiles <= blocks(Share(variant, above, most), rows, of)
+        assert worst * 40 // variant.tiles <= blocks(SizeClass(variant, above, most), rows, of)
 
 
-def test_blocks_that_all_run_at_once_are_not_made_in_halves():
+def test_a_single_wave_is_not_split():
     variant = TILED[0].variants[0]
-    assert isinstance(variant, FewRows)
-    assert variant.call(variant.at_once).endswith(", 0>::run(s);")
-    assert variant.call(variant.at_once + 1).endswith(f", {variant.at_once}>::run(s);")
+    assert isinstance(variant, SmallM)
+    assert variant.call(variant.wave).endswith(", 0>::run(s);")
+    assert variant.call(variant.wave + 1).endswith(f", {variant.wave}>::run(s);")
 
 
 def test_sizes_change_no_source_of_one_variant():
@@ -390,10 +394,10 @@ def test_sizes_change_no_source_of_one_variant():
 
 
 def test_columns_of_a_result():
-    apart = columns(["j", "(j + 64)"], 64, aligned=True)
-    assert (apart.block, apart.tiles) == (16, 2)
-    together = columns(["((j / 8) * 16 + (j % 8))", "((j / 8) * 16 + 8 + (j % 8))"], 64, aligned=True)
-    assert (together.block, together.tiles) == (8, 1)
+    separate = columns(["j", "(j + 64)"], 64, aligned=True)
+    assert (separate.block, separate.tiles) == (16, 2)
+    interleaved = columns(["((j / 8) * 16 + (j % 8))", "((j / 8) * 16 + 8 + (j % 8))"], 64, aligned=True)
+    assert (interleaved.block, interleaved.tiles) == (8, 1)
     assert columns(["j", "(j + 24)"], 24, aligned=False).tiles == 2
     with pytest.raises(UnsupportedError, match="3 columns of the product has no kernel here; expected 1, 2 or 4"):
         columns(["j", "(j + 64)", "(j + 128)"], 64, aligned=True)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 import fusion_moe
 from fusion_moe.emit.cuda import launch, variants
 from fusion_moe.emit.cuda.launch import build
-from fusion_moe.emit.cuda.source import Launched
+from fusion_moe.emit.cuda.source import KernelSource
 from fusion_moe.encodings import ENCODINGS, Quantized, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.layouts import W16X64
@@ -111,26 +111,26 @@ def allocate_apart(offsets: Sequence[int], nbytes: int, device: torch.device) ->
     return held, [t.data_ptr() for t in held]
 
 
-def build_every_lane_arrives(launched: Launched, arch: str) -> Path:
+def build_every_lane_arrives(kernel: KernelSource, arch: str) -> Path:
     """As launch.build, with barriers at which all lanes of a warp arrive: see kernels/pipeline.cuh."""
-    return build(replace(launched, text=f"#define EVERY_LANE_ARRIVES\n{launched.text}"), arch)
+    return build(replace(kernel, text=f"#define EVERY_LANE_ARRIVES\n{kernel.text}"), arch)
 
 
 def main() -> None:
-    """Products are run once with each variant of their kernel, and by kernels beside each other."""
-    variants._MANY = 0
-    beside = [
-        variants.Regime(variants.ALWAYS, variants.TALLEST, ((8, variants.LOW), (20, variants.TALL), (None, variants.TALLEST))),
-        variants.Regime(variants.ALWAYS, variants.FEW, ((12, variants.FEW), (None, variants.TALL))),
+    """Products are run once with each variant of their kernel, and by concurrent kernels."""
+    variants._MIN_GROUPS = 0
+    several = [
+        variants.Regime(variants.ALWAYS, variants.M160, ((8, variants.M32), (20, variants.M80), (None, variants.M160))),
+        variants.Regime(variants.ALWAYS, variants.M8, ((12, variants.M8), (None, variants.M80))),
     ]
-    launch.APART, launch.allocate, launch.build = 1, allocate_apart, build_every_lane_arrives
+    launch.ALIGNMENT, launch.allocate, launch.build = 1, allocate_apart, build_every_lane_arrives
     for call in without_product():
         call.run()
     for layout, name in (("linear", "LINEAR"), ("w16x64", "TILED")):
         regimes = getattr(variants, name)
-        ways = [variants.Regime(variants.ALWAYS, (variant,)) for regime in regimes for variant in regime.variants]
-        for way in (*ways, *(beside if name == "TILED" else [])):
-            setattr(variants, name, (way, *regimes))  # the others where it does not fit
+        alone = [variants.Regime(variants.ALWAYS, (variant,)) for regime in regimes for variant in regime.variants]
+        for regime in (*alone, *(several if name == "TILED" else [])):
+            setattr(variants, name, (regime, *regimes))  # the others where it does not fit
             for call in (*products(layout), *layers(layout, tokens=7), *layers(layout, tokens=60)):
                 call.run()
             for call in (*encoded("mxfp4", torch.bfloat16, layout), *encoded("nvfp4", torch.float16, layout)):

@@ -67,14 +67,14 @@ def ways() -> list[tuple[str, str, str, variants.Variant, bool]]:
         wide = "WIDE_" if ENCODINGS[fmt].plain else ""
         for table in (f"{wide}LINEAR", f"{wide}TILED"):
             kernels = list(dict.fromkeys(v for regime in getattr(variants, table) for v in regime.variants))
-            kernels = kernels if fmt != "f16" else [kernels[0], *(v for v in kernels if v.header == "many_rows.cuh")][:2]
-            found += [(fmt, activations, table, v, in_order) for v in kernels for in_order in (False, True)[: 1 + v.ordered]]
+            kernels = kernels if fmt != "f16" else [kernels[0], *(v for v in kernels if v.header == "large_m.cuh")][:2]
+            found += [(fmt, activations, table, v, order) for v in kernels for order in (False, True)[: 1 + v.reads_fragment_order]]
     return found
 
 
-@pytest.mark.parametrize(("fmt", "activations", "table", "variant", "in_order"), ways(), ids=str)
-def test_every_variant_exactly(fmt, activations, table, variant, in_order, monkeypatch):
-    monkeypatch.setattr(Product, "orders", lambda self, variant: in_order and variant.ordered)
+@pytest.mark.parametrize(("fmt", "activations", "table", "variant", "in_fragment_order"), ways(), ids=str)
+def test_every_variant_exactly(fmt, activations, table, variant, in_fragment_order, monkeypatch):
+    monkeypatch.setattr(Product, "needs_reordering", lambda self, variant: in_fragment_order and variant.reads_fragment_order)
     monkeypatch.setattr(variants, table, (Regime(ALWAYS, (variant,)), getattr(variants, table)[-1]))
     layout = "w16x64" if table.endswith("TILED") else "linear"
     for k, n in (320, 144), (384, 1024):
@@ -114,7 +114,7 @@ def every_code(scales: torch.Tensor, encoding: Encoding, activations: str, layou
     return found.cpu(), dequantize(weight)[0, :, ::block].T[row % 16]
 
 
-@pytest.mark.parametrize("rows", [16, 400])  # kernels of few rows and of many
+@pytest.mark.parametrize("rows", [16, 400])  # small-M and large-M kernels
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("activations", ["bf16", "f16"])
 def test_every_code_under_every_scale_of_mxfp4(activations, layout, rows):

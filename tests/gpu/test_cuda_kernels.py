@@ -16,7 +16,7 @@ from fusion_moe import options
 from fusion_moe.compile import compile_fusion
 from fusion_moe.emit.cuda import variants
 from fusion_moe.emit.cuda.grouped_mm import Product
-from fusion_moe.emit.cuda.variants import ALWAYS, FewRows, ManyRows, Regime
+from fusion_moe.emit.cuda.variants import ALWAYS, LargeM, Regime, SmallM
 from fusion_moe.encodings import Quantized, dequantize, quantize
 from fusion_moe.errors import BuildError, GroupsError
 from fusion_moe.frontends.inductor import backend
@@ -168,15 +168,15 @@ RAGGED = [
 
 
 def ways_of(table: str) -> list[tuple[str, variants.Variant, bool]]:
-    """The kernels; where they can, with rows that a kernel before them has put in order too."""
-    return [(table, v, in_order) for v in dict.fromkeys(variants_of(table)) for in_order in (False, True)[: 1 + v.ordered]]
+    """The kernels; where they can, with activations in fragment order too."""
+    return [(table, v, order) for v in dict.fromkeys(variants_of(table)) for order in (False, True)[: 1 + v.reads_fragment_order]]
 
 
-@pytest.mark.parametrize(("table", "variant", "in_order"), [*ways_of("LINEAR"), *ways_of("TILED")], ids=str)
+@pytest.mark.parametrize(("table", "variant", "in_fragment_order"), [*ways_of("LINEAR"), *ways_of("TILED")], ids=str)
 @pytest.mark.parametrize(("k", "n"), [(64, 16), (320, 144), (320, 2064), (1024, 2064), (384, 1024)])
-def test_every_variant_exactly(table, variant, in_order, k, n, monkeypatch):
+def test_every_variant_exactly(table, variant, in_fragment_order, k, n, monkeypatch):
     layout = {"LINEAR": "linear", "TILED": "w16x64"}[table]
-    monkeypatch.setattr(Product, "orders", lambda self, variant: in_order and variant.ordered)
+    monkeypatch.setattr(Product, "needs_reordering", lambda self, variant: in_fragment_order and variant.reads_fragment_order)
     monkeypatch.setattr(variants, table, (Regime(ALWAYS, (variant,)), getattr(variants, table)[-1]))
     weight = random_weight(7, n, k, exact=True)
     packed, matrices = stored(weight, layout), dequantize(weight).cuda()
@@ -196,18 +196,18 @@ def test_every_variant_exactly(table, variant, in_order, k, n, monkeypatch):
 
 # The kernels of groups by their sizes.
 UNEVEN = {
-    "two": ((32, (ManyRows(32, 5),)), (None, (ManyRows(80, 4),))),
-    "three": ((32, (ManyRows(32, 5),)), (112, (ManyRows(80, 4),)), (None, (ManyRows(160, 3),))),
-    "few heavy ones": ((160, (ManyRows(160, 3),)), (None, (ManyRows(32, 5),))),
-    "those of a decode": ((12, (FewRows(1, 1, 2, 1, 3, 8),)), (None, (ManyRows(80, 4),))),
-    "those of a decode by tall tiles": ((40, (FewRows(2, 2, 1, 2, 2, 4),)), (None, (ManyRows(160, 3),))),
+    "two": ((32, (LargeM(32, 5),)), (None, (LargeM(80, 4),))),
+    "three": ((32, (LargeM(32, 5),)), (112, (LargeM(80, 4),)), (None, (LargeM(160, 3),))),
+    "few heavy ones": ((160, (LargeM(160, 3),)), (None, (LargeM(32, 5),))),
+    "those of a decode": ((12, (SmallM(1, 1, 2, 1, 3, 8),)), (None, (LargeM(80, 4),))),
+    "those of a decode by tall tiles": ((40, (SmallM(2, 2, 1, 2, 2, 4),)), (None, (LargeM(160, 3),))),
 }
 
 
 @pytest.fixture(params=UNEVEN)
 def uneven(request, monkeypatch):
     """Products are made by several kernels."""
-    monkeypatch.setattr(variants, "_MANY", 0)
+    monkeypatch.setattr(variants, "_MIN_GROUPS", 0)
     monkeypatch.setattr(variants, "TILED", (Regime(ALWAYS, UNEVEN[request.param][0][1], UNEVEN[request.param]), variants.TILED[-1]))
     return UNEVEN[request.param]
 
@@ -226,7 +226,7 @@ def test_groups_of_uneven_sizes_exactly(uneven, k, n):
         args, kwargs = (x, *packed, partition.ends.cuda()), {"weight_layout": "w16x64", "out_dtype": torch.float32}
         made = program("nvfp4_grouped_mm", args, kwargs)
         source = made.kernels[0].launch.source
-        assert len(source.shares(dict.fromkeys(source.fusion.symbols, 10**4), "sm_90a")) == len(uneven)
+        assert len(source.size_classes(dict.fromkeys(source.fusion.symbols, 10**4), "sm_90a")) == len(uneven)
         for _ in range(3):
             poison()
             assert torch.equal(made(list(args))[0], want)
@@ -278,7 +278,7 @@ def test_sizes_off_the_tile_run_in_the_linear_layout(k, n):
 @pytest.mark.parametrize(("n", "runs"), [(96, 3), (144, 6)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_decode_scales_of_runs_of_rows(layout, n, runs, rows):
-    """Runs of whole tiles, and others; by kernels for few rows and for many."""
+    """Runs of whole tiles, and others; by small-M and large-M kernels."""
     x, weight = torch.randn(rows, 128, generator=generator()).bfloat16(), random_weight(2, n, 128, runs=runs)
     found = product(x.cuda(), stored(weight, layout), torch.tensor([7, rows], dtype=torch.int32).cuda(), layout)
     want = torch.cat([x[:7].float() @ dequantize(weight)[0].T, x[7:].float() @ dequantize(weight)[1].T])
@@ -315,9 +315,9 @@ def test_a_whole_layer(name, layout):
 
 @pytest.mark.parametrize("inner", [384, 512])
 @pytest.mark.parametrize("changes", [{}, {"interleave": 1, "limit": 1.0}, {"interleave": 64}, {"bias": True}], ids=str)
-@pytest.mark.parametrize("variant", [v for v in variants_of("TILED") if v.ordered and v.bands > 1], ids=str)
-def test_a_layer_of_two_bands(variant, changes, inner, monkeypatch):
-    """Gate and up are in one band, or meet in a thread; blocks of columns are whole, or not."""
+@pytest.mark.parametrize("variant", [v for v in variants_of("TILED") if v.reads_fragment_order and v.repeats > 1], ids=str)
+def test_a_layer_of_two_repeats(variant, changes, inner, monkeypatch):
+    """Gate and up are in one repeat, or meet in a thread; N tiles are whole, or not."""
     hidden = 512
     bias = {"gate_up_bias": torch.randn(E, 2 * inner).bfloat16().cuda(), "down_bias": torch.randn(E, hidden).bfloat16().cuda()}
     kwargs = {**(bias if changes == {"bias": True} else changes), "weight_layout": "w16x64"}

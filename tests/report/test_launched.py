@@ -32,18 +32,18 @@ def segments(found: fusion_moe.report.Report) -> list[fusion_moe.report.SegmentR
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what this GPU launches")
 def test_kernels_follow_the_sizes():
     few, many = (segments(report(tokens)) for tokens in (1, 4000))  # one: which tracers take for a constant
-    assert [s.launched for s in few] == ["route, few_rows_1x1x4x1x3 on sm_90a", "few_rows_1x1x8x1x3, combine on sm_90a"]
+    assert [s.launched for s in few] == ["route, small_m_1x1x4x1x3 on sm_90a", "small_m_1x1x8x1x3, combine on sm_90a"]
     assert [s.launched for s in many] == [
-        "route, prologue_ordered, many_rows_160x3 on sm_90a",
-        "many_rows_160x3, combine on sm_90a",
+        "route, reorder_activations, large_m_160x3 on sm_90a",
+        "large_m_160x3, combine on sm_90a",
     ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what this GPU launches")
-def test_kernels_beside_each_other_say_which_groups_are_theirs(monkeypatch):
-    monkeypatch.setattr(variants, "_MANY", 0)
-    monkeypatch.setattr(variants, "TILED", tuple(replace(regime, long=0) for regime in variants.TILED))
-    high, low = "many_rows_80x4 (groups of more than 12 rows)", "few_rows_1x1x8x1x3 (groups of 1 to 12 rows)"
+def test_concurrent_kernels_say_which_groups_are_theirs(monkeypatch):
+    monkeypatch.setattr(variants, "_MIN_GROUPS", 0)
+    monkeypatch.setattr(variants, "TILED", tuple(replace(regime, min_weights=0) for regime in variants.TILED))
+    high, low = "large_m_80x4 (groups of more than 12 rows)", "small_m_1x1x8x1x3 (groups of 1 to 12 rows)"
     assert f"{high}, {low}, combine on sm_90a" in [s.launched for s in segments(report(2 * EXPERTS))]
 
 

@@ -62,7 +62,7 @@ class Call:
     """A call of a public operation. forced: whether each variant is made for it, or what is chosen alone."""
 
     operation: str
-    tensors: Sequence[torch.Tensor]
+    tensors: Sequence[Any]
     keywords: dict[str, Any]
     forced: bool = True
 
@@ -92,6 +92,17 @@ def product(groups: int, n: int, k: int, dtype: torch.dtype, layout: str, device
     return Call("nvfp4_grouped_mm", tensors, {"weight_layout": layout})
 
 
+def encoded(encoding: str, dtype: torch.dtype, layout: str, device: str) -> Call:
+    """A grouped_mm of four sorted rows, with weights of an encoding, 1024 x 1024 for each of 16 groups."""
+    from fusion_moe.encodings import ENCODINGS
+
+    parts = ENCODINGS[encoding].parts
+    shapes = [ENCODINGS[encoding].part_shape(part, (16,), 1024, 1024) for part in parts]
+    weight = [torch.zeros(shape, dtype=part.dtype, device=device) for part, shape in zip(parts, shapes, strict=True)]
+    tensors = [torch.zeros((4, 1024), dtype=dtype, device=device), weight, torch.zeros(16, dtype=torch.int32, device=device)]
+    return Call("grouped_mm", tensors, {"weight_format": encoding, "weight_layout": layout}, forced=False)
+
+
 # CUDA ---------------------------------------------------------------------------------------------------------------
 
 
@@ -105,6 +116,8 @@ def cuda(wanted: re.Pattern[str]) -> dict[str, Path]:
         "product tiled": product(128, 1536, 2048, bf16, "w16x64", meta),
         "product linear": product(128, 1536, 2048, bf16, "linear", meta),
     }
+    for encoding, dtype in (("mxfp4", bf16), ("nvfp4", torch.float16), ("bf16", bf16)):
+        calls |= {f"{encoding} product {layout}": encoded(encoding, dtype, layout, meta) for layout in ("w16x64", "linear")}
     kernels: dict[str, tuple[Any, str]] = {}
     for name, call in calls.items():
         sources = list(having(program(call), "launches"))
@@ -146,8 +159,9 @@ def forced() -> Iterator[None]:
 
     for name, table in list(vars(variants).items()):
         if isinstance(table, tuple) and table and all(hasattr(regime, "variants") for regime in table):
+            bound, several = ("max_average", "size_classes") if hasattr(table[0], "max_average") else ("most", "uneven")
             for variant in dict.fromkeys(v for regime in table for v in regime.variants):
-                only = dataclasses.replace(table[0], most=math.inf, variants=(variant,), uneven=())
+                only = dataclasses.replace(table[0], **{bound: math.inf, "variants": (variant,), several: ()})
                 setattr(variants, name, (only, table[-1]))
                 yield
             setattr(variants, name, table)
@@ -161,7 +175,7 @@ def unused(label: str, taken: Collection[str]) -> str:
 def compiled(kernel: Any, arch: str) -> Path:
     from fusion_moe.runtime import nvrtc
 
-    (folder,) = {path.parent for path in Path(fusion_moe.__file__).parent.glob("emit/cuda/**/*.cuh")}
+    folder = Path(fusion_moe.__file__).parent / "emit" / "cuda" / "kernels"
     return nvrtc.build(kernel.text, name=kernel.name, arch=arch, headers=nvrtc.headers(folder))
 
 

@@ -8,7 +8,6 @@ called, and kept in the cache of `runtime.build`; the first may have come with t
 
 from __future__ import annotations
 
-from ...errors import UnsupportedError
 from ...ir.core import Fusion
 from ...runtime import build, isa
 from ...runtime.kernel import Kernel
@@ -26,7 +25,7 @@ NAME = "cpu"
 
 
 def plan(fusion: Fusion, kind: str) -> Source | prebuilt.Product:
-    """The C++ of a piece; without a compiler, the product that came with the package. UnsupportedError with the sentence why there is none."""
+    """The C++ of a piece; without a compiler, the product that came with the package. UnsupportedError if there is none."""
     if build.find_compiler() is None:
         return prebuilt.plan(fusion, kind)
     return grouped_mm.source(plan_product(fusion, linear())) if kind == "grouped_gemm" else loops.source(fusion)

@@ -46,4 +46,4 @@ def emit(segment: Segment) -> Kernel:
 
 
 def _text(source: Source) -> str:
-    return "\n".join(launched.text for launched in source.launches(dict.fromkeys(source.fusion.symbols, 1), "sm_80"))
+    return "\n".join(kernel.text for kernel in source.launches(dict.fromkeys(source.fusion.symbols, 1), "sm_80"))

@@ -1,8 +1,9 @@
 """Which columns of a product the columns of a result are made of, and the blocks that a kernel can make of them.
 
-A kernel has tiles of 16 rows of a matrix, which are columns of its product. A block of B columns of the result is made of F * B / 16 of
-them: `apart`, where the f-th columns of 16 results follow each other, as gate and up in two halves do (B = 16, tile f for each); or
-`together`, where 16 rows hold all columns of 8 results, as gate and up in turns do (B = 8, F = 2, one tile).
+A kernel has tiles of 16 rows of a matrix, which are columns of its product. A block of BLOCK columns of the result is made of
+COLUMNS_PER_RESULT * BLOCK / 16 of them: separate tiles, where the f-th columns of 16 results follow each other, as gate and up in two
+halves do (BLOCK = 16, tile f for each); or an interleaved one, where 16 rows hold all columns of 8 results, as gate and up by 8 do
+(BLOCK = 8).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _WHOLE = 4  # tiles that make whole columns of any result, which is what kernels
 
 @dataclass(frozen=True)
 class Columns:
-    """texts: C++ of the columns of the product, as functions of j; width: of the result; block: B."""
+    """texts: C++ of the columns of the product, as functions of j; width: of the result; block: BLOCK."""
 
     texts: tuple[str, ...]
     width: int
@@ -38,7 +39,7 @@ class Columns:
         return [
             "// Column j of the result is made of these of the product; the q-th tile of a block begins at a row; where its columns lie.",
             f"__device__ static constexpr i32 column(i32 f, i32 j) {{ return {choice}; }}",
-            "__device__ static constexpr i32 first_row(i32 block, i32 q) { return column(q, block * B)"
+            "__device__ static constexpr i32 first_row(i32 block, i32 q) { return column(q, block * BLOCK)"
             + (" / 16 * 16" if self.block < TILE else "")
             + "; }",
             "__device__ static constexpr i32 tile(i32 block, i32 q) { return first_row(block, q) / 16; }",
@@ -51,9 +52,9 @@ def columns(texts: Sequence[str], width: int, *, aligned: bool) -> Columns:
     if _WHOLE % len(texts):
         raise UnsupportedError(f"a result of {len(texts)} columns of the product has no kernel here", expected="1, 2 or 4")
     read = [_numbers(text, width) for text in texts]
-    if all(_apart(r, aligned) for r in read):
+    if all(_separate_tiles(r, aligned) for r in read):
         return Columns(tuple(texts), width, TILE)
-    if len(texts) == 2 and _together(read):
+    if len(texts) == 2 and _interleaved(read):
         return Columns(tuple(texts), width, TILE // 2)
     raise UnsupportedError(
         f"a result whose columns are made of the columns {', '.join(texts)} of the product has no kernel here",
@@ -67,13 +68,13 @@ def _numbers(text: str, width: int) -> list[int]:
     return [eval(code, {"__builtins__": {}}, {"j": j}) for j in range(width)]
 
 
-def _apart(read: Sequence[int], aligned: bool) -> bool:
+def _separate_tiles(read: Sequence[int], aligned: bool) -> bool:
     firsts = read[::TILE]
     follow = all(read[j] == firsts[j // TILE] + j % TILE for j in range(len(read)))
     return follow and not (aligned and any(first % TILE for first in firsts))
 
 
-def _together(read: Sequence[Sequence[int]]) -> bool:
+def _interleaved(read: Sequence[Sequence[int]]) -> bool:
     half, width = TILE // 2, len(read[0])
     tiles = [start // TILE * TILE for start in read[0][::half]]
     inside = [[r[j] - tiles[j // half] for j in range(width)] for r in read]

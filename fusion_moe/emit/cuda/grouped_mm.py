@@ -15,14 +15,14 @@ from ..cxx.plan import Plan, known
 from . import variants
 from .columns import Columns, columns
 from .readers import reader
-from .source import Array, Launched, Sizes, Source
-from .variants import TILE, Matrices, Share
+from .source import Array, KernelSource, Sizes, Source
+from .variants import TILE, Matrices, SizeClass
 
 ACTIVATIONS = "activations"  # what the prologue makes
 _M, _J, _K, _T = Index("m"), Index("j"), Index("k"), Index("t")
-_AT_ONCE = 16  # columns that a thread reads
-_MOST_IDS = 32  # that each warp sorts by itself, and does not wait for `route`
-_MOST_GROUPS = 2048  # that registers and shared memory last for, where all blocks know where groups begin
+_COLUMNS_PER_THREAD = 16  # columns that a thread reads
+_MAX_IDS = 32  # that each warp sorts by itself, and does not wait for `route`
+_MAX_GROUPS = 2048  # that registers and shared memory last for, where all blocks know where groups begin
 
 
 class Product(Source):
@@ -36,13 +36,13 @@ class Product(Source):
         self._previous: Product | None = None
         self._next: Product | None = None
         self.transposed = plan.weight[0] if plan.transposed else None
-        if plan.k % _AT_ONCE:
-            raise UnsupportedError(f"matrices of {plan.k} columns have no kernel here", expected=f"a multiple of {_AT_ONCE}")
-        if self.groups > _MOST_GROUPS:
-            raise UnsupportedError(f"{self.groups} groups have no kernel here", expected=f"at most {_MOST_GROUPS}")
+        if plan.k % _COLUMNS_PER_THREAD:
+            raise UnsupportedError(f"matrices of {plan.k} columns have no kernel here", expected=f"a multiple of {_COLUMNS_PER_THREAD}")
+        if self.groups > _MAX_GROUPS:
+            raise UnsupportedError(f"{self.groups} groups have no kernel here", expected=f"at most {_MAX_GROUPS}")
         found = self.elements().row_in_memory(plan.a, _M, plan.k)
         self.matrix = found[0] if found else None  # in memory, whose rows are the activations
-        self._in_turn = found is not None and found[1] == _M  # whether its row m is row m of activations
+        self._natural_order = found is not None and found[1] == _M  # whether its row m is row m of activations
         self.scratch.append(Array(ACTIVATIONS, self.dtype, elements((self.matrix or plan.a).type.shape)))
         self._results, texts = self._make_results()
         self.columns: Columns = columns(texts, plan.width, aligned=self.reader.tiled)
@@ -70,120 +70,133 @@ class Product(Source):
         return -(-self.plan.width // self.columns.block) * self.columns.tiles
 
     def functions(self) -> list[str]:
-        """See kernels/few_rows.cuh."""
+        """See kernels/small_m.cuh."""
         return self._functions
 
-    def launches(self, sizes: Sizes, arch: str) -> list[Launched]:
-        """Routing; activations that are computed, or wanted in another order; the product; what is summed of its rows."""
-        shares, given = self.shares(sizes, arch), self._is_given_ordered(sizes, arch)
+    def launches(self, sizes: Sizes, arch: str) -> list[KernelSource]:
+        """Routing; activations that are computed, or needed in fragment order; the product; what is summed of its rows."""
+        size_classes, in_fragment_order = self.size_classes(sizes, arch), self._reads_fragment_order(sizes, arch)
         first = self.made_first(sizes)
-        prologue = [] if given else self._prologue(reading(shares), sizes, after_routing=bool(first))
-        early = self._routing is None or bool(prologue)
-        products = self.products(shares, sizes, given_ordered=given, gives_ordered=self.gives_ordered(sizes, arch), early=early)
+        prologue = [] if in_fragment_order else self._prologue(activation_reader(size_classes), sizes, after_routing=bool(first))
+        reads_before_wait = self._routing is None or bool(prologue)
+        products = self.products(
+            size_classes, sizes, reads_fragment_order=in_fragment_order, writes_fragment_order=self.writes_fragment_order(sizes, arch),
+            reads_before_wait=reads_before_wait,
+        )  # fmt: skip
         found = [*first, *prologue, *products]
         return [*found, self._combine(sizes)] if self.plan.combine else found
 
-    def shares(self, sizes: Sizes, arch: str) -> tuple[Share, ...]:
+    def size_classes(self, sizes: Sizes, arch: str) -> tuple[SizeClass, ...]:
         """The kernels of the product that are chosen."""
         return variants.choose(value(self.rows, sizes), self.matrices, arch)
 
     def variant(self, sizes: Sizes, arch: str) -> variants.Variant:
-        """The one of them in whose order all read rows."""
-        return reading(self.shares(sizes, arch))
+        """The one of them that says in which order all read rows."""
+        return activation_reader(self.size_classes(sizes, arch))
 
     def products(
-        self, shares: Sequence[Share], sizes: Sizes, *, given_ordered: bool = False, gives_ordered: bool = False, early: bool = False
-    ) -> list[Launched]:  # fmt: skip
-        """The kernels of the product. given_ordered, gives_ordered: whether the matrix in memory is ordered, and the result will be.
+        self, size_classes: Sequence[SizeClass], sizes: Sizes, *, reads_fragment_order: bool = False, writes_fragment_order: bool = False,
+        reads_before_wait: bool = False,
+    ) -> list[KernelSource]:  # fmt: skip
+        """The kernels of the product.
 
-        early: whether ends are there before the kernel before these has ended.
+        reads_fragment_order, writes_fragment_order: whether the matrix in memory is in fragment order, and the result will be.
+        reads_before_wait: whether ends are there before the kernel before these has ended.
         """
-        first, last, variant = shares[0], shares[-1], reading(shares)
-        in_order = given_ordered or (variant.ordered and not self._reads_the_matrix(variant))
-        row = self._row(variant, given_ordered)
-        many = [
-            f"using At = {'Ordered' if gives_ordered else 'InTurn'};",
-            f"static constexpr bool ORDERED = {str(in_order).lower()};  // whether activations are",
-            f"static constexpr bool BESIDE_FEW = {str(not last.variant.persistent).lower()};",
+        first, last, variant = size_classes[0], size_classes[-1], activation_reader(size_classes)
+        fragment_order = reads_fragment_order or (variant.reads_fragment_order and not self._reads_in_place(variant))
+        row = self._row(variant, reads_fragment_order)
+        large_m = [
+            f"using Columns = {'FragmentOrder' if writes_fragment_order else 'RowMajor'};",
+            f"static constexpr bool FRAGMENT_ORDER = {str(fragment_order).lower()};  // whether activations are",
+            f"static constexpr bool WITH_SMALL_M = {str(not last.variant.persistent).lower()};",
         ]
-        return [self._product(s, sizes, row, many, early or s is not first, s is not first, s is not last) for s in shares]
+        return [
+            self._product(s, sizes, row, large_m, reads_before_wait or s is not first, s is not first, s is not last) for s in size_classes
+        ]
 
     def _product(
-        self, share: Share, sizes: Sizes, row: Sequence[str], many: Sequence[str], early: bool, beside_previous: bool, beside_next: bool
-    ) -> Launched:  # fmt: skip
-        """One of them. many: what kernels of many rows know; beside_previous, beside_next: whether the kernel before, or after, is."""
-        variant, rows = share.variant, value(self.rows, sizes)
-        ids = not variant.persistent and self._routing is not None and rows <= _MOST_IDS and share.most is None
-        early = early or ids
+        self, size_class: SizeClass, sizes: Sizes, row: Sequence[str], large_m: Sequence[str], reads_before_wait: bool,
+        concurrent_with_previous: bool, concurrent_with_next: bool,
+    ) -> KernelSource:  # fmt: skip
+        """One of them.
+
+        large_m: what large-M kernels know. concurrent_with_previous, concurrent_with_next: whether the kernel before, or after, is of
+        the same product.
+        """
+        variant, rows = size_class.variant, value(self.rows, sizes)
+        ids = not variant.persistent and self._routing is not None and rows <= _MAX_IDS and size_class.max_rows is None
+        reads_before_wait = reads_before_wait or ids
         functions = [
             *row,
-            f"static constexpr bool EARLY = {str(early).lower()};",
-            f"static constexpr bool BESIDE_PREVIOUS = {str(beside_previous).lower()}, BESIDE_NEXT = {str(beside_next).lower()};",
-            f"static constexpr i32 ABOVE = {share.above}, MOST = {'ANY_SIZE' if share.most is None else share.most};",
-            *(many if variant.persistent else self._find(ids)),
+            f"static constexpr bool READS_BEFORE_WAIT = {str(reads_before_wait).lower()};",
+            f"static constexpr bool CONCURRENT_WITH_PREVIOUS = {str(concurrent_with_previous).lower()};",
+            f"static constexpr bool CONCURRENT_WITH_NEXT = {str(concurrent_with_next).lower()};",
+            f"static constexpr i32 ABOVE_ROWS = {size_class.above_rows}, MAX_ROWS = {size_class.max_rows or 'UNBOUNDED'};",
+            *(large_m if variant.persistent else self._find(ids)),
         ]
-        blocks = variants.blocks(share, rows, self.matrices)
+        blocks = variants.blocks(size_class, rows, self.matrices)
         return self.calling(
             variant.call(blocks), variant.name, functions, blocks,
             headers=(self.reader.header, variant.header), threads=variant.threads, shared=variant.shared,
-            least_blocks=variant.per_sm, persistent=variant.persistent, early=early, caches=beside_previous and not variant.persistent,
-            title=str(share),
+            min_blocks=variant.per_sm, persistent=variant.persistent, reads_before_wait=reads_before_wait,
+            carveout=concurrent_with_previous and not variant.persistent, title=str(size_class),
         )  # fmt: skip
 
     def count(self, array: Array, sizes: Sizes, arch: str) -> int:
         """No activations where the product reads a matrix as it is."""
-        if array.name == ACTIVATIONS and self._reads_the_matrix(self.variant(sizes, arch), self._is_given_ordered(sizes, arch)):
+        if array.name == ACTIVATIONS and self._reads_in_place(self.variant(sizes, arch), self._reads_fragment_order(sizes, arch)):
             return 0
         return super().count(array, sizes, arch)
 
     # Two products, one after the other --------------------------------------------------------------------------------
 
-    def follow(self, previous: Product) -> None:
-        """Reads the result of another product, which nothing else does: it comes in order, where both are kernels of many rows."""
+    def chain_after(self, previous: Product) -> None:
+        """Reads the result of another product, which nothing else does: in fragment order, where the kernels of both are large-M."""
         if len(previous.plan.rows) == 1 and not previous.plan.combine and previous.plan.width == self.plan.k:
             self._previous, previous._next = previous, self
 
-    def gives_ordered(self, sizes: Sizes, arch: str) -> bool:
-        """Whether its result is in the order in which the next product reads it."""
-        return self._next is not None and all(p.variant(sizes, arch).ordered for p in (self, self._next))
+    def writes_fragment_order(self, sizes: Sizes, arch: str) -> bool:
+        """Whether its result is in fragment order, in which the next product reads it."""
+        return self._next is not None and all(p.variant(sizes, arch).reads_fragment_order for p in (self, self._next))
 
-    def _is_given_ordered(self, sizes: Sizes, arch: str) -> bool:
-        return self._previous is not None and self._previous.gives_ordered(sizes, arch)
+    def _reads_fragment_order(self, sizes: Sizes, arch: str) -> bool:
+        return self._previous is not None and self._previous.writes_fragment_order(sizes, arch)
 
     # The rows of activations ------------------------------------------------------------------------------------------
 
-    def _prologue(self, variant: variants.Variant, sizes: Sizes, after_routing: bool) -> list[Launched]:
+    def _prologue(self, variant: variants.Variant, sizes: Sizes, after_routing: bool) -> list[KernelSource]:
         """Makes the activations, if they are not in memory as the product reads them."""
         k = self.plan.k
         if self.matrix is None:
             count, made = elements(self.plan.a.type.shape), self.elements()
             element = made.of(self.plan.a, [Index(f"(i / {k})"), Index(f"(i % {k})")])
-            place = "ordered(i)" if variant.ordered else "i"
+            place = "fragment_place(i)" if variant.reads_fragment_order else "i"
             return [self.for_all("prologue", count, [*made.lines, f"{ACTIVATIONS}[{place}] = narrow<{self.dtype}>({element});"], sizes)]
-        if self._reads_the_matrix(variant):
+        if self._reads_in_place(variant):
             return []
         pieces = exact_div(elements(self.matrix.type.shape), 8)
         assert pieces is not None
-        store = f"store_vector<8>({ACTIVATIONS} + 8 * i, ordered_piece({self.names[self.matrix]}, i));"
-        early, body = ([store], []) if after_routing else ([], [store])  # routing has waited for what made the matrix
-        return [self.for_all("prologue_ordered", pieces, body, sizes, early=early)]
+        store = f"store_vector<8>({ACTIVATIONS} + 8 * i, fragment_piece({self.names[self.matrix]}, i));"
+        before_wait, body = ([store], []) if after_routing else ([], [store])  # routing has waited for what made the matrix
+        return [self.for_all("reorder_activations", pieces, body, sizes, before_wait=before_wait)]
 
-    def _row(self, variant: variants.Variant, given_ordered: bool) -> list[str]:
+    def _row(self, variant: variants.Variant, reads_fragment_order: bool) -> list[str]:
         """The types of both operands, and where the product reads a row of activations."""
         made = self.elements()
         matrix, row = made.row_in_memory(self.plan.a, _M, self.plan.k) or (None, _M)
-        name = self.names[matrix] if matrix is not None and self._reads_the_matrix(variant, given_ordered) else ACTIVATIONS
+        name = self.names[matrix] if matrix is not None and self._reads_in_place(variant, reads_fragment_order) else ACTIVATIONS
         types = [f"using Activation = {self.dtype};", f"using Weights = {self.reader.of(self.dtype)};"]
         body = inner([*made.lines, f"return {name} + {row} * K;"])
         return ["", *types, f"__device__ const {self.dtype}* row(i64 m) const {{", *body, "}"]
 
-    def _reads_the_matrix(self, variant: variants.Variant, given_ordered: bool = False) -> bool:
+    def _reads_in_place(self, variant: variants.Variant, reads_fragment_order: bool = False) -> bool:
         """Whether the product reads the matrix in memory as it is, and not what the prologue makes of it."""
-        return self.matrix is not None and (given_ordered or not self.orders(variant))
+        return self.matrix is not None and (reads_fragment_order or not self.needs_reordering(variant))
 
-    def orders(self, variant: variants.Variant) -> bool:
-        """Whether a kernel before the product puts rows in order. Rows that are read in turn are as many as are put in order."""
-        return variant.ordered and not (self._in_turn and variant.in_turn)
+    def needs_reordering(self, variant: variants.Variant) -> bool:
+        """Whether a kernel before the product writes rows in fragment order. Where it need not, rows are in natural order."""
+        return variant.reads_fragment_order and not (self._natural_order and variant.prefers_natural_order)
 
     @property
     def _routing(self) -> Op | None:
@@ -191,17 +204,17 @@ class Product(Source):
         return next((op for op in self.fusion.ops if op.kind.name == "route" and op.outputs[0] is self.plan.ends), None)
 
     def _find(self, ids: bool) -> list[str]:
-        """How a kernel finds a tile: in ids, or in ends."""
+        """How a small-M kernel finds its tile: in ids, or in ends."""
         if ids:
             assert self._routing is not None
             routed = self.array(self._routing.values[0], self.made_later)
-            made = f"find_tile_of_ids<G, HEIGHT, ACROSS, AT_ONCE>({routed}, i32(rows()), number)"
+            made = f"find_tile_by_ids<GROUPS, TILE_M, N_TILES, WAVE>({routed}, i32(rows()), number)"
         else:
-            told = "nullptr" if self._routing else "blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr"
-            made = f"find_tile<G, HEIGHT, ACROSS, AT_ONCE, MOST>(ends, i32(rows()), number, {told})"
+            report = "nullptr" if self._routing else "blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr"
+            made = f"find_tile_by_ends<GROUPS, TILE_M, N_TILES, WAVE, MAX_ROWS>(ends, i32(rows()), number, {report})"
         return [
-            "template <int HEIGHT, int ACROSS, int AT_ONCE>",
-            f"__device__ __forceinline__ Place find(i32 number) const {{ return {made}; }}",
+            "template <int TILE_M, int N_TILES, int WAVE>",
+            f"__device__ __forceinline__ TilePlace find(i32 number) const {{ return {made}; }}",
         ]
 
     # The struct -------------------------------------------------------------------------------------------------------
@@ -210,8 +223,9 @@ class Product(Source):
         plan, cols = self.plan, self.columns
         runs = next((known(v.type.shape[1]) for v in plan.weight if len(v.type.shape) == 2), 1)
         return [
-            f"static constexpr i32 G = {self.groups}, N = {plan.n}, K = {plan.k}, W = {plan.width}, F = {len(cols.texts)}, RUNS = {runs};",
-            f"static constexpr i32 B = {cols.block}, TILES = {cols.tiles};",
+            f"static constexpr i32 GROUPS = {self.groups}, N = {plan.n}, K = {plan.k};",
+            f"static constexpr i32 WIDTH = {plan.width}, COLUMNS_PER_RESULT = {len(cols.texts)};",
+            f"static constexpr i32 BLOCK = {cols.block}, BLOCK_TILES = {cols.tiles}, SCALE_RUNS = {runs};",
             "",
             f"__device__ i64 rows() const {{ return {size(self.rows)}; }}",
             *cols.functions(),
@@ -250,7 +264,7 @@ class Product(Source):
             "",
             "// Element j of row m, of group g, of result I, from the row's columns(j) of the product; where the result lies.",
             "template <int I>",
-            "__device__ __forceinline__ auto result(i64 m, i64 g, i64 j, const float (&p)[F]) const {",
+            "__device__ __forceinline__ auto result(i64 m, i64 g, i64 j, const float (&p)[COLUMNS_PER_RESULT]) const {",
             *inner(bodies),
             "}",
             "template <int I>",
@@ -261,11 +275,12 @@ class Product(Source):
 
     # What is stored for tokens ----------------------------------------------------------------------------------------
 
-    def _combine(self, sizes: Sizes) -> Launched:
+    def _combine(self, sizes: Sizes) -> KernelSource:
         assert self.plan.combine is not None
-        return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes, early=True)
+        return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes, reads_before_wait=True)
 
 
-def reading(shares: Sequence[Share]) -> variants.Variant:
-    """The variant in whose order kernels beside each other read rows: the first one, or one that can read them in their own order alone."""
-    return next((share.variant for share in shares if not share.variant.ordered), shares[0].variant)
+def activation_reader(size_classes: Sequence[SizeClass]) -> variants.Variant:
+    """The variant that says in which order concurrent kernels read rows: the first, or one that reads row-major alone."""
+    row_major = (size_class.variant for size_class in size_classes if not size_class.variant.reads_fragment_order)
+    return next(row_major, size_classes[0].variant)

@@ -1,4 +1,4 @@
-"""Programs in one call: all segments at once, products that follow each other in the know of it."""
+"""Programs in one call: all segments at once, products that follow each other chained."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...],
     if len(sources) < len(kernels) or not kernels:
         return tuple(kernels), None
     # A product reads ends and weights before the kernel before it has ended, which must not be what makes them.
-    follows = [False, *(isinstance(source, Product) for source in sources[:-1])]
+    overlaps = [False, *(isinstance(source, Product) for source in sources[:-1])]
     chained = _chained(fusion, kernels, sources)
-    parts = [Part(s, k.segment.inputs, k.segment.outputs, f) for s, k, f in zip(chained, kernels, follows, strict=True)]
+    parts = [Part(s, k.segment.inputs, k.segment.outputs, o) for s, k, o in zip(chained, kernels, overlaps, strict=True)]
     results, read = {v for part in parts for v in part.outputs}, Counter(v for part in parts for v in part.inputs)
     whole = set(fusion.outputs) <= results and len(set(fusion.outputs)) == len(fusion.outputs)
     transposable = all(v in fusion.inputs and read[v] == 1 for part in parts for v in part.transposed)
@@ -29,7 +29,7 @@ def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...],
 
 
 def _chained(fusion: Fusion, kernels: Sequence[Kernel], sources: Sequence[Source]) -> list[Source]:
-    """The sources, those of products whose result only the next product reads in the know of each other."""
+    """The sources; a product that alone reads the result of another is chained to that."""
     found = [copy(source) for source in sources]
     makers = {v: source for kernel, source in zip(kernels, found, strict=True) for v in kernel.segment.outputs}
     readers = Counter([*fusion.outputs, *(v for kernel in kernels for v in set(kernel.segment.inputs))])
@@ -39,5 +39,5 @@ def _chained(fusion: Fusion, kernels: Sequence[Kernel], sources: Sequence[Source
         read = kernel.segment.inputs[source.fusion.inputs.index(source.matrix)]
         maker = makers.get(read)
         if isinstance(maker, Product) and readers[read] == 1:
-            source.follow(maker)
+            source.chain_after(maker)
     return found

@@ -18,11 +18,11 @@ from ...ir.core import Value, storage_shape
 from ...ir.types import DTYPES
 from ...runtime import cuda, nvrtc
 from ...runtime.kernel import Chosen
-from .source import Array, Launched, Sizes, Source
+from .source import Array, KernelSource, Sizes, Source
 
 KERNELS = Path(__file__).parent / "kernels"
 _ALIGN = 16  # bytes that vectors are loaded by
-APART = 256  # bytes: what a call makes for itself begins at multiples of it, in one piece of memory
+ALIGNMENT = 256  # bytes: what a call makes for itself begins at multiples of it, in one piece of memory
 _REMEMBERED = 1024  # devices and sizes of calls
 _DTYPES = {"i32": torch.int32, "bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -31,13 +31,13 @@ _DTYPES = {"i32": torch.int32, "bf16": torch.bfloat16, "f16": torch.float16}
 class Part:
     """A segment among those of a call. inputs, outputs: the call's values for those of the source's fusion.
 
-    follows: whether its first kernel may read before the kernel before it has ended.
+    overlaps_previous: whether its first kernel may read before the kernel before it has ended.
     """
 
     source: Source
     inputs: Sequence[Value]
     outputs: Sequence[Value]
-    follows: bool = False
+    overlaps_previous: bool = False
 
     @property
     def transposed(self) -> list[Value]:
@@ -94,13 +94,13 @@ class Call:
         with torch.cuda.device(device.index):
             cuda.raise_fault()
             prepared = self._prepared(device, *[sizes[s] for s in self._symbols])
-            held = [_aligned(t.mT if swap else t) for t, swap in zip(tensors, self._swap, strict=True)]
-            held += [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in prepared.results]
+            arrays = [_aligned(t.mT if swap else t) for t, swap in zip(tensors, self._swap, strict=True)]
+            arrays += [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in prepared.results]
             _memory, inner = allocate(prepared.offsets, prepared.nbytes, device)  # held until all kernels are launched
-            addresses, stream = [*[t.data_ptr() for t in held], *inner], cuda.stream(device)
+            addresses, stream = [*[t.data_ptr() for t in arrays], *inner], cuda.stream(device)
             for step in prepared.steps:
                 step.run(addresses, stream)
-        return tuple([held[i] for i in self._outputs])
+        return tuple([arrays[i] for i in self._outputs])
 
     def _places_of(self, part: Part, place: dict[object, int]) -> tuple[int, ...]:
         """Where the arrays of a part's struct are; those that have no place get the next."""
@@ -123,7 +123,7 @@ class Call:
         sizes, index = dict(zip(self._symbols, numbers, strict=True)), device.index
         results = ((tuple(storage_shape(v.type, sizes)), DTYPES[v.type.dtype]) for v in self._made)
         nbytes = (_nbytes(source, array, sizes, cuda.arch(index)) for source, array in self._inner)
-        *offsets, end = accumulate((ceil_to(n, APART) for n in nbytes), initial=0)
+        *offsets, end = accumulate((ceil_to(n, ALIGNMENT) for n in nbytes), initial=0)
         steps = (_step(part, places, sizes, index) for part, places in zip(self._parts, self._places, strict=True))
         return _Prepared(tuple(results), tuple(offsets), end, tuple(steps))
 
@@ -148,15 +148,15 @@ class Launch:
     def chosen(self, sizes: Sizes) -> Chosen:
         """What is launched by itself, on the current device; on compute capability 9.0 where there is none."""
         arch = cuda.arch(torch.cuda.current_device()) if torch.cuda.is_available() else "sm_90a"
-        names = ", ".join(launched.title for launched in self.source.launches(sizes, arch) if launched.blocks)
+        names = ", ".join(kernel.title for kernel in self.source.launches(sizes, arch) if kernel.blocks)
         others: list[Value | Array] = [v for v in self.source.memory if v not in self.source.fusion.outputs]
         workspace = sum(_nbytes(self.source, a, sizes, arch) for a in [*others, *self.source.scratch])
         return Chosen(f"{names} on {arch}", workspace)
 
 
-def build(launched: Launched, arch: str) -> Path:
+def build(kernel: KernelSource, arch: str) -> Path:
     """The cubin of a kernel."""
-    return nvrtc.build(launched.text, name=launched.name, arch=arch, headers=_headers())
+    return nvrtc.build(kernel.text, name=kernel.name, arch=arch, headers=_headers())
 
 
 @cache
@@ -165,8 +165,9 @@ def _headers() -> Mapping[str, str]:
 
 
 def _step(part: Part, places: tuple[int, ...], sizes: Sizes, index: int) -> _Step:
-    launches = [launched for launched in part.source.launches(sizes, cuda.arch(index)) if launched.blocks]
-    loaded = (_loaded(launched, index, overlap=part.follows or i > 0 or not launched.early) for i, launched in enumerate(launches))
+    launches = [kernel for kernel in part.source.launches(sizes, cuda.arch(index)) if kernel.blocks]
+    overlaps = (part.overlaps_previous or i > 0 or not kernel.reads_before_wait for i, kernel in enumerate(launches))
+    loaded = (_loaded(kernel, index, programmatic_launch=overlap) for kernel, overlap in zip(launches, overlaps, strict=True))
     return _Step(tuple(sizes[s] for s in part.source.fusion.symbols), places, tuple(loaded))
 
 
@@ -176,11 +177,11 @@ def _nbytes(source: Source, array: Value | Array, sizes: Sizes, arch: str) -> in
     return prod(storage_shape(array.type, sizes)) * DTYPES[array.type.dtype].itemsize
 
 
-def _loaded(launched: Launched, index: int, overlap: bool) -> cuda.Launch:
-    function = cuda.load(build(launched, cuda.arch(index)), launched.name, launched.shared)
-    blocks = min(launched.blocks, cuda.multiprocessors(index)) if launched.persistent else launched.blocks
-    carveout = cuda.carveout(function, index, launched.caches) if launched.caches else None
-    return cuda.Launch(function, blocks, launched.threads, launched.shared, overlap and cuda.can_overlap(index), carveout)
+def _loaded(kernel: KernelSource, index: int, programmatic_launch: bool) -> cuda.Launch:
+    function = cuda.load(build(kernel, cuda.arch(index)), kernel.name, kernel.shared)
+    blocks = min(kernel.blocks, cuda.multiprocessors(index)) if kernel.persistent else kernel.blocks
+    carveout = cuda.carveout(function, index, kernel.carveout_blocks) if kernel.carveout_blocks else None
+    return cuda.Launch(function, blocks, kernel.threads, kernel.shared, programmatic_launch and cuda.can_overlap(index), carveout)
 
 
 def _aligned(t: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from ...ir.types import plain
 from ..cxx.elements import stored
 from ..cxx.indices import Index, unflat
 from ..cxx.plan import MADE_FIRST
-from .source import Launched, Sizes, Source
+from .source import KernelSource, Sizes, Source
 
 _I = Index("i")
 _SUMS = ("sum", "index_put_accumulate", "decode_scale", "quantize", "grouped_swizzle")
@@ -35,7 +35,7 @@ class Loops(Source):
         """None: its kernels have all."""
         return []
 
-    def launches(self, sizes: Sizes, arch: str) -> list[Launched]:
+    def launches(self, sizes: Sizes, arch: str) -> list[KernelSource]:
         """Routing; sums of slots; then the results, those of as many elements in one kernel."""
         found = self.made_first(sizes)
         ready = [v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs]
@@ -47,7 +47,7 @@ class Loops(Source):
         of_count = [(n, [v for v in left if elements(v.type.shape) == n]) for n in counts]
         return found + [self._elementwise(i, values, n, left, sizes) for i, (n, values) in enumerate(of_count)]
 
-    def _elementwise(self, i: int, values: Sequence[Value], count: AnySize, left: Sequence[Value], sizes: Sizes) -> Launched:
+    def _elementwise(self, i: int, values: Sequence[Value], count: AnySize, left: Sequence[Value], sizes: Sizes) -> KernelSource:
         made = self.elements(without=left)
         stores = []
         for v in values:

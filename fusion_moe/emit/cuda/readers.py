@@ -12,7 +12,7 @@ class Reader:
     """A C++ class template of a reader, and its header. Parts of a weight have the names that the encoding gives them.
 
     See kernels/weights/reader.cuh. activations: the dtypes that it makes fragments for; tiled: whether weights are in tiles of 16 rows and
-    64 columns, as products of many rows need them.
+    64 columns, as large-M kernels need them.
     """
 
     template: str

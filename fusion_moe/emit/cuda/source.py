@@ -21,9 +21,9 @@ from ..cxx.indices import Index, flat, is_index, reshaped, size
 from ..cxx.plan import MADE_FIRST, below, made_by_route, source
 
 THREADS = 256
-_MOST_BLOCKS = 132 * 16
+_MAX_BLOCKS = 132 * 16
 _WARPS = {32: 1, 1024: 8}  # of a block of `route`, for up to so many ids
-_MOST_WARPS = 32
+_MAX_WARPS = 32
 _J, _S, _T = Index("j"), Index("s"), Index("t")
 
 _STRUCT = Template("""\
@@ -48,12 +48,13 @@ Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Launched:
+class KernelSource:
     """One kernel: its text, and how it is launched.
 
     blocks: as many as there is work for; shared: bytes of dynamic shared memory; persistent: whether each multiprocessor gets one block at
-    most, which goes through the work; early: whether it reads before it waits for the kernel before it. caches: how many of its blocks a
-    multiprocessor has, if what they leave of its shared memory has to be a cache: see runtime/cuda.py. title: a name for people.
+    most, which loops over the work; reads_before_wait: whether it reads before it waits for the kernel before it. carveout_blocks: how
+    many of its blocks a multiprocessor has, if the shared-memory carveout is to hold no more than these: see runtime/cuda.py. title: a
+    name for people.
     """
 
     name: str
@@ -62,8 +63,8 @@ class Launched:
     threads: int = THREADS
     shared: int = 0
     persistent: bool = False
-    early: bool = False
-    caches: int = 0
+    reads_before_wait: bool = False
+    carveout_blocks: int = 0
     title: str = ""
 
 
@@ -95,7 +96,7 @@ class Source(ABC):
         """The struct's own constants and functions."""
 
     @abstractmethod
-    def launches(self, sizes: Sizes, arch: str) -> list[Launched]:
+    def launches(self, sizes: Sizes, arch: str) -> list[KernelSource]:
         """The kernels, in order, for these sizes on an architecture: "sm_90a"."""
 
     def count(self, array: Array, sizes: Sizes, arch: str) -> int:
@@ -115,26 +116,34 @@ class Source(ABC):
         first = {v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs}
         return [v for v in self.memory if v not in first]
 
-    def kernel(self, name: str, body: Sequence[str], blocks: int, *, threads: int = THREADS, early: bool = False) -> Launched:
+    def kernel(
+        self, name: str, body: Sequence[str], blocks: int, *, threads: int = THREADS, reads_before_wait: bool = False
+    ) -> KernelSource:  # fmt: skip
         """A kernel whose struct has `body` as its function `run`."""
-        return self.calling("s.run();", name, ["__device__ void run() const {", *inner(body), "}"], blocks, threads=threads, early=early)
+        run = ["__device__ void run() const {", *inner(body), "}"]
+        return self.calling("s.run();", name, run, blocks, threads=threads, reads_before_wait=reads_before_wait)
 
     def calling(
-        self, call: str, name: str, functions: Sequence[str], blocks: int, *, headers: Sequence[str] = ("rows.cuh",),
-        threads: int = THREADS, shared: int = 0, least_blocks: int = 1, persistent: bool = False, early: bool = False,
-        caches: bool = False, title: str = "",
-    ) -> Launched:  # fmt: skip
-        """A kernel that makes a call, and whose struct has more functions. least_blocks: that must fit one multiprocessor."""
-        bounds = f"{threads}, {least_blocks}"
+        self, call: str, name: str, functions: Sequence[str], blocks: int, *, headers: Sequence[str] = ("routing.cuh",),
+        threads: int = THREADS, shared: int = 0, min_blocks: int = 1, persistent: bool = False, reads_before_wait: bool = False,
+        carveout: bool = False, title: str = "",
+    ) -> KernelSource:  # fmt: skip
+        """A kernel that makes a call, and whose struct has more functions. min_blocks: that must fit one multiprocessor.
+
+        carveout: whether the shared-memory carveout is to hold these blocks and no more.
+        """
+        bounds = f"{threads}, {min_blocks}"
         includes = "\n".join(f'#include "{header}"' for header in headers)
         text = _KERNEL.substitute(includes=includes, struct=self._struct(functions), name=name, call=call, bounds=bounds)
-        return Launched(name, text, blocks, threads, shared, persistent, early, least_blocks if caches else 0, title or name)
+        carveout_blocks = min_blocks if carveout else 0
+        return KernelSource(name, text, blocks, threads, shared, persistent, reads_before_wait, carveout_blocks, title or name)
 
-    def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, early: Sequence[str] = ()) -> Launched:
-        """A kernel that does `body` for each i below a count; and `early` while the kernel before it runs, of which that needs nothing."""
-        blocks = min(_MOST_BLOCKS, -(-value(count, sizes) // THREADS))
-        first, then = ([f"for_all({size(count)}, [&](i64 i) {{", *inner(lines), "});"] if lines else [] for lines in (early, body))
-        return self.kernel(name, [*first, "wait_for_previous();", "let_next_start();", *then], blocks, early=bool(early))
+    def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, before_wait: Sequence[str] = ()) -> KernelSource:
+        """A kernel that does `body` for each i below a count; and `before_wait` while the kernel before runs, which it needs nothing of."""
+        blocks = min(_MAX_BLOCKS, -(-value(count, sizes) // THREADS))
+        first, then = ([f"for_all({size(count)}, [&](i64 i) {{", *inner(lines), "});"] if lines else [] for lines in (before_wait, body))
+        lines = [*first, "griddepcontrol_wait();", "griddepcontrol_launch_dependents();", *then]
+        return self.kernel(name, lines, blocks, reads_before_wait=bool(before_wait))
 
     def _struct(self, more: Sequence[str]) -> str:
         return _STRUCT.substitute(members=_indented(self._members()), functions=_indented([*self.functions(), *more]))
@@ -147,7 +156,7 @@ class Source(ABC):
 
     # What stands before all else --------------------------------------------------------------------------------------
 
-    def made_first(self, sizes: Sizes) -> list[Launched]:
+    def made_first(self, sizes: Sizes) -> list[KernelSource]:
         """Routing."""
         found = []
         for op in self.fusion.ops:
@@ -159,16 +168,16 @@ class Source(ABC):
                 raise UnsupportedError("problem_ends has no kernel here yet")
         return found
 
-    def _route(self, op: Op, sizes: Sizes) -> Launched:
+    def _route(self, op: Op, sizes: Sizes) -> KernelSource:
         (ids,), groups, (ends, row_of, slot_of) = op.values, op.attrs["groups"].count, op.outputs
         count, slots = elements(ids.type.shape), size(ids.type.shape[1])
-        warps = next((w for most, w in _WARPS.items() if value(count, sizes) <= most), _MOST_WARPS)
+        warps = next((w for most, w in _WARPS.items() if value(count, sizes) <= most), _MAX_WARPS)
         given = f"{self.array(ids, self.made_later)}, i32({size(count)}), i32({slots}), {groups}, "
         given += f"{self.array(ends)}, {self.array(row_of)}, {self.array(slot_of)}, error"
-        body = ["wait_for_previous();", "let_next_start();", f"Route<{stored(ids)}, {warps}>{{{given}}}.run();"]
+        body = ["griddepcontrol_wait();", "griddepcontrol_launch_dependents();", f"Route<{stored(ids)}, {warps}>{{{given}}}.run();"]
         return self.kernel("route", body, groups, threads=32 * warps)
 
-    def _invert(self, op: Op, sizes: Sizes) -> list[Launched]:
+    def _invert(self, op: Op, sizes: Sizes) -> list[KernelSource]:
         """One kernel for a permutation. For what may be none, every row is made to name a slot that there is."""
         (slot_of,), count, made = op.values, plain(op.attrs["rows"]), self.array(op.outputs[0])
         place = f"{self.array(slot_of, self.made_later)}[i]"
@@ -176,33 +185,33 @@ class Source(ABC):
             return [self.for_all("invert", count, [f"{made}[{place}] = i32(i);"], sizes)]
         return [
             self.for_all("invert_begin", count, [f"{made}[i] = -1;"], sizes),
-            self.for_all("invert", count, [f"{made}[inside({place}, {size(count)}, error)] = i32(i);"], sizes),
-            self.for_all("invert_end", count, [f"{made}[i] = i32(inside({made}[i], {size(count)}, error));"], sizes),
+            self.for_all("invert", count, [f"{made}[clamp_index({place}, {size(count)}, error)] = i32(i);"], sizes),
+            self.for_all("invert_end", count, [f"{made}[i] = i32(clamp_index({made}[i], {size(count)}, error));"], sizes),
         ]
 
     # What is summed ---------------------------------------------------------------------------------------------------
 
     def sum_of_slots(
-        self, combine: Op, results: Sequence[Value], without: Sequence[Value], sizes: Sizes, *, early: bool = False
-    ) -> Launched:  # fmt: skip
+        self, combine: Op, results: Sequence[Value], without: Sequence[Value], sizes: Sizes, *, reads_before_wait: bool = False
+    ) -> KernelSource:  # fmt: skip
         """The kernel of a combine, and of results that are computed from it alone. without: what is not in memory yet.
 
-        early: whether slots and weights are, before the kernel before this one has ended; they come to the caches meanwhile.
+        reads_before_wait: whether slots and weights are, before the kernel before this one has ended; they are prefetched meanwhile.
         """
         (y, slot_of, w), (total,) = combine.values, combine.outputs
         (tokens, width), slots = total.type.shape, size(slot_of.type.shape[1])
         if not isinstance(width, int):
             raise UnsupportedError(f"combine of {y.type} has no kernel here", expected="a number of columns known when compiling")
-        at_once = next(v for v in (8, 4, 2, 1) if width % v == 0)
+        columns = next(v for v in (8, 4, 2, 1) if width % v == 0)
         hidden = (*without, *results)
         slot, weight = (self.elements(without=hidden) for _ in range(2))
         row = safe(self.fusion, slot_of, y.type.shape[0], slot.of(slot_of, [_T, _S]))
         factor = weight.of(w, [_T, _S])
-        touched = [f"const i64 t = i / {width // at_once}, s = 0;"]
-        touched += [f"{{ {' '.join(made.lines)} touch({found}); }}" for made, found in ((slot, row), (weight, factor))]
+        prefetched = [f"const i64 t = i / {width // columns}, s = 0;"]
+        prefetched += [f"{{ {' '.join(made.lines)} prefetch({found}); }}" for made, found in ((slot, row), (weight, factor))]
         body = [
-            f"const i64 t = i / {width // at_once}, j0 = i % {width // at_once} * {at_once};",
-            f"float total[{at_once}];",
+            f"const i64 t = i / {width // columns}, j0 = i % {width // columns} * {columns};",
+            f"float total[{columns}];",
             f"sum_slots(total, {self.array(y, without)}, {width}, j0, i32({slots}),",
             f"    [&](i64 s) {{ {' '.join(slot.lines)} return {row}; }}, [&](i64 s) {{ {' '.join(weight.lines)} return {factor}; }});",
         ]
@@ -215,8 +224,9 @@ class Source(ABC):
         made = self.elements({total: of_thread}, without=hidden)
         stores = [self._put(made, v, (tokens, width), _T) for v in results]
         each = ["const i64 j = j0 + v;", *made.lines, *stores]
-        body += ["#pragma unroll", f"for (int v = 0; v < {at_once}; ++v) {{", *inner(each), "}"]
-        return self.for_all("combine", elements((plain(tokens), width // at_once)), body, sizes, early=touched if early else ())
+        body += ["#pragma unroll", f"for (int v = 0; v < {columns}; ++v) {{", *inner(each), "}"]
+        count, before_wait = elements((plain(tokens), width // columns)), prefetched if reads_before_wait else ()
+        return self.for_all("combine", count, body, sizes, before_wait=before_wait)
 
     def _put(self, made: Elements, v: Value, shape: Sequence[Dim], row: Index) -> str:
         """Element (row, j) of a value, seen as a matrix of a shape."""
@@ -243,7 +253,7 @@ class SafeElements(Elements):
 
 def safe(fusion: Fusion, index: Value, limit: Dim, element: str) -> str:
     """An element of an index, below a limit: as it is if what made it says so."""
-    return element if below(fusion, index) == plain(limit) else f"inside({element}, {size(limit)}, error)"
+    return element if below(fusion, index) == plain(limit) else f"clamp_index({element}, {size(limit)}, error)"
 
 
 def _indented(lines: Sequence[str]) -> str:

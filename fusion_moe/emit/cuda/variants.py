@@ -37,30 +37,30 @@ class Matrices:
 
 
 @dataclass(frozen=True)
-class FewRows:
-    """kernels/few_rows.cuh: 8 * nt rows of a group; r tiles of 16 columns a warp; wk warps along K.
+class SmallM:
+    """kernels/small_m.cuh: 8 * tiles_m rows of a group; tiles_per_warp tiles of 16 columns a warp; split-K by split_k warps.
 
-    u: blocks of 64 k in flight, at least; c: how many more are asked for at a time.
+    in_flight: K blocks requested ahead, at least; batch: how many more are requested at a time.
     per_sm: blocks that share a multiprocessor, which is what registers are limited by.
     """
 
-    nt: int
-    r: int
-    wk: int
-    u: int
-    c: int
+    tiles_m: int
+    tiles_per_warp: int
+    split_k: int
+    in_flight: int
+    batch: int
     per_sm: int
 
-    header = "few_rows.cuh"
+    header = "small_m.cuh"
     shared = 0  # bytes that a launch asks for
-    persistent = False  # whether blocks stay on their multiprocessor, and no more than fit are launched
-    ordered = False  # whether it can read activations in the order of kernels/order.cuh, which takes fewer instructions
-    in_turn = False  # whether it is faster with rows that lie in turn as they are than after a kernel that puts them in order
+    persistent = False  # whether a block loops over work tiles, and no more are launched than run at once
+    reads_fragment_order = False  # whether it can read activations in fragment order, which takes fewer instructions
+    prefers_natural_order = False  # whether rows in natural order are faster read as they are than written in fragment order first
 
     @property
     def warps(self) -> int:
         """Of a block: few, of which none waits long for the others; more where these make no two tiles, which gate and up are."""
-        return 4 if 4 * self.r >= 2 * self.wk else 8
+        return 4 if 4 * self.tiles_per_warp >= 2 * self.split_k else 8
 
     @property
     def threads(self) -> int:
@@ -68,196 +68,198 @@ class FewRows:
         return 32 * self.warps
 
     @property
-    def at_once(self) -> int:
-        """Blocks that an H200 has running."""
+    def wave(self) -> int:
+        """Blocks that an H200 runs at once."""
         return _MULTIPROCESSORS * self.per_sm
 
     @property
-    def height(self) -> int:
-        """Rows of a tile."""
-        return 8 * self.nt
+    def tile_m(self) -> int:
+        """Rows of an M tile."""
+        return 8 * self.tiles_m
 
     @property
     def tiles(self) -> int:
         """Tiles of 16 columns of the product that a block makes at once."""
-        return self.r * self.warps // self.wk
+        return self.tiles_per_warp * self.warps // self.split_k
 
     @property
     def name(self) -> str:
         """Names the kernel."""
-        return f"few_rows_{self.nt}x{self.r}x{self.wk}x{self.u}x{self.c}"
+        return f"small_m_{self.tiles_m}x{self.tiles_per_warp}x{self.split_k}x{self.in_flight}x{self.batch}"
 
     def call(self, blocks: int) -> str:
-        """What the kernel runs in that many blocks. No more than run at once have no use for the code that makes halves."""
-        at_once = self.at_once if blocks > self.at_once else 0
-        return f"FewRows<Segment, {self.nt}, {self.r}, {self.wk}, {self.u}, {self.c}, {self.warps}, {at_once}>::run(s);"
+        """What the kernel runs in that many blocks. No more than one wave has no use for the code that splits the last."""
+        wave = self.wave if blocks > self.wave else 0
+        sizes = self.tiles_m, self.tiles_per_warp, self.split_k, self.in_flight, self.batch, self.warps, wave
+        return f"SmallM<Segment, {', '.join(map(str, sizes))}>::run(s);"
 
     def fits(self, of: Matrices, arch: str) -> bool:
-        """Whether it makes whole columns of a result of all its tiles, and registers hold what it reads ahead."""
-        held = (self.u + self.c) * self.r * of.tile_bytes // 128
-        sums_and_rows = (4 * self.r + 16) * self.nt
+        """Whether it makes whole columns of a result of all its tiles, and registers hold what is in flight."""
+        packed = (self.in_flight + self.batch) * self.tiles_per_warp * of.tile_bytes // 128
+        sums_and_rows = (4 * self.tiles_per_warp + 16) * self.tiles_m
         registers = min(255, _REGISTERS // (self.threads * self.per_sm))
-        return self.tiles % of.block == 0 and held + sums_and_rows + _OTHER_REGISTERS <= registers
+        return self.tiles % of.block == 0 and packed + sums_and_rows + _OTHER_REGISTERS <= registers
 
-    def halves(self, block: int) -> bool:
-        """Whether blocks that have nothing to do take halves of the last ones: see kernels/few_rows.cuh."""
-        return 2 * self.wk <= self.warps and self.tiles % (2 * block) == 0
+    def splits_last_wave(self, block: int) -> bool:
+        """Whether idle blocks take halves of the last wave's tiles: see kernels/small_m.cuh."""
+        return 2 * self.split_k <= self.warps and self.tiles % (2 * block) == 0
 
-    def time(self, blocks: float, spare: float, of: Matrices) -> float:
-        """Of that many blocks with work, in what a warp takes for 64 k, as far as an H200's times tell variants of one regime apart.
+    def cost(self, blocks: float, idle_blocks: float, of: Matrices) -> float:
+        """The time of that many blocks with work, in what a warp takes for a K block, as far as an H200's times tell variants of one
+        regime apart.
 
-        spare: blocks without work. Blocks run in waves, and memory is busy with less than whole ones; the last is half as long where spare
-        blocks are sure to take halves. To begin and to end takes a block as long as some more k.
+        idle_blocks: blocks without work. Blocks run in waves, and less than a whole one saturates memory; the last is half as long where
+        idle blocks are sure to take halves. Prologue and epilogue take a block as long as some more K blocks.
         """
-        whole, rest = divmod(blocks, self.at_once)
-        waves = max(math.ceil(blocks / self.at_once), blocks * self.warps / _BUSY)
-        if self.halves(of.block) and whole and 2 * rest <= min(spare, self.at_once):
-            waves = min(waves, whole * max(1, self.at_once * self.warps / _BUSY) + 0.5)
-        return waves * (of.k / 64 / self.wk + _BEGIN_AND_END)
+        whole, rest = divmod(blocks, self.wave)
+        waves = max(math.ceil(blocks / self.wave), blocks * self.warps / _WARPS_TO_SATURATE_MEMORY)
+        if self.splits_last_wave(of.block) and whole and 2 * rest <= min(idle_blocks, self.wave):
+            waves = min(waves, whole * max(1, self.wave * self.warps / _WARPS_TO_SATURATE_MEMORY) + 0.5)
+        return waves * (of.k / 64 / self.split_k + _PROLOGUE_EPILOGUE_K_BLOCKS)
 
 
 @dataclass(frozen=True)
-class ManyRows:
-    """kernels/many_rows.cuh: up to `height` rows of a group, by `teams` warpgroups, each with `bands` times 64 columns of the product.
+class LargeM:
+    """kernels/large_m.cuh: up to `tile_m` rows of a group, by `consumers` warpgroups, each with `repeats` times 64 columns of the product.
 
     Needs wgmma.
     """
 
-    height: int
-    teams: int
-    bands: int = 1
+    tile_m: int
+    consumers: int
+    repeats: int = 1
 
-    header = "many_rows.cuh"
+    header = "large_m.cuh"
     per_sm = 1
     shared = 227 * 1024
     persistent = True
-    ordered = True
+    reads_fragment_order = True
 
     @property
-    def in_turn(self) -> bool:
-        """As measured on an H200: in 0.86 to 1.03 of the time at height 160, where a weight is decoded for many rows; 1.0 to 1.07 below."""
-        return self.height >= 160
+    def prefers_natural_order(self) -> bool:
+        """As measured on an H200: 0.86 to 1.03 of the time at tile_m 160, where more rows share a dequantized weight; 1.0 to 1.07 below."""
+        return self.tile_m >= 160
 
     @property
     def threads(self) -> int:
-        """One more warpgroup copies."""
-        return 128 * (self.teams + 1)
+        """One more warpgroup: producers."""
+        return 128 * (self.consumers + 1)
 
     @property
     def tiles(self) -> int:
         """Tiles of 16 columns of the product that a block makes at once."""
-        return 4 * self.teams * self.bands
+        return 4 * self.consumers * self.repeats
 
     @property
     def name(self) -> str:
         """Names the kernel."""
-        bands = f"x{self.bands}" if self.bands > 1 else ""
-        return f"many_rows_{self.height}x{self.teams}{bands}"
+        repeats = f"x{self.repeats}" if self.repeats > 1 else ""
+        return f"large_m_{self.tile_m}x{self.consumers}{repeats}"
 
     def call(self, blocks: int) -> str:
         """What the kernel runs."""
-        return f"ManyRows<Segment, {self.height}, {self.teams}, {self.bands}>::run(s);"
+        return f"LargeM<Segment, {self.tile_m}, {self.consumers}, {self.repeats}>::run(s);"
 
     def stages(self, of: Matrices) -> int:
-        """Of the ring in shared memory, as kernels/many_rows.cuh counts them."""
+        """Of the ring in shared memory, as kernels/large_m.cuh counts them."""
         depth = 1 if of.wide else 2
-        stage = ceil_to(depth * (self.height * 128 + self.tiles * of.tile_bytes), 1024)
-        schedule, item, barriers = 20 * of.groups + 36, 32, 16
-        return (self.shared - schedule - item) // (stage + barriers + item)
+        stage = ceil_to(depth * (self.tile_m * 128 + self.tiles * of.tile_bytes), 1024)
+        scheduler, work_tile, barriers = 20 * of.groups + 36, 32, 16
+        return (self.shared - scheduler - work_tile) // (stage + barriers + work_tile)
 
     def fits(self, of: Matrices, arch: str) -> bool:
         """Whether it makes whole columns of a result of all its tiles, on an architecture, and has the stages that it needs.
 
-        Two bands, or four teams with high spans, leave no registers for the last half of a stage, of K that is no multiple of 128; two
-        bands with high spans none for tiles past the last column either, and two bands none for wide tiles.
+        Two repeats, or four consumers with high M tiles, leave no registers for the last half of a stage, of K that is no multiple of 128;
+        two repeats with high M tiles none for tiles past the last column either, and two repeats none for wide tiles.
         """
-        short_of_registers = self.bands > 1 or (self.teams > 3 and self.height > 80)
-        whole = of.tiles % self.tiles == 0 or self.bands == 1 or self.height <= 32
-        held = not of.wide or self.bands == 1
+        short_of_registers = self.repeats > 1 or (self.consumers > 3 and self.tile_m > 80)
+        whole = of.tiles % self.tiles == 0 or self.repeats == 1 or self.tile_m <= 32
+        prefetched = not of.wide or self.repeats == 1
         return (
-            arch == "sm_90a" and of.tiled and self.tiles % of.block == 0 and whole and held and self.stages(of) >= _LEAST_STAGES
+            arch == "sm_90a" and of.tiled and self.tiles % of.block == 0 and whole and prefetched and self.stages(of) >= _MIN_STAGES
             and (of.k % 128 == 0 or not short_of_registers)
         )  # fmt: skip
 
-    def time(self, blocks: float, spare: float, of: Matrices) -> float:
-        """Of the tiles of one multiprocessor, those past the product's last column too, in what one takes with one band, as an H200's times
-        say.
+    def cost(self, blocks: float, idle_blocks: float, of: Matrices) -> float:
+        """The time of the tiles of one multiprocessor, those past the product's last column too, in what one takes with one repeat, as an
+        H200's times say.
 
-        Where all blocks run at once, one more span of a group would be a turn of its own: high spans. Else low ones, which leave more
-        shared memory to copies.
+        In a single wave, one more M tile of a group would be a wave of its own: high M tiles. Else low ones, which leave more shared memory
+        to stages.
         """
-        turns = math.ceil(blocks / _MULTIPROCESSORS)
-        tiles = turns * self.tiles * (1 if self.bands == 1 else _TWO_BANDS)
-        return tiles / self.height if turns == 1 else tiles
+        waves = math.ceil(blocks / _MULTIPROCESSORS)
+        tiles = waves * self.tiles * (1 if self.repeats == 1 else _TWO_REPEATS)
+        return tiles / self.tile_m if waves == 1 else tiles
 
 
-Variant = FewRows | ManyRows
+Variant = SmallM | LargeM
 
 
 @dataclass(frozen=True)
 class Regime:
-    """most: rows that a group has on average, up to which one of the variants is chosen: the fastest.
+    """max_average: rows that a group has on average, up to which one of the variants is chosen: the fastest.
 
-    uneven: in products of at least `long` weights, beside which more launches are short, the same for groups of up to so many rows each,
-    made by kernels that run beside each other. Where rows pick groups evenly, nearly all are left to one of these.
+    size_classes: in products of at least min_weights weights, beside which more launches are short, the same for groups of up to so many
+    rows each, by concurrent kernels. Where rows pick groups evenly, nearly all groups are in one of these.
     """
 
-    most: float
+    max_average: float
     variants: tuple[Variant, ...]
-    uneven: tuple[tuple[int | None, tuple[Variant, ...]], ...] = ()
-    long: int = 0
+    size_classes: tuple[tuple[int | None, tuple[Variant, ...]], ...] = ()
+    min_weights: int = 0
 
 
 @dataclass(frozen=True)
-class Share:
-    """A kernel, and the groups that it makes: those of more than `above` rows, and at most `most` if that is not None."""
+class SizeClass:
+    """A kernel, and the groups that it handles: those of more than above_rows rows, and at most max_rows if that is not None."""
 
     variant: Variant
-    above: int = 0
-    most: int | None = None
+    above_rows: int = 0
+    max_rows: int | None = None
 
     def __str__(self) -> str:
-        """Names the kernel and, if it does not make all, its groups."""
-        if self.most is None:
-            return f"{self.variant.name} (groups of more than {self.above} rows)" if self.above else self.variant.name
-        return f"{self.variant.name} (groups of {self.above + 1} to {self.most} rows)"
+        """Names the kernel and, if it does not handle all, its groups."""
+        if self.max_rows is None:
+            return f"{self.variant.name} (groups of more than {self.above_rows} rows)" if self.above_rows else self.variant.name
+        return f"{self.variant.name} (groups of {self.above_rows + 1} to {self.max_rows} rows)"
 
 
 ALWAYS = float("inf")
-FEW = (FewRows(1, 1, 1, 1, 3, 8), FewRows(1, 1, 2, 1, 3, 8), FewRows(1, 1, 4, 1, 3, 4), FewRows(1, 1, 8, 1, 3, 4))
-FEW_TALL = (FewRows(2, 2, 1, 2, 2, 4), FewRows(2, 2, 2, 2, 2, 4), FewRows(2, 2, 4, 2, 2, 4))
-LOW, MIDDLE = (ManyRows(32, 5), ManyRows(32, 4, 2)), (ManyRows(48, 4, 2), ManyRows(64, 4), ManyRows(96, 4))
-TALL, TALLEST = (ManyRows(80, 4),), (ManyRows(160, 3),)
+M8 = (SmallM(1, 1, 1, 1, 3, 8), SmallM(1, 1, 2, 1, 3, 8), SmallM(1, 1, 4, 1, 3, 4), SmallM(1, 1, 8, 1, 3, 4))
+M16 = (SmallM(2, 2, 1, 2, 2, 4), SmallM(2, 2, 2, 2, 2, 4), SmallM(2, 2, 4, 2, 2, 4))
+M32, M48_96 = (LargeM(32, 5), LargeM(32, 4, 2)), (LargeM(48, 4, 2), LargeM(64, 4), LargeM(96, 4))
+M80, M160 = (LargeM(80, 4),), (LargeM(160, 3),)
 TILED = (
-    Regime(3, FEW),
-    Regime(6, FEW, ((12, FEW), (None, TALL)), 2**30),
-    Regime(12, FEW_TALL, ((24, FEW_TALL), (None, TALL)), 2**30),
-    Regime(20, LOW, ((32, LOW), (None, TALL)), 2**29),
-    Regime(36, MIDDLE, ((64, MIDDLE), (None, TALLEST)), 2**29),
-    Regime(48, (ManyRows(64, 4), ManyRows(96, 4))),
-    Regime(68, TALL, ((32, LOW), (112, TALL), (None, TALLEST)), 2**30),  # weights of a group that is higher are decoded twice
-    Regime(ALWAYS, TALLEST),
-    Regime(24, FEW_TALL),  # without wgmma
-    Regime(ALWAYS, (FewRows(4, 2, 4, 1, 1, 2),)),
+    Regime(3, M8),
+    Regime(6, M8, ((12, M8), (None, M80)), 2**30),
+    Regime(12, M16, ((24, M16), (None, M80)), 2**30),
+    Regime(20, M32, ((32, M32), (None, M80)), 2**29),
+    Regime(36, M48_96, ((64, M48_96), (None, M160)), 2**29),
+    Regime(48, (LargeM(64, 4), LargeM(96, 4))),
+    Regime(68, M80, ((32, M32), (112, M80), (None, M160)), 2**30),  # weights of a group that is higher are dequantized twice
+    Regime(ALWAYS, M160),
+    Regime(24, M16),  # without wgmma
+    Regime(ALWAYS, (SmallM(4, 2, 4, 1, 1, 2),)),
 )
 LINEAR = (
-    Regime(6, (FewRows(1, 1, 2, 1, 3, 4), FewRows(1, 1, 4, 1, 3, 2), FewRows(1, 1, 8, 1, 3, 2))),
-    Regime(24, (FewRows(2, 1, 2, 1, 3, 4), FewRows(2, 1, 4, 1, 3, 2))),
-    Regime(ALWAYS, (FewRows(4, 2, 4, 1, 1, 2),)),
+    Regime(6, (SmallM(1, 1, 2, 1, 3, 4), SmallM(1, 1, 4, 1, 3, 2), SmallM(1, 1, 8, 1, 3, 2))),
+    Regime(24, (SmallM(2, 1, 2, 1, 3, 4), SmallM(2, 1, 4, 1, 3, 2))),
+    Regime(ALWAYS, (SmallM(4, 2, 4, 1, 1, 2),)),
 )
 # Of tiles of 2,048 bytes registers hold fewer. Not tuned: where regimes begin is taken from above.
-WIDE_FEW = (FewRows(1, 1, 1, 1, 2, 4), FewRows(1, 1, 2, 1, 2, 4), FewRows(1, 1, 4, 1, 2, 2), FewRows(1, 1, 8, 1, 2, 2))
-WIDE_FEW_TALL = (FewRows(2, 1, 2, 1, 1, 4), FewRows(2, 1, 4, 1, 1, 2))
-WIDE_TILED = (Regime(6, WIDE_FEW), Regime(12, WIDE_FEW_TALL), *TILED[3:8], Regime(24, WIDE_FEW_TALL), TILED[-1])
-WIDE_LINEAR = (Regime(6, WIDE_FEW), Regime(24, WIDE_FEW_TALL), LINEAR[-1])
+WIDE_M8 = (SmallM(1, 1, 1, 1, 2, 4), SmallM(1, 1, 2, 1, 2, 4), SmallM(1, 1, 4, 1, 2, 2), SmallM(1, 1, 8, 1, 2, 2))
+WIDE_M16 = (SmallM(2, 1, 2, 1, 1, 4), SmallM(2, 1, 4, 1, 1, 2))
+WIDE_TILED = (Regime(6, WIDE_M8), Regime(12, WIDE_M16), *TILED[3:8], Regime(24, WIDE_M16), TILED[-1])
+WIDE_LINEAR = (Regime(6, WIDE_M8), Regime(24, WIDE_M16), LINEAR[-1])
 _REGISTERS = 65536  # of a multiprocessor
-_OTHER_REGISTERS = 26  # of a thread of a kernel of few rows: addresses, fragments
-_LEAST_STAGES = 3
+_OTHER_REGISTERS = 26  # of a thread of a small-M kernel: addresses, fragments
+_MIN_STAGES = 3
 _MULTIPROCESSORS = 132  # of an H200
-_BUSY = 3200  # warps that keep its memory busy
-_BEGIN_AND_END = 4  # times 64 k
-_MANY = 16  # groups, of which some can be much heavier
-_TWO_BANDS = 0.955  # of the time of a tile, since bands share what is done for each stage
+_WARPS_TO_SATURATE_MEMORY = 3200  # of an H200
+_PROLOGUE_EPILOGUE_K_BLOCKS = 4  # K blocks that take as long
+_MIN_GROUPS = 16  # groups, of which some can be much heavier
+_TWO_REPEATS = 0.955  # of the time of a tile, since repeats share what is done for each stage
 
 
 def regimes(of: Matrices) -> Sequence[Regime]:
@@ -267,35 +269,35 @@ def regimes(of: Matrices) -> Sequence[Regime]:
     return WIDE_LINEAR if of.wide else LINEAR
 
 
-def choose(rows: int, of: Matrices, arch: str) -> tuple[Share, ...]:
+def choose(rows: int, of: Matrices, arch: str) -> tuple[SizeClass, ...]:
     """The kernels, in order, for `rows` rows in groups.
 
-    Few blocks leave a GPU idle: warps along K make more of them.
+    Few blocks leave a GPU idle: split-K makes more of them.
     """
     groups = of.groups
     touched = groups * (1 - (1 - 1 / groups) ** rows)  # groups with a row, if rows pick them evenly
 
-    def time(v: Variant) -> float:
-        expected = max(touched, rows / v.height) * -(-of.tiles // v.tiles)
-        return v.time(expected, blocks(Share(v), rows, of) - expected, of)
+    def cost(v: Variant) -> float:
+        expected = max(touched, rows / v.tile_m) * -(-of.tiles // v.tiles)
+        return v.cost(expected, blocks(SizeClass(v), rows, of) - expected, of)
 
     def fastest(among: Sequence[Variant]) -> Variant | None:
-        return min((v for v in among if v.fits(of, arch)), key=time, default=None)
+        return min((v for v in among if v.fits(of, arch)), key=cost, default=None)
 
-    possible = ((regime, fastest(regime.variants)) for regime in regimes(of) if rows <= regime.most * groups)
+    possible = ((regime, fastest(regime.variants)) for regime in regimes(of) if rows <= regime.max_average * groups)
     regime, usual = next((regime, variant) for regime, variant in possible if variant)
-    bounds, found = [most for most, _ in regime.uneven], [v for _, among in regime.uneven if (v := fastest(among))]
-    long = groups >= _MANY and groups * of.tiles * 16 * of.k >= regime.long
+    bounds, found = [most for most, _ in regime.size_classes], [v for _, among in regime.size_classes if (v := fastest(among))]
+    long = groups >= _MIN_GROUPS and groups * of.tiles * 16 * of.k >= regime.min_weights
     if not found or len(found) < len(bounds) or not long:
-        return (Share(usual),)
-    shares = [Share(v, above or 0, most) for v, above, most in zip(found, [0, *bounds], bounds, strict=False)]
-    return tuple(sorted(shares, key=lambda share: not share.variant.persistent))  # what these leave of a GPU, others fill
+        return (SizeClass(usual),)
+    size_classes = [SizeClass(v, above or 0, most) for v, above, most in zip(found, [0, *bounds], bounds, strict=False)]
+    return tuple(sorted(size_classes, key=lambda c: not c.variant.persistent))  # what persistent kernels leave of a GPU, others fill
 
 
-def blocks(share: Share, rows: int, of: Matrices) -> int:
+def blocks(size_class: SizeClass, rows: int, of: Matrices) -> int:
     """How much there is to do, in blocks, whatever the sizes of groups. Rows of no group are one more group."""
-    height, count = share.variant.height, min(of.groups, rows // (share.above + 1))
-    high = ragged.bound(rows, count + 1, height) // height
-    if share.most is not None:
-        high = min(high, count * -(-share.most // height))
-    return high * -(-of.tiles // share.variant.tiles)
+    tile_m, count = size_class.variant.tile_m, min(of.groups, rows // (size_class.above_rows + 1))
+    high = ragged.bound(rows, count + 1, tile_m) // tile_m
+    if size_class.max_rows is not None:
+        high = min(high, count * -(-size_class.max_rows // tile_m))
+    return high * -(-of.tiles // size_class.variant.tiles)

@@ -29,26 +29,26 @@ __device__ __forceinline__ void store_vector(T* p, const Vector<T, V>& x) {
     }
 }
 
-// What is read once and by one block: past the first cache. Not `.nc`: the compiler may move such loads past a barrier.
-__device__ __forceinline__ uint4 load_stream(const u8* p) {
+// What is read once and by one block: not kept in L1. Not `.nc`: the compiler may move such loads past a barrier.
+__device__ __forceinline__ uint4 load_no_allocate(const u8* p) {
     uint4 x;
     asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
     return x;
 }
 
-__device__ __forceinline__ uint2 load_stream_8(const u8* p) {
+__device__ __forceinline__ uint2 load_no_allocate_8(const u8* p) {
     uint2 x;
     asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
     return x;
 }
 
-__device__ __forceinline__ u32 load_stream_2(const u8* p) {
+__device__ __forceinline__ u32 load_no_allocate_2(const u8* p) {
     u16 x;
     asm volatile("ld.global.L1::no_allocate.u16 %0, [%1];" : "=h"(x) : "l"(p));
     return x;
 }
 
-__device__ __forceinline__ u32 load_stream_1(const u8* p) {
+__device__ __forceinline__ u32 load_no_allocate_1(const u8* p) {
     u32 x;
     asm volatile("ld.global.L1::no_allocate.u8 %0, [%1];" : "=r"(x) : "l"(p));
     return x;
@@ -62,15 +62,15 @@ __device__ __forceinline__ void load_if(uint4& x, const void* p, bool good) {
         : "l"(p), "r"(int(good)));
 }
 
-// Launches of a program overlap: a kernel may start while the one before it ends. What that one wrote is read after `wait_for_previous`;
-// `let_next_start` comes after it, so that two launches back everything is in memory.
-__device__ __forceinline__ void wait_for_previous() {
+// Launches of a program overlap: a kernel may start while the one before it ends. What that one wrote is read after `griddepcontrol_wait`;
+// `griddepcontrol_launch_dependents` comes after it, so that two launches back everything is in memory.
+__device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-__device__ __forceinline__ void let_next_start() {
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

@@ -5,7 +5,7 @@
 
 namespace {
 
-// d [16, 8] += a [16, 16] b [16, 8]: numbers of type T, bf16 or f16, sums in float32.
+// d [16, 8] += a [16, 16] b [16, 8]: numbers of type T, bf16 or f16, accumulators in float32.
 template <class T>
 __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1);
 

@@ -97,7 +97,7 @@ __device__ __forceinline__ f16 stored<f16, float>(float x) {
 // --------------------------------------------------------------------------------------------------------------- functions of the IR
 
 __device__ __forceinline__ float exp_(float x) { return ::expf(x); }
-// Approximate, to 2^-16 of the result: exact ones make gate and up of many rows 2 to 5 % slower, since all multiplying waits for a store.
+// Approximate, to 2^-16 of the result: exact ones make gate and up of large M 2 to 5 % slower, since all products wait for the epilogue.
 // What becomes subnormal on the way is less than 2^-126 of the result, or the result is as good as zero.
 __device__ __forceinline__ float sigmoid_(float x) {
     float power, found;

@@ -1,4 +1,4 @@
-// What warps that copy and warps that multiply share: barriers in shared memory, copies that arrive at them, registers.
+// What producers and consumers share: barriers in shared memory, copies that arrive at them, registers.
 #pragma once
 
 #include "numbers.cuh"
@@ -15,18 +15,18 @@ constexpr u32 ARRIVING = 32;
 constexpr u32 ARRIVING = 1;
 #endif
 
-__device__ __forceinline__ void barrier_init(u64& barrier, u32 warps) {
+__device__ __forceinline__ void mbarrier_init(u64& barrier, u32 warps) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(warps * ARRIVING) : "memory");
 }
 
 // By a whole warp, for all that it has done.
-__device__ __forceinline__ void barrier_arrive(u64& barrier) {
+__device__ __forceinline__ void mbarrier_arrive(u64& barrier) {
     __syncwarp();
     if (threadIdx.x % 32 < ARRIVING) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
 // Until the phase with this parity is complete.
-__device__ __forceinline__ void barrier_wait(u64& barrier, u32 parity) {
+__device__ __forceinline__ void mbarrier_wait(u64& barrier, u32 parity) {
     asm volatile(
         "{.reg .pred done;\n"
         "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
@@ -36,53 +36,53 @@ __device__ __forceinline__ void barrier_wait(u64& barrier, u32 parity) {
 }
 
 // All of `threads` threads, which use no other barrier of this number.
-__device__ __forceinline__ void barrier_sync(i32 number, i32 threads) {
+__device__ __forceinline__ void named_barrier_sync(i32 number, i32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 // The same, where warps come from different instructions: to `bar.sync` one is promised, and compute-sanitizer's synccheck holds to it.
-__device__ __forceinline__ void barrier_sync_from_anywhere(i32 number, i32 threads) {
+__device__ __forceinline__ void named_barrier_sync_unaligned(i32 number, i32 threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 // 16 bytes from memory to shared memory.
-__device__ __forceinline__ void copy_16(u32 to, const void* from) {
+__device__ __forceinline__ void cp_async_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 // Where `good`.
-__device__ __forceinline__ void copy_16_if(u32 to, const void* from, bool good) {
+__device__ __forceinline__ void cp_async_16_if(u32 to, const void* from, bool good) {
     asm volatile("{.reg .pred q; setp.ne.s32 q, %2, 0; @q cp.async.cg.shared.global.L2::128B [%0], [%1], 16;}" ::"r"(to), "l"(from),
                  "r"(int(good))
                  : "memory");
 }
 
 // The copies since the last commit become one group of which can be waited for.
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Until at most `Pending` groups of this thread's copies are not done.
 template <int Pending>
-__device__ __forceinline__ void copies_wait() {
+__device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
 // What threads have written to shared memory, and barriers have made known, becomes visible to the tensor cores.
-__device__ __forceinline__ void fence_for_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// How many registers the threads of this warpgroup have from here on: more than at the launch, once another one gave them; or fewer.
+// How many registers the threads of this warpgroup have from here on: more than at the launch, once other warpgroups have fewer; or fewer.
 template <int Registers>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
 template <int Registers>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
-// A ring of stages: where one is, and in which turn.
+// A ring of stages: the current one, and the parity of the phase that its barriers are in.
 template <int Stages>
-struct Ring {
+struct PipelineState {
     u32 stage = 0, parity = 0;
 
     __device__ __forceinline__ void advance() {

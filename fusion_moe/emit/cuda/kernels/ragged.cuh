@@ -1,4 +1,4 @@
-// Rows cut into groups, with ends that only the device knows: what is wrong with them is made safe, and reported.
+// Rows partitioned into groups, with ends that only the device knows: what is wrong with them is made safe, and reported.
 #pragma once
 
 #include "memory.cuh"
@@ -15,7 +15,7 @@ __device__ __forceinline__ void report(i64* word, Fault fault, i32 place, i32 va
 }
 
 // An index that memory may be read with; the first one that is not is reported.
-__device__ __forceinline__ i64 inside(i64 index, i64 size, i64* error) {
+__device__ __forceinline__ i64 clamp_index(i64 index, i64 size, i64* error) {
     if (index >= 0 && index < size) return index;
     report(error, BAD_INDEX, 0, i32(index));
     return index < 0 ? 0 : size - 1;
@@ -32,14 +32,14 @@ __device__ __forceinline__ i64 group_of(const i32* ends, i64 groups, i64 row) {
     return low;
 }
 
-// Which lanes of a warp have the same number, of 0 .. MOST, as a lane, and which have smaller ones: by a vote for each bit.
-template <int MOST>
+// Which lanes of a warp have the same number, of 0 .. MAX, as a lane, and which have smaller ones: by a vote for each bit.
+template <int MAX>
 struct Votes {
     u32 same = WHOLE_WARP, less = 0;
 
     __device__ __forceinline__ explicit Votes(i32 number) {
 #pragma unroll
-        for (int bit = bits(MOST) - 1; bit >= 0; --bit) {
+        for (int bit = bits(MAX) - 1; bit >= 0; --bit) {
             const u32 with = __ballot_sync(WHOLE_WARP, number >> bit & 1), has = number >> bit & 1 ? WHOLE_WARP : 0;
             less |= same & has & ~with;
             same &= ~(has ^ with);
@@ -54,7 +54,7 @@ struct Plus {
     __device__ __forceinline__ i32 operator()(i32 a, i32 b) const { return a + b; }
 };
 
-struct Most {
+struct Max {
     __device__ __forceinline__ i32 operator()(i32 a, i32 b) const { return max(a, b); }
 };
 
@@ -71,21 +71,21 @@ __device__ __forceinline__ i32 scan(i32 x, Both both) {
 }
 
 // Ends in a warp: EACH groups of a lane, one after the other; past the last that of the last.
-template <int G, int EACH>
+template <int GROUPS, int EACH>
 __device__ __forceinline__ void load_ends(i32 (&end)[EACH], const i32* ends) {
     const i32 first = threadIdx.x % 32 * EACH;
-    constexpr int V = G % 4 == 0 && EACH % 4 == 0 ? 4 : 1;
+    constexpr int V = GROUPS % 4 == 0 && EACH % 4 == 0 ? 4 : 1;
 #pragma unroll
     for (int i = 0; i < EACH; i += V) {
-        const Vector<i32, V> some = first + i < G ? load_vector<V>(ends + first + i) : Vector<i32, V>{};
+        const Vector<i32, V> some = first + i < GROUPS ? load_vector<V>(ends + first + i) : Vector<i32, V>{};
 #pragma unroll
         for (int v = 0; v < V; ++v) end[i + v] = some.at[v];
     }
-    if constexpr (G < 32 * EACH) {
-        const i32 last = __shfl_sync(WHOLE_WARP, end[(G - 1) % EACH], (G - 1) / EACH);
+    if constexpr (GROUPS < 32 * EACH) {
+        const i32 last = __shfl_sync(WHOLE_WARP, end[(GROUPS - 1) % EACH], (GROUPS - 1) / EACH);
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (first + i >= G) end[i] = last;
+            if (first + i >= GROUPS) end[i] = last;
     }
 }
 
@@ -97,17 +97,17 @@ __device__ __forceinline__ i32 start_of(const i32 (&end)[EACH]) {
 }
 
 // Reports the first end that is below the one before it, negative, or past the rows.
-template <int G, int EACH>
+template <int GROUPS, int EACH>
 __device__ __forceinline__ void check_ends(const i32 (&end)[EACH], i32 rows, i64* error) {
-    i32 least = start_of(end), bad = G, value = 0;
+    i32 least = start_of(end), bad = GROUPS, value = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const i32 g = threadIdx.x % 32 * EACH + i;
-        if (bad == G && g < G && (end[i] < least || end[i] < 0 || end[i] > rows)) bad = g, value = end[i];
+        if (bad == GROUPS && g < GROUPS && (end[i] < least || end[i] < 0 || end[i] > rows)) bad = g, value = end[i];
         least = end[i];
     }
     const i32 first = __reduce_min_sync(WHOLE_WARP, bad);
-    if (bad == first && bad < G) report(error, BAD_END, bad, value);
+    if (bad == first && bad < GROUPS) report(error, BAD_END, bad, value);
 }
 
 // As groups.clamp_ends: they never decrease, and lie in 0..rows.
@@ -121,144 +121,145 @@ __device__ __forceinline__ void clamp_ends(i32 (&end)[EACH], i32 rows) {
     i32 high = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) high = end[i] = max(high, min(end[i], rows));
-    const i32 highest = scan(high, Most()), other = __shfl_up_sync(WHOLE_WARP, highest, 1);
+    const i32 highest = scan(high, Max()), other = __shfl_up_sync(WHOLE_WARP, highest, 1);
     const i32 before = threadIdx.x % 32 == 0 ? 0 : other;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) end[i] = max(end[i], before);
 }
 
-constexpr i32 ANY_SIZE = 0x7FFFFFFF;
+constexpr i32 UNBOUNDED = 0x7FFFFFFF;
 
-// How many tiles a group is cut into; none if it has ABOVE rows or less, or more than MOST: another kernel makes it.
-template <int HEIGHT, i32 ABOVE, i32 MOST>
-__device__ __forceinline__ i32 tiles_of(i32 size) {
-    const bool mine = (ABOVE == 0 || size > ABOVE) && (MOST == ANY_SIZE || size <= MOST);
-    return mine ? (size + HEIGHT - 1) / HEIGHT : 0;
+// How many M tiles a group has; none if it has ABOVE_ROWS rows or less, or more than MAX_ROWS: another kernel handles it.
+template <int TILE_M, i32 ABOVE_ROWS, i32 MAX_ROWS>
+__device__ __forceinline__ i32 m_tiles_of(i32 size) {
+    const bool mine = (ABOVE_ROWS == 0 || size > ABOVE_ROWS) && (MAX_ROWS == UNBOUNDED || size <= MAX_ROWS);
+    return mine ? (size + TILE_M - 1) / TILE_M : 0;
 }
 
 // Those of a lane's groups.
-template <int HEIGHT, i32 ABOVE, i32 MOST, int EACH>
-__device__ __forceinline__ i32 tiles_in(const i32 (&end)[EACH], i32 start) {
-    i32 tiles = 0;
+template <int TILE_M, i32 ABOVE_ROWS, i32 MAX_ROWS, int EACH>
+__device__ __forceinline__ i32 m_tiles_in(const i32 (&end)[EACH], i32 start) {
+    i32 m_tiles = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        tiles += tiles_of<HEIGHT, ABOVE, MOST>(end[i] - start);
+        m_tiles += m_tiles_of<TILE_M, ABOVE_ROWS, MAX_ROWS>(end[i] - start);
         start = end[i];
     }
-    return tiles;
+    return m_tiles;
 }
 
-// Rows first .. end - 1 of a group, at most as many as a tile has; group G: rows that belong to none.
-struct Span {
+// Rows first .. end - 1 of a group, at most TILE_M; group GROUPS: rows that belong to none.
+struct MTile {
     i32 group, first, end;
 };
 
-__device__ __forceinline__ Span from_lane(const Span& span, int lane) {
-    return {__shfl_sync(WHOLE_WARP, span.group, lane), __shfl_sync(WHOLE_WARP, span.first, lane), __shfl_sync(WHOLE_WARP, span.end, lane)};
+__device__ __forceinline__ MTile from_lane(const MTile& m_tile, int lane) {
+    return {__shfl_sync(WHOLE_WARP, m_tile.group, lane), __shfl_sync(WHOLE_WARP, m_tile.first, lane),
+            __shfl_sync(WHOLE_WARP, m_tile.end, lane)};
 }
 
-// Groups cut into tiles of `HEIGHT` rows: those of group 0, then those of group 1, ..., then those of rows that belong to no group.
-// Another kernel's groups have no tiles (see tiles_of); nor have rows of no group, unless groups of any size above are this one's. It lies
-// in shared memory. Ends are used as groups.clamp_ends makes them.
-template <int G, int HEIGHT, i32 ABOVE, i32 MOST>
-struct Tiles {
-    i32 first[G + 2];   // row; group G has the rows of no group
-    i32 before[G + 2];  // tiles of the groups before; of all groups
+// The M tiles, of TILE_M rows, of group 0, then those of group 1, ..., then those of rows that belong to no group. Another kernel's groups
+// have none (see m_tiles_of); nor have rows of no group, unless groups of any size above are this one's. It lies in shared memory. Ends are
+// used as groups.clamp_ends makes them.
+template <int GROUPS, int TILE_M, i32 ABOVE_ROWS, i32 MAX_ROWS>
+struct MTiles {
+    i32 first[GROUPS + 2];   // row; group GROUPS has the rows of no group
+    i32 before[GROUPS + 2];  // M tiles of the groups before; of all groups
 
     // By all threads of a block. `error`, if not null, is told of the first end that is wrong.
-    __device__ __forceinline__ void make(const i32* ends, i32 rows, i64* error) {
-        if (threadIdx.x < 32) make_by_warp(ends, rows, error);
+    __device__ __forceinline__ void build(const i32* ends, i32 rows, i64* error) {
+        if (threadIdx.x < 32) build_by_warp(ends, rows, error);
         __syncthreads();
     }
 
 private:
-    __device__ __forceinline__ void make_by_warp(const i32* ends, i32 rows, i64* error) {
-        constexpr int EACH = (G + 31) / 32;  // groups of a lane, one after the other
+    __device__ __forceinline__ void build_by_warp(const i32* ends, i32 rows, i64* error) {
+        constexpr int EACH = (GROUPS + 31) / 32;  // groups of a lane, one after the other
         const i32 lane = threadIdx.x;
         i32 end[EACH];
-        load_ends<G>(end, ends);
-        if (error) check_ends<G>(end, rows, error);
+        load_ends<GROUPS>(end, ends);
+        if (error) check_ends<GROUPS>(end, rows, error);
         clamp_ends(end, rows);
-        i32 row = start_of(end), mine = tiles_in<HEIGHT, ABOVE, MOST>(end, row), number = scan(mine, Plus()) - mine;
+        i32 row = start_of(end), mine = m_tiles_in<TILE_M, ABOVE_ROWS, MAX_ROWS>(end, row), number = scan(mine, Plus()) - mine;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const i32 g = lane * EACH + i;
-            if (g < G) first[g] = row, before[g] = number;
-            number += tiles_of<HEIGHT, ABOVE, MOST>(end[i] - row);
+            if (g < GROUPS) first[g] = row, before[g] = number;
+            number += m_tiles_of<TILE_M, ABOVE_ROWS, MAX_ROWS>(end[i] - row);
             row = end[i];
         }
         if (lane == 31) {
-            first[G] = row, before[G] = number;
-            first[G + 1] = rows, before[G + 1] = number + (MOST == ANY_SIZE ? (rows - row + HEIGHT - 1) / HEIGHT : 0);
+            first[GROUPS] = row, before[GROUPS] = number;
+            first[GROUPS + 1] = rows, before[GROUPS + 1] = number + (MAX_ROWS == UNBOUNDED ? (rows - row + TILE_M - 1) / TILE_M : 0);
         }
     }
 };
 
-// A tile, and which of the blocks of columns across it; which half of the block's columns, or WHOLE.
-struct Place {
-    static constexpr i32 WHOLE = -1;
-    Span span;
-    i32 across, half = WHOLE;
+// An M tile, and which of the N tiles; which half of the N tile, or BOTH_HALVES.
+struct TilePlace {
+    static constexpr i32 BOTH_HALVES = -1;
+    MTile m_tile;
+    i32 n_tile, half = BOTH_HALVES;
 };
 
-__device__ __forceinline__ Place from_lane(const Place& place, int lane) {
-    return {from_lane(place.span, lane), __shfl_sync(WHOLE_WARP, place.across, lane)};
+__device__ __forceinline__ TilePlace from_lane(const TilePlace& place, int lane) {
+    return {from_lane(place.m_tile, lane), __shfl_sync(WHOLE_WARP, place.n_tile, lane)};
 }
 
-// Of the tiles of rows `first` .. `end` - 1 and of all columns the number-th one: those of the same columns, which read the same weights,
+// Of the tiles of rows `first` .. `end` - 1 and of all N tiles the number-th one: those of the same columns, which read the same weights,
 // follow each other.
-template <int HEIGHT>
-__device__ __forceinline__ Place place_in(i32 group, i32 first, i32 end, i32 number) {
-    const i32 tiles = (end - first + HEIGHT - 1) / HEIGHT;
-    i32 across = number, row = first;
-    if (tiles > 1) across = number / tiles, row += (number - across * tiles) * HEIGHT;
-    return {{group, row, min(end, row + HEIGHT)}, across};
+template <int TILE_M>
+__device__ __forceinline__ TilePlace tile_place(i32 group, i32 first, i32 end, i32 number) {
+    const i32 m_tiles = (end - first + TILE_M - 1) / TILE_M;
+    i32 n_tile = number, row = first;
+    if (m_tiles > 1) n_tile = number / m_tiles, row += (number - n_tile * m_tiles) * TILE_M;
+    return {{group, row, min(end, row + TILE_M)}, n_tile};
 }
 
-// The number-th of `count` blocks, of which some are made in halves: which block, which half of it, and how many there are then.
-struct Halved {
+// The number-th of `count` tiles, of which some are split into halves: which tile, which half of it, and how many there are then.
+struct LastWave {
     i32 number, half, count;
 };
 
-// AT_ONCE blocks run at once. Halves are made of those of the last turn, when multiprocessors run out of work, as far as `spare` blocks have
-// nothing else to do; but a turn that is nearly whole would become two. 0: there are no halves.
-template <int AT_ONCE>
-__device__ __forceinline__ Halved halved(i32 number, i32 count, i32 spare) {
-    if constexpr (AT_ONCE > 0) {
-        const i32 last = count % AT_ONCE, halves = count > AT_ONCE && last <= AT_ONCE / 4 * 3 ? min(last, spare) : 0;
+// WAVE blocks run at once. Tiles of the last wave, when multiprocessors run out of work, are split as far as there are idle blocks; but a
+// wave that is nearly whole would become two. 0: there are no halves.
+template <int WAVE>
+__device__ __forceinline__ LastWave split_last_wave(i32 number, i32 count, i32 idle_blocks) {
+    if constexpr (WAVE > 0) {
+        const i32 last = count % WAVE, halves = count > WAVE && last <= WAVE / 4 * 3 ? min(last, idle_blocks) : 0;
         const i32 beyond = number - (count - halves);
         if (beyond >= 0 && beyond < 2 * halves) return {number - beyond + beyond / 2, beyond % 2, count + halves};
         count += halves;
     }
-    return {number, Place::WHOLE, count};
+    return {number, TilePlace::BOTH_HALVES, count};
 }
 
-// One of those tiles, each ACROSS times, found by a warp on its own, for all its lanes; empty if there are not so many. Groups of more than
-// MOST rows, and rows of no group then, are another kernel's. AT_ONCE: see halved.
-template <int G, int HEIGHT, int ACROSS, int AT_ONCE, i32 MOST>
-__device__ __forceinline__ Place find_tile(const i32* ends, i32 rows, i32 number, i64* error) {
-    constexpr int EACH = (G + 31) / 32;  // groups of a lane, one after the other
+// One of those M tiles, each N_TILES times, found by a warp on its own, for all its lanes; empty if there are not so many. Groups of more
+// than MAX_ROWS rows, and rows of no group then, are another kernel's. WAVE: see split_last_wave.
+template <int GROUPS, int TILE_M, int N_TILES, int WAVE, i32 MAX_ROWS>
+__device__ __forceinline__ TilePlace find_tile_by_ends(const i32* ends, i32 rows, i32 number, i64* error) {
+    constexpr int EACH = (GROUPS + 31) / 32;  // groups of a lane, one after the other
     const i32 lane = threadIdx.x % 32;
     i32 end[EACH];
-    load_ends<G>(end, ends);
-    if (error) check_ends<G>(end, rows, error);
+    load_ends<GROUPS>(end, ends);
+    if (error) check_ends<GROUPS>(end, rows, error);
     clamp_ends(end, rows);
     const i32 start = start_of(end);
     i32 count[EACH], mine = 0, row = start;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        mine += count[i] = tiles_of<HEIGHT, 0, MOST>(end[i] - row) * ACROSS;
+        mine += count[i] = m_tiles_of<TILE_M, 0, MAX_ROWS>(end[i] - row) * N_TILES;
         row = end[i];
     }
-    const i32 last = __shfl_sync(WHOLE_WARP, end[EACH - 1], 31), cut = __reduce_add_sync(WHOLE_WARP, mine);
-    const i32 others = MOST == ANY_SIZE ? (rows - last + HEIGHT - 1) / HEIGHT * ACROSS : 0;
-    const Halved made = halved<AT_ONCE>(number, cut, i32(gridDim.x) - cut - others);
-    if (number >= made.count) {  // rows of no group, or none
-        if (MOST != ANY_SIZE) return {{G, rows, rows}, 0};
-        const i32 past = number - made.count, first = last + past / ACROSS * HEIGHT;
-        return {{G, first, min(first + HEIGHT, rows)}, past % ACROSS};
+    const i32 last = __shfl_sync(WHOLE_WARP, end[EACH - 1], 31), grouped = __reduce_add_sync(WHOLE_WARP, mine);
+    const i32 ungrouped = MAX_ROWS == UNBOUNDED ? (rows - last + TILE_M - 1) / TILE_M * N_TILES : 0;
+    const LastWave wave = split_last_wave<WAVE>(number, grouped, i32(gridDim.x) - grouped - ungrouped);
+    if (number >= wave.count) {  // rows of no group, or none
+        if (MAX_ROWS != UNBOUNDED) return {{GROUPS, rows, rows}, 0};
+        const i32 past = number - wave.count, first = last + past / N_TILES * TILE_M;
+        return {{GROUPS, first, min(first + TILE_M, rows)}, past % N_TILES};
     }
-    number = made.number;
+    number = wave.number;
     const i32 upto = scan(mine, Plus());
     const u32 past = __ballot_sync(WHOLE_WARP, upto > number);
     i32 left = number - (upto - mine), group = 0, first = 0, stop = 0, within = 0;
@@ -269,26 +270,26 @@ __device__ __forceinline__ Place find_tile(const i32* ends, i32 rows, i32 number
         left -= count[i];
         row = end[i];
     }
-    Place found = from_lane(place_in<HEIGHT>(group, first, stop, within), __ffs(past) - 1);
-    found.half = made.half;
+    TilePlace found = from_lane(tile_place<TILE_M>(group, first, stop, within), __ffs(past) - 1);
+    found.half = wave.half;
     return found;
 }
 
 // The same from up to 32 ids that `route` sorts, without waiting for it.
-template <int G, int HEIGHT, int ACROSS, int AT_ONCE, class Id>
-__device__ __forceinline__ Place find_tile_of_ids(const Id* ids, i32 count, i32 number) {
-    const i32 lane = threadIdx.x % 32, id = lane < count ? i32(min(max(i64(ids[lane]), i64(0)), i64(G - 1))) : G;
-    const Votes<G> votes(id);
+template <int GROUPS, int TILE_M, int N_TILES, int WAVE, class Id>
+__device__ __forceinline__ TilePlace find_tile_by_ids(const Id* ids, i32 count, i32 number) {
+    const i32 lane = threadIdx.x % 32, id = lane < count ? i32(min(max(i64(ids[lane]), i64(0)), i64(GROUPS - 1))) : GROUPS;
+    const Votes<GROUPS> votes(id);
     const i32 size = __popc(votes.same), place = __popc(votes.same & ((1u << lane) - 1));
-    const u32 begins = __ballot_sync(WHOLE_WARP, id < G && place % HEIGHT == 0);  // a tile
-    const i32 all = __popc(begins) * ACROSS, first = __popc(votes.less), before = __popc(votes.less & begins) * ACROSS;
-    const Halved made = halved<AT_ONCE>(number, all, i32(gridDim.x) - all);
-    const i32 within = made.number - before;
-    const bool here = id < G && place == 0 && within >= 0 && within < (size + HEIGHT - 1) / HEIGHT * ACROSS;
+    const u32 begins = __ballot_sync(WHOLE_WARP, id < GROUPS && place % TILE_M == 0);  // a tile
+    const i32 all = __popc(begins) * N_TILES, first = __popc(votes.less), before = __popc(votes.less & begins) * N_TILES;
+    const LastWave wave = split_last_wave<WAVE>(number, all, i32(gridDim.x) - all);
+    const i32 within = wave.number - before;
+    const bool here = id < GROUPS && place == 0 && within >= 0 && within < (size + TILE_M - 1) / TILE_M * N_TILES;
     const u32 holds = __ballot_sync(WHOLE_WARP, here);
-    if (holds == 0) return {{G, count, count}, 0};
-    Place found = from_lane(place_in<HEIGHT>(id, first, first + size, within), __ffs(holds) - 1);
-    found.half = made.half;
+    if (holds == 0) return {{GROUPS, count, count}, 0};
+    TilePlace found = from_lane(tile_place<TILE_M>(id, first, first + size, within), __ffs(holds) - 1);
+    found.half = wave.half;
     return found;
 }
 

@@ -5,16 +5,16 @@
 
 namespace {
 
-// A tile of activations has rows of 64 k, 128 bytes; eight rows are a core matrix. The 16-byte piece i of row r lies where piece
+// A tile of activations has rows of a K block, 128 bytes; eight rows are a core matrix. The 16-byte piece i of row r lies where piece
 // i ^ (r % 8) would: so that neither the copies into a tile nor the tensor cores meet in a bank.
-constexpr u32 TILE_ROW = 128, CORE = 8 * TILE_ROW;  // bytes
+constexpr u32 TILE_ROW_BYTES = 128, CORE_MATRIX_BYTES = 8 * TILE_ROW_BYTES;  // bytes
 
-__device__ __forceinline__ u32 swizzled(u32 row, u32 piece) { return row * TILE_ROW + (piece ^ row % 8) * 16; }
+__device__ __forceinline__ u32 swizzled(u32 row, u32 piece) { return row * TILE_ROW_BYTES + (piece ^ row % 8) * 16; }
 
-// What the tensor cores take for a tile at a multiple of 1024 bytes of shared memory; 2 more for each 16 k further on.
+// The descriptor of a tile at a multiple of 1024 bytes of shared memory; 2 more for each 16 k further on.
 __device__ __forceinline__ u64 tile_descriptor(u32 address) {
     constexpr u64 SWIZZLE_128 = 1;
-    return SWIZZLE_128 << 62 | u64(CORE >> 4) << 32 | 1ull << 16 | (address & 0x3FFFF) >> 4;
+    return SWIZZLE_128 << 62 | u64(CORE_MATRIX_BYTES >> 4) << 32 | 1ull << 16 | (address & 0x3FFFF) >> 4;
 }
 
 // Registers that products read or add to are complete; before the first product that follows such a write.
@@ -29,7 +29,7 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// d [64, N] += a [64, 16] b [N, 16]^T: numbers of type T, bf16 or f16, sums in float32.
+// d [64, N] += a [64, 16] b [N, 16]^T: numbers of type T, bf16 or f16, accumulators in float32.
 // A warp has 16 rows, with the fragments of mma.m16n8k16.
 template <class T, int N>
 __device__ __forceinline__ void wgmma(float* d, const u32 (&a)[4], u64 b);
@@ -99,7 +99,7 @@ __device__ __forceinline__ void wgmma(float* d, const u32 (&a)[4], u64 b);
 #define REGISTERS_256 REGISTERS_248 ",%124,%125,%126,%127"
 #define SUMS_256 SUMS_248, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-// The operands that follow the sums have the numbers A0 .. B.
+// The operands that follow the accumulators have the numbers A0 .. B.
 #define WGMMA_OF(T, N, A0, A1, A2, A3, B)                                                                                         \
     template <>                                                                                                                   \
     __device__ __forceinline__ void wgmma<T, N>(float* d, const u32 (&a)[4], u64 b) {                                             \

@@ -9,7 +9,7 @@
 //
 //     BLOCK                                 columns that share one
 //     tiled(byte), linear(byte)             a pair of the scale, as either layout stores it, times a power of two
-//     multiply(codes, scale)                a pair of weights over a power of two, TILED_FACTOR or LINEAR_FACTOR
+//     multiply(codes, scale)                a pair of weights over a power of two, TILED_RESCALE or LINEAR_RESCALE
 #pragma once
 
 #include "weights/e2m1_shared.cuh"
@@ -19,13 +19,13 @@ namespace {
 
 template <class T, class Scales_>
 struct E2m1Tiled : Scales_::Outer {
-    static constexpr float FACTOR = Scales_::TILED_FACTOR;
+    static constexpr float RESCALE = Scales_::TILED_RESCALE;
     static constexpr int ELEMENTS = RUN, SCALES = 1024 / Scales_::BLOCK;
 
-    template <bool Ordered>
-    using Shared = E2m1Shared<T, Scales_, Ordered>;
+    template <bool FRAGMENT_ORDER>
+    using Shared = E2m1Shared<T, Scales_, FRAGMENT_ORDER>;
 
-    using Held = TiledCodes;
+    using Packed = TiledCodes;
     using Scales = PairOfScales;
 
     template <class Segment>
@@ -44,16 +44,16 @@ struct E2m1Tiled : Scales_::Outer {
         codes_ = s.codes + tile * ELEMENTS + lane * 16, scales_ = s.block_scale + tile * SCALES + scales_of_lane<Scales_>(lane);
     }
 
-    __device__ __forceinline__ Held load(int ahead) const {
-        return {load_stream(codes_ + ELEMENTS * ahead), load_stream_2(scales_ + SCALES * ahead)};
+    __device__ __forceinline__ Packed load(int blocks_ahead) const {
+        return {load_no_allocate(codes_ + ELEMENTS * blocks_ahead), load_no_allocate_2(scales_ + SCALES * blocks_ahead)};
     }
 
     __device__ __forceinline__ void advance(int blocks) { codes_ += ELEMENTS * blocks, scales_ += SCALES * blocks; }
 
-    static __device__ __forceinline__ Scales scales(const Held& h) { return tiled_scales<Scales_>(h); }
+    static __device__ __forceinline__ Scales scales(const Packed& packed) { return tiled_scales<Scales_>(packed); }
 
-    static __device__ __forceinline__ void decode(const Held& h, const Scales& scales, int v, int half, u32* a) {
-        decode_half<T, Scales_>(word(h, v), scales, half, a);
+    static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales, int v, int half, u32* a) {
+        dequantize_half<T, Scales_>(word(packed, v), scales, half, a);
     }
 
 private:
@@ -63,12 +63,12 @@ private:
 // Any N, and K in whole blocks of scales: rows past the last are read as the last, blocks past the last as zeros.
 template <class T, class Scales_>
 struct E2m1Linear : Scales_::Outer {
-    static constexpr float FACTOR = Scales_::LINEAR_FACTOR;
+    static constexpr float RESCALE = Scales_::LINEAR_RESCALE;
     static constexpr int BLOCK = Scales_::BLOCK;
 
-    struct Held {
+    struct Packed {
         uint2 low, high;  // codes of rows r and r + 8
-        u32 low_scale, high_scale;
+        u32 scale_of_row, scale_of_row_8;
     };
     using Scales = PairOfScales;
 
@@ -82,10 +82,10 @@ struct E2m1Linear : Scales_::Outer {
         left_ = Segment::K - k;
     }
 
-    __device__ __forceinline__ Held load(int ahead) const {
-        if (left_ <= 64 * ahead) return {};
-        return {load_stream_8(codes_[0] + 32 * ahead), load_stream_8(codes_[1] + 32 * ahead),
-                load_stream_1(scales_[0] + 64 / BLOCK * ahead), load_stream_1(scales_[1] + 64 / BLOCK * ahead)};
+    __device__ __forceinline__ Packed load(int blocks_ahead) const {
+        if (left_ <= 64 * blocks_ahead) return {};
+        return {load_no_allocate_8(codes_[0] + 32 * blocks_ahead), load_no_allocate_8(codes_[1] + 32 * blocks_ahead),
+                load_no_allocate_1(scales_[0] + 64 / BLOCK * blocks_ahead), load_no_allocate_1(scales_[1] + 64 / BLOCK * blocks_ahead)};
     }
 
     __device__ __forceinline__ void advance(int blocks) {
@@ -94,11 +94,13 @@ struct E2m1Linear : Scales_::Outer {
         left_ -= 64 * blocks;
     }
 
-    static __device__ __forceinline__ Scales scales(const Held& h) { return {Scales_::linear(h.low_scale), Scales_::linear(h.high_scale)}; }
+    static __device__ __forceinline__ Scales scales(const Packed& packed) {
+        return {Scales_::linear(packed.scale_of_row), Scales_::linear(packed.scale_of_row_8)};
+    }
 
-    static __device__ __forceinline__ void decode(const Held& h, const Scales& scales, int v, int half, u32* a) {
-        a[0] = Scales_::multiply(codes_of_byte<T>((half == 0 ? h.low.x : h.low.y) >> 8 * v), scales.low);
-        a[1] = Scales_::multiply(codes_of_byte<T>((half == 0 ? h.high.x : h.high.y) >> 8 * v), scales.high);
+    static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales, int v, int half, u32* a) {
+        a[0] = Scales_::multiply(codes_of_byte<T>((half == 0 ? packed.low.x : packed.low.y) >> 8 * v), scales.low);
+        a[1] = Scales_::multiply(codes_of_byte<T>((half == 0 ? packed.high.x : packed.high.y) >> 8 * v), scales.high);
     }
 
 private:

@@ -47,7 +47,7 @@ struct PairOfScales {
 
 // Of a word of w16x64: the half's pairs of columns, of both rows.
 template <class T, class Scales>
-__device__ __forceinline__ void decode_half(u32 word, const PairOfScales& scales, int half, u32* a) {
+__device__ __forceinline__ void dequantize_half(u32 word, const PairOfScales& scales, int half, u32* a) {
     a[0] = Scales::multiply(codes_of_word<T>(word, half, 0), scales.low);
     a[1] = Scales::multiply(codes_of_word<T>(word, half, 1), scales.high);
 }
@@ -57,13 +57,13 @@ struct TiledCodes {
     u32 scales;  // of rows r and r + 8, a byte each
 };
 
-__device__ __forceinline__ u32 word(const TiledCodes& h, int v) {
-    return v == 0 ? h.codes.x : v == 1 ? h.codes.y : v == 2 ? h.codes.z : h.codes.w;
+__device__ __forceinline__ u32 word(const TiledCodes& packed, int v) {
+    return v == 0 ? packed.codes.x : v == 1 ? packed.codes.y : v == 2 ? packed.codes.z : packed.codes.w;
 }
 
 template <class Scales>
-__device__ __forceinline__ PairOfScales tiled_scales(const TiledCodes& h) {
-    return {Scales::tiled(h.scales & 0xFF), Scales::tiled(h.scales >> 8)};
+__device__ __forceinline__ PairOfScales tiled_scales(const TiledCodes& packed) {
+    return {Scales::tiled(packed.scales & 0xFF), Scales::tiled(packed.scales >> 8)};
 }
 
 // Where a lane's two lie among those of a tile.

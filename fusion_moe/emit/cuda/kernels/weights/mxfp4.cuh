@@ -17,11 +17,11 @@ template <>
 struct Mxfp4Scales<bf16> {
     using Outer = NoOuterScale;
     static constexpr int BLOCK = 32;
-    static constexpr float TILED_FACTOR = 0x1p60f, LINEAR_FACTOR = TILED_FACTOR;
+    static constexpr float TILED_RESCALE = 0x1p60f, LINEAR_RESCALE = TILED_RESCALE;
 
     static __device__ __forceinline__ u32 tiled(u32 byte) {
-        constexpr u32 UP = 66, MOST = 254 - UP, ONE = 0x00800080;  // the lowest bit of the exponent
-        return byte == 255 ? 0x7FC07FC0u : min(byte, MOST) * ONE + UP * ONE;
+        constexpr u32 UP = 66, MAX = 254 - UP, ONE = 0x00800080;  // the lowest bit of the exponent
+        return byte == 255 ? 0x7FC07FC0u : min(byte, MAX) * ONE + UP * ONE;
     }
 
     static __device__ __forceinline__ u32 linear(u32 byte) { return tiled(byte); }
@@ -35,11 +35,11 @@ template <>
 struct Mxfp4Scales<f16> {
     using Outer = NoOuterScale;
     static constexpr int BLOCK = 32;
-    static constexpr float TILED_FACTOR = 0x1p-5f, LINEAR_FACTOR = TILED_FACTOR;
+    static constexpr float TILED_RESCALE = 0x1p-5f, LINEAR_RESCALE = TILED_RESCALE;
 
     static __device__ __forceinline__ u32 tiled(u32 byte) {
-        constexpr u32 ZERO = 105, MOST = ZERO + 30, ONE = 0x04000400;
-        return byte == 255 ? 0x7E007E00u : min(max(byte, ZERO), MOST) * ONE - ZERO * ONE;
+        constexpr u32 ZERO = 105, MAX = ZERO + 30, ONE = 0x04000400;
+        return byte == 255 ? 0x7E007E00u : min(max(byte, ZERO), MAX) * ONE - ZERO * ONE;
     }
 
     static __device__ __forceinline__ u32 linear(u32 byte) { return tiled(byte); }

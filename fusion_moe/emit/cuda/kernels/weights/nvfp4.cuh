@@ -12,7 +12,7 @@ template <>
 struct Nvfp4Scales<bf16> {
     using Outer = DecodeScale;
     static constexpr int BLOCK = 16;
-    static constexpr float TILED_FACTOR = 128.f, LINEAR_FACTOR = 256.f;
+    static constexpr float TILED_RESCALE = 128.f, LINEAR_RESCALE = 256.f;
 
     static __device__ __forceinline__ u32 tiled(u32 byte) { return byte * 0x00100010u + 0x6F806F80u; }  // E5M3, times 2^119
 
@@ -31,7 +31,7 @@ template <>
 struct Nvfp4Scales<f16> {
     using Outer = DecodeScale;
     static constexpr int BLOCK = 16;
-    static constexpr float TILED_FACTOR = 128.f, LINEAR_FACTOR = 128.f;
+    static constexpr float TILED_RESCALE = 128.f, LINEAR_RESCALE = 128.f;
 
     // E5M3. Bytes of scales begin at 112, but for zero.
     static __device__ __forceinline__ u32 tiled(u32 byte) { return max(byte, 8u) * 0x00800080u - 0x04000400u; }

@@ -1,4 +1,4 @@
-// Plain weights: numbers of 16 bits, of the type of the activations. Nothing is left to decode.
+// Plain weights: numbers of 16 bits, of the type of the activations. There is nothing to dequantize.
 #pragma once
 
 #include "weights/reader.cuh"
@@ -6,14 +6,14 @@
 namespace {
 
 // Tiles in shared memory. Lane 4 r + c of run v lies where lane 4 r + (c ^ v) would: neither those that follow each other in a run nor
-// those of one row in all four runs meet in a bank. The former are what a step multiplies by where activations are ordered, the latter
-// where not.
+// those of one row in all four runs meet in a bank. The former are what a step multiplies by where activations are in fragment order, the
+// latter where not.
 //
 // What is loaded is the fragments: the next ones are loaded when the products before have ended. (Loaded while these ran, right numbers
-// came to wrong products, as seen on an H200 with NVRTC 13; what is decoded goes to registers of its own after they have ended.)
-template <bool Ordered>
+// came to wrong products, as seen on an H200 with NVRTC 13; what is dequantized goes to registers of its own after they have ended.)
+template <bool FRAGMENT_ORDER>
 struct PlainShared {
-    struct Held {
+    struct Packed {
         uint4 step[4];
     };
     u32 first[4];  // where a lane's are, in each step, after where those of all tiles begin
@@ -21,35 +21,35 @@ struct PlainShared {
     __device__ __forceinline__ PlainShared(u32 first_element, u32, i32 lane) {
 #pragma unroll
         for (int v = 0; v < 4; ++v) {
-            const i32 run = Ordered ? v : lane % 4, block = Ordered ? lane % 4 : v;
-            first[v] = first_element + RUN * run + place(lane / 4 * 4 + block, run);
+            const i32 run = FRAGMENT_ORDER ? v : lane % 4, block = FRAGMENT_ORDER ? lane % 4 : v;
+            first[v] = first_element + RUN * run + swizzled_lane(lane / 4 * 4 + block, run);
             asm volatile("" : "+r"(first[v]));  // kept, not computed again
         }
     }
 
-    static __device__ __forceinline__ i32 place(i32 lane, int run) { return 16 * (lane ^ run); }
+    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) { return 16 * (lane ^ run); }
 
-    __device__ __forceinline__ Held load(const u8* elements, const u8*) const {
-        Held h;
+    __device__ __forceinline__ Packed load(const u8* elements, const u8*) const {
+        Packed packed;
 #pragma unroll
-        for (int v = 0; v < 4; ++v) h.step[v] = *reinterpret_cast<const uint4*>(elements + first[v]);
-        return h;
+        for (int v = 0; v < 4; ++v) packed.step[v] = *reinterpret_cast<const uint4*>(elements + first[v]);
+        return packed;
     }
 
-    static __device__ __forceinline__ void decode(const Held& h, int v, u32 (&a)[4]) {
-        a[0] = h.step[v].x, a[1] = h.step[v].y, a[2] = h.step[v].z, a[3] = h.step[v].w;
+    static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
+        a[0] = packed.step[v].x, a[1] = packed.step[v].y, a[2] = packed.step[v].z, a[3] = packed.step[v].w;
     }
 };
 
 template <class T>
 struct PlainTiled : NoOuterScale {
-    static constexpr float FACTOR = 1.f;
+    static constexpr float RESCALE = 1.f;
     static constexpr int ELEMENTS = 4 * RUN, SCALES = 0;
 
-    template <bool Ordered>
-    using Shared = PlainShared<Ordered>;
+    template <bool FRAGMENT_ORDER>
+    using Shared = PlainShared<FRAGMENT_ORDER>;
 
-    struct Held {
+    struct Packed {
         uint4 step[4];
     };
     struct Scales {};
@@ -69,19 +69,19 @@ struct PlainTiled : NoOuterScale {
         values_ = elements(s) + tile_number<Segment>(group, first_row, block) * ELEMENTS + lane * 16;
     }
 
-    __device__ __forceinline__ Held load(int ahead) const {
-        Held h;
+    __device__ __forceinline__ Packed load(int blocks_ahead) const {
+        Packed packed;
 #pragma unroll
-        for (int v = 0; v < 4; ++v) h.step[v] = load_stream(values_ + ELEMENTS * ahead + RUN * v);
-        return h;
+        for (int v = 0; v < 4; ++v) packed.step[v] = load_no_allocate(values_ + ELEMENTS * blocks_ahead + RUN * v);
+        return packed;
     }
 
     __device__ __forceinline__ void advance(int blocks) { values_ += ELEMENTS * blocks; }
 
-    static __device__ __forceinline__ Scales scales(const Held&) { return {}; }
+    static __device__ __forceinline__ Scales scales(const Packed&) { return {}; }
 
-    static __device__ __forceinline__ void decode(const Held& h, const Scales&, int v, int half, u32* a) {
-        a[0] = half == 0 ? h.step[v].x : h.step[v].z, a[1] = half == 0 ? h.step[v].y : h.step[v].w;
+    static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales&, int v, int half, u32* a) {
+        a[0] = half == 0 ? packed.step[v].x : packed.step[v].z, a[1] = half == 0 ? packed.step[v].y : packed.step[v].w;
     }
 
 private:
@@ -91,9 +91,9 @@ private:
 // Any N, and K in whole blocks of 16: rows past the last are read as the last, blocks past the last as zeros.
 template <class T>
 struct PlainLinear : NoOuterScale {
-    static constexpr float FACTOR = 1.f;
+    static constexpr float RESCALE = 1.f;
 
-    struct Held {
+    struct Packed {
         uint4 row[2][2];  // r and r + 8: the 16 columns in halves
     };
     struct Scales {};
@@ -109,12 +109,12 @@ struct PlainLinear : NoOuterScale {
         left_ = Segment::K - k;
     }
 
-    __device__ __forceinline__ Held load(int ahead) const {
-        if (left_ <= 64 * ahead) return {};
-        Held h;
+    __device__ __forceinline__ Packed load(int blocks_ahead) const {
+        if (left_ <= 64 * blocks_ahead) return {};
+        Packed packed;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) h.row[i / 2][i % 2] = load_stream(values_[i / 2] + 128 * ahead + 16 * (i % 2));
-        return h;
+        for (int i = 0; i < 4; ++i) packed.row[i / 2][i % 2] = load_no_allocate(values_[i / 2] + 128 * blocks_ahead + 16 * (i % 2));
+        return packed;
     }
 
     __device__ __forceinline__ void advance(int blocks) {
@@ -122,12 +122,12 @@ struct PlainLinear : NoOuterScale {
         left_ -= 64 * blocks;
     }
 
-    static __device__ __forceinline__ Scales scales(const Held&) { return {}; }
+    static __device__ __forceinline__ Scales scales(const Packed&) { return {}; }
 
-    static __device__ __forceinline__ void decode(const Held& h, const Scales&, int v, int half, u32* a) {
+    static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales&, int v, int half, u32* a) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint4& pairs = h.row[i][half];
+            const uint4& pairs = packed.row[i][half];
             a[i] = v == 0 ? pairs.x : v == 1 ? pairs.y : v == 2 ? pairs.z : pairs.w;
         }
     }

@@ -1,21 +1,22 @@
 // What a kernel of a product knows of its weights: a reader, `Segment::Weights`, a template of the type of the activations that its
 // fragments are multiplied by. No other file knows an encoding.
 //
-// Products of few rows read tiles of 16 rows and 64 k that follow each other along K, from memory to registers:
+// Small-M kernels read tiles of 16 rows and 64 k that follow each other along K, from memory to registers:
 //
-//     open(s, group, first_row, block, lane)     where a lane's first tile lies, the block-th along K
-//     Held load(ahead); advance(blocks)          what the lane has of a tile, as it is stored; further along K
-//     Scales scales(held)                        of all that the lane has
-//     decode(held, scales, v, half, a)           a[0], a[1]: columns 16 c + 8 half + 2 v and the next, of rows r and r + 8
+//     open(s, group, first_row, block, lane)         where a lane's first tile lies, the block-th along K
+//     Packed load(blocks_ahead); advance(blocks)     what the lane has of a tile, as it is stored; further along K
+//     Scales scales(packed)                          of all that the lane has
+//     dequantize(packed, scales, v, half, a)         a[0], a[1]: columns 16 c + 8 half + 2 v and the next, of rows r and r + 8
 //
 // Lane 4 r + c holds rows r and r + 8, and of each the 16 columns from 16 c on. Step v of four multiplies by two pairs of these in each
 // row: both halves make the fragment of a tensor core's instruction.
 //
-// Products of many rows copy tiles to shared memory as they are stored. ELEMENTS and SCALES are bytes of a tile there (0: no scales),
-// elements(s) and scales(s) where those of all matrices begin. Shared<Ordered> says where the 16 bytes of a copying lane go, in each run of
-// 512 bytes of elements, and makes fragments of step v; Ordered: of activations that are in the order of order.cuh, or in their own.
+// Large-M kernels copy tiles to shared memory as they are stored. ELEMENTS and SCALES are bytes of a tile there (0: no scales), elements(s)
+// and scales(s) where those of all matrices begin. Shared<FRAGMENT_ORDER> says where the 16 bytes of a producer's lane go, in each run of
+// 512 bytes of elements (swizzled_lane), and makes fragments of step v; FRAGMENT_ORDER: whether activations are in fragment order, or
+// row-major.
 //
-// What `decode` makes are the weights over FACTOR, a power of two that keeps them in range, and over the outer scale, one for a run of
+// What `dequantize` makes are the weights over RESCALE, a power of two that keeps them in range, and over the outer scale, one for a run of
 // rows: outer(s, group, row), and outer_of_lane(...) of rows r and r + 8 of a tile.
 #pragma once
 
@@ -47,15 +48,15 @@ struct NoOuterScale {
 struct DecodeScale {
     template <class Segment>
     static __device__ __forceinline__ float outer(const Segment& s, i32 group, i32 row) {
-        return s.decode_scale[group * Segment::RUNS + row / (Segment::N / Segment::RUNS)];
+        return s.decode_scale[group * Segment::SCALE_RUNS + row / (Segment::N / Segment::SCALE_RUNS)];
     }
 
     // In one run of rows the two are one.
     template <class Segment>
     static __device__ __forceinline__ void outer_of_lane(float (&outer)[2], const Segment& s, i32 group, i32 first_row, i32 lane) {
-        constexpr i32 LENGTH = Segment::N / Segment::RUNS, APART = LENGTH % 16 == 0 ? 0 : 1;
+        constexpr i32 LENGTH = Segment::N / Segment::SCALE_RUNS, APART = LENGTH % 16 == 0 ? 0 : 1;
         const i32 row = first_row + APART * (lane / 4);
-        const float* of_group = s.decode_scale + group * Segment::RUNS;
+        const float* of_group = s.decode_scale + group * Segment::SCALE_RUNS;
         outer[0] = of_group[row / LENGTH], outer[1] = APART ? of_group[(row + 8) / LENGTH] : outer[0];
     }
 };

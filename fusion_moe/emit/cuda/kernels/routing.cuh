@@ -4,7 +4,7 @@
 // need nothing of each other, and ids come from a cache.
 #pragma once
 
-#include "order.cuh"
+#include "fragment_order.cuh"
 #include "ragged.cuh"
 
 namespace {
@@ -70,9 +70,9 @@ __device__ __forceinline__ void for_all(i64 count, Body body) {
     for (i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += i64(gridDim.x) * blockDim.x) body(i);
 }
 
-// Needs something now, so that it comes to the caches.
-__device__ __forceinline__ void touch(i64 x) { asm volatile("" ::"l"(x)); }
-__device__ __forceinline__ void touch(float x) { asm volatile("" ::"f"(x)); }
+// Needs something now, so that it is in L1 later.
+__device__ __forceinline__ void prefetch(i64 x) { asm volatile("" ::"l"(x)); }
+__device__ __forceinline__ void prefetch(float x) { asm volatile("" ::"f"(x)); }
 
 // total[v] = sum over slots of weight * y[row][j + v], in order: y [rows, N], slot(i) and weight(i) of slot i.
 template <int V, class T, class Slot, class Weight>

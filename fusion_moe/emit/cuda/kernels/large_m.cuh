@@ -1,0 +1,563 @@
+// Large-M grouped products: weights go through shared memory to registers, are dequantized to fragments there, and are multiplied by tiles
+// of activations in shared memory; copies, dequantizing and products overlap.
+//
+// A persistent kernel: a block loops over work tiles (schedule.cuh), each up to TILE_M rows of a group and 64 * REPEATS * CONSUMERS rows of
+// its matrix. The matrix is on the side of wgmma's 64 rows; the other side is as wide as the group's M tiles are high. CONSUMERS warpgroups
+// multiply, each by REPEATS times 64 rows of the matrix, what producer warps copy into a ring of stages of two K blocks. They share nothing
+// but the ring: some dequantize while others keep the tensor cores busy, and one may finish a work tile and store it while others still
+// multiply.
+//
+// Groups that are much heavier or lighter than others can be left to concurrent launches of other variants: each handles a size class,
+// groups of more than ABOVE_ROWS and up to MAX_ROWS rows, which the host does not know. None of them needs what another computes, so none
+// waits for the one before; but the last block of each does when it is done, and so what waits for the last launch waits for all.
+//
+// Activations are in fragment order (fragment_order.cuh), or row-major, with more instructions for each weight (weights/).
+#pragma once
+
+#include "epilogue_transpose.cuh"
+#include "fragment_order.cuh"
+#include "pipeline.cuh"
+#include "schedule.cuh"
+#include "weights/reader.cuh"
+#include "wgmma.cuh"
+
+namespace {
+
+constexpr int MAX_SHARED_BYTES = 227 * 1024;  // bytes of shared memory that a block may have
+
+// Tiles of weights in shared memory, STAGE_K_BLOCKS for each warp of a consumer warpgroup.
+template <int WARPS, int STAGE_K_BLOCKS, int ELEMENTS, int SCALES>
+struct SharedTiles {
+    u8 elements[WARPS][STAGE_K_BLOCKS][ELEMENTS], scales[WARPS][STAGE_K_BLOCKS][SCALES];
+
+    __device__ __forceinline__ const u8* first_scales(int b) const { return scales[0][b]; }
+};
+
+template <int WARPS, int STAGE_K_BLOCKS, int ELEMENTS>
+struct SharedTiles<WARPS, STAGE_K_BLOCKS, ELEMENTS, 0> {
+    u8 elements[WARPS][STAGE_K_BLOCKS][ELEMENTS];
+
+    __device__ __forceinline__ const u8* first_scales(int) const { return nullptr; }
+};
+
+template <class Segment, int TILE_M, int CONSUMERS, int REPEATS>
+struct LargeM {
+    static constexpr int WARPGROUP = 128, WARPGROUP_WARPS = 4, PRODUCER_WARPS = 4, PRODUCERS = 32 * PRODUCER_WARPS;
+    static constexpr int THREADS = WARPGROUP * CONSUMERS + PRODUCERS;
+    // Of the registers that a launch gives to one thread of each consumer warpgroup and one producer, the latter needs few; two repeats of
+    // high M tiles leave it the fewest, which are enough where tiles are equally spaced (see Weights).
+    static constexpr int MIN_PRODUCER_REGISTERS = REPEATS > 1 && TILE_M > 32 ? 32 : 64;
+    static constexpr int REGISTER_POOL = 65536 / THREADS / 8 * 8 * (CONSUMERS + 1);
+    static constexpr int CONSUMER_REGISTERS = (REGISTER_POOL - MIN_PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
+    static constexpr int PRODUCER_REGISTERS = REGISTER_POOL - CONSUMERS * CONSUMER_REGISTERS;
+    static constexpr int WEIGHT_TILES = WARPGROUP_WARPS * CONSUMERS * REPEATS;           // of 16 rows
+    static constexpr int TILE_N = Segment::BLOCK * WEIGHT_TILES / Segment::BLOCK_TILES;  // columns of the result
+    static constexpr int N_TILES = (Segment::WIDTH + TILE_N - 1) / TILE_N, K_BLOCKS = Segment::K / 64, K_STEPS = 4;
+    using Reader = typename Segment::Weights;
+    static constexpr int ELEMENTS = Reader::ELEMENTS, SCALES = Reader::SCALES;  // bytes of a tile of 16 rows and 64 k
+    static constexpr int STAGE_K_BLOCKS = ELEMENTS + SCALES <= 1024 ? 2 : 1;
+    static constexpr int UNROLL_K_BLOCKS = REPEATS == 1 ? 2 * STAGE_K_BLOCKS : STAGE_K_BLOCKS;  // of the producers' loop, as registers last
+    static constexpr int EPILOGUE_STAGES = REPEATS == 1 && K_BLOCKS > STAGE_K_BLOCKS ? 2 : 1;   // that a consumer releases after its stores
+    static constexpr int EPILOGUE_BUFFERS = REPEATS > 1 ? 2 : EPILOGUE_STAGES;  // in which it transposes: where its weights were
+    using Transpose = typename EpilogueTranspose<Segment, REPEATS>::type;
+    using SharedWeights = typename Reader::template Shared<Segment::FRAGMENT_ORDER>;
+    using Packed = typename SharedWeights::Packed;
+    static constexpr int REPEATS_PER_RESULT = Transpose::REPEATS;   // that a result's columns are made of
+    static constexpr int EPILOGUE_ROWS = Transpose::EPILOGUE_ROWS;  // that a consumer transposes at a time, in one of the buffers
+    static_assert(WARPGROUP_WARPS % Segment::BLOCK_TILES == 0, "a consumer's tiles make whole columns");
+    static_assert(CONSUMERS <= ConsumerTile<Segment, REPEATS_PER_RESULT>::MAX_CONSUMERS);
+    static_assert(WARPGROUP_WARPS % PRODUCER_WARPS == 0, "a warp copies the same tiles of every consumer");
+    static_assert(Segment::K % 64 == 0 && Segment::N % 16 == 0, "weights are tiled");
+    static_assert(!Segment::Columns::FRAGMENT_ORDER || Segment::WIDTH % 64 == 0, "fragment order is of whole K blocks");
+    static_assert(TILE_M % 16 == 0 && TILE_M <= 256, "M tiles are transposed 16 rows at a time, and fit an instruction");
+
+    using RepeatWeights = SharedTiles<WARPGROUP_WARPS, STAGE_K_BLOCKS, ELEMENTS, SCALES>;
+
+    struct alignas(1024) Stage {
+        u8 activations[STAGE_K_BLOCKS][TILE_M * TILE_ROW_BYTES];
+        RepeatWeights weights[CONSUMERS * REPEATS];
+    };
+
+    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, Segment::ABOVE_ROWS, Segment::MAX_ROWS, Segment::WITH_SMALL_M>;
+
+    // As many as fit. Producers say which work tiles they load: each has a stage at least, but for one that they begin.
+    static constexpr int STAGE_BYTES = MAX_SHARED_BYTES - int(sizeof(TileScheduler) + sizeof(WorkTile));  // left for all stages
+    static constexpr int STAGES = STAGE_BYTES / (sizeof(Stage) + 2 * sizeof(u64) + sizeof(WorkTile)), WORK_SLOTS = STAGES + 1;
+
+    struct Shared {
+        Stage stage[STAGES];
+        WorkTile work_tiles[WORK_SLOTS];
+        u64 full[STAGES], empty[STAGES];
+        TileScheduler scheduler;
+    };
+    static_assert(sizeof(Shared) <= MAX_SHARED_BYTES && sizeof(RepeatWeights) >= Transpose::BUFFER_BYTES);
+
+    __device__ static void run(const Segment& s) {
+        extern __shared__ __align__(1024) u8 memory[];
+        Shared& shared = *reinterpret_cast<Shared*>(memory);
+        if (threadIdx.x < STAGES) {
+            mbarrier_init(shared.full[threadIdx.x], PRODUCER_WARPS);
+            mbarrier_init(shared.empty[threadIdx.x], WARPGROUP_WARPS * CONSUMERS);
+        }
+        if (!Segment::READS_BEFORE_WAIT) griddepcontrol_wait();
+        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, blockIdx.x == 0 ? s.error : nullptr, reinterpret_cast<i32*>(shared.stage));
+        if (Segment::READS_BEFORE_WAIT && !Segment::CONCURRENT_WITH_PREVIOUS) griddepcontrol_wait();
+        if (Segment::CONCURRENT_WITH_NEXT) griddepcontrol_launch_dependents();
+        if (threadIdx.x < WARPGROUP * CONSUMERS) {
+            setmaxnreg_inc<CONSUMER_REGISTERS>();
+            consume(s, shared);
+        } else {
+            setmaxnreg_dec<PRODUCER_REGISTERS>();
+            produce(s, shared);
+        }
+        griddepcontrol_launch_dependents();
+        if (Segment::CONCURRENT_WITH_PREVIOUS && blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
+    }
+
+private:
+    using WorkTiles = typename TileScheduler::WorkTiles;
+    using Columns = typename Segment::Columns;
+
+    // Tile t of an N tile -> the row of the matrix where it begins. Past the last column: the last block's. What makes a column of the
+    // result is in tiles, or in repeats, that follow each other.
+    __device__ static constexpr i32 first_row(i32 n_tile, i32 t) {
+        constexpr i32 ALIKE = REPEATS_PER_RESULT > 1 ? WARPGROUP_WARPS : 1, LAST = (Segment::WIDTH - 1) / Segment::BLOCK;
+        const i32 block = n_tile * (WEIGHT_TILES / Segment::BLOCK_TILES) + t / ALIKE / Segment::BLOCK_TILES * ALIKE + t % ALIKE;
+        return Segment::first_row(block < LAST ? block : LAST, t / ALIKE % Segment::BLOCK_TILES);
+    }
+
+    // Whether each step-th tile lies as far after the first of them in every N tile.
+    __device__ static constexpr bool equally_spaced(i32 step) {
+        for (i32 block = 0; block < N_TILES; ++block)
+            for (i32 t = 0; t < WEIGHT_TILES; ++t)
+                if (first_row(block, t) - first_row(block, t % step) != first_row(0, t / step * step) - first_row(0, 0)) return false;
+        return true;
+    }
+
+    // Producers --------------------------------------------------------------------------------------------------------
+
+    // The weights of a work tile: a warp copies the elements of each PRODUCER_WARPS-th tile, and a thread 16 bytes of scales of each
+    // TILES_PER_STEP-th.
+    struct Weights {
+        static_assert(i64(Segment::N) * Segment::K / 1024 * ELEMENTS < 1ll << 31, "offsets in a matrix");
+        static constexpr int TILES_PER_WARP = WEIGHT_TILES / PRODUCER_WARPS, RUNS = ELEMENTS / RUN;
+        static constexpr int PIECES = STAGE_K_BLOCKS * SCALES / 16;  // of the scales of a tile
+        static constexpr int TILES_PER_STEP = PIECES > 0 ? PRODUCERS / PIECES : WARPGROUP_WARPS;
+        static constexpr int SCALE_STEPS = PIECES > 0 ? (WEIGHT_TILES + TILES_PER_STEP - 1) / TILES_PER_STEP : 0;
+        static_assert(TILES_PER_STEP % WARPGROUP_WARPS == 0, "whole repeats in a step");
+        static constexpr bool EQUALLY_SPACED = equally_spaced(PRODUCER_WARPS) && equally_spaced(TILES_PER_STEP);
+        const u8 *elements, *scales;  // of the work tile's matrix; if tiles are equally spaced, the thread's first
+        i32 element[TILES_PER_WARP], scale[SCALE_STEPS > 0 ? SCALE_STEPS : 1];  // offsets, if they are not
+
+        __device__ __forceinline__ void open(const Segment& s, const WorkTile& work_tile, i32 thread) {
+            const i64 tiles = i64(work_tile.m_tile.group) * (Segment::N / 16) * K_BLOCKS;
+            elements = Reader::elements(s) + tiles * ELEMENTS, scales = Reader::scales(s) + tiles * SCALES;
+#pragma unroll
+            for (int i = 0; i < TILES_PER_WARP; ++i)
+                element[i] = at(work_tile, thread / 32 + PRODUCER_WARPS * i) * ELEMENTS + thread % 32 * 16;
+            if constexpr (SCALES > 0) {
+#pragma unroll
+                for (int i = 0; i < SCALE_STEPS; ++i)
+                    scale[i] = at(work_tile, min(thread / PIECES + TILES_PER_STEP * i, WEIGHT_TILES - 1)) * SCALES + thread % PIECES * 16;
+            }
+            if (EQUALLY_SPACED) elements += element[0], scales += SCALE_STEPS > 0 ? scale[0] : 0;
+        }
+
+        __device__ static i32 at(const WorkTile& work_tile, i32 t) { return first_row(work_tile.n_tile, t) / 16 * K_BLOCKS; }
+        __device__ static constexpr i32 after_first(int t) { return (first_row(0, t) - first_row(0, 0)) / 16 * K_BLOCKS; }
+        __device__ __forceinline__ i32 element_at(int i) const {
+            return EQUALLY_SPACED ? after_first(PRODUCER_WARPS * i) * ELEMENTS : element[i];
+        }
+        __device__ __forceinline__ i32 scale_at(int i) const {
+            return EQUALLY_SPACED ? after_first(TILES_PER_STEP * i) * SCALES : scale[i];
+        }
+
+        // K blocks, from the kb-th of the unrolled ones on.
+        template <int Blocks>
+        __device__ __forceinline__ void copy(Stage& to, i32 thread, int kb) const {
+#pragma unroll
+            for (int run = 0; run < RUNS; ++run) {
+                const u32 first_element = shared_address(to.weights[0].elements[thread / 32]);
+                const u32 element_place = first_element + SharedWeights::swizzled_lane(thread % 32, run);
+#pragma unroll
+                for (int i = 0; i < TILES_PER_WARP; ++i) {
+                    const int tile = PRODUCER_WARPS * i;
+                    const int repeat_place = tile / WARPGROUP_WARPS * sizeof(RepeatWeights);
+                    const int place = repeat_place + tile % WARPGROUP_WARPS * STAGE_K_BLOCKS * ELEMENTS + run * RUN;
+#pragma unroll
+                    for (int b = 0; b < Blocks; ++b)
+                        cp_async_16(element_place + place + b * ELEMENTS, elements + element_at(i) + (kb + b) * ELEMENTS + run * RUN);
+                }
+            }
+            if constexpr (SCALES > 0) copy_scales<Blocks>(to, thread, kb);
+        }
+
+        __device__ __forceinline__ void advance() { elements += UNROLL_K_BLOCKS * ELEMENTS, scales += UNROLL_K_BLOCKS * SCALES; }
+
+    private:
+        template <int Blocks>
+        __device__ __forceinline__ void copy_scales(Stage& to, i32 thread, int kb) const {
+            const i32 tile = thread / PIECES, piece = thread % PIECES;
+            const u32 scale_place = shared_address(to.weights[tile / WARPGROUP_WARPS].scales[tile % WARPGROUP_WARPS]) + piece * 16;
+#pragma unroll
+            for (int i = 0; i < SCALE_STEPS; ++i)
+                cp_async_16_if(scale_place + TILES_PER_STEP / WARPGROUP_WARPS * i * sizeof(RepeatWeights),
+                               scales + scale_at(i) + kb * SCALES,
+                               tile + TILES_PER_STEP * i < WEIGHT_TILES && piece < Blocks * SCALES / 16);
+        }
+    };
+
+    // The activations of a work tile: a thread copies 16 bytes of each ROWS_PER_STEP-th row, in as many steps as all need.
+    struct Activations {
+        static constexpr int ROWS_PER_STEP = PRODUCERS / (TILE_ROW_BYTES / 16), ROW_STEPS = (TILE_M + ROWS_PER_STEP - 1) / ROWS_PER_STEP;
+        const u8* row[ROW_STEPS];
+        i32 row_steps;
+        bool last;  // whether the thread has a row in the last step
+
+        __device__ __forceinline__ void open(const Segment& s, const WorkTile& work_tile, i32 thread) {
+            const i32 mine = thread / (TILE_ROW_BYTES / 16);
+            row_steps = (work_tile.tile_m + ROWS_PER_STEP - 1) / ROWS_PER_STEP;
+            last = mine + ROWS_PER_STEP * (row_steps - 1) < work_tile.tile_m;
+#pragma unroll
+            for (int i = 0; i < ROW_STEPS; ++i) {
+                // accumulators past the end are not stored
+                const i32 m = min(work_tile.m_tile.first + mine + ROWS_PER_STEP * i, work_tile.m_tile.end - 1);
+                if (i < row_steps) row[i] = reinterpret_cast<const u8*>(s.row(m)) + thread % (TILE_ROW_BYTES / 16) * 16;
+            }
+        }
+
+        template <int Steps, int Blocks>
+        __device__ __forceinline__ void copy(Stage& to, i32 thread, int kb) const {
+            const u32 place = shared_address(to.activations) + swizzled(thread / (TILE_ROW_BYTES / 16), thread % (TILE_ROW_BYTES / 16));
+#pragma unroll
+            for (int i = 0; i < Steps; ++i)
+#pragma unroll
+                for (int b = 0; b < Blocks; ++b) {
+                    const u32 to_row = place + (i * ROWS_PER_STEP + b * TILE_M) * TILE_ROW_BYTES;
+                    if (i + 1 < Steps) cp_async_16(to_row, row[i] + (kb + b) * TILE_ROW_BYTES);
+                    else cp_async_16_if(to_row, row[i] + (kb + b) * TILE_ROW_BYTES, last);
+                }
+        }
+
+        template <int Steps>
+        __device__ __forceinline__ void advance() {
+#pragma unroll
+            for (int i = 0; i < Steps; ++i) row[i] += UNROLL_K_BLOCKS * TILE_ROW_BYTES;
+        }
+    };
+
+    // The stages that producers fill. A stage is committed when its copies are there: once those of the next have begun, and a work tile's
+    // last one once the next work tile is found, which takes as long. (A fence by consumers instead waited for products that ran: 10 % on
+    // an H200.)
+    struct ProducerPipeline {
+        static_assert(STAGES >= 3, "one that is not committed yet, and one that is not released yet, leave one to fill");
+        Shared& shared;
+        PipelineState<STAGES> next, last;
+
+        __device__ __forceinline__ Stage& acquire() {
+            mbarrier_wait(shared.empty[next.stage], next.parity ^ 1);
+            return shared.stage[next.stage];
+        }
+
+        // first: of a work tile.
+        __device__ __forceinline__ void commit(bool first) {
+            cp_async_commit();
+            if (!first) signal<1>();
+            next.advance();
+        }
+
+        // The last one of a work tile.
+        __device__ __forceinline__ void commit_last() { signal<0>(); }
+
+    private:
+        template <int Pending>
+        __device__ __forceinline__ void signal() {
+            cp_async_wait<Pending>();
+            fence_proxy_async();
+            mbarrier_arrive(shared.full[last.stage]);
+            last.advance();
+        }
+    };
+
+    __device__ static __forceinline__ void produce(const Segment& s, Shared& shared) {
+        const i32 thread = threadIdx.x % PRODUCERS;
+        ProducerPipeline pipeline{shared};
+        PipelineState<WORK_SLOTS> work_ring;
+        WorkTiles work(shared.scheduler);
+        for (; work.more_grouped(); work.advance(), work_ring.advance()) {
+            const WorkTile work_tile = work.current();
+            if (thread == 0) shared.work_tiles[work_ring.stage] = work_tile;
+            if (!work.first()) pipeline.commit_last();
+            Weights weights;
+            weights.open(s, work_tile, thread);
+            Activations rows;
+            rows.open(s, work_tile, thread);
+            load_work_tile<1>(weights, rows, pipeline, thread);
+        }
+        if (!work.first()) pipeline.commit_last();
+    }
+
+    // A loop for each number of steps has fewer instructions than one that branches.
+    template <int Steps>
+    __device__ static __forceinline__ void load_work_tile(Weights& weights, Activations& rows, ProducerPipeline& pipeline, i32 thread) {
+        if constexpr (Steps < Activations::ROW_STEPS) {
+            if (rows.row_steps > Steps) return load_work_tile<Steps + 1>(weights, rows, pipeline, thread);
+        }
+#pragma unroll 1
+        for (i32 kb = 0; kb <= K_BLOCKS - UNROLL_K_BLOCKS; kb += UNROLL_K_BLOCKS) {
+#pragma unroll
+            for (int b = 0; b < UNROLL_K_BLOCKS; b += STAGE_K_BLOCKS)
+                load_stage<Steps, STAGE_K_BLOCKS>(weights, rows, pipeline, thread, b, kb + b == 0);
+            weights.advance(), rows.template advance<Steps>();
+        }
+        constexpr int LEFT = K_BLOCKS % UNROLL_K_BLOCKS, HALF_STAGE = K_BLOCKS % STAGE_K_BLOCKS;
+        if constexpr (LEFT >= STAGE_K_BLOCKS)
+            load_stage<Steps, STAGE_K_BLOCKS>(weights, rows, pipeline, thread, 0, K_BLOCKS < UNROLL_K_BLOCKS);
+        if constexpr (HALF_STAGE != 0)
+            load_stage<Steps, HALF_STAGE>(weights, rows, pipeline, thread, LEFT - HALF_STAGE, K_BLOCKS < STAGE_K_BLOCKS);
+    }
+
+    template <int Steps, int Blocks>
+    __device__ static __forceinline__ void load_stage(
+        const Weights& weights, const Activations& rows, ProducerPipeline& pipeline, i32 thread, int kb, bool first) {
+        Stage& stage = pipeline.acquire();
+        weights.template copy<Blocks>(stage, thread, kb);
+        rows.template copy<Steps, Blocks>(stage, thread, kb);
+        pipeline.commit(first);
+    }
+
+    // Consumers --------------------------------------------------------------------------------------------------------
+
+    __device__ static __forceinline__ void consume(const Segment& s, Shared& shared) {
+        PipelineState<STAGES> ring;
+        PipelineState<WORK_SLOTS> work_ring;
+        WorkTiles work(shared.scheduler);
+        for (; work.more_grouped(); work.advance(), work_ring.advance()) {
+            mbarrier_wait(shared.full[ring.stage], ring.parity);
+            const WorkTile current = shared.work_tiles[work_ring.stage];
+            float outer[REPEATS][2];  // loaded while products run, not when the epilogue waits for them
+#pragma unroll
+            for (int h = 0; h < REPEATS; ++h)
+                Reader::outer_of_lane(outer[h], s, current.m_tile.group, first_row(current.n_tile, weight_tile_of(h)), threadIdx.x % 32);
+            float sum[REPEATS][TILE_M / 2] = {};
+            Mainloop mainloop(shared, ring, current.tile_m);
+            mainloop.run(sum);
+            const WorkTile work_tile = shared.work_tiles[work_ring.stage];  // registers are short while products run
+#pragma unroll
+            for (int h = 0; h < REPEATS; h += REPEATS_PER_RESULT) store(sum + h, outer + h, s, mainloop, work_tile, h);
+#pragma unroll
+            for (int i = 0; i < EPILOGUE_STAGES; ++i) mainloop.release();
+        }
+        for (; work.more(); work.advance()) store_ungrouped_rows(s, work.current());
+    }
+
+    // Which of the block's repeats a consumer's repeat h is, and which of its tiles a warp has there.
+    __device__ static __forceinline__ i32 repeat_of(int h) { return threadIdx.x / WARPGROUP * REPEATS + h; }
+    __device__ static __forceinline__ i32 weight_tile_of(int h) {
+        return repeat_of(h) * WARPGROUP_WARPS + threadIdx.x / 32 % WARPGROUP_WARPS;
+    }
+
+    // The products of a work tile: for each K block a wgmma group with each repeat. Fragments for a group are made while the one before
+    // runs.
+    struct Mainloop {
+        static constexpr int WGMMA_GROUPS = STAGE_K_BLOCKS * REPEATS;  // of a stage
+        static constexpr int PREFETCHED = WGMMA_GROUPS > 1 ? 2 : 1;  // of these, in registers, not dequantized yet
+        Shared& shared;
+        PipelineState<STAGES>& ring;
+        const i32 tile_m;
+        const SharedWeights mine;  // of the weights of a repeat
+        u32 next_to_release;       // a stage
+
+        __device__ __forceinline__ Mainloop(Shared& shared, PipelineState<STAGES>& ring, i32 tile_m)
+            : shared(shared), ring(ring), tile_m(tile_m), mine(first_of(ELEMENTS), first_of(SCALES), threadIdx.x % 32),
+              next_to_release(ring.stage) {}
+
+        // Where the warp's begin in its first repeat, of so many bytes for each tile.
+        __device__ static __forceinline__ u32 first_of(i32 bytes) {
+            return repeat_of(0) * sizeof(RepeatWeights) + threadIdx.x / 32 % WARPGROUP_WARPS * STAGE_K_BLOCKS * bytes;
+        }
+
+        // sum[h][4 n + i]: rows r and r + 8 of the warp's tile in a repeat, and rows 8 n + 2 c, 8 n + 2 c + 1 of activations. Multiplies by
+        // as many of these as are needed: only the instruction differs; which one, all of the block agree.
+        __device__ __forceinline__ void run(float (&sum)[REPEATS][TILE_M / 2]) {
+            if constexpr (TILE_M <= 80) run_unrolled<8, TILE_M>(sum);
+            else run_pipelined(sum);
+            wgmma_wait<0>();
+            while (next_to_release != epilogue_stage(EPILOGUE_STAGES - 1)) release();
+        }
+
+        // Of the stages that are not released, the last one, or the one before: where the consumer's weights were is its own.
+        __device__ __forceinline__ u32 epilogue_stage(int before) const {
+            return ring.stage > before ? ring.stage - 1 - before : ring.stage + STAGES - 1 - before;
+        }
+
+        __device__ __forceinline__ u8* epilogue_buffer(int i) const {
+            return reinterpret_cast<u8*>(&shared.stage[epilogue_stage(i % EPILOGUE_STAGES)].weights[repeat_of(i / EPILOGUE_STAGES)]);
+        }
+
+        __device__ __forceinline__ void release() {
+            mbarrier_arrive(shared.empty[next_to_release]);
+            if (++next_to_release == STAGES) next_to_release = 0;
+        }
+
+    private:
+        using Fragments = u32[K_STEPS][4];
+
+        // Low M tiles: dequantizing takes longer than products. A loop for each height has fewer instructions than one that branches.
+        template <int Least, int Most>
+        __device__ __forceinline__ void run_unrolled(float (&sum)[REPEATS][TILE_M / 2]) {
+            if constexpr (Least < Most) {
+                constexpr int MIDDLE = (Least + Most) / 16 * 8;
+                if (tile_m <= MIDDLE) run_unrolled<Least, MIDDLE>(sum);
+                else run_unrolled<MIDDLE + 8, Most>(sum);
+            } else {
+                Fragments fragments[2];
+                Packed packed[PREFETCHED];
+                const Stage* stage = &wait_stage(packed);
+                dequantize_now(fragments[0], packed[0]);
+                constexpr int LAST = K_BLOCKS % STAGE_K_BLOCKS;
+#pragma unroll 1
+                for (i32 kb = 0; kb <= K_BLOCKS - STAGE_K_BLOCKS; kb += STAGE_K_BLOCKS)
+                    mma_stage<Most, WGMMA_GROUPS>(sum, fragments, packed, stage, kb);
+                if constexpr (LAST != 0) mma_stage<Most, LAST * REPEATS>(sum, fragments, packed, stage, K_BLOCKS - LAST);
+            }
+        }
+
+        // The fragments of the stage's first group are made, and after it those of the next stage's. No products run on into the next
+        // stage: the compiler, which could not follow which registers they read, would make each wait for the one before.
+        template <int TileM, int WgmmaGroups>
+        __device__ __forceinline__ void mma_stage(
+            float (&sum)[REPEATS][TILE_M / 2], Fragments (&fragments)[2], Packed (&packed)[PREFETCHED], const Stage*& stage, i32 kb) {
+            const bool more = kb < K_BLOCKS - STAGE_K_BLOCKS;
+            const u64 tiles = tile_descriptor(shared_address(stage->activations));
+#pragma unroll
+            for (int g = 0; g < WgmmaGroups; ++g) {
+                mma<TileM>(sum[g % REPEATS], fragments[g % 2], tiles + g / REPEATS * (TILE_M * TILE_ROW_BYTES / 16));
+                if (g + PREFETCHED < WgmmaGroups) packed[g % PREFETCHED] = load(*stage, g + PREFETCHED);
+                if (WgmmaGroups % 2 != 0 && g + 1 == WgmmaGroups && more) wgmma_wait<0>();  // the next first fragments take their place
+                if (g + 1 == WgmmaGroups && more) stage = &wait_stage(packed);
+                if (g > 0) wgmma_wait<1>();
+                if (g == 0 && kb > 0 && (EPILOGUE_STAGES == 1 || more)) release();
+                const int next = (g + 1) % WgmmaGroups;
+                if (g + 1 < WgmmaGroups || more) dequantize_now(fragments[next % 2], packed[next % PREFETCHED]);
+            }
+            wgmma_wait<0>();
+        }
+
+        // High M tiles: products take longer, and run on from stage to stage, while the next fragments are made where there are registers
+        // for both. Loops for all heights would be much code.
+        __device__ __forceinline__ void run_pipelined(float (&sum)[REPEATS][TILE_M / 2]) {
+            static_assert(REPEATS == 1 || TILE_M <= 80, "registers");
+            constexpr int BUFFERS = STAGE_K_BLOCKS > 1 && TILE_M / 2 + 60 <= CONSUMER_REGISTERS ? 2 : 1;
+            Fragments fragments[BUFFERS];
+            Packed packed[PREFETCHED];
+            const Stage* stage;
+#pragma unroll 1
+            for (i32 kb = 0; kb < K_BLOCKS; kb += STAGE_K_BLOCKS) {
+#pragma unroll
+                for (int b = 0; b < STAGE_K_BLOCKS; ++b) {
+                    if (K_BLOCKS % STAGE_K_BLOCKS != 0 && kb + b == K_BLOCKS) break;
+                    if (STAGE_K_BLOCKS == 1) wgmma_wait<0>();  // see PlainShared
+                    if (b == 0) stage = &wait_stage(packed);
+                    wgmma_wait<BUFFERS - 1>();
+                    if (b == BUFFERS - 1 && kb > 0 && (EPILOGUE_STAGES == 1 || kb < K_BLOCKS - STAGE_K_BLOCKS)) release();
+                    dequantize(fragments[b % BUFFERS], packed[b]);
+                    mma_any<8, TILE_M>(sum[0], fragments[b % BUFFERS], tile_descriptor(shared_address(stage->activations[b])));
+                }
+            }
+        }
+
+        // The next stage, and what its first groups multiply by; past the last block: not used.
+        __device__ __forceinline__ const Stage& wait_stage(Packed (&packed)[PREFETCHED]) {
+            const Stage& stage = shared.stage[ring.stage];
+            mbarrier_wait(shared.full[ring.stage], ring.parity);
+            ring.advance();
+#pragma unroll
+            for (int g = 0; g < PREFETCHED; ++g) packed[g] = load(stage, g);
+            return stage;
+        }
+
+        __device__ __forceinline__ Packed load(const Stage& stage, int g) const {
+            const RepeatWeights& from = stage.weights[g % REPEATS];
+            return mine.load(from.elements[0][g / REPEATS], from.first_scales(g / REPEATS));
+        }
+
+        __device__ static __forceinline__ void dequantize(Fragments& fragments, const Packed& packed) {
+#pragma unroll
+            for (int v = 0; v < K_STEPS; ++v) SharedWeights::dequantize(packed, v, fragments[v]);
+        }
+
+        // Here, and not between the products.
+        __device__ static __forceinline__ void dequantize_now(Fragments& fragments, const Packed& packed) {
+            dequantize(fragments, packed);
+#pragma unroll
+            for (int v = 0; v < K_STEPS; ++v)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(fragments[v][i]));
+        }
+
+        template <int Least, int Most>
+        __device__ __forceinline__ void mma_any(float (&sum)[TILE_M / 2], const Fragments& fragments, u64 tile) {
+            if constexpr (Least < Most) {
+                constexpr int MIDDLE = (Least + Most) / 16 * 8;
+                if (tile_m <= MIDDLE) mma_any<Least, MIDDLE>(sum, fragments, tile);
+                else mma_any<MIDDLE + 8, Most>(sum, fragments, tile);
+            } else {
+                wgmma_fence();
+#pragma unroll
+                for (int v = 0; v < K_STEPS; ++v)
+                    wgmma<typename Segment::Activation, Most>(sum, fragments[v], tile | 2 * v);  // fewer instructions here than +
+                wgmma_commit();
+            }
+        }
+
+        template <int TileM>
+        __device__ static __forceinline__ void mma(float (&sum)[TILE_M / 2], const Fragments& fragments, u64 tile) {
+            wgmma_fence();
+#pragma unroll
+            for (int v = 0; v < K_STEPS; ++v)
+                wgmma<typename Segment::Activation, TileM>(sum, fragments[v], tile + 2 * v);  // fewer instructions here than |
+            wgmma_commit();
+        }
+    };
+
+    // Epilogue ---------------------------------------------------------------------------------------------------------
+
+    // Of the repeats from h on that make a result.
+    __device__ static __forceinline__ void store(
+        const float (*sum)[TILE_M / 2], const float (*outer)[2], const Segment& s, const Mainloop& mainloop, const WorkTile& work_tile,
+        int h) {
+        const i32 column = work_tile.n_tile * TILE_N + repeat_of(h) / REPEATS_PER_RESULT * Transpose::COLUMNS;
+        ConsumerTile<Segment, REPEATS_PER_RESULT>::sync();  // all have read their weights
+        ConsumerTile<Segment, REPEATS_PER_RESULT> tile{s, work_tile, column};
+#pragma unroll
+        for (int i = 0; i < REPEATS_PER_RESULT; ++i)
+#pragma unroll
+            for (int upper = 0; upper < 2; ++upper) tile.factor[i][upper] = Reader::RESCALE * outer[i][upper];
+        const Transpose transpose(tile);
+        transpose.write(mainloop.epilogue_buffer(0), sum, 0);
+#pragma unroll
+        for (int row = 0; row < TILE_M; row += EPILOGUE_ROWS) {
+            if (row >= tile.work_tile.tile_m) break;
+            const int next = row + EPILOGUE_ROWS;
+            tile.sync();
+            const auto rows = transpose.load(mainloop.epilogue_buffer(row / EPILOGUE_ROWS % EPILOGUE_BUFFERS));
+            if (EPILOGUE_BUFFERS == 1) tile.sync();
+            if (next < TILE_M) transpose.write(mainloop.epilogue_buffer(next / EPILOGUE_ROWS % EPILOGUE_BUFFERS), sum, next);
+            transpose.store(rows, row);
+        }
+    }
+
+    // Rows that belong to no group.
+    __device__ static __forceinline__ void store_ungrouped_rows(const Segment& s, const WorkTile& work_tile) {
+        constexpr int V = 8;
+        const i32 pieces = (work_tile.m_tile.end - work_tile.m_tile.first) * (TILE_N / V);
+        for (i32 i = threadIdx.x; i < pieces; i += WARPGROUP * CONSUMERS) {
+            const float zero[Segment::COLUMNS_PER_RESULT][V] = {};
+            const RowMajor at{work_tile.n_tile * TILE_N + i % (TILE_N / V) * V};
+            store_columns<V>(s, work_tile.m_tile.first + i / (TILE_N / V), Segment::GROUPS, at, zero);
+        }
+    }
+};
+
+}  // namespace
