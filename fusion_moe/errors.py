@@ -62,7 +62,7 @@ class FusionError(Error, ValueError):
 
 
 class ParseError(Error, ValueError):
-    """Text that is not a printed Fusion."""
+    """Text that is not a printed Fusion, or no table of kernels."""
 
 
 class TranslatorError(Error, RuntimeError):

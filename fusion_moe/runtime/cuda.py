@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..arch import Arch, find
 from ..errors import BuildError, GroupsError, UnsupportedError
 
 _FREE_SHARED = 48 * 1024  # bytes of shared memory that a block gets unasked
@@ -31,12 +32,28 @@ Function = Any  # the driver's handle of a kernel
 
 
 @cache
-def arch(index: int) -> str:
-    """What NVRTC compiles for, of a device: "sm_90a". UnsupportedError below compute capability 8.0."""
-    major, minor = capability = torch.cuda.get_device_capability(index)
-    if why := _why_too_old(f"cuda:{index}", capability):
+def arch(index: int) -> Arch:
+    """The facts of a device. UnsupportedError below compute capability 8.0."""
+    if why := _why_too_old(f"cuda:{index}", torch.cuda.get_device_capability(index)):
         raise UnsupportedError(why, todo="options.override(target='reference') computes in plain torch", where="cuda")
-    return f"sm_{major}{minor}" + ("a" if major == 9 else "")
+    return find(read_arch(index))
+
+
+def read_arch(index: int) -> Arch:
+    """What the driver says of a device."""
+    d, properties = _driver(), torch.cuda.get_device_properties(index)
+
+    def attribute(name: str) -> int:
+        asked = getattr(d.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(_checked(d.cuDeviceGetAttribute(asked, d.CUdevice(index)), name))
+
+    bits_a_clock = 2 * attribute("GLOBAL_MEMORY_BUS_WIDTH")  # data at both edges
+    return Arch(
+        properties.name, (properties.major, properties.minor), attribute("MULTIPROCESSOR_COUNT"),
+        attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"), attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"), attribute("L2_CACHE_SIZE"),
+        1e3 * attribute("MEMORY_CLOCK_RATE") * bits_a_clock / 8, attribute("MAX_REGISTERS_PER_MULTIPROCESSOR"),
+        attribute("MAX_THREADS_PER_MULTIPROCESSOR") // 32,
+    )  # fmt: skip
 
 
 def why_too_old() -> str:
@@ -46,18 +63,6 @@ def why_too_old() -> str:
 
 def _why_too_old(device: str, capability: tuple[int, int]) -> str:
     return "" if capability >= (8, 0) else f"{device} has compute capability {capability[0]}.{capability[1]}, kernels require 8.0 or higher"
-
-
-@cache
-def can_overlap(index: int) -> bool:
-    """Whether a kernel may start before the one before it has ended, on a device."""
-    return torch.cuda.get_device_capability(index) >= (9, 0)
-
-
-@cache
-def multiprocessors(index: int) -> int:
-    """How many a device has."""
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 def capturing() -> bool:
@@ -86,7 +91,7 @@ def carveout(function: Function, index: int, blocks: int) -> int:
     d = _driver()
     asked = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
     nbytes = _checked(d.cuKernelGetAttribute(asked, d.CUkernel(int(function)), d.CUdevice(index)), "carveout")
-    return -(-100 * blocks * (nbytes + _RESERVED) // int(torch.cuda.get_device_properties(index).shared_memory_per_multiprocessor))
+    return -(-100 * blocks * (nbytes + _RESERVED) // arch(index).shared_per_multiprocessor)
 
 
 class Launch:

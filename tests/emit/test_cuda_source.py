@@ -16,33 +16,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_tables import TABLE, variants_of
 
 from fusion_moe import options
+from fusion_moe.arch import A100, H200, L40S, Arch, Measured
 from fusion_moe.compile import lower
 from fusion_moe.emit import emit
+from fusion_moe.emit.cuda.choice import SizeClass, blocks, choose
 from fusion_moe.emit.cuda.columns import columns
 from fusion_moe.emit.cuda.grouped_mm import Product
 from fusion_moe.emit.cuda.launch import KERNELS, build
 from fusion_moe.emit.cuda.source import KernelSource, Source
-from fusion_moe.emit.cuda.variants import (
-    LINEAR,
-    M8,
-    M16,
-    M32,
-    M48_96,
-    M80,
-    M160,
-    TILED,
-    WIDE_M8,
-    WIDE_M16,
-    LargeM,
-    Matrices,
-    SizeClass,
-    SmallM,
-    Variant,
-    blocks,
-    choose,
-)  # fmt: skip
+from fusion_moe.emit.cuda.variants import M8, M16, M32, M48_96, M80, M160, SETS, LargeM, Matrices, SmallM, Variant
 from fusion_moe.encodings import ENCODINGS
 from fusion_moe.errors import BuildError, UnsupportedError
 from fusion_moe.ir.sizes import AnySize, symbol
@@ -63,7 +48,7 @@ DEFAULTS = {
     "interleave": 0, "limit": None, "alpha": 1.0, "up_offset": 0.0, "scale_on": "output", "activation_format": "bf16",
     "gate_up_bias": None, "down_bias": None,
 }  # fmt: skip
-VARIANTS = sorted({v for regime in (*TILED, *LINEAR) for v in regime.variants}, key=lambda v: v.name)
+VARIANTS = sorted({*variants_of("tiled"), *variants_of("linear")}, key=lambda v: v.name)
 NVFP4 = 576  # bytes of 16 rows and 64 columns
 LOOP = 72  # instructions for 1,024 weights of the loop of small-M kernels
 
@@ -98,11 +83,11 @@ def sources(*args, **kwargs) -> list[Source]:
     return [k.launch.source for k in kernels]
 
 
-def launches(source: Source, tokens: int, arch: str = "sm_90a") -> list[KernelSource]:
+def launches(source: Source, tokens: int, arch: Arch = H200) -> list[KernelSource]:
     return source.launches(dict.fromkeys(source.fusion.symbols, tokens), arch)
 
 
-def build_all(kernels: Iterable[KernelSource], arch: str) -> None:
+def build_all(kernels: Iterable[KernelSource], arch: Arch) -> None:
     """In threads: NVRTC lets others run meanwhile."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         assert all(path.stat().st_size for path in pool.map(partial(build, arch=arch), kernels))
@@ -144,7 +129,7 @@ def loops(lines: tuple[str, ...]) -> list[tuple[str, ...]]:
 # Every source compiles ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("arch", [A100, L40S, H200], ids=lambda arch: arch.nvrtc)
 @pytest.mark.parametrize("layout", ["linear", "w16x64"])
 def test_a_layer_compiles_for_every_architecture(arch, layout):
     clamped = {"interleave": 8, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "bias": True}
@@ -170,7 +155,7 @@ def product_of(fmt: str, activations: str, layout: str, k: int = 1024, n: int = 
     return kernel.launch.source
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", [A100, H200], ids=lambda arch: arch.nvrtc)
 @pytest.mark.parametrize("layout", ["linear", "w16x64"])
 @pytest.mark.parametrize(("fmt", "activations"), PAIRS)
 def test_every_encoding_compiles(fmt, activations, layout, arch):
@@ -180,14 +165,14 @@ def test_every_encoding_compiles(fmt, activations, layout, arch):
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("variant", [M8[0], M16[0], WIDE_M8[0], WIDE_M16[0], M48_96[1], *M160], ids=lambda v: v.name)
+@pytest.mark.parametrize("variant", [M8[0], M16[0], SETS["WIDE_M8"][0], SETS["WIDE_M16"][0], M48_96[1], *M160], ids=lambda v: v.name)
 @pytest.mark.parametrize(("fmt", "activations"), [("nvfp4", "f16"), ("mxfp4", "f16"), ("bf16", "bf16")])
 def test_encodings_need_no_local_memory(fmt, activations, variant):
     source = product_of(fmt, activations, "w16x64")
-    if not variant.fits(source.matrices, "sm_90a"):
+    if not variant.fits(source.matrices, H200):
         assert source.matrices.wide
         return
-    lines = sass(build(source.products([SizeClass(variant)], {"s0": 512})[0], "sm_90a"))
+    lines = sass(build(source.products([SizeClass(variant)], {"s0": 512}, H200)[0], H200))
     assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
     assert {m[1] for x in lines if (m := re.search(r"\bHG?MMA\.\S*?F32(\.BF16)?", x))} == {".BF16" if activations == "bf16" else None}
 
@@ -196,22 +181,22 @@ def test_wide_tiles_have_kernels_of_their_own():
     """From the bytes of a tile alone: registers and stages of shared memory."""
     narrow, wide = product_of("nvfp4", "bf16", "w16x64").matrices, product_of("bf16", "bf16", "w16x64").matrices
     assert (narrow.tile_bytes, product_of("mxfp4", "bf16", "w16x64").matrices.tile_bytes, wide.tile_bytes) == (576, 544, 2048)
-    assert not any(v.fits(wide, "sm_90a") for v in (*M8, *M16))
+    assert not any(v.fits(wide, H200) for v in (*M8, *M16))
     double = replace(wide, tile_bytes=4096)
-    assert [(v.stages(double), v.fits(double, "sm_90a")) for v in (M32[0], M80[0])] == [(2, False), (3, True)]
+    assert [(v.stages(double, H200), v.fits(double, H200)) for v in (M32[0], M80[0])] == [(2, False), (3, True)]
     for rows in (1, 16, 160, 640, 10**4):
-        for arch in ("sm_90a", "sm_80"):
+        for arch in (H200, A100):
             (size_class, *_) = choose(rows, wide, arch)
             assert size_class.variant.fits(wide, arch)
-    assert isinstance(choose(10**4, wide, "sm_90a")[0].variant, LargeM)
-    assert isinstance(choose(10**4, replace(wide, tiled=False), "sm_90a")[0].variant, SmallM)
+    assert isinstance(choose(10**4, wide, H200)[0].variant, LargeM)
+    assert isinstance(choose(10**4, replace(wide, tiled=False), H200)[0].variant, SmallM)
 
 
 @pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (1, 8), (2, 1)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_sizes_that_a_tracer_knows_have_kernels(tokens, slots, bias):
     """One token, or one slot, is what graphs are specialized for."""
-    build_all([x for source in sources(tokens=tokens, slots=slots, bias=bias) for x in source.launches({}, "sm_90a")], "sm_90a")
+    build_all([x for source in sources(tokens=tokens, slots=slots, bias=bias) for x in source.launches({}, H200)], H200)
 
 
 def round_of(variant: SmallM) -> int:
@@ -223,14 +208,14 @@ def round_of(variant: SmallM) -> int:
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.name}@{v.per_sm}")
 @pytest.mark.parametrize("model", MODELS)
 def test_variants_need_no_local_memory_and_have_lean_loops(model, variant: Variant):
-    for layout, regimes in (("w16x64", TILED), ("linear", LINEAR)):
+    for layout, regimes in (("w16x64", TABLE.tiled), ("linear", TABLE.linear)):
         if not any(variant in regime.variants for regime in regimes):
             continue
         for source in sources(model, layout):
             assert isinstance(source, Product)
-            if not variant.fits(source.matrices, "sm_90a"):
+            if not variant.fits(source.matrices, H200):
                 continue  # gate and up would be in two blocks, or registers would not do
-            lines = sass(build(source.products([SizeClass(variant)], {"s0": 512})[0], "sm_90a"))  # blocks enough for halves
+            lines = sass(build(source.products([SizeClass(variant)], {"s0": 512}, H200)[0], H200))  # blocks enough for halves
             assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
             assert any("HGMMA" in x if isinstance(variant, LargeM) else "HMMA" in x for x in lines)
             # a compiler that cannot follow which registers are in use makes each product wait for the one before
@@ -250,7 +235,7 @@ def test_large_m_stores_by_whole_instructions(variant, writes_fragment_order):
     """At least 8 bytes at a time; elements of 16 bits are transposed."""
     for source in sources("qwen3"):
         assert isinstance(source, Product)
-        lines = sass(build(source.products([SizeClass(variant)], {"s0": 64}, writes_fragment_order=writes_fragment_order)[0], "sm_90a"))
+        lines = sass(build(source.products([SizeClass(variant)], {"s0": 64}, H200, writes_fragment_order=writes_fragment_order)[0], H200))
         stores = [m[1] for line in lines if (m := re.search(r"\bSTG\.E\.(\w+)(?!.*STRONG)", line))]
         assert set(stores) <= {"64", "128"}
         assert any("STSM" in line for line in lines)
@@ -263,13 +248,13 @@ def test_large_m_stores_by_whole_instructions(variant, writes_fragment_order):
 def test_rows_in_natural_order_are_reordered_or_read_as_they_are(k, variant, in_fragment_order, monkeypatch):
     monkeypatch.setattr(Product, "needs_reordering", lambda self, variant: in_fragment_order)
     source = sorted_rows(k)
-    if not variant.fits(source.matrices, "sm_90a"):
+    if not variant.fits(source.matrices, H200):
         pytest.skip("never chosen: registers would not do")
-    lines = sass(build(source.products([SizeClass(variant)], {"s0": 2**17})[0], "sm_90a"))
+    lines = sass(build(source.products([SizeClass(variant)], {"s0": 2**17}, H200)[0], H200))
     assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
     assert any(x.startswith("LDSM") for x in lines) != in_fragment_order
     assert [x.name for x in launches(source, 2**17)[:-1]] == (["reorder_activations"] if in_fragment_order else [])
-    assert source.count(source.scratch[-1], {"s0": 2**17}, "sm_90a") == (2**17 * k if in_fragment_order else 0)
+    assert source.count(source.scratch[-1], {"s0": 2**17}, H200) == (2**17 * k if in_fragment_order else 0)
 
 
 def test_many_rows_in_natural_order_are_read_as_they_are():
@@ -281,8 +266,8 @@ def test_many_rows_in_natural_order_are_read_as_they_are():
 @needs_nvdisasm
 def test_the_loop_of_long_matrices_is_counted():
     """So that the test above counts something."""
-    (first, _), (variant, *_) = sources("dsv3"), TILED[0].variants
-    lines = sass(build(first.products([SizeClass(variant)], {"s0": 64})[0], "sm_90a"))
+    (first, _), (variant, *_) = sources("dsv3"), TABLE.tiled[0].variants
+    lines = sass(build(first.products([SizeClass(variant)], {"s0": 64}, H200)[0], H200))
     assert [len(loop) for loop in loops(lines) if sum("HMMA" in x for x in loop) == 4 * round_of(variant)]
 
 
@@ -294,7 +279,7 @@ def test_there_are_few_kernels():
 
 
 def test_the_choice_looks_at_rows_and_groups_alone():
-    def chosen(rows, groups, k=2048, tiles=96, block=2, tiled=True, arch="sm_90a"):
+    def chosen(rows, groups, k=2048, tiles=96, block=2, tiled=True, arch=H200):
         size_classes = choose(rows, Matrices(groups, k, tiles, block, NVFP4, tiled), arch)
         return next(s.variant for s in size_classes if s.max_rows is None or rows <= s.max_rows * groups)  # of average groups
 
@@ -314,14 +299,14 @@ def test_the_choice_looks_at_rows_and_groups_alone():
     # where one M tile more than there are groups would begin another wave: high ones
     assert [chosen(256, 8, 14336, 256, 1).tile_m, chosen(256, 8, 4096, 1792).tile_m] == [96, 64]
     assert isinstance(chosen(2**20, 8, 4096, 1792), LargeM)
-    assert chosen(2**20, 8, 4096, 1792, arch="sm_89").tiles_m == 4
-    assert chosen(160, 8, 4096, 1792, arch="sm_80").tiles_m == 2
+    assert chosen(2**20, 8, 4096, 1792, arch=L40S).tiles_m == 4
+    assert chosen(160, 8, 4096, 1792, arch=A100).tiles_m == 2
     for rows, groups, tiled in itertools.product((1, 64, 4096), (1, 8, 256), (True, False)):
         assert chosen(rows, groups, tiled=tiled).tiles % 2 == 0
 
 
 def test_long_products_have_kernels_for_groups_by_their_sizes():
-    def chosen(rows, groups=256, k=7168, tiles=256, arch="sm_90a"):
+    def chosen(rows, groups=256, k=7168, tiles=256, arch=H200):
         return [(s.variant.name, s.above_rows, s.max_rows) for s in choose(rows, Matrices(groups, k, tiles, 2, NVFP4, True), arch)]
 
     low, middle, tall, tallest = "large_m_32x4x2", "large_m_48x4x2", "large_m_80x4", "large_m_160x3"
@@ -333,15 +318,15 @@ def test_long_products_have_kernels_for_groups_by_their_sizes():
     assert [len(chosen(rows * 128, 128, 2880, 180)) for rows in (16, 32, 64)] == [2, 2, 1]
     for rows in (2, 40, 128):
         assert [size_class[1:] for size_class in chosen(256 * rows)] == [(0, None)]
-    assert len(chosen(16 * 8, 8, 4096, 1792)) == len(chosen(16 * 256, arch="sm_89")) == 1
-    for regime in TILED:
+    assert len(chosen(16 * 8, 8, 4096, 1792)) == len(chosen(16 * 256, arch=L40S)) == 1
+    for regime in TABLE.tiled:
         assert [most for most, _ in regime.size_classes[-1:]] in ([], [None])
 
 
 def test_few_heavy_groups_of_a_decode_have_a_large_m_kernel():
     """It is launched first, since its blocks want whole multiprocessors; others fill what it leaves, and read the same rows."""
 
-    def chosen(rows, groups=256, arch="sm_90a"):
+    def chosen(rows, groups=256, arch=H200):
         return [
             (s.variant.name, s.above_rows, s.max_rows) for s in choose(rows * groups, Matrices(groups, 7168, 256, 2, NVFP4, True), arch)
         ]
@@ -349,15 +334,15 @@ def test_few_heavy_groups_of_a_decode_have_a_large_m_kernel():
     few, tall = "small_m_1x1x1x1x3", "large_m_80x4"
     assert chosen(4) == chosen(6) == [(tall, 12, None), (few, 0, 12)]
     assert chosen(7) == chosen(12) == [(tall, 24, None), ("small_m_2x2x1x2x2", 0, 24)]
-    for size_classes in chosen(3), chosen(4, groups=32), chosen(4, groups=8), chosen(4, arch="sm_89"):
+    for size_classes in chosen(3), chosen(4, groups=32), chosen(4, groups=8), chosen(4, arch=L40S):
         assert [size_class[1:] for size_class in size_classes] == [(0, None)]
     for source in sources("dsv3"):
         assert isinstance(source, Product)
         high, low = [x for x in launches(source, 128) if "_m_" in x.name]
         assert [high.title, low.title] == [f"{tall} (groups of more than 12 rows)", f"{few} (groups of 1 to 12 rows)"]
         assert [high.carveout_blocks, low.carveout_blocks] == [0, 8]
-        assert source.variant({"s0": 128}, "sm_90a").name == few
-        assert source.count(source.scratch[-1], {"s0": 128}, "sm_90a") == 0  # rows are read as they are
+        assert source.variant({"s0": 128}, H200).name == few
+        assert source.count(source.scratch[-1], {"s0": 128}, H200) == 0  # rows are read as they are
         assert not any(x.name in ("prologue", "reorder_activations") for x in launches(source, 128))
     for source in sources("dsv3", scale_on="input"):
         made = launches(source, 128)
@@ -365,7 +350,7 @@ def test_few_heavy_groups_of_a_decode_have_a_large_m_kernel():
         assert all("FRAGMENT_ORDER = false" in x.text for x in made if x.name == tall)
 
 
-@pytest.mark.parametrize("variant", [LargeM(32, 5), TILED[0].variants[0]], ids=lambda v: v.name)
+@pytest.mark.parametrize("variant", [LargeM(32, 5), TABLE.tiled[0].variants[0]], ids=lambda v: v.name)
 def test_blocks_of_a_size_class(variant):
     """As many as the worst groups need, of sizes in its bounds."""
     for rows, groups, (above, most) in itertools.product((1, 40, 333), (1, 2, 5), ((0, None), (0, 32), (32, 80), (80, None))):
@@ -380,10 +365,41 @@ def test_blocks_of_a_size_class(variant):
 
 
 def test_a_single_wave_is_not_split():
-    variant = TILED[0].variants[0]
+    variant = TABLE.tiled[0].variants[0]
     assert isinstance(variant, SmallM)
-    assert variant.call(variant.wave).endswith(", 0>::run(s);")
-    assert variant.call(variant.wave + 1).endswith(f", {variant.wave}>::run(s);")
+    for arch in (H200, A100):
+        wave = variant.wave(arch)
+        assert variant.call(wave, arch).endswith(", 0>::run(s);")
+        assert variant.call(wave + 1, arch).endswith(f", {wave}>::run(s);")
+
+
+def test_facts_of_a_gpu_are_in_what_it_launches():
+    """Shared memory, how fast weights are read, and the blocks of kernels that loop; nothing else is different."""
+    half = replace(H200, multiprocessors=66, shared_per_block=200 * 1024, measured=Measured(3200, 77))
+    source, tokens = sources("dsv3")[0], 16 * 32  # 16 rows of a group
+    for arch in (H200, half):
+        made = launches(source, tokens, arch)
+        large = next(x for x in made if "large_m" in x.name)
+        assert f"GROUPS_READ_PER_TWO_TILES = {arch.groups_read_per_two_tiles};" in large.text
+        assert f"MAX_SHARED_BYTES = {arch.shared_per_block};" in large.text
+        assert large.shared == arch.shared_per_block
+        assert large.grid(arch) == arch.multiprocessors < large.blocks
+        reorder = next(x for x in made if x.name == "reorder_activations")
+        assert reorder.grid(arch) == min(16 * arch.multiprocessors, reorder.blocks)
+    small = launches(source, 1)[-1]
+    assert small.grid(half) == small.grid(H200) == small.blocks
+
+
+def test_variants_follow_the_facts_of_a_gpu():
+    of = Matrices(256, 7168, 256, 2, NVFP4, True)
+    assert LargeM(80, 4).stages(of, H200) > LargeM(80, 4).stages(of, replace(H200, shared_per_block=150 * 1024))
+    assert not LargeM(160, 3).fits(of, replace(H200, shared_per_block=100 * 1024))
+    assert not M8[0].fits(of, replace(H200, registers=32768))
+    # few blocks: an H200's multiprocessors take more warps along K than a GPU of which they fill every one
+    few = replace(H200, name="few", multiprocessors=8, measured=Measured(194, 18))
+    narrow = Matrices(16, 8192, 320, 1, NVFP4, True)
+    splits = [choose(1, narrow, arch)[0].variant.split_k for arch in (H200, few)]
+    assert splits[0] > splits[1]
 
 
 def test_sizes_change_no_source_of_one_variant():
@@ -462,7 +478,7 @@ def test_small_operations_have_kernels():
         for s in lowered.segments:
             kernel = emit(s, TARGETS["cuda"])
             assert kernel.backend == "cuda", kernel.why
-            assert all(build(x, "sm_90a").stat().st_size for x in launches(kernel.launch.source, 3))
+            assert all(build(x, H200).stat().st_size for x in launches(kernel.launch.source, 3))
 
 
 def test_tensors_elsewhere_are_refused():

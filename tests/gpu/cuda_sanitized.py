@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from kernel_tables import TABLE, variants_of
 from test_cuda_kernels import generator, program, random_weight
 from torch.utils._pytree import tree_map
 
 import fusion_moe
-from fusion_moe.emit.cuda import launch, variants
+from fusion_moe.arch import Arch
+from fusion_moe.emit.cuda import choice, launch
 from fusion_moe.emit.cuda.launch import build
 from fusion_moe.emit.cuda.source import KernelSource
+from fusion_moe.emit.cuda.table import ALWAYS, Regime
+from fusion_moe.emit.cuda.variants import M8, M32, M80, M160
 from fusion_moe.encodings import ENCODINGS, Quantized, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.layouts import W16X64
@@ -111,34 +115,34 @@ def allocate_apart(offsets: Sequence[int], nbytes: int, device: torch.device) ->
     return held, [t.data_ptr() for t in held]
 
 
-def build_every_lane_arrives(kernel: KernelSource, arch: str) -> Path:
+def build_every_lane_arrives(kernel: KernelSource, arch: Arch) -> Path:
     """As launch.build, with barriers at which all lanes of a warp arrive: see kernels/pipeline.cuh."""
     return build(replace(kernel, text=f"#define EVERY_LANE_ARRIVES\n{kernel.text}"), arch)
 
 
+def use_first(kind: str, regime: Regime) -> None:
+    """One regime for all sizes, and others where its kernels do not fit."""
+    changed = replace(TABLE, min_groups=0, **{kind: (regime, *getattr(TABLE, kind))})
+    choice.table_of = lambda arch: changed
+
+
 def main() -> None:
     """Products are run once with each variant of their kernel, and by concurrent kernels."""
-    variants._MIN_GROUPS = 0
-    several = [
-        variants.Regime(variants.ALWAYS, variants.M160, ((8, variants.M32), (20, variants.M80), (None, variants.M160))),
-        variants.Regime(variants.ALWAYS, variants.M8, ((12, variants.M8), (None, variants.M80))),
-    ]
+    several = [Regime(ALWAYS, M160, ((8, M32), (20, M80), (None, M160))), Regime(ALWAYS, M8, ((12, M8), (None, M80)))]
     launch.ALIGNMENT, launch.allocate, launch.build = 1, allocate_apart, build_every_lane_arrives
     for call in without_product():
         call.run()
-    for layout, name in (("linear", "LINEAR"), ("w16x64", "TILED")):
-        regimes = getattr(variants, name)
-        alone = [variants.Regime(variants.ALWAYS, (variant,)) for regime in regimes for variant in regime.variants]
-        for regime in (*alone, *(several if name == "TILED" else [])):
-            setattr(variants, name, (regime, *regimes))  # the others where it does not fit
+    for layout, kind in (("linear", "linear"), ("w16x64", "tiled")):
+        alone = [Regime(ALWAYS, (variant,)) for variant in variants_of(kind)]
+        for regime in (*alone, *(several if kind == "tiled" else [])):
+            use_first(kind, regime)
             for call in (*products(layout), *layers(layout, tokens=7), *layers(layout, tokens=60)):
                 call.run()
             for call in (*encoded("mxfp4", torch.bfloat16, layout), *encoded("nvfp4", torch.float16, layout)):
                 call.run()
-    for layout, name in (("linear", "WIDE_LINEAR"), ("w16x64", "WIDE_TILED")):
-        regimes = getattr(variants, name)
-        for variant in dict.fromkeys(variant for regime in regimes for variant in regime.variants):
-            setattr(variants, name, (variants.Regime(variants.ALWAYS, (variant,)), *regimes))
+    for layout, kind in (("linear", "wide_linear"), ("w16x64", "wide_tiled")):
+        for variant in variants_of(kind):
+            use_first(kind, Regime(ALWAYS, (variant,)))
             for call in encoded("bf16", torch.bfloat16, layout):
                 call.run()
     print("clean")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_tables import use_variant, variants_of
 from test_cuda_kernels import LAYOUTS, RAGGED, close, generator, poison, program, tokens
 
 from fusion_moe import options
-from fusion_moe.emit.cuda import variants
 from fusion_moe.emit.cuda.grouped_mm import Product
-from fusion_moe.emit.cuda.variants import ALWAYS, Regime
+from fusion_moe.emit.cuda.variants import Variant
 from fusion_moe.encodings import ENCODINGS, Encoding, Quantized, dequantize, quantize
 from fusion_moe.layouts import W16X64
 from fusion_moe.ops import SPECS, bind
@@ -60,13 +60,13 @@ def product(a: torch.Tensor, weight: Quantized, ends: torch.Tensor, layout: str)
 # One product ----------------------------------------------------------------------------------------------------------
 
 
-def ways() -> list[tuple[str, str, str, variants.Variant, bool]]:
+def ways() -> list[tuple[str, str, str, Variant, bool]]:
     """Encoding, activations, table, kernel, and whether a kernel before it puts rows in order. f16 differs from bf16 in instructions."""
     found = []
     for fmt, activations in PAIRS:
-        wide = "WIDE_" if ENCODINGS[fmt].plain else ""
-        for table in (f"{wide}LINEAR", f"{wide}TILED"):
-            kernels = list(dict.fromkeys(v for regime in getattr(variants, table) for v in regime.variants))
+        wide = "wide_" if ENCODINGS[fmt].plain else ""
+        for table in (f"{wide}linear", f"{wide}tiled"):
+            kernels = variants_of(table)
             kernels = kernels if fmt != "f16" else [kernels[0], *(v for v in kernels if v.header == "large_m.cuh")][:2]
             found += [(fmt, activations, table, v, order) for v in kernels for order in (False, True)[: 1 + v.reads_fragment_order]]
     return found
@@ -75,8 +75,8 @@ def ways() -> list[tuple[str, str, str, variants.Variant, bool]]:
 @pytest.mark.parametrize(("fmt", "activations", "table", "variant", "in_fragment_order"), ways(), ids=str)
 def test_every_variant_exactly(fmt, activations, table, variant, in_fragment_order, monkeypatch):
     monkeypatch.setattr(Product, "needs_reordering", lambda self, variant: in_fragment_order and variant.reads_fragment_order)
-    monkeypatch.setattr(variants, table, (Regime(ALWAYS, (variant,)), getattr(variants, table)[-1]))
-    layout = "w16x64" if table.endswith("TILED") else "linear"
+    use_variant(monkeypatch, table, variant)
+    layout = "w16x64" if table.endswith("tiled") else "linear"
     for k, n in (320, 144), (384, 1024):
         weight = exact_weight(ENCODINGS[fmt], 7, n, k)
         matrices = dequantize(weight).cuda()

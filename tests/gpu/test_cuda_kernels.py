@@ -9,14 +9,16 @@ import torch
 from experts import experts, float_weights
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from kernel_tables import TABLE, use, use_variant, variants_of
 from routings import Partition, Routing, partitions, routings
 
 import fusion_moe
 from fusion_moe import options
+from fusion_moe.arch import H200
 from fusion_moe.compile import compile_fusion
-from fusion_moe.emit.cuda import variants
 from fusion_moe.emit.cuda.grouped_mm import Product
-from fusion_moe.emit.cuda.variants import ALWAYS, LargeM, Regime, SmallM
+from fusion_moe.emit.cuda.table import ALWAYS, Regime
+from fusion_moe.emit.cuda.variants import LargeM, SmallM, Variant
 from fusion_moe.encodings import Quantized, dequantize, quantize
 from fusion_moe.errors import BuildError, GroupsError
 from fusion_moe.frontends.inductor import backend
@@ -155,11 +157,6 @@ def test_any_groups_exactly(partition: Partition, layout, sizes):
     assert torch.equal(found.cpu(), want)
 
 
-def variants_of(table: str) -> list[variants.Variant]:
-    """All kernels of products with weights in one layout."""
-    return [v for regime in getattr(variants, table) for v in regime.variants]
-
-
 RAGGED = [
     Partition((300, 0, 1, 160, 161, 7, 0), 5), Partition((64, 65, 128, 16, 8, 9, 112), 1), Partition((0, 0, 0, 1100, 0, 0, 0), 0),
     Partition((1,) * 7, 0),
@@ -167,17 +164,17 @@ RAGGED = [
 ]  # fmt: skip
 
 
-def ways_of(table: str) -> list[tuple[str, variants.Variant, bool]]:
+def ways_of(table: str) -> list[tuple[str, Variant, bool]]:
     """The kernels; where they can, with activations in fragment order too."""
-    return [(table, v, order) for v in dict.fromkeys(variants_of(table)) for order in (False, True)[: 1 + v.reads_fragment_order]]
+    return [(table, v, order) for v in variants_of(table) for order in (False, True)[: 1 + v.reads_fragment_order]]
 
 
-@pytest.mark.parametrize(("table", "variant", "in_fragment_order"), [*ways_of("LINEAR"), *ways_of("TILED")], ids=str)
+@pytest.mark.parametrize(("table", "variant", "in_fragment_order"), [*ways_of("linear"), *ways_of("tiled")], ids=str)
 @pytest.mark.parametrize(("k", "n"), [(64, 16), (320, 144), (320, 2064), (1024, 2064), (384, 1024)])
 def test_every_variant_exactly(table, variant, in_fragment_order, k, n, monkeypatch):
-    layout = {"LINEAR": "linear", "TILED": "w16x64"}[table]
+    layout = {"linear": "linear", "tiled": "w16x64"}[table]
     monkeypatch.setattr(Product, "needs_reordering", lambda self, variant: in_fragment_order and variant.reads_fragment_order)
-    monkeypatch.setattr(variants, table, (Regime(ALWAYS, (variant,)), getattr(variants, table)[-1]))
+    use_variant(monkeypatch, table, variant)
     weight = random_weight(7, n, k, exact=True)
     packed, matrices = stored(weight, layout), dequantize(weight).cuda()
     for partition in RAGGED:
@@ -207,8 +204,8 @@ UNEVEN = {
 @pytest.fixture(params=UNEVEN)
 def uneven(request, monkeypatch):
     """Products are made by several kernels."""
-    monkeypatch.setattr(variants, "_MIN_GROUPS", 0)
-    monkeypatch.setattr(variants, "TILED", (Regime(ALWAYS, UNEVEN[request.param][0][1], UNEVEN[request.param]), variants.TILED[-1]))
+    several = Regime(ALWAYS, UNEVEN[request.param][0][1], UNEVEN[request.param])
+    use(monkeypatch, min_groups=0, tiled=(several, TABLE.tiled[-1]))
     return UNEVEN[request.param]
 
 
@@ -226,7 +223,7 @@ def test_groups_of_uneven_sizes_exactly(uneven, k, n):
         args, kwargs = (x, *packed, partition.ends.cuda()), {"weight_layout": "w16x64", "out_dtype": torch.float32}
         made = program("nvfp4_grouped_mm", args, kwargs)
         source = made.kernels[0].launch.source
-        assert len(source.size_classes(dict.fromkeys(source.fusion.symbols, 10**4), "sm_90a")) == len(uneven)
+        assert len(source.size_classes(dict.fromkeys(source.fusion.symbols, 10**4), H200)) == len(uneven)
         for _ in range(3):
             poison()
             assert torch.equal(made(list(args))[0], want)
@@ -315,13 +312,13 @@ def test_a_whole_layer(name, layout):
 
 @pytest.mark.parametrize("inner", [384, 512])
 @pytest.mark.parametrize("changes", [{}, {"interleave": 1, "limit": 1.0}, {"interleave": 64}, {"bias": True}], ids=str)
-@pytest.mark.parametrize("variant", [v for v in variants_of("TILED") if v.reads_fragment_order and v.repeats > 1], ids=str)
+@pytest.mark.parametrize("variant", [v for v in variants_of("tiled") if v.reads_fragment_order and v.repeats > 1], ids=str)
 def test_a_layer_of_two_repeats(variant, changes, inner, monkeypatch):
     """Gate and up are in one repeat, or meet in a thread; N tiles are whole, or not."""
     hidden = 512
     bias = {"gate_up_bias": torch.randn(E, 2 * inner).bfloat16().cuda(), "down_bias": torch.randn(E, hidden).bfloat16().cuda()}
     kwargs = {**(bias if changes == {"bias": True} else changes), "weight_layout": "w16x64"}
-    monkeypatch.setattr(variants, "TILED", (Regime(ALWAYS, (variant,)), *variants.TILED))
+    use(monkeypatch, tiled=(Regime(ALWAYS, (variant,)), *TABLE.tiled))
     for count in (1, 37, 500):
         args = [*tokens(torch.randint(0, E, (count, K), generator=generator()), hidden), *quantized("w16x64", E, hidden, inner)]
         given = list(bind(SPECS["expert_mlp"], args, kwargs).tensors.values())

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from experts import experts_of_ones
+from kernel_tables import TABLE, use
 
 import fusion_moe
-from fusion_moe.emit.cuda import variants
 from fusion_moe.runtime import nvrtc
 
 pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
@@ -41,8 +41,7 @@ def test_kernels_follow_the_sizes():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what this GPU launches")
 def test_concurrent_kernels_say_which_groups_are_theirs(monkeypatch):
-    monkeypatch.setattr(variants, "_MIN_GROUPS", 0)
-    monkeypatch.setattr(variants, "TILED", tuple(replace(regime, min_weights=0) for regime in variants.TILED))
+    use(monkeypatch, min_groups=0, tiled=tuple(replace(regime, min_weights=0) for regime in TABLE.tiled))
     high, low = "large_m_80x4 (groups of more than 12 rows)", "small_m_1x1x8x1x3 (groups of 1 to 12 rows)"
     assert f"{high}, {low}, combine on sm_90a" in [s.launched for s in segments(report(2 * EXPERTS))]
 

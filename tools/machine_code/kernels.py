@@ -22,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def launches(sources: Sequence[Any], arch: str, with_forced: bool) -> Iterator[A
 
     def made(tokens: int) -> Iterator[Any]:
         for source in sources:
-            yield from (kernel for kernel in source.launches(dict.fromkeys(source.fusion.symbols, tokens), arch) if kernel.blocks)
+            yield from (kernel for kernel in source.launches(dict.fromkeys(source.fusion.symbols, tokens), facts(arch)) if kernel.blocks)
 
     for tokens in TOKENS:
         yield from made(tokens)
@@ -155,6 +156,9 @@ def launches(sources: Sequence[Any], arch: str, with_forced: bool) -> Iterator[A
 
 def forced() -> Iterator[None]:
     """Makes each variant of a table the only one that is chosen, where it can be, and goes on."""
+    if find_spec("fusion_moe.emit.cuda.table"):
+        yield from forced_by_table()
+        return
     from fusion_moe.emit.cuda import variants
 
     for name, table in list(vars(variants).items()):
@@ -165,6 +169,31 @@ def forced() -> Iterator[None]:
                 setattr(variants, name, (only, table[-1]))
                 yield
             setattr(variants, name, table)
+
+
+def forced_by_table() -> Iterator[None]:
+    """The same where tables are data of a GPU."""
+    from fusion_moe.arch import H200
+    from fusion_moe.emit.cuda import choice
+    from fusion_moe.emit.cuda.table import ALWAYS, Regime
+
+    table_of, table = choice.table_of, choice.table_of(H200)
+    for name, regimes in vars(table).items():
+        for variant in dict.fromkeys(v for regime in regimes for v in regime.variants) if isinstance(regimes, tuple) else ():
+            only = dataclasses.replace(table, **{name: (Regime(ALWAYS, (variant,)), regimes[-1])})
+            choice.table_of = lambda arch, only=only: only
+            yield
+    choice.table_of = table_of
+
+
+def facts(arch: str) -> Any:
+    """What launches() takes for an architecture: its name, or the facts of an H200 as if it were one."""
+    if not find_spec("fusion_moe.arch"):
+        return arch
+    from fusion_moe.arch import H200
+
+    digits = re.sub(r"\D", "", arch)
+    return dataclasses.replace(H200, capability=(int(digits[:-1]), int(digits[-1])))
 
 
 def unused(label: str, taken: Collection[str]) -> str:

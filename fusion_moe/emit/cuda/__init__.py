@@ -4,13 +4,14 @@ source.py       what every segment has: a struct of its arrays, and kernels that
 loops.py        segments without a product
 grouped_mm.py   products, with gather, routing and epilogue; columns.py: which columns a result is made of
 readers.py      the readers of weights: which encodings and layouts have kernels
-variants.py     the kernels of products as data, and which are chosen for how many rows
+variants.py     the kernels of products as data; table.py, tables/: which are candidates for how many rows, by GPU; choice.py: the choice
 launch.py       compiling and calling; join.py: the segments of a program in one call
 kernels/        the kernels, fixed
 """
 
 from __future__ import annotations
 
+from ...arch import A100
 from ...errors import UnsupportedError
 from ...ir.core import Fusion
 from ...runtime import cuda, nvrtc
@@ -46,4 +47,4 @@ def emit(segment: Segment) -> Kernel:
 
 
 def _text(source: Source) -> str:
-    return "\n".join(kernel.text for kernel in source.launches(dict.fromkeys(source.fusion.symbols, 1), "sm_80"))
+    return "\n".join(kernel.text for kernel in source.launches(dict.fromkeys(source.fusion.symbols, 1), A100))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...arch import Arch
 from ...errors import UnsupportedError
 from ...ir.core import Op
 from ...ir.kinds.shape import elements
@@ -12,11 +13,11 @@ from ...ir.types import plain
 from ..cxx.elements import inner, stored
 from ..cxx.indices import Index, is_index, reshaped, size
 from ..cxx.plan import Plan, known
-from . import variants
+from .choice import SizeClass, blocks, choose
 from .columns import Columns, columns
 from .readers import reader
 from .source import Array, KernelSource, Sizes, Source
-from .variants import TILE, Matrices, SizeClass
+from .variants import TILE, Matrices, Variant
 
 ACTIVATIONS = "activations"  # what the prologue makes
 _M, _J, _K, _T = Index("m"), Index("j"), Index("k"), Index("t")
@@ -73,30 +74,30 @@ class Product(Source):
         """See kernels/small_m.cuh."""
         return self._functions
 
-    def launches(self, sizes: Sizes, arch: str) -> list[KernelSource]:
+    def launches(self, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; activations that are computed, or needed in fragment order; the product; what is summed of its rows."""
         size_classes, in_fragment_order = self.size_classes(sizes, arch), self._reads_fragment_order(sizes, arch)
         first = self.made_first(sizes)
         prologue = [] if in_fragment_order else self._prologue(activation_reader(size_classes), sizes, after_routing=bool(first))
         reads_before_wait = self._routing is None or bool(prologue)
         products = self.products(
-            size_classes, sizes, reads_fragment_order=in_fragment_order, writes_fragment_order=self.writes_fragment_order(sizes, arch),
-            reads_before_wait=reads_before_wait,
+            size_classes, sizes, arch, reads_fragment_order=in_fragment_order,
+            writes_fragment_order=self.writes_fragment_order(sizes, arch), reads_before_wait=reads_before_wait,
         )  # fmt: skip
         found = [*first, *prologue, *products]
         return [*found, self._combine(sizes)] if self.plan.combine else found
 
-    def size_classes(self, sizes: Sizes, arch: str) -> tuple[SizeClass, ...]:
+    def size_classes(self, sizes: Sizes, arch: Arch) -> tuple[SizeClass, ...]:
         """The kernels of the product that are chosen."""
-        return variants.choose(value(self.rows, sizes), self.matrices, arch)
+        return choose(value(self.rows, sizes), self.matrices, arch)
 
-    def variant(self, sizes: Sizes, arch: str) -> variants.Variant:
+    def variant(self, sizes: Sizes, arch: Arch) -> Variant:
         """The one of them that says in which order all read rows."""
         return activation_reader(self.size_classes(sizes, arch))
 
     def products(
-        self, size_classes: Sequence[SizeClass], sizes: Sizes, *, reads_fragment_order: bool = False, writes_fragment_order: bool = False,
-        reads_before_wait: bool = False,
+        self, size_classes: Sequence[SizeClass], sizes: Sizes, arch: Arch, *, reads_fragment_order: bool = False,
+        writes_fragment_order: bool = False, reads_before_wait: bool = False,
     ) -> list[KernelSource]:  # fmt: skip
         """The kernels of the product.
 
@@ -110,13 +111,16 @@ class Product(Source):
             f"using Columns = {'FragmentOrder' if writes_fragment_order else 'RowMajor'};",
             f"static constexpr bool FRAGMENT_ORDER = {str(fragment_order).lower()};  // whether activations are",
             f"static constexpr bool WITH_SMALL_M = {str(not last.variant.persistent).lower()};",
+            f"static constexpr i32 GROUPS_READ_PER_TWO_TILES = {arch.groups_read_per_two_tiles};",
+            f"static constexpr int MAX_SHARED_BYTES = {arch.shared_per_block};",
         ]
         return [
-            self._product(s, sizes, row, large_m, reads_before_wait or s is not first, s is not first, s is not last) for s in size_classes
+            self._product(s, sizes, arch, row, large_m, reads_before_wait or s is not first, s is not first, s is not last)
+            for s in size_classes
         ]
 
     def _product(
-        self, size_class: SizeClass, sizes: Sizes, row: Sequence[str], large_m: Sequence[str], reads_before_wait: bool,
+        self, size_class: SizeClass, sizes: Sizes, arch: Arch, row: Sequence[str], large_m: Sequence[str], reads_before_wait: bool,
         concurrent_with_previous: bool, concurrent_with_next: bool,
     ) -> KernelSource:  # fmt: skip
         """One of them.
@@ -135,15 +139,15 @@ class Product(Source):
             f"static constexpr i32 ABOVE_ROWS = {size_class.above_rows}, MAX_ROWS = {size_class.max_rows or 'UNBOUNDED'};",
             *(large_m if variant.persistent else self._find(ids)),
         ]
-        blocks = variants.blocks(size_class, rows, self.matrices)
+        count = blocks(size_class, rows, self.matrices)
         return self.calling(
-            variant.call(blocks), variant.name, functions, blocks,
-            headers=(self.reader.header, variant.header), threads=variant.threads, shared=variant.shared,
-            min_blocks=variant.per_sm, persistent=variant.persistent, reads_before_wait=reads_before_wait,
+            variant.call(count, arch), variant.name, functions, count,
+            headers=(self.reader.header, variant.header), threads=variant.threads, shared=variant.shared(arch),
+            min_blocks=variant.per_sm, max_resident=1 if variant.persistent else 0, reads_before_wait=reads_before_wait,
             carveout=concurrent_with_previous and not variant.persistent, title=str(size_class),
         )  # fmt: skip
 
-    def count(self, array: Array, sizes: Sizes, arch: str) -> int:
+    def count(self, array: Array, sizes: Sizes, arch: Arch) -> int:
         """No activations where the product reads a matrix as it is."""
         if array.name == ACTIVATIONS and self._reads_in_place(self.variant(sizes, arch), self._reads_fragment_order(sizes, arch)):
             return 0
@@ -156,16 +160,16 @@ class Product(Source):
         if len(previous.plan.rows) == 1 and not previous.plan.combine and previous.plan.width == self.plan.k:
             self._previous, previous._next = previous, self
 
-    def writes_fragment_order(self, sizes: Sizes, arch: str) -> bool:
+    def writes_fragment_order(self, sizes: Sizes, arch: Arch) -> bool:
         """Whether its result is in fragment order, in which the next product reads it."""
         return self._next is not None and all(p.variant(sizes, arch).reads_fragment_order for p in (self, self._next))
 
-    def _reads_fragment_order(self, sizes: Sizes, arch: str) -> bool:
+    def _reads_fragment_order(self, sizes: Sizes, arch: Arch) -> bool:
         return self._previous is not None and self._previous.writes_fragment_order(sizes, arch)
 
     # The rows of activations ------------------------------------------------------------------------------------------
 
-    def _prologue(self, variant: variants.Variant, sizes: Sizes, after_routing: bool) -> list[KernelSource]:
+    def _prologue(self, variant: Variant, sizes: Sizes, after_routing: bool) -> list[KernelSource]:
         """Makes the activations, if they are not in memory as the product reads them."""
         k = self.plan.k
         if self.matrix is None:
@@ -181,7 +185,7 @@ class Product(Source):
         before_wait, body = ([store], []) if after_routing else ([], [store])  # routing has waited for what made the matrix
         return [self.for_all("reorder_activations", pieces, body, sizes, before_wait=before_wait)]
 
-    def _row(self, variant: variants.Variant, reads_fragment_order: bool) -> list[str]:
+    def _row(self, variant: Variant, reads_fragment_order: bool) -> list[str]:
         """The types of both operands, and where the product reads a row of activations."""
         made = self.elements()
         matrix, row = made.row_in_memory(self.plan.a, _M, self.plan.k) or (None, _M)
@@ -190,11 +194,11 @@ class Product(Source):
         body = inner([*made.lines, f"return {name} + {row} * K;"])
         return ["", *types, f"__device__ const {self.dtype}* row(i64 m) const {{", *body, "}"]
 
-    def _reads_in_place(self, variant: variants.Variant, reads_fragment_order: bool = False) -> bool:
+    def _reads_in_place(self, variant: Variant, reads_fragment_order: bool = False) -> bool:
         """Whether the product reads the matrix in memory as it is, and not what the prologue makes of it."""
         return self.matrix is not None and (reads_fragment_order or not self.needs_reordering(variant))
 
-    def needs_reordering(self, variant: variants.Variant) -> bool:
+    def needs_reordering(self, variant: Variant) -> bool:
         """Whether a kernel before the product writes rows in fragment order. Where it need not, rows are in natural order."""
         return variant.reads_fragment_order and not (self._natural_order and variant.prefers_natural_order)
 
@@ -280,7 +284,7 @@ class Product(Source):
         return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes, reads_before_wait=True)
 
 
-def activation_reader(size_classes: Sequence[SizeClass]) -> variants.Variant:
+def activation_reader(size_classes: Sequence[SizeClass]) -> Variant:
     """The variant that says in which order concurrent kernels read rows: the first, or one that reads row-major alone."""
     row_major = (size_class.variant for size_class in size_classes if not size_class.variant.reads_fragment_order)
     return next(row_major, size_classes[0].variant)

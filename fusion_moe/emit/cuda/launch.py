@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ...arch import H200, Arch
 from ...errors import BuildError
 from ...groups import ceil_to
 from ...ir.core import Value, storage_shape
@@ -146,17 +147,17 @@ class Launch:
         return self._call(inputs, sizes)
 
     def chosen(self, sizes: Sizes) -> Chosen:
-        """What is launched by itself, on the current device; on compute capability 9.0 where there is none."""
-        arch = cuda.arch(torch.cuda.current_device()) if torch.cuda.is_available() else "sm_90a"
+        """What is launched by itself, on the current device; on an H200 where there is none."""
+        arch = cuda.arch(torch.cuda.current_device()) if torch.cuda.is_available() else H200
         names = ", ".join(kernel.title for kernel in self.source.launches(sizes, arch) if kernel.blocks)
         others: list[Value | Array] = [v for v in self.source.memory if v not in self.source.fusion.outputs]
         workspace = sum(_nbytes(self.source, a, sizes, arch) for a in [*others, *self.source.scratch])
-        return Chosen(f"{names} on {arch}", workspace)
+        return Chosen(f"{names} on {arch.nvrtc}", workspace)
 
 
-def build(kernel: KernelSource, arch: str) -> Path:
+def build(kernel: KernelSource, arch: Arch) -> Path:
     """The cubin of a kernel."""
-    return nvrtc.build(kernel.text, name=kernel.name, arch=arch, headers=_headers())
+    return nvrtc.build(kernel.text, name=kernel.name, arch=arch.nvrtc, headers=_headers())
 
 
 @cache
@@ -171,17 +172,18 @@ def _step(part: Part, places: tuple[int, ...], sizes: Sizes, index: int) -> _Ste
     return _Step(tuple(sizes[s] for s in part.source.fusion.symbols), places, tuple(loaded))
 
 
-def _nbytes(source: Source, array: Value | Array, sizes: Sizes, arch: str) -> int:
+def _nbytes(source: Source, array: Value | Array, sizes: Sizes, arch: Arch) -> int:
     if isinstance(array, Array):
         return source.count(array, sizes, arch) * _DTYPES[array.type].itemsize
     return prod(storage_shape(array.type, sizes)) * DTYPES[array.type.dtype].itemsize
 
 
 def _loaded(kernel: KernelSource, index: int, programmatic_launch: bool) -> cuda.Launch:
-    function = cuda.load(build(kernel, cuda.arch(index)), kernel.name, kernel.shared)
-    blocks = min(kernel.blocks, cuda.multiprocessors(index)) if kernel.persistent else kernel.blocks
+    arch = cuda.arch(index)
+    function = cuda.load(build(kernel, arch), kernel.name, kernel.shared)
     carveout = cuda.carveout(function, index, kernel.carveout_blocks) if kernel.carveout_blocks else None
-    return cuda.Launch(function, blocks, kernel.threads, kernel.shared, programmatic_launch and cuda.can_overlap(index), carveout)
+    overlap = programmatic_launch and arch.programmatic_launch
+    return cuda.Launch(function, kernel.grid(arch), kernel.threads, kernel.shared, overlap, carveout)
 
 
 def _aligned(t: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...arch import Arch
 from ...errors import UnsupportedError
 from ...ir.core import Fusion, Value
 from ...ir.kinds.shape import elements
@@ -35,7 +36,7 @@ class Loops(Source):
         """None: its kernels have all."""
         return []
 
-    def launches(self, sizes: Sizes, arch: str) -> list[KernelSource]:
+    def launches(self, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; sums of slots; then the results, those of as many elements in one kernel."""
         found = self.made_first(sizes)
         ready = [v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs]

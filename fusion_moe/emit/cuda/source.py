@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import Template
 
+from ...arch import Arch
 from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
@@ -21,7 +22,7 @@ from ..cxx.indices import Index, flat, is_index, reshaped, size
 from ..cxx.plan import MADE_FIRST, below, made_by_route, source
 
 THREADS = 256
-_MAX_BLOCKS = 132 * 16
+_MAX_RESIDENT = 16  # blocks of a kernel that does something for each element
 _WARPS = {32: 1, 1024: 8}  # of a block of `route`, for up to so many ids
 _MAX_WARPS = 32
 _J, _S, _T = Index("j"), Index("s"), Index("t")
@@ -51,10 +52,10 @@ Sizes = Mapping[str, int]
 class KernelSource:
     """One kernel: its text, and how it is launched.
 
-    blocks: as many as there is work for; shared: bytes of dynamic shared memory; persistent: whether each multiprocessor gets one block at
-    most, which loops over the work; reads_before_wait: whether it reads before it waits for the kernel before it. carveout_blocks: how
-    many of its blocks a multiprocessor has, if the shared-memory carveout is to hold no more than these: see runtime/cuda.py. title: a
-    name for people.
+    blocks: as many as there is work for; max_resident: how many a multiprocessor gets at most, which loop over the work, 0 for as many as
+    there is work for; shared: bytes of dynamic shared memory; reads_before_wait: whether it reads before it waits for the kernel before it.
+    carveout_blocks: how many of its blocks a multiprocessor has, if the shared-memory carveout is to hold no more than these: see
+    runtime/cuda.py. title: a name for people.
     """
 
     name: str
@@ -62,10 +63,14 @@ class KernelSource:
     blocks: int
     threads: int = THREADS
     shared: int = 0
-    persistent: bool = False
+    max_resident: int = 0
     reads_before_wait: bool = False
     carveout_blocks: int = 0
     title: str = ""
+
+    def grid(self, arch: Arch) -> int:
+        """The blocks that are launched on a GPU."""
+        return min(self.blocks, self.max_resident * arch.multiprocessors) if self.max_resident else self.blocks
 
 
 @dataclass(frozen=True)
@@ -96,10 +101,10 @@ class Source(ABC):
         """The struct's own constants and functions."""
 
     @abstractmethod
-    def launches(self, sizes: Sizes, arch: str) -> list[KernelSource]:
-        """The kernels, in order, for these sizes on an architecture: "sm_90a"."""
+    def launches(self, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+        """The kernels, in order, for these sizes on a GPU."""
 
-    def count(self, array: Array, sizes: Sizes, arch: str) -> int:
+    def count(self, array: Array, sizes: Sizes, arch: Arch) -> int:
         """The elements of a scratch array that the kernels use."""
         return value(array.count, sizes)
 
@@ -117,15 +122,17 @@ class Source(ABC):
         return [v for v in self.memory if v not in first]
 
     def kernel(
-        self, name: str, body: Sequence[str], blocks: int, *, threads: int = THREADS, reads_before_wait: bool = False
+        self, name: str, body: Sequence[str], blocks: int, *, threads: int = THREADS, max_resident: int = 0, reads_before_wait: bool = False
     ) -> KernelSource:  # fmt: skip
         """A kernel whose struct has `body` as its function `run`."""
         run = ["__device__ void run() const {", *inner(body), "}"]
-        return self.calling("s.run();", name, run, blocks, threads=threads, reads_before_wait=reads_before_wait)
+        return self.calling(
+            "s.run();", name, run, blocks, threads=threads, max_resident=max_resident, reads_before_wait=reads_before_wait
+        )  # fmt: skip
 
     def calling(
         self, call: str, name: str, functions: Sequence[str], blocks: int, *, headers: Sequence[str] = ("routing.cuh",),
-        threads: int = THREADS, shared: int = 0, min_blocks: int = 1, persistent: bool = False, reads_before_wait: bool = False,
+        threads: int = THREADS, shared: int = 0, min_blocks: int = 1, max_resident: int = 0, reads_before_wait: bool = False,
         carveout: bool = False, title: str = "",
     ) -> KernelSource:  # fmt: skip
         """A kernel that makes a call, and whose struct has more functions. min_blocks: that must fit one multiprocessor.
@@ -136,14 +143,14 @@ class Source(ABC):
         includes = "\n".join(f'#include "{header}"' for header in headers)
         text = _KERNEL.substitute(includes=includes, struct=self._struct(functions), name=name, call=call, bounds=bounds)
         carveout_blocks = min_blocks if carveout else 0
-        return KernelSource(name, text, blocks, threads, shared, persistent, reads_before_wait, carveout_blocks, title or name)
+        return KernelSource(name, text, blocks, threads, shared, max_resident, reads_before_wait, carveout_blocks, title or name)
 
     def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, before_wait: Sequence[str] = ()) -> KernelSource:
         """A kernel that does `body` for each i below a count; and `before_wait` while the kernel before runs, which it needs nothing of."""
-        blocks = min(_MAX_BLOCKS, -(-value(count, sizes) // THREADS))
+        blocks = -(-value(count, sizes) // THREADS)
         first, then = ([f"for_all({size(count)}, [&](i64 i) {{", *inner(lines), "});"] if lines else [] for lines in (before_wait, body))
         lines = [*first, "griddepcontrol_wait();", "griddepcontrol_launch_dependents();", *then]
-        return self.kernel(name, lines, blocks, reads_before_wait=bool(before_wait))
+        return self.kernel(name, lines, blocks, max_resident=_MAX_RESIDENT, reads_before_wait=bool(before_wait))
 
     def _struct(self, more: Sequence[str]) -> str:
         return _STRUCT.substitute(members=_indented(self._members()), functions=_indented([*self.functions(), *more]))

@@ -23,8 +23,6 @@
 
 namespace {
 
-constexpr int MAX_SHARED_BYTES = 227 * 1024;  // bytes of shared memory that a block may have
-
 // Tiles of weights in shared memory, STAGE_K_BLOCKS for each warp of a consumer warpgroup.
 template <int WARPS, int STAGE_K_BLOCKS, int ELEMENTS, int SCALES>
 struct SharedTiles {
@@ -78,10 +76,11 @@ struct LargeM {
         RepeatWeights weights[CONSUMERS * REPEATS];
     };
 
-    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, Segment::ABOVE_ROWS, Segment::MAX_ROWS, Segment::WITH_SMALL_M>;
+    using TileScheduler = ::TileScheduler<
+        Segment::GROUPS, TILE_M, Segment::ABOVE_ROWS, Segment::MAX_ROWS, Segment::WITH_SMALL_M, Segment::GROUPS_READ_PER_TWO_TILES>;
 
     // As many as fit. Producers say which work tiles they load: each has a stage at least, but for one that they begin.
-    static constexpr int STAGE_BYTES = MAX_SHARED_BYTES - int(sizeof(TileScheduler) + sizeof(WorkTile));  // left for all stages
+    static constexpr int STAGE_BYTES = Segment::MAX_SHARED_BYTES - int(sizeof(TileScheduler) + sizeof(WorkTile));  // of all
     static constexpr int STAGES = STAGE_BYTES / (sizeof(Stage) + 2 * sizeof(u64) + sizeof(WorkTile)), WORK_SLOTS = STAGES + 1;
 
     struct Shared {
@@ -90,7 +89,7 @@ struct LargeM {
         u64 full[STAGES], empty[STAGES];
         TileScheduler scheduler;
     };
-    static_assert(sizeof(Shared) <= MAX_SHARED_BYTES && sizeof(RepeatWeights) >= Transpose::BUFFER_BYTES);
+    static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES && sizeof(RepeatWeights) >= Transpose::BUFFER_BYTES);
 
     __device__ static void run(const Segment& s) {
         extern __shared__ __align__(1024) u8 memory[];

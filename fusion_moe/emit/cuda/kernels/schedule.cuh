@@ -6,8 +6,8 @@
 // tiles: what a GPU's blocks have of these at a time reads about as many bytes of weights as of activations, which is the least in all.
 //
 // Concurrent with a small-M kernel, which handles groups of up to ABOVE_ROWS rows, so few blocks are active that they are done in about
-// half of its time: it needs nearly all multiprocessors to read weights as fast as memory gives them. While it reads those of 300 groups, a
-// block computes two M tiles, with all N tiles (measured on an H200).
+// half of its time: it needs nearly all multiprocessors to read weights as fast as memory gives them. While it reads those of
+// GROUPS_READ_PER_TWO_TILES groups, a block computes two M tiles, with all N tiles: a fact of the GPU, from arch.py.
 //
 // Work tiles of a group take equally long, though the last M tile may be lower, and the last N tile narrower: so blocks stay in step along
 // k, and what one reads from memory the others find in the cache. (Else a product of 14,336 k read 2.4 times as much.)
@@ -22,7 +22,7 @@ struct alignas(16) WorkTile {
     i32 tile_m, n_tile;  // tile_m: height of the group's M tiles, a multiple of 8
 };
 
-template <int GROUPS, int TILE_M, i32 ABOVE_ROWS, i32 MAX_ROWS, bool WITH_SMALL_M>
+template <int GROUPS, int TILE_M, i32 ABOVE_ROWS, i32 MAX_ROWS, bool WITH_SMALL_M, i32 GROUPS_READ_PER_TWO_TILES>
 class TileScheduler {
 public:
     // By all threads of a block; `scratch` holds 4 (GROUPS + 1) numbers.
@@ -90,8 +90,7 @@ private:
     static constexpr i32 ROTATION = 8;  // M tiles, at most
     static constexpr i32 SIDE = (GROUPS + 32) / 32 * 32, PARTS = SIDE > 256 ? 2 : SIDE > 128 ? 4 : 8, PART = (GROUPS + PARTS) / PARTS;
 
-    static constexpr i32 NO_WORK_TILE = 1 << 30;  // a number past the last
-    static constexpr i32 GROUPS_READ_PER_TWO_TILES = 300;  // while a block computes two M tiles
+    static constexpr i32 NO_WORK_TILE = 1 << 30;     // a number past the last
 
     // Decides how many blocks are active.
     __device__ void limit_blocks() {

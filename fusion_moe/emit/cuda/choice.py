@@ -1,0 +1,69 @@
+"""Which kernels compute a product: one, or several for groups by their sizes.
+
+The choice looks at the GPU and at sizes that the host knows, rows, groups and those of a matrix, and never at how many rows a group has: a
+kernel does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ... import groups as ragged
+from ...arch import Arch
+from .table import Table, table_of
+from .variants import Matrices, Variant
+
+
+@dataclass(frozen=True)
+class SizeClass:
+    """A kernel, and the groups that it handles: those of more than above_rows rows, and at most max_rows if that is not None."""
+
+    variant: Variant
+    above_rows: int = 0
+    max_rows: int | None = None
+
+    def __str__(self) -> str:
+        """Names the kernel and, if it does not handle all, its groups."""
+        if self.max_rows is None:
+            return f"{self.variant.name} (groups of more than {self.above_rows} rows)" if self.above_rows else self.variant.name
+        return f"{self.variant.name} (groups of {self.above_rows + 1} to {self.max_rows} rows)"
+
+
+def choose(rows: int, of: Matrices, arch: Arch) -> tuple[SizeClass, ...]:
+    """The kernels, in order, for `rows` rows in groups, by the table of the GPU."""
+    return choose_from(table_of(arch), rows, of, arch)
+
+
+def choose_from(table: Table, rows: int, of: Matrices, arch: Arch) -> tuple[SizeClass, ...]:
+    """The same by any table.
+
+    Few blocks leave a GPU idle: split-K makes more of them.
+    """
+    groups = of.groups
+    touched = groups * (1 - (1 - 1 / groups) ** rows)  # groups with a row, if rows pick them evenly
+
+    def cost(v: Variant) -> float:
+        expected = max(touched, rows / v.tile_m) * -(-of.tiles // v.tiles)
+        return v.cost(expected, blocks(SizeClass(v), rows, of) - expected, of, arch)
+
+    def fastest(among: Sequence[Variant]) -> Variant | None:
+        return min((v for v in among if v.fits(of, arch)), key=cost, default=None)
+
+    possible = ((regime, fastest(regime.variants)) for regime in table.regimes(of) if rows <= regime.max_average * groups)
+    regime, usual = next((regime, variant) for regime, variant in possible if variant)
+    bounds, found = [most for most, _ in regime.size_classes], [v for _, among in regime.size_classes if (v := fastest(among))]
+    long = groups >= table.min_groups and groups * of.tiles * 16 * of.k >= regime.min_weights
+    if not found or len(found) < len(bounds) or not long:
+        return (SizeClass(usual),)
+    size_classes = [SizeClass(v, above or 0, most) for v, above, most in zip(found, [0, *bounds], bounds, strict=False)]
+    return tuple(sorted(size_classes, key=lambda c: not c.variant.persistent))  # what persistent kernels leave of a GPU, others fill
+
+
+def blocks(size_class: SizeClass, rows: int, of: Matrices) -> int:
+    """How much there is to do, in blocks, whatever the sizes of groups. Rows of no group are one more group."""
+    tile_m, count = size_class.variant.tile_m, min(of.groups, rows // (size_class.above_rows + 1))
+    high = ragged.bound(rows, count + 1, tile_m) // tile_m
+    if size_class.max_rows is not None:
+        high = min(high, count * -(-size_class.max_rows // tile_m))
+    return high * -(-of.tiles // size_class.variant.tiles)

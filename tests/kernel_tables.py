@@ -1,0 +1,29 @@
+"""Tables of CUDA kernels for tests: that of the H200, or others in its place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fusion_moe.arch import H200
+from fusion_moe.emit.cuda import choice
+from fusion_moe.emit.cuda.table import ALWAYS, Regime, table_of
+from fusion_moe.emit.cuda.variants import Variant
+
+TABLE = table_of(H200)
+
+
+def variants_of(kind: str) -> list[Variant]:
+    """The kernels of regimes for weights of a kind: "tiled", "linear", "wide_tiled", "wide_linear"."""
+    return list(dict.fromkeys(v for regime in getattr(TABLE, kind) for v in regime.variants))
+
+
+def use(monkeypatch: Any, **fields: Any) -> None:
+    """Every GPU has the H200's table with other fields."""
+    changed = replace(TABLE, **fields)
+    monkeypatch.setattr(choice, "table_of", lambda arch: changed)
+
+
+def use_variant(monkeypatch: Any, kind: str, variant: Variant) -> None:
+    """One kernel is chosen for all sizes, where it fits."""
+    use(monkeypatch, **{kind: (Regime(ALWAYS, (variant,)), getattr(TABLE, kind)[-1])})

@@ -1,0 +1,151 @@
+"""tools/tune without a GPU: files of timings, and tables that fit them."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fusion_moe.arch import H100, H200
+from fusion_moe.emit.cuda.choice import SizeClass, choose_from
+from fusion_moe.emit.cuda.table import ALWAYS, KINDS, Regime, parse, path_of, table_of, text
+from fusion_moe.emit.cuda.variants import SETS, Matrices
+
+TUNE = Path(__file__).parents[2] / "tools" / "tune"
+sys.path.append(str(TUNE))
+
+import fit  # noqa: E402
+import timings as files  # noqa: E402
+from timings import Cell, Timings, way  # noqa: E402
+
+FEW = Matrices(groups=128, k=2048, tiles=96, block=1, tile_bytes=576, tiled=True)
+MANY = Matrices(groups=256, k=7168, tiles=256, block=1, tile_bytes=576, tiled=True)
+AVERAGES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+
+
+def timings(ends=(10, 40), classes_pay_at=None, of=FEW, arch=H200) -> Timings:
+    """As if M8 were the fastest up to ends[0] rows of a group, then M32 up to ends[1], then M160; all others take twice as long.
+
+    classes_pay_at: weights of a product from which on size classes take half of that.
+    """
+    used = table_of(arch)
+    cells = []
+    for average in AVERAGES:
+        rows = average * of.groups
+        fast = SETS["M8" if average <= ends[0] else "M32" if average <= ends[1] else "M160"]
+        us = {way([SizeClass(v)]): 1.0 if v in fast else 2.0 for name in ("M8", "M16", "M32", "M48_96", "M80", "M160") for v in SETS[name]}
+        for regime in used.tiled:
+            if regime.size_classes:
+                only = replace(used, tiled=(replace(regime, max_average=ALWAYS, min_weights=0),))
+                pays = classes_pay_at is not None and of.groups * of.tiles * 16 * of.k >= classes_pay_at
+                us.setdefault(way(choose_from(only, rows, of, arch)), 0.5 if pays else 4.0)
+        cells.append(Cell("made up", of, average, rows, "uniform", us))
+    return Timings(arch, {"device": "none"}, tuple(cells))
+
+
+def losses(found, measured):
+    return [f.loss for f in fit.fitted(found, measured)]
+
+
+def test_a_fit_finds_the_bounds_that_the_times_have():
+    measured = timings()
+    assert max(losses(table_of(H200), measured)) == 2.0
+    found = fit.fit(table_of(H200), measured)
+    assert losses(found, measured) == [1.0] * len(AVERAGES)
+    for average in (1, 3, 9, 14, 36, 300):
+        chosen = choose_from(found, average * 128, FEW, H200)[0].variant
+        assert chosen in SETS["M8" if average <= 10 else "M32" if average <= 40 else "M160"]
+
+
+def test_a_table_that_fits_stays_as_it_is():
+    measured = timings()
+    found = fit.fit(table_of(H200), measured)
+    assert fit.fit(found, measured) is found
+    assert [getattr(found, kind) for kind in KINDS[1:]] == [getattr(table_of(H200), kind) for kind in KINDS[1:]]  # nothing was measured
+
+
+def test_size_classes_go_where_they_do_not_pay_and_come_where_they_do():
+    slow = timings(of=MANY)
+    assert any(len(choose_from(table_of(H200), c.rows, MANY, H200)) > 1 for c in slow.cells)
+    assert max(losses(fit.fit(table_of(H200), slow), slow)) == 1.0
+    fast = timings(classes_pay_at=0)
+    before, after = table_of(H200), fit.fit(table_of(H200), fast)
+    assert fit.mean_loss(after, fast) < fit.mean_loss(before, fast)
+    assert any(len(choose_from(after, c.rows, FEW, H200)) > 1 for c in fast.cells)
+    assert not any(len(choose_from(before, c.rows, FEW, H200)) > 1 for c in fast.cells)
+
+
+def test_what_was_not_measured_is_not_chosen_for_it():
+    measured = timings()
+    cells = tuple(replace(c, us={k: v for k, v in c.us.items() if "large_m_160" not in k}) for c in measured.cells)
+    found = fit.fit(table_of(H200), replace(measured, cells=cells))
+    assert None not in [f.loss for f in fit.fitted(found, replace(measured, cells=cells))]
+
+
+def test_noise_changes_nothing():
+    measured = timings()
+    found = fit.fit(table_of(H200), measured)
+    noisy = replace(measured, cells=tuple(
+        replace(c, us={k: v * (1 + 1e-4 * math.sin(i * 7 + len(k))) for k, v in c.us.items()}) for i, c in enumerate(measured.cells)
+    ))  # fmt: skip
+    assert fit.fit(found, noisy) is found
+
+
+def test_files_are_read_as_written(tmp_path):
+    for arch in (H200, replace(H200, name="another GPU", multiprocessors=78)):
+        measured = timings(arch=arch)
+        files.save(measured, tmp_path / "t.json")
+        assert files.load(tmp_path / "t.json") == measured
+    later = replace(H100, measured=H200.measured)  # what is known now counts
+    files.save(Timings(later, {}, ()), tmp_path / "t.json")
+    assert files.load(tmp_path / "t.json").arch is H100
+
+
+def test_files_of_several_gpus_are_no_timings(tmp_path):
+    for arch in (H200, H100):
+        files.save(Timings(arch, {}, ()), tmp_path / arch.name)
+    with pytest.raises(ValueError, match="H200, H100"):
+        files.load_all([tmp_path / "H200", tmp_path / "H100"])
+
+
+def test_the_report_names_what_was_chosen_and_what_is_best():
+    measured = timings()
+    shown = fit.shown(table_of(H200), measured)
+    assert len(shown.splitlines()) == 1 + len(AVERAGES) + 2
+    assert "worst 2.000" in shown
+    assert fit.summary(fit.fitted(fit.fit(table_of(H200), measured), measured))[-1].startswith("geometric mean 1.0000, worst 1.000")
+    odd = replace(measured, cells=(*measured.cells, replace(measured.cells[0], us={"x": 1.0})))
+    missing, _ = fit.summary(fit.fitted(table_of(H200), odd))
+    assert missing == "1 of 13 cells: what is chosen was not measured"
+
+
+def test_a_fit_from_the_command_line(tmp_path):
+    """Without a GPU, and writing nothing unless it is asked to."""
+    files.save(timings(), tmp_path / "t.json")
+    before = path_of(H200).read_bytes()
+    done = subprocess.run([sys.executable, TUNE, "fit", tmp_path / "t.json"], capture_output=True, text=True, check=True)
+    assert "geometric mean 1.0000, worst 1.000" in done.stdout
+    assert "\ntiled: up to 48: M64_96 -> up to 48: M160\n" in done.stdout
+    assert path_of(H200).read_bytes() == before
+    found = fit.fit(table_of(H200), timings())
+    assert parse(text(found), "t.json") == found
+
+
+@pytest.mark.parametrize("path", sorted((TUNE / "timings").glob("*.json")), ids=lambda path: path.name)
+def test_tables_in_use_fit_their_timings(path):
+    measured = files.load(path)
+    found = fit.fitted(table_of(measured.arch), measured)
+    known = [f.loss for f in found if f.loss is not None]
+    assert len(known) > 0.95 * len(found)
+    assert math.exp(sum(map(math.log, known)) / len(known)) < 1.1
+
+
+def test_a_regime_that_begins_after_the_last_is_not_moved():
+    """Those at the end are for GPUs without wgmma."""
+    found = fit.fit(table_of(H200), timings())
+    assert found.tiled[-2:] == table_of(H200).tiled[-2:]
+    assert isinstance(found.tiled[0], Regime)

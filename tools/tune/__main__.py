@@ -1,0 +1,93 @@
+"""Chooses which kernels of grouped products are used for how many rows, by measured times: a table for each GPU.
+
+    python tools/tune sweep --out timings.json --minutes 4   # on the GPU: times kernels; goes on where the file ends
+    python tools/tune fit timings.json [--write]             # without: the table that fits them best, and how well; --write: keeps it
+    python tools/tune show timings.json                      # how well the table fits that is used now
+
+Tables are in fusion_moe/emit/cuda/tables/, the timings that they come from in tools/tune/timings/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from functools import partial
+from pathlib import Path
+
+import fit
+import timings as files
+
+from fusion_moe.emit.cuda.table import path_of, table_of, text
+
+HERE = Path(__file__).parent
+
+
+def main() -> int:
+    asked = _arguments()
+    return {"sweep": _sweep, "fit": _fit, "show": _show}[asked.do](asked)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="do", required=True)
+    sweep = commands.add_parser("sweep", help="times kernels on this GPU")
+    sweep.add_argument("--out", type=Path, help="a file; by default that of this GPU in tools/tune/timings")
+    sweep.add_argument("--minutes", type=float, default=4)
+    sweep.add_argument("--repeats", type=int, default=7)
+    sweep.add_argument("--layout", default="w16x64", help="of weights: w16x64 or linear")
+    sweep.add_argument("--only", default="", metavar="TEXT", help="products whose name has this text: qwen3, down")
+    sweep.add_argument("--tokens", type=int, nargs="+")
+    for name, what in (("fit", "chooses a table"), ("show", "says how good the table of today is")):
+        command = commands.add_parser(name, help=what)
+        command.add_argument("timings", type=Path, nargs="+", help="files of one GPU")
+        if name == "fit":
+            command.add_argument("--write", action="store_true", help="writes the table into the package")
+    return parser.parse_args()
+
+
+def _sweep(asked: argparse.Namespace) -> int:
+    import sweep
+    import torch
+
+    from fusion_moe.runtime import cuda
+
+    arch = cuda.arch(torch.cuda.current_device())
+    path = asked.out or HERE / "timings" / path_of(arch).name
+    about = {
+        "torch": torch.__version__, "device": torch.cuda.get_device_name(), "read": str(cuda.read_arch(torch.cuda.current_device())),
+        "layout": asked.layout, "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }  # fmt: skip
+    begun = files.load(path) if path.exists() else files.Timings(arch, about)
+    tasks = [sweep.Task(layer, part, asked.layout) for layer in sweep.LAYERS for part in sweep.PARTS]
+    tasks = [task for task in tasks if asked.only in task.name]
+    keep = partial(files.save, path=path)
+    found = sweep.sweep(
+        begun, table_of(arch), tasks, asked.tokens or sweep.TOKENS, 60 * asked.minutes, asked.repeats, keep, partial(print, flush=True)
+    )
+    print("\n".join(fit.summary(fit.fitted(table_of(arch), found))))
+    print(f"{len(found.cells)} cells in {path}")
+    return 0
+
+
+def _fit(asked: argparse.Namespace) -> int:
+    found = files.load_all(asked.timings)
+    before = table_of(found.arch)
+    after = fit.fit(before, found)
+    print(fit.shown(after, found))
+    print("\nbefore:", *fit.summary(fit.fitted(before, found)))
+    print("\n".join(fit.changes(before, after)) or "no change pays")
+    if asked.write:
+        path_of(found.arch).write_text(text(after), encoding="utf-8")
+        print(f"written to {path_of(found.arch)}")
+    return 0
+
+
+def _show(asked: argparse.Namespace) -> int:
+    found = files.load_all(asked.timings)
+    print(fit.shown(table_of(found.arch), found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""Times the kernels of products on the GPU that is here: each way to compute a product, captured in a CUDA graph, in turns.
+
+A call reads the weights of a layer that the calls before it did not read, and other routings: they rotate. Products are those of two
+layers' halves: gate and up with SwiGLU, down. Rows are sorted, and come in the order in which the kernels read them, as from the product
+before: what puts them in that order is not timed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+from timings import Cell, Timings, way
+from torch import Tensor
+
+from fusion_moe.arch import Arch
+from fusion_moe.compile import lower
+from fusion_moe.emit.cuda import emit
+from fusion_moe.emit.cuda.choice import SizeClass, choose_from
+from fusion_moe.emit.cuda.grouped_mm import Product, activation_reader
+from fusion_moe.emit.cuda.launch import Launch, build
+from fusion_moe.emit.cuda.table import ALWAYS, Table, kind_of
+from fusion_moe.emit.cuda.variants import Matrices
+from fusion_moe.encodings import Quantized
+from fusion_moe.ir.builder import FusionDefinition
+from fusion_moe.layouts import W16X64
+from fusion_moe.options import Options
+from fusion_moe.target import TARGETS
+from fusion_moe_translators.moe import grouped_mm, scaled_swiglu
+
+TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+ROUTINGS = ("uniform", "zipf")
+LAYOUTS = ("w16x64", "linear")
+_ZIPF = 1.2
+_GRAPH_SECONDS, _MOST_CALLS = 1e-3, 24
+_ROUTED = 4  # routings, to rotate over
+_FLOPS = 8e14  # a second
+_ENOUGH_BYTES, _MOST_COPIES = 6e8, 8  # of weights, to rotate over
+_AT_ONCE = 2**28  # elements of a weight that change their layout at once
+_LOWEST, _HIGHEST = 1 / 8, 3  # rows of a group, in heights of an M tile, for which a kernel may be the fastest
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Experts, slots of a token, hidden and intermediate features."""
+
+    name: str
+    experts: int
+    slots: int
+    hidden: int
+    intermediate: int
+
+
+LAYERS = (
+    Layer("qwen3", 128, 8, 2048, 768),
+    Layer("gpt-oss", 128, 4, 2880, 2880),
+    Layer("mixtral", 8, 2, 4096, 14336),
+    Layer("scout", 16, 1, 5120, 8192),
+    Layer("deepseek", 256, 8, 7168, 2048),
+)
+PARTS = ("gate_up", "down")
+
+
+class Forced(Product):
+    """A product by given kernels, whose rows come as these read them."""
+
+    def __init__(self, product: Product, classes: tuple[SizeClass, ...]):
+        super().__init__(product.plan)
+        self._classes = classes
+
+    def size_classes(self, sizes: object, arch: Arch) -> tuple[SizeClass, ...]:
+        """Those."""
+        return self._classes
+
+    def _reads_fragment_order(self, sizes: object, arch: Arch) -> bool:
+        return self.needs_reordering(activation_reader(self._classes))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A product that is swept. [N, K]: of its matrices."""
+
+    layer: Layer
+    part: str
+    layout: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer.name} {self.part}"
+
+    @property
+    def n(self) -> int:
+        return 2 * self.layer.intermediate if self.part == "gate_up" else self.layer.hidden
+
+    @property
+    def k(self) -> int:
+        return self.layer.hidden if self.part == "gate_up" else self.layer.intermediate
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of its weights in NVFP4."""
+        return self.layer.experts * self.n * self.k * 9 // 16
+
+    def floor(self, rows: int, arch: Arch) -> float:
+        """Seconds to read the weights of groups that have a row, or to multiply."""
+        read = _touched(self.layer.experts, rows) / self.layer.experts * self.layer_bytes / arch.memory_bandwidth
+        return max(read, 2 * rows * self.n * self.k / _FLOPS)
+
+    def product(self) -> Product:
+        """Its source."""
+        fd, g, n, k = FusionDefinition(), self.layer.experts, self.n, self.k
+        a = fd.define_tensor(shape=[-1, k], dtype="bf16")
+        shapes = ((g, n, k // 2), "u8"), ((g, n, k // 16), "f8e4m3"), ((g,), "f32")
+        weight = [fd.define_tensor(shape=shape, dtype=dtype) for shape, dtype in shapes]
+        offs = fd.define_tensor(shape=[g], dtype="i32")
+        y = grouped_mm(fd, a, weight, offs, weight_layout=self.layout)
+        fd.add_output(scaled_swiglu(fd, y) if self.part == "gate_up" else y)
+        lowered = lower(fd.fusion(), TARGETS["cuda"], Options())
+        (segment,), (schedule,) = lowered.contracted, lowered.schedules
+        kernel = emit(segment, schedule)
+        assert isinstance(kernel.launch, Launch), kernel.why
+        source = kernel.launch.source
+        assert isinstance(source, Product)
+        return source
+
+
+# What is timed --------------------------------------------------------------------------------------------------------
+
+
+def ways(table: Table, of: Matrices, rows: int, arch: Arch) -> list[tuple[SizeClass, ...]]:
+    """What may be the fastest: the kernels of the table's sets by themselves, size classes of its regimes, what it chooses."""
+    regimes, average = table.regimes(of), rows / _touched(of.groups, rows)
+    variants = [v for v in dict.fromkeys(v for r in regimes for v in r.variants) if v.fits(of, arch)]
+    highest = max(v.tile_m for v in variants)
+    near = [v for v in variants if v.tile_m * _LOWEST <= average and (average <= v.tile_m * _HIGHEST or v.tile_m == highest)]
+    found = [choose_from(table, rows, of, arch), *((SizeClass(v),) for v in near)]
+    for regime in regimes:
+        if regime.size_classes and regime.max_average / 6 <= rows / of.groups <= regime.max_average * 2:
+            only = replace(table, **{kind_of(of): (replace(regime, max_average=ALWAYS, min_weights=0), regimes[-1])})
+            found.append(choose_from(only, rows, of, arch))
+    return list(dict.fromkeys(found))
+
+
+def _touched(groups: int, rows: int) -> float:
+    """Groups that have a row, if rows pick them evenly."""
+    return groups * (1 - (1 - 1 / groups) ** rows)
+
+
+class Swept:
+    """A product whose kernels are compiled while others are timed."""
+
+    def __init__(self, task: Task, tokens: Sequence[int], table: Table, arch: Arch, pool: ThreadPoolExecutor):
+        self.task, product = task, task.product()
+        self.matrices = product.matrices
+        self.symbol = product.fusion.symbols[0]
+        self.ways = {t: ways(table, self.matrices, t * task.layer.slots, arch) for t in tokens}
+        self.sources = {classes: Forced(product, classes) for found in self.ways.values() for classes in found}
+        self.launches = {classes: Launch(source) for classes, source in self.sources.items()}
+        texts = {}
+        for t, found in self.ways.items():
+            for classes in found:
+                for kernel in self.sources[classes].launches({self.symbol: t * task.layer.slots}, arch):
+                    texts[kernel.text] = kernel
+        self.kernels = len(texts)
+        self._builds: list[Future[object]] = [pool.submit(build, kernel, arch.nvrtc) for kernel in texts.values()]
+
+    def wait(self) -> None:
+        """Until all are compiled."""
+        for built in self._builds:
+            built.result()
+
+
+# Inputs ---------------------------------------------------------------------------------------------------------------
+
+
+def weights(task: Task) -> list[Quantized]:
+    """Random ones in the task's layout, so many that calls which rotate over them find none in the cache."""
+    copies = min(_MOST_COPIES, max(2, math.ceil(_ENOUGH_BYTES / task.layer_bytes)))
+    return [_weight(task) for _ in range(copies)]
+
+
+def _weight(task: Task) -> Quantized:
+    g, n, k = task.layer.experts, task.n, task.k
+    codes = torch.randint(0, 256, (g, n, k // 2), dtype=torch.uint8, device="cuda")
+    scales = torch.randint(0x60, 0x7F, (g, n, k // 16), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    decode = (torch.rand(g, device="cuda") + 0.5) / (600 * math.sqrt(k))
+    if task.layout == "w16x64":
+        step = max(1, _AT_ONCE // (n * k))
+        for some in (slice(start, start + step) for start in range(0, g, step)):
+            codes[some], scales[some] = W16X64.pack(codes[some], scales[some])
+    return Quantized(codes, scales, decode)
+
+
+def ends(layer: Layer, tokens: int, routing: str, seed: int) -> Tensor:
+    """i32[experts]: each token picks different experts, all as likely; or expert i in proportion to 1 / i^1.2, the same i at all tokens."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    score = -torch.rand(tokens, layer.experts, device="cuda", generator=generator).clamp_min(1e-20).log_()  # exponential
+    if routing == "zipf":
+        rank = torch.randperm(layer.experts, device="cuda", generator=torch.Generator("cuda").manual_seed(7)) + 1.0
+        score *= rank**_ZIPF
+    ids = score.topk(layer.slots, largest=False).indices
+    return ids.flatten().bincount(minlength=layer.experts).cumsum(0).int()
+
+
+# Times ----------------------------------------------------------------------------------------------------------------
+
+
+def sweep(
+    timings: Timings, table: Table, tasks: Sequence[Task], tokens: Sequence[int], seconds: float, repeats: int,
+    keep: Callable[[Timings], None], say: Callable[[str], None],
+) -> Timings:  # fmt: skip
+    """The timings with those of cells that are not in them, as far as the time allows. keep: is given them after each product."""
+    deadline, done = time.monotonic() + seconds, {cell.key for cell in timings.cells}
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1)) as pool:
+        swept = [Swept(task, tokens, table, timings.arch, pool) for task in tasks]
+        say(f"{timings.arch.name}: {len(swept)} products, {sum(s.kernels for s in swept)} kernels to compile meanwhile")
+        for s in swept:
+            wanted = [(t, r) for t in tokens for r in ROUTINGS if (s.task.name, t, r) not in done]
+            if wanted and time.monotonic() < deadline:
+                s.wait()
+                for cell in _cells(s, wanted, timings.arch, repeats, deadline):
+                    timings = replace(timings, cells=(*timings.cells, cell))
+                    rest = f"{cell.us[cell.best]:.1f} us by {cell.best}, of {len(cell.us)} ways; {deadline - time.monotonic():.0f} s left"
+                    say(f"{cell.product}, {cell.tokens} tokens, {cell.routing}: {rest}")
+                keep(timings)
+                torch.cuda.empty_cache()  # of graphs that are gone
+        pool.shutdown(cancel_futures=True)
+    return timings
+
+
+def _cells(s: Swept, wanted: Sequence[tuple[int, str]], arch: Arch, repeats: int, deadline: float) -> Iterator[Cell]:
+    layer, stored = s.task.layer, weights(s.task)
+    for tokens, routing in wanted:
+        if time.monotonic() > deadline:
+            return
+        rows = tokens * layer.slots
+        a = torch.randn(rows, s.task.k, device="cuda").bfloat16()
+        routed = [ends(layer, tokens, routing, seed) for seed in range(_ROUTED)]
+        count = min(_MOST_CALLS, max(len(stored), math.ceil(_GRAPH_SECONDS / s.task.floor(rows, arch))))
+        calls = [(a, *stored[i % len(stored)], routed[i % _ROUTED]) for i in range(count)]
+        graphs = {way(classes): _captured(s.launches[classes], calls, {s.symbol: rows}) for classes in s.ways[tokens]}
+        us = {name: round(t / count, 3) for name, t in _times(graphs, repeats).items()}
+        yield Cell(s.task.name, s.matrices, tokens, rows, routing, us)
+
+
+def _captured(launch: Launch, calls: Sequence[Sequence[Tensor]], sizes: Mapping[str, int]) -> torch.cuda.CUDAGraph:
+    """The calls, one after the other, in a graph."""
+    launch(*calls[0], sizes=sizes)  # loads
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            launch(*call, sizes=sizes)
+    return graph
+
+
+def _times(graphs: dict[str, torch.cuda.CUDAGraph], repeats: int) -> dict[str, float]:
+    """Microseconds of each graph: the median of its replays, in turns, so that no one follows the same one always."""
+    names = list(graphs)
+    events = {name: [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(repeats)] for name in names}
+    for graph in graphs.values():
+        graph.replay()
+    for i in range(repeats):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            start, end = events[name][i]
+            start.record()
+            graphs[name].replay()
+            end.record()
+    torch.cuda.synchronize()
+    return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) * 1e3 for name, pairs in events.items()}
