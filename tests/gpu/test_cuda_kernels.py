@@ -486,4 +486,6 @@ def test_the_reference_is_said_to_be_used():
     args[0] = args[0].float()
     made = bind(SPECS["expert_mlp"], args, {})
     program = compile_fusion(fusion_of("expert_mlp", eager_types(made), made.others), TARGETS["cuda"], Options())
-    assert "activations in f32" in program.kernels[0].why
+    products = [k for k in program.kernels if k.backend == "reference"]
+    assert [k.segment.fusion.ops[-1].kind.name for k in products] == ["grouped_mm"] * 2
+    assert all("activations in f32" in k.why for k in products)
