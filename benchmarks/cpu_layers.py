@@ -4,9 +4,10 @@
 
 All take the same weights, activations and routings; each call has its own routing, calls go round `layers` copies of the weights, which no
 cache holds. Results are compared with float64 first. Contenders take turns: a pause, in which a peer's threads stop spinning; a call of
-one token, which wakes them; then the calls that are measured, as wall time. Tables show the median of the turns, and the spread as
-(longest - shortest) / median. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment the weights of the peer are on large pages,
-as ours are. The table goes into docs/performance.md.
+one token, which wakes them; then the calls that are measured. Tables show the median of the turns, and the spread as (longest - shortest)
+/ median. Times are CPU time for one thread (of the calling one and of the peer's worker, not of its thread that spins meanwhile), wall
+time for more. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment the peer's weights are on large pages, as ours are. The table
+goes into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import datetime
 import itertools
 import os
 import statistics
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +37,7 @@ HIDDEN, INTERMEDIATE, EXPERTS, SLOTS = 2048, 768, 128, 8
 PAUSE = 0.1  # s; the threads of kt-kernel spin for up to 0.05
 CHECKED = 64  # tokens
 CALLS = {1: 20, 4: 10, 16: 4}  # tokens: calls of a turn, where one is short
+Clock = Callable[[], float]  # seconds
 Weights = tuple[Quantized, Quantized]  # gate_up [E, 2I, H], down [E, H, I]
 
 
@@ -115,17 +118,27 @@ def check(found: Sequence[Contender], weights: Mapping[Encoding, Weights]) -> No
         print(f"{c.name}: error {c.error:.2g}", flush=True)
 
 
-def turn(layers: Iterator[Layer], wake: tuple[Tensor, ...], measured: Sequence[tuple[Tensor, ...]]) -> float:
+def clock(kt: KtKernel | None, threads: int) -> Clock:
+    """CPU time for one thread, wall time for more."""
+    if threads > 1:
+        return time.perf_counter
+    workers = [threading.get_native_id(), *(kt.workers if kt else [])]
+    if kt and len(workers) != 2:
+        raise ValueError(f"{len(workers) - 1} workers of kt-kernel, expected 1")
+    return lambda: sum(time.clock_gettime(~thread << 3 | 6) for thread in workers)  # Linux's number for the clock of a thread
+
+
+def turn(now: Clock, layers: Iterator[Layer], wake: tuple[Tensor, ...], measured: Sequence[tuple[Tensor, ...]]) -> float:
     """Seconds of a call."""
     time.sleep(PAUSE)
     next(layers)(*wake)
-    start = time.perf_counter()
+    start = now()
     for call in measured:
         next(layers)(*call)
-    return (time.perf_counter() - start) / len(measured)
+    return (now() - start) / len(measured)
 
 
-def measure(found: Sequence[Contender], tokens: int, repeats: int) -> None:
+def measure(now: Clock, found: Sequence[Contender], tokens: int, repeats: int) -> None:
     """Sets their seconds for so many tokens."""
     (wake,), count = calls(1, 1), CALLS.get(tokens, 1)
     layers = [itertools.cycle(c.copies) for c in found]
@@ -135,7 +148,7 @@ def measure(found: Sequence[Contender], tokens: int, repeats: int) -> None:
     for _ in range(repeats):
         measured = calls(tokens, count)
         for c, each in zip(found, layers, strict=True):
-            c.seconds[tokens].append(turn(each, wake, measured))
+            c.seconds[tokens].append(turn(now, each, wake, measured))
     print(f"{tokens} tokens:", ", ".join(f"{c.name} {statistics.median(c.seconds[tokens]) * 1e3:.2f} ms" for c in found), flush=True)
 
 
@@ -197,7 +210,7 @@ def main() -> None:
         check(found, weights)
         others = Others()
         for tokens in told.tokens:
-            measure(found, tokens, told.repeats)
+            measure(clock(kt, told.threads), found, tokens, told.repeats)
     pages_of_peer = "large" if "hugetlb=1" in os.environ.get("GLIBC_TUNABLES", "") else "small"
     versions = f"fusion_moe {fusion_moe.__version__} ({isa.selected()})" + (f", kt-kernel {kt.version} ({kt.variant})" if kt else "")
     lines = [

@@ -160,6 +160,12 @@ class KtKernel:
         workers.subpool_count, workers.subpool_numa_map, workers.subpool_thread_count = 1, [0], [threads]
         self._pool = extension.CPUInfer(workers)
 
+    @property
+    def workers(self) -> list[int]:
+        """The threads that compute, by their names. Another one spins until they are done."""
+        threads = Path("/proc/self/task").iterdir()
+        return [int(t.name) for t in threads if (t / "comm").read_text().startswith("numa_")]
+
     def has(self, kernel: str) -> bool:
         """Whether the variant for this CPU has a class of kernels."""
         return hasattr(self._moe, kernel)
