@@ -1,20 +1,22 @@
-"""4-bit products of other packages on the CPU, where installed: for `python benchmarks/cpu_moe.py --peers`."""
+"""Other packages on the CPU, where installed: 4-bit products for `python benchmarks/cpu_moe.py --peers`, layers for cpu_layers.py."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusion_moe.encodings import Quantized, dequantize
 from fusion_moe.runtime import pages
 
 Peer = Callable[[tuple[Tensor, ...]], object]  # one tensor of rows for each expert
+Layer = Callable[[Tensor, Tensor, Tensor], Tensor]  # x bf16 [T, H], ids int64 [T, k], w f32 [T, k] -> bf16 [T, H]
 
 
 def onnxruntime(experts: int, n: int, k: int, threads: int) -> Peer:
@@ -135,3 +137,88 @@ def installed(experts: int, n: int, k: int, threads: int) -> dict[str, Peer]:
         except ImportError as error:
             print(f"peer {peer.__name__}: {error}")
     return found
+
+
+class KtKernel:
+    """Whole layers by KTransformers' kernels, all experts on the CPU, with one pool of threads.
+
+        pip install --no-deps --target DIR kt-kernel==0.7.2     # its dependencies would replace torch; then PYTHONPATH=DIR
+        pip install gguf safetensors                            # which importing it takes
+
+    Layers are made and called through its extension, as its own benchmarks do. Its KTMoEWrapper would add what a layer needs that waits
+    for a GPU: copies of activations, memory that CUDA pins. Layers keep copies of their weights, in an order of their own.
+    ImportError where it, or what it imports, is not installed.
+    """
+
+    def __init__(self, threads: int, most_tokens: int, slots: int):
+        import kt_kernel
+
+        extension = kt_kernel.kt_kernel_ext
+        self.version, self.variant = kt_kernel.__version__, kt_kernel.__cpu_variant__  # "amx", "avx512_bf16", ..., "avx2"
+        self._moe, self._most_tokens, self._slots = extension.moe, most_tokens, slots
+        workers = extension.WorkerPoolConfig()
+        workers.subpool_count, workers.subpool_numa_map, workers.subpool_thread_count = 1, [0], [threads]
+        self._pool = extension.CPUInfer(workers)
+
+    @property
+    def workers(self) -> list[int]:
+        """The threads that compute, by their names. Another one spins until they are done."""
+        threads = Path("/proc/self/task").iterdir()
+        return [int(t.name) for t in threads if (t / "comm").read_text().startswith("numa_")]
+
+    def has(self, kernel: str) -> bool:
+        """Whether the variant for this CPU has a class of kernels."""
+        return hasattr(self._moe, kernel)
+
+    def fp4(self, kernel: str, gate_up: Quantized, down: Quantized) -> Layer:
+        """NVFP4 or MXFP4 weights; the scale of a block becomes one bf16, as its loader of checkpoints makes it."""
+        config = self._config(down)
+        config.quant_config.bits, config.quant_config.zero_point = 4, False
+        config.quant_config.group_size = down.encoding.block
+        codes = [*gate_up.codes.chunk(2, 1), down.codes]
+        scales = [*_folded(gate_up).chunk(2, 1), _folded(down)]
+        config.gate_projs, config.up_projs, config.down_projs = map(_addresses, codes)
+        config.gate_scales, config.up_scales, config.down_scales = map(_addresses, scales)
+        return self._loaded(kernel, config)
+
+    def int4(self, kernel: str, gate_up: Quantized, down: Quantized) -> Layer:
+        """int4 weights with a scale for each row, which it makes of these weights in bf16; it rounds activations to int8."""
+        config = self._config(down)
+        weights = [w.contiguous() for w in (*_bf16(gate_up).chunk(2, 1), _bf16(down))]
+        config.gate_proj, config.up_proj, config.down_proj = (w.data_ptr() for w in weights)
+        return self._loaded(kernel, config)
+
+    def _config(self, down: Quantized) -> Any:
+        experts, hidden, inner = down.shape
+        config = self._moe.MOEConfig(experts, self._slots, hidden, inner, 0)
+        config.max_len, config.pool = self._most_tokens, self._pool.backend_
+        return config
+
+    def _loaded(self, kernel: str, config: Any) -> Layer:
+        layer, order = getattr(self._moe, kernel)(config), torch.arange(config.expert_num)
+        self._pool.submit(layer.load_weights_task(order.data_ptr()))
+        self._pool.sync()
+        return partial(self._run, layer)
+
+    def _run(self, layer: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        y, tokens = torch.empty_like(x), torch.tensor([len(x)], dtype=torch.int32)
+        addresses = [t.data_ptr() for t in (ids, w, x, y)]
+        self._pool.submit(layer.forward_task(tokens.data_ptr(), self._slots, *addresses, False))
+        self._pool.sync()
+        return y
+
+
+def _folded(q: Quantized) -> Tensor:
+    """The scale of each block as one number -> bf16 [E, N, K/block]: rounded for NVFP4, exact for MXFP4."""
+    _, scale, *of_matrix = q
+    return (scale.float() * of_matrix[0][:, None, None]).bfloat16() if of_matrix else scale.bfloat16()
+
+
+def _bf16(q: Quantized) -> Tensor:
+    """The weights, dequantized matrix by matrix: float32 of all would take four times the memory."""
+    return torch.stack([dequantize(q.of(parts), torch.bfloat16) for parts in zip(*q, strict=True)])
+
+
+def _addresses(t: Tensor) -> list[list[int]]:
+    """Where the matrix of each expert is, on the one NUMA node."""
+    return [[matrix.data_ptr() for matrix in t]]

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
-from . import options, schedule, target
-from .emit import BACKENDS
+from . import options, target
+from .emit import BACKENDS, emit, plan
 from .emit.nvfuser import NAME as NVFUSER
 from .emit.nvfuser import library
 from .ir.core import Fusion
 from .ir.text import parse, text
 from .options import Options
-from .passes import PASSES, contract_rounding
+from .passes import PASSES
 from .runtime import dump
-from .runtime.kernel import Kernel
 from .runtime.program import Program
 from .segment import Segment, split
 from .target import Target
@@ -25,37 +24,33 @@ from .target import Target
 
 @dataclass(frozen=True)
 class Lowered:
-    """A Fusion on its way to a target, before kernels are emitted. segments: as they were cut; contracted: as they are emitted."""
+    """A Fusion on its way to a target, before kernels are emitted. stages: it after each pass, by name; segments: with their plans."""
 
     stages: tuple[tuple[str, Fusion], ...]
     segments: tuple[Segment, ...]
-    contracted: tuple[Segment, ...]
-    schedules: tuple[object, ...]
 
 
 def lower(fusion: Fusion, to: Target, with_: Options) -> Lowered:
-    """Passes, segments, schedules: all that can be said without the target's machine."""
+    """Passes, segments, plans: all that can be said without the target's machine."""
     _check_formats(fusion, to)
     stages = [("translated", fusion)]
     for run in PASSES:
         fusion = run(fusion, to).verify()
         stages.append((run.__name__, fusion))
-    segments = split(fusion, to)
-    contracted = tuple(replace(s, fusion=contract_rounding(s.fusion)) if contracts(s, with_) else s for s in segments)
-    schedules = tuple(schedule.named(s.kind).choose(s.fusion, to) for s in contracted)
-    return Lowered(tuple(stages), segments, contracted, schedules)
+    return Lowered(tuple(stages), segments(fusion, to, with_))
 
 
-def contracts(segment: Segment, with_: Options) -> bool:
-    """Whether a segment's kernel keeps float32 where the program rounds and reads back."""
-    return with_.contract_rounding and schedule.named(segment.kind).CONTRACTS
+def segments(fusion: Fusion, to: Target, with_: Options) -> tuple[Segment, ...]:
+    """The segments of a Fusion that has been through the passes, each planned by the target's backend."""
+    with options.using(with_):
+        return split(fusion, to, partial(plan, target=to, contract=with_.contract_rounding))
 
 
 def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:
     """The program of a Fusion for a target."""
     lowered = lower(fusion, to, with_)
     with options.using(with_):
-        kernels, joined = BACKENDS[to.name].join(lowered.stages[-1][1], _emitted(lowered, to))
+        kernels, joined = BACKENDS[to.name].join(lowered.stages[-1][1], [emit(s, to) for s in lowered.segments])
     program = Program(lowered.stages, lowered.segments, kernels, to, with_.check, joined)
     return replace(program, dumped=dump.program(program, with_))
 
@@ -65,11 +60,8 @@ def check(fusion: Fusion, to: Target, with_: Options) -> None:
     lowered = lower(fusion, to, with_)
     if not library.why_missing() or not any(s.kind == NVFUSER for s in lowered.segments):
         with options.using(with_):
-            _emitted(lowered, to)
-
-
-def _emitted(lowered: Lowered, to: Target) -> list[Kernel]:
-    return [BACKENDS[to.name].emit(s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True)]
+            for segment in lowered.segments:
+                emit(segment, to)
 
 
 def program_of(source: str, device: torch.device, with_: Options | None = None) -> Program:

@@ -42,7 +42,7 @@ class GroupsError(Error, ValueError):
 
 
 class NonFiniteError(Error, ValueError):
-    """NaN or infinity where it would be quantized away without a word."""
+    """NaN or infinity, which quantization would lose silently."""
 
 
 class UnsupportedError(Error, NotImplementedError):

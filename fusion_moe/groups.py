@@ -1,6 +1,6 @@
-"""All arithmetic on group sizes. M rows are cut into G runs, one for each group (expert); how long each is, only the device knows.
+"""All arithmetic on group sizes. M rows are partitioned into G groups (experts); how many rows each has, only the device knows.
 
-Three spellings of the same cut, all int32 [G], converted here and nowhere else:
+Three spellings of the same partition, all int32 [G], converted here and nowhere else:
 
     ends            the row after each run; `offs` of torch.nn.functional.grouped_mm, and of the public ops
     starts          the first row of each run, without the total; nvFuser's `expert_offsets`
@@ -63,7 +63,7 @@ def ceil_to(n: Size, align: int) -> Size:
 
 
 def bound(total: int, count: int, align: int) -> int:
-    """Rows to allocate: the most that a cut of `total` rows into `count` runs takes once each is padded to a multiple of `align`.
+    """Rows to allocate: the most that a partition of `total` rows into `count` groups takes once each is padded to a multiple of `align`.
 
     Reached by runs of one row and one run with the rest. total and count may be int or SymInt; nothing is read from the device.
     """
@@ -102,13 +102,13 @@ def check_ends(ends: Tensor, rows: int, name: str = "offs") -> None:
             raise GroupsError(
                 f"{name}[{group}] = {end} is {what}",
                 expected=f"an end from {before} to {rows} for group {group} of {len(ends)}",
-                todo="pass cumulative ends, as torch.nn.functional.grouped_mm takes them: fusion_moe.groups.ends_from_sizes(sizes)",
+                todo="pass cumulative ends, as torch.nn.functional.grouped_mm expects them: fusion_moe.groups.ends_from_sizes(sizes)",
             )
         before = end
 
 
 def check_problem(starts: Tensor, problem_sizes: Tensor, padded_starts: Tensor, rows: int, n: int, k: int, align: int) -> None:
-    """Raises unless the three spell one cut of `rows` rows, in groups of products with n out- and k in-features. Waits for the device.
+    """Raises unless the three spell one partition of `rows` rows, for products with n out- and k in-features. Waits for the device.
 
     starts i32 [G] and padded_starts i32 [G] as at the head of this file, problem_sizes i32 [G, 3]: (m, n, k) of each group. They are named
     as nvFuser names them. GroupsError with the first group that does not fit.

@@ -1,6 +1,6 @@
 """The operations in `torch.ops.fusion_moe`: their schemas, and from each one's Fusion its fake and its flops.
 
-What an operation computes is told once, by its translator (translators/fusion_moe_translators/moe.py): a call is the Fusion that
+What an operation computes is defined once, by its translator (translators/fusion_moe_translators/moe.py): a call is the Fusion that
 the translator builds. The fake allocates what the types of that Fusion say, the body (eager.py) runs it, its derivative (autograd.py)
 runs through `fusion_moe::run`. Letters: M rows, K in-features, N out-features, G groups, T tokens, k slots a token.
 """

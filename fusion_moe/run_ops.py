@@ -1,8 +1,8 @@
 """`fusion_moe::run` and `fusion_moe::run_into`, which take a program as text: schemas, fakes, checks and flops. eager.py has the bodies.
 
-    run        -> new tensors
-    run_into   writes each output into a tensor of the caller: `written` has one for each, and for an output that is written over an input
-               that input itself, which then is not among `inputs`
+run        -> new tensors
+run_into   writes each output into a tensor of the caller: `written` has one for each, and for an output that is written over an input
+           that input itself, which then is not among `inputs`
 """
 
 from __future__ import annotations

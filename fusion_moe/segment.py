@@ -1,162 +1,101 @@
-"""Fusion -> Segments: pieces grow along their edges while some scheduler accepts them. Each cut keeps the scheduler's reason."""
+"""Fusion -> Segments: pieces that a scheduler accepts and the backend has a kernel for. Each boundary has its reason.
+
+What the backend cannot express is kept apart from what it can: out of a product's epilogue come the operations that have no kernel there,
+not the product. An operation that it cannot express even alone is computed by the reference, in plain torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from . import schedule
-from .errors import UnsupportedError
 from .ir.core import Fusion, Op, Value
+from .pieces import Pieces
+from .plan import REFERENCE, Plan, Planner, Refusal
 from .target import Target
+
+SINGLE = "single"  # the kind of an operation that no scheduler accepts
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One kernel's work: a Fusion like any other. inputs and outputs are values of the whole; why says why it begins where it does."""
+    """One kernel's work: a Fusion like any other. inputs and outputs are values of the whole; boundary: why it begins where it does."""
 
     fusion: Fusion
-    kind: str  # the name of the scheduler that takes it
+    plan: Plan
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    why: str = ""
+    boundary: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The name of the scheduler that accepts it."""
+        return self.plan.kind
 
 
-def split(fusion: Fusion, target: Target) -> tuple[Segment, ...]:
-    """The segments, in an order in which they can run. UnsupportedError for an operation that no scheduler takes even alone."""
-    whole = _Pieces(fusion, target)
-    whole.grow()
-    return tuple(whole.segment(ops) for ops in whole.in_order())
+def split(fusion: Fusion, target: Target, plan: Planner) -> tuple[Segment, ...]:
+    """The segments, in an order in which they can run. plan: what a backend decides about a piece that one of its schedulers accepts."""
+    return _Split(fusion, target, plan).segments()
 
 
-class _Pieces:
-    """The operations of a fusion in disjoint pieces. Views that are no outputs belong to none: every piece that reads them has a copy."""
+class _Split:
+    """Lets pieces grow, asks the backend about each of them, and lets them grow again with what it refused kept apart."""
 
-    def __init__(self, fusion: Fusion, target: Target):
-        self.fusion, self.target = fusion, target
-        self.place = {op: i for i, op in enumerate(fusion.ops)}
-        self.ops = [op for op in fusion.ops if not op.kind.view or any(v in fusion.outputs for v in op.outputs)]
-        self.piece = {op: frozenset([op]) for op in self.ops}
+    def __init__(self, fusion: Fusion, target: Target, plan: Planner):
+        self.fusion, self.target, self._ask = fusion, target, plan
+        self.apart: dict[frozenset[Op], str] = {}
+        self._asked: dict[frozenset[Op], tuple[Fusion, Plan | Refusal]] = {}
 
-    def grow(self) -> None:
-        """Joins what may not be apart, then pieces along edges until no scheduler takes a larger one."""
-        for op in self.ops:
-            if op.kind.role in self.target.keeps and len(self.piece[op]) == 1:
-                self._tie(op)
-        joined = True
-        while joined:
-            joined = False
-            for op in self.ops:
-                for source in self._sources(op):
-                    joined = self._join(self.piece[source], self.piece[op]) or joined
+    def segments(self) -> tuple[Segment, ...]:
+        while True:
+            pieces = self._grown()
+            order = pieces.topological()
+            refused = [(ops, why) for ops in order if len(ops) > 1 and isinstance(why := self._plan(pieces, ops)[1], Refusal)]
+            if not refused:
+                return tuple(self._segment(pieces, ops) for ops in order)
+            for ops, refusal in refused:
+                self._keep_apart(pieces, ops, refusal)
 
-    def in_order(self) -> list[frozenset[Op]]:
-        """The pieces, each after those it reads from, else as their first operations stand in the fusion."""
-        left, order = list(dict.fromkeys(self.piece[op] for op in self.ops)), []
-        while left:
-            ready = next(p for p in left if not any(q is not p and q in left for q in self._producing(p)))
-            order.append(ready)
-            left.remove(ready)
-        return order
+    def _grown(self) -> Pieces:
+        pieces = Pieces(self.fusion, self.target, self.apart)
+        pieces.grow()
+        return pieces
 
-    def segment(self, ops: frozenset[Op]) -> Segment:
-        """A piece as a Segment."""
-        fusion = self._part(ops)
-        scheduler = schedule.find(fusion, self.target)
-        if scheduler is None:
-            names = ", ".join(op.kind.name for op in fusion.ops)
-            refusals = "; ".join(f"{s.NAME}: {s.can_schedule(fusion, self.target)}" for s in schedule.of(self.target))
-            raise UnsupportedError(f"no scheduler accepts {names}", expected=refusals)
-        direct = [source for source in self._producing(ops) if not self._circle(source, ops)]
-        reasons = dict.fromkeys(self._refusal(source, ops) for source in direct)
-        return Segment(fusion, scheduler.NAME, fusion.inputs, fusion.outputs, "; ".join(reasons))
+    def _plan(self, pieces: Pieces, ops: frozenset[Op]) -> tuple[Fusion, Plan | Refusal]:
+        """A piece as a Fusion, and what the backend decides about it; asked once."""
+        if ops not in self._asked:
+            fusion = pieces.part(ops)
+            self._asked[ops] = fusion, self._ask(fusion)
+        return self._asked[ops]
 
-    def _join(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
-        if a is b or self._circle(a, b) or schedule.find(self._part(a | b), self.target, self.fusion.outputs) is None:
-            return False
-        both = a | b
-        self.piece.update(dict.fromkeys(both, both))
-        return True
+    def _segment(self, pieces: Pieces, ops: frozenset[Op]) -> Segment:
+        fusion, plan = self._plan(pieces, ops)
+        if isinstance(plan, Refusal):
+            plan = on_reference(fusion, self.target, plan.why)
+        return Segment(fusion, plan, fusion.inputs, fusion.outputs, pieces.boundary(ops))
 
-    def _tie(self, op: Op) -> None:
-        """Makes one piece of an operation whose result is not handed over and of all that this ties to it, if a scheduler takes them."""
-        tied = [op]
-        for one in tied:
-            kept = [one] if one.kind.role in self.target.keeps else []
-            kept += [s for s in self._sources(one) if s.kind.role in self.target.keeps]
-            tied += [o for o in dict.fromkeys((*kept, *(r for k in kept for r in self._readers(k)))) if o not in tied]
-        whole = frozenset(tied)
-        before = {o: self.piece[o] for o in whole}
-        self.piece.update(dict.fromkeys(whole, whole))
-        if self._circle(whole, whole) or schedule.find(self._part(whole), self.target, self.fusion.outputs) is None:
-            self.piece.update(before)
+    def _keep_apart(self, pieces: Pieces, ops: frozenset[Op], refusal: Refusal) -> None:
+        """Takes an operation out of a refused piece: those that have no kernel even alone, else the one that the backend named.
 
-    def _refusal(self, a: frozenset[Op], b: frozenset[Op]) -> str:
-        """Why two pieces, with nothing between them, are not one."""
-        both = self._part(a | b)
-        return schedule.closest(both, self.target).can_schedule(both, self.target, self.fusion.outputs) or ""
+        If it named none, the one in the middle: what is left of the piece halves.
+        """
+        alone = [(op, why) for op in ops if isinstance(why := self._plan(pieces, frozenset([op]))[1], Refusal)]
+        for op, why in alone:
+            self.apart[frozenset([op])] = why.why
+        if not alone:
+            first, *others = self._by_importance(pieces, ops)
+            out = refusal.op if refusal.op in others else others[len(others) // 2]
+            self.apart[frozenset([first, out])] = refusal.why
 
-    def _circle(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
-        """Whether a path leads from a over other pieces to b."""
-        over = [p for p in self._producing(b) if p is not a]
-        seen: set[frozenset[Op]] = set()
-        while over:
-            piece = over.pop()
-            if piece is a:
-                return True
-            if piece not in seen and piece is not b:
-                seen.add(piece)
-                over += self._producing(piece)
-        return False
+    @staticmethod
+    def _by_importance(pieces: Pieces, ops: frozenset[Op]) -> Iterator[Op]:
+        """A product before what is around it, else in order."""
+        return iter(sorted(ops, key=lambda op: (op.kind.role != "grouped", pieces.place[op])))
 
-    def _producing(self, ops: Iterable[Op]) -> list[frozenset[Op]]:
-        """The other pieces that a piece reads from."""
-        members = frozenset(ops)
-        found = dict.fromkeys(self.piece[s] for op in sorted(members, key=self.place.__getitem__) for s in self._sources(op))
-        return [p for p in found if p != members]
 
-    def _sources(self, op: Op) -> list[Op]:
-        """The operations, views looked through, that an operation reads from."""
-        found: list[Op] = []
-        for v in op.values:
-            source = self.fusion.producers.get(v)
-            if source is not None:
-                found += self._sources(source) if source.kind.view else [source]
-        return list(dict.fromkeys(found))
-
-    def _readers(self, op: Op) -> list[Op]:
-        """The operations, views looked through, that read from an operation."""
-        found: list[Op] = []
-        for v in op.outputs:
-            for reader in self.fusion.readers.get(v, ()):
-                found += self._readers(reader) if reader not in self.piece else [reader]
-        return list(dict.fromkeys(found))
-
-    def _part(self, ops: Iterable[Op]) -> Fusion:
-        """These operations and the views they read, as a Fusion: what they read from outside are its inputs. It writes over none."""
-        own = set(ops)
-        members = set(own)
-        for op in own:
-            self._add_views(op, members)
-        ordered = sorted(members, key=self.place.__getitem__)
-        made = {v for op in ordered for v in op.outputs}
-        inputs = tuple(dict.fromkeys(v for op in ordered for v in op.values if v not in made))
-        outputs = tuple(v for op in ordered if op in own for v in op.outputs if self._read_outside(v, members))
-        roles = {v: self.fusion.role(v) for v in inputs}
-        return Fusion(inputs, tuple(ordered), outputs, roles)
-
-    def _add_views(self, op: Op, members: set[Op]) -> None:
-        for v in op.values:
-            source = self.fusion.producers.get(v)
-            if source is not None and source.kind.view and source not in members:
-                members.add(source)
-                self._add_views(source, members)
-
-    def _read_outside(self, v: Value, members: set[Op]) -> bool:
-        return v in self.fusion.outputs or any(self._needed_outside(reader, members) for reader in self.fusion.readers.get(v, ()))
-
-    def _needed_outside(self, reader: Op, members: set[Op]) -> bool:
-        """Whether a reader, or what reads it where it is a view, stands outside."""
-        if not reader.kind.view:
-            return reader not in members
-        return any(self._read_outside(v, members) for v in reader.outputs)
+def on_reference(fusion: Fusion, target: Target, why: str) -> Plan:
+    """A piece in plain torch."""
+    scheduler = schedule.find(fusion, target)
+    kind, described = (scheduler.NAME, scheduler.describe(fusion)) if scheduler else (SINGLE, None)
+    return Plan(REFERENCE, kind, fusion, described, why=why)

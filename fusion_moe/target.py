@@ -14,10 +14,11 @@ from .errors import OptionError, UnsupportedError
 class Target:
     """A kind of machine.
 
-    activation_formats: those its grouped products take. schedulers: who is asked what one kernel can do, by name, in order.
+    activation_formats: those its grouped products accept. schedulers: who is asked what one kernel can do, by name, in order.
     operand_layouts: the layout in which products read the block scales of a quantized activation. device: the kind of device that its
-    kernels run on, "" for every one; capability: the CUDA compute capability that they need. keeps: roles of operations whose results
-    no kernel hands to another. tried: whether its kernels ever ran on such a machine. weight_layout: in which they read weights fastest.
+    kernels run on, "" for every one; capability: the CUDA compute capability that they require. unshared_roles: roles of operations whose
+    results are read only in the kernel that computes them. ever_run: whether its kernels ever ran on such a machine. weight_layout: the one
+    that they read fastest.
     """
 
     name: str
@@ -26,12 +27,12 @@ class Target:
     operand_layouts: Mapping[str, str] = field(default_factory=dict)
     device: str = ""
     capability: tuple[int, int] | None = None
-    keeps: tuple[str, ...] = ()
-    tried: bool = True
+    unshared_roles: tuple[str, ...] = ()
+    ever_run: bool = True
     weight_layout: str = "linear"
 
 
-_NVFUSER, _KEPT = ("nvfuser", "single"), ("grouped", "quantize", "layout")
+_NVFUSER, _UNSHARED = ("nvfuser",), ("grouped", "quantize", "layout")
 
 TARGETS = {
     t.name: t
@@ -39,14 +40,23 @@ TARGETS = {
         Target("reference", ("bf16", "nvfp4")),
         Target("cpu", ("bf16",), device="cpu"),
         Target("cuda", ("bf16",), device="cuda", weight_layout="w16x64"),
-        Target("sm_90", ("bf16",), _NVFUSER, device="cuda", capability=(9, 0), keeps=_KEPT),
-        Target("sm_100", ("bf16", "nvfp4"), _NVFUSER, {"nvfp4": "sf128x4"}, device="cuda", capability=(10, 0), keeps=_KEPT, tried=False),
+        Target("sm_90", ("bf16",), _NVFUSER, device="cuda", capability=(9, 0), unshared_roles=_UNSHARED),
+        Target(
+            "sm_100",
+            ("bf16", "nvfp4"),
+            _NVFUSER,
+            {"nvfp4": "sf128x4"},
+            device="cuda",
+            capability=(10, 0),
+            unshared_roles=_UNSHARED,
+            ever_run=False,
+        ),
     )
 }
 
 
 def find(name: str, device: torch.device) -> Target:
-    """The target called `name`; "auto" is the kind of `device`. OptionError for a name that is none."""
+    """The target called `name`; "auto" is the kind of `device`. OptionError for an unknown name."""
     wanted = device.type if name == "auto" else name
     if wanted not in TARGETS:
         todo = "move the tensors to a supported device" if name == "auto" else ""
@@ -63,7 +73,7 @@ def why_not_on(target: Target, device: torch.device) -> str:
         return f"{target.name} requires a CUDA device with {wanted}, got {device}"
     found = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
     if found is None:
-        return f"{target.name} requires a CUDA device with {wanted}, torch finds none"
+        return f"{target.name} requires a CUDA device with {wanted}, torch found none"
     return "" if found == target.capability else f"{target.name} requires {wanted}, {device} has {'.'.join(map(str, found))}"
 
 

@@ -16,7 +16,7 @@ from .errors import TranslatorError
 from .frontends.inductor import FusionPass, apart, compile_calls
 from .frontends.meaning import compared, drawn, found, same
 from .frontends.regions import Found
-from .translate import Operation, overload_of, told
+from .translate import Operation, message, overload_of
 
 __all__ = ["check_translator"]
 
@@ -57,7 +57,8 @@ def _check_alone(op: OpOverload, call: _Call, near: Mapping[str, Any]) -> None:
     try:
         got = run(translated.fusion, translated.inputs)
     except Exception as error:
-        raise TranslatorError(f"what the translator of {op} made does not run: {told(error)}", where=found(op).where) from error
+        refused = f"the translator of {op} returned a program that does not run: {message(error)}"
+        raise TranslatorError(refused, where=found(op).where) from error
     same(found(op), "compiled alone", got, translated.want, **near)
 
 
@@ -85,8 +86,8 @@ def _check_fused(op: OpOverload, calls: Sequence[_Call], near: Mapping[str, Any]
         a = drawn(x.new_empty(*x.shape[:-1], _K))
         ends = torch.tensor([rows // 2, rows], dtype=torch.int32, device=x.device)
         got = compiled(a, ends, call)
-        for left in (left for graph in seen for left in graph.left if left.broken):
-            raise TranslatorError(left.why)
+        for refused in (x for graph in seen for x in graph.not_fused if x.broken):
+            raise TranslatorError(refused.why)
         same(found(op), "fused with a product", tree_leaves(got), tree_leaves(fused(a, ends, call)), **near)
 
 

@@ -61,8 +61,8 @@ class Translator:
             raise
         except Exception as error:
             raise TranslatorError(
-                f"the translator of {self.op} failed: {told(error)}", expected="values, or Untranslatable",
-                todo="mend the translator; raise Untranslatable(reason) for calls that it does not take",
+                f"the translator of {self.op} failed: {message(error)}", expected="values, or Untranslatable",
+                todo="fix the translator; raise Untranslatable(reason) for calls that it does not support",
                 where=_raised_at(error, self._is_own) or self.where,
             ) from error  # fmt: skip
         outputs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
@@ -84,7 +84,7 @@ class Translator:
         if len(found) != len(expected) or not all(same):
             raise TranslatorError(
                 f"the translator of {self.op} returned {', '.join(map(str, found)) or 'nothing'}",
-                expected=f"{', '.join(map(str, expected))}, as its fake gives",
+                expected=f"{', '.join(map(str, expected))}, as its fake returns",
                 todo="return values of these shapes and dtypes: fd.ops.cast changes a dtype", where=self.where,
             )  # fmt: skip
 
@@ -96,7 +96,7 @@ def _returned(fd: FusionDefinition, v: Any) -> TensorType | str:
     return v.type if fd.has(v) else f"a {v.type} of another FusionDefinition"
 
 
-def told(error: Exception) -> str:
+def message(error: Exception) -> str:
     """An error of a user's code as text. Its own text may fail too."""
     try:
         return f"{type(error).__name__}: {error}"
@@ -106,7 +106,7 @@ def told(error: Exception) -> str:
 
 _registry: dict[str, Translator] = {}
 _failed: list[TranslatorError] = []  # entry points that could not be loaded
-_told_unknown: set[str] = set()  # names of no operation that a warning was about
+_warned_unknown: set[str] = set()  # names of no operation that a warning was about
 
 
 def translator(op: Operation) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -120,7 +120,7 @@ def translator(op: Operation) -> Callable[[Callable[..., Any]], Callable[..., An
         name, code = _name(op), _code(function)
         where = f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else repr(function)
         if not all(name.partition("::")):
-            raise TranslatorError(f"{op!r} is no name of an operation", expected="namespace::name[.overload]", where=where)
+            raise TranslatorError(f"{op!r} is not the name of an operation", expected="namespace::name[.overload]", where=where)
         if not callable(function):
             raise TranslatorError(f"the translator of {name} is {function!r}", expected="a function", where=where)
         importlib.import_module(BUILTIN)  # so that whoever comes second is the user
@@ -154,7 +154,7 @@ def overload_of(op: Operation) -> OpOverload:
             op = getattr(getattr(torch.ops, namespace), packet)
             return getattr(op, overload) if overload else overload_of(op)
         except (AttributeError, RuntimeError):
-            raise TranslatorError(f"there is no operation {namespace}::{name}", expected="one that is registered") from None
+            raise TranslatorError(f"there is not an operation {namespace}::{name}", expected="one that is registered") from None
     if isinstance(op, OpOverload):
         return op
     if isinstance(op, CustomOpDef):
@@ -163,7 +163,7 @@ def overload_of(op: Operation) -> OpOverload:
     found = [getattr(op, name) for name in op.overloads()] if isinstance(op, OpOverloadPacket) else []
     found = [overload for overload in found if overload.name() in known]  # the others are TorchScript's
     if not found:
-        raise TranslatorError(f"{op!r} is no operation", expected="a name, torch.ops.x.y, one of its overloads, or a custom_op")
+        raise TranslatorError(f"{op!r} is not an operation", expected="a name, torch.ops.x.y, one of its overloads, or a custom_op")
     default = [overload for overload in found if overload._overloadname == "default"]
     if len(found) > 1 and not default:
         raise TranslatorError(f"{op} has {len(found)} overloads", expected=f"one of {', '.join(map(str, found))}")
@@ -174,12 +174,12 @@ def warn_of_unknown() -> None:
     """Says, once of each, which users' translators are of no operation, where one is called alike or the library's others are there."""
     names = _op_names()
     for t in registered():
-        if t.of_user and t.op not in names and t.op not in _told_unknown:
+        if t.of_user and t.op not in names and t.op not in _warned_unknown:
             near = _near(t.op, names)
             if near or any(name.startswith(f"{t.op.partition('::')[0]}::") for name in names):
-                _told_unknown.add(t.op)
+                _warned_unknown.add(t.op)
                 todo = f"did you mean {' or '.join(map(repr, near[:3]))}?" if near else "import what registers it"
-                error = TranslatorError(f"there is no operation {t.op}", expected="one that is registered", todo=todo, where=t.where)
+                error = TranslatorError(f"there is not an operation {t.op}", expected="one that is registered", todo=todo, where=t.where)
                 log.warning("%s", error)
 
 
@@ -229,7 +229,7 @@ def why_none() -> str:
 
 @cache
 def _load() -> None:
-    """Loads all translators. An entry point that fails is told in a warning, and costs only what it would have registered."""
+    """Loads all translators. An entry point that fails gives a warning, and costs only what it would have registered."""
     importlib.import_module(BUILTIN)
     for entry in entry_points(group=ENTRY_POINTS):
         try:
@@ -237,8 +237,8 @@ def _load() -> None:
         except Exception as error:
             owner = entry.dist.name if entry.dist else "?"
             failed = TranslatorError(
-                f"the entry point {entry.name} = {entry.value} of {owner} failed: {told(error)}",
-                expected=f"a module of the group {ENTRY_POINTS} that imports", todo="mend or uninstall that package",
+                f"the entry point {entry.name} = {entry.value} of {owner} failed: {message(error)}",
+                expected=f"a module of the group {ENTRY_POINTS} that imports", todo="fix or uninstall that package",
                 where=_raised_at(error, lambda frame: frame.name == "<module>"),
             )  # fmt: skip
             log.warning("%s", failed)
@@ -246,7 +246,7 @@ def _load() -> None:
 
 
 def same_storage(a: TensorType, b: TensorType) -> bool:
-    """Whether two types are of one tensor as torch sees it: cuts and ends aside, padding and layout as it is stored."""
+    """Whether two types are of one tensor as torch sees it: partitions and ends aside, padding and layout as it is stored."""
     if a.dtype != b.dtype or len(a.shape) != len(b.shape):
         return False
     return a.layout != "linear" or tuple(map(plain, a.shape)) == tuple(map(plain, b.shape))

@@ -87,7 +87,7 @@ def expert_mlp_variants(groups: int, hidden: int, intermediate: int) -> dict[str
 # Random programs ------------------------------------------------------------------------------------------------------
 
 N, G, K = 16, 3, 2  # features, groups, slots of a token
-OTHER = 5  # groups of another cut
+OTHER = 5  # groups of another partition
 
 
 class _Program:
@@ -153,7 +153,7 @@ class _Program:
         self.rows.append(self.fd.ops.index_select(self.pick(self.tokens), self.row_of, dim=0))
 
     def product(self) -> None:
-        w = self.fd.ops.pack(*self.packed, fmt="nvfp4", layout="linear") if self.draw(st.booleans()) else self.dense
+        w = self.fd.ops.pack(*self.packed, encoding="nvfp4", layout="linear") if self.draw(st.booleans()) else self.dense
         self.rows.append(self.fd.ops.grouped_mm(self.pick(self.rows), w, self.ends))
 
     def add(self) -> None:
@@ -170,7 +170,7 @@ class _Program:
     def reshaped(self) -> None:
         x = self.pick(self.rows)
         plain_rows = self.fd.ops.reshape(x, new_shape=tuple(map(plain, x.type.shape)))
-        self.rows.append(self.fd.ops.cut(plain_rows, self.ends))
+        self.rows.append(self.fd.ops.partition(plain_rows, self.ends))
 
     def again(self) -> None:
         """An operation that is there already."""
@@ -192,13 +192,13 @@ class _Program:
         pool.append(self.fd.ops.cast(self.fd.ops.mul(count, self.draw(st.sampled_from((0, 3, 127)))), dtype="f32"))
 
     def other_ends(self) -> None:
-        """The rows cut anew by other ends, of more groups; a product by them, and rows of the first cut again."""
+        """The rows partitioned anew by other ends, of more groups; a product by them, and rows of the first partition again."""
         x, ops = self.pick(self.rows), self.fd.ops
         m, g = 2 * self.t, self.fd.define_groups(f"h{len(self.rows)}", OTHER)
         ends = ops.ends(self.others, rows=m, groups=g)
         plain_rows = ops.reshape(x, new_shape=(m, N))
-        y = ops.grouped_mm(ops.cut(plain_rows, ends), self.other_dense, ends)
-        self.rows.append(ops.cut(ops.reshape(y, new_shape=(m, N)), self.ends))
+        y = ops.grouped_mm(ops.partition(plain_rows, ends), self.other_dense, ends)
+        self.rows.append(ops.partition(ops.reshape(y, new_shape=(m, N)), self.ends))
 
     def own_bias(self) -> None:
         """A bias that is computed, or a constant."""
@@ -213,7 +213,7 @@ class _Program:
         rows = x.type.shape[0]
         parts = [ops.slice(x, start_indices=(0, a), end_indices=(rows, b)) for a, b in ((at, N), (0, at))]
         joined = ops.cat(*parts, dim=1)
-        pool.append(ops.cut(joined, self.ends) if pool is self.rows else joined)
+        pool.append(ops.partition(joined, self.ends) if pool is self.rows else joined)
 
 
 @st.composite

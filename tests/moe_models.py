@@ -158,5 +158,5 @@ def calls(nodes: Any) -> list[str]:
 
 def left(result: Found, op: str) -> str:
     """Why an operation was left out."""
-    (why,) = {x.why for x in result.left if x.op == op}
+    (why,) = {x.why for x in result.not_fused if x.op == op}
     return why

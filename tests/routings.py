@@ -1,4 +1,4 @@
-"""Strategies: how rows are cut into groups, which experts the slots of tokens chose."""
+"""Strategies: how rows are partitioned into groups, which experts the slots of tokens chose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COUNTS = (63, 64, 65, 128, 256)  # of groups: a warp, a block, and one off
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """ends i32[G], and how many rows there are: at least the last end."""
 
     sizes: tuple[int, ...]
@@ -38,13 +38,13 @@ def _hot(count: int, group: int, rows: int) -> tuple[int, ...]:
     return tuple(rows if g == group % count else 0 for g in range(count))
 
 
-def cuts(*, spare: bool = True) -> st.SearchStrategy[Cut]:
-    """Cuts of rows: edges of tiles, empty groups, all rows in one, none at all, one group, many; `spare`: rows past the last end."""
+def partitions(*, spare: bool = True) -> st.SearchStrategy[Partition]:
+    """Partitions of rows: edges of tiles, empty groups, all rows in one, none at all, one group, many; `spare`: rows past the last end."""
     few = st.lists(st.sampled_from(SIZES) | st.integers(0, 40), min_size=1, max_size=6).map(tuple)
     hot = st.builds(_hot, st.integers(1, 6), st.integers(0, 5), st.sampled_from(SIZES))
     none = st.integers(1, 6).map(lambda count: (0,) * count)
     many = st.sampled_from(COUNTS).flatmap(lambda count: st.builds(lambda seed: _sparse(count, seed), st.integers(0, 99)))
-    return st.builds(Cut, few | hot | none | many, st.sampled_from((0, 0, 1, 5)) if spare else st.just(0))
+    return st.builds(Partition, few | hot | none | many, st.sampled_from((0, 0, 1, 5)) if spare else st.just(0))
 
 
 def _sparse(count: int, seed: int) -> tuple[int, ...]:

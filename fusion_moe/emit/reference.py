@@ -1,13 +1,22 @@
-"""The reference backend: each segment in plain torch, by the meaning of its operations. Right everywhere, fast nowhere."""
+"""The reference backend: a segment in plain torch, by the meaning of its operations. Right everywhere, fast nowhere.
+
+It computes all of the target `reference`, and on other targets the single operations that have no kernel.
+"""
 
 from __future__ import annotations
 
+from ..ir.core import Fusion
+from ..plan import REFERENCE
 from ..runtime.kernel import Kernel
 from ..segment import Segment
 
-NAME = "reference"
+
+def plan(fusion: Fusion, kind: str) -> None:
+    """It can compute anything."""
 
 
-def emit(segment: Segment, schedule: object) -> Kernel:
+def emit(segment: Segment) -> Kernel:
     """A kernel that evaluates the segment's Fusion; its source is the Fusion's text."""
-    return Kernel(segment, schedule, NAME, str(segment.fusion), segment.fusion.evaluate)
+    fusion = segment.plan.fusion
+    why = f"in plain torch: {segment.plan.why}" if segment.plan.why else ""
+    return Kernel(segment, REFERENCE, str(fusion), fusion.evaluate, why)

@@ -48,7 +48,7 @@ def _check_dtype(part: Part, name: str, tensor: Tensor, where: str) -> None:
     if tensor.dtype == part.dtype or (part.dtype == torch.uint8 and tensor.dtype == torch.float4_e2m1fn_x2):
         return
     if part.scale is not None and not part.scale.block:
-        todo = "take the scale that the weight was quantized with; a rounded one gives other weights"
+        todo = "pass the scale that the weight was quantized with; rounding it changes the weights"
         raise DtypeError(f"{name} is {tensor.dtype}", expected=f"{part.dtype}", todo=todo, where=where)
     if part.scale is not None:
         todo = f"scales stored as bytes: {name}.view({part.dtype}), not a cast"
@@ -120,7 +120,7 @@ def check_same_device(first: Tensor, other: Tensor, name: str, where: str = "") 
 def check_floats(x: Tensor, encoding: Encoding, *, elements: bool = False) -> None:
     """x must be float [..., N, K] with K in whole blocks; elements: at least one in each matrix."""
     if x.dtype not in FLOATS:
-        todo = "cast it, say with x.float()"
+        todo = "cast it, for example with x.float()"
         raise DtypeError(f"x is {x.dtype}", expected="float32, bfloat16 or float16", todo=todo, where=encoding.name)
     if x.dim() < 2:
         expected, todo = "[..., N, K], at least two dimensions", "x[None] makes one row"
@@ -161,15 +161,18 @@ def bytes_of_nan(scale: Tensor) -> Tensor:
     return found[0] if len(found) == 1 else found[0] | found[1]
 
 
-def check_finite(x: Tensor, name: str = "x") -> None:
-    """NonFiniteError when float x [...] holds NaN or infinity, with how many and where the first one is. Waits for the device."""
+def check_finite(x: Tensor, name: str = "x", encoding: Encoding = NVFP4) -> None:
+    """NonFiniteError when float x [...] holds NaN or infinity, with how many and where the first one is. Waits for the device.
+
+    encoding: what x is to be quantized to.
+    """
     bad = ~x.isfinite()
     if bad.any():
         nan = int(x.isnan().sum())
         raise _at_first(
             bad, x, name, f"{nan} NaN and {int(bad.sum()) - nan} infinite",
-            expected="finite numbers: NVFP4 has nothing else, the rest would be quantized away",
-            todo=f"find what made them, or replace them with torch.nan_to_num({name})",
+            expected=f"finite numbers to quantize to {encoding.name}{'' if encoding.plain else ', which has no NaN or infinity'}",
+            todo=f"find what produced them, or replace them with torch.nan_to_num({name})",
         )  # fmt: skip
 
 

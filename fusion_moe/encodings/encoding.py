@@ -203,7 +203,7 @@ ENCODINGS: dict[str, Encoding] = {}
 def register(encoding: Encoding) -> Encoding:
     """Makes an encoding known by its name, to types, operations and readers of kernels. OptionError if another one has the name."""
     if ENCODINGS.setdefault(encoding.name, encoding) != encoding:
-        raise OptionError(f"another encoding called {encoding.name!r}", expected="a name of its own", todo="unregister it first")
+        raise OptionError(f"another encoding called {encoding.name!r}", expected="an unused name", todo="unregister it first")
     return encoding
 
 

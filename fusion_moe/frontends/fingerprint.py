@@ -21,7 +21,7 @@ _LIBRARY = Path(__file__).parents[1]
 
 
 class _Unknown(Exception):
-    """A value that cannot be told from another one."""
+    """A value without a fingerprint."""
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def of_function(function: Callable[..., Any]) -> str | None:
     """Of a translator: the source files of its package, its code, its defaults, and the values it closes over.
 
     In a notebook there are no files, but the global values that it reads. None if one of all these values is neither plain data nor a
-    function, class or module: then nothing tells it from another one.
+    function, class or module: then it has no fingerprint.
     """
     try:
         return _digest(_of_value(function, set()))

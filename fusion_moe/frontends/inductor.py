@@ -32,14 +32,14 @@ from ..errors import Error, OptionError
 from ..ir.text import one_line
 from ..options import Options
 from . import fingerprint
+from .log_found import log, log_found
 from .regions import Found, Region, find_regions
-from .say import say_once
-from .shown import Shown
-from .tell import log, tell
+from .size_sources import SizeSource
+from .warn import warn_once
 
 _PREFIX = "fusion_moe."
 
-# torch >= 2.12 has passes that are told whether the graph is one of inference; a pass that follows ours may be one
+# torch >= 2.12 has passes that get to know whether the graph is one of inference; a pass that follows ours may be one
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 
 
@@ -53,7 +53,7 @@ class FusionPass(_InferenceAware):
         """Replaces the regions of a graph in place."""
         result = find_regions(graph, self.options)
         replace_regions(graph, result.regions, self.options)
-        tell(result)
+        log_found(result)
         if self.found is not None:
             self.found(result)
         for other in self.then:
@@ -63,13 +63,13 @@ class FusionPass(_InferenceAware):
     def uuid(self) -> Any:
         """What compiled code depends on: our sources, the switches, every translator, the passes that follow.
 
-        None, with which Inductor caches nothing, if one of them cannot be told from another one.
+        None, with which Inductor caches nothing, if one of them has no fingerprint.
         """
         translators = {t.op: fingerprint.of_function(t.function) for t in translate.registered()}
         others = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.then)
         unknown = [op for op, digest in translators.items() if digest is None]
         if unknown:
-            say_once(f"compiled code is not cached: the translator of {', '.join(unknown)} depends on values that cannot be fingerprinted")
+            warn_once(f"compiled code is not cached: the translator of {', '.join(unknown)} depends on values without a fingerprint")
         if unknown or None in others:
             return None
         return ("fusion_moe", fingerprint.of_library(), self.options.key(), tuple(translators.items()), others)
@@ -130,16 +130,16 @@ def _operation(program: str, region: Region, with_: Options) -> OpOverload:
     return torch.ops.fusion_moe.run_graph_safe.default if safe else torch.ops.fusion_moe.run.default
 
 
-def _size_node(graph: Graph, shown: Shown, now: Mapping[Node, Node]) -> Node:
-    """A node whose value is the size that is shown there."""
-    node = now.get(shown.node, shown.node)
-    if shown.dim is not None:
-        size = node.meta["val"].shape[shown.dim]
-        node = graph.call_function(torch.ops.aten.sym_size.int, (node, shown.dim))
+def _size_node(graph: Graph, source: SizeSource, now: Mapping[Node, Node]) -> Node:
+    """A node whose value is the size that is read there."""
+    node = now.get(source.node, source.node)
+    if source.dim is not None:
+        size = node.meta["val"].shape[source.dim]
+        node = graph.call_function(torch.ops.aten.sym_size.int, (node, source.dim))
         node.meta["val"] = size
-    if shown.by != 1:
-        size = node.meta["val"] // shown.by
-        node = graph.call_function(operator.floordiv, (node, shown.by))
+    if source.by != 1:
+        size = node.meta["val"] // source.by
+        node = graph.call_function(operator.floordiv, (node, source.by))
         node.meta["val"] = size
     return node
 

@@ -22,9 +22,9 @@ from ..errors import Error, TranslatorError
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Value
 from ..ops import as_bytes
-from ..translate import Sizes, Translator, plain_argument, tensor_type, told
+from ..translate import Sizes, Translator, message, plain_argument, tensor_type
 from .nodes import called_op
-from .say import say_once
+from .warn import warn_once
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ANOTHER = 0.03  # what two roundings, or two orders of a sum, do not make
@@ -50,7 +50,7 @@ def compared(
     fakes = _results(_on_fakes(op, args, kwargs))
     want = _results(op(*args, **kwargs))
     if _forms(want) != _forms(fakes):
-        raise TranslatorError(f"{op} returns {_forms(want)}", expected=f"{_forms(fakes)}, as its fake gives", todo="mend the fake")
+        raise TranslatorError(f"{op} returns {_forms(want)}", expected=f"{_forms(fakes)}, as its fake returns", todo="fix the fake")
     fusion, inputs = _translation(translator, *_as_in_graphs(op, args, kwargs), fakes)
     same(translator, "in plain torch", fusion.evaluate(*inputs), want, rtol, atol)
     return Translated(fusion, inputs, want)
@@ -76,7 +76,7 @@ def same(
             differs = " ".join(str(error).split())
             raise TranslatorError(
                 f"the translator of {translator.op}, {what}, differs from the operation in output {i}: {differs}",
-                expected="the operation's values", todo="mend the translator", where=translator.where,
+                expected="the operation's values", todo="fix the translator", where=translator.where,
             ) from None  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def other_meaning(n: Node) -> TranslatorError | None:
         except TranslatorError as error:
             return error
         except Exception as error:  # of the operation, which may not take any values
-            say_once(f"check: {op} was not compared with its translator, because it fails on random inputs: {told(error)}")
+            warn_once(f"check: {op} was not compared with its translator, because it fails on random inputs: {message(error)}")
     return None
 
 

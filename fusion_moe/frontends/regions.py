@@ -20,19 +20,18 @@ from .. import translate
 from ..errors import Error, FusionError, TranslatorError, UnsupportedError, Untranslatable
 from ..ir.core import Fusion
 from ..options import Options
-from ..segment import split
 from ..target import Target
-from .blame import blamed, of_users
+from .attribution import attribute_failure, of_users
 from .meaning import other_meaning
 from .nodes import call_of, called_op, device_of, has_tensors, is_call, is_torchs, is_view, op_name, source_of, with_parts, writes
 from .paths import Paths
-from .shown import Shown, shown_sizes
+from .size_sources import SizeSource, size_sources
 from .trim import trim
 from .walk import Walk
 
 
 @dataclass(frozen=True)
-class Left:
+class NotFused:
     """A call that was not fused: the operation, its place in the user's program, and the reason. broken: its translator is at fault."""
 
     op: str
@@ -43,13 +42,13 @@ class Left:
 
 @dataclass(frozen=True)
 class Region:
-    """Calls that became one Fusion. inputs, outputs: nodes, in the order of the Fusion's; sizes: where each of its symbols is shown."""
+    """Calls that became one Fusion. inputs, outputs: nodes, in the order of the Fusion's; sizes: where each of its symbols can be read."""
 
     nodes: tuple[Node, ...]
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
     fusion: Fusion
-    sizes: Mapping[str, Shown]
+    sizes: Mapping[str, SizeSource]
 
     @property
     def device(self) -> torch.device:
@@ -64,10 +63,10 @@ class Region:
 
 @dataclass
 class Found:
-    """The regions of one graph, and what was left out of them."""
+    """The regions of one graph, and what was not fused."""
 
     regions: list[Region] = field(default_factory=list)
-    left: list[Left] = field(default_factory=list)
+    not_fused: list[NotFused] = field(default_factory=list)
     calls: int = 0  # calls of operations in the graph
 
 
@@ -83,7 +82,7 @@ class _Search:
         self.nodes = list(graph.nodes)
         self.place = {n: i for i, n in enumerate(self.nodes)}
         self.paths = Paths(self.nodes, self.place)
-        self.shown = shown_sizes(self.nodes)
+        self.size_sources = size_sources(self.nodes)
         self.with_ = with_
         self.taken: set[Node] = set()
         self.compared: set[Node] = set()
@@ -101,7 +100,7 @@ class _Search:
                     self.found.regions.append(region)
                     self.taken |= set(region.nodes)
                     self.paths.contract(region.nodes)
-        self._tell_refusals()
+        self._report_refusals()
         translate.warn_of_unknown()
         return self.found
 
@@ -127,7 +126,7 @@ class _Search:
                         self._check(walk)
                     return self._made(walk)
                 except Exception as error:  # of what translators made, from wherever it shows
-                    at_fault = blamed(walk, self._check)
+                    at_fault = attribute_failure(walk, self._check)
                     self.refused.update(at_fault)
                     if not at_fault:
                         if not isinstance(error, (FusionError, UnsupportedError, Untranslatable)):
@@ -174,21 +173,21 @@ class _Search:
 
     def _trimmed(self, walk: Walk) -> Walk:
         """The walk over the nodes that gain from being inside."""
-        segments = split(walk.fusion, self._target(walk))
+        segments = pipeline.segments(walk.fusion, self._target(walk), self.with_)
         kept, why = trim(walk, segments, lambda nodes: self.paths.span(nodes).convex)
         again = Walk(kept) if len(kept) < len(walk.nodes) else walk
-        if again.refused:  # what was trimmed told a translator something that it needs
+        if again.refused:  # a translator depends on what was trimmed
             return walk
         self.trimmed.update(why)
         return again
 
     def _made(self, walk: Walk) -> Region:
-        """A walk as a Region. Untranslatable if a size that its program needs can be read nowhere."""
+        """A walk as a Region. Untranslatable if a size of its program cannot be read anywhere."""
         span, symbols = self.paths.span(walk.nodes), walk.fusion.symbols
         sizes = {}
         for name, expr in walk.sizes.expressions().items():
             if name in symbols:
-                places = [s for s in self.shown.get(expr, ()) if s.node.op == "placeholder" or span.follows(self.place[s.node])]
+                places = [s for s in self.size_sources.get(expr, ()) if s.node.op == "placeholder" or span.follows(self.place[s.node])]
                 if not places:
                     raise Untranslatable(f"the size {expr} cannot be read from any value outside the fusion")
                 sizes[name] = min(places, key=lambda s: (s.by, s.dim is not None, self.place[s.node]))
@@ -200,17 +199,17 @@ class _Search:
             return False
         return bool(n.users) and translate.find(op_name(n)) is not None
 
-    def _tell_refusals(self) -> None:
+    def _report_refusals(self) -> None:
         """What stands next to a region, makes products, or writes into its arguments, and why it is not inside."""
         near = {call_of(m) for r in self.found.regions for n in r.nodes for m in (*n.all_input_nodes, *n.users)}
         writers = [n for n in self.nodes if writes(n) and not is_torchs(n)]
-        told = {n for n in (*near, *writers, *self.refused, *self.alone, *self.trimmed) if n not in self.taken and called_op(n)}
-        for n in self._in_order(told):
+        reported = {n for n in (*near, *writers, *self.refused, *self.alone, *self.trimmed) if n not in self.taken and called_op(n)}
+        for n in self._in_order(reported):
             reason = self.refused.get(n) or self.trimmed.get(n) or self.alone.get(n) or self._why_not(n)
             why = f"refused: {reason}" if isinstance(reason, Untranslatable) else str(reason)
-            left = Left(str(called_op(n)), source_of(n), why, broken=isinstance(reason, TranslatorError))
-            if left not in self.found.left:
-                self.found.left.append(left)
+            entry = NotFused(str(called_op(n)), source_of(n), why, broken=isinstance(reason, TranslatorError))
+            if entry not in self.found.not_fused:
+                self.found.not_fused.append(entry)
 
     def _why_not(self, n: Node) -> str:
         if writes(n):

@@ -8,7 +8,7 @@ thunder_record.py    what the dispatcher is asked for, as an FX graph
 thunder_graph.py     a stretch of a trace as such a graph
 thunder_ops.py       operations of torch as symbols, with their derivatives
 thunder_executor.py  the executor: regions of a trace become fusions
-thunder_kept.py      what the backward reads, kept from writes
+thunder_saved.py     what the backward reads, saved from writes
 thunder_nvfuser.py   the same operations inside of thunder's own nvFuser regions
 thunder_quirks.py    what thunder's versions make necessary
 """

@@ -22,12 +22,12 @@ from ..ir.core import Fusion
 from ..ir.text import one_line
 from ..ops import as_bytes
 from ..runtime.program import Program
+from .log_found import log_found
 from .nodes import source_of
-from .regions import Found, Left, Region, find_regions
-from .tell import tell
+from .regions import Found, NotFused, Region, find_regions
 from .thunder_graph import TraceGraph, has_open_sizes, in_order, stays_in_place
-from .thunder_kept import Keeper
 from .thunder_ops import Symbols
+from .thunder_saved import SaveCopies
 from .walk import Walk
 
 _listener: ContextVar[list[Found] | None] = ContextVar("fusion_moe_thunder_listener", default=None)
@@ -39,7 +39,7 @@ class FusionMoe(FusionExecutor):
     def __init__(self) -> None:
         super().__init__("fusion_moe")
         self.symbols = Symbols(self)
-        self.keep = Keeper(self)
+        self.keep = SaveCopies(self)
         self.for_nvfuser: Any = None  # a ForNvFuser, once it was asked for
 
     def can_fuse(self, bsym: BoundSymbol) -> bool:
@@ -49,7 +49,7 @@ class FusionMoe(FusionExecutor):
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
         """The trace with regions replaced. Regions reach over nothing that writes into memory, and not from forward into backward.
 
-        What the backward reads is kept from writes, with regions or without.
+        What the backward reads is saved from writes, with regions or without.
         """
         trace = self.keep(trace)
         if has_open_sizes(trace):
@@ -67,7 +67,7 @@ class FusionMoe(FusionExecutor):
             fused += made
             _add(heard.setdefault(kind, Found()), found)
         for backward, found in heard.items():
-            tell(found)
+            log_found(found)
             if not backward and (listener := _listener.get()) is not None:
                 listener.append(found)
         result = from_trace(trace)
@@ -98,16 +98,16 @@ class FusionMoe(FusionExecutor):
 
     def _fused(self, bsyms: Sequence[BoundSymbol], read: Sequence[str], counter: Iterator[int]) -> tuple[list[BoundSymbol], Found]:
         """One stretch of a trace with its regions replaced."""
-        whole: dict[int, Left] = {}  # bound symbols of which a region would take a part
+        whole: dict[int, NotFused] = {}  # bound symbols of which a region would take a part
         while True:
             seen = TraceGraph(bsyms, read, whole)
             found = find_regions(seen.graph, options.current())
             inside = {n: k for k, region in enumerate(found.regions) for n in region.nodes}
-            parts = {i: _cut(nodes) for i, nodes in enumerate(seen.nodes) if len({inside.get(n) for n in nodes}) > 1}
+            parts = {i: _would_split(nodes) for i, nodes in enumerate(seen.nodes) if len({inside.get(n) for n in nodes}) > 1}
             if not parts:
                 break
             whole.update(parts)
-        found.left += whole.values()
+        found.not_fused += whole.values()
         groups: dict[int, list[int]] = {}
         for i, nodes in enumerate(seen.nodes):
             if nodes and nodes[0] in inside:
@@ -164,14 +164,14 @@ def _read_later(bsyms: Sequence[BoundSymbol]) -> list[set[str]]:
     return later
 
 
-def _cut(nodes: Sequence[Node]) -> Left:
+def _would_split(nodes: Sequence[Node]) -> NotFused:
     call = next((n for n in nodes if n.op == "call_function"), nodes[0])
-    return Left(str(call.target), source_of(call), "fusing it would split an operation of thunder's")
+    return NotFused(str(call.target), source_of(call), "fusing it would split an operation of thunder's")
 
 
 def _add(total: Found, found: Found) -> None:
     total.regions += found.regions
-    total.left += [x for x in found.left if x not in total.left]
+    total.not_fused += [x for x in found.not_fused if x not in total.not_fused]
     total.calls += found.calls
 
 

@@ -1,6 +1,6 @@
-"""What gains nothing from being in a region is given back to the graph's own compiler, from the rim inwards.
+"""What gains nothing from being in a region is given back to the graph's own compiler, from the boundary inwards.
 
-- Views at the rim: they cost nothing there.
+- Views at the boundary: they cost nothing there.
 - At the end of the region, operations that make it write more than it would without them: a cast to a wider type, or a power, of a
   value that is read outside anyway.
 - torch's own operations in segments without a grouped product. Operations of others the compiler could only call: inside they cost no more.
@@ -24,15 +24,15 @@ def trim(walk: Walk, segments: Sequence[Segment], convex: Callable[[Iterable[Nod
     before = None
     while before != len(kept):
         before = len(kept)
-        for n in _rim_views(kept):
+        for n in _boundary_views(kept):
             kept.pop(n)
-        for n in list(_rim_writers(kept)):
+        for n in list(_boundary_writers(kept)):
             kept.pop(n)
             why[n] = "left to the graph's compiler: fusing it would write more memory"
         for segment in alone:
             gone = _only_in(segment, kept, walk)
             if gone and convex(n for n in kept if n not in gone):
-                reason = f"no grouped product to fuse with ({segment.why or 'it comes before or after them'})"
+                reason = f"no grouped product to fuse with ({segment.boundary or 'it comes before or after them'})"
                 why.update((n, f"left to the graph's compiler: {reason}") for n in gone)
                 kept = {n: None for n in kept if n not in gone}
     return list(kept), why
@@ -45,7 +45,7 @@ def _only_in(segment: Segment, kept: Iterable[Node], walk: Walk) -> set[Node]:
     return {part for n in calls for part in with_parts(n)}
 
 
-def _rim_views(region: Collection[Node]) -> list[Node]:
+def _boundary_views(region: Collection[Node]) -> list[Node]:
     """Views that read only from outside of a region or are read only there."""
     found = []
     for n in region:
@@ -57,7 +57,7 @@ def _rim_views(region: Collection[Node]) -> list[Node]:
     return found
 
 
-def _rim_writers(region: Collection[Node]) -> Iterator[Node]:
+def _boundary_writers(region: Collection[Node]) -> Iterator[Node]:
     """torch's calls read only outside of a region, without which it would write less."""
     for n in region:
         if is_call(n) and is_torchs(n) and with_parts(n) == [n] and not any(u in region for u in n.users):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import FusionError
-from .core import ROLES, Cuts, Fusion, Op, OpKind, Value, infer
+from .core import ROLES, Fusion, Op, OpKind, Partitions, Value, infer
 from .kinds import KINDS
 from .kinds.rules import need_rank
 from .signature import checked_operand
@@ -47,7 +47,7 @@ class FusionDefinition:
         self._names: set[str] = set()
         self._views: dict[Any, tuple[Value, ...]] = {}
         self._producers: dict[Value, Op] = {}
-        self._cuts = Cuts()
+        self._partitions = Partitions()
         self._only_ops = False
 
     def define_size(self, name: str) -> Size:
@@ -56,7 +56,7 @@ class FusionDefinition:
         return symbol(self._new_name(name))
 
     def define_groups(self, name: str, count: AnySize) -> Groups:
-        """A cut of rows into `count` runs, for `ends`, `route` and tensors whose rows it cuts: shape=[m / g, 64]."""
+        """A partition of rows into `count` groups, for `ends`, `route` and tensors whose rows it partitions: shape=[m / g, 64]."""
         if isinstance(count, bool) or not isinstance(count, (int, Size)) or never_negative(count) is False:
             raise FusionError(f"{count!r} groups", expected="a number of groups, 0 or more")
         return Groups(self._new_name(name), count)
@@ -74,7 +74,7 @@ class FusionDefinition:
         value = Value(f"i{len(self._inputs)}", checked_type(type))
         if role not in ROLES:
             raise FusionError(f"role {role!r}", expected=f"one of {', '.join(ROLES)}")
-        self._cuts.add([type])
+        self._partitions.add([type])
         self._inputs.append(value)
         self._roles[value] = role
         return value
@@ -88,7 +88,7 @@ class FusionDefinition:
         self._check_may("add_output")
         for v in (value, value if alias_input is None else alias_input):
             if not isinstance(v, Value):
-                raise FusionError(f"the output {v!r}", expected="a value of this Fusion", todo="numbers are made with fd.ops.full")
+                raise FusionError(f"the output {v!r}", expected="a value of this Fusion", todo="create constants with fd.ops.full")
         if alias_input is not None:
             self._aliases[len(self._outputs)] = alias_input
         self._outputs.append(value)
@@ -102,7 +102,7 @@ class FusionDefinition:
         return Fusion(tuple(self._inputs), tuple(self._ops), tuple(self._outputs), self._roles, self._aliases).verify()
 
     def fresh_groups(self, count: AnySize) -> Groups:
-        """A cut with a name of its own."""
+        """A partition with a name of its own."""
         return self.define_groups(self._fresh("g"), count)
 
     def inline(self, fusion: Fusion, inputs: Sequence[Value], sizes: Mapping[str, AnySize]) -> tuple[Value, ...]:
@@ -129,7 +129,7 @@ class FusionDefinition:
 
     @contextmanager
     def only_ops(self) -> Iterator[None]:
-        """Inside, operations and cuts are made: whoever states an input, an output or a size gets a FusionError."""
+        """Inside, operations and partitions can be made; stating an input, an output or a size is a FusionError."""
         before, self._only_ops = self._only_ops, True
         try:
             yield
@@ -172,16 +172,16 @@ class FusionDefinition:
 
     def _add_cuts(self, kind: OpKind, types: Sequence[TensorType], attrs: Mapping[str, Any]) -> None:
         try:
-            self._cuts.add(types, attrs)
+            self._partitions.add(types, attrs)
         except FusionError as error:
             raise error.at(kind.name) from None
 
     def groups_of(self, offs: Value, rows: AnySize) -> Value:
-        """The ends-typed value of a vector of group ends for so many rows; asked twice, it is the same value and the same cut.
+        """The ends-typed value of a vector of group ends for so many rows; asked twice, it is the same value and the same partition.
 
-        offs: i32[G], or the ends of another cut: of as many rows they are these; of others they are checked anew.
+        offs: i32[G], or the ends of another partition: of as many rows they are these; of others they are checked anew.
         """
-        if offs.type.ends is not None and self._cuts.rows(offs.type.ends) in (None, rows):
+        if offs.type.ends is not None and self._partitions.rows(offs.type.ends) in (None, rows):
             return offs
 
         def make(groups: Groups) -> Value:
@@ -191,13 +191,13 @@ class FusionDefinition:
         return self._cut_once(("groups_of", offs, rows), make, offs)
 
     def groups_of_problem(self, starts: Value, problem_sizes: Value, padded_starts: Value, rows: AnySize, n: int, k: int) -> Value:
-        """The ends-typed value of a cut as nvFuser spells it (`problem_ends`); asked twice, it is the same value and the same cut."""
+        """The ends-typed value of a partition in nvFuser's form (`problem_ends`); asked twice, it is the same value."""
         inputs = (starts, problem_sizes, padded_starts)
         key = ("groups_of_problem", inputs, rows, n, k)
         return self._cut_once(key, lambda groups: self.ops.problem_ends(*inputs, rows=rows, groups=groups, n=n, k=k), starts)
 
     def _cut_once(self, key: Any, make: Callable[[Groups], Value], each: Value) -> Value:
-        """What `make` made for this key of a new cut with a group for each element of `each`."""
+        """What `make` made for this key of a new partition with a group for each element of `each`."""
         if key not in self._views:
             need_rank("offs", each.type, 1)
             self._views[key] = (make(self.fresh_groups(plain(each.type.shape[0]))),)
@@ -232,7 +232,7 @@ class FusionDefinition:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or keyword.iskeyword(name) or _TAKEN.fullmatch(name):
             raise FusionError(f"the name {name!r}", expected="letters, digits and _; not fd, i0, t0 or what else texts of a Fusion use")
         if name in self._names:
-            raise FusionError(f"the name {name!r} is taken", expected="a new name for each size and each cut")
+            raise FusionError(f"the name {name!r} is taken", expected="a new name for each size and each partition")
         self._names.add(name)
         return name
 
@@ -256,7 +256,7 @@ class Ops:
 
 
 def _moved(attr: Any, sizes: Mapping[str, AnySize], groups: Mapping[Groups, Groups]) -> Any:
-    """An attribute of another Fusion, in the sizes and cuts of this one."""
+    """An attribute of another Fusion, in the sizes and partitions of this one."""
     if isinstance(attr, tuple):
         return tuple(_moved(a, sizes, groups) for a in attr)
     if isinstance(attr, Groups):
@@ -267,7 +267,7 @@ def _moved(attr: Any, sizes: Mapping[str, AnySize], groups: Mapping[Groups, Grou
 
 
 def rows_like(dim: Dim, total: AnySize) -> Dim:
-    """`total` rows, cut as `dim` is if they are as many."""
+    """`total` rows, partitioned as `dim` is if they are as many."""
     return dim if isinstance(dim, Rows) and dim.total == total else total
 
 

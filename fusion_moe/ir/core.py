@@ -24,8 +24,8 @@ from .signature import Signature, signature
 from .sizes import AnySize, Size, exact_div, never_negative, value
 from .types import DTYPES, Groups, Rows, TensorType, checked_type, dim_value, plain
 
-MOST_ROWS = 2**31 - 1  # that a cut's ends, int32, can tell
-MOST_ELEMENTS = 2**63 - 1  # that a place in memory, int64, can tell
+MOST_ROWS = 2**31 - 1  # that the ends of a partition, int32, can express
+MOST_ELEMENTS = 2**63 - 1  # that an address, int64, can reach
 ROLES = ("argument", "weight", "state")  # of an input: new at each call, the same at each call, changed by each call
 
 
@@ -45,7 +45,7 @@ Need = tuple[AnySize, str]  # a size that may not be negative, and a sentence th
 
 @dataclass(frozen=True)
 class OpKind:
-    """One row of the table of operations: everything that every stage must agree on, told once.
+    """One row of the table of operations: everything that every stage must agree on.
 
     infer(*types, **attrs) -> the types of the outputs; evaluate(*tensors, **attrs) -> the outputs, in plain torch.
     The annotations of infer say which arguments are operands, and what each attribute is (signature.py).
@@ -106,7 +106,7 @@ def infer(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> tuple
     except Error as error:
         raise error.at(kind.name) from None
     except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
-        raise FusionError(f"{kind.name} does not take these arguments: {error}", todo="see fusion_moe/ir/kinds for its signature") from None
+        raise FusionError(f"{kind.name} does not accept these arguments: {error}", todo="fusion_moe/ir/kinds has its signature") from None
 
 
 def _needs(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> Iterator[Need]:
@@ -117,26 +117,27 @@ def _needs(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> Iter
             yield from ((of, f"{of} in {size} is negative") for of in size.ceilings())
 
 
-class Cuts:
-    """How many rows each cut is of. All that a program says of them agrees, so that ends checked for one value hold for every other."""
+class Partitions:
+    """How many rows each partition has. All statements of a program agree, so that ends checked for one value hold for every other."""
 
     def __init__(self) -> None:
         self._rows: dict[Groups, AnySize] = {}
 
     def rows(self, groups: Groups | None) -> AnySize | None:
-        """The rows of a cut, if anything told."""
+        """The rows of a partition, if any value has it."""
         return None if groups is None else self._rows.get(groups)
 
     def add(self, types: Iterable[TensorType], attrs: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Takes notice of values, and of the attributes of what made them. FusionError if a cut is of other rows than was told before."""
+        """Adds values, and the attributes of what made them. FusionError if a partition had another number of rows before."""
         for t in types:
-            told = [(d.groups, d.total) for d in t.shape if isinstance(d, Rows)]
-            told += [(t.ends, attrs["rows"])] if t.ends is not None and "rows" in attrs else []
-            for groups, rows in told:
+            stated = [(d.groups, d.total) for d in t.shape if isinstance(d, Rows)]
+            stated += [(t.ends, attrs["rows"])] if t.ends is not None and "rows" in attrs else []
+            for groups, rows in stated:
                 if (before := self._rows.setdefault(groups, rows)) != rows:
                     raise FusionError(
-                        f"{rows} rows cut by {groups}, which cuts {before}", expected="one number of rows for each cut",
-                        todo="rows of another number need ends of their own: fd.ops.ends(offs, rows=..., groups=...)",
+                        f"{rows} rows partitioned by {groups}, which partitions {before} rows",
+                        expected="one number of rows for each partition",
+                        todo="make ends for the other number of rows with fd.ops.ends(offs, rows=..., groups=...)",
                     )  # fmt: skip
 
 
@@ -155,14 +156,15 @@ class Fusion:
     aliases: Mapping[int, Value] = field(default_factory=dict)
 
     def verify(self) -> Fusion:
-        """This Fusion, or FusionError: every value made before it is read, every type as its rule gives it, every cut made once."""
-        seen, cuts, rows = set(self.inputs), [v.type.ends.name for v in self.inputs if v.type.ends], Cuts()
+        """This Fusion, or FusionError: every value made before it is read, every type as its rule gives it, every partition made once."""
+        seen, partitions, rows = set(self.inputs), [v.type.ends.name for v in self.inputs if v.type.ends], Partitions()
         rows.add(v.type for v in self.inputs)
-        if len(seen) < len(self.inputs) or len(set(cuts)) < len(cuts):
-            raise FusionError(f"inputs {_types([v.type for v in self.inputs])}", expected="each input, and the ends of each cut, once")
+        if len(seen) < len(self.inputs) or len(set(partitions)) < len(partitions):
+            found = f"inputs {_types([v.type for v in self.inputs])}"
+            raise FusionError(found, expected="each input, and the ends of each partition, once")
         for i, op in enumerate(self.ops):
             if missing := [v.name for v in op.values if v not in seen]:
-                raise self._error(i, f"reads {', '.join(missing)} before anything makes it")
+                raise self._error(i, f"reads {', '.join(missing)} before it is computed")
             try:
                 want = infer(op.kind, tuple(op.types()), op.attrs)
                 rows.add(want, op.attrs)
@@ -171,14 +173,14 @@ class Fusion:
             if (got := tuple(v.type for v in op.outputs)) != want:
                 raise self._error(i, f"is typed {_types(got)}", f"{_types(want)}, as its rule gives")
             for made in (v.type.ends.name for v in op.outputs if v.type.ends):
-                if made in cuts:
-                    raise self._error(i, f"makes the cut {made} a second time", "one name for each cut")
-                cuts.append(made)
+                if made in partitions:
+                    raise self._error(i, f"defines the partition {made} twice", "one name for each partition")
+                partitions.append(made)
             if again := [v.name for v in op.outputs if v in seen]:
-                raise self._error(i, f"makes {', '.join(again)} a second time", "a new value for each result")
+                raise self._error(i, f"computes {', '.join(again)} twice", "a new value for each result")
             seen.update(op.outputs)
         if missing := [v.name for v in self.outputs if v not in seen]:
-            raise FusionError(f"output {', '.join(missing)} is never made", todo="add the operation that makes it")
+            raise FusionError(f"output {', '.join(missing)} is never computed", todo="add the operation that computes it")
         self._verify_aliases()
         return self
 
@@ -213,9 +215,9 @@ class Fusion:
             for d in v.type.shape:
                 found += [(size, f"{size} in the shape {v.type} is negative") for size in _with_ceilings(plain(d))]
                 if isinstance(d, Rows):
-                    found.append((MOST_ROWS - d.total, f"{d.total} rows are cut by {d.groups}, whose ends have 32 bits"))
+                    found.append((MOST_ROWS - d.total, f"{d.total} rows are partitioned by {d.groups}, whose ends have 32 bits"))
             count = reduce(mul, map(plain, v.type.shape), 1)
-            found += [(MOST_ELEMENTS - count, f"{count} elements are more than 63 bits can tell")] * isinstance(count, Size)
+            found += [(MOST_ELEMENTS - count, f"{count} elements are more than 63 bits can count")] * isinstance(count, Size)
         return tuple(dict.fromkeys(need for need in found if not never_negative(need[0])))
 
     @cached_property
@@ -248,15 +250,15 @@ class Fusion:
         for v, tensor in zip(self.inputs, tensors, strict=True):
             _solve(v.type, _first(tensor), env)
         if missing := [s for s in self.symbols if s not in env]:
-            raise ShapeError(f"no input shows the size {', '.join(missing)}", todo="pass it in sizes", where="fusion")
+            raise ShapeError(f"no input has the size {', '.join(missing)}", todo="pass it in sizes", where="fusion")
         if wrong := [f"{name} = {n}" for name, n in env.items() if not 0 <= n <= MOST_ELEMENTS]:
             raise ShapeError(", ".join(wrong), expected="sizes of 0 or more, of 63 bits", where="fusion")
         for v, tensor in zip(self.inputs, tensors, strict=True):
             _check(v, _first(tensor), env)
         for size, why in self.needs:
             if value(size, env) < 0:
-                told = ", ".join(f"{name} = {n}" for name, n in env.items())
-                raise ShapeError(f"{why}: {told}", expected="sizes that the program was written for", where="fusion")
+                bound = ", ".join(f"{name} = {n}" for name, n in env.items())
+                raise ShapeError(f"{why}: {bound}", expected="sizes that the program was written for", where="fusion")
         return env
 
     def evaluate(
@@ -305,7 +307,7 @@ class Fusion:
 
 
 def rows_of(groups: Groups, fusion: Fusion, env: Mapping[str, int]) -> int:
-    """The rows that a cut is about: the total of any value of the fusion typed with it."""
+    """The rows of a partition: the total of any value of the fusion typed with it."""
     values = [*fusion.inputs, *(v for op in fusion.ops for v in op.outputs)]
     totals = [d.total for v in values for d in v.type.shape if isinstance(d, Rows) and d.groups == groups]
     return value(totals[0], env) if totals else torch.iinfo(torch.int32).max
@@ -315,9 +317,9 @@ def storage_shape(type: TensorType, env: Mapping[str, Any]) -> tuple[Any, ...]:
     """The shape of the torch tensor that holds a value of this type (of its codes, where it is quantized)."""
     if type.quantized:
         return (*(dim_value(d, env) for d in type.shape[:-1]), type.encoding.packed(dim_value(type.shape[-1], env)))
-    cut = next((d for d in type.shape if isinstance(d, Rows) and d.align > 1), None)
+    rows = next((d for d in type.shape if isinstance(d, Rows) and d.align > 1), None)
     shape = tuple(value(plain(d), env) for d in type.shape)
-    return LAYOUTS[type.layout].storage_shape(shape, None if cut is None else value(cut.groups.count, env))
+    return LAYOUTS[type.layout].storage_shape(shape, None if rows is None else value(rows.groups.count, env))
 
 
 def resolve(attrs: Mapping[str, Any], env: Mapping[str, int]) -> dict[str, Any]:

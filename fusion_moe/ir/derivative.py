@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import OptionError, UnsupportedError
 from .builder import FusionDefinition
-from .core import Cuts, Fusion, Op, Value
+from .core import Fusion, Op, Partitions, Value
 from .saved import POLICIES, made_again, saved
 from .types import FLOATS, Groups, Rows, TensorType, plain
 
@@ -23,7 +23,7 @@ class Derivative:
     """forward: (inputs...) -> the outputs of the Fusion, then what is saved. backward: (read..., seeds...) -> the gradients.
 
     reads: what the backward takes first: places among the forward's inputs, followed by its outputs. seeds: the outputs whose gradients
-    it takes next, the floats: each of its output's shape, rows not cut.
+    it takes next, the floats: each of its output's shape, with plain rows.
     """
 
     forward: Fusion
@@ -75,23 +75,23 @@ class _Whole:
 
     @cached_property
     def ends(self) -> Mapping[Groups, Value]:
-        """The value of the forward that holds the ends of each cut."""
+        """The value of the forward that holds the ends of each partition."""
         return {v.type.ends: v for v in self.original if v.type.ends}
 
     @cached_property
     def needed(self) -> tuple[Value, ...]:
-        """The values of the forward that the backward reads, and the ends of the cuts that they are typed with."""
+        """The values of the forward that the backward reads, and the ends of the partitions that they are typed with."""
         read = [v for op in self.later for v in op.values if v in self.original]
-        return tuple(dict.fromkeys((*read, *(self.ends[g] for v in read for g in v.type.cuts() if g in self.ends))))
+        return tuple(dict.fromkeys((*read, *(self.ends[g] for v in read for g in v.type.partitions() if g in self.ends))))
 
     @cached_property
-    def cuts(self) -> Cuts:
-        """How many rows each cut is of."""
-        cuts = Cuts()
-        cuts.add(v.type for v in self.forward.inputs)
+    def partitions(self) -> Partitions:
+        """How many rows each partition has."""
+        partitions = Partitions()
+        partitions.add(v.type for v in self.forward.inputs)
         for op in self.forward.ops:
-            cuts.add((v.type for v in op.outputs), op.attrs)
-        return cuts
+            partitions.add((v.type for v in op.outputs), op.attrs)
+        return partitions
 
 
 def _seeded(fusion: Fusion) -> tuple[int, ...]:
@@ -154,7 +154,7 @@ def _differentiate(fd: FusionDefinition, op: Op, grads: dict[Value, Value]) -> N
 
 
 def _like(fd: FusionDefinition, grad: Value, v: Value) -> Value:
-    """The gradient of v with the cut of v's rows."""
+    """The gradient of v with the partition of v's rows."""
     if grad.type.shape == v.type.shape:
         return grad
     return fd.ops.reshape(grad, new_shape=v.type.shape)
@@ -172,7 +172,7 @@ def _backward(whole: _Whole, kept: Sequence[Value]) -> Fusion:
     fd, inputs = FusionDefinition(), whole.forward.inputs
     given = {v: fd.define_like(v.type if v in inputs else _stored(v), whole.fusion.role(v)) for v in kept}
     made: dict[Any, Any] = {v: fd.define_like(v.type) for v in whole.seeds} | {v: given[v] for v in kept if v in inputs}
-    for v in sorted(given, key=lambda v: v.type.ends is None):  # ends first: other rows are cut by them
+    for v in sorted(given, key=lambda v: v.type.ends is None):  # ends first: other rows are partitioned by them
         if v not in inputs:
             made[v] = _as_it_was(fd, given[v], v.type, made, whole)
     for op in (*made_again(whole.forward.ops, whole.needed, kept), *whole.later):
@@ -183,19 +183,19 @@ def _backward(whole: _Whole, kept: Sequence[Value]) -> Fusion:
 
 
 def _stored(v: Value) -> TensorType:
-    """The type of a saved value where it comes back: nothing says any more how its rows are cut."""
+    """The type of a saved value where it comes back: nothing says any more how its rows are partitioned."""
     return TensorType(tuple(map(plain, v.type.shape)), v.type.dtype)
 
 
 def _as_it_was(fd: FusionDefinition, tensor: Value, type: TensorType, made: Mapping[Any, Any], whole: _Whole) -> Value:
     """A saved value with the type that it had in the forward."""
     if type.ends:
-        rows = whole.cuts.rows(type.ends)
-        assert rows is not None  # what is needed of these ends has its rows cut by them
+        rows = whole.partitions.rows(type.ends)
+        assert rows is not None  # what is needed of these ends has its rows partitioned by them
         return fd.ops.ends(tensor, rows=rows, groups=type.ends)
     if tensor.type == type:
         return tensor
-    ends = [made.get(whole.ends.get(g)) for g in type.cuts()]
+    ends = [made.get(whole.ends.get(g)) for g in type.partitions()]
     if len(ends) == 1 and ends[0] is not None and isinstance(type.shape[0], Rows):
-        return fd.ops.cut(tensor, ends[0])
+        return fd.ops.partition(tensor, ends[0])
     return fd.ops.reshape(tensor, new_shape=type.shape)

@@ -63,7 +63,7 @@ class Signature:
 
     def _expected(self) -> str:
         operands = "operands" if self.operands is None else f"{self.operands} operand" + "s" * (self.operands != 1)
-        return ", ".join([operands, *(f"{name}: {_told(hint)}" for name, hint in self.attributes.items())])
+        return ", ".join([operands, *(f"{name}: {_described(hint)}" for name, hint in self.attributes.items())])
 
 
 @cache
@@ -112,7 +112,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     value, options = _as_pythons(value), get_args(hint) or (hint,)
     if any(_is(value, option) for option in options):
         return value
-    raise FusionError(f"{name} = {value!r}", expected=_told(hint))
+    raise FusionError(f"{name} = {value!r}", expected=_described(hint))
 
 
 def _is(value: Any, hint: Any) -> bool:
@@ -133,7 +133,7 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _told(hint: Any) -> str:
+def _described(hint: Any) -> str:
     if get_origin(hint) is tuple:
-        return f"a list, each {_told(get_args(hint)[0])}"
+        return f"a list, each {_described(get_args(hint)[0])}"
     return " or ".join(_WORDS[option] for option in get_args(hint) or (hint,))

@@ -90,7 +90,7 @@ def _attr(value: Any) -> str:
 
 def _groups(fusion: Fusion) -> list[Groups]:
     values = [*fusion.inputs, *(v for op in fusion.ops for v in op.outputs)]
-    found = [g for v in values for g in [*v.type.cuts(), *([v.type.ends] if v.type.ends else [])]]
+    found = [g for v in values for g in [*v.type.partitions(), *([v.type.ends] if v.type.ends else [])]]
     return list(dict.fromkeys(found))
 
 
@@ -158,7 +158,7 @@ def _method(node: ast.expr, fd: FusionDefinition, line: str) -> Any:
 
 
 def _data(node: ast.expr, names: Mapping[str, Any], line: str, depth: int = 0) -> Any:
-    """A literal, a name made before, a list, or a size written with + - * / % and ceildiv."""
+    """A literal, a name defined before, a list, or a size written with + - * / % and ceildiv."""
     if depth > _MOST_NESTED:
         raise ParseError("an expression too deep to read", expected=f"at most {_MOST_NESTED} levels", where=line)
     if isinstance(node, ast.Constant):
@@ -175,4 +175,4 @@ def _data(node: ast.expr, names: Mapping[str, Any], line: str, depth: int = 0) -
             return _OPERATORS[type(node.op)](*sides)
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "ceildiv":
         return sizes.ceildiv(*(_data(a, names, line, depth + 1) for a in node.args))
-    raise ParseError(ast.unparse(node), expected="a literal, a name made before, or a size", where=line)
+    raise ParseError(ast.unparse(node), expected="a literal, a name defined before, or a size", where=line)

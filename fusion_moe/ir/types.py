@@ -1,6 +1,6 @@
 """Types of the IR: what is known of a tensor before it exists. Shapes are logical elements, never packed bytes.
 
-bf16[m/g, 256]              rows cut into runs by g; K = 256
+bf16[m/g, 256]              rows partitioned into groups by g; K = 256
 i32[16]@ends(g)             the ends of those runs
 nvfp4[16, 256, 128]         one quantized value: codes, block scales and decode scales
 f8e4m3[m/g%128, 16]@sf128x4 each run padded to 128 rows, in the swizzled layout
@@ -40,13 +40,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Groups:
-    """A cut of rows into `count` runs. Their lengths live in a device tensor that the host never reads."""
+    """A partition of rows into `count` groups. Their sizes live in a device tensor that the host never reads."""
 
     name: str
     count: AnySize
 
     def __rtruediv__(self, total: AnySize) -> Rows:
-        """m / g: m rows cut by g."""
+        """m / g: m rows partitioned by g."""
         return Rows(total, self)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Rows:
-    """`total` rows cut by `groups`, each run starting at a multiple of `align` rows."""
+    """`total` rows partitioned by `groups`, each group starting at a multiple of `align` rows."""
 
     total: AnySize
     groups: Groups
@@ -86,13 +86,13 @@ def dim_value(dim: Dim, env: Mapping[str, Any]) -> Any:
 
 
 def plain(dim: Dim) -> AnySize:
-    """A dimension without its cut into groups."""
+    """A dimension without its partition into groups."""
     return dim.total if isinstance(dim, Rows) else dim
 
 
 @dataclass(frozen=True)
 class TensorType:
-    """The type of a Value. layout is a name in layouts/; ends is the cut whose ends an i32 vector holds."""
+    """The type of a Value. layout is a name in layouts/; ends is the partition whose ends an i32 vector holds."""
 
     shape: tuple[Dim, ...]
     dtype: str
@@ -126,8 +126,8 @@ class TensorType:
             else:
                 yield from _symbols(dim)
 
-    def cuts(self) -> Iterator[Groups]:
-        """The cuts that its rows are typed with."""
+    def partitions(self) -> Iterator[Groups]:
+        """The partitions that its rows are typed with."""
         yield from (d.groups for d in self.shape if isinstance(d, Rows))
 
 
@@ -149,7 +149,7 @@ def _check_dim(d: Any, t: TensorType) -> None:
     if not is_size(size) or never_negative(size) is False:
         raise ShapeError(f"a dimension of {d!r}", expected="a size, 0 or more, of 63 bits")
     if isinstance(d, Rows) and (not isinstance(d.groups, Groups) or not isinstance(d.align, int) or d.align < 1):
-        raise ShapeError(f"rows {d}", expected="rows cut by groups, in multiples of a number")
+        raise ShapeError(f"rows {d}", expected="rows partitioned by groups, in multiples of a number")
     if aligned and t.layout == LINEAR.name:
         raise ShapeError(f"padded rows in {t}", expected="a layout that pads: sf128x4")
 

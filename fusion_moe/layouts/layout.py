@@ -21,7 +21,7 @@ class Layout(ABC):
 
     @abstractmethod
     def storage_shape(self, shape: tuple[int, ...], count: int | None = None) -> tuple[int, ...]:
-        """The shape of a tensor of `shape` in this order, its rows cut into `count` groups (None: not cut). Sizes: int or SymInt."""
+        """The shape of a tensor of `shape` in this order, its rows in `count` groups (None: not partitioned). Sizes: int or SymInt."""
 
     @abstractmethod
     def why_not(self, n: Any, k: Any, encoding: Encoding = NVFP4) -> str:
@@ -45,7 +45,7 @@ class TensorLayout(Layout):
 
     @abstractmethod
     def forward(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
-        """x [..., R, C] in row-major order -> the same elements in this order; with ends i32 [G] x is [M, C], its rows cut into groups."""
+        """x [..., R, C] in row-major order -> the same elements in this order; with ends i32 [G] x is [M, C], rows of groups."""
 
     @abstractmethod
     def inverse(self, stored: Tensor, shape: tuple[int, ...], ends: Tensor | None = None) -> Tensor:
@@ -100,7 +100,7 @@ def check_stored(stored: Tensor, want: tuple[int, ...], where: str) -> None:
     if tuple(stored.shape) != want:
         raise ShapeError(
             f"stored is {list(stored.shape)}",
-            expected=f"{list(want)}, what forward makes of the shape asked for",
+            expected=f"{list(want)}, what forward returns for this shape",
             todo="pass the shape and the ends that forward was given",
             where=where,
         )

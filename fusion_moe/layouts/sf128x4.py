@@ -15,7 +15,7 @@ Here 33 rows of 2 columns, element (r, j) written as 10 * r + j, the first 24 of
 >>> torch.equal(SF128X4.inverse(stored, x.shape), x)
 True
 
-With `ends` the rows are cut into groups, and each group is padded and stored as a matrix of its own, one after the other:
+With `ends` the rows are in groups, and each group is padded and stored as a matrix of its own, one after the other:
 
 >>> ends = torch.tensor([2, 2, 3], dtype=torch.int32)               # 2 rows, none, 1 row; the rows from 3 on belong to no group
 >>> grouped = SF128X4.forward(x, ends)

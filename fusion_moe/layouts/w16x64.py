@@ -52,7 +52,7 @@ class W16x64(Layout):
     def why_not(self, n: Any, k: Any, encoding: Encoding = NVFP4) -> str:
         """Why a matrix [N, K] has no such order; "" if it has."""
         if n % ROWS or k % COLUMNS:
-            return f"N = {n} is no multiple of {ROWS}, or K = {k} of {COLUMNS}"
+            return f"N = {n} is not a multiple of {ROWS}, or K = {k} not of {COLUMNS}"
         if encoding.element.bits not in CODE_ORDERS or encoding.axis != -1:
             return f"{encoding.name} has elements of {encoding.element.bits} bits: {' and '.join(map(str, CODE_ORDERS))} have an order"
         strange = next((s for s in encoding.block_scales if s.dtype not in RECODINGS or COLUMNS % s.block), None)

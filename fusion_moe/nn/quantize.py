@@ -36,8 +36,8 @@ def _known(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that are converted, none inside of another: what calls it may count on what the other is."""
     if converter_of(model):
         raise UnsupportedError(
-            f"{type(model).__name__}, which has no place in a model", expected="a model with such modules inside",
-            todo="fusion_moe.nn.convert(module) returns what takes its place",
+            f"{type(model).__name__}, which is not part of a model", expected="a model with such modules inside",
+            todo="fusion_moe.nn.convert(module) returns its replacement",
         )  # fmt: skip
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -52,10 +52,10 @@ def _check_why_none(model: nn.Module, filtered: bool) -> None:
         return
     others = {f"{name} ({type(m).__name__})" for name, m in model.named_modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))}
     if filtered:
-        raise UnsupportedError("filter_fn took none of the model's experts", expected="True for at least one", where=type(model).__name__)
+        raise UnsupportedError("filter_fn rejected all experts", expected="True for at least one", where=type(model).__name__)
     raise UnsupportedError(
         f"no experts that can be quantized; modules with 3-D weights: {', '.join(sorted(others)) or 'none'}",
         expected=f"one of {', '.join(known_names())}",
-        todo="other architectures are not supported yet; NVFP4Experts.from_float makes the module from [E, 2I, H] and [E, H, I] weights",
+        todo="other architectures are not supported yet; NVFP4Experts.from_float builds the module from [E, 2I, H] and [E, H, I] weights",
         where=type(model).__name__,
     )

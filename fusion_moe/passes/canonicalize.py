@@ -58,8 +58,8 @@ def _reshape(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Va
     return (fd.ops.reshape(source, new_shape=shape),) if before else None
 
 
-def _cut(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
-    """A cut that the rows have already."""
+def _partition(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
+    """A partition that the rows have already."""
     x = inputs[0]
     return (x,) if x.type == op.outputs[0].type else None
 
@@ -78,4 +78,4 @@ def _made(fd: FusionDefinition, v: Any, kind: str) -> Op | None:
     return op if op is not None and op.kind.name == kind else None
 
 
-_RULES = {"div": _div, "cast": _cast, "reshape": _reshape, "cut": _cut, "grouped_mm": _product, "grouped_mm_t": _product}
+_RULES = {"div": _div, "cast": _cast, "reshape": _reshape, "partition": _partition, "grouped_mm": _product, "grouped_mm_t": _product}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import target as targets
-from ..compile import Lowered, contracts, lower
+from ..compile import Lowered, lower
 from ..frontends.regions import Found, Region
 from ..ir.core import Fusion, Op
 from ..ir.sizes import value
@@ -21,7 +21,7 @@ from ..passes import dropped_roundings
 from ..segment import Segment
 from ..target import Target
 from . import cost
-from .data import FusionReport, LeftReport, Report, SegmentReport
+from .data import FusionReport, NotFusedReport, Report, SegmentReport
 from .identity import identity, numbers
 from .kernels import Made, made_of
 from .measure import Watch, Watched
@@ -56,7 +56,7 @@ def report_of(seen: Seen, switches: Options) -> Report:
     """The report of what was seen, for the target that the switches name."""
     graphs = seen.graphs
     regions = [region for found in graphs for region in found.regions]
-    left = Counter((x.op, x.source, x.why) for found in graphs for x in found.left)
+    not_fused = Counter((x.op, x.source, x.why) for found in graphs for x in found.not_fused)
     wanted = _wanted(regions, switches)
     watched = seen.watch.watched if seen.watch else [None] * len(regions)
     programs: dict[Hashable, list[_Place]] = {}
@@ -69,7 +69,7 @@ def report_of(seen: Seen, switches: Options) -> Report:
         calls=sum(found.calls for found in graphs),
         fused_calls=sum(region.calls for region in regions),
         fusions=tuple(_fusion(f"fusion{i}", equal, wanted) for i, equal in enumerate(programs.values())),
-        left=tuple(LeftReport(*key, times) for key, times in left.items()),
+        not_fused=tuple(NotFusedReport(*key, times) for key, times in not_fused.items()),
         custom_ops=tuple(seen.custom_ops),
         machine=seen.watch.machine() if seen.watch else None,
     )
@@ -84,7 +84,7 @@ def _wanted(regions: list[Region], switches: Options) -> _Wanted:
 def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
     region, ran = places[0]
     lowered, env = lower(region.fusion, wanted.target, wanted.switches), numbers(region)
-    made = [made_of(s, c, wanted.target, wanted.why_not) for s, c in zip(lowered.contracted, lowered.schedules, strict=True)]
+    made = [made_of(s, wanted.target, wanted.why_not) for s in lowered.segments]
     segments = tuple(_segment(id, i, lowered, made[i], env, wanted) for i in range(len(made)))
     if ran is not None and ran.kernels:
         segments = tuple(replace(s, measured=m) for s, m in zip(segments, ran.kernels, strict=True))
@@ -109,12 +109,12 @@ def _segment(fusion: str, i: int, lowered: Lowered, made: Made, env: Mapping[str
         inputs=tuple(str(_bound(v.type, env)) for v in segment.fusion.inputs),
         outputs=tuple(str(_bound(v.type, env)) for v in segment.fusion.outputs),
         **_costs(segment, env),
-        roundings=_roundings(segment, wanted.switches),
-        schedule=str(lowered.schedules[i]),
+        roundings=_roundings(segment),
+        schedule=str(segment.plan.schedule or ""),
         backend=made.backend,
         backend_why=made.why,
         after=tuple(f"{fusion}.{j}" for j, s in enumerate(lowered.segments) if set(s.outputs) & set(segment.inputs)),
-        why=segment.why,
+        boundary=segment.boundary,
         layouts=weight_layouts(segment.fusion, wanted.target),
         launched=chosen.kernels if chosen else "",
         workspace=chosen.workspace if chosen else None,
@@ -146,9 +146,9 @@ def _dim(dim: Dim, env: Mapping[str, int]) -> Dim:
     return value(dim, env)
 
 
-def _roundings(segment: Segment, switches: Options) -> tuple[str, ...]:
+def _roundings(segment: Segment) -> tuple[str, ...]:
     """The casts that are left out, as "bf16 after grouped_mm"."""
-    if not contracts(segment, switches):
+    if segment.plan.fusion is segment.fusion:  # nothing was left out
         return ()
     return tuple(_rounding(segment.fusion, op) for op in dropped_roundings(segment.fusion))
 

@@ -1,7 +1,7 @@
 """What a segment costs: operations and bytes, from its types and the sizes of one call.
 
 Bytes read and written are those of its inputs and outputs, each once. Of weights that belong to groups, those of groups that have rows;
-how many these are only the device knows, so it is at most as many as there are rows, unless it is told. Avoided is what separate
+how many these are only the device knows, so it is at most as many as there are rows, unless it is given. Avoided is what separate
 kernels would have moved besides: every value between two of its operations written once (unless it is written anyway) and read once.
 Views, slices and reshapes move nothing, and a cast is done by the kernel before or after it, so that a value counts at the narrowest
 dtype that it has on its way.
@@ -29,7 +29,7 @@ def flops(fusion: Fusion, env: Mapping[str, int]) -> int:
 
 
 def bytes_read(fusion: Fusion, env: Mapping[str, int], used: Mapping[str, int] | None = None) -> int:
-    """Bytes of the inputs, of grouped weights those that the rows touch. used: how many groups of a cut have rows, by the cut's name."""
+    """Bytes of the inputs, of grouped weights those that the rows touch. used: partition -> how many of its groups have rows."""
     return sum(_touched(v, fusion, env, used or {}) for v in fusion.inputs)
 
 

@@ -1,8 +1,8 @@
 """The report as data: frozen, printable, and as JSON.
 
-JSON, schema "fusion_moe.explain/1": the fields of the classes below under their names, lists for tuples, `stages` and `sizes` as
+JSON, schema "fusion_moe.explain/2": the fields of the classes below under their names, lists for tuples, `stages` and `sizes` as
 objects, and `schema` itself. Sizes are in bytes, flops in operations, times in seconds, all for one call with the sizes of the example,
-null where a size is known only to the device; `times` says how often the model has a fusion or a call left out. `measured` and
+null where a size is known only to the device; `times` says how often the model has a fusion, or a call that was not fused. `measured` and
 `machine` are null, and `loads` empty, where they were not asked for.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import OptionError
 
-SCHEMA = "fusion_moe.explain/1"
+SCHEMA = "fusion_moe.explain/2"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Machine:
 
     products: for dtypes of activations and weights, which kernels multiply groups of how many rows.
     bytes_per_second: of reading memory with so many threads, measured once on this machine; now: the same for this report; read_by: what
-    read it, and from where. Floors are of the faster one. repeats: runs of each kernel; interruptions: how often it was preempted
+    read it, and from where. Floors are of the faster one. repeats: runs of each kernel; preemptions: how often it was preempted
     meanwhile. weight_bytes: of the weights that the programs read, and how many of them lie on large pages.
     """
 
@@ -51,7 +51,7 @@ class Machine:
     now: float
     read_by: str
     repeats: int
-    interruptions: int
+    preemptions: int
     weight_bytes: int
     weight_bytes_on_large_pages: int
     products: tuple[tuple[str, str], ...] = ()
@@ -59,15 +59,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """Rows of each group (expert) in one run of a program, by one of its cuts: the name that its types have for it."""
+    """Rows of each group (expert) in one run of a program, partition: the name that its types have for it."""
 
-    cut: str
+    partition: str
     rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """One kernel. after: the segments it reads from, and why: why it is not one with them; roundings: the casts that are not rounded to.
+    """One kernel. after: the segments it reads from; boundary: why it is not one with them; roundings: the casts that are not rounded to.
 
     intensity: floating-point operations for each byte read or written. layouts: of weights that are not in the target's layout, and what
     prepare_ does about it. launched: the kernels for these sizes, where that depends on them, and the bytes that they need beside results.
@@ -89,7 +89,7 @@ class SegmentReport:
     backend: str
     backend_why: str
     after: tuple[str, ...]
-    why: str
+    boundary: str
     layouts: tuple[tuple[str, str], ...] = ()
     launched: str = ""
     workspace: int | None = None
@@ -114,7 +114,7 @@ class FusionReport:
 
 
 @dataclass(frozen=True)
-class LeftReport:
+class NotFusedReport:
     """A call that was not fused."""
 
     op: str
@@ -137,7 +137,7 @@ class Report:
     calls: int
     fused_calls: int
     fusions: tuple[FusionReport, ...]
-    left: tuple[LeftReport, ...]
+    not_fused: tuple[NotFusedReport, ...]
     custom_ops: tuple[str, ...] = ()
     machine: Machine | None = None
 

@@ -16,9 +16,9 @@ def identity(region: Region) -> Hashable:
 def numbers(region: Region) -> dict[str, int]:
     """The sizes of this call, for the symbols of a region; those that only the device knows are left out."""
     found = {}
-    for name, shown in region.sizes.items():
-        val = shown.node.meta["val"]
-        size = val if shown.dim is None else val.shape[shown.dim]
+    for name, source in region.sizes.items():
+        val = source.node.meta["val"]
+        size = val if source.dim is None else val.shape[source.dim]
         if size.node.has_hint():
-            found[name] = int(size.node.hint) // shown.by
+            found[name] = int(size.node.hint) // source.by
     return found

@@ -1,12 +1,11 @@
-"""What backends make of segments, told also where it cannot run and where nvFuser is not installed."""
+"""What backends make of segments, also for targets that cannot run here and where nvFuser is not installed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from .. import schedule as schedulers
-from ..emit import BACKENDS
+from ..emit import emit
 from ..emit.nvfuser import NAME as NVFUSER
 from ..emit.nvfuser import library
 from ..ir.text import text
@@ -17,7 +16,7 @@ from ..target import Target
 
 @dataclass(frozen=True)
 class Made:
-    """A kernel as it is told: the backend's name, why it is that one or why it does not run, the source; what it is for some sizes."""
+    """A kernel as it is reported: the backend's name, why it is that one or why it does not run, the source; what it is for some sizes."""
 
     backend: str
     why: str
@@ -25,7 +24,7 @@ class Made:
     chosen: Callable[[Mapping[str, int]], Chosen] | None = None
 
 
-def made_of(segment: Segment, schedule: object, to: Target, why_not: str) -> Made:
+def made_of(segment: Segment, to: Target, why_not: str) -> Made:
     """What a target's backend makes of a segment. why_not: why programs for the target cannot run here; "" if they can.
 
     Where nvFuser is missing the source is the segment's own text, below what to do about it.
@@ -33,19 +32,17 @@ def made_of(segment: Segment, schedule: object, to: Target, why_not: str) -> Mad
     missing = library.why_missing() if segment.kind == NVFUSER else ""
     if missing:
         source = f"# nvFuser definition not shown: {missing}\n{text(segment.fusion)}"
-        return Made(NVFUSER, _why(NVFUSER, segment, to, why_not), source)
-    kernel = BACKENDS[to.name].emit(segment, schedule)
-    return Made(kernel.backend, kernel.why or _why(kernel.backend, segment, to, why_not), kernel.source, kernel.chosen)
+        return Made(NVFUSER, _why(NVFUSER, to, why_not), source)
+    kernel = emit(segment, to)
+    return Made(kernel.backend, kernel.why or _why(kernel.backend, to, why_not), kernel.source, kernel.chosen)
 
 
-def _why(backend: str, segment: Segment, to: Target, why_not: str) -> str:
+def _why(backend: str, to: Target, why_not: str) -> str:
     if backend == to.name == "reference":
         return "requested"
-    if backend != "reference":
-        return _unexecuted(to, why_not) if why_not else "compiles it whole"
-    return f"in plain torch: {schedulers.named(NVFUSER).can_schedule(segment.fusion, to)}"
+    return _unexecuted(to, why_not) if why_not else "compiles it whole"
 
 
 def _unexecuted(to: Target, why_not: str) -> str:
-    never = "" if to.tried or to.capability is None else f"; never run on compute capability {'.'.join(map(str, to.capability))}"
+    never = "" if to.ever_run or to.capability is None else f"; never run on compute capability {'.'.join(map(str, to.capability))}"
     return f"emitted, unexecuted: {why_not}{never}"

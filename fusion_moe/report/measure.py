@@ -36,13 +36,13 @@ REPEATS = 7
 class Watch:
     """Takes over the regions of graphs. measure, load: what is noted of them; watched: they, in the order in which they were found.
 
-    interruptions: how often this process lost a CPU to another one while something was measured.
+    preemptions: how often this process lost a CPU to another one while something was measured.
     """
 
     def __init__(self, switches: Options, measure: bool, load: bool):
         self.switches, self.measure, self.load = switches, measure, load
         self.watched: list[Watched] = []
-        self.interruptions = 0
+        self.preemptions = 0
         self._first: dict[Hashable, Watched] = {}  # of those with one program
 
     def take_over(self, graph: Graph, regions: Sequence[Region]) -> None:
@@ -73,7 +73,7 @@ class Watch:
         return Machine(
             cpu=bandwidth.cpu(), cpus=bandwidth.cpus(), threads=self.memory.threads, tier=tier, tier_why=why,
             bytes_per_second=self.memory.bytes_per_second, now=self.now, read_by=self.memory.by, repeats=REPEATS,
-            interruptions=self.interruptions,
+            preemptions=self.preemptions,
             weight_bytes=sum(t.nbytes for t in weights), weight_bytes_on_large_pages=pages.obtained(*weights),
             products=tuple((f"{a} by {w}", prebuilt.kernels(tier, w, DTYPES[a])) for a, w in products),
         )  # fmt: skip
@@ -120,12 +120,12 @@ class Watched:
         """What fusion_moe::run computes."""
         fusion, tensors = self.program.fusion, [as_bytes(t) for t in inputs]
         env = fusion.bind(tensors, dict(zip(self.program.stages[0][1].symbols, sizes, strict=True)))
-        rows = {cut: groups.sizes(ends) for cut, ends in ends_of(fusion, tensors, env).items()}
+        rows = {name: groups.sizes(ends) for name, ends in ends_of(fusion, tensors, env).items()}
         self.weights = [t for v, t in zip(fusion.inputs, tensors, strict=True) if fusion.role(v) == "weight"]
         if self.watch.load:
-            self.loads += [Load(cut, tuple(n.tolist())) for cut, n in rows.items()]
+            self.loads += [Load(name, tuple(n.tolist())) for name, n in rows.items()]
         if self.watch.measure and self.equal is None and self.whole is None:
-            self._measure(tensors, env, {cut: int(n.count_nonzero()) for cut, n in rows.items()})
+            self._measure(tensors, env, {name: int(n.count_nonzero()) for name, n in rows.items()})
         return self.program(tensors, env)
 
     def _measure(self, tensors: Sequence[Tensor], env: Mapping[str, int], used: Mapping[str, int]) -> None:
@@ -137,9 +137,9 @@ class Watched:
             calls.append(_Call(partial(kernel, inputs, env), inputs, cost.bytes_read(kernel.segment.fusion, env, used)))
         self.program(tensors, env)
         calls.append(_Call(partial(self.program, tensors, env), tensors, cost.bytes_read(self.program.fusion, env, used)))
-        bytes_per_second, before = max(self.watch.memory.bytes_per_second, self.watch.now), _interruptions()
+        bytes_per_second, before = max(self.watch.memory.bytes_per_second, self.watch.now), _preemptions()
         *self.kernels, self.whole = _times(calls, bytes_per_second)
-        self.watch.interruptions += _interruptions() - before
+        self.watch.preemptions += _preemptions() - before
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ def _times(calls: Sequence[_Call], bytes_per_second: float) -> list[Measured]:
     return [Measured(median(s), min(s), max(s), n, n / bytes_per_second) for s, n in zip(found, sizes, strict=True)]
 
 
-def _interruptions() -> int:
-    """How often this process had to give a CPU away before its time was up; 0 where the system does not tell."""
+def _preemptions() -> int:
+    """How often this process had to give a CPU away before its time was up; 0 where the system does not count."""
     try:
         import resource
     except ModuleNotFoundError:  # Windows
@@ -172,7 +172,7 @@ def _interruptions() -> int:
 
 
 def ends_of(fusion: Fusion, tensors: Sequence[Tensor], env: Mapping[str, int]) -> dict[str, Tensor]:
-    """The ends of each cut of a fusion by its name, computed from these inputs by the operations that make them and no others."""
+    """The ends of each partition of a fusion by its name, computed from these inputs by the operations that make them and no others."""
     values = (*fusion.inputs, *(v for op in fusion.ops for v in op.outputs))
     ends = {v.type.ends.name: v for v in values if v.type.ends}
     needed = set(ends.values())

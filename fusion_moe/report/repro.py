@@ -70,7 +70,7 @@ def _random(v: Value, fusion: Fusion, env: dict[str, int], generator: torch.Gene
 def _is_matrix_scale(v: Value, fusion: Fusion) -> bool:
     """Whether a value is the scale of whole matrices of a weight."""
     packs = [r for r in fusion.readers.get(v, ()) if r.kind.name == "pack"]
-    return any(find(r.attrs["fmt"]).parts[r.values.index(v)].of_matrix for r in packs)
+    return any(find(r.attrs["encoding"]).parts[r.values.index(v)].of_matrix for r in packs)
 
 
 def _integers(v: Value, fusion: Fusion, env: dict[str, int], generator: torch.Generator) -> Tensor:

@@ -30,7 +30,7 @@ def table(report: Report) -> str:
         ]
         parts += [_section("roundings dropped", _roundings(report)), _section("backends", _backends(report))]
         parts += [_section("kernels", _kernels(report)), _section("weight layouts", _layouts(report))]
-    parts.append(_section("not fused", _left(report)))
+    parts.append(_section("not fused", _not_fused(report)))
     parts.append(_legend(report) if report.fusions else _nothing(report))
     return "\n\n".join(p for p in parts if p)
 
@@ -98,20 +98,20 @@ def _machine(report: Report) -> Iterable[tuple[str, str]]:
         for dtype, kernels in m.products:
             yield f"products of {dtype}", f"groups of {kernels}"
         yield "read bandwidth", f"{amount(m.bytes_per_second, 'B/s')} ({m.read_by}), {amount(m.now, 'B/s')} for this report"
-        if m.interruptions:
-            yield "interruptions", f"preempted {_count(m.interruptions, 'time')} during the measurement: what else is running?"
+        if m.preemptions:
+            yield "preemptions", f"preempted {_count(m.preemptions, 'time')} during the measurement: the machine is busy"
         yield "weights", f"{amount(m.weight_bytes, 'B')}, {amount(m.weight_bytes_on_large_pages, 'B')} of them on large pages"
 
 
 def _loads(report: Report) -> Iterable[tuple[str, str]]:
-    return ((f"{fusion.id}, {load.cut}", _load(load)) for fusion in report.fusions for load in fusion.loads)
+    return ((f"{fusion.id}, {load.partition}", _load(load)) for fusion in report.fusions for load in fusion.loads)
 
 
 def _load(load: Load) -> str:
     empty = [group for group, rows in enumerate(load.rows) if not rows]
     spread = f"least {min(load.rows)}, median {median_low(load.rows)}, most {max(load.rows)}" if load.rows else "none"
-    told = f"{len(empty)} empty: {_ranges(empty)}" if empty else "none empty"
-    return f"{_count(sum(load.rows), 'row')} in {_count(len(load.rows), 'group')}: {spread}; {told}"
+    unused = f"{len(empty)} empty: {_ranges(empty)}" if empty else "none empty"
+    return f"{_count(sum(load.rows), 'row')} in {_count(len(load.rows), 'group')}: {spread}; {unused}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -135,8 +135,8 @@ def _types(report: Report) -> Iterable[tuple[str, str]]:
 
 def _boundaries(report: Report) -> Iterable[tuple[str, str]]:
     for s in _segments(report):
-        if s.why:
-            yield f"{s.id.split('.')[0]}: {', '.join(map(_number, s.after))} | {_number(s.id)}", s.why
+        if s.boundary:
+            yield f"{s.id.split('.')[0]}: {', '.join(map(_number, s.after))} | {_number(s.id)}", s.boundary
 
 
 def _number(id: str) -> str:
@@ -164,8 +164,8 @@ def _counted(of_segments: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]
     return ((name, f"{why} ({_count(times, 'segment')})") for (name, why), times in Counter(of_segments).items())
 
 
-def _left(report: Report) -> Iterable[tuple[str, str]]:
-    for x in report.left:
+def _not_fused(report: Report) -> Iterable[tuple[str, str]]:
+    for x in report.not_fused:
         times = f" ({x.times} times)" if x.times > 1 else ""
         yield x.op, f"{x.why}{times}{' at ' + x.source if x.source else ''}"
 
@@ -198,7 +198,7 @@ def _legend(report: Report) -> str:
 
 def _nothing(report: Report) -> str:
     if not report.graphs:
-        return "nothing was fused: no graph was captured from this call (TORCH_LOGS=graph_breaks says why)"
+        return "nothing was fused: no graph was captured from this call (TORCH_LOGS=graph_breaks shows why)"
     custom = f" (without a translator: {', '.join(report.custom_ops)})" if report.custom_ops else ""
     said = f"nothing was fused: no call in these graphs has a translator that makes a grouped product{custom}"
     return textwrap.fill(said, WIDTH, break_long_words=False)

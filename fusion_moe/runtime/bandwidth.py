@@ -97,13 +97,13 @@ def pool() -> Tensor:
 
 def cpu() -> str:
     """Which CPU this is, as Linux names it."""
-    told: dict[str, str] = {}
+    facts: dict[str, str] = {}
     with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as lines:
         for line in itertools.takewhile(str.strip, lines):  # the first CPU's
             key, _, value = line.partition(":")
-            told[key.strip()] = value.strip()
-    name = told.get("model name", platform.machine())
-    numbers = [f"{key} {told[key]}" for key in ("cpu family", "model", "CPU implementer", "CPU part") if key in told]
+            facts[key.strip()] = value.strip()
+    name = facts.get("model name", platform.machine())
+    numbers = [f"{key} {facts[key]}" for key in ("cpu family", "model", "CPU implementer", "CPU part") if key in facts]
     return f"{name} ({', '.join(numbers)})" if numbers else name
 
 

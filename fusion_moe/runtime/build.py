@@ -76,21 +76,21 @@ class Recipe:
     flags: tuple[str, ...] = ()
     shipped: Path | None = None
 
-    def told(self, having: Collection[str] | None = None) -> tuple[str, ...]:
-        """The flags that a compiler is told, for a CPU having these features (default: this one's)."""
+    def all_flags(self, having: Collection[str] | None = None) -> tuple[str, ...]:
+        """The flags of a compilation, for a CPU having these features (default: this one's)."""
         return (*BASE_FLAGS, *isa.compiler_flags(self.tier, having), *self.flags)
 
     def came_with(self, having: Collection[str] | None = None) -> Path | None:
         """The file that a shipped library has, for a CPU having these features (default: this one's)."""
-        return self.shipped and self.shipped / f"{self.name}-{self.tier}-{self._key(*self.told(having))}.so"
+        return self.shipped and self.shipped / f"{self.name}-{self.tier}-{self._key(*self.all_flags(having))}.so"
 
     def command(self, compiler: Compiler, having: Collection[str] | None = None) -> list[str]:
         """The compiler's command line, source and output left out."""
-        return [*compiler.command, *self.told(having), *(f"-I{folder}" for folder in self.include)]
+        return [*compiler.command, *self.all_flags(having), *(f"-I{folder}" for folder in self.include)]
 
     def file(self, compiler: Compiler) -> str:
         """The name of the library in the cache."""
-        return f"{self.name}-{self.tier}-{self._key(compiler.version, *compiler.command, *self.told())}.so"
+        return f"{self.name}-{self.tier}-{self._key(compiler.version, *compiler.command, *self.all_flags())}.so"
 
     def _key(self, *how: str) -> str:
         headers = store.key_of(*(part for header in _headers(self.text, self.include) for part in header))
@@ -128,7 +128,7 @@ def _made(recipe: Recipe) -> Path:
     if compiler is None:
         raise BuildError(why_no_compiler(), where=recipe.name)
     command = _allowed(recipe.command(compiler), recipe.name)
-    with store.told(recipe.name):
+    with store.as_build_error(recipe.name):
         return store.get_or_make(recipe.file(compiler), lambda path: _compile(command, recipe, path))
 
 
@@ -139,7 +139,7 @@ def ship(recipe: Recipe, having: Collection[str]) -> Path:
         raise BuildError(why_no_compiler(), where=recipe.name)
     command = _allowed(recipe.command(compiler, having), recipe.name)
     path.parent.mkdir(exist_ok=True)
-    with store.told(recipe.name), tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch:
+    with store.as_build_error(recipe.name), tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch:
         _compile(command, recipe, Path(scratch) / path.name)
         (Path(scratch) / path.name).replace(path)
     return path

@@ -22,7 +22,7 @@ from ..errors import BuildError, GroupsError, UnsupportedError
 
 _FREE_SHARED = 48 * 1024  # bytes of shared memory that a block gets unasked
 _FAULTS = {
-    1: ("offs[{place}] = {value}", "cumulative ends that never decrease, up to the rows there are"),
+    1: ("offs[{place}] = {value}", "cumulative ends that never decrease, and are at most the number of rows"),
     2: ("ids.flatten()[{place}] = {value} is out of range", "ids from 0 to the number of groups - 1"),
     3: ("an index of {value}", "an index within the dimension it selects from"),
 }

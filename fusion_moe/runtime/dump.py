@@ -2,7 +2,7 @@
 
     <target>-<12 digits>/               a program: the digits are of its text and options
         0-translated.txt                its Fusion after each pass, in order
-        segment0-grouped_gemm.txt       a segment as it was cut, why it begins there, its schedule and backend
+        segment0-grouped_gemm.txt       a segment as `split` returned it, why it begins there, its schedule and backend
         segment0-grouped_gemm-contracted.txt    the same as it was emitted, if that is another Fusion
         segment0-grouped_gemm.cpp       its source
         segments-avx2-<12 digits>.so    what was compiled or found in the cache when the program was called, and .cpp: all of its source
@@ -42,17 +42,17 @@ def program(made: Program, with_: options.Options) -> Path | None:
     for i, (name, fusion) in enumerate(made.stages):
         _write(folder / f"{i}-{name}.txt", str(fusion))
     for i, kernel in enumerate(made.kernels):
-        _segment(folder, f"segment{i}-{kernel.segment.kind}", made, i, kernel)
+        _segment(folder, f"segment{i}-{kernel.segment.kind}", kernel)
     return folder
 
 
-def _segment(folder: Path, name: str, made: Program, i: int, kernel: Kernel) -> None:
-    cut = made.segments[i]
-    said = {"begins here": cut.why, "schedule": kernel.schedule, "backend": kernel.backend, "no kernel": kernel.why}
-    head = "".join(f"# {title}: {told}\n" for title, told in said.items() if told)
-    _write(folder / f"{name}.txt", head + str(cut.fusion))
-    if str(kernel.segment.fusion) != str(cut.fusion):
-        _write(folder / f"{name}-contracted.txt", str(kernel.segment.fusion))
+def _segment(folder: Path, name: str, kernel: Kernel) -> None:
+    segment = kernel.segment
+    facts = {"begins here": segment.boundary, "schedule": segment.plan.schedule, "backend": kernel.backend, "no kernel": kernel.why}
+    head = "".join(f"# {title}: {text}\n" for title, text in facts.items() if text)
+    _write(folder / f"{name}.txt", head + str(segment.fusion))
+    if str(segment.plan.fusion) != str(segment.fusion):
+        _write(folder / f"{name}-contracted.txt", str(segment.plan.fusion))
     if suffix := _SUFFIX.get(kernel.backend):  # the reference has none: it runs the Fusion
         _write(folder / f"{name}{suffix}", kernel.source)
 

@@ -18,14 +18,13 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """segment: its work; schedule: the choices; backend: who made it; source: its text; launch(*inputs, sizes=...) -> outputs.
+    """segment: its work; backend: who made it; source: its text; launch(*inputs, sizes=...) -> outputs.
 
     why: why it is the reference's, where the target has kernels of its own. graph_safe: whether a CUDA graph can capture its launch.
     chosen: what it is for some sizes, where a backend chooses by them.
     """
 
     segment: Segment
-    schedule: object
     backend: str
     source: str
     launch: Callable[..., tuple[Any, ...]] = field(compare=False)

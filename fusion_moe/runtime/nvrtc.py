@@ -61,10 +61,10 @@ def build(text: str, *, name: str, arch: str, headers: Mapping[str, str], flags:
     """The cubin of a source for an architecture ("sm_90a"), from the store or compiled now. BuildError if it cannot be had."""
     if why := why_missing():
         raise BuildError(why, where=name)
-    told = (f"--gpu-architecture={arch}", *FLAGS, *flags)
-    key = store.key_of(text, *(part for header in headers.items() for part in header), version(), *told)
-    with store.told(name):
-        path = store.get_or_make(f"{name}-{arch}-{key}.cubin", lambda path: _compile(text, name, headers, told, path))
+    all_flags = (f"--gpu-architecture={arch}", *FLAGS, *flags)
+    key = store.key_of(text, *(part for header in headers.items() for part in header), version(), *all_flags)
+    with store.as_build_error(name):
+        path = store.get_or_make(f"{name}-{arch}-{key}.cubin", lambda path: _compile(text, name, headers, all_flags, path))
     dump.binary(path, text, ".cu")
     return path
 

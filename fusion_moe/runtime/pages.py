@@ -45,7 +45,7 @@ def on_large_pages(t: Tensor) -> Tensor:
 
 
 def obtained(*tensors: Tensor) -> int:
-    """How many bytes of tensors on the CPU lie on large pages now; 0 where the system does not tell.
+    """How many bytes of tensors on the CPU lie on large pages now; 0 where the system does not report it.
 
     It tells of mappings: where one holds other memory too, these tensors are taken to have its large pages.
     """

@@ -21,7 +21,7 @@ from .check import check_stages
 from .kernel import Kernel
 
 _REMEMBERED = 256  # sizes of calls
-_MOVES = ("reshape", "slice", "permute", "broadcast_in_dim", "cast", "cut", "ends", "unpack")  # may return the memory they were given
+_MOVES = ("reshape", "slice", "permute", "broadcast_in_dim", "cast", "partition", "ends", "unpack")  # may return the memory they were given
 
 
 class Joined(Protocol):
@@ -33,7 +33,7 @@ class Joined(Protocol):
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled Fusion. stages: the Fusion after each pass, by name; segments: as they were cut; kernels: in the order of launch.
+    """A compiled Fusion. stages: the Fusion after each pass, by name; segments: as `split` returned them; kernels: in the order of launch.
 
     checked: whether each call also evaluates every stage and the segments, and compares them bit for bit (the option `check`).
     joined: all kernels in one call, where the backend has that; a profiler sees them one by one.

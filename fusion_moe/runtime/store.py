@@ -51,7 +51,7 @@ def get_or_make(key: str, make: Callable[[Path], object]) -> Path:
     """The file of this key, a plain file name; `make(path)` writes it where there is none.
 
     make: may leave other files beside `path`, they are removed; what it raises is raised here and leaves no file.
-    OSError where a folder is full or the system has no folder to write to; `told` makes a BuildError of it.
+    OSError where a folder is full or the system has no folder to write to; `as_build_error` makes a BuildError of it.
     """
     wanted = _wanted()
     if not _why_unsafe(wanted) and _is_whole(wanted / key):
@@ -74,12 +74,12 @@ def folder() -> Path:
     chosen = _private_folder(os.getpid()) if _why_unusable(shared) else shared
     if why_not := _why_unusable(chosen):
         raise OSError(f"cache_dir {wanted} {why}, and the temporary folder {chosen} {why_not}")
-    _say_once(f"cache_dir {wanted} {why}; using {chosen} for compiled kernels; set FUSION_MOE_CACHE_DIR to another folder")
+    _warn_once(f"cache_dir {wanted} {why}; using {chosen} for compiled kernels; set FUSION_MOE_CACHE_DIR to another folder")
     return chosen
 
 
 @contextlib.contextmanager
-def told(where: str) -> Iterator[None]:
+def as_build_error(where: str) -> Iterator[None]:
     """Makes a BuildError of what the system says where a kernel is written."""
     try:
         yield
@@ -114,7 +114,7 @@ def _trusted(path: Path) -> bytes | None:
     """The content of a file in a folder that is trusted; None if there is none, or somebody else may have written it."""
     try:
         if why := trust.why_not_file(path):
-            _say_once(f"{path} {why}; rebuilding it")
+            _warn_once(f"{path} {why}; rebuilding it")
             return None
         return path.read_bytes()
     except OSError:
@@ -168,7 +168,7 @@ def _open_lock(path: Path) -> int:
     """A lock file, opened. One that somebody else put there, who might hold it forever, is replaced."""
     with contextlib.suppress(FileNotFoundError):
         if why := trust.why_not_file(path):
-            _say_once(f"{path} {why}; rebuilding it")
+            _warn_once(f"{path} {why}; rebuilding it")
             path.unlink()
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # not to be read by others either: who can open it can lock it
     _set_mode(path, 0o600)
@@ -232,5 +232,5 @@ def _private_folder(process: int) -> Path:
 
 
 @cache
-def _say_once(text: str) -> None:
+def _warn_once(text: str) -> None:
     log.warning(text)

@@ -1,7 +1,8 @@
 """Schedulers, one file for each kind of segment.
 
-can_schedule(fusion, target, kept) -> None if one kernel can do it, else the reason; choose(fusion, target) -> a frozen dataclass.
-They look at kinds of operations and at what depends on what; none of them knows any model's pattern.
+can_schedule(fusion, target, kept) -> None if one kernel can do it, else the reason; describe(fusion) -> a frozen dataclass for `explain`.
+They look at kinds of operations and at what depends on what; none of them knows any model's pattern. A backend's `plan` then says whether
+it has that kernel.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ from typing import Protocol
 
 from ..ir.core import Fusion, Value
 from ..target import Target
-from . import grouped_gemm, layout, nvfuser, pointwise, rows, single
+from . import grouped_gemm, layout, nvfuser, pointwise, rows
 
 
 class Scheduler(Protocol):
     """What each module of this folder has."""
 
     NAME: str
-    CONTRACTS: bool  # whether its kernels keep float32 where the program rounds and reads back
+    CONTRACTS_ROUNDING: bool  # whether its kernels keep float32 where the program rounds and reads back
 
     def can_schedule(self, fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
         """Why one kernel cannot do it; None if it can. kept: outputs of the whole program, which stay outputs of any larger piece."""
 
-    def choose(self, fusion: Fusion, target: Target) -> object:
-        """The schedule: a frozen dataclass."""
+    def describe(self, fusion: Fusion) -> object:
+        """What the kernel does with each operation: a frozen dataclass."""
 
 
-_ALL: tuple[Scheduler, ...] = (pointwise, rows, layout, grouped_gemm, nvfuser, single)
+_ALL: tuple[Scheduler, ...] = (pointwise, rows, layout, grouped_gemm, nvfuser)
 _NAMED = {s.NAME: s for s in _ALL}
 
 
@@ -42,7 +43,7 @@ def of(target: Target) -> tuple[Scheduler, ...]:
 
 
 def find(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> Scheduler | None:
-    """The first scheduler that takes the fusion."""
+    """The first scheduler that accepts the fusion."""
     return next((s for s in of(target) if s.can_schedule(fusion, target, kept) is None), None)
 
 

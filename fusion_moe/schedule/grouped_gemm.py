@@ -18,7 +18,7 @@ from ..target import Target
 from .product import products
 
 NAME = "grouped_gemm"
-CONTRACTS = True
+CONTRACTS_ROUNDING = True
 PROLOGUE = ("pointwise", "view", "routing", "gather")
 EPILOGUE = ("pointwise", "view", "grouped_add", "combine")
 PROLOGUE_SHAPES = ("reshape", "broadcast_in_dim")
@@ -50,7 +50,7 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     return _one_combine(fusion, after) or _one_width(fusion, product, kept)
 
 
-def choose(fusion: Fusion, target: Target) -> GroupedGemm:
+def describe(fusion: Fusion) -> GroupedGemm:
     """The product, its prologue and its epilogue, in order."""
     product = products(fusion)[0].op
     after = _after(fusion, product)

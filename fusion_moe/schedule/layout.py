@@ -10,7 +10,7 @@ from ..target import Target
 from . import pointwise
 
 NAME = "layout"
-CONTRACTS = True
+CONTRACTS_ROUNDING = True
 ROLES = (*pointwise.ROLES, "quantize", "layout")
 
 
@@ -27,6 +27,6 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     return f"{other.kind.name} is not a change of format or layout" if other else None
 
 
-def choose(fusion: Fusion, target: Target) -> Layout:
+def describe(fusion: Fusion) -> Layout:
     """One pass over the rows."""
     return Layout(tuple(dict.fromkeys(str(op.attrs["layout"]) for op in fusion.ops if "layout" in op.attrs)))

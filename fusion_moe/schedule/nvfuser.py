@@ -1,6 +1,6 @@
-"""What one nvFuser definition can express, as facts: nvFuser need not be installed to ask. emit/nvfuser writes what is taken here.
+"""What one nvFuser definition can express, as facts: nvFuser need not be installed to ask. emit/nvfuser writes what is accepted here.
 
-nvFuser cuts and schedules a definition itself, so a segment is as large as its operations allow. What it cannot express:
+nvFuser divides and schedules a definition itself, so a segment is as large as its operations allow. What it cannot express:
 
 - 8-bit integers: packed codes reach it as int32 words, or as e2m1 pairs, and so only from outside of the definition;
 - a cast to e4m3 that gives NaN where torch's does: its own saturates;
@@ -24,7 +24,7 @@ from ..target import Target
 from .product import GroupedProduct, products
 
 NAME = "nvfuser"
-CONTRACTS = False  # it stores the 16-bit results of its products
+CONTRACTS_ROUNDING = False  # it stores the 16-bit results of its products
 
 HALVES = ("bf16", "f16")
 PACKED, LAYOUTS = ("nvfp4",), ("linear", "sf128x4")  # the encodings of weights that are lowered, and their layouts
@@ -47,7 +47,7 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     return next((why for op in fusion.ops if (why := _refusal(op, fusion, target))), None)
 
 
-def choose(fusion: Fusion, target: Target) -> NvFuser:
+def describe(fusion: Fusion) -> NvFuser:
     """The lowerings: the format of a product's activations and the target decide."""
     ops = tuple(op.kind.name for op in fusion.ops if not op.kind.view)
     return NvFuser(tuple(map(lowering, products(fusion))), ops)
@@ -81,20 +81,20 @@ def _cast(op: Op, fusion: Fusion, target: Target) -> str | None:
 def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
     if op.values[0] in fusion.producers:
         return f"pack of codes made by {fusion.producers[op.values[0]].kind.name}: nvFuser has no 8-bit integers"
-    if op.attrs["fmt"] not in PACKED:
-        return f"pack of {op.attrs['fmt']}: {' and '.join(PACKED)} is lowered"
+    if op.attrs["encoding"] not in PACKED:
+        return f"pack of {op.attrs['encoding']}: {' and '.join(PACKED)} is lowered"
     if op.attrs["layout"] not in LAYOUTS:
         return f"pack of weights in the layout {op.attrs['layout']}: nvFuser's products read the linear one"
     packed = op.outputs[0]
     others = {r.kind.name for r in fusion.readers.get(packed, ()) if r.kind.role != "grouped" or GroupedProduct.of(r).weight is not packed}
-    if others or _leaves(op, fusion):
+    if others or _is_output(op, fusion):
         return f"pack read by {' and '.join(sorted(others)) or 'an output'}: nvFuser has no quantized tensors"
     return None
 
 
 def _quantize(op: Op, fusion: Fusion, target: Target) -> str | None:
-    if op.attrs["fmt"] not in target.activation_formats:
-        return f"{op.kind.name} to {op.attrs['fmt']} on {target.name}: e2m1 needs compute capability 10.0"
+    if op.attrs["encoding"] not in target.activation_formats:
+        return f"{op.kind.name} to {op.attrs['encoding']} on {target.name}: e2m1 requires compute capability 10.0"
     if op.values[1].type.shape != op.values[0].type.shape[:-2]:
         return f"quantize with decode scales {op.values[1].type}: only one per matrix is lowered"
     return _inside(op, fusion)
@@ -102,7 +102,9 @@ def _quantize(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 def _inside(op: Op, fusion: Fusion, target: Target | None = None) -> str | None:
     """A value of codes and scales may not leave, nor one whose padding nvFuser leaves unwritten."""
-    return f"{op.kind.name} whose result leaves the definition: nvFuser has no quantized or padded tensors" if _leaves(op, fusion) else None
+    if not _is_output(op, fusion):
+        return None
+    return f"{op.kind.name} whose result leaves the definition: nvFuser has no quantized or padded tensors"
 
 
 def _unpack(op: Op, fusion: Fusion, target: Target) -> str | None:
@@ -130,10 +132,10 @@ def _product(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 def _packed_product(op: Op, fusion: Fusion, a: TensorType, w: TensorType) -> str | None:
     if not w.quantized:
-        return f"{op.kind.name} of {a.dtype} and {w.dtype}: the 4-bit product takes two 4-bit operands"
+        return f"{op.kind.name} of {a.dtype} and {w.dtype}: the 4-bit product requires two 4-bit operands"
     _, n, k = w.shape
     if k % _K or n % _N:  # type: ignore[operator]  # both are numbers: pack and the target's layouts ask for it
-        return f"K = {k} and N = {n} of a 4-bit product: its kernel requires multiples of {_K} and {_N}, but does not check"
+        return f"K = {k} and N = {n} of a 4-bit product: its kernel requires multiples of {_K} and {_N}, and does not check them"
     if op.values[0] not in fusion.producers:
         return "a 4-bit product of activations quantized elsewhere: nvFuser has no quantized tensors"
     return _from_outside(op, fusion) or _stored(op, fusion, *HALVES)
@@ -170,7 +172,7 @@ def _scatter(op: Op, fusion: Fusion, target: Target) -> str | None:
     return "index_put_accumulate: nvFuser's scatter does not add"
 
 
-def _leaves(op: Op, fusion: Fusion) -> bool:
+def _is_output(op: Op, fusion: Fusion) -> bool:
     return any(v in fusion.outputs for v in op.outputs)
 
 

@@ -9,7 +9,7 @@ from ..ir.core import Fusion, Value
 from ..target import Target
 
 NAME = "pointwise"
-CONTRACTS = True
+CONTRACTS_ROUNDING = True
 ROLES = ("pointwise", "shape", "view")
 
 
@@ -26,6 +26,6 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     return f"{other.kind.name} is not pointwise" if other else None
 
 
-def choose(fusion: Fusion, target: Target) -> Pointwise:
+def describe(fusion: Fusion) -> Pointwise:
     """One loop over the elements."""
     return Pointwise(tuple(op.kind.name for op in fusion.ops if op.kind.role == "pointwise"))

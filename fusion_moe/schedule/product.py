@@ -1,12 +1,12 @@
-"""The three products of training as one plan. M rows in runs of G groups; matrices [G, N, K], a group's features in K and out N.
+"""The three products of training as one plan. M rows in G groups; matrices [G, N, K], a group's features in K and out N.
 
     kind     operation        a          b          result     contracted
     fprop    grouped_mm       [M/g, K]   [G, N, K]  [M/g, N]   K
     dgrad    grouped_mm_t     [M/g, N]   [G, N, K]  [M/g, K]   N
     wgrad    grouped_outer    [M/g, N]   [M/g, K]   [G, N, K]  M
 
-M is the ragged axis: its runs are as long as `ends` say. In fprop and dgrad it is an axis of the result, with tiles of one group each; in
-wgrad it is contracted, and each group is a sum over its run, zero if that is empty.
+M is the ragged axis: `ends` say how many rows each group has. In fprop and dgrad it is an axis of the result, with tiles of one group
+each; in wgrad it is contracted, and each group's matrix is a sum over its rows, zero if it has none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS: dict[str, tuple[str, str, str, str]] = {  # operation -> kind; axes of a
 
 @dataclass(frozen=True)
 class GroupedProduct:
-    """One product over groups. axes: those of a, of b and of the result, in order; ragged: the operands whose rows are cut by `ends`."""
+    """One product over groups. axes: those of a, of b and of the result, in order; ragged: the operands with rows partitioned by `ends`."""
 
     kind: str
     op: Op
@@ -52,7 +52,7 @@ class GroupedProduct:
 
     @property
     def ragged(self) -> tuple[Value, ...]:
-        """The operands whose rows are cut: `a`, and in wgrad `b` too."""
+        """The operands with partitioned rows: `a`, and in wgrad `b` too."""
         return tuple(v for v, axes in zip((self.a, self.b), self.axes, strict=False) if "M" in axes)
 
     @property

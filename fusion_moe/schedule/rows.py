@@ -10,7 +10,7 @@ from ..target import Target
 from . import pointwise
 
 NAME = "rows"
-CONTRACTS = True
+CONTRACTS_ROUNDING = True
 ROLES = (*pointwise.ROLES, "routing", "gather", "combine", "scatter", "reduce", "grouped_add")
 SUMS = ("combine", "scatter", "reduce")
 
@@ -28,9 +28,9 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     if other is not None:
         return f"{other.kind.name} is neither pointwise nor a row operation"
     sums = [op.kind.name for op in fusion.ops if op.kind.role in SUMS]
-    return f"{sums[1]} needs the whole result of {sums[0]}: two reductions take two passes" if len(sums) > 1 else None
+    return f"{sums[1]} reads the whole result of {sums[0]}: two reductions require two passes" if len(sums) > 1 else None
 
 
-def choose(fusion: Fusion, target: Target) -> Rows:
+def describe(fusion: Fusion) -> Rows:
     """One pass over the rows."""
     return Rows(tuple(op.kind.name for op in fusion.ops if op.kind.role in ROLES and op.kind.role not in pointwise.ROLES))

@@ -187,7 +187,7 @@ def test_values_that_the_graph_does_not_tell_are_refused():
     assert "of unknown type" in left(result, "fusion_moe.nvfp4_grouped_mm.default")
 
 
-def test_a_view_at_the_rim_stays_with_the_graphs_compiler():
+def test_a_view_at_the_boundary_stays_with_the_graphs_compiler():
     def f(x):
         return mlp(x.reshape(5, H)).reshape(1, 5, H).transpose(0, 1)
 
@@ -299,7 +299,7 @@ def test_a_refused_neighbour_stays_and_says_why(lib):
     result = check(lambda x: op(mlp(x)), tokens(5))
     (region,) = result.regions
     assert calls(region.nodes) == ["fusion_moe.expert_mlp.default"]
-    (entry,) = [x for x in result.left if x.op == "fx_regions.plus_one.default"]
+    (entry,) = [x for x in result.not_fused if x.op == "fx_regions.plus_one.default"]
     assert entry.why == "refused: f32[5, 32] is not what I take; expected int32"
     assert entry.source.startswith("test_fx_regions.py:")
     assert not entry.broken
@@ -321,9 +321,9 @@ def refuse(fd, x):
     ("function", "why"),
     [
         (lambda fd, x: 1 / 0, "failed: ZeroDivisionError: division by zero; expected values, or Untranslatable"),
-        (lambda fd, x: fd.ops.cast(x, dtype="bf16"), "returned bf16[5, 32]; expected f32[5, 32], as its fake gives"),
-        (lambda fd, x: (x, x), "returned f32[5, 32], f32[5, 32]; expected f32[5, 32], as its fake gives"),
-        (lambda fd, x: None, "returned a NoneType; expected f32[5, 32], as its fake gives"),
+        (lambda fd, x: fd.ops.cast(x, dtype="bf16"), "returned bf16[5, 32]; expected f32[5, 32], as its fake returns"),
+        (lambda fd, x: (x, x), "returned f32[5, 32], f32[5, 32]; expected f32[5, 32], as its fake returns"),
+        (lambda fd, x: None, "returned a NoneType; expected f32[5, 32], as its fake returns"),
     ],
     ids=["raises", "another dtype", "two values", "no value"],
 )
@@ -333,13 +333,13 @@ def test_a_translator_at_fault_costs_only_its_call(lib, function, why, caplog):
     for _ in range(2):
         result = check(lambda x: op(mlp(x)), tokens(5))
     assert len(result.regions) == 1
-    (entry,) = [x for x in result.left if x.broken]
+    (entry,) = [x for x in result.not_fused if x.broken]
     assert f"the translator of fx_regions::plus_one {why}" in entry.why
     assert entry.why.startswith("test_fx_regions.py:")  # where the translator is
     warned = [r.message for r in caplog.records if r.levelname == "WARNING" and "fx_regions.plus_one" in r.message]
     assert len(warned) <= 1  # once in a process
     alone = found(traced(lambda x: op(x).cumsum(0), tokens(5)))
-    assert [x.broken for x in alone.left] == [True]
+    assert [x.broken for x in alone.not_fused] == [True]
 
 
 def test_a_value_of_another_definition_is_found_out(lib):
@@ -485,5 +485,5 @@ def test_what_is_stored_in_a_layout_is_read_by_torch_as_it_is_stored():
 
     result = found(traced(f, tokens(5), OFFS))
     assert result.regions
-    assert not [x for x in result.left if x.broken]
+    assert not [x for x in result.not_fused if x.broken]
     assert "expected the linear layout" in left(result, "aten.view.default")

@@ -384,4 +384,4 @@ def test_a_translator_at_fault_is_a_warning_and_not_an_error(caplog):
             translate.unregister("in_inductor::twice")
     warned = [r.getMessage() for r in caplog.records if "in_inductor" in r.getMessage() and "returned f64" in r.getMessage()]
     assert len(warned) == 2  # for shapes [5, 32] and [6, 32]
-    assert "expected f32[5, 32], as its fake gives" in warned[0]
+    assert "expected f32[5, 32], as its fake returns" in warned[0]

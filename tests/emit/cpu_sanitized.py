@@ -21,11 +21,11 @@ def main() -> None:
                 x = torch.full((rows, k), value, dtype=dtype)
                 args = (x, *weight, torch.tensor(sizes).cumsum(0).int())
                 program(fusion_of_call("nvfp4_grouped_mm", *args), tier)(list(args))
-    for fmt in FORMATS:
+    for encoding in FORMATS:
         for n, k, sizes in ((1, 32, (1, 0, 2)), (33, 96, (3, 17, 40)), (20, 1312, (1, 16, 0))):
             x, ends = torch.randn(sum(sizes) + 2, k).bfloat16(), torch.tensor(sizes).cumsum(0).int()
-            args = (x, random_weights(fmt, 3, n, k), ends)
-            program(fusion_of_call("grouped_mm", *args, weight_format=fmt), tier)([x, *args[1], ends])
+            args = (x, random_weights(encoding, 3, n, k), ends)
+            program(fusion_of_call("grouped_mm", *args, weight_format=encoding), tier)([x, *args[1], ends])
     for name in VARIANTS:
         args, kwargs = expert_mlp(name, torch.bfloat16)
         inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]

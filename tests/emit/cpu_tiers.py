@@ -12,7 +12,7 @@ import torch
 
 from fusion_moe import ops, options
 from fusion_moe.compile import lower
-from fusion_moe.emit import cpu
+from fusion_moe.emit import emit
 from fusion_moe.ir.core import Fusion
 from fusion_moe.runtime import isa
 from fusion_moe.runtime.program import Program
@@ -43,7 +43,7 @@ def program(fusion: Fusion, tier: str) -> Program:
     """A Fusion with kernels of the CPU backend; none may be the reference's for want of a kernel."""
     with options.override(cpu_isa=tier):
         lowered = lower(fusion, TARGETS["cpu"], options.current())
-        kernels = tuple(cpu.emit(s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True))
+        kernels = tuple(emit(s, TARGETS["cpu"]) for s in lowered.segments)
     assert not [k.why for k in kernels if k.segment.kind == "grouped_gemm" and k.why]
     return Program(lowered.stages, lowered.segments, kernels, TARGETS["cpu"])
 

@@ -38,8 +38,8 @@ def judge(fusion: Fusion, inputs: Sequence[Any], targets: Sequence[str] = NVFUSE
         except UnsupportedError:  # 4-bit activations below capability 10.0
             continue
         made: dict[Value, Any] = dict(zip(lowered.stages[-1][1].inputs, inputs, strict=True))
-        found[name] = list(lowered.contracted)
-        for segment in lowered.contracted:
+        found[name] = list(lowered.segments)
+        for segment in lowered.segments:
             given = [made[v] for v in segment.inputs]
             outputs = segment.fusion.evaluate(*given, sizes=env)
             if segment.kind == "nvfuser":

@@ -21,20 +21,20 @@ def refused(fd: FusionDefinition, *tensors: torch.Tensor, error: type[Error] = S
         fusion_moe.run(fusion, list(tensors))
 
 
-def test_ends_of_more_rows_than_they_cut():
+def test_ends_of_more_rows_than_they_partition():
     fd = FusionDefinition()
     x = fd.define_tensor(shape=[5, 16], dtype="f32")
     ends = fd.ops.ends(fd.define_tensor(shape=[2], dtype="i32"), rows=1000, groups=fd.define_groups("g", 2))
-    with pytest.raises(FusionError, match="5 rows cut by g, which cuts 1000"):
-        fd.ops.cut(x, ends)
+    with pytest.raises(FusionError, match="5 rows partitioned by g, which partitions 1000"):
+        fd.ops.partition(x, ends)
 
 
-def test_rows_of_two_numbers_by_one_cut():
+def test_rows_of_two_numbers_by_one_partition():
     """In inputs too, and whatever came first."""
     fd = FusionDefinition()
     m, g = fd.define_size("m"), fd.define_groups("g", 2)
     fd.define_tensor(shape=[m / g, 16], dtype="f32")
-    with pytest.raises(FusionError, match=r"1 \+ m rows cut by g, which cuts m|m \+ 1 rows cut by g, which cuts m"):
+    with pytest.raises(FusionError, match=r"(1 \+ m|m \+ 1) rows partitioned by g, which partitions m rows"):
         fd.define_tensor(shape=[(m + 1) / g, 16], dtype="f32")
 
 

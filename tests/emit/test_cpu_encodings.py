@@ -15,7 +15,7 @@ pytestmark = pytest.mark.compiler
 PLAIN = ("bf16", "f16", "f32")
 FORMATS = ("mxfp4", *PLAIN)
 NAN, LARGEST = 255, 252  # bytes of e8m0: not a number; the largest that 6 times is finite
-USUAL = (106, 133)  # what kernels/weights/mxfp4.h takes for usual
+IN_RANGE = (106, 133)  # what kernels/weights/mxfp4.h has in range
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,11 +28,11 @@ def mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> Quantized:
     return Quantized(codes, scales.to(torch.uint8).view(torch.float8_e8m0fnu), encoding=MXFP4)
 
 
-def random_weights(fmt: str, groups: int, n: int, k: int, scales: tuple[int, int] = USUAL, seed: int = 0) -> Quantized:
+def random_weights(encoding: str, groups: int, n: int, k: int, scales: tuple[int, int] = IN_RANGE, seed: int = 0) -> Quantized:
     """[groups, n, k]. scales: of MXFP4, the first byte and the one after the last."""
     g = torch.Generator().manual_seed(seed)
-    if fmt in PLAIN:
-        return quantize(torch.randn(groups, n, k, generator=g), encoding=ENCODINGS[fmt])
+    if encoding in PLAIN:
+        return quantize(torch.randn(groups, n, k, generator=g), encoding=ENCODINGS[encoding])
     codes = torch.randint(0, 256, (groups, n, k // 2), generator=g, dtype=torch.uint8)
     return mxfp4(codes, torch.randint(*scales, (groups, n, k // 32), generator=g))
 
@@ -46,20 +46,20 @@ def product(tier: str, x: torch.Tensor, weight: Quantized, sizes: tuple[int, ...
 
 def assert_close(found: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
     """K products and K sums of them, each rounded once, to float32 of any size; w [N, K] is finite."""
-    k, exact, decoded = x.shape[1], x.double(), w.double()
-    bound = (k + 3) * (2.0**-24 * (exact.abs() @ decoded.abs().T) + 2.0**-149)
-    assert ((found.double() - exact @ decoded.T).abs() <= bound).all()
+    k, exact, dequantized = x.shape[1], x.double(), w.double()
+    bound = (k + 3) * (2.0**-24 * (exact.abs() @ dequantized.abs().T) + 2.0**-149)
+    assert ((found.double() - exact @ dequantized.T).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_code_under_every_scale(tier, dtype):
-    """Row n has block scale n, or one of the usual ones; block b has code b; a row of activations picks one block."""
+    """Row n has block scale n, or one in range; block b has code b; a row of activations picks one block."""
     byte, code = torch.arange(256), torch.arange(16, dtype=torch.uint8)
     codes = (code | code << 4).repeat_interleave(16).expand(1, 256, 256).contiguous()
     x = torch.zeros(16, 512, dtype=dtype)
     x[torch.arange(16), torch.arange(0, 512, 32) + torch.arange(16)] = 1
-    for scales in (byte, USUAL[0] + byte % (USUAL[1] - USUAL[0])):
+    for scales in (byte, IN_RANGE[0] + byte % (IN_RANGE[1] - IN_RANGE[0])):
         weight = mxfp4(codes, scales[:, None].expand(256, 16).contiguous()[None])
         want, finite = dequantize(weight)[0, :, ::32].T, scales <= LARGEST
         for rows in (1, 4, 16, 40, 130):  # each kernel there is for so many rows
@@ -71,25 +71,25 @@ def test_every_code_under_every_scale(tier, dtype):
 
 
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize(("fmt", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
-def test_every_number(tier, fmt, dtype):
+@pytest.mark.parametrize(("encoding", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
+def test_every_number(tier, encoding, dtype):
     """Subnormal, infinite and NaN ones too: K is 1."""
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
-    weight = Quantized(numbers[None, :, None].contiguous(), encoding=ENCODINGS[fmt])
+    weight = Quantized(numbers[None, :, None].contiguous(), encoding=ENCODINGS[encoding])
     for rows in (1, 20):
         same(product(tier, torch.ones(rows, 1), weight, (rows,)), numbers.float().expand(rows, -1))
 
 
 @pytest.mark.parametrize(
-    ("fmt", "scales"),
-    [("mxfp4", USUAL), ("mxfp4", (0, NAN - 30)), ("mxfp4", (USUAL[0] - 2, USUAL[1] + 2)), *((fmt, USUAL) for fmt in PLAIN)],
+    ("encoding", "scales"),
+    [("mxfp4", IN_RANGE), ("mxfp4", (0, NAN - 30)), ("mxfp4", (IN_RANGE[0] - 2, IN_RANGE[1] + 2)), *((name, IN_RANGE) for name in PLAIN)],
 )
 @pytest.mark.parametrize("tier", TIERS)
-def test_groups_of_any_size(tier, fmt, scales):
+def test_groups_of_any_size(tier, encoding, scales):
     """K is no multiple of more than a block, and there are columns with zeros under the smallest scale, as quantizers make them."""
-    n, k, sizes = 133, 1312 if fmt == "mxfp4" else 299, (1, 0, 2, 3, 4, 16, 50, 300)
-    weight = random_weights(fmt, len(sizes), n, k, scales)
-    if fmt == "mxfp4":
+    n, k, sizes = 133, 1312 if encoding == "mxfp4" else 299, (1, 0, 2, 3, 4, 16, 50, 300)
+    weight = random_weights(encoding, len(sizes), n, k, scales)
+    if encoding == "mxfp4":
         weight.codes[:, ::5, :16] = 0x80
         weight.block_scale.view(torch.uint8)[:, ::5, 0] = 0
     for dtype in DTYPES:
@@ -102,12 +102,12 @@ def test_groups_of_any_size(tier, fmt, scales):
         assert not found[start:].any()
 
 
-@pytest.mark.parametrize("fmt", ["mxfp4", "bf16"])
+@pytest.mark.parametrize("encoding", ["mxfp4", "bf16"])
 @pytest.mark.parametrize("tier", TIERS)
-def test_threads_change_no_bit(tier, fmt):
-    """Nor do they where some columns have unusual scales, which are for another kernel."""
-    weight, sizes = random_weights(fmt, 3, 500, 96), (1, 20, 90)
-    if fmt == "mxfp4":
+def test_threads_change_no_bit(tier, encoding):
+    """Nor do they where some columns have scales out of range, which are for another kernel."""
+    weight, sizes = random_weights(encoding, 3, 500, 96), (1, 20, 90)
+    if encoding == "mxfp4":
         weight.block_scale.view(torch.uint8)[:, 300, 1] = 70
     x, before, found = torch.randn(sum(sizes), 96).bfloat16(), torch.get_num_threads(), []
     try:
@@ -120,19 +120,19 @@ def test_threads_change_no_bit(tier, fmt):
     same(found[2], found[0])
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("encoding", FORMATS)
 @pytest.mark.parametrize("tier", TIERS)
-def test_experts(tier, fmt):
+def test_experts(tier, encoding):
     """What is fused around the products, each kernel against its segment. Weights of small integers, or halves of them."""
     groups, hidden, inner = 4, 96, 64
     g = torch.Generator().manual_seed(2)
     gate_up, down = (
-        quantize(torch.randint(-2, 3, (groups, *shape), generator=g).float(), encoding=ENCODINGS[fmt])
+        quantize(torch.randint(-2, 3, (groups, *shape), generator=g).float(), encoding=ENCODINGS[encoding])
         for shape in ((2 * inner, hidden), (hidden, inner))
     )
     ids, w = torch.randint(0, groups, (40, 2), generator=g), 2.0 ** torch.randint(-3, 1, (40, 2), generator=g)
-    dtype = DTYPE_OF[fmt] if fmt in PLAIN else torch.bfloat16
+    dtype = DTYPE_OF[encoding] if encoding in PLAIN else torch.bfloat16
     bias = torch.randint(-3, 4, (groups, 2 * inner), generator=g).to(dtype)
     x = torch.randint(-3, 4, (40, hidden), generator=g).to(dtype)
-    fusion = fusion_of_call("fused_experts", x, ids, w, list(gate_up), list(down), bias, weight_format=fmt, interleave=8, limit=7.0)
+    fusion = fusion_of_call("fused_experts", x, ids, w, list(gate_up), list(down), bias, weight_format=encoding, interleave=8, limit=7.0)
     check_segments(fusion, tier, [x, ids, w, *gate_up, *down, bias])

@@ -14,11 +14,11 @@ from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, fusion_of_cal
 from fusions import evaluate, expert_mlp_variants
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from routings import Cut, Routing, cuts, routings
+from routings import Partition, Routing, partitions, routings
 
 from fusion_moe import FusionDefinition, ops, options
 from fusion_moe.compile import lower
-from fusion_moe.emit import cpu
+from fusion_moe.emit import emit
 from fusion_moe.emit.cpu import readers
 from fusion_moe.encodings import Quantized, dequantize, quantize
 from fusion_moe.errors import GroupsError
@@ -96,18 +96,18 @@ def test_every_position(tier, k):
 
 
 @settings(max_examples=25)
-@given(cuts(), st.sampled_from(DTYPES), st.sampled_from(((16, 1), (64, 16), (80, 33), (272, 70))), st.sampled_from(TIERS))
-@example(Cut((0,), 0), torch.bfloat16, (16, 1), "generic")
-@example(Cut((300, 0, 1), 5), torch.bfloat16, (272, 70), TIERS[0])
-def test_any_groups_exactly(cut: Cut, dtype, sizes, tier):
+@given(partitions(), st.sampled_from(DTYPES), st.sampled_from(((16, 1), (64, 16), (80, 33), (272, 70))), st.sampled_from(TIERS))
+@example(Partition((0,), 0), torch.bfloat16, (16, 1), "generic")
+@example(Partition((300, 0, 1), 5), torch.bfloat16, (272, 70), TIERS[0])
+def test_any_groups_exactly(partition: Partition, dtype, sizes, tier):
     k, n = sizes
-    x = small_integers(cut.rows, k, dtype=dtype)
-    x[int(cut.ends[-1]) :] = torch.nan  # rows of no group are not read
-    weight = exact_weight(len(cut.sizes), n, k)
-    want = torch.zeros(cut.rows, n)
-    for group, rows in cut.runs:
+    x = small_integers(partition.rows, k, dtype=dtype)
+    x[int(partition.ends[-1]) :] = torch.nan  # rows of no group are not read
+    weight = exact_weight(len(partition.sizes), n, k)
+    want = torch.zeros(partition.rows, n)
+    for group, rows in partition.runs:
         want[rows] = x[rows].float() @ dequantize(weight)[group].T
-    same(product(tier, x, weight, cut.ends, torch.float32), want)
+    same(product(tier, x, weight, partition.ends, torch.float32), want)
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -132,7 +132,7 @@ def test_threads_change_no_bit(tier):
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("rows", [1, 3, 16, 50])
 def test_float32_sums(tier, dtype, rows):
-    """K products and K sums of them, each rounded once: K + 3 units in the last place of the sum of sizes, decoding's two included."""
+    """K products and K sums of them, each rounded once: K + 3 units in the last place of the sum of sizes, dequantizing's two included."""
     k, g = 784, torch.Generator().manual_seed(3)
     x, weight = torch.randn(rows, k, generator=g).to(dtype), random_weight(1, 53, k, runs=1)
     exact, w = x.double(), dequantize(weight).double()[0]
@@ -158,8 +158,8 @@ def test_error_is_that_of_rounding_the_output(tier):
     x, w = torch.randn(64, 2048).bfloat16(), quantize(torch.randn(2, 128, 2048) * 0.02)
     ends = torch.tensor([1, 64], dtype=torch.int32)
     found = product(tier, x, w, ends).double()
-    decoded = dequantize(w).double()
-    want = torch.cat([x[:1].double() @ decoded[0].T, x[1:].double() @ decoded[1].T])
+    dequantized = dequantize(w).double()
+    want = torch.cat([x[:1].double() @ dequantized[0].T, x[1:].double() @ dequantized[1].T])
     rms = ((found - want).square().mean() / want.square().mean()).sqrt()
     rounding = ((want.bfloat16().double() - want).square().mean() / want.square().mean()).sqrt()
     assert rms < 1.01 * rounding
@@ -172,21 +172,21 @@ def test_activations_of_any_size(tier, dtype, rows):
     """NaN, infinity, what overflows, what a product of bfloat16 would flush: the reference's result."""
     weight = random_weight(1, 40, 64)
     for value in (torch.nan, torch.inf, -torch.inf, 2.0**31, -(2.0**40), 2.0**110, 1e-38, 1e-40, 2.0**-24, -0.0):
-        for decode in (1.0, 2.0**-100, 2.0**60, 0.0, torch.inf, torch.nan):
+        for decode_scale in (1.0, 2.0**-100, 2.0**60, 0.0, torch.inf, torch.nan):
             x = torch.randn(rows, 64).to(dtype)
             x[:, 5::17] = value
-            args = (x, weight.codes, weight.block_scale, torch.tensor([decode]), torch.tensor([rows], dtype=torch.int32))
+            args = (x, weight.codes, weight.block_scale, torch.tensor([decode_scale]), torch.tensor([rows], dtype=torch.int32))
             fusion = fusion_of_call("nvfp4_grouped_mm", *args, out_dtype=torch.float32)
             (found,), (want,) = program(fusion, tier)(list(args)), fusion.evaluate(*args)
-            size = x.double().abs() @ (dequantize(weight).double().abs()[0] / weight.decode_scale.double() * abs(decode)).T
+            size = x.double().abs() @ (dequantize(weight).double().abs()[0] / weight.decode_scale.double() * abs(decode_scale)).T
             size = torch.where(size.isfinite(), size, 0)
             lost = ~want.isfinite()
-            if x.isfinite().all() and abs(decode) < torch.inf:  # of numbers alone: the order of a sum decides between infinity and NaN
-                assert (found.isfinite() != lost).all(), (value, decode)
+            if x.isfinite().all() and abs(decode_scale) < torch.inf:  # of numbers alone: a sum's order decides between infinity and NaN
+                assert (found.isfinite() != lost).all(), (value, decode_scale)
             else:
                 same(found[lost], want[lost])
             near = (found.double() - want.double()).abs() <= 140 * 2.0**-24 * size + 64 * 2.0**-149
-            assert (lost | near).all(), (value, decode)
+            assert (lost | near).all(), (value, decode_scale)
 
 
 # What is fused --------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_first_product_is_exact(tier):
     packed = [fd.define_tensor(shape=s, dtype=d) for s, d in (([G, 2 * I, H // 2], "u8"), ([G, 2 * I, H // 16], "f8e4m3"), ([G], "f32"))]
     bias = fd.define_tensor(shape=[G, 2 * I], dtype="f32")
     ends, row_of, slot_of = fd.ops.route(ids, groups=g)
-    y = fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*packed, fmt="nvfp4", layout="linear"), ends)
+    y = fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*packed, encoding="nvfp4", layout="linear"), ends)
     y = fd.ops.group_add(y, bias, ends)
     rows = y.type.shape[0]
     left, right = (fd.ops.slice(y, start_indices=(0, a), end_indices=(rows, a + I)) for a in (0, I))
@@ -271,8 +271,8 @@ def test_shapes_and_strides(shape):
     x, offs = fd.define_tensor(shape=[b, t, 64], dtype="bf16"), fd.define_tensor(shape=[2], dtype="i32")
     packed = [fd.define_tensor(shape=s, dtype=d) for s, d in (([2, 24, 32], "u8"), ([2, 24, 4], "f8e4m3"), ([2], "f32"))]
     ends = fd.ops.ends(offs, rows=b * t, groups=fd.define_groups("g", 2))
-    rows = fd.ops.cut(fd.ops.reshape(x, new_shape=(b * t, 64)), ends)
-    y = fd.ops.grouped_mm(rows, fd.ops.pack(*packed, fmt="nvfp4", layout="linear"), ends)
+    rows = fd.ops.partition(fd.ops.reshape(x, new_shape=(b * t, 64)), ends)
+    y = fd.ops.grouped_mm(rows, fd.ops.pack(*packed, encoding="nvfp4", layout="linear"), ends)
     fd.add_output(fd.ops.reshape(fd.ops.relu(y), new_shape=(b, t, 24)))
     inputs = [small_integers(*shape, 128)[..., ::2], torch.tensor([1, 5], dtype=torch.int32).clamp(max=shape[0] * shape[1])]
     inputs += exact_weight(2, 24, 64)
@@ -314,7 +314,7 @@ def test_bad_slots(bad):
     slot_of, w = fd.define_tensor(shape=[t, 2], dtype="i32"), fd.define_tensor(shape=[t, 2], dtype="f32")
     packed = [fd.define_tensor(shape=s, dtype=d) for s, d in (([2, 24, 32], "u8"), ([2, 24, 4], "f8e4m3"), ([2], "f32"))]
     ends = fd.ops.ends(offs, rows=2 * t, groups=g)
-    y = fd.ops.grouped_mm(fd.ops.cut(x, ends), fd.ops.pack(*packed, fmt="nvfp4", layout="linear"), ends)
+    y = fd.ops.grouped_mm(fd.ops.partition(x, ends), fd.ops.pack(*packed, encoding="nvfp4", layout="linear"), ends)
     fd.add_output(fd.ops.combine(y, slot_of, w))
     at = torch.arange(14, dtype=torch.int32).view(7, 2)
     at[4, 1] = bad
@@ -328,7 +328,7 @@ def test_why_there_is_no_kernel():
     weight, ends = LAYOUTS["w16x64"].pack(*exact_weight(2, 32, 64)), torch.tensor([2, 6], dtype=torch.int32)
     fusion = fusion_of_call("nvfp4_grouped_mm", small_integers(6, 64), *weight, ends, weight_layout="w16x64")
     lowered = lower(fusion, TARGETS["cpu"], options.current())
-    (kernel,) = (cpu.emit(s, c) for s, c in zip(lowered.contracted, lowered.schedules, strict=True))
+    (kernel,) = (emit(s, TARGETS["cpu"]) for s in lowered.segments)
     assert (kernel.backend, kernel.why) == ("reference", "weights in the layout w16x64 have no kernel here; expected linear")
 
 

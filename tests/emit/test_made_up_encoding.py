@@ -38,7 +38,7 @@ READER = """
 struct Weight : PortableWeight {
     static constexpr double BYTES = 0.5625;
 
-    static void decode(const Problem& p, i64 g, i64 n, i64 k, i64 count, float* out) {
+    static void dequantize(const Problem& p, i64 g, i64 n, i64 k, i64 count, float* out) {
         const i64 first = (g * p.N + n) * p.K + k;
         const u8* codes = static_cast<const u8*>(p.parts[0]) + first / 2;
         const bf16* scales = static_cast<const bf16*>(p.parts[1]) + first / 32;
@@ -124,5 +124,5 @@ def test_without_a_reader_the_reference_runs_and_says_why():
 
 
 def test_the_built_in_readers_stay():
-    with pytest.raises(UnsupportedError, match="the CPU has a reader of mxfp4"):
+    with pytest.raises(UnsupportedError, match="the CPU already has a reader of mxfp4"):
         readers.register_reader("mxfp4", READER)

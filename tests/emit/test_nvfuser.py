@@ -55,18 +55,17 @@ def call(name, args, static=False, **kwargs) -> Fusion:
 
 def sources(fusion, target="sm_100"):
     """The definitions of the segments, as they are printed; of the others the operations."""
-    from fusion_moe.emit import BACKENDS
+    from fusion_moe.emit import emit
 
     lowered = lower(fusion, TARGETS[target], options.Options())
-    pairs = zip(lowered.contracted, lowered.schedules, strict=True)
-    return [BACKENDS[target].emit(s, c).source for s, c in pairs]
+    return [emit(s, TARGETS[target]).source for s in lowered.segments]
 
 
 def output_dtypes(fusion, target="sm_100"):
     """The dtypes of the outputs of each segment: of a definition by nvFuser's names."""
     from fusion_moe.emit.nvfuser import define
 
-    for s in lower(fusion, TARGETS[target], options.Options()).contracted:
+    for s in lower(fusion, TARGETS[target], options.Options()).segments:
         names = (v.dtype().name for v in define(s.fusion).fd.fusion.outputs()) if s.kind == "nvfuser" else (v.type.dtype for v in s.outputs)
         yield ", ".join(names)
 
@@ -204,14 +203,14 @@ def test_swizzled_weights_are_read_as_they_are(n):
     stored = SF128X4.forward(scale)
     fd = FusionDefinition()
     a, ends = fd.from_pytorch(rows()), fd.from_pytorch(ENDS)
-    packed = fd.ops.pack(*map(fd.from_pytorch, (codes, stored, decode)), fmt="nvfp4", layout="sf128x4")
-    cut = fd.groups_of(ends, 11)
-    a = fd.ops.cut(a, cut)
-    fd.add_output(fd.ops.cast(fd.ops.grouped_mm(a, packed, cut, w_layout="sf128x4"), dtype="bf16"))
+    packed = fd.ops.pack(*map(fd.from_pytorch, (codes, stored, decode)), encoding="nvfp4", layout="sf128x4")
+    partition = fd.groups_of(ends, 11)
+    a = fd.ops.partition(a, partition)
+    fd.add_output(fd.ops.cast(fd.ops.grouped_mm(a, packed, partition, w_layout="sf128x4"), dtype="bf16"))
     if n == 128:
-        four = fd.ops.zero_rest(a, cut)
-        four = fd.ops.quantize(four, fd.ops.decode_scale(four, fmt="nvfp4"), fmt="nvfp4")
-        fd.add_output(fd.ops.cast(fd.ops.grouped_mm(four, packed, cut, w_layout="sf128x4"), dtype="bf16"))
+        four = fd.ops.zero_rest(a, partition)
+        four = fd.ops.quantize(four, fd.ops.decode_scale(four, encoding="nvfp4"), encoding="nvfp4")
+        fd.add_output(fd.ops.cast(fd.ops.grouped_mm(four, packed, partition, w_layout="sf128x4"), dtype="bf16"))
     found = evaluate(fd.fusion(), rows(), ENDS, codes, stored, decode)
     matrices = dequantize(Quantized(codes, scale, decode))
     begin = 0
@@ -256,9 +255,9 @@ def one(build, *shapes):
     return fd.fusion()
 
 
-def cut_product(fd, a, w, offs, to="bf16", **kinds):
+def partitioned_product(fd, a, w, offs, to="bf16", **kinds):
     ends = fd.groups_of(offs, a.type.shape[0])
-    y = fd.ops.grouped_mm(fd.ops.cut(a, ends), w, ends)
+    y = fd.ops.grouped_mm(fd.ops.partition(a, ends), w, ends)
     return fd.ops.cast(y, dtype=to) if to else y
 
 
@@ -273,9 +272,11 @@ def four_bit(n, k):
 REFUSED = {
     "a sum of bytes": one(lambda fd, x: fd.ops.add(x, x), ([4], "u8")),
     "a cast to e4m3": one(lambda fd, x: fd.ops.cast(x, dtype="f8e4m3"), ([4], "f32")),
-    "float32 activations": one(cut_product, ([11, H], "f32"), ([G, 8, H], "f32"), ([G], "i32")),
-    "two 16-bit types": one(cut_product, ([11, H], "f16"), ([G, 8, H], "bf16"), ([G], "i32")),
-    "a product kept in float32": one(lambda fd, *v: cut_product(fd, *v, to=None), ([11, H], "bf16"), ([G, 8, H], "bf16"), ([G], "i32")),
+    "float32 activations": one(partitioned_product, ([11, H], "f32"), ([G, 8, H], "f32"), ([G], "i32")),
+    "two 16-bit types": one(partitioned_product, ([11, H], "f16"), ([G, 8, H], "bf16"), ([G], "i32")),
+    "a product kept in float32": one(
+        lambda fd, *v: partitioned_product(fd, *v, to=None), ([11, H], "bf16"), ([G, 8, H], "bf16"), ([G], "i32")
+    ),
     "a scatter that adds": one(
         lambda fd, a, i, v: fd.ops.index_put_accumulate(a, i, v), ([4, 8], "f32"), ([3], "i64"), ([3, 8], "f32")
     ),
@@ -325,12 +326,12 @@ def test_without_nvfuser_an_error_says_what_to_install(monkeypatch):
 
 @needs_nvfuser
 def test_a_launch_on_the_cpu_is_an_error():
-    from fusion_moe.emit import BACKENDS
+    from fusion_moe.emit import emit
 
     args = [rows(), *weight(2 * I, H), ENDS]
     lowered = lower(call("nvfp4_grouped_mm", args, activation_format="nvfp4"), TARGETS["sm_100"], options.Options())
-    (segment,), (schedule,) = lowered.contracted, lowered.schedules
-    kernel = BACKENDS["sm_100"].emit(segment, schedule)
+    (segment,) = lowered.segments
+    kernel = emit(segment, TARGETS["sm_100"])
     given = dict(zip(lowered.stages[-1][1].inputs, args, strict=True))
     with pytest.raises(UnsupportedError, match="got cpu"):
         kernel([given[v] for v in segment.inputs], {})
@@ -375,7 +376,7 @@ def test_headers_that_do_not(tmp_path, monkeypatch):
             headers.check_headers()
         assert str(caught.value) == (
             f"nvfuser: nvFuser compiles sorts with the headers of a CUDA toolkit, and {folder} {why}; "
-            "expected those of CUDA 12.8, or of its major version; install that toolkit, and let /usr/local/cuda lead to it"
+            "expected those of CUDA 12.8, or of its major version; install that toolkit, and point /usr/local/cuda at it"
         )
 
 

@@ -87,7 +87,7 @@ def one_row_of_one_group():
     fd = FusionDefinition()
     x, offs = fd.define_tensor(shape=[1, 5], dtype="f32"), fd.define_tensor(shape=[1], dtype="i32")
     ends = fd.groups_of(offs, 1)
-    fd.add_output(fd.ops.reshape(fd.ops.zero_rest(fd.ops.cut(x, ends), ends), new_shape=(1, 5)))
+    fd.add_output(fd.ops.reshape(fd.ops.zero_rest(fd.ops.partition(x, ends), ends), new_shape=(1, 5)))
     return fd.fusion()
 
 

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusion_moe import encodings
-from fusion_moe.encodings import NVFP4, Quantized, check_block_scales, check_finite, check_quantized, dequantize, matrix_scale_of, quantize
+from fusion_moe.encodings import (
+    BF16,
+    MXFP4,
+    NVFP4,
+    Quantized,
+    check_block_scales,
+    check_finite,
+    check_quantized,
+    dequantize,
+    matrix_scale_of,
+    quantize,
+)
 from fusion_moe.errors import DeviceError, DtypeError, NonFiniteError, ShapeError
 
 VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "nvfp4.npz")
@@ -334,3 +345,6 @@ def test_check_finite(dtype):
     message = r"1 NaN and 2 infinite among the 6 elements of gate \[2, 3\], the first at \(0, 2\): -inf; .*nan_to_num\(gate\)"
     with pytest.raises(NonFiniteError, match=message):
         check_finite(x, "gate")
+    for encoding, reason in ((NVFP4, ", which has no NaN or infinity"), (MXFP4, ", which has no NaN or infinity"), (BF16, "")):
+        with pytest.raises(NonFiniteError, match=f"expected finite numbers to quantize to {encoding.name}{reason};"):
+            check_finite(x, encoding=encoding)

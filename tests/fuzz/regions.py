@@ -51,7 +51,7 @@ def evaluated(case: Case) -> Judged:
     graph = copied(case.graph)
     try:
         found = find_regions(graph, ON_CPU)
-        if broken := [left for left in found.left if left.broken]:
+        if broken := [left for left in found.not_fused if left.broken]:
             return Judged(f"a translator is at fault: {broken[0].why}")
         replace_regions(graph, found.regions, REFERENCE)
     except Exception as error:

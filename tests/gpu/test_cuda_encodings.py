@@ -80,13 +80,13 @@ def test_every_variant_exactly(fmt, activations, table, variant, in_fragment_ord
     for k, n in (320, 144), (384, 1024):
         weight = exact_weight(ENCODINGS[fmt], 7, n, k)
         matrices = dequantize(weight).cuda()
-        for cut in RAGGED[:6]:
-            x = torch.randint(-3, 4, (cut.rows, k), generator=generator()).to(DTYPES[activations]).cuda()
-            x[int(cut.ends[-1]) :] = torch.nan  # rows of no group are not read
-            want = torch.zeros(cut.rows, n, device="cuda")
-            for group, rows in cut.runs:
+        for partition in RAGGED[:6]:
+            x = torch.randint(-3, 4, (partition.rows, k), generator=generator()).to(DTYPES[activations]).cuda()
+            x[int(partition.ends[-1]) :] = torch.nan  # rows of no group are not read
+            want = torch.zeros(partition.rows, n, device="cuda")
+            for group, rows in partition.runs:
                 want[rows] = x[rows].float() @ matrices[group].T
-            assert torch.equal(product(x, weight, cut.ends.cuda(), layout), want)
+            assert torch.equal(product(x, weight, partition.ends.cuda(), layout), want)
 
 
 @pytest.mark.parametrize(("fmt", "activations"), PAIRS)

@@ -10,7 +10,7 @@ from experts import experts, float_weights
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kernel_tables import TABLE, use, use_variant, variants_of
-from routings import Cut, Routing, cuts, routings
+from routings import Partition, Routing, partitions, routings
 
 import fusion_moe
 from fusion_moe import options
@@ -142,24 +142,25 @@ def test_every_position(layout, k):
 
 
 @few
-@given(cuts(), st.sampled_from(LAYOUTS), st.sampled_from(((64, 16), (128, 48), (320, 144))))
-@example(Cut((300, 0, 1), 5), "w16x64", (320, 144))
-@example(Cut((0, 0), 7), "w16x64", (64, 16))
-def test_any_groups_exactly(cut: Cut, layout, sizes):
+@given(partitions(), st.sampled_from(LAYOUTS), st.sampled_from(((64, 16), (128, 48), (320, 144))))
+@example(Partition((300, 0, 1), 5), "w16x64", (320, 144))
+@example(Partition((0, 0), 7), "w16x64", (64, 16))
+def test_any_groups_exactly(partition: Partition, layout, sizes):
     k, n = sizes
-    x = torch.randint(-3, 4, (cut.rows, k), generator=generator()).bfloat16()
-    x[int(cut.ends[-1]) :] = torch.nan  # rows of no group are not read
-    weight = random_weight(len(cut.sizes), n, k, exact=True)
-    want = torch.zeros(cut.rows, n)
-    for group, rows in cut.runs:
+    x = torch.randint(-3, 4, (partition.rows, k), generator=generator()).bfloat16()
+    x[int(partition.ends[-1]) :] = torch.nan  # rows of no group are not read
+    weight = random_weight(len(partition.sizes), n, k, exact=True)
+    want = torch.zeros(partition.rows, n)
+    for group, rows in partition.runs:
         want[rows] = x[rows].float() @ dequantize(weight)[group].T
-    found = product(x.cuda(), stored(weight, layout), cut.ends.cuda(), layout, out_dtype=torch.float32)
+    found = product(x.cuda(), stored(weight, layout), partition.ends.cuda(), layout, out_dtype=torch.float32)
     assert torch.equal(found.cpu(), want)
 
 
 RAGGED = [
-    Cut((300, 0, 1, 160, 161, 7, 0), 5), Cut((64, 65, 128, 16, 8, 9, 112), 1), Cut((0, 0, 0, 1100, 0, 0, 0), 0), Cut((1,) * 7, 0),
-    Cut((0,) * 7, 33), *(Cut(tuple(torch.randint(0, 400, (7,), generator=generator(i)).tolist()), i) for i in range(6)),
+    Partition((300, 0, 1, 160, 161, 7, 0), 5), Partition((64, 65, 128, 16, 8, 9, 112), 1), Partition((0, 0, 0, 1100, 0, 0, 0), 0),
+    Partition((1,) * 7, 0),
+    Partition((0,) * 7, 33), *(Partition(tuple(torch.randint(0, 400, (7,), generator=generator(i)).tolist()), i) for i in range(6)),
 ]  # fmt: skip
 
 
@@ -176,13 +177,13 @@ def test_every_variant_exactly(table, variant, in_fragment_order, k, n, monkeypa
     use_variant(monkeypatch, table, variant)
     weight = random_weight(7, n, k, exact=True)
     packed, matrices = stored(weight, layout), dequantize(weight).cuda()
-    for cut in RAGGED:
-        x = torch.randint(-3, 4, (cut.rows, k), generator=generator()).bfloat16().cuda()
-        x[int(cut.ends[-1]) :] = torch.nan  # rows of no group are not read
-        want = torch.zeros(cut.rows, n, device="cuda")
-        for group, rows in cut.runs:
+    for partition in RAGGED:
+        x = torch.randint(-3, 4, (partition.rows, k), generator=generator()).bfloat16().cuda()
+        x[int(partition.ends[-1]) :] = torch.nan  # rows of no group are not read
+        want = torch.zeros(partition.rows, n, device="cuda")
+        for group, rows in partition.runs:
             want[rows] = x[rows].float() @ matrices[group].T
-        args, kwargs = (x, *packed, cut.ends.cuda()), {"weight_layout": layout, "out_dtype": torch.float32}
+        args, kwargs = (x, *packed, partition.ends.cuda()), {"weight_layout": layout, "out_dtype": torch.float32}
         poison()
         found = program("nvfp4_grouped_mm", args, kwargs)(list(args))[0]
         assert torch.equal(found, want)
@@ -212,13 +213,14 @@ def uneven(request, monkeypatch):
 def test_groups_of_uneven_sizes_exactly(uneven, k, n):
     weight = random_weight(7, n, k, exact=True)
     packed, matrices = stored(weight, "w16x64"), dequantize(weight).cuda()
-    for cut in (*RAGGED, *(Cut((0,) * i + (900,) + (0,) * (6 - i), 70) for i in (0, 6)), Cut((32, 33, 80, 112, 113, 8, 9), 300)):
-        x = torch.randint(-3, 4, (cut.rows, k), generator=generator()).bfloat16().cuda()
-        x[int(cut.ends[-1]) :] = torch.nan  # rows of no group are not read
-        want = torch.zeros(cut.rows, n, device="cuda")
-        for group, rows in cut.runs:
+    one_group = (Partition((0,) * i + (900,) + (0,) * (6 - i), 70) for i in (0, 6))
+    for partition in (*RAGGED, *one_group, Partition((32, 33, 80, 112, 113, 8, 9), 300)):
+        x = torch.randint(-3, 4, (partition.rows, k), generator=generator()).bfloat16().cuda()
+        x[int(partition.ends[-1]) :] = torch.nan  # rows of no group are not read
+        want = torch.zeros(partition.rows, n, device="cuda")
+        for group, rows in partition.runs:
             want[rows] = x[rows].float() @ matrices[group].T
-        args, kwargs = (x, *packed, cut.ends.cuda()), {"weight_layout": "w16x64", "out_dtype": torch.float32}
+        args, kwargs = (x, *packed, partition.ends.cuda()), {"weight_layout": "w16x64", "out_dtype": torch.float32}
         made = program("nvfp4_grouped_mm", args, kwargs)
         source = made.kernels[0].launch.source
         assert len(source.size_classes(dict.fromkeys(source.fusion.symbols, 10**4), H200)) == len(uneven)
@@ -484,4 +486,6 @@ def test_the_reference_is_said_to_be_used():
     args[0] = args[0].float()
     made = bind(SPECS["expert_mlp"], args, {})
     program = compile_fusion(fusion_of("expert_mlp", eager_types(made), made.others), TARGETS["cuda"], Options())
-    assert "activations in f32" in program.kernels[0].why
+    products = [k for k in program.kernels if k.backend == "reference"]
+    assert [k.segment.fusion.ops[-1].kind.name for k in products] == ["grouped_mm"] * 2
+    assert all("activations in f32" in k.why for k in products)

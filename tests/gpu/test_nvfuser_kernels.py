@@ -179,7 +179,7 @@ def test_random_programs(fusion, count):
 def test_four_bit_products_are_refused_before_launch():
     """Below capability 10.0 nvFuser would launch them, and end the CUDA context."""
     from fusion_moe.compile import lower
-    from fusion_moe.emit import BACKENDS
+    from fusion_moe.emit import emit
     from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
     from fusion_moe.target import TARGETS
 
@@ -191,11 +191,11 @@ def test_four_bit_products_are_refused_before_launch():
     )
     call = bind(SPECS["nvfp4_grouped_mm"], args, {"activation_format": "nvfp4"})
     lowered = lower(fusion_of(call.spec.name, eager_types(call), call.others), TARGETS["sm_100"], options.Options())
-    (segment,) = lowered.contracted
-    kernel = BACKENDS["sm_100"].emit(segment, lowered.schedules[0])
+    (segment,) = lowered.segments
+    kernel = emit(segment, TARGETS["sm_100"])
     assert "cutlass_nvfp4_grouped_mm" in kernel.source
     given = dict(zip(lowered.stages[-1][1].inputs, args, strict=True))
-    with pytest.raises(UnsupportedError, match=r"sm_100 needs compute capability 10.0, cuda:0 has 9.0"):
+    with pytest.raises(UnsupportedError, match=r"sm_100 requires compute capability 10.0, cuda:0 has 9.0"):
         kernel([given[v] for v in segment.inputs], {})
     with pytest.raises(UnsupportedError, match="activation_format = 'nvfp4' on sm_90"), nvfuser():
         ops.nvfp4_grouped_mm(*args, activation_format="nvfp4")

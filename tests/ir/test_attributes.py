@@ -30,7 +30,7 @@ def program():
     ends = tensor(2, dtype="i32", ends=g)
     parts = [tensor(2, 32, 16, dtype="u8"), tensor(2, 32, 2, dtype="f8e4m3"), tensor(2)]
     weight = fd.ops.pack(*parts, "nvfp4", "linear")
-    rows, dense = fd.ops.cut(x, ends), tensor(2, 32, 32)
+    rows, dense = fd.ops.partition(x, ends), tensor(2, 32, 32)
     calls = {
         "cast": ([x], {"dtype": "bf16"}),
         "reshape": ([x], {"new_shape": [m * 32]}),
@@ -46,10 +46,10 @@ def program():
         "route": ([ids], {"groups": fd.define_groups("r", 2)}),
         "index_select": ([x, tensor(3, dtype="i64")], {"dim": 0}),
         "invert": ([tensor(m, 2, dtype="i32")], {"rows": m * 2}),
-        "pack": (parts, {"fmt": "nvfp4", "layout": "linear", "transposed": False}),
-        "decode_scale": ([dense], {"fmt": "nvfp4"}),
-        "quantize": ([dense, tensor(2)], {"fmt": "nvfp4"}),
-        "grouped_swizzle": ([fd.ops.cut(tensor(m, 2, dtype="f8e4m3"), ends), ends], {"layout": "sf128x4"}),
+        "pack": (parts, {"encoding": "nvfp4", "layout": "linear", "transposed": False}),
+        "decode_scale": ([dense], {"encoding": "nvfp4"}),
+        "quantize": ([dense, tensor(2)], {"encoding": "nvfp4"}),
+        "grouped_swizzle": ([fd.ops.partition(tensor(m, 2, dtype="f8e4m3"), ends), ends], {"layout": "sf128x4"}),
         "relayout": ([fd.ops.quantize(rows, tensor(), "nvfp4"), ends], {"layout": "sf128x4"}),
         "grouped_mm": ([rows, weight, ends], {"a_layout": "linear", "w_layout": "linear"}),
         "grouped_mm_t": ([rows, dense, ends], {"w_layout": "linear"}),

@@ -7,7 +7,7 @@ import torch
 from fusions import G, assert_same_bits, evaluate, inputs_of
 from hypothesis import given
 from pointwise import BINARY, UNARY, sample
-from routings import Cut, Routing, cuts, routings
+from routings import Partition, Routing, partitions, routings
 
 from fusion_moe import FusionDefinition
 from fusion_moe.encodings import dequantize, quantize
@@ -169,71 +169,70 @@ def test_combine_of_any_slots():
     )  # fmt: skip
 
 
-def _loop(cut, a, w):
-    out = a.new_zeros(cut.rows, w.shape[1])
-    for g, rows in cut.runs:
+def _loop(partition, a, w):
+    out = a.new_zeros(partition.rows, w.shape[1])
+    for g, rows in partition.runs:
         out = torch.cat([out[: rows.start], a[rows] @ w[g].T, out[rows.stop :]])
     return out
 
 
-def _rows(fd, cut, a, offs):
-    ends = fd.ops.ends(offs, rows=cut.rows, groups=fd.define_groups("g", len(cut.sizes)))
-    return fd.ops.cut(a, ends), ends
+def _rows(fd, partition, a, offs):
+    ends = fd.ops.ends(offs, rows=partition.rows, groups=fd.define_groups("g", len(partition.sizes)))
+    return fd.ops.partition(a, ends), ends
 
 
-SMALL = cuts().filter(lambda cut: len(cut.sizes) < 10)  # a loop of autograd's over more groups takes long
+SMALL = partitions().filter(lambda partition: len(partition.sizes) < 10)  # a loop of autograd's over more groups takes long
 
 
-@about("zero_rest", "cut")
+@about("zero_rest", "partition")
 @given(SMALL)
-def test_zero_rest(cut: Cut):
-    kept = torch.arange(cut.rows)[:, None] < sum(cut.sizes)
-    a = torch.randn(cut.rows, 5)
-    check(lambda fd, a, offs: fd.ops.zero_rest(*_rows(fd, cut, a, offs)), lambda a, offs: a * kept, a, cut.ends, wrt=(0,))
+def test_zero_rest(partition: Partition):
+    kept = torch.arange(partition.rows)[:, None] < sum(partition.sizes)
+    a = torch.randn(partition.rows, 5)
+    check(lambda fd, a, offs: fd.ops.zero_rest(*_rows(fd, partition, a, offs)), lambda a, offs: a * kept, a, partition.ends, wrt=(0,))
 
 
-@about("grouped_mm", "cut")
+@about("grouped_mm", "partition")
 @given(SMALL)
-def test_grouped_mm_with_float_weights(cut: Cut):
+def test_grouped_mm_with_float_weights(partition: Partition):
     def build(fd, a, w, offs):
-        rows, ends = _rows(fd, cut, a, offs)
+        rows, ends = _rows(fd, partition, a, offs)
         return fd.ops.grouped_mm(rows, w, ends)
 
-    a, w = torch.randn(cut.rows, 5), torch.randn(len(cut.sizes), 4, 5)
-    check(build, lambda a, w, offs: _loop(cut, a, w), a, w, cut.ends, wrt=(0, 1), rtol=1e-5)
+    a, w = torch.randn(partition.rows, 5), torch.randn(len(partition.sizes), 4, 5)
+    check(build, lambda a, w, offs: _loop(partition, a, w), a, w, partition.ends, wrt=(0, 1), rtol=1e-5)
 
 
 @about("grouped_mm")
 @given(SMALL)
-def test_grouped_mm_with_frozen_weights(cut: Cut):
-    q = quantize(torch.randn(len(cut.sizes), 4, 16))
+def test_grouped_mm_with_frozen_weights(partition: Partition):
+    q = quantize(torch.randn(len(partition.sizes), 4, 16))
 
     def build(fd, a, offs, *parts):
-        rows, ends = _rows(fd, cut, a, offs)
-        return fd.ops.grouped_mm(rows, fd.ops.pack(*parts, fmt="nvfp4", layout="linear"), ends)
+        rows, ends = _rows(fd, partition, a, offs)
+        return fd.ops.grouped_mm(rows, fd.ops.pack(*parts, encoding="nvfp4", layout="linear"), ends)
 
     w = dequantize(q).double()
-    (da,), dy = gradients(build, [torch.randn(cut.rows, 16), cut.ends, *q], (0,))
-    want = torch.zeros(cut.rows, 16, dtype=torch.float64)
-    for g, rows in cut.runs:
+    (da,), dy = gradients(build, [torch.randn(partition.rows, 16), partition.ends, *q], (0,))
+    want = torch.zeros(partition.rows, 16, dtype=torch.float64)
+    for g, rows in partition.runs:
         want[rows] = dy.double()[rows] @ w[g]
     torch.testing.assert_close(da.double(), want, rtol=1e-5, atol=1e-4)
 
 
-@about("group_add", "cut")
+@about("group_add", "partition")
 @given(SMALL)
-def test_group_add(cut: Cut):
+def test_group_add(partition: Partition):
     def build(fd, y, bias, offs):
-        rows, ends = _rows(fd, cut, y, offs)
+        rows, ends = _rows(fd, partition, y, offs)
         return fd.ops.group_add(rows, bias, ends)
 
     def plain(y, bias, offs):
-        group = torch.tensor(
-            [g for g, rows in cut.runs for _ in range(rows.stop - rows.start)] + [len(cut.sizes)] * cut.spare, dtype=torch.long
-        )
+        groups = [g for g, rows in partition.runs for _ in range(rows.stop - rows.start)]
+        group = torch.tensor(groups + [len(partition.sizes)] * partition.spare, dtype=torch.long)
         return y + torch.cat([bias, bias.new_zeros(1, 3)])[group]
 
-    check(build, plain, torch.randn(cut.rows, 3), torch.randn(len(cut.sizes), 3), cut.ends, wrt=(0, 1), rtol=1e-5)
+    check(build, plain, torch.randn(partition.rows, 3), torch.randn(len(partition.sizes), 3), partition.ends, wrt=(0, 1), rtol=1e-5)
 
 
 def test_only_what_is_needed_is_computed():
@@ -242,7 +241,7 @@ def test_only_what_is_needed_is_computed():
     x = fd.define_tensor(shape=[-1, 4], dtype="f32")
     ends = fd.define_tensor(shape=[2], dtype="i32", ends=fd.define_groups("g", 2))
     w = fd.define_tensor(shape=[2, 8, 4], dtype="f32")
-    fd.add_output(fd.ops.grouped_mm(fd.ops.cut(x, ends), w, ends))
+    fd.add_output(fd.ops.grouped_mm(fd.ops.partition(x, ends), w, ends))
     for save in ("values", "inputs"):
         derivative = differentiate(fd.fusion(), (0,), save)
         assert [op.kind.name for op in derivative.backward.ops if op.kind.role == "grouped"] == ["grouped_mm_t"]
@@ -257,7 +256,7 @@ def test_the_text_of_a_derivative(golden):
     w = fd.define_tensor(shape=[x.type.shape[0], 2], dtype="f32")
     parts = [fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in (([G, 16, 16], "u8"), ([G, 16, 2], "f8e4m3"), ([G], "f32"))]
     ends, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", G))
-    y = fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*parts, fmt="nvfp4", layout="linear"), ends)
+    y = fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*parts, encoding="nvfp4", layout="linear"), ends)
     fd.add_output(fd.ops.combine(fd.ops.silu(y), slot_of, w))
     derivative = differentiate(fd.fusion(), (0, 2))
     golden(f"{derivative.forward}\n\n# reads {derivative.reads}, then the gradients of {derivative.seeds}\n{derivative.backward}")
@@ -268,7 +267,11 @@ def test_what_has_no_derivative(golden):
 
     def frozen(fd, x, ids, *parts):
         ends, row_of, _ = fd.ops.route(ids, groups=fd.define_groups("g", G))
-        return fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*parts, fmt="nvfp4", layout="linear"), ends)
+        return fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), fd.ops.pack(*parts, encoding="nvfp4", layout="linear"), ends)
+
+    def block_scales(fd, x):
+        quantized = fd.ops.quantize(x, fd.ops.decode_scale(x, encoding="nvfp4"), encoding="nvfp4")
+        return fd.ops.cast(fd.ops.unpack(quantized)[1], dtype="f32")
 
     cases = {
         "the scale of a frozen weight": (frozen, [x, ids, *q], (4,)),
@@ -278,11 +281,7 @@ def test_what_has_no_derivative(golden):
         "the smaller of two tensors": (lambda fd, x: fd.ops.minimum(x, fd.ops.neg(x)), [x], (0,)),
         "a gather of columns": (lambda fd, x, at: fd.ops.index_select(x, at, dim=1), [x, torch.tensor([0])], (0,)),
         "a cast through fp8": (lambda fd, x: fd.ops.cast(fd.ops.cast(x, dtype="f8e4m3"), dtype="f32"), [x], (0,)),
-        "quantize": (
-            lambda fd, x: fd.ops.cast(fd.ops.unpack(fd.ops.quantize(x, fd.ops.decode_scale(x, fmt="nvfp4"), fmt="nvfp4"))[1], dtype="f32"),
-            [x],
-            (0,),
-        ),
+        "quantize": (block_scales, [x], (0,)),
         "what the output does not depend on": (lambda fd, x, w: fd.ops.exp(w), [x, w], (0,)),
     }
     said = []

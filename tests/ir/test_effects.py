@@ -10,11 +10,11 @@ from torch.profiler import profile
 
 import fusion_moe
 from fusion_moe import FusionDefinition, options
+from fusion_moe.compile import lower
 from fusion_moe.errors import FusionError, ShapeError, UnsupportedError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.text import parse, text
-from fusion_moe.segment import split
 from fusion_moe.target import TARGETS
 
 
@@ -101,7 +101,7 @@ def test_a_weights_gradient_is_added_to_what_is_there(run):
     dy, x = (fd.define_tensor(shape=[t, n], dtype="bf16") for n in (4, 8))
     offs, grad = fd.define_tensor(shape=[3], dtype="i32"), fd.define_tensor(shape=[3, 4, 8], dtype="f32", role="state")
     ends = fd.groups_of(offs, t)
-    made = fd.ops.grouped_outer(fd.ops.cut(dy, ends), fd.ops.cut(x, ends), ends)
+    made = fd.ops.grouped_outer(fd.ops.partition(dy, ends), fd.ops.partition(x, ends), ends)
     fd.add_output(fd.ops.add(grad, made), alias_input=grad)
     rows = torch.randint(-4, 5, (6, 12), generator=torch.Generator().manual_seed(0)).bfloat16()
     given = [rows[:, :4].contiguous(), rows[:, 4:].contiguous(), torch.tensor([2, 2, 5], dtype=torch.int32)]
@@ -167,7 +167,7 @@ def test_the_text_keeps_effects_and_the_pure_program_has_none():
 
 
 def test_segments_write_over_nothing():
-    assert not any(s.fusion.aliases for s in split(counter(), TARGETS["cpu"]))
+    assert not any(s.fusion.aliases for s in lower(counter(), TARGETS["cpu"], options.current()).segments)
 
 
 def test_what_has_no_meaning():

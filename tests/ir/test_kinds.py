@@ -11,7 +11,7 @@ from fusions import assert_same_bits, evaluate
 from hypothesis import given
 from hypothesis import strategies as st
 from pointwise import BINARY, COMPARISONS, LOGICAL, UNARY, sample
-from routings import Cut, Routing, cuts, routings
+from routings import Partition, Routing, partitions, routings
 
 from fusion_moe import FusionDefinition
 from fusion_moe.encodings import Quantized
@@ -170,11 +170,11 @@ def test_sum(dims, keepdim, dtype):
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-@about("ends", "cut")
+@about("ends", "partition")
 def test_ends_are_seen_to_be_ends():
     def build(fd, x, offs):
         ends = fd.ops.ends(offs, rows=5, groups=fd.define_groups("g", 3))
-        return fd.ops.cut(x, ends), ends
+        return fd.ops.partition(x, ends), ends
 
     x = torch.randn(5, 2)
     for good in ([0, 3, 5], [0, 0, 0], [5, 5, 5], [1, 2, 4]):
@@ -187,12 +187,12 @@ def test_ends_are_seen_to_be_ends():
 
 
 @about("ends", "route")
-def test_ends_may_be_of_rows_that_were_cut():
+def test_ends_may_be_of_rows_that_were_partitioned():
     """as many of them as there are groups: they are a vector again"""
 
     def build(fd, x, ids):
         _, row_of, _ = fd.ops.route(ids, groups=fd.define_groups("g", 3))
-        return fd.ops.cut(x, fd.ops.ends(row_of, rows=x.type.shape[0], groups=fd.define_groups("h", 4)))
+        return fd.ops.partition(x, fd.ops.ends(row_of, rows=x.type.shape[0], groups=fd.define_groups("h", 4)))
 
     x = torch.randn(5, 2)
     (rows,) = run(build, x, torch.zeros(4, 1, dtype=torch.int64))
@@ -200,48 +200,48 @@ def test_ends_may_be_of_rows_that_were_cut():
 
 
 @about("problem_ends")
-@given(cuts(), st.data())
-def test_problem_ends(cut: Cut, data):
+@given(partitions(), st.data())
+def test_problem_ends(partition: Partition, data):
     """Ends from starts and sizes; one wrong number anywhere is found."""
-    count, (n, k) = len(cut.sizes), (24, 32)
-    starts = [sum(cut.sizes[:g]) for g in range(count)]
-    padded = [sum(-(-m // 128) * 128 for m in cut.sizes[:g]) for g in range(count)]
-    parts = [torch.tensor(t, dtype=torch.int32) for t in (starts, [[m, n, k] for m in cut.sizes], padded)]
+    count, (n, k) = len(partition.sizes), (24, 32)
+    starts = [sum(partition.sizes[:g]) for g in range(count)]
+    padded = [sum(-(-m // 128) * 128 for m in partition.sizes[:g]) for g in range(count)]
+    parts = [torch.tensor(t, dtype=torch.int32) for t in (starts, [[m, n, k] for m in partition.sizes], padded)]
 
     def build(fd, x, *of):
-        ends = fd.ops.problem_ends(*of, rows=cut.rows, groups=fd.define_groups("g", count), n=n, k=k)
-        return fd.ops.cut(x, ends), ends
+        ends = fd.ops.problem_ends(*of, rows=partition.rows, groups=fd.define_groups("g", count), n=n, k=k)
+        return fd.ops.partition(x, ends), ends
 
-    x = torch.zeros(cut.rows, 1)
-    assert run(build, x, *parts)[1].equal(cut.ends)
+    x = torch.zeros(partition.rows, 1)
+    assert run(build, x, *parts)[1].equal(partition.ends)
     wrong, group = data.draw(st.integers(0, 2)), data.draw(st.integers(0, count - 1))
-    parts[wrong][group] += data.draw(st.sampled_from((-1, cut.spare + 1)))
+    parts[wrong][group] += data.draw(st.sampled_from((-1, partition.spare + 1)))
     with pytest.raises(GroupsError, match=rf"for group \d+ of {count}"):
         run(build, x, *parts)
 
 
-@about("cut")
-def test_rows_are_cut_once():
+@about("partition")
+def test_rows_are_partitioned_once():
     def build(fd, x, offs):
         first, second = (fd.ops.ends(offs, rows=5, groups=fd.define_groups(name, 2)) for name in "gh")
-        return fd.ops.cut(fd.ops.cut(x, first), second)
+        return fd.ops.partition(fd.ops.partition(x, first), second)
 
-    with pytest.raises(FusionError, match=r"the rows of f32\[5/g, 2\] are cut already; expected plain rows, or rows cut by h"):
+    with pytest.raises(FusionError, match=r"rows of f32\[5/g, 2\] are already partitioned; expected plain rows, or rows partitioned by h"):
         run(build, torch.randn(5, 2), torch.tensor([1, 5], dtype=torch.int32))
 
 
 @about("zero_rest")
-@given(cuts())
-def test_zero_rest(cut: Cut):
+@given(partitions())
+def test_zero_rest(partition: Partition):
     def build(fd, x, offs):
-        ends = fd.ops.ends(offs, rows=cut.rows, groups=fd.define_groups("g", len(cut.sizes)))
-        return fd.ops.zero_rest(fd.ops.cut(x, ends), ends)
+        ends = fd.ops.ends(offs, rows=partition.rows, groups=fd.define_groups("g", len(partition.sizes)))
+        return fd.ops.zero_rest(fd.ops.partition(x, ends), ends)
 
-    x = torch.randn(cut.rows, 3)
-    x[sum(cut.sizes) :] = NAN
-    (found,) = run(build, x, cut.ends)
-    assert found[: sum(cut.sizes)].equal(x[: sum(cut.sizes)])
-    assert not found[sum(cut.sizes) :].any()
+    x = torch.randn(partition.rows, 3)
+    x[sum(partition.sizes) :] = NAN
+    (found,) = run(build, x, partition.ends)
+    assert found[: sum(partition.sizes)].equal(x[: sum(partition.sizes)])
+    assert not found[sum(partition.sizes) :].any()
 
 
 @about("route")
@@ -328,30 +328,30 @@ def weight(groups: int, n: int, k: int, runs: int = 0, seed: int = 0) -> Quantiz
 
 
 def packed(fd, *parts):
-    return fd.ops.pack(*parts, fmt="nvfp4", layout="linear")
+    return fd.ops.pack(*parts, encoding="nvfp4", layout="linear")
 
 
-def cut_rows(fd, cut, x, offs):
-    ends = fd.ops.ends(offs, rows=cut.rows, groups=fd.define_groups("g", len(cut.sizes)))
-    return fd.ops.cut(x, ends), ends
+def partitioned_rows(fd, partition, x, offs):
+    ends = fd.ops.ends(offs, rows=partition.rows, groups=fd.define_groups("g", len(partition.sizes)))
+    return fd.ops.partition(x, ends), ends
 
 
 @about("grouped_mm", "grouped_mm_t", "pack")
-@given(cuts(), st.sampled_from(("f32", "bf16")), st.sampled_from((0, 1, 2)), st.booleans())
-def test_products_with_nvfp4_weights(cut: Cut, dtype, runs, transposed):
+@given(partitions(), st.sampled_from(("f32", "bf16")), st.sampled_from((0, 1, 2)), st.booleans())
+def test_products_with_nvfp4_weights(partition: Partition, dtype, runs, transposed):
     n, k = 4, 32
-    q = weight(len(cut.sizes), n, k, runs)
-    a = torch.randn(cut.rows, n if transposed else k, generator=torch.Generator().manual_seed(3)).to(DTYPES[dtype])
-    a[sum(cut.sizes) :] = NAN  # rows of no group are not read
+    q = weight(len(partition.sizes), n, k, runs)
+    a = torch.randn(partition.rows, n if transposed else k, generator=torch.Generator().manual_seed(3)).to(DTYPES[dtype])
+    a[sum(partition.sizes) :] = NAN  # rows of no group are not read
 
     def build(fd, a, offs, *parts):
-        rows, ends = cut_rows(fd, cut, a, offs)
+        rows, ends = partitioned_rows(fd, partition, a, offs)
         return (fd.ops.grouped_mm_t if transposed else fd.ops.grouped_mm)(rows, packed(fd, *parts), ends)
 
-    (found,) = run(build, a, cut.ends, *q)
-    w, want = codes_of(q), np.zeros((cut.rows, k if transposed else n))
+    (found,) = run(build, a, partition.ends, *q)
+    w, want = codes_of(q), np.zeros((partition.rows, k if transposed else n))
     scale = np.zeros_like(want)
-    for g, rows in cut.runs:
+    for g, rows in partition.runs:
         matrix = w[g] if transposed else w[g].T
         want[rows] = a.double().numpy()[rows] @ matrix
         scale[rows] = np.abs(a.double().numpy()[rows]) @ np.abs(matrix)
@@ -364,68 +364,68 @@ def test_products_with_nvfp4_weights(cut: Cut, dtype, runs, transposed):
 @pytest.mark.parametrize("n", [6, 128, 130])
 def test_how_a_weight_is_stored_changes_no_product(n, transposed):
     """Swizzled block scales, whatever their padding holds, and codes seen transposed."""
-    cut, k = Cut((3, 0, 4), 1), 48
+    partition, k = Partition((3, 0, 4), 1), 48
     q = weight(3, n, k, 2)
     stored = loops.swizzled(q.block_scale, padding=0x7F)  # NaN
-    a = torch.randn(cut.rows, n if transposed else k, generator=torch.Generator().manual_seed(3))
+    a = torch.randn(partition.rows, n if transposed else k, generator=torch.Generator().manual_seed(3))
 
     def build(fd, a, offs, codes, linear, swizzled, decode, turned):
-        rows, ends = cut_rows(fd, cut, a, offs)
+        rows, ends = partitioned_rows(fd, partition, a, offs)
         kind = fd.ops.grouped_mm_t if transposed else fd.ops.grouped_mm
-        other = fd.ops.pack(turned, swizzled, decode, fmt="nvfp4", layout="sf128x4", transposed=True)
+        other = fd.ops.pack(turned, swizzled, decode, encoding="nvfp4", layout="sf128x4", transposed=True)
         return kind(rows, packed(fd, codes, linear, decode), ends), kind(rows, other, ends, w_layout="sf128x4")
 
-    want, found = run(build, a, cut.ends, q.codes, q.block_scale, stored, q.decode_scale, q.codes.mT)
+    want, found = run(build, a, partition.ends, q.codes, q.block_scale, stored, q.decode_scale, q.codes.mT)
     assert want.any()
     assert_same_bits([found], [want])
 
 
 def test_a_product_says_how_its_weight_is_stored():
     def build(fd, a, offs, codes, scale, decode):
-        rows, ends = cut_rows(fd, Cut((2, 3), 0), a, offs)
-        return fd.ops.grouped_mm(rows, fd.ops.pack(codes, scale, decode, fmt="nvfp4", layout="sf128x4"), ends)
+        rows, ends = partitioned_rows(fd, Partition((2, 3), 0), a, offs)
+        return fd.ops.grouped_mm(rows, fd.ops.pack(codes, scale, decode, encoding="nvfp4", layout="sf128x4"), ends)
 
     q = weight(2, 6, 32)
     with pytest.raises(ShapeError, match=r"w is nvfp4\[2, 6, 32\]@sf128x4; expected the layout linear; w_layout states it"):
-        run(build, torch.randn(5, 32), Cut((2, 3), 0).ends, q.codes, loops.swizzled(q.block_scale), q.decode_scale)
+        run(build, torch.randn(5, 32), Partition((2, 3), 0).ends, q.codes, loops.swizzled(q.block_scale), q.decode_scale)
     with pytest.raises(ShapeError, match=r"block_scale f8e4m3\[2, 6, 2\]; expected f8e4m3\[2, 128, 4\].* in the layout sf128x4"):
-        run(build, torch.randn(5, 32), Cut((2, 3), 0).ends, *q)
+        run(build, torch.randn(5, 32), Partition((2, 3), 0).ends, *q)
 
 
 @about("grouped_mm", "grouped_mm_t", "grouped_outer")
-@given(cuts())
-def test_products_of_small_integers_are_exact(cut: Cut):
+@given(partitions())
+def test_products_of_small_integers_are_exact(partition: Partition):
     g = torch.Generator().manual_seed(5)
-    a, b = (torch.randint(-4, 5, (cut.rows, k), generator=g).float() for k in (5, 3))
-    w = torch.randint(-4, 5, (len(cut.sizes), 3, 5), generator=g).bfloat16()
-    a[sum(cut.sizes) :] = b[sum(cut.sizes) :] = NAN
+    a, b = (torch.randint(-4, 5, (partition.rows, k), generator=g).float() for k in (5, 3))
+    w = torch.randint(-4, 5, (len(partition.sizes), 3, 5), generator=g).bfloat16()
+    a[sum(partition.sizes) :] = b[sum(partition.sizes) :] = NAN
 
     def build(fd, a, b, w, offs):
-        a, ends = cut_rows(fd, cut, a, offs)
-        b = fd.ops.cut(b, ends)
+        a, ends = partitioned_rows(fd, partition, a, offs)
+        b = fd.ops.partition(b, ends)
         return fd.ops.grouped_mm(a, w, ends), fd.ops.grouped_mm_t(b, w, ends), fd.ops.grouped_outer(b, a, ends)
 
-    y, da, dw = run(build, a, b, w, cut.ends)
-    want = np.zeros((cut.rows, 3)), np.zeros((cut.rows, 5)), np.zeros((len(cut.sizes), 3, 5))
+    y, da, dw = run(build, a, b, w, partition.ends)
+    want = np.zeros((partition.rows, 3)), np.zeros((partition.rows, 5)), np.zeros((len(partition.sizes), 3, 5))
     a64, b64, w64 = a.double().numpy(), b.double().numpy(), w.double().numpy()
-    for group, rows in cut.runs:
+    for group, rows in partition.runs:
         want[0][rows], want[1][rows], want[2][group] = a64[rows] @ w64[group].T, b64[rows] @ w64[group], b64[rows].T @ a64[rows]
     for found, expected in zip((y, da, dw), want, strict=True):
         np.testing.assert_array_equal(found.double().numpy(), expected)
 
 
 @about("group_add")
-@given(cuts())
-def test_group_add(cut: Cut):
-    y, bias = torch.randn(cut.rows, 3), torch.randn(len(cut.sizes), 3)
+@given(partitions())
+def test_group_add(partition: Partition):
+    y, bias = torch.randn(partition.rows, 3), torch.randn(len(partition.sizes), 3)
 
     def build(fd, y, bias, offs):
-        rows, ends = cut_rows(fd, cut, y, offs)
+        rows, ends = partitioned_rows(fd, partition, y, offs)
         return fd.ops.group_add(rows, bias, ends)
 
-    (found,) = run(build, y, bias, cut.ends)
+    (found,) = run(build, y, bias, partition.ends)
     want = y.numpy().copy()
-    for g, rows in cut.runs:
+    for g, rows in partition.runs:
         want[rows] += bias.numpy()[g]
     assert found.tolist() == want.tolist()
 
@@ -440,8 +440,8 @@ def test_quantize(lead):
     x[..., 0, :16] = 0.0
 
     def build(fd, x):
-        scale = fd.ops.decode_scale(x, fmt="nvfp4")
-        return *fd.ops.unpack(fd.ops.quantize(x, scale, fmt="nvfp4")), scale
+        scale = fd.ops.decode_scale(x, encoding="nvfp4")
+        return *fd.ops.unpack(fd.ops.quantize(x, scale, encoding="nvfp4")), scale
 
     codes, block_scale, decode_scale = run(build, x)
     np.testing.assert_array_equal(decode_scale.numpy(), np.abs(x.numpy()).max((-2, -1)) / np.float32(2688))
@@ -456,7 +456,7 @@ def test_quantize_looks_for_what_is_not_finite():
     x = torch.zeros(2, 16)
     x[1, 3] = NAN
     with pytest.raises(NonFiniteError, match=r"1 NaN and 0 infinite.*\(1, 3\)"):
-        run(lambda fd, x: fd.ops.unpack(fd.ops.quantize(x, fd.ops.full(shape=(), fill_value=1.0, dtype="f32"), fmt="nvfp4")), x)
+        run(lambda fd, x: fd.ops.unpack(fd.ops.quantize(x, fd.ops.full(shape=(), fill_value=1.0, dtype="f32"), encoding="nvfp4")), x)
 
 
 def swizzled(scale: np.ndarray) -> np.ndarray:
@@ -470,43 +470,43 @@ def swizzled(scale: np.ndarray) -> np.ndarray:
 
 
 @about("grouped_swizzle")
-@given(cuts())
-def test_grouped_swizzle(cut: Cut):
-    scale = torch.randint(0, 127, (cut.rows, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+@given(partitions())
+def test_grouped_swizzle(partition: Partition):
+    scale = torch.randint(0, 127, (partition.rows, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
 
     def build(fd, x, offs):
-        rows, ends = cut_rows(fd, cut, x, offs)
+        rows, ends = partitioned_rows(fd, partition, x, offs)
         return fd.ops.grouped_swizzle(rows, ends, layout="sf128x4")
 
-    (found,) = run(build, scale.view(torch.float8_e4m3fn), cut.ends)
-    want = np.concatenate([swizzled(scale.numpy()[rows]) for _, rows in cut.runs])
+    (found,) = run(build, scale.view(torch.float8_e4m3fn), partition.ends)
+    want = np.concatenate([swizzled(scale.numpy()[rows]) for _, rows in partition.runs])
     stored = found.view(torch.uint8).numpy()
     np.testing.assert_array_equal(stored[: len(want)], want)
     assert not stored[len(want) :].any()
 
 
 @about("relayout", "grouped_mm")
-@given(cuts())
-def test_relayout_changes_no_product(cut: Cut):
+@given(partitions())
+def test_relayout_changes_no_product(partition: Partition):
     """Also where the swizzled scales have as many rows as there are: one group of a multiple of 128."""
-    a, q = weight(1, cut.rows, 64, seed=7), weight(len(cut.sizes), 4, 64)
+    a, q = weight(1, partition.rows, 64, seed=7), weight(len(partition.sizes), 4, 64)
 
     def build(fd, codes, scale, decode, offs, *parts):
-        groups = fd.define_groups("g", len(cut.sizes))
-        ends = fd.ops.ends(offs, rows=cut.rows, groups=groups)
-        a = fd.ops.pack(fd.ops.cut(codes, ends), fd.ops.cut(scale, ends), decode, fmt="nvfp4", layout="linear")
+        groups = fd.define_groups("g", len(partition.sizes))
+        ends = fd.ops.ends(offs, rows=partition.rows, groups=groups)
+        a = fd.ops.pack(fd.ops.partition(codes, ends), fd.ops.partition(scale, ends), decode, encoding="nvfp4", layout="linear")
         moved = fd.ops.relayout(a, ends, layout="sf128x4")
         w = packed(fd, *parts)
         return fd.ops.grouped_mm(a, w, ends), fd.ops.grouped_mm(moved, w, ends, a_layout="sf128x4")
 
-    plain, moved = run(build, a.codes[0], a.block_scale[0], a.decode_scale[0], cut.ends, *q)
+    plain, moved = run(build, a.codes[0], a.block_scale[0], a.decode_scale[0], partition.ends, *q)
     assert_same_bits([moved], [plain])
-    want, rows_of_a, w = np.zeros((cut.rows, 4)), codes_of(a)[0], codes_of(q)
-    for g, rows in cut.runs:
+    want, rows_of_a, w = np.zeros((partition.rows, 4)), codes_of(a)[0], codes_of(q)
+    for g, rows in partition.runs:
         want[rows] = rows_of_a[rows] @ w[g].T
     np.testing.assert_allclose(plain.double().numpy(), want, rtol=1e-4, atol=1e-3 * max(1, np.abs(want).max(initial=0)))
 
 
 @about("relayout")
 def test_relayout_of_a_whole_tile():
-    test_relayout_changes_no_product.hypothesis.inner_test(Cut((128,), 0))
+    test_relayout_changes_no_product.hypothesis.inner_test(Partition((128,), 0))

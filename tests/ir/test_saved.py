@@ -114,7 +114,7 @@ def test_the_fewest_bytes_are_saved():
     x, w = fd.define_tensor(shape=[-1, 4], dtype="f32"), fd.define_tensor(shape=[1, 8, 4], dtype="f32")
     rows, ops = x.type.shape[0], fd.ops
     ends = fd.groups_of(fd.define_tensor(shape=[1], dtype="i32"), rows)
-    product = ops.grouped_mm(ops.cut(x, ends), w, ends)  # 32 bytes a row
+    product = ops.grouped_mm(ops.partition(x, ends), w, ends)  # 32 bytes a row
     narrow = ops.cast(product, dtype="bf16")  # 16
     left, right = (
         ops.cast(ops.slice(narrow, start_indices=(0, i), end_indices=(narrow.type.shape[0], i + 4)), dtype="f32") for i in (0, 4)
@@ -132,7 +132,7 @@ def test_outputs_and_inputs_are_there_anyway():
     fd = FusionDefinition()
     x, w, offs = (fd.define_tensor(shape=s, dtype=d) for s, d in (([-1, 4], "f32"), ([1, 4, 4], "f32"), ([1], "i32")))
     ends = fd.groups_of(offs, x.type.shape[0])
-    y = fd.ops.exp(fd.ops.grouped_mm(fd.ops.cut(fd.ops.exp(x), ends), w, ends))
+    y = fd.ops.exp(fd.ops.grouped_mm(fd.ops.partition(fd.ops.exp(x), ends), w, ends))
     fd.add_output(y)
     derivative = differentiate(fd.fusion(), (0,))
     assert derivative.forward == fd.fusion()

@@ -37,7 +37,7 @@ def everything():
     padded = fd.define_tensor(shape=[m / g % 128, 4], dtype="f8e4m3", layout="sf128x4")
     odd = fd.define_tensor(shape=[(m + 1) / fd.define_groups("h", 2), ceildiv(m, 4)], dtype="f32", role="weight")
     parts = [fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in (([4, 8, 32], "u8"), ([4, 8, 4], "f8e4m3"), ([4, 2], "f32"))]
-    y = fd.ops.grouped_mm(x, fd.ops.pack(*parts, fmt="nvfp4", layout="linear"), ends)
+    y = fd.ops.grouped_mm(x, fd.ops.pack(*parts, encoding="nvfp4", layout="linear"), ends)
     low = fd.ops.maximum(fd.ops.minimum(y, float("inf")), -7.5)
     wide = fd.ops.cast(x, dtype="f32")
     total = fd.ops.add(fd.ops.reshape(wide, new_shape=(m, 64)), state)
@@ -117,7 +117,7 @@ NOT_DATA = {
     "nothing": "",
     "an output that is no value": GOOD.format("exp(i0)").replace("add_output(t0)", "add_output(1)"),
     "an input that is written by another type": GOOD.format("cast(i0, 'bf16')").replace("add_output(t0)", "add_output(t0, alias_input=i0)"),
-    "one cut twice": "def fusion(fd):\n    g = fd.define_groups('g', 2)\n    i0 = fd.define_tensor(shape=[2], dtype='i32')\n"
+    "one partition twice": "def fusion(fd):\n    g = fd.define_groups('g', 2)\n    i0 = fd.define_tensor(shape=[2], dtype='i32')\n"
     "    t0 = fd.ops.ends(i0, rows=4, groups=g)\n    t1 = fd.ops.ends(t0, rows=4, groups=g)\n    fd.add_output(t1)\n"
     "    i1 = fd.define_tensor(shape=[3, 2], dtype='i64')\n    t2, t3, t4 = fd.ops.route(i1, groups=g)\n    fd.add_output(t2)",
     "an operand too deep": GOOD.format("add(i0, " + "-" * 500 + "1)"),
@@ -147,7 +147,7 @@ def test_only_printed_text_is_parsed(case, capfd):
         "null bytes",
         "nothing",
         "an input that is written by another type",
-        "one cut twice",
+        "one partition twice",
         "an operand too deep",
         "a size too deep",
         "a polynomial of many terms",

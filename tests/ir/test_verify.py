@@ -47,7 +47,7 @@ def broken(fusion):
         "read before made": replace(fusion, ops=(fusion.ops[0], *fusion.ops[2:])),
         "operations in another order": replace(fusion, ops=(*fusion.ops[:2], neg, mm)),
         "made twice": replace(fusion, ops=(*fusion.ops, neg)),
-        "cut made twice": replace(
+        "partition made twice": replace(
             fusion, ops=(*fusion.ops, replace(fusion.ops[0], outputs=tuple(replace(v) for v in fusion.ops[0].outputs)))
         ),
         "output never made": replace(fusion, outputs=(other,)),
@@ -73,7 +73,7 @@ def test_broken_fusions(golden):
     golden("\n".join(said))
 
 
-def test_the_ends_of_another_cut(golden):
+def test_the_ends_of_another_partition(golden):
     """Wrong offsets do not type-check, whichever grouped operation reads them."""
     fd = FusionDefinition()
     m = fd.define_size("m")
@@ -83,21 +83,21 @@ def test_the_ends_of_another_cut(golden):
     bias = fd.define_tensor(shape=[4, 32], dtype="f32")
     scale = fd.define_tensor(shape=[m, 2], dtype="f8e4m3")
     right, wrong = (fd.define_tensor(shape=[4], dtype="i32", ends=fd.define_groups(name, 4)) for name in ("g", "h"))
-    rows, other = fd.ops.cut(x, right), fd.ops.cut(y, right)
+    rows, other = fd.ops.partition(x, right), fd.ops.partition(y, right)
     plain = fd.define_tensor(shape=[4], dtype="i32")
     calls = {
         "grouped_mm": lambda ends: fd.ops.grouped_mm(rows, w, ends),
         "grouped_mm_t": lambda ends: fd.ops.grouped_mm_t(other, w, ends),
         "grouped_outer": lambda ends: fd.ops.grouped_outer(other, rows, ends),
         "group_add": lambda ends: fd.ops.group_add(rows, bias, ends),
-        "grouped_swizzle": lambda ends: fd.ops.grouped_swizzle(fd.ops.cut(scale, right), ends, layout="sf128x4"),
-        "uncut rows": lambda ends: fd.ops.grouped_mm(x if ends is wrong else rows, w, right),
-        "two cuts in one sum": lambda ends: fd.ops.add(rows, fd.ops.cut(x, ends)),
+        "grouped_swizzle": lambda ends: fd.ops.grouped_swizzle(fd.ops.partition(scale, right), ends, layout="sf128x4"),
+        "plain rows": lambda ends: fd.ops.grouped_mm(x if ends is wrong else rows, w, right),
+        "two partitions in one sum": lambda ends: fd.ops.add(rows, fd.ops.partition(x, ends)),
     }
     said = []
     for what, call in calls.items():
         call(right)
-        with pytest.raises(FusionError, match="cut") as caught:
+        with pytest.raises(FusionError, match="partition") as caught:
             call(wrong)
         said.append(f"{what}\n    {caught.value}")
     with pytest.raises(FusionError, match="where group ends are read") as caught:
@@ -111,13 +111,13 @@ def test_groups_and_sizes_must_agree(golden):
     x = fd.define_tensor(shape=[m, 32], dtype="f32")
     g = fd.define_groups("g", 4)
     ends = fd.define_tensor(shape=[4], dtype="i32", ends=g)
-    rows = fd.ops.cut(x, ends)
+    rows = fd.ops.partition(x, ends)
 
     def tensor(*shape, dtype="f32"):
         return fd.define_tensor(shape=shape, dtype=dtype)
 
     codes, scale = tensor(4, 8, 16, dtype="u8"), tensor(4, 8, 2, dtype="f8e4m3")
-    packed = fd.ops.pack(codes, scale, tensor(4), fmt="nvfp4", layout="linear")
+    packed = fd.ops.pack(codes, scale, tensor(4), encoding="nvfp4", layout="linear")
     calls = [
         lambda: fd.ops.grouped_mm(rows, tensor(5, 8, 32), ends),
         lambda: fd.ops.grouped_mm(rows, tensor(4, 8, 31), ends),
@@ -128,15 +128,15 @@ def test_groups_and_sizes_must_agree(golden):
         lambda: fd.ops.group_add(rows, tensor(3, 32), ends),
         lambda: fd.ops.ends(tensor(4, dtype="i64"), rows=m, groups=g),
         lambda: fd.ops.ends(tensor(5, dtype="i32"), rows=m, groups=g),
-        lambda: fd.ops.cut(x, tensor(4, dtype="i32")),
+        lambda: fd.ops.partition(x, tensor(4, dtype="i32")),
         lambda: fd.ops.route(x, groups=g),
-        lambda: fd.ops.pack(codes, tensor(4, 8, 3, dtype="f8e4m3"), tensor(4), fmt="nvfp4", layout="linear"),
-        lambda: fd.ops.pack(codes, scale, tensor(4, 3), fmt="nvfp4", layout="linear"),
-        lambda: fd.ops.pack(codes, scale, tensor(8), fmt="nvfp4", layout="linear"),
-        lambda: fd.ops.pack(codes, scale, tensor(4), fmt="nvfp5", layout="linear"),
-        lambda: fd.ops.quantize(tensor(4, 24), tensor(), fmt="nvfp4"),
-        lambda: fd.ops.quantize(tensor(16), tensor(), fmt="nvfp4"),
-        lambda: fd.ops.decode_scale(tensor(4, 32, dtype="i32"), fmt="nvfp4"),
+        lambda: fd.ops.pack(codes, tensor(4, 8, 3, dtype="f8e4m3"), tensor(4), encoding="nvfp4", layout="linear"),
+        lambda: fd.ops.pack(codes, scale, tensor(4, 3), encoding="nvfp4", layout="linear"),
+        lambda: fd.ops.pack(codes, scale, tensor(8), encoding="nvfp4", layout="linear"),
+        lambda: fd.ops.pack(codes, scale, tensor(4), encoding="nvfp5", layout="linear"),
+        lambda: fd.ops.quantize(tensor(4, 24), tensor(), encoding="nvfp4"),
+        lambda: fd.ops.quantize(tensor(16), tensor(), encoding="nvfp4"),
+        lambda: fd.ops.decode_scale(tensor(4, 32, dtype="i32"), encoding="nvfp4"),
         lambda: fd.ops.unpack(x),
         lambda: fd.ops.grouped_swizzle(rows, ends, layout="linear"),
         lambda: fd.ops.add(x, tensor(m, 31)),
@@ -204,7 +204,7 @@ def test_sizes_that_no_input_shows():
     m = fd.define_size("m")
     x = fd.define_tensor(shape=[2 * m + 1], dtype="f32")
     fd.add_output(fd.ops.neg(x))
-    with pytest.raises(ShapeError, match="no input shows the size m"):
+    with pytest.raises(ShapeError, match="no input has the size m"):
         fd.fusion().evaluate(torch.zeros(7))
     assert fd.fusion().evaluate(torch.zeros(7), sizes={"m": 3})[0].shape == (7,)
     with pytest.raises(ShapeError, match="i0 has shape"):
@@ -215,7 +215,7 @@ def test_ends_as_inputs_are_checked():
     fd = FusionDefinition()
     ends = fd.define_tensor(shape=[2], dtype="i32", ends=fd.define_groups("g", 2))
     x = fd.define_tensor(shape=[-1, 3], dtype="f32")
-    fd.add_output(fd.ops.group_add(fd.ops.cut(x, ends), fd.define_tensor(shape=[2, 3], dtype="f32"), ends))
+    fd.add_output(fd.ops.group_add(fd.ops.partition(x, ends), fd.define_tensor(shape=[2, 3], dtype="f32"), ends))
     rest = torch.zeros(4, 3), torch.zeros(2, 3)
     evaluate(fd.fusion(), torch.tensor([1, 4], dtype=torch.int32), *rest)
     with pytest.raises(GroupsError, match=r"i0\[1\] = 5 is past the 4 rows"):

@@ -16,10 +16,10 @@ from fusion_moe.nn import Experts
 E, H, I = 3, 64, 64
 
 
-def weights(fmt: str):
+def weights(encoding: str):
     g = torch.Generator().manual_seed(0)
     shapes = ((E, 2 * I, H), (E, H, I))
-    return [quantize(torch.randn(*shape, generator=g) / 8, encoding=ENCODINGS[fmt]) for shape in shapes]
+    return [quantize(torch.randn(*shape, generator=g) / 8, encoding=ENCODINGS[encoding]) for shape in shapes]
 
 
 def call(module, dtype=torch.float32):
@@ -36,10 +36,10 @@ def gpt_oss_example():
     return module
 
 
-@pytest.mark.parametrize("fmt", ["mxfp4", "bf16", "nvfp4"])
-def test_biases_clamp_and_interleave(fmt):
+@pytest.mark.parametrize("encoding", ["mxfp4", "bf16", "nvfp4"])
+def test_biases_clamp_and_interleave(encoding):
     """Interleaved rows of gate and up with everything that gpt-oss has, against the same rows apart, by hand."""
-    gate_up, down = weights(fmt)
+    gate_up, down = weights(encoding)
     biases = [torch.randn(E, n, generator=torch.Generator().manual_seed(n)) for n in (2 * I, H)]
     module = Experts(gate_up, down, gate_up_bias=biases[0], down_bias=biases[1], interleave=1, limit=0.5, alpha=1.702, up_offset=1.0)
     w = {name: dequantize(q) for name, q in (("gate_up", gate_up), ("down", down))}
@@ -54,7 +54,7 @@ def test_biases_clamp_and_interleave(fmt):
     assert "interleave=1, limit=0.5, alpha=1.702, up_offset=1.0" in repr(module)
     assert call(module.bfloat16(), torch.bfloat16).dtype == torch.bfloat16
     assert module.gate_up_proj_bias.dtype == torch.bfloat16
-    assert module.gate_up_proj.dtype == ENCODINGS[fmt].element.dtype
+    assert module.gate_up_proj.dtype == ENCODINGS[encoding].element.dtype
 
 
 def test_prepared_mxfp4():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from routings import Cut, cuts
+from routings import Partition, partitions
 from torch import Tensor, nn
 from ways import HOW, every_way
 
@@ -40,7 +40,7 @@ def meant(of: GroupedLinear) -> Tensor:
 
 def by_loop(of: GroupedLinear, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
     out = loops.product(x, meant(of), sizes)
-    for group, rows in Cut(sizes, 0).runs if of.bias is not None else ():
+    for group, rows in Partition(sizes, 0).runs if of.bias is not None else ():
         out[rows] += of.bias.detach().double()[group]
     return out
 
@@ -48,22 +48,22 @@ def by_loop(of: GroupedLinear, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
 # What they compute ----------------------------------------------------------------------------------------------------
 
 
-@given(cuts(), st.sampled_from(list(EPS)), st.booleans())
-def test_linear_against_a_loop(cut: Cut, dtype, bias):
-    module, x = linear(len(cut.sizes), bias=bias), random(cut.rows, 64, dtype=dtype, seed=2)
+@given(partitions(), st.sampled_from(list(EPS)), st.booleans())
+def test_linear_against_a_loop(partition: Partition, dtype, bias):
+    module, x = linear(len(partition.sizes), bias=bias), random(partition.rows, 64, dtype=dtype, seed=2)
     module.to(dtype)
-    found, want = module(x, cut.ends), by_loop(module, x.double(), cut.sizes)
-    magnitude = loops.product(x.double().abs(), meant(module).abs(), cut.sizes) + 3
+    found, want = module(x, partition.ends), by_loop(module, x.double(), partition.sizes)
+    magnitude = loops.product(x.double().abs(), meant(module).abs(), partition.sizes) + 3
     assert found.dtype == dtype
     assert ((found.double() - want).abs() <= EPS[dtype] * (2 * want.abs() + 5) + 2.0**-20 * magnitude).all()
-    assert not found[sum(cut.sizes) :].any()
+    assert not found[sum(partition.sizes) :].any()
 
 
 @every_way
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_swiglu_against_a_loop(how, sizes):
     gate, up, down = random(len(sizes), 32, 64), random(len(sizes), 32, 64, seed=1) * 100, random(len(sizes), 64, 32, seed=2)
-    module, ends = GroupedSwiGLU.from_float(gate, up, down), Cut(sizes, 0).ends
+    module, ends = GroupedSwiGLU.from_float(gate, up, down), Partition(sizes, 0).ends
     run = HOW[how](module)
     for lead in ((sum(sizes),), (1, sum(sizes))):  # rows in one dimension and in two
         x = random(*lead, 64, seed=3)
@@ -81,14 +81,14 @@ def test_swiglu_in_bf16():
     module, sizes = GroupedSwiGLU.from_float(gate, up, down), (4, 0, 7)
     x = random(11, 64, dtype=torch.bfloat16, seed=3)
     want = by_loop(module.down_proj, loops.swiglu(by_loop(module.gate_up_proj, x.double(), sizes)), sizes)
-    assert (module(x, Cut(sizes, 0).ends).double() - want).norm() <= 2 * EPS[torch.bfloat16] * want.norm()
+    assert (module(x, Partition(sizes, 0).ends).double() - want).norm() <= 2 * EPS[torch.bfloat16] * want.norm()
 
 
 @every_way
 def test_gradients_reach_activations_and_biases(how):
     module, sizes = linear(3, bias=True), (4, 0, 7)
     x, dy = random(11, 64, seed=2).requires_grad_(), random(11, 48, seed=3)
-    HOW[how](module)(x, Cut(sizes, 0).ends).backward(dy)
+    HOW[how](module)(x, Partition(sizes, 0).ends).backward(dy)
     torch.testing.assert_close(x.grad.double(), loops.product(dy.double(), meant(module).mT, sizes), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(module.bias.grad, torch.stack([dy[:4].sum(0), torch.zeros(48), dy[4:].sum(0)]), rtol=1e-5, atol=1e-5)
     assert [name for name, p in module.named_parameters() if p.requires_grad] == ["bias"]
@@ -111,7 +111,7 @@ def test_gate_up_and_down_are_quantized_each_by_itself():
 
 @pytest.mark.parametrize("change", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double()])
 def test_a_cast_changes_the_bias_and_no_byte(change):
-    module, x, ends = linear(2, bias=True), random(5, 64), Cut((2, 3), 0).ends
+    module, x, ends = linear(2, bias=True), random(5, 64), Partition((2, 3), 0).ends
     module(x, ends).sum().backward()  # gradients are cast too
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     change(module)
@@ -122,7 +122,7 @@ def test_a_cast_changes_the_bias_and_no_byte(change):
 
 
 def test_copies_and_state_dicts():
-    module, other, x, ends = linear(2, bias=True), linear(2, bias=True), random(5, 64), Cut((2, 3), 0).ends
+    module, other, x, ends = linear(2, bias=True), linear(2, bias=True), random(5, 64), Partition((2, 3), 0).ends
     with torch.no_grad():
         other.bias.zero_()
     assert not other(x, ends).equal(module(x, ends))
@@ -197,7 +197,7 @@ def test_thunders_layers(source):
     fusion_moe.quantize_(model.eval())
     assert (type(model["one"]), type(model["all"]), model["one"].training) == (GroupedLinear, GroupedSwiGLU, False)
     assert model["one"].weight.equal(quantize(weights["one.weight"]).codes)
-    x, ends, sizes = random(11, 64, dtype=torch.bfloat16), Cut((4, 0, 7), 0).ends, (4, 0, 7)
+    x, ends, sizes = random(11, 64, dtype=torch.bfloat16), Partition((4, 0, 7), 0).ends, (4, 0, 7)
     gate, up, down = (weights[f"all.{name}_proj.weight"].double() for name in ("gate", "up", "down"))
     inner = loops.swiglu(torch.cat([loops.product(x.double(), w, sizes) for w in (gate, up)], -1))
     want = loops.product(inner, down, sizes)
@@ -212,7 +212,7 @@ def test_a_module_that_is_no_part_of_a_model(source):
     layers = thunders(source)
     module = layers.GroupedLinear(3, 64, 48, torch.float32, "cpu")
     assert isinstance(convert(module), GroupedLinear)
-    with pytest.raises(UnsupportedError, match=r"fusion_moe\.nn\.convert\(module\) returns what takes its place"):
+    with pytest.raises(UnsupportedError, match=r"fusion_moe\.nn\.convert\(module\) returns its replacement"):
         fusion_moe.quantize_(module)
     with pytest.raises(UnsupportedError, match="no converter for Linear; expected one of Qwen3MoeExperts, "):
         convert(nn.Linear(16, 16))

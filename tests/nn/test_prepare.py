@@ -42,7 +42,7 @@ def test_scales_that_are_numbers_keep_their_order():
 
 
 def test_sizes_off_the_tile_are_refused():
-    with pytest.raises(ShapeError, match="N = 24 is no multiple of 16, or K = 64 of 64"):
+    with pytest.raises(ShapeError, match="N = 24 is not a multiple of 16, or K = 64 not of 64"):
         LAYOUTS["w16x64"].pack(torch.zeros(2, 24, 32, dtype=torch.uint8))
 
 

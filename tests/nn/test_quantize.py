@@ -88,7 +88,7 @@ def test_filter_chooses_and_must_choose_something():
     model = qwen3_moe()
     fusion_moe.quantize_(model, filter_fn=lambda module, name: name == "model.layers.1.mlp.experts")
     assert [type(e).__name__ for e in experts_of(model)] == ["Qwen3MoeExperts", "NVFP4Experts"]
-    with pytest.raises(UnsupportedError, match="filter_fn took none"):
+    with pytest.raises(UnsupportedError, match="filter_fn rejected all experts"):
         fusion_moe.quantize_(qwen3_moe(), filter_fn=lambda module, name: False)
 
 

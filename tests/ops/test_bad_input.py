@@ -257,7 +257,7 @@ def test_a_translator_that_raises(registered):
 @pytest.mark.parametrize(
     ("name", "function", "said"),
     [
-        ("dtype", lambda fd, x: fd.ops.cast(x, dtype="bf16"), r"returned bf16\[4\]; expected f32\[4\], as its fake gives"),
+        ("dtype", lambda fd, x: fd.ops.cast(x, dtype="bf16"), r"returned bf16\[4\]; expected f32\[4\], as its fake returns"),
         ("shape", lambda fd, x: fd.ops.reshape(x, new_shape=(2, 2)), r"returned f32\[2, 2\]; expected f32\[4\]"),
         ("count", lambda fd, x: (x, x), r"returned f32\[4\], f32\[4\]; expected f32\[4\]"),
         ("number", lambda fd, x: 3, "returned a int"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from routings import Cut, cuts
+from routings import Partition, partitions
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch._library import custom_ops
@@ -67,14 +67,14 @@ def assert_right(found: Tensor, x: Tensor, w: Tensor, sizes: tuple[int, ...], dt
 # What it computes -----------------------------------------------------------------------------------------------------
 
 
-@given(cuts(), st.sampled_from(list(EPS)), st.sampled_from(((6, 32), (128, 64), (130, 80))))
-def test_against_a_loop(cut: Cut, dtype, nk):
-    parts, w = weight(len(cut.sizes), *nk)
-    x = random(cut.rows, nk[1], dtype=dtype)
-    x[sum(cut.sizes) :] = NAN
-    found = OURS(x, *parts, *problem(cut.sizes, *nk))
-    assert_right(found, x, w, cut.sizes)
-    assert not found[sum(cut.sizes) :].any()
+@given(partitions(), st.sampled_from(list(EPS)), st.sampled_from(((6, 32), (128, 64), (130, 80))))
+def test_against_a_loop(partition: Partition, dtype, nk):
+    parts, w = weight(len(partition.sizes), *nk)
+    x = random(partition.rows, nk[1], dtype=dtype)
+    x[sum(partition.sizes) :] = NAN
+    found = OURS(x, *parts, *problem(partition.sizes, *nk))
+    assert_right(found, x, w, partition.sizes)
+    assert not found[sum(partition.sizes) :].any()
 
 
 SIZES = {"uneven": (3, 0, 6, 2), "the last": (0, 0, 0, 11), "the first": (11, 0, 0, 0), "none": (0, 0, 0, 0), "one group": (11,)}
@@ -169,7 +169,7 @@ def test_what_two_formats_lose():
     args = (random(11, k), codes.mT, loops.swizzled(scale), decode, *problem(sizes, n, k))
     exact = loops.product(args[0].double(), loops.decoded(codes, scale, decode), sizes)
     with options.override(target="reference"):
-        lost = {fmt: ((OURS(*args, activation_format=fmt) - exact).norm() / exact.norm()).item() for fmt in ("bf16", "nvfp4")}
+        lost = {name: ((OURS(*args, activation_format=name) - exact).norm() / exact.norm()).item() for name in ("bf16", "nvfp4")}
     assert lost["bf16"] < 0.003
     assert 0.05 < lost["nvfp4"] < 0.09
 

@@ -10,7 +10,7 @@ import torch
 from fusions import assert_same_bits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from routings import Cut, Routing, cuts, routings
+from routings import Partition, Routing, partitions, routings
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -45,10 +45,10 @@ def random(*shape: int, dtype=torch.float32, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def product(cut: Cut, a: Tensor, w: Tensor) -> Tensor:
+def product(partition: Partition, a: Tensor, w: Tensor) -> Tensor:
     """a f64[M, K], w f64[G, N, K] -> f64[M, N]; zeros where no group is."""
-    parts = [a[rows] @ w[g].T for g, rows in cut.runs]
-    return torch.cat([*parts, a.new_zeros(cut.spare, w.shape[1])])
+    parts = [a[rows] @ w[g].T for g, rows in partition.runs]
+    return torch.cat([*parts, a.new_zeros(partition.spare, w.shape[1])])
 
 
 def close(found: Tensor, want: Tensor, magnitude: Tensor | float, dtype: torch.dtype) -> None:
@@ -62,15 +62,15 @@ def close(found: Tensor, want: Tensor, magnitude: Tensor | float, dtype: torch.d
 # nvfp4_grouped_mm -----------------------------------------------------------------------------------------------------
 
 
-@given(cuts(), st.sampled_from(list(EPS)), st.sampled_from((0, 1, 2)))
-def test_grouped_mm(cut: Cut, dtype, runs):
-    parts = weight(len(cut.sizes), 6, 32, runs)
-    a = random(cut.rows, 32, dtype=dtype)
-    a[sum(cut.sizes) :] = NAN
-    found = OPS.nvfp4_grouped_mm(a, *parts, cut.ends)
+@given(partitions(), st.sampled_from(list(EPS)), st.sampled_from((0, 1, 2)))
+def test_grouped_mm(partition: Partition, dtype, runs):
+    parts = weight(len(partition.sizes), 6, 32, runs)
+    a = random(partition.rows, 32, dtype=dtype)
+    a[sum(partition.sizes) :] = NAN
+    found = OPS.nvfp4_grouped_mm(a, *parts, partition.ends)
     w, wide = decoded(*parts), a.double().nan_to_num()
-    close(found, product(cut, wide, w), product(cut, wide.abs(), w.abs()), dtype)
-    assert not found[sum(cut.sizes) :].any()
+    close(found, product(partition, wide, w), product(partition, wide.abs(), w.abs()), dtype)
+    assert not found[sum(partition.sizes) :].any()
 
 
 def test_grouped_mm_is_exact_on_small_integers():
@@ -78,9 +78,9 @@ def test_grouped_mm_is_exact_on_small_integers():
     codes = torch.randint(0, 256, (3, 8, 32), generator=g, dtype=torch.uint8)
     scale = torch.tensor([0.5, 1.0, 2.0, 4.0])[torch.randint(0, 4, (3, 8, 4), generator=g)].to(torch.float8_e4m3fn)
     decode = torch.tensor([[1.0, 0.25], [2.0, 1.0], [0.5, 8.0]])  # gate and up keep their own
-    a, cut = torch.randint(-4, 5, (10, 64), generator=g).float(), Cut((3, 0, 6), 1)
-    found = OPS.nvfp4_grouped_mm(a, codes, scale, decode, cut.ends)
-    assert found.double().equal(product(cut, a.double(), decoded(codes, scale, decode)))
+    a, partition = torch.randint(-4, 5, (10, 64), generator=g).float(), Partition((3, 0, 6), 1)
+    found = OPS.nvfp4_grouped_mm(a, codes, scale, decode, partition.ends)
+    assert found.double().equal(product(partition, a.double(), decoded(codes, scale, decode)))
     assert found.any()
 
 
@@ -145,8 +145,8 @@ def test_nvfp4_activations_on_the_reference():
         found = OPS.nvfp4_grouped_mm(a, *parts, ends, activation_format="nvfp4", out_dtype=torch.float32)
     codes, scale, decode = OPS.nvfp4_quantize(a)
     near = decoded(codes[None], scale[None], decode[None])[0]
-    want = product(Cut((2, 3), 0), near, decoded(*parts))
-    close(found, want, product(Cut((2, 3), 0), near.abs(), decoded(*parts).abs()), torch.float32)
+    want = product(Partition((2, 3), 0), near, decoded(*parts))
+    close(found, want, product(Partition((2, 3), 0), near.abs(), decoded(*parts).abs()), torch.float32)
 
 
 def test_nvfp4_activations_do_not_depend_on_rows_of_no_group():
@@ -216,13 +216,13 @@ def test_combine_rounds_once_and_in_order():
     assert OPS.combine(y, slot_of.flip(1).contiguous(), torch.ones(1, 3)).item() == 2.0**24 + 2
 
 
-@given(cuts())
-def test_group_add(cut: Cut):
-    y, bias = random(cut.rows, 3), random(len(cut.sizes), 3, seed=2)
+@given(partitions())
+def test_group_add(partition: Partition):
+    y, bias = random(partition.rows, 3), random(len(partition.sizes), 3, seed=2)
     want = y.clone()
-    for g, rows in cut.runs:
+    for g, rows in partition.runs:
         want[rows] += bias[g]
-    assert_same_bits([OPS.group_add(y, bias, cut.ends)], [want])
+    assert_same_bits([OPS.group_add(y, bias, partition.ends)], [want])
 
 
 def test_grouped_swizzle_pads_each_group():
@@ -345,14 +345,14 @@ def test_derivative_of_expert_mlp(routing: Routing, variant):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4 * max(1.0, b.abs().max().item() if b.numel() else 1.0))
 
 
-@given(cuts(), st.sampled_from((torch.float32, torch.bfloat16)))
-def test_derivative_of_grouped_mm(cut: Cut, dtype):
-    parts = weight(len(cut.sizes), 6, 32)
-    a, dy = random(cut.rows, 32, dtype=dtype).requires_grad_(), random(cut.rows, 6, dtype=dtype, seed=2)
-    dy[sum(cut.sizes) :] = NAN  # gradients of rows of no group are not read
-    (da,) = torch.autograd.grad(OPS.nvfp4_grouped_mm(a, *parts, cut.ends), a, dy)
+@given(partitions(), st.sampled_from((torch.float32, torch.bfloat16)))
+def test_derivative_of_grouped_mm(partition: Partition, dtype):
+    parts = weight(len(partition.sizes), 6, 32)
+    a, dy = random(partition.rows, 32, dtype=dtype).requires_grad_(), random(partition.rows, 6, dtype=dtype, seed=2)
+    dy[sum(partition.sizes) :] = NAN  # gradients of rows of no group are not read
+    (da,) = torch.autograd.grad(OPS.nvfp4_grouped_mm(a, *parts, partition.ends), a, dy)
     w, wide = decoded(*parts).transpose(1, 2), dy.double().nan_to_num()
-    close(da, product(cut, wide, w), product(cut, wide.abs(), w.abs()), dtype)
+    close(da, product(partition, wide, w), product(partition, wide.abs(), w.abs()), dtype)
 
 
 def test_derivative_of_swiglu_combine_and_group_add():

@@ -26,7 +26,7 @@ def gradient() -> str:
     x, offs = fd.define_tensor(shape=[t, K], dtype="bf16"), fd.define_tensor(shape=[GROUPS], dtype="i32")
     ends = fd.groups_of(offs, t)
     fd.add_output(fd.ops.sum(dy, dims=(0,), keepdim=False))
-    made = fd.ops.grouped_outer(fd.ops.cut(dy, ends), fd.ops.cut(x, ends), ends)
+    made = fd.ops.grouped_outer(fd.ops.partition(dy, ends), fd.ops.partition(x, ends), ends)
     fd.add_output(fd.ops.add(grad, made), alias_input=grad)
     return one_line(fd.fusion())
 

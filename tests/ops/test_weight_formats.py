@@ -14,8 +14,8 @@ E, H, I, T, K = 4, 64, 128, 9, 2
 FORMATS = ["nvfp4", "mxfp4", "bf16", "f16", "f32"]
 
 
-def weight(fmt: str, *shape: int, seed: int = 0):
-    return quantize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 8, encoding=ENCODINGS[fmt])
+def weight(encoding: str, *shape: int, seed: int = 0):
+    return quantize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 8, encoding=ENCODINGS[encoding])
 
 
 def tokens(dtype=torch.bfloat16):
@@ -36,14 +36,14 @@ def by_hand(x, ids, w, gate_up, down, gate_up_bias=None):
     return out
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("encoding", FORMATS)
 @pytest.mark.parametrize("target", ["reference", "auto"])
-def test_experts(fmt, target):
+def test_experts(encoding, target):
     x, ids, w = tokens()
-    gate_up, down = weight(fmt, E, 2 * I, H), weight(fmt, E, H, I, seed=2)
+    gate_up, down = weight(encoding, E, 2 * I, H), weight(encoding, E, H, I, seed=2)
     bias = torch.randn(E, 2 * I, generator=torch.Generator().manual_seed(5)).bfloat16()
     with fusion_moe.options.override(target=target):
-        got = ops.fused_experts(x, ids, w, gate_up, down, bias, weight_format=fmt)
+        got = ops.fused_experts(x, ids, w, gate_up, down, bias, weight_format=encoding)
     want = by_hand(x, ids, w, gate_up, down, bias)
     assert (got.double() - want).norm() < 8e-3 * want.norm()
 
@@ -57,35 +57,35 @@ def test_named_operations_are_the_general_ones():
     assert torch.equal(ops.grouped_mm(a, gate_up, offs), ops.nvfp4_grouped_mm(a, *gate_up, offs))
 
 
-@pytest.mark.parametrize("fmt", ["mxfp4", "bf16"])
-def test_prepared_weights_compute_the_same(fmt):
+@pytest.mark.parametrize("encoding", ["mxfp4", "bf16"])
+def test_prepared_weights_compute_the_same(encoding):
     """The layout of CUDA's kernels, which the reference reads too."""
-    q = weight(fmt, E, 2 * I, H)
+    q = weight(encoding, E, 2 * I, H)
     a, offs = torch.randn(7, H, generator=torch.Generator().manual_seed(1)).bfloat16(), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
-    stored = LAYOUTS["w16x64"].pack(*q, encoding=ENCODINGS[fmt])
+    stored = LAYOUTS["w16x64"].pack(*q, encoding=ENCODINGS[encoding])
     with fusion_moe.options.override(target="reference"):
-        want = ops.grouped_mm(a, list(q), offs, weight_format=fmt)
-        assert torch.equal(ops.grouped_mm(a, stored, offs, weight_format=fmt, weight_layout="w16x64"), want)
+        want = ops.grouped_mm(a, list(q), offs, weight_format=encoding)
+        assert torch.equal(ops.grouped_mm(a, stored, offs, weight_format=encoding, weight_layout="w16x64"), want)
 
 
-@pytest.mark.parametrize("fmt", ["mxfp4", "bf16"])
-def test_compiled(fmt):
-    gate_up, down = weight(fmt, E, 2 * I, H), weight(fmt, E, H, I, seed=2)
+@pytest.mark.parametrize("encoding", ["mxfp4", "bf16"])
+def test_compiled(encoding):
+    gate_up, down = weight(encoding, E, 2 * I, H), weight(encoding, E, H, I, seed=2)
 
     def layer(x, ids, w):
-        return ops.fused_experts(x * 2, ids, w, list(gate_up), list(down), weight_format=fmt) + x
+        return ops.fused_experts(x * 2, ids, w, list(gate_up), list(down), weight_format=encoding) + x
 
     call = tokens()
     got = torch.compile(layer, backend="fusion_moe", fullgraph=True)(*call)
     torch.testing.assert_close(got, layer(*call), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("fmt", ["mxfp4", "f32"])
-def test_opcheck(fmt):
+@pytest.mark.parametrize("encoding", ["mxfp4", "f32"])
+def test_opcheck(encoding):
     a, offs = torch.randn(7, H, requires_grad=True), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
     utils = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    utils += ["test_schema"] if fmt != "mxfp4" else []  # torch's allclose, which that calls, knows no e8m0
-    opcheck(ops.grouped_mm.default, (a, list(weight(fmt, E, 96, H)), offs), {"weight_format": fmt}, test_utils=utils)
+    utils += ["test_schema"] if encoding != "mxfp4" else []  # torch's allclose, which that calls, knows no e8m0
+    opcheck(ops.grouped_mm.default, (a, list(weight(encoding, E, 96, H)), offs), {"weight_format": encoding}, test_utils=utils)
 
 
 def test_gradients_of_plain_weights():
@@ -126,5 +126,5 @@ def test_refusals():
         ops.grouped_mm(a, list(q[:2]), offs, weight_format="mxfp4")
     with pytest.raises(DtypeError, match="grouped_mm: the weight is f16.*; expected dtype bf16"):
         ops.grouped_mm(a, [torch.zeros(E, 96, H).half()], offs, weight_format="bf16")
-    with pytest.raises(ShapeError, match="N = 96 is no multiple of 16, or K = 32 of 64"):
+    with pytest.raises(ShapeError, match="N = 96 is not a multiple of 16, or K = 32 not of 64"):
         ops.grouped_mm(a[:, :32], list(weight("nvfp4", E, 96, 32)), offs, weight_layout="w16x64")

@@ -105,7 +105,7 @@ def test_canonicalize(golden):
     x = fd.define_tensor(shape=[-1, 4], dtype="bf16")
     ends = fd.define_tensor(shape=[2], dtype="i32", ends=fd.define_groups("g", 2))
     w = fd.define_tensor(shape=[2, 8, 4], dtype="bf16")
-    rows = fd.ops.cut(x, ends)
+    rows = fd.ops.partition(x, ends)
     wide = fd.ops.cast(rows, dtype="f32")  # read exactly by the product
     y = fd.ops.grouped_mm(wide, w, ends)
     y = fd.ops.div(y, fd.ops.add(fd.ops.exp(fd.ops.neg(y)), 1.0))  # silu
@@ -115,7 +115,7 @@ def test_canonicalize(golden):
     back = fd.ops.cast(fd.ops.cast(fd.ops.cast(y, dtype="bf16"), dtype="f32"), dtype="bf16")  # rounded once
     flat = fd.ops.reshape(fd.ops.reshape(back, new_shape=(2, x.type.shape[0], 4)), new_shape=(x.type.shape[0] * 8,))
     fd.add_output(flat)
-    fd.add_output(fd.ops.cut(fd.ops.cut(rows, ends), ends))
+    fd.add_output(fd.ops.partition(fd.ops.partition(rows, ends), ends))
     fusion = fd.fusion()
     after = simplify(canonicalize(fusion, CPU), CPU)
     golden(f"{fusion}\n\n{after}")
@@ -140,9 +140,9 @@ def test_a_product_does_not_take_every_dtype(dtype):
     fd = FusionDefinition()
     x = fd.define_tensor(shape=[-1, 4], dtype=dtype)
     ends = fd.define_tensor(shape=[2], dtype="i32", ends=fd.define_groups("g", 2))
-    rows = fd.ops.cast(fd.ops.cut(x, ends), dtype="f32")
+    rows = fd.ops.cast(fd.ops.partition(x, ends), dtype="f32")
     fd.add_output(fd.ops.grouped_mm(rows, fd.define_tensor(shape=[2, 8, 4], dtype="bf16"), ends))
-    assert [op.kind.name for op in canonicalize(fd.fusion(), CPU).ops] == ["cut", "cast", "grouped_mm"]
+    assert [op.kind.name for op in canonicalize(fd.fusion(), CPU).ops] == ["partition", "cast", "grouped_mm"]
 
 
 def test_silu_of_bf16_pieces_is_left():
@@ -163,8 +163,8 @@ def quantized_product(rows: int | None = None):
     offs = fd.define_tensor(shape=[G], dtype="i32")
     parts = [fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in (([G, N, 32], "u8"), ([G, N, 4], "f8e4m3"), ([G], "f32"))]
     ends = fd.ops.ends(offs, rows=m, groups=fd.define_groups("g", G))
-    a = fd.ops.quantize(fd.ops.cut(x, ends), fd.ops.decode_scale(x, fmt="nvfp4"), fmt="nvfp4")
-    fd.add_output(fd.ops.grouped_mm(a, fd.ops.pack(*parts, fmt="nvfp4", layout="linear"), ends))
+    a = fd.ops.quantize(fd.ops.partition(x, ends), fd.ops.decode_scale(x, encoding="nvfp4"), encoding="nvfp4")
+    fd.add_output(fd.ops.grouped_mm(a, fd.ops.pack(*parts, encoding="nvfp4", layout="linear"), ends))
     return fd.fusion()
 
 

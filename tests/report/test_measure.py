@@ -138,7 +138,7 @@ def test_a_tier_that_is_asked_for_is_named(x):
     with options.override(cpu_isa="generic"):
         machine = explained(Layer(), x, IDS, W).machine
     assert (machine.tier, machine.tier_why) == ("generic", "set by cpu_isa")
-    assert machine.products == (("bf16 by nvfp4", "1 row by dot products with the codes, more by panels of decoded weights"),)
+    assert machine.products == (("bf16 by nvfp4", "1 row by dot products with the codes, more by panels of dequantized weights"),)
 
 
 def test_weights_on_large_pages_are_counted():
@@ -286,7 +286,7 @@ def test_json(told):
         "seconds": 250e-6, "shortest": 240e-6, "longest": 270e-6, "bytes_read": 2_000_000, "floor": 100e-6,
     }  # fmt: skip
     assert fusion["measured"]["seconds"] == 1.7e-3
-    assert fusion["loads"][0] == {"cut": "g0", "rows": list(ROWS)}
+    assert fusion["loads"][0] == {"partition": "g0", "rows": list(ROWS)}
 
 
 @pytest.mark.parametrize(

@@ -82,19 +82,19 @@ def test_roundings_that_the_kernels_drop_are_listed(report, x):
 
 
 def test_what_was_not_fused_is_told(report):
-    assert {x.op: x.why for x in report.left} == {"aten.topk.default": "it has no translator"}
-    assert all("test_report.py" in x.source for x in report.left)
+    assert {x.op: x.why for x in report.not_fused} == {"aten.topk.default": "it has no translator"}
+    assert all("test_report.py" in x.source for x in report.not_fused)
 
 
 def test_json_has_a_versioned_schema(report):
     data = json.loads(report.to_json())
-    assert data["schema"] == "fusion_moe.explain/1"
-    assert set(data) == {"schema", "target", "executed", "graphs", "calls", "fused_calls", "fusions", "left", "custom_ops", "machine"}
-    assert data["fusions"][0]["segments"][1]["why"].startswith("grouped_mm contracts the result of grouped_mm")
+    assert data["schema"] == "fusion_moe.explain/2"
+    assert set(data) == {"schema", "target", "executed", "graphs", "calls", "fused_calls", "fusions", "not_fused", "custom_ops", "machine"}
+    assert data["fusions"][0]["segments"][1]["boundary"].startswith("grouped_mm contracts the result of grouped_mm")
     assert list(data["fusions"][0]["stages"]) == list(report.stages)
 
 
-def test_a_cut_names_the_segments_that_are_read(x):
+def test_a_boundary_names_the_segments_that_are_read(x):
     layer = Layer()
     layer.experts.activation_format = "nvfp4"
     with torch.no_grad():
@@ -171,7 +171,7 @@ def test_random_inputs_fit_what_reads_them():
     table, index = fd.define_tensor(shape=[5, 16], dtype="f32"), fd.define_tensor(shape=[m], dtype="i64")
     ends = fd.ops.ends(offs, rows=m, groups=fd.fresh_groups(3))
     weight = fd.define_tensor(shape=[3, 8, 16], dtype="f32")
-    fd.add_output(fd.ops.grouped_mm(fd.ops.cut(fd.ops.add(rows, fd.ops.index_select(table, index, dim=0)), ends), weight, ends))
+    fd.add_output(fd.ops.grouped_mm(fd.ops.partition(fd.ops.add(rows, fd.ops.index_select(table, index, dim=0)), ends), weight, ends))
     fusion = fd.fusion()
     for seed in range(5):
         inputs = repro.random_inputs(fusion, seed, {"m": 11})

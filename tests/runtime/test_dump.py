@@ -51,7 +51,7 @@ def test_stages_and_segments(tmp_path):
     for i, segment in enumerate(made.segments):
         said = found[f"segment{i}-{segment.kind}.txt"].decode()
         assert str(segment.fusion) in said
-        assert segment.why in said
+        assert segment.boundary in said
 
 
 @pytest.mark.compiler

@@ -250,7 +250,7 @@ def test_no_space_left(small):
     assert e.value.errno == errno.ENOSPC
     assert [p.name for p in small.iterdir()] in ([], ["key.bin.lock"])
     said = "k: the compiled kernel could not be written: .* free some space, or set FUSION_MOE_CACHE_DIR to another folder"
-    with pytest.raises(BuildError, match=said), store.told("k"):
+    with pytest.raises(BuildError, match=said), store.as_build_error("k"):
         store.get_or_make("key.bin", slowly)
     subprocess.run(["mount", "-o", "remount,size=1m,nr_inodes=50", small], check=True)
     assert store.get_or_make("key.bin", slowly).read_bytes() == CONTENT

@@ -23,7 +23,7 @@ def built(kind: str) -> Fusion:
     shapes = {"grouped_mm": ([M, K], [G, N, K]), "grouped_mm_t": ([M, N], [G, N, K]), "grouped_outer": ([M, N], [M, K])}[kind]
     a, b = (fd.define_tensor(shape=s, dtype="f32") for s in shapes)
     ends = fd.groups_of(fd.define_tensor(shape=[G], dtype="i32"), M)
-    fd.add_output(getattr(fd.ops, kind)(*(fd.ops.cut(v, ends) if len(v.type.shape) == 2 else v for v in (a, b)), ends))
+    fd.add_output(getattr(fd.ops, kind)(*(fd.ops.partition(v, ends) if len(v.type.shape) == 2 else v for v in (a, b)), ends))
     return fd.fusion()
 
 

@@ -1,4 +1,4 @@
-"""Where Fusions are cut into kernels, why, and that the pieces do what the whole did."""
+"""Where Fusions are divided into kernels, why, and that the pieces do what the whole did."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from routings import Routing, routings
 
 import fusion_moe
 from fusion_moe import FusionDefinition, ops, options, schedule
+from fusion_moe.compile import segments
 from fusion_moe.encodings import quantize
-from fusion_moe.errors import UnsupportedError
 from fusion_moe.frontends import inductor
 from fusion_moe.ir.core import Fusion
 from fusion_moe.passes import PASSES
-from fusion_moe.segment import split
+from fusion_moe.segment import Segment
 from fusion_moe.target import TARGETS, Target
 
 CPU = TARGETS["cpu"]
 OPS = torch.ops.fusion_moe
+
+
+def split(fusion: Fusion, target: Target) -> tuple[Segment, ...]:
+    return segments(fusion, target, options.current())
 
 
 def prepared(fusion: Fusion, target: Target = CPU) -> Fusion:
@@ -47,14 +51,14 @@ def shown(fusion: Fusion, target: Target = CPU) -> str:
     """Each segment in three lines: its kind, its operations, why it begins there."""
     lines = []
     for s in split(fusion, target):
-        lines += [f"{s.kind}: {' '.join(op.kind.name for op in s.fusion.ops)}", f"    because {s.why}" if s.why else "    (first)"]
+        lines.append(f"{s.kind}: {' '.join(op.kind.name for op in s.fusion.ops)}")
+        lines.append(f"    because {s.boundary}" if s.boundary else "    (first)")
     return "\n".join(lines)
 
 
 def whole(fusion: Fusion, target: Target = CPU) -> str:
     """Each segment as text, with its schedule."""
-    parts = [(s, schedule.named(s.kind).choose(s.fusion, target)) for s in split(fusion, target)]
-    return "\n\n".join(f"# {c}\n# {s.why or 'first'}\n{s.fusion}" for s, c in parts)
+    return "\n\n".join(f"# {s.plan.schedule}\n# {s.boundary or 'first'}\n{s.fusion}" for s in split(fusion, target))
 
 
 # Meaning --------------------------------------------------------------------------------------------------------------
@@ -70,31 +74,31 @@ def test_segments_do_what_the_fusion_does(fusion, target):
 
 @given(programs())
 def test_segments_are_a_partition(fusion):
-    segments = split(fusion, CPU)
-    seen = [op for s in segments for op in s.fusion.ops if not op.kind.view]
+    found = split(fusion, CPU)
+    seen = [op for s in found for op in s.fusion.ops if not op.kind.view]
     assert len(seen) == len(set(seen))
     assert set(seen) == {op for op in fusion.ops if not op.kind.view}
     made = set(fusion.inputs)
-    for s in segments:
+    for s in found:
         assert made.issuperset(s.inputs)
         made.update(s.outputs)
-        assert schedule.named(s.kind).can_schedule(s.fusion, CPU) is None
+        assert s.plan.backend == "reference" or schedule.named(s.kind).can_schedule(s.fusion, CPU) is None
         assert not [op for op in s.fusion.ops if op.kind.role == "grouped"][1:]  # one product at most
 
 
 @given(programs())
-def test_every_cut_has_a_reason(fusion):
-    segments = split(fusion, CPU)
-    made = {v for s in segments for v in s.outputs}
-    for s in segments:
-        assert bool(s.why) == any(v in made for v in s.inputs)
+def test_every_boundary_has_a_reason(fusion):
+    found = split(fusion, CPU)
+    made = {v for s in found for v in s.outputs}
+    for s in found:
+        assert bool(s.boundary) == any(v in made for v in s.inputs)
 
 
 def test_views_that_are_outputs():
     fd = FusionDefinition()
     x, offs = fd.define_tensor(shape=[-1, 4], dtype="f32"), fd.define_tensor(shape=[2], dtype="i32")
     ends = fd.ops.ends(offs, rows=x.type.shape[0], groups=fd.define_groups("g", 2))
-    rows = fd.ops.cut(x, ends)
+    rows = fd.ops.partition(x, ends)
     y = fd.ops.neg(rows)
     for v in (ends, rows, y):
         fd.add_output(v)
@@ -118,16 +122,17 @@ def test_outputs_are_contiguous_and_new():
     assert len({t.data_ptr() for t in (*outputs, *inputs)}) == 4
 
 
-def test_what_no_scheduler_takes(monkeypatch):
+def test_the_reference_takes_what_no_scheduler_accepts(monkeypatch):
     fd = FusionDefinition()
     fd.add_output(fd.ops.neg(fd.define_tensor(shape=[3], dtype="f32")))
     monkeypatch.setattr(schedule.pointwise, "ROLES", ())
     monkeypatch.setattr(schedule.rows, "ROLES", ())
     monkeypatch.setattr(schedule.layout, "ROLES", ())
-    with pytest.raises(
-        UnsupportedError, match="no scheduler accepts neg.*pointwise: neg is not pointwise.*grouped_gemm: no grouped product"
-    ):
-        split(fd.fusion(), CPU)
+    (segment,) = split(fd.fusion(), CPU)
+    assert (segment.kind, segment.plan.backend) == ("single", "reference")
+    assert segment.plan.why == "neg is neither pointwise nor a row operation"
+    x = torch.randn(3)
+    assert_same_bits(fusion_moe.run(fd.fusion(), [x]), [-x])
 
 
 # One program, many doors ----------------------------------------------------------------------------------------------
@@ -193,7 +198,7 @@ def by_hand(dtype="bf16") -> Fusion:
 
     def weight(n, k):
         shapes = ([G, n, k // 2], "u8"), ([G, n, k // 16], "f8e4m3"), ([G], "f32")
-        return fd.ops.pack(*(fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in shapes), fmt="nvfp4", layout="linear")
+        return fd.ops.pack(*(fd.define_tensor(shape=s, dtype=d, role="weight") for s, d in shapes), encoding="nvfp4", layout="linear")
 
     gate_up, down = weight(2 * I, H), weight(H, I)
     ends, row_of, slot_of = fd.ops.route(ids, groups=g)
@@ -247,7 +252,7 @@ def test_many_doors_give_the_same_bits():
 def test_schedulers_know_no_model():
     words = re.compile(r"\b(moe|experts?|router|swiglu|mlp|gate|top_?k|qwen|mixtral|deepseek|gpt|llama)\b", re.IGNORECASE)
     root = Path(fusion_moe.__file__).parent
-    for path in (*(root / "schedule").glob("*.py"), root / "segment.py"):
+    for path in (*(root / "schedule").glob("*.py"), root / "segment.py", root / "pieces.py"):
         for match in words.finditer(path.read_text(encoding="utf-8")):
             pytest.fail(f"{path.name} says {match[0]!r}")
 
@@ -265,7 +270,7 @@ def variant(name: str, dtype=torch.bfloat16):
 
 
 def test_variants(golden):
-    """What each option of expert_mlp does to the cuts."""
+    """What each option of expert_mlp does to the boundaries."""
     said = []
     for name in VARIANTS:
         args, kwargs = variant(name)
@@ -366,7 +371,7 @@ BROKEN = {
 }
 
 
-def test_breaking_one_operation_changes_the_cut(golden):
+def test_breaking_one_operation_moves_the_boundaries(golden):
     found = {name: shown(prepared(changed(change))) for name, change in BROKEN.items()}
     assert found["nothing"].count("grouped_gemm") == 2
     kept = ("nothing", "a second reader between, pointwise", "pointwise on rows in front", "pointwise at the end")

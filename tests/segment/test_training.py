@@ -1,4 +1,4 @@
-"""The kernels of a forward that saves values: where it is cut, and that each piece still has a kernel."""
+"""The kernels of a forward that saves values: where it is divided, and that each piece still has a kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def forward(*wrt: int) -> Fusion:
     return differentiate(fusion, wrt).forward if wrt else fusion
 
 
-def test_where_a_forward_is_cut(golden):
+def test_where_a_forward_is_divided(golden):
     """A kernel stores tiles of one width: FC1's result is saved, so what halves it runs after it. FC2's is stored for the sum anyway."""
     golden("\n\n".join(f"# {wrt}\n{shown(prepared(forward(*wrt)))}" for wrt in ((), (0,), (2,), (0, 2))))
 

@@ -56,7 +56,7 @@ def why_left(twice) -> str:
     up, down = weight(I, H), weight(H, I)
     found = check(lambda x: O.nvfp4_grouped_mm(twice(O.nvfp4_grouped_mm(x, *up, ENDS)), *down, ENDS))
     assert len(found.regions) == 2
-    (why,) = {left.why for left in found.left if left.op == "bad_thunder.twice.default"}
+    (why,) = {left.why for left in found.not_fused if left.op == "bad_thunder.twice.default"}
     return why
 
 
@@ -72,12 +72,12 @@ RAISES_AT = f"test_bad_translators.py:{raises.__code__.co_firstlineno + 2}"
     ("function", "why"),
     [
         (raises, f"{RAISES_AT}: the translator of {NAME} failed: AttributeError: 'Value' object has no attribute 'no_such_thing'; "
-                 "expected values, or Untranslatable; mend the translator; raise Untranslatable(reason) for calls that it does not take"),
+                 "expected values, or Untranslatable; fix the translator; raise Untranslatable(reason) for calls that it does not support"),
         (lambda fd, x: fd.ops.add(x, fd.ops.cast(x, dtype="f64")), f"the translator of {NAME} failed: DtypeError: "),
-        (lambda fd, x: fd.ops.cast(x, dtype="f64"), "returned f64[5/g0, 16]; expected f32[5, 16], as its fake gives; return values of"),
-        (lambda fd, x: fd.ops.reshape(x, new_shape=(80,)), "returned f32[80]; expected f32[5, 16], as its fake gives"),
-        (lambda fd, x: (x, x), "returned f32[5/g0, 16], f32[5/g0, 16]; expected f32[5, 16], as its fake gives"),
-        (lambda fd, x: "x", "returned a str; expected f32[5, 16], as its fake gives"),
+        (lambda fd, x: fd.ops.cast(x, dtype="f64"), "returned f64[5/g0, 16]; expected f32[5, 16], as its fake returns; return values of"),
+        (lambda fd, x: fd.ops.reshape(x, new_shape=(80,)), "returned f32[80]; expected f32[5, 16], as its fake returns"),
+        (lambda fd, x: (x, x), "returned f32[5/g0, 16], f32[5/g0, 16]; expected f32[5, 16], as its fake returns"),
+        (lambda fd, x: "x", "returned a str; expected f32[5, 16], as its fake returns"),
         (lambda fd: None, "failed: TypeError: "),
     ],
     ids=["raises", "an operation refuses", "dtype", "shape", "count", "no value", "arguments"],
@@ -87,7 +87,7 @@ def test_its_call_stays_and_the_message_says_where_what_and_what_to_do(twice, fu
     with caplog.at_level(logging.WARNING, "fusion_moe"):
         said = why_left(twice)
     assert why in said
-    assert re.match(rf"test_bad_translators\.py:\d+: the translator of {NAME} .*; .*(mend the translator|return values of these)", said)
+    assert re.match(rf"test_bad_translators\.py:\d+: the translator of {NAME} .*; .*(fix the translator|return values of these)", said)
     assert said in caplog.records[-1].getMessage()
 
 
@@ -113,7 +113,7 @@ def test_an_entry_point_that_fails_is_a_warning(tmp_path, monkeypatch, caplog):
     (record,) = caplog.records
     assert record.getMessage() == (
         "bad_thunder_translators.py:2: the entry point bad = bad_thunder_translators of ? failed: ModuleNotFoundError: No module named "
-        "'no_such_module'; expected a module of the group fusion_moe.translators that imports; mend or uninstall that package"
+        "'no_such_module'; expected a module of the group fusion_moe.translators that imports; fix or uninstall that package"
     )
 
 

@@ -50,7 +50,7 @@ def test_the_same_report_as_of_torch_compile(x, context, ours):
     with context():
         report = fusion_moe.explain(jitted(layer, ours), x)
         assert told(report) == told(fusion_moe.explain(layer, x))
-    assert {left.op: left.why for left in report.left}["aten.topk.default"] == "it has no translator"
+    assert {left.op: left.why for left in report.not_fused}["aten.topk.default"] == "it has no translator"
     assert "test_explain.py" in report.fusions[0].segments[0].sources[0]
 
 

@@ -12,7 +12,7 @@ from moe_models import Block, Experts, G, H, I, Mlp, O, calls, routing, tokens, 
 from torch import nn
 
 import fusion_moe
-from fusion_moe import errors, ops, options, schedule, translate, translator
+from fusion_moe import errors, ops, options, translate, translator
 from fusion_moe.compile import lower
 from fusion_moe.ir.core import Fusion
 from fusion_moe.target import TARGETS
@@ -128,7 +128,7 @@ def kernels(fusion: Fusion) -> str:
     """Each segment as text, with its schedule; inputs in the order in which they are read."""
     lowered = lower(fusion, TARGETS["cpu"], options.current())
     assert [s.kind for s in lowered.segments] == ["grouped_gemm", "grouped_gemm"]
-    return "\n\n".join(f"{schedule.named(s.kind).choose(s.fusion, TARGETS['cpu'])}\n{s.fusion}" for s in lowered.segments)
+    return "\n\n".join(f"{s.plan.schedule}\n{s.plan.fusion}" for s in lowered.segments)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 33])
@@ -326,7 +326,7 @@ def test_a_users_operation_that_its_translator_refuses(squared_relu):
     with torch.no_grad():
         assert jitted(model)(tokens(5), 3).equal(model(tokens(5), 3))
         result = found(model, tokens(5), 3)
-    (left,) = [x for x in result.left if x.op == "thunder_user.squared_relu.default"]
+    (left,) = [x for x in result.not_fused if x.op == "thunder_user.squared_relu.default"]
     assert left.why == "refused: power = 3; expected 2"
     assert left.source.endswith("in forward: y = torch.ops.thunder_user.squared_relu(O.nvfp4_grouped_mm(x, *self.up, ENDS), power)")
     assert len(result.regions) == 2
@@ -412,7 +412,7 @@ def test_a_part_of_an_operation_is_not_fused(squared_relu):
     finally:
         translate.unregister("thunder_user::running")
     assert [calls(r.nodes) for r in result.regions] == [["fusion_moe.nvfp4_grouped_mm.default"]]
-    assert "fusing it would split an operation of thunder's" in [x.why for x in result.left]
+    assert "fusing it would split an operation of thunder's" in [x.why for x in result.not_fused]
 
 
 # ---------------------------------------------------------------------------------------------------------------- other executors
@@ -489,7 +489,7 @@ def test_what_is_found(how):
     sources = {op.source.partition(":")[0] for op in region.fusion.ops}
     assert sources == {"moe_models.py"}
     assert any("return O.expert_mlp(" in op.source for op in region.fusion.ops)
-    assert {x.op: x.why for x in result.left}["aten.topk.default"] == "it has no translator"
+    assert {x.op: x.why for x in result.not_fused}["aten.topk.default"] == "it has no translator"
 
 
 def test_what_is_found_in_a_training_step_is_its_forward():

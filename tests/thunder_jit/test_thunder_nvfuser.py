@@ -262,7 +262,7 @@ def test_a_users_operation(device):
     ("function", "why"),
     [
         (lambda fd, x: 1 / 0, "failed: ZeroDivisionError"),
-        (lambda fd, x: fd.ops.cast(x, dtype="f32"), r"returned f32\[5, 128\]; expected bf16\[5, 128\], as its fake gives"),
+        (lambda fd, x: fd.ops.cast(x, dtype="f32"), r"returned f32\[5, 128\]; expected bf16\[5, 128\], as its fake returns"),
     ],
     ids=["raises", "dtype"],
 )

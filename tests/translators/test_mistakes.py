@@ -113,7 +113,7 @@ FAULTS = {
     "a size": (lambda fd, x: fd.ops.mul(x, x.type.shape[0]), "mul: the operand 5/g0 is a size, which the call decides"),
     "text": (lambda fd, x: fd.ops.mul(x, "2"), "mul: the operand '2' of type str"),
     "a number of no exact value": (lambda fd, x: fd.ops.mul(x, np.longdouble(2)), "of type longdouble"),
-    "no values": (lambda fd, x: (), "returned nothing; expected f32[5, 16], as its fake gives"),
+    "no values": (lambda fd, x: (), "returned nothing; expected f32[5, 16], as its fake returns"),
     "a bare KeyError": (lambda fd, x: {}["a"], "failed: KeyError: 'a'"),
     "no end": (recurses, "failed: RecursionError: "),
     "an error without text": (unprintable, "failed: Unprintable; "),
@@ -128,13 +128,13 @@ def test_its_call_is_not_fused_all_else_is_and_explain_agrees(lib, name):
     got, found = compiled(between, x)
     assert got.equal(between(x))
     assert len(found.regions) == 2
-    (left,) = found.left
+    (left,) = found.not_fused
     assert left.broken
     assert why in left.why
     assert left.why.startswith("test_mistakes.py:")
     with torch.no_grad():
         report = fusion_moe.explain(between, x)
-    assert [(x.op, x.why) for x in report.left] == [("bad_translators.twice.default", left.why)]
+    assert [(x.op, x.why) for x in report.not_fused] == [("bad_translators.twice.default", left.why)]
     assert len(report.fusions) == 2
 
 
@@ -145,7 +145,7 @@ def test_the_one_of_two_that_is_at_fault_is_blamed(lib):
     translator(thrice)(lambda fd, x: fd.ops.mul(x, 3.0))
     for first, second in ((thrice, torch.ops.bad_translators.twice), (torch.ops.bad_translators.twice, thrice)):
         _, found = compiled(lambda x, a=first, b=second: b(a(O.nvfp4_grouped_mm(x, *UP, ENDS))), tokens(5))
-        assert [left.op for left in found.left if left.broken] == ["bad_translators.twice.default"]
+        assert [left.op for left in found.not_fused if left.broken] == ["bad_translators.twice.default"]
 
 
 @pytest.mark.parametrize("two", [np.float32(2), np.float16(2), np.float64(2), np.int64(2)], ids=lambda two: type(two).__name__)
@@ -153,7 +153,7 @@ def test_numbers_of_numpy_are_numbers(lib, two):
     translator(NAME)(lambda fd, x: fd.ops.mul(fd.ops.cast(x, "f32"), two))  # "f32" by position, as nvFuser's attributes may stand
     got, found = compiled(between, tokens(5))
     assert got.equal(between(tokens(5)))
-    assert found.left == []
+    assert found.not_fused == []
 
 
 def test_another_meaning_is_told_by_check(lib):
@@ -162,17 +162,17 @@ def test_another_meaning_is_told_by_check(lib):
     assert not compiled(between, x)[0].equal(between(x))
     got, found = compiled(between, x, check=True)
     assert got.equal(between(x))
-    (left,) = found.left
+    (left,) = found.not_fused
     assert f"the translator of {NAME}, in plain torch, differs from the operation in output 0: Tensor-likes are not close" in left.why
     with torch.no_grad(), fusion_moe.options.override(check=True):
-        assert [x.why for x in fusion_moe.explain(between, x).left] == [left.why]
+        assert [x.why for x in fusion_moe.explain(between, x).not_fused] == [left.why]
 
 
 def test_the_right_meaning_passes_check(lib):
     translator(NAME)(lambda fd, x: fd.ops.add(x, x))
     got, found = compiled(between, tokens(5), check=True)
     assert got.equal(between(tokens(5)))
-    assert found.left == []
+    assert found.not_fused == []
 
 
 # ------------------------------------------------------------------------------------------------------------------------- names
@@ -191,7 +191,7 @@ def test_operations_themselves_are_names(lib):
     ("op", "said"),
     [
         (torch.ops.aten.add, "aten.add has 4 overloads; expected one of aten.add.Tensor, aten.add.Scalar"),
-        (torch.relu, "is no operation; expected a name, torch.ops.x.y, one of its overloads, or a custom_op"),
+        (torch.relu, "is not an operation; expected a name, torch.ops.x.y, one of its overloads, or a custom_op"),
     ],
     ids=["several overloads", "a function"],
 )
@@ -225,7 +225,7 @@ def test_a_misspelt_name_is_a_warning_once(lib, name, todo, caplog):
         translate.unregister(name)
     (warned,) = [r.getMessage() for r in caplog.records if name in r.getMessage()]
     assert warned.startswith("test_mistakes.py:")
-    assert f"there is no operation {name}; expected one that is registered; {todo}" in warned
+    assert f"there is not an operation {name}; expected one that is registered; {todo}" in warned
 
 
 def test_an_operation_may_come_after_its_translator(lib, caplog):
@@ -239,7 +239,7 @@ def test_an_operation_may_come_after_its_translator(lib, caplog):
     assert "library_to_come" not in caplog.text
     late = define(lib, "late", "(Tensor x) -> Tensor", lambda x: x * 2, torch.empty_like)
     _, found = compiled(lambda x: late(O.nvfp4_grouped_mm(x, *UP, ENDS)), tokens(5))
-    assert found.left == []
+    assert found.not_fused == []
 
 
 # --------------------------------------------------------------------------------------------------------------------- mutation
@@ -260,7 +260,7 @@ def test_an_operation_that_writes_into_its_arguments_is_told(lib):
     assert got.equal(f(x))
     with torch.no_grad():
         report = fusion_moe.explain(f, x)
-    for left in (found.left, report.left):
+    for left in (found.not_fused, report.not_fused):
         why = {x.op: x.why for x in left}
         for op in ("bad_translators.double_.default", "bad_translators.both.default"):
             assert why[op] == "it mutates its arguments, and a fusion only returns new tensors"
@@ -291,7 +291,7 @@ def not_of_groups(fd, x):
     ("function", "said"),
     [
         (lambda fd, x: fd.ops.mul(x, 1.01), "in plain torch, differs from the operation in output 0: .*; expected the operation's values"),
-        (lambda fd, x: fd.ops.cast(x, "bf16"), r"returned bf16\[5, 16\]; expected f32\[5, 16\], as its fake gives"),
+        (lambda fd, x: fd.ops.cast(x, "bf16"), r"returned bf16\[5, 16\]; expected f32\[5, 16\], as its fake returns"),
         (lambda fd, x: fd.ops.mul(fd.ops.maximum(x, 0.0), 2.0), "differs from the operation"),  # and not on what is given
         (only_five_rows, "differs from the operation"),
         (not_of_groups, r"returned bf16\[\w+/g0, 16\]"),
@@ -307,7 +307,7 @@ def test_a_wrong_translator_does_not_pass(lib, function, said):
 def test_a_fake_that_lies_does_not_pass(lib):
     lies = define(lib, "lies", "(Tensor x) -> Tensor", lambda x: x + 1, lambda x: x.new_empty(2))
     translator(lies)(lambda fd, x: fd.ops.add(x, 1.0))
-    said = r"returns torch.float32 \[3\]; expected torch.float32 \[2\], as its fake gives; mend the fake"
+    said = r"returns torch.float32 \[3\]; expected torch.float32 \[2\], as its fake returns; fix the fake"
     with pytest.raises(TranslatorError, match=said):
         check_translator(lies, torch.ones(3))
 
@@ -322,5 +322,5 @@ def test_a_refusal_and_no_translator_are_told(lib):
 
     with pytest.raises(Untranslatable, match="never"):
         check_translator(NAME, torch.ones(3))
-    with pytest.raises(TranslatorError, match="there is no operation bad_translators::none"):
+    with pytest.raises(TranslatorError, match="there is not an operation bad_translators::none"):
         check_translator("bad_translators::none", torch.ones(3))

@@ -40,7 +40,7 @@ with torch.library._scoped_library("their_lib", "DEF") as lib:
 
     with torch.no_grad():
         assert torch.compile(f, backend="fusion_moe")(x).equal(f(x))
-        (left,) = fusion_moe.explain(f, x).left
+        (left,) = fusion_moe.explain(f, x).not_fused
     print(left.op, left.why)
 """
 
@@ -83,7 +83,7 @@ def test_a_package_that_fails_costs_its_own_translators_alone(run, line, error):
     found, warned = run(CALL, f"{TWICE}{line}\n")
     why = f"their_translators.py:7: the entry point theirs = their_translators of their-lib failed: {error}"
     assert found.startswith(f"their_lib.once.default it has no translator; {why}")
-    assert found.endswith("; expected a module of the group fusion_moe.translators that imports; mend or uninstall that package")
+    assert found.endswith("; expected a module of the group fusion_moe.translators that imports; fix or uninstall that package")
     assert warned.count(why) == 1
 
 
@@ -96,7 +96,7 @@ def test_a_second_translator_is_the_error_of_who_comes_second(run):
 
 @pytest.mark.parametrize("name", ["twice", "::twice", "their_lib::", ""])
 def test_a_name_that_is_none(name):
-    with pytest.raises(TranslatorError, match=f"test_registry.py:.* '{name}' is no name of an operation; expected namespace::name"):
+    with pytest.raises(TranslatorError, match=f"test_registry.py:.* '{name}' is not the name of an operation; expected namespace::name"):
         translator(name)(lambda fd, x: x)
 
 

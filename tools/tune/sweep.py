@@ -21,7 +21,6 @@ from torch import Tensor
 
 from fusion_moe.arch import Arch
 from fusion_moe.compile import lower
-from fusion_moe.emit.cuda import emit
 from fusion_moe.emit.cuda.choice import SizeClass, choose_from
 from fusion_moe.emit.cuda.grouped_mm import Product, activation_reader
 from fusion_moe.emit.cuda.launch import Launch, build
@@ -122,11 +121,9 @@ class Task:
         y = grouped_mm(fd, a, weight, offs, weight_layout=self.layout)
         fd.add_output(scaled_swiglu(fd, y) if self.part == "gate_up" else y)
         lowered = lower(fd.fusion(), TARGETS["cuda"], Options())
-        (segment,), (schedule,) = lowered.contracted, lowered.schedules
-        kernel = emit(segment, schedule)
-        assert isinstance(kernel.launch, Launch), kernel.why
-        source = kernel.launch.source
-        assert isinstance(source, Product)
+        (segment,) = lowered.segments
+        source = segment.plan.work
+        assert isinstance(source, Product), segment.plan.why
         inputs = lowered.stages[-1][1].inputs
         return source, [inputs.index(v) for v in segment.inputs]
 

@@ -30,18 +30,18 @@ def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Va
     return rows, lambda y: fd.ops.reshape(y, new_shape=(*lead, *y.type.shape[1:]))
 
 
-def cut_by(fd: FusionDefinition, x: Value, ends: Value) -> Value:
-    """x [M, ...] -> [M/g, ...]; rows that other ends have cut are taken as plain rows: the call says which ends count."""
+def partition_by(fd: FusionDefinition, x: Value, ends: Value) -> Value:
+    """x [M, ...] -> [M/g, ...]; rows that other ends have partitioned count as plain rows: the call says which ends count."""
     dim = x.type.shape[0]
     if isinstance(dim, Rows) and dim.groups != ends.type.ends:
         x = fd.ops.reshape(x, new_shape=(dim.total, *x.type.shape[1:]))
-    return fd.ops.cut(x, ends)
+    return fd.ops.partition(x, ends)
 
 
 def operand(fd: FusionDefinition, x: Value, ends: Value, activation_format: str) -> Value:
     """x [M, K] -> [M/g, K], to be quantized or not: the one decode scale of its rows may not depend on those that belong to no group."""
-    cut = cut_by(fd, x, ends)
-    return fd.ops.zero_rest(cut, ends) if activation_format == "nvfp4" else cut
+    rows = partition_by(fd, x, ends)
+    return fd.ops.zero_rest(rows, ends) if activation_format == "nvfp4" else rows
 
 
 def product(
@@ -53,7 +53,7 @@ def product(
     w = packed(fd, weight, find(weight_format), weight_layout, **packing)
     stored = {} if weight_layout == "linear" else {"w_layout": weight_layout}
     if activation_format == "nvfp4":
-        a = fd.ops.quantize(a, fd.ops.decode_scale(a, fmt="nvfp4"), fmt="nvfp4")
+        a = fd.ops.quantize(a, fd.ops.decode_scale(a, encoding="nvfp4"), encoding="nvfp4")
     return fd.ops.cast(fd.ops.grouped_mm(a, w, ends, **stored), dtype=dtype)
 
 
@@ -67,7 +67,7 @@ def packed(fd: FusionDefinition, parts: Sequence[Value], encoding: Encoding, lay
     if encoding.plain and layout == "linear":
         need_dtype("the weight", parts[0].type, encoding.name)
         return parts[0]
-    return fd.ops.pack(*parts, fmt=encoding.name, layout=layout, **packing)
+    return fd.ops.pack(*parts, encoding=encoding.name, layout=layout, **packing)
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -78,8 +78,8 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 @translator("fusion_moe::nvfp4_quantize")
 def nvfp4_quantize(fd: FusionDefinition, x: Value, decode_scale: Value | None = None) -> tuple[Value, ...]:
     """x float[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale f32[...]"""
-    made = fd.ops.decode_scale(x, fmt="nvfp4") if decode_scale is None else decode_scale
-    codes, block_scale = fd.ops.unpack(fd.ops.quantize(x, made, fmt="nvfp4"))
+    made = fd.ops.decode_scale(x, encoding="nvfp4") if decode_scale is None else decode_scale
+    codes, block_scale = fd.ops.unpack(fd.ops.quantize(x, made, encoding="nvfp4"))
     # an operation of torch may not return its own input
     return codes, block_scale, made if decode_scale is None else fd.ops.cast(made, dtype="f32")
 
@@ -111,7 +111,7 @@ def grouped_mm(
 def grouped_swizzle_block_scale(fd: FusionDefinition, block_scale: Value, offs: Value) -> Value:
     """block_scale f8e4m3[M, K/16], offs i32[G] -> f8e4m3[M/g%128, K/16]@sf128x4"""
     ends = fd.groups_of(offs, plain(block_scale.type.shape[0]))
-    return fd.ops.grouped_swizzle(cut_by(fd, block_scale, ends), ends, layout="sf128x4")
+    return fd.ops.grouped_swizzle(partition_by(fd, block_scale, ends), ends, layout="sf128x4")
 
 
 @translator("fusion_moe::scaled_swiglu")
@@ -169,7 +169,7 @@ def combine(fd: FusionDefinition, y: Value, slot_of: Value, w: Value) -> Value:
 def group_add(fd: FusionDefinition, y: Value, bias: Value, offs: Value) -> Value:
     """y [M, N], bias [G, N], offs i32[G] -> [M, N]"""
     ends = fd.groups_of(offs, plain(y.type.shape[0]))
-    return biased(fd, cut_by(fd, y, ends), bias, ends)
+    return biased(fd, partition_by(fd, y, ends), bias, ends)
 
 
 def biased(fd: FusionDefinition, y: Value, bias: Value | None, ends: Value) -> Value:

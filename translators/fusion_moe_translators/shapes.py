@@ -17,12 +17,12 @@ from .refusal import build
 
 
 def reshaped(fd: FusionDefinition, x: Value, shape: Sequence[Dim]) -> Value:
-    """x in another shape; rows that stay the first dimension stay cut."""
+    """x in another shape; rows that stay the first dimension stay partitioned."""
     known = elements([d for d in shape if d != -1])
     whole = elements(x.type.shape)
     rest = exact_div(whole, known) if -1 in shape else 1
     if rest is None:
-        raise Untranslatable(f"a reshape of {x.type} to {list(shape)}", expected="a size that the polynomials show")
+        raise Untranslatable(f"a reshape of {x.type} to {list(shape)}", expected="a size that follows from those of x")
     new: list[Dim] = [rest if d == -1 else plain(d) for d in shape]
     if new and x.type.shape:
         new[0] = rows_like(x.type.shape[0], plain(new[0]))

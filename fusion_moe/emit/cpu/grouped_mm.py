@@ -13,7 +13,7 @@ from .readers import PARTS
 from .segment import Source, Writer
 
 _ACTIVATION = {"f32": "OF_F32", "bf16": "OF_BF16", "f16": "OF_F16"}
-_MOST_COLUMNS = 8  # of the product that one column of a result is made of
+_MAX_COLUMNS = 8  # of the product that one column of a result is made of
 _M, _J, _K, _T = Index("m"), Index("j"), Index("k"), Index("t")
 
 
@@ -134,8 +134,8 @@ class _Writer(Writer):
             raise UnsupportedError("a result reads other rows of the product than its own")
         if column not in self.columns:
             self.columns.append(column)
-        if len(self.columns) > _MOST_COLUMNS:
-            raise UnsupportedError(f"a result reads more than {_MOST_COLUMNS} columns of the product")
+        if len(self.columns) > _MAX_COLUMNS:
+            raise UnsupportedError(f"a result reads more than {_MAX_COLUMNS} columns of the product")
         return f"p[{self.columns.index(column)} * LANES + i]"
 
     def _group(self, row: Index) -> str:

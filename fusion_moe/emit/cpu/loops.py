@@ -122,7 +122,7 @@ class _Writer(Writer):
         return [f"for_tiles(1, {size(width)}, threads, [&](i64, i64 j0, i64 j1) {{", *inner(body), "});"]
 
     def _decode_scale(self, op: Op) -> list[str]:
-        (x,), (out,), made_by = op.values, op.outputs, encoder(find(op.attrs["fmt"]))
+        (x,), (out,), made_by = op.values, op.outputs, encoder(find(op.attrs["encoding"]))
         *lead, rows, k = x.type.shape
         made = self._elements()
         element = made.of(x, [*unflat(_L, lead), _R, _K])
@@ -143,20 +143,20 @@ class _Writer(Writer):
 
     def _quantize(self, op: Op) -> list[str]:
         """Row by row, block by block. What is not finite, or a scale that is negative: the reference says where."""
-        encoding = find(op.attrs["fmt"])
+        encoding = find(op.attrs["encoding"])
         made_by, block = encoder(encoding), encoding.block
-        (x, decode), (codes, scales) = op.values, _unpacked(self.fusion, op)
+        (x, decode_scale), (codes, scales) = op.values, _unpacked(self.fusion, op)
         *lead, n, k = x.type.shape
         made = self._elements()
         place = Index(f"({block} * b + i)")
         element = made.of(x, [*reshaped([_M], (elements((*lead, n)),), (*lead, n)), place])
-        runs = decode.type.shape[len(lead)] if len(decode.type.shape) > len(lead) else 1
+        runs = decode_scale.type.shape[len(lead)] if len(decode_scale.type.shape) > len(lead) else 1
         rows, blocks = elements((*lead, n)), encoding.blocks(known(k))
         at = (_M // size(n)) * size(runs) + (_M % size(n)) // (size(n) // size(runs))
         stored = f"{array_name(codes)} + at * {encoding.packed(block)}"
         body = [
-            f"const float decode = {self.array(decode)}[{at}];",
-            "bool good = decode >= 0.f && decode < INFINITY;",
+            f"const float decode_scale = {self.array(decode_scale)}[{at}];",
+            "bool good = decode_scale >= 0.f && decode_scale < INFINITY;",
             f"for (i64 b = 0; b < {blocks}; ++b) {{",
             f"    float block[{block}];",
             *([] if _has_blocks(made.lines) else ["#pragma omp simd"]),
@@ -164,7 +164,7 @@ class _Writer(Writer):
             *inner(inner([*made.lines, f"block[i] = {element};"])),
             "    }",
             f"    const i64 at = m * {blocks} + b;",
-            f"    good = good & {made_by.function}(block, decode, {stored}, {array_name(scales)} + at);",
+            f"    good = good & {made_by.function}(block, decode_scale, {stored}, {array_name(scales)} + at);",
             "}",
         ]
         loop = _for_rows(rows, plain(k), [*body, "if (!good) finite = false;"])
@@ -202,7 +202,7 @@ def _reduced(y: Value, counts: Sequence[AnySize], lines: Sequence[str], term: st
 
 def _for_rows(rows: AnySize, width: AnySize, body: Sequence[str]) -> list[str]:
     """`body` for each m; a thread takes rows of so many elements at a time."""
-    step = f"at_once({size(width)})"
+    step = f"rows_per_step({size(width)})"
     return [f"for_rows({size(rows)}, {step}, threads, [&](i64 m) {{", *inner(body), "});"]
 
 

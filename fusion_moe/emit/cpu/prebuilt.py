@@ -6,6 +6,7 @@ Where there is no compiler, the one that came with the package computes the prod
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 from ...encodings import Encoding, Quantized
 from ...errors import UnsupportedError
 from ...groups import check_ends
+from ...ir.core import Fusion
 from ...runtime import build, isa
-from ...segment import Segment
-from ..cxx.plan import plan
+from ..cxx.plan import Plan as GroupedGemm
+from ..cxx.plan import plan as plan_product
 from .readers import PARTS, linear, recipe
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels/product.h
@@ -37,18 +39,37 @@ def kernels(tier: str, encoding: str, dtype: torch.dtype) -> str:
     return str(function(_DTYPES[dtype]).decode())
 
 
-def evaluate(segment: Segment) -> Any:
-    """launch(*inputs, sizes=...) of a grouped_gemm segment, its product by the library that came with the package.
+@dataclass(frozen=True)
+class Product:
+    """A grouped product, computed by the library that came with the package."""
 
-    UnsupportedError if none came, or the product is none that it has.
-    """
-    planned, tier = plan(segment.fusion, linear()), isa.selected()
+    fusion: Fusion
+    plan: GroupedGemm
+    tier: str
+
+    @property
+    def why(self) -> str:
+        """What it is, for people."""
+        return f"the product that came with the package for {self.tier}: {build.why_no_compiler()}"
+
+    def evaluate(self, *inputs: Any, sizes: Any) -> Any:
+        """The outputs."""
+        entry = product_of(self.tier, self.plan.encoding.name).standalone
+        using = {self.plan.product: partial(_grouped_mm, entry, self.plan.encoding)}
+        return self.fusion.evaluate(*inputs, sizes=sizes, using=using)
+
+
+def plan(fusion: Fusion, kind: str) -> Product:
+    """A piece that is nothing but a product. UnsupportedError for any other, or if no such product came with the package."""
+    ops = [op for op in fusion.ops if not op.kind.view]
+    if kind != "grouped_gemm" or len(ops) > 1:
+        raise UnsupportedError(build.why_no_compiler())
+    planned, tier = plan_product(fusion, linear()), isa.selected()
     encoding = planned.encoding.name
     came = recipe(tier, encoding).came_with()
     if came is None or not came.is_file():
-        raise UnsupportedError(f"{build.why_no_compiler()}; nor did kernels of {encoding} for {tier} come with this installation")
-    entry = product_of(tier, encoding).standalone
-    return partial(segment.fusion.evaluate, using={planned.product: partial(_grouped_mm, entry, planned.encoding)})
+        raise UnsupportedError(f"{build.why_no_compiler()}; this installation has no prebuilt kernels of {encoding} for {tier}")
+    return Product(fusion, planned, tier)
 
 
 def _grouped_mm(

@@ -24,7 +24,7 @@ def register_reader(encoding: str, source: str | Path) -> None:
     UnsupportedError for a built-in encoding.
     """
     if encoding in BUILT_IN:
-        raise UnsupportedError(f"the CPU has a reader of {encoding}", expected="an encoding of your own")
+        raise UnsupportedError(f"the CPU already has a reader of {encoding}", expected="an encoding of your own")
     _registered[encoding] = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
 
 
@@ -38,7 +38,7 @@ def reader_of(encoding: str) -> str:
     if encoding in BUILT_IN:
         return f'#include "weights/{encoding}.h"\n'
     if encoding not in _registered:
-        todo = "fusion_moe.emit.cpu.readers.register_reader gives it one"
+        todo = "register one with fusion_moe.emit.cpu.readers.register_reader"
         raise UnsupportedError(f"weights in {encoding} have no reader for CPUs", todo=todo)
     return _registered[encoding]
 

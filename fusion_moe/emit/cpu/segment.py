@@ -122,10 +122,10 @@ class Writer(ABC):
         return lines
 
     def _rows_of(self, ends: Value) -> Index:
-        """How many rows the cut of these ends is about; if no value of the segment is cut by it, as many as there may be."""
+        """How many rows the partition of these ends has; the most possible if no value of the segment is partitioned by it."""
         values = [*self.fusion.inputs, *(v for op in self.fusion.ops for v in op.outputs)]
-        cut = [d for v in values for d in v.type.shape if isinstance(d, Rows) and d.groups == ends.type.ends]
-        return size(cut[0]) if cut else number(2**31 - 1)
+        rows = [d for v in values for d in v.type.shape if isinstance(d, Rows) and d.groups == ends.type.ends]
+        return size(rows[0]) if rows else number(2**31 - 1)
 
     def _first_ends(self, op: Op) -> list[str]:
         (offs,) = op.values

@@ -1,4 +1,4 @@
-"""The CUDA backend: segments as kernels in CUDA C++, compiled with NVRTC; the reference for what has none.
+"""The CUDA backend: segments as kernels in CUDA C++, compiled with NVRTC; for the pieces that have them.
 
 source.py       what every segment has: a struct of its arrays, and kernels that are given it
 loops.py        segments without a product
@@ -11,37 +11,40 @@ kernels/        the kernels, fixed
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ...arch import A100
 from ...errors import UnsupportedError
+from ...ir.core import Fusion
 from ...runtime import cuda, nvrtc
 from ...runtime.kernel import Kernel
 from ...segment import Segment
-from .. import reference
-from ..cxx.plan import plan
+from ..cxx.plan import plan as plan_product
 from .grouped_mm import Product
 from .join import join
 from .launch import Launch
 from .loops import Loops
 from .readers import READERS
+from .source import Source
 
-__all__ = ["NAME", "emit", "join"]
+__all__ = ["NAME", "emit", "join", "plan"]
 
 NAME = "cuda"
 
 
-def emit(segment: Segment, schedule: object) -> Kernel:
-    """The kernels of a segment; that of the reference, which says why, where this backend has none."""
-    try:
-        if why := nvrtc.why_missing() or cuda.why_too_old():
-            raise UnsupportedError(why)
-        fusion = segment.fusion
-        source = Product(plan(fusion, READERS)) if segment.kind == "grouped_gemm" else Loops(fusion)
-        text = "\n".join(kernel.text for kernel in source.launches(dict.fromkeys(fusion.symbols, 1), A100))
-    except UnsupportedError as error:
-        return replace(reference.emit(segment, schedule), why=str(error))
-    except RecursionError:
-        return replace(reference.emit(segment, schedule), why="expressions of so many operations in a row are not written")
+def plan(fusion: Fusion, kind: str) -> Source:
+    """The source of a piece's kernels. UnsupportedError with the sentence why there is none."""
+    if why := nvrtc.why_missing() or cuda.why_too_old():
+        raise UnsupportedError(why)
+    source = Product(plan_product(fusion, READERS)) if kind == "grouped_gemm" else Loops(fusion)
+    _text(source)  # which says what cannot be written
+    return source
+
+
+def emit(segment: Segment) -> Kernel:
+    """The kernels of a planned segment."""
+    source: Source = segment.plan.work
     launch = Launch(source)
-    return Kernel(segment, schedule, NAME, text, launch, graph_safe=True, chosen=launch.chosen)
+    return Kernel(segment, NAME, _text(source), launch, graph_safe=True, chosen=launch.chosen)
+
+
+def _text(source: Source) -> str:
+    return "\n".join(kernel.text for kernel in source.launches(dict.fromkeys(source.fusion.symbols, 1), A100))

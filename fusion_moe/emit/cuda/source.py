@@ -238,7 +238,7 @@ class Source(ABC):
     def _put(self, made: Elements, v: Value, shape: Sequence[Dim], row: Index) -> str:
         """Element (row, j) of a value, seen as a matrix of a shape."""
         if elements(v.type.shape) != elements(shape):
-            raise UnsupportedError(f"{v.name} {v.type} is no matrix of {' x '.join(map(str, shape))}")
+            raise UnsupportedError(f"{v.name} {v.type} is not a matrix of {' x '.join(map(str, shape))}")
         element = made.of(v, reshaped([row, _J], shape, v.type.shape))
         return f"{self.names[v]}[{flat([row, _J], shape)}] = stored<{stored(v)}>({element});"
 

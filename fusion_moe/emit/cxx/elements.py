@@ -78,7 +78,7 @@ class Elements:
             return v, m
         if op is None or not op.values or [*map(plain, op.values[0].type.shape[-1:])] != [k]:
             return None
-        if op.kind.name in ("cut", "reshape"):
+        if op.kind.name in ("partition", "reshape"):
             return self.row_in_memory(op.values[0], m, k)
         if op.kind.name == "index_select" and op.attrs["dim"] == 0 and len(v.type.shape) == 2:
             return self.row_in_memory(op.values[0], self._picked(op, m), k)
@@ -96,12 +96,12 @@ class Elements:
             return self._call(op, at)
         move = getattr(self, f"_{op.kind.name}", None)
         if move is None:
-            raise UnsupportedError(f"{op.kind.name} has no C++ of its own here")
+            raise UnsupportedError(f"{op.kind.name} has no C++ implementation")
         return str(move(op, at))
 
     def _load(self, v: Value, at: Sequence[Index]) -> str:
         if v.type.layout != "linear":
-            raise UnsupportedError(f"elements of {v.name} {v.type} have no C++ here", expected="the linear layout")
+            raise UnsupportedError(f"elements of {v.name} {v.type} are not supported in C++", expected="the linear layout")
         element = f"{self._array(v)}[{flat(at, v.type.shape)}]"
         return f"widen({element})" if v.type.dtype in _FLOATS else element
 
@@ -112,14 +112,14 @@ class Elements:
         floats = [v.type.dtype for v in op.values if v.type.dtype != "bool"]
         like = floats[0] if floats else "bool"
         if like not in (*_FLOATS, "bool") and op.kind.name not in _ON_INTS:
-            raise UnsupportedError(f"{op.kind.name} on {like} has no C++ of its own here")
+            raise UnsupportedError(f"{op.kind.name} on {like} has no C++ implementation")
         names = [self.of(v, _broadcast(at, v.type.shape)) if isinstance(v, Value) else _literal(v, like, op) for v in op.inputs]
         return _rounded(_CALLS[op.kind.name].format(*names), out.dtype)
 
     def _cast(self, op: Op, at: Sequence[Index]) -> str:
         (v,), to = op.values, op.attrs["dtype"]
         if v.type.dtype not in COMPUTED or to not in COMPUTED or (v.type.dtype in _FLOATS and to not in (*_FLOATS, "bool")):
-            raise UnsupportedError(f"a cast from {v.type.dtype} to {to} has no C++ of its own here")
+            raise UnsupportedError(f"a cast from {v.type.dtype} to {to} has no C++ implementation")
         return _rounded(f"{COMPUTED[to]}({self.of(v, at)})", to)
 
     def _zero_rest(self, op: Op, at: Sequence[Index]) -> str:
@@ -148,7 +148,7 @@ class Elements:
 
     # What moves elements ----------------------------------------------------------------------------------------------
 
-    def _cut(self, op: Op, at: Sequence[Index]) -> str:
+    def _partition(self, op: Op, at: Sequence[Index]) -> str:
         return self.of(op.values[0], at)
 
     def _ends(self, op: Op, at: Sequence[Index]) -> str:
@@ -228,7 +228,7 @@ def inner(lines: Sequence[str]) -> list[str]:
 def computed(v: Value) -> str:
     """The C++ type that a value's elements are computed in."""
     if v.type.dtype not in COMPUTED:
-        raise UnsupportedError(f"{v.type} has no C++ of its own here")
+        raise UnsupportedError(f"{v.type} has no C++ implementation")
     return COMPUTED[v.type.dtype]
 
 

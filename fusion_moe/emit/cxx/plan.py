@@ -86,7 +86,7 @@ def plan(fusion: Fusion, readers: Readers) -> Plan:
     made = {v for o in first for v in o.outputs}
     others = [v for v in fusion.outputs if v not in after and v not in made]
     if others:
-        raise UnsupportedError(f"{others[0].name} {others[0].type} is made on the way to the product, and read by others too")
+        raise UnsupportedError(f"{others[0].name} {others[0].type} is computed in the prologue, and also read outside it")
     rows = [v for v in fusion.outputs if v in after and v not in summed]
     if combine and combine.values[0] not in rows:
         rows.append(combine.values[0])
@@ -109,7 +109,7 @@ def dependent(fusion: Fusion, values: Sequence[Value]) -> set[Value]:
 def source(fusion: Fusion, v: Value) -> Value:
     """The value whose memory, in order, is that of v: what views and reshapes are of, and casts that change no dtype."""
     op = fusion.producers.get(v)
-    if op is None or op.kind.name not in ("ends", "cut", "reshape", "cast") or op.values[0].type.dtype != v.type.dtype:
+    if op is None or op.kind.name not in ("ends", "partition", "reshape", "cast") or op.values[0].type.dtype != v.type.dtype:
         return v
     return source(fusion, op.values[0])
 
@@ -152,7 +152,7 @@ def row_width(v: Value, rows: Dim) -> int:
     """How many elements of a value each of `rows` has, whatever its shape: reshapes move nothing."""
     width = exact_div(elements(v.type.shape), plain(rows))
     if not isinstance(width, int):
-        raise UnsupportedError(f"{v.name} {v.type} is no matrix of {rows} rows")
+        raise UnsupportedError(f"{v.name} {v.type} is not a matrix of {rows} rows")
     return width
 
 

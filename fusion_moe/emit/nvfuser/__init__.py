@@ -11,23 +11,23 @@ launch.py       checks before a launch, and the launch
 
 from __future__ import annotations
 
+from ...ir.core import Fusion
 from ...runtime.kernel import Kernel
 from ...segment import Segment
-from .. import reference
 from .definition import define, inline
 from .launch import launcher
 
-__all__ = ["NAME", "define", "emit", "inline"]
+__all__ = ["NAME", "define", "emit", "inline", "plan"]
 
 NAME = "nvfuser"
 
 
-def emit(segment: Segment, schedule: object) -> Kernel:
-    """A kernel whose source is the printed definition; segments that nvFuser does not take run by their meaning.
+def plan(fusion: Fusion, kind: str) -> None:
+    """What schedule/nvfuser.py accepts can be written; nvFuser need not be installed to say so."""
 
-    UnsupportedError if nvFuser is not installed.
-    """
-    if segment.kind != NAME:
-        return reference.emit(segment, schedule)
-    definition = define(segment.fusion)
-    return Kernel(segment, schedule, NAME, str(definition.fd).strip(), launcher(definition, segment.fusion))
+
+def emit(segment: Segment) -> Kernel:
+    """A kernel whose source is the printed definition. UnsupportedError if nvFuser is not installed."""
+    fusion = segment.plan.fusion
+    definition = define(fusion)
+    return Kernel(segment, NAME, str(definition.fd).strip(), launcher(definition, fusion))

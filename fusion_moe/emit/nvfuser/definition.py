@@ -107,7 +107,7 @@ def _made_here(v: Value, fusion: Fusion) -> bool:
 
 def _root(v: Value, fusion: Fusion) -> Value:
     op: Op | None = fusion.producers.get(v)
-    return _root(op.values[0], fusion) if op is not None and op.kind.name == "cut" else v
+    return _root(op.values[0], fusion) if op is not None and op.kind.name == "partition" else v
 
 
 def _writer_of(fd: Any) -> Writer:

@@ -26,7 +26,7 @@ def check_headers() -> None:
         raise UnsupportedError(
             f"nvFuser compiles sorts with the headers of a CUDA toolkit, and {why}",
             expected=f"those of CUDA {wanted}, or of its major version",
-            todo="install that toolkit, and let /usr/local/cuda lead to it", where="nvfuser",
+            todo="install that toolkit, and point /usr/local/cuda at it", where="nvfuser",
         )  # fmt: skip
 
 

@@ -43,7 +43,8 @@ def arguments(definition: Definition, inputs: Sequence[Tensor], sizes: Mapping[s
 
 def _check_device(device: torch.device, four_bits: bool) -> None:
     """The tensors must be on a CUDA device; a 4-bit product launched below capability 10.0 would end the process's CUDA context."""
-    why = why_not_on(TARGETS["sm_100"], device) if four_bits else "" if device.type == "cuda" else f"the tensors are on {device}"
+    elsewhere = "" if device.type == "cuda" else f"nvFuser requires CUDA tensors, got {device}"
+    why = why_not_on(TARGETS["sm_100"], device) if four_bits else elsewhere
     if why:
         raise UnsupportedError(why, expected="a CUDA device that runs the definition", where="nvfuser")
 

@@ -57,7 +57,7 @@ def _problem_ends(w: Writer, op: Op, starts: Any, problem_sizes: Any, padded_sta
     return _ends(w, op, w.add(starts, sizes))
 
 
-def _cut(w: Writer, op: Op, x: Any, ends: Any) -> Any:
+def _partition(w: Writer, op: Op, x: Any, ends: Any) -> Any:
     return x
 
 
@@ -106,12 +106,12 @@ def _group_add(w: Writer, op: Op, y: Any, bias: Any, ends: Any) -> Any:
 
 
 def group_count(op: Op) -> int:
-    """The number of groups: of the cut of an operation's ends, its last input."""
+    """The number of groups: of the partition of an operation's ends, its last input."""
     return op.values[-1].type.shape[0]  # type: ignore[return-value]
 
 
 RULES: dict[str, Callable[..., Any]] = {
     "ends": _ends, "problem_ends": _problem_ends,
-    "cut": _cut, "zero_rest": _zero_rest, "route": _route, "invert": _invert, "index_select": _index_select,
+    "partition": _partition, "zero_rest": _zero_rest, "route": _route, "invert": _invert, "index_select": _index_select,
     "combine": _combine, "group_add": _group_add,
 }  # fmt: skip

@@ -23,7 +23,7 @@ from ...groups import check_ends, row_groups
 from ..core import Op, OpKind, Value
 from ..types import TensorType, dtype_name, plain
 from .quantized import encoded, linear
-from .rules import Types, need_cut, need_dtype, need_rank, need_same
+from .rules import Types, need_dtype, need_partition, need_rank, need_same
 from .shape import elements
 
 _FLOATS = ("f32", "bf16", "f16")  # what float32 holds exactly
@@ -35,7 +35,7 @@ def _operands(a: TensorType, w: TensorType, ends: TensorType, contract: int, w_l
     need_rank("w", w, 3)
     for name, type in (("a", a), ("w", w)):
         need_dtype(name, type, *_FLOATS, *encoded())
-    rows = need_cut("a", a, ends)
+    rows = need_partition("a", a, ends)
     need_same("group count", "w", w.shape[0], "ends", rows.groups.count)
     need_same("contracted size", f"a {a}", a.shape[1], f"w {w}", w.shape[contract])
     if w.layout != w_layout:
@@ -57,8 +57,8 @@ def _mm_t_type(a: TensorType, w: TensorType, ends: TensorType, w_layout: str = "
 
 
 def _outer_type(a: TensorType, b: TensorType, ends: TensorType) -> Types:
-    rows = need_cut("a", a, ends)
-    need_cut("b", b, ends)
+    rows = need_partition("a", a, ends)
+    need_partition("b", b, ends)
     need_dtype("a", a, *_FLOATS)
     need_dtype("b", b, *_FLOATS)
     return (TensorType((rows.groups.count, a.shape[1], b.shape[1]), "f32"),)
@@ -68,7 +68,7 @@ def _add_type(y: TensorType, bias: TensorType, ends: TensorType) -> Types:
     need_rank("y", y, 2)
     need_rank("bias", bias, 2)
     need_dtype("bias", bias, y.dtype)
-    rows = need_cut("y", y, ends)
+    rows = need_partition("y", y, ends)
     need_same("group count", "bias", bias.shape[0], "ends", rows.groups.count)
     need_same("N", f"bias {bias}", bias.shape[1], f"y {y}", y.shape[1])
     return (y,)
@@ -138,7 +138,7 @@ def _mm_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 def _add_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     y, bias, ends = op.values
-    ones = fd.ops.cut(fd.ops.full(shape=(plain(y.type.shape[0]), 1), fill_value=1.0, dtype="f32"), ends)
+    ones = fd.ops.partition(fd.ops.full(shape=(plain(y.type.shape[0]), 1), fill_value=1.0, dtype="f32"), ends)
     total = fd.ops.reshape(fd.ops.grouped_outer(ones, dy, ends), new_shape=bias.type.shape)
     return [dy, fd.ops.cast(total, dtype=bias.type.dtype), None]
 

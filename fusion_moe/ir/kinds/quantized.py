@@ -23,7 +23,7 @@ from ...layouts import LAYOUTS, SF128x4, TensorLayout
 from ..core import Need, OpKind
 from ..sizes import ceildiv
 from ..types import DTYPES, Dim, TensorType, dtype_name, plain
-from .rules import Types, need_cut, need_dtype, need_float, need_rank, need_tensor
+from .rules import Types, need_dtype, need_float, need_partition, need_rank, need_tensor
 
 
 def encoded() -> tuple[str, ...]:
@@ -31,36 +31,36 @@ def encoded() -> tuple[str, ...]:
     return tuple(name for name in ENCODINGS if name not in DTYPES)
 
 
-def _pack_type(*parts: TensorType, fmt: str, layout: str, transposed: bool = False) -> Types:
+def _pack_type(*parts: TensorType, encoding: str, layout: str, transposed: bool = False) -> Types:
     """The parts of an encoding -> a value of it: codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale f32[...] or [..., S]
     -> nvfp4[..., N, K]; w bf16[..., N, K] -> bf16[..., N, K]@layout
 
     layout: how the parts are stored, each in the shape of its storage. transposed: the elements are [..., K/2, N], strided so that
     the two codes of a byte still run along K and no byte has to move.
     """
-    encoding = find(fmt)
-    if len(parts) != len(encoding.parts):
-        raise ShapeError(f"{len(parts)} parts of {fmt}", expected=", ".join(part.name for part in encoding.parts))
-    for part, type in zip(encoding.parts, parts, strict=True):
+    descriptor = find(encoding)
+    if len(parts) != len(descriptor.parts):
+        raise ShapeError(f"{len(parts)} parts of {encoding}", expected=", ".join(part.name for part in descriptor.parts))
+    for part, type in zip(descriptor.parts, parts, strict=True):
         need_dtype(part.name, type, dtype_name(part.dtype))
     if layout not in LAYOUTS:
         raise ShapeError(f"layout {layout!r}", expected=f"one of {', '.join(LAYOUTS)}")
     if len(parts[0].shape) < 2:
-        raise ShapeError(f"{encoding.parts[0].name} {parts[0]}", expected="[..., N, K]")
+        raise ShapeError(f"{descriptor.parts[0].name} {parts[0]}", expected="[..., N, K]")
     *lead, n, packed_k = _rows_and_columns(parts[0], transposed)
-    k = encoding.elements(_known(packed_k))
-    _need_layout(layout, n, k, encoding)
-    for part, type in zip(encoding.parts[1:], parts[1:], strict=True):
+    k = descriptor.elements(_known(packed_k))
+    _need_layout(layout, n, k, descriptor)
+    for part, type in zip(descriptor.parts[1:], parts[1:], strict=True):
         assert part.scale is not None
         if part.scale.block:
-            stored = _stored(encoding.part_shape(part, lead, n, k), layout)
+            stored = _stored(descriptor.part_shape(part, lead, n, k), layout)
             if type.shape != stored:
                 want = f"{TensorType(stored, type.dtype)}, one scale for {part.scale.block} codes of {parts[0]}"
                 within = f" in the layout {layout}" if layout != "linear" else ""
                 raise ShapeError(f"{part.name} {type}", expected=want + within)
         else:
             _need_matrix_scale(part.scale, type, tuple(lead), n)
-    return (TensorType((*lead, n, k), fmt, layout),)
+    return (TensorType((*lead, n, k), encoding, layout),)
 
 
 def _rows_and_columns(elements: TensorType, transposed: bool) -> tuple[Dim, ...]:
@@ -80,10 +80,10 @@ def _stored(shape: tuple[Dim, ...], layout: str) -> tuple[Dim, ...]:
     return shape if layout == "linear" else LAYOUTS[layout].storage_shape(tuple(map(_known, shape)))
 
 
-def _pack(*parts: torch.Tensor, fmt: str, layout: str, transposed: bool = False) -> tuple[Any]:
-    encoding = find(fmt)
+def _pack(*parts: torch.Tensor, encoding: str, layout: str, transposed: bool = False) -> tuple[Any]:
+    descriptor = find(encoding)
     elements = parts[0].mT if transposed else parts[0]
-    return (elements if encoding.plain else Quantized(elements, *parts[1:], encoding=encoding),)
+    return (elements if descriptor.plain else Quantized(elements, *parts[1:], encoding=descriptor),)
 
 
 def _known(k: Dim) -> int:
@@ -118,8 +118,8 @@ def _runs_divide(n: Dim, matrix_scale: TensorType, rank: int) -> Iterator[Need]:
         yield plain(n) + ceildiv(plain(n), runs) * -runs, f"decode_scale {matrix_scale} for N = {n}, which {runs} does not divide"
 
 
-def _pack_needs(*parts: TensorType, fmt: str, layout: str, transposed: bool = False) -> Iterator[Need]:
-    for part, type in zip(find(fmt).parts, parts, strict=True):
+def _pack_needs(*parts: TensorType, encoding: str, layout: str, transposed: bool = False) -> Iterator[Need]:
+    for part, type in zip(find(encoding).parts, parts, strict=True):
         if part.of_matrix:
             yield from _runs_divide(parts[0].shape[-1 if transposed else -2], type, len(parts[0].shape) - 2)
 
@@ -128,45 +128,45 @@ def _matrix_scales(encoding: Encoding) -> tuple[Scale, ...]:
     return tuple(s for s in encoding.scales if not s.block)
 
 
-def _quantize_needs(x: TensorType, *matrix_scale: TensorType, fmt: str) -> Iterator[Need]:
+def _quantize_needs(x: TensorType, *matrix_scale: TensorType, encoding: str) -> Iterator[Need]:
     for type in matrix_scale:
         yield from _runs_divide(x.shape[-2], type, len(x.shape) - 2)
 
 
-def _quantize_type(x: TensorType, *matrix_scale: TensorType, fmt: str) -> Types:
+def _quantize_type(x: TensorType, *matrix_scale: TensorType, encoding: str) -> Types:
     """x float[..., N, K], decode_scale f32[...] or [..., S] if the encoding has one -> nvfp4[..., N, K], quantized along K"""
-    encoding = find(fmt)
-    _need_matrices(need_tensor("x", x), encoding)
-    scales = _matrix_scales(encoding)
+    descriptor = find(encoding)
+    _need_matrices(need_tensor("x", x), descriptor)
+    scales = _matrix_scales(descriptor)
     if len(scales) != len(matrix_scale):
-        given = f"{len(matrix_scale)} scales of whole matrices for {fmt}"
+        given = f"{len(matrix_scale)} scales of whole matrices for {encoding}"
         raise ShapeError(given, expected=f"{len(scales)}" + "".join(f", {s.part}" for s in scales))
     for scale, type in zip(scales, matrix_scale, strict=True):
         _need_matrix_scale(scale, need_tensor(scale.part, type), x.shape[:-2], plain(x.shape[-2]))
-    return (TensorType(x.shape, fmt),)
+    return (TensorType(x.shape, encoding),)
 
 
-def _quantize(x: torch.Tensor, *matrix_scale: torch.Tensor, fmt: str) -> tuple[Any]:
+def _quantize(x: torch.Tensor, *matrix_scale: torch.Tensor, encoding: str) -> tuple[Any]:
     if not x.is_cuda:
-        check_finite(x, "x")  # on CUDA looking would wait for the device
+        check_finite(x, "x", find(encoding))  # on CUDA looking would wait for the device
         for scale in matrix_scale:
             check_matrix_scales(scale)
-    made = quantize(x, next(iter(matrix_scale), None), find(fmt))
+    made = quantize(x, next(iter(matrix_scale), None), find(encoding))
     return (made.elements if made.encoding.plain else made,)
 
 
-def _decode_scale_type(x: TensorType, fmt: str) -> Types:
-    encoding = find(fmt)
-    _need_matrices(x, encoding)
-    scales = _matrix_scales(encoding)
+def _decode_scale_type(x: TensorType, encoding: str) -> Types:
+    descriptor = find(encoding)
+    _need_matrices(x, descriptor)
+    scales = _matrix_scales(descriptor)
     if not scales:
-        raise ShapeError(f"decode_scale of {fmt}, which has none", expected="an encoding with a scale for a whole matrix")
+        raise ShapeError(f"decode_scale of {encoding}, which has none", expected="an encoding with a scale for a whole matrix")
     return (TensorType(x.shape[:-2], dtype_name(scales[-1].dtype)),)
 
 
-def _decode_scale(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor]:
+def _decode_scale(x: torch.Tensor, encoding: str) -> tuple[torch.Tensor]:
     """Zeros where there are no rows to take the largest element of."""
-    return (matrix_scale_of(x, find(fmt)) if x.numel() else x.new_zeros(x.shape[:-2], dtype=torch.float32),)
+    return (matrix_scale_of(x, find(encoding)) if x.numel() else x.new_zeros(x.shape[:-2], dtype=torch.float32),)
 
 
 def _unpack_type(x: TensorType) -> Types:
@@ -185,7 +185,7 @@ def _swizzle_type(x: TensorType, ends: TensorType, layout: str) -> Types:
     """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: the layout of each group by itself"""
     need_rank("x", x, 2)
     need_dtype("x", x, *DTYPES)
-    rows = need_cut("x", x, ends)
+    rows = need_partition("x", x, ends)
     scales = LAYOUTS.get(layout)
     if not isinstance(scales, SF128x4):
         raise ShapeError(f"layout {layout!r}", expected="a layout of block scales: sf128x4")
@@ -201,7 +201,7 @@ def _swizzle(x: torch.Tensor, ends: torch.Tensor, layout: str) -> tuple[torch.Te
 def _relayout_type(x: TensorType, ends: TensorType, layout: str) -> Types:
     """x nvfp4[M/g, K] -> nvfp4[M/g, K]@sf128x4: the same value, its block scales stored in another layout"""
     need_dtype("x", x, *encoded())
-    need_cut("x", x, ends)
+    need_partition("x", x, ends)
     return (x.with_(layout=layout),)
 
 

@@ -1,4 +1,4 @@
-"""Rows and their groups: what cuts rows into runs, what gathers and adds them, and routing from expert ids.
+"""Rows and their groups: what partitions rows, what gathers and adds them, and routing from expert ids.
 
 T tokens, k slots a token (top-k), M = T * k rows sorted by group, G groups, N features.
 """
@@ -16,7 +16,7 @@ from ...layouts import SF128X4
 from ..core import Need, Op, OpKind, Value
 from ..sizes import AnySize
 from ..types import DTYPES, INTS, Dim, Groups, Rows, TensorType, plain
-from .rules import Types, need_cut, need_dtype, need_float, need_rank, need_same
+from .rules import Types, need_dtype, need_float, need_partition, need_rank, need_same
 from .shape import elements
 
 
@@ -36,7 +36,7 @@ def _ends(offs: torch.Tensor, rows: int, groups: Groups) -> tuple[torch.Tensor]:
 def _problem_ends_type(
     starts: TensorType, problem_sizes: TensorType, padded_starts: TensorType, rows: AnySize, groups: Groups, n: int, k: int
 ) -> Types:
-    """starts i32[G], problem_sizes i32[G, 3], padded_starts i32[G] -> i32[G]@ends(g): a cut as nvFuser's grouped products take it"""
+    """starts i32[G], problem_sizes i32[G, 3], padded_starts i32[G] -> i32[G]@ends(g): a partition in nvFuser's form."""
     for name, type, shape in (
         ("offsets", starts, (groups.count,)),
         ("problem_sizes", problem_sizes, (groups.count, 3)),
@@ -56,17 +56,18 @@ def _problem_ends(
     return (ends_from_problem(starts, problem_sizes),)
 
 
-def _cut_type(x: TensorType, ends: TensorType) -> Types:
+def _partition_type(x: TensorType, ends: TensorType) -> Types:
     groups = ends.ends
     if groups is None:
         raise ShapeError(f"ends {ends}", expected="i32[G]@ends(g)", todo="make it with fd.ops.ends")
     if isinstance(x.shape[0], Rows) and x.shape[0].groups != groups:
-        raise FusionError(f"the rows of {x} are cut already", expected=f"plain rows, or rows cut by {groups}", todo="reshape them first")
+        expected = f"plain rows, or rows partitioned by {groups}"
+        raise FusionError(f"the rows of {x} are already partitioned", expected=expected, todo="reshape them first")
     return (x.with_(shape=(plain(x.shape[0]) / groups, *x.shape[1:])),)
 
 
 def _zero_rest_type(x: TensorType, ends: TensorType) -> Types:
-    need_cut("x", x, ends)
+    need_partition("x", x, ends)
     need_float("x", x)
     return (x,)
 
@@ -118,7 +119,7 @@ def _index_select_type(x: TensorType, index: TensorType, dim: int) -> Types:
 
 
 def _index_select_needs(x: TensorType, index: TensorType, dim: int) -> Iterator[Need]:
-    yield some_of(x.shape[dim], index.shape[0]), f"{index.shape[0]} elements are picked from dimension {dim} of {x}, which has none"
+    yield some_of(x.shape[dim], index.shape[0]), f"{index.shape[0]} elements are selected from dimension {dim} of {x}, which has none"
 
 
 def some_of(there: Dim, wanted: AnySize | Dim) -> AnySize:
@@ -188,7 +189,7 @@ def _combine_type(y: TensorType, slot_of: TensorType, w: TensorType) -> Types:
 
 
 def _combine_needs(y: TensorType, slot_of: TensorType, w: TensorType) -> Iterator[Need]:
-    yield some_of(y.shape[0], elements(slot_of.shape)), f"slots {slot_of} pick from {y}, which has no rows"
+    yield some_of(y.shape[0], elements(slot_of.shape)), f"slots {slot_of} select from {y}, which has no rows"
 
 
 def _combine(y: torch.Tensor, slot_of: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
@@ -219,14 +220,14 @@ def _combine_grad(fd: Any, op: Op, dout: Value) -> Sequence[Value | None]:
     return [ops.cast(dy, dtype=y.type.dtype), None, ops.cast(dw, dtype=w.type.dtype)]
 
 
-def _cut_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+def _partition_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     return [fd.ops.reshape(dy, new_shape=tuple(map(plain, dy.type.shape))), None]
 
 
 TABLE = (
     OpKind("ends", _ends_type, _ends, view=True, role="view"),
     OpKind("problem_ends", _problem_ends_type, _problem_ends, role="routing"),
-    OpKind("cut", _cut_type, lambda x, ends: (x,), _cut_grad, view=True, role="view"),
+    OpKind("partition", _partition_type, lambda x, ends: (x,), _partition_grad, view=True, role="view"),
     OpKind("zero_rest", _zero_rest_type, _zero_rest, _zero_rest_grad),
     OpKind("route", _route_type, _route, needs=_route_needs, role="routing"),
     OpKind(

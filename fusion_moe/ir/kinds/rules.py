@@ -39,34 +39,34 @@ def need_float(name: str, type: TensorType) -> None:
 
 
 def need_same(what: str, first: str, a: Dim, second: str, b: Dim) -> None:
-    """Two sizes must be equal, cuts left aside. what: "group count"; first, second: the names of what has them."""
+    """Two sizes must be equal, whether or not they are partitioned. what: "group count"; first, second: the names of what has them."""
     if plain(a) != plain(b):
         raise ShapeError(f"{what} mismatch: {first} has {a}, {second} has {b}", expected="equal sizes")
 
 
 def need_ends(ends: TensorType) -> Groups:
-    """The cut that an `i32[G]@ends(g)` is about."""
+    """The partition that an `i32[G]@ends(g)` is about."""
     groups = need_tensor("ends", ends).ends
     if groups is None:
         raise FusionError(f"{ends} where group ends are read", expected="i32[G]@ends(g)", todo="make it with fd.ops.ends or fd.ops.route")
     return groups
 
 
-def need_cut(name: str, type: TensorType, ends: TensorType) -> Rows:
-    """The first dimension must be rows cut by exactly the cut of `ends`."""
+def need_partition(name: str, type: TensorType, ends: TensorType) -> Rows:
+    """The first dimension must be rows partitioned by exactly these `ends`."""
     groups, dim = need_ends(ends), type.shape[0]
     if not isinstance(dim, Rows) or dim.groups != groups:
-        cut = f"cut by {dim.groups}" if isinstance(dim, Rows) else "not cut"
+        found = f"partitioned by {dim.groups}" if isinstance(dim, Rows) else "not partitioned"
         raise FusionError(
-            f"the rows of {name} {type} are {cut}, the ends are of {groups}",
-            expected=f"rows cut by {groups}",
-            todo="state the cut of plain rows with fd.ops.cut(x, ends)",
+            f"the rows of {name} {type} are {found}, the ends are of {groups}",
+            expected=f"rows partitioned by {groups}",
+            todo="partition plain rows with fd.ops.partition(x, ends)",
         )
     return dim
 
 
 def joined_shape(types: Sequence[Any]) -> tuple[Dim, ...]:
-    """The shape of a pointwise result: ranks equal, sizes equal or 1. Plain rows beside cut rows are taken for cut."""
+    """The shape of a pointwise result: ranks equal, sizes equal or 1. Plain rows beside partitioned rows are taken as partitioned."""
     shapes = [t.shape for t in types if isinstance(t, TensorType)]
     if not shapes:
         raise DtypeError("all operands are numbers", expected="at least one tensor")
@@ -76,13 +76,13 @@ def joined_shape(types: Sequence[Any]) -> tuple[Dim, ...]:
 
 
 def _joined_dim(dims: Sequence[Dim], shapes: Sequence[tuple[Dim, ...]]) -> Dim:
-    wide = [d for d in dims if plain(d) != 1] or dims  # one row is repeated as any other size of 1, cut or not
-    cuts = {d for d in wide if isinstance(d, Rows)}
-    if len(cuts) > 1:
-        raise FusionError(f"rows cut as {' and as '.join(sorted(map(str, cuts)))}", expected="one cut")
+    wide = [d for d in dims if plain(d) != 1] or dims  # one row is repeated as any other size of 1, partitioned or not
+    partitions = {d for d in wide if isinstance(d, Rows)}
+    if len(partitions) > 1:
+        raise FusionError(f"rows partitioned as {' and as '.join(sorted(map(str, partitions)))}", expected="one partition")
     if len({plain(d) for d in wide}) > 1:
         raise ShapeError(f"shapes {', '.join(map(_shown, shapes))}", expected="equal sizes, or 1")
-    return cuts.pop() if cuts else wide[0]
+    return partitions.pop() if partitions else wide[0]
 
 
 def joined_dtype(types: Sequence[Any]) -> str:

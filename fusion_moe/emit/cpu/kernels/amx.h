@@ -1,6 +1,6 @@
 // e2m1 codes by AMX with bfloat16, for more rows of activations than one.
 //
-// The A tile is the weight, 16 of its rows by 32 codes, decoded with its scales; the B tile 16 rows of activations. Their product
+// The A tile is the weight, 16 of its rows by 32 codes, dequantized; the B tile 16 rows of activations. Their product
 // is transposed when it is done. 64 bytes of a row of the weight are 128 codes; look-ups by the upper byte of each 16-bit half of v << 8,
 // v << 4, v, v >> 4 make the rows of four A tiles, of codes k, k + 4, k + 8, ... for k = 0, 1, 2, 3. Activations are packed in that order.
 //
@@ -17,7 +17,7 @@
 namespace {
 
 constexpr i64 TILE = 512;           // numbers of a tile of bfloat16
-constexpr i64 CODES = 128;          // of a row of the weight that are decoded at once
+constexpr i64 CODES = 128;          // of a row of the weight that are dequantized at once
 constexpr i64 PANEL = 32;           // rows of the weight that are multiplied at once
 constexpr i64 OF_CHUNK = 8 * TILE;  // the A tiles of a panel and CODES: two for each 32 codes
 
@@ -37,15 +37,15 @@ struct alignas(64) AmxTables {
 template <class Weight>
 constexpr AmxTables<Weight> AMX_TABLES{};
 
-// Decoding, with its constants in registers. Compilers are not told what they are: they would make them anew for each row, on the very
-// port that look-ups take.
+// Dequantizing, with its constants in registers. Compilers are not told what they are: they would make them anew for each row, on
+// the very port that look-ups take.
 template <class Weight>
-struct AmxDecoding {
+struct AmxDequantizer {
     __m512i f16_of_code = _mm512_load_si512(AMX_TABLES<Weight>.f16_of_code), of_scales = _mm512_load_si512(AMX_TABLES<Weight>.of_scales);
     __m512i bf16_bits = _mm512_set1_epi16(short(0x8FFF)), eighth = _mm512_set1_epi16(1 << 13);
     __mmask64 upper = 0xAAAAAAAAAAAAAAAAull;
 
-    [[gnu::always_inline]] AmxDecoding() { asm("" : "+v"(f16_of_code), "+v"(of_scales), "+v"(bf16_bits), "+v"(eighth), "+Yk"(upper)); }
+    [[gnu::always_inline]] AmxDequantizer() { asm("" : "+v"(f16_of_code), "+v"(of_scales), "+v"(bf16_bits), "+v"(eighth), "+Yk"(upper)); }
 
     // The scales of a chunk -> each in the upper bytes of 16-bit numbers.
     [[gnu::always_inline]] __m512i spread(i64 scales) const { return _mm512_shuffle_epi8(_mm512_set1_epi64(scales), of_scales); }
@@ -77,12 +77,12 @@ inline bool any_from(int first, const u8* const* row, i64 rows, i64 bytes) {
     return _mm512_cmpge_epu8_mask(largest, _mm512_set1_epi8(char(first))) != 0;
 }
 
-// Where the weight of an item is read: panels of 32 rows (two `Columns`), and of each chunks of CODES.
+// Where the weight of a work tile is read: panels of 32 rows (two `Columns`), and of each chunks of CODES.
 template <class Weight>
 class AmxReader {
   public:
     using Columns = typename Weight::Columns;
-    explicit AmxReader(const Item& item) : item_(item), K_(item.p->K), chunks_((K_ + CODES - 1) / CODES) {
+    explicit AmxReader(const WorkTile& work_tile) : work_tile_(work_tile), K_(work_tile.p->K), chunks_((K_ + CODES - 1) / CODES) {
         fill(0);
         next_panel();
     }
@@ -92,7 +92,7 @@ class AmxReader {
     // Of the panel that is read: its two `Columns`, and whether a scale is hard.
     const Columns* columns() const { return columns_[panel_ & 1]; }
     bool hard() const { return hard_; }
-    bool done() const { return 2 * panel_ >= item_.subs(); }
+    bool done() const { return 2 * panel_ >= work_tile_.column_blocks(); }
 
     void next_panel() {
         ++panel_;
@@ -106,28 +106,28 @@ class AmxReader {
         start_ahead();
     }
 
-    // Whether `decode_rows` may be called for a chunk: a whole one, without hard scales.
-    bool easy(i64 chunk) const { return !hard_ && (chunk + 1) * CODES <= K_; }
+    // Whether `dequantize_rows` may be called for a chunk: a whole one, without hard scales.
+    bool dequantizes_fast(i64 chunk) const { return !hard_ && (chunk + 1) * CODES <= K_; }
 
     // Rows of a chunk; if `fetch`, as many lines of the next panel come nearer.
     template <int ROWS>
-    [[gnu::always_inline]] void decode_rows(const AmxDecoding<Weight>& decoding, i64 chunk, i64 row, u16* at, bool fetch) {
+    [[gnu::always_inline]] void dequantize_rows(const AmxDequantizer<Weight>& dequantizer, i64 chunk, i64 row, u16* at, bool fetch) {
         for (i64 r = row; r < row + ROWS; ++r) {
             i64 scales = 0;
             std::memcpy(&scales, now_[r].scales + SCALES * chunk, SCALES);
             const __m512i codes = _mm512_loadu_si512(now_[r].codes + CODES / 2 * chunk);
-            decoding.store(at + r * 32, codes, Weight::f16_scale(decoding.spread(scales)));
+            dequantizer.store(at + r * 32, codes, Weight::f16_scale(dequantizer.spread(scales)));
         }
         if (ROWS > 0 && fetch) prefetch<ROWS>();
     }
 
     // A chunk, whatever is in it.
-    void decode(i64 chunk, u16* at) {
-        const AmxDecoding<Weight> decoding;
+    void dequantize(i64 chunk, u16* at) {
+        const AmxDequantizer<Weight> dequantizer;
         for (i64 i = 0; i < PANEL; ++i) {
             const __m128i scales = _mm512_castsi512_si128(load_some(now_[i].scales, SCALES * chunk, K_ / Weight::BLOCK));
-            const __m512i scale = Weight::hard_f16_scale(decoding.spread(_mm_cvtsi128_si64(scales)));
-            decoding.store(at + i * 32, load_some(now_[i].codes, CODES / 2 * chunk, K_ / 2), scale);
+            const __m512i scale = Weight::hard_f16_scale(dequantizer.spread(_mm_cvtsi128_si64(scales)));
+            dequantizer.store(at + i * 32, load_some(now_[i].codes, CODES / 2 * chunk, K_ / 2), scale);
         }
         prefetch<PANEL>();
         prefetch_scales(chunk);
@@ -149,7 +149,7 @@ class AmxReader {
     void fill(i64 panel) {
         for (i64 half = 0; half < 2; ++half) {
             Columns& c = columns_[panel & 1][half];
-            c = item_.columns<Weight>(2 * panel + half);
+            c = work_tile_.columns<Weight>(2 * panel + half);
             for (i64 i = 0; i < LANES; ++i) rows_[panel & 1][half * LANES + i] = {c.codes[i], c.scales[i]};
         }
     }
@@ -172,7 +172,7 @@ class AmxReader {
     // Inlined, or g++ takes it for a function without effect.
     [[gnu::always_inline]] static void fetch_line(const u8* at) { _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1); }
 
-    const Item& item_;
+    const WorkTile& work_tile_;
     const i64 K_, chunks_;
     Columns columns_[2][2];  // of this panel, the next
     bool hard_ = false;
@@ -182,25 +182,25 @@ class AmxReader {
     const u8 *ahead_ = nullptr, *end_ahead_ = nullptr;
 };
 
-// For each panel, for each group of up to three tiles of activations, chunk by chunk: while one is multiplied another is decoded, some rows
-// between any two tile operations. These run on a unit of their own, but only as far ahead as the CPU looks.
+// For each panel, for each group of up to three tiles of activations, chunk by chunk: while one is multiplied another is dequantized, some
+// rows between any two tile operations. These run on a unit of their own, but only as far ahead as the CPU looks.
 //
-// Up to three groups decode again what the one before had: that costs less than to bring it back from the second-level cache. More groups
-// share a decoded panel; of the next one each decodes some rows.
+// Up to three groups dequantize again what the one before had: that costs less than to bring it back from the second-level cache. More
+// groups share a dequantized panel; of the next one each dequantizes some rows.
 template <class Weight>
 class AmxProduct {
   public:
     using Columns = typename Weight::Columns;
 
-    AmxProduct(const Item& item, const u16* x, i64 stride, Scratch& scratch)
-        : item_(item), x_(x), of_tile_(LANES * stride), F_(item.p->F), tiles_((item.rows + LANES - 1) / LANES), reader_(item),
-          chunks_(reader_.chunks()), shared_(tiles_ > 9), of_half_((shared_ ? chunks_ : 1) * OF_CHUNK),
-          weights_(scratch.panel.get<u16>(2 * of_half_)), run_(std::max<i64>(1, 4 / F_) * 2), of_row_(run_ * F_ * LANES),
+    AmxProduct(const WorkTile& work_tile, const u16* x, i64 stride, Scratch& scratch)
+        : work_tile_(work_tile), x_(x), of_tile_(LANES * stride), F_(work_tile.p->F), tiles_((work_tile.rows + LANES - 1) / LANES),
+          reader_(work_tile), chunks_(reader_.chunks()), shared_(tiles_ > 9), of_half_((shared_ ? chunks_ : 1) * OF_CHUNK),
+          weights_(scratch.panel.get<u16>(2 * of_half_)), store_run_(std::max<i64>(1, 4 / F_) * 2), of_row_(store_run_ * F_ * LANES),
           out_(scratch.tile.get<float>(tiles_ * LANES * of_row_)) {}
 
     void run() {
-        for (i64 c = 0; c * OF_CHUNK < of_half_; ++c) reader_.decode(c, weights_ + c * OF_CHUNK);
-        for (i64 sub = 0; sub < item_.subs(); sub += 2) {
+        for (i64 c = 0; c * OF_CHUNK < of_half_; ++c) reader_.dequantize(c, weights_ + c * OF_CHUNK);
+        for (i64 column_block = 0; column_block < work_tile_.column_blocks(); column_block += 2) {
             const __m512 factors[2] = {factors_of(reader_.columns()[0]), factors_of(reader_.columns()[1])};
             if (shared_) reader_.next_panel();
             for (i64 t = 0, group = 0; t < tiles_; t += in_group(t), ++group) {
@@ -209,26 +209,26 @@ class AmxProduct {
                     case 2: panel<2>(t, group); break;
                     default: panel<3>(t, group);
                 }
-                finish(sub, t, factors);
+                finish(column_block, t, factors);
             }
-            if (shared_) decode_rest();
+            if (shared_) dequantize_rest();
         }
     }
 
   private:
-    static constexpr i64 SHARED_ROWS = PANEL / 4;  // of a chunk that each group decodes for all: at least four of them share
+    static constexpr i64 SHARED_ROWS = PANEL / 4;  // of a chunk that each group dequantizes for all: at least four of them share
 
     // What sums are multiplied by; NaN for a row of which a scale is.
     __m512 factors_of(const Columns& c) const {
         __mmask16 nan = 0;
         for (int i = 0; i < LANES && reader_.hard(); ++i) {
-            nan |= __mmask16(std::any_of(c.scales[i], c.scales[i] + item_.p->K / Weight::BLOCK, Weight::is_nan) << i);
+            nan |= __mmask16(std::any_of(c.scales[i], c.scales[i] + work_tile_.p->K / Weight::BLOCK, Weight::is_nan) << i);
         }
         const __m512 scaled = _mm512_mul_ps(_mm512_load_ps(c.factor), _mm512_set1_ps(float(1 << (16 - Weight::F16_WEIGHT))));
         return _mm512_mask_mov_ps(scaled, nan, _mm512_set1_ps(as_float(0x7FC00000)));
     }
 
-    // What is multiplied, what is decoded.
+    // What is multiplied, what is dequantized.
     u16* now() const { return weights_ + half_ * of_half_; }
     u16* next() const { return weights_ + (half_ ^ 1) * of_half_; }
 
@@ -277,107 +277,112 @@ class AmxProduct {
         _tile_stored(5, sums + 5 * LANES * LANES, 64);
     }
 
-    // A chunk that these tiles alone meet, while chunk `read`, the next, is decoded.
+    // A chunk that these tiles alone meet, while chunk `read`, the next, is dequantized.
     template <int TILES>
     [[gnu::always_inline]] void own_chunk(const u16* x, i64 read, i64 t) {
         if (read == 0 && t + TILES >= tiles_) reader_.next_panel();
-        if (reader_.easy(read)) {
+        if (reader_.dequantizes_fast(read)) {
             steps<TILES, 8>(now(), x, read, 0, next(), t == 0);
         } else {
             steps<TILES, 0>(now(), x, read, 0, next(), false);
-            if (!reader_.done()) reader_.decode(read, next());
+            if (!reader_.done()) reader_.dequantize(read, next());
         }
         half_ ^= 1;
     }
 
-    // Chunk c of a panel, while rows row .. row + SHARED_ROWS - 1 of the same one of the next panel are decoded.
+    // Chunk c of a panel, while rows row .. row + SHARED_ROWS - 1 of the same one of the next panel are dequantized.
     template <int TILES>
     [[gnu::always_inline]] void shared_chunk(const u16* x, i64 c, i64 row) {
         const u16* weights = now() + c * OF_CHUNK;
         u16* to = next() + c * OF_CHUNK;
-        if (row >= PANEL || reader_.done() || !reader_.easy(c)) {
+        if (row >= PANEL || reader_.done() || !reader_.dequantizes_fast(c)) {
             steps<TILES, 0>(weights, x, c, 0, to, false);
         } else {
             steps<TILES, SHARED_ROWS / 4>(weights, x, c, row, to, true);
         }
     }
 
-    // Decodes what of the next panel could not be by the way; it is multiplied then.
-    void decode_rest() {
+    // Dequantizes what of the next panel could not be by the way; it is multiplied then.
+    void dequantize_rest() {
         for (i64 c = 0; c < chunks_ && !reader_.done(); ++c) {
-            if (!reader_.easy(c)) reader_.decode(c, next() + c * OF_CHUNK);
+            if (!reader_.dequantizes_fast(c)) reader_.dequantize(c, next() + c * OF_CHUNK);
         }
         half_ ^= 1;
     }
 
-    // A chunk, while 4 ROWS rows of chunk `read` are decoded and, if `fetch`, the next panel comes nearer.
+    // A chunk, while 4 ROWS rows of chunk `read` are dequantized and, if `fetch`, the next panel comes nearer.
     template <int TILES, int ROWS>
     [[gnu::always_inline]] void steps(const u16* weights, const u16* x, i64 read, i64 row, u16* next, bool fetch) {
-        const AmxDecoding<Weight> decoding;
-        step<TILES, ROWS>(decoding, weights, x, read, row, next, fetch);
-        step<TILES, ROWS>(decoding, weights + 2 * TILE, x + TILE, read, row + ROWS, next, fetch);
-        step<TILES, ROWS>(decoding, weights + 4 * TILE, x + 2 * TILE, read, row + 2 * ROWS, next, fetch);
-        step<TILES, ROWS>(decoding, weights + 6 * TILE, x + 3 * TILE, read, row + 3 * ROWS, next, fetch);
+        const AmxDequantizer<Weight> dequantizer;
+        step<TILES, ROWS>(dequantizer, weights, x, read, row, next, fetch);
+        step<TILES, ROWS>(dequantizer, weights + 2 * TILE, x + TILE, read, row + ROWS, next, fetch);
+        step<TILES, ROWS>(dequantizer, weights + 4 * TILE, x + 2 * TILE, read, row + 2 * ROWS, next, fetch);
+        step<TILES, ROWS>(dequantizer, weights + 6 * TILE, x + 3 * TILE, read, row + 3 * ROWS, next, fetch);
         if (fetch && row == 0) reader_.prefetch_scales(read);
     }
 
-    // 32 codes of each row of the panel. Activations pass by the first-level cache, or what is decoded would not stay there. Three tiles of
-    // them leave two registers: the weight's tiles are loaded again, which costs less than as many more tiles from further away.
+    // 32 codes of each row of the panel. Activations pass by the first-level cache, or what is dequantized would not stay there. Three
+    // tiles of them leave two registers: the weight's tiles are loaded again, which costs less than as many more tiles from further away.
     template <int TILES, int ROWS>
-    [[gnu::always_inline]] void step(const AmxDecoding<Weight>& decoding, const u16* weights, const u16* x, i64 read, i64 row, u16* next,
-                                     bool fetch) {
+    [[gnu::always_inline]] void step(const AmxDequantizer<Weight>& dequantizer, const u16* weights, const u16* x, i64 read, i64 row,
+                                     u16* next, bool fetch) {
         _tile_loadd(6, weights, 64);
         _tile_stream_loadd(7, x, 64);
-        decode<ROWS, 0, 2 * TILES>(decoding, read, row, next, fetch);
+        dequantize<ROWS, 0, 2 * TILES>(dequantizer, read, row, next, fetch);
         _tile_dpbf16ps(0, 6, 7);
         if (TILES == 3) {
             _tile_loadd(6, weights + TILE, 64);
-            decode<ROWS, 1, 6>(decoding, read, row, next, fetch);
+            dequantize<ROWS, 1, 6>(dequantizer, read, row, next, fetch);
             _tile_dpbf16ps(1, 6, 7);
             _tile_stream_loadd(7, x + of_tile_, 64);
-            decode<ROWS, 2, 6>(decoding, read, row, next, fetch);
+            dequantize<ROWS, 2, 6>(dequantizer, read, row, next, fetch);
             _tile_dpbf16ps(3, 6, 7);
             _tile_loadd(6, weights, 64);
-            decode<ROWS, 3, 6>(decoding, read, row, next, fetch);
+            dequantize<ROWS, 3, 6>(dequantizer, read, row, next, fetch);
             _tile_dpbf16ps(2, 6, 7);
             _tile_stream_loadd(7, x + 2 * of_tile_, 64);
-            decode<ROWS, 4, 6>(decoding, read, row, next, fetch);
+            dequantize<ROWS, 4, 6>(dequantizer, read, row, next, fetch);
             _tile_dpbf16ps(4, 6, 7);
             _tile_loadd(6, weights + TILE, 64);
-            decode<ROWS, 5, 6>(decoding, read, row, next, fetch);
+            dequantize<ROWS, 5, 6>(dequantizer, read, row, next, fetch);
             _tile_dpbf16ps(5, 6, 7);
         } else {
             _tile_loadd(5, weights + TILE, 64);
-            decode<ROWS, 1, 2 * TILES>(decoding, read, row, next, fetch);
+            dequantize<ROWS, 1, 2 * TILES>(dequantizer, read, row, next, fetch);
             _tile_dpbf16ps(1, 5, 7);
             if (TILES == 1) return;
             _tile_stream_loadd(4, x + of_tile_, 64);
-            decode<ROWS, 2, 4>(decoding, read, row, next, fetch);
+            dequantize<ROWS, 2, 4>(dequantizer, read, row, next, fetch);
             _tile_dpbf16ps(2, 6, 4);
-            decode<ROWS, 3, 4>(decoding, read, row, next, fetch);
+            dequantize<ROWS, 3, 4>(dequantizer, read, row, next, fetch);
             _tile_dpbf16ps(3, 5, 4);
         }
     }
 
     // Share PART of PARTS of so many rows.
     template <int ROWS, int PART, int PARTS>
-    [[gnu::always_inline]] void decode(const AmxDecoding<Weight>& decoding, i64 read, i64 row, u16* next, bool fetch) {
+    [[gnu::always_inline]] void dequantize(const AmxDequantizer<Weight>& dequantizer, i64 read, i64 row, u16* next, bool fetch) {
         constexpr int FROM = ROWS * PART / PARTS, TO = ROWS * (PART + 1) / PARTS;
-        reader_.template decode_rows<TO - FROM>(decoding, read, row + FROM, next, fetch);
+        reader_.template dequantize_rows<TO - FROM>(dequantizer, read, row + FROM, next, fetch);
     }
 
-    // Results from sums_, kept until run_ blocks of a row can be stored together: strips of sixteen columns, of rows that lie pages apart,
-    // wait for memory one by one.
-    void finish(i64 sub, i64 t, const __m512 (&factors)[2]) {
-        const i64 first = sub / (run_ * F_) * (run_ * F_), last = std::min(sub + 2, item_.subs());
+    // Results from sums_, kept until store_run_ blocks of a row can be stored together: strips of sixteen columns, of rows that lie pages
+    // apart, wait for memory one by one.
+    void finish(i64 column_block, i64 t, const __m512 (&factors)[2]) {
+        const i64 first = column_block / (store_run_ * F_) * (store_run_ * F_);
+        const i64 last = std::min(column_block + 2, work_tile_.column_blocks());
         for (i64 i = t; i < t + in_group(t); ++i) {
-            const i64 rows = std::min<i64>(LANES, item_.rows - LANES * i);
+            const i64 rows = std::min<i64>(LANES, work_tile_.rows - LANES * i);
             float* out = out_ + i * LANES * of_row_;
-            for (i64 s = sub; s < last; ++s) {
-                const float* sums = sums_[2 * (i - t) + s - sub];
-                for (i64 r = 0; r < rows; r += 4) transpose(sums + r, factors[s - sub], out + r * of_row_ + (s - first) * LANES, of_row_);
+            for (i64 s = column_block; s < last; ++s) {
+                const float* sums = sums_[2 * (i - t) + s - column_block];
+                for (i64 r = 0; r < rows; r += 4) {
+                    transpose(sums + r, factors[s - column_block], out + r * of_row_ + (s - first) * LANES, of_row_);
+                }
             }
-            if (last == first + run_ * F_ || last == item_.subs()) item_.store(LANES * i, rows, first, out, of_row_, (last - first) / F_);
+            if (last == first + store_run_ * F_ || last == work_tile_.column_blocks()) {
+                work_tile_.store(LANES * i, rows, first, out, of_row_, (last - first) / F_);
+            }
         }
     }
 
@@ -396,16 +401,16 @@ class AmxProduct {
         for (int i = 0; i < 4; ++i) _mm512_store_ps(out + i * of_row, _mm512_mul_ps(b[i], factor));
     }
 
-    const Item& item_;
+    const WorkTile& work_tile_;
     const u16* const x_;
     const i64 of_tile_, F_, tiles_;
     AmxReader<Weight> reader_;
     const i64 chunks_;
-    const bool shared_;  // each group decodes some rows of a chunk for all, or each group all for itself
+    const bool shared_;  // each group dequantizes some rows of a chunk for all, or each group all for itself
     const i64 of_half_;
-    u16* const weights_;  // [2][of_half_] chunks, or panels: one that is multiplied, one that is decoded
-    const i64 run_, of_row_;
-    float* const out_;  // [rows of the item][run_][F][16]
+    u16* const weights_;  // [2][of_half_] chunks, or panels: one that is multiplied, one that is dequantized
+    const i64 store_run_, of_row_;
+    float* const out_;  // [rows of the work tile][store_run_][F][16]
     i64 half_ = 0;
     alignas(64) float sums_[6][LANES * LANES];  // of each tile of activations, of each 16 rows of the panel
 };
@@ -415,8 +420,9 @@ struct Amx {
     using Activation = bf16;
     using Packed = u16;  // tiles, one after the other, of 16 rows; zeros up to a multiple of 16 rows and 128 activations
     static constexpr auto NAME = "by tiles of AMX";
-    static constexpr i64 MOST = CHUNK;
-    static constexpr int SMALLEST = -74 - Weight::SMALLEST - Weight::F16_WEIGHT, LARGEST = 31;  // see `usual` and the head of this file
+    static constexpr i64 MAX_ROWS = TILE_M;
+    // See `in_range` and the head of this file.
+    static constexpr int MIN_EXPONENT = -74 - Weight::MIN_EXPONENT - Weight::F16_WEIGHT, MAX_EXPONENT = 31;
 
     static void pack(const bf16* const* x, i64 rows, Packed* packed, i64, i64 K) {
         const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
@@ -436,8 +442,8 @@ struct Amx {
         }
     }
 
-    static void multiply(const Item& item, const Packed* packed, i64 stride, Scratch& scratch) {
-        AmxProduct<Weight>(item, packed, stride, scratch).run();
+    static void multiply(const WorkTile& work_tile, const Packed* packed, i64 stride, Scratch& scratch) {
+        AmxProduct<Weight>(work_tile, packed, stride, scratch).run();
     }
 };
 
@@ -460,11 +466,11 @@ class AmxThread {
 template <class Weight>
 struct AmxTier {
     using Wide = Panels<Avx512<Weight>>;
-    using OfBf16 = Kernels<FewRows<Avx512Dots<Avx512Run, 1, Weight>>, Amx<Weight>>;
+    using OfBf16 = Kernels<SmallM<Avx512Dots<Avx512Run, 1, Weight>>, Amx<Weight>>;
     template <class A>
     using Fast = std::conditional_t<std::is_same<A, bf16>::value, OfBf16, typename Avx512Tier<Weight>::template Fast<A>>;
     using Thread = AmxThread;
-    static constexpr double ROWS_OF_DECODING = 32;
+    static constexpr double DEQUANTIZE_ROWS = 32;
 };
 
 }  // namespace

@@ -23,12 +23,12 @@ template <class Weight_>
 struct Avx2 : Avx2F32 {
     using Weight = Weight_;
     using Columns = typename Weight::Columns;
-    static constexpr auto FEW_NAME = "by dot products with the codes";
-    static constexpr int FEW = 4, SMALLEST = F32_SMALLEST<Weight>, LARGEST = F32_LARGEST<Weight>;
+    static constexpr auto SMALL_M_NAME = "by dot products with the codes";
+    static constexpr int SMALL_M = 4, MIN_EXPONENT = F32_MIN_EXPONENT<Weight>, MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;
     static constexpr i64 BLOCK = Weight::BLOCK;
 
     // Of each block the even activations, then the odd ones; zeros up to a multiple of 64.
-    static void pack_few(const float* x, i64 r, Packed* packed, i64 stride, i64 K) {
+    static void pack_small_m(const float* x, i64 r, Packed* packed, i64 stride, i64 K) {
         packed += r * stride;
         for (i64 k = 0; k < K; k += 16) {
             for (int i = 0; i < 8; ++i) packed[k + i] = x[k + 2 * i], packed[k + 8 + i] = x[k + 2 * i + 1];
@@ -38,7 +38,7 @@ struct Avx2 : Avx2F32 {
 
     // A row of the weight at a time, as it lies in memory. Each code is looked up as the high byte of its float16, whose low byte is zero.
     template <int R>
-    static void few_rows(const Columns& c, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+    static void small_m_rows(const Columns& c, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
         for (int n = 0; n < LANES; ++n) {
             __m256 sum[R][2];
             for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
@@ -54,16 +54,16 @@ struct Avx2 : Avx2F32 {
         }
     }
 
-    static void few(int rows, const Columns& c, const Columns&, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+    static void small_m(int rows, const Columns& c, const Columns&, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
         switch (rows) {
-            case 1: return few_rows<1>(c, x, stride, K, out, out_stride);
-            case 2: return few_rows<2>(c, x, stride, K, out, out_stride);
-            case 3: return few_rows<3>(c, x, stride, K, out, out_stride);
-            default: return few_rows<4>(c, x, stride, K, out, out_stride);
+            case 1: return small_m_rows<1>(c, x, stride, K, out, out_stride);
+            case 2: return small_m_rows<2>(c, x, stride, K, out, out_stride);
+            case 3: return small_m_rows<3>(c, x, stride, K, out, out_stride);
+            default: return small_m_rows<4>(c, x, stride, K, out, out_stride);
         }
     }
 
-    static void decode(const Columns* c, const Columns* next, int, i64 K, Panel* panel) {
+    static void dequantize(const Columns* c, const Columns* next, int, i64 K, Panel* panel) {
         const __m256 table = _mm256_loadu_ps(E2M1);  // look-ups take three bits: sizes
         const __m256i sign = _mm256_set1_epi32(int(0x80000000));
         for (i64 k = 0; k < K; k += 64) {
@@ -147,9 +147,9 @@ template <class Weight>
 struct Avx2Tier {
     using Wide = Panels<Avx2<Weight>>;
     template <class A>
-    using Fast = Kernels<FewRows<Avx2<Weight>>, Panels<Avx2<Weight>>>;
+    using Fast = Kernels<SmallM<Avx2<Weight>>, Panels<Avx2<Weight>>>;
     struct Thread {};
-    static constexpr double ROWS_OF_DECODING = 8;
+    static constexpr double DEQUANTIZE_ROWS = 8;
 };
 
 }  // namespace

@@ -11,7 +11,7 @@ struct Avx2F32 {
     using Activation = float;
     using Packed = float;
     using Panel = float;  // [K][16]
-    static constexpr int ROWS = 6, SUBS = 1;
+    static constexpr int ROWS = 6, COLUMN_BLOCKS = 1;
 
     static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }
 

@@ -106,13 +106,13 @@ template <class Weight_>
 struct Avx512 : Avx512F32 {
     using Weight = Weight_;
     using Columns = typename Weight::Columns;
-    static constexpr auto FEW_NAME = "straight from the codes";
-    static constexpr int FEW = 16, SMALLEST = F32_SMALLEST<Weight>, LARGEST = F32_LARGEST<Weight>;
+    static constexpr auto SMALL_M_NAME = "straight from the codes";
+    static constexpr int SMALL_M = 16, MIN_EXPONENT = F32_MIN_EXPONENT<Weight>, MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;
 
-    static void pack_few(const float* x, i64 r, Packed* packed, i64 stride, i64 K) { pack(x, packed + r * stride, K); }
+    static void pack_small_m(const float* x, i64 r, Packed* packed, i64 stride, i64 K) { pack(x, packed + r * stride, K); }
 
     template <int R>
-    static void few_rows(const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+    static void small_m_rows(const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
         const __m512i table = f32_table();
         __m512 sum[R];
         for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
@@ -132,25 +132,26 @@ struct Avx512 : Avx512F32 {
         for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], factor));
     }
 
-    static void few(int rows, const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+    static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
         switch (rows) {
-            case 1: case 2: return few_rows<2>(c, next, x, stride, K, out, out_stride);
-            case 3: case 4: return few_rows<4>(c, next, x, stride, K, out, out_stride);
-            case 5: case 6: case 7: case 8: return few_rows<8>(c, next, x, stride, K, out, out_stride);
-            default: return few_rows<16>(c, next, x, stride, K, out, out_stride);
+            case 1: case 2: return small_m_rows<2>(c, next, x, stride, K, out, out_stride);
+            case 3: case 4: return small_m_rows<4>(c, next, x, stride, K, out, out_stride);
+            case 5: case 6: case 7: case 8: return small_m_rows<8>(c, next, x, stride, K, out, out_stride);
+            default: return small_m_rows<16>(c, next, x, stride, K, out, out_stride);
         }
     }
 
-    static void decode(const Columns* c, const Columns* next, int subs, i64 K, Panel* panel) {
+    static void dequantize(const Columns* c, const Columns* next, int column_blocks, i64 K, Panel* panel) {
         const __m512i table = f32_table();
-        for (int s = 0; s < subs; ++s) {
+        for (int s = 0; s < column_blocks; ++s) {
             const __m512 factor = _mm512_load_ps(c[s].factor);
             for_blocks<Weight>(c[s], next[s], K, [&](const __m512i* words, i64 block, __m512 scale) {
                 const __m512 step = _mm512_mul_ps(scale, factor);
-                float* out = panel + (16 * block * subs + s) * LANES;
+                float* out = panel + (16 * block * column_blocks + s) * LANES;
                 for (int j = 0; j < 16; ++j) {
                     const __m512i code = _mm512_srli_epi32(words[j / 8], 4 * (j % 8));
-                    _mm512_store_ps(out + j * subs * LANES, _mm512_mul_ps(_mm512_castsi512_ps(_mm512_permutexvar_epi32(code, table)), step));
+                    const __m512 w = _mm512_castsi512_ps(_mm512_permutexvar_epi32(code, table));
+                    _mm512_store_ps(out + j * column_blocks * LANES, _mm512_mul_ps(w, step));
                 }
             });
         }
@@ -185,70 +186,73 @@ struct Avx512Run {
     static __m512 multiply(__m512i w, __m512i x, __m512 sum) { return _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(x), sum); }
 };
 
-// Few rows of activations, up to MOST. The weight is read as it lies in memory: one of its rows after the other, or AT_ONCE of them, which
+// Small M: up to MAX_ROWS rows. The weight is read as it lies in memory: one of its rows after the other, or WEIGHT_ROWS of them, which
 // share the vectors of activations that are loaded and make as many more chains of products.
-template <class Run, int MOST, class Weight_>
+template <class Run, int MAX_ROWS, class Weight_>
 struct Avx512Dots {
     using Weight = Weight_;
     using Columns = typename Weight::Columns;
     using Activation = typename Run::Activation;
     using Packed = typename Run::Packed;
-    static constexpr auto FEW_NAME = "by dot products with the codes";
-    static constexpr int FEW = MOST, VECTORS = Run::VECTORS, SMALLEST = F32_SMALLEST<Weight>, LARGEST = F32_LARGEST<Weight>;
+    static constexpr auto SMALL_M_NAME = "by dot products with the codes";
+    static constexpr int SMALL_M = MAX_ROWS, VECTORS = Run::VECTORS;
+    static constexpr int MIN_EXPONENT = F32_MIN_EXPONENT<Weight>, MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;
     static constexpr i64 BLOCK = Weight::BLOCK, RUNS = BLOCK / 4;  // RUNS: how many times 256 codes have 64 scales
 
     // 256 activations of each row, then the next: whole rows lie a power of two apart, and would meet in few places of the first-level cache.
-    static void pack_few(const Activation* x, i64 r, Packed* packed, i64, i64 K) { Run::pack(x, packed + r * Run::STEP, MOST * Run::STEP, K); }
+    static void pack_small_m(const Activation* x, i64 r, Packed* packed, i64, i64 K) {
+        Run::pack(x, packed + r * Run::STEP, MAX_ROWS * Run::STEP, K);
+    }
 
-    static void few(int rows, const Columns& c, const Columns& next, const Packed* x, i64, i64 K, float* out, i64 out_stride) {
-        if constexpr (MOST == 1) {
-            few_rows<1, 1>(c, next, x, K, out, out_stride);
+    static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x, i64, i64 K, float* out, i64 out_stride) {
+        if constexpr (MAX_ROWS == 1) {
+            small_m_rows<1, 1>(c, next, x, K, out, out_stride);
         } else {
             switch (rows) {
-                case 1: return few_rows<1, 1>(c, next, x, K, out, out_stride);
-                case 2: return few_rows<2, 2>(c, next, x, K, out, out_stride);
-                case 3: return few_rows<3, 2>(c, next, x, K, out, out_stride);
-                default: return few_rows<4, 2>(c, next, x, K, out, out_stride);
+                case 1: return small_m_rows<1, 1>(c, next, x, K, out, out_stride);
+                case 2: return small_m_rows<2, 2>(c, next, x, K, out, out_stride);
+                case 3: return small_m_rows<3, 2>(c, next, x, K, out, out_stride);
+                default: return small_m_rows<4, 2>(c, next, x, K, out, out_stride);
             }
         }
     }
 
-    template <int R, int AT_ONCE>
-    static void few_rows(const Columns& c, const Columns& next, const Packed* x, i64 K, float* out, i64 out_stride) {
+    template <int R, int WEIGHT_ROWS>
+    static void small_m_rows(const Columns& c, const Columns& next, const Packed* x, i64 K, float* out, i64 out_stride) {
         alignas(64) __m512 sums[R][LANES];
-        for (int n = 0; n < LANES; n += AT_ONCE) {
-            __m512 sum[AT_ONCE][R];
-            for (int i = 0; i < AT_ONCE; ++i) {
+        for (int n = 0; n < LANES; n += WEIGHT_ROWS) {
+            __m512 sum[WEIGHT_ROWS][R];
+            for (int i = 0; i < WEIGHT_ROWS; ++i) {
                 for (int r = 0; r < R; ++r) sum[i][r] = _mm512_setzero_ps();
             }
             for (i64 k = 0; k < K; k += 64 * BLOCK) {
-                Scales<Weight> scales[AT_ONCE];
-                for (int i = 0; i < AT_ONCE; ++i) {
+                Scales<Weight> scales[WEIGHT_ROWS];
+                for (int i = 0; i < WEIGHT_ROWS; ++i) {
                     _mm_prefetch(reinterpret_cast<const char*>(next.scales[n + i] + k / BLOCK), _MM_HINT_T1);  // a line of them
                     scales[i] = Scales<Weight>::of(load_some(c.scales[n + i], k / BLOCK, K / BLOCK));
                 }
                 const int whole = int(std::min<i64>(RUNS, (K - k) / 256));
                 for (int part = 0; part < whole; ++part) {
                     const i64 at = k / 2 + 128 * part;
-                    __m512i codes[AT_ONCE][2];
-                    for (int i = 0; i < AT_ONCE; ++i) {
+                    __m512i codes[WEIGHT_ROWS][2];
+                    for (int i = 0; i < WEIGHT_ROWS; ++i) {
                         for (int j = 0; j < 2; ++j) {
                             _mm_prefetch(reinterpret_cast<const char*>(next.codes[n + i] + at + 64 * j), _MM_HINT_T1);
                             codes[i][j] = _mm512_loadu_si512(c.codes[n + i] + at + 64 * j);
                         }
                     }
-                    add(codes, x + at / 128 * (MOST * Run::STEP), scales, part, sum);
+                    add(codes, x + at / 128 * (MAX_ROWS * Run::STEP), scales, part, sum);
                 }
                 if (whole < RUNS && k + 256 * whole < K) {
                     const i64 at = k / 2 + 128 * whole;
-                    __m512i codes[AT_ONCE][2];
-                    for (int i = 0; i < AT_ONCE; ++i) {
+                    __m512i codes[WEIGHT_ROWS][2];
+                    for (int i = 0; i < WEIGHT_ROWS; ++i) {
                         for (int j = 0; j < 2; ++j) codes[i][j] = load_some(c.codes[n + i], at + 64 * j, K / 2);
                     }
-                    add(codes, x + at / 128 * (MOST * Run::STEP), scales, whole, sum);
+                    add(codes, x + at / 128 * (MAX_ROWS * Run::STEP), scales, whole, sum);
                 }
             }
-            for (int i = 0; i < AT_ONCE; ++i) {
+            for (int i = 0; i < WEIGHT_ROWS; ++i) {
                 for (int r = 0; r < R; ++r) sums[r][n + i] = sum[i][r];
             }
         }
@@ -257,27 +261,27 @@ struct Avx512Dots {
     }
 
     // 256 codes of each row of the weight: the products of each block, times its scale.
-    template <int R, int AT_ONCE>
-    [[gnu::always_inline]] static void add(const __m512i (&codes)[AT_ONCE][2], const Packed* x, const Scales<Weight> (&scales)[AT_ONCE], int part,
-                                           __m512 (&sum)[AT_ONCE][R]) {
+    template <int R, int WEIGHT_ROWS>
+    [[gnu::always_inline]] static void add(const __m512i (&codes)[WEIGHT_ROWS][2], const Packed* x,
+                                           const Scales<Weight> (&scales)[WEIGHT_ROWS], int part, __m512 (&sum)[WEIGHT_ROWS][R]) {
         constexpr int CHAINS = R == 1 ? 2 : 1;  // products wait for the one before in their chain
-        __m512i halves[2][AT_ONCE];             // of block i in lane i the first 8 codes, the last
-        __m512 p[CHAINS][AT_ONCE][R];
-        for (int i = 0; i < AT_ONCE; ++i) {
+        __m512i halves[2][WEIGHT_ROWS];         // of block i in lane i the first 8 codes, the last
+        __m512 p[CHAINS][WEIGHT_ROWS][R];
+        for (int i = 0; i < WEIGHT_ROWS; ++i) {
             halves[0][i] = _mm512_permutex2var_epi32(codes[i][0], _mm512_load_si512(TABLES.even), codes[i][1]);
             halves[1][i] = _mm512_permutex2var_epi32(codes[i][0], _mm512_load_si512(TABLES.odd), codes[i][1]);
             for (int r = 0; r < R; ++r) p[0][i][r] = p[CHAINS - 1][i][r] = _mm512_setzero_ps();
         }
         for (int step = 0; step < 2 * VECTORS; ++step) {
             const int chain = step % CHAINS, half = CHAINS == 2 ? chain : step / VECTORS, j = CHAINS == 2 ? step / 2 : step % VECTORS;
-            __m512i w[AT_ONCE];
-            for (int i = 0; i < AT_ONCE; ++i) w[i] = Run::weights(halves[half][i], j);
+            __m512i w[WEIGHT_ROWS];
+            for (int i = 0; i < WEIGHT_ROWS; ++i) w[i] = Run::weights(halves[half][i], j);
             for (int r = 0; r < R; ++r) {
                 const __m512i a = _mm512_load_si512(x + r * Run::STEP + 16 * (VECTORS * half + j));
-                for (int i = 0; i < AT_ONCE; ++i) p[chain][i][r] = Run::multiply(w[i], a, p[chain][i][r]);
+                for (int i = 0; i < WEIGHT_ROWS; ++i) p[chain][i][r] = Run::multiply(w[i], a, p[chain][i][r]);
             }
         }
-        for (int i = 0; i < AT_ONCE; ++i) {
+        for (int i = 0; i < WEIGHT_ROWS; ++i) {
             const __m512 scale = scales[i].of_run(part);
             for (int r = 0; r < R; ++r) {
                 const __m512 products = CHAINS == 2 ? _mm512_add_ps(p[0][i][r], p[CHAINS - 1][i][r]) : p[0][i][r];
@@ -309,9 +313,9 @@ template <class Weight>
 struct Avx512Tier {
     using Wide = Panels<Avx512<Weight>>;
     template <class A>
-    using Fast = Kernels<FewRows<Avx512Dots<Avx512Run, 1, Weight>>, FewRows<Avx512<Weight>>, Panels<Avx512<Weight>>>;
+    using Fast = Kernels<SmallM<Avx512Dots<Avx512Run, 1, Weight>>, SmallM<Avx512<Weight>>, Panels<Avx512<Weight>>>;
     struct Thread {};
-    static constexpr double ROWS_OF_DECODING = 8;
+    static constexpr double DEQUANTIZE_ROWS = 8;
 };
 
 }  // namespace

@@ -38,9 +38,10 @@ struct Avx512Bf16 {
     using Columns = typename Weight::Columns;
     using Activation = bf16;
     using Packed = u32;  // two bfloat16, of k and k + 4
-    using Panel = u32;   // [K/2][subs][16] pairs
-    static constexpr auto FEW_NAME = "straight from the codes";
-    static constexpr int FEW = 16, ROWS = 6, SUBS = 4, SMALLEST = F32_SMALLEST<Weight>, LARGEST = F32_LARGEST<Weight>;
+    using Panel = u32;   // [K/2][column_blocks][16] pairs
+    static constexpr auto SMALL_M_NAME = "straight from the codes";
+    static constexpr int SMALL_M = 16, ROWS = 6, COLUMN_BLOCKS = 4;
+    static constexpr int MIN_EXPONENT = F32_MIN_EXPONENT<Weight>, MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;
 
     // Each 8 activations in the order 0 4 1 5 2 6 3 7.
     static void pack(const bf16* x, Packed* packed, i64 K) {
@@ -54,10 +55,10 @@ struct Avx512Bf16 {
         }
     }
 
-    static void pack_few(const bf16* x, i64 r, Packed* packed, i64 stride, i64 K) { pack(x, packed + r * stride, K); }
+    static void pack_small_m(const bf16* x, i64 r, Packed* packed, i64 stride, i64 K) { pack(x, packed + r * stride, K); }
 
     template <int R>
-    static void few_rows(const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+    static void small_m_rows(const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
         const __m512i table = bf16_table();
         __m512 sum[R];
         for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
@@ -78,33 +79,33 @@ struct Avx512Bf16 {
         for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], factor));
     }
 
-    static void few(int rows, const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+    static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
         switch (rows) {
-            case 1: case 2: return few_rows<2>(c, next, x, stride, K, out, out_stride);
-            case 3: return few_rows<3>(c, next, x, stride, K, out, out_stride);
-            case 4: return few_rows<4>(c, next, x, stride, K, out, out_stride);
-            case 5: case 6: return few_rows<6>(c, next, x, stride, K, out, out_stride);
-            case 7: case 8: return few_rows<8>(c, next, x, stride, K, out, out_stride);
-            case 9: case 10: case 11: case 12: return few_rows<12>(c, next, x, stride, K, out, out_stride);
-            default: return few_rows<16>(c, next, x, stride, K, out, out_stride);
+            case 1: case 2: return small_m_rows<2>(c, next, x, stride, K, out, out_stride);
+            case 3: return small_m_rows<3>(c, next, x, stride, K, out, out_stride);
+            case 4: return small_m_rows<4>(c, next, x, stride, K, out, out_stride);
+            case 5: case 6: return small_m_rows<6>(c, next, x, stride, K, out, out_stride);
+            case 7: case 8: return small_m_rows<8>(c, next, x, stride, K, out, out_stride);
+            case 9: case 10: case 11: case 12: return small_m_rows<12>(c, next, x, stride, K, out, out_stride);
+            default: return small_m_rows<16>(c, next, x, stride, K, out, out_stride);
         }
     }
 
-    // Code times a usual scale has at most six significant bits: exact in bfloat16. A product of pairs with (scale, 0) or (0, scale) is the
-    // scaled code of one of the two as float32, whose upper half is its bfloat16.
-    static void decode(const Columns* c, const Columns* next, int subs, i64 K, Panel* panel) {
+    // Code times a scale in range has at most six significant bits: exact in bfloat16. A product of pairs with (scale, 0) or (0, scale) is
+    // the scaled code of one of the two as float32, whose upper half is its bfloat16.
+    static void dequantize(const Columns* c, const Columns* next, int column_blocks, i64 K, Panel* panel) {
         const __m512i table = bf16_table(), upper = _mm512_set1_epi32(int(0xFFFF0000));
-        for (int s = 0; s < subs; ++s) {
+        for (int s = 0; s < column_blocks; ++s) {
             for_blocks<Weight>(c[s], next[s], K, [&](const __m512i* words, i64 block, __m512 scale) {
                 const __m512i of_high = _mm512_castps_si512(scale), of_low = _mm512_srli_epi32(of_high, 16);
-                u32* out = panel + (8 * block * subs + s) * LANES;
+                u32* out = panel + (8 * block * column_blocks + s) * LANES;
                 for (int j = 0; j < 8; ++j) {
                     const __m512bh w = pairs(_mm512_permutexvar_epi16(_mm512_srli_epi16(words[j / 4], 4 * (j % 4)), table));
                     const __m512i high = _mm512_castps_si512(_mm512_dpbf16_ps(_mm512_setzero_ps(), w, pairs(of_high)));
                     const __m512i low = _mm512_castps_si512(_mm512_dpbf16_ps(_mm512_setzero_ps(), w, pairs(of_low)));
                     // the upper half moved down by a multiplication, since the units that shift have enough to do
                     const __m512i down = _mm512_madd_epi16(low, _mm512_set1_epi32(1 << 16));
-                    _mm512_store_si512(out + j * subs * LANES, _mm512_ternarylogic_epi32(upper, high, down, 0xCA));
+                    _mm512_store_si512(out + j * column_blocks * LANES, _mm512_ternarylogic_epi32(upper, high, down, 0xCA));
                 }
             });
         }
@@ -129,10 +130,11 @@ struct Avx512Bf16 {
         }
     }
 
-    static void multiply(int rows, int subs, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns* c, float* out, i64 out_stride) {
-        multiply_tile<Avx512Bf16<Weight>>(rows, subs, x, stride, panel, K, out, out_stride);
+    static void multiply(int rows, int column_blocks, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns* c, float* out,
+                         i64 out_stride) {
+        multiply_tile<Avx512Bf16<Weight>>(rows, column_blocks, x, stride, panel, K, out, out_stride);
         for (int r = 0; r < rows; ++r) {
-            for (int s = 0; s < subs; ++s) {
+            for (int s = 0; s < column_blocks; ++s) {
                 float* at = out + r * out_stride + s * LANES;
                 _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_load_ps(c[s].factor)));
             }
@@ -143,11 +145,11 @@ struct Avx512Bf16 {
 template <class Weight>
 struct Avx512Bf16Tier {
     using Wide = Panels<Avx512<Weight>>;
-    using OfBf16 = Kernels<FewRows<Avx512Dots<Avx512PairsRun, 4, Weight>>, FewRows<Avx512Bf16<Weight>>, Panels<Avx512Bf16<Weight>>>;
+    using OfBf16 = Kernels<SmallM<Avx512Dots<Avx512PairsRun, 4, Weight>>, SmallM<Avx512Bf16<Weight>>, Panels<Avx512Bf16<Weight>>>;
     template <class A>
     using Fast = std::conditional_t<std::is_same<A, bf16>::value, OfBf16, typename Avx512Tier<Weight>::template Fast<A>>;
     struct Thread {};
-    static constexpr double ROWS_OF_DECODING = 8;
+    static constexpr double DEQUANTIZE_ROWS = 8;
 };
 
 }  // namespace

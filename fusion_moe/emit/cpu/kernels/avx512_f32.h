@@ -39,7 +39,8 @@ inline void transpose(__m512i (&a)[16], __m512i* out) {
 
 // A tile of as many rows and Columns as there are.
 template <class Vectors, int S>
-inline void multiply_rows(int rows, const typename Vectors::Packed* x, i64 stride, const typename Vectors::Panel* panel, i64 K, float* out, i64 out_stride) {
+inline void multiply_rows(int rows, const typename Vectors::Packed* x, i64 stride, const typename Vectors::Panel* panel, i64 K, float* out,
+                          i64 out_stride) {
     switch (rows) {
         case 1: return Vectors::template tile<1, S>(x, stride, panel, K, out, out_stride);
         case 2: return Vectors::template tile<2, S>(x, stride, panel, K, out, out_stride);
@@ -51,8 +52,9 @@ inline void multiply_rows(int rows, const typename Vectors::Packed* x, i64 strid
 }
 
 template <class Vectors>
-inline void multiply_tile(int rows, int subs, const typename Vectors::Packed* x, i64 stride, const typename Vectors::Panel* panel, i64 K, float* out, i64 out_stride) {
-    switch (subs) {
+inline void multiply_tile(int rows, int column_blocks, const typename Vectors::Packed* x, i64 stride, const typename Vectors::Panel* panel,
+                          i64 K, float* out, i64 out_stride) {
+    switch (column_blocks) {
         case 1: return multiply_rows<Vectors, 1>(rows, x, stride, panel, K, out, out_stride);
         case 2: return multiply_rows<Vectors, 2>(rows, x, stride, panel, K, out, out_stride);
         case 3: return multiply_rows<Vectors, 3>(rows, x, stride, panel, K, out, out_stride);
@@ -63,8 +65,8 @@ inline void multiply_tile(int rows, int subs, const typename Vectors::Packed* x,
 struct Avx512F32 {
     using Activation = float;
     using Packed = float;
-    using Panel = float;  // [K][subs][16]
-    static constexpr int ROWS = 6, SUBS = 4;
+    using Panel = float;  // [K][column_blocks][16]
+    static constexpr int ROWS = 6, COLUMN_BLOCKS = 4;
 
     static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }
 
@@ -88,8 +90,9 @@ struct Avx512F32 {
     }
 
     template <class Columns>
-    static void multiply(int rows, int subs, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns*, float* out, i64 out_stride) {
-        multiply_tile<Avx512F32>(rows, subs, x, stride, panel, K, out, out_stride);
+    static void multiply(int rows, int column_blocks, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns*, float* out,
+                         i64 out_stride) {
+        multiply_tile<Avx512F32>(rows, column_blocks, x, stride, panel, K, out, out_stride);
     }
 };
 

@@ -9,8 +9,8 @@ namespace {
 struct GenericF32 {
     using Activation = float;
     using Packed = float;
-    using Panel = float;  // [K][SUBS][16]
-    static constexpr int ROWS = 4, SUBS = 1;
+    using Panel = float;  // [K][COLUMN_BLOCKS][16]
+    static constexpr int ROWS = 4, COLUMN_BLOCKS = 1;
 
     static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }
 
@@ -32,13 +32,13 @@ template <class Weight_>
 struct Generic : GenericF32 {
     using Weight = Weight_;
     using Columns = typename Weight::Columns;
-    static constexpr auto FEW_NAME = "by dot products with the codes";
-    static constexpr int FEW = 1, SMALLEST = F32_SMALLEST<Weight>, LARGEST = F32_LARGEST<Weight>;
+    static constexpr auto SMALL_M_NAME = "by dot products with the codes";
+    static constexpr int SMALL_M = 1, MIN_EXPONENT = F32_MIN_EXPONENT<Weight>, MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;
     static constexpr i64 BLOCK = Weight::BLOCK;
 
-    static void pack_few(const float* x, i64 r, Packed* packed, i64 stride, i64 K) { pack(x, packed + r * stride, K); }
+    static void pack_small_m(const float* x, i64 r, Packed* packed, i64 stride, i64 K) { pack(x, packed + r * stride, K); }
 
-    static void few(int, const Columns& c, const Columns&, const Packed* x, i64, i64 K, float* out, i64) {
+    static void small_m(int, const Columns& c, const Columns&, const Packed* x, i64, i64 K, float* out, i64) {
         for (int n = 0; n < LANES; ++n) {
             float sum = 0;
             for (i64 block = 0; block < K / BLOCK; ++block) {
@@ -55,7 +55,7 @@ struct Generic : GenericF32 {
         }
     }
 
-    static void decode(const Columns* columns, const Columns*, int, i64 K, Panel* panel) {
+    static void dequantize(const Columns* columns, const Columns*, int, i64 K, Panel* panel) {
         for (i64 block = 0; block < K / BLOCK; ++block) {
             for (int i = 0; i < LANES; ++i) {
                 const float scale = Weight::scale(columns->scales[i][block]) * columns->factor[i];
@@ -74,9 +74,9 @@ template <class Weight>
 struct GenericTier {
     using Wide = Panels<Generic<Weight>>;
     template <class A>
-    using Fast = Kernels<FewRows<Generic<Weight>>, Panels<Generic<Weight>>>;
+    using Fast = Kernels<SmallM<Generic<Weight>>, Panels<Generic<Weight>>>;
     struct Thread {};
-    static constexpr double ROWS_OF_DECODING = 8;
+    static constexpr double DEQUANTIZE_ROWS = 8;
 };
 
 }  // namespace

@@ -12,10 +12,10 @@
 
 namespace {
 
-constexpr i64 LEAST_BYTES = 1 << 18;  // of the weight in one item of work
+constexpr i64 MIN_BYTES = 1 << 18;  // of the weight in one work tile
 
-// What a thread has at hand.
-struct Hand {
+// What a thread keeps between work tiles.
+struct ThreadState {
     Scratch scratch;
     i64 group = -1, first = -1;  // whose rows are packed
     bool fast = false;           // for a fast kernel
@@ -23,10 +23,10 @@ struct Hand {
 
 // Which kernels take groups of how many rows.
 template <class Kernel, class... Others>
-std::string told(Kernels<Kernel, Others...>) {
+std::string describe(Kernels<Kernel, Others...>) {
     if constexpr (sizeof...(Others) > 0) {
-        const std::string rows = Kernel::MOST == 1 ? "1 row" : "up to " + std::to_string(Kernel::MOST) + " rows";
-        return rows + " " + Kernel::NAME + ", " + told(Kernels<Others...>{});
+        const std::string rows = Kernel::MAX_ROWS == 1 ? "1 row" : "up to " + std::to_string(Kernel::MAX_ROWS) + " rows";
+        return rows + " " + Kernel::NAME + ", " + describe(Kernels<Others...>{});
     } else {
         return std::string("more ") + Kernel::NAME;
     }
@@ -39,90 +39,93 @@ class GroupedMM {
         : p_(problem), K(problem.K), F(problem.F), blocks_((problem.W + LANES - 1) / LANES), stride_((K + 255) / 256 * 256) {}
 
     void run(int threads) {
-        const std::vector<Item> items = plan(threads);
+        const std::vector<WorkTile> work_tiles = plan(threads);
         std::atomic<std::size_t> taken{0};
-        const auto take = [&] {
+        const auto next_work_tile = [&] {
             const std::size_t i = taken.fetch_add(1, std::memory_order_relaxed);
-            return i < items.size() ? &items[i] : nullptr;
+            return i < work_tiles.size() ? &work_tiles[i] : nullptr;
         };
-#pragma omp parallel num_threads(threads) if (threads > 1 && items.size() > 1)
+#pragma omp parallel num_threads(threads) if (threads > 1 && work_tiles.size() > 1)
         {
-            static thread_local Hand hand;
-            [[maybe_unused]] const typename Tier::Thread state{};
-            hand.group = -1;
-            for (const Item *now = take(), *then; now != nullptr; now = then) {
-                then = take();
-                Item work = *now;
-                work.then = then;
-                item(work, hand);
+            static thread_local ThreadState state;
+            [[maybe_unused]] const typename Tier::Thread thread{};
+            state.group = -1;
+            for (const WorkTile *now = next_work_tile(), *then; now != nullptr; now = then) {
+                then = next_work_tile();
+                WorkTile work_tile = *now;
+                work_tile.then = then;
+                compute(work_tile, state);
             }
         }
         const i64 last = p_.G > 0 ? p_.ends[p_.G - 1] : 0;
-        for_rows(p_.rows - last, 16, threads, [&](i64 i) { rest(last + i); });
+        for_rows(p_.rows - last, 16, threads, [&](i64 i) { store_ungrouped_row(last + i); });
     }
 
   private:
     i64 start(i64 g) const { return g == 0 ? 0 : p_.ends[g - 1]; }
     i64 size(i64 g) const { return p_.ends[g] - start(g); }
 
-    // Items of about equal time: by the bytes of the weight, which cost more where they meet many rows.
-    std::vector<Item> plan(int threads) const {
-        const auto cost = [&](i64 rows) { return double(F) * LANES * double(K) * Weight::BYTES * (1 + double(rows) / Tier::ROWS_OF_DECODING); };
+    // Work tiles of about equal time: by the bytes of the weight, which cost more where they meet many rows.
+    std::vector<WorkTile> plan(int threads) const {
+        const auto cost = [&](i64 rows) {
+            return double(F) * LANES * double(K) * Weight::BYTES * (1 + double(rows) / Tier::DEQUANTIZE_ROWS);
+        };
         double total = 0;
         for (i64 g = 0; g < p_.G; ++g) total += size(g) > 0 ? cost(size(g)) * double(blocks_) : 0;
-        const double most = std::max(double(LEAST_BYTES), total / (threads * 16.0));
-        std::vector<Item> items;
+        const double max_cost = std::max(double(MIN_BYTES), total / (threads * 16.0));
+        std::vector<WorkTile> work_tiles;
         for (i64 g = 0; g < p_.G; ++g) {
-            for (i64 first = start(g); first < p_.ends[g]; first += CHUNK) {
-                const i64 rows = std::min(CHUNK, p_.ends[g] - first);
-                const i64 step = threads == 1 ? blocks_ : std::max(BLOCKS, i64(most / cost(rows)) / BLOCKS * BLOCKS);
-                for (i64 b = 0; b < blocks_; b += step) items.push_back({&p_, g, first, rows, b, std::min(b + step, blocks_)});
+            for (i64 first = start(g); first < p_.ends[g]; first += TILE_M) {
+                const i64 rows = std::min(TILE_M, p_.ends[g] - first);
+                const i64 step = threads == 1 ? blocks_ : std::max(BLOCKS, i64(max_cost / cost(rows)) / BLOCKS * BLOCKS);
+                for (i64 b = 0; b < blocks_; b += step) work_tiles.push_back({&p_, g, first, rows, b, std::min(b + step, blocks_)});
             }
         }
-        return items;
+        return work_tiles;
     }
 
-    // Whole, or where its weight is not usual piece by piece, which are the same however many threads there are.
-    void item(const Item& item, Hand& hand) const {
-        const bool usual = Weight::usual(item);
-        Item piece = item;
-        for (i64 b = item.first_block; b < item.last_block; b = piece.last_block) {
-            piece.first_block = b, piece.last_block = usual ? item.last_block : std::min(b + BLOCKS, item.last_block);
-            const bool fast = (usual || Weight::usual(piece)) && first_that_takes(typename Tier::template Fast<A>{}, piece, hand);
-            if (!fast) run<typename Tier::Wide, false>(piece, hand);
+    // Whole, or where its scales are not in range piece by piece, which are the same however many threads there are.
+    void compute(const WorkTile& work_tile, ThreadState& state) const {
+        const bool in_range = Weight::scales_in_range(work_tile);
+        WorkTile piece = work_tile;
+        for (i64 b = work_tile.first_block; b < work_tile.last_block; b = piece.last_block) {
+            piece.first_block = b, piece.last_block = in_range ? work_tile.last_block : std::min(b + BLOCKS, work_tile.last_block);
+            const bool fast = (in_range || Weight::scales_in_range(piece)) && dispatch(typename Tier::template Fast<A>{}, piece, state);
+            if (!fast) run<typename Tier::Wide, false>(piece, state);
         }
     }
 
     template <class Kernel, class... Others>
-    bool first_that_takes(Kernels<Kernel, Others...>, const Item& item, Hand& hand) const {
+    bool dispatch(Kernels<Kernel, Others...>, const WorkTile& work_tile, ThreadState& state) const {
         if constexpr (sizeof...(Others) > 0) {
-            if (item.rows > Kernel::MOST) return first_that_takes(Kernels<Others...>{}, item, hand);
+            if (work_tile.rows > Kernel::MAX_ROWS) return dispatch(Kernels<Others...>{}, work_tile, state);
         }
-        return run<Kernel, true>(item, hand);
+        return run<Kernel, true>(work_tile, state);
     }
 
-    // False, and nothing stored, if `FAST` and an activation is not usual.
+    // False, and nothing stored, if `FAST` and an activation is not in range.
     template <class Kernel, bool FAST>
-    bool run(const Item& item, Hand& hand) const {
-        auto* packed = hand.scratch.packed.template get<typename Kernel::Packed>((item.rows + PACK - 1) / PACK * PACK * stride_);
-        const bool held = hand.group == item.group && hand.first == item.first && hand.fast == FAST;
-        if (!held && !pack<Kernel, FAST>(item, packed, hand)) return false;
-        Kernel::multiply(item, packed, stride_, hand.scratch);
+    bool run(const WorkTile& work_tile, ThreadState& state) const {
+        const i64 rows = (work_tile.rows + PACK_ROWS - 1) / PACK_ROWS * PACK_ROWS;
+        auto* packed = state.scratch.packed.template get<typename Kernel::Packed>(rows * stride_);
+        const bool is_packed = state.group == work_tile.group && state.first == work_tile.first && state.fast == FAST;
+        if (!is_packed && !pack<Kernel, FAST>(work_tile, packed, state)) return false;
+        Kernel::multiply(work_tile, packed, stride_, state.scratch);
         return true;
     }
 
     template <class Kernel, bool FAST>
-    bool pack(const Item& item, typename Kernel::Packed* packed, Hand& hand) const {
+    bool pack(const WorkTile& work_tile, typename Kernel::Packed* packed, ThreadState& state) const {
         using Activation = typename Kernel::Activation;
-        A* made = hand.scratch.rows.template get<A>(PACK * K);
-        Activation* wide = hand.scratch.wide.template get<Activation>(PACK * K);
-        hand.group = -1;
-        for (i64 r = 0; r < item.rows; r += PACK) {
-            const i64 rows = std::min(PACK, item.rows - r);
-            const Activation* x[PACK];
+        A* made = state.scratch.rows.template get<A>(PACK_ROWS * K);
+        Activation* wide = state.scratch.wide.template get<Activation>(PACK_ROWS * K);
+        state.group = -1;
+        for (i64 r = 0; r < work_tile.rows; r += PACK_ROWS) {
+            const i64 rows = std::min(PACK_ROWS, work_tile.rows - r);
+            const Activation* x[PACK_ROWS];
             for (i64 i = 0; i < rows; ++i) {
-                const A* row = static_cast<const A*>(p_.row(p_.segment, item.first + r + i, made + i * K));
-                if (FAST && !usual<Kernel>(row, K)) return false;
+                const A* row = static_cast<const A*>(p_.row(p_.segment, work_tile.first + r + i, made + i * K));
+                if (FAST && !in_range<Kernel>(row, K)) return false;
                 if constexpr (std::is_same<A, Activation>::value) {
                     x[i] = row;
                 } else {
@@ -132,11 +135,11 @@ class GroupedMM {
             }
             Kernel::pack(x, rows, packed + r * stride_, stride_, K);
         }
-        hand.group = item.group, hand.first = item.first, hand.fast = FAST;
+        state.group = work_tile.group, state.first = work_tile.first, state.fast = FAST;
         return true;
     }
 
-    void rest(i64 m) const {
+    void store_ungrouped_row(i64 m) const {
         const std::vector<float> zeros(F * LANES);
         for (i64 block = 0; block < blocks_; ++block) {
             const i64 column = block * LANES;

@@ -151,13 +151,13 @@ inline u8 e4m3_of(float x) {
 }
 
 // Sixteen numbers -> their codes and block scale, in the order of operations of nvidia-modelopt. False if one of them is not finite.
-inline bool quantize_block(const float* x, float decode, u8* codes, u8* scale) {
+inline bool quantize_block(const float* x, float decode_scale, u8* codes, u8* scale) {
     u32 most = 0;
 #pragma omp simd reduction(max : most)
     for (int i = 0; i < 16; ++i) most = std::max(most, as_bits(x[i]) & 0x7FFFFFFFu);
-    const float amax = as_float(most), wanted = most == 0 ? 1.f : amax / (6.f * decode);
+    const float amax = as_float(most), wanted = most == 0 ? 1.f : amax / (6.f * decode_scale);
     *scale = e4m3_of(wanted < 0x1p-9f ? 0x1p-9f : wanted > 448.f ? 448.f : wanted);
-    const float step = most == 0 ? 1.f : E4M3_VALUES[*scale] * decode;
+    const float step = most == 0 ? 1.f : E4M3_VALUES[*scale] * decode_scale;
     i32 code[16];
 #pragma omp simd
     for (int i = 0; i < 16; ++i) code[i] = e2m1_of(x[i] / step);

@@ -26,11 +26,11 @@ template <class Weight>
 using TierOfCodes = GenericTier<Weight>;
 using F32 = GenericF32;
 #endif
-#include "decoded.h"
+#include "dequantized.h"
 #include "grouped_mm.h"
 #include "standalone.h"
 
-using Tier = std::conditional_t<HAS_E2M1_CODES<Weight>, TierOfCodes<Weight>, DecodedTier<F32, Weight>>;
+using Tier = std::conditional_t<HAS_E2M1_CODES<Weight>, TierOfCodes<Weight>, DequantizedTier<F32, Weight>>;
 
 extern "C" void product(const Problem* problem, int threads) {
     switch (problem->activation) {
@@ -42,7 +42,7 @@ extern "C" void product(const Problem* problem, int threads) {
 
 // How rows of a group are multiplied, in words.
 extern "C" const char* kernels(int activation) {
-    static const std::string f32 = told(Tier::Fast<float>{}), bf16_ = told(Tier::Fast<bf16>{}), f16_ = told(Tier::Fast<f16>{});
+    static const std::string f32 = describe(Tier::Fast<float>{}), bf16_ = describe(Tier::Fast<bf16>{}), f16_ = describe(Tier::Fast<f16>{});
     return (activation == OF_BF16 ? bf16_ : activation == OF_F16 ? f16_ : f32).c_str();
 }
 

@@ -72,8 +72,8 @@ void fetch_row(const T* at, i64 width, i64 count) {
     for (i64 i = 0; i < count; i += 64 / i64(sizeof(T))) __builtin_prefetch(at + i, 1);
 }
 
-// starts [G], sizes [G, 3], padded_starts [G] as nvFuser's grouped products take them -> ends [G]; false unless all three spell one cut of
-// `rows` rows, in groups of products with n out- and k in-features.
+// starts [G], sizes [G, 3], padded_starts [G] as nvFuser's grouped products take them -> ends [G]; false unless all three spell one
+// partition of `rows` rows, in groups of products with n out- and k in-features.
 inline bool problem_ends(const i32* starts, const i32* sizes, const i32* padded_starts, i64 groups, i64 rows, i64 n, i64 k, i32* ends) {
     i64 end = 0, padded = 0;
     for (i64 g = 0; g < groups; ++g) {
@@ -102,8 +102,8 @@ void swizzle_128x4(const T* x, const i32* ends, i64 groups, i64 rows, i64 column
     }
 }
 
-// Rows of so many elements that a thread takes at once.
-inline i64 at_once(i64 width) { return std::max<i64>(1, 16384 / std::max<i64>(1, width)); }
+// How many rows of so many elements a thread takes at once.
+inline i64 rows_per_step(i64 width) { return std::max<i64>(1, 16384 / std::max<i64>(1, width)); }
 
 // Calls body(i) for i in 0..count-1, in runs of `step`, on all threads.
 template <class Body>

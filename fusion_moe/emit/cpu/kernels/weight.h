@@ -2,13 +2,13 @@
 //
 // Every reader is a struct with
 //
-//     BYTES     of an element in memory, its share of the scales included
-//     decode    elements k .. k + count - 1 of row n of matrix g as float32: the reference's numbers, for every byte there is.
-//               k is a multiple of RUN, count at most RUN
-//     open      row(i) of matrix g for each column i of sixteen -> Columns, which kernels are given
-//     usual     whether fast kernels compute an item as well as the one for everything
+//     BYTES            of an element in memory, its share of the scales included
+//     dequantize       elements k .. k + count - 1 of row n of matrix g as float32: the reference's numbers, for every byte there is.
+//                      k is a multiple of RUN, count at most RUN
+//     open             row(i) of matrix g for each column i of sixteen -> Columns, which kernels are given
+//     scales_in_range  whether fast kernels compute a work tile as well as the one for everything
 //
-// The last two come from `PortableWeight`, as does all that the kernels of decoded.h need. Readers of e2m1 codes have more: e2m1.h.
+// The last two come from `PortableWeight`, as does all that the kernels of dequantized.h need. Readers of e2m1 codes have more: e2m1.h.
 #pragma once
 
 #include "tiles.h"
@@ -30,7 +30,7 @@ struct PortableWeight {
         return c;
     }
 
-    static bool usual(const Item&) { return true; }
+    static bool scales_in_range(const WorkTile&) { return true; }
 };
 
 }  // namespace

@@ -12,8 +12,8 @@ namespace {
 struct MXFP4 : E2M1Weight<MXFP4> {
     static constexpr double BYTES = 0.53125;
     static constexpr i64 BLOCK = 32;
-    static constexpr int FIRST = 106, LAST = 132;  // bytes of usual scales
-    static constexpr int SMALLEST = FIRST - 128, LARGEST = LAST - 127 + 3;
+    static constexpr int FIRST = 106, LAST = 132;  // bytes of scales in range
+    static constexpr int MIN_EXPONENT = FIRST - 128, MAX_EXPONENT = LAST - 127 + 3;
 
     // 2^-127 is subnormal, and bfloat16 holds it.
     static float scale(u8 byte) { return as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : u32(byte) << 23); }
@@ -23,12 +23,12 @@ struct MXFP4 : E2M1Weight<MXFP4> {
     }
 
     // Scales that float16 holds, with room for the codes; 0 is as good where it scales zeros only, as quantizers write it.
-    static bool usual(const Item& item) {
-        const i64 blocks = item.p->K / BLOCK;
-        for (i64 sub = 0; sub < item.subs(); ++sub) {
-            const Columns c = item.columns<MXFP4>(sub);
+    static bool scales_in_range(const WorkTile& work_tile) {
+        const i64 blocks = work_tile.p->K / BLOCK;
+        for (i64 column_block = 0; column_block < work_tile.column_blocks(); ++column_block) {
+            const Columns c = work_tile.columns<MXFP4>(column_block);
             for (int i = 0; i < LANES; ++i) {
-                if (!all_usual(c.scales[i], blocks) && !usual_but_for_zeros(c.scales[i], c.codes[i], blocks)) return false;
+                if (!all_in_range(c.scales[i], blocks) && !in_range_but_for_zeros(c.scales[i], c.codes[i], blocks)) return false;
             }
         }
         return true;
@@ -48,20 +48,21 @@ struct MXFP4 : E2M1Weight<MXFP4> {
         return _mm512_sub_epi16(_mm512_slli_epi16(upper, 2), _mm512_set1_epi16(short((FIRST - 2) << 10)));
     }
     static __m512i hard_f16_scale(__m512i upper) { return f16_scale(upper); }
-    static bool is_nan(u8) { return false; }  // no usual one
+    static bool is_nan(u8) { return false; }  // none in range
 #endif
 
   private:
-    static bool all_usual(const u8* scales, i64 blocks) {
+    static bool all_in_range(const u8* scales, i64 blocks) {
         u8 least = 255, most = 0;
         for (i64 b = 0; b < blocks; ++b) least = std::min(least, scales[b]), most = std::max(most, scales[b]);
         return least >= FIRST && most <= LAST;
     }
 
-    static bool usual_but_for_zeros(const u8* scales, const u8* codes, i64 blocks) {
+    static bool in_range_but_for_zeros(const u8* scales, const u8* codes, i64 blocks) {
         for (i64 b = 0; b < blocks; ++b, codes += BLOCK / 2) {
-            const bool usual = scales[b] >= FIRST && scales[b] <= LAST;
-            if (!usual && (scales[b] != 0 || std::any_of(codes, codes + BLOCK / 2, [](u8 two) { return (two & 0x77) != 0; }))) return false;
+            const bool in_range = scales[b] >= FIRST && scales[b] <= LAST;
+            const auto not_zero = [](u8 two) { return (two & 0x77) != 0; };
+            if (!in_range && (scales[b] != 0 || std::any_of(codes, codes + BLOCK / 2, not_zero))) return false;
         }
         return true;
     }

@@ -12,7 +12,7 @@ namespace {
 struct NVFP4 : E2M1Weight<NVFP4> {
     static constexpr double BYTES = 0.5625;
     static constexpr i64 BLOCK = 16;
-    static constexpr int SMALLEST = -10, LARGEST = 12;
+    static constexpr int MIN_EXPONENT = -10, MAX_EXPONENT = 12;
 
     static float scale(u8 byte) { return E4M3_VALUES[byte]; }
 
@@ -22,9 +22,9 @@ struct NVFP4 : E2M1Weight<NVFP4> {
     }
 
     // Decode scales that keep products among the normal numbers, whatever the order of multiplications.
-    static bool usual(const Item& item) {
-        const Problem& p = *item.p;
-        const float* of_runs = static_cast<const float*>(p.parts[2]) + item.group * p.runs;
+    static bool scales_in_range(const WorkTile& work_tile) {
+        const Problem& p = *work_tile.p;
+        const float* of_runs = static_cast<const float*>(p.parts[2]) + work_tile.group * p.runs;
         bool good = true;
         for (i64 s = 0; s < p.runs; ++s) {
             const float size = std::fabs(of_runs[s]);

@@ -1,4 +1,4 @@
-"""Where the nodes of a graph show the values of its symbolic sizes."""
+"""Where in a graph the values of its symbolic sizes can be read."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch.fx import Node
 
 
 @dataclass(frozen=True)
-class Shown:
-    """Where the graph shows a size: a node that is it, or a dimension of a tensor; `by` times too large."""
+class SizeSource:
+    """A value from which a size can be read: a node that is it, or a dimension of a tensor; `by` times too large."""
 
     node: Node
     dim: int | None
     by: int
 
 
-def shown_sizes(nodes: Sequence[Node]) -> dict[Any, list[Shown]]:
-    """Where each symbolic size can be read. A whole multiple of a symbol shows the symbol."""
-    shown: dict[Any, list[Shown]] = {}
+def size_sources(nodes: Sequence[Node]) -> dict[Any, list[SizeSource]]:
+    """Where each symbolic size can be read. A whole multiple of a symbol is one source of it."""
+    sources: dict[Any, list[SizeSource]] = {}
     for n in nodes:
         val = n.meta.get("val")
         dims: Iterable[tuple[int | None, Any]] = enumerate(val.shape) if isinstance(val, torch.Tensor) else [(None, val)]
         for dim, size in dims:
             if isinstance(size, torch.SymInt):
                 by, rest = size.node.expr.as_coeff_Mul()
-                shown.setdefault(size.node.expr, []).append(Shown(n, dim, 1))
+                sources.setdefault(size.node.expr, []).append(SizeSource(n, dim, 1))
                 if by != 1 and by.is_Integer and rest.is_Symbol:
-                    shown.setdefault(rest, []).append(Shown(n, dim, int(by)))
-    return shown
+                    sources.setdefault(rest, []).append(SizeSource(n, dim, int(by)))
+    return sources

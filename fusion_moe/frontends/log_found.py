@@ -1,4 +1,4 @@
-"""What the log says of the regions found in a graph."""
+"""The log of the regions found in a graph."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch._logging._internal import trace_structured
 
 from ..ir.text import text
 from .regions import Found
-from .say import say_once
+from .warn import warn_once
 
 log = logging.getLogger("fusion_moe")
 
 
-def tell(found: Found) -> None:
+def log_found(found: Found) -> None:
     """The fusions as a page of tlparse's report and in the log; translators at fault as warnings."""
-    lines = [f"{text(r.fusion)}\n" for r in found.regions] + [f"not fused: {x.op} at {x.source or '?'}: {x.why}" for x in found.left]
+    lines = [f"{text(r.fusion)}\n" for r in found.regions] + [f"not fused: {x.op} at {x.source or '?'}: {x.why}" for x in found.not_fused]
     report = "\n".join(lines) or "no grouped product in this graph"
     log.debug("%s", report)
     trace_structured("artifact", metadata_fn=lambda: {"name": "fusion_moe_fusions", "encoding": "string"}, payload_fn=lambda: report)
-    for x in found.left:
+    for x in found.not_fused:
         if x.broken:
-            say_once(f"{x.op} at {x.source or '?'} is not fused: {x.why}")
+            warn_once(f"{x.op} at {x.source or '?'} is not fused: {x.why}")

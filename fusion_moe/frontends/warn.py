@@ -1,4 +1,4 @@
-"""Warnings that are said once."""
+"""Warnings that are logged once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ log = logging.getLogger("fusion_moe")
 
 
 @functools.lru_cache(maxsize=1024)
-def say_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """A warning, at most once."""
     log.warning("%s", message)

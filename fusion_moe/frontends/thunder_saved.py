@@ -1,4 +1,4 @@
-"""What the backward of a thunder trace reads, kept from writes that come between.
+"""What the backward of a thunder trace reads, saved from writes that come between.
 
 thunder saves a tensor under its name. Where `v /= v.sum()` then writes into it, the backward reads what was written. Here whatever the
 backward reads of that memory is copied in front of the write. What is read through another name of the memory afterwards has no
@@ -19,14 +19,14 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.extend import Executor
 
-from .say import say_once
+from .warn import warn_once
 
 
-class Keeper:
+class SaveCopies:
     """The pass, and its operation (x, *tensors) -> (x, *copies): a write takes x from it, so that nobody moves it before the copies."""
 
     def __init__(self, executor: Executor):
-        self._keep: Symbol = executor.register_operator("fusion_moe_keep", meta=_keep_meta, fn=_keep, tags=(OpTags.IN_PLACE,))
+        self._save: Symbol = executor.register_operator("fusion_moe_save", meta=_save_meta, fn=_save, tags=(OpTags.IN_PLACE,))
 
     def __call__(self, trace: TraceCtx) -> TraceCtx:
         """A trace whose backward reads what the forward read; the trace itself if nothing that the backward reads is written over."""
@@ -41,9 +41,9 @@ class Keeper:
                 lost = [alive.pop(name) for target in _written(bsym) for name in memory.get(target, {target}) if name in alive]
                 if lost:
                     with tracectx(result):
-                        kept, bsym = self._kept_before(bsym, lost)
-                    result.bound_symbols.append(kept)
-                    copies.update((variableify(p), copy) for p, copy in zip(lost, kept.output[1:], strict=True))
+                        saved, bsym = self._saved_before(bsym, lost)
+                    result.bound_symbols.append(saved)
+                    copies.update((variableify(p), copy) for p, copy in zip(lost, saved.output[1:], strict=True))
                 alive.update((p.name, p) for p in bsym.flat_proxy_outs if p.name in read)
                 _join(memory, bsym)
             result.bound_symbols.append(bsym)
@@ -52,22 +52,22 @@ class Keeper:
         if not copies:
             return trace
         result.bound_symbols = [b.from_bsym_swap_proxies(copies) if _reads_values(b) else b for b in result.bound_symbols]
-        result.set_provenance(TraceProvenance("What the backward reads is kept by fusion_moe"))
+        result.set_provenance(TraceProvenance("What the backward reads is saved by fusion_moe"))
         return result
 
-    def _kept_before(self, write: BoundSymbol, lost: Sequence[TensorProxy]) -> tuple[BoundSymbol, BoundSymbol]:
+    def _saved_before(self, write: BoundSymbol, lost: Sequence[TensorProxy]) -> tuple[BoundSymbol, BoundSymbol]:
         """The copies, and the write that waits for them."""
         x = next(p for p in write.flat_proxy_args if isinstance(p, TensorProxy))
-        outputs = _keep_meta(x, *lost)
-        kept = self._keep.bind(x, *lost, output=outputs)
-        return kept, write.from_bsym_swap_proxies({variableify(x): outputs[0]}, skip_output=True)
+        outputs = _save_meta(x, *lost)
+        saved = self._save.bind(x, *lost, output=outputs)
+        return saved, write.from_bsym_swap_proxies({variableify(x): outputs[0]}, skip_output=True)
 
 
-def _keep(x: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _save(x: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (x, *(t.clone() for t in tensors))
 
 
-def _keep_meta(x: TensorProxy, *tensors: TensorProxy) -> tuple[TensorProxy, ...]:
+def _save_meta(x: TensorProxy, *tensors: TensorProxy) -> tuple[TensorProxy, ...]:
     return tuple(TensorProxy(like=t, requires_grad=False) for t in (x, *tensors))
 
 
@@ -117,7 +117,7 @@ def _warn_of_views(trace: TraceCtx) -> None:
         else:
             for p in _floats_read(bsym):
                 if p.name in stale:
-                    say_once(
+                    warn_once(
                         f"{_place(stale[p.name])} writes into memory that is then read through another view: thunder's gradients "
                         "ignore this write; expected no in-place operation on a view, or on a tensor that has views"
                     )

@@ -23,7 +23,7 @@ def kept(run) -> int:
     """How many writes of the last call waited for copies."""
     import thunder
 
-    return [b.sym.name for b in thunder.last_traces(run)[-1].bound_symbols].count("fusion_moe_keep")
+    return [b.sym.name for b in thunder.last_traces(run)[-1].bound_symbols].count("fusion_moe_save")
 
 
 def top(s):
@@ -132,4 +132,4 @@ def test_gradients_that_thunder_gets_wrong_are_told(f, warned, caplog):
     with caplog.at_level(logging.WARNING, "fusion_moe"):
         jitted(lambda x: f(x.exp()))(tokens(5).requires_grad_())
     assert ["writes into memory that is then read through another view" in record.message for record in caplog.records] == [True] * warned
-    assert all(record.message.startswith("test_kept.py:") for record in caplog.records)
+    assert all(record.message.startswith("test_saved.py:") for record in caplog.records)

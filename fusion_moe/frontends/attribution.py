@@ -1,4 +1,4 @@
-"""Whose translator it is when what translators made cannot be compiled: passes and kernels know no translators."""
+"""Which translator is at fault when what translators returned cannot be compiled: passes and kernels know no translators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from .. import translate
 from ..errors import TranslatorError
-from ..translate import told
+from ..translate import message
 from .nodes import call_of, is_call, op_name
 from .walk import Walk
 
@@ -18,10 +18,10 @@ def of_users(walk: Walk) -> list[Node]:
     return [n for n in walk.nodes if is_call(n) and (t := translate.find(op_name(n))) is not None and t.of_user]
 
 
-def blamed(walk: Walk, compile: Callable[[Walk], None]) -> Mapping[Node, TranslatorError]:
+def attribute_failure(walk: Walk, compile: Callable[[Walk], None]) -> Mapping[Node, TranslatorError]:
     """The calls of users without which the rest compiles, with what is wrong: those at fault alone, else all of them.
 
-    compile: raises what is to be blamed on somebody. Nothing if the rest fails too.
+    compile: raises the failure. Nothing if the rest fails too.
     """
     users = of_users(walk)
     if not users or _error(walk, users, compile) is not None:
@@ -47,9 +47,9 @@ def _error(walk: Walk, without: Collection[Node], compile: Callable[[Walk], None
 def _at_fault(n: Node, error: Exception) -> TranslatorError:
     translator = translate.find(op_name(n))
     assert translator is not None
-    made = TranslatorError(
-        f"the translator of {translator.op} returned operations that do not compile: {told(error)}", expected="operations that compile",
-        todo="raise Untranslatable(reason) for calls that it does not take", where=translator.where,
+    fault = TranslatorError(
+        f"the translator of {translator.op} returned operations that do not compile: {message(error)}", expected="operations that compile",
+        todo="raise Untranslatable(reason) for calls that it does not support", where=translator.where,
     )  # fmt: skip
-    made.__cause__ = error
-    return made
+    fault.__cause__ = error
+    return fault

@@ -1,0 +1,114 @@
+// Kernels for any reader: the weight dequantized to float32 by its `dequantize`, products by the vectors of a tier.
+#pragma once
+
+#include "panels.h"
+#include "weight.h"
+
+namespace {
+
+// Small M: dot products with what is dequantized, which stays in the first-level cache.
+template <class Weight_>
+struct DequantizedRows {
+    using Weight = Weight_;
+    using Columns = typename Weight::Columns;
+    using Activation = float;
+    using Packed = float;
+    static constexpr auto SMALL_M_NAME = "by dot products with dequantized weights";
+    static constexpr int SMALL_M = 4, MIN_EXPONENT = -127, MAX_EXPONENT = 128;  // whatever they are
+
+    // RUN activations of each row, then the next; zeros at the end. Whole rows may lie a power of two apart, and would meet in few places of
+    // the first-level cache.
+    static void pack_small_m(const float* x, i64 r, Packed* packed, i64, i64 K) {
+        for (i64 k = 0; k < K; k += RUN) {
+            float* at = packed + k * SMALL_M + r * RUN;
+            std::fill(std::copy(x + k, x + std::min(k + RUN, K), at), at + RUN, 0.f);
+        }
+    }
+
+    static void small_m(int rows, const Columns& c, const Columns&, const Packed* x, i64, i64 K, float* out, i64 out_stride) {
+        switch (rows) {
+            case 1: return small_m_rows<1, 1>(c, x, K, out, out_stride);
+            case 2: return small_m_rows<2, 2>(c, x, K, out, out_stride);
+            case 3: return small_m_rows<3, 2>(c, x, K, out, out_stride);
+            default: return small_m_rows<4, 2>(c, x, K, out, out_stride);
+        }
+    }
+
+  private:
+    // Sixteen sums, in as many registers as they take. Written as vectors, since compilers may not change the order of a sum.
+    typedef float Sums __attribute__((vector_size(4 * LANES)));
+
+    // WEIGHT_ROWS rows of the weight, which share what is loaded of the activations.
+    template <int R, int WEIGHT_ROWS>
+    static void small_m_rows(const Columns& c, const Packed* x, i64 K, float* out, i64 out_stride) {
+        alignas(64) float w[WEIGHT_ROWS][RUN];
+        for (int n = 0; n < LANES; n += WEIGHT_ROWS) {
+            Sums sum[2][WEIGHT_ROWS][R] = {};  // two chains: a sum waits for the one before in its chain
+            for (i64 k = 0; k < K; k += RUN) {
+                const i64 count = std::min(RUN, K - k);
+                for (int j = 0; j < WEIGHT_ROWS; ++j) {
+                    Weight::dequantize(*c.problem, c.g, c.n[n + j], k, count, w[j]);
+                    std::fill(w[j] + count, w[j] + RUN, 0.f);
+                }
+                for (i64 i = 0; i < count; i += 2 * LANES) {
+                    add(w, x + k * SMALL_M, i, sum[0]);
+                    add(w, x + k * SMALL_M, i + LANES, sum[1]);
+                }
+            }
+            for (int j = 0; j < WEIGHT_ROWS; ++j) {
+                for (int r = 0; r < R; ++r) out[r * out_stride + n + j] = total(sum[0][j][r] + sum[1][j][r]);
+            }
+        }
+    }
+
+    template <int R, int WEIGHT_ROWS>
+    static void add(const float (&w)[WEIGHT_ROWS][RUN], const Packed* x, i64 i, Sums (&sum)[WEIGHT_ROWS][R]) {
+        for (int r = 0; r < R; ++r) {
+            Sums a, b;
+            std::memcpy(&a, x + r * RUN + i, sizeof a);
+            for (int j = 0; j < WEIGHT_ROWS; ++j) {
+                std::memcpy(&b, w[j] + i, sizeof b);
+                sum[j][r] += a * b;
+            }
+        }
+    }
+
+    static float total(const Sums& sums) {
+        float half[8];
+        for (int i = 0; i < 8; ++i) half[i] = sums[i] + sums[i + 8];
+        return ((half[0] + half[4]) + (half[1] + half[5])) + ((half[2] + half[6]) + (half[3] + half[7]));
+    }
+};
+
+// Panels of dequantized weights. F32: a tier's `pack` and `multiply` of float32.
+template <class F32, class Weight_>
+struct Dequantized : F32 {
+    using Weight = Weight_;
+    using Columns = typename Weight::Columns;
+    static constexpr int MIN_EXPONENT = -127, MAX_EXPONENT = 128;  // whatever they are
+
+    static void dequantize(const Columns* c, const Columns*, int column_blocks, i64 K, float* panel) {
+        alignas(64) float w[LANES][RUN];
+        for (i64 k = 0; k < K; k += RUN) {
+            const i64 count = std::min(RUN, K - k);
+            for (int s = 0; s < column_blocks; ++s) {
+                for (int i = 0; i < LANES; ++i) Weight::dequantize(*c[s].problem, c[s].g, c[s].n[i], k, count, w[i]);
+                float* out = panel + (k * column_blocks + s) * LANES;
+                for (i64 j = 0; j < count; ++j) {
+                    for (int i = 0; i < LANES; ++i) out[j * column_blocks * LANES + i] = w[i][j];
+                }
+            }
+        }
+    }
+};
+
+template <class F32, class Weight>
+struct DequantizedTier {
+    using Wide = Panels<Dequantized<F32, Weight>>;
+    template <class A>
+    using Fast = Kernels<SmallM<DequantizedRows<Weight>>, Wide>;
+    struct Thread {};
+    static constexpr double DEQUANTIZE_ROWS = 8;
+};
+
+}  // namespace

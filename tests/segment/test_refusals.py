@@ -1,0 +1,131 @@
+"""Pieces that a backend refuses: what it cannot express is cut off, and the rest stays one kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusions import assert_same_bits, evaluate
+
+import fusion_moe
+from fusion_moe import FusionDefinition, options
+from fusion_moe.compile import segments
+from fusion_moe.ir.core import Fusion
+from fusion_moe.plan import Plan, Refusal
+from fusion_moe.segment import split
+from fusion_moe.target import TARGETS
+
+CPU, CUDA = TARGETS["cpu"], TARGETS["cuda"]
+G, K, N, ROWS = 3, 64, 96, 7
+
+
+def product(epilogue, dtype: str = "bf16", width: int = N) -> Fusion:
+    """x @ w^T by groups, and what `epilogue(fd, y)` makes of the result."""
+    fd = FusionDefinition()
+    x = fd.define_tensor(shape=[ROWS, K], dtype=dtype)
+    w = fd.define_tensor(shape=[G, width, K], dtype=dtype)
+    offs = fd.define_tensor(shape=[G], dtype="i32")
+    ends = fd.ops.ends(offs, rows=ROWS, groups=fd.define_groups("g", G))
+    y = fd.ops.grouped_mm(fd.ops.partition(x, ends), w, ends)
+    for v in epilogue(fd, y):
+        fd.add_output(v)
+    return fd.fusion()
+
+
+def inputs(width: int = N):
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randint(-2, 3, shape, generator=g).bfloat16() for shape in ((ROWS, K), (G, width, K)))
+    return [x, w, torch.tensor([2, 2, 7], dtype=torch.int32)]
+
+
+def thirds(fd, y):
+    a, b, c = (fd.ops.slice(y, start_indices=[0, i * N // 3], end_indices=[ROWS, (i + 1) * N // 3]) for i in range(3))
+    return [fd.ops.mul(fd.ops.mul(a, b), c)]
+
+
+def to_f8(fd, y):
+    return [fd.ops.cast(fd.ops.relu(y), dtype="f8e4m3")]
+
+
+def fused(found) -> list[list[str]]:
+    return [[op.kind.name for op in s.fusion.ops if not op.kind.view] for s in found]
+
+
+def planned(fusion: Fusion, target=CUDA):
+    return segments(fusion, target, options.current())
+
+
+def test_a_gate_of_three_columns_is_cut_off_after_the_product():
+    first, *others = planned(product(thirds))
+    assert first.plan.backend == "cuda"
+    assert first.fusion.ops[-1].kind.name in ("grouped_mm", "reshape")
+    assert all(s.plan.backend == "cuda" for s in others)
+    assert "3 columns of the product" in others[0].boundary
+
+
+@pytest.mark.parametrize("target", [CPU, CUDA], ids=lambda t: t.name)
+def test_a_cast_without_a_kernel_is_alone(target):
+    *kernels, last = planned(product(to_f8), target)
+    assert fused([last]) == [["cast"]]
+    assert last.plan.backend == "reference"
+    assert "cast" in last.plan.why
+    assert [s.plan.backend for s in kernels] == [target.name]
+    assert fused(kernels) == [["grouped_mm", "relu"]]
+    assert last.boundary == last.plan.why
+
+
+@pytest.mark.parametrize("epilogue", [thirds, to_f8], ids=lambda f: f.__name__)
+def test_results_are_those_of_the_whole(epilogue):
+    fusion = product(epilogue)
+    assert_same_bits(fusion_moe.run(fusion, inputs()), evaluate(fusion, *inputs()))
+
+
+def test_no_fused_segment_is_on_the_reference():
+    """Whatever is refused: transposed products, sums, scales of activations."""
+    fd = FusionDefinition()
+    x, w = fd.define_tensor(shape=[ROWS, N], dtype="bf16"), fd.define_tensor(shape=[G, N, K], dtype="bf16")
+    ends = fd.ops.ends(fd.define_tensor(shape=[G], dtype="i32"), rows=ROWS, groups=fd.define_groups("g", G))
+    dx = fd.ops.grouped_mm_t(fd.ops.partition(fd.ops.relu(x), ends), w, ends)
+    fd.add_output(fd.ops.sum(fd.ops.neg(dx), dims=[1], keepdim=False))
+    found = planned(fd.fusion())
+    for s, ops in zip(found, fused(found), strict=True):
+        assert s.plan.backend == "cuda" or len(ops) == 1
+    assert {"grouped_mm_t", "sum"} == {ops[0] for s, ops in zip(found, fused(found), strict=True) if s.plan.backend == "reference"}
+
+
+def test_a_backend_without_its_tools_leaves_single_operations(monkeypatch):
+    monkeypatch.setattr("fusion_moe.runtime.nvrtc.why_missing", lambda: "NVRTC is not installed")
+    found = planned(product(thirds))
+    assert all(len(ops) == 1 for ops in fused(found))
+    assert {(s.plan.backend, s.plan.why) for s in found} == {("reference", "NVRTC is not installed")}
+
+
+def test_a_refusal_that_names_no_operation_halves_what_is_around_the_product():
+    """A backend that takes up to three operations a piece."""
+
+    def plan(piece: Fusion) -> Plan | Refusal:
+        count = sum(not op.kind.view for op in piece.ops)
+        return Plan("cpu", "pointwise", piece, None) if count <= 3 else Refusal(f"{count} operations")
+
+    def chain(fd, y):
+        for _ in range(9):
+            y = fd.ops.neg(y)
+        return [y]
+
+    found = split(product(chain), CPU, plan)
+    sizes = [len(ops) for ops in fused(found)]
+    assert sum(sizes) == 10
+    assert max(sizes) <= 3
+    assert sizes[0] > 1  # some of it stays with the product
+    assert all("operations" in s.boundary for s in found[1:])
+
+
+def test_the_prologue_is_cut_off_before_the_product():
+    """Rows that are cast from a type without a kernel, and then picked."""
+    fd = FusionDefinition()
+    x, w = fd.define_tensor(shape=[ROWS, K], dtype="f8e4m3"), fd.define_tensor(shape=[G, N, K], dtype="bf16")
+    ends = fd.ops.ends(fd.define_tensor(shape=[G], dtype="i32"), rows=ROWS, groups=fd.define_groups("g", G))
+    rows = fd.ops.neg(fd.ops.cast(fd.ops.partition(x, ends), dtype="bf16"))
+    fd.add_output(fd.ops.relu(fd.ops.grouped_mm(rows, w, ends)))
+    cast, rest = planned(fd.fusion())
+    assert (fused([cast]), cast.plan.backend) == ([["cast"]], "reference")
+    assert (fused([rest]), rest.plan.backend) == ([["neg", "grouped_mm", "relu"]], "cuda")
