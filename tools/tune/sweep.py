@@ -166,7 +166,7 @@ class Swept:
                 for kernel in self.sources[classes].launches({self.symbol: t * task.layer.slots}, arch):
                     texts[kernel.text] = kernel
         self.kernels = len(texts)
-        self._builds: list[Future[object]] = [pool.submit(build, kernel, arch.nvrtc) for kernel in texts.values()]
+        self._builds: list[Future[object]] = [pool.submit(build, kernel, arch) for kernel in texts.values()]
 
     def wait(self) -> None:
         """Until all are compiled."""
