@@ -316,7 +316,8 @@ def test_long_products_have_kernels_for_groups_by_their_sizes():
     # launches that find nothing to do would count; two more of them, in a product that is not that long
     assert [len(chosen(rows * 128, 128, 2048, 96)) for rows in (16, 32, 64)] == [1, 1, 1]
     assert [len(chosen(rows * 128, 128, 2880, 180)) for rows in (16, 32, 64)] == [2, 2, 1]
-    for rows in (2, 40, 128):
+    assert chosen(128 * 256) == chosen(64 * 256)
+    for rows in (2, 40, 200):
         assert [size_class[1:] for size_class in chosen(256 * rows)] == [(0, None)]
     assert len(chosen(16 * 8, 8, 4096, 1792)) == len(chosen(16 * 256, arch=L40S)) == 1
     for regime in TABLE.tiled:
