@@ -68,7 +68,7 @@ def check_segments(fusion: Fusion, tier: str, inputs) -> None:
     made = dict(zip(compiled.fusion.inputs, inputs, strict=True))
     for kernel in compiled.kernels:
         args = [made[v] for v in kernel.segment.inputs]
-        want, found = kernel.segment.fusion.evaluate(*args, sizes=env), kernel(args, env)
+        want, found = kernel.segment.plan.fusion.evaluate(*args, sizes=env), kernel(args, env)
         for a, b in zip(found, want, strict=True):
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
             if a.dtype.is_floating_point:

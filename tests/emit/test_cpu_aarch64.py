@@ -151,7 +151,7 @@ def test_emulated(name, tmp_path):
         assert compiled(compiler(), kernel.source, tmp_path, "segment").returncode == 0
         assert link(tmp_path, "segment", "product", "main").returncode == 0
         inputs = [made[v] for v in kernel.segment.inputs]
-        found, wanted = emulated(kernel, inputs, env, tmp_path), kernel.segment.fusion.evaluate(*inputs, sizes=env)
+        found, wanted = emulated(kernel, inputs, env, tmp_path), kernel.segment.plan.fusion.evaluate(*inputs, sizes=env)
         made.update(zip(kernel.segment.outputs, found, strict=True))
         for got, want in zip(found, wanted, strict=True):
             if want.dtype in (torch.float32, torch.bfloat16):
