@@ -132,4 +132,4 @@ def test_gradients_that_thunder_gets_wrong_are_told(f, warned, caplog):
     with caplog.at_level(logging.WARNING, "fusion_moe"):
         jitted(lambda x: f(x.exp()))(tokens(5).requires_grad_())
     assert ["writes into memory that is then read through another view" in record.message for record in caplog.records] == [True] * warned
-    assert all(record.message.startswith("test_saved.py:") for record in caplog.records)
+    assert all(record.message.startswith("test_thunder_saved.py:") for record in caplog.records)
