@@ -18,6 +18,7 @@ from ..cxx.elements import stored
 from ..cxx.indices import Index, Number, size
 from ..cxx.plan import MADE_FIRST, below, made_by_route
 from ..cxx.writer import Writer
+from ..inexpressible import naming
 
 _STRUCT = Template("""\
 struct Segment {
@@ -102,7 +103,8 @@ class SegmentWriter(Writer):
                 lines.append(f"if (!good_ends({self.names[v]}, {size(v.type.shape[0])}, {self._rows_of(v)})) return false;")
         for op in self.fusion.ops:
             write = getattr(self, f"_first_{op.kind.name}", None)
-            lines += write(op) if write else []
+            with naming(op):
+                lines += write(op) if write else []
             if op.kind.name in MADE_FIRST:
                 self.ready(op.outputs)
         return lines

@@ -15,6 +15,7 @@ from ..cxx.epilogue import Epilogue
 from ..cxx.indices import Number, Variable, size
 from ..cxx.plan import Plan, known
 from ..cxx.statements import inner
+from ..inexpressible import naming
 from .choice import SizeClass, blocks, choose
 from .columns import Columns, columns
 from .readers import reader
@@ -270,7 +271,8 @@ class Product(Source):
 
     def _combine(self, sizes: Sizes) -> KernelSource:
         assert self.plan.combine is not None
-        return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes, reads_before_wait=True)
+        with naming(self.plan.combine):
+            return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes, reads_before_wait=True)
 
 
 def activation_reader(size_classes: Sequence[SizeClass]) -> Variant:

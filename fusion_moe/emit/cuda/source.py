@@ -22,6 +22,7 @@ from ..cxx.indices import Call, Index, Variable, is_index, size
 from ..cxx.plan import MADE_FIRST, below, made_by_route
 from ..cxx.statements import Expression, inner
 from ..cxx.writer import Writer
+from ..inexpressible import Inexpressible, naming
 
 THREADS = 256
 _MAX_RESIDENT = 16  # blocks of a kernel that does something for each element
@@ -168,12 +169,13 @@ class Source(Writer):
         """Routing."""
         found = []
         for op in self.fusion.ops:
-            if op.kind.name == "route":
-                found.append(self._route(op, sizes))
-            elif op.kind.name == "invert":
-                found += self._invert(op, sizes)
-            elif op.kind.name == "problem_ends":
-                raise UnsupportedError("problem_ends has no kernel here yet")
+            with naming(op):
+                if op.kind.name == "route":
+                    found.append(self._route(op, sizes))
+                elif op.kind.name == "invert":
+                    found += self._invert(op, sizes)
+                elif op.kind.name == "problem_ends":
+                    raise Inexpressible(op, "problem_ends has no kernel here yet")
         return found
 
     def _route(self, op: Op, sizes: Sizes) -> KernelSource:
