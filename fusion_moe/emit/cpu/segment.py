@@ -17,6 +17,7 @@ from ...ir.types import Dim, Rows, plain
 from ..cxx.elements import stored
 from ..cxx.indices import Index, Number, size
 from ..cxx.plan import MADE_FIRST, below, made_by_route
+from ..cxx.statements import indented
 from ..cxx.writer import Writer
 from ..inexpressible import naming
 
@@ -153,8 +154,3 @@ class SegmentWriter(Writer):
             return []
         count = size(elements(index.type.shape))
         return [f"if (!all_below({self.array(index)}, {count}, {size(limit)})) return false;"]
-
-
-def indented(lines: Sequence[str], levels: int = 1) -> str:
-    """Lines of C++, put inside so many braces."""
-    return "\n".join("    " * levels + line if line else "" for line in lines)

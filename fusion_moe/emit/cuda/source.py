@@ -20,7 +20,7 @@ from ...ir.types import Dim, plain
 from ..cxx.elements import Elements, stored
 from ..cxx.indices import Call, Index, Variable, is_index, size
 from ..cxx.plan import MADE_FIRST, below, made_by_route
-from ..cxx.statements import Expression, inner
+from ..cxx.statements import Expression, indented, inner
 from ..cxx.writer import Writer
 from ..inexpressible import Inexpressible, naming
 
@@ -157,7 +157,7 @@ class Source(Writer):
         return self.kernel(name, lines, blocks, max_resident=_MAX_RESIDENT, reads_before_wait=bool(before_wait))
 
     def _struct(self, more: Sequence[str]) -> str:
-        return _STRUCT.substitute(members=_indented(self.members()), functions=_indented([*self.functions(), *more]))
+        return _STRUCT.substitute(members=indented(self.members()), functions=indented([*self.functions(), *more]))
 
     def members(self) -> list[str]:
         """Sizes and arrays, scratch arrays and the word for what is wrong."""
@@ -243,7 +243,3 @@ class Source(Writer):
         if elements(v.type.shape) != elements(shape):
             raise UnsupportedError(f"{v.name} {v.type} is not a matrix of {' x '.join(map(str, shape))}")
         return self.put(made, v, shape, _T, _J)
-
-
-def _indented(lines: Sequence[str]) -> str:
-    return "\n".join(inner(lines))

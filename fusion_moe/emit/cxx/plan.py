@@ -61,6 +61,17 @@ class Plan:
         return known(self.product.values[1].type.shape[1])
 
     @property
+    def groups(self) -> int:
+        """How many matrices there are."""
+        return known(self.weight[0].type.shape[0])
+
+    @property
+    def scale_runs(self) -> int:
+        """Runs of equal length that the rows of a matrix are in, each with a scale of its own."""
+        parts = zip(self.encoding.parts, self.weight, strict=True)
+        return next((known(n) for part, v in parts if part.of_matrix for n in v.type.shape[1:]), 1)
+
+    @property
     def stored(self) -> tuple[Value, ...]:
         """What is stored once the product is there."""
         return (*self.rows, *self.tokens)
