@@ -19,10 +19,12 @@ class Inexpressible(UnsupportedError):
 
 @contextmanager
 def naming(op: Op) -> Iterator[None]:
-    """While an operation is written: what is refused without naming one is refused because of it."""
+    """While an operation is written: what is refused without naming one is refused because of it, or of what reads it if it is a view."""
     try:
         yield
     except Inexpressible:
         raise
     except UnsupportedError as error:
+        if op.kind.view:
+            raise
         raise Inexpressible(op, error.found, expected=error.expected, todo=error.todo) from error

@@ -153,14 +153,15 @@ def test_a_combine_is_cut_off_from_what_it_reads_as_a_whole():
 
 @pytest.mark.parametrize("target", [CPU, CUDA], ids=lambda t: t.name)
 def test_a_backend_names_the_operation_that_it_cannot_express(target):
-    """The one that reads what has no C++, not those around it."""
+    """The one that reads what has no C++, not those around it, and not a view."""
     fd = FusionDefinition()
-    x = fd.define_tensor(shape=[ROWS, K], dtype="f8e4m3")
-    picked = fd.ops.index_select(x, fd.define_tensor(shape=[ROWS], dtype="i64"), dim=0)
-    fd.add_output(fd.ops.permute(picked, dims=[1, 0]))
+    x, offs = fd.define_tensor(shape=[ROWS, K], dtype="f8e4m3"), fd.define_tensor(shape=[G], dtype="i32")
+    ends = fd.ops.ends(offs, rows=ROWS, groups=fd.define_groups("g", G))
+    rows = fd.ops.reshape(fd.ops.partition(x, ends), new_shape=[ROWS, K])
+    fd.add_output(fd.ops.permute(rows, dims=[1, 0]))
     with pytest.raises(Inexpressible, match="f8e4m3") as caught:
         BACKENDS[target.name].plan(fd.fusion(), "pointwise")
-    assert caught.value.op.kind.name == "index_select"
+    assert caught.value.op.kind.name == "reshape"
 
 
 def test_the_prologue_is_cut_off_before_the_product():
