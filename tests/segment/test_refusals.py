@@ -164,6 +164,16 @@ def test_a_backend_names_the_operation_that_it_cannot_express(target):
     assert caught.value.op.kind.name == "reshape"
 
 
+@pytest.mark.parametrize("target", [CPU, CUDA], ids=lambda t: t.name)
+def test_columns_that_a_tensor_picks_are_no_epilogue(target):
+    def picked(fd, y):
+        return [fd.ops.relu(fd.ops.index_select(y, fd.define_tensor(shape=[N], dtype="i64"), dim=1))]
+
+    with pytest.raises(Inexpressible, match="columns known when compiling") as caught:
+        BACKENDS[target.name].plan(product(picked), "grouped_gemm")
+    assert caught.value.op.kind.name == "index_select"
+
+
 def test_the_prologue_is_cut_off_before_the_product():
     """Rows that are cast from a type without a kernel, and then picked."""
     fd = FusionDefinition()
