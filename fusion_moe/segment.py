@@ -80,7 +80,8 @@ class _Split:
 
         If it named none, the one in the middle: what is left of the piece halves.
         """
-        alone = [(op, why) for op in ops if isinstance(why := self._plan(pieces, frozenset([op]))[1], Refusal)]
+        ordered = sorted(ops, key=pieces.place.__getitem__)
+        alone = [(op, why) for op in ordered if isinstance(why := self._plan(pieces, frozenset([op]))[1], Refusal)]
         for op, why in alone:
             self.apart[frozenset([op])] = why.why
         if not alone:

@@ -9,6 +9,8 @@ from fusions import assert_same_bits, evaluate
 import fusion_moe
 from fusion_moe import FusionDefinition, options
 from fusion_moe.compile import segments
+from fusion_moe.emit import BACKENDS
+from fusion_moe.emit.inexpressible import Inexpressible
 from fusion_moe.ir.core import Fusion
 from fusion_moe.plan import Plan, Refusal
 from fusion_moe.segment import split
@@ -117,6 +119,59 @@ def test_a_refusal_that_names_no_operation_halves_what_is_around_the_product():
     assert max(sizes) <= 3
     assert sizes[0] > 1  # some of it stays with the product
     assert all("operations" in s.boundary for s in found[1:])
+
+
+@pytest.mark.parametrize("target", [CPU, CUDA], ids=lambda t: t.name)
+def test_what_is_also_read_outside_is_cut_out_of_the_prologue(target):
+    """The epilogue stays."""
+    fd = FusionDefinition()
+    x, w = fd.define_tensor(shape=[ROWS, K], dtype="f32"), fd.define_tensor(shape=[G, N, K], dtype="bf16")
+    ends = fd.ops.ends(fd.define_tensor(shape=[G], dtype="i32"), rows=ROWS, groups=fd.define_groups("g", G))
+    read_twice = fd.ops.cast(fd.ops.partition(x, ends), dtype="bf16")
+    y = fd.ops.grouped_mm(read_twice, w, ends)
+    for made in (fd.ops.exp, fd.ops.abs, fd.ops.sigmoid, fd.ops.relu):
+        y = made(y)
+    for v in (read_twice, y):
+        fd.add_output(v)
+    found = planned(fd.fusion(), target)
+    assert fused(found) == [["cast"], ["grouped_mm", "exp", "abs", "sigmoid", "relu"]]
+    assert {s.plan.backend for s in found} == {target.name}
+    assert "is computed in the prologue, and also read outside it" in found[1].boundary
+
+
+def test_a_combine_is_cut_off_from_what_it_reads_as_a_whole():
+    """CUDA sums rows that are in memory; what follows stays with the sums."""
+    fd = FusionDefinition()
+    y, slots = fd.define_tensor(shape=[2 * ROWS, N], dtype="f32"), fd.define_tensor(shape=[ROWS, 2], dtype="i32")
+    total = fd.ops.combine(fd.ops.exp(fd.ops.neg(y)), slots, fd.define_tensor(shape=[ROWS, 2], dtype="f32"))
+    fd.add_output(fd.ops.relu(fd.ops.abs(total)))
+    found = planned(fd.fusion())
+    assert fused(found) == [["neg", "exp"], ["combine", "abs", "relu"]]
+    assert "in the same segment that reads it as a whole" in found[1].boundary
+    assert fused(planned(fd.fusion(), CPU)) == [["neg", "exp", "combine", "abs", "relu"]]
+
+
+@pytest.mark.parametrize("target", [CPU, CUDA], ids=lambda t: t.name)
+def test_a_backend_names_the_operation_that_it_cannot_express(target):
+    """The one that reads what has no C++, not those around it, and not a view."""
+    fd = FusionDefinition()
+    x, offs = fd.define_tensor(shape=[ROWS, K], dtype="f8e4m3"), fd.define_tensor(shape=[G], dtype="i32")
+    ends = fd.ops.ends(offs, rows=ROWS, groups=fd.define_groups("g", G))
+    rows = fd.ops.reshape(fd.ops.partition(x, ends), new_shape=[ROWS, K])
+    fd.add_output(fd.ops.permute(rows, dims=[1, 0]))
+    with pytest.raises(Inexpressible, match="f8e4m3") as caught:
+        BACKENDS[target.name].plan(fd.fusion(), "pointwise")
+    assert caught.value.op.kind.name == "reshape"
+
+
+@pytest.mark.parametrize("target", [CPU, CUDA], ids=lambda t: t.name)
+def test_columns_that_a_tensor_picks_are_no_epilogue(target):
+    def picked(fd, y):
+        return [fd.ops.relu(fd.ops.index_select(y, fd.define_tensor(shape=[N], dtype="i64"), dim=1))]
+
+    with pytest.raises(Inexpressible, match="columns known when compiling") as caught:
+        BACKENDS[target.name].plan(product(picked), "grouped_gemm")
+    assert caught.value.op.kind.name == "index_select"
 
 
 def test_the_prologue_is_cut_off_before_the_product():

@@ -35,7 +35,7 @@ class _Writer(SegmentWriter):
         a, store = STORED[self.plan.a.type.dtype], self.store_lanes()  # which finds the columns
         columns = self.epilogue.columns
         return [
-            f"static constexpr i64 K = {self.plan.k}, W = {self.plan.width}, F = {len(columns)}, G = {self.groups};",
+            f"static constexpr i64 K = {self.plan.k}, W = {self.plan.width}, F = {len(columns)}, G = {self.plan.groups};",
             "",
             "// Column j of the result is made of these of the product.",
             "struct Columns {",
@@ -66,14 +66,13 @@ class _Writer(SegmentWriter):
 
     def body(self) -> list[str]:
         plan = self.plan
-        parts = zip(plan.encoding.parts, plan.weight, strict=True)
-        runs = [n for part, v in parts if part.of_matrix for n in v.type.shape[1:]] or [1]
-        a, tokens = STORED[plan.a.type.dtype], size(plan.combine.outputs[0].type.shape[0]) if plan.combine else 0
+        a, rows = STORED[plan.a.type.dtype], size(plan.a.type.shape[0])
+        tokens = size(plan.combine.outputs[0].type.shape[0]) if plan.combine else 0
         return [
             "Problem problem{};",
             *(f"problem.parts[{i}] = {self.names[v]};" for i, v in enumerate(plan.weight)),
             f"problem.ends = {self.array(plan.ends)};",
-            f"problem.G = G, problem.N = {plan.n}, problem.K = K, problem.runs = {runs[0]}, problem.rows = {size(plan.a.type.shape[0])};",
+            f"problem.G = G, problem.N = {plan.n}, problem.K = K, problem.runs = {plan.scale_runs}, problem.rows = {rows};",
             "static const Columns columns;",
             "problem.W = W, problem.F = F, problem.columns = columns.of[0];",
             f"problem.activation = {_ACTIVATION[plan.a.type.dtype]}, problem.segment = this;",
@@ -86,11 +85,6 @@ class _Writer(SegmentWriter):
             "product(&problem, threads);",
             f"for_rows({tokens}, 1, threads, [&](i64 t) {{ finish(t); }});",
         ]
-
-    @property
-    def groups(self) -> object:
-        """How many matrices there are."""
-        return self.plan.weight[0].type.shape[0]
 
     # The rows of activations ------------------------------------------------------------------------------------------
 

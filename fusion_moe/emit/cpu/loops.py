@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...encodings import find
-from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize
@@ -17,6 +16,7 @@ from ...ir.types import Dim, plain
 from ..cxx.indices import Index, Number, Variable, flat, reshaped, size, unflat
 from ..cxx.plan import MADE_FIRST, known
 from ..cxx.statements import Statement, branches, hoisted, inner, written
+from ..inexpressible import Inexpressible, naming
 from .encoders import encoder
 from .segment import SegmentWriter, Source
 
@@ -41,7 +41,7 @@ def _unpacked(fusion: Fusion, op: Op) -> tuple[Value, Value]:
     """Codes and block scales of a quantized value, which is nothing but these and is stored as no other."""
     readers = fusion.readers.get(op.outputs[0], ())
     if op.outputs[0] in fusion.outputs or [r.kind.name for r in readers] != ["unpack"]:
-        raise UnsupportedError(f"{op.outputs[0].name} {op.outputs[0].type} has no kernel here", expected="quantize followed by unpack")
+        raise Inexpressible(op, f"{op.outputs[0].name} {op.outputs[0].type} has no kernel here", expected="quantize followed by unpack")
     codes, scales = readers[0].outputs
     return codes, scales
 
@@ -55,7 +55,8 @@ class _Writer(SegmentWriter):
         for op in self.fusion.ops:
             made = _whole(self.fusion, op)
             if made and op.kind.name not in MADE_FIRST:
-                lines += _WHOLE[op.kind.name](self, op)
+                with naming(op):
+                    lines += _WHOLE[op.kind.name](self, op)
             self.ready(made)
         shapes = dict.fromkeys(_rows_of(v.type.shape) for v in self.later)
         for shape in shapes:

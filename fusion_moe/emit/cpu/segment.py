@@ -17,7 +17,9 @@ from ...ir.types import Dim, Rows, plain
 from ..cxx.elements import stored
 from ..cxx.indices import Index, Number, size
 from ..cxx.plan import MADE_FIRST, below, made_by_route
+from ..cxx.statements import indented
 from ..cxx.writer import Writer
+from ..inexpressible import naming
 
 _STRUCT = Template("""\
 struct Segment {
@@ -102,7 +104,8 @@ class SegmentWriter(Writer):
                 lines.append(f"if (!good_ends({self.names[v]}, {size(v.type.shape[0])}, {self._rows_of(v)})) return false;")
         for op in self.fusion.ops:
             write = getattr(self, f"_first_{op.kind.name}", None)
-            lines += write(op) if write else []
+            with naming(op):
+                lines += write(op) if write else []
             if op.kind.name in MADE_FIRST:
                 self.ready(op.outputs)
         return lines
@@ -151,8 +154,3 @@ class SegmentWriter(Writer):
             return []
         count = size(elements(index.type.shape))
         return [f"if (!all_below({self.array(index)}, {count}, {size(limit)})) return false;"]
-
-
-def indented(lines: Sequence[str], levels: int = 1) -> str:
-    """Lines of C++, put inside so many braces."""
-    return "\n".join("    " * levels + line if line else "" for line in lines)

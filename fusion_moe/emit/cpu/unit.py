@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .segment import Source, indented
+from ..cxx.statements import indented
+from .segment import Source
 
 _PARAMETERS = "void* const* p, const long long* n, void* const* products, int threads"
 

@@ -13,8 +13,9 @@ from ...ir.types import plain
 from ..cxx.elements import stored
 from ..cxx.epilogue import Epilogue
 from ..cxx.indices import Number, Variable, size
-from ..cxx.plan import Plan, known
+from ..cxx.plan import Plan
 from ..cxx.statements import inner
+from ..inexpressible import naming
 from .choice import SizeClass, blocks, choose
 from .columns import Columns, columns
 from .readers import reader
@@ -55,7 +56,7 @@ class Product(Source):
     @property
     def groups(self) -> int:
         """How many matrices there are."""
-        return known(self.plan.weight[0].type.shape[0])
+        return self.plan.groups
 
     @property
     def matrices(self) -> Matrices:
@@ -228,11 +229,10 @@ class Product(Source):
 
     def _make_functions(self) -> list[str]:
         plan, cols = self.plan, self.columns
-        runs = next((known(v.type.shape[1]) for v in plan.weight if len(v.type.shape) == 2), 1)
         return [
             f"static constexpr i32 GROUPS = {self.groups}, N = {plan.n}, K = {plan.k};",
             f"static constexpr i32 WIDTH = {plan.width}, COLUMNS_PER_RESULT = {len(cols.read)};",
-            f"static constexpr i32 BLOCK = {cols.block}, BLOCK_TILES = {cols.tiles}, SCALE_RUNS = {runs};",
+            f"static constexpr i32 BLOCK = {cols.block}, BLOCK_TILES = {cols.tiles}, SCALE_RUNS = {plan.scale_runs};",
             "",
             f"__device__ i64 rows() const {{ return {size(self.rows)}; }}",
             *cols.functions(),
@@ -270,7 +270,8 @@ class Product(Source):
 
     def _combine(self, sizes: Sizes) -> KernelSource:
         assert self.plan.combine is not None
-        return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes, reads_before_wait=True)
+        with naming(self.plan.combine):
+            return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes, reads_before_wait=True)
 
 
 def activation_reader(size_classes: Sequence[SizeClass]) -> Variant:

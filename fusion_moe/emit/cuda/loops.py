@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...arch import Arch
-from ...errors import UnsupportedError
 from ...ir.core import Fusion, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize
 from ...ir.types import plain
 from ..cxx.indices import Variable, unflat
 from ..cxx.plan import MADE_FIRST
+from ..inexpressible import Inexpressible, naming
 from .source import KernelSource, Sizes, Source
 
 _I = Variable("i")
@@ -25,8 +25,8 @@ class Loops(Source):
     """The source of a segment. UnsupportedError with the sentence why there is none."""
 
     def __init__(self, fusion: Fusion):
-        if other := next((op.kind.name for op in fusion.ops if op.kind.name in _SUMS), None):
-            raise UnsupportedError(f"{other} has no kernel here yet")
+        if other := next((op for op in fusion.ops if op.kind.name in _SUMS), None):
+            raise Inexpressible(other, f"{other.kind.name} has no kernel here yet")
         self.combines = [op for op in fusion.ops if op.kind.name == "combine"]
         whole = [v for op in fusion.ops if op.kind.name in MADE_FIRST or op in self.combines for v in op.outputs]
         super().__init__(fusion, tuple(dict.fromkeys((*whole, *(v for v in fusion.outputs if v not in fusion.inputs)))))
@@ -41,7 +41,8 @@ class Loops(Source):
         ready = [v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs]
         left = [v for v in self.memory if v not in ready]
         for op in self.combines:
-            found.append(self.sum_of_slots(op, op.outputs, left, sizes))
+            with naming(op):
+                found.append(self.sum_of_slots(op, op.outputs, left, sizes))
             left = [v for v in left if v not in op.outputs]
         counts = dict.fromkeys(elements(v.type.shape) for v in left)
         of_count = [(n, [v for v in left if elements(v.type.shape) == n]) for n in counts]

@@ -20,8 +20,9 @@ from ...ir.types import Dim, plain
 from ..cxx.elements import Elements, stored
 from ..cxx.indices import Call, Index, Variable, is_index, size
 from ..cxx.plan import MADE_FIRST, below, made_by_route
-from ..cxx.statements import Expression, inner
+from ..cxx.statements import Expression, indented, inner
 from ..cxx.writer import Writer
+from ..inexpressible import Inexpressible, naming
 
 THREADS = 256
 _MAX_RESIDENT = 16  # blocks of a kernel that does something for each element
@@ -156,7 +157,7 @@ class Source(Writer):
         return self.kernel(name, lines, blocks, max_resident=_MAX_RESIDENT, reads_before_wait=bool(before_wait))
 
     def _struct(self, more: Sequence[str]) -> str:
-        return _STRUCT.substitute(members=_indented(self.members()), functions=_indented([*self.functions(), *more]))
+        return _STRUCT.substitute(members=indented(self.members()), functions=indented([*self.functions(), *more]))
 
     def members(self) -> list[str]:
         """Sizes and arrays, scratch arrays and the word for what is wrong."""
@@ -168,12 +169,13 @@ class Source(Writer):
         """Routing."""
         found = []
         for op in self.fusion.ops:
-            if op.kind.name == "route":
-                found.append(self._route(op, sizes))
-            elif op.kind.name == "invert":
-                found += self._invert(op, sizes)
-            elif op.kind.name == "problem_ends":
-                raise UnsupportedError("problem_ends has no kernel here yet")
+            with naming(op):
+                if op.kind.name == "route":
+                    found.append(self._route(op, sizes))
+                elif op.kind.name == "invert":
+                    found += self._invert(op, sizes)
+                elif op.kind.name == "problem_ends":
+                    raise Inexpressible(op, "problem_ends has no kernel here yet")
         return found
 
     def _route(self, op: Op, sizes: Sizes) -> KernelSource:
@@ -241,7 +243,3 @@ class Source(Writer):
         if elements(v.type.shape) != elements(shape):
             raise UnsupportedError(f"{v.name} {v.type} is not a matrix of {' x '.join(map(str, shape))}")
         return self.put(made, v, shape, _T, _J)
-
-
-def _indented(lines: Sequence[str]) -> str:
-    return "\n".join(inner(lines))

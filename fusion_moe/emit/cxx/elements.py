@@ -11,6 +11,7 @@ from ...errors import UnsupportedError
 from ...ir import types as ir
 from ...ir.core import Fusion, Op, Value
 from ...ir.types import Dim, plain
+from ..inexpressible import Inexpressible, naming
 from .indices import ZERO, Call, Index, Number, Variable, flat, reshaped, size
 from .plan import source
 from .statements import Case, Choice, Definition, Expression, Statement, formula, written
@@ -111,12 +112,8 @@ class Elements:
         op = self._fusion.producers.get(v)
         if op is None:
             raise UnsupportedError(f"{v.name} {v.type} is not in memory")
-        if op.kind.name in _CALLS:
-            return self._call(op, at)
-        move = getattr(self, f"_{op.kind.name}", None)
-        if move is None:
-            raise UnsupportedError(f"{op.kind.name} has no C++ implementation")
-        return formula("{}", move(op, at))
+        with naming(op):
+            return self._call(op, at) if op.kind.name in _CALLS else self._move(op, at)
 
     def _load(self, v: Value, at: Sequence[Index]) -> Expression:
         if v.type.layout != "linear":
@@ -130,14 +127,14 @@ class Elements:
         floats = [v.type.dtype for v in op.values if v.type.dtype != "bool"]
         like = floats[0] if floats else "bool"
         if like not in (*_FLOATS, "bool") and op.kind.name not in _ON_INTS:
-            raise UnsupportedError(f"{op.kind.name} on {like} has no C++ implementation")
+            raise Inexpressible(op, f"{op.kind.name} on {like} has no C++ implementation")
         operands = [self.of(v, _broadcast(at, v.type.shape)) if isinstance(v, Value) else _literal(v, like, op) for v in op.inputs]
         return _rounded(formula(_CALLS[op.kind.name], *operands), out.dtype)
 
     def _cast(self, op: Op, at: Sequence[Index]) -> Expression:
         (v,), to = op.values, op.attrs["dtype"]
         if v.type.dtype not in COMPUTED or to not in COMPUTED or (v.type.dtype in _FLOATS and to not in (*_FLOATS, "bool")):
-            raise UnsupportedError(f"a cast from {v.type.dtype} to {to} has no C++ implementation")
+            raise Inexpressible(op, f"a cast from {v.type.dtype} to {to} has no C++ implementation")
         return _rounded(formula(f"{COMPUTED[to]}({{}})", self.of(v, at)), to)
 
     def _zero_rest(self, op: Op, at: Sequence[Index]) -> Expression:
@@ -160,6 +157,12 @@ class Elements:
         return array(self._fusion, self._memory, v)
 
     # What moves elements ----------------------------------------------------------------------------------------------
+
+    def _move(self, op: Op, at: Sequence[Index]) -> Expression:
+        write = getattr(self, f"_{op.kind.name}", None)
+        if write is None:
+            raise Inexpressible(op, f"{op.kind.name} has no C++ implementation")
+        return formula("{}", write(op, at))
 
     def _partition(self, op: Op, at: Sequence[Index]) -> Variable:
         return self.of(op.values[0], at)

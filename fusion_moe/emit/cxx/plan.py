@@ -12,6 +12,7 @@ from ...ir.kinds.shape import elements
 from ...ir.sizes import exact_div
 from ...ir.types import Dim, plain
 from ...schedule.product import products
+from ..inexpressible import Inexpressible
 
 ACTIVATIONS = ("bf16", "f16", "f32")
 MADE_FIRST = ("route", "invert", "problem_ends")  # before all else, each value in memory
@@ -60,6 +61,17 @@ class Plan:
         return known(self.product.values[1].type.shape[1])
 
     @property
+    def groups(self) -> int:
+        """How many matrices there are."""
+        return known(self.weight[0].type.shape[0])
+
+    @property
+    def scale_runs(self) -> int:
+        """Runs of equal length that the rows of a matrix are in, each with a scale of its own."""
+        parts = zip(self.encoding.parts, self.weight, strict=True)
+        return next((known(n) for part, v in parts if part.of_matrix for n in v.type.shape[1:]), 1)
+
+    @property
     def stored(self) -> tuple[Value, ...]:
         """What is stored once the product is there."""
         return (*self.rows, *self.tokens)
@@ -91,7 +103,8 @@ def plan(fusion: Fusion, readers: Readers) -> Plan:
     made = {v for o in first for v in o.outputs}
     others = [v for v in fusion.outputs if v not in after and v not in made]
     if others:
-        raise UnsupportedError(f"{others[0].name} {others[0].type} is computed in the prologue, and also read outside it")
+        v = others[0]
+        raise Inexpressible(fusion.producers[v], f"{v.name} {v.type} is computed in the prologue, and also read outside it")
     rows = [v for v in fusion.outputs if v in after and v not in summed]
     if combine and combine.values[0] not in rows:
         rows.append(combine.values[0])
@@ -147,7 +160,7 @@ def _weight(fusion: Fusion, op: Op, readers: Readers) -> tuple[tuple[Value, ...]
         raise UnsupportedError(f"weights in the layout {w.type.layout} have no kernel here", expected=" or ".join(layouts))
     parts = pack.values if pack is not None and packed else (w,)
     if missing := [v for v in parts if v not in fusion.inputs]:
-        raise UnsupportedError(f"{missing[0].name} of the weight is computed in the same segment")
+        raise Inexpressible(fusion.producers[missing[0]], f"{missing[0].name} of the weight is computed in the same segment")
     for d in w.type.shape:
         known(d)
     return tuple(parts), bool(packed and pack.attrs.get("transposed", False))  # type: ignore[union-attr]

@@ -81,6 +81,11 @@ def inner(lines: Sequence[str]) -> list[str]:
     return [f"    {line}" if line else "" for line in lines]
 
 
+def indented(lines: Sequence[str], levels: int = 1) -> str:
+    """Lines of C++, put inside so many braces, as text."""
+    return indented(inner(lines), levels - 1) if levels else "\n".join(lines)
+
+
 def hoisted(body: Sequence[Statement], variable: str) -> tuple[list[Statement], list[Statement]]:
     """Definitions that depend neither on a loop's variable nor on what does, and the other statements; branches stay in the loop."""
     changing, before, rest = {variable}, list[Statement](), list[Statement]()
