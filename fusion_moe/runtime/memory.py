@@ -1,7 +1,7 @@
 """One piece of memory for all that a call makes for itself: what is not needed any more makes room for what comes.
 
-    found = plan([Array("x", 1000, 0, 1), Array("y", 500, 1, 2), Array("z", 1000, 2, 2)])
-    found.offsets, found.nbytes    # (0, 1024, 0), 1536: z lies where x was
+found = plan([Array("x", 1000, 0, 1), Array("y", 500, 1, 2), Array("z", 1000, 2, 2)])
+found.offsets, found.nbytes    # (0, 1024, 0), 1536: z lies where x was
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _place(nbytes: int, taken: Iterable[tuple[int, int]]) -> int:
 
 
 def allocate(memory: Memory, device: torch.device | None = None) -> tuple[object, list[int]]:
-    """What holds the memory for as long as it lives, and the address of each array: one allocation, since each takes as long as a launch."""
+    """What holds the memory while it lives, and the address of each array: one allocation, since each takes as long as a launch."""
     held = torch.empty(memory.nbytes, dtype=torch.uint8, device=device)
     start = held.data_ptr()
     return held, [start + offset for offset in memory.offsets]

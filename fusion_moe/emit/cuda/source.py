@@ -20,6 +20,7 @@ from ...ir.types import Dim, plain
 from ..cxx.elements import Elements, array_name, inner, stored
 from ..cxx.indices import Index, flat, is_index, reshaped, size
 from ..cxx.plan import MADE_FIRST, below, made_by_route, source
+from .choice import AUTO, Chosen
 
 THREADS = 256
 _MAX_RESIDENT = 16  # blocks of a kernel that does something for each element
@@ -53,7 +54,8 @@ class KernelSource:
     """One kernel: its text, and how it is launched.
 
     blocks: as many as there is work for; max_resident: how many a multiprocessor gets at most, which loop over the work, 0 for as many as
-    there is work for; shared: bytes of dynamic shared memory; reads_before_wait: whether it reads before it waits for the kernel before it.
+    there is work for; shared: bytes of dynamic shared memory; reads_before_wait, writes_before_wait: whether it reads, or writes, before it
+    waits for the kernel before it.
     carveout_blocks: how many of its blocks a multiprocessor has, if the shared-memory carveout is to hold no more than these: see
     runtime/cuda.py. title: a name for people.
     """
@@ -67,6 +69,7 @@ class KernelSource:
     reads_before_wait: bool = False
     carveout_blocks: int = 0
     title: str = ""
+    writes_before_wait: bool = False
 
     def grid(self, arch: Arch) -> int:
         """The blocks that are launched on a GPU."""
@@ -100,11 +103,15 @@ class Source(ABC):
     def functions(self) -> list[str]:
         """The struct's own constants and functions."""
 
-    @abstractmethod
-    def launches(self, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """The kernels, in order, for these sizes on a GPU."""
+    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
+        """What is chosen for these sizes on a GPU, of a segment by itself. UnsupportedError if the variant does not fit."""
+        return Chosen()
 
-    def count(self, array: Array, sizes: Sizes, arch: Arch) -> int:
+    @abstractmethod
+    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+        """The kernels, in order, of what is chosen for these sizes on a GPU."""
+
+    def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
         """The elements of a scratch array that the kernels use."""
         return value(array.count, sizes)
 
