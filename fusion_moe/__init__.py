@@ -16,13 +16,14 @@ from .errors import Untranslatable
 from .ir.builder import FusionDefinition
 from .nn import NVFP4Config, NVFP4Experts, prepare_, quantize_
 from .runtime.cuda import synchronize
+from .runtime.preparing import preparing
 from .translate import translator
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FusionDefinition", "NVFP4Config", "NVFP4Experts", "Untranslatable", "__version__", "compat", "disable", "enable", "errors", "explain",
-    "options", "prepare_", "quantize_", "run", "synchronize", "testing", "thunder_executors", "translator",
+    "options", "prepare_", "preparing", "quantize_", "run", "synchronize", "testing", "thunder_executors", "translator",
 ]  # fmt: skip
 
 # These import Dynamo and Inductor, which takes a while.

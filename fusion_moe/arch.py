@@ -99,8 +99,8 @@ class Arch:
 
 _OF_H200 = Measured(warps_to_saturate_memory=3200, groups_read_per_two_tiles=300)
 
-# NVIDIA H200 Tensor Core GPU datasheet (bandwidth); its GH100 is that of the H100 SXM5.
-H200 = Arch("H200", (9, 0), 132, 228 * _KIB, 227 * _KIB, 50 * _MIB, 4.8e12, measured=_OF_H200)
+# NVIDIA H200 Tensor Core GPU datasheet (bandwidth); its GH100 is that of the H100 SXM5, with the whole L2, as its driver says.
+H200 = Arch("H200", (9, 0), 132, 228 * _KIB, 227 * _KIB, 60 * _MIB, 4.8e12, measured=_OF_H200)
 # NVIDIA H100 Tensor Core GPU Architecture, white paper, H100 SXM5; its datasheet (bandwidth).
 H100 = Arch("H100", (9, 0), 132, 228 * _KIB, 227 * _KIB, 50 * _MIB, 3.35e12)
 # NVIDIA A100 Tensor Core GPU Architecture, white paper; A100 80GB datasheet, SXM (bandwidth).

@@ -1,22 +1,31 @@
-"""prepare_: the weights of a model in the order that a target's kernels read, in place."""
+"""prepare_: the weights of a model in the order that a target's kernels read, in place, and its kernels compiled before they are needed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import nn
 
 from .. import options, target
 from ..encodings import check_block_scales
-from ..errors import NonFiniteError
+from ..errors import NonFiniteError, OptionError, UnsupportedError
 from ..layouts import LAYOUTS
 from ..progress import progress
+from ..runtime.preparing import preparing
 from .packed import PackedModule, relayout_
 
 
-def prepare_(model: nn.Module, to: str = "auto") -> None:
+def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] = ()) -> None:
     """Puts the weights of a model in the layout of a target ("auto": of the option `target`, then of the weights' device), in place.
 
     Needs memory for one expert more. Modules with sizes off its tiles keep the linear layout; state dicts are linear always. Call it once
     the model is where it runs: a module that moves to another kind of device takes the linear layout again.
+
+    tokens: counts of tokens whose kernels are compiled now, in parallel and with progress, in place of in the middle of serving. For each
+    the model is called with as many tokens of one sequence, and with one token of as many sequences; none of this library's kernels runs
+    meanwhile. A model that is compiled afterwards is other programs: give `prepare_` what torch.compile returned. UnsupportedError for a
+    model that takes no `input_ids`: `with fusion_moe.preparing(): model(...)` calls it as it has to be called.
     NonFiniteError for a block scale that is negative or NaN. A call that is interrupted leaves each module in one layout or the other.
     """
     modules = {name: m for name, m in model.named_modules() if isinstance(m, PackedModule)}
@@ -29,6 +38,21 @@ def prepare_(model: nn.Module, to: str = "auto") -> None:
             relayout_(module, layout)
         else:
             relayout_(module, "linear")
+    if tokens:
+        _compile(model, tokens)
+
+
+def _compile(model: nn.Module, tokens: Sequence[int]) -> None:
+    """Compiles what calls of a language model need for these counts of tokens."""
+    if not all(isinstance(count, int) and count > 0 for count in tokens):
+        raise OptionError(f"tokens = {list(tokens)}", expected="positive integers", where="prepare_")
+    if not hasattr(getattr(model, "config", None), "vocab_size"):
+        found, todo = f"tokens for a {type(model).__name__}", "with fusion_moe.preparing(): call the model with inputs of these sizes"
+        raise UnsupportedError(found, expected="a language model with a config", todo=todo, where="prepare_")
+    device = next(model.parameters()).device
+    with preparing(), torch.no_grad():
+        for shape in dict.fromkeys(shape for count in tokens for shape in ((1, count), (count, 1))):
+            model(input_ids=torch.zeros(shape, dtype=torch.long, device=device), use_cache=False)
 
 
 def _fits(module: PackedModule, layout: str) -> bool:

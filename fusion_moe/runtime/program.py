@@ -11,14 +11,16 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import profiler
 
-from ..errors import DeviceError
-from ..ir.core import Fusion, Value
+from ..errors import DeviceError, ShapeError
+from ..ir.core import Fusion, Value, storage_shape
 from ..ir.effects import check_targets, write_over
+from ..ir.types import DTYPES
 from ..segment import Segment
 from ..target import Target
 from . import dump
 from .check import check_stages
 from .kernel import Kernel
+from .preparing import Compiled, Noted, compile_all, note
 
 _REMEMBERED = 256  # sizes of calls
 _MOVES = ("reshape", "slice", "permute", "broadcast_in_dim", "cast", "partition", "ends", "unpack")  # may return the memory they were given
@@ -65,12 +67,33 @@ class Program:
         """
         env = self._sizes(tensors, sizes or {})
         check_targets(self.fusion.targets(tensors))
+        if note(self._compiled, _device_of(tensors), env):
+            return self._zeros(tensors, env)
         if self.checked:
             check_stages(self.stages, self.segments, tensors, env)
         if self.dumped:
             with dump.into(self.dumped):
                 return self._run(tensors, env)
         return self._run(tensors, env)
+
+    def prepare(self, device: torch.device | str = "cpu", **sizes: int) -> None:
+        """Compiles, in parallel, what a call of these sizes needs: `program.prepare("cuda", s0=64)`. ShapeError unless all are given."""
+        if set(sizes) != set(self.fusion.symbols):
+            found = ", ".join(sizes) or "no sizes"
+            raise ShapeError(found, expected=", ".join(self.fusion.symbols) or "none: this program has no symbols", where="prepare")
+        compile_all([Noted(self._compiled, torch.device(device), tuple(sizes.items()))])
+
+    @cached_property
+    def _compiled(self) -> tuple[Compiled, ...]:
+        """What a call launches, as far as it is compiled."""
+        launches: list[Any] = [self.joined] if self.joined else [kernel.launch for kernel in self.kernels]
+        return tuple(launch for launch in launches if isinstance(launch, Compiled))
+
+    def _zeros(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
+        """Outputs of the right types; what would be written over stays as it is."""
+        device, targets = _device_of(tensors), self.fusion.targets(tensors)
+        made = (torch.zeros(storage_shape(v.type, env), dtype=DTYPES[v.type.dtype], device=device) for v in self.fusion.outputs)
+        return [targets.get(i, t) for i, t in enumerate(made)]
 
     def _run(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
         joined = self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
@@ -129,6 +152,10 @@ class Program:
     def _root(self, v: Value) -> Value:
         op = self.fusion.producers.get(v)
         return self._root(op.values[0]) if op is not None and op.kind.name in _MOVES else v
+
+
+def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _need_one_device(tensors: Sequence[torch.Tensor]) -> None:

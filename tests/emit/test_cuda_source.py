@@ -28,6 +28,7 @@ from fusion_moe.emit.cuda.grouped_mm import Product
 from fusion_moe.emit.cuda.launch import KERNELS, build
 from fusion_moe.emit.cuda.source import KernelSource, Source
 from fusion_moe.emit.cuda.variants import M8, M16, M32, M48_96, M80, M160, SETS, LargeM, Matrices, SmallM, Variant
+from fusion_moe.emit.cxx.indices import Number, Variable
 from fusion_moe.encodings import ENCODINGS
 from fusion_moe.errors import BuildError, UnsupportedError
 from fusion_moe.ir.sizes import AnySize, symbol
@@ -322,7 +323,8 @@ def test_long_products_have_kernels_for_groups_by_their_sizes():
     # launches that find nothing to do would count; two more of them, in a product that is not that long
     assert [len(chosen(rows * 128, 128, 2048, 96)) for rows in (16, 32, 64)] == [1, 1, 1]
     assert [len(chosen(rows * 128, 128, 2880, 180)) for rows in (16, 32, 64)] == [2, 2, 1]
-    for rows in (2, 40, 128):
+    assert chosen(128 * 256) == chosen(64 * 256)
+    for rows in (2, 40, 200):
         assert [size_class[1:] for size_class in chosen(256 * rows)] == [(0, None)]
     assert len(chosen(16 * 8, 8, 4096, 1792)) == len(chosen(16 * 256, arch=L40S)) == 1
     for regime in TABLE.tiled:
@@ -418,15 +420,17 @@ def test_sizes_change_no_source_of_one_variant():
 
 
 def test_columns_of_a_result():
-    separate = columns(["j", "(j + 64)"], 64, aligned=True)
+    j, eight = Variable("j"), Number(8)
+    up, third = j + Number(64), j + Number(128)
+    separate = columns([j, up], 64, aligned=True)
     assert (separate.block, separate.tiles) == (16, 2)
-    interleaved = columns(["((j / 8) * 16 + (j % 8))", "((j / 8) * 16 + 8 + (j % 8))"], 64, aligned=True)
+    interleaved = columns([j // eight * Number(16) + j % eight, j // eight * Number(16) + eight + j % eight], 64, aligned=True)
     assert (interleaved.block, interleaved.tiles) == (8, 1)
-    assert columns(["j", "(j + 24)"], 24, aligned=False).tiles == 2
+    assert columns([j, j + Number(24)], 24, aligned=False).tiles == 2
     with pytest.raises(UnsupportedError, match="3 columns of the product has no kernel here; expected 1, 2 or 4"):
-        columns(["j", "(j + 64)", "(j + 128)"], 64, aligned=True)
+        columns([j, up, third], 64, aligned=True)
     with pytest.raises(UnsupportedError, match="has no kernel here; expected runs of 16 columns"):
-        columns(["j", "(j + 24)"], 24, aligned=True)
+        columns([j, j + Number(24)], 24, aligned=True)
 
 
 # What has no kernel ---------------------------------------------------------------------------------------------------

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import UnsupportedError
-from ...ir.core import Value
-from ..cxx.elements import STORED, Elements, inner, stored
-from ..cxx.indices import Index, flat, is_index, number, reshaped, size
+from ..cxx.elements import STORED, stored
+from ..cxx.epilogue import Epilogue
+from ..cxx.indices import Index, Variable, is_index, size
 from ..cxx.plan import Plan, row_width
+from ..cxx.statements import Expression, formula, inner
 from .readers import PARTS
-from .segment import Source, Writer
+from .segment import SegmentWriter, Source
 
 _ACTIVATION = {"f32": "OF_F32", "bf16": "OF_BF16", "f16": "OF_F16"}
 _MAX_COLUMNS = 8  # of the product that one column of a result is made of
-_M, _J, _K, _T = Index("m"), Index("j"), Index("k"), Index("t")
+_J, _K, _M, _S, _T = map(Variable, "jkmst")
 
 
 def source(plan: Plan) -> Source:
@@ -24,23 +25,24 @@ def source(plan: Plan) -> Source:
     return Source(plan.fusion, _Writer(plan).text(), plan.memory, plan.weight[0] if plan.transposed else None, plan.encoding.name)
 
 
-class _Writer(Writer):
+class _Writer(SegmentWriter):
     def __init__(self, plan: Plan):
         super().__init__(plan.fusion, plan.memory)
         self.plan = plan
-        self.columns: list[str] = []  # C++ of the columns of the product that are read, as functions of j
+        self.epilogue = Epilogue(self, plan, "p[{} * LANES + i]")
 
     def functions(self) -> list[str]:
-        a, store = STORED[self.plan.a.type.dtype], self.store()  # which finds the columns
+        a, store = STORED[self.plan.a.type.dtype], self.store_lanes()  # which finds the columns
+        columns = self.epilogue.columns
         return [
-            f"static constexpr i64 K = {self.plan.k}, W = {self.plan.width}, F = {len(self.columns)}, G = {self.groups};",
+            f"static constexpr i64 K = {self.plan.k}, W = {self.plan.width}, F = {len(columns)}, G = {self.groups};",
             "",
             "// Column j of the result is made of these of the product.",
             "struct Columns {",
             "    i32 of[F][W];",
             "    Columns() : of() {",
             "        for (i64 j = 0; j < W; ++j) {",
-            *(f"            of[{f}][j] = i32({column});" for f, column in enumerate(self.columns)),
+            *(f"            of[{f}][j] = i32({column});" for f, column in enumerate(columns)),
             "        }",
             "    }",
             "};",
@@ -69,7 +71,7 @@ class _Writer(Writer):
         a, tokens = STORED[plan.a.type.dtype], size(plan.combine.outputs[0].type.shape[0]) if plan.combine else 0
         return [
             "Problem problem{};",
-            *(f"problem.parts[{i}] = {self.memory[v]};" for i, v in enumerate(plan.weight)),
+            *(f"problem.parts[{i}] = {self.names[v]};" for i, v in enumerate(plan.weight)),
             f"problem.ends = {self.array(plan.ends)};",
             f"problem.G = G, problem.N = {plan.n}, problem.K = K, problem.runs = {runs[0]}, problem.rows = {size(plan.a.type.shape[0])};",
             "static const Columns columns;",
@@ -93,26 +95,27 @@ class _Writer(Writer):
     # The rows of activations ------------------------------------------------------------------------------------------
 
     def row(self) -> list[str]:
-        elements = Elements(self.fusion, self.memory)
+        elements = self.elements()
         found = elements.row_in_memory(self.plan.a, _M, self.plan.k)
         if found is not None:
             matrix, row = found
-            return [*elements.lines, "(void)scratch;", f"return {self.memory[matrix]} + {row} * K;"]
-        elements = Elements(self.fusion, self.memory)
+            return [*elements.lines, "(void)scratch;", f"return {self.names[matrix]} + {row} * K;"]
+        elements = self.elements()
         made = elements.of(self.plan.a, [_M, _K])
         a = STORED[self.plan.a.type.dtype]
         return ["for (i64 k = 0; k < K; ++k) {", *inner(elements.lines), f"    scratch[k] = narrow<{a}>({made});", "}", "return scratch;"]
 
     # What is stored for rows of groups --------------------------------------------------------------------------------
 
-    def store(self) -> list[str]:
-        plan, rows = self.plan, self.plan.a.type.shape[0]
-        elements = Elements(self.fusion, self.memory_before(), {plan.product.outputs[0]: self._column}, {plan.ends: self._group})
+    def store_lanes(self) -> list[str]:
+        plan, elements = self.plan, self.epilogue.elements()
         lanes, after = [], []
         for i, v in enumerate(plan.rows):
-            made = elements.of(v, reshaped([_M, _J], (rows, plan.width), v.type.shape))
+            made = elements.of(v, self.epilogue.at(v))
             lanes.append(f"r{i}[i] = {made};")
-            after.append(f"store_lanes({self.memory[v]} + m * W + j0, r{i}, count);")
+            after.append(f"store_lanes({self.names[v]} + m * W + j0, r{i}, count);")
+        if len(self.epilogue.columns) > _MAX_COLUMNS:
+            raise UnsupportedError(f"a result reads more than {_MAX_COLUMNS} columns of the product")
         arrays = [f"{'float' if v.type.dtype in ('f32', 'bf16', 'f16') else stored(v)} r{i}[LANES];" for i, v in enumerate(plan.rows)]
         column = "j0 + i" if plan.width % 16 == 0 else "std::min<i64>(j0 + i, W - 1)"
         body = [f"const i64 j = {column};", *elements.lines, *lanes]
@@ -121,27 +124,8 @@ class _Writer(Writer):
 
     def store_run(self) -> list[str]:
         """Sixteen columns after the other, while what is written next comes nearer."""
-        ahead = [f"fetch_row({self.memory[v]} + m * W + j0, W, count);" for v in self.plan.rows]
+        ahead = [f"fetch_row({self.names[v]} + m * W + j0, W, count);" for v in self.plan.rows]
         return [*ahead, "for (i64 i = 0; i < count; i += LANES, p += F * LANES) store(m, g, j0 + i, std::min<i64>(LANES, count - i), p);"]
-
-    def memory_before(self) -> dict[Value, str]:
-        """What is in memory while tiles are stored."""
-        return {v: name for v, name in self.memory.items() if v not in self.plan.rows and v not in self.plan.tokens}
-
-    def _column(self, at: Sequence[Index]) -> str:
-        row, column = at[0], str(at[1])
-        if not is_index(row, _M, self.plan.a.type.shape[0]):
-            raise UnsupportedError("a result reads other rows of the product than its own")
-        if column not in self.columns:
-            self.columns.append(column)
-        if len(self.columns) > _MAX_COLUMNS:
-            raise UnsupportedError(f"a result reads more than {_MAX_COLUMNS} columns of the product")
-        return f"p[{self.columns.index(column)} * LANES + i]"
-
-    def _group(self, row: Index) -> str:
-        if not is_index(row, _M, self.plan.a.type.shape[0]):
-            raise UnsupportedError("a result adds the bias of other rows than its own")
-        return "g"
 
     # What is stored for tokens ----------------------------------------------------------------------------------------
 
@@ -151,27 +135,26 @@ class _Writer(Writer):
         y, slot_of, w = self.plan.combine.values
         (total,) = self.plan.combine.outputs
         n, slots = size(y.type.shape[1]), size(slot_of.type.shape[1])
-        elements = Elements(self.fusion, self.memory_before())
-        slot, weight = (elements.of(v, [_T, Index("s")]) for v in (slot_of, w))
+        elements = self.elements()
+        slot, weight = (elements.of(v, [_T, _S]) for v in (slot_of, w))
         lines = [
             f"float total[{n}] = {{}};",
             f"for (i64 s = 0; s < {slots}; ++s) {{",
             *inner(elements.lines),
-            f"    const {stored(y)}* y = {self.memory[y]} + {slot} * {n};",
+            f"    const {stored(y)}* y = {self.names[y]} + {slot} * {n};",
             "#pragma omp simd",
             f"    for (i64 j = 0; j < {n}; ++j) total[j] += widen(y[j]) * {weight};",
             "}",
         ]
         for v in self.plan.tokens:
             width = row_width(v, total.type.shape[0])
-            elements = Elements(self.fusion, self.memory_before(), {total: self._total})
-            made = elements.of(v, reshaped([_T, _J], (total.type.shape[0], width), v.type.shape))
-            store = f"{self.memory[v]}[{flat([_T, _J], (total.type.shape[0], width))}] = stored<{stored(v)}>({made});"
-            lines += ["#pragma omp simd", f"for (i64 j = 0; j < {number(width)}; ++j) {{", *inner([*elements.lines, store]), "}"]
+            elements = self.elements({total: self._total})
+            store = self.put(elements, v, (total.type.shape[0], width), _T, _J)
+            lines += ["#pragma omp simd", f"for (i64 j = 0; j < {width}; ++j) {{", *inner([*elements.lines, store]), "}"]
         return lines
 
-    def _total(self, at: Sequence[Index]) -> str:
+    def _total(self, at: Sequence[Index]) -> Expression:
         assert self.plan.combine is not None
         if not is_index(at[0], _T, self.plan.combine.outputs[0].type.shape[0]):
             raise UnsupportedError("a result reads the sums of other tokens than its own")
-        return f"total[{at[1]}]"
+        return formula("total[{}]", at[1])

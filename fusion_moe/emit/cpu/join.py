@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -45,6 +45,14 @@ class Joined:
     def workspace(self, sizes: Sizes) -> Memory:
         """Where lies what a call makes beside its outputs."""
         return self._arrays.workspace(sizes)
+
+    def builds(self, device: torch.device, sizes: Sizes) -> Iterator[tuple[Hashable, Callable[[], object]]]:
+        """What is compiled before a call, whatever its sizes."""
+        return self._library.builds()
+
+    def load(self, device: torch.device, sizes: Sizes) -> None:
+        """Finds the function."""
+        self._entry  # noqa: B018
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...] | None:
         return self._arrays.call(self._entry, tensors, sizes)

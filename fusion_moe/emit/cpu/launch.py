@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -49,6 +49,12 @@ class Library:
         products = [product_of(self.tier, s.encoding).product if s.encoding else ctypes.c_void_p() for s in self.sources]
         return (ctypes.c_void_p * len(products))(*[ctypes.cast(product, ctypes.c_void_p) for product in products])
 
+    def builds(self) -> Iterator[tuple[Hashable, Callable[[], object]]]:
+        """What is compiled before the first call: itself, and the products that did not come with the package."""
+        yield (self.tier, self.text), lambda: self._loaded
+        for encoding in {s.encoding for s in self.sources if s.encoding}:
+            yield (self.tier, encoding), partial(product_of, self.tier, encoding)
+
     def entry(self, name: str) -> Entry:
         """One of its functions."""
         function, products = getattr(self._loaded, name), self._products
@@ -66,6 +72,14 @@ class Launch:
     @cached_property
     def _entry(self) -> Entry:
         return self.library.entry(f"run_{self._i}")
+
+    def builds(self, device: torch.device, sizes: Sizes) -> Iterator[tuple[Hashable, Callable[[], object]]]:
+        """What is compiled before a call, whatever its sizes."""
+        return self.library.builds()
+
+    def load(self, device: torch.device, sizes: Sizes) -> None:
+        """Finds the function."""
+        self._entry  # noqa: B018
 
     def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
         made = self._arrays.call(self._entry, inputs, sizes)

@@ -6,7 +6,6 @@ one shape in one loop.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
 from ...encodings import find
@@ -15,15 +14,13 @@ from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize
 from ...ir.types import Dim, plain
-from ..cxx.elements import Elements, array_name, inner, stored
-from ..cxx.indices import Index, flat, reshaped, size, unflat
+from ..cxx.indices import Index, Number, Variable, flat, reshaped, size, unflat
 from ..cxx.plan import MADE_FIRST, known
+from ..cxx.statements import Statement, branches, hoisted, inner, written
 from .encoders import encoder
-from .segment import Source, Writer
+from .segment import SegmentWriter, Source
 
-_DEFINITION = re.compile(r"(?P<const>const )?(float|i64|bool) (?P<name>\w+) = ")
-_NAME = re.compile(r"\w+")
-_M, _J, _K, _R, _L = Index("m"), Index("j"), Index("k"), Index("r"), Index("l")
+_B, _I, _J, _K, _L, _M, _R = map(Variable, "bijklmr")
 
 
 def source(fusion: Fusion) -> Source:
@@ -49,7 +46,7 @@ def _unpacked(fusion: Fusion, op: Op) -> tuple[Value, Value]:
     return codes, scales
 
 
-class _Writer(Writer):
+class _Writer(SegmentWriter):
     def functions(self) -> list[str]:
         return []
 
@@ -59,26 +56,19 @@ class _Writer(Writer):
             made = _whole(self.fusion, op)
             if made and op.kind.name not in MADE_FIRST:
                 lines += _WHOLE[op.kind.name](self, op)
-            self.ready |= {v: self.memory[v] for v in made}
-        left = [v for v in self.allocated if v not in self.ready]
-        shapes = dict.fromkeys(_rows_of(v.type.shape) for v in left)
+            self.ready(made)
+        shapes = dict.fromkeys(_rows_of(v.type.shape) for v in self.later)
         for shape in shapes:
-            lines += self._elementwise([v for v in left if _rows_of(v.type.shape) == shape], *shape)
+            lines += self._elementwise([v for v in self.later if _rows_of(v.type.shape) == shape], *shape)
         return lines
-
-    def _elements(self) -> Elements:
-        return Elements(self.fusion, self.ready)
 
     # Results ----------------------------------------------------------------------------------------------------------
 
     def _elementwise(self, values: Sequence[Value], rows: AnySize, width: AnySize) -> list[str]:
         """One loop that stores values of as many rows and columns."""
-        made = self._elements()
-        stores = []
-        for v in values:
-            at = reshaped([_M, _J], (rows, width), v.type.shape)
-            stores.append(f"{array_name(v)}[{flat([_M, _J], (rows, width))}] = stored<{stored(v)}>({made.of(v, at)});")
-        body = _for_columns([*made.lines, *stores], "0", str(size(width)))
+        made = self.elements()
+        stores = [self.put(made, v, (rows, width), _M, _J) for v in values]
+        body = _for_columns([*made.statements, *stores], "0", str(size(width)))
         loops = _for_rows(rows, width, body)
         return loops if isinstance(width, int) else [f"if ({size(width)} > 0) {{", *inner(loops), "}"]
 
@@ -93,27 +83,42 @@ class _Writer(Writer):
         place: dict[int, Index] = {}
         for index, dims in ((_M, rows), (_J, columns), (_R, over)):
             place |= dict(zip(dims, unflat(index, [shape[i] for i in dims]), strict=True))
-        made = self._elements()
+        made = self.elements()
         term = made.of(x, [place[i] for i in range(len(shape))])
         counts = [elements([shape[i] for i in dims]) for dims in (rows, columns, over)]
-        return _added(y, counts, made.lines, term) if columns else _reduced(y, counts, made.lines, term)
+        return self._added(y, counts, made.statements, term) if columns else self._reduced(y, counts, made.statements, term)
+
+    def _added(self, y: Value, counts: Sequence[AnySize], statements: Sequence[Statement], term: object) -> list[str]:
+        """y [rows, columns], each the sum of a term over r."""
+        rows, columns, over = counts
+        add = _for_columns([*statements, f"total[j - j0] += {term};"])
+        store = _for_columns([self.store(y, flat([_M, _J], (rows, columns)), "total[j - j0]")])
+        body = ["float total[COLUMNS] = {};", f"for (i64 r = 0; r < {size(over)}; ++r) {{", *inner(add), "}", *store]
+        return [f"for_tiles({size(rows)}, {size(columns)}, threads, [&](i64 m, i64 j0, i64 j1) {{", *inner(body), "});"]
+
+    def _reduced(self, y: Value, counts: Sequence[AnySize], statements: Sequence[Statement], term: object) -> list[str]:
+        """y [rows], each the sum of a term over r, which runs along memory."""
+        rows, _, over = counts
+        simd = [] if branches(statements) else ["#pragma omp simd reduction(+ : total)"]
+        loop = [*simd, f"for (i64 r = 0; r < {size(over)}; ++r) {{", *inner([*written(statements), f"total += {term};"]), "}"]
+        return _for_rows(rows, over, ["float total = 0;", *loop, self.store(y, _M, "total")])
 
     def _combine(self, op: Op) -> list[str]:
         (y, slot_of, w), (tokens, slots) = op.values, op.values[1].type.shape
-        made = self._elements()
-        term = f"{made.of(y, [Index(made.of(slot_of, [_M, _R])), _J])} * {made.of(w, [_M, _R])}"
-        return _added(op.outputs[0], (plain(tokens), plain(y.type.shape[1]), plain(slots)), made.lines, term)
+        made = self.elements()
+        term = f"{made.of(y, [made.of(slot_of, [_M, _R]), _J])} * {made.of(w, [_M, _R])}"
+        return self._added(op.outputs[0], (plain(tokens), plain(y.type.shape[1]), plain(slots)), made.statements, term)
 
     def _index_put_accumulate(self, op: Op) -> list[str]:
         """Rows added in order, by each thread to columns of its own."""
         (acc, index, value), (out,) = op.values, op.outputs
         rows, width = plain(acc.type.shape[0]), elements(acc.type.shape[1:])
-        start, added = self._elements(), self._elements()
+        start, added = self.elements(), self.elements()
         first = start.of(acc, reshaped([_M, _J], (rows, width), acc.type.shape))
         term = added.of(value, reshaped([_R, _J], (index.type.shape[0], width), value.type.shape))
         at = flat([_M, _J], (rows, width))
-        copy = [*start.lines, f"{array_name(out)}[{at}] = stored<{stored(out)}>({first});"]
-        add = [*added.lines, f"{array_name(out)}[{at}] = stored<{stored(out)}>(widen({array_name(out)}[{at}]) + {term});"]
+        copy = [*start.statements, self.store(out, at, first)]
+        add = [*added.statements, self.store(out, at, f"widen({self.names[out]}[{at}]) + {term}")]
         body = [
             f"for (i64 m = 0; m < {size(rows)}; ++m) {{", *inner(_for_columns(copy)), "}",
             f"for (i64 r = 0; r < {size(index.type.shape[0])}; ++r) {{",
@@ -124,20 +129,20 @@ class _Writer(Writer):
     def _decode_scale(self, op: Op) -> list[str]:
         (x,), (out,), made_by = op.values, op.outputs, encoder(find(op.attrs["encoding"]))
         *lead, rows, k = x.type.shape
-        made = self._elements()
+        made = self.elements()
         element = made.of(x, [*unflat(_L, lead), _R, _K])
         body = [
             "u32 most = 0;  // magnitudes order as their bits do, NaN above all",
             "#pragma omp parallel for reduction(max : most) num_threads(threads) if (threads > 1)",
             f"for (i64 r = 0; r < {size(rows)}; ++r) {{",
             "    u32 here = 0;",
-            *([] if _has_blocks(made.lines) else ["#pragma omp simd reduction(max : here)"]),
+            *([] if branches(made.statements) else ["#pragma omp simd reduction(max : here)"]),
             f"    for (i64 k = 0; k < {size(k)}; ++k) {{",
             *inner(inner([*made.lines, f"here = std::max(here, as_bits({element}) & 0x7FFFFFFFu);"])),
             "    }",
             "    most = std::max(most, here);",
             "}",
-            f"{array_name(out)}[l] = as_float(most) / {_float(made_by.divisor)};",
+            f"{self.names[out]}[l] = as_float(most) / {_float(made_by.divisor)};",
         ]
         return [f"for (i64 l = 0; l < {size(elements(lead))}; ++l) {{", *inner(body), "}"]
 
@@ -147,24 +152,23 @@ class _Writer(Writer):
         made_by, block = encoder(encoding), encoding.block
         (x, decode_scale), (codes, scales) = op.values, _unpacked(self.fusion, op)
         *lead, n, k = x.type.shape
-        made = self._elements()
-        place = Index(f"({block} * b + i)")
-        element = made.of(x, [*reshaped([_M], (elements((*lead, n)),), (*lead, n)), place])
+        made = self.elements()
+        element = made.of(x, [*reshaped([_M], (elements((*lead, n)),), (*lead, n)), _B * Number(block) + _I])
         runs = decode_scale.type.shape[len(lead)] if len(decode_scale.type.shape) > len(lead) else 1
         rows, blocks = elements((*lead, n)), encoding.blocks(known(k))
         at = (_M // size(n)) * size(runs) + (_M % size(n)) // (size(n) // size(runs))
-        stored = f"{array_name(codes)} + at * {encoding.packed(block)}"
+        stored = f"{self.names[codes]} + at * {encoding.packed(block)}"
         body = [
             f"const float decode_scale = {self.array(decode_scale)}[{at}];",
             "bool good = decode_scale >= 0.f && decode_scale < INFINITY;",
             f"for (i64 b = 0; b < {blocks}; ++b) {{",
             f"    float block[{block}];",
-            *([] if _has_blocks(made.lines) else ["#pragma omp simd"]),
+            *([] if branches(made.statements) else ["#pragma omp simd"]),
             f"    for (int i = 0; i < {block}; ++i) {{",
             *inner(inner([*made.lines, f"block[i] = {element};"])),
             "    }",
             f"    const i64 at = m * {blocks} + b;",
-            f"    good = good & {made_by.function}(block, decode_scale, {stored}, {array_name(scales)} + at);",
+            f"    good = good & {made_by.function}(block, decode_scale, {stored}, {self.names[scales]} + at);",
             "}",
         ]
         loop = _for_rows(rows, plain(k), [*body, "if (!good) finite = false;"])
@@ -174,7 +178,7 @@ class _Writer(Writer):
         (x, ends), (out,) = op.values, op.outputs
         rows, cols = x.type.shape
         given = f"{self.array(x)}, {self.array(ends)}, {size(ends.type.shape[0])}, {size(rows)}, {size(cols)}"
-        return [f"swizzle_128x4({given}, {array_name(out)});"]
+        return [f"swizzle_128x4({given}, {self.names[out]});"]
 
 
 _WHOLE: dict[str, Callable[[_Writer, Op], list[str]]] = {
@@ -183,51 +187,17 @@ _WHOLE: dict[str, Callable[[_Writer, Op], list[str]]] = {
 }  # fmt: skip
 
 
-def _added(y: Value, counts: Sequence[AnySize], lines: Sequence[str], term: str) -> list[str]:
-    """y [rows, columns], each the sum of a term over r."""
-    rows, columns, over = counts
-    add = _for_columns([*lines, f"total[j - j0] += {term};"])
-    store = _for_columns([f"{array_name(y)}[{flat([_M, _J], (rows, columns))}] = stored<{stored(y)}>(total[j - j0]);"])
-    body = ["float total[COLUMNS] = {};", f"for (i64 r = 0; r < {size(over)}; ++r) {{", *inner(add), "}", *store]
-    return [f"for_tiles({size(rows)}, {size(columns)}, threads, [&](i64 m, i64 j0, i64 j1) {{", *inner(body), "});"]
-
-
-def _reduced(y: Value, counts: Sequence[AnySize], lines: Sequence[str], term: str) -> list[str]:
-    """y [rows], each the sum of a term over r, which runs along memory."""
-    rows, _, over = counts
-    simd = [] if _has_blocks(lines) else ["#pragma omp simd reduction(+ : total)"]
-    loop = [*simd, f"for (i64 r = 0; r < {size(over)}; ++r) {{", *inner([*lines, f"total += {term};"]), "}"]
-    return _for_rows(rows, over, ["float total = 0;", *loop, f"{array_name(y)}[m] = stored<{stored(y)}>(total);"])
-
-
 def _for_rows(rows: AnySize, width: AnySize, body: Sequence[str]) -> list[str]:
     """`body` for each m; a thread takes rows of so many elements at a time."""
     step = f"rows_per_step({size(width)})"
     return [f"for_rows({size(rows)}, {step}, threads, [&](i64 m) {{", *inner(body), "});"]
 
 
-def _for_columns(body: Sequence[str], first: str = "j0", end: str = "j1") -> list[str]:
+def _for_columns(body: Sequence[Statement], first: str = "j0", end: str = "j1") -> list[str]:
     """`body` for each j, as vector code where nothing forbids it; what does not depend on j stands before the loop."""
-    once, body = _apart(body)
-    simd = [] if _has_blocks(body) else ["#pragma omp simd"]
-    return [*once, *simd, f"for (i64 j = {first}; j < {end}; ++j) {{", *inner(body), "}"]
-
-
-def _apart(body: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Definitions that depend neither on j nor on what does, and the other lines; blocks are left where they are."""
-    each, once, rest = {"j"}, [], []
-    for line in body:
-        defined = _DEFINITION.match(line)
-        if defined and defined["const"] and each.isdisjoint(_NAME.findall(line)):
-            once.append(line)
-        else:
-            each |= {defined["name"]} if defined else set()
-            rest.append(line)
-    return once, rest
-
-
-def _has_blocks(lines: Sequence[str]) -> bool:
-    return any(line.endswith("{") for line in lines)
+    once, each = hoisted(body, "j")
+    simd = [] if branches(each) else ["#pragma omp simd"]
+    return [*written(once), *simd, f"for (i64 j = {first}; j < {end}; ++j) {{", *inner(written(each)), "}"]
 
 
 def _rows_of(shape: Sequence[Dim]) -> tuple[AnySize, AnySize]:

@@ -6,18 +6,18 @@ BAD before memory is touched wrongly; the caller then evaluates the reference, w
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from string import Template
 
-from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.types import Dim, Rows, plain
-from ..cxx.elements import array_name, stored
-from ..cxx.indices import Index, number, size
-from ..cxx.plan import MADE_FIRST, below, made_by_route, source
+from ..cxx.elements import stored
+from ..cxx.indices import Index, Number, size
+from ..cxx.plan import MADE_FIRST, below, made_by_route
+from ..cxx.writer import Writer
 
 _STRUCT = Template("""\
 struct Segment {
@@ -60,20 +60,12 @@ class Source:
     encoding: str | None = None
 
 
-class Writer(ABC):
-    """Writes the struct of a segment. memory: value -> the name of the array that holds it, for inputs and what is allocated.
-
-    ready: those of them that have been made where the text has come to.
-    """
+class SegmentWriter(Writer):
+    """Writes the struct of a segment. later: what has not been made where the text has come to."""
 
     def __init__(self, fusion: Fusion, memory: Sequence[Value]):
-        self.fusion, self.allocated = fusion, tuple(memory)
-        self.memory = {v: array_name(v) for v in (*fusion.inputs, *memory)}
-        self.ready = {v: array_name(v) for v in fusion.inputs}
-
-    @abstractmethod
-    def functions(self) -> list[str]:
-        """The struct's own functions and types."""
+        super().__init__(fusion, memory)
+        self.later = list(self.memory)
 
     @abstractmethod
     def body(self) -> list[str]:
@@ -84,26 +76,20 @@ class Writer(ABC):
         first = self._first()
         functions, body = self.functions(), self.body()
         return _STRUCT.substitute(
-            members=indented(self._members()), first=indented(first, 2), functions=indented(functions), body=indented(body, 2),
+            members=indented(self.members()), first=indented(first, 2), functions=indented(functions), body=indented(body, 2),
             arguments=self._arguments(),
         )  # fmt: skip
 
-    def array(self, v: Value) -> str:
-        """The name of the array that holds a value made before, views and reshapes looked through."""
-        found = source(self.fusion, v)
-        if found not in self.ready:
-            raise UnsupportedError(f"{v.name} {v.type} is computed in the same segment that reads it as a whole")
-        return self.ready[found]
+    def ready(self, values: Sequence[Value]) -> None:
+        """What comes now reads these values from memory."""
+        self.later = [v for v in self.later if v not in values]
 
-    # What is passed ---------------------------------------------------------------------------------------------------
-
-    def _members(self) -> list[str]:
-        sizes = [f"i64 n_{s};" for s in self.fusion.symbols]
-        inputs = [f"const {stored(v)}* {array_name(v)};  // {v.type}" for v in self.fusion.inputs]
-        return sizes + inputs + [f"{stored(v)}* {array_name(v)};  // {v.type}" for v in self.allocated]
+    def in_memory(self, without: Collection[Value] = ()) -> dict[Value, str]:
+        """The names of the arrays that hold values where the text has come to."""
+        return super().in_memory((*self.later, *without))
 
     def _arguments(self) -> str:
-        values = [(v, "const ") for v in self.fusion.inputs] + [(v, "") for v in self.allocated]
+        values = [(v, "const ") for v in self.fusion.inputs] + [(v, "") for v in self.memory]
         pointers = [f"static_cast<{const}{stored(v)}*>(p[{i}])" for i, (v, const) in enumerate(values)]
         return ", ".join([f"n[{i}]" for i in range(len(self.fusion.symbols))] + pointers)
 
@@ -113,19 +99,19 @@ class Writer(ABC):
         lines = []
         for v in self.fusion.inputs:
             if v.type.ends:
-                lines.append(f"if (!good_ends({array_name(v)}, {size(v.type.shape[0])}, {self._rows_of(v)})) return false;")
+                lines.append(f"if (!good_ends({self.names[v]}, {size(v.type.shape[0])}, {self._rows_of(v)})) return false;")
         for op in self.fusion.ops:
             write = getattr(self, f"_first_{op.kind.name}", None)
             lines += write(op) if write else []
             if op.kind.name in MADE_FIRST:
-                self.ready |= {v: self.memory[v] for v in op.outputs}
+                self.ready(op.outputs)
         return lines
 
     def _rows_of(self, ends: Value) -> Index:
         """How many rows the partition of these ends has; the most possible if no value of the segment is partitioned by it."""
         values = [*self.fusion.inputs, *(v for op in self.fusion.ops for v in op.outputs)]
         rows = [d for v in values for d in v.type.shape if isinstance(d, Rows) and d.groups == ends.type.ends]
-        return size(rows[0]) if rows else number(2**31 - 1)
+        return size(rows[0]) if rows else Number(2**31 - 1)
 
     def _first_ends(self, op: Op) -> list[str]:
         (offs,) = op.values
@@ -133,11 +119,11 @@ class Writer(ABC):
 
     def _first_route(self, op: Op) -> list[str]:
         (ids,), (t, slots) = op.values, op.values[0].type.shape
-        made = ", ".join(self.memory[v] for v in op.outputs)
+        made = ", ".join(self.names[v] for v in op.outputs)
         return [f"if (!route({self.array(ids)}, {size(t)}, {size(slots)}, {size(op.attrs['groups'].count)}, {made})) return false;"]
 
     def _first_invert(self, op: Op) -> list[str]:
-        (slot_of,), count, made = op.values, size(op.attrs["rows"]), self.memory[op.outputs[0]]
+        (slot_of,), count, made = op.values, size(op.attrs["rows"]), self.names[op.outputs[0]]
         fill = f"for (i64 i = 0; i < {count}; ++i) {made}[{self.array(slot_of)}[i]] = i32(i);"
         if made_by_route(self.fusion, slot_of) == "slot_of":
             return [fill]
@@ -148,7 +134,7 @@ class Writer(ABC):
         starts, problem, padded = map(self.array, op.values)
         a, count = op.attrs, size(op.outputs[0].type.shape[0])
         given = f"{starts}, {problem}, {padded}, {count}, {size(a['rows'])}, {a['n']}, {a['k']}"
-        return [f"if (!problem_ends({given}, {self.memory[op.outputs[0]]})) return false;"]
+        return [f"if (!problem_ends({given}, {self.names[op.outputs[0]]})) return false;"]
 
     def _first_index_select(self, op: Op) -> list[str]:
         return self._checked(op.values[1], op.values[0].type.shape[op.attrs["dim"]])

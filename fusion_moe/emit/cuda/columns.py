@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import UnsupportedError
+from ..cxx.indices import Index
 
 TILE = 16
 _WHOLE = 4  # tiles that make whole columns of any result, which is what kernels count on
@@ -19,22 +20,22 @@ _WHOLE = 4  # tiles that make whole columns of any result, which is what kernels
 
 @dataclass(frozen=True)
 class Columns:
-    """texts: C++ of the columns of the product, as functions of j; width: of the result; block: BLOCK."""
+    """read: the columns of the product, as functions of j; width: of the result; block: BLOCK."""
 
-    texts: tuple[str, ...]
+    read: tuple[Index, ...]
     width: int
     block: int
 
     @property
     def tiles(self) -> int:
         """Tiles of a block."""
-        return self.block * len(self.texts) // TILE
+        return self.block * len(self.read) // TILE
 
     def functions(self) -> list[str]:
         """The C++ that kernels ask: column, first_row, tile and local."""
-        choice = self.texts[-1]
-        for f in range(len(self.texts) - 2, -1, -1):
-            choice = f"f == {f} ? {self.texts[f]} : {choice}"
+        choice = str(self.read[-1])
+        for f in range(len(self.read) - 2, -1, -1):
+            choice = f"f == {f} ? {self.read[f]} : {choice}"
         local = f"{TILE} * f + i" if self.block == TILE else f"column(f, i) % {TILE}"
         return [
             "// Column j of the result is made of these of the product; the q-th tile of a block begins at a row; where its columns lie.",
@@ -47,25 +48,19 @@ class Columns:
         ]
 
 
-def columns(texts: Sequence[str], width: int, *, aligned: bool) -> Columns:
+def columns(read: Sequence[Index], width: int, *, aligned: bool) -> Columns:
     """The blocks of columns. aligned: tiles begin at multiples of 16 rows. UnsupportedError if they are in neither order."""
-    if _WHOLE % len(texts):
-        raise UnsupportedError(f"a result of {len(texts)} columns of the product has no kernel here", expected="1, 2 or 4")
-    read = [_numbers(text, width) for text in texts]
-    if all(_separate_tiles(r, aligned) for r in read):
-        return Columns(tuple(texts), width, TILE)
-    if len(texts) == 2 and _interleaved(read):
-        return Columns(tuple(texts), width, TILE // 2)
+    if _WHOLE % len(read):
+        raise UnsupportedError(f"a result of {len(read)} columns of the product has no kernel here", expected="1, 2 or 4")
+    numbers = [[column.evaluate({"j": j}) for j in range(width)] for column in read]
+    if all(_separate_tiles(n, aligned) for n in numbers):
+        return Columns(tuple(read), width, TILE)
+    if len(read) == 2 and _interleaved(numbers):
+        return Columns(tuple(read), width, TILE // 2)
     raise UnsupportedError(
-        f"a result whose columns are made of the columns {', '.join(texts)} of the product has no kernel here",
+        f"a result whose columns are made of the columns {', '.join(map(str, read))} of the product has no kernel here",
         expected="runs of 16 columns, or gate and up within 16",
     )
-
-
-def _numbers(text: str, width: int) -> list[int]:
-    """The column of the product for each j: the text is arithmetic of ours on j."""
-    code = compile(text.replace("/", "//"), "column", "eval")
-    return [eval(code, {"__builtins__": {}}, {"j": j}) for j in range(width)]
 
 
 def _separate_tiles(read: Sequence[int], aligned: bool) -> bool:

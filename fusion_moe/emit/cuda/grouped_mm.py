@@ -11,9 +11,11 @@ from ...ir.core import Op
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, exact_div, value
 from ...ir.types import plain
-from ..cxx.elements import inner, stored
-from ..cxx.indices import Index, is_index, reshaped, size
+from ..cxx.elements import stored
+from ..cxx.epilogue import Epilogue
+from ..cxx.indices import Number, Variable, size
 from ..cxx.plan import Plan, known
+from ..cxx.statements import inner
 from .choice import AUTO, Chosen, SizeClass, blocks, choose_kernels
 from .columns import Columns, columns
 from .readers import reader
@@ -21,7 +23,7 @@ from .source import Array, KernelSource, Sizes, Source
 from .variants import TILE, Matrices, Variant
 
 ACTIVATIONS = "activations"  # what the prologue makes
-_M, _J, _K, _T = Index("m"), Index("j"), Index("k"), Index("t")
+_I, _M = map(Variable, "im")
 _COLUMNS_PER_THREAD = 16  # columns that a thread reads
 _MAX_IDS = 32  # that each warp sorts by itself, and does not wait for `route`
 _MAX_GROUPS = 2048  # that registers and shared memory last for, where all blocks know where groups begin
@@ -44,8 +46,9 @@ class Product(Source):
         self.matrix = found[0] if found else None  # in memory, whose rows are the activations
         self._natural_order = found is not None and found[1] == _M  # whether its row m is row m of activations
         self.scratch.append(Array(ACTIVATIONS, self.dtype, elements((self.matrix or plan.a).type.shape)))
-        self._results, texts = self._make_results()
-        self.columns: Columns = columns(texts, plan.width, aligned=self.reader.tiled)
+        epilogue = Epilogue(self, plan, "p[{}]")
+        self._results = self._make_results(epilogue)
+        self.columns: Columns = columns(epilogue.columns, plan.width, aligned=self.reader.tiled)
         self._functions = self._make_functions()
 
     @property
@@ -144,7 +147,7 @@ class Product(Source):
         k = self.plan.k
         if self.matrix is None:
             count, made = elements(self.plan.a.type.shape), self.elements()
-            element = made.of(self.plan.a, [Index(f"(i / {k})"), Index(f"(i % {k})")])
+            element = made.of(self.plan.a, [_I // Number(k), _I % Number(k)])
             place = "fragment_place(i)" if variant.reads_fragment_order else "i"
             return [self.for_all("prologue", count, [*made.lines, f"{ACTIVATIONS}[{place}] = narrow<{self.dtype}>({element});"], sizes)]
         if self._reads_in_place(variant):
@@ -199,7 +202,7 @@ class Product(Source):
         runs = next((known(v.type.shape[1]) for v in plan.weight if len(v.type.shape) == 2), 1)
         return [
             f"static constexpr i32 GROUPS = {self.groups}, N = {plan.n}, K = {plan.k};",
-            f"static constexpr i32 WIDTH = {plan.width}, COLUMNS_PER_RESULT = {len(cols.texts)};",
+            f"static constexpr i32 WIDTH = {plan.width}, COLUMNS_PER_RESULT = {len(cols.read)};",
             f"static constexpr i32 BLOCK = {cols.block}, BLOCK_TILES = {cols.tiles}, SCALE_RUNS = {runs};",
             "",
             f"__device__ i64 rows() const {{ return {size(self.rows)}; }}",
@@ -210,27 +213,13 @@ class Product(Source):
 
     # What is stored for rows of groups --------------------------------------------------------------------------------
 
-    def _make_results(self) -> tuple[list[str], list[str]]:
-        """The functions `result` and `array`, and the columns of the product that results are made of, as functions of j."""
-        plan, rows, texts = self.plan, self.plan.a.type.shape[0], list[str]()
-
-        def column(at: Sequence[Index]) -> str:
-            text = str(at[1])
-            if not is_index(at[0], _M, rows):
-                raise UnsupportedError("a result reads other rows of the product than its own")
-            if text not in texts:
-                texts.append(text)
-            return f"p[{texts.index(text)}]"
-
-        def group(row: Index) -> str:
-            if not is_index(row, _M, rows):
-                raise UnsupportedError("a result adds the bias of other rows than its own")
-            return "g"
-
+    def _make_results(self, epilogue: Epilogue) -> list[str]:
+        """The functions `result` and `array`."""
+        plan = self.plan
         bodies, arrays = list[str](), list[str]()
         for i, v in enumerate(plan.rows):
-            made = self.elements({plan.product.outputs[0]: column}, {plan.ends: group}, (*plan.rows, *plan.tokens))
-            kept = made.kept(v, reshaped([_M, _J], (rows, plan.width), v.type.shape))
+            made = epilogue.elements()
+            kept = made.kept(v, epilogue.at(v))
             bodies += [f"if constexpr (I == {i}) {{", *inner([*made.lines, f"return {kept};"]), "}"]
             arrays += [f"if constexpr (I == {i}) return {self.names[v]};"]
         return [
@@ -246,7 +235,7 @@ class Product(Source):
             "__device__ __forceinline__ auto array() const {",
             *inner(arrays),
             "}",
-        ], texts
+        ]
 
     # What is stored for tokens ----------------------------------------------------------------------------------------
 

@@ -13,13 +13,12 @@ from ...ir.core import Fusion, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize
 from ...ir.types import plain
-from ..cxx.elements import stored
-from ..cxx.indices import Index, unflat
+from ..cxx.indices import Variable, unflat
 from ..cxx.plan import MADE_FIRST
 from .choice import Chosen
 from .source import KernelSource, Sizes, Source
 
-_I = Index("i")
+_I = Variable("i")
 _SUMS = ("sum", "index_put_accumulate", "decode_scale", "quantize", "grouped_swizzle")
 
 
@@ -54,5 +53,5 @@ class Loops(Source):
         stores = []
         for v in values:
             at = unflat(_I, [plain(d) for d in v.type.shape])
-            stores.append(f"{self.names[v]}[i] = stored<{stored(v)}>({made.of(v, at)});")
+            stores.append(self.store(v, _I, made.of(v, at)))
         return self.for_all(f"elements_{i}", count, [*made.lines, *stores], sizes)

@@ -6,7 +6,7 @@ launched is compiled. What kernels find wrong with ends, ids and indices they ma
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import Template
@@ -17,16 +17,18 @@ from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, value
 from ...ir.types import Dim, plain
-from ..cxx.elements import Elements, array_name, inner, stored
-from ..cxx.indices import Index, flat, is_index, reshaped, size
-from ..cxx.plan import MADE_FIRST, below, made_by_route, source
+from ..cxx.elements import Elements, stored
+from ..cxx.indices import Call, Index, Variable, is_index, size
+from ..cxx.plan import MADE_FIRST, below, made_by_route
+from ..cxx.statements import Expression, inner
+from ..cxx.writer import Writer
 from .choice import AUTO, Chosen
 
 THREADS = 256
 _MAX_RESIDENT = 16  # blocks of a kernel that does something for each element
 _WARPS = {32: 1, 1024: 8}  # of a block of `route`, for up to so many ids
 _MAX_WARPS = 32
-_J, _S, _T = Index("j"), Index("s"), Index("t")
+_J, _S, _T = map(Variable, "jst")
 
 _STRUCT = Template("""\
 namespace {
@@ -85,23 +87,31 @@ class Array:
     count: AnySize
 
 
-class Source(ABC):
+class SafeElements(Elements):
+    """Elements whose indices come from tensors: made safe, unless what made them says that they are."""
+
+    def _picked(self, op: Op, i: Index) -> Index:
+        x, index = op.values
+        return safe(self._fusion, index, x.type.shape[op.attrs["dim"]], super()._picked(op, i))
+
+
+def safe(fusion: Fusion, index: Value, limit: Dim, element: Index) -> Index:
+    """An element of an index, below a limit: as it is if what made it says so."""
+    return element if below(fusion, index) == plain(limit) else Call("clamp_index", (element, size(limit), Variable("error")))
+
+
+class Source(Writer):
     """Writes the struct and the kernels of a segment. UnsupportedError with the sentence why there are none.
 
-    memory: the values that are allocated for a call, results among them; scratch: what else is. names: of the arrays of inputs and of
-    these values. transposed: the input, if any, that is passed with its last two dimensions swapped.
+    scratch: what is allocated beside `memory`. transposed: the input, if any, that is passed with its last two dimensions swapped.
     """
 
+    ELEMENTS = SafeElements
     transposed: Value | None = None
 
     def __init__(self, fusion: Fusion, memory: Sequence[Value], names: Mapping[Value, str] | None = None):
-        self.fusion, self.memory = fusion, tuple(memory)
-        self.names = {v: array_name(v) for v in (*fusion.inputs, *memory)} | dict(names or {})
+        super().__init__(fusion, memory, names)
         self.scratch: list[Array] = []
-
-    @abstractmethod
-    def functions(self) -> list[str]:
-        """The struct's own constants and functions."""
 
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
         """What is chosen for these sizes on a GPU, of a segment by itself. UnsupportedError if the variant does not fit."""
@@ -114,13 +124,6 @@ class Source(ABC):
     def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
         """The elements of a scratch array that the kernels use."""
         return value(array.count, sizes)
-
-    def array(self, v: Value, without: Sequence[Value] = ()) -> str:
-        """The name of the array that holds a value, views and reshapes looked through. without: what is not in memory yet."""
-        found = source(self.fusion, v)
-        if found not in self.names or found in without:
-            raise UnsupportedError(f"{v.name} {v.type} is computed in the same segment that reads it as a whole")
-        return self.names[found]
 
     @property
     def made_later(self) -> list[Value]:
@@ -160,13 +163,11 @@ class Source(ABC):
         return self.kernel(name, lines, blocks, max_resident=_MAX_RESIDENT, reads_before_wait=bool(before_wait))
 
     def _struct(self, more: Sequence[str]) -> str:
-        return _STRUCT.substitute(members=_indented(self._members()), functions=_indented([*self.functions(), *more]))
+        return _STRUCT.substitute(members=_indented(self.members()), functions=_indented([*self.functions(), *more]))
 
-    def _members(self) -> list[str]:
-        sizes = [f"i64 n_{s};" for s in self.fusion.symbols]
-        inputs = [f"const {stored(v)}* {self.names[v]};  // {v.type}" for v in self.fusion.inputs]
-        made = [f"{stored(v)}* {self.names[v]};  // {v.type}" for v in self.memory]
-        return [*sizes, *inputs, *made, *(f"{a.type}* {a.name};" for a in self.scratch), "i64* error;"]
+    def members(self) -> list[str]:
+        """Sizes and arrays, scratch arrays and the word for what is wrong."""
+        return [*super().members(), *(f"{a.type}* {a.name};" for a in self.scratch), "i64* error;"]
 
     # What stands before all else --------------------------------------------------------------------------------------
 
@@ -230,44 +231,23 @@ class Source(ABC):
             f"    [&](i64 s) {{ {' '.join(slot.lines)} return {row}; }}, [&](i64 s) {{ {' '.join(weight.lines)} return {factor}; }});",
         ]
 
-        def of_thread(at: Sequence[Index]) -> str:
+        def of_thread(at: Sequence[Index]) -> Expression:
             if not is_index(at[0], _T, tokens) or not is_index(at[1], _J, width):
                 raise UnsupportedError("a result reads another element of the sum than its own")
-            return "total[v]"
+            return Expression("total[v]", frozenset("v"))
 
         made = self.elements({total: of_thread}, without=hidden)
-        stores = [self._put(made, v, (tokens, width), _T) for v in results]
+        stores = [self._put(made, v, (tokens, width)) for v in results]
         each = ["const i64 j = j0 + v;", *made.lines, *stores]
         body += ["#pragma unroll", f"for (int v = 0; v < {columns}; ++v) {{", *inner(each), "}"]
         count, before_wait = elements((plain(tokens), width // columns)), prefetched if reads_before_wait else ()
         return self.for_all("combine", count, body, sizes, before_wait=before_wait)
 
-    def _put(self, made: Elements, v: Value, shape: Sequence[Dim], row: Index) -> str:
-        """Element (row, j) of a value, seen as a matrix of a shape."""
+    def _put(self, made: Elements, v: Value, shape: Sequence[Dim]) -> str:
+        """Stores element (t, j) of a value, seen as a matrix of a shape."""
         if elements(v.type.shape) != elements(shape):
             raise UnsupportedError(f"{v.name} {v.type} is not a matrix of {' x '.join(map(str, shape))}")
-        element = made.of(v, reshaped([row, _J], shape, v.type.shape))
-        return f"{self.names[v]}[{flat([row, _J], shape)}] = stored<{stored(v)}>({element});"
-
-    def elements(
-        self, known: Mapping[Value, object] | None = None, group: Mapping[Value, object] | None = None, without: Sequence[Value] = ()
-    ) -> SafeElements:
-        """What writes elements of values, but for those in `without` from what is in memory."""
-        memory = {v: name for v, name in self.names.items() if v not in without}
-        return SafeElements(self.fusion, memory, known, group)
-
-
-class SafeElements(Elements):
-    """Elements whose indices come from tensors: made safe, unless what made them says that they are."""
-
-    def _picked(self, op: Op, i: Index) -> Index:
-        x, index = op.values
-        return Index(safe(self._fusion, index, x.type.shape[op.attrs["dim"]], str(super()._picked(op, i))))
-
-
-def safe(fusion: Fusion, index: Value, limit: Dim, element: str) -> str:
-    """An element of an index, below a limit: as it is if what made it says so."""
-    return element if below(fusion, index) == plain(limit) else f"clamp_index({element}, {size(limit)}, error)"
+        return self.put(made, v, shape, _T, _J)
 
 
 def _indented(lines: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -11,8 +11,9 @@ from ...errors import UnsupportedError
 from ...ir import types as ir
 from ...ir.core import Fusion, Op, Value
 from ...ir.types import Dim, plain
-from .indices import Index, flat, number, reshaped, size
+from .indices import ZERO, Call, Index, Number, Variable, flat, reshaped, size
 from .plan import source
+from .statements import Case, Choice, Definition, Expression, Statement, formula, written
 
 STORED = {"f32": "float", "bf16": "bf16", "f16": "f16", "i64": "i64", "i32": "i32", "u8": "u8", "bool": "bool"}  # in memory
 COMPUTED = {"f32": "float", "bf16": "float", "f16": "float", "i64": "i64", "i32": "i64", "u8": "i64", "bool": "bool"}  # in registers
@@ -28,6 +29,7 @@ _CALLS = {
 }  # fmt: skip
 _COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
 _ON_INTS = ("neg", "add", "sub", "mul", "minimum", "maximum", "where", *_COMPARED)
+Known = Callable[[Sequence[Index]], Expression]  # what a kernel has in registers: indices -> an element
 _AS_TENSORS = ("minimum", "maximum", "where", *_COMPARED)  # a number among the operands is rounded to their dtype first
 
 
@@ -36,8 +38,16 @@ def array_name(v: Value) -> str:
     return f"{v.name}_" if v.name in ("i32", "i64") else v.name
 
 
+def array(fusion: Fusion, memory: Mapping[Value, str], v: Value) -> str:
+    """The name of the array that holds a value, views and reshapes looked through. memory: the names of those that are there."""
+    found = v if v in memory else source(fusion, v)
+    if found not in memory:
+        raise UnsupportedError(f"{v.name} {v.type} is computed in the same segment that reads it as a whole")
+    return memory[found]
+
+
 class Elements:
-    """Writes the elements that are asked for, each once. lines: the statements so far.
+    """Writes the elements that are asked for, each once. statements: so far.
 
     memory: value -> the name of the array that holds it. known: value -> a function from indices to an expression, for what a kernel
     has in registers. group: ends -> a function from the index of a row to the index of its group; other ends are searched.
@@ -47,22 +57,31 @@ class Elements:
         self,
         fusion: Fusion,
         memory: Mapping[Value, str],
-        known: Mapping[Value, Any] | None = None,
-        group: Mapping[Value, Any] | None = None,
+        known: Mapping[Value, Known] | None = None,
+        group: Mapping[Value, Callable[[Index], Index]] | None = None,
     ):
-        self.lines: list[str] = []
+        self.statements: list[Statement] = []
         self._fusion, self._memory, self._known, self._group = fusion, memory, known or {}, group or {}
-        self._made: dict[tuple[Value, tuple[str, ...]], str] = {}
+        self._made: dict[tuple[Value, tuple[Index, ...]], Variable] = {}
         self._names = (f"e{i}" for i in count())
 
-    def of(self, v: Value, at: Sequence[Index]) -> str:
-        """The name of a variable with the element of a value at these indices."""
-        key = (v, tuple(map(str, at)))
+    @property
+    def lines(self) -> list[str]:
+        """The C++ of the statements."""
+        return written(self.statements)
+
+    def of(self, v: Value, at: Sequence[Index]) -> Variable:
+        """A variable with the element of a value at these indices."""
+        key = (v, tuple(at))
         if key not in self._made:
             expression = self._expression(v, at)
-            name = self._made[key] = next(self._names)
-            self.lines.append(f"const {computed(v)} {name} = {expression};")
+            self._made[key] = self._define(computed(v), expression)
         return self._made[key]
+
+    def _define(self, type: str, value: Expression) -> Variable:
+        name = next(self._names)
+        self.statements.append(Definition(type, name, value))
+        return Variable(name)
 
     def kept(self, v: Value, at: Sequence[Index]) -> str:
         """An expression of the element as it is kept in memory, which rounds it: a cast that would do so before is left out."""
@@ -84,9 +103,9 @@ class Elements:
             return self.row_in_memory(op.values[0], self._picked(op, m), k)
         return None
 
-    def _expression(self, v: Value, at: Sequence[Index]) -> str:
+    def _expression(self, v: Value, at: Sequence[Index]) -> Expression:
         if v in self._known:
-            return str(self._known[v](at))
+            return self._known[v](at)
         if v in self._memory:
             return self._load(v, at)
         op = self._fusion.producers.get(v)
@@ -97,118 +116,111 @@ class Elements:
         move = getattr(self, f"_{op.kind.name}", None)
         if move is None:
             raise UnsupportedError(f"{op.kind.name} has no C++ implementation")
-        return str(move(op, at))
+        return formula("{}", move(op, at))
 
-    def _load(self, v: Value, at: Sequence[Index]) -> str:
+    def _load(self, v: Value, at: Sequence[Index]) -> Expression:
         if v.type.layout != "linear":
             raise UnsupportedError(f"elements of {v.name} {v.type} are not supported in C++", expected="the linear layout")
-        element = f"{self._array(v)}[{flat(at, v.type.shape)}]"
-        return f"widen({element})" if v.type.dtype in _FLOATS else element
+        return formula("widen({}[{}])" if v.type.dtype in _FLOATS else "{}[{}]", self._array(v), flat(at, v.type.shape))
 
     # Pointwise --------------------------------------------------------------------------------------------------------
 
-    def _call(self, op: Op, at: Sequence[Index]) -> str:
+    def _call(self, op: Op, at: Sequence[Index]) -> Expression:
         out = op.outputs[0].type
         floats = [v.type.dtype for v in op.values if v.type.dtype != "bool"]
         like = floats[0] if floats else "bool"
         if like not in (*_FLOATS, "bool") and op.kind.name not in _ON_INTS:
             raise UnsupportedError(f"{op.kind.name} on {like} has no C++ implementation")
-        names = [self.of(v, _broadcast(at, v.type.shape)) if isinstance(v, Value) else _literal(v, like, op) for v in op.inputs]
-        return _rounded(_CALLS[op.kind.name].format(*names), out.dtype)
+        operands = [self.of(v, _broadcast(at, v.type.shape)) if isinstance(v, Value) else _literal(v, like, op) for v in op.inputs]
+        return _rounded(formula(_CALLS[op.kind.name], *operands), out.dtype)
 
-    def _cast(self, op: Op, at: Sequence[Index]) -> str:
+    def _cast(self, op: Op, at: Sequence[Index]) -> Expression:
         (v,), to = op.values, op.attrs["dtype"]
         if v.type.dtype not in COMPUTED or to not in COMPUTED or (v.type.dtype in _FLOATS and to not in (*_FLOATS, "bool")):
             raise UnsupportedError(f"a cast from {v.type.dtype} to {to} has no C++ implementation")
-        return _rounded(f"{COMPUTED[to]}({self.of(v, at)})", to)
+        return _rounded(formula(f"{COMPUTED[to]}({{}})", self.of(v, at)), to)
 
-    def _zero_rest(self, op: Op, at: Sequence[Index]) -> str:
+    def _zero_rest(self, op: Op, at: Sequence[Index]) -> Expression:
         x, ends = op.values
         if plain(ends.type.shape[0]) == 0:
-            return "0"
-        last = size(ends.type.shape[0]) + number(-1)
-        return f"{at[0]} < {self._array(ends)}[{last}] ? {self.of(x, at)} : 0"
+            return Expression("0")
+        last = size(ends.type.shape[0]) + Number(-1)
+        return formula("{} < {}[{}] ? {} : 0", at[0], self._array(ends), last, self.of(x, at))
 
-    def _group_add(self, op: Op, at: Sequence[Index]) -> str:
+    def _group_add(self, op: Op, at: Sequence[Index]) -> Expression:
         y, bias, ends = op.values
         groups = size(bias.type.shape[0])
-        name = next(self._names)
         known = self._group.get(source(self._fusion, ends))
-        found = known(at[0]) if known else f"group_of({self._array(ends)}, {groups}, {at[0]})"
-        self.lines.append(f"const i64 {name} = {found};")
-        added = self._guarded([(f"{name} < {groups}", bias, [Index(name), at[1]])])
-        return _rounded(f"{self.of(y, at)} + {added}", y.type.dtype)
+        found = known(at[0]) if known else Call("group_of", (Variable(self._array(ends)), groups, at[0]))
+        group = self._define("i64", formula("{}", found))
+        added = self._guarded([(formula("{} < {}", group, groups), bias, [group, at[1]])])
+        return _rounded(formula("{} + {}", self.of(y, at), added), y.type.dtype)
 
     def _array(self, v: Value) -> str:
-        """The array that holds a value, views and reshapes looked through."""
-        found = v if v in self._memory else source(self._fusion, v)
-        if found not in self._memory:
-            raise UnsupportedError(f"{v.name} {v.type} is computed in the same segment that reads it as a whole")
-        return self._memory[found]
+        return array(self._fusion, self._memory, v)
 
     # What moves elements ----------------------------------------------------------------------------------------------
 
-    def _partition(self, op: Op, at: Sequence[Index]) -> str:
+    def _partition(self, op: Op, at: Sequence[Index]) -> Variable:
         return self.of(op.values[0], at)
 
-    def _ends(self, op: Op, at: Sequence[Index]) -> str:
+    def _ends(self, op: Op, at: Sequence[Index]) -> Variable:
         return self.of(op.values[0], at)
 
-    def _reshape(self, op: Op, at: Sequence[Index]) -> str:
+    def _reshape(self, op: Op, at: Sequence[Index]) -> Variable:
         (v,) = op.values
         return self.of(v, reshaped(at, op.outputs[0].type.shape, v.type.shape))
 
-    def _permute(self, op: Op, at: Sequence[Index]) -> str:
+    def _permute(self, op: Op, at: Sequence[Index]) -> Variable:
         dims = op.attrs["dims"]
         return self.of(op.values[0], [at[dims.index(i)] for i in range(len(dims))])
 
-    def _broadcast_in_dim(self, op: Op, at: Sequence[Index]) -> str:
+    def _broadcast_in_dim(self, op: Op, at: Sequence[Index]) -> Variable:
         (v,) = op.values
         return self.of(v, _broadcast([at[d] for d in op.attrs["broadcast_dims"]], v.type.shape))
 
-    def _slice(self, op: Op, at: Sequence[Index]) -> str:
+    def _slice(self, op: Op, at: Sequence[Index]) -> Variable:
         return self.of(op.values[0], [i + size(s) for i, s in zip(at, op.attrs["start_indices"], strict=True)])
 
-    def _pad(self, op: Op, at: Sequence[Index]) -> str:
+    def _pad(self, op: Op, at: Sequence[Index]) -> Expression | Variable:
         (x,), before = op.values, op.attrs["before"]
-        inside = [i + number(-1) * size(b) for i, b in zip(at, before, strict=True)]
-        held = [f"{i} >= 0 && {i} < {size(d)}" for i, d in zip(inside, x.type.shape, strict=True)]
-        return self._guarded([(" && ".join(held), x, inside)])
+        inside = [i + Number(-1) * size(b) for i, b in zip(at, before, strict=True)]
+        held = [formula("{0} >= 0 && {0} < {1}", i, size(d)) for i, d in zip(inside, x.type.shape, strict=True)]
+        return self._guarded([(formula(" && ".join(["{}"] * len(held)), *held), x, inside)])
 
-    def _cat(self, op: Op, at: Sequence[Index]) -> str:
-        dim, start, parts = op.attrs["dim"], number(0), []
+    def _cat(self, op: Op, at: Sequence[Index]) -> Expression | Variable:
+        dim, start, parts = op.attrs["dim"], ZERO, []
         for x in op.values:
             end = start + size(x.type.shape[dim])
-            parts.append((f"{at[dim]} < {end}", x, [*at[:dim], at[dim] + number(-1) * start, *at[dim + 1 :]]))
+            parts.append((formula("{} < {}", at[dim], end), x, [*at[:dim], at[dim] + Number(-1) * start, *at[dim + 1 :]]))
             start = end
         return self._guarded(parts)
 
-    def _guarded(self, parts: Sequence[tuple[str, Value, Sequence[Index]]]) -> str:
+    def _guarded(self, parts: Sequence[tuple[Expression, Value, Sequence[Index]]]) -> Expression | Variable:
         """The element of the first value whose condition holds, which alone is read; zero if none does."""
         ((condition, v, at), *others) = parts
         if not others and source(self._fusion, v) in self._memory and v.type.layout == "linear":
             # No branch: loops over it become vector code.
-            return f"({condition} ? {self._load(v, at)} : 0)"
-        name = next(self._names)
-        self.lines.append(f"{computed(parts[0][1])} {name} = 0;")
-        for i, (condition, v, at) in enumerate(parts):
+            return formula("({} ? {} : 0)", condition, self._load(v, at))
+        name, cases = next(self._names), []
+        for condition, v, at in parts:
             inside = type(self)(self._fusion, self._memory, self._known, self._group)
             inside._names = self._names  # what is made inside must not hide what is made outside
             made = inside.of(v, at)
-            self.lines.append(f"{'else ' if i else ''}if ({condition}) {{")
-            self.lines += [*(f"    {line}" for line in inside.lines), f"    {name} = {made};", "}"]
-        return name
+            cases.append(Case(condition, tuple(inside.statements), made))
+        self.statements.append(Choice(computed(parts[0][1]), name, tuple(cases)))
+        return Variable(name)
 
-    def _full(self, op: Op, at: Sequence[Index]) -> str:
-        return _literal(op.attrs["fill_value"], op.attrs["dtype"], op)
+    def _full(self, op: Op, at: Sequence[Index]) -> Expression:
+        return Expression(_literal(op.attrs["fill_value"], op.attrs["dtype"], op))
 
-    def _index_select(self, op: Op, at: Sequence[Index]) -> str:
+    def _index_select(self, op: Op, at: Sequence[Index]) -> Variable:
         dim = op.attrs["dim"]
         return self.of(op.values[0], [*at[:dim], self._picked(op, at[dim]), *at[dim + 1 :]])
 
     def _picked(self, op: Op, i: Index) -> Index:
         """Which one an index_select picks for its i-th."""
-        return Index(self.of(op.values[1], [i]))
+        return self.of(op.values[1], [i])
 
 
 def stored(v: Value) -> str:
@@ -220,11 +232,6 @@ def stored(v: Value) -> str:
     return STORED[v.type.dtype]
 
 
-def inner(lines: Sequence[str]) -> list[str]:
-    """Lines of C++ inside one more pair of braces."""
-    return [f"    {line}" if line else "" for line in lines]
-
-
 def computed(v: Value) -> str:
     """The C++ type that a value's elements are computed in."""
     if v.type.dtype not in COMPUTED:
@@ -233,13 +240,13 @@ def computed(v: Value) -> str:
 
 
 def _broadcast(at: Sequence[Index], shape: Sequence[Dim]) -> list[Index]:
-    return [number(0) if plain(d) == 1 else i for i, d in zip(at, shape, strict=True)]
+    return [ZERO if plain(d) == 1 else i for i, d in zip(at, shape, strict=True)]
 
 
-def _rounded(expression: str, dtype: str) -> str:
+def _rounded(expression: Expression, dtype: str) -> Expression:
     if dtype in _NARROW:
-        return f"rounded<{dtype}>({expression})"
-    return f"i64({STORED[dtype]}({expression}))" if dtype in ("i32", "u8") else expression
+        return formula(f"rounded<{dtype}>({{}})", expression)
+    return formula(f"i64({STORED[dtype]}({{}}))", expression) if dtype in ("i32", "u8") else expression
 
 
 def _literal(value: Any, dtype: str, op: Op) -> str:
@@ -250,4 +257,4 @@ def _literal(value: Any, dtype: str, op: Op) -> str:
     x = float(value)
     text = "NAN" if math.isnan(x) else ("-INFINITY" if x < 0 else "INFINITY") if math.isinf(x) else ""
     text = f"float({text or repr(x)})"
-    return f"({_rounded(text, dtype)})" if op.kind.name in (*_AS_TENSORS, "full") else f"({text})"
+    return f"({_rounded(Expression(text), dtype)})" if op.kind.name in (*_AS_TENSORS, "full") else f"({text})"

@@ -1,89 +1,155 @@
-"""Indices of elements as C++ text, folded where numbers are known: `j`, `j + 768`, `j / 8 * 16 + j % 8`."""
+"""Indices of elements as expressions, which print as C++ and are folded where numbers are known: `j`, `(j + 768)`, `(j / 8)`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add, floordiv, mod, mul
 
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, CeilDiv, Size, exact_div
 from ...ir.types import Dim, plain
 
+_OPERATORS: dict[str, Callable[[int, int], int]] = {"+": add, "*": mul, "/": floordiv, "%": mod}
 
-@dataclass(frozen=True)
-class Index:
-    """An integer expression. number: if it is one; made: the operator and operands of a product, a quotient or a remainder."""
 
-    text: str
-    number: int | None = None
-    made: tuple[str, Index, Index] | None = None
+class Index(ABC):
+    """An integer expression. `str` is its C++; two are equal if they are built alike. What is divided is never negative."""
 
-    def __str__(self) -> str:
-        return self.text
+    @abstractmethod
+    def variables(self) -> frozenset[str]:
+        """The variables that it depends on."""
+
+    @abstractmethod
+    def evaluate(self, variables: Mapping[str, int]) -> int:
+        """Its value. KeyError for a variable without one, TypeError for what only a kernel can call."""
 
     def __add__(self, other: Index) -> Index:
-        if self.number is not None and other.number is not None:
-            return number(self.number + other.number)
-        if self.number == 0 or other.number == 0:
-            return other if self.number == 0 else self
-        return self._put_together(other) or Index(f"({self} + {other})")
+        if isinstance(self, Number) and isinstance(other, Number):
+            return Number(self.value + other.value)
+        if self == ZERO or other == ZERO:
+            return other if self == ZERO else self
+        return _put_together(self, other) or Operation("+", self, other)
 
     def __mul__(self, other: Index) -> Index:
-        if self.number is not None and other.number is not None:
-            return number(self.number * other.number)
-        if 0 in (self.number, other.number):
-            return number(0)
-        if 1 in (self.number, other.number):
-            return other if self.number == 1 else self
-        return Index(f"({self} * {other})", made=("*", self, other))
+        if isinstance(self, Number) and isinstance(other, Number):
+            return Number(self.value * other.value)
+        if self == ZERO or other == ZERO:
+            return ZERO
+        if self == ONE or other == ONE:
+            return other if self == ONE else self
+        return Operation("*", self, other)
 
     def __floordiv__(self, other: Index) -> Index:
-        if self.number == 0 or other.number == 1:
-            return self
-        return Index(f"({self} / {other})", made=("/", self, other))
+        return self if self == ZERO or other == ONE else Operation("/", self, other)
 
     def __mod__(self, other: Index) -> Index:
-        if self.number == 0 or other.number == 1:
-            return number(0)
-        return Index(f"({self} % {other})", made=("%", self, other))
-
-    def _put_together(self, rest: Index) -> Index | None:
-        """x, where this is x / n * n and the rest is x % n."""
-        if self.made and rest.made and (self.made[0], rest.made[0]) == ("*", "%"):
-            quotient, n = self.made[1:]
-            if quotient.made and quotient.made[0] == "/" and quotient.made[1:] == rest.made[1:] and n == rest.made[2]:
-                return rest.made[1]
-        return None
+        return ZERO if self == ZERO or other == ONE else Operation("%", self, other)
 
 
-def number(n: int) -> Index:
+@dataclass(frozen=True)
+class Number(Index):
     """A number that is known."""
-    return Index(str(n) if n >= 0 else f"({n})", n)
+
+    value: int
+
+    def __str__(self) -> str:
+        return str(self.value) if self.value >= 0 else f"({self.value})"
+
+    def variables(self) -> frozenset[str]:
+        return frozenset()
+
+    def evaluate(self, variables: Mapping[str, int]) -> int:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Variable(Index):
+    """A variable of the C++: of a loop, or defined before."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    def variables(self) -> frozenset[str]:
+        return frozenset([self.name])
+
+    def evaluate(self, variables: Mapping[str, int]) -> int:
+        return variables[self.name]
+
+
+@dataclass(frozen=True)
+class Operation(Index):
+    """Two indices and a C++ operator: one of + * / %."""
+
+    operator: str
+    left: Index
+    right: Index
+
+    def __str__(self) -> str:
+        return f"({self.left} {self.operator} {self.right})"
+
+    def variables(self) -> frozenset[str]:
+        return self.left.variables() | self.right.variables()
+
+    def evaluate(self, variables: Mapping[str, int]) -> int:
+        return _OPERATORS[self.operator](self.left.evaluate(variables), self.right.evaluate(variables))
+
+
+@dataclass(frozen=True)
+class Call(Index):
+    """A call of a function of the kernels."""
+
+    function: str
+    arguments: tuple[Index, ...]
+
+    def __str__(self) -> str:
+        return f"{self.function}({', '.join(map(str, self.arguments))})"
+
+    def variables(self) -> frozenset[str]:
+        return frozenset[str]().union(*(a.variables() for a in self.arguments))
+
+    def evaluate(self, variables: Mapping[str, int]) -> int:
+        raise TypeError(f"{self} is known only to a kernel")
+
+
+ZERO: Index = Number(0)
+ONE: Index = Number(1)
+
+
+def _put_together(multiple: Index, rest: Index) -> Index | None:
+    """x, of x / n * n and x % n."""
+    match multiple, rest:
+        case Operation("*", Operation("/", x, n), by), Operation("%", same, other) if n == by == other and x == same:
+            return x
+    return None
 
 
 def size(n: AnySize | Dim) -> Index:
     """A size: symbols are variables called n_<name>."""
     n = plain(n)
     if not isinstance(n, Size):
-        return number(n)
-    total = number(0)
+        return Number(n)
+    total = ZERO
     for atoms, coefficient in n.terms:
-        term = number(coefficient)
+        term: Index = Number(coefficient)
         for atom in atoms:
-            term = term * (_ceiling(atom) if isinstance(atom, CeilDiv) else Index(f"n_{atom}"))
+            term = term * (_ceiling(atom) if isinstance(atom, CeilDiv) else Variable(f"n_{atom}"))
         total = total + term
     return total
 
 
 def _ceiling(atom: CeilDiv) -> Index:
-    return (size(atom.of) + number(atom.by - 1)) // number(atom.by)
+    return (size(atom.of) + Number(atom.by - 1)) // Number(atom.by)
 
 
 def flat(indices: Sequence[Index], shape: Sequence[Dim]) -> Index:
     """The place of an element of a contiguous tensor."""
-    at = number(0)
+    at = ZERO
     for i, d in zip(indices, shape, strict=True):
-        at = at * size(d) + (number(0) if plain(d) == 1 else i)
+        at = at * size(d) + (ZERO if plain(d) == 1 else i)
     return at
 
 
@@ -92,7 +158,7 @@ def unflat(at: Index, shape: Sequence[Dim]) -> list[Index]:
     found: list[Index] = []
     for i, d in reversed(list(enumerate(shape))):
         if plain(d) == 1:
-            found.append(number(0))
+            found.append(ZERO)
         elif i == 0 or elements(shape[:i]) == 1:
             found.append(at)
         else:
@@ -112,7 +178,7 @@ def reshaped(indices: Sequence[Index], new: Sequence[Dim], old: Sequence[Dim]) -
 
 def is_index(i: Index, own: Index, size: Dim) -> bool:
     """Whether i is the index of a dimension: `own`, or 0 where there is no other."""
-    return str(i) == str(own) or (i.number == 0 and plain(size) == 1)
+    return i == own or (i == ZERO and plain(size) == 1)
 
 
 def _matching(new: Sequence[Dim], old: Sequence[Dim]) -> list[tuple[slice, slice]]:

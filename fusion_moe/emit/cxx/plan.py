@@ -60,10 +60,15 @@ class Plan:
         return known(self.product.values[1].type.shape[1])
 
     @property
+    def stored(self) -> tuple[Value, ...]:
+        """What is stored once the product is there."""
+        return (*self.rows, *self.tokens)
+
+    @property
     def memory(self) -> tuple[Value, ...]:
         """What the kernel allocates: results, and what it makes for itself."""
         made = [v for op in self.first for v in op.outputs]
-        return tuple(dict.fromkeys((*made, *self.rows, *self.tokens)))
+        return tuple(dict.fromkeys((*made, *self.stored)))
 
 
 Readers = Collection[tuple[str, str]]  # the encodings of weights that a backend reads, and the layouts that it reads each in

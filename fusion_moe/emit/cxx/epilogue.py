@@ -1,0 +1,51 @@
+"""The epilogue of a grouped product on any target: elements of results, from the accumulators of the same row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import UnsupportedError
+from ...ir.core import Value
+from .elements import Elements
+from .indices import Index, Variable, is_index, reshaped
+from .plan import Plan
+from .statements import Expression
+from .writer import Writer
+
+_G, _J, _M = map(Variable, "gjm")
+
+
+class Epilogue:
+    """Element j of row m, of group g, of results. accumulator: C++ of the n-th column of the product that they read, as a template.
+
+    columns: of the product that were read so far, as functions of j.
+    """
+
+    def __init__(self, writer: Writer, plan: Plan, accumulator: str):
+        self.columns: list[Index] = []
+        self._writer, self._plan, self._accumulator = writer, plan, accumulator
+        self._rows = plan.a.type.shape[0]
+
+    def elements(self) -> Elements:
+        """What writes elements while neither rows nor tokens are stored."""
+        plan = self._plan
+        return self._writer.elements({plan.product.outputs[0]: self._column}, {plan.ends: self._group}, plan.stored)
+
+    def at(self, v: Value) -> list[Index]:
+        """The indices of the element of a result."""
+        return reshaped([_M, _J], (self._rows, self._plan.width), v.type.shape)
+
+    def _column(self, at: Sequence[Index]) -> Expression:
+        row, column = at
+        if not is_index(row, _M, self._rows):
+            raise UnsupportedError("a result reads other rows of the product than its own")
+        if not column.variables() <= {"j"}:
+            raise UnsupportedError(f"a result reads the column {column} of the product", expected="columns known when compiling")
+        if column not in self.columns:
+            self.columns.append(column)
+        return Expression(self._accumulator.format(self.columns.index(column)), frozenset("j"))
+
+    def _group(self, row: Index) -> Index:
+        if not is_index(row, _M, self._rows):
+            raise UnsupportedError("a result adds the bias of other rows than its own")
+        return _G

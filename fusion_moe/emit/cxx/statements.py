@@ -1,0 +1,98 @@
+"""Statements of C++ that know which variables they read, so that what a loop does not change can stand before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .indices import Index
+
+
+@dataclass(frozen=True)
+class Expression:
+    """C++ text, and the variables in it."""
+
+    text: str
+    reads: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return self.text
+
+    def variables(self) -> frozenset[str]:
+        """The variables that it depends on."""
+        return self.reads
+
+
+def formula(template: str, *operands: Index | Expression | str) -> Expression:
+    """A template with operands in place of `{}`. Operands that are text name what never changes: arrays, numbers."""
+    reads = (o.variables() for o in operands if not isinstance(o, str))
+    return Expression(template.format(*operands), frozenset[str]().union(*reads))
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A constant of a C++ type."""
+
+    type: str
+    name: str
+    value: Expression
+
+    def lines(self) -> list[str]:
+        """Its C++."""
+        return [f"const {self.type} {self.name} = {self.value};"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a Choice does if a condition holds: statements, and the value that it takes."""
+
+    condition: Expression
+    body: tuple[Statement, ...]
+    value: Expression | Index
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A variable of a C++ type, from the first case whose condition holds; zero if none does."""
+
+    type: str
+    name: str
+    cases: tuple[Case, ...]
+
+    def lines(self) -> list[str]:
+        """Its C++."""
+        lines = [f"{self.type} {self.name} = 0;"]
+        for i, case in enumerate(self.cases):
+            body = [*written(case.body), f"{self.name} = {case.value};"]
+            lines += [f"{'else ' if i else ''}if ({case.condition}) {{", *inner(body), "}"]
+        return lines
+
+
+Statement = Definition | Choice | str  # text has no branches, and defines nothing that others read
+
+
+def written(statements: Sequence[Statement]) -> list[str]:
+    """The lines of statements."""
+    return [line for s in statements for line in ([s] if isinstance(s, str) else s.lines())]
+
+
+def inner(lines: Sequence[str]) -> list[str]:
+    """Lines of C++ inside one more pair of braces."""
+    return [f"    {line}" if line else "" for line in lines]
+
+
+def hoisted(body: Sequence[Statement], variable: str) -> tuple[list[Statement], list[Statement]]:
+    """Definitions that depend neither on a loop's variable nor on what does, and the other statements; branches stay in the loop."""
+    changing, before, rest = {variable}, list[Statement](), list[Statement]()
+    for s in body:
+        if isinstance(s, Definition) and changing.isdisjoint(s.value.reads):
+            before.append(s)
+        else:
+            changing |= set() if isinstance(s, str) else {s.name}
+            rest.append(s)
+    return before, rest
+
+
+def branches(body: Sequence[Statement]) -> bool:
+    """Whether a loop over statements is no vector code."""
+    return any(isinstance(s, Choice) for s in body)

@@ -1,0 +1,61 @@
+"""What writes the C++ of a segment on any target: a struct with the arrays that it reads and writes, and elements of values in them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from ...ir.core import Fusion, Value
+from ...ir.types import Dim
+from .elements import Elements, Known, array, array_name, stored
+from .indices import Index, flat, reshaped
+
+
+class Writer(ABC):
+    """Writes the struct of a segment. UnsupportedError with the sentence why there is none.
+
+    memory: the values that are allocated for a call, results among them. names: of the arrays of inputs and of these values.
+    """
+
+    ELEMENTS: type[Elements] = Elements
+
+    def __init__(self, fusion: Fusion, memory: Sequence[Value], names: Mapping[Value, str] | None = None):
+        self.fusion, self.memory = fusion, tuple(memory)
+        self.names = {v: array_name(v) for v in (*fusion.inputs, *memory)} | dict(names or {})
+
+    @abstractmethod
+    def functions(self) -> list[str]:
+        """The struct's own constants, types and functions."""
+
+    def members(self) -> list[str]:
+        """Sizes, and the arrays of inputs and of what is allocated."""
+        sizes = [f"i64 n_{s};" for s in self.fusion.symbols]
+        inputs = [f"const {stored(v)}* {self.names[v]};  // {v.type}" for v in self.fusion.inputs]
+        return [*sizes, *inputs, *(f"{stored(v)}* {self.names[v]};  // {v.type}" for v in self.memory)]
+
+    def in_memory(self, without: Collection[Value] = ()) -> dict[Value, str]:
+        """The names of the arrays that hold values. without: what is not there yet."""
+        return {v: name for v, name in self.names.items() if v not in without}
+
+    def array(self, v: Value, without: Collection[Value] = ()) -> str:
+        """The name of the array that holds a value, views and reshapes looked through. without: as above."""
+        return array(self.fusion, self.in_memory(without), v)
+
+    def elements(
+        self,
+        known: Mapping[Value, Known] | None = None,
+        group: Mapping[Value, Callable[[Index], Index]] | None = None,
+        without: Collection[Value] = (),
+    ) -> Elements:
+        """What writes elements of values, but for those in `without` from what is in memory."""
+        return self.ELEMENTS(self.fusion, self.in_memory(without), known, group)
+
+    # What is stored ---------------------------------------------------------------------------------------------------
+
+    def put(self, made: Elements, v: Value, shape: Sequence[Dim], row: Index, column: Index) -> str:
+        """Stores element (row, column) of a value, seen as a matrix of a shape of as many elements."""
+        return self.store(v, flat([row, column], shape), made.of(v, reshaped([row, column], shape, v.type.shape)))
+
+    def store(self, v: Value, at: Index, element: object) -> str:
+        """Stores an element of a value at a place of its array."""
+        return f"{self.names[v]}[{at}] = stored<{stored(v)}>({element});"

@@ -1,0 +1,96 @@
+"""Compiling before serving: calls of programs that are noted in place of run, and then all kernels that they need compiled at once.
+
+    with preparing():
+        model(tokens)          # launches none of our kernels; programs return zeros
+    model(tokens)              # compiles nothing
+
+A call is noted with its sizes, from which a backend knows the kernels. Those of all noted calls are compiled in parallel, each once, and
+loaded. Calls inside of a CUDA graph capture are not noted: what is captured must be what runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from ..progress import progress
+
+Sizes = Mapping[str, int]
+
+
+@runtime_checkable
+class Compiled(Protocol):
+    """A launch that is compiled before it runs."""
+
+    def builds(self, device: torch.device, sizes: Sizes) -> Iterable[tuple[Hashable, Callable[[], object]]]:
+        """What a call of these sizes has to compile: a key, equal for equal work, and a function that does it and may run in any thread."""
+
+    def load(self, device: torch.device, sizes: Sizes) -> None:
+        """All that such a call does before it launches, once everything is compiled."""
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A call of launches that would have happened."""
+
+    launches: tuple[Compiled, ...]
+    device: torch.device
+    sizes: tuple[tuple[str, int], ...]
+
+
+_noted: contextvars.ContextVar[dict[Noted, None] | None] = contextvars.ContextVar("fusion_moe_noted", default=None)
+
+
+@contextlib.contextmanager
+def preparing() -> Iterator[None]:
+    """Compiles what the calls inside the block need, at its end and in parallel, with progress on stderr.
+
+    Inside, programs launch nothing and return zeros: results are meaningless. An error inside compiles nothing. BuildError for a kernel
+    that does not compile.
+    """
+    noted: dict[Noted, None] = {}
+    token = _noted.set(noted)
+    try:
+        yield
+    finally:
+        _noted.reset(token)
+    compile_all(noted)
+
+
+def note(launches: tuple[Compiled, ...], device: torch.device, sizes: Sizes) -> bool:
+    """Notes a call, if calls are noted now; whether they are."""
+    noted = _noted.get()
+    if noted is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return False
+    noted[Noted(launches, device, tuple(sizes.items()))] = None
+    return True
+
+
+def compile_all(calls: Iterable[Noted]) -> None:
+    """Compiles and loads what calls need."""
+    calls = list(calls)
+    builds = {key: build for c in calls for launch in c.launches for key, build in launch.builds(c.device, dict(c.sizes))}
+    with ThreadPoolExecutor(_workers(len(builds))) as pool:
+        made: list[Future[object]] = [pool.submit(contextvars.copy_context().run, build) for build in builds.values()]
+        try:
+            for done in progress(as_completed(made), "compiling kernels", len(made)):
+                done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    for c in calls:
+        for launch in c.launches:
+            launch.load(c.device, dict(c.sizes))
+
+
+def _workers(count: int) -> int:
+    """As many as there are CPUs for this process, or less work than that."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(count, cpus))

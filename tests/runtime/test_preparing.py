@@ -1,0 +1,130 @@
+"""Kernels compiled beforehand: what is noted, what is compiled once, and that nothing is compiled afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from experts import experts
+
+import fusion_moe
+from fusion_moe import compile as pipeline
+from fusion_moe import options
+from fusion_moe.errors import BuildError, OptionError, ShapeError, UnsupportedError
+from fusion_moe.ir.text import text
+from fusion_moe.runtime import build
+from fusion_moe.runtime.preparing import compile_all
+
+E, H, I = 3, 64, 32
+
+
+def pointwise(fill: float):
+    fd = fusion_moe.FusionDefinition()
+    fd.add_output(fd.ops.add(fd.define_tensor(shape=[-1, 8], dtype="f32"), fill))
+    return fd.fusion()
+
+
+@pytest.fixture
+def cold(tmp_path):
+    """A cache without anything in it."""
+    with options.override(cache_dir=str(tmp_path)):
+        yield tmp_path
+
+
+def forbid(monkeypatch):
+    def compiles(*args, **kwargs):
+        raise AssertionError("something was compiled")
+
+    monkeypatch.setattr(build, "_compile", compiles)
+
+
+def libraries(folder) -> set[str]:
+    return {path.name for path in folder.rglob("*.so")}
+
+
+def test_inside_nothing_runs_and_afterwards_nothing_is_compiled(cold, monkeypatch):
+    x, fusion = torch.ones(3, 8), pointwise(2.5)
+    with fusion_moe.preparing():
+        (noted,) = fusion_moe.run(fusion, [x])
+        assert torch.equal(noted, torch.zeros(3, 8))
+        assert not libraries(cold)
+    assert len(libraries(cold)) == 1
+    forbid(monkeypatch)
+    assert torch.equal(fusion_moe.run(fusion, [x])[0], x + 2.5)
+
+
+def test_equal_work_is_done_once(cold, monkeypatch):
+    made, real = [], build._compile
+    monkeypatch.setattr(build, "_compile", lambda command, recipe, path: (made.append(recipe.name), real(command, recipe, path)))
+    with fusion_moe.preparing():
+        for rows in (1, 5, 5):
+            fusion_moe.run(pointwise(3.5), [torch.ones(rows, 8)])
+    assert made == ["segments"]
+
+
+def test_a_program_prepares_named_sizes(cold, monkeypatch):
+    program = pipeline.program_of(text(pointwise(4.5)), torch.device("cpu"))
+    (symbol,) = program.fusion.symbols
+    program.prepare("cpu", **{symbol: 7})
+    forbid(monkeypatch)
+    assert torch.equal(program([torch.ones(7, 8)])[0], torch.full((7, 8), 5.5))
+    with pytest.raises(ShapeError, match=f"prepare: no sizes; expected {symbol}"):
+        program.prepare("cpu")
+
+
+def test_an_error_inside_compiles_nothing(cold):
+    def fails():
+        with fusion_moe.preparing():
+            fusion_moe.run(pointwise(5.5), [torch.ones(3, 8)])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert not libraries(cold)
+    assert torch.equal(fusion_moe.run(pointwise(5.5), [torch.ones(1, 8)])[0], torch.full((1, 8), 6.5))
+
+
+def test_the_first_error_of_a_compiler_is_raised(cold, monkeypatch):
+    def fails(*args):
+        raise BuildError("no")
+
+    monkeypatch.setattr(build, "_compile", fails)
+    with pytest.raises(BuildError, match="no"), fusion_moe.preparing():
+        fusion_moe.run(pointwise(6.5), [torch.ones(3, 8)])
+
+
+def test_blocks_nest_and_options_hold_in_threads(cold):
+    """The cache's folder is an option in force: threads that compile see it."""
+    with fusion_moe.preparing():
+        fusion_moe.run(pointwise(7.5), [torch.ones(3, 8)])
+        with fusion_moe.preparing():
+            fusion_moe.run(pointwise(8.5), [torch.ones(3, 8)])
+        assert len(libraries(cold)) == 1
+    assert len(libraries(cold)) == 2
+
+
+def test_nothing_to_compile():
+    with fusion_moe.preparing():
+        pass
+    compile_all([])
+
+
+@pytest.mark.slow
+def test_a_model_generates_without_compiling(cold, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=64,
+    )  # fmt: skip
+    model = transformers.Qwen3MoeForCausalLM(config).bfloat16().eval()
+    fusion_moe.quantize_(model)
+    fusion_moe.prepare_(model, tokens=[1, 8])
+    forbid(monkeypatch)
+    with torch.no_grad():
+        model.generate(torch.ones(1, 8, dtype=torch.long), max_new_tokens=3, do_sample=False)
+
+
+def test_counts_and_models_that_cannot_be_prepared():
+    with pytest.raises(OptionError, match="tokens = .0.; expected positive integers"):
+        fusion_moe.prepare_(experts(E, H, I), tokens=[0])
+    with pytest.raises(UnsupportedError, match="tokens for a NVFP4Experts; expected a language model.*fusion_moe.preparing"):
+        fusion_moe.prepare_(experts(E, H, I), tokens=[1])
