@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from .errors import OptionError
+
 _KIB, _MIB = 2**10, 2**20
 
 
@@ -118,6 +120,14 @@ KNOWN: Mapping[str, Arch] = {
     "NVIDIA GeForce RTX 4090": RTX_4090,
     "NVIDIA B200": B200,
 }
+
+
+def named(name: str) -> Arch:
+    """The known GPU of a name. OptionError for another."""
+    found = {arch.name: arch for arch in KNOWN.values()}
+    if name not in found:
+        raise OptionError(f"gpu = {name!r}", expected=f"one of {', '.join(found)}")
+    return found[name]
 
 
 def find(read: Arch) -> Arch:

@@ -50,6 +50,7 @@ class Options:
     contract_rounding: bool = _option(True, "keep float32 inside a fused kernel where the program rounds to a narrower type and back")
     check: bool = _option(False, "compare passes and segments exactly on the real inputs, users' translators on drawn ones (slow)")
     cpu_isa: str = _option("auto", "instructions that CPU kernels use: 'auto' is the best tier of the machine, or the name of a tier")
+    cuda_variant: str = _option("auto", "the kernel of CUDA's grouped products: 'auto' is by sizes, or the name of one, which must fit")
     cache_dir: str = _option(_cache_home(), "the folder that keeps compiled kernels", in_keys=False)
     dump: str = _option("", "a folder to write every stage, source and binary of what is compiled to; '' is none", in_keys=False)
     compile_seconds: int = _option(300, "how long a compiler may take for one kernel before it is killed", in_keys=False)

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from .. import arch, options
 from .. import target as targets
+from ..arch import Arch
 from ..compile import Lowered, lower
 from ..frontends.regions import Found, Region
 from ..ir.core import Fusion, Op
@@ -18,12 +20,13 @@ from ..ir.text import text
 from ..ir.types import Dim, Groups, Rows, TensorType
 from ..options import Options
 from ..passes import dropped_roundings
+from ..runtime import cuda
 from ..segment import Segment
 from ..target import Target
 from . import cost
 from .data import FusionReport, NotFusedReport, Report, SegmentReport
 from .identity import identity, numbers
-from .kernels import Made, made_of
+from .kernels import Launched, Made, in_cuda, launched, made_of
 from .measure import Watch, Watched
 from .weights import weight_layouts
 
@@ -42,22 +45,33 @@ class Seen:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What the report is for. why_not: why programs for the target cannot run where the tensors are; "" if they can."""
+    """What the report is for. why_not: why programs for the target cannot run where the tensors are; "" if they can.
+
+    gpu: the one that CUDA's kernels are chosen for; None: that of the tensors, else that at hand, an H200 where there is none.
+    """
 
     target: Target
     why_not: str
     switches: Options
+    device: torch.device
+    gpu: Arch | None
+
+    def arch(self) -> Arch:
+        """The facts of the GPU."""
+        if self.gpu or not torch.cuda.is_available():
+            return self.gpu or arch.H200
+        return cuda.arch(torch.cuda.current_device() if self.device.index is None else self.device.index)
 
 
 _Place = tuple[Region, Watched | None]  # one of the places where a fusion stands
 
 
-def report_of(seen: Seen, switches: Options) -> Report:
-    """The report of what was seen, for the target that the switches name."""
+def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
+    """The report of what was seen, for the target that the switches name. gpu: the one that CUDA's kernels are chosen for, if not this."""
     graphs = seen.graphs
     regions = [region for found in graphs for region in found.regions]
     not_fused = Counter((x.op, x.source, x.why) for found in graphs for x in found.not_fused)
-    wanted = _wanted(regions, switches)
+    wanted = _wanted(regions, switches, gpu)
     watched = seen.watch.watched if seen.watch else [None] * len(regions)
     programs: dict[Hashable, list[_Place]] = {}
     for place in zip(regions, watched, strict=True):
@@ -75,17 +89,21 @@ def report_of(seen: Seen, switches: Options) -> Report:
     )
 
 
-def _wanted(regions: list[Region], switches: Options) -> _Wanted:
+def _wanted(regions: list[Region], switches: Options, gpu: Arch | None) -> _Wanted:
     device = regions[0].device if regions else torch.device("cpu")
     target = targets.find(switches.target, device)
-    return _Wanted(target, targets.why_not_on(target, device), switches)
+    return _Wanted(target, targets.why_not_on(target, device), switches, device, gpu)
 
 
 def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
     region, ran = places[0]
     lowered, env = lower(region.fusion, wanted.target, wanted.switches), numbers(region)
-    made = [made_of(s, wanted.target, wanted.why_not) for s in lowered.segments]
+    with options.using(wanted.switches):
+        made = [made_of(s, wanted.target, wanted.why_not) for s in lowered.segments]
+    runs = _launched(lowered, made, env, wanted)
     segments = tuple(_segment(id, i, lowered, made[i], env, wanted) for i in range(len(made)))
+    if runs:
+        segments = tuple(replace(s, launched=kernels) for s, kernels in zip(segments, runs.kernels, strict=True))
     if ran is not None and ran.kernels:
         segments = tuple(replace(s, measured=m) for s, m in zip(segments, ran.kernels, strict=True))
     stages = [(name, text(f)) for name, f in lowered.stages]
@@ -93,14 +111,27 @@ def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
         ("segments", "\n\n".join(f"# {s.id}: {s.kind}\n{text(x.fusion)}" for s, x in zip(segments, lowered.segments, strict=True)))
     )
     stages.append(("schedules", "\n".join(f"{s.id}: {s.schedule}" for s in segments)))
-    stages.append(("source", "\n\n".join(f"# {s.id}: {s.backend}\n{m.source}" for s, m in zip(segments, made, strict=True))))
-    loads = tuple(load for _, one in places if one for load in one.loads)
-    return FusionReport(id, len(places), tuple(env.items()), segments, tuple(stages), ran.whole if ran else None, loads)
+    sources = [m.source for m in made]
+    if runs:
+        stages.append(("choice", runs.text))
+        sources = [run or source for run, source in zip(runs.sources, sources, strict=True)]
+    stages.append(("source", "\n\n".join(f"# {s.id}: {s.backend}\n{source}" for s, source in zip(segments, sources, strict=True))))
+    return FusionReport(
+        id, len(places), tuple(env.items()), segments, tuple(stages), ran.whole if ran else None,
+        loads=tuple(load for _, one in places if one for load in one.loads),
+        gpu=runs.gpu if runs else "",
+        workspace=runs.workspace if runs else None,
+    )  # fmt: skip
+
+
+def _launched(lowered: Lowered, made: list[Made], env: Mapping[str, int], wanted: _Wanted) -> Launched | None:
+    """What CUDA's kernels launch for the sizes of the call; None where there are no such kernels, or a size is not known."""
+    fusion = lowered.stages[-1][1]
+    return launched(fusion, made, env, wanted.arch()) if in_cuda(made) and set(fusion.symbols) <= set(env) else None
 
 
 def _segment(fusion: str, i: int, lowered: Lowered, made: Made, env: Mapping[str, int], wanted: _Wanted) -> SegmentReport:
     segment = lowered.segments[i]
-    chosen = made.chosen(env) if made.chosen and set(segment.fusion.symbols) <= set(env) else None
     return SegmentReport(
         id=f"{fusion}.{i}",
         kind=segment.kind,
@@ -116,8 +147,6 @@ def _segment(fusion: str, i: int, lowered: Lowered, made: Made, env: Mapping[str
         after=tuple(f"{fusion}.{j}" for j, s in enumerate(lowered.segments) if set(s.outputs) & set(segment.inputs)),
         boundary=segment.boundary,
         layouts=weight_layouts(segment.fusion, wanted.target),
-        launched=chosen.kernels if chosen else "",
-        workspace=chosen.workspace if chosen else None,
     )
 
 

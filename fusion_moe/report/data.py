@@ -1,6 +1,6 @@
 """The report as data: frozen, printable, and as JSON.
 
-JSON, schema "fusion_moe.explain/2": the fields of the classes below under their names, lists for tuples, `stages` and `sizes` as
+JSON, schema "fusion_moe.explain/3": the fields of the classes below under their names, lists for tuples, `stages` and `sizes` as
 objects, and `schema` itself. Sizes are in bytes, flops in operations, times in seconds, all for one call with the sizes of the example,
 null where a size is known only to the device; `times` says how often the model has a fusion, or a call that was not fused. `measured` and
 `machine` are null, and `loads` empty, where they were not asked for.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import OptionError
 
-SCHEMA = "fusion_moe.explain/2"
+SCHEMA = "fusion_moe.explain/3"
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class SegmentReport:
     """One kernel. after: the segments it reads from; boundary: why it is not one with them; roundings: the casts that are not rounded to.
 
     intensity: floating-point operations for each byte read or written. layouts: of weights that are not in the target's layout, and what
-    prepare_ does about it. launched: the kernels for these sizes, where that depends on them, and the bytes that they need beside results.
+    prepare_ does about it. launched: CUDA's kernels for these sizes, in order, and the segments that they are chained to.
     """
 
     id: str
@@ -92,7 +92,6 @@ class SegmentReport:
     boundary: str
     layouts: tuple[tuple[str, str], ...] = ()
     launched: str = ""
-    workspace: int | None = None
     measured: Measured | None = None
 
 
@@ -101,7 +100,8 @@ class FusionReport:
     """One region of the model that became one program. stages: (name, text), from the translated program to the kernels' sources.
 
     sizes: (symbol, number) of the call, for those sizes that the program leaves open. measured: all of its kernels in one call, where
-    it ran first; loads: in the order in which it ran.
+    it ran first; loads: in the order in which it ran. gpu: the one that CUDA's kernels are chosen for; workspace: bytes that a call
+    allocates for them beside its results. Without such kernels, "" and null.
     """
 
     id: str
@@ -111,6 +111,8 @@ class FusionReport:
     stages: tuple[tuple[str, str], ...]
     measured: Measured | None = None
     loads: tuple[Load, ...] = ()
+    gpu: str = ""
+    workspace: int | None = None
 
 
 @dataclass(frozen=True)

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..emit import emit
+from ..arch import Arch
+from ..emit import cuda, emit
 from ..emit.nvfuser import NAME as NVFUSER
 from ..emit.nvfuser import library
+from ..ir.core import Fusion
 from ..ir.text import text
-from ..runtime.kernel import Chosen
+from ..runtime.kernel import Kernel
 from ..segment import Segment
 from ..target import Target
 
 
 @dataclass(frozen=True)
 class Made:
-    """A kernel as it is reported: the backend's name, why it is that one or why it does not run, the source; what it is for some sizes."""
+    """A kernel as it is reported: the backend's name, why it is that one or why it does not run, the source. kernel: itself, if made."""
 
     backend: str
     why: str
     source: str
-    chosen: Callable[[Mapping[str, int]], Chosen] | None = None
+    kernel: Kernel | None = None
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a program launches for known sizes on a GPU. kernels, sources: of each segment, "" for one that CUDA's backend did not make.
+
+    workspace: bytes that a call allocates beside its results, at a time.
+    """
+
+    gpu: str
+    text: str
+    kernels: tuple[str, ...]
+    sources: tuple[str, ...]
+    workspace: int
 
 
 def made_of(segment: Segment, to: Target, why_not: str) -> Made:
@@ -34,7 +50,24 @@ def made_of(segment: Segment, to: Target, why_not: str) -> Made:
         source = f"# nvFuser definition not shown: {missing}\n{text(segment.fusion)}"
         return Made(NVFUSER, _why(NVFUSER, to, why_not), source)
     kernel = emit(segment, to)
-    return Made(kernel.backend, kernel.why or _why(kernel.backend, to, why_not), kernel.source, kernel.chosen)
+    return Made(kernel.backend, kernel.why or _why(kernel.backend, to, why_not), kernel.source, kernel)
+
+
+def launched(fusion: Fusion, made: Sequence[Made], sizes: Mapping[str, int], gpu: Arch) -> Launched:
+    """What the kernels of a program for CUDA launch. UnsupportedError if the option cuda_variant names what does not fit."""
+    choices, steps = cuda.choices(fusion, [m.kernel for m in made if m.kernel], sizes, gpu)
+    return Launched(
+        gpu=f"{gpu.name} ({gpu.nvrtc})",
+        text="\n\n".join(map(str, choices)),
+        kernels=tuple(str(step or "") for step in steps),
+        sources=tuple("\n".join(kernel.text for kernel in step.kernels) if step else "" for step in steps),
+        workspace=max(choice.workspace.nbytes for choice in choices),
+    )
+
+
+def in_cuda(made: Sequence[Made]) -> bool:
+    """Whether CUDA's backend made some of the kernels."""
+    return any(m.backend == cuda.NAME for m in made)
 
 
 def _why(backend: str, to: Target, why_not: str) -> str:

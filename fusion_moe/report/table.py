@@ -152,7 +152,10 @@ def _backends(report: Report) -> Iterable[tuple[str, str]]:
 
 
 def _kernels(report: Report) -> Iterable[tuple[str, str]]:
-    return ((s.id, f"{s.launched}; workspace {amount(s.workspace, 'B')}") for s in _segments(report) if s.launched)
+    for fusion in report.fusions:
+        if fusion.gpu:
+            yield fusion.id, f"on {fusion.gpu}, workspace {amount(fusion.workspace, 'B')}"
+            yield from ((s.id, s.launched) for s in fusion.segments if s.launched)
 
 
 def _layouts(report: Report) -> Iterable[tuple[str, str]]:

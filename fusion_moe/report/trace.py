@@ -16,7 +16,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import options, translate
 from .. import target as targets
-from ..errors import UnsupportedError
+from ..arch import Arch, named
+from ..emit import cuda
+from ..errors import OptionError, UnsupportedError
 from ..frontends.inductor import apart, compile_calls
 from ..frontends.nodes import called_op
 from ..frontends.regions import find_regions
@@ -29,8 +31,9 @@ from .measure import Watch
 
 
 def explain(
-    model_or_fn: Callable[..., Any], *args: Any, target: str | None = None, measure: bool = False, load: bool = False, **kwargs: Any
-) -> Report:
+    model_or_fn: Callable[..., Any], *args: Any, target: str | None = None, gpu: str | None = None, measure: bool = False,
+    load: bool = False, **kwargs: Any,
+) -> Report:  # fmt: skip
     """What torch.compile(model_or_fn, backend="fusion_moe") fuses when it is called with these arguments, what it does not, and why.
 
     Of what thunder.jit made: what our executor fuses in it. The call is traced in the grad mode in force, with the sizes of these
@@ -39,20 +42,29 @@ def explain(
     once instead, by the operations' meaning. Nothing is compiled to machine code.
 
     target: None follows the device of the tensors; else a name in target.py, also of one whose programs cannot run here.
+    gpu: which kernels an absent GPU would get, by its name ("H100"): the target is "cuda" then. None: the GPU at hand, an H200 without one.
     measure, load: run the call, on real tensors, its fusions as compiled programs; what the model writes into itself is written.
     measure, on the CPU: reports what each kernel takes, beside how long this machine takes to read what the kernel has to.
     load: reports how many rows each group (expert) has.
-    OptionError for a target that there is not, UnsupportedError for a call that asks for values which there are not, and for one that
-    cannot be run or measured.
+    OptionError for a target or a GPU that there is not, UnsupportedError for a call that asks for values which there are not, and for one
+    that cannot be run or measured.
     """
+    target, arch = (target, None) if gpu is None else _of_gpu(gpu, target)
     switches = options.current().replace(**({} if target is None else {"target": target}))
     targets.find(switches.target, torch.device("cpu"))  # a name that is none raises here and not inside of a compiler
     watch = Watch(switches, measure, load) if measure or load else None
     look, function = _looker(model_or_fn, switches, watch)
     if watch is None:
-        return report_of(on_fakes(look, function, args, kwargs), switches)
+        return report_of(on_fakes(look, function, args, kwargs), switches, arch)
     _check_can_run(watch, device_of_values(function, args, kwargs))
-    return report_of(look(function, args, kwargs), switches)
+    return report_of(look(function, args, kwargs), switches, arch)
+
+
+def _of_gpu(name: str, target: str | None) -> tuple[str, Arch]:
+    """The target and the facts of a GPU that is named."""
+    if target not in (None, cuda.NAME):
+        raise OptionError(f"gpu = {name!r} for the target {target!r}", expected=f"the target {cuda.NAME!r}, or none", where="explain")
+    return cuda.NAME, named(name)
 
 
 def _check_can_run(watch: Watch, device: torch.device) -> None:

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..segment import Segment
-
-
-class Chosen(NamedTuple):
-    """What a kernel is for some sizes. kernels: what is launched, in order; workspace: bytes allocated for a call, beside its results."""
-
-    kernels: str
-    workspace: int
 
 
 @dataclass(frozen=True)
@@ -21,7 +14,6 @@ class Kernel:
     """segment: its work; backend: who made it; source: its text; launch(*inputs, sizes=...) -> outputs.
 
     why: why it is the reference's, where the target has kernels of its own. graph_safe: whether a CUDA graph can capture its launch.
-    chosen: what it is for some sizes, where a backend chooses by them.
     """
 
     segment: Segment
@@ -30,7 +22,6 @@ class Kernel:
     launch: Callable[..., tuple[Any, ...]] = field(compare=False)
     why: str = ""
     graph_safe: bool = False
-    chosen: Callable[[Mapping[str, int]], Chosen] | None = field(default=None, compare=False)
 
     def __call__(self, inputs: list[Any], sizes: Mapping[str, int]) -> tuple[Any, ...]:
         """The outputs on these inputs."""

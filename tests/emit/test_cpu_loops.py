@@ -279,7 +279,10 @@ def test_memory_is_taken_in_turn_and_never_returned_twice():
     fd.add_output(made[2])
     fd.add_output(made[-1])
     program = in_cpp(fd.fusion())
-    assert len(program.joined._arrays._memory) == 3
+    sizes = dict.fromkeys(program.fusion.symbols, 16)
+    whole = program.joined.workspace(sizes)
+    assert len(whole.arrays) == 3
+    assert whole.nbytes == 2 * 16 * 32 * 4
     weight = quantize(torch.randn(2, 32, 32, generator=g) / 6)
     inputs = [torch.randn(6, 32, generator=g), torch.tensor([2, 6], dtype=torch.int32), *weight]
     for found, want in zip(program(inputs), fd.fusion().evaluate(*inputs), strict=True):

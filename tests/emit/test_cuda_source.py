@@ -22,7 +22,7 @@ from fusion_moe import options
 from fusion_moe.arch import A100, H200, L40S, Arch, Measured
 from fusion_moe.compile import lower
 from fusion_moe.emit import emit
-from fusion_moe.emit.cuda.choice import SizeClass, blocks, choose
+from fusion_moe.emit.cuda.choice import Chosen, SizeClass, blocks, choose_kernels
 from fusion_moe.emit.cuda.columns import columns
 from fusion_moe.emit.cuda.grouped_mm import Product
 from fusion_moe.emit.cuda.launch import KERNELS, build
@@ -85,7 +85,13 @@ def sources(*args, **kwargs) -> list[Source]:
 
 
 def launches(source: Source, tokens: int, arch: Arch = H200) -> list[KernelSource]:
-    return source.launches(dict.fromkeys(source.fusion.symbols, tokens), arch)
+    sizes = dict.fromkeys(source.fusion.symbols, tokens)
+    return source.launches(source.choose(sizes, arch), sizes, arch)
+
+
+def only(variant: Variant) -> Chosen:
+    """One kernel for all groups."""
+    return Chosen((SizeClass(variant),))
 
 
 def build_all(kernels: Iterable[KernelSource], arch: Arch) -> None:
@@ -173,7 +179,7 @@ def test_encodings_need_no_local_memory(fmt, activations, variant):
     if not variant.fits(source.matrices, H200):
         assert source.matrices.wide
         return
-    lines = sass(build(source.products([SizeClass(variant)], {"s0": 512}, H200)[0], H200))
+    lines = sass(build(source.products(only(variant), {"s0": 512}, H200)[0], H200))
     assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
     assert {m[1] for x in lines if (m := re.search(r"\bHG?MMA\.\S*?F32(\.BF16)?", x))} == {".BF16" if activations == "bf16" else None}
 
@@ -187,17 +193,17 @@ def test_wide_tiles_have_kernels_of_their_own():
     assert [(v.stages(double, H200), v.fits(double, H200)) for v in (M32[0], M80[0])] == [(2, False), (3, True)]
     for rows in (1, 16, 160, 640, 10**4):
         for arch in (H200, A100):
-            (size_class, *_) = choose(rows, wide, arch)
+            (size_class, *_) = choose_kernels(rows, wide, arch)
             assert size_class.variant.fits(wide, arch)
-    assert isinstance(choose(10**4, wide, H200)[0].variant, LargeM)
-    assert isinstance(choose(10**4, replace(wide, tiled=False), H200)[0].variant, SmallM)
+    assert isinstance(choose_kernels(10**4, wide, H200)[0].variant, LargeM)
+    assert isinstance(choose_kernels(10**4, replace(wide, tiled=False), H200)[0].variant, SmallM)
 
 
 @pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (1, 8), (2, 1)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_sizes_that_a_tracer_knows_have_kernels(tokens, slots, bias):
     """One token, or one slot, is what graphs are specialized for."""
-    build_all([x for source in sources(tokens=tokens, slots=slots, bias=bias) for x in source.launches({}, H200)], H200)
+    build_all([x for source in sources(tokens=tokens, slots=slots, bias=bias) for x in launches(source, 0)], H200)
 
 
 def round_of(variant: SmallM) -> int:
@@ -216,7 +222,7 @@ def test_variants_need_no_local_memory_and_have_lean_loops(model, variant: Varia
             assert isinstance(source, Product)
             if not variant.fits(source.matrices, H200):
                 continue  # gate and up would be in two blocks, or registers would not do
-            lines = sass(build(source.products([SizeClass(variant)], {"s0": 512}, H200)[0], H200))  # blocks enough for halves
+            lines = sass(build(source.products(only(variant), {"s0": 512}, H200)[0], H200))  # blocks enough for halves
             assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
             assert any("HGMMA" in x if isinstance(variant, LargeM) else "HMMA" in x for x in lines)
             # a compiler that cannot follow which registers are in use makes each product wait for the one before
@@ -236,7 +242,7 @@ def test_large_m_stores_by_whole_instructions(variant, writes_fragment_order):
     """At least 8 bytes at a time; elements of 16 bits are transposed."""
     for source in sources("qwen3"):
         assert isinstance(source, Product)
-        lines = sass(build(source.products([SizeClass(variant)], {"s0": 64}, H200, writes_fragment_order=writes_fragment_order)[0], H200))
+        lines = sass(build(source.products(replace(only(variant), writes_fragment_order=writes_fragment_order), {"s0": 64}, H200)[0], H200))
         stores = [m[1] for line in lines if (m := re.search(r"\bSTG\.E\.(\w+)(?!.*STRONG)", line))]
         assert set(stores) <= {"64", "128"}
         assert any("STSM" in line for line in lines)
@@ -251,11 +257,11 @@ def test_rows_in_natural_order_are_reordered_or_read_as_they_are(k, variant, in_
     source = sorted_rows(k)
     if not variant.fits(source.matrices, H200):
         pytest.skip("never chosen: registers would not do")
-    lines = sass(build(source.products([SizeClass(variant)], {"s0": 2**17}, H200)[0], H200))
+    lines = sass(build(source.products(only(variant), {"s0": 2**17}, H200)[0], H200))
     assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
     assert any(x.startswith("LDSM") for x in lines) != in_fragment_order
     assert [x.name for x in launches(source, 2**17)[:-1]] == (["reorder_activations"] if in_fragment_order else [])
-    assert source.count(source.scratch[-1], {"s0": 2**17}, H200) == (2**17 * k if in_fragment_order else 0)
+    assert source.count(source.scratch[-1], source.choose({"s0": 2**17}, H200), {"s0": 2**17}) == (2**17 * k if in_fragment_order else 0)
 
 
 def test_many_rows_in_natural_order_are_read_as_they_are():
@@ -268,7 +274,7 @@ def test_many_rows_in_natural_order_are_read_as_they_are():
 def test_the_loop_of_long_matrices_is_counted():
     """So that the test above counts something."""
     (first, _), (variant, *_) = sources("dsv3"), TABLE.tiled[0].variants
-    lines = sass(build(first.products([SizeClass(variant)], {"s0": 64}, H200)[0], H200))
+    lines = sass(build(first.products(only(variant), {"s0": 64}, H200)[0], H200))
     assert [len(loop) for loop in loops(lines) if sum("HMMA" in x for x in loop) == 4 * round_of(variant)]
 
 
@@ -281,7 +287,7 @@ def test_there_are_few_kernels():
 
 def test_the_choice_looks_at_rows_and_groups_alone():
     def chosen(rows, groups, k=2048, tiles=96, block=2, tiled=True, arch=H200):
-        size_classes = choose(rows, Matrices(groups, k, tiles, block, NVFP4, tiled), arch)
+        size_classes = choose_kernels(rows, Matrices(groups, k, tiles, block, NVFP4, tiled), arch)
         return next(s.variant for s in size_classes if s.max_rows is None or rows <= s.max_rows * groups)  # of average groups
 
     # as measured: few tiles, or long matrices, take more of split-K
@@ -308,7 +314,7 @@ def test_the_choice_looks_at_rows_and_groups_alone():
 
 def test_long_products_have_kernels_for_groups_by_their_sizes():
     def chosen(rows, groups=256, k=7168, tiles=256, arch=H200):
-        return [(s.variant.name, s.above_rows, s.max_rows) for s in choose(rows, Matrices(groups, k, tiles, 2, NVFP4, True), arch)]
+        return [(s.variant.name, s.above_rows, s.max_rows) for s in choose_kernels(rows, Matrices(groups, k, tiles, 2, NVFP4, True), arch)]
 
     low, middle, tall, tallest = "large_m_32x4x2", "large_m_48x4x2", "large_m_80x4", "large_m_160x3"
     assert chosen(16 * 256) == [(low, 0, 32), (tall, 32, None)]
@@ -330,7 +336,8 @@ def test_few_heavy_groups_of_a_decode_have_a_large_m_kernel():
 
     def chosen(rows, groups=256, arch=H200):
         return [
-            (s.variant.name, s.above_rows, s.max_rows) for s in choose(rows * groups, Matrices(groups, 7168, 256, 2, NVFP4, True), arch)
+            (s.variant.name, s.above_rows, s.max_rows)
+            for s in choose_kernels(rows * groups, Matrices(groups, 7168, 256, 2, NVFP4, True), arch)
         ]
 
     few, tall = "small_m_1x1x1x1x3", "large_m_80x4"
@@ -343,8 +350,9 @@ def test_few_heavy_groups_of_a_decode_have_a_large_m_kernel():
         high, low = [x for x in launches(source, 128) if "_m_" in x.name]
         assert [high.title, low.title] == [f"{tall} (groups of more than 12 rows)", f"{few} (groups of 1 to 12 rows)"]
         assert [high.carveout_blocks, low.carveout_blocks] == [0, 8]
-        assert source.variant({"s0": 128}, H200).name == few
-        assert source.count(source.scratch[-1], {"s0": 128}, H200) == 0  # rows are read as they are
+        chosen = source.choose({"s0": 128}, H200)
+        assert chosen.activation_reader.name == few
+        assert source.count(source.scratch[-1], chosen, {"s0": 128}) == 0  # rows are read as they are
         assert not any(x.name in ("prologue", "reorder_activations") for x in launches(source, 128))
     for source in sources("dsv3", scale_on="input"):
         made = launches(source, 128)
@@ -400,7 +408,7 @@ def test_variants_follow_the_facts_of_a_gpu():
     # few blocks: an H200's multiprocessors take more warps along K than a GPU of which they fill every one
     few = replace(H200, name="few", multiprocessors=8, measured=Measured(194, 18))
     narrow = Matrices(16, 8192, 320, 1, NVFP4, True)
-    splits = [choose(1, narrow, arch)[0].variant.split_k for arch in (H200, few)]
+    splits = [choose_kernels(1, narrow, arch)[0].variant.split_k for arch in (H200, few)]
     assert splits[0] > splits[1]
 
 

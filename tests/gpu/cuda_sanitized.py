@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from fusion_moe.encodings import ENCODINGS, Quantized, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.layouts import W16X64
 from fusion_moe.ops import SPECS, bind
+from fusion_moe.runtime import memory
 
 G, M = 5, 45  # groups; rows of one product
 H, I, SLOTS = 128, 192, 3  # hidden and intermediate features of a layer, slots of a token
@@ -109,9 +109,9 @@ def without_product() -> Iterator[Call]:
     yield Call("scaled_swiglu", (y[:, :70].contiguous(), torch.rand(M, generator=g)), {"interleave": 7})
 
 
-def allocate_apart(offsets: Sequence[int], nbytes: int, device: torch.device) -> tuple[object, list[int]]:
-    """As launch.allocate, but each array is an allocation of its own, as large as it has to be."""
-    held = [torch.empty(end - start, dtype=torch.uint8, device=device) for start, end in pairwise((*offsets, nbytes))]
+def allocate_apart(found: memory.Memory, device: torch.device) -> tuple[object, list[int]]:
+    """As memory.allocate, but each array is an allocation of its own, as large as it has to be."""
+    held = [torch.empty(array.nbytes, dtype=torch.uint8, device=device) for array in found.arrays]
     return held, [t.data_ptr() for t in held]
 
 
@@ -129,7 +129,7 @@ def use_first(kind: str, regime: Regime) -> None:
 def main() -> None:
     """Products are run once with each variant of their kernel, and by concurrent kernels."""
     several = [Regime(ALWAYS, M160, ((8, M32), (20, M80), (None, M160))), Regime(ALWAYS, M8, ((12, M8), (None, M80)))]
-    launch.ALIGNMENT, launch.allocate, launch.build = 1, allocate_apart, build_every_lane_arrives
+    memory.allocate, launch.build = allocate_apart, build_every_lane_arrives
     for call in without_product():
         call.run()
     for layout, kind in (("linear", "linear"), ("w16x64", "tiled")):

@@ -223,7 +223,7 @@ def test_groups_of_uneven_sizes_exactly(uneven, k, n):
         args, kwargs = (x, *packed, partition.ends.cuda()), {"weight_layout": "w16x64", "out_dtype": torch.float32}
         made = program("nvfp4_grouped_mm", args, kwargs)
         source = made.kernels[0].launch.source
-        assert len(source.size_classes(dict.fromkeys(source.fusion.symbols, 10**4), H200)) == len(uneven)
+        assert len(source.choose(dict.fromkeys(source.fusion.symbols, 10**4), H200).size_classes) == len(uneven)
         for _ in range(3):
             poison()
             assert torch.equal(made(list(args))[0], want)

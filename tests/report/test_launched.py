@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,55 +12,103 @@ from experts import experts_of_ones
 from kernel_tables import TABLE, use
 
 import fusion_moe
+from fusion_moe import options
+from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.runtime import nvrtc
 
 pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
 EXPERTS, SLOTS, HIDDEN, INTERMEDIATE = 8, 2, 128, 64
 
 
-def report(tokens: int, target: str = "cuda") -> fusion_moe.report.Report:
+def report(tokens: int, target: str | None = None, gpu: str | None = None) -> fusion_moe.report.Report:
+    """Of an H200, unless another target is asked for."""
     module = experts_of_ones(EXPERTS, HIDDEN, INTERMEDIATE)
-    fusion_moe.prepare_(module, target)
+    fusion_moe.prepare_(module, target or "cuda")
     x, ids = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16), torch.zeros(tokens, SLOTS, dtype=torch.long)
+    gpu = gpu or ("H200" if target is None else None)
     with torch.no_grad():
-        return fusion_moe.explain(module, x, ids, torch.ones(tokens, SLOTS), target=target)
+        return fusion_moe.explain(module, x, ids, torch.ones(tokens, SLOTS), target=target, gpu=gpu)
 
 
-def segments(found: fusion_moe.report.Report) -> list[fusion_moe.report.SegmentReport]:
-    return [s for f in found.fusions for s in f.segments]
+def launched(found: fusion_moe.report.Report) -> list[str]:
+    return [s.launched for f in found.fusions for s in f.segments]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what this GPU launches")
 def test_kernels_follow_the_sizes():
-    few, many = (segments(report(tokens)) for tokens in (1, 4000))  # one: which tracers take for a constant
-    assert [s.launched for s in few] == ["route, small_m_1x1x4x1x3 on sm_90a", "small_m_1x1x8x1x3, combine on sm_90a"]
-    assert [s.launched for s in many] == [
-        "route, reorder_activations, large_m_160x3 on sm_90a",
-        "large_m_160x3, combine on sm_90a",
+    assert launched(report(1)) == ["route, small_m_1x1x4x1x3", "small_m_1x1x8x1x3, combine"]  # one: which tracers take for a constant
+    assert launched(report(4000)) == [
+        "route, reorder_activations, large_m_160x3; result in fragment order, for segment 1",
+        "large_m_160x3, combine; activations in fragment order, of segment 0",
     ]
 
 
+def test_kernels_follow_the_gpu():
+    ada = report(4000, gpu="L40S")
+    assert all("small_m" in kernels and "fragment order" not in kernels for kernels in launched(ada))
+    assert [(f.gpu, f.sizes) for f in ada.fusions] == [("L40S (sm_89)", ())]
+    assert "on L40S (sm_89), workspace" in str(ada)
+    assert report(4000, "cuda", "H100").fusions[0].gpu == "H100 (sm_90a)"
+    with pytest.raises(OptionError, match="gpu = 'H300'; expected one of H200, H100, A100, L40S, RTX 4090, B200"):
+        report(1, gpu="H300")
+    with pytest.raises(OptionError, match="gpu = 'H200' for the target 'cpu'; expected the target 'cuda', or none"):
+        report(1, "cpu", "H200")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what this GPU launches")
+def test_without_a_gpu_an_h200_is_meant():
+    assert report(3, "cuda").fusions[0].gpu == "H200 (sm_90a)"
+
+
 def test_concurrent_kernels_say_which_groups_are_theirs(monkeypatch):
     use(monkeypatch, min_groups=0, tiled=tuple(replace(regime, min_weights=0) for regime in TABLE.tiled))
     high, low = "large_m_80x4 (groups of more than 12 rows)", "small_m_1x1x8x1x3 (groups of 1 to 12 rows)"
-    assert f"{high}, {low}, combine on sm_90a" in [s.launched for s in segments(report(2 * EXPERTS))]
+    assert f"{high}, {low}, combine" in launched(report(2 * EXPERTS))
+
+
+def test_a_pinned_kernel_is_what_runs():
+    with options.override(cuda_variant="large_m_80x4"):
+        assert [re.findall("[a-z]+_m_[^,;]*", kernels) for kernels in launched(report(1))] == [["large_m_80x4"]] * 2
+        with pytest.raises(UnsupportedError, match=r"'large_m_80x4' does not fit .* on L40S; expected one of small_m_1x1x1x1x3, "):
+            report(1, gpu="L40S")
+    with (
+        options.override(cuda_variant="large_m_81x4"),
+        pytest.raises(OptionError, match="'large_m_81x4'; expected one of auto, small_m_1x1x1"),
+    ):
+        report(1)
 
 
 def test_workspace_is_what_no_result_holds():
+    """At a time: the rows that are summed lie where those before the first product, in fragment order, were."""
     rows = 4000 * SLOTS
-    first, second = segments(report(4000))
-    row_of, x = rows * 4, 4000 * HIDDEN * 2
-    assert first.workspace == row_of + x
-    assert second.workspace == rows * HIDDEN * 2  # the sum's rows
+    row_of, slot_of, x, h, y = rows * 4, rows * 4, 4000 * HIDDEN * 2, rows * INTERMEDIATE * 2, rows * HIDDEN * 2
+    (found,) = report(4000).fusions
+    alone = sum(-(-n // 256) * 256 for n in (row_of, slot_of, x, h, y, EXPERTS * 4))
+    assert slot_of + h + y <= found.workspace < alone
+    assert found.workspace == sum(-(-n // 256) * 256 for n in (slot_of, h, y)) + 256
 
 
 def test_said_in_the_table_and_in_json():
     found = report(4000)
-    first, _ = segments(found)
-    assert f"{first.launched}; workspace 1.06 MB" in " ".join(str(found).split())
-    assert json.loads(found.to_json())["fusions"][0]["segments"][0]["workspace"] == first.workspace
+    (fusion,) = found.fusions
+    told = " ".join(str(found).split())
+    assert f"fusion0 on H200 (sm_90a), workspace {fusion.workspace / 1e6:.3g} MB fusion0.0 {fusion.segments[0].launched}" in told
+    said = json.loads(found.to_json())["fusions"][0]
+    assert (said["gpu"], said["workspace"]) == ("H200 (sm_90a)", fusion.workspace)
+
+
+def test_the_whole_choice_is_a_stage(golden):
+    golden(report(4000).stage("choice"))
+
+
+def test_sources_are_of_what_runs():
+    few, many = (report(tokens).stage("source") for tokens in (1, 4000))
+    assert "large_m.cuh" not in few
+    assert many.count("LargeM<Segment, 160, 3, 1>::run(s);") == 2
+    assert many.count("using Columns = FragmentOrder;") == 1
 
 
 def test_the_cpu_has_nothing_to_say():
-    assert [(s.launched, s.workspace) for s in segments(report(3, "cpu"))] == [("", None)] * 2
+    found = report(3, "cpu")
+    assert launched(found) == ["", ""]
+    assert [(f.gpu, f.workspace) for f in found.fusions] == [("", None)]
+    assert "choice" not in found.stages

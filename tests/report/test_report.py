@@ -88,7 +88,7 @@ def test_what_was_not_fused_is_told(report):
 
 def test_json_has_a_versioned_schema(report):
     data = json.loads(report.to_json())
-    assert data["schema"] == "fusion_moe.explain/2"
+    assert data["schema"] == "fusion_moe.explain/3"
     assert set(data) == {"schema", "target", "executed", "graphs", "calls", "fused_calls", "fusions", "not_fused", "custom_ops", "machine"}
     assert data["fusions"][0]["segments"][1]["boundary"].startswith("grouped_mm contracts the result of grouped_mm")
     assert list(data["fusions"][0]["stages"]) == list(report.stages)

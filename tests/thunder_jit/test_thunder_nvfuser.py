@@ -101,6 +101,12 @@ def definition(bsym) -> Any:
     return call.get_fd(tuple((*map(tuple, compute_tensor_descriptor(t.shape, t.stride())), ()) for t in metas))
 
 
+# What a launch raises that fakes cannot be given to: nvFuser's, the reference's, our own on a machine without a GPU.
+NOT_ON_FAKES = (
+    NotLaunchedError, fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException, torch.AcceleratorError,
+)  # fmt: skip
+
+
 def traced(f, *args: torch.Tensor) -> Traced:
     """f on CUDA tensors like these."""
     import thunder
@@ -108,7 +114,7 @@ def traced(f, *args: torch.Tensor) -> Traced:
     run = thunder.jit(f, executors=fusion_moe.thunder_executors(nvfuser=True))
     with fake_tensor.FakeTensorMode():
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda", requires_grad=t.requires_grad) for t in args]
-        with contextlib.suppress(NotLaunchedError, fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException):
+        with contextlib.suppress(*NOT_ON_FAKES):
             run(*fakes)
     backward = thunder.last_backward_traces(run)
     return Traced(thunder.last_traces(run)[-1], backward[-1] if backward else None)

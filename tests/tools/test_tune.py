@@ -12,6 +12,7 @@ import pytest
 
 from fusion_moe.arch import H100, H200
 from fusion_moe.emit.cuda.choice import SizeClass, choose_from
+from fusion_moe.emit.cuda.launch import Launch
 from fusion_moe.emit.cuda.table import ALWAYS, KINDS, Regime, parse, path_of, table_of, text
 from fusion_moe.emit.cuda.variants import SETS, Matrices
 from fusion_moe.runtime import nvrtc
@@ -164,8 +165,8 @@ def test_what_a_sweep_times(part):
         assert len({way(w) for w in ways}) == len(ways) > 1 or tokens == 4096
         for classes in ways:
             assert all(c.variant.fits(product.matrices, H200) for c in classes)
-            made = sweep.Forced(product, classes).launches({product.fusion.symbols[0]: rows}, H200)
-            assert [kernel.name for kernel in made] == [c.variant.name for c in classes]
+            made = Launch(sweep.Forced(product, classes)).call.choose({product.fusion.symbols[0]: rows}, H200)
+            assert [kernel.name for kernel in made.kernels] == [c.variant.name for c in classes]
 
 
 def test_a_regime_that_begins_after_the_last_is_not_moved():

@@ -4,8 +4,9 @@
 
 It has to run in trees from before and after a change, so it uses little: public operations, the options, and
 
-- CUDA: `compile_fusion`, objects with launches(sizes, arch), whose results have a name and a text, and NVRTC with the folder of headers;
-  the tables of variants, each of which is made the only one in turn (`forced`). Without such tables: what is chosen for some sizes.
+- CUDA: `compile_fusion`; calls with choose(sizes, arch), whose result has kernels, or objects with launches(sizes, arch), which are these;
+  kernels have a name and a text; NVRTC with the folder of headers; the tables of variants, each of which is made the only one in turn
+  (`forced`). Without such tables: what is chosen for some sizes.
 - CPU: the names of CPU features. Libraries for CPUs that are not here are built and not run.
 """
 
@@ -121,10 +122,10 @@ def cuda(wanted: re.Pattern[str]) -> dict[str, Path]:
         calls |= {f"{encoding} product {layout}": encoded(encoding, dtype, layout, meta) for layout in ("w16x64", "linear")}
     kernels: dict[str, tuple[Any, str]] = {}
     for name, call in calls.items():
-        sources = list(having(program(call), "launches"))
-        assert sources, f"{name} has no CUDA kernels"
+        makers = makers_of(program(call))
+        assert makers, f"{name} has no CUDA kernels"
         for arch in ARCHS:
-            texts = {kernel.text: kernel for kernel in launches(sources, arch, call.forced)}
+            texts = {kernel.text: kernel for kernel in launches(makers, arch, call.forced)}
             for kernel in texts.values():
                 kernels[unused(f"{arch}, {name}, {kernel.name}", kernels)] = kernel, arch
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -141,12 +142,23 @@ def program(call: Call) -> Any:
     return compile_fusion(fusion_of(call.operation, eager_types(bound), bound.others), TARGETS["cuda"], Options())
 
 
-def launches(sources: Sequence[Any], arch: str, with_forced: bool) -> Iterator[Any]:
+Maker = Callable[[dict[str, int], Any], Sequence[Any]]  # sizes, what `facts` returns -> kernels
+
+
+def makers_of(made: Any) -> list[tuple[Sequence[str], Maker]]:
+    """The symbols and the kernels of each segment of a program by itself, then of all in one call."""
+    if not find_spec("fusion_moe.emit.cuda.choose"):
+        return [(source.fusion.symbols, source.launches) for source in having(made, "launches")]
+    calls = [*(kernel.launch.call for kernel in made.kernels), *([made.joined] if made.joined else [])]
+    return [(call.parts.symbols, lambda sizes, arch, call=call: call.choose(sizes, arch).kernels) for call in calls]
+
+
+def launches(makers: Sequence[tuple[Sequence[str], Maker]], arch: str, with_forced: bool) -> Iterator[Any]:
     """All kernels that are launched for some sizes."""
 
     def made(tokens: int) -> Iterator[Any]:
-        for source in sources:
-            yield from (kernel for kernel in source.launches(dict.fromkeys(source.fusion.symbols, tokens), facts(arch)) if kernel.blocks)
+        for symbols, maker in makers:
+            yield from (kernel for kernel in maker(dict.fromkeys(symbols, tokens), facts(arch)) if kernel.blocks)
 
     for tokens in TOKENS:
         yield from made(tokens)
@@ -187,7 +199,7 @@ def forced_by_table() -> Iterator[None]:
 
 
 def facts(arch: str) -> Any:
-    """What launches() takes for an architecture: its name, or the facts of an H200 as if it were one."""
+    """What makers take for an architecture: its name, or the facts of an H200 as if it were one."""
     if not find_spec("fusion_moe.arch"):
         return arch
     from fusion_moe.arch import H200

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fusion_moe.arch import Arch
 from fusion_moe.compile import lower
-from fusion_moe.emit.cuda.choice import SizeClass, choose_from
-from fusion_moe.emit.cuda.grouped_mm import Product, activation_reader
+from fusion_moe.emit.cuda.choice import AUTO, Chosen, SizeClass, choose_from
+from fusion_moe.emit.cuda.grouped_mm import Product
 from fusion_moe.emit.cuda.launch import Launch, build
 from fusion_moe.emit.cuda.table import ALWAYS, Table, kind_of
 from fusion_moe.emit.cuda.variants import Matrices
@@ -73,12 +73,10 @@ class Forced(Product):
         vars(self).update(vars(product))  # the same source: to make it again takes long
         self._classes = classes
 
-    def size_classes(self, sizes: object, arch: Arch) -> tuple[SizeClass, ...]:
+    def choose(self, sizes: object, arch: Arch, variant: str = AUTO) -> Chosen:
         """Those."""
-        return self._classes
-
-    def _reads_fragment_order(self, sizes: object, arch: Arch) -> bool:
-        return self.needs_reordering(activation_reader(self._classes))
+        chosen = Chosen(self._classes)
+        return replace(chosen, reads_fragment_order=self.needs_reordering(chosen.activation_reader))
 
 
 @dataclass(frozen=True)
@@ -158,12 +156,11 @@ class Swept:
         self.matrices = product.matrices
         self.symbol = product.fusion.symbols[0]
         self.ways = {t: ways(table, self.matrices, t * task.layer.slots, arch) for t in tokens}
-        self.sources = {classes: Forced(product, classes) for found in self.ways.values() for classes in found}
-        self.launches = {classes: Launch(source) for classes, source in self.sources.items()}
+        self.launches = {classes: Launch(Forced(product, classes)) for found in self.ways.values() for classes in found}
         texts = {}
         for t, found in self.ways.items():
             for classes in found:
-                for kernel in self.sources[classes].launches({self.symbol: t * task.layer.slots}, arch):
+                for kernel in self.launches[classes].call.choose({self.symbol: t * task.layer.slots}, arch).kernels:
                     texts[kernel.text] = kernel
         self.kernels = len(texts)
         self._builds: list[Future[object]] = [pool.submit(build, kernel, arch) for kernel in texts.values()]

@@ -10,6 +10,7 @@ import torch
 
 from ...ir.core import Fusion, Value
 from ...runtime.kernel import Kernel
+from ...runtime.memory import Memory
 from ...segment import Segment
 from .launch import Arrays, Entry, Launch, Library, Sizes
 from .segment import Source
@@ -35,11 +36,15 @@ class Joined:
 
     def __init__(self, library: Library, program: _Program):
         self._library = library
-        self._arrays = Arrays(program.fusion, program.allocated, program.results, program.transposed)
+        self._arrays = Arrays(program.fusion, program.lifetimes, program.transposed)
 
     @cached_property
     def _entry(self) -> Entry:
         return self._library.entry("run")
+
+    def workspace(self, sizes: Sizes) -> Memory:
+        """Where lies what a call makes beside its outputs."""
+        return self._arrays.workspace(sizes)
 
     def builds(self, device: torch.device, sizes: Sizes) -> Iterator[tuple[Hashable, Callable[[], object]]]:
         """What is compiled before a call, whatever its sizes."""
@@ -54,19 +59,16 @@ class Joined:
 
 
 class _Program:
-    """Where each value of a program lies: the arrays of its inputs, then `allocated`, each of which values of one type take in turn."""
+    """The arrays of a program, numbered: its inputs, then what it makes, each needed from one segment to another."""
 
     def __init__(self, fusion: Fusion, segments: Sequence[Segment], sources: Sequence[Source]):
         self.fusion, self._sources = fusion, sources
-        self.allocated: list[Value] = []
         self._names = [_names(s, source) for s, source in zip(segments, sources, strict=True)]
-        self._place = {v: i for i, v in enumerate(fusion.inputs)}
-        self._find_places()
-
-    @property
-    def results(self) -> list[int]:
-        """The arrays of the outputs."""
-        return [self._place[v] for v in self.fusion.outputs]
+        self.lifetimes: dict[Value, tuple[int, int]] = {}
+        for i, names in enumerate(self._names):
+            made = (v for v in names.values() if v not in fusion.inputs)
+            self.lifetimes |= {v: (self.lifetimes.get(v, (i, i))[0], i) for v in made}
+        self._place = {v: i for i, v in enumerate((*fusion.inputs, *self.lifetimes))}
 
     @property
     def transposed(self) -> set[Value]:
@@ -88,23 +90,6 @@ class _Program:
     def _step(self, source: Source, names: Mapping[Value, Value]) -> Step:
         arrays = [self._place[names[v]] for v in (*source.fusion.inputs, *source.memory)]
         return Step(arrays, [self.fusion.symbols.index(s) for s in source.fusion.symbols])
-
-    def _find_places(self) -> None:
-        last = {v: i for i, names in enumerate(self._names) for v in names.values()}
-        free: dict[object, list[int]] = {}
-        for i, names in enumerate(self._names):
-            for v in names.values():
-                if v not in self._place:
-                    self._place[v] = self._take(v, free)
-            for v in names.values():
-                if last[v] == i and v not in self.fusion.inputs and v not in self.fusion.outputs:
-                    free.setdefault(v.type, []).append(self._place[v])
-
-    def _take(self, v: Value, free: Mapping[object, list[int]]) -> int:
-        if free.get(v.type):
-            return free[v.type].pop()
-        self.allocated.append(v)
-        return len(self.fusion.inputs) + len(self.allocated) - 1
 
 
 def _names(segment: Segment, source: Source) -> dict[Value, Value]:

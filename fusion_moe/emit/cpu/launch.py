@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 import torch
 
 from ...ir.core import Fusion, Value, storage_shape
 from ...ir.types import DTYPES
-from ...runtime import build
+from ...runtime import build, memory
+from ...runtime.memory import Memory
 from .prebuilt import product_of
 from .readers import KERNELS
 from .segment import Source
@@ -64,9 +67,7 @@ class Launch:
 
     def __init__(self, library: Library, i: int):
         self.library, self.source, self._i = library, library.sources[i], i
-        fusion, memory = self.source.fusion, self.source.memory
-        held = [*fusion.inputs, *memory]
-        self._arrays = Arrays(fusion, memory, [held.index(v) for v in fusion.outputs], {self.source.transposed})
+        self._arrays = Arrays(self.source.fusion, dict.fromkeys(self.source.memory, (0, 0)), {self.source.transposed})
 
     @cached_property
     def _entry(self) -> Entry:
@@ -85,33 +86,58 @@ class Launch:
         return self.source.fusion.evaluate(*inputs, sizes=sizes) if made is None else made  # which raises
 
 
-class Arrays:
-    """The arrays of a call: those of the inputs, and those that are allocated for it. results: which of all of them are the outputs.
+@dataclass(frozen=True)
+class _Resolved:
+    """What a call of known sizes needs: the sizes as C has them, shape and dtype of results, memory for what else it makes."""
 
-    transposed: the inputs that are passed with their last two dimensions swapped.
+    numbers: Any
+    results: tuple[tuple[Any, torch.dtype], ...]
+    workspace: Memory
+
+
+class Arrays:
+    """The arrays of a call: those of the inputs, then those that it makes, of which the outputs are tensors of their own.
+
+    lifetimes: of what it makes, in the order in which the entry takes them: the first and the last step that need it. transposed: the
+    inputs that are passed with their last two dimensions swapped.
     """
 
-    def __init__(self, fusion: Fusion, memory: Sequence[Value], results: Sequence[int], transposed: Collection[Value | None]):
-        self._symbols, self._results, self._memory = fusion.symbols, results, memory
+    def __init__(self, fusion: Fusion, lifetimes: Mapping[Value, tuple[int, int]], transposed: Collection[Value | None]):
+        self._symbols, self._lifetimes = fusion.symbols, lifetimes
+        self._made = [v for v in lifetimes if v in fusion.outputs]
+        self._own = [v in fusion.outputs for v in lifetimes]
+        self._outputs = [[*fusion.inputs, *self._made].index(v) for v in fusion.outputs]
         self._swap = [v in transposed for v in fusion.inputs]
-        self._pointers = ctypes.c_void_p * (len(fusion.inputs) + len(memory))
-        self._remembered: dict[tuple[int, ...], tuple[Any, list[tuple[Any, torch.dtype]]]] = {}
+        self._pointers = ctypes.c_void_p * (len(fusion.inputs) + len(lifetimes))
+        self._remembered: dict[tuple[int, ...], _Resolved] = {}
 
     def call(self, entry: Entry, inputs: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...] | None:
         """The outputs; None where the kernels found input that the reference has an error for."""
-        numbers, memory = self._resolved(sizes)
-        held = [(t.mT if swap else t).contiguous() for t, swap in zip(inputs, self._swap, strict=True)]
-        held += [torch.empty(shape, dtype=dtype) for shape, dtype in memory]
-        if entry(self._pointers(*[t.data_ptr() for t in held]), numbers):
+        resolved = self._resolved(sizes)
+        given = [(t.mT if swap else t).contiguous() for t, swap in zip(inputs, self._swap, strict=True)]
+        made = [torch.empty(shape, dtype=dtype) for shape, dtype in resolved.results]
+        _held, addresses = memory.allocate(resolved.workspace)
+        results, others = iter(made), iter(addresses)
+        pointers = [t.data_ptr() for t in given] + [next(results).data_ptr() if own else next(others) for own in self._own]
+        if entry(self._pointers(*pointers), resolved.numbers):
             return None
-        return tuple(held[i] for i in self._results)
+        held = [*given, *made]
+        return tuple(held[i] for i in self._outputs)
 
-    def _resolved(self, sizes: Sizes) -> tuple[Any, list[tuple[Any, torch.dtype]]]:
-        """The sizes as C has them, and shape and dtype of what is allocated; remembered for as many sizes as a program meets soon again."""
+    def workspace(self, sizes: Sizes) -> Memory:
+        """Where what is made beside the outputs lies."""
+        return memory.plan([memory.Array(v.name, _nbytes(v, sizes), *span) for v, span in self._lifetimes.items() if v not in self._made])
+
+    def _resolved(self, sizes: Sizes) -> _Resolved:
+        """Remembered for as many sizes as a program meets soon again."""
         key = tuple(sizes[s] for s in self._symbols)
         if key not in self._remembered:
             if len(self._remembered) >= _REMEMBERED:
                 self._remembered.clear()
-            memory = [(storage_shape(v.type, sizes), DTYPES[v.type.dtype]) for v in self._memory]
-            self._remembered[key] = (ctypes.c_longlong * max(1, len(key)))(*key), memory
+            results = ((storage_shape(v.type, sizes), DTYPES[v.type.dtype]) for v in self._made)
+            self._remembered[key] = _Resolved((ctypes.c_longlong * max(1, len(key)))(*key), tuple(results), self.workspace(sizes))
         return self._remembered[key]
+
+
+def _nbytes(v: Value, sizes: Sizes) -> int:
+    return prod(storage_shape(v.type, sizes)) * DTYPES[v.type.dtype].itemsize

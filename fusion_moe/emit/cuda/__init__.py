@@ -4,28 +4,34 @@ source.py       what every segment has: a struct of its arrays, and kernels that
 loops.py        segments without a product
 grouped_mm.py   products, with gather, routing and epilogue; columns.py: which columns a result is made of
 readers.py      the readers of weights: which encodings and layouts have kernels
-variants.py     the kernels of products as data; table.py, tables/: which are candidates for how many rows, by GPU; choice.py: the choice
-launch.py       compiling and calling; join.py: the segments of a program in one call
+variants.py     the kernels of products as data; table.py, tables/: which are candidates for how many rows, by GPU; choice.py: one's choice
+parts.py        the segments of a call as facts; join.py: those of a program in one call
+choose.py       parts, sizes, a GPU -> the Choice: kernels, what is chained, memory; launch.py: compiling and launching it
 kernels/        the kernels, fixed
 """
 
 from __future__ import annotations
 
-from ...arch import A100
+from collections.abc import Sequence
+
+from ... import options
+from ...arch import H200, Arch
 from ...errors import UnsupportedError
 from ...ir.core import Fusion
 from ...runtime import cuda, nvrtc
 from ...runtime.kernel import Kernel
 from ...segment import Segment
 from ..cxx.plan import plan as plan_product
+from .choice import check_variant
+from .choose import Choice, Step
 from .grouped_mm import Product
 from .join import join
 from .launch import Launch
 from .loops import Loops
 from .readers import READERS
-from .source import Source
+from .source import Sizes, Source
 
-__all__ = ["NAME", "emit", "join", "plan"]
+__all__ = ["NAME", "choices", "emit", "join", "plan"]
 
 NAME = "cuda"
 
@@ -40,11 +46,25 @@ def plan(fusion: Fusion, kind: str) -> Source:
 
 
 def emit(segment: Segment) -> Kernel:
-    """The kernels of a planned segment."""
+    """The kernels of a planned segment. OptionError for a variant that there is not."""
+    variant = options.current().cuda_variant
+    check_variant(variant)
     source: Source = segment.plan.work
-    launch = Launch(source)
-    return Kernel(segment, NAME, _text(source), launch, graph_safe=True, chosen=launch.chosen)
+    return Kernel(segment, NAME, _text(source), Launch(source, variant), graph_safe=True)
+
+
+def choices(fusion: Fusion, kernels: Sequence[Kernel], sizes: Sizes, arch: Arch) -> tuple[tuple[Choice, ...], tuple[Step | None, ...]]:
+    """What a program launches for known sizes on a GPU: its choice, or one of each segment where they are no one call; and, of each kernel,
+    the step that it is, None for one that is not ours.
+    """
+    if joined := join(fusion, kernels)[1]:
+        choice = joined.choose(sizes, arch)
+        return (choice,), choice.steps
+    alone = [k.launch.call.choose(sizes, arch) if isinstance(k.launch, Launch) else None for k in kernels]
+    return tuple(choice for choice in alone if choice), tuple(choice.steps[0] if choice else None for choice in alone)
 
 
 def _text(source: Source) -> str:
-    return "\n".join(kernel.text for kernel in source.launches(dict.fromkeys(source.fusion.symbols, 1), A100))
+    """The kernels for one of everything, on a GPU of any kind."""
+    sizes = dict.fromkeys(source.fusion.symbols, 1)
+    return "\n".join(kernel.text for kernel in source.launches(source.choose(sizes, H200), sizes, H200))

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 from ... import groups as ragged
 from ...arch import Arch
+from ...errors import OptionError, UnsupportedError
 from .table import Table, table_of
-from .variants import Matrices, Variant
+from .variants import SETS, Matrices, Variant
+
+AUTO = "auto"  # the name of no variant
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,48 @@ class SizeClass:
         return f"{self.variant.name} (groups of {self.above_rows + 1} to {self.max_rows} rows)"
 
 
-def choose(rows: int, of: Matrices, arch: Arch) -> tuple[SizeClass, ...]:
-    """The kernels, in order, for `rows` rows in groups, by the table of the GPU."""
-    return choose_from(table_of(arch), rows, of, arch)
+@dataclass(frozen=True)
+class Chosen:
+    """How a segment is computed for some sizes. size_classes: the kernels of its product, in order; none if it has no product.
+
+    reads_fragment_order, writes_fragment_order: whether the product finds its rows in fragment order in memory, where the product before
+    wrote them, and whether its result is in fragment order.
+    """
+
+    size_classes: tuple[SizeClass, ...] = ()
+    reads_fragment_order: bool = False
+    writes_fragment_order: bool = False
+
+    @property
+    def activation_reader(self) -> Variant:
+        """The variant that says in which order concurrent kernels read rows: the first, or one that reads row-major alone."""
+        row_major = (size_class.variant for size_class in self.size_classes if not size_class.variant.reads_fragment_order)
+        return next(row_major, self.size_classes[0].variant)
+
+
+def choose_kernels(rows: int, of: Matrices, arch: Arch, variant: str = AUTO) -> tuple[SizeClass, ...]:
+    """The kernels, in order, for `rows` rows in groups: the variant of that name, or by the table of the GPU."""
+    return choose_from(table_of(arch), rows, of, arch) if variant == AUTO else (SizeClass(_pinned(variant, of, arch)),)
+
+
+def check_variant(name: str) -> None:
+    """OptionError if no variant has this name."""
+    if name not in (names := [AUTO, *dict.fromkeys(v.name for among in SETS.values() for v in among)]):
+        raise OptionError(f"cuda_variant = {name!r}", expected=f"one of {', '.join(names)}")
+
+
+def _pinned(name: str, of: Matrices, arch: Arch) -> Variant:
+    """The variant of that name. Of two that differ in blocks of a multiprocessor alone, one of the table's for such weights."""
+    of_table = [v for regime in table_of(arch).regimes(of) for v in regime.variants]
+    fitting = [v for v in (*of_table, *(v for among in SETS.values() for v in among)) if v.fits(of, arch)]
+    found = next((v for v in fitting if v.name == name), None)
+    if found is None:
+        n = 16 * of.tiles
+        raise UnsupportedError(
+            f"cuda_variant = {name!r} does not fit a product of {of.groups} matrices [{n}, {of.k}] on {arch.name}",
+            expected=f"one of {', '.join(dict.fromkeys(v.name for v in fitting))}", where="cuda",
+        )  # fmt: skip
+    return found
 
 
 def choose_from(table: Table, rows: int, of: Matrices, arch: Arch) -> tuple[SizeClass, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...arch import Arch
 from ...errors import UnsupportedError
@@ -16,7 +17,7 @@ from ..cxx.indices import Number, Variable, size
 from ..cxx.plan import Plan
 from ..cxx.statements import inner
 from ..inexpressible import naming
-from .choice import SizeClass, blocks, choose
+from .choice import AUTO, Chosen, SizeClass, blocks, choose_kernels
 from .columns import Columns, columns
 from .readers import reader
 from .source import Array, KernelSource, Sizes, Source
@@ -37,8 +38,6 @@ class Product(Source):
         names = (*(part.name for part in plan.encoding.parts), "ends")
         super().__init__(plan.fusion, plan.memory, dict(zip((*plan.weight, plan.ends), names, strict=True)))
         self.plan, self.dtype = plan, plan.a.type.dtype
-        self._previous: Product | None = None
-        self._next: Product | None = None
         self.transposed = plan.weight[0] if plan.transposed else None
         if plan.k % _COLUMNS_PER_THREAD:
             raise UnsupportedError(f"matrices of {plan.k} columns have no kernel here", expected=f"a multiple of {_COLUMNS_PER_THREAD}")
@@ -78,41 +77,26 @@ class Product(Source):
         """See kernels/small_m.cuh."""
         return self._functions
 
-    def launches(self, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
+        """The kernels of the product, whose rows and result are row-major in memory."""
+        return Chosen(choose_kernels(value(self.rows, sizes), self.matrices, arch, variant))
+
+    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; activations that are computed, or needed in fragment order; the product; what is summed of its rows."""
-        size_classes, in_fragment_order = self.size_classes(sizes, arch), self._reads_fragment_order(sizes, arch)
         first = self.made_first(sizes)
-        prologue = [] if in_fragment_order else self._prologue(activation_reader(size_classes), sizes, after_routing=bool(first))
-        reads_before_wait = self._routing is None or bool(prologue)
-        products = self.products(
-            size_classes, sizes, arch, reads_fragment_order=in_fragment_order,
-            writes_fragment_order=self.writes_fragment_order(sizes, arch), reads_before_wait=reads_before_wait,
-        )  # fmt: skip
+        prologue = [] if chosen.reads_fragment_order else self._prologue(chosen.activation_reader, sizes, after_routing=bool(first))
+        products = self.products(chosen, sizes, arch, reads_before_wait=self._routing is None or bool(prologue))
         found = [*first, *prologue, *products]
         return [*found, self._combine(sizes)] if self.plan.combine else found
 
-    def size_classes(self, sizes: Sizes, arch: Arch) -> tuple[SizeClass, ...]:
-        """The kernels of the product that are chosen."""
-        return choose(value(self.rows, sizes), self.matrices, arch)
-
-    def variant(self, sizes: Sizes, arch: Arch) -> Variant:
-        """The one of them that says in which order all read rows."""
-        return activation_reader(self.size_classes(sizes, arch))
-
-    def products(
-        self, size_classes: Sequence[SizeClass], sizes: Sizes, arch: Arch, *, reads_fragment_order: bool = False,
-        writes_fragment_order: bool = False, reads_before_wait: bool = False,
-    ) -> list[KernelSource]:  # fmt: skip
-        """The kernels of the product.
-
-        reads_fragment_order, writes_fragment_order: whether the matrix in memory is in fragment order, and the result will be.
-        reads_before_wait: whether ends are there before the kernel before these has ended.
-        """
-        first, last, variant = size_classes[0], size_classes[-1], activation_reader(size_classes)
-        fragment_order = reads_fragment_order or (variant.reads_fragment_order and not self._reads_in_place(variant))
-        row = self._row(variant, reads_fragment_order)
+    def products(self, chosen: Chosen, sizes: Sizes, arch: Arch, *, reads_before_wait: bool = False) -> list[KernelSource]:
+        """The kernels of the product. reads_before_wait: whether ends are there before the kernel before these has ended."""
+        size_classes, variant = chosen.size_classes, chosen.activation_reader
+        first, last = size_classes[0], size_classes[-1]
+        fragment_order = chosen.reads_fragment_order or (variant.reads_fragment_order and not self._reads_in_place(variant))
+        row = self._row(variant, chosen.reads_fragment_order)
         large_m = [
-            f"using Columns = {'FragmentOrder' if writes_fragment_order else 'RowMajor'};",
+            f"using Columns = {'FragmentOrder' if chosen.writes_fragment_order else 'RowMajor'};",
             f"static constexpr bool FRAGMENT_ORDER = {str(fragment_order).lower()};  // whether activations are",
             f"static constexpr bool WITH_SMALL_M = {str(not last.variant.persistent).lower()};",
             f"static constexpr i32 GROUPS_READ_PER_TWO_TILES = {arch.groups_read_per_two_tiles};",
@@ -151,25 +135,11 @@ class Product(Source):
             carveout=concurrent_with_previous and not variant.persistent, title=str(size_class),
         )  # fmt: skip
 
-    def count(self, array: Array, sizes: Sizes, arch: Arch) -> int:
+    def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
         """No activations where the product reads a matrix as it is."""
-        if array.name == ACTIVATIONS and self._reads_in_place(self.variant(sizes, arch), self._reads_fragment_order(sizes, arch)):
+        if array.name == ACTIVATIONS and self._reads_in_place(chosen.activation_reader, chosen.reads_fragment_order):
             return 0
-        return super().count(array, sizes, arch)
-
-    # Two products, one after the other --------------------------------------------------------------------------------
-
-    def chain_after(self, previous: Product) -> None:
-        """Reads the result of another product, which nothing else does: in fragment order, where the kernels of both are large-M."""
-        if len(previous.plan.rows) == 1 and not previous.plan.combine and previous.plan.width == self.plan.k:
-            self._previous, previous._next = previous, self
-
-    def writes_fragment_order(self, sizes: Sizes, arch: Arch) -> bool:
-        """Whether its result is in fragment order, in which the next product reads it."""
-        return self._next is not None and all(p.variant(sizes, arch).reads_fragment_order for p in (self, self._next))
-
-    def _reads_fragment_order(self, sizes: Sizes, arch: Arch) -> bool:
-        return self._previous is not None and self._previous.writes_fragment_order(sizes, arch)
+        return super().count(array, chosen, sizes)
 
     # The rows of activations ------------------------------------------------------------------------------------------
 
@@ -187,7 +157,8 @@ class Product(Source):
         assert pieces is not None
         store = f"store_vector<8>({ACTIVATIONS} + 8 * i, fragment_piece({self.names[self.matrix]}, i));"
         before_wait, body = ([store], []) if after_routing else ([], [store])  # routing has waited for what made the matrix
-        return [self.for_all("reorder_activations", pieces, body, sizes, before_wait=before_wait)]
+        reorder = self.for_all("reorder_activations", pieces, body, sizes, before_wait=before_wait)
+        return [replace(reorder, writes_before_wait=after_routing)]
 
     def _row(self, variant: Variant, reads_fragment_order: bool) -> list[str]:
         """The types of both operands, and where the product reads a row of activations."""
@@ -272,9 +243,3 @@ class Product(Source):
         assert self.plan.combine is not None
         with naming(self.plan.combine):
             return self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes, reads_before_wait=True)
-
-
-def activation_reader(size_classes: Sequence[SizeClass]) -> Variant:
-    """The variant that says in which order concurrent kernels read rows: the first, or one that reads row-major alone."""
-    row_major = (size_class.variant for size_class in size_classes if not size_class.variant.reads_fragment_order)
-    return next(row_major, size_classes[0].variant)

@@ -15,6 +15,7 @@ from ...ir.types import plain
 from ..cxx.indices import Variable, unflat
 from ..cxx.plan import MADE_FIRST
 from ..inexpressible import Inexpressible, naming
+from .choice import Chosen
 from .source import KernelSource, Sizes, Source
 
 _I = Variable("i")
@@ -35,7 +36,7 @@ class Loops(Source):
         """None: its kernels have all."""
         return []
 
-    def launches(self, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; sums of slots; then the results, those of as many elements in one kernel."""
         found = self.made_first(sizes)
         ready = [v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs]

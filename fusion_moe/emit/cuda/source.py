@@ -23,6 +23,7 @@ from ..cxx.plan import MADE_FIRST, below, made_by_route
 from ..cxx.statements import Expression, indented, inner
 from ..cxx.writer import Writer
 from ..inexpressible import Inexpressible, naming
+from .choice import AUTO, Chosen
 
 THREADS = 256
 _MAX_RESIDENT = 16  # blocks of a kernel that does something for each element
@@ -56,7 +57,8 @@ class KernelSource:
     """One kernel: its text, and how it is launched.
 
     blocks: as many as there is work for; max_resident: how many a multiprocessor gets at most, which loop over the work, 0 for as many as
-    there is work for; shared: bytes of dynamic shared memory; reads_before_wait: whether it reads before it waits for the kernel before it.
+    there is work for; shared: bytes of dynamic shared memory; reads_before_wait, writes_before_wait: whether it reads, or writes, before it
+    waits for the kernel before it.
     carveout_blocks: how many of its blocks a multiprocessor has, if the shared-memory carveout is to hold no more than these: see
     runtime/cuda.py. title: a name for people.
     """
@@ -70,6 +72,7 @@ class KernelSource:
     reads_before_wait: bool = False
     carveout_blocks: int = 0
     title: str = ""
+    writes_before_wait: bool = False
 
     def grid(self, arch: Arch) -> int:
         """The blocks that are launched on a GPU."""
@@ -111,11 +114,15 @@ class Source(Writer):
         super().__init__(fusion, memory, names)
         self.scratch: list[Array] = []
 
-    @abstractmethod
-    def launches(self, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """The kernels, in order, for these sizes on a GPU."""
+    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
+        """What is chosen for these sizes on a GPU, of a segment by itself. UnsupportedError if the variant does not fit."""
+        return Chosen()
 
-    def count(self, array: Array, sizes: Sizes, arch: Arch) -> int:
+    @abstractmethod
+    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+        """The kernels, in order, of what is chosen for these sizes on a GPU."""
+
+    def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
         """The elements of a scratch array that the kernels use."""
         return value(array.count, sizes)
 

@@ -1,0 +1,139 @@
+"""The segments of a call and what they have to do with each other, as facts: who reads what, which arrays a call has, and for how long."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...ir.core import Value
+from .choice import AUTO
+from .grouped_mm import Product
+from .source import Array, Source
+
+
+@dataclass(frozen=True)
+class Part:
+    """A segment among those of a call. inputs, outputs: the call's values for those of the source's fusion."""
+
+    source: Source
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def transposed(self) -> list[Value]:
+        """The input that is passed with its last two dimensions swapped, if there is one."""
+        return [v for v, own in zip(self.inputs, self.source.fusion.inputs, strict=True) if own is self.source.transposed]
+
+    @property
+    def matrix(self) -> Value | None:
+        """The value whose rows are the activations of the part's product, if it is an input."""
+        if not isinstance(self.source, Product) or self.source.matrix not in self.source.fusion.inputs:
+            return None
+        return self.inputs[self.source.fusion.inputs.index(self.source.matrix)]
+
+
+@dataclass(frozen=True)
+class Inner:
+    """An array of a call that is neither input nor output: as a source has it. first, last: the parts that it is needed in, numbered."""
+
+    source: Source
+    array: Value | Array
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts in order, which are launched in one call. variant: the option cuda_variant.
+
+    Arrays of the call are numbered: inputs, outputs that are made, inner ones. What is passed transposed is an input, which no other part
+    reads.
+    """
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    parts: tuple[Part, ...]
+    variant: str = AUTO
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The sizes that a call is given."""
+        return tuple(dict.fromkeys(s for part in self.parts for s in part.source.fusion.symbols))
+
+    @property
+    def made(self) -> tuple[Value, ...]:
+        """The outputs that are memory of their own."""
+        return tuple(v for v in self.outputs if v not in self.inputs)
+
+    @cached_property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """(i, j) where the product of part j alone reads the result of the product of part i: in any order of columns, if both agree."""
+        makers = {v: i for i, part in enumerate(self.parts) for v in part.outputs}
+        readers = Counter([*self.outputs, *(v for part in self.parts for v in set(part.inputs))])
+        read = {j: v for j, part in enumerate(self.parts) if (v := part.matrix) in makers and readers[v] == 1}
+        return tuple((makers[v], j) for j, v in read.items() if _linked(self.parts[makers[v]].source, self.parts[j].source))
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """Of each part, which arrays of the call those of its struct are."""
+        return self._arrays[0]
+
+    @property
+    def inner(self) -> tuple[Inner, ...]:
+        """The arrays after inputs and outputs."""
+        return self._arrays[1]
+
+    @cached_property
+    def _arrays(self) -> tuple[tuple[tuple[int, ...], ...], tuple[Inner, ...]]:
+        place: dict[object, int] = {v: i for i, v in enumerate((*self.inputs, *self.made))}
+        given, inner, places = len(place), list[tuple[Source, Value | Array]](), list[tuple[int, ...]]()
+        for i, part in enumerate(self.parts):
+            outputs: dict[object, Value] = dict(zip(part.source.fusion.outputs, part.outputs, strict=True))
+            found = [place[v] for v in part.inputs]
+            arrays: list[Value | Array] = [*part.source.memory, *part.source.scratch]
+            for array in arrays:
+                key = outputs.get(array, (i, array))
+                if key not in place:
+                    place[key] = len(place)
+                    inner.append((part.source, array))
+                found.append(place[key])
+            places.append(tuple(found))
+        used = [[i for i, of_part in enumerate(places) if given + n in of_part] for n in range(len(inner))]
+        return tuple(places), tuple(Inner(*array, parts[0], parts[-1]) for array, parts in zip(inner, used, strict=True))
+
+
+def _linked(before: Source, after: Source) -> bool:
+    """Whether a product's only result is rows of the next one's width, which reads them as activations and as nothing else."""
+    if not isinstance(before, Product) or not isinstance(after, Product):
+        return False
+    alone = len(before.plan.rows) == 1 and not before.plan.combine and before.plan.width == after.plan.k
+    return alone and _only_activations(after)
+
+
+def _only_activations(product: Product) -> bool:
+    """Whether the matrix in memory is read on the way to the activations alone, not in the epilogue."""
+    needed, read = {product.plan.a}, {product.matrix}
+    for op in reversed(product.fusion.ops):
+        needed |= set(op.values) if needed & set(op.outputs) else set()
+    for op in product.fusion.ops:
+        if op is not product.plan.product and read & set(op.values):
+            if not needed & set(op.outputs):
+                return False
+            read |= set(op.outputs)
+    return True
+
+
+def one_part(source: Source, variant: str = AUTO) -> Parts:
+    """A segment by itself."""
+    inputs, outputs = tuple(source.fusion.inputs), tuple(source.fusion.outputs)
+    return Parts(inputs, outputs, (Part(source, inputs, outputs),), variant)
+
+
+def parts_of(inputs: Sequence[Value], outputs: Sequence[Value], parts: Sequence[Part], variant: str) -> Parts | None:
+    """The parts of one call; None if an output is no memory of its own, or what is passed transposed is read by others too."""
+    results, read = {v for part in parts for v in part.outputs}, Counter(v for part in parts for v in part.inputs)
+    whole = set(outputs) <= results and len(set(outputs)) == len(outputs)
+    transposable = all(v in inputs and read[v] == 1 for part in parts for v in part.transposed)
+    return Parts(tuple(inputs), tuple(outputs), tuple(parts), variant) if whole and transposable else None

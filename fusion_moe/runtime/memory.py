@@ -1,0 +1,70 @@
+"""One piece of memory for all that a call makes for itself: what is not needed any more makes room for what comes.
+
+found = plan([Array("x", 1000, 0, 1), Array("y", 500, 1, 2), Array("z", 1000, 2, 2)])
+found.offsets, found.nbytes    # (0, 1024, 0), 1536: z lies where x was
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..groups import ceil_to
+
+ALIGNMENT = 256  # bytes: arrays begin at multiples of it
+
+
+@dataclass(frozen=True)
+class Array:
+    """nbytes that nobody else may write from step `first` to step `last`, both included. name: for people."""
+
+    name: str
+    nbytes: int
+    first: int
+    last: int
+
+    def lives_with(self, other: Array) -> bool:
+        """Whether there is a step that both are needed in."""
+        return self.first <= other.last and other.first <= self.last
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where each array begins in a piece of nbytes."""
+
+    arrays: tuple[Array, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+
+def plan(arrays: Sequence[Array]) -> Memory:
+    """Arrays of the same step apart from each other: large ones first, each in the smallest gap that has room for it, else at the end."""
+    placed: dict[int, int] = {}
+    for i in sorted(range(len(arrays)), key=lambda i: (-arrays[i].nbytes, i)):
+        others = [j for j in placed if arrays[j].lives_with(arrays[i])]
+        placed[i] = _place(ceil_to(arrays[i].nbytes, ALIGNMENT), sorted((placed[j], _end(arrays[j], placed[j])) for j in others))
+    nbytes = max((_end(array, placed[i]) for i, array in enumerate(arrays)), default=0)
+    return Memory(tuple(arrays), tuple(placed[i] for i in range(len(arrays))), nbytes)
+
+
+def _end(array: Array, offset: int) -> int:
+    return offset + ceil_to(array.nbytes, ALIGNMENT)
+
+
+def _place(nbytes: int, taken: Iterable[tuple[int, int]]) -> int:
+    """taken: from where to where, in order."""
+    gaps, end = list[tuple[int, int]](), 0
+    for start, stop in taken:
+        if start - end >= nbytes:
+            gaps.append((start - end, end))
+        end = max(end, stop)
+    return min(gaps, default=(0, end))[1]
+
+
+def allocate(memory: Memory, device: torch.device | None = None) -> tuple[object, list[int]]:
+    """What holds the memory while it lives, and the address of each array: one allocation, since each takes as long as a launch."""
+    held = torch.empty(memory.nbytes, dtype=torch.uint8, device=device)
+    start = held.data_ptr()
+    return held, [start + offset for offset in memory.offsets]
