@@ -16,21 +16,22 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from ..progress import progress
 
 Sizes = Mapping[str, int]
+Build = tuple[Hashable, Callable[[], object]]  # a key, equal for equal work, and a function that does it and may run in any thread
 
 
 @runtime_checkable
 class Compiled(Protocol):
     """A launch that is compiled before it runs."""
 
-    def builds(self, device: torch.device, sizes: Sizes) -> Iterable[tuple[Hashable, Callable[[], object]]]:
-        """What a call of these sizes has to compile: a key, equal for equal work, and a function that does it and may run in any thread."""
+    def builds(self, device: torch.device, sizes: Sizes) -> Iterable[Build]:
+        """What a call of these sizes has to compile."""
 
     def load(self, device: torch.device, sizes: Sizes) -> None:
         """All that such a call does before it launches, once everything is compiled."""
@@ -76,18 +77,25 @@ def note(launches: tuple[Compiled, ...], device: torch.device, sizes: Sizes) -> 
 def compile_all(calls: Iterable[Noted]) -> None:
     """Compiles and loads what calls need."""
     calls = list(calls)
-    builds = {key: build for c in calls for launch in c.launches for key, build in launch.builds(c.device, dict(c.sizes))}
-    with ThreadPoolExecutor(_workers(len(builds))) as pool:
-        made: list[Future[object]] = [pool.submit(contextvars.copy_context().run, build) for build in builds.values()]
-        try:
-            for done in progress(as_completed(made), "compiling kernels", len(made)):
-                done.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    run_builds(build for c in calls for launch in c.launches for build in launch.builds(c.device, dict(c.sizes)))
     for c in calls:
         for launch in c.launches:
             launch.load(c.device, dict(c.sizes))
+
+
+def run_builds(builds: Iterable[Build]) -> dict[Hashable, Any]:
+    """What builds return, by their keys: each done once, in parallel, under the options in force.
+
+    The first error is raised, and what has not begun then is left out.
+    """
+    wanted = dict(builds)
+    with ThreadPoolExecutor(_workers(len(wanted))) as pool:
+        made: dict[Future[Any], Hashable] = {pool.submit(contextvars.copy_context().run, build): key for key, build in wanted.items()}
+        try:
+            return {made[done]: done.result() for done in progress(as_completed(made), "compiling kernels", len(made))}
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _workers(count: int) -> int:

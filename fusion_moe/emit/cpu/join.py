@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -11,6 +11,7 @@ import torch
 from ...ir.core import Fusion, Value
 from ...runtime.kernel import Kernel
 from ...runtime.memory import Memory
+from ...runtime.preparing import Build
 from ...segment import Segment
 from .launch import Arrays, Entry, Launch, Library, Sizes
 from .segment import Source
@@ -46,7 +47,7 @@ class Joined:
         """Where lies what a call makes beside its outputs."""
         return self._arrays.workspace(sizes)
 
-    def builds(self, device: torch.device, sizes: Sizes) -> Iterator[tuple[Hashable, Callable[[], object]]]:
+    def builds(self, device: torch.device, sizes: Sizes) -> Iterator[Build]:
         """What is compiled before a call, whatever its sizes."""
         return self._library.builds()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -15,6 +15,7 @@ from ...ir.core import Fusion, Value, storage_shape
 from ...ir.types import DTYPES
 from ...runtime import build, memory
 from ...runtime.memory import Memory
+from ...runtime.preparing import Build
 from .prebuilt import product_of
 from .readers import KERNELS
 from .segment import Source
@@ -49,7 +50,7 @@ class Library:
         products = [product_of(self.tier, s.encoding).product if s.encoding else ctypes.c_void_p() for s in self.sources]
         return (ctypes.c_void_p * len(products))(*[ctypes.cast(product, ctypes.c_void_p) for product in products])
 
-    def builds(self) -> Iterator[tuple[Hashable, Callable[[], object]]]:
+    def builds(self) -> Iterator[Build]:
         """What is compiled before the first call: itself, and the products that did not come with the package."""
         yield (self.tier, self.text), lambda: self._loaded
         for encoding in {s.encoding for s in self.sources if s.encoding}:
@@ -73,7 +74,7 @@ class Launch:
     def _entry(self) -> Entry:
         return self.library.entry(f"run_{self._i}")
 
-    def builds(self, device: torch.device, sizes: Sizes) -> Iterator[tuple[Hashable, Callable[[], object]]]:
+    def builds(self, device: torch.device, sizes: Sizes) -> Iterator[Build]:
         """What is compiled before a call, whatever its sizes."""
         return self.library.builds()
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from ...ir.core import storage_shape
 from ...ir.types import DTYPES
 from ...runtime import cuda, memory, nvrtc
 from ...runtime.memory import Memory
+from ...runtime.preparing import Build, run_builds
 from .choice import AUTO
 from .choose import Choice, Step, choose
 from .parts import Parts, one_part
@@ -70,6 +71,16 @@ class Call:
         """What is launched. UnsupportedError if the option cuda_variant names what does not fit."""
         return choose(self.parts, sizes, arch)
 
+    def builds(self, device: torch.device, sizes: Sizes) -> Iterator[Build]:
+        """The kernels of a call of these sizes."""
+        return _builds(self.choose(sizes, cuda.arch(_index(device))))
+
+    def load(self, device: torch.device, sizes: Sizes) -> None:
+        """Loads them: a call of these sizes, a captured one too, then only launches."""
+        index = _index(device)
+        with torch.cuda.device(index):
+            self._prepared(torch.device("cuda", index), *[sizes[s] for s in self.parts.symbols])
+
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
         device = tensors[0].device
         with torch.cuda.device(device.index):
@@ -87,13 +98,14 @@ class Call:
         if cuda.capturing():
             raise BuildError(
                 "a kernel is not compiled yet, and a CUDA graph is being captured", expected="a call of the same sizes before",
-                todo="call the model once with these sizes before torch.cuda.graph", where="cuda",
+                todo="call the model once with these sizes before torch.cuda.graph, or use fusion_moe.preparing()", where="cuda",
             )  # fmt: skip
         parts, sizes = self.parts, dict(zip(self.parts.symbols, numbers, strict=True))
         choice = self.choose(sizes, cuda.arch(device.index))
+        cubins = run_builds(_builds(choice))
         results = ((tuple(storage_shape(v.type, sizes)), DTYPES[v.type.dtype]) for v in parts.made)
         of_parts = zip(parts.parts, parts.places, choice.steps, strict=True)
-        steps = (_Loaded(_numbers(part.source, sizes), places, _loaded(step, device.index)) for part, places, step in of_parts)
+        steps = (_Loaded(_numbers(part.source, sizes), places, _loaded(step, cubins, device.index)) for part, places, step in of_parts)
         return _Prepared(tuple(results), choice.workspace, tuple(steps))
 
 
@@ -103,6 +115,14 @@ class Launch:
     def __init__(self, source: Source, variant: str = AUTO):
         self.source, self.call = source, Call(one_part(source, variant))
 
+    def builds(self, device: torch.device, sizes: Sizes) -> Iterator[Build]:
+        """The kernels of a call of these sizes."""
+        return self.call.builds(device, sizes)
+
+    def load(self, device: torch.device, sizes: Sizes) -> None:
+        """Loads them."""
+        self.call.load(device, sizes)
+
     def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
         return self.call(inputs, sizes)
 
@@ -110,6 +130,16 @@ class Launch:
 def build(kernel: KernelSource, arch: Arch) -> Path:
     """The cubin of a kernel."""
     return nvrtc.build(kernel.text, name=kernel.name, arch=arch.nvrtc, headers=_headers())
+
+
+def _builds(choice: Choice) -> Iterator[Build]:
+    """The kernels of a choice, by architecture and text."""
+    return (((choice.arch.nvrtc, kernel.text), partial(build, kernel, choice.arch)) for kernel in choice.kernels)
+
+
+def _index(device: torch.device) -> int:
+    """The number of a CUDA device; the current one's if it has none."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @cache
@@ -121,13 +151,14 @@ def _numbers(source: Source, sizes: Sizes) -> tuple[int, ...]:
     return tuple(sizes[s] for s in source.fusion.symbols)
 
 
-def _loaded(step: Step, index: int) -> tuple[cuda.Launch, ...]:
-    return tuple(_load(kernel, index, overlap) for kernel, overlap in zip(step.kernels, step.overlaps, strict=True))
+def _loaded(step: Step, cubins: Mapping[Hashable, Path], index: int) -> tuple[cuda.Launch, ...]:
+    arch, kernels = cuda.arch(index).nvrtc, zip(step.kernels, step.overlaps, strict=True)
+    return tuple(_load(kernel, cubins[arch, kernel.text], index, overlap) for kernel, overlap in kernels)
 
 
-def _load(kernel: KernelSource, index: int, overlap: bool) -> cuda.Launch:
+def _load(kernel: KernelSource, cubin: Path, index: int, overlap: bool) -> cuda.Launch:
     arch = cuda.arch(index)
-    function = cuda.load(build(kernel, arch), kernel.name, kernel.shared)
+    function = cuda.load(cubin, kernel.name, kernel.shared)
     carveout = cuda.carveout(function, index, kernel.carveout_blocks) if kernel.carveout_blocks else None
     return cuda.Launch(function, kernel.grid(arch), kernel.threads, kernel.shared, overlap and arch.programmatic_launch, carveout)
 

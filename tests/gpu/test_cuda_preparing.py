@@ -1,0 +1,63 @@
+"""Kernels that were compiled beforehand, on a GPU: nothing is compiled later, and a graph may capture the first call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_cuda_kernels import quantized, tokens
+
+import fusion_moe
+from fusion_moe import options
+from fusion_moe.runtime import nvrtc
+
+pytestmark = pytest.mark.gpu
+
+O = torch.ops.fusion_moe
+
+
+@pytest.fixture
+def cold(tmp_path):
+    """A cache without anything in it."""
+    with options.override(cache_dir=str(tmp_path)):
+        yield tmp_path
+
+
+def arguments(count: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(count)
+    return [*tokens(torch.randint(0, 4, (count, 2), generator=g)), *quantized("w16x64")]
+
+
+@pytest.mark.parametrize("count", [1, 200])
+def test_a_graph_captures_the_first_call(cold, count, monkeypatch):
+    args = arguments(count)
+    with fusion_moe.preparing():
+        noted = O.expert_mlp(*args, weight_layout="w16x64")
+    assert noted.shape == args[0].shape
+    assert not noted.any()
+    cubins = {path.name for path in cold.rglob("*.cubin")}
+    assert cubins
+
+    def compiles(*args):
+        raise AssertionError("something was compiled")
+
+    monkeypatch.setattr(nvrtc, "_compile", compiles)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = O.expert_mlp(*args, weight_layout="w16x64")
+    graph.replay()
+    torch.cuda.synchronize()
+    assert found.any()
+    assert torch.equal(found, O.expert_mlp(*args, weight_layout="w16x64"))
+    assert {path.name for path in cold.rglob("*.cubin")} == cubins
+
+
+def test_a_capture_inside_is_a_capture(cold):
+    """What a graph captures must run when it is replayed."""
+    args = arguments(3)
+    want = O.expert_mlp(*args, weight_layout="w16x64")
+    graph = torch.cuda.CUDAGraph()
+    with fusion_moe.preparing(), torch.cuda.graph(graph):
+        found = O.expert_mlp(*args, weight_layout="w16x64")
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found, want)
