@@ -39,6 +39,11 @@ def split(fusion: Fusion, target: Target, plan: Planner) -> tuple[Segment, ...]:
     return _Split(fusion, target, plan).segments()
 
 
+def by_structure(fusion: Fusion, target: Target) -> tuple[Segment, ...]:
+    """The segments that schedulers accept, whatever the backend can express: of a Fusion that has not been through the passes."""
+    return split(fusion, target, lambda piece: on_reference(piece, target, ""))
+
+
 class _Split:
     """Lets pieces grow, asks the backend about each of them, and lets them grow again with what it refused kept apart."""
 

@@ -20,6 +20,7 @@ from .. import translate
 from ..errors import Error, FusionError, TranslatorError, UnsupportedError, Untranslatable
 from ..ir.core import Fusion
 from ..options import Options
+from ..segment import by_structure
 from ..target import Target
 from .attribution import attribute_failure, of_users
 from .meaning import other_meaning
@@ -173,7 +174,7 @@ class _Search:
 
     def _trimmed(self, walk: Walk) -> Walk:
         """The walk over the nodes that gain from being inside."""
-        segments = pipeline.segments(walk.fusion, self._target(walk), self.with_)
+        segments = by_structure(walk.fusion, self._target(walk))
         kept, why = trim(walk, segments, lambda nodes: self.paths.span(nodes).convex)
         again = Walk(kept) if len(kept) < len(walk.nodes) else walk
         if again.refused:  # a translator depends on what was trimmed

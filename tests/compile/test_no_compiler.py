@@ -75,15 +75,9 @@ def test_without_a_compiler_the_pass_runs_and_the_rest_is_called(without):
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_with_one_more_of_torch_is_fused_and_inductor_compiles_the_rest(without, tmp_path_factory):
+def test_with_one_the_regions_are_the_same_and_inductor_compiles_the_rest(without, tmp_path_factory):
     with_, said = process(tmp_path_factory.getbasetemp() / "inductor", TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE="0")
     assert "no C++ compiler" not in said
     assert with_["compiler"]
     assert with_["kernels"] > 0
-    assert own(with_) == own(without[0])
-    assert with_["regions"] != without[0]["regions"]
-
-
-def own(found):
-    """The calls of each region that are not torch's: without a compiler those gain nothing from being inside."""
-    return [[[call for call in region if not call.startswith("aten")] for region in graph] for graph in found["regions"]]
+    assert with_["regions"] == without[0]["regions"]

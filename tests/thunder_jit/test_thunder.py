@@ -252,12 +252,11 @@ def test_training_a_block(small):
     assert [products(f(run)) for f in (fusions, backward_fusions)] == [["grouped_mm"] * 2, ["grouped_mm_t"] * 2]
 
 
-def test_the_backward_of_small_operations_has_its_products_in_fusions():
-    """What is elementwise between them joins them once they have kernels that it could be fused with."""
+def test_the_backward_of_small_operations_is_fused_with_what_stands_between():
     run = jitted(Experts(small=True))
     run(tokens(5).requires_grad_()).sum().backward()
-    assert products(backward_fusions(run)) == ["grouped_mm_t"] * 2
-    assert "silu" not in {op.kind.name for fusion in programs(backward_fusions(run)) for op in fusion.ops}
+    assert any({"grouped_mm_t", "silu"} <= {op.kind.name for op in fusion.ops} or [op.kind.name for op in fusion.ops].count("mul") > 2
+               for fusion in programs(backward_fusions(run)))  # fmt: skip
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["one operation", "small operations"])
