@@ -1,0 +1,95 @@
+"""How long NVRTC takes for the kernels of one layer's experts, by counts of tokens. Needs no GPU, but the extra `cuda`.
+
+    python benchmarks/cuda_compile.py [--gpu H200] [--model qwen3] [--tokens 1 8 32 128 512 2048]
+
+Each count: its kernels one after the other, and all together as `fusion_moe.preparing` compiles them, with an empty cache each time. Then
+all counts together. Kernels that counts share are compiled once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+
+import torch
+from h200_cells import MODELS
+
+from fusion_moe import options
+from fusion_moe.arch import KNOWN, Arch
+from fusion_moe.compile import compile_fusion
+from fusion_moe.emit.cuda.choose import Choice
+from fusion_moe.emit.cuda.launch import Call, build
+from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
+from fusion_moe.runtime.preparing import run_builds
+from fusion_moe.target import TARGETS
+
+
+def codes(e: int, n: int, k: int) -> torch.Tensor:
+    """Two a byte."""
+    return torch.empty(e, n, k // 2, dtype=torch.uint8)
+
+
+def scales(e: int, n: int, k: int) -> torch.Tensor:
+    """One for 16 elements."""
+    return torch.empty(e, n, k // 16, dtype=torch.float8_e4m3fn)
+
+
+def call_of(model: str) -> Call:
+    """All kernels of expert_mlp on weights in the prepared layout, for any count of tokens."""
+    m = MODELS[model]
+    e, h, i = m.experts, m.hidden, m.intermediate
+    with torch.device("meta"):
+        parts = [part for n, k in ((2 * i, h), (h, i)) for part in (codes(e, n, k), scales(e, n, k), torch.empty(e))]
+        x, ids, w = torch.empty(7, h, dtype=torch.bfloat16), torch.empty(7, m.slots, dtype=torch.long), torch.empty(7, m.slots)
+    call = bind(SPECS["expert_mlp"], (x, ids, w, *parts), {"weight_layout": "w16x64"})
+    program = compile_fusion(fusion_of("expert_mlp", eager_types(call), call.others), TARGETS["cuda"], options.current())
+    assert isinstance(program.joined, Call)
+    return program.joined
+
+
+def alone(choice: Choice) -> list[tuple[str, float]]:
+    """Seconds of each kernel by itself."""
+    found = []
+    for kernel in {kernel.text: kernel for kernel in choice.kernels}.values():
+        start = time.perf_counter()
+        build(kernel, choice.arch)
+        found.append((kernel.title, time.perf_counter() - start))
+    return found
+
+
+def together(choices: Iterable[Choice]) -> tuple[int, float]:
+    """How many kernels, and seconds for all of them."""
+    kernels = {kernel.text: (kernel, choice.arch) for choice in choices for kernel in choice.kernels}
+    start = time.perf_counter()
+    run_builds((text, lambda what=what: build(*what)) for text, what in kernels.items())
+    return len(kernels), time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", default="H200", choices=[arch.name for arch in KNOWN.values()])
+    parser.add_argument("--model", default="qwen3", choices=list(MODELS))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048])
+    asked = parser.parse_args()
+    arch: Arch = next(arch for arch in KNOWN.values() if arch.name == asked.gpu)
+    call = call_of(asked.model)
+    (symbol,) = call.parts.symbols
+    choices = {tokens: call.choose({symbol: tokens}, arch) for tokens in asked.tokens}
+    for tokens, choice in choices.items():
+        with tempfile.TemporaryDirectory() as folder, options.override(cache_dir=folder):
+            kernels = alone(choice)
+        with tempfile.TemporaryDirectory() as folder, options.override(cache_dir=folder):
+            _, seconds = together([choice])
+        longest = max(kernels, key=lambda kernel: kernel[1])
+        total = sum(s for _, s in kernels)
+        print(f"{tokens} tokens: {len(kernels)} kernels, {total:.1f} s one by one, {seconds:.1f} together; {longest[0]} {longest[1]:.1f} s")
+    with tempfile.TemporaryDirectory() as folder, options.override(cache_dir=folder):
+        count, seconds = together(choices.values())
+    print(f"all {len(choices)} counts: {count} kernels, {seconds:.1f} s together, {len(os.sched_getaffinity(0))} CPUs")
+
+
+if __name__ == "__main__":
+    main()
