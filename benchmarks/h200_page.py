@@ -3,7 +3,8 @@
     python benchmarks/h200_page.py FILE.jsonl [FILE.jsonl ...]
 
 If a cell is in several lines, the last one counts. Each section is between two marks. Next to the peers of the same process the tables show
-the best of h200_recorded.json: peers that were measured separately.
+the best of h200_recorded.json: peers that were measured separately. What was measured on another card becomes a section with its name, and
+is compared with the peers of the same process alone: floors and records are an H200's.
 """
 
 from __future__ import annotations
@@ -61,8 +62,12 @@ def key(row: Row) -> tuple[Any, ...]:
 def write(rows: Sequence[Row]) -> Path:
     """Puts tables and plot into docs/; returns the page with the summary."""
     rows = [row for _, row in sorted({key(row): row for row in rows}.items())]
+    card = rows[0]["provenance"]["card"].removeprefix("NVIDIA ").split()[0]
+    if card != "H200":
+        of_mlp = [row for row in rows if row["part"] == "mlp"]
+        return put(card, "h200_page.py", "\n".join([*_provenance(rows)[:1], "", *_summary(rows, {}), *_overview(of_mlp, floor=False)]))
     plot = DOCS / "h200.svg"
-    lines = [*_provenance(rows), *_summary(rows), *_overview([row for row in rows if row["part"] == "mlp"])]
+    lines = [*_provenance(rows), *_summary(rows, recorded()), *_overview([row for row in rows if row["part"] == "mlp"])]
     if _draw(rows, plot):
         lines += [f"![Time over the floor against tokens]({plot.name})", ""]
     cells = [line for part in dict.fromkeys(row["part"] for row in rows) for line in _table(part, [r for r in rows if r["part"] == part])]
@@ -91,12 +96,12 @@ def _provenance(rows: Sequence[Row]) -> list[str]:
     ]  # fmt: skip
 
 
-def _summary(rows: Sequence[Row]) -> list[str]:
-    """How many cells are won and lost: against peers of the same process and, without one, against what was recorded."""
+def _summary(rows: Sequence[Row], apart: Mapping[tuple[Any, ...], tuple[float, str]]) -> list[str]:
+    """How many cells are won and lost: against peers of the same process and, without one, against what was recorded apart."""
     ours = [row for row in rows if us(row, OURS) is not None]
     if not ours:
         return [f"{OURS} was not measured in any of these cells.", ""]
-    beside, apart = {key(row): peer for row in ours if (peer := best_peer(row))}, recorded()
+    beside = {key(row): peer for row in ours if (peer := best_peer(row))}
     alone = {key(row): apart[key(row)] for row in ours if key(row) not in beside and key(row) in apart}
     errors = {p: max((r["contenders"][OURS]["error"] for r in ours if r["part"] == p), default=None) for p in PARTS}
     largest = ", ".join(f"{p} {e:.1e}" for p, e in errors.items() if e is not None)
@@ -119,17 +124,18 @@ def _won_and_lost(rows: Sequence[Row], others: Mapping[tuple[Any, ...], tuple[fl
     ]
 
 
-def _overview(rows: Sequence[Row]) -> list[str]:
+def _overview(rows: Sequence[Row], floor: bool = True) -> list[str]:
     """One line for each model and routing, one column for each number of tokens."""
     tokens, lines = sorted({row["tokens"] for row in rows}), dict[str, dict[int, str]]()
     for row in rows:
         ours = us(row, OURS)
-        shown = (_shown(row, OURS), _ratio(ours, row["floor_us"]), _against(ours, best_peer(row)))
+        shown = (_shown(row, OURS), _ratio(ours, row["floor_us"]) if floor else "", _against(ours, best_peer(row)))
         lines.setdefault(_title(row), {})[row["tokens"]] = ", ".join(text for text in shown if text)
     if not rows:
         return []
     return [
-        "The expert MLP, from expert ids to its result; columns are tokens. Each cell: us, times the floor, times the best peer's time.",
+        "The expert MLP, from expert ids to its result; columns are tokens. Each cell: us"
+        f"{', times the floor' if floor else ''}, times the best peer's time.",
         "",
         f"| model | {' | '.join(map(str, tokens))} |", f"|{'---|' * (len(tokens) + 1)}",
         *(f"| {title} | {' | '.join(found.get(t, '') for t in tokens)} |" for title, found in lines.items()), "",
