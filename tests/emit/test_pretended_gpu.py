@@ -44,7 +44,7 @@ def linear():
 
 def kept(fusion, target, folder):
     """The one definition that a program becomes."""
-    (segment,) = lower(fusion, TARGETS[target], Options()).contracted
+    (segment,) = lower(fusion, TARGETS[target], Options()).segments
     return keep(segment.fusion, target, SIZES, folder).name
 
 

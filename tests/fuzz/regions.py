@@ -115,8 +115,8 @@ def by_segments(lowered: Lowered, run: Run) -> tuple[Any, ...]:
     fusion = lowered.stages[-1][1]
     made: dict[Value, Any] = dict(zip(fusion.inputs, run.inputs, strict=True))
     env = lowered.stages[0][1].bind(run.inputs, run.sizes)
-    for whole, part in zip(lowered.segments, lowered.contracted, strict=True):
-        made.update(zip(whole.outputs, part.fusion.evaluate(*(made[v] for v in whole.inputs), sizes=env), strict=True))
+    for s in lowered.segments:
+        made.update(zip(s.outputs, s.plan.fusion.evaluate(*(made[v] for v in s.inputs), sizes=env), strict=True))
     return tuple(made[v] for v in fusion.outputs)
 
 
