@@ -28,6 +28,7 @@ def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] = ()) 
     model that takes no `input_ids`: `with fusion_moe.preparing(): model(...)` calls it as it has to be called.
     NonFiniteError for a block scale that is negative or NaN. A call that is interrupted leaves each module in one layout or the other.
     """
+    _check_tokens(model, tokens)
     modules = {name: m for name, m in model.named_modules() if isinstance(m, PackedModule)}
     for name, module in progress(modules.items(), "ordering weights", len(modules)):
         device = next(module.parameters()).device
@@ -42,13 +43,17 @@ def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] = ()) 
         _compile(model, tokens)
 
 
-def _compile(model: nn.Module, tokens: Sequence[int]) -> None:
-    """Compiles what calls of a language model need for these counts of tokens."""
+def _check_tokens(model: nn.Module, tokens: Sequence[int]) -> None:
+    """OptionError for what is no count of tokens, UnsupportedError for a model that cannot be called with tokens."""
     if not all(isinstance(count, int) and count > 0 for count in tokens):
         raise OptionError(f"tokens = {list(tokens)}", expected="positive integers", where="prepare_")
-    if not hasattr(getattr(model, "config", None), "vocab_size"):
+    if tokens and not hasattr(getattr(model, "config", None), "vocab_size"):
         found, todo = f"tokens for a {type(model).__name__}", "with fusion_moe.preparing(): call the model with inputs of these sizes"
         raise UnsupportedError(found, expected="a language model with a config", todo=todo, where="prepare_")
+
+
+def _compile(model: nn.Module, tokens: Sequence[int]) -> None:
+    """Compiles what calls of a language model need for these counts of tokens."""
     device = next(model.parameters()).device
     with preparing(), torch.no_grad():
         for shape in dict.fromkeys(shape for count in tokens for shape in ((1, count), (count, 1))):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 
 from ...ir.core import Fusion, Value
 from ...runtime.kernel import Kernel
 from ...runtime.memory import Memory
-from ...runtime.preparing import Build
 from ...segment import Segment
-from .launch import Arrays, Entry, Launch, Library, Sizes
+from .launch import Arrays, Function, Launch, Library, Sizes
 from .segment import Source
 from .unit import Step
 
@@ -32,28 +30,16 @@ def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...],
     return joined, Joined(library, whole) if whole else None
 
 
-class Joined:
+class Joined(Function):
     """joined(tensors, sizes=...) -> the outputs of a program; None where a kernel found input that the reference has an error for."""
 
     def __init__(self, library: Library, program: _Program):
-        self._library = library
+        super().__init__(library, "run")
         self._arrays = Arrays(program.fusion, program.lifetimes, program.transposed)
-
-    @cached_property
-    def _entry(self) -> Entry:
-        return self._library.entry("run")
 
     def workspace(self, sizes: Sizes) -> Memory:
         """Where lies what a call makes beside its outputs."""
         return self._arrays.workspace(sizes)
-
-    def builds(self, device: torch.device, sizes: Sizes) -> Iterator[Build]:
-        """What is compiled before a call, whatever its sizes."""
-        return self._library.builds()
-
-    def load(self, device: torch.device, sizes: Sizes) -> None:
-        """Finds the function."""
-        self._entry  # noqa: B018
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...] | None:
         return self._arrays.call(self._entry, tensors, sizes)

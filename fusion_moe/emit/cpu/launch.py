@@ -63,24 +63,32 @@ class Library:
         return lambda pointers, sizes: int(function(pointers, sizes, products, torch.get_num_threads()))
 
 
-class Launch:
-    """launch(*inputs, sizes=...) -> outputs: one segment of a library."""
+class Function:
+    """A function of a library, compiled before the first call, whatever its sizes."""
 
-    def __init__(self, library: Library, i: int):
-        self.library, self.source, self._i = library, library.sources[i], i
-        self._arrays = Arrays(self.source.fusion, dict.fromkeys(self.source.memory, (0, 0)), {self.source.transposed})
+    def __init__(self, library: Library, name: str):
+        self.library, self._name = library, name
 
     @cached_property
     def _entry(self) -> Entry:
-        return self.library.entry(f"run_{self._i}")
+        return self.library.entry(self._name)
 
     def builds(self, device: torch.device, sizes: Sizes) -> Iterator[Build]:
-        """What is compiled before a call, whatever its sizes."""
+        """What is compiled before a call."""
         return self.library.builds()
 
     def load(self, device: torch.device, sizes: Sizes) -> None:
         """Finds the function."""
         self._entry  # noqa: B018
+
+
+class Launch(Function):
+    """launch(*inputs, sizes=...) -> outputs: one segment of a library."""
+
+    def __init__(self, library: Library, i: int):
+        super().__init__(library, f"run_{i}")
+        self.source = library.sources[i]
+        self._arrays = Arrays(self.source.fusion, dict.fromkeys(self.source.memory, (0, 0)), {self.source.transposed})
 
     def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
         made = self._arrays.call(self._entry, inputs, sizes)
