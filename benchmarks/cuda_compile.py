@@ -9,7 +9,6 @@ all counts together. Kernels that counts share are compiled once.
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ from fusion_moe.compile import compile_fusion
 from fusion_moe.emit.cuda.choose import Choice
 from fusion_moe.emit.cuda.launch import Call, build
 from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
+from fusion_moe.runtime.bandwidth import cpus
 from fusion_moe.runtime.preparing import run_builds
 from fusion_moe.target import TARGETS
 
@@ -88,7 +88,7 @@ def main() -> None:
         print(f"{tokens} tokens: {len(kernels)} kernels, {total:.1f} s one by one, {seconds:.1f} together; {longest[0]} {longest[1]:.1f} s")
     with tempfile.TemporaryDirectory() as folder, options.override(cache_dir=folder):
         count, seconds = together(choices.values())
-    print(f"all {len(choices)} counts: {count} kernels, {seconds:.1f} s together, {len(os.sched_getaffinity(0))} CPUs")
+    print(f"all {len(choices)} counts: {count} kernels, {seconds:.1f} s together, {cpus()} CPUs")
 
 
 if __name__ == "__main__":

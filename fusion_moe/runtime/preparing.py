@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ..progress import progress
+from .bandwidth import cpus
 
 Sizes = Mapping[str, int]
 Build = tuple[Hashable, Callable[[], object]]  # a key, equal for equal work, and a function that does it and may run in any thread
@@ -89,16 +89,10 @@ def run_builds(builds: Iterable[Build]) -> dict[Hashable, Any]:
     The first error is raised, and what has not begun then is left out.
     """
     wanted = dict(builds)
-    with ThreadPoolExecutor(_workers(len(wanted))) as pool:
+    with ThreadPoolExecutor(max(1, min(len(wanted), cpus()))) as pool:
         made: dict[Future[Any], Hashable] = {pool.submit(contextvars.copy_context().run, build): key for key, build in wanted.items()}
         try:
             return {made[done]: done.result() for done in progress(as_completed(made), "compiling kernels", len(made))}
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def _workers(count: int) -> int:
-    """As many as there are CPUs for this process, or less work than that."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(count, cpus))
