@@ -1,7 +1,8 @@
-"""The derivatives of the operations: under grad a call runs the forward of its Fusion's derivative, which gives what the backward reads.
+"""Derivatives: under grad a call runs the forward of its Fusion's derivative, which gives what the backward reads.
 
 The forward is the operation itself where inputs alone are saved, else `fusion_moe::run` with the program that gives more; the backward is
-`run` too. So a tracer sees calls that return new tensors, and what is saved is an input or the result of one of them.
+`run` too. So a tracer sees calls that return new tensors, and what is saved is an input or the result of one of them. `run` is an operation
+like any other: its Fusion is the program that it is given.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -19,103 +22,164 @@ from . import options
 from .errors import Error, UnsupportedError
 from .ir.core import Fusion
 from .ir.derivative import Derivative, differentiate
-from .ir.text import one_line
+from .ir.text import one_line, parse
 from .ops import LIBRARY, SPECS, Call, Spec, Types, as_bytes, bind, eager_types, flat, fusion_of, traced_types
-from .run_ops import NAMESPACE, RUN, RUN_INTO
+from .parts import Input, Parts, grouped
+from .parts import flat as in_parts
+from .run_ops import NAMESPACE, RUN, RUN_INTO, named_sizes
+
+_Restore = Callable[[Tensor], Tensor]
+
+
+_derivatives: WeakValueDictionary[str, Derivative] = WeakValueDictionary()  # by the text of the backward
 
 
 @dataclass(frozen=True)
-class _Programs:
-    """The two programs of a derivative, and their texts. results: how many outputs of the forward are the operation's."""
+class Programs:
+    """The two programs of a derivative, and their texts. results: how many outputs of the forward are those of the Fusion."""
 
     derivative: Derivative
     results: int
     forward: str
     backward: str
 
+    @classmethod
+    def of(cls, fusion: Fusion, wanted: Sequence[int], router_gradient: bool) -> Programs:
+        """Those that give the gradients of some inputs."""
+        made = differentiate(fusion, wanted, router_gradient=router_gradient)
+        found = cls(made, len(fusion.outputs), one_line(made.forward), one_line(made.backward))
+        _derivatives[found.backward] = made
+        return found
+
     @property
     def saves(self) -> bool:
-        """Whether the forward gives more than the operation."""
+        """Whether the forward gives more than the Fusion."""
         return len(self.derivative.forward.outputs) > self.results
+
+    def seeds(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """What the backward takes last, from the gradients of the outputs."""
+        types = [v.type for v in self.derivative.backward.inputs[len(self.derivative.reads) :]]
+        return [flat(grads[i], len(type.shape) - 1) for i, type in zip(self.derivative.seeds, types, strict=True)]
 
 
 @lru_cache(maxsize=256)
-def _programs(name: str, types: Types, others: tuple[tuple[str, Any], ...], wanted: tuple[int, ...]) -> _Programs:
-    fusion = fusion_of(name, types, others)
-    made = differentiate(fusion, wanted)
-    return _Programs(made, len(fusion.outputs), one_line(made.forward), one_line(made.backward))
+def _of_call(name: str, types: Types, others: tuple[tuple[str, Any], ...], wanted: tuple[int, ...], router_gradient: bool) -> Programs:
+    return Programs.of(fusion_of(name, types, others), wanted, router_gradient)
+
+
+@lru_cache(maxsize=256)
+def _of_text(program: str, wanted: tuple[int, ...], router_gradient: bool) -> Programs:
+    return Programs.of(parse(program), wanted, router_gradient)
+
+
+def programs_of(program: str, wanted: tuple[int, ...]) -> Programs:
+    """The programs of the derivative of a program, under the options in force."""
+    return _of_text(program, wanted, options.current().router_gradient)
+
+
+def run(text: str, program: Fusion, inputs: Sequence[Input], sizes: Mapping[str, Any], with_: str | None) -> list[Tensor]:
+    """`fusion_moe::run` of a program, whose text this is, on inputs of one or more tensors."""
+    tensors, parts = in_parts(inputs)
+    return torch.ops.fusion_moe.run(text, tensors, [sizes[s] for s in program.symbols], with_, parts)
+
+
+def derivative_of(backward: str) -> Derivative | None:
+    """The derivative whose backward is this program, if a call in this process needs it."""
+    return _derivatives.get(backward)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One call under grad, without its tensors. wanted: which of them get a gradient; sizes: the symbols of both programs.
+    """One call under grad, without its tensors. parts: of its inputs; wanted: which of those get a gradient; sizes: of both programs.
 
-    programs: or the error for whoever waits for a gradient. options: those of the forward; the backward may run in a thread of autograd's.
+    programs: or the error for whoever waits for a gradient. given: the options that the call names; options: those in force else, for
+    the backward, which may run in a thread of autograd's.
     """
 
-    programs: _Programs | Error
+    programs: Programs | Error
+    parts: Parts | None
     wanted: tuple[int, ...]
     sizes: Mapping[str, Any]
-    options: str
+    options: str = ""
+    given: str | None = None
 
     @classmethod
-    def of(cls, call: Call) -> _Step:
-        """The step of a call. Traced, its sizes are the tracer's."""
+    def of_call(cls, call: Call) -> _Step:
+        """The step of a call of an operation. Traced, its sizes are the tracer's."""
         tensors = list(call.tensors.values())
-        wanted = tuple(i for i, t in enumerate(tensors) if t.requires_grad)
+        wants = wanted(tensors)
         tracing = any(type(t) is not Tensor and not isinstance(t, torch.nn.Parameter) for t in tensors)
         types, sizes = traced_types(call) if tracing else (eager_types(call), None)
         try:
-            programs = _programs(call.spec.name, types, call.others, wanted)
+            programs = _of_call(call.spec.name, types, call.others, wants, options.current().router_gradient)
         except UnsupportedError as error:
             names = list(call.tensors)
-            what = f"{call.spec.name}, derivative with respect to {', '.join(names[i] for i in wanted)}"
-            return cls(error.at(what), wanted, {}, "")
+            what = f"{call.spec.name}, derivative with respect to {', '.join(names[i] for i in wants)}"
+            return cls(error.at(what), None, wants, {})
         env = sizes.values() if sizes else programs.derivative.forward.bind(list(map(as_bytes, tensors)))
-        return cls(programs, wanted, env, options.current().key())
+        return cls(programs, None, wants, env, options.current().key())
 
-    def run(self, text: str, program: Fusion, tensors: Sequence[Tensor], with_: str | None) -> list[Tensor]:
-        """The outputs of one of the programs, whose text this is."""
-        return torch.ops.fusion_moe.run(text, tensors, [self.sizes[s] for s in program.symbols], with_)
+    @classmethod
+    def of_run(cls, program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], with_: str | None, parts: Parts | None) -> _Step:
+        """The step of a call of `run`."""
+        wants = wanted(grouped(inputs, parts))
+        try:
+            programs = programs_of(program, wants)
+        except UnsupportedError as error:
+            what = f"run, derivative with respect to inputs {', '.join(map(str, wants))}"
+            return cls(error.at(what), parts, wants, {})
+        return cls(programs, parts, wants, named_sizes(parse(program), sizes), with_ or options.current().key(), with_)
 
-    def forward(self, operation: Callable[[], Any], call: Call) -> tuple[Any, list[Tensor]]:
-        """What the call returns, and what its backward reads."""
-        tensors = list(call.tensors.values())
+    def forward(self, operation: Callable[[], Any], restore: _Restore, tensors: Sequence[Tensor]) -> tuple[Any, list[Input]]:
+        """What the call returns, and what its backward reads. restore: from the output of a program to that of the operation."""
         if isinstance(self.programs, Error):
             return operation(), []
-        derivative, count = self.programs.derivative, self.programs.results
+        derivative, count, inputs = self.programs.derivative, self.programs.results, grouped(tensors, self.parts)
         if not self.programs.saves:
             result = operation()
-            return result, derivative.read(tensors, result if isinstance(result, tuple) else (result,))
-        outputs = self.run(self.programs.forward, derivative.forward, tensors, None)
-        return call.restore(outputs[0]) if count == 1 else tuple(outputs[:count]), derivative.read(tensors, outputs)
+            return result, derivative.read(inputs, result if isinstance(result, tuple) else (result,))
+        outputs = run(self.programs.forward, derivative.forward, inputs, self.sizes, self.given)
+        return restore(outputs[0]) if count == 1 else tuple(outputs[:count]), derivative.read(inputs, outputs)
 
-    def backward(self, saved: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[int, Tensor]:
-        """The gradients of the tensors that want one, by their places."""
+    def backward(self, saved: Sequence[Input], grads: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The gradients of the inputs that want one, by their places."""
         if isinstance(self.programs, Error):
             raise self.programs
-        derivative = self.programs.derivative
-        types = [v.type for v in derivative.backward.inputs[len(derivative.reads) :]]
-        seeds = [flat(grads[i], len(type.shape) - 1) for i, type in zip(derivative.seeds, types, strict=True)]
-        outputs = self.run(self.programs.backward, derivative.backward, [*saved, *seeds], self.options)
+        inputs = [*saved, *self.programs.seeds(grads)]
+        outputs = run(self.programs.backward, self.programs.derivative.backward, inputs, self.sizes, self.options)
         return dict(zip(self.wanted, outputs, strict=True))
 
 
+def wanted(inputs: Sequence[Input]) -> tuple[int, ...]:
+    """The inputs of which a part requires a gradient."""
+    return tuple(i for i, t in enumerate(inputs) if any(p.requires_grad for p in (t if isinstance(t, tuple) else (t,))))
+
+
+def split(found: Mapping[int, Any], parts: Parts | None, count: int) -> list[Any]:
+    """Gradients of inputs, by their places, as gradients of the tensors that these are made of: a part's is a slice."""
+    if parts is None:
+        return [found.get(i) for i in range(count)]
+    each = ([found.get(i)] if n == 0 else found[i].unbind() if i in found else [None] * n for i, n in enumerate(parts))
+    return list(chain.from_iterable(each))
+
+
 class _Differentiated(torch.autograd.Function):
-    """(step, operation, call, the tensors of the call...) -> the results. Only the step and what is saved live until the backward."""
+    """(step, operation, restore, the tensors of the call...) -> the results. Only the step and what is saved live until the backward."""
 
     @staticmethod
-    def forward(ctx: Any, step: _Step, operation: Callable[[], Any], call: Call, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, step: _Step, operation: Callable[[], Any], restore: _Restore, *tensors: Tensor) -> Any:
         with _AutoDispatchBelowAutograd():
-            result, saved = step.forward(operation, call)
+            result, saved = step.forward(operation, restore, tensors)
         ctx.step, ctx.count = step, len(tensors)
-        ctx.save_for_backward(*saved)
+        flattened, ctx.parts = in_parts(saved)
+        ctx.save_for_backward(*flattened)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        found = ctx.step.backward(ctx.saved_tensors, grads)
-        return (None, None, None, *(found.get(i) for i in range(ctx.count)))
+        found = ctx.step.backward(grouped(ctx.saved_tensors, ctx.parts), grads)
+        needed = ctx.needs_input_grad[3:]
+        return (None, None, None, *(g if need else None for g, need in zip(split(found, ctx.step.parts, ctx.count), needed, strict=True)))
 
 
 def _called(spec: Spec, keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,9 +188,27 @@ def _called(spec: Spec, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     operation = partial(op.redispatch, keyset & _after_autograd_keyset, *args, **kwargs)
     if torch.is_grad_enabled() and _any_requires_grad(*args):
         call = bind(spec, args, kwargs)
-        return _Differentiated.apply(_Step.of(call), operation, call, *call.tensors.values())
+        return _Differentiated.apply(_Step.of_call(call), operation, call.restore, *call.tensors.values())
     with _AutoDispatchBelowAutograd():
         return operation()
+
+
+def _called_run(
+    name: str, keyset: Any, program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None,
+    parts: Parts | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """`run` as autograd calls it."""
+    op = getattr(torch.ops.fusion_moe, name).default
+
+    def operation() -> tuple[Tensor, ...]:
+        return tuple(op.redispatch(keyset & _after_autograd_keyset, program, inputs, sizes, options, parts))
+
+    if torch.is_grad_enabled() and _any_requires_grad(inputs):
+        step = _Step.of_run(program, inputs, sizes, options, parts)
+        made = _Differentiated.apply(step, operation, lambda output: output, *inputs)
+        return list(made) if isinstance(made, tuple) else [made]
+    with _AutoDispatchBelowAutograd():
+        return list(operation())
 
 
 def _mark_non_differentiable(ctx: Any, inputs: Any, output: Any) -> None:
@@ -156,8 +238,7 @@ def _register() -> None:
             never = _no_derivative(spec.name, "it has no derivative")
             torch.library.register_autograd(f"{NAMESPACE}::{spec.name}", never, setup_context=_mark_non_differentiable, lib=LIBRARY)
     for name in RUN:
-        never = _no_derivative(name, "second-order derivatives are not supported")
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", never, lib=LIBRARY)
+        LIBRARY.impl(name, partial(_called_run, name), "Autograd", with_keyset=True)
     for name in RUN_INTO:
         LIBRARY.impl(name, partial(_never_tracked, name), "Autograd", with_keyset=True)
 

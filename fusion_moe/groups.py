@@ -32,8 +32,9 @@ Size = TypeVar("Size", int, Tensor)
 
 
 def ends_from_sizes(sizes: Tensor) -> Tensor:
-    """sizes i32 or i64 [G] -> ends i32 [G]."""
-    return sizes.cumsum(0, dtype=torch.int32)
+    """sizes int [G] -> ends i32 [G]. An end that has no place in 32 bits becomes the nearest that has: it stays as wrong as it is."""
+    limits = torch.iinfo(torch.int32)
+    return sizes.to(torch.int64).cumsum(0).clamp(limits.min, limits.max).to(torch.int32)
 
 
 def ends_from_problem(starts: Tensor, problem_sizes: Tensor) -> Tensor:

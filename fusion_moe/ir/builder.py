@@ -106,10 +106,21 @@ class FusionDefinition:
         return self.define_groups(self._fresh("g"), count)
 
     def inline(self, fusion: Fusion, inputs: Sequence[Value], sizes: Mapping[str, AnySize]) -> tuple[Value, ...]:
-        """Copies the operations of a Fusion onto other inputs and sizes; returns what its outputs became."""
+        """Copies the operations of a Fusion onto other inputs and sizes; returns what its outputs became.
+
+        Its partitions by ends that partition rows here already are these; rows that other ends have partitioned count as plain rows.
+        """
         made: dict[Any, Any] = dict(zip(fusion.inputs, inputs, strict=True))
         groups: dict[Groups, Groups] = {}
         for op in fusion.ops:
+            if op.kind.name == "ends":
+                made[op.outputs[0]] = ends = self.groups_of(made[op.values[0]], value(op.attrs["rows"], sizes))
+                assert ends.type.ends is not None
+                groups[op.attrs["groups"]] = ends.type.ends
+                continue
+            if op.kind.name == "partition":
+                made[op.outputs[0]] = self.partition_by(*(made[v] for v in op.values))
+                continue
             for made_here in (v.type.ends for v in op.outputs if v.type.ends):
                 groups[made_here] = self.fresh_groups(value(made_here.count, sizes))
             attrs = {name: _moved(attr, sizes, groups) for name, attr in op.attrs.items()}
@@ -189,6 +200,13 @@ class FusionDefinition:
             return self.ops.ends(vector, rows=rows, groups=groups)
 
         return self._cut_once(("groups_of", offs, rows), make, offs)
+
+    def partition_by(self, x: Value, ends: Value) -> Value:
+        """x [M, ...] -> [M/g, ...]; rows that other ends have partitioned count as plain rows: the call says which ends count."""
+        dim = x.type.shape[0]
+        if isinstance(dim, Rows) and dim.groups != ends.type.ends:
+            x = self.ops.reshape(x, new_shape=(dim.total, *x.type.shape[1:]))
+        return self.ops.partition(x, ends)
 
     def groups_of_problem(self, starts: Value, problem_sizes: Value, padded_starts: Value, rows: AnySize, n: int, k: int) -> Value:
         """The ends-typed value of a partition in nvFuser's form (`problem_ends`); asked twice, it is the same value."""

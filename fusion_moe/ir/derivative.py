@@ -6,7 +6,7 @@ gradients of the float outputs, and gives the gradients of the inputs asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 from ..errors import OptionError, UnsupportedError
 from .builder import FusionDefinition
 from .core import Fusion, Op, Partitions, Value
+from .gradients import Gradients
+from .router_gradient import of_combine
 from .saved import POLICIES, made_again, saved
 from .types import FLOATS, Groups, Rows, TensorType, plain
 
@@ -23,13 +25,15 @@ class Derivative:
     """forward: (inputs...) -> the outputs of the Fusion, then what is saved. backward: (read..., seeds...) -> the gradients.
 
     reads: what the backward takes first: places among the forward's inputs, followed by its outputs. seeds: the outputs whose gradients
-    it takes next, the floats: each of its output's shape, with plain rows.
+    it takes next, the floats: each of its output's shape, with plain rows. rewritten: the operations of the Fusion whose derivative
+    `router_gradient` is.
     """
 
     forward: Fusion
     backward: Fusion
     reads: tuple[int, ...]
     seeds: tuple[int, ...]
+    rewritten: tuple[Op, ...] = ()
 
     def read(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """What the backward takes first, from what the forward took and gave."""
@@ -37,21 +41,23 @@ class Derivative:
         return [there[i] for i in self.reads]
 
 
-def differentiate(fusion: Fusion, wrt: Sequence[int], save: str = "values") -> Derivative:
+def differentiate(fusion: Fusion, wrt: Sequence[int], save: str = "values", router_gradient: bool = True) -> Derivative:
     """The forward and the backward that gives the gradients of inputs `wrt`, each in its input's dtype.
 
     save: "values": no product is done again; "inputs": the forward saves nothing. Either saves only what some of these gradients needs.
+    router_gradient: whether weights of slots get their gradient by way of the product before (router_gradient.py).
     UnsupportedError where no derivative reaches an input: quantized weights are frozen.
     """
     if save not in POLICIES:
         raise OptionError(f"save = {save!r}", expected=f"one of {', '.join(POLICIES)}", where="differentiate")
     if fusion.aliases:
         raise UnsupportedError("the derivative of a program that writes over its inputs", todo="differentiate the one without alias_input")
-    whole = _whole(fusion, wrt)
+    whole = _whole(fusion, wrt, router_gradient)
     kept = saved(whole.forward, whole.needed, POLICIES[save])
     there = tuple(dict.fromkeys((*fusion.inputs, *fusion.outputs, *(whole.original[v] for v in kept))))
     forward = replace(fusion, outputs=there[len(fusion.inputs) :])
-    return Derivative(forward, _backward(whole, kept), tuple(there.index(whole.original[v]) for v in kept), _seeded(fusion))
+    reads = tuple(there.index(whole.original[v]) for v in kept)
+    return Derivative(forward, _backward(whole, kept), reads, _seeded(fusion), whole.rewritten)
 
 
 # ------------------------------------------------------------------------------------------------------- forward and backward in one
@@ -60,13 +66,14 @@ def differentiate(fusion: Fusion, wrt: Sequence[int], save: str = "values") -> D
 @dataclass(frozen=True)
 class _Whole:
     """(inputs..., seeds...) -> gradients, in one Fusion. forward: its first operations, which compute the outputs; later: what of the rest
-    the gradients need; original: what each value of `forward` is called in the Fusion that is differentiated.
+    the gradients need; original: what each value of `forward` is called in the Fusion that is differentiated; rewritten: see Derivative.
     """
 
     fusion: Fusion
     forward: Fusion
     later: tuple[Op, ...]
     original: Mapping[Value, Value]
+    rewritten: tuple[Op, ...]
 
     @property
     def seeds(self) -> tuple[Value, ...]:
@@ -99,7 +106,7 @@ def _seeded(fusion: Fusion) -> tuple[int, ...]:
     return tuple(i for i, v in enumerate(fusion.outputs) if v.type.dtype in FLOATS)
 
 
-def _whole(fusion: Fusion, wrt: Sequence[int]) -> _Whole:
+def _whole(fusion: Fusion, wrt: Sequence[int], router_gradient: bool) -> _Whole:
     fd = FusionDefinition()
     made: dict[Any, Any] = {v: fd.define_like(v.type, fusion.role(v)) for v in fusion.inputs}
     outputs = [fusion.outputs[i] for i in _seeded(fusion)]
@@ -107,13 +114,15 @@ def _whole(fusion: Fusion, wrt: Sequence[int]) -> _Whole:
     ops = [_copied(fd, op, made) for op in fusion.ops]
     first = fd.count
 
-    grads: dict[Value, Value] = {}
+    leads = _depending({made[fusion.inputs[i]] for i in wrt}, ops)
+    grads, rewritten = Gradients(fd, leads), []
     for value, seed in seeds:
-        _add(fd, grads, made[value], seed)
-    for op in reversed(ops):
-        if any(v in grads for v in op.outputs):
+        grads.add(made[value], seed)
+    for op, copy in zip(reversed(fusion.ops), reversed(ops), strict=True):
+        if any(v in grads for v in copy.outputs):
             with fd.at(op.source):
-                _differentiate(fd, op, grads)
+                if _differentiate(fd, copy, grads, router_gradient):
+                    rewritten.append(op)
     for i in wrt:
         value = made[fusion.inputs[i]]
         if value not in grads:
@@ -122,11 +131,20 @@ def _whole(fusion: Fusion, wrt: Sequence[int]) -> _Whole:
                 expected="activations, router weights or biases",
                 todo="quantized weights and their scales are frozen: call requires_grad_(False) on them",
             )
-        fd.add_output(fd.ops.reshape(grads[value], new_shape=tuple(map(plain, value.type.shape))))
+        fd.add_output(fd.ops.reshape(grads.of(value), new_shape=tuple(map(plain, value.type.shape))))
     whole, inputs = fd.fusion(), tuple(made[v] for v in fusion.inputs)
     forward = replace(whole, inputs=inputs, ops=whole.ops[:first], outputs=tuple(made[v] for v in fusion.outputs))
     later = made_again(whole.ops[first:], whole.outputs, ())
-    return _Whole(whole, forward, later, {new: v for v, new in reversed(made.items())})
+    return _Whole(whole, forward, later, {new: v for v, new in reversed(made.items())}, tuple(reversed(rewritten)))
+
+
+def _depending(values: Collection[Value], ops: Sequence[Op]) -> set[Value]:
+    """These values, and all that is computed from them."""
+    found = set(values)
+    for op in ops:
+        if not found.isdisjoint(op.values):
+            found.update(op.outputs)
+    return found
 
 
 def _copied(fd: FusionDefinition, op: Op, made: dict[Any, Any]) -> Op:
@@ -138,30 +156,23 @@ def _copied(fd: FusionDefinition, op: Op, made: dict[Any, Any]) -> Op:
     return replace(op, inputs=inputs, outputs=outputs)
 
 
-def _differentiate(fd: FusionDefinition, op: Op, grads: dict[Value, Value]) -> None:
+def _differentiate(fd: FusionDefinition, op: Op, grads: Gradients, by_router: bool) -> bool:
+    """Gives the operands of an operation their gradients; whether `router_gradient` did."""
     if op.kind.grad is None:
-        if any(v.type.dtype in FLOATS for v in op.values) and op.kind.role != "view":
+        if any(v.type.dtype in FLOATS and v in grads.leads for v in op.values) and op.kind.role != "view":
             raise UnsupportedError(f"{op.kind.name} has no derivative", todo="compute it under torch.no_grad()", where=op.source)
-        return
+        return False
+    (output,) = op.outputs  # what has several outputs has no derivative
+    got = grads.of(output)
+    rewritten = of_combine(fd, op, got, grads.leads) if by_router and op.kind.name == "combine" else None
     try:
-        (output,) = op.outputs  # what has several outputs has no derivative
-        found = op.kind.grad(fd, op, _like(fd, grads[output], output))
+        given: Iterable[tuple[Any, Value | None]] = rewritten or zip(op.inputs, op.kind.grad(fd, op, got), strict=True)
+        for v, grad in given:
+            if isinstance(v, Value) and grad is not None:
+                grads.add(v, grad)
     except NotImplementedError as error:
         raise UnsupportedError(f"not supported: {error}", todo="compute it under torch.no_grad()", where=op.source) from None
-    for v, grad in zip(op.inputs, found, strict=True):
-        if isinstance(v, Value) and grad is not None:
-            _add(fd, grads, v, grad)
-
-
-def _like(fd: FusionDefinition, grad: Value, v: Value) -> Value:
-    """The gradient of v with the partition of v's rows."""
-    if grad.type.shape == v.type.shape:
-        return grad
-    return fd.ops.reshape(grad, new_shape=v.type.shape)
-
-
-def _add(fd: FusionDefinition, grads: dict[Value, Value], v: Value, grad: Value) -> None:
-    grads[v] = fd.ops.add(grads[v], grad) if v in grads else grad
+    return rewritten is not None
 
 
 # ------------------------------------------------------------------------------------------------------------------- and in two

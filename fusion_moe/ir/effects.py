@@ -26,7 +26,7 @@ def check_targets(targets: Mapping[int, torch.Tensor]) -> None:
             found = f"output {i} over a tensor of shape {list(t.shape)} and strides {list(t.stride())}"
             raise ShapeError(found, expected="memory of its own for each element", todo="write over a .contiguous() copy", where="fusion")
     for (i, a), (j, b) in combinations(targets.items(), 2):
-        if _overlap(a, b):
+        if overlap(a, b):
             raise ShapeError(f"outputs {i} and {j} over tensors that overlap", expected="memory of its own for each", where="fusion")
 
 
@@ -43,7 +43,7 @@ def _memory(t: torch.Tensor) -> int:
     return t.untyped_storage().data_ptr()
 
 
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the ranges of memory of two tensors overlap, from their first to their last elements."""
     (first_a, end_a), (first_b, end_b) = _range(a), _range(b)
     return _memory(a) == _memory(b) and first_a < end_b and first_b < end_a

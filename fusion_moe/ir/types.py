@@ -38,6 +38,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
+def accumulated(dtype: str) -> str:
+    """The dtype that sums of a dtype, plain or encoded, are made in: f64 of f64, else f32."""
+    return "f64" if dtype == "f64" else "f32"
+
+
 @dataclass(frozen=True)
 class Groups:
     """A partition of rows into `count` groups. Their sizes live in a device tensor that the host never reads."""

@@ -3,8 +3,9 @@
 from .assign_layouts import assign_layouts
 from .canonicalize import canonicalize
 from .contract_rounding import contract_rounding, dropped_roundings
+from .gather_for_each import gather_for_each
 from .simplify import simplify
 
-PASSES = (canonicalize, assign_layouts, simplify)
+PASSES = (canonicalize, assign_layouts, simplify, gather_for_each)
 
-__all__ = ["PASSES", "assign_layouts", "canonicalize", "contract_rounding", "dropped_roundings", "simplify"]
+__all__ = ["PASSES", "assign_layouts", "canonicalize", "contract_rounding", "dropped_roundings", "gather_for_each", "simplify"]

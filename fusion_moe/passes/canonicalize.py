@@ -65,12 +65,23 @@ def _partition(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[
 
 
 def _product(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
-    """Products read their operands exactly, so an exact widening before them does nothing."""
-    before = _made(fd, inputs[0], "cast")
-    source = before.values[0].type.dtype if before else ""
-    if before is None or source not in FLOATS or inputs[0].type.dtype not in _EXACT_IN.get(source, ()):
-        return None
-    return fd.append(op.kind, [before.values[0], *inputs[1:]], op.attrs)
+    """Products and sums of groups read rows exactly, so an exact widening before them does nothing. (f64 widens their sums.)"""
+    narrow = [_widened(fd, v) or v for v in inputs]
+    return None if narrow == list(inputs) or op.outputs[0].type.dtype == "f64" else fd.append(op.kind, narrow, op.attrs)
+
+
+def _gather(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
+    """Rows are gathered as narrow as they are, and widened after."""
+    x, index = inputs
+    source = _widened(fd, x)
+    return None if source is None else (fd.ops.cast(fd.append(op.kind, [source, index], op.attrs)[0], dtype=x.type.dtype),)
+
+
+def _widened(fd: FusionDefinition, v: Any) -> Value | None:
+    """The narrower floats that a value is the exact widening of."""
+    before = _made(fd, v, "cast")
+    source = before.values[0] if before else None
+    return source if source and source.type.dtype in FLOATS and v.type.dtype in _EXACT_IN.get(source.type.dtype, ()) else None
 
 
 def _made(fd: FusionDefinition, v: Any, kind: str) -> Op | None:
@@ -78,4 +89,7 @@ def _made(fd: FusionDefinition, v: Any, kind: str) -> Op | None:
     return op if op is not None and op.kind.name == kind else None
 
 
-_RULES = {"div": _div, "cast": _cast, "reshape": _reshape, "partition": _partition, "grouped_mm": _product, "grouped_mm_t": _product}
+_PRODUCTS = ("grouped_mm", "grouped_mm_t", "grouped_outer", "group_sum")
+_RULES = {
+    "div": _div, "cast": _cast, "reshape": _reshape, "partition": _partition, "index_select": _gather, **dict.fromkeys(_PRODUCTS, _product),
+}  # fmt: skip

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fusions import G, assert_same_bits, evaluate, inputs_of
 from hypothesis import given
+from hypothesis import strategies as st
 from pointwise import BINARY, UNARY, sample
 from routings import Partition, Routing, partitions, routings
 
@@ -133,6 +134,22 @@ def test_index_select():
     check(lambda fd, x, at: fd.ops.index_select(x, at, dim=0), lambda x, at: x.index_select(0, at), torch.randn(4, 3), at, rtol=1e-6)
 
 
+@about("index_select")
+@given(routings().filter(lambda routing: routing.groups < 10 and routing.ids.shape[0] < 20), st.integers(0, 2))
+def test_index_select_by_a_routing(routing: Routing, spare: int):
+    """Rows of tokens, and numbers of slots in the order of rows; some that nothing picks."""
+    (t, k), flat = routing.ids.shape, routing.ids.flatten().argsort(stable=True)
+
+    def build(fd, x, ids, w):
+        _, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", routing.groups))
+        picked = fd.ops.index_select(w, fd.ops.invert(slot_of, rows=t * k), dim=0)
+        rows = fd.ops.index_select(x, row_of, dim=0)
+        return fd.ops.mul(fd.ops.reshape(rows, new_shape=(t * k, 3)), fd.ops.reshape(picked, new_shape=(t * k, 1)))
+
+    x, w = torch.randn(t + spare, 3).double(), torch.randn(t * k + spare).double()
+    check(build, lambda x, ids, w: x[flat // k] * w[flat, None], x, routing.ids, w)
+
+
 def test_a_value_with_several_readers():
     x = sample("neg")
     check(
@@ -201,6 +218,19 @@ def test_grouped_mm_with_float_weights(partition: Partition):
 
     a, w = torch.randn(partition.rows, 5), torch.randn(len(partition.sizes), 4, 5)
     check(build, lambda a, w, offs: _loop(partition, a, w), a, w, partition.ends, wrt=(0, 1), rtol=1e-5)
+    check(build, lambda a, w, offs: _loop(partition, a, w), a.double(), w.double(), partition.ends, wrt=(0, 1))
+
+
+@about("grouped_mm_t")
+@given(SMALL)
+def test_grouped_mm_with_weights_stored_the_other_way(partition: Partition):
+    def build(fd, a, w, offs):
+        rows, ends = _rows(fd, partition, a, offs)
+        return fd.ops.grouped_mm_t(rows, w, ends)
+
+    a, w = torch.randn(partition.rows, 5), torch.randn(len(partition.sizes), 5, 4)
+    check(build, lambda a, w, offs: _loop(partition, a, w.mT), a, w, partition.ends, wrt=(0, 1), rtol=1e-5)
+    check(build, lambda a, w, offs: _loop(partition, a, w.mT), a.double(), w.double(), partition.ends, wrt=(0, 1))
 
 
 @about("grouped_mm")

@@ -414,6 +414,42 @@ def test_products_of_small_integers_are_exact(partition: Partition):
         np.testing.assert_array_equal(found.double().numpy(), expected)
 
 
+@about("grouped_mm", "grouped_mm_t", "grouped_outer", "group_sum", "combine")
+def test_sums_of_float64_are_float64():
+    """Of numbers that float32 does not hold."""
+    x, w, offs = 1 + torch.rand(3, 4).double() * 1e-12, 1 + torch.rand(2, 5, 4).double() * 1e-12, torch.tensor([1, 3], dtype=torch.int32)
+    slots, ones = torch.tensor([[0, 2]], dtype=torch.int32), torch.ones(1, 2)
+
+    def build(fd, x, w, offs, slots, ones):
+        ends = fd.groups_of(offs, 3)
+        rows = fd.ops.partition(x, ends)
+        y = fd.ops.grouped_mm(rows, w, ends)
+        made = y, fd.ops.grouped_mm_t(y, w, ends), fd.ops.grouped_outer(rows, y, ends), fd.ops.group_sum(y, ends)
+        return *made, fd.ops.combine(y, slots, ones)
+
+    found = run(build, x, w, offs, slots, ones)
+    y = torch.cat([x[:1] @ w[0].T, x[1:] @ w[1].T])
+    want = y, torch.cat([y[:1] @ w[0], y[1:] @ w[1]]), torch.stack([x[:1].T @ y[:1], x[1:].T @ y[1:]]), torch.stack([y[0], y[1:].sum(0)])
+    for a, b in zip(found, (*want, y[:1] + y[2:]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-15, atol=0)
+
+
+@about("group_sum")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@given(partitions())
+def test_group_sum(dtype, partition: Partition):
+    """Whatever is past the last end is not read."""
+    y = torch.randint(-4, 5, (partition.rows, 3), generator=torch.Generator().manual_seed(5)).to(dtype)
+    y[sum(partition.sizes) :] = NAN
+
+    def build(fd, y, offs):
+        return fd.ops.group_sum(*partitioned_rows(fd, partition, y, offs))
+
+    (found,) = run(build, y, partition.ends)
+    assert found.dtype == torch.float32
+    assert found.tolist() == [y[rows].double().sum(0).tolist() for _, rows in partition.runs]
+
+
 @about("group_add")
 @given(partitions())
 def test_group_add(partition: Partition):

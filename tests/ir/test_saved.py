@@ -54,13 +54,13 @@ def products(fusion: Fusion) -> list[str]:
     return [op.kind.name for op in fusion.ops if op.kind.role == "grouped"]
 
 
-INDICES = ["i32[3]", "i32[t, 2]"]  # ends of the groups, the row of each slot: 8 bytes a row, where ids are 8 bytes too
+INDICES = ["i32[3]", "i32[2*t/g0]", "i32[t, 2]"]  # ends of the groups, the token of each row, the row of each slot: 8 bytes a row
 PRE_ACTIVATION, RESULT = f"bf16[2*t/g0, {2 * I}]", f"bf16[2*t/g0, {H}]"
 WEIGHTS = list(NAMES[3:])
 WANTED = {  # what wants a gradient: values saved, inputs read, products of the backward
     ("x",): ([*INDICES, PRE_ACTIVATION], ["w", *WEIGHTS], ["grouped_mm_t"] * 2),
     ("w",): ([*INDICES, RESULT], [], []),
-    ("x", "w"): ([*INDICES, PRE_ACTIVATION, RESULT], ["w", *WEIGHTS], ["grouped_mm_t"] * 2),
+    ("x", "w"): ([*INDICES, PRE_ACTIVATION], ["w", *WEIGHTS], ["grouped_mm_t"] * 2),
 }
 
 
@@ -78,10 +78,10 @@ def test_biases_want_less_than_activations():
     """The gradient of FC2's bias reads no value, that of FC1's reads what that of x does, but for FC1's weight. No bias is read."""
     fusion, names = mlp(variant="bias")
     down, gate_up = (differentiate(fusion, [names.index(n)]) for n in ("down_bias", "gate_up_bias"))
-    assert (saved(down, fusion), read(down, names), products(down.backward)) == (INDICES, ["w"], ["grouped_outer"])
+    assert (saved(down, fusion), read(down, names), products(down.backward)) == (INDICES, ["w"], [])
     assert saved(gate_up, fusion) == [*INDICES, PRE_ACTIVATION]
     assert read(gate_up, names) == ["w", *WEIGHTS[3:]]
-    assert products(gate_up.backward) == ["grouped_mm_t", "grouped_outer"]
+    assert products(gate_up.backward) == ["grouped_mm_t"]
 
 
 @pytest.mark.parametrize("variant", expert_mlp_variants(G, H, I))
@@ -103,7 +103,7 @@ def test_save_inputs_saves_no_value():
     derivative = differentiate(fusion, [0, 2], save="inputs")
     assert derivative.forward == fusion
     assert read(derivative, names) == list(names)
-    assert products(derivative.backward) == ["grouped_mm"] * 2 + ["grouped_mm_t"] * 2
+    assert products(derivative.backward) == ["grouped_mm"] + ["grouped_mm_t"] * 2
     with pytest.raises(OptionError, match=r"save = 'all'; expected one of values, inputs"):
         differentiate(fusion, [0], save="all")
 
@@ -153,4 +153,6 @@ def test_saved_or_done_again_the_gradients_are_the_same(fusion):
         seeds = [torch.ones(made[o].shape, dtype=made[o].dtype) for o in values.seeds]
         found = evaluate(values.backward, *values.read(inputs, made), *seeds)
         assert_same_bits(found, evaluate(again.backward, *again.read(inputs, made), *seeds))
-        assert "grouped_mm" not in products(values.backward)
+        dgrads = {"grouped_mm": "grouped_mm_t", "grouped_mm_t": "grouped_mm"}
+        for dgrad, product in dgrads.items():  # more of them would be products of the forward, done again
+            assert products(values.backward).count(dgrad) <= products(fusion).count(product)

@@ -90,6 +90,7 @@ def test_the_ends_of_another_partition(golden):
         "grouped_mm_t": lambda ends: fd.ops.grouped_mm_t(other, w, ends),
         "grouped_outer": lambda ends: fd.ops.grouped_outer(other, rows, ends),
         "group_add": lambda ends: fd.ops.group_add(rows, bias, ends),
+        "group_sum": lambda ends: fd.ops.group_sum(rows, ends),
         "grouped_swizzle": lambda ends: fd.ops.grouped_swizzle(fd.ops.partition(scale, right), ends, layout="sf128x4"),
         "plain rows": lambda ends: fd.ops.grouped_mm(x if ends is wrong else rows, w, right),
         "two partitions in one sum": lambda ends: fd.ops.add(rows, fd.ops.partition(x, ends)),
@@ -117,6 +118,7 @@ def test_groups_and_sizes_must_agree(golden):
         return fd.define_tensor(shape=shape, dtype=dtype)
 
     codes, scale = tensor(4, 8, 16, dtype="u8"), tensor(4, 8, 2, dtype="f8e4m3")
+    counts = fd.ops.partition(tensor(m, 2, dtype="i32"), ends)
     packed = fd.ops.pack(codes, scale, tensor(4), encoding="nvfp4", layout="linear")
     calls = [
         lambda: fd.ops.grouped_mm(rows, tensor(5, 8, 32), ends),
@@ -126,6 +128,8 @@ def test_groups_and_sizes_must_agree(golden):
         lambda: fd.ops.grouped_mm(rows, packed, ends, a_layout="sf128x4"),
         lambda: fd.ops.group_add(rows, tensor(4, 32, dtype="bf16"), ends),
         lambda: fd.ops.group_add(rows, tensor(3, 32), ends),
+        lambda: fd.ops.group_sum(tensor(4, 8), ends),
+        lambda: fd.ops.group_sum(counts, ends),
         lambda: fd.ops.ends(tensor(4, dtype="i64"), rows=m, groups=g),
         lambda: fd.ops.ends(tensor(5, dtype="i32"), rows=m, groups=g),
         lambda: fd.ops.partition(x, tensor(4, dtype="i32")),

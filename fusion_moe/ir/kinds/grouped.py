@@ -1,9 +1,12 @@
 """Products over groups: run g of the rows with matrix g. All accumulate in float32; rows past the last end come out as zeros.
 
     grouped_mm     a [M/g, K], w [G, N, K] -> f32[M/g, N]     contracts K
-    grouped_mm_t   a [M/g, N], w [G, N, K] -> f32[M/g, K]     contracts N: the gradient of `a`, weights as they are stored
+    grouped_mm_t   a [M/g, N], w [G, N, K] -> f32[M/g, K]     contracts N: the gradient of `a`; or a product of weights stored [G, K, N]
     grouped_outer  a [M/g, N], b [M/g, K]  -> f32[G, N, K]    contracts rows: the gradient of `w`; an empty group is zero
     group_add      y [M/g, N], bias [G, N] -> [M/g, N]
+    group_sum      y [M/g, N]              -> f32[G, N]       the rows of each group, added in order: the gradient of `bias`; zero if empty
+
+No product or sum reads rows past the last end. Operands of f64 (both, or neither) give f64: for checks, on the reference alone.
 
 w is of any encoding, nvfp4[G, N, K] say, or a float tensor; it is dequantized a few groups at a time.
 a may be nvfp4[M/g, K]; a_layout and w_layout say how the block scales of the two are stored.
@@ -21,12 +24,11 @@ from ...encodings import Quantized, dequantize, find
 from ...errors import DtypeError, ShapeError
 from ...groups import check_ends, row_groups
 from ..core import Op, OpKind, Value
-from ..types import TensorType, dtype_name, plain
+from ..types import DTYPES, FLOATS, TensorType, accumulated, dtype_name, plain
 from .quantized import encoded, linear
-from .rules import Types, need_dtype, need_partition, need_rank, need_same
+from .rules import Types, need_dtype, need_float, need_partition, need_rank, need_same
 from .shape import elements
 
-_FLOATS = ("f32", "bf16", "f16")  # what float32 holds exactly
 _PANEL = 2**21  # elements that are decoded at once
 
 
@@ -34,7 +36,7 @@ def _operands(a: TensorType, w: TensorType, ends: TensorType, contract: int, w_l
     need_rank("a", a, 2)
     need_rank("w", w, 3)
     for name, type in (("a", a), ("w", w)):
-        need_dtype(name, type, *_FLOATS, *encoded())
+        need_dtype(name, type, *FLOATS, *encoded())
     rows = need_partition("a", a, ends)
     need_same("group count", "w", w.shape[0], "ends", rows.groups.count)
     need_same("contracted size", f"a {a}", a.shape[1], f"w {w}", w.shape[contract])
@@ -42,26 +44,34 @@ def _operands(a: TensorType, w: TensorType, ends: TensorType, contract: int, w_l
         raise ShapeError(f"w is {w}", expected=f"the layout {w_layout}", todo="w_layout states it")
 
 
+def _summed(a: TensorType, b: TensorType) -> str:
+    """The dtype of a product's sums."""
+    if accumulated(a.dtype) != accumulated(b.dtype):
+        expected = "f64 for both, or for neither"
+        raise DtypeError(f"the operands are {a} and {b}", expected=expected, todo="cast with fd.ops.cast(x, dtype=...)")
+    return accumulated(a.dtype)
+
+
 def _mm_type(a: TensorType, w: TensorType, ends: TensorType, a_layout: str = "linear", w_layout: str = "linear") -> Types:
     _operands(a, w, ends, 2, w_layout)
     if a.layout != a_layout:
         raise ShapeError(f"a is {a}", expected=f"the layout {a_layout}", todo="fd.ops.relayout changes it, a_layout states it")
-    return (TensorType((a.shape[0], w.shape[1]), "f32"),)
+    return (TensorType((a.shape[0], w.shape[1]), _summed(a, w)),)
 
 
 def _mm_t_type(a: TensorType, w: TensorType, ends: TensorType, w_layout: str = "linear") -> Types:
     _operands(a, w, ends, 1, w_layout)
     if a.quantized:
         raise DtypeError(f"a is {a}", expected="floats: the blocks of a run along N, which is contracted")
-    return (TensorType((a.shape[0], w.shape[2]), "f32"),)
+    return (TensorType((a.shape[0], w.shape[2]), _summed(a, w)),)
 
 
 def _outer_type(a: TensorType, b: TensorType, ends: TensorType) -> Types:
     rows = need_partition("a", a, ends)
     need_partition("b", b, ends)
-    need_dtype("a", a, *_FLOATS)
-    need_dtype("b", b, *_FLOATS)
-    return (TensorType((rows.groups.count, a.shape[1], b.shape[1]), "f32"),)
+    need_dtype("a", a, *FLOATS)
+    need_dtype("b", b, *FLOATS)
+    return (TensorType((rows.groups.count, a.shape[1], b.shape[1]), _summed(a, b)),)
 
 
 def _add_type(y: TensorType, bias: TensorType, ends: TensorType) -> Types:
@@ -74,6 +84,13 @@ def _add_type(y: TensorType, bias: TensorType, ends: TensorType) -> Types:
     return (y,)
 
 
+def _sum_type(y: TensorType, ends: TensorType) -> Types:
+    need_rank("y", y, 2)
+    need_float("y", y)
+    rows = need_partition("y", y, ends)
+    return (TensorType((rows.groups.count, y.shape[1]), accumulated(y.dtype)),)
+
+
 def _runs(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """(group, first row, row after the last) of every run that is not empty. Reads the ends: this is the reference."""
     start = 0
@@ -83,10 +100,15 @@ def _runs(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
         start = end
 
 
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype of its sums."""
+    return x.to(DTYPES[accumulated(dtype_name(x.dtype))])
+
+
 def _matrices(w: Any, groups: Sequence[int], layout: str) -> Iterator[torch.Tensor]:
-    """The matrices of these groups in float32, decoded a panel at a time: never all of a large weight."""
+    """The matrices of these groups in the dtype of sums, decoded a panel at a time: never all of a large weight."""
     if not isinstance(w, Quantized):
-        yield from (_plain(w[group], layout).float() for group in groups)
+        yield from (_wide(_plain(w[group], layout)) for group in groups)
         return
     step = max(1, _PANEL // (w.shape[-2] * w.shape[-1]))
     for first in range(0, len(groups), step):
@@ -107,18 +129,18 @@ def _mm(a: Any, w: Any, ends: torch.Tensor, *, transposed: bool, a_layout: str =
         a = dequantize(linear(a, a.encoding, a_layout, ends))
     check_ends(ends, a.shape[0], "ends")
     _, n, k = w.shape
-    out = torch.zeros(a.shape[0], k if transposed else n, device=a.device)
+    out = _wide(a.new_zeros(a.shape[0], k if transposed else n))
     runs = list(_runs(ends))
     for (_, start, end), matrix in zip(runs, _matrices(w, [group for group, *_ in runs], w_layout), strict=True):
-        out[start:end] = a[start:end].float() @ (matrix if transposed else matrix.T)
+        out[start:end] = _wide(a[start:end]) @ (matrix if transposed else matrix.T)
     return (out,)
 
 
 def _outer(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
     check_ends(ends, a.shape[0], "ends")
-    out = torch.zeros(len(ends), a.shape[1], b.shape[1], device=a.device)
+    out = _wide(a.new_zeros(len(ends), a.shape[1], b.shape[1]))
     for group, start, end in _runs(ends):
-        out[group] = a[start:end].float().T @ b[start:end].float()
+        out[group] = _wide(a[start:end]).T @ _wide(b[start:end])
     return (out,)
 
 
@@ -128,19 +150,45 @@ def _add(y: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor) -> tuple[torch
     return (y + padded.index_select(0, row_groups(ends, y.shape[0])),)
 
 
-def _mm_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
-    a, w, ends = op.values
+def _sum(y: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
+    check_ends(ends, y.shape[0], "ends")
+    out = _wide(y.new_zeros(len(ends), y.shape[1]))
+    for group, start, end in _runs(ends):
+        out[group] = _wide(y[start:end]).sum(0)
+    return (out,)
+
+
+def product_grad(fd: Any, op: Op, dy: Value, a: Value) -> tuple[Value, Value | None]:
+    """(the gradient of the rows of grouped_mm or grouped_mm_t in float32, that of its float weight in the weight's dtype).
+
+    a: what the weight's gradient is made of: the rows of the product, or others in their place.
+    """
+    (_, w, ends), transposed = op.values, op.kind.name == "grouped_mm_t"
     at = {name: layout for name, layout in op.attrs.items() if name == "w_layout"}
-    da = None if a.type.quantized else fd.ops.cast(fd.ops.grouped_mm_t(dy, w, ends, **at), dtype=a.type.dtype)
-    dw = None if w.type.quantized else fd.ops.cast(fd.ops.grouped_outer(dy, a, ends), dtype=w.type.dtype)
-    return [da, dw, None]
+    da = (fd.ops.grouped_mm if transposed else fd.ops.grouped_mm_t)(dy, w, ends, **at)
+    if w.type.quantized:
+        return da, None
+    return da, fd.ops.cast(fd.ops.grouped_outer(*((a, dy) if transposed else (dy, a)), ends), dtype=w.type.dtype)
+
+
+def _mm_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    a = op.values[0]
+    if a.type.quantized:
+        return [None, None, None]
+    da, dw = product_grad(fd, op, dy, a)
+    return [fd.ops.cast(da, dtype=a.type.dtype), dw, None]
 
 
 def _add_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
-    y, bias, ends = op.values
-    ones = fd.ops.partition(fd.ops.full(shape=(plain(y.type.shape[0]), 1), fill_value=1.0, dtype="f32"), ends)
-    total = fd.ops.reshape(fd.ops.grouped_outer(ones, dy, ends), new_shape=bias.type.shape)
-    return [dy, fd.ops.cast(total, dtype=bias.type.dtype), None]
+    _, bias, ends = op.values
+    return [dy, fd.ops.cast(fd.ops.group_sum(dy, ends), dtype=bias.type.dtype), None]
+
+
+def bias_rows(fd: Any, bias: Value, ends: Value, like: Value) -> Value:
+    """bias [G, N] -> [M/g, N], the bias of each row's group, in the dtype of `like` [M/g, N]; zeros past the last end"""
+    dtype = like.type.dtype
+    nothing = fd.ops.partition(fd.ops.full(shape=tuple(map(plain, like.type.shape)), fill_value=0.0, dtype=dtype), ends)
+    return fd.ops.group_add(nothing, fd.ops.cast(bias, dtype=dtype), ends)
 
 
 def _product_flops(op: Op) -> Any:
@@ -152,7 +200,8 @@ def _product_flops(op: Op) -> Any:
 
 TABLE = (
     OpKind("grouped_mm", _mm_type, partial(_mm, transposed=False), _mm_grad, flops=_product_flops, role="grouped"),
-    OpKind("grouped_mm_t", _mm_t_type, partial(_mm, transposed=True), flops=_product_flops, role="grouped"),
+    OpKind("grouped_mm_t", _mm_t_type, partial(_mm, transposed=True), _mm_grad, flops=_product_flops, role="grouped"),
     OpKind("grouped_outer", _outer_type, _outer, flops=_product_flops, role="grouped"),
     OpKind("group_add", _add_type, _add, _add_grad, role="grouped_add"),
+    OpKind("group_sum", _sum_type, _sum, flops=lambda op: elements(op.values[0].type.shape), role="grouped_sum"),
 )

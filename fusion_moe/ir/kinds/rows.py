@@ -15,7 +15,7 @@ from ...groups import check_ends, check_ids, check_permutation, check_problem, c
 from ...layouts import SF128X4
 from ..core import Need, Op, OpKind, Value
 from ..sizes import AnySize
-from ..types import DTYPES, INTS, Dim, Groups, Rows, TensorType, plain
+from ..types import DTYPES, INTS, Dim, Groups, Rows, TensorType, accumulated, dtype_name, plain
 from .rules import Types, need_dtype, need_float, need_partition, need_rank, need_same
 from .shape import elements
 
@@ -128,14 +128,19 @@ def some_of(there: Dim, wanted: AnySize | Dim) -> AnySize:
 
 
 def _index_select_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
-    """The rows of dy added where they were taken from; of rows in the order of a routing, each token's slots in order."""
+    """The rows of dy added where they were taken from.
+
+    Of rows in the order of a routing, each token's slots in order; of slots in the order of rows, which is a permutation, picked back.
+    """
     x, index = op.values
+    wide, rows = accumulated(x.type.dtype), plain(x.type.shape[0])
     if op.attrs["dim"] != 0:
         raise NotImplementedError("the derivative of index_select along another dimension than 0")
-    if len(x.type.shape) == 2 and x.type.dtype != "f64" and (slot_of := _slots(fd, index)) is not None:
-        once = fd.ops.full(shape=slot_of.type.shape, fill_value=1.0, dtype="f32")
+    if len(x.type.shape) == 2 and (slot_of := _slots(fd, index)) is not None and rows == plain(slot_of.type.shape[0]):
+        once = fd.ops.full(shape=slot_of.type.shape, fill_value=1.0, dtype=wide)
         return [fd.ops.cast(fd.ops.combine(dy, slot_of, once), dtype=x.type.dtype), None]
-    wide = "f64" if x.type.dtype == "f64" else "f32"
+    if fd.made_by(index) == "invert" and rows == plain(index.type.shape[0]):
+        return [fd.ops.index_select(dy, _flat(fd, fd.producer(index).values[0]), dim=0), None]
     zeros = fd.ops.full(shape=tuple(map(plain, x.type.shape)), fill_value=0.0, dtype=wide)
     total = fd.ops.index_put_accumulate(zeros, index, fd.ops.cast(dy, dtype=wide))
     return [fd.ops.cast(total, dtype=x.type.dtype), None]
@@ -185,7 +190,7 @@ def _combine_type(y: TensorType, slot_of: TensorType, w: TensorType) -> Types:
     need_rank("w", w, 2)
     for a, b in zip(slot_of.shape, w.shape, strict=True):
         need_same("size", "slot_of", a, "w", b)
-    return (TensorType((plain(slot_of.shape[0]), y.shape[1]), "f32"),)
+    return (TensorType((plain(slot_of.shape[0]), y.shape[1]), accumulated(y.dtype)),)
 
 
 def _combine_needs(y: TensorType, slot_of: TensorType, w: TensorType) -> Iterator[Need]:
@@ -193,31 +198,78 @@ def _combine_needs(y: TensorType, slot_of: TensorType, w: TensorType) -> Iterato
 
 
 def _combine(y: torch.Tensor, slot_of: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
-    """y [M, N], slot_of i32[T, k], w [T, k] -> f32[T, N]: w * y of the slots 0..k-1 added in that order in float32."""
+    """y [M, N], slot_of i32[T, k], w [T, k] -> f32[T, N]: w * y of the slots 0..k-1 added in that order in float32 (f64 in float64)."""
     if not y.is_cuda:  # on CUDA looking would wait for the device
         check_slots(slot_of, len(y))
-    total = torch.zeros(slot_of.shape[0], y.shape[1], device=y.device)
+    wide = DTYPES[accumulated(dtype_name(y.dtype))]
+    total = torch.zeros(slot_of.shape[0], y.shape[1], dtype=wide, device=y.device)
     for slot in range(slot_of.shape[1]):
-        total += y.index_select(0, slot_of[:, slot]).float() * w[:, slot, None].float()
+        total += y.index_select(0, slot_of[:, slot]).to(wide) * w[:, slot, None].to(wide)
     return (total,)
 
 
 def _combine_grad(fd: Any, op: Op, dout: Value) -> Sequence[Value | None]:
     """dout f32[T, N] -> dy [M, N]: each row gets its token's gradient times its weight; dw [T, k]: the gradient along that row."""
     y, slot_of, w = op.values
-    (t, k), (m, n), ops = slot_of.type.shape, y.type.shape, fd.ops
-    wide = ops.broadcast_in_dim(dout, shape=(t, k, n), broadcast_dims=(0, 2))
-    weight = ops.broadcast_in_dim(ops.cast(w, dtype="f32"), shape=(t, k, n), broadcast_dims=(0, 1))
-    spread = ops.reshape(ops.mul(wide, weight), new_shape=(elements((t, k)), n))
-    flat = ops.reshape(slot_of, new_shape=(elements((t, k)),))
-    if fd.made_by(slot_of) == "route":  # a permutation of the rows
-        dy = ops.index_select(spread, ops.invert(slot_of, rows=m), dim=0)
-    else:
-        dy = ops.index_put_accumulate(ops.full(shape=(plain(m), n), fill_value=0.0, dtype="f32"), flat, spread)
-    picked = ops.index_select(y, flat, dim=0)
-    picked = ops.cast(ops.reshape(picked, new_shape=(t, k, n)), dtype="f32")
-    dw = ops.sum(ops.mul(wide, picked), dims=(2,), keepdim=False)
+    rows = token_rows(fd, dout, slot_of, y)
+    if rows is None:
+        return _combine_grad_of_any(fd, op, dout)
+    ops = fd.ops
+    dy = weighted(fd, rows, w, slot_of)
+    dw = ops.sum(ops.mul(rows, wide_like(fd, y, rows)), dims=(1,), keepdim=False)
+    return [ops.cast(dy, dtype=y.type.dtype), None, ops.cast(slot_values(fd, dw, slot_of), dtype=w.type.dtype)]
+
+
+def _combine_grad_of_any(fd: Any, op: Op, dout: Value) -> Sequence[Value | None]:
+    """Of slots that may name a row twice, or not at all."""
+    y, slot_of, w = op.values
+    (t, k), (m, n), ops, flat, wide = slot_of.type.shape, y.type.shape, fd.ops, _flat(fd, slot_of), dout.type.dtype
+    spread = ops.broadcast_in_dim(dout, shape=(t, k, n), broadcast_dims=(0, 2))
+    weight = ops.broadcast_in_dim(ops.cast(w, dtype=wide), shape=(t, k, n), broadcast_dims=(0, 1))
+    scaled = ops.reshape(ops.mul(spread, weight), new_shape=(elements((t, k)), n))
+    dy = ops.index_put_accumulate(ops.full(shape=(plain(m), n), fill_value=0.0, dtype=wide), flat, scaled)
+    picked = ops.cast(ops.reshape(ops.index_select(y, flat, dim=0), new_shape=(t, k, n)), dtype=wide)
+    dw = ops.sum(ops.mul(spread, picked), dims=(2,), keepdim=False)
     return [ops.cast(dy, dtype=y.type.dtype), None, ops.cast(dw, dtype=w.type.dtype)]
+
+
+def token_rows(fd: Any, x: Value, slot_of: Value, y: Value) -> Value | None:
+    """x [T, N] -> [M/g, N], the token of each row of y [M, N], where slot_of is of the routing that y's rows are in the order of."""
+    routed = fd.producer(slot_of)
+    if routed is None or routed.kind.name != "route" or plain(y.type.shape[0]) != elements(slot_of.type.shape):
+        return None
+    return fd.ops.index_select(x, routed.outputs[1], dim=0)
+
+
+def weighted(fd: Any, rows: Value, w: Value, slot_of: Value) -> Value:
+    """rows f32[M/g, N] times the weight of each one's slot: w [T, k], slot_of i32[T, k], a permutation. Weights of 1 are left out."""
+    if ones(fd, w):
+        return rows
+    m = rows.type.shape[0]
+    picked = fd.ops.index_select(_flat(fd, w), fd.ops.invert(slot_of, rows=m), dim=0)
+    return fd.ops.mul(rows, fd.ops.reshape(fd.ops.cast(picked, dtype=rows.type.dtype), new_shape=(m, 1)))
+
+
+def ones(fd: Any, w: Value) -> bool:
+    """Whether a value is made of ones."""
+    made = fd.producer(w)
+    return made is not None and made.kind.name == "full" and made.attrs["fill_value"] == 1
+
+
+def slot_values(fd: Any, rows: Value, slot_of: Value) -> Value:
+    """rows [M], slot_of i32[T, k] -> [T, k]: the element of each slot's row."""
+    return fd.ops.reshape(fd.ops.index_select(rows, _flat(fd, slot_of), dim=0), new_shape=slot_of.type.shape)
+
+
+def wide_like(fd: Any, y: Value, rows: Value) -> Value:
+    """y [M, N] in the dtype of `rows` [M/g, ...], and partitioned as they are."""
+    shape = (rows.type.shape[0], y.type.shape[1])
+    return fd.ops.cast(y if y.type.shape == shape else fd.ops.reshape(y, new_shape=shape), dtype=rows.type.dtype)
+
+
+def _flat(fd: Any, x: Value) -> Value:
+    """x [T, k] -> [M]"""
+    return fd.ops.reshape(x, new_shape=(elements(x.type.shape),))
 
 
 def _partition_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:

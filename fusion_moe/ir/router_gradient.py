@@ -1,0 +1,82 @@
+"""The gradient of a combine whose rows a product made, by way of that product's own gradient.
+
+    out = combine(y, slot_of, w), y = h W^T + b        rows of out's gradient: d [M, N], row i that of the token of row i
+
+    u = d W                       what h and w both need
+    dw of row i = <d, y> = <u, h> + <d, b>             so that y is neither saved nor computed again
+    dh = w u,  dW = d^T (w h),  db = sum of w d        so that the products read rows of out's gradient as they are
+
+The same numbers in another order of sums and roundings; the option `router_gradient` turns it off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import reduce
+
+from .builder import FusionDefinition
+from .core import Op, Value
+from .kinds.grouped import bias_rows, product_grad
+from .kinds.rows import ones, slot_values, token_rows, weighted, wide_like
+from .types import FLOATS, plain
+
+Given = Iterator[tuple[Value, Value]]  # values, and what each gets as its gradient
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """How rows were made: a product, then biases of groups."""
+
+    product: Op
+    biases: tuple[Op, ...]
+
+
+def of_combine(fd: FusionDefinition, combine: Op, dout: Value, leads: Collection[Value]) -> Given | None:
+    """What the operands of the product, the biases and w get from a combine.
+
+    None if its rows are not those of a product and a routing, or if all weights are 1. w gets the gradient along y where nothing else wants
+    the product's own gradient: `leads` has what some wanted gradient depends on.
+    """
+    y, slot_of, w = combine.values
+    linear = None if ones(fd, w) else _linear(fd, y)
+    rows = None if linear is None else token_rows(fd, dout, slot_of, y)
+    if linear is None or rows is None or rows.type.shape[0] != linear.product.outputs[0].type.shape[0]:
+        return None
+    return _given(fd, combine, linear, rows, leads)
+
+
+def _given(fd: FusionDefinition, combine: Op, linear: _Linear, d: Value, leads: Collection[Value]) -> Given:
+    ops, (y, slot_of, w), (h, weight, _) = fd.ops, combine.values, linear.product.values
+    wide_h = wide_like(fd, h, d)
+    u, dweight = product_grad(fd, linear.product, d, ops.cast(weighted(fd, wide_h, w, slot_of), dtype=h.type.dtype))
+    yield h, ops.cast(weighted(fd, u, w, slot_of), dtype=h.type.dtype)
+    if dweight is not None:
+        yield weight, dweight
+    for op in linear.biases:
+        yield op.values[1], ops.cast(ops.group_sum(weighted(fd, d, w, slot_of), op.values[2]), dtype=op.values[1].type.dtype)
+    if h in leads:
+        along = [(u, wide_h), *((d, bias_rows(fd, op.values[1], op.values[2], d)) for op in linear.biases)]
+    else:
+        along = [(d, wide_like(fd, y, d))]
+    dw = reduce(ops.add, (ops.sum(ops.mul(a, b), dims=(1,), keepdim=False) for a, b in along))
+    yield w, ops.cast(slot_values(fd, dw, slot_of), dtype=w.type.dtype)
+
+
+def _linear(fd: FusionDefinition, y: Value) -> _Linear | None:
+    """The product and biases that made rows, rounded or partitioned anew on the way; None if anything else is among what made them."""
+    biases: list[Op] = []
+    while (op := fd.producer(y)) is not None:
+        name, source = op.kind.name, op.values[0]
+        if name in ("grouped_mm", "grouped_mm_t"):
+            return None if source.type.quantized else _Linear(op, tuple(biases))
+        if name == "group_add":
+            biases.append(op)
+        elif not (name == "cast" and source.type.dtype in FLOATS) and not (name in ("reshape", "partition") and _same_rows(source, y)):
+            return None
+        y = source
+    return None
+
+
+def _same_rows(a: Value, b: Value) -> bool:
+    return tuple(map(plain, a.type.shape)) == tuple(map(plain, b.type.shape))

@@ -1,0 +1,66 @@
+"""Inputs in parts: the matrices of G groups as G tensors, which a program takes as one [G, ...].
+
+parts says for each input of a program how many tensors it is made of; 0 is one tensor, as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from .errors import DeviceError, DtypeError, ShapeError
+
+Parts = Sequence[int]
+Input = Tensor | tuple[Tensor, ...]
+
+
+def grouped(tensors: Sequence[Tensor], parts: Parts | None) -> list[Input]:
+    """The tensors of each input; parts None: each is one. ShapeError if they are fewer or more."""
+    if parts is None:
+        return list(tensors)
+    count = sum([n or 1 for n in parts])
+    if count != len(tensors):
+        raise ShapeError(f"{len(tensors)} tensors", expected=f"{count}, for inputs of {list(parts)} parts")
+    found: list[Input] = []
+    at = 0
+    for n in parts:
+        found.append(tuple(tensors[at : at + n]) if n else tensors[at])
+        at += n or 1
+    return found
+
+
+def flat(inputs: Sequence[Input]) -> tuple[list[Tensor], list[int] | None]:
+    """Inputs as one list of tensors, and their parts; None if none has any."""
+    parts = [len(t) if isinstance(t, tuple) else 0 for t in inputs]
+    return list(chain.from_iterable(t if isinstance(t, tuple) else (t,) for t in inputs)), parts if any(parts) else None
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """G tensors of one shape -> [G, ...]: a view where they are contiguous neighbours in one storage, else a copy.
+
+    ShapeError, DtypeError or DeviceError if they differ.
+    """
+    first = tensors[0]
+    shape, dtype, device = first.shape, first.dtype, first.device
+    for i, t in enumerate(tensors):
+        if t.shape != shape:
+            raise ShapeError(f"part {i} is {list(t.shape)}", expected=f"{list(shape)}, as part 0")
+        if t.dtype != dtype:
+            raise DtypeError(f"part {i} is {t.dtype}", expected=f"{dtype}, as part 0")
+        if t.device != device:
+            raise DeviceError(f"part {i} on {t.device}", expected=f"{device}, as part 0", todo="move it with .to(device)")
+    if are_neighbours(tensors):
+        return first.as_strided((len(tensors), *shape), (first.numel(), *first.stride()), first.storage_offset())
+    return torch.stack(list(tensors))
+
+
+def are_neighbours(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors of one shape and dtype are contiguous, and each begins where the one before it ends, in the storage of the first."""
+    first, step = tensors[0], tensors[0].nbytes
+    storage, base = first.untyped_storage(), first.data_ptr()
+    if not step or base + len(tensors) * step > storage.data_ptr() + storage.nbytes():
+        return False
+    return all(t.data_ptr() == base + i * step and t.is_contiguous() for i, t in enumerate(tensors))

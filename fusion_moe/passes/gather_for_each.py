@@ -1,0 +1,40 @@
+"""Rows that several products read are gathered by each of them, while it loads them: never in memory for all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..ir.core import Fusion, Op, Value
+from ..target import Target
+
+
+def gather_for_each(fusion: Fusion, target: Target) -> Fusion:
+    """The Fusion with an `index_select` of rows of its own for each product that reads one."""
+    copies: dict[Op, list[Op]] = {}
+    ops = [_with_own_gathers(fusion, op, copies) for op in fusion.ops]
+    if not copies:
+        return fusion
+    made = [each for old, op in zip(fusion.ops, ops, strict=True) for each in (op, *copies.get(old, ()))]
+    return replace(fusion, ops=tuple(made)).verify()
+
+
+def _with_own_gathers(fusion: Fusion, op: Op, copies: dict[Op, list[Op]]) -> Op:
+    """A product that reads copies of gathers which something before it reads too; any other operation itself."""
+    if op.kind.role != "grouped":
+        return op
+    inputs = list(op.inputs)
+    for i, v in enumerate(op.inputs):
+        gather = fusion.producers.get(v) if isinstance(v, Value) else None
+        if gather is None or not _of_rows(gather):
+            continue
+        (output,) = gather.outputs
+        if fusion.readers[output][0] is not op:
+            made = copies.setdefault(gather, [])
+            own = Value(f"{output.name}_{len(made) + 1}", output.type)
+            made.append(replace(gather, outputs=(own,)))
+            inputs[i] = own
+    return op if inputs == list(op.inputs) else op.with_inputs(tuple(inputs))
+
+
+def _of_rows(op: Op) -> bool:
+    return op.kind.name == "index_select" and op.attrs["dim"] == 0
