@@ -134,21 +134,29 @@ def check_floats(x: Tensor, encoding: Encoding, *, elements: bool = False) -> No
 
 
 def check_block_scales(block_scale: Tensor, name: str = "block_scale") -> None:
-    """NonFiniteError when block scales, e4m3 or e8m0, hold NaN or a negative number (-0.0 too): no quantizer writes either.
+    """NonFiniteError when block scales, e4m3, e8m0 or bfloat16, hold NaN, infinity or a negative number (-0.0 too).
 
-    For loading a checkpoint: kernels may store scales in an unsigned type. Waits for the device.
+    No quantizer writes them. For loading a checkpoint: kernels may store scales in an unsigned type. Waits for the device.
     """
-    if block_scale.dtype not in _NAN_BYTES:
-        raise DtypeError(f"{name} is {block_scale.dtype}", expected=" or ".join(map(str, _NAN_BYTES)))
-    nan, byte = bytes_of_nan(block_scale), block_scale.view(torch.uint8)
-    bad = nan if block_scale.dtype == torch.float8_e8m0fnu else nan | (byte > 0x7F)
+    nan, bad = _bad_scales(block_scale, name)
     if bad.any():
-        count = int(nan.sum())
+        count, found = int(nan.sum()), "NaN or infinite" if block_scale.dtype == torch.bfloat16 else "NaN"
         raise _at_first(
-            bad, block_scale, name, f"{count} NaN and {int(bad.sum()) - count} negative",
+            bad, block_scale, name, f"{count} {found} and {int(bad.sum()) - count} negative",
             expected="block scales that are numbers and not negative, as every quantizer writes them",
             todo="the file is damaged, or these are bytes of another type or of another tensor",
         )  # fmt: skip
+
+
+def _bad_scales(scale: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Where block scales [...] are no finite numbers, and where they are that or negative -> bool [...], bool [...]."""
+    if scale.dtype == torch.bfloat16:
+        nan = ~scale.isfinite()
+        return nan, nan | scale.signbit()
+    if scale.dtype not in _NAN_BYTES:
+        raise DtypeError(f"{name} is {scale.dtype}", expected=" or ".join(map(str, (*_NAN_BYTES, torch.bfloat16))))
+    nan = bytes_of_nan(scale)
+    return nan, nan if scale.dtype == torch.float8_e8m0fnu else nan | (scale.view(torch.uint8) > 0x7F)
 
 
 _NAN_BYTES = {torch.float8_e4m3fn: (0x7F, 0xFF), torch.float8_e8m0fnu: (0xFF,)}
@@ -166,9 +174,8 @@ def check_finite(x: Tensor, name: str = "x", encoding: Encoding = NVFP4) -> None
 
     encoding: what x is to be quantized to.
     """
-    bad = ~x.isfinite()
-    if bad.any():
-        nan = int(x.isnan().sum())
+    if x.numel() and not torch.stack(x.aminmax()).isfinite().all():  # NaN goes through aminmax, which needs no memory of the size of x
+        bad, nan = ~x.isfinite(), int(x.isnan().sum())
         raise _at_first(
             bad, x, name, f"{nan} NaN and {int(bad.sum()) - nan} infinite",
             expected=f"finite numbers to quantize to {encoding.name}{'' if encoding.plain else ', which has no NaN or infinity'}",

@@ -1,6 +1,6 @@
-"""How the elements of a tile of `w16x64` lie in its bytes, by their width in bits. x is [..., r, c, v, j, h, i], as w16x64.py has it.
+"""How the elements of a tile of `w16x64` lie in its bytes, by their type. x is [..., r, c, v, j, h, i], as w16x64.py has it.
 
-4 bits: code (r, c, v, j, h, i) -> byte 64 r + 16 c + 4 v + 2 j and the one after it. These two bytes, low byte first, are the half j of a
+e2m1: code (r, c, v, j, h, i) -> byte 64 r + 16 c + 4 v + 2 j and the one after it. These two bytes, low byte first, are the half j of a
 word, and have four codes, each as sign s and size abc. Those of h = 0, i = 0 stand where bfloat16 has its sign and lowest exponent bits,
 so that one `and` makes a pair of numbers of a word; those of h = 0, i = 1 do six places lower; those of h = 1, i = 0 twelve, in a word
 that is rotated: each half has the sizes of the other; those of h = 1, i = 1 are two pieces in what is left, which two shifts put there.
@@ -8,6 +8,9 @@ that is rotated: each half has the sizes of the other; those of h = 1, i = 1 are
 
     bit    15     14     13     12-10        9      8-6      5      4      3      2-0
            s 00   a 11   s 11   abc 10 *     s 01   abc 00   b 11   c 11   s 10   abc 01      (s 10: of h = 1, i = 0; *: of the other half)
+
+int4: code (r, c, v, j, h, i) -> byte 64 r + 16 c + 4 v + 2 j + h, the low nibble for i = 0. One `and` makes a pair of numbers of a word,
+or of a word that is shifted.
 
 16 bits: element (r, c, v, j, h, i) -> byte 512 v + 64 r + 16 c + 8 h + 4 i + 2 j: step v of a lane is 16 bytes.
 """
@@ -32,7 +35,7 @@ class CodeOrder(Protocol):
     def read(self, t: Tensor, tiles: tuple[int, ...]) -> Tensor: ...
 
 
-class FourBits:
+class Nibbles:
     """Two codes a byte: the even k is in the low nibble."""
 
     def unpacked(self, t: Tensor) -> Tensor:
@@ -42,6 +45,18 @@ class FourBits:
     def packed(self, x: Tensor) -> Tensor:
         """u8 [..., N, K] -> u8 [..., N, K/2]"""
         return x[..., 0::2] | x[..., 1::2] << 4
+
+    def stored(self, x: Tensor) -> Tensor:
+        """u8 codes [..., r, c, v, j, h, i] -> u8 [..., r, c, v, j, h]"""
+        return x[..., 0] | x[..., 1] << 4
+
+    def read(self, t: Tensor, tiles: tuple[int, ...]) -> Tensor:
+        """The inverse of `stored`."""
+        return self.unpacked(t).view(*tiles, 8, 4, 4, 2, 2, 2)
+
+
+class SignsAndSizes(Nibbles):
+    """Codes of a sign and a size, which go to different places."""
 
     def stored(self, x: Tensor) -> Tensor:
         """u8 codes [..., r, c, v, j, h, i] -> u8 [..., r, c, v, j, 2]"""
@@ -86,4 +101,4 @@ class SixteenBits:
         return t.view(torch.int16).view(*tiles, 4, 8, 4, 2, 2, 2).permute(*range(lead), *(lead + d for d in (1, 2, 0, 5, 3, 4)))
 
 
-CODE_ORDERS: dict[int, CodeOrder] = {4: FourBits(), 16: SixteenBits()}
+CODE_ORDERS: dict[str, CodeOrder] = {"e2m1": SignsAndSizes(), "int4": Nibbles(), "bf16": SixteenBits(), "f16": SixteenBits()}  # by element

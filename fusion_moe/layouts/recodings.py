@@ -1,11 +1,11 @@
-"""What becomes of the bytes of block scales in `w16x64`, by their dtype.
+"""What becomes of block scales in `w16x64`, by their dtype.
 
 e4m3: numbers without a sign, five bits of exponent and three of mantissa: the tensor cores' bfloat16 is one multiplication and one addition
 away, and the subnormal numbers of e4m3 are as the others. 2^e (1 + m/8) is byte 8 (e + 23) + m, which for all but subnormal scales is
 0x80 more than before. Zero stays byte 0, which kernels read as 2^-23: 2^-32 of the largest scale. The bytes of negative scales and NaN,
 which no quantizer writes, take the places that are left; kernels read them as some other number.
 
-e8m0: as they are; the exponent of a bfloat16 is one shift away.
+e8m0: as they are; the exponent of a bfloat16 is one shift away. bfloat16: as they are.
 """
 
 from __future__ import annotations
@@ -46,4 +46,4 @@ def _e5m3() -> Recoding:
     return Recoding((*table, *sorted(set(range(256)) - set(table))))
 
 
-RECODINGS = {torch.float8_e4m3fn: _e5m3(), torch.float8_e8m0fnu: Recoding()}
+RECODINGS = {torch.float8_e4m3fn: _e5m3(), torch.float8_e8m0fnu: Recoding(), torch.bfloat16: Recoding()}

@@ -3,8 +3,8 @@ operands of mma.sync. It is three choices:
 
 tile order        matrices are cut into tiles of 16 rows and 64 columns, from left to right, then down. Lane 4 r + c has of the rows r and
                   r + 8 the 16 elements of block c: element (row r + 8 i, column 16 c + 8 h + 2 v + j), r < 8, c < 4, i, h, j < 2, v < 4
-code order        how a tile's elements lie in its bytes, by their width: code_orders.py
-scale recoding    the bytes of block scales, by their dtype: recodings.py. A tile's scales, one for `block` elements along K, lie
+code order        how a tile's elements lie in its bytes, by their type: code_orders.py
+scale recoding    block scales, by their dtype: recodings.py. A tile's scales, one for `block` elements along K, lie
 
     scale (row r + 8 i, block b of the tile)  ->  place  2 (64 / block) r + 2 b + i
 
@@ -53,8 +53,8 @@ class W16x64(Layout):
         """Why a matrix [N, K] has no such order; "" if it has."""
         if n % ROWS or k % COLUMNS:
             return f"N = {n} is not a multiple of {ROWS}, or K = {k} not of {COLUMNS}"
-        if encoding.element.bits not in CODE_ORDERS or encoding.axis != -1:
-            return f"{encoding.name} has elements of {encoding.element.bits} bits: {' and '.join(map(str, CODE_ORDERS))} have an order"
+        if encoding.element.name not in CODE_ORDERS or encoding.axis != -1:
+            return f"{encoding.name} has elements {encoding.element.name}: {', '.join(CODE_ORDERS)} have an order"
         strange = next((s for s in encoding.block_scales if s.dtype not in RECODINGS or COLUMNS % s.block), None)
         return f"{encoding.name} has scales {strange.dtype} for {strange.block} elements, which have no order" if strange else ""
 
@@ -76,7 +76,7 @@ class W16x64(Layout):
 
     def _pack(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
         if part.scale is None:
-            order = CODE_ORDERS[encoding.element.bits]
+            order = CODE_ORDERS[encoding.element.name]
             *lead, n, k = order.unpacked(t).shape
             x = order.unpacked(t).view(*lead, n // 16, 2, 8, k // 64, 4, 2, 4, 2)  # i r . c h v j
             return order.stored(moved(x, (0, 3, 2, 4, 6, 7, 5, 1))).view(t.dtype).view(t.shape)  # . r c v j h i
@@ -89,7 +89,7 @@ class W16x64(Layout):
 
     def _unpack(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
         if part.scale is None:
-            order = CODE_ORDERS[encoding.element.bits]
+            order = CODE_ORDERS[encoding.element.name]
             *lead, n, packed_k = t.shape
             k = encoding.elements(packed_k)
             x = moved(order.read(t, (*lead, n // 16, k // 64)), (0, 7, 2, 1, 3, 6, 4, 5))

@@ -8,13 +8,13 @@ import pytest
 import torch
 from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, fusion_of_call, program, same
 
-from fusion_moe.encodings import ENCODINGS, MXFP4, Quantized, dequantize, quantize
+from fusion_moe.encodings import ENCODINGS, INT4, MXFP4, Quantized, dequantize, quantize
 from fusion_moe.ir.types import DTYPES as DTYPE_OF
 
 pytestmark = pytest.mark.compiler
 PLAIN = ("bf16", "f16", "f32")
-FORMATS = ("mxfp4", *PLAIN)
-NAN, LARGEST = 255, 252  # bytes of e8m0: not a number; the largest that 6 times is finite
+FORMATS = ("mxfp4", "int4", *PLAIN)
+NAN = 255  # of e8m0
 IN_RANGE = (106, 133)  # what kernels/weights/mxfp4.h has in range
 
 
@@ -28,12 +28,22 @@ def mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> Quantized:
     return Quantized(codes, scales.to(torch.uint8).view(torch.float8_e8m0fnu), encoding=MXFP4)
 
 
+def every_scale(encoding: str) -> list[torch.Tensor]:
+    """Scales [n], one for each row of a weight: every byte, or numbers of all exponents and signs; and those in range."""
+    if encoding == "int4":
+        return [torch.arange(-(2**15), 2**15, 61).to(torch.int16).view(torch.bfloat16)]
+    byte = torch.arange(256)
+    return [s.to(torch.uint8).view(torch.float8_e8m0fnu) for s in (byte, IN_RANGE[0] + byte % (IN_RANGE[1] - IN_RANGE[0]))]
+
+
 def random_weights(encoding: str, groups: int, n: int, k: int, scales: tuple[int, int] = IN_RANGE, seed: int = 0) -> Quantized:
     """[groups, n, k]. scales: of MXFP4, the first byte and the one after the last."""
     g = torch.Generator().manual_seed(seed)
     if encoding in PLAIN:
         return quantize(torch.randn(groups, n, k, generator=g), encoding=ENCODINGS[encoding])
     codes = torch.randint(0, 256, (groups, n, k // 2), generator=g, dtype=torch.uint8)
+    if encoding == "int4":
+        return Quantized(codes, torch.rand(groups, n, k // 32, generator=g).bfloat16() / 8, encoding=INT4)
     return mxfp4(codes, torch.randint(*scales, (groups, n, k // 32), generator=g))
 
 
@@ -53,15 +63,18 @@ def assert_close(found: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tier", TIERS)
-def test_every_code_under_every_scale(tier, dtype):
-    """Row n has block scale n, or one in range; block b has code b; a row of activations picks one block."""
-    byte, code = torch.arange(256), torch.arange(16, dtype=torch.uint8)
-    codes = (code | code << 4).repeat_interleave(16).expand(1, 256, 256).contiguous()
+@pytest.mark.parametrize("encoding", [MXFP4, INT4], ids=lambda e: e.name)
+def test_every_code_under_every_scale(encoding, tier, dtype):
+    """Row n has block scale n; block b has code b; a row of activations picks one block."""
+    code = torch.arange(16, dtype=torch.uint8)
+    codes = (code | code << 4).repeat_interleave(16)
     x = torch.zeros(16, 512, dtype=dtype)
     x[torch.arange(16), torch.arange(0, 512, 32) + torch.arange(16)] = 1
-    for scales in (byte, IN_RANGE[0] + byte % (IN_RANGE[1] - IN_RANGE[0])):
-        weight = mxfp4(codes, scales[:, None].expand(256, 16).contiguous()[None])
-        want, finite = dequantize(weight)[0, :, ::32].T, scales <= LARGEST
+    for scales in every_scale(encoding.name):
+        parts = codes.expand(1, len(scales), 256).contiguous(), scales[None, :, None].expand(1, -1, 16).contiguous()
+        weight = Quantized(*parts, encoding=encoding)
+        want = dequantize(weight)[0, :, ::32].T
+        finite = want.isfinite().all(0)
         for rows in (1, 4, 16, 40, 130):  # each kernel there is for so many rows
             for first in range(0, 16, max(rows, 8)):
                 picked = (torch.arange(rows) + first) % 16
@@ -82,12 +95,17 @@ def test_every_number(tier, encoding, dtype):
 
 @pytest.mark.parametrize(
     ("encoding", "scales"),
-    [("mxfp4", IN_RANGE), ("mxfp4", (0, NAN - 30)), ("mxfp4", (IN_RANGE[0] - 2, IN_RANGE[1] + 2)), *((name, IN_RANGE) for name in PLAIN)],
+    [
+        ("mxfp4", IN_RANGE),
+        ("mxfp4", (0, NAN - 30)),
+        ("mxfp4", (IN_RANGE[0] - 2, IN_RANGE[1] + 2)),
+        *((name, IN_RANGE) for name in FORMATS[1:]),
+    ],
 )
 @pytest.mark.parametrize("tier", TIERS)
 def test_groups_of_any_size(tier, encoding, scales):
     """K is no multiple of more than a block, and there are columns with zeros under the smallest scale, as quantizers make them."""
-    n, k, sizes = 133, 1312 if encoding == "mxfp4" else 299, (1, 0, 2, 3, 4, 16, 50, 300)
+    n, k, sizes = 133, 299 if encoding in PLAIN else 1312, (1, 0, 2, 3, 4, 16, 50, 300)
     weight = random_weights(encoding, len(sizes), n, k, scales)
     if encoding == "mxfp4":
         weight.codes[:, ::5, :16] = 0x80
@@ -102,7 +120,7 @@ def test_groups_of_any_size(tier, encoding, scales):
         assert not found[start:].any()
 
 
-@pytest.mark.parametrize("encoding", ["mxfp4", "bf16"])
+@pytest.mark.parametrize("encoding", ["mxfp4", "int4", "bf16"])
 @pytest.mark.parametrize("tier", TIERS)
 def test_threads_change_no_bit(tier, encoding):
     """Nor do they where some columns have scales out of range, which are for another kernel."""

@@ -19,33 +19,30 @@ pytestmark = pytest.mark.compiler
 ops = torch.ops.fusion_moe
 
 
-def _int4(x: Tensor) -> Tensor:
-    """x f32 [...] -> two's complement of four bits, uint8 [...]."""
-    return (x.round().clamp(-7, 7).to(torch.int8) & 15).view(torch.uint8)
+def _int8(x: Tensor) -> Tensor:
+    """x f32 [...] -> two's complement, uint8 [...]."""
+    return x.round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
 
 
 def _number(code: Tensor) -> Tensor:
     """Its inverse."""
-    return (code.int() - 16 * (code > 7).int()).float()
+    return (code.int() - 256 * (code > 127).int()).float()
 
 
-INT4 = Element("int4", 4, torch.uint8, maximum=7.0, encode=_int4, decode=_number)
-INT4_G32 = Encoding("int4_g32", INT4, (Scale("block_scale", torch.bfloat16, 32, lambda amax, outer: amax / 7),))
+INT8 = Element("int8", 8, torch.uint8, maximum=127.0, encode=_int8, decode=_number)
+INT8_G32 = Encoding("int8_g32", INT8, (Scale("block_scale", torch.float16, 32, lambda amax, outer: amax / 127),))
 READER = """
 #include "weight.h"
 
-// Codes of four bits in two's complement, two a byte, and a bfloat16 scale for 32 of them.
+// Codes of eight bits in two's complement, and a float16 scale for 32 of them.
 struct Weight : PortableWeight {
-    static constexpr double BYTES = 0.5625;
+    static constexpr double BYTES = 1.0625;
 
     static void dequantize(const Problem& p, i64 g, i64 n, i64 k, i64 count, float* out) {
         const i64 first = (g * p.N + n) * p.K + k;
-        const u8* codes = static_cast<const u8*>(p.parts[0]) + first / 2;
-        const bf16* scales = static_cast<const bf16*>(p.parts[1]) + first / 32;
-        for (i64 i = 0; i < count; ++i) {
-            const int code = codes[i / 2] >> 4 * (i % 2) & 15;
-            out[i] = float(code - (code & 8) * 2) * widen(scales[i / 32]);
-        }
+        const signed char* codes = static_cast<const signed char*>(p.parts[0]) + first;
+        const f16* scales = static_cast<const f16*>(p.parts[1]) + first / 32;
+        for (i64 i = 0; i < count; ++i) out[i] = float(codes[i]) * widen(scales[i / 32]);
     }
 };
 """
@@ -54,23 +51,23 @@ E, H, I = 3, 96, 64
 
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> Iterator[None]:
-    encodings.register(INT4_G32)
-    readers.register_reader(INT4_G32.name, READER)
+    encodings.register(INT8_G32)
+    readers.register_reader(INT8_G32.name, READER)
     with emulated_amx():
         yield
-    readers.unregister_reader(INT4_G32.name)
-    encodings.unregister(INT4_G32.name)
+    readers.unregister_reader(INT8_G32.name)
+    encodings.unregister(INT8_G32.name)
 
 
 def weight(*shape: int, seed: int = 0) -> list[Tensor]:
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 8
-    return list(quantize(x, encoding=INT4_G32))
+    return list(quantize(x, encoding=INT8_G32))
 
 
 def test_what_is_quantized():
     x = torch.randn(5, H)
-    q = quantize(x, encoding=INT4_G32)
-    assert [(t.dtype, t.shape) for t in q] == [(torch.uint8, (5, H // 2)), (torch.bfloat16, (5, H // 32))]
+    q = quantize(x, encoding=INT8_G32)
+    assert [(t.dtype, t.shape) for t in q] == [(torch.uint8, (5, H)), (torch.float16, (5, H // 32))]
     step = q.block_scale.float().repeat_interleave(32, -1)
     assert ((dequantize(q) - x).abs() <= 0.52 * step).all()  # the scale is rounded too
 
@@ -80,7 +77,7 @@ def test_what_is_quantized():
 def test_grouped_mm(tier, dtype):
     w, sizes = weight(E, 70, H), (1, 3, 40)
     x, ends = torch.randn(sum(sizes), H, generator=torch.Generator().manual_seed(1)).to(dtype), torch.tensor([1, 4, 44], dtype=torch.int32)
-    fusion = fusion_of_call("grouped_mm", x, w, ends, weight_format=INT4_G32.name, out_dtype=torch.float32)
+    fusion = fusion_of_call("grouped_mm", x, w, ends, weight_format=INT8_G32.name, out_dtype=torch.float32)
     (found,), (want,) = program(fusion, tier)([x, *w, ends]), fusion.evaluate(x, *w, ends)
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
 
@@ -91,7 +88,7 @@ def test_fused_experts_by_segments(tier):
     gate_up, down = weight(E, 2 * I, H), weight(E, H, I, seed=2)
     ids = torch.rand(9, E, generator=g).argsort(1)[:, :2]
     x, w = torch.randn(9, H, generator=g).bfloat16(), torch.rand(9, 2, generator=g)
-    fusion = fusion_of_call("fused_experts", x, ids, w, gate_up, down, weight_format=INT4_G32.name)
+    fusion = fusion_of_call("fused_experts", x, ids, w, gate_up, down, weight_format=INT8_G32.name)
     check_segments(fusion, tier, [x, ids, w, *gate_up, *down])
 
 
@@ -101,14 +98,14 @@ def test_the_operation():
     gate_up, down = weight(E, 2 * I, H), weight(E, H, I, seed=2)
     ids = torch.rand(9, E, generator=g).argsort(1)[:, :2]
     x, w = torch.randn(9, H, generator=g).bfloat16(), torch.rand(9, 2, generator=g)
-    found = ops.fused_experts(x, ids, w, gate_up, down, weight_format=INT4_G32.name)
+    found = ops.fused_experts(x, ids, w, gate_up, down, weight_format=INT8_G32.name)
     with options.override(target="reference"):
-        want = ops.fused_experts(x, ids, w, gate_up, down, weight_format=INT4_G32.name)
+        want = ops.fused_experts(x, ids, w, gate_up, down, weight_format=INT8_G32.name)
     torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
 
 
 def test_without_a_reader_the_reference_runs_and_says_why():
-    other = encodings.register(Encoding("int4_g16", INT4, (Scale("block_scale", torch.bfloat16, 16, lambda amax, outer: amax / 7),)))
+    other = encodings.register(Encoding("int8_g16", INT8, (Scale("block_scale", torch.float16, 16, lambda amax, outer: amax / 127),)))
     try:
         w = list(quantize(torch.randn(E, 32, H), encoding=other))
         x, ends = torch.randn(6, H), torch.tensor([1, 4, 6], dtype=torch.int32)
@@ -116,8 +113,8 @@ def test_without_a_reader_the_reference_runs_and_says_why():
             want = ops.grouped_mm(x, w, ends, weight_format=other.name)
         assert torch.equal(ops.grouped_mm(x, w, ends, weight_format=other.name), want)
         report = str(fusion_moe.explain(lambda x: ops.grouped_mm(x, w, ends, weight_format=other.name), x))
-        assert "a weight int4_g16" in " ".join(report.split())
-        with pytest.raises(UnsupportedError, match="weights in int4_g16 have no reader for CPUs"):
+        assert "a weight int8_g16" in " ".join(report.split())
+        with pytest.raises(UnsupportedError, match="weights in int8_g16 have no reader for CPUs"):
             readers.recipe("generic", other.name)
     finally:
         encodings.unregister(other.name)

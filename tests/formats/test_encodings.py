@@ -1,5 +1,6 @@
-"""Encodings as data: what is derived from a descriptor, and MXFP4 against others' implementations, bit for bit."""
+"""Encodings as data: what is derived from a descriptor, and MXFP4 and INT4 against others' implementations, bit for bit."""
 
+import itertools
 import math
 
 import ml_dtypes
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from fusion_moe import encodings
-from fusion_moe.encodings import BF16, ENCODINGS, F16, MXFP4, NVFP4, Element, Encoding, Quantized, Scale, dequantize, quantize
+from fusion_moe.encodings import BF16, ENCODINGS, F16, INT4, MXFP4, NVFP4, Encoding, Quantized, Scale, dequantize, quantize
 from fusion_moe.errors import NonFiniteError, OptionError, ShapeError
 from fusion_moe.layouts import W16X64
 
@@ -22,7 +23,7 @@ def numbers(*shape: int, spread: float = 6.0) -> torch.Tensor:
 
 
 def test_what_is_derived():
-    assert list(ENCODINGS) == ["nvfp4", "mxfp4", "bf16", "f16", "f32"]
+    assert list(ENCODINGS) == ["nvfp4", "int4", "mxfp4", "bf16", "f16", "f32"]
     assert [(p.name, p.dtype) for p in MXFP4.parts] == [("codes", torch.uint8), ("block_scale", E8M0)]
     assert [MXFP4.part_shape(p, (2,), 3, 64) for p in MXFP4.parts] == [(2, 3, 32), (2, 3, 2)]
     assert (NVFP4.block, MXFP4.block, BF16.block) == (16, 32, 1)
@@ -30,7 +31,7 @@ def test_what_is_derived():
     assert [e.plain for e in (NVFP4, MXFP4, BF16)] == [False, False, True]
     with pytest.raises(ShapeError, match="mxfp4: K = 48; expected a multiple of 32"):
         MXFP4.packed(48)
-    with pytest.raises(OptionError, match="encoding 'fp5'; expected one of nvfp4, mxfp4"):
+    with pytest.raises(OptionError, match="encoding 'fp5'; expected one of nvfp4, int4, mxfp4"):
         encodings.find("fp5")
     with pytest.raises(OptionError, match="another encoding called 'nvfp4'"):
         encodings.register(Encoding("nvfp4", MXFP4.element))
@@ -97,21 +98,76 @@ def test_plain_weights_are_themselves():
     assert torch.equal(quantize(x, encoding=F16).values, x.half())
 
 
-def int4(bits: torch.Tensor) -> torch.Tensor:
-    return bits.round().clamp(-7, 7).to(torch.int8).view(torch.uint8) & 15
+def test_int4_by_numpy():
+    """bf16(amax / 7.5), x over it to the nearest integer, ties to even; a nibble is the integer + 8."""
+    x = numbers(5, 64, 256, spread=20)
+    x[0, 0, :32], x[1, 1, 32:64] = 0, 2.0**-148
+    blocks = x.numpy().reshape(5, 64, 8, 32)
+    scale = (np.abs(blocks).max(-1) / np.float32(7.5)).astype(ml_dtypes.bfloat16)
+    scale[scale == 0] = ml_dtypes.finfo(ml_dtypes.bfloat16).eps
+    integers = (blocks / scale.astype(np.float32)[..., None]).round().clip(-8, 7).astype(int).reshape(5, 64, 256)
+    q = quantize(x, encoding=INT4)
+    np.testing.assert_array_equal(q.block_scale.float().numpy(), scale.astype(np.float32))
+    np.testing.assert_array_equal(q.codes.numpy(), integers[..., 0::2] + 8 | integers[..., 1::2] + 8 << 4)
+    back = integers.reshape(5, 64, 8, 32).astype(np.float32) * scale.astype(np.float32)[..., None]
+    np.testing.assert_array_equal(dequantize(q).numpy(), back.reshape(5, 64, 256))
+    assert len((q.codes & 15).unique()) == len((q.codes >> 4).unique()) == 16
 
 
-def from_int4(code: torch.Tensor) -> torch.Tensor:
-    return torch.where(code < 8, code, code - 16).float()
+@pytest.mark.judges
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int4_by_compressed_tensors(dtype):
+    """Its words, seen as bytes, are the codes. It divides in the dtype of x, so with bf16 an integer may be the other neighbour."""
+    ct = pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from compressed_tensors.quantization.lifecycle.forward import dequantize as theirs_back
+    from compressed_tensors.quantization.lifecycle.forward import quantize as theirs
+    from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
+
+    args = ct.quantization.QuantizationArgs(
+        num_bits=4, type="int", symmetric=True, strategy="group", group_size=32, scale_dtype=torch.bfloat16
+    )
+    x = numbers(96, 320, spread=20).to(dtype)
+    x[3, 32:64] = 0
+    scale = compute_dynamic_scales_and_zp(x, args, None)[0].squeeze(-1).bfloat16()
+    integers = theirs(x=x, scale=scale, zero_point=None, args=args, dtype=torch.int8)
+    words, q = pack_to_int32(integers, 4), quantize(x, encoding=INT4)
+    assert torch.equal(q.block_scale, scale)
+    assert torch.equal(
+        dequantize(Quantized(words.view(torch.uint8), scale, encoding=INT4), torch.bfloat16), theirs_back(integers, scale, args=args)
+    )
+    if dtype == torch.float32:
+        assert torch.equal(q.codes, words.view(torch.uint8))
+    else:
+        ours = torch.stack([q.codes & 15, q.codes >> 4], -1).flatten(-2).int() - 8
+        quotient = x.float() / scale.float().repeat_interleave(32, -1)
+        other = ours != integers
+        assert 0 < other.sum() < 0.02 * x.numel()
+        assert ((quotient - ours)[other].abs() > 0.5 - 2.0**-6).all()  # half a unit of bf16 from a tie
+
+
+def test_int4_edges():
+    """The largest and the smallest numbers, NaN; a scale that is no number, or negative."""
+    x = torch.zeros(4, 32)
+    x[0, 5], x[1, 5], x[2, 5], x[3, 5] = 7.5 * 2.0**125, -7.5 * 2.0**125, 2.0**-149, math.nan
+    q = quantize(x, encoding=INT4)
+    assert (q.codes[:2, 2] >> 4).tolist() == [15, 0]  # 7.5 is even 8, too large; -7.5 is -8
+    assert q.block_scale[2].item() == 2.0**-7
+    assert dequantize(q)[3].isnan().all()
+    with pytest.raises(
+        NonFiniteError, match=r"1 NaN or infinite and 0 negative among the 4 elements of block_scale \[4, 1\], the first at \(3, 0\)"
+    ):
+        encodings.check_block_scales(q.block_scale)
+    with pytest.raises(NonFiniteError, match="0 NaN or infinite and 1 negative"):
+        encodings.check_block_scales(torch.tensor([[1.0, -0.0]], dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("divides", [False, True])
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_another_encoding(divides, axis):
-    """int4 with bf16 scales for 32, along K or along N, which multiply or divide."""
-    element = Element("int4", 4, torch.uint8, 7.0, int4, from_int4)
+    """Integers with bf16 scales for 32, along K or along N, which multiply or divide."""
     choose = (lambda amax, outer: 7 / amax) if divides else (lambda amax, outer: amax / 7)
-    made = Encoding("int4g32", element, (Scale("scale", torch.bfloat16, 32, choose, divides=divides),), axis)
+    made = Encoding("int4g32", INT4.element, (Scale("scale", torch.bfloat16, 32, choose, divides=divides),), axis)
     x = numbers(2, 64, 96)
     q = quantize(x, encoding=made)
     assert [t.shape for t in q] == ([(2, 64, 48), (2, 64, 3)] if axis == -1 else [(2, 32, 96), (2, 2, 96)])
@@ -121,7 +177,7 @@ def test_another_encoding(divides, axis):
     assert (error <= (unit if axis == -1 else unit.mT) * 0.54).all()
 
 
-@pytest.mark.parametrize("encoding", [MXFP4, BF16, F16], ids=lambda e: e.name)
+@pytest.mark.parametrize("encoding", [INT4, MXFP4, BF16, F16], ids=lambda e: e.name)
 def test_w16x64_of_other_encodings(encoding):
     """There and back; and where an element and a scale go, by the formula that kernels read by."""
     q = quantize(numbers(2, 32, 128), encoding=encoding)
@@ -132,9 +188,14 @@ def test_w16x64_of_other_encodings(encoding):
     tile = 3  # of matrix 1: rows 16 .. 31, columns 64 .. 127
     for r, i, c in ((0, 0, 0), (3, 1, 2), (7, 1, 3)):
         row, column = 16 + r + 8 * i, 64 + 16 * c
-        if encoding is MXFP4:
+        if encoding in (INT4, MXFP4):
             place = 32 * tile + 4 * r + 2 * (c // 2) + i
-            assert stored[1][1].view(torch.uint8).flatten()[place] == q.block_scale[1, row, column // 32].view(torch.uint8)
+            assert stored[1][1].flatten()[place].float() == q.block_scale[1, row, column // 32].float()
+        if encoding is INT4:
+            word = stored[0][1].flatten().view(torch.int32)[128 * tile + 16 * r + 4 * c : 128 * tile + 16 * r + 4 * c + 4].tolist()
+            for v, h, j in itertools.product(range(4), range(2), range(2)):  # kernels/weights/int4.cuh
+                assert word[v] >> 8 * h + 4 * i + 16 * j & 15 == q.codes[1, row, column // 2 + 4 * h + v] >> 4 * j & 15
+        if not encoding.plain:
             continue
         for v, h, j in ((0, 0, 0), (2, 1, 0), (3, 1, 1)):
             place = 1024 * tile + (512 * v + 64 * r + 16 * c) // 2 + 4 * h + 2 * i + j
@@ -142,7 +203,7 @@ def test_w16x64_of_other_encodings(encoding):
 
 
 def test_w16x64_refuses():
-    with pytest.raises(ShapeError, match="w16x64: f32 has elements of 32 bits: 4 and 16 have an order; expected whole tiles"):
+    with pytest.raises(ShapeError, match="w16x64: f32 has elements f32: e2m1, int4, bf16, f16 have an order; expected whole tiles"):
         W16X64.pack(torch.zeros(16, 64), encoding=encodings.F32)
     odd = Encoding("odd", NVFP4.element, (Scale("scale", torch.float32, 16, lambda amax, outer: amax),))
     assert W16X64.why_not(16, 64, odd) == "odd has scales torch.float32 for 16 elements, which have no order"

@@ -20,9 +20,12 @@ from fusion_moe.ops import SPECS, bind
 pytestmark = pytest.mark.gpu
 
 ops = torch.ops.fusion_moe
-PAIRS = [("nvfp4", "f16"), ("mxfp4", "bf16"), ("mxfp4", "f16"), ("bf16", "bf16"), ("f16", "f16")]  # of weights and activations
+PAIRS = [  # of weights and activations
+    ("nvfp4", "f16"), ("mxfp4", "bf16"), ("mxfp4", "f16"), ("int4", "bf16"), ("int4", "f16"), ("bf16", "bf16"), ("f16", "f16"),
+]  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 ROUNDINGS = {"bf16": 8e-3, "f16": 1.5e-3}  # of a layer: those of its results, and of what is between its products
+INT4_EXACT = {"bf16": (2.0**-66, 2.0**54), "f16": (2.0**-22, 255.0)}  # scales: kernels/weights/int4.cuh
 MXFP4_EXACT = {"bf16": (127 - 72, 127 + 61), "f16": (127 - 21, 127 + 8)}  # bytes of scales: kernels/weights/mxfp4.cuh
 E, H, I, SLOTS = 8, 256, 192, 3  # experts, hidden and intermediate features, slots of a token
 
@@ -136,6 +139,19 @@ def test_every_code_under_every_scale_of_nvfp4_in_f16(layout, rows):
     found, want = every_code(scales, ENCODINGS["nvfp4"], "f16", layout, rows)
     assert torch.equal(found.isnan(), want.isnan())
     assert torch.equal(found.nan_to_num(), want.nan_to_num())
+
+
+@pytest.mark.parametrize("rows", [16, 400])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("activations", ["bf16", "f16"])
+def test_every_code_under_every_scale_of_int4(activations, layout, rows):
+    """Each of the scales in range; in bfloat16 a weight is rounded to it."""
+    scales = torch.arange(2**15, dtype=torch.int16).view(torch.bfloat16)
+    first, last = INT4_EXACT[activations]
+    scales = scales[(scales >= first) & (scales <= last)]
+    for some in scales[: len(scales) // 256 * 256].split(4096):
+        found, want = every_code(some, ENCODINGS["int4"], activations, layout, rows)
+        assert torch.equal(found, want.bfloat16().float() if activations == "bf16" else want)
 
 
 # A whole layer --------------------------------------------------------------------------------------------------------

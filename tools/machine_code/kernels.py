@@ -110,6 +110,8 @@ def encoded(encoding: str, dtype: torch.dtype, layout: str, device: str) -> Call
 
 def cuda(wanted: re.Pattern[str]) -> dict[str, Path]:
     """The cubins of kernels, each text once."""
+    from fusion_moe.encodings import ENCODINGS
+
     bf16, meta = torch.bfloat16, "meta"
     calls = {
         "layer tiled": layer(128, 8, 2048, 768, bf16, "w16x64", meta),
@@ -118,8 +120,9 @@ def cuda(wanted: re.Pattern[str]) -> dict[str, Path]:
         "product tiled": product(128, 1536, 2048, bf16, "w16x64", meta),
         "product linear": product(128, 1536, 2048, bf16, "linear", meta),
     }
-    for encoding, dtype in (("mxfp4", bf16), ("nvfp4", torch.float16), ("bf16", bf16)):
-        calls |= {f"{encoding} product {layout}": encoded(encoding, dtype, layout, meta) for layout in ("w16x64", "linear")}
+    for encoding, dtype in (("mxfp4", bf16), ("int4", bf16), ("nvfp4", torch.float16), ("bf16", bf16)):
+        if encoding in ENCODINGS:  # an older tree lacks some
+            calls |= {f"{encoding} product {layout}": encoded(encoding, dtype, layout, meta) for layout in ("w16x64", "linear")}
     kernels: dict[str, tuple[Any, str]] = {}
     for name, call in calls.items():
         makers = makers_of(program(call))

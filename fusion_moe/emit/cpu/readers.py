@@ -48,7 +48,10 @@ def linear() -> tuple[tuple[str, str], ...]:
     return tuple((encoding, "linear") for encoding in (*BUILT_IN, *_registered))
 
 
-def recipe(tier: str, encoding: str) -> build.Recipe:
-    """How the library of a tier and an encoding is built, and where one that came with the package lies. Raises as `reader_of`."""
-    text = f"{reader_of(encoding)}\n{(KERNELS / 'product.cpp').read_text(encoding='utf-8')}"
-    return build.Recipe(text, f"product_{encoding}", tier, (KERNELS,), shipped=SHIPPED)
+def recipe(tier: str, encoding: str, kind: str = "fprop") -> build.Recipe:
+    """How the library of a tier, an encoding and a kind of product (schedule/product.py) is built, and where one that came with the package
+    lies. encoding: "" for wgrad, which reads no weight. Raises as `reader_of`.
+    """
+    reader = reader_of(encoding) if encoding else ""
+    text = f"{reader}\n{(KERNELS / f'{kind}.cpp').read_text(encoding='utf-8')}"
+    return build.Recipe(text, f"{kind}_{encoding}" if encoding else kind, tier, (KERNELS,), shipped=SHIPPED)

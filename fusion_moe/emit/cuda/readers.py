@@ -31,6 +31,8 @@ READERS = {
     ("nvfp4", TILED): Reader("Nvfp4Tiled", "weights/nvfp4.cuh", tiled=True),
     ("mxfp4", "linear"): Reader("Mxfp4Linear", "weights/mxfp4.cuh"),
     ("mxfp4", TILED): Reader("Mxfp4Tiled", "weights/mxfp4.cuh", tiled=True),
+    ("int4", "linear"): Reader("Int4Linear", "weights/int4.cuh"),
+    ("int4", TILED): Reader("Int4Tiled", "weights/int4.cuh", tiled=True),
     ("bf16", "linear"): Reader("PlainLinear", "weights/plain.cuh", ("bf16",)),
     ("bf16", TILED): Reader("PlainTiled", "weights/plain.cuh", ("bf16",), tiled=True),
     ("f16", "linear"): Reader("PlainLinear", "weights/plain.cuh", ("f16",)),

@@ -11,7 +11,7 @@ namespace {
 
 struct MXFP4 : E2M1Weight<MXFP4> {
     static constexpr double BYTES = 0.53125;
-    static constexpr i64 BLOCK = 32;
+    static constexpr i64 BLOCK = 32, ALIGNED = BLOCK;
     static constexpr int FIRST = 106, LAST = 132;  // bytes of scales in range
     static constexpr int MIN_EXPONENT = FIRST - 128, MAX_EXPONENT = LAST - 127 + 3;
 

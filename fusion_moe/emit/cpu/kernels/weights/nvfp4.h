@@ -11,7 +11,7 @@ namespace {
 
 struct NVFP4 : E2M1Weight<NVFP4> {
     static constexpr double BYTES = 0.5625;
-    static constexpr i64 BLOCK = 16;
+    static constexpr i64 BLOCK = 16, ALIGNED = BLOCK;
     static constexpr int MIN_EXPONENT = -10, MAX_EXPONENT = 12;
 
     static float scale(u8 byte) { return E4M3_VALUES[byte]; }

@@ -51,8 +51,8 @@ struct Mxfp4Scales<f16> {
 };
 
 template <class T>
-using Mxfp4Tiled = E2m1Tiled<T, Mxfp4Scales<T>>;
+using Mxfp4Tiled = FourBitTiled<E2m1<T, Mxfp4Scales<T>>>;
 template <class T>
-using Mxfp4Linear = E2m1Linear<T, Mxfp4Scales<T>>;
+using Mxfp4Linear = FourBitLinear<E2m1<T, Mxfp4Scales<T>>>;
 
 }  // namespace

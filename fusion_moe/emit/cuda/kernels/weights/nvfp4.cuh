@@ -47,8 +47,8 @@ struct Nvfp4Scales<f16> {
 };
 
 template <class T>
-using Nvfp4Tiled = E2m1Tiled<T, Nvfp4Scales<T>>;
+using Nvfp4Tiled = FourBitTiled<E2m1<T, Nvfp4Scales<T>>>;
 template <class T>
-using Nvfp4Linear = E2m1Linear<T, Nvfp4Scales<T>>;
+using Nvfp4Linear = FourBitLinear<E2m1<T, Nvfp4Scales<T>>>;
 
 }  // namespace

@@ -83,6 +83,24 @@ __device__ __forceinline__ u32 multiply_pair<f16>(u32 a, u32 b) {
     return product;
 }
 
+// a * b + c, of two numbers each, rounded once.
+template <class T>
+__device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c);
+
+template <>
+__device__ __forceinline__ u32 fma_pair<bf16>(u32 a, u32 b, u32 c) {
+    u32 found;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(found) : "r"(a), "r"(b), "r"(c));
+    return found;
+}
+
+template <>
+__device__ __forceinline__ u32 fma_pair<f16>(u32 a, u32 b, u32 c) {
+    u32 found;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(found) : "r"(a), "r"(b), "r"(c));
+    return found;
+}
+
 __device__ __forceinline__ u32 and_or(u32 x, u32 mask, u32 y) {  // (x & mask) | y
     u32 found;
     asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(found) : "r"(x), "r"(mask), "r"(y));
