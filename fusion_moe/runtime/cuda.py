@@ -11,7 +11,9 @@ looks at it, as every call does before it launches: what it raises was in an ear
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ _FAULTS = {
 }
 _RESERVED = 1024  # bytes of shared memory that the driver takes for each block
 _STREAMS = 64  # that a launch remembers
+_MAPS = 4096  # that a process remembers
+_MAP_BYTES = 128
 Function = Any  # the driver's handle of a kernel
 
 
@@ -59,6 +63,14 @@ def read_arch(index: int) -> Arch:
 def why_too_old() -> str:
     """Why kernels cannot run on the current device; empty if they can, or if there is no device."""
     return _why_too_old("this GPU", torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
+
+
+def why_no_wgmma() -> str:
+    """Why kernels for wgmma cannot run on the current device; empty if they can, or if there is no device."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0):
+        return ""
+    major, minor = torch.cuda.get_device_capability()
+    return f"this GPU has compute capability {major}.{minor}, kernels of training require 9.0"
 
 
 def _why_too_old(device: str, capability: tuple[int, int]) -> str:
@@ -132,6 +144,40 @@ def _config(blocks: int, threads: int, shared: int, programmatic_launch: bool, c
         attributes.append(attribute)
     c.attrs, c.numAttrs = attributes, len(attributes)
     return c
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """How the tensor memory accelerator reads a tensor. address: of the 128 bytes that a kernel takes."""
+
+    memory: Any
+    address: int
+
+
+@lru_cache(_MAPS)
+def tensor_map(address: int, type: str, sizes: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+    """A contiguous tensor at an address, which is read in boxes of 128 bytes in the fastest dimension, swizzled; zeros outside of it.
+
+    sizes, box: the fastest dimension first. type: "bf16" or "f16". Of a tensor without elements, which no kernel reads, all bytes are zero.
+    """
+    if 0 in sizes:
+        empty = ctypes.create_string_buffer(_MAP_BYTES)
+        return TensorMap(empty, ctypes.addressof(empty))
+    d = _driver()
+    dtype = {"bf16": d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "f16": d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16}[
+        type
+    ]
+    strides = [2 * prod(sizes[: i + 1]) for i in range(len(sizes) - 1)]  # bytes
+    made = _checked(
+        d.cuTensorMapEncodeTiled(
+            dtype, len(sizes), address, [d.cuuint64_t(n) for n in sizes], [d.cuuint64_t(n) for n in strides],
+            [d.cuuint32_t(n) for n in box], [d.cuuint32_t(1)] * len(sizes), d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B, d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+        f"a tensor map of {sizes} in boxes of {box}",
+    )  # fmt: skip
+    return TensorMap(made, int(made.getPtr()))
 
 
 def stream(device: torch.device) -> int:

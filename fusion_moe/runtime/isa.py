@@ -60,6 +60,11 @@ def available() -> tuple[str, ...]:
     return tuple(name for name, tier in _TIERS.items() if features().issuperset(tier.needs) and (name != "amx" or _may_use_tiles()))
 
 
+def lacking(tier: str) -> tuple[str, ...]:
+    """What this CPU lacks for a tier, as /proc/cpuinfo names it."""
+    return tuple(name for name in _TIERS[tier].needs if name not in features())
+
+
 @cache
 def features() -> frozenset[str]:
     """The instruction sets of the CPU that the operating system lets programs use, as /proc/cpuinfo names them; none elsewhere."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -117,7 +118,8 @@ class Program:
     def _one_by_one(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
         made: dict[Value, Any] = dict(zip(self.fusion.inputs, tensors, strict=True))
         for i, kernel in enumerate(self.kernels):
-            self._launch(i, kernel, made, env)
+            with nullcontext() if kernel.segment.inputs else _making_tensors_on(_device_of(tensors)):
+                self._launch(i, kernel, made, env)
         return [
             made[v].clone(memory_format=torch.contiguous_format) if copy else made[v].contiguous()
             for v, copy in zip(self.fusion.outputs, self._copied, strict=True)
@@ -156,6 +158,13 @@ class Program:
 
 def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
+
+
+@contextmanager
+def _making_tensors_on(device: torch.device) -> Iterator[None]:
+    """For a segment that reads nothing, such as constants: new tensors are on a device, and so are kernels."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), device:
+        yield
 
 
 def _need_one_device(tensors: Sequence[torch.Tensor]) -> None:

@@ -1,8 +1,10 @@
 """Grouped products with what they can take in: a prologue on the activations they load, an epilogue on the tiles they make.
 
-A kernel makes tiles of [rows of one group, some of N], looping over K. So the prologue may do what is elementwise in (row, k) or
-picks rows, once they are rows of groups; the epilogue what is elementwise in (row, n), slices N, adds a group's bias,
-or sums a token's rows in order.
+A kernel of fprop or dgrad makes tiles of [rows of one group, some columns], looping over what is contracted. So the prologue may do what
+is elementwise in (row, k) or picks rows, once they are rows of groups; the epilogue what is elementwise in (row, n), slices or joins
+columns, adds a group's bias, sums a row's columns, or sums a token's rows in order. What the epilogue needs beside the product is computed
+there too. A kernel of wgrad makes tiles of a group's matrix, looping over its rows: both operands have a prologue, and the epilogue is
+elementwise.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from ..ir.kinds.shape import elements
 from ..ir.sizes import exact_div
 from ..ir.types import Rows, plain
 from ..target import Target
-from .product import products
+from .product import cat_before, dependent, needed, products
 
 NAME = "grouped_gemm"
 CONTRACTS_ROUNDING = True
 PROLOGUE = ("pointwise", "view", "routing", "gather")
 EPILOGUE = ("pointwise", "view", "grouped_add", "combine")
 PROLOGUE_SHAPES = ("reshape", "broadcast_in_dim")
-EPILOGUE_SHAPES = ("reshape", "broadcast_in_dim", "slice")
+EPILOGUE_SHAPES = ("reshape", "broadcast_in_dim", "slice", "cat")
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class GroupedGemm:
 
 
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
-    """None if there is one grouped product, all else is its prologue or its epilogue, and what is stored has one width."""
+    """None if there is one grouped product, all else is its prologue or its epilogue, and what is stored has widths of its tiles."""
     found = products(fusion)
     if not found:
         return "no grouped product"
@@ -43,17 +45,24 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
         first, second = (p.op.kind.name for p in found[:2])
         return f"{second} contracts the result of {first}: it reads whole rows, and a kernel holds tiles"
     product = found[0].op
-    after = _after(fusion, product)
+    after, before = dependent(fusion, product.outputs), needed(fusion, product)
+    tokens = {v for op in fusion.ops if op.kind.role == "combine" for v in dependent(fusion, op.outputs)}
+    sums = {op for op in fusion.ops if _sums_rows(op, product) and _reads(op, after - tokens)}
+    of_rows = {v for op in sums for v in dependent(fusion, op.outputs)}
     for op in fusion.ops:
-        if op is not product and (why := _refusal(op, after)):
+        if op is not product and op not in sums and (why := _refusal(op, after, before, product)):
             return why
-    return _one_combine(fusion, after) or _one_width(fusion, product, kept)
+        if why := _of_sums(op, of_rows):
+            return why
+    if found[0].kind == "wgrad":
+        return _elementwise(fusion, after)
+    return _one_combine(fusion, after) or _widths(fusion, product, kept, after - tokens - of_rows)
 
 
 def describe(fusion: Fusion) -> GroupedGemm:
     """The product, its prologue and its epilogue, in order."""
     product = products(fusion)[0].op
-    after = _after(fusion, product)
+    after = dependent(fusion, product.outputs)
     rest = [op for op in fusion.ops if op is not product and op.kind.role != "view"]
     return GroupedGemm(
         product.kind.name,
@@ -62,28 +71,28 @@ def describe(fusion: Fusion) -> GroupedGemm:
     )
 
 
-def _after(fusion: Fusion, product: Op) -> Set[Value]:
-    """The values that depend on the product."""
-    after = set(product.outputs)
-    for op in fusion.ops:
-        if _reads(op, after):
-            after |= set(op.outputs)
-    return after
-
-
 def _reads(op: Op, values: Set[Value]) -> bool:
     return any(v in values for v in op.values)
 
 
-def _refusal(op: Op, after: Set[Value]) -> str | None:
+def _refusal(op: Op, after: Set[Value], before: Set[Value], product: Op) -> str | None:
     name, role = op.kind.name, op.kind.role
     if _reads(op, after):
         allowed = role in EPILOGUE or name in EPILOGUE_SHAPES
         return None if allowed else f"{name} reads more of the product's result than one tile"
+    beside = before.isdisjoint(op.outputs)
+    if beside and _as_large(op, product):
+        return None
     if role == "pointwise" and not any(isinstance(d, Rows) for d in op.outputs[0].type.shape):
         return f"{name} on whole tokens would be recomputed for every slot and tile"
     allowed = role in PROLOGUE or name in PROLOGUE_SHAPES or name == "full"
+    allowed = allowed or (beside and (name in EPILOGUE_SHAPES or role == "grouped_add"))
     return None if allowed else f"{name} cannot be part of a product's prologue"
+
+
+def _as_large(op: Op, product: Op) -> bool:
+    """Whether an operation beside a product is elementwise in its result's elements."""
+    return op.kind.role == "pointwise" and op.outputs[0].type.shape == product.outputs[0].type.shape
 
 
 def _one_combine(fusion: Fusion, after: Set[Value]) -> str | None:
@@ -95,13 +104,38 @@ def _one_combine(fusion: Fusion, after: Set[Value]) -> str | None:
     return None
 
 
-def _one_width(fusion: Fusion, product: Op, kept: Collection[Value]) -> str | None:
-    """Results of one width, where some of them are kept: others may yet be read inside of a larger piece."""
-    rows = plain(product.outputs[0].type.shape[0])
-    combines = [op for op in fusion.ops if op.kind.role == "combine"]
-    tokens = {v for op in combines for v in _after(fusion, op)}
-    stored = [v for v in fusion.outputs if v in _after(fusion, product) - tokens] + [op.values[0] for op in combines]
-    widths = {str(exact_div(elements(v.type.shape), rows)) for v in stored}
-    if len(widths) == 1 or not any(v in kept for v in stored):
+def _sums_rows(op: Op, product: Op) -> bool:
+    """Whether an operation sums the columns of each of as many rows as a product has."""
+    if op.kind.name != "sum" or tuple(op.attrs["dims"]) != (1,):
+        return False
+    shape = op.values[0].type.shape
+    return len(shape) == 2 and plain(shape[0]) == plain(product.outputs[0].type.shape[0])
+
+
+def _of_sums(op: Op, of_rows: Set[Value]) -> str | None:
+    """A row's sum is there when all of its tiles are: nothing reads it but what sees it in another shape."""
+    if not _reads(op, of_rows) or op.kind.role == "view" or op.kind.name == "reshape":
         return None
-    return f"results of {' and '.join(sorted(widths))} columns are stored: a kernel's tiles have one width"
+    return f"{op.kind.name} reads the sum of whole rows, and a kernel holds tiles"
+
+
+def _elementwise(fusion: Fusion, after: Set[Value]) -> str | None:
+    """Nothing but elementwise operations after a wgrad."""
+    others = (op for op in fusion.ops if _reads(op, after) and op.kind.role not in ("pointwise", "view") and op.kind.name != "reshape")
+    return next((f"{op.kind.name} after a wgrad is not elementwise" for op in others), None)
+
+
+def _widths(fusion: Fusion, product: Op, kept: Collection[Value], rows_of_product: Set[Value]) -> str | None:
+    """Results of one width, beside which the product itself may be stored, where some of them are kept: others may yet be read inside of a
+    larger piece. What `cat` joins is stored in parts.
+    """
+    rows = plain(product.outputs[0].type.shape[0])
+    stored = [v for v in fusion.outputs if v in rows_of_product]
+    stored += [op.values[0] for op in fusion.ops if op.kind.role == "combine"]
+    whole = exact_div(elements(product.outputs[0].type.shape), rows)
+    widths = {
+        exact_div(elements(v.type.shape if op is None else op.values[0].type.shape), rows) for v in stored for op in [cat_before(fusion, v)]
+    }
+    if len(widths - {whole}) <= 1 or not any(v in kept for v in stored):
+        return None
+    return f"results of {' and '.join(sorted(map(str, widths)))} columns are stored: a kernel's tiles have one width"

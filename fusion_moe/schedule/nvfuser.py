@@ -172,6 +172,10 @@ def _scatter(op: Op, fusion: Fusion, target: Target) -> str | None:
     return "index_put_accumulate: nvFuser's scatter does not add"
 
 
+def _group_sum(op: Op, fusion: Fusion, target: Target) -> str | None:
+    return "group_sum: nvFuser has no sums over ragged dimensions"
+
+
 def _is_output(op: Op, fusion: Fusion) -> bool:
     return any(v in fusion.outputs for v in op.outputs)
 
@@ -180,5 +184,5 @@ Rule = Callable[[Op, Fusion, Target], str | None]
 _RULES: dict[str, Rule] = {
     "cast": _cast, "pack": _pack, "unpack": _unpack, "quantize": _quantize, "relayout": _inside, "grouped_swizzle": _swizzle,
     "grouped_mm": _product, "grouped_mm_t": _product, "grouped_outer": _product, "combine": _combine,
-    "index_put_accumulate": _scatter, **dict.fromkeys(_SORTS, _sort),
+    "index_put_accumulate": _scatter, "group_sum": _group_sum, **dict.fromkeys(_SORTS, _sort),
 }  # fmt: skip

@@ -11,6 +11,7 @@ each; in wgrad it is contracted, and each group's matrix is a sum over its rows,
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,3 +70,29 @@ class GroupedProduct:
 def products(fusion: Fusion) -> tuple[GroupedProduct, ...]:
     """The products of a Fusion, in order."""
     return tuple(GroupedProduct.of(op) for op in fusion.ops if op.kind.role == "grouped")
+
+
+def dependent(fusion: Fusion, values: Collection[Value]) -> set[Value]:
+    """These values and all that is computed from them."""
+    found = set(values)
+    for op in fusion.ops:
+        if not found.isdisjoint(op.values):
+            found |= set(op.outputs)
+    return found
+
+
+def needed(fusion: Fusion, op: Op) -> set[Value]:
+    """The operands of an operation and all that they are computed from."""
+    found = set(op.values)
+    for other in reversed(fusion.ops):
+        if not found.isdisjoint(other.outputs):
+            found |= set(other.values)
+    return found
+
+
+def cat_before(fusion: Fusion, v: Value) -> Op | None:
+    """The `cat` that gives a value its columns, with nothing but casts and views of rows between them."""
+    op = fusion.producers.get(v)
+    if op is not None and op.kind.name == "cat":
+        return op if op.attrs["dim"] > 0 else None
+    return cat_before(fusion, op.values[0]) if op is not None and op.kind.name in ("cast", "reshape", "partition") else None

@@ -11,8 +11,8 @@ from . import pointwise
 
 NAME = "rows"
 CONTRACTS_ROUNDING = True
-ROLES = (*pointwise.ROLES, "routing", "gather", "combine", "scatter", "reduce", "grouped_add")
-SUMS = ("combine", "scatter", "reduce")
+ROLES = (*pointwise.ROLES, "routing", "gather", "combine", "scatter", "reduce", "grouped_add", "grouped_sum")
+SUMS = ("combine", "scatter", "reduce", "grouped_sum")
 
 
 @dataclass(frozen=True)

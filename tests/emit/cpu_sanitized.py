@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from cpu_tiers import emulated_amx, fusion_of_call, program
+from cpu_tiers import TIERS, emulated_amx, fusion_of_call, program
 from test_cpu_encodings import FORMATS, random_weights
 from test_cpu_kernels import VARIANTS, expert_mlp, random_weight
 from test_cpu_loops import CASES, OF_ANY_ROWS, compiled, swizzled
+from test_cpu_training import computed, operands
 
 from fusion_moe.runtime import build, isa, memory
 
@@ -19,8 +20,18 @@ def allocate_apart(found: memory.Memory, device: torch.device | None = None) -> 
 
 def main() -> None:
     memory.allocate = allocate_apart
-    build.BASE_FLAGS = (*build.BASE_FLAGS, "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+    build.BASE_FLAGS = (*build.BASE_FLAGS, "-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
     tier = isa.selected()
+    products_of_nvfp4(tier)
+    products_of_encodings(tier)
+    products_of_training(tier)
+    experts(tier)
+    if tier == TIERS[0]:  # no tier has loops of its own
+        loops()
+    print("clean")
+
+
+def products_of_nvfp4(tier: str) -> None:
     for k, n, sizes in ((16, 1, (1, 0, 2)), (80, 33, (3, 17, 40)), (1296, 20, (1, 16, 0))):
         weight, rows = random_weight(3, n, k), sum(sizes) + 2
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -28,15 +39,32 @@ def main() -> None:
                 x = torch.full((rows, k), value, dtype=dtype)
                 args = (x, *weight, torch.tensor(sizes).cumsum(0).int())
                 program(fusion_of_call("nvfp4_grouped_mm", *args), tier)(list(args))
+
+
+def products_of_encodings(tier: str) -> None:
     for encoding in FORMATS:
         for n, k, sizes in ((1, 32, (1, 0, 2)), (33, 96, (3, 17, 40)), (20, 1312, (1, 16, 0))):
             x, ends = torch.randn(sum(sizes) + 2, k).bfloat16(), torch.tensor(sizes).cumsum(0).int()
             args = (x, random_weights(encoding, 3, n, k), ends)
             program(fusion_of_call("grouped_mm", *args, weight_format=encoding), tier)([x, *args[1], ends])
+
+
+def products_of_training(tier: str) -> None:
+    for kind in ("grouped_mm_t", "grouped_outer"):
+        for n, k, sizes, b_dtype in ((45, 71, (3, 17, 40), torch.bfloat16), (20, 200, (1100, 16, 0), torch.float32)):
+            dtypes = (torch.bfloat16, b_dtype if kind == "grouped_outer" else torch.bfloat16)
+            a, b = operands(kind, sizes, n, k, dtypes, exact=False)
+            computed(kind, tier, a, b, torch.tensor(sizes).cumsum(0).int())
+
+
+def experts(tier: str) -> None:
     for name in VARIANTS:
         args, kwargs = expert_mlp(name, torch.bfloat16)
         inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         program(fusion_of_call("expert_mlp", *args, **kwargs), tier)(inputs)
+
+
+def loops() -> None:
     for name, make in CASES.items():
         fusion, inputs = make()
         for rows in (7, 1, 0) if name in OF_ANY_ROWS else (7,):
@@ -45,7 +73,6 @@ def main() -> None:
         fusion, inputs = swizzled(sizes, 7)
         compiled(fusion)(inputs)
         compiled(fusion)([inputs[0][: int(inputs[1][-1])], inputs[1]])  # no row to spare: of no group, nothing at all
-    print("clean")
 
 
 if __name__ == "__main__":

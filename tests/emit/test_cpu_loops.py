@@ -158,6 +158,12 @@ def bias_in_memory(fd, x, bias, offs):
     return fd.ops.group_add(fd.ops.neg(fd.ops.partition(x, ends)), bias, ends)
 
 
+@of(torch.cat([F[:6], torch.full((1, 33), torch.nan)]), ENDS)
+def sums_of_groups(fd, x, offs):
+    ends = fd.ops.ends(offs, rows=x.type.shape[0], groups=fd.define_groups("g", 3))
+    return fd.ops.group_sum(fd.ops.neg(fd.ops.partition(x, ends)), ends)
+
+
 @of(F, torch.randint(0, 5, (7, 2), generator=g), torch.rand(7, 2, generator=g))
 def routed_and_combined(fd, x, ids, w):
     _, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", 5))

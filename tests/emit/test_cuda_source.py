@@ -145,7 +145,9 @@ def test_a_layer_compiles_for_every_architecture(arch, layout):
     build_all([x for layer in layers for source in layer for count in tokens for x in launches(source, count, arch)], arch)
 
 
-PAIRS = [("nvfp4", "f16"), ("mxfp4", "bf16"), ("mxfp4", "f16"), ("bf16", "bf16"), ("f16", "f16")]  # of weights and activations
+PAIRS = [  # of weights and activations
+    ("nvfp4", "f16"), ("mxfp4", "bf16"), ("mxfp4", "f16"), ("int4", "bf16"), ("int4", "f16"), ("bf16", "bf16"), ("f16", "f16"),
+]  # fmt: skip
 
 
 def product_of(fmt: str, activations: str, layout: str, k: int = 1024, n: int = 1024, groups: int = 16) -> Product:
@@ -173,7 +175,7 @@ def test_every_encoding_compiles(fmt, activations, layout, arch):
 
 @needs_nvdisasm
 @pytest.mark.parametrize("variant", [M8[0], M16[0], SETS["WIDE_M8"][0], SETS["WIDE_M16"][0], M48_96[1], *M160], ids=lambda v: v.name)
-@pytest.mark.parametrize(("fmt", "activations"), [("nvfp4", "f16"), ("mxfp4", "f16"), ("bf16", "bf16")])
+@pytest.mark.parametrize(("fmt", "activations"), [("nvfp4", "f16"), ("mxfp4", "f16"), ("int4", "bf16"), ("int4", "f16"), ("bf16", "bf16")])
 def test_encodings_need_no_local_memory(fmt, activations, variant):
     source = product_of(fmt, activations, "w16x64")
     if not variant.fits(source.matrices, H200):

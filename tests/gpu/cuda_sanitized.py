@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,44 @@ def without_product() -> Iterator[Call]:
     yield Call("scaled_swiglu", (y[:, :70].contiguous(), torch.rand(M, generator=g)), {"interleave": 7})
 
 
+class Training(NamedTuple):
+    """The forward and the backward of a layer with weights in bfloat16, with all gradients. faulty: whether its ids are wrong."""
+
+    given: tuple[torch.Tensor, ...]
+    others: dict[str, Any]
+    faulty: bool
+
+    def run(self) -> None:
+        """On the GPU. What the forward found wrong may already be there when the backward is called, which then raises it."""
+        assert self._raises() == self.faulty
+
+    def _raises(self) -> bool:
+        try:
+            self._both()
+        except GroupsError:
+            return True
+        return is_faulty()
+
+    def _both(self) -> None:
+        x, ids, w, gate_up, down, *biases = (t.cuda().requires_grad_(t.is_floating_point()) for t in self.given)
+        y = torch.ops.fusion_moe.fused_experts(x, ids, w, [gate_up], [down], *biases, weight_format="bf16", **self.others)
+        y.backward(torch.ones_like(y))
+
+
+def training() -> Iterator[Training]:
+    """Sizes that are multiples of 8 and others, groups of few rows, of many, of none; matrices of either order; ids that name none."""
+    g = generator()
+    for hidden, inner, tokens, transposed in ((136, 72, 300, False), (100, 36, 70, False), (128, 96, 130, True)):
+        x, w = torch.randn(tokens, hidden, generator=g).bfloat16(), torch.rand(tokens, SLOTS, generator=g)
+        shapes = ((G, hidden, 2 * inner), (G, inner, hidden)) if transposed else ((G, 2 * inner, hidden), (G, hidden, inner))
+        weights = [torch.randn(shape, generator=g).bfloat16() for shape in (*shapes, (G, 2 * inner), (G, hidden))]
+        ids = torch.randint(1, G - 1, (tokens, SLOTS), generator=g)
+        wrong = ids.clone()
+        wrong[0], wrong[-1] = torch.tensor([-1, G, BIG]), torch.tensor([-BIG, 0, 2**40])
+        for picked in (ids, wrong):
+            yield Training((x, picked, w, *weights), {"transposed": transposed}, faulty=picked is wrong)
+
+
 def allocate_apart(found: memory.Memory, device: torch.device) -> tuple[object, list[int]]:
     """As memory.allocate, but each array is an allocation of its own, as large as it has to be."""
     held = [torch.empty(array.nbytes, dtype=torch.uint8, device=device) for array in found.arrays]
@@ -126,10 +165,19 @@ def use_first(kind: str, regime: Regime) -> None:
     choice.table_of = lambda arch: changed
 
 
-def main() -> None:
+def main(only_training: bool) -> None:
     """Products are run once with each variant of their kernel, and by concurrent kernels."""
-    several = [Regime(ALWAYS, M160, ((8, M32), (20, M80), (None, M160))), Regime(ALWAYS, M8, ((12, M8), (None, M80)))]
     memory.allocate, launch.build = allocate_apart, build_every_lane_arrives
+    for call in training():
+        call.run()
+    if not only_training:
+        inference()
+    print("clean")
+
+
+def inference() -> None:
+    """All but training."""
+    several = [Regime(ALWAYS, M160, ((8, M32), (20, M80), (None, M160))), Regime(ALWAYS, M8, ((12, M8), (None, M80)))]
     for call in without_product():
         call.run()
     for layout, kind in (("linear", "linear"), ("w16x64", "tiled")):
@@ -138,15 +186,18 @@ def main() -> None:
             use_first(kind, regime)
             for call in (*products(layout), *layers(layout, tokens=7), *layers(layout, tokens=60)):
                 call.run()
-            for call in (*encoded("mxfp4", torch.bfloat16, layout), *encoded("nvfp4", torch.float16, layout)):
+            for call in (
+                *encoded("mxfp4", torch.bfloat16, layout),
+                *encoded("int4", torch.bfloat16, layout),
+                *encoded("nvfp4", torch.float16, layout),
+            ):
                 call.run()
     for layout, kind in (("linear", "wide_linear"), ("w16x64", "wide_tiled")):
         for variant in variants_of(kind):
             use_first(kind, Regime(ALWAYS, (variant,)))
             for call in encoded("bf16", torch.bfloat16, layout):
                 call.run()
-    print("clean")
 
 
 if __name__ == "__main__":
-    main()
+    main(only_training=sys.argv[1:] == ["training"])

@@ -20,7 +20,7 @@ from fusion_moe.runtime import dump, nvrtc
 from fusion_moe.runtime.program import Program
 from fusion_moe.target import TARGETS
 
-STAGES = ["0-translated.txt", "1-canonicalize.txt", "2-assign_layouts.txt", "3-simplify.txt"]
+STAGES = ["0-translated.txt", "1-canonicalize.txt", "2-assign_layouts.txt", "3-simplify.txt", "4-gather_for_each.txt"]
 FIRST, SECOND = "segment0-grouped_gemm", "segment1-grouped_gemm"
 
 
@@ -65,7 +65,7 @@ def test_sources_and_binaries_are_there_on_a_hit_of_the_cache_too(tmp_path):
     names = set(seen[0])
     assert {*STAGES, f"{FIRST}.cpp", f"{FIRST}.txt", f"{FIRST}-contracted.txt", f"{SECOND}.cpp", f"{SECOND}.txt"} <= names
     libraries = {name for name in names if name.endswith(".so")}
-    assert {name.split("-")[0] for name in libraries} == {"product_nvfp4", "segments"}
+    assert {name.split("-")[0] for name in libraries} == {"fprop_nvfp4", "segments"}
     for name in libraries:
         assert seen[0][name].startswith(b"\x7fELF")
         assert name.replace(".so", ".cpp") in names

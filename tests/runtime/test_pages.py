@@ -41,9 +41,16 @@ def test_what_is_advised_starts_at_a_page_and_gets_pages():
     assert 0 < pages.obtained(t) <= 8 * PAGE  # the rest would take a page for a part of one
 
 
+def on_small_pages(size: int) -> torch.Tensor:
+    """u8[size], written. Memory of malloc may have large pages: NumPy gives advice for its arrays, and the next owner keeps it."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+
+
 @needs_advice
 def test_pages_are_counted_for_the_tensors_that_lie_on_them():
-    large, plain = pages.empty((4 * PAGE,), torch.uint8).fill_(1), torch.ones(4 * PAGE, dtype=torch.uint8)
+    large, plain = pages.empty((4 * PAGE,), torch.uint8).fill_(1), on_small_pages(4 * PAGE)
     found = pages.obtained(large)
     assert found > 0
     assert pages.obtained(plain) == 0

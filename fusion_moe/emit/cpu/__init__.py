@@ -1,9 +1,9 @@
 """The CPU backend: every segment as C++, those of a program in one library and one call.
 
-Two kinds of libraries make a program. kernels/product.cpp, the same for all, has the grouped product of a tier of `runtime.isa` and an
-encoding of weights (readers.py). The other is generated (unit.py): of each segment what is its own, loops over rows (loops.py), or gather,
-routing and epilogue of a product (grouped_mm.py), which the product calls (kernels/product.h). Both are built when a program is first
-called, and kept in the cache of `runtime.build`; the first may have come with the package (prebuilt.py).
+Two kinds of libraries make a program. kernels/fprop.cpp, dgrad.cpp and wgrad.cpp, the same for all, have the grouped products of a tier of
+`runtime.isa` and an encoding of weights (readers.py). The other is generated (unit.py): of each segment what is its own, loops over rows
+(loops.py), or the prologue and the epilogue of a product (grouped_mm.py, wgrad.py), which the product calls (kernels/product.h). Both are
+built when a program is first called, and kept in the cache of `runtime.build`; that of fprop may have come with the package (prebuilt.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 from ...ir.core import Fusion
 from ...runtime import build, isa
 from ...runtime.kernel import Kernel
+from ...schedule.product import products
 from ...segment import Segment
+from ..cxx.plan import ACTIVATIONS, plan_wgrad
 from ..cxx.plan import plan as plan_product
-from . import grouped_mm, loops, prebuilt
+from . import grouped_mm, loops, prebuilt, wgrad
 from .join import join
 from .launch import Launch, Library
 from .readers import linear
@@ -28,7 +30,11 @@ def plan(fusion: Fusion, kind: str) -> Source | prebuilt.Product:
     """The C++ of a piece; without a compiler, the product that came with the package. UnsupportedError if there is none."""
     if build.find_compiler() is None:
         return prebuilt.plan(fusion, kind)
-    return grouped_mm.source(plan_product(fusion, linear())) if kind == "grouped_gemm" else loops.source(fusion)
+    if kind != "grouped_gemm":
+        return loops.source(fusion)
+    if products(fusion)[0].kind == "wgrad":
+        return wgrad.source(plan_wgrad(fusion, ACTIVATIONS, alike=False))
+    return grouped_mm.source(plan_product(fusion, linear(), dgrad=linear()))
 
 
 def emit(segment: Segment) -> Kernel:

@@ -1,28 +1,31 @@
-"""The C++ of a grouped_gemm segment: the segment's own part, around the kernels in kernels/."""
+"""The C++ of a segment with a product that makes rows, fprop or dgrad: its own part, around the kernels in kernels/."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ...errors import UnsupportedError
-from ..cxx.elements import STORED, stored
+from ...ir.core import Value
+from ..cxx.elements import stored
 from ..cxx.epilogue import Epilogue
 from ..cxx.indices import Index, Variable, is_index, size
 from ..cxx.plan import Plan, row_width
 from ..cxx.statements import Expression, formula, inner
+from .activations import ACTIVATION, row_function, row_pointer
 from .readers import PARTS
 from .segment import SegmentWriter, Source
 
-_ACTIVATION = {"f32": "OF_F32", "bf16": "OF_BF16", "f16": "OF_F16"}
 _MAX_COLUMNS = 8  # of the product that one column of a result is made of
-_J, _K, _M, _S, _T = map(Variable, "jkmst")
+_J, _S, _T = map(Variable, "jst")
 
 
 def source(plan: Plan) -> Source:
     """The source of a planned segment. UnsupportedError with the sentence why there is none."""
     if len(plan.weight) > PARTS:
         raise UnsupportedError(f"weights of {len(plan.weight)} parts have no kernel here", expected=f"at most {PARTS}")
-    return Source(plan.fusion, _Writer(plan).text(), plan.memory, plan.weight[0] if plan.transposed else None, plan.encoding.name)
+    transposed = plan.weight[0] if plan.transposed else None
+    return Source(plan.fusion, _Writer(plan).text(), plan.memory, transposed, (plan.encoding.name, plan.kind))
 
 
 class _Writer(SegmentWriter):
@@ -30,12 +33,14 @@ class _Writer(SegmentWriter):
         super().__init__(plan.fusion, plan.memory)
         self.plan = plan
         self.epilogue = Epilogue(self, plan, "p[{} * LANES + i]")
+        self.partials = [f"partial_{i}" for i in range(len(plan.sums))]
 
     def functions(self) -> list[str]:
-        a, store = STORED[self.plan.a.type.dtype], self.store_lanes()  # which finds the columns
+        store = self.store_lanes()  # which finds the columns
         columns = self.epilogue.columns
         return [
-            f"static constexpr i64 K = {self.plan.k}, W = {self.plan.width}, F = {len(columns)}, G = {self.plan.groups};",
+            f"static constexpr i64 W = {self.plan.width}, F = {len(columns)}, G = {self.plan.groups}, BLOCKS = (W + LANES - 1) / LANES;",
+            *(f"mutable float* {partial} = nullptr;  // of the sum of each row, for each LANES columns" for partial in self.partials),
             "",
             "// Column j of the result is made of these of the product.",
             "struct Columns {",
@@ -47,9 +52,7 @@ class _Writer(SegmentWriter):
             "    }",
             "};",
             "",
-            f"const {a}* row(i64 m, {a}* scratch) const {{",
-            *inner(self.row()),
-            "}",
+            *row_function(self, "row", self.plan.a, self.plan.k),
             "",
             "void store(i64 m, i64 g, i64 j0, i64 count, const float* p) const {",
             *inner(store),
@@ -62,64 +65,87 @@ class _Writer(SegmentWriter):
             "void finish(i64 t) const {",
             *inner(self.finish()),
             "}",
+            "",
+            "void finish_row(i64 m) const {",
+            *inner(self.finish_row()),
+            "}",
         ]
 
     def body(self) -> list[str]:
-        plan = self.plan
-        a, rows = STORED[plan.a.type.dtype], size(plan.a.type.shape[0])
+        plan, rows = self.plan, size(self.plan.a.type.shape[0])
+        n, k = plan.product.values[1].type.shape[1:]
         tokens = size(plan.combine.outputs[0].type.shape[0]) if plan.combine else 0
         return [
             "Problem problem{};",
             *(f"problem.parts[{i}] = {self.names[v]};" for i, v in enumerate(plan.weight)),
             f"problem.ends = {self.array(plan.ends)};",
-            f"problem.G = G, problem.N = {plan.n}, problem.K = K, problem.runs = {plan.scale_runs}, problem.rows = {rows};",
+            f"problem.G = G, problem.N = {n}, problem.K = {k}, problem.runs = {plan.scale_runs}, problem.rows = {rows};",
             "static const Columns columns;",
             "problem.W = W, problem.F = F, problem.columns = columns.of[0];",
-            f"problem.activation = {_ACTIVATION[plan.a.type.dtype]}, problem.segment = this;",
-            "problem.row = [](const void* segment, i64 m, void* scratch) -> const void* {",
-            f"    return static_cast<const Segment*>(segment)->row(m, static_cast<{a}*>(scratch));",
-            "};",
+            f"problem.activation = {ACTIVATION[plan.a.type.dtype]}, problem.segment = this;",
+            *row_pointer(plan.a, "row", "row"),
             "problem.store = [](const void* segment, i64 m, i64 rows, i64 g, i64 j, i64 count, const float* p, i64 stride) {",
             "    for (i64 r = 0; r < rows; ++r) static_cast<const Segment*>(segment)->store_run(m + r, g, j, count, p + r * stride);",
             "};",
+            *(f"std::vector<float> of_{p}({rows} * BLOCKS); {p} = of_{p}.data();" for p in self.partials),
             "product(&problem, threads);",
+            *([f"for_rows({rows}, 16, threads, [&](i64 m) {{ finish_row(m); }});"] if self.partials else []),
             f"for_rows({tokens}, 1, threads, [&](i64 t) {{ finish(t); }});",
         ]
-
-    # The rows of activations ------------------------------------------------------------------------------------------
-
-    def row(self) -> list[str]:
-        elements = self.elements()
-        found = elements.row_in_memory(self.plan.a, _M, self.plan.k)
-        if found is not None:
-            matrix, row = found
-            return [*elements.lines, "(void)scratch;", f"return {self.names[matrix]} + {row} * K;"]
-        elements = self.elements()
-        made = elements.of(self.plan.a, [_M, _K])
-        a = STORED[self.plan.a.type.dtype]
-        return ["for (i64 k = 0; k < K; ++k) {", *inner(elements.lines), f"    scratch[k] = narrow<{a}>({made});", "}", "return scratch;"]
 
     # What is stored for rows of groups --------------------------------------------------------------------------------
 
     def store_lanes(self) -> list[str]:
+        """Sixteen columns of all that is stored, and their sums."""
         plan, elements = self.plan, self.epilogue.elements()
-        lanes, after = [], []
-        for i, v in enumerate(plan.rows):
-            made = elements.of(v, self.epilogue.at(v))
-            lanes.append(f"r{i}[i] = {made};")
-            after.append(f"store_lanes({self.names[v]} + m * W + j0, r{i}, count);")
+        values = [*plan.rows, *(op.values[0] for op in plan.sums)]
+        arrays, lanes, made = list[str](), list[str](), dict[Value, list[tuple[str, Index]]]()
+        for v in sorted(dict.fromkeys(values), key=lambda v: plan.parts(v) is None):  # which reads what the others have read
+            made[v] = [(f"r{len(arrays) + i}", place) for i, place in enumerate(plan.parts(v) or self.epilogue.every_column())]
+            for name, place in made[v]:
+                arrays.append(f"{'float' if v.type.dtype in ACTIVATION else stored(v)} {name}[LANES];")
+                lanes.append(f"{name}[i] = {elements.of(v, self.epilogue.at(v, place))};")
         if len(self.epilogue.columns) > _MAX_COLUMNS:
             raise UnsupportedError(f"a result reads more than {_MAX_COLUMNS} columns of the product")
-        arrays = [f"{'float' if v.type.dtype in ('f32', 'bf16', 'f16') else stored(v)} r{i}[LANES];" for i, v in enumerate(plan.rows)]
         column = "j0 + i" if plan.width % 16 == 0 else "std::min<i64>(j0 + i, W - 1)"
-        body = [f"const i64 j = {column};", *elements.lines, *lanes]
-        loop = ["#pragma omp simd", "for (int i = 0; i < LANES; ++i) {", *inner(body), "}"]
-        return ["(void)g;", *arrays, *loop, *after]
+        loop = [
+            "#pragma omp simd",
+            "for (int i = 0; i < LANES; ++i) {",
+            f"    const i64 j = {column};",
+            *inner([*elements.lines, *lanes]),
+            "}",
+        ]
+        stores = [line for v in plan.rows for name, place in made[v] for line in self._stored(v, name, place)]
+        sums = []
+        for partial, op in zip(self.partials, plan.sums, strict=True):
+            terms = " + ".join(f"sum_lanes({name}, count)" for name, _ in made[op.values[0]])
+            sums.append(f"{partial}[m * BLOCKS + j0 / LANES] = {terms};")
+        return ["(void)g;", *arrays, *loop, *stores, *sums]
+
+    def _stored(self, v: Value, name: str, place: Index) -> list[str]:
+        """Sixteen columns of a value, which lie side by side or do not."""
+        row = f"{self.names[v]} + m * {self.plan.width_of(v)}"
+        if self._side_by_side(place):
+            return ["{", "    const i64 j = j0;", f"    store_lanes({row} + {place}, {name}, count);", "}"]
+        each = ["    const i64 j = j0 + i;", f"    ({row})[{place}] = held<{stored(v)}>({name}[i]);"]
+        return ["for (i64 i = 0; i < count; ++i) {", *each, "}"]
+
+    def _side_by_side(self, place: Index) -> bool:
+        at = [place.evaluate({_J.name: j}) for j in range(self.plan.width)]
+        return all(b == a + 1 for j, (a, b) in enumerate(pairwise(at)) if (j + 1) % 16 != 0)
 
     def store_run(self) -> list[str]:
         """Sixteen columns after the other, while what is written next comes nearer."""
-        ahead = [f"fetch_row({self.names[v]} + m * W + j0, W, count);" for v in self.plan.rows]
+        ahead = [f"fetch_row({self.names[v]} + m * W + j0, W, count);" for v in self.plan.rows if self.plan.width_of(v) == self.plan.width]
         return [*ahead, "for (i64 i = 0; i < count; i += LANES, p += F * LANES) store(m, g, j0 + i, std::min<i64>(LANES, count - i), p);"]
+
+    def finish_row(self) -> list[str]:
+        """The sum of a row, of the sums of its columns in order."""
+        lines = []
+        for partial, v in zip(self.partials, self.plan.summed, strict=True):
+            total = f"std::accumulate({partial} + m * BLOCKS, {partial} + (m + 1) * BLOCKS, 0.f)"
+            lines.append(f"{self.names[v]}[m] = stored<{stored(v)}>({total});")
+        return lines or ["(void)m;"]
 
     # What is stored for tokens ----------------------------------------------------------------------------------------
 

@@ -47,14 +47,14 @@ class Library:
     @cached_property
     def _products(self) -> Any:
         """The function of each segment's grouped product, null for one without."""
-        products = [product_of(self.tier, s.encoding).product if s.encoding else ctypes.c_void_p() for s in self.sources]
+        products = [product_of(self.tier, *s.product).product if s.product else ctypes.c_void_p() for s in self.sources]
         return (ctypes.c_void_p * len(products))(*[ctypes.cast(product, ctypes.c_void_p) for product in products])
 
     def builds(self) -> Iterator[Build]:
         """What is compiled before the first call: itself, and the products that did not come with the package."""
         yield (self.tier, self.text), lambda: self._loaded
-        for encoding in {s.encoding for s in self.sources if s.encoding}:
-            yield (self.tier, encoding), partial(product_of, self.tier, encoding)
+        for product in {s.product for s in self.sources if s.product}:
+            yield (self.tier, *product), partial(product_of, self.tier, *product)
 
     def entry(self, name: str) -> Entry:
         """One of its functions."""

@@ -13,9 +13,10 @@ from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize
 from ...ir.types import Dim, plain
-from ..cxx.indices import Index, Number, Variable, flat, reshaped, size, unflat
+from ..cxx.indices import Number, Variable, flat, reshaped, size, unflat
 from ..cxx.plan import MADE_FIRST, known
 from ..cxx.statements import Statement, branches, hoisted, inner, written
+from ..cxx.sums import reduction
 from ..inexpressible import Inexpressible, naming
 from .encoders import encoder
 from .segment import SegmentWriter, Source
@@ -76,25 +77,23 @@ class _Writer(SegmentWriter):
     # What is made whole -----------------------------------------------------------------------------------------------
 
     def _sum(self, op: Op) -> list[str]:
-        (x,), (y,), shape = op.values, op.outputs, op.values[0].type.shape
-        over = sorted(op.attrs["dims"])
-        kept = [i for i in range(len(shape)) if i not in over]
-        columns = kept[-1:] if len(shape) - 1 not in over else []
-        rows = kept[: len(kept) - len(columns)]
-        place: dict[int, Index] = {}
-        for index, dims in ((_M, rows), (_J, columns), (_R, over)):
-            place |= dict(zip(dims, unflat(index, [shape[i] for i in dims]), strict=True))
-        made = self.elements()
-        term = made.of(x, [place[i] for i in range(len(shape))])
-        counts = [elements([shape[i] for i in dims]) for dims in (rows, columns, over)]
-        return self._added(y, counts, made.statements, term) if columns else self._reduced(y, counts, made.statements, term)
+        (x,), (y,), found, made = op.values, op.outputs, reduction(op), self.elements()
+        term, counts = made.of(x, found.at), (found.rows, found.columns, found.over)
+        return self._reduced(y, counts, made.statements, term) if found.along_memory else self._added(y, counts, made.statements, term)
 
     def _added(self, y: Value, counts: Sequence[AnySize], statements: Sequence[Statement], term: object) -> list[str]:
         """y [rows, columns], each the sum of a term over r."""
         rows, columns, over = counts
+        return self._added_between(y, (rows, columns), ("0", str(size(over))), statements, term)
+
+    def _added_between(
+        self, y: Value, counts: Sequence[AnySize], ends: tuple[str, str], statements: Sequence[Statement], term: object
+    ) -> list[str]:
+        """y [rows, columns], each the sum of a term over r, from the first end to before the second."""
+        rows, columns = counts
         add = _for_columns([*statements, f"total[j - j0] += {term};"])
         store = _for_columns([self.store(y, flat([_M, _J], (rows, columns)), "total[j - j0]")])
-        body = ["float total[COLUMNS] = {};", f"for (i64 r = 0; r < {size(over)}; ++r) {{", *inner(add), "}", *store]
+        body = ["float total[COLUMNS] = {};", f"for (i64 r = {ends[0]}; r < {ends[1]}; ++r) {{", *inner(add), "}", *store]
         return [f"for_tiles({size(rows)}, {size(columns)}, threads, [&](i64 m, i64 j0, i64 j1) {{", *inner(body), "});"]
 
     def _reduced(self, y: Value, counts: Sequence[AnySize], statements: Sequence[Statement], term: object) -> list[str]:
@@ -109,6 +108,14 @@ class _Writer(SegmentWriter):
         made = self.elements()
         term = f"{made.of(y, [made.of(slot_of, [_M, _R]), _J])} * {made.of(w, [_M, _R])}"
         return self._added(op.outputs[0], (plain(tokens), plain(y.type.shape[1]), plain(slots)), made.statements, term)
+
+    def _group_sum(self, op: Op) -> list[str]:
+        """Row m of the result is the sum of group m's rows."""
+        (y, ends), (out,) = op.values, op.outputs
+        made, end = self.elements(), self.array(ends)
+        term, (groups, columns) = made.of(y, [_R, _J]), out.type.shape
+        run = (f"(m == 0 ? 0 : {end}[m - 1])", f"{end}[m]")
+        return self._added_between(out, (plain(groups), plain(columns)), run, made.statements, term)
 
     def _index_put_accumulate(self, op: Op) -> list[str]:
         """Rows added in order, by each thread to columns of its own."""
@@ -183,7 +190,8 @@ class _Writer(SegmentWriter):
 
 
 _WHOLE: dict[str, Callable[[_Writer, Op], list[str]]] = {
-    "sum": _Writer._sum, "combine": _Writer._combine, "index_put_accumulate": _Writer._index_put_accumulate,
+    "sum": _Writer._sum, "combine": _Writer._combine, "group_sum": _Writer._group_sum,
+    "index_put_accumulate": _Writer._index_put_accumulate,
     "decode_scale": _Writer._decode_scale, "quantize": _Writer._quantize, "grouped_swizzle": _Writer._grouped_swizzle,
 }  # fmt: skip
 

@@ -18,18 +18,19 @@ from ...groups import check_ends
 from ...ir.core import Fusion
 from ...runtime import build, isa
 from ..cxx.plan import Plan as GroupedGemm
+from ..cxx.plan import need_one_width
 from ..cxx.plan import plan as plan_product
 from .readers import PARTS, linear, recipe
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels/product.h
 
 
-def product_of(tier: str, encoding: str) -> ctypes.CDLL:
-    """The library of a tier and an encoding of weights. BuildError if none came with the package and there is no compiler.
+def product_of(tier: str, encoding: str, kind: str = "fprop") -> ctypes.CDLL:
+    """The library of a tier, an encoding of weights and a kind of product. BuildError if none came with the package, without a compiler.
 
     UnsupportedError for an encoding that no reader was registered for.
     """
-    return build.library(recipe(tier, encoding))
+    return build.library(recipe(tier, encoding, kind))
 
 
 def kernels(tier: str, encoding: str, dtype: torch.dtype) -> str:
@@ -64,7 +65,7 @@ def plan(fusion: Fusion, kind: str) -> Product:
     ops = [op for op in fusion.ops if not op.kind.view]
     if kind != "grouped_gemm" or len(ops) > 1:
         raise UnsupportedError(build.why_no_compiler())
-    planned, tier = plan_product(fusion, linear()), isa.selected()
+    planned, tier = need_one_width(plan_product(fusion, linear())), isa.selected()
     encoding = planned.encoding.name
     came = recipe(tier, encoding).came_with()
     if came is None or not came.is_file():

@@ -51,15 +51,15 @@ class Source:
     """The C++ of a segment: a struct and a function `run`, for a namespace of their own.
 
     memory: the values that the caller allocates, results among them; `run` takes pointers to the inputs of the fusion, then to these.
-    transposed: the input, if any, that is passed with its last two dimensions swapped. encoding: that of the weight whose grouped product
-    `run` needs, if any.
+    transposed: the input, if any, that is passed with its last two dimensions swapped. product: the encoding of weights, "" for none,
+    and the kind of the grouped product that `run` needs, if any.
     """
 
     fusion: Fusion
     text: str
     memory: tuple[Value, ...]
     transposed: Value | None = None
-    encoding: str | None = None
+    product: tuple[str, str] | None = None
 
 
 class SegmentWriter(Writer):

@@ -3,6 +3,7 @@
 source.py       what every segment has: a struct of its arrays, and kernels that are given it
 loops.py        segments without a product
 grouped_mm.py   products, with gather, routing and epilogue; columns.py: which columns a result is made of
+gemm.py         those of training, of 16-bit matrices: fprop with results of several widths, dgrad, wgrad
 readers.py      the readers of weights: which encodings and layouts have kernels
 variants.py     the kernels of products as data; table.py, tables/: which are candidates for how many rows, by GPU; choice.py: one's choice
 parts.py        the segments of a call as facts; join.py: those of a program in one call
@@ -13,6 +14,7 @@ kernels/        the kernels, fixed
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ... import options
 from ...arch import H200, Arch
@@ -20,10 +22,14 @@ from ...errors import UnsupportedError
 from ...ir.core import Fusion
 from ...runtime import cuda, nvrtc
 from ...runtime.kernel import Kernel
+from ...schedule.product import products
 from ...segment import Segment
+from ..cxx.plan import need_one_width, plan_wgrad
 from ..cxx.plan import plan as plan_product
+from . import gemm
 from .choice import check_variant
 from .choose import Choice, Step
+from .gemm import Gemm, PlainProduct, Wgrad
 from .grouped_mm import Product
 from .join import join
 from .launch import Launch
@@ -40,9 +46,27 @@ def plan(fusion: Fusion, kind: str) -> Source:
     """The source of a piece's kernels. UnsupportedError with the sentence why there is none."""
     if why := nvrtc.why_missing() or cuda.why_too_old():
         raise UnsupportedError(why)
-    source = Product(plan_product(fusion, READERS)) if kind == "grouped_gemm" else Loops(fusion)
+    source = _product(fusion) if kind == "grouped_gemm" else Loops(fusion)
     _text(source)  # which says what cannot be written
     return source
+
+
+def _product(fusion: Fusion) -> Source:
+    if products(fusion)[0].kind == "wgrad":
+        if why := cuda.why_no_wgmma():
+            raise UnsupportedError(why)
+        return Wgrad(plan_wgrad(fusion, gemm.DTYPES))
+    made = plan_product(fusion, READERS, gemm.READERS)
+    as_in_torch = (made.encoding.name, made.layout) in gemm.READERS
+    without_wgmma = cuda.why_no_wgmma()
+    if not as_in_torch or (without_wgmma and made.kind == "fprop"):
+        return Product(need_one_width(made))
+    if without_wgmma:
+        raise UnsupportedError(without_wgmma)
+    if made.kind == "fprop" and made.one_width:
+        with suppress(UnsupportedError):  # of matrices whose sizes other kernels do not take
+            return PlainProduct(made)
+    return Gemm(made)
 
 
 def emit(segment: Segment) -> Kernel:

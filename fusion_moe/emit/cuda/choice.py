@@ -35,7 +35,8 @@ class SizeClass:
 
 @dataclass(frozen=True)
 class Chosen:
-    """How a segment is computed for some sizes. size_classes: the kernels of its product, in order; none if it has no product.
+    """How a segment is computed for some sizes. size_classes: the kernels of its product, in order; none if it has no product, or one of
+    kernels/gemm.cuh, which has no variants.
 
     reads_fragment_order, writes_fragment_order: whether the product finds its rows in fragment order in memory, where the product before
     wrote them, and whether its result is in fragment order.
@@ -44,6 +45,11 @@ class Chosen:
     size_classes: tuple[SizeClass, ...] = ()
     reads_fragment_order: bool = False
     writes_fragment_order: bool = False
+
+    @property
+    def may_chain(self) -> bool:
+        """Whether products before and after this one may agree with it on fragment order."""
+        return bool(self.size_classes) and self.activation_reader.reads_fragment_order
 
     @property
     def activation_reader(self) -> Variant:

@@ -19,7 +19,7 @@ from .choice import Chosen
 from .parts import Inner, Parts
 from .source import Array, KernelSource, Sizes
 
-_BYTES = {"i32": 4, "bf16": 2, "f16": 2}  # of the elements of arrays that are no values
+_BYTES = {"i32": 4, "float": 4, "bf16": 2, "f16": 2}  # of the elements of arrays that are no values
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Choice:
 def choose(parts: Parts, sizes: Sizes, arch: Arch) -> Choice:
     """What is launched. UnsupportedError if the variant that parts ask for fits one of their products not."""
     chosen = [part.source.choose(sizes, arch, parts.variant) for part in parts.parts]
-    links = [(i, j) for i, j in parts.links if all(chosen[n].activation_reader.reads_fragment_order for n in (i, j))]
+    links = [(i, j) for i, j in parts.links if all(chosen[n].may_chain for n in (i, j))]
     for i, j in links:
         chosen[i], chosen[j] = replace(chosen[i], writes_fragment_order=True), replace(chosen[j], reads_fragment_order=True)
     next_, previous = dict(links), {j: i for i, j in links}

@@ -20,7 +20,7 @@ from ...runtime.preparing import Build, run_builds
 from .choice import AUTO
 from .choose import Choice, Step, choose
 from .parts import Parts, one_part
-from .source import KernelSource, Sizes, Source
+from .source import Boxes, KernelSource, Sizes, Source
 
 KERNELS = Path(__file__).parent / "kernels"
 _ALIGN = 16  # bytes that vectors are loaded by
@@ -33,15 +33,20 @@ class _Loaded:
 
     numbers: tuple[int, ...]
     places: tuple[int, ...]
-    launches: tuple[cuda.Launch, ...]
+    launches: tuple[tuple[cuda.Launch, tuple[Boxes, ...]], ...]
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
         """On the current device; addresses: of all arrays of the call."""
-        words = (*self.numbers, *[addresses[i] for i in self.places], cuda.fault_word())
+        arrays = [addresses[i] for i in self.places]
+        words = (*self.numbers, *arrays, cuda.fault_word())
         params = (ctypes.c_longlong * len(words))(*words)
-        pointer = ctypes.c_void_p(ctypes.addressof(params))
-        for launch in self.launches:
-            launch(stream, ctypes.addressof(pointer))
+        alone = ctypes.c_void_p(ctypes.addressof(params))
+        for launch, boxes in self.launches:
+            pointers: ctypes.c_void_p | ctypes.Array[ctypes.c_void_p] = alone
+            if boxes:
+                maps = [cuda.tensor_map(arrays[b.array], b.type, b.sizes, b.box) for b in boxes]
+                pointers = (ctypes.c_void_p * (1 + len(maps)))(alone.value, *[m.address for m in maps])
+            launch(stream, ctypes.addressof(pointers))
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class Call:
             self._prepared(torch.device("cuda", index), *[sizes[s] for s in self.parts.symbols])
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
-        device = tensors[0].device
+        device = tensors[0].device if tensors else torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.device(device.index):
             cuda.raise_fault()
             prepared = self._prepared(device, *[sizes[s] for s in self.parts.symbols])
@@ -151,9 +156,9 @@ def _numbers(source: Source, sizes: Sizes) -> tuple[int, ...]:
     return tuple(sizes[s] for s in source.fusion.symbols)
 
 
-def _loaded(step: Step, cubins: Mapping[Hashable, Path], index: int) -> tuple[cuda.Launch, ...]:
+def _loaded(step: Step, cubins: Mapping[Hashable, Path], index: int) -> tuple[tuple[cuda.Launch, tuple[Boxes, ...]], ...]:
     arch, kernels = cuda.arch(index).nvrtc, zip(step.kernels, step.overlaps, strict=True)
-    return tuple(_load(kernel, cubins[arch, kernel.text], index, overlap) for kernel, overlap in kernels)
+    return tuple((_load(kernel, cubins[arch, kernel.text], index, overlap), kernel.boxes) for kernel, overlap in kernels)
 
 
 def _load(kernel: KernelSource, cubin: Path, index: int, overlap: bool) -> cuda.Launch:

@@ -1,6 +1,7 @@
 """The CUDA C++ of a segment without a product: kernels that make elements of results, a thread for each.
 
-What needs more than one element of something (routing, a combine) is made first, in memory.
+What needs more than one element of something (routing, a combine, a sum) is made first, in memory. Sums are added in an order that depends
+on sizes alone.
 """
 
 from __future__ import annotations
@@ -8,28 +9,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...arch import Arch
-from ...ir.core import Fusion, Value
+from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize
+from ...ir.sizes import AnySize, value
 from ...ir.types import plain
-from ..cxx.indices import Variable, unflat
-from ..cxx.plan import MADE_FIRST
+from ..cxx.indices import Number, Variable, size, unflat
+from ..cxx.plan import MADE_FIRST, known
+from ..cxx.statements import inner
+from ..cxx.sums import reduction
 from ..inexpressible import Inexpressible, naming
 from .choice import Chosen
-from .source import KernelSource, Sizes, Source
+from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
 
-_I = Variable("i")
-_SUMS = ("sum", "index_put_accumulate", "decode_scale", "quantize", "grouped_swizzle")
+_I, _J, _R = map(Variable, "ijr")
+_MISSING = ("index_put_accumulate", "decode_scale", "quantize", "grouped_swizzle")
+_SUMS = ("sum", "group_sum")
+_WARPS = THREADS // 32
 
 
 class Loops(Source):
     """The source of a segment. UnsupportedError with the sentence why there is none."""
 
     def __init__(self, fusion: Fusion):
-        if other := next((op for op in fusion.ops if op.kind.name in _SUMS), None):
+        if other := next((op for op in fusion.ops if op.kind.name in _MISSING), None):
             raise Inexpressible(other, f"{other.kind.name} has no kernel here yet")
-        self.combines = [op for op in fusion.ops if op.kind.name == "combine"]
-        whole = [v for op in fusion.ops if op.kind.name in MADE_FIRST or op in self.combines for v in op.outputs]
+        self.sums = [op for op in fusion.ops if op.kind.name in ("combine", *_SUMS)]
+        whole = [v for op in fusion.ops if op.kind.name in MADE_FIRST or op in self.sums for v in op.outputs]
         super().__init__(fusion, tuple(dict.fromkeys((*whole, *(v for v in fusion.outputs if v not in fusion.inputs)))))
 
     def functions(self) -> list[str]:
@@ -37,17 +42,66 @@ class Loops(Source):
         return []
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """Routing; sums of slots; then the results, those of as many elements in one kernel."""
+        """Routing; sums; then the results, those of as many elements in one kernel."""
         found = self.made_first(sizes)
         ready = [v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs]
         left = [v for v in self.memory if v not in ready]
-        for op in self.combines:
+        for op in self.sums:
             with naming(op):
-                found.append(self.sum_of_slots(op, op.outputs, left, sizes))
+                found.append(self._summed(op, left, sizes))
             left = [v for v in left if v not in op.outputs]
         counts = dict.fromkeys(elements(v.type.shape) for v in left)
         of_count = [(n, [v for v in left if elements(v.type.shape) == n]) for n in counts]
         return found + [self._elementwise(i, values, n, left, sizes) for i, (n, values) in enumerate(of_count)]
+
+    def _summed(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
+        if op.kind.name == "combine":
+            return self.sum_of_slots(op, op.outputs, left, sizes)
+        return self._group_sum(op, left, sizes) if op.kind.name == "group_sum" else self._sum(op, left, sizes)
+
+    def _sum(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
+        """A warp for each row, or a thread for each column of each row."""
+        (x,), (y,), found, made = op.values, op.outputs, reduction(op), self.elements(without=left)
+        term = made.of(x, found.at)
+        if found.along_memory:
+            body = [
+                "griddepcontrol_wait();",
+                "griddepcontrol_launch_dependents();",
+                f"for_all_warps({size(found.rows)}, [&](i64 m) {{",
+                *inner([f"const i64 j = 0, count = {size(found.over)};", "float total = 0;"]),
+                "    for (i64 r = threadIdx.x % 32; r < count; r += 32) {",
+                *inner(inner([*made.lines, f"total += {term};"])),
+                "    }",
+                "    total = sum_of_warp(total);",
+                f"    if (threadIdx.x % 32 == 0) {self.store(y, Variable('m'), 'total')}",
+                "});",
+            ]
+            return self.kernel("sum", body, -(-value(found.rows, sizes) // _WARPS), max_resident=MAX_RESIDENT)
+        columns = size(found.columns)
+        add = [f"const i64 m = i / {columns}, j = i % {columns};", "float total = 0;", f"for (i64 r = 0; r < {size(found.over)}; ++r) {{"]
+        body = [*add, *inner([*made.lines, f"total += {term};"]), "}", self.store(y, _I, "total")]
+        return self.for_all("sum", elements((found.rows, found.columns)), body, sizes)
+
+    def _group_sum(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
+        """A block for each group and 32 columns: its warps share rows, and their sums are added in order."""
+        (x, ends), (y,), made = op.values, op.outputs, self.elements(without=left)
+        groups, columns = (known(d) for d in y.type.shape)
+        rows, tiles, term = size(plain(x.type.shape[0])), -(-columns // 32), made.of(x, [_R, _J])
+        body = [
+            f"const i64 g = blockIdx.x / {tiles}, j = blockIdx.x % {tiles} * 32 + threadIdx.x % 32;",
+            "griddepcontrol_wait();",
+            "griddepcontrol_launch_dependents();",
+            f"const MTile run = rows_of_group({self.array(ends, left)}, g, {rows}, error);",
+            "float total = 0;",
+            f"if (j < {columns}) {{",
+            f"    for (i64 r = run.first + threadIdx.x / 32; r < run.end; r += {_WARPS}) {{",
+            *inner(inner([*made.lines, f"total += {term};"])),
+            "    }",
+            "}",
+            f"total = sum_of_warps<{_WARPS}>(total);",
+            f"if (threadIdx.x < 32 && j < {columns}) {self.store(y, Variable('g') * Number(columns) + _J, 'total')}",
+        ]
+        return self.kernel("group_sum", body, groups * tiles)
 
     def _elementwise(self, i: int, values: Sequence[Value], count: AnySize, left: Sequence[Value], sizes: Sizes) -> KernelSource:
         made = self.elements(without=left)

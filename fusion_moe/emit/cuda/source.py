@@ -26,7 +26,7 @@ from ..inexpressible import Inexpressible, naming
 from .choice import AUTO, Chosen
 
 THREADS = 256
-_MAX_RESIDENT = 16  # blocks of a kernel that does something for each element
+MAX_RESIDENT = 16  # blocks of a kernel that does something for each element
 _WARPS = {32: 1, 1024: 8}  # of a block of `route`, for up to so many ids
 _MAX_WARPS = 32
 _J, _S, _T = map(Variable, "jst")
@@ -45,11 +45,24 @@ $functions
 _KERNEL = Template("""\
 $includes
 $struct
-extern "C" __global__ void __launch_bounds__($bounds) $name(const __grid_constant__ Segment s) {
+extern "C" __global__ void __launch_bounds__($bounds) $name($parameters) {
     $call
 }
 """)
 Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """What a kernel copies in boxes: a tensor in an array, as sizes with the fastest dimension first, of elements of a C++ type.
+
+    array: its number among those of the struct; box: its sizes, the first one 128 bytes.
+    """
+
+    array: int
+    type: str
+    sizes: tuple[int, ...]
+    box: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,7 @@ class KernelSource:
     there is work for; shared: bytes of dynamic shared memory; reads_before_wait, writes_before_wait: whether it reads, or writes, before it
     waits for the kernel before it.
     carveout_blocks: how many of its blocks a multiprocessor has, if the shared-memory carveout is to hold no more than these: see
-    runtime/cuda.py. title: a name for people.
+    runtime/cuda.py. title: a name for people. boxes: its parameters after the struct.
     """
 
     name: str
@@ -73,6 +86,7 @@ class KernelSource:
     carveout_blocks: int = 0
     title: str = ""
     writes_before_wait: bool = False
+    boxes: tuple[Boxes, ...] = ()
 
     def grid(self, arch: Arch) -> int:
         """The blocks that are launched on a GPU."""
@@ -144,24 +158,34 @@ class Source(Writer):
     def calling(
         self, call: str, name: str, functions: Sequence[str], blocks: int, *, headers: Sequence[str] = ("routing.cuh",),
         threads: int = THREADS, shared: int = 0, min_blocks: int = 1, max_resident: int = 0, reads_before_wait: bool = False,
-        carveout: bool = False, title: str = "",
+        carveout: bool = False, title: str = "", boxes: Sequence[Boxes] = (),
     ) -> KernelSource:  # fmt: skip
         """A kernel that makes a call, and whose struct has more functions. min_blocks: that must fit one multiprocessor.
 
-        carveout: whether the shared-memory carveout is to hold these blocks and no more.
+        carveout: whether the shared-memory carveout is to hold these blocks and no more. boxes: parameters map0, map1, ...
         """
+        maps = (f"const __grid_constant__ TensorMap map{i}" for i in range(len(boxes)))
+        parameters = ", ".join(["const __grid_constant__ Segment s", *maps])
         bounds = f"{threads}, {min_blocks}"
         includes = "\n".join(f'#include "{header}"' for header in headers)
-        text = _KERNEL.substitute(includes=includes, struct=self._struct(functions), name=name, call=call, bounds=bounds)
+        text = _KERNEL.substitute(
+            includes=includes, struct=self._struct(functions), name=name, call=call, bounds=bounds, parameters=parameters
+        )
         carveout_blocks = min_blocks if carveout else 0
-        return KernelSource(name, text, blocks, threads, shared, max_resident, reads_before_wait, carveout_blocks, title or name)
+        return KernelSource(
+            name, text, blocks, threads, shared, max_resident, reads_before_wait, carveout_blocks, title or name, boxes=tuple(boxes)
+        )  # fmt: skip
+
+    def array_number(self, array: Value | Array) -> int:
+        """Which of the struct's arrays it is."""
+        return [*self.fusion.inputs, *self.memory, *self.scratch].index(array)
 
     def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, before_wait: Sequence[str] = ()) -> KernelSource:
         """A kernel that does `body` for each i below a count; and `before_wait` while the kernel before runs, which it needs nothing of."""
         blocks = -(-value(count, sizes) // THREADS)
         first, then = ([f"for_all({size(count)}, [&](i64 i) {{", *inner(lines), "});"] if lines else [] for lines in (before_wait, body))
         lines = [*first, "griddepcontrol_wait();", "griddepcontrol_launch_dependents();", *then]
-        return self.kernel(name, lines, blocks, max_resident=_MAX_RESIDENT, reads_before_wait=bool(before_wait))
+        return self.kernel(name, lines, blocks, max_resident=MAX_RESIDENT, reads_before_wait=bool(before_wait))
 
     def _struct(self, more: Sequence[str]) -> str:
         return _STRUCT.substitute(members=indented(self.members()), functions=indented([*self.functions(), *more]))

@@ -52,6 +52,7 @@ class Elements:
 
     memory: value -> the name of the array that holds it. known: value -> a function from indices to an expression, for what a kernel
     has in registers. group: ends -> a function from the index of a row to the index of its group; other ends are searched.
+    below: variable -> a number that it is below, where that is known.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class Elements:
         memory: Mapping[Value, str],
         known: Mapping[Value, Known] | None = None,
         group: Mapping[Value, Callable[[Index], Index]] | None = None,
+        below: Mapping[str, int] | None = None,
     ):
         self.statements: list[Statement] = []
-        self._fusion, self._memory, self._known, self._group = fusion, memory, known or {}, group or {}
+        self._fusion, self._memory, self._known, self._group, self._below = fusion, memory, known or {}, group or {}, below or {}
         self._made: dict[tuple[Value, tuple[Index, ...]], Variable] = {}
         self._names = (f"e{i}" for i in count())
 
@@ -193,11 +195,22 @@ class Elements:
 
     def _cat(self, op: Op, at: Sequence[Index]) -> Expression | Variable:
         dim, start, parts = op.attrs["dim"], ZERO, []
+        values = self._values(at[dim])
         for x in op.values:
             end = start + size(x.type.shape[dim])
+            if values and start.evaluate({}) <= min(values) and max(values) < end.evaluate({}):
+                return self.of(x, [*at[:dim], at[dim] + Number(-1) * start, *at[dim + 1 :]])
             parts.append((formula("{} < {}", at[dim], end), x, [*at[:dim], at[dim] + Number(-1) * start, *at[dim + 1 :]]))
             start = end
         return self._guarded(parts)
+
+    def _values(self, index: Index) -> list[int]:
+        """All that an index can be; none if that is not known."""
+        variables = index.variables()
+        if len(variables) != 1 or not variables <= self._below.keys():
+            return []
+        (name,) = variables
+        return [index.evaluate({name: i}) for i in range(self._below[name])]
 
     def _guarded(self, parts: Sequence[tuple[Expression, Value, Sequence[Index]]]) -> Expression | Variable:
         """The element of the first value whose condition holds, which alone is read; zero if none does."""
@@ -207,7 +220,7 @@ class Elements:
             return formula("({} ? {} : 0)", condition, self._load(v, at))
         name, cases = next(self._names), []
         for condition, v, at in parts:
-            inside = type(self)(self._fusion, self._memory, self._known, self._group)
+            inside = type(self)(self._fusion, self._memory, self._known, self._group, self._below)
             inside._names = self._names  # what is made inside must not hide what is made outside
             made = inside.of(v, at)
             cases.append(Case(condition, tuple(inside.statements), made))

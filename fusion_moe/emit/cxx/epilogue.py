@@ -29,11 +29,19 @@ class Epilogue:
     def elements(self) -> Elements:
         """What writes elements while neither rows nor tokens are stored."""
         plan = self._plan
-        return self._writer.elements({plan.product.outputs[0]: self._column}, {plan.ends: self._group}, plan.stored)
+        known = {plan.product.outputs[0]: self._column}
+        return self._writer.elements(known, {plan.ends: self._group}, plan.stored, {_J.name: plan.width})
 
-    def at(self, v: Value) -> list[Index]:
-        """The indices of the element of a result."""
-        return reshaped([_M, _J], (self._rows, self._plan.width), v.type.shape)
+    def at(self, v: Value, place: Index = _J) -> list[Index]:
+        """The indices of the element of a result, at a place of its row."""
+        return reshaped([_M, place], (self._rows, self._plan.width_of(v)), v.type.shape)
+
+    def every_column(self) -> tuple[Index, ...]:
+        """The columns that were read so far, where these are all columns of the product, each once. UnsupportedError if they are not."""
+        read = [n for column in self.columns for n in self._values(column)]
+        if sorted(read) != list(range(self._plan.n)):
+            raise UnsupportedError("a product is stored beside results that do not read each of its columns once")
+        return tuple(self.columns)
 
     def _column(self, at: Sequence[Index]) -> Expression:
         row, column = at
@@ -42,8 +50,17 @@ class Epilogue:
         if not column.variables() <= {"j"}:
             raise UnsupportedError(f"a result reads the column {column} of the product", expected="columns known when compiling")
         if column not in self.columns:
-            self.columns.append(column)
+            self.columns += [] if (alike := self._alike(column)) is not None else [column]
+            column = self.columns[-1] if alike is None else alike
         return Expression(self._accumulator.format(self.columns.index(column)), frozenset("j"))
+
+    def _alike(self, column: Index) -> Index | None:
+        """A column that was read, of another form."""
+        values = self._values(column)
+        return next((c for c in self.columns if self._values(c) == values), None)
+
+    def _values(self, column: Index) -> list[int]:
+        return [column.evaluate({_J.name: j}) for j in range(self._plan.width)]
 
     def _group(self, row: Index) -> Index:
         if not is_index(row, _M, self._rows):

@@ -25,12 +25,16 @@ class Index(ABC):
     def evaluate(self, variables: Mapping[str, int]) -> int:
         """Its value. KeyError for a variable without one, TypeError for what only a kernel can call."""
 
+    def replaced(self, name: str, by: Index) -> Index:
+        """The same with an index in place of a variable."""
+        return self
+
     def __add__(self, other: Index) -> Index:
         if isinstance(self, Number) and isinstance(other, Number):
             return Number(self.value + other.value)
         if self == ZERO or other == ZERO:
             return other if self == ZERO else self
-        return _put_together(self, other) or Operation("+", self, other)
+        return _put_together(self, other) or _shifted(self, other) or Operation("+", self, other)
 
     def __mul__(self, other: Index) -> Index:
         if isinstance(self, Number) and isinstance(other, Number):
@@ -79,6 +83,9 @@ class Variable(Index):
     def evaluate(self, variables: Mapping[str, int]) -> int:
         return variables[self.name]
 
+    def replaced(self, name: str, by: Index) -> Index:
+        return by if self.name == name else self
+
 
 @dataclass(frozen=True)
 class Operation(Index):
@@ -97,6 +104,10 @@ class Operation(Index):
     def evaluate(self, variables: Mapping[str, int]) -> int:
         return _OPERATORS[self.operator](self.left.evaluate(variables), self.right.evaluate(variables))
 
+    def replaced(self, name: str, by: Index) -> Index:
+        left, right = self.left.replaced(name, by), self.right.replaced(name, by)
+        return {"+": left.__add__, "*": left.__mul__, "/": left.__floordiv__, "%": left.__mod__}[self.operator](right)
+
 
 @dataclass(frozen=True)
 class Call(Index):
@@ -114,6 +125,9 @@ class Call(Index):
     def evaluate(self, variables: Mapping[str, int]) -> int:
         raise TypeError(f"{self} is known only to a kernel")
 
+    def replaced(self, name: str, by: Index) -> Index:
+        return Call(self.function, tuple(a.replaced(name, by) for a in self.arguments))
+
 
 ZERO: Index = Number(0)
 ONE: Index = Number(1)
@@ -124,6 +138,14 @@ def _put_together(multiple: Index, rest: Index) -> Index | None:
     match multiple, rest:
         case Operation("*", Operation("/", x, n), by), Operation("%", same, other) if n == by == other and x == same:
             return x
+    return None
+
+
+def _shifted(index: Index, by: Index) -> Index | None:
+    """x + (a + b), of (x + a) + b."""
+    match index, by:
+        case Operation("+", x, Number(a)), Number(b):
+            return x + Number(a + b)
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...encodings import Encoding
@@ -11,8 +11,9 @@ from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import exact_div
 from ...ir.types import Dim, plain
-from ...schedule.product import products
+from ...schedule.product import GroupedProduct, cat_before, dependent, needed, products
 from ..inexpressible import Inexpressible
+from .indices import Index, Number, Variable, flat, unflat
 
 ACTIVATIONS = ("bf16", "f16", "f32")
 MADE_FIRST = ("route", "invert", "problem_ends")  # before all else, each value in memory
@@ -20,12 +21,13 @@ MADE_FIRST = ("route", "invert", "problem_ends")  # before all else, each value 
 
 @dataclass(frozen=True)
 class Plan:
-    """One grouped product.
+    """One grouped product that makes rows: fprop, or dgrad, which is the same with matrices stored [G, k, n].
 
     weight: the parts of its encoding, in order; layout: how they are stored; transposed: how `pack` has the elements. first:
     operations on rows that run before it.
-    rows: what is stored for each row of groups, W columns each. combine: the sum of a token's rows, of a value in `rows`; tokens: what
-    is stored after it.
+    rows: what is stored for each row of groups. width: the columns that a tile's columns j stand for: a row of a value is as long, or
+    several times as long (see `parts`). sums: sums over the columns of a row, in `rows`' order after them; combine: the sum of a token's
+    rows, of a value in `rows`; tokens: what is stored after it.
     """
 
     fusion: Fusion
@@ -39,6 +41,8 @@ class Plan:
     width: int
     combine: Op | None
     tokens: tuple[Value, ...]
+    kind: str = "fprop"
+    sums: tuple[Op, ...] = ()
 
     @property
     def a(self) -> Value:
@@ -52,13 +56,18 @@ class Plan:
 
     @property
     def k(self) -> int:
-        """In-features."""
-        return known(self.product.values[1].type.shape[2])
+        """The size that is contracted."""
+        return known(self.product.values[0].type.shape[1])
 
     @property
     def n(self) -> int:
-        """Rows of each matrix."""
-        return known(self.product.values[1].type.shape[1])
+        """Columns of the product."""
+        return known(self.product.outputs[0].type.shape[1])
+
+    @property
+    def one_width(self) -> bool:
+        """Whether a row of all that is stored is as long as a tile is wide, and nothing is summed over it."""
+        return not self.sums and all(self.width_of(v) == self.width for v in self.rows)
 
     @property
     def groups(self) -> int:
@@ -74,7 +83,25 @@ class Plan:
     @property
     def stored(self) -> tuple[Value, ...]:
         """What is stored once the product is there."""
-        return (*self.rows, *self.tokens)
+        return (*self.rows, *self.summed, *self.tokens)
+
+    @property
+    def summed(self) -> tuple[Value, ...]:
+        """The values that hold `sums`, as they are stored."""
+        return tuple(next(v for v in self.fusion.outputs if source(self.fusion, v) is op.outputs[0]) for op in self.sums)
+
+    def width_of(self, v: Value) -> int:
+        """Elements of a value for each row."""
+        return row_width(v, self.product.outputs[0].type.shape[0])
+
+    def parts(self, v: Value) -> tuple[Index, ...] | None:
+        """Where what a tile's column j makes of a value lies in its row: one place, or one in each tensor of a `cat`. None for what has as
+        many columns as the product, of which a tile's column j reads several.
+        """
+        joined = cat_before(self.fusion, v)
+        if self.width_of(v) == self.width:
+            return (Variable("j"),)
+        return None if joined is None else tuple(_places(joined))
 
     @property
     def memory(self) -> tuple[Value, ...]:
@@ -86,42 +113,158 @@ class Plan:
 Readers = Collection[tuple[str, str]]  # the encodings of weights that a backend reads, and the layouts that it reads each in
 
 
-def plan(fusion: Fusion, readers: Readers) -> Plan:
-    """The plan of a segment, or UnsupportedError with the sentence why a backend with such readers has no kernel for it."""
+def plan(fusion: Fusion, readers: Readers, dgrad: Readers = ()) -> Plan:
+    """The plan of a segment, or UnsupportedError with the sentence why a backend with such readers, and others for dgrad, has no kernel."""
     (found,) = products(fusion)
     op = found.op
-    if found.kind != "fprop":
+    if found.kind == "wgrad" or (found.kind == "dgrad" and not dgrad):
         raise UnsupportedError(f"{op.kind.name} has no kernel here yet")
-    weight, transposed = _weight(fusion, op, readers)
+    weight, transposed = _weight(fusion, op, dgrad if found.kind == "dgrad" else readers)
     w = op.values[1].type
     if op.values[0].type.dtype not in ACTIVATIONS:
         raise UnsupportedError(f"activations {op.values[0].type} have no kernel here", expected=f"one of {', '.join(ACTIVATIONS)}")
     after = dependent(fusion, op.outputs)
     first = tuple(o for o in fusion.ops if o.kind.name in MADE_FIRST)
+    sums = tuple(o for o in fusion.ops if o.kind.name == "sum" and o.outputs[0] in after)
+    of_sums = dependent(fusion, [v for o in sums for v in o.outputs])
     combine = next((o for o in fusion.ops if o.kind.name == "combine"), None)
     summed = dependent(fusion, combine.outputs) if combine else set()
     made = {v for o in first for v in o.outputs}
-    others = [v for v in fusion.outputs if v not in after and v not in made]
-    if others:
-        v = others[0]
-        raise Inexpressible(fusion.producers[v], f"{v.name} {v.type} is computed in the prologue, and also read outside it")
-    rows = [v for v in fusion.outputs if v in after and v not in summed]
+    _need_inside(fusion, op, made)
+    rows = [v for v in fusion.outputs if v not in made and v not in summed and v not in of_sums]
+    _check_sums(fusion, sums, of_sums)
     if combine and combine.values[0] not in rows:
         rows.append(combine.values[0])
     tokens = tuple(v for v in fusion.outputs if v in summed)
-    widths = {row_width(v, op.outputs[0].type.shape[0]) for v in rows}
-    if len(widths) != 1:
-        raise UnsupportedError(f"results of {' and '.join(map(str, sorted(widths)))} columns are stored", expected="one width")
-    return Plan(fusion, op, weight, w.encoding, w.layout, transposed, first, tuple(rows), widths.pop(), combine, tokens)
+    of_product = [v for v in (*rows, *(o.values[0] for o in sums)) if v in after]
+    width = _width(fusion, op, of_product)
+    _need_width(fusion, width, op, [v for v in rows if v not in after])
+    return Plan(fusion, op, weight, w.encoding, w.layout, transposed, first, tuple(rows), width, combine, tokens, found.kind, sums)
 
 
-def dependent(fusion: Fusion, values: Sequence[Value]) -> set[Value]:
-    """These values and all that is computed from them."""
-    found = set(values)
-    for op in fusion.ops:
-        if any(v in found for v in op.values):
-            found |= set(op.outputs)
-    return found
+def need_one_width(made: Plan) -> Plan:
+    """The plan itself. Inexpressible for one that stores rows of several lengths, or sums over them: not all kernels do."""
+    if made.sums:
+        raise Inexpressible(made.sums[0], "a sum over a row's columns has no kernel here")
+    if not made.one_width:
+        after = dependent(made.fusion, made.product.outputs)
+        widths = {v: made.width_of(v) for v in made.rows}
+        changing = (o for o in made.fusion.ops if o.kind.name in ("slice", "cat") and o.values[0] in after)
+        what = f"results of {' and '.join(map(str, sorted(set(widths.values()))))} columns are stored: a kernel's tiles have one width"
+        raise Inexpressible(next(changing), what)
+    return made
+
+
+@dataclass(frozen=True)
+class WgradPlan:
+    """A product that contracts the rows of each group: a matrix [n, k] for each of them.
+
+    first: operations on rows that run before it; results: what is stored, elementwise.
+    """
+
+    fusion: Fusion
+    product: GroupedProduct
+    first: tuple[Op, ...]
+    results: tuple[Value, ...]
+
+    @property
+    def memory(self) -> tuple[Value, ...]:
+        """What the kernel allocates: results, and what it makes for itself."""
+        return tuple(dict.fromkeys((*(v for op in self.first for v in op.outputs), *self.results)))
+
+    @property
+    def ends(self) -> Value:
+        """The ends of the groups, in memory."""
+        return source(self.fusion, self.product.ends)
+
+    @property
+    def n(self) -> int:
+        """Columns of `a`: rows of a matrix."""
+        return known(self.product.a.type.shape[1])
+
+    @property
+    def k(self) -> int:
+        """Columns of `b`: of a matrix."""
+        return known(self.product.b.type.shape[1])
+
+    @property
+    def groups(self) -> int:
+        """How many matrices there are."""
+        return known(self.product.result.type.shape[0])
+
+
+def plan_wgrad(fusion: Fusion, dtypes: Collection[str], alike: bool = True) -> WgradPlan:
+    """The plan of a segment with a wgrad, or UnsupportedError. dtypes: of operands that a backend has kernels for; alike: both of one."""
+    (found,) = products(fusion)
+    of = {found.a.type.dtype, found.b.type.dtype}
+    if not of.issubset(dtypes) or (alike and len(of) > 1):
+        what = f"a product of {found.a.type} and {found.b.type} over rows has no kernel here"
+        raise UnsupportedError(what, expected=f"two of {' or '.join(dtypes)}")
+    _need_inside(fusion, found.op, ())
+    for v in fusion.outputs:
+        if elements(v.type.shape) != elements(found.result.type.shape):
+            raise UnsupportedError(f"{v.name} {v.type} is not as large as the product {found.result.type}")
+    first = tuple(o for o in fusion.ops if o.kind.name in MADE_FIRST)
+    made = WgradPlan(fusion, found, first, fusion.outputs)
+    for d in (made.n, made.k, made.groups):
+        known(d)
+    return made
+
+
+def _need_inside(fusion: Fusion, product: Op, made: Collection[Value]) -> None:
+    """Inexpressible if something that the product's operands are computed from is read outside, but for `made`, which is in memory."""
+    inside = needed(fusion, product)
+    if others := [v for v in fusion.outputs if v in inside and v not in made]:
+        v = others[0]
+        raise Inexpressible(fusion.producers[v], f"{v.name} {v.type} is computed in the prologue, and also read outside it")
+
+
+def _check_sums(fusion: Fusion, sums: Sequence[Op], of_sums: Collection[Value]) -> None:
+    """UnsupportedError unless sums over a row's columns are stored as they are."""
+    for op in sums:
+        shape = op.values[0].type.shape
+        if len(shape) != 2 or tuple(op.attrs["dims"]) != (1,):
+            raise Inexpressible(op, f"a sum over dimensions {list(op.attrs['dims'])} of {op.values[0].type} has no kernel here")
+    outputs = [v for v in fusion.outputs if v in of_sums]
+    if len(outputs) != len(sums) or {source(fusion, v) for v in outputs} != {v for op in sums for v in op.outputs}:
+        raise Inexpressible(sums[0], "something is computed from the sum of a row in the same segment")
+
+
+def _width(fusion: Fusion, product: Op, values: Sequence[Value]) -> int:
+    """The columns that a tile's columns stand for: the fewest that a value of the epilogue has."""
+    rows = product.outputs[0].type.shape[0]
+    if not values:
+        raise UnsupportedError(f"nothing of {product.kind.name} is stored")
+    joined = [cat_before(fusion, v) for v in values]
+    widths = {row_width(v if op is None else op.values[0], rows) for v, op in zip(values, joined, strict=True)}
+    width = min(widths)
+    for v, op in zip(values, joined, strict=True):
+        found = row_width(v, rows)
+        of_parts = {row_width(x, rows) for x in op.values} if op else {found}
+        if op is not None and (of_parts != {width} or found != len(op.values) * width):
+            raise Inexpressible(op, f"a cat of parts that are not of {width} columns has no kernel here")
+        if op is None and found not in (width, known(product.outputs[0].type.shape[1])):
+            raise UnsupportedError(f"results of {' and '.join(map(str, sorted(widths)))} columns are stored", expected="one width")
+    return width
+
+
+def _need_width(fusion: Fusion, width: int, product: Op, beside: Sequence[Value]) -> None:
+    """Inexpressible unless what is computed beside a product has rows of a tile's width."""
+    for v in beside:
+        if row_width(v, product.outputs[0].type.shape[0]) != width:
+            raise Inexpressible(
+                fusion.producers[v], f"{v.name} {v.type} beside a product, whose tiles are {width} wide, has no kernel here"
+            )
+
+
+def _places(joined: Op) -> Iterator[Index]:
+    """Where column j of each tensor of a `cat` lies in a row of it."""
+    shape, dim = joined.outputs[0].type.shape[1:], joined.attrs["dim"] - 1
+    start = 0
+    for x in joined.values:
+        at = unflat(Variable("j"), x.type.shape[1:])
+        yield flat([i + Number(start) if d == dim else i for d, i in enumerate(at)], shape)
+        start += known(x.type.shape[joined.attrs["dim"]])
 
 
 def source(fusion: Fusion, v: Value) -> Value:

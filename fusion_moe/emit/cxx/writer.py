@@ -46,9 +46,10 @@ class Writer(ABC):
         known: Mapping[Value, Known] | None = None,
         group: Mapping[Value, Callable[[Index], Index]] | None = None,
         without: Collection[Value] = (),
+        below: Mapping[str, int] | None = None,
     ) -> Elements:
-        """What writes elements of values, but for those in `without` from what is in memory."""
-        return self.ELEMENTS(self.fusion, self.in_memory(without), known, group)
+        """What writes elements of values, but for those in `without` from what is in memory. below: see Elements."""
+        return self.ELEMENTS(self.fusion, self.in_memory(without), known, group, below)
 
     # What is stored ---------------------------------------------------------------------------------------------------
 

@@ -92,10 +92,11 @@ def _index_select(w: Writer, op: Op, x: Any, index: Any) -> Any:
 
 def _combine(w: Writer, op: Op, y: Any, slot_of: Any, weights: Any) -> Any:
     (t, k), (out_rows, n) = op.values[1].type.shape, op.outputs[0].type.shape
-    total = w.filled((out_rows, n), 0.0, "f32")
+    wide = op.outputs[0].type.dtype
+    total = w.filled((out_rows, n), 0.0, wide)
     for slot in range(k):  # type: ignore[arg-type]  # a number, or schedule/nvfuser.py would not have taken it
         row, weight = (w.squeeze(w.part(x, [0, slot], [w.size(t), slot + 1]), [1]) for x in (slot_of, weights))
-        total = w.add(total, w.mul(w.to(w.index_select(y, row, 0), "f32"), w.spread(w.to(weight, "f32"), (t, n), 0)))
+        total = w.add(total, w.mul(w.to(w.index_select(y, row, 0), wide), w.spread(w.to(weight, wide), (t, n), 0)))
     return total
 
 

@@ -4,13 +4,12 @@
 #include <immintrin.h>
 
 #include "panels.h"
+#include "words.h"
 
 namespace {
 
-struct Avx2F32 {
+struct Avx2F32 : F32Words {  // panels are [K][16]
     using Activation = float;
-    using Packed = float;
-    using Panel = float;  // [K][16]
     static constexpr int ROWS = 6, COLUMN_BLOCKS = 1;
 
     static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }

@@ -2,11 +2,9 @@
 #pragma once
 
 #include "avx512.h"
+#include "avx512_pairs.h"
 
 namespace {
-
-inline __m512bh pairs(__m512i v) { return reinterpret_cast<__m512bh>(v); }
-inline __m512bh all(u32 pair) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(int(pair))); }
 
 // 16 times 16 codes by one row of activations, in products of pairs.
 struct Avx512PairsRun {
@@ -111,28 +109,9 @@ struct Avx512Bf16 {
         }
     }
 
-    template <int R, int S>
-    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out, i64 out_stride) {
-        __m512 sum[R][S];
-        for (int r = 0; r < R; ++r) {
-            for (int s = 0; s < S; ++s) sum[r][s] = _mm512_setzero_ps();
-        }
-        for (i64 p = 0; p < K / 2; ++p, panel += S * LANES) {
-            __m512bh w[S];
-            for (int s = 0; s < S; ++s) w[s] = pairs(_mm512_load_si512(panel + s * LANES));
-            for (int r = 0; r < R; ++r) {
-                const __m512bh a = all(x[r * stride + p]);
-                for (int s = 0; s < S; ++s) sum[r][s] = _mm512_dpbf16_ps(sum[r][s], a, w[s]);
-            }
-        }
-        for (int r = 0; r < R; ++r) {
-            for (int s = 0; s < S; ++s) _mm512_storeu_ps(out + r * out_stride + s * LANES, sum[r][s]);
-        }
-    }
-
     static void multiply(int rows, int column_blocks, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns* c, float* out,
                          i64 out_stride) {
-        multiply_tile<Avx512Bf16<Weight>>(rows, column_blocks, x, stride, panel, K, out, out_stride);
+        multiply_tile<Avx512Pairs>(rows, column_blocks, x, stride, panel, K / 2, out, out_stride);
         for (int r = 0; r < rows; ++r) {
             for (int s = 0; s < column_blocks; ++s) {
                 float* at = out + r * out_stride + s * LANES;

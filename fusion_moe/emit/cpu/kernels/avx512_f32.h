@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "panels.h"
+#include "words.h"
 
 namespace {
 
@@ -37,6 +38,15 @@ inline void transpose(__m512i (&a)[16], __m512i* out) {
     }
 }
 
+// The same in memory, rows so many words apart.
+template <class Word>
+inline void transpose_words(const Word* in, i64 in_stride, Word* out, i64 out_stride) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(in + i * in_stride);
+    transpose(a, b);
+    for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * out_stride, b[i]);
+}
+
 // A tile of as many rows and Columns as there are.
 template <class Vectors, int S>
 inline void multiply_rows(int rows, const typename Vectors::Packed* x, i64 stride, const typename Vectors::Panel* panel, i64 K, float* out,
@@ -62,11 +72,11 @@ inline void multiply_tile(int rows, int column_blocks, const typename Vectors::P
     }
 }
 
-struct Avx512F32 {
+struct Avx512F32 : F32Words {  // panels are [K][column_blocks][16]
     using Activation = float;
-    using Packed = float;
-    using Panel = float;  // [K][column_blocks][16]
     static constexpr int ROWS = 6, COLUMN_BLOCKS = 4;
+
+    static void transpose(const float* in, i64 in_stride, float* out, i64 out_stride) { transpose_words(in, in_stride, out, out_stride); }
 
     static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }
 

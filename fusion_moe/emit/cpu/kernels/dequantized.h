@@ -2,7 +2,7 @@
 #pragma once
 
 #include "panels.h"
-#include "weight.h"
+#include "plain.h"
 
 namespace {
 
@@ -94,19 +94,46 @@ struct Dequantized : F32 {
             for (int s = 0; s < column_blocks; ++s) {
                 for (int i = 0; i < LANES; ++i) Weight::dequantize(*c[s].problem, c[s].g, c[s].n[i], k, count, w[i]);
                 float* out = panel + (k * column_blocks + s) * LANES;
-                for (i64 j = 0; j < count; ++j) {
-                    for (int i = 0; i < LANES; ++i) out[j * column_blocks * LANES + i] = w[i][j];
+                const i64 stride = column_blocks * LANES;
+                i64 j = 0;
+                for (; j + LANES <= count; j += LANES) F32::transpose(w[0] + j, RUN, out + j * stride, stride);
+                for (; j < count; ++j) {
+                    for (int i = 0; i < LANES; ++i) out[j * stride + i] = w[i][j];
                 }
             }
         }
     }
 };
 
-template <class F32, class Weight>
+// Panels of pairs of bfloat16, which the weight has.
+template <class Pairs>
+struct PlainPairs : Pairs {
+    using Weight = PlainWeight<bf16>;
+    using Columns = typename Weight::Columns;
+
+    static void dequantize(const Columns* c, const Columns*, int column_blocks, i64 K, typename Pairs::Panel* panel) {
+        alignas(64) typename Pairs::Panel w[LANES][RUN / 2];
+        const i64 stride = column_blocks * LANES;
+        for (i64 k = 0; k < K; k += RUN) {
+            const i64 count = std::min(RUN, K - k), words = (count + 1) / 2;
+            for (int s = 0; s < column_blocks; ++s) {
+                for (int i = 0; i < LANES; ++i) Pairs::pack(Weight::matrix(*c[s].problem, c[s].g) + c[s].n[i] * K + k, w[i], count);
+                auto* out = panel + (k / 2 * column_blocks + s) * LANES;
+                i64 j = 0;
+                for (; j + LANES <= words; j += LANES) Pairs::transpose(w[0] + j, RUN / 2, out + j * stride, stride);
+                for (; j < words; ++j) {
+                    for (int i = 0; i < LANES; ++i) out[j * stride + i] = w[i][j];
+                }
+            }
+        }
+    }
+};
+
+template <class F32, class Pairs, class Weight>
 struct DequantizedTier {
     using Wide = Panels<Dequantized<F32, Weight>>;
     template <class A>
-    using Fast = Kernels<SmallM<DequantizedRows<Weight>>, Wide>;
+    using Fast = Kernels<SmallM<DequantizedRows<Weight>>, std::conditional_t<ARE_PAIRS<Pairs, Weight, A>, Panels<PlainPairs<Pairs>>, Wide>>;
     struct Thread {};
     static constexpr double DEQUANTIZE_ROWS = 8;
 };

@@ -60,6 +60,8 @@ struct E2M1Weight {
         }
     }
 
+    static i64 contracted(const Problem& p) { return p.K; }
+
     static const u8* codes_of(const Problem& p, i64 g) { return static_cast<const u8*>(p.parts[0]) + g * p.N * (p.K / 2); }
     static const u8* scales_of(const Problem& p, i64 g) { return static_cast<const u8*>(p.parts[1]) + g * p.N * (p.K / Reader::BLOCK); }
 };

@@ -3,13 +3,12 @@
 
 #include "e2m1.h"
 #include "panels.h"
+#include "words.h"
 
 namespace {
 
-struct GenericF32 {
+struct GenericF32 : F32Words {  // panels are [K][COLUMN_BLOCKS][16]
     using Activation = float;
-    using Packed = float;
-    using Panel = float;  // [K][COLUMN_BLOCKS][16]
     static constexpr int ROWS = 4, COLUMN_BLOCKS = 1;
 
     static void pack(const float* x, Packed* packed, i64 K) { std::memcpy(packed, x, std::size_t(K) * sizeof(float)); }

@@ -36,7 +36,7 @@ template <class Tier, class Weight, class A>
 class GroupedMM {
   public:
     explicit GroupedMM(const Problem& problem)
-        : p_(problem), K(problem.K), F(problem.F), blocks_((problem.W + LANES - 1) / LANES), stride_((K + 255) / 256 * 256) {}
+        : p_(problem), K(Weight::contracted(problem)), F(problem.F), blocks_((problem.W + LANES - 1) / LANES), stride_((K + 255) / 256 * 256) {}
 
     void run(int threads) {
         const std::vector<WorkTile> work_tiles = plan(threads);

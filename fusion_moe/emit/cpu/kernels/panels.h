@@ -58,7 +58,7 @@ struct Panels {
     }
 
     static void multiply(const WorkTile& work_tile, const Packed* packed, i64 stride, Scratch& scratch) {
-        const i64 F = work_tile.p->F, K = work_tile.p->K, most = std::max<i64>(1, COLUMN_BLOCKS / F) * F;
+        const i64 F = work_tile.p->F, K = Vectors::Weight::contracted(*work_tile.p), most = std::max<i64>(1, COLUMN_BLOCKS / F) * F;
         const i64 of_panel = K * COLUMN_BLOCKS * LANES, of_row = most * LANES;
         auto* panel = scratch.panel.get<typename Vectors::Panel>((most + COLUMN_BLOCKS - 1) / COLUMN_BLOCKS * of_panel);
         float* tile = scratch.tile.get<float>(ROWS * of_row);

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
+#include <vector>
 
 #include "numbers.h"
 
@@ -62,6 +64,17 @@ void store_lanes(T* at, const R* r, i64 count) {
     } else {
         for (i64 i = 0; i < count; ++i) at[i] = held<T>(r[i]);
     }
+}
+
+// The sum of the first `count` of sixteen numbers: halves are added to halves.
+template <class R>
+float sum_lanes(const R* r, i64 count) {
+    float sums[16];
+    for (i64 i = 0; i < 16; ++i) sums[i] = i < count ? float(r[i]) : 0.f;
+    for (i64 half = 8; half > 0; half /= 2) {
+        for (i64 i = 0; i < half; ++i) sums[i] += sums[i + half];
+    }
+    return sums[0];
 }
 
 // `count` columns of a row are written now: what is written soon comes nearer. Those are columns of a row further on, or, of strips of

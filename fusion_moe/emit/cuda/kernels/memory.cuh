@@ -42,6 +42,12 @@ __device__ __forceinline__ uint2 load_no_allocate_8(const u8* p) {
     return x;
 }
 
+__device__ __forceinline__ u32 load_no_allocate_4(const u8* p) {
+    u32 x;
+    asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(x) : "l"(p));
+    return x;
+}
+
 __device__ __forceinline__ u32 load_no_allocate_2(const u8* p) {
     u16 x;
     asm volatile("ld.global.L1::no_allocate.u16 %0, [%1];" : "=h"(x) : "l"(p));

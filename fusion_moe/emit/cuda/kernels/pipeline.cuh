@@ -15,8 +15,9 @@ constexpr u32 ARRIVING = 32;
 constexpr u32 ARRIVING = 1;
 #endif
 
-__device__ __forceinline__ void mbarrier_init(u64& barrier, u32 warps) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(warps * ARRIVING) : "memory");
+// threads: that arrive for themselves.
+__device__ __forceinline__ void mbarrier_init(u64& barrier, u32 warps, u32 threads = 0) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(warps * ARRIVING + threads) : "memory");
 }
 
 // By a whole warp, for all that it has done.
@@ -50,6 +51,11 @@ __device__ __forceinline__ void cp_async_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+// The same, or zeros unless `good`: then nothing is read.
+__device__ __forceinline__ void cp_async_16_or_zeros(u32 to, const void* from, bool good) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(good ? 16 : 0) : "memory");
+}
+
 // Where `good`.
 __device__ __forceinline__ void cp_async_16_if(u32 to, const void* from, bool good) {
     asm volatile("{.reg .pred q; setp.ne.s32 q, %2, 0; @q cp.async.cg.shared.global.L2::128B [%0], [%1], 16;}" ::"r"(to), "l"(from),
@@ -57,8 +63,41 @@ __device__ __forceinline__ void cp_async_16_if(u32 to, const void* from, bool go
                  : "memory");
 }
 
+// What the tensor memory accelerator reads by: a tensor in memory and the box of it that a copy takes (runtime/cuda.py).
+struct alignas(64) TensorMap {
+    u8 bytes[128];
+};
+
+// By one thread: the barrier expects an arrival, this one, and so many bytes.
+__device__ __forceinline__ void mbarrier_arrive_expect_bytes(u64& barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes) : "memory");
+}
+
+// By one thread: a box from (x, y) on, x in the fastest dimension, swizzled, zeros where there is nothing; its bytes arrive at the barrier.
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap& from, i32 x, i32 y, u64& barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+                 "l"(&from), "r"(x), "r"(y), "r"(shared_address(&barrier))
+                 : "memory");
+}
+
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap& from, i32 x, i32 y, i32 z, u64& barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+                 "l"(&from), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier))
+                 : "memory");
+}
+
 // The copies since the last commit become one group of which can be waited for.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// This thread's copies so far arrive at a barrier, as one of its threads, when they are complete.
+__device__ __forceinline__ void cp_async_arrive(u64& barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
+// By each thread, for what it has done.
+__device__ __forceinline__ void mbarrier_arrive_thread(u64& barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
 
 // Until at most `Pending` groups of this thread's copies are not done.
 template <int Pending>

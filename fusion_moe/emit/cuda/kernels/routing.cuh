@@ -70,6 +70,38 @@ __device__ __forceinline__ void for_all(i64 count, Body body) {
     for (i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += i64(gridDim.x) * blockDim.x) body(i);
 }
 
+// The same on all warps: i is that of a warp.
+template <class Body>
+__device__ __forceinline__ void for_all_warps(i64 count, Body body) {
+    const i32 warps = blockDim.x / 32;
+    for (i64 i = i64(blockIdx.x) * warps + threadIdx.x / 32; i < count; i += i64(gridDim.x) * warps) body(i);
+}
+
+__device__ __forceinline__ float sum_of_warp(float x) {
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(WHOLE_WARP, x, lanes);
+    return x;
+}
+
+// Of the same lane of all warps of a block, in the first of them.
+template <int WARPS>
+__device__ __forceinline__ float sum_of_warps(float x) {
+    __shared__ float of_warp[WARPS][32];
+    of_warp[threadIdx.x / 32][threadIdx.x % 32] = x;
+    __syncthreads();
+    float total = 0;
+    for (int w = 0; w < WARPS; ++w) total += of_warp[w][threadIdx.x % 32];
+    return total;
+}
+
+// The rows of a group, within those that there are; ends that are wrong are reported.
+__device__ __forceinline__ MTile rows_of_group(const i32* ends, i64 g, i64 rows, i64* error) {
+    const i32 before = g > 0 ? ends[g - 1] : 0, end = ends[g];
+    if ((end < before || end < 0 || end > rows) && threadIdx.x == 0) report(error, BAD_END, i32(g), end);
+    const i32 first = min(max(before, 0), i32(rows));
+    return {i32(g), first, min(max(end, first), i32(rows))};
+}
+
 // Needs something now, so that it is in L1 later.
 __device__ __forceinline__ void prefetch(i64 x) { asm volatile("" ::"l"(x)); }
 __device__ __forceinline__ void prefetch(float x) { asm volatile("" ::"f"(x)); }

@@ -1,4 +1,4 @@
-// Products of a warpgroup: 64 rows of a matrix, as fragments in registers, times a tile of activations in shared memory.
+// Products of a warpgroup: 64 rows of one matrix, fragments in registers or a tile in shared memory, times a tile of another in shared memory.
 #pragma once
 
 #include "numbers.cuh"
@@ -15,6 +15,14 @@ __device__ __forceinline__ u32 swizzled(u32 row, u32 piece) { return row * TILE_
 __device__ __forceinline__ u64 tile_descriptor(u32 address) {
     constexpr u64 SWIZZLE_128 = 1;
     return SWIZZLE_128 << 62 | u64(CORE_MATRIX_BYTES >> 4) << 32 | 1ull << 16 | (address & 0x3FFFF) >> 4;
+}
+
+// A tile whose rows run along what is contracted (K-major) is the one above. One whose rows run along M or N (MN-major) is in pieces of 64
+// columns: each has a row of 128 bytes for each k, swizzled alike, and lies PIECE_BYTES after the one before; 16 k further on are 2048 bytes.
+template <u32 PIECE_BYTES>
+__device__ __forceinline__ u64 tile_descriptor_mn(u32 address) {
+    constexpr u64 SWIZZLE_128 = 1;
+    return SWIZZLE_128 << 62 | u64(CORE_MATRIX_BYTES >> 4) << 32 | u64(PIECE_BYTES >> 4) << 16 | (address & 0x3FFFF) >> 4;
 }
 
 // Registers that products read or add to are complete; before the first product that follows such a write.
@@ -145,5 +153,29 @@ WGMMA(248, 124, 125, 126, 127, 128)
 WGMMA(256, 128, 129, 130, 131, 132)
 #undef WGMMA
 #undef WGMMA_OF
+
+// d [64, N] += a [64, 16] b [N, 16]^T: both from tiles in shared memory. A_MN, B_MN: whether they are MN-major.
+template <class T, int N, bool A_MN, bool B_MN>
+__device__ __forceinline__ void wgmma_shared(float* d, u64 a, u64 b);
+
+// The operands that follow the accumulators have the numbers A and B.
+#define WGMMA_SHARED_OF(T, N, A, B, A_MAJOR, B_MAJOR, A_MN, B_MN)                                                              \
+    template <>                                                                                                                \
+    __device__ __forceinline__ void wgmma_shared<T, N, A_MN, B_MN>(float* d, u64 a, u64 b) {                                   \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #T "." #T " {" REGISTERS_##N "}, %" #A ", %" #B           \
+                     ", 1, 1, 1, " #A_MAJOR ", " #B_MAJOR ";"                                                                  \
+                     : SUMS_##N                                                                                                \
+                     : "l"(a), "l"(b));                                                                                        \
+    }
+#define WGMMA_SHARED(T, N, A, B)                    \
+    WGMMA_SHARED_OF(T, N, A, B, 0, 0, false, false) \
+    WGMMA_SHARED_OF(T, N, A, B, 0, 1, false, true)  \
+    WGMMA_SHARED_OF(T, N, A, B, 1, 1, true, true)
+WGMMA_SHARED(bf16, 128, 64, 65)
+WGMMA_SHARED(bf16, 256, 128, 129)
+WGMMA_SHARED(f16, 128, 64, 65)
+WGMMA_SHARED(f16, 256, 128, 129)
+#undef WGMMA_SHARED
+#undef WGMMA_SHARED_OF
 
 }  // namespace

@@ -1,36 +1,11 @@
 // The fixed library of a tier and an encoding. The compiler's flags say which tier; what stands before this file, the reader of an
 // encoding, says which `Weight`.
-#if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512FP16__)
-#include "amx.h"
-template <class Weight>
-using TierOfCodes = AmxTier<Weight>;
-#elif defined(__AVX512BF16__)
-#include "avx512_bf16.h"
-template <class Weight>
-using TierOfCodes = Avx512Bf16Tier<Weight>;
-#else
-#include "avx512.h"
-template <class Weight>
-using TierOfCodes = Avx512Tier<Weight>;
-#endif
-using F32 = Avx512F32;
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#include "avx2.h"
-template <class Weight>
-using TierOfCodes = Avx2Tier<Weight>;
-using F32 = Avx2F32;
-#else
-#include "generic.h"
-template <class Weight>
-using TierOfCodes = GenericTier<Weight>;
-using F32 = GenericF32;
-#endif
+#include "tiers.h"
 #include "dequantized.h"
 #include "grouped_mm.h"
 #include "standalone.h"
 
-using Tier = std::conditional_t<HAS_E2M1_CODES<Weight>, TierOfCodes<Weight>, DequantizedTier<F32, Weight>>;
+using Tier = std::conditional_t<HAS_E2M1_CODES<Weight>, TierOfCodes<Weight>, DequantizedTier<F32, Pairs, Weight>>;
 
 extern "C" void product(const Problem* problem, int threads) {
     switch (problem->activation) {

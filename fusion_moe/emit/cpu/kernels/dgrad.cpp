@@ -1,0 +1,14 @@
+// The fixed library of a tier and an encoding whose products contract the rows of matrices; fprop.cpp says what stands before this file.
+#include "tiers.h"
+#include "transposed.h"
+#include "grouped_mm.h"
+
+using Tier = TransposedTier<F32, Pairs, Weight>;
+
+extern "C" void product(const Problem* problem, int threads) {
+    switch (problem->activation) {
+        case OF_BF16: return GroupedMM<Tier, Transposed<Weight>, bf16>(*problem).run(threads);
+        case OF_F16: return GroupedMM<Tier, Transposed<Weight>, f16>(*problem).run(threads);
+        default: return GroupedMM<Tier, Transposed<Weight>, float>(*problem).run(threads);
+    }
+}

@@ -1,0 +1,318 @@
+"""The CUDA C++ of grouped products of 16-bit matrices as they are in torch, around kernels/gemm.cuh: fprop and dgrad, and wgrad."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...arch import Arch
+from ...errors import UnsupportedError
+from ...groups import bound
+from ...ir.core import Value
+from ...ir.kinds.shape import elements
+from ...ir.sizes import AnySize, value
+from ...ir.types import plain
+from ..cxx.elements import Elements, stored
+from ..cxx.epilogue import Epilogue
+from ..cxx.indices import Call, Index, Variable, reshaped, size
+from ..cxx.plan import Plan, WgradPlan
+from ..cxx.statements import Expression, inner
+from ..inexpressible import naming
+from .choice import AUTO, Chosen
+from .grouped_mm import Product
+from .source import Array, Boxes, KernelSource, Sizes, Source
+from .vectors import VECTOR, Rows, VectorElements, follow, in_vectors
+
+DTYPES = ("bf16", "f16")
+READERS = [(dtype, "linear") for dtype in DTYPES]  # of weights
+HEADER = "gemm.cuh"
+_TILE_M, _K_BLOCK, _THREADS = 128, 64, 384
+_MANY_ROWS = 32  # of a group, on average, from which tiles of 128 rows pay
+_BOX_ROWS = (128, 64, 32, 16, 8)  # of K-major matrices
+_TILES_N = (256, 128)  # columns of the product
+MAX_GROUPS = 2048  # that shared memory lasts for
+_I, _J, _M = map(Variable, "ijm")
+
+
+class Gemm(Source):
+    """The source of a planned fprop or dgrad."""
+
+    ELEMENTS = VectorElements
+
+    def __init__(self, plan: Plan):
+        super().__init__(plan.fusion, plan.memory, dict.fromkeys([plan.ends], "ends"))
+        _check(plan.groups, plan.a, plan.weight[0])
+        self.plan, self.dtype = plan, plan.a.type.dtype
+        self.operand = Operand(self, plan.a, plan.k, "a")
+        self.scratch += self.operand.scratch
+        self._functions = self._make_functions()
+        if plan.sums:
+            self.scratch.append(Array("partial_sums", "float", elements((self._rows, self._tiles * len(plan.sums)))))
+
+    def functions(self) -> list[str]:
+        """What all kernels of the segment know."""
+        return [f"__device__ i64 rows() const {{ return {size(self._rows)}; }}"]
+
+    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+        """Routing; activations that are computed; the product; what is summed of its tiles, and of its rows."""
+        made = [*self.made_first(sizes), *self.operand.made(sizes), self._product(sizes, arch)]
+        made += [self._sums(i, v, sizes) for i, v in enumerate(self.plan.summed)]
+        if self.plan.combine:
+            with naming(self.plan.combine):
+                made.append(self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes, reads_before_wait=True))
+        return made
+
+    def _product(self, sizes: Sizes, arch: Arch) -> KernelSource:
+        rows, n = value(self._rows, sizes), self._tile_n
+        tiles = bound(rows, min(self.plan.groups, rows) + 1, _TILE_M) // _TILE_M * self._tiles
+        boxes = {"a": self.operand.boxes(_TILE_M, sizes) if self.operand.in_boxes else None, "b": self._weight_boxes()}
+        return product_kernel(self, f"GroupedGemm<Segment, {n}>", f"gemm_{_TILE_M}x{n}", self._functions, tiles, arch, boxes)
+
+    def _weight_boxes(self) -> Boxes | None:
+        """Boxes of the matrices, if what a tile's columns read follows each other."""
+        plan = self.plan
+        inner_size, outer = (plan.n, plan.k) if plan.kind == "dgrad" else (plan.k, plan.n)
+        if not self._box_rows or inner_size % VECTOR:
+            return None
+        box = (_K_BLOCK, _K_BLOCK if plan.kind == "dgrad" else self._box_rows, 1)
+        return Boxes(self.array_number(plan.weight[0]), self.dtype, (inner_size, outer, plan.groups), box)
+
+    def _sums(self, i: int, v: Value, sizes: Sizes) -> KernelSource:
+        """The sums of N tiles, added in order."""
+        count = len(self.plan.sums)
+        body = [
+            "float total = 0;",
+            f"for (i64 n = 0; n < {self._tiles}; ++n) total += partial_sums[(n * {count} + {i}) * rows() + i];",
+            f"{self.names[v]}[i] = stored<{stored(v)}>(total);",
+        ]
+        return self.for_all(f"row_sums_{i}", self._rows, body, sizes)
+
+    @property
+    def _rows(self) -> AnySize:
+        return plain(self.plan.a.type.shape[0])
+
+    @property
+    def _tile_n(self) -> int:
+        """Few columns leave half of a high tile idle."""
+        return _TILES_N[0] if self.plan.width * self._columns_read > _TILES_N[1] else _TILES_N[1]
+
+    @property
+    def _tile_columns(self) -> int:
+        """Columns of a result that an N tile makes."""
+        return self._tile_n // self._columns_read
+
+    @property
+    def _tiles(self) -> int:
+        """N tiles."""
+        return -(-self.plan.width // self._tile_columns)
+
+    # The struct -------------------------------------------------------------------------------------------------------
+
+    def _make_functions(self) -> list[str]:
+        """See kernels/gemm.cuh."""
+        plan, rows = self.plan, Rows(self.plan.width)
+        epilogue = Epilogue(self, plan, "p[{}][v]")
+        made = epilogue.elements()
+        parts = {v: plan.parts(v) for v in plan.rows}
+        for v, places in parts.items():
+            for place in places or ():
+                self._add(rows, epilogue, made, v, place)
+        for i, op in enumerate(plan.sums):
+            rows.add_term(i, self._term(epilogue, made, op.values[0]))
+        for v in (v for v, places in parts.items() if places is None):
+            for place in epilogue.every_column():
+                self._add(rows, epilogue, made, v, place)
+        columns = epilogue.columns or [_J]
+        self._columns_read = len(columns)
+        if self._columns_read not in (1, 2, 4):
+            raise UnsupportedError(f"a result of {self._columns_read} columns of the product has no kernel here", expected="1, 2 or 4")
+        transposed = plan.kind == "dgrad"
+        if transposed and not all(in_vectors(c, plan.width) for c in columns):
+            raise UnsupportedError("a result whose columns do not follow each other by eights has no kernel here")
+        self._box_rows = self._rows_of_boxes(columns)
+        choice = str(columns[-1])
+        for f in range(len(columns) - 2, -1, -1):
+            choice = f"f == {f} ? {columns[f]} : {choice}"
+        weight = self.names[plan.weight[0]]
+        return [
+            f"static constexpr i32 GROUPS = {plan.groups}, N = {plan.n}, K = {plan.k};",
+            f"static constexpr i32 WIDTH = {plan.width}, COLUMNS_PER_RESULT = {len(columns)}, SUMS = {len(plan.sums)};",
+            f"static constexpr bool B_MN = {str(transposed).lower()};  // whether matrices are [k, n]",
+            f"static constexpr bool A_BOXES = {str(self.operand.in_boxes).lower()};",
+            f"static constexpr bool B_BOXES = {str(self._weight_boxes() is not None).lower()};",
+            f"static constexpr int BOX_ROWS = {self._box_rows or 1};",
+            f"using Activation = {self.dtype};",
+            "",
+            f"__device__ static constexpr i32 column(i32 f, i32 j) {{ return {choice}; }}",
+            *self.operand.functions(),
+            f"__device__ const {self.dtype}* b_matrix(i64 g) const {{ return {weight} + g * (i64(N) * K); }}",
+            *rows.function(made.statements, len(plan.sums)),
+        ]
+
+    def _rows_of_boxes(self, columns: Sequence[Index]) -> int:
+        """How many rows of a matrix, for columns of a tile that follow each other, a box has; 64 columns of one that is [k, n]. 0: none."""
+        counts = (_K_BLOCK,) if self.plan.kind == "dgrad" else [n for n in _BOX_ROWS if self._tile_columns % n == 0]
+        return next((n for n in counts if all(follow(c, self.plan.width, n) for c in columns)), 0)
+
+    def _add(self, rows: Rows, epilogue: Epilogue, made: Elements, v: Value, place: Index) -> None:
+        rows.add(v, self.names[v], made.kept(v, epilogue.at(v, place)), self.plan.width_of(v), place)
+
+    def _term(self, epilogue: Epilogue, made: Elements, v: Value) -> object:
+        if self.plan.width_of(v) != self.plan.width:
+            raise UnsupportedError(f"a sum of {v.type} over its columns has no kernel here", expected=f"{self.plan.width} columns")
+        return made.of(v, epilogue.at(v))
+
+
+class PlainProduct(Product):
+    """The source of a planned fprop with one result: by the kernels of products of any encoding, or, for groups of many rows, by `Gemm`."""
+
+    def __init__(self, plan: Plan):
+        super().__init__(plan)
+        self._gemm = Gemm(plan)
+        self._others = tuple(self.scratch)
+        self.scratch = self._gemm.scratch = [*self.scratch, *self._gemm.scratch]
+
+    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
+        """`Gemm` has no variants."""
+        many = value(self.rows, sizes) >= _MANY_ROWS * self.groups
+        return Chosen() if many and arch.wgmma and variant == AUTO else super().choose(sizes, arch, variant)
+
+    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+        """The kernels of one of the two."""
+        return super().launches(chosen, sizes, arch) if chosen.size_classes else self._gemm.launches(chosen, sizes, arch)
+
+    def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
+        """Nothing for the arrays of the other one."""
+        if bool(chosen.size_classes) != (array in self._others):
+            return 0
+        return super().count(array, chosen, sizes) if chosen.size_classes else self._gemm.count(array, chosen, sizes)
+
+
+class Wgrad(Source):
+    """The source of a planned wgrad."""
+
+    ELEMENTS = VectorElements
+
+    def __init__(self, plan: WgradPlan):
+        super().__init__(plan.fusion, plan.memory, dict.fromkeys([plan.ends], "ends"))
+        _check(plan.groups, plan.product.a, plan.product.b)
+        self.plan, self.dtype = plan, plan.product.a.type.dtype
+        n, k = Operand(self, plan.product.a, plan.n, "a"), Operand(self, plan.product.b, plan.k, "b")
+        self._transposed = n.in_boxes and not k.in_boxes
+        if self._transposed:
+            n.name, k.name = "b", "a"
+        self.operands = (k, n) if self._transposed else (n, k)
+        self.scratch += [array for operand in self.operands for array in operand.scratch]
+        self._functions = self._make_functions()
+
+    def functions(self) -> list[str]:
+        """What all kernels of the segment know."""
+        return []
+
+    def _make_functions(self) -> list[str]:
+        """See kernels/gemm.cuh."""
+        plan = self.plan
+        return [
+            f"static constexpr i32 GROUPS = {plan.groups}, N = {plan.n}, K = {plan.k};",
+            f"static constexpr i32 {', '.join(f'{o.name.upper()}_COLUMNS = {o.columns}' for o in self.operands)};",
+            "static constexpr i32 WIDTH = K, COLUMNS_PER_RESULT = 1;",
+            f"static constexpr bool TRANSPOSED = {str(self._transposed).lower()};",
+            f"static constexpr bool {', '.join(f'{o.name.upper()}_BOXES = {str(o.in_boxes).lower()}' for o in self.operands)};",
+            f"using Activation = {self.dtype};",
+            "",
+            f"__device__ i64 rows() const {{ return {size(plain(plan.product.a.type.shape[0]))}; }}",
+            *(line for operand in self.operands for line in operand.functions()),
+            *self._make_store(),
+        ]
+
+    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+        """Routing; operands that are computed; the product."""
+        first, second = self.operands
+        n = _TILES_N[0] if second.columns > _TILES_N[1] else _TILES_N[1]
+        tiles = self.plan.groups * -(-first.columns // _TILE_M) * -(-second.columns // n)
+        made = [kernel for operand in self.operands for kernel in operand.made(sizes)]
+        boxes = {o.name: o.boxes(_K_BLOCK, sizes) if o.in_boxes else None for o in self.operands}
+        product = product_kernel(self, f"GroupedWgrad<Segment, {n}>", f"wgrad_{_TILE_M}x{n}", self._functions, tiles, arch, boxes)
+        return [*self.made_first(sizes), *made, product]
+
+    def _make_store(self) -> list[str]:
+        plan, rows = self.plan, Rows(self.plan.k)
+        made = self.elements({plan.product.result: self._element}, without=plan.results, below={_J.name: plan.k})
+        for v in plan.results:
+            rows.add(v, self.names[v], made.kept(v, reshaped([_M, _J], (plan.groups * plan.n, plan.k), v.type.shape)), plan.k, _J)
+        return rows.function(made.statements, 0)
+
+    def _element(self, at: Sequence[Index]) -> Expression:
+        if list(at) != reshaped([_M, _J], (self.plan.groups * self.plan.n, self.plan.k), self.plan.product.result.type.shape):
+            raise UnsupportedError("a result reads other elements of the product than its own")
+        return Expression("p[0][v]", frozenset("j"))
+
+
+class Operand:
+    """Rows that a kernel copies: of a matrix in memory, picked by an index or not, or computed before. name: of its functions."""
+
+    def __init__(self, owner: Source, v: Value, columns: int, name: str):
+        self.owner, self.value, self.columns, self.name = owner, v, columns, name
+        found = owner.elements(without=owner.made_later).row_in_memory(v, _M, columns)
+        self.scratch = [] if found else [Array(f"{name}_computed", v.type.dtype, elements(v.type.shape))]
+        self._matrix = found[0] if found else self.scratch[0]
+        self.in_boxes = (not found or found[1] == _M) and columns % VECTOR == 0
+
+    def boxes(self, rows: int, sizes: Sizes) -> Boxes:
+        """Boxes of rows, which are those of the matrix."""
+        count = value(elements(self.value.type.shape), sizes) // self.columns
+        box = (_K_BLOCK, rows)
+        return Boxes(self.owner.array_number(self._matrix), self.value.type.dtype, (self.columns, count), box)
+
+    def made(self, sizes: Sizes) -> list[KernelSource]:
+        """The kernel that computes the rows, if they are not in memory."""
+        if not self.scratch:
+            return []
+        (array,), made = self.scratch, self.owner.elements(without=self.owner.made_later)
+        element = made.of(self.value, [_I // size(self.columns), _I % size(self.columns)])
+        body = [*made.lines, f"{array.name}[i] = narrow<{array.type}>({element});"]
+        return [self.owner.for_all(f"prologue_{self.name}", elements(self.value.type.shape), body, sizes)]
+
+    def functions(self) -> list[str]:
+        """The matrix; what picks row m; which of its rows that is."""
+        made = self.owner.elements(without=self.owner.made_later)
+        found = made.row_in_memory(self.value, _M, self.columns)
+        matrix, row = (self.owner.names[found[0]], found[1]) if found else (self.scratch[0].name, _M)
+        picked, checked = _unchecked(row)
+        dtype = self.value.type.dtype
+        return [
+            f"__device__ const {dtype}* {self.name}_matrix() const {{ return {matrix}; }}",
+            f"__device__ __forceinline__ i64 {self.name}_index(i64 m) const {{",
+            *inner([*made.lines, f"return {picked};"]),
+            "}",
+            f"__device__ __forceinline__ i64 {self.name}_row_of(i64 index) const {{ return {checked}; }}",
+        ]
+
+
+def _unchecked(row: Index) -> tuple[Index, Index]:
+    """A row, or the index that it is the safe form of; and the row as a function of `index`."""
+    match row:
+        case Call(function, (index, *others)) if function == "clamp_index":
+            return index, Call(function, (Variable("index"), *others))
+    return row, Variable("index")
+
+
+def product_kernel(
+    source: Source, kernel: str, name: str, functions: Sequence[str], tiles: int, arch: Arch, boxes: Mapping[str, Boxes | None]
+) -> KernelSource:  # fmt: skip
+    """A persistent kernel of the products. boxes: of the operands a and b that it copies in boxes."""
+    shared = f"static constexpr int MAX_SHARED_BYTES = {arch.shared_per_block};"
+    given = {operand: found for operand, found in boxes.items() if found}
+    maps = {operand: f"&map{i}" for i, operand in enumerate(given)}
+    call = f"{kernel}::run(s, {maps.get('a', 'nullptr')}, {maps.get('b', 'nullptr')});"
+    return source.calling(
+        call, name, [*functions, shared], tiles, headers=(HEADER,), threads=_THREADS, shared=arch.shared_per_block, max_resident=1,
+        boxes=tuple(given.values()),
+    )  # fmt: skip
+
+
+def _check(groups: int, *operands: Value) -> None:
+    if groups > MAX_GROUPS:
+        raise UnsupportedError(f"{groups} groups have no kernel here", expected=f"at most {MAX_GROUPS}")
+    if len({v.type.dtype for v in operands}) > 1 or operands[0].type.dtype not in DTYPES:
+        types = " and ".join(str(v.type) for v in operands)
+        raise UnsupportedError(f"a product of {types} has no kernel here", expected=f"two of {' or '.join(DTYPES)}")

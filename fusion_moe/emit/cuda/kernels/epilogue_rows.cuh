@@ -1,0 +1,97 @@
+// The epilogue of kernels whose accumulators have rows of the result: eight columns of a row at a time, computed and stored as a vector.
+#pragma once
+
+#include "ragged.cuh"
+
+namespace {
+
+// The upper of two lanes gives its low number for the other's high one.
+__device__ __forceinline__ void change_places(float& low, float& high, bool upper, int lanes) {
+    const float theirs = __shfl_xor_sync(WHOLE_WARP, upper ? low : high, lanes);
+    low = upper ? theirs : low, high = upper ? high : theirs;
+}
+
+// Of four lanes that hold pairs of columns of a row, in blocks of eight columns, lane q gets the eight of block `first` + q. h: which of the
+// lanes' two rows.
+template <int COUNT>
+__device__ __forceinline__ void row_of_quad(float (&p)[8], const float (&sum)[COUNT], int first, int h) {
+    const i32 q = threadIdx.x % 4;
+    float x[4][2];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) x[b][0] = sum[4 * (first + b) + 2 * h], x[b][1] = sum[4 * (first + b) + 2 * h + 1];
+    // A transpose of 4 x 4 pairs: halves, then quarters change places.
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+        const bool upper = q & step;
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+            if (b & step) continue;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) change_places(x[b][i], x[b | step][i], upper, step);
+        }
+    }
+#pragma unroll
+    for (int b = 0; b < 4; ++b) p[2 * b] = x[b][0], p[2 * b + 1] = x[b][1];
+}
+
+// The same where accumulators are the result's transpose: of eight lanes that hold a column each of rows in pairs, in blocks of eight rows,
+// lane l gets eight columns of row 8 (l / 2) + 2 q + l % 2 after the first block's first, where q is lane % 4.
+template <int COUNT>
+__device__ __forceinline__ void column_of_octet(float (&p)[8], const float (&sum)[COUNT], int first, int h) {
+    const i32 l = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) p[i] = sum[4 * (first + i / 2) + 2 * h + i % 2];
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2) {
+        const bool upper = l & step;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            if (i & step) continue;
+            change_places(p[i], p[i | step], upper, 4 * step);
+        }
+    }
+}
+
+// Eight numbers that follow each other in memory, in pieces of 16 bytes, or of 8 if they are bytes.
+template <class T>
+struct Eight {
+    T at[8];
+};
+
+template <class T>
+__device__ __forceinline__ Eight<T> load_eight(const T* p) {
+    constexpr int V = sizeof(T) <= 2 ? 8 : 16 / sizeof(T);
+    Eight<T> found;
+#pragma unroll
+    for (int i = 0; i < 8; i += V) {
+        const Vector<T, V> piece = load_vector<V>(p + i);
+#pragma unroll
+        for (int v = 0; v < V; ++v) found.at[i + v] = piece.at[v];
+    }
+    return found;
+}
+
+template <class T>
+__device__ __forceinline__ void store_eight(T* p, const Eight<T>& x) {
+    constexpr int V = sizeof(T) <= 2 ? 8 : 16 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < 8; i += V) {
+        Vector<T, V> piece;
+#pragma unroll
+        for (int v = 0; v < V; ++v) piece.at[v] = x.at[i + v];
+        store_vector<V>(p + i, piece);
+    }
+}
+
+// Stores the sums over the columns of an N tile, of the row that four lanes share. By whole warps.
+template <class Segment, int COUNT>
+__device__ __forceinline__ void store_sums(const Segment& s, i64 m, i32 n_tile, bool good, float (&total)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        total[i] += __shfl_xor_sync(WHOLE_WARP, total[i], 1);
+        total[i] += __shfl_xor_sync(WHOLE_WARP, total[i], 2);
+        if (good && threadIdx.x % 4 == 0) s.partial_sums[(i64(n_tile) * COUNT + i) * s.rows() + m] = total[i];
+    }
+}
+
+}  // namespace

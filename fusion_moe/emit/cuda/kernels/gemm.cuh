@@ -1,0 +1,539 @@
+// Grouped products of 16-bit matrices as they are in torch, both operands through shared memory to wgmma: fprop, dgrad and wgrad.
+//
+// One producer warpgroup fills a ring of stages. Rows that an index picks are copied 16 bytes at a time (`cp.async`): they are gathered
+// while they are loaded, never permuted in memory. What lies in memory as it is needed is copied in boxes by the tensor memory accelerator.
+// What lies outside of a matrix, or of a group whose rows are contracted, is not read: zeros are written in its place. So no row of another
+// group enters a product, not even times zero. Two consumer warpgroups have 64 rows of a tile each.
+//
+//     GroupedGemm  [M/g, k] x [G, n, k] or [G, k, n] -> [M/g, n]   fprop, dgrad
+//     GroupedWgrad [M/g, n] x [M/g, k] -> [G, n, k]                wgrad, contracts the rows of each group
+//
+// A_BOXES, B_BOXES say which operands are copied in boxes; else the maps are null.
+//
+// Accumulators are exchanged among the four lanes that share rows, or the eight that share columns where the result is the transpose, so
+// that each has eight columns that follow each other of one row. Sums over a row's columns are stored for each N tile, and added in order by
+// another kernel.
+#pragma once
+
+#include "epilogue_rows.cuh"
+#include "pipeline.cuh"
+#include "schedule.cuh"
+#include "wgmma.cuh"
+
+namespace {
+
+constexpr int GEMM_TILE_M = 128, GEMM_CONSUMERS = 2, GEMM_K_BLOCK = 64, GEMM_PRODUCERS = 128;
+constexpr int GEMM_CONSUMER_REGISTERS = 216, GEMM_PRODUCER_REGISTERS = 72;
+constexpr u32 PIECE_BYTES = GEMM_K_BLOCK * TILE_ROW_BYTES;  // of an MN-major tile: 64 of its columns
+
+// Whether the 16 bytes at a place of a row of so many elements are in the row, whole and aligned: else elements are copied one by one.
+template <int COLUMNS>
+constexpr bool ALIGNED_ROWS = COLUMNS % 8 == 0;
+
+// Eight columns of a row to shared memory, zeros for those that there are not, and unless `good`, whatever `row` is then.
+template <int COLUMNS, class T>
+__device__ __forceinline__ void copy_piece(u32 to, const T* matrix, i64 row, i32 column, bool good) {
+    if constexpr (ALIGNED_ROWS<COLUMNS>) {
+        const bool there = good && column < COLUMNS;
+        cp_async_16_or_zeros(to, matrix + (there ? row * COLUMNS + column : 0), there);
+    } else {
+        u32 pair[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const T* from = matrix + row * COLUMNS + column + 2 * i;
+            const u32 low = good && column + 2 * i < COLUMNS ? from[0].bits : 0;
+            const u32 high = good && column + 2 * i + 1 < COLUMNS ? from[1].bits : 0;
+            pair[i] = low | high << 16;
+        }
+        asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(pair[0]), "r"(pair[1]), "r"(pair[2]), "r"(pair[3]) : "memory");
+    }
+}
+
+// The ring that both kernels have. COPIES: whether threads copy, ALIGNED: all of them 16 bytes at a time.
+template <class Segment, int TILE_N_, int SCHEDULER_BYTES, bool COPIES, bool ALIGNED>
+struct GemmRing {
+    static constexpr int TILE_N = TILE_N_;
+    static constexpr bool BOXES = Segment::A_BOXES || Segment::B_BOXES;
+    struct alignas(1024) Stage {
+        u8 a[GEMM_TILE_M * TILE_ROW_BYTES], b[TILE_N * TILE_ROW_BYTES];
+    };
+    static constexpr int FIT = (Segment::MAX_SHARED_BYTES - SCHEDULER_BYTES - 1024) / int(sizeof(Stage) + 2 * sizeof(u64));
+    static constexpr int STAGES = FIT < 6 ? FIT : 6;
+    static_assert(STAGES >= 2, "two stages at least");
+
+    Stage stage[STAGES];
+    u64 full[STAGES], empty[STAGES];
+
+    __device__ __forceinline__ void init() {
+        if (threadIdx.x < STAGES) {
+            mbarrier_init(full[threadIdx.x], 0, (COPIES ? GEMM_PRODUCERS : 0) + (BOXES ? 1 : 0));
+            mbarrier_init(empty[threadIdx.x], GEMM_CONSUMERS * 4);
+        }
+    }
+
+    // What a producer thread does around the copies of a stage.
+    struct Producer {
+        GemmRing& ring;
+        PipelineState<STAGES> filling;
+
+        __device__ __forceinline__ explicit Producer(GemmRing& ring_) : ring(ring_) { filling.parity = 1; }
+
+        __device__ __forceinline__ Stage& open() {
+            mbarrier_wait(ring.empty[filling.stage], filling.parity);
+            return ring.stage[filling.stage];
+        }
+
+        // The barrier that boxes arrive at, told by one thread of how many bytes.
+        __device__ __forceinline__ u64& expect(u32 bytes) {
+            mbarrier_arrive_expect_bytes(ring.full[filling.stage], bytes);
+            return ring.full[filling.stage];
+        }
+
+        __device__ __forceinline__ void close() {
+            if constexpr (COPIES && ALIGNED) cp_async_arrive(ring.full[filling.stage]);
+            if constexpr (COPIES && !ALIGNED) {
+                cp_async_commit();
+                cp_async_wait<0>();
+                mbarrier_arrive_thread(ring.full[filling.stage]);
+            }
+            filling.advance();
+        }
+    };
+
+    // What a consumer warpgroup does: the products of `k_blocks` stages. A_MN, B_MN: how tiles lie.
+    struct Consumer {
+        GemmRing& ring;
+        PipelineState<STAGES> reading;
+
+        __device__ __forceinline__ explicit Consumer(GemmRing& ring_) : ring(ring_) {}
+
+        template <class T, bool A_MN, bool B_MN>
+        __device__ __forceinline__ void multiply(float (&sum)[TILE_N / 2], i32 k_blocks, int consumer) {
+            u32 before = 0;
+#pragma unroll 1
+            for (i32 kb = 0; kb < k_blocks; ++kb) {
+                const u32 now = reading.stage;
+                mbarrier_wait(ring.full[now], reading.parity);
+                reading.advance();
+                if constexpr (COPIES) fence_proxy_async();  // what threads copied
+                const u32 a = shared_address(ring.stage[now].a) + consumer * (A_MN ? PIECE_BYTES : 64 * TILE_ROW_BYTES);
+                const u32 b = shared_address(ring.stage[now].b);
+                const u64 a_tile = A_MN ? tile_descriptor_mn<PIECE_BYTES>(a) : tile_descriptor(a);
+                const u64 b_tile = B_MN ? tile_descriptor_mn<PIECE_BYTES>(b) : tile_descriptor(b);
+                wgmma_fence();
+#pragma unroll
+                for (int v = 0; v < GEMM_K_BLOCK / 16; ++v)
+                    wgmma_shared<T, TILE_N, A_MN, B_MN>(sum, a_tile + (A_MN ? 128 : 2) * v, b_tile + (B_MN ? 128 : 2) * v);
+                wgmma_commit();
+                wgmma_wait<1>();
+                if (kb > 0) mbarrier_arrive(ring.empty[before]);
+                before = now;
+            }
+            wgmma_wait<0>();
+            if (k_blocks > 0) mbarrier_arrive(ring.empty[before]);
+        }
+
+        // Stages of which this warpgroup has no rows.
+        __device__ __forceinline__ void skip(i32 k_blocks) {
+            for (i32 kb = 0; kb < k_blocks; ++kb) {
+                mbarrier_wait(ring.full[reading.stage], reading.parity);
+                mbarrier_arrive(ring.empty[reading.stage]);
+                reading.advance();
+            }
+        }
+    };
+};
+
+// Consumer warpgroups come first, and take registers from the producer's.
+template <class Consume, class Produce>
+__device__ __forceinline__ void by_warpgroups(Consume consume, Produce produce) {
+    if (threadIdx.x < 128 * GEMM_CONSUMERS) {
+        setmaxnreg_inc<GEMM_CONSUMER_REGISTERS>();
+        consume();
+    } else {
+        setmaxnreg_dec<GEMM_PRODUCER_REGISTERS>();
+        produce();
+    }
+}
+
+// fprop and dgrad -----------------------------------------------------------------------------------------------------
+
+template <class Segment, int TILE_N>
+struct GroupedGemm {
+    using T = typename Segment::Activation;
+    static constexpr int TILE_COLUMNS = TILE_N / Segment::COLUMNS_PER_RESULT;  // of a result
+    static constexpr int N_TILES = (Segment::WIDTH + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    static constexpr int K_BLOCKS = (Segment::K + GEMM_K_BLOCK - 1) / GEMM_K_BLOCK;
+    using TileScheduler = ::TileScheduler<Segment::GROUPS, GEMM_TILE_M, 0, UNBOUNDED, false, 1>;
+    using WorkTiles = typename TileScheduler::WorkTiles;
+    static constexpr bool COPIES = !Segment::A_BOXES || !Segment::B_BOXES;
+    static constexpr bool ALIGNED = ALIGNED_ROWS<Segment::K> && (!Segment::B_MN || ALIGNED_ROWS<Segment::N>);
+    using Ring = GemmRing<Segment, TILE_N, int(sizeof(TileScheduler)), COPIES, ALIGNED>;
+    using Stage = typename Ring::Stage;
+    static_assert(TILE_COLUMNS % 32 == 0, "four lanes have eight columns each");
+
+    struct Shared {
+        Ring ring;
+        TileScheduler scheduler;
+    };
+    static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES && 4 * sizeof(i32) * (Segment::GROUPS + 1) <= sizeof(Stage) * Ring::STAGES);
+
+    __device__ static void run(const Segment& s, const TensorMap* a_map, const TensorMap* b_map) {
+        extern __shared__ __align__(1024) u8 memory[];
+        Shared& shared = *reinterpret_cast<Shared*>(memory);
+        shared.ring.init();
+        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
+        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, blockIdx.x == 0 ? s.error : nullptr, reinterpret_cast<i32*>(shared.ring.stage));
+        by_warpgroups([&] { consume(s, shared); }, [&] { produce(s, shared, a_map, b_map); });
+    }
+
+private:
+    // Producers --------------------------------------------------------------------------------------------------------
+
+    static constexpr int A_ROWS = GEMM_TILE_M / 16;  // of a thread, every 16th
+    static constexpr u32 BOX_BYTES = (Segment::A_BOXES ? sizeof(Stage::a) : 0) + (Segment::B_BOXES ? sizeof(Stage::b) : 0);
+
+    __device__ static void produce(const Segment& s, Shared& shared, const TensorMap* a_map, const TensorMap* b_map) {
+        const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS, piece = thread % 8;
+        if (!COPIES && thread >= 32) return;
+        typename Ring::Producer producer(shared.ring);
+        for (WorkTiles tiles(shared.scheduler); tiles.more_grouped(); tiles.advance()) {
+            const WorkTile tile = tiles.current();
+            i32 row[Segment::A_BOXES ? 1 : A_ROWS];
+            if constexpr (!Segment::A_BOXES) {
+                i64 index[A_ROWS] = {};  // all are read before any is needed
+                const i32 first = tile.m_tile.first + thread / 8;
+#pragma unroll
+                for (int i = 0; i < A_ROWS; ++i)
+                    if (first + 16 * i < tile.m_tile.end) index[i] = s.a_index(first + 16 * i);
+#pragma unroll
+                for (int i = 0; i < A_ROWS; ++i) row[i] = first + 16 * i < tile.m_tile.end ? i32(s.a_row_of(index[i])) : -1;
+            }
+            const B b(s, tile, thread);
+#pragma unroll 1
+            for (i32 kb = 0; kb < K_BLOCKS; ++kb) {
+                Stage& stage = producer.open();
+                if (BOX_BYTES > 0 && thread == 0) {
+                    u64& barrier = producer.expect(BOX_BYTES);
+                    if constexpr (Segment::A_BOXES) copy_box(shared_address(stage.a), *a_map, kb * GEMM_K_BLOCK, tile.m_tile.first, barrier);
+                    if constexpr (Segment::B_BOXES) copy_b(stage, tile, *b_map, kb, barrier);
+                }
+                if constexpr (!Segment::A_BOXES) {
+                    const u32 to = shared_address(stage.a);
+#pragma unroll
+                    for (int i = 0; i < A_ROWS; ++i) {
+                        const u32 place = to + swizzled(thread / 8 + 16 * i, piece);
+                        copy_piece<Segment::K>(place, s.a_matrix(), row[i], kb * GEMM_K_BLOCK + 8 * piece, row[i] >= 0);
+                    }
+                }
+                if constexpr (!Segment::B_BOXES) b.copy(stage, kb);
+                producer.close();
+            }
+        }
+    }
+
+    // Boxes of rows [n, k], as many as follow each other, or of 64 columns [k, n].
+    __device__ static __forceinline__ void copy_b(Stage& stage, const WorkTile& tile, const TensorMap& map, i32 kb, u64& barrier) {
+        constexpr int EACH = Segment::B_MN ? 64 : Segment::BOX_ROWS;
+        const u32 to = shared_address(stage.b);
+#pragma unroll
+        for (int c = 0; c < TILE_N; c += EACH) {
+            const i32 n = Segment::column(c / TILE_COLUMNS, tile.n_tile * TILE_COLUMNS + c % TILE_COLUMNS);
+            if constexpr (Segment::B_MN) copy_box(to + c / 64 * PIECE_BYTES, map, n, kb * GEMM_K_BLOCK, tile.m_tile.group, barrier);
+            else copy_box(to + c * TILE_ROW_BYTES, map, kb * GEMM_K_BLOCK, n, tile.m_tile.group, barrier);
+        }
+    }
+
+    // [n, k]: a thread has every 16th row of the tile.
+    struct Rows {
+        static constexpr int COUNT = TILE_N / 16;
+        const T* matrix;
+        i32 row[COUNT], thread;
+
+        __device__ __forceinline__ Rows(const Segment& s, const WorkTile& tile, i32 thread_) : thread(thread_) {
+            matrix = s.b_matrix(tile.m_tile.group);
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                const i32 c = thread / 8 + 16 * i, j = tile.n_tile * TILE_COLUMNS + c % TILE_COLUMNS;
+                row[i] = j < Segment::WIDTH ? Segment::column(c / TILE_COLUMNS, j) : -1;
+            }
+        }
+
+        __device__ __forceinline__ void copy(Stage& stage, i32 kb) const {
+            const u32 to = shared_address(stage.b);
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i)
+                copy_piece<Segment::K>(
+                    to + swizzled(thread / 8 + 16 * i, thread % 8), matrix, row[i], kb * GEMM_K_BLOCK + 8 * (thread % 8), row[i] >= 0);
+        }
+    };
+
+    // [k, n]: a thread has eight columns, of every (128 / pieces)-th row.
+    struct Columns {
+        static constexpr int PIECES = TILE_N / 8, STEP = GEMM_PRODUCERS / PIECES;
+        const T* matrix;
+        i32 column, thread;
+
+        __device__ __forceinline__ Columns(const Segment& s, const WorkTile& tile, i32 thread_) : thread(thread_) {
+            matrix = s.b_matrix(tile.m_tile.group);
+            const i32 c = thread % PIECES * 8, j = tile.n_tile * TILE_COLUMNS + c % TILE_COLUMNS;
+            column = j < Segment::WIDTH ? Segment::column(c / TILE_COLUMNS, j) : -1;
+        }
+
+        __device__ __forceinline__ void copy(Stage& stage, i32 kb) const {
+            const i32 piece = thread % PIECES;
+            const u32 to = shared_address(stage.b) + piece / 8 * PIECE_BYTES;
+#pragma unroll
+            for (int i = 0; i < GEMM_K_BLOCK / STEP; ++i) {
+                const i32 k = thread / PIECES + STEP * i;
+                const bool good = column >= 0 && kb * GEMM_K_BLOCK + k < Segment::K;
+                copy_piece<Segment::N>(to + swizzled(k, piece % 8), matrix, kb * GEMM_K_BLOCK + k, column, good);
+            }
+        }
+    };
+
+    struct Nothing {
+        __device__ __forceinline__ Nothing(const Segment&, const WorkTile&, i32) {}
+        __device__ __forceinline__ void copy(Stage&, i32) const {}
+    };
+
+    template <bool BOXES, bool MN, class = void>
+    struct Of {
+        using type = Nothing;
+    };
+    template <class Any>
+    struct Of<false, false, Any> {
+        using type = Rows;
+    };
+    template <class Any>
+    struct Of<false, true, Any> {
+        using type = Columns;
+    };
+    using B = typename Of<Segment::B_BOXES, Segment::B_MN>::type;
+
+    // Consumers --------------------------------------------------------------------------------------------------------
+
+    __device__ static void consume(const Segment& s, Shared& shared) {
+        const int consumer = threadIdx.x / 128;
+        typename Ring::Consumer mainloop(shared.ring);
+        for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.advance()) {
+            const WorkTile tile = tiles.current();
+            const i32 first = tile.m_tile.first + 64 * consumer;
+            const bool grouped = tile.m_tile.group < Segment::GROUPS;
+            if (first >= tile.m_tile.end) {
+                if (grouped) mainloop.skip(K_BLOCKS);
+                continue;
+            }
+            float sum[TILE_N / 2] = {};
+            mainloop.template multiply<T, false, Segment::B_MN>(sum, grouped ? K_BLOCKS : 0, consumer);
+            store(s, tile, first, sum);
+        }
+    }
+
+    __device__ static __forceinline__ void store(const Segment& s, const WorkTile& tile, i32 first, const float (&sum)[TILE_N / 2]) {
+        const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const i32 m = first + 16 * warp + lane / 4 + 8 * h;
+            const bool good = m < tile.m_tile.end;
+            float total[Segment::SUMS > 0 ? Segment::SUMS : 1] = {};  // of this tile's columns
+#pragma unroll
+            for (int i = 0; i < TILE_COLUMNS / 32; ++i) {
+                float p[Segment::COLUMNS_PER_RESULT][8];
+#pragma unroll
+                for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f) row_of_quad(p[f], sum, f * TILE_COLUMNS / 8 + 4 * i, h);
+                const i32 j = tile.n_tile * TILE_COLUMNS + 32 * i + 8 * (lane % 4);
+                if (good) s.store(m, tile.m_tile.group, j, p, total);
+            }
+            if constexpr (Segment::SUMS > 0) store_sums(s, m, tile.n_tile, good, total);
+        }
+    }
+};
+
+// wgrad ---------------------------------------------------------------------------------------------------------------
+
+// The tiles of all groups, those of the groups with the most rows first.
+template <int GROUPS>
+struct WgradScheduler {
+    i32 first[GROUPS + 2], before[GROUPS + 2];  // as MTiles has them
+    i32 group_of_place[GROUPS];
+
+    // By all threads of a block.
+    __device__ void build(const i32* ends, i32 rows, i64* error) {
+        MTiles<GROUPS, GEMM_TILE_M, 0, UNBOUNDED>& m_tiles = reinterpret_cast<MTiles<GROUPS, GEMM_TILE_M, 0, UNBOUNDED>&>(first);
+        m_tiles.build(ends, rows, error);
+        for (i32 g = threadIdx.x; g < GROUPS; g += blockDim.x) {
+            const i32 mine = size(g);
+            i32 place = 0;
+            for (i32 other = 0; other < GROUPS; ++other) place += size(other) > mine || (size(other) == mine && other < g);
+            group_of_place[place] = g;
+        }
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ i32 size(i32 g) const { return first[g + 1] - first[g]; }
+};
+
+// a [M/g, A_COLUMNS] and b [M/g, B_COLUMNS]: the result's rows are columns of a, or of b if it is TRANSPOSED. What is gathered is best a,
+// of whose columns a tile has fewer.
+template <class Segment, int TILE_N>
+struct GroupedWgrad {
+    using T = typename Segment::Activation;
+    static constexpr i32 A_TILES = (Segment::A_COLUMNS + GEMM_TILE_M - 1) / GEMM_TILE_M, B_TILES = (Segment::B_COLUMNS + TILE_N - 1) / TILE_N;
+    static constexpr i32 TILES = A_TILES * B_TILES, ROTATION = 16;
+    using Scheduler = WgradScheduler<Segment::GROUPS>;
+    using Ring = GemmRing<Segment, TILE_N, int(sizeof(Scheduler)), true, ALIGNED_ROWS<Segment::A_COLUMNS> && ALIGNED_ROWS<Segment::B_COLUMNS>>;
+    using Stage = typename Ring::Stage;
+
+    struct Shared {
+        Ring ring;
+        Scheduler scheduler;
+    };
+    static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES);
+
+    // Rotations of tiles of a, with all tiles of b: see schedule.cuh.
+    struct Tile {
+        i32 group, a, b, first, end;
+
+        __device__ __forceinline__ Tile(const Scheduler& scheduler, i64 number) {
+            const i32 place = i32(number / TILES), within = i32(number % TILES);
+            const i32 rotation = within / (ROTATION * B_TILES), rest = within % (ROTATION * B_TILES);
+            const i32 height = min(ROTATION, A_TILES - rotation * ROTATION);
+            group = scheduler.group_of_place[place];
+            a = (rotation * ROTATION + rest % height) * GEMM_TILE_M, b = rest / height * TILE_N;
+            first = scheduler.first[group], end = scheduler.first[group + 1];
+        }
+
+        __device__ __forceinline__ i32 k_blocks() const { return (end - first + GEMM_K_BLOCK - 1) / GEMM_K_BLOCK; }
+    };
+
+    __device__ static void run(const Segment& s, const TensorMap* a_map, const TensorMap* b_map) {
+        extern __shared__ __align__(1024) u8 memory[];
+        Shared& shared = *reinterpret_cast<Shared*>(memory);
+        shared.ring.init();
+        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
+        shared.scheduler.build(s.ends, i32(s.rows()), blockIdx.x == 0 ? s.error : nullptr);
+        by_warpgroups([&] { consume(s, shared); }, [&] { produce(s, shared, a_map, b_map); });
+    }
+
+private:
+    // What picks 64 rows that are contracted, read a block ahead: of a lane, the lane-th and the one 32 further on. Nothing is computed from
+    // it before it is needed, which would wait for memory.
+    struct Picks {
+        i64 index[2];
+
+        template <class Find>
+        __device__ __forceinline__ Picks(const Tile& tile, i32 kb, Find find) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const i32 m = row(tile, kb, half);
+                index[half] = 0;
+                if (m < tile.end) index[half] = find(m);
+            }
+        }
+
+        __device__ static __forceinline__ i32 row(const Tile& tile, i32 kb, int half) {
+            return tile.first + kb * GEMM_K_BLOCK + 32 * half + i32(threadIdx.x % 32);
+        }
+    };
+
+    // Where these rows are in memory; -1 past the group's last one.
+    struct RowPair {
+        i32 row[2];
+
+        template <class Safe>
+        __device__ __forceinline__ RowPair(const Tile& tile, i32 kb, const Picks& picks, Safe safe) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) row[half] = Picks::row(tile, kb, half) < tile.end ? i32(safe(picks.index[half])) : -1;
+        }
+    };
+
+    // Eight columns of some of 64 rows, the same of each.
+    template <int COLUMNS, int TILE>
+    __device__ static __forceinline__ void copy_rows(u32 to, const T* matrix, const RowPair& rows, i32 column, i32 thread) {
+        constexpr int PIECES = TILE / 8, STEP = GEMM_PRODUCERS / PIECES;
+        const i32 piece = thread % PIECES;
+        to += piece / 8 * PIECE_BYTES;
+#pragma unroll
+        for (int i = 0; i < GEMM_K_BLOCK / STEP; ++i) {
+            const i32 m = thread / PIECES + STEP * i, row = __shfl_sync(WHOLE_WARP, STEP * i < 32 ? rows.row[0] : rows.row[1], m % 32);
+            copy_piece<COLUMNS>(to + swizzled(m, piece % 8), matrix, row, column + 8 * piece, row >= 0);
+        }
+    }
+
+    // A group's last block, unless it is whole, is copied row by row: a box would have rows of the next group.
+    __device__ static void produce(const Segment& s, Shared& shared, const TensorMap* a_map, const TensorMap* b_map) {
+        constexpr bool A = Segment::A_BOXES, B = Segment::B_BOXES;
+        constexpr u32 BYTES = (A ? sizeof(Stage::a) : 0) + (B ? sizeof(Stage::b) : 0);
+        const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS;
+        typename Ring::Producer producer(shared.ring);
+        for (i64 number = blockIdx.x; number < i64(Segment::GROUPS) * TILES; number += gridDim.x) {
+            const Tile tile(shared.scheduler, number);
+            const auto a_index = [&](i32 m) { return s.a_index(m); };
+            const auto b_index = [&](i32 m) { return s.b_index(m); };
+            const auto a_row = [&](i64 index) { return s.a_row_of(index); };
+            const auto b_row = [&](i64 index) { return s.b_row_of(index); };
+            Picks next_a(tile, 0, a_index), next_b(tile, 0, b_index);
+#pragma unroll 1
+            for (i32 kb = 0; kb < tile.k_blocks(); ++kb) {
+                const i32 m = tile.first + kb * GEMM_K_BLOCK;
+                const bool whole = m + GEMM_K_BLOCK <= tile.end;
+                const RowPair a(tile, kb, next_a, a_row), b(tile, kb, next_b, b_row);
+                next_a = Picks(tile, kb + 1, a_index), next_b = Picks(tile, kb + 1, b_index);
+                Stage& stage = producer.open();
+                if ((A || B) && thread == 0) {
+                    u64& barrier = producer.expect(whole ? BYTES : 0);
+                    if (A && whole) copy_boxes<GEMM_TILE_M>(shared_address(stage.a), *a_map, tile.a, m, barrier);
+                    if (B && whole) copy_boxes<TILE_N>(shared_address(stage.b), *b_map, tile.b, m, barrier);
+                }
+                if (!A || !whole) copy_rows<Segment::A_COLUMNS, GEMM_TILE_M>(shared_address(stage.a), s.a_matrix(), a, tile.a, thread);
+                if (!B || !whole) copy_rows<Segment::B_COLUMNS, TILE_N>(shared_address(stage.b), s.b_matrix(), b, tile.b, thread);
+                producer.close();
+            }
+        }
+    }
+
+    template <int TILE>
+    __device__ static __forceinline__ void copy_boxes(u32 to, const TensorMap& map, i32 column, i32 m, u64& barrier) {
+#pragma unroll
+        for (int c = 0; c < TILE; c += 64) copy_box(to + c / 64 * PIECE_BYTES, map, column + c, m, barrier);
+    }
+
+    __device__ static void consume(const Segment& s, Shared& shared) {
+        const int consumer = threadIdx.x / 128;
+        typename Ring::Consumer mainloop(shared.ring);
+        for (i64 number = blockIdx.x; number < i64(Segment::GROUPS) * TILES; number += gridDim.x) {
+            const Tile tile(shared.scheduler, number);
+            float sum[TILE_N / 2] = {};
+            mainloop.template multiply<T, true, true>(sum, tile.k_blocks(), consumer);
+store(s, tile, consumer, sum);
+        }
+    }
+
+    __device__ static __forceinline__ void store(const Segment& s, const Tile& tile, int consumer, const float (&sum)[TILE_N / 2]) {
+        const i32 lane = threadIdx.x % 32, q = lane % 4, l = lane / 4;
+        const i32 a = tile.a + 64 * consumer + threadIdx.x / 32 % 4 * 16;  // the warp's first
+        const i64 rows = i64(tile.group) * Segment::N;
+        float p[1][8], none[1];
+#pragma unroll
+        for (int i = 0; i < TILE_N / 32; ++i) {
+            const i32 b = tile.b + 32 * i;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                if constexpr (Segment::TRANSPOSED) {
+                    const i32 n = b + l / 2 * 8 + 2 * q + l % 2;
+                    column_of_octet(p[0], sum, 4 * i, h);
+                    if (n < Segment::N) s.store(rows + n, tile.group, a + 8 * h, p, none);
+                } else {
+                    const i32 n = a + l + 8 * h;
+                    row_of_quad(p[0], sum, 4 * i, h);
+                    if (n < Segment::N) s.store(rows + n, tile.group, b + 8 * q, p, none);
+                }
+            }
+        }
+    }
+};
+
+}  // namespace

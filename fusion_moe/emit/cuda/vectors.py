@@ -1,0 +1,91 @@
+"""Rows of results, eight columns at a time: what a kernel stores for columns of a tile, and what it reads for that, as vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...ir.core import Value
+from ...ir.types import plain
+from ..cxx.elements import stored
+from ..cxx.indices import Index, Variable, flat
+from ..cxx.statements import Expression, Statement, formula, hoisted, inner, written
+from .source import SafeElements
+
+VECTOR = 8
+_FIRST, _J = Variable("j0"), Variable("j")
+
+
+class VectorElements(SafeElements):
+    """Elements of columns j0 .. j0 + 7 in a loop over j: of rows in memory, all eight are loaded at once before it."""
+
+    def _load(self, v: Value, at: Sequence[Index]) -> Expression:
+        if not at or v.type.layout != "linear" or v.type.dtype not in ("f32", "bf16", "f16") or not self._in_vectors(v, at):
+            return super()._load(v, at)
+        place = flat([*at[:-1], at[-1].replaced(_J.name, _FIRST)], v.type.shape)
+        eight = self._define("auto", formula("load_eight({} + {})", self._array(v), place))
+        return Expression(f"widen({eight}.at[v])", frozenset([*eight.variables(), _J.name]))
+
+    def _in_vectors(self, v: Value, at: Sequence[Index]) -> bool:
+        width, below = plain(v.type.shape[-1]), self._below.get(_J.name, 1)
+        if not isinstance(width, int) or width % VECTOR or below % VECTOR or at[-1].variables() != {_J.name}:
+            return False
+        return in_vectors(at[-1], below) and not any(_J.name in i.variables() for i in at[:-1])
+
+
+@dataclass
+class Rows:
+    """The function `store`: all results of one row and eight columns. width: of a tile's columns."""
+
+    width: int
+    kept: list[str] = field(default_factory=list)
+    stores: list[str] = field(default_factory=list)
+    arrays: list[str] = field(default_factory=list)
+
+    def add(self, v: Value, array: str, element: str, stride: int, place: Index) -> None:
+        """One more result: an element for column j, whose place in a row of an array this is."""
+        name = f"result{len(self.arrays)}"
+        self.arrays.append(f"Eight<{stored(v)}> {name};")
+        self.kept.append(f"{name}.at[v] = {element};")
+        if self.width % VECTOR == 0 and stride % VECTOR == 0 and in_vectors(place, self.width):
+            self.stores.append(f"store_eight({array} + m * {stride} + {place.replaced(_J.name, _FIRST)}, {name});")
+        else:
+            each = f"if (j0 + v < WIDTH) {array}[m * {stride} + {place.replaced(_J.name, Variable('(j0 + v)'))}] = {name}.at[v];"
+            self.stores += ["#pragma unroll", f"for (int v = 0; v < {VECTOR}; ++v) {each}"]
+
+    def add_term(self, i: int, term: object) -> None:
+        """What a column adds to the row's sum i."""
+        self.kept.append(f"total[{i}] += {term};" if self.width % VECTOR == 0 else f"if (j0 + v < WIDTH) total[{i}] += {term};")
+
+    def function(self, statements: Sequence[Statement], sums: int) -> list[str]:
+        """Its C++. statements: what elements are made by."""
+        once, each = hoisted(statements, _J.name)
+        column = "j0 + v" if self.width % VECTOR == 0 else "min(j0 + v, i64(WIDTH - 1))"
+        return [
+            "// Columns j0 .. j0 + 7 of a tile, of row m of group g; `total` takes what they add to sums over the row.",
+            f"__device__ __forceinline__ void store(i64 m, i64 g, i64 j0, const float (&p)[COLUMNS_PER_RESULT][{VECTOR}],",
+            f"                                      float (&total)[{max(1, sums)}]) const {{",
+            "    if (j0 >= WIDTH) return;",
+            *inner(written(once)),
+            *inner(self.arrays),
+            "#pragma unroll",
+            f"    for (int v = 0; v < {VECTOR}; ++v) {{",
+            f"        const i64 j = {column};",
+            *inner(inner([*written(each), *self.kept])),
+            "    }",
+            *inner(self.stores),
+            "}",
+        ]
+
+
+def in_vectors(column: Index, width: int) -> bool:
+    """Whether columns follow each other in aligned eights, as a function of j below a width."""
+    return follow(column, width, VECTOR)
+
+
+def follow(column: Index, width: int, count: int) -> bool:
+    """Whether columns follow each other in aligned runs of so many, as a function of j below a width."""
+    numbers = [column.evaluate({_J.name: j}) for j in range(width)]
+    return all(n == numbers[j // count * count] + j % count for j, n in enumerate(numbers)) and not any(
+        n % VECTOR for n in numbers[::count]
+    )

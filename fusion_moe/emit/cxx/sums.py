@@ -1,0 +1,40 @@
+"""Sums over dimensions of a value, as rows m and columns j of the result, each a sum over r."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...ir.core import Op
+from ...ir.kinds.shape import elements
+from ...ir.sizes import AnySize
+from .indices import Index, Variable, unflat
+
+_J, _M, _R = map(Variable, "jmr")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """at: the indices of the element of the operand at (m, j, r), which run to `rows`, `columns` and `over`.
+
+    along_memory: whether what is summed are the last dimensions; then there is one column.
+    """
+
+    at: tuple[Index, ...]
+    rows: AnySize
+    columns: AnySize
+    over: AnySize
+    along_memory: bool
+
+
+def reduction(op: Op) -> Reduction:
+    """Of a `sum`: the last dimension that is kept is that of columns, unless it stands before those that are summed."""
+    shape = op.values[0].type.shape
+    over = sorted(op.attrs["dims"])
+    kept = [i for i in range(len(shape)) if i not in over]
+    columns = kept[-1:] if len(shape) - 1 not in over else []
+    rows = kept[: len(kept) - len(columns)]
+    place: dict[int, Index] = {}
+    for index, dims in ((_M, rows), (_J, columns), (_R, over)):
+        place |= dict(zip(dims, unflat(index, [shape[i] for i in dims]), strict=True))
+    counts = [elements([shape[i] for i in dims]) for dims in (rows, columns, over)]
+    return Reduction(tuple(place[i] for i in range(len(shape))), counts[0], counts[1], counts[2], not columns)

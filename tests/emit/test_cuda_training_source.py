@@ -1,0 +1,100 @@
+"""The sources of training on CUDA, compiled with NVRTC, which needs no GPU: which kernels a layer has, and what they are made of."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from test_cuda_source import needs_nvdisasm, sass
+
+from fusion_moe import options
+from fusion_moe.arch import H200
+from fusion_moe.compile import compile_fusion
+from fusion_moe.emit.cuda.gemm import Gemm, PlainProduct, Wgrad
+from fusion_moe.emit.cuda.launch import build
+from fusion_moe.emit.cuda.loops import Loops
+from fusion_moe.emit.cuda.source import KernelSource, Source
+from fusion_moe.ir.core import Fusion
+from fusion_moe.ir.derivative import Derivative, differentiate
+from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
+from fusion_moe.runtime import nvrtc
+from fusion_moe.target import TARGETS
+
+pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases, gate and up by 32": {"interleave": 32},
+    "gpt-oss": {"interleave": 32, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "transposed": True},
+    "scale on input": {"scale_on": "input"},
+}
+
+
+def derivative(how: str, hidden: int = 256, inner: int = 192, dtype: torch.dtype = torch.bfloat16) -> Derivative:
+    """Of a layer of 8 experts, with respect to all floats."""
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device="meta")
+
+    kwargs, groups = HOW[how], 8
+    down, gate_up = (groups, hidden, inner), (groups, 2 * inner, hidden)
+    if kwargs.get("transposed"):
+        down, gate_up = (groups, inner, hidden), (groups, hidden, 2 * inner)
+    biases = [meta(groups, 2 * inner), meta(groups, hidden)] if "interleave" in kwargs else []
+    weight_format = "bf16" if dtype == torch.bfloat16 else "f16"
+    args = (meta(64, hidden), meta(64, 2, dtype=torch.int64), meta(64, 2, dtype=torch.float32), [meta(*gate_up)], [meta(*down)], *biases)
+    call = bind(SPECS["fused_experts"], args, {"weight_format": weight_format, **kwargs})
+    return differentiate(fusion_of("fused_experts", eager_types(call), call.others), [i for i, n in enumerate(call.tensors) if n != "ids"])
+
+
+def sources(fusion: Fusion) -> list[Source]:
+    """Of all segments; none is left to the reference."""
+    program = compile_fusion(fusion, TARGETS["cuda"], options.current())
+    assert [s.plan.why for s in program.segments if s.plan.backend != "cuda"] == []
+    return [s.plan.work for s in program.segments]
+
+
+def kernels(fusion: Fusion) -> list[KernelSource]:
+    """For 4096 tokens."""
+    sizes = dict.fromkeys(fusion.symbols, 4096)
+    return [kernel for source in sources(fusion) for kernel in source.launches(source.choose(sizes, H200), sizes, H200)]
+
+
+def test_which_kernels_a_layer_has():
+    """Forward: FC1 stores the pre-activation too. Backward: FC2's dgrad with the activation's derivative, FC1's, both wgrads, the picking
+    of the router's gradient.
+    """
+    made = derivative("plain")
+    assert [type(s) for s in sources(made.forward)] == [Gemm, PlainProduct]
+    assert sorted(type(s).__name__ for s in sources(made.backward)) == sorted(t.__name__ for t in (Gemm, Gemm, Wgrad, Wgrad, Loops))
+
+
+@pytest.mark.parametrize(("how", "hidden"), [*((how, 256) for how in HOW), ("plain", 100)])
+def test_everything_compiles(how, hidden):
+    made = derivative(how, hidden)
+    for kernel in (*kernels(made.forward), *kernels(made.backward)):
+        build(kernel, H200)
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_keep_their_registers(dtype):
+    """No local memory, though accumulators are 128 registers; products run on while the next stage is waited for."""
+    made = derivative("plain", 2048, 768, dtype)
+    products = [k for k in (*kernels(made.forward), *kernels(made.backward)) if k.title.startswith(("gemm", "wgrad"))]
+    assert sorted(k.title for k in products) == ["gemm_128x256"] * 4 + ["wgrad_128x256"] * 2
+    for kernel in products:
+        lines = sass(build(kernel, H200))
+        assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)], kernel.title
+        assert sum("HGMMA" in x for x in lines) == 4
+        assert sum("WARPGROUP.DEPBAR" in x for x in lines) == 2
+
+
+def test_sums_of_a_row_have_a_place_for_each_tile():
+    made = derivative("plain", 256, 700)
+    (gemm,) = [s for s in sources(made.backward) if isinstance(s, Gemm) and s.plan.sums]
+    (array,) = [a for a in gemm.scratch if a.name == "partial_sums"]
+    sizes = dict.fromkeys(gemm.fusion.symbols, 1000)
+    assert gemm.count(array, gemm.choose(sizes, H200), sizes) == 2 * 1000 * 3  # rows, and tiles of 256 columns
