@@ -17,6 +17,7 @@ from .ir.effects import check_targets, write_over
 from .ir.text import parse, text
 from .ops import LIBRARY, SPECS, Spec, as_bytes, bind, eager_types, fusion_of
 from .options import Options, current, from_key
+from .parts import Parts, grouped, joined
 from .run_ops import RUN, RUN_INTO, all_inputs, named_sizes, need_pure, need_written
 from .runtime.program import Program
 
@@ -33,21 +34,31 @@ def _body(spec: Spec, *args: Any, **kwargs: Any) -> Any:
     return call.restore(outputs[0]) if len(outputs) == 1 else tuple(outputs)
 
 
-def _run(program: str, inputs: Sequence[Tensor], sizes: Sequence[int], options: str | None = None) -> list[Tensor]:
+def _run(
+    program: str, inputs: Sequence[Tensor], sizes: Sequence[int], options: str | None = None, parts: Parts | None = None
+) -> list[Tensor]:  # fmt: skip
     device = inputs[0].device if inputs else torch.device("cpu")
     compiled = program_of(program, device, from_key(options) if options else None)
     fusion = need_pure(compiled.stages[0][1])
-    return compiled([as_bytes(t) for t in inputs], named_sizes(fusion, sizes))
+    return compiled(_whole(inputs, parts), named_sizes(fusion, sizes))
 
 
-def _run_into(program: str, inputs: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[int], options: str | None = None) -> None:
+def _run_into(
+    program: str, inputs: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[int], options: str | None = None,
+    parts: Parts | None = None,
+) -> None:  # fmt: skip
     fusion = parse(program)
-    tensors, env = [as_bytes(t) for t in all_inputs(fusion, inputs, written)], named_sizes(fusion, sizes)
+    tensors, env = all_inputs(fusion, _whole(inputs, parts), written), named_sizes(fusion, sizes)
     need_written(fusion, written, env)
     targets = dict(enumerate(written))
     check_targets(targets)
     device = tensors[0].device if tensors else torch.device("cpu")
     write_over(targets, program_of(_pure_text(program), device, from_key(options) if options else None)(tensors, env))
+
+
+def _whole(tensors: Sequence[Tensor], parts: Parts | None) -> list[Tensor]:
+    """The inputs of a program, each one tensor."""
+    return [joined(t) if isinstance(t, tuple) else as_bytes(t) for t in grouped(tensors, parts)]
 
 
 @lru_cache(maxsize=512)

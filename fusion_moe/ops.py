@@ -31,7 +31,8 @@ class Spec:
 
     rows: arguments whose leading dimensions are rows, and how many trailing dimensions stay (a [..., K]: 1). Their size may change
     from call to call without a new program; those of `equal` have equally many. flatten: the argument whose leading dimensions
-    the output takes over. k_major: arguments [G, K, N] whose elements must be stored with K running fastest.
+    the output takes over. k_major: arguments [G, K, N] whose elements must be stored with K running fastest. autocast: the floats that
+    torch.autocast casts; weights: those that it casts if `weight_format` says that they are floats.
     """
 
     name: str
@@ -41,6 +42,8 @@ class Spec:
     flatten: str = ""
     k_major: tuple[str, ...] = ()
     differentiable: bool = True
+    autocast: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
 
     def fixes(self, name: str, i: int, rank: int) -> bool:
         """Whether size i of an argument is a constant of the program: all but rows; the last one alone where nothing is rows."""
@@ -53,7 +56,7 @@ _HOW = """Tensor? gate_up_bias=None, Tensor? down_bias=None, *, int interleave=0
 _EXPERT_MLP = f"""(
     Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)}, {_HOW}) -> Tensor"""
 _FUSED_EXPERTS = f"""(
-    Tensor x, Tensor ids, Tensor w, Tensor[] gate_up, Tensor[] down, {_HOW}, str weight_format="nvfp4") -> Tensor"""
+    Tensor x, Tensor ids, Tensor w, Tensor[] gate_up, Tensor[] down, {_HOW}, str weight_format="nvfp4", bool transposed=False) -> Tensor"""
 
 SPECS = {
     spec.name: spec
@@ -67,13 +70,13 @@ SPECS = {
             "nvfp4_grouped_mm",
             "(Tensor a, Tensor b_codes, Tensor b_block_scale, Tensor b_decode_scale, Tensor offs, *, "
             'str activation_format="bf16", str weight_layout="linear", ScalarType? out_dtype=None) -> Tensor',
-            rows={"a": 1}, flatten="a",
+            rows={"a": 1}, flatten="a", autocast=("a",),
         ),
         Spec(
             "grouped_mm",
             '(Tensor a, Tensor[] weight, Tensor offs, *, str weight_format="nvfp4", str weight_layout="linear", '
-            'str activation_format="bf16", ScalarType? out_dtype=None) -> Tensor',
-            rows={"a": 1}, flatten="a",
+            'str activation_format="bf16", ScalarType? out_dtype=None, bool transposed=False) -> Tensor',
+            rows={"a": 1}, flatten="a", autocast=("a",), weights=("weight",),
         ),
         Spec("grouped_swizzle_block_scale", "(Tensor block_scale, Tensor offs) -> Tensor", rows={"block_scale": 1}, differentiable=False),
         Spec(
@@ -83,14 +86,21 @@ SPECS = {
         ),
         Spec("route", "(Tensor ids, int groups) -> (Tensor ends, Tensor row_of, Tensor slot_of)", rows={"ids": 1}, differentiable=False),
         Spec("combine", "(Tensor y, Tensor slot_of, Tensor w) -> Tensor", rows={"y": 1, "slot_of": 1, "w": 1}, equal=("slot_of", "w")),
-        Spec("group_add", "(Tensor y, Tensor bias, Tensor offs) -> Tensor", rows={"y": 1}),
-        Spec("expert_mlp", _EXPERT_MLP, rows={"x": 1, "ids": 1, "w": 1}, equal=("x", "ids", "w"), flatten="x"),
-        Spec("fused_experts", _FUSED_EXPERTS, rows={"x": 1, "ids": 1, "w": 1}, equal=("x", "ids", "w"), flatten="x"),
+        Spec("group_add", "(Tensor y, Tensor bias, Tensor offs) -> Tensor", rows={"y": 1}, autocast=("y", "bias")),
+        Spec(
+            "expert_mlp", _EXPERT_MLP,
+            rows={"x": 1, "ids": 1, "w": 1}, equal=("x", "ids", "w"), flatten="x", autocast=("x", "gate_up_bias", "down_bias"),
+        ),
+        Spec(
+            "fused_experts", _FUSED_EXPERTS,
+            rows={"x": 1, "ids": 1, "w": 1}, equal=("x", "ids", "w"), flatten="x", autocast=("x", "gate_up_bias", "down_bias"),
+            weights=("gate_up", "down"),
+        ),
         Spec(
             "f16a_nvfp4weight_scaled_grouped_mm",
             "(Tensor activation, Tensor fp4_weight, Tensor weight_scaling_factor, Tensor global_scale, Tensor offsets, "
             'Tensor blockscale_offsets, Tensor problem_sizes, *, str activation_format="bf16") -> Tensor',
-            rows={"activation": 1}, flatten="activation", k_major=("fp4_weight",),
+            rows={"activation": 1}, flatten="activation", k_major=("fp4_weight",), autocast=("activation",),
         ),
     )
 }  # fmt: skip
@@ -133,8 +143,7 @@ def _types(name: str, forms: Forms, sizes: Callable[[str, int, Any], Any]) -> Ty
 
 def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """The arguments of a call by name, defaults filled in. DeviceError if the tensors live on different devices."""
-    names = _signature(spec.name)
-    bound = {name: args[i] if i < len(args) else kwargs.get(name, default) for i, (name, default) in enumerate(names)}
+    bound = named_arguments(spec.name, args, kwargs)
     tensors = dict(each_tensor(bound))
     devices = {name: t.device for name, t in tensors.items()}
     if len(set(devices.values())) > 1:
@@ -187,6 +196,11 @@ def as_bytes(t: Tensor) -> Tensor:
 def flat(t: Tensor, keep: int) -> Tensor:
     """t with its last `keep` dimensions as they are, and one for all before them."""
     return t if t.dim() == keep + 1 else t.reshape(-1, *t.shape[t.dim() - keep :])
+
+
+def named_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of an operation by name, defaults filled in."""
+    return {n: args[i] if i < len(args) else kwargs.get(n, default) for i, (n, default) in enumerate(_signature(name))}
 
 
 @cache

@@ -3,6 +3,8 @@
 run        -> new tensors
 run_into   writes each output into a tensor of the caller: `written` has one for each, and for an output that is written over an input
            that input itself, which then is not among `inputs`
+
+parts: how many tensors each of the inputs is made of (parts.py); None: each is one.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from .ir.core import Fusion, storage_shape
 from .ir.sizes import value
 from .ir.text import parse
 from .ir.types import DTYPES
+from .parts import Parts, grouped
 
 NAMESPACE = "fusion_moe"
 RUN, RUN_INTO = ("run", "run_graph_safe"), ("run_into", "run_into_graph_safe")  # CUDA graphs leave out the first of each
-_TAKES = "(str program, Tensor[] inputs, {}SymInt[] sizes, str? options=None)"  # options: None for those in force when it runs
+# options: None for those in force when it runs
+_TAKES = "(str program, Tensor[] inputs, {}SymInt[] sizes, str? options=None, int[]? parts=None)"
 _SCHEMAS = {name: _TAKES.format("") + " -> Tensor[]" for name in RUN}
 _SCHEMAS |= {name: _TAKES.format("Tensor(a!)[] written, ") + " -> ()" for name in RUN_INTO}
 
@@ -63,7 +67,7 @@ def need_pure(fusion: Fusion) -> Fusion:
     return fusion
 
 
-def all_inputs(fusion: Fusion, inputs: Sequence[Tensor], written: Sequence[Tensor]) -> list[Tensor]:
+def all_inputs(fusion: Fusion, inputs: Sequence[Any], written: Sequence[Tensor]) -> list[Any]:
     """The inputs of a program that `run_into` is given: `inputs`, and in their places those that outputs are written over. ShapeError."""
     if len(written) != len(fusion.outputs):
         raise ShapeError(f"{len(written)} tensors to write", expected=f"{len(fusion.outputs)}, one for each output", where="run_into")
@@ -85,15 +89,20 @@ def need_written(fusion: Fusion, written: Sequence[Tensor], env: Mapping[str, An
             raise DtypeError(f"output {i} into {t.dtype}", expected=f"{DTYPES[v.type.dtype]} for {v.type}", where="run_into")
 
 
-def _fake(program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None) -> list[Tensor]:
+def _fake(
+    program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None, parts: Parts | None = None
+) -> list[Tensor]:  # fmt: skip
     fusion = need_pure(parse(program))
-    fusion.need_inputs(inputs)
+    fusion.need_inputs(grouped(inputs, parts))
     return empty_outputs(fusion, named_sizes(fusion, sizes), inputs[0].device if inputs else torch.device("cpu"))
 
 
-def _into_fake(program: str, inputs: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None) -> None:
+def _into_fake(
+    program: str, inputs: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None,
+    parts: Parts | None = None,
+) -> None:  # fmt: skip
     fusion = parse(program)
-    all_inputs(fusion, inputs, written)
+    all_inputs(fusion, grouped(inputs, parts), written)
     need_written(fusion, written, named_sizes(fusion, sizes))
 
 

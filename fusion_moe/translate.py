@@ -44,11 +44,15 @@ Operation = str | OpOverload | OpOverloadPacket | CustomOpDef
 
 @dataclass(frozen=True)
 class Translator:
-    """A registered translator: the operation it is for ("aten::add.Tensor"), the function, and where that stands."""
+    """A registered translator: the operation it is for ("aten::add.Tensor"), the function, and where that stands.
+
+    as_stored: whether an argument that is the transposed view of a contiguous tensor comes as `permute` of that.
+    """
 
     op: str
     function: Callable[..., Any]
     where: str
+    as_stored: bool = False
 
     def __call__(
         self, fd: FusionDefinition, args: Sequence[Any], kwargs: Mapping[str, Any], expected: Sequence[TensorType]
@@ -109,9 +113,11 @@ _failed: list[TranslatorError] = []  # entry points that could not be loaded
 _warned_unknown: set[str] = set()  # names of no operation that a warning was about
 
 
-def translator(op: Operation) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def translator(op: Operation, *, as_stored: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function as the translator of an operation: of "namespace::name" or "namespace::name.overload", or of itself.
 
+    as_stored: an argument of a region that is the transposed view of a contiguous tensor comes as `permute` of that tensor. A translator
+    that looks through it reads the tensor as it is stored; otherwise it is copied.
     A name may be of an operation that is registered later. TranslatorError for what is no such name, for an operation of several
     overloads none of which is named, for what cannot be called, and for an operation that has a translator.
     """
@@ -129,7 +135,7 @@ def translator(op: Operation) -> Callable[[Callable[..., Any]], Callable[..., An
                 f"{name} already has a translator, at {_registry[name].where}", expected="one for each operation",
                 todo="remove one of the two; fusion_moe.translate.unregister(op) takes the first away", where=where,
             )  # fmt: skip
-        _registry[name] = Translator(name, function, where)
+        _registry[name] = Translator(name, function, where, as_stored)
         return function
 
     return register

@@ -121,7 +121,8 @@ class _Program:
     def step(self) -> None:
         steps = (
             self.unary, self.binary, self.number, self.cast, self.silu, self.gather, self.product, self.product, self.add, self.combine,
-            self.scaled, self.reshaped, self.again, self.masked, self.counted, self.other_ends, self.own_bias, self.some,
+            self.scaled, self.reshaped, self.again, self.masked, self.counted, self.other_ends, self.own_bias, self.some, self.transposed,
+            self.summed,
         )  # fmt: skip
         self.draw(st.sampled_from(steps))()
 
@@ -155,6 +156,15 @@ class _Program:
     def product(self) -> None:
         w = self.fd.ops.pack(*self.packed, encoding="nvfp4", layout="linear") if self.draw(st.booleans()) else self.dense
         self.rows.append(self.fd.ops.grouped_mm(self.pick(self.rows), w, self.ends))
+
+    def transposed(self) -> None:
+        """A product of a weight stored the other way."""
+        self.rows.append(self.fd.ops.grouped_mm_t(self.pick(self.rows), self.dense, self.ends))
+
+    def summed(self) -> None:
+        """The rows of each group, added to all of them."""
+        x = self.pick(self.rows)
+        self.rows.append(self.fd.ops.group_add(self.wide(x), self.fd.ops.group_sum(x, self.ends), self.ends))
 
     def add(self) -> None:
         self.rows.append(self.fd.ops.group_add(self.wide(self.pick(self.rows)), self.bias, self.ends))

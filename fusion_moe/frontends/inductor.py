@@ -35,6 +35,7 @@ from . import fingerprint
 from .log_found import log, log_found
 from .regions import Found, Region, find_regions
 from .size_sources import SizeSource
+from .walk import mT_dims
 from .warn import warn_once
 
 _PREFIX = "fusion_moe."
@@ -90,7 +91,7 @@ def _replace(graph: Graph, region: Region, with_: Options, now: dict[Node, Node]
     last = region.nodes[-1]
     with graph.inserting_before(last.next):
         sizes = [_size_node(graph, region.sizes[s], now) for s in region.fusion.symbols]
-        inputs = [now.get(n, n) for n in region.inputs]
+        inputs = [_as_stored(n, now.get(n, n)) if n in region.transposed else now.get(n, n) for n in region.inputs]
         program = one_line(region.fusion)
         call = graph.call_function(_operation(program, region, with_), (program, inputs, sizes, with_.key()))
         outputs = [n.meta["val"].new_empty(n.meta["val"].shape) for n in region.outputs]  # contiguous, as the program writes them
@@ -114,6 +115,11 @@ def _in_order_of(n: Node, made: Node) -> Node:
     made = _called(n, torch.ops.aten.permute.default, made, order)
     made = _called(n, torch.ops.aten.clone.default, made, memory_format=torch.contiguous_format)
     return _called(n, torch.ops.aten.permute.default, made, back)
+
+
+def _as_stored(n: Node, x: Node) -> Node:
+    """The contiguous tensor that `x`, which took the place of `n`, is the transposed view of."""
+    return _called(n, torch.ops.aten.permute.default, x, mT_dims(x.meta["val"]))
 
 
 def _called(n: Node, op: OpOverload, x: Node, *args: Any, **kwargs: Any) -> Node:

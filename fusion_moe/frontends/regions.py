@@ -20,6 +20,7 @@ from .. import translate
 from ..errors import Error, FusionError, TranslatorError, UnsupportedError, Untranslatable
 from ..ir.core import Fusion
 from ..options import Options
+from ..plan import REFERENCE
 from ..segment import by_structure
 from ..target import Target
 from .attribution import attribute_failure, of_users
@@ -43,13 +44,17 @@ class NotFused:
 
 @dataclass(frozen=True)
 class Region:
-    """Calls that became one Fusion. inputs, outputs: nodes, in the order of the Fusion's; sizes: where each of its symbols can be read."""
+    """Calls that became one Fusion. inputs, outputs: nodes, in the order of the Fusion's; sizes: where each of its symbols can be read.
+
+    transposed: the inputs of which the Fusion takes the last two dimensions in the other order, as they are stored.
+    """
 
     nodes: tuple[Node, ...]
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
     fusion: Fusion
     sizes: Mapping[str, SizeSource]
+    transposed: Collection[Node] = ()
 
     @property
     def device(self) -> torch.device:
@@ -106,14 +111,26 @@ class _Search:
         return self.found
 
     def _makes_product(self, n: Node) -> bool:
-        """Whether the translator of a call, tried on it alone, makes a grouped product."""
+        """Whether the translator of a call, tried on it alone, makes a grouped product for which there is a kernel, or torch has none."""
         if n.target is operator.getitem or not self._candidate(n):
             return False
         walk = Walk(with_parts(n))
         for call, error in walk.refused.items():
             if isinstance(error, TranslatorError) or not is_torchs(call):
                 self.alone[call] = error
-        return not walk.refused and any(op.kind.role == "grouped" for ops in walk.made.values() for op in ops)
+        if walk.refused or not any(op.kind.role == "grouped" for ops in walk.made.values() for op in ops):
+            return False
+        if is_torchs(n) and (why := self._no_kernel(walk)):
+            self.refused[n] = Untranslatable(why, expected="a product that the target has a kernel for: torch has its own")
+        return n not in self.refused
+
+    def _no_kernel(self, walk: Walk) -> str:
+        """Why the reference would compute a product of a walk; "" if nothing else was asked for, or a kernel does."""
+        target = self._target(walk)
+        with _disable_current_modes():
+            segments = pipeline.lower(walk.fusion, target, self.with_).segments if target.name != REFERENCE else ()
+        products = (s for s in segments if any(op.kind.role == "grouped" for op in s.fusion.ops))
+        return next((s.plan.why for s in products if s.plan.backend == REFERENCE), "")
 
     def _region(self, seed: Node) -> Region | None:
         """The region around a seed. A refusal takes its call out, and the region grows anew without it."""
@@ -192,7 +209,7 @@ class _Search:
                 if not places:
                     raise Untranslatable(f"the size {expr} cannot be read from any value outside the fusion")
                 sizes[name] = min(places, key=lambda s: (s.by, s.dim is not None, self.place[s.node]))
-        return Region(walk.nodes, tuple(walk.inputs), tuple(walk.outputs), walk.fusion, sizes)
+        return Region(walk.nodes, tuple(walk.inputs), tuple(walk.outputs), walk.fusion, sizes, walk.transposed)
 
     def _candidate(self, n: Node) -> bool:
         """Whether a call may be part of a region: translated, and its results read by somebody."""

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch._prims_common import is_contiguous_or_false
 from torch.fx import Node
 
 from .. import translate
@@ -20,7 +21,10 @@ from .nodes import call_of, device_of, is_torchs, op_name, source_of, tensors
 
 
 class Walk:
-    """One walk over nodes in order: their translators build a Fusion. made: the operations of each node; refused: who, and why."""
+    """One walk over nodes in order: their translators build a Fusion.
+
+    made: the operations of each node; refused: who, and why; transposed: the inputs that are read as what they are a transposed view of.
+    """
 
     def __init__(self, nodes: Sequence[Node]):
         self.nodes = tuple(nodes)
@@ -28,6 +32,7 @@ class Walk:
         self.fd = FusionDefinition()
         self.sizes = Sizes()
         self.inputs: dict[Node, Value] = {}
+        self.transposed: set[Node] = set()
         self.values: dict[Node, Any] = {}
         self.made: dict[Node, tuple[Op, ...]] = {}
         self.refused: dict[Node, Error] = {}
@@ -83,9 +88,18 @@ class Walk:
             raise Untranslatable(f"argument {a.name} is {_described(val)}", expected="a tensor or an integer")
         if val.device != self.device:
             raise Untranslatable(f"argument {a.name} is on {val.device}", expected=f"{self.device}, like the results")
-        if a not in self.inputs:
-            self.inputs[a] = self.fd.define_like(self._type(val))
-        return self.inputs[a]
+        return self._input(reader, a, val)
+
+    def _input(self, reader: Node, n: Node, val: torch.Tensor) -> Value:
+        """The value of a tensor from outside, as its first reader wants it."""
+        if n not in self.inputs:
+            translator = translate.find(op_name(reader))
+            if translator and translator.as_stored and val.dim() > 1 and not is_contiguous_or_false(val) and is_contiguous_or_false(val.mT):
+                self.transposed.add(n)
+            self.inputs[n] = self.fd.define_like(self._type(val.mT if n in self.transposed else val))
+        if n not in self.transposed:
+            return self.inputs[n]
+        return self.fd.ops.permute(self.inputs[n], dims=mT_dims(val))
 
     def _linear(self, n: Node) -> Any:
         """The value of a node, which an operation of torch takes as it is stored: the types of other layouts say what it stands for."""
@@ -96,6 +110,11 @@ class Walk:
 
     def _type(self, val: torch.Tensor) -> TensorType:
         return tensor_type(val.dtype, self.sizes.shape(val.shape))
+
+
+def mT_dims(t: torch.Tensor) -> tuple[int, ...]:
+    """The order of dimensions of `t.mT`."""
+    return (*range(t.dim() - 2), t.dim() - 1, t.dim() - 2)
 
 
 def _described(val: Any) -> str:

@@ -30,7 +30,8 @@ _STEEP = (
 )  # fmt: skip
 _NARROW = (torch.bfloat16, torch.float16)
 _SUMS = (
-    "sum", "mean", "cumsum", "combine", "index_add", "index_put", "nvfp4_grouped_mm", "f16a_nvfp4weight_scaled_grouped_mm", "group_add",
+    "sum", "mean", "cumsum", "combine", "index_add", "index_put", "nvfp4_grouped_mm", "grouped_mm", "f16a_nvfp4weight_scaled_grouped_mm",
+    "group_add",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from .values import FLOATS
 
 O = torch.ops.fusion_moe
 WIDTHS = (16, 16, 32, 48)
+FORMATS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 MOST_GROUPS = 16
 
 
@@ -124,6 +125,15 @@ def product(b: Builder) -> Any:
     if b.rng.random() < 0.05:
         more["activation_format"] = "nvfp4"
     return b.call(O.nvfp4_grouped_mm.default, a, *w, ends, **more)
+
+
+def float_product(b: Builder) -> Any:
+    """With a float weight, stored either way, that may have been computed."""
+    a = disguised(b, activations(b, lambda k: 0 < k <= 64))
+    ends = ends_of(b, rows_in(b, a))
+    groups, n, k, transposed = b.shape(ends)[0], b.rng.choice((*WIDTHS, 1, 24)), b.shape(a)[-1], b.rng.random() < 0.5
+    w = like(b, (groups, k, n) if transposed else (groups, n, k), b.rng.choice((b.dtype(a), *FLOATS)))
+    return b.call(O.grouped_mm.default, a, [w], ends, weight_format=FORMATS[b.dtype(w)], transposed=transposed)
 
 
 def two_products(b: Builder) -> Any:
@@ -237,5 +247,6 @@ def swizzle(b: Builder) -> Any:
 
 
 STEPS = (
-    product, product, product, two_products, group_add, group_add, route, routed_rows, combine, swiglu, expert_mlp, f16a, quantize, swizzle,
+    product, product, product, float_product, two_products, group_add, group_add, route, routed_rows, combine, swiglu, expert_mlp, f16a,
+    quantize, swizzle,
 )  # fmt: skip

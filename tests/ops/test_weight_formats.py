@@ -11,7 +11,7 @@ from fusion_moe.layouts import LAYOUTS
 
 ops = torch.ops.fusion_moe
 E, H, I, T, K = 4, 64, 128, 9, 2
-FORMATS = ["nvfp4", "mxfp4", "bf16", "f16", "f32"]
+FORMATS = ["nvfp4", "mxfp4", "int4", "bf16", "f16", "f32"]
 
 
 def weight(encoding: str, *shape: int, seed: int = 0):
@@ -57,7 +57,7 @@ def test_named_operations_are_the_general_ones():
     assert torch.equal(ops.grouped_mm(a, gate_up, offs), ops.nvfp4_grouped_mm(a, *gate_up, offs))
 
 
-@pytest.mark.parametrize("encoding", ["mxfp4", "bf16"])
+@pytest.mark.parametrize("encoding", ["mxfp4", "int4", "bf16"])
 def test_prepared_weights_compute_the_same(encoding):
     """The layout of CUDA's kernels, which the reference reads too."""
     q = weight(encoding, E, 2 * I, H)
@@ -68,7 +68,7 @@ def test_prepared_weights_compute_the_same(encoding):
         assert torch.equal(ops.grouped_mm(a, stored, offs, weight_format=encoding, weight_layout="w16x64"), want)
 
 
-@pytest.mark.parametrize("encoding", ["mxfp4", "bf16"])
+@pytest.mark.parametrize("encoding", ["mxfp4", "int4", "bf16"])
 def test_compiled(encoding):
     gate_up, down = weight(encoding, E, 2 * I, H), weight(encoding, E, H, I, seed=2)
 
@@ -116,7 +116,7 @@ def test_only_a_weight_in_a_list_wants_a_gradient():
 def test_refusals():
     a, offs = torch.randn(7, H).bfloat16(), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
     q = weight("nvfp4", E, 96, H)
-    with pytest.raises(OptionError, match="grouped_mm: encoding 'fp5'; expected one of nvfp4, mxfp4"):
+    with pytest.raises(OptionError, match="grouped_mm: encoding 'fp5'; expected one of nvfp4, int4, mxfp4"):
         ops.grouped_mm(a, list(q), offs, weight_format="fp5")
     with pytest.raises(ShapeError, match="grouped_mm: 3 tensors of a weight; expected 2 for mxfp4: codes, block_scale"):
         ops.grouped_mm(a, list(q), offs, weight_format="mxfp4")

@@ -231,7 +231,7 @@ def test_gradients_of_some_inputs(frozen):
     ours, theirs = ([v.clone().requires_grad_(i != frozen) for i, v in enumerate(values)] for _ in range(2))
     jitted(f)(*ours).sum().backward()
     f(*theirs).sum().backward()
-    assert ours[1 - frozen].grad.equal(theirs[1 - frozen].grad)
+    torch.testing.assert_close(ours[1 - frozen].grad, theirs[1 - frozen].grad)  # what else is wanted decides the product
     assert ours[frozen].grad is None
 
 

@@ -33,7 +33,7 @@ def f16a_nvfp4weight_scaled_grouped_mm(
     ends = fd.groups_of_problem(offsets, problem_sizes, blockscale_offsets, plain(rows.type.shape[0]), n, k)
     rows = operand(fd, rows, ends, activation_format)
     weight = (fp4_weight, weight_scaling_factor, global_scale)
-    return restore(product(fd, rows, weight, ends, activation_format, activation.type.dtype, weight_layout=SF128X4.name, transposed=True))
+    return restore(product(fd, rows, weight, ends, activation_format, activation.type.dtype, weight_layout=SF128X4.name, k_major=True))
 
 
 def _check_weight(codes: TensorType, block_scale: TensorType, decode_scale: TensorType) -> tuple[int, int, int]:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fusion_moe.encodings import Encoding, find
-from fusion_moe.errors import DtypeError, OptionError, ShapeError
+from fusion_moe.encodings import find
+from fusion_moe.errors import DtypeError, OptionError, ShapeError, Untranslatable
 from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
+from fusion_moe.ir.kinds.rows import weighted
 from fusion_moe.ir.kinds.rules import need_dtype, need_float, need_same
 from fusion_moe.ir.kinds.shape import elements, merged, split_dim
 from fusion_moe.ir.text import parse
-from fusion_moe.ir.types import FLOATS, Rows, plain
+from fusion_moe.ir.types import FLOATS, accumulated, plain
 from fusion_moe.translate import translator
 
 ACTIVATION_FORMATS = ("bf16", "nvfp4")
@@ -30,44 +31,51 @@ def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Va
     return rows, lambda y: fd.ops.reshape(y, new_shape=(*lead, *y.type.shape[1:]))
 
 
-def partition_by(fd: FusionDefinition, x: Value, ends: Value) -> Value:
-    """x [M, ...] -> [M/g, ...]; rows that other ends have partitioned count as plain rows: the call says which ends count."""
-    dim = x.type.shape[0]
-    if isinstance(dim, Rows) and dim.groups != ends.type.ends:
-        x = fd.ops.reshape(x, new_shape=(dim.total, *x.type.shape[1:]))
-    return fd.ops.partition(x, ends)
-
-
 def operand(fd: FusionDefinition, x: Value, ends: Value, activation_format: str) -> Value:
     """x [M, K] -> [M/g, K], to be quantized or not: the one decode scale of its rows may not depend on those that belong to no group."""
-    rows = partition_by(fd, x, ends)
+    rows = fd.partition_by(x, ends)
     return fd.ops.zero_rest(rows, ends) if activation_format == "nvfp4" else rows
 
 
 def product(
     fd: FusionDefinition, a: Value, weight: Sequence[Value], ends: Value, activation_format: str, dtype: str,
-    weight_format: str = "nvfp4", weight_layout: str = "linear", **packing: bool,
+    weight_format: str = "nvfp4", weight_layout: str = "linear", transposed: bool = False, k_major: bool = False,
 ) -> Value:  # fmt: skip
-    """a [M/g, K], the parts of a weight [G, N, K] (**packing: see `pack`), ends i32[G]@ends(g) -> dtype[M/g, N]"""
+    """a [M/g, K], the parts of a weight [G, N, K], ends i32[G]@ends(g) -> dtype[M/g, N]
+
+    transposed: the weight is float[G, K, N]. k_major: its codes are [G, K/2, N], strided so that the two of a byte run along K.
+    """
     _one_of("activation_format", activation_format, ACTIVATION_FORMATS)
-    w = packed(fd, weight, find(weight_format), weight_layout, **packing)
+    w = packed(fd, weight, weight_format, weight_layout, k_major)
+    if transposed:
+        _check_transposed(w, activation_format)
+        return fd.ops.cast(fd.ops.grouped_mm_t(a, w, ends), dtype=dtype)
     stored = {} if weight_layout == "linear" else {"w_layout": weight_layout}
     if activation_format == "nvfp4":
         a = fd.ops.quantize(a, fd.ops.decode_scale(a, encoding="nvfp4"), encoding="nvfp4")
     return fd.ops.cast(fd.ops.grouped_mm(a, w, ends, **stored), dtype=dtype)
 
 
-def packed(fd: FusionDefinition, parts: Sequence[Value], encoding: Encoding, layout: str, **packing: bool) -> Value:
+def _check_transposed(w: Value, activation_format: str) -> None:
+    if w.type.dtype not in FLOATS or w.type.layout != "linear" or activation_format != "bf16":
+        raise OptionError(
+            f"transposed = True with a weight {w.type} and activation_format = {activation_format!r}",
+            expected="floats [G, K, N], and activations as they are",
+        )
+
+
+def packed(fd: FusionDefinition, parts: Sequence[Value], weight_format: str, layout: str, k_major: bool = False) -> Value:
     """The parts of a weight -> the weight; a plain one in row-major order is its only part."""
     _one_of("weight_layout", layout, WEIGHT_LAYOUTS)
-    names = ", ".join(part.name for part in encoding.parts)
-    if len(parts) != len(encoding.parts):
-        raise ShapeError(f"{len(parts)} tensors of a weight", expected=f"{len(encoding.parts)} for {encoding.name}: {names}")
+    plain_one = weight_format in FLOATS and layout == "linear"
+    names = ("values",) if plain_one else tuple(part.name for part in find(weight_format).parts)
+    if len(parts) != len(names):
+        raise ShapeError(f"{len(parts)} tensors of a weight", expected=f"{len(names)} for {weight_format}: {', '.join(names)}")
     fd.mark_weight(*parts)
-    if encoding.plain and layout == "linear":
-        need_dtype("the weight", parts[0].type, encoding.name)
+    if plain_one:
+        need_dtype("the weight", parts[0].type, weight_format)
         return parts[0]
-    return fd.ops.pack(*parts, encoding=encoding.name, layout=layout, **packing)
+    return fd.ops.pack(*parts, encoding=weight_format, layout=layout, **({"transposed": True} if k_major else {}))
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -96,22 +104,26 @@ def nvfp4_grouped_mm(
 @translator("fusion_moe::grouped_mm")
 def grouped_mm(
     fd: FusionDefinition, a: Value, weight: Sequence[Value], offs: Value, weight_format: str = "nvfp4", weight_layout: str = "linear",
-    activation_format: str = "bf16", out_dtype: str | None = None,
+    activation_format: str = "bf16", out_dtype: str | None = None, transposed: bool = False,
 ) -> Value:  # fmt: skip
-    """a [..., K], the parts of a weight [G, N, K] in the encoding `weight_format`, offs i32[G] -> [..., N]"""
+    """a [..., K], the parts of a weight [G, N, K] in the encoding `weight_format`, offs i32[G] -> [..., N]
+
+    transposed: the weight is float[G, K, N].
+    """
     if out_dtype is not None and out_dtype not in FLOATS:
         raise DtypeError(f"out_dtype {out_dtype}", expected=f"one of {', '.join(FLOATS)}")
     rows, restore = flat(fd, a, keep=1)
     ends = fd.groups_of(offs, plain(rows.type.shape[0]))
     rows = operand(fd, rows, ends, activation_format)
-    return restore(product(fd, rows, weight, ends, activation_format, out_dtype or a.type.dtype, weight_format, weight_layout))
+    dtype = out_dtype or a.type.dtype
+    return restore(product(fd, rows, weight, ends, activation_format, dtype, weight_format, weight_layout, transposed=transposed))
 
 
 @translator("fusion_moe::grouped_swizzle_block_scale")
 def grouped_swizzle_block_scale(fd: FusionDefinition, block_scale: Value, offs: Value) -> Value:
     """block_scale f8e4m3[M, K/16], offs i32[G] -> f8e4m3[M/g%128, K/16]@sf128x4"""
     ends = fd.groups_of(offs, plain(block_scale.type.shape[0]))
-    return fd.ops.grouped_swizzle(partition_by(fd, block_scale, ends), ends, layout="sf128x4")
+    return fd.ops.grouped_swizzle(fd.partition_by(block_scale, ends), ends, layout="sf128x4")
 
 
 @translator("fusion_moe::scaled_swiglu")
@@ -119,10 +131,10 @@ def scaled_swiglu(
     fd: FusionDefinition, x: Value, scale: Value | None = None, interleave: int = 0, limit: float | None = None, alpha: float = 1.0,
     up_offset: float = 0.0,
 ) -> Value:  # fmt: skip
-    """x [..., 2H], scale [...] -> [..., H]: in float32, rounded once to the dtype of x"""
+    """x [..., 2H], scale [...] -> [..., H]: in float32 (f64 in float64), rounded once to the dtype of x"""
     need_float("x", x.type)
     rows, restore = flat(fd, x, keep=1)
-    gate, up = (fd.ops.cast(half, dtype="f32") for half in _halves(fd, rows, interleave))
+    gate, up = (fd.ops.cast(half, dtype=accumulated(x.type.dtype)) for half in _halves(fd, rows, interleave))
     if limit is not None:
         gate = fd.ops.minimum(gate, float(limit))
         up = fd.ops.maximum(fd.ops.minimum(up, float(limit)), -float(limit))
@@ -148,9 +160,9 @@ def _halves(fd: FusionDefinition, x: Value, interleave: int) -> tuple[Value, Val
 
 
 def _column(fd: FusionDefinition, scale: Value, like: Value) -> Value:
-    """scale [...] with one element for each row of `like` [M, N] -> f32[M, 1]"""
+    """scale [...] with one element for each row of `like` [M, N] -> [M, 1], in its dtype"""
     rows = like.type.shape[0]
-    return fd.ops.cast(fd.ops.reshape(scale, new_shape=(rows_like(rows, elements(scale.type.shape)), 1)), dtype="f32")
+    return fd.ops.cast(fd.ops.reshape(scale, new_shape=(rows_like(rows, elements(scale.type.shape)), 1)), dtype=like.type.dtype)
 
 
 @translator("fusion_moe::route")
@@ -169,7 +181,7 @@ def combine(fd: FusionDefinition, y: Value, slot_of: Value, w: Value) -> Value:
 def group_add(fd: FusionDefinition, y: Value, bias: Value, offs: Value) -> Value:
     """y [M, N], bias [G, N], offs i32[G] -> [M, N]"""
     ends = fd.groups_of(offs, plain(y.type.shape[0]))
-    return biased(fd, partition_by(fd, y, ends), bias, ends)
+    return biased(fd, fd.partition_by(y, ends), bias, ends)
 
 
 def biased(fd: FusionDefinition, y: Value, bias: Value | None, ends: Value) -> Value:
@@ -198,9 +210,12 @@ def fused_experts(
     fd: FusionDefinition, x: Value, ids: Value, w: Value, gate_up: Sequence[Value], down: Sequence[Value],
     gate_up_bias: Value | None = None, down_bias: Value | None = None, weight_format: str = "nvfp4", weight_layout: str = "linear",
     interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0, scale_on: str = "output",
-    activation_format: str = "bf16",
+    activation_format: str = "bf16", transposed: bool = False,
 ) -> Value:  # fmt: skip
-    """x [..., H], ids int[T, k], w [T, k], the parts of gate_up [G, 2I, H] and down [G, H, I] in `weight_format` -> [..., H]"""
+    """x [..., H], ids int[T, k], w [T, k], the parts of gate_up [G, 2I, H] and down [G, H, I] in `weight_format` -> [..., H]
+
+    transposed: the weights are floats, gate_up [G, H, 2I] and down [G, I, H].
+    """
     _one_of("scale_on", scale_on, ("output", "input"))
     tokens, restore = flat(fd, x, keep=1)
     ids, w = flat(fd, ids, keep=1)[0], flat(fd, w, keep=1)[0]
@@ -209,12 +224,13 @@ def fused_experts(
     ends, row_of, slot_of = route(fd, ids, _count(gate_up[0]))
     a = fd.ops.index_select(tokens, row_of, dim=0)
     if scale_on == "input":
-        a = fd.ops.cast(fd.ops.mul(fd.ops.cast(a, dtype="f32"), _row_weight(fd, w, slot_of, a)), dtype=dtype)
-        w = fd.ops.full(shape=w.type.shape, fill_value=1.0, dtype="f32")
-    y = product(fd, a, gate_up, ends, activation_format, dtype, weight_format, weight_layout)
+        wide = accumulated(dtype)
+        a = fd.ops.cast(weighted(fd, fd.ops.cast(a, dtype=wide), w, slot_of), dtype=dtype)
+        w = fd.ops.full(shape=w.type.shape, fill_value=1.0, dtype=wide)
+    y = product(fd, a, gate_up, ends, activation_format, dtype, weight_format, weight_layout, transposed=transposed)
     y = biased(fd, y, gate_up_bias, ends)
     y = scaled_swiglu(fd, y, None, interleave, limit, alpha, up_offset)
-    y = product(fd, y, down, ends, activation_format, dtype, weight_format, weight_layout)
+    y = product(fd, y, down, ends, activation_format, dtype, weight_format, weight_layout, transposed=transposed)
     y = biased(fd, y, down_bias, ends)
     return restore(combine(fd, y, slot_of, w))
 
@@ -226,15 +242,13 @@ def _count(elements: Value) -> int:
     return count
 
 
-def _row_weight(fd: FusionDefinition, w: Value, slot_of: Value, a: Value) -> Value:
-    """w [T, k], slot_of i32[T, k] -> f32[M/g, 1]: the weight of each sorted row's slot"""
-    rows = a.type.shape[0]
-    picked = fd.ops.index_select(fd.ops.reshape(w, new_shape=(elements(w.type.shape),)), fd.ops.invert(slot_of, rows=rows), dim=0)
-    return fd.ops.reshape(fd.ops.cast(picked, dtype="f32"), new_shape=(rows, 1))
-
-
 @translator("fusion_moe::run")
-def run(fd: FusionDefinition, program: str, inputs: tuple[Value, ...], sizes: tuple, options: str | None = None) -> tuple[Value, ...]:
+def run(
+    fd: FusionDefinition, program: str, inputs: tuple[Value, ...], sizes: tuple, options: str | None = None,
+    parts: tuple[int, ...] | None = None,
+) -> tuple[Value, ...]:  # fmt: skip
     """A program that stands in the graph already (a backward): its operations, to be fused with their neighbours."""
+    if parts:
+        raise Untranslatable(f"inputs of {list(parts)} parts, which only a call of its own joins without a copy")
     fusion = parse(program)
     return fd.inline(fusion, inputs, dict(zip(fusion.symbols, sizes, strict=True)))
