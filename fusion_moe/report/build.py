@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..runtime import cuda
 from ..segment import Segment
 from ..target import Target
 from . import cost
+from .backward import Step, is_backward, made_again, makers, rewritten
 from .data import FusionReport, NotFusedReport, Report, SegmentReport
 from .identity import identity, numbers
 from .kernels import Launched, Made, in_cuda, launched, made_of
@@ -35,10 +36,11 @@ from .weights import weight_layouts
 class Seen:
     """What is found in each graph of a call (a graph break makes several), and the operations there that nobody translates.
 
-    watch: what was noted while the call ran, if it did.
+    steps: the graphs of training steps; watch: what was noted while the call ran, if it did.
     """
 
     graphs: list[Found] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     custom_ops: dict[str, None] = field(default_factory=dict)
     watch: Watch | None = None
 
@@ -76,16 +78,23 @@ def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
     programs: dict[Hashable, list[_Place]] = {}
     for place in zip(regions, watched, strict=True):
         programs.setdefault(identity(place[0]), []).append(place)
+    fusions = tuple(_fusion(f"fusion{i}", equal, wanted) for i, equal in enumerate(programs.values()))
+    origins = {
+        n: (segment, op) for equal, fusion in zip(programs.values(), fusions, strict=True) for region, _ in equal
+        for n, segment, op in zip(region.outputs, fusion.made_by, makers(region.fusion), strict=True)
+    }  # fmt: skip
     return Report(
         target=wanted.target.name,
         executed=not wanted.why_not,
         graphs=len(graphs),
         calls=sum(found.calls for found in graphs),
         fused_calls=sum(region.calls for region in regions),
-        fusions=tuple(_fusion(f"fusion{i}", equal, wanted) for i, equal in enumerate(programs.values())),
+        fusions=fusions,
         not_fused=tuple(NotFusedReport(*key, times) for key, times in not_fused.items()),
         custom_ops=tuple(seen.custom_ops),
         machine=seen.watch.machine() if seen.watch else None,
+        saved=tuple(saved for step in seen.steps for saved in step.saved(origins)),
+        gradients=tuple(gradient for step in seen.steps for gradient in step.gradients(origins)),
     )
 
 
@@ -121,7 +130,19 @@ def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
         loads=tuple(load for _, one in places if one for load in one.loads),
         gpu=runs.gpu if runs else "",
         workspace=runs.workspace if runs else None,
+        made_by=_made_by(lowered, segments),
+        **(_of_backward(region) if is_backward(region.nodes[0].graph) else {}),
     )  # fmt: skip
+
+
+def _of_backward(region: Region) -> dict[str, Any]:
+    return {"backward": True, "made_again": made_again(region), "rewritten": rewritten(region)}
+
+
+def _made_by(lowered: Lowered, segments: Sequence[SegmentReport]) -> tuple[str, ...]:
+    """The segment of each output; "" for one that is an input."""
+    made = {v: report.id for segment, report in zip(lowered.segments, segments, strict=True) for v in segment.outputs}
+    return tuple(made.get(v, "") for v in lowered.stages[-1][1].outputs)
 
 
 def _launched(lowered: Lowered, made: list[Made], env: Mapping[str, int], wanted: _Wanted) -> Launched | None:

@@ -1,6 +1,6 @@
 """The report as data: frozen, printable, and as JSON.
 
-JSON, schema "fusion_moe.explain/3": the fields of the classes below under their names, lists for tuples, `stages` and `sizes` as
+JSON, schema "fusion_moe.explain/4": the fields of the classes below under their names, lists for tuples, `stages` and `sizes` as
 objects, and `schema` itself. Sizes are in bytes, flops in operations, times in seconds, all for one call with the sizes of the example,
 null where a size is known only to the device; `times` says how often the model has a fusion, or a call that was not fused. `measured` and
 `machine` are null, and `loads` empty, where they were not asked for.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import OptionError
 
-SCHEMA = "fusion_moe.explain/3"
+SCHEMA = "fusion_moe.explain/4"
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,10 @@ class FusionReport:
 
     sizes: (symbol, number) of the call, for those sizes that the program leaves open. measured: all of its kernels in one call, where
     it ran first; loads: in the order in which it ran. gpu: the one that CUDA's kernels are chosen for; workspace: bytes that a call
-    allocates for them beside its results. Without such kernels, "" and null.
+    allocates for them beside its results. Without such kernels, "" and null. made_by: the segment of each output.
+
+    Of a backward pass, made_again: the operations that read no gradient: what the forward made and did not save, and factors of
+    derivatives; rewritten: derivatives that are not the operations' own, and round elsewhere.
     """
 
     id: str
@@ -113,6 +116,10 @@ class FusionReport:
     loads: tuple[Load, ...] = ()
     gpu: str = ""
     workspace: int | None = None
+    made_by: tuple[str, ...] = ()
+    backward: bool = False
+    made_again: tuple[str, ...] = ()
+    rewritten: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,11 +133,31 @@ class NotFusedReport:
 
 
 @dataclass(frozen=True)
+class SavedReport:
+    """A tensor that the forward pass keeps for the backward. made_by: a segment or an operation; "": an input, of which no copy is made."""
+
+    name: str
+    type: str
+    bytes: int | None
+    made_by: str
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """The gradient of an input. made_by: a segment or an operation; "": it is a gradient of the results."""
+
+    name: str
+    type: str
+    bytes: int | None
+    made_by: str
+
+
+@dataclass(frozen=True)
 class Report:
     """What `explain` found. calls: operations in the graphs; fused_calls: how many of them are in fusions.
 
     executed: whether programs for the target can run where the tensors of the call are; custom_ops: operations in the graphs that are
-    neither torch's nor translated; machine: where times were measured, if they were.
+    neither torch's nor translated; machine: where times were measured, if they were; saved, gradients: of a training step.
     """
 
     target: str
@@ -142,6 +169,8 @@ class Report:
     not_fused: tuple[NotFusedReport, ...]
     custom_ops: tuple[str, ...] = ()
     machine: Machine | None = None
+    saved: tuple[SavedReport, ...] = ()
+    gradients: tuple[GradientReport, ...] = ()
 
     @property
     def stages(self) -> tuple[str, ...]:

@@ -111,9 +111,9 @@ class Watched:
 
     @property
     def products(self) -> set[tuple[str, str]]:
-        """The dtypes of activations and weights of its grouped products that C++ computes."""
+        """The dtypes of activations and weights of its forward products that C++ computes."""
         ours = (kernel for kernel in self.program.kernels if kernel.backend == cpu.NAME)
-        grouped = (op for kernel in ours for op in kernel.segment.fusion.ops if op.kind.role == "grouped")
+        grouped = (op for kernel in ours for op in kernel.segment.fusion.ops if op.kind.name == "grouped_mm")
         return {(op.values[0].type.dtype, op.values[1].type.dtype) for op in grouped}
 
     def run(self, source: str, inputs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:

@@ -28,6 +28,12 @@ def table(report: Report) -> str:
             _section("types", _types(report)),
             _section("boundaries", _boundaries(report)),
         ]
+        parts += [
+            _section("saved for the backward", _saved(report)),
+            _section("made again", _again(report)),
+            _section("gradients", _gradients(report)),
+            _section("rewritten", _rewritten(report)),
+        ]
         parts += [_section("roundings dropped", _roundings(report)), _section("backends", _backends(report))]
         parts += [_section("kernels", _kernels(report)), _section("weight layouts", _layouts(report))]
     parts.append(_section("not fused", _not_fused(report)))
@@ -50,6 +56,8 @@ def _rows(report: Report) -> str:
             lines += _row(segment)
         if fusion.times > 1:
             lines.append(f"{fusion.id} occurs {fusion.times} times in the model")
+        if fusion.backward:
+            lines.append(f"{fusion.id} is part of the backward pass")
     return "\n".join(lines)
 
 
@@ -143,6 +151,26 @@ def _number(id: str) -> str:
     return id.rsplit(".", 1)[1]
 
 
+def _saved(report: Report) -> Iterable[tuple[str, str]]:
+    for x in report.saved:
+        yield x.name, f"{x.type}, {amount(x.bytes, 'B')}, {f'made by {x.made_by}' if x.made_by else 'an input'}"
+    if made := [x.bytes for x in report.saved if x.made_by]:
+        yield "in all", f"{amount(None if None in made else sum(n or 0 for n in made), 'B')} beside inputs"
+
+
+def _again(report: Report) -> Iterable[tuple[str, str]]:
+    return ((f.id, " ".join(f.made_again)) for f in report.fusions if f.made_again)
+
+
+def _gradients(report: Report) -> Iterable[tuple[str, str]]:
+    for x in report.gradients:
+        yield x.name, f"{x.type}, {amount(x.bytes, 'B')}, {f'made by {x.made_by}' if x.made_by else 'that of a result'}"
+
+
+def _rewritten(report: Report) -> Iterable[tuple[str, str]]:
+    return ((f.id, ", ".join(f.rewritten)) for f in report.fusions if f.rewritten)
+
+
 def _roundings(report: Report) -> Iterable[tuple[str, str]]:
     return ((s.id, ", ".join(s.roundings)) for s in _segments(report) if s.roundings)
 
@@ -193,6 +221,11 @@ def _legend(report: Report) -> str:
         said += (
             f" time: the median of {report.machine.repeats} runs with cold inputs, where a fusion first runs; spread: (longest - shortest) "
             "/ median. floor: the time to read the inputs at the read bandwidth; of grouped weights, those of groups with rows."
+        )
+    if report.gradients:
+        said += (
+            " saved: what the forward pass keeps. made again: operations of the backward that read no gradient, which make what was not "
+            "saved, and factors of derivatives. rewritten: derivatives that are not the operations' own, and round elsewhere."
         )
     if any(s.kind == "nvfuser" for s in _segments(report)):
         said += " nvfuser: one definition, which nvFuser splits into kernels; the traffic between them counts as avoided."

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,6 +26,7 @@ from ..frontends.nodes import called_op
 from ..frontends.regions import find_regions
 from ..frontends.thunder import found_in
 from ..options import Options
+from .backward import Step, input_names, is_backward
 from .build import Seen, report_of
 from .data import Report
 from .fakes import device_of_values, like, on_fakes
@@ -32,30 +35,34 @@ from .measure import Watch
 
 def explain(
     model_or_fn: Callable[..., Any], *args: Any, target: str | None = None, gpu: str | None = None, measure: bool = False,
-    load: bool = False, **kwargs: Any,
+    load: bool = False, backward: bool = False, **kwargs: Any,
 ) -> Report:  # fmt: skip
     """What torch.compile(model_or_fn, backend="fusion_moe") fuses when it is called with these arguments, what it does not, and why.
 
     Of what thunder.jit made: what our executor fuses in it. The call is traced in the grad mode in force, with the sizes of these
-    arguments; of a training step the forward pass. It is traced on fake tensors: nothing is computed, weights and arguments may be on
-    the meta device or fake, and the model stays as it is. A call that asks for the values of tensors, as in `if x.sum() > 0`, is run
-    once instead, by the operations' meaning. Nothing is compiled to machine code.
+    arguments; of a training step the forward pass, or both. It is traced on fake tensors: nothing is computed, weights and arguments may
+    be on the meta device or fake, and the model stays as it is. A call that asks for the values of tensors, as in `if x.sum() > 0`, is
+    run once instead, by the operations' meaning. Nothing is compiled to machine code.
 
     target: None follows the device of the tensors; else a name in target.py, also of one whose programs cannot run here.
     gpu: which kernels an absent GPU would get, by its name ("H100"): the target is "cuda" then. None: the GPU at hand, an H200 without one.
     measure, load: run the call, on real tensors, its fusions as compiled programs; what the model writes into itself is written.
     measure, on the CPU: reports what each kernel takes, beside how long this machine takes to read what the kernel has to.
     load: reports how many rows each group (expert) has.
-    OptionError for a target or a GPU that there is not, UnsupportedError for a call that asks for values which there are not, and for one
-    that cannot be run or measured.
+    backward: reports the backward pass too, what is saved for it, what it makes again, and where gradients come from.
+    OptionError for a target or a GPU that there is not, UnsupportedError for a call that asks for values which there are not, for one that
+    cannot be run or measured, and for a backward that there is not.
     """
     target, arch = (target, None) if gpu is None else _of_gpu(gpu, target)
     switches = options.current().replace(**({} if target is None else {"target": target}))
     targets.find(switches.target, torch.device("cpu"))  # a name that is none raises here and not inside of a compiler
     watch = Watch(switches, measure, load) if measure or load else None
-    look, function = _looker(model_or_fn, switches, watch)
+    _check_backward(backward, watch)
+    look, function = _looker(model_or_fn, switches, watch, backward)
     if watch is None:
-        return report_of(on_fakes(look, function, args, kwargs), switches, arch)
+        seen = on_fakes(look, function, args, kwargs)
+        _check_has_backward(backward, seen)
+        return report_of(seen, switches, arch)
     _check_can_run(watch, device_of_values(function, args, kwargs))
     return report_of(look(function, args, kwargs), switches, arch)
 
@@ -74,7 +81,24 @@ def _check_can_run(watch: Watch, device: torch.device) -> None:
         raise UnsupportedError(f"measure=True for tensors on {device}", expected="CPU tensors", where="explain")
 
 
-def _looker(function: Callable[..., Any], switches: Options, watch: Watch | None) -> tuple[Callable[..., Seen], Callable[..., Any]]:
+def _check_backward(backward: bool, watch: Watch | None) -> None:
+    """UnsupportedError for a backward that is to be measured: it is traced, and not run."""
+    if backward and watch is not None:
+        raise UnsupportedError("backward=True with measure or load", expected="one of them: the backward is not run", where="explain")
+
+
+def _check_has_backward(backward: bool, seen: Seen) -> None:
+    """UnsupportedError if a backward is asked for, and there is none."""
+    if backward and not seen.steps:
+        raise UnsupportedError(
+            "backward=True for a call of whose results none requires a gradient", expected="a training step",
+            todo="call it outside of torch.no_grad(), with arguments or parameters that require gradients", where="explain",
+        )  # fmt: skip
+
+
+def _looker(
+    function: Callable[..., Any], switches: Options, watch: Watch | None, backward: bool
+) -> tuple[Callable[..., Seen], Callable[..., Any]]:
     """Who looks at a call, and the function below what a compiler made of it."""
     thunder = sys.modules.get("thunder")  # imported where something was made by it
     if thunder is not None and (compiled := thunder.compile_data(function)) is not None:
@@ -83,8 +107,13 @@ def _looker(function: Callable[..., Any], switches: Options, watch: Watch | None
                 "measure=True or load=True for the result of thunder.jit", expected="a module or a function",
                 todo="pass what thunder.jit was given: it then runs as under torch.compile", where="explain",
             )  # fmt: skip
+        if backward:
+            raise UnsupportedError(
+                "backward=True for the result of thunder.jit", expected="a module or a function", todo="pass what thunder.jit was given",
+                where="explain",
+            )  # fmt: skip
         return partial(_in_thunder, compiled.executors_list, switches), compiled.fn
-    return partial(_in_dynamo, switches, watch), _original(function)
+    return partial(_in_dynamo, switches, watch, backward), _original(function)
 
 
 def _in_thunder(executors: Sequence[Any], switches: Options, function: Callable[..., Any], args: Any, kwargs: Any) -> Seen:
@@ -95,13 +124,19 @@ def _in_thunder(executors: Sequence[Any], switches: Options, function: Callable[
         return Seen(found_in(thunder.jit(function, executors=executors), *args, **kwargs))
 
 
-def _in_dynamo(switches: Options, watch: Watch | None, function: Callable[..., Any], args: Any, kwargs: Any) -> Seen:
+def _in_dynamo(
+    switches: Options, watch: Watch | None, backward: bool, function: Callable[..., Any], args: Any, kwargs: Any
+) -> Seen:  # fmt: skip
     """What is found when torch.compile traces a call. watch: then the call's programs run for the target, and not by their meaning."""
     seen = Seen(watch=watch)
 
-    def look(graph: Graph, is_inference: bool = False) -> None:
-        if any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes):
-            return  # a backward pass
+    def look(model: GraphModule, forward: list[Graph], graph: Graph, is_inference: bool = False) -> None:
+        if not is_backward(graph):
+            forward.append(graph)
+        elif backward:
+            seen.steps.append(Step(input_names(model), forward[-1], graph))
+        else:
+            return
         seen.graphs.append(find_regions(graph, switches))
         seen.custom_ops.update((name, None) for n in graph.nodes if (name := _custom_op(n)))
         if watch is not None:
@@ -110,11 +145,13 @@ def _in_dynamo(switches: Options, watch: Watch | None, function: Callable[..., A
     has_isolation = "isolate_recompiles" in signature(torch.compile).parameters  # torch 2.13
     isolated: dict[str, Any] = {"isolate_recompiles": True} if has_isolation else {}
     compiled = torch.compile(
-        apart(function), backend=lambda model, inputs: compile_calls(look, model, _own(model, inputs)), dynamic=False, **isolated
-    )
+        apart(function), backend=lambda model, inputs: compile_calls(partial(look, model, []), model, _own(model, inputs)),
+        dynamic=False, **isolated,
+    )  # fmt: skip
     limits = torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
     no_timing = inductor_config.patch(shape_padding=False)  # it measures on the GPU what to pad
-    with limits, no_timing, options.override(target="reference"):
+    at_once = functorch_config.patch(force_non_lazy_backward_lowering=True) if backward else nullcontext()
+    with limits, no_timing, at_once, options.override(target="reference"):
         compiled(*args, **kwargs)
     return seen
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusion_moe
 from fusion_moe import options
 from fusion_moe.errors import UnsupportedError
-from fusion_moe.nn import GroupedLinear
+from fusion_moe.nn import NVFP4GroupedLinear
 from fusion_moe.report import Load, Machine, Measured
 from fusion_moe.report.table import duration
 from fusion_moe.runtime import bandwidth, build, isa, pages
@@ -142,7 +142,7 @@ def test_a_tier_that_is_asked_for_is_named(x):
 
 
 def test_weights_on_large_pages_are_counted():
-    layer, x = GroupedLinear.from_float(torch.randn(4, 1024, 2048)), torch.randn(3, 2048).bfloat16()
+    layer, x = NVFP4GroupedLinear.from_float(torch.randn(4, 1024, 2048)), torch.randn(3, 2048).bfloat16()
     machine = explained(layer, x, torch.tensor([1, 1, 2, 3], dtype=torch.int32)).machine
     weights = layer.weight, layer.weight_scale, layer.weight_decode_scale
     assert machine.weight_bytes == layer.nbytes
@@ -173,7 +173,7 @@ def test_each_layer_has_its_load_and_the_first_is_measured(x):
 
 
 def test_rows_of_no_group_are_not_counted():
-    layer = GroupedLinear.from_float(torch.randn(3, 32, 64))
+    layer = NVFP4GroupedLinear.from_float(torch.randn(3, 32, 64))
     report = explained(layer, torch.randn(9, 64), torch.tensor([2, 2, 7], dtype=torch.int32))
     assert [load.rows for load in report.fusions[0].loads] == [(2, 0, 5)]
     (measured,) = {m.bytes_read for m in measured_of(report)}

@@ -59,7 +59,16 @@ def test_no_line_is_wider_than_120(blackwell, hopper):
 
 def test_every_stage_is_shown(blackwell, hopper):
     for report in blackwell, hopper:
-        assert report.stages == ("translated", "canonicalize", "assign_layouts", "simplify", "segments", "schedules", "source")
+        assert report.stages == (
+            "translated",
+            "canonicalize",
+            "assign_layouts",
+            "simplify",
+            "gather_for_each",
+            "segments",
+            "schedules",
+            "source",
+        )
     assert "relayout" in blackwell.stage("assign_layouts")
     assert "relayout" not in hopper.stage("assign_layouts")
     assert "cutlass_nvfp4_grouped_mm" in blackwell.stage("schedules")

@@ -1,0 +1,132 @@
+"""Of a training step: what the forward keeps for the backward, what the backward makes again, where gradients come from.
+
+AOTAutograd makes two graphs of one. The backward takes what the forward saves, under the names that it has there, then the gradients of
+the results, `tangents`; it gives a gradient, or None, for each input of the forward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..autograd import derivative_of
+from ..frontends.nodes import call_of, called_op, is_view
+from ..frontends.regions import Region
+from ..ir.core import Fusion, Value
+from ..ir.types import DTYPES
+from .data import GradientReport, SavedReport
+
+Origins = Mapping[Node, tuple[str, str]]  # an output of a fusion -> the segment that makes it, the operation
+_PARTS = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")  # of a module, in Dynamo's name of an input
+_ARGUMENT = re.compile(r"L\['args'\](?P<place>\[\d+\])|L\['kwargs'\]\['(?P<name>[^']+)'\]")
+_GLOBAL = re.compile(r"G\['(?P<name>[^']+)'\](\.(?P<of>.+))?")  # of a Python module
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass
+class Step:
+    """The forward and the backward of one graph of Dynamo's. names: of its inputs, as the user has them."""
+
+    names: Sequence[str]
+    forward: Graph
+    backward: Graph
+
+    def saved(self, origins: Origins) -> Iterator[SavedReport]:
+        """What the backward takes from the forward."""
+        inputs = dict(zip(_placeholders(self.forward), self.names, strict=False))
+        there = {n.name: n for n in self.forward.nodes}
+        for n in _placeholders(self.backward):
+            if n.name in there and isinstance(n.meta["val"], torch.Tensor):
+                made_by, operation = _origin(there[n.name], origins)
+                yield SavedReport(inputs.get(there[n.name], operation), *_type(n), made_by)
+
+    def gradients(self, origins: Origins) -> Iterator[GradientReport]:
+        """What the backward gives."""
+        results = next(n for n in self.backward.nodes if n.op == "output").args[0]
+        for name, n in zip(self.names, results, strict=False):
+            if isinstance(n, Node):
+                yield GradientReport(name, *_type(n), _origin(n, origins)[0])
+
+
+def input_names(model: GraphModule) -> list[str]:
+    """The inputs of a graph of Dynamo's as the user names them: "experts.gate_up", "args[0]"."""
+    return [_named(n) for n in _placeholders(model.graph)]
+
+
+def _named(n: Node) -> str:
+    name = getattr(getattr(n, "_dynamo_source", None), "name", "")
+    name = str(name() if callable(name) else name)  # a property since torch 2.11
+    if parts := _PARTS.findall(name):
+        return ".".join(parts)
+    if argument := _ARGUMENT.fullmatch(name):
+        return argument["name"] or f"args{argument['place']}"
+    if named := _GLOBAL.fullmatch(name):
+        return named["of"] or named["name"]
+    return n.name
+
+
+def is_backward(graph: Graph) -> bool:
+    """Whether a graph takes gradients."""
+    return any(map(_is_tangent, _placeholders(graph)))
+
+
+def _is_tangent(n: Node) -> bool:
+    return n.name.startswith("tangents")
+
+
+def _placeholders(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes if n.op == "placeholder"]
+
+
+def _type(n: Node) -> tuple[str, int | None]:
+    """ "bf16[12, 48]" and its bytes; None if only the device knows."""
+    val = n.meta["val"]
+    sizes = [s if isinstance(s, int) else s.node.hint if s.node.has_hint() else None for s in val.shape]
+    known = [s for s in sizes if s is not None]
+    bytes_ = prod(known) * val.element_size() if len(known) == len(sizes) else None
+    return f"{_NAMES.get(val.dtype, val.dtype)}[{', '.join('?' if s is None else str(s) for s in sizes)}]", bytes_
+
+
+def _origin(n: Node, origins: Origins) -> tuple[str, str]:
+    """What makes a value: the segment and the operation in it, else the call and its operation; "" for an input of its graph."""
+    while n not in origins and called_op(n) is not None and is_view(n):
+        (n, *_) = n.all_input_nodes
+    op = called_op(call_of(n))
+    return origins.get(n) or (str(op or ""), op.name().partition("::")[2] if op else "")
+
+
+def makers(fusion: Fusion) -> Iterator[str]:
+    """Of each output the operation that makes it, whatever it is cast and reshaped to afterwards; "" for an input."""
+    for v in fusion.outputs:
+        while (op := fusion.producers.get(v)) is not None and op.kind.name in ("cast", "reshape"):
+            v = op.values[0]
+        yield op.kind.name if op else ""
+
+
+def made_again(region: Region) -> tuple[str, ...]:
+    """The operations of a region that read no gradient: of a backward what it makes from saved values alone."""
+    reading: set[Any] = set()
+    for n in region.nodes[0].graph.nodes:
+        if _is_tangent(n) or not reading.isdisjoint(n.all_input_nodes):
+            reading.add(n)
+    values: set[Value] = {v for v, n in zip(region.fusion.inputs, region.inputs, strict=True) if n in reading}
+    found = []
+    for op in region.fusion.ops:
+        if not values.isdisjoint(op.values):
+            values.update(op.outputs)
+        elif not op.kind.view and op.values:
+            found.append(op.kind.name)
+    return tuple(found)
+
+
+def rewritten(region: Region) -> tuple[str, ...]:
+    """Where a region has another derivative than its operations', with other roundings: its name, and of which operation it is."""
+    texts = [n.args[0] for n in region.nodes if n.target is torch.ops.fusion_moe.run.default]
+    made = [derivative for text in texts if (derivative := derivative_of(str(text)))]
+    return tuple(f"router_gradient of {op.kind.name}" for derivative in made for op in derivative.rewritten)
