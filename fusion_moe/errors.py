@@ -65,6 +65,10 @@ class ParseError(Error, ValueError):
     """Text that is not a printed Fusion, or no table of kernels."""
 
 
+class CheckpointError(Error, ValueError):
+    """A checkpoint that is incomplete, contradicts itself, or is stored in a way that is not read. The message has file and tensor."""
+
+
 class TranslatorError(Error, RuntimeError):
     """A translator that failed, returned another type than its operation's fake, or is registered twice."""
 

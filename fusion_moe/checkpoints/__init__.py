@@ -1,0 +1,20 @@
+"""Checkpoints on disk: what a directory of safetensors files holds, and which tensors are the parts of an encoded weight.
+
+Knows files, names and encodings; no model and no framework's classes. Headers alone are read, until a tensor is asked for. `convert` and
+`quantize` write directories.
+"""
+
+from .conversion import convert
+from .directory import Directory
+from .experts import LayerExperts, experts_of, layers_of_experts
+from .headers import Entry
+from .methods import method_of
+from .quantization import quantize
+from .schemes import KNOWN, SCHEMES, Direction, Scheme, StoredPart
+from .stored import StoredWeight, stored_weights
+from .values import check_scales
+
+__all__ = [
+    "KNOWN", "SCHEMES", "Direction", "Directory", "Entry", "LayerExperts", "Scheme", "StoredPart", "StoredWeight", "check_scales",
+    "convert", "experts_of", "layers_of_experts", "method_of", "quantize", "stored_weights",
+]  # fmt: skip

@@ -1,0 +1,259 @@
+"""A directory in another form, without loss: ModelOpt's NVFP4, or plain floats. Weight by weight, without a model.
+
+    convert(src, dst)                          NVFP4 of any scheme, and MXFP4, to ModelOpt's names; FP8 per tensor stays
+    convert(src, dst, to="dense")              float32, which holds every number of every encoding
+    convert(src, dst, to="dense", dtype=torch.bfloat16)   rounded: NVFP4 has numbers with more than the 8 bits of bfloat16
+
+Before dst gets its name, all of it is read again and compared with src.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..encodings import MXFP4, NVFP4, Quantized, dequantize, mxfp4_as_nvfp4
+from ..encodings.encoding import FLOATS
+from ..errors import CheckpointError, Error, OptionError, UnsupportedError
+from ..progress import progress
+from .directory import Directory
+from .experts import experts_of, layers_of_experts
+from .headers import Entry
+from .methods import method_of
+from .modelopt import nvfp4_step, older_config, quantization_config
+from .shard import Planned, Step
+from .stored import StoredWeight, stored_weights
+from .writing import SHARD_BYTES, write
+
+FORMS = ("modelopt", "dense")
+
+
+def convert(
+    src: str | Path, dst: str | Path, to: str = "modelopt", *, dtype: torch.dtype = torch.float32, shard_bytes: int = SHARD_BYTES
+) -> Path:  # fmt: skip
+    """Writes src in another form as dst, which appears whole; run again after an interruption, it goes on. Returns dst.
+
+    to: "modelopt" or "dense"; dtype: of dense weights. UnsupportedError for what has no exact form there (INT4 in NVFP4; MXFP4 whose
+    scales span more than an e4m3 scale holds); CheckpointError as `Directory.open`, `stored_weights` and `write`.
+    """
+    if to not in FORMS:
+        raise OptionError(f"to={to!r}", expected=f"one of {', '.join(FORMS)}", where="convert")
+    source = Source.open(src)
+    if not source.weights:
+        raise UnsupportedError("no quantized weights", expected="weights to convert", todo="quantize makes NVFP4 of floats", where=str(src))
+    if to == "dense":
+        steps = list(source.steps(lambda weight: dense_step(source, weight, dtype), _unless_known))
+        config = {key: value for key, value in source.directory.config.items() if key not in ("quantization_config", "compression_config")}
+        config |= {"dtype": str(dtype).removeprefix("torch.")}
+        config.pop("torch_dtype", None)
+        return write(dst, source.directory, steps, config=config, shard_bytes=shard_bytes, check=lambda d: _check_dense(source, d, dtype))
+    steps = list(source.steps(lambda weight: modelopt_step(source, weight), renamed))
+    said = quantization_config(algorithms(source, steps), plain_linears(steps))
+    config = dict(source.directory.config) | {"quantization_config": said}
+    return write(
+        dst, source.directory, steps, config=config, older_config=older_config(said), shard_bytes=shard_bytes,
+        check=lambda directory: _check_modelopt(source, directory),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """A directory and the weights in it."""
+
+    directory: Directory
+    weights: Mapping[str, StoredWeight]
+
+    @classmethod
+    def open(cls, path: str | Path) -> Source:
+        """Raises as `Directory.open`, `method_of`, `stored_weights` and `layers_of_experts`."""
+        directory = Directory.open(path)
+        weights = stored_weights(directory.tensors, method_of(directory.quantization, str(path)))
+        layers_of_experts([*weights, *plain_weights(directory)], experts_of(directory.config))
+        return cls(directory, weights)
+
+    def steps(self, of_weight: Callable[[StoredWeight], Step], of_other: Callable[[Source, Entry], Step | None]) -> Iterator[Step]:
+        """What is written, in the order of src: a step for each weight, and for each other tensor unless of_other leaves it out."""
+        weight_of = {entry.name: weight for weight in self.weights.values() for entry in weight.entries.values()}
+        done: set[str] = set()
+        for entry in self.directory.tensors.values():
+            weight = weight_of.get(entry.name)
+            if weight is None:
+                step = of_other(self, entry)
+                if step is not None:
+                    yield step
+            elif weight.name not in done:
+                done.add(weight.name)
+                yield of_weight(weight)
+
+    def kept(self, *entries: Entry) -> Step:
+        """Tensors as they are."""
+        names = [entry.name for entry in entries]
+        return Step(tuple(Planned(e.name, e.dtype, e.shape) for e in entries), lambda: {name: self.directory.read(name) for name in names})
+
+    def quantized(self, weight: StoredWeight) -> Quantized:
+        """A weight in its encoding."""
+        return weight.quantized(self.directory.read)
+
+
+def plain_weights(directory: Directory) -> dict[str, Entry]:
+    """The tensors of floats that may be matrices, or those of all experts, by their names without `.weight`."""
+    return {e.name.removesuffix(".weight"): e for e in directory.tensors.values() if e.dtype in FLOATS and len(e.shape) in (2, 3)}
+
+
+# To ModelOpt's form ------------------------------------------------------------------------------------------------------
+
+
+def modelopt_step(source: Source, weight: StoredWeight) -> Step:
+    """A weight in ModelOpt's form, of equal numbers. UnsupportedError if it has none there."""
+    encoding = weight.scheme.encoding
+    if encoding is None:
+        if weight.entries["scale"].nbytes == 4:
+            return source.kept(*weight.entries.values())
+        return exact_bf16_step(source, weight)
+    if encoding is NVFP4:
+        return nvfp4_step(weight.name, weight.shape, lambda: source.quantized(weight))
+    if encoding is MXFP4:
+        return nvfp4_step(weight.name, weight.shape, lambda: _as_nvfp4(weight, source.quantized(weight)))
+    todo = "convert it to dense, and quantize that, with its rounding"
+    found, expected = f"{weight.name} in {encoding.name}", "nvfp4 or mxfp4: others have no exact NVFP4"
+    raise UnsupportedError(found, expected=expected, todo=todo, where="convert")
+
+
+def _as_nvfp4(weight: StoredWeight, q: Quantized) -> Quantized:
+    """MXFP4 -> the same numbers in NVFP4, with one decode scale for all of them."""
+    try:
+        made = mxfp4_as_nvfp4(q.of(part.flatten(0, -2) for part in q))
+    except Error as error:
+        raise error.at(weight.name) from None
+    if made.decode_scale.dim():
+        found = f"{weight.name}: its scales span more octaves than one e4m3 scale holds"
+        todo = "keep it in MXFP4, which is read as it is"
+        raise UnsupportedError(found, expected="at most 17: ModelOpt's files have one scale for the whole", todo=todo, where="convert")
+    codes, block_scale, decode_scale = made
+    lead = weight.shape[:-1]
+    return Quantized(codes.view(*lead, -1), block_scale.view(*lead, -1), decode_scale.expand(lead[:-1]), encoding=NVFP4)
+
+
+def exact_bf16_step(source: Source, weight: StoredWeight) -> Step:
+    """FP8 with scales that are powers of two is as exact in bfloat16. UnsupportedError when it is made, if they are none."""
+
+    def make() -> dict[str, Tensor]:
+        floats = weight.floats(source.directory.read)
+        made = floats.bfloat16()
+        if not torch.equal(made.float(), floats):
+            found, todo = f"{weight.name}: FP8 whose scales are no powers of two", 'convert it to="dense", or quantize it'
+            raise UnsupportedError(found, expected="numbers that bfloat16 holds", todo=todo, where="convert")
+        return {f"{weight.name}.weight": made}
+
+    return Step((Planned(f"{weight.name}.weight", torch.bfloat16, weight.shape),), make)
+
+
+def renamed(source: Source, entry: Entry) -> Step | None:
+    """Scales of activations multiply in ModelOpt's form, those of compressed-tensors divide."""
+    if entry.name.endswith(".weight_shape"):
+        return None
+    if not entry.name.endswith(".input_global_scale"):
+        return source.kept(entry)
+    name = entry.name.removesuffix("global_scale") + "scale"
+    return Step((Planned(name, torch.float32, ()),), lambda: {name: 1.0 / source.directory.read(entry.name).float().reshape(())})
+
+
+def algorithms(source: Source, steps: list[Step]) -> dict[str, str]:
+    """ModelOpt's word for each weight that is quantized in what is written: NVFP4 if its activations have a scale."""
+    names = {planned.name for step in steps for planned in step.planned}
+    made = {}
+    for planned in (p for step in steps for p in step.planned):
+        for suffix in (".weight_scale_2", "_weight_scale_2"):
+            if planned.name.endswith(suffix):
+                name = planned.name.removesuffix(suffix)
+                with_input = f"{name}{suffix.removesuffix('weight_scale_2')}input_scale" in names
+                made[name] = "NVFP4" if with_input else "W4A16_NVFP4"
+        if planned.name.endswith(".weight") and planned.dtype == torch.float8_e4m3fn:
+            made[planned.name.removesuffix(".weight")] = "FP8"
+    return made
+
+
+def plain_linears(steps: list[Step]) -> list[str]:
+    """The modules with a matrix that is not quantized in what is written."""
+    plain = (p for step in steps for p in step.planned if p.dtype in FLOATS and len(p.shape) == 2)
+    return [p.name.removesuffix(".weight") for p in plain if p.name.endswith(".weight")]
+
+
+def _check_modelopt(source: Source, written: Directory) -> None:
+    target = Source(written, stored_weights(written.tensors, "modelopt"))
+    for weight in progress(source.weights.values(), "comparing", len(source.weights)):
+        got = target.weights.get(weight.name)
+        if got is None:
+            equal = torch.equal(weight.floats(source.directory.read), written.read(f"{weight.name}.weight").float())
+        elif got.scheme.encoding == weight.scheme.encoding:
+            equal = all(_same_bytes(a, b) for a, b in zip(weight.parts(source.directory.read), got.parts(written.read), strict=True))
+        else:
+            equal = all(torch.equal(a, b) for a, b in zip(_floats(source, weight), _floats(target, got), strict=True))
+        _check(equal, weight.name)
+    _check_kept(source, written)
+
+
+def _floats(source: Source, weight: StoredWeight) -> Iterator[Tensor]:
+    """f32 [N, K], one matrix after the other."""
+    if weight.scheme.encoding is None:
+        yield weight.floats(source.directory.read)
+        return
+    q = source.quantized(weight)
+    for e in range(weight.shape[0]) if weight.scheme.fused else [...]:
+        yield dequantize(q.of(part[e] for part in q))
+
+
+# To floats ---------------------------------------------------------------------------------------------------------------
+
+
+def dense_step(source: Source, weight: StoredWeight, dtype: torch.dtype) -> Step:
+    """A weight in plain floats: [N, K]; that of all experts as the families have it that store it so, [E, K, N]."""
+    *lead, n, k = weight.shape
+    name, shape = (weight.name, (*lead, k, n)) if lead else (f"{weight.name}.weight", (n, k))
+
+    def make() -> dict[str, Tensor]:
+        made = torch.empty(shape, dtype=dtype)
+        for into, matrix in zip(made if lead else [made], _floats(source, weight), strict=True):
+            into.copy_(matrix.mT if lead else matrix)
+        return {name: made}
+
+    return Step((Planned(name, dtype, shape),), make)
+
+
+def _unless_known(source: Source, entry: Entry) -> Step | None:
+    """Plain floats have no scales of activations."""
+    return None if entry.name.endswith(_ACTIVATIONS) else source.kept(entry)
+
+
+_ACTIVATIONS = ("input_scale", ".input_global_scale", ".activation_scale", ".output_scale", ".weight_shape")
+
+
+def _check_dense(source: Source, written: Directory, dtype: torch.dtype) -> None:
+    for weight in progress(source.weights.values(), "comparing", len(source.weights)):
+        fused = weight.scheme.fused
+        got = written.read(weight.name if fused else f"{weight.name}.weight")
+        for a, b in zip(_floats(source, weight), got if fused else [got], strict=True):
+            _check(torch.equal(a.to(dtype), b.mT if fused else b), weight.name)
+    _check_kept(source, written)
+
+
+def _check_kept(source: Source, written: Directory) -> None:
+    """What is no part of a weight has the same bytes."""
+    parts = {entry.name for weight in source.weights.values() for entry in weight.entries.values()}
+    for name in source.directory.tensors.keys() - parts:
+        if name in written.tensors:
+            _check(_same_bytes(source.directory.read(name), written.read(name)), name)
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+
+
+def _check(equal: bool, name: str) -> None:
+    if not equal:
+        found, todo = f"{name} was written with other numbers", "is the disk sound?"
+        raise CheckpointError(found, expected="those of the source", todo=todo, where="convert")

@@ -1,0 +1,147 @@
+"""A directory of safetensors files: its configuration, and the name, dtype, shape and file of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError, UnsupportedError
+from .headers import Entry, parse_json, read_header
+
+CONFIG, OLDER_CONFIG = "config.json", "hf_quant_config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_OTHERS = {
+    "*.gguf": "GGUF", "pytorch_model*.bin": "pickled tensors, which can run code when they are read", "*.pt": "pickled tensors",
+    "*.pth": "pickled tensors",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Directory:
+    """What `open` found. config: config.json; tensors: by name, in the order of the files."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Entry]
+    _opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Directory:
+        """Reads the configuration and all headers, no data.
+
+        CheckpointError for what is missing, doubled, truncated or broken, with file, tensor, found and expected; UnsupportedError for
+        weights in files of another kind.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            todo = "download a repository first: hf download NAME --local-dir DIR"
+            raise CheckpointError("no such directory", expected="a directory with config.json and safetensors", todo=todo, where=str(path))
+        config = _json(path / CONFIG)
+        index = path / INDEX
+        return cls(path, config, _sharded(path, index) if index.exists() else _single(path))
+
+    @cached_property
+    def quantization(self) -> Mapping[str, Any]:
+        """What the configuration says of quantization, flat, with "quant_method"; empty if it says nothing.
+
+        From config.json (quantization_config, or compression_config as it was once called, of the whole or of its text model), else from
+        hf_quant_config.json, all that older exports of ModelOpt have.
+        """
+        for part in (self.config, self.config.get("text_config"), self.config.get("llm_config")):
+            for key in ("quantization_config", "compression_config"):
+                if isinstance(part, dict) and isinstance(found := part.get(key), dict):
+                    return found
+        older = self.path / OLDER_CONFIG
+        if not older.exists():
+            return {}
+        said = _json(older).get("quantization")
+        if not isinstance(said, dict):
+            raise CheckpointError(f"quantization is {said!r}", expected="an object with quant_algo", where=str(older))
+        return {"quant_method": "modelopt", "ignore": said.get("exclude_modules", []), **said}
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, memory mapped: its bytes are read when they are used, and writing to it changes no file."""
+        file = self.tensors[name].file
+        try:
+            if file not in self._opened:
+                self._opened[file] = safe_open(file, "pt")
+            return self._opened[file].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{name}: {error}", expected="the file as it was when its header was read", where=str(file)) from None
+
+
+def _single(path: Path) -> dict[str, Entry]:
+    """The tensors of a directory without an index."""
+    if (path / SINGLE).exists():
+        return {entry.name: entry for entry in read_header(path / SINGLE)}
+    for pattern, kind in _OTHERS.items():
+        if files := sorted(path.glob(pattern)):
+            todo = "take the checkpoint as safetensors"
+            raise UnsupportedError(f"{files[0].name}: {kind}", expected="safetensors", todo=todo, where=str(path))
+    shards = len(list(path.glob("*.safetensors")))
+    found = f"{shards} files of safetensors, no {INDEX}" if shards else "no file of weights"
+    raise CheckpointError(found, expected=f"{SINGLE}, or shards and {INDEX}", where=str(path))
+
+
+def _sharded(path: Path, index: Path) -> dict[str, Entry]:
+    """The tensors of a directory with an index, which has to name all of them, each in its file."""
+    shard_of = _json(index).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(name, str) for name in shard_of.values()):
+        raise CheckpointError("no weight_map", expected="weight_map: the file of each tensor", where=str(index))
+    shards = list(dict.fromkeys(shard_of.values()))
+    _check_shards(path, index, shards)
+    tensors: dict[str, Entry] = {}
+    for shard in shards:
+        for entry in read_header(path / shard):
+            _check_listed(entry, shard, shard_of, index)
+            tensors[entry.name] = entry
+    if missing := shard_of.keys() - tensors.keys():
+        name = min(missing)
+        found = f"{name} is not in {shard_of[name]}{_and_more(missing)}"
+        raise CheckpointError(found, expected="every tensor of the index in its file", where=str(index))
+    return tensors
+
+
+def _check_shards(path: Path, index: Path, shards: Iterable[str]) -> None:
+    """Names that stay inside of the directory, of files that are there. They may be links, as in the cache of Hugging Face."""
+    for shard in shards:
+        parts = PurePosixPath(shard)
+        if parts.is_absolute() or ".." in parts.parts or "\\" in shard or "\0" in shard or parts.suffix != ".safetensors":
+            raise CheckpointError(f"a shard {shard!r}", expected="names of safetensors files inside of the directory", where=str(index))
+    if (path / SINGLE).exists() and SINGLE not in shards:
+        raise CheckpointError(f"{SINGLE} beside an index of other files", expected="one or the other", where=str(path))
+    if missing := [shard for shard in shards if not _is_file(path / shard)]:
+        found, todo = f"{missing[0]} is not there{_and_more(missing)}", "download it again"
+        raise CheckpointError(found, expected="every file that the index names", todo=todo, where=str(index))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def _check_listed(entry: Entry, shard: str, shard_of: Mapping[str, str], index: Path) -> None:
+    listed = shard_of.get(entry.name)
+    if listed != shard:
+        found = f"{entry.name} in {shard}, by the index in {listed}" if listed else f"{entry.name} in {shard}, which the index lacks"
+        raise CheckpointError(found, expected="each tensor in one file, the one that the index names", where=str(index))
+
+
+def _and_more(names: Any) -> str:
+    return f", nor are {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{error.strerror}", expected="a file of JSON", where=str(file)) from None
+    return parse_json(text, file)

@@ -1,0 +1,94 @@
+"""Experts in files: which names belong to the experts of one layer, in which order.
+
+    …experts.3.gate_proj, up_proj, down_proj      a matrix for each expert; w1, w3, w2 in Mixtral and others
+    …experts.gate_up_proj, down_proj              one tensor for all experts; up_proj without a gate
+
+Every expert from 0 to E - 1 has the same projections.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ..errors import CheckpointError
+
+T = TypeVar("T")
+PER_EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up and down by either name
+_SAME = dict(zip(PER_EXPERT[1], PER_EXPERT[0], strict=True))
+_ONE = re.compile(r"(?P<layer>.*\bexperts)\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)")
+_FUSED = re.compile(r"(?P<layer>.*\bexperts)\.(?P<projection>gate_up_proj|up_proj|down_proj)")
+
+
+@dataclass(frozen=True)
+class LayerExperts:
+    """The experts of one layer.
+
+    name: what comes before the experts' numbers; projections: by "gate_proj", "up_proj", "down_proj" ("gate_up_proj" where both are one
+    tensor), the names of weights in the order of experts, or the one name of a fused tensor.
+    """
+
+    name: str
+    projections: Mapping[str, tuple[str, ...]]
+    fused: bool = False
+
+    @property
+    def experts(self) -> int | None:
+        """How many there are; None if fused: the tensors say it."""
+        return None if self.fused else len(next(iter(self.projections.values())))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all weights."""
+        return tuple(name for names in self.projections.values() for name in names)
+
+
+def experts_of(config: Mapping[str, Any]) -> int | None:
+    """How many experts a layer has, by config.json; None if it does not say so."""
+    for part in (config, config.get("text_config")):
+        for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+            if isinstance(part, dict) and type(part.get(key)) is int:
+                return part[key]
+    return None
+
+
+def layers_of_experts(weights: Iterable[str], experts: int | None = None) -> dict[str, LayerExperts]:
+    """The layers of experts among names of weights (without `.weight` or another suffix), by their names. experts: how many each has.
+
+    CheckpointError when experts are missing, have other projections than the rest, or are stored in both ways.
+    """
+    single: dict[str, dict[str, dict[int, str]]] = {}
+    fused: dict[str, dict[str, tuple[str, ...]]] = {}
+    for name in weights:
+        if found := _ONE.fullmatch(name):
+            projection = _SAME.get(found["projection"], found["projection"])
+            single.setdefault(found["layer"], {}).setdefault(projection, {})[int(found["expert"])] = name
+        elif found := _FUSED.fullmatch(name):
+            fused.setdefault(found["layer"], {})[found["projection"]] = (name,)
+    if both := single.keys() & fused.keys():
+        raise CheckpointError("experts one by one, and all in one tensor", expected="one of the two", where=min(both))
+    layers = {name: LayerExperts(name, _in_order(name, projections)) for name, projections in single.items()}
+    for layer in layers.values():
+        if experts not in (None, layer.experts):
+            raise CheckpointError(f"{layer.experts} experts", expected=f"{experts}, by config.json", where=layer.name)
+    return layers | {name: LayerExperts(name, _sorted(projections), fused=True) for name, projections in fused.items()}
+
+
+def _in_order(layer: str, projections: Mapping[str, Mapping[int, str]]) -> dict[str, tuple[str, ...]]:
+    """The names of each projection by the number of the expert."""
+    experts = 1 + max(e for of in projections.values() for e in of)
+    if not {"up_proj", "down_proj"} <= projections.keys():
+        found = f"{', '.join(_sorted(projections))} alone"
+        raise CheckpointError(found, expected="up_proj and down_proj, or w3 and w2, of each expert", where=layer)
+    for projection, of in _sorted(projections).items():
+        if missing := sorted(set(range(experts)) - of.keys()):
+            found = f"no {projection} of expert {missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
+            raise CheckpointError(found, expected=f"all experts from 0 to {experts - 1}", where=layer)
+    return {projection: tuple(of[e] for e in range(experts)) for projection, of in _sorted(projections).items()}
+
+
+def _sorted(projections: Mapping[str, T]) -> dict[str, T]:
+    order = ("gate_up_proj", *PER_EXPERT[0])
+    return {name: projections[name] for name in order if name in projections}

@@ -1,0 +1,33 @@
+"""Weights in 8-bit floats with scales, which are read as floats.
+
+values  float8_e4m3fn  [N, K]
+scale   float          [] or [1], one for the matrix; or [ceil(N/128), ceil(K/128)], one for a block (another size: `block`)
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..errors import ShapeError
+
+BLOCK = (128, 128)
+
+
+def check_fp8(values: Tensor, scale: Tensor, block: tuple[int, int] = BLOCK) -> tuple[int, ...]:
+    """The shape (N, K); ShapeError unless scale fits values. Values are not looked at."""
+    if values.dim() != 2:
+        raise ShapeError(f"values are {list(values.shape)}", expected="[N, K]")
+    blocks = [-(-size // of) for size, of in zip(values.shape, block, strict=True)]
+    if scale.numel() != 1 and list(scale.shape) != blocks:
+        expected = f"[], [1] or {blocks}: one for {block[0]} x {block[1]} of {list(values.shape)}"
+        raise ShapeError(f"scale is {list(scale.shape)}", expected=expected)
+    return tuple(values.shape)
+
+
+def dequantize_fp8(values: Tensor, scale: Tensor, block: tuple[int, int] = BLOCK) -> Tensor:
+    """f32 [N, K]: values times scale, one float32 product each. ShapeError as `check_fp8`."""
+    n, k = check_fp8(values, scale, block)
+    factor = scale.float()
+    if scale.numel() == 1:
+        return values.float() * factor.reshape(())
+    return values.float() * factor.repeat_interleave(block[0], 0)[:n].repeat_interleave(block[1], 1)[:, :k]

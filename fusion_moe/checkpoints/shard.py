@@ -1,0 +1,94 @@
+"""One file of safetensors, written tensor by tensor: the header first, since dtypes and shapes are known, then what each step makes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..progress import progress
+from .headers import DTYPES
+
+_PIECE = 2**20  # bytes that are read at once
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that will be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Step:
+    """Some tensors that are made together: what they will be, and the function that makes them, by name."""
+
+    planned: tuple[Planned, ...]
+    make: Callable[[], Mapping[str, Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(planned.nbytes for planned in self.planned)
+
+
+def header_of(steps: Iterable[Step]) -> bytes:
+    """The header of a file, padded with spaces to 8 bytes, as its length says."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for planned in (p for step in steps for p in step.planned):
+        start, end = end, end + planned.nbytes
+        header[planned.name] = {"dtype": _NAMES[planned.dtype], "shape": list(planned.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def write_shard(path: Path, steps: Sequence[Step]) -> str:
+    """Writes a file and forces it to disk; its sha256. What one step makes is in memory at a time. OSError of a full disk is passed on."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for data in _data(steps):
+            file.write(data)
+            digest.update(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _data(steps: Sequence[Step]) -> Iterator[bytes | memoryview]:
+    header = header_of(steps)
+    yield len(header).to_bytes(8, "little") + header
+    for step in progress(steps, "writing tensors", len(steps)):
+        made = step.make()
+        yield from (_bytes(made[planned.name], planned) for planned in step.planned)
+
+
+def _bytes(t: Tensor, planned: Planned) -> memoryview:
+    assert (t.dtype, tuple(t.shape)) == (planned.dtype, planned.shape), f"{planned} is {t.dtype} {list(t.shape)}"
+    array: Any = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def digest_of(path: Path) -> str:
+    """The sha256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(_PIECE):
+            digest.update(data)
+    return digest.hexdigest()

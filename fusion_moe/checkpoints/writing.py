@@ -1,0 +1,200 @@
+"""Writes a directory that appears whole or not at all, and goes on where it was interrupted.
+
+Beside DST lies `.DST.partial` meanwhile: `plan`, what is being written from what; `files`, what will be DST; a digest for each finished
+shard. A shard is written under another name, forced to disk, and renamed; DST is `files`, renamed. After a crash, ctrl-C or kill -9 the
+next call with the same plan keeps the shards whose digests are right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, Error
+from ..progress import progress
+from .directory import CONFIG, INDEX, OLDER_CONFIG, SINGLE, Directory
+from .shard import Step, digest_of, header_of, write_shard
+
+SHARD_BYTES = 5 * 10**9
+SPARE_BYTES = 64 * 2**20  # that a disk keeps: tokenizers and such
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+def write(
+    dst: str | Path, source: Directory, steps: Sequence[Step], *, config: Mapping[str, Any], older_config: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES, check: Callable[[Directory], None] | None = None,
+) -> Path:  # fmt: skip
+    """Writes what steps make as the directory dst, with configurations, an index, and the source's other files (tokenizer and so on).
+
+    older_config: of hf_quant_config.json. check: called with the Directory before it gets its name; what it raises leaves no dst.
+    CheckpointError where dst is there already, the disk is full, or another process writes the same; whatever is raised, nothing half
+    written has dst's name.
+    """
+    dst = Path(dst).absolute()
+    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
+        raise CheckpointError("it is there already", expected="a name of nothing, or of an empty directory", where=str(dst))
+    shards = _shards(steps, shard_bytes)
+    partial = dst.with_name(f".{dst.name}.partial")
+    with _readable_errors(dst, partial), _locked(partial), _removed_unless_it_can_go_on(partial):
+        files = _begun(partial, _plan(source, shards, config))
+        _check_space(partial, sum(step.nbytes for step in steps), files)
+        for name, its in progress(shards.items(), f"writing files of {dst.name}", len(shards)):
+            _write_once(partial, files / name, its)
+        _write_rest(files, source, shards, config, older_config)
+        if check is not None:
+            check(Directory.open(files))
+        files.rename(dst)
+        _sync(dst.parent)
+        shutil.rmtree(partial, ignore_errors=True)
+    return dst
+
+
+def _shards(steps: Sequence[Step], shard_bytes: int) -> dict[str, list[Step]]:
+    """The steps of each file, in order: as many as fit, at least one."""
+    groups: list[list[Step]] = [[]]
+    size = 0
+    for step in steps:
+        if groups[-1] and size + step.nbytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(step)
+        size += step.nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": its for i, its in enumerate(groups, 1)}
+
+
+def _plan(source: Directory, shards: Mapping[str, Sequence[Step]], config: Mapping[str, Any]) -> str:
+    """What is written from what, as a digest: files with their sizes and times, headers, the configuration."""
+    digest = hashlib.sha256()
+    for file in sorted({entry.file for entry in source.tensors.values()}):
+        stat = file.stat()
+        digest.update(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    for name, steps in shards.items():
+        digest.update(name.encode() + header_of(steps))
+    digest.update(json.dumps(config, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _begun(partial: Path, plan: str) -> Path:
+    """The folder of files: as it was left if the plan is the same, else empty."""
+    files, saved = partial / "files", partial / "plan"
+    if not saved.exists() or saved.read_text() != plan:
+        shutil.rmtree(files, ignore_errors=True)
+        for digest in partial.glob("*.sha256"):
+            digest.unlink()
+        _write_text(saved, plan)
+    files.mkdir(exist_ok=True)
+    return files
+
+
+def _write_once(partial: Path, path: Path, steps: Sequence[Step]) -> None:
+    """Writes a shard, unless it is there and whole."""
+    saved = partial / f"{path.name}.sha256"
+    if path.exists() and saved.exists() and saved.read_text() == digest_of(path):
+        return
+    unfinished = partial / f"{path.name}.unfinished"
+    try:
+        digest = write_shard(unfinished, steps)
+        _write_text(saved, digest)
+        unfinished.rename(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _write_rest(
+    files: Path, source: Directory, shards: Mapping[str, Sequence[Step]], config: Mapping[str, Any], older_config: Mapping[str, Any] | None
+) -> None:  # fmt: skip
+    """Everything beside the shards."""
+    ours = {CONFIG: config, OLDER_CONFIG: older_config, INDEX: _index(shards) if len(shards) > 1 else None}
+    for other in sorted(source.path.iterdir()):
+        if other.is_file() and other.name not in ours and not other.name.endswith(_NOT_COPIED) and not other.name.startswith("."):
+            shutil.copyfile(other, files / other.name)
+            _sync(files / other.name)
+    for name, value in ours.items():
+        (files / name).unlink(missing_ok=True)
+        if value is not None:
+            _write_text(files / name, json.dumps(value, indent=2) + "\n")
+    _sync(files)
+
+
+def _index(shards: Mapping[str, Sequence[Step]]) -> dict[str, Any]:
+    planned = {p.name: (shard, p.nbytes) for shard, steps in shards.items() for step in steps for p in step.planned}
+    total = sum(size for _, size in planned.values())
+    return {"metadata": {"total_size": total}, "weight_map": {name: shard for name, (shard, _) in sorted(planned.items())}}
+
+
+# The file system -----------------------------------------------------------------------------------------------------------
+
+
+def _write_text(path: Path, text: str) -> None:
+    """A small file, whole and on disk."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text)
+    _sync(unfinished)
+    unfinished.rename(path)
+
+
+def _sync(path: Path) -> None:
+    """Forces a file or a folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _check_space(partial: Path, needed: int, files: Path) -> None:
+    have = sum(file.stat().st_size for file in files.iterdir())
+    free = shutil.disk_usage(partial).free
+    if free + have < needed + SPARE_BYTES:
+        raise OSError(errno.ENOSPC, f"{free / 1e9:.1f} GB free, {(needed - have) / 1e9:.1f} GB to write")
+
+
+@contextlib.contextmanager
+def _readable_errors(dst: Path, partial: Path) -> Iterator[None]:
+    """Makes a CheckpointError of what the system says."""
+    try:
+        yield
+    except OSError as error:
+        todo = "free some space and run it again" if error.errno in _FULL else "run it again"
+        if partial.exists():
+            todo += f", to go on where it stopped; {partial} has what is finished"
+        raise CheckpointError(f"not written: {error.strerror or error}", todo=todo, where=str(dst)) from error
+
+
+@contextlib.contextmanager
+def _removed_unless_it_can_go_on(partial: Path) -> Iterator[None]:
+    """Removes the folder when the block is through, when it raises what it would raise again, and when no shard is finished."""
+    try:
+        yield
+    except Error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        if not any(partial.glob("*.sha256")):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    """Holds the folder against other processes, until the block or the process ends."""
+    import fcntl  # here, since Windows has none
+
+    partial.mkdir(parents=True, exist_ok=True)
+    with (partial / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError("another process is writing it", todo="wait for it", where=str(partial)) from None
+        except OSError:  # a file system without locks
+            pass
+        yield

@@ -1,0 +1,214 @@
+"""Directories of safetensors files: what their headers say, and each way in which they can be wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from files import MADE, change, change_json, copied
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from fusion_moe.checkpoints import Directory, method_of, stored_weights
+from fusion_moe.checkpoints.headers import read_header
+from fusion_moe.errors import CheckpointError, UnsupportedError
+
+SHARDED, SINGLE = "bf16-qwen3_moe", "modelopt-qwen3_moe"
+INDEX, FIRST = "model.safetensors.index.json", "model-00001-of-00004.safetensors"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in MADE.iterdir()))
+def test_headers_and_tensors_are_those_that_safetensors_reads(name: str) -> None:
+    directory = Directory.open(MADE / name)
+    want = {key: t for file in sorted((MADE / name).glob("*.safetensors")) for key, t in load_file(file).items()}
+    assert set(directory.tensors) == set(want)
+    for key, t in want.items():
+        entry, got = directory.tensors[key], directory.read(key)
+        assert (entry.dtype, entry.shape, entry.nbytes) == (t.dtype, tuple(t.shape), t.nbytes)
+        assert got.dtype == t.dtype
+        assert torch.equal(got.view(torch.uint8) if t.dim() else got, t.view(torch.uint8) if t.dim() else t)
+
+
+def test_configuration_of_quantization(tmp_path: Path) -> None:
+    path = copied(SINGLE, tmp_path)
+    whole = Directory.open(path).quantization
+    assert (whole["quant_method"], whole["quant_algo"]) == ("modelopt", "NVFP4")
+    change_json(path / "config.json", lambda c: c.pop("quantization_config"))
+    older = Directory.open(path).quantization
+    assert all(older[key] == whole[key] for key in ("quant_method", "quant_algo", "ignore"))
+    (path / "hf_quant_config.json").unlink()
+    assert Directory.open(path).quantization == {}
+    change_json(path / "config.json", lambda c: c.update(text_config={"quantization_config": whole}))
+    assert Directory.open(path).quantization == whole
+
+
+def test_links_as_in_the_cache_of_hugging_face(tmp_path: Path) -> None:
+    path = copied(SHARDED, tmp_path)
+    for i, file in enumerate(sorted(path.iterdir())):
+        file.rename(tmp_path / f"blob{i}")
+        file.symlink_to(tmp_path / f"blob{i}")
+    assert Directory.open(path).tensors.keys() == Directory.open(MADE / SHARDED).tensors.keys()
+
+
+def _truncate(path: Path) -> None:
+    data = (path / FIRST).read_bytes()
+    (path / FIRST).write_bytes(data[:-10])
+
+
+def _cut_header(path: Path) -> None:
+    (path / FIRST).write_bytes((path / FIRST).read_bytes()[:100])
+
+
+def _both(path: Path) -> None:
+    save_file({"x": torch.ones(1)}, path / "model.safetensors")
+
+
+def _index(how: Callable[[dict], object]) -> Callable[[Path], None]:
+    return lambda path: change_json(path / INDEX, how)
+
+
+def _shard_name(name: str) -> Callable[[Path], None]:
+    return _index(lambda index: index["weight_map"].update({"lm_head.weight": name}))
+
+
+def _header(old: str, new: str) -> Callable[[Path], None]:
+    def change_header(path: Path) -> None:
+        data = (path / FIRST).read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        text = data[8 : 8 + length].decode().replace(old, new, 1).encode()
+        (path / FIRST).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+    return change_header
+
+
+def _pickled(path: Path) -> None:
+    for file in path.glob("model*"):
+        file.unlink()
+    (path / "pytorch_model.bin").write_bytes(b"")
+
+
+def _gguf(path: Path) -> None:
+    _pickled(path)
+    (path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+
+
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "truncated": _truncate,
+    "truncated in the header": _cut_header,
+    "empty": lambda path: (path / FIRST).write_bytes(b""),
+    "missing shard": lambda path: (path / FIRST).unlink(),
+    "missing index": lambda path: (path / INDEX).unlink(),
+    "nothing": lambda path: [file.unlink() for file in path.glob("model*")],
+    "missing config": lambda path: (path / "config.json").unlink(),
+    "config is no JSON": lambda path: (path / "config.json").write_text("{"),
+    "config is a list": lambda path: (path / "config.json").write_text("[]"),
+    "whole and sharded": _both,
+    "in the index alone": _index(lambda index: index["weight_map"].update({"extra.weight": FIRST})),
+    "in the file alone": _index(lambda index: index["weight_map"].pop("lm_head.weight")),
+    "in another file": _index(lambda index: index["weight_map"].update({"lm_head.weight": "model-00004-of-00004.safetensors"})),
+    "no weight map": _index(lambda index: index.pop("weight_map")),
+    "absolute": _shard_name("/etc/passwd.safetensors"),
+    "outside": _shard_name("../model.safetensors"),
+    "of another kind": _shard_name("model.bin"),
+    "a number": _index(lambda index: index["weight_map"].update({"lm_head.weight": 1})),
+    "unknown dtype": _header('"BF16"', '"BF17"'),
+    "shape and bytes": _header("[32,64]", "[32,63]"),
+    "negative shape": _header("[32,64]", "[-32,-64]"),
+    "twice in a header": _header("lm_head.weight", "model.embed_tokens.weight"),
+    "pickled": _pickled,
+    "gguf": _gguf,
+}
+
+
+@pytest.mark.parametrize("how", BROKEN.values(), ids=BROKEN)
+def test_broken_directories(how: Callable[[Path], object], tmp_path: Path, golden: Callable[..., None]) -> None:
+    path = copied(SHARDED, tmp_path)
+    how(path)
+    with pytest.raises((CheckpointError, UnsupportedError)) as raised:
+        Directory.open(path)
+    golden(str(raised.value).replace(str(tmp_path), "…"))
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such directory"):
+        Directory.open(tmp_path / "nowhere")
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    path = copied(SHARDED, tmp_path)
+    change(path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(1)}), "model-00004-of-00004.safetensors")
+    with pytest.raises(CheckpointError, match="lm_head.weight in model-00004-of-00004.safetensors, by the index in model-00001"):
+        Directory.open(path)
+
+
+@given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255), file=st.sampled_from([FIRST, INDEX, "config.json"]))
+def test_any_byte_changed_is_an_error_or_the_same_names(tmp_path_factory: pytest.TempPathFactory, at: float, byte: int, file: str) -> None:
+    path = copied(SHARDED, tmp_path_factory.mktemp("flipped"))
+    data = bytearray((path / file).read_bytes())
+    size = 8 + int.from_bytes(data[:8], "little") if file == FIRST else len(data)
+    data[int(at * size)] = byte
+    (path / file).write_bytes(data)
+    try:
+        directory = Directory.open(path)
+        assert stored_weights(directory.tensors, method_of(directory.quantization)) == {}
+    except (CheckpointError, UnsupportedError):
+        return
+    assert directory.tensors.keys() == Directory.open(MADE / SHARDED).tensors.keys()
+
+
+def shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    directory = Directory.open(path)
+    return {name: w.shape for name, w in stored_weights(directory.tensors, method_of(directory.quantization)).items()}
+
+
+QUANTIZED = st.sampled_from([SINGLE, "modelopt-gpt_oss", "ct-qwen3_moe-int4"])
+
+
+@given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255), name=QUANTIZED)
+def test_any_byte_changed_is_an_error_or_the_same_weights(
+    tmp_path_factory: pytest.TempPathFactory, at: float, byte: int, name: str
+) -> None:  # fmt: skip
+    path = copied(name, tmp_path_factory.mktemp("flipped"))
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[int(at * (8 + int.from_bytes(data[:8], "little")))] = byte
+    (path / "model.safetensors").write_bytes(data)
+    with contextlib.suppress(CheckpointError):
+        assert shapes(path) == shapes(MADE / name)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_as_a_header(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
+    file = tmp_path_factory.mktemp("any") / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError):
+        read_header(file)
+
+
+def test_headers_of_92000_tensors_in_seconds(tmp_path: Path) -> None:
+    parts = {"": ("U8", [1, 8], 8), "_scale": ("F8_E4M3", [1, 1], 1), "_scale_2": ("F32", [], 4)}
+    experts = [f"model.layers.{layer}.mlp.experts.{e}" for layer in range(48) for e in range(213)]
+    weights = [f"{expert}.{name}_proj.weight" for expert in experts for name in ("gate", "up", "down")]
+    shard_of = {}
+    for i in range(4):
+        header, end = {}, 0
+        for weight in weights[i::4]:
+            for part, (dtype, shape, size) in parts.items():
+                header[weight + part] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+                shard_of[weight + part] = f"model-{i}.safetensors"
+                end += size
+        text = json.dumps(header).encode()
+        (tmp_path / f"model-{i}.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": shard_of}))
+    (tmp_path / "config.json").write_text("{}")
+    start = time.process_time()
+    directory = Directory.open(tmp_path)
+    assert len(directory.tensors) == 92016
+    assert len(stored_weights(directory.tensors, "modelopt")) == len(weights) == 30672
+    assert time.process_time() - start < 15
+    assert directory.read(weights[-1]).tolist() == [[0] * 8]

@@ -1,0 +1,195 @@
+"""Experts of a directory from floats to NVFP4: the bytes that the operation makes of each matrix, and the rest as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from files import MADE, Tensors, change, change_json, copied, raw
+from safetensors.torch import load_file
+
+from fusion_moe.checkpoints import Directory, check_scales, method_of, quantize, stored_weights
+from fusion_moe.errors import NonFiniteError, ShapeError, UnsupportedError
+
+SRC = MADE / "bf16-qwen3_moe"
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+def loaded(path: Path) -> Tensors:
+    return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def assert_quantized(got: Tensors, name: str, x: torch.Tensor) -> None:
+    """Bit for bit what the operation makes of one matrix."""
+    want = torch.ops.fusion_moe.nvfp4_quantize(x)
+    for suffix, part in zip(("weight", "weight_scale", "weight_scale_2"), want, strict=True):
+        t = got.pop(f"{name}.{suffix}")
+        assert (t.dtype, t.shape) == (part.dtype, part.shape)
+        assert torch.equal(t.float(), part.float())
+
+
+def test_experts_of_bf16(tmp_path: Path) -> None:
+    dst = quantize(SRC, tmp_path / "dst")
+    before, after = loaded(SRC), loaded(dst)
+    experts = [name for name in before if ".experts." in name]
+    assert len(experts) == 12
+    for name in experts:
+        assert_quantized(after, name.removesuffix(".weight"), before.pop(name))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    directory = Directory.open(dst)
+    assert directory.quantization["quant_algo"] == "W4A16_NVFP4"
+    assert "model.layers.0.self_attn.q_proj" in directory.quantization["ignore"]
+    check_scales(directory, stored_weights(directory.tensors, method_of(directory.quantization)))
+
+
+@pytest.mark.judges("modelopt")
+def test_bytes_of_modelopt(tmp_path: Path) -> None:
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    before, after = loaded(SRC), loaded(quantize(SRC, tmp_path / "dst"))
+    for name in (name for name in before if ".experts." in name):
+        codes, block_scale, decode_scale = NVFP4QTensor.quantize(before[name], 16)
+        assert torch.equal(after[name], codes._quantized_data)
+        assert torch.equal(after[f"{name}_scale"].float(), block_scale.float())
+        assert after[f"{name}_scale_2"] == decode_scale
+
+
+def fused(tensors: Tensors) -> None:
+    """The experts of a file in one tensor for each projection, as Qwen3.5-MoE has them."""
+    one = {p: torch.stack([tensors.pop(f"{EXPERTS}.{e}.{p}_proj.weight") for e in range(4)]) for p in ("gate", "up", "down")}
+    tensors[f"{EXPERTS}.gate_up_proj"], tensors[f"{EXPERTS}.down_proj"] = torch.cat([one["gate"], one["up"]], 1), one["down"]
+
+
+def whole(path: Path) -> Path:
+    """A sharded directory in one file."""
+    tensors = loaded(path)
+    for file in path.glob("model*"):
+        file.unlink()
+    from safetensors.torch import save_file
+
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def test_experts_in_one_tensor_become_those_of_single_experts(tmp_path: Path) -> None:
+    src = change(whole(copied(SRC.name, tmp_path)), fused)
+    one, all_ = (loaded(quantize(path, tmp_path / f"dst{i}")) for i, path in enumerate((SRC, src)))
+    assert one.keys() == all_.keys()
+    assert all(torch.equal(one[name].view(torch.uint8) if one[name].dim() else one[name],
+                           all_[name].view(torch.uint8) if one[name].dim() else all_[name]) for name in one)  # fmt: skip
+
+
+def test_experts_of_fp8_are_rounded_to_bf16_first(tmp_path: Path) -> None:
+    src = whole(copied(SRC.name, tmp_path))
+    rand = torch.Generator().manual_seed(0)
+
+    def to_fp8(tensors: Tensors) -> None:
+        for name in [name for name in tensors if "_proj" in name]:
+            tensors[name] = (tensors[name].float() * 100).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.rand(1, 1, generator=rand) / 100
+
+    change(src, to_fp8)
+    change_json(src / "config.json", lambda c: c.update(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}))
+    before, after = raw(src), loaded(quantize(src, tmp_path / "dst"))
+    for name in (name for name in before if name.endswith("_proj.weight")):
+        floats = (before[name].astype(np.float32) * before[f"{name}_scale_inv"]).astype(ml_dtypes.bfloat16)
+        x = torch.from_numpy(floats.view(np.int16).copy()).view(torch.bfloat16)
+        if ".experts." in name:
+            assert_quantized(after, name.removesuffix(".weight"), x)
+        else:
+            assert torch.equal(after.pop(name), x)
+    assert not [name for name in after if "scale" in name or "_proj" in name]
+
+
+def test_fp8_of_modelopt_stays_but_for_experts(tmp_path: Path) -> None:
+    """Scales of their activations go: in NVFP4 they would mean something else."""
+    src = whole(copied(SRC.name, tmp_path))
+
+    def to_fp8(tensors: Tensors) -> None:
+        for name in [name for name in tensors if "_proj" in name]:
+            tensors[name] = (tensors[name].float() * 100).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale"] = torch.tensor(0.01)
+            tensors[name.replace("weight", "input_scale")] = torch.tensor(0.5)
+
+    change(src, to_fp8)
+    change_json(src / "config.json", lambda c: c.update(quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"}))
+    before, after = loaded(src), loaded(dst := quantize(src, tmp_path / "dst"))
+    name = "model.layers.0.self_attn.q_proj"
+    assert torch.equal(after[f"{name}.weight"].view(torch.uint8), before[f"{name}.weight"].view(torch.uint8))
+    assert (after[f"{name}.weight_scale"], after[f"{name}.input_scale"]) == (before[f"{name}.weight_scale"], torch.tensor(0.5))
+    for expert in [name.removesuffix(".weight") for name in before if ".experts." in name and name.endswith(".weight")]:
+        x = (before[f"{expert}.weight"].float() * before[f"{expert}.weight_scale"]).bfloat16()
+        assert_quantized(after, expert, x)
+    assert not [name for name in after if ".experts." in name]
+    said = Directory.open(dst).quantization
+    assert (said["quant_algo"], said["quantized_layers"][EXPERTS]["quant_algo"]) == ("MIXED_PRECISION", "W4A16_NVFP4")
+    assert said["quantized_layers"][name] == {"quant_algo": "FP8"}
+
+
+def test_other_quantized_weights_become_those_of_modelopt(tmp_path: Path) -> None:
+    """compressed-tensors with experts in floats."""
+    src, plain = copied("ct-qwen3_moe", tmp_path), loaded(SRC)
+
+    def experts_in_floats(tensors: Tensors) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors.pop(name)
+        tensors.update({name: t for name, t in plain.items() if ".experts." in name})
+
+    change(src, experts_in_floats)
+    weights = stored_weights(Directory.open(quantize(src, tmp_path / "dst")).tensors, "modelopt")
+    assert {w.scheme.name for w in weights.values()} == {"ModelOpt NVFP4"}
+    assert len(weights) == 4 + 12
+
+
+def test_a_whole_model_by_quantize_has_the_same_bytes(tmp_path: Path) -> None:
+    """quantize_ keeps the scales of gate and up, as files do."""
+    transformers = pytest.importorskip("transformers")
+    from fusion_moe.nn import quantize_
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(SRC, dtype=torch.bfloat16)
+    quantize_(model)
+    experts = model.model.layers[0].mlp.experts
+    after = loaded(quantize(SRC, tmp_path / "dst"))
+    gate, up, down = ([after[f"{EXPERTS}.{e}.{p}_proj.weight"] for e in range(4)] for p in ("gate", "up", "down"))
+    assert torch.equal(experts.gate_up_proj, torch.cat([torch.stack(gate), torch.stack(up)], 1))
+    assert torch.equal(experts.down_proj, torch.stack(down))
+    scales = [[after[f"{EXPERTS}.{e}.{p}_proj.weight_scale_2"] for p in ("gate", "up")] for e in range(4)]
+    assert experts.gate_up_decode_scale.tolist() == torch.tensor(scales).tolist()
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="experts that are quantized already"):
+        quantize(MADE / "modelopt-qwen3_moe", tmp_path / "dst")
+    src = whole(copied(SRC.name, tmp_path))
+    name = f"{EXPERTS}.2.up_proj.weight"
+    change(src, lambda tensors: tensors.update({name: tensors[name][:, :40]}))
+    with pytest.raises(ShapeError, match=r"experts.2.up_proj: nvfp4: K = 40; expected a multiple of 16"):
+        quantize(src, tmp_path / "dst")
+    change(src, lambda tensors: tensors.update({name: torch.full((32, 64), float("inf"))}))
+    with pytest.raises(NonFiniteError, match=r"experts.2.up_proj: 0 NaN and 2048 infinite"):
+        quantize(src, tmp_path / "dst")
+    change(src, lambda tensors: [tensors.pop(key) for key in list(tensors) if ".experts." in key])
+    with pytest.raises(UnsupportedError, match="no experts; expected experts in bfloat16"):
+        quantize(src, tmp_path / "dst")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [SRC.name]
+
+
+def test_transposed_experts_are_the_models_to_quantize(tmp_path: Path) -> None:
+    def transposed(tensors: Tensors) -> None:
+        fused(tensors)
+        for name in ("gate_up_proj", "down_proj"):
+            tensors[f"{EXPERTS}.{name}"] = tensors[f"{EXPERTS}.{name}"].mT
+
+    src = change(whole(copied(SRC.name, tmp_path)), transposed)
+    with pytest.raises(UnsupportedError, match=r"gate_up_proj \[4, 64, 64\], down_proj \[4, 32, 64\]; expected .*; load the model, quant"):
+        quantize(src, tmp_path / "dst")
+
+
+def test_configuration(tmp_path: Path) -> None:
+    said = json.loads((quantize(SRC, tmp_path / "dst") / "hf_quant_config.json").read_text())["quantization"]
+    assert (said["quant_algo"], said["group_size"]) == ("W4A16_NVFP4", 16)

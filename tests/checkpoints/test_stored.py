@@ -1,0 +1,182 @@
+"""Weights in the files of other packages: which ones are found, and what they mean, against numpy and ml_dtypes on the raw bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from files import MADE, Tensors, change, copied, decoded, raw, same
+
+from fusion_moe.checkpoints import Directory, StoredWeight, method_of, stored_weights
+from fusion_moe.encodings import dequantize
+from fusion_moe.errors import CheckpointError, UnsupportedError
+
+GATE = "model.layers.0.mlp.experts.0.gate_proj"
+
+
+def weights_of(path: Path) -> tuple[Directory, dict[str, StoredWeight]]:
+    directory = Directory.open(path)
+    return directory, stored_weights(directory.tensors, method_of(directory.quantization))
+
+
+MODELOPT = {
+    "modelopt-qwen3_moe": {"ModelOpt NVFP4": 4 + 12},
+    "modelopt-mixtral": {"ModelOpt NVFP4": 4 + 12},
+    "modelopt-deepseek_v3-w4a16": {"ModelOpt NVFP4": 5 + 3 + 12},
+    "modelopt-nemotron_h": {"ModelOpt NVFP4": 4 + 2 + 8},
+    "modelopt-llama4_text": {"ModelOpt NVFP4": 4 + 3, "ModelOpt NVFP4, fused": 2},
+    "modelopt-gpt_oss": {"ModelOpt NVFP4": 4, "ModelOpt NVFP4, fused": 2},
+    "modelopt-qwen3_5_moe-mixed": {"ModelOpt NVFP4": 2 * (12 + 3), "FP8 per tensor": 3 + 4},
+}
+
+
+@pytest.mark.parametrize("name", MODELOPT)
+def test_modelopt_directories(name: str) -> None:
+    directory, weights = weights_of(MADE / name)
+    schemes = [w.scheme.name for w in weights.values()]
+    assert {scheme: schemes.count(scheme) for scheme in schemes} == MODELOPT[name]
+    tensors = raw(MADE / name)
+    for weight in weights.values():
+        _check_modelopt(weight, directory, tensors)
+
+
+def _check_modelopt(weight: StoredWeight, directory: Directory, tensors: dict[str, np.ndarray]) -> None:
+    name = weight.name
+    if weight.scheme.encoding is None:
+        want = tensors[f"{name}.weight"].astype(np.float32) * tensors[f"{name}.weight_scale"].astype(np.float32)
+        assert same(weight.floats(directory.read), want)
+        assert weight.shape == want.shape
+        return
+    q = weight.quantized(directory.read)
+    assert q.shape == weight.shape
+    if weight.scheme.fused:
+        codes, scale = (np.swapaxes(tensors[name + suffix], 1, 2) for suffix in ("", "_weight_scale"))
+        assert q.decode_scale.tolist() == [tensors[f"{name}_weight_scale_2"].item()] * weight.shape[0]
+    else:
+        codes, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
+        assert same(q.decode_scale, tensors[f"{name}.weight_scale_2"])
+    assert same(q.codes, codes)
+    assert same(q.block_scale.float(), scale.astype(np.float32))
+    assert decoded(codes, scale, q.decode_scale.numpy().reshape(*q.decode_scale.shape, 1, 1)).shape == weight.shape
+
+
+@pytest.mark.parametrize(("name", "linears"), [("ct-qwen3_moe", 4 + 12), ("ct-mixtral", 4 + 12), ("ct-gpt_oss", 4 + 12)])
+def test_compressed_tensors_directories(name: str, linears: int) -> None:
+    directory, weights = weights_of(MADE / name)
+    tensors = raw(MADE / name)
+    assert {w.scheme.name for w in weights.values()} == {"compressed-tensors NVFP4"}
+    assert len(weights) == linears
+    for weight in weights.values():
+        q = weight.quantized(directory.read)
+        divisor = tensors[f"{weight.name}.weight_global_scale"]
+        assert (divisor.shape, q.decode_scale.shape) == ((1,), ())
+        assert q.decode_scale.numpy() == np.float32(1) / divisor[0]
+        assert same(q.codes, tensors[f"{weight.name}.weight_packed"])
+        assert same(q.block_scale.float(), tensors[f"{weight.name}.weight_scale"].astype(np.float32))
+
+
+def test_int4_directory() -> None:
+    directory, weights = weights_of(MADE / "ct-qwen3_moe-int4")
+    tensors = raw(MADE / "ct-qwen3_moe-int4")
+    assert {w.scheme.name for w in weights.values()} == {"compressed-tensors INT4"}
+    assert len(weights) == 12
+    for weight in weights.values():
+        words, scale = tensors[f"{weight.name}.weight_packed"], tensors[f"{weight.name}.weight_scale"].astype(np.float32)
+        codes = words[..., None] >> (4 * np.arange(8, dtype=np.int32)) & 15  # the first in the lowest bits
+        want = ((codes - 8).reshape(*scale.shape, 32) * scale[..., None]).reshape(tensors[f"{weight.name}.weight_shape"])
+        assert weight.shape == want.shape
+        assert same(dequantize(weight.quantized(directory.read)), want.astype(np.float32))
+
+
+def test_mxfp4_directory() -> None:
+    directory, weights = weights_of(MADE / "mxfp4-gpt_oss")
+    tensors = raw(MADE / "mxfp4-gpt_oss")
+    assert [w.shape for w in weights.values()] == [(4, 64, 64), (4, 128, 64)]
+    for weight in weights.values():
+        blocks, scales = tensors[f"{weight.name}_blocks"], tensors[f"{weight.name}_scales"]
+        q = weight.quantized(directory.read)
+        assert same(q.codes, blocks.reshape(*blocks.shape[:2], -1))
+        assert same(dequantize(q), decoded(q.codes.numpy(), scales.view(ml_dtypes.float8_e8m0fnu)))
+
+
+def _rename(old: str, new: str) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({new: tensors.pop(old)})
+
+
+def _replace(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: how(tensors[name])})
+
+
+BROKEN: dict[str, Callable[[Tensors], object]] = {
+    "no block scale": lambda tensors: tensors.pop(f"{GATE}.weight_scale"),
+    "no decode scale": lambda tensors: tensors.pop(f"{GATE}.weight_scale_2"),
+    "no codes": lambda tensors: tensors.pop(f"{GATE}.weight"),
+    "block scale as bytes": _replace(f"{GATE}.weight_scale", lambda t: t.view(torch.uint8)),
+    "decode scale in bf16": _replace(f"{GATE}.weight_scale_2", lambda t: t.bfloat16()),
+    "decode scales of rows": _replace(f"{GATE}.weight_scale_2", lambda t: t.repeat(32)),
+    "codes in float": _replace(f"{GATE}.weight", lambda t: t.float()),
+    "codes in int8": _replace(f"{GATE}.weight", lambda t: t.view(torch.int8)),
+    "k of no whole blocks": _replace(f"{GATE}.weight", lambda t: t[:, :-3]),
+    "too few codes": _replace(f"{GATE}.weight", lambda t: t[:, :-8]),
+    "codes of one dimension": _replace(f"{GATE}.weight", lambda t: t.flatten()),
+    "swizzled block scales": _replace(f"{GATE}.weight_scale", lambda t: t.view(torch.uint8).repeat(4, 1).view(t.dtype)),
+    "left over": _rename(f"{GATE}.input_scale", f"{GATE}.pre_quant_scale"),
+    "packed by another package": _rename("lm_head.weight", "lm_head.qweight"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN.values(), ids=BROKEN)
+def test_what_is_missing_or_does_not_fit(how: Callable[[Tensors], object], tmp_path: Path, golden: Callable[..., None]) -> None:
+    path = change(copied("modelopt-qwen3_moe", tmp_path), how)
+    with pytest.raises(CheckpointError) as raised:
+        weights_of(path)
+    golden(str(raised.value).replace(str(tmp_path), "…"))
+
+
+def test_fused_weights_say_what_does_not_fit_as_it_is_stored(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    path = change(copied("modelopt-gpt_oss", tmp_path), _replace(f"{name}_weight_scale", lambda t: t[:, :3]))
+    with pytest.raises(CheckpointError, match=r"\[4, 3, 128\]\); expected \[4, 4, 128\] for .*gate_up_proj \(uint8 \[4, 32, 128\]\)"):
+        weights_of(path)
+
+
+def test_known_scales_are_no_error(tmp_path: Path) -> None:
+    one = torch.ones(())
+    path = change(copied("modelopt-qwen3_moe", tmp_path), lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.k_scale": one}))
+    assert len(weights_of(path)[1]) == 16
+
+
+def test_tensors_decide_and_not_what_is_said_to_be_left_out(tmp_path: Path) -> None:
+    """ModelOpt's names of what it left out hold a sentinel, "lm_head.\\0backbone.pt_name_sentinel"."""
+    directory, weights = weights_of(MADE / "modelopt-nemotron_h")
+    assert any("\0" in name for name in directory.quantization["ignore"])
+    assert "lm_head" not in weights
+    assert "backbone.layers.0.mixer.experts.3.up_proj" in weights
+
+
+def test_scales_without_a_configuration(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"belongs to no weight; expected plain floats; config.json has no quantization_config"):
+        stored_weights(Directory.open(MADE / "modelopt-qwen3_moe").tensors, "")
+
+
+REFUSED = [
+    {"quant_method": "awq", "bits": 4}, {"quant_method": "gptq"}, {"quant_method": "bitsandbytes"}, {"quant_method": "gguf"},
+    {"quant_method": "quanto"}, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, {"quant_method": "modelopt"}, {"bits": 4},
+    {"quant_method": "compressed-tensors", "format": "float-quantized"}, {"quant_method": "fp8", "weight_block_size": [1, 32]},
+    {"quant_method": "compressed-tensors", "format": "pack-quantized",
+     "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4, "group_size": 128, "symmetric": False}}}},
+]  # fmt: skip
+
+
+def test_methods_that_are_refused(golden: Callable[..., None]) -> None:
+    said = []
+    for quantization in REFUSED:
+        with pytest.raises(UnsupportedError) as raised:
+            method_of(quantization, "DIR")
+        said.append(str(raised.value))
+    golden("\n".join(said))
+    assert method_of({}) == ""

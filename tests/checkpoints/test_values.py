@@ -1,0 +1,57 @@
+"""Scales that no quantizer writes, and divisors where multipliers belong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from files import MADE, Tensors, change, copied
+
+from fusion_moe.checkpoints import Directory, check_scales, method_of, stored_weights
+from fusion_moe.errors import CheckpointError
+
+GATE = "model.layers.0.mlp.experts.0.gate_proj"
+
+
+def check(path: Path) -> None:
+    directory = Directory.open(path)
+    check_scales(directory, stored_weights(directory.tensors, method_of(directory.quantization)))
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in MADE.iterdir()))
+def test_what_packages_write_is_right(name: str) -> None:
+    check(MADE / name)
+
+
+def _set(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: how(tensors[name])})
+
+
+def _byte(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change_one(t: torch.Tensor) -> torch.Tensor:
+        t.view(torch.uint8)[3, 1] = value
+        return t
+
+    return change_one
+
+
+BROKEN: dict[str, tuple[str, Callable[[Tensors], object]]] = {
+    "NaN block scale": ("modelopt-qwen3_moe", _set(f"{GATE}.weight_scale", _byte(0x7F))),
+    "negative block scale": ("modelopt-qwen3_moe", _set(f"{GATE}.weight_scale", _byte(0xB8))),
+    "NaN decode scale": ("modelopt-qwen3_moe", _set(f"{GATE}.weight_scale_2", lambda t: t * float("nan"))),
+    "negative decode scale": ("modelopt-qwen3_moe", _set(f"{GATE}.weight_scale_2", lambda t: -t)),
+    "divisor for a multiplier": ("modelopt-qwen3_moe", _set(f"{GATE}.weight_scale_2", lambda t: 1 / t)),
+    "multiplier for a divisor": ("ct-qwen3_moe", _set(f"{GATE}.weight_global_scale", lambda t: 1 / t)),
+    "another shape": ("ct-qwen3_moe-int4", _set(f"{GATE}.weight_shape", lambda t: t - 1)),
+    "zero as a divisor": ("ct-qwen3_moe", _set(f"{GATE}.weight_global_scale", lambda t: 0 * t)),
+}
+
+
+@pytest.mark.parametrize(("name", "how"), BROKEN.values(), ids=BROKEN)
+def test_bad_scales(name: str, how: Callable[[Tensors], object], tmp_path: Path, golden: Callable[..., None]) -> None:
+    path = change(copied(name, tmp_path), how)
+    with pytest.raises(CheckpointError) as raised:
+        check(path)
+    golden(str(raised.value).replace(str(tmp_path), "…"))

@@ -1,0 +1,177 @@
+"""Directories appear whole or not at all: processes that are killed, disks that are full, and what the next call makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from files import MADE, change, copied, raw
+from safetensors import safe_open
+
+from fusion_moe.checkpoints import Directory, convert, writing
+from fusion_moe.errors import CheckpointError, NonFiniteError, UnsupportedError
+
+SRC = MADE / "ct-qwen3_moe"
+SHARD = 8_000  # bytes: five files
+HERE = Path(__file__).parent
+
+
+def start(dst: Path, seconds: float = 60, src: Path = SRC) -> subprocess.Popen:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, HERE / "writing_process.py", src, dst, str(SHARD), str(seconds)]
+    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def lines(process: subprocess.Popen, count: int) -> list[str]:
+    assert process.stdout is not None
+    return [process.stdout.readline().strip() for _ in range(count)]
+
+
+def assert_same(dst: Path, other: Path) -> None:
+    assert sorted(path.name for path in dst.iterdir()) == sorted(path.name for path in other.iterdir())
+    assert all((dst / path.name).read_bytes() == path.read_bytes() for path in other.iterdir())
+
+
+def test_shards_index_and_other_files(tmp_path: Path) -> None:
+    src = copied(SRC.name, tmp_path)
+    (src / "tokenizer.json").write_text("{}")
+    (src / "pytorch_model.bin").write_text("not copied")
+    dst = convert(src, tmp_path / "dst", shard_bytes=SHARD)
+    index = json.loads((dst / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in dst.glob("*.safetensors"))
+    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    assert len(files) == 5
+    assert set(index["weight_map"].values()) == set(files)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in raw(dst).values())
+    for file in files:  # the format by its own package
+        with safe_open(dst / file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            assert {name for name, shard in index["weight_map"].items() if shard == file} == set(opened.keys())
+    assert (dst / "tokenizer.json").read_text() == "{}"
+    assert not (dst / "pytorch_model.bin").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [SRC.name, "dst"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_killed_processes_leave_nothing_and_the_next_goes_on(how: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dst, partial = tmp_path / "dst", tmp_path / ".dst.partial"
+    with start(dst, seconds=0.5) as process:
+        assert lines(process, 3)[2] == "model-00003-of-00005.safetensors"
+        process.send_signal(how)
+    assert process.returncode != 0
+    assert not dst.exists()
+    files = partial / "files"
+    assert sorted(path.name for path in files.iterdir()) == [f"model-0000{i}-of-00005.safetensors" for i in (1, 2)]
+    assert any(partial.glob("*.unfinished")) == (how == signal.SIGKILL)
+
+    again = [3, 4, 5]
+    if how == signal.SIGINT:  # the other test leaves finished shards as they are
+        data = bytearray((files / "model-00001-of-00005.safetensors").read_bytes())
+        data[-1] ^= 1
+        (files / "model-00001-of-00005.safetensors").write_bytes(data)
+        again = [1, 3, 4, 5]
+    write_shard, written = writing.write_shard, []
+    monkeypatch.setattr(writing, "write_shard", lambda path, steps: written.append(path.name) or write_shard(path, steps))
+    convert(SRC, dst, shard_bytes=SHARD)
+    assert written == [f"model-0000{i}-of-00005.safetensors.unfinished" for i in again]
+    assert not partial.exists()
+    assert_same(dst, convert(SRC, tmp_path / "other", shard_bytes=SHARD))
+
+
+def test_another_source_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    src, dst = copied(SRC.name, tmp_path), tmp_path / "dst"
+    write_shard = writing.write_shard
+
+    def interrupted(path: Path, steps: Any) -> str:
+        if "00004" in path.name:
+            raise KeyboardInterrupt
+        return write_shard(path, steps)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writing, "write_shard", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            convert(src, dst, shard_bytes=SHARD)
+    assert (tmp_path / ".dst.partial").exists()
+    change(src, lambda tensors: tensors["lm_head.weight"].zero_())
+    assert not raw(convert(src, dst, shard_bytes=SHARD))["lm_head.weight"].astype("float32").any()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [SRC.name, "dst"]
+
+
+def test_two_processes_at_once(tmp_path: Path) -> None:
+    with start(tmp_path / "dst") as process:
+        lines(process, 1)
+        with pytest.raises(CheckpointError, match="another process is writing it; wait for it"):
+            convert(SRC, tmp_path / "dst", shard_bytes=SHARD)
+        process.kill()
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # no file of this process may become larger
+    try:
+        with pytest.raises(CheckpointError, match="dst: not written: File too large; run it again$"):
+            convert(SRC, tmp_path / "dst")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "SPARE_BYTES", 2**60)
+    with pytest.raises(CheckpointError, match=r"dst: not written: .* GB free, .* GB to write; free some space and run it again"):
+        convert(SRC, tmp_path / "dst")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_nobody_may_write_to(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match="dst: not written: Permission denied"):
+        convert(SRC, tmp_path / "dst")
+
+
+def test_what_a_step_raises_leaves_nothing(tmp_path: Path) -> None:
+    src = copied("mxfp4-gpt_oss", tmp_path)
+    change(src, lambda tensors: tensors["model.layers.0.mlp.experts.down_proj_scales"].fill_(255))
+    with pytest.raises((NonFiniteError, UnsupportedError)):
+        convert(src, tmp_path / "dst", shard_bytes=SHARD)
+    assert [path.name for path in tmp_path.iterdir()] == [src.name]
+
+
+def test_existing_directories(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert Directory.open(convert(SRC, tmp_path / "empty")).tensors
+    with pytest.raises(CheckpointError, match="it is there already"):
+        convert(SRC, tmp_path / "empty")
+
+
+def test_one_matrix_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    """64 MB in one file, in 64 pieces: as much more memory as a few of them need."""
+    src = copied("modelopt-qwen3_moe", tmp_path)
+    change(src, lambda tensors: tensors.update({f"extra.{i}.weight": torch.ones(512, 1024, dtype=torch.bfloat16) for i in range(64)}))
+    code = f"""
+import resource
+from fusion_moe.checkpoints import convert
+def anonymous():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+from fusion_moe.checkpoints import shard
+before, most, plain = anonymous(), 0, shard._bytes
+def watched(*args):
+    global most
+    most = max(most, anonymous())
+    return plain(*args)
+shard._bytes = watched
+convert({str(src)!r}, {str(tmp_path / "dst")!r})
+print(most - before)
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    grown = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True).stdout)
+    assert grown < 24_000  # kB

@@ -1,0 +1,210 @@
+"""Writes the directories of tests/checkpoints/made: tiny random models, quantized and saved by other people's packages.
+
+    .venv/bin/python tools/make_checkpoints.py modelopt            nvidia-modelopt's export_hf_checkpoint
+    .venv/bin/python tools/make_checkpoints.py transformers        save_pretrained: bf16, MXFP4 of gpt-oss
+    /tmp/ct/bin/python tools/make_checkpoints.py llm-compressor    compressed-tensors; in an environment of its own:
+        python -m venv /tmp/ct && /tmp/ct/bin/pip install torch==2.13.0 llmcompressor==0.14.0.1 transformers==5.17.0
+
+`--out DIR` writes elsewhere, `--only NAME` one directory. Not reproducible to the byte: calibration and safetensors' order are theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 0, "n_group": 1,
+        "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32,
+        "num_key_value_heads": 2, "head_dim": 16,
+    },
+    "llama4_text": {
+        "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 1,
+        "intermediate_size": 32,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"], "sliding_window": 16},
+    "qwen3_5_moe_text": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+    "gemma4_text": {
+        "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32, "enable_moe_block": True, "layer_types": ["full_attention"],
+        "global_head_dim": 32, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 32, "num_kv_shared_layers": 0,
+    },
+    "nemotron_h": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+        "hybrid_override_pattern": "E*", "layers_block_type": ["moe", "attention"], "num_hidden_layers": 2, "mamba_num_heads": 2,
+        "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "n_group": 1, "topk_group": 1,
+    },
+}  # fmt: skip
+
+
+def model_of(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A random causal language model of a family, with weights as large as trained ones have."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]}), dtype=dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.normal_(std=0.1)
+    model.config.architectures = [type(model).__name__]
+    return model.eval()
+
+
+# nvidia-modelopt ---------------------------------------------------------------------------------------------------------
+
+
+def modelopt(family: str, config: str | dict[str, Any]) -> Callable[[Path], None]:
+    """What export_hf_checkpoint writes of a calibrated model."""
+
+    def write(out: Path) -> None:
+        import modelopt.torch.quantization as mtq
+        from modelopt.torch.export import export_hf_checkpoint
+
+        model = model_of(family)
+        inputs = [torch.randint(3, SMALL["vocab_size"], (2, 16)) for _ in range(8)]
+
+        def calibrate(model: Any) -> None:
+            with torch.no_grad():
+                for x in inputs:
+                    model(x)
+
+        chosen = getattr(mtq, config) if isinstance(config, str) else config
+        with torch.no_grad():
+            export_hf_checkpoint(mtq.quantize(model, chosen, calibrate), dtype=torch.bfloat16, export_dir=out)
+
+    return write
+
+
+def mixed() -> dict[str, Any]:
+    """NVFP4 weights, and attention in FP8 per tensor: what ModelOpt calls MIXED_PRECISION."""
+    import copy
+
+    import modelopt.torch.quantization as mtq
+
+    made = copy.deepcopy(mtq.W4A16_NVFP4_CFG)
+    fp8 = {"num_bits": (4, 3), "axis": None}
+    made["quant_cfg"][2:2] = [
+        {"quantizer_name": f"*{part}*{of}_quantizer", "cfg": fp8} for part in ("linear_attn", "self_attn") for of in ("weight", "input")
+    ]
+    return made
+
+
+def modelopt_mixed(out: Path) -> None:
+    """Its configuration needs ModelOpt, so it is made when it is asked for."""
+    modelopt("qwen3_5_moe_text", mixed())(out)
+
+
+# transformers ------------------------------------------------------------------------------------------------------------
+
+
+def bf16(family: str, **options: Any) -> Callable[[Path], None]:
+    """What save_pretrained writes."""
+    return lambda out: model_of(family).save_pretrained(out, **options)
+
+
+def mxfp4_gpt_oss(out: Path) -> None:
+    """The experts of gpt-oss as OpenAI published them, `_blocks` and `_scales`, by numpy: transformers quantizes to MXFP4 on GPUs only."""
+    import ml_dtypes
+    import numpy as np
+    from safetensors.torch import load_file, save_file
+
+    model_of("gpt_oss").save_pretrained(out)
+    tensors = load_file(out / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        w = tensors.pop(name).float().mT.contiguous().numpy()  # [E, N, K]
+        blocks = w.reshape(*w.shape[:2], -1, 32)
+        exponent = np.floor(np.log2(np.abs(blocks).max(-1, keepdims=True))) - 2
+        codes = np.clip(blocks / 2**exponent, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+        tensors[f"{name}_blocks"] = torch.from_numpy(np.ascontiguousarray(codes[..., ::2] | codes[..., 1::2] << 4))
+        tensors[f"{name}_scales"] = torch.from_numpy((exponent[..., 0] + 127).astype(np.uint8))
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+# llm-compressor ----------------------------------------------------------------------------------------------------------
+
+
+def compressed(family: str, **recipe: Any) -> Callable[[Path], None]:
+    """What llm-compressor's oneshot leads save_pretrained to write. It wants a model that came from a directory."""
+
+    def write(out: Path) -> None:
+        from llmcompressor import oneshot
+        from llmcompressor.modifiers.quantization import QuantizationModifier
+        from transformers import AutoModelForCausalLM
+
+        with tempfile.TemporaryDirectory() as plain:
+            model_of(family).save_pretrained(plain)
+            model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+            ignore = ["lm_head", "re:.*mlp.gate$", "re:.*router.*", "re:.*block_sparse_moe.gate$"]
+            oneshot(model=model, recipe=QuantizationModifier(ignore=ignore, **recipe))
+            model.save_pretrained(out, save_compressed=True)
+
+    return write
+
+
+NVFP4A16: dict[str, Any] = {"targets": "Linear", "scheme": "NVFP4A16"}
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+INT4: dict[str, Any] = {"config_groups": {"group_0": {"targets": ["re:.*experts.*"], "weights": _INT4}}}  # as Kimi-K2-Thinking has it
+
+MADE: dict[str, dict[str, Callable[[Path], None]]] = {
+    "modelopt": {
+        "modelopt-qwen3_moe": modelopt("qwen3_moe", "NVFP4_DEFAULT_CFG"),
+        "modelopt-mixtral": modelopt("mixtral", "NVFP4_DEFAULT_CFG"),
+        "modelopt-deepseek_v3-w4a16": modelopt("deepseek_v3", "W4A16_NVFP4_CFG"),
+        "modelopt-llama4_text": modelopt("llama4_text", "NVFP4_DEFAULT_CFG"),
+        "modelopt-gpt_oss": modelopt("gpt_oss", "NVFP4_DEFAULT_CFG"),
+        "modelopt-nemotron_h": modelopt("nemotron_h", "NVFP4_DEFAULT_CFG"),
+        "modelopt-qwen3_5_moe-mixed": modelopt_mixed,
+    },
+    "transformers": {
+        "bf16-qwen3_moe": bf16("qwen3_moe", max_shard_size="30KB"),
+        "mxfp4-gpt_oss": mxfp4_gpt_oss,
+    },
+    "llm-compressor": {
+        "ct-qwen3_moe": compressed("qwen3_moe", **NVFP4A16),
+        "ct-mixtral": compressed("mixtral", **NVFP4A16),
+        "ct-gpt_oss": compressed("gpt_oss", **NVFP4A16),
+        "ct-qwen3_moe-int4": compressed("qwen3_moe", **INT4),
+    },
+}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("by", choices=list(MADE))
+    parser.add_argument("--out", type=Path, default=Path("tests/checkpoints/made"))
+    parser.add_argument("--only")
+    given = parser.parse_args()
+    for name, write in MADE[given.by].items():
+        if given.only in (None, name):
+            shutil.rmtree(given.out / name, ignore_errors=True)
+            (given.out / name).mkdir(parents=True)
+            write(given.out / name)
+            print(f"{name}: {sum(f.stat().st_size for f in (given.out / name).iterdir())} bytes", flush=True)
+
+
+if __name__ == "__main__":
+    main()
