@@ -1,10 +1,21 @@
-"""Modules whose weights are NVFP4, what converts others to them, and `quantize_`, which does so all over a model."""
+"""Layers over groups of rows: trained in floating point, and frozen in NVFP4; what converts models to those, and `quantize_`."""
 
-from .converters import NVFP4Config, convert
+from .activations import ScaledClampedQGeGLU, ScaledSwiGLU, deinterleave, interleave
+from .config import NVFP4Config
+from .contract import ExpertsContract, contract_of, experts_from
+from .converters import convert
+from .custom import CustomExperts
 from .experts import Experts, NVFP4Experts
-from .grouped import GroupedLinear, GroupedSwiGLU
+from .grouped import GroupedSwiGLU, NVFP4GroupedLinear
+from .linear import GroupedLinear
 from .llama4 import Llama4MoE
+from .nvfp4_linear import NVFP4Linear
 from .prepare import prepare_
 from .quantize import quantize_
+from .sequential import Sequential
 
-__all__ = ["Experts", "GroupedLinear", "GroupedSwiGLU", "Llama4MoE", "NVFP4Config", "NVFP4Experts", "convert", "prepare_", "quantize_"]
+__all__ = [
+    "CustomExperts", "Experts", "ExpertsContract", "GroupedLinear", "GroupedSwiGLU", "Llama4MoE", "NVFP4Config", "NVFP4Experts",
+    "NVFP4GroupedLinear", "NVFP4Linear", "ScaledClampedQGeGLU", "ScaledSwiGLU", "Sequential", "contract_of", "convert", "deinterleave",
+    "experts_from", "interleave", "prepare_", "quantize_",
+]  # fmt: skip

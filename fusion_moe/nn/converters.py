@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,25 +12,25 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..encodings import check_finite
 from ..errors import Error, UnsupportedError
-from .experts import NVFP4Experts
-from .grouped import GroupedLinear, GroupedSwiGLU
+from .config import NVFP4Config
+from .contract import contract_of, experts_from, need_contract
+from .experts import NVFP4Experts, quantize_gate_up
+from .frozen import quantized
+from .grouped import GroupedSwiGLU, NVFP4GroupedLinear
 from .llama4 import Llama4MoE
 
-
-@dataclass(frozen=True)
-class NVFP4Config:
-    """How experts are quantized and computed. activation_format: "bf16" or "nvfp4" (compute capability 10.0 only)."""
-
-    activation_format: str = "bf16"
-
-
 Converter = Callable[[nn.Module, NVFP4Config], nn.Module]
+T = TypeVar("T")
 
 
-def _qwen3_moe(experts: nn.Module, config: NVFP4Config) -> nn.Module:
-    """transformers' Qwen3MoeExperts: gate_up_proj [E, 2I, H], gate above up; down_proj [E, H, I]"""
-    _need_silu(experts.act_fn)
-    return NVFP4Experts.from_float(_weight(experts, "gate_up_proj"), _weight(experts, "down_proj"), config.activation_format)
+def _by_contract(experts: nn.Module, config: NVFP4Config) -> nn.Module:
+    """What transformers' `use_experts_implementation` describes."""
+    contract = need_contract(experts)
+    up, down = contract.up(_weight(experts, contract.up_name)), contract.down(_weight(experts, "down_proj"))
+    up_bias, down_bias = (_weight(experts, name) for name in contract.names[2:]) if contract.has_bias else (None, None)
+    if up_bias is not None:
+        up_bias = contract.up_rows(up_bias)
+    return experts_from(experts, quantize_gate_up(up) if contract.has_gate else quantized(up), quantized(down), up_bias, down_bias, config)
 
 
 def _llama4_text_moe(moe: nn.Module, config: NVFP4Config) -> nn.Module:
@@ -42,7 +43,7 @@ def _llama4_text_moe(moe: nn.Module, config: NVFP4Config) -> nn.Module:
 
 def _grouped_linear(linear: nn.Module, config: NVFP4Config) -> nn.Module:
     """thunder's GroupedLinear: weight [G, N, K]"""
-    return GroupedLinear.from_float(_weight(linear, "weight"), None, config.activation_format)
+    return NVFP4GroupedLinear.from_float(_weight(linear, "weight"), None, config.activation_format)
 
 
 def _grouped_swiglu(swiglu: nn.Module, config: NVFP4Config) -> nn.Module:
@@ -74,41 +75,99 @@ def _need_silu(act_fn: object) -> None:
 
 # Class names and not classes: nothing is imported to look at a model that may not be its own.
 CONVERTERS: dict[str, Converter] = {
-    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts": _qwen3_moe,
     "transformers.models.llama4.modeling_llama4.Llama4TextMoe": _llama4_text_moe,
     "thunder.benchmarks.layers_for_inference_benchmark.GroupedLinear": _grouped_linear,
     "thunder.benchmarks.layers_for_inference_benchmark.GroupedSwiGLU": _grouped_swiglu,
     "thunder.benchmarks.layers_for_inference_benchmark.Llama4MoE": _llama4_moe,
 }
 
+# Experts that neither have a converter nor are described as the others are, and why.
+REFUSED = {
+    "transformers.models.dbrx.modeling_dbrx.DbrxExperts": "its weights are [E * I, H], and down is not the transpose of the others",
+    "transformers.models.jetmoe.modeling_jetmoe.JetMoeParallelExperts": "attention has experts too, one product each",
+    "transformers.models.longcat_flash.modeling_longcat_flash.LongcatFlashExperts": "some experts have no weights and return what they get",
+    "transformers.models.nllb_moe.modeling_nllb_moe.NllbMoeExperts": "each expert is a module of its own, without a gate",
+    "transformers.models.step3p7.modeling_step3p7.Step3p7Experts": "the gate is clamped after its activation",
+    "transformers.models.switch_transformers.modeling_switch_transformers.SwitchTransformersExperts":
+        "each expert is a module of its own, without a gate",
+}  # fmt: skip
+DECORATED = "experts that transformers' use_experts_implementation decorates"
+
 
 def converter_of(module: nn.Module) -> Converter | None:
     """What converts a module of this class, or of one that derives from it; None for any other."""
+    return _named(module, CONVERTERS) or (_by_contract if contract_of(module) else None)
+
+
+def why_refused(module: nn.Module) -> str:
+    """Why experts of this class are not converted; "" for a class that is not known, or is converted."""
+    return _named(module, REFUSED) or ""
+
+
+def _named(module: nn.Module, table: Mapping[str, T]) -> T | None:
+    """What a table has for the class of a module, or for one that it derives from."""
     names = (f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__)
-    return next((CONVERTERS[name] for name in names if name in CONVERTERS), None)
+    return next((table[name] for name in names if name in table), None)
 
 
 def convert(module: nn.Module, config: NVFP4Config | None = None, name: str = "") -> nn.Module:
     """The module of fusion_moe.nn that takes the place of another library's. `name` is the module's, for messages.
 
-    What is not quantized (a router, a shared expert) is taken over, not copied. Of weights on the meta device or fake ones come such,
-    for `fusion_moe.explain`. UnsupportedError for a class that is not known,
+    What is not quantized (a router, a shared expert, a norm) is taken over, not copied. Of weights on the meta device or fake ones come
+    such, for `fusion_moe.explain`. UnsupportedError for a class that is not known, or experts that a parallel plan divides,
     NonFiniteError for NaN or infinite weights, ShapeError for sizes that are no multiple of 16.
     """
-    converter, where = converter_of(module), name or type(module).__name__
-    if converter is None:
-        known = ", ".join(known_names())
-        raise UnsupportedError(f"no converter for {type(module).__name__}", expected=f"one of {known}", where=where)
+    _need_converter(module, name)
+    _check_values(module, name)
+    return converted(module, config, name)
+
+
+def check(module: nn.Module, config: NVFP4Config | None = None, name: str = "") -> None:
+    """Raises what `convert` would: converts a copy on the meta device, then looks at the values."""
+    converted(_without_memory(module), config, name)
+    _check_values(module, name)
+
+
+def _check_values(module: nn.Module, name: str) -> None:
     for key, parameter in module.named_parameters():
         has_values = not parameter.is_meta and not isinstance(parameter.data, FakeTensor)
         if parameter.dim() == 3 and has_values:  # what is quantized
-            check_finite(parameter.detach(), f"{where}.{key}")
+            check_finite(parameter.detach(), f"{name or type(module).__name__}.{key}")
+
+
+def converted(module: nn.Module, config: NVFP4Config | None = None, name: str = "") -> nn.Module:
+    """`convert` of weights that were looked at."""
+    converter = _need_converter(module, name)
     try:
         return converter(module, config or NVFP4Config()).train(module.training)
     except Error as error:
-        raise error.at(where) from None
+        raise error.at(name or type(module).__name__) from None
 
 
-def known_names() -> tuple[str, ...]:
-    """The names of the classes that are converted."""
-    return tuple(name.rsplit(".", 1)[1] for name in CONVERTERS)
+def _need_converter(module: nn.Module, name: str) -> Converter:
+    converter = converter_of(module)
+    if converter is None:
+        raise UnsupportedError(_what(module), expected=f"{DECORATED}, or {known_names()}", where=name or type(module).__name__)
+    return converter
+
+
+def _what(module: nn.Module) -> str:
+    why = why_refused(module)
+    return f"{type(module).__name__}: {why}" if why else f"no converter for {type(module).__name__}"
+
+
+def _without_memory(module: nn.Module) -> nn.Module:
+    """A copy whose parameters are on the meta device. All else is shared."""
+    made = copy.copy(module)
+    made._parameters = {name: None if p is None else _on_meta(p) for name, p in module._parameters.items()}
+    made._modules = {name: None if m is None else _without_memory(m) for name, m in module._modules.items()}
+    return made
+
+
+def _on_meta(p: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(p.detach(), device="meta"), requires_grad=False)
+
+
+def known_names() -> str:
+    """The classes that are converted by their names."""
+    return ", ".join(name.rsplit(".", 1)[1] for name in CONVERTERS)

@@ -41,7 +41,7 @@ def quantized(x: Tensor) -> Quantized:
 
 
 class FrozenModule(nn.Module):
-    """A module whose own parameters are moved and never cast: a cast would change what their bytes mean. `castable` names exceptions."""
+    """A module whose own tensors are moved and never cast: a cast would change what their bytes mean. `castable` names exceptions."""
 
     castable: tuple[str, ...] = ()
 
@@ -51,7 +51,7 @@ class FrozenModule(nn.Module):
         return sum(p.numel() * p.element_size() for p in self.parameters(recurse=False))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenModule:
-        fixed = [p for name, p in self._parameters.items() if name not in self.castable]
+        fixed = [t for name, t in (*self._parameters.items(), *self._buffers.items()) if name not in self.castable]
 
         def keep_dtype(t: Tensor) -> Tensor:
             moved = fn(t)

@@ -12,7 +12,7 @@ from .frozen import frozen, quantized
 from .packed import PackedModule
 
 
-class GroupedLinear(PackedModule):
+class NVFP4GroupedLinear(PackedModule):
     """G linear layers, each on its own run of rows: row r of group g becomes weight[g] @ row + bias[g].
 
     N out-features, K in-features. Parameters, frozen but for the bias:
@@ -40,7 +40,7 @@ class GroupedLinear(PackedModule):
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
     @classmethod
-    def from_float(cls, weight: Tensor, bias: Tensor | None = None, activation_format: str = "bf16") -> GroupedLinear:
+    def from_float(cls, weight: Tensor, bias: Tensor | None = None, activation_format: str = "bf16") -> NVFP4GroupedLinear:
         """weight float[G, N, K], bias float[G, N] -> the module, its weight quantized bit for bit as nvidia-modelopt does."""
         return cls(quantized(weight), bias, activation_format)
 
@@ -65,10 +65,10 @@ class GroupedLinear(PackedModule):
 class GroupedSwiGLU(nn.Module):
     """G SwiGLU layers on runs of rows: down(silu(gate(x)) * up(x)).
 
-    gate_up_proj: GroupedLinear with gate above up in its rows, one product for both; down_proj: GroupedLinear.
+    gate_up_proj: NVFP4GroupedLinear with gate above up in its rows, one product for both; down_proj: NVFP4GroupedLinear.
     """
 
-    def __init__(self, gate_up: GroupedLinear, down: GroupedLinear):
+    def __init__(self, gate_up: NVFP4GroupedLinear, down: NVFP4GroupedLinear):
         super().__init__()
         (groups, rows, _), (down_groups, _, packed) = gate_up.weight.shape, down.weight.shape
         if groups != down_groups or rows != 4 * packed:
@@ -78,8 +78,8 @@ class GroupedSwiGLU(nn.Module):
     @classmethod
     def from_float(cls, gate: Tensor, up: Tensor, down: Tensor, activation_format: str = "bf16") -> GroupedSwiGLU:
         """gate, up float[G, I, H], down float[G, H, I] -> the module with all three quantized, each with scales of its own."""
-        gate_up = GroupedLinear(quantize_gate_up(torch.cat([gate, up], 1)), None, activation_format)
-        return cls(gate_up, GroupedLinear.from_float(down, None, activation_format))
+        gate_up = NVFP4GroupedLinear(quantize_gate_up(torch.cat([gate, up], 1)), None, activation_format)
+        return cls(gate_up, NVFP4GroupedLinear.from_float(down, None, activation_format))
 
     def forward(self, hidden_states: Tensor, offs: Tensor) -> Tensor:
         """hidden_states [..., H] whose rows are sorted by group, offs i32[G] where the runs end -> [..., H]"""

@@ -54,7 +54,7 @@ def relayout_(module: PackedModule, layout: str) -> None:
         return
     here, there = LAYOUTS[module.weight_layout], LAYOUTS[layout]
     weights = [[getattr(module, name).detach() for name in names] for names in module.packed]
-    matrices = [[part[e] for part in parts] for parts in weights for e in range(len(parts[0]))]
+    matrices = [matrix for parts in weights for matrix in _matrices(parts)]
     done = 0
     try:
         for parts in matrices:
@@ -65,6 +65,11 @@ def relayout_(module: PackedModule, layout: str) -> None:
             _move(parts, module.encoding, there, here)
         raise
     module.weight_layout = layout
+
+
+def _matrices(parts: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """The parts [E, N, ...] of a weight by matrix; [N, ...] is one."""
+    return [parts] if parts[0].dim() == 2 else [[part[e] for part in parts] for e in range(len(parts[0]))]
 
 
 def _move(parts: Sequence[Tensor], encoding: Encoding, here: Layout, there: Layout) -> None:

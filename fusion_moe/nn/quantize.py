@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from ..errors import UnsupportedError
 from ..progress import progress
-from .converters import NVFP4Config, convert, converter_of, known_names
-from .experts import NVFP4Experts
-from .grouped import GroupedLinear
+from .config import NVFP4Config
+from .converters import DECORATED, check, converted, converter_of, known_names, why_refused
+from .grouped import NVFP4GroupedLinear
+from .projections import Projections
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -20,20 +24,36 @@ def quantize_(model: nn.Module, config: NVFP4Config | None = None, filter_fn: Fi
 
     A layer that is known as a whole is replaced as a whole, and what is inside of it is not looked at. filter_fn(module, name) says
     which ones; all without it. Fails before it changes anything: UnsupportedError if the model has no experts it knows,
-    NonFiniteError for NaN or infinite weights, ShapeError for sizes that are no multiple of 16, each with the module's name. While it
-    runs, the weights stand in memory in both forms.
+    NonFiniteError for NaN or infinite weights, ShapeError for sizes that are no multiple of 16, each with the module's name. A module
+    is replaced as soon as its weights are quantized, so that one is in memory in both forms; what an interruption leaves, another call
+    completes.
     """
+    names = _chosen(model, filter_fn)
+    for name in progress(names, "checking experts", len(names)):
+        check(model.get_submodule(name), config, name)
+    for name in progress(names, "quantizing experts", len(names)):
+        model.set_submodule(name, converted(model.get_submodule(name), config, name))
+    _tell_transformers(model)
+
+
+def _chosen(model: nn.Module, filter_fn: Filter | None) -> list[str]:
+    """The names of the modules that are converted. UnsupportedError if there are none, though they could be."""
     known = _known(model)
-    found = {name: m for name, m in known.items() if filter_fn is None or filter_fn(m, name)}
-    if not found:
+    names = [name for name, m in known.items() if filter_fn is None or filter_fn(m, name)]
+    if not names:
         _check_why_none(model, bool(known))
-    made = {name: convert(m, config, name) for name, m in progress(found.items(), "quantizing experts", len(found))}
-    for name, module in made.items():
-        model.set_submodule(name, module)
+    return names
+
+
+def _tell_transformers(model: nn.Module) -> None:
+    """transformers' save_pretrained would take the new parameters for the old ones and write what nothing loads."""
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    if modeling is not None and isinstance(model, modeling.PreTrainedModel):
+        importlib.import_module("fusion_moe.transformers.quantizer").attach(model)
 
 
 def _known(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that are converted, none inside of another: what calls it may count on what the other is."""
+    """The modules that can be converted, none inside of another: what calls it may count on what the other is."""
     if converter_of(model):
         raise UnsupportedError(
             f"{type(model).__name__}, which is not part of a model", expected="a model with such modules inside",
@@ -48,14 +68,19 @@ def _known(model: nn.Module) -> dict[str, nn.Module]:
 
 def _check_why_none(model: nn.Module, filtered: bool) -> None:
     """Nothing to do is right for a model that is quantized already, and an error that says why for any other."""
-    if any(isinstance(m, (NVFP4Experts, GroupedLinear)) for m in model.modules()):
+    where = type(model).__name__
+    if any(isinstance(m, (Projections, NVFP4GroupedLinear)) for m in model.modules()):
         return
-    others = {f"{name} ({type(m).__name__})" for name, m in model.named_modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))}
     if filtered:
-        raise UnsupportedError("filter_fn rejected all experts", expected="True for at least one", where=type(model).__name__)
+        raise UnsupportedError("filter_fn rejected all experts", expected="True for at least one", where=where)
+    for name, module in model.named_modules():
+        if why := why_refused(module):
+            found, todo = f"{name} ({type(module).__name__}) cannot be quantized: {why}", "keep it in floating point"
+            raise UnsupportedError(found, expected=DECORATED, todo=todo, where=where)
+    others = {f"{name} ({type(m).__name__})" for name, m in model.named_modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))}
     raise UnsupportedError(
         f"no experts that can be quantized; modules with 3-D weights: {', '.join(sorted(others)) or 'none'}",
-        expected=f"one of {', '.join(known_names())}",
-        todo="other architectures are not supported yet; NVFP4Experts.from_float builds the module from [E, 2I, H] and [E, H, I] weights",
-        where=type(model).__name__,
+        expected=f"{DECORATED}, or {known_names()}",
+        todo="NVFP4Experts.from_float makes the module of [E, 2I, H] and [E, H, I] weights",
+        where=where,
     )

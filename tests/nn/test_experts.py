@@ -10,8 +10,11 @@ from torch import nn
 import fusion_moe
 from fusion_moe import NVFP4Experts
 from fusion_moe.encodings import ENCODINGS, MXFP4, NVFP4, dequantize, quantize
-from fusion_moe.errors import ShapeError
+from fusion_moe.errors import ShapeError, UnsupportedError
 from fusion_moe.nn import Experts
+from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
+from fusion_moe.schedule.nvfuser import can_schedule
+from fusion_moe.target import TARGETS
 
 E, H, I = 3, 64, 64
 
@@ -36,7 +39,7 @@ def gpt_oss_example():
     return module
 
 
-@pytest.mark.parametrize("encoding", ["mxfp4", "bf16", "nvfp4"])
+@pytest.mark.parametrize("encoding", ["mxfp4", "int4", "bf16", "nvfp4"])
 def test_biases_clamp_and_interleave(encoding):
     """Interleaved rows of gate and up with everything that gpt-oss has, against the same rows apart, by hand."""
     gate_up, down = weights(encoding)
@@ -68,6 +71,30 @@ def test_prepared_mxfp4():
     assert all(torch.equal(after[name].view(torch.uint8), t.view(torch.uint8)) for name, t in before.items())
     with fusion_moe.options.override(target="reference"):
         torch.testing.assert_close(call(module), want, rtol=1e-5, atol=1e-5)
+
+
+def test_mxfp4_experts_become_nvfp4():
+    """The same numbers, in what nvFuser reads; with biases and prepared weights too."""
+    gate_up, down = weights("mxfp4")
+    gate_up.block_scale.view(torch.uint8)[0, 0] += 20  # more octaves than one decode scale can take
+    module = Experts(gate_up, down, gate_up_bias=torch.ones(E, 2 * I), limit=2.0)
+    want, numbers = call(module), [dequantize(q) for q in (gate_up, down)]
+    fusion_moe.prepare_(module, "cuda")
+    assert module.to_nvfp4() is module
+    assert (module.encoding, module.weight_layout) == (NVFP4, "linear")
+    assert {name: tuple(t.shape) for name, t in module.state_dict().items() if "decode" in name} == {
+        "gate_up_decode_scale": (E, 2 * I), "down_decode_scale": (E,),
+    }  # fmt: skip
+    assert [torch.equal(dequantize(module.weight(name)), w) for name, w in zip(("gate_up", "down"), numbers, strict=True)] == [True, True]
+    torch.testing.assert_close(call(module), want, rtol=1e-5, atol=1e-5)
+    assert module.to_nvfp4().weight("down").codes.data_ptr() == module.down_proj.data_ptr()
+    with pytest.raises(UnsupportedError, match="a weight in int4; expected mxfp4"):
+        Experts(*weights("int4")).to_nvfp4()
+    call_of = {"x": torch.zeros(4, H).bfloat16(), "offs": torch.tensor([1, 2, 4], dtype=torch.int32)}
+    for weight, why in ((weights("mxfp4")[0], "pack of mxfp4: nvfp4 is lowered"), (module.weight("gate_up"), None)):
+        bound = bind(SPECS["grouped_mm"], (call_of["x"], list(weight), call_of["offs"]), {"weight_format": weight.encoding.name})
+        fusion = fusion_of("grouped_mm", eager_types(bound), bound.others)
+        assert can_schedule(fusion, TARGETS["sm_90"]) == why
 
 
 def test_state_dicts_with_two_decode_scales():

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion_moe
 from fusion_moe.encodings import quantize
-from fusion_moe.nn import GroupedLinear, frozen
+from fusion_moe.nn import NVFP4GroupedLinear, frozen
 from fusion_moe.runtime import pages
 
 E, H, I = 6, 1024, 1024
@@ -42,7 +42,7 @@ def same_bytes(a, b):
 @needs_advice
 def test_quantized_weights_are_made_there(made):
     assert starts_at_pages(made) == [True, True]
-    assert GroupedLinear.from_float(floats(E, H, I)).weight.data_ptr() % pages.PAGE == 0
+    assert NVFP4GroupedLinear.from_float(floats(E, H, I)).weight.data_ptr() % pages.PAGE == 0
 
 
 @pytest.mark.parametrize("panel", [1, 3 * I * H, 4 * I * H, 2**40])
@@ -57,10 +57,10 @@ def test_a_few_matrices_at_a_time_give_the_bytes_of_all_at_once(panel, monkeypat
 
 def test_the_default_dtype_changes_nothing():
     weight = floats(E, H, I)
-    want = GroupedLinear.from_float(weight)
+    want = NVFP4GroupedLinear.from_float(weight)
     torch.set_default_dtype(torch.float64)
     try:
-        assert same_bytes(GroupedLinear.from_float(weight), want)
+        assert same_bytes(NVFP4GroupedLinear.from_float(weight), want)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -89,17 +89,17 @@ def test_quantizing_needs_room_for_a_few_matrices_only(monkeypatch):
 @needs_advice
 def test_tensors_from_elsewhere_are_copied_there():
     weight = quantize(floats(E, H, I))
-    module = GroupedLinear(weight)
+    module = NVFP4GroupedLinear(weight)
     assert module.weight.data_ptr() % pages.PAGE == 0
     assert torch.equal(module.weight, weight.codes)
-    assert GroupedLinear(weight.with_(codes=module.weight.detach())).weight.data_ptr() == module.weight.data_ptr()
+    assert NVFP4GroupedLinear(weight.with_(codes=module.weight.detach())).weight.data_ptr() == module.weight.data_ptr()
 
 
 def test_it_keeps_no_gradients_of_what_it_was_made_of():
     weight = floats(E, H, I).requires_grad_()
-    module = GroupedLinear.from_float(weight)
+    module = NVFP4GroupedLinear.from_float(weight)
     assert not any(p.requires_grad for p in module.parameters())
-    assert torch.equal(module.weight, GroupedLinear.from_float(weight.detach()).weight)
+    assert torch.equal(module.weight, NVFP4GroupedLinear.from_float(weight.detach()).weight)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import fusion_moe
 from fusion_moe.encodings import Quantized
 from fusion_moe.errors import NonFiniteError, ShapeError
 from fusion_moe.layouts import LAYOUTS, W16X64
-from fusion_moe.nn import GroupedLinear
+from fusion_moe.nn import NVFP4GroupedLinear
 
 E, H, I = 3, 128, 64
 
@@ -87,7 +87,7 @@ def test_sizes_off_the_tile_stay_linear():
 
 def test_negative_scales_are_refused():
     weight = Quantized(torch.zeros(2, 16, 32, dtype=torch.uint8), torch.full((2, 16, 4), -1.0).to(torch.float8_e4m3fn), torch.ones(2))
-    model = torch.nn.ModuleDict({"layer": GroupedLinear(weight)})
+    model = torch.nn.ModuleDict({"layer": NVFP4GroupedLinear(weight)})
     with pytest.raises(NonFiniteError, match=r"layer: 0 NaN and 128 negative .* of weight_scale \[2, 16, 4\], the first at \(0, 0, 0\)"):
         fusion_moe.prepare_(model, "cuda")
     assert model["layer"].weight_layout == "linear"

@@ -1,4 +1,4 @@
-"""GroupedLinear and GroupedSwiGLU against loops in float64, and what they are made from."""
+"""NVFP4GroupedLinear and GroupedSwiGLU against loops in float64, and what they are made from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ways import HOW, every_way
 import fusion_moe
 from fusion_moe.encodings import quantize
 from fusion_moe.errors import NonFiniteError, ShapeError, UnsupportedError
-from fusion_moe.nn import GroupedLinear, GroupedSwiGLU, convert
+from fusion_moe.nn import GroupedSwiGLU, NVFP4GroupedLinear, convert
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
 
@@ -29,16 +29,16 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def linear(groups: int, n: int = 48, k: int = 64, bias: bool = False) -> GroupedLinear:
-    return GroupedLinear.from_float(random(groups, n, k) * 0.1, random(groups, n, seed=1) if bias else None)
+def linear(groups: int, n: int = 48, k: int = 64, bias: bool = False) -> NVFP4GroupedLinear:
+    return NVFP4GroupedLinear.from_float(random(groups, n, k) * 0.1, random(groups, n, seed=1) if bias else None)
 
 
-def meant(of: GroupedLinear) -> Tensor:
+def meant(of: NVFP4GroupedLinear) -> Tensor:
     """f64[G, N, K]: what the bytes of a module mean."""
     return loops.decoded(of.weight.detach(), of.weight_scale.detach(), of.weight_decode_scale.detach())
 
 
-def by_loop(of: GroupedLinear, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+def by_loop(of: NVFP4GroupedLinear, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
     out = loops.product(x, meant(of), sizes)
     for group, rows in Partition(sizes, 0).runs if of.bias is not None else ():
         out[rows] += of.bias.detach().double()[group]
@@ -129,18 +129,18 @@ def test_copies_and_state_dicts():
     other.load_state_dict(module.state_dict())
     assert other(x, ends).equal(module(x, ends))
     assert copy.deepcopy(module)(x, ends).equal(module(x, ends))
-    assert repr(module).startswith("GroupedLinear(groups=2, in_features=64, out_features=48, bias=True")
+    assert repr(module).startswith("NVFP4GroupedLinear(groups=2, in_features=64, out_features=48, bias=True")
     assert module.nbytes == 2 * 48 * 64 * 9 // 16 + 2 * 4 + 2 * 48 * 4
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: GroupedLinear(quantize(random(8, 32))),
-        lambda: GroupedLinear(quantize(random(2, 8, 32)), random(2, 9)),
+        lambda: NVFP4GroupedLinear(quantize(random(8, 32))),
+        lambda: NVFP4GroupedLinear(quantize(random(2, 8, 32)), random(2, 9)),
         lambda: GroupedSwiGLU(linear(2, 64, 64), linear(2, 64, 64)),
         lambda: GroupedSwiGLU(linear(2, 64, 64), linear(3, 64, 32)),
-        lambda: GroupedLinear.from_float(random(2, 8, 24)),
+        lambda: NVFP4GroupedLinear.from_float(random(2, 8, 24)),
     ],
 )
 def test_sizes_that_do_not_fit(make):
@@ -195,7 +195,7 @@ def test_thunders_layers(source):
     )
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     fusion_moe.quantize_(model.eval())
-    assert (type(model["one"]), type(model["all"]), model["one"].training) == (GroupedLinear, GroupedSwiGLU, False)
+    assert (type(model["one"]), type(model["all"]), model["one"].training) == (NVFP4GroupedLinear, GroupedSwiGLU, False)
     assert model["one"].weight.equal(quantize(weights["one.weight"]).codes)
     x, ends, sizes = random(11, 64, dtype=torch.bfloat16), Partition((4, 0, 7), 0).ends, (4, 0, 7)
     gate, up, down = (weights[f"all.{name}_proj.weight"].double() for name in ("gate", "up", "down"))
@@ -211,10 +211,10 @@ def test_thunders_layers(source):
 def test_a_module_that_is_no_part_of_a_model(source):
     layers = thunders(source)
     module = layers.GroupedLinear(3, 64, 48, torch.float32, "cpu")
-    assert isinstance(convert(module), GroupedLinear)
+    assert isinstance(convert(module), NVFP4GroupedLinear)
     with pytest.raises(UnsupportedError, match=r"fusion_moe\.nn\.convert\(module\) returns its replacement"):
         fusion_moe.quantize_(module)
-    with pytest.raises(UnsupportedError, match="no converter for Linear; expected one of Qwen3MoeExperts, "):
+    with pytest.raises(UnsupportedError, match="no converter for Linear; expected experts that transformers' use_experts"):
         convert(nn.Linear(16, 16))
     with torch.no_grad():
         module.weight[2, 5, 7] = float("nan")

@@ -1,0 +1,70 @@
+"""What layers over groups ask of the tensors of a call, before any memory is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import DeviceError, DtypeError, ShapeError, UnsupportedError
+from ..ir.effects import overlap
+from ..ir.types import DTYPES, FLOATS
+
+FLOAT_DTYPES = tuple(DTYPES[name] for name in FLOATS)
+
+
+def need_rows(name: str, x: Tensor, width: int, where: str) -> None:
+    """ShapeError or DtypeError unless x is float[..., width]."""
+    if x.dim() < 1 or x.shape[-1] != width:
+        raise ShapeError(f"{name} {list(x.shape)}", expected=f"[..., {width}]", where=where)
+    need_float(name, x, where)
+
+
+def need_float(name: str, t: Tensor, where: str) -> None:
+    """DtypeError unless floats are what a product takes."""
+    if t.dtype not in FLOAT_DTYPES:
+        todo = "quantized weights are frozen: fusion_moe.nn.NVFP4GroupedLinear takes them" if name.startswith("weight") else ""
+        raise DtypeError(f"{name} is {t.dtype}", expected=f"one of {', '.join(map(str, FLOAT_DTYPES))}", todo=todo, where=where)
+
+
+def need_scales(scales: Tensor | None, x: Tensor, where: str) -> Tensor:
+    """scales float[...], one for each row of x [..., K] -> [M]. ShapeError, DtypeError or DeviceError."""
+    if scales is None:
+        raise ShapeError("no scales", expected=f"{list(x.shape[:-1])}, one for each row", where=where)
+    if scales.shape != x.shape[:-1] and scales.shape != (x.numel() // x.shape[-1],):
+        raise ShapeError(f"scales {list(scales.shape)}", expected=f"{list(x.shape[:-1])}, one for each row", where=where)
+    need_float("scales", scales, where)
+    need_device("scales", scales, x, where)
+    return scales.reshape(-1)
+
+
+def need_device(name: str, t: Tensor, x: Tensor, where: str) -> None:
+    """DeviceError unless a tensor is where the rows are."""
+    if t.device != x.device:
+        raise DeviceError(f"{name} on {t.device}, rows on {x.device}", expected="one device", todo="move it with .to(device)", where=where)
+
+
+def need_buffer(name: str, buffer: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device, where: str) -> None:
+    """Raises unless a caller's buffer can be written: ShapeError, DtypeError, DeviceError, or UnsupportedError if autograd tracks it."""
+    if tuple(buffer.shape) != tuple(shape):
+        raise ShapeError(f"{name} {list(buffer.shape)}", expected=str(list(shape)), where=where)
+    if buffer.dtype != dtype:
+        raise DtypeError(f"{name} is {buffer.dtype}", expected=str(dtype), where=where)
+    if buffer.device != device:
+        raise DeviceError(f"{name} on {buffer.device}", expected=str(device), where=where)
+    if not buffer.is_contiguous():
+        found = f"{name} {list(buffer.shape)} with strides {list(buffer.stride())}"
+        raise ShapeError(found, expected="a contiguous tensor", where=where)
+    if buffer.requires_grad:
+        raise UnsupportedError(f"{name} requires a gradient", expected="memory that autograd does not track", todo="detach it", where=where)
+
+
+def need_apart(buffers: Iterable[tuple[str, Tensor]], others: Iterable[tuple[str, Tensor]], where: str) -> None:
+    """ShapeError if a buffer overlaps another tensor, or one of the buffers before it."""
+    before = list(others)
+    for name, buffer in buffers:
+        for other, t in before:
+            if overlap(buffer, t):
+                raise ShapeError(f"{name} overlaps {other}", expected="memory of its own", where=where)
+        before.append((name, buffer))

@@ -1,0 +1,79 @@
+"""Experts with any activation: a model's own function between two grouped products, and its norm after them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..encodings import Quantized
+from .activations import interleave
+from .projections import Projections
+
+ops = torch.ops.fusion_moe
+Product = Callable[[Tensor, Tensor], Tensor]  # rows [M, K] sorted by expert and the ends of experts' runs -> [M, N]
+
+
+def in_steps(function: Any, x: Tensor, ids: Tensor, w: Tensor, groups: int, up: Product, down: Product) -> Tensor:
+    """x [T, H], ids int[T, k], w [T, k] -> [T, H] in the operations that `fused_experts` is made of, around a module's own function.
+
+    function: what transformers' `use_experts_implementation` describes: `_apply_gate`, or `act_fn` without a gate, and perhaps
+    `post_expert_norm`. torch.compile(backend="fusion_moe") fuses what it computes into the products.
+    """
+    ends, row_of, slot_of = ops.route(ids, groups)
+    y = up(x[row_of], ends)
+    y = down(function._apply_gate(y) if function.has_gate else function.act_fn(y), ends)
+    if getattr(function, "has_post_expert_norm", False):
+        y = function.post_expert_norm(y)
+    return ops.combine(y, slot_of, w)
+
+
+class CustomExperts(Projections):
+    """E experts of MLPs with any activation: norm(down(function(up(x)))), summed over a token's experts with the router's weights.
+
+    function: the module of a model that computed this, without its parameters. Its submodules (an activation, a norm) are this module's,
+    under the same names.
+    """
+
+    function: Any
+
+    def __init__(
+        self, up: Quantized, down: Quantized, function: nn.Module, activation_format: str = "bf16", *,
+        up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    ):  # fmt: skip
+        """up [E, 2I, H], gate above up, or [E, I, H] if the function has no gate; down [E, H, I], of one encoding."""
+        super().__init__(bool(function.has_gate), up, down, activation_format, up_bias, down_bias)
+        for name, module in function.named_children():
+            self.add_module(name, module)
+        kept = copy.copy(function)
+        kept._parameters, kept._modules = {}, self._modules
+        self.__dict__["function"] = kept  # no submodule: its submodules are this module's
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [..., H], top_k_index int[T, k], top_k_weights [T, k] -> [..., H]; T tokens in all."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        y = in_steps(self.function, x, top_k_index, top_k_weights, len(self.down_proj), self._up, self._down)
+        return y.to(x.dtype).view(hidden_states.shape)
+
+    def _up(self, rows: Tensor, ends: Tensor) -> Tensor:
+        y = self._product(self.projections[0], rows, ends)
+        in_turns = self.function.has_gate and not self.function.is_concatenated
+        return interleave(y, 1, -1) if in_turns else y
+
+    def _down(self, rows: Tensor, ends: Tensor) -> Tensor:
+        return self._product("down", rows, ends)
+
+    def _product(self, projection: str, rows: Tensor, ends: Tensor) -> Tensor:
+        y = ops.grouped_mm(
+            rows, self._parts(projection), ends, weight_format=self.encoding.name, weight_layout=self.weight_layout,
+            activation_format=self.activation_format,
+        )  # fmt: skip
+        bias = self._bias(projection, y)
+        return y if bias is None else ops.group_add(y, bias, ends)
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        return f"{super().extra_repr()}, function={type(self.function).__name__}"

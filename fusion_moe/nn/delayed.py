@@ -1,0 +1,64 @@
+"""Gradients of weights that wait until they are asked for: `backward_dw`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError
+from ..parts import Input
+from . import main_grad
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The backward of one call for the weights alone. main: whether the gradient goes to their main_grad."""
+
+    text: str
+    inputs: Sequence[Input]
+    env: dict[str, Any]
+    options: str
+    params: main_grad.Params
+    main: bool
+
+    def run(self) -> None:
+        """Adds the gradient of each weight that wants one."""
+        (found,) = main_grad.run(self.text, self.inputs, self.env, self.options, {0: self.params} if self.main else {})
+        if found is None:
+            for p in self.params:
+                if p.requires_grad and hasattr(p, "grad_added_to_main_grad"):
+                    p.grad_added_to_main_grad = True
+            return
+        each = found.unbind() if self.params[0].dim() == 2 else (found,)
+        for p, grad in zip(self.params, each, strict=True):
+            if p.requires_grad:
+                p.grad = grad.to(p.dtype) if p.grad is None else p.grad.add_(grad)
+
+
+@dataclass
+class Delayed:
+    """The backwards of a module that wait, oldest first, and what is called after each."""
+
+    waiting: deque[Waiting] = field(default_factory=deque)
+    hooks: list[Callable[[], Any]] = field(default_factory=list)
+
+    def run(self, where: str) -> None:
+        """Runs the oldest, frees what it held, calls the hooks."""
+        if not self.waiting:
+            expected, todo = "a backward whose weights' gradients wait", "call it once for each backward through the module"
+            raise UnsupportedError("backward_dw with nothing to do", expected=expected, todo=todo, where=where)
+        with torch.no_grad():
+            self.waiting.popleft().run()
+        for hook in self.hooks:
+            hook()
+
+    def __deepcopy__(self, memo: Any) -> Delayed:
+        """Of a copied module nothing waits."""
+        return Delayed(hooks=list(self.hooks))
+
+    def __reduce__(self) -> Any:
+        return (Delayed, ())

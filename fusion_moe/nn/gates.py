@@ -1,0 +1,91 @@
+"""Which arguments of `scaled_swiglu`, if any, say what the experts of a model compute between their two products.
+
+They are guessed from the names that transformers' families use, and confirmed by comparing numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .. import options
+
+_FEATURES, _ROWS = 8, 256  # of the activation's result, and how many rows are compared
+_LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
+
+
+class Swiglu(NamedTuple):
+    """Arguments of `scaled_swiglu`."""
+
+    interleave: int
+    limit: float | None
+    alpha: float
+    up_offset: float
+
+
+_found: dict[Hashable, Swiglu | None] = {}
+
+
+def swiglu_of(module: Any) -> Swiglu | None:
+    """The arguments of `scaled_swiglu` with which it is this module's activation; None if it is another one."""
+    if not module.has_gate:
+        return None
+    key = _key(module)
+    if key not in _found:
+        _found[key] = _confirmed(module)
+    return _found[key]
+
+
+# torch.compiler.assume_constant_result, which imports the tracer: a graph is of one module, and what its experts compute does not change
+swiglu_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _key(module: Any) -> Hashable:
+    """What the activation depends on: the module's class, its function, the numbers of both."""
+    function = getattr(module, "act_fn", None)
+    return type(module), repr(function), _numbers(module), _numbers(function)
+
+
+def _numbers(owner: Any) -> Hashable:
+    found = getattr(owner, "__dict__", {}).items()
+    return tuple((name, v) for name, v in found if isinstance(v, (bool, int, float)) and name != "training")
+
+
+def _confirmed(module: Any) -> Swiglu | None:
+    # in float32 on the CPU, outside of what is being traced or has no memory; the reference compiles nothing
+    autocast, reference = torch.autocast("cpu", enabled=False), options.override(target="reference")
+    with _disable_current_modes(), torch.device("cpu"), torch.no_grad(), autocast, reference:
+        x = _rows()
+        try:
+            want = module._apply_gate(x)
+        except Exception:  # whatever it needs beside the rows
+            return None
+        return next((how for how in _candidates(module) if _equal(torch.ops.fusion_moe.scaled_swiglu(x, **how._asdict()), want)), None)
+
+
+def _rows() -> Tensor:
+    """f32[_ROWS, 2 * _FEATURES] of magnitudes from 1/100 to 10,000: beyond any limit, and where the functions bend."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    shape = _ROWS, 2 * _FEATURES
+    signs = torch.randint(0, 2, shape, generator=generator, device="cpu") * 2.0 - 1.0
+    return signs * 10.0 ** (6 * torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32) - 2)
+
+
+def _candidates(module: Any) -> Iterator[Swiglu]:
+    """Arguments of `scaled_swiglu`, from the attributes of a module."""
+    interleave = 0 if module.is_concatenated else 1
+    limits, alphas = [None, *_attributes(module, _LIMITS)], [1.0, *_attributes(module, _ALPHAS)]
+    return (Swiglu(interleave, *rest) for rest in product(limits, alphas, (0.0, 1.0)))
+
+
+def _attributes(module: Any, names: tuple[str, ...]) -> list[float]:
+    return list(dict.fromkeys(float(v) for name in names if isinstance(v := getattr(module, name, None), (int, float))))
+
+
+def _equal(got: Tensor, want: Tensor) -> bool:
+    return got.shape == want.shape and torch.allclose(got, want, rtol=1e-5, atol=1e-6)

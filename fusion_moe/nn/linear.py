@@ -1,0 +1,190 @@
+"""Linear layers over groups of rows, trained in floating point."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DtypeError, OptionError, ShapeError
+from ..ir.types import dtype_name
+from . import checks, splits
+from .delayed import Delayed
+from .packing import GroupedParameters
+from .stages import ROWS, Call, Operand, Stage, call
+from .tracked import Effects, tracked
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class GroupedLinear(GroupedParameters):
+    """G linear layers, each on its own run of rows: row r of group g becomes weight[g] @ row + bias[g].
+
+    G num_groups, K in_features, N out_features, M rows. Parameters of one float dtype:
+
+        weight0 .. weight{G-1}  [N, K] each, or with single_grouped_weight  weight [G, N, K]
+        bias0 .. bias{G-1}      [N] each, or with single_grouped_bias       bias [G, N]; None without bias
+
+    Each weight starts kaiming-uniform with a = sqrt(5), biases start at zero. weight0 .. are views of one buffer, so that a product takes
+    them as [G, N, K] without a copy; others may be registered in their places, which are copied for each call unless they are contiguous
+    neighbours in one storage too. State dicts of either form load. On device="meta" nothing is allocated.
+
+    The result has autocast's dtype where that is on, else the weights'. Gradients are computed for tensors that require one, and for no
+    other; those of weight0 .. are slices of one [G, N, K].
+
+    scale_bias: with a bias, row r gets scales[r] * bias[g]; scales may require a gradient.
+    accumulate_into_main_grad: the backward adds a weight's gradient to `weight.main_grad`, float32 or bfloat16 of its shape, which
+        must be there in the forward (or what `weight.get_main_grad()` returns); it writes over it if `weight.overwrite_main_grad`.
+        A weight with an attribute `grad_added_to_main_grad` has it set to True, and hooks of autograd find a gradient without meaning
+        (zeros if `weight.zero_out_wgrad`); any other gets None.
+    delay_wgrad_compute: the backward leaves out the gradients of weights; `backward_dw` computes those of the oldest backward.
+
+    Under torch.compile a call is part of the graph, unless it writes: out, grad_input, main_grad and delayed gradients break it.
+    """
+
+    def __init__(
+        self, num_groups: int, in_features: int, out_features: int, *, bias: bool = True, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, accumulate_into_main_grad: bool = False, single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False, delay_wgrad_compute: bool = False, scale_bias: bool = False,
+    ):  # fmt: skip
+        for name, n in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
+            if not isinstance(n, int) or n <= 0:
+                raise OptionError(f"{name} = {n!r}", expected="a positive integer", where="GroupedLinear")
+        dtype = dtype or torch.get_default_dtype()
+        if dtype not in _DTYPES:
+            raise DtypeError(f"dtype = {dtype}", expected=f"one of {', '.join(map(str, _DTYPES))}", where="GroupedLinear")
+        super().__init__(num_groups)
+        self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
+        self.scale_bias = scale_bias and bias
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.delayed = Delayed() if delay_wgrad_compute else None
+        self.add_grouped("weight", (out_features, in_features), single_grouped_weight, device=device, dtype=dtype)
+        if bias:
+            self.add_grouped("bias", (out_features,), single_grouped_bias, device=device, dtype=dtype)
+        else:
+            self.add_none("bias", single_grouped_bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """New weights, kaiming-uniform with a = sqrt(5), one group after another; biases of zero."""
+        with torch.no_grad():
+            for weight in self.each("weight"):
+                nn.init.kaiming_uniform_(weight, a=sqrt(5))
+            for bias in self.each("bias") if self.use_bias else ():
+                bias.zero_()
+
+    @property
+    def delay_wgrad_compute(self) -> bool:
+        """Whether gradients of weights wait for `backward_dw`."""
+        return self.delayed is not None
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's; a weight whose gradient is delayed says so to who would reduce it: `skip_backward_post_hook`."""
+        super().register_parameter(name, param)
+        if name.startswith("weight"):
+            self._mark(param)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for key in self.keys("weight"):
+            self._mark(self._parameters[key])
+
+    def _mark(self, weight: nn.Parameter | None) -> None:
+        if weight is not None and self.__dict__.get("delayed") is not None:
+            weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def forward(
+        self, x: Tensor, split_sizes: Tensor | None = None, scales: Tensor | None = None, *, offs: Tensor | None = None,
+        out: Tensor | None = None, grad_input: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """x [..., K], M rows sorted by group -> [..., N].
+
+        split_sizes: int[G], the rows of each group; or offs: i32[G], where the runs end. Zeros for rows past the last one.
+        scales: float[...], one for each row, with scale_bias.
+        out [..., N], grad_input [..., K]: contiguous memory of the result's dtype and x's, where the result and x's gradient are
+        written. Their rows past the last run keep what they hold.
+
+        GroupsError, ShapeError, DtypeError, DeviceError or UnsupportedError for what does not fit, before memory is written.
+        """
+        where = type(self).__name__
+        checks.need_rows("x", x, self.in_features, where)
+        ends = splits.ends_of(split_sizes, offs, self.num_groups, x, where)
+        made, rows = call(x.reshape(-1, self.in_features), [self.stage(x, ends, scales)]), x.shape[:-1]
+        effects = self.effects(made)
+        if out is None and grad_input is None and effects is None:
+            return made.run().view(*rows, self.out_features)
+        self._check_buffers(x, made.inputs, out, grad_input)
+        flat = [None if t is None else t.view(-1, t.shape[-1]) for t in (out, grad_input)]
+        return tracked(made, effects or Effects({}, {}), ends, *flat, where=where).view(*rows, self.out_features)
+
+    def stage(self, x: Tensor, ends: Tensor, scales: Tensor | None) -> Stage:
+        """What the layer adds to a program: ends i32[G], scales float[...] or None, for rows like those of x."""
+        where, groups = type(self).__name__, self.num_groups
+        weight = Operand(self.grouped("weight"), (groups, self.out_features, self.in_features))
+        bias = Operand(self.grouped("bias"), (groups, self.out_features)) if self.use_bias else None
+        if scales is not None and not self.scale_bias:
+            raise ShapeError("scales", expected="none", todo="a GroupedLinear with a bias and scale_bias=True takes them", where=where)
+        column = Operand(checks.need_scales(scales, x, where), (ROWS,)) if self.scale_bias else None
+        for name, operand in (("weight", weight), ("bias", bias)):
+            if operand is not None:
+                first = operand.tensor[0] if isinstance(operand.tensor, tuple) else operand.tensor
+                checks.need_float(name, first, where)
+                checks.need_device(name, first, x, where)
+        dtype = dtype_name(self.compute_dtype(x.device))
+        return Stage("linear", self.in_features, (weight, Operand(ends, (groups,)), bias, column), (dtype,))
+
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype of the result: autocast's where that is on, else the weights'."""
+        dtype, kind = getattr(self, self.keys("weight")[0]).dtype, device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and dtype != torch.float64 else dtype
+
+    def effects(self, made: Call) -> Effects | None:
+        """What the backward of a program that the layer is part of writes for its weights; None if nothing."""
+        if not (self.accumulate_into_main_grad or self.delayed) or not torch.is_grad_enabled():
+            return None
+        weight = self.grouped("weight")
+        params = weight if isinstance(weight, tuple) else (weight,)
+        if not any(p.requires_grad for p in params):
+            return None
+        place = made.place(weight)
+        mains = {place: params} if self.accumulate_into_main_grad else {}
+        return Effects(mains, {place: (self.delayed, params)} if self.delayed is not None else {})
+
+    def _check_buffers(self, x: Tensor, inputs: Any, out: Tensor | None, grad_input: Tensor | None) -> None:
+        where, dtype, buffers = type(self).__name__, self.compute_dtype(x.device), []
+        if out is not None:
+            checks.need_buffer("out", out, (*x.shape[:-1], self.out_features), dtype, x.device, where)
+            buffers.append(("out", out))
+        if grad_input is not None:
+            checks.need_buffer("grad_input", grad_input, x.shape, x.dtype, x.device, where)
+            buffers.append(("grad_input", grad_input))
+        names = ["x"] + ["an operand"] * (len(inputs) - 1)
+        others = ((name, t) for name, each in zip(names, inputs, strict=True) for t in (each if isinstance(each, tuple) else (each,)))
+        checks.need_apart(buffers, others, where)
+
+    def backward_dw(self) -> None:
+        """The gradients of weights of the oldest backward that left them out: added to `grad`, or to `main_grad`.
+
+        Frees what was saved for them, then calls the registered hooks, once each. UnsupportedError if no backward waits.
+        """
+        if self.delayed is None:
+            raise OptionError("backward_dw", expected="delay_wgrad_compute=True", where=type(self).__name__)
+        self.delayed.run(type(self).__name__)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
+        """hook() is called at the end of each `backward_dw`."""
+        if self.delayed is None:
+            raise OptionError("a hook of backward_dw", expected="delay_wgrad_compute=True", where=type(self).__name__)
+        self.delayed.hooks.append(hook)
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        sizes = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+        flags = {
+            "accumulate_into_main_grad": self.accumulate_into_main_grad, "single_grouped_weight": self.single["weight"],
+            "single_grouped_bias": self.single.get("bias", False), "delay_wgrad_compute": self.delay_wgrad_compute,
+            "scale_bias": self.scale_bias,
+        }  # fmt: skip
+        return sizes + "".join(f", {name}=True" for name, on in flags.items() if on)

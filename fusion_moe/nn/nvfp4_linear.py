@@ -1,0 +1,51 @@
+"""A linear layer whose weight is in NVFP4: attention, shared experts, dense layers of a quantized checkpoint."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..encodings import Quantized
+from ..errors import ShapeError
+from .frozen import frozen
+from .packed import PackedModule
+
+
+class NVFP4Linear(PackedModule):
+    """x @ weight.T + bias, a grouped product of one group.
+
+    N out-features, K in-features. Parameters, frozen, by the names that nvidia-modelopt gives them:
+
+        weight          uint8          [N, K/2]    two codes a byte, low nibble first
+        weight_scale    float8_e4m3fn  [N, K/16]   linear order
+        weight_scale_2  float32        []          multiplies
+        bias            float          [N]         or None; the only one that a cast of the model casts
+    """
+
+    castable = ("bias",)
+    packed = (("weight", "weight_scale"),)
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Quantized, bias: Tensor | None = None):
+        """weight nvfp4[N, K], bias float[N]."""
+        super().__init__()
+        if len(weight.shape) != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            found = "" if bias is None else f" and bias {list(bias.shape)}"
+            raise ShapeError(f"weight {list(weight.shape)}{found}", expected="[N, K] and [N]")
+        self.out_features, self.in_features = weight.shape
+        self.weight, self.weight_scale, self.weight_scale_2 = map(frozen, weight)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]"""
+        rows = x.reshape(-1, self.in_features)
+        offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
+        weight = self.weight[None], self.weight_scale[None], self.weight_scale_2[None]
+        y = torch.ops.fusion_moe.nvfp4_grouped_mm(rows, *weight, offs, weight_layout=self.weight_layout)
+        y = y.view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, weight_layout={self.weight_layout!r}"

@@ -1,0 +1,105 @@
+"""Parameters of G experts, as one [G, ...] or as G neighbours in one buffer, and state dicts of either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DeviceError, DtypeError, ShapeError
+from ..parts import Input, are_neighbours
+
+
+class GroupedParameters(nn.Module):
+    """A module with a parameter for each of G groups: `name` [G, ...] where `single[name]`, else name0 .. name{G-1}, views of one buffer.
+
+    They stay neighbours when the module is moved, cast, copied or unpickled. Any of them may be replaced (`register_parameter`): what
+    are no neighbours then is stacked for each call, which takes memory and time for a copy.
+    """
+
+    def __init__(self, groups: int):
+        super().__init__()
+        self.num_groups = groups
+        self.single: dict[str, bool] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._keys: dict[str, list[str]] = {}
+
+    def add_grouped(self, name: str, shape: tuple[int, ...], single: bool, **factory: Any) -> None:
+        """A parameter [*shape] for each group, not initialized."""
+        self.single[name], self.shapes[name], self._keys[name] = single, shape, self._names(name, single)
+        buffer = torch.empty(self.num_groups, *shape, **factory)
+        for key, t in zip(self.keys(name), [buffer] if single else buffer.unbind(), strict=True):
+            self.register_parameter(key, nn.Parameter(t))
+
+    def add_none(self, name: str, single: bool) -> None:
+        """No parameter, under the names that it would have."""
+        for key in self._names(name, single):
+            self.register_parameter(key, None)
+
+    def _names(self, name: str, single: bool) -> list[str]:
+        return [name] if single else [f"{name}{g}" for g in range(self.num_groups)]
+
+    def keys(self, name: str) -> list[str]:
+        """The names of the parameters."""
+        return self._keys[name]
+
+    def grouped(self, name: str) -> Input:
+        """The parameter, or those of all groups. ShapeError, DtypeError or DeviceError for one that does not fit."""
+        found, shape, where = [getattr(self, key) for key in self._keys[name]], self.shapes[name], type(self).__name__
+        want = (self.num_groups, *shape) if self.single[name] else shape
+        for key, p in zip(self._keys[name], found, strict=True):
+            if p is None or p.shape != want:
+                raise ShapeError(f"{key} {'is None' if p is None else list(p.shape)}", expected=str(list(want)), where=where)
+            if p.dtype != found[0].dtype:
+                raise DtypeError(f"{key} is {p.dtype}", expected=f"{found[0].dtype}, as {name}0", where=where)
+            if p.device != found[0].device:
+                raise DeviceError(f"{key} on {p.device}", expected=f"{found[0].device}, as {name}0", where=where)
+        return found[0] if self.single[name] else tuple(found)
+
+    def each(self, name: str) -> Sequence[Tensor]:
+        """The [*shape] of each group."""
+        found = self.grouped(name)
+        return found if isinstance(found, tuple) else found.unbind()
+
+    # ------------------------------------------------------------------------------------------------------------- one buffer
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedParameters:
+        packed = [name for name in self.shapes if self._packed(name)]
+        super()._apply(fn, recurse)
+        self._pack(packed)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._pack(self.shapes)
+
+    def _parameters_of(self, name: str) -> list[nn.Parameter]:
+        return [p for p in (self._parameters[key] for key in self.keys(name)) if p is not None]
+
+    def _packed(self, name: str) -> bool:
+        found = self._parameters_of(name)
+        return len(found) == self.num_groups and found[0].device.type != "meta" and are_neighbours(found)
+
+    def _pack(self, names: Any) -> None:
+        """Makes neighbours of parameters of one shape, dtype and device."""
+        for name in names:
+            found = self._parameters_of(name)
+            alike = len({(p.shape, p.dtype, p.device) for p in found}) == 1
+            if self.single[name] or len(found) != self.num_groups or not alike or self._packed(name):
+                continue
+            for p, t in zip(found, torch.stack([p.detach() for p in found]).unbind(), strict=True):
+                p.data = t
+
+    # ------------------------------------------------------------------------------------------------------------ state dicts
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        given = dict(state_dict)
+        for name in self.shapes:
+            one, each = prefix + name, [f"{prefix}{name}{g}" for g in range(self.num_groups)]
+            if self.single[name] and all(key in given for key in each):
+                given[one] = torch.stack([given.pop(key) for key in each])
+            elif not self.single[name] and one in given and len(given[one]) == self.num_groups:
+                given.update(zip(each, given.pop(one).unbind(), strict=True))
+        super()._load_from_state_dict(given, prefix, *args)

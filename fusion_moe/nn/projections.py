@@ -1,0 +1,108 @@
+"""What all modules of experts are made of: the weights and biases of two projections, in an encoding."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..encodings import NVFP4, Encoding, Quantized, mxfp4_as_nvfp4
+from ..errors import ShapeError
+from ..layouts import LAYOUTS
+from .frozen import frozen
+from .packed import PackedModule
+
+
+class Projections(PackedModule):
+    """The projections up [E, N, H] and down [E, H, I] of E experts. N is 2I if up is "gate_up", gate above up, and I if it is "up".
+
+    H hidden, I intermediate features. Frozen parameters, by the parts of the encoding:
+
+        gate_up_proj, down_proj              elements: [E, 2I, H] and [E, H, I], packed along the last dimension
+        gate_up_proj_scale, down_proj_scale  block scales, in linear order
+        gate_up_decode_scale                 float32 [E, 2], a scale for gate and one for up; down_decode_scale float32 [E]
+        gate_up_proj_bias, down_proj_bias    float [E, 2I] and [E, H], or None; the only ones that a cast of the model casts
+
+    or up_proj [E, I, H], up_proj_scale, up_decode_scale [E], up_proj_bias [E, I]. activation_format: "bf16", activations as they come in,
+    or "nvfp4", quantized too (compute capability 10.0 only).
+    """
+
+    down_proj: nn.Parameter
+    down_proj_bias: nn.Parameter | None
+
+    def __init__(
+        self, gated: bool, up: Quantized, down: Quantized, activation_format: str, up_bias: Tensor | None, down_bias: Tensor | None
+    ):  # fmt: skip
+        """up [E, N, H] and down [E, H, I] of one encoding, up_bias [E, N], down_bias [E, H]."""
+        super().__init__()
+        self.projections = ("gate_up" if gated else "up", "down")
+        self._check(gated, up, down)
+        experts, rows, hidden = up.shape
+        self.activation_format = activation_format
+        self.castable = tuple(f"{name}_proj_bias" for name in self.projections)
+        self._set_weights(up, down)
+        biases = (up_bias, (experts, rows)), (down_bias, (experts, hidden))
+        for name, (bias, shape) in zip(self.projections, biases, strict=True):
+            setattr(self, f"{name}_proj_bias", _bias(f"{name}_bias", bias, shape))
+
+    def _set_weights(self, up: Quantized, down: Quantized) -> None:
+        self.encoding = up.encoding
+        self.part_names = {name: _names(up.encoding, name) for name in self.projections}
+        for name, weight in zip(self.projections, (up, down), strict=True):
+            for key, part in zip(self.part_names[name], weight, strict=True):
+                setattr(self, key, frozen(part))
+
+    def to_nvfp4(self) -> Projections:
+        """MXFP4 weights as NVFP4 of equal numbers, in place, in the linear layout: for nvFuser, which reads no MXFP4. Returns the module.
+
+        A decode scale of its own for gate and up, or, where weights span many octaves, for each row. Raises as `mxfp4_as_nvfp4`.
+        """
+        if self.encoding != NVFP4:
+            linear = (LAYOUTS[self.weight_layout].unpack(*self._parts(name), encoding=self.encoding) for name in self.projections)
+            stored = (Quantized(*parts, encoding=self.encoding) for parts in linear)
+            runs = (2 if name == "gate_up" else 0 for name in self.projections)
+            up, down = [mxfp4_as_nvfp4(weight, of) for weight, of in zip(stored, runs, strict=True)]
+            self.weight_layout = "linear"
+            self._set_weights(up, down)
+        return self
+
+    def _check(self, gated: bool, up: Quantized, down: Quantized) -> None:
+        *_, intermediate = down.shape
+        experts, rows, hidden = up.shape
+        if rows != (2 * intermediate if gated else intermediate) or down.shape[:2] != (experts, hidden) or up.encoding != down.encoding:
+            first = self.projections[0]
+            found = f"{first} {up.encoding.name} {list(up.shape)} and down {down.encoding.name} {list(down.shape)}"
+            raise ShapeError(found, expected=f"[E, {'2I' if gated else 'I'}, H] and [E, H, I] of one encoding")
+
+    @property
+    def packed(self) -> tuple[tuple[str, ...], ...]:  # type: ignore[override]
+        """The names of elements and block scales of each weight."""
+        return tuple(self.part_names[name][: 1 + len(self.encoding.block_scales)] for name in self.projections)
+
+    def weight(self, projection: str) -> Quantized:
+        """The weight of a projection, as it is stored."""
+        return Quantized(*self._parts(projection), encoding=self.encoding)
+
+    def _parts(self, projection: str) -> list[Tensor]:
+        return [getattr(self, key) for key in self.part_names[projection]]
+
+    def _bias(self, projection: str, like: Tensor) -> Tensor | None:
+        """The bias of a projection in the dtype of activations."""
+        bias = getattr(self, f"{projection}_proj_bias")
+        return None if bias is None else bias.to(like.dtype)
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        experts, hidden, intermediate = self.weight("down").shape
+        sizes = f"experts={experts}, hidden={hidden}, intermediate={intermediate}"
+        return f"{sizes}, activation_format={self.activation_format!r}, weight_layout={self.weight_layout!r}"
+
+
+def _names(encoding: Encoding, projection: str) -> tuple[str, ...]:
+    """The names of the parameters that are the parts of a weight."""
+    scales = (f"{projection}_proj_scale" if s.block else f"{projection}_decode_scale" for s in encoding.scales)
+    return (f"{projection}_proj", *scales)
+
+
+def _bias(name: str, bias: Tensor | None, shape: tuple[int, int]) -> nn.Parameter | None:
+    if bias is not None and tuple(bias.shape) != shape:
+        raise ShapeError(f"{name} {list(bias.shape)}", expected=f"{list(shape)}")
+    return None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)

@@ -1,0 +1,50 @@
+"""How callers say which rows belong to which group: counts of rows, or the ends of runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import DeviceError, DtypeError, GroupsError, ShapeError
+from ..groups import ends_from_sizes
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+
+
+def ends_of(split_sizes: Tensor | None, offs: Tensor | None, groups: int, rows: Tensor, where: str) -> Tensor:
+    """split_sizes int[G], rows of each group, or offs i32[G], their ends -> ends i32[G]. The host reads nothing, but on the CPU.
+
+    rows [..., K]: what is divided. GroupsError for both or neither, and on the CPU for counts that are negative or more than the rows
+    (on CUDA such ends are clamped, and raised later); ShapeError, DtypeError or DeviceError for a tensor that does not fit.
+    """
+    if (split_sizes is None) == (offs is None):
+        found = "neither split_sizes nor offs" if offs is None else "split_sizes and offs"
+        raise GroupsError(found, expected="one of them: split_sizes counts the rows of each group, offs says where they end", where=where)
+    if split_sizes is None:
+        assert offs is not None
+        _check("offs", offs, groups, (torch.int32,), rows.device, where)
+        return offs
+    _check("split_sizes", split_sizes, groups, INTEGERS, rows.device, where)
+    if type(split_sizes) is Tensor and split_sizes.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_counts(split_sizes.flatten().tolist(), rows.numel() // rows.shape[-1], where)
+    return ends_from_sizes(split_sizes.reshape(groups))
+
+
+def _check(name: str, t: Tensor, groups: int, dtypes: tuple[torch.dtype, ...], device: torch.device, where: str) -> None:
+    if t.dtype not in dtypes:
+        expected, todo = ("an integer dtype", "") if len(dtypes) > 1 else (str(dtypes[0]), f"{name}.to({dtypes[0]})")
+        raise DtypeError(f"{name} is {t.dtype}", expected=expected, todo=todo, where=where)
+    if t.numel() != groups or (name == "offs" and t.dim() != 1):
+        raise ShapeError(f"{name} {list(t.shape)}", expected=f"[{groups}], one for each group", where=where)
+    if t.device != device:
+        todo = f"move {name} before the step"
+        raise DeviceError(f"{name} on {t.device}, rows on {device}", expected="one device", todo=todo, where=where)
+
+
+def _check_counts(counts: list[int], rows: int, where: str) -> None:
+    for group, count in enumerate(counts):
+        if count < 0:
+            raise GroupsError(f"split_sizes[{group}] = {count}", expected="0 rows or more for each group", where=where)
+    if sum(counts) > rows:
+        found, expected = f"split_sizes of {sum(counts)} rows in all", f"at most the {rows} rows there are"
+        raise GroupsError(found, expected=expected, todo="pass ends of groups as offs", where=where)

@@ -1,0 +1,349 @@
+"""GroupedLinear against a loop in float64: results, gradients, which of them there are, parameters and what holds them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+from fusions import assert_same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+from layers import NEAR, assert_near, gradients, layer, linear, stacked, uniform, wide
+from routings import Partition, partitions
+from torch import Tensor, nn
+from ways import compiled
+
+from fusion_moe import options
+from fusion_moe.errors import DeviceError, DtypeError, GroupsError, OptionError, ShapeError, UnsupportedError
+from fusion_moe.nn import GroupedLinear
+
+G, K, N = 4, 24, 40
+SIZES = (5, 0, 7, 3)
+ROWS = 17  # two past the last group
+COUNTS = torch.tensor(SIZES)
+BOTH = [False, True]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def reference() -> Iterator[None]:
+    """Programs run in plain torch, but where a test says otherwise: compiling a kernel for each takes long."""
+    with options.override(target="reference"):
+        yield
+
+
+def rows(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return uniform(ROWS, K, dtype=dtype, seed=seed)
+
+
+# What it computes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "scaled"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_kernels_against_a_loop(dtype, scaled):
+    with options.override(target="auto"):
+        compare(dtype, True, False, scaled)
+
+
+@pytest.mark.parametrize(("dtype", "bias", "single", "scaled"), list(product(NEAR, BOTH, BOTH, BOTH)))
+def test_against_a_loop(dtype, bias, single, scaled):
+    compare(dtype, bias, single, scaled)
+
+
+def compare(dtype: torch.dtype, bias: bool, single: bool, scaled: bool) -> None:
+    """Results and all gradients; rows past the last group are NaN, and reach nothing."""
+    module = layer(G, K, N, bias=bias, dtype=dtype, single_grouped_weight=single, single_grouped_bias=single, scale_bias=scaled)
+    x, dy, scales = rows(dtype), uniform(ROWS, N, dtype=dtype, seed=8), uniform(ROWS, low=0.0, high=1.0, seed=9)
+    for t in (x, dy, scales):
+        t[sum(SIZES) :] = float("nan")
+    takes = (scales.requires_grad_(),) if scaled and bias else ()
+    y = module(x.requires_grad_(), COUNTS, *takes)
+    y.backward(dy)
+
+    inside = sum(SIZES)
+    other, weight, factor = wide(x[:inside]), stacked(module, "weight"), wide(scales[:inside])
+    offset = stacked(module, "bias") if bias else None
+    want = linear(other, weight, offset, SIZES, factor if takes else None)
+    want.backward(dy[:inside].double())
+    assert y.dtype == dtype
+    assert_near(y[:inside], want, dtype)
+    assert not y[inside:].any()
+    assert_near(x.grad[:inside], other.grad, dtype, 4)
+    assert not x.grad[inside:].any()
+    for found, grad in zip(gradients(module, "weight"), weight.grad, strict=True):
+        assert_near(found, grad, dtype)
+    for found, grad in zip(gradients(module, "bias") if bias else (), offset.grad if bias else (), strict=True):
+        assert_near(found, grad, dtype)
+    if takes:
+        assert_near(scales.grad[:inside], factor.grad, dtype, 4)
+        assert not scales.grad[inside:].any()
+    assert not gradients(module, "weight")[1].any()  # a group without rows
+
+
+@given(partitions(), st.booleans())
+def test_any_partition(partition: Partition, single):
+    groups = len(partition.sizes)
+    module, x = layer(groups, 6, 4, single_grouped_weight=single), uniform(partition.rows, 6).requires_grad_()
+    dy = uniform(partition.rows, 4, seed=3)
+    counts = torch.tensor(partition.sizes)
+    y = module(x, counts)
+    y.backward(dy)
+    other, weight, bias = wide(x), stacked(module, "weight"), stacked(module, "bias")
+    want = linear(other, weight, bias, partition.sizes)
+    want.backward(dy.double())
+    assert_near(y, want, torch.float32)
+    assert_near(x.grad, other.grad, torch.float32)
+    assert_near(torch.stack(gradients(module, "weight")), weight.grad, torch.float32, 10)
+    assert_near(torch.stack(gradients(module, "bias")), bias.grad, torch.float32, 10)
+    assert_same_bits([module(x, offs=partition.ends)], [y])
+
+
+def test_single_and_discrete_are_equal_and_repeats_too():
+    found = []
+    for single, _ in product(BOTH, range(3)):
+        module, x = layer(G, K, N, bias=False, single_grouped_weight=single, dtype=torch.bfloat16), rows(torch.bfloat16).requires_grad_()
+        with torch.no_grad():
+            for g, w in enumerate(module.each("weight")):
+                w.copy_(uniform(N, K, seed=g))
+        y = module(x, COUNTS)
+        y.backward(torch.ones_like(y))
+        found.append([y, x.grad, *gradients(module, "weight")])
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+def test_counts_of_any_integer_dtype_and_shape(dtype):
+    module, x = layer(G, K, N), rows()
+    want = module(x, offs=COUNTS.cumsum(0, dtype=torch.int32))
+    assert_same_bits([module(x, COUNTS.to(dtype)), module(x, COUNTS.to(dtype).view(2, 2))], [want, want])
+
+
+def test_leading_dimensions():
+    module, x = layer(2, K, N), uniform(2, 3, K)
+    y = module(x, torch.tensor([4, 2]))
+    assert y.shape == (2, 3, N)
+    assert_same_bits([y.flatten(0, 1)], [module(x.flatten(0, 1), torch.tensor([4, 2]))])
+    assert module(x[:, :0], torch.tensor([0, 0])).shape == (2, 0, N)
+
+
+def test_autocast():
+    """The result in its dtype; gradients in those of what they belong to."""
+    module, x = layer(G, K, N), rows().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(x, COUNTS)
+    assert y.dtype == torch.bfloat16
+    y.backward(torch.ones_like(y))
+    assert (x.grad.dtype, module.weight0.grad.dtype, module.bias0.grad.dtype) == (torch.float32,) * 3
+    half = copy.deepcopy(module).bfloat16()
+    assert_same_bits([y], [half(x.detach().bfloat16(), COUNTS)])
+
+
+# Which gradients there are --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", list(product(BOTH, repeat=4)))
+def test_gradients_are_for_those_that_want_one(wanted):
+    """Of x, of the weights of groups 0 and 2, of those of 1 and 3, of the bias of group 2: each as when all are wanted, else None."""
+    every, module = layer(G, K, N), layer(G, K, N)
+    of_x, even, odd, of_bias = wanted
+    for key, p in module.named_parameters():
+        g = int(key[-1])
+        p.requires_grad_((odd if g % 2 else even) if key.startswith("weight") else of_bias and g == 2)
+    x, full, dy = rows().requires_grad_(of_x), rows().requires_grad_(), uniform(ROWS, N, seed=8)
+    y, want = module(x, COUNTS), every(full, COUNTS)
+    assert y.requires_grad == any(wanted)
+    want.backward(dy)
+    if any(wanted):
+        y.backward(dy)
+    for p, other in [(x, full), *zip(module.parameters(), every.parameters(), strict=True)]:
+        assert (p.grad is not None) == p.requires_grad
+        if p.grad is not None:
+            assert_same_bits([p.grad], [other.grad])
+
+
+def test_gradients_of_experts_are_slices_of_one():
+    module = layer(G, K, N)
+    module(rows(), COUNTS).sum().backward()
+    assert len({p.untyped_storage().data_ptr() for p in gradients(module, "weight")}) == 1
+
+
+# Parameters -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("single", BOTH)
+def test_new_parameters(single):
+    torch.manual_seed(0)
+    module = GroupedLinear(3, 100, 60, single_grouped_weight=single, single_grouped_bias=single)
+    names = ["weight", "bias"] if single else [f"{name}{g}" for name in ("weight", "bias") for g in range(3)]
+    assert list(dict(module.named_parameters())) == names
+    for weight in module.each("weight"):
+        assert 0.09 < weight.abs().max() <= 100**-0.5  # kaiming-uniform with a = sqrt(5): +-1 / sqrt(K), as torch.nn.Linear
+        assert abs(weight.mean()) < 0.01
+    assert not any(bias.any() for bias in module.each("bias"))
+    nothing = GroupedLinear(3, 100, 60, bias=False, single_grouped_bias=single)
+    assert all(getattr(nothing, name) is None for name in names if name.startswith("bias"))
+
+
+def neighbours(module: GroupedLinear) -> bool:
+    first = module.weight0.data_ptr()
+    return all(p.data_ptr() == first + g * p.nbytes for g, p in enumerate(getattr(module, f"weight{g}") for g in range(G)))
+
+
+def test_experts_stay_neighbours():
+    module = layer(G, K, N)
+    pickled = io.BytesIO()
+    torch.save(module, pickled)
+    pickled.seek(0)
+    for other in (module, copy.deepcopy(module), module.bfloat16(), module.float(), torch.load(pickled, weights_only=False)):
+        assert neighbours(other)
+    ids = [id(p) for p in module.parameters()]
+    assert ids == [id(p) for p in module.half().parameters()]
+
+
+@pytest.mark.parametrize("how", ["apart", "a gap", "strides", "an offset", "meta"])
+def test_other_parameters(how):
+    """In any memory they compute the same, and get their own gradients."""
+    ours = layer(G, K, N, bias=False)
+    module = GroupedLinear(G, K, N, bias=False, device="meta" if how == "meta" else None)
+    values, buffer = [w.detach() for w in ours.each("weight")], torch.zeros(G + 1, N + 1, K)
+    for g, value in enumerate(values):
+        t = {"apart": value.clone(), "a gap": buffer[g, :N], "strides": buffer[g, :N].clone().T.contiguous().T}.get(
+            how, buffer.view(-1)[N * K * g + 7 :][: N * K].view(N, K)
+        )
+        module.register_parameter(f"weight{g}", nn.Parameter(t.copy_(value)))
+    x, other = rows().requires_grad_(), rows().requires_grad_()
+    y, want = module(x, COUNTS), ours(other, COUNTS)
+    y.sum().backward()
+    want.sum().backward()
+    assert_same_bits([y, x.grad, *gradients(module, "weight")], [want, other.grad, *gradients(ours, "weight")])
+    assert how == "an offset" or how == "meta" or not neighbours(module)
+
+
+def test_a_step_of_an_optimizer_is_seen():
+    module, x = layer(G, K, N), rows()
+    optimizer, before = torch.optim.SGD(module.parameters(), 0.1), module(x, COUNTS)
+    before.square().sum().backward()
+    optimizer.step()
+    after = module(x, COUNTS)
+    assert after.square().sum() < before.square().sum()
+    assert_near(after, linear(x.double(), stacked(module, "weight"), stacked(module, "bias"), SIZES), torch.float32)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), list(product(BOTH, BOTH)))
+def test_state_dicts_of_either_form(tmp_path, ours, theirs):
+    forms = [{"single_grouped_weight": single, "single_grouped_bias": single} for single in (ours, theirs)]
+    module, other = layer(G, K, N, **forms[0]), layer(G, K, N, seed=50, **forms[1])
+    torch.save({"model": nn.Sequential(module).state_dict()}, tmp_path / "state.pt")
+    nn.Sequential(other).load_state_dict(torch.load(tmp_path / "state.pt")["model"])
+    assert_same_bits([other(rows(), COUNTS)], [module(rows(), COUNTS)])
+    assert theirs or neighbours(other)
+
+
+# Memory of the caller -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "trained"), list(product((torch.float32, torch.bfloat16), BOTH)))
+def test_buffers_of_the_caller(dtype, trained):
+    """They hold the result and the gradient of x; rows past the last group keep what was there; another step may use them again."""
+    module = layer(G, K, N, dtype=dtype).requires_grad_(trained)
+    out, grad_input = torch.empty(ROWS, N, dtype=dtype), torch.empty(ROWS, K, dtype=dtype)
+    for _ in range(2):
+        out.fill_(7.0)
+        grad_input.fill_(7.0)
+        x, other, dy = rows(dtype).requires_grad_(), rows(dtype).requires_grad_(), uniform(ROWS, N, dtype=dtype, seed=8)
+        y = module(x, COUNTS, out=out, grad_input=grad_input)
+        want = module(other, COUNTS)
+        assert y.data_ptr() == out.data_ptr()
+        assert not out.requires_grad
+        (found,) = torch.autograd.grad(y, x, dy)
+        want.backward(dy)
+        inside = sum(SIZES)
+        assert found.data_ptr() == grad_input.data_ptr()
+        assert_same_bits([out[:inside], grad_input[:inside]], [want[:inside], other.grad[:inside]])
+        assert (out[inside:] == 7.0).all()
+        assert (grad_input[inside:] == 7.0).all()
+    with torch.no_grad():
+        out.zero_()
+        assert module(x, COUNTS, out=out).data_ptr() == out.data_ptr()
+        assert_same_bits([out[:inside]], [want[:inside]])
+
+
+# torch.compile --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("single", "scaled"), [(True, False), (False, True)])
+def test_compiled(single, scaled):
+    """One graph, for any number of rows, and as eager; parts are joined without a copy."""
+    module = layer(G, K, N, single_grouped_weight=single, single_grouped_bias=single, scale_bias=scaled)
+    run = compiled(module)
+    for counts in (COUNTS, COUNTS.flip(0) + 1):
+        results = []
+        for f in (module, run):
+            module.zero_grad()
+            x = uniform(int(counts.sum()) + 1, K).requires_grad_()
+            y = f(x, counts, *([uniform(len(x), seed=5)] if scaled else []))
+            y.square().sum().backward()
+            results.append([y, x.grad, *(p.grad for p in module.parameters())])
+        for found, want in zip(*results, strict=True):
+            torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def test_bad_calls(golden):
+    """What was found, what was expected, what to do; nothing is written."""
+    module, x = layer(G, K, N), rows()
+    ends, out = COUNTS.cumsum(0, dtype=torch.int32), torch.full((ROWS, N), 7.0)
+    scaled = layer(G, K, N, scale_bias=True)
+    square = layer(G, K, K)
+    alone = layer(1, K, K)
+    codes = layer(G, K, N, single_grouped_weight=True)
+    codes.register_parameter("weight", nn.Parameter(torch.zeros(G, N, K, dtype=torch.uint8), requires_grad=False))
+    missing = layer(G, K, N, bias=False)
+    missing.register_parameter("weight1", None)
+    mixed = layer(G, K, N, bias=False)
+    mixed.register_parameter("weight1", nn.Parameter(torch.zeros(N, K).bfloat16()))
+    cases = {
+        "neither": lambda: module(x),
+        "both": lambda: module(x, COUNTS, offs=ends),
+        "too few counts": lambda: module(x, COUNTS[:3]),
+        "counts of floats": lambda: module(x, COUNTS.float()),
+        "long ends": lambda: module(x, offs=COUNTS.cumsum(0)),
+        "a negative count": lambda: module(x, torch.tensor([5, -1, 7, 3])),
+        "too many rows": lambda: module(x, COUNTS + 1),
+        "counts elsewhere": lambda: module(x, COUNTS.to("meta")),
+        "rows of another width": lambda: module(x[:, 1:], COUNTS),
+        "rows of integers": lambda: module(x.long(), COUNTS),
+        "weights elsewhere": lambda: GroupedLinear(G, K, N, device="meta")(x, COUNTS),
+        "no scales": lambda: scaled(x, COUNTS),
+        "scales for nothing": lambda: module(x, COUNTS, x[:, 0]),
+        "too few scales": lambda: scaled(x, COUNTS, x[1:, 0]),
+        "a packed weight": lambda: codes(x, COUNTS),
+        "no weight": lambda: missing(x, COUNTS),
+        "two dtypes": lambda: mixed(x, COUNTS),
+        "out of another shape": lambda: module(x, COUNTS, out=out[1:]),
+        "out of another dtype": lambda: module(x, COUNTS, out=out.bfloat16()),
+        "out elsewhere": lambda: module(x, COUNTS, out=out.to("meta")),
+        "out with strides": lambda: module(x, COUNTS, out=torch.zeros(N, ROWS).T),
+        "out that is tracked": lambda: module(x, COUNTS, out=out.clone().requires_grad_()),
+        "out over x": lambda: square(x, COUNTS, out=x),
+        "out over a weight": lambda: alone(x[:1].repeat(K, 1), offs=ends[:1], out=alone.weight0.detach()),
+        "grad_input over out": lambda: square(x, COUNTS, out=x + 0, grad_input=x),
+        "nothing to do": lambda: layer(G, K, N, delay_wgrad_compute=True).backward_dw(),
+        "nothing delayed": lambda: module.backward_dw(),
+        "no groups": lambda: GroupedLinear(0, K, N),
+        "a half of a column": lambda: GroupedLinear(G, 1.5, N),
+        "integers": lambda: GroupedLinear(G, K, N, dtype=torch.int8),
+    }
+    said = []
+    for what, do in cases.items():
+        with pytest.raises((ShapeError, DtypeError, DeviceError, GroupsError, OptionError, UnsupportedError)) as caught:
+            do()
+        said.append(f"{what}\n    {caught.value}")
+    assert (out == 7.0).all()
+    golden("\n".join(said))

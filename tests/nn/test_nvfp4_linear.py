@@ -1,0 +1,52 @@
+"""NVFP4Linear: a linear layer as a grouped product of one group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fusion_moe
+from fusion_moe.encodings import Quantized, dequantize, quantize
+from fusion_moe.errors import ShapeError
+from fusion_moe.nn import NVFP4Linear
+
+N, K = 48, 128
+
+
+def linear(bias: bool = True) -> NVFP4Linear:
+    g = torch.Generator().manual_seed(0)
+    return NVFP4Linear(quantize(torch.randn(N, K, generator=g)), torch.randn(N, generator=g) if bias else None)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(K,), (5, K), (2, 3, K), (0, K)])
+def test_it_is_a_linear_layer(bias, shape):
+    module, x = linear(bias), torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    weight = dequantize(Quantized(module.weight, module.weight_scale, module.weight_scale_2))
+    want = torch.nn.functional.linear(x, weight, module.bias)
+    torch.testing.assert_close(module(x), want, rtol=1e-5, atol=1e-5)
+
+
+def test_prepared_it_is_the_same_and_saved_linear():
+    module, x = linear(), torch.randn(5, K).bfloat16()
+    want, before = module(x), {name: t.clone() for name, t in module.state_dict().items()}
+    fusion_moe.prepare_(module, "cuda")
+    assert module.weight_layout == "w16x64"
+    assert not torch.equal(module.weight, before["weight"])
+    torch.testing.assert_close(module(x), want, rtol=2e-2, atol=2e-2)
+    after = module.state_dict()
+    assert all(torch.equal(after[name].flatten().view(torch.uint8), t.flatten().view(torch.uint8)) for name, t in before.items())
+
+
+def test_a_cast_leaves_the_weight_alone():
+    module = linear()
+    module.register_buffer("input_scale", torch.tensor(0.1))
+    module.bfloat16()
+    assert [t.dtype for t in (module.weight, module.weight_scale, module.weight_scale_2, module.input_scale, module.bias)] == [
+        torch.uint8, torch.float8_e4m3fn, torch.float32, torch.float32, torch.bfloat16,
+    ]  # fmt: skip
+
+
+def test_a_bias_of_another_length():
+    with pytest.raises(ShapeError, match=r"weight \[48, 128\] and bias \[47\]; expected \[N, K\] and \[N\]"):
+        NVFP4Linear(quantize(torch.randn(N, K)), torch.randn(47))

@@ -1,0 +1,201 @@
+"""Sequential: results and gradients are those of its modules called one by one; which programs run."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from fusions import assert_same_bits
+from layers import assert_near, glu, layer, linear, stacked, uniform, wide
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from ways import compiled
+
+from fusion_moe import options
+from fusion_moe.errors import ShapeError
+from fusion_moe.nn import GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU, Sequential
+
+G, H, I = 3, 24, 16
+SIZES = (5, 0, 6)
+ROWS = 13
+COUNTS, OTHER = torch.tensor(SIZES), torch.tensor([2, 7, 2])
+
+
+def up(**how: Any) -> GroupedLinear:
+    return layer(G, H, 2 * I, **how)
+
+
+def down(**how: Any) -> GroupedLinear:
+    return layer(G, I, H, seed=9, **how)
+
+
+CHAINS = {
+    "an MLP": lambda: [up(), ScaledSwiGLU(), down(scale_bias=True)],
+    "interleaved": lambda: [up(), ScaledSwiGLU(8), down()],
+    "clamped": lambda: [up(bias=False), ScaledClampedQGeGLU(), down(bias=False)],
+    "one parameter each": lambda: [up(single_grouped_weight=True), ScaledSwiGLU(), down(single_grouped_weight=True)],
+    "between others": lambda: [nn.Linear(H, H), up(), ScaledSwiGLU(), down(), nn.Tanh()],
+    "twice in a row": lambda: [up(), ScaledSwiGLU(), down(), up(seed=20), ScaledSwiGLU(), down()],
+    "behind a layer": lambda: [layer(G, H, H, seed=30), up(), ScaledSwiGLU(), down()],
+    "a longer chain": lambda: [up(), ScaledSwiGLU(), layer(G, I, 2 * I, seed=40), ScaledSwiGLU(), down()],
+    "an activation first": lambda: [ScaledSwiGLU(), layer(G, H // 2, H)],
+    "others in the middle": lambda: [up(), nn.Tanh(), ScaledSwiGLU(), nn.Identity(), down()],
+}
+
+
+def operands(model: Sequential, splits: tuple[Tensor, ...] = (COUNTS,)) -> list[Tensor]:
+    """What the modules take beside x: splits in turns, scales of their own."""
+    found: list[Tensor] = []
+    layers = 0
+    for seed, module in enumerate(model):
+        if isinstance(module, GroupedLinear):
+            found.append(splits[layers % len(splits)])
+            layers += 1
+        if isinstance(module, (ScaledSwiGLU, ScaledClampedQGeGLU)) or getattr(module, "scale_bias", False):
+            found.append(uniform(ROWS, seed=seed, low=0.1).requires_grad_())
+    return found
+
+
+def one_by_one(model: Sequential, x: Tensor, *extra: Tensor) -> Tensor:
+    rest = list(extra)
+    for module in model:
+        ours = isinstance(module, (GroupedLinear, ScaledSwiGLU, ScaledClampedQGeGLU))
+        count = (2 if getattr(module, "scale_bias", False) else 1) if ours else 0
+        x, rest = module(x, *rest[:count]), rest[count:]
+    assert not rest
+    return x
+
+
+def step(f: Any, model: Sequential, dtype: torch.dtype = torch.float32, splits: tuple[Tensor, ...] = (COUNTS,)) -> list[Tensor]:
+    """The result, and all gradients."""
+    model.zero_grad()
+    x, extra = uniform(ROWS, H, dtype=dtype, seed=50).requires_grad_(), operands(model, splits)
+    y = f(x, *extra)
+    y.backward(uniform(*y.shape, dtype=dtype, seed=51))
+    return [y, x.grad, *(t.grad for t in extra if t.requires_grad), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize(("chain", "splits"), list(product(CHAINS, [(COUNTS,), (COUNTS, OTHER)])))
+def test_as_one_by_one(chain, splits):
+    """Bit for bit, where no kernel leaves out a rounding: also if each layer divides the rows in its own way."""
+    torch.manual_seed(0)
+    model = Sequential(*CHAINS[chain]())
+    with options.override(target="reference"):
+        found, want = step(model, model, splits=splits), step(lambda *t: one_by_one(model, *t), model, splits=splits)
+    assert_same_bits(found, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits(dtype):
+    """Against float64, with kernels."""
+    first, second = up(dtype=dtype), down(dtype=dtype, scale_bias=True)
+    model = Sequential(first, ScaledSwiGLU(8), second)
+    x, extra = uniform(ROWS, H, dtype=dtype).requires_grad_(), operands(model)
+    y = model(x, *extra)
+    out = uniform(ROWS, H, dtype=dtype, seed=5)
+    y.backward(out)
+    other, params = wide(x), [stacked(m, name) for m in (first, second) for name in ("weight", "bias")]
+    factors = [wide(t) for t in extra if t.requires_grad]
+    inner = glu(linear(other, params[0], params[1], SIZES), factors[0], 8)
+    want = linear(inner, params[2], params[3], SIZES, factors[1])
+    want.backward(out.double())
+    assert_near(y, want, dtype)
+    for found, leaf in zip([x, *(t for t in extra if t.requires_grad)], [other, *factors], strict=True):
+        assert_near(found.grad, leaf.grad, dtype, 4)
+    for module, (weight, bias) in ((first, params[:2]), (second, params[2:])):
+        for name, leaf in (("weight", weight), ("bias", bias)):
+            assert_near(torch.stack([getattr(module, key).grad for key in module.keys(name)]), leaf.grad, dtype, 4)
+
+
+def test_gradcheck():
+    """In float64, each gradient by differences: all modules, all operands, rows past the last group."""
+    model = Sequential(layer(2, 4, 8, scale_bias=True), ScaledClampedQGeGLU(2, limit=0.3), layer(2, 4, 3, seed=7)).double()
+    x, counts = uniform(6, 4).double().requires_grad_(), torch.tensor([2, 3])
+    scales = [uniform(6, seed=seed, low=0.1).double().requires_grad_() for seed in (1, 2)]
+
+    def of(x: Tensor, a: Tensor, b: Tensor, *params: Tensor) -> Tensor:
+        return model(x, counts, a, b, counts)
+
+    assert torch.autograd.gradcheck(of, (x, *scales, *model.parameters()))
+
+
+class Called(TorchDispatchMode):
+    """How often each operation of ours runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += [func.name().partition("::")[2]] if func.namespace == "fusion_moe" else []
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("chain", "programs"), [("an MLP", 1), ("between others", 1), ("twice in a row", 1), ("a longer chain", 1), ("others in the middle", 3)]
+)
+def test_each_run_is_one_program(chain, programs):
+    model = Sequential(*CHAINS[chain]())
+    with Called() as forward:
+        y = model(uniform(ROWS, H).requires_grad_(), *operands(model))
+    with Called() as backward:
+        y.sum().backward()
+    assert len(forward.names) == len(backward.names) == programs
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (2,), (0, 2)])
+def test_frozen_layers(frozen):
+    """No gradient of theirs; the others as if they were trained."""
+    model, want = Sequential(*CHAINS["an MLP"]()), Sequential(*CHAINS["an MLP"]())
+    for i in frozen:
+        model[i].requires_grad_(False)
+    found, every = step(model, model), step(want, want)
+    for a, b in zip(found[:4], every[:4], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for p, other in zip(model.parameters(), want.parameters(), strict=True):
+        assert (p.grad is None) != p.requires_grad
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, other.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("chain", ["an MLP", "one parameter each", "between others"])
+def test_compiled(chain):
+    model = Sequential(*CHAINS[chain]())
+    for found, want in zip(step(compiled(model), model), step(model, model), strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+def test_repeats_are_equal():
+    """With kernels."""
+    model = Sequential(*CHAINS["an MLP"]())
+    first = [t.clone() for t in step(model, model)]
+    for _ in range(5):
+        assert_same_bits(step(model, model), first)
+
+
+def test_splits_change_from_call_to_call():
+    model = Sequential(*CHAINS["an MLP"]())
+    for counts in (COUNTS, OTHER, torch.tensor([0, 0, 0]), torch.tensor([ROWS, 0, 0]), torch.tensor([0, 0, ROWS])):
+        with options.override(target="reference"):
+            found = step(model, model, splits=(counts,))
+            assert_same_bits(found, step(lambda *t: one_by_one(model, *t), model, splits=(counts,)))
+
+
+def test_bad_calls(golden):
+    model, x = Sequential(*CHAINS["an MLP"]()), uniform(ROWS, H)
+    given = operands(model)
+    cases = {
+        "too few": lambda: model(x, *given[:-1]),
+        "too many": lambda: model(x, *given, COUNTS),
+        "x of another width": lambda: model(x[:, 1:], *given),
+        "layers that do not fit": lambda: Sequential(up(), down())(x, COUNTS, COUNTS),
+        "other counts": lambda: model(x, COUNTS[1:], *given[1:]),
+    }
+    said = []
+    for what, do in cases.items():
+        with pytest.raises(ShapeError) as caught:
+            do()
+        said.append(f"{what}\n    {caught.value}")
+    golden("\n".join(said))
