@@ -1,0 +1,24 @@
+"""The command line `fusion-moe`, also as `python -m fusion_moe.cli`. A file for each command; output.py prints what one returns.
+
+Exit codes: 0 fine, 1 problems, 2 usage, 3 unsupported.
+"""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+_NEEDS = ("typer", "rich", "safetensors")
+
+
+def main() -> None:
+    """Runs the command that the process was called with."""
+    try:
+        from .app import app
+    except ModuleNotFoundError as error:
+        if error.name not in _NEEDS:
+            raise
+        print(f"fusion-moe: {error.name} is not installed; pip install 'fusion_moe[cli]'", file=sys.stderr)
+        sys.exit(3)
+    app(prog_name="fusion-moe")

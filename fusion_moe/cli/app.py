@@ -1,0 +1,50 @@
+"""The application: its commands, and what is said before them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from .convert import convert
+from .doctor import doctor
+from .explain import explain
+from .inspect import inspect
+from .quantize import quantize
+
+app = typer.Typer(
+    name="fusion-moe",
+    help="Checkpoints of mixture-of-experts models, and what this machine runs of them.",
+    epilog="Exit codes: 0 fine, 1 problems, 2 usage, 3 unsupported.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fusion_moe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from, for bug reports.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Options of all commands."""
+
+
+def _examples(*lines: str) -> str:
+    """An epilog that is not wrapped."""
+    return "\n".join(["\b", "Examples:", *(f"  fusion-moe {line}" for line in lines)])
+
+
+app.command(epilog=_examples("inspect Qwen3-30B-A3B-NVFP4", "inspect --values --json DIR | jq .problems"))(inspect)
+app.command(epilog=_examples("convert DIR DIR-modelopt", "convert DIR DIR-bf16 --to dense --dtype bfloat16"))(convert)
+app.command(epilog=_examples("quantize Qwen3-30B-A3B Qwen3-30B-A3B-NVFP4"))(quantize)
+app.command(epilog=_examples("explain DIR", "explain DIR --phase prefill --tokens 2048 --gpu H100"))(explain)
+app.command(epilog=_examples("doctor", "doctor --json"))(doctor)

@@ -1,0 +1,48 @@
+"""fusion-moe convert: a directory in another form, without loss."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from ..checkpoints import convert as converted
+from .inspect import inspection
+from .output import Json, finish
+
+
+class Form(str, Enum):
+    """What to write: ModelOpt's NVFP4, or plain floats."""
+
+    MODELOPT = "modelopt"
+    DENSE = "dense"
+
+
+class Floats(str, Enum):
+    """Of dense weights."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="A directory with config.json and safetensors.")]
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="The directory to write: it appears when it is whole.")]
+
+
+def convert(
+    context: typer.Context,
+    src: Source,
+    dst: Destination,
+    to: Annotated[Form, typer.Option(help="ModelOpt's NVFP4, or plain floats.")] = Form.MODELOPT,
+    dtype: Annotated[Floats, typer.Option(help="Of plain floats. float32 holds every number; others round.")] = Floats.FLOAT32,
+    json: Json = False,
+) -> None:
+    """Write SRC in another form, without loss, read it again and compare. Run once more after an interruption, it goes on.
+
+    Prints what `inspect DST` prints.
+    """
+    finish(context, lambda: inspection(converted(src, dst, to.value, dtype=getattr(torch, dtype.value))), json)

@@ -1,0 +1,99 @@
+"""fusion-moe explain: what of a checkpoint's model is fused, without reading its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from json import loads
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import nn
+
+from ..checkpoints import Directory, method_of
+from ..errors import UnsupportedError
+from ..nn.config import NVFP4Config
+from ..report import Report
+from ..report import explain as report_of
+from . import machine
+from .output import FINE, Json, finish
+
+
+class Phase(str, Enum):
+    """Of generating text: a token of each sequence, or all tokens of prompts."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A report as a result of a command."""
+
+    report: Report
+    exit_code: int = FINE
+
+    def to_json(self) -> dict[str, Any]:
+        """Schema fusion_moe.explain."""
+        return loads(self.report.to_json())
+
+    def print(self, console: Console) -> None:
+        """The report's own text."""
+        console.print(str(self.report), soft_wrap=True)
+
+
+def explain(
+    context: typer.Context,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory with config.json and safetensors.")],
+    phase: Annotated[Phase, typer.Option(help="A token of each sequence, or all tokens of prompts.")] = Phase.DECODE,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
+    target: Annotated[str, typer.Option(help="cpu, cuda, sm_90, sm_100 or reference. [default: what this machine has]")] = "",
+    gpu: Annotated[str, typer.Option(help="An absent GPU, H100 for example: its kernels of the target cuda.")] = "",
+    json: Json = False,
+) -> None:
+    """What of a model is fused, what is not, and why: from its configuration and headers, on fake tensors. No weight is read."""
+    length = 1 if phase is Phase.DECODE else tokens
+    finish(context, lambda: Explanation(explained(directory, batch, length, target, gpu)), json)
+
+
+def explained(path: Path, batch: int, length: int, target: str = "", gpu: str = "") -> Report:
+    """The report of one forward pass without a cache. UnsupportedError for a model that is not loaded, CheckpointError for its files."""
+    model = model_of(path)
+    where: dict[str, Any] = {"gpu": gpu} if gpu else {"target": target or machine.target()}
+    with torch.no_grad():
+        return report_of(model, input_ids=torch.zeros(batch, length, dtype=torch.long), use_cache=False, **where)
+
+
+def model_of(path: Path) -> nn.Module:
+    """The model of a directory on the meta device, with the modules that its weights are loaded into."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        import fusion_moe.transformers  # noqa: F401  (experts_implementation)
+
+        from ..transformers.eight_bit import to_floats_
+        from ..transformers.plan import replace_modules
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(f"{error.name} is not installed", todo="pip install 'fusion_moe[models]'") from None
+    directory = Directory.open(path)
+    method = method_of(directory.quantization, str(path))
+    if not method and torch.__version__ < "2.13":
+        expected = "torch 2.13 or newer, which traces experts_implementation='fusion_moe'"
+        raise UnsupportedError(f"experts in floats, with torch {torch.__version__}", expected=expected, where=str(path))
+    try:
+        config = AutoConfig.from_pretrained(path)
+        config.quantization_config = None
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise UnsupportedError(" ".join(str(error).split()), expected="a model of transformers", where=str(path)) from None
+    if method:
+        replace_modules(model, directory.tensors, method, NVFP4Config())
+        to_floats_(model)
+    else:
+        model.set_experts_implementation("fusion_moe")
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,84 @@
+"""What commands print, as text or as JSON, and the codes that they exit with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, NoReturn, Protocol
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import Error, OptionError, UnsupportedError
+
+FINE, PROBLEMS, USAGE, UNSUPPORTED = range(4)
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_COLUMNS = 140  # of a file, or a pipe
+
+
+class Result(Protocol):
+    """What a command found. exit_code: FINE or PROBLEMS."""
+
+    @property
+    def exit_code(self) -> int: ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+    def print(self, console: Console) -> None: ...
+
+
+def finish(context: typer.Context, find: Callable[[], Result], as_json: bool) -> NoReturn:
+    """Prints what `find` returns and exits with its code; an error of ours is a sentence, and one with --json."""
+    try:
+        result = find()
+    except Error as error:
+        if context.find_root().params.get("traceback"):
+            raise
+        _print_error(error, as_json)
+        raise typer.Exit(_code_of(error)) from None
+    if as_json:
+        typer.echo(json.dumps(result.to_json(), indent=2))
+    else:
+        result.print(console())
+    raise typer.Exit(result.exit_code)
+
+
+def console() -> Console:
+    """Where text goes: as wide as the terminal."""
+    return Console(width=None if sys.stdout.isatty() else _COLUMNS, highlight=False, markup=False, emoji=False)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[int] = ()) -> Table:
+    """Columns without lines between them; right: those that are aligned to the right."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(columns):
+        made.add_column(name, justify="right" if i in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*map(str, row))
+    return made
+
+
+def bytes_of(count: int) -> str:
+    """A count of bytes in three digits, as "1.23 GB"."""
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 999.5:
+            break
+        size, unit = size / 1000, larger
+    return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
+
+
+def _code_of(error: Error) -> int:
+    if isinstance(error, UnsupportedError):
+        return UNSUPPORTED
+    return USAGE if isinstance(error, OptionError) else PROBLEMS
+
+
+def _print_error(error: Error, as_json: bool) -> None:
+    if not as_json:
+        typer.echo(f"fusion-moe: {' '.join(str(error).split())}", err=True)
+        return
+    fields = {name: getattr(error, name) for name in ("found", "expected", "todo", "where")}
+    typer.echo(json.dumps({"error": {"kind": type(error).__name__, "message": str(error), **fields}}, indent=2))

@@ -1,0 +1,69 @@
+"""fusion-moe explain: the model of a directory on fake tensors, in both phases, on targets that are not here."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("transformers")
+
+from files import MADE, change, change_json, copied
+from typer.testing import CliRunner
+
+from fusion_moe.cli.app import app
+
+DIRECTORIES = sorted(path.name for path in MADE.iterdir() if (path / "config.json").exists())
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["explain", *arguments])
+
+
+def found(*arguments: str):
+    result = run("--json", *arguments)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_every_directory(name):
+    """The products of experts are fused, in the encoding of the files."""
+    if name.startswith("bf16") and torch.__version__ < "2.13":
+        result = run(str(MADE / name))
+        assert (result.exit_code, result.stderr.count("\n")) == (3, 1)
+        return
+    report = found(str(MADE / name), "--target", "cpu")
+    experts = [f for f in report["fusions"] if any("route" in segment["ops"] for segment in f["segments"])]
+    assert experts
+    assert sum(op == "grouped_mm" for f in experts for segment in f["segments"] for op in segment["ops"]) >= 2
+    encoded = {"int4": "bf16[", "mxfp4": "f8e8m0[", "bf16": "bf16["}
+    scale = next((scale for word, scale in encoded.items() if word in name), "f8e4m3[")
+    assert any(scale in given for f in experts for segment in f["segments"] for given in segment["inputs"])
+
+
+def test_phases_and_targets():
+    folder = str(MADE / "modelopt-mixtral")
+    decode, prefill = (found(folder, "--phase", phase, "--tokens", "40", "--batch", "3") for phase in ("decode", "prefill"))
+    rows = [r["fusions"][-1]["segments"][-1]["outputs"][0] for r in (decode, prefill)]
+    assert ("[3, 1, " in rows[0], "[3, 40, " in rows[1]) == (True, True)
+    assert "H100" in json.dumps(found(folder, "--gpu", "H100"))
+    assert run(folder, "--target", "nope").exit_code == 2
+    assert run(folder).stdout.startswith("fusion_moe.explain: 1 graph")
+
+
+def test_no_weight_is_read(tmp_path):
+    """Other numbers, the same report."""
+    want = found(str(MADE / "modelopt-mixtral"))
+    spoiled = change(
+        copied("modelopt-mixtral", tmp_path), lambda tensors: [t.flatten().view(torch.uint8).fill_(0xFF) for t in tensors.values()]
+    )
+    assert found(str(spoiled)) == want
+
+
+def test_models_that_transformers_lacks_exit_with_3(tmp_path):
+    folder = copied("modelopt-mixtral", tmp_path)
+    change_json(folder / "config.json", lambda config: config.update(model_type="another"))
+    result = run(str(folder))
+    assert (result.exit_code, result.stderr.count("\n")) == (3, 1)
+    assert "another" in result.stderr

@@ -1,0 +1,91 @@
+"""fusion-moe inspect: on every directory that other packages made, and on broken ones."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("safetensors")
+
+from files import MADE, change, copied, raw
+from typer.testing import CliRunner
+
+from fusion_moe import options
+from fusion_moe.cli.app import app
+
+DIRECTORIES = sorted(path.name for path in MADE.iterdir() if (path / "config.json").exists())
+
+
+def run(*arguments: str):
+    with options.override(cpu_isa="generic"):
+        return CliRunner().invoke(app, ["inspect", *arguments])
+
+
+def found(*arguments: str):
+    """The exit code and the JSON."""
+    result = run("--json", *arguments)
+    return result.exit_code, json.loads(result.stdout)
+
+
+@pytest.mark.compiler
+@pytest.mark.skipif(torch.cuda.is_available(), reason="other kernels run here")
+def test_texts(golden, monkeypatch):
+    monkeypatch.chdir(MADE)
+    texts = []
+    for name in DIRECTORIES:
+        result = run(name, "--values")
+        assert result.exit_code == 0, result.output
+        texts += [line.rstrip() for line in result.stdout.splitlines()] + [""]
+    golden("\n".join(texts))
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_counts_by_numpy(name):
+    code, shown = found(str(MADE / name), "--values")
+    stored = raw(MADE / name)
+    assert (code, shown["problems"], shown["tensors"]) == (0, [], len(stored))
+    assert shown["bytes"] == sum(array.nbytes for array in stored.values()) == sum(group["bytes"] for group in shown["groups"])
+    experts = {group["format"]: group["weights"] for group in shown["groups"] if group["of"] == "experts"}
+    assert len(experts) == 1
+    if (quantizer := name.split("-")[0]) != "bf16":
+        assert shown["method"] == {"ct": "compressed-tensors"}.get(quantizer, quantizer)
+
+
+def test_ranges_by_numpy():
+    """Multipliers of ModelOpt as they are stored, divisors of compressed-tensors inverted."""
+    for name, suffix, invert in (("modelopt-qwen3_moe", ".weight_scale_2", False), ("ct-qwen3_moe", ".weight_global_scale", True)):
+        stored = raw(MADE / name)
+        outer = np.array([v.reshape(()) for k, v in stored.items() if k.endswith(suffix)], np.float32)
+        outer = 1 / outer if invert else outer
+        inner = np.concatenate([v.astype(np.float32).ravel() for k, v in stored.items() if k.endswith(".weight_scale")])
+        ranges = {r["part"]: r for r in found(str(MADE / name), "--values")[1]["ranges"]}
+        for part, numbers in (("decode_scale", outer), ("block_scale", inner)):
+            used = numbers[numbers != 0]
+            want = len(numbers), len(numbers) - len(used), used.min(), used.max()
+            assert tuple(ranges[part][key] for key in ("scales", "zeros", "smallest", "largest")) == want
+
+
+def test_a_scale_that_is_nan_is_seen_with_values(tmp_path):
+    def spoil(tensors):
+        name = next(name for name in tensors if name.endswith("experts.1.up_proj.weight_scale"))
+        tensors[name].view(torch.uint8)[0, 0] = 0x7F
+
+    folder = str(change(copied("modelopt-qwen3_moe", tmp_path), spoil))
+    assert found(folder)[0] == 0
+    code, shown = found(folder, "--values")
+    assert code == 1
+    assert "experts.1.up_proj.weight_scale" in shown["problems"][0]
+
+
+def test_what_is_missing_is_a_problem_beside_what_is_there(tmp_path):
+    folder = change(copied("modelopt-qwen3_moe", tmp_path), lambda t: t.pop(next(n for n in t if n.endswith("up_proj.weight_scale"))))
+    code, shown = found(str(folder))
+    assert (code, len(shown["problems"]), shown["files"]) == (1, 1, 1)
+    assert "up_proj.weight_scale" in shown["problems"][0]
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
+    code, shown = found(str(folder))
+    assert (code, shown["files"]) == (1, 0)
+    assert "truncated" in shown["problems"][0]
+    assert run(str(folder)).stdout.splitlines()[-1].startswith("problem: ")
