@@ -8,7 +8,10 @@ keeps its split when another version changes it or moves it to another folder.
     python examples/train_tiny_qwen3_moe.py --out /tmp/tiny
 
 The defaults are the settings of the committed model and take three minutes on an H200. A run is bounded by time, so a
-slower device takes fewer steps unless `--minutes` gives it more.
+slower device takes fewer steps unless `--minutes` gives it more; with `--steps` alone it is bounded by steps.
+
+Experts are computed as one wide layer, the fastest way for a model this small. `--experts` takes one of transformers'
+implementations instead, to compare them: eager, grouped_mm, or fusion_moe, which is this library.
 
 The folder gets the checkpoint with the best validation loss, its tokenizer, `curve.csv` and `heldout.jsonl`.
 """
@@ -47,6 +50,7 @@ SKIPPED_FOLDERS = {"site-packages", "encodings", "__pycache__"}
 SMALLEST_FILE = 256  # bytes; most shorter files are empty, or the same few lines
 COPIED_SHARE = 0.3  # a training file with a larger share of its long lines in held-out text is left out
 LONG_LINE = 30
+WIDE = "wide"
 
 
 @dataclass
@@ -197,8 +201,19 @@ def wide_experts(self: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tenso
     return F.linear(inner, self.down_proj.transpose(1, 2).reshape(-1, width).t())
 
 
-def prepare_training(model: Qwen3MoeForCausalLM, dropout: float) -> None:
-    """Use the wide experts, and drop out elements of what the embedding, attention and experts add to the residual."""
+def use_experts(model: Qwen3MoeForCausalLM, experts: str) -> None:
+    """Compute the experts as a wide layer, or by one of the implementations that transformers knows."""
+    if experts == "fusion_moe":
+        import fusion_moe.transformers  # noqa: F401  registers it
+    if experts != WIDE:
+        model.set_experts_implementation(experts)
+        return
+    for layer in model.model.layers:
+        layer.mlp.experts.forward = types.MethodType(wide_experts, layer.mlp.experts)
+
+
+def use_dropout(model: Qwen3MoeForCausalLM, dropout: float) -> None:
+    """Drop out elements of what the embedding, attention and experts add to the residual."""
 
     def drop(module: nn.Module, _inputs: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -207,7 +222,6 @@ def prepare_training(model: Qwen3MoeForCausalLM, dropout: float) -> None:
 
     model.model.embed_tokens.register_forward_hook(drop)
     for layer in model.model.layers:
-        layer.mlp.experts.forward = types.MethodType(wide_experts, layer.mlp.experts)
         layer.self_attn.register_forward_hook(drop)
         layer.mlp.register_forward_hook(drop)
 
@@ -316,7 +330,8 @@ def validate(model: Qwen3MoeForCausalLM, tokenizer: Any, texts: list[str], conte
 
 def train(model: Qwen3MoeForCausalLM, tokenizer: Any, tokens: Tensor, validation: list[str], args: argparse.Namespace) -> None:
     """Train until the time or the steps run out; save whenever the validation loss is the best so far."""
-    prepare_training(model, args.dropout)
+    use_experts(model, args.experts)
+    use_dropout(model, args.dropout)
     optimizer = make_optimizer(model, args.weight_decay)
     curve = Curve(args.out / "curve.csv")
     losses: list[Tensor] = []
@@ -360,10 +375,11 @@ def report(out: Path, device: str) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Train the tiny Qwen3-MoE model on the Python standard library's sources.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--out", type=Path, help="folder for the checkpoint; a new one in the temporary folder without it")
     parser.add_argument("--stdlib", type=Path, nargs="+", default=[Path(sysconfig.get_path("stdlib"))], help="folders of sources")
-    parser.add_argument("--minutes", type=float, default=2.7, help="time to train; the learning rate's schedule spans it")
-    parser.add_argument("--steps", type=int, default=1_000_000, help="stop after so many steps if that comes first")
+    parser.add_argument("--experts", choices=[WIDE, "eager", "grouped_mm", "fusion_moe"], default=WIDE, help="how experts are computed")
+    parser.add_argument("--minutes", type=float, help="time to train; the learning rate's schedule spans it; 2.7 without --steps")
+    parser.add_argument("--steps", type=int, help="stop after so many steps if that comes first")
     parser.add_argument("--batch", type=int, default=32, help="windows a step")
     parser.add_argument("--context", type=int, default=CONTEXT, help="tokens a window")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
@@ -372,7 +388,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--evaluations", type=int, default=20, help="validations in the whole run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.out = args.out or Path(tempfile.mkdtemp(prefix="tiny_qwen3_moe_"))
+    if args.minutes is None:
+        args.minutes = math.inf if args.steps else 2.7
+    args.steps = args.steps or math.inf
+    return args
 
 
 def main() -> None:
@@ -381,6 +402,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     logging.disable_progress_bar()
     args.out.mkdir(parents=True, exist_ok=True)
+    print(f"writing to {args.out}")
     corpus = load_corpus(args.stdlib)
     write_heldout(corpus, args.out / "heldout.jsonl")
     tokenizer = train_tokenizer(corpus.train)

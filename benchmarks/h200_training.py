@@ -1,0 +1,210 @@
+"""Training in bf16 on one H100 or H200: expert layers and grouped linear layers, forward and backward, this library and its peers.
+
+    python benchmarks/h200_training.py --out FILE.jsonl [--cells 'qwen3:*' 'linear:16384x*'] [--contender fusion_moe torch] [--repeats 10]
+                                       [--minutes 8] [--commit HASH]
+    python benchmarks/h200_training.py --out FILE.jsonl --table          what the file has, as a table
+    python benchmarks/h200_training.py --out FILE.jsonl --device cpu --tiny
+
+Cells (training_cells.py): a layer from the router's ids to tokens, in the sizes of four models, `qwen3:4096:uniform`; a single product and
+both of its gradients, `linear:ROWSxGROUPS:uniform`. Gradients are those of tokens, router weights and all weights. Contenders
+(training_peers.py) get the same tensors in one process; results and gradients are compared with torch's first. Then all run in turn,
+forward under no_grad, and forward and backward. A time is the median between two CUDA events, the spread longest - shortest over it;
+before each start the host gets ahead. Peak memory is that of one forward and backward beyond weights and inputs.
+
+A finished cell is appended to --out; cells in the file are skipped, and none starts after --minutes. liger: `pip install liger-kernel`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fnmatch
+import gc
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from training_cells import FAR, Cell, Layer, apart, cells, digest, flops
+from training_peers import LAYER, LINEAR, Contender
+
+WARM_UPS = 2
+_AHEAD = 10**7  # clocks that the device waits while the host enqueues
+
+
+class Watch:
+    """Time and memory of a device."""
+
+    def __init__(self, device: str):
+        self.cuda = device == "cuda"
+
+    def seconds(self, run: Callable[[], None]) -> float:
+        """Of one run."""
+        if not self.cuda:
+            start = time.perf_counter()
+            run()
+            return time.perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        torch.cuda._sleep(_AHEAD)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def peak(self, run: Callable[[], None]) -> int | None:
+        """Bytes that one run needs beyond what is there."""
+        if not self.cuda:
+            return None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def free(self) -> None:
+        """Gives back what nobody holds."""
+        gc.collect()
+        if self.cuda:
+            torch.cuda.synchronize()  # raises if the device cannot go on
+            torch.cuda.empty_cache()
+
+
+def measure(cell: Cell, names: Iterable[str], repeats: int, device: str) -> dict[str, Any]:
+    """The line of one cell."""
+    watch, on = Watch(device), cell.inputs(device)
+    peers = LAYER if isinstance(cell, Layer) else LINEAR
+    found: dict[str, dict[str, Any]] = {}
+    contenders: dict[str, Contender] = {}
+    want: list[Tensor] | None = None
+    for name in ("torch", *(n for n in peers if n != "torch" and n in names)):  # the others are compared with it
+        found[name] = {}
+        try:
+            contender = peers[name](on)
+            if contender.exact:
+                got = digest(contender.results())
+                want = got if name == "torch" else want
+                found[name]["apart"] = dict(zip(on.names, apart(got, want), strict=True)) if want else None
+                del got
+            if name in names:
+                found[name]["peak"] = _prepared(contender, watch)
+                contenders[name] = contender
+        except Exception as e:  # a peer may fail in any way; the others are measured
+            found[name]["missing"] = f"{type(e).__name__}: {str(e).strip()}".splitlines()[0][:200]
+        watch.free()
+    del want
+    for name, times in _interleaved(contenders, repeats, watch).items():
+        found[name] |= times
+    return {"cell": cell.key, "rows": cell.rows, "products": cell.products, "flops": flops(cell), "contenders": found}
+
+
+def _prepared(contender: Contender, watch: Watch) -> int | None:
+    """Peak memory of a contender that is warm."""
+    for run in (contender.forward, contender.both) * WARM_UPS:
+        run()
+    watch.free()
+    return watch.peak(contender.both)
+
+
+def _interleaved(contenders: Mapping[str, Contender], repeats: int, watch: Watch) -> dict[str, dict[str, Any]]:
+    """Seconds of each contender, everybody in turn, and in another order each time."""
+    times: dict[str, dict[str, list[float]]] = {name: {"forward": [], "both": []} for name in contenders}
+    names = list(contenders)
+    for i in range(repeats):
+        first = i % max(len(names), 1)
+        for name in names[first:] + names[:first]:
+            times[name]["forward"].append(watch.seconds(contenders[name].forward))
+            times[name]["both"].append(watch.seconds(contenders[name].both))
+    return {name: {part: _median(all_) for part, all_ in parts.items()} for name, parts in times.items()}
+
+
+def _median(seconds: Sequence[float]) -> dict[str, float]:
+    median = statistics.median(seconds)
+    return {"seconds": median, "spread": (max(seconds) - min(seconds)) / median}
+
+
+def provenance(device: str, commit: str) -> dict[str, str]:
+    """Where and with what."""
+    versions = {}
+    for name in ("torch", "triton", "transformers", "liger-kernel"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "missing"
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu", **versions, "commit": commit, "date": today}
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+_HEAD = "| cell | contender | forward ms | spread | TFLOP/s | both ms | spread | TFLOP/s | ours of it | both | peak GB | apart |"
+
+
+def table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """All cells, a line for each contender. "ours of it": this library's time over the contender's, forward, then forward and backward."""
+    lines = [_HEAD, "|" + "---|" * (_HEAD.count("|") - 1)]
+    for row in rows:
+        for name, found in row["contenders"].items():
+            lines.append("| " + " | ".join([row["cell"], name, *_line(row, found)]) + " |")
+    return "\n".join(lines)
+
+
+def _line(row: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    if "forward" not in found:
+        return [found.get("missing", "compared with")] + [""] * (_HEAD.count("|") - 4)
+    ours, said, ratios = row["contenders"].get("fusion_moe", {}), [], []
+    for part, times in (("forward", 1), ("both", 3)):
+        seconds = found[part]["seconds"]
+        said += [f"{seconds * 1e3:.3f}", f"{found[part]['spread']:.0%}", f"{times * row['flops'] / seconds / 1e12:.3g}"]
+        ratios.append(f"{ours[part]['seconds'] / seconds:.2f}" if part in ours else "")
+    peak, far = found.get("peak"), found.get("apart")
+    return [*said, *ratios, "" if peak is None else f"{peak / 1e9:.2f}", _far(far) if far else "unchecked" if "apart" in found else ""]
+
+
+def _far(apart: Mapping[str, float]) -> str:
+    name = max(apart, key=lambda name: (math.isnan(apart[name]), apart[name]))
+    return f"{apart[name]:.1e} {name}{'' if apart[name] <= FAR else ' WRONG'}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cells", nargs="+", default=["*"], help="patterns")
+    parser.add_argument("--contender", nargs="+", choices=sorted({*LAYER, *LINEAR}), default=sorted({*LAYER, *LINEAR}))
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small cells, to try the program")
+    parser.add_argument("--table", action="store_true", help="print what the file has, measure nothing")
+    parser.add_argument("--commit", default="")
+    told = parser.parse_args()
+    begun = time.monotonic()
+    rows = [json.loads(line) for line in told.out.read_text(encoding="utf-8").splitlines()] if told.out.exists() else []
+    wanted = [cell for cell in cells(told.tiny) if any(fnmatch.fnmatch(cell.key, pattern) for pattern in told.cells)]
+    if not told.table:
+        made, done = provenance(told.device, told.commit), {row["cell"] for row in rows}
+        print(made, flush=True)
+        for cell in wanted:
+            if cell.key in done:
+                continue
+            if time.monotonic() - begun > 60 * told.minutes:
+                print(f"stopped before {cell.key}; the same command resumes there")
+                break
+            rows.append({**measure(cell, told.contender, told.repeats, told.device), "provenance": made})
+            with told.out.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(rows[-1]) + "\n")
+            print(table(rows[-1:]).split("\n", 2)[2], flush=True)
+    text = table(rows)
+    told.out.with_suffix(".txt").write_text(f"{text}\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What 4 bits cost: the perplexity of the small real model with experts in each encoding, on held-out text it was not trained on.
+
+    python benchmarks/quality.py                  # a table; needs transformers, and nvidia-modelopt for its row
+    python benchmarks/quality.py --max-bytes 90000 --write          # of less text, into docs/quality.md
+
+All rows are the same model, `examples/tiny_qwen3_moe`, in bf16 but for the experts' weights; activations stay in bf16. ModelOpt's row is
+a directory that nvidia-modelopt quantized and exported, loaded with `from_pretrained`. Its exporter gives gate and up of an expert one
+scale, the larger of the two, where `quantize_` keeps both; all other bytes are equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+sys.path.append(str(EXAMPLES))
+
+from heldout import bits_per_byte_and_perplexity, load_heldout  # noqa: E402
+from page import put  # noqa: E402
+
+import fusion_moe  # noqa: E402
+import fusion_moe.transformers  # noqa: E402  (loads ModelOpt's directories)
+from fusion_moe.encodings import find, quantize  # noqa: E402
+from fusion_moe.nn.contract import contract_of, experts_from  # noqa: E402
+
+MODEL = EXAMPLES / "tiny_qwen3_moe"
+
+
+def plain(path: str | Path = MODEL) -> Any:
+    """The model in bf16."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+
+
+def in_nvfp4() -> Any:
+    """Its experts quantized by quantize_."""
+    model = plain()
+    fusion_moe.quantize_(model)
+    return model
+
+
+def in_encoding(name: str) -> Any:
+    """Its experts quantized to an encoding."""
+    model, encoding = plain(), find(name)
+    for path, experts in list(model.named_modules()):
+        if contract := contract_of(experts):
+            up, down = (t.detach() for t in (contract.up(experts.gate_up_proj), contract.down(experts.down_proj)))
+            weights = (quantize(t, encoding=encoding) for t in (up, down))
+            model.set_submodule(path, experts_from(experts, *weights))
+    return model
+
+
+def by_modelopt() -> Any:
+    """Its experts quantized and exported by nvidia-modelopt, then loaded."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+
+    config = copy.deepcopy(mtq.W4A16_NVFP4_CFG)
+    config["quant_cfg"].append({"quantizer_name": "*self_attn*", "enable": False})
+    with tempfile.TemporaryDirectory() as folder:
+        made = mtq.quantize(plain(), config, lambda model: model(torch.zeros(1, 8, dtype=torch.long)))
+        with torch.no_grad():
+            export_hf_checkpoint(made, dtype=torch.bfloat16, export_dir=folder)
+        return plain(folder)
+
+
+def experts_bytes(model: nn.Module) -> int:
+    """Bytes of the experts' weights."""
+    return sum(t.nbytes for name, t in model.named_parameters() if ".experts." in name)
+
+
+VARIANTS: dict[str, Callable[[], Any]] = {
+    "bf16": plain,
+    "NVFP4, `quantize_`": in_nvfp4,
+    "NVFP4, nvidia-modelopt's directory": by_modelopt,
+    "MXFP4": lambda: in_encoding("mxfp4"),
+    "INT4, groups of 32": lambda: in_encoding("int4"),
+}
+
+
+def table(texts: list[str]) -> str:
+    """The markdown table of all variants; a line to stderr for each."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    lines = ["| experts | bytes of experts | bits per byte | perplexity | of bf16's |", "|---|---:|---:|---:|---:|"]
+    first = 0.0
+    for name, make in VARIANTS.items():
+        if "modelopt" in name and find_spec("modelopt") is None:
+            continue
+        start, model = time.monotonic(), make()
+        bits, perplexity = bits_per_byte_and_perplexity(model, tokenizer, texts)
+        first = first or perplexity
+        lines.append(f"| {name} | {experts_bytes(model):,} | {bits:.5f} | {perplexity:.4f} | {100 * (perplexity / first - 1):+.2f} % |")
+        print(f"{lines[-1]}  {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max-bytes", type=int, help="of held-out text (default: all)")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/quality.md")
+    arguments = parser.parse_args()
+    texts = load_heldout(max_bytes=arguments.max_bytes)
+    packages = {"torch": "torch", "transformers": "transformers", "modelopt": "nvidia-modelopt"}
+    versions = ", ".join(f"{package} {version(package)}" for name, package in packages.items() if find_spec(name))
+    size = sum(len(text.encode()) for text in texts)
+    part = f"{size:,} bytes of held-out text; {versions}\n\n{table(texts)}"
+    print(part)
+    if arguments.write:
+        put("quality", "quality.py", part, "quality.md")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""What h200_training.py measures: layers and single products, their weights and inputs, and how far results may be apart.
+
+M rows (tokens x experts a token), H hidden, I intermediate features, E experts, k experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from h200_cells import MODELS, ZIPF, Model
+from torch import Tensor
+
+ROUTINGS = ("uniform", "zipf")
+TOKENS = (4096, 8192, 32768)
+SIZES = {name: MODELS[name] for name in ("qwen3", "gpt-oss", "mixtral", "deepseek")}
+TINY = Model("tiny", 8, 2, 64, 32)
+LINEAR_ROWS, LINEAR_GROUPS, LINEAR_K, LINEAR_N = (16384, 32768, 65536, 98304), (4, 8, 64, 128), 7168, 2048
+FAR = 2e-2  # what two results in bf16 may differ, relative Frobenius norm
+_CHECKED_EXPERTS = 8
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The experts of a layer, from the router's ids to tokens: SwiGLU without biases, in the sizes of a model."""
+
+    name: str
+    model: Model
+    tokens: int
+    routing: str
+
+    @property
+    def key(self) -> str:
+        """As --cells names it."""
+        return f"{self.name}:{self.tokens}:{self.routing}"
+
+    @property
+    def rows(self) -> int:
+        """Rows of the products."""
+        return self.tokens * self.model.slots
+
+    @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """(N, K) of each product of the forward pass."""
+        return self.model.products("mlp")
+
+    def inputs(self, device: str) -> LayerInputs:
+        """Random ones."""
+        g = torch.Generator(device).manual_seed(0)
+        e, h, i = self.model.experts, self.model.hidden, self.model.intermediate
+        ids, w = _routed(self.model, self.tokens, self.routing, g)
+        x, seed = (torch.randn(self.tokens, h, device=device, generator=g).bfloat16() for _ in "xy")
+        gate_up, down = _weight((e, 2 * i, h), g), _weight((e, h, i), g)
+        return LayerInputs(self, x.requires_grad_(), ids, w.requires_grad_(), gate_up, down, seed)
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """x bf16[T, H], ids i64[T, k], w bf16[T, k], gate_up bf16[E, 2I, H], down bf16[E, H, I], seed bf16[T, H]: the result's gradient."""
+
+    cell: Layer
+    x: Tensor
+    ids: Tensor
+    w: Tensor
+    gate_up: Tensor
+    down: Tensor
+    seed: Tensor
+
+    @property
+    def wanted(self) -> tuple[Tensor, ...]:
+        """What gets a gradient."""
+        return self.x, self.w, self.gate_up, self.down
+
+    names = ("y", "dx", "drouter", "dgate_up", "ddown")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One grouped product: rows of group g times matrix g."""
+
+    rows: int
+    groups: int
+    k: int
+    n: int
+    routing: str
+
+    @property
+    def key(self) -> str:
+        """As --cells names it."""
+        return f"linear:{self.rows}x{self.groups}:{self.routing}"
+
+    @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """(N, K) of the product."""
+        return ((self.n, self.k),)
+
+    def inputs(self, device: str) -> LinearInputs:
+        """Random ones."""
+        g = torch.Generator(device).manual_seed(0)
+        one = Model("", self.groups, 1, self.k, self.n)
+        counts = _routed(one, self.rows, self.routing, g)[0].flatten().bincount(minlength=self.groups)
+        x = torch.randn(self.rows, self.k, device=device, generator=g).bfloat16()
+        seed = torch.randn(self.rows, self.n, device=device, generator=g).bfloat16()
+        return LinearInputs(self, x.requires_grad_(), _weight((self.groups, self.n, self.k), g), counts.cumsum(0).int(), seed)
+
+
+@dataclass(frozen=True)
+class LinearInputs:
+    """x bf16[M, K], weight bf16[G, N, K], ends i32[G], seed bf16[M, N]: the result's gradient."""
+
+    cell: Linear
+    x: Tensor
+    weight: Tensor
+    ends: Tensor
+    seed: Tensor
+
+    @property
+    def wanted(self) -> tuple[Tensor, ...]:
+        """What gets a gradient."""
+        return self.x, self.weight
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Rows of each group, which a loop has on the host."""
+        return self.ends.diff(prepend=self.ends.new_zeros(1)).tolist()
+
+    names = ("y", "dx", "dweight")
+
+
+Cell = Layer | Linear
+Inputs = LayerInputs | LinearInputs
+
+
+def cells(tiny: bool) -> list[Cell]:
+    """All of them."""
+    if tiny:
+        return [*(Layer("tiny", TINY, 48, r) for r in ROUTINGS), *(Linear(96, 4, 64, 32, r) for r in ROUTINGS)]
+    layers = [Layer(name, model, tokens, r) for name, model in SIZES.items() for tokens in TOKENS for r in ROUTINGS]
+    return [*layers, *(Linear(m, groups, LINEAR_K, LINEAR_N, "uniform") for m in LINEAR_ROWS for groups in LINEAR_GROUPS)]
+
+
+def flops(cell: Cell) -> int:
+    """Of the forward pass, two for each multiply-add; the backward has twice as many."""
+    return sum(2 * cell.rows * n * k for n, k in cell.products)
+
+
+def _weight(shape: tuple[int, ...], g: torch.Generator) -> Tensor:
+    """Normal, so that products of normal numbers are about 1 in size. Expert by expert: a float32 copy of all may not fit."""
+    made = torch.empty(shape, dtype=torch.bfloat16, device=g.device)
+    for one in made:
+        one.copy_(torch.randn(shape[1:], device=g.device, generator=g) / shape[-1] ** 0.5)
+    return made.requires_grad_()
+
+
+def _routed(model: Model, tokens: int, routing: str, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """k different experts for each token, all as likely; or expert i in proportion to 1 / i^ZIPF. -> ids i64[T, k], w bf16[T, k]"""
+    score = -torch.rand(tokens, model.experts, device=g.device, generator=g).clamp_min(1e-20).log_()  # exponential
+    if routing == "zipf":
+        score *= (torch.randperm(model.experts, device=g.device, generator=g) + 1.0) ** ZIPF
+    ids = score.topk(model.slots, largest=False).indices
+    w = torch.rand(ids.shape, device=g.device, generator=g) + 0.1
+    return ids, (w / w.sum(1, keepdim=True)).bfloat16()
+
+
+# What is right --------------------------------------------------------------------------------------------------------
+
+
+def digest(results: Sequence[Tensor]) -> list[Tensor]:
+    """What is kept of results to be compared: all of a matrix; of gradients of weights [E, N, K] some experts, and the norm of each."""
+    kept = []
+    for t in results:
+        some = torch.linspace(0, len(t) - 1, min(_CHECKED_EXPERTS, len(t))).long().unique().tolist() if t.dim() == 3 else None
+        kept.append(t if some is None else torch.cat([t[some].float().flatten(), torch.stack([e.float().norm() for e in t])]))
+    return kept
+
+
+def apart(got: Sequence[Tensor], want: Sequence[Tensor]) -> list[float]:
+    """The relative Frobenius norm of each difference."""
+    return [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, want, strict=True)]
