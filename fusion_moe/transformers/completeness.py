@@ -1,0 +1,40 @@
+"""Whether files have a tensor for every parameter: transformers fills gaps with random numbers and prints a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers.core_model_loading import WeightConverter, rename_source_key
+
+from ..errors import CheckpointError
+from .names import any_of
+from .plan import Plan
+from .sources import some
+
+
+def check_complete(plan: Plan, model: Any, conversions: list[Any]) -> None:
+    """CheckpointError for parameters of which the files have nothing. By names alone, as the conversions will change them."""
+    converters, known = [c for c in conversions if isinstance(c, WeightConverter)], model.state_dict()
+    provided = {name for module in (*plan.experts, *plan.linears) for name in _own(model, module)}
+    for name in plan.entries.keys() - plan.taken:
+        provided.update(_made_of(name, converters))
+    tied, ignored = model.all_tied_weights_keys, any_of(model._keys_to_ignore_on_load_missing)
+    missing = [name for name in known if name not in provided and tied.get(name) not in provided and not ignored.search(name)]
+    if missing:
+        raise CheckpointError(f"nothing for {some(missing)}", expected=f"all {len(known)} parameters", where=type(model).__name__)
+
+
+def _own(model: Any, name: str) -> Iterator[str]:
+    """The names of the tensors that a module's weights are; a bias of a linear layer is stored as any other."""
+    module = model.get_submodule(name)
+    return (f"{name}.{key}" for key, t in (*module._parameters.items(), *module._buffers.items()) if t is not None and key != "bias")
+
+
+def _made_of(name: str, converters: list[WeightConverter]) -> list[str]:
+    """The parameters that a tensor is for."""
+    made, pattern = rename_source_key(name, [], converters)
+    if pattern is None:
+        return [made]
+    first, *others = next(c.target_patterns for c in converters if pattern in c.source_patterns)
+    return [made, *(made.replace(first, other) for other in others)]

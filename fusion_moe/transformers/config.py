@@ -1,0 +1,47 @@
+"""Configurations of quantization, as transformers wants them: from a dictionary in config.json, or given by who loads a model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..nn import config as nn_config
+
+
+class ModelOptConfig(QuantizationConfigMixin):
+    """`quantization_config` of a directory, kept as it is. Its tensors say what is quantized."""
+
+    def __init__(self, quant_method: str = "modelopt", **entries: Any):
+        self.quant_method = quant_method
+        self.__dict__.update(entries)
+
+    @property
+    def method(self) -> str:
+        """Whose names the files have."""
+        return self.__dict__.get("source", self.quant_method)
+
+    def original(self) -> dict[str, Any]:
+        """As the directory has it, also where another `quant_method` led to this class."""
+        return {**{k: v for k, v in self.to_dict().items() if k not in ("source", "experts_config")}, "quant_method": self.method}
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether experts in 8-bit floats are rounded to NVFP4."""
+        return "experts_config" in self.__dict__
+
+    @property
+    def experts(self) -> nn_config.NVFP4Config:
+        """How experts are computed."""
+        return nn_config.NVFP4Config(**self.__dict__.get("experts_config", {}))
+
+
+class NVFP4Config(nn_config.NVFP4Config, QuantizationConfigMixin):
+    """`quantization_config=NVFP4Config()` quantizes experts while a model in floating point is loaded, bit for bit as `quantize_`."""
+
+    quant_method = "fusion_moe"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For config.json."""
+        return {"quant_method": self.quant_method, **copy.deepcopy(self.__dict__)}

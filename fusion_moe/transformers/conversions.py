@@ -1,0 +1,83 @@
+"""transformers' WeightConverters for experts and linear layers that are encoded, made from the names in the files.
+
+A converter is for all layers: it knows what follows the layer's number. Those with longer names come first, since before 5.21 a pattern
+also matches the beginning of a longer name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from ..checkpoints import Direction, Scheme, StoredPart
+from ..nn.projections import Projections
+from .names import parameter_of
+from .operations import FromFused, JoinExperts, QuantizeEightBit, ToPart
+from .sources import ExpertsSource
+
+Row = tuple[list[str], str, ConversionOps]  # patterns in the file, the parameter, what is done
+MATRIX_SCALE = StoredPart("input_scale", "", (torch.float32,), direction=Direction.MULTIPLIER)
+
+
+class Converter(WeightConverter):
+    """A WeightConverter that is cheap to copy: transformers copies one for each tensor that it reads."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Converter:
+        made = copy.copy(self)
+        made.collected_tensors, made.layer_targets = defaultdict(list), defaultdict(set)  # all that a copy changes
+        return made
+
+
+def expert_converters(sources: Iterable[tuple[ExpertsSource, Projections]]) -> list[Converter]:
+    """What joins the tensors of experts to the parameters of their modules."""
+    made: dict[tuple[str, ...], Converter] = {}
+    for source, module in sources:
+        for projection, names in zip(module.projections, source.names, strict=True):
+            for patterns, target, operation in _of_projection(source, module, projection, names):
+                if (*patterns, target) not in made:
+                    made[(*patterns, target)] = Converter(patterns, target, [operation])
+    return list(made.values())
+
+
+def _of_projection(source: ExpertsSource, module: Projections, projection: str, names: Sequence[str]) -> Iterator[Row]:
+    """Each part, the bias, and the scales of activations."""
+    below, parts, parameters = rf"{source.tail}\.", source.scheme.parts, module.part_names[projection]
+    in_turns = source.in_turns and projection == "gate_up"
+
+    def row(suffix: str, parameter: str, part: StoredPart | None) -> Row:
+        operation = JoinExperts(part) if source.joined else FromFused(part, in_turns)
+        return [f"{below}{name}{suffix}" for name in names], below + parameter, operation
+
+    if source.scheme.encoding is None:
+        longest = sorted(parts, key=lambda p: -len(p.suffix))
+        yield [f"{below}{name}{p.suffix}" for p in longest for name in names], below + parameters[0], QuantizeEightBit(parameters)
+    else:
+        yield from (row(p.suffix, parameter, p) for p, parameter in zip(parts, parameters, strict=True))
+    if getattr(module, f"{projection}_proj_bias") is not None:
+        yield row(".bias" if source.joined else "_bias", f"{projection}_proj_bias", None)
+    if source.input_scale:
+        yield row(source.input_scale, f"{projection}_input_scale", MATRIX_SCALE)
+
+
+def linear_converters(scheme: Scheme, parameters: Sequence[str]) -> list[Converter]:
+    """What turns the tensors of linear layers into parameters, where names or numbers differ."""
+    rows = zip(scheme.parts, parameters, strict=True)
+    return [Converter([p.suffix], [f".{name}"], [ToPart(p)]) for p, name in rows if p.suffix != f".{name}"]
+
+
+def longest_first(converters: Iterable[Any]) -> list[Any]:
+    """In the order in which transformers may try them."""
+    return sorted(converters, key=lambda c: -max(map(len, c._original_source_patterns)))
+
+
+def without(theirs: Iterable[Any], ours: Iterable[Converter]) -> list[Any]:
+    """transformers' conversions but those that make parameters which ours make."""
+    made = {parameter_of(target) for c in ours for target in c._original_target_patterns}
+    return [c for c in theirs if not any(isinstance(c, WeightConverter) and parameter_of(t) in made for t in c._original_target_patterns)]

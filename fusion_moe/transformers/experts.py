@@ -1,0 +1,52 @@
+"""The experts of transformers' models by our operations. How their weights are stored is what `use_experts_implementation` was told.
+
+Letters: T tokens, k experts a token, E experts, H hidden, I intermediate features.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ir.types import dtype_name
+from ..nn.custom import in_steps
+from ..nn.gates import swiglu_of
+
+ops = torch.ops.fusion_moe
+
+
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """hidden_states [T, H], top_k_index int[T, k], top_k_weights [T, k] -> [T, H], in the dtype of hidden_states.
+
+    Computed in the weights' dtype, bf16, f16 or f32, or in autocast's. SwiGLU in the variants of `fused_experts` is that one operation, any
+    other activation the module's own function between two grouped products.
+    """
+    up, down = _projection(module, "gate_up_proj" if module.has_gate else "up_proj"), _projection(module, "down_proj")
+    x, ids, w = hidden_states.to(up[0].dtype), top_k_index, top_k_weights
+    if getattr(module, "_is_expert_parallel", False):  # experts of other ranks have the index E
+        w = w.masked_fill(ids >= len(up[0]), 0.0)
+        ids = ids.clamp(max=len(up[0]) - 1)
+    swiglu = None if getattr(module, "has_post_expert_norm", False) else swiglu_of(module)
+    if swiglu is None:
+        products = partial(_grouped_linear, module, *up), partial(_grouped_linear, module, *down)
+        return in_steps(module, x, ids, w, len(up[0]), *products).to(hidden_states.dtype)
+    (up_weight, up_bias), (down_weight, down_bias) = up, down
+    y = ops.fused_experts(
+        x, ids, w, [up_weight], [down_weight], up_bias, down_bias, interleave=swiglu.interleave, limit=swiglu.limit, alpha=swiglu.alpha,
+        up_offset=swiglu.up_offset, weight_format=dtype_name(up_weight.dtype), transposed=module.is_transposed,
+    )  # fmt: skip
+    return y.to(hidden_states.dtype)
+
+
+def _projection(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
+    """The weight and the bias [E, N] of a projection."""
+    return getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
+
+
+def _grouped_linear(module: Any, weight: Tensor, bias: Tensor | None, a: Tensor, ends: Tensor) -> Tensor:
+    """a [T*k, K], sorted by expert -> [T*k, N]"""
+    y = ops.grouped_mm(a, [weight], ends, weight_format=dtype_name(weight.dtype), transposed=module.is_transposed)
+    return y if bias is None else ops.group_add(y, bias, ends)

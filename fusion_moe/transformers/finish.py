@@ -1,0 +1,42 @@
+"""What is done to a model's parameters once they were read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ..encodings import check_block_scales, check_matrix_scales
+from ..errors import NonFiniteError
+from ..nn.packed import PackedModule
+from ..runtime import pages
+
+
+def cast_(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Casts parameters to the dtypes that the model had before. Before 5.21, transformers does not if anything is quantized."""
+    for name, module in model.named_modules():
+        for key, p in [] if isinstance(module, PackedModule) else module.named_parameters(name, recurse=False):
+            p.data = p.data.to(dtypes.get(key, p.dtype))
+
+
+def check_scales(model: nn.Module) -> None:
+    """NonFiniteError for scales of encoded weights that are NaN, infinite or negative, with the module's name."""
+    for name, module in model.named_modules():
+        for key, p in module._parameters.items() if isinstance(module, PackedModule) else ():
+            try:
+                if p is not None and p.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
+                    check_block_scales(p.detach(), key)
+                elif p is not None and key.endswith(("decode_scale", "weight_scale_2")):
+                    check_matrix_scales(p.detach(), key)
+            except NonFiniteError as error:
+                raise error.at(name) from None
+
+
+def freeze_(model: nn.Module) -> None:
+    """Encoded weights without gradients and on large pages: transformers lets every float require one, block scales too."""
+    for module in model.modules():
+        if isinstance(module, PackedModule):
+            for p in module.parameters(recurse=False):
+                p.requires_grad_(False)
+                p.data = pages.on_large_pages(p.data)

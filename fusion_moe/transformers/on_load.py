@@ -1,0 +1,65 @@
+"""Experts that are quantized while a model in floating point is loaded, a projection at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers.core_model_loading import ConversionOps
+
+from ..encodings import Quantized, check_finite
+from ..nn import quantize_
+from ..nn.config import NVFP4Config
+from ..nn.contract import ExpertsContract, contract_of
+from ..nn.experts import quantize_gate_up
+from ..nn.frozen import quantized
+from .operations import one
+
+Contracts = dict[str, ExpertsContract]  # what modules of experts said of their weights, by their names
+
+
+def prepare_to_quantize(model: Any, config: NVFP4Config) -> Contracts:
+    """Replaces the experts of a model on the meta device, as `quantize_` does, which says what is wrong."""
+    contracts = {name: found for name, m in model.named_modules() if (found := _contract(m)) is not None}
+    floats = {f"{name}.{key}": getattr(model.get_submodule(name), key) for name, found in contracts.items() for key in found.names}
+    quantize_(model, config)
+    for name, p in floats.items():  # before 5.21, transformers casts what it reads to the dtype of the parameter that is there
+        module, _, key = name.rpartition(".")
+        setattr(model.get_submodule(module), key, nn.Parameter(p.detach(), requires_grad=False))
+    return contracts
+
+
+def _contract(module: Any) -> ExpertsContract | None:
+    if type(module).__name__ != "Llama4TextExperts":
+        return contract_of(module)
+    experts, intermediate, hidden = module.down_proj.shape
+    return ExpertsContract(
+        experts, hidden, intermediate, has_gate=True, has_bias=False, transposed=True, concatenated=True, post_expert_norm=False
+    )  # fmt: skip
+
+
+class QuantizeExperts(ConversionOps):
+    """A projection of experts as transformers has it, float -> the parts of its NVFP4; a bias -> in the order of our rows."""
+
+    def __init__(self, contracts: Contracts):
+        self.contracts = contracts
+
+    def convert(self, input_dict: dict[str, Any], model: Any = None, **_: Any) -> dict[str, Any]:
+        """By the names of parameters."""
+        found: dict[str, Any] = {}
+        for name in list(input_dict):
+            found.update(self._converted(name, one(input_dict.pop(name)), model))
+        return found
+
+    def _converted(self, name: str, t: Any, model: Any) -> dict[str, Any]:
+        base, _, key = name.rpartition(".")
+        contract = self.contracts[base]
+        if key.endswith("_bias"):
+            return {name: contract.up_rows(t) if key.startswith(contract.up_name) else t}
+        check_finite(t, name)
+        if key == "down_proj":
+            parts: Quantized = quantized(contract.down(t))
+        else:
+            parts = quantize_gate_up(contract.up(t)) if contract.has_gate else quantized(contract.up(t))
+        keys = model.get_submodule(base).part_names[key.removesuffix("_proj")]
+        return {f"{base}.{k}": part for k, part in zip(keys, parts, strict=True)}

@@ -1,0 +1,143 @@
+"""What loading a checkpoint makes of a model: which modules are replaced, and whether the files have all that those need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoints import Entry, Scheme, StoredWeight, stored_weights
+from ..encodings import NVFP4, Encoding, Quantized
+from ..errors import CheckpointError, UnsupportedError
+from ..nn import Llama4MoE, NVFP4Linear
+from ..nn.config import NVFP4Config
+from ..nn.contract import contract_of, experts_from
+from ..nn.converters import convert
+from ..nn.projections import Projections
+from .eight_bit import EightBitLinear
+from .names import any_of, live_names
+from .sources import INPUT_SCALES, ExpertsSource, Stored, find_experts, some, weights_of
+
+LINEAR = ("weight", "weight_scale", "weight_scale_2")  # of NVFP4Linear, the parts of NVFP4 in order
+
+
+@dataclass
+class Plan:
+    """Modules by name, and where each lies. entries: tensors by their names in the model; taken: those that are theirs."""
+
+    entries: Mapping[str, Entry]
+    experts: dict[str, ExpertsSource] = field(default_factory=dict)
+    linears: dict[str, Scheme] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+
+    def take(self, weight: StoredWeight) -> None:
+        """Its tensors are a module's."""
+        self.taken.update(entry.name for entry in weight.entries.values())
+
+
+def replace_modules(model: Any, tensors: Mapping[str, Entry], method: str, config: NVFP4Config, quantizes: bool = False) -> Plan:
+    """Puts modules of fusion_moe.nn, on the meta device, where the tensors of files are those of an encoded weight.
+
+    method: `quant_method` of the configuration. quantizes: whether experts in 8-bit floats may be rounded to NVFP4. CheckpointError for an
+    incomplete weight or one that no module takes, UnsupportedError for one in an encoding that no module computes with.
+    """
+    plan = Plan({live: replace(tensors[name], name=live) for name, live in live_names(model, tensors).items()})
+    stored = stored_weights(plan.entries, method)
+    for name, module in list(model.named_modules()):
+        source = _experts_at(name, module, stored)
+        if source is not None:
+            _replace_experts(plan, model, name, module, source, stored, config, quantizes)
+        elif type(module) is nn.Linear and name in stored:
+            _replace_linear(plan, model, name, module, stored[name])
+    ignored = any_of(model._keys_to_ignore_on_load_unexpected)
+    left = [e.name for w in stored.values() for e in w.entries.values() if e.name not in plan.taken and not ignored.search(e.name)]
+    if left:
+        todo = "the model calls it otherwise, or it is no linear layer"
+        raise CheckpointError(f"{some(left)}, of no module", expected="a module for each weight", todo=todo, where=type(model).__name__)
+    return plan
+
+
+def _experts_at(name: str, module: nn.Module, stored: Stored) -> ExpertsSource | None:
+    if type(module).__name__ == "Llama4TextMoe":
+        return find_experts(f"{name}.experts", True, False, stored)
+    contract = contract_of(module)
+    return None if contract is None else find_experts(name, contract.has_gate, not contract.concatenated, stored)
+
+
+def _replace_experts(
+    plan: Plan, model: Any, name: str, module: nn.Module, source: ExpertsSource, stored: Stored, config: NVFP4Config, quantizes: bool
+) -> None:  # fmt: skip
+    if source.scheme.encoding is None and not quantizes:
+        todo = "quantization_config=fusion_moe.transformers.NVFP4Config() for fusion_moe.transformers.from_pretrained rounds them to NVFP4"
+        raise UnsupportedError(f"experts in {source.scheme.name}", expected="experts in 4 bits", todo=todo, where=name)
+    with torch.device("meta"):
+        made = _on_meta(module, source.scheme.encoding or NVFP4, config, name)
+        experts = made.experts if isinstance(made, Llama4MoE) else made
+        assert isinstance(experts, Projections)
+        model.set_submodule(name, made)
+        weights = weights_of(source, experts, stored)
+        suffix = _input_scales(plan, [weight.name for weight in weights])
+        if suffix:
+            _keep_input_scales(experts)
+    plan.experts[source.name] = replace(source, input_scale=suffix)
+    for weight in weights:
+        plan.take(weight)
+
+
+def _on_meta(module: nn.Module, encoding: Encoding, config: NVFP4Config, name: str) -> nn.Module:
+    """What takes the place of a module of experts, without weights."""
+    if encoding == NVFP4:
+        return convert(module, config, name)
+    contract = contract_of(module)
+    if contract is None:
+        raise UnsupportedError(f"experts in {encoding.name}", expected="experts in NVFP4", where=f"{name} ({type(module).__name__})")
+    dtype = module.get_parameter("down_proj").dtype
+    shapes = contract.up_shape, contract.down_shape
+    up, down = (_weight(encoding, shape) for shape in shapes)
+    up_bias, down_bias = (torch.empty(shape[:2], dtype=dtype) if contract.has_bias else None for shape in shapes)
+    return experts_from(module, up, down, up_bias, down_bias, config)
+
+
+def _weight(encoding: Encoding, shape: tuple[int, ...]) -> Quantized:
+    """A weight on the default device, without numbers."""
+    *lead, n, k = shape
+    return Quantized(*(torch.empty(encoding.part_shape(p, lead, n, k), dtype=p.dtype) for p in encoding.parts), encoding=encoding)
+
+
+def _input_scales(plan: Plan, weights: list[str]) -> str:
+    """The suffix of the scales of activations; "" unless each weight has one, which is taken then."""
+    for suffix in INPUT_SCALES:
+        names = [weight + suffix for weight in weights]
+        if all(name in plan.entries for name in names):
+            plan.taken.update(names)
+            return suffix
+    return ""
+
+
+def _keep_input_scales(experts: Projections) -> None:
+    """Adds buffers for them: nothing here reads them, but what is saved has them again."""
+    for projection in experts.projections:
+        count = experts.weight(projection).shape[0]
+        shape = (count, 2) if projection == "gate_up" else (count,)
+        experts.register_buffer(f"{projection}_input_scale", torch.empty(shape, dtype=torch.float32))
+
+
+def _replace_linear(plan: Plan, model: Any, name: str, module: nn.Linear, weight: StoredWeight) -> None:
+    scheme, shape = weight.scheme, (module.out_features, module.in_features)
+    if weight.shape != shape:
+        raise CheckpointError(f"{name} is {list(weight.shape)}", expected=f"{list(shape)}, as the model", where=scheme.name)
+    with torch.device("meta"):
+        if scheme.encoding is None:
+            made: nn.Module = EightBitLinear(shape, weight.entries["scale"], module)
+        elif scheme.encoding == NVFP4:
+            made = NVFP4Linear(_weight(NVFP4, shape), module.bias)
+            if _input_scales(plan, [name]):
+                made.register_buffer("input_scale", torch.empty((), dtype=torch.float32))
+        else:
+            raise UnsupportedError(f"a linear layer in {scheme.encoding.name}", expected="NVFP4 or 8-bit floats", where=name)
+    model.set_submodule(name, made)
+    plan.linears[name] = scheme
+    plan.take(weight)

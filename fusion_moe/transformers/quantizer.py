@@ -1,0 +1,142 @@
+"""transformers' HfQuantizer: modules on the meta device, conversions of the tensors in files, and what is done after loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.quantizers import HfQuantizer
+
+from ..checkpoints import Directory
+from ..encodings import NVFP4
+from ..errors import UnsupportedError
+from ..nn import prepare_
+from ..nn.packed import PackedModule
+from ..nn.projections import Projections
+from .completeness import check_complete
+from .config import ModelOptConfig
+from .conversions import expert_converters, linear_converters, longest_first, without
+from .eight_bit import to_floats_
+from .finish import cast_, check_scales, freeze_
+from .names import is_weight_norm
+from .on_load import Contracts, QuantizeExperts, prepare_to_quantize
+from .operations import is_ours
+from .plan import LINEAR, Plan, replace_modules
+from .saving import conversions_for_saving, modelopt_config
+
+
+class FusionMoeQuantizer(HfQuantizer):
+    """Loads directories with encoded experts and linear layers into modules of fusion_moe.nn."""
+
+    plan: Plan | None = None
+
+    def __init__(self, quantization_config: Any, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        self._contracts: Contracts = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
+        """Replaces modules. CheckpointError for files that lack what those need, UnsupportedError for a parallel plan."""
+        _check_one_device(model)
+        self._model = model
+        if not self.pre_quantized:
+            self._contracts = prepare_to_quantize(model, self.quantization_config)
+            return
+        directory = Directory.open(Path(checkpoint_files[0]).parent)
+        self._dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
+        config = self.quantization_config
+        self.plan = replace_modules(model, directory.tensors, config.method, config.experts, config.quantizes)
+        ignored = {r"input_scale$", r"input_global_scale$", r"\.[kv]_scale$"}
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        """transformers' conversions, ours in place of those for experts."""
+        if self.plan is None:
+            return weight_conversions
+        sources = [(source, _module(self._model, name)) for name, source in self.plan.experts.items()]
+        ours = expert_converters(sources)
+        kept = [c for c in without(weight_conversions, ours) if not is_weight_norm(c)]
+        linears = {scheme.name: scheme for scheme in self.plan.linears.values()}
+        ours += [c for scheme in linears.values() for c in linear_converters(scheme, LINEAR[: len(scheme.parts)])]
+        conversions = [*longest_first(ours), *kept]
+        check_complete(self.plan, self._model, conversions)
+        return conversions
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """8-bit floats are not cast, nor what an operation of ours takes."""
+        eight_bit = str(param.get_dtype()).startswith("F8")
+        return None if eight_bit or is_ours(converter) else super().get_new_dtype(converter, param, dtype)
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether a parameter is quantized when its float was read."""
+        base, _, key = param_name.rpartition(".")
+        return base in self._contracts and key in self._contracts[base].names
+
+    def get_quantize_ops(self) -> QuantizeExperts:
+        """What quantizes it."""
+        return QuantizeExperts(self._contracts)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        """Scales that are numbers, frozen parameters, large pages on the CPU, the order of kernels on CUDA."""
+        del self._model
+        check_scales(model)
+        to_floats_(model)
+        cast_(model, self._dtypes)
+        freeze_(model)
+        if any(p.is_cuda for p in model.parameters()):
+            prepare_(model)
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, Any]]:
+        """Called before anything is written: the model learns how its weights are written, and with which configuration."""
+        sources = {} if self.plan is None else self.plan.experts
+        model._weight_conversions = conversions_for_saving(model, sources)
+        model.config.quantization_config = self._saved_config(model)
+        return None, {}
+
+    def _saved_config(self, model: Any) -> Any:
+        """The one that was loaded, unless the weights are stored differently now. UnsupportedError if no configuration says how."""
+        plan, config = self.plan, self.quantization_config
+        as_loaded = plan is not None and not any(scheme.encoding is None for scheme in plan.linears.values())
+        if as_loaded and config.method == "modelopt":
+            return config.original()
+        encodings = {m.encoding for m in model.modules() if isinstance(m, PackedModule)}
+        if encodings == {NVFP4}:
+            return modelopt_config(model)
+        if as_loaded and NVFP4 not in encodings:
+            return config.original()
+        found = " and ".join(sorted(e.name for e in encodings)) or "no encoded weights"
+        raise UnsupportedError(f"{found} of a {config.method} directory to save", expected="NVFP4, or weights as they were loaded")
+
+    def is_serializable(self) -> bool:
+        """save_pretrained writes what ModelOpt writes."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Encoded weights are frozen."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """`generate` may compile the model."""
+        return True
+
+
+def _check_one_device(model: Any) -> None:
+    """transformers divides modules after they were replaced, by plans that are for its own."""
+    if getattr(model.config, "distributed_config", None) is not None:
+        found = "a model that a parallel plan divides between devices"
+        raise UnsupportedError(found, expected="all of it on one device", todo="load it without distributed_config and tp_plan")
+
+
+def _module(model: Any, name: str) -> Projections:
+    found = model.get_submodule(name)
+    assert isinstance(found, Projections)
+    return found
+
+
+def attach(model: Any) -> None:
+    """Lets `save_pretrained` of a model that `quantize_` changed write what loads again."""
+    if getattr(model, "hf_quantizer", None) is None:
+        model.hf_quantizer = FusionMoeQuantizer(ModelOptConfig(), pre_quantized=True)

@@ -1,0 +1,97 @@
+"""What `save_pretrained` needs to know: the names and shapes of files, and the configuration that says so.
+
+NVFP4 is written as ModelOpt writes it. Experts have the names that they had in files, else those that transformers reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
+
+from ..checkpoints.experts import PER_EXPERT
+from ..checkpoints.modelopt import ONE, quantization_config
+from ..encodings import NVFP4
+from ..errors import UnsupportedError
+from ..nn import NVFP4Linear
+from ..nn.packed import PackedModule
+from ..nn.projections import Projections
+from .conversions import expert_converters, without
+from .operations import is_ours
+from .sources import ExpertsSource
+
+Sources = Mapping[str, ExpertsSource]
+
+
+def conversions_for_saving(model: Any, sources: Sources) -> list[Any]:
+    """The conversions that transformers reverses. sources: where experts were loaded from."""
+    made = expert_converters(_with_sources(model, sources))
+    made.sort(key=lambda c: len(c._original_target_patterns[0]))  # it tries the last one first
+    return [*made, *without(_of_transformers(model), made)]
+
+
+def _with_sources(model: Any, sources: Sources) -> Iterator[tuple[ExpertsSource, Projections]]:
+    for name, module in model.named_modules():
+        if isinstance(module, Projections):
+            yield _source_for_saving(model, name, module, sources.get(name)), module
+        elif isinstance(module, PackedModule) and not isinstance(module, NVFP4Linear):
+            raise UnsupportedError(f"a {type(module).__name__} to save", expected="experts or linear layers", where=name)
+
+
+def _source_for_saving(model: Any, name: str, module: Projections, source: ExpertsSource | None) -> ExpertsSource:
+    if source is None:
+        suffix = ".input_scale" if hasattr(module, "down_input_scale") else ""
+        source = ExpertsSource(name, ONE, _names(model, name, module), input_scale=suffix)
+    elif module.encoding == NVFP4 and (source.scheme.encoding is None or "modelopt" not in source.scheme.methods):
+        source = replace(source, scheme=ONE)
+    if module.encoding != source.scheme.encoding:
+        found = f"experts in {module.encoding.name}"
+        raise UnsupportedError(found, expected="experts in NVFP4, or as they were loaded", where=name)
+    return source
+
+
+def _names(model: Any, name: str, module: Projections) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names by which transformers reads experts of this model, else the usual ones."""
+    gated = module.projections[0] == "gate_up"
+    for triple in PER_EXPERT:
+        names = (triple[:2] if gated else triple[1:2]), triple[2:]
+        wanted = f"experts.*.{names[1][0]}.weight"
+        if any(wanted in pattern for c in _of_transformers(model) for pattern in c._original_source_patterns):
+            break
+    else:
+        gate, up, down = PER_EXPERT[0]
+        names = ((gate, up) if gated else (up,)), (down,)
+    return tuple(f"*.{n}" for n in names[0]), tuple(f"*.{n}" for n in names[1])
+
+
+def _of_transformers(model: Any) -> list[Any]:
+    """Its conversions: those that loading used, or all of a model that was not loaded."""
+    used = getattr(model, "_weight_conversions", None)
+    if used is not None:
+        return [c for c in used if not is_ours(c)]
+    return [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
+
+
+def modelopt_config(model: Any) -> dict[str, Any]:
+    """`quantization_config` for what a model is now, as ModelOpt writes it."""
+    from .. import __version__
+
+    reverse = [c.reverse_transform() for c in _of_transformers(model)[::-1] if isinstance(c, WeightRenaming)]
+    plain = [name for name, m in model.named_modules() if not isinstance(m, PackedModule) and _has_matrix(m)]
+    scaled = all(_has_input_scale(m) for m in model.modules() if isinstance(m, (Projections, NVFP4Linear)))
+    algorithm = "NVFP4" if scaled else "W4A16_NVFP4"
+    written = quantization_config({"": algorithm}, (rename_source_key(name, reverse, [])[0] for name in plain))  # one for all weights
+    return written | {"producer": {"name": "fusion_moe", "version": __version__}}
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 2
+
+
+def _has_input_scale(module: nn.Module) -> bool:
+    return any(name.endswith("input_scale") for name, _ in module.named_buffers(recurse=False))

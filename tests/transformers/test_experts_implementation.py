@@ -1,0 +1,179 @@
+"""transformers' models with experts_implementation="fusion_moe", beside their own experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import fusion_moe.transformers  # noqa: E402
+from fusion_moe import options  # noqa: E402
+from fusion_moe.nn.gates import Swiglu, swiglu_of  # noqa: E402
+from tests.families.models import AnyConfig, class_of, decorated, randomized  # noqa: E402
+
+E, K, H, I, T = 4, 2, 32, 24, 26
+COMMON = {
+    "vocab_size": 64, "hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_experts_per_tok": K,
+}  # fmt: skip
+QWEN3 = {"moe_intermediate_size": I, "intermediate_size": 2 * I, "num_experts": E, "decoder_sparse_step": 1, "mlp_only_layers": []}
+DEEPSEEK = {
+    "intermediate_size": 2 * I, "moe_intermediate_size": I, "n_routed_experts": E, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+}  # fmt: skip
+NEMOTRON = {
+    "num_hidden_layers": None, "layers_block_type": ["moe", "attention"], "intermediate_size": I, "moe_intermediate_size": I,
+    "moe_shared_expert_intermediate_size": I, "n_routed_experts": E, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+FAMILIES = {  # name: its config, what is confirmed of its activation
+    "qwen3": ("Qwen3MoeConfig", QWEN3, Swiglu(0, None, 1.0, 0.0)),
+    "mixtral": ("MixtralConfig", {"intermediate_size": I, "num_local_experts": E}, Swiglu(0, None, 1.0, 0.0)),
+    "deepseek_v3": ("DeepseekV3Config", DEEPSEEK, Swiglu(0, None, 1.0, 0.0)),
+    "gpt_oss": ("GptOssConfig", {"intermediate_size": I, "num_local_experts": E}, Swiglu(1, 7.0, 1.702, 1.0)),
+    "qwen3_gelu": ("Qwen3MoeConfig", QWEN3 | {"hidden_act": "gelu_pytorch_tanh"}, None),
+    "nemotron_h": ("NemotronHConfig", NEMOTRON, None),
+}
+
+
+def model_of(family: str) -> torch.nn.Module:
+    """A small random model."""
+    name, config, _ = FAMILIES[family]
+    settings = {k: v for k, v in (COMMON | config).items() if v is not None}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**settings))
+    for name, p in model.named_parameters():
+        if "bias" in name:
+            torch.nn.init.normal_(p)
+    return model
+
+
+def experts_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The experts of a model's first layer that has some."""
+    return next(m for m in model.modules() if hasattr(m, "is_concatenated"))
+
+
+@contextmanager
+def implementation(module: torch.nn.Module, name: str) -> Iterator[None]:
+    before, module.config._experts_implementation = module.config._experts_implementation, name
+    yield
+    module.config._experts_implementation = before
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def step(model: torch.nn.Module, name: str) -> dict[str, torch.Tensor]:
+    """The logits and all gradients."""
+    model.set_experts_implementation(name)
+    model.zero_grad()
+    logits = model(input_ids=torch.randint(3, 64, (2, T // 2), generator=torch.Generator().manual_seed(1))).logits
+    logits.square().sum().backward()
+    return {"logits": logits.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+
+
+def test_logits_and_all_gradients_are_those_of_eager(family):
+    model = model_of(family)
+    want = step(model, "eager")
+    with options.override(target="reference"):
+        got = step(model, "fusion_moe")
+    assert got.keys() == want.keys()
+    far = {n: ((got[n] - want[n]).norm() / want[n].norm()).item() for n in want if want[n].norm()}
+    assert max(far.values()) < 1e-6, far
+
+
+def test_an_activation_is_confirmed_by_its_numbers(family):
+    assert swiglu_of(experts_of(model_of(family))) == FAMILIES[family][2]
+
+
+def inputs(dtype: torch.dtype, w_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """Tokens, ids and weights for experts."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(T, H, generator=generator).bfloat16().to(dtype)
+    w, ids = torch.randn(T, E, generator=generator).softmax(-1).topk(K)
+    return x.requires_grad_(), ids, w.to(w_dtype).requires_grad_()
+
+
+def gradients(experts: torch.nn.Module, name: str, args: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """The result and its gradients: of tokens, of weights, of all parameters; for a gradient that is the same for every implementation."""
+    x, ids, w = args
+    with implementation(experts, name):
+        y = experts(x, ids, w)
+    seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().to(y.dtype)
+    return [y, *torch.autograd.grad(y, [x, w, *experts.parameters()], seed)]
+
+
+def test_bf16_is_as_near_to_float64_as_torchs(family):
+    check_bf16(family, torch.bfloat16)
+
+
+def test_so_is_bf16_by_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        check_bf16("qwen3", torch.float32)
+
+
+def check_bf16(family: str, dtype: torch.dtype) -> None:
+    """Errors of the result and of all gradients. dtype: of tokens and parameters, whose values are bf16's."""
+    experts = experts_of(model_of(family)).bfloat16()
+    for p in experts.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    ours, theirs = (gradients(experts.to(dtype), name, inputs(dtype)) for name in ("fusion_moe", "eager"))
+    with torch.autocast("cpu", enabled=False):
+        exact = gradients(experts.double(), "eager", inputs(torch.float64, torch.float64))
+    for got, reference, want in zip(ours, theirs, exact, strict=True):
+        assert got.dtype == reference.dtype
+        assert (got - want).norm() <= 1.1 * (reference - want).norm()
+
+
+def test_weights_are_saved_as_they_are(family):
+    experts, saved = experts_of(model_of(family)).bfloat16(), []
+    weights = {p.data_ptr() for p in experts.parameters() if p.dim() == 3}
+    with implementation(experts, "fusion_moe"), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        experts(*inputs(torch.bfloat16))
+    assert weights == {t.data_ptr() for t in saved if t.dim() == 3 and t.shape[0] == E}
+
+
+def test_experts_of_other_ranks_add_nothing():
+    experts = experts_of(model_of("qwen3"))
+    x, ids, w = inputs(torch.float32)
+    with torch.no_grad(), implementation(experts, "fusion_moe"):
+        here = torch.where(ids == 1, 0.0, w)
+        want = experts(x, ids, here)
+        experts._is_expert_parallel = True
+        torch.testing.assert_close(experts(x, torch.where(ids == 1, E, ids), here), want)
+
+
+@pytest.mark.compiler
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older tracers take no module as the argument of assume_constant_result")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_gelu"])
+def test_compiled_without_a_graph_break(family):
+    model = model_of(family)
+    experts, args = experts_of(model), inputs(torch.float32)
+    want = gradients(experts, "fusion_moe", args)
+    with implementation(experts, "fusion_moe"):
+        y = torch.compile(experts, backend="fusion_moe", fullgraph=True)(*args)
+    seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().to(y.dtype)
+    torch.testing.assert_close([y, *torch.autograd.grad(y, [args[0], args[2], *experts.parameters()], seed)], want)
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_experts_of_every_family():
+    for family, name in decorated():
+        torch.manual_seed(0)
+        experts = randomized(class_of(family, name)(AnyConfig(H, I)))
+        want = gradients(experts, "eager", inputs(torch.float32))
+        with options.override(target="reference"):
+            got = gradients(experts, "fusion_moe", inputs(torch.float32))
+        for a, b in zip(got, want, strict=True):
+            assert (a - b).norm() <= 1e-6 * b.norm(), name
+
+
+def test_its_name_is_known_to_transformers():
+    assert fusion_moe.transformers.experts_forward is transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS["fusion_moe"]

@@ -1,0 +1,217 @@
+"""Directories that other packages wrote: loaded, compared with the model that their bytes mean, saved, loaded again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from decoded import plain_model, relative, same_bytes, same_parameters
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+import fusion_moe
+from fusion_moe.checkpoints import convert
+from fusion_moe.errors import CheckpointError, NonFiniteError, UnsupportedError
+from fusion_moe.nn import NVFP4Linear
+from fusion_moe.nn.packed import PackedModule
+from fusion_moe.transformers import from_pretrained
+from fusion_moe.transformers.registration import register
+
+MADE = Path(__file__).parents[1] / "checkpoints" / "made"
+DIRECTORIES = sorted(d.name for d in MADE.iterdir() if (d / "config.json").exists() and not d.name.startswith("bf16"))
+AS_MODELOPT = [name for name in DIRECTORIES if name.startswith("ct") and not name.endswith("int4")]
+AS_LOADED = [name for name in DIRECTORIES if name not in AS_MODELOPT]
+TOKENS = torch.arange(3, 12)[None]
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_logits_are_those_of_the_decoded_weights(name):
+    model = from_pretrained(MADE / name, dtype=torch.float32)
+    assert relative(logits(model), logits(plain_model(MADE / name))) <= 1e-5
+    encoded = [m for m in model.modules() if isinstance(m, PackedModule)]
+    assert encoded
+    assert not any(p.requires_grad for m in encoded for p in m.parameters(recurse=False))
+
+
+@pytest.mark.parametrize("name", AS_LOADED)
+def test_what_is_saved_has_the_same_bytes(name, tmp_path):
+    model = from_pretrained(MADE / name)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    was, now = tensors(MADE / name), tensors(tmp_path)
+    eight_bit = {key.removesuffix(".weight") for key, t in was.items() if t.dtype == torch.float8_e4m3fn and key.endswith(".weight")}
+    assert was.keys() - now.keys() == {key for key in was if key.rpartition(".")[0] in eight_bit and key.endswith("_scale")}
+    assert now.keys() <= was.keys()
+    for key in now:
+        kept_in_float32 = key.endswith("e_score_correction_bias")  # by transformers
+        assert key.rpartition(".")[0] in eight_bit or kept_in_float32 or same_bytes(was[key], now[key]), key
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert same_parameters(from_pretrained(tmp_path), model)
+
+
+@pytest.mark.parametrize("name", AS_MODELOPT)
+def test_nvfp4_of_others_is_saved_as_modelopt_does(name, tmp_path):
+    model = from_pretrained(MADE / name, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config.quantization_config.quant_algo == "W4A16_NVFP4"
+    assert same_parameters(again, model)
+    assert relative(logits(plain_model(tmp_path)), logits(plain_model(MADE / name))) <= 1e-7
+
+
+def test_plain_from_pretrained_reads_modelopt():
+    model, info = AutoModelForCausalLM.from_pretrained(MADE / "modelopt-mixtral", output_loading_info=True)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, NVFP4Linear)
+    assert not any(info.values())
+    assert same_parameters(model, from_pretrained(MADE / "modelopt-mixtral"))
+
+
+def test_a_prepared_model_is_saved_as_it_was_loaded(tmp_path):
+    model = from_pretrained(MADE / "modelopt-qwen3_moe")
+    fusion_moe.prepare_(model, "cuda")
+    assert any(m.weight_layout != "linear" for m in model.modules() if isinstance(m, NVFP4Linear))
+    model.save_pretrained(tmp_path)
+    was, now = tensors(MADE / "modelopt-qwen3_moe"), tensors(tmp_path)
+    assert was.keys() == now.keys()
+    assert all(same_bytes(was[key], now[key]) for key in was)
+
+
+# Errors, before anything is read ------------------------------------------------------------------------------------------
+
+
+def changed(tmp_path: Path, change, name: str = "modelopt-qwen3_moe") -> Path:
+    """A copy of a directory whose tensors a function has changed."""
+    copy = tmp_path / "copy"
+    shutil.copytree(MADE / name, copy)
+    (file,) = copy.glob("*.safetensors")
+    found = load_file(file)
+    change(found)
+    save_file(found, file, metadata={"format": "pt"})
+    return copy
+
+
+def expert_lost(t):
+    for part in ("weight", "weight_scale", "weight_scale_2"):
+        del t[f"model.layers.0.mlp.experts.2.up_proj.{part}"]
+
+
+def linear_lost(t):
+    for part in ("weight", "weight_scale", "weight_scale_2"):
+        del t[f"model.layers.0.self_attn.q_proj.{part}"]
+
+
+def weight_of_nothing(t):
+    for part in ("weight", "weight_scale", "weight_scale_2"):
+        t[f"model.layers.0.mlp.router.{part}"] = t[f"model.layers.0.self_attn.q_proj.{part}"].clone()
+
+
+def norm_lost(t):
+    del t["model.norm.weight"]
+
+
+def scale_lost(t):
+    del t["model.layers.0.self_attn.q_proj.weight_scale_2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (expert_lost, r"experts: no encoded model.layers.0.mlp.experts.2.up_proj; expected all 8 weights of gate_up"),
+        (linear_lost, "nothing for model.layers.0.self_attn.q_proj.weight; expected all"),
+        (weight_of_nothing, "model.layers.0.mlp.router.weight.* of no module; expected a module for each weight"),
+        (norm_lost, "nothing for model.norm.weight; expected all"),
+        (scale_lost, "q_proj.weight .* without model.layers.0.self_attn.q_proj.weight_scale_2"),
+    ],
+)
+def test_a_gap_is_an_error_and_no_random_number(change, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        AutoModelForCausalLM.from_pretrained(changed(tmp_path, change))
+
+
+def nan_in_a_scale(t):
+    t["model.layers.0.mlp.experts.2.up_proj.weight_scale"].view(torch.uint8)[3, 1] = 0x7F
+
+
+def negative_scale(t):
+    t["model.layers.0.self_attn.q_proj.weight_scale_2"].neg_()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (nan_in_a_scale, r"model.layers.0.mlp.experts: 1 NaN and 0 negative among the .* of gate_up_proj_scale"),
+        (negative_scale, r"model.layers.0.self_attn.q_proj: 1 NaN, infinite or negative .* of weight_scale_2"),
+    ],
+)
+def test_scales_are_numbers(change, message, tmp_path):
+    with pytest.raises(NonFiniteError, match=message):
+        from_pretrained(changed(tmp_path, change))
+
+
+def test_a_method_that_is_not_read(tmp_path):
+    copy = changed(tmp_path, lambda found: None)
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="quant_method 'gptq'"):
+        from_pretrained(copy)
+
+
+def test_a_configuration_in_a_file_of_its_own(tmp_path):
+    copy = changed(tmp_path, lambda found: None)
+    config = json.loads((copy / "config.json").read_text())
+    del config["quantization_config"]
+    (copy / "config.json").write_text(json.dumps(config))
+    assert same_parameters(from_pretrained(copy), from_pretrained(MADE / "modelopt-qwen3_moe"))
+
+
+def test_a_name_that_is_taken(monkeypatch):
+    class Theirs(HfQuantizer):
+        pass
+
+    monkeypatch.setitem(AUTO_QUANTIZER_MAPPING, "theirs", Theirs)
+    with pytest.warns(UserWarning, match="transformers has a quantizer for 'theirs' already, .*Theirs, and goes on using it"):
+        register("theirs", QuantizationConfigMixin, HfQuantizer)
+    assert AUTO_QUANTIZER_MAPPING["theirs"] is Theirs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        register("modelopt", QuantizationConfigMixin, HfQuantizer)  # ours already
+
+
+def test_a_parallel_plan_is_refused():
+    config = AutoConfig.from_pretrained(MADE / "modelopt-mixtral")
+    config.distributed_config = {"tp_size": 2}
+    with pytest.raises(UnsupportedError, match="a parallel plan"):
+        AutoModelForCausalLM.from_pretrained(MADE / "modelopt-mixtral", config=config)
+
+
+def test_floats_under_names_of_no_parameter_are_refused(tmp_path):
+    convert(MADE / "ct-mixtral", tmp_path / "dense", to="dense")  # compressed-tensors' names, which the plain model has not
+    with pytest.raises(CheckpointError, match="nothing for "):
+        from_pretrained(tmp_path / "dense")
+    model, info = from_pretrained(tmp_path / "dense", output_loading_info=True)
+    assert info["missing_keys"]
+    assert isinstance(model, torch.nn.Module)

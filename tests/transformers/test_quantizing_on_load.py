@@ -1,0 +1,132 @@
+"""quantization_config=NVFP4Config(), and what is saved of a model that was quantized here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from decoded import relative, same_parameters
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import fusion_moe
+from fusion_moe.encodings import MXFP4, quantize
+from fusion_moe.errors import UnsupportedError
+from fusion_moe.nn import Experts, Llama4MoE
+from fusion_moe.transformers import NVFP4Config, from_pretrained
+
+SMALL = {
+    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"], "sliding_window": 16},
+    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 1, "intermediate_size": 32},
+}  # fmt: skip
+LINEAR = ("proj.weight", "w1.weight", "w2.weight", "w3.weight")
+TOKENS = torch.arange(3, 12)[None]
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def saved(request, tmp_path_factory):
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp(request.param)
+    config = AutoConfig.for_model(request.param, **{**SMALL, **FAMILIES[request.param]})
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def test_quantized_while_loading_is_quantized_afterwards(saved, tmp_path):
+    model, info = AutoModelForCausalLM.from_pretrained(saved, quantization_config=NVFP4Config(), output_loading_info=True)
+    assert not any(info.values())
+    other = AutoModelForCausalLM.from_pretrained(saved)
+    fusion_moe.quantize_(other)
+    assert same_parameters(model, other)
+    for number, made in enumerate((model, other)):  # and both are saved as what loads again
+        made.save_pretrained(tmp_path / str(number))
+        again, info = AutoModelForCausalLM.from_pretrained(tmp_path / str(number), output_loading_info=True)
+        assert not any(info.values())
+        assert same_parameters(again, other)
+        assert relative(logits(again), logits(other)) <= 1e-2  # bfloat16, by products that depend on alignment
+
+
+def test_names_in_files_are_the_familys(tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SMALL, **FAMILIES["mixtral"]))
+    fusion_moe.quantize_(model)
+    model.save_pretrained(tmp_path)
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = [name for name in file.keys() if "experts.3." in name]  # noqa: SIM118
+    parts = ("weight", "weight_scale", "weight_scale_2")
+    assert sorted(names) == [f"model.layers.0.block_sparse_moe.experts.3.{w}.{p}" for w in ("w1", "w2", "w3") for p in parts]
+    written = AutoConfig.from_pretrained(tmp_path).quantization_config
+    assert (written["quant_method"], written["quant_algo"]) == ("modelopt", "W4A16_NVFP4")
+    assert {"lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_proj"} <= set(written["ignore"])
+    assert "model.layers.0.block_sparse_moe.gate" in written["ignore"]
+
+
+def test_what_nothing_would_load_is_not_written(tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SMALL, **FAMILIES["qwen3_moe"]))
+    fusion_moe.quantize_(model)
+    experts = model.model.layers[0].mlp.experts
+    up, down = (quantize(torch.randn(shape), encoding=MXFP4) for shape in ((4, 64, 64), (4, 64, 32)))
+    model.model.layers[0].mlp.experts = Experts(up, down)
+    assert experts is not model.model.layers[0].mlp.experts
+    with pytest.raises(UnsupportedError, match="experts in mxfp4; expected experts in NVFP4, or as they were loaded"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_llama_4_is_replaced_as_a_whole(tmp_path):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama4_text", **{**SMALL, **FAMILIES["llama4_text"]})).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=NVFP4Config())
+    assert isinstance(model.model.layers[0].feed_forward, Llama4MoE)
+
+
+def eight_bit(directory):
+    """The linear layers of a directory in blocks of 128 x 128, as DeepSeek-V3 has them -> what they mean, bfloat16."""
+    file = directory / "model.safetensors"
+    found, meant = load_file(file), {}
+    for name in [name for name, t in found.items() if t.dim() == 2 and name.endswith(LINEAR)]:
+        scale = found[name].float().abs().max() / 448
+        values = (found[name].float() / scale).to(torch.float8_e4m3fn)
+        found |= {name: values, f"{name}_scale_inv": scale.reshape(1, 1)}
+        meant[name] = (values.float() * scale).bfloat16()
+    save_file(found, file, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_eight_bit_floats_are_quantized_if_asked(family, tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]}), dtype=torch.bfloat16)
+    for directory in ("plain", "eight"):
+        model.save_pretrained(tmp_path / directory)
+    meant = eight_bit(tmp_path / "eight")
+    save_file(load_file(tmp_path / "plain" / "model.safetensors") | meant, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedError, match="experts in FP8 in blocks; expected experts in 4 bits; quantization_config="):
+        from_pretrained(tmp_path / "eight")
+    made = from_pretrained(tmp_path / "eight", quantization_config=NVFP4Config())
+    want = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    fusion_moe.quantize_(want)
+    assert same_parameters(made, want)
+    made.save_pretrained(tmp_path / "saved")
+    assert same_parameters(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), made)
