@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from . import autocast as _autocast  # their casts under torch.autocast
 from . import autograd as _autograd  # their derivatives
 from . import compat, errors, options
 from . import eager as _eager  # the bodies of the operations
@@ -40,4 +41,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-del _autograd, _eager
+del _autocast, _autograd, _eager

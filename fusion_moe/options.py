@@ -48,6 +48,7 @@ class Options:
 
     target: str = _option("auto", "what to compile for: 'auto' follows the tensors' device, or the name of a target")
     contract_rounding: bool = _option(True, "keep float32 inside a fused kernel where the program rounds to a narrower type and back")
+    router_gradient: bool = _option(True, "gradients of routing weights by way of the product before, so that its result is not saved")
     check: bool = _option(False, "compare passes and segments exactly on the real inputs, users' translators on drawn ones (slow)")
     cpu_isa: str = _option("auto", "instructions that CPU kernels use: 'auto' is the best tier of the machine, or the name of a tier")
     cuda_variant: str = _option("auto", "the kernel of CUDA's grouped products: 'auto' is by sizes, or the name of one, which must fit")
@@ -61,10 +62,15 @@ class Options:
 
     def key(self) -> str:
         """The options as text, for cache keys and for programs that carry theirs; `from_key` reads it."""
-        return json.dumps({name: getattr(self, name) for name, field in _FIELDS.items() if field.compare})
+        return _key(self)
 
 
 _FIELDS = {f.name: f for f in dataclasses.fields(Options)}
+
+
+@functools.lru_cache(maxsize=64)
+def _key(options: Options) -> str:
+    return json.dumps({name: getattr(options, name) for name, field in _FIELDS.items() if field.compare})
 
 
 def _checked(name: str, value: Any) -> Any:

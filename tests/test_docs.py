@@ -38,7 +38,7 @@ def as_printed(block: re.Match[str], out: str) -> str:
 
 
 @pytest.mark.parametrize("have", [(), pytest.param(("thunder", "nvfuser"), marks=[pytest.mark.thunder, pytest.mark.nvfuser])], ids=str)
-@pytest.mark.parametrize(("page", "file"), [("translators.md", "geglu.py")])
+@pytest.mark.parametrize(("page", "file"), [("translators.md", "geglu.py"), ("training.md", "training.py")])
 def test_blocks_print_what_the_page_shows(page, file, have, tmp_path, request):
     text = (DOCS / page).read_text(encoding="utf-8")
     blocks, can_run = list(BLOCK.finditer(text)), {None, *have}
