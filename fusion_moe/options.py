@@ -1,6 +1,7 @@
 """Every switch of the library: its name, type, default and meaning. Nothing else reads the environment.
 
-A switch is read from `FUSION_MOE_<NAME>` when this module is imported (an empty one is none), and can be set for a while:
+A switch is read from `FUSION_MOE_<NAME>` when this module is imported (an empty one is none; one of another name warns and changes
+nothing), and can be set for a while:
 
     with fusion_moe.options.override(target="reference"):
         model(x)
@@ -16,7 +17,8 @@ import functools
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +79,7 @@ def _checked(name: str, value: Any) -> Any:
     """`value` as the option's type; text is parsed, as it comes from the environment."""
     field = _FIELDS.get(name)
     if field is None:
-        near = difflib.get_close_matches(name, _FIELDS, 1)
-        todo = f"did you mean {near[0]!r}?" if near else ""
-        raise OptionError(f"unknown option {name!r}", expected=f"one of {', '.join(_FIELDS)}", todo=todo)
+        raise OptionError(f"unknown option {name!r}", expected=f"one of {', '.join(_FIELDS)}", todo=_did_you_mean(name, _FIELDS))
     wanted = type(field.default)
     if wanted is bool and isinstance(value, str):
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
@@ -90,6 +90,11 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
 def _fits(value: Any, default: Any) -> bool:
     if type(default) is int:
         return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MOST
@@ -97,9 +102,16 @@ def _fits(value: Any, default: Any) -> bool:
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
-    """The defaults, changed by the `FUSION_MOE_*` variables that are not empty; an unknown one raises."""
-    found = {name[len(_PREFIX) :].lower(): value for name, value in environ.items() if name.startswith(_PREFIX) and value}
-    return Options().replace(**found)
+    """The defaults, changed by the `FUSION_MOE_*` variables that are not empty.
+
+    One that is no option's is ignored with a warning, since it may be meant for another version; a value that does not fit raises.
+    """
+    known = {f"{_PREFIX}{name.upper()}": name for name in _FIELDS}
+    for name in environ:
+        if name.startswith(_PREFIX) and name not in known:
+            todo = _did_you_mean(name, known) or f"fusion_moe reads {', '.join(known)}"
+            warnings.warn(f"the environment variable {name} is ignored: fusion_moe has no such option; {todo}", stacklevel=2)
+    return Options().replace(**{name: environ[variable] for variable, name in known.items() if environ.get(variable)})
 
 
 _current: contextvars.ContextVar[Options] = contextvars.ContextVar("fusion_moe_options", default=from_environment())

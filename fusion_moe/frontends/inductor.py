@@ -32,6 +32,7 @@ from ..errors import Error, OptionError
 from ..ir.text import one_line
 from ..options import Options
 from . import fingerprint
+from .float_experts import warn_of_float_experts
 from .log_found import log, log_found
 from .regions import Found, Region, find_regions
 from .size_sources import SizeSource
@@ -163,6 +164,7 @@ def backend(model: GraphModule, inputs: Sequence[Any], *, mode: str | None = Non
     try:
         switched = switches.current().replace(**own)
         _check_target(switched, inputs)
+        warn_of_float_experts(model)
         return compile_with(FusionPass(switched, then=_set_passes(rest)), model, inputs, mode, rest)
     except Error as error:
         raise _as_it_is(error) from error.__cause__

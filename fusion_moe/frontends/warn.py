@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 
 log = logging.getLogger("fusion_moe")
+_said: set[str] = set()
 
 
-@functools.lru_cache(maxsize=1024)
-def warn_once(message: str) -> None:
-    """A warning, at most once."""
-    log.warning("%s", message)
+def warn_once(message: str, about: str = "") -> None:
+    """A warning, at most once in a process. about: what messages that differ have in common; only the first of them is logged."""
+    key = about or message
+    if key not in _said:
+        _said.add(key)
+        log.warning("%s", message)

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import OptionError
+
+_ACTIVATION_FORMATS = ("bf16", "nvfp4")
+
 
 @dataclass(frozen=True)
 class NVFP4Config:
-    """How experts are quantized and computed. activation_format: "bf16" or "nvfp4" (compute capability 10.0 only)."""
+    """How experts are quantized and computed. activation_format: "bf16" or "nvfp4" (compute capability 10.0 only), else OptionError."""
 
     activation_format: str = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.activation_format not in _ACTIVATION_FORMATS:
+            raise OptionError(
+                f"activation_format = {self.activation_format!r}", expected=f"one of {', '.join(map(repr, _ACTIVATION_FORMATS))}",
+                where="NVFP4Config",
+            )  # fmt: skip

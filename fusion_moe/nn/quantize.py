@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import UnsupportedError
+from ..errors import OptionError, UnsupportedError
 from ..progress import progress
 from .config import NVFP4Config
 from .converters import DECORATED, check, converted, converter_of, known_names, why_refused
@@ -24,16 +24,22 @@ def quantize_(model: nn.Module, config: NVFP4Config | None = None, filter_fn: Fi
 
     A layer that is known as a whole is replaced as a whole, and what is inside of it is not looked at. filter_fn(module, name) says
     which ones; all without it. Fails before it changes anything: UnsupportedError if the model has no experts it knows,
-    NonFiniteError for NaN or infinite weights, ShapeError for sizes that are no multiple of 16, each with the module's name. A module
-    is replaced as soon as its weights are quantized, so that one is in memory in both forms; what an interruption leaves, another call
-    completes.
+    NonFiniteError for NaN or infinite weights, ShapeError for sizes that are no multiple of 16, each with the module's name; OptionError
+    for a config that is none. A module is replaced as soon as its weights are quantized, so that one is in memory in both forms; what an
+    interruption leaves, another call completes.
     """
+    _check_config(config)
     names = _chosen(model, filter_fn)
     for name in progress(names, "checking experts", len(names)):
         check(model.get_submodule(name), config, name)
     for name in progress(names, "quantizing experts", len(names)):
         model.set_submodule(name, converted(model.get_submodule(name), config, name))
     _tell_transformers(model)
+
+
+def _check_config(config: NVFP4Config | None) -> None:
+    if config is not None and not isinstance(config, NVFP4Config):
+        raise OptionError(f"config = {config!r}", expected="fusion_moe.NVFP4Config(), or none", where="quantize_")
 
 
 def _chosen(model: nn.Module, filter_fn: Filter | None) -> list[str]:

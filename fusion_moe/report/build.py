@@ -36,12 +36,14 @@ from .weights import weight_layouts
 class Seen:
     """What is found in each graph of a call (a graph break makes several), and the operations there that nobody translates.
 
-    steps: the graphs of training steps; watch: what was noted while the call ran, if it did.
+    steps: the graphs of training steps; float_experts: the names of expert weights in floating point; watch: what was noted while the
+    call ran, if it did.
     """
 
     graphs: list[Found] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     custom_ops: dict[str, None] = field(default_factory=dict)
+    float_experts: dict[str, None] = field(default_factory=dict)
     watch: Watch | None = None
 
 
@@ -95,6 +97,7 @@ def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
         machine=seen.watch.machine() if seen.watch else None,
         saved=tuple(saved for step in seen.steps for saved in step.saved(origins)),
         gradients=tuple(gradient for step in seen.steps for gradient in step.gradients(origins)),
+        float_experts=tuple(seen.float_experts),
     )
 
 

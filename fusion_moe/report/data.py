@@ -157,7 +157,8 @@ class Report:
     """What `explain` found. calls: operations in the graphs; fused_calls: how many of them are in fusions.
 
     executed: whether programs for the target can run where the tensors of the call are; custom_ops: operations in the graphs that are
-    neither torch's nor translated; machine: where times were measured, if they were; saved, gradients: of a training step.
+    neither torch's nor translated; machine: where times were measured, if they were; saved, gradients: of a training step;
+    float_experts: the names of expert weights that are computed with in floating point, by operations that are not ours.
     """
 
     target: str
@@ -171,6 +172,7 @@ class Report:
     machine: Machine | None = None
     saved: tuple[SavedReport, ...] = ()
     gradients: tuple[GradientReport, ...] = ()
+    float_experts: tuple[str, ...] = ()
 
     @property
     def stages(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median_low
 
+from ..frontends.float_experts import advice
 from .data import FusionReport, Load, Measured, Report, SegmentReport
 
 WIDTH = 120
@@ -17,7 +18,7 @@ _OPERATIONS = 42
 
 def table(report: Report) -> str:
     """The whole report."""
-    parts = [_title(report)]
+    parts = [_title(report), _float_experts(report)]
     if report.fusions:
         parts += [
             _rows(report),
@@ -47,6 +48,10 @@ def _title(report: Report) -> str:
     where = report.target if report.executed else f"{report.target} (emitted, unexecuted)"
     what = f"{_count(report.graphs, 'graph')}, {_count(fusions, 'fusion')} with {_count(segments, 'segment')} for {where}"
     return f"fusion_moe.explain: {what}; {report.fused_calls} of {_count(report.calls, 'call')} in fusions"
+
+
+def _float_experts(report: Report) -> str:
+    return textwrap.fill(advice(report.float_experts), WIDTH, break_long_words=False) if report.float_experts else ""
 
 
 def _rows(report: Report) -> str:

@@ -21,6 +21,7 @@ from .. import target as targets
 from ..arch import Arch, named
 from ..emit import cuda
 from ..errors import OptionError, UnsupportedError
+from ..frontends.float_experts import float_experts
 from ..frontends.inductor import apart, compile_calls
 from ..frontends.nodes import called_op
 from ..frontends.regions import find_regions
@@ -142,12 +143,13 @@ def _in_dynamo(
         if watch is not None:
             watch.take_over(graph, seen.graphs[-1].regions)
 
+    def backend(model: GraphModule, inputs: Sequence[Any]) -> Any:
+        seen.float_experts.update(dict.fromkeys(float_experts(model)))
+        return compile_calls(partial(look, model, []), model, _own(model, inputs))
+
     has_isolation = "isolate_recompiles" in signature(torch.compile).parameters  # torch 2.13
     isolated: dict[str, Any] = {"isolate_recompiles": True} if has_isolation else {}
-    compiled = torch.compile(
-        apart(function), backend=lambda model, inputs: compile_calls(partial(look, model, []), model, _own(model, inputs)),
-        dynamic=False, **isolated,
-    )  # fmt: skip
+    compiled = torch.compile(apart(function), backend=backend, dynamic=False, **isolated)
     limits = torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
     no_timing = inductor_config.patch(shape_padding=False)  # it measures on the GPU what to pad
     at_once = functorch_config.patch(force_non_lazy_backward_lowering=True) if backward else nullcontext()

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_moe
 from fusion_moe.encodings import dequantize, quantize
-from fusion_moe.errors import NonFiniteError, ShapeError, UnsupportedError
+from fusion_moe.errors import NonFiniteError, OptionError, ShapeError, UnsupportedError
 from fusion_moe.nn import quantize as quantize_module
 
 transformers = pytest.importorskip("transformers")
@@ -69,6 +69,13 @@ def test_a_size_that_is_no_multiple_of_16_names_the_module():
     with pytest.raises(ShapeError, match=r"model.layers.0.mlp.experts.*K = 24.*multiple of 16"):
         fusion_moe.quantize_(model)
     assert type(experts_of(model)[0]).__name__ == "Qwen3MoeExperts"
+
+
+def test_a_config_that_is_none():
+    with pytest.raises(OptionError, match=r"activation_format = 'nvfp44'; expected one of 'bf16', 'nvfp4'"):
+        fusion_moe.NVFP4Config("nvfp44")
+    with pytest.raises(OptionError, match=r"config = 'nvfp4'; expected fusion_moe.NVFP4Config\(\)"):
+        fusion_moe.quantize_(qwen3_moe(), "nvfp4")
 
 
 @pytest.mark.parametrize("without_memory", [lambda: torch.device("meta"), FakeTensorMode])

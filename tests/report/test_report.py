@@ -91,7 +91,7 @@ def test_json_has_a_versioned_schema(report):
     assert data["schema"] == "fusion_moe.explain/4"
     assert set(data) == {
         "schema", "target", "executed", "graphs", "calls", "fused_calls", "fusions", "not_fused", "custom_ops", "machine", "saved",
-        "gradients",
+        "gradients", "float_experts",
     }  # fmt: skip
     assert data["fusions"][0]["segments"][1]["boundary"].startswith("grouped_mm contracts the result of grouped_mm")
     assert list(data["fusions"][0]["stages"]) == list(report.stages)

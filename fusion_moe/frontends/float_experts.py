@@ -1,0 +1,65 @@
+"""Expert weights that are compiled in floating point, and what to do about it: nobody should have to find out from a profile."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx import GraphModule, Node
+
+from .. import translate
+from .warn import warn_once
+
+_SHOWN = 4
+_LEAST = 16  # features: weights of convolutions have three dimensions too, and the last is smaller
+_IN_SOURCE = re.compile(r"_(?:modules|parameters)\['([^']+)'\]")
+
+
+def float_experts(model: GraphModule) -> tuple[str, ...]:
+    """The names of the 3-D parameters in floating point that a graph of Dynamo's takes; none if it calls operations of ours or of users.
+
+    Those take such weights on purpose, for training. Experts that a graph break leaves to Python are in no graph, and not seen.
+    """
+    ours = {t.op.rsplit(".", 1)[0] for t in translate.registered() if not t.op.startswith("aten::")}
+    nodes = [n for m in model.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]
+    if any(_operation(n) in ours for n in nodes):
+        return ()
+    return tuple(dict.fromkeys(_name(n) for n in model.graph.nodes if _is_experts(n)))
+
+
+def advice(names: Sequence[str]) -> str:
+    """What is said of such weights."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (
+        f"expert weights in floating point: {', '.join(names[:_SHOWN])}{more}; fusion_moe.quantize_(model) packs them in NVFP4; "
+        'to train them, import fusion_moe.transformers and set experts_implementation="fusion_moe"'
+    )
+
+
+def warn_of_float_experts(model: GraphModule) -> None:
+    """Logs the advice once in a process: a model may be many graphs, each compiled many times."""
+    if names := float_experts(model):
+        warn_once(advice(names), about="float_experts")
+
+
+def _operation(n: Node) -> str:
+    """The name of the operation that a node calls, without its overload; "" for any other node."""
+    if isinstance(n.target, OpOverload):
+        return n.target.name().rsplit(".", 1)[0]
+    return n.target._qualified_op_name if isinstance(n.target, OpOverloadPacket) else ""
+
+
+def _is_experts(n: Node) -> bool:
+    x = n.meta.get("example_value")
+    if not isinstance(x, torch.nn.Parameter) or x.dim() != 3 or not x.is_floating_point():
+        return False
+    return all(not isinstance(size, int) or size >= _LEAST for size in x.shape[1:])
+
+
+def _name(n: Node) -> str:
+    """The name of a parameter in its model, as far as Dynamo knows it."""
+    source = getattr(n, "_dynamo_source", None)
+    name = getattr(source, "name", "")  # a method before torch 2.11
+    return ".".join(_IN_SOURCE.findall(name() if callable(name) else name)) or n.name
