@@ -7,14 +7,9 @@ import torch
 from ..emit.cpu import readers as cpu
 from ..emit.cuda import readers as cuda
 from ..encodings import Encoding
+from ..env import has_cuda
 from ..errors import UnsupportedError
-from ..runtime import build, isa, nvrtc
-from ..runtime.cuda import why_too_old
-
-
-def has_cuda() -> bool:
-    """Whether CUDA kernels can be compiled and run here."""
-    return torch.cuda.is_available() and not (nvrtc.why_missing() or why_too_old())
+from ..runtime import build, isa
 
 
 def target() -> str:

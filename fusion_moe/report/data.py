@@ -207,8 +207,10 @@ class Report:
         return json.dumps(data, indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON to a path that ends in .json, else the table; the file appears whole or not at all."""
+        """Writes JSON to a path that ends in .json, the table to .txt; OptionError for another. The file appears whole or not at all."""
         path = Path(path)
+        if path.suffix not in (".json", ".txt"):
+            raise OptionError(f"a report as {path.suffix or 'a file without a suffix'}", expected=".json or .txt", where=str(path))
         text = self.to_json() if path.suffix == ".json" else f"{self}\n"
         part = path.with_name(f".{path.name}.{os.getpid()}")
         try:

@@ -305,6 +305,8 @@ def test_with_gradients_the_forward_pass_is_shown(x, report):
 def test_saved_whole(report, tmp_path):
     report.save(tmp_path / "r.json")
     report.save(tmp_path / "r.txt")
+    with pytest.raises(OptionError, match=r"a report as \.html; expected \.json or \.txt"):
+        report.save(tmp_path / "r.html")
     assert json.loads((tmp_path / "r.json").read_text())["graphs"] == 1
     assert (tmp_path / "r.txt").read_text() == f"{report}\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["r.json", "r.txt"]

@@ -1,0 +1,166 @@
+"""What this machine runs, why not the rest, and what to do about it, for people and for bug reports: `python -m fusion_moe.env`.
+
+Nothing is compiled or downloaded, and the home folder is written as ~.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import __version__, options
+from .emit.nvfuser import library
+from .runtime import build, isa, nvrtc
+from .runtime.cuda import why_too_old
+
+PACKAGES = (
+    "transformers", "safetensors", "cuda-bindings", "nvidia-cuda-nvrtc", "nvfuser-cu128-torch210", "lightning-thunder",
+    "nvidia-modelopt", "compressed-tensors",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that a machine may have. found: what, or why not; todo: what would change it."""
+
+    name: str
+    there: bool
+    found: str
+    todo: str = ""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """versions: of packages, "" if one is not installed; options: those that differ from the defaults; runs: what multiplies by weights
+    here, "" if nothing is compiled and all is computed in plain torch.
+    """
+
+    versions: dict[str, str]
+    options: dict[str, str]
+    checks: tuple[Check, ...]
+    runs: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields of the classes here."""
+        return {"schema": "fusion_moe.env/1", **asdict(self)}
+
+    def __str__(self) -> str:
+        there = [(c.name, "yes" if c.there else "no", f"{c.found}; {c.todo}" if c.todo else c.found) for c in self.checks]
+        versions = [(name, version or "not installed") for name, version in self.versions.items()]
+        options = [(name, value) for name, value in self.options.items()] or [("all", "as by default")]
+        parts = [
+            self.runs or "problem: nothing can be compiled here, so everything is computed in plain torch, slowly",
+            _columns(("", "here", ""), *there), _columns(("", "version"), *versions), _columns(("option", "value"), *options),
+        ]  # fmt: skip
+        return "\n\n".join(parts)
+
+
+def environment() -> Environment:
+    """Looks at the machine; compiles nothing."""
+    ours = {"python": platform.python_version(), "fusion_moe": __version__, "torch": torch.__version__}  # which says the build, too
+    versions = ours | {"system": platform.platform()} | {name: _version(name) for name in PACKAGES}
+    checks = (*_tiers(), _compiler(), _gpu(), _nvrtc(), _nvfuser(), _thunder(), _transformers(), _cache())
+    checks = tuple(replace(check, found=_without_home(check.found)) for check in checks)
+    compiler = build.find_compiler()
+    runs = f"CUDA kernels on {torch.cuda.get_device_name()}" if has_cuda() else f"C++ kernels for {isa.selected()}" if compiler else ""
+    return Environment(versions, _changed_options(), checks, runs)
+
+
+def has_cuda() -> bool:
+    """Whether CUDA kernels can be compiled and run here."""
+    return torch.cuda.is_available() and not (nvrtc.why_missing() or why_too_old())
+
+
+def _changed_options() -> dict[str, str]:
+    now, usual = options.current(), options.Options()
+    found = ((f.name, getattr(now, f.name)) for f in fields(now) if getattr(now, f.name) != getattr(usual, f.name))
+    return {name: _without_home(str(value)) for name, value in found}
+
+
+def _tiers() -> Iterator[Check]:
+    for tier in isa.TIERS:
+        there = tier in isa.available()
+        lacks = isa.lacking(tier)
+        yield Check(
+            f"CPU, {tier}", there, "" if there else f"this CPU lacks {', '.join(lacks)}" if lacks else "the system does not allow tiles"
+        )
+
+
+def _compiler() -> Check:
+    found = build.find_compiler()
+    if found is None:
+        return Check("C++ compiler", False, build.why_no_compiler())
+    return Check("C++ compiler", True, f"{' '.join(found.command)}: {found.version.splitlines()[0]}")
+
+
+def _gpu() -> Check:
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            return Check("GPU", False, f"torch {torch.__version__} is built without CUDA", "install a build of torch for CUDA")
+        return Check("GPU", False, "torch finds no CUDA device", "look at what nvidia-smi says")
+    major, minor = torch.cuda.get_device_capability()
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return Check("GPU", not why_too_old(), f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, {memory / 1e9:.0f} GB")
+
+
+def _nvrtc() -> Check:
+    why, _, todo = nvrtc.why_missing().partition("; ")
+    return Check("NVRTC", not why, why or nvrtc.version(), todo)
+
+
+def _nvfuser() -> Check:
+    why, _, todo = library.why_missing().partition("; ")
+    return Check("nvFuser", not why, why, todo)
+
+
+def _thunder() -> Check:
+    there = find_spec("thunder") is not None
+    return Check(
+        "thunder", there, "" if there else "not installed", "" if there else "pip install 'fusion_moe[thunder]' (torch before 2.13)"
+    )
+
+
+def _transformers() -> Check:
+    there = find_spec("transformers") is not None
+    return Check("transformers", there, "" if there else "not installed", "" if there else "pip install 'fusion_moe[models]'")
+
+
+def _cache() -> Check:
+    folder = Path(options.current().cache_dir)
+    if not folder.is_dir():
+        return Check("cache", False, f"{folder} appears when the first kernel is compiled")
+    return Check("cache", True, f"{folder}: {sum(len(files) for *_, files in os.walk(folder))} files")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _without_home(said: str) -> str:
+    """Bug reports are public; the name of a home folder is often a person's."""
+    try:
+        home = str(Path.home())
+    except RuntimeError:  # a user without one
+        return said
+    return said.replace(home, "~") if home != "/" else said
+
+
+def _columns(*rows: tuple[str, ...]) -> str:
+    """Rows of equally many cells; the last column is as wide as it likes."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return "\n".join("  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows)
+
+
+if __name__ == "__main__":
+    print(environment())

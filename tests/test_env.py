@@ -1,0 +1,48 @@
+"""python -m fusion_moe.env: what a bug report needs, and no more."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fusion_moe
+from fusion_moe import env, options
+
+
+def test_the_command(tmp_path):
+    """Without packages but torch; what is in the home folder is named without it."""
+    home = tmp_path / "somebody"
+    (home / ".cache" / "fusion_moe").mkdir(parents=True)
+    (home / ".cache" / "fusion_moe" / "kernel.so").touch()
+    variables = {k: v for k, v in os.environ.items() if k not in ("XDG_CACHE_HOME", "FUSION_MOE_CACHE_DIR")}
+    variables |= {"HOME": str(home), "FUSION_MOE_CPU_ISA": "generic", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-m", "fusion_moe.env"], capture_output=True, text=True, env=variables, check=True)
+    assert "somebody" not in done.stdout
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "cpu_isa generic" in lines
+    assert "cache yes ~/.cache/fusion_moe: 1 files" in lines
+    assert f"torch {torch.__version__}" in lines
+
+
+def test_a_folder_below_home_is_written_with_a_tilde(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with options.override(cache_dir=str(tmp_path / "kernels")):
+        found = env.environment()
+    assert found.options["cache_dir"] == "~/kernels"
+    assert {c.name: c.found for c in found.checks}["cache"] == "~/kernels appears when the first kernel is compiled"
+    assert str(tmp_path) not in str(found)
+
+
+def test_what_is_said_is_what_is_there():
+    found = env.environment()
+    assert found.versions["fusion_moe"] == fusion_moe.__version__
+    assert all(check.found for check in found.checks if not check.there)
+    assert str(found).startswith(found.runs or "problem: nothing can be compiled here")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA kernels run here")
+def test_no_cuda_here():
+    assert not env.has_cuda()
+    assert {c.name: c.there for c in env.environment().checks}["GPU"] is False
