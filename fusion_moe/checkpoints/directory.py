@@ -40,8 +40,10 @@ class Directory:
         """
         path = Path(path)
         if not path.is_dir():
-            todo = "download a repository first: hf download NAME --local-dir DIR"
-            raise CheckpointError("no such directory", expected="a directory with config.json and safetensors", todo=todo, where=str(path))
+            is_file = path.is_file()
+            found = "it is a file" if is_file else "no such directory"
+            todo = f"name its directory, {path.parent}" if is_file else "download a repository first: hf download NAME --local-dir DIR"
+            raise CheckpointError(found, expected="a directory with config.json and safetensors", todo=todo, where=str(path))
         config = _json(path / CONFIG)
         index = path / INDEX
         return cls(path, config, _sharded(path, index) if index.exists() else _single(path))

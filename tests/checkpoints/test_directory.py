@@ -138,6 +138,9 @@ def test_broken_directories(how: Callable[[Path], object], tmp_path: Path, golde
 def test_no_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such directory"):
         Directory.open(tmp_path / "nowhere")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: it is a file; .* name its directory, "):
+        Directory.open(tmp_path / "model.safetensors")
 
 
 def test_a_tensor_in_two_files(tmp_path: Path) -> None:
