@@ -24,9 +24,9 @@ SHARD = 8_000  # bytes: five files
 HERE = Path(__file__).parent
 
 
-def start(dst: Path, seconds: float = 60, src: Path = SRC) -> subprocess.Popen:
+def start(dst: Path, waits_in: int) -> subprocess.Popen:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, HERE / "writing_process.py", src, dst, str(SHARD), str(seconds)]
+    command = [sys.executable, HERE / "writing_process.py", SRC, dst, str(SHARD), str(waits_in)]
     return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
@@ -63,7 +63,7 @@ def test_shards_index_and_other_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_killed_processes_leave_nothing_and_the_next_goes_on(how: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dst, partial = tmp_path / "dst", tmp_path / ".dst.partial"
-    with start(dst, seconds=0.5) as process:
+    with start(dst, waits_in=3) as process:
         assert lines(process, 3)[2] == "model-00003-of-00005.safetensors"
         process.send_signal(how)
     assert process.returncode != 0
@@ -106,7 +106,7 @@ def test_another_source_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_two_processes_at_once(tmp_path: Path) -> None:
-    with start(tmp_path / "dst") as process:
+    with start(tmp_path / "dst", waits_in=1) as process:
         lines(process, 1)
         with pytest.raises(CheckpointError, match="another process is writing it; wait for it"):
             convert(SRC, tmp_path / "dst", shard_bytes=SHARD)

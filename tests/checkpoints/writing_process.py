@@ -1,6 +1,6 @@
-"""Converts a directory slowly, for tests that kill it: a line on stdout as each shard begins, and a pause.
+"""Converts a directory, for tests that kill it: a line on stdout in the middle of each shard, and a long wait in one of them.
 
-python writing_process.py SRC DST SHARD_BYTES SECONDS
+python writing_process.py SRC DST SHARD_BYTES SHARD    # SHARD: the number of the one it waits in, from 1
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from fusion_moe.checkpoints.shard import Step
 write_shard = writing.write_shard
 
 
-def slowly(path: Path, steps: Sequence[Step]) -> str:
-    """As `write_shard`, with a pause in the middle of the file."""
+def waiting(path: Path, steps: Sequence[Step]) -> str:
+    """As `write_shard`, with the line, and maybe the wait, before the last tensor."""
 
-    def pause() -> dict:
+    def last() -> dict:
         print(path.name.removesuffix(".unfinished"), flush=True)
-        time.sleep(float(sys.argv[4]))
+        if path.name.startswith(f"model-{int(sys.argv[4]):05}-of-"):
+            time.sleep(60)
         return steps[-1].make()
 
-    return write_shard(path, [*steps[:-1], Step(steps[-1].planned, pause)])
+    return write_shard(path, [*steps[:-1], Step(steps[-1].planned, last)])
 
 
 if __name__ == "__main__":
-    writing.write_shard = slowly
+    writing.write_shard = waiting
     convert(sys.argv[1], sys.argv[2], shard_bytes=int(sys.argv[3]))
     print("written", flush=True)
