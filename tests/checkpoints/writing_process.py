@@ -5,6 +5,7 @@ python writing_process.py SRC DST SHARD_BYTES SHARD    # SHARD: the number of th
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ def waiting(path: Path, steps: Sequence[Step]) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     writing.write_shard = waiting
     convert(sys.argv[1], sys.argv[2], shard_bytes=int(sys.argv[3]))
     print("written", flush=True)
