@@ -33,9 +33,9 @@ from . import translate
 from .errors import OptionError, UnsupportedError, Untranslatable
 from .ir.builder import FusionDefinition
 from .ir.core import Value
+from .target import ACTIVATION_FORMATS
 
 NAME = "nvf_cutlass::f16a_nvfp4weight_scaled_grouped_mm"
-FORMATS = ("bf16", "nvfp4")
 _OURS = NAME.replace("nvf_cutlass", "fusion_moe")
 _SCHEMA = """(
     Tensor activation, Tensor fp4_weight, Tensor weight_scaling_factor, Tensor weight_global_scale, Tensor offsets,
@@ -73,8 +73,8 @@ def register_nvf_cutlass(activation_format: str = "bf16") -> Registration:
     OptionError for another format; UnsupportedError if the name was made by `torch.library.Library.define`, which cannot be replaced.
     """
     global _registration
-    if activation_format not in FORMATS:
-        expected = f"one of {', '.join(FORMATS)}"
+    if activation_format not in ACTIVATION_FORMATS:
+        expected = f"one of {', '.join(ACTIVATION_FORMATS)}"
         raise OptionError(f"activation_format = {activation_format!r}", expected=expected, where="register_nvf_cutlass")
     known = _registration
     if known is not None and known.activation_format == activation_format and known.overwritten() is None:

@@ -6,6 +6,9 @@ nothing of fusion_moe can catch them.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class Error(Exception):
     """Base of all errors of fusion_moe.
@@ -78,3 +81,9 @@ class Untranslatable(Error):
 
     The call stays an ordinary call of the operation, and `explain` shows the sentence.
     """
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What to do about a name that is not known: "did you mean 'y'?", or "" if none is like it."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"did you mean {near[0]!r}?" if near else ""

@@ -12,17 +12,16 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import difflib
 import functools
 import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import OptionError
+from .errors import OptionError, did_you_mean
 
 _PREFIX = "FUSION_MOE_"
 _MOST = 10**6  # seconds: what waits for a process takes a little more
@@ -79,7 +78,7 @@ def _checked(name: str, value: Any) -> Any:
     """`value` as the option's type; text is parsed, as it comes from the environment."""
     field = _FIELDS.get(name)
     if field is None:
-        raise OptionError(f"unknown option {name!r}", expected=f"one of {', '.join(_FIELDS)}", todo=_did_you_mean(name, _FIELDS))
+        raise OptionError(f"unknown option {name!r}", expected=f"one of {', '.join(_FIELDS)}", todo=did_you_mean(name, _FIELDS))
     wanted = type(field.default)
     if wanted is bool and isinstance(value, str):
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
@@ -88,11 +87,6 @@ def _checked(name: str, value: Any) -> Any:
     if not _fits(value, field.default):
         raise OptionError(f"option {name} = {value!r}", expected=f"{_KINDS[wanted]} ({field.metadata['doc']})")
     return value
-
-
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def _fits(value: Any, default: Any) -> bool:
@@ -109,7 +103,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
     known = {f"{_PREFIX}{name.upper()}": name for name in _FIELDS}
     for name in environ:
         if name.startswith(_PREFIX) and name not in known:
-            todo = _did_you_mean(name, known) or f"fusion_moe reads {', '.join(known)}"
+            todo = did_you_mean(name, known) or f"fusion_moe reads {', '.join(known)}"
             warnings.warn(f"the environment variable {name} is ignored: fusion_moe has no such option; {todo}", stacklevel=2)
     return Options().replace(**{name: environ[variable] for variable, name in known.items() if environ.get(variable)})
 

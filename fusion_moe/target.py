@@ -9,6 +9,8 @@ import torch
 
 from .errors import OptionError, UnsupportedError
 
+ACTIVATION_FORMATS = ("bf16", "nvfp4")  # of all targets: activations as they come in, or quantized
+
 
 @dataclass(frozen=True)
 class Target:

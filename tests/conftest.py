@@ -7,7 +7,7 @@ import importlib.util
 import os
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -64,6 +64,15 @@ def _has_compiler() -> bool:
     from fusion_moe.frontends.inductor import has_compiler
 
     return has_compiler()
+
+
+@pytest.fixture(scope="module")
+def meaning() -> Iterator[None]:
+    """Programs run in plain torch, as what they mean, but where a test says otherwise: compiling a kernel for each takes long."""
+    from fusion_moe import options
+
+    with options.override(target="reference"):
+        yield
 
 
 # Golden texts -------------------------------------------------------------------------------------------------------

@@ -61,5 +61,5 @@ def _is_experts(n: Node) -> bool:
 def _name(n: Node) -> str:
     """The name of a parameter in its model, as far as Dynamo knows it."""
     source = getattr(n, "_dynamo_source", None)
-    name = getattr(source, "name", "")  # a method before torch 2.11
+    name = getattr(source, "name", "")  # a method in torch 2.10, a property in 2.13
     return ".".join(_IN_SOURCE.findall(name() if callable(name) else name)) or n.name

@@ -8,7 +8,6 @@ Where there is no host compiler, the same pass runs and everything outside of th
 
 from __future__ import annotations
 
-import difflib
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import options as switches
 from .. import target, translate
 from ..compile import program_of
-from ..errors import Error, OptionError
+from ..errors import Error, OptionError, did_you_mean
 from ..ir.text import one_line
 from ..options import Options
 from . import fingerprint
@@ -258,11 +257,11 @@ def _inductor_config(mode: str | None, options: Mapping[str, Any]) -> dict[str, 
             own = [_PREFIX + o for o in Options.__dataclass_fields__]
             raise OptionError(
                 f"unknown option {name!r}", expected=f"an option of Inductor, or one of {', '.join(own)}",
-                todo=_did_you_mean(name, [*known, *own]), where="torch.compile(options=...)",
+                todo=did_you_mean(name, [*known, *own]), where="torch.compile(options=...)",
             )  # fmt: skip
     modes = _modes()
     if mode is not None and mode not in modes:
-        near = _did_you_mean(mode, modes)
+        near = did_you_mean(mode, modes)
         raise OptionError(f"mode {mode!r}", expected=f"one of {', '.join(modes)}", todo=near, where="torch.compile(mode=...)")
     try:
         return torch._TorchCompileInductorWrapper(mode, dict(options), None).config
@@ -280,11 +279,6 @@ def _check_target(with_: Options, inputs: Sequence[Any]) -> None:
     """UnsupportedError if what is compiled could not be run."""
     for device in {t.device for t in inputs if isinstance(t, torch.Tensor)} or {torch.device("cpu")}:
         target.check_device(target.find(with_.target, device), device, "torch.compile")
-
-
-def _did_you_mean(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, 1)
-    return f"did you mean {near[0]!r}?" if near else ""
 
 
 class _PassedOn(ShortenTraceback):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import OptionError
-
-_ACTIVATION_FORMATS = ("bf16", "nvfp4")
+from ..target import ACTIVATION_FORMATS
 
 
 @dataclass(frozen=True)
@@ -16,8 +15,8 @@ class NVFP4Config:
     activation_format: str = "bf16"
 
     def __post_init__(self) -> None:
-        if self.activation_format not in _ACTIVATION_FORMATS:
+        if self.activation_format not in ACTIVATION_FORMATS:
             raise OptionError(
-                f"activation_format = {self.activation_format!r}", expected=f"one of {', '.join(map(repr, _ACTIVATION_FORMATS))}",
+                f"activation_format = {self.activation_format!r}", expected=f"one of {', '.join(map(repr, ACTIVATION_FORMATS))}",
                 where="NVFP4Config",
             )  # fmt: skip

@@ -212,25 +212,27 @@ def test_zero_rest(partition: Partition):
 @about("grouped_mm", "partition")
 @given(SMALL)
 def test_grouped_mm_with_float_weights(partition: Partition):
-    def build(fd, a, w, offs):
-        rows, ends = _rows(fd, partition, a, offs)
-        return fd.ops.grouped_mm(rows, w, ends)
-
-    a, w = torch.randn(partition.rows, 5), torch.randn(len(partition.sizes), 4, 5)
-    check(build, lambda a, w, offs: _loop(partition, a, w), a, w, partition.ends, wrt=(0, 1), rtol=1e-5)
-    check(build, lambda a, w, offs: _loop(partition, a, w), a.double(), w.double(), partition.ends, wrt=(0, 1))
+    w = torch.randn(len(partition.sizes), 4, 5)
+    _check_product("grouped_mm", partition, w, lambda a, w, offs: _loop(partition, a, w))
 
 
 @about("grouped_mm_t")
 @given(SMALL)
 def test_grouped_mm_with_weights_stored_the_other_way(partition: Partition):
+    w = torch.randn(len(partition.sizes), 5, 4)
+    _check_product("grouped_mm_t", partition, w, lambda a, w, offs: _loop(partition, a, w.mT))
+
+
+def _check_product(op: str, partition: Partition, w, plain):
+    """In both floats that derivatives are compared in."""
+
     def build(fd, a, w, offs):
         rows, ends = _rows(fd, partition, a, offs)
-        return fd.ops.grouped_mm_t(rows, w, ends)
+        return getattr(fd.ops, op)(rows, w, ends)
 
-    a, w = torch.randn(partition.rows, 5), torch.randn(len(partition.sizes), 5, 4)
-    check(build, lambda a, w, offs: _loop(partition, a, w.mT), a, w, partition.ends, wrt=(0, 1), rtol=1e-5)
-    check(build, lambda a, w, offs: _loop(partition, a, w.mT), a.double(), w.double(), partition.ends, wrt=(0, 1))
+    a = torch.randn(partition.rows, 5)
+    check(build, plain, a, w, partition.ends, wrt=(0, 1), rtol=1e-5)
+    check(build, plain, a.double(), w.double(), partition.ends, wrt=(0, 1))
 
 
 @about("grouped_mm")

@@ -10,6 +10,11 @@ from torch import Tensor
 
 from fusion_moe.nn import GroupedLinear
 
+G, K, N = 4, 24, 40
+SIZES = (5, 0, 7, 3)
+ROWS = 17  # two past the last group
+COUNTS = torch.tensor(SIZES)
+BOTH = [False, True]
 # relative and absolute, of elements of order one: what a rounding to the dtype takes them off
 NEAR = {torch.float32: (1.3e-6, 1e-5), torch.float16: (1e-3, 2e-3), torch.bfloat16: (1.6e-2, 1e-2)}
 

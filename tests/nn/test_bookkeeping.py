@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
 import torch
 from fusions import assert_same_bits
-from layers import assert_near, gradients, layer, linear, stacked, uniform, wide
+from layers import BOTH, COUNTS, ROWS, SIZES, G, K, N, assert_near, gradients, layer, linear, stacked, uniform, wide
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,18 +18,7 @@ from fusion_moe import options
 from fusion_moe.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
 from fusion_moe.nn import GroupedLinear, ScaledSwiGLU, Sequential
 
-G, K, N = 4, 24, 40
-SIZES = (5, 0, 7, 3)
-ROWS = 17
-COUNTS = torch.tensor(SIZES)
-BOTH = [False, True]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def reference() -> Iterator[None]:
-    """Programs run in plain torch, but where a test says otherwise: compiling a kernel for each takes long."""
-    with options.override(target="reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("meaning")
 
 
 def halves(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:

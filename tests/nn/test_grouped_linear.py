@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from fusions import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
-from layers import NEAR, assert_near, gradients, layer, linear, stacked, uniform, wide
+from layers import BOTH, COUNTS, NEAR, ROWS, SIZES, G, K, N, assert_near, gradients, layer, linear, stacked, uniform, wide
 from routings import Partition, partitions
 from torch import Tensor, nn
 from ways import compiled
@@ -21,18 +20,7 @@ from fusion_moe import options
 from fusion_moe.errors import DeviceError, DtypeError, GroupsError, OptionError, ShapeError, UnsupportedError
 from fusion_moe.nn import GroupedLinear
 
-G, K, N = 4, 24, 40
-SIZES = (5, 0, 7, 3)
-ROWS = 17  # two past the last group
-COUNTS = torch.tensor(SIZES)
-BOTH = [False, True]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def reference() -> Iterator[None]:
-    """Programs run in plain torch, but where a test says otherwise: compiling a kernel for each takes long."""
-    with options.override(target="reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("meaning")
 
 
 def rows(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -8,17 +8,11 @@ from fusions import assert_same_bits
 from test_float_weights import FLOATS, FORMATS, ROUTING, call, layer
 from torch import Tensor
 
-import fusion_moe
 from fusion_moe.encodings import quantize
 
 ops = torch.ops.fusion_moe
+pytestmark = pytest.mark.usefixtures("meaning")
 OFFS = torch.tensor([1, 1, 4], dtype=torch.int32)
-
-
-@pytest.fixture(autouse=True)
-def meaning():
-    with fusion_moe.options.override(target="reference"):
-        yield
 
 
 def grads(given: dict[str, Tensor], dtype: torch.dtype | None, cast: torch.dtype | None = None) -> tuple[Tensor, dict[str, Tensor]]:

@@ -17,14 +17,8 @@ import fusion_moe
 from fusion_moe.errors import DtypeError, OptionError
 
 ops = torch.ops.fusion_moe
+pytestmark = pytest.mark.usefixtures("meaning")  # kernels are compared with it in tests/emit
 H, I = 6, 4
-
-
-@pytest.fixture(autouse=True)
-def meaning():
-    """What the programs mean. Their kernels are compared with it in tests/emit."""
-    with fusion_moe.options.override(target="reference"):
-        yield
 
 
 FORMATS = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
