@@ -30,6 +30,7 @@ _MANY_ROWS = 32  # of a group, on average, from which tiles of 128 rows pay
 _BOX_ROWS = (128, 64, 32, 16, 8)  # of K-major matrices
 _TILES_N = (256, 128)  # columns of the product
 MAX_GROUPS = 2048  # that shared memory lasts for
+TAKEN = Array("taken_tiles", "i32", 1)
 _I, _J, _M = map(Variable, "ijm")
 
 
@@ -43,7 +44,7 @@ class Gemm(Source):
         _check(plan.groups, plan.a, plan.weight[0])
         self.plan, self.dtype = plan, plan.a.type.dtype
         self.operand = Operand(self, plan.a, plan.k, "a")
-        self.scratch += self.operand.scratch
+        self.scratch += [TAKEN, *self.operand.scratch]
         self._functions = self._make_functions()
         if plan.sums:
             self.scratch.append(Array("partial_sums", "float", elements((self._rows, self._tiles * len(plan.sums)))))
@@ -54,7 +55,7 @@ class Gemm(Source):
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; activations that are computed; the product; what is summed of its tiles, and of its rows."""
-        made = [*self.made_first(sizes), *self.operand.made(sizes), self._product(sizes, arch)]
+        made = [no_tile_taken(self, sizes), *self.made_first(sizes), *self.operand.made(sizes), self._product(sizes, arch)]
         made += [self._sums(i, v, sizes) for i, v in enumerate(self.plan.summed)]
         if self.plan.combine:
             with naming(self.plan.combine):
@@ -196,12 +197,8 @@ class Wgrad(Source):
         super().__init__(plan.fusion, plan.memory, dict.fromkeys([plan.ends], "ends"))
         _check(plan.groups, plan.product.a, plan.product.b)
         self.plan, self.dtype = plan, plan.product.a.type.dtype
-        n, k = Operand(self, plan.product.a, plan.n, "a"), Operand(self, plan.product.b, plan.k, "b")
-        self._transposed = n.in_boxes and not k.in_boxes
-        if self._transposed:
-            n.name, k.name = "b", "a"
-        self.operands = (k, n) if self._transposed else (n, k)
-        self.scratch += [array for operand in self.operands for array in operand.scratch]
+        self.operands = (Operand(self, plan.product.a, plan.n, "a"), Operand(self, plan.product.b, plan.k, "b"))
+        self.scratch += [TAKEN, *(array for operand in self.operands for array in operand.scratch)]
         self._functions = self._make_functions()
 
     def functions(self) -> list[str]:
@@ -213,9 +210,7 @@ class Wgrad(Source):
         plan = self.plan
         return [
             f"static constexpr i32 GROUPS = {plan.groups}, N = {plan.n}, K = {plan.k};",
-            f"static constexpr i32 {', '.join(f'{o.name.upper()}_COLUMNS = {o.columns}' for o in self.operands)};",
             "static constexpr i32 WIDTH = K, COLUMNS_PER_RESULT = 1;",
-            f"static constexpr bool TRANSPOSED = {str(self._transposed).lower()};",
             f"static constexpr bool {', '.join(f'{o.name.upper()}_BOXES = {str(o.in_boxes).lower()}' for o in self.operands)};",
             f"using Activation = {self.dtype};",
             "",
@@ -226,13 +221,21 @@ class Wgrad(Source):
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; operands that are computed; the product."""
-        first, second = self.operands
-        n = _TILES_N[0] if second.columns > _TILES_N[1] else _TILES_N[1]
-        tiles = self.plan.groups * -(-first.columns // _TILE_M) * -(-second.columns // n)
+        m, n = self._tile
+        tiles = self.plan.groups * -(-self.plan.n // m) * -(-self.plan.k // n)
         made = [kernel for operand in self.operands for kernel in operand.made(sizes)]
         boxes = {o.name: o.boxes(_K_BLOCK, sizes) if o.in_boxes else None for o in self.operands}
-        product = product_kernel(self, f"GroupedWgrad<Segment, {n}>", f"wgrad_{_TILE_M}x{n}", self._functions, tiles, arch, boxes)
-        return [*self.made_first(sizes), *made, product]
+        product = product_kernel(self, f"GroupedWgrad<Segment, {m}, {n}>", f"wgrad_{m}x{n}", self._functions, tiles, arch, boxes)
+        return [no_tile_taken(self, sizes), *self.made_first(sizes), *made, product]
+
+    @property
+    def _tile(self) -> tuple[int, int]:
+        """A tile's rows and columns of the result. Threads gather one of the operands, at most: that with the fewer columns of a tile."""
+        wide, narrow = _TILES_N
+        n, k = self.operands
+        if n.in_boxes and not k.in_boxes:
+            return wide if n.columns > narrow else narrow, narrow
+        return narrow, wide if k.columns > narrow else narrow
 
     def _make_store(self) -> list[str]:
         plan, rows = self.plan, Rows(self.plan.k)
@@ -294,6 +297,11 @@ def _unchecked(row: Index) -> tuple[Index, Index]:
         case Call(function, (index, *others)) if function == "clamp_index":
             return index, Call(function, (Variable("index"), *others))
     return row, Variable("index")
+
+
+def no_tile_taken(source: Source, sizes: Sizes) -> KernelSource:
+    """The kernel before a product: see kernels/tile_queue.cuh."""
+    return source.for_all("no_tile_taken", 1, [f"{TAKEN.name}[i] = 0;"], sizes)
 
 
 def product_kernel(

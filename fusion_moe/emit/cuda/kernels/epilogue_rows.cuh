@@ -34,24 +34,6 @@ __device__ __forceinline__ void row_of_quad(float (&p)[8], const float (&sum)[CO
     for (int b = 0; b < 4; ++b) p[2 * b] = x[b][0], p[2 * b + 1] = x[b][1];
 }
 
-// The same where accumulators are the result's transpose: of eight lanes that hold a column each of rows in pairs, in blocks of eight rows,
-// lane l gets eight columns of row 8 (l / 2) + 2 q + l % 2 after the first block's first, where q is lane % 4.
-template <int COUNT>
-__device__ __forceinline__ void column_of_octet(float (&p)[8], const float (&sum)[COUNT], int first, int h) {
-    const i32 l = threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) p[i] = sum[4 * (first + i / 2) + 2 * h + i % 2];
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) {
-        const bool upper = l & step;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            if (i & step) continue;
-            change_places(p[i], p[i | step], upper, 4 * step);
-        }
-    }
-}
-
 // Eight numbers that follow each other in memory, in pieces of 16 bytes, or of 8 if they are bytes.
 template <class T>
 struct Eight {

@@ -3,27 +3,27 @@
 // One producer warpgroup fills a ring of stages. Rows that an index picks are copied 16 bytes at a time (`cp.async`): they are gathered
 // while they are loaded, never permuted in memory. What lies in memory as it is needed is copied in boxes by the tensor memory accelerator.
 // What lies outside of a matrix, or of a group whose rows are contracted, is not read: zeros are written in its place. So no row of another
-// group enters a product, not even times zero. Two consumer warpgroups have 64 rows of a tile each.
+// group enters a product, not even times zero. Two consumer warpgroups have half of a tile's rows each.
 //
 //     GroupedGemm  [M/g, k] x [G, n, k] or [G, k, n] -> [M/g, n]   fprop, dgrad
 //     GroupedWgrad [M/g, n] x [M/g, k] -> [G, n, k]                wgrad, contracts the rows of each group
 //
 // A_BOXES, B_BOXES say which operands are copied in boxes; else the maps are null.
 //
-// Accumulators are exchanged among the four lanes that share rows, or the eight that share columns where the result is the transpose, so
-// that each has eight columns that follow each other of one row. Sums over a row's columns are stored for each N tile, and added in order by
-// another kernel.
+// Accumulators are exchanged among the four lanes that share rows, so that each has eight columns that follow each other of one row. Sums
+// over a row's columns are stored for each N tile, and added in order by another kernel.
 #pragma once
 
 #include "epilogue_rows.cuh"
 #include "pipeline.cuh"
 #include "schedule.cuh"
+#include "tile_queue.cuh"
 #include "wgmma.cuh"
 
 namespace {
 
-constexpr int GEMM_TILE_M = 128, GEMM_CONSUMERS = 2, GEMM_K_BLOCK = 64, GEMM_PRODUCERS = 128;
-constexpr int GEMM_CONSUMER_REGISTERS = 216, GEMM_PRODUCER_REGISTERS = 72;
+constexpr int GEMM_TILE_M = 128, GEMM_CONSUMERS = 2, GEMM_K_BLOCK = 64, GEMM_PRODUCERS = 128;  // tiles of fprop and dgrad; threads
+constexpr int GEMM_CONSUMER_REGISTERS = 208, GEMM_PRODUCER_REGISTERS = 88;
 constexpr u32 PIECE_BYTES = GEMM_K_BLOCK * TILE_ROW_BYTES;  // of an MN-major tile: 64 of its columns
 
 // Whether the 16 bytes at a place of a row of so many elements are in the row, whole and aligned: else elements are copied one by one.
@@ -49,26 +49,32 @@ __device__ __forceinline__ void copy_piece(u32 to, const T* matrix, i64 row, i32
     }
 }
 
-// The ring that both kernels have. COPIES: whether threads copy, ALIGNED: all of them 16 bytes at a time.
-template <class Segment, int TILE_N_, int SCHEDULER_BYTES, bool COPIES, bool ALIGNED>
+// The ring of stages that both kernels have, and their queue of work tiles. A consumer warpgroup has HEIGHT times 64 rows of a tile. COPIES:
+// whether threads copy, ALIGNED: all of them 16 bytes at a time.
+template <class Segment, int TILE_M, int TILE_N_, int SCHEDULER_BYTES, bool COPIES, bool ALIGNED>
 struct GemmRing {
-    static constexpr int TILE_N = TILE_N_;
+    static constexpr int TILE_N = TILE_N_, HEIGHT = TILE_M / (64 * GEMM_CONSUMERS);
     static constexpr bool BOXES = Segment::A_BOXES || Segment::B_BOXES;
+    static constexpr int PRODUCERS = COPIES ? GEMM_PRODUCERS : 32;  // threads
+    using Queue = TileQueue<8>;
     struct alignas(1024) Stage {
-        u8 a[GEMM_TILE_M * TILE_ROW_BYTES], b[TILE_N * TILE_ROW_BYTES];
+        u8 a[TILE_M * TILE_ROW_BYTES], b[TILE_N * TILE_ROW_BYTES];
     };
-    static constexpr int FIT = (Segment::MAX_SHARED_BYTES - SCHEDULER_BYTES - 1024) / int(sizeof(Stage) + 2 * sizeof(u64));
+    static constexpr int FIT = (Segment::MAX_SHARED_BYTES - SCHEDULER_BYTES - int(sizeof(Queue)) - 1024) / int(sizeof(Stage) + 2 * sizeof(u64));
     static constexpr int STAGES = FIT < 6 ? FIT : 6;
     static_assert(STAGES >= 2, "two stages at least");
+    static_assert(HEIGHT * 64 * GEMM_CONSUMERS == TILE_M && HEIGHT * TILE_N <= 256, "accumulators are at most 128 registers");
 
     Stage stage[STAGES];
     u64 full[STAGES], empty[STAGES];
+    Queue queue;
 
     __device__ __forceinline__ void init() {
         if (threadIdx.x < STAGES) {
             mbarrier_init(full[threadIdx.x], 0, (COPIES ? GEMM_PRODUCERS : 0) + (BOXES ? 1 : 0));
             mbarrier_init(empty[threadIdx.x], GEMM_CONSUMERS * 4);
         }
+        queue.init(GEMM_CONSUMERS * 4 + PRODUCERS / 32);
     }
 
     // What a producer thread does around the copies of a stage.
@@ -108,7 +114,7 @@ struct GemmRing {
         __device__ __forceinline__ explicit Consumer(GemmRing& ring_) : ring(ring_) {}
 
         template <class T, bool A_MN, bool B_MN>
-        __device__ __forceinline__ void multiply(float (&sum)[TILE_N / 2], i32 k_blocks, int consumer) {
+        __device__ __forceinline__ void multiply(float (&sum)[HEIGHT][TILE_N / 2], i32 k_blocks, int consumer) {
             u32 before = 0;
 #pragma unroll 1
             for (i32 kb = 0; kb < k_blocks; ++kb) {
@@ -116,14 +122,19 @@ struct GemmRing {
                 mbarrier_wait(ring.full[now], reading.parity);
                 reading.advance();
                 if constexpr (COPIES) fence_proxy_async();  // what threads copied
-                const u32 a = shared_address(ring.stage[now].a) + consumer * (A_MN ? PIECE_BYTES : 64 * TILE_ROW_BYTES);
-                const u32 b = shared_address(ring.stage[now].b);
+                constexpr u32 ROWS_64 = A_MN ? PIECE_BYTES : 64 * TILE_ROW_BYTES;
+                const u32 a = shared_address(ring.stage[now].a) + consumer * HEIGHT * ROWS_64, b = shared_address(ring.stage[now].b);
                 const u64 a_tile = A_MN ? tile_descriptor_mn<PIECE_BYTES>(a) : tile_descriptor(a);
                 const u64 b_tile = B_MN ? tile_descriptor_mn<PIECE_BYTES>(b) : tile_descriptor(b);
                 wgmma_fence();
 #pragma unroll
-                for (int v = 0; v < GEMM_K_BLOCK / 16; ++v)
-                    wgmma_shared<T, TILE_N, A_MN, B_MN>(sum, a_tile + (A_MN ? 128 : 2) * v, b_tile + (B_MN ? 128 : 2) * v);
+                for (int v = 0; v < GEMM_K_BLOCK / 16; ++v) {
+#pragma unroll
+                    for (int r = 0; r < HEIGHT; ++r) {
+                        const u64 a_rows = a_tile + (ROWS_64 >> 4) * r + (A_MN ? 128 : 2) * v;
+                        wgmma_shared<T, TILE_N, A_MN, B_MN>(sum[r], a_rows, b_tile + (B_MN ? 128 : 2) * v);
+                    }
+                }
                 wgmma_commit();
                 wgmma_wait<1>();
                 if (kb > 0) mbarrier_arrive(ring.empty[before]);
@@ -168,7 +179,7 @@ struct GroupedGemm {
     using WorkTiles = typename TileScheduler::WorkTiles;
     static constexpr bool COPIES = !Segment::A_BOXES || !Segment::B_BOXES;
     static constexpr bool ALIGNED = ALIGNED_ROWS<Segment::K> && (!Segment::B_MN || ALIGNED_ROWS<Segment::N>);
-    using Ring = GemmRing<Segment, TILE_N, int(sizeof(TileScheduler)), COPIES, ALIGNED>;
+    using Ring = GemmRing<Segment, GEMM_TILE_M, TILE_N, int(sizeof(TileScheduler)), COPIES, ALIGNED>;
     using Stage = typename Ring::Stage;
     static_assert(TILE_COLUMNS % 32 == 0, "four lanes have eight columns each");
 
@@ -196,10 +207,12 @@ private:
 
     __device__ static void produce(const Segment& s, Shared& shared, const TensorMap* a_map, const TensorMap* b_map) {
         const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS, piece = thread % 8;
-        if (!COPIES && thread >= 32) return;
+        if (thread >= Ring::PRODUCERS) return;
         typename Ring::Producer producer(shared.ring);
-        for (WorkTiles tiles(shared.scheduler); tiles.more_grouped(); tiles.advance()) {
+        typename Ring::Queue::Taker numbers(shared.ring.queue, s.taken_tiles, thread == 0);
+        for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
             const WorkTile tile = tiles.current();
+            if (tile.m_tile.group == Segment::GROUPS) continue;  // rows of no group
             i32 row[Segment::A_BOXES ? 1 : A_ROWS];
             if constexpr (!Segment::A_BOXES) {
                 i64 index[A_ROWS] = {};  // all are read before any is needed
@@ -317,7 +330,8 @@ private:
     __device__ static void consume(const Segment& s, Shared& shared) {
         const int consumer = threadIdx.x / 128;
         typename Ring::Consumer mainloop(shared.ring);
-        for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.advance()) {
+        typename Ring::Queue::Reader numbers(shared.ring.queue);
+        for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
             const WorkTile tile = tiles.current();
             const i32 first = tile.m_tile.first + 64 * consumer;
             const bool grouped = tile.m_tile.group < Segment::GROUPS;
@@ -325,9 +339,9 @@ private:
                 if (grouped) mainloop.skip(K_BLOCKS);
                 continue;
             }
-            float sum[TILE_N / 2] = {};
+            float sum[1][TILE_N / 2] = {};
             mainloop.template multiply<T, false, Segment::B_MN>(sum, grouped ? K_BLOCKS : 0, consumer);
-            store(s, tile, first, sum);
+            store(s, tile, first, sum[0]);
         }
     }
 
@@ -375,16 +389,16 @@ struct WgradScheduler {
     __device__ __forceinline__ i32 size(i32 g) const { return first[g + 1] - first[g]; }
 };
 
-// a [M/g, A_COLUMNS] and b [M/g, B_COLUMNS]: the result's rows are columns of a, or of b if it is TRANSPOSED. What is gathered is best a,
-// of whose columns a tile has fewer.
-template <class Segment, int TILE_N>
+// a [M/g, N] and b [M/g, K]. What is gathered is best the one of which a tile has 128 columns.
+template <class Segment, int TILE_M, int TILE_N>
 struct GroupedWgrad {
     using T = typename Segment::Activation;
-    static constexpr i32 A_TILES = (Segment::A_COLUMNS + GEMM_TILE_M - 1) / GEMM_TILE_M, B_TILES = (Segment::B_COLUMNS + TILE_N - 1) / TILE_N;
-    static constexpr i32 TILES = A_TILES * B_TILES, ROTATION = 16;
+    static constexpr i32 A_TILES = (Segment::N + TILE_M - 1) / TILE_M, B_TILES = (Segment::K + TILE_N - 1) / TILE_N;
+    static constexpr i32 TILES = A_TILES * B_TILES, ROTATION = 2048 / TILE_M;
     using Scheduler = WgradScheduler<Segment::GROUPS>;
-    using Ring = GemmRing<Segment, TILE_N, int(sizeof(Scheduler)), true, ALIGNED_ROWS<Segment::A_COLUMNS> && ALIGNED_ROWS<Segment::B_COLUMNS>>;
+    using Ring = GemmRing<Segment, TILE_M, TILE_N, int(sizeof(Scheduler)), true, ALIGNED_ROWS<Segment::N> && ALIGNED_ROWS<Segment::K>>;
     using Stage = typename Ring::Stage;
+    static_assert(i64(Segment::GROUPS) * TILES < NO_WORK_TILE, "numbers of work tiles are i32");
 
     struct Shared {
         Ring ring;
@@ -396,12 +410,12 @@ struct GroupedWgrad {
     struct Tile {
         i32 group, a, b, first, end;
 
-        __device__ __forceinline__ Tile(const Scheduler& scheduler, i64 number) {
-            const i32 place = i32(number / TILES), within = i32(number % TILES);
+        __device__ __forceinline__ Tile(const Scheduler& scheduler, i32 number) {
+            const i32 place = number / TILES, within = number % TILES;
             const i32 rotation = within / (ROTATION * B_TILES), rest = within % (ROTATION * B_TILES);
             const i32 height = min(ROTATION, A_TILES - rotation * ROTATION);
             group = scheduler.group_of_place[place];
-            a = (rotation * ROTATION + rest % height) * GEMM_TILE_M, b = rest / height * TILE_N;
+            a = (rotation * ROTATION + rest % height) * TILE_M, b = rest / height * TILE_N;
             first = scheduler.first[group], end = scheduler.first[group + 1];
         }
 
@@ -469,7 +483,8 @@ private:
         constexpr u32 BYTES = (A ? sizeof(Stage::a) : 0) + (B ? sizeof(Stage::b) : 0);
         const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS;
         typename Ring::Producer producer(shared.ring);
-        for (i64 number = blockIdx.x; number < i64(Segment::GROUPS) * TILES; number += gridDim.x) {
+        typename Ring::Queue::Taker numbers(shared.ring.queue, s.taken_tiles, thread == 0);
+        for (i32 number = blockIdx.x; number < Segment::GROUPS * TILES; number = numbers.next()) {
             const Tile tile(shared.scheduler, number);
             const auto a_index = [&](i32 m) { return s.a_index(m); };
             const auto b_index = [&](i32 m) { return s.b_index(m); };
@@ -485,11 +500,11 @@ private:
                 Stage& stage = producer.open();
                 if ((A || B) && thread == 0) {
                     u64& barrier = producer.expect(whole ? BYTES : 0);
-                    if (A && whole) copy_boxes<GEMM_TILE_M>(shared_address(stage.a), *a_map, tile.a, m, barrier);
+                    if (A && whole) copy_boxes<TILE_M>(shared_address(stage.a), *a_map, tile.a, m, barrier);
                     if (B && whole) copy_boxes<TILE_N>(shared_address(stage.b), *b_map, tile.b, m, barrier);
                 }
-                if (!A || !whole) copy_rows<Segment::A_COLUMNS, GEMM_TILE_M>(shared_address(stage.a), s.a_matrix(), a, tile.a, thread);
-                if (!B || !whole) copy_rows<Segment::B_COLUMNS, TILE_N>(shared_address(stage.b), s.b_matrix(), b, tile.b, thread);
+                if (!A || !whole) copy_rows<Segment::N, TILE_M>(shared_address(stage.a), s.a_matrix(), a, tile.a, thread);
+                if (!B || !whole) copy_rows<Segment::K, TILE_N>(shared_address(stage.b), s.b_matrix(), b, tile.b, thread);
                 producer.close();
             }
         }
@@ -504,33 +519,27 @@ private:
     __device__ static void consume(const Segment& s, Shared& shared) {
         const int consumer = threadIdx.x / 128;
         typename Ring::Consumer mainloop(shared.ring);
-        for (i64 number = blockIdx.x; number < i64(Segment::GROUPS) * TILES; number += gridDim.x) {
+        typename Ring::Queue::Reader numbers(shared.ring.queue);
+        for (i32 number = blockIdx.x; number < Segment::GROUPS * TILES; number = numbers.next()) {
             const Tile tile(shared.scheduler, number);
-            float sum[TILE_N / 2] = {};
+            float sum[Ring::HEIGHT][TILE_N / 2] = {};
             mainloop.template multiply<T, true, true>(sum, tile.k_blocks(), consumer);
-store(s, tile, consumer, sum);
+#pragma unroll
+            for (int r = 0; r < Ring::HEIGHT; ++r) store(s, tile, tile.a + 64 * (consumer * Ring::HEIGHT + r), sum[r]);
         }
     }
 
-    __device__ static __forceinline__ void store(const Segment& s, const Tile& tile, int consumer, const float (&sum)[TILE_N / 2]) {
-        const i32 lane = threadIdx.x % 32, q = lane % 4, l = lane / 4;
-        const i32 a = tile.a + 64 * consumer + threadIdx.x / 32 % 4 * 16;  // the warp's first
-        const i64 rows = i64(tile.group) * Segment::N;
+    // 64 rows of the result.
+    __device__ static __forceinline__ void store(const Segment& s, const Tile& tile, i32 first, const float (&sum)[TILE_N / 2]) {
+        const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
         float p[1][8], none[1];
 #pragma unroll
-        for (int i = 0; i < TILE_N / 32; ++i) {
-            const i32 b = tile.b + 32 * i;
+        for (int h = 0; h < 2; ++h) {
+            const i32 n = first + 16 * warp + lane / 4 + 8 * h;
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                if constexpr (Segment::TRANSPOSED) {
-                    const i32 n = b + l / 2 * 8 + 2 * q + l % 2;
-                    column_of_octet(p[0], sum, 4 * i, h);
-                    if (n < Segment::N) s.store(rows + n, tile.group, a + 8 * h, p, none);
-                } else {
-                    const i32 n = a + l + 8 * h;
-                    row_of_quad(p[0], sum, 4 * i, h);
-                    if (n < Segment::N) s.store(rows + n, tile.group, b + 8 * q, p, none);
-                }
+            for (int i = 0; i < TILE_N / 32; ++i) {
+                row_of_quad(p[0], sum, 4 * i, h);
+                if (n < Segment::N) s.store(i64(tile.group) * Segment::N + n, tile.group, tile.b + 32 * i + 8 * (lane % 4), p, none);
             }
         }
     }

@@ -22,6 +22,8 @@ struct alignas(16) WorkTile {
     i32 tile_m, n_tile;  // tile_m: height of the group's M tiles, a multiple of 8
 };
 
+constexpr i32 NO_WORK_TILE = 1 << 30;  // a number past the last
+
 template <int GROUPS, int TILE_M, i32 ABOVE_ROWS, i32 MAX_ROWS, bool WITH_SMALL_M, i32 GROUPS_READ_PER_TWO_TILES>
 class TileScheduler {
 public:
@@ -59,6 +61,7 @@ public:
         __device__ bool more() const { return number_ < scheduler_.work_tiles_upto_[GROUPS]; }
         __device__ bool more_grouped() const { return number_ < scheduler_.work_tiles_upto_[GROUPS - 1]; }  // rows of no group come last
         __device__ void advance() { number_ += WITH_SMALL_M ? scheduler_.active_blocks_ : i32(gridDim.x); }
+        __device__ void go_to(i32 number) { number_ = number; }
 
         // By a whole warp.
         __device__ WorkTile current() const {
@@ -89,8 +92,6 @@ public:
 private:
     static constexpr i32 ROTATION = 8;  // M tiles, at most
     static constexpr i32 SIDE = (GROUPS + 32) / 32 * 32, PARTS = SIDE > 256 ? 2 : SIDE > 128 ? 4 : 8, PART = (GROUPS + PARTS) / PARTS;
-
-    static constexpr i32 NO_WORK_TILE = 1 << 30;  // a number past the last
 
     // Decides how many blocks are active.
     __device__ void limit_blocks() {
