@@ -1,4 +1,4 @@
-"""Rows that several products read are gathered by each of them, while it loads them: never in memory for all."""
+"""Rows that several products read are picked by each of them, while it loads them: never copied in memory for all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..target import Target
 
 
 def gather_for_each(fusion: Fusion, target: Target) -> Fusion:
-    """The Fusion with an `index_select` of rows of its own for each product that reads one."""
+    """The Fusion with an `index_select` of rows, or a view of an input, of its own for each product that reads one."""
     copies: dict[Op, list[Op]] = {}
     ops = [_with_own_gathers(fusion, op, copies) for op in fusion.ops]
     if not copies:
@@ -19,13 +19,13 @@ def gather_for_each(fusion: Fusion, target: Target) -> Fusion:
 
 
 def _with_own_gathers(fusion: Fusion, op: Op, copies: dict[Op, list[Op]]) -> Op:
-    """A product that reads copies of gathers which something before it reads too; any other operation itself."""
+    """A product that reads copies of what something before it reads too; any other operation itself."""
     if op.kind.role != "grouped":
         return op
     inputs = list(op.inputs)
     for i, v in enumerate(op.inputs):
         gather = fusion.producers.get(v) if isinstance(v, Value) else None
-        if gather is None or not _of_rows(gather):
+        if gather is None or not _picks(fusion, gather):
             continue
         (output,) = gather.outputs
         if fusion.readers[output][0] is not op:
@@ -36,5 +36,7 @@ def _with_own_gathers(fusion: Fusion, op: Op, copies: dict[Op, list[Op]]) -> Op:
     return op if inputs == list(op.inputs) else op.with_inputs(tuple(inputs))
 
 
-def _of_rows(op: Op) -> bool:
-    return op.kind.name == "index_select" and op.attrs["dim"] == 0
+def _picks(fusion: Fusion, op: Op) -> bool:
+    """Whether it computes nothing: rows by an index, or an input seen otherwise."""
+    seen = op.kind.name in ("reshape", "partition") and op.values[0] in fusion.inputs
+    return seen or (op.kind.name == "index_select" and op.attrs["dim"] == 0)

@@ -39,6 +39,18 @@ def test_each_product_has_its_own():
     assert found == {1: 1, 2: 3, 3: 4}  # of the outer product both operands
 
 
+def test_each_product_sees_an_input_in_its_own_way():
+    fd = FusionDefinition()
+    x, w = fd.define_tensor(shape=[T, K], dtype="f32"), fd.define_tensor(shape=[G, N, K], dtype="f32")
+    ends = fd.ops.ends(fd.define_tensor(shape=[G], dtype="i32"), rows=T, groups=fd.define_groups("g", G))
+    rows = fd.ops.partition(x, ends)
+    fd.add_output(fd.ops.grouped_mm(rows, w, ends))
+    fd.add_output(fd.ops.grouped_outer(rows, rows, ends))
+    made = gather_for_each(fd.fusion(), TARGETS["cuda"])
+    assert [op.kind.name for op in made.ops].count("partition") == 3
+    assert [op.kind.name for op in made.ops].count("ends") == 1
+
+
 def test_one_product_leaves_all_as_it_is():
     fusion = routed(1)
     assert gather_for_each(fusion, TARGETS["cuda"]) is fusion

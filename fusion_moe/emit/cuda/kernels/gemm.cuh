@@ -433,48 +433,83 @@ struct GroupedWgrad {
     }
 
 private:
-    // What picks 64 rows that are contracted, read a block ahead: of a lane, the lane-th and the one 32 further on. Nothing is computed from
-    // it before it is needed, which would wait for memory.
-    struct Picks {
-        i64 index[2];
+    // How the producer's threads copy the 64 rows of a block, of an operand of which a tile has COLUMNS: eight columns at a time, of every
+    // STEP-th row, COUNT times. A lane knows one row, that of its thread's copy lane % COUNT, and tells the lanes that copy the same row.
+    template <int COLUMNS>
+    struct Copies {
+        static constexpr int PIECES = COLUMNS / 8, STEP = GEMM_PRODUCERS / PIECES, COUNT = GEMM_K_BLOCK / STEP;
+        static_assert(PIECES % COUNT == 0 && COUNT <= 32, "lanes that tell each other copy the same rows");
 
-        template <class Find>
-        __device__ __forceinline__ Picks(const Tile& tile, i32 kb, Find find) {
+        __device__ static __forceinline__ i32 known_row(const Tile& tile, i32 kb, i32 thread) {
+            return tile.first + kb * GEMM_K_BLOCK + thread / PIECES + STEP * (thread % COUNT);
+        }
+
+        // WIDTH: columns of the matrix. row: the known one, in memory; -1: zeros.
+        template <int WIDTH>
+        __device__ static __forceinline__ void copy(u32 to, const T* matrix, i32 row, i32 column, i32 thread) {
+            const i32 piece = thread % PIECES, first = thread / PIECES;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const i32 m = row(tile, kb, half);
-                index[half] = 0;
-                if (m < tile.end) index[half] = find(m);
+            for (int i = 0; i < COUNT; ++i) {
+                const i32 its = __shfl_sync(WHOLE_WARP, row, i, COUNT);
+                copy_piece<WIDTH>(to + piece / 8 * PIECE_BYTES + swizzled(first + STEP * i, piece % 8), matrix, its, column + 8 * piece, its >= 0);
             }
         }
+    };
 
-        __device__ static __forceinline__ i32 row(const Tile& tile, i32 kb, int half) {
-            return tile.first + kb * GEMM_K_BLOCK + 32 * half + i32(threadIdx.x % 32);
+    // The known row of each block in turn, where an index picks it. The index is read for AHEAD blocks at a time, while those before are
+    // copied: reading takes as long as a block or two. Nothing is computed from it before it is needed, which would wait for memory.
+    template <int COLUMNS, class Find, class Safe>
+    struct Picked {
+        static constexpr int AHEAD = 4;
+        const Tile& tile;
+        Find find;
+        Safe safe;
+        i32 thread;
+        i64 now[AHEAD], next[AHEAD];
+
+        __device__ __forceinline__ Picked(const Tile& tile_, Find find_, Safe safe_, i32 thread_)
+            : tile(tile_), find(find_), safe(safe_), thread(thread_) {
+            read(0);
+        }
+
+        __device__ __forceinline__ i32 row(i32 kb) {
+            if (kb % AHEAD == 0) {
+#pragma unroll
+                for (int i = 0; i < AHEAD; ++i) now[i] = next[i];
+                read(kb + AHEAD);
+            }
+            i64 index = now[0];
+#pragma unroll
+            for (int i = 1; i < AHEAD; ++i) index = kb % AHEAD == i ? now[i] : index;
+            return Copies<COLUMNS>::known_row(tile, kb, thread) < tile.end ? i32(safe(index)) : -1;
+        }
+
+        __device__ __forceinline__ void read(i32 kb) {
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                const i32 m = Copies<COLUMNS>::known_row(tile, kb + i, thread);
+                next[i] = 0;
+                if (m < tile.end) next[i] = find(m);
+            }
         }
     };
 
-    // Where these rows are in memory; -1 past the group's last one.
-    struct RowPair {
-        i32 row[2];
+    // The same where rows follow each other.
+    template <int COLUMNS>
+    struct Following {
+        const Tile& tile;
+        i32 thread;
 
-        template <class Safe>
-        __device__ __forceinline__ RowPair(const Tile& tile, i32 kb, const Picks& picks, Safe safe) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) row[half] = Picks::row(tile, kb, half) < tile.end ? i32(safe(picks.index[half])) : -1;
+        __device__ __forceinline__ i32 row(i32 kb) const {
+            const i32 m = Copies<COLUMNS>::known_row(tile, kb, thread);
+            return m < tile.end ? m : -1;
         }
     };
 
-    // Eight columns of some of 64 rows, the same of each.
-    template <int COLUMNS, int TILE>
-    __device__ static __forceinline__ void copy_rows(u32 to, const T* matrix, const RowPair& rows, i32 column, i32 thread) {
-        constexpr int PIECES = TILE / 8, STEP = GEMM_PRODUCERS / PIECES;
-        const i32 piece = thread % PIECES;
-        to += piece / 8 * PIECE_BYTES;
-#pragma unroll
-        for (int i = 0; i < GEMM_K_BLOCK / STEP; ++i) {
-            const i32 m = thread / PIECES + STEP * i, row = __shfl_sync(WHOLE_WARP, STEP * i < 32 ? rows.row[0] : rows.row[1], m % 32);
-            copy_piece<COLUMNS>(to + swizzled(m, piece % 8), matrix, row, column + 8 * piece, row >= 0);
-        }
+    template <int COLUMNS, bool BOXES, class Find, class Safe>
+    __device__ static __forceinline__ auto rows_of(const Tile& tile, Find find, Safe safe, i32 thread) {
+        if constexpr (BOXES) return Following<COLUMNS>{tile, thread};
+        else return Picked<COLUMNS, Find, Safe>(tile, find, safe, thread);
     }
 
     // A group's last block, unless it is whole, is copied row by row: a box would have rows of the next group.
@@ -486,25 +521,21 @@ private:
         typename Ring::Queue::Taker numbers(shared.ring.queue, s.taken_tiles, thread == 0);
         for (i32 number = blockIdx.x; number < Segment::GROUPS * TILES; number = numbers.next()) {
             const Tile tile(shared.scheduler, number);
-            const auto a_index = [&](i32 m) { return s.a_index(m); };
-            const auto b_index = [&](i32 m) { return s.b_index(m); };
-            const auto a_row = [&](i64 index) { return s.a_row_of(index); };
-            const auto b_row = [&](i64 index) { return s.b_row_of(index); };
-            Picks next_a(tile, 0, a_index), next_b(tile, 0, b_index);
+            auto a_rows = rows_of<TILE_M, A>(tile, [&](i32 m) { return s.a_index(m); }, [&](i64 i) { return s.a_row_of(i); }, thread);
+            auto b_rows = rows_of<TILE_N, B>(tile, [&](i32 m) { return s.b_index(m); }, [&](i64 i) { return s.b_row_of(i); }, thread);
 #pragma unroll 1
             for (i32 kb = 0; kb < tile.k_blocks(); ++kb) {
                 const i32 m = tile.first + kb * GEMM_K_BLOCK;
                 const bool whole = m + GEMM_K_BLOCK <= tile.end;
-                const RowPair a(tile, kb, next_a, a_row), b(tile, kb, next_b, b_row);
-                next_a = Picks(tile, kb + 1, a_index), next_b = Picks(tile, kb + 1, b_index);
+                const i32 a = a_rows.row(kb), b = b_rows.row(kb);
                 Stage& stage = producer.open();
                 if ((A || B) && thread == 0) {
                     u64& barrier = producer.expect(whole ? BYTES : 0);
                     if (A && whole) copy_boxes<TILE_M>(shared_address(stage.a), *a_map, tile.a, m, barrier);
                     if (B && whole) copy_boxes<TILE_N>(shared_address(stage.b), *b_map, tile.b, m, barrier);
                 }
-                if (!A || !whole) copy_rows<Segment::N, TILE_M>(shared_address(stage.a), s.a_matrix(), a, tile.a, thread);
-                if (!B || !whole) copy_rows<Segment::K, TILE_N>(shared_address(stage.b), s.b_matrix(), b, tile.b, thread);
+                if (!A || !whole) Copies<TILE_M>::template copy<Segment::N>(shared_address(stage.a), s.a_matrix(), a, tile.a, thread);
+                if (!B || !whole) Copies<TILE_N>::template copy<Segment::K>(shared_address(stage.b), s.b_matrix(), b, tile.b, thread);
                 producer.close();
             }
         }
