@@ -281,8 +281,10 @@ class Operand:
         found = made.row_in_memory(self.value, _M, self.columns)
         matrix, row = (self.owner.names[found[0]], found[1]) if found else (self.scratch[0].name, _M)
         picked, checked = _unchecked(row)
-        dtype = self.value.type.dtype
+        dtype, picks = self.value.type.dtype, [op for op in self.owner.fusion.ops if op.kind.name == "index_select"]
+        index = "i32" if all(op.values[1].type.dtype == "i32" for op in picks) else "i64"
         return [
+            f"using {self.name.upper()}Index = {index};  // what {self.name}_index fits in",
             f"__device__ const {dtype}* {self.name}_matrix() const {{ return {matrix}; }}",
             f"__device__ __forceinline__ i64 {self.name}_index(i64 m) const {{",
             *inner([*made.lines, f"return {picked};"]),

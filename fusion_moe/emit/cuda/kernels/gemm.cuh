@@ -34,8 +34,7 @@ constexpr bool ALIGNED_ROWS = COLUMNS % 8 == 0;
 template <int COLUMNS, class T>
 __device__ __forceinline__ void copy_piece(u32 to, const T* matrix, i64 row, i32 column, bool good) {
     if constexpr (ALIGNED_ROWS<COLUMNS>) {
-        const bool there = good && column < COLUMNS;
-        cp_async_16_or_zeros(to, matrix + (there ? row * COLUMNS + column : 0), there);
+        cp_async_16_or_zeros(to, matrix + column + row * COLUMNS, good && column < COLUMNS);  // else the address is not read
     } else {
         u32 pair[4];
 #pragma unroll
@@ -456,40 +455,43 @@ private:
         }
     };
 
-    // The known row of each block in turn, where an index picks it. The index is read for AHEAD blocks at a time, while those before are
-    // copied: reading takes as long as a block or two. Nothing is computed from it before it is needed, which would wait for memory.
-    template <int COLUMNS, class Find, class Safe>
+    // begin(kb) of each block in turn, then the known row: where an index picks it. The index is read for AHEAD blocks at a time, while those before are
+    // copied: reading takes as long as a block or two. Nothing is computed from it before it is needed, which would wait for memory, not even
+    // a wider number.
+    template <int COLUMNS, class Index, class Find, class Safe>
     struct Picked {
         static constexpr int AHEAD = 4;
         const Tile& tile;
         Find find;
         Safe safe;
         i32 thread;
-        i64 now[AHEAD], next[AHEAD];
+        Index now[AHEAD], next[AHEAD];
+        i32 known;
 
         __device__ __forceinline__ Picked(const Tile& tile_, Find find_, Safe safe_, i32 thread_)
             : tile(tile_), find(find_), safe(safe_), thread(thread_) {
-            read(0);
+            if (tile.first < tile.end) read(0);
         }
 
-        __device__ __forceinline__ i32 row(i32 kb) {
+        __device__ __forceinline__ i32 row(i32) const { return known; }
+
+        __device__ __forceinline__ void begin(i32 kb) {
             if (kb % AHEAD == 0) {
 #pragma unroll
                 for (int i = 0; i < AHEAD; ++i) now[i] = next[i];
                 read(kb + AHEAD);
             }
-            i64 index = now[0];
+            Index index = now[0];
 #pragma unroll
             for (int i = 1; i < AHEAD; ++i) index = kb % AHEAD == i ? now[i] : index;
-            return Copies<COLUMNS>::known_row(tile, kb, thread) < tile.end ? i32(safe(index)) : -1;
+            known = Copies<COLUMNS>::known_row(tile, kb, thread) < tile.end ? i32(safe(index)) : -1;
         }
 
         __device__ __forceinline__ void read(i32 kb) {
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
                 const i32 m = Copies<COLUMNS>::known_row(tile, kb + i, thread);
-                next[i] = 0;
-                if (m < tile.end) next[i] = find(m);
+                next[i] = Index(find(min(m, tile.end - 1)));
             }
         }
     };
@@ -500,16 +502,17 @@ private:
         const Tile& tile;
         i32 thread;
 
+        __device__ __forceinline__ void begin(i32) {}
         __device__ __forceinline__ i32 row(i32 kb) const {
             const i32 m = Copies<COLUMNS>::known_row(tile, kb, thread);
             return m < tile.end ? m : -1;
         }
     };
 
-    template <int COLUMNS, bool BOXES, class Find, class Safe>
+    template <int COLUMNS, bool BOXES, class Index, class Find, class Safe>
     __device__ static __forceinline__ auto rows_of(const Tile& tile, Find find, Safe safe, i32 thread) {
         if constexpr (BOXES) return Following<COLUMNS>{tile, thread};
-        else return Picked<COLUMNS, Find, Safe>(tile, find, safe, thread);
+        else return Picked<COLUMNS, Index, Find, Safe>(tile, find, safe, thread);
     }
 
     // A group's last block, unless it is whole, is copied row by row: a box would have rows of the next group.
@@ -521,21 +524,21 @@ private:
         typename Ring::Queue::Taker numbers(shared.ring.queue, s.taken_tiles, thread == 0);
         for (i32 number = blockIdx.x; number < Segment::GROUPS * TILES; number = numbers.next()) {
             const Tile tile(shared.scheduler, number);
-            auto a_rows = rows_of<TILE_M, A>(tile, [&](i32 m) { return s.a_index(m); }, [&](i64 i) { return s.a_row_of(i); }, thread);
-            auto b_rows = rows_of<TILE_N, B>(tile, [&](i32 m) { return s.b_index(m); }, [&](i64 i) { return s.b_row_of(i); }, thread);
+            auto a_rows = rows_of<TILE_M, A, typename Segment::AIndex>(tile, [&](i32 m) { return s.a_index(m); }, [&](i64 i) { return s.a_row_of(i); }, thread);
+            auto b_rows = rows_of<TILE_N, B, typename Segment::BIndex>(tile, [&](i32 m) { return s.b_index(m); }, [&](i64 i) { return s.b_row_of(i); }, thread);
 #pragma unroll 1
             for (i32 kb = 0; kb < tile.k_blocks(); ++kb) {
                 const i32 m = tile.first + kb * GEMM_K_BLOCK;
                 const bool whole = m + GEMM_K_BLOCK <= tile.end;
-                const i32 a = a_rows.row(kb), b = b_rows.row(kb);
+                a_rows.begin(kb), b_rows.begin(kb);
                 Stage& stage = producer.open();
                 if ((A || B) && thread == 0) {
                     u64& barrier = producer.expect(whole ? BYTES : 0);
                     if (A && whole) copy_boxes<TILE_M>(shared_address(stage.a), *a_map, tile.a, m, barrier);
                     if (B && whole) copy_boxes<TILE_N>(shared_address(stage.b), *b_map, tile.b, m, barrier);
                 }
-                if (!A || !whole) Copies<TILE_M>::template copy<Segment::N>(shared_address(stage.a), s.a_matrix(), a, tile.a, thread);
-                if (!B || !whole) Copies<TILE_N>::template copy<Segment::K>(shared_address(stage.b), s.b_matrix(), b, tile.b, thread);
+                if (!A || !whole) Copies<TILE_M>::template copy<Segment::N>(shared_address(stage.a), s.a_matrix(), a_rows.row(kb), tile.a, thread);
+                if (!B || !whole) Copies<TILE_N>::template copy<Segment::K>(shared_address(stage.b), s.b_matrix(), b_rows.row(kb), tile.b, thread);
                 producer.close();
             }
         }
