@@ -5,8 +5,9 @@
 
 The bf16 model is saved, its experts are quantized from file to file, and both directories are loaded with `from_pretrained`. All run with a
 static cache, compiled with CompileConfig's mode "reduce-overhead" (CUDA graphs), greedy, to the same length. In turns; median, and
-half the range between quartiles. Prints how much memory loading took at its peak, how often a graph was compiled for other prompts, and
-how many of the first tokens are those of the same model run eagerly.
+half the range between quartiles. Prints how much memory loading took at its peak, what of a token's time the GPU works (the rest is
+`generate`'s own Python), how often a graph was compiled for other prompts, and how many of the first tokens are those of the same model run
+eagerly.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, CompileConfig, Qwen3MoeConfig
 
 from fusion_moe.checkpoints import quantize
@@ -103,6 +105,17 @@ def measured(contenders: list[Contender], batch: int, length: int, repeats: int,
         print(f"batch {batch:3}  {name:20} {medians[name]:10,.1f} tokens/s  +- {(upper - lower) / 2:,.1f}")
     ours, *others = medians.values()
     print(f"batch {batch:3}  {contenders[0].name} is {ours / max(others):.2f} times the best other", flush=True)
+    if device == "cuda":
+        for contender in contenders:
+            print(f"batch {batch:3}  {contender.name:20} the GPU works {busy(contender, prompt, length):.0f} us a token", flush=True)
+
+
+def busy(contender: Contender, prompt: torch.Tensor, length: int) -> float:
+    """Microseconds of kernels for each step of `generate`, the prompt's included."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        contender.generate(prompt, length)
+        torch.cuda.synchronize()
+    return sum(e.device_time_total for e in found.events()) / (length - PROMPT)
 
 
 def timed(call: Callable[[], Any], device: str) -> float:

@@ -2,7 +2,7 @@
 
     python benchmarks/h200_training.py --out FILE.jsonl [--cells 'qwen3:*' 'linear:16384x*'] [--contender fusion_moe torch] [--repeats 10]
                                        [--minutes 8] [--commit HASH]
-    python benchmarks/h200_training.py --out FILE.jsonl --table          what the file has, as a table
+    python benchmarks/h200_training.py --out FILE.jsonl --table          what the file has, a line for each cell
     python benchmarks/h200_training.py --out FILE.jsonl --device cpu --tiny
 
 Cells (training_cells.py): a layer from the router's ids to tokens, in the sizes of four models, `qwen3:4096:uniform`; a single product and
@@ -11,7 +11,8 @@ both of its gradients, `linear:ROWSxGROUPS:uniform`. Gradients are those of toke
 forward under no_grad, and forward and backward. A time is the median between two CUDA events, the spread longest - shortest over it;
 before each start the host gets ahead. Peak memory is that of one forward and backward beyond weights and inputs.
 
-A finished cell is appended to --out; cells in the file are skipped, and none starts after --minutes. liger: `pip install liger-kernel`.
+A finished cell is appended to --out; cells in the file are skipped, and none starts after --minutes. FILE.txt has all that was measured,
+a line for each contender. liger: `pip install liger-kernel`.
 """
 
 from __future__ import annotations
@@ -173,6 +174,31 @@ def _far(apart: Mapping[str, float]) -> str:
     return f"{apart[name]:.1e} {name}{'' if apart[name] <= FAR else ' WRONG'}"
 
 
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """This library in each cell, and its time over that of each other: forward, then forward and backward."""
+    others = [name for name in (*LAYER, *LINEAR) if any("both" in row["contenders"].get(name, {}) for row in rows)]
+    others = [name for name in dict.fromkeys(others) if name != "fusion_moe"]
+    head = ["cell", "forward ms", "both ms", "spread", "TFLOP/s", "peak GB", *(f"/ {name}" for name in others)]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for row in rows:
+        ours = row["contenders"]["fusion_moe"]
+        forward, both = ours["forward"]["seconds"], ours["both"]["seconds"]
+        said = [
+            row["cell"],
+            f"{forward * 1e3:.2f}",
+            f"{both * 1e3:.2f}",
+            f"{ours['both']['spread']:.0%}",
+            f"{3 * row['flops'] / both / 1e12:.0f}",
+        ]
+        said.append("" if ours["peak"] is None else f"{ours['peak'] / 1e9:.2f}")
+        lines.append(f"| {' | '.join([*said, *(_over(row['contenders'].get(name, {}), forward, both) for name in others)])} |")
+    return "\n".join(lines)
+
+
+def _over(other: Mapping[str, Any], forward: float, both: float) -> str:
+    return f"{forward / other['forward']['seconds']:.2f}, {both / other['both']['seconds']:.2f}" if "both" in other else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -182,7 +208,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small cells, to try the program")
-    parser.add_argument("--table", action="store_true", help="print what the file has, measure nothing")
+    parser.add_argument("--table", action="store_true", help="print a line for each cell that the file has, measure nothing")
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
     begun = time.monotonic()
@@ -201,9 +227,8 @@ def main() -> None:
             with told.out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(rows[-1]) + "\n")
             print(table(rows[-1:]).split("\n", 2)[2], flush=True)
-    text = table(rows)
-    told.out.with_suffix(".txt").write_text(f"{text}\n", encoding="utf-8")
-    print(text)
+    told.out.with_suffix(".txt").write_text(f"{table(rows)}\n", encoding="utf-8")
+    print(summary(rows))
 
 
 if __name__ == "__main__":
