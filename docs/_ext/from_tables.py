@@ -161,7 +161,8 @@ def weight_formats() -> Iterator[str]:
 
 def weight_layouts() -> Iterator[str]:
     yield from table(
-        ("layout", "what it is"), ((code(name), (inspect.getdoc(type(of)) or "").partition("\n")[0]) for name, of in LAYOUTS.items())
+        ("layout", "what it is"),
+        ((code(name), (inspect.getdoc(type(of)) or "").partition(" See the head")[0]) for name, of in LAYOUTS.items()),
     )
 
 
