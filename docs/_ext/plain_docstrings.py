@@ -13,14 +13,16 @@ from itertools import groupby
 from typing import Any
 
 CODE = re.compile(r"``?([^`]+)``?")
-SPECIAL = re.compile(r"([\\*_|])")
+SPECIAL = re.compile(r"([\\*_|]|^[^\w\s`(\[]|:(?=:?$))", re.MULTILINE)  # what means something there, at the ends of lines too
+LETTER_AFTER_CODE = re.compile(r"(``[^`]+``)(?=\w)")
 ITEM = re.compile(r"(?P<names>\w+(?:, \w+)*): ")
 
 
 def marked(text: str) -> str:
     """Prose: what stands between backticks, over the end of a line too, is code; all else is itself."""
     parts = CODE.split(text)
-    return "".join(f"``{' '.join(part.split())}``" if i % 2 else SPECIAL.sub(r"\\\1", part) for i, part in enumerate(parts))
+    said = "".join(f"``{' '.join(part.split())}``" if i % 2 else SPECIAL.sub(r"\\\1", part) for i, part in enumerate(parts))
+    return LETTER_AFTER_CODE.sub(r"\1\\ ", said)
 
 
 def items(paragraph: list[str], parameters: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -44,6 +46,10 @@ def as_rst(lines: list[str], parameters: Collection[str]) -> Iterator[str]:
         if paragraph[0].startswith((" ", ">>>")):
             language = "pycon" if paragraph[0].lstrip().startswith(">>>") else "none"
             yield from ("", f".. code-block:: {language}", "", *(f"    {line}" for line in paragraph), "")
+            continue
+        if paragraph[0].startswith("- "):
+            yield from (line[: -len(rest)] + marked(rest) for line in paragraph if (rest := line.lstrip(" -")))
+            yield ""
             continue
         for names, text in items(paragraph, parameters):
             if names:
