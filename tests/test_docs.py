@@ -16,6 +16,10 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
+
+import fusion_moe
+from fusion_moe.nn import NVFP4Experts
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 BLOCK = re.compile(r"(?:<!-- needs: (?P<needs>\w+) -->\n)?```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<shown>.*?)```\n)?", re.DOTALL)
@@ -91,6 +95,43 @@ def test_blocks_print_what_the_page_shows(pages, have, tmp_path, request):
 def test_every_page_with_python_is_run():
     with_python = {page for file in DOCS.rglob("*.md") if blocks_of(page := file.relative_to(DOCS).as_posix())}
     assert with_python == {page for pages in RUN.values() for page in pages} | NOT_RUN
+
+
+def messages() -> list[str]:
+    """The messages of this library that the page of errors has as headings."""
+    headings = re.findall("^### `(.+)`$", (DOCS / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
+    return [h for h in headings if not h.startswith(("Unknown quantization type", "We failed to resolve"))]  # of transformers, of torch
+
+
+def raised() -> Iterator[str]:
+    """What the calls that the page is about raise, or warn of."""
+    ops, x = torch.ops.fusion_moe, torch.randn(5, 64)
+    weight = ops.nvfp4_quantize(torch.randn(4, 64, 64))
+    tracked = (*weight[:2], weight[2].clone().requires_grad_())
+    ends, ids, w = torch.tensor([1, 2, 3, 5]), torch.full((5, 2), 5), torch.rand(5, 2)
+    experts = [NVFP4Experts.from_float(torch.randn(4, 128, 64), torch.randn(4, 64, 64), f) for f in ("bf16", "nvfp4")]
+    for call in (
+        lambda: fusion_moe.quantize_(torch.nn.Sequential(torch.nn.Linear(4, 4))),
+        lambda: ops.nvfp4_quantize(torch.zeros(4, 24)),
+        lambda: ops.nvfp4_grouped_mm(x, *weight, ends),
+        lambda: ops.nvfp4_grouped_mm(x, *tracked, ends.int()).sum().backward(),
+        lambda: experts[0](x, ids, w),
+        lambda: experts[1](x, ids.clamp(max=3), w),
+    ):
+        with pytest.raises(fusion_moe.errors.Error) as error:
+            call()
+        yield str(error.value)
+    with pytest.warns(UserWarning) as warned:
+        fusion_moe.options.from_environment({"FUSION_MOE_TARGT": "cpu"})
+    yield str(warned[0].message)
+
+
+def test_messages_are_those_of_the_page():
+    """Raised here, or, where that takes a GPU or another machine, in the code."""
+    code = "".join(file.read_text(encoding="utf-8") for file in (DOCS.parent / "fusion_moe").rglob("*.py"))
+    said = "\n".join(raised())
+    missing = [m for m in messages() if not all(part in said for part in m.split("…")) and not all(part in code for part in m.split("…"))]
+    assert not missing
 
 
 @pytest.mark.once
