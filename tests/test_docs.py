@@ -121,7 +121,7 @@ def raised() -> Iterator[str]:
         with pytest.raises(fusion_moe.errors.Error) as error:
             call()
         yield str(error.value)
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning, match="ignored") as warned:
         fusion_moe.options.from_environment({"FUSION_MOE_TARGT": "cpu"})
     yield str(warned[0].message)
 
