@@ -23,6 +23,8 @@ FULL     := $(VENV_FULL)/bin
 INSTALL  := -m pip install --no-input --disable-pip-version-check
 PIP      := $(BIN)/python $(INSTALL) -c constraints-base.txt
 PIP_FULL := $(FULL)/python $(INSTALL) -c constraints-full.txt
+# Warnings are errors, and all of them are shown; links inside of the site are checked, without the network.
+SPHINX   := $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet
 # Prints in one line why there can be no full lane; or prints nothing, and $(VENV_FULL) exists.
 WHY_NOT  := $(if $(and $(VENV_FULL),$(filter full,$(LANES))),$(BIN)/python tools/full_lane.py $(VENV_FULL),echo 'not asked for')
 # By a variable, since a recipe that names $(MAKE) is run even by `make -n`.
@@ -30,7 +32,7 @@ GET_FULL := $(MAKE) --no-print-directory $(VENV_FULL)/.ready-full
 VERSIONS := -c 'import platform, sys; from importlib.metadata import version; \
     print(f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in sys.argv[1:]), sep=", ")'
 
-.PHONY: help demo test test-thunder check lint clean
+.PHONY: help demo test test-thunder check lint docs docs-links clean
 .NOTPARALLEL:
 
 help:
@@ -39,6 +41,7 @@ help:
 	@echo 'make test-thunder   the tests with thunder once more, in the full lane with another thunder'
 	@echo 'make check   while you work, in under two minutes: make lint, and the fast tests of all stages before kernels, with few drawn examples'
 	@echo 'make lint    ruff, mypy and the import contracts'
+	@echo 'make docs    the documentation site, in build/docs, with links inside of it checked; make docs-links fetches all others too'
 	@echo 'make clean   remove $(VENV), $(VENV_FULL), caches and built packages'
 	@echo
 	@echo 'variables, as in make test PYTHON=python3.12:'
@@ -86,6 +89,13 @@ lint: $(VENV)/.ready-lint
 	done; \
 	exit $$status
 
+docs: $(VENV)/.ready-docs
+	$(SPHINX) -b html docs build/docs
+	@echo 'the site: build/docs/index.html'
+
+docs-links: $(VENV)/.ready-docs
+	$(SPHINX) -b linkcheck docs build/docs-links
+
 clean:
 	rm -rf $(VENV) $(VENV_FULL) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find fusion_moe translators tests -name __pycache__ -prune -exec rm -rf {} +
@@ -113,6 +123,10 @@ $(VENV)/.ready-test: $(VENV)/.ready-base
 
 $(VENV)/.ready-lint: $(VENV)/.ready-base
 	$(PIP) -e '.[models,lint]'
+	@touch $@
+
+$(VENV)/.ready-docs: $(VENV)/.ready-base
+	$(PIP) -e '.[models,docs]'
 	@touch $@
 
 # Its venv is created by $(WHY_NOT).

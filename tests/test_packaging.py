@@ -95,6 +95,12 @@ def test_a_wheel_brings_the_kernels_of_every_cpu(source, tmp_path):
     assert wheel.name.endswith(f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}.whl")
 
 
+def test_what_is_cited_is_this_version():
+    version = (REPO / "fusion_moe" / "__init__.py").read_text(encoding="utf-8").split('__version__ = "')[1].split('"')[0]
+    assert f"\nversion: {version}\n" in (REPO / "CITATION.cff").read_text(encoding="utf-8")
+    assert version in (REPO / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
 # Installed, beside another `translators` --------------------------------------------------------------------------------
 
 

@@ -1,0 +1,76 @@
+"""Docstrings here are plain text with `code` between backticks, not reStructuredText: this makes them that, for autodoc.
+
+Indented paragraphs and doctests become code. A line that begins with parameters of the function or class, `target, gpu: ...`, begins an
+item of a list.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Iterator
+from itertools import groupby
+from typing import Any
+
+CODE = re.compile(r"``?([^`]+)``?")
+SPECIAL = re.compile(r"([\\*_|]|^[^\w\s`(\[]|:(?=:?$))", re.MULTILINE)  # what means something there, at the ends of lines too
+LETTER_AFTER_CODE = re.compile(r"(``[^`]+``)(?=\w)")
+ITEM = re.compile(r"(?P<names>\w+(?:, \w+)*): ")
+
+
+def marked(text: str) -> str:
+    """Prose: what stands between backticks, over the end of a line too, is code; all else is itself."""
+    parts = CODE.split(text)
+    said = "".join(f"``{' '.join(part.split())}``" if i % 2 else SPECIAL.sub(r"\\\1", part) for i, part in enumerate(parts))
+    return LETTER_AFTER_CODE.sub(r"\1\\ ", said)
+
+
+def items(paragraph: list[str], parameters: Collection[str]) -> Iterator[tuple[str, str]]:
+    """The prose before the first parameter, then what is said of each: (names, text)."""
+    names, lines = "", list[str]()
+    for line in paragraph:
+        found = ITEM.match(line)
+        if found and set(found["names"].split(", ")) <= set(parameters):
+            yield names, "\n".join(lines)
+            names, lines, line = found["names"], [], line[found.end() :]
+        lines.append(line.strip())
+    yield names, "\n".join(lines)
+
+
+def as_rst(lines: list[str], parameters: Collection[str]) -> Iterator[str]:
+    """The lines of a docstring as reStructuredText."""
+    for filled, run in groupby(lines, lambda line: bool(line.strip())):
+        if not filled:
+            continue
+        paragraph = list(run)
+        if paragraph[0].startswith((" ", ">>>")):
+            language = "pycon" if paragraph[0].lstrip().startswith(">>>") else "none"
+            yield from ("", f".. code-block:: {language}", "", *(f"    {line}" for line in paragraph), "")
+            continue
+        if paragraph[0].startswith("- "):
+            yield from (line[: -len(rest)] + marked(rest) for line in paragraph if (rest := line.lstrip(" -")))
+            yield ""
+            continue
+        for names, text in items(paragraph, parameters):
+            if names:
+                said = f"- {', '.join(f'``{name}``' for name in names.split(', '))}: {marked(text)}"
+                yield from (said.replace("\n", "\n  ").split("\n"))
+            elif text:
+                yield from (*marked(text).split("\n"), "")
+        yield ""
+
+
+def _parameters(of: Any) -> Collection[str]:
+    try:
+        return inspect.signature(of).parameters
+    except (TypeError, ValueError):
+        return ()
+
+
+def process(app: Any, what: str, name: str, of: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = as_rst(lines, _parameters(of))
+
+
+def setup(app: Any) -> dict[str, bool]:
+    app.connect("autodoc-process-docstring", process)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

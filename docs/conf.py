@@ -1,0 +1,41 @@
+"""The documentation site: `make docs` builds it, with warnings as errors and without the network."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+import fusion_moe
+
+project = "fusion_moe"
+author = "The fusion_moe authors"
+project_copyright = author
+version = release = fusion_moe.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "plain_docstrings", "from_tables", "outside"]
+exclude_patterns = ["_build"]
+myst_heading_anchors = 4  # links to headings as GitHub spells them
+highlight_language = "none"
+suppress_warnings = ["myst.header"]  # written pages begin with headings of the level that they have in another page
+nitpicky = False  # types in signatures are torch's and Python's, whose documentation is not fetched
+default_role = "code"
+smartquotes = False  # "..." and quotes are what they are
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+add_module_names = False
+toc_object_entries = False
+
+html_theme = "furo"
+html_title = f"fusion_moe {version}"
+html_copy_source = False
+html_show_sphinx = False
+
+# `make docs-links` fetches external links; `make docs` does not.
+linkcheck_timeout = 15
+linkcheck_anchors = False
