@@ -15,7 +15,7 @@ from fusion_moe import options
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.nn import NVFP4GroupedLinear
 from fusion_moe.report import Load, Machine, Measured
-from fusion_moe.report.table import duration
+from fusion_moe.report.units import duration
 from fusion_moe.runtime import bandwidth, build, isa, pages
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 64, 32, 2
@@ -87,7 +87,7 @@ def test_each_kernel_and_the_program_are_measured(x, target):
     assert in_cpp == (target == "cpu" and build.find_compiler() is not None)
     assert (report.machine.tier, report.machine.tier_why) == ((isa.selected(), "the best tier of this CPU") if in_cpp else ("", ""))
     assert [dtype for dtype, _ in report.machine.products] == (["bf16 by nvfp4"] if in_cpp else [])
-    assert all(f"groups of {told}" in " ".join(str(report).split()) for _, told in report.machine.products)
+    assert all(f"groups of {told}" in " ".join(report.details().split()) for _, told in report.machine.products)
     assert (report.machine.threads, report.machine.cpus) == (torch.get_num_threads(), bandwidth.cpus())
 
 
@@ -122,7 +122,7 @@ def test_one_may_be_asked_for_without_the_other(x, asked):
     report = explained(Layer(), x, IDS, W, measure=asked == "measure", load=asked == "load")
     assert (report.machine is not None) == (asked == "measure") == (report.fusions[0].measured is not None)
     assert bool(report.fusions[0].loads) == (asked == "load")
-    assert ("x floor" in str(report), "6 rows in 8 groups" in str(report)) == (asked == "measure", asked == "load")
+    assert ("x floor" in report.details(), "6 rows in 8 groups" in report.details()) == (asked == "measure", asked == "load")
 
 
 def test_without_a_compiler_what_runs_then_is_measured(x, no_compiler):
@@ -169,7 +169,7 @@ def test_each_layer_has_its_load_and_the_first_is_measured(x):
     (fusion,) = report.fusions
     assert fusion.times == 2
     assert [load.rows for load in fusion.loads] == [ROWS, (*ROWS[4:], *ROWS[:4])]
-    assert str(report).count("fusion0     whole program") == 1
+    assert report.details().count("fusion0     whole program") == 1
 
 
 def test_rows_of_no_group_are_not_counted():
@@ -274,8 +274,8 @@ def told(x):
 
 
 def test_table(told, golden):
-    golden(str(told))
-    assert max(map(len, str(told).splitlines())) <= 120
+    golden(told.details())
+    assert max(map(len, told.details().splitlines())) <= 120
 
 
 def test_json(told):
