@@ -271,8 +271,13 @@ class Report:
         return details(self)
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON to a path that ends in .json, the details to .txt; OptionError for another. The file appears whole or not at all."""
-        save(path, "a report", {".json": self.to_json, ".txt": lambda: f"{self.details()}\n"})
+        """Writes a page to a path that ends in .html, JSON to .json, the details to .txt; the file appears whole or not at all.
+
+        OptionError for another suffix.
+        """
+        from .html import page
+
+        save(path, "a report", {".html": lambda: page(self), ".json": self.to_json, ".txt": lambda: f"{self.details()}\n"})
 
     def __repr__(self) -> str:
         from .summary import one_line
@@ -289,6 +294,11 @@ class Report:
         from .summary import summary
 
         yield coloured(summary(self, max(options.max_width, LEAST)))
+
+    def _repr_html_(self) -> str:
+        from .html import frame, page
+
+        return frame(page(self))
 
 
 def _sum(numbers: Iterable[int | None]) -> int | None:

@@ -305,7 +305,7 @@ def test_with_gradients_the_forward_pass_is_shown(x, report):
 def test_saved_whole(report, tmp_path):
     report.save(tmp_path / "r.json")
     report.save(tmp_path / "r.txt")
-    with pytest.raises(OptionError, match=r"a report as \.pdf; expected \.json or \.txt"):
+    with pytest.raises(OptionError, match=r"a report as \.pdf; expected \.html, \.json or \.txt"):
         report.save(tmp_path / "r.pdf")
     assert json.loads((tmp_path / "r.json").read_text())["graphs"] == 1
     assert (tmp_path / "r.txt").read_text() == f"{report.details()}\n"
