@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from ..frontends.float_experts import advice
 from ..plan import REFERENCE
 from .data import FusionReport, Report, SegmentReport
-from .units import amount, count, duration
+from .units import amount, count, duration, ratio
 
 _SEGMENTS, _REASONS, _LINES = 8, 6, 3  # as many are shown, and lines of a reason
 NEXT = (
@@ -86,7 +86,7 @@ def _bytes(s: SegmentReport) -> int | None:
 def _measured(s: SegmentReport, row: str) -> str:
     if not (m := s.measured):
         return row
-    against = f", {m.seconds / m.floor:.3g} times its memory bound" if m.floor else ""
+    against = f", {ratio(m.seconds / m.floor)} times its memory bound" if m.floor else ""
     return f"{row}\n    {duration(m.seconds)}{against}"
 
 

@@ -8,6 +8,11 @@ def count(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
+def ratio(x: float) -> str:
+    """1.234 -> "1.23", 12345.6 -> "12,346"."""
+    return f"{x:.3g}" if x < 999.5 else f"{x:,.0f}"
+
+
 def duration(seconds: float) -> str:
     """0.00123 -> "1.23 ms"."""
     unit, size = next((u, s) for u, s in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)) if seconds >= 0.9995 * s or u == "ns")

@@ -9,6 +9,11 @@ import shutil
 
 import pages
 import pytest
+import torch
+from test_backward import HIDDEN, TOKENS
+from test_backward import Layer as Training
+
+from fusion_moe import explain
 
 pytestmark = pytest.mark.browser
 SIZES = ((1280, 900), (400, 800))
@@ -108,6 +113,15 @@ def test_it_can_be_read(opened, report, tmp_path, width, height, scheme):
     assert len(shot) > 20_000
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert (brightness(page, "backgroundColor") > brightness(page, "color")) == (scheme == "light")
+
+
+def test_a_broad_graph_is_a_list_where_there_is_no_room(opened):
+    """A backward, several of whose segments read from the same one."""
+    broad = explain(Training(), torch.zeros(TOKENS, HIDDEN).bfloat16().requires_grad_(), backward=True)
+    page = opened(broad, viewport={"width": 400, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    page.click(f".box[data-segments='{broad.segments[-1].id}']")
+    assert [broad.segments[-1].id, True] in selected(page)
 
 
 def brightness(page, property):

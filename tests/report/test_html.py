@@ -131,8 +131,11 @@ def test_saved(report, tmp_path):
 
 
 def test_stages_are_told_by_what_they_change():
-    assert differences("a\nb\nc", "a\nx\nc") == ["@@ -1,3 +1,3 @@", " a", "-b", "+x", " c"]
-    assert differences("a", "a") == []
+    assert differences("a\nb\nc", "a\nx\nc") == ["  a", "- b", "+ x", "  c"]
+    assert differences("a", "a") == differences("t1 = relu(i0)", "t2 = relu(i0)") == []
+    assert differences("\n".join("abcdefghi"), "\n".join("xbcdefghy")) == [
+        "- a", "+ x", "  b", "  c", "...", "  g", "  h", "- i", "+ y",
+    ]  # fmt: skip
 
 
 def test_elements_escape_what_is_no_markup():

@@ -9,7 +9,7 @@ import torch
 from experts import experts
 
 import fusion_moe
-from fusion_moe.report import NotFusedReport
+from fusion_moe.report import Measured, NotFusedReport
 from fusion_moe.report.data import Share
 from fusion_moe.report.summary import summary
 
@@ -114,6 +114,14 @@ def test_nothing_fused():
 def test_experts_in_floats_are_marked(report):
     text = summary(replace(report, float_experts=("experts.up",)), 80)
     assert "! expert weights in floating point: experts.up; " in text
+
+
+def test_times_stand_below_their_segments(report):
+    first, second = report.segments
+    times = Measured(2e-3, 1e-3, 3e-3, 10**6, 1e-6)
+    (fusion,) = report.fusions
+    text = str(replace(report, fusions=(replace(fusion, segments=(replace(first, measured=times), second)),)))
+    assert "    2 ms, 2,000 times its memory bound\n" in text
 
 
 # How much is fused ----------------------------------------------------------------------------------------------------

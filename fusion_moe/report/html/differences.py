@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from difflib import unified_diff
+from difflib import SequenceMatcher
 
 from ..data import FusionReport, Report
 from .markup import Html, element, section
@@ -40,10 +41,25 @@ def _changed(name: str, lines: Sequence[str]) -> Html:
 
 
 def differences(before: str, now: str) -> list[str]:
-    """Lines that start with "+", "-" or " ", and with "@" where some are left out."""
-    return list(unified_diff(before.splitlines(), now.splitlines(), lineterm="", n=2))[2:]
+    """Lines that start with "+", "-" or " ", and "..." where some are left out. Values that only have another number are the same."""
+    old, new = before.splitlines(), now.splitlines()
+    groups = SequenceMatcher(None, _unnumbered(old), _unnumbered(new), autojunk=False).get_grouped_opcodes(2)
+    return [line for group in groups for line in ("...", *_group(group, old, new))][1:]
+
+
+def _group(group: Sequence[tuple[str, int, int, int, int]], old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
+    for kind, i, i1, j, j1 in group:
+        if kind == "equal":
+            yield from (f"  {line}" for line in new[j:j1])
+        else:
+            yield from (f"- {line}" for line in old[i:i1])
+            yield from (f"+ {line}" for line in new[j:j1])
+
+
+def _unnumbered(lines: Sequence[str]) -> list[str]:
+    return [re.sub(r"\b[ti]\d+\b", "_", line) for line in lines]
 
 
 def _coloured(line: str) -> Html:
-    kinds = {"+": "more", "-": "less", "@": "at"}
+    kinds = {"+": "more", "-": "less", ".": "at"}
     return element("span", f"{line}\n", class_=kinds.get(line[:1]))

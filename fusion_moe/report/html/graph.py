@@ -9,6 +9,7 @@ from ..units import duration
 from .markup import Html, element, joined, section
 
 _WIDTH, _HEIGHT, _APART, _BELOW = 168, 62, 12, 34  # pixels
+_NARROW = 360  # what a phone has; a broader drawing becomes a list there
 
 
 def graph(report: Report) -> Html:
@@ -32,7 +33,8 @@ def _fusion(fusion: FusionReport, hues: dict[str, int]) -> Html:
     title = f"{fusion.id}{f', {fusion.times} times' if fusion.times > 1 else ''}{', backward' if fusion.backward else ''}"
     arrows = element("svg", *_arrows(fusion.segments, places), width=width, height=height, aria_hidden="true")
     boxes = (_box(s, places[s.id], hues[s.id]) for s in fusion.segments)
-    drawing = element("div", arrows, *boxes, class_="drawing", style=f"width: {width}px; height: {height}px")
+    kind = "drawing broad" if width > _NARROW else "drawing"
+    drawing = element("div", arrows, *boxes, class_=kind, style=f"width: {width}px; height: {height}px")
     return element("figure", element("figcaption", title), drawing)
 
 
@@ -59,7 +61,7 @@ def _arrows(segments: Sequence[SegmentReport], places: dict[str, tuple[int, int]
 
 def _box(s: SegmentReport, place: tuple[int, int], hue: int) -> Html:
     said = (s.measured and duration(s.measured.seconds)) or s.kind
-    why = s.boundary or "It reads from no other segment."
+    why = f"after {', '.join(s.after)}: {s.boundary}" if s.after else "reads from no other segment"
     style = f"left: {place[0]}px; top: {place[1]}px; width: {_WIDTH}px; height: {_HEIGHT}px; --hue: {hue}"
     return element(
         "button", element("b", s.id), element("span", f"{s.backend}, {said}"), element("small", " ".join(dict.fromkeys(s.ops))), tip(why),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..data import Measured, Report
-from ..units import amount, duration
+from ..units import amount, duration, ratio
 from .markup import Html, element, section
 
 
@@ -34,6 +34,6 @@ def _measured(report: Report) -> Iterator[tuple[str, Measured]]:
 
 def _bar(name: str, m: Measured, longest: float) -> Html:
     whole, floor = (f"width: {100 * seconds / longest:.2f}%" for seconds in (m.seconds, m.floor))
-    against = f", {m.seconds / m.floor:.3g} x memory bound" if m.floor else ""
+    against = f", {ratio(m.seconds / m.floor)} x memory bound" if m.floor else ""
     bar = element("div", element("div", class_="took", style=whole), element("div", class_="floor", style=floor), class_="bar")
     return element("div", element("b", name), bar, element("span", duration(m.seconds), against), class_="time")
