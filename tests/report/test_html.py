@@ -12,9 +12,9 @@ import pages
 import pytest
 
 from fusion_moe.report.html import frame, page
-from fusion_moe.report.html.differences import differences
 from fusion_moe.report.html.glossary import WORDS
 from fusion_moe.report.html.markup import Html, element, joined
+from fusion_moe.report.lines import differences
 
 VOID = {"meta", "link"}
 

@@ -1,5 +1,6 @@
-"""The report as a page: one file that asks the network for nothing and runs no script but its own."""
+"""Reports and differences as pages: files that ask the network for nothing and run no script but their own."""
 
+from .diff import diff_page
 from .page import frame, page
 
-__all__ = ["frame", "page"]
+__all__ = ["diff_page", "frame", "page"]

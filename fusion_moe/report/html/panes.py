@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ..data import FusionReport, Listing, Report
+from ..data import Listing, Report
+from ..lines import blocks_of
 from .graph import hues
 from .markup import Html, element, section
 
@@ -27,17 +28,6 @@ def panes(report: Report) -> Html:
             class_="panes",
         ),
     )  # fmt: skip
-
-
-def blocks_of(fusion: FusionReport, stage: str) -> Iterator[tuple[str, str]]:
-    """(segment, its text) of a stage that has a block for each: it begins with "# <segment>: "."""
-    text = dict(fusion.stages)[stage]
-    starts, at = [], 0
-    for s in fusion.segments:
-        at = text.index(f"# {s.id}: ", at)
-        starts.append(at)
-    for s, start, end in zip(fusion.segments, starts, [*starts[1:], len(text)], strict=True):
-        yield s.id, text[start:end].rstrip()
 
 
 def _pane(title: str, content: Iterable[Html]) -> Html:

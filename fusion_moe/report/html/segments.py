@@ -20,8 +20,8 @@ def segments(report: Report) -> Html:
 
 def launches(report: Report) -> Html:
     """The kernels of CUDA for the sizes of the call, where there are some."""
-    rows = [(s.id, f.gpu, s.launched, amount(f.workspace, "B")) for f in report.fusions for s in f.segments if s.launched]
-    return section("Launches", table(("segment", "GPU", "kernels", "workspace"), rows)) if rows else Html("")
+    rows = [(s.id, f.gpu, amount(f.workspace, "B"), s.launched) for f in report.fusions for s in f.segments if s.launched]
+    return section("Launches", table(("segment", "GPU", "workspace", "kernels"), rows)) if rows else Html("")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Html:
