@@ -139,7 +139,7 @@ def _in_dynamo(
         else:
             return
         seen.graphs.append(find_regions(graph, switches))
-        seen.custom_ops.update((name, None) for n in graph.nodes if (name := _custom_op(n)))
+        seen.custom_ops.update(custom_ops(graph))
         if watch is not None:
             watch.take_over(graph, seen.graphs[-1].regions)
 
@@ -172,6 +172,11 @@ def _original(function: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(function, torch.nn.Module) and function._compiled_call_impl is not None:
         return function._call_impl
     return function
+
+
+def custom_ops(graph: Graph) -> dict[str, None]:
+    """The operations of a graph that are not torch's and have no translator."""
+    return {name: None for n in graph.nodes if (name := _custom_op(n))}
 
 
 def _custom_op(n: Node) -> str:
