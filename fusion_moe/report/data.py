@@ -18,6 +18,7 @@ from ..errors import OptionError
 from .output import LEAST, coloured, columns, save
 
 SCHEMA = "fusion_moe.explain/5"
+_ALONE = 0.7  # of the bandwidth that a machine has: below, something else reads memory too
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Machine:
     products: for dtypes of activations and weights, which kernels multiply groups of how many rows.
     bytes_per_second: of reading memory with so many threads, measured once on this machine; now: the same for this report; read_by: what
     read it, and from where. Floors are of the faster one. repeats: runs of each kernel; preemptions: how often it was preempted
-    meanwhile. weight_bytes: of the weights that the programs read, and how many of them lie on large pages.
+    meanwhile. weight_bytes: of the weights that the programs read, and how many of them lie on large pages. gpu: its name, where CUDA
+    events took the times; bandwidths are as specified then. "": they are of the CPU.
     """
 
     cpu: str
@@ -57,6 +59,17 @@ class Machine:
     weight_bytes: int
     weight_bytes_on_large_pages: int
     products: tuple[tuple[str, str], ...] = ()
+    gpu: str = ""
+
+    @property
+    def busy(self) -> str:
+        """Why times mean nothing, as a sentence; "" if other programs left the machine alone."""
+        found = []
+        if self.preemptions >= self.repeats:
+            found.append(f"other programs took the CPU away {self.preemptions} times")
+        if self.now < _ALONE * self.bytes_per_second:
+            found.append(f"memory was read at {self.now / self.bytes_per_second:.0%} of this machine's speed")
+        return f"this machine was busy: {', and '.join(found)}; measure again when nothing else runs" if found else ""
 
 
 @dataclass(frozen=True)
@@ -212,6 +225,11 @@ class Report:
     version: str = ""
     options: tuple[tuple[str, str], ...] = ()
     listings: tuple[Listing, ...] = ()
+
+    @property
+    def void(self) -> str:
+        """Why its times mean nothing, as a sentence; "" if they stand, or nothing was measured."""
+        return self.machine.busy if self.machine else ""
 
     @property
     def segments(self) -> tuple[SegmentReport, ...]:

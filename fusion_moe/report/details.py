@@ -107,7 +107,10 @@ def _numbers(m: Measured, flops: int | None) -> Iterator[str]:
 
 
 def _machine(report: Report) -> Iterable[tuple[str, str]]:
-    if m := report.machine:
+    m = report.machine
+    if m and m.gpu:
+        yield m.gpu, f"times of CUDA events; {amount(m.bytes_per_second, 'B/s')} {m.read_by}"
+    elif m:
         yield m.cpu, f"{count(m.cpus, 'CPU')}, {count(m.threads, 'thread')}{f'; C++ for {m.tier}, {m.tier_why}' if m.tier else ''}"
         for dtype, kernels in m.products:
             yield f"products of {dtype}", f"groups of {kernels}"

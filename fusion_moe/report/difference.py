@@ -86,10 +86,10 @@ def diff(report: Report, other: Report) -> Difference:
     """What changed from one report of `explain` to another: what was asked, how much is fused, segments, reasons.
 
     Segments are paired by their operations, in order. Times differ between any two measurements, and are told of pairs that differ by
-    more than their spreads.
+    more than their spreads, unless a busy machine makes them void.
     """
-    pairs = list(_paired(_blocks(report), _blocks(other)))
-    changed = [change for pair in pairs if (change := _segment(*pair))]
+    pairs, timed = list(_paired(_blocks(report), _blocks(other))), not (report.void or other.void)
+    changed = [change for pair in pairs if (change := _segment(*pair, timed))]
     return Difference(
         asked=_changes(_asked(report), _asked(other)),
         fused=_changes(_fused(report), _fused(other)),
@@ -129,7 +129,7 @@ def _paired(before: Sequence[_Block], after: Sequence[_Block]) -> Iterator[tuple
             yield from ((None, b) for b in after[j:j1])
 
 
-def _segment(before: _Block | None, after: _Block | None) -> SegmentChange | None:
+def _segment(before: _Block | None, after: _Block | None, timed: bool) -> SegmentChange | None:
     """How a segment changed; None if it did not."""
     if before is None or after is None:
         only = before or after
@@ -137,7 +137,7 @@ def _segment(before: _Block | None, after: _Block | None) -> SegmentChange | Non
         return SegmentChange(before.segment.id if before else "", after.segment.id if after else "", only.segment.ops)
     ir, source = tuple(differences(before.ir, after.ir)), tuple(differences(before.source, after.source))
     lines = Change("IR", "", changed_lines(ir)), Change("source", "", changed_lines(source))
-    changes = (*_changes(_facts(before), _facts(after)), *_times(before, after), *(c for c in lines if c.after))
+    changes = (*_changes(_facts(before), _facts(after)), *(_times(before, after) if timed else ()), *(c for c in lines if c.after))
     return SegmentChange(before.segment.id, after.segment.id, after.segment.ops, changes, ir, source) if changes else None
 
 

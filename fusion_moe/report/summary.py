@@ -29,6 +29,7 @@ def summary(report: Report, width: int, next: Iterable[tuple[str, str]] = NEXT) 
         _floats(report, width),
         _shares(report),
         _plain_torch(report, width),
+        _marked(f"times are void: {report.void}", width) if report.void else [],
         _kernels(report, width),
         _backends(report, width),
         _not_fused(report, width),
@@ -66,7 +67,7 @@ def _kernels(report: Report, width: int) -> list[str]:
     shown.sort(key=lambda pair: pair[1].backend != REFERENCE)
     if not shown:
         return []
-    lines = [_row(fusion, s, width) for fusion, s in shown[:_SEGMENTS]]
+    lines = [line for fusion, s in shown[:_SEGMENTS] for line in (_row(fusion, s, width), *([] if report.void else _measured(s)))]
     return [f"segments{'':>{width - 27}}{'flops':>9}{'bytes':>10}", *lines, *_more(len(shown) - _SEGMENTS)]
 
 
@@ -76,18 +77,16 @@ def _row(fusion: FusionReport, s: SegmentReport, width: int) -> str:
     head = f"{mark} {name:<16}{s.backend:<10}"
     numbers = f"{amount(s.flops):>9}{amount(_bytes(s), 'B'):>10}"
     ops = textwrap.shorten(" ".join(dict.fromkeys(s.ops)), max(width - len(head) - len(numbers), 12), placeholder=" ...")
-    return _measured(s, f"{head}{ops:<{width - len(head) - len(numbers)}}{numbers}")
+    return f"{head}{ops:<{width - len(head) - len(numbers)}}{numbers}"
 
 
 def _bytes(s: SegmentReport) -> int | None:
     return None if s.bytes_read is None or s.bytes_written is None else s.bytes_read + s.bytes_written
 
 
-def _measured(s: SegmentReport, row: str) -> str:
-    if not (m := s.measured):
-        return row
-    against = f", {ratio(m.seconds / m.floor)} times its memory bound" if m.floor else ""
-    return f"{row}\n    {duration(m.seconds)}{against}"
+def _measured(s: SegmentReport) -> Iterator[str]:
+    if m := s.measured:
+        yield f"    {duration(m.seconds)}" + (f", {ratio(m.seconds / m.floor)} times its memory bound" if m.floor else "")
 
 
 def _backends(report: Report, width: int) -> list[str]:

@@ -11,7 +11,7 @@ from experts import experts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_moe
-from fusion_moe import options
+from fusion_moe import options, progress
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.nn import NVFP4GroupedLinear
 from fusion_moe.report import Load, Machine, Measured
@@ -247,11 +247,12 @@ def test_what_thunder_made_is_not_run(x):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_load_is_shown_and_times_are_not(x):
+def test_on_a_gpu_the_load_is_shown_and_events_take_times(x):
     layer, args = Layer().cuda(), (x.cuda(), IDS.cuda(), W.cuda())
     assert explained(layer, *args, measure=False).fusions[0].loads[0].rows == ROWS
-    with pytest.raises(UnsupportedError, match="measure=True for tensors on cuda:0; expected CPU tensors"):
-        explained(layer, *args)
+    report = explained(layer, *args)
+    assert (report.machine.gpu, report.machine.now) == (torch.cuda.get_device_name(), report.machine.bytes_per_second)
+    assert all(0 < m.shortest <= m.seconds <= m.longest for m in measured_of(report))
 
 
 # How it is told -------------------------------------------------------------------------------------------------------
@@ -294,3 +295,36 @@ def test_json(told):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+# On a busy machine -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("preemptions", "now", "why"),
+    [
+        (0, 20e9, ""), (6, 15e9, ""), (12, 20e9, "other programs took the CPU away 12 times"),
+        (0, 5e9, "memory was read at 25% of this machine's speed"), (7, 5e9, "7 times, and memory was read at 25%"),
+    ],
+)  # fmt: skip
+def test_a_busy_machine_voids_times(told, preemptions, now, why):
+    report = replace(told, machine=replace(told.machine, preemptions=preemptions, now=now))
+    assert why in report.void
+    assert bool(report.void) == bool(why)
+    words = " ".join(str(report).split())
+    assert ("! times are void: this machine was busy: " in words, "times its memory bound" in words) == (bool(why), not why)
+    page = report._repr_html_()
+    assert ("times are void" in page, "x memory bound" in page) == (bool(why), not why)
+    assert "1.5 ms" in report.details()
+    later = replace(report, fusions=tuple(replace(f, segments=tuple(map(slower, f.segments))) for f in report.fusions))
+    assert bool(fusion_moe.diff(report, later)) == (not why)
+
+
+def slower(s):
+    return replace(s, measured=Measured(9.0, 9.0, 9.0, s.measured.bytes_read, s.measured.floor))
+
+
+def test_long_measurements_show_progress(x, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    explained(Layer(), x, IDS, W, target="reference")
+    assert "measuring a program, runs: 7 of 7" in capsys.readouterr().err

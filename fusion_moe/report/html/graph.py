@@ -16,7 +16,7 @@ def graph(report: Report) -> Html:
     """A box for each segment, an arrow for what it reads from another."""
     if not report.fusions and not report.not_fused:
         return Html("")
-    fusions = (_fusion(fusion, hues(report)) for fusion in report.fusions)
+    fusions = (_fusion(fusion, hues(report), not report.void) for fusion in report.fusions)
     said = "Click a segment to find it below; hover to see why it begins there, or why a call was not fused."
     return section("Segments", element("p", said, class_="note"), element("div", *fusions, _unfused(report.not_fused), class_="graphs"))
 
@@ -26,13 +26,13 @@ def hues(report: Report) -> dict[str, int]:
     return {s.id: (210 + 67 * i) % 360 for i, s in enumerate(report.segments)}
 
 
-def _fusion(fusion: FusionReport, hues: dict[str, int]) -> Html:
+def _fusion(fusion: FusionReport, hues: dict[str, int], timed: bool) -> Html:
     places = _places(fusion.segments)
     width = max(x for x, _ in places.values()) + _WIDTH
     height = max(y for _, y in places.values()) + _HEIGHT
     title = f"{fusion.id}{f', {fusion.times} times' if fusion.times > 1 else ''}{', backward' if fusion.backward else ''}"
     arrows = element("svg", *_arrows(fusion.segments, places), width=width, height=height, aria_hidden="true")
-    boxes = (_box(s, places[s.id], hues[s.id]) for s in fusion.segments)
+    boxes = (_box(s, places[s.id], hues[s.id], timed) for s in fusion.segments)
     kind = "drawing broad" if width > _NARROW else "drawing"
     drawing = element("div", arrows, *boxes, class_=kind, style=f"width: {width}px; height: {height}px")
     return element("figure", element("figcaption", title), drawing)
@@ -59,8 +59,8 @@ def _arrows(segments: Sequence[SegmentReport], places: dict[str, tuple[int, int]
             yield element("path", d=f"M{x - 5},{y - 8} L{x + 5},{y - 8} L{x},{y} Z", class_="tip")
 
 
-def _box(s: SegmentReport, place: tuple[int, int], hue: int) -> Html:
-    said = (s.measured and duration(s.measured.seconds)) or s.kind
+def _box(s: SegmentReport, place: tuple[int, int], hue: int, timed: bool) -> Html:
+    said = duration(s.measured.seconds) if timed and s.measured else s.kind
     why = f"after {', '.join(s.after)}: {s.boundary}" if s.after else "reads from no other segment"
     style = f"left: {place[0]}px; top: {place[1]}px; width: {_WIDTH}px; height: {_HEIGHT}px; --hue: {hue}"
     return element(

@@ -48,6 +48,8 @@ def _warnings(report: Report) -> Iterator[str]:
     for why in reasons:
         ids = [s.id for s in report.segments if s.backend == REFERENCE and s.backend_why == why]
         yield f"plain torch runs {', '.join(ids)}: {why}"
+    if report.void:
+        yield f"times are void: {report.void}"
     if not report.fusions:
         yield "nothing was fused: " + ("no call makes a grouped product" if report.graphs else "no graph was captured from this call")
 

@@ -15,6 +15,8 @@ def times(report: Report) -> Html:
     if not rows:
         said = "Not measured: fusion_moe.explain(..., measure=True)." if report.fusions else ""
         return section("Times", element("p", said, class_="note")) if said else Html("")
+    if report.void:
+        return section("Times", element("p", "Void: ", report.void, class_="note"))
     longest = max(max(m.seconds, m.floor) for _, m in rows)
     said = "Filled: the time to read the kernel's bytes, its memory bound. Outlined: what it took beyond that."
     return section("Times", element("p", said, class_="note"), *_machine(report), *(_bar(name, m, longest) for name, m in rows))
@@ -22,7 +24,8 @@ def times(report: Report) -> Html:
 
 def _machine(report: Report) -> Iterator[Html]:
     if m := report.machine:
-        yield element("p", f"{m.cpu}, {m.threads} threads; reads {amount(m.bytes_per_second, 'B/s')}", class_="note")
+        where = m.gpu or f"{m.cpu}, {m.threads} threads"
+        yield element("p", f"{where}; reads {amount(m.bytes_per_second, 'B/s')}", class_="note")
 
 
 def _measured(report: Report) -> Iterator[tuple[str, Measured]]:
