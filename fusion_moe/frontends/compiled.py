@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 
 from ..options import Options
@@ -32,7 +33,7 @@ class Compiled:
 
     def again(self, compile: Callable[..., Any], look: Callable[[Graph, bool], None]) -> None:
         """Traces the forward pass once more. compile: `inductor.compile_calls`, which gives what it traced to `look`."""
-        mode = detect_fake_mode(self.inputs)
+        mode = next((x.fake_mode for x in self.inputs if isinstance(x, FakeTensor)), FakeTensorMode())
         with tracing(TracingContext(mode)), torch.set_grad_enabled(self.grad):
             compile(look, _copy(self.model), self.inputs)
 
