@@ -36,7 +36,7 @@ def explained(target: str, activation_format: str) -> Report:
 
 def show(report: Report) -> None:
     """The report, and its last stages for the first fusion: the layers are equal."""
-    print(report)
+    print(report.details())
     for stage in ("schedules", "source"):
         print(f"\n-- {stage} of fusion0 (all stages: {', '.join(report.stages)})\n\n{report.stage(stage)}")
 

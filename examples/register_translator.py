@@ -47,9 +47,9 @@ if __name__ == "__main__":
     ends = torch.tensor([5, 5, 12, 20, 21, 30, 39, 40], dtype=torch.int32)  # where the rows of each expert end
     with torch.no_grad():
         print("== squared_relu(y, 2) is fused with the product before it\n")
-        print(fusion_moe.explain(experts, x, ends))
+        print(fusion_moe.explain(experts, x, ends).details())
         print("\n== squared_relu(y, 3) is refused by its translator, and stays a call\n")
-        print(fusion_moe.explain(experts, x, ends, power=3))
+        print(fusion_moe.explain(experts, x, ends, power=3).details())
         for power in (2, 3):
             compiled = torch.compile(experts, backend="fusion_moe", fullgraph=True)
             torch.testing.assert_close(compiled(x, ends, power), experts(x, ends, power), rtol=2e-2, atol=2e-2)

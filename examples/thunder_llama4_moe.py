@@ -65,6 +65,6 @@ if __name__ == "__main__":
     print(thunder.last_traces(jitted)[-1])
     print("\n== what was fused, and what was not\n")
     with torch.no_grad():
-        print(fusion_moe.explain(jitted, x))
+        print(fusion_moe.explain(jitted, x).details())
     difference = (found.double() - want).abs().max().item()
     print(f"\nlargest difference from float64: {difference:.3g}, of values up to {want.abs().max().item():.3g}")

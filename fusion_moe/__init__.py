@@ -23,13 +23,15 @@ from .translate import translator
 __version__ = "0.1.0"
 
 __all__ = [
-    "FusionDefinition", "NVFP4Config", "NVFP4Experts", "Untranslatable", "__version__", "compat", "disable", "enable", "errors", "explain",
-    "options", "prepare_", "preparing", "quantize_", "run", "synchronize", "testing", "thunder_executors", "translator",
+    "FusionDefinition", "NVFP4Config", "NVFP4Experts", "Untranslatable", "__version__", "compat", "diff", "disable", "enable", "errors",
+    "explain", "last_compiled", "options", "prepare_", "preparing", "quantize_", "run", "synchronize", "testing", "thunder_executors",
+    "translator",
 ]  # fmt: skip
 
 # These import Dynamo and Inductor, which takes a while.
 _LAZY = {
-    "enable": "frontends.inductor", "disable": "frontends.inductor", "explain": "report", "thunder_executors": "frontends.thunder",
+    "enable": "frontends.inductor", "disable": "frontends.inductor", "explain": "report", "diff": "report", "last_compiled": "report",
+    "thunder_executors": "frontends.thunder",
 }  # fmt: skip
 
 

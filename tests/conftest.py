@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -55,8 +56,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA GPU; torch.cuda.is_available() is False here")
+    if item.get_closest_marker("browser") and (missing := _missing_of_browser()):
+        pytest.skip(missing)
     if item.get_closest_marker("compiler") and not _has_compiler():
         pytest.skip("needs a C++ compiler for Inductor's own kernels; none is on PATH")
+
+
+def _missing_of_browser() -> str:
+    """Why no page can be looked at; "" if one can."""
+    if not shutil.which("chromium"):
+        return "chromium is not on PATH: apt install chromium"
+    return "" if importlib.util.find_spec("playwright") else "playwright is not installed: pip install -e '.[browser]'"
 
 
 @cache

@@ -18,8 +18,12 @@ from ..errors import UnsupportedError
 from ..nn.config import NVFP4Config
 from ..report import Report
 from ..report import explain as report_of
+from ..report.output import LEAST, coloured
+from ..report.summary import summary
 from . import machine
 from .output import FINE, Json, finish
+
+_NEXT = (("--details", "every type, source line and boundary"), ("--save report.html", "source, IR and kernels side by side"))
 
 
 class Phase(str, Enum):
@@ -31,9 +35,11 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True)
 class Explanation:
-    """A report as a result of a command."""
+    """A report as a result of a command. details: whether all of it is printed; saved: a file that it was saved to."""
 
     report: Report
+    details: bool = False
+    saved: Path | None = None
     exit_code: int = FINE
 
     def to_json(self) -> dict[str, Any]:
@@ -41,8 +47,11 @@ class Explanation:
         return loads(self.report.to_json())
 
     def print(self, console: Console) -> None:
-        """The report's own text."""
-        console.print(str(self.report), soft_wrap=True)
+        """The report's own text, as wide as the console."""
+        text = self.report.details() if self.details else summary(self.report, max(console.width, LEAST), _NEXT)
+        console.print(coloured(text), soft_wrap=True)
+        if self.saved:
+            console.print(f"\nsaved: {self.saved}")
 
 
 def explain(
@@ -53,11 +62,19 @@ def explain(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
     target: Annotated[str, typer.Option(help="cpu, cuda, sm_90, sm_100 or reference. [default: what this machine has]")] = "",
     gpu: Annotated[str, typer.Option(help="An absent GPU, H100 for example: its kernels of the target cuda.")] = "",
+    details: Annotated[bool, typer.Option("--details", help="Print all of the report.")] = False,
+    save: Annotated[Path | None, typer.Option(help="A file to write: .html, .json or .txt.")] = None,
     json: Json = False,
 ) -> None:
     """What of a model is fused, what is not, and why: from its configuration and headers, on fake tensors. No weight is read."""
     length = 1 if phase is Phase.DECODE else tokens
-    finish(context, lambda: Explanation(explained(directory, batch, length, target, gpu)), json)
+    def find() -> Explanation:
+        report = explained(directory, batch, length, target, gpu)
+        if save:
+            report.save(save)
+        return Explanation(report, details, save)
+
+    finish(context, find, json)
 
 
 def explained(path: Path, batch: int, length: int, target: str = "", gpu: str = "") -> Report:

@@ -31,8 +31,9 @@ from ..errors import Error, OptionError, did_you_mean
 from ..ir.text import one_line
 from ..options import Options
 from . import fingerprint
+from .compiled import keep
 from .float_experts import warn_of_float_experts
-from .log_found import log, log_found
+from .log_found import is_logged, log, log_found
 from .regions import Found, Region, find_regions
 from .size_sources import SizeSource
 from .walk import mT_dims
@@ -164,7 +165,11 @@ def backend(model: GraphModule, inputs: Sequence[Any], *, mode: str | None = Non
         switched = switches.current().replace(**own)
         _check_target(switched, inputs)
         warn_of_float_experts(model)
-        return compile_with(FusionPass(switched, then=_set_passes(rest)), model, inputs, mode, rest)
+        compiled, found = keep(model, switched), list[Found]()
+        made = compile_with(FusionPass(switched, found.append, _set_passes(rest)), model, inputs, mode, rest)
+        if not found and compiled and is_logged():  # the pass was not called: the code comes from a cache
+            compiled.again(compile_calls, lambda graph, *_: log_found(find_regions(graph, switched)))
+        return made
     except Error as error:
         raise _as_it_is(error) from error.__cause__
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 
-from torch._logging._internal import trace_structured
+from torch._logging._internal import trace_log, trace_structured
 
 from ..ir.text import text
 from .regions import Found
 from .warn import warn_once
 
 log = logging.getLogger("fusion_moe")
+
+
+def is_logged() -> bool:
+    """Whether anybody reads what `log_found` says beside warnings: with TORCH_TRACE or TORCH_LOGS, or at DEBUG."""
+    return log.isEnabledFor(logging.DEBUG) or bool(trace_log.handlers)
 
 
 def log_found(found: Found) -> None:

@@ -80,8 +80,14 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
-def source_of(n: Node) -> str:
-    """The line of the user's program that a node comes from: "model.py:31, in forward: y = self.up(x)". Empty if the trace has none."""
+def frame_of(n: Node) -> re.Match[str] | None:
+    """The frame of the user's program that a node comes from: its file, line, function and code. None if the trace has none."""
     frames = list(_FRAME.finditer(n.meta.get("stack_trace") or ""))
     own = [m for m in frames if not m["file"].startswith(_LIBRARIES)] or frames
-    return f"{Path(own[-1]['file']).name}:{own[-1]['line']}, in {own[-1]['function']}: {own[-1]['code'].strip()}" if own else ""
+    return own[-1] if own else None
+
+
+def source_of(n: Node) -> str:
+    """The line of the user's program that a node comes from: "model.py:31, in forward: y = self.up(x)". Empty if the trace has none."""
+    frame = frame_of(n)
+    return f"{Path(frame['file']).name}:{frame['line']}, in {frame['function']}: {frame['code'].strip()}" if frame else ""

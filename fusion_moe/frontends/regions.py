@@ -69,11 +69,12 @@ class Region:
 
 @dataclass
 class Found:
-    """The regions of one graph, and what was not fused."""
+    """The regions of one graph, and what was not fused. outside: the calls in no region."""
 
     regions: list[Region] = field(default_factory=list)
     not_fused: list[NotFused] = field(default_factory=list)
     calls: int = 0  # calls of operations in the graph
+    outside: list[Node] = field(default_factory=list)
 
 
 def find_regions(graph: Graph, with_: Options) -> Found:
@@ -106,6 +107,7 @@ class _Search:
                     self.found.regions.append(region)
                     self.taken |= set(region.nodes)
                     self.paths.contract(region.nodes)
+        self.found.outside = [n for n in self.nodes if n.op == "call_function" and n not in self.taken]
         self._report_refusals()
         translate.warn_of_unknown()
         return self.found

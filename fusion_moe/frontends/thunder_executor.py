@@ -173,6 +173,7 @@ def _add(total: Found, found: Found) -> None:
     total.regions += found.regions
     total.not_fused += [x for x in found.not_fused if x not in total.not_fused]
     total.calls += found.calls
+    total.outside += found.outside
 
 
 executor: FusionMoe = register_executor(FusionMoe())

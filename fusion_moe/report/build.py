@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import arch, options
+from .. import __version__, arch, options
 from .. import target as targets
 from ..arch import Arch
 from ..compile import Lowered, lower
@@ -23,11 +24,12 @@ from ..passes import dropped_roundings
 from ..runtime import cuda
 from ..segment import Segment
 from ..target import Target
-from . import cost
+from . import cost, outside
 from .backward import Step, is_backward, made_again, makers, rewritten
 from .data import FusionReport, NotFusedReport, Report, SegmentReport
 from .identity import identity, numbers
 from .kernels import Launched, Made, in_cuda, launched, made_of
+from .listings import listings
 from .measure import Watch, Watched
 from .weights import weight_layouts
 
@@ -85,6 +87,8 @@ def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
         n: (segment, op) for equal, fusion in zip(programs.values(), fusions, strict=True) for region, _ in equal
         for n, segment, op in zip(region.outputs, fusion.made_by, makers(region.fusion), strict=True)
     }  # fmt: skip
+    calls_outside = [n for found in graphs for n in found.outside]
+    sources = {source for f in fusions for s in f.segments for source in s.sources} | {source for _, source, _ in not_fused}
     return Report(
         target=wanted.target.name,
         executed=not wanted.why_not,
@@ -98,7 +102,17 @@ def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
         saved=tuple(saved for step in seen.steps for saved in step.saved(origins)),
         gradients=tuple(gradient for step in seen.steps for gradient in step.gradients(origins)),
         float_experts=tuple(seen.float_experts),
+        unfused_flops=outside.flops(calls_outside),
+        unfused_bytes=outside.moved(calls_outside),
+        version=__version__,
+        options=_options(switches),
+        listings=listings([*calls_outside, *(n for region in regions for n in region.nodes)], sources),
     )
+
+
+def _options(switches: Options) -> tuple[tuple[str, str], ...]:
+    """Those that change what is compiled, but for the target."""
+    return tuple((name, str(value)) for name, value in json.loads(switches.key()).items() if name != "target")
 
 
 def _wanted(regions: list[Region], switches: Options, gpu: Arch | None) -> _Wanted:

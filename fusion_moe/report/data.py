@@ -1,7 +1,7 @@
 """The report as data: frozen, printable, and as JSON.
 
-JSON, schema "fusion_moe.explain/4": the fields of the classes below under their names, lists for tuples, `stages` and `sizes` as
-objects, and `schema` itself. Sizes are in bytes, flops in operations, times in seconds, all for one call with the sizes of the example,
+JSON, schema "fusion_moe.explain/5": the fields of the classes below under their names, lists for tuples, `stages`, `sizes` and `options`
+as objects, and `schema` itself. Sizes are in bytes, flops in operations, times in seconds, all for one call with the sizes of the example,
 null where a size is known only to the device; `times` says how often the model has a fusion, or a call that was not fused. `measured` and
 `machine` are null, and `loads` empty, where they were not asked for.
 """
@@ -9,13 +9,16 @@ null where a size is known only to the device; `times` says how often the model 
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import OptionError
+from .output import LEAST, coloured, columns, save
 
-SCHEMA = "fusion_moe.explain/4"
+SCHEMA = "fusion_moe.explain/5"
+_ALONE = 0.7  # of the bandwidth that a machine has: below, something else reads memory too
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Machine:
     products: for dtypes of activations and weights, which kernels multiply groups of how many rows.
     bytes_per_second: of reading memory with so many threads, measured once on this machine; now: the same for this report; read_by: what
     read it, and from where. Floors are of the faster one. repeats: runs of each kernel; preemptions: how often it was preempted
-    meanwhile. weight_bytes: of the weights that the programs read, and how many of them lie on large pages.
+    meanwhile. weight_bytes: of the weights that the programs read, and how many of them lie on large pages. gpu: its name, where CUDA
+    events took the times; bandwidths are as specified then. "": they are of the CPU.
     """
 
     cpu: str
@@ -55,6 +59,17 @@ class Machine:
     weight_bytes: int
     weight_bytes_on_large_pages: int
     products: tuple[tuple[str, str], ...] = ()
+    gpu: str = ""
+
+    @property
+    def busy(self) -> str:
+        """Why times mean nothing, as a sentence; "" if other programs left the machine alone."""
+        found = []
+        if self.preemptions >= self.repeats:
+            found.append(f"other programs took the CPU away {self.preemptions} times")
+        if self.now < _ALONE * self.bytes_per_second:
+            found.append(f"memory was read at {self.now / self.bytes_per_second:.0%} of this machine's speed")
+        return f"this machine was busy: {', and '.join(found)}; measure again when nothing else runs" if found else ""
 
 
 @dataclass(frozen=True)
@@ -153,12 +168,44 @@ class GradientReport:
 
 
 @dataclass(frozen=True)
+class Listing:
+    """A function of the user's program: the name of its file, its first line's number, its text."""
+
+    file: str
+    first_line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """What fusions have of a cost, and calls outside of them; None where a size is known only on the device."""
+
+    fused: int | None
+    unfused: int | None
+
+    @property
+    def total(self) -> int | None:
+        """Both."""
+        return None if self.fused is None or self.unfused is None else self.fused + self.unfused
+
+    def __str__(self) -> str:
+        """Percent; "100%" and "0%" are exact."""
+        if not self.total:
+            return "?"
+        percent = 100 * (self.fused or 0) / self.total
+        return f"{percent if percent in (0, 100) else min(max(percent, 0.1), 99.9):.3g}%"
+
+
+@dataclass(frozen=True, repr=False)
 class Report:
     """What `explain` found. calls: operations in the graphs; fused_calls: how many of them are in fusions.
 
+    unfused_flops, unfused_bytes: of the other calls, as if each were a kernel of its own; null if a size is known only on the device.
+
     executed: whether programs for the target can run where the tensors of the call are; custom_ops: operations in the graphs that are
     neither torch's nor translated; machine: where times were measured, if they were; saved, gradients: of a training step;
-    float_experts: the names of expert weights that are computed with in floating point, by operations that are not ours.
+    float_experts: the names of expert weights that are computed with in floating point, by operations that are not ours;
+    version, options: of fusion_moe, (name, value) of options that change what is compiled; listings: the functions of `sources`.
     """
 
     target: str
@@ -173,6 +220,34 @@ class Report:
     saved: tuple[SavedReport, ...] = ()
     gradients: tuple[GradientReport, ...] = ()
     float_experts: tuple[str, ...] = ()
+    unfused_flops: int | None = None
+    unfused_bytes: int | None = None
+    version: str = ""
+    options: tuple[tuple[str, str], ...] = ()
+    listings: tuple[Listing, ...] = ()
+
+    @property
+    def void(self) -> str:
+        """Why its times mean nothing, as a sentence; "" if they stand, or nothing was measured."""
+        return self.machine.busy if self.machine else ""
+
+    @property
+    def segments(self) -> tuple[SegmentReport, ...]:
+        """Those of all fusions, each once."""
+        return tuple(s for f in self.fusions for s in f.segments)
+
+    @property
+    def flops(self) -> Share:
+        """Floating-point operations."""
+        return Share(self._sum(lambda s: s.flops), self.unfused_flops)
+
+    @property
+    def bytes(self) -> Share:
+        """Bytes that are read and written if each call is a kernel of its own: what fusing avoids counts as fused."""
+        return Share(self._sum(lambda s: _sum((s.bytes_read, s.bytes_written, s.bytes_avoided))), self.unfused_bytes)
+
+    def _sum(self, cost: Callable[[SegmentReport], int | None]) -> int | None:
+        return _sum(cost(s) for f in self.fusions for s in f.segments for _ in range(f.times))
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -204,22 +279,47 @@ class Report:
         data = {"schema": SCHEMA, **asdict(self)}
         for fusion in data["fusions"]:
             fusion.update(stages=dict(fusion["stages"]), sizes=dict(fusion["sizes"]))
+        data["options"] = dict(data["options"])
         return json.dumps(data, indent=1)
 
+    def details(self) -> str:
+        """All of the report as text, 120 columns wide."""
+        from .details import details
+
+        return details(self)
+
     def save(self, path: str | Path) -> None:
-        """Writes JSON to a path that ends in .json, the table to .txt; OptionError for another. The file appears whole or not at all."""
-        path = Path(path)
-        if path.suffix not in (".json", ".txt"):
-            raise OptionError(f"a report as {path.suffix or 'a file without a suffix'}", expected=".json or .txt", where=str(path))
-        text = self.to_json() if path.suffix == ".json" else f"{self}\n"
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            part.write_text(text, encoding="utf-8")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        """Writes a page to a path that ends in .html, JSON to .json, the details to .txt; the file appears whole or not at all.
+
+        OptionError for another suffix.
+        """
+        from .html import page
+
+        save(path, "a report", {".html": lambda: page(self), ".json": self.to_json, ".txt": lambda: f"{self.details()}\n"})
+
+    def __repr__(self) -> str:
+        from .summary import one_line
+
+        return one_line(self)
 
     def __str__(self) -> str:
-        from .table import table
+        """A summary as wide as the terminal, without colours: `rich.print(report)` has them."""
+        from .summary import summary
 
-        return table(self)
+        return summary(self, columns())
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from .summary import summary
+
+        yield coloured(summary(self, max(options.max_width, LEAST)))
+
+    def _repr_html_(self) -> str:
+        from .html import frame, page
+
+        return frame(page(self))
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    """None if one is None."""
+    known = list(numbers)
+    return None if None in known else sum(n or 0 for n in known)

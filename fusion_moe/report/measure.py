@@ -24,9 +24,10 @@ from ..ir.core import Fusion, Value
 from ..ir.types import DTYPES
 from ..ops import as_bytes
 from ..options import Options
+from ..progress import progress
 from ..runtime import bandwidth, isa, pages
 from ..runtime.program import Program
-from . import cost
+from . import cost, gpu_times
 from .data import Load, Machine, Measured
 from .identity import identity
 
@@ -63,10 +64,26 @@ class Watch:
         """Bytes per second that it reads while this report is made."""
         return self.memory.now(bandwidth.pool())
 
+    def bytes_per_second(self, device: torch.device) -> float:
+        """How fast floors take a device to read: as measured on the CPU, as specified of a GPU."""
+        return gpu_times.bytes_per_second(device) if device.type == "cuda" else max(self.memory.bytes_per_second, self.now)
+
     def machine(self) -> Machine | None:
         """Where times were measured, if they were."""
-        if all(w.whole is None for w in self.watched):
+        device = next((w.region.device for w in self.watched if w.whole), None)
+        if device is None:
             return None
+        return self._gpu(device) if device.type == "cuda" else self._cpu()
+
+    def _gpu(self, device: torch.device) -> Machine:
+        speed = gpu_times.bytes_per_second(device)
+        return Machine(
+            cpu=bandwidth.cpu(), cpus=bandwidth.cpus(), threads=torch.get_num_threads(), tier="", tier_why="", bytes_per_second=speed,
+            now=speed, read_by="as specified", repeats=REPEATS, preemptions=self.preemptions, weight_bytes=0,
+            weight_bytes_on_large_pages=0, gpu=gpu_times.name(device),
+        )  # fmt: skip
+
+    def _cpu(self) -> Machine:
         weights = {t.data_ptr(): t for w in self.watched for t in w.weights}.values()
         tier, why = self._tier() if any(w.in_cpp for w in self.watched) else ("", "")
         products = sorted({dtypes for w in self.watched for dtypes in w.products})
@@ -137,8 +154,8 @@ class Watched:
             calls.append(_Call(partial(kernel, inputs, env), inputs, cost.bytes_read(kernel.segment.fusion, env, used)))
         self.program(tensors, env)
         calls.append(_Call(partial(self.program, tensors, env), tensors, cost.bytes_read(self.program.fusion, env, used)))
-        bytes_per_second, before = max(self.watch.memory.bytes_per_second, self.watch.now), _preemptions()
-        *self.kernels, self.whole = _times(calls, bytes_per_second)
+        before = _preemptions()
+        *self.kernels, self.whole = _times(calls, self.region.device, self.watch.bytes_per_second(self.region.device))
         self.watch.preemptions += _preemptions() - before
 
 
@@ -149,17 +166,22 @@ class _Call:
     bytes_read: int
 
 
-def _times(calls: Sequence[_Call], bytes_per_second: float) -> list[Measured]:
+def _times(calls: Sequence[_Call], device: torch.device, bytes_per_second: float) -> list[Measured]:
     """What calls take, in turns. Before each, its inputs are taken out of the caches: in a model other layers ran since the last time."""
     found: list[list[float]] = [[] for _ in calls]
-    for _ in range(REPEATS):
+    for _ in progress(range(REPEATS), "measuring a program, runs", REPEATS):
         for call, seconds in zip(calls, found, strict=True):
-            bandwidth.evict(*call.inputs)
-            start = time.perf_counter()
-            call.function()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(gpu_times.seconds(call.function, device) if device.type == "cuda" else _seconds(call))
     sizes = [call.bytes_read for call in calls]
     return [Measured(median(s), min(s), max(s), n, n / bytes_per_second) for s, n in zip(found, sizes, strict=True)]
+
+
+def _seconds(call: _Call) -> float:
+    """One call on the CPU, its inputs not in the caches."""
+    bandwidth.evict(*call.inputs)
+    start = time.perf_counter()
+    call.function()
+    return time.perf_counter() - start
 
 
 def _preemptions() -> int:

@@ -48,7 +48,8 @@ def explain(
     target: None follows the device of the tensors; else a name in target.py, also of one whose programs cannot run here.
     gpu: which kernels an absent GPU would get, by its name ("H100"): the target is "cuda" then. None: the GPU at hand, an H200 without one.
     measure, load: run the call, on real tensors, its fusions as compiled programs; what the model writes into itself is written.
-    measure, on the CPU: reports what each kernel takes, beside how long this machine takes to read what the kernel has to.
+    measure: reports what each kernel takes, beside how long this machine takes to read what the kernel has to. On a GPU by CUDA events,
+    which was never run. Report.void says if the machine was too busy for times to mean something.
     load: reports how many rows each group (expert) has.
     backward: reports the backward pass too, what is saved for it, what it makes again, and where gradients come from.
     OptionError for a target or a GPU that there is not, UnsupportedError for a call that asks for values which there are not, for one that
@@ -78,8 +79,8 @@ def _of_gpu(name: str, target: str | None) -> tuple[str, Arch]:
 def _check_can_run(watch: Watch, device: torch.device) -> None:
     """UnsupportedError if what is watched cannot be run, or measured, on a device."""
     targets.check_device(targets.find(watch.switches.target, device), device, "explain")
-    if watch.measure and device.type != "cpu":
-        raise UnsupportedError(f"measure=True for tensors on {device}", expected="CPU tensors", where="explain")
+    if watch.measure and device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"measure=True for tensors on {device}", expected="tensors on a CPU or a CUDA GPU", where="explain")
 
 
 def _check_backward(backward: bool, watch: Watch | None) -> None:
@@ -139,7 +140,7 @@ def _in_dynamo(
         else:
             return
         seen.graphs.append(find_regions(graph, switches))
-        seen.custom_ops.update((name, None) for n in graph.nodes if (name := _custom_op(n)))
+        seen.custom_ops.update(custom_ops(graph))
         if watch is not None:
             watch.take_over(graph, seen.graphs[-1].regions)
 
@@ -172,6 +173,11 @@ def _original(function: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(function, torch.nn.Module) and function._compiled_call_impl is not None:
         return function._call_impl
     return function
+
+
+def custom_ops(graph: Graph) -> dict[str, None]:
+    """The operations of a graph that are not torch's and have no translator."""
+    return {name: None for n in graph.nodes if (name := _custom_op(n))}
 
 
 def _custom_op(n: Node) -> str:

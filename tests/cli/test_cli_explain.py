@@ -67,3 +67,13 @@ def test_models_that_transformers_lacks_exit_with_3(tmp_path):
     result = run(str(folder))
     assert (result.exit_code, result.stderr.count("\n")) == (3, 1)
     assert "another" in result.stderr
+
+
+def test_the_summary_the_details_and_files(tmp_path):
+    folder, file = str(MADE / "modelopt-mixtral"), tmp_path / "report.json"
+    short = run(folder, "--target", "cpu", "--save", str(file)).stdout
+    assert "--details" in short
+    assert short.endswith(f"saved: {file}\n")
+    assert json.loads(file.read_text())["target"] == "cpu"
+    assert "source lines\n" in run(folder, "--target", "cpu", "--details").stdout
+    assert run(folder, "--save", str(tmp_path / "report.pdf")).exit_code == 2

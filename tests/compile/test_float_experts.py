@@ -50,7 +50,7 @@ def test_explain_says_it_first():
         report = fusion_moe.explain(qwen3_moe(), TOKENS, use_cache=False)
     assert report.float_experts[0] == FIRST
     assert len(report.float_experts) == 6
-    title, said, *_ = str(report).split("\n\n")
+    title, said, *_ = report.details().split("\n\n")
     assert title.startswith("fusion_moe.explain: ")
     assert said.startswith("expert weights in floating point: ")
 

@@ -70,7 +70,7 @@ def test_a_product(product, dtype):
 def test_a_layer_and_what_explain_says_of_it(product):
     module, args = layer(0)
     with torch.no_grad():
-        found, report = module(*args), str(fusion_moe.explain(module, *args))
+        found, report = module(*args), fusion_moe.explain(module, *args).details()
         with options.override(target="reference"):
             torch.testing.assert_close(found, module(*args), rtol=1e-4, atol=1e-4)
     assert f"the product that came with the package for {product}" in " ".join(report.split())
@@ -80,7 +80,7 @@ def test_without_either_the_reference_runs_and_says_why(without_compiler, monkey
     monkeypatch.setattr(readers, "SHIPPED", tmp_path)
     module, args = layer(1)
     with torch.no_grad(), options.override(cpu_isa="generic", contract_rounding=False):  # a program of its own
-        found, report = module(*args), str(fusion_moe.explain(module, *args))
+        found, report = module(*args), fusion_moe.explain(module, *args).details()
         with options.override(target="reference"):
             assert found.equal(module(*args))
     assert "no C++ compiler" in report

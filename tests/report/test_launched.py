@@ -46,7 +46,7 @@ def test_kernels_follow_the_gpu():
     ada = report(4000, gpu="L40S")
     assert all("small_m" in kernels and "fragment order" not in kernels for kernels in launched(ada))
     assert [(f.gpu, f.sizes) for f in ada.fusions] == [("L40S (sm_89)", ())]
-    assert "on L40S (sm_89), workspace" in str(ada)
+    assert "on L40S (sm_89), workspace" in ada.details()
     assert report(4000, "cuda", "H100").fusions[0].gpu == "H100 (sm_90a)"
     with pytest.raises(OptionError, match="gpu = 'H300'; expected one of H200, H100, A100, L40S, RTX 4090, B200"):
         report(1, gpu="H300")
@@ -90,7 +90,7 @@ def test_workspace_is_what_no_result_holds():
 def test_said_in_the_table_and_in_json():
     found = report(4000)
     (fusion,) = found.fusions
-    told = " ".join(str(found).split())
+    told = " ".join(found.details().split())
     assert f"fusion0 on H200 (sm_90a), workspace {fusion.workspace / 1e6:.3g} MB fusion0.0 {fusion.segments[0].launched}" in told
     said = json.loads(found.to_json())["fusions"][0]
     assert (said["gpu"], said["workspace"]) == ("H200 (sm_90a)", fusion.workspace)

@@ -11,11 +11,11 @@ from experts import experts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_moe
-from fusion_moe import options
+from fusion_moe import options, progress
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.nn import NVFP4GroupedLinear
 from fusion_moe.report import Load, Machine, Measured
-from fusion_moe.report.table import duration
+from fusion_moe.report.units import duration
 from fusion_moe.runtime import bandwidth, build, isa, pages
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 64, 32, 2
@@ -87,7 +87,7 @@ def test_each_kernel_and_the_program_are_measured(x, target):
     assert in_cpp == (target == "cpu" and build.find_compiler() is not None)
     assert (report.machine.tier, report.machine.tier_why) == ((isa.selected(), "the best tier of this CPU") if in_cpp else ("", ""))
     assert [dtype for dtype, _ in report.machine.products] == (["bf16 by nvfp4"] if in_cpp else [])
-    assert all(f"groups of {told}" in " ".join(str(report).split()) for _, told in report.machine.products)
+    assert all(f"groups of {told}" in " ".join(report.details().split()) for _, told in report.machine.products)
     assert (report.machine.threads, report.machine.cpus) == (torch.get_num_threads(), bandwidth.cpus())
 
 
@@ -122,7 +122,7 @@ def test_one_may_be_asked_for_without_the_other(x, asked):
     report = explained(Layer(), x, IDS, W, measure=asked == "measure", load=asked == "load")
     assert (report.machine is not None) == (asked == "measure") == (report.fusions[0].measured is not None)
     assert bool(report.fusions[0].loads) == (asked == "load")
-    assert ("x floor" in str(report), "6 rows in 8 groups" in str(report)) == (asked == "measure", asked == "load")
+    assert ("x floor" in report.details(), "6 rows in 8 groups" in report.details()) == (asked == "measure", asked == "load")
 
 
 def test_without_a_compiler_what_runs_then_is_measured(x, no_compiler):
@@ -169,7 +169,7 @@ def test_each_layer_has_its_load_and_the_first_is_measured(x):
     (fusion,) = report.fusions
     assert fusion.times == 2
     assert [load.rows for load in fusion.loads] == [ROWS, (*ROWS[4:], *ROWS[:4])]
-    assert str(report).count("fusion0     whole program") == 1
+    assert report.details().count("fusion0     whole program") == 1
 
 
 def test_rows_of_no_group_are_not_counted():
@@ -247,11 +247,12 @@ def test_what_thunder_made_is_not_run(x):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_load_is_shown_and_times_are_not(x):
+def test_on_a_gpu_the_load_is_shown_and_events_take_times(x):
     layer, args = Layer().cuda(), (x.cuda(), IDS.cuda(), W.cuda())
     assert explained(layer, *args, measure=False).fusions[0].loads[0].rows == ROWS
-    with pytest.raises(UnsupportedError, match="measure=True for tensors on cuda:0; expected CPU tensors"):
-        explained(layer, *args)
+    report = explained(layer, *args)
+    assert (report.machine.gpu, report.machine.now) == (torch.cuda.get_device_name(), report.machine.bytes_per_second)
+    assert all(0 < m.shortest <= m.seconds <= m.longest for m in measured_of(report))
 
 
 # How it is told -------------------------------------------------------------------------------------------------------
@@ -274,8 +275,8 @@ def told(x):
 
 
 def test_table(told, golden):
-    golden(str(told))
-    assert max(map(len, str(told).splitlines())) <= 120
+    golden(told.details())
+    assert max(map(len, told.details().splitlines())) <= 120
 
 
 def test_json(told):
@@ -294,3 +295,36 @@ def test_json(told):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+# On a busy machine -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("preemptions", "now", "why"),
+    [
+        (0, 20e9, ""), (6, 15e9, ""), (12, 20e9, "other programs took the CPU away 12 times"),
+        (0, 5e9, "memory was read at 25% of this machine's speed"), (7, 5e9, "7 times, and memory was read at 25%"),
+    ],
+)  # fmt: skip
+def test_a_busy_machine_voids_times(told, preemptions, now, why):
+    report = replace(told, machine=replace(told.machine, preemptions=preemptions, now=now))
+    assert why in report.void
+    assert bool(report.void) == bool(why)
+    words = " ".join(str(report).split())
+    assert ("! times are void: this machine was busy: " in words, "times its memory bound" in words) == (bool(why), not why)
+    page = report._repr_html_()
+    assert ("times are void" in page, "x memory bound" in page) == (bool(why), not why)
+    assert "1.5 ms" in report.details()
+    later = replace(report, fusions=tuple(replace(f, segments=tuple(map(slower, f.segments))) for f in report.fusions))
+    assert bool(fusion_moe.diff(report, later)) == (not why)
+
+
+def slower(s):
+    return replace(s, measured=Measured(9.0, 9.0, 9.0, s.measured.bytes_read, s.measured.floor))
+
+
+def test_long_measurements_show_progress(x, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    explained(Layer(), x, IDS, W, target="reference")
+    assert "measuring a program, runs: 7 of 7" in capsys.readouterr().err

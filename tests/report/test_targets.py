@@ -46,15 +46,15 @@ def segments(report):
 
 
 def test_blackwell(blackwell, golden):
-    golden(str(blackwell))
+    golden(blackwell.details())
 
 
 def test_hopper(hopper, golden):
-    golden(str(hopper))
+    golden(hopper.details())
 
 
 def test_no_line_is_wider_than_120(blackwell, hopper):
-    assert max(len(line) for report in (blackwell, hopper) for line in str(report).splitlines()) <= 120
+    assert max(len(line) for report in (blackwell, hopper) for line in report.details().splitlines()) <= 120
 
 
 def test_every_stage_is_shown(blackwell, hopper):

@@ -20,7 +20,7 @@ def layouts(module: torch.nn.Module, *args: torch.Tensor, target: str) -> list[t
     with torch.no_grad():
         report = fusion_moe.explain(module, *args, target=target)
     found = [s.layouts for f in report.fusions for s in f.segments if "grouped_mm" in s.ops]
-    shown = " ".join(str(report).split())
+    shown = " ".join(report.details().split())
     assert all(f"{layout} {what}" in shown for said in found for layout, what in said)
     assert ("weight layouts" in shown) == any(found)
     return found

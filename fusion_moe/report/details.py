@@ -1,4 +1,4 @@
-"""The report as text: the same for the same model, whatever the machine, the folder and the time, but for what was measured."""
+"""All of the report as text: the same for the same model, whatever the machine, the folder and the time, but for what was measured."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from statistics import median_low
 
 from ..frontends.float_experts import advice
 from .data import FusionReport, Load, Measured, Report, SegmentReport
+from .units import amount, count, duration
 
 WIDTH = 120
 _HEAD = ("segment", "kind", "operations", "flops", "read", "written", "avoided", "flop/B")
@@ -16,7 +17,7 @@ _TIMES = ("measured", "kernel", "time", "spread", "floor", "x floor", "GB/s", "G
 _OPERATIONS = 42
 
 
-def table(report: Report) -> str:
+def details(report: Report) -> str:
     """The whole report."""
     parts = [_title(report), _float_experts(report)]
     if report.fusions:
@@ -46,8 +47,8 @@ def _title(report: Report) -> str:
     fusions = sum(f.times for f in report.fusions)
     segments = sum(len(f.segments) * f.times for f in report.fusions)
     where = report.target if report.executed else f"{report.target} (emitted, unexecuted)"
-    what = f"{_count(report.graphs, 'graph')}, {_count(fusions, 'fusion')} with {_count(segments, 'segment')} for {where}"
-    return f"fusion_moe.explain: {what}; {report.fused_calls} of {_count(report.calls, 'call')} in fusions"
+    what = f"{count(report.graphs, 'graph')}, {count(fusions, 'fusion')} with {count(segments, 'segment')} for {where}"
+    return f"fusion_moe.explain: {what}; {report.fused_calls} of {count(report.calls, 'call')} in fusions"
 
 
 def _float_experts(report: Report) -> str:
@@ -106,13 +107,16 @@ def _numbers(m: Measured, flops: int | None) -> Iterator[str]:
 
 
 def _machine(report: Report) -> Iterable[tuple[str, str]]:
-    if m := report.machine:
-        yield m.cpu, f"{_count(m.cpus, 'CPU')}, {_count(m.threads, 'thread')}{f'; C++ for {m.tier}, {m.tier_why}' if m.tier else ''}"
+    m = report.machine
+    if m and m.gpu:
+        yield m.gpu, f"times of CUDA events; {amount(m.bytes_per_second, 'B/s')} {m.read_by}"
+    elif m:
+        yield m.cpu, f"{count(m.cpus, 'CPU')}, {count(m.threads, 'thread')}{f'; C++ for {m.tier}, {m.tier_why}' if m.tier else ''}"
         for dtype, kernels in m.products:
             yield f"products of {dtype}", f"groups of {kernels}"
         yield "read bandwidth", f"{amount(m.bytes_per_second, 'B/s')} ({m.read_by}), {amount(m.now, 'B/s')} for this report"
         if m.preemptions:
-            yield "preemptions", f"preempted {_count(m.preemptions, 'time')} during the measurement: the machine is busy"
+            yield "preemptions", f"preempted {count(m.preemptions, 'time')} during the measurement: the machine is busy"
         yield "weights", f"{amount(m.weight_bytes, 'B')}, {amount(m.weight_bytes_on_large_pages, 'B')} of them on large pages"
 
 
@@ -124,7 +128,7 @@ def _load(load: Load) -> str:
     empty = [group for group, rows in enumerate(load.rows) if not rows]
     spread = f"least {min(load.rows)}, median {median_low(load.rows)}, most {max(load.rows)}" if load.rows else "none"
     unused = f"{len(empty)} empty: {_ranges(empty)}" if empty else "none empty"
-    return f"{_count(sum(load.rows), 'row')} in {_count(len(load.rows), 'group')}: {spread}; {unused}"
+    return f"{count(sum(load.rows), 'row')} in {count(len(load.rows), 'group')}: {spread}; {unused}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -197,7 +201,7 @@ def _layouts(report: Report) -> Iterable[tuple[str, str]]:
 
 def _counted(of_segments: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
     """What is said of segments, each once, and of how many."""
-    return ((name, f"{why} ({_count(times, 'segment')})") for (name, why), times in Counter(of_segments).items())
+    return ((name, f"{why} ({count(times, 'segment')})") for (name, why), times in Counter(of_segments).items())
 
 
 def _not_fused(report: Report) -> Iterable[tuple[str, str]]:
@@ -248,24 +252,3 @@ def _nothing(report: Report) -> str:
 def _segments(report: Report) -> Iterator[SegmentReport]:
     for fusion in report.fusions:
         yield from fusion.segments
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
-
-
-def duration(seconds: float) -> str:
-    """0.00123 -> "1.23 ms"."""
-    unit, size = next((u, s) for u, s in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)) if seconds >= 0.9995 * s or u == "ns")
-    return f"{seconds / size:.3g} {unit}"
-
-
-def amount(n: float | None, unit: str = "") -> str:
-    """1234567 -> "1.23 M"; None, a number that is not known, -> "?"."""
-    if n is None:
-        return "?"
-    size, prefixes = float(n), iter(("", "k", "M", "G", "T"))
-    prefix = next(prefixes)
-    while size >= 999.5 and prefix != "T":
-        size, prefix = size / 1000, next(prefixes)
-    return f"{size:.3g} {prefix}{unit}".rstrip()

@@ -1,0 +1,41 @@
+"""The report of what torch.compile compiled in this process."""
+
+from __future__ import annotations
+
+from torch.fx import Graph
+
+from .. import options
+from ..errors import UnsupportedError
+from ..frontends.compiled import kept
+from ..frontends.float_experts import float_experts
+from ..frontends.inductor import compile_calls
+from ..frontends.regions import find_regions
+from .build import Seen, report_of
+from .data import Report
+from .trace import custom_ops
+
+
+def last_compiled() -> Report:
+    """What torch.compile(..., backend="fusion_moe") fused so far in this process, whether it compiled code or found it in a cache.
+
+    The forward passes of the last 256 graphs, of those that were compiled under the options of the latest. They are traced again, on
+    fake tensors, so that nothing is computed. UnsupportedError if there is none.
+    """
+    graphs = kept()
+    if not graphs:
+        raise UnsupportedError(
+            "no graph was compiled in this process", expected='a call of torch.compile(model, backend="fusion_moe")',
+            todo="fusion_moe.explain(model, ...) needs none", where="last_compiled",
+        )  # fmt: skip
+    seen, switches = Seen(), graphs[-1].options
+
+    def look(graph: Graph, is_inference: bool = False) -> None:
+        seen.graphs.append(find_regions(graph, switches))
+        seen.custom_ops.update(custom_ops(graph))
+
+    with options.using(switches):
+        for compiled in graphs:
+            if compiled.options == switches:
+                seen.float_experts.update(dict.fromkeys(float_experts(compiled.model)))
+                compiled.again(compile_calls, look)
+    return report_of(seen, switches)

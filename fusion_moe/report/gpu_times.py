@@ -1,0 +1,46 @@
+"""What calls take on a GPU, by CUDA events. Never run: no GPU was at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..runtime import cuda
+
+_QUEUED = 1_000_000  # cycles that the GPU waits, so that a call is in its queue before the first event passes
+
+
+def seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """One call, between two events, with an L2 cache that holds nothing of its inputs."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+    with torch.cuda.device(device):
+        _other_memory(_index(device)).zero_()
+        torch.cuda._sleep(_QUEUED)
+        start.record()
+        call()
+        end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def bytes_per_second(device: torch.device) -> float:
+    """The memory bandwidth of a GPU, as specified."""
+    return cuda.arch(_index(device)).memory_bandwidth
+
+
+def name(device: torch.device) -> str:
+    """The name of a GPU."""
+    return torch.cuda.get_device_name(device)
+
+
+@cache
+def _other_memory(index: int) -> torch.Tensor:
+    """u8: four times what the L2 cache holds."""
+    return torch.empty(4 * cuda.arch(index).l2_bytes, dtype=torch.uint8, device=torch.device("cuda", index))
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

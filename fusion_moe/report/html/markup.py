@@ -1,0 +1,32 @@
+"""HTML that is made of elements: every text in it is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+
+class Html(str):
+    """Markup; a str that is none is text."""
+
+    __slots__ = ()
+
+
+def element(name: str, *children: str | None, **attributes: object) -> Html:
+    """An element. Attributes that are None are left out; `class_` is `class`, `data_x` is `data-x`."""
+    given = "".join(f' {_name(key)}="{escape(str(value))}"' for key, value in attributes.items() if value is not None)
+    return Html(f"<{name}{given}>{joined(children)}</{name}>")
+
+
+def joined(children: Iterable[str | None]) -> Html:
+    """Some children, one after the other; None is none."""
+    return Html("".join(x if isinstance(x, Html) else escape(x) for x in children if x is not None))
+
+
+def section(title: str, *children: str | None, **attributes: object) -> Html:
+    """A part of the page below a heading."""
+    return element("section", element("h2", title), *children, **attributes)
+
+
+def _name(key: str) -> str:
+    return key.rstrip("_").replace("_", "-")

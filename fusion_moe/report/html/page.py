@@ -1,0 +1,49 @@
+"""The page: a template, its style, its script, and the sections that a report has."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from hashlib import sha256
+from html import escape
+from importlib.resources import files
+from string import Template
+
+from ..data import Report
+from .differences import stages
+from .glossary import glossary
+from .graph import graph
+from .heading import heading
+from .loads import loads
+from .markup import Html, joined
+from .panes import panes
+from .segments import launches, segments
+from .times import times
+
+_SECTIONS = (heading, graph, panes, segments, times, loads, launches, stages, glossary)
+
+
+def page(report: Report) -> str:
+    """The whole file. Its content security policy lets nothing be loaded, and no script run but the page's own."""
+    return document("fusion_moe.explain", joined(part(report) for part in _SECTIONS))
+
+
+def document(title: str, body: Html) -> str:
+    """A file with this body."""
+    script = _part("script.js")
+    return Template(_part("page.html")).substitute(
+        title=escape(title), style=_part("style.css"), script=script, digest=_digest(script), body=body
+    )
+
+
+def frame(text: str) -> str:
+    """A page inside of a notebook, apart from what else is there."""
+    style = "width: 100%; height: 42rem; border: 1px solid #8888"
+    return f'<iframe sandbox="allow-scripts" title="fusion_moe report" style="{style}" srcdoc="{escape(text)}"></iframe>'
+
+
+def _part(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    return b64encode(sha256(script.encode()).digest()).decode()

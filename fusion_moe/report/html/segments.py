@@ -1,0 +1,35 @@
+"""What each segment costs and what runs it; what CUDA launches for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..data import Report, SegmentReport
+from ..units import amount
+from .markup import Html, element, section
+
+_COSTS = ("segment", "flops", "read", "written", "avoided", "flop/B", "backend", "why")
+
+
+def segments(report: Report) -> Html:
+    """A table of all segments."""
+    if not report.fusions:
+        return Html("")
+    return section("Costs of one call", table(_COSTS, map(_row, report.segments)))
+
+
+def launches(report: Report) -> Html:
+    """The kernels of CUDA for the sizes of the call, where there are some."""
+    rows = [(s.id, f.gpu, amount(f.workspace, "B"), s.launched) for f in report.fusions for s in f.segments if s.launched]
+    return section("Launches", table(("segment", "GPU", "workspace", "kernels"), rows)) if rows else Html("")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Html:
+    """A table that scrolls where it is too wide."""
+    cells = (element("tr", *(element("td", cell) for cell in row)) for row in rows)
+    return element("div", element("table", element("tr", *(element("th", name) for name in head)), *cells), class_="wide", tabindex=0)
+
+
+def _row(s: SegmentReport) -> Sequence[str]:
+    costs = (amount(n, "B") for n in (s.bytes_read, s.bytes_written, s.bytes_avoided))
+    return (s.id, amount(s.flops), *costs, "?" if s.intensity is None else f"{s.intensity:.3g}", s.backend, s.backend_why)

@@ -1,0 +1,46 @@
+"""Lines of programs and sources: what changed between two, and which segment they belong to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
+
+from .data import FusionReport
+
+
+def differences(before: str, now: str) -> list[str]:
+    """Lines that start with "+", "-" or " ", and "..." where some are left out. Values that only have another number are the same."""
+    old, new = before.splitlines(), now.splitlines()
+    groups = SequenceMatcher(None, _unnumbered(old), _unnumbered(new), autojunk=False).get_grouped_opcodes(2)
+    return [line for group in groups for line in ("...", *_group(group, old, new))][1:]
+
+
+def _group(group: Sequence[tuple[str, int, int, int, int]], old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
+    for kind, i, i1, j, j1 in group:
+        if kind == "equal":
+            yield from (f"  {line}" for line in new[j:j1])
+        else:
+            yield from (f"- {line}" for line in old[i:i1])
+            yield from (f"+ {line}" for line in new[j:j1])
+
+
+def _unnumbered(lines: Sequence[str]) -> list[str]:
+    return [re.sub(r"\b[ti]\d+\b", "_", line) for line in lines]
+
+
+def changed_lines(lines: Sequence[str]) -> str:
+    """What `differences` found, as "3 lines more, 2 less"; "" if nothing."""
+    more, less = (sum(line.startswith(sign) for line in lines) for sign in "+-")
+    return f"{more} lines more, {less} less" if lines else ""
+
+
+def blocks_of(fusion: FusionReport, stage: str) -> Iterator[tuple[str, str]]:
+    """(segment, its text) of a stage that has a block for each: it begins with "# <segment>: "."""
+    text = dict(fusion.stages)[stage]
+    starts, at = [], 0
+    for s in fusion.segments:
+        at = text.index(f"# {s.id}: ", at)
+        starts.append(at)
+    for s, start, end in zip(fusion.segments, starts, [*starts[1:], len(text)], strict=True):
+        yield s.id, text[start:end].rstrip()

@@ -1,0 +1,44 @@
+"""Where text goes: how wide the terminal is, colours for rich, files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import OptionError
+
+LEAST = 70
+
+
+def columns() -> int:
+    """As wide as the terminal, from 70 to 120; 80 without one."""
+    return min(max(shutil.get_terminal_size().columns, LEAST), 120)
+
+
+def coloured(text: str) -> Any:
+    """A rich Text: headings bold, lines that start with "!" yellow. rich colours on terminals only."""
+    from rich.text import Text
+
+    made = Text(text)
+    made.highlight_regex(r"(?m)^\S.*$", "bold")
+    made.highlight_regex(r"(?m)^\s*!.*$", "yellow")
+    return made
+
+
+def save(path: str | Path, what: str, formats: Mapping[str, Callable[[], str]]) -> None:
+    """Writes the text of a path's suffix; OptionError for a suffix that `formats` lacks."""
+    path = Path(path)
+    if path.suffix not in formats:
+        *some, last = formats
+        found = f"{what} as {path.suffix or 'a file without a suffix'}"
+        raise OptionError(found, expected=f"{', '.join(some)} or {last}", where=str(path))
+    text = formats[path.suffix]()
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,144 @@
+"""The page that a report is saved as: one file, complete, with every text escaped."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from hashlib import sha256
+from html import unescape
+from html.parser import HTMLParser
+
+import pages
+import pytest
+
+from fusion_moe.report.html import frame, page
+from fusion_moe.report.html.glossary import WORDS
+from fusion_moe.report.html.markup import Html, element, joined
+from fusion_moe.report.lines import differences
+
+VOID = {"meta", "link"}
+
+
+class Read(HTMLParser):
+    """The elements of a page in order, with their attributes; `unbalanced`: end tags that end nothing."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.unbalanced: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.unbalanced.append(tag)
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture(scope="module")
+def report():
+    return pages.explained(target="cpu")
+
+
+@pytest.fixture(scope="module")
+def many(report):
+    """Pages of reports with and without everything that a report may have."""
+    nothing = pages.fusion_moe.explain(lambda: 3)
+    return {
+        "plain": page(report), "measured": page(pages.measured(report)), "harmful": page(pages.harmful(report)), "nothing": page(nothing),
+        "cuda": page(pages.explained(gpu="H100")), "hopper": page(pages.explained(target="sm_90")),
+    }  # fmt: skip
+
+
+NAMES = ["plain", "measured", "harmful", "nothing", "cuda", "hopper"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_well_formed(many, name):
+    read = Read(many[name])
+    assert (read.open, read.unbalanced) == ([], [])
+    assert len(read.all("script")) == len(read.all("style")) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_loaded(many, name):
+    for tag, attributes in Read(many[name]).elements:
+        assert tag not in ("img", "iframe", "object", "embed", "video", "audio", "base", "form", "a")
+        assert not attributes.keys() & {"src", "srcset", "action", "onclick", "onerror", "onload"}
+        assert attributes.get("href") in (None, "data:,")
+    style = re.search(r"<style>(.*?)</style>", many[name], re.DOTALL)[1]
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_script_may_run_but_its_own(many, name):
+    (policy,) = [m["content"] for m in Read(many[name]).all("meta") if m.get("http-equiv") == "Content-Security-Policy"]
+    script = re.search(r"<script>(.*?)</script>", many[name], re.DOTALL)[1]
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    assert policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert "innerHTML" not in script
+
+
+def test_users_text_is_escaped(many):
+    assert "<script>window" not in many["harmful"]
+    assert "<img" not in many["harmful"]
+    assert unescape(many["harmful"]).count(pages.HARM) >= 10
+
+
+def test_every_segment_is_in_the_graph_and_in_every_pane(report, many):
+    linked = [attributes["data-segments"].split() for _, attributes in Read(many["plain"]).elements if "data-segments" in attributes]
+    for s in report.segments:
+        assert sum(s.id in ids for ids in linked) == 4  # its box, its source line, its IR, its kernel
+    assert "return x + self.experts(x, ids, weights)" in many["plain"]
+    assert "#include" in many["plain"]
+
+
+def test_reasons_and_boundaries_are_there(report, many):
+    text = unescape(many["plain"])
+    assert all(s.boundary in text for s in report.segments)
+    assert all(x.why in text for x in report.not_fused)
+    assert all(word in text and said in text for word, said in WORDS)
+
+
+def test_times_and_loads_where_there_are_some(many):
+    assert "Not measured" in many["plain"]
+    assert "250 us, 2.5 x memory bound" in many["measured"]
+    assert "12 rows in 4 groups, at most 7, 1 empty" in many["measured"]
+    assert "plain torch runs fusion0.1: no C++ compiler" in many["measured"]
+    assert "small_m" in many["cuda"]
+    assert "(emitted, unexecuted)" in many["cuda"]
+
+
+def test_notebooks_show_it_in_a_frame(report):
+    (attributes,) = Read(report._repr_html_()).all("iframe")
+    assert attributes["srcdoc"] == page(report)
+    assert attributes["sandbox"] == "allow-scripts"
+    assert Read(frame("<p>")).all("p") == []
+
+
+def test_saved(report, tmp_path):
+    report.save(tmp_path / "r.html")
+    assert (tmp_path / "r.html").read_text(encoding="utf-8") == page(report)
+
+
+def test_stages_are_told_by_what_they_change():
+    assert differences("a\nb\nc", "a\nx\nc") == ["  a", "- b", "+ x", "  c"]
+    assert differences("a", "a") == differences("t1 = relu(i0)", "t2 = relu(i0)") == []
+    assert differences("\n".join("abcdefghi"), "\n".join("xbcdefghy")) == [
+        "- a", "+ x", "  b", "  c", "...", "  g", "  h", "- i", "+ y",
+    ]  # fmt: skip
+
+
+def test_elements_escape_what_is_no_markup():
+    made = element("b", "<&>", Html("<i>"), None, title='"', class_="x", data_y=1)
+    assert made == '<b title="&quot;" class="x" data-y="1">&lt;&amp;&gt;<i></b>'
+    assert isinstance(joined(["a"]), Html)
