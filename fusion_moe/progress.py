@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -23,3 +25,26 @@ def progress(items: Iterable[T], what: str, total: int) -> Iterator[T]:
         yield item
     if said != start:
         print(f"{what}: {total} of {total}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Says on a terminal that something takes its time, whose parts nobody can count: in place, every two seconds. Elsewhere nothing."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    done, start = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not done.wait(QUIET_SECONDS):
+            print(f"{what}: {time.monotonic() - start:.0f} s", end="\r", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        if (seconds := time.monotonic() - start) > QUIET_SECONDS:
+            print(f"{what}: {seconds:.0f} s", file=sys.stderr, flush=True)

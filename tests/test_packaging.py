@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -93,6 +94,10 @@ def test_a_wheel_brings_the_kernels_of_every_cpu(source, tmp_path):
     assert shipped >= {readers.recipe(tier, encoding).came_with().name for tier in isa.available() for encoding in readers.BUILT_IN}
     assert {name.split("-")[1] for name in shipped} == set(isa.TIERS)
     assert wheel.name.endswith(f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}.whl")
+
+
+def test_the_readme_is_short():
+    assert len((REPO / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 def test_what_is_cited_is_this_version():
@@ -187,6 +192,23 @@ def test_torch_finds_the_backend_by_its_entry_point(wheel, tmp_path):
     venv.pip("install", "--no-deps", "--no-index", wheel)
     code = "import torch; from torch._dynamo import lookup_backend as f; b = f('fusion_moe'); print(b.__module__, callable(b))"
     assert venv.run_with_torch(code).split() == ["fusion_moe.frontends.inductor", "True"]
+
+
+@pytest.mark.slow
+@pytest.mark.once
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_the_readmes_quick_start_runs_from_a_wheel_in_an_empty_folder(wheel, tmp_path):
+    code, shown = re.search(
+        r"```python\n(.*?)```\n\n```text\n(.*?)```", (REPO / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    ).groups()
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--disable-pip-version-check", "--target", site, wheel)
+    empty.mkdir()
+    (tmp_path / "quickstart.py").write_text(f"{code}print(fusion_moe.__file__)\n", encoding="utf-8")
+    *printed, came_from = run(sys.executable, tmp_path / "quickstart.py", cwd=empty, PYTHONPATH=str(site)).splitlines()
+    assert Path(came_from).is_relative_to(site)
+    changes = r"^[\d.]+ tokens/s: .*"  # with the machine
+    assert [re.sub(changes, "", line) for line in printed] == [re.sub(changes, "", line) for line in shown.splitlines()]
 
 
 # The cost of importing ------------------------------------------------------------------------------------------------

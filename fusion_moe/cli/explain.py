@@ -68,6 +68,7 @@ def explain(
 ) -> None:
     """What of a model is fused, what is not, and why: from its configuration and headers, on fake tensors. No weight is read."""
     length = 1 if phase is Phase.DECODE else tokens
+
     def find() -> Explanation:
         report = explained(directory, batch, length, target, gpu)
         if save:

@@ -30,6 +30,7 @@ from ..compile import program_of
 from ..errors import Error, OptionError, did_you_mean
 from ..ir.text import one_line
 from ..options import Options
+from ..progress import waiting
 from . import fingerprint
 from .compiled import keep
 from .float_experts import warn_of_float_experts
@@ -166,7 +167,8 @@ def backend(model: GraphModule, inputs: Sequence[Any], *, mode: str | None = Non
         _check_target(switched, inputs)
         warn_of_float_experts(model)
         compiled, found = keep(model, switched), list[Found]()
-        made = compile_with(FusionPass(switched, found.append, _set_passes(rest)), model, inputs, mode, rest)
+        with waiting("compiling a graph"):
+            made = compile_with(FusionPass(switched, found.append, _set_passes(rest)), model, inputs, mode, rest)
         if not found and compiled and is_logged():  # the pass was not called: the code comes from a cache
             compiled.again(compile_calls, lambda graph, *_: log_found(find_regions(graph, switched)))
         return made
