@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from ..nn.config import NVFP4Config
 from ..report import Report
 from ..report import explain as report_of
-from ..report.output import LEAST, coloured
+from ..report.output import coloured, fitting
 from ..report.summary import summary
 from . import machine
 from .output import FINE, Json, finish
@@ -48,7 +48,7 @@ class Explanation:
 
     def print(self, console: Console) -> None:
         """The report's own text, as wide as the console."""
-        text = self.report.details() if self.details else summary(self.report, max(console.width, LEAST), _NEXT)
+        text = self.report.details() if self.details else summary(self.report, fitting(console.width), _NEXT)
         console.print(coloured(text), soft_wrap=True)
         if self.saved:
             console.print(f"\nsaved: {self.saved}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OptionError
-from .output import LEAST, coloured, columns, save
+from .output import coloured, columns, fitting, save
 
 SCHEMA = "fusion_moe.explain/5"
 _ALONE = 0.7  # of the bandwidth that a machine has: below, something else reads memory too
@@ -311,7 +311,7 @@ class Report:
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from .summary import summary
 
-        yield coloured(summary(self, max(options.max_width, LEAST)))
+        yield coloured(summary(self, fitting(options.max_width)))
 
     def _repr_html_(self) -> str:
         from .html import frame, page

@@ -10,7 +10,7 @@ from typing import Any
 
 from .data import FusionReport, Report, SegmentReport
 from .lines import blocks_of, changed_lines, differences
-from .output import LEAST, coloured, columns, save
+from .output import coloured, columns, fitting, save
 from .units import amount, count, duration
 
 
@@ -74,7 +74,7 @@ class Difference:
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from .diff_text import text
 
-        yield coloured(text(self, max(options.max_width, LEAST)))
+        yield coloured(text(self, fitting(options.max_width)))
 
     def _repr_html_(self) -> str:
         from .html import diff_page, frame

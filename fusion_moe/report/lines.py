@@ -26,7 +26,7 @@ def _group(group: Sequence[tuple[str, int, int, int, int]], old: Sequence[str], 
 
 
 def _unnumbered(lines: Sequence[str]) -> list[str]:
-    return [re.sub(r"\b[ti]\d+\b", "_", line) for line in lines]
+    return [re.sub(r"\b[tie]\d+\b", "_", line) for line in lines]
 
 
 def changed_lines(lines: Sequence[str]) -> str:

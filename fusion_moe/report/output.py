@@ -10,12 +10,15 @@ from typing import Any
 
 from ..errors import OptionError
 
-LEAST = 70
-
 
 def columns() -> int:
-    """As wide as the terminal, from 70 to 120; 80 without one."""
-    return min(max(shutil.get_terminal_size().columns, LEAST), 120)
+    """As wide as the terminal, 80 without one, as far as text can be read."""
+    return fitting(shutil.get_terminal_size().columns)
+
+
+def fitting(width: int) -> int:
+    """A number of columns from 70 to 120."""
+    return min(max(width, 70), 120)
 
 
 def coloured(text: str) -> Any:

@@ -120,7 +120,10 @@ def test_a_broad_graph_is_a_list_where_there_is_no_room(opened):
     broad = explain(Training(), torch.zeros(TOKENS, HIDDEN).bfloat16().requires_grad_(), backward=True)
     page = opened(broad, viewport={"width": 400, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    page.hover(".unfused li:last-child")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
     page.click(f".box[data-segments='{broad.segments[-1].id}']")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
     assert [broad.segments[-1].id, True] in selected(page)
 
 

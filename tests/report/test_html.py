@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
+from dataclasses import replace
 from hashlib import sha256
 from html import unescape
 from html.parser import HTMLParser
@@ -107,6 +108,16 @@ def test_reasons_and_boundaries_are_there(report, many):
     assert all(s.boundary in text for s in report.segments)
     assert all(x.why in text for x in report.not_fused)
     assert all(word in text and said in text for word, said in WORDS)
+
+
+def test_equal_calls_with_equal_reasons_are_one_box(report):
+    (call,) = report.not_fused
+    calls = tuple(replace(call, source=f"model.py:{i}, in forward: ...") for i in range(6))
+    text = page(replace(report, not_fused=(*calls, replace(call, why="another reason"))))
+    assert text.count("<b>aten.topk.default") == 2
+    assert "<b>aten.topk.default x 6</b>" in text
+    assert "model.py:3, " in text
+    assert "model.py:4, " not in text
 
 
 def test_times_and_loads_where_there_are_some(many):

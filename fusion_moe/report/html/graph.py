@@ -9,6 +9,7 @@ from ..units import duration
 from .markup import Html, element, joined, section
 
 _WIDTH, _HEIGHT, _APART, _BELOW = 168, 62, 12, 34  # pixels
+_SOURCES = 4  # that are shown of equal calls
 _NARROW = 360  # what a phone has; a broader drawing becomes a list there
 
 
@@ -70,17 +71,20 @@ def _box(s: SegmentReport, place: tuple[int, int], hue: int, timed: bool) -> Htm
 
 
 def _unfused(calls: Sequence[NotFusedReport]) -> Html | None:
+    """A box for calls of the same operation that have the same reason."""
     if not calls:
         return None
-    boxes = (
-        element("li", element("b", f"{x.op}{f' x {x.times}' if x.times > 1 else ''}"), tip(joined([x.why, _at(x.source)])), tabindex=0)
-        for x in calls
-    )
+    equal: dict[tuple[str, str], list[NotFusedReport]] = {}
+    for x in calls:
+        equal.setdefault((x.op, x.why), []).append(x)
+    boxes = (_call(op, why, found) for (op, why), found in equal.items())
     return element("figure", element("figcaption", "not fused"), element("ul", *boxes, class_="unfused"))
 
 
-def _at(source: str) -> Html | None:
-    return element("code", source) if source else None
+def _call(op: str, why: str, calls: Sequence[NotFusedReport]) -> Html:
+    times, sources = sum(x.times for x in calls), list(dict.fromkeys(x.source for x in calls if x.source))
+    places = [*(element("code", source) for source in sources[:_SOURCES]), *(["..."] if len(sources) > _SOURCES else [])]
+    return element("li", element("b", f"{op} x {times}" if times > 1 else op), tip(joined([why, *places])), tabindex=0)
 
 
 def tip(text: str) -> Html:
