@@ -20,7 +20,7 @@ from .errors import DeviceError, DtypeError, Error, ShapeError, Untranslatable
 from .ir.builder import FusionDefinition
 from .ir.core import Fusion
 from .ir.sizes import symbol
-from .ir.types import TensorType, dtype_name
+from .ir.types import DTYPES, FLOATS, TensorType, dtype_name
 from .run_ops import NAMESPACE, empty_outputs, flops
 from .translate import Sizes, tensor_type
 
@@ -135,26 +135,33 @@ class Call:
 
 
 def _types(name: str, forms: Forms, sizes: Callable[[str, int, Any], Any]) -> Types:
+    return tuple((arg, _type(name, arg, dtype, [sizes(arg, i, n) for i, n in enumerate(shape)])) for arg, shape, dtype in forms)
+
+
+_INTEGERS = {"ids": (torch.int64, torch.int32), "slot_of": (torch.int64, torch.int32), "offs": (torch.int32,)}
+
+
+def _type(name: str, arg: str, dtype: torch.dtype, shape: Sequence[Any]) -> TensorType:
     try:
-        return tuple((arg, tensor_type(dtype, [sizes(arg, i, n) for i, n in enumerate(shape)])) for arg, shape, dtype in forms)
+        return tensor_type(dtype, shape)
     except Untranslatable as error:
-        raise DtypeError(error.found, expected=error.expected, where=name) from None
+        known = _INTEGERS.get(arg, ())
+        expected, todo = (" or ".join(map(str, known)), f"pass {arg}.to({known[0]})") if known else (error.expected, "")
+        raise DtypeError(f"{arg} is {dtype}", expected=expected, todo=todo, where=name) from None
 
 
 def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """The arguments of a call by name, defaults filled in. DeviceError if the tensors live on different devices."""
+    """The arguments of a call by name, defaults filled in. DeviceError unless the tensors live on one device."""
     bound = named_arguments(spec.name, args, kwargs)
     tensors = dict(each_tensor(bound))
-    devices = {name: t.device for name, t in tensors.items()}
-    if len(set(devices.values())) > 1:
-        raise DeviceError(
-            ", ".join(f"{n} on {d}" for n, d in devices.items()), expected="one device", todo="move them with .to(device)", where=spec.name
-        )
+    if len({t.device for t in tensors.values()}) != 1:
+        raise _no_one_device(spec, tensors)
     for name in spec.k_major:
         _need_k_major(name, tensors[name], spec.name)
-    lead = bound[spec.flatten].shape[:-1] if spec.flatten and bound[spec.flatten].dim() != 2 else None
+    flattened = tensors.get(spec.flatten)
+    lead = _lead(spec, flattened) if flattened is not None and flattened.dim() != 2 else None
     rows = {n: flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
-    others = tuple((n, _plain(v)) for n, v in bound.items() if n not in tensors and not _is_list_of_tensors(v))
+    others = tuple((n, _plain(n, v, spec.name)) for n, v in bound.items() if n not in tensors and not _is_list_of_tensors(v))
     return Call(spec, rows, others, lead)
 
 
@@ -171,9 +178,33 @@ def _is_list_of_tensors(v: Any) -> bool:
     return isinstance(v, (list, tuple)) and len(v) > 0 and isinstance(v[0], Tensor)
 
 
-def _plain(v: Any) -> Any:
+def _plain(name: str, v: Any, where: str) -> Any:
     """An argument that is no tensor, as programs are remembered by it."""
-    return tuple(v) if isinstance(v, list) else dtype_name(v) if isinstance(v, torch.dtype) else v
+    if not isinstance(v, torch.dtype):
+        return tuple(v) if isinstance(v, list) else v
+    try:
+        return dtype_name(v)
+    except DtypeError:
+        raise DtypeError(f"{name} = {v}", expected=f"one of {', '.join(str(DTYPES[f]) for f in FLOATS)}", where=where) from None
+
+
+def _no_one_device(spec: Spec, tensors: Mapping[str, Tensor]) -> Error:
+    """The error about tensors on several devices, or about none at all."""
+    places: dict[str, list[str]] = {}
+    for name, t in tensors.items():
+        names = places.setdefault(str(t.device), [])
+        names += [name.partition("[")[0]] if name.partition("[")[0] not in names else []
+    if not places:
+        return DtypeError("no tensor among the arguments", expected="tensors", where=spec.name)
+    found = "; ".join(f"{', '.join(names)} on {device}" for device, names in places.items())
+    return DeviceError(found, expected="one device", todo="move tensors, or the module that has them, with .to(device)", where=spec.name)
+
+
+def _lead(spec: Spec, t: Tensor) -> Sequence[int]:
+    """The leading dimensions of the argument whose leading dimensions the output takes over."""
+    if t.dim() == 0:
+        raise ShapeError(f"{spec.flatten} has no dimensions", expected="[..., K], a row of features or more", where=spec.name)
+    return t.shape[:-1]
 
 
 def _need_k_major(name: str, t: Tensor, where: str) -> None:
@@ -215,6 +246,7 @@ def fusion_of(name: str, types: Types, others: tuple[tuple[str, Any], ...]) -> F
     fd = FusionDefinition()
     tensors = {n: fd.define_like(t) for n, t in types}
     arguments = {**dict(others), **tensors}
+    _need_given(name, arguments)
     translator = translate.find(f"{NAMESPACE}::{name}")
     assert translator is not None
     try:
@@ -224,6 +256,13 @@ def fusion_of(name: str, types: Types, others: tuple[tuple[str, Any], ...]) -> F
     for output in result if isinstance(result, tuple) else (result,):
         fd.add_output(output)
     return fd.fusion()
+
+
+def _need_given(name: str, arguments: Mapping[str, Any]) -> None:
+    """DtypeError for None in the place of a tensor, which torch lets pass."""
+    for a in getattr(torch.ops.fusion_moe, name).default._schema.arguments:
+        if str(a.type) == "Tensor" and arguments[a.name] is None:
+            raise DtypeError(f"{a.name} is None", expected="a tensor", where=name)
 
 
 def _argument(name: str, arguments: Mapping[str, Any]) -> Any:
@@ -240,12 +279,22 @@ def eager_types(call: Call) -> Types:
 
 @lru_cache(maxsize=1024)
 def _eager_types(name: str, forms: Forms) -> Types:
-    rows, symbols = SPECS[name].rows, dict[int, Any]()
+    spec, symbols = SPECS[name], dict[int, Any]()
+    _need_equal_rows(spec, {arg: shape for arg, shape, _ in forms})
 
     def size(arg: str, i: int, n: int) -> Any:
-        return symbols.setdefault(n, symbol(f"s{len(symbols)}")) if i == 0 and arg in rows else n
+        return symbols.setdefault(n, symbol(f"s{len(symbols)}")) if i == 0 and arg in spec.rows else n
 
     return _types(name, forms, size)
+
+
+def _need_equal_rows(spec: Spec, shapes: Mapping[str, Sequence[Any]]) -> None:
+    """ShapeError unless those arguments have equally many rows that must."""
+    (first, rows), *others = [(name, shapes[name][0]) for name in spec.equal if name in shapes] or [("", 0)]
+    for name, n in others:
+        if n != rows:
+            expected = f"a row of {name} for each row of {first}"
+            raise ShapeError(f"{first} has {rows} rows, {name} {n}", expected=expected, where=spec.name)
 
 
 def traced_types(call: Call) -> tuple[Types, Sizes]:
@@ -255,9 +304,7 @@ def traced_types(call: Call) -> tuple[Types, Sizes]:
         for i, n in enumerate(t.shape):
             if call.spec.fixes(name, i, t.dim()):
                 int(n)  # all guards first: a symbol that one of them fixes may be in the sizes of others
-    equal = [call.tensors[name].shape[0] for name in call.spec.equal if name in call.tensors]
-    for n in equal[1:]:
-        bool(n == equal[0])  # the tracer makes one symbol of two; if they differ, the type rules say so
+    _need_equal_rows(call.spec, {name: t.shape for name, t in call.tensors.items()})  # the tracer makes one symbol of two
     return call.types(lambda name, i, n: sizes.size(n)), sizes
 
 

@@ -28,6 +28,8 @@ def quantize_(model: nn.Module, config: NVFP4Config | None = None, filter_fn: Fi
     for a config that is none. A module is replaced as soon as its weights are quantized, so that one is in memory in both forms; what an
     interruption leaves, another call completes.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"a {type(model).__name__}", expected="a torch.nn.Module with experts", where="quantize_")
     _check_config(config)
     names = _chosen(model, filter_fn)
     for name in progress(names, "checking experts", len(names)):
