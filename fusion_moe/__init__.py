@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import autocast as _autocast  # their casts under torch.autocast
 from . import autograd as _autograd  # their derivatives
-from . import compat, errors, nn, options
+from . import compat, errors, nn, ops, options
 from . import eager as _eager  # the bodies of the operations
 from .compile import run
 from .errors import Untranslatable
@@ -25,7 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FusionDefinition", "NVFP4Config", "NVFP4Experts", "Untranslatable", "__version__", "compat", "disable", "enable", "errors", "explain",
-    "nn", "options", "prepare_", "preparing", "quantize_", "run", "synchronize", "testing", "thunder_executors", "translator",
+    "nn", "ops", "options", "prepare_", "preparing", "quantize_", "run", "synchronize", "testing", "thunder_executors", "translator",
 ]  # fmt: skip
 
 # These import Dynamo and Inductor, which takes a while.
