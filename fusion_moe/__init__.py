@@ -16,7 +16,7 @@ from . import eager as _eager  # the bodies of the operations
 from .compile import run
 from .errors import Untranslatable
 from .ir.builder import FusionDefinition
-from .nn import NVFP4Config, NVFP4Experts, prepare_, quantize_
+from .nn import NVFP4Config, NVFP4Experts, prepare_, quantize_, register_converter
 from .runtime.cuda import synchronize
 from .runtime.preparing import preparing
 from .translate import translator
@@ -25,7 +25,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FusionDefinition", "NVFP4Config", "NVFP4Experts", "Untranslatable", "__version__", "compat", "disable", "enable", "errors", "explain",
-    "nn", "ops", "options", "prepare_", "preparing", "quantize_", "run", "synchronize", "testing", "thunder_executors", "translator",
+    "nn", "ops", "options", "prepare_", "preparing", "quantize_", "register_converter", "run", "synchronize", "testing",
+    "thunder_executors", "translator",
 ]  # fmt: skip
 
 # These import Dynamo and Inductor, which takes a while.

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "combine", "expert_mlp", "f16a_nvfp4weight_scaled_grouped_mm", "fused_experts", "group_add", "grouped_mm", "grouped_swizzle_block_scale",
-    "nvfp4_grouped_mm", "nvfp4_quantize", "route", "scaled_swiglu",
+    "combine", "expert_mlp", "f16a_nvfp4weight_scaled_grouped_mm", "fused_experts", "group_add", "grouped_mm",
+    "grouped_swizzle_block_scale", "nvfp4_grouped_mm", "nvfp4_quantize", "route", "scaled_swiglu",
 ]  # fmt: skip
 
 

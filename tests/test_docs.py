@@ -1,6 +1,7 @@
 """A page of the documentation is true: its Python blocks, run as the one file that they are, print the text blocks below them.
 
-Blocks below `<!-- needs: thunder -->` or `<!-- needs: nvfuser -->` run where these are installed. `pytest --update-golden` writes what is
+Blocks below `<!-- needs: thunder -->` or `<!-- needs: nvfuser -->` run where these are installed, those below `<!-- needs: checkpoint -->`
+nowhere. `pytest --update-golden` writes what is
 printed into the page.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+PAGES = [("translators.md", "geglu.py"), ("training.md", "training.py"), ("checkpoints.md", "checkpoints.py")]
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 BLOCK = re.compile(r"(?:<!-- needs: (?P<needs>\w+) -->\n)?```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<shown>.*?)```\n)?", re.DOTALL)
 END = "\f\n"  # printed after each block, from the empty line between two
@@ -38,7 +40,7 @@ def as_printed(block: re.Match[str], out: str) -> str:
 
 
 @pytest.mark.parametrize("have", [(), pytest.param(("thunder", "nvfuser"), marks=[pytest.mark.thunder, pytest.mark.nvfuser])], ids=str)
-@pytest.mark.parametrize(("page", "file"), [("translators.md", "geglu.py"), ("training.md", "training.py")])
+@pytest.mark.parametrize(("page", "file"), PAGES)
 def test_blocks_print_what_the_page_shows(page, file, have, tmp_path, request):
     text = (DOCS / page).read_text(encoding="utf-8")
     blocks, can_run = list(BLOCK.finditer(text)), {None, *have}

@@ -89,6 +89,6 @@ def _check_why_none(model: nn.Module, filtered: bool) -> None:
     raise UnsupportedError(
         f"no experts that can be quantized; modules with 3-D weights: {', '.join(sorted(others)) or 'none'}",
         expected=f"{DECORATED}, or {known_names()}",
-        todo="NVFP4Experts.from_float makes the module of [E, 2I, H] and [E, H, I] weights",
+        todo="fusion_moe.register_converter adds a class; NVFP4Experts.from_float makes the module of [E, 2I, H] and [E, H, I] weights",
         where=where,
     )

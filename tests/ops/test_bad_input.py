@@ -116,7 +116,7 @@ BAD = {
     "weights of other experts a token": (ShapeError, lambda: mlp(w=random(4, 3))),
     "ids of one dimension": (ShapeError, lambda: mlp(ids=IDS[:, 0], w=W[:, 0])),
     "no parts of a weight": (ShapeError, lambda: OPS.fused_experts(X, IDS, W, [], [])),
-    "float weights that no weight_format says": (ShapeError, lambda: OPS.fused_experts(X, IDS, W, [random(3, 32, 32)], [random(3, 32, 16)])),
+    "floats without their weight_format": (ShapeError, lambda: OPS.fused_experts(X, IDS, W, [random(3, 32, 32)], [random(3, 32, 16)])),
     "bias of other columns": (ShapeError, lambda: mlp(X, IDS, W, GATE_UP, DOWN, random(3, 16))),
     "interleave below zero": (OptionError, lambda: mlp(interleave=-1)),
     "offs of two dimensions": (ShapeError, lambda: mm(offs=ends(2, 5)[None])),
