@@ -23,6 +23,12 @@ fusion_moe.quantize_(model, NVFP4Config())
 layer = nn.GroupedLinear(4, 64, 32)
 y: torch.Tensor = layer(torch.randn(8, 64), torch.tensor([2, 2, 2, 2]))
 print(fusion_moe.explain(model, torch.zeros(1, 2)))
+z: torch.Tensor = fusion_moe.ops.scaled_swiglu(torch.randn(2, 8), limit=7.0)
+fd = FusionDefinition()
+a = fd.define_tensor(shape=[-1, 64], dtype="f32")
+both = fd.ops.cat([fd.ops.cast(a, dtype="bf16"), fd.ops.cast(fd.ops.mul(a, 2.0), dtype="bf16")], dim=0)
+ends, row_of, slot_of = fd.ops.route(a, groups=fd.define_groups("g", 4))
+fd.add_output(fd.ops.reshape(both, new_shape=(64, -1)))
 """
 
 # a line with a mistake -> what checkers must quote
@@ -34,6 +40,11 @@ MISTAKES = {
     "fusion_moe.quantize_(torch.zeros(1))": "Tensor",
     "nn.GroupedLinear(4, 64)": "out_features",
     "errors.ShapError": "ShapError",
+    "fusion_moe.ops.scaled_swiglu(torch.zeros(2, 8), 1.0)": "float",
+    "fusion_moe.ops.fused_expert": "fused_expert",
+    "fd.ops.cst(a)": "cst",
+    "fd.ops.cast(a, dtyp='bf16')": "dtyp",
+    "fd.ops.route(a)": "groups",
 }
 
 CHECKERS = {
@@ -93,8 +104,8 @@ def test_checkers_accept_a_script_and_report_each_mistake(checker, tmp_path):
     names = "\n".join(f"fusion_moe.{name}" for name in fusion_moe.__all__)
     assert check(checker, GOOD + names, tmp_path) == ""
     said = check(checker, GOOD + "\n".join(MISTAKES), tmp_path).splitlines()
-    first = GOOD.count("\n") + 1
-    for line, (mistake, quoted) in enumerate(MISTAKES.items(), first):
+    lines = dict(enumerate(MISTAKES.items(), GOOD.count("\n") + 1))
+    for line, (mistake, quoted) in lines.items():
         about = [text for text in said if f"script.py:{line}:" in text]
         assert any(quoted in text for text in about), f"{mistake}\n{said}"
-    assert sum("error:" in text for text in said) == len(MISTAKES)
+    assert {int(text.partition("script.py:")[2].partition(":")[0]) for text in said if "error:" in text} == set(lines)

@@ -153,11 +153,13 @@ def _halves(fd: FusionDefinition, x: Value, interleave: int) -> tuple[Value, Val
     assert isinstance(width, int)
     half = width // 2
     if interleave == 0:
-        return tuple(fd.ops.slice(x, start_indices=(0, s), end_indices=(rows, s + half)) for s in (0, half))
+        gate, up = (fd.ops.slice(x, start_indices=(0, s), end_indices=(rows, s + half)) for s in (0, half))
+        return gate, up
     block = interleave
     blocks = fd.ops.reshape(x, new_shape=(rows, half // block, 2, block))
     parts = (fd.ops.slice(blocks, start_indices=(0, 0, s, 0), end_indices=(rows, half // block, s + 1, block)) for s in (0, 1))
-    return tuple(fd.ops.reshape(part, new_shape=(rows, half)) for part in parts)
+    gate, up = (fd.ops.reshape(part, new_shape=(rows, half)) for part in parts)
+    return gate, up
 
 
 def _column(fd: FusionDefinition, scale: Value, like: Value) -> Value:

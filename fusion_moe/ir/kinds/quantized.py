@@ -156,6 +156,7 @@ def _quantize(x: torch.Tensor, *matrix_scale: torch.Tensor, encoding: str) -> tu
 
 
 def _decode_scale_type(x: TensorType, encoding: str) -> Types:
+    """x float[..., N, K] -> f32[...]: the scale that each matrix takes in an encoding; for NVFP4 amax / 2688."""
     descriptor = find(encoding)
     _need_matrices(x, descriptor)
     scales = _matrix_scales(descriptor)
@@ -228,7 +229,7 @@ def linear(x: Any, encoding: Encoding, layout: str, ends: torch.Tensor | None = 
 
 TABLE = (
     OpKind("pack", _pack_type, _pack, needs=_pack_needs, view=True, role="view"),
-    OpKind("unpack", _unpack_type, _unpack, role="view"),
+    OpKind("unpack", _unpack_type, _unpack, role="view", outputs=None),
     OpKind("decode_scale", _decode_scale_type, _decode_scale, role="reduce"),
     OpKind("quantize", _quantize_type, _quantize, needs=_quantize_needs, role="quantize"),
     OpKind("grouped_swizzle", _swizzle_type, _swizzle, role="layout"),
