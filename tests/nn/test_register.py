@@ -153,7 +153,7 @@ def test_what_a_converter_may_not_do(register, model, function, said):
     assert [type(layer.experts) for layer in model] == [Mine, Mine]
 
 
-@pytest.mark.parametrize("cls", [nn.Module, "Mine", int, to_nvfp4], ids=str)
+@pytest.mark.parametrize("cls", [nn.Module, "Mine", int, to_nvfp4], ids=["all", "a name", "no module", "a function"])
 def test_what_is_no_class_of_experts(cls):
     with pytest.raises(OptionError, match="register_converter: a converter of .*; expected a class that derives from torch.nn.Module"):
         register_converter(cls)
