@@ -15,8 +15,9 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
 QUICK       := tests/ir tests/passes tests/segment tests/formats tests/translators tests/ops
 DEMO_ARGS   ?=
 # Without "judges" the comparisons with other people's packages are skipped, without "sass" the look at compiled CUDA kernels, which needs no
-# GPU. The full lane does without: once is enough, and its torch wants an older cuda-bindings.
-TEST_EXTRAS ?= test,judges,sass
+# GPU, without "typing" type checkers on a user's script. The full lane does without: once is enough, and its torch wants an older
+# cuda-bindings.
+TEST_EXTRAS ?= test,judges,sass,typing
 
 BIN      := $(VENV)/bin
 FULL     := $(VENV_FULL)/bin

@@ -21,7 +21,7 @@ from fusion_moe.arch import KNOWN, Arch
 from fusion_moe.compile import compile_fusion
 from fusion_moe.emit.cuda.choose import Choice
 from fusion_moe.emit.cuda.launch import Call, build
-from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
+from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
 from fusion_moe.runtime.bandwidth import cpus
 from fusion_moe.runtime.preparing import run_builds
 from fusion_moe.target import TARGETS

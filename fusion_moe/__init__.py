@@ -6,16 +6,17 @@ Importing it registers the operations in torch.ops.fusion_moe, and changes nothi
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 from . import autocast as _autocast  # their casts under torch.autocast
 from . import autograd as _autograd  # their derivatives
-from . import compat, errors, options
+from . import compat, errors, nn, ops, options
 from . import eager as _eager  # the bodies of the operations
 from .compile import run
 from .errors import Untranslatable
 from .ir.builder import FusionDefinition
-from .nn import NVFP4Config, NVFP4Experts, prepare_, quantize_
+from .nn import NVFP4Config, NVFP4Experts, prepare_, quantize_, register_converter
 from .runtime.cuda import synchronize
 from .runtime.preparing import preparing
 from .translate import translator
@@ -24,8 +25,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FusionDefinition", "NVFP4Config", "NVFP4Experts", "Untranslatable", "__version__", "compat", "diff", "disable", "enable", "errors",
-    "explain", "last_compiled", "options", "prepare_", "preparing", "quantize_", "run", "synchronize", "testing", "thunder_executors",
-    "translator",
+    "explain", "last_compiled", "nn", "ops", "options", "prepare_", "preparing", "quantize_", "register_converter", "run", "synchronize",
+    "testing", "thunder_executors", "translator",
 ]  # fmt: skip
 
 # These import Dynamo and Inductor, which takes a while.
@@ -34,13 +35,23 @@ _LAZY = {
     "thunder_executors": "frontends.thunder",
 }  # fmt: skip
 
+if TYPE_CHECKING:  # the lazy names as type checkers see them; where __getattr__ is not seen, misspelled names are errors
+    from . import testing
+    from .frontends.inductor import disable, enable
+    from .frontends.thunder import thunder_executors
+    from .report import diff, explain, last_compiled
+else:
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-    if name == "testing":
-        return importlib.import_module(f"{__name__}.testing")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+        if name == "testing":
+            return importlib.import_module(f"{__name__}.testing")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 del _autocast, _autograd, _eager

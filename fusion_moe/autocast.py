@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 
 from .ir.types import dtype_name
-from .ops import LIBRARY, SPECS, Spec, named_arguments
+from .op_definitions import LIBRARY, SPECS, Spec, named_arguments
 
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 _KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}

@@ -23,7 +23,7 @@ from .errors import Error, UnsupportedError
 from .ir.core import Fusion
 from .ir.derivative import Derivative, differentiate
 from .ir.text import one_line, parse
-from .ops import LIBRARY, SPECS, Call, Spec, Types, as_bytes, bind, eager_types, flat, fusion_of, traced_types
+from .op_definitions import LIBRARY, SPECS, Call, Spec, Types, as_bytes, bind, eager_types, flat, fusion_of, traced_types
 from .parts import Input, Parts, grouped
 from .parts import flat as in_parts
 from .run_ops import NAMESPACE, RUN, RUN_INTO, named_sizes

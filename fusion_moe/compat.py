@@ -30,7 +30,7 @@ from torch import Tensor
 from torch._library import custom_ops
 
 from . import translate
-from .errors import OptionError, UnsupportedError, Untranslatable
+from .errors import UnsupportedError, Untranslatable, need_one_of
 from .ir.builder import FusionDefinition
 from .ir.core import Value
 from .target import ACTIVATION_FORMATS
@@ -73,9 +73,7 @@ def register_nvf_cutlass(activation_format: str = "bf16") -> Registration:
     OptionError for another format; UnsupportedError if the name was made by `torch.library.Library.define`, which cannot be replaced.
     """
     global _registration
-    if activation_format not in ACTIVATION_FORMATS:
-        expected = f"one of {', '.join(ACTIVATION_FORMATS)}"
-        raise OptionError(f"activation_format = {activation_format!r}", expected=expected, where="register_nvf_cutlass")
+    need_one_of("activation_format", activation_format, ACTIVATION_FORMATS, where="register_nvf_cutlass")
     known = _registration
     if known is not None and known.activation_format == activation_format and known.overwritten() is None:
         return known

@@ -12,6 +12,7 @@ from . import options, target
 from .emit import BACKENDS, emit, plan
 from .emit.nvfuser import NAME as NVFUSER
 from .emit.nvfuser import library
+from .errors import FusionError
 from .ir.core import Fusion
 from .ir.text import parse, text
 from .options import Options
@@ -79,6 +80,8 @@ def _program(source: str, to: str, with_: Options) -> Program:
 
 def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Compiles a Fusion for the device of its inputs and runs it: `fusion_moe.run(fd.fusion(), [x, y])`."""
+    if not isinstance(fusion, Fusion):
+        raise FusionError(f"a {type(fusion).__name__}", expected="a Fusion, as fd.fusion() returns it", where="run")
     device = tensors[0].device if tensors else torch.device("cpu")
     return program_of(text(fusion), device)(tensors)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from .compile import program_of
 from .ir.effects import check_targets, write_over
 from .ir.text import parse, text
-from .ops import LIBRARY, SPECS, Spec, as_bytes, bind, eager_types, fusion_of
+from .op_definitions import LIBRARY, SPECS, Spec, as_bytes, bind, eager_types, fusion_of
 from .options import Options, current, from_key
 from .parts import Parts, grouped, joined
 from .run_ops import RUN, RUN_INTO, all_inputs, named_sizes, need_pure, need_written

@@ -83,6 +83,14 @@ class Untranslatable(Error):
     """
 
 
+def need_one_of(name: str, value: object, known: Iterable[str], *, todo: str = "", where: str = "") -> None:
+    """OptionError unless an option has one of the values that it takes. todo: what to do if none of them is like it."""
+    choices = tuple(known)
+    if value not in choices:
+        todo = did_you_mean(str(value), choices) or todo
+        raise OptionError(f"{name} = {value!r}", expected=f"one of {', '.join(choices)}", todo=todo, where=where)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """What to do about a name that is not known: "did you mean 'y'?", or "" if none is like it."""
     near = difflib.get_close_matches(name, list(known), 1)

@@ -1,293 +1,187 @@
-"""The operations in `torch.ops.fusion_moe`: their schemas, and from each one's Fusion its fake and its flops.
+"""The operations as functions, typed and documented: each calls the one in `torch.ops.fusion_moe` that has its name, and does nothing else.
 
-What an operation computes is defined once, by its translator (translators/fusion_moe_translators/moe.py): a call is the Fusion that
-the translator builds. The fake allocates what the types of that Fusion say, the body (eager.py) runs it, its derivative (autograd.py)
-runs through `fusion_moe::run`. Letters: M rows, K in-features, N out-features, G groups, T tokens, k slots a token.
+    y = fusion_moe.ops.fused_experts(x, ids, w, gate_up, down)
+
+is traced as `torch.ops.fusion_moe.fused_experts`. What an operation computes is said once, by its translator
+(translators/fusion_moe_translators/moe.py); schemas are in op_definitions.py, and a test compares them with these signatures.
+
+Letters: T tokens, k experts a token, M rows, E experts or G groups, H hidden and I intermediate features, K in-features, N out-features.
+
+All raise ShapeError, DtypeError, DeviceError or OptionError for arguments that do not fit, before memory is touched. Ends of groups and ids
+are read where they are: on the CPU bad ones raise GroupsError, on CUDA they are made safe, and raised by the next call or by
+`fusion_moe.synchronize()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import run_ops, translate
-from .errors import DeviceError, DtypeError, Error, ShapeError, Untranslatable
-from .ir.builder import FusionDefinition
-from .ir.core import Fusion
-from .ir.sizes import symbol
-from .ir.types import TensorType, dtype_name
-from .run_ops import NAMESPACE, empty_outputs, flops
-from .translate import Sizes, tensor_type
+__all__ = [
+    "combine", "expert_mlp", "f16a_nvfp4weight_scaled_grouped_mm", "fused_experts", "group_add", "grouped_mm",
+    "grouped_swizzle_block_scale", "nvfp4_grouped_mm", "nvfp4_quantize", "route", "scaled_swiglu",
+]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Spec:
-    """One public operation.
+def nvfp4_quantize(x: Tensor, decode_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Matrices to NVFP4, along their last dimension -> (codes, block_scale, decode_scale).
 
-    rows: arguments whose leading dimensions are rows, and how many trailing dimensions stay (a [..., K]: 1). Their size may change
-    from call to call without a new program; those of `equal` have equally many. flatten: the argument whose leading dimensions
-    the output takes over. k_major: arguments [G, K, N] whose elements must be stored with K running fastest. autocast: the floats that
-    torch.autocast casts; weights: those that it casts if `weight_format` says that they are floats.
+    x: float [..., N, K], K a multiple of 16. decode_scale: float32 [...], what multiplies each matrix, or [..., S], each of S equal runs of
+    its rows; None: amax / 2688 of each matrix.
+    codes: uint8 [..., N, K/2], two e2m1 codes a byte, the low nibble first; block_scale: float8_e4m3fn [..., N, K/16].
+
+    NonFiniteError for NaN or infinity, on the CPU (on CUDA looking would wait for the device). No derivative.
+    Source: the numbers of nvidia-modelopt, bit for bit.
     """
-
-    name: str
-    schema: str
-    rows: Mapping[str, int] = field(default_factory=dict)
-    equal: tuple[str, ...] = ()
-    flatten: str = ""
-    k_major: tuple[str, ...] = ()
-    differentiable: bool = True
-    autocast: tuple[str, ...] = ()
-    weights: tuple[str, ...] = ()
-
-    def fixes(self, name: str, i: int, rank: int) -> bool:
-        """Whether size i of an argument is a constant of the program: all but rows; the last one alone where nothing is rows."""
-        return (i > 0 or name not in self.rows) if self.rows else i == rank - 1
+    return torch.ops.fusion_moe.nvfp4_quantize(x, decode_scale)
 
 
-_EXPERTS = tuple(f"{p}_{t}" for p in ("gate_up", "down") for t in ("codes", "block_scale", "decode_scale"))
-_HOW = """Tensor? gate_up_bias=None, Tensor? down_bias=None, *, int interleave=0, float? limit=None, float alpha=1.0,
-    float up_offset=0.0, str scale_on="output", str activation_format="bf16", str weight_layout="linear" """
-_EXPERT_MLP = f"""(
-    Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)}, {_HOW}) -> Tensor"""
-_FUSED_EXPERTS = f"""(
-    Tensor x, Tensor ids, Tensor w, Tensor[] gate_up, Tensor[] down, {_HOW}, str weight_format="nvfp4", bool transposed=False) -> Tensor"""
+def nvfp4_grouped_mm(
+    a: Tensor, b_codes: Tensor, b_block_scale: Tensor, b_decode_scale: Tensor, offs: Tensor, *, activation_format: str = "bf16",
+    weight_layout: str = "linear", out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """`grouped_mm` of one weight in NVFP4, its parts as arguments -> [..., N].
 
-SPECS = {
-    spec.name: spec
-    for spec in (
-        Spec(
-            "nvfp4_quantize",
-            "(Tensor x, Tensor? decode_scale=None) -> (Tensor codes, Tensor block_scale, Tensor decode_scale)",
-            differentiable=False,
-        ),
-        Spec(
-            "nvfp4_grouped_mm",
-            "(Tensor a, Tensor b_codes, Tensor b_block_scale, Tensor b_decode_scale, Tensor offs, *, "
-            'str activation_format="bf16", str weight_layout="linear", ScalarType? out_dtype=None) -> Tensor',
-            rows={"a": 1}, flatten="a", autocast=("a",),
-        ),
-        Spec(
-            "grouped_mm",
-            '(Tensor a, Tensor[] weight, Tensor offs, *, str weight_format="nvfp4", str weight_layout="linear", '
-            'str activation_format="bf16", ScalarType? out_dtype=None, bool transposed=False) -> Tensor',
-            rows={"a": 1}, flatten="a", autocast=("a",), weights=("weight",),
-        ),
-        Spec("grouped_swizzle_block_scale", "(Tensor block_scale, Tensor offs) -> Tensor", rows={"block_scale": 1}, differentiable=False),
-        Spec(
-            "scaled_swiglu",
-            "(Tensor x, Tensor? scale=None, int interleave=0, *, float? limit=None, float alpha=1.0, float up_offset=0.0) -> Tensor",
-            rows={"x": 1, "scale": 0}, equal=("x", "scale"), flatten="x",
-        ),
-        Spec("route", "(Tensor ids, int groups) -> (Tensor ends, Tensor row_of, Tensor slot_of)", rows={"ids": 1}, differentiable=False),
-        Spec("combine", "(Tensor y, Tensor slot_of, Tensor w) -> Tensor", rows={"y": 1, "slot_of": 1, "w": 1}, equal=("slot_of", "w")),
-        Spec("group_add", "(Tensor y, Tensor bias, Tensor offs) -> Tensor", rows={"y": 1}, autocast=("y", "bias")),
-        Spec(
-            "expert_mlp", _EXPERT_MLP,
-            rows={"x": 1, "ids": 1, "w": 1}, equal=("x", "ids", "w"), flatten="x", autocast=("x", "gate_up_bias", "down_bias"),
-        ),
-        Spec(
-            "fused_experts", _FUSED_EXPERTS,
-            rows={"x": 1, "ids": 1, "w": 1}, equal=("x", "ids", "w"), flatten="x", autocast=("x", "gate_up_bias", "down_bias"),
-            weights=("gate_up", "down"),
-        ),
-        Spec(
-            "f16a_nvfp4weight_scaled_grouped_mm",
-            "(Tensor activation, Tensor fp4_weight, Tensor weight_scaling_factor, Tensor global_scale, Tensor offsets, "
-            'Tensor blockscale_offsets, Tensor problem_sizes, *, str activation_format="bf16") -> Tensor',
-            rows={"activation": 1}, flatten="activation", k_major=("fp4_weight",), autocast=("activation",),
-        ),
-    )
-}  # fmt: skip
-Forms = tuple[tuple[str, Sequence[Any], torch.dtype], ...]  # names, shapes and dtypes of tensors
-Types = tuple[tuple[str, TensorType], ...]
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of an operation: its tensors with rows flattened, its other arguments by name, the leading shape of the output.
-
-    Tensors of a list come one by one: those of `weight` as weight[0], weight[1], ...
+    a: float [..., K], rows sorted by group. b_codes uint8 [G, N, K/2], b_block_scale float8_e4m3fn [G, N, K/16], b_decode_scale float32 [G]
+    or [G, S], as `nvfp4_quantize` returns them. The other arguments are those of `grouped_mm`.
     """
-
-    spec: Spec
-    tensors: Mapping[str, Tensor]
-    others: tuple[tuple[str, Any], ...]
-    lead: Sequence[int] | None
-
-    @property
-    def forms(self) -> Forms:
-        """What the types of its tensors are made of."""
-        return tuple([(name, t.shape, t.dtype) for name, t in self.tensors.items()])
-
-    def types(self, sizes: Callable[[str, int, Any], Any]) -> Types:
-        """The type of each tensor; sizes(argument, dimension, n) turns a size into the IR's."""
-        return _types(self.spec.name, self.forms, sizes)
-
-    def restore(self, output: Tensor) -> Tensor:
-        """The output with the leading dimensions that the flattened argument had."""
-        return output if self.lead is None else output.reshape(*self.lead, *output.shape[1:])
+    return torch.ops.fusion_moe.nvfp4_grouped_mm(
+        a, b_codes, b_block_scale, b_decode_scale, offs, activation_format=activation_format, weight_layout=weight_layout,
+        out_dtype=out_dtype,
+    )  # fmt: skip
 
 
-def _types(name: str, forms: Forms, sizes: Callable[[str, int, Any], Any]) -> Types:
-    try:
-        return tuple((arg, tensor_type(dtype, [sizes(arg, i, n) for i, n in enumerate(shape)])) for arg, shape, dtype in forms)
-    except Untranslatable as error:
-        raise DtypeError(error.found, expected=error.expected, where=name) from None
+def grouped_mm(
+    a: Tensor, weight: Sequence[Tensor], offs: Tensor, *, weight_format: str = "nvfp4", weight_layout: str = "linear",
+    activation_format: str = "bf16", out_dtype: torch.dtype | None = None, transposed: bool = False,
+) -> Tensor:  # fmt: skip
+    """Row r of group g becomes weight[g] @ row, summed in float32 (float64 in float64) -> [..., N]; zeros for rows past the last group.
+
+    a: float [..., K], rows sorted by group. offs: int32 [G], where the rows of each group end.
+    weight: the parts of [G, N, K] in the encoding weight_format: "nvfp4", "mxfp4", "int4" (fusion_moe.encodings), or "bf16", "f16", "f32",
+    "f64", one tensor of numbers. transposed: that one is [G, K, N].
+    weight_layout: the order of its bytes, "linear", or "w16x64" as `fusion_moe.prepare_` makes it, or "sf128x4" for the block scales alone.
+    activation_format: "bf16", rows as they come in, or "nvfp4", quantized too (compute capability 10.0 only, else UnsupportedError).
+    out_dtype: of the result; None: that of a.
+
+    Source: torch.nn.functional.grouped_mm, for weights that are quantized.
+    """
+    return torch.ops.fusion_moe.grouped_mm(
+        a, weight, offs, weight_format=weight_format, weight_layout=weight_layout, activation_format=activation_format,
+        out_dtype=out_dtype, transposed=transposed,
+    )  # fmt: skip
 
 
-def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """The arguments of a call by name, defaults filled in. DeviceError if the tensors live on different devices."""
-    bound = named_arguments(spec.name, args, kwargs)
-    tensors = dict(each_tensor(bound))
-    devices = {name: t.device for name, t in tensors.items()}
-    if len(set(devices.values())) > 1:
-        raise DeviceError(
-            ", ".join(f"{n} on {d}" for n, d in devices.items()), expected="one device", todo="move them with .to(device)", where=spec.name
-        )
-    for name in spec.k_major:
-        _need_k_major(name, tensors[name], spec.name)
-    lead = bound[spec.flatten].shape[:-1] if spec.flatten and bound[spec.flatten].dim() != 2 else None
-    rows = {n: flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
-    others = tuple((n, _plain(v)) for n, v in bound.items() if n not in tensors and not _is_list_of_tensors(v))
-    return Call(spec, rows, others, lead)
+def grouped_swizzle_block_scale(block_scale: Tensor, offs: Tensor) -> Tensor:
+    """Block scales in the order that Blackwell's products read, each group padded to 128 rows -> [bound(M, G), ceil4(K/16)].
+
+    block_scale: float8_e4m3fn [M, K/16], rows sorted by group. offs: int32 [G], where the rows of each group end. Padding is zero. No
+    derivative.
+    Source: the layout of block scaling factors of cuBLAS and CUTLASS (`fusion_moe.layouts.SF128X4`).
+    """
+    return torch.ops.fusion_moe.grouped_swizzle_block_scale(block_scale, offs)
 
 
-def each_tensor(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of arguments by name, those of a list as name[0], name[1], ..."""
-    for name, v in arguments.items():
-        if isinstance(v, Tensor):
-            yield name, v
-        elif _is_list_of_tensors(v):
-            yield from ((f"{name}[{i}]", t) for i, t in enumerate(v))
+def scaled_swiglu(
+    x: Tensor, scale: Tensor | None = None, interleave: int = 0, *, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0
+) -> Tensor:
+    """gate * sigmoid(alpha * gate) * (up + up_offset) * scale, in float32 and rounded once to the dtype of x -> [..., I].
+
+    x: float [..., 2I], gate and up. scale: float [...], one for each row; None: 1.
+    interleave: 0, gate is the first half of the columns; n, blocks of n gate and n up columns take turns.
+    limit: gate is clamped to it from above, up to -limit .. limit; None: neither. alpha: 1 for SiLU.
+
+    Source: SwiGLU (Shazeer, 2020); limit = 7, alpha = 1.702 and up_offset = 1 are those of gpt-oss.
+    """
+    return torch.ops.fusion_moe.scaled_swiglu(x, scale, interleave, limit=limit, alpha=alpha, up_offset=up_offset)
 
 
-def _is_list_of_tensors(v: Any) -> bool:
-    return isinstance(v, (list, tuple)) and len(v) > 0 and isinstance(v[0], Tensor)
+def route(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts the slots of tokens by expert, stably -> (ends, row_of, slot_of).
+
+    ids: int64 or int32 [T, k], the experts of each token, from 0 to groups - 1; groups: how many experts there are.
+    ends: int32 [groups], where the rows of each expert end, as `offs` of the products; row_of: int32 [T*k], the token of each sorted row:
+    x[row_of] are the rows; slot_of: int32 [T, k], the row of each slot. No derivative.
+    """
+    return torch.ops.fusion_moe.route(ids, groups)
 
 
-def _plain(v: Any) -> Any:
-    """An argument that is no tensor, as programs are remembered by it."""
-    return tuple(v) if isinstance(v, list) else dtype_name(v) if isinstance(v, torch.dtype) else v
+def combine(y: Tensor, slot_of: Tensor, w: Tensor) -> Tensor:
+    """The rows of each token times the router's weights, added in the order of slots in float32 -> [T, N], in the dtype of y.
+
+    y: float [M, N], rows sorted by expert. slot_of: int [T, k], as `route` returns it. w: float [T, k].
+    """
+    return torch.ops.fusion_moe.combine(y, slot_of, w)
 
 
-def _need_k_major(name: str, t: Tensor, where: str) -> None:
-    """ShapeError unless t [G, K, N] is the transposed view of a contiguous [G, N, K]."""
-    if t.dim() != 3:
-        raise ShapeError(f"{name} has shape {list(t.shape)}", expected="[G, K/2, N], two codes a byte along K", where=where)
-    if not t.mT.is_contiguous():
-        _, k, n = t.shape
-        raise ShapeError(
-            f"{name} has shape {list(t.shape)} and strides {list(t.stride())}", expected=f"strides {[n * k, 1, k]}, K running fastest",
-            todo="pack two codes a byte along K into a contiguous [G, N, K/2] tensor, and pass its .transpose(1, 2)", where=where,
-        )  # fmt: skip
+def group_add(y: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+    """The bias of each row's group added to it -> [M, N]; rows past the last group stay as they are.
+
+    y: float [M, N], rows sorted by group. bias: [G, N], of the dtype of y. offs: int32 [G], where the rows of each group end.
+    """
+    return torch.ops.fusion_moe.group_add(y, bias, offs)
 
 
-def as_bytes(t: Tensor) -> Tensor:
-    """fp4 tensors as the bytes they are stored in, which is how programs take them; any other tensor itself."""
-    return t.view(torch.uint8) if t.dtype == torch.float4_e2m1fn_x2 else t
+def expert_mlp(
+    x: Tensor, ids: Tensor, w: Tensor, gate_up_codes: Tensor, gate_up_block_scale: Tensor, gate_up_decode_scale: Tensor, down_codes: Tensor,
+    down_block_scale: Tensor, down_decode_scale: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, *,
+    interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0, scale_on: str = "output",
+    activation_format: str = "bf16", weight_layout: str = "linear",
+) -> Tensor:  # fmt: skip
+    """`fused_experts` of weights in NVFP4, their parts as arguments -> [..., H].
+
+    gate_up_codes uint8 [E, 2I, H/2], gate_up_block_scale float8_e4m3fn [E, 2I, H/16], gate_up_decode_scale float32 [E] or [E, 2];
+    down_codes [E, H, I/2], down_block_scale [E, H, I/16], down_decode_scale [E]. The other arguments are those of `fused_experts`.
+    """
+    return torch.ops.fusion_moe.expert_mlp(
+        x, ids, w, gate_up_codes, gate_up_block_scale, gate_up_decode_scale, down_codes, down_block_scale, down_decode_scale, gate_up_bias,
+        down_bias, interleave=interleave, limit=limit, alpha=alpha, up_offset=up_offset, scale_on=scale_on,
+        activation_format=activation_format, weight_layout=weight_layout,
+    )  # fmt: skip
 
 
-def flat(t: Tensor, keep: int) -> Tensor:
-    """t with its last `keep` dimensions as they are, and one for all before them."""
-    return t if t.dim() == keep + 1 else t.reshape(-1, *t.shape[t.dim() - keep :])
+def fused_experts(
+    x: Tensor, ids: Tensor, w: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor], gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, *, interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0,
+    scale_on: str = "output", activation_format: str = "bf16", weight_layout: str = "linear", weight_format: str = "nvfp4",
+    transposed: bool = False,
+) -> Tensor:  # fmt: skip
+    """down(act(gate(x)) * (up(x) + up_offset)) of each token's experts, added with the router's weights -> [..., H], in the dtype of x.
+
+    x: float [..., H], T tokens in all. ids: int64 or int32 [T, k], the experts of each token. w: float [T, k], the router's weights.
+    gate_up, down: the parts of [E, 2I, H] and [E, H, I] in the encoding weight_format (see `grouped_mm`), stored in weight_layout.
+    transposed: they are floats [E, H, 2I] and [E, I, H]. gate_up_bias [E, 2I], down_bias [E, H]: in the dtype of x, or None.
+    interleave: 0, gate above up in the rows of gate_up; n, blocks of n gate and n up rows take turns.
+    act(gate): gate * sigmoid(alpha * gate). limit: gate is clamped to it from above, up to -limit .. limit; None: neither.
+    scale_on: what w multiplies, the "output" of experts or, as in Llama-4, their "input".
+    activation_format: "bf16", activations as they come in, or "nvfp4", quantized too (compute capability 10.0 only, else UnsupportedError).
+
+    Derivatives: with respect to x, w, biases, and weights of floats. Quantized weights are frozen.
+    Source: the experts of Qwen3-MoE; limit = 7, alpha = 1.702 and up_offset = 1 are those of gpt-oss.
+    """
+    return torch.ops.fusion_moe.fused_experts(
+        x, ids, w, gate_up, down, gate_up_bias, down_bias, interleave=interleave, limit=limit, alpha=alpha, up_offset=up_offset,
+        scale_on=scale_on, activation_format=activation_format, weight_layout=weight_layout, weight_format=weight_format,
+        transposed=transposed,
+    )  # fmt: skip
 
 
-def named_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of an operation by name, defaults filled in."""
-    return {n: args[i] if i < len(args) else kwargs.get(n, default) for i, (n, default) in enumerate(_signature(name))}
+def f16a_nvfp4weight_scaled_grouped_mm(
+    activation: Tensor, fp4_weight: Tensor, weight_scaling_factor: Tensor, global_scale: Tensor, offsets: Tensor,
+    blockscale_offsets: Tensor, problem_sizes: Tensor, *, activation_format: str = "bf16",
+) -> Tensor:  # fmt: skip
+    """`nvfp4_grouped_mm` of arguments as lightning-thunder's inference benchmarks pass them -> [..., N].
 
+    activation: float [..., K], rows sorted by group. fp4_weight: uint8 [G, K/2, N], the transposed view of a contiguous [G, N, K/2].
+    weight_scaling_factor: float8_e4m3fn [G, ceil128(N), ceil4(K/16)], swizzled matrix by matrix (`fusion_moe.layouts.SF128X4`).
+    global_scale: float32 [G], multiplies. offsets: int32 [G], where each group starts, without the total; blockscale_offsets: int32 [G],
+    the same once groups are padded to 128 rows; problem_sizes: int32 [G, 3], m, n and k of each group. activation_format: see `grouped_mm`.
 
-@cache
-def _signature(name: str) -> tuple[tuple[str, Any], ...]:
-    schema = getattr(torch.ops.fusion_moe, name).default._schema
-    return tuple((a.name, a.default_value if a.has_default_value() else None) for a in schema.arguments)
-
-
-@lru_cache(maxsize=1024)
-def fusion_of(name: str, types: Types, others: tuple[tuple[str, Any], ...]) -> Fusion:
-    """The Fusion that a call of an operation stands for: what its translator builds on inputs of these types."""
-    fd = FusionDefinition()
-    tensors = {n: fd.define_like(t) for n, t in types}
-    arguments = {**dict(others), **tensors}
-    translator = translate.find(f"{NAMESPACE}::{name}")
-    assert translator is not None
-    try:
-        result = translator.function(fd, **{n: _argument(n, arguments) for n, _ in _signature(name)})
-    except Error as error:
-        raise error.at(name) from None
-    for output in result if isinstance(result, tuple) else (result,):
-        fd.add_output(output)
-    return fd.fusion()
-
-
-def _argument(name: str, arguments: Mapping[str, Any]) -> Any:
-    """An argument by name; a list of tensors from those that are called name[0], name[1], ..."""
-    if name in arguments:
-        return arguments[name]
-    return tuple(v for n, v in arguments.items() if n.partition("[")[0] == name)
-
-
-def eager_types(call: Call) -> Types:
-    """The types of a call on real tensors: rows are symbols, one for each number that occurs, so that programs are shared."""
-    return _eager_types(call.spec.name, call.forms)
-
-
-@lru_cache(maxsize=1024)
-def _eager_types(name: str, forms: Forms) -> Types:
-    rows, symbols = SPECS[name].rows, dict[int, Any]()
-
-    def size(arg: str, i: int, n: int) -> Any:
-        return symbols.setdefault(n, symbol(f"s{len(symbols)}")) if i == 0 and arg in rows else n
-
-    return _types(name, forms, size)
-
-
-def traced_types(call: Call) -> tuple[Types, Sizes]:
-    """The types of a call on fake tensors: rows as the tracer knows them; other sizes become constants, and the tracer guards them."""
-    sizes = Sizes()
-    for name, t in call.tensors.items():
-        for i, n in enumerate(t.shape):
-            if call.spec.fixes(name, i, t.dim()):
-                int(n)  # all guards first: a symbol that one of them fixes may be in the sizes of others
-    equal = [call.tensors[name].shape[0] for name in call.spec.equal if name in call.tensors]
-    for n in equal[1:]:
-        bool(n == equal[0])  # the tracer makes one symbol of two; if they differ, the type rules say so
-    return call.types(lambda name, i, n: sizes.size(n)), sizes
-
-
-def _fake(spec: Spec, *args: Any, **kwargs: Any) -> Any:
-    call = bind(spec, args, kwargs)
-    types, sizes = traced_types(call)
-    outputs = empty_outputs(fusion_of(spec.name, types, call.others), sizes.values(), next(iter(call.tensors.values())).device)
-    return call.restore(outputs[0]) if len(outputs) == 1 else tuple(outputs)
-
-
-# -------------------------------------------------------------------------------------------------------------------- register
-
-
-def _call_flops(spec: Spec, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    call = bind(spec, args, kwargs)
-    types, sizes = traced_types(call)
-    return flops(fusion_of(spec.name, types, call.others), sizes.values())
-
-
-def _register() -> torch.library.Library:
-    from torch.utils.flop_counter import register_flop_formula
-
-    lib = torch.library.Library(NAMESPACE, "DEF")
-    for spec in SPECS.values():
-        lib.define(spec.name + spec.schema, tags=(torch.Tag.cudagraph_unsafe,))  # the reference reads group ends on the host
-        name = f"{NAMESPACE}::{spec.name}"
-        torch.library.register_fake(name, partial(_fake, spec), lib=lib)
-        register_flop_formula(getattr(torch.ops.fusion_moe, spec.name), get_raw=True)(partial(_call_flops, spec))
-    run_ops.register(lib)
-    return lib
-
-
-LIBRARY = _register()
+    Source: thunder's operation of this name in `nvf_cutlass` (`fusion_moe.compat` registers it there).
+    """
+    return torch.ops.fusion_moe.f16a_nvfp4weight_scaled_grouped_mm(
+        activation, fp4_weight, weight_scaling_factor, global_scale, offsets, blockscale_offsets, problem_sizes,
+        activation_format=activation_format,
+    )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .errors import OptionError, UnsupportedError
+from .errors import OptionError, UnsupportedError, did_you_mean
 
 ACTIVATION_FORMATS = ("bf16", "nvfp4")  # of all targets: activations as they come in, or quantized
 
@@ -61,7 +61,7 @@ def find(name: str, device: torch.device) -> Target:
     """The target called `name`; "auto" is the kind of `device`. OptionError for an unknown name."""
     wanted = device.type if name == "auto" else name
     if wanted not in TARGETS:
-        todo = "move the tensors to a supported device" if name == "auto" else ""
+        todo = "move the tensors to a supported device" if name == "auto" else did_you_mean(wanted, ["auto", *TARGETS])
         raise OptionError(f"target {wanted!r}", expected=f"one of auto, {', '.join(TARGETS)}", todo=todo)
     return TARGETS[wanted]
 

@@ -1,7 +1,7 @@
 """A page of the documentation is true: its Python blocks, run as the one file that they are, print the text blocks below them.
 
-Blocks below `<!-- needs: thunder -->`, `nvfuser` or `gpu` run where there is one. `pytest --update-golden` writes what is printed into
-the page. And the site is built from the pages, without a warning.
+Blocks below `<!-- needs: thunder -->`, `nvfuser` or `gpu` run where there is one, those below `checkpoint` nowhere. `pytest
+--update-golden` writes what is printed into the page. And the site is built from the pages, without a warning.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ END = "\f\n"  # printed after each block, from the empty line between two
 RUN = {
     "translators": ("translators.md",),
     "training": ("training.md",),
+    "checkpoints": ("checkpoints.md",),
     "guides": ("start/quickstart.md", "start/first_compile.md", "guides/generate.md", "guides/memory.md", "guides/export.md"),
     "reference": ("reference/options.md", "reference/errors.md", "extend/converters.md", "extend/encodings.md"),
     "cuda": ("guides/cuda_graphs.md",),
@@ -35,7 +36,7 @@ RUN = {
 ONCE = {"guides", "reference"}  # in the base lane alone
 FILES = {"translators.md": "geglu.py"}  # where a page says what it is called
 # Python that is part of what surrounds it, or needs files that are not here.
-NOT_RUN = {"checkpoints.md", "explain.md", "ir.md", "nvfuser.md"}
+NOT_RUN = {"explain.md", "ir.md", "nvfuser.md"}
 
 
 def blocks_of(page: str) -> list[re.Match[str]]:
@@ -46,7 +47,7 @@ def cases() -> Iterator[object]:
     """Pages, and what their blocks may need: nothing, or all that any of them does, where that is."""
     for name, pages in RUN.items():
         yield pytest.param(pages, (), id=name, marks=[pytest.mark.once] if name in ONCE else [])
-        if needs := sorted({b["needs"] for page in pages for b in blocks_of(page) if b["needs"]}):
+        if needs := sorted({b["needs"] for page in pages for b in blocks_of(page)} - {None, "checkpoint"}):
             yield pytest.param(pages, tuple(needs), id=f"{name}-{'-'.join(needs)}", marks=[getattr(pytest.mark, n) for n in needs])
 
 

@@ -21,7 +21,7 @@ from .. import translate
 from ..errors import Error, TranslatorError
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Value
-from ..ops import as_bytes
+from ..op_definitions import as_bytes
 from ..translate import Sizes, Translator, message, plain_argument, tensor_type
 from .nodes import called_op
 from .warn import warn_once

@@ -20,7 +20,7 @@ from .. import options
 from ..compile import program_of
 from ..ir.core import Fusion
 from ..ir.text import one_line
-from ..ops import as_bytes
+from ..op_definitions import as_bytes
 from ..runtime.program import Program
 from .log_found import log_found
 from .nodes import source_of

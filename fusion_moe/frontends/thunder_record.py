@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from ..errors import UnsupportedError
-from ..ops import SPECS
+from ..op_definitions import SPECS
 
 
 class Recorder(TorchDispatchMode):

@@ -21,8 +21,8 @@ import torch
 
 from ..errors import FusionError
 from .core import ROLES, Fusion, Op, OpKind, Partitions, Value, infer
-from .kinds import KINDS
 from .kinds.rules import need_rank
+from .ops import Ops
 from .signature import checked_operand
 from .sizes import AnySize, Size, never_negative, symbol, value
 from .types import Dim, Groups, Rows, TensorType, checked_type, dtype_name, plain
@@ -36,7 +36,7 @@ class FusionDefinition:
     """Collects inputs, operations and outputs; `fusion()` gives the verified Fusion. `fd.ops` has one method for each kind."""
 
     def __init__(self) -> None:
-        self.ops = Ops(self)
+        self.ops = Ops(self.append)
         self._source = ""  # the line of the user's program that the next operations come from
         self._translator = ""  # who makes them; "" is the caller's line
         self._inputs: list[Value] = []
@@ -253,24 +253,6 @@ class FusionDefinition:
             raise FusionError(f"the name {name!r} is taken", expected="a new name for each size and each partition")
         self._names.add(name)
         return name
-
-
-class Ops:
-    """`fd.ops.<kind>(*inputs, **attributes)`: appends an operation and returns its output, or a tuple of them."""
-
-    def __init__(self, fd: FusionDefinition):
-        self._fd = fd
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name not in KINDS:
-            raise FusionError(f"no operation is called {name!r}", expected=f"one of {', '.join(sorted(KINDS))}")
-        kind = KINDS[name]
-
-        def call(*inputs: Any, **attrs: Any) -> Any:
-            outputs = self._fd.append(kind, inputs, attrs)
-            return outputs if len(outputs) > 1 else outputs[0]
-
-        return call
 
 
 def _moved(attr: Any, sizes: Mapping[str, AnySize], groups: Mapping[Groups, Groups]) -> Any:

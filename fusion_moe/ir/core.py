@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -51,7 +52,8 @@ class OpKind:
     The annotations of infer say which arguments are operands, and what each attribute is (signature.py).
     needs(*types, **attrs) -> sizes that may not be negative, and what each of them is: those that its symbols decide are checked when a
     Fusion is bound to tensors. grad(fd, op, *output_grads) -> one gradient (or None) for each input, written with fd.ops; None: none.
-    flops(op) -> floating-point operations as a size; view: no work of its own, copied into every kernel that reads it.
+    flops(op) -> floating-point operations as a size; outputs: how many there are; view: no work of its own, copied into every kernel that
+    reads it.
     """
 
     name: str
@@ -61,12 +63,18 @@ class OpKind:
     needs: Callable[..., Iterable[Need]] | None = None
     flops: Callable[[Op], Any] | None = None
     view: bool = False
+    outputs: int | None = 1  # None: as many as an encoding has parts
     role: str = "pointwise"  # what schedulers ask: pointwise | shape | view | gather | routing | grouped | reduce | quantize | layout
 
     @property
     def signature(self) -> Signature:
         """Its operands and attributes."""
         return signature(self.infer)
+
+    @property
+    def doc(self) -> str:
+        """What it computes, and of what: the docstring of its type rule."""
+        return inspect.getdoc(self.infer) or ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +107,7 @@ def infer(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> tuple
     """The types of the outputs; whatever is wrong with the arguments names the operation."""
     try:
         made = kind.infer(*types, **kind.signature.check(attrs))
+        assert kind.outputs in (None, len(made)), kind.name
         for size, why in _needs(kind, types, attrs):
             if never_negative(size) is False:
                 raise ShapeError(why)

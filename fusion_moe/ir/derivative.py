@@ -127,7 +127,7 @@ def _whole(fusion: Fusion, wrt: Sequence[int], router_gradient: bool) -> _Whole:
         value = made[fusion.inputs[i]]
         if value not in grads:
             raise UnsupportedError(
-                f"no derivative with respect to input {i}, {value.type}",
+                f"input {i} has no derivative",
                 expected="activations, router weights or biases",
                 todo="quantized weights and their scales are frozen: call requires_grad_(False) on them",
             )

@@ -12,10 +12,11 @@ from .llama4 import Llama4MoE
 from .nvfp4_linear import NVFP4Linear
 from .prepare import prepare_
 from .quantize import quantize_
+from .register import register_converter, unregister_converter
 from .sequential import Sequential
 
 __all__ = [
     "CustomExperts", "Experts", "ExpertsContract", "GroupedLinear", "GroupedSwiGLU", "Llama4MoE", "NVFP4Config", "NVFP4Experts",
     "NVFP4GroupedLinear", "NVFP4Linear", "ScaledClampedQGeGLU", "ScaledSwiGLU", "Sequential", "contract_of", "convert", "deinterleave",
-    "experts_from", "interleave", "prepare_", "quantize_",
+    "experts_from", "interleave", "prepare_", "quantize_", "register_converter", "unregister_converter",
 ]  # fmt: skip

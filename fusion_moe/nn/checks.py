@@ -17,8 +17,28 @@ FLOAT_DTYPES = tuple(DTYPES[name] for name in FLOATS)
 def need_rows(name: str, x: Tensor, width: int, where: str) -> None:
     """ShapeError or DtypeError unless x is float[..., width]."""
     if x.dim() < 1 or x.shape[-1] != width:
-        raise ShapeError(f"{name} {list(x.shape)}", expected=f"[..., {width}]", where=where)
+        found = f"{name} has {x.shape[-1]} features" if x.dim() else f"{name} has no dimensions"
+        raise ShapeError(found, expected=f"{width}, the in-features of the weights", where=where)
     need_float(name, x, where)
+
+
+def need_narrow_rows(name: str, x: Tensor, width: int, where: str) -> None:
+    """As `need_rows`, and DtypeError for float64, which no quantized weight is multiplied with."""
+    need_rows(name, x, width, where)
+    if x.dtype == torch.float64:
+        expected = "torch.bfloat16, torch.float16 or torch.float32 beside quantized weights"
+        raise DtypeError(f"{name} is torch.float64", expected=expected, todo=f"pass {name}.to(torch.bfloat16)", where=where)
+
+
+def need_slots(x: Tensor, ids: Tensor, w: Tensor, where: str) -> None:
+    """Raises unless ids [T, k] and w float[T, k] are the experts of rows x [T, H], and how much each counts."""
+    tokens = {1: 1, 2: ids.shape[0]}.get(ids.dim(), x.shape[0])
+    if tokens != x.shape[0] or ids.shape != w.shape:
+        found = f"top_k_index {list(ids.shape)} and top_k_weights {list(w.shape)} for {x.shape[0]} tokens"
+        raise ShapeError(found, expected="[T, k] each, a row for each token", where=where)
+    need_float("top_k_weights", w, where)
+    for name, t in (("top_k_index", ids), ("top_k_weights", w)):
+        need_device(name, t, x, where)
 
 
 def need_float(name: str, t: Tensor, where: str) -> None:

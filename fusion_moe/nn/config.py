@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import OptionError
+from ..errors import need_one_of
 from ..target import ACTIVATION_FORMATS
 
 
@@ -15,8 +15,9 @@ class NVFP4Config:
     activation_format: str = "bf16"
 
     def __post_init__(self) -> None:
-        if self.activation_format not in ACTIVATION_FORMATS:
-            raise OptionError(
-                f"activation_format = {self.activation_format!r}", expected=f"one of {', '.join(map(repr, ACTIVATION_FORMATS))}",
-                where="NVFP4Config",
-            )  # fmt: skip
+        need_activation_format(self.activation_format, "NVFP4Config")
+
+
+def need_activation_format(name: str, where: str) -> None:
+    """OptionError unless products take activations in this format."""
+    need_one_of("activation_format", name, ACTIVATION_FORMATS, where=where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
@@ -18,8 +18,8 @@ from .experts import NVFP4Experts, quantize_gate_up
 from .frozen import quantized
 from .grouped import GroupedSwiGLU, NVFP4GroupedLinear
 from .llama4 import Llama4MoE
+from .register import Converter, registered_converter
 
-Converter = Callable[[nn.Module, NVFP4Config], nn.Module]
 T = TypeVar("T")
 
 
@@ -95,8 +95,8 @@ DECORATED = "experts that transformers' use_experts_implementation decorates"
 
 
 def converter_of(module: nn.Module) -> Converter | None:
-    """What converts a module of this class, or of one that derives from it; None for any other."""
-    return _named(module, CONVERTERS) or (_by_contract if contract_of(module) else None)
+    """What converts a module of this class, or of one that it derives from; None for any other. That of a user goes first."""
+    return registered_converter(module) or _named(module, CONVERTERS) or (_by_contract if contract_of(module) else None)
 
 
 def why_refused(module: nn.Module) -> str:
@@ -147,7 +147,8 @@ def converted(module: nn.Module, config: NVFP4Config | None = None, name: str = 
 def _need_converter(module: nn.Module, name: str) -> Converter:
     converter = converter_of(module)
     if converter is None:
-        raise UnsupportedError(_what(module), expected=f"{DECORATED}, or {known_names()}", where=name or type(module).__name__)
+        todo = "fusion_moe.register_converter adds a class"
+        raise UnsupportedError(_what(module), expected=f"{DECORATED}, or {known_names()}", todo=todo, where=name or type(module).__name__)
     return converter
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..encodings import Quantized
+from . import checks
 from .activations import interleave
 from .projections import Projections
 
@@ -23,6 +24,7 @@ def in_steps(function: Any, x: Tensor, ids: Tensor, w: Tensor, groups: int, up: 
     function: what transformers' `use_experts_implementation` describes: `_apply_gate`, or `act_fn` without a gate, and perhaps
     `post_expert_norm`. torch.compile(backend="fusion_moe") fuses what it computes into the products.
     """
+    checks.need_slots(x, ids, w, type(function).__name__)
     ends, row_of, slot_of = ops.route(ids, groups)
     y = up(x[row_of], ends)
     y = down(function._apply_gate(y) if function.has_gate else function.act_fn(y), ends)
@@ -53,7 +55,13 @@ class CustomExperts(Projections):
         self.__dict__["function"] = kept  # no submodule: its submodules are this module's
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states [..., H], top_k_index int[T, k], top_k_weights [T, k] -> [..., H]; T tokens in all."""
+        """hidden_states [..., H], top_k_index int[T, k], top_k_weights [T, k] -> [..., H]; T tokens in all.
+
+        ShapeError, DtypeError or DeviceError for what does not fit, before anything is computed.
+        """
+        where = type(self).__name__
+        checks.need_narrow_rows("hidden_states", hidden_states, self.down_proj.shape[1], where)
+        checks.need_device("the weights", self.down_proj, hidden_states, where)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         y = in_steps(self.function, x, top_k_index, top_k_weights, len(self.down_proj), self._up, self._down)
         return y.to(x.dtype).view(hidden_states.shape)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..encodings import NVFP4, Quantized
+from ..errors import ShapeError, need_one_of
 from .frozen import quantized
 from .projections import Projections
 
@@ -31,6 +32,7 @@ class Experts(Projections):
     ):  # fmt: skip
         """gate_up [E, 2I, H] and down [E, H, I] of one encoding, which may have [E, 2] and [E] scales of whole matrices."""
         super().__init__(True, gate_up, down, activation_format, gate_up_bias, down_bias)
+        need_one_of("scale_on", scale_on, ("output", "input"), where=type(self).__name__)
         self.scale_on = scale_on
         self.interleave, self.limit, self.alpha, self.up_offset = interleave, limit, alpha, up_offset
 
@@ -82,6 +84,8 @@ class NVFP4Experts(Experts):
 
 def quantize_gate_up(gate_up: Tensor) -> Quantized:
     """gate_up float[E, 2I, H], gate above up -> nvfp4[E, 2I, H] with decode scales [E, 2]: gate and up keep their own."""
+    if gate_up.dim() != 3 or gate_up.shape[1] % 2:
+        raise ShapeError(f"gate_up {list(gate_up.shape)}", expected="[E, 2I, H], gate above up", where="NVFP4Experts")
     experts, rows, hidden = gate_up.shape
     codes, block_scale, decode_scale = quantized(gate_up.reshape(experts, 2, rows // 2, hidden))
     return Quantized(codes.flatten(1, 2), block_scale.flatten(1, 2), decode_scale, encoding=NVFP4)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..encodings import NVFP4, Quantized
+from ..errors import UnsupportedError
 from ..runtime import pages
 
 _PANEL = 2**24  # elements that are quantized at once
@@ -49,6 +50,13 @@ class FrozenModule(nn.Module):
     def nbytes(self) -> int:
         """Bytes of the weights: codes and scales."""
         return sum(p.numel() * p.element_size() for p in self.parameters(recurse=False))
+
+    def requires_grad_(self, requires_grad: bool = True) -> FrozenModule:
+        """As torch's; UnsupportedError if codes are asked to train."""
+        if requires_grad and not all(p.is_floating_point() for p in self.parameters(recurse=False)):
+            todo = "train weights in floating point, and quantize them then: docs/training.md"
+            raise UnsupportedError("quantized weights do not train", expected="requires_grad_(False)", todo=todo, where=type(self).__name__)
+        return super().requires_grad_(requires_grad)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenModule:
         fixed = [t for name, t in (*self._parameters.items(), *self._buffers.items()) if name not in self.castable]

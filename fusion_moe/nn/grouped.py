@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..encodings import Quantized
 from ..errors import ShapeError
+from .config import need_activation_format
 from .experts import quantize_gate_up
 from .frozen import frozen, quantized
 from .packed import PackedModule
@@ -34,7 +35,8 @@ class NVFP4GroupedLinear(PackedModule):
         super().__init__()
         if len(weight.shape) != 3 or (bias is not None and bias.shape != weight.shape[:2]):
             found = "" if bias is None else f" and bias {list(bias.shape)}"
-            raise ShapeError(f"weight {list(weight.shape)}{found}", expected="[G, N, K] and [G, N]")
+            raise ShapeError(f"weight {list(weight.shape)}{found}", expected="[G, N, K] and [G, N]", where=type(self).__name__)
+        need_activation_format(activation_format, type(self).__name__)
         self.activation_format = activation_format
         self.weight, self.weight_scale, self.weight_decode_scale = map(frozen, weight)
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..encodings import Quantized
 from ..errors import ShapeError
+from . import checks
 from .frozen import frozen
 from .packed import PackedModule
 
@@ -37,7 +38,8 @@ class NVFP4Linear(PackedModule):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]"""
+        """x [..., K] -> [..., N]. ShapeError for another K, DtypeError for float64 and integers, before anything is computed."""
+        checks.need_narrow_rows("x", x, self.in_features, type(self).__name__)
         rows = x.reshape(-1, self.in_features)
         offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
         weight = self.weight[None], self.weight_scale[None], self.weight_scale_2[None]

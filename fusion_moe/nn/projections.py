@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from ..encodings import NVFP4, Encoding, Quantized, mxfp4_as_nvfp4
 from ..errors import ShapeError
 from ..layouts import LAYOUTS
+from .config import need_activation_format
 from .frozen import frozen
 from .packed import PackedModule
 
@@ -34,6 +35,7 @@ class Projections(PackedModule):
         """up [E, N, H] and down [E, H, I] of one encoding, up_bias [E, N], down_bias [E, H]."""
         super().__init__()
         self.projections = ("gate_up" if gated else "up", "down")
+        need_activation_format(activation_format, type(self).__name__)
         self._check(gated, up, down)
         experts, rows, hidden = up.shape
         self.activation_format = activation_format
@@ -65,12 +67,13 @@ class Projections(PackedModule):
         return self
 
     def _check(self, gated: bool, up: Quantized, down: Quantized) -> None:
-        *_, intermediate = down.shape
-        experts, rows, hidden = up.shape
-        if rows != (2 * intermediate if gated else intermediate) or down.shape[:2] != (experts, hidden) or up.encoding != down.encoding:
-            first = self.projections[0]
-            found = f"{first} {up.encoding.name} {list(up.shape)} and down {down.encoding.name} {list(down.shape)}"
-            raise ShapeError(found, expected=f"[E, {'2I' if gated else 'I'}, H] and [E, H, I] of one encoding")
+        if len(up.shape) == len(down.shape) == 3:
+            (experts, rows, hidden), wanted = up.shape, down.shape[-1] * (2 if gated else 1)
+            if rows == wanted and down.shape[:2] == (experts, hidden) and up.encoding == down.encoding:
+                return
+        found = f"{self.projections[0]} {up.encoding.name} {list(up.shape)} and down {down.encoding.name} {list(down.shape)}"
+        expected = f"[E, {'2I' if gated else 'I'}, H] and [E, H, I] of one encoding"
+        raise ShapeError(found, expected=expected, todo="transpose weights that are stored [E, K, N]", where=type(self).__name__)
 
     @property
     def packed(self) -> tuple[tuple[str, ...], ...]:  # type: ignore[override]

@@ -28,6 +28,8 @@ def quantize_(model: nn.Module, config: NVFP4Config | None = None, filter_fn: Fi
     for a config that is none. A module is replaced as soon as its weights are quantized, so that one is in memory in both forms; what an
     interruption leaves, another call completes.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"a {type(model).__name__}", expected="a torch.nn.Module with experts", where="quantize_")
     _check_config(config)
     names = _chosen(model, filter_fn)
     for name in progress(names, "checking experts", len(names)):
@@ -87,6 +89,6 @@ def _check_why_none(model: nn.Module, filtered: bool) -> None:
     raise UnsupportedError(
         f"no experts that can be quantized; modules with 3-D weights: {', '.join(sorted(others)) or 'none'}",
         expected=f"{DECORATED}, or {known_names()}",
-        todo="NVFP4Experts.from_float makes the module of [E, 2I, H] and [E, H, I] weights",
+        todo="fusion_moe.register_converter adds a class; NVFP4Experts.from_float makes the module of [E, 2I, H] and [E, H, I] weights",
         where=where,
     )

@@ -22,7 +22,7 @@ from ..frontends.inductor import replace_regions
 from ..frontends.regions import Region
 from ..ir.core import Fusion, Value
 from ..ir.types import DTYPES
-from ..ops import as_bytes
+from ..op_definitions import as_bytes
 from ..options import Options
 from ..progress import progress
 from ..runtime import bandwidth, isa, pages

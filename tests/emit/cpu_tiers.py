@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusion_moe import ops, options
+from fusion_moe import op_definitions, options
 from fusion_moe.compile import lower
 from fusion_moe.emit import emit
 from fusion_moe.ir.core import Fusion
@@ -49,8 +49,8 @@ def program(fusion: Fusion, tier: str) -> Program:
 
 
 def fusion_of_call(name: str, *args, **kwargs) -> Fusion:
-    call = ops.bind(ops.SPECS[name], args, kwargs)
-    return ops.fusion_of(name, ops.eager_types(call), call.others)
+    call = op_definitions.bind(op_definitions.SPECS[name], args, kwargs)
+    return op_definitions.fusion_of(name, op_definitions.eager_types(call), call.others)
 
 
 def small_integers(*shape: int, dtype=torch.bfloat16, seed: int = 0):

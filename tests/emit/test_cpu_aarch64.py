@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusion_moe import ops, options
+from fusion_moe import op_definitions, options
 from fusion_moe.compile import compile_fusion
 from fusion_moe.emit import cpu
 from fusion_moe.emit.cpu import readers
@@ -81,8 +81,8 @@ def check(source: str, folder: Path) -> None:
 
 
 def fusion_of(name: str, *args: object) -> Fusion:
-    call = ops.bind(ops.SPECS[name], args, {})
-    return ops.fusion_of(name, ops.eager_types(call), call.others)
+    call = op_definitions.bind(op_definitions.SPECS[name], args, {})
+    return op_definitions.fusion_of(name, op_definitions.eager_types(call), call.others)
 
 
 def expert_mlp_args() -> list[torch.Tensor]:

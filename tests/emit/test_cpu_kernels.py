@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from routings import Partition, Routing, partitions, routings
 
-from fusion_moe import FusionDefinition, ops, options
+from fusion_moe import FusionDefinition, op_definitions, options
 from fusion_moe.compile import lower
 from fusion_moe.emit import emit
 from fusion_moe.emit.cpu import readers
@@ -221,8 +221,8 @@ def test_sizes_that_a_tracer_knows(name, tokens, slots):
     """One token, or one slot, is what graphs are specialized for."""
     routing = Routing(torch.arange(tokens * slots).view(tokens, slots) % G, G)
     args, kwargs = expert_mlp(name, torch.bfloat16, routing)
-    call = ops.bind(ops.SPECS["expert_mlp"], args, kwargs)
-    fusion = ops.fusion_of("expert_mlp", call.types(lambda arg, dim, n: n), call.others)
+    call = op_definitions.bind(op_definitions.SPECS["expert_mlp"], args, kwargs)
+    fusion = op_definitions.fusion_of("expert_mlp", call.types(lambda arg, dim, n: n), call.others)
     check_segments(fusion, TIERS[0], [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)])
 
 

@@ -33,7 +33,7 @@ from fusion_moe.encodings import ENCODINGS
 from fusion_moe.errors import BuildError, UnsupportedError
 from fusion_moe.ir.sizes import AnySize, symbol
 from fusion_moe.ir.types import TensorType, dtype_name
-from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
+from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
 from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
 from fusion_moe.runtime.kernel import Kernel

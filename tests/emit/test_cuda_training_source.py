@@ -18,7 +18,7 @@ from fusion_moe.emit.cuda.loops import Loops
 from fusion_moe.emit.cuda.source import KernelSource, Source
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import Derivative, differentiate
-from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
+from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
 from fusion_moe.runtime import nvrtc
 from fusion_moe.target import TARGETS
 

@@ -13,7 +13,7 @@ import torch
 from fusions import evaluate
 from judge import judge
 
-from fusion_moe import FusionDefinition, ops, options
+from fusion_moe import FusionDefinition, op_definitions, options
 from fusion_moe.compile import lower
 from fusion_moe.emit.nvfuser import headers, library
 from fusion_moe.encodings import Quantized, dequantize, quantize
@@ -48,9 +48,9 @@ ENDS = torch.tensor([3, 3, 10, 11], dtype=torch.int32)
 
 def call(name, args, static=False, **kwargs) -> Fusion:
     """The Fusion of a call: for any number of rows, or for those of its arguments."""
-    bound = ops.bind(ops.SPECS[name], args, kwargs)
-    types = bound.types(lambda argument, i, n: n) if static else ops.eager_types(bound)
-    return ops.fusion_of(name, types, bound.others)
+    bound = op_definitions.bind(op_definitions.SPECS[name], args, kwargs)
+    types = bound.types(lambda argument, i, n: n) if static else op_definitions.eager_types(bound)
+    return op_definitions.fusion_of(name, types, bound.others)
 
 
 def sources(fusion, target="sm_100"):

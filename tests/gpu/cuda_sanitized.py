@@ -23,7 +23,7 @@ from fusion_moe.emit.cuda.variants import M8, M32, M80, M160
 from fusion_moe.encodings import ENCODINGS, Quantized, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.layouts import W16X64
-from fusion_moe.ops import SPECS, bind
+from fusion_moe.op_definitions import SPECS, bind
 from fusion_moe.runtime import memory
 
 G, M = 5, 45  # groups; rows of one product

@@ -15,7 +15,7 @@ from fusion_moe.emit.cuda.grouped_mm import Product
 from fusion_moe.emit.cuda.variants import Variant
 from fusion_moe.encodings import ENCODINGS, Encoding, Quantized, dequantize, quantize
 from fusion_moe.layouts import W16X64
-from fusion_moe.ops import SPECS, bind
+from fusion_moe.op_definitions import SPECS, bind
 
 pytestmark = pytest.mark.gpu
 

@@ -24,7 +24,7 @@ from fusion_moe.errors import BuildError, GroupsError
 from fusion_moe.frontends.inductor import backend
 from fusion_moe.layouts import W16X64
 from fusion_moe.nn.experts import quantize_gate_up
-from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
+from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
 from fusion_moe.options import Options
 from fusion_moe.target import TARGETS
 

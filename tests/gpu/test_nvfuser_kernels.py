@@ -180,7 +180,7 @@ def test_four_bit_products_are_refused_before_launch():
     """Below capability 10.0 nvFuser would launch them, and end the CUDA context."""
     from fusion_moe.compile import lower
     from fusion_moe.emit import emit
-    from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
+    from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
     from fusion_moe.target import TARGETS
 
     g = generator()

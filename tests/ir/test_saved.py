@@ -15,7 +15,7 @@ from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import Derivative, differentiate
 from fusion_moe.ir.sizes import symbol
 from fusion_moe.ir.types import TensorType
-from fusion_moe.ops import fusion_of
+from fusion_moe.op_definitions import fusion_of
 
 H, I = 32, 16
 T = symbol("t")

@@ -46,6 +46,11 @@ def mlp(x=X, ids=IDS, w=W, gate_up=GATE_UP, down=DOWN, *biases, **kwargs):
     return OPS.expert_mlp(x, ids, w, *gate_up, *down, *biases, **kwargs)
 
 
+def plain_mlp(x=X, dtype=torch.float32):
+    gate_up, down = random(3, 32, 32).to(dtype), random(3, 32, 16).to(dtype)
+    return OPS.fused_experts(x, IDS, W, [gate_up], [down], weight_format={torch.float32: "f32", torch.float64: "f64"}[dtype])
+
+
 PROGRAM = (
     "def fusion(fd): m = fd.define_size('m'); i0 = fd.define_tensor(shape=[m, 32], dtype=\"f32\"); t0 = fd.ops.neg(i0); fd.add_output(t0)"
 )
@@ -83,6 +88,13 @@ BAD = {
     "decode scale is bf16": (DtypeError, lambda: mm(decode=DECODE.bfloat16())),
     "offs are int64": (DtypeError, lambda: mm(offs=ends(2, 5).long())),
     "out_dtype is int8": (DtypeError, lambda: mm(out_dtype=torch.int8)),
+    "an out_dtype that no product has": (DtypeError, lambda: OPS.grouped_mm(A, [CODES, SCALE, DECODE], ends(2, 5), out_dtype=torch.int16)),
+    "ids are int16": (DtypeError, lambda: mlp(ids=IDS.short())),
+    "ids and weights in each other's place": (DtypeError, lambda: mlp(ids=W, w=IDS)),
+    "ids are None": (DtypeError, lambda: mlp(ids=None)),
+    "x is float64": (DtypeError, lambda: mlp(x=X.double())),
+    "x is float64 beside plain weights": (DtypeError, lambda: plain_mlp(x=X.double())),
+    "x is float32 beside weights in float64": (DtypeError, lambda: plain_mlp(dtype=torch.float64)),
     "ids are float": (DtypeError, lambda: mlp(ids=IDS.float())),
     "w is int": (DtypeError, lambda: mlp(w=IDS)),
     "bias of another dtype": (DtypeError, lambda: mlp(X, IDS, W, GATE_UP, DOWN, random(3, 32).bfloat16())),
@@ -97,6 +109,16 @@ BAD = {
     "scales of another shape": (ShapeError, lambda: mm(scale=SCALE[:, :4])),
     "decode scale of another shape": (ShapeError, lambda: mm(decode=torch.ones(2, 3))),
     "decode scale for all groups": (ShapeError, lambda: mm(decode=torch.ones(()))),
+    "x of other features": (ShapeError, lambda: mlp(x=random(4, 48))),
+    "x of no dimension": (ShapeError, lambda: mlp(x=X[0, 0])),
+    "a weight of one matrix": (ShapeError, lambda: mm(codes=CODES[0], scale=SCALE[0], decode=DECODE[:1])),
+    "experts disagree": (ShapeError, lambda: mlp(down=experts(2)[1])),
+    "weights of other experts a token": (ShapeError, lambda: mlp(w=random(4, 3))),
+    "ids of one dimension": (ShapeError, lambda: mlp(ids=IDS[:, 0], w=W[:, 0])),
+    "no parts of a weight": (ShapeError, lambda: OPS.fused_experts(X, IDS, W, [], [])),
+    "floats without their weight_format": (ShapeError, lambda: OPS.fused_experts(X, IDS, W, [random(3, 32, 32)], [random(3, 32, 16)])),
+    "bias of other columns": (ShapeError, lambda: mlp(X, IDS, W, GATE_UP, DOWN, random(3, 16))),
+    "interleave below zero": (OptionError, lambda: mlp(interleave=-1)),
     "offs of two dimensions": (ShapeError, lambda: mm(offs=ends(2, 5)[None])),
     "offs of no dimension": (ShapeError, lambda: mm(offs=ends(2, 5)[0])),
     "offs of a bias of no dimension": (ShapeError, lambda: OPS.group_add(random(5, 4), random(2, 4), ends(2, 5)[0])),
@@ -142,6 +164,7 @@ BAD = {
     "options that are no object": (OptionError, lambda: run(switches="[1]")),
     "an output that is a number": (FusionError, output_of_a_number),
     "an unknown activation format": (OptionError, lambda: mm(activation_format="fp6")),
+    "an unknown weight format": (OptionError, lambda: OPS.grouped_mm(A, [CODES, SCALE, DECODE], ends(2, 5), weight_format="nvfp5")),
     "an unknown weight layout": (OptionError, lambda: mlp(weight_layout="sideways")),
     "an unknown place of the scale": (OptionError, lambda: mlp(scale_on="middle")),
     "nvfp4 activations on a CPU": (UnsupportedError, lambda: mm(activation_format="nvfp4")),

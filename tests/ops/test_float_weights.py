@@ -207,10 +207,10 @@ def test_compiled():
 
 def test_refusals():
     a, offs, w = torch.ones(2, 16), torch.tensor([2], dtype=torch.int32), torch.ones(1, 16, 8)
-    with pytest.raises(OptionError, match=r"grouped_mm: transposed = True with a weight .* expected floats \[G, K, N\]"):
+    with pytest.raises(OptionError, match=r"grouped_mm: transposed = True with activation_format = 'nvfp4'; expected 'bf16'"):
         ops.grouped_mm(a, [w], offs, weight_format="f32", activation_format="nvfp4", transposed=True)
-    with pytest.raises(DtypeError, match="the operands are f32.* and f64.*; expected f64 for both, or for neither"):
+    with pytest.raises(DtypeError, match="a is torch.float32, the weight is torch.float64; expected torch.float64 for both"):
         ops.grouped_mm(a, [w.double()], offs, weight_format="f64", transposed=True)
     q = fusion_moe.encodings.quantize(torch.ones(1, 16, 16))
-    with pytest.raises(OptionError, match="transposed = True with a weight nvfp4"):
+    with pytest.raises(OptionError, match=r"transposed = True with weight_format = 'nvfp4' .*; expected weights of floats \[G, K, N\]"):
         ops.grouped_mm(a, list(q), offs, transposed=True)

@@ -116,15 +116,15 @@ def test_only_a_weight_in_a_list_wants_a_gradient():
 def test_refusals():
     a, offs = torch.randn(7, H).bfloat16(), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
     q = weight("nvfp4", E, 96, H)
-    with pytest.raises(OptionError, match="grouped_mm: encoding 'fp5'; expected one of nvfp4, int4, mxfp4"):
+    with pytest.raises(OptionError, match="grouped_mm: weight_format = 'fp5'; expected one of nvfp4, int4, mxfp4"):
         ops.grouped_mm(a, list(q), offs, weight_format="fp5")
-    with pytest.raises(ShapeError, match="grouped_mm: 3 tensors of a weight; expected 2 for mxfp4: codes, block_scale"):
+    with pytest.raises(ShapeError, match="grouped_mm: weight of 3 tensors; expected 2 for weight_format = 'mxfp4': codes, block_scale"):
         ops.grouped_mm(a, list(q), offs, weight_format="mxfp4")
-    with pytest.raises(ShapeError, match="grouped_mm: 0 tensors of a weight; expected 3 for nvfp4"):
+    with pytest.raises(ShapeError, match="grouped_mm: weight of 0 tensors; expected 3 for weight_format = 'nvfp4'"):
         ops.grouped_mm(a, [], offs)
-    with pytest.raises(DtypeError, match="grouped_mm: pack: block_scale is f8e4m3.*; expected dtype f8e8m0"):
+    with pytest.raises(DtypeError, match="grouped_mm: block_scale of weight is torch.float8_e4m3fn; expected torch.float8_e8m0fnu"):
         ops.grouped_mm(a, list(q[:2]), offs, weight_format="mxfp4")
-    with pytest.raises(DtypeError, match="grouped_mm: the weight is f16.*; expected dtype bf16"):
+    with pytest.raises(DtypeError, match="grouped_mm: values of weight is torch.float16; expected torch.bfloat16"):
         ops.grouped_mm(a, [torch.zeros(E, 96, H).half()], offs, weight_format="bf16")
     with pytest.raises(ShapeError, match="N = 96 is not a multiple of 16, or K = 32 not of 64"):
         ops.grouped_mm(a[:, :32], list(weight("nvfp4", E, 96, 32)), offs, weight_layout="w16x64")

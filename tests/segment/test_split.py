@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from routings import Routing, routings
 
 import fusion_moe
-from fusion_moe import FusionDefinition, ops, options, schedule
+from fusion_moe import FusionDefinition, op_definitions, options, schedule
 from fusion_moe.compile import segments
 from fusion_moe.encodings import quantize
 from fusion_moe.frontends import inductor
@@ -152,8 +152,8 @@ def tokens(dtype=torch.bfloat16, count: int = 5, groups: int = G):
 
 
 def fusion_of_call(name: str, *args, **kwargs) -> Fusion:
-    call = ops.bind(ops.SPECS[name], args, kwargs)
-    return ops.fusion_of(name, ops.eager_types(call), call.others)
+    call = op_definitions.bind(op_definitions.SPECS[name], args, kwargs)
+    return op_definitions.fusion_of(name, op_definitions.eager_types(call), call.others)
 
 
 def small_ops(x, ids, w, *weights):

@@ -12,7 +12,7 @@ from moe_models import Block, Experts, G, H, I, Mlp, O, calls, routing, tokens, 
 from torch import nn
 
 import fusion_moe
-from fusion_moe import errors, ops, options, translate, translator
+from fusion_moe import errors, op_definitions, options, translate, translator
 from fusion_moe.compile import lower
 from fusion_moe.ir.core import Fusion
 from fusion_moe.target import TARGETS
@@ -117,8 +117,8 @@ def test_one_program_many_doors():
         return O.combine(O.nvfp4_grouped_mm(y, *parts[3:], ends), slot_of, w)
 
     x = bf16(5)
-    call = ops.bind(ops.SPECS["expert_mlp"], (x, ids, w, *parts), {})
-    eager = ops.fusion_of("expert_mlp", call.types(lambda name, i, n: n), call.others)
+    call = op_definitions.bind(op_definitions.SPECS["expert_mlp"], (x, ids, w, *parts), {})
+    eager = op_definitions.fusion_of("expert_mlp", call.types(lambda name, i, n: n), call.others)
     doors = [eager, *(region.fusion for f in (one, small) for region in found(f, x).regions)]
     assert len(doors) == 3
     assert len({kernels(fusion) for fusion in doors}) == 1

@@ -138,7 +138,7 @@ def cuda(wanted: re.Pattern[str]) -> dict[str, Path]:
 
 def program(call: Call) -> Any:
     from fusion_moe.compile import compile_fusion
-    from fusion_moe.ops import SPECS, bind, eager_types, fusion_of
+    from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
     from fusion_moe.target import TARGETS
 
     bound = bind(SPECS[call.operation], call.tensors, call.keywords)

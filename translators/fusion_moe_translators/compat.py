@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from fusion_moe.encodings import NVFP4
-from fusion_moe.errors import ShapeError
+from fusion_moe.errors import ShapeError, need_one_of
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Value
-from fusion_moe.ir.kinds.rules import need_dtype, need_rank
 from fusion_moe.ir.types import TensorType, plain
 from fusion_moe.layouts import SF128X4
 from fusion_moe.translate import translator
 
-from .moe import flat, operand, product
+from . import arguments
+from .arguments import shown
+from .moe import ACTIVATION_FORMATS, flat, operand, product
 
 
 @translator("fusion_moe::f16a_nvfp4weight_scaled_grouped_mm")
@@ -27,8 +28,9 @@ def f16a_nvfp4weight_scaled_grouped_mm(
     rows of all groups first, with one decode scale for them, amax / 2688, and the product is one of two 4-bit operands.
     """
     g, n, k = _check_weight(fp4_weight.type, weight_scaling_factor.type, global_scale.type)
-    if offsets.type.shape != (g,):
-        raise ShapeError(f"offsets {offsets.type}", expected=f"i32[{g}], the start of each group, the last one too, without the total")
+    _check_problem(offsets.type, blockscale_offsets.type, problem_sizes.type, g)
+    arguments.need_operand("activation", activation.type, "the weight", TensorType((g, n, k), NVFP4.name))
+    need_one_of("activation_format", activation_format, ACTIVATION_FORMATS)
     rows, restore = flat(fd, activation, keep=1)
     ends = fd.groups_of_problem(offsets, problem_sizes, blockscale_offsets, plain(rows.type.shape[0]), n, k)
     rows = operand(fd, rows, ends, activation_format)
@@ -36,22 +38,32 @@ def f16a_nvfp4weight_scaled_grouped_mm(
     return restore(product(fd, rows, weight, ends, activation_format, activation.type.dtype, weight_layout=SF128X4.name, k_major=True))
 
 
+def _check_problem(offsets: TensorType, blockscale_offsets: TensorType, problem_sizes: TensorType, groups: int) -> None:
+    """What states the rows of each group, as int32."""
+    for name, type, shape, meaning in (
+        ("offsets", offsets, (groups,), "the start of each group, the last one too, without the total"),
+        ("blockscale_offsets", blockscale_offsets, (groups,), "the start of each group once groups are padded to 128 rows"),
+        ("problem_sizes", problem_sizes, (groups, 3), "m, n and k of each group"),
+    ):
+        arguments.need_shape(name, type, shape, meaning)
+        arguments.need_dtype(name, type, ("i32",))
+
+
 def _check_weight(codes: TensorType, block_scale: TensorType, decode_scale: TensorType) -> tuple[int, int, int]:
     """G, N and K of the weight, whose three tensors must fit together."""
-    need_dtype("fp4_weight", codes, "u8")
-    need_rank("fp4_weight", codes, 3)
-    need_dtype("weight_scaling_factor", block_scale, "f8e4m3")
-    need_dtype("global_scale", decode_scale, "f32")
+    arguments.need_dtype("fp4_weight", codes, ("u8",), "pass two codes a byte")
+    arguments.need_rank("fp4_weight", codes, "[G, K/2, N]")
+    arguments.need_dtype("weight_scaling_factor", block_scale, ("f8e4m3",), "pass the scales as nvfp4 stores them")
+    arguments.need_dtype("global_scale", decode_scale, ("f32",))
     g, packed_k, n = codes.shape
     if not (isinstance(g, int) and isinstance(packed_k, int) and isinstance(n, int)):
-        raise ShapeError(f"fp4_weight {codes}", expected="sizes known when compiling")
+        raise ShapeError(f"fp4_weight {shown(codes)}", expected="sizes known when compiling")
     k = NVFP4.elements(packed_k)
     stored = SF128X4.storage_shape((g, n, NVFP4.blocks(k)))
     if block_scale.shape != stored:
         raise ShapeError(
-            f"weight_scaling_factor {block_scale}", expected=f"{block_scale.with_(shape=stored)} for fp4_weight {codes}",
+            f"weight_scaling_factor {shown(block_scale)}", expected=f"{list(stored)} for fp4_weight {shown(codes)}",
             todo="swizzle the scales [G, N, K/16] with fusion_moe.layouts.SF128X4.forward, and keep the padding that it adds",
         )  # fmt: skip
-    if decode_scale.shape != (g,):
-        raise ShapeError(f"global_scale {decode_scale}", expected=f"f32[{g}], one multiplier for each group")
+    arguments.need_shape("global_scale", decode_scale, (g,), "one multiplier for each group")
     return g, n, k

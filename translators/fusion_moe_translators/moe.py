@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fusion_moe.encodings import find
-from fusion_moe.errors import DtypeError, OptionError, ShapeError, Untranslatable
+from fusion_moe.encodings import NVFP4
+from fusion_moe.errors import OptionError, ShapeError, Untranslatable, need_one_of
 from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.kinds.rows import weighted
-from fusion_moe.ir.kinds.rules import need_dtype, need_float, need_same
-from fusion_moe.ir.kinds.shape import elements, merged, split_dim
+from fusion_moe.ir.kinds.rules import need_same
+from fusion_moe.ir.kinds.shape import elements, merged
 from fusion_moe.ir.text import parse
-from fusion_moe.ir.types import FLOATS, accumulated, plain
+from fusion_moe.ir.types import TensorType, accumulated, plain
 from fusion_moe.translate import translator
 
+from . import arguments
+from .arguments import shown
+from .weights import packed, weight_type
+
 ACTIVATION_FORMATS = ("bf16", "nvfp4")
-WEIGHT_LAYOUTS = ("linear", "sf128x4", "w16x64")
 
 
 def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Value], Value]]:
@@ -45,10 +48,8 @@ def product(
 
     transposed: the weight is float[G, K, N]. k_major: its codes are [G, K/2, N], strided so that the two of a byte run along K.
     """
-    _one_of("activation_format", activation_format, ACTIVATION_FORMATS)
     w = packed(fd, weight, weight_format, weight_layout, k_major)
     if transposed:
-        _check_transposed(w, activation_format)
         return fd.ops.cast(fd.ops.grouped_mm_t(a, w, ends), dtype=dtype)
     stored = {} if weight_layout == "linear" else {"w_layout": weight_layout}
     if activation_format == "nvfp4":
@@ -56,40 +57,25 @@ def product(
     return fd.ops.cast(fd.ops.grouped_mm(a, w, ends, **stored), dtype=dtype)
 
 
-def _check_transposed(w: Value, activation_format: str) -> None:
-    if w.type.dtype not in FLOATS or w.type.layout != "linear" or activation_format != "bf16":
-        raise OptionError(
-            f"transposed = True with a weight {w.type} and activation_format = {activation_format!r}",
-            expected="floats [G, K, N], and activations as they are",
-        )
-
-
-def packed(fd: FusionDefinition, parts: Sequence[Value], weight_format: str, layout: str, k_major: bool = False) -> Value:
-    """The parts of a weight -> the weight; a plain one in row-major order is its only part."""
-    _one_of("weight_layout", layout, WEIGHT_LAYOUTS)
-    plain_one = weight_format in FLOATS and layout == "linear"
-    names = ("values",) if plain_one else tuple(part.name for part in find(weight_format).parts)
-    if len(parts) != len(names):
-        raise ShapeError(f"{len(parts)} tensors of a weight", expected=f"{len(names)} for {weight_format}: {', '.join(names)}")
-    fd.mark_weight(*parts)
-    if plain_one:
-        need_dtype("the weight", parts[0].type, weight_format)
-        return parts[0]
-    return fd.ops.pack(*parts, encoding=weight_format, layout=layout, **({"transposed": True} if k_major else {}))
-
-
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise OptionError(f"{name} = {value!r}", expected=f"one of {', '.join(choices)}")
-
-
 @translator("fusion_moe::nvfp4_quantize")
 def nvfp4_quantize(fd: FusionDefinition, x: Value, decode_scale: Value | None = None) -> tuple[Value, ...]:
     """x float[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale f32[...]"""
+    _need_matrices(x.type, decode_scale)
     made = fd.ops.decode_scale(x, encoding="nvfp4") if decode_scale is None else decode_scale
     codes, block_scale = fd.ops.unpack(fd.ops.quantize(x, made, encoding="nvfp4"))
     # an operation of torch may not return its own input
     return codes, block_scale, made if decode_scale is None else fd.ops.cast(made, dtype="f32")
+
+
+def _need_matrices(x: TensorType, decode_scale: Value | None) -> None:
+    """x float[..., N, K] with K in whole blocks; a float32 scale for each matrix, or for runs of its rows, if there are any"""
+    arguments.need_dtype("x", x, arguments.FLOATS)
+    if len(x.shape) < 2:
+        raise ShapeError(f"x has rank {len(x.shape)}", expected="[..., N, K], one matrix or more")
+    if isinstance(k := x.shape[-1], int):
+        NVFP4.packed(k)
+    if decode_scale is not None:
+        arguments.need_dtype("decode_scale", decode_scale.type, ("f32",))
 
 
 @translator("fusion_moe::nvfp4_grouped_mm")
@@ -110,8 +96,12 @@ def grouped_mm(
 
     transposed: the weight is float[G, K, N].
     """
-    if out_dtype is not None and out_dtype not in FLOATS:
-        raise DtypeError(f"out_dtype {out_dtype}", expected=f"one of {', '.join(FLOATS)}")
+    if out_dtype is not None:
+        arguments.need_float_dtype("out_dtype", out_dtype)
+    w = weight_type("weight", weight, weight_format, weight_layout, transposed)
+    _check_activation_format(activation_format, transposed)
+    arguments.need_operand("a", a.type, "the weight", w, 1 if transposed else 2)
+    arguments.need_ends("offs", offs.type, w.shape[0])
     rows, restore = flat(fd, a, keep=1)
     ends = fd.groups_of(offs, plain(rows.type.shape[0]))
     rows = operand(fd, rows, ends, activation_format)
@@ -119,9 +109,18 @@ def grouped_mm(
     return restore(product(fd, rows, weight, ends, activation_format, dtype, weight_format, weight_layout, transposed=transposed))
 
 
+def _check_activation_format(activation_format: str, transposed: bool = False) -> None:
+    need_one_of("activation_format", activation_format, ACTIVATION_FORMATS)
+    if transposed and activation_format != "bf16":
+        found = f"transposed = True with activation_format = {activation_format!r}"
+        raise OptionError(found, expected="'bf16': the blocks of weights [G, K, N] do not run along K")
+
+
 @translator("fusion_moe::grouped_swizzle_block_scale")
 def grouped_swizzle_block_scale(fd: FusionDefinition, block_scale: Value, offs: Value) -> Value:
     """block_scale f8e4m3[M, K/16], offs i32[G] -> f8e4m3[M/g%128, K/16]@sf128x4"""
+    arguments.need_rank("block_scale", block_scale.type, "[M, K/16]")
+    arguments.need_vector("offs", offs.type)
     ends = fd.groups_of(offs, plain(block_scale.type.shape[0]))
     return fd.ops.grouped_swizzle(fd.partition_by(block_scale, ends), ends, layout="sf128x4")
 
@@ -132,7 +131,10 @@ def scaled_swiglu(
     up_offset: float = 0.0,
 ) -> Value:  # fmt: skip
     """x [..., 2H], scale [...] -> [..., H]: in float32 (f64 in float64), rounded once to the dtype of x"""
-    need_float("x", x.type)
+    arguments.need_dtype("x", x.type, arguments.FLOATS)
+    arguments.need_halves("x", plain(x.type.shape[-1]), interleave)
+    if scale is not None:
+        arguments.need_dtype("scale", scale.type, arguments.FLOATS)
     rows, restore = flat(fd, x, keep=1)
     gate, up = (fd.ops.cast(half, dtype=accumulated(x.type.dtype)) for half in _halves(fd, rows, interleave))
     if limit is not None:
@@ -148,15 +150,16 @@ def scaled_swiglu(
 def _halves(fd: FusionDefinition, x: Value, interleave: int) -> tuple[Value, Value]:
     """x [M, 2H] -> gate [M, H], up [M, H]; interleave 0: gate is the first half, else blocks of `interleave` gate, then up columns"""
     rows, width = x.type.shape
-    half = split_dim(plain(width), 2)
-    if not isinstance(half, int) or interleave < 0 or half % (interleave or 1):
-        raise ShapeError(f"x {x.type} with interleave = {interleave}", expected=f"a last size that is a multiple of 2 * {interleave}")
+    assert isinstance(width, int)
+    half = width // 2
     if interleave == 0:
-        return tuple(fd.ops.slice(x, start_indices=(0, s), end_indices=(rows, s + half)) for s in (0, half))
+        gate, up = (fd.ops.slice(x, start_indices=(0, s), end_indices=(rows, s + half)) for s in (0, half))
+        return gate, up
     block = interleave
     blocks = fd.ops.reshape(x, new_shape=(rows, half // block, 2, block))
     parts = (fd.ops.slice(blocks, start_indices=(0, 0, s, 0), end_indices=(rows, half // block, s + 1, block)) for s in (0, 1))
-    return tuple(fd.ops.reshape(part, new_shape=(rows, half)) for part in parts)
+    gate, up = (fd.ops.reshape(part, new_shape=(rows, half)) for part in parts)
+    return gate, up
 
 
 def _column(fd: FusionDefinition, scale: Value, like: Value) -> Value:
@@ -168,18 +171,26 @@ def _column(fd: FusionDefinition, scale: Value, like: Value) -> Value:
 @translator("fusion_moe::route")
 def route(fd: FusionDefinition, ids: Value, groups: int) -> tuple[Value, ...]:
     """ids int[T, k] -> ends i32[G]@ends(g), row_of i32[M/g], slot_of i32[T, k]"""
+    arguments.need_slots("ids", ids.type)
     return fd.ops.route(ids, groups=fd.fresh_groups(groups))
 
 
 @translator("fusion_moe::combine")
 def combine(fd: FusionDefinition, y: Value, slot_of: Value, w: Value) -> Value:
     """y [M, N], slot_of i32[T, k], w [T, k] -> [T, N]"""
+    arguments.need_dtype("y", y.type, arguments.FLOATS)
+    arguments.need_rank("y", y.type, "[M, N]")
+    arguments.need_slots("slot_of", slot_of.type)
+    arguments.need_slot_weights(w.type, "slot_of", slot_of.type)
     return fd.ops.cast(fd.ops.combine(y, slot_of, w), dtype=y.type.dtype)
 
 
 @translator("fusion_moe::group_add")
 def group_add(fd: FusionDefinition, y: Value, bias: Value, offs: Value) -> Value:
     """y [M, N], bias [G, N], offs i32[G] -> [M, N]"""
+    arguments.need_rank("y", y.type, "[M, N]")
+    arguments.need_vector("offs", offs.type)
+    arguments.need_bias("bias", bias, plain(offs.type.shape[0]), plain(y.type.shape[1]), y.type)
     ends = fd.groups_of(offs, plain(y.type.shape[0]))
     return biased(fd, fd.partition_by(y, ends), bias, ends)
 
@@ -216,9 +227,14 @@ def fused_experts(
 
     transposed: the weights are floats, gate_up [G, H, 2I] and down [G, I, H].
     """
-    _one_of("scale_on", scale_on, ("output", "input"))
+    need_one_of("scale_on", scale_on, ("output", "input"))
+    _check_activation_format(activation_format, transposed)
+    weights = [weight_type(name, parts, weight_format, weight_layout, transposed) for name, parts in (("gate_up", gate_up), ("down", down))]
+    _need_experts(x.type, weights[0], weights[1], (gate_up_bias, down_bias), interleave, 1 if transposed else 2)
     tokens, restore = flat(fd, x, keep=1)
     ids, w = flat(fd, ids, keep=1)[0], flat(fd, w, keep=1)[0]
+    arguments.need_slots("ids", ids.type)
+    arguments.need_slot_weights(w.type, "ids", ids.type)
     need_same("token count", "x", tokens.type.shape[0], "ids", ids.type.shape[0])
     dtype = x.type.dtype
     ends, row_of, slot_of = route(fd, ids, _count(gate_up[0]))
@@ -233,6 +249,22 @@ def fused_experts(
     y = product(fd, y, down, ends, activation_format, dtype, weight_format, weight_layout, transposed=transposed)
     y = biased(fd, y, down_bias, ends)
     return restore(combine(fd, y, slot_of, w))
+
+
+def _need_experts(
+    x: TensorType, gate_up: TensorType, down: TensorType, biases: Sequence[Value | None], interleave: int, axis: int
+) -> None:  # fmt: skip
+    """The two projections of one layer, for the features of x. axis: of the weights, that is contracted; the other one is 3 - axis."""
+    experts, rows, inner = gate_up.shape[0], gate_up.shape[3 - axis], down.shape[axis]
+    arguments.need_operand("x", x, "gate_up", gate_up, axis)
+    if down.shape[0] != experts:
+        raise ShapeError(f"gate_up has {experts} experts, down has {down.shape[0]}", expected="as many")
+    arguments.need_halves("gate_up", plain(rows), interleave)
+    if plain(inner) * 2 != plain(rows):
+        form = "gate_up [E, 2I, H] and down [E, H, I]" if axis == 2 else "gate_up [E, H, 2I] and down [E, I, H], as transposed = True says"
+        raise ShapeError(f"gate_up {shown(gate_up)} and down {shown(down)}", expected=form)
+    for name, bias, width in zip(("gate_up_bias", "down_bias"), biases, (rows, down.shape[3 - axis]), strict=True):
+        arguments.need_bias(name, bias, experts, width, x)
 
 
 def _count(elements: Value) -> int:

@@ -53,6 +53,7 @@ def _summed(a: TensorType, b: TensorType) -> str:
 
 
 def _mm_type(a: TensorType, w: TensorType, ends: TensorType, a_layout: str = "linear", w_layout: str = "linear") -> Types:
+    """a [M/g, K], w [G, N, K] of any encoding -> f32[M/g, N]: each row times the matrix of its group. Layouts: as they are stored."""
     _operands(a, w, ends, 2, w_layout)
     if a.layout != a_layout:
         raise ShapeError(f"a is {a}", expected=f"the layout {a_layout}", todo="fd.ops.relayout changes it, a_layout states it")
@@ -60,6 +61,7 @@ def _mm_type(a: TensorType, w: TensorType, ends: TensorType, a_layout: str = "li
 
 
 def _mm_t_type(a: TensorType, w: TensorType, ends: TensorType, w_layout: str = "linear") -> Types:
+    """a [M/g, N], w [G, N, K] of any encoding -> f32[M/g, K]: each row times the transposed matrix of its group."""
     _operands(a, w, ends, 1, w_layout)
     if a.quantized:
         raise DtypeError(f"a is {a}", expected="floats: the blocks of a run along N, which is contracted")
@@ -67,6 +69,7 @@ def _mm_t_type(a: TensorType, w: TensorType, ends: TensorType, w_layout: str = "
 
 
 def _outer_type(a: TensorType, b: TensorType, ends: TensorType) -> Types:
+    """a [M/g, N], b [M/g, K] -> f32[G, N, K]: the outer products of each group's rows, added; an empty group is zero."""
     rows = need_partition("a", a, ends)
     need_partition("b", b, ends)
     need_dtype("a", a, *FLOATS)
@@ -75,6 +78,7 @@ def _outer_type(a: TensorType, b: TensorType, ends: TensorType) -> Types:
 
 
 def _add_type(y: TensorType, bias: TensorType, ends: TensorType) -> Types:
+    """y [M/g, N] plus bias [G, N], of the group of each row; rows past the last end stay as they are."""
     need_rank("y", y, 2)
     need_rank("bias", bias, 2)
     need_dtype("bias", bias, y.dtype)
@@ -85,6 +89,7 @@ def _add_type(y: TensorType, bias: TensorType, ends: TensorType) -> Types:
 
 
 def _sum_type(y: TensorType, ends: TensorType) -> Types:
+    """y [M/g, N] -> f32[G, N]: the rows of each group, added in order; zero for an empty group."""
     need_rank("y", y, 2)
     need_float("y", y)
     rows = need_partition("y", y, ends)

@@ -79,6 +79,7 @@ def _logical(*types: Any) -> Types:
 
 
 def _cast_type(x: TensorType, dtype: str) -> Types:
+    """x in another dtype, rounded once: bf16, f16, f32, f64, f8e4m3, i32, i64, u8, bool, ..."""
     if dtype not in DTYPES:
         raise DtypeError(f"dtype={dtype!r}", expected=f"one of {', '.join(DTYPES)}")
     need_dtype("x", x, *DTYPES)
@@ -86,6 +87,7 @@ def _cast_type(x: TensorType, dtype: str) -> Types:
 
 
 def _where_type(condition: TensorType, a: Any, b: Any) -> Types:
+    """a where condition, a mask, holds, and b elsewhere; sizes equal or 1. A number takes the dtype of the tensor beside it."""
     need_dtype("condition", condition, "bool")
     (made,) = _bounded(a, b)
     return (made.with_(shape=joined_shape((condition, a, b))),)
@@ -185,6 +187,7 @@ def _unary(name: str, infer: Callable[..., Types], function: Callable[..., torch
     def rule(x: TensorType) -> Types:
         return infer(x)
 
+    rule.__doc__ = f"{name} of each element of x, in its dtype."
     return OpKind(name, rule, lambda x: (function(x),), grad, flops=_elements)
 
 
@@ -192,6 +195,8 @@ def _binary(name: str, infer: Callable[..., Types], function: Callable[..., torc
     def rule(a: Any, b: Any) -> Types:
         return infer(a, b)
 
+    result = "a mask" if infer is _compared else "in their one dtype"
+    rule.__doc__ = f"{name} of each element of a and b, {result}; sizes equal or 1. A number takes the dtype of the tensor beside it."
     return OpKind(name, rule, lambda a, b: (function(a, b),), grad, flops=_elements)
 
 

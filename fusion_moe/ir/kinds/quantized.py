@@ -55,9 +55,9 @@ def _pack_type(*parts: TensorType, encoding: str, layout: str, transposed: bool 
         if part.scale.block:
             stored = _stored(descriptor.part_shape(part, lead, n, k), layout)
             if type.shape != stored:
-                want = f"{TensorType(stored, type.dtype)}, one scale for {part.scale.block} codes of {parts[0]}"
+                want = f"{list(stored)}, one scale for {part.scale.block} codes of {list(parts[0].shape)}"
                 within = f" in the layout {layout}" if layout != "linear" else ""
-                raise ShapeError(f"{part.name} {type}", expected=want + within)
+                raise ShapeError(f"{part.name} {list(type.shape)}", expected=want + within)
         else:
             _need_matrix_scale(part.scale, type, tuple(lead), n)
     return (TensorType((*lead, n, k), encoding, layout),)
@@ -108,7 +108,7 @@ def _need_matrix_scale(scale: Scale, type: TensorType, lead: tuple, n: object) -
     fits = isinstance(runs, int) and runs > 0 and not (isinstance(n, int) and n % runs)
     if shape[:rank] != lead or len(shape) > rank + 1 or not fits:
         want = [f"[{', '.join(map(str, s))}]" for s in (lead, (*lead, "S"))]
-        raise ShapeError(f"{scale.part} {type}", expected=f"{type.dtype}{want[0]}, or {type.dtype}{want[1]} with S dividing N = {n}")
+        raise ShapeError(f"{scale.part} {list(shape)}", expected=f"{want[0]}, or {want[1]} with S dividing N = {n}")
 
 
 def _runs_divide(n: Dim, matrix_scale: TensorType, rank: int) -> Iterator[Need]:
@@ -156,6 +156,7 @@ def _quantize(x: torch.Tensor, *matrix_scale: torch.Tensor, encoding: str) -> tu
 
 
 def _decode_scale_type(x: TensorType, encoding: str) -> Types:
+    """x float[..., N, K] -> f32[...]: the scale that each matrix takes in an encoding; for NVFP4 amax / 2688."""
     descriptor = find(encoding)
     _need_matrices(x, descriptor)
     scales = _matrix_scales(descriptor)
@@ -228,7 +229,7 @@ def linear(x: Any, encoding: Encoding, layout: str, ends: torch.Tensor | None = 
 
 TABLE = (
     OpKind("pack", _pack_type, _pack, needs=_pack_needs, view=True, role="view"),
-    OpKind("unpack", _unpack_type, _unpack, role="view"),
+    OpKind("unpack", _unpack_type, _unpack, role="view", outputs=None),
     OpKind("decode_scale", _decode_scale_type, _decode_scale, role="reduce"),
     OpKind("quantize", _quantize_type, _quantize, needs=_quantize_needs, role="quantize"),
     OpKind("grouped_swizzle", _swizzle_type, _swizzle, role="layout"),

@@ -21,6 +21,7 @@ from .shape import elements
 
 
 def _ends_type(offs: TensorType, rows: AnySize, groups: Groups) -> Types:
+    """offs i32[G], where the groups of so many rows end -> i32[G]@ends(g), which grouped operations take."""
     need_rank("offs", offs, 1)
     need_dtype("offs", offs, "i32")
     need_same("group count", "offs", offs.shape[0], "groups", groups.count)
@@ -57,6 +58,7 @@ def _problem_ends(
 
 
 def _partition_type(x: TensorType, ends: TensorType) -> Types:
+    """x [M, ...] -> [M/g, ...]: its rows are those of the groups that end at `ends`. Nothing moves."""
     groups = ends.ends
     if groups is None:
         raise ShapeError(f"ends {ends}", expected="i32[G]@ends(g)", todo="make it with fd.ops.ends")
@@ -67,6 +69,7 @@ def _partition_type(x: TensorType, ends: TensorType) -> Types:
 
 
 def _zero_rest_type(x: TensorType, ends: TensorType) -> Types:
+    """x [M/g, ...] with the rows past the last end zero, whatever they held."""
     need_partition("x", x, ends)
     need_float("x", x)
     return (x,)
@@ -82,6 +85,10 @@ def _zero_rest_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def _route_type(ids: TensorType, groups: Groups) -> Types:
+    """ids int[T, k], experts of tokens -> ends i32[G]@ends(g), row_of i32[M/g], slot_of i32[T, k].
+
+    row_of: the token of each row, sorted by expert, stably; slot_of: the row of each slot.
+    """
     need_rank("ids", ids, 2)
     need_dtype("ids", ids, *INTS)
     if not isinstance(groups.count, int):
@@ -110,6 +117,7 @@ def _route(ids: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _index_select_type(x: TensorType, index: TensorType, dim: int) -> Types:
+    """The elements of x at index int[N] along a dimension."""
     need_dtype("x", x, *DTYPES)
     need_rank("index", index, 1)
     need_dtype("index", index, *INTS)
@@ -153,6 +161,7 @@ def _slots(fd: Any, index: Value) -> Value | None:
 
 
 def _index_put_type(acc: TensorType, index: TensorType, value: TensorType) -> Types:
+    """acc [N, ...] with the rows of value [M, ...] added at index int[M]."""
     need_rank("index", index, 1)
     need_dtype("index", index, *INTS)
     need_dtype("value", value, acc.dtype)
@@ -167,6 +176,7 @@ def _index_put_needs(acc: TensorType, index: TensorType, value: TensorType) -> I
 
 
 def _invert_type(slot_of: TensorType, rows: Dim) -> Types:
+    """slot_of i32[T, k], a permutation of the rows -> i32[M]: the flat slot that each row serves."""
     need_dtype("slot_of", slot_of, "i32")
     need_same("row count", "slot_of", elements(slot_of.shape), "rows", rows)
     return (TensorType((rows,), "i32"),)
@@ -182,6 +192,7 @@ def _invert(slot_of: torch.Tensor, rows: int) -> tuple[torch.Tensor]:
 
 
 def _combine_type(y: TensorType, slot_of: TensorType, w: TensorType) -> Types:
+    """y [M, N], slot_of int[T, k], w [T, k] -> f32[T, N]: w times the rows of each token's slots, added in their order."""
     need_rank("y", y, 2)
     need_rank("slot_of", slot_of, 2)
     need_float("y", y)
@@ -281,7 +292,7 @@ TABLE = (
     OpKind("problem_ends", _problem_ends_type, _problem_ends, role="routing"),
     OpKind("partition", _partition_type, lambda x, ends: (x,), _partition_grad, view=True, role="view"),
     OpKind("zero_rest", _zero_rest_type, _zero_rest, _zero_rest_grad),
-    OpKind("route", _route_type, _route, needs=_route_needs, role="routing"),
+    OpKind("route", _route_type, _route, needs=_route_needs, role="routing", outputs=3),
     OpKind(
         "index_select",
         _index_select_type,

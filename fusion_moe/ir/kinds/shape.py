@@ -29,19 +29,21 @@ def _plain_storage(x: TensorType) -> TensorType:
 
 
 def _reshape_type(x: TensorType, new_shape: tuple[Dim, ...]) -> Types:
+    """The elements of x in row-major order, in another shape of as many."""
     if elements(x.shape) != elements(new_shape):
         raise ShapeError(f"new_shape [{', '.join(map(str, new_shape))}] of {x}", expected="as many elements")
     return (TensorType(tuple(new_shape), _plain_storage(x).dtype),)
 
 
 def _permute_type(x: TensorType, dims: tuple[int, ...]) -> Types:
+    """Dimension i of the result is dimension dims[i] of x."""
     if sorted(dims) != list(range(len(_plain_storage(x).shape))):
         raise ShapeError(f"dims {list(dims)} of {x}", expected="each dimension once")
     return (TensorType(tuple(x.shape[d] for d in dims), x.dtype),)
 
 
 def _broadcast_type(x: TensorType, shape: tuple[Dim, ...], broadcast_dims: tuple[int, ...]) -> Types:
-    """As nvFuser: dimension i of x becomes dimension broadcast_dims[i] of the result; a size of 1 is repeated, the other dims are new."""
+    """Dimension i of x becomes dimension broadcast_dims[i] of the result; a size of 1 is repeated, the other dims are new. As nvFuser."""
     increasing = list(broadcast_dims) == sorted(set(broadcast_dims)) and all(0 <= place < len(shape) for place in broadcast_dims)
     if len(broadcast_dims) != len(_plain_storage(x).shape) or not increasing:
         want = f"one increasing place for each dimension, from 0 to {len(shape) - 1}"
@@ -68,6 +70,7 @@ def _broadcast_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def _slice_type(x: TensorType, start_indices: tuple[AnySize, ...], end_indices: tuple[Dim, ...]) -> Types:
+    """x[start:end] in each dimension."""
     if not len(start_indices) == len(end_indices) == len(_plain_storage(x).shape):
         raise ShapeError(f"{len(start_indices)} starts, {len(end_indices)} ends of {x}", expected="one for each dimension")
     bounds = zip(x.shape, start_indices, map(plain, end_indices), strict=True)
@@ -91,6 +94,7 @@ def _slice_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def _pad_type(x: TensorType, before: tuple[AnySize, ...], after: tuple[AnySize, ...], shape: tuple[Dim, ...]) -> Types:
+    """x with zeros before and after it in each dimension; shape: the result's."""
     for d, a, b, s in zip(_plain_storage(x).shape, before, after, shape, strict=True):
         if plain(d) + a + b != plain(s):
             raise ShapeError(f"{a} before and {b} after {d}", expected=f"{s} in all")
@@ -113,6 +117,7 @@ def _pad_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def _cat_type(*xs: TensorType, dim: int) -> Types:
+    """Tensors one after another along a dimension; of one dtype, their other sizes equal."""
     first = _plain_storage(xs[0])
     if not 0 <= dim < len(first.shape):
         raise ShapeError(f"dim {dim} of {first}", expected=f"0 to {len(first.shape) - 1}")
@@ -126,6 +131,7 @@ def _cat_type(*xs: TensorType, dim: int) -> Types:
 
 
 def _full_type(shape: tuple[Dim, ...], fill_value: float | bool, dtype: str) -> Types:
+    """A tensor of one number."""
     if dtype not in DTYPES:
         raise DtypeError(f"dtype {dtype!r}", expected=f"one of {', '.join(DTYPES)}")
     need_finite("fill_value", fill_value, dtype)
@@ -133,6 +139,7 @@ def _full_type(shape: tuple[Dim, ...], fill_value: float | bool, dtype: str) -> 
 
 
 def _sum_type(x: TensorType, dims: tuple[int, ...], keepdim: bool) -> Types:
+    """Sums over dimensions, made in float32 (float64 in float64) and rounded once to the dtype of x."""
     need_float("x", _plain_storage(x))
     if not dims or len(set(dims)) < len(dims) or not all(0 <= d < len(x.shape) for d in dims):
         raise ShapeError(f"dims {list(dims)} of {x}", expected=f"at least one, each once, from 0 to {len(x.shape) - 1}")

@@ -1,0 +1,162 @@
+"""`fd.ops`, as type checkers and editors see it. Written by tools/ops_stub.py from the table of kinds."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+from .core import Operand, Value
+from .sizes import AnySize
+from .types import Dim, Groups
+
+class Ops:
+    def __init__(self, append: Callable[..., tuple[Value, ...]]) -> None: ...
+    def cast(self, x: Value, /, dtype: str) -> Value:
+        """x in another dtype, rounded once: bf16, f16, f32, f64, f8e4m3, i32, i64, u8, bool, ..."""
+    def where(self, condition: Value, a: Operand, b: Operand, /) -> Value:
+        """a where condition, a mask, holds, and b elsewhere; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    def neg(self, x: Value, /) -> Value:
+        """neg of each element of x, in its dtype."""
+    def abs(self, x: Value, /) -> Value:
+        """abs of each element of x, in its dtype."""
+    def exp(self, x: Value, /) -> Value:
+        """exp of each element of x, in its dtype."""
+    def log(self, x: Value, /) -> Value:
+        """log of each element of x, in its dtype."""
+    def sqrt(self, x: Value, /) -> Value:
+        """sqrt of each element of x, in its dtype."""
+    def rsqrt(self, x: Value, /) -> Value:
+        """rsqrt of each element of x, in its dtype."""
+    def reciprocal(self, x: Value, /) -> Value:
+        """reciprocal of each element of x, in its dtype."""
+    def tanh(self, x: Value, /) -> Value:
+        """tanh of each element of x, in its dtype."""
+    def erf(self, x: Value, /) -> Value:
+        """erf of each element of x, in its dtype."""
+    def relu(self, x: Value, /) -> Value:
+        """relu of each element of x, in its dtype."""
+    def sigmoid(self, x: Value, /) -> Value:
+        """sigmoid of each element of x, in its dtype."""
+    def silu(self, x: Value, /) -> Value:
+        """silu of each element of x, in its dtype."""
+    def add(self, a: Operand, b: Operand, /) -> Value:
+        """add of each element of a and b, in their one dtype; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    def sub(self, a: Operand, b: Operand, /) -> Value:
+        """sub of each element of a and b, in their one dtype; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    def mul(self, a: Operand, b: Operand, /) -> Value:
+        """mul of each element of a and b, in their one dtype; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    def div(self, a: Operand, b: Operand, /) -> Value:
+        """div of each element of a and b, in their one dtype; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    def minimum(self, a: Operand, b: Operand, /) -> Value:
+        """minimum of each element of a and b, in their one dtype; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    def maximum(self, a: Operand, b: Operand, /) -> Value:
+        """maximum of each element of a and b, in their one dtype; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    def pow(self, a: Operand, b: Operand, /) -> Value:
+        """pow of each element of a and b, in their one dtype; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    def lt(self, a: Operand, b: Operand, /) -> Value:
+        """lt of each element of a and b, a mask; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    def le(self, a: Operand, b: Operand, /) -> Value:
+        """le of each element of a and b, a mask; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    def gt(self, a: Operand, b: Operand, /) -> Value:
+        """gt of each element of a and b, a mask; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    def ge(self, a: Operand, b: Operand, /) -> Value:
+        """ge of each element of a and b, a mask; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    def eq(self, a: Operand, b: Operand, /) -> Value:
+        """eq of each element of a and b, a mask; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    def ne(self, a: Operand, b: Operand, /) -> Value:
+        """ne of each element of a and b, a mask; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    def logical_and(self, a: Operand, b: Operand, /) -> Value:
+        """logical_and of each element of a and b, in their one dtype; sizes equal or 1. A number takes the dtype of the tensor beside
+        it.
+        """
+    def logical_or(self, a: Operand, b: Operand, /) -> Value:
+        """logical_or of each element of a and b, in their one dtype; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    def logical_not(self, x: Value, /) -> Value:
+        """logical_not of each element of x, in its dtype."""
+    def reshape(self, x: Value, /, new_shape: Sequence[Dim]) -> Value:
+        """The elements of x in row-major order, in another shape of as many."""
+    def permute(self, x: Value, /, dims: Sequence[int]) -> Value:
+        """Dimension i of the result is dimension dims[i] of x."""
+    def broadcast_in_dim(self, x: Value, /, shape: Sequence[Dim], broadcast_dims: Sequence[int]) -> Value:
+        """Dimension i of x becomes dimension broadcast_dims[i] of the result; a size of 1 is repeated, the other dims are new. As
+        nvFuser.
+        """
+    def slice(self, x: Value, /, start_indices: Sequence[AnySize], end_indices: Sequence[Dim]) -> Value:
+        """x[start:end] in each dimension."""
+    def pad(self, x: Value, /, before: Sequence[AnySize], after: Sequence[AnySize], shape: Sequence[Dim]) -> Value:
+        """x with zeros before and after it in each dimension; shape: the result's."""
+    @overload
+    def cat(self, *xs: Value, dim: int) -> Value:
+        """Tensors one after another along a dimension; of one dtype, their other sizes equal."""
+    @overload
+    def cat(self, operands: Sequence[Operand], /, dim: int) -> Value:
+        """Tensors one after another along a dimension; of one dtype, their other sizes equal."""
+    def full(self, shape: Sequence[Dim], fill_value: float | bool, dtype: str) -> Value:
+        """A tensor of one number."""
+    def sum(self, x: Value, /, dims: Sequence[int], keepdim: bool) -> Value:
+        """Sums over dimensions, made in float32 (float64 in float64) and rounded once to the dtype of x."""
+    def ends(self, offs: Value, /, rows: AnySize, groups: Groups) -> Value:
+        """offs i32[G], where the groups of so many rows end -> i32[G]@ends(g), which grouped operations take."""
+    def problem_ends(
+        self, starts: Value, problem_sizes: Value, padded_starts: Value, /, rows: AnySize, groups: Groups, n: int, k: int,
+    ) -> Value:
+        """starts i32[G], problem_sizes i32[G, 3], padded_starts i32[G] -> i32[G]@ends(g): a partition in nvFuser's form."""
+    def partition(self, x: Value, ends: Value, /) -> Value:
+        """x [M, ...] -> [M/g, ...]: its rows are those of the groups that end at `ends`. Nothing moves."""
+    def zero_rest(self, x: Value, ends: Value, /) -> Value:
+        """x [M/g, ...] with the rows past the last end zero, whatever they held."""
+    def route(self, ids: Value, /, groups: Groups) -> tuple[Value, Value, Value]:
+        """ids int[T, k], experts of tokens -> ends i32[G]@ends(g), row_of i32[M/g], slot_of i32[T, k].
+
+        row_of: the token of each row, sorted by expert, stably; slot_of: the row of each slot.
+        """
+    def index_select(self, x: Value, index: Value, /, dim: int) -> Value:
+        """The elements of x at index int[N] along a dimension."""
+    def index_put_accumulate(self, acc: Value, index: Value, value: Value, /) -> Value:
+        """acc [N, ...] with the rows of value [M, ...] added at index int[M]."""
+    def invert(self, slot_of: Value, /, rows: Dim) -> Value:
+        """slot_of i32[T, k], a permutation of the rows -> i32[M]: the flat slot that each row serves."""
+    def combine(self, y: Value, slot_of: Value, w: Value, /) -> Value:
+        """y [M, N], slot_of int[T, k], w [T, k] -> f32[T, N]: w times the rows of each token's slots, added in their order."""
+    @overload
+    def pack(self, *parts: Value, encoding: str, layout: str, transposed: bool = False) -> Value:
+        """The parts of an encoding -> a value of it: codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale f32[...] or
+        [..., S]
+        -> nvfp4[..., N, K]; w bf16[..., N, K] -> bf16[..., N, K]@layout
+
+        layout: how the parts are stored, each in the shape of its storage. transposed: the elements are [..., K/2, N], strided so
+        that
+        the two codes of a byte still run along K and no byte has to move.
+        """
+    @overload
+    def pack(self, operands: Sequence[Operand], /, encoding: str, layout: str, transposed: bool = False) -> Value:
+        """The parts of an encoding -> a value of it: codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16], decode_scale f32[...] or
+        [..., S]
+        -> nvfp4[..., N, K]; w bf16[..., N, K] -> bf16[..., N, K]@layout
+
+        layout: how the parts are stored, each in the shape of its storage. transposed: the elements are [..., K/2, N], strided so
+        that
+        the two codes of a byte still run along K and no byte has to move.
+        """
+    def unpack(self, x: Value, /) -> Any:
+        """nvfp4[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16]: all parts but the scales of whole matrices"""
+    def decode_scale(self, x: Value, /, encoding: str) -> Value:
+        """x float[..., N, K] -> f32[...]: the scale that each matrix takes in an encoding; for NVFP4 amax / 2688."""
+    @overload
+    def quantize(self, x: Value, *matrix_scale: Value, encoding: str) -> Value:
+        """x float[..., N, K], decode_scale f32[...] or [..., S] if the encoding has one -> nvfp4[..., N, K], quantized along K"""
+    @overload
+    def quantize(self, operands: Sequence[Operand], /, encoding: str) -> Value:
+        """x float[..., N, K], decode_scale f32[...] or [..., S] if the encoding has one -> nvfp4[..., N, K], quantized along K"""
+    def grouped_swizzle(self, x: Value, ends: Value, /, layout: str) -> Value:
+        """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: the layout of each group by itself"""
+    def relayout(self, x: Value, ends: Value, /, layout: str) -> Value:
+        """x nvfp4[M/g, K] -> nvfp4[M/g, K]@sf128x4: the same value, its block scales stored in another layout"""
+    def grouped_mm(self, a: Value, w: Value, ends: Value, /, a_layout: str = 'linear', w_layout: str = 'linear') -> Value:
+        """a [M/g, K], w [G, N, K] of any encoding -> f32[M/g, N]: each row times the matrix of its group. Layouts: as they are stored."""
+    def grouped_mm_t(self, a: Value, w: Value, ends: Value, /, w_layout: str = 'linear') -> Value:
+        """a [M/g, N], w [G, N, K] of any encoding -> f32[M/g, K]: each row times the transposed matrix of its group."""
+    def grouped_outer(self, a: Value, b: Value, ends: Value, /) -> Value:
+        """a [M/g, N], b [M/g, K] -> f32[G, N, K]: the outer products of each group's rows, added; an empty group is zero."""
+    def group_add(self, y: Value, bias: Value, ends: Value, /) -> Value:
+        """y [M/g, N] plus bias [G, N], of the group of each row; rows past the last end stay as they are."""
+    def group_sum(self, y: Value, ends: Value, /) -> Value:
+        """y [M/g, N] -> f32[G, N]: the rows of each group, added in order; zero for an empty group."""

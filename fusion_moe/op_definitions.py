@@ -1,0 +1,340 @@
+"""The operations in `torch.ops.fusion_moe`: their schemas, and from each one's Fusion its fake and its flops.
+
+What an operation computes is defined once, by its translator (translators/fusion_moe_translators/moe.py): a call is the Fusion that
+the translator builds. The fake allocates what the types of that Fusion say, the body (eager.py) runs it, its derivative (autograd.py)
+runs through `fusion_moe::run`. Letters: M rows, K in-features, N out-features, G groups, T tokens, k slots a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import run_ops, translate
+from .errors import DeviceError, DtypeError, Error, ShapeError, Untranslatable
+from .ir.builder import FusionDefinition
+from .ir.core import Fusion
+from .ir.sizes import symbol
+from .ir.types import DTYPES, FLOATS, TensorType, dtype_name
+from .run_ops import NAMESPACE, empty_outputs, flops
+from .translate import Sizes, tensor_type
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One public operation.
+
+    rows: arguments whose leading dimensions are rows, and how many trailing dimensions stay (a [..., K]: 1). Their size may change
+    from call to call without a new program; those of `equal` have equally many. flatten: the argument whose leading dimensions
+    the output takes over. k_major: arguments [G, K, N] whose elements must be stored with K running fastest. autocast: the floats that
+    torch.autocast casts; weights: those that it casts if `weight_format` says that they are floats.
+    """
+
+    name: str
+    schema: str
+    rows: Mapping[str, int] = field(default_factory=dict)
+    equal: tuple[str, ...] = ()
+    flatten: str = ""
+    k_major: tuple[str, ...] = ()
+    differentiable: bool = True
+    autocast: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+
+    def fixes(self, name: str, i: int, rank: int) -> bool:
+        """Whether size i of an argument is a constant of the program: all but rows; the last one alone where nothing is rows."""
+        return (i > 0 or name not in self.rows) if self.rows else i == rank - 1
+
+
+_EXPERTS = tuple(f"{p}_{t}" for p in ("gate_up", "down") for t in ("codes", "block_scale", "decode_scale"))
+_HOW = """Tensor? gate_up_bias=None, Tensor? down_bias=None, *, int interleave=0, float? limit=None, float alpha=1.0,
+    float up_offset=0.0, str scale_on="output", str activation_format="bf16", str weight_layout="linear" """
+_EXPERT_MLP = f"""(
+    Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)}, {_HOW}) -> Tensor"""
+_FUSED_EXPERTS = f"""(
+    Tensor x, Tensor ids, Tensor w, Tensor[] gate_up, Tensor[] down, {_HOW}, str weight_format="nvfp4", bool transposed=False) -> Tensor"""
+
+SPECS = {
+    spec.name: spec
+    for spec in (
+        Spec(
+            "nvfp4_quantize",
+            "(Tensor x, Tensor? decode_scale=None) -> (Tensor codes, Tensor block_scale, Tensor decode_scale)",
+            differentiable=False,
+        ),
+        Spec(
+            "nvfp4_grouped_mm",
+            "(Tensor a, Tensor b_codes, Tensor b_block_scale, Tensor b_decode_scale, Tensor offs, *, "
+            'str activation_format="bf16", str weight_layout="linear", ScalarType? out_dtype=None) -> Tensor',
+            rows={"a": 1}, flatten="a", autocast=("a",),
+        ),
+        Spec(
+            "grouped_mm",
+            '(Tensor a, Tensor[] weight, Tensor offs, *, str weight_format="nvfp4", str weight_layout="linear", '
+            'str activation_format="bf16", ScalarType? out_dtype=None, bool transposed=False) -> Tensor',
+            rows={"a": 1}, flatten="a", autocast=("a",), weights=("weight",),
+        ),
+        Spec("grouped_swizzle_block_scale", "(Tensor block_scale, Tensor offs) -> Tensor", rows={"block_scale": 1}, differentiable=False),
+        Spec(
+            "scaled_swiglu",
+            "(Tensor x, Tensor? scale=None, int interleave=0, *, float? limit=None, float alpha=1.0, float up_offset=0.0) -> Tensor",
+            rows={"x": 1, "scale": 0}, equal=("x", "scale"), flatten="x",
+        ),
+        Spec("route", "(Tensor ids, int groups) -> (Tensor ends, Tensor row_of, Tensor slot_of)", rows={"ids": 1}, differentiable=False),
+        Spec("combine", "(Tensor y, Tensor slot_of, Tensor w) -> Tensor", rows={"y": 1, "slot_of": 1, "w": 1}, equal=("slot_of", "w")),
+        Spec("group_add", "(Tensor y, Tensor bias, Tensor offs) -> Tensor", rows={"y": 1}, autocast=("y", "bias")),
+        Spec(
+            "expert_mlp", _EXPERT_MLP,
+            rows={"x": 1, "ids": 1, "w": 1}, equal=("x", "ids", "w"), flatten="x", autocast=("x", "gate_up_bias", "down_bias"),
+        ),
+        Spec(
+            "fused_experts", _FUSED_EXPERTS,
+            rows={"x": 1, "ids": 1, "w": 1}, equal=("x", "ids", "w"), flatten="x", autocast=("x", "gate_up_bias", "down_bias"),
+            weights=("gate_up", "down"),
+        ),
+        Spec(
+            "f16a_nvfp4weight_scaled_grouped_mm",
+            "(Tensor activation, Tensor fp4_weight, Tensor weight_scaling_factor, Tensor global_scale, Tensor offsets, "
+            'Tensor blockscale_offsets, Tensor problem_sizes, *, str activation_format="bf16") -> Tensor',
+            rows={"activation": 1}, flatten="activation", k_major=("fp4_weight",), autocast=("activation",),
+        ),
+    )
+}  # fmt: skip
+Forms = tuple[tuple[str, Sequence[Any], torch.dtype], ...]  # names, shapes and dtypes of tensors
+Types = tuple[tuple[str, TensorType], ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operation: its tensors with rows flattened, its other arguments by name, the leading shape of the output.
+
+    Tensors of a list come one by one: those of `weight` as weight[0], weight[1], ...
+    """
+
+    spec: Spec
+    tensors: Mapping[str, Tensor]
+    others: tuple[tuple[str, Any], ...]
+    lead: Sequence[int] | None
+
+    @property
+    def forms(self) -> Forms:
+        """What the types of its tensors are made of."""
+        return tuple([(name, t.shape, t.dtype) for name, t in self.tensors.items()])
+
+    def types(self, sizes: Callable[[str, int, Any], Any]) -> Types:
+        """The type of each tensor; sizes(argument, dimension, n) turns a size into the IR's."""
+        return _types(self.spec.name, self.forms, sizes)
+
+    def restore(self, output: Tensor) -> Tensor:
+        """The output with the leading dimensions that the flattened argument had."""
+        return output if self.lead is None else output.reshape(*self.lead, *output.shape[1:])
+
+
+def _types(name: str, forms: Forms, sizes: Callable[[str, int, Any], Any]) -> Types:
+    return tuple((arg, _type(name, arg, dtype, [sizes(arg, i, n) for i, n in enumerate(shape)])) for arg, shape, dtype in forms)
+
+
+_INTEGERS = {"ids": (torch.int64, torch.int32), "slot_of": (torch.int64, torch.int32), "offs": (torch.int32,)}
+
+
+def _type(name: str, arg: str, dtype: torch.dtype, shape: Sequence[Any]) -> TensorType:
+    try:
+        return tensor_type(dtype, shape)
+    except Untranslatable as error:
+        known = _INTEGERS.get(arg, ())
+        expected, todo = (" or ".join(map(str, known)), f"pass {arg}.to({known[0]})") if known else (error.expected, "")
+        raise DtypeError(f"{arg} is {dtype}", expected=expected, todo=todo, where=name) from None
+
+
+def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """The arguments of a call by name, defaults filled in. DeviceError unless the tensors live on one device."""
+    bound = named_arguments(spec.name, args, kwargs)
+    tensors = dict(each_tensor(bound))
+    if len({t.device for t in tensors.values()}) != 1:
+        raise _no_one_device(spec, tensors)
+    for name in spec.k_major:
+        _need_k_major(name, tensors[name], spec.name)
+    flattened = tensors.get(spec.flatten)
+    lead = _lead(spec, flattened) if flattened is not None and flattened.dim() != 2 else None
+    rows = {n: flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
+    others = tuple((n, _plain(n, v, spec.name)) for n, v in bound.items() if n not in tensors and not _is_list_of_tensors(v))
+    return Call(spec, rows, others, lead)
+
+
+def each_tensor(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of arguments by name, those of a list as name[0], name[1], ..."""
+    for name, v in arguments.items():
+        if isinstance(v, Tensor):
+            yield name, v
+        elif _is_list_of_tensors(v):
+            yield from ((f"{name}[{i}]", t) for i, t in enumerate(v))
+
+
+def _is_list_of_tensors(v: Any) -> bool:
+    return isinstance(v, (list, tuple)) and len(v) > 0 and isinstance(v[0], Tensor)
+
+
+def _plain(name: str, v: Any, where: str) -> Any:
+    """An argument that is no tensor, as programs are remembered by it."""
+    if not isinstance(v, torch.dtype):
+        return tuple(v) if isinstance(v, list) else v
+    try:
+        return dtype_name(v)
+    except DtypeError:
+        raise DtypeError(f"{name} = {v}", expected=f"one of {', '.join(str(DTYPES[f]) for f in FLOATS)}", where=where) from None
+
+
+def _no_one_device(spec: Spec, tensors: Mapping[str, Tensor]) -> Error:
+    """The error about tensors on several devices, or about none at all."""
+    places: dict[str, list[str]] = {}
+    for name, t in tensors.items():
+        names = places.setdefault(str(t.device), [])
+        names += [name.partition("[")[0]] if name.partition("[")[0] not in names else []
+    if not places:
+        return DtypeError("no tensor among the arguments", expected="tensors", where=spec.name)
+    found = "; ".join(f"{', '.join(names)} on {device}" for device, names in places.items())
+    return DeviceError(found, expected="one device", todo="move tensors, or the module that has them, with .to(device)", where=spec.name)
+
+
+def _lead(spec: Spec, t: Tensor) -> Sequence[int]:
+    """The leading dimensions of the argument whose leading dimensions the output takes over."""
+    if t.dim() == 0:
+        raise ShapeError(f"{spec.flatten} has no dimensions", expected="[..., K], a row of features or more", where=spec.name)
+    return t.shape[:-1]
+
+
+def _need_k_major(name: str, t: Tensor, where: str) -> None:
+    """ShapeError unless t [G, K, N] is the transposed view of a contiguous [G, N, K]."""
+    if t.dim() != 3:
+        raise ShapeError(f"{name} has shape {list(t.shape)}", expected="[G, K/2, N], two codes a byte along K", where=where)
+    if not t.mT.is_contiguous():
+        _, k, n = t.shape
+        raise ShapeError(
+            f"{name} has shape {list(t.shape)} and strides {list(t.stride())}", expected=f"strides {[n * k, 1, k]}, K running fastest",
+            todo="pack two codes a byte along K into a contiguous [G, N, K/2] tensor, and pass its .transpose(1, 2)", where=where,
+        )  # fmt: skip
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """fp4 tensors as the bytes they are stored in, which is how programs take them; any other tensor itself."""
+    return t.view(torch.uint8) if t.dtype == torch.float4_e2m1fn_x2 else t
+
+
+def flat(t: Tensor, keep: int) -> Tensor:
+    """t with its last `keep` dimensions as they are, and one for all before them."""
+    return t if t.dim() == keep + 1 else t.reshape(-1, *t.shape[t.dim() - keep :])
+
+
+def named_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of an operation by name, defaults filled in."""
+    return {n: args[i] if i < len(args) else kwargs.get(n, default) for i, (n, default) in enumerate(_signature(name))}
+
+
+@cache
+def _signature(name: str) -> tuple[tuple[str, Any], ...]:
+    schema = getattr(torch.ops.fusion_moe, name).default._schema
+    return tuple((a.name, a.default_value if a.has_default_value() else None) for a in schema.arguments)
+
+
+@lru_cache(maxsize=1024)
+def fusion_of(name: str, types: Types, others: tuple[tuple[str, Any], ...]) -> Fusion:
+    """The Fusion that a call of an operation stands for: what its translator builds on inputs of these types."""
+    fd = FusionDefinition()
+    tensors = {n: fd.define_like(t) for n, t in types}
+    arguments = {**dict(others), **tensors}
+    _need_given(name, arguments)
+    translator = translate.find(f"{NAMESPACE}::{name}")
+    assert translator is not None
+    try:
+        result = translator.function(fd, **{n: _argument(n, arguments) for n, _ in _signature(name)})
+    except Error as error:
+        raise error.at(name) from None
+    for output in result if isinstance(result, tuple) else (result,):
+        fd.add_output(output)
+    return fd.fusion()
+
+
+def _need_given(name: str, arguments: Mapping[str, Any]) -> None:
+    """DtypeError for None in the place of a tensor, which torch lets pass."""
+    for a in getattr(torch.ops.fusion_moe, name).default._schema.arguments:
+        if str(a.type) == "Tensor" and arguments[a.name] is None:
+            raise DtypeError(f"{a.name} is None", expected="a tensor", where=name)
+
+
+def _argument(name: str, arguments: Mapping[str, Any]) -> Any:
+    """An argument by name; a list of tensors from those that are called name[0], name[1], ..."""
+    if name in arguments:
+        return arguments[name]
+    return tuple(v for n, v in arguments.items() if n.partition("[")[0] == name)
+
+
+def eager_types(call: Call) -> Types:
+    """The types of a call on real tensors: rows are symbols, one for each number that occurs, so that programs are shared."""
+    return _eager_types(call.spec.name, call.forms)
+
+
+@lru_cache(maxsize=1024)
+def _eager_types(name: str, forms: Forms) -> Types:
+    spec, symbols = SPECS[name], dict[int, Any]()
+    _need_equal_rows(spec, {arg: shape for arg, shape, _ in forms})
+
+    def size(arg: str, i: int, n: int) -> Any:
+        return symbols.setdefault(n, symbol(f"s{len(symbols)}")) if i == 0 and arg in spec.rows else n
+
+    return _types(name, forms, size)
+
+
+def _need_equal_rows(spec: Spec, shapes: Mapping[str, Sequence[Any]]) -> None:
+    """ShapeError unless those arguments have equally many rows that must."""
+    (first, rows), *others = [(name, shapes[name][0]) for name in spec.equal if name in shapes] or [("", 0)]
+    for name, n in others:
+        if n != rows:
+            expected = f"a row of {name} for each row of {first}"
+            raise ShapeError(f"{first} has {rows} rows, {name} {n}", expected=expected, where=spec.name)
+
+
+def traced_types(call: Call) -> tuple[Types, Sizes]:
+    """The types of a call on fake tensors: rows as the tracer knows them; other sizes become constants, and the tracer guards them."""
+    sizes = Sizes()
+    for name, t in call.tensors.items():
+        for i, n in enumerate(t.shape):
+            if call.spec.fixes(name, i, t.dim()):
+                int(n)  # all guards first: a symbol that one of them fixes may be in the sizes of others
+    _need_equal_rows(call.spec, {name: t.shape for name, t in call.tensors.items()})  # the tracer makes one symbol of two
+    return call.types(lambda name, i, n: sizes.size(n)), sizes
+
+
+def _fake(spec: Spec, *args: Any, **kwargs: Any) -> Any:
+    call = bind(spec, args, kwargs)
+    types, sizes = traced_types(call)
+    outputs = empty_outputs(fusion_of(spec.name, types, call.others), sizes.values(), next(iter(call.tensors.values())).device)
+    return call.restore(outputs[0]) if len(outputs) == 1 else tuple(outputs)
+
+
+# -------------------------------------------------------------------------------------------------------------------- register
+
+
+def _call_flops(spec: Spec, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    call = bind(spec, args, kwargs)
+    types, sizes = traced_types(call)
+    return flops(fusion_of(spec.name, types, call.others), sizes.values())
+
+
+def _register() -> torch.library.Library:
+    from torch.utils.flop_counter import register_flop_formula
+
+    lib = torch.library.Library(NAMESPACE, "DEF")
+    for spec in SPECS.values():
+        lib.define(spec.name + spec.schema, tags=(torch.Tag.cudagraph_unsafe,))  # the reference reads group ends on the host
+        name = f"{NAMESPACE}::{spec.name}"
+        torch.library.register_fake(name, partial(_fake, spec), lib=lib)
+        register_flop_formula(getattr(torch.ops.fusion_moe, spec.name), get_raw=True)(partial(_call_flops, spec))
+    run_ops.register(lib)
+    return lib
+
+
+LIBRARY = _register()

@@ -1,0 +1,119 @@
+"""What modules with quantized weights say of a call that does not fit, in the words of who calls them; nothing is computed before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fusion_moe import options
+from fusion_moe.errors import DeviceError, DtypeError, Error, OptionError, ShapeError, UnsupportedError
+from fusion_moe.nn import CustomExperts, NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear, quantize_
+from fusion_moe.nn.experts import quantize_gate_up
+from fusion_moe.nn.frozen import quantized
+
+E, H, I, T, K = 4, 64, 32, 6, 2
+
+
+class Gate(nn.Module):
+    """What is between the products of CustomExperts."""
+
+    has_gate = is_concatenated = True
+
+    def _apply_gate(self, y):
+        gate, up = y.chunk(2, -1)
+        return gate.relu() * up
+
+
+GATE_UP, DOWN = torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+X, IDS, W = torch.randn(T, H), torch.zeros(T, K, dtype=torch.int64), torch.rand(T, K)
+OFFS = torch.tensor([1, 2, 4, 6], dtype=torch.int32)
+EXPERTS = NVFP4Experts.from_float(GATE_UP, DOWN)
+CUSTOM = CustomExperts(quantize_gate_up(GATE_UP), quantized(DOWN), Gate())
+GROUPED = NVFP4GroupedLinear.from_float(GATE_UP)
+LINEAR = NVFP4Linear(quantized(GATE_UP[0]))
+
+
+def with_gradient(experts):
+    experts.gate_up_decode_scale.requires_grad_()
+    try:
+        experts(X, IDS, W).sum().backward()
+    finally:
+        experts.gate_up_decode_scale.requires_grad_(False)
+
+
+def calls_of(experts):
+    """Bad calls of a module of experts."""
+    return {
+        "other features": (ShapeError, lambda: experts(torch.randn(T, 128), IDS, W)),
+        "features of one row, flattened": (ShapeError, lambda: experts(torch.randn(T * H), IDS, W)),
+        "a scalar": (ShapeError, lambda: experts(X[0, 0], IDS, W)),
+        "float64": (DtypeError, lambda: experts(X.double(), IDS, W)),
+        "integers": (DtypeError, lambda: experts(X.int(), IDS, W)),
+        "x elsewhere": (DeviceError, lambda: experts(X.to("meta"), IDS.to("meta"), W.to("meta"))),
+        "ids elsewhere": (DeviceError, lambda: experts(X, IDS.to("meta"), W)),
+        "ids in float": (DtypeError, lambda: experts(X, IDS.float(), W)),
+        "ids in int16": (DtypeError, lambda: experts(X, IDS.short(), W)),
+        "ids and weights in each other's place": (DtypeError, lambda: experts(X, W, IDS)),
+        "weights of other experts a token": (ShapeError, lambda: experts(X, IDS, W[:, :1])),
+        "ids of other tokens": (ShapeError, lambda: experts(X, IDS[:3], W[:3])),
+        "ids of one dimension": (ShapeError, lambda: experts(X, IDS[:, 0], W[:, 0])),
+    }
+
+
+BAD = {
+    **{f"experts: {name}": bad for name, bad in calls_of(EXPERTS).items()},
+    **{f"custom experts: {name}": bad for name, bad in calls_of(CUSTOM).items()},
+    "grouped: other features": (ShapeError, lambda: GROUPED(torch.randn(T, 128), OFFS)),
+    "grouped: float64": (DtypeError, lambda: GROUPED(X.double(), OFFS)),
+    "grouped: x elsewhere": (DeviceError, lambda: GROUPED(X.to("meta"), OFFS)),
+    "grouped: long ends": (DtypeError, lambda: GROUPED(X, OFFS.long())),
+    "grouped: other groups": (ShapeError, lambda: GROUPED(X, OFFS[:3])),
+    "linear: other features": (ShapeError, lambda: LINEAR(torch.randn(T, 128))),
+    "linear: float64": (DtypeError, lambda: LINEAR(X.double())),
+    "linear: x elsewhere": (DeviceError, lambda: LINEAR(X.to("meta"))),
+    "packed weights asked to train": (UnsupportedError, lambda: EXPERTS.requires_grad_()),
+    "a packed weight's scale asked to train": (UnsupportedError, lambda: with_gradient(EXPERTS)),
+    "an unknown activation format": (OptionError, lambda: NVFP4Experts.from_float(GATE_UP, DOWN, "nvfp5")),
+    "an unknown activation format of a layer": (OptionError, lambda: NVFP4GroupedLinear.from_float(GATE_UP, None, "fp4")),
+    "an unknown place of the scale": (OptionError, lambda: NVFP4Experts.from_float(GATE_UP, DOWN, scale_on="inputs")),
+    "weights of one expert": (ShapeError, lambda: NVFP4Experts.from_float(GATE_UP[0], DOWN[0])),
+    "weights as x @ weight takes them": (ShapeError, lambda: NVFP4Experts.from_float(GATE_UP.mT, DOWN.mT)),
+    "weights of integers": (DtypeError, lambda: NVFP4Experts.from_float(GATE_UP.int(), DOWN)),
+    "weights whose K no block divides": (ShapeError, lambda: NVFP4Experts.from_float(GATE_UP[..., :60], DOWN[:, :60])),
+    "a name in place of a model": (UnsupportedError, lambda: quantize_("model")),
+}
+
+
+@pytest.fixture(autouse=True)
+def in_plain_torch():
+    with options.override(target="reference"):
+        yield
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_class(what):
+    error, call = BAD[what]
+    with pytest.raises(error):
+        call()
+
+
+def test_messages(golden):
+    said = []
+    for what, (_, call) in BAD.items():
+        with pytest.raises(Error) as caught:
+            call()
+        said.append(f"{what}\n    {type(caught.value).__name__}: {caught.value}")
+    golden("\n".join(said))
+
+
+def test_a_misspelled_target_names_the_one_that_was_meant():
+    with options.override(target="cdua"), pytest.raises(OptionError, match="target 'cdua'; expected one of .*; did you mean 'cuda'?"):
+        EXPERTS(X, IDS, W)
+
+
+def test_the_calls_that_these_change_are_good():
+    for experts in (EXPERTS, CUSTOM):
+        assert experts(X, IDS, W).shape == experts(X.T.contiguous().T, IDS, W).shape == (T, H)
+    assert GROUPED(X, OFFS).shape == LINEAR(X).shape == (T, 2 * I)
+    assert not any(p.requires_grad for p in EXPERTS.requires_grad_(False).parameters())

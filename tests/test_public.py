@@ -1,0 +1,111 @@
+"""The public names: what `dir(fusion_moe)` shows, and what type checkers say of a user's script."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fusion_moe
+
+GOOD = """
+import torch
+import fusion_moe
+from fusion_moe import FusionDefinition, NVFP4Config, errors, nn
+
+model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+fusion_moe.quantize_(model, NVFP4Config())
+layer = nn.GroupedLinear(4, 64, 32)
+y: torch.Tensor = layer(torch.randn(8, 64), torch.tensor([2, 2, 2, 2]))
+print(fusion_moe.explain(model, torch.zeros(1, 2)))
+z: torch.Tensor = fusion_moe.ops.scaled_swiglu(torch.randn(2, 8), limit=7.0)
+fd = FusionDefinition()
+a = fd.define_tensor(shape=[-1, 64], dtype="f32")
+both = fd.ops.cat([fd.ops.cast(a, dtype="bf16"), fd.ops.cast(fd.ops.mul(a, 2.0), dtype="bf16")], dim=0)
+ends, row_of, slot_of = fd.ops.route(a, groups=fd.define_groups("g", 4))
+fd.add_output(fd.ops.reshape(both, new_shape=(64, -1)))
+"""
+
+# a line with a mistake -> what checkers must quote
+MISTAKES = {
+    "fusion_moe.quantise_(model)": "quantise_",
+    "fusion_moe.explian(model)": "explian",
+    "fusion_moe.testing.check_translater": "check_translater",
+    "from fusion_moe import NVFP4Confg": "NVFP4Confg",
+    "fusion_moe.quantize_(torch.zeros(1))": "Tensor",
+    "nn.GroupedLinear(4, 64)": "out_features",
+    "errors.ShapError": "ShapError",
+    "fusion_moe.ops.scaled_swiglu(torch.zeros(2, 8), 1.0)": "float",
+    "fusion_moe.ops.fused_expert": "fused_expert",
+    "fd.ops.cst(a)": "cst",
+    "fd.ops.cast(a, dtyp='bf16')": "dtyp",
+    "fd.ops.route(a)": "groups",
+}
+
+CHECKERS = {
+    "pyright": ("pyright", "--pythonpath", sys.executable),
+    "mypy": ("mypy", "--follow-imports=silent", "--no-error-summary", "--cache-dir"),
+}
+
+
+def static_names() -> dict[str, str]:
+    """The lazy names that type checkers are shown, and the module of each."""
+    tree = ast.parse(Path(fusion_moe.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    return {alias.name: node.module for node in block.body for alias in node.names}
+
+
+def test_dir_shows_the_public_names_and_no_others():
+    assert dir(fusion_moe) == sorted(fusion_moe.__all__)
+    assert len(set(fusion_moe.__all__)) == len(fusion_moe.__all__)
+    assert all(hasattr(fusion_moe, name) for name in fusion_moe.__all__)
+
+
+def test_type_checkers_see_the_lazy_names():
+    assert static_names() == {"testing": None, **fusion_moe._LAZY}
+    assert static_names().keys() <= set(fusion_moe.__all__)
+
+
+def test_a_misspelled_name_is_an_error():
+    with pytest.raises(AttributeError, match="module 'fusion_moe' has no attribute 'quantise_'") as caught:
+        fusion_moe.quantise_  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("quantise_", fusion_moe)  # with these, Python suggests the name that was meant
+
+
+def check(checker: str, script: str, folder: Path) -> str:
+    """What a type checker prints about a script; "" if nothing is wrong."""
+    if importlib.util.find_spec(checker) is None:
+        pytest.skip(f"{checker} is not installed: pip install -e '.[typing]'")
+    if checker == "pyright" and _run("pyright", "--version").returncode:
+        pytest.skip("pyright does not start: it needs Node.js and, the first time, the npm registry")
+    (folder / "script.py").write_text(script, encoding="utf-8")
+    cache = [str(folder / "cache")] if checker == "mypy" else []
+    done = _run(*CHECKERS[checker], *cache, "script.py", cwd=folder)
+    said = (done.stdout + done.stderr).replace("0 errors, 0 warnings, 0 informations", "").strip()
+    assert bool(said) == bool(done.returncode), said
+    return said
+
+
+def _run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    ours = {Path(fusion_moe.__file__).parents[1], Path(importlib.util.find_spec("fusion_moe_translators").origin).parents[1]}
+    installed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = {"MYPYPATH": os.pathsep.join(map(str, ours)), "PYTHONPATH": os.pathsep.join([*map(str, ours), *filter(None, installed)])}
+    return subprocess.run([sys.executable, "-m", *command], cwd=cwd, capture_output=True, text=True, env={**os.environ, **paths})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_checkers_accept_a_script_and_report_each_mistake(checker, tmp_path):
+    names = "\n".join(f"fusion_moe.{name}" for name in fusion_moe.__all__)
+    assert check(checker, GOOD + names, tmp_path) == ""
+    said = check(checker, GOOD + "\n".join(MISTAKES), tmp_path).splitlines()
+    lines = dict(enumerate(MISTAKES.items(), GOOD.count("\n") + 1))
+    for line, (mistake, quoted) in lines.items():
+        about = [text for text in said if f"script.py:{line}:" in text]
+        assert any(quoted in text for text in about), f"{mistake}\n{said}"
+    assert {int(text.partition("script.py:")[2].partition(":")[0]) for text in said if "error:" in text} == set(lines)

@@ -1,0 +1,113 @@
+"""What is wrong with the arguments of an operation, in the words of who calls it: torch's dtypes and shapes, no types of the IR.
+
+Each check gets an argument's name and type, and raises before anything is built. G groups or experts, N out-features, K in-features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusion_moe.errors import DtypeError, OptionError, ShapeError
+from fusion_moe.ir.core import Value
+from fusion_moe.ir.types import DTYPES, INTS, TensorType, accumulated, plain
+
+FLOATS = ("bf16", "f16", "f32", "f64")
+
+
+def need_dtype(name: str, type: TensorType, dtypes: Sequence[str], todo: str = "") -> None:
+    """The dtype must be one of `dtypes`. todo: what helps, if a cast to the first does not."""
+    if type.dtype not in dtypes:
+        raise DtypeError(f"{name} is {DTYPES[type.dtype]}", expected=_listed(dtypes), todo=todo or f"pass {name}.to({DTYPES[dtypes[0]]})")
+
+
+def need_float_dtype(name: str, dtype: str) -> None:
+    """A dtype that is asked for must be a float's."""
+    if dtype not in FLOATS:
+        raise DtypeError(f"{name} = {DTYPES[dtype]}", expected=_listed(FLOATS))
+
+
+def need_rank(name: str, type: TensorType, form: str) -> None:
+    """The number of dimensions must be that of a form: "[T, k]"."""
+    if len(type.shape) != form.count(",") + 1:
+        raise ShapeError(f"{name} has rank {len(type.shape)}", expected=form)
+
+
+def need_shape(name: str, type: TensorType, shape: Sequence[object], meaning: str) -> None:
+    """The shape must be this one. meaning: "the end of each group's rows"."""
+    if tuple(map(plain, type.shape)) != tuple(shape):
+        raise ShapeError(f"{name} {shown(type)}", expected=f"[{', '.join(map(str, shape))}], {meaning}")
+
+
+def need_operand(name: str, x: TensorType, of: str, weight: TensorType, axis: int = 2) -> None:
+    """x float[..., K], of the K and of a dtype that a weight [G, N, K] multiplies. axis: the weight's that is contracted."""
+    need_dtype(name, x, FLOATS)
+    have, want = plain(x.shape[-1]), plain(weight.shape[axis])
+    if have != want:
+        todo = f"pass rows of {want} features, or a weight for {have}"
+        raise ShapeError(f"{name} has {have} features", expected=f"{want}, the in-features of {of} {shown(weight)}", todo=todo)
+    if accumulated(x.dtype) != accumulated(weight.dtype):
+        _refuse_float64(name, x, of, weight)
+
+
+def _refuse_float64(name: str, x: TensorType, of: str, weight: TensorType) -> None:
+    """float64 is multiplied with float64, and with nothing else."""
+    if weight.dtype == "f64":
+        found = f"{name} is {DTYPES[x.dtype]}, {of} is torch.float64"
+        raise DtypeError(found, expected="torch.float64 for both", todo=f"pass {name}.double()")
+    stored = f"{weight.dtype} weights" if weight.quantized else f"weights in {DTYPES[weight.dtype]}"
+    raise DtypeError(f"{name} is torch.float64", expected=f"{_listed(FLOATS[:3])} beside {stored}", todo=f"pass {name}.to(torch.bfloat16)")
+
+
+def need_ends(name: str, offs: TensorType, groups: object) -> None:
+    """i32[G]"""
+    need_dtype(name, offs, ("i32",))
+    need_shape(name, offs, (groups,), "where the rows of each group end")
+
+
+def need_vector(name: str, offs: TensorType) -> None:
+    """i32[G] of any number of groups"""
+    need_dtype(name, offs, ("i32",))
+    need_rank(name, offs, "[G]")
+
+
+def need_slots(name: str, slots: TensorType) -> None:
+    """int[T, k], an expert or a row for each slot of a token"""
+    todo = f"indices come as {name}, the router's weights as w" if slots.dtype in FLOATS else ""
+    need_dtype(name, slots, INTS, todo)
+    need_rank(name, slots, "[T, k]")
+
+
+def need_slot_weights(w: TensorType, name: str, slots: TensorType) -> None:
+    """w float[T, k], one for each slot. That there are as many tokens is seen where their number is known."""
+    need_dtype("w", w, FLOATS)
+    need_rank("w", w, "[T, k]")
+    weights, k = plain(w.shape[1]), plain(slots.shape[1])
+    if weights != k:
+        raise ShapeError(f"w [T, {weights}] and {name} [T, {k}]", expected="one shape: a weight for each slot of a token")
+
+
+def need_bias(name: str, bias: Value | None, groups: object, width: object, rows: TensorType) -> None:
+    """[G, N], in the dtype of the rows that it is added to; or none"""
+    if bias is not None:
+        need_shape(name, bias.type, (groups, width), "a row for each group")
+        need_dtype(name, bias.type, (rows.dtype,))
+
+
+def need_halves(name: str, columns: object, interleave: int) -> None:
+    """Columns that are gate and up, in halves or, with interleave, in blocks by turns."""
+    if interleave < 0:
+        raise OptionError(f"interleave = {interleave}", expected="0 for gate before up, or the size of the blocks that take turns")
+    block = 2 * (interleave or 1)
+    if not isinstance(columns, int) or columns % block:
+        turns = f" with interleave = {interleave}" if interleave else ""
+        raise ShapeError(f"{name} of {columns} columns, gate and up,{turns}".rstrip(","), expected=f"a multiple of {block}")
+
+
+def _listed(dtypes: Sequence[str]) -> str:
+    *first, last = (str(DTYPES[dtype]) for dtype in dtypes)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def shown(type: TensorType) -> str:
+    """A shape as torch prints it; "..." for a size that is known only at launch."""
+    return f"[{', '.join(str(d) if isinstance(d, int) else '...' for d in map(plain, type.shape))}]"

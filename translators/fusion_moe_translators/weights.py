@@ -1,0 +1,61 @@
+"""Weights of our operations: tensors that are the parts of an encoding, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusion_moe.encodings import ENCODINGS, find
+from fusion_moe.errors import Error, OptionError, ShapeError, need_one_of
+from fusion_moe.ir.builder import FusionDefinition
+from fusion_moe.ir.core import Value
+from fusion_moe.ir.kinds import KINDS
+from fusion_moe.ir.types import FLOATS, TensorType, dtype_name
+
+from .arguments import need_dtype, need_rank
+
+WEIGHT_LAYOUTS = ("linear", "sf128x4", "w16x64")
+
+
+def packed(fd: FusionDefinition, parts: Sequence[Value], weight_format: str, layout: str, k_major: bool = False) -> Value:
+    """The parts of a weight, whose types are right, -> the weight; a plain one in row-major order is its only part."""
+    fd.mark_weight(*parts)
+    if _is_plain(weight_format, layout):
+        return parts[0]
+    return fd.ops.pack(*parts, encoding=weight_format, layout=layout, **({"transposed": True} if k_major else {}))
+
+
+def weight_type(name: str, parts: Sequence[Value], weight_format: str, layout: str, transposed: bool = False) -> TensorType:
+    """The type of the weight [G, N, K] that tensors are the parts of, or of a plain one [G, K, N] that is transposed.
+
+    OptionError, ShapeError or DtypeError if they are not, in the words of who passes them.
+    """
+    need_one_of("weight_layout", layout, WEIGHT_LAYOUTS)
+    need_one_of("weight_format", weight_format, (*ENCODINGS, "f64"), todo="fusion_moe.encodings.register adds one")
+    types = [part.type for part in parts]
+    _need_parts(name, types, weight_format)
+    need_rank(name, types[0], "[G, N, K]")
+    if transposed and not _is_plain(weight_format, layout):
+        found = f"transposed = True with weight_format = {weight_format!r} and weight_layout = {layout!r}"
+        raise OptionError(found, expected="weights of floats [G, K, N], in the linear layout")
+    if _is_plain(weight_format, layout):
+        return types[0]
+    try:
+        (weight,) = KINDS["pack"].infer(*types, encoding=weight_format, layout=layout)
+    except Error as error:
+        raise error.at(name) from None
+    return weight
+
+
+def _is_plain(weight_format: str, layout: str) -> bool:
+    return weight_format in FLOATS and layout == "linear"
+
+
+def _need_parts(name: str, types: Sequence[TensorType], weight_format: str) -> None:
+    """One tensor of the right dtype for each part."""
+    known = [("values", "f64")] if weight_format == "f64" else [(p.name, dtype_name(p.dtype)) for p in find(weight_format).parts]
+    stored = f"weight_format = {weight_format!r}"
+    if len(types) != len(known):
+        expected = f"{len(known)} for {stored}: {', '.join(part for part, _ in known)}"
+        raise ShapeError(f"{name} of {len(types)} tensors", expected=expected, todo="weight_format says how weights are stored")
+    for (part, dtype), type in zip(known, types, strict=True):
+        need_dtype(f"{part} of {name}", type, (dtype,), f"{stored} says so")
