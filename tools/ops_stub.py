@@ -1,6 +1,6 @@
 """Writes fusion_moe/ir/ops.pyi, the signatures and docs of `fd.ops` as editors show them, from the table of kinds.
 
-    .venv/bin/python tools/ops_stub.py
+.venv/bin/python tools/ops_stub.py
 """
 
 from __future__ import annotations

@@ -23,9 +23,8 @@ def report() -> fusion_moe.Report:
     """Of the README's model."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=256, hidden_size=512, moe_intermediate_size=512, num_experts=32, num_experts_per_tok=4, num_hidden_layers=2,
-        num_attention_heads=8, num_key_value_heads=4,
-    )  # fmt: skip
+        vocab_size=256, hidden_size=512, moe_intermediate_size=512, num_experts=32, num_experts_per_tok=4, num_hidden_layers=2
+    )
     model = Qwen3MoeForCausalLM(config).bfloat16().eval()
     fusion_moe.quantize_(model)
     with torch.inference_mode():

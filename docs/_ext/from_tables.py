@@ -17,7 +17,7 @@ from typing import Any, get_args
 import torch
 
 import fusion_moe
-from fusion_moe import errors, ops, options, target, translate
+from fusion_moe import errors, op_definitions, options, target, translate
 from fusion_moe.encodings import ENCODINGS
 from fusion_moe.ir import kinds
 from fusion_moe.ir.core import OpKind
@@ -47,9 +47,9 @@ def code(text: object) -> str:
 
 def operations() -> Iterator[str]:
     """torch.ops.fusion_moe, from the table of specs and the translators, which say what each computes."""
-    for spec in ops.SPECS.values():
+    for spec in op_definitions.SPECS.values():
         schema = getattr(torch.ops.fusion_moe, spec.name).default._schema
-        found = translate.find(f"{ops.NAMESPACE}::{spec.name}")
+        found = translate.find(f"{op_definitions.NAMESPACE}::{spec.name}")
         assert found is not None
         yield f"## {spec.name}"
         yield f"```text\n{_one_argument_a_line(schema)}\n```"
@@ -63,7 +63,7 @@ def _one_argument_a_line(schema: torch._C.FunctionSchema) -> str:
     return f"{name}(\n    " + ",\n    ".join(arguments.split(", ")) + f"\n) -> {results}"
 
 
-def _facts(spec: ops.Spec) -> Iterator[str]:
+def _facts(spec: op_definitions.Spec) -> Iterator[str]:
     if spec.rows:
         yield f"One program for any number of rows of {', '.join(map(code, spec.rows))}."
     if spec.flatten and spec.rows.get(spec.flatten):
@@ -79,7 +79,7 @@ def _facts(spec: ops.Spec) -> Iterator[str]:
 def programs() -> Iterator[str]:
     """The operations that take a program as text."""
     for name in sorted({name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("fusion_moe::")}):
-        if name.partition(".")[0] not in ops.SPECS:
+        if name.partition(".")[0] not in op_definitions.SPECS:
             yield f"### {name}"
             yield f"```text\n{_one_argument_a_line(getattr(torch.ops.fusion_moe, name).default._schema)}\n```"
 
