@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def check(checker: str, script: str, folder: Path) -> str:
     """What a type checker prints about a script; "" if nothing is wrong."""
     if importlib.util.find_spec(checker) is None:
         pytest.skip(f"{checker} is not installed: pip install -e '.[typing]'")
-    if checker == "pyright" and _run("pyright", "--version").returncode:
+    if checker == "pyright" and not _pyright_starts():
         pytest.skip("pyright does not start: it needs Node.js and, the first time, the npm registry")
     (folder / "script.py").write_text(script, encoding="utf-8")
     cache = [str(folder / "cache")] if checker == "mypy" else []
@@ -91,11 +92,20 @@ def check(checker: str, script: str, folder: Path) -> str:
     return said
 
 
-def _run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+@cache
+def _pyright_starts() -> bool:
+    try:
+        return _run("pyright", "--version", timeout=60).returncode == 0
+    except subprocess.TimeoutExpired:  # without a network npm tries for minutes
+        return False
+
+
+def _run(*command: str, cwd: Path | None = None, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
     ours = {Path(fusion_moe.__file__).parents[1], Path(importlib.util.find_spec("fusion_moe_translators").origin).parents[1]}
     installed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = {"MYPYPATH": os.pathsep.join(map(str, ours)), "PYTHONPATH": os.pathsep.join([*map(str, ours), *filter(None, installed)])}
-    return subprocess.run([sys.executable, "-m", *command], cwd=cwd, capture_output=True, text=True, env={**os.environ, **paths})
+    environment = {**os.environ, **paths}
+    return subprocess.run([sys.executable, "-m", *command], cwd=cwd, capture_output=True, text=True, env=environment, timeout=timeout)
 
 
 @pytest.mark.slow
