@@ -30,7 +30,7 @@ _MANY_ROWS = 32  # of a group, on average, from which tiles of 128 rows pay
 _BOX_ROWS = (128, 64, 32, 16, 8)  # of K-major matrices
 _TILES_N = (256, 128)  # columns of the product
 MAX_GROUPS = 2048  # that shared memory lasts for
-TAKEN = Array("taken_tiles", "i32", 1)
+TILE_COUNTER = Array("tile_counter", "i32", 1)
 _I, _J, _M = map(Variable, "ijm")
 
 
@@ -44,7 +44,7 @@ class Gemm(Source):
         _check(plan.groups, plan.a, plan.weight[0])
         self.plan, self.dtype = plan, plan.a.type.dtype
         self.operand = Operand(self, plan.a, plan.k, "a")
-        self.scratch += [TAKEN, *self.operand.scratch]
+        self.scratch += [TILE_COUNTER, *self.operand.scratch]
         self._functions = self._make_functions()
         if plan.sums:
             self.scratch.append(Array("partial_sums", "float", elements((self._rows, self._tiles * len(plan.sums)))))
@@ -55,7 +55,7 @@ class Gemm(Source):
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; activations that are computed; the product; what is summed of its tiles, and of its rows."""
-        made = [no_tile_taken(self, sizes), *self.made_first(sizes), *self.operand.made(sizes), self._product(sizes, arch)]
+        made = [reset_tile_counter(self, sizes), *self.made_first(sizes), *self.operand.made(sizes), self._product(sizes, arch)]
         made += [self._sums(i, v, sizes) for i, v in enumerate(self.plan.summed)]
         if self.plan.combine:
             with naming(self.plan.combine):
@@ -198,7 +198,7 @@ class Wgrad(Source):
         _check(plan.groups, plan.product.a, plan.product.b)
         self.plan, self.dtype = plan, plan.product.a.type.dtype
         self.operands = (Operand(self, plan.product.a, plan.n, "a"), Operand(self, plan.product.b, plan.k, "b"))
-        self.scratch += [TAKEN, *(array for operand in self.operands for array in operand.scratch)]
+        self.scratch += [TILE_COUNTER, *(array for operand in self.operands for array in operand.scratch)]
         self._functions = self._make_functions()
 
     def functions(self) -> list[str]:
@@ -226,7 +226,7 @@ class Wgrad(Source):
         made = [kernel for operand in self.operands for kernel in operand.made(sizes)]
         boxes = {o.name: o.boxes(_K_BLOCK, sizes) if o.in_boxes else None for o in self.operands}
         product = product_kernel(self, f"GroupedWgrad<Segment, {m}, {n}>", f"wgrad_{m}x{n}", self._functions, tiles, arch, boxes)
-        return [no_tile_taken(self, sizes), *self.made_first(sizes), *made, product]
+        return [reset_tile_counter(self, sizes), *self.made_first(sizes), *made, product]
 
     @property
     def _tile(self) -> tuple[int, int]:
@@ -301,9 +301,9 @@ def _unchecked(row: Index) -> tuple[Index, Index]:
     return row, Variable("index")
 
 
-def no_tile_taken(source: Source, sizes: Sizes) -> KernelSource:
+def reset_tile_counter(source: Source, sizes: Sizes) -> KernelSource:
     """The kernel before a product: see kernels/tile_queue.cuh."""
-    return source.for_all("no_tile_taken", 1, [f"{TAKEN.name}[i] = 0;"], sizes)
+    return source.for_all("reset_tile_counter", 1, [f"{TILE_COUNTER.name}[i] = 0;"], sizes)
 
 
 def product_kernel(

@@ -208,7 +208,7 @@ private:
         const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS, piece = thread % 8;
         if (thread >= Ring::PRODUCERS) return;
         typename Ring::Producer producer(shared.ring);
-        typename Ring::Queue::Taker numbers(shared.ring.queue, s.taken_tiles, thread == 0);
+        typename Ring::Queue::Taker numbers(shared.ring.queue, s.tile_counter, thread == 0);
         for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
             const WorkTile tile = tiles.current();
             if (tile.m_tile.group == Segment::GROUPS) continue;  // rows of no group
@@ -521,7 +521,7 @@ private:
         constexpr u32 BYTES = (A ? sizeof(Stage::a) : 0) + (B ? sizeof(Stage::b) : 0);
         const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS;
         typename Ring::Producer producer(shared.ring);
-        typename Ring::Queue::Taker numbers(shared.ring.queue, s.taken_tiles, thread == 0);
+        typename Ring::Queue::Taker numbers(shared.ring.queue, s.tile_counter, thread == 0);
         for (i32 number = blockIdx.x; number < Segment::GROUPS * TILES; number = numbers.next()) {
             const Tile tile(shared.scheduler, number);
             auto a_rows = rows_of<TILE_M, A, typename Segment::AIndex>(tile, [&](i32 m) { return s.a_index(m); }, [&](i64 i) { return s.a_row_of(i); }, thread);

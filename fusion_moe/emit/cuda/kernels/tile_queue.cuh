@@ -1,8 +1,9 @@
-// Which work tiles a block of a persistent grid has, where none has a fixed share: the one of its own number, then the first that nobody has
-// taken. Multiprocessors differ in speed: with fixed shares the fast ones wait at the end, and before that are far ahead of the slow ones,
-// where nothing in the cache serves both.
+// Dynamic persistent tiles: which work tiles a block has, where none has a fixed share. The one of its own number, then the first that
+// nobody has taken. Multiprocessors differ in speed: with fixed shares the fast ones wait at the end, and before that are far ahead of the
+// slow ones, where nothing in the cache serves both.
 //
-// One thread of the block takes, and tells the others in shared memory. It takes ahead, so that nobody waits for the counter in memory.
+// One thread of the block takes, from a counter in memory, and tells the others in shared memory. It takes ahead, so that nobody waits for
+// the counter.
 #pragma once
 
 #include "pipeline.cuh"
@@ -40,8 +41,10 @@ public:
     // A reader in the warps of the thread that takes.
     class Taker : Reader {
     public:
-        // taken: how many the grid has taken beyond the blocks' own; 0 before the kernel. takes: whether it is this thread.
-        __device__ __forceinline__ Taker(TileQueue& queue, i32* taken, bool takes) : Reader(queue), taken_(taken), takes_(takes) { take(); }
+        // counter: how many tiles the grid has taken beyond the blocks' own; 0 before the kernel. takes: whether it is this thread.
+        __device__ __forceinline__ Taker(TileQueue& queue, i32* counter, bool takes) : Reader(queue), counter_(counter), takes_(takes) {
+            take();
+        }
 
         // By a whole warp.
         __device__ __forceinline__ i32 next() {
@@ -59,10 +62,10 @@ public:
 
     private:
         __device__ __forceinline__ void take() {
-            if (takes_) ahead_ = i32(gridDim.x) + atomicAdd(taken_, 1);
+            if (takes_) ahead_ = i32(gridDim.x) + atomicAdd(counter_, 1);
         }
 
-        i32* taken_;
+        i32* counter_;
         bool takes_;
         i32 ahead_ = 0;
     };
