@@ -96,15 +96,7 @@ class Ops:
     def ends(self, offs: Value, /, rows: AnySize, groups: Groups) -> Value:
         """offs i32[G], where the groups of so many rows end -> i32[G]@ends(g), which grouped operations take."""
     def problem_ends(
-        self,
-        starts: Value,
-        problem_sizes: Value,
-        padded_starts: Value,
-        /,
-        rows: AnySize,
-        groups: Groups,
-        n: int,
-        k: int,
+        self, starts: Value, problem_sizes: Value, padded_starts: Value, /, rows: AnySize, groups: Groups, n: int, k: int,
     ) -> Value:
         """starts i32[G], problem_sizes i32[G, 3], padded_starts i32[G] -> i32[G]@ends(g): a partition in nvFuser's form."""
     def partition(self, x: Value, ends: Value, /) -> Value:
@@ -158,9 +150,9 @@ class Ops:
         """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: the layout of each group by itself"""
     def relayout(self, x: Value, ends: Value, /, layout: str) -> Value:
         """x nvfp4[M/g, K] -> nvfp4[M/g, K]@sf128x4: the same value, its block scales stored in another layout"""
-    def grouped_mm(self, a: Value, w: Value, ends: Value, /, a_layout: str = "linear", w_layout: str = "linear") -> Value:
+    def grouped_mm(self, a: Value, w: Value, ends: Value, /, a_layout: str = 'linear', w_layout: str = 'linear') -> Value:
         """a [M/g, K], w [G, N, K] of any encoding -> f32[M/g, N]: each row times the matrix of its group. Layouts: as they are stored."""
-    def grouped_mm_t(self, a: Value, w: Value, ends: Value, /, w_layout: str = "linear") -> Value:
+    def grouped_mm_t(self, a: Value, w: Value, ends: Value, /, w_layout: str = 'linear') -> Value:
         """a [M/g, N], w [G, N, K] of any encoding -> f32[M/g, K]: each row times the transposed matrix of its group."""
     def grouped_outer(self, a: Value, b: Value, ends: Value, /) -> Value:
         """a [M/g, N], b [M/g, K] -> f32[G, N, K]: the outer products of each group's rows, added; an empty group is zero."""
