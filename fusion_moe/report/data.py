@@ -9,13 +9,12 @@ null where a size is known only to the device; `times` says how often the model 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import OptionError
-from .output import coloured, columns, fitting, save
+from .output import Shown, save
 
 SCHEMA = "fusion_moe.explain/5"
 _ALONE = 0.7  # of the bandwidth that a machine has: below, something else reads memory too
@@ -197,7 +196,7 @@ class Share:
 
 
 @dataclass(frozen=True, repr=False)
-class Report:
+class Report(Shown):
     """What `explain` found. calls: operations in the graphs; fused_calls: how many of them are in fusions.
 
     unfused_flops, unfused_bytes: of the other calls, as if each were a kernel of its own; null if a size is known only on the device.
@@ -293,30 +292,22 @@ class Report:
 
         OptionError for another suffix.
         """
-        from .html import page
-
-        save(path, "a report", {".html": lambda: page(self), ".json": self.to_json, ".txt": lambda: f"{self.details()}\n"})
+        save(path, "a report", {".html": self._page, ".json": self.to_json, ".txt": lambda: f"{self.details()}\n"})
 
     def __repr__(self) -> str:
         from .summary import one_line
 
         return one_line(self)
 
-    def __str__(self) -> str:
-        """A summary as wide as the terminal, without colours: `rich.print(report)` has them."""
+    def _text(self, width: int) -> str:
         from .summary import summary
 
-        return summary(self, columns())
+        return summary(self, width)
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        from .summary import summary
+    def _page(self) -> str:
+        from .html import page
 
-        yield coloured(summary(self, fitting(options.max_width)))
-
-    def _repr_html_(self) -> str:
-        from .html import frame, page
-
-        return frame(page(self))
+        return page(self)
 
 
 def _sum(numbers: Iterable[int | None]) -> int | None:

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
 
 from .data import FusionReport, Report, SegmentReport
 from .lines import blocks_of, changed_lines, differences
-from .output import coloured, columns, fitting, save
+from .output import Shown, save
 from .units import amount, count, duration
 
 
@@ -39,7 +38,7 @@ class SegmentChange:
 
 
 @dataclass(frozen=True, repr=False)
-class Difference:
+class Difference(Shown):
     """What `diff` found. asked: what was explained and how; fused: how much; segments: those that changed, of so many in both reports.
 
     not_fused: calls that only one report has, with their reasons.
@@ -57,29 +56,20 @@ class Difference:
 
     def save(self, path: str | Path) -> None:
         """Writes a page to a path that ends in .html, text to .txt; OptionError for another. The file appears whole or not at all."""
-        from .diff_text import text
-        from .html import diff_page
-
-        save(path, "a difference", {".html": lambda: diff_page(self), ".txt": lambda: f"{text(self, 120)}\n"})
+        save(path, "a difference", {".html": self._page, ".txt": lambda: f"{self._text(120)}\n"})
 
     def __repr__(self) -> str:
         return f"<Difference of fusion_moe.diff: {count(len(self.segments), 'segment')} changed, {self.unchanged} not>"
 
-    def __str__(self) -> str:
-        """Text as wide as the terminal, without colours."""
+    def _text(self, width: int) -> str:
         from .diff_text import text
 
-        return text(self, columns())
+        return text(self, width)
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        from .diff_text import text
+    def _page(self) -> str:
+        from .html import diff_page
 
-        yield coloured(text(self, fitting(options.max_width)))
-
-    def _repr_html_(self) -> str:
-        from .html import diff_page, frame
-
-        return frame(diff_page(self))
+        return diff_page(self)
 
 
 def diff(report: Report, other: Report) -> Difference:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,30 @@ def coloured(text: str) -> Any:
     made.highlight_regex(r"(?m)^\S.*$", "bold")
     made.highlight_regex(r"(?m)^\s*!.*$", "yellow")
     return made
+
+
+class Shown:
+    """What people look at: text in a terminal, a page in a notebook."""
+
+    def _text(self, width: int) -> str:
+        """Text of at most `width` columns."""
+        raise NotImplementedError
+
+    def _page(self) -> str:
+        """A page in one file."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """As wide as the terminal, without colours: `rich.print` has them."""
+        return self._text(columns())
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        yield coloured(self._text(fitting(options.max_width)))
+
+    def _repr_html_(self) -> str:
+        from .html import frame
+
+        return frame(self._page())
 
 
 def save(path: str | Path, what: str, formats: Mapping[str, Callable[[], str]]) -> None:
