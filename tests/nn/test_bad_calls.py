@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bad_calls import messages
 from torch import nn
 
 from fusion_moe import options
-from fusion_moe.errors import DeviceError, DtypeError, Error, OptionError, ShapeError, UnsupportedError
+from fusion_moe.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
 from fusion_moe.nn import CustomExperts, NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear, quantize_
 from fusion_moe.nn.experts import quantize_gate_up
 from fusion_moe.nn.frozen import quantized
@@ -99,12 +100,7 @@ def test_class(what):
 
 
 def test_messages(golden):
-    said = []
-    for what, (_, call) in BAD.items():
-        with pytest.raises(Error) as caught:
-            call()
-        said.append(f"{what}\n    {type(caught.value).__name__}: {caught.value}")
-    golden("\n".join(said))
+    golden(messages(BAD))
 
 
 def test_a_misspelled_target_names_the_one_that_was_meant():

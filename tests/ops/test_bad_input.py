@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from bad_calls import messages
 from test_ops import OPS, experts, random, weight
 from torch._subclasses import FakeTensorMode
 
@@ -16,7 +17,6 @@ from fusion_moe import FusionDefinition, Untranslatable, options, translate, tra
 from fusion_moe.errors import (
     DeviceError,
     DtypeError,
-    Error,
     FusionError,
     GroupsError,
     NonFiniteError,
@@ -184,12 +184,7 @@ def test_class(what):
 
 
 def test_messages(golden):
-    said = []
-    for what, (_, call) in BAD.items():
-        with pytest.raises(Error) as caught:
-            call()
-        said.append(f"{what}\n    {type(caught.value).__name__}: {caught.value}")
-    golden("\n".join(said))
+    golden(messages(BAD))
 
 
 def test_the_calls_that_these_change_are_good():
