@@ -59,7 +59,8 @@ struct GemmRing {
     struct alignas(1024) Stage {
         u8 a[TILE_M * TILE_ROW_BYTES], b[TILE_N * TILE_ROW_BYTES];
     };
-    static constexpr int FIT = (Segment::MAX_SHARED_BYTES - SCHEDULER_BYTES - int(sizeof(Queue)) - 1024) / int(sizeof(Stage) + 2 * sizeof(u64));
+    static constexpr int BESIDE = SCHEDULER_BYTES + int(sizeof(Queue)) + 1024;  // bytes
+    static constexpr int FIT = (Segment::MAX_SHARED_BYTES - BESIDE) / int(sizeof(Stage) + 2 * sizeof(u64));
     static constexpr int STAGES = FIT < 6 ? FIT : 6;
     static_assert(STAGES >= 2, "two stages at least");
     static_assert(HEIGHT * 64 * GEMM_CONSUMERS == TILE_M && HEIGHT * TILE_N <= 256, "accumulators are at most 128 registers");
@@ -450,14 +451,15 @@ private:
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
                 const i32 its = __shfl_sync(WHOLE_WARP, row, i, COUNT);
-                copy_piece<WIDTH>(to + piece / 8 * PIECE_BYTES + swizzled(first + STEP * i, piece % 8), matrix, its, column + 8 * piece, its >= 0);
+                const u32 place = to + piece / 8 * PIECE_BYTES + swizzled(first + STEP * i, piece % 8);
+                copy_piece<WIDTH>(place, matrix, its, column + 8 * piece, its >= 0);
             }
         }
     };
 
-    // begin(kb) of each block in turn, then the known row: where an index picks it. The index is read for AHEAD blocks at a time, while those before are
-    // copied: reading takes as long as a block or two. Nothing is computed from it before it is needed, which would wait for memory, not even
-    // a wider number.
+    // begin(kb) of each block in turn, then the known row: where an index picks it. The index is read for AHEAD blocks at a time, while
+    // those before are copied: reading takes as long as a block or two. Nothing is computed from it before it is needed, which would wait for
+    // memory, not even a wider number.
     template <int COLUMNS, class Index, class Find, class Safe>
     struct Picked {
         static constexpr int AHEAD = 4;
@@ -524,21 +526,24 @@ private:
         typename Ring::Queue::Taker numbers(shared.ring.queue, s.tile_counter, thread == 0);
         for (i32 number = blockIdx.x; number < Segment::GROUPS * TILES; number = numbers.next()) {
             const Tile tile(shared.scheduler, number);
-            auto a_rows = rows_of<TILE_M, A, typename Segment::AIndex>(tile, [&](i32 m) { return s.a_index(m); }, [&](i64 i) { return s.a_row_of(i); }, thread);
-            auto b_rows = rows_of<TILE_N, B, typename Segment::BIndex>(tile, [&](i32 m) { return s.b_index(m); }, [&](i64 i) { return s.b_row_of(i); }, thread);
+            auto a_rows = rows_of<TILE_M, A, typename Segment::AIndex>(
+                tile, [&](i32 m) { return s.a_index(m); }, [&](i64 i) { return s.a_row_of(i); }, thread);
+            auto b_rows = rows_of<TILE_N, B, typename Segment::BIndex>(
+                tile, [&](i32 m) { return s.b_index(m); }, [&](i64 i) { return s.b_row_of(i); }, thread);
 #pragma unroll 1
             for (i32 kb = 0; kb < tile.k_blocks(); ++kb) {
                 const i32 m = tile.first + kb * GEMM_K_BLOCK;
                 const bool whole = m + GEMM_K_BLOCK <= tile.end;
                 a_rows.begin(kb), b_rows.begin(kb);
                 Stage& stage = producer.open();
+                const u32 to_a = shared_address(stage.a), to_b = shared_address(stage.b);
                 if ((A || B) && thread == 0) {
                     u64& barrier = producer.expect(whole ? BYTES : 0);
-                    if (A && whole) copy_boxes<TILE_M>(shared_address(stage.a), *a_map, tile.a, m, barrier);
-                    if (B && whole) copy_boxes<TILE_N>(shared_address(stage.b), *b_map, tile.b, m, barrier);
+                    if (A && whole) copy_boxes<TILE_M>(to_a, *a_map, tile.a, m, barrier);
+                    if (B && whole) copy_boxes<TILE_N>(to_b, *b_map, tile.b, m, barrier);
                 }
-                if (!A || !whole) Copies<TILE_M>::template copy<Segment::N>(shared_address(stage.a), s.a_matrix(), a_rows.row(kb), tile.a, thread);
-                if (!B || !whole) Copies<TILE_N>::template copy<Segment::K>(shared_address(stage.b), s.b_matrix(), b_rows.row(kb), tile.b, thread);
+                if (!A || !whole) Copies<TILE_M>::template copy<Segment::N>(to_a, s.a_matrix(), a_rows.row(kb), tile.a, thread);
+                if (!B || !whole) Copies<TILE_N>::template copy<Segment::K>(to_b, s.b_matrix(), b_rows.row(kb), tile.b, thread);
                 producer.close();
             }
         }
