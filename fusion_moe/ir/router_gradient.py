@@ -6,6 +6,7 @@
     dw of row i = <d, y> = <u, h> + <d, b>             so that y is neither saved nor computed again
     dh = w u,  dW = d^T (w h),  db = sum of w d        so that the products read rows of out's gradient as they are
 
+Where y is a sum of products, as with an adapter beside a weight, each has a u of its own, and dw is the sum over them.
 The same numbers in another order of sums and roundings; the option `router_gradient` turns it off.
 """
 
@@ -26,55 +27,65 @@ Given = Iterator[tuple[Value, Value]]  # values, and what each gets as its gradi
 
 @dataclass(frozen=True)
 class _Linear:
-    """How rows were made: a product, then biases of groups."""
+    """How rows were made: products that are added, then biases of groups."""
 
-    product: Op
-    biases: tuple[Op, ...]
+    products: tuple[Op, ...]
+    biases: tuple[Op, ...] = ()
+
+    def __add__(self, other: _Linear) -> _Linear:
+        return _Linear(self.products + other.products, self.biases + other.biases)
 
 
 def of_combine(fd: FusionDefinition, combine: Op, dout: Value, leads: Collection[Value]) -> Given | None:
-    """What the operands of the product, the biases and w get from a combine.
+    """What the operands of the products, the biases and w get from a combine.
 
-    None if its rows are not those of a product and a routing, or if all weights are 1. w gets the gradient along y where nothing else wants
-    the product's own gradient: `leads` has what some wanted gradient depends on.
+    None if its rows are not those of products and a routing, or if all weights are 1. w gets the gradient along y where nothing else wants
+    the gradient of some product's rows: `leads` has what some wanted gradient depends on.
     """
     y, slot_of, w = combine.values
     linear = None if ones(fd, w) else _linear(fd, y)
     rows = None if linear is None else token_rows(fd, dout, slot_of, y)
-    if linear is None or rows is None or rows.type.shape[0] != linear.product.outputs[0].type.shape[0]:
+    if linear is None or rows is None or any(rows.type.shape[0] != op.outputs[0].type.shape[0] for op in linear.products):
         return None
     return _given(fd, combine, linear, rows, leads)
 
 
 def _given(fd: FusionDefinition, combine: Op, linear: _Linear, d: Value, leads: Collection[Value]) -> Given:
-    ops, (y, slot_of, w), (h, weight, _) = fd.ops, combine.values, linear.product.values
-    wide_h = wide_like(fd, h, d)
-    u, dweight = product_grad(fd, linear.product, d, ops.cast(weighted(fd, wide_h, w, slot_of), dtype=h.type.dtype))
-    yield h, ops.cast(weighted(fd, u, w, slot_of), dtype=h.type.dtype)
-    if dweight is not None:
-        yield weight, dweight
+    ops, (y, slot_of, w) = fd.ops, combine.values
+    along = []
+    for op in linear.products:
+        h, weight, _ = op.values
+        wide_h = wide_like(fd, h, d)
+        u, dweight = product_grad(fd, op, d, ops.cast(weighted(fd, wide_h, w, slot_of), dtype=h.type.dtype))
+        yield h, ops.cast(weighted(fd, u, w, slot_of), dtype=h.type.dtype)
+        if dweight is not None:
+            yield weight, dweight
+        along.append((u, wide_h))
     for op in linear.biases:
         yield op.values[1], ops.cast(ops.group_sum(weighted(fd, d, w, slot_of), op.values[2]), dtype=op.values[1].type.dtype)
-    if h in leads:
-        along = [(u, wide_h), *((d, bias_rows(fd, op.values[1], op.values[2], d)) for op in linear.biases)]
-    else:
+        along.append((d, bias_rows(fd, op.values[1], op.values[2], d)))
+    if not all(op.values[0] in leads for op in linear.products):
         along = [(d, wide_like(fd, y, d))]
     dw = reduce(ops.add, (ops.sum(ops.mul(a, b), dims=(1,), keepdim=False) for a, b in along))
     yield w, ops.cast(slot_values(fd, dw, slot_of), dtype=w.type.dtype)
 
 
 def _linear(fd: FusionDefinition, y: Value) -> _Linear | None:
-    """The product and biases that made rows, rounded or partitioned anew on the way; None if anything else is among what made them."""
-    biases: list[Op] = []
-    while (op := fd.producer(y)) is not None:
-        name, source = op.kind.name, op.values[0]
-        if name in ("grouped_mm", "grouped_mm_t"):
-            return None if source.type.quantized else _Linear(op, tuple(biases))
-        if name == "group_add":
-            biases.append(op)
-        elif not (name == "cast" and source.type.dtype in FLOATS) and not (name in ("reshape", "partition") and _same_rows(source, y)):
-            return None
-        y = source
+    """The products and biases that made rows, rounded or partitioned anew on the way; None if anything else is among what made them."""
+    op = fd.producer(y)
+    if op is None:
+        return None
+    name, source = op.kind.name, op.values[0]
+    if name in ("grouped_mm", "grouped_mm_t"):
+        return None if source.type.quantized else _Linear((op,))
+    if name == "add" and len(op.values) == 2:
+        first, second = (_linear(fd, v) for v in op.values)
+        return first + second if first and second else None
+    if name == "group_add":
+        made = _linear(fd, source)
+        return made and _Linear(made.products, (*made.biases, op))
+    if (name == "cast" and source.type.dtype in FLOATS) or (name in ("reshape", "partition") and _same_rows(source, y)):
+        return _linear(fd, source)
     return None
 
 

@@ -42,8 +42,7 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     if not found:
         return "no grouped product"
     if len(found) > 1:
-        first, second = (p.op.kind.name for p in found[:2])
-        return f"{second} contracts the result of {first}: it reads whole rows, and a kernel holds tiles"
+        return _of_two(fusion, found[0].op, found[1].op)
     product = found[0].op
     after, before = dependent(fusion, product.outputs), needed(fusion, product)
     tokens = {v for op in fusion.ops if op.kind.role == "combine" for v in dependent(fusion, op.outputs)}
@@ -69,6 +68,13 @@ def describe(fusion: Fusion) -> GroupedGemm:
         tuple(op.kind.name for op in rest if not _reads(op, after)),
         tuple(op.kind.name for op in rest if _reads(op, after)),
     )
+
+
+def _of_two(fusion: Fusion, first: Op, second: Op) -> str:
+    """Why two products are not one kernel."""
+    if _reads(second, dependent(fusion, first.outputs)):
+        return f"{second.kind.name} contracts the result of {first.kind.name}: it reads whole rows, and a kernel holds tiles"
+    return f"{first.kind.name} and {second.kind.name} are two products: a kernel has accumulators for one"
 
 
 def _reads(op: Op, values: Set[Value]) -> bool:

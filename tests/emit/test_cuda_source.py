@@ -155,7 +155,7 @@ def product_of(fmt: str, activations: str, layout: str, k: int = 1024, n: int = 
     t, encoding = TensorType, ENCODINGS[fmt]
     parts = [t(encoding.part_shape(part, (groups,), n, k), dtype_name(part.dtype)) for part in encoding.parts]
     given = {"a": t((TOKENS, k), activations), **{f"weight[{i}]": part for i, part in enumerate(parts)}, "offs": t((groups,), "i32")}
-    others = {"weight_format": fmt, "weight_layout": layout, "activation_format": "bf16", "out_dtype": None}
+    others = {"weight_format": fmt, "weight_layout": layout, "activation_format": "bf16"} | dict.fromkeys(("out_dtype", "lora_a", "lora_b"))
     lowered = lower(fusion_of("grouped_mm", tuple(given.items()), tuple(others.items())), TARGETS["cuda"], Options())
     (segment,) = lowered.segments
     kernel = emit(segment, TARGETS["cuda"])

@@ -16,6 +16,7 @@ from fusion_moe.emit.cuda.gemm import Gemm, PlainProduct, Wgrad
 from fusion_moe.emit.cuda.launch import build
 from fusion_moe.emit.cuda.loops import Loops
 from fusion_moe.emit.cuda.source import KernelSource, Source
+from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import Derivative, differentiate
 from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
@@ -90,6 +91,58 @@ def test_products_keep_their_registers(dtype):
         assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)], kernel.title
         assert sum("HGMMA" in x for x in lines) == (8 if kernel.title == "wgrad_256x128" else 4)
         assert sum("WARPGROUP.DEPBAR" in x for x in lines) == 2
+
+
+def packed(weight_format: str, layout: str, hidden: int = 256, inner: int = 192) -> Derivative:
+    """Of a layer of 8 experts with weights in few bits, with respect to all other floats."""
+
+    def weight(*shape: int) -> list[torch.Tensor]:
+        parts = quantize(torch.randn(shape), encoding=ENCODINGS[weight_format])
+        return [t.to("meta") for t in parts]
+
+    x, ids, w = torch.zeros(64, hidden).bfloat16(), torch.zeros(64, 2, dtype=torch.int64), torch.zeros(64, 2)
+    args = (x.to("meta"), ids.to("meta"), w.to("meta"), weight(8, 2 * inner, hidden), weight(8, hidden, inner))
+    call = bind(SPECS["fused_experts"], args, {"weight_format": weight_format, "weight_layout": layout})
+    return differentiate(fusion_of("fused_experts", eager_types(call), call.others), [0, 2])
+
+
+FEW_BITS = [
+    ("nvfp4", "w16x64", 64),
+    ("nvfp4", "w16x64", 4096),
+    ("nvfp4", "linear", 4096),
+    ("mxfp4", "w16x64", 4096),
+    ("int4", "linear", 64),
+]
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("weight_format", "layout", "tokens"), FEW_BITS)
+def test_weights_in_few_bits_have_a_dgrad(weight_format, layout, tokens):
+    """Both of a layer, for few rows and many, in kernels that keep their registers."""
+    made = packed(weight_format, layout)
+    gemms = [s for s in sources(made.backward) if isinstance(s, Gemm)]
+    assert len(gemms) == 2
+    for gemm in gemms:
+        sizes = dict.fromkeys(gemm.fusion.symbols, tokens)
+        (kernel,) = (k for k in gemm.launches(gemm.choose(sizes, H200), sizes, H200) if k.title.startswith("gemm"))
+        assert kernel.title == ("gemm_64x256" if tokens == 64 else "gemm_128x256")
+        lines = sass(build(kernel, H200))
+        assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)], kernel.title
+        assert sum("HGMMA" in x for x in lines) == 4
+        assert any("UBLKCP" in x for x in lines) == (layout == "w16x64")  # tiles are copied ahead
+
+
+def test_rows_that_are_not_in_sixteens_are_left_to_the_reference():
+    codes, scales, decode = (t.to("meta") for t in quantize(torch.randn(4, 24, 64)))
+    args = (
+        torch.zeros(9, 64, dtype=torch.bfloat16, device="meta"),
+        [codes, scales, decode],
+        torch.zeros(4, dtype=torch.int32, device="meta"),
+    )
+    call = bind(SPECS["grouped_mm"], args, {"weight_format": "nvfp4"})
+    backward = differentiate(fusion_of("grouped_mm", eager_types(call), call.others), [0]).backward
+    (why,) = (s.plan.why for s in compile_fusion(backward, TARGETS["cuda"], options.current()).segments if s.plan.backend != "cuda")
+    assert "a weight of 24 rows in 1 runs with a scale each has no kernel here" in str(why)
 
 
 def test_sums_of_a_row_have_a_place_for_each_tile():

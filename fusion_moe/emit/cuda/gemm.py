@@ -1,4 +1,6 @@
-"""The CUDA C++ of grouped products of 16-bit matrices as they are in torch, around kernels/gemm.cuh: fprop and dgrad, and wgrad."""
+"""The CUDA C++ of grouped products of 16-bit matrices as they are in torch, around kernels/gemm.cuh: fprop and dgrad, and wgrad; and of
+dgrad with weights in few bits.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from ..cxx.indices import Call, Index, Variable, reshaped, size
 from ..cxx.plan import Plan, WgradPlan
 from ..cxx.statements import Expression, inner
 from ..inexpressible import naming
+from . import readers
 from .choice import AUTO, Chosen
 from .grouped_mm import Product
 from .source import Array, Boxes, KernelSource, Sizes, Source
@@ -24,8 +27,13 @@ from .vectors import VECTOR, Rows, VectorElements, follow, in_vectors
 
 DTYPES = ("bf16", "f16")
 READERS = [(dtype, "linear") for dtype in DTYPES]  # of weights
+PACKED = [(encoding, layout) for encoding, layout in readers.READERS if encoding not in DTYPES]  # in few bits, of a dgrad
 HEADER = "gemm.cuh"
-_TILE_M, _K_BLOCK, _THREADS = 128, 64, 384
+_TILES_M = (128, 64)  # rows
+_K_BLOCK, _THREADS = 64, 384
+_MORE_THREADS = 512  # two producer warpgroups, where consumers' accumulators leave them registers
+_FEW_ROWS = 64  # of a group, on average, up to which tiles of 64 rows pay for weights in few bits
+_RUN_OF_ROWS = 16  # of a weight in few bits: what a warp has of them has one outer scale
 _MANY_ROWS = 32  # of a group, on average, from which tiles of 128 rows pay
 _BOX_ROWS = (128, 64, 32, 16, 8)  # of K-major matrices
 _TILES_N = (256, 128)  # columns of the product
@@ -35,19 +43,22 @@ _I, _J, _M = map(Variable, "ijm")
 
 
 class Gemm(Source):
-    """The source of a planned fprop or dgrad."""
+    """The source of a planned fprop or dgrad. A dgrad may have a weight in few bits."""
 
     ELEMENTS = VectorElements
 
     def __init__(self, plan: Plan):
-        super().__init__(plan.fusion, plan.memory, dict.fromkeys([plan.ends], "ends"))
-        _check(plan.groups, plan.a, plan.weight[0])
+        self.packed = (plan.encoding.name, plan.layout) in PACKED
+        names = {v: part.name for part, v in zip(plan.encoding.parts, plan.weight, strict=True)} if self.packed else {}
+        super().__init__(plan.fusion, plan.memory, {**names, plan.ends: "ends"})
+        _check(plan.groups, plan.a, *(() if self.packed else plan.weight))
         self.plan, self.dtype = plan, plan.a.type.dtype
+        self.transposed = plan.weight[0] if plan.transposed else None
         self.operand = Operand(self, plan.a, plan.k, "a")
         self.scratch += [TILE_COUNTER, *self.operand.scratch]
         self._functions = self._make_functions()
         if plan.sums:
-            self.scratch.append(Array("partial_sums", "float", elements((self._rows, self._tiles * len(plan.sums)))))
+            self.scratch.append(Array("partial_sums", "float", elements((self._rows, self._tiles * self._most_parts * len(plan.sums)))))
 
     def functions(self) -> list[str]:
         """What all kernels of the segment know."""
@@ -56,33 +67,39 @@ class Gemm(Source):
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; activations that are computed; the product; what is summed of its tiles, and of its rows."""
         made = [reset_tile_counter(self, sizes), *self.made_first(sizes), *self.operand.made(sizes), self._product(sizes, arch)]
-        made += [self._sums(i, v, sizes) for i, v in enumerate(self.plan.summed)]
+        made += [self._sums(i, v, self._tiles * self._parts(sizes), sizes) for i, v in enumerate(self.plan.summed)]
         if self.plan.combine:
             with naming(self.plan.combine):
                 made.append(self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes, reads_before_wait=True))
         return made
 
     def _product(self, sizes: Sizes, arch: Arch) -> KernelSource:
-        rows, n = value(self._rows, sizes), self._tile_n
-        tiles = bound(rows, min(self.plan.groups, rows) + 1, _TILE_M) // _TILE_M * self._tiles
-        boxes = {"a": self.operand.boxes(_TILE_M, sizes) if self.operand.in_boxes else None, "b": self._weight_boxes()}
-        return product_kernel(self, f"GroupedGemm<Segment, {n}>", f"gemm_{_TILE_M}x{n}", self._functions, tiles, arch, boxes)
+        rows, m, n = value(self._rows, sizes), self._tile_m(sizes), self._tile_n
+        tiles = bound(rows, min(self.plan.groups, rows) + 1, m) // m * self._tiles
+        boxes = {"a": self.operand.boxes(m, sizes) if self.operand.in_boxes else None, "b": self._weight_boxes()}
+        header = readers.reader(self.plan.encoding.name, self.plan.layout, self.dtype).header if self.packed else None
+        threads = _THREADS if m == _TILES_M[0] else _MORE_THREADS
+        return product_kernel(
+            self, f"GroupedGemm<Segment, {m}, {n}>", f"gemm_{m}x{n}", self._functions, tiles, arch, boxes, header, threads
+        )
 
     def _weight_boxes(self) -> Boxes | None:
         """Boxes of the matrices, if what a tile's columns read follows each other."""
         plan = self.plan
+        if self.packed:
+            return None
         inner_size, outer = (plan.n, plan.k) if plan.kind == "dgrad" else (plan.k, plan.n)
         if not self._box_rows or inner_size % VECTOR:
             return None
         box = (_K_BLOCK, _K_BLOCK if plan.kind == "dgrad" else self._box_rows, 1)
         return Boxes(self.array_number(plan.weight[0]), self.dtype, (inner_size, outer, plan.groups), box)
 
-    def _sums(self, i: int, v: Value, sizes: Sizes) -> KernelSource:
-        """The sums of N tiles, added in order."""
+    def _sums(self, i: int, v: Value, parts: int, sizes: Sizes) -> KernelSource:
+        """The sums of parts of a row, added in order."""
         count = len(self.plan.sums)
         body = [
             "float total = 0;",
-            f"for (i64 n = 0; n < {self._tiles}; ++n) total += partial_sums[(n * {count} + {i}) * rows() + i];",
+            f"for (i64 n = 0; n < {parts}; ++n) total += partial_sums[(n * {count} + {i}) * rows() + i];",
             f"{self.names[v]}[i] = stored<{stored(v)}>(total);",
         ]
         return self.for_all(f"row_sums_{i}", self._rows, body, sizes)
@@ -90,6 +107,19 @@ class Gemm(Source):
     @property
     def _rows(self) -> AnySize:
         return plain(self.plan.a.type.shape[0])
+
+    def _tile_m(self, sizes: Sizes) -> int:
+        """Rows of a tile. A weight in few bits is dequantized for each tile: lower ones pay where most rows of a high one would be none."""
+        few = self.packed and value(self._rows, sizes) <= _FEW_ROWS * self.plan.groups
+        return _TILES_M[few]
+
+    def _parts(self, sizes: Sizes) -> int:
+        """Parts of a tile's row that are summed by themselves: the consumer warpgroups of a tile of 64 rows have half of it each."""
+        return _TILES_M[0] // self._tile_m(sizes)
+
+    @property
+    def _most_parts(self) -> int:
+        return 2 if self.packed else 1
 
     @property
     def _tile_n(self) -> int:
@@ -130,10 +160,11 @@ class Gemm(Source):
         if transposed and not all(in_vectors(c, plan.width) for c in columns):
             raise UnsupportedError("a result whose columns do not follow each other by eights has no kernel here")
         self._box_rows = self._rows_of_boxes(columns)
+        if self.packed and (self._columns_read > 1 or plan.width != plan.n):
+            raise UnsupportedError("a result that reads other columns than its own has no kernel with a weight in few bits here")
         choice = str(columns[-1])
         for f in range(len(columns) - 2, -1, -1):
             choice = f"f == {f} ? {columns[f]} : {choice}"
-        weight = self.names[plan.weight[0]]
         return [
             f"static constexpr i32 GROUPS = {plan.groups}, N = {plan.n}, K = {plan.k};",
             f"static constexpr i32 WIDTH = {plan.width}, COLUMNS_PER_RESULT = {len(columns)}, SUMS = {len(plan.sums)};",
@@ -141,13 +172,26 @@ class Gemm(Source):
             f"static constexpr bool A_BOXES = {str(self.operand.in_boxes).lower()};",
             f"static constexpr bool B_BOXES = {str(self._weight_boxes() is not None).lower()};",
             f"static constexpr int BOX_ROWS = {self._box_rows or 1};",
+            f"static constexpr bool B_PACKED = {str(self.packed).lower()};",
             f"using Activation = {self.dtype};",
             "",
             f"__device__ static constexpr i32 column(i32 f, i32 j) {{ return {choice}; }}",
             *self.operand.functions(),
-            f"__device__ const {self.dtype}* b_matrix(i64 g) const {{ return {weight} + g * (i64(N) * K); }}",
+            *self._weight(),
             *rows.function(made.statements, len(plan.sums)),
         ]
+
+    def _weight(self) -> list[str]:
+        """The matrices, or what reads them."""
+        plan = self.plan
+        if not self.packed:
+            return [f"__device__ const {self.dtype}* b_matrix(i64 g) const {{ return {self.names[plan.weight[0]]} + g * (i64(N) * K); }}"]
+        runs = plan.scale_runs
+        if runs > 2 or plan.k % (runs * _RUN_OF_ROWS):
+            what = f"a weight of {plan.k} rows in {runs} runs with a scale each has no kernel here"
+            raise UnsupportedError(what, expected=f"one or two runs of a multiple of {_RUN_OF_ROWS} rows")
+        reads = readers.reader(plan.encoding.name, plan.layout, self.dtype)
+        return [f"static constexpr i32 SCALE_RUNS = {runs};", f"using Weights = {reads.of(self.dtype)};"]
 
     def _rows_of_boxes(self, columns: Sequence[Index]) -> int:
         """How many rows of a matrix, for columns of a tile that follow each other, a box has; 64 columns of one that is [k, n]. 0: none."""
@@ -307,15 +351,17 @@ def reset_tile_counter(source: Source, sizes: Sizes) -> KernelSource:
 
 
 def product_kernel(
-    source: Source, kernel: str, name: str, functions: Sequence[str], tiles: int, arch: Arch, boxes: Mapping[str, Boxes | None]
+    source: Source, kernel: str, name: str, functions: Sequence[str], tiles: int, arch: Arch, boxes: Mapping[str, Boxes | None],
+    reader: str | None = None, threads: int = _THREADS,
 ) -> KernelSource:  # fmt: skip
-    """A persistent kernel of the products. boxes: of the operands a and b that it copies in boxes."""
+    """A persistent kernel of the products. boxes: of operands a and b that it copies in boxes; reader: the header of what dequantizes b."""
     shared = f"static constexpr int MAX_SHARED_BYTES = {arch.shared_per_block};"
     given = {operand: found for operand, found in boxes.items() if found}
     maps = {operand: f"&map{i}" for i, operand in enumerate(given)}
     call = f"{kernel}::run(s, {maps.get('a', 'nullptr')}, {maps.get('b', 'nullptr')});"
     return source.calling(
-        call, name, [*functions, shared], tiles, headers=(HEADER,), threads=_THREADS, shared=arch.shared_per_block, max_resident=1,
+        call, name, [*functions, shared], tiles, headers=(reader, HEADER) if reader else (HEADER,), threads=threads,
+        shared=arch.shared_per_block, max_resident=1,
         boxes=tuple(given.values()),
     )  # fmt: skip
 

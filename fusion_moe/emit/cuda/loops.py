@@ -22,7 +22,7 @@ from .choice import Chosen
 from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
 
 _I, _J, _R = map(Variable, "ijr")
-_MISSING = ("index_put_accumulate", "decode_scale", "quantize", "grouped_swizzle")
+_MISSING = ("index_put_accumulate", "decode_scale", "quantize", "dequantize", "grouped_swizzle")
 _SUMS = ("sum", "group_sum")
 _WARPS = THREADS // 32
 

@@ -8,62 +8,40 @@
 //     GroupedGemm  [M/g, k] x [G, n, k] or [G, k, n] -> [M/g, n]   fprop, dgrad
 //     GroupedWgrad [M/g, n] x [M/g, k] -> [G, n, k]                wgrad, contracts the rows of each group
 //
-// A_BOXES, B_BOXES say which operands are copied in boxes; else the maps are null.
+// A_BOXES, B_BOXES say which operands are copied in boxes; else the maps are null. B_PACKED: the weight of a dgrad is stored in few bits, and
+// the producer dequantizes it.
 //
 // Accumulators are exchanged among the four lanes that share rows, so that each has eight columns that follow each other of one row. Sums
 // over a row's columns are stored for each N tile, and added in order by another kernel.
 #pragma once
 
 #include "epilogue_rows.cuh"
-#include "pipeline.cuh"
 #include "schedule.cuh"
 #include "tile_queue.cuh"
-#include "wgmma.cuh"
+#include "weight_tiles.cuh"
 
 namespace {
 
-constexpr int GEMM_TILE_M = 128, GEMM_CONSUMERS = 2, GEMM_K_BLOCK = 64, GEMM_PRODUCERS = 128;  // tiles of fprop and dgrad; threads
-constexpr int GEMM_CONSUMER_REGISTERS = 208, GEMM_PRODUCER_REGISTERS = 88;
-constexpr u32 PIECE_BYTES = GEMM_K_BLOCK * TILE_ROW_BYTES;  // of an MN-major tile: 64 of its columns
+constexpr int GEMM_CONSUMERS = 2, GEMM_PRODUCERS = 128;  // warpgroups; threads that copy
 
-// Whether the 16 bytes at a place of a row of so many elements are in the row, whole and aligned: else elements are copied one by one.
-template <int COLUMNS>
-constexpr bool ALIGNED_ROWS = COLUMNS % 8 == 0;
-
-// Eight columns of a row to shared memory, zeros for those that there are not, and unless `good`, whatever `row` is then.
-template <int COLUMNS, class T>
-__device__ __forceinline__ void copy_piece(u32 to, const T* matrix, i64 row, i32 column, bool good) {
-    if constexpr (ALIGNED_ROWS<COLUMNS>) {
-        cp_async_16_or_zeros(to, matrix + column + row * COLUMNS, good && column < COLUMNS);  // else the address is not read
-    } else {
-        u32 pair[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const T* from = matrix + row * COLUMNS + column + 2 * i;
-            const u32 low = good && column + 2 * i < COLUMNS ? from[0].bits : 0;
-            const u32 high = good && column + 2 * i + 1 < COLUMNS ? from[1].bits : 0;
-            pair[i] = low | high << 16;
-        }
-        asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(pair[0]), "r"(pair[1]), "r"(pair[2]), "r"(pair[3]) : "memory");
-    }
-}
-
-// The ring of stages that both kernels have, and their queue of work tiles. A consumer warpgroup has HEIGHT times 64 rows of a tile. COPIES:
-// whether threads copy, ALIGNED: all of them 16 bytes at a time.
-template <class Segment, int TILE_M, int TILE_N_, int SCHEDULER_BYTES, bool COPIES, bool ALIGNED>
+// The ring of stages that both kernels have, and their queue of work tiles. A consumer warpgroup has HEIGHT times 64 rows of a tile, or, of
+// one of 64 rows, COLUMNS of its columns. COPIES: whether threads copy, STORES: whether they store what they compute; BYTES_BESIDE: of shared
+// memory.
+template <class Segment, int TILE_M, int TILE_N, int PRODUCERS, int BYTES_BESIDE, bool COPIES, bool STORES>
 struct GemmRing {
-    static constexpr int TILE_N = TILE_N_, HEIGHT = TILE_M / (64 * GEMM_CONSUMERS);
+    static constexpr bool SHARES_ROWS = TILE_M == 64;
+    static constexpr int HEIGHT = SHARES_ROWS ? 1 : TILE_M / (64 * GEMM_CONSUMERS), COLUMNS = SHARES_ROWS ? TILE_N / GEMM_CONSUMERS : TILE_N;
     static constexpr bool BOXES = Segment::A_BOXES || Segment::B_BOXES;
-    static constexpr int PRODUCERS = COPIES ? GEMM_PRODUCERS : 32;  // threads
     using Queue = TileQueue<8>;
     struct alignas(1024) Stage {
         u8 a[TILE_M * TILE_ROW_BYTES], b[TILE_N * TILE_ROW_BYTES];
     };
-    static constexpr int BESIDE = SCHEDULER_BYTES + int(sizeof(Queue)) + 1024;  // bytes
+    static constexpr int BESIDE = BYTES_BESIDE + int(sizeof(Queue)) + 1024;  // bytes
     static constexpr int FIT = (Segment::MAX_SHARED_BYTES - BESIDE) / int(sizeof(Stage) + 2 * sizeof(u64));
     static constexpr int STAGES = FIT < 6 ? FIT : 6;
     static_assert(STAGES >= 2, "two stages at least");
-    static_assert(HEIGHT * 64 * GEMM_CONSUMERS == TILE_M && HEIGHT * TILE_N <= 256, "accumulators are at most 128 registers");
+    static_assert(SHARES_ROWS || HEIGHT * 64 * GEMM_CONSUMERS == TILE_M, "consumers have all rows");
+    static_assert(HEIGHT * COLUMNS <= 256, "accumulators are at most 128 registers");
 
     Stage stage[STAGES];
     u64 full[STAGES], empty[STAGES];
@@ -71,7 +49,7 @@ struct GemmRing {
 
     __device__ __forceinline__ void init() {
         if (threadIdx.x < STAGES) {
-            mbarrier_init(full[threadIdx.x], 0, (COPIES ? GEMM_PRODUCERS : 0) + (BOXES ? 1 : 0));
+            mbarrier_init(full[threadIdx.x], 0, (COPIES || STORES ? PRODUCERS : 0) + (BOXES ? 1 : 0));
             mbarrier_init(empty[threadIdx.x], GEMM_CONSUMERS * 4);
         }
         queue.init(GEMM_CONSUMERS * 4 + PRODUCERS / 32);
@@ -95,14 +73,36 @@ struct GemmRing {
             return ring.full[filling.stage];
         }
 
-        __device__ __forceinline__ void close() {
-            if constexpr (COPIES && ALIGNED) cp_async_arrive(ring.full[filling.stage]);
-            if constexpr (COPIES && !ALIGNED) {
-                cp_async_commit();
-                cp_async_wait<0>();
-                mbarrier_arrive_thread(ring.full[filling.stage]);
-            }
+        // wrote: whether threads wrote to the stage.
+        __device__ __forceinline__ void close(bool wrote) {
+            if constexpr (COPIES) cp_async_commit();
             filling.advance();
+            if constexpr (COPIES || STORES) {
+                ++waiting;
+                if (!wrote && waiting == 1) arrive<false>();
+                else if (waiting > LAG) cp_async_wait<LAG>(), arrive<true>();
+            }
+        }
+
+        // All stages so far are full once boxes are there too.
+        __device__ __forceinline__ void finish() {
+            if constexpr (COPIES) cp_async_wait<0>();
+            while (waiting > 0) arrive<true>();
+        }
+
+    private:
+        // Copies of a stage are waited for when so many more have begun.
+        static constexpr int LAG = !COPIES ? 0 : STAGES > 3 ? 2 : 1;
+        int waiting = 0;  // stages that this thread has not arrived at
+        PipelineState<STAGES> arriving;
+
+        // The fence is between what this thread has written and the tensor cores, which read by another proxy.
+        template <bool WROTE>
+        __device__ __forceinline__ void arrive() {
+            if constexpr (WROTE) fence_proxy_async();
+            mbarrier_arrive_thread(ring.full[arriving.stage]);
+            arriving.advance();
+            --waiting;
         }
     };
 
@@ -114,16 +114,17 @@ struct GemmRing {
         __device__ __forceinline__ explicit Consumer(GemmRing& ring_) : ring(ring_) {}
 
         template <class T, bool A_MN, bool B_MN>
-        __device__ __forceinline__ void multiply(float (&sum)[HEIGHT][TILE_N / 2], i32 k_blocks, int consumer) {
+        __device__ __forceinline__ void multiply(float (&sum)[HEIGHT][COLUMNS / 2], i32 k_blocks, int consumer) {
             u32 before = 0;
 #pragma unroll 1
             for (i32 kb = 0; kb < k_blocks; ++kb) {
                 const u32 now = reading.stage;
                 mbarrier_wait(ring.full[now], reading.parity);
                 reading.advance();
-                if constexpr (COPIES) fence_proxy_async();  // what threads copied
-                constexpr u32 ROWS_64 = A_MN ? PIECE_BYTES : 64 * TILE_ROW_BYTES;
-                const u32 a = shared_address(ring.stage[now].a) + consumer * HEIGHT * ROWS_64, b = shared_address(ring.stage[now].b);
+                constexpr u32 ROWS_64 = A_MN ? PIECE_BYTES : 64 * TILE_ROW_BYTES, COLUMNS_64 = B_MN ? PIECE_BYTES : 64 * TILE_ROW_BYTES;
+                u32 a = shared_address(ring.stage[now].a), b = shared_address(ring.stage[now].b);
+                if constexpr (SHARES_ROWS) b += consumer * (COLUMNS / 64) * COLUMNS_64;
+                else a += consumer * HEIGHT * ROWS_64;
                 const u64 a_tile = A_MN ? tile_descriptor_mn<PIECE_BYTES>(a) : tile_descriptor(a);
                 const u64 b_tile = B_MN ? tile_descriptor_mn<PIECE_BYTES>(b) : tile_descriptor(b);
                 wgmma_fence();
@@ -132,7 +133,7 @@ struct GemmRing {
 #pragma unroll
                     for (int r = 0; r < HEIGHT; ++r) {
                         const u64 a_rows = a_tile + (ROWS_64 >> 4) * r + (A_MN ? 128 : 2) * v;
-                        wgmma_shared<T, TILE_N, A_MN, B_MN>(sum[r], a_rows, b_tile + (B_MN ? 128 : 2) * v);
+                        wgmma_shared<T, COLUMNS, A_MN, B_MN>(sum[r], a_rows, b_tile + (B_MN ? 128 : 2) * v);
                     }
                 }
                 wgmma_commit();
@@ -155,37 +156,43 @@ struct GemmRing {
     };
 };
 
-// Consumer warpgroups come first, and take registers from the producer's.
-template <class Consume, class Produce>
+// Consumer warpgroups come first, and take registers from the producers'. FEW: whether there are accumulators for few rows, and none to take.
+template <bool DEQUANTIZES, bool FEW, class Consume, class Produce>
 __device__ __forceinline__ void by_warpgroups(Consume consume, Produce produce) {
     if (threadIdx.x < 128 * GEMM_CONSUMERS) {
-        setmaxnreg_inc<GEMM_CONSUMER_REGISTERS>();
+        if constexpr (!FEW) setmaxnreg_inc<DEQUANTIZES ? 192 : 208>();
         consume();
     } else {
-        setmaxnreg_dec<GEMM_PRODUCER_REGISTERS>();
+        if constexpr (!FEW) setmaxnreg_dec<DEQUANTIZES ? 120 : 88>();
         produce();
     }
 }
 
 // fprop and dgrad -----------------------------------------------------------------------------------------------------
 
-template <class Segment, int TILE_N>
+template <class Segment, int TILE_M, int TILE_N>
 struct GroupedGemm {
     using T = typename Segment::Activation;
     static constexpr int TILE_COLUMNS = TILE_N / Segment::COLUMNS_PER_RESULT;  // of a result
     static constexpr int N_TILES = (Segment::WIDTH + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    static constexpr int K_BLOCKS = (Segment::K + GEMM_K_BLOCK - 1) / GEMM_K_BLOCK;
-    using TileScheduler = ::TileScheduler<Segment::GROUPS, GEMM_TILE_M, 0, UNBOUNDED, false, 1>;
+    using Runs = RunsOf<Segment>;
+    static constexpr int K_BLOCKS = Runs::COUNT * Runs::BLOCKS;
+    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, 0, UNBOUNDED, false, 1>;
     using WorkTiles = typename TileScheduler::WorkTiles;
-    static constexpr bool COPIES = !Segment::A_BOXES || !Segment::B_BOXES;
-    static constexpr bool ALIGNED = ALIGNED_ROWS<Segment::K> && (!Segment::B_MN || ALIGNED_ROWS<Segment::N>);
-    using Ring = GemmRing<Segment, GEMM_TILE_M, TILE_N, int(sizeof(TileScheduler)), COPIES, ALIGNED>;
+    static constexpr bool COPIES = !Segment::A_BOXES || !(Segment::B_BOXES || Segment::B_PACKED);
+    static constexpr int WARPGROUPS = Segment::B_PACKED && TILE_M == 64 ? 2 : 1;  // of producers
+    static constexpr int PRODUCERS = COPIES || Segment::B_PACKED ? WARPGROUPS * GEMM_PRODUCERS : 32;
+    using Weight = WeightTiles<Segment, TILE_N, PRODUCERS>;
+    static constexpr int BESIDE = sizeof(TileScheduler) + sizeof(typename Weight::Memory);
+    using Ring = GemmRing<Segment, TILE_M, TILE_N, PRODUCERS, BESIDE, COPIES, Segment::B_PACKED>;
     using Stage = typename Ring::Stage;
     static_assert(TILE_COLUMNS % 32 == 0, "four lanes have eight columns each");
+    static_assert(!Ring::SHARES_ROWS || Segment::COLUMNS_PER_RESULT == 1, "a consumer has all columns that a result reads");
 
     struct Shared {
         Ring ring;
         TileScheduler scheduler;
+        typename Weight::Memory weight;
     };
     static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES && 4 * sizeof(i32) * (Segment::GROUPS + 1) <= sizeof(Stage) * Ring::STAGES);
 
@@ -193,23 +200,25 @@ struct GroupedGemm {
         extern __shared__ __align__(1024) u8 memory[];
         Shared& shared = *reinterpret_cast<Shared*>(memory);
         shared.ring.init();
+        shared.weight.init();
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, blockIdx.x == 0 ? s.error : nullptr, reinterpret_cast<i32*>(shared.ring.stage));
-        by_warpgroups([&] { consume(s, shared); }, [&] { produce(s, shared, a_map, b_map); });
+        by_warpgroups<Segment::B_PACKED, Ring::SHARES_ROWS>([&] { consume(s, shared); }, [&] { produce(s, shared, a_map, b_map); });
     }
 
 private:
     // Producers --------------------------------------------------------------------------------------------------------
 
-    static constexpr int A_ROWS = GEMM_TILE_M / 16;  // of a thread, every 16th
+    static constexpr int A_STEP = PRODUCERS / 8, A_ROWS = TILE_M / A_STEP;  // of a thread, every A_STEP-th
     static constexpr u32 BOX_BYTES = (Segment::A_BOXES ? sizeof(Stage::a) : 0) + (Segment::B_BOXES ? sizeof(Stage::b) : 0);
 
     __device__ static void produce(const Segment& s, Shared& shared, const TensorMap* a_map, const TensorMap* b_map) {
         const i32 thread = threadIdx.x - 128 * GEMM_CONSUMERS, piece = thread % 8;
-        if (thread >= Ring::PRODUCERS) return;
+        if (thread >= PRODUCERS) return;
         typename Ring::Producer producer(shared.ring);
         typename Ring::Queue::Taker numbers(shared.ring.queue, s.tile_counter, thread == 0);
+        Weight weight(s, shared.weight, thread);
         for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
             const WorkTile tile = tiles.current();
             if (tile.m_tile.group == Segment::GROUPS) continue;  // rows of no group
@@ -219,30 +228,33 @@ private:
                 const i32 first = tile.m_tile.first + thread / 8;
 #pragma unroll
                 for (int i = 0; i < A_ROWS; ++i)
-                    if (first + 16 * i < tile.m_tile.end) index[i] = s.a_index(first + 16 * i);
+                    if (first + A_STEP * i < tile.m_tile.end) index[i] = s.a_index(first + A_STEP * i);
 #pragma unroll
-                for (int i = 0; i < A_ROWS; ++i) row[i] = first + 16 * i < tile.m_tile.end ? i32(s.a_row_of(index[i])) : -1;
+                for (int i = 0; i < A_ROWS; ++i) row[i] = first + A_STEP * i < tile.m_tile.end ? i32(s.a_row_of(index[i])) : -1;
             }
-            const B b(s, tile, thread);
+            const Runs runs(s, tile.m_tile.group);
+            weight.begin(runs, tile.m_tile.group, tile.n_tile);
 #pragma unroll 1
             for (i32 kb = 0; kb < K_BLOCKS; ++kb) {
                 Stage& stage = producer.open();
+                const i32 k = runs.first_row(kb);
                 if (BOX_BYTES > 0 && thread == 0) {
                     u64& barrier = producer.expect(BOX_BYTES);
-                    if constexpr (Segment::A_BOXES) copy_box(shared_address(stage.a), *a_map, kb * GEMM_K_BLOCK, tile.m_tile.first, barrier);
+                    if constexpr (Segment::A_BOXES) copy_box(shared_address(stage.a), *a_map, k, tile.m_tile.first, barrier);
                     if constexpr (Segment::B_BOXES) copy_b(stage, tile, *b_map, kb, barrier);
                 }
                 if constexpr (!Segment::A_BOXES) {
                     const u32 to = shared_address(stage.a);
 #pragma unroll
                     for (int i = 0; i < A_ROWS; ++i) {
-                        const u32 place = to + swizzled(thread / 8 + 16 * i, piece);
-                        copy_piece<Segment::K>(place, s.a_matrix(), row[i], kb * GEMM_K_BLOCK + 8 * piece, row[i] >= 0);
+                        const u32 place = to + swizzled(thread / 8 + A_STEP * i, piece);
+                        copy_piece<Segment::K>(place, s.a_matrix(), row[i], k + 8 * piece, row[i] >= 0);
                     }
                 }
-                if constexpr (!Segment::B_BOXES) b.copy(stage, kb);
-                producer.close();
+                weight.copy(shared_address(stage.b), kb);
+                producer.close(true);
             }
+            producer.finish();
         }
     }
 
@@ -258,73 +270,6 @@ private:
         }
     }
 
-    // [n, k]: a thread has every 16th row of the tile.
-    struct Rows {
-        static constexpr int COUNT = TILE_N / 16;
-        const T* matrix;
-        i32 row[COUNT], thread;
-
-        __device__ __forceinline__ Rows(const Segment& s, const WorkTile& tile, i32 thread_) : thread(thread_) {
-            matrix = s.b_matrix(tile.m_tile.group);
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) {
-                const i32 c = thread / 8 + 16 * i, j = tile.n_tile * TILE_COLUMNS + c % TILE_COLUMNS;
-                row[i] = j < Segment::WIDTH ? Segment::column(c / TILE_COLUMNS, j) : -1;
-            }
-        }
-
-        __device__ __forceinline__ void copy(Stage& stage, i32 kb) const {
-            const u32 to = shared_address(stage.b);
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i)
-                copy_piece<Segment::K>(
-                    to + swizzled(thread / 8 + 16 * i, thread % 8), matrix, row[i], kb * GEMM_K_BLOCK + 8 * (thread % 8), row[i] >= 0);
-        }
-    };
-
-    // [k, n]: a thread has eight columns, of every (128 / pieces)-th row.
-    struct Columns {
-        static constexpr int PIECES = TILE_N / 8, STEP = GEMM_PRODUCERS / PIECES;
-        const T* matrix;
-        i32 column, thread;
-
-        __device__ __forceinline__ Columns(const Segment& s, const WorkTile& tile, i32 thread_) : thread(thread_) {
-            matrix = s.b_matrix(tile.m_tile.group);
-            const i32 c = thread % PIECES * 8, j = tile.n_tile * TILE_COLUMNS + c % TILE_COLUMNS;
-            column = j < Segment::WIDTH ? Segment::column(c / TILE_COLUMNS, j) : -1;
-        }
-
-        __device__ __forceinline__ void copy(Stage& stage, i32 kb) const {
-            const i32 piece = thread % PIECES;
-            const u32 to = shared_address(stage.b) + piece / 8 * PIECE_BYTES;
-#pragma unroll
-            for (int i = 0; i < GEMM_K_BLOCK / STEP; ++i) {
-                const i32 k = thread / PIECES + STEP * i;
-                const bool good = column >= 0 && kb * GEMM_K_BLOCK + k < Segment::K;
-                copy_piece<Segment::N>(to + swizzled(k, piece % 8), matrix, kb * GEMM_K_BLOCK + k, column, good);
-            }
-        }
-    };
-
-    struct Nothing {
-        __device__ __forceinline__ Nothing(const Segment&, const WorkTile&, i32) {}
-        __device__ __forceinline__ void copy(Stage&, i32) const {}
-    };
-
-    template <bool BOXES, bool MN, class = void>
-    struct Of {
-        using type = Nothing;
-    };
-    template <class Any>
-    struct Of<false, false, Any> {
-        using type = Rows;
-    };
-    template <class Any>
-    struct Of<false, true, Any> {
-        using type = Columns;
-    };
-    using B = typename Of<Segment::B_BOXES, Segment::B_MN>::type;
-
     // Consumers --------------------------------------------------------------------------------------------------------
 
     __device__ static void consume(const Segment& s, Shared& shared) {
@@ -333,34 +278,47 @@ private:
         typename Ring::Queue::Reader numbers(shared.ring.queue);
         for (WorkTiles tiles(shared.scheduler); tiles.more(); tiles.go_to(numbers.next())) {
             const WorkTile tile = tiles.current();
-            const i32 first = tile.m_tile.first + 64 * consumer;
+            const i32 first = tile.m_tile.first + (Ring::SHARES_ROWS ? 0 : 64 * consumer);
             const bool grouped = tile.m_tile.group < Segment::GROUPS;
             if (first >= tile.m_tile.end) {
                 if (grouped) mainloop.skip(K_BLOCKS);
                 continue;
             }
-            float sum[1][TILE_N / 2] = {};
-            mainloop.template multiply<T, false, Segment::B_MN>(sum, grouped ? K_BLOCKS : 0, consumer);
-            store(s, tile, first, sum[0]);
+            float sum[1][Ring::COLUMNS / 2] = {};
+            if constexpr (!Segment::B_PACKED) {
+                mainloop.template multiply<T, false, Segment::B_MN>(sum, grouped ? K_BLOCKS : 0, consumer);
+            } else if (grouped) {
+                const Runs runs(s, tile.m_tile.group);
+#pragma unroll 1
+                for (int i = 0; i < Runs::COUNT; ++i) {
+                    mainloop.template multiply<T, false, true>(sum, Runs::BLOCKS, consumer);
+                    const float factor = runs.factor(i);
+#pragma unroll
+                    for (int c = 0; c < Ring::COLUMNS / 2; ++c) sum[0][c] *= factor;
+                }
+            }
+            store(s, tile, first, sum[0], consumer);
         }
     }
 
-    __device__ static __forceinline__ void store(const Segment& s, const WorkTile& tile, i32 first, const float (&sum)[TILE_N / 2]) {
-        const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    __device__ static __forceinline__ void store(
+        const Segment& s, const WorkTile& tile, i32 first, const float (&sum)[Ring::COLUMNS / 2], int consumer) {
+        constexpr int COLUMNS = Ring::COLUMNS / Segment::COLUMNS_PER_RESULT, PARTS = TILE_COLUMNS / COLUMNS;  // of a result; of a tile's row
+        const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, part = PARTS == 1 ? 0 : consumer;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const i32 m = first + 16 * warp + lane / 4 + 8 * h;
             const bool good = m < tile.m_tile.end;
             float total[Segment::SUMS > 0 ? Segment::SUMS : 1] = {};  // of this tile's columns
 #pragma unroll
-            for (int i = 0; i < TILE_COLUMNS / 32; ++i) {
+            for (int i = 0; i < COLUMNS / 32; ++i) {
                 float p[Segment::COLUMNS_PER_RESULT][8];
 #pragma unroll
-                for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f) row_of_quad(p[f], sum, f * TILE_COLUMNS / 8 + 4 * i, h);
-                const i32 j = tile.n_tile * TILE_COLUMNS + 32 * i + 8 * (lane % 4);
+                for (int f = 0; f < Segment::COLUMNS_PER_RESULT; ++f) row_of_quad(p[f], sum, f * COLUMNS / 8 + 4 * i, h);
+                const i32 j = tile.n_tile * TILE_COLUMNS + part * COLUMNS + 32 * i + 8 * (lane % 4);
                 if (good) s.store(m, tile.m_tile.group, j, p, total);
             }
-            if constexpr (Segment::SUMS > 0) store_sums(s, m, tile.n_tile, good, total);
+            if constexpr (Segment::SUMS > 0) store_sums(s, m, tile.n_tile * PARTS + part, good, total);
         }
     }
 };
@@ -375,7 +333,7 @@ struct WgradScheduler {
 
     // By all threads of a block.
     __device__ void build(const i32* ends, i32 rows, i64* error) {
-        MTiles<GROUPS, GEMM_TILE_M, 0, UNBOUNDED>& m_tiles = reinterpret_cast<MTiles<GROUPS, GEMM_TILE_M, 0, UNBOUNDED>&>(first);
+        MTiles<GROUPS, 128, 0, UNBOUNDED>& m_tiles = reinterpret_cast<MTiles<GROUPS, 128, 0, UNBOUNDED>&>(first);
         m_tiles.build(ends, rows, error);
         for (i32 g = threadIdx.x; g < GROUPS; g += blockDim.x) {
             const i32 mine = size(g);
@@ -396,7 +354,7 @@ struct GroupedWgrad {
     static constexpr i32 A_TILES = (Segment::N + TILE_M - 1) / TILE_M, B_TILES = (Segment::K + TILE_N - 1) / TILE_N;
     static constexpr i32 TILES = A_TILES * B_TILES, ROTATION = 2048 / TILE_M;
     using Scheduler = WgradScheduler<Segment::GROUPS>;
-    using Ring = GemmRing<Segment, TILE_M, TILE_N, int(sizeof(Scheduler)), true, ALIGNED_ROWS<Segment::N> && ALIGNED_ROWS<Segment::K>>;
+    using Ring = GemmRing<Segment, TILE_M, TILE_N, GEMM_PRODUCERS, int(sizeof(Scheduler)), true, false>;
     using Stage = typename Ring::Stage;
     static_assert(i64(Segment::GROUPS) * TILES < NO_WORK_TILE, "numbers of work tiles are i32");
 
@@ -429,7 +387,7 @@ struct GroupedWgrad {
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         shared.scheduler.build(s.ends, i32(s.rows()), blockIdx.x == 0 ? s.error : nullptr);
-        by_warpgroups([&] { consume(s, shared); }, [&] { produce(s, shared, a_map, b_map); });
+        by_warpgroups<false, false>([&] { consume(s, shared); }, [&] { produce(s, shared, a_map, b_map); });
     }
 
 private:
@@ -544,8 +502,9 @@ private:
                 }
                 if (!A || !whole) Copies<TILE_M>::template copy<Segment::N>(to_a, s.a_matrix(), a_rows.row(kb), tile.a, thread);
                 if (!B || !whole) Copies<TILE_N>::template copy<Segment::K>(to_b, s.b_matrix(), b_rows.row(kb), tile.b, thread);
-                producer.close();
+                producer.close(!A || !B || !whole);
             }
+            producer.finish();
         }
     }
 

@@ -86,6 +86,13 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& from, i32 x, i
                  : "memory");
 }
 
+// By one thread: a multiple of 16 bytes, which arrive at the barrier.
+__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u64& barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+                 "r"(shared_address(&barrier))
+                 : "memory");
+}
+
 // The copies since the last commit become one group of which can be waited for.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

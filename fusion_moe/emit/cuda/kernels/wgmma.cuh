@@ -171,8 +171,10 @@ __device__ __forceinline__ void wgmma_shared(float* d, u64 a, u64 b);
     WGMMA_SHARED_OF(T, N, A, B, 0, 0, false, false) \
     WGMMA_SHARED_OF(T, N, A, B, 0, 1, false, true)  \
     WGMMA_SHARED_OF(T, N, A, B, 1, 1, true, true)
+WGMMA_SHARED(bf16, 64, 32, 33)
 WGMMA_SHARED(bf16, 128, 64, 65)
 WGMMA_SHARED(bf16, 256, 128, 129)
+WGMMA_SHARED(f16, 64, 32, 33)
 WGMMA_SHARED(f16, 128, 64, 65)
 WGMMA_SHARED(f16, 256, 128, 129)
 #undef WGMMA_SHARED

@@ -17,6 +17,7 @@ namespace {
 
 template <class Format>
 struct FourBitTiled : Format::Outer {
+    using InTiles = void;
     using Scale = typename Format::Scale;
     static constexpr float RESCALE = Format::TILED_RESCALE;
     static constexpr int ELEMENTS = RUN, SCALES = 1024 / Format::BLOCK * sizeof(Scale);
@@ -48,7 +49,6 @@ struct FourBitTiled : Format::Outer {
     }
 
     __device__ __forceinline__ void advance(int blocks) { codes_ += ELEMENTS * blocks, scales_ += SCALES * blocks; }
-
     static __device__ __forceinline__ Scales scales(const Packed& packed) { return tiled_scales<Format>(packed.scales); }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales, int v, int half, u32* a) {
