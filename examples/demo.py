@@ -51,12 +51,15 @@ class Speed:
 
 @dataclass
 class Variant:
-    """One way to run the model. run: the model as it is called; experts: transformers' implementation, where it has several."""
+    """One way to run the model. run: the model as it is called; experts: transformers' implementation, where it has several; decode: for
+    steps of one token, where that is another way (on a GPU a compiled model decodes under CUDA graphs).
+    """
 
     name: str
     model: torch.nn.Module
     run: Callable[..., Any]
     experts: dict[int, str]
+    decode: Callable[..., Any] | None = None
 
 
 def step(text: str) -> None:
@@ -106,10 +109,10 @@ def decode_speed(variant: Variant, tokenizer: Any, batch: int, steps: int) -> Sp
     cache = StaticCache(config=variant.model.config, max_cache_len=prompt.shape[1] + steps + 8)
     token = variant.model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
     wait(variant, f"{steps} steps at batch {batch}")
-    seconds = []
+    seconds, run = [], variant.run if variant.decode is None else variant.decode
     for i in range(steps + 3):
         start = now(device.type)
-        token = variant.run(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        token = run(token, past_key_values=cache).logits[:, -1:].argmax(-1)
         if i >= 3:  # the first ones compile and warm up
             seconds.append(now(device.type) - start)
     fast, *_, slow = statistics.quantiles(seconds, n=10)
@@ -136,6 +139,12 @@ def to_nvfp4(model: torch.nn.Module, device: str) -> None:
     fusion_moe.quantize_(model)
     if device == "cuda":
         fusion_moe.prepare_(model)
+
+
+def compiled(name: str, model: torch.nn.Module, backend: str, device: str, experts: dict[int, str]) -> Variant:
+    """The model under torch.compile: texts of any length without CUDA graphs, which are recorded for each length."""
+    graphs = torch.compile(model, backend=backend, mode="reduce-overhead") if device == "cuda" else None
+    return Variant(name, model, torch.compile(model, backend=backend), experts, graphs)
 
 
 def compare_speeds(variants: list[Variant], tokenizer: Any, steps: int) -> dict[tuple[str, int], Speed]:
@@ -226,13 +235,12 @@ def main(options: argparse.Namespace) -> None:
     print(f"expert weights: {before:,} bytes in bf16, {after:,} in NVFP4: {before / after:.2f}x smaller")
 
     step('compile: torch.compile(model, backend="fusion_moe")')
-    compiled = torch.compile(nvfp4, backend="fusion_moe")
     variants = [Variant("bf16 eager", bf16, bf16, EXPERTS)]
     if has_compiler():
-        variants.append(Variant("bf16 Inductor", bf16, torch.compile(bf16), dict.fromkeys(BATCHES, "batched_mm")))
+        variants.append(compiled("bf16 Inductor", bf16, "inductor", options.device, dict.fromkeys(BATCHES, "batched_mm")))
     else:
         print("no C++ compiler: no bf16 under Inductor to compare with, and everything outside of our fusions runs call by call")
-    variants += [Variant("NVFP4 eager", nvfp4, nvfp4, {}), Variant("NVFP4 compiled", nvfp4, compiled, {})]
+    variants += [Variant("NVFP4 eager", nvfp4, nvfp4, {}), compiled("NVFP4 compiled", nvfp4, "fusion_moe", options.device, {})]
 
     size = sum(len(t.encode()) for t in texts)
     step(f"perplexity on {size:,} bytes of held-out text")

@@ -28,7 +28,7 @@ from . import cost, outside
 from .backward import Step, is_backward, made_again, makers, rewritten
 from .data import FusionReport, NotFusedReport, Report, SegmentReport
 from .identity import identity, numbers
-from .kernels import Launched, Made, in_cuda, launched, made_of
+from .kernels import Launched, Made, in_cuda, launched, launched_at, made_of
 from .listings import listings
 from .measure import Watch, Watched
 from .weights import weight_layouts
@@ -147,6 +147,7 @@ def _fusion(id: str, places: list[_Place], wanted: _Wanted) -> FusionReport:
         loads=tuple(load for _, one in places if one for load in one.loads),
         gpu=runs.gpu if runs else "",
         workspace=runs.workspace if runs else None,
+        launched_at=launched_at(lowered.stages[-1][1], made, wanted.arch()) if runs and len(env) == 1 else (),
         made_by=_made_by(lowered, segments),
         **(_of_backward(region) if is_backward(region.nodes[0].graph) else {}),
     )  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 
 from ..encodings import Part
 from ..ir.core import Fusion, Op, Value, storage_shape
+from ..ir.kinds.runs import part_shape
 from ..ir.sizes import value
 from ..ir.types import DTYPES, Rows, TensorType, dtype_name, plain
 from ..layouts import LAYOUTS
@@ -73,7 +74,7 @@ def _part_bytes(part: Part, type: TensorType, env: Mapping[str, int]) -> int:
     (*lead, rows, k), encoding = type.shape, type.encoding
     if part.of_blocks and isinstance(rows, Rows) and type.layout != "linear":
         rows = rows % getattr(LAYOUTS[type.layout], "rows", 1)
-    shape = encoding.part_shape(part, lead, rows, value(plain(k), env))
+    shape = part_shape(encoding, part, (*lead, rows, value(plain(k), env)))
     layout = type.layout if part.of_blocks else "linear"
     return prod(storage_shape(TensorType(shape, dtype_name(part.dtype), layout), env)) * part.dtype.itemsize
 

@@ -115,7 +115,8 @@ class FusionReport:
 
     sizes: (symbol, number) of the call, for those sizes that the program leaves open. measured: all of its kernels in one call, where
     it ran first; loads: in the order in which it ran. gpu: the one that CUDA's kernels are chosen for; workspace: bytes that a call
-    allocates for them beside its results. Without such kernels, "" and null. made_by: the segment of each output.
+    allocates for them beside its results. Without such kernels, "" and null. launched_at: where one size is open, other values of it and
+    the kernels that each segment launches then. made_by: the segment of each output.
 
     Of a backward pass, made_again: the operations that read no gradient: what the forward made and did not save, and factors of
     derivatives; rewritten: derivatives that are not the operations' own, and round elsewhere.
@@ -130,6 +131,7 @@ class FusionReport:
     loads: tuple[Load, ...] = ()
     gpu: str = ""
     workspace: int | None = None
+    launched_at: tuple[tuple[int, tuple[str, ...]], ...] = ()
     made_by: tuple[str, ...] = ()
     backward: bool = False
     made_again: tuple[str, ...] = ()

@@ -29,6 +29,7 @@ def details(report: Report) -> str:
             _section("source lines", _sources(report)),
             _section("types", _types(report)),
             _section("boundaries", _boundaries(report)),
+            _section("emulated", _emulated(report)),
         ]
         parts += [
             _section("saved for the backward", _saved(report)),
@@ -154,6 +155,13 @@ def _boundaries(report: Report) -> Iterable[tuple[str, str]]:
     for s in _segments(report):
         if s.boundary:
             yield f"{s.id.split('.')[0]}: {', '.join(map(_number, s.after))} | {_number(s.id)}", s.boundary
+
+
+def _emulated(report: Report) -> Iterable[tuple[str, str]]:
+    """The fusions that multiply what was rounded to 8 bits."""
+    for fusion in report.fusions:
+        if any("dequantize" in s.ops for s in fusion.segments):
+            yield fusion.id, "products of MXFP8 operands, multiplied as the bf16 numbers that these are: fidelity, not speed"
 
 
 def _number(id: str) -> str:

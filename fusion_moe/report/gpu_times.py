@@ -1,4 +1,4 @@
-"""What calls take on a GPU, by CUDA events. Never run: no GPU was at hand."""
+"""What calls take on a GPU, by CUDA events."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ from ..runtime.kernel import Kernel
 from ..segment import Segment
 from ..target import Target
 
+_SIZES = (1, 8, 32, 128, 512, 2048, 8192)
+
 
 @dataclass(frozen=True)
 class Made:
@@ -63,6 +65,14 @@ def launched(fusion: Fusion, made: Sequence[Made], sizes: Mapping[str, int], gpu
         sources=tuple("\n".join(kernel.text for kernel in step.kernels) if step else "" for step in steps),
         workspace=max(choice.workspace.nbytes for choice in choices),
     )
+
+
+def launched_at(fusion: Fusion, made: Sequence[Made], gpu: Arch) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """The kernels of each segment for a few values of the one size that a program leaves open; none if it leaves none or several."""
+    if len(fusion.symbols) != 1:
+        return ()
+    (symbol,) = fusion.symbols
+    return tuple((size, launched(fusion, made, {symbol: size}, gpu).kernels) for size in _SIZES)
 
 
 def in_cuda(made: Sequence[Made]) -> bool:

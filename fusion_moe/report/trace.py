@@ -48,8 +48,8 @@ def explain(
     target: None follows the device of the tensors; else a name in target.py, also of one whose programs cannot run here.
     gpu: which kernels an absent GPU would get, by its name ("H100"): the target is "cuda" then. None: the GPU at hand, an H200 without one.
     measure, load: run the call, on real tensors, its fusions as compiled programs; what the model writes into itself is written.
-    measure: reports what each kernel takes, beside how long this machine takes to read what the kernel has to. On a GPU by CUDA events,
-    which was never run. Report.void says if the machine was too busy for times to mean something.
+    measure: reports what each kernel takes, beside how long this machine takes to read what the kernel has to. On a GPU by CUDA events.
+    Report.void says if the machine was too busy for times to mean something.
     load: reports how many rows each group (expert) has.
     backward: reports the backward pass too, what is saved for it, what it makes again, and where gradients come from.
     OptionError for a target or a GPU that there is not, UnsupportedError for a call that asks for values which there are not, for one that

@@ -131,6 +131,7 @@ def test_every_stage_is_shown(report):
         "translated",
         "canonicalize",
         "assign_layouts",
+        "dequantize_operands",
         "simplify",
         "gather_for_each",
         "segments",

@@ -63,6 +63,7 @@ def test_every_stage_is_shown(blackwell, hopper):
             "translated",
             "canonicalize",
             "assign_layouts",
+            "dequantize_operands",
             "simplify",
             "gather_for_each",
             "segments",

@@ -20,7 +20,10 @@ from fusion_moe.runtime import dump, nvrtc
 from fusion_moe.runtime.program import Program
 from fusion_moe.target import TARGETS
 
-STAGES = ["0-translated.txt", "1-canonicalize.txt", "2-assign_layouts.txt", "3-simplify.txt", "4-gather_for_each.txt"]
+STAGES = [
+    f"{i}-{name}.txt"
+    for i, name in enumerate(("translated", "canonicalize", "assign_layouts", "dequantize_operands", "simplify", "gather_for_each"))
+]
 FIRST, SECOND = "segment0-grouped_gemm", "segment1-grouped_gemm"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..data import Report, SegmentReport
+from ..data import FusionReport, Report, SegmentReport
 from ..units import amount
 from .markup import Html, element, section
 
@@ -19,9 +19,20 @@ def segments(report: Report) -> Html:
 
 
 def launches(report: Report) -> Html:
-    """The kernels of CUDA for the sizes of the call, where there are some."""
+    """The kernels of CUDA for the sizes of the call, and for others, where there are some."""
     rows = [(s.id, f.gpu, amount(f.workspace, "B"), s.launched) for f in report.fusions for s in f.segments if s.launched]
-    return section("Launches", table(("segment", "GPU", "workspace", "kernels"), rows)) if rows else Html("")
+    if not rows:
+        return Html("")
+    others = map(_other_sizes, (fusion for fusion in report.fusions if fusion.launched_at))
+    return section("Launches", table(("segment", "GPU", "workspace", "kernels"), rows), *others)
+
+
+def _other_sizes(fusion: FusionReport) -> Html:
+    """The kernels of a fusion's segments for other values of its open size."""
+    ((symbol, _),) = fusion.sizes
+    rows = ((f"{size:,}", *kernels) for size, kernels in fusion.launched_at)
+    shown = table((symbol, *(s.id for s in fusion.segments)), rows)
+    return element("details", element("summary", f"{fusion.id}, for other sizes {symbol}"), shown)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Html:
