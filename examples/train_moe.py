@@ -1,10 +1,13 @@
 """Train a small Qwen3-MoE three times from one seed: its experts by transformers' eager loop, by torch's grouped_mm, by fusion_moe.
 
-python examples/train_moe.py [--steps 40]
+python examples/train_moe.py [--steps 40] [--recipe mxfp8]
 
 Everything but the experts is the same: weights, batches, bf16 autocast, AdamW. The text is examples/tiny_qwen3_moe/heldout.jsonl. No two
 ways of adding in bf16 round alike, so losses drift apart; how far, torch's own two implementations show. Exits with 1 if the smoothed loss
 of fusion_moe is farther from the nearer one of theirs than twice what theirs differ.
+
+--recipe mxfp8 trains once more, operands of the experts' products rounded as Transformer Engine's MXFP8 recipe has them, and exits with 1
+if that smoothed loss ever leaves fusion_moe's in bf16 by more than 2 %.
 """
 
 from __future__ import annotations
@@ -21,17 +24,21 @@ from train_tiny_qwen3_moe import encode, make_optimizer, model_config, rate_at, 
 from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 from transformers.utils import logging
 
-import fusion_moe.transformers  # noqa: F401  registers experts_implementation="fusion_moe"
+import fusion_moe.transformers  # registers experts_implementation="fusion_moe"
+from fusion_moe.recipe import MXFP8BlockScaling
 
 OURS, THEIRS = "fusion_moe", ("eager", "grouped_mm")
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
 LEARNING_RATE, WEIGHT_DECAY = 2e-3, 0.1
 SMOOTHING = 0.7  # of the exponential moving average of losses
 ALLOWED = 2.0
+RECIPES = {"bf16": None, "mxfp8": MXFP8BlockScaling()}
+ALLOWED_OF_RECIPE = 0.02  # of the loss
 
 
-def losses_with(experts: str, tokens: Tensor, args: argparse.Namespace, tokenizer: AutoTokenizer) -> Tensor:
+def losses_with(experts: str, tokens: Tensor, args: argparse.Namespace, tokenizer: AutoTokenizer, recipe: str = "bf16") -> Tensor:
     """The loss of each step of a training."""
+    name = experts if recipe == "bf16" else recipe
     torch.manual_seed(args.seed)
     config = model_config(tokenizer)
     config.num_hidden_layers = args.layers
@@ -43,10 +50,11 @@ def losses_with(experts: str, tokens: Tensor, args: argparse.Namespace, tokenize
     for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = rate_at((step + 1) / args.steps, LEARNING_RATE)
-        losses.append(train_step(model, optimizer, *sample_batch(tokens, args.batch, args.context)))
+        with fusion_moe.autocast(recipe=RECIPES[recipe]):
+            losses.append(train_step(model, optimizer, *sample_batch(tokens, args.batch, args.context)))
         if (step + 1) % 10 == 0 or step + 1 == args.steps:
             seconds = time.monotonic() - start
-            print(f"{experts:<12}step {step + 1:>4} of {args.steps}  loss {losses[-1].item():.4f}  {seconds:.0f} s", flush=True)
+            print(f"{name:<12}step {step + 1:>4} of {args.steps}  loss {losses[-1].item():.4f}  {seconds:.0f} s", flush=True)
     return torch.stack(losses).cpu()
 
 
@@ -70,6 +78,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="windows a step")
     parser.add_argument("--context", type=int, default=64, help="tokens a window")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--recipe", choices=RECIPES, default="bf16", help="what else to train with")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
@@ -84,6 +93,13 @@ def main() -> None:
     print(f"torch's two are up to {theirs:.5f} apart, fusion_moe up to {ours:.5f} from the nearer one; allowed: {ALLOWED * theirs:.5f}")
     if not ours <= ALLOWED * theirs:
         sys.exit("fusion_moe's loss leaves torch's")
+    if args.recipe != "bf16":
+        curve = smoothed(losses_with(OURS, tokens, args, tokenizer, args.recipe))
+        off = ((curve - curves[OURS]).abs() / curves[OURS]).max().item()
+        print(f"{args.recipe:<12}smoothed loss {curve[-1]:.5f}")
+        print(f"{args.recipe} is up to {off:.2%} from fusion_moe in bf16; allowed: {ALLOWED_OF_RECIPE:.0%}")
+        if not off <= ALLOWED_OF_RECIPE:
+            sys.exit(f"the loss with {args.recipe} leaves that in bf16")
 
 
 if __name__ == "__main__":

@@ -9,14 +9,15 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import autocast as _autocast  # their casts under torch.autocast
 from . import autograd as _autograd  # their derivatives
-from . import compat, errors, nn, ops, options
+from . import compat, errors, nn, ops, options, recipe
 from . import eager as _eager  # the bodies of the operations
+from . import torch_autocast as _torch_autocast  # their casts under torch.autocast
 from .compile import run
 from .errors import Untranslatable
 from .ir.builder import FusionDefinition
 from .nn import NVFP4Config, NVFP4Experts, prepare_, quantize_, register_converter
+from .recipe import autocast
 from .runtime.cuda import synchronize
 from .runtime.preparing import preparing
 from .translate import translator
@@ -24,9 +25,9 @@ from .translate import translator
 __version__ = "0.1.0"
 
 __all__ = [
-    "FusionDefinition", "NVFP4Config", "NVFP4Experts", "Untranslatable", "__version__", "compat", "diff", "disable", "enable", "errors",
-    "explain", "last_compiled", "nn", "ops", "options", "prepare_", "preparing", "quantize_", "register_converter", "run", "synchronize",
-    "testing", "thunder_executors", "translator",
+    "FusionDefinition", "NVFP4Config", "NVFP4Experts", "Untranslatable", "__version__", "autocast", "compat", "diff", "disable", "enable",
+    "errors", "explain", "last_compiled", "nn", "ops", "options", "prepare_", "preparing", "quantize_", "recipe", "register_converter",
+    "run", "synchronize", "testing", "thunder_executors", "translator",
 ]  # fmt: skip
 
 # These import Dynamo and Inductor, which takes a while.
@@ -54,4 +55,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-del _autocast, _autograd, _eager
+del _autograd, _eager, _torch_autocast

@@ -14,6 +14,7 @@ from .emit.nvfuser import NAME as NVFUSER
 from .emit.nvfuser import library
 from .errors import FusionError
 from .ir.core import Fusion
+from .ir.kinds.eight_bits import is_one as is_eight_bits
 from .ir.text import parse, text
 from .options import Options
 from .passes import PASSES
@@ -88,5 +89,5 @@ def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _check_formats(fusion: Fusion, to: Target) -> None:
     for op in fusion.ops:
-        if op.kind.role == "grouped" and op.values[0].type.quantized:
+        if op.kind.role == "grouped" and op.values[0].type.quantized and not is_eight_bits(op.values[0].type):  # those are emulated
             target.check_formats(to, op.values[0].type.dtype, op.kind.name)

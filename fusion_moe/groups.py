@@ -78,6 +78,27 @@ def row_groups(ends: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True, out_int32=True)
 
 
+def block_count(rows: Size, count: Size, block: int) -> Size:
+    """Blocks of `block` rows to allocate where each of `count` runs begins with a block of its own. Sizes of any kind."""
+    return (rows + (block - 1)) // block + count
+
+
+def block_slots(ends: Tensor, rows: int, block: int) -> Tensor:
+    """ends i32 [G] -> i64 [rows]: where each row lies once each run begins at a multiple of `block`, its block being slot // block.
+
+    Run g begins with block starts[g] // block + g, past the last one of the run before. Rows past the last end get the slot after all.
+
+    >>> block_slots(torch.tensor([3, 3, 8], dtype=torch.int32), 9, 4).tolist()     # runs of 3, 0 and 5 rows: blocks 0, none, 2 and 3
+    [0, 1, 2, 8, 9, 10, 11, 12, 24]
+    """
+    first = starts(ends)
+    moved = (first // block + torch.arange(len(ends), device=ends.device)) * block - first  # of each run
+    group, row = row_groups(ends, rows), torch.arange(rows, device=ends.device)
+    inside = group < len(ends)
+    slots = row + torch.nn.functional.pad(moved, (0, 1)).index_select(0, group)
+    return torch.where(inside, slots, block_count(rows, len(ends), block) * block)
+
+
 def clamp_ends(ends: Tensor, rows: int) -> Tensor:
     """ends i32 [G] -> i32 [G] that never decrease and lie in 0..rows: good ends unchanged, bad ones safe to read memory with.
 

@@ -49,7 +49,7 @@ def bits(value: Any) -> Any:
     """A tensor as integers, every NaN as one; a Quantized as a list of those."""
     if isinstance(value, Quantized):
         return [bits(t) for t in value]
-    if value.dtype == torch.float8_e4m3fn:
+    if value.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
         return value.view(torch.uint8)
     if value.is_floating_point():
         value = value.contiguous()

@@ -1,5 +1,5 @@
-"""Encodings: how a weight is stored, as data. encoding.py says what one is; nvfp4.py, mxfp4.py, int4.py and plain.py are
-those that are known.
+"""Encodings: how a weight is stored, as data. encoding.py says what one is; nvfp4.py, mxfp4.py, mxfp8.py, int4.py and
+plain.py are those that are known.
 
 >>> import torch
 >>> q = quantize(torch.tensor([[6.0, -3.0, 0.5, 0.0] * 4]), torch.tensor(1.0))
@@ -17,11 +17,12 @@ from .encoding import ENCODINGS, Element, Encoding, Part, Quantized, Scale, find
 from .int4 import INT4
 from .mx_as_nv import mxfp4_as_nvfp4
 from .mxfp4 import MXFP4
+from .mxfp8 import MXFP8, MXFP8_COLUMNS
 from .nvfp4 import NVFP4
 from .plain import BF16, F16, F32
 
 __all__ = [
-    "BF16", "ENCODINGS", "F16", "F32", "INT4", "MXFP4", "NVFP4", "Element", "Encoding", "Part", "Quantized", "Scale", "check_block_scales",
-    "check_finite", "check_matrix_scales", "check_parts", "check_quantized", "dequantize", "find", "matrix_scale_of", "mxfp4_as_nvfp4",
-    "quantize", "register", "unregister",
+    "BF16", "ENCODINGS", "F16", "F32", "INT4", "MXFP4", "MXFP8", "MXFP8_COLUMNS", "NVFP4", "Element", "Encoding", "Part", "Quantized",
+    "Scale", "check_block_scales", "check_finite", "check_matrix_scales", "check_parts", "check_quantized", "dequantize", "find",
+    "matrix_scale_of", "mxfp4_as_nvfp4", "quantize", "register", "unregister",
 ]  # fmt: skip

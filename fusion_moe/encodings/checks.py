@@ -64,10 +64,11 @@ def _logical_shape(elements: Tensor, name: str, encoding: Encoding, where: str) 
         expected = f"[..., N, {f'K/{per_item}' if per_item > 1 else 'K'}], at least two dimensions"
         raise ShapeError(f"{name} is {list(elements.shape)}", expected=expected, where=where)
     k = encoding.elements(elements.shape[-1])
-    if k % encoding.block != 0:
+    along, size = ("N", elements.shape[-2]) if encoding.axis == -2 else ("K", k)
+    if size % encoding.block != 0:
         raise ShapeError(
-            f"{name} is {list(elements.shape)}, so K = {k}",
-            expected=f"K a multiple of {encoding.block}, the block of {encoding.name}",
+            f"{name} is {list(elements.shape)}, so {along} = {size}",
+            expected=f"{along} a multiple of {encoding.block}, the block of {encoding.name}",
             todo="pack two codes a byte along K, the last dimension",
             where=where,
         )
@@ -125,7 +126,7 @@ def check_floats(x: Tensor, encoding: Encoding, *, elements: bool = False) -> No
     if x.dim() < 2:
         expected, todo = "[..., N, K], at least two dimensions", "x[None] makes one row"
         raise ShapeError(f"x is {list(x.shape)}", expected=expected, todo=todo, where=encoding.name)
-    encoding.packed(x.shape[encoding.axis])
+    encoding.need_whole(x.shape[encoding.axis])
     if elements and 0 in x.shape[-2:]:
         raise ShapeError(f"x is {list(x.shape)}", expected="at least one element in each matrix", where=encoding.name)
 

@@ -18,8 +18,11 @@ def quantize(x: Tensor, matrix_scale: Tensor | None = None, encoding: Encoding =
     for (that would wait for the device): `check_finite` does. DtypeError, ShapeError and DeviceError name what does not fit.
     """
     check_floats(x, encoding)
+    if encoding.axis == -2 and encoding.element.per_item == len(encoding.scales) == 1 and encoding.block_scales:
+        return _along_n(x, encoding)
     if encoding.axis == -2:
-        return _transposed(quantize(x.mT, matrix_scale, _along_k(encoding)), encoding)
+        turned = _transposed(quantize(x.mT, matrix_scale, _along_k(encoding)), encoding)
+        return turned.of(t.contiguous() for t in turned)
     if encoding.plain:
         return Quantized(x.to(encoding.element.dtype), encoding=encoding)
     *lead, n, k = x.shape
@@ -135,6 +138,17 @@ def _values(codes: Tensor, element: Element) -> Tensor:
 
 
 # Blocks along N ----------------------------------------------------------------------------------------------------------
+
+
+def _along_n(x: Tensor, encoding: Encoding) -> Quantized:
+    """x float [..., N, K] -> codes [..., N, K], block_scale [..., N/32, K], in the order in which they lie in memory."""
+    (scale,) = encoding.scales
+    blocks = x.unflatten(-2, (-1, scale.block))
+    amax = blocks.abs().amax(-2).float()
+    made = _rounded(amax, scale, 1.0)
+    unit = torch.where(amax == 0, 1.0, made.float().reciprocal() if scale.divides else made.float())
+    codes = _coded(blocks / unit.unsqueeze(-2), encoding.element)
+    return Quantized(codes.flatten(-3, -2), made, encoding=encoding)
 
 
 def _along_k(encoding: Encoding) -> Encoding:

@@ -115,8 +115,9 @@ class Encoding:
         return self.element.bits + sum(8 * s.dtype.itemsize / s.block for s in self.block_scales)
 
     def packed(self, k: int) -> int:
-        """Items along K that k elements (int or SymInt) take. ShapeError when k is not a multiple of the block."""
-        self._whole(k)
+        """Items along K that k elements (int or SymInt) take. ShapeError when k is not a multiple of the block, if blocks lie along K."""
+        if self.axis == -1:
+            self.need_whole(k)
         return k // self.element.per_item
 
     def elements(self, packed_k: int) -> int:
@@ -125,7 +126,7 @@ class Encoding:
 
     def blocks(self, k: int) -> int:
         """Block scales that k elements (int or SymInt) take along K. ShapeError when k is not a multiple of the block."""
-        self._whole(k)
+        self.need_whole(k)
         return k // self.block_scales[0].block if self.block_scales else 0
 
     def part_shape(self, part: Part, lead: Sequence[Any], n: Any, k: int, runs: int = 0) -> tuple[Any, ...]:
@@ -133,16 +134,18 @@ class Encoding:
         if part.scale is None:
             return (*lead, n, self.packed(k))
         if part.scale.block:
-            self._whole(k)
-            return (*lead, n, k // part.scale.block)
+            self.need_whole(n if self.axis == -2 else k)
+            return (*lead, n // part.scale.block, k) if self.axis == -2 else (*lead, n, k // part.scale.block)
         return (*lead, runs) if runs else tuple(lead)
 
-    def _whole(self, k: int) -> None:
-        if k % self.block != 0:
+    def need_whole(self, size: int, name: str = "") -> None:
+        """ShapeError unless a size along the blocks, called `name`, is a multiple of the block."""
+        name = name or ("N" if self.axis == -2 else "K")
+        if size % self.block != 0:
             raise ShapeError(
-                f"K = {k}",
+                f"{name} = {size}",
                 expected=f"a multiple of {self.block}, the block of {self.name}",
-                todo=f"pad K with zeros to a multiple of {self.block}, or keep this weight in floating point",
+                todo=f"pad {name} with zeros to a multiple of {self.block}, or keep this weight in floating point",
                 where=self.name,
             )
 

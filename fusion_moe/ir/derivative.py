@@ -1,7 +1,8 @@
 """The derivative of a Fusion, as a pair of Fusions: reverse mode over the `grad` rules of the kinds.
 
-The forward is the Fusion with more outputs, the values that are saved. The backward takes those, the inputs that it reads and the
-gradients of the float outputs, and gives the gradients of the inputs asked for. saved.py decides what is saved and what is done again.
+The forward is the Fusion with more outputs, the values that are saved, and what makes 8-bit copies of values to save. The backward takes
+those, the inputs that it reads and the gradients of the float outputs, and gives the gradients of the inputs asked for. saved.py decides
+what is saved and what is done again.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def differentiate(fusion: Fusion, wrt: Sequence[int], save: str = "values", rout
     whole = _whole(fusion, wrt, router_gradient)
     kept = saved(whole.forward, whole.needed, POLICIES[save])
     there = tuple(dict.fromkeys((*fusion.inputs, *fusion.outputs, *(whole.original[v] for v in kept))))
-    forward = replace(fusion, outputs=there[len(fusion.inputs) :])
+    forward = replace(fusion, ops=_with_copies(fusion, whole, kept), outputs=there[len(fusion.inputs) :])
     reads = tuple(there.index(whole.original[v]) for v in kept)
     return Derivative(forward, _backward(whole, kept), reads, _seeded(fusion), whole.rewritten)
 
@@ -65,12 +66,14 @@ def differentiate(fusion: Fusion, wrt: Sequence[int], save: str = "values", rout
 
 @dataclass(frozen=True)
 class _Whole:
-    """(inputs..., seeds...) -> gradients, in one Fusion. forward: its first operations, which compute the outputs; later: what of the rest
-    the gradients need; original: what each value of `forward` is called in the Fusion that is differentiated; rewritten: see Derivative.
+    """(inputs..., seeds...) -> gradients, in one Fusion. forward: its first operations, which compute the outputs, and copies, which may be
+    saved; later: what of the rest the gradients need; original: what each value of `forward` is called in the Fusion that is
+    differentiated; rewritten: see Derivative.
     """
 
     fusion: Fusion
     forward: Fusion
+    copies: tuple[Op, ...]
     later: tuple[Op, ...]
     original: Mapping[Value, Value]
     rewritten: tuple[Op, ...]
@@ -133,9 +136,24 @@ def _whole(fusion: Fusion, wrt: Sequence[int], router_gradient: bool) -> _Whole:
             )
         fd.add_output(fd.ops.reshape(grads.of(value), new_shape=tuple(map(plain, value.type.shape))))
     whole, inputs = fd.fusion(), tuple(made[v] for v in fusion.inputs)
-    forward = replace(whole, inputs=inputs, ops=whole.ops[:first], outputs=tuple(made[v] for v in fusion.outputs))
     later = made_again(whole.ops[first:], whole.outputs, ())
-    return _Whole(whole, forward, later, {new: v for v, new in reversed(made.items())}, tuple(reversed(rewritten)))
+    copies = _copies(later, [seed for _, seed in seeds])
+    forward = replace(whole, inputs=inputs, ops=(*whole.ops[:first], *copies), outputs=tuple(made[v] for v in fusion.outputs))
+    original = {new: v for v, new in reversed(made.items())} | {v: v for op in copies for v in op.outputs}
+    return _Whole(whole, forward, copies, tuple(op for op in later if op not in copies), original, tuple(reversed(rewritten)))
+
+
+def _copies(later: Sequence[Op], seeds: Collection[Value]) -> tuple[Op, ...]:
+    """Of what the gradients need: what takes quantized values of the forward apart, which is for saving them, and makes these."""
+    by_seeds = _depending(seeds, later)
+    parts = [v for op in later if op.kind.name == "unpack" for v in op.outputs if v not in by_seeds]
+    return made_again(later, parts, ())
+
+
+def _with_copies(fusion: Fusion, whole: _Whole, kept: Sequence[Value]) -> tuple[Op, ...]:
+    """The operations of the Fusion, and of the copies what is saved."""
+    copies = made_again(whole.copies, kept, ())
+    return (*fusion.ops, *(op.with_inputs([whole.original[v] if isinstance(v, Value) else v for v in op.inputs]) for op in copies))
 
 
 def _depending(values: Collection[Value], ops: Sequence[Op]) -> set[Value]:

@@ -141,19 +141,36 @@ class Ops:
     def decode_scale(self, x: Value, /, encoding: str) -> Value:
         """x float[..., N, K] -> f32[...]: the scale that each matrix takes in an encoding; for NVFP4 amax / 2688."""
     @overload
-    def quantize(self, x: Value, *matrix_scale: Value, encoding: str) -> Value:
-        """x float[..., N, K], decode_scale f32[...] or [..., S] if the encoding has one -> nvfp4[..., N, K], quantized along K"""
+    def quantize(self, x: Value, *beside: Value, encoding: str) -> Value:
+        """x float[..., N, K], decode_scale f32[...] or [..., S] if the encoding has one -> nvfp4[..., N, K], quantized along K
+
+        x [M/g, K], ends -> mxfp8_columns[M/g, K]: quantized along the rows of each group (runs.py).
+        """
     @overload
     def quantize(self, operands: Sequence[Operand], /, encoding: str) -> Value:
-        """x float[..., N, K], decode_scale f32[...] or [..., S] if the encoding has one -> nvfp4[..., N, K], quantized along K"""
+        """x float[..., N, K], decode_scale f32[...] or [..., S] if the encoding has one -> nvfp4[..., N, K], quantized along K
+
+        x [M/g, K], ends -> mxfp8_columns[M/g, K]: quantized along the rows of each group (runs.py).
+        """
+    @overload
+    def dequantize(self, x: Value, *ends: Value, dtype: str) -> Value:
+        """x mxfp8[..., N, K] -> dtype[..., N, K], rounded once; ends: those of its rows, where blocks lie along rows of groups"""
+    @overload
+    def dequantize(self, operands: Sequence[Operand], /, dtype: str) -> Value:
+        """x mxfp8[..., N, K] -> dtype[..., N, K], rounded once; ends: those of its rows, where blocks lie along rows of groups"""
     def grouped_swizzle(self, x: Value, ends: Value, /, layout: str) -> Value:
         """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: the layout of each group by itself"""
     def relayout(self, x: Value, ends: Value, /, layout: str) -> Value:
         """x nvfp4[M/g, K] -> nvfp4[M/g, K]@sf128x4: the same value, its block scales stored in another layout"""
-    def grouped_mm(self, a: Value, w: Value, ends: Value, /, a_layout: str = 'linear', w_layout: str = 'linear') -> Value:
-        """a [M/g, K], w [G, N, K] of any encoding -> f32[M/g, N]: each row times the matrix of its group. Layouts: as they are stored."""
-    def grouped_mm_t(self, a: Value, w: Value, ends: Value, /, w_layout: str = 'linear') -> Value:
-        """a [M/g, N], w [G, N, K] of any encoding -> f32[M/g, K]: each row times the transposed matrix of its group."""
+    def grouped_mm(self, a: Value, w: Value, ends: Value, /, a_layout: str = 'linear', w_layout: str = 'linear', wgrad: str = '') -> Value:
+        """a [M/g, K], w [G, N, K] of any encoding -> f32[M/g, N]: each row times the matrix of its group. Layouts: as they are stored.
+
+        wgrad: of MXFP8 operands, what the gradient of w is made from: "mxfp8" or "bf16".
+        """
+    def grouped_mm_t(self, a: Value, w: Value, ends: Value, /, w_layout: str = 'linear', wgrad: str = '') -> Value:
+        """a [M/g, N], w [G, N, K] of any encoding -> f32[M/g, K]: each row times the transposed matrix of its group. wgrad: see
+        grouped_mm.
+        """
     def grouped_outer(self, a: Value, b: Value, ends: Value, /) -> Value:
         """a [M/g, N], b [M/g, K] -> f32[G, N, K]: the outer products of each group's rows, added; an empty group is zero."""
     def group_add(self, y: Value, bias: Value, ends: Value, /) -> Value:

@@ -47,7 +47,7 @@ def saved(forward: Fusion, needed: Collection[Value], again: Again) -> tuple[Val
         flow.add(_SOURCE, (v, "in"), inf)
         flow.add((v, "in"), (v, "out"), 0)
     for op in forward.ops:
-        once = not again(op) and all(map(_storable, op.outputs))
+        once = not again(op) and (all(map(_storable, op.outputs)) or op.kind.role == "quantize")  # of which the parts are stored
         for v in op.outputs:
             flow.add((v, "in"), (v, "out"), _cost(forward, op, v, again))
             for source in [_SOURCE] if once else [(operand, "out") for operand in op.values]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import recipe
 from ..errors import DtypeError, OptionError, ShapeError
 from ..ir.types import dtype_name
 from . import checks, splits
@@ -31,8 +32,9 @@ class GroupedLinear(GroupedParameters):
     them as [G, N, K] without a copy; others may be registered in their places, which are copied for each call unless they are contiguous
     neighbours in one storage too. State dicts of either form load. On device="meta" nothing is allocated.
 
-    The result has autocast's dtype where that is on, else the weights'. Gradients are computed for tensors that require one, and for no
-    other; those of weight0 .. are slices of one [G, N, K].
+    The result has autocast's dtype where that is on, else the weights'. Products are those of the recipe that `fusion_moe.autocast` has put
+    in force, if any (ShapeError for sizes that it does not take). Gradients are computed for tensors that require one, and for no other;
+    those of weight0 .. are slices of one [G, N, K].
 
     scale_bias: with a bias, row r gets scales[r] * bias[g]; scales may require a gradient.
     accumulate_into_main_grad: the backward adds a weight's gradient to `weight.main_grad`, float32 or bfloat16 of its shape, which
@@ -132,8 +134,8 @@ class GroupedLinear(GroupedParameters):
                 first = operand.tensor[0] if isinstance(operand.tensor, tuple) else operand.tensor
                 checks.need_float(name, first, where)
                 checks.need_device(name, first, x, where)
-        dtype = dtype_name(self.compute_dtype(x.device))
-        return Stage("linear", self.in_features, (weight, Operand(ends, (groups,)), bias, column), (dtype,))
+        dtype, by = dtype_name(self.compute_dtype(x.device)), recipe.current()
+        return Stage("linear", self.in_features, (weight, Operand(ends, (groups,)), bias, column), (dtype, by.wgrad if by else ""))
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype of the result: autocast's where that is on, else the weights'."""

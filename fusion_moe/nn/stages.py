@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import translate
 from ..ir.builder import FusionDefinition
 from ..ir.core import Value
+from ..ir.kinds import eight_bits
 from ..ir.kinds.grouped import bias_rows
 from ..ir.sizes import symbol
 from ..ir.text import one_line
@@ -112,13 +113,17 @@ def _program(types: tuple[Type, ...], plan: tuple[tuple[str, tuple[int | None, .
 
 
 def _linear(
-    fd: FusionDefinition, x: Value, weight: Value, offs: Value, bias: Value | None, scales: Value | None, dtype: str
+    fd: FusionDefinition, x: Value, weight: Value, offs: Value, bias: Value | None, scales: Value | None, dtype: str, wgrad: str
 ) -> Value:  # fmt: skip
-    """x [M, K], weight [G, N, K], offs i32[G], bias [G, N], scales [M] -> dtype[M/g, N]: the product, plus the bias times the scales"""
+    """x [M, K], weight [G, N, K], offs i32[G], bias [G, N], scales [M] -> dtype[M/g, N]: the product, plus the bias times the scales
+
+    wgrad: of the recipe MXFP8BlockScaling; "" without it.
+    """
     fd.mark_weight(weight, bias)
     total = plain(x.type.shape[0])
     ends = fd.groups_of(offs, total)
-    y = fd.ops.grouped_mm(fd.ops.cast(fd.partition_by(x, ends), dtype=dtype), fd.ops.cast(weight, dtype=dtype), ends)
+    x, weight = fd.ops.cast(fd.partition_by(x, ends), dtype=dtype), fd.ops.cast(weight, dtype=dtype)
+    y = eight_bits.product(fd, x, weight, ends, wgrad) if wgrad else fd.ops.grouped_mm(x, weight, ends)
     if bias is None:
         return fd.ops.cast(y, dtype=dtype)
     bias = fd.ops.cast(bias, dtype=dtype)

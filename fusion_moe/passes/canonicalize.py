@@ -7,6 +7,7 @@ from typing import Any
 
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
+from ..ir.kinds.quantized import TRAINED
 from ..ir.types import FLOATS
 from ..target import Target
 from .rewrite import rewrite
@@ -70,6 +71,11 @@ def _product(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Va
     return None if narrow == list(inputs) or op.outputs[0].type.dtype == "f64" else fd.append(op.kind, narrow, op.attrs)
 
 
+def _quantize(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
+    """Scales are chosen from numbers, not from their dtype: as before products."""
+    return _product(fd, op, inputs) if op.attrs["encoding"] in TRAINED else None
+
+
 def _gather(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
     """Rows are gathered as narrow as they are, and widened after."""
     x, index = inputs
@@ -91,5 +97,6 @@ def _made(fd: FusionDefinition, v: Any, kind: str) -> Op | None:
 
 _PRODUCTS = ("grouped_mm", "grouped_mm_t", "grouped_outer", "group_sum")
 _RULES = {
-    "div": _div, "cast": _cast, "reshape": _reshape, "partition": _partition, "index_select": _gather, **dict.fromkeys(_PRODUCTS, _product),
+    "div": _div, "cast": _cast, "reshape": _reshape, "partition": _partition, "index_select": _gather, "quantize": _quantize,
+    **dict.fromkeys(_PRODUCTS, _product),
 }  # fmt: skip

@@ -93,11 +93,17 @@ def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 
 def _quantize(op: Op, fusion: Fusion, target: Target) -> str | None:
+    if op.attrs["encoding"] not in PACKED:
+        return f"{op.kind.name} to {op.attrs['encoding']}: {' and '.join(PACKED)} is lowered"
     if op.attrs["encoding"] not in target.activation_formats:
         return f"{op.kind.name} to {op.attrs['encoding']} on {target.name}: e2m1 requires compute capability 10.0"
     if op.values[1].type.shape != op.values[0].type.shape[:-2]:
         return f"quantize with decode scales {op.values[1].type}: only one per matrix is lowered"
     return _inside(op, fusion)
+
+
+def _dequantize(op: Op, fusion: Fusion, target: Target) -> str | None:
+    return f"dequantize of {op.values[0].type.dtype}: nvFuser has no quantized tensors"
 
 
 def _inside(op: Op, fusion: Fusion, target: Target | None = None) -> str | None:
@@ -182,7 +188,7 @@ def _is_output(op: Op, fusion: Fusion) -> bool:
 
 Rule = Callable[[Op, Fusion, Target], str | None]
 _RULES: dict[str, Rule] = {
-    "cast": _cast, "pack": _pack, "unpack": _unpack, "quantize": _quantize, "relayout": _inside, "grouped_swizzle": _swizzle,
-    "grouped_mm": _product, "grouped_mm_t": _product, "grouped_outer": _product, "combine": _combine,
+    "cast": _cast, "pack": _pack, "unpack": _unpack, "quantize": _quantize, "dequantize": _dequantize, "relayout": _inside,
+    "grouped_swizzle": _swizzle, "grouped_mm": _product, "grouped_mm_t": _product, "grouped_outer": _product, "combine": _combine,
     "index_put_accumulate": _scatter, "group_sum": _group_sum, **dict.fromkeys(_SORTS, _sort),
 }  # fmt: skip

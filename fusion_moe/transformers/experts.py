@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import recipe
 from ..ir.types import dtype_name
 from ..nn.custom import in_steps
 from ..nn.gates import swiglu_of
@@ -21,8 +22,9 @@ ops = torch.ops.fusion_moe
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """hidden_states [T, H], top_k_index int[T, k], top_k_weights [T, k] -> [T, H], in the dtype of hidden_states.
 
-    Computed in the weights' dtype, bf16, f16 or f32, or in autocast's. SwiGLU in the variants of `fused_experts` is that one operation, any
-    other activation the module's own function between two grouped products.
+    Computed in the weights' dtype, bf16, f16 or f32, or in autocast's, and by the recipe of `fusion_moe.autocast` if one is in force.
+    SwiGLU in the variants of `fused_experts` is that one operation, any other activation the module's own function between two grouped
+    products.
     """
     up, down = _projection(module, "gate_up_proj" if module.has_gate else "up_proj"), _projection(module, "down_proj")
     x, ids, w = hidden_states.to(up[0].dtype), top_k_index, top_k_weights
@@ -37,6 +39,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     y = ops.fused_experts(
         x, ids, w, [up_weight], [down_weight], up_bias, down_bias, interleave=swiglu.interleave, limit=swiglu.limit, alpha=swiglu.alpha,
         up_offset=swiglu.up_offset, weight_format=dtype_name(up_weight.dtype), transposed=module.is_transposed,
+        activation_format=recipe.activation_format(),
     )  # fmt: skip
     return y.to(hidden_states.dtype)
 
@@ -48,5 +51,8 @@ def _projection(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
 
 def _grouped_linear(module: Any, weight: Tensor, bias: Tensor | None, a: Tensor, ends: Tensor) -> Tensor:
     """a [T*k, K], sorted by expert -> [T*k, N]"""
-    y = ops.grouped_mm(a, [weight], ends, weight_format=dtype_name(weight.dtype), transposed=module.is_transposed)
+    y = ops.grouped_mm(
+        a, [weight], ends, weight_format=dtype_name(weight.dtype), transposed=module.is_transposed,
+        activation_format=recipe.activation_format(),
+    )  # fmt: skip
     return y if bias is None else ops.group_add(y, bias, ends)

@@ -23,7 +23,7 @@ def numbers(*shape: int, spread: float = 6.0) -> torch.Tensor:
 
 
 def test_what_is_derived():
-    assert list(ENCODINGS) == ["nvfp4", "int4", "mxfp4", "bf16", "f16", "f32"]
+    assert list(ENCODINGS) == ["nvfp4", "int4", "mxfp4", "mxfp8", "mxfp8_columns", "bf16", "f16", "f32"]
     assert [(p.name, p.dtype) for p in MXFP4.parts] == [("codes", torch.uint8), ("block_scale", E8M0)]
     assert [MXFP4.part_shape(p, (2,), 3, 64) for p in MXFP4.parts] == [(2, 3, 32), (2, 3, 2)]
     assert (NVFP4.block, MXFP4.block, BF16.block) == (16, 32, 1)

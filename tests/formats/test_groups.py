@@ -46,6 +46,25 @@ def test_against_python(sizes, align, spare):
     assert {t.dtype for t in made} == {torch.int32}
 
 
+@settings(max_examples=150, deadline=None)
+@given(SIZES, st.sampled_from([1, 4, 32]), st.integers(0, 5))
+def test_blocks_of_each_run(sizes, block, spare):
+    """Each run in blocks of its own, in order, within those that are allocated; rows past the last end behind all."""
+    ends, rows = groups.ends_from_sizes(torch.tensor(sizes, dtype=torch.int32)), sum(sizes) + spare
+    slots, count = groups.block_slots(ends, rows, block).tolist(), groups.block_count(rows, len(sizes), block)
+    assert count == ceil(rows, block) // block + len(sizes)
+    before, row = 0, 0
+    for n in sizes:
+        mine, row = slots[row : row + n], row + n
+        if n:
+            assert mine == list(range(mine[0], mine[0] + n))
+            assert mine[0] % block == 0
+            assert mine[0] // block >= before
+            before = mine[-1] // block + 1
+    assert before <= count
+    assert slots[row:] == [count * block] * spare
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 3000), st.integers(1, 300), st.sampled_from([1, 16, 32, 128]))
 def test_bound_is_reached(total, count, align):

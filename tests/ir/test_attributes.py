@@ -31,6 +31,7 @@ def program():
     parts = [tensor(2, 32, 16, dtype="u8"), tensor(2, 32, 2, dtype="f8e4m3"), tensor(2)]
     weight = fd.ops.pack(*parts, "nvfp4", "linear")
     rows, dense = fd.ops.partition(x, ends), tensor(2, 32, 32)
+    columns = fd.ops.quantize(dense, "mxfp8_columns")
     calls = {
         "cast": ([x], {"dtype": "bf16"}),
         "reshape": ([x], {"new_shape": [m * 32]}),
@@ -51,8 +52,9 @@ def program():
         "quantize": ([dense, tensor(2)], {"encoding": "nvfp4"}),
         "grouped_swizzle": ([fd.ops.partition(tensor(m, 2, dtype="f8e4m3"), ends), ends], {"layout": "sf128x4"}),
         "relayout": ([fd.ops.quantize(rows, tensor(), "nvfp4"), ends], {"layout": "sf128x4"}),
-        "grouped_mm": ([rows, weight, ends], {"a_layout": "linear", "w_layout": "linear"}),
-        "grouped_mm_t": ([rows, dense, ends], {"w_layout": "linear"}),
+        "dequantize": ([weight], {"dtype": "f32"}),
+        "grouped_mm": ([rows, weight, ends], {"a_layout": "linear", "w_layout": "linear", "wgrad": ""}),
+        "grouped_mm_t": ([fd.ops.quantize(rows, "mxfp8"), columns, ends], {"w_layout": "linear", "wgrad": "mxfp8"}),
     }
     return fd, calls
 

@@ -11,7 +11,7 @@ from pointwise import BINARY, UNARY, sample
 from routings import Partition, Routing, partitions, routings
 
 from fusion_moe import FusionDefinition
-from fusion_moe.encodings import dequantize, quantize
+from fusion_moe.encodings import MXFP8, dequantize, quantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.kinds import KINDS
@@ -250,6 +250,21 @@ def test_grouped_mm_with_frozen_weights(partition: Partition):
     for g, rows in partition.runs:
         want[rows] = dy.double()[rows] @ w[g]
     torch.testing.assert_close(da.double(), want, rtol=1e-5, atol=1e-4)
+
+
+@about("quantize")
+def test_quantize_is_straight_through():
+    """What a product of MXFP8 operands gives its copies reaches the floats; test_eight_bits.py has the numbers."""
+    x = torch.randn(4, 32)
+
+    def build(fd, x, w, offs):
+        ends = fd.ops.ends(offs, rows=4, groups=fd.define_groups("g", 1))
+        rows = fd.ops.partition(fd.ops.mul(x, 2.0), ends)
+        return fd.ops.grouped_mm(fd.ops.quantize(rows, encoding="mxfp8"), fd.ops.quantize(w, encoding="mxfp8"), ends, wgrad="bf16")
+
+    (dx,), dy = gradients(build, [x, torch.ones(1, 32, 32), torch.tensor([4], dtype=torch.int32)], (0,))
+    want = 2 * dequantize(quantize(dy, encoding=MXFP8)).sum(1, keepdim=True).expand(4, 32)
+    torch.testing.assert_close(dx, want, rtol=1e-6, atol=1e-6)
 
 
 @about("group_add", "partition")

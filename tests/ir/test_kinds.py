@@ -14,7 +14,7 @@ from pointwise import BINARY, COMPARISONS, LOGICAL, UNARY, sample
 from routings import Partition, Routing, partitions, routings
 
 from fusion_moe import FusionDefinition
-from fusion_moe.encodings import Quantized
+from fusion_moe.encodings import Quantized, quantize
 from fusion_moe.errors import FusionError, GroupsError, NonFiniteError, ShapeError
 from fusion_moe.ir.kinds import KINDS
 from fusion_moe.ir.types import DTYPES
@@ -485,6 +485,15 @@ def test_quantize(lead):
     step = np.repeat(np.abs(x.numpy()).reshape(*lead, 4, 3, 16).max(-1), 16, -1) / 6
     assert (np.abs(near - x.numpy()) <= 1.2 * step).all()  # half of the widest gap of codes, 2, and the rounding of the scale
     assert (near[..., 0, :16] == 0).all()
+
+
+@about("dequantize")
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_dequantize(dtype):
+    """Codes times block scales times the decode scale, rounded once; along rows of groups: test_eight_bits.py."""
+    q = quantize(torch.randn(3, 4, 48, generator=torch.Generator().manual_seed(0)))
+    found = run(lambda fd, *q: fd.ops.dequantize(fd.ops.pack(*q, encoding="nvfp4", layout="linear"), dtype=dtype), *q)[0]
+    assert torch.equal(found, torch.from_numpy(codes_of(q)).to(DTYPES[dtype]))
 
 
 @about("quantize")

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 import fusion_moe.transformers  # noqa: E402
 from fusion_moe import options  # noqa: E402
 from fusion_moe.nn.gates import Swiglu, swiglu_of  # noqa: E402
+from fusion_moe.recipe import MXFP8BlockScaling  # noqa: E402
 from tests.families.models import AnyConfig, class_of, decorated, randomized  # noqa: E402
 
 E, K, H, I, T = 4, 2, 32, 24, 26
@@ -137,6 +138,27 @@ def test_weights_are_saved_as_they_are(family):
     with implementation(experts, "fusion_moe"), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         experts(*inputs(torch.bfloat16))
     assert weights == {t.data_ptr() for t in saved if t.dim() == 3 and t.shape[0] == E}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_gelu"])
+def test_a_recipe(family):
+    """Experts compute by the recipe in force, eager and compiled, and without one as before."""
+    name, config, _ = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**COMMON | config | {"moe_intermediate_size": 32})  # blocks of 32
+    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    model.set_experts_implementation("fusion_moe")
+    experts = experts_of(model)
+    x, w = torch.randn(T, H).bfloat16(), torch.rand(T, K).bfloat16()
+    ids = torch.randint(E, (T, K))
+    traced = torch.compile(experts, fullgraph=True)
+    plain = experts(x, ids, w)
+    for recipe in (MXFP8BlockScaling(), None, MXFP8BlockScaling()):
+        with fusion_moe.autocast(recipe=recipe):
+            y, compiled = experts(x, ids, w), traced(x, ids, w)
+        assert torch.equal(y, plain) == (recipe is None)
+        assert (y - plain).norm() < 0.15 * plain.norm()
+        assert (y - compiled).norm() <= 0.02 * y.norm()
 
 
 def test_experts_of_other_ranks_add_nothing():

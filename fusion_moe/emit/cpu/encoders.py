@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...encodings import NVFP4, Encoding
+from ...encodings import MXFP8, MXFP8_COLUMNS, NVFP4, Encoding
 from ...errors import UnsupportedError
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """function: of kernels/numbers.h, a block of floats and the scale of its matrix -> codes and a block scale, False unless finite.
+    """function: of kernels/numbers.h, a block of floats, and the scale of its matrix if it has one -> codes and a block scale, False unless
+    the encoding holds them.
 
-    divisor: the largest magnitude of a matrix over this is the scale of the matrix.
+    divisor: the largest magnitude of a matrix over this is the scale of the matrix; 0 where there is none.
     """
 
     function: str
-    divisor: float
+    divisor: float = 0.0
 
 
-_ENCODERS = {NVFP4.name: Encoder("quantize_block", NVFP4.element.maximum * NVFP4.scales[0].maximum)}
+_ENCODERS = {
+    NVFP4.name: Encoder("quantize_block", NVFP4.element.maximum * NVFP4.scales[0].maximum),
+    MXFP8.name: Encoder("quantize_mxfp8"),
+    MXFP8_COLUMNS.name: Encoder("quantize_mxfp8"),
+}
 
 
 def encoder(encoding: Encoding) -> Encoder:

@@ -13,7 +13,7 @@ from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize
 from ...ir.types import Dim, plain
-from ..cxx.indices import Number, Variable, flat, reshaped, size, unflat
+from ..cxx.indices import Index, Number, Variable, flat, reshaped, size, unflat
 from ..cxx.plan import MADE_FIRST, known
 from ..cxx.statements import Statement, branches, hoisted, inner, written
 from ..cxx.sums import reduction
@@ -22,6 +22,7 @@ from .encoders import encoder
 from .segment import SegmentWriter, Source
 
 _B, _I, _J, _K, _L, _M, _R = map(Variable, "bijklmr")
+_ROW = Variable("row")
 
 
 def source(fusion: Fusion) -> Source:
@@ -155,20 +156,21 @@ class _Writer(SegmentWriter):
         return [f"for (i64 l = 0; l < {size(elements(lead))}; ++l) {{", *inner(body), "}"]
 
     def _quantize(self, op: Op) -> list[str]:
-        """Row by row, block by block. What is not finite, or a scale that is negative: the reference says where."""
+        """Row by row, block by block. What is not finite where the encoding is, or a scale that is negative: the reference says where."""
         encoding = find(op.attrs["encoding"])
+        if encoding.axis == -2:
+            return self._quantize_runs(op) if len(op.values) > 1 else self._quantize_columns(op)
         made_by, block = encoder(encoding), encoding.block
-        (x, decode_scale), (codes, scales) = op.values, _unpacked(self.fusion, op)
+        (x, *matrix_scale), (codes, scales) = op.values, _unpacked(self.fusion, op)
         *lead, n, k = x.type.shape
         made = self.elements()
         element = made.of(x, [*reshaped([_M], (elements((*lead, n)),), (*lead, n)), _B * Number(block) + _I])
-        runs = decode_scale.type.shape[len(lead)] if len(decode_scale.type.shape) > len(lead) else 1
         rows, blocks = elements((*lead, n)), encoding.blocks(known(k))
-        at = (_M // size(n)) * size(runs) + (_M % size(n)) // (size(n) // size(runs))
         stored = f"{self.names[codes]} + at * {encoding.packed(block)}"
+        given = ["block", *["decode_scale"] * len(matrix_scale), stored, f"{self.names[scales]} + at"]
         body = [
-            f"const float decode_scale = {self.array(decode_scale)}[{at}];",
-            "bool good = decode_scale >= 0.f && decode_scale < INFINITY;",
+            *(line for scale in matrix_scale for line in self._of_matrix(scale, lead, n)),
+            *([] if matrix_scale else ["bool good = true;"]),
             f"for (i64 b = 0; b < {blocks}; ++b) {{",
             f"    float block[{block}];",
             *([] if branches(made.statements) else ["#pragma omp simd"]),
@@ -176,11 +178,65 @@ class _Writer(SegmentWriter):
             *inner(inner([*made.lines, f"block[i] = {element};"])),
             "    }",
             f"    const i64 at = m * {blocks} + b;",
-            f"    good = good & {made_by.function}(block, decode_scale, {stored}, {self.names[scales]} + at);",
+            f"    good = good & {made_by.function}({', '.join(given)});",
             "}",
         ]
         loop = _for_rows(rows, plain(k), [*body, "if (!good) finite = false;"])
         return ["std::atomic<bool> finite{true};", *loop, "if (!finite) return BAD;"]
+
+    def _of_matrix(self, decode_scale: Value, lead: Sequence[Dim], n: Dim) -> list[str]:
+        """The scale of row m, one of those of matrices [*lead, n]."""
+        runs = decode_scale.type.shape[len(lead)] if len(decode_scale.type.shape) > len(lead) else 1
+        at = (_M // size(n)) * size(runs) + (_M % size(n)) // (size(n) // size(runs))
+        return [
+            f"const float decode_scale = {self.array(decode_scale)}[{at}];",
+            "bool good = decode_scale >= 0.f && decode_scale < INFINITY;",
+        ]
+
+    def _quantize_columns(self, op: Op) -> list[str]:
+        """Blocks of rows that no matrix begins within: block m is rows 32 m to 32 m + 31."""
+        (x,), encoding = op.values, find(op.attrs["encoding"])
+        *lead, n, k = x.type.shape
+        rows = elements((*lead, n))
+        body = self._blocks_of_columns(op, [*reshaped([_ROW], (rows,), (*lead, n)), _J], str(encoding.block))
+        lines, blocks = [f"const i64 first = m * {encoding.block}, at = m;", *body], f"{size(rows)} / {encoding.block}"
+        return [f"for_tiles({blocks}, {size(plain(k))}, threads, [&](i64 m, i64 j0, i64 j1) {{", *inner(lines), "});"]
+
+    def _quantize_runs(self, op: Op) -> list[str]:
+        """Blocks of each group's rows, the last one padded with zeros; zeros past the last end, and where a block has no rows."""
+        (x, ends), (codes, scales), block = op.values, _unpacked(self.fusion, op), find(op.attrs["encoding"]).block
+        (rows, k), (blocks, _), groups, end = x.type.shape, scales.type.shape, size(ends.type.shape[0]), self.array(ends)
+        body = [
+            f"const i64 start = m == 0 ? 0 : {end}[m - 1];",
+            f"for (i64 first = start; first < {end}[m]; first += {block}) {{",
+            f"    const i64 at = start / {block} + m + (first - start) / {block};",
+            *inner(self._blocks_of_columns(op, [_ROW, _J], f"std::min<i64>({block}, {end}[m] - first)")),
+            "}",
+        ]
+        columns = size(plain(k))
+        return [
+            f"std::fill_n({self.names[scales]}, {size(plain(blocks))} * {columns}, u8(0));",
+            f"const i64 past = {groups} == 0 ? 0 : {end}[{groups} - 1];",
+            f"std::fill_n({self.names[codes]} + past * {columns}, ({size(plain(rows))} - past) * {columns}, u8(0));",
+            f"for_tiles({groups}, {columns}, threads, [&](i64 m, i64 j0, i64 j1) {{", *inner(body), "});",
+        ]  # fmt: skip
+
+    def _blocks_of_columns(self, op: Op, at: Sequence[Index], count: str) -> list[str]:
+        """Block `at` of each column j, of `count` rows from `first` on."""
+        encoding, (codes, scales), made = find(op.attrs["encoding"]), _unpacked(self.fusion, op), self.elements()
+        element, block, columns = made.of(op.values[0], at), encoding.block, size(plain(op.values[0].type.shape[-1]))
+        return [
+            "for (i64 j = j0; j < j1; ++j) {",
+            f"    float block[{block}] = {{}};",
+            f"    u8 made[{block}];",
+            f"    for (i64 i = 0; i < {count}; ++i) {{",
+            "        const i64 row = first + i;",
+            *inner(inner([*made.lines, f"block[i] = {element};"])),
+            "    }",
+            f"    {encoder(encoding).function}(block, made, {self.names[scales]} + at * {columns} + j);",
+            f"    for (i64 i = 0; i < {count}; ++i) {self.names[codes]}[(first + i) * {columns} + j] = made[i];",
+            "}",
+        ]
 
     def _grouped_swizzle(self, op: Op) -> list[str]:
         (x, ends), (out,) = op.values, op.outputs

@@ -10,6 +10,7 @@ from typing import Any
 from ...errors import UnsupportedError
 from ...ir import types as ir
 from ...ir.core import Fusion, Op, Value
+from ...ir.kinds.quantized import TRAINED
 from ...ir.types import Dim, plain
 from ..inexpressible import Inexpressible, naming
 from .indices import ZERO, Call, Index, Number, Variable, flat, reshaped, size
@@ -226,6 +227,22 @@ class Elements:
             cases.append(Case(condition, tuple(inside.statements), made))
         self.statements.append(Choice(computed(parts[0][1]), name, tuple(cases)))
         return Variable(name)
+
+    def _dequantize(self, op: Op, at: Sequence[Index]) -> Expression:
+        """Of MXFP8: an e4m3 code times a power of two, which is exact."""
+        packed, *ends = op.values
+        pack, encoding = self._fusion.producers.get(packed), packed.type.encoding
+        if pack is None or pack.kind.name != "pack" or encoding.name not in TRAINED:
+            raise Inexpressible(op, f"dequantize of {packed.type} has no C++ implementation")
+        (codes, scales), block = pack.values, encoding.block
+        code = formula("E4M3_VALUES[{}[{}]]", self._array(codes), flat(at, codes.type.shape))
+        if ends:
+            first = self._define("i64", formula("block_of({}, {}, {})", self._array(ends[0]), size(ends[0].type.shape[0]), at[0]))
+            scale = formula("{}[{}]", self._array(scales), flat([first, at[1]], scales.type.shape))
+            return _rounded(formula("{} < 0 ? 0 : {} * e8m0_({})", first, code, scale), op.attrs["dtype"])
+        place = [i // Number(block) if d == len(at) + encoding.axis else i for d, i in enumerate(at)]
+        scale = formula("{}[{}]", self._array(scales), flat(place, scales.type.shape))
+        return _rounded(formula("{} * e8m0_({})", code, scale), op.attrs["dtype"])
 
     def _full(self, op: Op, at: Sequence[Index]) -> Expression:
         return Expression(_literal(op.attrs["fill_value"], op.attrs["dtype"], op))

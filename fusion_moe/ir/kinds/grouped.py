@@ -10,6 +10,7 @@ No product or sum reads rows past the last end. Operands of f64 (both, or neithe
 
 w is of any encoding, nvfp4[G, N, K] say, or a float tensor; it is dequantized a few groups at a time.
 a may be nvfp4[M/g, K]; a_layout and w_layout say how the block scales of the two are stored.
+Both operands of each may be MXFP8, with blocks along what is contracted (eight_bits.py); they count as the bf16 numbers that they are.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from ...errors import DtypeError, ShapeError
 from ...groups import check_ends, row_groups
 from ..core import Op, OpKind, Value
 from ..types import DTYPES, FLOATS, TensorType, accumulated, dtype_name, plain
+from . import eight_bits
 from .quantized import encoded, linear
 from .rules import Types, need_dtype, need_float, need_partition, need_rank, need_same
+from .runs import dequantize_runs, rows_at
 from .shape import elements
 
 _PANEL = 2**21  # elements that are decoded at once
@@ -40,6 +43,9 @@ def _operands(a: TensorType, w: TensorType, ends: TensorType, contract: int, w_l
     rows = need_partition("a", a, ends)
     need_same("group count", "w", w.shape[0], "ends", rows.groups.count)
     need_same("contracted size", f"a {a}", a.shape[1], f"w {w}", w.shape[contract])
+    if eight_bits.is_one(a):
+        eight_bits.need_along("a", a, -1)
+        eight_bits.need_along("w", w, contract - 3)
     if w.layout != w_layout:
         raise ShapeError(f"w is {w}", expected=f"the layout {w_layout}", todo="w_layout states it")
 
@@ -52,18 +58,25 @@ def _summed(a: TensorType, b: TensorType) -> str:
     return accumulated(a.dtype)
 
 
-def _mm_type(a: TensorType, w: TensorType, ends: TensorType, a_layout: str = "linear", w_layout: str = "linear") -> Types:
-    """a [M/g, K], w [G, N, K] of any encoding -> f32[M/g, N]: each row times the matrix of its group. Layouts: as they are stored."""
+def _mm_type(
+    a: TensorType, w: TensorType, ends: TensorType, a_layout: str = "linear", w_layout: str = "linear", wgrad: str = ""
+) -> Types:  # fmt: skip
+    """a [M/g, K], w [G, N, K] of any encoding -> f32[M/g, N]: each row times the matrix of its group. Layouts: as they are stored.
+
+    wgrad: of MXFP8 operands, what the gradient of w is made from: "mxfp8" or "bf16".
+    """
     _operands(a, w, ends, 2, w_layout)
+    eight_bits.need_wgrad(a, wgrad)
     if a.layout != a_layout:
         raise ShapeError(f"a is {a}", expected=f"the layout {a_layout}", todo="fd.ops.relayout changes it, a_layout states it")
     return (TensorType((a.shape[0], w.shape[1]), _summed(a, w)),)
 
 
-def _mm_t_type(a: TensorType, w: TensorType, ends: TensorType, w_layout: str = "linear") -> Types:
-    """a [M/g, N], w [G, N, K] of any encoding -> f32[M/g, K]: each row times the transposed matrix of its group."""
+def _mm_t_type(a: TensorType, w: TensorType, ends: TensorType, w_layout: str = "linear", wgrad: str = "") -> Types:
+    """a [M/g, N], w [G, N, K] of any encoding -> f32[M/g, K]: each row times the transposed matrix of its group. wgrad: see grouped_mm."""
     _operands(a, w, ends, 1, w_layout)
-    if a.quantized:
+    eight_bits.need_wgrad(a, wgrad)
+    if a.quantized and not eight_bits.is_one(a):
         raise DtypeError(f"a is {a}", expected="floats: the blocks of a run along N, which is contracted")
     return (TensorType((a.shape[0], w.shape[2]), _summed(a, w)),)
 
@@ -72,8 +85,12 @@ def _outer_type(a: TensorType, b: TensorType, ends: TensorType) -> Types:
     """a [M/g, N], b [M/g, K] -> f32[G, N, K]: the outer products of each group's rows, added; an empty group is zero."""
     rows = need_partition("a", a, ends)
     need_partition("b", b, ends)
-    need_dtype("a", a, *FLOATS)
-    need_dtype("b", b, *FLOATS)
+    if eight_bits.is_one(a):
+        eight_bits.need_along("a", a, -2)
+        eight_bits.need_along("b", b, -2)
+    else:
+        need_dtype("a", a, *FLOATS)
+        need_dtype("b", b, *FLOATS)
     return (TensorType((rows.groups.count, a.shape[1], b.shape[1]), _summed(a, b)),)
 
 
@@ -118,20 +135,19 @@ def _matrices(w: Any, groups: Sequence[int], layout: str) -> Iterator[torch.Tens
     step = max(1, _PANEL // (w.shape[-2] * w.shape[-1]))
     for first in range(0, len(groups), step):
         panel = torch.tensor(groups[first : first + step], device=w.device)
-        yield from dequantize(linear(w.of(_rows(t, panel) for t in w), w.encoding, layout))
+        panels = linear(w.of(rows_at(t, panel) for t in w), w.encoding, layout)
+        yield from _wide(dequantize(panels, eight_bits.computed(w.encoding)))
 
 
 def _plain(matrix: torch.Tensor, layout: str) -> torch.Tensor:
     return linear(matrix, find(dtype_name(matrix.dtype)), layout) if layout != "linear" else matrix
 
 
-def _rows(t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    return t.view(torch.uint8).index_select(0, at).view(t.dtype) if t.element_size() == 1 else t.index_select(0, at)
-
-
-def _mm(a: Any, w: Any, ends: torch.Tensor, *, transposed: bool, a_layout: str = "linear", w_layout: str = "linear") -> tuple[torch.Tensor]:
+def _mm(
+    a: Any, w: Any, ends: torch.Tensor, *, transposed: bool, a_layout: str = "linear", w_layout: str = "linear", wgrad: str = ""
+) -> tuple[torch.Tensor]:  # fmt: skip
     if isinstance(a, Quantized):
-        a = dequantize(linear(a, a.encoding, a_layout, ends))
+        a = dequantize(linear(a, a.encoding, a_layout, ends), eight_bits.computed(a.encoding))
     check_ends(ends, a.shape[0], "ends")
     _, n, k = w.shape
     out = _wide(a.new_zeros(a.shape[0], k if transposed else n))
@@ -141,8 +157,9 @@ def _mm(a: Any, w: Any, ends: torch.Tensor, *, transposed: bool, a_layout: str =
     return (out,)
 
 
-def _outer(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
+def _outer(a: Any, b: Any, ends: torch.Tensor) -> tuple[torch.Tensor]:
     check_ends(ends, a.shape[0], "ends")
+    a, b = (dequantize_runs(t, ends).to(eight_bits.computed(t.encoding)) if isinstance(t, Quantized) else t for t in (a, b))
     out = _wide(a.new_zeros(len(ends), a.shape[1], b.shape[1]))
     for group, start, end in _runs(ends):
         out[group] = _wide(a[start:end]).T @ _wide(b[start:end])
@@ -178,6 +195,8 @@ def product_grad(fd: Any, op: Op, dy: Value, a: Value) -> tuple[Value, Value | N
 
 def _mm_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     a = op.values[0]
+    if eight_bits.is_one(a.type):
+        return eight_bits.gradients(fd, op, dy)
     if a.type.quantized:
         return [None, None, None]
     da, dw = product_grad(fd, op, dy, a)

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ...encodings import (
     ENCODINGS,
+    MXFP8,
+    MXFP8_COLUMNS,
     Encoding,
     Quantized,
     Scale,
     check_finite,
     check_matrix_scales,
+    dequantize,
     find,
     matrix_scale_of,
     quantize,
 )
 from ...errors import ShapeError
 from ...layouts import LAYOUTS, SF128x4, TensorLayout
-from ..core import Need, OpKind
+from ..core import Need, Op, OpKind, Value
 from ..sizes import ceildiv
-from ..types import DTYPES, Dim, TensorType, dtype_name, plain
+from ..types import DTYPES, FLOATS, Dim, TensorType, dtype_name, plain
 from .rules import Types, need_dtype, need_float, need_partition, need_rank, need_tensor
+from .runs import dequantize_runs, in_runs, part_shape, quantize_runs
+
+TRAINED = (MXFP8.name, MXFP8_COLUMNS.name)  # encodings of both operands of a product, forward and backward
 
 
 def encoded() -> tuple[str, ...]:
@@ -48,12 +54,12 @@ def _pack_type(*parts: TensorType, encoding: str, layout: str, transposed: bool 
     if len(parts[0].shape) < 2:
         raise ShapeError(f"{descriptor.parts[0].name} {parts[0]}", expected="[..., N, K]")
     *lead, n, packed_k = _rows_and_columns(parts[0], transposed)
-    k = descriptor.elements(_known(packed_k))
+    k = descriptor.elements(known(packed_k))
     _need_layout(layout, n, k, descriptor)
     for part, type in zip(descriptor.parts[1:], parts[1:], strict=True):
         assert part.scale is not None
         if part.scale.block:
-            stored = _stored(descriptor.part_shape(part, lead, n, k), layout)
+            stored = _stored(part_shape(descriptor, part, (*lead, n, k)), layout)
             if type.shape != stored:
                 want = f"{list(stored)}, one scale for {part.scale.block} codes of {list(parts[0].shape)}"
                 within = f" in the layout {layout}" if layout != "linear" else ""
@@ -77,7 +83,7 @@ def _need_layout(layout: str, n: Dim, k: int, encoding: Encoding) -> None:
 
 def _stored(shape: tuple[Dim, ...], layout: str) -> tuple[Dim, ...]:
     """The shape in which a layout stores the block scales [..., N, K/16] of matrices."""
-    return shape if layout == "linear" else LAYOUTS[layout].storage_shape(tuple(map(_known, shape)))
+    return shape if layout == "linear" else LAYOUTS[layout].storage_shape(tuple(map(known, shape)))
 
 
 def _pack(*parts: torch.Tensor, encoding: str, layout: str, transposed: bool = False) -> tuple[Any]:
@@ -86,7 +92,8 @@ def _pack(*parts: torch.Tensor, encoding: str, layout: str, transposed: bool = F
     return (elements if descriptor.plain else Quantized(elements, *parts[1:], encoding=descriptor),)
 
 
-def _known(k: Dim) -> int:
+def known(k: Dim) -> int:
+    """A size that the program knows; ShapeError for one that its calls decide."""
     size = plain(k)
     if not isinstance(size, int):
         raise ShapeError(f"K = {k}", expected="a number known when compiling")
@@ -94,11 +101,11 @@ def _known(k: Dim) -> int:
 
 
 def _need_matrices(x: TensorType, encoding: Encoding) -> None:
-    """x must be float[..., N, K] with K in whole blocks."""
+    """x must be float[..., N, K] with K, or N if blocks lie along it, in whole blocks."""
     need_float("x", x)
     if len(x.shape) < 2:
         raise ShapeError(f"x {x}", expected="[..., N, K]")
-    encoding.packed(_known(x.shape[-1]))
+    encoding.need_whole(known(x.shape[encoding.axis]))
 
 
 def _need_matrix_scale(scale: Scale, type: TensorType, lead: tuple, n: object) -> None:
@@ -128,31 +135,72 @@ def _matrix_scales(encoding: Encoding) -> tuple[Scale, ...]:
     return tuple(s for s in encoding.scales if not s.block)
 
 
-def _quantize_needs(x: TensorType, *matrix_scale: TensorType, encoding: str) -> Iterator[Need]:
-    for type in matrix_scale:
+def _quantize_needs(x: TensorType, *beside: TensorType, encoding: str) -> Iterator[Need]:
+    for type in () if in_runs(find(encoding), x.shape) else beside:
         yield from _runs_divide(x.shape[-2], type, len(x.shape) - 2)
 
 
-def _quantize_type(x: TensorType, *matrix_scale: TensorType, encoding: str) -> Types:
-    """x float[..., N, K], decode_scale f32[...] or [..., S] if the encoding has one -> nvfp4[..., N, K], quantized along K"""
+def _quantize_type(x: TensorType, *beside: TensorType, encoding: str) -> Types:
+    """x float[..., N, K], decode_scale f32[...] or [..., S] if the encoding has one -> nvfp4[..., N, K], quantized along K
+
+    x [M/g, K], ends -> mxfp8_columns[M/g, K]: quantized along the rows of each group (runs.py).
+    """
     descriptor = find(encoding)
-    _need_matrices(need_tensor("x", x), descriptor)
+    if len(need_tensor("x", x).shape) == 2 and in_runs(descriptor, x.shape):
+        _need_ends(x, beside)
+        return (TensorType(x.shape, encoding),)
+    _need_matrices(x, descriptor)
     scales = _matrix_scales(descriptor)
-    if len(scales) != len(matrix_scale):
-        given = f"{len(matrix_scale)} scales of whole matrices for {encoding}"
+    if len(scales) != len(beside):
+        given = f"{len(beside)} scales of whole matrices for {encoding}"
         raise ShapeError(given, expected=f"{len(scales)}" + "".join(f", {s.part}" for s in scales))
-    for scale, type in zip(scales, matrix_scale, strict=True):
+    for scale, type in zip(scales, beside, strict=True):
         _need_matrix_scale(scale, need_tensor(scale.part, type), x.shape[:-2], plain(x.shape[-2]))
     return (TensorType(x.shape, encoding),)
 
 
-def _quantize(x: torch.Tensor, *matrix_scale: torch.Tensor, encoding: str) -> tuple[Any]:
-    if not x.is_cuda:
-        check_finite(x, "x", find(encoding))  # on CUDA looking would wait for the device
-        for scale in matrix_scale:
+def _need_ends(x: TensorType, beside: Sequence[TensorType]) -> None:
+    """x float[M/g, K], whose blocks lie along rows of groups, beside the ends of these and nothing else"""
+    need_float("x", x)
+    if len(beside) != 1:
+        raise ShapeError(f"{len(beside)} operands beside x {x}", expected="the ends of its groups, whose rows have blocks of their own")
+    need_partition("x", x, beside[0])
+
+
+def _quantize(x: torch.Tensor, *beside: torch.Tensor, encoding: str) -> tuple[Any]:
+    descriptor = find(encoding)
+    if beside and not _matrix_scales(descriptor):
+        return (quantize_runs(x, beside[0], descriptor),)
+    if not x.is_cuda and encoding not in TRAINED:  # those have NaN and infinity
+        check_finite(x, "x", descriptor)  # on CUDA looking would wait for the device
+        for scale in beside:
             check_matrix_scales(scale)
-    made = quantize(x, next(iter(matrix_scale), None), find(encoding))
+    made = quantize(x, next(iter(beside), None), descriptor)
     return (made.elements if made.encoding.plain else made,)
+
+
+def _quantize_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
+    """Straight through, as what trains in 8 bits has it."""
+    if op.attrs["encoding"] not in TRAINED:
+        raise NotImplementedError(f"the derivative of quantizing to {op.attrs['encoding']}")
+    return [fd.ops.cast(dy, dtype=op.values[0].type.dtype), *[None] * (len(op.values) - 1)]
+
+
+def _dequantize_type(x: TensorType, *ends: TensorType, dtype: str) -> Types:
+    """x mxfp8[..., N, K] -> dtype[..., N, K], rounded once; ends: those of its rows, where blocks lie along rows of groups"""
+    need_dtype("x", x, *encoded())
+    need_dtype("the result", x.with_(dtype=dtype), *FLOATS)
+    if x.layout != "linear":
+        raise ShapeError(f"x is {x}", expected="the linear layout")
+    if in_runs(x.encoding, x.shape):
+        _need_ends(x.with_(dtype=dtype), ends)
+    elif ends:
+        raise ShapeError(f"{len(ends)} operands beside x {x}", expected="none: its blocks are not those of groups")
+    return (x.with_(dtype=dtype),)
+
+
+def _dequantize(x: Quantized, *ends: torch.Tensor, dtype: str) -> tuple[torch.Tensor]:
+    return (dequantize_runs(x, ends[0]).to(DTYPES[dtype]) if ends else dequantize(x, DTYPES[dtype]),)
 
 
 def _decode_scale_type(x: TensorType, encoding: str) -> Types:
@@ -173,9 +221,9 @@ def _decode_scale(x: torch.Tensor, encoding: str) -> tuple[torch.Tensor]:
 def _unpack_type(x: TensorType) -> Types:
     """nvfp4[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16]: all parts but the scales of whole matrices"""
     need_dtype("x", x, *encoded())
-    encoding, (*lead, n, _), k = x.encoding, x.shape, _known(x.shape[-1])
+    encoding, shape = x.encoding, (*x.shape[:-1], known(x.shape[-1]))
     parts = (p for p in encoding.parts if not p.of_matrix)
-    return tuple(x.with_(shape=encoding.part_shape(p, lead, n, k), dtype=dtype_name(p.dtype)) for p in parts)
+    return tuple(x.with_(shape=part_shape(encoding, p, shape), dtype=dtype_name(p.dtype)) for p in parts)
 
 
 def _unpack(x: Quantized) -> tuple[torch.Tensor, ...]:
@@ -231,7 +279,8 @@ TABLE = (
     OpKind("pack", _pack_type, _pack, needs=_pack_needs, view=True, role="view"),
     OpKind("unpack", _unpack_type, _unpack, role="view", outputs=None),
     OpKind("decode_scale", _decode_scale_type, _decode_scale, role="reduce"),
-    OpKind("quantize", _quantize_type, _quantize, needs=_quantize_needs, role="quantize"),
+    OpKind("quantize", _quantize_type, _quantize, _quantize_grad, needs=_quantize_needs, role="quantize"),
+    OpKind("dequantize", _dequantize_type, _dequantize, role="quantize"),
     OpKind("grouped_swizzle", _swizzle_type, _swizzle, role="layout"),
     OpKind("relayout", _relayout_type, _relayout, role="layout"),
 )

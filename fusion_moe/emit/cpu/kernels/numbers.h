@@ -165,6 +165,31 @@ inline bool quantize_block(const float* x, float decode_scale, u8* codes, u8* sc
     return most < 0x7F800000u;
 }
 
+// ------------------------------------------------------------------------------------------------------------------------------- MXFP8
+
+// 2^(byte - 127); 255 is NaN.
+inline float e8m0_(u8 byte) { return as_float(byte == 255 ? 0x7FC00000u : byte == 0 ? 0x400000u : u32(byte) << 23); }
+
+// A number -> its e4m3 byte, beyond 448 that of 448.
+inline u8 e4m3_saturated(float x) {
+    const float size = std::fabs(x);
+    return u8(e4m3_of(size > 448.f ? 448.f : size) | (as_bits(x) >> 31) << 7);
+}
+
+// 32 numbers -> their codes and block scale: amax / 448, rounded up to a power of two.
+inline bool quantize_mxfp8(const float* x, u8* codes, u8* scale) {
+    u32 most = 0;
+#pragma omp simd reduction(max : most)
+    for (int i = 0; i < 32; ++i) most = std::max(most, as_bits(x[i]) & 0x7FFFFFFFu);
+    const u32 bits = as_bits(as_float(most) * (1.f / 448.f)), exponent = bits >> 23, mantissa = bits & 0x7FFFFFu;
+    const bool up = mantissa > 0 && exponent < 254 && (exponent > 0 || mantissa > 0x400000u);
+    *scale = u8(most > 0x7F800000u ? 255 : std::min(exponent + up, 254u));
+    const float step = e8m0_(*scale);
+#pragma omp simd
+    for (int i = 0; i < 32; ++i) codes[i] = e4m3_saturated(x[i] / step);
+    return true;
+}
+
 // --------------------------------------------------------------------------------------------------------------- functions of the IR
 // Written without branches where a loop over them is to become vector code.
 

@@ -27,6 +27,12 @@ inline bool good_ends(const i32* ends, i64 groups, i64 rows) {
 // The group of a row; the number of groups for one past the last end.
 inline i64 group_of(const i32* ends, i64 groups, i64 row) { return std::upper_bound(ends, ends + groups, i32(row)) - ends; }
 
+// The block of 32 rows that a row is in, where each group begins with a block of its own (groups.py's block_slots); -1 past the last end.
+inline i64 block_of(const i32* ends, i64 groups, i64 row) {
+    const i64 g = group_of(ends, groups, row), start = g == 0 ? 0 : ends[g - 1];
+    return g == groups ? -1 : start / 32 + g + (row - start) / 32;
+}
+
 template <class Index>
 bool all_below(const Index* index, i64 count, i64 size) {
     bool good = true;

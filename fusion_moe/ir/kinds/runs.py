@@ -1,0 +1,59 @@
+"""Rows of groups in an encoding whose blocks lie along rows: they begin at each group's first row, and its last one may be short.
+
+    codes        [M/g, K]
+    block_scale  [ceil(M/32) + G, K]    of each block's columns; which block a row is in, groups.block_slots says
+
+The numbers are those of every group by itself, padded with zero rows. Rows past the last end are zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...encodings import Encoding, Part, Quantized, quantize
+from ...groups import block_count, block_slots
+from ..sizes import AnySize, ceildiv
+from ..types import Dim, Rows
+
+
+def part_shape(encoding: Encoding, part: Part, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """The shape of a part of a value [..., N, K]."""
+    *lead, n, k = shape
+    if in_runs(encoding, shape) and part.scale is not None:
+        assert isinstance(n, Rows)
+        blocks: AnySize = ceildiv(n.total, part.scale.block) + n.groups.count
+        return (blocks, k)
+    return encoding.part_shape(part, lead, n, k)  # type: ignore[arg-type]
+
+
+def in_runs(encoding: Encoding, shape: tuple[Dim, ...]) -> bool:
+    """Whether the blocks of a value of this shape lie along rows of groups."""
+    return encoding.axis == -2 and isinstance(shape[-2], Rows)
+
+
+def quantize_runs(x: torch.Tensor, ends: torch.Tensor, encoding: Encoding) -> Quantized:
+    """x float[M, K], ends i32[G] -> codes [M, K], block_scale [ceil(M/32) + G, K]. Nothing waits for the device."""
+    count, slots = _blocks(x.shape[0], ends, encoding)
+    inside = slots < count * encoding.block
+    padded = x.new_zeros((count + 1) * encoding.block, x.shape[1])
+    padded.index_copy_(0, slots, torch.where(inside[:, None], x, 0))
+    codes, scales = quantize(padded, encoding=encoding)
+    return Quantized(rows_at(codes, slots), scales[:count], encoding=encoding)
+
+
+def dequantize_runs(q: Quantized, ends: torch.Tensor) -> torch.Tensor:
+    """codes [M, K], block_scale [ceil(M/32) + G, K], ends i32[G] -> f32[M, K]"""
+    codes, scales = q
+    count, slots = _blocks(codes.shape[0], ends, q.encoding)
+    block = slots // q.encoding.block
+    numbers = codes.float() * rows_at(scales, block.clamp(max=count - 1)).float()
+    return torch.where((block < count)[:, None], numbers, 0)
+
+
+def _blocks(rows: int, ends: torch.Tensor, encoding: Encoding) -> tuple[int, torch.Tensor]:
+    return block_count(rows, len(ends), encoding.block), block_slots(ends, rows, encoding.block)
+
+
+def rows_at(t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Rows of t; torch picks none of the dtypes of eight bits, but bytes."""
+    return t.view(torch.uint8).index_select(0, at).view(t.dtype) if t.element_size() == 1 else t.index_select(0, at)

@@ -1,0 +1,205 @@
+"""Products of MXFP8 operands: types, meaning and derivative, by loops in float64 that share no code with them."""
+
+from __future__ import annotations
+
+import mxfp8
+import pytest
+import torch
+from fusions import assert_same_bits, evaluate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from routings import Partition, partitions
+
+import fusion_moe
+from fusion_moe import FusionDefinition
+from fusion_moe.encodings import MXFP8, MXFP8_COLUMNS, dequantize, quantize
+from fusion_moe.errors import DtypeError, OptionError, ShapeError, UnsupportedError
+from fusion_moe.ir.core import Fusion
+from fusion_moe.ir.derivative import differentiate
+from fusion_moe.ir.kinds import eight_bits
+from fusion_moe.passes import PASSES, dequantize_operands
+from fusion_moe.target import TARGETS
+
+K, N = 64, 96
+FEW = partitions().filter(lambda partition: len(partition.sizes) < 10)
+LAYER = Partition((5, 0, 33, 64, 1), 3)
+
+
+def layer(groups: int, wgrad: str = "mxfp8", transposed: bool = False, dtype: str = "bf16") -> Fusion:
+    """x [M, K], offs i32[G], weight [G, N, K] or [G, K, N] -> [M, N]"""
+    fd = FusionDefinition()
+    rows = fd.define_size("s0")
+    x, offs = fd.define_tensor(shape=[rows, K], dtype=dtype), fd.define_tensor(shape=[groups], dtype="i32")
+    weight = fd.define_tensor(shape=[groups, *((K, N) if transposed else (N, K))], dtype=dtype, role="weight")
+    ends = fd.groups_of(offs, rows)
+    fd.add_output(fd.ops.cast(eight_bits.product(fd, fd.partition_by(x, ends), weight, ends, wgrad, transposed), dtype=dtype))
+    return fd.fusion()
+
+
+def operands(partition: Partition, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [M, K], weight [G, N, K], dy [M, N]: rows of many magnitudes, NaN past the last end"""
+    g, rows, groups = torch.Generator().manual_seed(0), partition.rows, len(partition.sizes)
+    x, dy = (torch.randn(rows, n, generator=g) * 2.0 ** torch.randint(-5, 5, (rows, n), generator=g) for n in (K, N))
+    for t in (x, dy):
+        t[rows - partition.spare :] = float("nan")
+    return x.to(dtype), (torch.randn(groups, N, K, generator=g) / 8).to(dtype), dy.to(dtype)
+
+
+def near(found: torch.Tensor, want: torch.Tensor) -> None:
+    """Within a rounding to bf16 (of each of the two), and what sums of float32 are off."""
+    roundings = 1 + (want.dtype == torch.bfloat16)
+    torch.testing.assert_close(
+        found.double(), want.double(), rtol=roundings * 2**-8, atol=float(want.abs().max()) * 1e-5 if want.numel() else 0
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(FEW, st.sampled_from(("mxfp8", "bf16")), st.booleans())
+def test_products_and_gradients(partition, wgrad, transposed):
+    x, weight, dy = operands(partition)
+    fusion = layer(len(partition.sizes), wgrad, transposed)
+    given_ = (x, partition.ends, weight.mT.contiguous() if transposed else weight)
+    derivative = differentiate(fusion, (0, 2))
+    made = evaluate(derivative.forward, *given_)
+    dx, dw = evaluate(derivative.backward, *derivative.read(given_, made), dy)
+    for found, want in zip((made[0], dx, dw.mT if transposed else dw), mxfp8.products(x, weight, dy, partition.sizes, wgrad), strict=True):
+        near(found, want)
+    everything = differentiate(fusion, (0, 2), save="inputs")
+    assert len(everything.forward.outputs) == 1
+    assert_same_bits(evaluate(everything.backward, *everything.read(given_, made[:1]), dy), [dx, dw])
+
+
+@settings(max_examples=20, deadline=None)
+@given(FEW, st.sampled_from(("mxfp8", "bf16")), st.booleans())
+def test_compiled_programs_give_the_same(partition, wgrad, transposed):
+    """Copies bit for bit, products as near as kernels are to their meaning."""
+    x, weight, dy = operands(partition)
+    given_ = (x, partition.ends, weight.mT.contiguous() if transposed else weight)
+    derivative = differentiate(layer(len(partition.sizes), wgrad, transposed), (0, 2))
+    want = derivative.forward.evaluate(*given_)
+    made = fusion_moe.run(derivative.forward, given_)
+    near(made[0], want[0])
+    assert_same_bits(made[1:], want[1:])
+    read = derivative.read(given_, made)
+    for found, wanted in zip(fusion_moe.run(derivative.backward, [*read, dy]), derivative.backward.evaluate(*read, dy), strict=True):
+        near(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_floats(dtype):
+    name = {torch.float32: "f32", torch.float16: "f16"}[dtype]
+    x, weight, dy = operands(LAYER, dtype)
+    fusion, given_ = layer(5, dtype=name), (x, LAYER.ends, weight)
+    derivative = differentiate(fusion, (0, 2))
+    made = fusion_moe.run(derivative.forward, given_)
+    found = (made[0], *fusion_moe.run(derivative.backward, [*derivative.read(given_, made), dy]))
+    for a, want in zip(found, mxfp8.products(x, weight, dy, LAYER.sizes), strict=True):
+        assert a.dtype == dtype
+        near(a, want)
+
+
+COPIES = ["f8e4m3[s0/g0, 64]", "f8e8m0[ceildiv(s0, 32) + 5, 64]"]
+SAVED = {  # the inputs whose gradients are wanted, the wgrad: what the forward saves, the inputs that the backward reads, what it quantizes
+    ((0,), "mxfp8"): ([], [1, 2], ["mxfp8", "mxfp8_columns"]),
+    ((0,), "bf16"): ([], [1, 2], ["mxfp8", "mxfp8_columns"]),
+    ((2,), "mxfp8"): (COPIES, [1], ["mxfp8_columns"]),
+    ((2,), "bf16"): ([], [0, 1], []),
+    ((0, 2), "mxfp8"): (COPIES, [1, 2], ["mxfp8", "mxfp8_columns", "mxfp8_columns"]),
+    ((0, 2), "bf16"): ([], [0, 1, 2], ["mxfp8", "mxfp8_columns"]),
+}
+
+
+@pytest.mark.parametrize("wanted", SAVED)
+def test_what_is_saved_and_quantized(wanted):
+    """Which copies there are follows from who wants a gradient. The copy of x is made in the forward and saved; x itself is not."""
+    fusion, (saved, reads, quantized) = layer(5, wanted[1]), SAVED[wanted]
+    derivative = differentiate(fusion, wanted[0])
+    assert [str(v.type) for v in derivative.forward.outputs[1:]] == saved
+    assert [i for i in derivative.reads if i < 3] == reads
+    kinds = [[op.attrs["encoding"] for op in f.ops if op.kind.name == "quantize"] for f in (derivative.forward, derivative.backward)]
+    assert kinds[0] == ["mxfp8", "mxfp8", *["mxfp8_columns"] * bool(saved)]
+    assert sorted(kinds[1]) == quantized
+
+
+def test_the_passes_keep_every_bit():
+    x, weight, dy = operands(LAYER)
+    derivative = differentiate(layer(5), (0, 2))
+    made = derivative.forward.evaluate(x, LAYER.ends, weight)
+    for fusion, inputs in (
+        (derivative.forward, (x, LAYER.ends, weight)),
+        (derivative.backward, (*derivative.read((x, LAYER.ends, weight), made), dy)),
+    ):
+        want, after = evaluate(fusion, *inputs), fusion
+        for run in PASSES:
+            after = run(after, TARGETS["cpu"]).verify()
+            assert_same_bits(evaluate(after, *inputs), want)
+        assert not any(eight_bits.is_one(v.type) for op in after.ops if op.kind.role == "grouped" for v in op.values)
+        assert str(dequantize_operands(after, TARGETS["cpu"])) == str(after)
+
+
+@given(FEW)
+def test_blocks_begin_at_each_group(partition):
+    """The parts along rows of groups are those of each group by itself, padded with zeros."""
+    x, *_ = operands(partition)
+    fd = FusionDefinition()
+    v, offs = fd.from_pytorch(x), fd.from_pytorch(partition.ends)
+    ends = fd.groups_of(offs, partition.rows)
+    q = fd.ops.quantize(fd.partition_by(v, ends), ends, encoding="mxfp8_columns")
+    for out in (*fd.ops.unpack(q), fd.ops.dequantize(q, ends, dtype="f32")):
+        fd.add_output(out)
+    codes, _, numbers = evaluate(fd.fusion(), x, partition.ends)
+    for _, rows in partition.runs:
+        mine = x[rows]
+        whole = quantize(torch.cat([mine, mine.new_zeros(-len(mine) % 32, K)]), encoding=MXFP8_COLUMNS)
+        assert torch.equal(codes[rows].view(torch.uint8), whole.codes.view(torch.uint8)[: len(mine)])
+        assert torch.equal(numbers[rows], dequantize(whole)[: len(mine)])
+    past = slice(partition.rows - partition.spare, None)
+    assert not codes[past].float().any()
+    assert not numbers[past].any()
+
+
+@pytest.mark.parametrize(("k", "n"), [(64, 96), (64, 33), (48, 96)])
+def test_sizes(k, n):
+    fd = FusionDefinition()
+    x, offs = fd.define_tensor(shape=[-1, k], dtype="bf16"), fd.define_tensor(shape=[2], dtype="i32")
+    weight = fd.define_tensor(shape=[2, n, k], dtype="bf16")
+    ends = fd.groups_of(offs, x.type.shape[0])
+    if (k, n) == (64, 96):
+        eight_bits.product(fd, fd.partition_by(x, ends), weight, ends, "mxfp8")
+        return
+    wrong = f"N = {n}" if n == 33 else f"K = {k}"
+    with pytest.raises(ShapeError, match=f"{wrong}; expected a multiple of 32"):
+        eight_bits.product(fd, fd.partition_by(x, ends), weight, ends, "mxfp8")
+
+
+def test_blocks_lie_along_what_is_contracted():
+    fd = FusionDefinition()
+    x, offs = fd.define_tensor(shape=[-1, 64], dtype="bf16"), fd.define_tensor(shape=[2], dtype="i32")
+    weight = fd.define_tensor(shape=[2, 64, 64], dtype="bf16")
+    ends = fd.groups_of(offs, x.type.shape[0])
+    rows = fd.partition_by(x, ends)
+    along, across = fd.ops.quantize(rows, encoding="mxfp8"), fd.ops.quantize(rows, ends, encoding="mxfp8_columns")
+    w, w_across = (fd.ops.quantize(weight, encoding=e.name) for e in (MXFP8, MXFP8_COLUMNS))
+    for kind, operands in (("grouped_mm", (along, w_across)), ("grouped_mm_t", (along, w)), ("grouped_outer", (across, along))):
+        with pytest.raises(DtypeError, match="blocks along what is contracted"):
+            getattr(fd.ops, kind)(*operands, ends)
+    with pytest.raises(DtypeError, match="a is mxfp8_columns"):
+        fd.ops.grouped_mm(across, w, ends)
+    with pytest.raises(OptionError, match=r"wgrad = 'f32' of a product on mxfp8; expected one of 'mxfp8', 'bf16'"):
+        fd.ops.grouped_mm(along, w, ends, wgrad="f32")
+    with pytest.raises(OptionError, match=r"wgrad = 'bf16' of a product on bf16; expected one of ''"):
+        fd.ops.grouped_mm(rows, weight, ends, wgrad="bf16")
+    with pytest.raises(ShapeError, match="0 operands beside x"):
+        fd.ops.quantize(rows, encoding="mxfp8_columns")
+
+
+def test_frozen_copies_have_no_derivative():
+    """Gradients are those of floats: of what was packed elsewhere there are none."""
+    fd = FusionDefinition()
+    x, offs = fd.define_tensor(shape=[-1, 64], dtype="bf16"), fd.define_tensor(shape=[2], dtype="i32")
+    parts = [fd.define_tensor(shape=[2, 96, n], dtype=dtype) for n, dtype in ((64, "f8e4m3"), (2, "f8e8m0"))]
+    ends = fd.groups_of(offs, x.type.shape[0])
+    a = fd.ops.quantize(fd.partition_by(x, ends), encoding="mxfp8")
+    fd.add_output(fd.ops.grouped_mm(a, fd.ops.pack(*parts, encoding="mxfp8", layout="linear"), ends, wgrad="bf16"))
+    with pytest.raises(UnsupportedError, match="the derivative of a product of mxfp8"):
+        differentiate(fd.fusion(), (0,))
