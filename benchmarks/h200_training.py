@@ -26,6 +26,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -82,17 +83,26 @@ def measure(cell: Cell, names: Iterable[str], repeats: int, device: str) -> dict
     """The line of one cell."""
     watch, on = Watch(device), cell.inputs(device)
     peers = LAYER if isinstance(cell, Layer) else LINEAR
+    found = compare({name: partial(make, on) for name, make in peers.items()}, names, on.names, repeats, watch)
+    return {"cell": cell.key, "rows": cell.rows, "products": cell.products, "flops": flops(cell), "contenders": found}
+
+
+def compare(
+    makes: Mapping[str, Callable[[], Contender]], names: Iterable[str], results: Sequence[str], repeats: int, watch: Watch,
+    judge: str = "torch",
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """What contenders of these names take, and how far their results are from those of the judge."""
     found: dict[str, dict[str, Any]] = {}
     contenders: dict[str, Contender] = {}
     want: list[Tensor] | None = None
-    for name in ("torch", *(n for n in peers if n != "torch" and n in names)):  # the others are compared with it
+    for name in (judge, *(n for n in makes if n != judge and n in names)):
         found[name] = {}
         try:
-            contender = peers[name](on)
+            contender = makes[name]()
             if contender.exact:
                 got = digest(contender.results())
-                want = got if name == "torch" else want
-                found[name]["apart"] = dict(zip(on.names, apart(got, want), strict=True)) if want else None
+                want = got if name == judge else want
+                found[name]["apart"] = dict(zip(results, apart(got, want), strict=True)) if want else None
                 del got
             if name in names:
                 found[name]["peak"] = _prepared(contender, watch)
@@ -103,7 +113,7 @@ def measure(cell: Cell, names: Iterable[str], repeats: int, device: str) -> dict
     del want
     for name, times in _interleaved(contenders, repeats, watch).items():
         found[name] |= times
-    return {"cell": cell.key, "rows": cell.rows, "products": cell.products, "flops": flops(cell), "contenders": found}
+    return found
 
 
 def _prepared(contender: Contender, watch: Watch) -> int | None:
@@ -176,8 +186,7 @@ def _far(apart: Mapping[str, float]) -> str:
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """This library in each cell, and its time over that of each other: forward, then forward and backward."""
-    others = [name for name in (*LAYER, *LINEAR) if any("both" in row["contenders"].get(name, {}) for row in rows)]
-    others = [name for name in dict.fromkeys(others) if name != "fusion_moe"]
+    others = dict.fromkeys(name for row in rows for name, found in row["contenders"].items() if "both" in found and name != "fusion_moe")
     head = ["cell", "forward ms", "both ms", "spread", "TFLOP/s", "peak GB", *(f"/ {name}" for name in others)]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in rows:

@@ -55,8 +55,11 @@ _HOW = """Tensor? gate_up_bias=None, Tensor? down_bias=None, *, int interleave=0
     float up_offset=0.0, str scale_on="output", str activation_format="bf16", str weight_layout="linear" """
 _EXPERT_MLP = f"""(
     Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)}, {_HOW}) -> Tensor"""
+_BIASES, _OPTIONS = _HOW.split(" *, ")
+_LORA = ", ".join(f"Tensor? {p}_lora_{t}=None" for p in ("gate_up", "down") for t in ("a", "b"))
 _FUSED_EXPERTS = f"""(
-    Tensor x, Tensor ids, Tensor w, Tensor[] gate_up, Tensor[] down, {_HOW}, str weight_format="nvfp4", bool transposed=False) -> Tensor"""
+    Tensor x, Tensor ids, Tensor w, Tensor[] gate_up, Tensor[] down, {_BIASES} {_LORA}, *, {_OPTIONS},
+    str weight_format="nvfp4", bool transposed=False, float lora_scale=1.0) -> Tensor"""
 
 SPECS = {
     spec.name: spec
@@ -74,8 +77,9 @@ SPECS = {
         ),
         Spec(
             "grouped_mm",
-            '(Tensor a, Tensor[] weight, Tensor offs, *, str weight_format="nvfp4", str weight_layout="linear", '
-            'str activation_format="bf16", ScalarType? out_dtype=None, bool transposed=False) -> Tensor',
+            "(Tensor a, Tensor[] weight, Tensor offs, Tensor? lora_a=None, Tensor? lora_b=None, *, "
+            'str weight_format="nvfp4", str weight_layout="linear", str activation_format="bf16", ScalarType? out_dtype=None, '
+            "bool transposed=False, float lora_scale=1.0) -> Tensor",
             rows={"a": 1}, flatten="a", autocast=("a",), weights=("weight",),
         ),
         Spec("grouped_swizzle_block_scale", "(Tensor block_scale, Tensor offs) -> Tensor", rows={"block_scale": 1}, differentiable=False),

@@ -54,8 +54,9 @@ def nvfp4_grouped_mm(
 
 
 def grouped_mm(
-    a: Tensor, weight: Sequence[Tensor], offs: Tensor, *, weight_format: str = "nvfp4", weight_layout: str = "linear",
-    activation_format: str = "bf16", out_dtype: torch.dtype | None = None, transposed: bool = False,
+    a: Tensor, weight: Sequence[Tensor], offs: Tensor, lora_a: Tensor | None = None, lora_b: Tensor | None = None, *,
+    weight_format: str = "nvfp4", weight_layout: str = "linear", activation_format: str = "bf16", out_dtype: torch.dtype | None = None,
+    transposed: bool = False, lora_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Row r of group g becomes weight[g] @ row, summed in float32 (float64 in float64) -> [..., N]; zeros for rows past the last group.
 
@@ -63,14 +64,18 @@ def grouped_mm(
     weight: the parts of [G, N, K] in the encoding weight_format: "nvfp4", "mxfp4", "int4" (fusion_moe.encodings), or "bf16", "f16", "f32",
     "f64", one tensor of numbers. transposed: that one is [G, K, N].
     weight_layout: the order of its bytes, "linear", or "w16x64" as `fusion_moe.prepare_` makes it, or "sf128x4" for the block scales alone.
-    activation_format: "bf16", rows as they come in, or "nvfp4", quantized too (compute capability 10.0 only, else UnsupportedError).
+    activation_format: "bf16", rows as they come in, or "nvfp4", quantized too (compute capability 10.0 only, else UnsupportedError). With
+    weights of floats "mxfp8" or "mxfp8_wgrad_bf16": both operands rounded by that recipe, forward and backward (fusion_moe.recipe).
     out_dtype: of the result; None: that of a.
+    lora_a: float [G, r, K], lora_b: float [G, N, r], or None: what is added to the weight, lora_scale * lora_b @ lora_a, without making it.
+    They are rounded to the dtype of a, and so are the r features between; both products are added in float32.
 
-    Source: torch.nn.functional.grouped_mm, for weights that are quantized.
+    Derivatives: with respect to a, lora_a, lora_b, and a weight of floats. Quantized weights are frozen.
+    Source: torch.nn.functional.grouped_mm, for weights that are quantized; LoRA (Hu et al., 2021).
     """
     return torch.ops.fusion_moe.grouped_mm(
-        a, weight, offs, weight_format=weight_format, weight_layout=weight_layout, activation_format=activation_format,
-        out_dtype=out_dtype, transposed=transposed,
+        a, weight, offs, lora_a, lora_b, weight_format=weight_format, weight_layout=weight_layout, activation_format=activation_format,
+        out_dtype=out_dtype, transposed=transposed, lora_scale=lora_scale,
     )  # fmt: skip
 
 
@@ -144,9 +149,10 @@ def expert_mlp(
 
 def fused_experts(
     x: Tensor, ids: Tensor, w: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor], gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None, *, interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0,
-    scale_on: str = "output", activation_format: str = "bf16", weight_layout: str = "linear", weight_format: str = "nvfp4",
-    transposed: bool = False,
+    down_bias: Tensor | None = None, gate_up_lora_a: Tensor | None = None, gate_up_lora_b: Tensor | None = None,
+    down_lora_a: Tensor | None = None, down_lora_b: Tensor | None = None, *, interleave: int = 0, limit: float | None = None,
+    alpha: float = 1.0, up_offset: float = 0.0, scale_on: str = "output", activation_format: str = "bf16", weight_layout: str = "linear",
+    weight_format: str = "nvfp4", transposed: bool = False, lora_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """down(act(gate(x)) * (up(x) + up_offset)) of each token's experts, added with the router's weights -> [..., H], in the dtype of x.
 
@@ -156,15 +162,19 @@ def fused_experts(
     interleave: 0, gate above up in the rows of gate_up; n, blocks of n gate and n up rows take turns.
     act(gate): gate * sigmoid(alpha * gate). limit: gate is clamped to it from above, up to -limit .. limit; None: neither.
     scale_on: what w multiplies, the "output" of experts or, as in Llama-4, their "input".
-    activation_format: "bf16", activations as they come in, or "nvfp4", quantized too (compute capability 10.0 only, else UnsupportedError).
+    activation_format: "bf16", activations as they come in, or "nvfp4", quantized too (compute capability 10.0 only, else UnsupportedError);
+    "mxfp8" and "mxfp8_wgrad_bf16" as in `grouped_mm`.
 
-    Derivatives: with respect to x, w, biases, and weights of floats. Quantized weights are frozen.
+    gate_up_lora_a [E, r, H] and gate_up_lora_b [E, 2I, r], down_lora_a [E, r, I] and down_lora_b [E, H, r], float: adapters of either
+    weight, times lora_scale (see `grouped_mm`); their rows are in the order of gate_up's.
+
+    Derivatives: with respect to x, w, biases, adapters, and weights of floats. Quantized weights are frozen.
     Source: the experts of Qwen3-MoE; limit = 7, alpha = 1.702 and up_offset = 1 are those of gpt-oss.
     """
     return torch.ops.fusion_moe.fused_experts(
-        x, ids, w, gate_up, down, gate_up_bias, down_bias, interleave=interleave, limit=limit, alpha=alpha, up_offset=up_offset,
-        scale_on=scale_on, activation_format=activation_format, weight_layout=weight_layout, weight_format=weight_format,
-        transposed=transposed,
+        x, ids, w, gate_up, down, gate_up_bias, down_bias, gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b, interleave=interleave,
+        limit=limit, alpha=alpha, up_offset=up_offset, scale_on=scale_on, activation_format=activation_format, weight_layout=weight_layout,
+        weight_format=weight_format, transposed=transposed, lora_scale=lora_scale,
     )  # fmt: skip
 
 

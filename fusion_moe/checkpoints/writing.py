@@ -43,7 +43,7 @@ def write(
         raise CheckpointError("it is there already", expected="a name of nothing, or of an empty directory", where=str(dst))
     shards = _shards(steps, shard_bytes)
     partial = dst.with_name(f".{dst.name}.partial")
-    with _readable_errors(dst, partial), _locked(partial), _removed_unless_it_can_go_on(partial):
+    with readable_errors(dst, partial), _locked(partial), _removed_unless_it_can_go_on(partial):
         files = _begun(partial, _plan(source, shards, config))
         _check_space(partial, sum(step.nbytes for step in steps), files)
         for name, its in progress(shards.items(), f"writing files of {dst.name}", len(shards)):
@@ -52,7 +52,7 @@ def write(
         if check is not None:
             check(Directory.open(files))
         files.rename(dst)
-        _sync(dst.parent)
+        sync(dst.parent)
         shutil.rmtree(partial, ignore_errors=True)
     return dst
 
@@ -91,7 +91,7 @@ def _begun(partial: Path, plan: str) -> Path:
         shutil.rmtree(files, ignore_errors=True)
         for digest in partial.glob("*.sha256"):
             digest.unlink()
-        _write_text(saved, plan)
+        write_text(saved, plan)
     files.mkdir(exist_ok=True)
     return files
 
@@ -104,7 +104,7 @@ def _write_once(partial: Path, path: Path, steps: Sequence[Step]) -> None:
     unfinished = partial / f"{path.name}.unfinished"
     try:
         digest = write_shard(unfinished, steps)
-        _write_text(saved, digest)
+        write_text(saved, digest)
         unfinished.rename(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -118,12 +118,12 @@ def _write_rest(
     for other in sorted(source.path.iterdir()):
         if other.is_file() and other.name not in ours and not other.name.endswith(_NOT_COPIED) and not other.name.startswith("."):
             shutil.copyfile(other, files / other.name)
-            _sync(files / other.name)
+            sync(files / other.name)
     for name, value in ours.items():
         (files / name).unlink(missing_ok=True)
         if value is not None:
-            _write_text(files / name, json.dumps(value, indent=2) + "\n")
-    _sync(files)
+            write_text(files / name, json.dumps(value, indent=2) + "\n")
+    sync(files)
 
 
 def _index(shards: Mapping[str, Sequence[Step]]) -> dict[str, Any]:
@@ -135,15 +135,15 @@ def _index(shards: Mapping[str, Sequence[Step]]) -> dict[str, Any]:
 # The file system -----------------------------------------------------------------------------------------------------------
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """A small file, whole and on disk."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_text(text)
-    _sync(unfinished)
+    sync(unfinished)
     unfinished.rename(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Forces a file or a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -160,7 +160,7 @@ def _check_space(partial: Path, needed: int, files: Path) -> None:
 
 
 @contextlib.contextmanager
-def _readable_errors(dst: Path, partial: Path) -> Iterator[None]:
+def readable_errors(dst: Path, partial: Path) -> Iterator[None]:
     """Makes a CheckpointError of what the system says."""
     try:
         yield

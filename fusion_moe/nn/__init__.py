@@ -1,4 +1,4 @@
-"""Layers over groups of rows: trained in floating point, and frozen in NVFP4; what converts models to those, and `quantize_`."""
+"""Layers over groups of rows: trained in floating point, and frozen in few bits; what converts models to those, `quantize_` and LoRA."""
 
 from .activations import ScaledClampedQGeGLU, ScaledSwiGLU, deinterleave, interleave
 from .config import NVFP4Config
@@ -9,6 +9,8 @@ from .experts import Experts, NVFP4Experts
 from .grouped import GroupedSwiGLU, NVFP4GroupedLinear
 from .linear import GroupedLinear
 from .llama4 import Llama4MoE
+from .lora import Adapter, add_lora_
+from .merging import merge_lora_
 from .nvfp4_linear import NVFP4Linear
 from .prepare import prepare_
 from .quantize import quantize_
@@ -16,7 +18,7 @@ from .register import register_converter, unregister_converter
 from .sequential import Sequential
 
 __all__ = [
-    "CustomExperts", "Experts", "ExpertsContract", "GroupedLinear", "GroupedSwiGLU", "Llama4MoE", "NVFP4Config", "NVFP4Experts",
-    "NVFP4GroupedLinear", "NVFP4Linear", "ScaledClampedQGeGLU", "ScaledSwiGLU", "Sequential", "contract_of", "convert", "deinterleave",
-    "experts_from", "interleave", "prepare_", "quantize_", "register_converter", "unregister_converter",
+    "Adapter", "CustomExperts", "Experts", "ExpertsContract", "GroupedLinear", "GroupedSwiGLU", "Llama4MoE", "NVFP4Config", "NVFP4Experts",
+    "NVFP4GroupedLinear", "NVFP4Linear", "ScaledClampedQGeGLU", "ScaledSwiGLU", "Sequential", "add_lora_", "contract_of", "convert",
+    "deinterleave", "experts_from", "interleave", "merge_lora_", "prepare_", "quantize_", "register_converter", "unregister_converter",
 ]  # fmt: skip

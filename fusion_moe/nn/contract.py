@@ -112,6 +112,7 @@ def experts_from(
         cls = NVFP4Experts if up.encoding == NVFP4 else Experts
         numbers = {**swiglu._asdict(), "interleave": 0}  # whatever the module's order is, here gate stands above up
         made = cls(up, down, activation_format, gate_up_bias=up_bias, down_bias=down_bias, **numbers)
+    made.in_turns = contract.has_gate and not contract.concatenated
     return made.train(module.training)
 
 

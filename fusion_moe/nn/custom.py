@@ -76,8 +76,8 @@ class CustomExperts(Projections):
 
     def _product(self, projection: str, rows: Tensor, ends: Tensor) -> Tensor:
         y = ops.grouped_mm(
-            rows, self._parts(projection), ends, weight_format=self.encoding.name, weight_layout=self.weight_layout,
-            activation_format=self.activation_format,
+            rows, self._parts(projection), ends, *self._factors(projection), weight_format=self.encoding.name,
+            weight_layout=self.weight_layout, activation_format=self.activation_format, lora_scale=self._lora_scale,
         )  # fmt: skip
         bias = self._bias(projection, y)
         return y if bias is None else ops.group_add(y, bias, ends)

@@ -41,9 +41,10 @@ class Experts(Projections):
         gate_up, down = (self._parts(name) for name in self.projections)
         gate_up_bias, down_bias = (self._bias(name, hidden_states) for name in self.projections)
         return torch.ops.fusion_moe.fused_experts(
-            hidden_states, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias, interleave=self.interleave, limit=self.limit,
-            alpha=self.alpha, up_offset=self.up_offset, scale_on=self.scale_on, activation_format=self.activation_format,
-            weight_layout=self.weight_layout, weight_format=self.encoding.name,
+            hidden_states, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias, *self._factors("gate_up"),
+            *self._factors("down"), interleave=self.interleave, limit=self.limit, alpha=self.alpha, up_offset=self.up_offset,
+            scale_on=self.scale_on, activation_format=self.activation_format, weight_layout=self.weight_layout,
+            weight_format=self.encoding.name, lora_scale=self._lora_scale,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from ..encodings import NVFP4, Encoding, Quantized, mxfp4_as_nvfp4
@@ -22,12 +24,14 @@ class Projections(PackedModule):
         gate_up_decode_scale                 float32 [E, 2], a scale for gate and one for up; down_decode_scale float32 [E]
         gate_up_proj_bias, down_proj_bias    float [E, 2I] and [E, H], or None; the only ones that a cast of the model casts
 
-    or up_proj [E, I, H], up_proj_scale, up_decode_scale [E], up_proj_bias [E, I]. activation_format: "bf16", activations as they come in,
-    or "nvfp4", quantized too (compute capability 10.0 only).
+    or up_proj [E, I, H], up_proj_scale, up_decode_scale [E], up_proj_bias [E, I]. Submodules gate_up_lora and down_lora, where they
+    are: adapters that train (lora.py). activation_format: "bf16", activations as they come in, or "nvfp4", quantized too (compute
+    capability 10.0 only).
     """
 
     down_proj: nn.Parameter
     down_proj_bias: nn.Parameter | None
+    in_turns = False  # whether rows of gate and up took turns in the module that this one was converted from
 
     def __init__(
         self, gated: bool, up: Quantized, down: Quantized, activation_format: str, up_bias: Tensor | None, down_bias: Tensor | None
@@ -91,6 +95,21 @@ class Projections(PackedModule):
         """The bias of a projection in the dtype of activations."""
         bias = getattr(self, f"{projection}_proj_bias")
         return None if bias is None else bias.to(like.dtype)
+
+    def adapter(self, projection: str) -> Any:
+        """What add_lora_ gave a projection; None if nothing."""
+        return self._modules.get(f"{projection}_lora")
+
+    def _factors(self, projection: str) -> tuple[Tensor | None, Tensor | None]:
+        """A [E, r, K] and B [E, N, r] of a projection's adapter."""
+        adapter = self.adapter(projection)
+        return (None, None) if adapter is None else (adapter.A, adapter.B)
+
+    @property
+    def _lora_scale(self) -> float:
+        """What multiplies B @ A: one number for both projections."""
+        adapters = map(self.adapter, self.projections)
+        return next((adapter.scale for adapter in adapters if adapter is not None), 1.0)
 
     def extra_repr(self) -> str:
         """For print(model)."""

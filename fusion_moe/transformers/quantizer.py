@@ -11,7 +11,7 @@ from transformers.quantizers import HfQuantizer
 from ..checkpoints import Directory
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
-from ..nn import prepare_
+from ..nn import Adapter, prepare_
 from ..nn.packed import PackedModule
 from ..nn.projections import Projections
 from .completeness import check_complete
@@ -87,12 +87,14 @@ class FusionMoeQuantizer(HfQuantizer):
         if any(p.is_cuda for p in model.parameters()):
             prepare_(model)
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, Any]]:
-        """Called before anything is written: the model learns how its weights are written, and with which configuration."""
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        """Called before anything is written: the model learns how its weights are written, and with which configuration. Adapters are not:
+        `save_lora` writes them.
+        """
         sources = {} if self.plan is None else self.plan.experts
         model._weight_conversions = conversions_for_saving(model, sources)
         model.config.quantization_config = self._saved_config(model)
-        return None, {}
+        return _without_adapters(model), {}
 
     def _saved_config(self, model: Any) -> Any:
         """The one that was loaded, unless the weights are stored differently now. UnsupportedError if no configuration says how."""
@@ -114,8 +116,13 @@ class FusionMoeQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Encoded weights are frozen."""
-        return False
+        """Encoded weights are frozen; adapters beside them train (`add_lora_`), and so does the rest of the model."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """Whether a Trainer takes the model without PEFT around it."""
+        return True
 
     @property
     def is_compileable(self) -> bool:
@@ -134,6 +141,12 @@ def _module(model: Any, name: str) -> Projections:
     found = model.get_submodule(name)
     assert isinstance(found, Projections)
     return found
+
+
+def _without_adapters(model: Any) -> dict[str, Any] | None:
+    """The state of a model but for its adapters; None if it has none."""
+    adapters = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Adapter))
+    return {key: t for key, t in model.state_dict().items() if not key.startswith(adapters)} if adapters else None
 
 
 def attach(model: Any) -> None:

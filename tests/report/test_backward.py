@@ -8,6 +8,7 @@ from experts import experts
 
 import fusion_moe
 from fusion_moe.errors import UnsupportedError
+from fusion_moe.nn import add_lora_
 
 ops = torch.ops.fusion_moe
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 64, 32, 6, 2
@@ -43,12 +44,20 @@ class Frozen(Layer):
         return x + self.experts(x, ids, weights)
 
 
+class Adapted(Frozen):
+    """And with adapters of them, which alone train."""
+
+    def __init__(self):
+        super().__init__()
+        add_lora_(self, 8, 16)
+
+
 @pytest.fixture
 def x():
     return torch.randn(TOKENS, HIDDEN).bfloat16().requires_grad_()
 
 
-@pytest.mark.parametrize("layer", [Layer, Frozen])
+@pytest.mark.parametrize("layer", [Layer, Frozen, Adapted])
 def test_table(layer, x, golden):
     weights, ids = torch.randn(TOKENS, EXPERTS).bfloat16().topk(TOP_K)
     report = fusion_moe.explain(layer().routed, x, ids, weights.requires_grad_(), backward=True)

@@ -11,6 +11,7 @@ from fusion_moe.encodings import NVFP4
 from fusion_moe.errors import OptionError, ShapeError, Untranslatable, need_one_of
 from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
+from fusion_moe.ir.kinds import eight_bits
 from fusion_moe.ir.kinds.rows import weighted
 from fusion_moe.ir.kinds.rules import need_same
 from fusion_moe.ir.kinds.shape import elements, merged
@@ -20,9 +21,11 @@ from fusion_moe.translate import translator
 
 from . import arguments
 from .arguments import shown
-from .weights import packed, weight_type
+from .lora import Adapter, adapter, low_rank
+from .weights import is_plain, packed, weight_type
 
-ACTIVATION_FORMATS = ("bf16", "nvfp4")
+WGRADS = {"mxfp8": "mxfp8", "mxfp8_wgrad_bf16": "bf16"}  # of products whose weights are rounded too
+ACTIVATION_FORMATS = ("bf16", "nvfp4", *WGRADS)
 
 
 def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Value], Value]]:
@@ -43,18 +46,23 @@ def operand(fd: FusionDefinition, x: Value, ends: Value, activation_format: str)
 def product(
     fd: FusionDefinition, a: Value, weight: Sequence[Value], ends: Value, activation_format: str, dtype: str,
     weight_format: str = "nvfp4", weight_layout: str = "linear", transposed: bool = False, k_major: bool = False,
+    lora: Adapter | None = None,
 ) -> Value:  # fmt: skip
     """a [M/g, K], the parts of a weight [G, N, K], ends i32[G]@ends(g) -> dtype[M/g, N]
 
-    transposed: the weight is float[G, K, N]. k_major: its codes are [G, K/2, N], strided so that the two of a byte run along K.
+    transposed: the weight is float[G, K, N]. k_major: its codes are [G, K/2, N], strided so that the two of a byte run along K. lora: what
+    is added to the product before it is rounded.
     """
     w = packed(fd, weight, weight_format, weight_layout, k_major)
-    if transposed:
-        return fd.ops.cast(fd.ops.grouped_mm_t(a, w, ends), dtype=dtype)
-    stored = {} if weight_layout == "linear" else {"w_layout": weight_layout}
-    if activation_format == "nvfp4":
-        a = fd.ops.quantize(a, fd.ops.decode_scale(a, encoding="nvfp4"), encoding="nvfp4")
-    return fd.ops.cast(fd.ops.grouped_mm(a, w, ends, **stored), dtype=dtype)
+    if activation_format in WGRADS:
+        y = eight_bits.product(fd, a, w, ends, WGRADS[activation_format], transposed)
+    elif transposed:
+        y = fd.ops.grouped_mm_t(a, w, ends)
+    else:
+        stored = {} if weight_layout == "linear" else {"w_layout": weight_layout}
+        rows = fd.ops.quantize(a, fd.ops.decode_scale(a, encoding="nvfp4"), encoding="nvfp4") if activation_format == "nvfp4" else a
+        y = fd.ops.grouped_mm(rows, w, ends, **stored)
+    return fd.ops.cast(y if lora is None else fd.ops.add(y, low_rank(fd, a, lora, ends)), dtype=dtype)
 
 
 @translator("fusion_moe::nvfp4_quantize")
@@ -84,34 +92,42 @@ def nvfp4_grouped_mm(
     activation_format: str = "bf16", weight_layout: str = "linear", out_dtype: str | None = None,
 ) -> Value:  # fmt: skip
     """a [..., K], weight nvfp4[G, N, K], offs i32[G] -> [..., N]"""
-    return grouped_mm(fd, a, (b_codes, b_block_scale, b_decode_scale), offs, "nvfp4", weight_layout, activation_format, out_dtype)
+    parts = b_codes, b_block_scale, b_decode_scale
+    return grouped_mm(fd, a, parts, offs, None, None, "nvfp4", weight_layout, activation_format, out_dtype)
 
 
 @translator("fusion_moe::grouped_mm")
 def grouped_mm(
-    fd: FusionDefinition, a: Value, weight: Sequence[Value], offs: Value, weight_format: str = "nvfp4", weight_layout: str = "linear",
-    activation_format: str = "bf16", out_dtype: str | None = None, transposed: bool = False,
+    fd: FusionDefinition, a: Value, weight: Sequence[Value], offs: Value, lora_a: Value | None = None, lora_b: Value | None = None,
+    weight_format: str = "nvfp4", weight_layout: str = "linear", activation_format: str = "bf16", out_dtype: str | None = None,
+    transposed: bool = False, lora_scale: float = 1.0,
 ) -> Value:  # fmt: skip
     """a [..., K], the parts of a weight [G, N, K] in the encoding `weight_format`, offs i32[G] -> [..., N]
 
-    transposed: the weight is float[G, K, N].
+    transposed: the weight is float[G, K, N]. lora_a [G, r, K], lora_b [G, N, r]: an adapter of it.
     """
     if out_dtype is not None:
         arguments.need_float_dtype("out_dtype", out_dtype)
     w = weight_type("weight", weight, weight_format, weight_layout, transposed)
-    _check_activation_format(activation_format, transposed)
+    _check_activation_format(activation_format, weight_format, weight_layout, transposed)
     arguments.need_operand("a", a.type, "the weight", w, 1 if transposed else 2)
     arguments.need_ends("offs", offs.type, w.shape[0])
+    lora = adapter("lora", lora_a, lora_b, lora_scale, "the weight", w, 1 if transposed else 2, a.type)
     rows, restore = flat(fd, a, keep=1)
     ends = fd.groups_of(offs, plain(rows.type.shape[0]))
     rows = operand(fd, rows, ends, activation_format)
     dtype = out_dtype or a.type.dtype
-    return restore(product(fd, rows, weight, ends, activation_format, dtype, weight_format, weight_layout, transposed=transposed))
+    y = product(fd, rows, weight, ends, activation_format, dtype, weight_format, weight_layout, transposed=transposed, lora=lora)
+    return restore(y)
 
 
-def _check_activation_format(activation_format: str, transposed: bool = False) -> None:
+def _check_activation_format(activation_format: str, weight_format: str, weight_layout: str, transposed: bool = False) -> None:
     need_one_of("activation_format", activation_format, ACTIVATION_FORMATS)
-    if transposed and activation_format != "bf16":
+    if activation_format in WGRADS:
+        if not is_plain(weight_format, weight_layout):
+            found = f"activation_format = {activation_format!r} with weights in {weight_format}, weight_layout = {weight_layout!r}"
+            raise OptionError(found, expected="weights of floats in the linear layout, which are rounded in each product")
+    elif transposed and activation_format != "bf16":
         found = f"transposed = True with activation_format = {activation_format!r}"
         raise OptionError(found, expected="'bf16': the blocks of weights [G, K, N] do not run along K")
 
@@ -211,26 +227,31 @@ def expert_mlp(
     """x [..., H], ids int[T, k], w [T, k], gate_up nvfp4[G, 2I, H], down nvfp4[G, H, I] -> [..., H]"""
     gate_up, down = (gate_up_codes, gate_up_block_scale, gate_up_decode_scale), (down_codes, down_block_scale, down_decode_scale)
     return fused_experts(
-        fd, x, ids, w, gate_up, down, gate_up_bias, down_bias, "nvfp4", weight_layout, interleave, limit, alpha, up_offset, scale_on,
-        activation_format,
+        fd, x, ids, w, gate_up, down, gate_up_bias, down_bias, weight_layout=weight_layout, interleave=interleave, limit=limit, alpha=alpha,
+        up_offset=up_offset, scale_on=scale_on, activation_format=activation_format,
     )  # fmt: skip
 
 
 @translator("fusion_moe::fused_experts")
 def fused_experts(
     fd: FusionDefinition, x: Value, ids: Value, w: Value, gate_up: Sequence[Value], down: Sequence[Value],
-    gate_up_bias: Value | None = None, down_bias: Value | None = None, weight_format: str = "nvfp4", weight_layout: str = "linear",
-    interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0, scale_on: str = "output",
-    activation_format: str = "bf16", transposed: bool = False,
+    gate_up_bias: Value | None = None, down_bias: Value | None = None, gate_up_lora_a: Value | None = None,
+    gate_up_lora_b: Value | None = None, down_lora_a: Value | None = None, down_lora_b: Value | None = None, weight_format: str = "nvfp4",
+    weight_layout: str = "linear", interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0,
+    scale_on: str = "output", activation_format: str = "bf16", transposed: bool = False, lora_scale: float = 1.0,
 ) -> Value:  # fmt: skip
     """x [..., H], ids int[T, k], w [T, k], the parts of gate_up [G, 2I, H] and down [G, H, I] in `weight_format` -> [..., H]
 
-    transposed: the weights are floats, gate_up [G, H, 2I] and down [G, I, H].
+    transposed: the weights are floats, gate_up [G, H, 2I] and down [G, I, H]. Adapters: gate_up_lora_a [G, r, H], gate_up_lora_b
+    [G, 2I, r], down_lora_a [G, r, I], down_lora_b [G, H, r].
     """
     need_one_of("scale_on", scale_on, ("output", "input"))
-    _check_activation_format(activation_format, transposed)
+    _check_activation_format(activation_format, weight_format, weight_layout, transposed)
     weights = [weight_type(name, parts, weight_format, weight_layout, transposed) for name, parts in (("gate_up", gate_up), ("down", down))]
-    _need_experts(x.type, weights[0], weights[1], (gate_up_bias, down_bias), interleave, 1 if transposed else 2)
+    axis = 1 if transposed else 2
+    _need_experts(x.type, weights[0], weights[1], (gate_up_bias, down_bias), interleave, axis)
+    of_gate_up = adapter("gate_up_lora", gate_up_lora_a, gate_up_lora_b, lora_scale, "gate_up", weights[0], axis, x.type)
+    of_down = adapter("down_lora", down_lora_a, down_lora_b, lora_scale, "down", weights[1], axis, x.type)
     tokens, restore = flat(fd, x, keep=1)
     ids, w = flat(fd, ids, keep=1)[0], flat(fd, w, keep=1)[0]
     arguments.need_slots("ids", ids.type)
@@ -243,10 +264,11 @@ def fused_experts(
         wide = accumulated(dtype)
         a = fd.ops.cast(weighted(fd, fd.ops.cast(a, dtype=wide), w, slot_of), dtype=dtype)
         w = fd.ops.full(shape=w.type.shape, fill_value=1.0, dtype=wide)
-    y = product(fd, a, gate_up, ends, activation_format, dtype, weight_format, weight_layout, transposed=transposed)
+    how = activation_format, dtype, weight_format, weight_layout, transposed
+    y = product(fd, a, gate_up, ends, *how, lora=of_gate_up)
     y = biased(fd, y, gate_up_bias, ends)
     y = scaled_swiglu(fd, y, None, interleave, limit, alpha, up_offset)
-    y = product(fd, y, down, ends, activation_format, dtype, weight_format, weight_layout, transposed=transposed)
+    y = product(fd, y, down, ends, *how, lora=of_down)
     y = biased(fd, y, down_bias, ends)
     return restore(combine(fd, y, slot_of, w))
 

@@ -19,7 +19,7 @@ WEIGHT_LAYOUTS = ("linear", "sf128x4", "w16x64")
 def packed(fd: FusionDefinition, parts: Sequence[Value], weight_format: str, layout: str, k_major: bool = False) -> Value:
     """The parts of a weight, whose types are right, -> the weight; a plain one in row-major order is its only part."""
     fd.mark_weight(*parts)
-    if _is_plain(weight_format, layout):
+    if is_plain(weight_format, layout):
         return parts[0]
     return fd.ops.pack(*parts, encoding=weight_format, layout=layout, **({"transposed": True} if k_major else {}))
 
@@ -34,10 +34,10 @@ def weight_type(name: str, parts: Sequence[Value], weight_format: str, layout: s
     types = [part.type for part in parts]
     _need_parts(name, types, weight_format)
     need_rank(name, types[0], "[G, N, K]")
-    if transposed and not _is_plain(weight_format, layout):
+    if transposed and not is_plain(weight_format, layout):
         found = f"transposed = True with weight_format = {weight_format!r} and weight_layout = {layout!r}"
         raise OptionError(found, expected="weights of floats [G, K, N], in the linear layout")
-    if _is_plain(weight_format, layout):
+    if is_plain(weight_format, layout):
         return types[0]
     try:
         (weight,) = KINDS["pack"].infer(*types, encoding=weight_format, layout=layout)
@@ -46,7 +46,8 @@ def weight_type(name: str, parts: Sequence[Value], weight_format: str, layout: s
     return weight
 
 
-def _is_plain(weight_format: str, layout: str) -> bool:
+def is_plain(weight_format: str, layout: str) -> bool:
+    """Whether a weight is one tensor of floats in row-major order."""
     return weight_format in FLOATS and layout == "linear"
 
 

@@ -1,0 +1,291 @@
+"""LoRA beside frozen experts in 4 bits on one H100 or H200: a layer's forward and backward, and the products that its backward needs.
+
+    python benchmarks/h200_lora.py --out FILE.jsonl [--cells 'qwen3:*'] [--repeats 10] [--minutes 5] [--commit HASH]
+    python benchmarks/h200_lora.py --out FILE.jsonl --table          what the file has
+    python benchmarks/h200_lora.py --products                        dgrad of weights in 4 bits, beside their forward product
+    python benchmarks/h200_lora.py --out FILE.jsonl --device cpu --tiny
+
+Cells: a layer's experts from the router's ids to tokens, with adapters of rank 16 on both projections, `qwen3:2048:uniform`: NVFP4 in the
+size of Qwen3-30B-A3B, MXFP4 in that of gpt-oss-120b (SwiGLU without biases). Gradients are those of tokens, router weights and adapters.
+Contenders get the same numbers in one process:
+
+    fusion_moe        weights in 4 bits, in the order of `prepare_`
+    fusion_moe bf16   the same operation with bf16 weights
+    torch             torch's grouped product with bf16 weights, and adapters as two more products
+    dequantized       that, with weights in 4 bits that each forward makes bf16 of (compiled by Inductor), and autograd keeps
+
+Results and gradients are compared with torch's. "weights GB" are what is stored for the frozen weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from h200_cells import MODELS, Model
+from h200_training import Watch, compare, provenance, summary, table
+from torch import Tensor
+from torch.nn import functional as F
+from training_cells import TINY, Layer
+from training_peers import Contender
+
+from fusion_moe import options
+from fusion_moe.compile import compile_fusion
+from fusion_moe.encodings import ENCODINGS, Encoding, Quantized, dequantize, quantize
+from fusion_moe.ir.builder import FusionDefinition
+from fusion_moe.layouts import W16X64
+from fusion_moe.runtime.program import Program
+from fusion_moe.target import TARGETS
+
+ops = torch.ops.fusion_moe
+RANK, SCALE = 16, 2.0
+FORMATS = {"qwen3": "nvfp4", "gpt-oss": "mxfp4", "tiny": "nvfp4"}
+TOKENS = (512, 2048, 8192)
+NAMES = ("y", "dx", "drouter", "dA gate_up", "dB gate_up", "dA down", "dB down")
+_NAME_OF = {torch.bfloat16: "bf16", torch.uint8: "u8", torch.float8_e4m3fn: "f8e4m3", torch.float8_e8m0fnu: "f8e8m0", torch.float32: "f32"}
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A layer whose weights are in 4 bits, and adapters: A bf16[E, r, K], B bf16[E, N, r] of both projections."""
+
+    cell: Layer
+    device: str
+
+    @property
+    def encoding(self) -> Encoding:
+        """Of the weights."""
+        return ENCODINGS[FORMATS[self.cell.name]]
+
+    @cached_property
+    def on(self) -> Any:
+        """Tokens, ids, router weights and bf16 weights, which are what the weights in 4 bits stand for."""
+        on = self.cell.inputs(self.device)
+        for name in ("gate_up", "down"):
+            object.__setattr__(on, name, dequantize(getattr(self, name), torch.bfloat16))
+        return on
+
+    @cached_property
+    def gate_up(self) -> Quantized:
+        """[E, 2I, H]"""
+        return self._weight(0)
+
+    @cached_property
+    def down(self) -> Quantized:
+        """[E, H, I]"""
+        return self._weight(1)
+
+    @cached_property
+    def adapters(self) -> tuple[Tensor, ...]:
+        """A and B of gate_up, then of down."""
+        g = torch.Generator(self.device).manual_seed(1)
+        made = []
+        for n, k in self.cell.products:
+            for shape, scale in (((RANK, k), k**-0.5), ((n, RANK), RANK**-0.5)):
+                t = torch.randn(self.cell.model.experts, *shape, device=self.device, generator=g)
+                made.append((t * scale).bfloat16().requires_grad_())
+        return tuple(made)
+
+    def contender(self, run: Callable[[], Tensor]) -> Contender:
+        """Who computes it so."""
+        return Contender(run, (self.on.x, self.on.w, *self.adapters), self.on.seed)
+
+    def _weight(self, i: int) -> Quantized:
+        n, k = self.cell.products[i]
+        g = torch.Generator(self.device).manual_seed(2 + i)
+        each = (torch.randn(n, k, device=self.device, generator=g) * k**-0.5 for _ in range(self.cell.model.experts))
+        parts = zip(*(quantize(matrix[None], encoding=self.encoding) for matrix in each), strict=True)
+        return Quantized(*(torch.cat(part) for part in parts), encoding=self.encoding)
+
+
+def ours(layer: Adapted) -> Contender:
+    """Weights in 4 bits."""
+    layout = "w16x64" if layer.device == "cuda" else "linear"
+    gate_up, down = (_stored(w, layout) for w in (layer.gate_up, layer.down))
+    return _operation(layer, gate_up, down, layer.encoding.name, layout)
+
+
+def ours_bf16(layer: Adapted) -> Contender:
+    """The operation with plain weights."""
+    return _operation(layer, [layer.on.gate_up], [layer.on.down], "bf16", "linear")
+
+
+def _operation(layer: Adapted, gate_up: Sequence[Tensor], down: Sequence[Tensor], weight_format: str, layout: str) -> Contender:
+    on, (a1, b1, a2, b2) = layer.on, layer.adapters
+    how: dict[str, Any] = {"weight_format": weight_format, "weight_layout": layout, "lora_scale": SCALE}
+    factors = {"gate_up_lora_a": a1, "gate_up_lora_b": b1, "down_lora_a": a2, "down_lora_b": b2}
+    return layer.contender(lambda: ops.fused_experts(on.x, on.ids, on.w, gate_up, down, **factors, **how))
+
+
+def torchs(layer: Adapted) -> Contender:
+    """torch's grouped product."""
+    return layer.contender(lambda: _steps(layer, layer.on.gate_up, layer.on.down))
+
+
+def dequantized(layer: Adapted) -> Contender:
+    """bf16 made anew for each call."""
+    made = torch.compile(dequantize, disable=layer.device == "cpu")
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            gate_up, down = (made(w, torch.bfloat16) for w in (layer.gate_up, layer.down))
+        return _steps(layer, gate_up, down)
+
+    return layer.contender(run)
+
+
+def _steps(layer: Adapted, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Sort, gather, products with adapters, SwiGLU, weights, back to the order of slots, sum over each token's."""
+    on, (a1, b1, a2, b2) = layer.on, layer.adapters
+    slots = on.ids.shape[1]
+    sorted_ids, order = on.ids.flatten().sort()
+    counts = torch.histc(sorted_ids.int() if on.x.is_cuda else sorted_ids.float(), bins=len(down), min=0, max=len(down) - 1)
+    ends = counts.cumsum(0, dtype=torch.int32)
+
+    def product(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        low = F.grouped_mm(x, a.mT, offs=ends) * SCALE
+        return F.grouped_mm(x, w.mT, offs=ends) + F.grouped_mm(low, b.mT, offs=ends)
+
+    gate, up = product(on.x[order // slots], gate_up, a1, b1).chunk(2, -1)
+    y = product(F.silu(gate) * up, down, a2, b2) * on.w.flatten()[order].unsqueeze(-1)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return y[back].view(len(on.x), slots, -1).sum(1)
+
+
+MAKES = {"torch": torchs, "fusion_moe": ours, "fusion_moe bf16": ours_bf16, "dequantized": dequantized}
+
+
+def cells(tiny: bool) -> list[Layer]:
+    """All of them."""
+    if tiny:
+        return [Layer("tiny", TINY, 48, "uniform")]
+    return [Layer(name, MODELS[name], tokens, "uniform") for name in ("qwen3", "gpt-oss") for tokens in TOKENS]
+
+
+def measure(cell: Layer, repeats: int, device: str) -> dict[str, Any]:
+    """The line of one cell."""
+    layer = Adapted(cell, device)
+    found = compare({name: partial(make, layer) for name, make in MAKES.items()}, MAKES, NAMES, repeats, Watch(device))
+    low = sum(n * RANK + RANK * k for n, k in cell.products)
+    flops = 2 * cell.rows * (sum(n * k for n, k in cell.products) + low)
+    packed = sum(t.nbytes for w in (layer.gate_up, layer.down) for t in w)
+    weights = {"packed": packed, "bf16": layer.on.gate_up.nbytes + layer.on.down.nbytes}
+    return {"cell": cell.key, "rows": cell.rows, "flops": flops, "weights": weights, "contenders": found}
+
+
+# The products ---------------------------------------------------------------------------------------------------------
+
+
+def program(kind: str, weight: Quantized, layout: str, device: str) -> Program:
+    """a bf16[M/g, ...] times a weight [G, N, K] -> bf16: fprop contracts K, dgrad N."""
+    fd, (groups, n, k) = FusionDefinition(), weight.shape
+    rows = fd.define_size("m")
+    ends = fd.groups_of(fd.define_tensor(shape=(groups,), dtype="i32"), rows)
+    a = fd.define_tensor(shape=(rows, k if kind == "fprop" else n), dtype="bf16")
+    given = [fd.define_tensor(shape=tuple(t.shape), dtype=_NAME_OF[t.dtype]) for t in weight]
+    w = fd.ops.pack(*given, encoding=weight.encoding.name, layout=layout)
+    product = fd.ops.grouped_mm if kind == "fprop" else fd.ops.grouped_mm_t
+    fd.add_output(fd.ops.cast(product(fd.ops.partition(a, ends), w, ends, w_layout=layout), dtype="bf16"))
+    return compile_fusion(fd.fusion(), TARGETS[device], options.current())
+
+
+def products(repeats: int, device: str, tiny: bool) -> None:
+    """A line for each product and number of tokens: medians of all, in turns."""
+    print("| weight | tokens | fprop us | dgrad us | dgrad / fprop | dgrad TFLOP/s | dgrad of bf16 us |\n|---|---|---|---|---|---|---|")
+    for name, model in {"tiny": TINY}.items() if tiny else ((name, MODELS[name]) for name in ("qwen3", "gpt-oss")):
+        for n, k in model.products("mlp"):
+            _product(model, FORMATS[name], n, k, repeats, device)
+
+
+def _product(model: Model, fmt: str, n: int, k: int, repeats: int, device: str) -> None:
+    watch, g = Watch(device), torch.Generator(device).manual_seed(0)
+    each = (quantize(torch.randn(1, n, k, device=device, generator=g), encoding=ENCODINGS[fmt]) for _ in range(model.experts))
+    linear = Quantized(*(torch.cat(part) for part in zip(*each, strict=True)), encoding=ENCODINGS[fmt])
+    bf16 = Quantized(dequantize(linear, torch.bfloat16), encoding=ENCODINGS["bf16"])
+    layout = "w16x64" if device == "cuda" else "linear"
+    weight = Quantized(*_stored(linear, layout), encoding=linear.encoding)
+    programs = {
+        "fprop": (program("fprop", weight, layout, device), weight),
+        "dgrad": (program("dgrad", weight, layout, device), weight),
+        "bf16": (program("dgrad", bf16, "linear", device), bf16),
+    }
+    for tokens in (512, 1024, 2048, 4096, 8192):
+        rows = tokens * model.slots
+        ends = torch.randint(model.experts, (rows,), device=device, generator=g).bincount(minlength=model.experts).cumsum(0).int()
+        x, dy = (torch.randn(rows, columns, device=device, generator=g).bfloat16() for columns in (k, n))
+        calls = {kind: partial(run, [ends, x if kind == "fprop" else dy, *parts]) for kind, (run, parts) in programs.items()}
+        times: dict[str, list[float]] = {kind: [] for kind in calls}
+        for _ in range(repeats + 2):
+            for kind, call in calls.items():
+                times[kind].append(watch.seconds(call))
+        fprop, dgrad, plain = (sorted(times[kind][2:])[repeats // 2] * 1e6 for kind in calls)
+        rate = 2 * rows * n * k / dgrad / 1e6
+        print(
+            f"| {fmt}[{model.experts}, {n}, {k}] | {tokens} | {fprop:.0f} | {dgrad:.0f} | {dgrad / fprop:.2f} | {rate:.0f} | {plain:.0f} |"
+        )
+
+
+def _stored(weight: Quantized, layout: str) -> Sequence[Tensor]:
+    """The parts in a layout, in memory of their own."""
+    return [t.clone() for t in (W16X64.pack(*weight, encoding=weight.encoding) if layout == "w16x64" else weight)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def weights_table(rows: Sequence[dict[str, Any]]) -> str:
+    """What the frozen weights take, stored."""
+    lines = ["| cell | weights GB | of bf16 |", "|---|---|---|"]
+    for row in rows:
+        packed, bf16 = row["weights"]["packed"], row["weights"]["bf16"]
+        lines.append(f"| {row['cell']} | {packed / 1e9:.3f} | {packed / bf16:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--cells", nargs="+", default=["*"], help="patterns")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a small cell, to try the program")
+    parser.add_argument("--table", action="store_true", help="print what the file has, measure nothing")
+    parser.add_argument("--products", action="store_true", help="dgrad beside the forward product, and no layers")
+    parser.add_argument("--commit", default="")
+    told = parser.parse_args()
+    if told.products:
+        products(told.repeats, told.device, told.tiny)
+        return
+    if told.out is None:
+        parser.error("--out, or --products")
+    begun = time.monotonic()
+    rows = [json.loads(line) for line in told.out.read_text(encoding="utf-8").splitlines()] if told.out.exists() else []
+    if not told.table:
+        made, done = provenance(told.device, told.commit), {row["cell"] for row in rows}
+        print(made, flush=True)
+        for cell in cells(told.tiny):
+            if cell.key in done or not any(fnmatch.fnmatch(cell.key, pattern) for pattern in told.cells):
+                continue
+            if time.monotonic() - begun > 60 * told.minutes:
+                print(f"stopped before {cell.key}; the same command resumes there")
+                break
+            rows.append({**measure(cell, told.repeats, told.device), "provenance": made})
+            with told.out.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(rows[-1]) + "\n")
+            print(table(rows[-1:]).split("\n", 2)[2], flush=True)
+    told.out.with_suffix(".txt").write_text(f"{table(rows)}\n", encoding="utf-8")
+    print(summary(rows), weights_table(rows), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

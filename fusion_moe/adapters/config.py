@@ -1,0 +1,81 @@
+"""adapter_config.json: what of PEFT's LoraConfig experts have, and what is refused because it would be ignored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.headers import parse_json
+from ..errors import CheckpointError, UnsupportedError
+
+CONFIG = "adapter_config.json"
+_REFUSED = (
+    "use_dora", "lora_bias", "fan_in_fan_out", "use_qalora", "use_bdlora", "rank_pattern", "alpha_pattern", "modules_to_save",
+    "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "target_modules",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """rank and alpha of all adapters; targets: full names of parameters, or their ends: "mlp.experts.down_proj"."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    def targeted(self, name: str) -> bool:
+        """Whether a parameter has an adapter."""
+        return any(name == target or name.endswith(f".{target}") for target in self.targets)
+
+    def written(self, base: str | None) -> dict[str, Any]:
+        """As PEFT writes it. base: the name or path of the model that is adapted."""
+        return {
+            "peft_type": "LORA", "task_type": None, "base_model_name_or_path": base, "inference_mode": True, "r": self.rank,
+            "lora_alpha": int(self.alpha) if self.alpha.is_integer() else self.alpha, "lora_dropout": 0.0, "bias": "none",
+            "use_rslora": False, "init_lora_weights": True, "target_modules": [], "target_parameters": list(self.targets),
+        }  # fmt: skip
+
+
+def read_config(directory: Path) -> LoraConfig:
+    """The configuration of a directory. CheckpointError for one that is none, UnsupportedError for adapters of another kind."""
+    file = directory / CONFIG
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{error.strerror}", expected="what save_lora or PEFT wrote", where=str(file)) from None
+    return _parsed(parse_json(text, file), file)
+
+
+def _parsed(config: Mapping[str, Any], file: Path) -> LoraConfig:
+    kind, bias = config.get("peft_type"), config.get("bias", "none")
+    if kind != "LORA" or bias != "none":
+        found = f"peft_type = {kind!r}, bias = {bias!r}"
+        raise UnsupportedError(found, expected="LORA adapters without biases", where=str(file))
+    if used := [key for key in _REFUSED if config.get(key)]:
+        found = ", ".join(f"{key} = {config[key]!r}" for key in used)
+        raise UnsupportedError(found, expected="adapters of experts' parameters alone, all of one rank", where=str(file))
+    rank, alpha = _number(config, "r", file), _number(config, "lora_alpha", file)
+    targets = config.get("target_parameters")
+    if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
+        raise CheckpointError(f"target_parameters = {targets!r}", expected="names of experts' parameters", where=str(file))
+    return LoraConfig(int(rank), alpha * math.sqrt(rank) if config.get("use_rslora") else alpha, tuple(targets))
+
+
+def _number(config: Mapping[str, Any], key: str, file: Path) -> float:
+    value = config.get(key)
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or (key == "r" and (value < 1 or value != int(value))):
+        expected = "a positive integer" if key == "r" else "a finite number"
+        raise CheckpointError(f"{key} = {value!r}", expected=expected, where=str(file))
+    return float(value)
+
+
+def common(ranks_and_alphas: Sequence[tuple[int, float]], where: str) -> tuple[int, float]:
+    """The one rank and alpha of all adapters. UnsupportedError if there are several."""
+    different = sorted(set(ranks_and_alphas))
+    if len(different) > 1:
+        found = " and ".join(f"rank {rank} with alpha {alpha}" for rank, alpha in different)
+        raise UnsupportedError(found, expected="adapters of one rank and one alpha", where=where)
+    return different[0]

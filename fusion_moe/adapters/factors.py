@@ -1,0 +1,34 @@
+"""The factors of experts as PEFT stores them: two matrices for all E experts of rank r.
+
+    lora_A [E * r, K]    the r rows of one expert after those of the other
+    lora_B [N, r * E]    of one r the columns of all experts, then of the next
+
+Source: peft.tuners.lora.layer.ParamWrapper.get_delta_weight (0.21).
+
+>>> a, b = torch.arange(4.0).view(2, 2, 1), torch.arange(4.0).view(2, 1, 2)   # two experts of rank 2, K = N = 1
+>>> [t.tolist() for t in to_peft(a, b)]
+[[[0.0], [1.0], [2.0], [3.0]], [[0.0, 2.0, 1.0, 3.0]]]
+>>> all(torch.equal(x, y) for x, y in zip(from_peft(*to_peft(a, b), experts=2), (a, b)))
+True
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def to_peft(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """A [E, r, K], B [E, N, r] -> lora_A [E * r, K], lora_B [N, r * E]"""
+    return a.flatten(0, 1).contiguous(), b.permute(1, 2, 0).flatten(1).contiguous()
+
+
+def from_peft(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `to_peft`."""
+    return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1).contiguous()
+
+
+def peft_shapes(a: torch.Size, b: torch.Size) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The shapes of what `to_peft` makes."""
+    experts, rank, k = a
+    return (experts * rank, k), (b[1], rank * experts)

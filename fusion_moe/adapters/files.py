@@ -1,0 +1,176 @@
+"""save_lora and load_lora_: adapters of a model's experts as a directory, and back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints.headers import Entry, read_header
+from ..checkpoints.shard import Planned, Step, write_shard
+from ..checkpoints.writing import readable_errors, sync, write_text
+from ..errors import CheckpointError, UnsupportedError
+from ..nn.activations import deinterleave, interleave
+from ..nn.lora import Adapter, adapt, adaptable, adapters_of, need_unadapted
+from ..nn.projections import Projections
+from .config import CONFIG, LoraConfig, common, read_config
+from .factors import from_peft, peft_shapes, to_peft
+
+TENSORS = "adapter_model.safetensors"
+_ROOT = "base_model.model"  # what PEFT calls the model that it wraps
+_INNER = "base_layer"  # and the module, or the adapter, inside of an adapter
+
+
+def save_lora(model: nn.Module, directory: str | Path) -> Path:
+    """Writes the adapters of a model, and nothing else of it, as PEFT would. The directory appears whole or not at all.
+
+    PEFT loads it into the model in floating point, by the names of its parameters: `PeftModel.from_pretrained(model, directory)`.
+    UnsupportedError for a model without adapters, or with several ranks; CheckpointError where the directory is there already and not
+    empty, or cannot be written.
+    """
+    dst = Path(directory).absolute()
+    found = [(name, module) for name, module in adaptable(model, "save_lora").items() if any(True for _ in adapters_of(module))]
+    if not found:
+        raise UnsupportedError("no adapters", expected="a model that add_lora_ or load_lora_ gave some", where="save_lora")
+    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
+        raise CheckpointError("it is there already", expected="a name of nothing, or of an empty directory", where=str(dst))
+    rank, alpha = common([(a.rank, a.alpha) for _, module in found for _, a in adapters_of(module)], "save_lora")
+    targets = tuple(_parameter(name, projection) for name, module in found for projection, _ in adapters_of(module))
+    config = LoraConfig(rank, alpha, targets).written(getattr(model, "name_or_path", None) or None)
+    tensors = {key: t for name, module in found for key, t in _stored(name, module)}
+    _write(dst, tensors, config)
+    return dst
+
+
+def load_lora_(model: nn.Module, directory: str | Path, *, dtype: torch.dtype = torch.float32) -> list[str]:
+    """Adds the adapters of a directory, which `save_lora` or PEFT wrote, to the experts of a model, in place, and freezes all else.
+
+    Returns what is adapted. dtype: of A and B. Every tensor of the file must find its place: CheckpointError names one that does not;
+    UnsupportedError for what PEFT can do beside adapters of experts (DoRA, other modules, ...), for a model without experts, and for one
+    that has adapters already. Fails before it changes anything.
+    """
+    path, modules = Path(directory), adaptable(model, "load_lora_")
+    need_unadapted(modules, "load_lora_")
+    config, entries = read_config(path), _entries(path)
+    made = {name: _planned(name, modules, config, entries, dtype) for name in _named(entries)}
+    if lost := entries.keys() - {key for name, its in made.items() for key in _keys(name, its)}:
+        raise CheckpointError(f"{min(lost)} has no place", expected="adapters of experts alone", where=str(path / TENSORS))
+    tensors = _read(path / TENSORS)
+    model.requires_grad_(False)
+    for name, adapters in made.items():
+        _fill(name, modules[name], adapters, tensors)
+    return [f"{name}.{projection}" if name else projection for name, its in made.items() for projection in its]
+
+
+# Names -------------------------------------------------------------------------------------------------------------------
+
+
+def _parameter(name: str, projection: str) -> str:
+    """The name of a projection's weight in the model that PEFT adapts."""
+    return f"{name}.{projection}_proj" if name else f"{projection}_proj"
+
+
+def _keys(name: str, adapters: Mapping[str, Any]) -> list[str]:
+    """The names of lora_A and lora_B of each projection of a module. Each adapter is wrapped around the one before."""
+    depths = range(len(adapters) - 1, -1, -1)
+    return [".".join(filter(None, (_ROOT, name, *[_INNER] * depth, f"lora_{f}.weight"))) for depth in depths for f in "AB"]
+
+
+def _named(entries: Mapping[str, Entry]) -> list[str]:
+    """The modules that a file has adapters of."""
+    found = dict.fromkeys(key.partition(".lora_")[0] for key in entries)
+    return list(dict.fromkeys(".".join(p for p in name.removeprefix(_ROOT).split(".") if p and p != _INNER) for name in found))
+
+
+# Saving ------------------------------------------------------------------------------------------------------------------
+
+
+def _stored(name: str, module: Projections) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module's adapters by PEFT's names."""
+    adapters = dict(adapters_of(module))
+    factors = [t for projection, adapter in adapters.items() for t in to_peft(adapter.A.detach(), _rows_there(module, projection, adapter))]
+    return zip(_keys(name, adapters), factors, strict=True)
+
+
+def _rows_there(module: Projections, projection: str, adapter: Adapter) -> Tensor:
+    """B with its rows in the order that the model had before its experts were converted."""
+    rows = adapter.B.detach()
+    return interleave(rows, 1, 1) if module.in_turns and projection == "gate_up" else rows
+
+
+def _write(dst: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """The two files, under another name until they are on disk."""
+    steps = [Step(tuple(Planned(key, t.dtype, tuple(t.shape)) for key, t in tensors.items()), lambda: _on_cpu(tensors))]
+    partial = dst.with_name(f".{dst.name}.{os.getpid()}.partial")
+    with readable_errors(dst, partial):
+        try:
+            partial.mkdir(parents=True)
+            write_shard(partial / TENSORS, steps)
+            write_text(partial / CONFIG, json.dumps(config, indent=2) + "\n")
+            sync(partial)
+            partial.rename(dst)
+            sync(dst.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: t.cpu() for key, t in tensors.items()}
+
+
+# Loading -----------------------------------------------------------------------------------------------------------------
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    """What the file of a directory has, by name; no data are read."""
+    file = path / TENSORS
+    if not file.exists() and (path / "adapter_model.bin").exists():
+        found, todo = "adapter_model.bin: pickled tensors, which can run code when they are read", "save it with safe_serialization=True"
+        raise UnsupportedError(found, expected=TENSORS, todo=todo, where=str(path))
+    return {entry.name: entry for entry in read_header(file)}
+
+
+def _planned(
+    name: str, modules: Mapping[str, Projections], config: LoraConfig, entries: Mapping[str, Entry], dtype: torch.dtype
+) -> dict[str, Adapter]:  # fmt: skip
+    """Adapters for a module, on the meta device, that the file has tensors of."""
+    if name not in modules:
+        expected = f"modules with experts: {', '.join(modules)}"
+        raise CheckpointError(f"adapters of {name or 'the whole model'}", expected=expected, where="load_lora_")
+    module = modules[name]
+    projections = [p for p in module.projections if config.targeted(_parameter(name, p))]
+    shapes = {p: module.weight(p).shape for p in projections}
+    made = {p: Adapter(shapes[p], config.rank, config.alpha, dtype, torch.device("meta")) for p in projections}
+    wanted = [shape for adapter in made.values() for shape in peft_shapes(adapter.A.shape, adapter.B.shape)]
+    for key, shape in zip(_keys(name, made), wanted, strict=True):
+        if key not in entries or entries[key].shape != shape or not entries[key].dtype.is_floating_point:
+            found = str(entries.get(key, f"no {key}"))
+            raise CheckpointError(found, expected=f"{key} of floats {list(shape)}", where="load_lora_")
+    return made
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(str(error), expected="the file as it was when its header was read", where=str(file)) from None
+
+
+def _fill(name: str, module: Projections, planned: Mapping[str, Adapter], tensors: Mapping[str, Tensor]) -> None:
+    """Gives a module its adapters, with the numbers of the file."""
+    keys = _keys(name, planned)
+    for (projection, like), key_a, key_b in zip(planned.items(), keys[::2], keys[1::2], strict=True):
+        a, b = from_peft(tensors[key_a], tensors[key_b], like.A.shape[0])
+        adapter = adapt(module, projection, like.rank, like.alpha, like.A.dtype)
+        with torch.no_grad():
+            adapter.A.copy_(a)
+            adapter.B.copy_(deinterleave(b, 1, 1) if module.in_turns and projection == "gate_up" else b)

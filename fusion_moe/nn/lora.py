@@ -1,0 +1,139 @@
+"""LoRA: adapters of low rank beside the frozen weights of experts, which alone train.
+
+    y = W x + (alpha / rank) B (A x)        for each expert, both products added in float32
+
+Letters: E experts, r rank, N out-features, K in-features.
+Source: LoRA (Hu et al., 2021); initial values, and what trains, are PEFT's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DtypeError, OptionError, UnsupportedError, need_one_of
+from ..ir.types import DTYPES, FLOATS
+from .projections import Projections
+
+TARGETS = ("gate_up", "down")
+FLOAT_DTYPES = tuple(DTYPES[name] for name in FLOATS)
+Filter = Callable[[nn.Module, str], bool]
+
+
+class Adapter(nn.Module):
+    """What is added to the weight [E, N, K] of a projection: alpha / rank times B @ A.
+
+    Parameters: A float[E, r, K], uniform in -1 / sqrt(K) .. 1 / sqrt(K), and B float[E, N, r], zero: at first nothing is added.
+    """
+
+    def __init__(self, shape: Sequence[int], rank: int, alpha: float, dtype: torch.dtype, device: torch.device):
+        """shape: E, N and K of the weight."""
+        super().__init__()
+        experts, n, k = shape
+        self.alpha = alpha
+        self.A = nn.Parameter(torch.empty(experts, rank, k, dtype=dtype, device=device))
+        self.B = nn.Parameter(torch.zeros(experts, n, rank, dtype=dtype, device=device))
+        nn.init.kaiming_uniform_(self.A.flatten(0, 1), a=math.sqrt(5))
+
+    @property
+    def rank(self) -> int:
+        """How many features are between A and B."""
+        return self.A.shape[1]
+
+    @property
+    def scale(self) -> float:
+        """What multiplies B @ A."""
+        return self.alpha / self.rank
+
+    def delta(self, expert: int) -> Tensor:
+        """float32 [N, K]: what is added to the weight of an expert."""
+        return self.scale * (self.B[expert].detach().float() @ self.A[expert].detach().float())
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        experts, rank, k = self.A.shape
+        return f"experts={experts}, in_features={k}, out_features={self.B.shape[1]}, rank={rank}, alpha={self.alpha}"
+
+
+def add_lora_(
+    model: nn.Module, rank: int = 16, alpha: float = 32, targets: Iterable[str] = TARGETS, *, dtype: torch.dtype = torch.float32,
+    filter_fn: Filter | None = None,
+) -> list[str]:  # fmt: skip
+    """Adds adapters to the experts of a model, in place, and freezes all else: only A and B train, as with PEFT. Returns what is adapted.
+
+    Experts are modules of fusion_moe.nn, quantized (`quantize_`) or float; filter_fn(module, name) says which, all without it. targets:
+    "gate_up", the first projection (`up` where there is no gate), "down", or both. dtype: of A and B, float32 as PEFT keeps them; products
+    are computed in the dtype of activations. What else should train: `requires_grad_()` on it afterwards.
+
+    Fails before it changes anything: UnsupportedError for a model without experts, or with adapters already; OptionError for a rank, an
+    alpha or a target that is none; DtypeError for integers.
+    """
+    modules = adaptable(model, "add_lora_", filter_fn)
+    _check_options(rank, alpha, dtype)
+    chosen = _need_targets(targets)
+    need_unadapted(modules, "add_lora_")
+    model.requires_grad_(False)
+    made = []
+    for name, module in modules.items():
+        for projection in (module.projections[TARGETS.index(target)] for target in chosen):
+            adapt(module, projection, rank, float(alpha), dtype)
+            made.append(f"{name}.{projection}" if name else projection)
+    return made
+
+
+def adaptable(model: nn.Module, where: str, filter_fn: Filter | None = None) -> dict[str, Projections]:
+    """The modules that can have adapters, by name. UnsupportedError if there are none."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"a {type(model).__name__}", expected="a torch.nn.Module with experts", where=where)
+    known = {name: module for name, module in model.named_modules() if isinstance(module, Projections)}
+    modules = {name: module for name, module in known.items() if filter_fn is None or filter_fn(module, name)}
+    if not modules:
+        found = "filter_fn rejected all experts" if known else f"no experts of fusion_moe.nn in a {type(model).__name__}"
+        raise UnsupportedError(found, expected="at least one module of them", todo="" if known else "quantize_(model) first", where=where)
+    return modules
+
+
+def _check_options(rank: int, alpha: float, dtype: torch.dtype) -> None:
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank <= 0:
+        raise OptionError(f"rank = {rank!r}", expected="a positive integer", where="add_lora_")
+    if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        raise OptionError(f"alpha = {alpha!r}", expected="a finite number", where="add_lora_")
+    if dtype not in FLOAT_DTYPES:
+        raise DtypeError(f"dtype = {dtype}", expected=f"one of {', '.join(map(str, FLOAT_DTYPES))}", where="add_lora_")
+
+
+def _need_targets(targets: Iterable[str]) -> tuple[str, ...]:
+    """The targets in order, each once."""
+    given = (targets,) if isinstance(targets, str) else tuple(targets)
+    for target in given:
+        need_one_of("target", target, TARGETS, where="add_lora_")
+    if not given:
+        raise OptionError("no targets", expected=" or ".join(TARGETS), where="add_lora_")
+    return tuple(target for target in TARGETS if target in given)
+
+
+def need_unadapted(modules: Mapping[str, Projections], where: str) -> None:
+    """UnsupportedError if one of the modules has an adapter."""
+    for name, module in modules.items():
+        if any(True for _ in adapters_of(module)):
+            found, todo = f"{name or type(module).__name__} has adapters already", "merge_lora_(model) makes them part of the weights"
+            raise UnsupportedError(found, todo=todo, where=where)
+
+
+def adapt(module: Projections, projection: str, rank: int, alpha: float, dtype: torch.dtype) -> Adapter:
+    """Gives a projection an adapter, where its weight is."""
+    weight = module.weight(projection)
+    adapter = Adapter(weight.shape, rank, alpha, dtype, weight.device)
+    module.add_module(f"{projection}_lora", adapter)
+    return adapter
+
+
+def adapters_of(module: Projections) -> Iterator[tuple[str, Adapter]]:
+    """The adapters of a module, by projection."""
+    for projection in module.projections:
+        adapter = module.adapter(projection)
+        if adapter is not None:
+            yield projection, adapter

@@ -1,0 +1,66 @@
+"""Adapters of low rank: what is added to a product, B (A x) times a scale, A [G, r, K] and B [G, N, r] for a weight [G, N, K].
+
+Source: LoRA (Hu et al., 2021), with factors for each expert as PEFT has them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fusion_moe.errors import DtypeError, ShapeError
+from fusion_moe.ir.builder import FusionDefinition
+from fusion_moe.ir.core import Value
+from fusion_moe.ir.types import DTYPES, TensorType, accumulated, plain
+
+from . import arguments
+from .arguments import shown
+
+
+class Adapter(NamedTuple):
+    """a float[G, r, K], b float[G, N, r], and what multiplies their product."""
+
+    a: Value
+    b: Value
+    scale: float
+
+
+def adapter(
+    name: str, a: Value | None, b: Value | None, scale: float, of: str, weight: TensorType, axis: int, rows: TensorType
+) -> Adapter | None:  # fmt: skip
+    """The adapter of a weight, whose `axis` is contracted with rows float[..., K]; None if there is none. ShapeError or DtypeError."""
+    if a is None and b is None:
+        return None
+    if a is None or b is None:
+        given, missing = ("a", "b") if b is None else ("b", "a")
+        raise ShapeError(f"{name}_{given} without {name}_{missing}", expected="both or neither")
+    groups, n, k = (plain(weight.shape[i]) for i in (0, 3 - axis, axis))
+    arguments.need_rank(f"{name}_a", a.type, "[G, r, K]")
+    rank = plain(a.type.shape[1])
+    arguments.need_shape(f"{name}_a", a.type, (groups, rank, k), f"r features of the {k} that {of} {shown(weight)} reads")
+    arguments.need_shape(f"{name}_b", b.type, (groups, n, rank), f"the {n} out-features of {of} {shown(weight)} from those of {name}_a")
+    for part, v in (("a", a), ("b", b)):
+        _need_float(f"{name}_{part}", v.type, rows)
+    return Adapter(a, b, scale)
+
+
+def _need_float(name: str, factor: TensorType, rows: TensorType) -> None:
+    """A float that is rounded to the dtype of rows; float64 goes with float64 alone."""
+    arguments.need_dtype(name, factor, arguments.FLOATS)
+    if accumulated(factor.dtype) != accumulated(rows.dtype):
+        found = f"{name} is {DTYPES[factor.dtype]}, rows are {DTYPES[rows.dtype]}"
+        raise DtypeError(found, expected="torch.float64 for both, or for neither", todo=f"pass {name}.to({DTYPES[rows.dtype]})")
+
+
+def low_rank(fd: FusionDefinition, a: Value, lora: Adapter, ends: Value) -> Value:
+    """a float[M/g, K] -> f32[M/g, N] (f64 in float64), to be added to the product of a weight.
+
+    The scale multiplies the r features between, the fewest numbers. They are rounded to the dtype of `a` before and after, so that the
+    products of the backward read rows of that dtype too; a fused kernel rounds once.
+    """
+    dtype = a.type.dtype
+    fd.mark_weight(lora.a, lora.b)
+    factor_a, factor_b = (fd.ops.cast(v, dtype=dtype) if v.type.dtype != dtype else v for v in (lora.a, lora.b))
+    h = fd.ops.cast(fd.ops.grouped_mm(a, factor_a, ends), dtype=dtype)
+    if lora.scale != 1.0:
+        h = fd.ops.cast(fd.ops.mul(fd.ops.cast(h, dtype=accumulated(dtype)), float(lora.scale)), dtype=dtype)
+    return fd.ops.grouped_mm(h, factor_b, ends)
