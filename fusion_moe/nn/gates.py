@@ -41,8 +41,9 @@ def swiglu_of(module: Any) -> Swiglu | None:
     return _found[key]
 
 
-# torch.compiler.assume_constant_result, which imports the tracer: a graph is of one module, and what its experts compute does not change
-swiglu_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# torch.compiler.assume_constant_result or disable, which import the tracer. What a module's experts compute does not change; tracers before
+# torch 2.13 take no module as an argument: there the graph breaks.
+swiglu_of.__dict__["_dynamo_marked_constant" if torch.__version__ >= "2.13" else "_torchdynamo_disable"] = True
 
 
 def _key(module: Any) -> Hashable:
