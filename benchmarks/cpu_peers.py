@@ -17,6 +17,9 @@ from fusion_moe.runtime import pages
 
 Peer = Callable[[tuple[Tensor, ...]], object]  # one tensor of rows for each expert
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]  # x bf16 [T, H], ids int64 [T, k], w f32 [T, k] -> bf16 [T, H]
+Factors = tuple[Tensor, ...]  # bf16 A [E, r, K] and B [E, N, r] of gate_up, then of down
+# x, ids, w of a layer, dy bf16 [T, H] -> the gradients of x, of w and of factors
+TrainingStep = Callable[[Tensor, Tensor, Tensor, Tensor], list[Tensor]]
 
 
 def onnxruntime(experts: int, n: int, k: int, threads: int) -> Peer:
@@ -172,14 +175,37 @@ class KtKernel:
 
     def fp4(self, kernel: str, gate_up: Quantized, down: Quantized) -> Layer:
         """NVFP4 or MXFP4 weights; the scale of a block becomes one bf16, as its loader of checkpoints makes it."""
-        config = self._config(down)
-        config.quant_config.bits, config.quant_config.zero_point = 4, False
-        config.quant_config.group_size = down.encoding.block
-        codes = [*gate_up.codes.chunk(2, 1), down.codes]
-        scales = [*_folded(gate_up).chunk(2, 1), _folded(down)]
-        config.gate_projs, config.up_projs, config.down_projs = map(_addresses, codes)
-        config.gate_scales, config.up_scales, config.down_scales = map(_addresses, scales)
+        config, parts = self._config(down), _parts(gate_up, down)
+        _set_fp4(config, parts)
         return self._loaded(kernel, config)
+
+    def lora(self, kernel: str, gate_up: Quantized, down: Quantized, factors: Factors, alpha: float) -> TrainingStep:
+        """Forward and backward of such weights, frozen, with adapters, of which gate and up have the same A."""
+        (a, b, down_a, down_b), (experts, hidden, inner) = factors, down.shape
+        gate_b, up_b = (half.contiguous() for half in b.chunk(2, 1))
+        loras, order, parts = (a, gate_b, a, up_b, down_a, down_b), torch.arange(experts), _parts(gate_up, down)
+        config = self._moe.MOESFTConfig()
+        config.expert_num, config.num_experts_per_tok, config.hidden_size, config.intermediate_size = experts, self._slots, hidden, inner
+        config.max_len, config.pool, config.lora_rank, config.lora_alpha = self._most_tokens, self._pool.backend_, a.shape[1], alpha
+        config.max_cache_depth, config.swiglu_limit, config.physical_to_logical_map = 1, _NO_LIMIT, order.data_ptr()
+        _set_fp4(config, parts)
+        layer = getattr(self._moe, kernel)(config)
+        self._wait(layer.load_weights_task())
+        layer.update_lora_weights(*(t.data_ptr() for t in loras))
+        return partial(self._train, layer, loras)
+
+    def _train(self, layer: Any, loras: Factors, x: Tensor, ids: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
+        y, dx, dw, grads = torch.empty_like(x), torch.empty_like(x), torch.empty_like(w), [torch.zeros_like(t) for t in loras]
+        tokens = torch.tensor([len(x)], dtype=torch.int32)
+        forward = layer.forward_sft_task(tokens.data_ptr(), self._slots, *(t.data_ptr() for t in (ids, w, x, y)), True)
+        self._wait(forward)
+        self._wait(layer.backward_task(*(t.data_ptr() for t in (dy, dx, *grads, dw)), 0, 0, 0))
+        gate_a, gate_b, up_a, up_b, down_a, down_b = grads
+        return [dx, dw, gate_a + up_a, torch.cat((gate_b, up_b), 1), down_a, down_b]
+
+    def _wait(self, task: Any) -> None:
+        self._pool.submit(task)
+        self._pool.sync()
 
     def int4(self, kernel: str, gate_up: Quantized, down: Quantized) -> Layer:
         """int4 weights with a scale for each row, which it makes of these weights in bf16; it rounds activations to int8."""
@@ -196,16 +222,32 @@ class KtKernel:
 
     def _loaded(self, kernel: str, config: Any) -> Layer:
         layer, order = getattr(self._moe, kernel)(config), torch.arange(config.expert_num)
-        self._pool.submit(layer.load_weights_task(order.data_ptr()))
-        self._pool.sync()
+        self._wait(layer.load_weights_task(order.data_ptr()))
         return partial(self._run, layer)
 
     def _run(self, layer: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         y, tokens = torch.empty_like(x), torch.tensor([len(x)], dtype=torch.int32)
         addresses = [t.data_ptr() for t in (ids, w, x, y)]
-        self._pool.submit(layer.forward_task(tokens.data_ptr(), self._slots, *addresses, False))
-        self._pool.sync()
+        self._wait(layer.forward_task(tokens.data_ptr(), self._slots, *addresses, False))
         return y
+
+
+_NO_LIMIT = 1e9  # of the activation: training with 4-bit weights takes one
+_Parts = tuple[list[Tensor], list[Tensor]]  # codes, scales; of gate, up and down
+
+
+def _parts(gate_up: Quantized, down: Quantized) -> _Parts:
+    """Views of the codes, and the scale of each block."""
+    return [*gate_up.codes.chunk(2, 1), down.codes], [*_folded(gate_up).chunk(2, 1), _folded(down)]
+
+
+def _set_fp4(config: Any, parts: _Parts) -> None:
+    """Tells a layer that is not loaded yet where its weights are."""
+    config.quant_config.bits, config.quant_config.zero_point = 4, False
+    codes, scales = parts
+    config.quant_config.group_size = 2 * codes[0].shape[2] // scales[0].shape[2]
+    config.gate_projs, config.up_projs, config.down_projs = map(_addresses, codes)
+    config.gate_scales, config.up_scales, config.down_scales = map(_addresses, scales)
 
 
 def _folded(q: Quantized) -> Tensor:

@@ -7,8 +7,8 @@ using Tier = TransposedTier<F32, Pairs, Weight>;
 
 extern "C" void product(const Problem* problem, int threads) {
     switch (problem->activation) {
-        case OF_BF16: return GroupedMM<Tier, Transposed<Weight>, bf16>(*problem).run(threads);
-        case OF_F16: return GroupedMM<Tier, Transposed<Weight>, f16>(*problem).run(threads);
-        default: return GroupedMM<Tier, Transposed<Weight>, float>(*problem).run(threads);
+        case OF_BF16: return GroupedMM<Tier, Tier::Reader<bf16>, bf16>(*problem).run(threads);
+        case OF_F16: return GroupedMM<Tier, Tier::Reader<f16>, f16>(*problem).run(threads);
+        default: return GroupedMM<Tier, Tier::Reader<float>, float>(*problem).run(threads);
     }
 }

@@ -3,11 +3,12 @@
 //
 // A reader `Reader` derives from E2M1Weight<Reader>, and has beside BYTES and `scales_in_range`
 //
-//     BLOCK         codes that share a scale: 16 or 32
-//     scale         of a byte; bfloat16 holds each exactly
-//     factors       (p, g) -> a function of n: the factor of row n of matrix g
+//     BLOCK            codes that share a scale: 16 or 32
+//     scale            of a byte; bfloat16 holds each exactly
+//     factors          (p, g) -> a function of n: the factor of row n of matrix g
 //     MIN_EXPONENT,
-//     MAX_EXPONENT  2^MIN_EXPONENT <= |code * scale| < 2^MAX_EXPONENT for scales in range, but for zeros
+//     MAX_EXPONENT     2^MIN_EXPONENT <= |code * scale| < 2^MAX_EXPONENT for scales in range, but for zeros
+//     matrix_in_range  whether the scales of a whole matrix are
 //
 // for AVX-512
 //
@@ -23,12 +24,50 @@
 //     is_nan          whether a byte is
 #pragma once
 
+#if defined(__AVX512VBMI__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "weight.h"
 
 namespace {
 
+// Sixteen codes, or their numbers.
+#ifdef __AVX512VBMI__
+inline __m512 numbers_of(const u8* codes) {
+    const __m512i shifts = _mm512_setr_epi64(0x0400000000, 0x0C00000008, 0x1400000010, 0x1C00000018, 0x2400000020, 0x2C00000028, 0x3400000030,
+                                             0x3C00000038);
+    i64 all;
+    std::memcpy(&all, codes, sizeof all);
+    const __m512i each = _mm512_multishift_epi64_epi8(shifts, _mm512_set1_epi64(all));  // look-ups take four bits
+    return _mm512_permutexvar_ps(each, _mm512_loadu_ps(E2M1));
+}
+
+inline void scaled_numbers(const u8* codes, float step, float* out) {
+    _mm512_storeu_ps(out, _mm512_mul_ps(numbers_of(codes), _mm512_set1_ps(step)));
+}
+#elif defined(__AVX2__)
+inline void scaled_numbers(const u8* codes, float step, float* out) {
+    const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28), sign = _mm256_set1_epi32(int(0x80000000));
+    for (int half = 0; half < 2; ++half) {
+        i32 eight;
+        std::memcpy(&eight, codes + 4 * half, sizeof eight);
+        const __m256i each = _mm256_srlv_epi32(_mm256_set1_epi32(eight), shifts);
+        const __m256 size = _mm256_permutevar8x32_ps(_mm256_loadu_ps(E2M1), each);  // look-ups take three bits
+        const __m256i minus = _mm256_and_si256(_mm256_slli_epi32(each, 28), sign);
+        _mm256_storeu_ps(out + 8 * half, _mm256_mul_ps(_mm256_xor_ps(size, _mm256_castsi256_ps(minus)), _mm256_set1_ps(step)));
+    }
+}
+#else
+inline void scaled_numbers(const u8* codes, float step, float* out) {
+    for (int i = 0; i < LANES; i += 2, ++codes) out[i] = E2M1[*codes & 15] * step, out[i + 1] = E2M1[*codes >> 4] * step;
+}
+#endif
+
 template <class Reader>
 struct E2M1Weight {
+    static constexpr i64 ALIGNED = LANES;
+
     struct Columns {
         const u8* codes[LANES];
         const u8* scales[LANES];
@@ -54,10 +93,8 @@ struct E2M1Weight {
         const u8* codes = codes_of(p, g) + (n * p.K + k) / 2;
         const u8* scales = scales_of(p, g) + (n * p.K + k) / Reader::BLOCK;
         const float factor = Reader::factors(p, g)(n);
-        for (i64 i = 0; i < count; i += Reader::BLOCK) {
-            const float step = Reader::scale(*scales++) * factor;
-            for (i64 j = i; j < i + Reader::BLOCK; j += 2, ++codes) out[j] = E2M1[*codes & 15] * step, out[j + 1] = E2M1[*codes >> 4] * step;
-        }
+        const i64 inside = k % Reader::BLOCK;
+        for (i64 i = 0; i < count; i += LANES) scaled_numbers(codes + i / 2, Reader::scale(scales[(inside + i) / Reader::BLOCK]) * factor, out + i);
     }
 
     static i64 contracted(const Problem& p) { return p.K; }

@@ -7,7 +7,7 @@ namespace {
 
 struct INT4 : PortableWeight {
     static constexpr double BYTES = 0.5625;
-    static constexpr i64 BLOCK = 32, ALIGNED = BLOCK;
+    static constexpr i64 BLOCK = 32, ALIGNED = LANES;
 
     static void dequantize(const Problem& p, i64 g, i64 n, i64 k, i64 count, float* out) {
         const i64 first = (g * p.N + n) * p.K + k;
@@ -15,9 +15,9 @@ struct INT4 : PortableWeight {
         const bf16* scales = static_cast<const bf16*>(p.parts[1]) + first / BLOCK;
         u8 of_run[RUN];
         spread(codes, count / 2, of_run);
-        for (i64 i = 0; i < count; i += BLOCK) {
-            const float scale = widen(scales[i / BLOCK]);
-            for (i64 j = i; j < i + BLOCK; ++j) out[j] = float(of_run[j] - 8) * scale;
+        for (i64 i = 0; i < count; i += LANES) {
+            const float scale = widen(scales[(k % BLOCK + i) / BLOCK]);
+            for (i64 j = i; j < i + LANES; ++j) out[j] = float(of_run[j] - 8) * scale;
         }
     }
 

@@ -11,7 +11,7 @@ namespace {
 
 struct MXFP4 : E2M1Weight<MXFP4> {
     static constexpr double BYTES = 0.53125;
-    static constexpr i64 BLOCK = 32, ALIGNED = BLOCK;
+    static constexpr i64 BLOCK = 32;
     static constexpr int FIRST = 106, LAST = 132;  // bytes of scales in range
     static constexpr int MIN_EXPONENT = FIRST - 128, MAX_EXPONENT = LAST - 127 + 3;
 
@@ -32,6 +32,11 @@ struct MXFP4 : E2M1Weight<MXFP4> {
             }
         }
         return true;
+    }
+
+    static bool matrix_in_range(const Problem& p, i64 g) {
+        const i64 blocks = p.N * p.K / BLOCK;
+        return all_in_range(scales_of(p, g), blocks) || in_range_but_for_zeros(scales_of(p, g), codes_of(p, g), blocks);
     }
 
 #ifdef __AVX512VBMI__

@@ -11,7 +11,7 @@ namespace {
 
 struct NVFP4 : E2M1Weight<NVFP4> {
     static constexpr double BYTES = 0.5625;
-    static constexpr i64 BLOCK = 16, ALIGNED = BLOCK;
+    static constexpr i64 BLOCK = 16;
     static constexpr int MIN_EXPONENT = -10, MAX_EXPONENT = 12;
 
     static float scale(u8 byte) { return E4M3_VALUES[byte]; }
@@ -22,9 +22,10 @@ struct NVFP4 : E2M1Weight<NVFP4> {
     }
 
     // Decode scales that keep products among the normal numbers, whatever the order of multiplications.
-    static bool scales_in_range(const WorkTile& work_tile) {
-        const Problem& p = *work_tile.p;
-        const float* of_runs = static_cast<const float*>(p.parts[2]) + work_tile.group * p.runs;
+    static bool scales_in_range(const WorkTile& work_tile) { return matrix_in_range(*work_tile.p, work_tile.group); }
+
+    static bool matrix_in_range(const Problem& p, i64 g) {
+        const float* of_runs = static_cast<const float*>(p.parts[2]) + g * p.runs;
         bool good = true;
         for (i64 s = 0; s < p.runs; ++s) {
             const float size = std::fabs(of_runs[s]);
