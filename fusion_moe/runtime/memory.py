@@ -65,6 +65,8 @@ def _place(nbytes: int, taken: Iterable[tuple[int, int]]) -> int:
 
 def allocate(memory: Memory, device: torch.device | None = None) -> tuple[object, list[int]]:
     """What holds the memory while it lives, and the address of each array: one allocation, since each takes as long as a launch."""
+    if not memory.offsets:
+        return None, []
     held = torch.empty(memory.nbytes, dtype=torch.uint8, device=device)
     start = held.data_ptr()
     return held, [start + offset for offset in memory.offsets]
