@@ -87,21 +87,31 @@ def kernels_alone(program: Any, tensors: list[torch.Tensor]) -> float:
 
 def torch_alone(layer: NVFP4Experts, token: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
     """Operations that do nothing, written in Python as ours are, and a compiled function."""
-    library, result = torch.library.Library("call_overhead", "FRAGMENT"), torch.empty(1, FEATURES)
+    library, result = torch.library.Library("call_overhead", "FRAGMENT"), torch.empty_like(token[0])
     kept.append(library)
     for name, schema in (("one", "(Tensor x) -> Tensor"), ("same", SPECS["fused_experts"].schema)):
         library.define(name + schema)
         library.impl(name, lambda *_, **__: result, "CompositeExplicitAutograd")
+    torch.library.register_fake("call_overhead::same", lambda x, *_, **__: torch.empty_like(x), lib=library)
     ops, (arguments, about) = torch.ops.call_overhead, operation_of(layer, token)
-    add = torch.compile(lambda x: x + 1)
+    compiled = torch.compile(Empty(layer.weight("gate_up"), layer.weight("down")))
     return {
         "torch: an empty operation of one tensor": lambda: ops.one.default(token[0]),
         "torch: an empty operation of fused_experts' arguments": lambda: ops.same.default(*arguments, **about),
-        "torch: x + 1 under torch.compile": lambda: add(token[0]),
+        "torch: a module with it, torch.compile()": lambda: compiled(*token),
     }
 
 
 kept: list[torch.library.Library] = []
+
+
+class Empty(NVFP4Experts):
+    """The same module with an operation that does nothing."""
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """The arguments and the result of NVFP4Experts."""
+        gate_up, down = (self._parts(name) for name in self.projections)
+        return torch.ops.call_overhead.same(hidden_states, top_k_index, top_k_weights, gate_up, down)
 
 
 def calls(layer: NVFP4Experts, token: tuple[torch.Tensor, ...], program: Any, tensors: Any, again: Any) -> dict[str, Callable[[], object]]:
