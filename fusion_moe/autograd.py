@@ -16,9 +16,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._C import _after_autograd_keyset, _any_requires_grad, _AutoDispatchBelowAutograd
+from torch._C import DispatchKey, DispatchKeySet, _after_autograd_keyset, _any_requires_grad, _AutoDispatchBelowAutograd
 
 from . import options
+from .eager import BODIES
 from .errors import Error, UnsupportedError
 from .ir.core import Fusion
 from .ir.derivative import Derivative, differentiate
@@ -31,6 +32,7 @@ from .run_ops import NAMESPACE, RUN, RUN_INTO, named_sizes
 _Restore = Callable[[Tensor], Tensor]
 
 
+_BACKENDS = frozenset(DispatchKeySet(key).raw_repr() for key in (DispatchKey.CPU, DispatchKey.CUDA))
 _derivatives: WeakValueDictionary[str, Derivative] = WeakValueDictionary()  # by the text of the backward
 
 
@@ -120,7 +122,9 @@ class _Step:
         return cls(programs, None, wants, env, options.current().key())
 
     @classmethod
-    def of_run(cls, program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], with_: str | None, parts: Parts | None) -> _Step:
+    def of_run(
+        cls, program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], with_: str | None = None, parts: Parts | None = None
+    ) -> _Step:  # fmt: skip
         """The step of a call of `run`."""
         wants = wanted(grouped(inputs, parts))
         try:
@@ -182,33 +186,33 @@ class _Differentiated(torch.autograd.Function):
         return (None, None, None, *(g if need else None for g, need in zip(split(found, ctx.step.parts, ctx.count), needed, strict=True)))
 
 
+def _below(name: str, keyset: Any) -> Callable[..., Any]:
+    """An operation below autograd: its body where nothing but a backend is left, since dispatching arguments once more takes long."""
+    keys = keyset & _after_autograd_keyset
+    if keys.raw_repr() in _BACKENDS:
+        return BODIES[name]
+    return partial(getattr(torch.ops.fusion_moe, name).default.redispatch, keys)
+
+
 def _called(spec: Spec, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     """An operation as autograd calls it."""
-    op = getattr(torch.ops.fusion_moe, spec.name).default
-    operation = partial(op.redispatch, keyset & _after_autograd_keyset, *args, **kwargs)
+    operation = _below(spec.name, keyset)
     if torch.is_grad_enabled() and _any_requires_grad(*args):
         call = bind(spec, args, kwargs)
-        return _Differentiated.apply(_Step.of_call(call), operation, call.restore, *call.tensors.values())
+        return _Differentiated.apply(_Step.of_call(call), partial(operation, *args, **kwargs), call.restore, *call.tensors.values())
     with _AutoDispatchBelowAutograd():
-        return operation()
+        return operation(*args, **kwargs)
 
 
-def _called_run(
-    name: str, keyset: Any, program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None,
-    parts: Parts | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """`run` as autograd calls it."""
-    op = getattr(torch.ops.fusion_moe, name).default
-
-    def operation() -> tuple[Tensor, ...]:
-        return tuple(op.redispatch(keyset & _after_autograd_keyset, program, inputs, sizes, options, parts))
-
+def _called_run(name: str, keyset: Any, program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], *rest: Any) -> list[Tensor]:
+    """`run` as autograd calls it. rest: options and parts, where they are given."""
+    operation = _below(name, keyset)
     if torch.is_grad_enabled() and _any_requires_grad(inputs):
-        step = _Step.of_run(program, inputs, sizes, options, parts)
-        made = _Differentiated.apply(step, operation, lambda output: output, *inputs)
+        step = _Step.of_run(program, inputs, sizes, *rest)
+        made = _Differentiated.apply(step, lambda: tuple(operation(program, inputs, sizes, *rest)), lambda output: output, *inputs)
         return list(made) if isinstance(made, tuple) else [made]
     with _AutoDispatchBelowAutograd():
-        return list(operation())
+        return operation(program, inputs, sizes, *rest)
 
 
 def _mark_non_differentiable(ctx: Any, inputs: Any, output: Any) -> None:
@@ -227,7 +231,7 @@ def _never_tracked(name: str, keyset: Any, *args: Any, **kwargs: Any) -> None:
     if torch.is_grad_enabled() and _any_requires_grad(*args):
         raise UnsupportedError("tensors that require a gradient", todo="call it under torch.no_grad()", where=name)
     with _AutoDispatchBelowAutograd():
-        getattr(torch.ops.fusion_moe, name).default.redispatch(keyset & _after_autograd_keyset, *args, **kwargs)
+        _below(name, keyset)(*args, **kwargs)
 
 
 def _register() -> None:

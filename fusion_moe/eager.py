@@ -1,12 +1,14 @@
 """The bodies of the operations: a call builds the Fusion it stands for, and runs its program.
 
-Programs are shared between calls of one kind.
+Programs are shared between calls of one kind. What a call needs is found, and its arguments are checked, at the first call of its form: the
+shapes, dtypes and devices of tensors, the other arguments, the options in force. Calls of a known form only launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,11 +17,46 @@ from torch import Tensor
 from .compile import program_of
 from .ir.effects import check_targets, write_over
 from .ir.text import parse, text
-from .op_definitions import LIBRARY, SPECS, Spec, as_bytes, bind, eager_types, fusion_of
+from .op_definitions import LIBRARY, SPECS, Call, Spec, as_bytes, bind, eager_types, fusion_of, restored
 from .options import Options, current, from_key
 from .parts import Parts, grouped, joined
 from .run_ops import RUN, RUN_INTO, all_inputs, named_sizes, need_pure, need_written
 from .runtime.program import Program
+from .runtime.remembered import Remembered
+
+_REMEMBERED = 1024  # forms of calls
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What calls of one form run. changed: the shapes of tensors that the program takes otherwise than they come, by their places.
+
+    lead: the leading dimensions of the output, where they are not those of the program's.
+    """
+
+    program: Program
+    sizes: Mapping[str, int]
+    changed: Mapping[int, Sequence[int]]
+    lead: Sequence[int] | None = None
+
+    @classmethod
+    def of(
+        cls, program: Program, given: Sequence[Tensor], taken: Sequence[Tensor], sizes: Mapping[str, int], lead: Sequence[int] | None = None
+    ) -> _Found:  # fmt: skip
+        """What it is for tensors that are given in one form and taken in another. Raises if they do not fit the program."""
+        changed = {i: t.shape for i, t in enumerate(taken) if t is not given[i]}
+        return cls(program, program.sizes(taken, sizes), changed, lead)
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The outputs of the program."""
+        for i, shape in self.changed.items():
+            tensors[i] = as_bytes(tensors[i]).reshape(shape)
+        return self.program.run(tensors, self.sizes)
+
+
+def _form(tensors: Sequence[Tensor]) -> Hashable:
+    """What programs and checks read of tensors, beside elements."""
+    return tuple([(t.shape, t.dtype, t.device) for t in tensors])
 
 
 @lru_cache(maxsize=1024)
@@ -27,20 +64,52 @@ def _program(name: str, types: Any, others: Any, device: torch.device, with_: Op
     return program_of(text(fusion_of(name, types, others)), device, with_)
 
 
-def _body(spec: Spec, *args: Any, **kwargs: Any) -> Any:
-    call = bind(spec, args, kwargs)
-    tensors = [as_bytes(t) for t in call.tensors.values()]
-    outputs = _program(spec.name, eager_types(call), call.others, tensors[0].device, current())(tensors)
-    return call.restore(outputs[0]) if len(outputs) == 1 else tuple(outputs)
+class _Body:
+    """An operation, as it runs."""
+
+    def __init__(self, spec: Spec):
+        self._spec, self._found = spec, Remembered[Hashable, _Found](_REMEMBERED)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors, others = list[Tensor](), list[Any]()
+        for arg in args:
+            if isinstance(arg, Tensor):
+                tensors.append(arg)
+                others.append(Tensor)
+            elif isinstance(arg, (list, tuple)):
+                tensors += arg
+                others.append(len(arg))
+            else:
+                others.append(arg)
+        strides = tuple([t.stride() for t in tensors]) if self._spec.k_major else ()
+        key = (_form(tensors), strides, *others, *kwargs.items(), current())
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._find(tensors, bind(self._spec, args, kwargs))
+        outputs = found.run(tensors)
+        return restored(outputs[0], found.lead) if len(outputs) == 1 else tuple(outputs)
+
+    def _find(self, tensors: Sequence[Tensor], call: Call) -> _Found:
+        taken = [as_bytes(t) for t in call.tensors.values()]
+        program = _program(self._spec.name, eager_types(call), call.others, taken[0].device, current())
+        return _Found.of(program, tensors, taken, {}, call.lead)
+
+
+_runs = Remembered[Hashable, _Found](_REMEMBERED)
 
 
 def _run(
     program: str, inputs: Sequence[Tensor], sizes: Sequence[int], options: str | None = None, parts: Parts | None = None
 ) -> list[Tensor]:  # fmt: skip
-    device = inputs[0].device if inputs else torch.device("cpu")
-    compiled = program_of(program, device, from_key(options) if options else None)
-    fusion = need_pure(compiled.stages[0][1])
-    return compiled(_whole(inputs, parts), named_sizes(fusion, sizes))
+    tensors = _whole(inputs, parts)
+    key = (_form(tensors), program, *sizes, options, current())
+    found = _runs.get(key)
+    if found is None:
+        device = tensors[0].device if tensors else torch.device("cpu")
+        compiled = program_of(program, device, from_key(options) if options else None)
+        named = named_sizes(need_pure(compiled.stages[0][1]), sizes)
+        found = _runs[key] = _Found.of(compiled, tensors, [as_bytes(t) for t in tensors], named)
+    return found.run(tensors)
 
 
 def _run_into(
@@ -48,7 +117,8 @@ def _run_into(
     parts: Parts | None = None,
 ) -> None:  # fmt: skip
     fusion = parse(program)
-    tensors, env = all_inputs(fusion, _whole(inputs, parts), written), named_sizes(fusion, sizes)
+    whole = [as_bytes(t) for t in _whole(inputs, parts)]
+    tensors, env = all_inputs(fusion, whole, written), named_sizes(fusion, sizes)
     need_written(fusion, written, env)
     targets = dict(enumerate(written))
     check_targets(targets)
@@ -58,7 +128,7 @@ def _run_into(
 
 def _whole(tensors: Sequence[Tensor], parts: Parts | None) -> list[Tensor]:
     """The inputs of a program, each one tensor."""
-    return [joined(t) if isinstance(t, tuple) else as_bytes(t) for t in grouped(tensors, parts)]
+    return [joined(t) if isinstance(t, tuple) else t for t in grouped(tensors, parts)]
 
 
 @lru_cache(maxsize=512)
@@ -67,12 +137,8 @@ def _pure_text(program: str) -> str:
     return text(parse(program).pure)
 
 
-def _register() -> None:
-    for spec in SPECS.values():
-        LIBRARY.impl(spec.name, partial(_body, spec), "CompositeExplicitAutograd")
-    for names, body in ((RUN, _run), (RUN_INTO, _run_into)):
-        for name in names:
-            LIBRARY.impl(name, body, "CompositeExplicitAutograd")
-
-
-_register()
+BODIES: Mapping[str, Callable[..., Any]] = {
+    **{name: _Body(spec) for name, spec in SPECS.items()}, **dict.fromkeys(RUN, _run), **dict.fromkeys(RUN_INTO, _run_into)
+}  # fmt: skip
+for _name, _body in BODIES.items():
+    LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")

@@ -135,7 +135,12 @@ class Call:
 
     def restore(self, output: Tensor) -> Tensor:
         """The output with the leading dimensions that the flattened argument had."""
-        return output if self.lead is None else output.reshape(*self.lead, *output.shape[1:])
+        return restored(output, self.lead)
+
+
+def restored(output: Tensor, lead: Sequence[int] | None) -> Tensor:
+    """The output of a program with the leading dimensions that an operation's has; None: it has them."""
+    return output if lead is None else output.reshape(*lead, *output.shape[1:])
 
 
 def _types(name: str, forms: Forms, sizes: Callable[[str, int, Any], Any]) -> Types:

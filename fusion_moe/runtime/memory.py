@@ -6,6 +6,7 @@ found.offsets, found.nbytes    # (0, 1024, 0), 1536: z lies where x was
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from ..groups import ceil_to
 
 ALIGNMENT = 256  # bytes: arrays begin at multiples of it
+_KEPT = 2**20  # bytes that each thread keeps for the arrays of small calls
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,22 @@ def _place(nbytes: int, taken: Iterable[tuple[int, int]]) -> int:
 
 
 def allocate(memory: Memory, device: torch.device | None = None) -> tuple[object, list[int]]:
-    """What holds the memory while it lives, and the address of each array: one allocation, since each takes as long as a launch."""
-    held = torch.empty(memory.nbytes, dtype=torch.uint8, device=device)
-    start = held.data_ptr()
+    """What holds the memory while it lives, and the address of each array: one allocation, since each takes as long as a launch.
+
+    device None: on the CPU, until this thread allocates again. Each thread keeps enough for small calls.
+    """
+    if device is None and memory.nbytes <= _KEPT:
+        held, start = _of_thread.kept
+    else:
+        held = torch.empty(memory.nbytes, dtype=torch.uint8, device=device)
+        start = held.data_ptr()
     return held, [start + offset for offset in memory.offsets]
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        held = torch.empty(_KEPT, dtype=torch.uint8, device="cpu")
+        self.kept = held, held.data_ptr()
+
+
+_of_thread = _OfThread()

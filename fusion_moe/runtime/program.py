@@ -22,6 +22,7 @@ from . import dump
 from .check import check_stages
 from .kernel import Kernel
 from .preparing import Compiled, Noted, compile_all, note
+from .remembered import Remembered
 
 _REMEMBERED = 256  # sizes of calls
 _MOVES = ("reshape", "slice", "permute", "broadcast_in_dim", "cast", "partition", "ends", "unpack")  # may return the memory they were given
@@ -51,7 +52,7 @@ class Program:
     joined: Joined | None = None
     dumped: Path | None = None
 
-    @property
+    @cached_property
     def fusion(self) -> Fusion:
         """The Fusion that the kernels implement."""
         return self.stages[-1][1]
@@ -66,16 +67,21 @@ class Program:
 
         An output with an alias is the input that it is written over, after all kernels.
         """
-        env = self._sizes(tensors, sizes or {})
-        check_targets(self.fusion.targets(tensors))
+        return self.run(tensors, self.sizes(tensors, sizes or {}))
+
+    def run(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
+        """A call on inputs of the shapes, dtypes and device that `sizes` returned env for: they are not checked again."""
+        targets = self.fusion.targets(tensors)
+        if targets:
+            check_targets(targets)
         if note(self._compiled, _device_of(tensors), env):
-            return self._zeros(tensors, env)
+            return self._zeros(tensors, env, targets)
         if self.checked:
             check_stages(self.stages, self.segments, tensors, env)
         if self.dumped:
             with dump.into(self.dumped):
-                return self._run(tensors, env)
-        return self._run(tensors, env)
+                return list(write_over(targets, self._launched(tensors, env)))
+        return list(write_over(targets, self._launched(tensors, env)))
 
     def prepare(self, device: torch.device | str = "cpu", **sizes: int) -> None:
         """Compiles, in parallel, what a call of these sizes needs: `program.prepare("cuda", s0=64)`. ShapeError unless all are given."""
@@ -90,30 +96,33 @@ class Program:
         launches: list[Any] = [self.joined] if self.joined else [kernel.launch for kernel in self.kernels]
         return tuple(launch for launch in launches if isinstance(launch, Compiled))
 
-    def _zeros(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
+    def _zeros(
+        self, tensors: Sequence[torch.Tensor], env: Mapping[str, int], targets: Mapping[int, torch.Tensor]
+    ) -> list[torch.Tensor]:  # fmt: skip
         """Outputs of the right types; what would be written over stays as it is."""
-        device, targets = _device_of(tensors), self.fusion.targets(tensors)
+        device = _device_of(tensors)
         made = (torch.zeros(storage_shape(v.type, env), dtype=DTYPES[v.type.dtype], device=device) for v in self.fusion.outputs)
         return [targets.get(i, t) for i, t in enumerate(made)]
 
-    def _run(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
-        joined = self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
-        outputs = self._one_by_one(tensors, env) if joined is None else joined
-        return list(write_over(self.fusion.targets(tensors), outputs))
+    def sizes(self, tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> Mapping[str, int]:
+        """The values of the symbols, from the shapes of the inputs and from those given; raises if inputs do not fit their types.
 
-    def _sizes(self, tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> Mapping[str, int]:
-        """The values of the symbols, remembered by all that they are read from: decoding asks for the same ones again and again."""
-        key = (tuple((t.shape, t.dtype, t.device) for t in tensors), tuple(given.items()))
-        if key not in self._remembered:
-            if len(self._remembered) >= _REMEMBERED:
-                self._remembered.clear()
+        Remembered by all that they are read from: decoding asks for the same ones again and again.
+        """
+        key = (tuple([(t.shape, t.dtype, t.device) for t in tensors]), tuple(given.items()))
+        found = self._remembered.get(key)
+        if found is None:
             _need_one_device(tensors)
-            self._remembered[key] = self.stages[0][1].bind(tensors, given)
-        return self._remembered[key]
+            found = self._remembered[key] = self.stages[0][1].bind(tensors, given)
+        return found
 
     @cached_property
-    def _remembered(self) -> dict[Any, Mapping[str, int]]:
-        return {}
+    def _remembered(self) -> Remembered[Any, Mapping[str, int]]:
+        return Remembered(_REMEMBERED)
+
+    def _launched(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> Sequence[torch.Tensor]:
+        joined = self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
+        return self._one_by_one(tensors, env) if joined is None else joined
 
     def _one_by_one(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
         made: dict[Value, Any] = dict(zip(self.fusion.inputs, tensors, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,6 +17,7 @@ from ...ir.types import DTYPES
 from ...runtime import build, memory
 from ...runtime.memory import Memory
 from ...runtime.preparing import Build
+from ...runtime.remembered import Remembered
 from .prebuilt import product_of
 from .readers import KERNELS
 from .segment import Source
@@ -23,7 +25,7 @@ from .unit import Step, text
 
 _REMEMBERED = 256  # sizes of calls
 Sizes = Mapping[str, int]
-Entry = Callable[[Any, Any], int]  # (pointers, sizes) -> whether it found bad input
+Entry = Callable[[bytes, bytes], int]  # (pointers, sizes) -> whether it found bad input
 
 
 class Library:
@@ -60,7 +62,7 @@ class Library:
         """One of its functions."""
         function, products = getattr(self._loaded, name), self._products
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-        return lambda pointers, sizes: int(function(pointers, sizes, products, torch.get_num_threads()))
+        return lambda pointers, sizes: function(pointers, sizes, products, torch.get_num_threads())
 
 
 class Function:
@@ -99,7 +101,7 @@ class Launch(Function):
 class _Resolved:
     """What a call of known sizes needs: the sizes as C has them, shape and dtype of results, memory for what else it makes."""
 
-    numbers: Any
+    numbers: bytes
     results: tuple[tuple[Any, torch.dtype], ...]
     workspace: Memory
 
@@ -114,24 +116,26 @@ class Arrays:
     def __init__(self, fusion: Fusion, lifetimes: Mapping[Value, tuple[int, int]], transposed: Collection[Value | None]):
         self._symbols, self._lifetimes = fusion.symbols, lifetimes
         self._made = [v for v in lifetimes if v in fusion.outputs]
-        self._own = [v in fusion.outputs for v in lifetimes]
-        self._outputs = [[*fusion.inputs, *self._made].index(v) for v in fusion.outputs]
-        self._swap = [v in transposed for v in fusion.inputs]
-        self._pointers = ctypes.c_void_p * (len(fusion.inputs) + len(lifetimes))
-        self._remembered: dict[tuple[int, ...], _Resolved] = {}
+        tensors = [*fusion.inputs, *self._made]
+        self._outputs = [tensors.index(v) for v in fusion.outputs]
+        self._swapped = [i for i, v in enumerate(fusion.inputs) if v in transposed]
+        addressed = [*tensors, *(v for v in lifetimes if v not in self._made)]
+        self._order = [addressed.index(v) for v in (*fusion.inputs, *lifetimes)]
+        self._pack = struct.Struct(f"{len(addressed)}P").pack
+        self._remembered = Remembered[tuple[int, ...], _Resolved](_REMEMBERED)
 
     def call(self, entry: Entry, inputs: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...] | None:
         """The outputs; None where the kernels found input that the reference has an error for."""
         resolved = self._resolved(sizes)
-        given = [(t.mT if swap else t).contiguous() for t, swap in zip(inputs, self._swap, strict=True)]
-        made = [torch.empty(shape, dtype=dtype) for shape, dtype in resolved.results]
-        _held, addresses = memory.allocate(resolved.workspace)
-        results, others = iter(made), iter(addresses)
-        pointers = [t.data_ptr() for t in given] + [next(results).data_ptr() if own else next(others) for own in self._own]
-        if entry(self._pointers(*pointers), resolved.numbers):
+        given = list(inputs)
+        for i in self._swapped:
+            given[i] = given[i].mT
+        tensors = [t.contiguous() for t in given] + [torch.empty(shape, dtype=dtype) for shape, dtype in resolved.results]
+        _held, others = memory.allocate(resolved.workspace)
+        addresses = [t.data_ptr() for t in tensors] + others
+        if entry(self._pack(*[addresses[i] for i in self._order]), resolved.numbers):
             return None
-        held = [*given, *made]
-        return tuple(held[i] for i in self._outputs)
+        return tuple([tensors[i] for i in self._outputs])
 
     def workspace(self, sizes: Sizes) -> Memory:
         """Where what is made beside the outputs lies."""
@@ -139,13 +143,13 @@ class Arrays:
 
     def _resolved(self, sizes: Sizes) -> _Resolved:
         """Remembered for as many sizes as a program meets soon again."""
-        key = tuple(sizes[s] for s in self._symbols)
-        if key not in self._remembered:
-            if len(self._remembered) >= _REMEMBERED:
-                self._remembered.clear()
+        key = tuple([sizes[s] for s in self._symbols])
+        found = self._remembered.get(key)
+        if found is None:
             results = ((storage_shape(v.type, sizes), DTYPES[v.type.dtype]) for v in self._made)
-            self._remembered[key] = _Resolved((ctypes.c_longlong * max(1, len(key)))(*key), tuple(results), self.workspace(sizes))
-        return self._remembered[key]
+            numbers = struct.pack(f"{len(key)}q", *key)
+            found = self._remembered[key] = _Resolved(numbers, tuple(results), self.workspace(sizes))
+        return found
 
 
 def _nbytes(v: Value, sizes: Sizes) -> int:
