@@ -11,12 +11,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from decoded import relative, same_parameters
+from decoded import relative, same_bytes, same_parameters
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fusion_moe
 from fusion_moe.checkpoints import convert
+from fusion_moe.checkpoints import quantize as quantize_files
 from fusion_moe.encodings import MXFP4, quantize
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.nn import Experts, Llama4MoE
@@ -82,6 +83,21 @@ def test_names_in_files_are_the_familys(tmp_path):
     assert (written["quant_method"], written["quant_algo"]) == ("modelopt", "W4A16_NVFP4")
     assert {"lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_proj"} <= set(written["ignore"])
     assert "model.layers.0.block_sparse_moe.gate" in written["ignore"]
+
+
+def test_quantized_on_disk_is_quantized_in_memory(saved, tmp_path):
+    """The same files, biases too, and so the same model."""
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    fusion_moe.quantize_(model)
+    model.save_pretrained(tmp_path / "in memory")
+    on_disk = quantize_files(saved, tmp_path / "on disk")
+    ours, theirs = (load_file(directory / "model.safetensors") for directory in (on_disk, tmp_path / "in memory"))
+    assert ours.keys() == theirs.keys()
+    assert all(same_bytes(t, theirs[name]) for name, t in ours.items())
+    again, info = AutoModelForCausalLM.from_pretrained(on_disk, output_loading_info=True)
+    assert not any(info.values())
+    assert same_parameters(again, model)
+    assert relative(logits(again), logits(model)) <= 1e-2  # bfloat16, by products that depend on alignment
 
 
 def formats(model) -> set[str]:
