@@ -12,6 +12,7 @@ from fusion_moe.errors import OptionError, ShapeError, Untranslatable, need_one_
 from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.kinds import eight_bits
+from fusion_moe.ir.kinds.eight_bits import WGRADS
 from fusion_moe.ir.kinds.rows import weighted
 from fusion_moe.ir.kinds.rules import need_same
 from fusion_moe.ir.kinds.shape import elements, merged
@@ -24,8 +25,7 @@ from .arguments import shown
 from .lora import Adapter, adapter, low_rank
 from .weights import is_plain, packed, weight_type
 
-WGRADS = {"mxfp8": "mxfp8", "mxfp8_wgrad_bf16": "bf16"}  # of products whose weights are rounded too
-ACTIVATION_FORMATS = ("bf16", "nvfp4", *WGRADS)
+ACTIVATION_FORMATS = ("bf16", "nvfp4", *WGRADS)  # those of WGRADS round weights too
 
 
 def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Value], Value]]:
