@@ -61,7 +61,7 @@ def measured(call: Callable[[], object]) -> float:
 
 def operation_of(layer: NVFP4Experts, token: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments that the module passes to its operation."""
-    return (*token, list(layer.weight("gate_up")), list(layer.weight("down"))), {"weight_layout": layer.weight_layout}
+    return (*token, list(layer.weight_of("gate_up")), list(layer.weight_of("down"))), {"weight_layout": layer.weight_layout}
 
 
 def program_of_call(layer: NVFP4Experts, token: tuple[torch.Tensor, ...]) -> tuple[Any, list[torch.Tensor], tuple[Any, ...]]:
@@ -94,7 +94,7 @@ def torch_alone(layer: NVFP4Experts, token: tuple[torch.Tensor, ...]) -> dict[st
         library.impl(name, lambda *_, **__: result, "CompositeExplicitAutograd")
     torch.library.register_fake("call_overhead::same", lambda x, *_, **__: torch.empty_like(x), lib=library)
     ops, (arguments, about) = torch.ops.call_overhead, operation_of(layer, token)
-    compiled = torch.compile(Empty(layer.weight("gate_up"), layer.weight("down")))
+    compiled = torch.compile(Empty(layer.weight_of("gate_up"), layer.weight_of("down")))
     return {
         "torch: an empty operation of one tensor": lambda: ops.one.default(token[0]),
         "torch: an empty operation of fused_experts' arguments": lambda: ops.same.default(*arguments, **about),

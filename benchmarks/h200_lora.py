@@ -20,9 +20,6 @@ Results and gradients are compared with torch's. "weights GB" are what is stored
 from __future__ import annotations
 
 import argparse
-import fnmatch
-import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -31,7 +28,7 @@ from typing import Any
 
 import torch
 from h200_cells import MODELS, Model
-from h200_training import Watch, compare, provenance, summary, table
+from h200_training import Watch, compare, resumed, summary
 from torch import Tensor
 from torch.nn import functional as F
 from training_cells import TINY, Layer
@@ -268,22 +265,7 @@ def main() -> None:
         return
     if told.out is None:
         parser.error("--out, or --products")
-    begun = time.monotonic()
-    rows = [json.loads(line) for line in told.out.read_text(encoding="utf-8").splitlines()] if told.out.exists() else []
-    if not told.table:
-        made, done = provenance(told.device, told.commit), {row["cell"] for row in rows}
-        print(made, flush=True)
-        for cell in cells(told.tiny):
-            if cell.key in done or not any(fnmatch.fnmatch(cell.key, pattern) for pattern in told.cells):
-                continue
-            if time.monotonic() - begun > 60 * told.minutes:
-                print(f"stopped before {cell.key}; the same command resumes there")
-                break
-            rows.append({**measure(cell, told.repeats, told.device), "provenance": made})
-            with told.out.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(rows[-1]) + "\n")
-            print(table(rows[-1:]).split("\n", 2)[2], flush=True)
-    told.out.with_suffix(".txt").write_text(f"{table(rows)}\n", encoding="utf-8")
+    rows = resumed(told, cells(told.tiny), lambda cell: measure(cell, told.repeats, told.device))
     print(summary(rows), weights_table(rows), sep="\n\n")
 
 

@@ -208,6 +208,30 @@ def _over(other: Mapping[str, Any], forward: float, both: float) -> str:
     return f"{forward / other['forward']['seconds']:.2f}, {both / other['both']['seconds']:.2f}" if "both" in other else ""
 
 
+def resumed(told: argparse.Namespace, cells: Sequence[Any], measure: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of told.out, and unless told.table those of cells that it lacks: each is measured and appended. FILE.txt gets their table.
+
+    told.cells: patterns of keys; told.minutes: after which no cell is started.
+    """
+    begun = time.monotonic()
+    rows = [json.loads(line) for line in told.out.read_text(encoding="utf-8").splitlines()] if told.out.exists() else []
+    if not told.table:
+        made, done = provenance(told.device, told.commit), {row["cell"] for row in rows}
+        print(made, flush=True)
+        for cell in cells:
+            if cell.key in done or not any(fnmatch.fnmatch(cell.key, pattern) for pattern in told.cells):
+                continue
+            if time.monotonic() - begun > 60 * told.minutes:
+                print(f"stopped before {cell.key}; the same command resumes there")
+                break
+            rows.append({**measure(cell), "provenance": made})
+            with told.out.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(rows[-1]) + "\n")
+            print(table(rows[-1:]).split("\n", 2)[2], flush=True)
+    told.out.with_suffix(".txt").write_text(f"{table(rows)}\n", encoding="utf-8")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -220,23 +244,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print a line for each cell that the file has, measure nothing")
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
-    begun = time.monotonic()
-    rows = [json.loads(line) for line in told.out.read_text(encoding="utf-8").splitlines()] if told.out.exists() else []
-    wanted = [cell for cell in cells(told.tiny) if any(fnmatch.fnmatch(cell.key, pattern) for pattern in told.cells)]
-    if not told.table:
-        made, done = provenance(told.device, told.commit), {row["cell"] for row in rows}
-        print(made, flush=True)
-        for cell in wanted:
-            if cell.key in done:
-                continue
-            if time.monotonic() - begun > 60 * told.minutes:
-                print(f"stopped before {cell.key}; the same command resumes there")
-                break
-            rows.append({**measure(cell, told.contender, told.repeats, told.device), "provenance": made})
-            with told.out.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(rows[-1]) + "\n")
-            print(table(rows[-1:]).split("\n", 2)[2], flush=True)
-    told.out.with_suffix(".txt").write_text(f"{table(rows)}\n", encoding="utf-8")
+    rows = resumed(told, cells(told.tiny), lambda cell: measure(cell, told.contender, told.repeats, told.device))
     print(summary(rows))
 
 

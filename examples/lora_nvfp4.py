@@ -62,7 +62,7 @@ class PlainExperts(nn.Module):
     def __init__(self, experts: fusion_moe.nn.Experts):
         super().__init__()
         for name in experts.projections:
-            self.register_buffer(name, dequantize(experts.weight(name), torch.bfloat16))  # as autocast rounds them
+            self.register_buffer(name, dequantize(experts.weight_of(name), torch.bfloat16))  # as autocast rounds them
             setattr(self, f"{name}_lora", copy.deepcopy(getattr(experts, f"{name}_lora")))
 
     def project(self, name: str, rows: Tensor, expert: int) -> Tensor:

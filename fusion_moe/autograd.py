@@ -46,9 +46,9 @@ class Programs:
     backward: str
 
     @classmethod
-    def of(cls, fusion: Fusion, wanted: Sequence[int], router_gradient: bool) -> Programs:
-        """Those that give the gradients of some inputs."""
-        made = differentiate(fusion, wanted, router_gradient=router_gradient)
+    def of(cls, fusion: Fusion, wanted: Sequence[int], router_gradient: bool, names: Sequence[str] = ()) -> Programs:
+        """Those that give the gradients of some inputs. names: what errors call the inputs."""
+        made = differentiate(fusion, wanted, router_gradient=router_gradient, names=names)
         found = cls(made, len(fusion.outputs), one_line(made.forward), one_line(made.backward))
         _derivatives[found.backward] = made
         return found
@@ -66,7 +66,7 @@ class Programs:
 
 @lru_cache(maxsize=256)
 def _of_call(name: str, types: Types, others: tuple[tuple[str, Any], ...], wanted: tuple[int, ...], router_gradient: bool) -> Programs:
-    return Programs.of(fusion_of(name, types, others), wanted, router_gradient)
+    return Programs.of(fusion_of(name, types, others), wanted, router_gradient, [name for name, _ in types])
 
 
 @lru_cache(maxsize=256)

@@ -16,6 +16,7 @@ from types import TracebackType
 from .errors import OptionError, need_one_of
 
 __all__ = ["MXFP8BlockScaling"]
+FORMATS = {"mxfp8": "mxfp8", "bf16": "mxfp8_wgrad_bf16"}  # activation_format of operations, by `wgrad`
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class MXFP8BlockScaling:
     wgrad: str = "mxfp8"
 
     def __post_init__(self) -> None:
-        need_one_of("wgrad", self.wgrad, ("mxfp8", "bf16"))
+        need_one_of("wgrad", self.wgrad, FORMATS)
 
 
 class autocast:
@@ -67,4 +68,4 @@ def current() -> MXFP8BlockScaling | None:
 def activation_format() -> str:
     """The recipe in force as operations are told of it."""
     by = current()
-    return "bf16" if by is None else "mxfp8" if by.wgrad == "mxfp8" else "mxfp8_wgrad_bf16"
+    return "bf16" if by is None else FORMATS[by.wgrad]

@@ -17,8 +17,8 @@ from ..checkpoints.shard import Planned, Step, write_shard
 from ..checkpoints.writing import readable_errors, sync, write_text
 from ..errors import CheckpointError, UnsupportedError
 from ..nn.activations import deinterleave, interleave
+from ..nn.adaptable import AdaptableModule
 from ..nn.lora import Adapter, adapt, adaptable, adapters_of, need_unadapted
-from ..nn.projections import Projections
 from .config import CONFIG, LoraConfig, common, read_config
 from .factors import from_peft, peft_shapes, to_peft
 
@@ -41,7 +41,7 @@ def save_lora(model: nn.Module, directory: str | Path) -> Path:
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise CheckpointError("it is there already", expected="a name of nothing, or of an empty directory", where=str(dst))
     rank, alpha = common([(a.rank, a.alpha) for _, module in found for _, a in adapters_of(module)], "save_lora")
-    targets = tuple(_parameter(name, projection) for name, module in found for projection, _ in adapters_of(module))
+    targets = tuple(_parameter(name, module, projection) for name, module in found for projection, _ in adapters_of(module))
     config = LoraConfig(rank, alpha, targets).written(getattr(model, "name_or_path", None) or None)
     tensors = {key: t for name, module in found for key, t in _stored(name, module)}
     _write(dst, tensors, config)
@@ -71,9 +71,10 @@ def load_lora_(model: nn.Module, directory: str | Path, *, dtype: torch.dtype = 
 # Names -------------------------------------------------------------------------------------------------------------------
 
 
-def _parameter(name: str, projection: str) -> str:
+def _parameter(name: str, module: AdaptableModule, projection: str) -> str:
     """The name of a projection's weight in the model that PEFT adapts."""
-    return f"{name}.{projection}_proj" if name else f"{projection}_proj"
+    parameter = module.part_names[projection][0]
+    return f"{name}.{parameter}" if name else parameter
 
 
 def _keys(name: str, adapters: Mapping[str, Any]) -> list[str]:
@@ -91,14 +92,14 @@ def _named(entries: Mapping[str, Entry]) -> list[str]:
 # Saving ------------------------------------------------------------------------------------------------------------------
 
 
-def _stored(name: str, module: Projections) -> Iterator[tuple[str, Tensor]]:
+def _stored(name: str, module: AdaptableModule) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a module's adapters by PEFT's names."""
     adapters = dict(adapters_of(module))
     factors = [t for projection, adapter in adapters.items() for t in to_peft(adapter.A.detach(), _rows_there(module, projection, adapter))]
     return zip(_keys(name, adapters), factors, strict=True)
 
 
-def _rows_there(module: Projections, projection: str, adapter: Adapter) -> Tensor:
+def _rows_there(module: AdaptableModule, projection: str, adapter: Adapter) -> Tensor:
     """B with its rows in the order that the model had before its experts were converted."""
     rows = adapter.B.detach()
     return interleave(rows, 1, 1) if module.in_turns and projection == "gate_up" else rows
@@ -137,15 +138,15 @@ def _entries(path: Path) -> dict[str, Entry]:
 
 
 def _planned(
-    name: str, modules: Mapping[str, Projections], config: LoraConfig, entries: Mapping[str, Entry], dtype: torch.dtype
+    name: str, modules: Mapping[str, AdaptableModule], config: LoraConfig, entries: Mapping[str, Entry], dtype: torch.dtype
 ) -> dict[str, Adapter]:  # fmt: skip
     """Adapters for a module, on the meta device, that the file has tensors of."""
     if name not in modules:
         expected = f"modules with experts: {', '.join(modules)}"
         raise CheckpointError(f"adapters of {name or 'the whole model'}", expected=expected, where="load_lora_")
     module = modules[name]
-    projections = [p for p in module.projections if config.targeted(_parameter(name, p))]
-    shapes = {p: module.weight(p).shape for p in projections}
+    projections = [p for p in module.projections if config.targeted(_parameter(name, module, p))]
+    shapes = {p: module.weight_of(p).shape for p in projections}
     made = {p: Adapter(shapes[p], config.rank, config.alpha, dtype, torch.device("meta")) for p in projections}
     wanted = [shape for adapter in made.values() for shape in peft_shapes(adapter.A.shape, adapter.B.shape)]
     for key, shape in zip(_keys(name, made), wanted, strict=True):
@@ -165,7 +166,7 @@ def _read(file: Path) -> dict[str, Tensor]:
         raise CheckpointError(str(error), expected="the file as it was when its header was read", where=str(file)) from None
 
 
-def _fill(name: str, module: Projections, planned: Mapping[str, Adapter], tensors: Mapping[str, Tensor]) -> None:
+def _fill(name: str, module: AdaptableModule, planned: Mapping[str, Adapter], tensors: Mapping[str, Tensor]) -> None:
     """Gives a module its adapters, with the numbers of the file."""
     keys = _keys(name, planned)
     for (projection, like), key_a, key_b in zip(planned.items(), keys[::2], keys[1::2], strict=True):

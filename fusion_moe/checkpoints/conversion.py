@@ -24,7 +24,7 @@ from .directory import Directory
 from .experts import experts_of, layers_of_experts
 from .headers import Entry
 from .methods import method_of
-from .modelopt import nvfp4_step, older_config, quantization_config
+from .modelopt import nvfp4_step, older_config, own_entries, quantization_config
 from .shard import Planned, Step
 from .stored import StoredWeight, stored_weights
 from .writing import SHARD_BYTES, write
@@ -52,7 +52,7 @@ def convert(
         config.pop("torch_dtype", None)
         return write(dst, source.directory, steps, config=config, shard_bytes=shard_bytes, check=lambda d: _check_dense(source, d, dtype))
     steps = list(source.steps(lambda weight: modelopt_step(source, weight), renamed))
-    said = quantization_config(algorithms(source, steps), plain_linears(steps))
+    said = quantization_config(algorithms(source, steps), plain_linears(steps)) | own_entries(source.directory.quantization)
     config = dict(source.directory.config) | {"quantization_config": said}
     return write(
         dst, source.directory, steps, config=config, older_config=older_config(said), shard_bytes=shard_bytes,

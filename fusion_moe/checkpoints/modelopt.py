@@ -11,6 +11,7 @@ from .schemes import SCHEMES, Scheme
 from .shard import Planned, Step
 
 ONE, FUSED = (s for s in SCHEMES if s.encoding is NVFP4 and "modelopt" in s.methods)
+_OWN = ("activation_format",)
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\..*")
 
 
@@ -52,6 +53,11 @@ def quantization_config(algorithms: Mapping[str, str], plain: Iterable[str]) -> 
         made["quantized_layers"] = {name: _algorithm(algorithm) for name, algorithm in layers.items()}
     made["config_groups"] = {f"group_{i}": _GROUPS[name] | {"targets": its} for i, (name, its) in enumerate(targets.items())}
     return made | {"ignore": sorted(plain), "producer": {"name": "fusion_moe"}}
+
+
+def own_entries(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What only this library writes and reads in `quantization_config`: how experts are computed, the arguments of NVFP4Config."""
+    return {key: config[key] for key in _OWN if key in config}
 
 
 def older_config(config: Mapping[str, Any]) -> dict[str, Any]:

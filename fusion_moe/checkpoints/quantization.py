@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,10 +14,11 @@ from ..errors import NonFiniteError, ShapeError, UnsupportedError
 from .conversion import Source, algorithms, dense_step, modelopt_step, plain_linears, plain_weights, renamed
 from .directory import Directory
 from .experts import LayerExperts, experts_of, layers_of_experts
+from .fused import FusedOrder, Read, matrices_of, order_of
 from .headers import Entry
 from .modelopt import nvfp4_step, older_config, quantization_config
 from .schemes import KNOWN
-from .shard import Step
+from .shard import Planned, Step
 from .stored import StoredWeight, stored_weights
 from .writing import SHARD_BYTES, write
 
@@ -25,9 +27,10 @@ def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES
     """Writes src with its experts in NVFP4 as dst, which appears whole; run again after an interruption, it goes on. Returns dst.
 
     src: in bfloat16, float16, float32 or FP8, which is rounded to bfloat16 first. Each matrix of an expert has a scale of its own and the
-    bytes that `quantize_` makes of it; gate and up are two. Everything else stays, but FP8 in blocks becomes bfloat16: ModelOpt's form
-    has none. UnsupportedError without such experts, ShapeError for K that is no multiple of 16, NonFiniteError for NaN and infinity,
-    CheckpointError as `Directory.open`, `stored_weights` and `write`.
+    bytes that `quantize_` makes of it; gate and up are two. Experts in one tensor become single ones, those of Llama-4 and gpt-oss too,
+    which are transposed. Everything else stays, but FP8 in blocks becomes bfloat16: ModelOpt's form has none. UnsupportedError without such
+    experts, ShapeError for K that is no multiple of 16, NonFiniteError for NaN and infinity, CheckpointError as `Directory.open`,
+    `stored_weights` and `write`.
     """
     source = Source.open(src)
     experts = dict(_experts(source))
@@ -38,13 +41,13 @@ def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES
 
     def of_weight(weight: StoredWeight) -> Step:
         if weight.name in experts:
-            return _step(experts[weight.name])
+            return experts[weight.name]
         in_blocks = weight.scheme.encoding is None and "modelopt" not in weight.scheme.methods
         return dense_step(source, weight, torch.bfloat16) if in_blocks else modelopt_step(source, weight)
 
     def of_other(source: Source, entry: Entry) -> Step | None:
         if (name := entry.name.removesuffix(".weight")) in experts:
-            return _step(experts[name])
+            return experts[name]
         scale_of = next((entry.name.removesuffix(suffix) for suffix in KNOWN if entry.name.endswith(suffix)), None)
         return None if scale_of in experts else renamed(source, entry)  # what FP8 says of activations means something else in NVFP4
 
@@ -62,8 +65,8 @@ def _check(written: Directory) -> None:
 Matrix = tuple[str, tuple[int, ...], Callable[[], Tensor]]  # the name of a matrix, its shape [N, K], and what reads it
 
 
-def _experts(source: Source) -> Iterator[tuple[str, list[Matrix]]]:
-    """The matrices of experts, by the name of the weight that they are in."""
+def _experts(source: Source) -> Iterator[tuple[str, Step]]:
+    """What is written of experts, by the name of the weight, or of the biases, that it is made of."""
     plain = plain_weights(source.directory)
     fp8 = {name: weight for name, weight in source.weights.items() if weight.scheme.encoding is None}
     for layer in layers_of_experts([*plain, *fp8], experts_of(source.directory.config)).values():
@@ -71,7 +74,7 @@ def _experts(source: Source) -> Iterator[tuple[str, list[Matrix]]]:
             yield from _fused(source, layer, plain)
             continue
         for name in layer.names:
-            yield name, [_matrix(source, name, plain, fp8)]
+            yield name, _quantized(*_matrix(source, name, plain, fp8))
 
 
 def _matrix(source: Source, name: str, plain: Mapping[str, Entry], fp8: Mapping[str, StoredWeight]) -> Matrix:
@@ -80,28 +83,27 @@ def _matrix(source: Source, name: str, plain: Mapping[str, Entry], fp8: Mapping[
     return name, plain[name].shape, lambda: source.directory.read(f"{name}.weight")
 
 
-def _fused(source: Source, layer: LayerExperts, plain: Mapping[str, Entry]) -> Iterator[tuple[str, list[Matrix]]]:
-    """[E, 2I, H], gate above up, and [E, H, I] as the matrices of single experts, as ModelOpt writes them."""
-    shapes = {projection: plain[name].shape for projection, (name,) in layer.projections.items()}
-    up, down = shapes.get("gate_up_proj") or shapes.get("up_proj"), shapes.get("down_proj")
-    gated = "gate_up_proj" in shapes
-    if up is None or down is None or len(up) != 3 or (up[0], up[2], up[1]) != (down[0], down[1], down[2] * (1 + gated)):
-        found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-        todo = "load the model, quantize_ it and save_pretrained: it knows how its family stores them"
-        raise UnsupportedError(found, expected="[E, 2I, H] or [E, I, H], and [E, H, I]", todo=todo, where=layer.name)
+def _fused(source: Source, layer: LayerExperts, plain: Mapping[str, Entry]) -> Iterator[tuple[str, Step]]:
+    """The weights of all experts, and their biases, as those of single experts, as ModelOpt writes them."""
+    read, shapes = source.directory.read, {projection: plain[name].shape for projection, (name,) in layer.projections.items()}
+    order = order_of(layer.name, shapes, source.directory.config)
     for projection, (name,) in layer.projections.items():
-        halves = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
-        yield name, [_slice(source, layer.name, name, e, half, halves, shapes[projection]) for e in range(up[0]) for half in halves]
+        matrices = matrices_of(projection)
+        n, k = order.matrix_shape(shapes[projection])
+        rows, count = n // len(matrices), len(matrices)
+        places = [(e, at, f"{layer.name}.{e}.{matrix}") for e in range(shapes[projection][0]) for at, matrix in enumerate(matrices)]
+        yield name, _joined([_quantized(to, (rows, k), partial(order.matrix, read, name, e, at, count)) for e, at, to in places])
+        if bias := plain.get(f"{name}_bias"):
+            planned = tuple(Planned(f"{to}.bias", bias.dtype, (rows,)) for *_, to in places)
+            yield bias.name, Step(planned, partial(_biases, order, read, bias.name, places, count))
 
 
-def _slice(source: Source, layer: str, name: str, e: int, half: str, halves: tuple[str, ...], shape: tuple[int, ...]) -> Matrix:
-    rows, at = shape[1] // len(halves), halves.index(half)
-    return f"{layer}.{e}.{half}", (rows, shape[2]), lambda: source.directory.read(name)[e, at * rows : (at + 1) * rows]
+def _biases(order: FusedOrder, read: Read, name: str, places: list[tuple[int, int, str]], count: int) -> dict[str, Tensor]:
+    biases = read(name)
+    return {f"{to}.bias": order.rows(biases[e], at, count).contiguous() for e, at, to in places}
 
 
-def _step(matrices: list[Matrix]) -> Step:
-    """Quantizes the matrices of one weight, and writes them."""
-    steps = [_quantized(*matrix) for matrix in matrices]
+def _joined(steps: list[Step]) -> Step:
     return Step(tuple(p for step in steps for p in step.planned), lambda: {name: t for step in steps for name, t in step.make().items()})
 
 

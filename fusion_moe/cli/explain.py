@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from ..checkpoints import Directory, method_of
+from ..checkpoints.modelopt import own_entries
 from ..errors import UnsupportedError
 from ..nn.config import NVFP4Config
 from ..report import Report
@@ -110,7 +111,7 @@ def model_of(path: Path) -> nn.Module:
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise UnsupportedError(" ".join(str(error).split()), expected="a model of transformers", where=str(path)) from None
     if method:
-        replace_modules(model, directory.tensors, method, NVFP4Config())
+        replace_modules(model, directory.tensors, method, NVFP4Config(**own_entries(directory.quantization)))
         to_floats_(model)
     else:
         model.set_experts_implementation("fusion_moe")

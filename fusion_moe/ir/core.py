@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -266,8 +267,9 @@ class Fusion:
             _check(v, _first(tensor), env)
         for size, why in self.needs:
             if value(size, env) < 0:
-                bound = ", ".join(f"{name} = {n}" for name, n in env.items())
-                raise ShapeError(f"{why}: {bound}", expected="sizes that the program was written for", where="fusion")
+                bound = ", ".join(f"{name} = {n}" for name, n in env.items() if name in re.findall(r"\w+", why))
+                found = f"{why}: {bound}" if bound else why
+                raise ShapeError(found, expected="sizes that the program was written for", where="fusion")
         return env
 
     def evaluate(

@@ -42,18 +42,21 @@ class Derivative:
         return [there[i] for i in self.reads]
 
 
-def differentiate(fusion: Fusion, wrt: Sequence[int], save: str = "values", router_gradient: bool = True) -> Derivative:
+def differentiate(
+    fusion: Fusion, wrt: Sequence[int], save: str = "values", router_gradient: bool = True, names: Sequence[str] = ()
+) -> Derivative:  # fmt: skip
     """The forward and the backward that gives the gradients of inputs `wrt`, each in its input's dtype.
 
     save: "values": no product is done again; "inputs": the forward saves nothing. Either saves only what some of these gradients needs.
-    router_gradient: whether weights of slots get their gradient by way of the product before (router_gradient.py).
-    UnsupportedError where no derivative reaches an input: quantized weights are frozen.
+    router_gradient: whether weights of slots get their gradient by way of the product before (router_gradient.py). names: what errors call
+    the inputs.
+    UnsupportedError where no derivative reaches an input: packed weights are frozen.
     """
     if save not in POLICIES:
         raise OptionError(f"save = {save!r}", expected=f"one of {', '.join(POLICIES)}", where="differentiate")
     if fusion.aliases:
         raise UnsupportedError("the derivative of a program that writes over its inputs", todo="differentiate the one without alias_input")
-    whole = _whole(fusion, wrt, router_gradient)
+    whole = _whole(fusion, wrt, router_gradient, names or [f"input {i}" for i in range(len(fusion.inputs))])
     kept = saved(whole.forward, whole.needed, POLICIES[save])
     there = tuple(dict.fromkeys((*fusion.inputs, *fusion.outputs, *(whole.original[v] for v in kept))))
     forward = replace(fusion, ops=_with_copies(fusion, whole, kept), outputs=there[len(fusion.inputs) :])
@@ -109,7 +112,7 @@ def _seeded(fusion: Fusion) -> tuple[int, ...]:
     return tuple(i for i, v in enumerate(fusion.outputs) if v.type.dtype in FLOATS)
 
 
-def _whole(fusion: Fusion, wrt: Sequence[int], router_gradient: bool) -> _Whole:
+def _whole(fusion: Fusion, wrt: Sequence[int], router_gradient: bool, names: Sequence[str]) -> _Whole:
     fd = FusionDefinition()
     made: dict[Any, Any] = {v: fd.define_like(v.type, fusion.role(v)) for v in fusion.inputs}
     outputs = [fusion.outputs[i] for i in _seeded(fusion)]
@@ -129,11 +132,7 @@ def _whole(fusion: Fusion, wrt: Sequence[int], router_gradient: bool) -> _Whole:
     for i in wrt:
         value = made[fusion.inputs[i]]
         if value not in grads:
-            raise UnsupportedError(
-                f"input {i} has no derivative",
-                expected="activations, router weights or biases",
-                todo="quantized weights and their scales are frozen: call requires_grad_(False) on them",
-            )
+            raise _no_derivative(fusion, fusion.inputs[i], names[i])
         fd.add_output(fd.ops.reshape(grads.of(value), new_shape=tuple(map(plain, value.type.shape))))
     whole, inputs = fd.fusion(), tuple(made[v] for v in fusion.inputs)
     later = made_again(whole.ops[first:], whole.outputs, ())
@@ -141,6 +140,14 @@ def _whole(fusion: Fusion, wrt: Sequence[int], router_gradient: bool) -> _Whole:
     forward = replace(whole, inputs=inputs, ops=(*whole.ops[:first], *copies), outputs=tuple(made[v] for v in fusion.outputs))
     original = {new: v for v, new in reversed(made.items())} | {v: v for op in copies for v in op.outputs}
     return _Whole(whole, forward, copies, tuple(op for op in later if op not in copies), original, tuple(reversed(rewritten)))
+
+
+def _no_derivative(fusion: Fusion, value: Value, name: str) -> UnsupportedError:
+    """The error about an input that no gradient reaches."""
+    if any(op.kind.name == "pack" and value in op.values for op in fusion.ops):
+        todo = "adapters train beside them: fusion_moe.nn.add_lora_(model)"
+        return UnsupportedError(f"{name} is part of a packed weight", expected="requires_grad_(False): those are frozen", todo=todo)
+    return UnsupportedError(f"{name} has no derivative", expected="operations with derivatives from it to an output", todo="detach it")
 
 
 def _copies(later: Sequence[Op], seeds: Collection[Value]) -> tuple[Op, ...]:

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from ..encodings import Quantized
 from ..errors import ShapeError
+from .adaptable import AdaptableModule
 from .config import need_activation_format
 from .experts import quantize_gate_up
 from .frozen import frozen, quantized
-from .packed import PackedModule
 
 
-class NVFP4GroupedLinear(PackedModule):
+class NVFP4GroupedLinear(AdaptableModule):
     """G linear layers, each on its own run of rows: row r of group g becomes weight[g] @ row + bias[g].
 
     N out-features, K in-features. Parameters, frozen but for the bias:
@@ -23,11 +23,13 @@ class NVFP4GroupedLinear(PackedModule):
         weight_decode_scale  float32        [G] or [G, S]  multipliers, one for each matrix or each of S equal runs of its rows
         bias                 float          [G, N]         or None
 
-    activation_format: "bf16", activations as they come in, or "nvfp4", quantized too (compute capability 10.0 only).
+    Submodule weight_lora, where it is: an adapter that trains (lora.py). activation_format: "bf16", activations as they come in, or
+    "nvfp4", quantized too (compute capability 10.0 only).
     """
 
     castable = ("bias",)
-    packed = (("weight", "weight_scale"),)
+    projections = ("weight",)
+    targets = ("linear",)
     bias: nn.Parameter | None
 
     def __init__(self, weight: Quantized, bias: Tensor | None = None, activation_format: str = "bf16"):
@@ -38,6 +40,7 @@ class NVFP4GroupedLinear(PackedModule):
             raise ShapeError(f"weight {list(weight.shape)}{found}", expected="[G, N, K] and [G, N]", where=type(self).__name__)
         need_activation_format(activation_format, type(self).__name__)
         self.activation_format = activation_format
+        self.part_names = {"weight": ("weight", "weight_scale", "weight_decode_scale")}
         self.weight, self.weight_scale, self.weight_decode_scale = map(frozen, weight)
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
@@ -48,9 +51,9 @@ class NVFP4GroupedLinear(PackedModule):
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """x [..., K] whose rows are sorted by group, offs i32[G] where the runs end -> [..., N]; zeros for rows at or past offs[-1]."""
-        y = torch.ops.fusion_moe.nvfp4_grouped_mm(
-            x, self.weight, self.weight_scale, self.weight_decode_scale, offs,
-            activation_format=self.activation_format, weight_layout=self.weight_layout,
+        y = torch.ops.fusion_moe.grouped_mm(
+            x, self._parts("weight"), offs, *self._factors("weight"), weight_layout=self.weight_layout,
+            activation_format=self.activation_format, lora_scale=self._lora_scale,
         )  # fmt: skip
         if self.bias is None:
             return y
@@ -67,7 +70,8 @@ class NVFP4GroupedLinear(PackedModule):
 class GroupedSwiGLU(nn.Module):
     """G SwiGLU layers on runs of rows: down(silu(gate(x)) * up(x)).
 
-    gate_up_proj: NVFP4GroupedLinear with gate above up in its rows, one product for both; down_proj: NVFP4GroupedLinear.
+    gate_up_proj: NVFP4GroupedLinear with gate above up in its rows, one product for both; down_proj: NVFP4GroupedLinear. Adapters
+    are theirs, by the targets "gate_up" and "down".
     """
 
     def __init__(self, gate_up: NVFP4GroupedLinear, down: NVFP4GroupedLinear):
@@ -76,6 +80,7 @@ class GroupedSwiGLU(nn.Module):
         if groups != down_groups or rows != 4 * packed:
             raise ShapeError(f"gate_up ({gate_up.extra_repr()}) and down ({down.extra_repr()})", expected="[G, 2I, H] and [G, H, I]")
         self.gate_up_proj, self.down_proj = gate_up, down
+        gate_up.targets, down.targets = ("gate_up",), ("down",)
 
     @classmethod
     def from_float(cls, gate: Tensor, up: Tensor, down: Tensor, activation_format: str = "bf16") -> GroupedSwiGLU:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ..errors import DtypeError, OptionError, UnsupportedError, need_one_of
 from ..ir.types import DTYPES, FLOATS
-from .projections import Projections
+from .adaptable import AdaptableModule
 
-TARGETS = ("gate_up", "down")
+TARGETS = ("gate_up", "down", "linear")
 FLOAT_DTYPES = tuple(DTYPES[name] for name in FLOATS)
 Filter = Callable[[nn.Module, str], bool]
 
@@ -65,30 +65,39 @@ def add_lora_(
     """Adds adapters to the experts of a model, in place, and freezes all else: only A and B train, as with PEFT. Returns what is adapted.
 
     Experts are modules of fusion_moe.nn, quantized (`quantize_`) or float; filter_fn(module, name) says which, all without it. targets:
-    "gate_up", the first projection (`up` where there is no gate), "down", or both. dtype: of A and B, float32 as PEFT keeps them; products
-    are computed in the dtype of activations. What else should train: `requires_grad_()` on it afterwards.
+    "gate_up", the first projection (`up` where there is no gate), "down", and "linear", an NVFP4GroupedLinear that is part of no
+    GroupedSwiGLU. dtype: of A and B, float32 as PEFT keeps them; products are computed in the dtype of activations. What else should train:
+    `requires_grad_()` on it afterwards.
 
-    Fails before it changes anything: UnsupportedError for a model without experts, or with adapters already; OptionError for a rank, an
-    alpha or a target that is none; DtypeError for integers.
+    Fails before it changes anything: UnsupportedError for a model without experts or without these targets, or with adapters already;
+    OptionError for a rank, an alpha or a target that is none; DtypeError for integers.
     """
     modules = adaptable(model, "add_lora_", filter_fn)
     _check_options(rank, alpha, dtype)
     chosen = _need_targets(targets)
     need_unadapted(modules, "add_lora_")
+    places = _places(modules, chosen)
     model.requires_grad_(False)
-    made = []
-    for name, module in modules.items():
-        for projection in (module.projections[TARGETS.index(target)] for target in chosen):
-            adapt(module, projection, rank, float(alpha), dtype)
-            made.append(f"{name}.{projection}" if name else projection)
-    return made
+    for name, projection in places:
+        adapt(modules[name], projection, rank, float(alpha), dtype)
+    return [f"{name}.{projection}" if name else projection for name, projection in places]
 
 
-def adaptable(model: nn.Module, where: str, filter_fn: Filter | None = None) -> dict[str, Projections]:
+def _places(modules: Mapping[str, AdaptableModule], targets: Sequence[str]) -> list[tuple[str, str]]:
+    """The names of modules, with the projections that targets mean. UnsupportedError if there are none."""
+    known = [(name, p, target) for name, module in modules.items() for p, target in zip(module.projections, module.targets, strict=True)]
+    found = [(name, projection) for name, projection, target in known if target in targets]
+    if not found:
+        there = ", ".join(dict.fromkeys(target for _, _, target in known))
+        raise UnsupportedError(f"no {' or '.join(targets)} among the experts", expected=f"targets of these: {there}", where="add_lora_")
+    return found
+
+
+def adaptable(model: nn.Module, where: str, filter_fn: Filter | None = None) -> dict[str, AdaptableModule]:
     """The modules that can have adapters, by name. UnsupportedError if there are none."""
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"a {type(model).__name__}", expected="a torch.nn.Module with experts", where=where)
-    known = {name: module for name, module in model.named_modules() if isinstance(module, Projections)}
+    known = {name: module for name, module in model.named_modules() if isinstance(module, AdaptableModule)}
     modules = {name: module for name, module in known.items() if filter_fn is None or filter_fn(module, name)}
     if not modules:
         found = "filter_fn rejected all experts" if known else f"no experts of fusion_moe.nn in a {type(model).__name__}"
@@ -115,7 +124,7 @@ def _need_targets(targets: Iterable[str]) -> tuple[str, ...]:
     return tuple(target for target in TARGETS if target in given)
 
 
-def need_unadapted(modules: Mapping[str, Projections], where: str) -> None:
+def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:
     """UnsupportedError if one of the modules has an adapter."""
     for name, module in modules.items():
         if any(True for _ in adapters_of(module)):
@@ -123,15 +132,15 @@ def need_unadapted(modules: Mapping[str, Projections], where: str) -> None:
             raise UnsupportedError(found, todo=todo, where=where)
 
 
-def adapt(module: Projections, projection: str, rank: int, alpha: float, dtype: torch.dtype) -> Adapter:
+def adapt(module: AdaptableModule, projection: str, rank: int, alpha: float, dtype: torch.dtype) -> Adapter:
     """Gives a projection an adapter, where its weight is."""
-    weight = module.weight(projection)
+    weight = module.weight_of(projection)
     adapter = Adapter(weight.shape, rank, alpha, dtype, weight.device)
     module.add_module(f"{projection}_lora", adapter)
     return adapter
 
 
-def adapters_of(module: Projections) -> Iterator[tuple[str, Adapter]]:
+def adapters_of(module: AdaptableModule) -> Iterator[tuple[str, Adapter]]:
     """The adapters of a module, by projection."""
     for projection in module.projections:
         adapter = module.adapter(projection)

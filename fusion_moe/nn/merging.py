@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from ..encodings import Quantized, check_finite, dequantize, matrix_scale_of, quantize
 from ..errors import UnsupportedError
+from .adaptable import AdaptableModule
 from .lora import Adapter, adaptable, adapters_of
 from .packed import relayout_
-from .projections import Projections
 
 
 def merge_lora_(model: nn.Module, *, requantize: bool = False) -> list[str]:
@@ -32,12 +32,12 @@ def merge_lora_(model: nn.Module, *, requantize: bool = False) -> list[str]:
     return [full for name, module in adapted.items() for full in _merged(name, module)]
 
 
-def _merged(name: str, module: Projections) -> list[str]:
+def _merged(name: str, module: AdaptableModule) -> list[str]:
     """Merges the adapters of one module; their projections' names."""
     layout, found = module.weight_layout, dict(adapters_of(module))
     relayout_(module, "linear")
     try:
-        made = {projection: _sum(module.weight(projection), adapter, f"{name}.{projection}") for projection, adapter in found.items()}
+        made = {projection: _sum(module.weight_of(projection), adapter, f"{name}.{projection}") for projection, adapter in found.items()}
         for projection, weight in made.items():
             for key, part in zip(module.part_names[projection], weight, strict=True):
                 getattr(module, key).data.copy_(part)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from ..encodings import NVFP4, Encoding, Quantized, mxfp4_as_nvfp4
 from ..errors import ShapeError
 from ..layouts import LAYOUTS
+from .adaptable import AdaptableModule
 from .config import need_activation_format
 from .frozen import frozen
-from .packed import PackedModule
 
 
-class Projections(PackedModule):
+class Projections(AdaptableModule):
     """The projections up [E, N, H] and down [E, H, I] of E experts. N is 2I if up is "gate_up", gate above up, and I if it is "up".
 
     H hidden, I intermediate features. Frozen parameters, by the parts of the encoding:
@@ -31,7 +29,7 @@ class Projections(PackedModule):
 
     down_proj: nn.Parameter
     down_proj_bias: nn.Parameter | None
-    in_turns = False  # whether rows of gate and up took turns in the module that this one was converted from
+    targets = ("gate_up", "down")
 
     def __init__(
         self, gated: bool, up: Quantized, down: Quantized, activation_format: str, up_bias: Tensor | None, down_bias: Tensor | None
@@ -79,42 +77,14 @@ class Projections(PackedModule):
         expected = f"[E, {'2I' if gated else 'I'}, H] and [E, H, I] of one encoding"
         raise ShapeError(found, expected=expected, todo="transpose weights that are stored [E, K, N]", where=type(self).__name__)
 
-    @property
-    def packed(self) -> tuple[tuple[str, ...], ...]:  # type: ignore[override]
-        """The names of elements and block scales of each weight."""
-        return tuple(self.part_names[name][: 1 + len(self.encoding.block_scales)] for name in self.projections)
-
-    def weight(self, projection: str) -> Quantized:
-        """The weight of a projection, as it is stored."""
-        return Quantized(*self._parts(projection), encoding=self.encoding)
-
-    def _parts(self, projection: str) -> list[Tensor]:
-        own: dict[str, Any] = self._parameters  # getattr takes ten times as long; wrappers such as FSDP put attributes in their place
-        return [own[key] if key in own else getattr(self, key) for key in self.part_names[projection]]
-
     def _bias(self, projection: str, like: Tensor) -> Tensor | None:
         """The bias of a projection in the dtype of activations."""
         bias = getattr(self, f"{projection}_proj_bias")
         return None if bias is None else bias.to(like.dtype)
 
-    def adapter(self, projection: str) -> Any:
-        """What add_lora_ gave a projection; None if nothing."""
-        return self._modules.get(f"{projection}_lora")
-
-    def _factors(self, projection: str) -> tuple[Tensor | None, Tensor | None]:
-        """A [E, r, K] and B [E, N, r] of a projection's adapter."""
-        adapter = self.adapter(projection)
-        return (None, None) if adapter is None else (adapter.A, adapter.B)
-
-    @property
-    def _lora_scale(self) -> float:
-        """What multiplies B @ A: one number for both projections."""
-        adapters = map(self.adapter, self.projections)
-        return next((adapter.scale for adapter in adapters if adapter is not None), 1.0)
-
     def extra_repr(self) -> str:
         """For print(model)."""
-        experts, hidden, intermediate = self.weight("down").shape
+        experts, hidden, intermediate = self.weight_of("down").shape
         sizes = f"experts={experts}, hidden={hidden}, intermediate={intermediate}"
         return f"{sizes}, activation_format={self.activation_format!r}, weight_layout={self.weight_layout!r}"
 

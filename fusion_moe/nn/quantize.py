@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from .converters import DECORATED, check, converted, converter_of, known_names, 
 from .grouped import NVFP4GroupedLinear
 from .projections import Projections
 
+log = logging.getLogger("fusion_moe")
 Filter = Callable[[nn.Module, str], bool]
 
 
@@ -26,7 +28,7 @@ def quantize_(model: nn.Module, config: NVFP4Config | None = None, filter_fn: Fi
     which ones; all without it. Fails before it changes anything: UnsupportedError if the model has no experts it knows,
     NonFiniteError for NaN or infinite weights, ShapeError for sizes that are no multiple of 16, each with the module's name; OptionError
     for a config that is none. A module is replaced as soon as its weights are quantized, so that one is in memory in both forms; what an
-    interruption leaves, another call completes.
+    interruption leaves, another call completes. A model whose experts are all in these modules already stays as it is, with a warning.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"a {type(model).__name__}", expected="a torch.nn.Module with experts", where="quantize_")
@@ -75,9 +77,13 @@ def _known(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _check_why_none(model: nn.Module, filtered: bool) -> None:
-    """Nothing to do is right for a model that is quantized already, and an error that says why for any other."""
+    """Nothing to do is right for a model that is quantized already, which a warning says, and an error that says why for any other."""
     where = type(model).__name__
-    if any(isinstance(m, (Projections, NVFP4GroupedLinear)) for m in model.modules()):
+    there = [m for m in model.modules() if isinstance(m, (Projections, NVFP4GroupedLinear))]
+    if there:
+        encodings = ", ".join(dict.fromkeys(m.encoding.name for m in there))
+        rest = ", and filter_fn rejects the others" if filtered else ""
+        log.warning("quantize_ changes nothing: experts of this %s are in %s already%s", where, encodings, rest)
         return
     if filtered:
         raise UnsupportedError("filter_fn rejected all experts", expected="True for at least one", where=where)

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..checkpoints.modelopt import own_entries
 from ..nn import config as nn_config
 
 
@@ -33,8 +34,8 @@ class ModelOptConfig(QuantizationConfigMixin):
 
     @property
     def experts(self) -> nn_config.NVFP4Config:
-        """How experts are computed."""
-        return nn_config.NVFP4Config(**self.__dict__.get("experts_config", {}))
+        """How experts are computed: as who loads them says, else as the directory says."""
+        return nn_config.NVFP4Config(**self.__dict__.get("experts_config", own_entries(self.__dict__)))
 
 
 class NVFP4Config(nn_config.NVFP4Config, QuantizationConfigMixin):

@@ -23,7 +23,7 @@ from .names import is_weight_norm
 from .on_load import Contracts, QuantizeExperts, prepare_to_quantize
 from .operations import is_ours
 from .plan import LINEAR, Plan, replace_modules
-from .saving import conversions_for_saving, modelopt_config
+from .saving import conversions_for_saving, modelopt_config, with_activation_format
 
 
 class FusionMoeQuantizer(HfQuantizer):
@@ -93,7 +93,7 @@ class FusionMoeQuantizer(HfQuantizer):
         """
         sources = {} if self.plan is None else self.plan.experts
         model._weight_conversions = conversions_for_saving(model, sources)
-        model.config.quantization_config = self._saved_config(model)
+        model.config.quantization_config = with_activation_format(self._saved_config(model), model)
         return _without_adapters(model), {}
 
     def _saved_config(self, model: Any) -> Any:

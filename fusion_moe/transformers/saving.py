@@ -14,10 +14,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
 
 from ..checkpoints.experts import PER_EXPERT
-from ..checkpoints.modelopt import ONE, quantization_config
+from ..checkpoints.modelopt import ONE, own_entries, quantization_config
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
-from ..nn import NVFP4Linear
+from ..nn import NVFP4Config, NVFP4Linear
 from ..nn.packed import PackedModule
 from ..nn.projections import Projections
 from .conversions import expert_converters, without
@@ -86,6 +86,15 @@ def modelopt_config(model: Any) -> dict[str, Any]:
     algorithm = "NVFP4" if scaled else "W4A16_NVFP4"
     written = quantization_config({"": algorithm}, (rename_source_key(name, reverse, [])[0] for name in plain))  # one for all weights
     return written | {"producer": {"name": "fusion_moe", "version": __version__}}
+
+
+def with_activation_format(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """`quantization_config` with the activation_format of experts, where it is not the default. UnsupportedError if they have several."""
+    rest = {key: value for key, value in config.items() if key not in own_entries(config)}
+    formats = sorted({m.activation_format for m in model.modules() if isinstance(m, Projections)})
+    if len(formats) > 1:
+        raise UnsupportedError(f"experts with activation_format {' and '.join(formats)} to save", expected="one for all of them")
+    return rest if formats in ([], [NVFP4Config().activation_format]) else rest | {"activation_format": formats[0]}
 
 
 def _has_matrix(module: nn.Module) -> bool:

@@ -26,7 +26,7 @@ def quantized_and_decoded() -> tuple[Any, Any]:
     quantized = copy.deepcopy(model)
     fusion_moe.quantize_(quantized)
     experts, ours = model.model.layers[0].mlp.experts, quantized.model.layers[0].mlp.experts
-    experts.gate_up_proj.data, experts.down_proj.data = (dequantize(ours.weight(p)).bfloat16() for p in ours.projections)
+    experts.gate_up_proj.data, experts.down_proj.data = (dequantize(ours.weight_of(p)).bfloat16() for p in ours.projections)
     return quantized, model
 
 

@@ -50,8 +50,8 @@ def test_bytes_are_modelopts(family):
     matrices = [up]
     if original.has_gate:
         matrices = up.chunk(2, 1) if original.is_concatenated else [up[:, 0::2], up[:, 1::2]]
-    assert same_bytes(made.weight(made.projections[0]), modelopts(matrices))
-    assert same_bytes(made.weight("down"), modelopts([down]))
+    assert same_bytes(made.weight_of(made.projections[0]), modelopts(matrices))
+    assert same_bytes(made.weight_of("down"), modelopts([down]))
 
 
 def modelopts(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -85,13 +85,13 @@ def test_mxfp4_experts_become_nvfp4():
     assert {name: tuple(t.shape) for name, t in module.state_dict().items() if "decode" in name} == {
         "gate_up_decode_scale": (E, 2 * I), "down_decode_scale": (E,),
     }  # fmt: skip
-    assert [torch.equal(dequantize(module.weight(name)), w) for name, w in zip(("gate_up", "down"), numbers, strict=True)] == [True, True]
+    assert all(torch.equal(dequantize(module.weight_of(name)), w) for name, w in zip(("gate_up", "down"), numbers, strict=True))
     torch.testing.assert_close(call(module), want, rtol=1e-5, atol=1e-5)
-    assert module.to_nvfp4().weight("down").codes.data_ptr() == module.down_proj.data_ptr()
+    assert module.to_nvfp4().weight_of("down").codes.data_ptr() == module.down_proj.data_ptr()
     with pytest.raises(UnsupportedError, match="a weight in int4; expected mxfp4"):
         Experts(*weights("int4")).to_nvfp4()
     call_of = {"x": torch.zeros(4, H).bfloat16(), "offs": torch.tensor([1, 2, 4], dtype=torch.int32)}
-    for weight, why in ((weights("mxfp4")[0], "pack of mxfp4: nvfp4 is lowered"), (module.weight("gate_up"), None)):
+    for weight, why in ((weights("mxfp4")[0], "pack of mxfp4: nvfp4 is lowered"), (module.weight_of("gate_up"), None)):
         bound = bind(SPECS["grouped_mm"], (call_of["x"], list(weight), call_of["offs"]), {"weight_format": weight.encoding.name})
         fusion = fusion_of("grouped_mm", eager_types(bound), bound.others)
         assert can_schedule(fusion, TARGETS["sm_90"]) == why

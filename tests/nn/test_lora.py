@@ -49,7 +49,7 @@ def quantized_model():
 
 def sums(module) -> dict[str, torch.Tensor]:
     """float32 [E, N, K]: weights with what adapters add."""
-    weights = {p: dequantize(module.weight(p)) for p in module.projections}
+    weights = {p: dequantize(module.weight_of(p)) for p in module.projections}
     return {p: torch.stack([w[e] + getattr(module, f"{p}_lora").delta(e) for e in range(E)]) for p, w in weights.items()}
 
 
@@ -258,7 +258,7 @@ def test_save_pretrained_writes_the_base_model(tmp_path):
 def test_merged_into_floats(encoding):
     """W + alpha / rank * B @ A in float32, rounded once."""
     module = randomized(_adapted(experts(encoding)))
-    weight, adapter = module.weight("down")[0].detach().clone(), module.down_lora
+    weight, adapter = module.weight_of("down")[0].detach().clone(), module.down_lora
     assert merge_lora_(module) == ["gate_up", "down"]
     want = torch.stack([w.float() + 8 * (b @ a) for w, a, b in zip(weight, adapter.A, adapter.B, strict=True)])
     assert torch.equal(module.down_proj, want.to(weight.dtype))
@@ -317,7 +317,7 @@ def test_scales_of_rows_in_runs():
     module = randomized(_adapted(Experts(quantize(gate_up, scale), quantize(down))))
     merge_lora_(module, requantize=True)
     assert module.gate_up_decode_scale.shape == (E, 4)
-    assert isinstance(module.weight("gate_up"), Quantized)
+    assert isinstance(module.weight_of("gate_up"), Quantized)
     assert module.encoding == NVFP4
 
 

@@ -124,12 +124,22 @@ def test_filter_chooses_and_must_choose_something():
         fusion_moe.quantize_(qwen3_moe(), filter_fn=lambda module, name: False)
 
 
-def test_a_quantized_model_stays_as_it_is():
+def test_a_quantized_model_stays_as_it_is(caplog):
     model = qwen3_moe()
     fusion_moe.quantize_(model)
     before = experts_of(model)
+    assert not caplog.messages
     fusion_moe.quantize_(model)
     assert all(a is b for a, b in zip(before, experts_of(model), strict=True))
+    assert caplog.messages == ["quantize_ changes nothing: experts of this Qwen3MoeForCausalLM are in nvfp4 already"]
+
+
+def test_a_filter_that_leaves_nothing_to_do(caplog):
+    model = qwen3_moe()
+    for _ in range(2):
+        fusion_moe.quantize_(model, filter_fn=lambda module, name: name == "model.layers.1.mlp.experts")
+    (said,) = caplog.messages
+    assert said.endswith("are in nvfp4 already, and filter_fn rejects the others")
 
 
 def test_a_model_without_experts_is_refused(golden):

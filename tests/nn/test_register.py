@@ -80,9 +80,9 @@ def test_end_to_end(register, model):
     assert [type(layer.experts) for layer in model] == [Replaced, Replaced]
     for layer, mine in zip(model, originals, strict=True):
         experts = layer.experts.experts
-        gate, up = dequantize(experts.weight("gate_up")).chunk(2, 1)
+        gate, up = dequantize(experts.weight_of("gate_up")).chunk(2, 1)
         mine.first.copy_(torch.cat([up, gate], 1).mT)
-        mine.second.copy_(dequantize(experts.weight("down")).mT)
+        mine.second.copy_(dequantize(experts.weight_of("down")).mT)
     want = nn.Sequential(*(Layer(mine) for mine in originals))
     for layer, quantized in zip(want, model, strict=True):
         layer.router = quantized.router

@@ -30,7 +30,7 @@ def call(tokens: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 def arguments(experts: NVFP4Experts) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return list(experts.weight("gate_up")), list(experts.weight("down"))
+    return list(experts.weight_of("gate_up")), list(experts.weight_of("down"))
 
 
 def reference(experts: NVFP4Experts, *token: torch.Tensor) -> torch.Tensor:

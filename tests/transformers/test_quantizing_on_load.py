@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from decoded import relative, same_parameters
+from decoded import relative, same_bytes, same_parameters
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fusion_moe
+from fusion_moe.checkpoints import convert
+from fusion_moe.checkpoints import quantize as quantize_files
 from fusion_moe.encodings import MXFP4, quantize
-from fusion_moe.errors import UnsupportedError
+from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.nn import Experts, Llama4MoE
+from fusion_moe.nn.projections import Projections
 from fusion_moe.transformers import NVFP4Config, from_pretrained
+
+MADE = Path(__file__).parents[1] / "checkpoints" / "made"
 
 SMALL = {
     "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -76,6 +83,71 @@ def test_names_in_files_are_the_familys(tmp_path):
     assert (written["quant_method"], written["quant_algo"]) == ("modelopt", "W4A16_NVFP4")
     assert {"lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_proj"} <= set(written["ignore"])
     assert "model.layers.0.block_sparse_moe.gate" in written["ignore"]
+
+
+def test_quantized_on_disk_is_quantized_in_memory(saved, tmp_path):
+    """The same files, biases too, and so the same model."""
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    fusion_moe.quantize_(model)
+    model.save_pretrained(tmp_path / "in memory")
+    on_disk = quantize_files(saved, tmp_path / "on disk")
+    ours, theirs = (load_file(directory / "model.safetensors") for directory in (on_disk, tmp_path / "in memory"))
+    assert ours.keys() == theirs.keys()
+    assert all(same_bytes(t, theirs[name]) for name, t in ours.items())
+    again, info = AutoModelForCausalLM.from_pretrained(on_disk, output_loading_info=True)
+    assert not any(info.values())
+    assert same_parameters(again, model)
+    assert relative(logits(again), logits(model)) <= 1e-2  # bfloat16, by products that depend on alignment
+
+
+def formats(model) -> set[str]:
+    return {m.activation_format for m in model.modules() if isinstance(m, Projections)}
+
+
+def written(directory) -> dict[str, object]:
+    return json.loads((directory / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.parametrize("load", [AutoModelForCausalLM.from_pretrained, from_pretrained], ids=["transformers", "fusion_moe"])
+def test_the_format_of_activations_is_saved_and_loaded(load, saved, tmp_path):
+    while_loading = AutoModelForCausalLM.from_pretrained(saved, quantization_config=NVFP4Config("nvfp4"))
+    afterwards = AutoModelForCausalLM.from_pretrained(saved)
+    fusion_moe.quantize_(afterwards, NVFP4Config("nvfp4"))
+    for number, model in enumerate((while_loading, afterwards)):
+        model.save_pretrained(tmp_path / str(number))
+        again = load(tmp_path / str(number))
+        assert formats(again) == formats(model) == {"nvfp4"}
+        assert same_parameters(again, model)
+        again.save_pretrained(tmp_path / f"{number} again")
+        assert written(tmp_path / f"{number} again") == written(tmp_path / str(number))
+
+
+def test_a_format_that_is_asked_for_goes_first(tmp_path):
+    directory = MADE / "modelopt-qwen3_moe"
+    for number, (asked, said) in enumerate((("nvfp4", "nvfp4"), ("bf16", None))):
+        model = from_pretrained(directory, quantization_config=NVFP4Config(asked))
+        assert formats(model) == {asked}
+        directory = tmp_path / str(number)
+        model.save_pretrained(directory)
+        assert written(directory).get("activation_format") == said
+        assert formats(from_pretrained(convert(directory, tmp_path / f"{number} converted"))) == {asked}
+
+
+def test_formats_that_differ_are_not_written(tmp_path):
+    model = from_pretrained(MADE / "modelopt-qwen3_5_moe-mixed")
+    next(m for m in model.modules() if isinstance(m, Projections)).activation_format = "nvfp4"
+    with pytest.raises(UnsupportedError, match="experts with activation_format bf16 and nvfp4 to save; expected one for all of them"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_format_that_is_none(tmp_path):
+    copy = shutil.copytree(MADE / "modelopt-qwen3_moe", tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"]["activation_format"] = "fp4"
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(OptionError, match="activation_format = 'fp4'; expected one of bf16, nvfp4"):
+        AutoModelForCausalLM.from_pretrained(copy)
 
 
 def test_what_nothing_would_load_is_not_written(tmp_path):

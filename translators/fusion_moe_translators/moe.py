@@ -12,6 +12,7 @@ from fusion_moe.errors import OptionError, ShapeError, Untranslatable, need_one_
 from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
 from fusion_moe.ir.kinds import eight_bits
+from fusion_moe.ir.kinds.eight_bits import WGRADS
 from fusion_moe.ir.kinds.rows import weighted
 from fusion_moe.ir.kinds.rules import need_same
 from fusion_moe.ir.kinds.shape import elements, merged
@@ -24,8 +25,7 @@ from .arguments import shown
 from .lora import Adapter, adapter, low_rank
 from .weights import is_plain, packed, weight_type
 
-WGRADS = {"mxfp8": "mxfp8", "mxfp8_wgrad_bf16": "bf16"}  # of products whose weights are rounded too
-ACTIVATION_FORMATS = ("bf16", "nvfp4", *WGRADS)
+ACTIVATION_FORMATS = ("bf16", "nvfp4", *WGRADS)  # those of WGRADS round weights too
 
 
 def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Value], Value]]:
@@ -277,15 +277,15 @@ def _need_experts(
     x: TensorType, gate_up: TensorType, down: TensorType, biases: Sequence[Value | None], interleave: int, axis: int
 ) -> None:  # fmt: skip
     """The two projections of one layer, for the features of x. axis: of the weights, that is contracted; the other one is 3 - axis."""
-    experts, rows, inner = gate_up.shape[0], gate_up.shape[3 - axis], down.shape[axis]
+    experts, rows, inner, hidden = gate_up.shape[0], gate_up.shape[3 - axis], down.shape[axis], gate_up.shape[axis]
     arguments.need_operand("x", x, "gate_up", gate_up, axis)
     if down.shape[0] != experts:
         raise ShapeError(f"gate_up has {experts} experts, down has {down.shape[0]}", expected="as many")
     arguments.need_halves("gate_up", plain(rows), interleave)
-    if plain(inner) * 2 != plain(rows):
+    if plain(inner) * 2 != plain(rows) or plain(down.shape[3 - axis]) != plain(hidden):
         form = "gate_up [E, 2I, H] and down [E, H, I]" if axis == 2 else "gate_up [E, H, 2I] and down [E, I, H], as transposed = True says"
         raise ShapeError(f"gate_up {shown(gate_up)} and down {shown(down)}", expected=form)
-    for name, bias, width in zip(("gate_up_bias", "down_bias"), biases, (rows, down.shape[3 - axis]), strict=True):
+    for name, bias, width in zip(("gate_up_bias", "down_bias"), biases, (rows, hidden), strict=True):
         arguments.need_bias(name, bias, experts, width, x)
 
 

@@ -20,12 +20,13 @@ import torch
 from ...encodings import Encoding
 from ...encodings.mxfp8 import BY_AXIS
 from ...errors import DtypeError, OptionError
+from ...recipe import FORMATS
 from ..core import Op, Value
 from ..types import TensorType
 from .quantized import TRAINED, known
 from .rules import need_dtype
 
-WGRADS = ("mxfp8", "bf16")  # what gradients of weights are made from: copies, or the floats
+WGRADS = {form: wgrad for wgrad, form in FORMATS.items()}  # activation_format -> what gradients of weights are made from: copies, or floats
 
 
 def is_one(type: TensorType) -> bool:
@@ -42,7 +43,7 @@ def need_along(name: str, type: TensorType, axis: int) -> None:
 
 def need_wgrad(a: TensorType, wgrad: str) -> None:
     """OptionError unless wgrad is what a product on rows of type a takes."""
-    allowed = WGRADS if is_one(a) else ("",)
+    allowed = tuple(WGRADS.values()) if is_one(a) else ("",)
     if wgrad not in allowed:
         raise OptionError(f"wgrad = {wgrad!r} of a product on {a.dtype}", expected=f"one of {', '.join(map(repr, allowed))}")
 

@@ -98,7 +98,7 @@ def _route_type(ids: TensorType, groups: Groups) -> Types:
 
 
 def _route_needs(ids: TensorType, groups: Groups) -> Iterator[Need]:
-    yield some_of(groups.count, elements(ids.shape)), f"ids {ids} name one of {groups.count} groups"
+    yield some_of(groups.count, elements(ids.shape)), f"ids choose among {groups.count} groups"
 
 
 def _route(ids: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -205,7 +205,7 @@ def _combine_type(y: TensorType, slot_of: TensorType, w: TensorType) -> Types:
 
 
 def _combine_needs(y: TensorType, slot_of: TensorType, w: TensorType) -> Iterator[Need]:
-    yield some_of(y.shape[0], elements(slot_of.shape)), f"slots {slot_of} select from {y}, which has no rows"
+    yield some_of(y.shape[0], elements(slot_of.shape)), "slots select from y, which has no rows"
 
 
 def _combine(y: torch.Tensor, slot_of: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:

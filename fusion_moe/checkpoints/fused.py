@@ -1,0 +1,64 @@
+"""How all experts of a layer lie in one tensor of floats, which names do not say: shapes do, and the family.
+
+[E, 2I, H] and [E, H, I]    gate above up, or [E, I, H] without a gate
+[E, H, 2I] and [E, I, H]    transposed; gate before up in Llama-4, in turns in gpt-oss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import UnsupportedError
+
+Read = Callable[[str], Tensor]  # a tensor of a directory by its name
+
+
+@dataclass(frozen=True)
+class FusedOrder:
+    """transposed: the weights are [E, K, N]. in_turns: rows of gate and up take turns."""
+
+    transposed: bool = False
+    in_turns: bool = False
+
+    def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """N and K of a weight."""
+        return (shape[2], shape[1]) if self.transposed else (shape[1], shape[2])
+
+    def matrix(self, read: Read, name: str, expert: int, at: int, count: int) -> Tensor:
+        """Number `at` of the `count` matrices that an expert has in a weight -> [N / count, K]"""
+        whole = read(name)[expert]
+        return self.rows(whole.mT if self.transposed else whole, at, count).contiguous()
+
+    def rows(self, rows: Tensor, at: int, count: int) -> Tensor:
+        """The rows [N, ...] of number `at` of `count` matrices -> [N / count, ...]"""
+        return rows[at::count] if self.in_turns else rows.chunk(count)[at]
+
+
+_TRANSPOSED = {  # by the model_type of config.json
+    "gpt_oss": FusedOrder(transposed=True, in_turns=True), "llama4": FusedOrder(transposed=True), "llama4_text": FusedOrder(transposed=True)
+}  # fmt: skip
+
+
+def matrices_of(projection: str) -> tuple[str, ...]:
+    """The matrices that an expert has in the weight of a projection."""
+    return ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+
+
+def order_of(layer: str, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> FusedOrder:
+    """The order of a layer, by the shapes of its projections. UnsupportedError for shapes, or a family, that leave it open."""
+    up, down = shapes.get("gate_up_proj") or shapes.get("up_proj"), shapes.get("down_proj")
+    gated = "gate_up_proj" in shapes
+    family = _TRANSPOSED.get(str(config.get("model_type")))
+    if up is not None and down is not None and len(up) == len(down) == 3:
+        if (up[0], up[2], up[1]) == (down[0], down[1], down[2] * (1 + gated)):
+            return FusedOrder()
+        if family is not None and gated and up == (down[0], down[2], down[1] * 2):
+            return family
+    found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+    expected = f"[E, 2I, H] or [E, I, H], and [E, H, I]; of {', '.join(_TRANSPOSED)} [E, H, 2I] and [E, I, H]"
+    todo = "load the model, quantize_ it and save_pretrained: it knows how its family stores them"
+    raise UnsupportedError(found, expected=expected, todo=todo, where=layer)

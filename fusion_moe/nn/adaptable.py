@@ -1,0 +1,51 @@
+"""Modules with encoded weights, each of which may have an adapter beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..encodings import Quantized
+from .packed import PackedModule
+
+
+class AdaptableModule(PackedModule):
+    """A module with encoded weights and, where they are, adapters that train: a submodule `<projection>_lora` each (lora.py).
+
+    projections: the names of the weights; part_names: the parameters that are the parts of each; targets: what `add_lora_` calls them.
+    """
+
+    projections: tuple[str, ...]
+    targets: tuple[str, ...]
+    part_names: Mapping[str, tuple[str, ...]]
+    in_turns = False  # whether rows of gate and up took turns in the module that this one was converted from
+
+    @property
+    def packed(self) -> tuple[tuple[str, ...], ...]:  # type: ignore[override]
+        """The names of elements and block scales of each weight."""
+        return tuple(self.part_names[name][: 1 + len(self.encoding.block_scales)] for name in self.projections)
+
+    def weight_of(self, projection: str) -> Quantized:
+        """The weight of a projection, as it is stored."""
+        return Quantized(*self._parts(projection), encoding=self.encoding)
+
+    def adapter(self, projection: str) -> Any:
+        """What add_lora_ gave a projection; None if nothing."""
+        return self._modules.get(f"{projection}_lora")
+
+    def _parts(self, projection: str) -> list[Tensor]:
+        own: dict[str, Any] = self._parameters  # getattr takes ten times as long; wrappers such as FSDP put attributes in their place
+        return [own[key] if key in own else getattr(self, key) for key in self.part_names[projection]]
+
+    def _factors(self, projection: str) -> tuple[Tensor | None, Tensor | None]:
+        """A [G, r, K] and B [G, N, r] of a projection's adapter."""
+        adapter = self.adapter(projection)
+        return (None, None) if adapter is None else (adapter.A, adapter.B)
+
+    @property
+    def _lora_scale(self) -> float:
+        """What multiplies B @ A: one number for all projections."""
+        adapters = map(self.adapter, self.projections)
+        return next((adapter.scale for adapter in adapters if adapter is not None), 1.0)

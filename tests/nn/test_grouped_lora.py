@@ -1,0 +1,195 @@
+"""Adapters of NVFP4GroupedLinear and GroupedSwiGLU: against whole weights in float64, saved, loaded and merged."""
+
+from __future__ import annotations
+
+import loops
+import pytest
+import torch
+from routings import Partition
+from torch import Tensor, nn
+from ways import HOW, every_way
+
+from fusion_moe.adapters import load_lora_, save_lora
+from fusion_moe.encodings import dequantize
+from fusion_moe.errors import CheckpointError, UnsupportedError
+from fusion_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, add_lora_, merge_lora_
+from fusion_moe.nn.packed import relayout_
+
+G, H, I = 3, 64, 32
+SIZES = (4, 0, 7)
+ENDS = Partition(SIZES, 0).ends
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def linear(bias: bool = False) -> NVFP4GroupedLinear:
+    return NVFP4GroupedLinear.from_float(drawn(G, I, H), drawn(G, I, seed=1) if bias else None)
+
+
+def swiglu() -> GroupedSwiGLU:
+    return GroupedSwiGLU.from_float(drawn(G, I, H) / 4, drawn(G, I, H, seed=1), drawn(G, H, I, seed=2))
+
+
+class Model(nn.Module):
+    """One of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.experts = NVFP4GroupedLinear.from_float(drawn(G, H, H)), nn.LayerNorm(H), swiglu()
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return self.experts(self.norm(self.first(x, offs)), offs)
+
+
+def adapted(module: nn.Module, **how) -> nn.Module:
+    """With numbers in its adapters, as if it was trained."""
+    add_lora_(module, 4, 8, **how)
+    g = torch.Generator().manual_seed(3)
+    for name, p in module.named_parameters():
+        if "_lora." in name:
+            p.data.normal_(0, 0.2, generator=g)
+    return module
+
+
+def whole(module: NVFP4GroupedLinear) -> Tensor:
+    """f64[G, N, K]: the weight with what its adapter adds, which gradients reach."""
+    weight = loops.decoded(*(t.detach() for t in module.weight_of("weight")))
+    adapter = module.adapter("weight")
+    return weight if adapter is None else weight + adapter.scale * adapter.B.double() @ adapter.A.double()
+
+
+def meant(module: nn.Module, x: Tensor) -> Tensor:
+    """What a module computes, in float64."""
+    if isinstance(module, GroupedSwiGLU):
+        return loops.product(loops.swiglu(loops.product(x, whole(module.gate_up_proj), SIZES)), whole(module.down_proj), SIZES)
+    y = loops.product(x, whole(module), SIZES)
+    return y if module.bias is None else y + module.bias.detach().double().repeat_interleave(torch.tensor(SIZES), 0)
+
+
+def gradients(y: Tensor, dy: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    return [g.double() for g in torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+
+@every_way
+@pytest.mark.parametrize("make", [linear, lambda: linear(bias=True), swiglu], ids=["linear", "with a bias", "swiglu"])
+def test_against_whole_weights(how, make):
+    """Outputs, and gradients of rows and factors."""
+    module, x = adapted(make()), drawn(sum(SIZES), H, seed=5).requires_grad_()
+    found, want = HOW[how](module)(x, ENDS), meant(module, x.double())
+    leaves, dy = [x, *(p for p in module.parameters() if p.requires_grad)], drawn(*want.shape, seed=6)
+    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+    for ours, theirs in zip(gradients(found, dy, leaves), gradients(want, dy, leaves), strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        (("gate_up", "down", "linear"), ["first.weight", "experts.gate_up_proj.weight", "experts.down_proj.weight"]),
+        ("linear", ["first.weight"]),
+        (["down"], ["experts.down_proj.weight"]),
+    ],
+    ids=str,
+)
+def test_targets(targets, names):
+    model = Model()
+    assert add_lora_(model, 4, targets=targets) == names
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == [f"{n}_lora.{f}" for n in names for f in "AB"]
+
+
+def test_targets_that_are_not_there():
+    module = linear(bias=True)
+    with pytest.raises(UnsupportedError, match="add_lora_: no gate_up or down among the experts; expected targets of these: linear"):
+        add_lora_(module, targets=("gate_up", "down"))
+    assert module.bias.requires_grad
+    with pytest.raises(UnsupportedError, match="no experts of fusion_moe.nn in a GroupedLinear"):
+        add_lora_(GroupedLinear(G, H, I))
+
+
+def test_adapters_move_and_weights_do_not():
+    model = adapted(Model())
+    kept = {n: t.flatten().view(torch.uint8).clone() for n, t in model.state_dict().items() if "_lora." not in n}
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model(drawn(sum(SIZES), H), ENDS).square().sum().backward()
+    optimizer.step()
+    assert all((p != before[n]).any() for n, p in model.named_parameters() if p.requires_grad)
+    assert all(torch.equal(t.flatten().view(torch.uint8), kept[n]) for n, t in model.state_dict().items() if n in kept)
+
+
+def test_layouts():
+    """Adapters stay as they are where weights are put in another order."""
+    module, x = adapted(linear()), drawn(sum(SIZES), H)
+    with torch.no_grad():
+        want = module(x, ENDS)
+        relayout_(module, "w16x64")
+        torch.testing.assert_close(module(x, ENDS), want, rtol=1e-5, atol=1e-5)
+
+
+# Merging -------------------------------------------------------------------------------------------------------------------
+
+
+def test_merging_into_few_bits_is_asked_for():
+    model = adapted(Model())
+    with pytest.raises(UnsupportedError, match=r"first: adapters of nvfp4 weights; expected float weights"):
+        merge_lora_(model)
+    assert model.first.adapter("weight") is not None
+
+
+def added(module: NVFP4GroupedLinear) -> Tensor:
+    return torch.stack([module.weight_lora.delta(g) for g in range(G)])
+
+
+def test_quantized_again():
+    """The bytes that quantizing the sum gives, gate and up with scales of their own."""
+    module = adapted(swiglu())
+    gate_up, down = (dequantize(m.weight_of("weight")) + added(m) for m in (module.gate_up_proj, module.down_proj))
+    assert merge_lora_(module, requantize=True) == ["gate_up_proj.weight", "down_proj.weight"]
+    want = GroupedSwiGLU.from_float(*gate_up.chunk(2, 1), down).state_dict()
+    found = module.state_dict()
+    assert found.keys() == want.keys()
+    assert all(torch.equal(t.view(torch.uint8), want[n].view(torch.uint8)) for n, t in found.items())
+
+
+# On disk -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{}, {"targets": "linear"}, {"targets": ("gate_up", "down")}], ids=str)
+def test_round_trip(how, tmp_path):
+    model, other, x = adapted(Model(), **how), Model(), drawn(sum(SIZES), H)
+    names = load_lora_(other, save_lora(model, tmp_path / "saved"))
+    assert [f"{n}_lora.{f}" for n in names for f in "AB"] == [n for n, p in model.named_parameters() if p.requires_grad]
+    with torch.no_grad():
+        assert torch.equal(other(x, ENDS), model(x, ENDS))
+
+
+def test_adapters_of_another_model(tmp_path):
+    saved = save_lora(adapted(Model()), tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="adapters of first; expected modules with experts: gate_up_proj, down_proj"):
+        load_lora_(swiglu(), saved)
+
+
+class Floats(nn.Module):
+    """A grouped linear layer as PEFT adapts it: a parameter [G, N, K]."""
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        return loops.product(x, self.weight, sizes)
+
+
+@pytest.mark.judges("peft")
+def test_peft_loads_it(tmp_path):
+    """Into the layer in floating point, with the same numbers."""
+    from peft import PeftModel
+
+    model, x = nn.ModuleDict({"first": linear()}), drawn(sum(SIZES), H).double()
+    saved = save_lora(adapted(model), tmp_path / "saved")
+    floats = nn.ModuleDict({"first": Floats(dequantize(model["first"].weight_of("weight")).double())})
+    wrapped = PeftModel.from_pretrained(floats, saved)
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped.base_model.model["first"](x, SIZES), meant(model["first"], x), rtol=1e-6, atol=1e-6)
