@@ -18,7 +18,7 @@ from ..cxx.plan import plan as plan_product
 from . import grouped_mm, loops, prebuilt, wgrad
 from .join import join
 from .launch import Launch, Library
-from .readers import linear
+from .readers import FLOATS, linear
 from .segment import Source
 
 __all__ = ["NAME", "emit", "join", "plan"]
@@ -34,7 +34,7 @@ def plan(fusion: Fusion, kind: str) -> Source | prebuilt.Product:
         return loops.source(fusion)
     if products(fusion)[0].kind == "wgrad":
         return wgrad.source(plan_wgrad(fusion, ACTIVATIONS, alike=False))
-    return grouped_mm.source(plan_product(fusion, linear(), dgrad=linear()))
+    return grouped_mm.source(plan_product(fusion, linear(), dgrad=linear(), of_added=FLOATS))
 
 
 def emit(segment: Segment) -> Kernel:
