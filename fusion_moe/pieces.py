@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from . import schedule
 from .ir.core import Fusion, Op, Value
+from .schedule.product import dependent
 from .target import Target
 
 
@@ -26,12 +27,22 @@ class Pieces:
         for op in self.ops:
             if op.kind.role in self.target.unshared_roles and len(self.piece[op]) == 1:
                 self._join_required(op)
-        joined = True
-        while joined:
-            joined = False
-            for op in self.ops:
-                for source in self._sources(op):
+        edges = [(source, op) for op in self.ops for source in self._sources(op)]
+        for some in (self._first(edges), edges) if self.target.added_features else (edges,):
+            joined = True
+            while joined:
+                joined = False
+                for source, op in some:
                     joined = self._join(self.piece[source], self.piece[op]) or joined
+
+    def _first(self, edges: Sequence[tuple[Op, Op]]) -> list[tuple[Op, Op]]:
+        """The edges from what products made, then those from rows that a product gathers.
+
+        Of two products that could be one kernel, one would else have what comes before both, and the other wait for it.
+        """
+        made = dependent(self.fusion, [v for op in self.ops if op.kind.role == "grouped" for v in op.outputs])
+        after = [(source, op) for source, op in edges if not made.isdisjoint(source.outputs)]
+        return after + [(source, op) for source, op in edges if (source.kind.role, op.kind.role) == ("gather", "grouped")]
 
     def topological(self) -> list[frozenset[Op]]:
         """The pieces, each after those it reads from, else as their first operations stand in the fusion."""

@@ -27,6 +27,7 @@ from ..options import Options
 from ..progress import progress
 from ..runtime import bandwidth, isa, pages
 from ..runtime.program import Program
+from ..schedule.product import main_and_added, products
 from . import cost, gpu_times
 from .data import Load, Machine, Measured
 from .identity import identity
@@ -130,8 +131,8 @@ class Watched:
     def products(self) -> set[tuple[str, str]]:
         """The dtypes of activations and weights of its forward products that C++ computes."""
         ours = (kernel for kernel in self.program.kernels if kernel.backend == cpu.NAME)
-        grouped = (op for kernel in ours for op in kernel.segment.fusion.ops if op.kind.name == "grouped_mm")
-        return {(op.values[0].type.dtype, op.values[1].type.dtype) for op in grouped}
+        grouped = (main_and_added(kernel.segment.fusion)[0] for kernel in ours if products(kernel.segment.fusion))
+        return {(product.a.type.dtype, product.b.type.dtype) for product in grouped if product.kind == "fprop"}
 
     def run(self, source: str, inputs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
         """What fusion_moe::run computes."""

@@ -3,21 +3,23 @@
 A kernel of fprop or dgrad makes tiles of [rows of one group, some columns], looping over what is contracted. So the prologue may do what
 is elementwise in (row, k) or picks rows, once they are rows of groups; the epilogue what is elementwise in (row, n), slices or joins
 columns, adds a group's bias, sums a row's columns, or sums a token's rows in order. What the epilogue needs beside the product is computed
-there too. A kernel of wgrad makes tiles of a group's matrix, looping over its rows: both operands have a prologue, and the epilogue is
-elementwise.
+there too, and that may be products: where a target has kernels for it, tiles of the same rows and columns by a weight of floats, which
+contract few features. A kernel of wgrad makes tiles of a group's matrix, looping over its rows: both operands have a prologue, and the
+epilogue is elementwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
+from itertools import combinations
 
 from ..ir.core import Fusion, Op, Value
 from ..ir.kinds.shape import elements
 from ..ir.sizes import exact_div
 from ..ir.types import Rows, plain
 from ..target import Target
-from .product import cat_before, dependent, needed, products
+from .product import GroupedProduct, cat_before, dependent, main_and_added, needed, products
 
 NAME = "grouped_gemm"
 CONTRACTS_ROUNDING = True
@@ -37,44 +39,65 @@ class GroupedGemm:
 
 
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
-    """None if there is one grouped product, all else is its prologue or its epilogue, and what is stored has widths of its tiles."""
+    """None if there is one grouped product, and others beside it that the target has kernels for, all else is prologue or epilogue, and
+    what is stored has widths of its tiles.
+    """
     found = products(fusion)
     if not found:
         return "no grouped product"
-    if len(found) > 1:
-        return _of_two(fusion, found[0].op, found[1].op)
-    product = found[0].op
-    after, before = dependent(fusion, product.outputs), needed(fusion, product)
+    if why := _chained(fusion, found):
+        return why
+    main, added = main_and_added(fusion)
+    if why := next((why for other in added if (why := _of_two(fusion, main, other, target))), None):
+        return why
+    product = main.op
+    after = dependent(fusion, [p.result for p in found])
+    before = set[Value]().union(*(needed(fusion, p.op) for p in found))
     tokens = {v for op in fusion.ops if op.kind.role == "combine" for v in dependent(fusion, op.outputs)}
     sums = {op for op in fusion.ops if _sums_rows(op, product) and _reads(op, after - tokens)}
     of_rows = {v for op in sums for v in dependent(fusion, op.outputs)}
     for op in fusion.ops:
-        if op is not product and op not in sums and (why := _refusal(op, after, before, product)):
+        if op.kind.role != "grouped" and op not in sums and (why := _refusal(op, after, before, product)):
             return why
         if why := _of_sums(op, of_rows):
             return why
-    if found[0].kind == "wgrad":
+    if main.kind == "wgrad":
         return _elementwise(fusion, after)
     return _one_combine(fusion, after) or _widths(fusion, product, kept, after - tokens - of_rows)
 
 
 def describe(fusion: Fusion) -> GroupedGemm:
     """The product, its prologue and its epilogue, in order."""
-    product = products(fusion)[0].op
+    product = main_and_added(fusion)[0].op
     after = dependent(fusion, product.outputs)
     rest = [op for op in fusion.ops if op is not product and op.kind.role != "view"]
+    late = {op for op in rest if op.kind.role == "grouped" or _reads(op, after)}
     return GroupedGemm(
         product.kind.name,
-        tuple(op.kind.name for op in rest if not _reads(op, after)),
-        tuple(op.kind.name for op in rest if _reads(op, after)),
+        tuple(op.kind.name for op in rest if op not in late),
+        tuple(op.kind.name for op in rest if op in late),
     )
 
 
-def _of_two(fusion: Fusion, first: Op, second: Op) -> str:
-    """Why two products are not one kernel."""
-    if _reads(second, dependent(fusion, first.outputs)):
-        return f"{second.kind.name} contracts the result of {first.kind.name}: it reads whole rows, and a kernel holds tiles"
-    return f"{first.kind.name} and {second.kind.name} are two products: a kernel has accumulators for one"
+def _chained(fusion: Fusion, found: Sequence[GroupedProduct]) -> str | None:
+    """Why products of which one contracts what another made are not one kernel."""
+    for first, second in combinations((p.op for p in found), 2):
+        if _reads(second, dependent(fusion, first.outputs)):
+            return f"{second.kind.name} contracts the result of {first.kind.name}: it reads whole rows, and a kernel holds tiles"
+    return None
+
+
+def _of_two(fusion: Fusion, main: GroupedProduct, other: GroupedProduct, target: Target) -> str | None:
+    """Why a kernel does not make the tiles of another product beside those of the main one."""
+    alike = main.kind != "wgrad" and main.result.type == other.result.type and not other.b.type.quantized
+    if not alike or not target.added_features:
+        names = " and ".join(op.kind.name for op in fusion.ops if op in (main.op, other.op))
+        return f"{names} are two products: a kernel has accumulators for one"
+    features = other.size(other.contracted)
+    if not isinstance(features, int) or features > target.added_features:
+        of_few = f"beside another product a kernel contracts up to {target.added_features}"
+        return f"{other.op.kind.name} contracts {features} features: {of_few}"
+    return None
 
 
 def _reads(op: Op, values: Set[Value]) -> bool:

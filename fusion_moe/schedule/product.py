@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from ..ir.core import Fusion, Op, Value
@@ -70,6 +71,13 @@ class GroupedProduct:
 def products(fusion: Fusion) -> tuple[GroupedProduct, ...]:
     """The products of a Fusion, in order."""
     return tuple(GroupedProduct.of(op) for op in fusion.ops if op.kind.role == "grouped")
+
+
+def main_and_added(fusion: Fusion) -> tuple[GroupedProduct, tuple[GroupedProduct, ...]]:
+    """The product that a kernel is built around, that of a quantized weight before one that contracts more features, and the others."""
+    found = products(fusion)
+    main = max(found, key=lambda p: (p.b.type.quantized, size if isinstance(size := p.size(p.contracted), int) else inf))
+    return main, tuple(p for p in found if p is not main)
 
 
 def dependent(fusion: Fusion, values: Collection[Value]) -> set[Value]:

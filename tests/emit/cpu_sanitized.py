@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 from cpu_tiers import TIERS, emulated_amx, fusion_of_call, program
+from test_cpu_added import computed as summed
+from test_cpu_added import operands as beside
 from test_cpu_encodings import FORMATS, random_weights
 from test_cpu_kernels import VARIANTS, expert_mlp, random_weight
 from test_cpu_loops import CASES, OF_ANY_ROWS, compiled, swizzled
@@ -25,6 +27,7 @@ def main() -> None:
     products_of_nvfp4(tier)
     products_of_encodings(tier)
     products_of_training(tier)
+    products_beside_others(tier)
     experts(tier)
     if tier == TIERS[0]:  # no tier has loops of its own
         loops()
@@ -55,6 +58,13 @@ def products_of_training(tier: str) -> None:
             dtypes = (torch.bfloat16, b_dtype if kind == "grouped_outer" else torch.bfloat16)
             a, b = operands(kind, sizes, n, k, dtypes, exact=False)
             computed(kind, tier, a, b, torch.tensor(sizes).cumsum(0).int())
+
+
+def products_beside_others(tier: str) -> None:
+    both = (torch.bfloat16, torch.bfloat16)
+    for kind in ("grouped_mm", "grouped_mm_t"):
+        for n, sizes in ((1, (1, 0, 2)), (71, (3, 17, 40))):
+            summed([(kind, beside(kind, sizes, n, k, both, 0)) for k in (40, 3)], sizes, tier)
 
 
 def experts(tier: str) -> None:

@@ -14,8 +14,12 @@ from torch import Tensor
 from torch.library import opcheck
 
 import fusion_moe
+from fusion_moe import op_definitions
+from fusion_moe.compile import lower
 from fusion_moe.encodings import ENCODINGS, dequantize, quantize
 from fusion_moe.errors import DtypeError, ShapeError
+from fusion_moe.ir.derivative import differentiate
+from fusion_moe.target import TARGETS
 
 ops = torch.ops.fusion_moe
 pytestmark = pytest.mark.usefixtures("meaning")  # but where a test says otherwise
@@ -150,6 +154,23 @@ def test_what_is_kept():
     made = [t for t in found if not isinstance(t, str)]
     indices = [("int32", 6), ("int32", rows), ("int32", *ROUTING.ids.shape)]
     assert sorted(map(str, made)) == sorted(map(str, [*indices, ("bfloat16", rows, 2 * I), *2 * [("bfloat16", rows, R)]]))
+
+
+@pytest.mark.compiler
+def test_the_cpu_adds_products_before_it_stores_them():
+    """In the forward and for gradients of activations: one kernel for both, and nothing of a weight's width in memory in float32."""
+    given = narrow()
+    tensors = [given[n] for n in ("x", "ids", "w")] + [[given[n]] for n in ("gate_up", "down")]
+    options = {n: given[n] for n in FACTORS["both"]} | {"weight_format": "bf16", "lora_scale": SCALE}
+    bound = op_definitions.bind(op_definitions.SPECS["fused_experts"], tensors, options)
+    fusion = op_definitions.fusion_of("fused_experts", op_definitions.eager_types(bound), bound.others)
+    made = differentiate(fusion, [0, 2, *range(len(fusion.inputs) - 4, len(fusion.inputs))])
+    for program, kind, counts in ((made.forward, "grouped_mm", [1, 2, 1, 2]), (made.backward, "grouped_mm_t", [1, 2, 1, 2])):
+        segments = lower(program, TARGETS["cpu"], fusion_moe.options.current()).segments
+        found = [sum(op.kind.name == kind for op in s.fusion.ops) for s in segments]
+        assert [count for count in found if count] == counts
+        between = {v.type for s in segments for v in s.outputs if v not in program.outputs}
+        assert not [t for t in between if t.dtype == "f32" and len(t.shape) == 2 and t.shape[1] in (2 * I, I, H)]
 
 
 def test_frozen_weights_have_no_gradient_and_no_product():

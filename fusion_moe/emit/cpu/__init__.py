@@ -2,8 +2,9 @@
 
 Two kinds of libraries make a program. kernels/fprop.cpp, dgrad.cpp and wgrad.cpp, the same for all, have the grouped products of a tier of
 `runtime.isa` and an encoding of weights (readers.py). The other is generated (unit.py): of each segment what is its own, loops over rows
-(loops.py), or the prologue and the epilogue of a product (grouped_mm.py, wgrad.py), which the product calls (kernels/product.h). Both are
-built when a program is first called, and kept in the cache of `runtime.build`; that of fprop may have come with the package (prebuilt.py).
+(loops.py), or the prologue and the epilogue of a product (grouped_mm.py, wgrad.py), which the product calls (kernels/product.h), with the
+products that the epilogue adds (kernels/added.h). Both are built when a program is first called, and kept in the cache of `runtime.build`;
+that of fprop may have come with the package (prebuilt.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..cxx.plan import plan as plan_product
 from . import grouped_mm, loops, prebuilt, wgrad
 from .join import join
 from .launch import Launch, Library
-from .readers import linear
+from .readers import FLOATS, linear
 from .segment import Source
 
 __all__ = ["NAME", "emit", "join", "plan"]
@@ -34,7 +35,7 @@ def plan(fusion: Fusion, kind: str) -> Source | prebuilt.Product:
         return loops.source(fusion)
     if products(fusion)[0].kind == "wgrad":
         return wgrad.source(plan_wgrad(fusion, ACTIVATIONS, alike=False))
-    return grouped_mm.source(plan_product(fusion, linear(), dgrad=linear()))
+    return grouped_mm.source(plan_product(fusion, linear(), dgrad=linear(), of_added=FLOATS))
 
 
 def emit(segment: Segment) -> Kernel:

@@ -19,9 +19,9 @@ def row_function(writer: SegmentWriter, name: str, v: Value, width: int) -> list
 
 
 def row_pointer(v: Value, field: str, name: str) -> list[str]:
-    """Gives the function to a product, as a field of its Problem."""
+    """Gives the function to a product, as a field of a Problem."""
     return [
-        f"problem.{field} = [](const void* segment, i64 m, void* scratch) -> const void* {{",
+        f"{field} = [](const void* segment, i64 m, void* scratch) -> const void* {{",
         f"    return static_cast<const Segment*>(segment)->{name}(m, static_cast<{STORED[v.type.dtype]}*>(scratch));",
         "};",
     ]

@@ -10,7 +10,7 @@ from ...ir.core import Value
 from ..cxx.elements import stored
 from ..cxx.epilogue import Epilogue
 from ..cxx.indices import Index, Variable, is_index, size
-from ..cxx.plan import Plan, row_width
+from ..cxx.plan import Plan, known, row_width
 from ..cxx.statements import Expression, formula, inner
 from .activations import ACTIVATION, row_function, row_pointer
 from .readers import PARTS
@@ -25,19 +25,22 @@ def source(plan: Plan) -> Source:
     if len(plan.weight) > PARTS:
         raise UnsupportedError(f"weights of {len(plan.weight)} parts have no kernel here", expected=f"at most {PARTS}")
     transposed = plan.weight[0] if plan.transposed else None
-    return Source(plan.fusion, _Writer(plan).text(), plan.memory, transposed, (plan.encoding.name, plan.kind))
+    headers = (*Source.headers, *(("added.h",) if plan.added else ()))
+    return Source(plan.fusion, _Writer(plan).text(), plan.memory, transposed, (plan.encoding.name, plan.kind), headers)
 
 
 class _Writer(SegmentWriter):
     def __init__(self, plan: Plan):
         super().__init__(plan.fusion, plan.memory)
         self.plan = plan
-        self.epilogue = Epilogue(self, plan, "p[{} * LANES + i]")
+        self.tiles = ["p", *(f"p{i}" for i, _ in enumerate(plan.added, 1))]  # of the product, of those beside it
+        self.epilogue = Epilogue(self, plan, *(f"{tile}[{{}} * LANES + i]" for tile in self.tiles))
         self.partials = [f"partial_{i}" for i in range(len(plan.sums))]
 
     def functions(self) -> list[str]:
         store = self.store_lanes()  # which finds the columns
         columns = self.epilogue.columns
+        tiles = ", ".join(f"const float* {tile}" for tile in self.tiles)
         return [
             f"static constexpr i64 W = {self.plan.width}, F = {len(columns)}, G = {self.plan.groups}, BLOCKS = (W + LANES - 1) / LANES;",
             *(f"mutable float* {partial} = nullptr;  // of the sum of each row, for each LANES columns" for partial in self.partials),
@@ -53,12 +56,13 @@ class _Writer(SegmentWriter):
             "};",
             "",
             *row_function(self, "row", self.plan.a, self.plan.k),
+            *self.added_functions(),
             "",
-            "void store(i64 m, i64 g, i64 j0, i64 count, const float* p) const {",
+            f"void store(i64 m, i64 g, i64 j0, i64 count, {tiles}) const {{",
             *inner(store),
             "}",
             "",
-            "void store_run(i64 m, i64 g, i64 j0, i64 count, const float* p) const {",
+            f"void store_run(i64 m, i64 g, i64 j0, i64 count, {tiles}) const {{",
             *inner(self.store_run()),
             "}",
             "",
@@ -83,10 +87,11 @@ class _Writer(SegmentWriter):
             "static const Columns columns;",
             "problem.W = W, problem.F = F, problem.columns = columns.of[0];",
             f"problem.activation = {ACTIVATION[plan.a.type.dtype]}, problem.segment = this;",
-            *row_pointer(plan.a, "row", "row"),
+            *row_pointer(plan.a, "problem.row", "row"),
             "problem.store = [](const void* segment, i64 m, i64 rows, i64 g, i64 j, i64 count, const float* p, i64 stride) {",
-            "    for (i64 r = 0; r < rows; ++r) static_cast<const Segment*>(segment)->store_run(m + r, g, j, count, p + r * stride);",
+            *inner(self.store_tile()),
             "};",
+            *self.added_problems(),
             *(f"std::vector<float> of_{p}({rows} * BLOCKS); {p} = of_{p}.data();" for p in self.partials),
             "product(&problem, threads);",
             *([f"for_rows({rows}, 16, threads, [&](i64 m) {{ finish_row(m); }});"] if self.partials else []),
@@ -137,7 +142,45 @@ class _Writer(SegmentWriter):
     def store_run(self) -> list[str]:
         """Sixteen columns after the other, while what is written next comes nearer."""
         ahead = [f"fetch_row({self.names[v]} + m * W + j0, W, count);" for v in self.plan.rows if self.plan.width_of(v) == self.plan.width]
-        return [*ahead, "for (i64 i = 0; i < count; i += LANES, p += F * LANES) store(m, g, j0 + i, std::min<i64>(LANES, count - i), p);"]
+        step = ", ".join(f"{tile} += F * LANES" for tile in self.tiles)
+        store = f"store(m, g, j0 + i, std::min<i64>(LANES, count - i), {', '.join(self.tiles)});"
+        return [*ahead, f"for (i64 i = 0; i < count; i += LANES, {step}) {store}"]
+
+    # Products beside it -----------------------------------------------------------------------------------------------
+
+    def added_functions(self) -> list[str]:
+        """Their rows, and what multiplies them while `run` runs."""
+        lines = list[str]()
+        for product, tile in zip(self.plan.added, self.tiles[1:], strict=True):
+            vectors = f"Added{product.kind.title()}<{stored(product.b)}>"
+            lines += ["", *row_function(self, f"row_{tile}", product.a, known(product.size(product.contracted)))]
+            lines += [f"using Of_{tile} = Added<{self.tiles.index(tile)}, {vectors}, {stored(product.a)}>;"]
+            lines += [f"mutable const Of_{tile}* of_{tile} = nullptr;"]
+        return lines
+
+    def added_problems(self) -> list[str]:
+        """Like the product's own, but for rows and weight."""
+        lines = list[str]()
+        for product, tile in zip(self.plan.added, self.tiles[1:], strict=True):
+            n, k = product.b.type.shape[1:]
+            lines += [f"Problem problem_{tile} = problem;"]
+            lines += [f"problem_{tile}.parts[0] = {self.names[product.b]}, problem_{tile}.N = {n}, problem_{tile}.K = {k};"]
+            lines += row_pointer(product.a, f"problem_{tile}.row", f"row_{tile}")
+            lines += [f"const Of_{tile} made_{tile}(problem_{tile});", f"of_{tile} = &made_{tile};"]
+        return lines
+
+    def store_tile(self) -> list[str]:
+        """Rows of a tile, beside those of the other products."""
+        added = self.tiles[1:]
+        if not added:
+            return ["for (i64 r = 0; r < rows; ++r) static_cast<const Segment*>(segment)->store_run(m + r, g, j, count, p + r * stride);"]
+        rows = ", ".join(f"{tile} + r * of_row" for tile in added)
+        return [
+            "const Segment& s = *static_cast<const Segment*>(segment);",
+            "const i64 of_row = (count + LANES - 1) / LANES * F * LANES;",
+            *(f"const float* {tile} = s.of_{tile}->tile(m, rows, g, j, count);" for tile in added),
+            f"for (i64 r = 0; r < rows; ++r) s.store_run(m + r, g, j, count, p + r * stride, {rows});",
+        ]
 
     def finish_row(self) -> list[str]:
         """The sum of a row, of the sums of its columns in order."""

@@ -14,6 +14,7 @@ from ...runtime import build
 KERNELS = Path(__file__).parent / "kernels"
 SHIPPED = Path(__file__).parent / "shipped"  # filled when the package is built: tools/build_kernels.py
 BUILT_IN = tuple(sorted(path.stem for path in (KERNELS / "weights").glob("*.h")))
+FLOATS = (("bf16", "linear"), ("f16", "linear"), ("f32", "linear"))  # what a product beside another may have: kernels/added.h
 PARTS = 3  # of a weight, at most: kernels/product.h
 _registered: dict[str, str] = {}  # encoding -> C++
 

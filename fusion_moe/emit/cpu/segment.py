@@ -52,7 +52,7 @@ class Source:
 
     memory: the values that the caller allocates, results among them; `run` takes pointers to the inputs of the fusion, then to these.
     transposed: the input, if any, that is passed with its last two dimensions swapped. product: the encoding of weights, "" for none,
-    and the kind of the grouped product that `run` needs, if any.
+    and the kind of the grouped product that `run` needs, if any. headers: of kernels/ that the text needs.
     """
 
     fusion: Fusion
@@ -60,6 +60,7 @@ class Source:
     memory: tuple[Value, ...]
     transposed: Value | None = None
     product: tuple[str, str] | None = None
+    headers: tuple[str, ...] = ("product.h", "rows.h")
 
 
 class SegmentWriter(Writer):

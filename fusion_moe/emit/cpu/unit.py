@@ -27,7 +27,7 @@ class Step:
 
 def text(sources: Sequence[Source], steps: Sequence[Step] = ()) -> str:
     """The C++ of segments; steps: of all of them, where `run` is wanted."""
-    parts = ['#include "product.h"\n#include "rows.h"\n']
+    parts = [f'#include "{header}"\n' for header in dict.fromkeys(header for source in sources for header in source.headers)]
     for i, source in enumerate(sources):
         parts += [f"namespace {{\nnamespace segment_{i} {{\n", source.text, f"}}  // namespace segment_{i}\n}}  // namespace\n"]
         call = f"return segment_{i}::run(p, n, reinterpret_cast<Product>(products[{i}]), threads);"

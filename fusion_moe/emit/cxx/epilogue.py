@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from ...errors import UnsupportedError
 from ...ir.core import Value
-from .elements import Elements
+from .elements import Elements, Known
 from .indices import Index, Variable, is_index, reshaped
 from .plan import Plan
 from .statements import Expression
@@ -16,20 +17,20 @@ _G, _J, _M = map(Variable, "gjm")
 
 
 class Epilogue:
-    """Element j of row m, of group g, of results. accumulator: C++ of the n-th column of the product that they read, as a template.
+    """Element j of row m, of group g, of results. accumulators: C++ of the n-th column of each product that they read, as templates.
 
-    columns: of the product that were read so far, as functions of j.
+    columns: of products that were read so far, as functions of j.
     """
 
-    def __init__(self, writer: Writer, plan: Plan, accumulator: str):
+    def __init__(self, writer: Writer, plan: Plan, *accumulators: str):
         self.columns: list[Index] = []
-        self._writer, self._plan, self._accumulator = writer, plan, accumulator
+        self._writer, self._plan, self._accumulators = writer, plan, dict(zip(plan.made, accumulators, strict=True))
         self._rows = plan.a.type.shape[0]
 
     def elements(self) -> Elements:
         """What writes elements while neither rows nor tokens are stored."""
         plan = self._plan
-        known = {plan.product.outputs[0]: self._column}
+        known: dict[Value, Known] = {v: partial(self._column, accumulator) for v, accumulator in self._accumulators.items()}
         return self._writer.elements(known, {plan.ends: self._group}, plan.stored, {_J.name: plan.width})
 
     def at(self, v: Value, place: Index = _J) -> list[Index]:
@@ -43,7 +44,7 @@ class Epilogue:
             raise UnsupportedError("a product is stored beside results that do not read each of its columns once")
         return tuple(self.columns)
 
-    def _column(self, at: Sequence[Index]) -> Expression:
+    def _column(self, accumulator: str, at: Sequence[Index]) -> Expression:
         row, column = at
         if not is_index(row, _M, self._rows):
             raise UnsupportedError("a result reads other rows of the product than its own")
@@ -52,7 +53,7 @@ class Epilogue:
         if column not in self.columns:
             self.columns += [] if (alike := self._alike(column)) is not None else [column]
             column = self.columns[-1] if alike is None else alike
-        return Expression(self._accumulator.format(self.columns.index(column)), frozenset("j"))
+        return Expression(accumulator.format(self.columns.index(column)), frozenset("j"))
 
     def _alike(self, column: Index) -> Index | None:
         """A column that was read, of another form."""

@@ -11,8 +11,8 @@ from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.sizes import exact_div
 from ...ir.types import Dim, plain
-from ...schedule.product import GroupedProduct, cat_before, dependent, needed, products
-from ..inexpressible import Inexpressible
+from ...schedule.product import GroupedProduct, cat_before, dependent, main_and_added, needed, products
+from ..inexpressible import Inexpressible, naming
 from .indices import Index, Number, Variable, flat, unflat
 
 ACTIVATIONS = ("bf16", "f16", "f32")
@@ -27,7 +27,7 @@ class Plan:
     operations on rows that run before it.
     rows: what is stored for each row of groups. width: the columns that a tile's columns j stand for: a row of a value is as long, or
     several times as long (see `parts`). sums: sums over the columns of a row, in `rows`' order after them; combine: the sum of a token's
-    rows, of a value in `rows`; tokens: what is stored after it.
+    rows, of a value in `rows`; tokens: what is stored after it. added: products by floats, tiles of which are made beside its own.
     """
 
     fusion: Fusion
@@ -43,6 +43,12 @@ class Plan:
     tokens: tuple[Value, ...]
     kind: str = "fprop"
     sums: tuple[Op, ...] = ()
+    added: tuple[GroupedProduct, ...] = ()
+
+    @property
+    def made(self) -> tuple[Value, ...]:
+        """The results of all products, its own first."""
+        return (self.product.outputs[0], *(p.result for p in self.added))
 
     @property
     def a(self) -> Value:
@@ -113,24 +119,31 @@ class Plan:
 Readers = Collection[tuple[str, str]]  # the encodings of weights that a backend reads, and the layouts that it reads each in
 
 
-def plan(fusion: Fusion, readers: Readers, dgrad: Readers = ()) -> Plan:
-    """The plan of a segment, or UnsupportedError with the sentence why a backend with such readers, and others for dgrad, has no kernel."""
-    (found,) = products(fusion)
+def plan(fusion: Fusion, readers: Readers, dgrad: Readers = (), of_added: Readers = ()) -> Plan:
+    """The plan of a segment, or UnsupportedError with the sentence why a backend with such readers, and others for dgrad, has no kernel.
+
+    of_added: those of products that are made beside another.
+    """
+    found, added = main_and_added(fusion)
     op = found.op
     if found.kind == "wgrad" or (found.kind == "dgrad" and not dgrad):
         raise UnsupportedError(f"{op.kind.name} has no kernel here yet")
     weight, transposed = _weight(fusion, op, dgrad if found.kind == "dgrad" else readers)
     w = op.values[1].type
-    if op.values[0].type.dtype not in ACTIVATIONS:
-        raise UnsupportedError(f"activations {op.values[0].type} have no kernel here", expected=f"one of {', '.join(ACTIVATIONS)}")
-    after = dependent(fusion, op.outputs)
+    _check_activations(op)
+    for other in added:
+        with naming(other.op):
+            _weight(fusion, other.op, of_added)
+            _check_activations(other.op)
+    after = dependent(fusion, [op.outputs[0], *(p.result for p in added)])
     first = tuple(o for o in fusion.ops if o.kind.name in MADE_FIRST)
     sums = tuple(o for o in fusion.ops if o.kind.name == "sum" and o.outputs[0] in after)
     of_sums = dependent(fusion, [v for o in sums for v in o.outputs])
     combine = next((o for o in fusion.ops if o.kind.name == "combine"), None)
     summed = dependent(fusion, combine.outputs) if combine else set()
     made = {v for o in first for v in o.outputs}
-    _need_inside(fusion, op, made)
+    for product in (found, *added):
+        _need_inside(fusion, product.op, made)
     rows = [v for v in fusion.outputs if v not in made and v not in summed and v not in of_sums]
     _check_sums(fusion, sums, of_sums)
     if combine and combine.values[0] not in rows:
@@ -139,7 +152,7 @@ def plan(fusion: Fusion, readers: Readers, dgrad: Readers = ()) -> Plan:
     of_product = [v for v in (*rows, *(o.values[0] for o in sums)) if v in after]
     width = _width(fusion, op, of_product)
     _need_width(fusion, width, op, [v for v in rows if v not in after])
-    return Plan(fusion, op, weight, w.encoding, w.layout, transposed, first, tuple(rows), width, combine, tokens, found.kind, sums)
+    return Plan(fusion, op, weight, w.encoding, w.layout, transposed, first, tuple(rows), width, combine, tokens, found.kind, sums, added)
 
 
 def need_one_width(made: Plan) -> Plan:
@@ -217,6 +230,11 @@ def _need_inside(fusion: Fusion, product: Op, made: Collection[Value]) -> None:
     if others := [v for v in fusion.outputs if v in inside and v not in made]:
         v = others[0]
         raise Inexpressible(fusion.producers[v], f"{v.name} {v.type} is computed in the prologue, and also read outside it")
+
+
+def _check_activations(op: Op) -> None:
+    if op.values[0].type.dtype not in ACTIVATIONS:
+        raise UnsupportedError(f"activations {op.values[0].type} have no kernel here", expected=f"one of {', '.join(ACTIVATIONS)}")
 
 
 def _check_sums(fusion: Fusion, sums: Sequence[Op], of_sums: Collection[Value]) -> None:

@@ -82,7 +82,7 @@ struct Panels {
                     Vectors::multiply(int(some), int(std::min(COLUMN_BLOCKS, column_blocks - s)), packed + r * stride, stride,
                                       panel + s / COLUMN_BLOCKS * of_panel, K, &c[s], tile + s * LANES, of_row);
                 }
-                for (i64 s = 0; s < column_blocks; s += F) work_tile.store(r, some, first + s, tile + s * LANES, of_row);
+                work_tile.store(r, some, first, tile, of_row, column_blocks / F);
             }
         }
     }
