@@ -173,12 +173,11 @@ def compiled(mesh):
     """In one graph, whose collectives are operations of torch, forward and backward."""
     if mesh.size() > 2:
         return  # compiling takes long
-    module = divided(float_experts(), mesh, "ep")
+    module = divided(experts(E, H, I), mesh, "ep")
     for backend in ("fusion_moe", "inductor"):
         outcomes = []
         for f in module, torch.compile(module, backend=backend, fullgraph=True):
-            module.zero_grad()
-            outcomes.append([*forward_and_backward(f), *(p.grad for p in module.parameters())])
+            outcomes.append(forward_and_backward(f))
         assert_alike(*outcomes)
 
 

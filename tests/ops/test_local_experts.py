@@ -79,10 +79,9 @@ def test_nvfp4(target, dtype):
 
 @every_way
 def test_every_way(how):
-    x, ids, w = inputs(torch.bfloat16)
-    gate_up, down = parts(2)
-    want = ops.fused_experts(x, ids, w, gate_up, down, first_expert=3)
-    found = HOW[how](lambda *args: ops.fused_experts(*args, gate_up, down, first_expert=3))(x, ids, w)
+    args = *inputs(torch.bfloat16), *(part for parts_of_one in parts(2) for part in parts_of_one)
+    want = ops.expert_mlp(*args, first_expert=3)
+    found = HOW[how](lambda *args: ops.expert_mlp(*args, first_expert=3))(*args)
     assert want.any()
     assert found.equal(want)
 
