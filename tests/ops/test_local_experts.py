@@ -63,7 +63,7 @@ def test_shares_add_up_forward_and_backward(scale_on, bias):
 @pytest.mark.parametrize("target", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nvfp4(target, dtype):
-    """A share's rows are those of the whole with other weights at zero: the same sums in the same order."""
+    """A share's rows are those of the whole with other weights at zero."""
     x, ids, w = inputs(dtype)
     gate_up, down = parts(E)
     ids[4] = 0
@@ -72,7 +72,9 @@ def test_nvfp4(target, dtype):
             local = [[part[first : first + count] for part in parts] for parts in (gate_up, down)]
             inside = (ids >= first) & (ids < first + count)
             want = ops.fused_experts(x, ids, torch.where(inside, w, 0), gate_up, down)
-            assert ops.fused_experts(x, ids, w, *local, first_expert=first).equal(want)
+            found = ops.fused_experts(x, ids, w, *local, first_expert=first)
+            torch.testing.assert_close(found, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+            assert found[~inside.any(1)].equal(torch.zeros_like(x[~inside.any(1)]))
         with pytest.raises(GroupsError, match="pass first_expert"):
             ops.fused_experts(x, ids, w, *local)
 
@@ -92,4 +94,5 @@ def test_a_module_of_local_experts():
     module.first_expert = 1
     assert "experts=8 from 1" in repr(module)
     inside = (ids >= 1) & (ids <= E)  # NOWHERE has E too, the last one here
-    assert module(x, ids, w).equal(whole(x, torch.where(inside, ids - 1, 0), torch.where(inside, w, 0)))
+    want = whole(x, torch.where(inside, ids - 1, 0), torch.where(inside, w, 0))
+    torch.testing.assert_close(module(x, ids, w), want)
