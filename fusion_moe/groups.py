@@ -190,5 +190,5 @@ def check_ids(ids: Tensor, groups: int, name: str = "ids") -> None:
         raise GroupsError(
             f"{name}[{place}] = {ids[first].item()} is out of range ({int(bad.sum())} of {ids.numel()} are)",
             expected=f"ids from 0 to {groups - 1}",
-            todo="check that the router has as many outputs as there are experts, and drop or remap ids of experts held elsewhere",
+            todo="check that the router has as many outputs as there are experts, or pass first_expert if others hold some of them",
         )

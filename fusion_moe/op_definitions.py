@@ -52,7 +52,7 @@ class Spec:
 
 _EXPERTS = tuple(f"{p}_{t}" for p in ("gate_up", "down") for t in ("codes", "block_scale", "decode_scale"))
 _HOW = """Tensor? gate_up_bias=None, Tensor? down_bias=None, *, int interleave=0, float? limit=None, float alpha=1.0,
-    float up_offset=0.0, str scale_on="output", str activation_format="bf16", str weight_layout="linear" """
+    float up_offset=0.0, str scale_on="output", str activation_format="bf16", str weight_layout="linear", int? first_expert=None"""
 _EXPERT_MLP = f"""(
     Tensor x, Tensor ids, Tensor w, {", ".join(f"Tensor {name}" for name in _EXPERTS)}, {_HOW}) -> Tensor"""
 _BIASES, _OPTIONS = _HOW.split(" *, ")
@@ -88,7 +88,10 @@ SPECS = {
             "(Tensor x, Tensor? scale=None, int interleave=0, *, float? limit=None, float alpha=1.0, float up_offset=0.0) -> Tensor",
             rows={"x": 1, "scale": 0}, equal=("x", "scale"), flatten="x",
         ),
-        Spec("route", "(Tensor ids, int groups) -> (Tensor ends, Tensor row_of, Tensor slot_of)", rows={"ids": 1}, differentiable=False),
+        Spec(
+            "route", "(Tensor ids, int groups, *, int? first_expert=None) -> (Tensor ends, Tensor row_of, Tensor slot_of)",
+            rows={"ids": 1}, differentiable=False,
+        ),
         Spec("combine", "(Tensor y, Tensor slot_of, Tensor w) -> Tensor", rows={"y": 1, "slot_of": 1, "w": 1}, equal=("slot_of", "w")),
         Spec("group_add", "(Tensor y, Tensor bias, Tensor offs) -> Tensor", rows={"y": 1}, autocast=("y", "bias")),
         Spec(

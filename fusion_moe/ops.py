@@ -103,14 +103,16 @@ def scaled_swiglu(
     return torch.ops.fusion_moe.scaled_swiglu(x, scale, interleave, limit=limit, alpha=alpha, up_offset=up_offset)
 
 
-def route(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def route(ids: Tensor, groups: int, *, first_expert: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Sorts the slots of tokens by expert, stably -> (ends, row_of, slot_of).
 
     ids: int64 or int32 [T, k], the experts of each token, from 0 to groups - 1; groups: how many experts there are.
+    first_expert: the id of the first of the experts, of which others have more: slots of any other id are dropped, their rows come past the
+    last end, where products are zero. None: 0, and ids that name no expert are an error.
     ends: int32 [groups], where the rows of each expert end, as `offs` of the products; row_of: int32 [T*k], the token of each sorted row:
     x[row_of] are the rows; slot_of: int32 [T, k], the row of each slot. No derivative.
     """
-    return torch.ops.fusion_moe.route(ids, groups)
+    return torch.ops.fusion_moe.route(ids, groups, first_expert=first_expert)
 
 
 def combine(y: Tensor, slot_of: Tensor, w: Tensor) -> Tensor:
@@ -133,7 +135,7 @@ def expert_mlp(
     x: Tensor, ids: Tensor, w: Tensor, gate_up_codes: Tensor, gate_up_block_scale: Tensor, gate_up_decode_scale: Tensor, down_codes: Tensor,
     down_block_scale: Tensor, down_decode_scale: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, *,
     interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0, scale_on: str = "output",
-    activation_format: str = "bf16", weight_layout: str = "linear",
+    activation_format: str = "bf16", weight_layout: str = "linear", first_expert: int | None = None,
 ) -> Tensor:  # fmt: skip
     """`fused_experts` of weights in NVFP4, their parts as arguments -> [..., H].
 
@@ -143,7 +145,7 @@ def expert_mlp(
     return torch.ops.fusion_moe.expert_mlp(
         x, ids, w, gate_up_codes, gate_up_block_scale, gate_up_decode_scale, down_codes, down_block_scale, down_decode_scale, gate_up_bias,
         down_bias, interleave=interleave, limit=limit, alpha=alpha, up_offset=up_offset, scale_on=scale_on,
-        activation_format=activation_format, weight_layout=weight_layout,
+        activation_format=activation_format, weight_layout=weight_layout, first_expert=first_expert,
     )  # fmt: skip
 
 
@@ -152,7 +154,7 @@ def fused_experts(
     down_bias: Tensor | None = None, gate_up_lora_a: Tensor | None = None, gate_up_lora_b: Tensor | None = None,
     down_lora_a: Tensor | None = None, down_lora_b: Tensor | None = None, *, interleave: int = 0, limit: float | None = None,
     alpha: float = 1.0, up_offset: float = 0.0, scale_on: str = "output", activation_format: str = "bf16", weight_layout: str = "linear",
-    weight_format: str = "nvfp4", transposed: bool = False, lora_scale: float = 1.0,
+    first_expert: int | None = None, weight_format: str = "nvfp4", transposed: bool = False, lora_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """down(act(gate(x)) * (up(x) + up_offset)) of each token's experts, added with the router's weights -> [..., H], in the dtype of x.
 
@@ -164,6 +166,8 @@ def fused_experts(
     scale_on: what w multiplies, the "output" of experts or, as in Llama-4, their "input".
     activation_format: "bf16", activations as they come in, or "nvfp4", quantized too (compute capability 10.0 only, else UnsupportedError);
     "mxfp8" and "mxfp8_wgrad_bf16" as in `grouped_mm`.
+    first_expert: the E experts are those of ids first_expert to first_expert + E - 1, of more that others hold: slots of any other id, -1
+    too, add nothing, so the result is a partial sum. None: all experts are here, and other ids are an error.
 
     gate_up_lora_a [E, r, H] and gate_up_lora_b [E, 2I, r], down_lora_a [E, r, I] and down_lora_b [E, H, r], float: adapters of either
     weight, times lora_scale (see `grouped_mm`); their rows are in the order of gate_up's.
@@ -174,7 +178,7 @@ def fused_experts(
     return torch.ops.fusion_moe.fused_experts(
         x, ids, w, gate_up, down, gate_up_bias, down_bias, gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b, interleave=interleave,
         limit=limit, alpha=alpha, up_offset=up_offset, scale_on=scale_on, activation_format=activation_format, weight_layout=weight_layout,
-        weight_format=weight_format, transposed=transposed, lora_scale=lora_scale,
+        first_expert=first_expert, weight_format=weight_format, transposed=transposed, lora_scale=lora_scale,
     )  # fmt: skip
 
 

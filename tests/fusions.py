@@ -81,6 +81,7 @@ def expert_mlp_variants(groups: int, hidden: int, intermediate: int) -> dict[str
         "limit, alpha and offset": {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "interleave": 1},
         "bias": {"gate_up_bias": (groups, 2 * intermediate), "down_bias": (groups, hidden)},
         "scale on the input": {"scale_on": "input"},
+        "local experts": {"first_expert": 2},
     }
 
 

@@ -29,7 +29,11 @@ RUN = {
     "translators": ("translators.md",),
     "training": ("training.md",),
     "checkpoints": ("checkpoints.md",),
-    "guides": ("start/quickstart.md", "start/first_compile.md", "guides/generate.md", "guides/memory.md", "guides/export.md"),
+    "guides": (
+        "start/quickstart.md",
+        "start/first_compile.md",
+        *(f"guides/{name}.md" for name in ("generate", "memory", "export", "distributed")),
+    ),
     "reference": ("reference/options.md", "reference/errors.md", "extend/converters.md", "extend/encodings.md"),
     "cuda": ("guides/cuda_graphs.md",),
 }

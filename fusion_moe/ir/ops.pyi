@@ -103,10 +103,12 @@ class Ops:
         """x [M, ...] -> [M/g, ...]: its rows are those of the groups that end at `ends`. Nothing moves."""
     def zero_rest(self, x: Value, ends: Value, /) -> Value:
         """x [M/g, ...] with the rows past the last end zero, whatever they held."""
-    def route(self, ids: Value, /, groups: Groups) -> tuple[Value, Value, Value]:
+    def route(self, ids: Value, /, groups: Groups, first_expert: int | None = None) -> tuple[Value, Value, Value]:
         """ids int[T, k], experts of tokens -> ends i32[G]@ends(g), row_of i32[M/g], slot_of i32[T, k].
 
-        row_of: the token of each row, sorted by expert, stably; slot_of: the row of each slot.
+        row_of: the token of each row, sorted by expert, stably; slot_of: the row of each slot. first_expert: the id of the first
+        group; rows of
+        ids that name no group come past the last end. None: it is 0, and every id must name a group.
         """
     def index_select(self, x: Value, index: Value, /, dim: int) -> Value:
         """The elements of x at index int[N] along a dimension."""

@@ -130,6 +130,7 @@ def _is(value: Any, hint: Any) -> bool:
 
 _WORDS = {
     int: "an int", float: "a number", bool: "True or False", str: "a string", Size: "a size", Rows: "rows of groups", Groups: "groups",
+    type(None): "None",
 }  # fmt: skip
 
 

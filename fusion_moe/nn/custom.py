@@ -18,18 +18,22 @@ ops = torch.ops.fusion_moe
 Product = Callable[[Tensor, Tensor], Tensor]  # rows [M, K] sorted by expert and the ends of experts' runs -> [M, N]
 
 
-def in_steps(function: Any, x: Tensor, ids: Tensor, w: Tensor, groups: int, up: Product, down: Product) -> Tensor:
+def in_steps(
+    function: Any, x: Tensor, ids: Tensor, w: Tensor, groups: int, up: Product, down: Product, first_expert: int | None = None
+) -> Tensor:  # fmt: skip
     """x [T, H], ids int[T, k], w [T, k] -> [T, H] in the operations that `fused_experts` is made of, around a module's own function.
 
     function: what transformers' `use_experts_implementation` describes: `_apply_gate`, or `act_fn` without a gate, and perhaps
-    `post_expert_norm`. torch.compile(backend="fusion_moe") fuses what it computes into the products.
+    `post_expert_norm`. first_expert: as in `fused_experts`. torch.compile(backend="fusion_moe") fuses what it computes into the products.
     """
     checks.need_slots(x, ids, w, type(function).__name__)
-    ends, row_of, slot_of = ops.route(ids, groups)
+    ends, row_of, slot_of = ops.route(ids, groups, first_expert=first_expert)
     y = up(x[row_of], ends)
     y = down(function._apply_gate(y) if function.has_gate else function.act_fn(y), ends)
     if getattr(function, "has_post_expert_norm", False):
         y = function.post_expert_norm(y)
+        if first_expert is not None:
+            w = w.masked_fill(slot_of >= ends[-1], 0)  # the norm of rows past the last end need not be zero
     return ops.combine(y, slot_of, w)
 
 
@@ -63,7 +67,7 @@ class CustomExperts(Projections):
         checks.need_narrow_rows("hidden_states", hidden_states, self.down_proj.shape[1], where)
         checks.need_device("the weights", self.down_proj, hidden_states, where)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        y = in_steps(self.function, x, top_k_index, top_k_weights, len(self.down_proj), self._up, self._down)
+        y = in_steps(self.function, x, top_k_index, top_k_weights, len(self.down_proj), self._up, self._down, self.first_expert)
         return y.to(x.dtype).view(hidden_states.shape)
 
     def _up(self, rows: Tensor, ends: Tensor) -> Tensor:

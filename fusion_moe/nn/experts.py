@@ -44,7 +44,7 @@ class Experts(Projections):
             hidden_states, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias, *self._factors("gate_up"),
             *self._factors("down"), interleave=self.interleave, limit=self.limit, alpha=self.alpha, up_offset=self.up_offset,
             scale_on=self.scale_on, activation_format=self.activation_format, weight_layout=self.weight_layout,
-            weight_format=self.encoding.name, lora_scale=self._lora_scale,
+            weight_format=self.encoding.name, lora_scale=self._lora_scale, first_expert=self.first_expert,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -24,12 +24,14 @@ class Projections(AdaptableModule):
 
     or up_proj [E, I, H], up_proj_scale, up_decode_scale [E], up_proj_bias [E, I]. Submodules gate_up_lora and down_lora, where they
     are: adapters that train (lora.py). activation_format: "bf16", activations as they come in, or "nvfp4", quantized too (compute
-    capability 10.0 only).
+    capability 10.0 only). first_expert: None, ids are 0 to E - 1; else the id of the first of E local experts, of more that others hold:
+    slots of other ids add nothing to the result.
     """
 
     down_proj: nn.Parameter
     down_proj_bias: nn.Parameter | None
     targets = ("gate_up", "down")
+    first_expert: int | None = None
 
     def __init__(
         self, gated: bool, up: Quantized, down: Quantized, activation_format: str, up_bias: Tensor | None, down_bias: Tensor | None
@@ -85,7 +87,8 @@ class Projections(AdaptableModule):
     def extra_repr(self) -> str:
         """For print(model)."""
         experts, hidden, intermediate = self.weight_of("down").shape
-        sizes = f"experts={experts}, hidden={hidden}, intermediate={intermediate}"
+        ids = "" if self.first_expert is None else f" from {self.first_expert}"
+        sizes = f"experts={experts}{ids}, hidden={hidden}, intermediate={intermediate}"
         return f"{sizes}, activation_format={self.activation_format!r}, weight_layout={self.weight_layout!r}"
 
 

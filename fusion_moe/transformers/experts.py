@@ -28,18 +28,17 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     """
     up, down = _projection(module, "gate_up_proj" if module.has_gate else "up_proj"), _projection(module, "down_proj")
     x, ids, w = hidden_states.to(up[0].dtype), top_k_index, top_k_weights
-    if getattr(module, "_is_expert_parallel", False):  # experts of other ranks have the index E
-        w = w.masked_fill(ids >= len(up[0]), 0.0)
-        ids = ids.clamp(max=len(up[0]) - 1)
+    # distributed.parallelize_ says where ids begin; with transformers' plan they begin at 0, and experts of other ranks have the index E
+    first_expert = getattr(module, "first_expert", 0 if getattr(module, "_is_expert_parallel", False) else None)
     swiglu = None if getattr(module, "has_post_expert_norm", False) else swiglu_of(module)
     if swiglu is None:
         products = partial(_grouped_linear, module, *up), partial(_grouped_linear, module, *down)
-        return in_steps(module, x, ids, w, len(up[0]), *products).to(hidden_states.dtype)
+        return in_steps(module, x, ids, w, len(up[0]), *products, first_expert).to(hidden_states.dtype)
     (up_weight, up_bias), (down_weight, down_bias) = up, down
     y = ops.fused_experts(
         x, ids, w, [up_weight], [down_weight], up_bias, down_bias, interleave=swiglu.interleave, limit=swiglu.limit, alpha=swiglu.alpha,
         up_offset=swiglu.up_offset, weight_format=dtype_name(up_weight.dtype), transposed=module.is_transposed,
-        activation_format=recipe.activation_format(),
+        activation_format=recipe.activation_format(), first_expert=first_expert,
     )  # fmt: skip
     return y.to(hidden_states.dtype)
 

@@ -47,7 +47,7 @@ needs_nvdisasm = pytest.mark.skipif(NVDISASM is None, reason="nvidia-cuda-nvdisa
 MODELS = {"qwen3": (128, 8, 2048, 768), "gptoss": (128, 4, 2880, 2880), "dsv3": (256, 8, 7168, 2048)}
 DEFAULTS = {
     "interleave": 0, "limit": None, "alpha": 1.0, "up_offset": 0.0, "scale_on": "output", "activation_format": "bf16",
-    "gate_up_bias": None, "down_bias": None,
+    "gate_up_bias": None, "down_bias": None, "first_expert": None,
 }  # fmt: skip
 VARIANTS = sorted({*variants_of("tiled"), *variants_of("linear")}, key=lambda v: v.name)
 NVFP4 = 576  # bytes of 16 rows and 64 columns
@@ -485,14 +485,25 @@ def test_small_operations_have_kernels():
     g = torch.Generator().manual_seed(0)
     y, ids = torch.randn(6, 32, generator=g).bfloat16(), torch.zeros(3, 2, dtype=torch.long)
     ends = torch.tensor([2, 6], dtype=torch.int32)
-    calls = {"route": (ids, 4), "combine": (y, ids.int(), torch.ones(3, 2)), "group_add": (y, y[:2], ends)}
-    for name, args in calls.items():
-        call = bind(SPECS[name], args, {})
+    calls = [("route", (ids, 4)), ("combine", (y, ids.int(), torch.ones(3, 2))), ("group_add", (y, y[:2], ends))]
+    for name, args, more in [*((*call, {}) for call in calls), ("route", (ids, 4), {"first_expert": 8})]:
+        call = bind(SPECS[name], args, more)
         lowered = lower(fusion_of(name, eager_types(call), call.others), TARGETS["cuda"], Options())
         for s in lowered.segments:
             kernel = emit(s, TARGETS["cuda"])
             assert kernel.backend == "cuda", kernel.why
             assert all(build(x, H200).stat().st_size for x in launches(kernel.launch.source, 3))
+
+
+def test_local_experts():
+    """A block more sorts the rows of other ids, which no warp that sorts by itself sees: kernels look for tiles in ends."""
+    for first_expert, count, route in (None, 128, "Route<i64, 1>{"), (32, 129, "Route<i64, 1, true>{"):
+        up, down = sources(first_expert=first_expert)
+        routing, product = launches(up, 4)[0], next(x for x in launches(up, 4) if "find_tile" in x.text)
+        assert routing.blocks == count
+        assert route in routing.text
+        assert ("find_tile_by_ids" in product.text) == (first_expert is None)
+        build_all([routing, product, *launches(down, 4)], H200)
 
 
 def test_tensors_elsewhere_are_refused():

@@ -161,7 +161,8 @@ def route(b: Builder) -> Any:
 
     wrong = b.rng.random() < 0.03
     ids = b.maybe(lambda n: good(n) or (wrong and b.dtype(n) == torch.int64 and len(b.shape(n)) == 2), lambda: new_ids(b, groups), 0.5)
-    return b.call(O.route.default, disguised(b, ids), groups)
+    local = {"first_expert": b.rng.choice((0, 1, groups))} if b.rng.random() < 0.2 else {}
+    return b.call(O.route.default, disguised(b, ids), groups, **local)
 
 
 def new_ids(b: Builder, groups: int) -> Node:
@@ -213,7 +214,8 @@ def expert_mlp(b: Builder) -> Any:
     w = like(b, (*lead, k), b.rng.choice(FLOATS), rows=True)
     up, down = weight_of(b, groups, 2 * i, h), weight_of(b, groups, h, i)
     bias = [like(b, (groups, 2 * i), b.dtype(x)), like(b, (groups, h), b.dtype(x))] if b.rng.random() < 0.4 else [None, None]
-    more = b.rng.choice(({}, {}, {"interleave": 8}, {"limit": 2.0, "alpha": 2.0, "up_offset": 1.0}, {"scale_on": "input"}))
+    forms = {"interleave": 8}, {"limit": 2.0, "alpha": 2.0, "up_offset": 1.0}, {"scale_on": "input"}, {"first_expert": 1}
+    more = b.rng.choice(({}, {}, *forms))
     return b.call(O.expert_mlp.default, x, disguised(b, ids), w, *up, *down, *bias, **more)
 
 

@@ -297,6 +297,7 @@ VARIANTS = {
     "interleaved by 32": {"interleave": 32},
     "bias": {"gate_up_bias": torch.randn(E, 2 * I), "down_bias": torch.randn(E, H)},
     "scale on the input": {"scale_on": "input"},
+    "local experts": {"first_expert": 2},
 }
 
 

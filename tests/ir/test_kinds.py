@@ -263,6 +263,30 @@ def test_route_checks_ids():
             run(lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", 3)), torch.tensor([[0, 1], [bad, 2]]))
 
 
+@about("route")
+@given(routings(), st.integers(0, 9), st.integers(0, 9), st.sampled_from((torch.int32, torch.int64)))
+def test_route_to_local_experts(routing: Routing, first, count, dtype):
+    """As if all other ids were those of one more group, which has no end."""
+    ids = (routing.ids - 1).to(dtype)
+    found = run(lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", count), first_expert=first), ids)
+    local = torch.where((ids >= first) & (ids < first + count), ids - first, count)
+    ends, *sorted_slots = run(lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", count + 1)), local)
+    assert all(a.equal(b) for a, b in zip(found, (ends[:-1], *sorted_slots), strict=True))
+
+
+@about("route")
+def test_local_experts_of_ids_far_off():
+    """Nothing overflows."""
+    for dtype in torch.int32, torch.int64:
+        limits = torch.iinfo(dtype)
+        ids = torch.tensor([[limits.min, 2**31 - 2], [limits.max, 0]], dtype=dtype)
+        ends, _, slot_of = run(lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", 1), first_expert=2**31 - 2), ids)
+        assert (ends.tolist(), slot_of.tolist()) == ([1], [[1, 0], [2, 3]])
+    for bad in (-1, 2**31 - 1):
+        with pytest.raises(ShapeError, match="first_expert"):
+            run(lambda fd, ids, bad=bad: fd.ops.route(ids, groups=fd.define_groups("g", 1), first_expert=bad), ids)
+
+
 @about("index_select")
 @pytest.mark.parametrize("dim", [0, 1])
 def test_index_select(dim):

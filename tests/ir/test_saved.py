@@ -35,7 +35,7 @@ def mlp(dtype: str = "bf16", variant: str = "plain") -> tuple[Fusion, tuple[str,
     }  # fmt: skip
     types = {"x": TensorType((T, H), dtype), "ids": TensorType((T, 2), "i64"), "w": TensorType((T, 2), "f32"), **parts, **biases}
     others = {"gate_up_bias": None, "down_bias": None, "interleave": 0, "limit": None, "alpha": 1.0, "up_offset": 0.0}
-    others |= {"scale_on": "output", "activation_format": "bf16", "weight_layout": "linear", **options}
+    others |= {"scale_on": "output", "activation_format": "bf16", "weight_layout": "linear", "first_expert": None, **options}
     others = {name: value for name, value in others.items() if name not in types}
     return fusion_of("expert_mlp", tuple(types.items()), tuple(others.items())), tuple(types)
 

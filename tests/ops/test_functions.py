@@ -23,7 +23,8 @@ TYPES = {
     "Optional[float]": float | None,
     "str": str,
     "bool": bool,
-    "Optional[int]": torch.dtype | None,  # ScalarType
+    "Optional[int]": int | None,
+    "Optional[ScalarType]": torch.dtype | None,
 }
 
 
@@ -42,7 +43,7 @@ def test_signatures_are_those_of_the_schemas(name):
     hints, parameters = get_type_hints(function), inspect.signature(function).parameters
     stated = [(p.name, p.kind is p.KEYWORD_ONLY, p.default, hints[p.name]) for p in parameters.values()]
     want = [
-        (a.name, a.kwarg_only, a.default_value if a.has_default_value() else inspect.Parameter.empty, TYPES[str(a.type)])
+        (a.name, a.kwarg_only, a.default_value if a.has_default_value() else inspect.Parameter.empty, TYPES[str(a.real_type)])
         for a in schema.arguments
     ]
     assert stated == want

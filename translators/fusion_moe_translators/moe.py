@@ -185,10 +185,11 @@ def _column(fd: FusionDefinition, scale: Value, like: Value) -> Value:
 
 
 @translator("fusion_moe::route")
-def route(fd: FusionDefinition, ids: Value, groups: int) -> tuple[Value, ...]:
+def route(fd: FusionDefinition, ids: Value, groups: int, first_expert: int | None = None) -> tuple[Value, ...]:
     """ids int[T, k] -> ends i32[G]@ends(g), row_of i32[M/g], slot_of i32[T, k]"""
     arguments.need_slots("ids", ids.type)
-    return fd.ops.route(ids, groups=fd.fresh_groups(groups))
+    local = {} if first_expert is None else {"first_expert": first_expert}
+    return fd.ops.route(ids, groups=fd.fresh_groups(groups), **local)
 
 
 @translator("fusion_moe::combine")
@@ -222,13 +223,13 @@ def expert_mlp(
     fd: FusionDefinition, x: Value, ids: Value, w: Value, gate_up_codes: Value, gate_up_block_scale: Value, gate_up_decode_scale: Value,
     down_codes: Value, down_block_scale: Value, down_decode_scale: Value, gate_up_bias: Value | None = None, down_bias: Value | None = None,
     interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0, scale_on: str = "output",
-    activation_format: str = "bf16", weight_layout: str = "linear",
+    activation_format: str = "bf16", weight_layout: str = "linear", first_expert: int | None = None,
 ) -> Value:  # fmt: skip
     """x [..., H], ids int[T, k], w [T, k], gate_up nvfp4[G, 2I, H], down nvfp4[G, H, I] -> [..., H]"""
     gate_up, down = (gate_up_codes, gate_up_block_scale, gate_up_decode_scale), (down_codes, down_block_scale, down_decode_scale)
     return fused_experts(
         fd, x, ids, w, gate_up, down, gate_up_bias, down_bias, weight_layout=weight_layout, interleave=interleave, limit=limit, alpha=alpha,
-        up_offset=up_offset, scale_on=scale_on, activation_format=activation_format,
+        up_offset=up_offset, scale_on=scale_on, activation_format=activation_format, first_expert=first_expert,
     )  # fmt: skip
 
 
@@ -239,11 +240,12 @@ def fused_experts(
     gate_up_lora_b: Value | None = None, down_lora_a: Value | None = None, down_lora_b: Value | None = None, weight_format: str = "nvfp4",
     weight_layout: str = "linear", interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0,
     scale_on: str = "output", activation_format: str = "bf16", transposed: bool = False, lora_scale: float = 1.0,
+    first_expert: int | None = None,
 ) -> Value:  # fmt: skip
     """x [..., H], ids int[T, k], w [T, k], the parts of gate_up [G, 2I, H] and down [G, H, I] in `weight_format` -> [..., H]
 
     transposed: the weights are floats, gate_up [G, H, 2I] and down [G, I, H]. Adapters: gate_up_lora_a [G, r, H], gate_up_lora_b
-    [G, 2I, r], down_lora_a [G, r, I], down_lora_b [G, H, r].
+    [G, 2I, r], down_lora_a [G, r, I], down_lora_b [G, H, r]. first_expert: the id of the first of G local experts, None for all of them.
     """
     need_one_of("scale_on", scale_on, ("output", "input"))
     _check_activation_format(activation_format, weight_format, weight_layout, transposed)
@@ -258,7 +260,7 @@ def fused_experts(
     arguments.need_slot_weights(w.type, "ids", ids.type)
     need_same("token count", "x", tokens.type.shape[0], "ids", ids.type.shape[0])
     dtype = x.type.dtype
-    ends, row_of, slot_of = route(fd, ids, _count(gate_up[0]))
+    ends, row_of, slot_of = route(fd, ids, _count(gate_up[0]), first_expert)
     a = fd.ops.index_select(tokens, row_of, dim=0)
     if scale_on == "input":
         wide = accumulated(dtype)

@@ -123,8 +123,10 @@ class SegmentWriter(Writer):
 
     def _first_route(self, op: Op) -> list[str]:
         (ids,), (t, slots) = op.values, op.values[0].type.shape
-        made = ", ".join(self.names[v] for v in op.outputs)
-        return [f"if (!route({self.array(ids)}, {size(t)}, {size(slots)}, {size(op.attrs['groups'].count)}, {made})) return false;"]
+        count, made = size(op.attrs["groups"].count), ", ".join(self.names[v] for v in op.outputs)
+        if (first := op.attrs.get("first_expert")) is not None:
+            return [f"route_local({self.array(ids)}, {size(t)}, {size(slots)}, {first}, {count}, {made});"]
+        return [f"if (!route({self.array(ids)}, {size(t)}, {size(slots)}, {count}, {made})) return false;"]
 
     def _first_invert(self, op: Op) -> list[str]:
         (slot_of,), count, made = op.values, size(op.attrs["rows"]), self.names[op.outputs[0]]

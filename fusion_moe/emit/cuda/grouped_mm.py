@@ -117,7 +117,7 @@ class Product(Source):
         the same product.
         """
         variant, rows = size_class.variant, value(self.rows, sizes)
-        ids = not variant.persistent and self._routing is not None and rows <= _MAX_IDS and size_class.max_rows is None
+        ids = not variant.persistent and self._routes_all and rows <= _MAX_IDS and size_class.max_rows is None
         reads_before_wait = reads_before_wait or ids
         functions = [
             *row,
@@ -181,6 +181,11 @@ class Product(Source):
     def _routing(self) -> Op | None:
         """What makes the ends, if this segment does."""
         return next((op for op in self.fusion.ops if op.kind.name == "route" and op.outputs[0] is self.plan.ends), None)
+
+    @property
+    def _routes_all(self) -> bool:
+        """Whether this segment makes the ends, of groups that all rows belong to."""
+        return self._routing is not None and self._routing.attrs.get("first_expert") is None
 
     def _find(self, ids: bool) -> list[str]:
         """How a small-M kernel finds its tile: in ids, or in ends."""

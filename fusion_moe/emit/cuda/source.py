@@ -215,8 +215,11 @@ class Source(Writer):
         warps = next((w for most, w in _WARPS.items() if value(count, sizes) <= most), _MAX_WARPS)
         given = f"{self.array(ids, self.made_later)}, i32({size(count)}), i32({slots}), {groups}, "
         given += f"{self.array(ends)}, {self.array(row_of)}, {self.array(slot_of)}, error"
-        body = ["griddepcontrol_wait();", "griddepcontrol_launch_dependents();", f"Route<{stored(ids)}, {warps}>{{{given}}}.run();"]
-        return self.kernel("route", body, groups, threads=32 * warps)
+        types, blocks = f"{stored(ids)}, {warps}", groups
+        if (first := op.attrs.get("first_expert")) is not None:
+            types, given, blocks = f"{types}, true", f"{given}, {first}", groups + 1
+        body = ["griddepcontrol_wait();", "griddepcontrol_launch_dependents();", f"Route<{types}>{{{given}}}.run();"]
+        return self.kernel("route", body, blocks, threads=32 * warps)
 
     def _invert(self, op: Op, sizes: Sizes) -> list[KernelSource]:
         """One kernel for a permutation. For what may be none, every row is made to name a slot that there is."""

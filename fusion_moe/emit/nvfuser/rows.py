@@ -69,10 +69,10 @@ def _zero_rest(w: Writer, op: Op, x: Any, ends: Any) -> Any:
 def _route(w: Writer, op: Op, ids: Any) -> tuple[Any, Any, Any]:
     """Sorted by group, ids that name none last; ends by counting; the slot of each row by sorting the order back."""
     (t, k), groups = op.values[0].type.shape, op.attrs["groups"].count
-    rows = elements((t, k))
+    rows, first = elements((t, k)), op.attrs.get("first_expert") or 0
     flat = w.reshape(ids, [w.size(rows)])
-    known = w.logical_and(w.ge(flat, 0), w.lt(flat, groups))
-    group = w.to(w.where(known, flat, groups), "i32")
+    known = w.logical_and(w.ge(flat, first), w.lt(flat, first + groups))
+    group = w.to(w.where(known, w.sub(flat, first) if first else flat, groups), "i32")
     order = w.argsort(group, 0, False, True)
     at_most = w.le(w.spread(group, (rows, groups), 0), w.spread(w.count(groups), (rows, groups), 1))
     ends = w.to(w.sum(w.to(at_most, "i32"), [0]), "i32")

@@ -84,31 +84,38 @@ def _zero_rest_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
     return [fd.ops.zero_rest(dy, op.values[1]), None]
 
 
-def _route_type(ids: TensorType, groups: Groups) -> Types:
+def _route_type(ids: TensorType, groups: Groups, first_expert: int | None = None) -> Types:
     """ids int[T, k], experts of tokens -> ends i32[G]@ends(g), row_of i32[M/g], slot_of i32[T, k].
 
-    row_of: the token of each row, sorted by expert, stably; slot_of: the row of each slot.
+    row_of: the token of each row, sorted by expert, stably; slot_of: the row of each slot. first_expert: the id of the first group; rows of
+    ids that name no group come past the last end. None: it is 0, and every id must name a group.
     """
     need_rank("ids", ids, 2)
     need_dtype("ids", ids, *INTS)
     if not isinstance(groups.count, int):
         raise ShapeError(f"{groups.count} groups", expected="a number known when compiling")
+    if first_expert is not None and not 0 <= first_expert < 2**31 - groups.count:
+        raise ShapeError(f"first_expert = {first_expert}", expected="0 or more, and ids of 32 bits for all groups")
     ends = TensorType((groups.count,), "i32", ends=groups)
     return ends, TensorType((elements(ids.shape) / groups,), "i32"), TensorType(tuple(map(plain, ids.shape)), "i32")
 
 
-def _route_needs(ids: TensorType, groups: Groups) -> Iterator[Need]:
-    yield some_of(groups.count, elements(ids.shape)), f"ids choose among {groups.count} groups"
+def _route_needs(ids: TensorType, groups: Groups, first_expert: int | None = None) -> Iterator[Need]:
+    if first_expert is None:
+        yield some_of(groups.count, elements(ids.shape)), f"ids choose among {groups.count} groups"
 
 
-def _route(ids: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _route(ids: torch.Tensor, groups: Groups, first_expert: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ids [T, k] -> ends i32[G]; row_of i32[M], the token of each sorted row; slot_of i32[T, k], the sorted row of each slot.
 
-    The sort is stable: within a group, rows keep the order of tokens and slots.
+    The sort is stable: within a group, and past the last one, rows keep the order of tokens and slots.
     """
     count = groups.count
     assert isinstance(count, int)
-    check_ids(ids, count)
+    if first_expert is None:
+        check_ids(ids, count)
+    else:
+        ids = torch.where((ids >= first_expert) & (ids < first_expert + count), ids - first_expert, count)
     flat, order = ids.flatten().sort(stable=True)
     ends = torch.searchsorted(flat, torch.arange(count, dtype=flat.dtype, device=ids.device), right=True, out_int32=True)
     slot_of = torch.empty_like(order, dtype=torch.int32)

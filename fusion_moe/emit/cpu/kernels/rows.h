@@ -33,6 +33,28 @@ inline i64 block_of(const i32* ends, i64 groups, i64 row) {
     return g == groups ? -1 : start / 32 + g + (row - start) / 32;
 }
 
+// A stable counting sort of slots by group(i), which is `groups` for those of no group.
+template <class Group>
+void sort_slots(Group group, i64 tokens, i64 slots, i64 groups, i32* ends, i32* row_of, i32* slot_of) {
+    std::fill(ends, ends + groups, 0);
+    for (i64 i = 0; i < tokens * slots; ++i) {
+        if (group(i) < groups) ++ends[group(i)];
+    }
+    i32 past = 0;
+    for (i64 g = 0; g < groups; ++g) {  // first the starts; counting up makes them the ends
+        const i32 size = ends[g];
+        ends[g] = past;
+        past += size;
+    }
+    for (i64 token = 0, i = 0; token < tokens; ++token) {
+        for (i64 slot = 0; slot < slots; ++slot, ++i) {
+            const i32 row = group(i) < groups ? ends[group(i)]++ : past++;
+            row_of[row] = i32(token);
+            slot_of[i] = row;
+        }
+    }
+}
+
 template <class Index>
 bool all_below(const Index* index, i64 count, i64 size) {
     bool good = true;
@@ -44,21 +66,15 @@ bool all_below(const Index* index, i64 count, i64 size) {
 template <class Id>
 bool route(const Id* ids, i64 tokens, i64 slots, i64 groups, i32* ends, i32* row_of, i32* slot_of) {
     if (!all_below(ids, tokens * slots, groups)) return false;
-    std::fill(ends, ends + groups, 0);
-    for (i64 i = 0; i < tokens * slots; ++i) ++ends[ids[i]];
-    for (i64 g = 0, start = 0; g < groups; ++g) {  // first the starts; counting up makes them the ends
-        const i32 size = ends[g];
-        ends[g] = i32(start);
-        start += size;
-    }
-    for (i64 token = 0, i = 0; token < tokens; ++token) {
-        for (i64 slot = 0; slot < slots; ++slot, ++i) {
-            const i32 row = ends[ids[i]]++;
-            row_of[row] = i32(token);
-            slot_of[i] = row;
-        }
-    }
+    sort_slots([=](i64 i) { return i64(ids[i]); }, tokens, slots, groups, ends, row_of, slot_of);
     return true;
+}
+
+// The same for groups whose ids begin at `first`: rows of other ids come past the last end.
+template <class Id>
+void route_local(const Id* ids, i64 tokens, i64 slots, i64 first, i64 groups, i32* ends, i32* row_of, i32* slot_of) {
+    const auto group = [=](i64 i) { return ids[i] >= first && ids[i] < first + groups ? i64(ids[i]) - first : groups; };
+    sort_slots(group, tokens, slots, groups, ends, row_of, slot_of);
 }
 
 // The first `count` of sixteen numbers that T holds.

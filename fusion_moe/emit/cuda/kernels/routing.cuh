@@ -9,23 +9,25 @@
 
 namespace {
 
-// The sorted rows of [T, slots] ids. A block has WARPS warps, each of which reads a run of ids.
-template <class Id, int WARPS>
+// The sorted rows of [T, slots] ids. A block has WARPS warps, each of which reads a run of ids. LOCAL: ids of groups begin at `first`, and a
+// block more places the rows of other ids, past the last end.
+template <class Id, int WARPS, bool LOCAL = false>
 struct Route {
     const Id* ids;  // [T, slots]
     i32 count, slots, groups;
     i32 *ends, *row_of, *slot_of;  // [groups], [count], [T, slots]
     i64* error;
+    i32 first = 0;
 
     // The rows of the block's group.
     __device__ void run() const {
         __shared__ i32 before[WARPS], same[WARPS];  // ids of the groups before and of this one, that each warp has
         const i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, each = (count + 32 * WARPS - 1) / (32 * WARPS) * 32;
-        const i32 mine = blockIdx.x, first = warp * each + lane;
+        const i32 mine = blockIdx.x, from = warp * each + lane;
         i32 lower = 0, equal = 0;
 #pragma unroll 8
         for (i32 i = 0; i < each; i += 32) {
-            const i32 group = group_at(first + i);
+            const i32 group = group_at(from + i);
             lower += group < mine, equal += group == mine;
         }
         lower = __reduce_add_sync(WHOLE_WARP, lower), equal = __reduce_add_sync(WHOLE_WARP, equal);
@@ -33,31 +35,32 @@ struct Route {
         __syncthreads();
         const i32 of_warp = lane < WARPS ? before[lane] + (lane < warp ? same[lane] : 0) : 0;
         i32 row = __reduce_add_sync(WHOLE_WARP, of_warp);
-        if (threadIdx.x == 32 * WARPS - 1) ends[mine] = row + equal;
-        if (equal > 0) place(first, each, mine, row);
+        if (threadIdx.x == 32 * WARPS - 1 && (!LOCAL || mine < groups)) ends[mine] = row + equal;
+        if (equal > 0) place(from, each, mine, row);
     }
 
 private:
-    // The group of an id, `groups` past the last id; wrong ones are reported by one block.
+    // The group of an id, one without a block past the last id; wrong ones are reported by one block, or LOCAL those of the block more.
     __device__ __forceinline__ i32 group_at(i32 i) const {
-        if (i >= count) return groups;
+        if (i >= count) return LOCAL ? groups + 1 : groups;
         const i64 id = i64(ids[i]);
+        if constexpr (LOCAL) return id >= first && id < i64(first) + groups ? i32(id - first) : groups;
         const i32 group = id < 0 ? 0 : id < groups ? i32(id) : groups - 1;
         if (id != group && blockIdx.x == 0) report(error, BAD_ID, i, i32(id));
         return group;
     }
 
     // Those of a warp's ids that name a group get rows from `row` on.
-    __device__ __forceinline__ void place(i32 first, i32 each, i32 mine, i32 row) const {
+    __device__ __forceinline__ void place(i32 from, i32 each, i32 mine, i32 row) const {
         const u32 lower_lanes = (1u << threadIdx.x % 32) - 1;
 #pragma unroll 8
         for (i32 i = 0; i < each; i += 32) {
-            const bool here = group_at(first + i) == mine;
+            const bool here = group_at(from + i) == mine;
             const u32 all = __ballot_sync(WHOLE_WARP, here);
             if (here) {
                 const i32 to = row + __popc(all & lower_lanes);
-                row_of[to] = (first + i) / slots;
-                slot_of[first + i] = to;
+                row_of[to] = (from + i) / slots;
+                slot_of[from + i] = to;
             }
             row += __popc(all);
         }

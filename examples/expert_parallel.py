@@ -1,0 +1,87 @@
+"""The experts of the tiny Qwen3-MoE in NVFP4, divided between processes: what each one holds, and the text that all of them generate.
+
+torchrun --nproc-per-node 2 examples/expert_parallel.py [--plan ep | tp]
+
+On CPUs, over gloo. Before its experts are divided each process has all of them, and generates with them alone. Exits with 1 unless the
+texts are the same, and logits within float32's rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+import fusion_moe
+from fusion_moe.distributed import PLANS, parallelize_
+from fusion_moe.nn import Experts
+
+MODEL = Path(__file__).parent / "tiny_qwen3_moe"
+PROMPT, TOKENS, LIMIT = "def mean(values):\n", 48, 1e-4
+
+
+def generated(model: Any, prompt: Any) -> torch.Tensor:
+    """The tokens of the prompt and those that are likeliest after it."""
+    return model.generate(**prompt, max_new_tokens=TOKENS, do_sample=False)
+
+
+def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """[1, T, vocabulary], of tokens in one call."""
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def held(model: torch.nn.Module) -> str:
+    """What this process has of the experts of a layer, and its bytes in all layers."""
+    layers = [m for m in model.modules() if isinstance(m, Experts)]
+    experts, _, features = layers[0].weight_of("down").shape
+    first = layers[0].first_expert or 0
+    return f"experts {first} to {first + experts - 1} of each layer, {features} features each, {sum(m.nbytes for m in layers):,} bytes"
+
+
+def main() -> int:
+    """0 if all processes generated what one does."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plan", choices=PLANS, default="ep")
+    args = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    fusion_moe.quantize_(model)
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    before, alone = held(model), generated(model, prompt)
+    expected = logits(model, alone)
+
+    divided = parallelize_(model, mesh, plan=args.plan)
+    start = time.perf_counter()
+    together = generated(model, prompt)
+    seconds = time.perf_counter() - start
+    difference = ((logits(model, alone) - expected).norm() / expected.norm()).item()
+    same = together.equal(alone) and difference <= LIMIT
+
+    found: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(found, (held(model), same))
+    if dist.get_rank() == 0:
+        print(f"one process:  {before}")
+        print("\n".join(f"rank {rank}:       {what}" for rank, (what, _) in enumerate(found)))
+        print(f"\n{tokenizer.decode(together[0])}\n")
+        print(f"{TOKENS} tokens in {seconds:.2f} s, {len(divided)} layers, plan {args.plan!r} on {mesh.size()} ranks;", end=" ")
+        print(f"text {'equal to' if all(ok for _, ok in found) else 'DIFFERENT from'} one process's, logits differ by {difference:.0e}")
+    dist.destroy_process_group()
+    return 0 if all(ok for _, ok in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""`parallelize_`: each rank keeps its share of the experts of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import OptionError, UnsupportedError, need_one_of
+from ..nn import Experts
+from ..nn.contract import contract_of
+from ..nn.lora import adapters_of
+from ..nn.projections import Projections
+from .collectives import is_summed, sum_over_ranks
+from .shares import columns, experts_of, keep_experts, keep_features
+
+PLANS: dict[str, Callable[[Any, int, int], None]] = {"ep": keep_experts, "tp": keep_features}
+
+
+def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: str = "ep") -> list[str]:
+    """Divides the experts of a model between the ranks of a mesh, in place. Returns the names of the modules that were divided.
+
+    Every rank calls it with the same model, whose weights are loaded, and afterwards calls the model with the same tokens; it gets the same
+    results. Modules are those of fusion_moe.nn, and transformers' experts with experts_implementation="fusion_moe", which train.
+
+    plan: "ep", a rank keeps whole experts: rank r of R those from E r / R to E (r + 1) / R, rounded down, so that R need not divide E.
+    Adapters go with their experts. "tp", a rank keeps some intermediate features of all experts: rows of gate and up, columns of down, in
+    whole blocks of the encoding. For `Experts` without adapters, in the linear layout.
+    mesh: of one dimension, at most E ranks, or as many as there are blocks of I.
+
+    Each rank's sum is rounded to the dtype of activations before the ranks' sums are added: equal to one process but for that rounding.
+    Parameters become new tensors, of other shapes: make optimizers, `prepare_` and compile afterwards. State dicts have a rank's share.
+    Fails before it changes anything: OptionError for a mesh or a plan, UnsupportedError for modules that it does not fit.
+    """
+    need_one_of("plan", plan, PLANS, where="parallelize_")
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        found = f"a mesh of {mesh.ndim} dimensions" if isinstance(mesh, DeviceMesh) else f"a {type(mesh).__name__}"
+        raise OptionError(found, expected="a DeviceMesh of one dimension", todo="mesh['ep'] is one of several", where="parallelize_")
+    modules = _modules(model)
+    for name, module in modules.items():
+        if why := _undividable(module, plan, mesh.size()):
+            raise UnsupportedError(f"{name or type(module).__name__}: {why[0]}", expected=why[1], where="parallelize_")
+    for module in modules.values():
+        PLANS[plan](module, mesh.get_local_rank(), mesh.size())
+        sum_over_ranks(module, mesh.get_group().group_name)
+    return list(modules)
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of experts, by name. UnsupportedError if there are none."""
+    found = {name: m for name, m in model.named_modules() if isinstance(m, Projections) or contract_of(m)}
+    if not found:
+        todo = 'quantize_(model), or import fusion_moe.transformers and set experts_implementation="fusion_moe"'
+        raise UnsupportedError(f"no modules of experts in a {type(model).__name__}", expected="some", todo=todo, where="parallelize_")
+    return found
+
+
+def _implementation(module: Any) -> str | None:
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
+def _undividable(module: Any, plan: str, ranks: int) -> tuple[str, str] | None:
+    """Why a module cannot be divided, and what was expected; None if it can be."""
+    if is_summed(module):
+        return "it is divided already", "a model that is not"
+    if not isinstance(module, Projections) and _implementation(module) != "fusion_moe":
+        return "experts that transformers computes", 'experts_implementation="fusion_moe"'
+    if plan == "ep":
+        experts = experts_of(module)
+        return (f"{experts} experts for {ranks} ranks", "an expert for each rank, or more") if experts < ranks else None
+    if not isinstance(module, Experts):
+        return f"a {type(module).__name__} with plan = 'tp'", "Experts or NVFP4Experts, or plan = 'ep'"
+    if any(True for _ in adapters_of(module)):
+        return "adapters with plan = 'tp'", "plan = 'ep', or merge_lora_(model) first"
+    if module.weight_layout != "linear":
+        return f"weight_layout = {module.weight_layout!r} with plan = 'tp'", "the layout 'linear': call prepare_ afterwards"
+    intermediate, step = module.weight_of("down").shape[-1], columns(module)
+    if intermediate % step or intermediate // step < ranks:
+        return f"{intermediate} intermediate features for {ranks} ranks", f"{step} for each rank, or a multiple of that"
+    return None

@@ -1,0 +1,98 @@
+"""Experts of which others hold more: `first_expert` of `route`, `fused_experts` and the modules. Shares add up to the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from experts import experts, float_weights
+from torch import Tensor
+from ways import HOW, every_way
+
+import fusion_moe
+from fusion_moe import ops
+from fusion_moe.errors import GroupsError
+
+E, T, K, H, I = 8, 21, 3, 32, 16
+SHARES = ((0, 3), (3, 4), (7, 1))  # first, count
+NOWHERE = torch.tensor([-1, E, 2**40])  # ids of no expert
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """x, ids and w of small integers and powers of two."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(-2, 3, (T, H), generator=g).to(dtype)
+    ids = torch.rand(T, E, generator=g).topk(K).indices
+    ids[4] = NOWHERE
+    return x, ids, 2.0 ** -torch.randint(0, 3, (T, K), generator=g).to(dtype)
+
+
+def parts(count: int) -> list[list[Tensor]]:
+    """Those of gate_up and down of experts in NVFP4."""
+    made = experts(count, hidden=H, inner=I)
+    return [list(made.weight(name)) for name in made.projections]
+
+
+@pytest.mark.parametrize("scale_on", ["output", "input"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_shares_add_up_forward_and_backward(scale_on, bias):
+    x, ids, w = (t.requires_grad_() if t.is_floating_point() else t for t in inputs())
+    biases = (torch.randn(E, 2 * I), torch.randn(E, H)) if bias else ()
+    parameters = [p.double().requires_grad_() for p in (*float_weights(E, H, I), *biases)]
+
+    def partial_sum(first: int, count: int) -> Tensor:
+        up, down, *biases = (p[first : first + count] for p in parameters)
+        return ops.fused_experts(x, ids, w, [up], [down], *biases, weight_format="f64", scale_on=scale_on, first_expert=first)
+
+    whole, seed = partial_sum(0, E), torch.randn(T, H).double()
+    want = torch.autograd.grad(whole, [x, w, *parameters], seed)
+    total, got = torch.zeros_like(whole), [torch.zeros_like(t) for t in want]
+    for first, count in SHARES:
+        y = partial_sum(first, count)
+        found = torch.autograd.grad(y, [x, w, *parameters], seed)
+        outside = (ids < first) | (ids >= first + count)
+        assert not y[outside.all(1)].any()
+        assert not found[1][outside].any()
+        total, got = total + y, [a + b for a, b in zip(got, found, strict=True)]
+    torch.testing.assert_close([total, *got], [whole, *want], rtol=1e-12, atol=1e-12)
+    everyone = torch.where(torch.isin(ids, NOWHERE), 0, ids)  # the same of experts that are all here, but for token 4
+    kept = ops.fused_experts(x, everyone, w, *([p] for p in parameters[:2]), *parameters[2:], weight_format="f64", scale_on=scale_on)
+    kept = kept * (torch.arange(T) != 4)[:, None]
+    torch.testing.assert_close(whole, kept, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("target", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nvfp4(target, dtype):
+    """A share's rows are those of the whole with other weights at zero."""
+    x, ids, w = inputs(dtype)
+    gate_up, down = parts(E)
+    ids[4] = 0
+    with fusion_moe.options.override(target=target):
+        for first, count in SHARES:
+            local = [[part[first : first + count] for part in parts] for parts in (gate_up, down)]
+            inside = (ids >= first) & (ids < first + count)
+            want = ops.fused_experts(x, ids, torch.where(inside, w, 0), gate_up, down)
+            found = ops.fused_experts(x, ids, w, *local, first_expert=first)
+            torch.testing.assert_close(found, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+            assert found[~inside.any(1)].equal(torch.zeros_like(x[~inside.any(1)]))
+        with pytest.raises(GroupsError, match="pass first_expert"):
+            ops.fused_experts(x, ids, w, *local)
+
+
+@every_way
+def test_every_way(how):
+    args = *inputs(torch.bfloat16), *(part for parts_of_one in parts(2) for part in parts_of_one)
+    want = ops.expert_mlp(*args, first_expert=3)
+    found = HOW[how](lambda *args: ops.expert_mlp(*args, first_expert=3))(*args)
+    assert want.any()
+    assert found.equal(want)
+
+
+def test_a_module_of_local_experts():
+    x, ids, w = inputs(torch.bfloat16)
+    module, whole = experts(E, hidden=H, inner=I), experts(E, hidden=H, inner=I)
+    module.first_expert = 1
+    assert "experts=8 from 1" in repr(module)
+    inside = (ids >= 1) & (ids <= E)  # NOWHERE has E too, the last one here
+    want = whole(x, torch.where(inside, ids - 1, 0), torch.where(inside, w, 0))
+    torch.testing.assert_close(module(x, ids, w), want)
