@@ -51,8 +51,7 @@ def quantization_config(algorithms: Mapping[str, str], plain: Iterable[str]) -> 
     else:
         made["quantized_layers"] = {name: _algorithm(algorithm) for name, algorithm in layers.items()}
     made["config_groups"] = {f"group_{i}": _GROUPS[name] | {"targets": its} for i, (name, its) in enumerate(targets.items())}
-    unquantized = {*plain, "lm_head"} - layers.keys()  # tied to the embedding it has no tensor, yet vLLM asks whether it is quantized
-    return made | {"ignore": sorted(unquantized), "producer": {"name": "fusion_moe"}}
+    return made | {"ignore": sorted(plain), "producer": {"name": "fusion_moe"}}
 
 
 def older_config(config: Mapping[str, Any]) -> dict[str, Any]:
