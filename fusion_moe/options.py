@@ -55,6 +55,7 @@ class Options:
     cuda_variant: str = _option("auto", "the kernel of CUDA's grouped products: 'auto' is by sizes, or the name of one, which must fit")
     cache_dir: str = _option(_cache_home(), "the folder that keeps compiled kernels", in_keys=False)
     dump: str = _option("", "a folder to write every stage, source and binary of what is compiled to; '' is none", in_keys=False)
+    vllm: bool = _option(True, "tell vLLM of --quantization fusion_moe, when it loads its plug-ins", in_keys=False)
     compile_seconds: int = _option(300, "how long a compiler may take for one kernel before it is killed", in_keys=False)
 
     def replace(self, **changes: Any) -> Options:

@@ -178,9 +178,10 @@ def algorithms(source: Source, steps: list[Step]) -> dict[str, str]:
 
 
 def plain_linears(steps: list[Step]) -> list[str]:
-    """The modules with a matrix that is not quantized in what is written."""
-    plain = (p for step in steps for p in step.planned if p.dtype in FLOATS and len(p.shape) == 2)
-    return [p.name.removesuffix(".weight") for p in plain if p.name.endswith(".weight")]
+    """The modules with a matrix that is not quantized in what is written; an lm_head that is the embedding has no tensor, and is one."""
+    planned = [p for step in steps for p in step.planned]
+    plain = [p.name.removesuffix(".weight") for p in planned if p.dtype in FLOATS and len(p.shape) == 2 and p.name.endswith(".weight")]
+    return plain if any("lm_head." in p.name for p in planned) else [*plain, "lm_head"]
 
 
 def _check_modelopt(source: Source, written: Directory) -> None:

@@ -1,0 +1,83 @@
+"""Linear layers in NVFP4 on CPUs, where vLLM has no kernel for them: attention, shared experts. On GPUs they stay vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.parameter import ModelWeightParameter, PerTensorScaleParameter
+from vllm.platforms import current_platform
+
+from ..encodings import NVFP4, Quantized
+from ..errors import ShapeError, UnsupportedError
+from ..nn import NVFP4Linear, prepare_
+from .log import logger
+from .scales import check_scales
+
+
+def linear_method(layer: Any, prefix: str, **names: Any) -> LinearMethodBase:
+    """The method of a linear layer in NVFP4 on a CPU. UnsupportedError for a quantized lm_head."""
+    if isinstance(layer, ParallelLMHead):
+        todo = "quantize without lm_head: both packages leave it out by default"
+        raise UnsupportedError("lm_head in NVFP4", expected="an lm_head in floats, on CPUs", todo=todo, where=prefix)
+    return NVFP4LinearMethod(prefix, **names)
+
+
+def is_linear_on_cpu(layer: Any) -> bool:
+    """Whether a layer is one that this module is for, if it is quantized."""
+    return current_platform.is_cpu() and isinstance(layer, (LinearBase, ParallelLMHead))
+
+
+@register_weight_loader_v2_supported_method
+class NVFP4LinearMethod(LinearMethodBase):
+    """x @ weight.T + bias by `NVFP4Linear`. What vLLM joins (q, k and v; gate and up) keeps the decode scales of its parts."""
+
+    def __init__(self, prefix: str, *, codes: str, matrix: str, activations: str, divides: bool):
+        """Names in the files: of codes, scales of matrices, and scales of activations, which are not read. divides: whether matrix does."""
+        self.prefix, self.parts, self.activations, self.divides = prefix, (codes, "weight_scale", matrix), activations, divides
+
+    def create_weights(
+        self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int, output_size: int,
+        params_dtype: torch.dtype, *, weight_loader: Any, **attributes: Any,
+    ) -> None:  # fmt: skip
+        """vLLM's parameters, which its loader fills. ShapeError for an input size that NVFP4 does not take."""
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        if k % NVFP4.block:
+            expected, todo = f"a multiple of {NVFP4.block}", "choose another --tensor-parallel-size"
+            raise ShapeError(f"input size {k}", expected=expected, todo=todo, where=self.prefix)
+        layer.logical_widths = output_partition_sizes
+        for name, part in zip(self.parts, NVFP4.parts, strict=True):
+            if part.of_matrix:
+                empty = torch.empty(len(output_partition_sizes), dtype=part.dtype)
+                made = PerTensorScaleParameter(data=empty, weight_loader=weight_loader)
+            else:
+                empty = torch.empty(NVFP4.part_shape(part, (), n, k), dtype=part.dtype)
+                made = ModelWeightParameter(data=empty, input_dim=1, output_dim=0, weight_loader=weight_loader)
+            layer.register_parameter(name, made)
+        unread = torch.empty(len(output_partition_sizes), dtype=torch.float32)
+        layer.register_parameter(self.activations, PerTensorScaleParameter(data=unread, weight_loader=weight_loader))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Puts `NVFP4Linear` in the place of what was loaded. NonFiniteError for bad scales."""
+        codes, scale, matrix = (getattr(layer, name).data for name in self.parts)
+        matrix = matrix.reciprocal() if self.divides else matrix
+        widths = layer.logical_widths
+        if bool((matrix == matrix[0]).all()):
+            widths = [sum(widths)]
+        weights = [Quantized(*parts) for parts in zip(codes.split(widths), scale.split(widths), matrix, strict=False)]
+        for weight in weights:
+            check_scales(self.prefix, weight=weight)
+        for name in (*self.parts, self.activations):
+            delattr(layer, name)
+        layer.fusion_moe = nn.ModuleList(map(NVFP4Linear, weights))
+        prepare_(layer.fusion_moe)
+        logger.info_once("fusion_moe serves linear layers in nvfp4 on CPUs, activations as they are")
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        parts = [linear(x) for linear in layer.fusion_moe]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return y if bias is None else y + bias

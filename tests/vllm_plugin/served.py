@@ -1,0 +1,68 @@
+"""Directories to serve, the environment of vLLM's processes, and the judge: transformers' model of what a directory's bytes mean."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from files import MADE
+from safetensors.torch import load_file, save_file
+
+from fusion_moe.checkpoints import convert, quantize
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "tiny_qwen3_moe"
+ENVIRONMENT = {
+    **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+
+
+def modelopt_demo(folder: Path) -> Path:
+    """The demo model with experts in ModelOpt's NVFP4."""
+    return quantize(DEMO, folder / "modelopt")
+
+
+def compressed_tensors_demo(folder: Path) -> Path:
+    """The same in the form of compressed-tensors: other names, and a divisor in place of the decode scale."""
+    made = folder / "compressed-tensors"
+    shutil.copytree(modelopt_demo(folder), made)
+    tensors = load_file(made / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".weight_scale_2")]:
+        layer = name.removesuffix(".weight_scale_2")
+        tensors[f"{layer}.weight_global_scale"] = tensors.pop(name).reciprocal().reshape(1)
+        tensors[f"{layer}.weight_packed"] = tensors.pop(f"{layer}.weight")
+    save_file(tensors, made / "model.safetensors", {"format": "pt"})
+    (made / "hf_quant_config.json").unlink()
+    config = json.loads((made / "config.json").read_text())
+    written = json.loads((MADE / "ct-qwen3_moe" / "config.json").read_text())["quantization_config"]
+    config["quantization_config"] = written | {"ignore": config["quantization_config"]["ignore"]}
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
+def judged(directory: Path, folder: Path, prompts: list[list[int]]) -> tuple[Any, list[list[float]]]:
+    """transformers' model of a directory in float32, and the log-probabilities of the tokens of prompts but the first."""
+    import transformers
+
+    dense = convert(directory, folder / "dense", to="dense")
+    model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    return model, [log_probabilities(model, prompt) for prompt in prompts]
+
+
+def log_probabilities(model: Any, tokens: list[int]) -> list[float]:
+    """Of each token but the first, given those before it."""
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+
+def greedy(model: Any, tokens: list[int], answer: list[int], slack: float = 1e-3) -> bool:
+    """Whether each token of an answer is the most probable one, or as good as it."""
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens + answer])).logits[0, len(tokens) - 1 : -1].float()
+    chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    return bool((logits.amax(1) - chosen <= slack).all())

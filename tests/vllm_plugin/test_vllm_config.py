@@ -1,0 +1,188 @@
+"""What the plug-in registers, what it takes and what it refuses, without a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
+
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+
+from fusion_moe.encodings import Quantized
+from fusion_moe.errors import DtypeError, NonFiniteError, ShapeError, UnsupportedError
+from fusion_moe.vllm import register
+from fusion_moe.vllm.compressed_tensors import FusionMoeInt4Method
+from fusion_moe.vllm.config import FusionMoeConfig
+from fusion_moe.vllm.experts import need_served
+from fusion_moe.vllm.scales import check_scales
+
+NVFP4_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+
+
+def layer(**changes: Any) -> FusedMoEConfig:
+    """vLLM's configuration of a layer."""
+    parallel = FusedMoEParallelConfig.make_no_parallel()
+    made = FusedMoEConfig(
+        num_experts=4, experts_per_token=2, hidden_dim=64, intermediate_size=32, num_local_experts=4, num_logical_experts=4,
+        activation=MoEActivation.SILU, device="cpu", routing_method=RoutingMethodType.Renormalize, moe_parallel_config=parallel,
+        in_dtype=torch.bfloat16,
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
+
+
+def test_registered_once_or_more_often() -> None:
+    register()
+    register()
+    assert QUANTIZATION_METHODS.count("fusion_moe") == 1
+    assert get_quantization_config("fusion_moe") is FusionMoeConfig
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_vllm_finds_it_and_the_variable_turns_it_off(value: str) -> None:
+    code = (
+        "import logging; logging.basicConfig(level=logging.INFO)\n"
+        "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+        "from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS; print('fusion_moe' in QUANTIZATION_METHODS)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "FUSION_MOE_VLLM": value}, capture_output=True, text=True)
+    assert done.stdout.split()[-1] == str(value == "1"), done.stderr
+    assert ("FUSION_MOE_VLLM=0" in done.stdout + done.stderr) == (value == "0")
+
+
+def test_only_who_asks_gets_it() -> None:
+    asked = FusionMoeConfig.override_quantization_method
+    assert asked(NVFP4_CONFIG, "fusion_moe") == "fusion_moe"
+    assert asked(NVFP4_CONFIG, None) is None
+    assert asked(NVFP4_CONFIG, "modelopt_fp4") is None
+
+
+@pytest.mark.parametrize("config", [NVFP4_CONFIG, {"quantization": {
+    "quant_algo": "W4A16_NVFP4", "group_size": 16, "kv_cache_quant_algo": None, "exclude_modules": []}}])  # fmt: skip
+def test_modelopt_is_read(config: dict[str, Any]) -> None:
+    made = FusionMoeConfig.from_config(config)
+    assert made.get_name() == "fusion_moe"
+    assert "ModelOpt" in made.FusedMoEMethodCls.__name__  # vLLM's loader looks at it
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
+        ({"quant_method": "fp8"}, "quant_method 'fp8'"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo FP8"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo MIXED_PRECISION"),
+    ],
+)
+def test_other_methods_are_refused(config: dict[str, Any], found: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{found}; expected ModelOpt's NVFP4.*; leave out --quantization"):
+        FusionMoeConfig.from_config(config)
+
+
+def test_layers_that_are_served() -> None:
+    need_served(layer())
+    need_served(layer(swiglu_limit=7.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"moe_parallel_config": "ep"}, "expert parallelism; .* run without --enable-expert-parallel"),
+        ({"is_lora_enabled": True}, "LoRA"),
+        ({"activation": MoEActivation.GELU}, "experts with activation 'gelu'"),
+        ({"activation": MoEActivation.SWIGLUOAI}, "experts with activation 'swigluoai'"),
+        ({"has_bias": True}, "experts with biases"),
+    ],
+)
+def test_layers_that_are_refused(changes: dict[str, Any], found: str) -> None:
+    if changes.get("moe_parallel_config") == "ep":
+        parallel = dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), use_ep=True)
+        changes = {"moe_parallel_config": parallel}
+    with pytest.raises(UnsupportedError, match=found):
+        need_served(layer(**changes))
+
+
+def test_int4_in_float16_is_refused() -> None:
+    FusionMoeInt4Method(layer())
+    with pytest.raises(DtypeError, match="INT4 in a model in float16; expected bfloat16 or float32; --dtype bfloat16"):
+        FusionMoeInt4Method(layer(in_dtype=torch.float16))
+
+
+def experts_method(**changes: Any) -> Any:
+    config = FusionMoeConfig.from_config(NVFP4_CONFIG)
+    return config.FusedMoEMethodCls(config, layer(**changes))
+
+
+def test_sizes_off_the_block_are_refused() -> None:
+    owner = SimpleNamespace(layer_name="experts")
+    with pytest.raises(ShapeError, match="experts: intermediate size 24; expected a multiple of 16.*--tensor-parallel-size"):
+        experts_method().create_weights(owner, 4, 64, 24, torch.bfloat16)
+    with pytest.raises(ShapeError, match="experts: hidden size 40"):
+        experts_method().create_weights(owner, 4, 40, 32, torch.bfloat16)
+
+
+def weights(experts: int = 4) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(0)
+    w13 = torch.randn(experts, 2, 32, 64, generator=generator)
+    w13[:, 1] *= 8  # up has scales of its own
+    w2 = torch.randn(experts, 64, 32, generator=generator)
+    codes, scale, matrix = torch.ops.fusion_moe.nvfp4_quantize(w13)
+    return Quantized(codes.flatten(1, 2), scale.flatten(1, 2), matrix), Quantized(*torch.ops.fusion_moe.nvfp4_quantize(w2))
+
+
+def loaded(method: Any, w13: Any, w2: Any) -> torch.nn.Module:
+    """A layer as vLLM leaves it to `process_weights_after_loading`."""
+    owner = torch.nn.Module()
+    owner.layer_name, owner.apply_router_weight_on_input = "model.layers.0.mlp.experts", False
+    tensors = {"w13_input_scale": torch.ones(4, 2), "w2_input_scale": torch.ones(4)}
+    for name, weight in ("w13", w13), ("w2", w2):
+        tensors |= {f"{name}_{part}": t for part, t in zip(("weight", "weight_scale", "weight_scale_2"), weight, strict=True)}
+    for name, tensor in tensors.items():
+        owner.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    assert set(tensors) == set(method.loaded)
+    return owner
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_experts_keep_both_scales_of_gate_and_up(limit: float | None) -> None:
+    method, (w13, w2) = experts_method(swiglu_limit=limit), weights()
+    owner = loaded(method, w13, w2)
+    method.process_weights_after_loading(owner)
+    assert [name for name, _ in owner.named_parameters() if not name.startswith("fusion_moe.")] == []
+    generator = torch.Generator().manual_seed(1)
+    x, ids, w = torch.randn(5, 64, generator=generator), torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]]), torch.rand(5, 2)
+    got = method.apply(owner, x, w, ids.int())
+    assert torch.allclose(got.double(), expected(x, ids, w, w13, w2, limit), rtol=1e-4, atol=1e-4)
+
+
+def expected(x: Any, ids: Any, w: Any, w13: Any, w2: Any, limit: float | None) -> Any:
+    """The layer in float64, from `dequantize`."""
+    from fusion_moe.encodings import dequantize
+
+    up, down = dequantize(w13).double(), dequantize(w2).double()
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for t, row in enumerate(x.double()):
+        for e, weight in zip(ids[t].tolist(), w[t].tolist(), strict=True):
+            gate, value = (up[e] @ row).chunk(2)
+            if limit is not None:
+                gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
+            out[t] += weight * (down[e] @ (torch.nn.functional.silu(gate) * value))
+    return out
+
+
+@pytest.mark.parametrize("part", ["block_scale", "decode_scale"])
+def test_bad_scales_are_found(part: str) -> None:
+    weight, _ = weights()
+    bad = {name.name: tensor.clone() for name, tensor in weight.named()}
+    bad[part].view(torch.uint8).reshape(-1)[:4] = 0x7F if part == "block_scale" else 0xFF
+    with pytest.raises(NonFiniteError, match=f"layer 3: .*w13's {part}"):
+        check_scales("layer 3", w13=weight.with_(**bad))

