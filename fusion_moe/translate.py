@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -121,6 +121,10 @@ def translator(op: Operation, *, as_stored: bool = False) -> Callable[[Callable[
     A name may be of an operation that is registered later. TranslatorError for what is no such name, for an operation of several
     overloads none of which is named, for what cannot be called, and for an operation that has a translator.
     """
+
+    if isinstance(op, FunctionType):
+        found, todo = f"the function {op.__name__} in place of an operation", '@fusion_moe.translator("namespace::name")'
+        raise TranslatorError(found, expected="the operation, or its name", todo=todo, where="translator")
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         name, code = _name(op), _code(function)

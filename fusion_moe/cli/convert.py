@@ -10,6 +10,7 @@ import torch
 import typer
 
 from ..checkpoints import convert as converted
+from ..errors import OptionError
 from .inspect import inspection
 from .output import Json, finish
 
@@ -38,11 +39,18 @@ def convert(
     src: Source,
     dst: Destination,
     to: Annotated[Form, typer.Option(help="ModelOpt's NVFP4, or plain floats.")] = Form.MODELOPT,
-    dtype: Annotated[Floats, typer.Option(help="Of plain floats. float32 holds every number; others round.")] = Floats.FLOAT32,
+    dtype: Annotated[Floats | None, typer.Option(help="Of --to dense: float32, as without it, holds every number; others round.")] = None,
     json: Json = False,
 ) -> None:
     """Write SRC in another form, without loss, read it again and compare. Run once more after an interruption, it goes on.
 
     Prints what `inspect DST` prints.
     """
-    finish(context, lambda: inspection(converted(src, dst, to.value, dtype=getattr(torch, dtype.value))), json)
+    finish(context, lambda: inspection(converted(src, dst, to.value, dtype=_dtype(to, dtype))), json)
+
+
+def _dtype(to: Form, dtype: Floats | None) -> torch.dtype:
+    if dtype is not None and to is not Form.DENSE:
+        raise OptionError(f"--dtype {dtype.value} with --to {to.value}", expected="--to dense, whose floats it is of", where="convert")
+    found: torch.dtype = getattr(torch, (dtype or Floats.FLOAT32).value)
+    return found

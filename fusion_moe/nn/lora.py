@@ -128,7 +128,8 @@ def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:
     """UnsupportedError if one of the modules has an adapter."""
     for name, module in modules.items():
         if any(True for _ in adapters_of(module)):
-            found, todo = f"{name or type(module).__name__} has adapters already", "merge_lora_(model) makes them part of the weights"
+            found = f"{name or type(module).__name__} has adapters already"
+            todo = "they train as they are, those of load_lora_ too; for others begin with a model that has none"
             raise UnsupportedError(found, todo=todo, where=where)
 
 

@@ -45,8 +45,8 @@ def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] = ()) 
 
 def _check_tokens(model: nn.Module, tokens: Sequence[int]) -> None:
     """OptionError for what is no count of tokens, UnsupportedError for a model that cannot be called with tokens."""
-    if not all(isinstance(count, int) and count > 0 for count in tokens):
-        raise OptionError(f"tokens = {list(tokens)}", expected="positive integers", where="prepare_")
+    if not isinstance(tokens, Sequence) or not all(isinstance(count, int) and count > 0 for count in tokens):
+        raise OptionError(f"tokens = {tokens!r}", expected="a list of positive integers", where="prepare_")
     if tokens and not hasattr(getattr(model, "config", None), "vocab_size"):
         found, todo = f"tokens for a {type(model).__name__}", "with fusion_moe.preparing(): call the model with inputs of these sizes"
         raise UnsupportedError(found, expected="a language model with a config", todo=todo, where="prepare_")

@@ -31,6 +31,9 @@ def ends_of(split_sizes: Tensor | None, offs: Tensor | None, groups: int, rows: 
 
 
 def _check(name: str, t: Tensor, groups: int, dtypes: tuple[torch.dtype, ...], device: torch.device, where: str) -> None:
+    if not isinstance(t, Tensor):
+        found, expected = f"{name} is a {type(t).__name__}", "a tensor, on the device of the rows"
+        raise DtypeError(found, expected=expected, todo=f"torch.tensor({name})", where=where)
     if t.dtype not in dtypes:
         expected, todo = ("an integer dtype", "") if len(dtypes) > 1 else (str(dtypes[0]), f"{name}.to({dtypes[0]})")
         raise DtypeError(f"{name} is {t.dtype}", expected=expected, todo=todo, where=where)

@@ -289,6 +289,11 @@ class Report(Shown):
 
         return details(self)
 
+    @property
+    def why_nothing(self) -> str:
+        """Why there are no fusions, where there are none."""
+        return "no call makes a grouped product that can join others" if self.graphs else "no graph was captured from this call"
+
     def save(self, path: str | Path) -> None:
         """Writes a page to a path that ends in .html, JSON to .json, the details to .txt; the file appears whole or not at all.
 

@@ -253,7 +253,7 @@ def _nothing(report: Report) -> str:
     if not report.graphs:
         return "nothing was fused: no graph was captured from this call (TORCH_LOGS=graph_breaks shows why)"
     custom = f" (without a translator: {', '.join(report.custom_ops)})" if report.custom_ops else ""
-    said = f"nothing was fused: no call in these graphs has a translator that makes a grouped product{custom}"
+    said = f"nothing was fused: no call in these graphs has a translator that makes a grouped product which can join others{custom}"
     return textwrap.fill(said, WIDTH, break_long_words=False)
 
 

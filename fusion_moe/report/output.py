@@ -56,12 +56,14 @@ class Shown:
 
 
 def save(path: str | Path, what: str, formats: Mapping[str, Callable[[], str]]) -> None:
-    """Writes the text of a path's suffix; OptionError for a suffix that `formats` lacks."""
+    """Writes the text of a path's suffix; OptionError for a suffix that `formats` lacks, and for a folder that is not there."""
     path = Path(path)
     if path.suffix not in formats:
         *some, last = formats
         found = f"{what} as {path.suffix or 'a file without a suffix'}"
         raise OptionError(found, expected=f"{', '.join(some)} or {last}", where=str(path))
+    if not path.parent.is_dir():
+        raise OptionError(f"no folder {path.parent}", expected="one that is there", where=str(path))
     text = formats[path.suffix]()
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:

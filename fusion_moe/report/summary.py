@@ -50,7 +50,7 @@ def _floats(report: Report, width: int) -> list[str]:
 
 def _shares(report: Report) -> list[str]:
     if not report.fusions:
-        return ["fused", "  nothing: " + ("no call makes a grouped product" if report.graphs else "no graph was captured from this call")]
+        return ["fused", f"  nothing: {report.why_nothing}"]
     shares = (("flops", "", report.flops), ("bytes", "B", report.bytes))
     told = (f"  {share!s:>5} of {name:<8}{amount(share.fused, unit)} of {amount(share.total, unit)}" for name, unit, share in shares)
     return ["fused", *told, f"  {report.fused_calls} of {count(report.calls, 'call')}"]

@@ -5,6 +5,7 @@ NVFP4 is written as ModelOpt writes it. Experts have the names that they had in 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from ..checkpoints.modelopt import ONE, own_entries, quantization_config
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
 from ..nn import NVFP4Config, NVFP4Linear
+from ..nn.adaptable import AdaptableModule
 from ..nn.packed import PackedModule
 from ..nn.projections import Projections
 from .conversions import expert_converters, without
@@ -25,10 +27,13 @@ from .operations import is_ours
 from .sources import ExpertsSource
 
 Sources = Mapping[str, ExpertsSource]
+log = logging.getLogger("fusion_moe")
 
 
 def conversions_for_saving(model: Any, sources: Sources) -> list[Any]:
     """The conversions that transformers reverses. sources: where experts were loaded from."""
+    if adapted := [name for name, m in model.named_modules() if isinstance(m, AdaptableModule) and any(map(m.adapter, m.projections))]:
+        log.warning("the adapters of %s%s are not saved: save_lora writes them", adapted[0], ", ..." if adapted[1:] else "")
     made = expert_converters(_with_sources(model, sources))
     made.sort(key=lambda c: len(c._original_target_patterns[0]))  # it tries the last one first
     return [*made, *without(_of_transformers(model), made)]

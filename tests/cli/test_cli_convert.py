@@ -56,6 +56,13 @@ def test_dense_in_bfloat16(tmp_path):
     assert {str(array.dtype) for array in raw(tmp_path / "out").values()} == {"bfloat16"}
 
 
+def test_a_dtype_of_no_floats_is_refused(tmp_path):
+    result = run("convert", MADE / "ct-qwen3_moe", tmp_path / "out", "--dtype", "bfloat16")
+    assert result.exit_code != 0
+    assert "--dtype bfloat16 with --to modelopt" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_destination_that_is_there_is_a_problem(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     result = run("convert", MADE / "ct-qwen3_moe", tmp_path)

@@ -300,6 +300,7 @@ def test_bad_calls(golden):
         "neither": lambda: module(x),
         "both": lambda: module(x, COUNTS, offs=ends),
         "too few counts": lambda: module(x, COUNTS[:3]),
+        "counts in a list": lambda: module(x, COUNTS.tolist()),
         "counts of floats": lambda: module(x, COUNTS.float()),
         "long ends": lambda: module(x, offs=COUNTS.cumsum(0)),
         "a negative count": lambda: module(x, torch.tensor([5, -1, 7, 3])),

@@ -245,7 +245,7 @@ def test_operations_without_a_translator_are_named(x):
     torch.library.register_fake(name, torch.empty_like)
     found = fusion_moe.explain(lambda x: torch.ops.report_test.alone(x) + 1, x)
     assert found.custom_ops == (name,)
-    assert "grouped product (without a translator: report_test::alone)" in " ".join(found.details().split())
+    assert "which can join others (without a translator: report_test::alone)" in " ".join(found.details().split())
 
 
 def test_no_graph_is_told_apart_from_no_fusion():
@@ -308,6 +308,8 @@ def test_saved_whole(report, tmp_path):
     report.save(tmp_path / "r.txt")
     with pytest.raises(OptionError, match=r"a report as \.pdf; expected \.html, \.json or \.txt"):
         report.save(tmp_path / "r.pdf")
+    with pytest.raises(OptionError, match="no folder"):
+        report.save(tmp_path / "none" / "r.txt")
     assert json.loads((tmp_path / "r.json").read_text())["graphs"] == 1
     assert (tmp_path / "r.txt").read_text() == f"{report.details()}\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["r.json", "r.txt"]

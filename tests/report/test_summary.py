@@ -107,7 +107,7 @@ def test_only_rich_colours(report):
 def test_nothing_fused():
     with torch.no_grad():
         none = fusion_moe.explain(torch.relu, X)
-    assert "nothing: no call makes a grouped product" in str(none)
+    assert "nothing: no call makes a grouped product that can join others" in str(none)
     assert "nothing: no graph was captured" in str(fusion_moe.explain(lambda: 3))
 
 

@@ -124,7 +124,8 @@ def test_a_model_generates_without_compiling(cold, monkeypatch):
 
 
 def test_counts_and_models_that_cannot_be_prepared():
-    with pytest.raises(OptionError, match="tokens = .0.; expected positive integers"):
-        fusion_moe.prepare_(experts(E, H, I), tokens=[0])
+    for tokens in ([0], 8):
+        with pytest.raises(OptionError, match=r"tokens = .*; expected a list of positive integers"):
+            fusion_moe.prepare_(experts(E, H, I), tokens=tokens)
     with pytest.raises(UnsupportedError, match="tokens for a NVFP4Experts; expected a language model.*fusion_moe.preparing"):
         fusion_moe.prepare_(experts(E, H, I), tokens=[1])

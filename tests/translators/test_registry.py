@@ -94,6 +94,14 @@ def test_a_second_translator_is_the_error_of_who_comes_second(run):
     assert said.startswith("their_translators.py:4: aten::exp already has a translator, at pointwise.py:")
 
 
+def test_a_function_is_no_operation():
+    with pytest.raises(TranslatorError, match="the function twice in place of an operation"):
+
+        @translator
+        def twice(fd, x):
+            return fd.ops.add(x, x)
+
+
 @pytest.mark.parametrize("name", ["twice", "::twice", "their_lib::", ""])
 def test_a_name_that_is_none(name):
     with pytest.raises(TranslatorError, match=f"test_registry.py:.* '{name}' is not the name of an operation; expected namespace::name"):

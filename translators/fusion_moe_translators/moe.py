@@ -305,6 +305,9 @@ def run(
 ) -> tuple[Value, ...]:  # fmt: skip
     """A program that stands in the graph already (a backward): its operations, to be fused with their neighbours."""
     if parts:
-        raise Untranslatable(f"inputs of {list(parts)} parts, which only a call of its own joins without a copy")
+        raise Untranslatable(
+            "it runs by itself, as a program that reads a parameter for each group without a copy; with single_grouped_weight=True a "
+            "GroupedLinear fuses with its neighbours"
+        )
     fusion = parse(program)
     return fd.inline(fusion, inputs, dict(zip(fusion.symbols, sizes, strict=True)))

@@ -51,7 +51,7 @@ def _warnings(report: Report) -> Iterator[str]:
     if report.void:
         yield f"times are void: {report.void}"
     if not report.fusions:
-        yield "nothing was fused: " + ("no call makes a grouped product" if report.graphs else "no graph was captured from this call")
+        yield f"nothing was fused: {report.why_nothing}"
 
 
 def _settings(report: Report) -> Html:
