@@ -29,7 +29,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 def parts(count: int) -> list[list[Tensor]]:
     """Those of gate_up and down of experts in NVFP4."""
     made = experts(count, hidden=H, inner=I)
-    return [list(made.weight(name)) for name in made.projections]
+    return [list(made.weight_of(name)) for name in made.projections]
 
 
 @pytest.mark.parametrize("scale_on", ["output", "input"])
