@@ -67,7 +67,7 @@ def differs(compiled: Compiled) -> str:
     want = outcome(lambda: by_segments(lowered, run))
     ways: dict[str, Callable[[], Any]] = {
         "in one call": lambda: program(run.inputs, run.sizes),
-        "kernel by kernel": lambda: program._one_by_one(run.inputs, program._sizes(run.inputs, run.sizes)),
+        "kernel by kernel": lambda: program._one_by_one(run.inputs, program.sizes(run.inputs, run.sizes)),
     }
     for how, way in ways.items():
         if wrong := difference(outcome(way), want, run.rough):
