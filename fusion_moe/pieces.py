@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from . import schedule
 from .ir.core import Fusion, Op, Value
-from .schedule.product import dependent
+from .schedule.product import dependent, some_may_be_added
 from .target import Target
 
 
@@ -28,7 +28,8 @@ class Pieces:
             if op.kind.role in self.target.unshared_roles and len(self.piece[op]) == 1:
                 self._join_required(op)
         edges = [(source, op) for op in self.ops for source in self._sources(op)]
-        for some in (self._first(edges), edges) if self.target.added_features else (edges,):
+        two = some_may_be_added(self.fusion, self.target.added_features)
+        for some in (self._first(edges), edges) if two else (edges,):
             joined = True
             while joined:
                 joined = False

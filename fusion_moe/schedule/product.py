@@ -80,6 +80,15 @@ def main_and_added(fusion: Fusion) -> tuple[GroupedProduct, tuple[GroupedProduct
     return main, tuple(p for p in found if p is not main)
 
 
+def some_may_be_added(fusion: Fusion, features: int) -> bool:
+    """Whether one of the products could be made beside another: of the same rows and columns, by a weight of floats, contracting no more
+    than so many features.
+    """
+    found = products(fusion)
+    few = [p for p in found if not p.b.type.quantized and isinstance(size := p.size(p.contracted), int) and size <= features]
+    return any(p is not q and p.result.type == q.result.type for p in few for q in found)
+
+
 def dependent(fusion: Fusion, values: Collection[Value]) -> set[Value]:
     """These values and all that is computed from them."""
     found = set(values)
