@@ -35,7 +35,7 @@ def save_lora(model: nn.Module, directory: str | Path) -> Path:
     empty, or cannot be written.
     """
     dst = Path(directory).absolute()
-    found = [(name, module) for name, module in adaptable(model, "save_lora").items() if any(True for _ in adapters_of(module))]
+    found = [(name, module) for name, module in adaptable(model, "save_lora").items() if module.adapted]
     if not found:
         raise UnsupportedError("no adapters", expected="a model that add_lora_ or load_lora_ gave some", where="save_lora")
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):

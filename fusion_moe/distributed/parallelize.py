@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import OptionError, UnsupportedError, need_one_of
 from ..nn import Experts
 from ..nn.contract import contract_of
-from ..nn.lora import adapters_of
 from ..nn.projections import Projections
 from .collectives import is_summed, sum_over_ranks
 from .shares import columns, experts_of, keep_experts, keep_features
@@ -72,7 +71,7 @@ def _undividable(module: Any, plan: str, ranks: int) -> tuple[str, str] | None:
         return (f"{experts} experts for {ranks} ranks", "an expert for each rank, or more") if experts < ranks else None
     if not isinstance(module, Experts):
         return f"a {type(module).__name__} with plan = 'tp'", "Experts or NVFP4Experts, or plan = 'ep'"
-    if any(True for _ in adapters_of(module)):
+    if module.adapted:
         return "adapters with plan = 'tp'", "plan = 'ep', or merge_lora_(model) first"
     if module.weight_layout != "linear":
         return f"weight_layout = {module.weight_layout!r} with plan = 'tp'", "the layout 'linear': call prepare_ afterwards"

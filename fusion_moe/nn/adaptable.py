@@ -35,6 +35,11 @@ class AdaptableModule(PackedModule):
         """What add_lora_ gave a projection; None if nothing."""
         return self._modules.get(f"{projection}_lora")
 
+    @property
+    def adapted(self) -> bool:
+        """Whether a projection has an adapter."""
+        return any(self.adapter(projection) is not None for projection in self.projections)
+
     def _parts(self, projection: str) -> list[Tensor]:
         own: dict[str, Any] = self._parameters  # getattr takes ten times as long; wrappers such as FSDP put attributes in their place
         return [own[key] if key in own else getattr(self, key) for key in self.part_names[projection]]

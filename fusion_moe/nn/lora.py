@@ -127,7 +127,7 @@ def _need_targets(targets: Iterable[str]) -> tuple[str, ...]:
 def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:
     """UnsupportedError if one of the modules has an adapter."""
     for name, module in modules.items():
-        if any(True for _ in adapters_of(module)):
+        if module.adapted:
             found = f"{name or type(module).__name__} has adapters already"
             todo = "they train as they are, those of load_lora_ too; for others begin with a model that has none"
             raise UnsupportedError(found, todo=todo, where=where)

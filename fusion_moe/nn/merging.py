@@ -20,7 +20,7 @@ def merge_lora_(model: nn.Module, *, requantize: bool = False) -> list[str]:
     it is. UnsupportedError too for a model without adapters, NonFiniteError for NaN or infinity that would be quantized; a module is merged
     as a whole or not at all.
     """
-    adapted = {name: module for name, module in adaptable(model, "merge_lora_").items() if any(True for _ in adapters_of(module))}
+    adapted = {name: module for name, module in adaptable(model, "merge_lora_").items() if module.adapted}
     if not adapted:
         raise UnsupportedError("no adapters", expected="a model that add_lora_ or load_lora_ gave some", where="merge_lora_")
     for name, module in adapted.items():

@@ -32,7 +32,7 @@ log = logging.getLogger("fusion_moe")
 
 def conversions_for_saving(model: Any, sources: Sources) -> list[Any]:
     """The conversions that transformers reverses. sources: where experts were loaded from."""
-    if adapted := [name for name, m in model.named_modules() if isinstance(m, AdaptableModule) and any(map(m.adapter, m.projections))]:
+    if adapted := [name for name, m in model.named_modules() if isinstance(m, AdaptableModule) and m.adapted]:
         log.warning("the adapters of %s%s are not saved: save_lora writes them", adapted[0], ", ..." if adapted[1:] else "")
     made = expert_converters(_with_sources(model, sources))
     made.sort(key=lambda c: len(c._original_target_patterns[0]))  # it tries the last one first
