@@ -20,7 +20,7 @@ from fusion_moe.runtime import isa
 from fusion_moe.runtime.program import Program
 from fusion_moe.target import TARGETS
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.once]
 
 
 def compiled(fusion: Fusion, tier: str = "auto", contract: bool = False) -> Program:

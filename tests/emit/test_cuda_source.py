@@ -39,7 +39,7 @@ from fusion_moe.runtime import nvrtc
 from fusion_moe.runtime.kernel import Kernel
 from fusion_moe.target import TARGETS
 
-pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+pytestmark = [pytest.mark.once, pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())]
 NVDISASM = next((d for d in metadata.distributions() if d.name == "nvidia-cuda-nvdisasm"), None)
 needs_nvdisasm = pytest.mark.skipif(NVDISASM is None, reason="nvidia-cuda-nvdisasm is not installed")
 

@@ -23,7 +23,7 @@ from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
 from fusion_moe.runtime import nvrtc
 from fusion_moe.target import TARGETS
 
-pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+pytestmark = [pytest.mark.once, pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())]
 
 HOW: dict[str, dict[str, Any]] = {
     "plain": {},
