@@ -1,9 +1,9 @@
 """LoRA beside frozen experts in 4 bits on one H100 or H200: a layer's forward and backward, and the products that its backward needs.
 
-    python benchmarks/h200_lora.py --out FILE.jsonl [--cells 'qwen3:*'] [--repeats 10] [--minutes 5] [--commit HASH]
-    python benchmarks/h200_lora.py --out FILE.jsonl --table          what the file has
+    python benchmarks/h200_lora.py [--out FILE.jsonl] [--cells 'qwen3:*'] [--repeats 10] [--minutes 5] [--commit HASH]
+    python benchmarks/h200_lora.py [--out FILE.jsonl] --table        what the file has
     python benchmarks/h200_lora.py --products                        dgrad of weights in 4 bits, beside their forward product
-    python benchmarks/h200_lora.py --out FILE.jsonl --device cpu --tiny
+    python benchmarks/h200_lora.py --device cpu --tiny
 
 Cells: a layer's experts from the router's ids to tokens, with adapters of rank 16 on both projections, `qwen3:2048:uniform`: NVFP4 in the
 size of Qwen3-30B-A3B, MXFP4 in that of gpt-oss-120b (SwiGLU without biases). Gradients are those of tokens, router weights and adapters.
@@ -250,7 +250,7 @@ def weights_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("build/h200_lora.jsonl"), help="where a run is resumed; %(default)s")
     parser.add_argument("--cells", nargs="+", default=["*"], help="patterns")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=5)
@@ -263,8 +263,6 @@ def main() -> None:
     if told.products:
         products(told.repeats, told.device, told.tiny)
         return
-    if told.out is None:
-        parser.error("--out, or --products")
     rows = resumed(told, cells(told.tiny), lambda cell: measure(cell, told.repeats, told.device))
     print(summary(rows), weights_table(rows), sep="\n\n")
 

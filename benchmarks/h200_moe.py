@@ -188,7 +188,7 @@ def report(row: Mapping[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("build/h200_moe.jsonl"), help="where a run is resumed; %(default)s")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
@@ -199,6 +199,7 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
     begun, made = time.monotonic(), provenance(told.commit)
+    told.out.parent.mkdir(parents=True, exist_ok=True)
     lines = told.out.read_text(encoding="utf-8").splitlines() if told.out.exists() else []
     done = {Cell(r["model"], r["part"], r["tokens"], r["routing"]) for r in map(json.loads, lines)}
     print(made, flush=True)
