@@ -5,6 +5,7 @@ dgrad with weights in few bits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from ...arch import Arch
 from ...errors import UnsupportedError
@@ -207,19 +208,14 @@ class Gemm(Source):
         return made.of(v, epilogue.at(v))
 
 
-class PlainProduct(Product):
-    """The source of a planned fprop with one result: by the kernels of products of any encoding, or, for groups of many rows, by `Gemm`."""
+class EitherProduct(Product):
+    """The source of a planned product with one result: by the kernels of products of any encoding, or by `Gemm`, which has no variants."""
 
     def __init__(self, plan: Plan):
         super().__init__(plan)
         self._gemm = Gemm(plan)
         self._others = tuple(self.scratch)
         self.scratch = self._gemm.scratch = [*self.scratch, *self._gemm.scratch]
-
-    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
-        """`Gemm` has no variants."""
-        many = value(self.rows, sizes) >= _MANY_ROWS * self.groups
-        return Chosen() if many and arch.wgmma and variant == AUTO else super().choose(sizes, arch, variant)
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """The kernels of one of the two."""
@@ -230,6 +226,25 @@ class PlainProduct(Product):
         if bool(chosen.size_classes) != (array in self._others):
             return 0
         return super().count(array, chosen, sizes) if chosen.size_classes else self._gemm.count(array, chosen, sizes)
+
+
+class PlainProduct(EitherProduct):
+    """Of an fprop with a weight of 16 bits: by `Gemm` where groups have many rows."""
+
+    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
+        """The kernels; none of the variants if by `Gemm`."""
+        many = value(self.rows, sizes) >= _MANY_ROWS * self.groups
+        return Chosen() if many and arch.wgmma and variant == AUTO else super().choose(sizes, arch, variant)
+
+
+class PackedDgrad(EitherProduct):
+    """Of a dgrad with a weight in few bits: by `Gemm` where no variant fits, or not the one that is asked for."""
+
+    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
+        """The kernels; none of the variants if by `Gemm`."""
+        with suppress(UnsupportedError):
+            return super().choose(sizes, arch, variant)
+        return Chosen()
 
 
 class Wgrad(Source):

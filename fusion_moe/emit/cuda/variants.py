@@ -20,7 +20,8 @@ class Matrices:
     """The matrices of a product, as the choice of a kernel sees them.
 
     tiles: of 16 columns of the product, `block` of which make whole columns of a result, for each 16 or 8. tile_bytes: of the elements
-    and block scales of 16 rows and 64 columns; tiled: whether these lie in one piece.
+    and block scales of 16 rows and 64 columns; tiled: whether these lie in one piece. kind: fprop, or dgrad, which contracts the rows of
+    such tiles; runs: that these are in, with an outer scale each.
     """
 
     groups: int
@@ -29,6 +30,13 @@ class Matrices:
     block: int
     tile_bytes: int
     tiled: bool
+    kind: str = "fprop"
+    runs: int = 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether a dgrad's tiles make whole K blocks of a run, and whole columns of a warpgroup: in stages of two, if there are two runs."""
+        return self.kind == "fprop" or (self.k % (64 if self.runs == 1 else 128 * self.runs) == 0 and self.tiles % 4 == 0 and self.runs <= 2)
 
     @property
     def wide(self) -> bool:
@@ -100,7 +108,7 @@ class SmallM:
         packed = (self.in_flight + self.batch) * self.tiles_per_warp * of.tile_bytes // 128
         sums_and_rows = (4 * self.tiles_per_warp + 16) * self.tiles_m
         registers = min(255, arch.registers // (self.threads * self.per_sm))
-        return self.tiles % of.block == 0 and packed + sums_and_rows + _OTHER_REGISTERS <= registers
+        return of.kind == "fprop" and self.tiles % of.block == 0 and packed + sums_and_rows + _OTHER_REGISTERS <= registers
 
     def splits_last_wave(self, block: int) -> bool:
         """Whether idle blocks take halves of the last wave's tiles: see kernels/small_m.cuh."""
@@ -183,7 +191,7 @@ class LargeM:
         whole = of.tiles % self.tiles == 0 or self.repeats == 1 or self.tile_m <= 32
         prefetched = not of.wide or self.repeats == 1
         return (
-            arch.wgmma and of.tiled and self.tiles % of.block == 0 and whole and prefetched and self.stages(of, arch) >= _MIN_STAGES
+            arch.wgmma and of.tiled and of.whole and self.tiles % of.block == 0 and whole and prefetched and self.stages(of, arch) >= _MIN_STAGES
             and (of.k % 128 == 0 or not short_of_registers)
         )  # fmt: skip
 
