@@ -185,11 +185,12 @@ class LargeM:
         """Whether it makes whole columns of a result of all its tiles, on an architecture, and has the stages that it needs.
 
         Two repeats, or four consumers with high M tiles, leave no registers for the last half of a stage, of K that is no multiple of 128;
-        two repeats with high M tiles none for tiles past the last column either, and two repeats none for wide tiles.
+        two repeats with high M tiles none for tiles past the last column either, and two repeats none for wide tiles, nor for what a dgrad
+        transposes.
         """
         short_of_registers = self.repeats > 1 or (self.consumers > 3 and self.tile_m > 80)
         whole = of.tiles % self.tiles == 0 or self.repeats == 1 or self.tile_m <= 32
-        prefetched = not of.wide or self.repeats == 1
+        prefetched = self.repeats == 1 or (not of.wide and of.kind == "fprop")
         return (
             arch.wgmma and of.tiled and of.whole and self.tiles % of.block == 0 and whole and prefetched and self.stages(of, arch) >= _MIN_STAGES
             and (of.k % 128 == 0 or not short_of_registers)
