@@ -63,12 +63,11 @@ def _product(fusion: Fusion) -> Source:
         return Product(need_one_width(made))
     if without_wgmma:
         raise UnsupportedError(without_wgmma)
-    if made.one_width:
-        with suppress(UnsupportedError):  # of matrices whose sizes other kernels do not take
-            if made.kind == "fprop":
-                return PlainProduct(made)
-            if not as_in_torch:
-                return PackedDgrad(made)
+    with suppress(UnsupportedError):  # of matrices whose sizes other kernels do not take
+        if not as_in_torch:
+            return PackedDgrad(made)
+        if made.kind == "fprop" and made.one_width:
+            return PlainProduct(made)
     return Gemm(made)
 
 

@@ -24,7 +24,7 @@ from .source import Array, KernelSource, Sizes, Source
 from .variants import TILE, Matrices, Variant
 
 ACTIVATIONS = "activations"  # what the prologue makes
-_I, _M = map(Variable, "im")
+_I, _J, _M = map(Variable, "ijm")
 _COLUMNS_PER_THREAD = 16  # columns that a thread reads
 _MAX_IDS = 32  # that each warp sorts by itself, and does not wait for `route`
 _MAX_GROUPS = 2048  # that registers and shared memory last for, where all blocks know where groups begin
@@ -49,7 +49,7 @@ class Product(Source):
         self.scratch.append(Array(ACTIVATIONS, self.dtype, elements((self.matrix or plan.a).type.shape)))
         epilogue = Epilogue(self, plan, "p[{}]")
         self._results = self._make_results(epilogue)
-        self.columns: Columns = columns(epilogue.columns, plan.width, aligned=self.reader.tiled)
+        self.columns: Columns = columns(epilogue.columns or [_J], plan.width, aligned=self.reader.tiled)
         self._functions = self._make_functions()
 
     @property

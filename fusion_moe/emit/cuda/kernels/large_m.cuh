@@ -585,10 +585,12 @@ private:
     __device__ static __forceinline__ void store_ungrouped_rows(const Segment& s, const WorkTile& work_tile) {
         constexpr int V = 8;
         const i32 pieces = (work_tile.m_tile.end - work_tile.m_tile.first) * (TILE_N / V);
-        for (i32 i = threadIdx.x; i < pieces; i += WARPGROUP * CONSUMERS) {
+        for (i32 first = threadIdx.x / 32 * 32; first < pieces; first += WARPGROUP * CONSUMERS) {
+            const i32 i = first + threadIdx.x % 32, m = work_tile.m_tile.first + i / (TILE_N / V);
             const float zero[Segment::COLUMNS_PER_RESULT][V] = {};
             const RowMajor at{work_tile.n_tile * TILE_N + i % (TILE_N / V) * V};
-            store_columns<V>(s, work_tile.m_tile.first + i / (TILE_N / V), Segment::GROUPS, at, zero);
+            if constexpr (Segment::RESULTS == 0) store_row<64 / V>(s, m, Segment::GROUPS, at.j, i < pieces, zero);
+            else if (i < pieces) store_columns<V>(s, m, Segment::GROUPS, at, zero);
         }
     }
 };
