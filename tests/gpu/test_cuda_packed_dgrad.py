@@ -8,7 +8,9 @@ from test_cuda_encodings import DTYPES, exact_weight, stored
 from test_cuda_training import SPLITS, TAIL, compiled, ends_of, integers
 
 import fusion_moe
+from fusion_moe import options
 from fusion_moe.emit.cuda import gemm
+from fusion_moe.emit.cuda.variants import SETS, LargeM
 from fusion_moe.encodings import ENCODINGS, Quantized, dequantize
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
@@ -22,6 +24,9 @@ WAYS = [
     ("nvfp4", "bf16", "w16x64"), ("nvfp4", "bf16", "linear"), ("nvfp4", "f16", "w16x64"), ("mxfp4", "bf16", "w16x64"),
     ("mxfp4", "f16", "linear"), ("int4", "bf16", "w16x64"), ("int4", "f16", "linear"),
 ]  # fmt: skip
+
+
+LARGE_M = sorted({v.name for among in SETS.values() for v in among if isinstance(v, LargeM) and v.repeats == 1})
 
 
 def product(weight: Quantized, layout: str, activations: str, gathered: bool, sums: bool) -> Fusion:
@@ -77,6 +82,18 @@ def test_exactly(fmt, activations, layout, splits):
     for n, k in ((192, 320), (144, 64)):
         weight = exact_weight(ENCODINGS[fmt], len(splits), n, k)
         check(weight, layout, activations, splits, gathered=n == 144)
+
+
+@pytest.mark.parametrize("variant", LARGE_M, ids=str)
+@pytest.mark.parametrize(("fmt", "activations", "layout"), [way for way in WAYS if way[2] == "w16x64"], ids=str)
+def test_every_variant_exactly(fmt, activations, layout, variant):
+    """K blocks that fill a last stage or not, columns that fill a last N tile or not, runs with a scale each."""
+    with options.override(cuda_variant=variant):
+        for n, k, gathered in ((320, 1344, False), (768, 256, True)):
+            weight = exact_weight(ENCODINGS[fmt], 8, n, k)
+            check(weight, layout, activations, SPLITS["ragged"], gathered)
+            if fmt == "nvfp4" and n == 768:
+                check(two_runs(weight, (0.5, 2.0)), layout, activations, SPLITS["ragged"], gathered)
 
 
 @pytest.mark.parametrize("tile_m", [64, 128])
