@@ -35,8 +35,8 @@ class Matrices:
 
     @property
     def whole(self) -> bool:
-        """Whether a dgrad's tiles make whole K blocks of a run, and whole columns of a warpgroup: in stages of two, if there are two runs."""
-        return self.kind == "fprop" or (self.k % (64 if self.runs == 1 else 128 * self.runs) == 0 and self.tiles % 4 == 0 and self.runs <= 2)
+        """Whether a dgrad's tiles make whole K blocks of a run, and whole stages where there are two runs."""
+        return self.kind == "fprop" or (self.runs <= 2 and self.k % (64 if self.runs == 1 else 2 * 128) == 0)
 
     @property
     def wide(self) -> bool:
@@ -184,16 +184,16 @@ class LargeM:
     def fits(self, of: Matrices, arch: Arch) -> bool:
         """Whether it makes whole columns of a result of all its tiles, on an architecture, and has the stages that it needs.
 
-        Two repeats, or four consumers with high M tiles, leave no registers for the last half of a stage, of K that is no multiple of 128;
-        two repeats with high M tiles none for tiles past the last column either, and two repeats none for wide tiles, nor for what a dgrad
-        transposes.
+        Two repeats, or four consumers with high M tiles, leave no registers for the last half of a stage, of K that is no multiple of 128,
+        nor for what a dgrad transposes; two repeats with high M tiles none for tiles past the last column either, and two repeats none for
+        wide tiles.
         """
         short_of_registers = self.repeats > 1 or (self.consumers > 3 and self.tile_m > 80)
         whole = of.tiles % self.tiles == 0 or self.repeats == 1 or self.tile_m <= 32
-        prefetched = self.repeats == 1 or (not of.wide and of.kind == "fprop")
+        prefetched = not of.wide or self.repeats == 1
         return (
             arch.wgmma and of.tiled and of.whole and self.tiles % of.block == 0 and whole and prefetched and self.stages(of, arch) >= _MIN_STAGES
-            and (of.k % 128 == 0 or not short_of_registers)
+            and ((of.k % 128 == 0 and of.kind == "fprop") or not short_of_registers)
         )  # fmt: skip
 
     def cost(self, blocks: float, idle_blocks: float, of: Matrices, arch: Arch) -> float:
