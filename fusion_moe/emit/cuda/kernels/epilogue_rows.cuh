@@ -65,15 +65,24 @@ __device__ __forceinline__ void store_eight(T* p, const Eight<T>& x) {
     }
 }
 
-// Stores the sums over the columns of an N tile, of the row that four lanes share. By whole warps.
-template <class Segment, int COUNT>
-__device__ __forceinline__ void store_sums(const Segment& s, i64 m, i32 n_tile, bool good, float (&total)[COUNT]) {
+// Stores the sums over columns of a row that LANES lanes share, the part-th of the row. By whole warps.
+template <int LANES, class Segment, int COUNT>
+__device__ __forceinline__ void store_sums(const Segment& s, i64 m, i32 part, bool good, float (&total)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-        total[i] += __shfl_xor_sync(WHOLE_WARP, total[i], 1);
-        total[i] += __shfl_xor_sync(WHOLE_WARP, total[i], 2);
-        if (good && threadIdx.x % 4 == 0) s.partial_sums[(i64(n_tile) * COUNT + i) * s.rows() + m] = total[i];
+#pragma unroll
+        for (int lanes = 1; lanes < LANES; lanes *= 2) total[i] += __shfl_xor_sync(WHOLE_WARP, total[i], lanes);
+        if (good && threadIdx.x % LANES == 0) s.partial_sums[(i64(part) * COUNT + i) * s.rows() + m] = total[i];
     }
+}
+
+// Eight columns of a row, of which LANES lanes have parts of as many times eight. By whole warps, which store where `good`.
+template <int LANES, class Segment>
+__device__ __forceinline__ void store_row(
+    const Segment& s, i64 m, i64 g, i32 j, bool good, const float (&p)[Segment::COLUMNS_PER_RESULT][8]) {
+    float total[Segment::SUMS > 0 ? Segment::SUMS : 1] = {};
+    if (good) s.store(m, g, j, p, total);
+    if constexpr (Segment::SUMS > 0) store_sums<LANES>(s, m, j / (8 * LANES), good && j < Segment::WIDTH, total);
 }
 
 }  // namespace
