@@ -93,6 +93,32 @@ def test_products_keep_their_registers(dtype):
         assert sum("WARPGROUP.DEPBAR" in x for x in lines) == 2
 
 
+def adapted(weight_format: str, layout: str, hidden: int = 256, inner: int = 192, rank: int = 16) -> Derivative:
+    """Of a layer of 8 experts with adapters, with respect to tokens, router weights and adapters."""
+    encoding, shapes = ENCODINGS[weight_format], ((8, 2 * inner, hidden), (8, hidden, inner))
+    weights = [[t.to("meta") for t in quantize(torch.randn(shape), encoding=encoding)] for shape in shapes]
+    names = ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
+    sizes = ((rank, hidden), (2 * inner, rank), (rank, inner), (hidden, rank))
+    factors = {name: torch.zeros((8, *s), dtype=torch.bfloat16, device="meta") for name, s in zip(names, sizes, strict=True)}
+    x, ids, w = torch.zeros(64, hidden).bfloat16(), torch.zeros(64, 2, dtype=torch.int64), torch.zeros(64, 2)
+    how = {"weight_format": weight_format, "weight_layout": layout, "lora_scale": 2.0, **factors}
+    call = bind(SPECS["fused_experts"], (x.to("meta"), ids.to("meta"), w.to("meta"), *weights), how)
+    wanted = [i for i, n in enumerate(call.tensors) if n in ("x", "w", *names)]
+    return differentiate(fusion_of("fused_experts", eager_types(call), call.others), wanted)
+
+
+@needs_nvdisasm
+def test_wgrads_of_adapters_have_tiles_of_few_columns():
+    """Four products of half a tile's columns or rows: as many instructions as accumulators need, and no local memory."""
+    made = adapted("nvfp4", "w16x64", 2048, 768)
+    wgrads = [k for k in kernels(made.backward) if k.title.startswith("wgrad")]
+    assert sorted(k.title for k in wgrads) == ["wgrad_256x64"] * 2 + ["wgrad_64x256"] * 2
+    for kernel in wgrads:
+        lines = sass(build(kernel, H200))
+        assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)], kernel.title
+        assert sum("HGMMA" in x for x in lines) == (8 if kernel.title == "wgrad_256x64" else 4)
+
+
 def packed(weight_format: str, layout: str, hidden: int = 256, inner: int = 192) -> Derivative:
     """Of a layer of 8 experts with weights in few bits, with respect to all other floats."""
 

@@ -37,6 +37,7 @@ _RUN_OF_ROWS = 16  # of a weight in few bits: what a warp has of them has one ou
 _MANY_ROWS = 32  # of a group, on average, from which tiles of 128 rows pay
 _BOX_ROWS = (128, 64, 32, 16, 8)  # of K-major matrices
 _TILES_N = (256, 128)  # columns of the product
+_FEW_COLUMNS = 64  # of a wgrad's operand: as few as lie in a row of a piece of shared memory
 MAX_GROUPS = 2048  # that shared memory lasts for
 TILE_COUNTER = Array("tile_counter", "i32", 1)
 _I, _J, _M = map(Variable, "ijm")
@@ -274,9 +275,16 @@ class Wgrad(Source):
 
     @property
     def _tile(self) -> tuple[int, int]:
-        """A tile's rows and columns of the result. Threads gather one of the operands, at most: that with the fewer columns of a tile."""
+        """A tile's rows and columns of the result. Threads gather one of the operands, at most: that with the fewer columns of a tile.
+
+        Of an operand with few columns a tile has no more: registers and shared memory are left for many of the other.
+        """
         wide, narrow = _TILES_N
         n, k = self.operands
+        if n.columns <= _FEW_COLUMNS:
+            return _FEW_COLUMNS, wide
+        if k.columns <= _FEW_COLUMNS:
+            return wide, _FEW_COLUMNS
         if n.in_boxes and not k.in_boxes:
             return wide if n.columns > narrow else narrow, narrow
         return narrow, wide if k.columns > narrow else narrow

@@ -347,7 +347,8 @@ struct WgradScheduler {
     __device__ __forceinline__ i32 size(i32 g) const { return first[g + 1] - first[g]; }
 };
 
-// a [M/g, N] and b [M/g, K]. What is gathered is best the one of which a tile has 128 columns.
+// a [M/g, N] and b [M/g, K]. What is gathered is best the one of which a tile has 128 columns. Of operands with few columns, which adapters
+// have, a tile has 64.
 template <class Segment, int TILE_M, int TILE_N>
 struct GroupedWgrad {
     using T = typename Segment::Activation;
@@ -520,24 +521,26 @@ private:
         typename Ring::Queue::Reader numbers(shared.ring.queue);
         for (i32 number = blockIdx.x; number < Segment::GROUPS * TILES; number = numbers.next()) {
             const Tile tile(shared.scheduler, number);
-            float sum[Ring::HEIGHT][TILE_N / 2] = {};
+            float sum[Ring::HEIGHT][Ring::COLUMNS / 2] = {};
             mainloop.template multiply<T, true, true>(sum, tile.k_blocks(), consumer);
+            const i32 first = Ring::SHARES_ROWS ? 0 : 64 * Ring::HEIGHT * consumer, column = Ring::SHARES_ROWS ? Ring::COLUMNS * consumer : 0;
 #pragma unroll
-            for (int r = 0; r < Ring::HEIGHT; ++r) store(s, tile, tile.a + 64 * (consumer * Ring::HEIGHT + r), sum[r]);
+            for (int r = 0; r < Ring::HEIGHT; ++r) store(s, tile.group, tile.a + first + 64 * r, tile.b + column, sum[r]);
         }
     }
 
-    // 64 rows of the result.
-    __device__ static __forceinline__ void store(const Segment& s, const Tile& tile, i32 first, const float (&sum)[TILE_N / 2]) {
+    // 64 rows of a group's result.
+    __device__ static __forceinline__ void store(
+        const Segment& s, i32 group, i32 first, i32 column, const float (&sum)[Ring::COLUMNS / 2]) {
         const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
         float p[1][8], none[1];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const i32 n = first + 16 * warp + lane / 4 + 8 * h;
 #pragma unroll
-            for (int i = 0; i < TILE_N / 32; ++i) {
+            for (int i = 0; i < Ring::COLUMNS / 32; ++i) {
                 row_of_quad(p[0], sum, 4 * i, h);
-                if (n < Segment::N) s.store(i64(tile.group) * Segment::N + n, tile.group, tile.b + 32 * i + 8 * (lane % 4), p, none);
+                if (n < Segment::N) s.store(i64(group) * Segment::N + n, group, column + 32 * i + 8 * (lane % 4), p, none);
             }
         }
     }
