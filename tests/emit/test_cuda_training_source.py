@@ -13,6 +13,7 @@ from fusion_moe import options
 from fusion_moe.arch import H200
 from fusion_moe.compile import compile_fusion
 from fusion_moe.emit.cuda.gemm import Gemm, PlainProduct, Wgrad
+from fusion_moe.emit.cuda.grouped_mm import Product
 from fusion_moe.emit.cuda.launch import build
 from fusion_moe.emit.cuda.loops import Loops
 from fusion_moe.emit.cuda.source import KernelSource, Source
@@ -117,6 +118,40 @@ def test_wgrads_of_adapters_have_tiles_of_few_columns():
         lines = sass(build(kernel, H200))
         assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)], kernel.title
         assert sum("HGMMA" in x for x in lines) == (8 if kernel.title == "wgrad_256x64" else 4)
+
+
+ADAPTED = [
+    ("nvfp4", "w16x64", 16),
+    ("nvfp4", "w16x64", 8),
+    ("mxfp4", "w16x64", 36),
+    ("nvfp4", "linear", 16),
+    ("int4", "w16x64", 64),
+    ("bf16", "linear", 16),
+]
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("weight_format", "layout", "rank"), ADAPTED)
+def test_an_adapters_product_joins_the_accumulators(weight_format, layout, rank):
+    """B (A x) is added by the kernel of W x, for any number of rows, by two instructions of it for 16 features and 16 x 8 numbers."""
+    made = adapted(weight_format, layout, rank=rank)
+    both = [s for s in sources(made.forward) if isinstance(s, Product | Gemm) and s.plan.added]
+    assert len(both) == 2
+    for source in both:
+        for rows in (2, 200, 2000, 20000):
+            sizes = dict.fromkeys(source.fusion.symbols, rows)
+            *_, kernel = (
+                k for k in source.launches(source.choose(sizes, H200), sizes, H200) if k.title.startswith(("gemm", "large", "small"))
+            )
+            lines = sass(build(kernel, H200))
+            assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)], kernel.title
+            if not kernel.title.startswith("small"):
+                assert sum(x.startswith("HMMA") for x in lines) > 0
+
+
+def test_more_features_have_a_kernel_of_their_own():
+    made = adapted("nvfp4", "w16x64", rank=72)
+    assert not any(s.plan.added for s in sources(made.forward) if isinstance(s, Product | Gemm))
 
 
 def packed(weight_format: str, layout: str, hidden: int = 256, inner: int = 192) -> Derivative:

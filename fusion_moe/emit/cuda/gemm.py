@@ -19,7 +19,7 @@ from ..cxx.indices import Call, Index, Variable, reshaped, size
 from ..cxx.plan import Plan, WgradPlan
 from ..cxx.statements import Expression, inner
 from ..inexpressible import naming
-from . import readers
+from . import added, readers
 from .choice import AUTO, Chosen
 from .grouped_mm import Product
 from .source import Array, Boxes, KernelSource, Sizes, Source
@@ -142,7 +142,7 @@ class Gemm(Source):
     def _make_functions(self) -> list[str]:
         """See kernels/gemm.cuh."""
         plan, rows = self.plan, Rows(self.plan.width)
-        epilogue = Epilogue(self, plan, "p[{}][v]")
+        epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}][v]"})
         made = epilogue.elements()
         parts = {v: plan.parts(v) for v in plan.rows}
         for v, places in parts.items():
@@ -176,6 +176,7 @@ class Gemm(Source):
             f"static constexpr bool B_PACKED = {str(self.packed).lower()};",
             f"using Activation = {self.dtype};",
             "",
+            *added.functions(self, plan),
             f"__device__ static constexpr i32 column(i32 f, i32 j) {{ return {choice}; }}",
             *self.operand.functions(),
             *self._weight(),

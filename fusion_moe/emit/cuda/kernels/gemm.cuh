@@ -15,6 +15,7 @@
 // over a row's columns are stored for each N tile, and added in order by another kernel.
 #pragma once
 
+#include "added.cuh"
 #include "epilogue_rows.cuh"
 #include "schedule.cuh"
 #include "tile_queue.cuh"
@@ -297,8 +298,25 @@ private:
                     for (int c = 0; c < Ring::COLUMNS / 2; ++c) sum[0][c] *= factor;
                 }
             }
+            if constexpr (Segment::ADDED > 0) {
+                if (grouped) add(s, tile, first, sum[0], consumer);
+            }
             store(s, tile, first, sum[0], consumer);
         }
+    }
+
+    // The product beside this one.
+    __device__ static __forceinline__ void add(
+        const Segment& s, const WorkTile& tile, i32 first, float (&sum)[Ring::COLUMNS / 2], int consumer) {
+        const i32 row = threadIdx.x % 32 / 4, m = first + threadIdx.x / 32 % 4 * 16 + row, last = tile.m_tile.end - 1;
+        const auto* matrix = s.added_matrix(tile.m_tile.group);
+        const i32 column = tile.n_tile * TILE_COLUMNS + (Ring::SHARES_ROWS ? consumer * Ring::COLUMNS : 0) + row;
+        const auto columns = [&](int i) {
+            const i32 j = min(column + 8 * i % TILE_COLUMNS, Segment::WIDTH - 1);
+            return matrix + i64(Segment::column(8 * i / TILE_COLUMNS, j)) * Segment::ADDED;
+        };
+        AddedProduct<T, Segment::ADDED>::template add<Ring::COLUMNS / 8>(
+            sum, s.added_row(min(m, last)), s.added_row(min(m + 8, last)), columns);
     }
 
     __device__ static __forceinline__ void store(
