@@ -20,8 +20,8 @@ class Target:
     operand_layouts: the layout in which products read the block scales of a quantized activation. device: the kind of device that its
     kernels run on, "" for every one; capability: the CUDA compute capability that they require. unshared_roles: roles of operations whose
     results are read only in the kernel that computes them. ever_run: whether its kernels ever ran on such a machine. weight_layout: the one
-    that they read fastest. added_features: how many a further product may contract whose tiles a kernel makes beside those of another, by the
-    kind of the latter; kernels of other kinds have accumulators for one.
+    that they read fastest. added_features: how many features a further product may contract that a kernel makes beside one of each kind;
+    kernels of other kinds have accumulators for one.
     """
 
     name: str

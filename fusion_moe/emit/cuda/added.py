@@ -19,7 +19,7 @@ def accumulated(plan: Plan) -> Value:
     readers = {op for v in plan.made for op in plan.fusion.readers.get(v, ())}
     total = next(iter(readers), None)
     if len(readers) != 1 or total is None or total.kind.name != "add" or {*total.values} != {*plan.made} or {*plan.made} & {*plan.stored}:
-        _refuse(plan, "products whose results are not just added")
+        raise _refusal(plan, "products whose results are not just added have no kernel here", "their sum, and nothing else of them")
     return total.outputs[0]
 
 
@@ -31,9 +31,11 @@ def functions(source: Source, plan: Plan) -> list[str]:
     features, dtype = known(product.size(product.contracted)), plan.a.type.dtype
     found = source.elements().row_in_memory(product.a, _M, features)
     if product.kind != "fprop" or {product.a.type.dtype, product.b.type.dtype} != {dtype}:
-        _refuse(plan, f"products of {product.a.type} and {product.b.type} beside {plan.a.type}")
-    if features % _LANE or found is None or found[1] != _M:
-        _refuse(plan, f"a product of {product.a.type} that is not in memory, or has not a multiple of {_LANE} columns, beside another")
+        raise _refusal(plan, f"{product.op.kind.name} of {product.a.type} and {product.b.type} beside another has no kernel here", dtype)
+    if features % _LANE:
+        raise _refusal(plan, f"{features} features beside another product have no kernel here", f"a multiple of {_LANE}")
+    if found is None or found[1] != _M:
+        raise _refusal(plan, f"rows {product.a.type} of a product beside another are computed in the same segment", "rows in memory")
     return [
         f"static constexpr i32 ADDED = {features};  // of the product beside this one",
         f"__device__ const {dtype}* added_row(i64 m) const {{ return {source.names[found[0]]} + m * ADDED; }}",
@@ -41,7 +43,7 @@ def functions(source: Source, plan: Plan) -> list[str]:
     ]
 
 
-def _refuse(plan: Plan, what: str) -> None:
-    """Keeps the products apart."""
+def _refusal(plan: Plan, found: str, expected: str) -> Inexpressible:
+    """What keeps the products apart: a piece is cut at the later one."""
     later = max((plan.product, *(p.op for p in plan.added)), key=plan.fusion.ops.index)
-    raise Inexpressible(later, f"{what} have no kernel here")
+    return Inexpressible(later, found, expected=expected)

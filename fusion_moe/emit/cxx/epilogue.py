@@ -17,8 +17,8 @@ _G, _J, _M = map(Variable, "gjm")
 
 
 class Epilogue:
-    """Element j of row m, of group g, of results. accumulators: of values as large as the product, C++ of the n-th column that they read, as
-    templates.
+    """Element j of row m, of group g, of results. accumulators: of values as large as the product,
+    C++ of the n-th column that they read, as templates.
 
     columns: of products that were read so far, as functions of j.
     """
