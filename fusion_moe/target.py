@@ -20,8 +20,8 @@ class Target:
     operand_layouts: the layout in which products read the block scales of a quantized activation. device: the kind of device that its
     kernels run on, "" for every one; capability: the CUDA compute capability that they require. unshared_roles: roles of operations whose
     results are read only in the kernel that computes them. ever_run: whether its kernels ever ran on such a machine. weight_layout: the one
-    that they read fastest. added_features: how many a further product may contract whose tiles a kernel makes beside those of another, 0
-    where a kernel has accumulators for one.
+    that they read fastest. added_features: how many features a further product may contract that a kernel makes beside one of each kind;
+    kernels of other kinds have accumulators for one.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Target:
     unshared_roles: tuple[str, ...] = ()
     ever_run: bool = True
     weight_layout: str = "linear"
-    added_features: int = 0
+    added_features: Mapping[str, int] = field(default_factory=dict)
 
 
 _NVFUSER, _UNSHARED = ("nvfuser",), ("grouped", "quantize", "layout")
@@ -42,8 +42,8 @@ TARGETS = {
     t.name: t
     for t in (
         Target("reference", ("bf16", "nvfp4")),
-        Target("cpu", ("bf16",), device="cpu", added_features=256),
-        Target("cuda", ("bf16",), device="cuda", weight_layout="w16x64"),
+        Target("cpu", ("bf16",), device="cpu", added_features={"fprop": 256, "dgrad": 256}),
+        Target("cuda", ("bf16",), device="cuda", weight_layout="w16x64", added_features={"fprop": 64}),
         Target("sm_90", ("bf16",), _NVFUSER, device="cuda", capability=(9, 0), unshared_roles=_UNSHARED),
         Target(
             "sm_100",

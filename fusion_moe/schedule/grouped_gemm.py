@@ -89,13 +89,13 @@ def _chained(fusion: Fusion, found: Sequence[GroupedProduct]) -> str | None:
 
 def _of_two(fusion: Fusion, main: GroupedProduct, other: GroupedProduct, target: Target) -> str | None:
     """Why a kernel does not make the tiles of another product beside those of the main one."""
-    alike = main.kind != "wgrad" and main.result.type == other.result.type and not other.b.type.quantized
-    if not alike or not target.added_features:
+    alike, most = main.result.type == other.result.type and not other.b.type.quantized, target.added_features.get(main.kind, 0)
+    if not alike or not most:
         names = " and ".join(op.kind.name for op in fusion.ops if op in (main.op, other.op))
         return f"{names} are two products: a kernel has accumulators for one"
     features = other.size(other.contracted)
-    if not isinstance(features, int) or features > target.added_features:
-        of_few = f"beside another product a kernel contracts up to {target.added_features}"
+    if not isinstance(features, int) or features > most:
+        of_few = f"beside another product a kernel contracts up to {most}"
         return f"{other.op.kind.name} contracts {features} features: {of_few}"
     return None
 

@@ -11,7 +11,7 @@ each; in wgrad it is contracted, and each group's matrix is a sum over its rows,
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
@@ -80,13 +80,13 @@ def main_and_added(fusion: Fusion) -> tuple[GroupedProduct, tuple[GroupedProduct
     return main, tuple(p for p in found if p is not main)
 
 
-def some_may_be_added(fusion: Fusion, features: int) -> bool:
+def some_may_be_added(fusion: Fusion, features: Mapping[str, int]) -> bool:
     """Whether one of the products could be made beside another: of the same rows and columns, by a weight of floats, contracting no more
-    than so many features.
+    than so many features, by the kind of the other.
     """
     found = products(fusion)
-    few = [p for p in found if not p.b.type.quantized and isinstance(size := p.size(p.contracted), int) and size <= features]
-    return any(p is not q and p.result.type == q.result.type for p in few for q in found)
+    few = [(p, size) for p in found if not p.b.type.quantized and isinstance(size := p.size(p.contracted), int)]
+    return any(p is not q and p.result.type == q.result.type and size <= features.get(q.kind, 0) for p, size in few for q in found)
 
 
 def dependent(fusion: Fusion, values: Collection[Value]) -> set[Value]:

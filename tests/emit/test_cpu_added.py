@@ -212,7 +212,7 @@ def two(target: str, features: int, dtype: torch.dtype = torch.bfloat16) -> tupl
     ("target", "features", "why"),
     [
         ("cpu", 257, "grouped_mm contracts 257 features: beside another product a kernel contracts up to 256"),
-        ("cuda", 16, "grouped_mm and grouped_mm are two products: a kernel has accumulators for one"),
+        ("cuda", 65, "grouped_mm contracts 65 features: beside another product a kernel contracts up to 64"),
         ("reference", 16, "grouped_mm and grouped_mm are two products: a kernel has accumulators for one"),
     ],
 )

@@ -13,6 +13,7 @@ from fusion_moe import options
 from fusion_moe.arch import H200
 from fusion_moe.compile import compile_fusion
 from fusion_moe.emit.cuda.gemm import Gemm, PackedDgrad, PlainProduct, Wgrad
+from fusion_moe.emit.cuda.grouped_mm import Product
 from fusion_moe.emit.cuda.launch import build
 from fusion_moe.emit.cuda.loops import Loops
 from fusion_moe.emit.cuda.source import KernelSource, Source
@@ -92,6 +93,67 @@ def test_products_keep_their_registers(dtype):
         assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)], kernel.title
         assert sum("HGMMA" in x for x in lines) == (8 if kernel.title == "wgrad_256x128" else 4)
         assert sum("WARPGROUP.DEPBAR" in x for x in lines) == 2
+
+
+def adapted(weight_format: str, layout: str, hidden: int = 256, inner: int = 192, rank: int = 16) -> Derivative:
+    """Of a layer of 8 experts with adapters, with respect to tokens, router weights and adapters."""
+    encoding, shapes = ENCODINGS[weight_format], ((8, 2 * inner, hidden), (8, hidden, inner))
+    weights = [[t.to("meta") for t in quantize(torch.randn(shape), encoding=encoding)] for shape in shapes]
+    names = ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
+    sizes = ((rank, hidden), (2 * inner, rank), (rank, inner), (hidden, rank))
+    factors = {name: torch.zeros((8, *s), dtype=torch.bfloat16, device="meta") for name, s in zip(names, sizes, strict=True)}
+    x, ids, w = torch.zeros(64, hidden).bfloat16(), torch.zeros(64, 2, dtype=torch.int64), torch.zeros(64, 2)
+    how = {"weight_format": weight_format, "weight_layout": layout, "lora_scale": 2.0, **factors}
+    call = bind(SPECS["fused_experts"], (x.to("meta"), ids.to("meta"), w.to("meta"), *weights), how)
+    wanted = [i for i, n in enumerate(call.tensors) if n in ("x", "w", *names)]
+    return differentiate(fusion_of("fused_experts", eager_types(call), call.others), wanted)
+
+
+@needs_nvdisasm
+def test_wgrads_of_adapters_have_tiles_of_few_columns():
+    """Four products of half a tile's columns or rows: as many instructions as accumulators need, and no local memory."""
+    made = adapted("nvfp4", "w16x64", 2048, 768)
+    wgrads = [k for k in kernels(made.backward) if k.title.startswith("wgrad")]
+    assert sorted(k.title for k in wgrads) == ["wgrad_256x64"] * 2 + ["wgrad_64x256"] * 2
+    for kernel in wgrads:
+        lines = sass(build(kernel, H200))
+        assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)], kernel.title
+        assert sum("HGMMA" in x for x in lines) == (8 if kernel.title == "wgrad_256x64" else 4)
+
+
+ADAPTED = [
+    ("nvfp4", "w16x64", 16),
+    ("nvfp4", "w16x64", 8),
+    ("mxfp4", "w16x64", 36),
+    ("nvfp4", "linear", 16),
+    ("int4", "w16x64", 64),
+    ("bf16", "linear", 16),
+]
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("weight_format", "layout", "rank"), ADAPTED)
+def test_an_adapters_product_joins_the_accumulators(weight_format, layout, rank):
+    """B (A x) is added by the kernel of W x, for any number of rows, without local memory."""
+    made = adapted(weight_format, layout, rank=rank)
+    both = [s for s in sources(made.forward) if isinstance(s, Product | Gemm) and s.plan.added]
+    assert len(both) == 2
+    for source in both:
+        for rows in (2, 200, 2000, 20000):
+            sizes = dict.fromkeys(source.fusion.symbols, rows)
+            *_, kernel = (
+                k for k in source.launches(source.choose(sizes, H200), sizes, H200) if k.title.startswith(("gemm", "large", "small"))
+            )
+            lines = sass(build(kernel, H200))
+            assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)], kernel.title
+            if not kernel.title.startswith("small"):
+                assert any(x.startswith("HMMA") for x in lines)  # the mainloop's instructions are others
+
+
+@pytest.mark.parametrize("rank", [72, 6])
+def test_other_numbers_of_features_have_a_kernel_of_their_own(rank):
+    made = adapted("nvfp4", "w16x64", rank=rank)
+    assert not any(s.plan.added for s in sources(made.forward) if isinstance(s, Product | Gemm))
 
 
 def packed(weight_format: str, layout: str, hidden: int = 256, inner: int = 192) -> Derivative:

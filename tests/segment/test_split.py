@@ -85,7 +85,7 @@ def test_segments_are_a_partition(fusion):
         made.update(s.outputs)
         assert s.plan.backend == "reference" or schedule.named(s.kind).can_schedule(s.fusion, CPU) is None
         if products(s.fusion):
-            assert all(p.size(p.contracted) <= CPU.added_features for p in main_and_added(s.fusion)[1])
+            assert all(p.size(p.contracted) <= CPU.added_features[p.kind] for p in main_and_added(s.fusion)[1])
 
 
 @given(programs())

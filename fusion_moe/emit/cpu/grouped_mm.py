@@ -34,7 +34,7 @@ class _Writer(SegmentWriter):
         super().__init__(plan.fusion, plan.memory)
         self.plan = plan
         self.tiles = ["p", *(f"p{i}" for i, _ in enumerate(plan.added, 1))]  # of the product, of those beside it
-        self.epilogue = Epilogue(self, plan, *(f"{tile}[{{}} * LANES + i]" for tile in self.tiles))
+        self.epilogue = Epilogue(self, plan, {v: f"{tile}[{{}} * LANES + i]" for v, tile in zip(plan.made, self.tiles, strict=True)})
         self.partials = [f"partial_{i}" for i in range(len(plan.sums))]
 
     def functions(self) -> list[str]:

@@ -3,6 +3,7 @@
 source.py       what every segment has: a struct of its arrays, and kernels that are given it
 loops.py        segments without a product
 grouped_mm.py   products, with gather, routing and epilogue; columns.py: which columns a result is made of
+added.py        a product that joins the accumulators of another, as an adapter's
 gemm.py         those of training: fprop with results of several widths, dgrad, wgrad of 16-bit matrices; dgrad of weights in few bits
 readers.py      the readers of weights: which encodings and layouts have kernels
 variants.py     the kernels of products as data; table.py, tables/: which are candidates for how many rows, by GPU; choice.py: one's choice
@@ -56,7 +57,7 @@ def _product(fusion: Fusion) -> Source:
         if why := cuda.why_no_wgmma():
             raise UnsupportedError(why)
         return Wgrad(plan_wgrad(fusion, gemm.DTYPES))
-    made = plan_product(fusion, READERS, (*gemm.READERS, *gemm.PACKED))
+    made = plan_product(fusion, READERS, (*gemm.READERS, *gemm.PACKED), of_added=gemm.READERS)
     as_in_torch = (made.encoding.name, made.layout) in gemm.READERS
     without_wgmma = cuda.why_no_wgmma()
     if made.kind == "fprop" and (not as_in_torch or without_wgmma):

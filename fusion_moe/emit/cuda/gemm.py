@@ -20,7 +20,7 @@ from ..cxx.indices import Call, Index, Variable, reshaped, size
 from ..cxx.plan import Plan, WgradPlan
 from ..cxx.statements import Expression, inner
 from ..inexpressible import naming
-from . import readers
+from . import added, readers
 from .choice import AUTO, Chosen
 from .grouped_mm import Product
 from .source import Array, Boxes, KernelSource, Sizes, Source
@@ -41,6 +41,7 @@ _BOX_ROWS = (128, 64, 32, 16, 8)  # of K-major matrices
 LARGE_M_COLUMNS = 64  # that a warpgroup of kernels/large_m.cuh has
 PARTIAL_SUMS = "partial_sums"
 _TILES_N = (256, 128)  # columns of the product
+_FEW_COLUMNS = 64  # of a wgrad's operand: as few as lie in a row of a piece of shared memory
 MAX_GROUPS = 2048  # that shared memory lasts for
 TILE_COUNTER = Array("tile_counter", "i32", 1)
 _I, _J, _M = map(Variable, "ijm")
@@ -149,7 +150,7 @@ class Gemm(Source):
     def _make_functions(self) -> list[str]:
         """See kernels/gemm.cuh."""
         plan, rows = self.plan, Rows(self.plan.width)
-        epilogue = Epilogue(self, plan, "p[{}][v]")
+        epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}][v]"})
         made = epilogue.elements()
         parts = {v: plan.parts(v) for v in plan.rows}
         for v, places in parts.items():
@@ -184,6 +185,7 @@ class Gemm(Source):
             f"static constexpr bool B_PACKED = {str(self.packed).lower()};",
             f"using Activation = {self.dtype};",
             "",
+            *added.functions(self, plan),
             f"__device__ static constexpr i32 column(i32 f, i32 j) {{ return {choice}; }}",
             *self.operand.functions(),
             *self._weight(),
@@ -320,9 +322,16 @@ class Wgrad(Source):
 
     @property
     def _tile(self) -> tuple[int, int]:
-        """A tile's rows and columns of the result. Threads gather one of the operands, at most: that with the fewer columns of a tile."""
+        """A tile's rows and columns of the result. Threads gather one of the operands, at most: that with the fewer columns of a tile.
+
+        Of an operand with few columns a tile has no more: registers and shared memory are left for many of the other.
+        """
         wide, narrow = _TILES_N
         n, k = self.operands
+        if n.columns <= _FEW_COLUMNS:
+            return _FEW_COLUMNS, wide
+        if k.columns <= _FEW_COLUMNS:
+            return wide, _FEW_COLUMNS
         if n.in_boxes and not k.in_boxes:
             return wide if n.columns > narrow else narrow, narrow
         return narrow, wide if k.columns > narrow else narrow

@@ -17,6 +17,7 @@ from ..cxx.indices import Number, Variable, size
 from ..cxx.plan import Plan
 from ..cxx.statements import inner
 from ..inexpressible import naming
+from . import added
 from .choice import AUTO, Chosen, SizeClass, blocks, choose_kernels
 from .columns import Columns, columns
 from .readers import reader
@@ -47,7 +48,7 @@ class Product(Source):
         self.matrix = found[0] if found else None  # in memory, whose rows are the activations
         self._natural_order = found is not None and found[1] == _M  # whether its row m is row m of activations
         self.scratch.append(Array(ACTIVATIONS, self.dtype, elements((self.matrix or plan.a).type.shape)))
-        epilogue = Epilogue(self, plan, "p[{}]")
+        epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}]"})
         self._results = self._make_results(epilogue)
         self.columns: Columns = columns(epilogue.columns or [_J], plan.width, aligned=self.reader.tiled)
         self._functions = self._make_functions()
@@ -219,6 +220,7 @@ class Product(Source):
             f"__device__ i64 rows() const {{ return {size(self.rows)}; }}",
             *cols.functions(),
             "",
+            *added.functions(self, plan),
             *self._results,
         ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from ...errors import UnsupportedError
@@ -17,14 +17,15 @@ _G, _J, _M = map(Variable, "gjm")
 
 
 class Epilogue:
-    """Element j of row m, of group g, of results. accumulators: C++ of the n-th column of each product that they read, as templates.
+    """Element j of row m, of group g, of results. accumulators: of values as large as the product,
+    C++ of the n-th column that they read, as templates.
 
     columns: of products that were read so far, as functions of j.
     """
 
-    def __init__(self, writer: Writer, plan: Plan, *accumulators: str):
+    def __init__(self, writer: Writer, plan: Plan, accumulators: Mapping[Value, str]):
         self.columns: list[Index] = []
-        self._writer, self._plan, self._accumulators = writer, plan, dict(zip(plan.made, accumulators, strict=True))
+        self._writer, self._plan, self._accumulators = writer, plan, accumulators
         self._rows = plan.a.type.shape[0]
 
     def elements(self) -> Elements:

@@ -15,6 +15,7 @@
 // over a row's columns are stored for each N tile, and added in order by another kernel.
 #pragma once
 
+#include "added.cuh"
 #include "epilogue_rows.cuh"
 #include "schedule.cuh"
 #include "tile_queue.cuh"
@@ -297,8 +298,25 @@ private:
                     for (int c = 0; c < Ring::COLUMNS / 2; ++c) sum[0][c] *= factor;
                 }
             }
+            if constexpr (Segment::ADDED > 0) {
+                if (grouped) add(s, tile, first, sum[0], consumer);
+            }
             store(s, tile, first, sum[0], consumer);
         }
+    }
+
+    // The product beside this one.
+    __device__ static __forceinline__ void add(
+        const Segment& s, const WorkTile& tile, i32 first, float (&sum)[Ring::COLUMNS / 2], int consumer) {
+        const i32 row = threadIdx.x % 32 / 4, m = first + threadIdx.x / 32 % 4 * 16 + row, last = tile.m_tile.end - 1;
+        const auto* matrix = s.added_matrix(tile.m_tile.group);
+        const i32 column = tile.n_tile * TILE_COLUMNS + (Ring::SHARES_ROWS ? consumer * Ring::COLUMNS : 0) + row;
+        const auto columns = [&](int i) {
+            const i32 j = min(column + 8 * i % TILE_COLUMNS, Segment::WIDTH - 1);
+            return matrix + i64(Segment::column(8 * i / TILE_COLUMNS, j)) * Segment::ADDED;
+        };
+        AddedProduct<T, Segment::ADDED>::template add<Ring::COLUMNS / 8>(
+            sum, s.added_row(min(m, last)), s.added_row(min(m + 8, last)), columns);
     }
 
     __device__ static __forceinline__ void store(
@@ -347,7 +365,8 @@ struct WgradScheduler {
     __device__ __forceinline__ i32 size(i32 g) const { return first[g + 1] - first[g]; }
 };
 
-// a [M/g, N] and b [M/g, K]. What is gathered is best the one of which a tile has 128 columns.
+// a [M/g, N] and b [M/g, K]. What is gathered is best the one of which a tile has 128 columns. Of operands with few columns, which adapters
+// have, a tile has 64.
 template <class Segment, int TILE_M, int TILE_N>
 struct GroupedWgrad {
     using T = typename Segment::Activation;
@@ -520,24 +539,26 @@ private:
         typename Ring::Queue::Reader numbers(shared.ring.queue);
         for (i32 number = blockIdx.x; number < Segment::GROUPS * TILES; number = numbers.next()) {
             const Tile tile(shared.scheduler, number);
-            float sum[Ring::HEIGHT][TILE_N / 2] = {};
+            float sum[Ring::HEIGHT][Ring::COLUMNS / 2] = {};
             mainloop.template multiply<T, true, true>(sum, tile.k_blocks(), consumer);
+            const i32 first = Ring::SHARES_ROWS ? 0 : 64 * Ring::HEIGHT * consumer, column = Ring::SHARES_ROWS ? Ring::COLUMNS * consumer : 0;
 #pragma unroll
-            for (int r = 0; r < Ring::HEIGHT; ++r) store(s, tile, tile.a + 64 * (consumer * Ring::HEIGHT + r), sum[r]);
+            for (int r = 0; r < Ring::HEIGHT; ++r) store(s, tile.group, tile.a + first + 64 * r, tile.b + column, sum[r]);
         }
     }
 
-    // 64 rows of the result.
-    __device__ static __forceinline__ void store(const Segment& s, const Tile& tile, i32 first, const float (&sum)[TILE_N / 2]) {
+    // 64 rows of a group's result.
+    __device__ static __forceinline__ void store(
+        const Segment& s, i32 group, i32 first, i32 column, const float (&sum)[Ring::COLUMNS / 2]) {
         const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
         float p[1][8], none[1];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const i32 n = first + 16 * warp + lane / 4 + 8 * h;
 #pragma unroll
-            for (int i = 0; i < TILE_N / 32; ++i) {
+            for (int i = 0; i < Ring::COLUMNS / 32; ++i) {
                 row_of_quad(p[0], sum, 4 * i, h);
-                if (n < Segment::N) s.store(i64(tile.group) * Segment::N + n, tile.group, tile.b + 32 * i + 8 * (lane % 4), p, none);
+                if (n < Segment::N) s.store(i64(group) * Segment::N + n, group, column + 32 * i + 8 * (lane % 4), p, none);
             }
         }
     }

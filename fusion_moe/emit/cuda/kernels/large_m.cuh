@@ -14,6 +14,7 @@
 // Activations are in fragment order (fragment_order.cuh), or row-major, with more instructions for each weight (weights/).
 #pragma once
 
+#include "added.cuh"
 #include "epilogue_transpose.cuh"
 #include "fragment_order.cuh"
 #include "pipeline.cuh"
@@ -558,8 +559,7 @@ private:
 
     // Of the repeats from h on that make a result.
     __device__ static __forceinline__ void store(
-        const float (*sum)[TILE_M / 2], const float (*outer)[2], const Segment& s, const Mainloop& mainloop, const WorkTile& work_tile,
-        int h) {
+        float (*sum)[TILE_M / 2], const float (*outer)[2], const Segment& s, const Mainloop& mainloop, const WorkTile& work_tile, int h) {
         const i32 column = work_tile.n_tile * TILE_N + repeat_of(h) / REPEATS_PER_RESULT * Transpose::COLUMNS;
         ConsumerTile<Segment, REPEATS_PER_RESULT>::sync();  // all have read their weights
         ConsumerTile<Segment, REPEATS_PER_RESULT> tile{s, work_tile, column};
@@ -567,6 +567,7 @@ private:
         for (int i = 0; i < REPEATS_PER_RESULT; ++i)
 #pragma unroll
             for (int upper = 0; upper < 2; ++upper) tile.factor[i][upper] = Reader::RESCALE * outer[i][upper];
+        if constexpr (Segment::ADDED > 0) add(sum, tile, h);
         const Transpose transpose(tile);
         transpose.write(mainloop.epilogue_buffer(0), sum, 0);
 #pragma unroll
@@ -578,6 +579,23 @@ private:
             if (EPILOGUE_BUFFERS == 1) tile.sync();
             if (next < TILE_M) transpose.write(mainloop.epilogue_buffer(next / EPILOGUE_ROWS % EPILOGUE_BUFFERS), sum, next);
             transpose.store(rows, row);
+        }
+    }
+
+    // The product beside this one, to accumulators of the repeats from h on, which are multiplied by their factors before.
+    __device__ static __forceinline__ void add(float (*sum)[TILE_M / 2], ConsumerTile<Segment, REPEATS_PER_RESULT>& tile, int h) {
+        const WorkTile& work_tile = tile.work_tile;
+        const i32 row = threadIdx.x % 32 / 4, first = work_tile.m_tile.first + row;
+#pragma unroll
+        for (int i = 0; i < REPEATS_PER_RESULT; ++i) {
+#pragma unroll
+            for (int a = 0; a < TILE_M / 2; ++a) sum[i][a] *= tile.factor[i][a % 4 / 2];
+            tile.factor[i][0] = tile.factor[i][1] = 1;
+            const auto* matrix = tile.s.added_matrix(work_tile.m_tile.group);
+            matrix += i64(first_row(work_tile.n_tile, weight_tile_of(h + i)) + row) * Segment::ADDED;
+            const auto rows = [&](int t) { return tile.s.added_row(min(first + 8 * t, work_tile.m_tile.end - 1)); };
+            AddedProduct<typename Segment::Activation, Segment::ADDED>::template add<TILE_M / 8>(
+                sum[i], matrix, matrix + 8 * Segment::ADDED, rows, work_tile.tile_m / 8);
         }
     }
 

@@ -1,6 +1,7 @@
 // The epilogue of small-M kernels: the accumulators of the warps that share K are added in shared memory, and stored.
 #pragma once
 
+#include "added.cuh"
 #include "fragment_order.cuh"
 #include "ragged.cuh"
 
@@ -41,6 +42,10 @@ struct SplitKEpilogue {
                     for (int k = 0; k < SPLIT_K; ++k) total += one[k * TILE_M * STRIDE];
                     const i32 of = Segment::column(f, min(j + v, Segment::WIDTH - 1));
                     p[f][v] = total * (Weights::RESCALE * Weights::outer(s, m_tile.group, of));
+                    if constexpr (Segment::ADDED > 0) {
+                        const auto* matrix = s.added_matrix(m_tile.group) + i64(of) * Segment::ADDED;
+                        p[f][v] += AddedProduct<typename Segment::Activation, Segment::ADDED>::dot(s.added_row(m), matrix);
+                    }
                 }
             }
             store_columns<V>(s, m, m_tile.group, RowMajor{j}, p);

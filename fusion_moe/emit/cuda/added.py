@@ -1,0 +1,49 @@
+"""A product that joins the accumulators of another, as B (A x) of an adapter joins W x: see kernels/added.cuh."""
+
+from __future__ import annotations
+
+from ...ir.core import Value
+from ..cxx.indices import Variable
+from ..cxx.plan import Plan, known
+from ..inexpressible import Inexpressible
+from .source import Source
+
+_LANE = 4  # features that a lane multiplies
+_M = Variable("m")
+
+
+def accumulated(plan: Plan) -> Value:
+    """What a tile's accumulators are: the product, or its sum with the one beside it. Inexpressible if they are not added as they are."""
+    if not plan.added:
+        return plan.product.outputs[0]
+    readers = {op for v in plan.made for op in plan.fusion.readers.get(v, ())}
+    total = next(iter(readers), None)
+    if len(readers) != 1 or total is None or total.kind.name != "add" or {*total.values} != {*plan.made} or {*plan.made} & {*plan.stored}:
+        raise _refusal(plan, "products whose results are not just added have no kernel here", "their sum, and nothing else of them")
+    return total.outputs[0]
+
+
+def functions(source: Source, plan: Plan) -> list[str]:
+    """Its C++: ADDED, the features that are contracted; rows, and the matrix of a group."""
+    if not plan.added:
+        return ["static constexpr i32 ADDED = 0;"]
+    (product,) = plan.added
+    features, dtype = known(product.size(product.contracted)), plan.a.type.dtype
+    found = source.elements().row_in_memory(product.a, _M, features)
+    if product.kind != "fprop" or {product.a.type.dtype, product.b.type.dtype} != {dtype}:
+        raise _refusal(plan, f"{product.op.kind.name} of {product.a.type} and {product.b.type} beside another has no kernel here", dtype)
+    if features % _LANE:
+        raise _refusal(plan, f"{features} features beside another product have no kernel here", f"a multiple of {_LANE}")
+    if found is None or found[1] != _M:
+        raise _refusal(plan, f"rows {product.a.type} of a product beside another are computed in the same segment", "rows in memory")
+    return [
+        f"static constexpr i32 ADDED = {features};  // of the product beside this one",
+        f"__device__ const {dtype}* added_row(i64 m) const {{ return {source.names[found[0]]} + m * ADDED; }}",
+        f"__device__ const {dtype}* added_matrix(i64 g) const {{ return {source.names[product.b]} + g * (i64(N) * ADDED); }}",
+    ]
+
+
+def _refusal(plan: Plan, found: str, expected: str) -> Inexpressible:
+    """What keeps the products apart: a piece is cut at the later one."""
+    later = max((plan.product, *(p.op for p in plan.added)), key=plan.fusion.ops.index)
+    return Inexpressible(later, found, expected=expected)
