@@ -1,6 +1,6 @@
-"""The CUDA C++ of a segment without a product: kernels that make elements of results, a thread for each.
+"""The CUDA C++ of a segment without a product: kernels that make elements of results, a thread for each, or for eight of a row.
 
-What needs more than one element of something (routing, a combine, a sum) is made first, in memory. Sums are added in an order that depends
+What needs more than one element of something (routing, a combine, a sum, a copy in MXFP8) is made first, in memory. Sums are added in an order that depends
 on sizes alone.
 """
 
@@ -11,18 +11,22 @@ from collections.abc import Sequence
 from ...arch import Arch
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, value
+from ...ir.sizes import AnySize, exact_div, value
 from ...ir.types import plain
-from ..cxx.indices import Number, Variable, size, unflat
+from ..cxx.elements import stored
+from ..cxx.indices import Number, Variable, reshaped, size, unflat
 from ..cxx.plan import MADE_FIRST, known
 from ..cxx.statements import inner
 from ..cxx.sums import reduction
 from ..inexpressible import Inexpressible, naming
+from . import copies
 from .choice import Chosen
+from .copies import Copy
 from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
+from .vectors import VECTOR, Rows, VectorElements
 
-_I, _J, _R = map(Variable, "ijr")
-_MISSING = ("index_put_accumulate", "decode_scale", "quantize", "dequantize", "grouped_swizzle")
+_I, _J, _M, _R = map(Variable, "ijmr")
+_MISSING = ("index_put_accumulate", "decode_scale", "grouped_swizzle")
 _SUMS = ("sum", "group_sum")
 _WARPS = THREADS // 32
 
@@ -30,11 +34,15 @@ _WARPS = THREADS // 32
 class Loops(Source):
     """The source of a segment. UnsupportedError with the sentence why there is none."""
 
+    ELEMENTS = VectorElements
+
     def __init__(self, fusion: Fusion):
         if other := next((op for op in fusion.ops if op.kind.name in _MISSING), None):
             raise Inexpressible(other, f"{other.kind.name} has no kernel here yet")
         self.sums = [op for op in fusion.ops if op.kind.name in ("combine", *_SUMS)]
+        self.copies = [Copy.of(fusion, op) for op in fusion.ops if op.kind.name == "quantize"]
         whole = [v for op in fusion.ops if op.kind.name in MADE_FIRST or op in self.sums for v in op.outputs]
+        whole += [v for copy in self.copies for v in copy.memory]
         super().__init__(fusion, tuple(dict.fromkeys((*whole, *(v for v in fusion.outputs if v not in fusion.inputs)))))
 
     def functions(self) -> list[str]:
@@ -42,7 +50,7 @@ class Loops(Source):
         return []
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """Routing; sums; then the results, those of as many elements in one kernel."""
+        """Routing; sums; copies; then the results, those of as many elements in one kernel."""
         found = self.made_first(sizes)
         ready = [v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs]
         left = [v for v in self.memory if v not in ready]
@@ -50,6 +58,11 @@ class Loops(Source):
             with naming(op):
                 found.append(self._summed(op, left, sizes))
             left = [v for v in left if v not in op.outputs]
+        for i, x in enumerate(dict.fromkeys(copy.op.values[0] for copy in self.copies)):
+            of_x = [copy for copy in self.copies if copy.op.values[0] is x]
+            with naming(of_x[0].op):
+                found.append(copies.kernel(self, f"copies_{i}", of_x, left, sizes))
+            left = [v for v in left if not any(v in copy.memory for copy in of_x)]
         counts = dict.fromkeys(elements(v.type.shape) for v in left)
         of_count = [(n, [v for v in left if elements(v.type.shape) == n]) for n in counts]
         return found + [self._elementwise(i, values, n, left, sizes) for i, (n, values) in enumerate(of_count)]
@@ -104,9 +117,21 @@ class Loops(Source):
         return self.kernel("group_sum", body, groups * tiles)
 
     def _elementwise(self, i: int, values: Sequence[Value], count: AnySize, left: Sequence[Value], sizes: Sizes) -> KernelSource:
+        width = plain(values[0].type.shape[-1]) if values[0].type.shape else 1
+        if isinstance(width, int) and width % VECTOR == 0 and (rows := exact_div(count, width)) is not None:
+            return self._by_eights(f"elements_{i}", values, rows, width, left, sizes)
         made = self.elements(without=left)
         stores = []
         for v in values:
             at = unflat(_I, [plain(d) for d in v.type.shape])
             stores.append(self.store(v, _I, made.of(v, at)))
         return self.for_all(f"elements_{i}", count, [*made.lines, *stores], sizes)
+
+    def _by_eights(self, name: str, values: Sequence[Value], rows: AnySize, width: int, left: Sequence[Value], sizes: Sizes) -> KernelSource:
+        """A thread for eight columns of a row."""
+        made, results = self.elements(without=left, below={_J.name: width}), Rows(width)
+        for v in values:
+            element = made.of(v, reshaped([_M, _J], (rows, width), v.type.shape))
+            results.add(v, self.names[v], f"stored<{stored(v)}>({element})", width, _J)
+        place = f"const i64 m = i / {width // VECTOR}, j0 = i % {width // VECTOR} * {VECTOR};"
+        return self.for_all(name, elements((rows, width // VECTOR)), [place, *results.body(made.statements)], sizes)
