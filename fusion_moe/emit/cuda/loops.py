@@ -1,7 +1,7 @@
 """The CUDA C++ of a segment without a product: kernels that make elements of results, a thread for each, or for eight of a row.
 
-What needs more than one element of something (routing, a combine, a sum, a copy in MXFP8) is made first, in memory. Sums are added in an order that depends
-on sizes alone.
+What needs more than one element of something (routing, a combine, a sum, a copy in MXFP8) is made first, in memory. Sums are added in an
+order that depends on sizes alone.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ class Loops(Source):
             stores.append(self.store(v, _I, made.of(v, at)))
         return self.for_all(f"elements_{i}", count, [*made.lines, *stores], sizes)
 
-    def _by_eights(self, name: str, values: Sequence[Value], rows: AnySize, width: int, left: Sequence[Value], sizes: Sizes) -> KernelSource:
+    def _by_eights(
+        self, name: str, values: Sequence[Value], rows: AnySize, width: int, left: Sequence[Value], sizes: Sizes
+    ) -> KernelSource:
         """A thread for eight columns of a row."""
         made, results = self.elements(without=left, below={_J.name: width}), Rows(width)
         for v in values:
