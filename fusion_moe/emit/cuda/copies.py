@@ -1,4 +1,4 @@
-"""The CUDA C++ that makes copies of numbers in MXFP8, around kernels/mxfp8.cuh: what is stored of each, the kernel of those of one value."""
+"""The CUDA C++ that makes copies of numbers in MXFP8, around kernels/mxfp8.cuh: what is stored of each, one kernel for those of a value."""
 
 from __future__ import annotations
 

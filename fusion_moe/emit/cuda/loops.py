@@ -14,16 +14,16 @@ from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, exact_div, value
 from ...ir.types import plain
 from ..cxx.elements import stored
-from ..cxx.indices import Number, Variable, reshaped, size, unflat
+from ..cxx.indices import Index, Number, Variable, reshaped, size, unflat
 from ..cxx.plan import MADE_FIRST, known
-from ..cxx.statements import inner
-from ..cxx.sums import reduction
+from ..cxx.statements import Expression, inner
+from ..cxx.sums import Reduction, reduction
 from ..inexpressible import Inexpressible, naming
 from . import copies
 from .choice import Chosen
 from .copies import Copy
-from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
-from .vectors import VECTOR, Rows, VectorElements
+from .source import MAX_RESIDENT, THREADS, KernelSource, SafeElements, Sizes, Source
+from .vectors import VECTOR, Rows, VectorElements, of_eight
 
 _I, _J, _M, _R = map(Variable, "ijmr")
 _MISSING = ("index_put_accumulate", "decode_scale", "grouped_swizzle")
@@ -31,10 +31,17 @@ _SUMS = ("sum", "group_sum")
 _WARPS = THREADS // 32
 
 
+class _Elements(VectorElements):
+    """Of any rows: what a condition guards may lie outside of memory, and is not loaded before it."""
+
+    def _load_guarded(self, v: Value, at: Sequence[Index]) -> Expression:
+        return SafeElements._load(self, v, at)
+
+
 class Loops(Source):
     """The source of a segment. UnsupportedError with the sentence why there is none."""
 
-    ELEMENTS = VectorElements
+    ELEMENTS = _Elements
 
     def __init__(self, fusion: Fusion):
         if other := next((op for op in fusion.ops if op.kind.name in _MISSING), None):
@@ -74,26 +81,40 @@ class Loops(Source):
 
     def _sum(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
         """A warp for each row, or a thread for each column of each row."""
-        (x,), (y,), found, made = op.values, op.outputs, reduction(op), self.elements(without=left)
-        term = made.of(x, found.at)
+        (x,), (y,), found = op.values, op.outputs, reduction(op)
         if found.along_memory:
             body = [
                 "griddepcontrol_wait();",
                 "griddepcontrol_launch_dependents();",
                 f"for_all_warps({size(found.rows)}, [&](i64 m) {{",
-                *inner([f"const i64 j = 0, count = {size(found.over)};", "float total = 0;"]),
-                "    for (i64 r = threadIdx.x % 32; r < count; r += 32) {",
-                *inner(inner([*made.lines, f"total += {term};"])),
-                "    }",
+                f"    const i64 count = {size(found.over)};",
+                "    float total = 0;",
+                *inner(self._added(x, found, left)),
                 "    total = sum_of_warp(total);",
                 f"    if (threadIdx.x % 32 == 0) {self.store(y, Variable('m'), 'total')}",
                 "});",
             ]
             return self.kernel("sum", body, -(-value(found.rows, sizes) // _WARPS), max_resident=MAX_RESIDENT)
-        columns = size(found.columns)
+        made, columns = self.elements(without=left), size(found.columns)
+        term = made.of(x, found.at)
         add = [f"const i64 m = i / {columns}, j = i % {columns};", "float total = 0;", f"for (i64 r = 0; r < {size(found.over)}; ++r) {{"]
         body = [*add, *inner([*made.lines, f"total += {term};"]), "}", self.store(y, _I, "total")]
         return self.for_all("sum", elements((found.rows, found.columns)), body, sizes)
+
+    def _added(self, x: Value, found: Reduction, left: Sequence[Value]) -> list[str]:
+        """What a lane adds of a row: eight columns at a time, or one."""
+        if not isinstance(found.over, int) or found.over % VECTOR:
+            made = self.elements(without=left)
+            term = made.of(x, found.at)
+            return ["for (i64 r = threadIdx.x % 32; r < count; r += 32) {", *inner([*made.lines, f"total += {term};"]), "}"]
+        made = self.elements(without=left, below={_J.name: found.over})
+        term = made.of(x, [i.replaced(_R.name, _J) for i in found.at])
+        first = f"{VECTOR} * (threadIdx.x % 32)"
+        return [
+            f"for (i64 j0 = {first}; j0 < count; j0 += {32 * VECTOR}) {{",
+            *inner(of_eight(made.statements, [f"total += {term};"])),
+            "}",
+        ]
 
     def _group_sum(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
         """A block for each group and 32 columns: its warps share rows, and their sums are added in order."""

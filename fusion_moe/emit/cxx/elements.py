@@ -123,6 +123,10 @@ class Elements:
             raise UnsupportedError(f"elements of {v.name} {v.type} are not supported in C++", expected="the linear layout")
         return formula("widen({}[{}])" if v.type.dtype in _FLOATS else "{}[{}]", self._array(v), flat(at, v.type.shape))
 
+    def _load_guarded(self, v: Value, at: Sequence[Index]) -> Expression:
+        """What is read under a condition alone."""
+        return self._load(v, at)
+
     # Pointwise --------------------------------------------------------------------------------------------------------
 
     def _call(self, op: Op, at: Sequence[Index]) -> Expression:
@@ -218,7 +222,7 @@ class Elements:
         ((condition, v, at), *others) = parts
         if not others and source(self._fusion, v) in self._memory and v.type.layout == "linear":
             # No branch: loops over it become vector code.
-            return formula("({} ? {} : 0)", condition, self._load(v, at))
+            return formula("({} ? {} : 0)", condition, self._load_guarded(v, at))
         name, cases = next(self._names), []
         for condition, v, at in parts:
             inside = type(self)(self._fusion, self._memory, self._known, self._group, self._below)
