@@ -61,6 +61,17 @@ class Copy:
         return [v for v in (self.codes, self.scales, self.numbers) if v is not None]
 
 
+def of_one_value(fusion: Fusion) -> dict[Op, list[Copy]]:
+    """The copies of a fusion, those of one value together, by the first `quantize` of it. Raises as `Copy.of`."""
+    found: dict[Value, list[Copy]] = {}
+    for op in fusion.ops:
+        if op.kind.name == "quantize":
+            found.setdefault(op.values[0], []).append(Copy.of(fusion, op))
+    if twice := [of_x for of_x in found.values() if len({copy.in_columns for copy in of_x}) < len(of_x)]:
+        raise Inexpressible(twice[0][-1].op, f"{twice[0][0].op.values[0].name} is quantized twice along an axis")
+    return {of_x[0].op: of_x for of_x in found.values()}
+
+
 def _numbers(fusion: Fusion, parts: Sequence[Value]) -> Value | None:
     """What parts are decoded to in the same segment."""
     packs = (r for r in fusion.readers.get(parts[0], ()) if r.kind.name == "pack" and r.values == tuple(parts))

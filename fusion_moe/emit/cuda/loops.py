@@ -21,7 +21,6 @@ from ..cxx.sums import Reduction, reduction
 from ..inexpressible import Inexpressible, naming
 from . import copies
 from .choice import Chosen
-from .copies import Copy
 from .source import MAX_RESIDENT, THREADS, KernelSource, SafeElements, Sizes, Source
 from .vectors import VECTOR, Rows, VectorElements, of_eight
 
@@ -47,9 +46,9 @@ class Loops(Source):
         if other := next((op for op in fusion.ops if op.kind.name in _MISSING), None):
             raise Inexpressible(other, f"{other.kind.name} has no kernel here yet")
         self.sums = [op for op in fusion.ops if op.kind.name in ("combine", *_SUMS)]
-        self.copies = [Copy.of(fusion, op) for op in fusion.ops if op.kind.name == "quantize"]
+        self.copies = copies.of_one_value(fusion)
         whole = [v for op in fusion.ops if op.kind.name in MADE_FIRST or op in self.sums for v in op.outputs]
-        whole += [v for copy in self.copies for v in copy.memory]
+        whole += [v for of_x in self.copies.values() for copy in of_x for v in copy.memory]
         super().__init__(fusion, tuple(dict.fromkeys((*whole, *(v for v in fusion.outputs if v not in fusion.inputs)))))
 
     def functions(self) -> list[str]:
@@ -57,19 +56,19 @@ class Loops(Source):
         return []
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """Routing; sums; copies; then the results, those of as many elements in one kernel."""
+        """Routing; sums and copies, in order; then the results, those of as many elements in one kernel."""
         found = self.made_first(sizes)
         ready = [v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs]
         left = [v for v in self.memory if v not in ready]
-        for op in self.sums:
-            with naming(op):
-                found.append(self._summed(op, left, sizes))
-            left = [v for v in left if v not in op.outputs]
-        for i, x in enumerate(dict.fromkeys(copy.op.values[0] for copy in self.copies)):
-            of_x = [copy for copy in self.copies if copy.op.values[0] is x]
-            with naming(of_x[0].op):
-                found.append(copies.kernel(self, f"copies_{i}", of_x, left, sizes))
-            left = [v for v in left if not any(v in copy.memory for copy in of_x)]
+        for op in self.fusion.ops:
+            if op in self.sums:
+                with naming(op):
+                    found.append(self._summed(op, left, sizes))
+                left = [v for v in left if v not in op.outputs]
+            elif of_x := self.copies.get(op, ()):
+                with naming(op):
+                    found.append(copies.kernel(self, f"copies_{len(found)}", of_x, left, sizes))
+                left = [v for v in left if not any(v in copy.memory for copy in of_x)]
         counts = dict.fromkeys(elements(v.type.shape) for v in left)
         of_count = [(n, [v for v in left if elements(v.type.shape) == n]) for n in counts]
         return found + [self._elementwise(i, values, n, left, sizes) for i, (n, values) in enumerate(of_count)]
