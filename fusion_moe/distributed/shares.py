@@ -26,7 +26,7 @@ def share(count: int, rank: int, ranks: int) -> range:
 def experts_of(module: nn.Module) -> int:
     """E of a module that parallelize_ knows."""
     contract = contract_of(module)
-    return module.weight_of("down").shape[0] if isinstance(module, Projections) else contract.experts if contract else 0
+    return module.shape_of("down")[0] if isinstance(module, Projections) else contract.experts if contract else 0
 
 
 def keep_experts(module: nn.Module, rank: int, ranks: int) -> None:

@@ -15,7 +15,7 @@ from ..errors import ShapeError
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """An order of elements in memory: of one tensor, and of the parts of a weight. tile: the rows and columns that weights are whole ones of."""
+    """An order of elements in memory: of one tensor, and of the parts of a weight, which is whole tiles of so many rows and columns."""
 
     name: str
     tile: ClassVar[tuple[int, int]] = (1, 1)

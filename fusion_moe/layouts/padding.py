@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..encodings import Encoding, Part
 from .layout import as_bytes
@@ -24,7 +25,10 @@ from .layout import as_bytes
 
 @dataclass(frozen=True)
 class Padding:
-    """What matrices [N, K] grow to. shape, padded: (N, K) before and after; runs: equal runs of rows, each padded at its end."""
+    """What matrices [N, K] grow to, N out-features and K in-features.
+
+    shape, padded: (N, K) before and after; runs: equal runs of rows, each padded at its end.
+    """
 
     shape: tuple[int, int]
     padded: tuple[int, int]
@@ -41,16 +45,28 @@ class Padding:
         """The inverse of `pad`."""
         return tuple(self._cut(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False))
 
-    def padded_shape(self, part: Part, encoding: Encoding, lead: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The shape of a part that is no matrix's scale, of a padded weight [*lead, N, K]."""
-        return encoding.part_shape(part, lead, *self.padded)
+    def pad_columns(self, x: Tensor) -> Tensor:
+        """Activations, or A of an adapter, [..., K], with zeros after them. Differentiable, as all that follows."""
+        more = self.padded[1] - self.shape[1]
+        return pad(x, (0, more)) if more else x
+
+    def pad_rows(self, t: Tensor, dim: int = -1) -> Tensor:
+        """What there is for each row, a bias [..., N], or B of an adapter, [..., N, r] with dim = -2, with zeros after each run."""
+        more = (self.padded[0] - self.shape[0]) // self.runs
+        return pad(t.unflatten(dim, (self.runs, -1)), (0, 0) * (-dim - 1) + (0, more)).flatten(dim - 1, dim) if more else t
+
+    def cut_rows(self, y: Tensor) -> Tensor:
+        """What a product by the padded weight makes, [..., N'], without what was added."""
+        if self.shape[0] == self.padded[0]:
+            return y
+        return y.unflatten(-1, (self.runs, -1))[..., : self.shape[0] // self.runs].flatten(-2).contiguous()
 
     def _pad(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
         if part.of_matrix or not self:
             return t
         lead, given = t.shape[:-2], as_bytes(t)
         zero = 0 if part.scale else _zero(encoding)
-        made = given.new_full(self.padded_shape(part, encoding, lead), zero)
+        made = given.new_full(encoding.part_shape(part, lead, *self.padded), zero)
         _in_runs(made, self.runs)[..., : self.shape[0] // self.runs, : t.shape[-1]] = _in_runs(given, self.runs)
         return made.view(t.dtype)
 
