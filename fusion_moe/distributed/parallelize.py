@@ -73,8 +73,6 @@ def _undividable(module: Any, plan: str, ranks: int) -> tuple[str, str] | None:
         return f"a {type(module).__name__} with plan = 'tp'", "Experts or NVFP4Experts, or plan = 'ep'"
     if module.adapted:
         return "adapters with plan = 'tp'", "plan = 'ep', or merge_lora_(model) first"
-    if module.weight_layout != "linear":
-        return f"weight_layout = {module.weight_layout!r} with plan = 'tp'", "the layout 'linear': call prepare_ afterwards"
     intermediate, step = module.shape_of("down")[-1], columns(module)
     if intermediate % step or intermediate // step < ranks:
         return f"{intermediate} intermediate features for {ranks} ranks", f"{step} for each rank, or a multiple of that"

@@ -63,6 +63,7 @@ class CustomExperts(Projections):
 
         ShapeError, DtypeError or DeviceError for what does not fit, before anything is computed.
         """
+        self.order()
         where = type(self).__name__
         checks.need_narrow_rows("hidden_states", hidden_states, self.shape_of("down")[1], where)
         checks.need_device("the weights", self.down_proj, hidden_states, where)

@@ -41,6 +41,7 @@ class Experts(Projections):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [..., H], top_k_index int[T, k], top_k_weights [T, k] -> [..., H]; T tokens in all."""
+        self.order()
         gate_up, down = (self._parts(name) for name in self.projections)
         gate_up_bias, down_bias = (self._bias(name, hidden_states) for name in self.projections)
         of_gate_up, of_down = (self._padding(name) for name in self.projections)

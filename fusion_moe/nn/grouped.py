@@ -52,6 +52,7 @@ class NVFP4GroupedLinear(AdaptableModule):
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """x [..., K] whose rows are sorted by group, offs i32[G] where the runs end -> [..., N]; zeros for rows at or past offs[-1]."""
+        self.order()
         padding = self._padding("weight")
         if padding:
             checks.need_rows("x", x, padding.shape[1], type(self).__name__)

@@ -39,6 +39,7 @@ class NVFP4Linear(PackedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]. ShapeError for another K, DtypeError for float64 and integers, before anything is computed."""
+        self.order()
         checks.need_narrow_rows("x", x, self.in_features, type(self).__name__)
         rows, padding = x.reshape(-1, self.in_features), self.paddings.get("weight")
         rows = padding.pad_columns(rows) if padding else rows

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ..encodings import NVFP4, Encoding
+from .. import options, target
+from ..encodings import NVFP4, Encoding, check_block_scales
+from ..errors import NonFiniteError
 from ..groups import ceil_to
 from ..layouts import LAYOUTS, Layout, Padding
 from ..runtime import pages
 from .frozen import FrozenModule
+
+log = logging.getLogger("fusion_moe")
 
 
 class PackedModule(FrozenModule):
     """A module with encoded weights.
 
     packed: the names of elements and block scales of each; weight_layout: the layout that they are in; paddings: of weights that are not
-    whole tiles of it, by the name of their elements.
+    whole tiles of it, by the name of their elements; considered: whether `order` decided about them, where they are.
     """
 
     packed: tuple[tuple[str, ...], ...] = ()
     encoding: Encoding = NVFP4
     weight_layout: str = "linear"
     paddings: Mapping[str, Padding] = {}
+    considered = False
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
         """N and K of the weight whose elements have a name, without padding."""
@@ -56,12 +64,47 @@ class PackedModule(FrozenModule):
                 return f"{name} has scales for {scales} runs of its {padding.shape[0]} rows, which are no whole tiles"
         return ""
 
+    def order(self) -> None:
+        """Puts encoded weights in the layout of the kernels of their device, once: where a module moves there, and at its first call.
+
+        Those that a CUDA graph or a traced program reads stay as these have them, and so do those of classes of their own.
+        """
+        if torch.compiler.is_compiling() or self.considered or not options.current().order_weights:
+            return
+        p, wanted = getattr(self, self.packed[0][0]), options.current().target
+        if type(p) is not nn.Parameter or _get_current_dispatch_mode() or (wanted == "auto" and p.device.type not in target.TARGETS):
+            return
+        self.considered, captured = True, p.is_cuda and torch.cuda.is_current_stream_capturing()
+        layout = target.find(wanted, p.device).weight_layout
+        if captured or self.encoding.plain or self.weight_layout != "linear" or layout == "linear":
+            return
+        if why := self.why_not(LAYOUTS[layout]) or self._bad_scales():
+            _say_once(f"weights stay in the linear layout: {type(self).__name__}: {why}")
+        else:
+            relayout_(self, layout)
+
+    def _bad_scales(self) -> str:
+        try:
+            self.check_block_scales()
+        except NonFiniteError as error:
+            return str(error)
+        return ""
+
+    def check_block_scales(self) -> None:
+        """NonFiniteError unless all block scales in linear order are numbers that are not negative. Waits for the device."""
+        for _, *scales in self.packed:
+            for scale in scales:
+                check_block_scales(getattr(self, scale).detach(), scale)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
-        if self.weight_layout != "linear":
-            here = getattr(self, self.packed[0][0]).device
-            if fn(torch.empty(0, dtype=torch.uint8, device=here)).device.type != here.type:
-                relayout_(self, "linear")
+        here = getattr(self, self.packed[0][0]).device
+        moves = fn(torch.empty(0, dtype=torch.uint8, device=here)).device.type != here.type
+        if moves:
+            relayout_(self, "linear")
         super()._apply(fn, recurse)
+        if moves:
+            self.considered = False
+            self.order()
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -86,6 +129,11 @@ class PackedModule(FrozenModule):
         """The names and keys of the weights of a state dict that are there, and in another layout than in memory."""
         found = [(names, [prefix + name for name in names]) for names in self.packed if self.weight_layout != "linear"]
         return [(names, keys) for names, keys in found if all(key in tensors for key in keys)]
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 @dataclass(frozen=True)

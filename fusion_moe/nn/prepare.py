@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from .. import options, target
-from ..encodings import check_block_scales
 from ..errors import NonFiniteError, OptionError, UnsupportedError
 from ..layouts import LAYOUTS
 from ..progress import progress
@@ -22,6 +21,7 @@ log = logging.getLogger("fusion_moe")
 def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] = ()) -> None:
     """Puts the weights of a model in the layout of a target ("auto": of the option `target`, then of the weights' device), in place.
 
+    On CUDA, modules do it by themselves at their first call, unless the option `order_weights` is off: `prepare_` says when.
     Needs memory for one weight of a layer more. Weights that are no whole tiles of the layout are padded with zeros; state dicts are always
     linear, without padding. A warning names what has no such layout, and stays linear. Call it once the model is where it runs: a module
     that moves to another kind of device takes the linear layout again. Parameters become new ones.
@@ -44,6 +44,7 @@ def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] = ()) 
             layout = "linear"
         _check_scales(module, name, layout)
         relayout_(module, layout)
+        module.considered = True
     if kept:
         (name, why), *others = kept.items()
         log.warning("weights stay in the linear layout: %s%s: %s", name, f" and {len(others)} more" if others else "", why)
@@ -69,12 +70,10 @@ def _compile(model: nn.Module, tokens: Sequence[int]) -> None:
 
 
 def _check_scales(module: PackedModule, name: str, layout: str) -> None:
-    """NonFiniteError unless all block scales that would be ordered are numbers that are not negative. Waits for the device."""
+    """NonFiniteError unless all block scales that would be ordered are numbers that are not negative."""
     if layout == "linear" or module.weight_layout != "linear":
         return  # they stay, or were looked at
-    for _, *scales in module.packed:
-        for scale in scales:
-            try:
-                check_block_scales(getattr(module, scale).detach(), scale)
-            except NonFiniteError as error:
-                raise error.at(name) from None
+    try:
+        module.check_block_scales()
+    except NonFiniteError as error:
+        raise error.at(name) from None
