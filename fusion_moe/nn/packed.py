@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from ..runtime import pages
 from .frozen import FrozenModule
 
 log = logging.getLogger("fusion_moe")
+_ordering = threading.Lock()
 
 
 class PackedModule(FrozenModule):
@@ -74,21 +76,23 @@ class PackedModule(FrozenModule):
         p, wanted = getattr(self, self.packed[0][0]), options.current().target
         if type(p) is not nn.Parameter or _get_current_dispatch_mode() or (wanted == "auto" and p.device.type not in target.TARGETS):
             return
-        self.considered, captured = True, p.is_cuda and torch.cuda.is_current_stream_capturing()
-        layout = target.find(wanted, p.device).weight_layout
-        if captured or self.encoding.plain or self.weight_layout != "linear" or layout == "linear":
-            return
-        if why := self.why_not(LAYOUTS[layout]) or self._bad_scales():
-            _say_once(f"weights stay in the linear layout: {type(self).__name__}: {why}")
-        else:
-            relayout_(self, layout)
+        with _ordering:  # calls of other threads wait
+            captured = p.is_cuda and torch.cuda.is_current_stream_capturing()
+            if not (self.considered or captured or self.encoding.plain or self.weight_layout != "linear"):
+                self._order(target.find(wanted, p.device).weight_layout)
+            self.considered = True
 
-    def _bad_scales(self) -> str:
+    def _order(self, layout: str) -> None:
+        """Puts weights in a layout, or says why they stay as they are."""
+        why = self.why_not(LAYOUTS[layout])
         try:
-            self.check_block_scales()
-        except NonFiniteError as error:
-            return str(error)
-        return ""
+            if layout != "linear" and not why:
+                self.check_block_scales()
+                relayout_(self, layout)
+        except (NonFiniteError, torch.OutOfMemoryError) as error:
+            why = str(error)
+        if why:
+            _say_once(f"weights stay in the linear layout: {type(self).__name__}: {why}")
 
     def check_block_scales(self) -> None:
         """NonFiniteError unless all block scales in linear order are numbers that are not negative. Waits for the device."""

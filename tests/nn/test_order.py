@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ import fusion_moe
 from fusion_moe import options
 from fusion_moe.distributed.shares import keep_features
 from fusion_moe.layouts.code_orders import CODE_ORDERS
-from fusion_moe.nn import GroupedSwiGLU, NVFP4Linear
+from fusion_moe.nn import GroupedSwiGLU, NVFP4Linear, packed
 from fusion_moe.nn.packed import PackedModule, _say_once
 from fusion_moe.target import TARGETS
 
@@ -107,3 +108,23 @@ def test_shares_of_features_are_cut_from_the_linear_layout(pretended):
     assert same_bytes(ordered.state_dict(), module.state_dict())
     call(ordered)
     assert ordered.weight_layout == "w16x64"
+
+
+def test_without_memory_they_stay_linear(pretended, monkeypatch, caplog):
+    def full(*_):
+        raise torch.OutOfMemoryError("no memory for the weights")
+
+    module = experts(E, H, I)
+    want = module.state_dict()
+    monkeypatch.setattr(packed, "_empty", full)
+    call(module)
+    assert module.weight_layout == "linear"
+    assert same_bytes(module.state_dict(), want)
+    assert "weights stay in the linear layout: NVFP4Experts: no memory for the weights" in caplog.text
+
+
+def test_threads_wait_for_the_first_call(pretended):
+    want = call(experts(E, H, I))
+    module = experts(E, H, I)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(y, want) for y in pool.map(call, [module] * 8))
