@@ -93,9 +93,7 @@ def _undividable(module: Any, keep: Callable[[Any, int, int], None], ranks: int)
         return f"a {type(module).__name__} whose features are divided", "Experts or NVFP4Experts, or plan = 'ep'"
     if module.adapted:
         return "adapters, and features are divided", "plan = 'ep', or merge_lora_(model) first"
-    if module.weight_layout != "linear":
-        return f"weight_layout = {module.weight_layout!r}, and features are divided", "the layout 'linear': call prepare_ afterwards"
-    intermediate, step = module.weight_of("down").shape[-1], columns(module)
+    intermediate, step = module.shape_of("down")[-1], columns(module)
     if intermediate % step or intermediate // step < ranks:
         return f"{intermediate} intermediate features for {ranks} ranks", f"{step} for each rank, or a multiple of that"
     return None
