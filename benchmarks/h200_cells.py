@@ -60,6 +60,12 @@ MODELS = {
     "deepseek": Model("DeepSeek-V3", 256, 8, 7168, 2048),
     "scout": Model("Llama-4-Scout", 16, 1, 5120, 8192),
 }
+SHARDS = {  # of intermediate features, as tensor parallelism makes them: no whole tiles
+    "qwen3-tp8": Model("Qwen3-30B-A3B, one of 8", 128, 8, 2048, 96),
+    "gpt-oss-tp4": Model("gpt-oss-120b, one of 4", 128, 4, 2880, 720),
+    "i1392": Model("1,392 features", 64, 8, 2048, 1392),
+    "i2064": Model("2,064 features", 16, 2, 4096, 2064),
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Cell:
     @property
     def model(self) -> Model:
         """Whose experts."""
-        return MODELS[self.name]
+        return (MODELS | SHARDS)[self.name]
 
     @property
     def rows(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu
 
 from fusion_moe.encodings import Quantized
-from fusion_moe.layouts import W16X64
+from fusion_moe.layouts import W16X64, Padding
 
 _AT_ONCE = 2**28  # elements of a weight that change their form at once
 _MOST_BF16 = 24e9  # bytes of weights in bf16
@@ -69,20 +69,39 @@ def tiled(weight: Quantized) -> Quantized:
     return Quantized(codes, scales, weight.decode_scale)
 
 
+def widened(weight: Quantized, shape: tuple[int, int], runs: int) -> Quantized:
+    """[E, N, K] with zeros, so that it is whole tiles, as `prepare_` does it."""
+    return weight.of(Padding(weight.shape[1:], shape, runs).pad(*weight, encoding=weight.encoding))  # type: ignore[arg-type]
+
+
 class Ours(Contender):
     """fusion_moe's operations, weights in the layout that its kernels read."""
 
+    layout = W16X64.name
+
     @cached_property
     def weights(self) -> list[Layer]:
-        return [Layer(tiled(layer.gate_up), tiled(layer.down)) for layer in self.layers]
+        inner, hidden = -(-self.model.intermediate // 64) * 64, self.model.hidden
+        shapes = ((2 * inner, hidden), 2), ((hidden, inner), 1)
+        return [Layer(*(tiled(widened(w, *to)) for w, to in zip(layer, shapes, strict=True))) for layer in self.layers]
 
     def run(self, cell: Cell, layer: int, to: Routed) -> Call:
         ops, w = torch.ops.fusion_moe, self.weights[layer]
         if cell.part == "mlp":
-            run = partial(ops.expert_mlp, to.x, to.ids, to.w, *w.gate_up, *w.down, weight_layout=W16X64.name)
+            run = partial(ops.expert_mlp, to.x, to.ids, to.w, *w.gate_up, *w.down, weight_layout=self.layout)
         else:
-            run = partial(ops.nvfp4_grouped_mm, to.rows(cell.part), *w.of(cell.part), to.ends, weight_layout=W16X64.name)
+            run = partial(ops.nvfp4_grouped_mm, to.rows(cell.part), *w.of(cell.part), to.ends, weight_layout=self.layout)
         return Call(run, layer, to)
+
+
+class Linear(Ours):
+    """The same, weights as they are stored."""
+
+    layout = "linear"
+
+    @cached_property
+    def weights(self) -> list[Layer]:
+        return self.layers
 
 
 # torch ----------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """LoRA beside frozen experts in 4 bits on one H100 or H200: a layer's forward and backward, and the products that its backward needs.
 
-    python benchmarks/h200_lora.py --out FILE.jsonl [--cells 'qwen3:*'] [--repeats 10] [--minutes 5] [--commit HASH]
-    python benchmarks/h200_lora.py --out FILE.jsonl --table          what the file has
-    python benchmarks/h200_lora.py --products                        dgrad of weights in 4 bits, beside their forward product
-    python benchmarks/h200_lora.py --out FILE.jsonl --device cpu --tiny
+    python benchmarks/h200_lora.py [--out FILE.jsonl] [--cells 'qwen3:*'] [--repeats 10] [--minutes 5] [--commit HASH]
+    python benchmarks/h200_lora.py [--out FILE.jsonl] --table        what the file has
+    python benchmarks/h200_lora.py --products [--cells 'qwen3:*']   dgrad of weights in 4 bits, beside their forward product
+    python benchmarks/h200_lora.py --device cpu --tiny
 
 Cells: a layer's experts from the router's ids to tokens, with adapters of rank 16 on both projections, `qwen3:2048:uniform`: NVFP4 in the
 size of Qwen3-30B-A3B, MXFP4 in that of gpt-oss-120b (SwiGLU without biases). Gradients are those of tokens, router weights and adapters.
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -195,15 +196,17 @@ def program(kind: str, weight: Quantized, layout: str, device: str) -> Program:
     return compile_fusion(fd.fusion(), TARGETS[device], options.current())
 
 
-def products(repeats: int, device: str, tiny: bool) -> None:
-    """A line for each product and number of tokens: medians of all, in turns."""
+def products(cells: Sequence[str], repeats: int, device: str, tiny: bool) -> None:
+    """A line for each product and number of tokens of the cells: medians of all, in turns."""
     print("| weight | tokens | fprop us | dgrad us | dgrad / fprop | dgrad TFLOP/s | dgrad of bf16 us |\n|---|---|---|---|---|---|---|")
     for name, model in {"tiny": TINY}.items() if tiny else ((name, MODELS[name]) for name in ("qwen3", "gpt-oss")):
         for n, k in model.products("mlp"):
-            _product(model, FORMATS[name], n, k, repeats, device)
+            tokens = [t for t in (512, 1024, 2048, 4096, 8192) if any(fnmatch(f"{name}:{t}", cell) for cell in cells)]
+            if tokens:
+                _product(model, FORMATS[name], n, k, tokens, repeats, device)
 
 
-def _product(model: Model, fmt: str, n: int, k: int, repeats: int, device: str) -> None:
+def _product(model: Model, fmt: str, n: int, k: int, counts: Sequence[int], repeats: int, device: str) -> None:
     watch, g = Watch(device), torch.Generator(device).manual_seed(0)
     each = (quantize(torch.randn(1, n, k, device=device, generator=g), encoding=ENCODINGS[fmt]) for _ in range(model.experts))
     linear = Quantized(*(torch.cat(part) for part in zip(*each, strict=True)), encoding=ENCODINGS[fmt])
@@ -215,7 +218,7 @@ def _product(model: Model, fmt: str, n: int, k: int, repeats: int, device: str) 
         "dgrad": (program("dgrad", weight, layout, device), weight),
         "bf16": (program("dgrad", bf16, "linear", device), bf16),
     }
-    for tokens in (512, 1024, 2048, 4096, 8192):
+    for tokens in counts:
         rows = tokens * model.slots
         ends = torch.randint(model.experts, (rows,), device=device, generator=g).bincount(minlength=model.experts).cumsum(0).int()
         x, dy = (torch.randn(rows, columns, device=device, generator=g).bfloat16() for columns in (k, n))
@@ -250,7 +253,7 @@ def weights_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("build/h200_lora.jsonl"), help="where a run is resumed; %(default)s")
     parser.add_argument("--cells", nargs="+", default=["*"], help="patterns")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=5)
@@ -261,10 +264,8 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
     if told.products:
-        products(told.repeats, told.device, told.tiny)
+        products(told.cells, told.repeats, told.device, told.tiny)
         return
-    if told.out is None:
-        parser.error("--out, or --products")
     rows = resumed(told, cells(told.tiny), lambda cell: measure(cell, told.repeats, told.device))
     print(summary(rows), weights_table(rows), sep="\n\n")
 

@@ -8,6 +8,9 @@ Every contender (h200_contenders.py, h200_humming.py) runs each cell (h200_cells
 a CUDA graph. The graph's result is filled with NaN, the graph is replayed, and the result of its last call is checked against float32;
 then the graphs are replayed, interleaved. Times are medians, divided by the number of calls.
 
+The shards of tensor parallelism, --model qwen3-tp8 gpt-oss-tp4 i1392 i2064 --part mlp, are padded, which "fusion_moe" does and --contender
+linear, the kernels for weights as they are stored, need not.
+
 Installed peers take part: `pip install humming-kernels==0.1.19`, which compiles its kernels when a model's cells begin, and caches them in
 HUMMING_CACHE_DIR. A peer that is missing or fails is named, with the reason.
 
@@ -31,15 +34,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from h200_cells import MODELS, PARTS, ROUTINGS, TOKENS, Cell, Layer, error, is_right, layers, routed
-from h200_contenders import Call, Contender, Dense, Ours, Torch
+from h200_cells import MODELS, PARTS, ROUTINGS, SHARDS, TOKENS, Cell, Layer, error, is_right, layers, routed
+from h200_contenders import Call, Contender, Dense, Linear, Ours, Torch
 from h200_humming import Grouped, Indexed
 from torch import Tensor
 
 import fusion_moe
 
 CONTENDERS: dict[str, type[Contender]] = {
-    "fusion_moe": Ours, "humming indexed": Indexed, "humming grouped": Grouped, "torch": Torch, "dense": Dense,
+    "fusion_moe": Ours, "linear": Linear, "humming indexed": Indexed, "humming grouped": Grouped, "torch": Torch, "dense": Dense,
 }  # fmt: skip
 _GRAPH_SECONDS, _MOST_CALLS = 1.5e-3, 64  # what a graph takes at the floor
 
@@ -100,11 +103,12 @@ class Bench:
     """The contenders with one model's weights."""
 
     def __init__(self, name: str, contenders: Iterable[str], cells: Sequence[Cell]):
-        self.layers: list[Layer] = layers(MODELS[name])
+        self.model = (MODELS | SHARDS)[name]
+        self.layers: list[Layer] = layers(self.model)
         self.contenders: dict[str, Contender] = {}
         self.missing: dict[str, str] = {}
         for contender in contenders:
-            made = CONTENDERS[contender](MODELS[name], self.layers)
+            made = CONTENDERS[contender](self.model, self.layers)
             try:
                 made.prepare(cells)
                 self.contenders[contender] = made
@@ -188,17 +192,18 @@ def report(row: Mapping[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--out", type=Path, default=Path("build/h200_moe.jsonl"), help="where a run is resumed; %(default)s")
+    parser.add_argument("--model", nargs="+", choices=MODELS | SHARDS, default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
-    parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=[name for name in CONTENDERS if name != "linear"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=7)
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
     begun, made = time.monotonic(), provenance(told.commit)
+    told.out.parent.mkdir(parents=True, exist_ok=True)
     lines = told.out.read_text(encoding="utf-8").splitlines() if told.out.exists() else []
     done = {Cell(r["model"], r["part"], r["tokens"], r["routing"]) for r in map(json.loads, lines)}
     print(made, flush=True)

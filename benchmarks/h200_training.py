@@ -1,9 +1,9 @@
 """Training in bf16 on one H100 or H200: expert layers and grouped linear layers, forward and backward, this library and its peers.
 
-    python benchmarks/h200_training.py --out FILE.jsonl [--cells 'qwen3:*' 'linear:16384x*'] [--contender fusion_moe torch] [--repeats 10]
+    python benchmarks/h200_training.py [--out FILE.jsonl] [--cells 'qwen3:*' 'linear:16384x*'] [--contender fusion_moe torch] [--repeats 10]
                                        [--minutes 8] [--commit HASH]
-    python benchmarks/h200_training.py --out FILE.jsonl --table          what the file has, a line for each cell
-    python benchmarks/h200_training.py --out FILE.jsonl --device cpu --tiny
+    python benchmarks/h200_training.py [--out FILE.jsonl] --table        what the file has, a line for each cell
+    python benchmarks/h200_training.py --device cpu --tiny
 
 Cells (training_cells.py): a layer from the router's ids to tokens, in the sizes of four models, `qwen3:4096:uniform`; a single product and
 both of its gradients, `linear:ROWSxGROUPS:uniform`. Gradients are those of tokens, router weights and all weights. Contenders
@@ -214,6 +214,7 @@ def resumed(told: argparse.Namespace, cells: Sequence[Any], measure: Callable[[A
     told.cells: patterns of keys; told.minutes: after which no cell is started.
     """
     begun = time.monotonic()
+    told.out.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in told.out.read_text(encoding="utf-8").splitlines()] if told.out.exists() else []
     if not told.table:
         made, done = provenance(told.device, told.commit), {row["cell"] for row in rows}
@@ -234,7 +235,7 @@ def resumed(told: argparse.Namespace, cells: Sequence[Any], measure: Callable[[A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("build/h200_training.jsonl"), help="where a run is resumed; %(default)s")
     parser.add_argument("--cells", nargs="+", default=["*"], help="patterns")
     parser.add_argument("--contender", nargs="+", choices=sorted({*LAYER, *LINEAR}), default=sorted({*LAYER, *LINEAR}))
     parser.add_argument("--repeats", type=int, default=10)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -46,11 +46,17 @@ def _on(inputs: Inputs, run: Callable[[], Tensor]) -> Contender:
     return Contender(run, inputs.wanted, inputs.seed)
 
 
-def ours(on: Inputs) -> Contender:
+def ours(on: Inputs, activation_format: str = "bf16") -> Contender:
     """This library's operations."""
+    how = {"weight_format": "bf16", "activation_format": activation_format}
     if isinstance(on, LinearInputs):
-        return _on(on, lambda: ops.grouped_mm(on.x, [on.weight], on.ends, weight_format="bf16"))
-    return _on(on, lambda: ops.fused_experts(on.x, on.ids, on.w, [on.gate_up], [on.down], weight_format="bf16"))
+        return _on(on, lambda: ops.grouped_mm(on.x, [on.weight], on.ends, **how))
+    return _on(on, lambda: ops.fused_experts(on.x, on.ids, on.w, [on.gate_up], [on.down], **how))
+
+
+def mxfp8(on: Inputs) -> Contender:
+    """The same by the MXFP8 recipe, emulated: its numbers are others on purpose."""
+    return replace(ours(on, "mxfp8"), exact=False)
 
 
 def grouped_mm(on: Inputs) -> Contender:
@@ -126,5 +132,17 @@ def dense(on: Inputs) -> Contender:
     return Contender(lambda: [F.linear(x, w) for x, w in made], [t for both in made for t in both], seeds, exact=False)
 
 
-LAYER: Mapping[str, Callable[[Inputs], Contender]] = {"fusion_moe": ours, "torch": grouped_mm, "liger": liger, "dense": dense}
-LINEAR: Mapping[str, Callable[[Inputs], Contender]] = {"fusion_moe": ours, "torch": grouped_mm, "loop": loop, "dense": dense}
+LAYER: Mapping[str, Callable[[Inputs], Contender]] = {
+    "fusion_moe": ours,
+    "mxfp8": mxfp8,
+    "torch": grouped_mm,
+    "liger": liger,
+    "dense": dense,
+}
+LINEAR: Mapping[str, Callable[[Inputs], Contender]] = {
+    "fusion_moe": ours,
+    "mxfp8": mxfp8,
+    "torch": grouped_mm,
+    "loop": loop,
+    "dense": dense,
+}

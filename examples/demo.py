@@ -134,13 +134,6 @@ def expert_bytes(model: torch.nn.Module) -> int:
     return sum(p.numel() * p.element_size() for m in experts for p in m.parameters())
 
 
-def to_nvfp4(model: torch.nn.Module, device: str) -> None:
-    """Quantizes the experts, and puts them in the order that a GPU's kernels read."""
-    fusion_moe.quantize_(model)
-    if device == "cuda":
-        fusion_moe.prepare_(model)
-
-
 def compiled(name: str, model: torch.nn.Module, backend: str, device: str, experts: dict[int, str]) -> Variant:
     """The model under torch.compile: texts of any length without CUDA graphs, which are recorded for each length."""
     graphs = torch.compile(model, backend=backend, mode="reduce-overhead") if device == "cuda" else None
@@ -198,7 +191,7 @@ def time_large_layer(calls: int, device: str) -> None:
     for name, backend in (("bf16 Inductor", "inductor"), ("NVFP4 compiled", "fusion_moe")):
         if backend == "fusion_moe":
             start = time.monotonic()
-            to_nvfp4(layer, device)
+            fusion_moe.quantize_(layer)
             print(f"quantized in {time.monotonic() - start:.1f} s")
         elif not has_compiler():
             continue
@@ -230,7 +223,7 @@ def main(options: argparse.Namespace) -> None:
 
     step("quantize the experts: fusion_moe.quantize_(model)")
     before = expert_bytes(bf16)
-    to_nvfp4(nvfp4, options.device)
+    fusion_moe.quantize_(nvfp4)
     after = expert_bytes(nvfp4)
     print(f"expert weights: {before:,} bytes in bf16, {after:,} in NVFP4: {before / after:.2f}x smaller")
 

@@ -1,6 +1,6 @@
 """The experts of the tiny Qwen3-MoE in NVFP4, divided between processes: what each one holds, and the text that all of them generate.
 
-torchrun --nproc-per-node 2 examples/expert_parallel.py [--plan ep | tp]
+torchrun --nproc-per-node 2 examples/expert_parallel.py [--plan ep | tp | ep_tp]
 
 On CPUs, over gloo. Before its experts are divided each process has all of them, and generates with them alone. Exits with 1 unless the
 texts are the same, and logits within float32's rounding.
@@ -55,7 +55,8 @@ def main() -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, ranks // 2) if args.plan == "ep_tp" else (ranks,))  # for that an even number of processes
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()

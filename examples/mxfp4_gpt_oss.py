@@ -87,7 +87,6 @@ def main() -> int:
     print(f"float32 activations, cpu: logits {same:.1e} from transformers' on dequantized weights")
 
     theirs, model, ids, exact = theirs.to(device), model.to(device), ids.to(device), exact.to(device)
-    fusion_moe.prepare_(model)
     compiled = torch.compile(model, backend="fusion_moe")
     found = {"transformers, dequantized": theirs(ids).logits, "fusion_moe": model(ids).logits, "fusion_moe, compiled": compiled(ids).logits}
     for name, logits in found.items():

@@ -53,6 +53,9 @@ class Options:
     check: bool = _option(False, "compare passes and segments exactly on the real inputs, users' translators on drawn ones (slow)")
     cpu_isa: str = _option("auto", "instructions that CPU kernels use: 'auto' is the best tier of the machine, or the name of a tier")
     cuda_variant: str = _option("auto", "the kernel of CUDA's grouped products: 'auto' is by sizes, or the name of one, which must fit")
+    order_weights: bool = _option(
+        True, "weights in the order of CUDA's kernels from a module's first call there on, without prepare_", in_keys=False
+    )
     cache_dir: str = _option(_cache_home(), "the folder that keeps compiled kernels", in_keys=False)
     dump: str = _option("", "a folder to write every stage, source and binary of what is compiled to; '' is none", in_keys=False)
     vllm: bool = _option(True, "tell vLLM of --quantization fusion_moe, when it loads its plug-ins", in_keys=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 
 from . import schedule
 from .ir.core import Fusion, Op, Value
@@ -28,6 +29,7 @@ class Pieces:
             if op.kind.role in self.target.unshared_roles and len(self.piece[op]) == 1:
                 self._join_required(op)
         edges = [(source, op) for op in self.ops for source in self._sources(op)]
+        beside = [(a, b) for a, b in combinations(self.ops, 2) if a.kind.role == b.kind.role == "quantize" and a.values[0] is b.values[0]]
         two = some_may_be_added(self.fusion, self.target.added_features)
         for some in (self._first(edges), edges) if two else (edges,):
             joined = True
@@ -35,6 +37,8 @@ class Pieces:
                 joined = False
                 for source, op in some:
                     joined = self._join(self.piece[source], self.piece[op]) or joined
+                for a, b in beside:  # copies of one value, which is read once
+                    joined = (not self._creates_cycle(self.piece[b], self.piece[a]) and self._join(self.piece[a], self.piece[b])) or joined
 
     def _first(self, edges: Sequence[tuple[Op, Op]]) -> list[tuple[Op, Op]]:
         """The edges from what products made, then those from rows that a product gathers.

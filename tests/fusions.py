@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusion_moe import FusionDefinition
 from fusion_moe.encodings import Quantized, quantize
+from fusion_moe.encodings.mxfp8 import BY_AXIS
 from fusion_moe.ir.core import Fusion, Value
 from fusion_moe.ir.text import NAMES, one_line, parse, text
 from fusion_moe.ir.types import plain
@@ -83,6 +84,31 @@ def expert_mlp_variants(groups: int, hidden: int, intermediate: int) -> dict[str
         "scale on the input": {"scale_on": "input"},
         "local experts": {"first_expert": 2},
     }
+
+
+def mxfp8_copies(x: Tensor, axes: Sequence[int], ends: Tensor | None = None) -> Fusion:
+    """The parts of x along each axis, and the numbers that they are; ends: of groups of its rows."""
+    fd = FusionDefinition()
+    v, of_rows = fd.from_pytorch(x), []
+    if ends is not None:
+        of_rows = [fd.groups_of(fd.from_pytorch(ends), x.shape[0])]
+        v = fd.partition_by(v, of_rows[0])
+    for axis in axes:
+        encoding, of_runs = BY_AXIS[axis].name, of_rows if axis == -2 else []
+        parts = fd.ops.unpack(fd.ops.quantize(v, *of_runs, encoding=encoding))
+        packed = fd.ops.pack(*parts, encoding=encoding, layout="linear")
+        for out in (*parts, fd.ops.dequantize(packed, *of_runs, dtype="bf16")):
+            fd.add_output(out)
+    return fd.fusion()
+
+
+def numbers_of_all_sizes(rows: int, columns: int) -> Tensor:
+    """f32 [rows, columns]: of all sizes, usual ones, zeros, infinity."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, columns, generator=g) * torch.randint(-160, 120, (rows, columns), generator=g).exp2()
+    x[: rows // 4] = torch.randn(rows // 4, columns, generator=g)
+    x[0], x[-1, -1] = 0, torch.inf
+    return x
 
 
 # Random programs ------------------------------------------------------------------------------------------------------

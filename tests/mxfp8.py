@@ -12,6 +12,14 @@ from torch import Tensor
 BLOCK = 32
 
 
+def every_amax() -> Tensor:
+    """bf16[32640, 32]: a row for each finite number of bf16 that is not negative, which is the largest of 32."""
+    amax = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16)
+    x = (amax[:, None].float() * (torch.rand(len(amax), 32, generator=torch.Generator().manual_seed(0)) * 2 - 1)).bfloat16()
+    x[:, 3] = amax
+    return x
+
+
 def encoded(x: Tensor, axis: int = -1) -> tuple[np.ndarray, np.ndarray]:
     """x float[N, K] -> its codes, e4m3[N, K], and the exponents of its scales, int[N, ceil(K/32)] or [ceil(N/32), K]; short last blocks."""
     rows = x.float().numpy() if axis == -1 else x.float().numpy().T

@@ -146,7 +146,7 @@ def _planned(
         raise CheckpointError(f"adapters of {name or 'the whole model'}", expected=expected, where="load_lora_")
     module = modules[name]
     projections = [p for p in module.projections if config.targeted(_parameter(name, module, p))]
-    shapes = {p: module.weight_of(p).shape for p in projections}
+    shapes = {p: module.shape_of(p) for p in projections}
     made = {p: Adapter(shapes[p], config.rank, config.alpha, dtype, torch.device("meta")) for p in projections}
     wanted = [shape for adapter in made.values() for shape in peft_shapes(adapter.A.shape, adapter.B.shape)]
     for key, shape in zip(_keys(name, made), wanted, strict=True):

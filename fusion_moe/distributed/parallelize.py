@@ -12,39 +12,59 @@ from ..errors import OptionError, UnsupportedError, need_one_of
 from ..nn import Experts
 from ..nn.contract import contract_of
 from ..nn.projections import Projections
-from .collectives import is_summed, sum_over_ranks
+from .collectives import TOKENS, is_summed, sum_over_ranks
 from .shares import columns, experts_of, keep_experts, keep_features
 
-PLANS: dict[str, Callable[[Any, int, int], None]] = {"ep": keep_experts, "tp": keep_features}
+# What is divided along each dimension of the mesh.
+PLANS: dict[str, tuple[Callable[[Any, int, int], None], ...]] = {
+    "ep": (keep_experts,),
+    "tp": (keep_features,),
+    "ep_tp": (keep_experts, keep_features),
+}
 
 
-def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: str = "ep") -> list[str]:
+def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: str = "ep", tokens: str = "replicated") -> list[str]:
     """Divides the experts of a model between the ranks of a mesh, in place. Returns the names of the modules that were divided.
 
-    Every rank calls it with the same model, whose weights are loaded, and afterwards calls the model with the same tokens; it gets the same
-    results. Modules are those of fusion_moe.nn, and transformers' experts with experts_implementation="fusion_moe", which train.
+    Every rank calls it with the same model, whose weights are loaded. Modules are those of fusion_moe.nn, and transformers' experts with
+    experts_implementation="fusion_moe", which train.
 
     plan: "ep", a rank keeps whole experts: rank r of R those from E r / R to E (r + 1) / R, rounded down, so that R need not divide E.
     Adapters go with their experts. "tp", a rank keeps some intermediate features of all experts: rows of gate and up, columns of down, in
-    whole blocks of the encoding. For `Experts` without adapters, in the linear layout.
-    mesh: of one dimension, at most E ranks, or as many as there are blocks of I.
+    whole blocks of the encoding. For `Experts` without adapters, in the linear layout. "ep_tp", both: experts are divided along the mesh's
+    first dimension, and their features along its second.
+    tokens: "replicated", every rank calls the model with the same tokens and gets the same results: an all-reduce. "sharded", every rank
+    calls it with tokens of its own, along the first dimension and as many as every other rank, and gets their results: an all-gather and a
+    reduce-scatter. Gradients of a rank's experts are then those by way of all ranks' tokens, with nothing left to add.
+    mesh: of one dimension, or two for "ep_tp"; at most E ranks along "ep", as many as there are blocks of I along "tp".
 
     Each rank's sum is rounded to the dtype of activations before the ranks' sums are added: equal to one process but for that rounding.
     Parameters become new tensors, of other shapes: make optimizers, `prepare_` and compile afterwards. State dicts have a rank's share.
     Fails before it changes anything: OptionError for a mesh or a plan, UnsupportedError for modules that it does not fit.
     """
     need_one_of("plan", plan, PLANS, where="parallelize_")
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        found = f"a mesh of {mesh.ndim} dimensions" if isinstance(mesh, DeviceMesh) else f"a {type(mesh).__name__}"
-        raise OptionError(found, expected="a DeviceMesh of one dimension", todo="mesh['ep'] is one of several", where="parallelize_")
+    need_one_of("tokens", tokens, TOKENS, where="parallelize_")
+    kept = PLANS[plan]
+    _check_mesh(mesh, plan, len(kept))
     modules = _modules(model)
     for name, module in modules.items():
-        if why := _undividable(module, plan, mesh.size()):
-            raise UnsupportedError(f"{name or type(module).__name__}: {why[0]}", expected=why[1], where="parallelize_")
+        for dim, keep in enumerate(kept):
+            if why := _undividable(module, keep, mesh.size(dim)):
+                raise UnsupportedError(f"{name or type(module).__name__}: {why[0]}", expected=why[1], where="parallelize_")
     for module in modules.values():
-        PLANS[plan](module, mesh.get_local_rank(), mesh.size())
-        sum_over_ranks(module, mesh.get_group().group_name)
+        for dim, keep in enumerate(kept):
+            keep(module, mesh.get_local_rank(dim), mesh.size(dim))
+            sum_over_ranks(module, mesh.get_group(dim).group_name, mesh.size(dim), tokens)
     return list(modules)
+
+
+def _check_mesh(mesh: object, plan: str, ndim: int) -> None:
+    expected = f"a DeviceMesh of {('one dimension', 'two dimensions')[ndim - 1]} for plan = {plan!r}"
+    if not isinstance(mesh, DeviceMesh):
+        raise OptionError(f"a {type(mesh).__name__}", expected=expected, where="parallelize_")
+    if mesh.ndim != ndim:
+        todo = "mesh['ep'] is one of several" if mesh.ndim > ndim else 'init_device_mesh(device, (2, 2), mesh_dim_names=("ep", "tp"))'
+        raise OptionError(f"a mesh with ndim = {mesh.ndim}", expected=expected, todo=todo, where="parallelize_")
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -60,22 +80,20 @@ def _implementation(module: Any) -> str | None:
     return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
-def _undividable(module: Any, plan: str, ranks: int) -> tuple[str, str] | None:
-    """Why a module cannot be divided, and what was expected; None if it can be."""
+def _undividable(module: Any, keep: Callable[[Any, int, int], None], ranks: int) -> tuple[str, str] | None:
+    """Why a module cannot be divided so, and what was expected; None if it can be."""
     if is_summed(module):
         return "it is divided already", "a model that is not"
     if not isinstance(module, Projections) and _implementation(module) != "fusion_moe":
         return "experts that transformers computes", 'experts_implementation="fusion_moe"'
-    if plan == "ep":
+    if keep is keep_experts:
         experts = experts_of(module)
         return (f"{experts} experts for {ranks} ranks", "an expert for each rank, or more") if experts < ranks else None
     if not isinstance(module, Experts):
-        return f"a {type(module).__name__} with plan = 'tp'", "Experts or NVFP4Experts, or plan = 'ep'"
+        return f"a {type(module).__name__} whose features are divided", "Experts or NVFP4Experts, or plan = 'ep'"
     if module.adapted:
-        return "adapters with plan = 'tp'", "plan = 'ep', or merge_lora_(model) first"
-    if module.weight_layout != "linear":
-        return f"weight_layout = {module.weight_layout!r} with plan = 'tp'", "the layout 'linear': call prepare_ afterwards"
-    intermediate, step = module.weight_of("down").shape[-1], columns(module)
+        return "adapters, and features are divided", "plan = 'ep', or merge_lora_(model) first"
+    intermediate, step = module.shape_of("down")[-1], columns(module)
     if intermediate % step or intermediate // step < ranks:
         return f"{intermediate} intermediate features for {ranks} ranks", f"{step} for each rank, or a multiple of that"
     return None

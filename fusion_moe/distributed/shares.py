@@ -15,6 +15,7 @@ from ..encodings import Quantized
 from ..nn import Experts
 from ..nn.contract import contract_of
 from ..nn.lora import adapters_of
+from ..nn.packed import relayout_
 from ..nn.projections import Projections
 
 
@@ -26,7 +27,7 @@ def share(count: int, rank: int, ranks: int) -> range:
 def experts_of(module: nn.Module) -> int:
     """E of a module that parallelize_ knows."""
     contract = contract_of(module)
-    return module.weight_of("down").shape[0] if isinstance(module, Projections) else contract.experts if contract else 0
+    return module.shape_of("down")[0] if isinstance(module, Projections) else contract.experts if contract else 0
 
 
 def keep_experts(module: nn.Module, rank: int, ranks: int) -> None:
@@ -57,6 +58,8 @@ def columns(module: Experts) -> int:
 
 def keep_features(module: Experts, rank: int, ranks: int) -> None:
     """Plan "tp": of every expert the rows of gate and up, and the columns of down, of some intermediate features. down's bias: rank 0."""
+    relayout_(module, "linear")  # its rows and columns are divided
+    module.considered = False
     up, down = (module.weight_of(name) for name in module.projections)
     step = columns(module)
     kept = share(down.shape[-1] // step, rank, ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from ..errors import ShapeError
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """An order of elements in memory: of one tensor, and of the parts of a weight."""
+    """An order of elements in memory: of one tensor, and of the parts of a weight, which is whole tiles of so many rows and columns."""
 
     name: str
+    tile: ClassVar[tuple[int, int]] = (1, 1)
 
     @abstractmethod
     def storage_shape(self, shape: tuple[int, ...], count: int | None = None) -> tuple[int, ...]:

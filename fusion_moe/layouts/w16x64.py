@@ -26,7 +26,7 @@ Codes and scales are parts of their own, each in tile order. Scales of a whole m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -41,9 +41,10 @@ ROWS, COLUMNS = 16, 64  # of a tile
 
 @dataclass(frozen=True)
 class W16x64(Layout):
-    """Weights as CUDA kernels read them. See the head of this file. N is a multiple of 16, K of 64."""
+    """Weights as CUDA kernels read them. See the head of this file. N is a multiple of 16, K of 64 (padding.py)."""
 
     name: str = "w16x64"
+    tile: ClassVar[tuple[int, int]] = (ROWS, COLUMNS)
 
     def storage_shape(self, shape: tuple[int, ...], count: int | None = None) -> tuple[int, ...]:
         """`shape`."""

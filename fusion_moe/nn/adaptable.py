@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..encodings import Quantized
+from ..layouts import Padding
 from .packed import PackedModule
 
 
@@ -31,6 +32,17 @@ class AdaptableModule(PackedModule):
         """The weight of a projection, as it is stored."""
         return Quantized(*self._parts(projection), encoding=self.encoding)
 
+    def shape_of(self, projection: str) -> tuple[int, int, int]:
+        """E, N and K of the weight of a projection, without padding."""
+        name = self.part_names[projection][0]
+        return (len(getattr(self, name)), *self.matrix_shape(name))
+
+    def row_scales(self, name: str) -> int:
+        """See `PackedModule`."""
+        names = next(names for names in self.part_names.values() if names[0] == name)
+        scales = [getattr(self, key) for key, part in zip(names, self.encoding.parts, strict=True) if part.of_matrix]
+        return max([t.shape[1] for t in scales if t.dim() > 1], default=1)
+
     def adapter(self, projection: str) -> Any:
         """What add_lora_ gave a projection; None if nothing."""
         return self._modules.get(f"{projection}_lora")
@@ -45,9 +57,16 @@ class AdaptableModule(PackedModule):
         return [own[key] if key in own else getattr(self, key) for key in self.part_names[projection]]
 
     def _factors(self, projection: str) -> tuple[Tensor | None, Tensor | None]:
-        """A [G, r, K] and B [G, N, r] of a projection's adapter."""
+        """A [G, r, K] and B [G, N, r] of a projection's adapter, padded as its weight."""
         adapter = self.adapter(projection)
-        return (None, None) if adapter is None else (adapter.A, adapter.B)
+        if adapter is None:
+            return None, None
+        padding = self._padding(projection)
+        return (padding.pad_columns(adapter.A), padding.pad_rows(adapter.B, -2)) if padding else (adapter.A, adapter.B)
+
+    def _padding(self, projection: str) -> Padding | None:
+        """What a projection's weight was padded by."""
+        return self.paddings.get(self.part_names[projection][0]) if self.paddings else None
 
     @property
     def _lora_scale(self) -> float:

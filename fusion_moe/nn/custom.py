@@ -63,8 +63,9 @@ class CustomExperts(Projections):
 
         ShapeError, DtypeError or DeviceError for what does not fit, before anything is computed.
         """
+        self.order()
         where = type(self).__name__
-        checks.need_narrow_rows("hidden_states", hidden_states, self.down_proj.shape[1], where)
+        checks.need_narrow_rows("hidden_states", hidden_states, self.shape_of("down")[1], where)
         checks.need_device("the weights", self.down_proj, hidden_states, where)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         y = in_steps(self.function, x, top_k_index, top_k_weights, len(self.down_proj), self._up, self._down, self.first_expert)
@@ -79,10 +80,13 @@ class CustomExperts(Projections):
         return self._product("down", rows, ends)
 
     def _product(self, projection: str, rows: Tensor, ends: Tensor) -> Tensor:
+        padding = self._padding(projection)
+        rows = padding.pad_columns(rows) if padding else rows
         y = ops.grouped_mm(
             rows, self._parts(projection), ends, *self._factors(projection), weight_format=self.encoding.name,
             weight_layout=self.weight_layout, activation_format=self.activation_format, lora_scale=self._lora_scale,
         )  # fmt: skip
+        y = padding.cut_rows(y) if padding else y
         bias = self._bias(projection, y)
         return y if bias is None else ops.group_add(y, bias, ends)
 

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from ..encodings import NVFP4, Quantized
 from ..errors import ShapeError, need_one_of
+from ..groups import ceil_to
+from ..layouts import Layout, Padding
+from . import checks
 from .frozen import quantized
 from .projections import Projections
 
@@ -38,14 +41,40 @@ class Experts(Projections):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [..., H], top_k_index int[T, k], top_k_weights [T, k] -> [..., H]; T tokens in all."""
+        self.order()
         gate_up, down = (self._parts(name) for name in self.projections)
         gate_up_bias, down_bias = (self._bias(name, hidden_states) for name in self.projections)
-        return torch.ops.fusion_moe.fused_experts(
+        of_gate_up, of_down = (self._padding(name) for name in self.projections)
+        if of_gate_up and of_gate_up.padded[1] != of_gate_up.shape[1]:
+            checks.need_rows("hidden_states", hidden_states, of_gate_up.shape[1], type(self).__name__)
+            hidden_states = of_gate_up.pad_columns(hidden_states)
+        y = torch.ops.fusion_moe.fused_experts(
             hidden_states, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias, *self._factors("gate_up"),
             *self._factors("down"), interleave=self.interleave, limit=self.limit, alpha=self.alpha, up_offset=self.up_offset,
             scale_on=self.scale_on, activation_format=self.activation_format, weight_layout=self.weight_layout,
             weight_format=self.encoding.name, lora_scale=self._lora_scale, first_expert=self.first_expert,
         )  # fmt: skip
+        return of_down.cut_rows(y) if of_down else y
+
+    def padding(self, name: str, layout: Layout) -> Padding:
+        """As for every module, but that features between both projections are padded for the one that contracts them."""
+        n, k = self.matrix_shape(name)
+        _, columns = layout.tile
+        if name == self.part_names["down"][0]:
+            return Padding((n, k), (ceil_to(n, columns), ceil_to(k, columns)))
+        return Padding((n, k), (2 * ceil_to(n // 2, columns), ceil_to(k, columns)), 1 if self.interleave else 2)
+
+    def why_not(self, layout: Layout) -> str:
+        """As for every module; rows of gate and up that take turns in blocks are padded with whole blocks."""
+        padding = self.padding(self.packed[0][0], layout)
+        if self.interleave and padding.padded[0] // 2 % self.interleave:
+            return f"{padding.padded[0] // 2} features, which tiles need, are no whole blocks of {self.interleave}"
+        return super().why_not(layout)
+
+    def _bias(self, projection: str, like: Tensor) -> Tensor | None:
+        """The bias of a projection in the dtype of activations, padded as its weight."""
+        bias, padding = super()._bias(projection, like), self._padding(projection)
+        return bias if bias is None or padding is None else padding.pad_rows(bias)
 
     def extra_repr(self) -> str:
         """For print(model)."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..encodings import Quantized
 from ..errors import ShapeError
+from . import checks
 from .adaptable import AdaptableModule
 from .config import need_activation_format
 from .experts import quantize_gate_up
@@ -51,10 +52,16 @@ class NVFP4GroupedLinear(AdaptableModule):
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """x [..., K] whose rows are sorted by group, offs i32[G] where the runs end -> [..., N]; zeros for rows at or past offs[-1]."""
+        self.order()
+        padding = self._padding("weight")
+        if padding:
+            checks.need_rows("x", x, padding.shape[1], type(self).__name__)
+            x = padding.pad_columns(x)
         y = torch.ops.fusion_moe.grouped_mm(
             x, self._parts("weight"), offs, *self._factors("weight"), weight_layout=self.weight_layout,
             activation_format=self.activation_format, lora_scale=self._lora_scale,
         )  # fmt: skip
+        y = padding.cut_rows(y) if padding else y
         if self.bias is None:
             return y
         rows = y.reshape(-1, y.shape[-1])
@@ -62,8 +69,8 @@ class NVFP4GroupedLinear(AdaptableModule):
 
     def extra_repr(self) -> str:
         """For print(model)."""
-        groups, n, packed = self.weight.shape
-        sizes = f"groups={groups}, in_features={2 * packed}, out_features={n}, bias={self.bias is not None}"
+        groups, n, k = self.shape_of("weight")
+        sizes = f"groups={groups}, in_features={k}, out_features={n}, bias={self.bias is not None}"
         return f"{sizes}, activation_format={self.activation_format!r}, weight_layout={self.weight_layout!r}"
 
 
@@ -76,8 +83,8 @@ class GroupedSwiGLU(nn.Module):
 
     def __init__(self, gate_up: NVFP4GroupedLinear, down: NVFP4GroupedLinear):
         super().__init__()
-        (groups, rows, _), (down_groups, _, packed) = gate_up.weight.shape, down.weight.shape
-        if groups != down_groups or rows != 4 * packed:
+        (groups, rows, _), (down_groups, _, inner) = gate_up.shape_of("weight"), down.shape_of("weight")
+        if groups != down_groups or rows != 2 * inner:
             raise ShapeError(f"gate_up ({gate_up.extra_repr()}) and down ({down.extra_repr()})", expected="[G, 2I, H] and [G, H, I]")
         self.gate_up_proj, self.down_proj = gate_up, down
         gate_up.targets, down.targets = ("gate_up",), ("down",)

@@ -135,8 +135,7 @@ def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:
 
 def adapt(module: AdaptableModule, projection: str, rank: int, alpha: float, dtype: torch.dtype) -> Adapter:
     """Gives a projection an adapter, where its weight is."""
-    weight = module.weight_of(projection)
-    adapter = Adapter(weight.shape, rank, alpha, dtype, weight.device)
+    adapter = Adapter(module.shape_of(projection), rank, alpha, dtype, module.weight_of(projection).device)
     module.add_module(f"{projection}_lora", adapter)
     return adapter
 

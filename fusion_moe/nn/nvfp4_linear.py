@@ -39,12 +39,14 @@ class NVFP4Linear(PackedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]. ShapeError for another K, DtypeError for float64 and integers, before anything is computed."""
+        self.order()
         checks.need_narrow_rows("x", x, self.in_features, type(self).__name__)
-        rows = x.reshape(-1, self.in_features)
+        rows, padding = x.reshape(-1, self.in_features), self.paddings.get("weight")
+        rows = padding.pad_columns(rows) if padding else rows
         offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
         weight = self.weight[None], self.weight_scale[None], self.weight_scale_2[None]
         y = torch.ops.fusion_moe.nvfp4_grouped_mm(rows, *weight, offs, weight_layout=self.weight_layout)
-        y = y.view(*x.shape[:-1], self.out_features)
+        y = (padding.cut_rows(y) if padding else y).view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:

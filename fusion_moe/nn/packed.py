@@ -1,78 +1,226 @@
-"""Encoded weights of a module in a layout: in memory a target's, in every state dict the linear one."""
+"""Encoded weights of a module in a layout: in memory a target's, padded to its tiles, in every state dict the linear one."""
 
 from __future__ import annotations
 
+import functools
+import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ..encodings import NVFP4, Encoding
-from ..layouts import LAYOUTS, Layout
+from .. import options, target
+from ..encodings import NVFP4, Encoding, check_block_scales
+from ..errors import NonFiniteError
+from ..groups import ceil_to
+from ..layouts import LAYOUTS, Layout, Padding
+from ..runtime import pages
 from .frozen import FrozenModule
 
-_Order = Callable[..., tuple[Tensor, ...]]
+log = logging.getLogger("fusion_moe")
+_ordering = threading.Lock()
 
 
 class PackedModule(FrozenModule):
-    """A module with encoded weights. packed: the names of elements and block scales of each; weight_layout: the layout that they are in."""
+    """A module with encoded weights.
+
+    packed: the names of elements and block scales of each; weight_layout: the layout that they are in; paddings: of weights that are not
+    whole tiles of it, by the name of their elements; considered: whether `order` decided about them, where they are.
+    """
 
     packed: tuple[tuple[str, ...], ...] = ()
     encoding: Encoding = NVFP4
     weight_layout: str = "linear"
+    paddings: Mapping[str, Padding] = {}
+    considered = False
+
+    def matrix_shape(self, name: str) -> tuple[int, int]:
+        """N and K of the weight whose elements have a name, without padding."""
+        if name in self.paddings:
+            return self.paddings[name].shape
+        *_, n, packed_k = getattr(self, name).shape
+        return n, self.encoding.elements(packed_k)
+
+    def row_scales(self, name: str) -> int:
+        """S, how many runs of a matrix's rows have scales of their own."""
+        return 1
+
+    def padding(self, name: str, layout: Layout) -> Padding:
+        """What makes whole tiles of a layout of a weight: rows are padded in runs of one scale."""
+        n, k = self.matrix_shape(name)
+        (rows, columns), runs = layout.tile, self.row_scales(name)
+        padded = n if n % rows == 0 else runs * ceil_to(n // runs, rows)
+        return Padding((n, k), (padded, ceil_to(k, columns)), runs)
+
+    def why_not(self, layout: Layout) -> str:
+        """Why the weights cannot be put in a layout; "" if they can."""
+        for name, *_ in self.packed:
+            padding, scales = self.padding(name, layout), self.row_scales(name)
+            if why := layout.why_not(*padding.padded, self.encoding):
+                return why
+            if padding.padded[0] != padding.shape[0] and (scales not in (1, padding.runs) or scales > 2):
+                return f"{name} has scales for {scales} runs of its {padding.shape[0]} rows, which are no whole tiles"
+        return ""
+
+    def order(self) -> None:
+        """Puts encoded weights in the layout of the kernels of their device, once: where a module moves there, and at its first call.
+
+        Those that a CUDA graph or a traced program reads stay as these have them, and so do those of classes of their own.
+        """
+        if torch.compiler.is_compiling() or self.considered or not options.current().order_weights:
+            return
+        p, wanted = getattr(self, self.packed[0][0]), options.current().target
+        if type(p) is not nn.Parameter or _get_current_dispatch_mode() or (wanted == "auto" and p.device.type not in target.TARGETS):
+            return
+        with _ordering:  # calls of other threads wait
+            captured = p.is_cuda and torch.cuda.is_current_stream_capturing()
+            if not (self.considered or captured or self.encoding.plain or self.weight_layout != "linear"):
+                self._order(target.find(wanted, p.device).weight_layout)
+            self.considered = True
+
+    def _order(self, layout: str) -> None:
+        """Puts weights in a layout, or says why they stay as they are."""
+        why = self.why_not(LAYOUTS[layout])
+        try:
+            if layout != "linear" and not why:
+                self.check_block_scales()
+                relayout_(self, layout)
+        except (NonFiniteError, torch.OutOfMemoryError) as error:
+            why = str(error)
+        if why:
+            _say_once(f"weights stay in the linear layout: {type(self).__name__}: {why}")
+
+    def check_block_scales(self) -> None:
+        """NonFiniteError unless all block scales in linear order are numbers that are not negative. Waits for the device."""
+        for _, *scales in self.packed:
+            for scale in scales:
+                check_block_scales(getattr(self, scale).detach(), scale)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
-        if self.weight_layout != "linear":
-            here = getattr(self, self.packed[0][0]).device
-            if fn(torch.empty(0, dtype=torch.uint8, device=here)).device.type != here.type:
-                relayout_(self, "linear")
+        here = getattr(self, self.packed[0][0]).device
+        moves = fn(torch.empty(0, dtype=torch.uint8, device=here)).device.type != here.type
+        if moves:
+            relayout_(self, "linear")
         super()._apply(fn, recurse)
+        if moves:
+            self.considered = False
+            self.order()
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        self._reorder(destination, prefix, partial(LAYOUTS[self.weight_layout].unpack, encoding=self.encoding))
+        for names, keys in self._reordered(destination, prefix):
+            linear = _form(self, names[0]).unpack([destination[key].detach() for key in keys], self.encoding)
+            destination.update(zip(keys, linear, strict=True))
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: list[str]
+    ) -> None:  # fmt: skip
         given = dict(state_dict)
-        self._reorder(given, prefix, partial(LAYOUTS[self.weight_layout].pack, encoding=self.encoding))
-        super()._load_from_state_dict(given, prefix, *args)
+        for names, keys in self._reordered(given, prefix):
+            form, parts = _form(self, names[0]), [given[key].detach() for key in keys]
+            own = [getattr(self, name).detach() for name in names]
+            if wrong := form.why_not(keys, parts, own, self.encoding):
+                errors.append(wrong)
+            given.update(zip(keys, own if wrong else form.pack(parts, self.encoding), strict=True))
+        super()._load_from_state_dict(given, prefix, metadata, strict, missing, unexpected, errors)
 
-    def _reorder(self, tensors: dict[str, Any], prefix: str, order: _Order) -> None:
-        """Puts the weights of a state dict that are there in another order, in tensors of their own."""
-        for names in self.packed if self.weight_layout != "linear" else ():
-            keys = [prefix + name for name in names]
-            if all(key in tensors for key in keys):
-                tensors.update(zip(keys, order(*(tensors[key].detach() for key in keys)), strict=True))
+    def _reordered(self, tensors: Mapping[str, Any], prefix: str) -> list[tuple[Sequence[str], list[str]]]:
+        """The names and keys of the weights of a state dict that are there, and in another layout than in memory."""
+        found = [(names, [prefix + name for name in names]) for names in self.packed if self.weight_layout != "linear"]
+        return [(names, keys) for names, keys in found if all(key in tensors for key in keys)]
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    log.warning("%s", text)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the parts of a weight are stored: padded, then in a layout."""
+
+    layout: Layout
+    padding: Padding
+
+    def pack(self, parts: Sequence[Tensor], encoding: Encoding) -> tuple[Tensor, ...]:
+        """Elements and block scales as they are in a state dict -> the same in this form."""
+        return self.layout.pack(*self.padding.pad(*parts, encoding=encoding), encoding=encoding)
+
+    def unpack(self, parts: Sequence[Tensor], encoding: Encoding) -> tuple[Tensor, ...]:
+        """The inverse of `pack`."""
+        return self.padding.cut(*self.layout.unpack(*parts, encoding=encoding), encoding=encoding)
+
+    def shapes(self, lead: Sequence[int], encoding: Encoding) -> list[tuple[int, ...]]:
+        """The shapes of elements and block scales of a weight [*lead, N, K]."""
+        return [encoding.part_shape(part, lead, *self.padding.padded) for part in encoding.parts if not part.of_matrix]
+
+    def why_not(self, keys: Sequence[str], parts: Sequence[Tensor], own: Sequence[Tensor], encoding: Encoding) -> str:
+        """torch's words for parts of a state dict that are no such weight; "" if they are."""
+        for key, t, part, mine in zip(keys, parts, encoding.parts, own, strict=False):
+            if t.shape != (want := encoding.part_shape(part, mine.shape[:-2], *self.padding.shape)):
+                return (
+                    f"size mismatch for {key}: copying a param with shape {t.shape} from checkpoint, the shape in current model is "
+                    f"{torch.Size(want)}."
+                )
+        return ""
+
+
+def _form(module: PackedModule, name: str, layout: Layout | None = None) -> Form:
+    """How the weight whose elements have a name is stored, or is in a layout."""
+    if layout is not None:
+        return Form(layout, module.padding(name, layout))
+    shape = module.matrix_shape(name)
+    return Form(LAYOUTS[module.weight_layout], module.paddings.get(name, Padding(shape, shape)))
 
 
 def relayout_(module: PackedModule, layout: str) -> None:
-    """Puts the weights of a module in a layout, in place, a matrix at a time. What an exception interrupts is undone."""
+    """Puts the weights of a module in a layout, in parameters of their own, a weight at a time. What an exception interrupts is undone.
+
+    What holds the old parameters, or their memory (a state dict, an exported program), has them as they were.
+    """
     if layout == module.weight_layout:
         return
-    here, there = LAYOUTS[module.weight_layout], LAYOUTS[layout]
-    weights = [[getattr(module, name).detach() for name in names] for names in module.packed]
-    matrices = [matrix for parts in weights for matrix in _matrices(parts)]
-    done = 0
+    forms = {names: (_form(module, names[0]), _form(module, names[0], LAYOUTS[layout])) for names in module.packed}
+    done = []
     try:
-        for parts in matrices:
-            _move(parts, module.encoding, here, there)
-            done += 1
+        for names, (here, there) in forms.items():
+            _move(module, names, here, there)
+            done.append(names)
     except BaseException:
-        for parts in matrices[:done]:
-            _move(parts, module.encoding, there, here)
+        for names in done:
+            _move(module, names, *reversed(forms[names]))
         raise
     module.weight_layout = layout
+    module.paddings = {names[0]: there.padding for names, (_, there) in forms.items() if there.padding}
+
+
+def _move(module: PackedModule, names: Sequence[str], here: Form, there: Form) -> None:
+    """Puts new parameters in the place of those of one weight, made a matrix at a time."""
+    old = [getattr(module, name) for name in names]
+    parts = [p.detach() for p in old]
+    shapes = there.shapes(parts[0].shape[:-2], module.encoding)
+    with torch.inference_mode(parts[0].is_inference()):
+        made = [_empty(shape, part) for shape, part in zip(shapes, parts, strict=True)]
+        for source, target in zip(_matrices(parts), _matrices(made), strict=True):
+            moved = there.pack(here.unpack(source, module.encoding), module.encoding)
+            for part, t in zip(target, moved, strict=True):
+                part.view(torch.uint8).copy_(t.view(torch.uint8))
+    for name, p, t in zip(names, old, made, strict=True):
+        new = nn.Parameter(t, requires_grad=False)
+        new.__dict__.update(p.__dict__)
+        setattr(module, name, new)
+
+
+def _empty(shape: Sequence[int], like: Tensor) -> Tensor:
+    """On large pages on the CPU, as all weights."""
+    return pages.empty(shape, like.dtype) if pages.takes(like) else torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 def _matrices(parts: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     """The parts [E, N, ...] of a weight by matrix; [N, ...] is one."""
     return [parts] if parts[0].dim() == 2 else [[part[e] for part in parts] for e in range(len(parts[0]))]
-
-
-def _move(parts: Sequence[Tensor], encoding: Encoding, here: Layout, there: Layout) -> None:
-    made = there.pack(*here.unpack(*parts, encoding=encoding), encoding=encoding)
-    for part, moved in zip(parts, made, strict=True):
-        part.view(torch.uint8).copy_(moved.view(torch.uint8))

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from .. import options, target
-from ..encodings import check_block_scales
 from ..errors import NonFiniteError, OptionError, UnsupportedError
 from ..layouts import LAYOUTS
 from ..progress import progress
 from ..runtime.preparing import preparing
 from .packed import PackedModule, relayout_
 
+log = logging.getLogger("fusion_moe")
+
 
 def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] = ()) -> None:
     """Puts the weights of a model in the layout of a target ("auto": of the option `target`, then of the weights' device), in place.
 
-    Needs memory for one expert more. Modules with sizes off its tiles keep the linear layout; state dicts are linear always. Call it once
-    the model is where it runs: a module that moves to another kind of device takes the linear layout again.
+    On CUDA, modules do it by themselves at their first call, unless the option `order_weights` is off: `prepare_` says when.
+    Needs memory for one weight of a layer more. Weights that are no whole tiles of the layout are padded with zeros; state dicts are always
+    linear, without padding. A warning names what has no such layout, and stays linear. Call it once the model is where it runs: a module
+    that moves to another kind of device takes the linear layout again. Parameters become new ones.
 
     tokens: counts of tokens whose kernels are compiled now, in parallel and with progress, in place of in the middle of serving. For each
     the model is called with as many tokens of one sequence, and with one token of as many sequences; none of this library's kernels runs
@@ -30,15 +34,20 @@ def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] = ()) 
     """
     _check_tokens(model, tokens)
     modules = {name: m for name, m in model.named_modules() if isinstance(m, PackedModule)}
+    kept: dict[str, str] = {}
     for name, module in progress(modules.items(), "ordering weights", len(modules)):
         device = next(module.parameters()).device
         wanted = options.current().target if to == "auto" else to
         layout = target.find(wanted, device).weight_layout
-        if layout != "linear" and _fits(module, layout):
-            _check_scales(module, name)
-            relayout_(module, layout)
-        else:
-            relayout_(module, "linear")
+        if why := module.why_not(LAYOUTS[layout]):
+            kept[name or type(module).__name__] = why
+            layout = "linear"
+        _check_scales(module, name, layout)
+        relayout_(module, layout)
+        module.considered = True
+    if kept:
+        (name, why), *others = kept.items()
+        log.warning("weights stay in the linear layout: %s%s: %s", name, f" and {len(others)} more" if others else "", why)
     if tokens:
         _compile(model, tokens)
 
@@ -60,19 +69,11 @@ def _compile(model: nn.Module, tokens: Sequence[int]) -> None:
             model(input_ids=torch.zeros(shape, dtype=torch.long, device=device), use_cache=False)
 
 
-def _fits(module: PackedModule, layout: str) -> bool:
-    encoding = module.encoding
-    shapes = (getattr(module, names[0]).shape for names in module.packed)
-    return not any(LAYOUTS[layout].why_not(n, encoding.elements(packed), encoding) for *_, n, packed in shapes)
-
-
-def _check_scales(module: PackedModule, name: str) -> None:
-    """NonFiniteError unless all block scales are numbers that are not negative. Waits for the device."""
-    if module.weight_layout != "linear":
-        return  # they were looked at
-    for _, *scales in module.packed:
-        for scale in scales:
-            try:
-                check_block_scales(getattr(module, scale).detach(), scale)
-            except NonFiniteError as error:
-                raise error.at(name) from None
+def _check_scales(module: PackedModule, name: str, layout: str) -> None:
+    """NonFiniteError unless all block scales that would be ordered are numbers that are not negative."""
+    if layout == "linear" or module.weight_layout != "linear":
+        return  # they stay, or were looked at
+    try:
+        module.check_block_scales()
+    except NonFiniteError as error:
+        raise error.at(name) from None

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from ..encodings import NVFP4, Encoding, Quantized, mxfp4_as_nvfp4
 from ..errors import ShapeError
-from ..layouts import LAYOUTS
 from .adaptable import AdaptableModule
 from .config import need_activation_format
 from .frozen import frozen
+from .packed import relayout_
 
 
 class Projections(AdaptableModule):
@@ -62,11 +62,8 @@ class Projections(AdaptableModule):
         A decode scale of its own for gate and up, or, where weights span many octaves, for each row. Raises as `mxfp4_as_nvfp4`.
         """
         if self.encoding != NVFP4:
-            linear = (LAYOUTS[self.weight_layout].unpack(*self._parts(name), encoding=self.encoding) for name in self.projections)
-            stored = (Quantized(*parts, encoding=self.encoding) for parts in linear)
-            runs = (2 if name == "gate_up" else 0 for name in self.projections)
-            up, down = [mxfp4_as_nvfp4(weight, of) for weight, of in zip(stored, runs, strict=True)]
-            self.weight_layout = "linear"
+            relayout_(self, "linear")
+            up, down = [mxfp4_as_nvfp4(self.weight_of(name), 2 if name == "gate_up" else 0) for name in self.projections]
             self._set_weights(up, down)
         return self
 
@@ -86,7 +83,7 @@ class Projections(AdaptableModule):
 
     def extra_repr(self) -> str:
         """For print(model)."""
-        experts, hidden, intermediate = self.weight_of("down").shape
+        experts, hidden, intermediate = self.shape_of("down")
         ids = "" if self.first_expert is None else f" from {self.first_expert}"
         sizes = f"experts={experts}{ids}, hidden={hidden}, intermediate={intermediate}"
         return f"{sizes}, activation_format={self.activation_format!r}, weight_layout={self.weight_layout!r}"

@@ -15,6 +15,7 @@ from ..progress import progress
 from .config import NVFP4Config
 from .converters import DECORATED, check, converted, converter_of, known_names, why_refused
 from .grouped import NVFP4GroupedLinear
+from .packed import PackedModule
 from .projections import Projections
 
 log = logging.getLogger("fusion_moe")
@@ -37,7 +38,11 @@ def quantize_(model: nn.Module, config: NVFP4Config | None = None, filter_fn: Fi
     for name in progress(names, "checking experts", len(names)):
         check(model.get_submodule(name), config, name)
     for name in progress(names, "quantizing experts", len(names)):
-        model.set_submodule(name, converted(model.get_submodule(name), config, name))
+        made = converted(model.get_submodule(name), config, name)
+        model.set_submodule(name, made)
+        for module in made.modules():
+            if isinstance(module, PackedModule):
+                module.order()
     _tell_transformers(model)
 
 

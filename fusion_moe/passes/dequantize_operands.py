@@ -1,14 +1,20 @@
-"""Gives products the bf16 numbers of their MXFP8 operands: kernels read these."""
+"""Gives products the bf16 numbers of their MXFP8 operands: kernels read these.
+
+Rows that are picked, by as many indices as there are rows or more, are picked from these numbers, and so rounded once each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from ..encodings import find
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from ..ir.kinds import eight_bits
 from ..ir.kinds.runs import in_runs
+from ..ir.sizes import exact_div
+from ..ir.types import plain
 from ..target import Target
 from .rewrite import rewrite
 
@@ -32,5 +38,22 @@ def _rule(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value
 def _numbers(fd: FusionDefinition, v: Value, ends: Value) -> Value:
     if not eight_bits.is_one(v.type):
         return v
+    if (picked := _picked(fd, v)) is not None:
+        quantize, gather = picked
+        rows = fd.append(quantize.kind, [gather.values[0]], quantize.attrs)[0]
+        return fd.append(gather.kind, [_numbers(fd, rows, ends), gather.values[1]], gather.attrs)[0]
     of_runs = [ends] if in_runs(v.type.encoding, v.type.shape) else []
     return fd.ops.dequantize(eight_bits.in_parts(fd, v), *of_runs, dtype="bf16")
+
+
+def _picked(fd: FusionDefinition, v: Value) -> tuple[Op, Op] | None:
+    """The `quantize` that made a value, and the `index_select` of its rows, if each row is picked once on average, or more often."""
+    quantize = fd.producer(v)
+    if quantize is None or quantize.kind.name != "quantize" or len(quantize.values) > 1 or find(quantize.attrs["encoding"]).axis != -1:
+        return None
+    gather = fd.producer(quantize.values[0])
+    if gather is None or gather.kind.name != "index_select" or gather.attrs["dim"] != 0:
+        return None
+    x, index = gather.values
+    often = exact_div(plain(index.type.shape[0]), plain(x.type.shape[0])) is not None
+    return (quantize, gather) if often else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..groups import ceil_to
 from ..ir.core import Fusion
 from ..ir.sizes import value
 from ..ir.types import TensorType, plain
@@ -27,5 +28,7 @@ def _what_is_done(w: TensorType, to: Target) -> str:
     if to.weight_layout == LINEAR.name:
         return done
     n, k = (value(plain(d), {}) for d in w.shape[1:])
-    why = LAYOUTS[to.weight_layout].why_not(n, k, w.encoding)
-    return f"prepare_ leaves them as they are: {why}" if why else f"{done}, if all weights of their module are whole tiles"
+    layout = LAYOUTS[to.weight_layout]
+    rows, columns = layout.tile
+    why = layout.why_not(ceil_to(n, rows), ceil_to(k, columns), w.encoding)
+    return f"prepare_ leaves them as they are: {why}" if why else done

@@ -1,4 +1,4 @@
-"""Layout segments: quantize and swizzle in one pass over the activations."""
+"""Layout segments: quantize and swizzle in one pass over the activations, which may be picked, scaled and summed in it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from ..ir.core import Fusion, Value
 from ..target import Target
-from . import pointwise
+from . import pointwise, rows
+from .product import dependent
 
 NAME = "layout"
 CONTRACTS_ROUNDING = True
-ROLES = (*pointwise.ROLES, "quantize", "layout")
+ROLES = (*rows.ROLES, "quantize", "layout")
+_AFTER = (*pointwise.ROLES, "quantize", "layout")
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,13 @@ class Layout:
 
 
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
-    """None if rows are quantized, swizzled, or both."""
+    """None if rows are quantized, swizzled, or both, with at most one sum. Rows of what was quantized are picked by who reads them."""
     other = next((op for op in fusion.ops if op.kind.role not in ROLES), None)
-    return f"{other.kind.name} is not a change of format or layout" if other else None
+    if other is not None:
+        return f"{other.kind.name} is not a change of format or layout"
+    after = dependent(fusion, [v for op in fusion.ops if op.kind.role == "quantize" for v in op.outputs])
+    late = next((op for op in fusion.ops if op.kind.role not in _AFTER and not after.isdisjoint(op.values)), None)
+    return f"{late.kind.name} reads rows of what is quantized" if late else rows.of_one_sum(fusion)
 
 
 def describe(fusion: Fusion) -> Layout:

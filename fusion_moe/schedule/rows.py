@@ -27,6 +27,11 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     other = next((op for op in fusion.ops if op.kind.role not in ROLES), None)
     if other is not None:
         return f"{other.kind.name} is neither pointwise nor a row operation"
+    return of_one_sum(fusion)
+
+
+def of_one_sum(fusion: Fusion) -> str | None:
+    """Why a kernel does not make all sums of a fusion; None if it has one at most."""
     sums = [op.kind.name for op in fusion.ops if op.kind.role in SUMS]
     return f"{sums[1]} reads the whole result of {sums[0]}: two reductions require two passes" if len(sums) > 1 else None
 

@@ -120,7 +120,7 @@ def _input_scales(plan: Plan, weights: list[str]) -> str:
 def _keep_input_scales(experts: Projections) -> None:
     """Adds buffers for them: nothing here reads them, but what is saved has them again."""
     for projection in experts.projections:
-        count = experts.weight_of(projection).shape[0]
+        count = experts.shape_of(projection)[0]
         shape = (count, 2) if projection == "gate_up" else (count,)
         experts.register_buffer(f"{projection}_input_scale", torch.empty(shape, dtype=torch.float32))
 

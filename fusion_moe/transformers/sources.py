@@ -69,7 +69,7 @@ def weights_of(source: ExpertsSource, module: Projections, stored: Stored) -> li
     """All weights that make up a module of experts. CheckpointError for one that is missing, or of another scheme or shape."""
     taken: list[StoredWeight] = []
     for projection, names in zip(module.projections, source.names, strict=True):
-        experts, rows, k = module.weight_of(projection).shape
+        experts, rows, k = module.shape_of(projection)
         shape = (rows // len(names), k) if source.joined else (experts, rows, k)
         wanted = list(source.weights(names, experts))
         if missing := [name for name in wanted if name not in stored]:

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
@@ -63,9 +63,9 @@ def float_experts() -> nn.Module:
     return module
 
 
-def divided(module: nn.Module, mesh: DeviceMesh, plan: str) -> Any:
+def divided(module: nn.Module, mesh: DeviceMesh, plan: str, tokens: str = "replicated") -> Any:
     made = deepcopy(module)
-    assert parallelize_(made, mesh, plan=plan) == [""]
+    assert parallelize_(made, mesh, plan=plan, tokens=tokens) == [""]
     return made
 
 
@@ -75,9 +75,9 @@ def assert_alike(found: Any, want: Any) -> None:
         assert (a - b).norm() <= 1e-5 * b.norm(), (a - b).norm() / b.norm()
 
 
-def forward_and_backward(module: Callable[..., Tensor]) -> list[Tensor]:
+def forward_and_backward(module: Callable[..., Tensor], given: Sequence[Tensor] = ()) -> list[Tensor]:
     """The result, and the gradients of tokens and router weights."""
-    x, ids, w = inputs()
+    x, ids, w = given or inputs()
     y = module(x.requires_grad_(), ids, w.requires_grad_())
     y.square().sum().backward()
     return [y, x.grad, w.grad]
@@ -168,14 +168,52 @@ def features(mesh):
         assert_alike(*(forward_and_backward(m) for m in (module, whole)))
 
 
+def of_rank(mesh: DeviceMesh, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A rank's own tokens, of as many for each."""
+    return [t.chunk(mesh.size())[mesh.get_rank()].clone() for t in tensors]
+
+
+def sharded(mesh: DeviceMesh, plan: str, whole: nn.Module, divided_mesh: DeviceMesh) -> Any:
+    """A module with tokens of its own on each rank, whose results and gradients are a part of one process's."""
+    given = inputs(4 * mesh.size())
+    module = divided(whole, divided_mesh, plan, "sharded")
+    assert_alike(forward_and_backward(module, of_rank(mesh, given)), of_rank(mesh, forward_and_backward(whole, given)))
+    return module
+
+
+@case
+def tokens_of_a_rank(mesh):
+    """Sharded tokens: of floats the gradients of a rank's experts are those of all tokens."""
+    sharded(mesh, "ep", experts(E, H, I), mesh)
+    sharded(mesh, "tp", experts(E, H, I), mesh)
+    whole = float_experts()
+    module = sharded(mesh, "ep", whole, mesh)
+    own = slice(module.first_expert, module.first_expert + len(module.down_proj))
+    assert_alike([p.grad for p in module.parameters()], [p.grad[own] for p in whole.parameters()])
+    x, ids, w = inputs()
+    assert module(x[:0], ids[:0], w[:0]).shape == (0, H)
+
+
+@case
+def experts_and_features(mesh):
+    """Experts along one dimension of a mesh, their features along the other."""
+    whole = experts(E, H, I)
+    for shape in {(mesh.size() // 2, 2), (2, mesh.size() // 2)}:
+        both = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "tp"))
+        module = divided(whole, both, "ep_tp")
+        assert len(module.down_proj) in (E // shape[0], E // shape[0] + 1)
+        assert module.nbytes < whole.nbytes * (1 / mesh.size() + 0.25)
+        assert_alike(*(forward_and_backward(m) for m in (module, whole)))
+        sharded(mesh, "ep_tp", whole, both)
+
+
 @case
 def compiled(mesh):
     """In one graph, whose collectives are operations of torch, forward and backward."""
     if mesh.size() > 2:
         return  # compiling takes long
-    module = divided(experts(E, H, I), mesh, "ep")
-    for backend in ("fusion_moe", "inductor"):
-        outcomes = []
+    for backend, tokens in ("fusion_moe", "replicated"), ("inductor", "sharded"):
+        module, outcomes = divided(experts(E, H, I), mesh, "ep", tokens), []
         for f in module, torch.compile(module, backend=backend, fullgraph=True):
             outcomes.append(forward_and_backward(f))
         assert_alike(*outcomes)
@@ -199,10 +237,12 @@ def refusals(mesh):
     refuses(UnsupportedError, f"1 experts for {mesh.size()} ranks", lambda: parallelize_(few, mesh))
     refuses(UnsupportedError, "no modules of experts", lambda: parallelize_(nn.Linear(2, 2), mesh))
     refuses(OptionError, "plan = 'tpp'", lambda: parallelize_(whole, mesh, plan="tpp"))
+    refuses(OptionError, "tokens = 'split'", lambda: parallelize_(whole, mesh, tokens="split"))
     refuses(OptionError, "a NoneType", lambda: parallelize_(whole, None))
+    refuses(OptionError, "a mesh with ndim = 1", lambda: parallelize_(whole, mesh, plan="ep_tp"))
     two = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "ep"))
-    refuses(OptionError, "a mesh of 2 dimensions", lambda: parallelize_(whole, two))
-    refuses(UnsupportedError, "a Qwen3MoeExperts with plan = 'tp'", lambda: parallelize_(float_experts(), mesh, plan="tp"))
+    refuses(OptionError, "a mesh with ndim = 2", lambda: parallelize_(whole, two))
+    refuses(UnsupportedError, "a Qwen3MoeExperts whose features", lambda: parallelize_(float_experts(), mesh, plan="tp"))
     eager = float_experts()
     eager.config._experts_implementation = "eager"
     refuses(UnsupportedError, "experts that transformers computes", lambda: parallelize_(eager, mesh))

@@ -20,7 +20,7 @@ from fusion_moe.ir.types import dtype_name
 from fusion_moe.segment import Segment
 from fusion_moe.target import TARGETS
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.once]
 SEVEN = PARTITIONS["seven"]
 
 

@@ -11,7 +11,7 @@ from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, fusion_of_cal
 from fusion_moe.encodings import ENCODINGS, INT4, MXFP4, Quantized, dequantize, quantize
 from fusion_moe.ir.types import DTYPES as DTYPE_OF
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.once]
 PLAIN = ("bf16", "f16", "f32")
 FORMATS = ("mxfp4", "int4", *PLAIN)
 NAN = 255  # of e8m0

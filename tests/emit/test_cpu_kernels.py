@@ -26,7 +26,7 @@ from fusion_moe.ir.core import Fusion
 from fusion_moe.layouts import LAYOUTS
 from fusion_moe.target import TARGETS
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.once]
 
 
 @pytest.fixture(autouse=True, scope="module")

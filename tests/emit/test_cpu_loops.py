@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from fusions import assert_same_bits, bits, inputs_of, programs
+from fusions import assert_same_bits, bits, inputs_of, mxfp8_copies, numbers_of_all_sizes, programs
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,7 +20,7 @@ from fusion_moe.runtime import isa
 from fusion_moe.runtime.program import Program
 from fusion_moe.target import TARGETS
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.once]
 
 
 def compiled(fusion: Fusion, tier: str = "auto", contract: bool = False) -> Program:
@@ -225,34 +225,12 @@ def test_quantize_says_what_is_not_finite():
         in_cpp(quantized(x.shape, "f32"))([x, torch.ones(1)])
 
 
-def mxfp8(x: Tensor, axis: int, ends: Tensor | None = None) -> Fusion:
-    """The parts of x along an axis, and the numbers that they are; ends: of groups of its rows."""
-    fd = FusionDefinition()
-    v, of_runs = fd.from_pytorch(x), []
-    if ends is not None:
-        of_runs = [fd.groups_of(fd.from_pytorch(ends), x.shape[0])]
-        v = fd.partition_by(v, of_runs[0])
-    encoding = {-1: "mxfp8", -2: "mxfp8_columns"}[axis]
-    parts = fd.ops.unpack(fd.ops.quantize(v, *of_runs, encoding=encoding))
-    for out in (*parts, fd.ops.dequantize(fd.ops.pack(*parts, encoding=encoding, layout="linear"), *of_runs, dtype="bf16")):
-        fd.add_output(out)
-    return fd.fusion()
-
-
-def all_sizes(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Numbers of all sizes, zeros, infinity."""
-    x = torch.randn(rows, columns, generator=g) * torch.randint(-160, 120, (rows, columns), generator=g).exp2()
-    x[: rows // 4] = torch.randn(rows // 4, columns, generator=g)
-    x[0], x[-1, -1] = 0, torch.inf
-    return x.to(dtype)
-
-
 @pytest.mark.parametrize("tier", isa.available())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_mxfp8_is_that_of_the_reference(axis, dtype, tier):
-    x = all_sizes(192, 160, dtype).view(2, 96, 160)
-    fusion = mxfp8(x, axis)
+    x = numbers_of_all_sizes(192, 160).to(dtype).view(2, 96, 160)
+    fusion = mxfp8_copies(x, [axis])
     assert_same_bits(compiled(fusion, tier)([x]), fusion.evaluate(x))
     assert in_cpp(fusion)
 
@@ -261,9 +239,9 @@ def test_mxfp8_is_that_of_the_reference(axis, dtype, tier):
 @pytest.mark.parametrize("sizes", [(5, 0, 33, 64, 1), (0, 0), (32,), (96, 7)])
 @pytest.mark.parametrize("columns", [48, 600])
 def test_mxfp8_along_rows_of_groups_is_that_of_the_reference(columns, sizes, tier):
-    x, ends = all_sizes(sum(sizes) + 4, columns, torch.bfloat16), torch.tensor(sizes).cumsum(0).int()
+    x, ends = numbers_of_all_sizes(sum(sizes) + 4, columns).bfloat16(), torch.tensor(sizes).cumsum(0).int()
     x[sum(sizes) :] = torch.nan
-    fusion = mxfp8(x, -2, ends)
+    fusion = mxfp8_copies(x, [-2], ends)
     assert_same_bits(compiled(fusion, tier)([x, ends]), fusion.evaluate(x, ends))
     assert in_cpp(fusion)
 

@@ -18,7 +18,7 @@ from fusion_moe.groups import ends_from_sizes
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.types import dtype_name
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.once]
 SIZES = (1, 0, 6, 7, 70, 0, 300)
 ENCODED = ("nvfp4", "mxfp4", "int4")
 

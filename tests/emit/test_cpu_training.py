@@ -20,7 +20,7 @@ from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.types import FLOATS, dtype_name
 from fusion_moe.target import TARGETS
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.once]
 PARTITIONS = {
     "one": (33,), "seven": (0, 1, 7, 15, 17, 0, 40), "around_a_tile": (127, 128, 129), "all_in_one": (0, 0, 300, 0), "none": (0, 0, 0),
     "a_chunk_and_more": (512, 513, 1100), "64": (3,) * 64, "65": (*(2,) * 64, 9), "256": (0, 1, 2, 5) * 64,

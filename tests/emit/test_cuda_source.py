@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from experts import experts_of_ones
 from kernel_tables import TABLE, variants_of
 
 from fusion_moe import options
@@ -33,13 +34,14 @@ from fusion_moe.encodings import ENCODINGS
 from fusion_moe.errors import BuildError, UnsupportedError
 from fusion_moe.ir.sizes import AnySize, symbol
 from fusion_moe.ir.types import TensorType, dtype_name
+from fusion_moe.layouts import W16X64
 from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
 from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
 from fusion_moe.runtime.kernel import Kernel
 from fusion_moe.target import TARGETS
 
-pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+pytestmark = [pytest.mark.once, pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())]
 NVDISASM = next((d for d in metadata.distributions() if d.name == "nvidia-cuda-nvdisasm"), None)
 needs_nvdisasm = pytest.mark.skipif(NVDISASM is None, reason="nvidia-cuda-nvdisasm is not installed")
 
@@ -199,6 +201,19 @@ def test_wide_tiles_have_kernels_of_their_own():
             assert size_class.variant.fits(wide, arch)
     assert isinstance(choose_kernels(10**4, wide, H200)[0].variant, LargeM)
     assert isinstance(choose_kernels(10**4, replace(wide, tiled=False), H200)[0].variant, SmallM)
+
+
+@pytest.mark.parametrize("inner", [96, 720, 1392, 2064])
+@pytest.mark.parametrize("hidden", [256, 240])
+def test_sizes_off_the_tiles_have_kernels_when_they_are_padded(monkeypatch, hidden, inner):
+    layer = experts_of_ones(1, hidden, inner)
+    h, i = layer.padding("down_proj", W16X64).padded
+    assert (h, i) == (256, -(-inner // 64) * 64)
+    assert layer.padding("gate_up_proj", W16X64).padded == (2 * i, h)
+    monkeypatch.setitem(MODELS, "shard", (8, 2, h, i))
+    made = sources("shard")
+    assert all(source.reader.tiled for source in made)
+    build_all([x for source in made for count in (1, 300) for x in launches(source, count)], H200)
 
 
 @pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (1, 8), (2, 1)])

@@ -12,11 +12,12 @@ from test_cuda_source import needs_nvdisasm, sass
 from fusion_moe import options
 from fusion_moe.arch import H200
 from fusion_moe.compile import compile_fusion
-from fusion_moe.emit.cuda.gemm import Gemm, PlainProduct, Wgrad
+from fusion_moe.emit.cuda.gemm import Gemm, PackedDgrad, PlainProduct, Wgrad
 from fusion_moe.emit.cuda.grouped_mm import Product
 from fusion_moe.emit.cuda.launch import build
 from fusion_moe.emit.cuda.loops import Loops
 from fusion_moe.emit.cuda.source import KernelSource, Source
+from fusion_moe.emit.cuda.variants import LargeM, Matrices, SmallM
 from fusion_moe.encodings import ENCODINGS, quantize
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.derivative import Derivative, differentiate
@@ -24,7 +25,7 @@ from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
 from fusion_moe.runtime import nvrtc
 from fusion_moe.target import TARGETS
 
-pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
+pytestmark = [pytest.mark.once, pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())]
 
 HOW: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -169,29 +170,45 @@ def packed(weight_format: str, layout: str, hidden: int = 256, inner: int = 192)
 
 
 FEW_BITS = [
-    ("nvfp4", "w16x64", 64),
-    ("nvfp4", "w16x64", 4096),
-    ("nvfp4", "linear", 4096),
-    ("mxfp4", "w16x64", 4096),
-    ("int4", "linear", 64),
+    ("nvfp4", "w16x64", 64, "large_m_32x5"),
+    ("nvfp4", "w16x64", 4096, "large_m_160x3"),
+    ("mxfp4", "w16x64", 128, "large_m_64x4"),
+    ("int4", "w16x64", 256, "large_m_80x4"),
+    ("nvfp4", "linear", 4096, "gemm_128x256"),
+    ("int4", "linear", 64, "gemm_64x256"),
 ]
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize(("weight_format", "layout", "tokens"), FEW_BITS)
-def test_weights_in_few_bits_have_a_dgrad(weight_format, layout, tokens):
-    """Both of a layer, for few rows and many, in kernels that keep their registers."""
+@pytest.mark.parametrize(("weight_format", "layout", "tokens", "title"), FEW_BITS)
+def test_weights_in_few_bits_have_a_dgrad(weight_format, layout, tokens, title):
+    """Both of a layer, for few rows and many: tiles are transposed in registers, and products run while the next fragments are made."""
     made = packed(weight_format, layout)
-    gemms = [s for s in sources(made.backward) if isinstance(s, Gemm)]
-    assert len(gemms) == 2
-    for gemm in gemms:
-        sizes = dict.fromkeys(gemm.fusion.symbols, tokens)
-        (kernel,) = (k for k in gemm.launches(gemm.choose(sizes, H200), sizes, H200) if k.title.startswith("gemm"))
-        assert kernel.title == ("gemm_64x256" if tokens == 64 else "gemm_128x256")
+    dgrads = [s for s in sources(made.backward) if isinstance(s, PackedDgrad)]
+    assert [bool(s.plan.sums) for s in dgrads] == [True, False]
+    for dgrad in dgrads:
+        sizes = dict.fromkeys(dgrad.fusion.symbols, tokens)
+        (kernel,) = (k for k in dgrad.launches(dgrad.choose(sizes, H200), sizes, H200) if k.title.startswith(("gemm", "large_m")))
+        assert kernel.title == title
         lines = sass(build(kernel, H200))
-        assert not [x for x in lines if re.search(r"\b(LDL|STL)\b", x)], kernel.title
-        assert sum("HGMMA" in x for x in lines) == 4
-        assert any("UBLKCP" in x for x in lines) == (layout == "w16x64")  # tiles are copied ahead
+        assert any("MOVM" in x for x in lines) == (layout == "w16x64")
+        products, waits = (sum(what in x for x in lines) for what in ("HGMMA", "WARPGROUP"))
+        assert waits < 0.6 * products or layout == "linear"  # two for each product where the compiler makes it wait for the one before
+        spills = [x for x in lines if re.search(r"\b(LDL|STL)\b", x)]
+        assert len(spills) <= (12 if dgrad.plan.sums and tokens == 4096 and layout == "w16x64" else 0)  # in the epilogue of high tiles
+
+
+@pytest.mark.parametrize(("k", "runs", "fits"), [(192, 1, True), (144, 1, False), (256, 2, True), (384, 2, False), (768, 3, False)])
+def test_a_dgrad_off_the_tile_is_a_product_of_gemm(k, runs, fits):
+    """K blocks are of one run each, and so are stages."""
+    assert LargeM(64, 4).fits(Matrices(8, k, 16, 1, 576, True, "dgrad", runs), H200) == fits
+    assert not SmallM(1, 1, 2, 1, 3, 8).fits(Matrices(8, k, 16, 1, 576, True, "dgrad", runs), H200)
+
+
+def test_a_variant_that_fits_no_dgrad_is_for_others():
+    (dgrad, _) = (s for s in sources(packed("nvfp4", "w16x64").backward) if isinstance(s, PackedDgrad))
+    sizes = dict.fromkeys(dgrad.fusion.symbols, 512)
+    assert dgrad.choose(sizes, H200, "large_m_80x4").size_classes and not dgrad.choose(sizes, H200, "small_m_1x1x2x1x3").size_classes
 
 
 def test_rows_that_are_not_in_sixteens_are_left_to_the_reference():

@@ -18,14 +18,6 @@ def bytes_of(t: torch.Tensor) -> torch.Tensor:
     return t.view(torch.uint8)
 
 
-def every_amax() -> torch.Tensor:
-    """bf16[32640, 32]: a row for each finite number of bf16 that is not negative, which is the largest of 32."""
-    amax = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16)
-    x = (amax[:, None].float() * (torch.rand(len(amax), 32, generator=torch.Generator().manual_seed(0)) * 2 - 1)).bfloat16()
-    x[:, 3] = amax
-    return x
-
-
 def test_what_is_derived():
     assert [(p.name, p.dtype) for p in MXFP8.parts] == [(p.name, p.dtype) for p in MXFP8_COLUMNS.parts]
     assert [(p.name, p.dtype) for p in MXFP8.parts] == [("codes", E4M3), ("block_scale", E8M0)]
@@ -52,7 +44,7 @@ def test_by_ml_dtypes(axis, dtype):
 
 
 def test_every_amax_by_ml_dtypes():
-    x = every_amax()
+    x = mxfp8.every_amax()
     codes, exponents = mxfp8.encoded(x)
     q = quantize(x, encoding=MXFP8)
     np.testing.assert_array_equal(bytes_of(q.codes).numpy(), codes.view(np.uint8))
@@ -66,7 +58,7 @@ def test_every_amax_by_torchao():
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
-    x = every_amax()
+    x = mxfp8.every_amax()
     scale, codes = to_mx(x, E4M3, 32, scaling_mode=ScaleCalculationMode.RCEIL)
     q = quantize(x, encoding=MXFP8)
     assert torch.equal(bytes_of(q.block_scale), bytes_of(scale).view(-1, 1))

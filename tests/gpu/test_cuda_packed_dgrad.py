@@ -8,7 +8,10 @@ from test_cuda_encodings import DTYPES, exact_weight, stored
 from test_cuda_training import SPLITS, TAIL, compiled, ends_of, integers
 
 import fusion_moe
+from fusion_moe import options
+from fusion_moe.arch import H200
 from fusion_moe.emit.cuda import gemm
+from fusion_moe.emit.cuda.variants import SETS, Matrices
 from fusion_moe.encodings import ENCODINGS, Quantized, dequantize
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
@@ -24,8 +27,12 @@ WAYS = [
 ]  # fmt: skip
 
 
-def product(weight: Quantized, layout: str, activations: str, gathered: bool) -> Fusion:
-    """a [M/g, N] times weight [G, N, K] -> f32 [M/g, K] and its rows' sums; `gathered`: an index picks the rows of a."""
+_ANY = Matrices(8, 256, 16, 1, 576, True, "dgrad")
+LARGE_M = sorted({v.name for among in SETS.values() for v in among if v.fits(_ANY, H200)})
+
+
+def product(weight: Quantized, layout: str, activations: str, gathered: bool, sums: bool) -> Fusion:
+    """a [M/g, N] times weight [G, N, K] -> f32 [M/g, K], and its rows' sums; `gathered`: an index picks the rows of a."""
     fd, (groups, n, _), parts = FusionDefinition(), weight.shape, list(weight)
     tokens, rows = fd.define_size("t"), fd.define_size("m")
     ends = fd.groups_of(fd.define_tensor(shape=(groups,), dtype="i32"), rows)
@@ -38,7 +45,8 @@ def product(weight: Quantized, layout: str, activations: str, gathered: bool) ->
     w = fd.ops.pack(*given, encoding=weight.encoding.name, layout=layout)
     made = fd.ops.grouped_mm_t(fd.ops.partition(a, ends), w, ends, w_layout=layout)
     fd.add_output(made)
-    fd.add_output(fd.ops.sum(made, dims=[1], keepdim=False))
+    if sums:
+        fd.add_output(fd.ops.sum(made, dims=[1], keepdim=False))
     return fd.fusion()
 
 
@@ -61,12 +69,13 @@ def check(weight: Quantized, layout: str, activations: str, splits: list[int], g
     for g, count in enumerate(splits):
         want[start : start + count] = x[start : start + count] @ matrices[g]
         start += count
-    program = compiled(product(weight, layout, activations, gathered))
     parts = [p.contiguous() for p in stored(weight, layout)]
-    found, sums = program([ends_of(splits), a, *([picks] if gathered else []), *parts])
-    assert torch.equal(found.double(), want)
-    assert torch.equal(sums.double(), want.sum(1))
-    fusion_moe.synchronize()
+    for sums in (False, True):
+        program = compiled(product(weight, layout, activations, gathered, sums))
+        found, *summed = program([ends_of(splits), a, *([picks] if gathered else []), *parts])
+        assert torch.equal(found.double(), want)
+        assert all(torch.equal(s.double(), want.sum(1)) for s in summed)
+        fusion_moe.synchronize()
 
 
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
@@ -75,6 +84,18 @@ def test_exactly(fmt, activations, layout, splits):
     for n, k in ((192, 320), (144, 64)):
         weight = exact_weight(ENCODINGS[fmt], len(splits), n, k)
         check(weight, layout, activations, splits, gathered=n == 144)
+
+
+@pytest.mark.parametrize("variant", LARGE_M, ids=str)
+@pytest.mark.parametrize(("fmt", "activations", "layout"), [way for way in WAYS if way[2] == "w16x64"], ids=str)
+def test_every_variant_exactly(fmt, activations, layout, variant):
+    """K blocks that fill a last stage or not, columns that fill a last N tile or not, runs with a scale each."""
+    with options.override(cuda_variant=variant):
+        for n, k, gathered in ((320, 1344, False), (768, 256, True)):
+            weight = exact_weight(ENCODINGS[fmt], 8, n, k)
+            check(weight, layout, activations, SPLITS["ragged"], gathered)
+            if fmt == "nvfp4" and n == 768:
+                check(two_runs(weight, (0.5, 2.0)), layout, activations, SPLITS["ragged"], gathered)
 
 
 @pytest.mark.parametrize("tile_m", [64, 128])

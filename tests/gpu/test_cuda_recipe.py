@@ -3,15 +3,22 @@
 import mxfp8
 import pytest
 import torch
-from fusions import assert_same_bits
+from fusions import assert_same_bits, mxfp8_copies, numbers_of_all_sizes
 
 import fusion_moe
+from fusion_moe.compile import program_of
 from fusion_moe.encodings import MXFP8, MXFP8_COLUMNS, quantize
+from fusion_moe.errors import GroupsError
+from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.kinds.runs import dequantize_runs, quantize_runs
-from fusion_moe.nn import GroupedLinear
+from fusion_moe.ir.text import text
+from fusion_moe.nn import GroupedLinear, ScaledSwiGLU, Sequential
 from fusion_moe.recipe import MXFP8BlockScaling
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="wgmma"),
+]
 SIZES = (5, 0, 33, 64)
 
 
@@ -29,6 +36,51 @@ def test_copies_are_those_of_the_cpu():
     assert_same_bits([dequantize_runs(there, ends.cuda()).cpu()], [dequantize_runs(here, ends)])
 
 
+def assert_bits_of_the_reference(fusion: Fusion, *inputs: torch.Tensor) -> None:
+    """By our kernels alone."""
+    program = program_of(text(fusion), torch.device("cuda"))
+    assert [k.why for k in program.kernels if k.why] == []
+    assert_same_bits([t.cpu() for t in program([t.cuda() for t in inputs])], list(fusion.evaluate(*inputs)))
+
+
+@pytest.mark.parametrize("axes", [[-1], [-2], [-1, -2]])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_kernels_of_copies(axes, dtype):
+    x = numbers_of_all_sizes(192, 160).to(dtype).view(2, 96, 160)
+    assert_bits_of_the_reference(mxfp8_copies(x, axes), x)
+    x[1, 40, 50] = torch.nan
+    assert_bits_of_the_reference(mxfp8_copies(x, axes), x)
+
+
+def test_every_amax():
+    x = mxfp8.every_amax()
+    assert_bits_of_the_reference(mxfp8_copies(x, [-1]), x)
+    turned = x.T.contiguous()
+    assert_bits_of_the_reference(mxfp8_copies(turned, [-2]), turned)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 33, 95])
+def test_rows_that_are_no_whole_tile(rows):
+    x = numbers_of_all_sizes(rows + 1, 96).bfloat16()[1:]
+    assert_bits_of_the_reference(mxfp8_copies(x, [-1]), x)
+
+
+@pytest.mark.parametrize("axes", [[-2], [-1, -2]])
+@pytest.mark.parametrize("sizes", [(5, 0, 33, 64, 1), (0, 0), (32,), (96, 7), (0, 64, 0), tuple(5 * g % 37 for g in range(70))], ids=str)
+def test_kernels_of_copies_along_rows_of_groups(axes, sizes):
+    x, ends = numbers_of_all_sizes(sum(sizes) + 4, 288).bfloat16(), torch.tensor(sizes).cumsum(0).int()
+    x[sum(sizes) :] = torch.nan
+    assert_bits_of_the_reference(mxfp8_copies(x, axes, ends), x, ends)
+
+
+def test_wrong_ends_are_said():
+    x, ends = numbers(40, 64).cuda(), torch.tensor([8, 50, -3, 40], dtype=torch.int32)
+    fusion = mxfp8_copies(x.cpu(), [-1, -2], ends)
+    fusion_moe.run(fusion, [x, ends.cuda()])
+    with pytest.raises(GroupsError):
+        fusion_moe.synchronize()
+
+
 @pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
 def test_a_layer(wgrad):
     g = torch.Generator().manual_seed(0)
@@ -42,3 +94,47 @@ def test_a_layer(wgrad):
     found = (y, rows.grad, torch.stack([p.grad for p in module.parameters()]))
     for a, want in zip(found, mxfp8.products(x, weights, dy, SIZES, wgrad), strict=True):
         torch.testing.assert_close(a.double().cpu(), want, rtol=2**-8, atol=1e-3)
+
+
+ROWS, HIDDEN, INNER, GROUPS = 256, 128, 96, 4
+PATTERNS = ([64, 64, 64, 64], [0, 0, 0, 0], [0, 256, 0, 0], [1, 33, 0, 200], [31, 95, 127, 3], [0, 0, 1, 0])
+
+
+class Step:
+    """Forward and backward under the recipe, of static tensors."""
+
+    def __init__(self, recipe: MXFP8BlockScaling) -> None:
+        torch.manual_seed(0)
+        how = {"device": "cuda", "dtype": torch.bfloat16, "bias": False}
+        self.model = Sequential(
+            GroupedLinear(GROUPS, HIDDEN, 2 * INNER, **how), ScaledSwiGLU(), GroupedLinear(GROUPS, INNER, HIDDEN, **how)
+        )
+        self.x, self.dy = (torch.randn(ROWS, HIDDEN, device="cuda").bfloat16().requires_grad_(i == 0) for i in range(2))
+        self.scales, self.splits = torch.rand(ROWS, device="cuda").requires_grad_(), torch.tensor(PATTERNS[0], device="cuda")
+        self.recipe = recipe
+
+    def __call__(self) -> list[torch.Tensor]:
+        with fusion_moe.autocast(recipe=self.recipe):
+            y = self.model(self.x, self.splits, self.scales, self.splits)
+        return [y.detach(), *torch.autograd.grad(y, [self.x, self.scales, *self.model.parameters()], self.dy)]
+
+
+@pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
+def test_a_captured_step_equals_eager_with_other_splits(wgrad):
+    eager, captured = Step(MXFP8BlockScaling(wgrad=wgrad)), Step(MXFP8BlockScaling(wgrad=wgrad))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        captured()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = captured()
+    for pattern in PATTERNS:
+        for step in (eager, captured):
+            step.splits.copy_(torch.tensor(pattern))
+        want = eager()
+        graph.replay()
+        assert all(map(torch.equal, static, want)), pattern
+        assert not want[0][sum(pattern) :].any()
+    fusion_moe.synchronize()

@@ -10,6 +10,7 @@ import fusion_moe
 from fusion_moe.encodings import Quantized
 from fusion_moe.errors import NonFiniteError, ShapeError
 from fusion_moe.layouts import LAYOUTS, W16X64
+from fusion_moe.layouts.code_orders import CODE_ORDERS
 from fusion_moe.nn import NVFP4GroupedLinear
 
 E, H, I = 3, 128, 64
@@ -50,10 +51,8 @@ def test_a_prepared_module_computes_the_same():
     module = experts(E, H, I)
     want = call(module)
     before = {name: t.clone() for name, t in module.state_dict().items()}
-    place = module.gate_up_proj.data_ptr()
     fusion_moe.prepare_(module, "cuda")
     assert module.weight_layout == "w16x64"
-    assert module.gate_up_proj.data_ptr() == place
     torch.testing.assert_close(call(module), want, rtol=2e-2, atol=2e-2)
     state = module.state_dict()
     assert same_bytes(state.values(), before.values())
@@ -79,10 +78,20 @@ def test_another_kind_of_device_takes_the_linear_layout():
     assert module.to("meta").weight_layout == "linear"
 
 
-def test_sizes_off_the_tile_stay_linear():
-    module = experts(E, 96, I)
+def test_what_was_read_before_stays_linear():
+    module = experts(E, H, I)
+    before, copies = module.state_dict(), {name: t.clone() for name, t in module.state_dict().items()}
     fusion_moe.prepare_(module, "cuda")
-    assert module.weight_layout == "linear"
+    assert same_bytes(before.values(), copies.values())
+
+
+def test_what_has_no_order_stays_linear_and_is_said_once(monkeypatch, caplog):
+    monkeypatch.delitem(CODE_ORDERS, "e2m1")
+    model = torch.nn.ModuleDict({"a": experts(E, H, I), "b": experts(E, H, I)})
+    fusion_moe.prepare_(model, "cuda")
+    assert model["a"].weight_layout == "linear"
+    (record,) = caplog.records
+    assert record.getMessage() == "weights stay in the linear layout: a and 1 more: nvfp4 has elements e2m1: int4, bf16, f16 have an order"
 
 
 def test_negative_scales_are_refused():

@@ -7,12 +7,12 @@ import torch
 from experts import experts_of_ones
 
 import fusion_moe
+from fusion_moe.layouts.code_orders import CODE_ORDERS
 from fusion_moe.nn import GroupedSwiGLU
 
 EXPERTS, TOKENS, TOP_K, HIDDEN = 2, 5, 2, 128
-TILED = "fusion_moe.prepare_(model, 'cuda') reorders them to w16x64, the layout of cuda, if all weights of their module are whole tiles"
+TILED = "fusion_moe.prepare_(model, 'cuda') reorders them to w16x64, the layout of cuda"
 BACK = "fusion_moe.prepare_(model, 'cpu') reorders them to linear, the layout of cpu"
-OFF_TILES = "prepare_ leaves them as they are: N = 128 is not a multiple of 16, or K = 32 not of 64"
 
 
 def layouts(module: torch.nn.Module, *args: torch.Tensor, target: str) -> list[tuple[tuple[str, str], ...]]:
@@ -41,20 +41,28 @@ def test_what_prepare_would_do_is_said_until_it_is_done():
     assert layouts(module, *tokens(), target="cpu") == [()] * 2
 
 
-def test_weights_off_the_tiles_stay_and_why_is_said():
+def test_weights_off_the_tiles_are_padded():
     module = experts_of_ones(EXPERTS, HIDDEN, 32)
-    said = layouts(module, *tokens(), target="cuda")
+    assert layouts(module, *tokens(), target="cuda") == [(("linear", TILED),)] * 2
     fusion_moe.prepare_(module, "cuda")
-    assert module.weight_layout == "linear"
-    assert layouts(module, *tokens(), target="cuda") == said == [(("linear", TILED),), (("linear", OFF_TILES),)]
+    assert layouts(module, *tokens(), target="cuda") == [()] * 2
+
+
+def test_weights_without_an_order_stay_and_why_is_said(monkeypatch):
+    monkeypatch.delitem(CODE_ORDERS, "e2m1")
+    module = experts_of_ones(EXPERTS, HIDDEN, 64)
+    why = "nvfp4 has elements e2m1: int4, bf16, f16 have an order"
+    assert layouts(module, *tokens(), target="cuda") == [(("linear", f"prepare_ leaves them as they are: {why}"),)] * 2
 
 
 def test_each_module_is_moved_by_itself():
     module = GroupedSwiGLU.from_float(*(torch.ones(EXPERTS, 32, HIDDEN) for _ in range(2)), torch.ones(EXPERTS, HIDDEN, 32))
     args = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.tensor([2, TOKENS], dtype=torch.int32)
-    assert layouts(module, *args, target="cuda") == [(("linear", TILED),), (("linear", OFF_TILES),)]
+    assert layouts(module, *args, target="cuda") == [(("linear", TILED),)] * 2
+    fusion_moe.prepare_(module.gate_up_proj, "cuda")
+    assert layouts(module, *args, target="cuda") == [(), (("linear", TILED),)]
     fusion_moe.prepare_(module, "cuda")
-    assert layouts(module, *args, target="cuda") == [(), (("linear", OFF_TILES),)]
+    assert layouts(module, *args, target="cuda") == [()] * 2
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])

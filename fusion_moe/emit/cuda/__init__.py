@@ -30,7 +30,7 @@ from ..cxx.plan import plan as plan_product
 from . import gemm
 from .choice import check_variant
 from .choose import Choice, Step
-from .gemm import Gemm, PlainProduct, Wgrad
+from .gemm import Gemm, PackedDgrad, PlainProduct, Wgrad
 from .grouped_mm import Product
 from .join import join
 from .launch import Launch
@@ -64,8 +64,10 @@ def _product(fusion: Fusion) -> Source:
         return Product(need_one_width(made))
     if without_wgmma:
         raise UnsupportedError(without_wgmma)
-    if made.kind == "fprop" and made.one_width:
-        with suppress(UnsupportedError):  # of matrices whose sizes other kernels do not take
+    with suppress(UnsupportedError):  # of matrices whose sizes other kernels do not take
+        if not as_in_torch:
+            return PackedDgrad(made)
+        if made.kind == "fprop" and made.one_width:
             return PlainProduct(made)
     return Gemm(made)
 

@@ -5,6 +5,7 @@ dgrad with weights in few bits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from ...arch import Arch
 from ...errors import UnsupportedError
@@ -23,6 +24,7 @@ from . import added, readers
 from .choice import AUTO, Chosen
 from .grouped_mm import Product
 from .source import Array, Boxes, KernelSource, Sizes, Source
+from .variants import Variant
 from .vectors import VECTOR, Rows, VectorElements, follow, in_vectors
 
 DTYPES = ("bf16", "f16")
@@ -36,6 +38,8 @@ _FEW_ROWS = 64  # of a group, on average, up to which tiles of 64 rows pay for w
 _RUN_OF_ROWS = 16  # of a weight in few bits: what a warp has of them has one outer scale
 _MANY_ROWS = 32  # of a group, on average, from which tiles of 128 rows pay
 _BOX_ROWS = (128, 64, 32, 16, 8)  # of K-major matrices
+LARGE_M_COLUMNS = 64  # that a warpgroup of kernels/large_m.cuh has
+PARTIAL_SUMS = "partial_sums"
 _TILES_N = (256, 128)  # columns of the product
 _FEW_COLUMNS = 64  # of a wgrad's operand: as few as lie in a row of a piece of shared memory
 MAX_GROUPS = 2048  # that shared memory lasts for
@@ -59,7 +63,7 @@ class Gemm(Source):
         self.scratch += [TILE_COUNTER, *self.operand.scratch]
         self._functions = self._make_functions()
         if plan.sums:
-            self.scratch.append(Array("partial_sums", "float", elements((self._rows, self._tiles * self._most_parts * len(plan.sums)))))
+            self.scratch.append(Array(PARTIAL_SUMS, "float", elements((self._rows, self._tiles * self._most_parts * len(plan.sums)))))
 
     def functions(self) -> list[str]:
         """What all kernels of the segment know."""
@@ -68,7 +72,7 @@ class Gemm(Source):
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; activations that are computed; the product; what is summed of its tiles, and of its rows."""
         made = [reset_tile_counter(self, sizes), *self.made_first(sizes), *self.operand.made(sizes), self._product(sizes, arch)]
-        made += [self._sums(i, v, self._tiles * self._parts(sizes), sizes) for i, v in enumerate(self.plan.summed)]
+        made += self.sums(self._tiles * self._parts(sizes), sizes)
         if self.plan.combine:
             with naming(self.plan.combine):
                 made.append(self.sum_of_slots(self.plan.combine, self.plan.tokens, (), sizes, reads_before_wait=True))
@@ -95,8 +99,11 @@ class Gemm(Source):
         box = (_K_BLOCK, _K_BLOCK if plan.kind == "dgrad" else self._box_rows, 1)
         return Boxes(self.array_number(plan.weight[0]), self.dtype, (inner_size, outer, plan.groups), box)
 
+    def sums(self, parts: int, sizes: Sizes) -> list[KernelSource]:
+        """The kernels that add what `parts` parts of a row are summed to, in order."""
+        return [self._sums(i, v, parts, sizes) for i, v in enumerate(self.plan.summed)]
+
     def _sums(self, i: int, v: Value, parts: int, sizes: Sizes) -> KernelSource:
-        """The sums of parts of a row, added in order."""
         count = len(self.plan.sums)
         body = [
             "float total = 0;",
@@ -120,7 +127,8 @@ class Gemm(Source):
 
     @property
     def _most_parts(self) -> int:
-        return 2 if self.packed else 1
+        """Large-M kernels sum 64 columns by themselves."""
+        return self._tile_n // LARGE_M_COLUMNS if self.packed else 1
 
     @property
     def _tile_n(self) -> int:
@@ -157,6 +165,7 @@ class Gemm(Source):
         self._columns_read = len(columns)
         if self._columns_read not in (1, 2, 4):
             raise UnsupportedError(f"a result of {self._columns_read} columns of the product has no kernel here", expected="1, 2 or 4")
+        self.stores = rows.function(made.statements, len(plan.sums))
         transposed = plan.kind == "dgrad"
         if transposed and not all(in_vectors(c, plan.width) for c in columns):
             raise UnsupportedError("a result whose columns do not follow each other by eights has no kernel here")
@@ -180,7 +189,7 @@ class Gemm(Source):
             f"__device__ static constexpr i32 column(i32 f, i32 j) {{ return {choice}; }}",
             *self.operand.functions(),
             *self._weight(),
-            *rows.function(made.statements, len(plan.sums)),
+            *self.stores,
         ]
 
     def _weight(self) -> list[str]:
@@ -209,19 +218,14 @@ class Gemm(Source):
         return made.of(v, epilogue.at(v))
 
 
-class PlainProduct(Product):
-    """The source of a planned fprop with one result: by the kernels of products of any encoding, or, for groups of many rows, by `Gemm`."""
+class EitherProduct(Product):
+    """The source of a planned product: by the kernels of products of any encoding, or by `Gemm`, which has no variants."""
 
     def __init__(self, plan: Plan):
-        super().__init__(plan)
         self._gemm = Gemm(plan)
+        super().__init__(plan)
         self._others = tuple(self.scratch)
         self.scratch = self._gemm.scratch = [*self.scratch, *self._gemm.scratch]
-
-    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
-        """`Gemm` has no variants."""
-        many = value(self.rows, sizes) >= _MANY_ROWS * self.groups
-        return Chosen() if many and arch.wgmma and variant == AUTO else super().choose(sizes, arch, variant)
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """The kernels of one of the two."""
@@ -232,6 +236,48 @@ class PlainProduct(Product):
         if bool(chosen.size_classes) != (array in self._others):
             return 0
         return super().count(array, chosen, sizes) if chosen.size_classes else self._gemm.count(array, chosen, sizes)
+
+
+class PlainProduct(EitherProduct):
+    """Of an fprop with a weight of 16 bits: by `Gemm` where groups have many rows."""
+
+    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
+        """The kernels; none of the variants if by `Gemm`."""
+        many = value(self.rows, sizes) >= _MANY_ROWS * self.groups
+        return Chosen() if many and arch.wgmma and variant == AUTO else super().choose(sizes, arch, variant)
+
+
+class PackedDgrad(EitherProduct):
+    """Of a dgrad with a weight in few bits: by `Gemm` where no variant fits, or not the one that is asked for.
+
+    Rows of several lengths, and sums over them, are stored by the same function as in `Gemm`.
+    """
+
+    def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
+        """The kernels; none of the variants if by `Gemm`."""
+        with suppress(UnsupportedError):
+            return super().choose(sizes, arch, variant)
+        return Chosen()
+
+    def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
+        """The kernels of one of the two, and what is summed."""
+        made = super().launches(chosen, sizes, arch)
+        return [*made, *self._gemm.sums(-(-self.plan.width // LARGE_M_COLUMNS), sizes)] if chosen.size_classes else made
+
+    def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
+        """As `EitherProduct`; both sum parts of rows."""
+        return self._gemm.count(array, chosen, sizes) if array.name == PARTIAL_SUMS else super().count(array, chosen, sizes)
+
+    def _make_results(self, epilogue: Epilogue) -> list[str]:
+        """The functions `result` and `array`, or `store`: see kernels/epilogue_transpose.cuh."""
+        if self.plan.one_width:
+            return super()._make_results(epilogue)
+        return [f"static constexpr i32 RESULTS = 0, SUMS = {len(self.plan.sums)};", f"using Element = {self.dtype};"]
+
+    def _row(self, variant: Variant, reads_fragment_order: bool) -> list[str]:
+        """What products alone know."""
+        stores = [] if self.plan.one_width else ["", *self._gemm.stores]
+        return [*super()._row(variant, reads_fragment_order), *stores]
 
 
 class Wgrad(Source):

@@ -25,7 +25,7 @@ from .source import Array, KernelSource, Sizes, Source
 from .variants import TILE, Matrices, Variant
 
 ACTIVATIONS = "activations"  # what the prologue makes
-_I, _M = map(Variable, "im")
+_I, _J, _M = map(Variable, "ijm")
 _COLUMNS_PER_THREAD = 16  # columns that a thread reads
 _MAX_IDS = 32  # that each warp sorts by itself, and does not wait for `route`
 _MAX_GROUPS = 2048  # that registers and shared memory last for, where all blocks know where groups begin
@@ -50,7 +50,7 @@ class Product(Source):
         self.scratch.append(Array(ACTIVATIONS, self.dtype, elements((self.matrix or plan.a).type.shape)))
         epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}]"})
         self._results = self._make_results(epilogue)
-        self.columns: Columns = columns(epilogue.columns, plan.width, aligned=self.reader.tiled)
+        self.columns: Columns = columns(epilogue.columns or [_J], plan.width, aligned=self.reader.tiled)
         self._functions = self._make_functions()
 
     @property
@@ -62,7 +62,8 @@ class Product(Source):
     def matrices(self) -> Matrices:
         """What the choice of kernels looks at, but for rows."""
         tile_bytes = int(TILE * self.plan.encoding.weight_bits) // 8
-        return Matrices(self.groups, self.plan.k, self.tiles, self.columns.tiles, tile_bytes, self.reader.tiled)
+        runs = self.plan.scale_runs if self.plan.kind == "dgrad" else 1
+        return Matrices(self.groups, self.plan.k, self.tiles, self.columns.tiles, tile_bytes, self.reader.tiled, self.plan.kind, runs)
 
     @property
     def rows(self) -> AnySize:
@@ -94,7 +95,7 @@ class Product(Source):
         """The kernels of the product. reads_before_wait: whether ends are there before the kernel before these has ended."""
         size_classes, variant = chosen.size_classes, chosen.activation_reader
         first, last = size_classes[0], size_classes[-1]
-        fragment_order = chosen.reads_fragment_order or (variant.reads_fragment_order and not self._reads_in_place(variant))
+        fragment_order = chosen.reads_fragment_order or (self._takes_fragment_order(variant) and not self._reads_in_place(variant))
         row = self._row(variant, chosen.reads_fragment_order)
         large_m = [
             f"using Columns = {'FragmentOrder' if chosen.writes_fragment_order else 'RowMajor'};",
@@ -150,7 +151,7 @@ class Product(Source):
         if self.matrix is None:
             count, made = elements(self.plan.a.type.shape), self.elements()
             element = made.of(self.plan.a, [_I // Number(k), _I % Number(k)])
-            place = "fragment_place(i)" if variant.reads_fragment_order else "i"
+            place = "fragment_place(i)" if self._takes_fragment_order(variant) else "i"
             return [self.for_all("prologue", count, [*made.lines, f"{ACTIVATIONS}[{place}] = narrow<{self.dtype}>({element});"], sizes)]
         if self._reads_in_place(variant):
             return []
@@ -176,7 +177,11 @@ class Product(Source):
 
     def needs_reordering(self, variant: Variant) -> bool:
         """Whether a kernel before the product writes rows in fragment order. Where it need not, rows are in natural order."""
-        return variant.reads_fragment_order and not (self._natural_order and variant.prefers_natural_order)
+        return self._takes_fragment_order(variant) and not (self._natural_order and variant.prefers_natural_order)
+
+    def _takes_fragment_order(self, variant: Variant) -> bool:
+        """A dgrad transposes weights to fragments: in which order they lie is no matter."""
+        return variant.reads_fragment_order and self.plan.kind == "fprop"
 
     @property
     def _routing(self) -> Op | None:
@@ -210,6 +215,7 @@ class Product(Source):
             f"static constexpr i32 GROUPS = {self.groups}, N = {plan.n}, K = {plan.k};",
             f"static constexpr i32 WIDTH = {plan.width}, COLUMNS_PER_RESULT = {len(cols.read)};",
             f"static constexpr i32 BLOCK = {cols.block}, BLOCK_TILES = {cols.tiles}, SCALE_RUNS = {plan.scale_runs};",
+            f"static constexpr bool DGRAD = {str(plan.kind == 'dgrad').lower()};  // whether matrices are [K, N]",
             "",
             f"__device__ i64 rows() const {{ return {size(self.rows)}; }}",
             *cols.functions(),

@@ -1,7 +1,7 @@
-"""The CUDA C++ of a segment without a product: kernels that make elements of results, a thread for each.
+"""The CUDA C++ of a segment without a product: kernels that make elements of results, a thread for each, or for eight of a row.
 
-What needs more than one element of something (routing, a combine, a sum) is made first, in memory. Sums are added in an order that depends
-on sizes alone.
+What needs more than one element of something (routing, a combine, a sum, a copy in MXFP8) is made first, in memory. Sums are added in an
+order that depends on sizes alone.
 """
 
 from __future__ import annotations
@@ -11,30 +11,44 @@ from collections.abc import Sequence
 from ...arch import Arch
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
-from ...ir.sizes import AnySize, value
+from ...ir.sizes import AnySize, exact_div, value
 from ...ir.types import plain
-from ..cxx.indices import Number, Variable, size, unflat
+from ..cxx.elements import stored
+from ..cxx.indices import Index, Number, Variable, reshaped, size, unflat
 from ..cxx.plan import MADE_FIRST, known
-from ..cxx.statements import inner
-from ..cxx.sums import reduction
+from ..cxx.statements import Expression, inner
+from ..cxx.sums import Reduction, reduction
 from ..inexpressible import Inexpressible, naming
+from . import copies
 from .choice import Chosen
-from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
+from .source import MAX_RESIDENT, THREADS, KernelSource, SafeElements, Sizes, Source
+from .vectors import VECTOR, Rows, VectorElements, of_eight
 
-_I, _J, _R = map(Variable, "ijr")
-_MISSING = ("index_put_accumulate", "decode_scale", "quantize", "dequantize", "grouped_swizzle")
+_I, _J, _M, _R = map(Variable, "ijmr")
+_MISSING = ("index_put_accumulate", "decode_scale", "grouped_swizzle")
 _SUMS = ("sum", "group_sum")
 _WARPS = THREADS // 32
+
+
+class _Elements(VectorElements):
+    """Of any rows: what a condition guards may lie outside of memory, and is not loaded before it."""
+
+    def _load_guarded(self, v: Value, at: Sequence[Index]) -> Expression:
+        return SafeElements._load(self, v, at)
 
 
 class Loops(Source):
     """The source of a segment. UnsupportedError with the sentence why there is none."""
 
+    ELEMENTS = _Elements
+
     def __init__(self, fusion: Fusion):
         if other := next((op for op in fusion.ops if op.kind.name in _MISSING), None):
             raise Inexpressible(other, f"{other.kind.name} has no kernel here yet")
         self.sums = [op for op in fusion.ops if op.kind.name in ("combine", *_SUMS)]
+        self.copies = copies.of_one_value(fusion)
         whole = [v for op in fusion.ops if op.kind.name in MADE_FIRST or op in self.sums for v in op.outputs]
+        whole += [v for of_x in self.copies.values() for copy in of_x for v in copy.memory]
         super().__init__(fusion, tuple(dict.fromkeys((*whole, *(v for v in fusion.outputs if v not in fusion.inputs)))))
 
     def functions(self) -> list[str]:
@@ -42,14 +56,19 @@ class Loops(Source):
         return []
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """Routing; sums; then the results, those of as many elements in one kernel."""
+        """Routing; sums and copies, in order; then the results, those of as many elements in one kernel."""
         found = self.made_first(sizes)
         ready = [v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs]
         left = [v for v in self.memory if v not in ready]
-        for op in self.sums:
-            with naming(op):
-                found.append(self._summed(op, left, sizes))
-            left = [v for v in left if v not in op.outputs]
+        for op in self.fusion.ops:
+            if op in self.sums:
+                with naming(op):
+                    found.append(self._summed(op, left, sizes))
+                left = [v for v in left if v not in op.outputs]
+            elif of_x := self.copies.get(op, ()):
+                with naming(op):
+                    found.append(copies.kernel(self, f"copies_{len(found)}", of_x, left, sizes))
+                left = [v for v in left if not any(v in copy.memory for copy in of_x)]
         counts = dict.fromkeys(elements(v.type.shape) for v in left)
         of_count = [(n, [v for v in left if elements(v.type.shape) == n]) for n in counts]
         return found + [self._elementwise(i, values, n, left, sizes) for i, (n, values) in enumerate(of_count)]
@@ -61,26 +80,40 @@ class Loops(Source):
 
     def _sum(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
         """A warp for each row, or a thread for each column of each row."""
-        (x,), (y,), found, made = op.values, op.outputs, reduction(op), self.elements(without=left)
-        term = made.of(x, found.at)
+        (x,), (y,), found = op.values, op.outputs, reduction(op)
         if found.along_memory:
             body = [
                 "griddepcontrol_wait();",
                 "griddepcontrol_launch_dependents();",
                 f"for_all_warps({size(found.rows)}, [&](i64 m) {{",
-                *inner([f"const i64 j = 0, count = {size(found.over)};", "float total = 0;"]),
-                "    for (i64 r = threadIdx.x % 32; r < count; r += 32) {",
-                *inner(inner([*made.lines, f"total += {term};"])),
-                "    }",
+                f"    const i64 count = {size(found.over)};",
+                "    float total = 0;",
+                *inner(self._added(x, found, left)),
                 "    total = sum_of_warp(total);",
                 f"    if (threadIdx.x % 32 == 0) {self.store(y, Variable('m'), 'total')}",
                 "});",
             ]
             return self.kernel("sum", body, -(-value(found.rows, sizes) // _WARPS), max_resident=MAX_RESIDENT)
-        columns = size(found.columns)
+        made, columns = self.elements(without=left), size(found.columns)
+        term = made.of(x, found.at)
         add = [f"const i64 m = i / {columns}, j = i % {columns};", "float total = 0;", f"for (i64 r = 0; r < {size(found.over)}; ++r) {{"]
         body = [*add, *inner([*made.lines, f"total += {term};"]), "}", self.store(y, _I, "total")]
         return self.for_all("sum", elements((found.rows, found.columns)), body, sizes)
+
+    def _added(self, x: Value, found: Reduction, left: Sequence[Value]) -> list[str]:
+        """What a lane adds of a row: eight columns at a time, or one."""
+        if not isinstance(found.over, int) or found.over % VECTOR:
+            made = self.elements(without=left)
+            term = made.of(x, found.at)
+            return ["for (i64 r = threadIdx.x % 32; r < count; r += 32) {", *inner([*made.lines, f"total += {term};"]), "}"]
+        made = self.elements(without=left, below={_J.name: found.over})
+        term = made.of(x, [i.replaced(_R.name, _J) for i in found.at])
+        first = f"{VECTOR} * (threadIdx.x % 32)"
+        return [
+            f"for (i64 j0 = {first}; j0 < count; j0 += {32 * VECTOR}) {{",
+            *inner(of_eight(made.statements, [f"total += {term};"])),
+            "}",
+        ]
 
     def _group_sum(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
         """A block for each group and 32 columns: its warps share rows, and their sums are added in order."""
@@ -104,9 +137,23 @@ class Loops(Source):
         return self.kernel("group_sum", body, groups * tiles)
 
     def _elementwise(self, i: int, values: Sequence[Value], count: AnySize, left: Sequence[Value], sizes: Sizes) -> KernelSource:
+        width = plain(values[0].type.shape[-1]) if values[0].type.shape else 1
+        if isinstance(width, int) and width % VECTOR == 0 and (rows := exact_div(count, width)) is not None:
+            return self._by_eights(f"elements_{i}", values, rows, width, left, sizes)
         made = self.elements(without=left)
         stores = []
         for v in values:
             at = unflat(_I, [plain(d) for d in v.type.shape])
             stores.append(self.store(v, _I, made.of(v, at)))
         return self.for_all(f"elements_{i}", count, [*made.lines, *stores], sizes)
+
+    def _by_eights(
+        self, name: str, values: Sequence[Value], rows: AnySize, width: int, left: Sequence[Value], sizes: Sizes
+    ) -> KernelSource:
+        """A thread for eight columns of a row."""
+        made, results = self.elements(without=left, below={_J.name: width}), Rows(width)
+        for v in values:
+            element = made.of(v, reshaped([_M, _J], (rows, width), v.type.shape))
+            results.add(v, self.names[v], f"stored<{stored(v)}>({element})", width, _J)
+        place = f"const i64 m = i / {width // VECTOR}, j0 = i % {width // VECTOR} * {VECTOR};"
+        return self.for_all(name, elements((rows, width // VECTOR)), [place, *results.body(made.statements)], sizes)

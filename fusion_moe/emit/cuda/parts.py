@@ -106,7 +106,7 @@ class Parts:
 
 def _linked(before: Source, after: Source) -> bool:
     """Whether a product's only result is rows of the next one's width, which reads them as activations and as nothing else."""
-    if not isinstance(before, Product) or not isinstance(after, Product):
+    if not isinstance(before, Product) or not isinstance(after, Product) or after.plan.kind == "dgrad":
         return False
     alone = len(before.plan.rows) == 1 and not before.plan.combine and before.plan.width == after.plan.k
     return alone and _only_activations(after)

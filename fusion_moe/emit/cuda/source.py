@@ -147,12 +147,13 @@ class Source(Writer):
         return [v for v in self.memory if v not in first]
 
     def kernel(
-        self, name: str, body: Sequence[str], blocks: int, *, threads: int = THREADS, max_resident: int = 0, reads_before_wait: bool = False
+        self, name: str, body: Sequence[str], blocks: int, *, headers: Sequence[str] = ("routing.cuh",), threads: int = THREADS,
+        max_resident: int = 0, reads_before_wait: bool = False,
     ) -> KernelSource:  # fmt: skip
         """A kernel whose struct has `body` as its function `run`."""
         run = ["__device__ void run() const {", *inner(body), "}"]
         return self.calling(
-            "s.run();", name, run, blocks, threads=threads, max_resident=max_resident, reads_before_wait=reads_before_wait
+            "s.run();", name, run, blocks, headers=headers, threads=threads, max_resident=max_resident, reads_before_wait=reads_before_wait
         )  # fmt: skip
 
     def calling(

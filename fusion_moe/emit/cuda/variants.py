@@ -20,7 +20,8 @@ class Matrices:
     """The matrices of a product, as the choice of a kernel sees them.
 
     tiles: of 16 columns of the product, `block` of which make whole columns of a result, for each 16 or 8. tile_bytes: of the elements
-    and block scales of 16 rows and 64 columns; tiled: whether these lie in one piece.
+    and block scales of 16 rows and 64 columns; tiled: whether these lie in one piece. kind: fprop, or dgrad, which contracts the rows of
+    such tiles; runs: that these are in, with an outer scale each.
     """
 
     groups: int
@@ -29,6 +30,13 @@ class Matrices:
     block: int
     tile_bytes: int
     tiled: bool
+    kind: str = "fprop"
+    runs: int = 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether a dgrad's tiles make whole K blocks of a run, and whole stages where there are two runs."""
+        return self.kind == "fprop" or (self.runs <= 2 and self.k % (64 if self.runs == 1 else 2 * 128) == 0)
 
     @property
     def wide(self) -> bool:
@@ -100,7 +108,7 @@ class SmallM:
         packed = (self.in_flight + self.batch) * self.tiles_per_warp * of.tile_bytes // 128
         sums_and_rows = (4 * self.tiles_per_warp + 16) * self.tiles_m
         registers = min(255, arch.registers // (self.threads * self.per_sm))
-        return self.tiles % of.block == 0 and packed + sums_and_rows + _OTHER_REGISTERS <= registers
+        return of.kind == "fprop" and self.tiles % of.block == 0 and packed + sums_and_rows + _OTHER_REGISTERS <= registers
 
     def splits_last_wave(self, block: int) -> bool:
         """Whether idle blocks take halves of the last wave's tiles: see kernels/small_m.cuh."""
@@ -176,15 +184,16 @@ class LargeM:
     def fits(self, of: Matrices, arch: Arch) -> bool:
         """Whether it makes whole columns of a result of all its tiles, on an architecture, and has the stages that it needs.
 
-        Two repeats, or four consumers with high M tiles, leave no registers for the last half of a stage, of K that is no multiple of 128;
-        two repeats with high M tiles none for tiles past the last column either, and two repeats none for wide tiles.
+        Two repeats, or four consumers with high M tiles, leave no registers for the last half of a stage, of K that is no multiple of 128,
+        nor for what a dgrad transposes; two repeats with high M tiles none for tiles past the last column either, and two repeats none for
+        wide tiles.
         """
         short_of_registers = self.repeats > 1 or (self.consumers > 3 and self.tile_m > 80)
         whole = of.tiles % self.tiles == 0 or self.repeats == 1 or self.tile_m <= 32
         prefetched = not of.wide or self.repeats == 1
         return (
-            arch.wgmma and of.tiled and self.tiles % of.block == 0 and whole and prefetched and self.stages(of, arch) >= _MIN_STAGES
-            and (of.k % 128 == 0 or not short_of_registers)
+            arch.wgmma and of.tiled and of.whole and self.tiles % of.block == 0 and whole and prefetched and self.stages(of, arch) >= _MIN_STAGES
+            and ((of.k % 128 == 0 and of.kind == "fprop") or not short_of_registers)
         )  # fmt: skip
 
     def cost(self, blocks: float, idle_blocks: float, of: Matrices, arch: Arch) -> float:

@@ -22,9 +22,15 @@ class VectorElements(SafeElements):
     def _load(self, v: Value, at: Sequence[Index]) -> Expression:
         if not at or v.type.layout != "linear" or v.type.dtype not in ("f32", "bf16", "f16") or not self._in_vectors(v, at):
             return super()._load(v, at)
+        return formula("widen({})", self._of_eight(v, at))
+
+    def _byte(self, v: Value, at: Sequence[Index]) -> Expression:
+        return self._of_eight(v, at) if self._in_vectors(v, at) else super()._byte(v, at)
+
+    def _of_eight(self, v: Value, at: Sequence[Index]) -> Expression:
         place = flat([*at[:-1], at[-1].replaced(_J.name, _FIRST)], v.type.shape)
         eight = self._define("auto", formula("load_eight({} + {})", self._array(v), place))
-        return Expression(f"widen({eight}.at[v])", frozenset([*eight.variables(), _J.name]))
+        return Expression(f"{eight}.at[v]", frozenset([*eight.variables(), _J.name]))
 
     def _in_vectors(self, v: Value, at: Sequence[Index]) -> bool:
         width, below = plain(v.type.shape[-1]), self._below.get(_J.name, 1)
@@ -57,25 +63,35 @@ class Rows:
         """What a column adds to the row's sum i."""
         self.kept.append(f"total[{i}] += {term};" if self.width % VECTOR == 0 else f"if (j0 + v < WIDTH) total[{i}] += {term};")
 
-    def function(self, statements: Sequence[Statement], sums: int) -> list[str]:
-        """Its C++. statements: what elements are made by."""
-        once, each = hoisted(statements, _J.name)
+    def body(self, statements: Sequence[Statement]) -> list[str]:
+        """What stores them. statements: what elements are made by."""
         column = "j0 + v" if self.width % VECTOR == 0 else "min(j0 + v, i64(WIDTH - 1))"
+        return [*of_eight(statements, self.kept, column, self.arrays), *self.stores]
+
+    def function(self, statements: Sequence[Statement], sums: int) -> list[str]:
+        """It in a function."""
         return [
             "// Columns j0 .. j0 + 7 of a tile, of row m of group g; `total` takes what they add to sums over the row.",
             f"__device__ __forceinline__ void store(i64 m, i64 g, i64 j0, const float (&p)[COLUMNS_PER_RESULT][{VECTOR}],",
             f"                                      float (&total)[{max(1, sums)}]) const {{",
             "    if (j0 >= WIDTH) return;",
-            *inner(written(once)),
-            *inner(self.arrays),
-            "#pragma unroll",
-            f"    for (int v = 0; v < {VECTOR}; ++v) {{",
-            f"        const i64 j = {column};",
-            *inner(inner([*written(each), *self.kept])),
-            "    }",
-            *inner(self.stores),
+            *inner(self.body(statements)),
             "}",
         ]
+
+
+def of_eight(statements: Sequence[Statement], kept: Sequence[str], column: str = "j0 + v", before: Sequence[str] = ()) -> list[str]:
+    """A loop over eight columns, in which elements are made by statements, and kept; before: it, beside what no column changes."""
+    once, each = hoisted(statements, _J.name)
+    return [
+        *written(once),
+        *before,
+        "#pragma unroll",
+        f"for (int v = 0; v < {VECTOR}; ++v) {{",
+        f"    const i64 j = {column};",
+        *inner([*written(each), *kept]),
+        "}",
+    ]
 
 
 def in_vectors(column: Index, width: int) -> bool:

@@ -123,6 +123,10 @@ class Elements:
             raise UnsupportedError(f"elements of {v.name} {v.type} are not supported in C++", expected="the linear layout")
         return formula("widen({}[{}])" if v.type.dtype in _FLOATS else "{}[{}]", self._array(v), flat(at, v.type.shape))
 
+    def _load_guarded(self, v: Value, at: Sequence[Index]) -> Expression:
+        """What is read under a condition alone."""
+        return self._load(v, at)
+
     # Pointwise --------------------------------------------------------------------------------------------------------
 
     def _call(self, op: Op, at: Sequence[Index]) -> Expression:
@@ -218,7 +222,7 @@ class Elements:
         ((condition, v, at), *others) = parts
         if not others and source(self._fusion, v) in self._memory and v.type.layout == "linear":
             # No branch: loops over it become vector code.
-            return formula("({} ? {} : 0)", condition, self._load(v, at))
+            return formula("({} ? {} : 0)", condition, self._load_guarded(v, at))
         name, cases = next(self._names), []
         for condition, v, at in parts:
             inside = type(self)(self._fusion, self._memory, self._known, self._group, self._below)
@@ -235,14 +239,17 @@ class Elements:
         if pack is None or pack.kind.name != "pack" or encoding.name not in TRAINED:
             raise Inexpressible(op, f"dequantize of {packed.type} has no C++ implementation")
         (codes, scales), block = pack.values, encoding.block
-        code = formula("E4M3_VALUES[{}[{}]]", self._array(codes), flat(at, codes.type.shape))
+        code = formula("e4m3_({})", self._byte(codes, at))
         if ends:
             first = self._define("i64", formula("block_of({}, {}, {})", self._array(ends[0]), size(ends[0].type.shape[0]), at[0]))
-            scale = formula("{}[{}]", self._array(scales), flat([first, at[1]], scales.type.shape))
-            return _rounded(formula("{} < 0 ? 0 : {} * e8m0_({})", first, code, scale), op.attrs["dtype"])
+            inside = Call("maximum_", (first, Variable("i64(0)")))  # some are read before it is known which are needed
+            of_rows = formula("e8m0_({})", self._byte(scales, [inside, at[1]]))
+            return _rounded(formula("{} < 0 ? 0 : {} * {}", first, code, of_rows), op.attrs["dtype"])
         place = [i // Number(block) if d == len(at) + encoding.axis else i for d, i in enumerate(at)]
-        scale = formula("{}[{}]", self._array(scales), flat(place, scales.type.shape))
-        return _rounded(formula("{} * e8m0_({})", code, scale), op.attrs["dtype"])
+        return _rounded(formula("{} * e8m0_({})", code, self._byte(scales, place)), op.attrs["dtype"])
+
+    def _byte(self, v: Value, at: Sequence[Index]) -> Expression:
+        return formula("{}[{}]", self._array(v), flat(at, v.type.shape))
 
     def _full(self, op: Op, at: Sequence[Index]) -> Expression:
         return Expression(_literal(op.attrs["fill_value"], op.attrs["dtype"], op))

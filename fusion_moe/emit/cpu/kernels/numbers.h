@@ -135,6 +135,8 @@ struct E4M3 {
 
 constexpr E4M3 E4M3_VALUES{};
 
+inline float e4m3_(u8 code) { return E4M3_VALUES[code]; }
+
 // The code of a number, ties to the even one, beyond 6 to 6, NaN to 7; the sign of -0.0 is dropped.
 inline i32 e2m1_of(float x) {
     const float size = std::fabs(x);

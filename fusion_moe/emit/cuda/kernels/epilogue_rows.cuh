@@ -34,46 +34,24 @@ __device__ __forceinline__ void row_of_quad(float (&p)[8], const float (&sum)[CO
     for (int b = 0; b < 4; ++b) p[2 * b] = x[b][0], p[2 * b + 1] = x[b][1];
 }
 
-// Eight numbers that follow each other in memory, in pieces of 16 bytes, or of 8 if they are bytes.
-template <class T>
-struct Eight {
-    T at[8];
-};
-
-template <class T>
-__device__ __forceinline__ Eight<T> load_eight(const T* p) {
-    constexpr int V = sizeof(T) <= 2 ? 8 : 16 / sizeof(T);
-    Eight<T> found;
-#pragma unroll
-    for (int i = 0; i < 8; i += V) {
-        const Vector<T, V> piece = load_vector<V>(p + i);
-#pragma unroll
-        for (int v = 0; v < V; ++v) found.at[i + v] = piece.at[v];
-    }
-    return found;
-}
-
-template <class T>
-__device__ __forceinline__ void store_eight(T* p, const Eight<T>& x) {
-    constexpr int V = sizeof(T) <= 2 ? 8 : 16 / sizeof(T);
-#pragma unroll
-    for (int i = 0; i < 8; i += V) {
-        Vector<T, V> piece;
-#pragma unroll
-        for (int v = 0; v < V; ++v) piece.at[v] = x.at[i + v];
-        store_vector<V>(p + i, piece);
-    }
-}
-
-// Stores the sums over the columns of an N tile, of the row that four lanes share. By whole warps.
-template <class Segment, int COUNT>
-__device__ __forceinline__ void store_sums(const Segment& s, i64 m, i32 n_tile, bool good, float (&total)[COUNT]) {
+// Stores the sums over columns of a row that LANES lanes share, the part-th of the row. By whole warps.
+template <int LANES, class Segment, int COUNT>
+__device__ __forceinline__ void store_sums(const Segment& s, i64 m, i32 part, bool good, float (&total)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-        total[i] += __shfl_xor_sync(WHOLE_WARP, total[i], 1);
-        total[i] += __shfl_xor_sync(WHOLE_WARP, total[i], 2);
-        if (good && threadIdx.x % 4 == 0) s.partial_sums[(i64(n_tile) * COUNT + i) * s.rows() + m] = total[i];
+#pragma unroll
+        for (int lanes = 1; lanes < LANES; lanes *= 2) total[i] += __shfl_xor_sync(WHOLE_WARP, total[i], lanes);
+        if (good && threadIdx.x % LANES == 0) s.partial_sums[(i64(part) * COUNT + i) * s.rows() + m] = total[i];
     }
+}
+
+// Eight columns of a row, of which LANES lanes have parts of as many times eight. By whole warps, which store where `good`.
+template <int LANES, class Segment>
+__device__ __forceinline__ void store_row(
+    const Segment& s, i64 m, i64 g, i32 j, bool good, const float (&p)[Segment::COLUMNS_PER_RESULT][8]) {
+    float total[Segment::SUMS > 0 ? Segment::SUMS : 1] = {};
+    if (good) s.store(m, g, j, p, total);
+    if constexpr (Segment::SUMS > 0) store_sums<LANES>(s, m, j / (8 * LANES), good && j < Segment::WIDTH, total);
 }
 
 }  // namespace

@@ -3,10 +3,11 @@
 //
 // TransposeResults computes the elements of a result where the accumulators are, and transposes those. So does TransposeExchanged, of two
 // columns, once warps have exchanged accumulators. TransposeAccumulators transposes the accumulators themselves, and computes any results
-// of any of their columns. Each thread has one: it writes its part of the rows to a buffer, loads from there what it stores of them, when
+// of any of their columns; a Segment without results (RESULTS is 0) has a function that stores all of a row, and sums over it. Each thread has one: it writes its part of the rows to a buffer, loads from there what it stores of them, when
 // the whole warpgroup has written, and stores it. `sum`: of all rows of the work tile, for each repeat that it stores.
 #pragma once
 
+#include "epilogue_rows.cuh"
 #include "fragment_order.cuh"
 #include "pipeline.cuh"
 #include "schedule.cuh"
@@ -194,8 +195,9 @@ public:
 
     __device__ __forceinline__ void store(const Rows& rows, i32 first_row) const {
         const i32 m = tile_.work_tile.m_tile.first + first_row + row();
-        if (row() < EPILOGUE_ROWS && m < tile_.work_tile.m_tile.end)
-            store_columns<EACH>(tile_.s, m, tile_.work_tile.m_tile.group, Columns{tile_.column + first()}, rows.p);
+        const bool good = row() < EPILOGUE_ROWS && m < tile_.work_tile.m_tile.end;
+        if constexpr (Segment::RESULTS == 0) store_row<PIECES>(tile_.s, m, tile_.work_tile.m_tile.group, tile_.column + first(), good, rows.p);
+        else if (good) store_columns<EACH>(tile_.s, m, tile_.work_tile.m_tile.group, Columns{tile_.column + first()}, rows.p);
     }
 
 private:

@@ -336,7 +336,7 @@ private:
                 const i32 j = tile.n_tile * TILE_COLUMNS + part * COLUMNS + 32 * i + 8 * (lane % 4);
                 if (good) s.store(m, tile.m_tile.group, j, p, total);
             }
-            if constexpr (Segment::SUMS > 0) store_sums(s, m, tile.n_tile * PARTS + part, good, total);
+            if constexpr (Segment::SUMS > 0) store_sums<4>(s, m, tile.n_tile * PARTS + part, good, total);
         }
     }
 };

@@ -19,22 +19,22 @@
 #include "fragment_order.cuh"
 #include "pipeline.cuh"
 #include "schedule.cuh"
-#include "weights/reader.cuh"
+#include "stored_tiles.cuh"
 #include "wgmma.cuh"
 
 namespace {
 
-// Tiles of weights in shared memory, STAGE_K_BLOCKS for each warp of a consumer warpgroup.
-template <int WARPS, int STAGE_K_BLOCKS, int ELEMENTS, int SCALES>
+// Tiles of weights in shared memory, of STAGE_K_BLOCKS K blocks for a repeat of a consumer warpgroup.
+template <int TILES, int STAGE_K_BLOCKS, int ELEMENTS, int SCALES>
 struct SharedTiles {
-    u8 elements[WARPS][STAGE_K_BLOCKS][ELEMENTS], scales[WARPS][STAGE_K_BLOCKS][SCALES];
+    u8 elements[TILES][STAGE_K_BLOCKS][ELEMENTS], scales[TILES][STAGE_K_BLOCKS][SCALES];
 
     __device__ __forceinline__ const u8* first_scales(int b) const { return scales[0][b]; }
 };
 
-template <int WARPS, int STAGE_K_BLOCKS, int ELEMENTS>
-struct SharedTiles<WARPS, STAGE_K_BLOCKS, ELEMENTS, 0> {
-    u8 elements[WARPS][STAGE_K_BLOCKS][ELEMENTS];
+template <int TILES, int STAGE_K_BLOCKS, int ELEMENTS>
+struct SharedTiles<TILES, STAGE_K_BLOCKS, ELEMENTS, 0> {
+    u8 elements[TILES][STAGE_K_BLOCKS][ELEMENTS];
 
     __device__ __forceinline__ const u8* first_scales(int) const { return nullptr; }
 };
@@ -49,7 +49,7 @@ struct LargeM {
     static constexpr int REGISTER_POOL = 65536 / THREADS / 8 * 8 * (CONSUMERS + 1);
     static constexpr int CONSUMER_REGISTERS = (REGISTER_POOL - MIN_PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
     static constexpr int PRODUCER_REGISTERS = REGISTER_POOL - CONSUMERS * CONSUMER_REGISTERS;
-    static constexpr int WEIGHT_TILES = WARPGROUP_WARPS * CONSUMERS * REPEATS;           // of 16 rows
+    static constexpr int WEIGHT_TILES = TILES_OF_K_BLOCK * CONSUMERS * REPEATS;          // in a K block
     static constexpr int TILE_N = Segment::BLOCK * WEIGHT_TILES / Segment::BLOCK_TILES;  // columns of the result
     static constexpr int N_TILES = (Segment::WIDTH + TILE_N - 1) / TILE_N, K_BLOCKS = Segment::K / 64, K_STEPS = 4;
     using Reader = typename Segment::Weights;
@@ -59,18 +59,21 @@ struct LargeM {
     static constexpr int EPILOGUE_STAGES = REPEATS == 1 && K_BLOCKS > STAGE_K_BLOCKS ? 2 : 1;   // that a consumer releases after its stores
     static constexpr int EPILOGUE_BUFFERS = REPEATS > 1 ? 2 : EPILOGUE_STAGES;  // in which it transposes: where its weights were
     using Transpose = typename EpilogueTranspose<Segment, REPEATS>::type;
-    using SharedWeights = typename Reader::template Shared<Segment::FRAGMENT_ORDER>;
-    using Packed = typename SharedWeights::Packed;
     static constexpr int REPEATS_PER_RESULT = Transpose::REPEATS;   // that a result's columns are made of
+    using Tiles = typename StoredTiles<Segment, WEIGHT_TILES, REPEATS_PER_RESULT, STAGE_K_BLOCKS>::type;
+    using SharedWeights = typename Tiles::Shared;
+    using Packed = typename SharedWeights::Packed;
+    using Scales = typename Tiles::Scales;
+    static constexpr int RUNS = Scales::COUNT, RUN_K_BLOCKS = K_BLOCKS / RUNS;  // of what is contracted
     static constexpr int EPILOGUE_ROWS = Transpose::EPILOGUE_ROWS;  // that a consumer transposes at a time, in one of the buffers
     static_assert(WARPGROUP_WARPS % Segment::BLOCK_TILES == 0, "a consumer's tiles make whole columns");
     static_assert(CONSUMERS <= ConsumerTile<Segment, REPEATS_PER_RESULT>::MAX_CONSUMERS);
     static_assert(WARPGROUP_WARPS % PRODUCER_WARPS == 0, "a warp copies the same tiles of every consumer");
-    static_assert(Segment::K % 64 == 0 && Segment::N % 16 == 0, "weights are tiled");
+    static_assert(Segment::K % 64 == 0, "weights are tiled");
     static_assert(!Segment::Columns::FRAGMENT_ORDER || Segment::WIDTH % 64 == 0, "fragment order is of whole K blocks");
     static_assert(TILE_M % 16 == 0 && TILE_M <= 256, "M tiles are transposed 16 rows at a time, and fit an instruction");
 
-    using RepeatWeights = SharedTiles<WARPGROUP_WARPS, STAGE_K_BLOCKS, ELEMENTS, SCALES>;
+    using RepeatWeights = SharedTiles<TILES_OF_K_BLOCK, STAGE_K_BLOCKS, ELEMENTS, SCALES>;
 
     struct alignas(1024) Stage {
         u8 activations[STAGE_K_BLOCKS][TILE_M * TILE_ROW_BYTES];
@@ -118,19 +121,11 @@ private:
     using WorkTiles = typename TileScheduler::WorkTiles;
     using Columns = typename Segment::Columns;
 
-    // Tile t of an N tile -> the row of the matrix where it begins. Past the last column: the last block's. What makes a column of the
-    // result is in tiles, or in repeats, that follow each other.
-    __device__ static constexpr i32 first_row(i32 n_tile, i32 t) {
-        constexpr i32 ALIKE = REPEATS_PER_RESULT > 1 ? WARPGROUP_WARPS : 1, LAST = (Segment::WIDTH - 1) / Segment::BLOCK;
-        const i32 block = n_tile * (WEIGHT_TILES / Segment::BLOCK_TILES) + t / ALIKE / Segment::BLOCK_TILES * ALIKE + t % ALIKE;
-        return Segment::first_row(block < LAST ? block : LAST, t / ALIKE % Segment::BLOCK_TILES);
-    }
-
     // Whether each step-th tile lies as far after the first of them in every N tile.
     __device__ static constexpr bool equally_spaced(i32 step) {
         for (i32 block = 0; block < N_TILES; ++block)
             for (i32 t = 0; t < WEIGHT_TILES; ++t)
-                if (first_row(block, t) - first_row(block, t % step) != first_row(0, t / step * step) - first_row(0, 0)) return false;
+                if (Tiles::at(block, t) - Tiles::at(block, t % step) != Tiles::at(0, t / step * step) - Tiles::at(0, 0)) return false;
         return true;
     }
 
@@ -141,7 +136,7 @@ private:
     struct Weights {
         static_assert(i64(Segment::N) * Segment::K / 1024 * ELEMENTS < 1ll << 31, "offsets in a matrix");
         static constexpr int TILES_PER_WARP = WEIGHT_TILES / PRODUCER_WARPS, RUNS = ELEMENTS / RUN;
-        static constexpr int PIECES = STAGE_K_BLOCKS * SCALES / 16;  // of the scales of a tile
+        static constexpr int BLOCK_PIECES = SCALES / 16, PIECES = STAGE_K_BLOCKS * BLOCK_PIECES;  // of the scales of a tile; of a stage's
         static constexpr int TILES_PER_STEP = PIECES > 0 ? PRODUCERS / PIECES : WARPGROUP_WARPS;
         static constexpr int SCALE_STEPS = PIECES > 0 ? (WEIGHT_TILES + TILES_PER_STEP - 1) / TILES_PER_STEP : 0;
         static_assert(TILES_PER_STEP % WARPGROUP_WARPS == 0, "whole repeats in a step");
@@ -154,17 +149,19 @@ private:
             elements = Reader::elements(s) + tiles * ELEMENTS, scales = Reader::scales(s) + tiles * SCALES;
 #pragma unroll
             for (int i = 0; i < TILES_PER_WARP; ++i)
-                element[i] = at(work_tile, thread / 32 + PRODUCER_WARPS * i) * ELEMENTS + thread % 32 * 16;
+                element[i] = Tiles::at(work_tile.n_tile, thread / 32 + PRODUCER_WARPS * i) * ELEMENTS + thread % 32 * 16;
             if constexpr (SCALES > 0) {
+                const i32 piece = thread % PIECES;
 #pragma unroll
-                for (int i = 0; i < SCALE_STEPS; ++i)
-                    scale[i] = at(work_tile, min(thread / PIECES + TILES_PER_STEP * i, WEIGHT_TILES - 1)) * SCALES + thread % PIECES * 16;
+                for (int i = 0; i < SCALE_STEPS; ++i) {
+                    const i32 tile = Tiles::at(work_tile.n_tile, min(thread / PIECES + TILES_PER_STEP * i, WEIGHT_TILES - 1));
+                    scale[i] = (tile + piece / BLOCK_PIECES * Tiles::NEXT_K_BLOCK) * SCALES + piece % BLOCK_PIECES * 16;
+                }
             }
             if (EQUALLY_SPACED) elements += element[0], scales += SCALE_STEPS > 0 ? scale[0] : 0;
         }
 
-        __device__ static i32 at(const WorkTile& work_tile, i32 t) { return first_row(work_tile.n_tile, t) / 16 * K_BLOCKS; }
-        __device__ static constexpr i32 after_first(int t) { return (first_row(0, t) - first_row(0, 0)) / 16 * K_BLOCKS; }
+        __device__ static constexpr i32 after_first(int t) { return Tiles::at(0, t) - Tiles::at(0, 0); }
         __device__ __forceinline__ i32 element_at(int i) const {
             return EQUALLY_SPACED ? after_first(PRODUCER_WARPS * i) * ELEMENTS : element[i];
         }
@@ -186,13 +183,16 @@ private:
                     const int place = repeat_place + tile % WARPGROUP_WARPS * STAGE_K_BLOCKS * ELEMENTS + run * RUN;
 #pragma unroll
                     for (int b = 0; b < Blocks; ++b)
-                        cp_async_16(element_place + place + b * ELEMENTS, elements + element_at(i) + (kb + b) * ELEMENTS + run * RUN);
+                        cp_async_16(element_place + place + b * ELEMENTS,
+                                    elements + element_at(i) + (kb + b) * Tiles::NEXT_K_BLOCK * ELEMENTS + run * RUN);
                 }
             }
             if constexpr (SCALES > 0) copy_scales<Blocks>(to, thread, kb);
         }
 
-        __device__ __forceinline__ void advance() { elements += UNROLL_K_BLOCKS * ELEMENTS, scales += UNROLL_K_BLOCKS * SCALES; }
+        __device__ __forceinline__ void advance(i32 blocks) {
+            elements += blocks * (Tiles::NEXT_K_BLOCK * ELEMENTS), scales += blocks * (Tiles::NEXT_K_BLOCK * SCALES);
+        }
 
     private:
         template <int Blocks>
@@ -202,8 +202,8 @@ private:
 #pragma unroll
             for (int i = 0; i < SCALE_STEPS; ++i)
                 cp_async_16_if(scale_place + TILES_PER_STEP / WARPGROUP_WARPS * i * sizeof(RepeatWeights),
-                               scales + scale_at(i) + kb * SCALES,
-                               tile + TILES_PER_STEP * i < WEIGHT_TILES && piece < Blocks * SCALES / 16);
+                               scales + scale_at(i) + kb * Tiles::NEXT_K_BLOCK * SCALES,
+                               tile + TILES_PER_STEP * i < WEIGHT_TILES && piece < Blocks * BLOCK_PIECES);
         }
     };
 
@@ -240,9 +240,9 @@ private:
         }
 
         template <int Steps>
-        __device__ __forceinline__ void advance() {
+        __device__ __forceinline__ void advance(i32 blocks) {
 #pragma unroll
-            for (int i = 0; i < Steps; ++i) row[i] += UNROLL_K_BLOCKS * TILE_ROW_BYTES;
+            for (int i = 0; i < Steps; ++i) row[i] += blocks * i32(TILE_ROW_BYTES);
         }
     };
 
@@ -292,29 +292,45 @@ private:
             weights.open(s, work_tile, thread);
             Activations rows;
             rows.open(s, work_tile, thread);
-            load_work_tile<1>(weights, rows, pipeline, thread);
+            load_work_tile<1>(Scales(s, work_tile.m_tile.group), weights, rows, pipeline, thread);
         }
         if (!work.first()) pipeline.commit_last();
     }
 
     // A loop for each number of steps has fewer instructions than one that branches.
     template <int Steps>
-    __device__ static __forceinline__ void load_work_tile(Weights& weights, Activations& rows, ProducerPipeline& pipeline, i32 thread) {
+    __device__ static __forceinline__ void load_work_tile(
+        const Scales& scales, Weights& weights, Activations& rows, ProducerPipeline& pipeline, i32 thread) {
         if constexpr (Steps < Activations::ROW_STEPS) {
-            if (rows.row_steps > Steps) return load_work_tile<Steps + 1>(weights, rows, pipeline, thread);
+            if (rows.row_steps > Steps) return load_work_tile<Steps + 1>(scales, weights, rows, pipeline, thread);
         }
+        i32 at = 0;  // the K block that the copies have come to
 #pragma unroll 1
-        for (i32 kb = 0; kb <= K_BLOCKS - UNROLL_K_BLOCKS; kb += UNROLL_K_BLOCKS) {
+        for (int run = 0; run < RUNS; ++run) {
+            if constexpr (RUNS > 1) {
+                const i32 further = scales.first_k_block(run) - at;
+                weights.advance(further), rows.template advance<Steps>(further);
+                at += further + RUN_K_BLOCKS / UNROLL_K_BLOCKS * UNROLL_K_BLOCKS;
+            }
+            load_run<Steps>(weights, rows, pipeline, thread, run == 0);
+        }
+    }
+
+    template <int Steps>
+    __device__ static __forceinline__ void load_run(
+        Weights& weights, Activations& rows, ProducerPipeline& pipeline, i32 thread, bool first) {
+#pragma unroll 1
+        for (i32 kb = 0; kb <= RUN_K_BLOCKS - UNROLL_K_BLOCKS; kb += UNROLL_K_BLOCKS) {
 #pragma unroll
             for (int b = 0; b < UNROLL_K_BLOCKS; b += STAGE_K_BLOCKS)
-                load_stage<Steps, STAGE_K_BLOCKS>(weights, rows, pipeline, thread, b, kb + b == 0);
-            weights.advance(), rows.template advance<Steps>();
+                load_stage<Steps, STAGE_K_BLOCKS>(weights, rows, pipeline, thread, b, first && kb + b == 0);
+            weights.advance(UNROLL_K_BLOCKS), rows.template advance<Steps>(UNROLL_K_BLOCKS);
         }
-        constexpr int LEFT = K_BLOCKS % UNROLL_K_BLOCKS, HALF_STAGE = K_BLOCKS % STAGE_K_BLOCKS;
+        constexpr int LEFT = RUN_K_BLOCKS % UNROLL_K_BLOCKS, HALF_STAGE = RUN_K_BLOCKS % STAGE_K_BLOCKS;
         if constexpr (LEFT >= STAGE_K_BLOCKS)
-            load_stage<Steps, STAGE_K_BLOCKS>(weights, rows, pipeline, thread, 0, K_BLOCKS < UNROLL_K_BLOCKS);
+            load_stage<Steps, STAGE_K_BLOCKS>(weights, rows, pipeline, thread, 0, first && RUN_K_BLOCKS < UNROLL_K_BLOCKS);
         if constexpr (HALF_STAGE != 0)
-            load_stage<Steps, HALF_STAGE>(weights, rows, pipeline, thread, LEFT - HALF_STAGE, K_BLOCKS < STAGE_K_BLOCKS);
+            load_stage<Steps, HALF_STAGE>(weights, rows, pipeline, thread, LEFT - HALF_STAGE, first && RUN_K_BLOCKS < STAGE_K_BLOCKS);
     }
 
     template <int Steps, int Blocks>
@@ -335,13 +351,13 @@ private:
         for (; work.more_grouped(); work.advance(), work_ring.advance()) {
             mbarrier_wait(shared.full[ring.stage], ring.parity);
             const WorkTile current = shared.work_tiles[work_ring.stage];
+            const Scales scales(s, current.m_tile.group);
             float outer[REPEATS][2];  // loaded while products run, not when the epilogue waits for them
 #pragma unroll
-            for (int h = 0; h < REPEATS; ++h)
-                Reader::outer_of_lane(outer[h], s, current.m_tile.group, first_row(current.n_tile, weight_tile_of(h)), threadIdx.x % 32);
+            for (int h = 0; h < REPEATS; ++h) scales.of_lane(outer[h], current.n_tile, weight_tile_of(h), threadIdx.x % 32);
             float sum[REPEATS][TILE_M / 2] = {};
             Mainloop mainloop(shared, ring, current.tile_m);
-            mainloop.run(sum);
+            mainloop.run(sum, scales);
             const WorkTile work_tile = shared.work_tiles[work_ring.stage];  // registers are short while products run
 #pragma unroll
             for (int h = 0; h < REPEATS; h += REPEATS_PER_RESULT) store(sum + h, outer + h, s, mainloop, work_tile, h);
@@ -369,19 +385,16 @@ private:
         u32 next_to_release;       // a stage
 
         __device__ __forceinline__ Mainloop(Shared& shared, PipelineState<STAGES>& ring, i32 tile_m)
-            : shared(shared), ring(ring), tile_m(tile_m), mine(first_of(ELEMENTS), first_of(SCALES), threadIdx.x % 32),
+            : shared(shared), ring(ring), tile_m(tile_m),
+              mine(Tiles::shared(repeat_of(0) * sizeof(RepeatWeights), repeat_of(0) * sizeof(RepeatWeights),
+                                 threadIdx.x / 32 % WARPGROUP_WARPS, threadIdx.x % 32)),
               next_to_release(ring.stage) {}
-
-        // Where the warp's begin in its first repeat, of so many bytes for each tile.
-        __device__ static __forceinline__ u32 first_of(i32 bytes) {
-            return repeat_of(0) * sizeof(RepeatWeights) + threadIdx.x / 32 % WARPGROUP_WARPS * STAGE_K_BLOCKS * bytes;
-        }
 
         // sum[h][4 n + i]: rows r and r + 8 of the warp's tile in a repeat, and rows 8 n + 2 c, 8 n + 2 c + 1 of activations. Multiplies by
         // as many of these as are needed: only the instruction differs; which one, all of the block agree.
-        __device__ __forceinline__ void run(float (&sum)[REPEATS][TILE_M / 2]) {
-            if constexpr (TILE_M <= 80) run_unrolled<8, TILE_M>(sum);
-            else run_pipelined(sum);
+        __device__ __forceinline__ void run(float (&sum)[REPEATS][TILE_M / 2], const Scales& scales) {
+            if constexpr (TILE_M <= 80) run_unrolled<8, TILE_M>(sum, scales);
+            else run_pipelined(sum, scales);
             wgmma_wait<0>();
             while (next_to_release != epilogue_stage(EPILOGUE_STAGES - 1)) release();
         }
@@ -405,11 +418,11 @@ private:
 
         // Low M tiles: dequantizing takes longer than products. A loop for each height has fewer instructions than one that branches.
         template <int Least, int Most>
-        __device__ __forceinline__ void run_unrolled(float (&sum)[REPEATS][TILE_M / 2]) {
+        __device__ __forceinline__ void run_unrolled(float (&sum)[REPEATS][TILE_M / 2], const Scales& scales) {
             if constexpr (Least < Most) {
                 constexpr int MIDDLE = (Least + Most) / 16 * 8;
-                if (tile_m <= MIDDLE) run_unrolled<Least, MIDDLE>(sum);
-                else run_unrolled<MIDDLE + 8, Most>(sum);
+                if (tile_m <= MIDDLE) run_unrolled<Least, MIDDLE>(sum, scales);
+                else run_unrolled<MIDDLE + 8, Most>(sum, scales);
             } else {
                 Fragments fragments[2];
                 Packed packed[PREFETCHED];
@@ -417,8 +430,12 @@ private:
                 dequantize_now(fragments[0], packed[0]);
                 constexpr int LAST = K_BLOCKS % STAGE_K_BLOCKS;
 #pragma unroll 1
-                for (i32 kb = 0; kb <= K_BLOCKS - STAGE_K_BLOCKS; kb += STAGE_K_BLOCKS)
-                    mma_stage<Most, WGMMA_GROUPS>(sum, fragments, packed, stage, kb);
+                for (int run = 0; run < RUNS; ++run) {
+#pragma unroll 1
+                    for (i32 kb = 0; kb <= RUN_K_BLOCKS - STAGE_K_BLOCKS; kb += STAGE_K_BLOCKS)
+                        mma_stage<Most, WGMMA_GROUPS>(sum, fragments, packed, stage, run * RUN_K_BLOCKS + kb);
+                    if (run + 1 < RUNS) multiply<Most>(sum, scales.factor(run));
+                }
                 if constexpr (LAST != 0) mma_stage<Most, LAST * REPEATS>(sum, fragments, packed, stage, K_BLOCKS - LAST);
             }
         }
@@ -446,25 +463,42 @@ private:
 
         // High M tiles: products take longer, and run on from stage to stage, while the next fragments are made where there are registers
         // for both. Loops for all heights would be much code.
-        __device__ __forceinline__ void run_pipelined(float (&sum)[REPEATS][TILE_M / 2]) {
+        __device__ __forceinline__ void run_pipelined(float (&sum)[REPEATS][TILE_M / 2], const Scales& scales) {
             static_assert(REPEATS == 1 || TILE_M <= 80, "registers");
             constexpr int BUFFERS = STAGE_K_BLOCKS > 1 && TILE_M / 2 + 60 <= CONSUMER_REGISTERS ? 2 : 1;
             Fragments fragments[BUFFERS];
             Packed packed[PREFETCHED];
             const Stage* stage;
 #pragma unroll 1
-            for (i32 kb = 0; kb < K_BLOCKS; kb += STAGE_K_BLOCKS) {
+            for (int run = 0; run < RUNS; ++run) {
+#pragma unroll 1
+                for (i32 in_run = 0; in_run < RUN_K_BLOCKS; in_run += STAGE_K_BLOCKS) {
+                    const i32 kb = run * RUN_K_BLOCKS + in_run;
 #pragma unroll
-                for (int b = 0; b < STAGE_K_BLOCKS; ++b) {
-                    if (K_BLOCKS % STAGE_K_BLOCKS != 0 && kb + b == K_BLOCKS) break;
-                    if (STAGE_K_BLOCKS == 1) wgmma_wait<0>();  // see PlainShared
-                    if (b == 0) stage = &wait_stage(packed);
-                    wgmma_wait<BUFFERS - 1>();
-                    if (b == BUFFERS - 1 && kb > 0 && (EPILOGUE_STAGES == 1 || kb < K_BLOCKS - STAGE_K_BLOCKS)) release();
-                    dequantize(fragments[b % BUFFERS], packed[b]);
-                    mma_any<8, TILE_M>(sum[0], fragments[b % BUFFERS], tile_descriptor(shared_address(stage->activations[b])));
+                    for (int b = 0; b < STAGE_K_BLOCKS; ++b) {
+                        if (K_BLOCKS % STAGE_K_BLOCKS != 0 && kb + b == K_BLOCKS) break;
+                        if (STAGE_K_BLOCKS == 1) wgmma_wait<0>();  // see PlainShared
+                        if (b == 0) stage = &wait_stage(packed);
+                        wgmma_wait<BUFFERS - 1>();
+                        if (b == BUFFERS - 1 && kb > 0 && (EPILOGUE_STAGES == 1 || kb < K_BLOCKS - STAGE_K_BLOCKS)) release();
+                        dequantize(fragments[b % BUFFERS], packed[b]);
+                        mma_any<8, TILE_M>(sum[0], fragments[b % BUFFERS], tile_descriptor(shared_address(stage->activations[b])));
+                    }
+                }
+                if (run + 1 < RUNS) {
+                    wgmma_wait<0>();
+                    multiply<TILE_M>(sum, scales.factor(run));
                 }
             }
+        }
+
+        // What a run of the contracted has made: see ScaleRuns.
+        template <int TileM>
+        __device__ static __forceinline__ void multiply(float (&sum)[REPEATS][TILE_M / 2], float factor) {
+#pragma unroll
+            for (int h = 0; h < REPEATS; ++h)
+#pragma unroll
+                for (int i = 0; i < TileM / 2; ++i) sum[h][i] *= factor;
         }
 
         // The next stage, and what its first groups multiply by; past the last block: not used.
@@ -569,10 +603,12 @@ private:
     __device__ static __forceinline__ void store_ungrouped_rows(const Segment& s, const WorkTile& work_tile) {
         constexpr int V = 8;
         const i32 pieces = (work_tile.m_tile.end - work_tile.m_tile.first) * (TILE_N / V);
-        for (i32 i = threadIdx.x; i < pieces; i += WARPGROUP * CONSUMERS) {
+        for (i32 first = threadIdx.x / 32 * 32; first < pieces; first += WARPGROUP * CONSUMERS) {
+            const i32 i = first + threadIdx.x % 32, m = work_tile.m_tile.first + i / (TILE_N / V);
             const float zero[Segment::COLUMNS_PER_RESULT][V] = {};
             const RowMajor at{work_tile.n_tile * TILE_N + i % (TILE_N / V) * V};
-            store_columns<V>(s, work_tile.m_tile.first + i / (TILE_N / V), Segment::GROUPS, at, zero);
+            if constexpr (Segment::RESULTS == 0) store_row<64 / V>(s, m, Segment::GROUPS, at.j, i < pieces, zero);
+            else if (i < pieces) store_columns<V>(s, m, Segment::GROUPS, at, zero);
         }
     }
 };

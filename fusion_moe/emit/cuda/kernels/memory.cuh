@@ -29,6 +29,37 @@ __device__ __forceinline__ void store_vector(T* p, const Vector<T, V>& x) {
     }
 }
 
+// Eight numbers that follow each other in memory, in pieces of 16 bytes, or of 8 if they are bytes.
+template <class T>
+struct Eight {
+    T at[8];
+};
+
+template <class T>
+__device__ __forceinline__ Eight<T> load_eight(const T* p) {
+    constexpr int V = sizeof(T) <= 2 ? 8 : 16 / sizeof(T);
+    Eight<T> found;
+#pragma unroll
+    for (int i = 0; i < 8; i += V) {
+        const Vector<T, V> piece = load_vector<V>(p + i);
+#pragma unroll
+        for (int v = 0; v < V; ++v) found.at[i + v] = piece.at[v];
+    }
+    return found;
+}
+
+template <class T>
+__device__ __forceinline__ void store_eight(T* p, const Eight<T>& x) {
+    constexpr int V = sizeof(T) <= 2 ? 8 : 16 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < 8; i += V) {
+        Vector<T, V> piece;
+#pragma unroll
+        for (int v = 0; v < V; ++v) piece.at[v] = x.at[i + v];
+        store_vector<V>(p + i, piece);
+    }
+}
+
 // What is read once and by one block: not kept in L1. Not `.nc`: the compiler may move such loads past a barrier.
 __device__ __forceinline__ uint4 load_no_allocate(const u8* p) {
     uint4 x;

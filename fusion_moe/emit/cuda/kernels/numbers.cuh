@@ -94,6 +94,17 @@ __device__ __forceinline__ f16 stored<f16, float>(float x) {
     return narrow<f16>(x);
 }
 
+// ------------------------------------------------------------------------------------------------------------------------------- MXFP8
+
+// 2^(byte - 127); 255 is NaN.
+__device__ __forceinline__ float e8m0_(u32 byte) { return __uint_as_float(byte == 255 ? 0x7FC00000 : byte == 0 ? 0x400000 : byte << 23); }
+
+// An e4m3 code as the float16 with its bits, which is 2^-8 of it.
+__device__ __forceinline__ float e4m3_(u8 code) {
+    const float found = widen(f16{u16((code & 0x80) << 8 | (code & 0x7F) << 7)}) * 256.f;
+    return (code & 0x7F) == 0x7F ? NAN : found;
+}
+
 // --------------------------------------------------------------------------------------------------------------- functions of the IR
 
 __device__ __forceinline__ float exp_(float x) { return ::expf(x); }

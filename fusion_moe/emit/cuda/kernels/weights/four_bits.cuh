@@ -24,6 +24,8 @@ struct FourBitTiled : Format::Outer {
 
     template <bool FRAGMENT_ORDER>
     using Shared = FourBitShared<Format, FRAGMENT_ORDER>;
+    template <int APART>
+    using Transposed = FourBitTransposed<Format, APART>;
 
     using Packed = TiledCodes;
     using Scales = typename Format::Scales;

@@ -87,6 +87,13 @@ struct FourBitShared {
     }
 };
 
+// Four matrices of 8 rows of 16 bytes, of which a lane says where one row lies: lane 4 r + c gets word c of row r of each.
+__device__ __forceinline__ void load_matrices(u32 (&words)[4], const u8* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(shared_address(row)));
+}
+
 // For row-major activations: step v multiplies by block v of 16 k, of which lane 4 r + c needs word c of row r, and the scales. To ldmatrix
 // the codes of a block are a matrix of 8 rows of 16 bytes; four rows of it share no bank.
 template <class Format>
@@ -108,9 +115,7 @@ struct FourBitShared<Format, false> {
 
     __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
         Packed packed;
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(packed.codes[0]), "=r"(packed.codes[1]), "=r"(packed.codes[2]), "=r"(packed.codes[3])
-                     : "r"(shared_address(all_codes + codes)));
+        load_matrices(packed.codes, all_codes + codes);
         packed.scales = load_vector<BYTES / 4>(reinterpret_cast<const u32*>(all_scales + scales));
         return packed;
     }
@@ -120,6 +125,56 @@ struct FourBitShared<Format, false> {
         const auto scales = tiled_scales_at<Format>(packed.scales.at[byte / 4], byte % 4);
         Format::tiled_half(packed.codes[v], scales, 0, a);
         Format::tiled_half(packed.codes[v], scales, 1, a + 2);
+    }
+};
+
+// A matrix of 8 x 8 numbers of 16 bits, of which lane 4 r + c has the c-th pair of row r.
+__device__ __forceinline__ u32 transposed(u32 pair) {
+    u32 found;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(pair));
+    return found;
+}
+
+// For dgrad, which contracts a tile's 16 rows: four tiles are the steps of a K block, each APART tiles after the one before. Warp w of four
+// multiplies by block w of their columns: lane 4 r + c needs word c of row r, and the scales. What is dequantized is transposed.
+template <class Format, int APART>
+struct FourBitTransposed {
+    static constexpr int BLOCK = Format::BLOCK, EACH = sizeof(typename Format::Scale), SCALES = 1024 / BLOCK * EACH;
+
+    struct Packed {
+        u32 codes[4];  // of each step
+        Vector<u32, 2 * EACH> scales;
+    };
+    u32 codes, scales;
+
+    __device__ __forceinline__ FourBitTransposed(u32 first_code, u32 first_scale, i32 warp, i32 lane)
+        : codes(first_code + lane / 8 * (APART * RUN) + swizzled_lane(lane % 8 * 4 + warp, 0)),
+          scales(first_scale + lane / 4 * (SCALES / 8) + warp * 16 / BLOCK * 2 * EACH) {
+        asm volatile("" : "+r"(codes), "+r"(scales));
+    }
+
+    static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) { return FourBitShared<Format, false>::swizzled_lane(lane, run); }
+
+    __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
+        Packed packed;
+        load_matrices(packed.codes, all_codes + codes);
+        u32 two[4];
+#pragma unroll
+        for (int v = 0; v < 4; ++v) two[v] = two_scales<typename Format::Scale>(all_scales + scales + v * (APART * SCALES));
+#pragma unroll
+        for (int i = 0; i < 2 * EACH; ++i) packed.scales.at[i] = EACH == 1 ? __byte_perm(two[2 * i], two[2 * i + 1], 0x5410) : two[i];
+        return packed;
+    }
+
+    static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
+        const int byte = 2 * EACH * v;
+        const auto scales = tiled_scales_at<Format>(packed.scales.at[byte / 4], byte % 4);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 rows[2];  // pairs of columns, of rows r and r + 8
+            Format::tiled_half(packed.codes[v], scales, half, rows);
+            a[half] = transposed(rows[0]), a[2 + half] = transposed(rows[1]);
+        }
     }
 };
 

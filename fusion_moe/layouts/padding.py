@@ -1,0 +1,92 @@
+"""Zeros around a weight, so that it is whole tiles of a layout. A product by it has zeros in the features that were added, and contracts
+zeros: no bit of the others changes, if activations are finite.
+
+>>> import torch
+>>> from fusion_moe.encodings import ENCODINGS
+>>> w = torch.tensor([[1., 2.], [3., 4.]]).bfloat16()               # rows of two runs: gate above up
+>>> padding = Padding((2, 2), (4, 3), runs=2)
+>>> padding.pad(w, encoding=ENCODINGS["bf16"])[0].tolist()
+[[1.0, 2.0, 0.0], [0.0, 0.0, 0.0], [3.0, 4.0, 0.0], [0.0, 0.0, 0.0]]
+>>> torch.equal(padding.cut(*padding.pad(w, encoding=ENCODINGS["bf16"]), encoding=ENCODINGS["bf16"])[0], w)
+True
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..encodings import Encoding, Part
+from .layout import as_bytes
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What matrices [N, K] grow to, N out-features and K in-features.
+
+    shape, padded: (N, K) before and after; runs: equal runs of rows, each padded at its end.
+    """
+
+    shape: tuple[int, int]
+    padded: tuple[int, int]
+    runs: int = 1
+
+    def __bool__(self) -> bool:
+        return self.shape != self.padded
+
+    def pad(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
+        """The parts of a weight [..., N, K] in linear order, or the first of them, with zeros around; scales of a matrix as they are."""
+        return tuple(self._pad(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False))
+
+    def cut(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
+        """The inverse of `pad`."""
+        return tuple(self._cut(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False))
+
+    def pad_columns(self, x: Tensor) -> Tensor:
+        """Activations, or A of an adapter, [..., K], with zeros after them. Differentiable, as all that follows."""
+        more = self.padded[1] - self.shape[1]
+        return pad(x, (0, more)) if more else x
+
+    def pad_rows(self, t: Tensor, dim: int = -1) -> Tensor:
+        """What there is for each row, a bias [..., N], or B of an adapter, [..., N, r] with dim = -2, with zeros after each run."""
+        more = (self.padded[0] - self.shape[0]) // self.runs
+        return pad(t.unflatten(dim, (self.runs, -1)), (0, 0) * (-dim - 1) + (0, more)).flatten(dim - 1, dim) if more else t
+
+    def cut_rows(self, y: Tensor) -> Tensor:
+        """What a product by the padded weight makes, [..., N'], without what was added."""
+        if self.shape[0] == self.padded[0]:
+            return y
+        return y.unflatten(-1, (self.runs, -1))[..., : self.shape[0] // self.runs].flatten(-2).contiguous()
+
+    def _pad(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
+        if part.of_matrix or not self:
+            return t
+        lead, given = t.shape[:-2], as_bytes(t)
+        zero = 0 if part.scale else _zero(encoding)
+        made = given.new_full(encoding.part_shape(part, lead, *self.padded), zero)
+        _in_runs(made, self.runs)[..., : self.shape[0] // self.runs, : t.shape[-1]] = _in_runs(given, self.runs)
+        return made.view(t.dtype)
+
+    def _cut(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
+        if part.of_matrix or not self:
+            return t
+        *lead, n, width = encoding.part_shape(part, t.shape[:-2], *self.shape)
+        kept = _in_runs(as_bytes(t), self.runs)[..., : n // self.runs, :width]
+        return kept.reshape(*lead, n, width).view(t.dtype)
+
+
+def _in_runs(t: Tensor, runs: int) -> Tensor:
+    """[..., N, W] -> [..., runs, N / runs, W]"""
+    return t.unflatten(-2, (runs, -1))
+
+
+def _zero(encoding: Encoding) -> int:
+    """The item that holds elements of zero."""
+    element = encoding.element
+    if element.encode is None:
+        return 0
+    code = int(element.encode(torch.zeros(1)))
+    return sum(code << i * element.bits for i in range(element.per_item))
