@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_tables import use_variant, variants_of
+from kernel_tables import use_variant
 from test_cuda_encodings import DTYPES, exact_weight, stored
+from test_cuda_kernels import ways_of
 from test_cuda_training import SPLITS, TAIL, compiled, ends_of, integers
 from torch import Tensor
 
@@ -81,11 +82,8 @@ def test_exactly(fmt, dtype, layout, splits):
     check(exact_weight(ENCODINGS[fmt], len(splits), 320, 128), layout, dtype, splits, 16, gathered=True, gated=True)
 
 
-@pytest.mark.parametrize("in_fragment_order", [False, True])
-@pytest.mark.parametrize(("table", "variant"), [(t, v) for t in ("tiled", "linear") for v in variants_of(t)], ids=str)
+@pytest.mark.parametrize(("table", "variant", "in_fragment_order"), [*ways_of("linear"), *ways_of("tiled")], ids=str)
 def test_every_variant_exactly(table, variant, in_fragment_order, monkeypatch):
-    if in_fragment_order and not variant.reads_fragment_order:
-        pytest.skip("it reads rows as they are")
     monkeypatch.setattr(Product, "needs_reordering", lambda self, variant: in_fragment_order and variant.reads_fragment_order)
     use_variant(monkeypatch, table, variant)
     layout = "w16x64" if table == "tiled" else "linear"
