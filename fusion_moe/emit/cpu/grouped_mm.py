@@ -93,9 +93,9 @@ class _Writer(SegmentWriter):
             "};",
             *self.added_problems(),
             *(f"std::vector<float> of_{p}({rows} * BLOCKS); {p} = of_{p}.data();" for p in self.partials),
-            "product(&problem, threads);",
-            *([f"for_rows({rows}, 16, threads, [&](i64 m) {{ finish_row(m); }});"] if self.partials else []),
-            f"for_rows({tokens}, 1, threads, [&](i64 t) {{ finish(t); }});",
+            "product(&problem, &team);",
+            *([f"for_rows({rows}, 16, team, [&](i64 m) {{ finish_row(m); }});"] if self.partials else []),
+            f"for_rows({tokens}, 1, team, [&](i64 t) {{ finish(t); }});",
         ]
 
     # What is stored for rows of groups --------------------------------------------------------------------------------
