@@ -2,13 +2,13 @@
 
     python benchmarks/cpu_layers.py [--threads 1 2 4 8 16] [--tokens 1 4 16 64 256 1024] [--peers] [--repeats 7] [--no-page]
 
-cpu_peers.py says how to install KTransformers' kernels (--peers). All take the same weights, activations and routings; each call has its own
-routing, calls go round `layers` copies of the weights, which no cache holds. Results are compared with float64 first. Contenders take turns:
-a pause, in which a peer's threads stop spinning; a call of one token, which wakes them; then the calls that are measured. For each number of
-threads there is a table, of the median of the turns and the spread as (longest - shortest) / median, with the bandwidth that the loop of
-fusion_moe/runtime/bandwidth.cpp reads with. Times are CPU time for one thread (of the calling one and of the peer's worker, not of its thread
-that spins meanwhile), wall time for more. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment the peer's weights are on large
-pages, as ours are. The tables go into docs/performance.md.
+cpu_peers.py says how to install KTransformers' kernels (--peers). All take the same weights, activations and routings; each call has
+its own routing, calls go round `layers` copies of the weights, which no cache holds. Results are compared with float64 first.
+Contenders take turns: a pause, in which a peer's threads stop spinning; a call of one token, which wakes them; then the calls that are
+measured. For each number of threads there is a table, of the median of the turns and the spread as (longest - shortest) / median, with
+the bandwidth that the loop of fusion_moe/runtime/bandwidth.cpp reads with. Times are CPU time for one thread (of the calling one and of
+the peer's worker, not of its thread that spins meanwhile), wall time for more. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the
+environment the peer's weights are on large pages, as ours are. The tables go into docs/performance.md.
 """
 
 from __future__ import annotations
