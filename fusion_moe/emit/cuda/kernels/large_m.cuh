@@ -592,7 +592,7 @@ private:
             for (int a = 0; a < TILE_M / 2; ++a) sum[i][a] *= tile.factor[i][a % 4 / 2];
             tile.factor[i][0] = tile.factor[i][1] = 1;
             const auto* matrix = tile.s.added_matrix(work_tile.m_tile.group);
-            matrix += i64(first_row(work_tile.n_tile, weight_tile_of(h + i)) + row) * Segment::ADDED;
+            matrix += i64(Tiles::first_row(work_tile.n_tile, weight_tile_of(h + i)) + row) * Segment::ADDED;
             const auto rows = [&](int t) { return tile.s.added_row(min(first + 8 * t, work_tile.m_tile.end - 1)); };
             AddedProduct<typename Segment::Activation, Segment::ADDED>::template add<TILE_M / 8>(
                 sum[i], matrix, matrix + 8 * Segment::ADDED, rows, work_tile.tile_m / 8);
