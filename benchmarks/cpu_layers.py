@@ -1,13 +1,14 @@
-"""One layer of Qwen3-30B-A3B's experts on the CPU: ours and KTransformers' kernels (cpu_peers.py says how to install them), in one process.
+"""One layer of Qwen3-30B-A3B's experts on the CPU: ours, torch's bf16 products and KTransformers' kernels, in one process.
 
-    python benchmarks/cpu_layers.py [--threads N] [--tokens 1 4 16 64 256 1024] [--repeats 7] [--layers 2] [--no-page]
+    python benchmarks/cpu_layers.py [--threads 1 2 4 8 16] [--tokens 1 4 16 64 256 1024] [--peers] [--repeats 7] [--no-page]
 
-All take the same weights, activations and routings; each call has its own routing, calls go round `layers` copies of the weights, which no
-cache holds. Results are compared with float64 first. Contenders take turns: a pause, in which a peer's threads stop spinning; a call of
-one token, which wakes them; then the calls that are measured. Tables show the median of the turns, and the spread as (longest - shortest)
-/ median. Times are CPU time for one thread (of the calling one and of the peer's worker, not of its thread that spins meanwhile), wall
-time for more. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment the peer's weights are on large pages, as ours are. The table
-goes into docs/performance.md.
+cpu_peers.py says how to install KTransformers' kernels (--peers). All take the same weights, activations and routings; each call has
+its own routing, calls go round `layers` copies of the weights, which no cache holds. Results are compared with float64 first.
+Contenders take turns: a pause, in which a peer's threads stop spinning; a call of one token, which wakes them; then the calls that are
+measured. For each number of threads there is a table, of the median of the turns and the spread as (longest - shortest) / median, with
+the bandwidth that the loop of fusion_moe/runtime/bandwidth.cpp reads with. Times are CPU time for one thread (of the calling one and of
+the peer's worker, not of its thread that spins meanwhile), wall time for more. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the
+environment the peer's weights are on large pages, as ours are. The tables go into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from cpu_moe import bf16_layer
 from cpu_peers import KtKernel, Layer
 from page import put
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 import fusion_moe
 from fusion_moe.encodings import MXFP4, NVFP4, Encoding, Quantized, dequantize, quantize
@@ -36,6 +39,8 @@ from fusion_moe.runtime import bandwidth, isa, pages
 HIDDEN, INTERMEDIATE, EXPERTS, SLOTS = 2048, 768, 128, 8
 PAUSE = 0.1  # s; the threads of kt-kernel spin for up to 0.05
 CHECKED = 64  # tokens
+DISTINCT = 8  # experts whose weights differ; the others have theirs
+ONE_BY_ONE = 4  # tokens, at most, for which torch computes a product for each expert
 CALLS = {1: 20, 4: 10, 16: 4}  # tokens: calls of a turn, where one is short
 Clock = Callable[[], float]  # seconds
 Weights = tuple[Quantized, Quantized]  # gate_up [E, 2I, H], down [E, H, I]
@@ -57,7 +62,7 @@ def random_weights(encoding: Encoding) -> Weights:
     """Normal numbers, quantized; on large pages."""
 
     def matrices(n: int, k: int) -> Quantized:
-        each = [quantize(torch.randn(n, k) / k**0.5, encoding=encoding) for _ in range(EXPERTS)]
+        each = [quantize(torch.randn(n, k) / k**0.5, encoding=encoding) for _ in range(DISTINCT)] * (EXPERTS // DISTINCT)
         return each[0].of(pages.on_large_pages(torch.stack(parts)) for parts in zip(*each, strict=True))
 
     return matrices(2 * INTERMEDIATE, HIDDEN), matrices(HIDDEN, INTERMEDIATE)
@@ -69,11 +74,32 @@ def ours(weights: Weights) -> Layer:
     return lambda x, ids, w: torch.ops.fusion_moe.fused_experts(x, ids, w, gate_up, down, weight_format=weights[0].encoding.name)
 
 
-def contenders(kt: KtKernel | None, weights: Mapping[Encoding, Weights], layers: int) -> tuple[list[Contender], list[str]]:
-    """Those that run here; the names of those that do not."""
-    found, missing = [Contender(f"fusion_moe, {e.name}", e, [ours(w) for _ in range(layers)]) for e, w in weights.items()], []
-    if kt is None:
-        return found, missing
+def in_torch(weights: Weights) -> Layer:
+    """The layer by torch's products of the weights in bf16, eagerly."""
+    gate_up, down = (torch.stack([dequantize(q.of(parts), torch.bfloat16) for parts in zip(*q, strict=True)]) for q in weights)
+    return lambda x, ids, w: (one_by_one if len(x) <= ONE_BY_ONE else bf16_layer)(x, ids, w, gate_up, down)
+
+
+def one_by_one(x: Tensor, ids: Tensor, w: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The layer in torch for few tokens: a product for each expert that has some."""
+    y = torch.zeros_like(x)
+    for expert in ids.unique().tolist():
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        gate, up = linear(x[token], gate_up[expert]).chunk(2, -1)
+        y.index_add_(0, token, linear(silu(gate) * up, down[expert]) * w[token, slot, None].to(x.dtype))
+    return y
+
+
+def contenders(weights: Mapping[Encoding, Weights], layers: int) -> list[Contender]:
+    """Those that run on any number of threads."""
+    first, given = next(iter(weights.items()))
+    mine = [Contender(f"fusion_moe, {e.name}", e, [ours(w) for _ in range(layers)]) for e, w in weights.items()]
+    return [*mine, Contender("torch, bf16", first, [in_torch(given) for _ in range(layers)])]
+
+
+def peers(kt: KtKernel, weights: Mapping[Encoding, Weights], layers: int) -> tuple[list[Contender], list[str]]:
+    """Those of a pool of threads that run here; the names of those that do not."""
+    found, missing = list[Contender](), list[str]()
     int8 = "AMX" if kt.variant == "amx" else "AVX-512"
     for name, kernel, encoding, make, most in (
         ("nvfp4, AVX2", "AVX2MXFP4_MOE", NVFP4, kt.fp4, 0.01),
@@ -81,6 +107,8 @@ def contenders(kt: KtKernel | None, weights: Mapping[Encoding, Weights], layers:
         ("mxfp4, AVX2", "AVX2MXFP4_MOE", MXFP4, kt.fp4, 0.01),
         (f"AMXINT4, {int8}", "AMXInt4_MOE", NVFP4, kt.int4, 0.35),  # 4 bits for each of three weights, one scale a row
     ):
+        if encoding not in weights:
+            continue
         if kt.has(kernel):
             found.append(Contender(f"kt-kernel, {name}", encoding, [make(kernel, *weights[encoding]) for _ in range(layers)], most))
         else:
@@ -106,13 +134,15 @@ def exact(weights: Weights, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
     return y
 
 
-def check(found: Sequence[Contender], weights: Mapping[Encoding, Weights]) -> None:
+Checks = Mapping[Encoding, tuple[tuple[Tensor, ...], Tensor]]  # a call, and what it returns
+
+
+def check(found: Sequence[Contender], checks: Checks) -> None:
     """Sets the error of each: the norm of the difference over that of the result. ValueError for more than it may have."""
-    (call,) = calls(CHECKED, 1)
-    want = {encoding: exact(w, *call) for encoding, w in weights.items()}
     for c in found:
+        call, want = checks[c.of]
         for layer in c.copies:
-            c.error = float((layer(*call).double() - want[c.of]).norm() / want[c.of].norm())
+            c.error = float((layer(*call).double() - want).norm() / want.norm())
             if not c.error < c.most:
                 raise ValueError(f"{c.name}: error {c.error:.3g}, expected less than {c.most}")
         print(f"{c.name}: error {c.error:.2g}", flush=True)
@@ -194,31 +224,46 @@ def peer(threads: int, most_tokens: int) -> KtKernel | None:
         return None
 
 
+def of_threads(threads: int, mine: Sequence[Contender], weights: Mapping[Encoding, Weights], checks: Checks, told: Any) -> list[str]:
+    """The part of the page for so many threads."""
+    torch.set_num_threads(threads)
+    memory, kt = bandwidth.of(threads), peer(threads, max(CHECKED, *told.tokens)) if told.peers else None
+    more, missing = peers(kt, weights, told.layers) if kt else ([], [])
+    found, others = [*mine, *more], Others()
+    check(found, checks)
+    for tokens in told.tokens:
+        measure(clock(kt, threads), found, tokens, told.repeats)
+    has_peer = f"; kt-kernel {kt.version} ({kt.variant})" if kt else ""
+    about = f"{threads} thread{'s' * (threads > 1)}, reading {memory.bytes_per_second / 1e9:.1f} GB/s; {others}{has_peer}:"
+    lines = [about, "", *table(found, missing, told.tokens), ""]
+    print("\n".join(lines), flush=True)
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
+    parser.add_argument("--formats", nargs="+", choices=("nvfp4", "mxfp4"), default=["nvfp4", "mxfp4"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--layers", type=int, default=2, help="copies of the weights that calls go round")
+    parser.add_argument("--peers", action="store_true", help="measure kt-kernel too")
+    parser.add_argument("--no-torch", action="store_true", help="leave torch's bf16 products out")
     parser.add_argument("--no-page", action="store_true", help="leave docs/performance.md as it is")
     told = parser.parse_args()
     torch.manual_seed(0)
-    torch.set_num_threads(told.threads)
-    kt, weights = peer(told.threads, max(CHECKED, *told.tokens)), {e: random_weights(e) for e in (NVFP4, MXFP4)}
-    with torch.inference_mode():
-        found, missing = contenders(kt, weights, told.layers)
-        check(found, weights)
-        others = Others()
-        for tokens in told.tokens:
-            measure(clock(kt, told.threads), found, tokens, told.repeats)
+    weights = {e: random_weights(e) for e in (NVFP4, MXFP4) if e.name in told.formats}
     pages_of_peer = "large" if "hugetlb=1" in os.environ.get("GLIBC_TUNABLES", "") else "small"
-    versions = f"fusion_moe {fusion_moe.__version__} ({isa.selected()})" + (f", kt-kernel {kt.version} ({kt.variant})" if kt else "")
     lines = [
-        f"{bandwidth.cpu()}, {bandwidth.cpus()} cores, {told.threads} thread{'s' * (told.threads > 1)}, {datetime.date.today()};"
-        f" {versions}, torch {torch.__version__}; medians of {told.repeats}; {others}; kt-kernel's weights on {pages_of_peer} pages.",
-        "", *table(found, missing, told.tokens), "",
+        f"{bandwidth.cpu()}, {bandwidth.cpus()} cores, {datetime.date.today()}; fusion_moe {fusion_moe.__version__} ({isa.selected()}),"
+        f" torch {torch.__version__}; medians of {told.repeats}; kt-kernel's weights on {pages_of_peer} pages.", "",
     ]  # fmt: skip
-    print("\n".join(lines))
+    with torch.inference_mode():
+        (call,) = calls(CHECKED, 1)
+        checks = {encoding: (call, exact(w, *call)) for encoding, w in weights.items()}
+        mine = [c for c in contenders(weights, told.layers) if not told.no_torch or not c.name.startswith("torch")]
+        for threads in told.threads:
+            lines += of_threads(threads, mine, weights, checks, told)
     if not told.no_page:
         print(put(f"kt-kernel, {isa.selected()}", "cpu_layers.py", "\n".join(lines)))
 

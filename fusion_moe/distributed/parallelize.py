@@ -31,7 +31,7 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: str = "ep", tokens: s
 
     plan: "ep", a rank keeps whole experts: rank r of R those from E r / R to E (r + 1) / R, rounded down, so that R need not divide E.
     Adapters go with their experts. "tp", a rank keeps some intermediate features of all experts: rows of gate and up, columns of down, in
-    whole blocks of the encoding. For `Experts` without adapters, in the linear layout. "ep_tp", both: experts are divided along the mesh's
+    whole blocks of the encoding. For `Experts` without adapters. "ep_tp", both: experts are divided along the mesh's
     first dimension, and their features along its second.
     tokens: "replicated", every rank calls the model with the same tokens and gets the same results: an all-reduce. "sharded", every rank
     calls it with tokens of its own, along the first dimension and as many as every other rank, and gets their results: an all-gather and a

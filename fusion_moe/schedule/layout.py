@@ -25,7 +25,9 @@ class Layout:
 
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
     """None if rows are quantized, swizzled, or both, with at most one sum. Rows of what was quantized are picked by who reads them."""
-    other = next((op for op in fusion.ops if op.kind.role not in ROLES), None)
+    summed = {op: dependent(fusion, op.outputs) for op in fusion.ops if op.kind.role in rows.SUMS}
+    whole = {op for op, after in summed.items() if any(o.kind.role == "quantize" and not after.isdisjoint(o.values) for o in fusion.ops)}
+    other = next((op for op in fusion.ops if op.kind.role not in ROLES or op in whole), None)
     if other is not None:
         return f"{other.kind.name} is not a change of format or layout"
     after = dependent(fusion, [v for op in fusion.ops if op.kind.role == "quantize" for v in op.outputs])

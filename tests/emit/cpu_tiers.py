@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch
 from fusion_moe import op_definitions, options
 from fusion_moe.compile import lower
 from fusion_moe.emit import emit
+from fusion_moe.emit.cpu import join
 from fusion_moe.ir.core import Fusion
 from fusion_moe.runtime import isa
 from fusion_moe.runtime.program import Program
@@ -21,6 +22,7 @@ from fusion_moe.target import TARGETS
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EMULATION = Path(__file__).parent / "amx_emulated.h"
 EMULATED = "amx" not in isa.available() and "avx512" in isa.available() and "avx512_bf16" in isa.features()
+THREADS = (1, 2, 3, 7, 16)
 TIERS = ["amx"] * EMULATED + list(isa.available())
 
 
@@ -39,13 +41,15 @@ def emulated_amx() -> Iterator[None]:
         yield
 
 
-def program(fusion: Fusion, tier: str) -> Program:
-    """A Fusion with kernels of the CPU backend; none may be the reference's for want of a kernel."""
+def program(fusion: Fusion, tier: str, joined: bool = False) -> Program:
+    """A Fusion with kernels of the CPU backend; none may be the reference's for want of a kernel. joined: in one call."""
     with options.override(cpu_isa=tier):
         lowered = lower(fusion, TARGETS["cpu"], options.current())
         kernels = tuple(emit(s, TARGETS["cpu"]) for s in lowered.segments)
     assert not [k.why for k in kernels if k.segment.kind == "grouped_gemm" and k.why]
-    return Program(lowered.stages, lowered.segments, kernels, TARGETS["cpu"])
+    kernels, entry = join(lowered.stages[-1][1], kernels) if joined else (kernels, None)
+    assert joined == (entry is not None)
+    return Program(lowered.stages, lowered.segments, kernels, TARGETS["cpu"], joined=entry)
 
 
 def fusion_of_call(name: str, *args, **kwargs) -> Fusion:
@@ -59,6 +63,19 @@ def small_integers(*shape: int, dtype=torch.bfloat16, seed: int = 0):
 
 def same(a, b, **kwargs):
     torch.testing.assert_close(a, b, equal_nan=True, **{"rtol": 0, "atol": 0, **kwargs})
+
+
+def same_on_any_threads(compute: Callable[[], object]) -> None:
+    """What is computed has the same bits on each number of threads, more than there are CPUs among them."""
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in THREADS:
+            torch.set_num_threads(threads)
+            found.append(compute())
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        same(other, found[0])
 
 
 def check_segments(fusion: Fusion, tier: str, inputs) -> None:

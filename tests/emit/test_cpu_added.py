@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, program, same, small_integers
+from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, program, same, same_on_any_threads, small_integers
 from test_cpu_encodings import random_weights
 from test_cpu_training import PARTITIONS, expected
 from torch import Tensor
@@ -178,16 +178,8 @@ def test_what_changes_between_calls_is_read_again(tier):
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_threads_change_no_bit(tier):
-    sizes, before, found = (1, 0, 20, 700, 90), torch.get_num_threads(), []
     products = [("grouped_mm", [torch.randn(811, k).bfloat16(), torch.randn(5, 400, k).bfloat16()]) for k in (150, 12)]
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            found.append(computed(products, sizes, tier))
-    finally:
-        torch.set_num_threads(before)
-    same(found[1], found[0])
-    same(found[2], found[0])
+    same_on_any_threads(lambda: computed(products, (1, 0, 20, 700, 90), tier))
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, fusion_of_call, program, same, small_integers
+from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, fusion_of_call, program, same, same_on_any_threads, small_integers
 from fusions import evaluate, expert_mlp_variants
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -114,15 +114,7 @@ def test_any_groups_exactly(partition: Partition, dtype, sizes, tier):
 def test_threads_change_no_bit(tier):
     x, weight = torch.randn(200, 272).bfloat16(), random_weight(5, 150, 272)
     ends = torch.tensor([1, 1, 20, 120, 200], dtype=torch.int32)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            found.append(product(tier, x, weight, ends))
-    finally:
-        torch.set_num_threads(before)
-    same(found[1], found[0])
-    same(found[2], found[0])
+    same_on_any_threads(lambda: product(tier, x, weight, ends))
 
 
 # Rounding -------------------------------------------------------------------------------------------------------------

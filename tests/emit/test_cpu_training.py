@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, fusion_of_call, program, same, small_integers
+from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, fusion_of_call, program, same, same_on_any_threads, small_integers
 from test_cpu_encodings import random_weights
 from torch import Tensor
 
@@ -110,16 +110,9 @@ def test_every_pair_of_dtypes(tier, kind, dtypes):
 @pytest.mark.parametrize("kind", ["grouped_mm_t", "grouped_outer"])
 @pytest.mark.parametrize("tier", TIERS)
 def test_threads_change_no_bit(tier, kind, dtype):
-    sizes, before, found = (1, 0, 20, 700, 90), torch.get_num_threads(), []
+    sizes = (1, 0, 20, 700, 90)
     a, b = operands(kind, sizes, 400, 150, (dtype, dtype), exact=False)
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            found.append(computed(kind, tier, a, b, ends_from_sizes(torch.tensor(sizes))))
-    finally:
-        torch.set_num_threads(before)
-    same(found[1], found[0])
-    same(found[2], found[0])
+    same_on_any_threads(lambda: computed(kind, tier, a, b, ends_from_sizes(torch.tensor(sizes))))
 
 
 @pytest.mark.parametrize("kind", ["grouped_mm_t", "grouped_outer"])
@@ -235,21 +228,3 @@ def test_an_expert_layer(tier, layer, dtype, save):
         lowered = lower(part, TARGETS["cpu"], options.current())
         assert not [s.plan.why for s in lowered.segments if s.plan.why]
         check_segments(part, tier, given)
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_bits_of_a_layer_do_not_depend_on_threads(tier):
-    """Sums of rows, too, for the router's gradient."""
-    fusion, inputs, wrt = experts(torch.bfloat16, biases=True)
-    made = differentiate(fusion, wrt)
-    outputs = made.forward.evaluate(*inputs)
-    backward = [*made.read(inputs, outputs), torch.randn(outputs[0].shape).bfloat16()]
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            found.append(program(made.backward, tier)(backward))
-    finally:
-        torch.set_num_threads(before)
-    for a, b in zip(*found, strict=True):
-        same(a, b)

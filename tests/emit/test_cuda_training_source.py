@@ -59,6 +59,28 @@ def sources(fusion: Fusion) -> list[Source]:
     return [s.plan.work for s in program.segments]
 
 
+def test_mxfp8_is_one_call_of_our_kernels():
+    """Copies of one tensor are made by one kernel. Rows are picked from numbers that were rounded once, as the product reads them."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device="meta")
+
+    args = (meta(64, 256), meta(64, 2, dtype=torch.int64), meta(64, 2, dtype=torch.float32), [meta(8, 384, 256)], [meta(8, 256, 192)])
+    call = bind(SPECS["fused_experts"], args, {"weight_format": "bf16", "activation_format": "mxfp8"})
+    made = differentiate(fusion_of("fused_experts", eager_types(call), call.others), [0, 2, 3, 4])
+    found = []
+    for fusion in (made.forward, made.backward):
+        program = compile_fusion(fusion, TARGETS["cuda"], options.current())
+        assert program.joined
+        found.append([type(s.plan.work).__name__ for s in program.segments])
+        for kernel in program.joined.choose(dict.fromkeys(fusion.symbols, 64), H200).kernels:
+            if kernel.name.startswith(("copies", "elements", "sum")):
+                assert build(kernel, H200).exists()
+    products = [[name for name in names if name != "Loops"] for names in found]
+    assert products == [["Gemm", "PlainProduct"], ["Gemm", "Gemm", "Wgrad", "Wgrad"]]
+    assert [names.count("Loops") for names in found] == [5, 6]
+
+
 def kernels(fusion: Fusion) -> list[KernelSource]:
     """For 4096 tokens."""
     sizes = dict.fromkeys(fusion.symbols, 4096)
@@ -208,7 +230,8 @@ def test_a_dgrad_off_the_tile_is_a_product_of_gemm(k, runs, fits):
 def test_a_variant_that_fits_no_dgrad_is_for_others():
     (dgrad, _) = (s for s in sources(packed("nvfp4", "w16x64").backward) if isinstance(s, PackedDgrad))
     sizes = dict.fromkeys(dgrad.fusion.symbols, 512)
-    assert dgrad.choose(sizes, H200, "large_m_80x4").size_classes and not dgrad.choose(sizes, H200, "small_m_1x1x2x1x3").size_classes
+    assert dgrad.choose(sizes, H200, "large_m_80x4").size_classes
+    assert not dgrad.choose(sizes, H200, "small_m_1x1x2x1x3").size_classes
 
 
 def test_rows_that_are_not_in_sixteens_are_left_to_the_reference():

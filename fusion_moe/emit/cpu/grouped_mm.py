@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 
 from ...errors import UnsupportedError
 from ...ir.core import Value
-from ..cxx.elements import stored
+from ..cxx.elements import Elements, stored
 from ..cxx.epilogue import Epilogue
 from ..cxx.indices import Index, Variable, is_index, size
 from ..cxx.plan import Plan, known, row_width
@@ -66,7 +67,7 @@ class _Writer(SegmentWriter):
             *inner(self.store_run()),
             "}",
             "",
-            "void finish(i64 t) const {",
+            "void finish(i64 t, i64 j0, i64 j1) const {",
             *inner(self.finish()),
             "}",
             "",
@@ -78,7 +79,6 @@ class _Writer(SegmentWriter):
     def body(self) -> list[str]:
         plan, rows = self.plan, size(self.plan.a.type.shape[0])
         n, k = plan.product.values[1].type.shape[1:]
-        tokens = size(plan.combine.outputs[0].type.shape[0]) if plan.combine else 0
         return [
             "Problem problem{};",
             *(f"problem.parts[{i}] = {self.names[v]};" for i, v in enumerate(plan.weight)),
@@ -93,9 +93,9 @@ class _Writer(SegmentWriter):
             "};",
             *self.added_problems(),
             *(f"std::vector<float> of_{p}({rows} * BLOCKS); {p} = of_{p}.data();" for p in self.partials),
-            "product(&problem, threads);",
-            *([f"for_rows({rows}, 16, threads, [&](i64 m) {{ finish_row(m); }});"] if self.partials else []),
-            f"for_rows({tokens}, 1, threads, [&](i64 t) {{ finish(t); }});",
+            "product(&problem, &team);",
+            *([f"for_rows({rows}, 16, team, [&](i64 m) {{ finish_row(m); }});"] if self.partials else []),
+            *self.finish_tokens(),
         ]
 
     # What is stored for rows of groups --------------------------------------------------------------------------------
@@ -192,32 +192,54 @@ class _Writer(SegmentWriter):
 
     # What is stored for tokens ----------------------------------------------------------------------------------------
 
-    def finish(self) -> list[str]:
+    def finish_tokens(self) -> list[str]:
         if self.plan.combine is None:
-            return ["(void)t;"]
+            return []
+        tokens, width = map(size, self.plan.combine.outputs[0].type.shape)
+        loop = f"for_tiles({tokens}, {width}, team, [&](i64 t, i64 j0, i64 j1) {{ finish(t, j0, j1); }});"
+        return [loop] if self._by_columns else [f"for_rows({tokens}, 1, team, [&](i64 t) {{ finish(t, 0, {width}); }});"]
+
+    @cached_property
+    def _by_columns(self) -> bool:
+        """Whether each column of what is stored for a token reads the same column of the sum alone."""
+        assert self.plan.combine is not None
+        (total,), read = self.plan.combine.outputs, list[Index]()
+        for v in self.plan.tokens:
+            self._put_token(self.elements({total: lambda at: self._total(at, read)}), v, total)
+        return all(row_width(v, total.type.shape[0]) == total.type.shape[1] for v in self.plan.tokens) and all(j == _J for j in read)
+
+    def finish(self) -> list[str]:
+        """Columns j0 .. j1 - 1 of the sum of a token's rows, and what is made of it."""
+        if self.plan.combine is None:
+            return ["(void)t, (void)j0, (void)j1;"]
         y, slot_of, w = self.plan.combine.values
         (total,) = self.plan.combine.outputs
         n, slots = size(y.type.shape[1]), size(slot_of.type.shape[1])
         elements = self.elements()
         slot, weight = (elements.of(v, [_T, _S]) for v in (slot_of, w))
         lines = [
-            f"float total[{n}] = {{}};",
+            f"float total[{'COLUMNS' if self._by_columns else n}] = {{}};",
             f"for (i64 s = 0; s < {slots}; ++s) {{",
             *inner(elements.lines),
             f"    const {stored(y)}* y = {self.names[y]} + {slot} * {n};",
             "#pragma omp simd",
-            f"    for (i64 j = 0; j < {n}; ++j) total[j] += widen(y[j]) * {weight};",
+            f"    for (i64 j = j0; j < j1; ++j) total[j - j0] += widen(y[j]) * {weight};",
             "}",
         ]
         for v in self.plan.tokens:
-            width = row_width(v, total.type.shape[0])
+            columns = "i64 j = j0; j < j1" if self._by_columns else f"i64 j = 0; j < {row_width(v, total.type.shape[0])}"
             elements = self.elements({total: self._total})
-            store = self.put(elements, v, (total.type.shape[0], width), _T, _J)
-            lines += ["#pragma omp simd", f"for (i64 j = 0; j < {width}; ++j) {{", *inner([*elements.lines, store]), "}"]
+            store = self._put_token(elements, v, total)
+            lines += ["#pragma omp simd", f"for ({columns}; ++j) {{", *inner([*elements.lines, store]), "}"]
         return lines
 
-    def _total(self, at: Sequence[Index]) -> Expression:
+    def _put_token(self, elements: Elements, v: Value, total: Value) -> str:
+        return self.put(elements, v, (total.type.shape[0], row_width(v, total.type.shape[0])), _T, _J)
+
+    def _total(self, at: Sequence[Index], read: list[Index] | None = None) -> Expression:
         assert self.plan.combine is not None
         if not is_index(at[0], _T, self.plan.combine.outputs[0].type.shape[0]):
             raise UnsupportedError("a result reads the sums of other tokens than its own")
-        return formula("total[{}]", at[1])
+        if read is not None:
+            read.append(at[1])
+        return formula("total[{} - j0]", at[1])

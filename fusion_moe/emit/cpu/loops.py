@@ -95,7 +95,7 @@ class _Writer(SegmentWriter):
         add = _for_columns([*statements, f"total[j - j0] += {term};"])
         store = _for_columns([self.store(y, flat([_M, _J], (rows, columns)), "total[j - j0]")])
         body = ["float total[COLUMNS] = {};", f"for (i64 r = {ends[0]}; r < {ends[1]}; ++r) {{", *inner(add), "}", *store]
-        return [f"for_tiles({size(rows)}, {size(columns)}, threads, [&](i64 m, i64 j0, i64 j1) {{", *inner(body), "});"]
+        return [f"for_tiles({size(rows)}, {size(columns)}, team, [&](i64 m, i64 j0, i64 j1) {{", *inner(body), "});"]
 
     def _reduced(self, y: Value, counts: Sequence[AnySize], statements: Sequence[Statement], term: object) -> list[str]:
         """y [rows], each the sum of a term over r, which runs along memory."""
@@ -133,7 +133,7 @@ class _Writer(SegmentWriter):
             f"for (i64 r = 0; r < {size(index.type.shape[0])}; ++r) {{",
             *inner([f"const i64 m = {self.array(index)}[r];", *_for_columns(add)]), "}",
         ]  # fmt: skip
-        return [f"for_tiles(1, {size(width)}, threads, [&](i64, i64 j0, i64 j1) {{", *inner(body), "});"]
+        return [f"for_tiles(1, {size(width)}, team, [&](i64, i64 j0, i64 j1) {{", *inner(body), "});"]
 
     def _decode_scale(self, op: Op) -> list[str]:
         (x,), (out,), made_by = op.values, op.outputs, encoder(find(op.attrs["encoding"]))
@@ -141,16 +141,15 @@ class _Writer(SegmentWriter):
         made = self.elements()
         element = made.of(x, [*unflat(_L, lead), _R, _K])
         body = [
-            "u32 most = 0;  // magnitudes order as their bits do, NaN above all",
-            "#pragma omp parallel for reduction(max : most) num_threads(threads) if (threads > 1)",
-            f"for (i64 r = 0; r < {size(rows)}; ++r) {{",
+            "std::atomic<u32> most{0};  // magnitudes order as their bits do, NaN above all",
+            f"for_rows({size(rows)}, rows_per_step({size(k)}), team, [&](i64 r) {{",
             "    u32 here = 0;",
             *([] if branches(made.statements) else ["#pragma omp simd reduction(max : here)"]),
             f"    for (i64 k = 0; k < {size(k)}; ++k) {{",
             *inner(inner([*made.lines, f"here = std::max(here, as_bits({element}) & 0x7FFFFFFFu);"])),
             "    }",
-            "    most = std::max(most, here);",
-            "}",
+            "    for (u32 so_far = most; so_far < here && !most.compare_exchange_weak(so_far, here);) continue;",
+            "});",
             f"{self.names[out]}[l] = as_float(most) / {_float(made_by.divisor)};",
         ]
         return [f"for (i64 l = 0; l < {size(elements(lead))}; ++l) {{", *inner(body), "}"]
@@ -200,7 +199,7 @@ class _Writer(SegmentWriter):
         rows = elements((*lead, n))
         body = self._blocks_of_columns(op, [*reshaped([_ROW], (rows,), (*lead, n)), _J], str(encoding.block))
         lines, blocks = [f"const i64 first = m * {encoding.block}, at = m;", *body], f"{size(rows)} / {encoding.block}"
-        return [f"for_tiles({blocks}, {size(plain(k))}, threads, [&](i64 m, i64 j0, i64 j1) {{", *inner(lines), "});"]
+        return [f"for_tiles({blocks}, {size(plain(k))}, team, [&](i64 m, i64 j0, i64 j1) {{", *inner(lines), "});"]
 
     def _quantize_runs(self, op: Op) -> list[str]:
         """Blocks of each group's rows, the last one padded with zeros; zeros past the last end, and where a block has no rows."""
@@ -218,7 +217,7 @@ class _Writer(SegmentWriter):
             f"std::fill_n({self.names[scales]}, {size(plain(blocks))} * {columns}, u8(0));",
             f"const i64 past = {groups} == 0 ? 0 : {end}[{groups} - 1];",
             f"std::fill_n({self.names[codes]} + past * {columns}, ({size(plain(rows))} - past) * {columns}, u8(0));",
-            f"for_tiles({groups}, {columns}, threads, [&](i64 m, i64 j0, i64 j1) {{", *inner(body), "});",
+            f"for_tiles({groups}, {columns}, team, [&](i64 m, i64 j0, i64 j1) {{", *inner(body), "});",
         ]  # fmt: skip
 
     def _blocks_of_columns(self, op: Op, at: Sequence[Index], count: str) -> list[str]:
@@ -255,7 +254,7 @@ _WHOLE: dict[str, Callable[[_Writer, Op], list[str]]] = {
 def _for_rows(rows: AnySize, width: AnySize, body: Sequence[str]) -> list[str]:
     """`body` for each m; a thread takes rows of so many elements at a time."""
     step = f"rows_per_step({size(width)})"
-    return [f"for_rows({size(rows)}, {step}, threads, [&](i64 m) {{", *inner(body), "});"]
+    return [f"for_rows({size(rows)}, {step}, team, [&](i64 m) {{", *inner(body), "});"]
 
 
 def _for_columns(body: Sequence[Statement], first: str = "j0", end: str = "j1") -> list[str]:

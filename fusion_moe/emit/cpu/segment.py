@@ -33,15 +33,15 @@ $first
 
 $functions
 
-    int run(Product product, int threads) const {
+    int run(Product product, Team& team) const {
         if (!first()) return BAD;
 $body
         return GOOD;
     }
 };
 
-int run(void* const* p, const long long* n, Product product, int threads) {
-    return Segment{$arguments}.run(product, threads);
+int run(void* const* p, const long long* n, Product product, Team& team) {
+    return Segment{$arguments}.run(product, team);
 }
 """)
 

@@ -1,7 +1,8 @@
 """A translation unit: segments, each in a namespace, with an entry for each, and one for all of a program.
 
 run_<i>(p, n, products, threads)    segment i: pointers and sizes as its Source lists them
-run(p, n, products, threads)        all in order, on the arrays and sizes of the program; stops at one that finds bad input
+run(p, n, products, threads)        all in order, in one parallel region, on the arrays and sizes of the program; stops at one that finds
+                                    bad input
 
 products: the grouped product of each segment's encoding, null for one without.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..cxx.statements import indented
+from ..cxx.statements import indented, inner
 from .segment import Source
 
 _PARAMETERS = "void* const* p, const long long* n, void* const* products, int threads"
@@ -30,12 +31,19 @@ def text(sources: Sequence[Source], steps: Sequence[Step] = ()) -> str:
     parts = [f'#include "{header}"\n' for header in dict.fromkeys(header for source in sources for header in source.headers)]
     for i, source in enumerate(sources):
         parts += [f"namespace {{\nnamespace segment_{i} {{\n", source.text, f"}}  // namespace segment_{i}\n}}  // namespace\n"]
-        call = f"return segment_{i}::run(p, n, reinterpret_cast<Product>(products[{i}]), threads);"
-        parts.append(f'extern "C" int run_{i}({_PARAMETERS}) {{\n    {call}\n}}\n')
+        parts.append(_entry(f"run_{i}", [f"return segment_{i}::run(p, n, {_product(i)}, team);"]))
     if steps:
-        calls = [line for i, step in enumerate(steps) for line in _call(i, step)]
-        parts.append(f'extern "C" int run({_PARAMETERS}) {{\n{indented([*calls, "return GOOD;"])}\n}}\n')
+        parts.append(_entry("run", [*(line for i, step in enumerate(steps) for line in _call(i, step)), "return GOOD;"]))
     return "\n".join(parts)
+
+
+def _entry(name: str, body: Sequence[str]) -> str:
+    region = indented(["return Team::run(threads, [&](Team& team) -> int {", *inner(body), "});"])
+    return f'extern "C" int {name}({_PARAMETERS}) {{\n{region}\n}}\n'
+
+
+def _product(i: int) -> str:
+    return f"reinterpret_cast<Product>(products[{i}])"
 
 
 def _call(i: int, step: Step) -> list[str]:
@@ -44,6 +52,6 @@ def _call(i: int, step: Step) -> list[str]:
         "{",
         f"    void* const q[] = {{{arrays}}};",
         f"    const long long m[] = {{{sizes or 0}}};",
-        f"    if (run_{i}(q, m, products, threads) != GOOD) return BAD;",
+        f"    if (segment_{i}::run(q, m, {_product(i)}, team) != GOOD) return BAD;",
         "}",
     ]

@@ -53,7 +53,7 @@ class _Writer(SegmentWriter):
             "problem.store = [](const void* segment, i64 m, i64 rows, i64 g, i64 j, i64 count, const float* p, i64 stride) {",
             "    for (i64 r = 0; r < rows; ++r) static_cast<const Segment*>(segment)->store(g, m + r, j, count, p + r * stride);",
             "};",
-            "product(&problem, threads);",
+            "product(&problem, &team);",
         ]
 
     def store_run(self) -> list[str]:

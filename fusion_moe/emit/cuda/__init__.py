@@ -1,7 +1,7 @@
 """The CUDA backend: segments as kernels in CUDA C++, compiled with NVRTC; for the pieces that have them.
 
 source.py       what every segment has: a struct of its arrays, and kernels that are given it
-loops.py        segments without a product
+loops.py        segments without a product; copies.py: copies in MXFP8, made in these
 grouped_mm.py   products, with gather, routing and epilogue; columns.py: which columns a result is made of
 added.py        a product that joins the accumulators of another, as an adapter's
 gemm.py         those of training: fprop with results of several widths, dgrad, wgrad of 16-bit matrices; dgrad of weights in few bits

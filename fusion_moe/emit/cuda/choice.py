@@ -101,7 +101,9 @@ def choose_from(table: Table, rows: int, of: Matrices, arch: Arch) -> tuple[Size
     possible = ((regime, fastest(regime.variants)) for regime in table.regimes(of) if rows <= regime.max_average * groups)
     regime, usual = next(((regime, variant) for regime, variant in possible if variant), (None, None))
     if regime is None or usual is None:
-        raise UnsupportedError(f"a {of.kind} of {of.groups} matrices of {of.k} x {16 * of.tiles} has no kernel on {arch.name}", where="cuda")
+        raise UnsupportedError(
+            f"a {of.kind} of {of.groups} matrices of {of.k} x {16 * of.tiles} has no kernel on {arch.name}", where="cuda"
+        )
     bounds, found = [most for most, _ in regime.size_classes], [v for _, among in regime.size_classes if (v := fastest(among))]
     long = groups >= table.min_groups and groups * of.tiles * 16 * of.k >= regime.min_weights
     if not found or len(found) < len(bounds) or not long:

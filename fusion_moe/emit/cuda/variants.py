@@ -192,8 +192,8 @@ class LargeM:
         whole = of.tiles % self.tiles == 0 or self.repeats == 1 or self.tile_m <= 32
         prefetched = not of.wide or self.repeats == 1
         return (
-            arch.wgmma and of.tiled and of.whole and self.tiles % of.block == 0 and whole and prefetched and self.stages(of, arch) >= _MIN_STAGES
-            and ((of.k % 128 == 0 and of.kind == "fprop") or not short_of_registers)
+            arch.wgmma and of.tiled and of.whole and self.tiles % of.block == 0 and whole and prefetched
+            and self.stages(of, arch) >= _MIN_STAGES and ((of.k % 128 == 0 and of.kind == "fprop") or not short_of_registers)
         )  # fmt: skip
 
     def cost(self, blocks: float, idle_blocks: float, of: Matrices, arch: Arch) -> float:

@@ -7,11 +7,11 @@
 
 using Tier = std::conditional_t<HAS_E2M1_CODES<Weight>, TierOfCodes<Weight>, DequantizedTier<F32, Pairs, Weight>>;
 
-extern "C" void product(const Problem* problem, int threads) {
+extern "C" void product(const Problem* problem, Team* team) {
     switch (problem->activation) {
-        case OF_BF16: return GroupedMM<Tier, Weight, bf16>(*problem).run(threads);
-        case OF_F16: return GroupedMM<Tier, Weight, f16>(*problem).run(threads);
-        default: return GroupedMM<Tier, Weight, float>(*problem).run(threads);
+        case OF_BF16: return GroupedMM<Tier, Weight, bf16>(*problem).run(*team);
+        case OF_F16: return GroupedMM<Tier, Weight, f16>(*problem).run(*team);
+        default: return GroupedMM<Tier, Weight, float>(*problem).run(*team);
     }
 }
 

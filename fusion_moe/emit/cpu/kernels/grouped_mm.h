@@ -2,7 +2,6 @@
 // an order that does not depend on how many there are.
 #pragma once
 
-#include <atomic>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -12,7 +11,8 @@
 
 namespace {
 
-constexpr i64 MIN_BYTES = 1 << 18;  // of the weight in one work tile
+constexpr i64 MIN_BYTES = 1 << 15;  // of the weight in one work tile
+constexpr i64 SHARES = 3;           // a work tile is one of so many for each thread of what is left
 
 // What a thread keeps between work tiles.
 struct ThreadState {
@@ -38,60 +38,71 @@ class GroupedMM {
     explicit GroupedMM(const Problem& problem)
         : p_(problem), K(Weight::contracted(problem)), F(problem.F), blocks_((problem.W + LANES - 1) / LANES), stride_((K + 255) / 256 * 256) {}
 
-    void run(int threads) {
-        const std::vector<WorkTile> work_tiles = plan(threads);
-        std::atomic<std::size_t> taken{0};
-        const auto next_work_tile = [&] {
-            const std::size_t i = taken.fetch_add(1, std::memory_order_relaxed);
-            return i < work_tiles.size() ? &work_tiles[i] : nullptr;
-        };
-#pragma omp parallel num_threads(threads) if (threads > 1 && work_tiles.size() > 1)
-        {
+    void run(Team& team) {
+        const std::vector<WorkTile> work_tiles = plan(team.threads());
+        team.share(i64(work_tiles.size()), [&](Items& items) {
             static thread_local ThreadState state;
             [[maybe_unused]] const typename Tier::Thread thread{};
             state.group = -1;
+            const auto next_work_tile = [&] {
+                const i64 i = items.next();
+                return i >= 0 ? &work_tiles[std::size_t(i)] : nullptr;
+            };
             for (const WorkTile *now = next_work_tile(), *then; now != nullptr; now = then) {
                 then = next_work_tile();
                 WorkTile work_tile = *now;
                 work_tile.then = then;
                 compute(work_tile, state);
             }
-        }
+        });
         const i64 last = p_.G > 0 ? p_.ends[p_.G - 1] : 0;
-        for_rows(p_.rows - last, 16, threads, [&](i64 i) { store_ungrouped_row(last + i); });
+        for_rows(p_.rows - last, 16, team, [&](i64 i) { store_ungrouped_row(last + i); });
     }
 
   private:
     i64 start(i64 g) const { return g == 0 ? 0 : p_.ends[g - 1]; }
     i64 size(i64 g) const { return p_.ends[g] - start(g); }
 
-    // Work tiles of about equal time: by the bytes of the weight, which cost more where they meet many rows.
+    // How long so many rows of a group take for a block of columns: by the bytes of the weight, which cost more where they meet many rows.
+    double cost(i64 rows) const { return double(F) * LANES * double(K) * Weight::BYTES * (1 + double(rows) / Tier::DEQUANTIZE_ROWS); }
+
+    // First large work tiles, which run along memory, then smaller and smaller ones, so that threads end together.
     std::vector<WorkTile> plan(int threads) const {
-        const auto cost = [&](i64 rows) {
-            return double(F) * LANES * double(K) * Weight::BYTES * (1 + double(rows) / Tier::DEQUANTIZE_ROWS);
-        };
-        double total = 0;
-        for (i64 g = 0; g < p_.G; ++g) total += size(g) > 0 ? cost(size(g)) * double(blocks_) : 0;
-        const double max_cost = std::max(double(MIN_BYTES), total / (threads * 16.0));
+        double left = 0;
+        for (i64 g = 0; g < p_.G; ++g) {
+            for (i64 first = start(g); first < p_.ends[g]; first += TILE_M) left += cost(std::min(TILE_M, p_.ends[g] - first)) * double(blocks_);
+        }
         std::vector<WorkTile> work_tiles;
         for (i64 g = 0; g < p_.G; ++g) {
             for (i64 first = start(g); first < p_.ends[g]; first += TILE_M) {
                 const i64 rows = std::min(TILE_M, p_.ends[g] - first);
-                const i64 step = threads == 1 ? blocks_ : std::max(BLOCKS, i64(max_cost / cost(rows)) / BLOCKS * BLOCKS);
-                for (i64 b = 0; b < blocks_; b += step) work_tiles.push_back({&p_, g, first, rows, b, std::min(b + step, blocks_)});
+                for (i64 b = 0, step; b < blocks_; b += step) {
+                    step = threads == 1 ? blocks_ : std::min(blocks_ - b, blocks_of(left / double(SHARES * threads), rows));
+                    work_tiles.push_back({&p_, g, first, rows, b, b + step});
+                    left -= double(step) * cost(rows);
+                }
             }
         }
         return work_tiles;
     }
 
+    // Of a work tile of about this cost. A few rows are packed soon; many are worth some blocks.
+    i64 blocks_of(double wanted, i64 rows) const {
+        const i64 blocks = i64(std::max(double(MIN_BYTES), wanted) / cost(rows)), some = rows > PACK_ROWS ? BLOCKS : piece();
+        return std::max(some, blocks / some * some);
+    }
+
+    // What is computed at once where scales are not in range: two blocks of the product.
+    i64 piece() const { return F == 1 ? 2 : 1; }
+
     // Whole, or where its scales are not in range piece by piece, which are the same however many threads there are.
     void compute(const WorkTile& work_tile, ThreadState& state) const {
         const bool in_range = Weight::scales_in_range(work_tile);
-        WorkTile piece = work_tile;
-        for (i64 b = work_tile.first_block; b < work_tile.last_block; b = piece.last_block) {
-            piece.first_block = b, piece.last_block = in_range ? work_tile.last_block : std::min(b + BLOCKS, work_tile.last_block);
-            const bool fast = (in_range || Weight::scales_in_range(piece)) && dispatch(typename Tier::template Fast<A>{}, piece, state);
-            if (!fast) run<typename Tier::Wide, false>(piece, state);
+        WorkTile part = work_tile;
+        for (i64 b = work_tile.first_block; b < work_tile.last_block; b = part.last_block) {
+            part.first_block = b, part.last_block = in_range ? work_tile.last_block : std::min(b + piece(), work_tile.last_block);
+            const bool fast = (in_range || Weight::scales_in_range(part)) && dispatch(typename Tier::template Fast<A>{}, part, state);
+            if (!fast) run<typename Tier::Wide, false>(part, state);
         }
     }
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "numbers.h"
+#include "team.h"
 
 namespace {
 
@@ -34,6 +35,6 @@ struct Problem {
     void (*store)(const void* segment, i64 m, i64 rows, i64 g, i64 j, i64 count, const float* p, i64 stride);
 };
 
-using Product = void (*)(const Problem* problem, int threads);
+using Product = void (*)(const Problem* problem, Team* team);
 
 }  // namespace

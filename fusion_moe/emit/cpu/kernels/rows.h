@@ -4,11 +4,11 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <numeric>
 #include <vector>
 
 #include "numbers.h"
+#include "team.h"
 
 namespace {
 
@@ -140,24 +140,25 @@ void swizzle_128x4(const T* x, const i32* ends, i64 groups, i64 rows, i64 column
 // How many rows of so many elements a thread takes at once.
 inline i64 rows_per_step(i64 width) { return std::max<i64>(1, 16384 / std::max<i64>(1, width)); }
 
-// Calls body(i) for i in 0..count-1, in runs of `step`, on all threads.
+// Calls body(i) for i in 0..count-1, in runs of `step` or more, on all threads.
 template <class Body>
-void for_rows(i64 count, i64 step, int threads, Body body) {
-    const i64 runs = (count + step - 1) / step;
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && runs > 1)
-    for (i64 run = 0; run < runs; ++run) {
-        const i64 end = std::min(count, (run + 1) * step);
-        for (i64 i = run * step; i < end; ++i) body(i);
-    }
+void for_rows(i64 count, i64 step, Team& team, Body body) {
+    step = std::max(step, count / (16 * team.threads()));
+    team.share((count + step - 1) / step, [&](Items& items) {
+        for (i64 run; (run = items.next()) >= 0;) {
+            const i64 end = std::min(count, (run + 1) * step);
+            for (i64 i = run * step; i < end; ++i) body(i);
+        }
+    });
 }
 
 constexpr i64 COLUMNS = 512;
 
 // Calls body(m, j0, j1) for each row and each run j0 .. j1-1 of up to COLUMNS of its columns, on all threads.
 template <class Body>
-void for_tiles(i64 rows, i64 columns, int threads, Body body) {
+void for_tiles(i64 rows, i64 columns, Team& team, Body body) {
     const i64 runs = (columns + COLUMNS - 1) / COLUMNS;
-    for_rows(rows * runs, 1, threads, [&](i64 i) { body(i / runs, i % runs * COLUMNS, std::min(columns, (i % runs + 1) * COLUMNS)); });
+    for_rows(rows * runs, 1, team, [&](i64 i) { body(i / runs, i % runs * COLUMNS, std::min(columns, (i % runs + 1) * COLUMNS)); });
 }
 
 }  // namespace

@@ -31,7 +31,10 @@ inline void standalone_product(Product product, Problem problem, const Standalon
         const Standalone& to = *static_cast<const Standalone*>(segment);
         for (i64 r = 0; r < rows; ++r) std::memcpy(to.out + (m + r) * to.N + j, p + r * stride, std::size_t(count) * sizeof(float));
     };
-    product(&problem, threads);
+    Team::run(threads, [&](Team& team) {
+        product(&problem, &team);
+        return 0;
+    });
 }
 
 }  // namespace

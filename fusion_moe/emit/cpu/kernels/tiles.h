@@ -30,7 +30,7 @@ namespace {
 
 constexpr i64 PACK_ROWS = 16;  // rows that `pack` is given, at most
 constexpr i64 TILE_M = 256;    // rows of a work tile, at most
-constexpr i64 BLOCKS = 4;      // that work tiles of several threads are made of
+constexpr i64 BLOCKS = 4;      // that work tiles of many rows are made of
 
 template <class... Kernel>
 struct Kernels {};

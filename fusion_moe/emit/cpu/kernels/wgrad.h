@@ -2,7 +2,6 @@
 // one thread, in runs of as many rows however many threads there are.
 #pragma once
 
-#include <atomic>
 #include <vector>
 
 #include "rows.h"
@@ -27,14 +26,12 @@ class GroupedOuter {
   public:
     explicit GroupedOuter(const Problem& problem) : p_(problem), N(problem.N), K(problem.K) {}
 
-    void run(int threads) {
+    void run(Team& team) {
         const std::vector<MatrixTile> tiles = plan();
-        std::atomic<std::size_t> taken{0};
-#pragma omp parallel num_threads(threads) if (threads > 1 && tiles.size() > 1)
-        {
+        team.share(i64(tiles.size()), [&](Items& items) {
             static thread_local Scratch scratch;
-            for (std::size_t i = taken.fetch_add(1); i < tiles.size(); i = taken.fetch_add(1)) compute(tiles[i], scratch);
-        }
+            for (i64 i; (i = items.next()) >= 0;) compute(tiles[std::size_t(i)], scratch);
+        });
     }
 
   private:
@@ -142,9 +139,9 @@ class GroupedOuter {
 };
 
 template <class A, class B>
-void wgrad(const Problem& problem, int threads) {
+void wgrad(const Problem& problem, Team& team) {
     constexpr bool PAIRS = !std::is_void<Pairs>::value && std::is_same<A, bf16>::value && std::is_same<B, bf16>::value;
-    GroupedOuter<std::conditional_t<PAIRS, Pairs, F32>, A, B>(problem).run(threads);
+    GroupedOuter<std::conditional_t<PAIRS, Pairs, F32>, A, B>(problem).run(team);
 }
 
 }  // namespace

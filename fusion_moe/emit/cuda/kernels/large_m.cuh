@@ -12,6 +12,8 @@
 // waits for the one before; but the last block of each does when it is done, and so what waits for the last launch waits for all.
 //
 // Activations are in fragment order (fragment_order.cuh), or row-major, with more instructions for each weight (weights/).
+//
+// dgrad contracts the weight's rows: its tiles lie elsewhere, and fragments are transposed (stored_tiles.cuh). All else is the same.
 #pragma once
 
 #include "added.cuh"
@@ -492,7 +494,7 @@ private:
             }
         }
 
-        // What a run of the contracted has made: see ScaleRuns.
+        // What one run of the contracted rows has added, before the next one: see ScaleRuns.
         template <int TileM>
         __device__ static __forceinline__ void multiply(float (&sum)[REPEATS][TILE_M / 2], float factor) {
 #pragma unroll

@@ -14,8 +14,8 @@
 // Large-M kernels copy tiles to shared memory as they are stored. ELEMENTS and SCALES are bytes of a tile there (0: no scales), elements(s)
 // and scales(s) where those of all matrices begin. Shared<FRAGMENT_ORDER> says where the 16 bytes of a producer's lane go, in each run of
 // 512 bytes of elements (swizzled_lane), and makes fragments of step v; FRAGMENT_ORDER: whether activations are in fragment order, or
-// row-major. InTiles, void, is there for those of which dgrad copies tiles too, as they are stored
-// (Shared<true> reads them).
+// row-major. Transposed<APART> makes fragments for dgrad, of readers that have it; InTiles, void, is there where its producers can copy tiles
+// as they are stored (Shared<true> reads them).
 //
 // What `dequantize` makes are the weights over RESCALE, a power of two that keeps them in range, and over the outer scale, one for a run of
 // rows: outer(s, group, row), and outer_of_lane(...) of rows r and r + 8 of a tile.
