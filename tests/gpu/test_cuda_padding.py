@@ -103,20 +103,22 @@ def test_a_graph_replays_other_routings():
             close(found, module(*args))
 
 
+@pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("tokens", [8, 1500])
 @pytest.mark.parametrize("hidden", [256, 80])
-def test_gradients(tokens, hidden):
+def test_gradients(tokens, hidden, adapters):
     module = NVFP4Experts.from_float(*float_weights(E, hidden, 96)).cuda()
-    add_lora_(module, rank=8)
-    for adapter in (module.gate_up_lora, module.down_lora):
-        torch.nn.init.normal_(adapter.B, std=0.1)
+    if adapters:
+        add_lora_(module, rank=8)
+        for adapter in (module.gate_up_lora, module.down_lora):
+            torch.nn.init.normal_(adapter.B, std=0.1)
     found = []
     for m in (module, padded(module)):
         x, ids, w = inputs(tokens, hidden)
         y = m(x.requires_grad_(), ids, w)
         y.float().square().mean().backward()
         found.append([y.detach(), x.grad, *(p.grad for p in m.parameters() if p.requires_grad)])
-    assert len(found[0]) == 6
+    assert len(found[0]) == (6 if adapters else 2)
     for want, got in zip(*found, strict=True):
         close(got, want, 2e-2)
 
