@@ -205,7 +205,7 @@ def _checked(result: tuple[Any, ...], where: str) -> Any:
 
 @cache
 def _pinned() -> tuple[torch.Tensor, ctypes.c_ulonglong]:
-    word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    word = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)  # whatever device a caller makes tensors on
     return word, ctypes.c_ulonglong.from_address(word.data_ptr())
 
 
