@@ -103,6 +103,14 @@ def test_everything_compiles(how, hidden):
         build(kernel, H200)
 
 
+def test_a_bias_is_read_for_rows_of_groups_alone():
+    """A row of no group has the number of groups as its group: one past the last bias."""
+    gemms = [kernel.text for kernel in kernels(derivative("biases, gate and up by 32").forward) if kernel.name.startswith("gemm")]
+    biases = [(text, name) for text in gemms for name in re.findall(r"const bf16\* (\w+);  // bf16\[8, \d+\]", text)]
+    assert len(biases) == 2
+    assert all(f"< 8 ? widen({name}[" in text and f"load_eight({name} " not in text for text, name in biases)
+
+
 @needs_nvdisasm
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_keep_their_registers(dtype):

@@ -14,14 +14,14 @@ from ...ir.kinds.shape import elements
 from ...ir.sizes import AnySize, exact_div, value
 from ...ir.types import plain
 from ..cxx.elements import stored
-from ..cxx.indices import Index, Number, Variable, reshaped, size, unflat
+from ..cxx.indices import Number, Variable, reshaped, size, unflat
 from ..cxx.plan import MADE_FIRST, known
-from ..cxx.statements import Expression, inner
+from ..cxx.statements import inner
 from ..cxx.sums import Reduction, reduction
 from ..inexpressible import Inexpressible, naming
 from . import copies
 from .choice import Chosen
-from .source import MAX_RESIDENT, THREADS, KernelSource, SafeElements, Sizes, Source
+from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
 from .vectors import VECTOR, Rows, VectorElements, of_eight
 
 _I, _J, _M, _R = map(Variable, "ijmr")
@@ -30,17 +30,10 @@ _SUMS = ("sum", "group_sum")
 _WARPS = THREADS // 32
 
 
-class _Elements(VectorElements):
-    """Of any rows: what a condition guards may lie outside of memory, and is not loaded before it."""
-
-    def _load_guarded(self, v: Value, at: Sequence[Index]) -> Expression:
-        return SafeElements._load(self, v, at)
-
-
 class Loops(Source):
     """The source of a segment. UnsupportedError with the sentence why there is none."""
 
-    ELEMENTS = _Elements
+    ELEMENTS = VectorElements
 
     def __init__(self, fusion: Fusion):
         if other := next((op for op in fusion.ops if op.kind.name in _MISSING), None):

@@ -17,12 +17,18 @@ _FIRST, _J = Variable("j0"), Variable("j")
 
 
 class VectorElements(SafeElements):
-    """Elements of columns j0 .. j0 + 7 in a loop over j: of rows in memory, all eight are loaded at once before it."""
+    """Elements of columns j0 .. j0 + 7 in a loop over j: of rows in memory, all eight are loaded at once before it.
+
+    What a condition guards may lie outside of memory, such as the bias of a row that belongs to no group: it is loaded under the condition.
+    """
 
     def _load(self, v: Value, at: Sequence[Index]) -> Expression:
         if not at or v.type.layout != "linear" or v.type.dtype not in ("f32", "bf16", "f16") or not self._in_vectors(v, at):
             return super()._load(v, at)
         return formula("widen({})", self._of_eight(v, at))
+
+    def _load_guarded(self, v: Value, at: Sequence[Index]) -> Expression:
+        return super()._load(v, at)
 
     def _byte(self, v: Value, at: Sequence[Index]) -> Expression:
         return self._of_eight(v, at) if self._in_vectors(v, at) else super()._byte(v, at)
