@@ -9,7 +9,7 @@ from functools import cached_property
 
 from fusion_moe.emit.cpu.launch import Entry, Launch, Library
 from fusion_moe.emit.cpu.readers import KERNELS
-from fusion_moe.emit.cpu.unit import _PARAMETERS, _call, indented, text
+from fusion_moe.emit.cpu.unit import _call, _entry, text
 from fusion_moe.runtime import build
 from fusion_moe.runtime.program import Program
 
@@ -56,4 +56,4 @@ def _library_of(program: Program) -> Library | None:
 
 def _whole(i: int, first: int, library: Library) -> str:
     calls = [line for n, step in enumerate(library._steps) for line in _call(first + n, step)]
-    return f'extern "C" int program_{i}({_PARAMETERS}) {{\n{indented([*calls, "return GOOD;"])}\n}}\n'
+    return _entry(f"program_{i}", [*calls, "return GOOD;"])
