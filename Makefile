@@ -11,7 +11,8 @@ LANES       ?= base full
 THUNDER     ?= 0.2.7.dev20260201
 # An index to take torch from, and nothing else. Empty: pip's own, where torch may be a CUDA build of several gigabytes.
 TORCH_INDEX ?=
-PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
+# Files in the order of tests/conftest.py, those that take long first: pytest-xdist would begin with those of many tests.
+PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # What `make check` runs: all stages before kernels, and the operations.
 QUICK       := tests/ir tests/passes tests/segment tests/formats tests/translators tests/ops
 DEMO_ARGS   ?=

@@ -41,6 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_StaleGoldens(config), "stale-goldens")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first: a worker that begins with one when others have nothing left would keep them waiting."""
+    long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("once")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark in item.iter_markers("judges"):
         for module in mark.args:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from cpu_tiers import TIERS, emulated_amx, fusion_of_call, program
 from test_cpu_added import computed as summed
@@ -21,6 +23,7 @@ def allocate_apart(found: memory.Memory, device: torch.device | None = None) -> 
 
 
 def main() -> None:
+    os.environ.pop("LD_PRELOAD", None)  # for compilers, which take twice as long with ASan's allocator
     memory.allocate = allocate_apart
     build.BASE_FLAGS = (*build.BASE_FLAGS, "-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
     tier = isa.selected()

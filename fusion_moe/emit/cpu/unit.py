@@ -9,12 +9,19 @@ products: the grouped product of each segment's encoding, null for one without.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..cxx.statements import indented, inner
 from .segment import Source
 
+# Headers of C++ that only texts with such words include: they take longer to compile than most segments.
+_WORDS = {
+    "cmath": re.compile(r"\bstd::(fabs|log|sqrt|tanh|erf|pow)\b|\b(NAN|INFINITY)\b"),
+    "numeric": re.compile(r"\bstd::accumulate\b"),
+    "vector": re.compile(r"\bstd::vector\b"),
+}
 _PARAMETERS = "void* const* p, const long long* n, void* const* products, int threads"
 
 
@@ -28,7 +35,8 @@ class Step:
 
 def text(sources: Sequence[Source], steps: Sequence[Step] = ()) -> str:
     """The C++ of segments; steps: of all of them, where `run` is wanted."""
-    parts = [f'#include "{header}"\n' for header in dict.fromkeys(header for source in sources for header in source.headers)]
+    parts = [f"#include <{header}>\n" for header, words in _WORDS.items() if any(words.search(source.text) for source in sources)]
+    parts += [f'#include "{header}"\n' for header in dict.fromkeys(header for source in sources for header in source.headers)]
     for i, source in enumerate(sources):
         parts += [f"namespace {{\nnamespace segment_{i} {{\n", source.text, f"}}  // namespace segment_{i}\n}}  // namespace\n"]
         parts.append(_entry(f"run_{i}", [f"return segment_{i}::run(p, n, {_product(i)}, team);"]))

@@ -1,8 +1,8 @@
-// Numbers: narrow floats, e2m1 and e4m3, and the functions of the IR on float32. No intrinsics: every tier includes this.
+// Numbers: narrow floats, e2m1 and e4m3, and the functions of the IR on float32. No intrinsics: every tier includes this. Nor <cmath>, which
+// takes longer to compile than most segments.
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -139,7 +139,7 @@ inline float e4m3_(u8 code) { return E4M3_VALUES[code]; }
 
 // The code of a number, ties to the even one, beyond 6 to 6, NaN to 7; the sign of -0.0 is dropped.
 inline i32 e2m1_of(float x) {
-    const float size = std::fabs(x);
+    const float size = __builtin_fabsf(x);
     const i32 below = (size <= 0.25f) + (size < 0.75f) + (size <= 1.25f) + (size < 1.75f) + (size <= 2.5f) + (size < 3.5f) + (size <= 5.f);
     return 7 - below + 8 * (x < 0.f);
 }
@@ -174,7 +174,7 @@ inline float e8m0_(u8 byte) { return as_float(byte == 255 ? 0x7FC00000u : byte =
 
 // A number -> its e4m3 byte, beyond 448 that of 448.
 inline u8 e4m3_saturated(float x) {
-    const float size = std::fabs(x);
+    const float size = __builtin_fabsf(x);
     return u8(e4m3_of(size > 448.f ? 448.f : size) | (as_bits(x) >> 31) << 7);
 }
 

@@ -4,8 +4,6 @@
 #pragma once
 
 #include <algorithm>
-#include <numeric>
-#include <vector>
 
 #include "numbers.h"
 #include "team.h"

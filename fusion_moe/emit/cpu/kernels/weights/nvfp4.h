@@ -28,7 +28,7 @@ struct NVFP4 : E2M1Weight<NVFP4> {
         const float* of_runs = static_cast<const float*>(p.parts[2]) + g * p.runs;
         bool good = true;
         for (i64 s = 0; s < p.runs; ++s) {
-            const float size = std::fabs(of_runs[s]);
+            const float size = __builtin_fabsf(of_runs[s]);
             good = good && ((size >= 0x1p-60f && size <= 0x1p20f) || size == 0.f);
         }
         return good;
