@@ -20,7 +20,7 @@ from ...ir.types import Dim, plain
 from ..cxx.elements import Elements, stored
 from ..cxx.indices import Call, Index, Variable, is_index, size
 from ..cxx.plan import MADE_FIRST, below, made_by_route
-from ..cxx.statements import Expression, indented, inner
+from ..cxx.statements import Expression, formula, indented, inner
 from ..cxx.writer import Writer
 from ..inexpressible import Inexpressible, naming
 from .choice import AUTO, Chosen
@@ -107,7 +107,8 @@ class SafeElements(Elements):
 
     def _picked(self, op: Op, i: Index) -> Index:
         x, index = op.values
-        return safe(self._fusion, index, x.type.shape[op.attrs["dim"]], super()._picked(op, i))
+        made = safe(self._fusion, index, x.type.shape[op.attrs["dim"]], super()._picked(op, i))
+        return self._define("i64", formula("{}", made)) if isinstance(made, Call) else made
 
 
 def safe(fusion: Fusion, index: Value, limit: Dim, element: Index) -> Index:
@@ -148,12 +149,13 @@ class Source(Writer):
 
     def kernel(
         self, name: str, body: Sequence[str], blocks: int, *, headers: Sequence[str] = ("routing.cuh",), threads: int = THREADS,
-        max_resident: int = 0, reads_before_wait: bool = False,
+        min_blocks: int = 1, max_resident: int = 0, reads_before_wait: bool = False,
     ) -> KernelSource:  # fmt: skip
         """A kernel whose struct has `body` as its function `run`."""
         run = ["__device__ void run() const {", *inner(body), "}"]
         return self.calling(
-            "s.run();", name, run, blocks, headers=headers, threads=threads, max_resident=max_resident, reads_before_wait=reads_before_wait
+            "s.run();", name, run, blocks, headers=headers, threads=threads, min_blocks=min_blocks, max_resident=max_resident,
+            reads_before_wait=reads_before_wait,
         )  # fmt: skip
 
     def calling(

@@ -13,7 +13,7 @@ from ..cxx.statements import Expression, Statement, formula, hoisted, inner, wri
 from .source import SafeElements
 
 VECTOR = 8
-_FIRST, _J = Variable("j0"), Variable("j")
+FIRST, _J = Variable("j0"), Variable("j")
 
 
 class VectorElements(SafeElements):
@@ -34,7 +34,7 @@ class VectorElements(SafeElements):
         return self._of_eight(v, at) if self._in_vectors(v, at) else super()._byte(v, at)
 
     def _of_eight(self, v: Value, at: Sequence[Index]) -> Expression:
-        place = flat([*at[:-1], at[-1].replaced(_J.name, _FIRST)], v.type.shape)
+        place = flat([*at[:-1], at[-1].replaced(_J.name, FIRST)], v.type.shape)
         eight = self._define("auto", formula("load_eight({} + {})", self._array(v), place))
         return Expression(f"{eight}.at[v]", frozenset([*eight.variables(), _J.name]))
 
@@ -60,7 +60,7 @@ class Rows:
         self.arrays.append(f"Eight<{stored(v)}> {name};")
         self.kept.append(f"{name}.at[v] = {element};")
         if self.width % VECTOR == 0 and stride % VECTOR == 0 and in_vectors(place, self.width):
-            self.stores.append(f"store_eight({array} + m * {stride} + {place.replaced(_J.name, _FIRST)}, {name});")
+            self.stores.append(f"store_eight({array} + m * {stride} + {place.replaced(_J.name, FIRST)}, {name});")
         else:
             each = f"if (j0 + v < WIDTH) {array}[m * {stride} + {place.replaced(_J.name, Variable('(j0 + v)'))}] = {name}.at[v];"
             self.stores += ["#pragma unroll", f"for (int v = 0; v < {VECTOR}; ++v) {each}"]
