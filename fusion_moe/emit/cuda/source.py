@@ -20,7 +20,7 @@ from ...ir.types import Dim, plain
 from ..cxx.elements import Elements, stored
 from ..cxx.indices import Call, Index, Variable, is_index, size
 from ..cxx.plan import MADE_FIRST, below, made_by_route
-from ..cxx.statements import Expression, formula, indented, inner
+from ..cxx.statements import Expression, indented, inner
 from ..cxx.writer import Writer
 from ..inexpressible import Inexpressible, naming
 from .choice import AUTO, Chosen
@@ -107,8 +107,7 @@ class SafeElements(Elements):
 
     def _picked(self, op: Op, i: Index) -> Index:
         x, index = op.values
-        made = safe(self._fusion, index, x.type.shape[op.attrs["dim"]], super()._picked(op, i))
-        return self._define("i64", formula("{}", made)) if isinstance(made, Call) else made
+        return safe(self._fusion, index, x.type.shape[op.attrs["dim"]], super()._picked(op, i))
 
 
 def safe(fusion: Fusion, index: Value, limit: Dim, element: Index) -> Index:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...ir.core import Value
+from ...ir.core import Op, Value
 from ...ir.types import plain
 from ..cxx.elements import stored
 from ..cxx.indices import Index, Variable, flat
@@ -32,6 +32,12 @@ class VectorElements(SafeElements):
 
     def _byte(self, v: Value, at: Sequence[Index]) -> Expression:
         return self._of_eight(v, at) if self._in_vectors(v, at) else super()._byte(v, at)
+
+    def _index_select(self, op: Op, at: Sequence[Index]) -> Variable:
+        """What is picked is made safe in a statement of its own: once for all columns of a row."""
+        dim = op.attrs["dim"]
+        picked = self._define("i64", formula("{}", self._picked(op, at[dim])))
+        return self.of(op.values[0], [*at[:dim], picked, *at[dim + 1 :]])
 
     def _of_eight(self, v: Value, at: Sequence[Index]) -> Expression:
         place = flat([*at[:-1], at[-1].replaced(_J.name, FIRST)], v.type.shape)
