@@ -38,6 +38,7 @@ def test_what_does_not_depend_on_a_variable_stands_before_its_loop():
     other, text = definition("d", "jj", "a"), "total += c;"
     assert hoisted([first, second, third, other, constant, text], "j") == ([first, other, constant], [second, third, text])
     assert hoisted([first, second], "m") == ([second], [first])
+    assert hoisted([first, second, constant], "j", "m") == ([constant], [first, second])
 
 
 def test_what_reads_a_choice_stays_in_the_loop():

@@ -135,9 +135,17 @@ class Training(NamedTuple):
 
 
 def training() -> Iterator[Training]:
-    """Sizes that are multiples of 8 and others, groups of few rows, of many, of none; matrices of either order; ids that name none."""
+    """Sizes that are multiples of 8 and others, groups of few rows, of many, of none; matrices of either order; by the MXFP8 recipe; ids
+    that name none.
+    """
     g = generator()
-    for hidden, inner, tokens, transposed in ((136, 72, 300, False), (100, 36, 70, False), (128, 96, 130, True)):
+    for hidden, inner, tokens, others in (
+        (136, 72, 300, {}),
+        (100, 36, 70, {}),
+        (128, 96, 130, {"transposed": True}),
+        (160, 96, 130, {"activation_format": "mxfp8"}),
+    ):
+        transposed = "transposed" in others
         x, w = torch.randn(tokens, hidden, generator=g).bfloat16(), torch.rand(tokens, SLOTS, generator=g)
         shapes = ((G, hidden, 2 * inner), (G, inner, hidden)) if transposed else ((G, 2 * inner, hidden), (G, hidden, inner))
         weights = [torch.randn(shape, generator=g).bfloat16() for shape in (*shapes, (G, 2 * inner), (G, hidden))]
@@ -145,7 +153,7 @@ def training() -> Iterator[Training]:
         wrong = ids.clone()
         wrong[0], wrong[-1] = torch.tensor([-1, G, BIG]), torch.tensor([-BIG, 0, 2**40])
         for picked in (ids, wrong):
-            yield Training((x, picked, w, *weights), {"transposed": transposed}, faulty=picked is wrong)
+            yield Training((x, picked, w, *weights), others, faulty=picked is wrong)
 
 
 def allocate_apart(found: memory.Memory, device: torch.device) -> tuple[object, list[int]]:

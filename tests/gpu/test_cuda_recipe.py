@@ -9,6 +9,7 @@ import fusion_moe
 from fusion_moe.compile import program_of
 from fusion_moe.encodings import MXFP8, MXFP8_COLUMNS, quantize
 from fusion_moe.errors import GroupsError
+from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.kinds.runs import dequantize_runs, quantize_runs
 from fusion_moe.ir.text import text
@@ -71,6 +72,25 @@ def test_kernels_of_copies_along_rows_of_groups(axes, sizes):
     x, ends = numbers_of_all_sizes(sum(sizes) + 4, 288).bfloat16(), torch.tensor(sizes).cumsum(0).int()
     x[sum(sizes) :] = torch.nan
     assert_bits_of_the_reference(mxfp8_copies(x, axes, ends), x, ends)
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 33, 64, 1), (0, 0), (96, 7)], ids=str)
+def test_the_numbers_of_a_copy_that_was_saved(sizes):
+    x, ends = numbers_of_all_sizes(sum(sizes) + 4, 288).bfloat16(), torch.tensor(sizes).cumsum(0).int()
+    x[1] = torch.nan
+    codes, scales = quantize_runs(x, ends, MXFP8_COLUMNS)
+    fusion = numbers_of_a_copy(codes, scales, ends)
+    assert_bits_of_the_reference(fusion, codes, scales, ends)
+
+
+def numbers_of_a_copy(codes: torch.Tensor, scales: torch.Tensor, ends: torch.Tensor) -> Fusion:
+    """In blocks along rows of groups."""
+    fd = FusionDefinition()
+    rows, parts = fd.from_pytorch(codes), fd.from_pytorch(scales)
+    groups = fd.groups_of(fd.from_pytorch(ends), len(codes))
+    packed = fd.ops.pack(fd.partition_by(rows, groups), parts, encoding=MXFP8_COLUMNS.name, layout="linear")
+    fd.add_output(fd.ops.dequantize(packed, groups, dtype="bf16"))
+    return fd.fusion()
 
 
 def test_wrong_ends_are_said():

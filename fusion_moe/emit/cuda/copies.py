@@ -1,4 +1,5 @@
-"""The CUDA C++ that makes copies of numbers in MXFP8, around kernels/mxfp8.cuh: what is stored of each, one kernel for those of a value."""
+"""The CUDA C++ of copies of numbers in MXFP8, around kernels/mxfp8.cuh: what is stored of each, one kernel for those of a value, and one
+for the numbers of a copy that was saved."""
 
 from __future__ import annotations
 
@@ -9,17 +10,20 @@ from ...encodings import find
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.quantized import TRAINED
 from ...ir.kinds.shape import elements
-from ...ir.sizes import value
+from ...ir.sizes import AnySize, value
 from ...ir.types import plain
 from ...runtime import cuda
+from ..cxx.elements import stored
 from ..cxx.indices import Variable, reshaped, size
 from ..cxx.plan import known
-from ..cxx.statements import inner
+from ..cxx.plan import source as memory_of
+from ..cxx.statements import hoisted, inner, written
 from ..inexpressible import Inexpressible
 from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
-from .vectors import of_eight
+from .vectors import FIRST, of_eight
 
-_ROWS = 32  # of a tile, and in a block of a copy along columns
+_ROWS, _COLUMNS = 32, 256  # of a warp's part of a tile; rows of a block of a copy along columns
+_MIN_BLOCKS = 2  # registers for all that a lane loads ahead
 _J, _M = map(Variable, "jm")
 
 
@@ -72,6 +76,18 @@ def of_one_value(fusion: Fusion) -> dict[Op, list[Copy]]:
     return {of_x[0].op: of_x for of_x in found.values()}
 
 
+def saved(fusion: Fusion) -> list[Op]:
+    """Each `dequantize` to bf16 of parts in memory, in blocks along rows of groups."""
+    found = []
+    for op in fusion.ops:
+        pack = fusion.producers.get(op.values[0]) if op.kind.name == "dequantize" and len(op.values) > 1 else None
+        if pack is None or pack.kind.name != "pack" or op.attrs["dtype"] != "bf16":
+            continue
+        if all(memory_of(fusion, part) in fusion.inputs for part in pack.values):
+            found.append(op)
+    return found
+
+
 def _numbers(fusion: Fusion, parts: Sequence[Value]) -> Value | None:
     """What parts are decoded to in the same segment."""
     packs = (r for r in fusion.readers.get(parts[0], ()) if r.kind.name == "pack" and r.values == tuple(parts))
@@ -95,20 +111,25 @@ def kernel(source: Source, name: str, copies: Sequence[Copy], left: Sequence[Val
     width, rows = known(x.type.shape[-1]), elements((*lead, n))
     made = source.elements(without=left, below={_J.name: width})
     element = made.of(x, reshaped([_M, _J], (rows, width), x.type.shape))
+    of_row, of_columns = hoisted(made.statements, FIRST.name, _J.name)
     groups = 0 if ends is None else known(ends.type.shape[0])
-    tiles = f"PlainRows{{{size(rows)}}}" if ends is None else f"GroupedRows<{groups}>{{{source.array(ends, left)}, {size(rows)}, error}}"
+    tiles = f"PlainRows{{{size(rows)}}}" if ends is None else _grouped(source, ends, rows, left)
+    number = "bf16" if stored(x) == "bf16" else "float"
     by_axis = {copy.in_columns: copy for copy in copies}
+    made_to = ", ".join(_stored(source, by_axis.get(axis)) for axis in (False, True))
     which = ", ".join(str(axis in by_axis).lower() for axis in (False, True))
     body = [
         "griddepcontrol_wait();",
         "griddepcontrol_launch_dependents();",
-        "const auto load = [&](i64 m, i64 j0, float (&x)[8]) {",
-        *inner(of_eight(made.statements, [f"x[v] = {element};"])),
+        "const auto row = [&](i64 m) {",
+        *inner(written(of_row)),
+        "    return [=](i64 j0, float (&x)[8]) {",
+        *inner(inner(of_eight(of_columns, [f"x[v] = {element};"]))),
+        "    };",
         "};",
-        f"make_copies<{width}, {which}>({tiles}, load, {_stored(source, by_axis.get(False))}, {_stored(source, by_axis.get(True))});",
+        f"make_copies<{number}, {width}, {which}>({tiles}, row, {made_to});",
     ]
-    warps = (-(-value(plain(rows), sizes) // _ROWS) + (groups + 1 if groups else 0)) * (width // _ROWS)
-    return source.kernel(name, body, -(-warps * 32 // THREADS), headers=("mxfp8.cuh",), max_resident=MAX_RESIDENT)
+    return _of_tiles(source, name, body, rows, groups, width, sizes)
 
 
 def _stored(source: Source, copy: Copy | None) -> str:
@@ -116,3 +137,28 @@ def _stored(source: Source, copy: Copy | None) -> str:
     if copy is None:
         return "Copy{}"
     return f"Copy{{{', '.join('nullptr' if v is None else source.names[v] for v in (copy.codes, copy.scales, copy.numbers))}}}"
+
+
+def reading(source: Source, name: str, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
+    """What makes the numbers of a saved copy. left: what is not in memory yet."""
+    (packed, ends), (numbers,) = op.values, op.outputs
+    width, rows, groups = known(numbers.type.shape[-1]), plain(numbers.type.shape[0]), known(ends.type.shape[0])
+    parts = ", ".join(source.array(v, left) for v in source.fusion.producers[packed].values)
+    body = [
+        "griddepcontrol_wait();",
+        "griddepcontrol_launch_dependents();",
+        f"read_copy<{width}>({_grouped(source, ends, rows, left)}, {parts}, {source.names[numbers]});",
+    ]
+    return _of_tiles(source, name, body, rows, groups, width, sizes)
+
+
+def _grouped(source: Source, ends: Value, rows: AnySize, left: Sequence[Value]) -> str:
+    """Tiles of rows of groups."""
+    return f"GroupedRows<{known(ends.type.shape[0])}>{{{source.array(ends, left)}, {size(rows)}, error}}"
+
+
+def _of_tiles(source: Source, name: str, body: Sequence[str], rows: AnySize, groups: int, width: int, sizes: Sizes) -> KernelSource:
+    """A kernel whose warps have parts of tiles; groups: 0 for rows of none."""
+    tiles = -(-value(plain(rows), sizes) // _ROWS) + (groups + 1 if groups else 0)
+    blocks = -(-tiles * -(-width // _COLUMNS) * 32 // THREADS)
+    return source.kernel(name, body, blocks, headers=("mxfp8.cuh",), max_resident=MAX_RESIDENT, min_blocks=_MIN_BLOCKS)

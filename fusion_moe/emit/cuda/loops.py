@@ -16,13 +16,13 @@ from ...ir.types import plain
 from ..cxx.elements import stored
 from ..cxx.indices import Number, Variable, reshaped, size, unflat
 from ..cxx.plan import MADE_FIRST, known
-from ..cxx.statements import inner
+from ..cxx.statements import hoisted, inner, written
 from ..cxx.sums import Reduction, reduction
 from ..inexpressible import Inexpressible, naming
 from . import copies
 from .choice import Chosen
 from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
-from .vectors import VECTOR, Rows, VectorElements, of_eight
+from .vectors import FIRST, VECTOR, Rows, VectorElements, of_eight
 
 _I, _J, _M, _R = map(Variable, "ijmr")
 _MISSING = ("index_put_accumulate", "decode_scale", "grouped_swizzle")
@@ -39,8 +39,8 @@ class Loops(Source):
         if other := next((op for op in fusion.ops if op.kind.name in _MISSING), None):
             raise Inexpressible(other, f"{other.kind.name} has no kernel here yet")
         self.sums = [op for op in fusion.ops if op.kind.name in ("combine", *_SUMS)]
-        self.copies = copies.of_one_value(fusion)
-        whole = [v for op in fusion.ops if op.kind.name in MADE_FIRST or op in self.sums for v in op.outputs]
+        self.copies, self.saved = copies.of_one_value(fusion), copies.saved(fusion)
+        whole = [v for op in fusion.ops if op.kind.name in MADE_FIRST or op in (*self.sums, *self.saved) for v in op.outputs]
         whole += [v for of_x in self.copies.values() for copy in of_x for v in copy.memory]
         super().__init__(fusion, tuple(dict.fromkeys((*whole, *(v for v in fusion.outputs if v not in fusion.inputs)))))
 
@@ -62,6 +62,10 @@ class Loops(Source):
                 with naming(op):
                     found.append(copies.kernel(self, f"copies_{len(found)}", of_x, left, sizes))
                 left = [v for v in left if not any(v in copy.memory for copy in of_x)]
+            elif op in self.saved:
+                with naming(op):
+                    found.append(copies.reading(self, f"copies_{len(found)}", op, left, sizes))
+                left = [v for v in left if v not in op.outputs]
         counts = dict.fromkeys(elements(v.type.shape) for v in left)
         of_count = [(n, [v for v in left if elements(v.type.shape) == n]) for n in counts]
         return found + [self._elementwise(i, values, n, left, sizes) for i, (n, values) in enumerate(of_count)]
@@ -101,10 +105,12 @@ class Loops(Source):
             return ["for (i64 r = threadIdx.x % 32; r < count; r += 32) {", *inner([*made.lines, f"total += {term};"]), "}"]
         made = self.elements(without=left, below={_J.name: found.over})
         term = made.of(x, [i.replaced(_R.name, _J) for i in found.at])
-        first = f"{VECTOR} * (threadIdx.x % 32)"
+        of_row, of_columns = hoisted(made.statements, FIRST.name, _J.name)
         return [
-            f"for (i64 j0 = {first}; j0 < count; j0 += {32 * VECTOR}) {{",
-            *inner(of_eight(made.statements, [f"total += {term};"])),
+            *written(of_row),
+            "#pragma unroll 4",
+            f"for (i64 j0 = {VECTOR} * (threadIdx.x % 32); j0 < count; j0 += {32 * VECTOR}) {{",
+            *inner(of_eight(of_columns, [f"total += {term};"])),
             "}",
         ]
 

@@ -148,12 +148,13 @@ class Source(Writer):
 
     def kernel(
         self, name: str, body: Sequence[str], blocks: int, *, headers: Sequence[str] = ("routing.cuh",), threads: int = THREADS,
-        max_resident: int = 0, reads_before_wait: bool = False,
+        min_blocks: int = 1, max_resident: int = 0, reads_before_wait: bool = False,
     ) -> KernelSource:  # fmt: skip
         """A kernel whose struct has `body` as its function `run`."""
         run = ["__device__ void run() const {", *inner(body), "}"]
         return self.calling(
-            "s.run();", name, run, blocks, headers=headers, threads=threads, max_resident=max_resident, reads_before_wait=reads_before_wait
+            "s.run();", name, run, blocks, headers=headers, threads=threads, min_blocks=min_blocks, max_resident=max_resident,
+            reads_before_wait=reads_before_wait,
         )  # fmt: skip
 
     def calling(

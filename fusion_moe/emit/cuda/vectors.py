@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...ir.core import Value
+from ...ir.core import Op, Value
 from ...ir.types import plain
 from ..cxx.elements import stored
 from ..cxx.indices import Index, Variable, flat
@@ -13,7 +13,7 @@ from ..cxx.statements import Expression, Statement, formula, hoisted, inner, wri
 from .source import SafeElements
 
 VECTOR = 8
-_FIRST, _J = Variable("j0"), Variable("j")
+FIRST, _J = Variable("j0"), Variable("j")
 
 
 class VectorElements(SafeElements):
@@ -33,8 +33,14 @@ class VectorElements(SafeElements):
     def _byte(self, v: Value, at: Sequence[Index]) -> Expression:
         return self._of_eight(v, at) if self._in_vectors(v, at) else super()._byte(v, at)
 
+    def _index_select(self, op: Op, at: Sequence[Index]) -> Variable:
+        """What is picked is made safe in a statement of its own: once for all columns of a row."""
+        dim = op.attrs["dim"]
+        picked = self._define("i64", formula("{}", self._picked(op, at[dim])))
+        return self.of(op.values[0], [*at[:dim], picked, *at[dim + 1 :]])
+
     def _of_eight(self, v: Value, at: Sequence[Index]) -> Expression:
-        place = flat([*at[:-1], at[-1].replaced(_J.name, _FIRST)], v.type.shape)
+        place = flat([*at[:-1], at[-1].replaced(_J.name, FIRST)], v.type.shape)
         eight = self._define("auto", formula("load_eight({} + {})", self._array(v), place))
         return Expression(f"{eight}.at[v]", frozenset([*eight.variables(), _J.name]))
 
@@ -60,7 +66,7 @@ class Rows:
         self.arrays.append(f"Eight<{stored(v)}> {name};")
         self.kept.append(f"{name}.at[v] = {element};")
         if self.width % VECTOR == 0 and stride % VECTOR == 0 and in_vectors(place, self.width):
-            self.stores.append(f"store_eight({array} + m * {stride} + {place.replaced(_J.name, _FIRST)}, {name});")
+            self.stores.append(f"store_eight({array} + m * {stride} + {place.replaced(_J.name, FIRST)}, {name});")
         else:
             each = f"if (j0 + v < WIDTH) {array}[m * {stride} + {place.replaced(_J.name, Variable('(j0 + v)'))}] = {name}.at[v];"
             self.stores += ["#pragma unroll", f"for (int v = 0; v < {VECTOR}; ++v) {each}"]

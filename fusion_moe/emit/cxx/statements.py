@@ -86,9 +86,9 @@ def indented(lines: Sequence[str], levels: int = 1) -> str:
     return indented(inner(lines), levels - 1) if levels else "\n".join(lines)
 
 
-def hoisted(body: Sequence[Statement], variable: str) -> tuple[list[Statement], list[Statement]]:
-    """Definitions that depend neither on a loop's variable nor on what does, and the other statements; branches stay in the loop."""
-    changing, before, rest = {variable}, list[Statement](), list[Statement]()
+def hoisted(body: Sequence[Statement], *variables: str) -> tuple[list[Statement], list[Statement]]:
+    """Definitions that depend neither on a loop's variables nor on what does, and the other statements; branches stay in the loop."""
+    changing, before, rest = {*variables}, list[Statement](), list[Statement]()
     for s in body:
         if isinstance(s, Definition) and changing.isdisjoint(s.value.reads):
             before.append(s)

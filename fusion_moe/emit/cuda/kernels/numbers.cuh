@@ -97,13 +97,27 @@ __device__ __forceinline__ f16 stored<f16, float>(float x) {
 // ------------------------------------------------------------------------------------------------------------------------------- MXFP8
 
 // 2^(byte - 127); 255 is NaN.
-__device__ __forceinline__ float e8m0_(u32 byte) { return __uint_as_float(byte == 255 ? 0x7FC00000 : byte == 0 ? 0x400000 : byte << 23); }
+__device__ __forceinline__ float e8m0_(u32 byte) { return __uint_as_float(byte == 255 ? 0x7FC00000 : max(byte << 23, 0x400000u)); }
 
-// An e4m3 code as the float16 with its bits, which is 2^-8 of it.
-__device__ __forceinline__ float e4m3_(u8 code) {
-    const float found = widen(f16{u16((code & 0x80) << 8 | (code & 0x7F) << 7)}) * 256.f;
-    return (code & 0x7F) == 0x7F ? NAN : found;
+// Two e4m3 codes, the first in the low byte, as float16, which holds them.
+__device__ __forceinline__ u32 halves_of(u16 codes) {
+#if __CUDA_ARCH__ >= 890
+    u32 halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    return halves;
+#else
+    u32 halves = 0;
+#pragma unroll
+    for (int i = 0; i < 16; i += 8) {
+        const u32 code = codes >> i & 0xFF;  // its bits as those of a float16 are 2^-8 of it
+        const f16 half = narrow<f16>(widen(f16{u16((code & 0x80) << 8 | (code & 0x7F) << 7)}) * 256.f);
+        halves |= u32((code & 0x7F) == 0x7F ? 0x7FFF : half.bits) << 2 * i;
+    }
+    return halves;
+#endif
 }
+
+__device__ __forceinline__ float e4m3_(u8 code) { return widen(f16{u16(halves_of(code))}); }
 
 // --------------------------------------------------------------------------------------------------------------- functions of the IR
 
