@@ -66,6 +66,7 @@ def _given(fd: FusionDefinition, combine: Op, linear: _Linear, d: Value, leads: 
             d_first, weighted_d = (ops.cast(v, dtype=dtype) for v in (scaled, weighted(fd, scaled, w, slot_of)))
             h, weight, _ = first.values
             u, dweight = product_grad(fd, first, d_first, h, weighted_d)
+            assert dweight is not None  # of floats
             yield weight, dweight
         us[h] = ops.add(us[h], u) if h in us else u
     for h, u in us.items():
@@ -83,9 +84,11 @@ def _given(fd: FusionDefinition, combine: Op, linear: _Linear, d: Value, leads: 
 def _adapter(fd: FusionDefinition, op: Op, linear: _Linear) -> tuple[Op, float] | None:
     """The product by an adapter's A, and the scale, where `op` is that by its B: A's rows are those of another product of the sum."""
     scale, made = 1.0, fd.producer(op.values[0])
-    while made is not None and (made.kind.name == "cast" or (made.kind.name == "mul" and isinstance(made.inputs[1], float))):
-        scale *= made.inputs[1] if made.kind.name == "mul" else 1.0
-        made = fd.producer(made.values[0])
+    while made is not None and made.kind.name in ("cast", "mul"):
+        factor = made.inputs[1] if made.kind.name == "mul" else 1.0
+        if not isinstance(factor, float):
+            return None
+        scale, made = scale * factor, fd.producer(made.values[0])
     if made is None or made.kind.name not in ("grouped_mm", "grouped_mm_t") or made.values[2] is not op.values[2]:
         return None
     beside = (other.values[0] for other in linear.products if other is not op)

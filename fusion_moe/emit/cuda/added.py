@@ -40,10 +40,9 @@ def functions(source: Source, plan: Plan) -> list[str]:
         raise _refusal(plan, f"rows {product.a.type} of a product beside another are computed in the same segment", "rows in memory")
     return [
         f"static constexpr i32 ADDED = {features};  // of the product beside this one",
-        f"using AddedRows = AddedMatrix<{dtype}, 1, ADDED, false>;",
-        f"using AddedColumns = AddedMatrix<{dtype}, N, ADDED, {str(product.kind == 'dgrad').lower()}>;",
-        f"__device__ AddedRows added_rows() const {{ return {{{source.names[found[0]]}}}; }}",
-        f"__device__ AddedColumns added_columns(i64 g) const {{ return {{{source.names[product.b]} + g * (i64(N) * ADDED)}}; }}",
+        f"static constexpr bool ADDED_TRANSPOSED = {str(product.kind == 'dgrad').lower()};  // whether its matrices are [ADDED, N]",
+        f"__device__ const {dtype}* added_rows() const {{ return {source.names[found[0]]}; }}",
+        f"__device__ const {dtype}* added_matrix(i64 g) const {{ return {source.names[product.b]} + g * (i64(N) * ADDED); }}",
     ]
 
 

@@ -27,8 +27,16 @@ struct AddedMatrix {
     }
 };
 
-template <class T, int FEATURES>
+template <class Segment>
 struct AddedProduct {
+    using T = typename Segment::Activation;
+    static constexpr int FEATURES = Segment::ADDED;
+    using Rows = AddedMatrix<T, 1, FEATURES, false>;
+    using Columns = AddedMatrix<T, Segment::N, FEATURES, Segment::ADDED_TRANSPOSED>;
+
+    __device__ static __forceinline__ Rows rows(const Segment& s) { return {s.added_rows()}; }
+    __device__ static __forceinline__ Columns columns(const Segment& s, i32 group) { return {s.added_matrix(group)}; }
+
     // sum [16, 8 BLOCKS] += a [16, FEATURES] b [8 BLOCKS, FEATURES]^T, as accumulators of mma.m16n8k16 lie. Four features from k on are
     // upper(k) and lower(k) of the lane's rows of a, row(i, k) of its row of block i of b. Blocks from `blocks` on may be left out.
     template <int BLOCKS, class Upper, class Lower, class Row>
@@ -54,7 +62,6 @@ struct AddedProduct {
     }
 
     // Of row m and column n.
-    template <class Rows, class Columns>
     __device__ static __forceinline__ float dot(const Rows& rows, i32 m, const Columns& columns, i32 n) {
         float total = 0;
 #pragma unroll 4
