@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hopper import ON_HOPPER
 from kernel_tables import use_variant
 from test_cuda_encodings import DTYPES, exact_weight, stored
 from test_cuda_kernels import ways_of
@@ -19,10 +20,7 @@ from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.types import dtype_name
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="wgmma"),
-]
+pytestmark = ON_HOPPER
 
 WAYS = [
     ("nvfp4", "f16", "w16x64"), ("mxfp4", "bf16", "w16x64"), ("int4", "bf16", "w16x64"), ("int4", "f16", "linear"),
