@@ -43,7 +43,7 @@ TARGETS = {
     for t in (
         Target("reference", ("bf16", "nvfp4")),
         Target("cpu", ("bf16",), device="cpu", added_features={"fprop": 256, "dgrad": 256}),
-        Target("cuda", ("bf16",), device="cuda", weight_layout="w16x64", added_features={"fprop": 64}),
+        Target("cuda", ("bf16",), device="cuda", weight_layout="w16x64", added_features={"fprop": 64, "dgrad": 64}),
         Target("sm_90", ("bf16",), _NVFUSER, device="cuda", capability=(9, 0), unshared_roles=_UNSHARED),
         Target(
             "sm_100",

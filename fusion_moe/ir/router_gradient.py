@@ -6,7 +6,8 @@
     dw of row i = <d, y> = <u, h> + <d, b>             so that y is neither saved nor computed again
     dh = w u,  dW = d^T (w h),  db = sum of w d        so that the products read rows of out's gradient as they are
 
-Where y is a sum of products, as with an adapter beside a weight, each has a u of its own, and dw is the sum over them.
+Where y is a sum of products, of one h each has a part of u, and dw is the sum over all h. An adapter's product B l, l = s A h, is one of h
+too: its part of u is (s d B) A, so that u is the sum of two products of the same rows and columns, which a kernel can make at once.
 The same numbers in another order of sums and roundings; the option `router_gradient` turns it off.
 """
 
@@ -52,22 +53,46 @@ def of_combine(fd: FusionDefinition, combine: Op, dout: Value, leads: Collection
 
 def _given(fd: FusionDefinition, combine: Op, linear: _Linear, d: Value, leads: Collection[Value]) -> Given:
     ops, (y, slot_of, w) = fd.ops, combine.values
-    along = []
+    us, wide = dict[Value, Value](), dict[Value, Value]()
     for op in linear.products:
         h, weight, _ = op.values
-        wide_h = wide_like(fd, h, d)
-        u, dweight = product_grad(fd, op, d, ops.cast(weighted(fd, wide_h, w, slot_of), dtype=h.type.dtype))
-        yield h, ops.cast(weighted(fd, u, w, slot_of), dtype=h.type.dtype)
+        wide[h] = wide[h] if h in wide else wide_like(fd, h, d)
+        u, dweight = product_grad(fd, op, d, ops.cast(weighted(fd, wide[h], w, slot_of), dtype=h.type.dtype))
         if dweight is not None:
             yield weight, dweight
-        along.append((u, wide_h))
+        if (adapter := _adapter(fd, op, linear)) is not None:
+            first, scale = adapter
+            scaled, dtype = ops.mul(u, scale), h.type.dtype
+            d_first, weighted_d = (ops.cast(v, dtype=dtype) for v in (scaled, weighted(fd, scaled, w, slot_of)))
+            h, weight, _ = first.values
+            u, dweight = product_grad(fd, first, d_first, h, weighted_d)
+            assert dweight is not None  # of floats
+            yield weight, dweight
+        us[h] = ops.add(us[h], u) if h in us else u
+    for h, u in us.items():
+        yield h, ops.cast(weighted(fd, u, w, slot_of), dtype=h.type.dtype)
+    along = [(u, wide[h]) for h, u in us.items()]
     for op in linear.biases:
         yield op.values[1], ops.cast(ops.group_sum(weighted(fd, d, w, slot_of), op.values[2]), dtype=op.values[1].type.dtype)
         along.append((d, bias_rows(fd, op.values[1], op.values[2], d)))
-    if not all(op.values[0] in leads for op in linear.products):
+    if not all(h in leads for h in us):
         along = [(d, wide_like(fd, y, d))]
     dw = reduce(ops.add, (ops.sum(ops.mul(a, b), dims=(1,), keepdim=False) for a, b in along))
     yield w, ops.cast(slot_values(fd, dw, slot_of), dtype=w.type.dtype)
+
+
+def _adapter(fd: FusionDefinition, op: Op, linear: _Linear) -> tuple[Op, float] | None:
+    """The product by an adapter's A, and the scale, where `op` is that by its B: A's rows are those of another product of the sum."""
+    scale, made = 1.0, fd.producer(op.values[0])
+    while made is not None and made.kind.name in ("cast", "mul"):
+        factor = made.inputs[1] if made.kind.name == "mul" else 1.0
+        if not isinstance(factor, float):
+            return None
+        scale, made = scale * factor, fd.producer(made.values[0])
+    if made is None or made.kind.name not in ("grouped_mm", "grouped_mm_t") or made.values[2] is not op.values[2]:
+        return None
+    beside = (other.values[0] for other in linear.products if other is not op)
+    return (made, scale) if made.values[0] in beside and not made.values[1].type.quantized else None
 
 
 def _linear(fd: FusionDefinition, y: Value) -> _Linear | None:

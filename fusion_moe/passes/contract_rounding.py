@@ -1,4 +1,4 @@
-"""Keeps float32 where a kernel would round to a narrower type and back: the one pass that changes bits.
+"""Keeps float32 where a kernel would round to a narrower type and back, or round what it adds: the one pass that changes bits.
 
 It runs on each segment by itself: a value that is stored between two kernels is rounded as the program says.
 """
@@ -15,17 +15,22 @@ from .simplify import pruned
 
 
 def dropped_roundings(fusion: Fusion) -> tuple[Op, ...]:
-    """The casts of the Fusion that `contract_rounding` drops a reader of: narrowing, read back at the wider type, not stored."""
-    dropped = {way[0] for way in _ways(fusion).values()}
+    """The casts of the Fusion that `contract_rounding` drops a reader of: narrowing, read back at the wider type or added, not stored."""
+    dropped = {way[0] for way in _ways(fusion).values()} | {fusion.producers[v] for op in _sums(fusion) for v in op.values}
     return tuple(op for op in fusion.ops if op in dropped)
 
 
 def contract_rounding(fusion: Fusion) -> Fusion:
-    """The Fusion where cast(slice(cast(x: f32, bf16)), f32) is slice(x), unless a value on the way is an output."""
-    ways = _ways(fusion)
+    """The Fusion where cast(slice(cast(x: f32, bf16)), f32) is slice(x), and add(cast(x: f32, bf16), cast(y: f32, bf16)) is
+    cast(add(x, y), bf16), unless a value on the way is an output.
+    """
+    ways, sums = _ways(fusion), _sums(fusion)
     results = {op.outputs[0]: way for op, way in ways.items()}
 
     def rule(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
+        if op in sums:
+            rounded = [fd.producer(v) for v in inputs]
+            return (fd.ops.cast(fd.ops.add(*(r.values[0] for r in rounded if r)), dtype=op.outputs[0].type.dtype),)
         if op.outputs[0] not in results:
             return None
         made, way = inputs[0], results[op.outputs[0]]
@@ -37,7 +42,17 @@ def contract_rounding(fusion: Fusion) -> Fusion:
             (made,) = fd.append(move.kind, [made], move.attrs)
         return (made,)
 
-    return pruned(rewrite(fusion, rule)) if ways else fusion
+    return pruned(rewrite(fusion, rule)) if ways or sums else fusion
+
+
+def _sums(fusion: Fusion) -> tuple[Op, ...]:
+    """Additions of two numbers that were just rounded."""
+    return tuple(op for op in fusion.ops if op.kind.name == "add" and len(op.values) == 2 and all(_rounds(fusion, v) for v in op.values))
+
+
+def _rounds(fusion: Fusion, v: Value) -> bool:
+    way = _way(fusion, v)
+    return len(way) == 1
 
 
 def _ways(fusion: Fusion) -> Mapping[Op, tuple[Op, ...]]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
+from hopper import ON_HOPPER
 from torch import Tensor, nn
 
 import fusion_moe
 from fusion_moe.nn import NVFP4Experts, add_lora_, prepare_
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="wgmma"),
-]
+pytestmark = ON_HOPPER
 
 EXPERTS, SLOTS, TOKENS, HIDDEN, INNER = 8, 2, 96, 256, 192
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hopper import ON_HOPPER
 from test_cuda_encodings import DTYPES, exact_weight, stored
 from test_cuda_training import SPLITS, TAIL, compiled, ends_of, integers
 
@@ -16,10 +17,7 @@ from fusion_moe.encodings import ENCODINGS, Quantized, dequantize
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="wgmma"),
-]
+pytestmark = ON_HOPPER
 
 WAYS = [
     ("nvfp4", "bf16", "w16x64"), ("nvfp4", "bf16", "linear"), ("nvfp4", "f16", "w16x64"), ("mxfp4", "bf16", "w16x64"),

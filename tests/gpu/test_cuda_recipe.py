@@ -4,6 +4,7 @@ import mxfp8
 import pytest
 import torch
 from fusions import assert_same_bits, mxfp8_copies, numbers_of_all_sizes
+from hopper import ON_HOPPER
 
 import fusion_moe
 from fusion_moe.compile import program_of
@@ -16,10 +17,7 @@ from fusion_moe.ir.text import text
 from fusion_moe.nn import GroupedLinear, ScaledSwiGLU, Sequential
 from fusion_moe.recipe import MXFP8BlockScaling
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="wgmma"),
-]
+pytestmark = ON_HOPPER
 SIZES = (5, 0, 33, 64)
 
 

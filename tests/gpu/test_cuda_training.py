@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from hopper import ON_HOPPER
 from torch import Tensor
 
 import fusion_moe
@@ -20,10 +21,7 @@ from fusion_moe.nn import GroupedLinear, ScaledSwiGLU, Sequential
 from fusion_moe.runtime.program import Program
 from fusion_moe.target import TARGETS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="wgmma"),
-]
+pytestmark = ON_HOPPER
 
 ops = torch.ops.fusion_moe
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}

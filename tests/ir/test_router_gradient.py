@@ -18,8 +18,14 @@ from fusion_moe.ir.derivative import differentiate
 H, N = 16, 6  # features of the rows, and of the result
 
 
-def build(stored: str = "float", biases: int = 1, dtype: str = "f64", groups: int = 3, slots: int = 2):
-    """out = combine(silu(x) W^T + biases): inputs x [T, H], w, ids, W, biases. stored: "float", "transposed" or "packed"."""
+RANK, SCALE = 2, 0.5  # of adapters
+
+
+def build(stored: str = "float", biases: int = 1, dtype: str = "f64", groups: int = 3, slots: int = 2, adapted: bool = False):
+    """out = combine(silu(x) W^T + biases): inputs x [T, H], w, ids, W, biases. stored: "float", "transposed" or "packed".
+
+    adapted: with an adapter beside W, inputs A and B.
+    """
     fd = FusionDefinition()
     t = fd.define_size("t")
     x, w = fd.define_tensor(shape=[t, H], dtype=dtype), fd.define_tensor(shape=[t, slots], dtype=dtype)
@@ -35,6 +41,9 @@ def build(stored: str = "float", biases: int = 1, dtype: str = "f64", groups: in
     else:
         y = fd.ops.grouped_mm(h, fd.define_tensor(shape=[groups, N, H], dtype=dtype), ends)
     y = fd.ops.cast(y, dtype=dtype)
+    if adapted:
+        a, b = (fd.define_tensor(shape=[groups, *shape], dtype=dtype) for shape in ((RANK, H), (N, RANK)))
+        y = fd.ops.add(fd.ops.grouped_mm(fd.ops.mul(fd.ops.grouped_mm(h, a, ends), SCALE), b, ends), y)
     for _ in range(biases):
         y = fd.ops.group_add(y, fd.define_tensor(shape=[groups, N], dtype=dtype), ends)
     fd.add_output(fd.ops.combine(y, slot_of, w))
@@ -119,6 +128,25 @@ def test_packed_weights():
     dy = torch.randn(3, N, generator=torch.Generator().manual_seed(1))
     for a, b in zip(gradients(on, tensors, dy), gradients(off, tensors, dy), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@given(SMALL)
+def test_an_adapter_is_a_part_of_the_gradient_of_its_rows(routing: Routing):
+    """One gradient of the rows, the sum of two products, and one sum over its columns for w."""
+    g, fusion = torch.Generator().manual_seed(2), build(biases=0, groups=routing.groups, slots=routing.ids.shape[1], adapted=True)
+    factors = [torch.randn(routing.groups, *s, generator=g, dtype=torch.float64) for s in ((RANK, H), (N, RANK))]
+    tensors = [*inputs(routing, biases=0), *factors]
+    x, w, ids, weight, a, b = (t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors)
+    dy = torch.randn(len(routing.ids), N, generator=g, dtype=torch.float64)
+    want = torch.autograd.grad(plain(x, w, ids, weight + SCALE * b @ a), (x, w, weight, a, b), dy, materialize_grads=True)
+    for wrt in ((0, 1, 3, 4, 5), (1, 4, 5)):
+        derivative = differentiate(fusion, wrt)
+        for found, t in zip(gradients(derivative, tensors, dy), (want[i - (i > 2)] for i in wrt), strict=True):
+            torch.testing.assert_close(found, t, rtol=1e-11, atol=1e-11)
+    rows = differentiate(fusion, (0, 1, 4, 5)).backward
+    assert [op.kind.name for op in rows.ops].count("sum") == 1
+    (both,) = (op.values for op in rows.ops if op.kind.name == "add" and len(op.values) == 2)
+    assert [rows.producers[v].kind.name for v in both] == ["grouped_mm_t"] * 2
 
 
 @pytest.mark.parametrize("between", ["silu", "another partition", "other slots", "no weights", "nothing"])

@@ -24,13 +24,15 @@ def accumulated(plan: Plan) -> Value:
 
 
 def functions(source: Source, plan: Plan) -> list[str]:
-    """Its C++: ADDED, the features that are contracted; rows, and the matrix of a group."""
+    """Its C++: ADDED, the features that are contracted; rows, and the matrix of a group, [N, ADDED] or, of a dgrad, [ADDED, N]."""
     if not plan.added:
         return ["static constexpr i32 ADDED = 0;"]
+    if len(plan.added) > 1:
+        raise _refusal(plan, f"{len(plan.added)} products beside another have no kernel here", "one")
     (product,) = plan.added
     features, dtype = known(product.size(product.contracted)), plan.a.type.dtype
     found = source.elements().row_in_memory(product.a, _M, features)
-    if product.kind != "fprop" or {product.a.type.dtype, product.b.type.dtype} != {dtype}:
+    if {product.a.type.dtype, product.b.type.dtype} != {dtype}:
         raise _refusal(plan, f"{product.op.kind.name} of {product.a.type} and {product.b.type} beside another has no kernel here", dtype)
     if features % _LANE:
         raise _refusal(plan, f"{features} features beside another product have no kernel here", f"a multiple of {_LANE}")
@@ -38,7 +40,8 @@ def functions(source: Source, plan: Plan) -> list[str]:
         raise _refusal(plan, f"rows {product.a.type} of a product beside another are computed in the same segment", "rows in memory")
     return [
         f"static constexpr i32 ADDED = {features};  // of the product beside this one",
-        f"__device__ const {dtype}* added_row(i64 m) const {{ return {source.names[found[0]]} + m * ADDED; }}",
+        f"static constexpr bool ADDED_TRANSPOSED = {str(product.kind == 'dgrad').lower()};  // whether its matrices are [ADDED, N]",
+        f"__device__ const {dtype}* added_rows() const {{ return {source.names[found[0]]}; }}",
         f"__device__ const {dtype}* added_matrix(i64 g) const {{ return {source.names[product.b]} + g * (i64(N) * ADDED); }}",
     ]
 

@@ -180,17 +180,18 @@ def _sum(y: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
     return (out,)
 
 
-def product_grad(fd: Any, op: Op, dy: Value, a: Value) -> tuple[Value, Value | None]:
+def product_grad(fd: Any, op: Op, dy: Value, a: Value, dy_of_weight: Value | None = None) -> tuple[Value, Value | None]:
     """(the gradient of the rows of grouped_mm or grouped_mm_t in float32, that of its float weight in the weight's dtype).
 
-    a: what the weight's gradient is made of: the rows of the product, or others in their place.
+    a, dy_of_weight: what the weight's gradient is made of: the rows of the product and dy, or others in their place.
     """
     (_, w, ends), transposed = op.values, op.kind.name == "grouped_mm_t"
     at = {name: layout for name, layout in op.attrs.items() if name == "w_layout"}
     da = (fd.ops.grouped_mm if transposed else fd.ops.grouped_mm_t)(dy, w, ends, **at)
     if w.type.quantized:
         return da, None
-    return da, fd.ops.cast(fd.ops.grouped_outer(*((a, dy) if transposed else (dy, a)), ends), dtype=w.type.dtype)
+    d = dy if dy_of_weight is None else dy_of_weight
+    return da, fd.ops.cast(fd.ops.grouped_outer(*((a, d) if transposed else (d, a)), ends), dtype=w.type.dtype)
 
 
 def _mm_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:

@@ -309,14 +309,16 @@ private:
     __device__ static __forceinline__ void add(
         const Segment& s, const WorkTile& tile, i32 first, float (&sum)[Ring::COLUMNS / 2], int consumer) {
         const i32 row = threadIdx.x % 32 / 4, m = first + threadIdx.x / 32 % 4 * 16 + row, last = tile.m_tile.end - 1;
-        const auto* matrix = s.added_matrix(tile.m_tile.group);
+        using Added = AddedProduct<Segment>;
+        const auto rows = Added::rows(s);
+        const auto matrix = Added::columns(s, tile.m_tile.group);
         const i32 column = tile.n_tile * TILE_COLUMNS + (Ring::SHARES_ROWS ? consumer * Ring::COLUMNS : 0) + row;
-        const auto columns = [&](int i) {
+        const auto columns = [&](int i, int k) {
             const i32 j = min(column + 8 * i % TILE_COLUMNS, Segment::WIDTH - 1);
-            return matrix + i64(Segment::column(8 * i / TILE_COLUMNS, j)) * Segment::ADDED;
+            return matrix.four(Segment::column(8 * i / TILE_COLUMNS, j), k);
         };
-        AddedProduct<T, Segment::ADDED>::template add<Ring::COLUMNS / 8>(
-            sum, s.added_row(min(m, last)), s.added_row(min(m + 8, last)), columns);
+        Added::template add<Ring::COLUMNS / 8>(
+            sum, [&](int k) { return rows.four(min(m, last), k); }, [&](int k) { return rows.four(min(m + 8, last), k); }, columns);
     }
 
     __device__ static __forceinline__ void store(

@@ -586,6 +586,7 @@ private:
 
     // The product beside this one, to accumulators of the repeats from h on, which are multiplied by their factors before.
     __device__ static __forceinline__ void add(float (*sum)[TILE_M / 2], ConsumerTile<Segment, REPEATS_PER_RESULT>& tile, int h) {
+        using Added = AddedProduct<Segment>;
         const WorkTile& work_tile = tile.work_tile;
         const i32 row = threadIdx.x % 32 / 4, first = work_tile.m_tile.first + row;
 #pragma unroll
@@ -593,11 +594,12 @@ private:
 #pragma unroll
             for (int a = 0; a < TILE_M / 2; ++a) sum[i][a] *= tile.factor[i][a % 4 / 2];
             tile.factor[i][0] = tile.factor[i][1] = 1;
-            const auto* matrix = tile.s.added_matrix(work_tile.m_tile.group);
-            matrix += i64(Tiles::first_row(work_tile.n_tile, weight_tile_of(h + i)) + row) * Segment::ADDED;
-            const auto rows = [&](int t) { return tile.s.added_row(min(first + 8 * t, work_tile.m_tile.end - 1)); };
-            AddedProduct<typename Segment::Activation, Segment::ADDED>::template add<TILE_M / 8>(
-                sum[i], matrix, matrix + 8 * Segment::ADDED, rows, work_tile.tile_m / 8);
+            const auto columns = Added::columns(tile.s, work_tile.m_tile.group);
+            const i32 column = Tiles::first_column(work_tile.n_tile, weight_tile_of(h + i)) + row;
+            const auto rows = [&](int t, int k) { return Added::rows(tile.s).four(min(first + 8 * t, work_tile.m_tile.end - 1), k); };
+            Added::template add<TILE_M / 8>(
+                sum[i], [&](int k) { return columns.four(column, k); }, [&](int k) { return columns.four(column + 8, k); }, rows,
+                work_tile.tile_m / 8);
         }
     }
 

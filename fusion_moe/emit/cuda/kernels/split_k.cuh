@@ -43,8 +43,8 @@ struct SplitKEpilogue {
                     const i32 of = Segment::column(f, min(j + v, Segment::WIDTH - 1));
                     p[f][v] = total * (Weights::RESCALE * Weights::outer(s, m_tile.group, of));
                     if constexpr (Segment::ADDED > 0) {
-                        const auto* matrix = s.added_matrix(m_tile.group) + i64(of) * Segment::ADDED;
-                        p[f][v] += AddedProduct<typename Segment::Activation, Segment::ADDED>::dot(s.added_row(m), matrix);
+                        using Added = AddedProduct<Segment>;
+                        p[f][v] += Added::dot(Added::rows(s), m, Added::columns(s, m_tile.group), of);
                     }
                 }
             }

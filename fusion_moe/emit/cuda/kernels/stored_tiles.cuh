@@ -7,6 +7,7 @@
 // Both are described alike, for N tiles of TILES of these:
 //
 //     at(n_tile, t), NEXT_K_BLOCK     tile t of an N tile -> its number in a matrix, in the first K block; how many later the next one's is
+//     first_column(n_tile, t)         the first of the product's columns that the warp of tile t has
 //     Shared, shared(...)             what makes fragments of a warp's, where a repeat's begin in shared memory
 //     Scales(s, group)                runs that what is contracted is in: COUNT of them, the i-th K block to take (first_k_block), what
 //                                     accumulators are multiplied by after a run (factor), or in the end (of_lane)
@@ -26,14 +27,14 @@ struct FpropTiles {
     static constexpr i32 K_BLOCKS = Segment::K / 64, NEXT_K_BLOCK = 1;
     static_assert(Segment::N % 16 == 0, "whole tiles");
 
-    // Where a tile begins. Past the last column: the last block's.
-    __device__ static constexpr i32 first_row(i32 n_tile, i32 t) {
+    // The product's column at which a tile begins, which is its first row. Past the last column: the last block's.
+    __device__ static constexpr i32 first_column(i32 n_tile, i32 t) {
         constexpr i32 ALIKE = REPEATS_PER_RESULT > 1 ? TILES_OF_K_BLOCK : 1, LAST = (Segment::WIDTH - 1) / Segment::BLOCK;
         const i32 block = n_tile * (TILES / Segment::BLOCK_TILES) + t / ALIKE / Segment::BLOCK_TILES * ALIKE + t % ALIKE;
         return Segment::first_row(block < LAST ? block : LAST, t / ALIKE % Segment::BLOCK_TILES);
     }
 
-    __device__ static constexpr i32 at(i32 n_tile, i32 t) { return first_row(n_tile, t) / 16 * K_BLOCKS; }
+    __device__ static constexpr i32 at(i32 n_tile, i32 t) { return first_column(n_tile, t) / 16 * K_BLOCKS; }
 
     static __device__ __forceinline__ Shared shared(u32 of_repeat_elements, u32 of_repeat_scales, i32 warp, i32 lane) {
         const i32 tile = warp * STAGE_K_BLOCKS;
@@ -49,7 +50,7 @@ struct FpropTiles {
         __device__ __forceinline__ i32 first_k_block(i32) const { return 0; }
         __device__ __forceinline__ float factor(i32) const { return 1.f; }
         __device__ __forceinline__ void of_lane(float (&outer)[2], i32 n_tile, i32 t, i32 lane) const {
-            Reader::outer_of_lane(outer, s, group, first_row(n_tile, t), lane);
+            Reader::outer_of_lane(outer, s, group, first_column(n_tile, t), lane);
         }
     };
 };
@@ -61,11 +62,16 @@ struct DgradTiles {
     static constexpr i32 ACROSS = Segment::N / 64, NEXT_K_BLOCK = TILES_OF_K_BLOCK * ACROSS;
     static_assert(Segment::N % 64 == 0 && Segment::COLUMNS_PER_RESULT == 1 && Segment::WIDTH == Segment::N, "whole tiles are results");
 
-    // Past the last column: the last tile.
-    __device__ static constexpr i32 at(i32 n_tile, i32 t) {
-        const i32 column = n_tile * (TILES / TILES_OF_K_BLOCK) + t / TILES_OF_K_BLOCK;
-        return t % TILES_OF_K_BLOCK * ACROSS + (column < ACROSS ? column : ACROSS - 1);
+    // Which of the tiles across. Past the last column: the last one.
+    __device__ static constexpr i32 across(i32 n_tile, i32 t) {
+        const i32 found = n_tile * (TILES / TILES_OF_K_BLOCK) + t / TILES_OF_K_BLOCK;
+        return found < ACROSS ? found : ACROSS - 1;
     }
+
+    __device__ static constexpr i32 at(i32 n_tile, i32 t) { return t % TILES_OF_K_BLOCK * ACROSS + across(n_tile, t); }
+
+    // The first of the columns that the warp of tile t has.
+    __device__ static constexpr i32 first_column(i32 n_tile, i32 t) { return across(n_tile, t) * 64 + t % TILES_OF_K_BLOCK * 16; }
 
     static __device__ __forceinline__ Shared shared(u32 of_repeat_elements, u32 of_repeat_scales, i32 warp, i32 lane) {
         return Shared(of_repeat_elements, of_repeat_scales, warp, lane);
