@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -12,9 +13,11 @@ from ..errors import OptionError, UnsupportedError, need_one_of
 from ..nn import Experts
 from ..nn.contract import contract_of
 from ..nn.projections import Projections
-from .collectives import TOKENS, is_summed, sum_over_ranks
+from .all_to_all import AllToAll
+from .dispatch import TOKENS, Dispatcher, Gathered, Replicated, divide_forward, is_divided
 from .shares import columns, experts_of, keep_experts, keep_features
 
+DISPATCH = ("all_gather", "all_to_all")
 # What is divided along each dimension of the mesh.
 PLANS: dict[str, tuple[Callable[[Any, int, int], None], ...]] = {
     "ep": (keep_experts,),
@@ -23,7 +26,10 @@ PLANS: dict[str, tuple[Callable[[Any, int, int], None], ...]] = {
 }
 
 
-def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: str = "ep", tokens: str = "replicated") -> list[str]:
+def parallelize_(
+    model: nn.Module, mesh: DeviceMesh, plan: str = "ep", tokens: str = "replicated", dispatch: str = "all_gather",
+    capacity: int | float = 1.0,
+) -> list[str]:  # fmt: skip
     """Divides the experts of a model between the ranks of a mesh, in place. Returns the names of the modules that were divided.
 
     Every rank calls it with the same model, whose weights are loaded. Modules are those of fusion_moe.nn, and transformers' experts with
@@ -34,16 +40,24 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: str = "ep", tokens: s
     whole blocks of the encoding. For `Experts` without adapters. "ep_tp", both: experts are divided along the mesh's
     first dimension, and their features along its second.
     tokens: "replicated", every rank calls the model with the same tokens and gets the same results: an all-reduce. "sharded", every rank
-    calls it with tokens of its own, along the first dimension and as many as every other rank, and gets their results: an all-gather and a
-    reduce-scatter. Gradients of a rank's experts are then those by way of all ranks' tokens, with nothing left to add.
+    calls it with tokens of its own, along the first dimension and as many as every other rank, and gets their results. Gradients of a
+    rank's experts are then those by way of all ranks' tokens, with nothing left to add.
+    dispatch: how sharded tokens get to experts. "all_gather", all to all ranks, and a reduce-scatter of the sums. "all_to_all", for "ep"
+    and "ep_tp", each once to every rank that has one of its experts, and back.
+    capacity: of "all_to_all", how many tokens a rank sends to any other at most: a float, that part of its own, rounded up; an int, that
+    many, on all ranks, whose own may then be fewer, or more, or none. So many are always sent and computed. Tokens beyond it, the last
+    ones, do without the experts of that rank: what those would add is left out, and the rest stays as it is. Modules count them in a
+    buffer `dropped`, int64[]. By default, 1.0, there are none.
     mesh: of one dimension, or two for "ep_tp"; at most E ranks along "ep", as many as there are blocks of I along "tp".
 
     Each rank's sum is rounded to the dtype of activations before the ranks' sums are added: equal to one process but for that rounding.
     Parameters become new tensors, of other shapes: make optimizers, `prepare_` and compile afterwards. State dicts have a rank's share.
-    Fails before it changes anything: OptionError for a mesh or a plan, UnsupportedError for modules that it does not fit.
+    Fails before it changes anything: OptionError for a mesh or an option, UnsupportedError for modules that it does not fit.
     """
     need_one_of("plan", plan, PLANS, where="parallelize_")
     need_one_of("tokens", tokens, TOKENS, where="parallelize_")
+    need_one_of("dispatch", dispatch, DISPATCH, where="parallelize_")
+    _check_dispatch(plan, tokens, dispatch, capacity)
     kept = PLANS[plan]
     _check_mesh(mesh, plan, len(kept))
     modules = _modules(model)
@@ -52,10 +66,27 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: str = "ep", tokens: s
             if why := _undividable(module, keep, mesh.size(dim)):
                 raise UnsupportedError(f"{name or type(module).__name__}: {why[0]}", expected=why[1], where="parallelize_")
     for module in modules.values():
-        for dim, keep in enumerate(kept):
-            keep(module, mesh.get_local_rank(dim), mesh.size(dim))
-            sum_over_ranks(module, mesh.get_group(dim).group_name, mesh.size(dim), tokens)
+        for dim, keep in reversed(tuple(enumerate(kept))):  # what is sent to experts is then gathered for their features
+            group, ranks = mesh.get_group(dim).group_name, mesh.size(dim)
+            dispatcher: Dispatcher = (Gathered if tokens == "sharded" else Replicated)(group, ranks)
+            if keep is keep_experts and dispatch == "all_to_all":
+                dispatcher = AllToAll(group, ranks, experts_of(module), capacity)
+                module.register_buffer("dropped", torch.zeros((), dtype=torch.int64, device=mesh.device_type), persistent=False)
+            keep(module, mesh.get_local_rank(dim), ranks)
+            divide_forward(module, dispatcher)
     return list(modules)
+
+
+def _check_dispatch(plan: str, tokens: str, dispatch: str, capacity: int | float) -> None:
+    if dispatch == "all_to_all" and tokens != "sharded":
+        raise OptionError(f"dispatch = {dispatch!r}, tokens = {tokens!r}", expected="tokens = 'sharded'", where="parallelize_")
+    if dispatch == "all_to_all" and keep_experts not in PLANS[plan]:
+        raise OptionError(f"dispatch = {dispatch!r}, plan = {plan!r}", expected="plan = 'ep' or 'ep_tp'", where="parallelize_")
+    if (isinstance(capacity, int) or capacity != 1) and dispatch != "all_to_all":
+        raise OptionError(f"capacity = {capacity}, dispatch = {dispatch!r}", expected="dispatch = 'all_to_all'", where="parallelize_")
+    if not (capacity >= 1 if isinstance(capacity, int) else 0 < capacity <= 1):
+        expected = "a number of tokens, 1 or more, or a part of a rank's, above 0 and up to 1.0"
+        raise OptionError(f"capacity = {capacity}", expected=expected, where="parallelize_")
 
 
 def _check_mesh(mesh: object, plan: str, ndim: int) -> None:
@@ -82,7 +113,7 @@ def _implementation(module: Any) -> str | None:
 
 def _undividable(module: Any, keep: Callable[[Any, int, int], None], ranks: int) -> tuple[str, str] | None:
     """Why a module cannot be divided so, and what was expected; None if it can be."""
-    if is_summed(module):
+    if is_divided(module):
         return "it is divided already", "a model that is not"
     if not isinstance(module, Projections) and _implementation(module) != "fusion_moe":
         return "experts that transformers computes", 'experts_implementation="fusion_moe"'

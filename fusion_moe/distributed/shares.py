@@ -24,6 +24,16 @@ def share(count: int, rank: int, ranks: int) -> range:
     return range(count * rank // ranks, count * (rank + 1) // ranks)
 
 
+def owner_of(ids: Tensor, count: int, ranks: int) -> Tensor:
+    """int -> i64, the rank whose `share` of `count` things has each id; `ranks` for ids of nothing.
+
+    >>> [share(7, rank, 3) for rank in range(3)], owner_of(torch.arange(-1, 8), 7, 3).tolist()
+    ([range(0, 2), range(2, 4), range(4, 7)], [3, 0, 0, 1, 1, 2, 2, 2, 3])
+    """
+    there = (ids >= 0) & (ids < count)
+    return torch.where(there, ((ids.long() + 1) * ranks - 1) // count, ranks)
+
+
 def experts_of(module: nn.Module) -> int:
     """E of a module that parallelize_ knows."""
     contract = contract_of(module)

@@ -25,6 +25,7 @@ class ExpertsMethod(FusedMoEMethodBase):
     loaded: tuple[str, ...]  # the parameters that vLLM loads and that `Experts` takes the place of
     supports_pre_processed_weights = False
     supports_eplb = False
+    first_expert: int | None = None  # of this rank, None if all experts are here
 
     def __init__(self, moe: Any):
         """moe: vLLM's configuration of the layer. UnsupportedError for what is not served."""
@@ -37,13 +38,17 @@ class ExpertsMethod(FusedMoEMethodBase):
     def create_weights(
         self, layer: Any, num_experts: int, hidden_size: int, intermediate_size_per_partition: int, params_dtype: Any, **attributes: Any
     ) -> None:
-        """vLLM's parameters, which its loader fills. ShapeError for sizes that the encoding does not take."""
+        """vLLM's parameters, which its loader fills: of all experts, or of those of this rank.
+
+        ShapeError for sizes that the encoding does not take, UnsupportedError for experts of a rank that do not follow one another.
+        """
         block = self.encoding.block
         for name, size in ("hidden", hidden_size), ("intermediate", intermediate_size_per_partition):
             if size % block:
                 todo = "choose another --tensor-parallel-size" if name == "intermediate" else LEAVE
                 expected = f"a multiple of {block}, the block of {self.encoding.name}"
                 raise ShapeError(f"{name} size {size}", expected=expected, todo=todo, where=layer.layer_name)
+        self.first_expert = first_expert(layer.expert_map, layer.layer_name)
         super().create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **attributes)
 
     @abstractmethod
@@ -58,6 +63,7 @@ class ExpertsMethod(FusedMoEMethodBase):
             delattr(layer, name)
         scale_on = "input" if layer.apply_router_weight_on_input else "output"
         layer.fusion_moe = Experts(w13, w2, scale_on=scale_on, limit=self.moe.swiglu_limit)
+        layer.fusion_moe.first_expert = self.first_expert
         prepare_(layer.fusion_moe)
         on = target.find(options.current().target, w2.device).name
         logger.info_once("fusion_moe serves experts in %s, activations in %s, on %s", self.encoding.name, self.moe.in_dtype, on)
@@ -65,20 +71,40 @@ class ExpertsMethod(FusedMoEMethodBase):
     def apply(
         self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any = None, shared_experts_input: Any = None
     ) -> Tensor:
-        """x [T, H], topk_weights [T, k], topk_ids int[T, k] -> [T, H]. vLLM computes shared experts by itself."""
+        """x [T, H], topk_weights [T, k], topk_ids int[T, k] -> [T, H]: under expert parallelism what this rank's experts add, which
+        vLLM sums over ranks. It computes shared experts by itself.
+        """
         return layer.fusion_moe(x, topk_ids, topk_weights)
 
 
 def need_served(moe: Any) -> None:
     """UnsupportedError for layers that are not served, by vLLM's configuration of them."""
-    if moe.moe_parallel_config.use_ep:
-        raise _unsupported("expert parallelism", "all experts on each rank", "run without --enable-expert-parallel")
+    if moe.moe_parallel_config.use_all2all_kernels:
+        found = "expert parallelism between ranks that have tokens of their own"
+        raise _unsupported(found, "the same tokens on all ranks", "--enable-expert-parallel with --tensor-parallel-size alone")
     if moe.is_lora_enabled:
         raise _unsupported("LoRA", "experts without adapters", "run without --enable-lora, or merge the adapter into the weights first")
     if moe.activation.value != "silu":
         raise _unsupported(f"experts with activation {moe.activation.value!r}", "'silu'", LEAVE)
     if moe.has_bias:
         raise _unsupported("experts with biases", "experts without", LEAVE)
+
+
+def first_expert(expert_map: Tensor | None, where: str) -> int | None:
+    """The id of the first of a rank's experts, by vLLM's map: int[E], an expert's index on this rank, -1 for those of others.
+
+    None without a map: all experts are here. UnsupportedError for experts that do not follow one another, as those of the placement
+    "round_robin".
+    """
+    if expert_map is None:
+        return None
+    placed = expert_map.tolist()
+    here = [expert for expert, index in enumerate(placed) if index >= 0]
+    if not here or [placed[expert] for expert in range(here[0], here[0] + len(here))] != list(range(len(here))):
+        found, expected = f"experts {', '.join(map(str, here)) or 'none'} on a rank", "some that follow one another, in their order"
+        todo = "--expert-placement-strategy linear, and no more ranks than experts"
+        raise UnsupportedError(found, expected=expected, todo=todo, where=where)
+    return here[0]
 
 
 def _unsupported(found: str, expected: str, todo: str) -> UnsupportedError:

@@ -63,9 +63,9 @@ def float_experts() -> nn.Module:
     return module
 
 
-def divided(module: nn.Module, mesh: DeviceMesh, plan: str, tokens: str = "replicated") -> Any:
+def divided(module: nn.Module, mesh: DeviceMesh, plan: str, tokens: str = "replicated", **options: Any) -> Any:
     made = deepcopy(module)
-    assert parallelize_(made, mesh, plan=plan, tokens=tokens) == [""]
+    assert parallelize_(made, mesh, plan=plan, tokens=tokens, **options) == [""]
     return made
 
 
@@ -173,10 +173,10 @@ def of_rank(mesh: DeviceMesh, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.chunk(mesh.size())[mesh.get_rank()].clone() for t in tensors]
 
 
-def sharded(mesh: DeviceMesh, plan: str, whole: nn.Module, divided_mesh: DeviceMesh) -> Any:
+def sharded(mesh: DeviceMesh, plan: str, whole: nn.Module, divided_mesh: DeviceMesh, **options: Any) -> Any:
     """A module with tokens of its own on each rank, whose results and gradients are a part of one process's."""
     given = inputs(4 * mesh.size())
-    module = divided(whole, divided_mesh, plan, "sharded")
+    module = divided(whole, divided_mesh, plan, "sharded", **options)
     assert_alike(forward_and_backward(module, of_rank(mesh, given)), of_rank(mesh, forward_and_backward(whole, given)))
     return module
 
@@ -192,6 +192,77 @@ def tokens_of_a_rank(mesh):
     assert_alike([p.grad for p in module.parameters()], [p.grad[own] for p in whole.parameters()])
     x, ids, w = inputs()
     assert module(x[:0], ids[:0], w[:0]).shape == (0, H)
+
+
+@case
+def tokens_sent_to_experts(mesh):
+    """All-to-all: as if all ranks had all tokens, of floats, of adapters, and with features divided too."""
+    send = {"dispatch": "all_to_all"}
+    sharded(mesh, "ep", experts(E, H, I), mesh, **send)
+    whole = float_experts()
+    module = sharded(mesh, "ep", whole, mesh, **send)
+    own = slice(module.first_expert, module.first_expert + len(module.down_proj))
+    assert_alike([p.grad for p in module.parameters()], [p.grad[own] for p in whole.parameters()])
+    both = init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("ep", "tp"))
+    sharded(mesh, "ep_tp", experts(E, H, I), both, **send)
+
+    whole = experts(E, H, I)
+    module = divided(whole, mesh, "ep", "sharded", **send)
+    all_x, all_ids, all_w = inputs(4 * mesh.size())
+    x, ids, w = of_rank(mesh, [all_x, all_ids, all_w])
+    one = torch.full_like(all_ids, E - 1)
+    for those in all_ids[:, :1], one[:, :1], one:  # one rank adds to a token
+        v = all_w[:, : those.shape[1]]
+        assert module(x, *of_rank(mesh, [those, v])).equal(*of_rank(mesh, [whole(all_x, those, v)]))
+    assert module(x.view(2, -1, H), ids, top_k_weights=w).equal(module(x, ids, w).view(2, -1, H))
+    assert deepcopy(module)(x, ids, w).equal(module(x, ids, w))
+    for nobody in (-1, E, 2**40):
+        assert not module(x, torch.full_like(ids, nobody), w).any()
+    assert module(x[:0], ids[:0], w[:0]).shape == (0, H)
+    assert not module.dropped
+    assert "dropped" not in module.state_dict()
+
+
+@case
+def numbers_of_tokens_that_differ(mesh):
+    """A capacity in tokens: the first rank has none, each other one more than the one before."""
+    whole = float_experts()
+    module = divided(whole, mesh, "ep", "sharded", dispatch="all_to_all", capacity=mesh.size())
+    ranks, rank = mesh.size(), mesh.get_rank()
+    given = inputs(ranks * (ranks - 1) // 2)
+    mine = slice(rank * (rank - 1) // 2, rank * (rank + 1) // 2)
+    want = [t[mine] for t in forward_and_backward(whole, [t.clone() for t in given])]
+    found = forward_and_backward(module, [t[mine].clone() for t in given])
+    assert found[0].shape == (rank, H)
+    assert_alike(found, want)
+    own = slice(module.first_expert, module.first_expert + len(module.down_proj))
+    assert_alike([p.grad for p in module.parameters()], [p.grad[own] for p in whole.parameters()])
+    assert not module.dropped
+
+
+@case
+def more_tokens_than_the_capacity(mesh):
+    """The last ones do without the experts of that rank alone, forward and backward."""
+    whole = experts(E, H, I)
+    tokens = 8
+    x, ids, w = inputs(tokens)
+    ids[:, 0] = 0
+    for capacity, kept in (3, 3), (0.3, 3), (0.5, 4), (1, 1), (tokens + 1, tokens):
+        module = divided(whole, mesh, "ep", "sharded", dispatch="all_to_all", capacity=capacity)
+        goes = [((ids >= first) & (ids < end)).any(1) for first, end in ranges(mesh.size())]
+        lost = torch.zeros_like(ids, dtype=torch.bool)
+        for (first, end), those in zip(ranges(mesh.size()), goes, strict=True):
+            late = those & (those.cumsum(0) > kept)
+            lost |= late[:, None] & (ids >= first) & (ids < end)
+        found, want = (forward_and_backward(m, [x.clone(), ids, v.clone()]) for m, v in ((module, w), (whole, w.masked_fill(lost, 0))))
+        assert_alike(found[:2], want[:2])
+        assert_alike(found[2:], [want[2].masked_fill(lost, 0)])
+        assert module.dropped == sum((those.sum() - kept).clamp(min=0) for those in goes)
+
+
+def ranges(ranks: int) -> list[tuple[int, int]]:
+    """The experts of each rank."""
+    return [(E * rank // ranks, E * (rank + 1) // ranks) for rank in range(ranks)]
 
 
 @case
@@ -212,11 +283,25 @@ def compiled(mesh):
     """In one graph, whose collectives are operations of torch, forward and backward."""
     if mesh.size() > 2:
         return  # compiling takes long
-    for backend, tokens in ("fusion_moe", "replicated"), ("inductor", "sharded"):
-        module, outcomes = divided(experts(E, H, I), mesh, "ep", tokens), []
+    sent = {"dispatch": "all_to_all", "capacity": 0.9}
+    for backend, tokens, options in ("fusion_moe", "replicated", {}), ("inductor", "sharded", {}), ("fusion_moe", "sharded", sent):
+        module, outcomes = divided(experts(E, H, I), mesh, "ep", tokens, **options), []
         for f in module, torch.compile(module, backend=backend, fullgraph=True):
             outcomes.append(forward_and_backward(f))
         assert_alike(*outcomes)
+    compiled_for_any_routing(mesh)
+
+
+def compiled_for_any_routing(mesh: DeviceMesh) -> None:
+    """One graph, for other tokens and another number of them."""
+    module = divided(experts(E, H, I), mesh, "ep", "sharded", dispatch="all_to_all")
+    torch._dynamo.reset()
+    f = torch.compile(module, backend="fusion_moe", fullgraph=True, dynamic=True)
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (13, 29):
+            x, ids, w = inputs(tokens)
+            for those in ids, torch.full_like(ids, E - 1):
+                assert_alike([f(x, those, w)], [module(x, those, w)])
 
 
 def refuses(error: type[Exception], part: str, f: Callable[[], Any]) -> None:
@@ -238,6 +323,13 @@ def refusals(mesh):
     refuses(UnsupportedError, "no modules of experts", lambda: parallelize_(nn.Linear(2, 2), mesh))
     refuses(OptionError, "plan = 'tpp'", lambda: parallelize_(whole, mesh, plan="tpp"))
     refuses(OptionError, "tokens = 'split'", lambda: parallelize_(whole, mesh, tokens="split"))
+    refuses(OptionError, "dispatch = 'alltoall'", lambda: parallelize_(whole, mesh, tokens="sharded", dispatch="alltoall"))
+    refuses(OptionError, "tokens = 'replicated'; expected", lambda: parallelize_(whole, mesh, dispatch="all_to_all"))
+    refuses(OptionError, "plan = 'tp'; expected", lambda: parallelize_(whole, mesh, plan="tp", tokens="sharded", dispatch="all_to_all"))
+    refuses(OptionError, "capacity = 2, dispatch = 'all_gather'", lambda: parallelize_(whole, mesh, tokens="sharded", capacity=2))
+    for capacity in (0, 0.0, 1.5, -1):
+        send = {"tokens": "sharded", "dispatch": "all_to_all", "capacity": capacity}
+        refuses(OptionError, f"capacity = {capacity}; expected a number", lambda send=send: parallelize_(whole, mesh, **send))
     refuses(OptionError, "a NoneType", lambda: parallelize_(whole, None))
     refuses(OptionError, "a mesh with ndim = 1", lambda: parallelize_(whole, mesh, plan="ep_tp"))
     two = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "ep"))

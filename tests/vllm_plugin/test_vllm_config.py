@@ -16,6 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 
 from fusion_moe.encodings import Quantized
@@ -23,19 +24,23 @@ from fusion_moe.errors import DtypeError, NonFiniteError, ShapeError, Unsupporte
 from fusion_moe.vllm import register
 from fusion_moe.vllm.compressed_tensors import FusionMoeInt4Method
 from fusion_moe.vllm.config import FusionMoeConfig
-from fusion_moe.vllm.experts import need_served
+from fusion_moe.vllm.experts import first_expert, need_served
 from fusion_moe.vllm.scales import check_scales
 
 NVFP4_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
 
 
+def parallel(**changes: Any) -> FusedMoEParallelConfig:
+    """vLLM's expert parallelism."""
+    return dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), use_ep=True, **changes)
+
+
 def layer(**changes: Any) -> FusedMoEConfig:
     """vLLM's configuration of a layer."""
-    parallel = FusedMoEParallelConfig.make_no_parallel()
     made = FusedMoEConfig(
         num_experts=4, experts_per_token=2, hidden_dim=64, intermediate_size=32, num_local_experts=4, num_logical_experts=4,
-        activation=MoEActivation.SILU, device="cpu", routing_method=RoutingMethodType.Renormalize, moe_parallel_config=parallel,
-        in_dtype=torch.bfloat16,
+        activation=MoEActivation.SILU, device="cpu", routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(), in_dtype=torch.bfloat16,
     )  # fmt: skip
     return dataclasses.replace(made, **changes)
 
@@ -91,12 +96,13 @@ def test_other_methods_are_refused(config: dict[str, Any], found: str) -> None:
 def test_layers_that_are_served() -> None:
     need_served(layer())
     need_served(layer(swiglu_limit=7.0))
+    need_served(layer(moe_parallel_config=parallel(ep_size=2)))
 
 
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"moe_parallel_config": "ep"}, "expert parallelism; .* run without --enable-expert-parallel"),
+        ({"moe_parallel_config": parallel(ep_size=2, dp_size=2)}, "expert parallelism between ranks .* --tensor-parallel-size alone"),
         ({"is_lora_enabled": True}, "LoRA"),
         ({"activation": MoEActivation.GELU}, "experts with activation 'gelu'"),
         ({"activation": MoEActivation.SWIGLUOAI}, "experts with activation 'swigluoai'"),
@@ -104,9 +110,6 @@ def test_layers_that_are_served() -> None:
     ],
 )
 def test_layers_that_are_refused(changes: dict[str, Any], found: str) -> None:
-    if changes.get("moe_parallel_config") == "ep":
-        parallel = dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), use_ep=True)
-        changes = {"moe_parallel_config": parallel}
     with pytest.raises(UnsupportedError, match=found):
         need_served(layer(**changes))
 
@@ -123,7 +126,7 @@ def experts_method(**changes: Any) -> Any:
 
 
 def test_sizes_off_the_block_are_refused() -> None:
-    owner = SimpleNamespace(layer_name="experts")
+    owner = SimpleNamespace(layer_name="experts", expert_map=None)
     with pytest.raises(ShapeError, match="experts: intermediate size 24; expected a multiple of 16.*--tensor-parallel-size"):
         experts_method().create_weights(owner, 4, 64, 24, torch.bfloat16)
     with pytest.raises(ShapeError, match="experts: hidden size 40"):
@@ -162,6 +165,36 @@ def test_experts_keep_both_scales_of_gate_and_up(limit: float | None) -> None:
     x, ids, w = torch.randn(5, 64, generator=generator), torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]]), torch.rand(5, 2)
     got = method.apply(owner, x, w, ids.int())
     assert torch.allclose(got.double(), expected(x, ids, w, w13, w2, limit), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_experts_of_ranks_add_up(ranks: int) -> None:
+    (w13, w2), generator = weights(), torch.Generator().manual_seed(1)
+    x, ids = torch.randn(5, 64, generator=generator), torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]])
+    w = torch.rand(5, 2, generator=generator)
+    total = torch.zeros(5, 64)
+    for rank in range(ranks):
+        count, placed, _ = determine_expert_map(ranks, rank, 4)
+        here = placed >= 0
+        method = experts_method(moe_parallel_config=parallel(ep_size=ranks, ep_rank=rank), num_local_experts=count)
+        owner = loaded(method, *(Quantized(*(part[here] for part in weight)) for weight in (w13, w2)))
+        method.first_expert = first_expert(placed, "")
+        method.process_weights_after_loading(owner)
+        assert len(owner.fusion_moe.down_proj) == count
+        total += method.apply(owner, x, w, ids.int())
+    want = expected(x, ids, w, w13, w2, None)
+    assert (total - want).norm() <= 1e-6 * want.norm()
+
+
+def test_placements_of_experts() -> None:
+    assert first_expert(None, "") is None
+    assert [first_expert(determine_expert_map(3, rank, 7)[1], "") for rank in range(3)] == [0, 3, 5]
+    with pytest.raises(UnsupportedError, match="layer 3: experts 0, 2 on a rank; expected some that follow .*-strategy linear"):
+        first_expert(determine_expert_map(2, 0, 4, "round_robin")[1], "layer 3")
+    with pytest.raises(UnsupportedError, match="experts none on a rank"):
+        first_expert(determine_expert_map(3, 2, 2)[1], "")
+    with pytest.raises(UnsupportedError, match="experts 1, 2 on a rank"):
+        first_expert(torch.tensor([-1, 1, 0]), "")
 
 
 def expected(x: Any, ids: Any, w: Any, w13: Any, w2: Any, limit: float | None) -> Any:

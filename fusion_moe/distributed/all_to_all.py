@@ -1,0 +1,114 @@
+"""A token goes to the ranks that hold its experts, once to each, and their sums of its experts come back.
+
+All sizes are known before the routing is: a rank has C rows for each other, and an empty one after them. What a row is of, and where a
+token's rows are, are tensors on the device that nothing waits for, so one captured graph serves all routings.
+
+    slot_of [T, n]           the rows of a token, in the order of ranks, n the lesser of k and R; the empty row of a rank for none
+    token_of [R (C + 1)]     the token of a row, T for none
+
+The row that is empty everywhere has the ids -1, of no expert: its result is zero, and so are its gradients.
+Letters: T tokens of a rank, k experts a token, E experts, R ranks, C capacity, H hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .collectives import all_to_all
+from .shares import owner_of
+
+
+class Rows(NamedTuple):
+    """Where the tokens of a rank go."""
+
+    slot_of: Tensor
+    token_of: Tensor
+    dropped: Tensor
+
+
+def assign_rows(ids: Tensor, experts: int, ranks: int, capacity: int | float) -> Rows:
+    """ids int[T, k] -> slot_of i64[T, n], token_of i64[R (C + 1)], dropped bool[T, R]: what a rank had no row for.
+
+    Rows are given in the order of tokens. capacity: C, or of a float the part of T that it is.
+    """
+    tokens, slots = ids.shape
+    rows = capacity if isinstance(capacity, int) else tokens if capacity == 1 else math.ceil(tokens * capacity)
+    goes = ids.new_zeros(tokens, ranks + 1, dtype=torch.bool).scatter(1, owner_of(ids, experts, ranks), True)[:, :ranks]
+    place = goes.cumsum(0) - 1
+    sent = goes & (place < rows)
+    slot_of = torch.where(sent, place, rows) + torch.arange(ranks, device=ids.device) * (rows + 1)
+    token = torch.where(sent, torch.arange(tokens, device=ids.device)[:, None], tokens)
+    token_of = torch.full((ranks * (rows + 1),), tokens, device=ids.device).scatter(0, slot_of.flatten(), token.flatten())
+    first = (~sent).int().argsort(dim=1, stable=True)[:, : min(slots, ranks)]
+    return Rows(slot_of.gather(1, first), token_of, goes & ~sent)
+
+
+class AllToAll:
+    """Tokens of a rank go where their experts are, and come back as sums."""
+
+    def __init__(self, group: str, ranks: int, experts: int, capacity: int | float):
+        """group: the name of a process group. experts: E of all ranks."""
+        self.group, self.ranks, self.experts, self.capacity = group, ranks, experts, capacity
+
+    def dispatch(self, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Rows, torch.Size]]:
+        """Hidden states [..., H], ids int[T, k], router weights [T, k] -> [R (C + 1), H] and [R (C + 1), k], what all ranks sent here."""
+        ids = next(x for x in given if not x.is_floating_point())
+        rows = assign_rows(ids, self.experts, self.ranks, self.capacity)
+        if isinstance(self.capacity, int) or self.capacity < 1:
+            module.dropped.add_(rows.dropped.sum())  # type: ignore[operator]
+        flat = (x.reshape(-1, x.shape[-1]) for x in given)
+        return _Sent.apply(self.group, self.ranks, rows.slot_of, rows.token_of, *flat), (rows, given[0].shape)
+
+    def combine(self, y: Tensor, kept: tuple[Rows, torch.Size]) -> Tensor:
+        """[R (C + 1), H] -> [..., H]"""
+        rows, shape = kept
+        return _Returned.apply(self.group, self.ranks, rows.slot_of, rows.token_of, y).view(shape)
+
+
+def _send(x: Tensor, token_of: Tensor, group: str, ranks: int) -> Tensor:
+    """[T, N] -> [R (C + 1), N], the rows that all ranks sent here: zeros where they are empty, of ids -1."""
+    padded = F.pad(x, (0, 0, 0, 1), value=0 if x.is_floating_point() else -1)
+    return all_to_all(padded.index_select(0, token_of), group, ranks)
+
+
+def _return(y: Tensor, slot_of: Tensor, group: str, ranks: int) -> Tensor:
+    """[R (C + 1), N] -> [T, N], the sums of a token's rows, in the order of ranks."""
+    return torch.ops.fusion_moe.combine(all_to_all(y, group, ranks), slot_of, y.new_ones(slot_of.shape))
+
+
+class _Sent(torch.autograd.Function):
+    """Rows of tokens, whose gradients return."""
+
+    @staticmethod
+    def forward(ctx: Any, group: str, ranks: int, slot_of: Tensor, token_of: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.ranks = group, ranks
+        ctx.save_for_backward(slot_of)
+        made = tuple(_send(x, token_of, group, ranks) for x in xs)
+        ctx.mark_non_differentiable(*(x for x in made if not x.is_floating_point()))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        (slot_of,), needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
+        made = (_return(dy, slot_of, ctx.group, ctx.ranks) if need else None for dy, need in zip(dys, needed, strict=True))
+        return None, None, None, None, *made
+
+
+class _Returned(torch.autograd.Function):
+    """Sums of rows, whose gradients are sent."""
+
+    @staticmethod
+    def forward(ctx: Any, group: str, ranks: int, slot_of: Tensor, token_of: Tensor, y: Tensor) -> Tensor:
+        ctx.group, ctx.ranks = group, ranks
+        ctx.save_for_backward(token_of)
+        return _return(y, slot_of, group, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None, None, Tensor]:
+        (token_of,) = ctx.saved_tensors
+        return None, None, None, None, _send(dy, token_of, ctx.group, ctx.ranks)
