@@ -52,7 +52,7 @@ def _top_k_type(
     if not 1 <= topk_group <= n_group:
         raise ShapeError(f"topk_group = {topk_group}", expected=f"1 to {n_group}, the groups that there are")
     if not 1 <= best_of_group <= min(2, count // n_group):
-        raise ShapeError(f"best_of_group = {best_of_group}", expected="1 or 2, of as many experts in a group")
+        raise ShapeError(f"best_of_group = {best_of_group}", expected=f"1 to {min(2, count // n_group)}, of {count // n_group} in a group")
     if not 1 <= k <= topk_group * (count // n_group):
         raise ShapeError(f"k = {k}", expected=f"1 to {topk_group * (count // n_group)}, the experts that are chosen from")
     return (TensorType((plain(logits.shape[0]), k), "i64"),)
@@ -75,7 +75,7 @@ def _top_k(
         x = scores(x, scoring) + bias
     order = _best_first(x)
     if n_group > 1:
-        of_groups = x.view(len(x), n_group, -1)
+        of_groups = x.view(len(x), n_group, x.shape[1] // n_group)
         best = of_groups.gather(2, _best_first(of_groups)[..., :best_of_group]).sum(2)
         chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, _best_first(best)[:, :topk_group], True)
         outside = ~chosen.repeat_interleave(of_groups.shape[2], dim=1).gather(1, order)
