@@ -1,6 +1,6 @@
 """Routers on a GPU, from logits to sorted rows: one program beside torch's operations, as they are and under torch.compile.
 
-    python benchmarks/router.py            # medians of 200 replays of a CUDA graph with 20 calls each, in us a call
+python benchmarks/router.py            # medians of 200 replays of a CUDA graph with 20 calls each, in us a call
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ def definition(kind: OpKind, parameters: list[str]) -> Iterator[str]:
     returned = {1: "Value", None: "Any"}.get(kind.outputs) or f"tuple[{', '.join(['Value'] * (kind.outputs or 0))}]"
     given = ", ".join(["self", *parameters])
     line = f"    def {kind.name}({given}) -> {returned}:"
-    yield from [line] if len(line) <= 140 else [f"    def {kind.name}(", f"        {given},", f"    ) -> {returned}:"]
+    wrapped = textwrap.indent(textwrap.fill(f"{given},", 132), " " * 8).split("\n")
+    yield from [line] if len(line) <= 140 else [f"    def {kind.name}(", *wrapped, f"    ) -> {returned}:"]
     lines = [line for paragraph in kind.doc.split("\n") for line in textwrap.wrap(paragraph, 126) or [""]]
     lines[0] = f'"""{lines[0]}'
     yield from textwrap.indent("\n".join([*lines, '"""'] if len(lines) > 1 else [lines[0] + '"""']), " " * 8).split("\n")

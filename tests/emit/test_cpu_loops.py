@@ -182,7 +182,8 @@ def routed_by_softmax(fd, logits, bias):
 def routed_by_sigmoid_in_groups(fd, logits, bias):
     how = {"scoring": "sigmoid", "n_group": 4, "topk_group": 2}
     ids, best = fd.ops.top_k(logits, bias, k=6, best_of_group=2, **how), fd.ops.top_k(logits, 0, k=5, **how)
-    return ids, best, *(fd.ops.topk_weights(logits, ids, scoring="sigmoid", renormalize=r, routed_scaling_factor=2.5) for r in (False, True))
+    of = {"scoring": "sigmoid", "routed_scaling_factor": 2.5}
+    return ids, best, *(fd.ops.topk_weights(logits, ids, renormalize=r, **of) for r in (False, True))
 
 
 @of(torch.randn(7, 12, generator=g), torch.randn(7, 12, generator=g).argsort(1)[:, :3], torch.randn(7, 3, generator=g))

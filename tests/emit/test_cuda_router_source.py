@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from fusion_moe import FusionDefinition
 from fusion_moe.arch import H200
 from fusion_moe.compile import lower
 from fusion_moe.emit import emit
 from fusion_moe.emit.cuda.launch import build
-from fusion_moe.errors import UnsupportedError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.options import Options
 from fusion_moe.runtime import nvrtc
@@ -105,4 +103,5 @@ def test_in_front_of_experts():
 def test_more_than_a_warp_holds_is_left_to_the_reference():
     kernel = kernels(router(1024))[0]
     assert kernel.backend == "reference"
-    assert kernel.why == "in plain torch: top_k of 8 of 1024 experts has no kernel here; expected up to 512 experts, 32 a token, 32 groups of experts"
+    expected = "up to 512 experts, 32 a token, 32 groups of experts"
+    assert kernel.why == f"in plain torch: top_k of 8 of 1024 experts has no kernel here; expected {expected}"

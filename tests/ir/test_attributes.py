@@ -47,9 +47,7 @@ def program():
         "route": ([ids], {"groups": fd.define_groups("r", 2), "first_expert": 1}),
         "top_k": ([x, tensor(32)], {"k": 4, "scoring": "sigmoid", "n_group": 4, "topk_group": 2, "best_of_group": 2}),
         "topk_weights": ([x, ids], {"scoring": "sigmoid", "renormalize": True, "routed_scaling_factor": 2.5}),
-        "topk_weights_backward": (
-            [x, ids, tensor(m, 2)], {"scoring": "sigmoid", "renormalize": True, "routed_scaling_factor": 2.5}
-        ),
+        "topk_weights_backward": ([x, ids, tensor(m, 2)], {"scoring": "sigmoid", "renormalize": True, "routed_scaling_factor": 2.5}),
         "index_select": ([x, tensor(3, dtype="i64")], {"dim": 0}),
         "invert": ([tensor(m, 2, dtype="i32")], {"rows": m * 2}),
         "pack": (parts, {"encoding": "nvfp4", "layout": "linear", "transposed": False}),

@@ -37,7 +37,7 @@ def made_first(source: Source, op: Op, sizes: Sizes) -> tuple[KernelSource, list
     biases = source.array(bias, hidden) if bias else "nullptr"
     chosen = f"TopK<{router.of_choice(op)}>::run({source.array(logits, hidden)} + i * {experts}, {biases})"
     body = [f"const i32 expert = {chosen};", f"if (threadIdx.x % 32 < {k}) {source.names[ids]}[i * {k} + threadIdx.x % 32] = expert;"]
-    warps = next((w for most, w in _WARPS.items() if value(logits.type.shape[0], sizes) <= most), 0)
+    warps = next((w for most, w in _WARPS.items() if value(plain(logits.type.shape[0]), sizes) <= most), 0)
     if routed is None or not warps:
         return _of_tokens(source, "top_k", op, _weights(source, weights, body), sizes), [op, *weights]
     count, groups = size(elements(ids.type.shape)), routed.attrs["groups"].count

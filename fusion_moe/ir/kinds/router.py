@@ -3,9 +3,9 @@
     ids = top_k(logits, bias)             integers, without a derivative
     w = topk_weights(logits, ids)         differentiable in logits
 
-T tokens, E experts, k slots a token. Scores are softmax or sigmoid of the logits, in float32 (f64 in float64). Where nothing but their order
-matters the logits themselves are compared, which have the same: scores that float32 makes equal are still told apart. Of equal numbers the
-first expert is chosen, and NaN is the largest number of all, as `torch.sort(stable=True)` has it; ids are always k different experts.
+T tokens, E experts, k slots a token. Scores are softmax or sigmoid of the logits, in float32 (f64 in float64). Where only their order matters
+logits are compared, which have the same: scores that float32 makes equal are told apart. Of equal numbers the first expert is chosen, and
+NaN is the largest number of all, as `torch.sort(descending=True, stable=True)` has it; ids are always k different experts.
 """
 
 from __future__ import annotations
