@@ -27,7 +27,7 @@ def program(experts: int, k: int, scoring: str = "softmax", renormalize: bool = 
     """logits bf16[t, E] -> weights, ids, ends, row_of, slot_of."""
     fd = FusionDefinition()
     logits = fd.define_tensor(shape=[fd.define_size("t"), experts], dtype="bf16")
-    ids = fd.ops.top_k(logits, 0, k=k, scoring=scoring, **groups)
+    ids = fd.ops.topk_ids(logits, 0, k=k, scoring=scoring, **groups)
     weights = fd.ops.topk_weights(logits, ids, scoring=scoring, renormalize=renormalize)
     for v in (weights, ids, *fd.ops.route(ids, groups=fd.define_groups("g", experts))):
         fd.add_output(v)

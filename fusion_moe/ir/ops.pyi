@@ -93,7 +93,7 @@ class Ops:
         """A tensor of one number."""
     def sum(self, x: Value, /, dims: Sequence[int], keepdim: bool) -> Value:
         """Sums over dimensions, made in float32 (float64 in float64) and rounded once to the dtype of x."""
-    def top_k(
+    def topk_ids(
         self, logits: Value, bias: Operand, /, k: int, scoring: str = 'softmax', n_group: int = 1, topk_group: int = 1, best_of_group: int =
         1,
     ) -> Value:

@@ -173,7 +173,7 @@ def routed_and_combined(fd, x, ids, w):
 
 @of(torch.randn(7, 12, generator=g).bfloat16(), torch.randn(12, generator=g))
 def routed_by_softmax(fd, logits, bias):
-    ids = fd.ops.top_k(logits, bias, k=4)
+    ids = fd.ops.topk_ids(logits, bias, k=4)
     ends, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", 12))
     return ids, fd.ops.topk_weights(logits, ids), fd.ops.topk_weights(logits, ids, renormalize=True), ends, row_of, slot_of
 
@@ -181,7 +181,7 @@ def routed_by_softmax(fd, logits, bias):
 @of(torch.randn(7, 12, generator=g), torch.randn(12, generator=g))
 def routed_by_sigmoid_in_groups(fd, logits, bias):
     how = {"scoring": "sigmoid", "n_group": 4, "topk_group": 2}
-    ids, best = fd.ops.top_k(logits, bias, k=6, best_of_group=2, **how), fd.ops.top_k(logits, 0, k=5, **how)
+    ids, best = fd.ops.topk_ids(logits, bias, k=6, best_of_group=2, **how), fd.ops.topk_ids(logits, 0, k=5, **how)
     of = {"scoring": "sigmoid", "routed_scaling_factor": 2.5}
     return ids, best, *(fd.ops.topk_weights(logits, ids, renormalize=r, **of) for r in (False, True))
 

@@ -24,7 +24,7 @@ def router(experts: int = 128, k: int = 8, dtype: str = "bf16", bias: bool = Fal
     fd = FusionDefinition()
     t = fd.define_size("t")
     logits = fd.define_tensor(shape=[t, experts], dtype=dtype)
-    ids = fd.ops.top_k(logits, fd.define_tensor(shape=[experts], dtype="f32") if bias else 0, k=k, **how)
+    ids = fd.ops.topk_ids(logits, fd.define_tensor(shape=[experts], dtype="f32") if bias else 0, k=k, **how)
     made = [ids, *(fd.ops.topk_weights(logits, ids, scoring=how.get("scoring", "softmax"), renormalize=r) for r in (False, True))]
     if route is not None:
         local = {} if route < 0 else {"first_expert": route}
@@ -61,15 +61,15 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_choice_and_its_weights_are_one_kernel(case):
-    assert names(CASES[case], 3) == ["top_k"]
+    assert names(CASES[case], 3) == ["topk_ids"]
 
 
 @pytest.mark.parametrize("first", [-1, 32])
 def test_few_tokens_are_routed_in_the_same_kernel(first):
     fusion = router(route=first)
-    assert [names(fusion, t) for t in (1, 8, 64)] == [["top_k_route"]] * 3
-    assert names(fusion, 65) == ["top_k", "route"]
-    assert names(router(512, 32, route=-1), 64) == ["top_k_route"]
+    assert [names(fusion, t) for t in (1, 8, 64)] == [["topk_route"]] * 3
+    assert names(fusion, 65) == ["topk_ids", "route"]
+    assert names(router(512, 32, route=-1), 64) == ["topk_route"]
 
 
 def test_derivatives():
@@ -86,7 +86,7 @@ def test_in_front_of_experts():
     t = fd.define_size("t")
     x, logits = (fd.define_tensor(shape=[t, n], dtype="bf16") for n in (64, 16))
     w = fd.define_tensor(shape=[16, 64, 64], dtype="bf16", role="weight")
-    ids = fd.ops.top_k(logits, 0, k=2)
+    ids = fd.ops.topk_ids(logits, 0, k=2)
     weights = fd.ops.topk_weights(logits, ids, renormalize=True)
     ends, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", 16))
     y = fd.ops.cast(fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), w, ends), dtype="bf16")
@@ -95,7 +95,7 @@ def test_in_front_of_experts():
     assert kernel.backend == "cuda", kernel.why
     source, sizes = kernel.launch.source, {"t": 1}
     found = source.launches(source.choose(sizes, H200), sizes, H200)
-    assert found[0].name == "top_k_route"
+    assert found[0].name == "topk_route"
     assert "find_tile_by_ids" not in found[1].text
     assert all(build(x, H200).stat().st_size for x in found)
 
@@ -104,4 +104,4 @@ def test_more_than_a_warp_holds_is_left_to_the_reference():
     kernel = kernels(router(1024))[0]
     assert kernel.backend == "reference"
     expected = "up to 512 experts, 32 a token, 32 groups of experts"
-    assert kernel.why == f"in plain torch: top_k of 8 of 1024 experts has no kernel here; expected {expected}"
+    assert kernel.why == f"in plain torch: topk_ids of 8 of 1024 experts has no kernel here; expected {expected}"

@@ -32,7 +32,7 @@ def router(experts: int, k: int, dtype: str, bias: bool, how: dict, first: int |
     fd = FusionDefinition()
     t = fd.define_size("t")
     logits = fd.define_tensor(shape=[t, experts], dtype=dtype)
-    ids = fd.ops.top_k(logits, fd.define_tensor(shape=[experts], dtype="f32") if bias else 0, k=k, **how)
+    ids = fd.ops.topk_ids(logits, fd.define_tensor(shape=[experts], dtype="f32") if bias else 0, k=k, **how)
     scoring = how.get("scoring", "softmax")
     made = [ids, *(fd.ops.topk_weights(logits, ids, scoring=scoring, renormalize=r, routed_scaling_factor=2.5) for r in (False, True))]
     local = {} if first is None else {"first_expert": first}

@@ -45,7 +45,7 @@ def program():
         "ends": ([i32], {"rows": m, "groups": fd.define_groups("h", 2)}),
         "problem_ends": ([i32, tensor(2, 3, dtype="i32"), i32], {"rows": m, "groups": fd.define_groups("p", 2), "n": 32, "k": 32}),
         "route": ([ids], {"groups": fd.define_groups("r", 2), "first_expert": 1}),
-        "top_k": ([x, tensor(32)], {"k": 4, "scoring": "sigmoid", "n_group": 4, "topk_group": 2, "best_of_group": 2}),
+        "topk_ids": ([x, tensor(32)], {"k": 4, "scoring": "sigmoid", "n_group": 4, "topk_group": 2, "best_of_group": 2}),
         "topk_weights": ([x, ids], {"scoring": "sigmoid", "renormalize": True, "routed_scaling_factor": 2.5}),
         "topk_weights_backward": ([x, ids, tensor(m, 2)], {"scoring": "sigmoid", "renormalize": True, "routed_scaling_factor": 2.5}),
         "index_select": ([x, tensor(3, dtype="i64")], {"dim": 0}),

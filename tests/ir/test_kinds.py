@@ -320,9 +320,9 @@ def best_first(numbers):
 MASKED = st.sampled_from((0.0, -0.0, 1.0, -2.5, float("inf"), float("-inf"), NAN))
 
 
-@about("top_k")
+@about("topk_ids")
 @given(st.data())
-def test_top_k(data):
+def test_topk_ids(data):
     """Any numbers, many of them equal; groups of experts; a bias on them."""
     n_group, size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
     topk_group, best = data.draw(st.integers(1, n_group)), data.draw(st.integers(1, min(2, size)))
@@ -332,7 +332,7 @@ def test_top_k(data):
     bias = data.draw(st.lists(st.floats(-1, 1, width=16), min_size=n_group * size, max_size=n_group * size))
     logits, given_bias = torch.tensor(rows).view(-1, n_group * size), torch.tensor(bias)
     how = {"k": k, "scoring": "sigmoid", "n_group": n_group, "topk_group": topk_group, "best_of_group": best}
-    (found,) = run(lambda fd, x, *b: fd.ops.top_k(x, *(b or [0]), **how), *([logits, given_bias] if with_bias else [logits]))
+    (found,) = run(lambda fd, x, *b: fd.ops.topk_ids(x, *(b or [0]), **how), *([logits, given_bias] if with_bias else [logits]))
     scores = logits.sigmoid() + given_bias if with_bias else logits.sigmoid() if n_group > 1 and best > 1 else logits
     assert found.dtype == torch.int64
     for row, ids in zip(scores.tolist(), found.tolist(), strict=True):
@@ -342,12 +342,12 @@ def test_top_k(data):
         assert ids == [e for e in best_first(row) if e // size in kept][:k]
 
 
-@about("top_k", "topk_weights")
+@about("topk_ids", "topk_weights")
 @pytest.mark.parametrize("k", [1, 3, 40])
 def test_routers_as_torch(k):
     """With different scores, what torch.topk chooses; Mixtral's weights and gpt-oss', which are the softmax of chosen logits."""
     logits = torch.randn(64, 40, generator=torch.Generator().manual_seed(0))
-    (ids,) = run(lambda fd, x: fd.ops.top_k(x, 0, k=k), logits)
+    (ids,) = run(lambda fd, x: fd.ops.topk_ids(x, 0, k=k), logits)
     values, want = logits.softmax(1).topk(k)
     assert ids.equal(want)
     (plain,) = run(lambda fd, x, ids: fd.ops.topk_weights(x, ids), logits, ids)
@@ -364,7 +364,7 @@ def test_routers_as_torch(k):
 def test_weights_of_masked_and_nan():
     """-inf masks an expert, even with nothing else to choose; a row of NaN, or of -inf alone, has weights that are NaN."""
     logits = torch.tensor([[-float("inf"), 0.0, -float("inf")], [0.0, NAN, 1.0], [-float("inf")] * 3])
-    (ids,) = run(lambda fd, x: fd.ops.top_k(x, 0, k=2), logits)
+    (ids,) = run(lambda fd, x: fd.ops.topk_ids(x, 0, k=2), logits)
     assert ids.tolist() == [[1, 0], [1, 2], [0, 1]]
     for renormalize in False, True:
         (w,) = run(lambda fd, x, ids, r=renormalize: fd.ops.topk_weights(x, ids, renormalize=r), logits, ids)

@@ -205,7 +205,7 @@ def topk_router(
         arguments.need_shape("bias", bias.type, (plain(logits.type.shape[1]),), "one number for each expert")
     fd.mark_weight(bias)
     groups = {"n_group": n_group, "topk_group": topk_group, "best_of_group": best_of_group}
-    ids = fd.ops.top_k(logits, 0 if bias is None else bias, k=k, scoring=scoring, **groups)
+    ids = fd.ops.topk_ids(logits, 0 if bias is None else bias, k=k, scoring=scoring, **groups)
     factor = float(routed_scaling_factor)
     return fd.ops.topk_weights(logits, ids, scoring=scoring, renormalize=renormalize, routed_scaling_factor=factor), ids
 

@@ -128,7 +128,7 @@ class SegmentWriter(Writer):
         (offs,) = op.values
         return [f"if (!good_ends({self.array(offs)}, {size(offs.type.shape[0])}, {size(op.attrs['rows'])})) return false;"]
 
-    def _first_top_k(self, op: Op) -> list[str]:
+    def _first_topk_ids(self, op: Op) -> list[str]:
         (ids,), tokens, bias = op.outputs, size(op.values[0].type.shape[0]), router.bias(op)
         given = f"{self.array(op.values[0])}, {self.array(bias) if bias else 'nullptr'}, {tokens}"
         return [f"TopK<{router.of_choice(op)}>::run({given}, {self.names[ids]}, team);"]

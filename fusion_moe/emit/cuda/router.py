@@ -24,7 +24,7 @@ HEADERS = ("router.cuh",)
 
 
 def made_first(source: Source, op: Op, sizes: Sizes) -> tuple[KernelSource, list[Op]]:
-    """The kernel of a `top_k` or `topk_weights`, and the operations that it does: with a choice the weights and rows of these experts."""
+    """The kernel of `topk_ids` or `topk_weights`, and the operations that it does: with a choice the weights and rows of its experts."""
     _need_small(op)
     if op.kind.name == "topk_weights":
         body = _weights(source, [op], _given_expert(source, op, source.made_later))
@@ -39,7 +39,7 @@ def made_first(source: Source, op: Op, sizes: Sizes) -> tuple[KernelSource, list
     body = [f"const i32 expert = {chosen};", f"if (threadIdx.x % 32 < {k}) {source.names[ids]}[i * {k} + threadIdx.x % 32] = expert;"]
     warps = next((w for most, w in _WARPS.items() if value(plain(logits.type.shape[0]), sizes) <= most), 0)
     if routed is None or not warps:
-        return _of_tokens(source, "top_k", op, _weights(source, weights, body), sizes), [op, *weights]
+        return _of_tokens(source, "topk_ids", op, _weights(source, weights, body), sizes), [op, *weights]
     count, groups = size(elements(ids.type.shape)), routed.attrs["groups"].count
     group, first = "expert", routed.attrs.get("first_expert")
     if first is not None:
@@ -52,7 +52,7 @@ def made_first(source: Source, op: Op, sizes: Sizes) -> tuple[KernelSource, list
         f"for_all_warps({tokens}, [&](i64 i) {{", *inner(_weights(source, weights, body)), "});",
         f"sorted.run(i32({count}), {k}, {', '.join(source.names[v] for v in routed.outputs)});",
     ]  # fmt: skip
-    return source.kernel("top_k_route", lines, 1, headers=HEADERS, threads=32 * warps), [op, *weights, routed]
+    return source.kernel("topk_route", lines, 1, headers=HEADERS, threads=32 * warps), [op, *weights, routed]
 
 
 def backward(source: Source, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
@@ -81,7 +81,7 @@ def _need_small(op: Op) -> None:
 
 
 def _slots(op: Op) -> int:
-    return op.attrs["k"] if op.kind.name == "top_k" else known(op.values[1].type.shape[1])
+    return op.attrs["k"] if op.kind.name == "topk_ids" else known(op.values[1].type.shape[1])
 
 
 def _sorted_here(route: Op, choice: Op) -> bool:

@@ -213,7 +213,7 @@ class Source(Writer):
             if op in done:
                 continue
             with naming(op):
-                if op.kind.name in ("top_k", "topk_weights"):
+                if op.kind.name in ("topk_ids", "topk_weights"):
                     kernel, ops = router.made_first(self, op, sizes)
                     found.append(kernel)
                     done.update(ops)

@@ -1,4 +1,4 @@
-"""How the operations of routers are written as arguments of templates, which both C++ backends have under the same names."""
+"""How the operations of routers are written as arguments of templates, which are the same in both C++ backends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ...ir.core import Op, Value
 from ...ir.kinds.router import compares_scores
 from .plan import known
 
-ROUTER = ("top_k", "topk_weights", "topk_weights_backward")
+ROUTER = ("topk_ids", "topk_weights", "topk_weights_backward")
 
 
 def of_choice(op: Op) -> str:

@@ -1,11 +1,11 @@
 """Routers: which experts a token goes to, by its logits, and how much each of them counts.
 
-    ids = top_k(logits, bias)             integers, without a derivative
+    ids = topk_ids(logits, bias)             integers, without a derivative
     w = topk_weights(logits, ids)         differentiable in logits
 
-T tokens, E experts, k slots a token. Scores are softmax or sigmoid of the logits, in float32 (f64 in float64). Where only their order matters
-logits are compared, which have the same: scores that float32 makes equal are told apart. Of equal numbers the first expert is chosen, and
-NaN is the largest number of all, as `torch.sort(descending=True, stable=True)` has it; ids are always k different experts.
+T tokens, E experts, k slots a token. Scores are softmax or sigmoid of the logits, in float32 (f64 in float64). Where only their order
+matters, logits are compared, which have the same: scores that float32 makes equal are told apart. Of equal numbers the first expert is
+chosen, and NaN is the largest number of all, as `torch.sort(descending=True, stable=True)` has it; ids are always k different experts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ EPSILON = 1e-20  # beside a sum of sigmoids, which may be 0
 
 
 def compares_scores(bias: object, n_group: int, best_of_group: int) -> bool:
-    """Whether `top_k` adds to scores, so that more than their order matters."""
+    """Whether `topk_ids` adds to scores, so that more than their order matters."""
     return isinstance(bias, (TensorType, Value, torch.Tensor)) or (n_group > 1 and best_of_group > 1)
 
 
-def _top_k_type(
+def _topk_ids_type(
     logits: TensorType, bias: Any, k: int, scoring: str = "softmax", n_group: int = 1, topk_group: int = 1, best_of_group: int = 1
 ) -> Types:
     """logits [T, E], bias [E] or 0 -> ids i64[T, k]: the experts with the best scores (plus bias), best first; of equal ones the first.
@@ -67,7 +67,7 @@ def need_experts(logits: TensorType, scoring: str) -> None:
     need_one_of("scoring", scoring, SCORINGS)
 
 
-def _top_k(
+def _topk_ids(
     logits: torch.Tensor, bias: Any, k: int, scoring: str = "softmax", n_group: int = 1, topk_group: int = 1, best_of_group: int = 1
 ) -> tuple[torch.Tensor]:
     x = wide(logits)
@@ -179,7 +179,7 @@ def _topk_weights_backward(
 
 
 TABLE = (
-    OpKind("top_k", _top_k_type, _top_k, role="routing"),
+    OpKind("topk_ids", _topk_ids_type, _topk_ids, role="routing"),
     OpKind("topk_weights", _topk_weights_type, _topk_weights, _topk_weights_grad, role="routing"),
     OpKind("topk_weights_backward", _topk_weights_backward_type, _topk_weights_backward, role="reduce"),
 )

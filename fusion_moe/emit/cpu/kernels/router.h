@@ -7,7 +7,7 @@
 
 namespace {
 
-// How `top_k` chooses. GROUPS > 1: among the experts of the TOPK_GROUP groups with the largest sums of their BEST best scores.
+// How `topk_ids` chooses. GROUPS > 1: among the experts of the TOPK_GROUP groups with the largest sums of their BEST best scores.
 template <i64 E, i64 K, bool SIGMOID, bool SCORES, i64 GROUPS, i64 TOPK_GROUP, i64 BEST>
 struct TopK {
     static constexpr i64 SIZE = E / GROUPS;

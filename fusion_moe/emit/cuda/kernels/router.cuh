@@ -45,7 +45,7 @@ struct Numbers {
     }
 };
 
-// How `top_k` chooses. GROUPS > 1: among the experts of the TOPK_GROUP groups with the largest sums of their BEST best scores.
+// How `topk_ids` chooses. GROUPS > 1: among the experts of the TOPK_GROUP groups with the largest sums of their BEST best scores.
 template <int E, int K, bool SIGMOID, bool SCORES, int GROUPS, int TOPK_GROUP, int BEST>
 struct TopK {
     static constexpr int EACH = Numbers<E>::EACH, SIZE = E / GROUPS;
