@@ -74,7 +74,7 @@ def median_us(call: Callable[[], object], calls: int = 20, replays: int = 200) -
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 64, 65, 256, 4096])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 17, 64, 256, 4096])
     parser.add_argument("--compile", action="store_true", help="torch.compile too")
     options = parser.parse_args(arguments)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; us a call")

@@ -24,7 +24,7 @@ CASES = {
     "all experts": (12, 12, "f32", False, {}),
     "as many as there may be": (512, 32, "bf16", False, {"scoring": "sigmoid"}),
 }
-TOKENS = [0, 1, 3, 8, 33, 64, 65, 300]
+TOKENS = [0, 1, 3, 8, 16, 17, 65, 300]
 
 
 def router(experts: int, k: int, dtype: str, bias: bool, how: dict, first: int | None = None) -> Fusion:
@@ -66,7 +66,7 @@ def test_as_the_reference(case, tokens):
     check(router(*CASES[case]), inputs(case, tokens))
 
 
-@pytest.mark.parametrize("tokens", [1, 33, 300])
+@pytest.mark.parametrize("tokens", [1, 9, 300])
 @pytest.mark.parametrize("first", [0, 3])
 def test_local_experts(first, tokens):
     check(router(*CASES["qwen3"], first=first), inputs("qwen3", tokens))

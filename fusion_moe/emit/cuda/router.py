@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .source import KernelSource, Sizes, Source
 
 _EXPERTS, _SLOTS, _GROUPS = 512, 32, 32  # logits of a token in registers of a warp, slots and groups in its lanes
-_WARPS = {4: 4, 8: 8, 64: 32}  # of the block that sorts the rows of up to so many tokens
+_WARPS = {4: 4, 8: 8, 16: 16}  # of the block that sorts the rows of up to so many tokens: of more, two kernels are faster
 HEADERS = ("router.cuh",)
 
 
