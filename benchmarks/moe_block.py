@@ -35,8 +35,7 @@ def torchs(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def ours(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The same in one operation."""
-    weights, ids = topk_router(logits, K, renormalize=True)
-    return weights.to(logits.dtype), ids
+    return topk_router(logits, K, renormalize=True, out_dtype=logits.dtype)
 
 
 class Block(torch.nn.Module):

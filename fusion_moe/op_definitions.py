@@ -95,7 +95,8 @@ SPECS = {
         Spec(
             "topk_router",
             "(Tensor logits, int k, Tensor? bias=None, *, str scoring=\"softmax\", bool renormalize=False, "
-            "float routed_scaling_factor=1.0, int n_group=1, int topk_group=1, int best_of_group=1) -> (Tensor weights, Tensor ids)",
+            "float routed_scaling_factor=1.0, int n_group=1, int topk_group=1, int best_of_group=1, ScalarType? out_dtype=None) "
+            "-> (Tensor weights, Tensor ids)",
             rows={"logits": 1},
         ),
         Spec("combine", "(Tensor y, Tensor slot_of, Tensor w) -> Tensor", rows={"y": 1, "slot_of": 1, "w": 1}, equal=("slot_of", "w")),

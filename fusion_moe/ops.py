@@ -118,6 +118,7 @@ def route(ids: Tensor, groups: int, *, first_expert: int | None = None) -> tuple
 def topk_router(
     logits: Tensor, k: int, bias: Tensor | None = None, *, scoring: str = "softmax", renormalize: bool = False,
     routed_scaling_factor: float = 1.0, n_group: int = 1, topk_group: int = 1, best_of_group: int = 1,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The k experts of each token with the best scores -> (weights, ids), best first.
 
@@ -127,7 +128,8 @@ def topk_router(
     of the chosen logits. routed_scaling_factor: multiplies weights, at the end.
     n_group: more than 1, experts are chosen among those of topk_group groups, of n_group with equally many experts that follow each other;
     the best groups are those with the largest sum of their best_of_group (1 or 2) best scores.
-    weights: float32 [T, k] (float64 of float64); ids: int64 [T, k], k different experts, which `route` and `fused_experts` take.
+    out_dtype: what weights are rounded to, at last; None: float32 (float64 of float64).
+    weights: [T, k]; ids: int64 [T, k], k different experts, which `route` and `fused_experts` take.
 
     Of equal scores the first expert is chosen, which torch.topk leaves open. Where only the order of scores matters (no bias, no sum of
     two), logits are compared, which have it too: scores that float32 makes equal are told apart. NaN counts as the largest number, as in
@@ -139,7 +141,7 @@ def topk_router(
     """
     return torch.ops.fusion_moe.topk_router(
         logits, k, bias, scoring=scoring, renormalize=renormalize, routed_scaling_factor=routed_scaling_factor, n_group=n_group,
-        topk_group=topk_group, best_of_group=best_of_group,
+        topk_group=topk_group, best_of_group=best_of_group, out_dtype=out_dtype,
     )  # fmt: skip
 
 

@@ -39,14 +39,13 @@ def fuse_routers_(model: torch.nn.Module) -> tuple[str, ...]:
 def _qwen3_moe(self: Any, hidden_states: Tensor) -> Routed:
     """Softmax over all experts, renormalized if the model says so, in the dtype of logits."""
     logits = linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
-    weights, ids = topk_router(logits, self.top_k, renormalize=self.norm_topk_prob)
-    return logits, weights.to(logits.dtype), ids
+    return logits, *topk_router(logits, self.top_k, renormalize=self.norm_topk_prob, out_dtype=logits.dtype)
 
 
 def _qwen3_5_moe(self: Any, hidden_states: Tensor) -> Routed:
     """Softmax of the chosen, in the dtype of logits."""
-    logits, weights, ids = _mixtral(self, hidden_states)
-    return logits, weights.to(logits.dtype), ids
+    logits = linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    return logits, *topk_router(logits, self.top_k, renormalize=True, out_dtype=logits.dtype)
 
 
 def _mixtral(self: Any, hidden_states: Tensor) -> Routed:
@@ -58,15 +57,13 @@ def _mixtral(self: Any, hidden_states: Tensor) -> Routed:
 def _gpt_oss(self: Any, hidden_states: Tensor) -> Routed:
     """Softmax of the chosen, in the dtype of logits, which have a bias."""
     logits = linear(hidden_states, self.weight, self.bias)
-    weights, ids = topk_router(logits, self.top_k, renormalize=True)
-    return logits, weights.to(logits.dtype), ids
+    return logits, *topk_router(logits, self.top_k, renormalize=True, out_dtype=logits.dtype)
 
 
 def _granitemoe(self: Any, hidden_states: Tensor) -> Routed:
     """Softmax of the chosen, in the dtype of tokens; logits in float32."""
     logits = linear(hidden_states, self.weight).float()
-    weights, ids = topk_router(logits, self.top_k, renormalize=True)
-    return logits, weights.type_as(hidden_states), ids
+    return logits, *topk_router(logits, self.top_k, renormalize=True, out_dtype=hidden_states.dtype)
 
 
 def _deepseek_v3(self: Any, hidden_states: Tensor) -> Routed:

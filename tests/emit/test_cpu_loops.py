@@ -175,7 +175,7 @@ def routed_and_combined(fd, x, ids, w):
 def routed_by_softmax(fd, logits, bias):
     ids = fd.ops.topk_ids(logits, bias, k=4)
     ends, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", 12))
-    return ids, fd.ops.topk_weights(logits, ids), fd.ops.topk_weights(logits, ids, renormalize=True), ends, row_of, slot_of
+    return ids, fd.ops.topk_weights(logits, ids, dtype="f16"), fd.ops.topk_weights(logits, ids, renormalize=True), ends, row_of, slot_of
 
 
 @of(torch.randn(7, 12, generator=g), torch.randn(12, generator=g))

@@ -87,7 +87,7 @@ def test_in_front_of_experts():
     x, logits = (fd.define_tensor(shape=[t, n], dtype="bf16") for n in (64, 16))
     w = fd.define_tensor(shape=[16, 64, 64], dtype="bf16", role="weight")
     ids = fd.ops.topk_ids(logits, 0, k=2)
-    weights = fd.ops.topk_weights(logits, ids, renormalize=True)
+    weights = fd.ops.topk_weights(logits, ids, renormalize=True, dtype="bf16")
     ends, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", 16))
     y = fd.ops.cast(fd.ops.grouped_mm(fd.ops.index_select(x, row_of, dim=0), w, ends), dtype="bf16")
     fd.add_output(fd.ops.cast(fd.ops.combine(y, slot_of, weights), dtype="bf16"))

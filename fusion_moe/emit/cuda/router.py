@@ -10,6 +10,7 @@ from ...ir.kinds.shape import elements
 from ...ir.sizes import value
 from ...ir.types import plain
 from ..cxx import router
+from ..cxx.elements import stored
 from ..cxx.indices import size
 from ..cxx.plan import below, known
 from ..cxx.statements import inner
@@ -107,6 +108,7 @@ def _weights(source: Source, weights: Sequence[Op], body: Sequence[str]) -> list
         k, experts = _slots(op), size(op.values[0].type.shape[1])
         logits = f"{source.array(op.values[0], source.made_later)} + i * {experts}"
         made = f"Weights<{experts}, {k}, {router.of_weights(op)}>::run({logits}, expert, {router.factor(op)})"
+        kept = f"stored<{stored(op.outputs[0])}>(w)"
         place = f"{source.names[op.outputs[0]]}[i * {k} + threadIdx.x % 32]"
-        lines.append(f"{{ const float w = {made}; if (threadIdx.x % 32 < {k}) {place} = w; }}")
+        lines.append(f"{{ const float w = {made}; if (threadIdx.x % 32 < {k}) {place} = {kept}; }}")
     return lines

@@ -19,7 +19,7 @@ import torch
 from ...errors import FusionError, ShapeError, need_one_of
 from ...groups import check_ids
 from ..core import Op, OpKind, Value
-from ..types import DTYPES, INTS, TensorType, accumulated, dtype_name, plain
+from ..types import DTYPES, FLOATS, INTS, TensorType, accumulated, dtype_name, plain
 from .rules import Types, need_dtype, need_float, need_rank, need_same
 
 SCORINGS = ("softmax", "sigmoid")
@@ -105,23 +105,28 @@ def _need_ids(logits: TensorType, ids: TensorType) -> None:
 
 
 def _topk_weights_type(
-    logits: TensorType, ids: TensorType, scoring: str = "softmax", renormalize: bool = False, routed_scaling_factor: float = 1.0
-) -> Types:
+    logits: TensorType, ids: TensorType, scoring: str = "softmax", renormalize: bool = False, routed_scaling_factor: float = 1.0,
+    dtype: str | None = None,
+) -> Types:  # fmt: skip
     """logits [T, E], ids int[T, k] -> f32[T, k]: the scores of these experts times routed_scaling_factor (f64 of f64).
 
-    renormalize: divided by their sum. For softmax that is the softmax of the chosen logits alone.
+    renormalize: divided by their sum. For softmax that is the softmax of the chosen logits alone. dtype: what they are rounded to, at last.
     """
     need_experts(logits, scoring)
     _need_ids(logits, ids)
     if not math.isfinite(routed_scaling_factor):
         raise FusionError(f"routed_scaling_factor = {routed_scaling_factor}", expected="a finite number")
-    return (TensorType(tuple(map(plain, ids.shape)), accumulated(logits.dtype)),)
+    if dtype is not None:
+        need_one_of("dtype", dtype, FLOATS)
+    return (TensorType(tuple(map(plain, ids.shape)), dtype or accumulated(logits.dtype)),)
 
 
 def _topk_weights(
-    logits: torch.Tensor, ids: torch.Tensor, scoring: str = "softmax", renormalize: bool = False, routed_scaling_factor: float = 1.0
-) -> tuple[torch.Tensor]:
-    return (_weights(wide(logits), _checked(ids, logits), scoring, renormalize) * routed_scaling_factor,)
+    logits: torch.Tensor, ids: torch.Tensor, scoring: str = "softmax", renormalize: bool = False, routed_scaling_factor: float = 1.0,
+    dtype: str | None = None,
+) -> tuple[torch.Tensor]:  # fmt: skip
+    w = _weights(wide(logits), _checked(ids, logits), scoring, renormalize) * routed_scaling_factor
+    return (w.to(DTYPES[dtype]) if dtype else w,)
 
 
 def _weights(x: torch.Tensor, ids: torch.Tensor, scoring: str, renormalize: bool) -> torch.Tensor:
@@ -139,7 +144,9 @@ def _checked(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _topk_weights_grad(fd: Any, op: Op, dw: Value) -> Sequence[Value | None]:
-    return [fd.ops.topk_weights_backward(*op.values, dw, **op.attrs), None]
+    attrs = {name: attr for name, attr in op.attrs.items() if name != "dtype"}
+    dw = fd.ops.cast(dw, dtype=accumulated(op.values[0].type.dtype))
+    return [fd.ops.topk_weights_backward(*op.values, dw, **attrs), None]
 
 
 def _topk_weights_backward_type(

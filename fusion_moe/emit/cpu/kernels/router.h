@@ -115,15 +115,14 @@ void scores_of(const T* logits, const Id* ids, i64 experts, i64 k, float* s, flo
 constexpr float EPSILON = 1e-20f;  // beside a sum of sigmoids, which may be 0
 
 // logits [T, E], ids [T, k] -> w [T, k]
-template <bool SIGMOID, bool RENORMALIZE, class T, class Id>
-void topk_weights(const T* logits, const Id* ids, i64 tokens, i64 experts, i64 k, float factor, float* w, Team& team) {
+template <bool SIGMOID, bool RENORMALIZE, class T, class Id, class W>
+void topk_weights(const T* logits, const Id* ids, i64 tokens, i64 experts, i64 k, float factor, W* w, Team& team) {
     for_rows(tokens, rows_per_step(experts), team, [&](i64 t) {
-        std::vector<float> all(experts);
-        float* const s = w + t * k;
-        scores_of<SIGMOID, RENORMALIZE>(logits + t * experts, ids + t * k, experts, k, s, all.data());
+        std::vector<float> all(experts), s(k);
+        scores_of<SIGMOID, RENORMALIZE>(logits + t * experts, ids + t * k, experts, k, s.data(), all.data());
         float total = EPSILON;
         for (i64 i = 0; i < k; ++i) total += s[i];
-        for (i64 i = 0; i < k; ++i) s[i] = (SIGMOID && RENORMALIZE ? s[i] / total : s[i]) * factor;
+        for (i64 i = 0; i < k; ++i) w[t * k + i] = stored<W>((SIGMOID && RENORMALIZE ? s[i] / total : s[i]) * factor);
     });
 }
 
