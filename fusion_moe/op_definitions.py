@@ -92,6 +92,13 @@ SPECS = {
             "route", "(Tensor ids, int groups, *, int? first_expert=None) -> (Tensor ends, Tensor row_of, Tensor slot_of)",
             rows={"ids": 1}, differentiable=False,
         ),
+        Spec(
+            "topk_router",
+            "(Tensor logits, int k, Tensor? bias=None, *, str scoring=\"softmax\", bool renormalize=False, "
+            "float routed_scaling_factor=1.0, int n_group=1, int topk_group=1, int best_of_group=1, ScalarType? out_dtype=None) "
+            "-> (Tensor weights, Tensor ids)",
+            rows={"logits": 1},
+        ),
         Spec("combine", "(Tensor y, Tensor slot_of, Tensor w) -> Tensor", rows={"y": 1, "slot_of": 1, "w": 1}, equal=("slot_of", "w")),
         Spec("group_add", "(Tensor y, Tensor bias, Tensor offs) -> Tensor", rows={"y": 1}, autocast=("y", "bias")),
         Spec(

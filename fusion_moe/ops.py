@@ -21,7 +21,7 @@ from torch import Tensor
 
 __all__ = [
     "combine", "expert_mlp", "f16a_nvfp4weight_scaled_grouped_mm", "fused_experts", "group_add", "grouped_mm",
-    "grouped_swizzle_block_scale", "nvfp4_grouped_mm", "nvfp4_quantize", "route", "scaled_swiglu",
+    "grouped_swizzle_block_scale", "nvfp4_grouped_mm", "nvfp4_quantize", "route", "scaled_swiglu", "topk_router",
 ]  # fmt: skip
 
 
@@ -113,6 +113,36 @@ def route(ids: Tensor, groups: int, *, first_expert: int | None = None) -> tuple
     x[row_of] are the rows; slot_of: int32 [T, k], the row of each slot. No derivative.
     """
     return torch.ops.fusion_moe.route(ids, groups, first_expert=first_expert)
+
+
+def topk_router(
+    logits: Tensor, k: int, bias: Tensor | None = None, *, scoring: str = "softmax", renormalize: bool = False,
+    routed_scaling_factor: float = 1.0, n_group: int = 1, topk_group: int = 1, best_of_group: int = 1,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The k experts of each token with the best scores -> (weights, ids), best first.
+
+    logits: float [T, E]. Scores are computed in float32 (float64 of float64). bias: float32 [E], added to scores to choose by, and to no
+    weight; None: 0.
+    scoring: "softmax" over all experts, or "sigmoid". renormalize: weights are divided by their sum; those of softmax are then the softmax
+    of the chosen logits. routed_scaling_factor: multiplies weights, at the end.
+    n_group: more than 1, experts are chosen among those of topk_group groups, of n_group with equally many experts that follow each other;
+    the best groups are those with the largest sum of their best_of_group (1 or 2) best scores.
+    out_dtype: what weights are rounded to, at last; None: float32 (float64 of float64).
+    weights: [T, k]; ids: int64 [T, k], k different experts, which `route` and `fused_experts` take.
+
+    Of equal scores the first expert is chosen, which torch.topk leaves open. Where only the order of scores matters (no bias, no sum of
+    two), logits are compared, which have it too: scores that float32 makes equal are told apart. NaN counts as the largest number, as in
+    torch.topk; the weights of such a token are NaN where they depend on it. Logits of -inf mask experts: those are chosen last, weight 0.
+
+    Derivative: of weights, with respect to logits. Ids, and bias, have none.
+    Source: softmax, renormalize: the routers of Qwen3-MoE, Mixtral and, softmax after the choice, gpt-oss; sigmoid with a bias,
+    n_group = 8, topk_group = 4, best_of_group = 2: DeepSeek-V3; softmax with groups: DeepSeek-V2.
+    """
+    return torch.ops.fusion_moe.topk_router(
+        logits, k, bias, scoring=scoring, renormalize=renormalize, routed_scaling_factor=routed_scaling_factor, n_group=n_group,
+        topk_group=topk_group, best_of_group=best_of_group, out_dtype=out_dtype,
+    )  # fmt: skip
 
 
 def combine(y: Tensor, slot_of: Tensor, w: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ class _Program:
         steps = (
             self.unary, self.binary, self.number, self.cast, self.silu, self.gather, self.product, self.product, self.add, self.combine,
             self.scaled, self.reshaped, self.again, self.masked, self.counted, self.other_ends, self.own_bias, self.some, self.transposed,
-            self.summed,
+            self.summed, self.chosen,
         )  # fmt: skip
         self.draw(st.sampled_from(steps))()
 
@@ -198,6 +198,12 @@ class _Program:
 
     def combine(self) -> None:
         self.tokens.append(self.fd.ops.combine(self.pick(self.rows), self.slot_of, self.w))
+
+    def chosen(self) -> None:
+        """Rows of slots added with the weights of a router."""
+        x = self.pick(self.tokens[:2])  # what was computed may be rounded elsewhere, and then order otherwise
+        w = self.fd.ops.topk_weights(x, self.fd.ops.topk_ids(x, 0, k=K), renormalize=self.draw(st.booleans()))
+        self.tokens.append(self.fd.ops.combine(self.pick(self.rows), self.slot_of, w))
 
     def scaled(self) -> None:
         pool = self.pool()

@@ -54,12 +54,18 @@ def method(kind: OpKind) -> Iterator[str]:
 def definition(kind: OpKind, parameters: list[str]) -> Iterator[str]:
     """A method with its docstring, in lines of at most 140 columns."""
     returned = {1: "Value", None: "Any"}.get(kind.outputs) or f"tuple[{', '.join(['Value'] * (kind.outputs or 0))}]"
-    given = ", ".join(["self", *parameters])
-    line = f"    def {kind.name}({given}) -> {returned}:"
-    yield from [line] if len(line) <= 140 else [f"    def {kind.name}(", f"        {given},", f"    ) -> {returned}:"]
+    given = ["self", *parameters]
+    line = f"    def {kind.name}({', '.join(given)}) -> {returned}:"
+    yield from [line] if len(line) <= 140 else [f"    def {kind.name}(", *wrapped(given), f"    ) -> {returned}:"]
     lines = [line for paragraph in kind.doc.split("\n") for line in textwrap.wrap(paragraph, 126) or [""]]
     lines[0] = f'"""{lines[0]}'
     yield from textwrap.indent("\n".join([*lines, '"""'] if len(lines) > 1 else [lines[0] + '"""']), " " * 8).split("\n")
+
+
+def wrapped(parameters: list[str]) -> list[str]:
+    """Parameters in lines, which break between them."""
+    text = textwrap.fill(", ".join(p.replace(" ", "\0") for p in parameters) + ",", 132)
+    return textwrap.indent(text.replace("\0", " "), " " * 8).split("\n")
 
 
 def operand(p: Parameter) -> str:

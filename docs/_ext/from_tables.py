@@ -86,7 +86,7 @@ def programs() -> Iterator[str]:
 
 def ir_operations() -> Iterator[str]:
     """The table of kinds, by file."""
-    for file in (kinds.pointwise, kinds.shape, kinds.rows, kinds.quantized, kinds.grouped):
+    for file in (kinds.pointwise, kinds.shape, kinds.router, kinds.rows, kinds.quantized, kinds.grouped):
         yield f"## {file.__name__.rpartition('.')[2]}.py"
         yield from document(file)
         yield from table(("operation", "role", "derivative", "meaning"), (_kind(kind) for kind in file.TABLE))

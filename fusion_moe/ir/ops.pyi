@@ -93,6 +93,30 @@ class Ops:
         """A tensor of one number."""
     def sum(self, x: Value, /, dims: Sequence[int], keepdim: bool) -> Value:
         """Sums over dimensions, made in float32 (float64 in float64) and rounded once to the dtype of x."""
+    def topk_ids(
+        self, logits: Value, bias: Operand, /, k: int, scoring: str = 'softmax', n_group: int = 1, topk_group: int = 1,
+        best_of_group: int = 1,
+    ) -> Value:
+        """logits [T, E], bias [E] or 0 -> ids i64[T, k]: the experts with the best scores (plus bias), best first; of equal ones the
+        first.
+
+        n_group > 1: only experts of the topk_group best of so many equal runs of experts, by the sum of each run's best_of_group
+        best.
+        """
+    def topk_weights(
+        self, logits: Value, ids: Value, /, scoring: str = 'softmax', renormalize: bool = False, routed_scaling_factor: float = 1.0,
+        dtype: str | None = None,
+    ) -> Value:
+        """logits [T, E], ids int[T, k] -> f32[T, k]: the scores of these experts times routed_scaling_factor (f64 of f64).
+
+        renormalize: divided by their sum. For softmax that is the softmax of the chosen logits alone. dtype: what they are rounded
+        to, at last.
+        """
+    def topk_weights_backward(
+        self, logits: Value, ids: Value, dw: Value, /, scoring: str = 'softmax', renormalize: bool = False,
+        routed_scaling_factor: float = 1.0,
+    ) -> Value:
+        """logits [T, E], ids int[T, k], dw f32[T, k], the gradient of `topk_weights` of these -> that of logits [T, E], in their dtype."""
     def ends(self, offs: Value, /, rows: AnySize, groups: Groups) -> Value:
         """offs i32[G], where the groups of so many rows end -> i32[G]@ends(g), which grouped operations take."""
     def problem_ends(

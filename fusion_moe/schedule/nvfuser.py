@@ -182,6 +182,10 @@ def _group_sum(op: Op, fusion: Fusion, target: Target) -> str | None:
     return "group_sum: nvFuser has no sums over ragged dimensions"
 
 
+def _scores(op: Op, fusion: Fusion, target: Target) -> str | None:
+    return f"{op.kind.name}: nvFuser leaves open which of equal scores it chooses"
+
+
 def _is_output(op: Op, fusion: Fusion) -> bool:
     return any(v in fusion.outputs for v in op.outputs)
 
@@ -191,4 +195,5 @@ _RULES: dict[str, Rule] = {
     "cast": _cast, "pack": _pack, "unpack": _unpack, "quantize": _quantize, "dequantize": _dequantize, "relayout": _inside,
     "grouped_swizzle": _swizzle, "grouped_mm": _product, "grouped_mm_t": _product, "grouped_outer": _product, "combine": _combine,
     "index_put_accumulate": _scatter, "group_sum": _group_sum, **dict.fromkeys(_SORTS, _sort),
+    **dict.fromkeys(("topk_ids", "topk_weights", "topk_weights_backward"), _scores),
 }  # fmt: skip

@@ -17,8 +17,9 @@ from .experts import experts_forward
 from .loading import from_pretrained
 from .quantizer import FusionMoeQuantizer
 from .registration import register
+from .routers import fuse_routers_
 
-__all__ = ["NVFP4Config", "experts_forward", "from_pretrained"]
+__all__ = ["NVFP4Config", "experts_forward", "from_pretrained", "fuse_routers_"]
 
 ALL_EXPERTS_FUNCTIONS.register("fusion_moe", experts_forward)
 register("modelopt", ModelOptConfig, FusionMoeQuantizer)

@@ -171,6 +171,30 @@ def routed_and_combined(fd, x, ids, w):
     return fd.ops.cast(fd.ops.combine(rows, slot_of, w), dtype="bf16"), fd.ops.invert(slot_of, rows=rows.type.shape[0])
 
 
+@of(torch.randn(7, 12, generator=g).bfloat16(), torch.randn(12, generator=g))
+def routed_by_softmax(fd, logits, bias):
+    ids = fd.ops.topk_ids(logits, bias, k=4)
+    ends, row_of, slot_of = fd.ops.route(ids, groups=fd.define_groups("g", 12))
+    return ids, fd.ops.topk_weights(logits, ids, dtype="f16"), fd.ops.topk_weights(logits, ids, renormalize=True), ends, row_of, slot_of
+
+
+@of(torch.randn(7, 12, generator=g), torch.randn(12, generator=g))
+def routed_by_sigmoid_in_groups(fd, logits, bias):
+    how = {"scoring": "sigmoid", "n_group": 4, "topk_group": 2}
+    ids, best = fd.ops.topk_ids(logits, bias, k=6, best_of_group=2, **how), fd.ops.topk_ids(logits, 0, k=5, **how)
+    of = {"scoring": "sigmoid", "routed_scaling_factor": 2.5}
+    return ids, best, *(fd.ops.topk_weights(logits, ids, renormalize=r, **of) for r in (False, True))
+
+
+@of(torch.randn(7, 12, generator=g), torch.randn(7, 12, generator=g).argsort(1)[:, :3], torch.randn(7, 3, generator=g))
+def gradients_of_routers(fd, logits, ids, dw):
+    return tuple(
+        fd.ops.topk_weights_backward(logits, ids, dw, scoring=s, renormalize=r, routed_scaling_factor=2.0)
+        for s in ("softmax", "sigmoid")
+        for r in (False, True)
+    )
+
+
 @of(torch.randn(7, 2, 64, generator=g).half())
 def scales_of_matrices(fd, x):
     return fd.ops.decode_scale(x, encoding="nvfp4")

@@ -45,6 +45,9 @@ def program():
         "ends": ([i32], {"rows": m, "groups": fd.define_groups("h", 2)}),
         "problem_ends": ([i32, tensor(2, 3, dtype="i32"), i32], {"rows": m, "groups": fd.define_groups("p", 2), "n": 32, "k": 32}),
         "route": ([ids], {"groups": fd.define_groups("r", 2), "first_expert": 1}),
+        "topk_ids": ([x, tensor(32)], {"k": 4, "scoring": "sigmoid", "n_group": 4, "topk_group": 2, "best_of_group": 2}),
+        "topk_weights": ([x, ids], {"scoring": "sigmoid", "renormalize": True, "routed_scaling_factor": 2.5, "dtype": "bf16"}),
+        "topk_weights_backward": ([x, ids, tensor(m, 2)], {"scoring": "sigmoid", "renormalize": True, "routed_scaling_factor": 2.5}),
         "index_select": ([x, tensor(3, dtype="i64")], {"dim": 0}),
         "invert": ([tensor(m, 2, dtype="i32")], {"rows": m * 2}),
         "pack": (parts, {"encoding": "nvfp4", "layout": "linear", "transposed": False}),
@@ -60,7 +63,7 @@ def program():
 
 
 CALLS = program()[1]
-OPTIONAL = {"first_expert"}  # which None stands for too
+OPTIONAL = {("route", "first_expert"), ("topk_weights", "dtype")}  # which None stands for too
 
 
 def test_every_kind_with_attributes_has_a_call():
@@ -85,7 +88,7 @@ def test_by_name_and_by_position_is_the_same(name):
 def test_hostile_attributes_are_refused(name):
     for attr, good in CALLS[name][1].items():
         for bad in [*HOSTILE, True, [True]]:
-            fine = (attr in OPTIONAL and bad is None) or (attr == "fill_value" and type(bad) in (bool, float))
+            fine = ((name, attr) in OPTIONAL and bad is None) or (attr == "fill_value" and type(bad) in (bool, float))
             if fine or bad == good or type(bad) is type(good) is bool:
                 continue
             fd, calls = program()
@@ -109,7 +112,7 @@ def test_hostile_texts_are_refused(name):
         head, tail = line.split(f"{attr}=", 1)
         end = tail.index("]") + 1 if tail.startswith("[") else min(i for i in (tail.find(","), tail.find(")")) if i >= 0)
         for bad in (repr(CODE), f"[{CODE!r}]", "10000000000000000000000000", "i0", "None", "1j"):
-            if bad == "None" and attr in OPTIONAL:
+            if bad == "None" and (name, attr) in OPTIONAL:
                 continue
             with pytest.raises(ParseError):
                 parse(source.replace(line, f"{head}{attr}={bad}{tail[end:]}"))

@@ -159,6 +159,22 @@ def test_a_value_with_several_readers():
     )
 
 
+@about("topk_weights")
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_topk_weights(scoring, renormalize):
+    """Of ids that are any experts, one of them twice."""
+    logits, ids = torch.randn(5, 7).double(), torch.stack([torch.randperm(7)[:3] for _ in range(5)])
+    ids[0] = torch.tensor([2, 4, 2])
+
+    def plain(logits, ids):
+        w = (logits.softmax(1) if scoring == "softmax" else logits.sigmoid()).gather(1, ids)
+        return 2.5 * (w / w.sum(1, keepdim=True) if renormalize else w)
+
+    how = {"scoring": scoring, "renormalize": renormalize, "routed_scaling_factor": 2.5}
+    check(lambda fd, logits, ids: fd.ops.topk_weights(logits, ids, **how), plain, logits, ids)
+
+
 @about("combine")
 @given(routings())
 def test_combine_of_a_routing(routing: Routing):

@@ -312,6 +312,77 @@ def test_invert():
     assert found.tolist() == [1, 2, 5, 4, 0, 3]
 
 
+def best_first(numbers):
+    """Places of numbers in a list, the largest first, NaN before all, of equal ones the first."""
+    return sorted(range(len(numbers)), key=lambda e: (not np.isnan(numbers[e]), -numbers[e] if not np.isnan(numbers[e]) else 0, e))
+
+
+MASKED = st.sampled_from((0.0, -0.0, 1.0, -2.5, float("inf"), float("-inf"), NAN))
+
+
+@about("topk_ids")
+@given(st.data())
+def test_topk_ids(data):
+    """Any numbers, many of them equal; groups of experts; a bias on them."""
+    n_group, size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+    topk_group, best = data.draw(st.integers(1, n_group)), data.draw(st.integers(1, min(2, size)))
+    k, with_bias = data.draw(st.integers(1, topk_group * size)), data.draw(st.booleans())
+    numbers = st.one_of(MASKED, st.floats(-8, 8, width=16))
+    rows = data.draw(st.lists(st.lists(numbers, min_size=n_group * size, max_size=n_group * size), max_size=3))
+    bias = data.draw(st.lists(st.floats(-1, 1, width=16), min_size=n_group * size, max_size=n_group * size))
+    logits, given_bias = torch.tensor(rows).view(-1, n_group * size), torch.tensor(bias)
+    how = {"k": k, "scoring": "sigmoid", "n_group": n_group, "topk_group": topk_group, "best_of_group": best}
+    (found,) = run(lambda fd, x, *b: fd.ops.topk_ids(x, *(b or [0]), **how), *([logits, given_bias] if with_bias else [logits]))
+    scores = logits.sigmoid() + given_bias if with_bias else logits.sigmoid() if n_group > 1 and best > 1 else logits
+    assert found.dtype == torch.int64
+    for row, ids in zip(scores.tolist(), found.tolist(), strict=True):
+        groups = [row[g * size : (g + 1) * size] for g in range(n_group)]
+        sums = [float(torch.tensor([group[e] for e in best_first(group)[:best]]).sum()) for group in groups]
+        kept = best_first(sums)[:topk_group]
+        assert ids == [e for e in best_first(row) if e // size in kept][:k]
+
+
+@about("topk_ids", "topk_weights")
+@pytest.mark.parametrize("k", [1, 3, 40])
+def test_routers_as_torch(k):
+    """With different scores, what torch.topk chooses; Mixtral's weights and gpt-oss', which are the softmax of chosen logits."""
+    logits = torch.randn(64, 40, generator=torch.Generator().manual_seed(0))
+    (ids,) = run(lambda fd, x: fd.ops.topk_ids(x, 0, k=k), logits)
+    values, want = logits.softmax(1).topk(k)
+    assert ids.equal(want)
+    (plain,) = run(lambda fd, x, ids: fd.ops.topk_weights(x, ids), logits, ids)
+    assert plain.equal(values)
+    (renormalized,) = run(lambda fd, x, ids: fd.ops.topk_weights(x, ids, renormalize=True), logits, ids)
+    torch.testing.assert_close(renormalized, values / values.sum(1, keepdim=True), rtol=1e-6, atol=0)
+    assert renormalized.equal(logits.topk(k).values.softmax(1))
+    (sigmoids,) = run(lambda fd, x, ids: fd.ops.topk_weights(x, ids, scoring="sigmoid", renormalize=True), logits, ids)
+    chosen = logits.sigmoid().gather(1, ids)
+    torch.testing.assert_close(sigmoids, chosen / chosen.sum(1, keepdim=True), rtol=1e-6, atol=0)
+
+
+@about("topk_weights")
+def test_weights_of_masked_and_nan():
+    """-inf masks an expert, even with nothing else to choose; a row of NaN, or of -inf alone, has weights that are NaN."""
+    logits = torch.tensor([[-float("inf"), 0.0, -float("inf")], [0.0, NAN, 1.0], [-float("inf")] * 3])
+    (ids,) = run(lambda fd, x: fd.ops.topk_ids(x, 0, k=2), logits)
+    assert ids.tolist() == [[1, 0], [1, 2], [0, 1]]
+    for renormalize in False, True:
+        (w,) = run(lambda fd, x, ids, r=renormalize: fd.ops.topk_weights(x, ids, renormalize=r), logits, ids)
+        assert w[0].tolist() == [1, 0]
+        assert w[1:].isnan().all()
+
+
+@about("topk_weights_backward")
+def test_topk_weights_backward():
+    """Of softmax over two experts: p (1 - p) dw, in both directions."""
+    logits, ids, dw = torch.tensor([[0.5, -1.0]]), torch.tensor([[0]]), torch.tensor([[3.0]])
+    (found,) = run(lambda fd, *v: fd.ops.topk_weights_backward(*v), logits, ids, dw)
+    p = 1 / (1 + np.exp(-1.5))
+    torch.testing.assert_close(found, torch.tensor([[3 * p * (1 - p), -3 * p * (1 - p)]]).float())
+    (alone,) = run(lambda fd, *v: fd.ops.topk_weights_backward(*v, renormalize=True), logits, ids, dw)
+    assert alone.tolist() == [[0, 0]]
+
+
 @about("combine")
 @given(routings(), st.sampled_from(("f32", "bf16")))
 def test_combine_adds_slots_in_order(routing: Routing, dtype):

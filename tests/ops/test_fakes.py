@@ -57,6 +57,7 @@ ROWS = {
     "grouped_swizzle_block_scale": (0,),
     "scaled_swiglu": (0, 1),
     "route": (0,),
+    "topk_router": (0,),
     "combine": (0, 1, 2),
     "group_add": (0,),
     "expert_mlp": (0, 1, 2),

@@ -424,6 +424,7 @@ def calls():
         "grouped_swizzle_block_scale": ((gate_up[1][0], torch.tensor([2, 2, 30], dtype=torch.int32)), {}),
         "scaled_swiglu": ((random(5, 32, dtype=torch.bfloat16), random(5), 4), {"limit": 1.0}),
         "route": ((ids, 3), {}),
+        "topk_router": ((random(5, 12, dtype=torch.bfloat16), 2, random(12)), {"n_group": 4, "topk_group": 2, "best_of_group": 2}),
         "combine": ((random(10, 8, dtype=torch.bfloat16), slot_of, random(5, 2)), {}),
         "group_add": ((random(5, 8), random(3, 8), ends), {}),
         "expert_mlp": ((random(5, 32, dtype=torch.bfloat16), ids, random(5, 2), *gate_up, *down), {"interleave": 4}),

@@ -192,6 +192,26 @@ def route(fd: FusionDefinition, ids: Value, groups: int, first_expert: int | Non
     return fd.ops.route(ids, groups=fd.fresh_groups(groups), **local)
 
 
+@translator("fusion_moe::topk_router")
+def topk_router(
+    fd: FusionDefinition, logits: Value, k: int, bias: Value | None = None, scoring: str = "softmax", renormalize: bool = False,
+    routed_scaling_factor: float = 1.0, n_group: int = 1, topk_group: int = 1, best_of_group: int = 1, out_dtype: str | None = None,
+) -> tuple[Value, Value]:  # fmt: skip
+    """logits [T, E], bias f32[E] -> weights [T, k], in float32 unless out_dtype says otherwise, ids i64[T, k]"""
+    arguments.need_dtype("logits", logits.type, arguments.FLOATS)
+    arguments.need_rank("logits", logits.type, "[T, E]")
+    if bias is not None:
+        arguments.need_dtype("bias", bias.type, (accumulated(logits.type.dtype),))
+        arguments.need_shape("bias", bias.type, (plain(logits.type.shape[1]),), "one number for each expert")
+    fd.mark_weight(bias)
+    groups = {"n_group": n_group, "topk_group": topk_group, "best_of_group": best_of_group}
+    ids = fd.ops.topk_ids(logits, 0 if bias is None else bias, k=k, scoring=scoring, **groups)
+    dtype = out_dtype or accumulated(logits.type.dtype)
+    arguments.need_float_dtype("out_dtype", dtype)
+    factor = float(routed_scaling_factor)
+    return fd.ops.topk_weights(logits, ids, scoring=scoring, renormalize=renormalize, routed_scaling_factor=factor, dtype=dtype), ids
+
+
 @translator("fusion_moe::combine")
 def combine(fd: FusionDefinition, y: Value, slot_of: Value, w: Value) -> Value:
     """y [M, N], slot_of i32[T, k], w [T, k] -> [T, N]"""

@@ -26,7 +26,7 @@ def source(plan: Plan) -> Source:
     if len(plan.weight) > PARTS:
         raise UnsupportedError(f"weights of {len(plan.weight)} parts have no kernel here", expected=f"at most {PARTS}")
     transposed = plan.weight[0] if plan.transposed else None
-    headers = (*Source.headers, *(("added.h",) if plan.added else ()))
+    headers = ("added.h",) if plan.added else ()
     return Source(plan.fusion, _Writer(plan).text(), plan.memory, transposed, (plan.encoding.name, plan.kind), headers)
 
 

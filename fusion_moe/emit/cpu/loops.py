@@ -246,7 +246,7 @@ class _Writer(SegmentWriter):
 
 _WHOLE: dict[str, Callable[[_Writer, Op], list[str]]] = {
     "sum": _Writer._sum, "combine": _Writer._combine, "group_sum": _Writer._group_sum,
-    "index_put_accumulate": _Writer._index_put_accumulate,
+    "index_put_accumulate": _Writer._index_put_accumulate, "topk_weights_backward": lambda writer, op: [writer.of_weights(op)],
     "decode_scale": _Writer._decode_scale, "quantize": _Writer._quantize, "grouped_swizzle": _Writer._grouped_swizzle,
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ from string import Template
 from ...ir.core import Fusion, Op, Value
 from ...ir.kinds.shape import elements
 from ...ir.types import Dim, Rows, plain
+from ..cxx import router
 from ..cxx.elements import stored
 from ..cxx.indices import Index, Number, size
 from ..cxx.plan import MADE_FIRST, below, made_by_route
@@ -26,7 +27,7 @@ struct Segment {
 $members
 
     // What runs first: checks, routing. False if the reference would raise.
-    bool first() const {
+    bool first([[maybe_unused]] Team& team) const {
 $first
         return true;
     }
@@ -34,7 +35,7 @@ $first
 $functions
 
     int run(Product product, Team& team) const {
-        if (!first()) return BAD;
+        if (!first(team)) return BAD;
 $body
         return GOOD;
     }
@@ -52,7 +53,7 @@ class Source:
 
     memory: the values that the caller allocates, results among them; `run` takes pointers to the inputs of the fusion, then to these.
     transposed: the input, if any, that is passed with its last two dimensions swapped. product: the encoding of weights, "" for none,
-    and the kind of the grouped product that `run` needs, if any. headers: of kernels/ that the text needs.
+    and the kind of the grouped product that `run` needs, if any. more_headers: of kernels/ that not all texts need.
     """
 
     fusion: Fusion
@@ -60,7 +61,13 @@ class Source:
     memory: tuple[Value, ...]
     transposed: Value | None = None
     product: tuple[str, str] | None = None
-    headers: tuple[str, ...] = ("product.h", "rows.h")
+    more_headers: tuple[str, ...] = ()
+
+    @property
+    def headers(self) -> tuple[str, ...]:
+        """Of kernels/ that the text needs."""
+        routes = any(op.kind.name in router.ROUTER for op in self.fusion.ops)
+        return ("product.h", "rows.h", *(("router.h",) if routes else ()), *self.more_headers)
 
 
 class SegmentWriter(Writer):
@@ -120,6 +127,23 @@ class SegmentWriter(Writer):
     def _first_ends(self, op: Op) -> list[str]:
         (offs,) = op.values
         return [f"if (!good_ends({self.array(offs)}, {size(offs.type.shape[0])}, {size(op.attrs['rows'])})) return false;"]
+
+    def _first_topk_ids(self, op: Op) -> list[str]:
+        (ids,), tokens, bias = op.outputs, size(op.values[0].type.shape[0]), router.bias(op)
+        given = f"{self.array(op.values[0])}, {self.array(bias) if bias else 'nullptr'}, {tokens}"
+        return [f"TopK<{router.of_choice(op)}>::run({given}, {self.names[ids]}, team);"]
+
+    def _first_topk_weights(self, op: Op) -> list[str]:
+        return [*self._checked(op.values[1], op.values[0].type.shape[1]), self.of_weights(op)]
+
+    def of_weights(self, op: Op) -> str:
+        """The call that makes the weights of experts, or their derivative."""
+        (tokens, k), experts = map(size, op.values[1].type.shape), size(op.values[0].type.shape[1])
+        given = [*map(self.array, op.values), tokens, experts, k, router.factor(op), self.names[op.outputs[0]], "team"]
+        return f"{op.kind.name}<{router.of_weights(op)}>({', '.join(map(str, given))});"
+
+    def _first_topk_weights_backward(self, op: Op) -> list[str]:
+        return self._checked(op.values[1], op.values[0].type.shape[1])
 
     def _first_route(self, op: Op) -> list[str]:
         (ids,), (t, slots) = op.values, op.values[0].type.shape

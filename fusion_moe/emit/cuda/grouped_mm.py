@@ -190,8 +190,9 @@ class Product(Source):
 
     @property
     def _routes_all(self) -> bool:
-        """Whether this segment makes the ends, of groups that all rows belong to."""
-        return self._routing is not None and self._routing.attrs.get("first_expert") is None
+        """Whether this segment makes the ends, of groups that all rows belong to, by ids that are there before it."""
+        routing = self._routing
+        return routing is not None and routing.attrs.get("first_expert") is None and routing.values[0] not in self.plan.memory
 
     def _find(self, ids: bool) -> list[str]:
         """How a small-M kernel finds its tile: in ids, or in ends."""

@@ -19,14 +19,14 @@ from ..cxx.plan import MADE_FIRST, known
 from ..cxx.statements import hoisted, inner, written
 from ..cxx.sums import Reduction, reduction
 from ..inexpressible import Inexpressible, naming
-from . import copies
+from . import copies, router
 from .choice import Chosen
 from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
 from .vectors import FIRST, VECTOR, Rows, VectorElements, of_eight
 
 _I, _J, _M, _R = map(Variable, "ijmr")
 _MISSING = ("index_put_accumulate", "decode_scale", "grouped_swizzle")
-_SUMS = ("sum", "group_sum")
+_SUMS = ("sum", "group_sum", "topk_weights_backward")
 _WARPS = THREADS // 32
 
 
@@ -73,6 +73,8 @@ class Loops(Source):
     def _summed(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
         if op.kind.name == "combine":
             return self.sum_of_slots(op, op.outputs, left, sizes)
+        if op.kind.name == "topk_weights_backward":
+            return router.backward(self, op, left, sizes)
         return self._group_sum(op, left, sizes) if op.kind.name == "group_sum" else self._sum(op, left, sizes)
 
     def _sum(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:

@@ -23,6 +23,7 @@ from ..cxx.plan import MADE_FIRST, below, made_by_route
 from ..cxx.statements import Expression, indented, inner
 from ..cxx.writer import Writer
 from ..inexpressible import Inexpressible, naming
+from . import router
 from .choice import AUTO, Chosen
 
 THREADS = 256
@@ -189,6 +190,14 @@ class Source(Writer):
         lines = [*first, "griddepcontrol_wait();", "griddepcontrol_launch_dependents();", *then]
         return self.kernel(name, lines, blocks, max_resident=MAX_RESIDENT, reads_before_wait=bool(before_wait))
 
+    def for_all_warps(
+        self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, headers: Sequence[str] = ("routing.cuh",)
+    ) -> KernelSource:  # fmt: skip
+        """A kernel that does `body` with a warp for each i below a count."""
+        lines = ["griddepcontrol_wait();", "griddepcontrol_launch_dependents();", f"for_all_warps({size(count)}, [&](i64 i) {{"]
+        blocks = -(-value(count, sizes) // (THREADS // 32))
+        return self.kernel(name, [*lines, *inner(body), "});"], blocks, headers=headers, max_resident=MAX_RESIDENT)
+
     def _struct(self, more: Sequence[str]) -> str:
         return _STRUCT.substitute(members=indented(self.members()), functions=indented([*self.functions(), *more]))
 
@@ -199,11 +208,17 @@ class Source(Writer):
     # What stands before all else --------------------------------------------------------------------------------------
 
     def made_first(self, sizes: Sizes) -> list[KernelSource]:
-        """Routing."""
-        found = []
-        for op in self.fusion.ops:
+        """Routers and routing."""
+        found, done = list[KernelSource](), set[Op]()
+        for op in (o for o in self.fusion.ops if o.kind.name in MADE_FIRST):
+            if op in done:
+                continue
             with naming(op):
-                if op.kind.name == "route":
+                if op.kind.name in ("topk_ids", "topk_weights"):
+                    kernel, ops = router.made_first(self, op, sizes)
+                    found.append(kernel)
+                    done.update(ops)
+                elif op.kind.name == "route":
                     found.append(self._route(op, sizes))
                 elif op.kind.name == "invert":
                     found += self._invert(op, sizes)

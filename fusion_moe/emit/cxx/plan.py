@@ -16,7 +16,7 @@ from ..inexpressible import Inexpressible, naming
 from .indices import Index, Number, Variable, flat, unflat
 
 ACTIVATIONS = ("bf16", "f16", "f32")
-MADE_FIRST = ("route", "invert", "problem_ends")  # before all else, each value in memory
+MADE_FIRST = ("topk_ids", "topk_weights", "route", "invert", "problem_ends")  # before all else, each value in memory
 
 
 @dataclass(frozen=True)
@@ -303,6 +303,8 @@ def made_by_route(fusion: Fusion, v: Value) -> str:
 def below(fusion: Fusion, index: Value) -> object:
     """The size below which all of an index lies, by what made it; None if nothing says so."""
     op, routed = fusion.producers.get(source(fusion, index)), made_by_route(fusion, index)
+    if op is not None and op.kind.name == "topk_ids":
+        return op.values[0].type.shape[1]
     if op is None or not (routed in ("row_of", "slot_of") or op.kind.name == "invert"):
         return None
     shape = op.values[0].type.shape

@@ -1,0 +1,100 @@
+"""The routers of transformers' models by our operation. Letters: T tokens, k experts a token, E experts, H hidden features."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..ops import topk_router
+
+Routed = tuple[Tensor, Tensor, Tensor]  # logits [T, E], weights [T, k], ids int64 [T, k]
+
+
+def fuse_routers_(model: torch.nn.Module) -> tuple[str, ...]:
+    """Lets a model's routers call `fusion_moe.ops.topk_router`, in place -> the names of these modules.
+
+    Under `torch.compile(backend="fusion_moe")` a router's choice is then part of the program of its experts. Parameters, state dicts and
+    what routers return (logits, weights, ids) stay as they are; gradients reach logits. Weights differ by a few units in the last place of
+    float32, and so may ids where scores are equal. `del module.forward` takes it back.
+
+    A router is known by the code of its forward: that of Qwen3-MoE, Qwen3.5-MoE, Mixtral, gpt-oss, Granite-MoE or DeepSeek-V3, which many
+    families share. Others are left as they are.
+    """
+    known = dict(_known())
+    found = []
+    for name, module in model.named_modules():
+        if forward := known.get(_code(type(module))):
+            module.forward = MethodType(forward, module)
+            found.append(name)
+    return tuple(found)
+
+
+def _qwen3_moe(self: Any, hidden_states: Tensor) -> Routed:
+    """Softmax over all experts, renormalized if the model says so, in the dtype of logits."""
+    logits = linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    return logits, *topk_router(logits, self.top_k, renormalize=self.norm_topk_prob, out_dtype=logits.dtype)
+
+
+def _qwen3_5_moe(self: Any, hidden_states: Tensor) -> Routed:
+    """Softmax of the chosen, in the dtype of logits."""
+    logits = linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    return logits, *topk_router(logits, self.top_k, renormalize=True, out_dtype=logits.dtype)
+
+
+def _mixtral(self: Any, hidden_states: Tensor) -> Routed:
+    """Softmax of the chosen, in float32."""
+    logits = linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    return logits, *topk_router(logits, self.top_k, renormalize=True)
+
+
+def _gpt_oss(self: Any, hidden_states: Tensor) -> Routed:
+    """Softmax of the chosen, in the dtype of logits, which have a bias."""
+    logits = linear(hidden_states, self.weight, self.bias)
+    return logits, *topk_router(logits, self.top_k, renormalize=True, out_dtype=logits.dtype)
+
+
+def _granitemoe(self: Any, hidden_states: Tensor) -> Routed:
+    """Softmax of the chosen, in the dtype of tokens; logits in float32."""
+    logits = linear(hidden_states, self.weight).float()
+    return logits, *topk_router(logits, self.top_k, renormalize=True, out_dtype=hidden_states.dtype)
+
+
+def _deepseek_v3(self: Any, hidden_states: Tensor) -> Routed:
+    """Sigmoids, all in float32, with a bias to choose by, groups by their two best, a factor."""
+    logits = linear(hidden_states.reshape(-1, self.hidden_dim).float(), self.weight.float())
+    weights, ids = topk_router(
+        logits, self.top_k, self.e_score_correction_bias.float(), scoring="sigmoid", renormalize=self.norm_topk_prob,
+        routed_scaling_factor=self.routed_scaling_factor, n_group=self.num_group, topk_group=self.topk_group, best_of_group=2,
+    )  # fmt: skip
+    return logits, weights, ids
+
+
+_FORWARDS: dict[tuple[str, str], Callable[[Any, Tensor], Routed]] = {
+    ("qwen3_moe", "Qwen3MoeTopKRouter"): _qwen3_moe,
+    ("qwen3_5_moe", "Qwen3_5MoeTopKRouter"): _qwen3_5_moe,
+    ("mixtral", "MixtralTopKRouter"): _mixtral,
+    ("gpt_oss", "GptOssTopKRouter"): _gpt_oss,
+    ("granitemoe", "GraniteMoeTopKRouter"): _granitemoe,
+    ("deepseek_v3", "DeepseekV3TopkRouter"): _deepseek_v3,
+}
+
+
+def _known() -> Iterator[tuple[Any, Callable[[Any, Tensor], Routed]]]:
+    """The code of forwards that this version of transformers has, and what takes their place."""
+    for (family, name), forward in _FORWARDS.items():
+        module = import_module(f"transformers.models.{family}.modeling_{family}")
+        if router := getattr(module, name, None):
+            yield _code(router), forward
+
+
+def _code(of: type) -> Any:
+    """What the forward of a class does, wherever it stands."""
+    code = getattr(inspect.unwrap(getattr(of, "forward", None) or _code), "__code__", None)
+    return code and (code.co_code, code.co_names, code.co_varnames, code.co_consts)
