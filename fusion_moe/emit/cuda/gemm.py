@@ -71,7 +71,12 @@ class Gemm(Source):
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; activations that are computed; the product; what is summed of its tiles, and of its rows."""
-        made = [reset_tile_counter(self, sizes), *self.made_first(sizes, chosen.any_size), *self.operand.made(sizes), self._product(sizes, arch)]
+        made = [
+            reset_tile_counter(self, sizes),
+            *self.made_first(sizes, chosen.any_size),
+            *self.operand.made(sizes),
+            self._product(sizes, arch),
+        ]
         made += self.sums(self._tiles * self._parts(sizes), sizes)
         if self.plan.combine:
             with naming(self.plan.combine):
