@@ -66,7 +66,7 @@ class _Prepared:
 
     @property
     def outdated(self) -> bool:
-        """Whether the kernels of these sizes could run by now. A call that is captured has nothing loaded."""
+        """Whether the kernels of these sizes could run by now: not while a graph is captured, when nothing is loaded."""
         return self.until is not None and self.until.done and not cuda.capturing()
 
 
