@@ -56,6 +56,10 @@ class Options:
     order_weights: bool = _option(
         True, "weights in the order of CUDA's kernels from a module's first call there on, without prepare_", in_keys=False
     )
+    background_compile: bool = _option(
+        False, "calls of new sizes on a GPU run kernels for any size while their own compile; results may differ in the last bits",
+        in_keys=False,
+    )  # fmt: skip
     cache_dir: str = _option(_cache_home(), "the folder that keeps compiled kernels", in_keys=False)
     dump: str = _option("", "a folder to write every stage, source and binary of what is compiled to; '' is none", in_keys=False)
     vllm: bool = _option(True, "tell vLLM of --quantization fusion_moe, when it loads its plug-ins", in_keys=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import nn
@@ -16,9 +17,11 @@ from ..runtime.preparing import preparing
 from .packed import PackedModule, relayout_
 
 log = logging.getLogger("fusion_moe")
+_ALL = "all"
+_FEW = (1, 2, 3)  # tokens: one, which tracers take for a constant, and two others, after which they take it for a symbol
 
 
-def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] = ()) -> None:
+def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] | Literal["all"] = ()) -> None:
     """Puts the weights of a model in the layout of a target ("auto": of the option `target`, then of the weights' device), in place.
 
     On CUDA, modules do it by themselves at their first call, unless the option `order_weights` is off: `prepare_` says when.
@@ -28,8 +31,9 @@ def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] = ()) 
 
     tokens: counts of tokens whose kernels are compiled now, in parallel and with progress, in place of in the middle of serving. For each
     the model is called with as many tokens of one sequence, and with one token of as many sequences; none of this library's kernels runs
-    meanwhile. A model that is compiled afterwards is other programs: give `prepare_` what torch.compile returned. UnsupportedError for a
-    model that takes no `input_ids`: `with fusion_moe.preparing(): model(...)` calls it as it has to be called.
+    meanwhile. "all": it is called with up to three, and the kernels of all other counts are found from these calls' programs. A model that
+    is compiled afterwards is other programs: give `prepare_` what torch.compile returned. UnsupportedError for a model that calls nothing
+    of this library, and for one that takes no `input_ids`: `with fusion_moe.preparing("all"): model(...)` calls it as it has to be called.
     NonFiniteError for a block scale that is negative or NaN. A call that is interrupted leaves each module in one layout or the other.
     """
     _check_tokens(model, tokens)
@@ -52,21 +56,27 @@ def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] = ()) 
         _compile(model, tokens)
 
 
-def _check_tokens(model: nn.Module, tokens: Sequence[int]) -> None:
+def _check_tokens(model: nn.Module, tokens: Sequence[int] | str) -> None:
     """OptionError for what is no count of tokens, UnsupportedError for a model that cannot be called with tokens."""
-    if not isinstance(tokens, Sequence) or not all(isinstance(count, int) and count > 0 for count in tokens):
-        raise OptionError(f"tokens = {tokens!r}", expected="a list of positive integers", where="prepare_")
+    listed = isinstance(tokens, Sequence) and all(isinstance(count, int) and count > 0 for count in tokens)
+    if tokens != _ALL and not listed:
+        raise OptionError(f"tokens = {tokens!r}", expected="a list of positive integers, or 'all'", where="prepare_")
     if tokens and not hasattr(getattr(model, "config", None), "vocab_size"):
         found, todo = f"tokens for a {type(model).__name__}", "with fusion_moe.preparing(): call the model with inputs of these sizes"
         raise UnsupportedError(found, expected="a language model with a config", todo=todo, where="prepare_")
 
 
-def _compile(model: nn.Module, tokens: Sequence[int]) -> None:
+def _compile(model: nn.Module, tokens: Sequence[int] | str) -> None:
     """Compiles what calls of a language model need for these counts of tokens."""
     device = next(model.parameters()).device
-    with preparing(), torch.no_grad():
-        for shape in dict.fromkeys(shape for count in tokens for shape in ((1, count), (count, 1))):
+    counts, sizes = (_FEW, "all") if isinstance(tokens, str) else (tokens, "called")
+    with preparing(sizes) as noted, torch.no_grad():
+        for shape in dict.fromkeys(shape for count in counts for shape in ((1, count), (count, 1))):
             model(input_ids=torch.zeros(shape, dtype=torch.long, device=device), use_cache=False)
+        if not noted:
+            todo = "fusion_moe.quantize_(model), or give prepare_ what torch.compile returned"
+            found = f"a {type(model).__name__} that calls nothing of fusion_moe"
+            raise UnsupportedError(found, expected="experts of ours, or a compiled model", todo=todo, where="prepare_")
 
 
 def _check_scales(module: PackedModule, name: str, layout: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from .. import options
 from ..arch import Arch
 from ..emit import cuda, emit
 from ..emit.nvfuser import NAME as NVFUSER
 from ..emit.nvfuser import library
+from ..errors import UnsupportedError
 from ..ir.core import Fusion
 from ..ir.text import text
 from ..runtime.kernel import Kernel
@@ -57,14 +60,24 @@ def made_of(segment: Segment, to: Target, why_not: str) -> Made:
 
 def launched(fusion: Fusion, made: Sequence[Made], sizes: Mapping[str, int], gpu: Arch) -> Launched:
     """What the kernels of a program for CUDA launch. UnsupportedError if the option cuda_variant names what does not fit."""
-    choices, steps = cuda.choices(fusion, [m.kernel for m in made if m.kernel], sizes, gpu)
+    kernels = [m.kernel for m in made if m.kernel]
+    choices, steps = cuda.choices(fusion, kernels, sizes, gpu)
+    said = [*map(str, choices), *_meanwhile(fusion, kernels, sizes, gpu)]
     return Launched(
         gpu=f"{gpu.name} ({gpu.nvrtc})",
-        text="\n\n".join(map(str, choices)),
+        text="\n\n".join(said),
         kernels=tuple(str(step or "") for step in steps),
         sources=tuple("\n".join(kernel.text for kernel in step.kernels) if step else "" for step in steps),
         workspace=max(choice.workspace.nbytes for choice in choices),
     )
+
+
+def _meanwhile(fusion: Fusion, kernels: Sequence[Kernel], sizes: Mapping[str, int], gpu: Arch) -> Iterator[str]:
+    """What is launched while the kernels of these sizes are compiled, under the option for it."""
+    if options.current().background_compile:
+        with suppress(UnsupportedError):
+            for choice in cuda.choices(fusion, kernels, sizes, gpu, any_size=True)[0]:
+                yield f"while these are compiled, kernels for any size: {choice}"
 
 
 def launched_at(fusion: Fusion, made: Sequence[Made], gpu: Arch) -> tuple[tuple[int, tuple[str, ...]], ...]:

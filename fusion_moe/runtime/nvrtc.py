@@ -61,12 +61,28 @@ def build(text: str, *, name: str, arch: str, headers: Mapping[str, str], flags:
     """The cubin of a source for an architecture ("sm_90a"), from the store or compiled now. BuildError if it cannot be had."""
     if why := why_missing():
         raise BuildError(why, where=name)
-    all_flags = (f"--gpu-architecture={arch}", *FLAGS, *flags)
-    key = store.key_of(text, *(part for header in headers.items() for part in header), version(), *all_flags)
+    all_flags = _all_flags(arch, flags)
     with store.as_build_error(name):
-        path = store.get_or_make(f"{name}-{arch}-{key}.cubin", lambda path: _compile(text, name, headers, all_flags, path))
+        path = store.get_or_make(
+            _file(text, name, arch, headers, all_flags), lambda path: _compile(text, name, headers, all_flags, path)
+        )  # fmt: skip
     dump.binary(path, text, ".cu")
     return path
+
+
+def is_built(text: str, *, name: str, arch: str, headers: Mapping[str, str], flags: Sequence[str] = ()) -> bool:
+    """Whether `build` would compile nothing."""
+    return store.has(_file(text, name, arch, headers, _all_flags(arch, flags)))
+
+
+def _all_flags(arch: str, flags: Sequence[str]) -> tuple[str, ...]:
+    return (f"--gpu-architecture={arch}", *FLAGS, *flags)
+
+
+def _file(text: str, name: str, arch: str, headers: Mapping[str, str], all_flags: Sequence[str]) -> str:
+    """The name of a cubin in the store."""
+    key = store.key_of(text, *(part for header in headers.items() for part in header), version(), *all_flags)
+    return f"{name}-{arch}-{key}.cubin"
 
 
 def _nvrtc() -> Any:

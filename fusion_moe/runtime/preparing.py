@@ -3,6 +3,8 @@
     with preparing():
         model(tokens)          # launches none of our kernels; programs return zeros
     model(tokens)              # compiles nothing
+    with preparing("all"):
+        model(tokens)          # the same for these and all other counts of tokens
 
 A call is noted with its sizes, from which a backend knows the kernels. Those of all noted calls are compiled in parallel, each once, and
 loaded. Calls inside of a CUDA graph capture are not noted: what is captured must be what runs.
@@ -12,17 +14,24 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ..errors import OptionError
 from ..progress import progress
 from .bandwidth import cpus
 
 Sizes = Mapping[str, int]
+_CALLED, _ALL = "called", "all"
+_EACH, _MOST_UNITS = 64, 2**17  # counts that are all looked at, and the highest one
+_Sizes = tuple[tuple[str, int], ...]  # as something that is equal or not
 Build = tuple[Hashable, Callable[[], object]]  # a key, equal for equal work, and a function that does it and may run in any thread
 
 
@@ -43,26 +52,30 @@ class Noted:
 
     launches: tuple[Compiled, ...]
     device: torch.device
-    sizes: tuple[tuple[str, int], ...]
+    sizes: _Sizes
 
 
 _noted: contextvars.ContextVar[dict[Noted, None] | None] = contextvars.ContextVar("fusion_moe_noted", default=None)
 
 
 @contextlib.contextmanager
-def preparing() -> Iterator[None]:
-    """Compiles what the calls inside the block need, at its end and in parallel, with progress on stderr.
+def preparing(sizes: str = "called") -> Iterator[Collection[Noted]]:
+    """Compiles what the calls inside the block need, at its end and in parallel, with progress on stderr. Gives the calls.
 
-    Inside, programs launch nothing and return zeros: results are meaningless. An error inside compiles nothing. BuildError for a kernel
-    that does not compile.
+    sizes: "called", those of the calls; "all", these and all others in proportion to them, up to 131,072 times as many: as far as a search
+    by halves finds other kernels.
+    Inside, programs launch nothing and return zeros: results are meaningless. An error inside compiles nothing. OptionError for another
+    word, BuildError for a kernel that does not compile.
     """
+    if sizes not in (_CALLED, _ALL):
+        raise OptionError(f"sizes = {sizes!r}", expected=f"{_CALLED!r} or {_ALL!r}", where="preparing")
     noted: dict[Noted, None] = {}
     token = _noted.set(noted)
     try:
-        yield
+        yield noted
     finally:
         _noted.reset(token)
-    compile_all(noted)
+    compile_all(_of_all_sizes(noted) if sizes == _ALL else noted)
 
 
 def note(launches: tuple[Compiled, ...], device: torch.device, sizes: Sizes) -> bool:
@@ -81,6 +94,46 @@ def compile_all(calls: Iterable[Noted]) -> None:
     for c in calls:
         for launch in c.launches:
             launch.load(c.device, dict(c.sizes))
+
+
+def _of_all_sizes(calls: Iterable[Noted]) -> list[Noted]:
+    """The calls, and calls of other sizes: for all kernels that these need, one that needs them."""
+    found = list(calls)
+    for launches, device, units in dict.fromkeys((c.launches, c.device, _units(c.sizes)) for c in found):
+        for launch in launches if units else ():
+
+            def needed(n: int, launch: Compiled = launch, device: torch.device = device, units: _Sizes = units) -> Hashable:
+                return frozenset(key for key, _ in launch.builds(device, dict(_scaled(units, n))))
+
+            found += [Noted((launch,), device, _scaled(units, n)) for n in _one_for_each(needed)]
+    return found
+
+
+def _scaled(units: _Sizes, n: int) -> _Sizes:
+    return tuple((symbol, n * unit) for symbol, unit in units)
+
+
+def _units(sizes: _Sizes) -> _Sizes:
+    """The smallest sizes that are to each other as these are; none of no sizes, or of zeros."""
+    unit = math.gcd(*(n for _, n in sizes))
+    return tuple((symbol, n // unit) for symbol, n in sizes) if unit else ()
+
+
+def _one_for_each(needed: Callable[[int], Hashable]) -> list[int]:
+    """A count for each value of `needed` that is found: at few counts, at many that grow by 2 %, and between two that differ."""
+    remembered = cache(needed)
+    tried = [*range(1, _EACH + 1)]
+    while tried[-1] < _MOST_UNITS:
+        tried.append(min(tried[-1] * 51 // 50 + 1, _MOST_UNITS))
+    waiting = list(pairwise(tried))
+    found = {remembered(n): n for n in reversed(tried)}
+    while waiting:
+        low, high = waiting.pop()
+        if high - low > 1 and remembered(low) != remembered(high):
+            middle = (low + high) // 2
+            found.setdefault(remembered(middle), middle)
+            waiting += [(low, middle), (middle, high)]
+    return sorted(found.values())
 
 
 def run_builds(builds: Iterable[Build]) -> dict[Hashable, Any]:

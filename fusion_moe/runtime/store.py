@@ -53,15 +53,20 @@ def get_or_make(key: str, make: Callable[[Path], object]) -> Path:
     make: may leave other files beside `path`, they are removed; what it raises is raised here and leaves no file.
     OSError where a folder is full or the system has no folder to write to; `as_build_error` makes a BuildError of it.
     """
-    wanted = _wanted()
-    if not _why_unsafe(wanted) and _is_whole(wanted / key):
-        return wanted / key
+    if has(key):
+        return _wanted() / key
     path = folder() / key
     _sweep(path.parent)
     with _locked(_lock_path(path)):
         if not _is_whole(path):
             _make(path, make)
     return path
+
+
+def has(key: str) -> bool:
+    """Whether `get_or_make` would find the file of this key, and make nothing."""
+    wanted = _wanted()
+    return not _why_unsafe(wanted) and _is_whole(wanted / key)
 
 
 def folder() -> Path:

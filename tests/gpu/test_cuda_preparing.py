@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from test_cuda_kernels import quantized, tokens
 
 import fusion_moe
 from fusion_moe import options
-from fusion_moe.runtime import nvrtc
+from fusion_moe.runtime import background, nvrtc
 
 pytestmark = pytest.mark.gpu
 
@@ -61,3 +63,28 @@ def test_a_capture_inside_is_a_capture(cold):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(found, want)
+
+
+def test_all_sizes_are_compiled_from_one_call(cold, monkeypatch):
+    """Counts that nobody called with compile nothing."""
+    with fusion_moe.preparing("all"):
+        O.expert_mlp(*arguments(8), weight_layout="w16x64")
+    monkeypatch.setattr(nvrtc, "_compile", None)
+    for count in (1, 3, 17, 65, 300, 2000):
+        assert O.expert_mlp(*arguments(count), weight_layout="w16x64").any()
+
+
+def test_other_sizes_do_not_wait_for_their_kernels(cold):
+    """Until they are compiled, kernels for any size run: the same up to the order of sums."""
+    with options.override(background_compile=True):
+        O.expert_mlp(*arguments(9), weight_layout="w16x64")
+        cubins = {path.name for path in cold.rglob("*.cubin")}
+        args = arguments(700)
+        first = O.expert_mlp(*args, weight_layout="w16x64")
+        end = time.monotonic() + 60
+        while background._unfinished and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not background._unfinished
+        then = O.expert_mlp(*args, weight_layout="w16x64")
+    assert cubins < {path.name for path in cold.rglob("*.cubin")}
+    torch.testing.assert_close(first, then, rtol=2e-2, atol=2e-2 * float(then.abs().max()))

@@ -105,6 +105,17 @@ def test_workspace_is_what_no_result_holds():
     assert found.workspace == sum(-(-n // 256) * 256 for n in (slot_of, h, y)) + 256
 
 
+def test_what_runs_while_kernels_are_compiled():
+    """Kernels that no size changes: those of one call serve another."""
+    with options.override(background_compile=True):
+        few, many = (report(tokens).stage("choice").split("while these are compiled, kernels for any size: ") for tokens in (1, 4000))
+    assert [len(said) for said in (few, many)] == [2, 2]
+    names = [re.findall(r"^    (\w+): \d+ blocks", said[1], re.MULTILINE) for said in (few, many)]
+    assert names[0] == names[1]
+    assert [name.startswith("large_m") for name in names[0]].count(True) == 2
+    assert "while these are compiled" not in report(1).stage("choice")
+
+
 def test_said_in_the_table_and_in_json():
     found = report(4000)
     (fusion,) = found.fusions

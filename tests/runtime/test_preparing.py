@@ -12,7 +12,7 @@ from fusion_moe import options
 from fusion_moe.errors import BuildError, OptionError, ShapeError, UnsupportedError
 from fusion_moe.ir.text import text
 from fusion_moe.runtime import build
-from fusion_moe.runtime.preparing import compile_all
+from fusion_moe.runtime.preparing import _one_for_each, _units, compile_all
 
 E, H, I = 3, 64, 32
 
@@ -102,6 +102,31 @@ def test_blocks_nest_and_options_hold_in_threads(cold):
     assert len(libraries(cold)) == 2
 
 
+def test_all_sizes_are_one_for_each_set_of_kernels():
+    """None is missed that lasts as long as a step of the search, and none is found twice."""
+    bounds = (1, 2, 3, 65, 77, 1000, 4097, 100_000)
+
+    def needed(n: int) -> int:
+        return sum(n >= bound for bound in bounds)
+
+    assert [needed(n) for n in _one_for_each(needed)] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_other_sizes_are_in_proportion():
+    assert _units((("s0", 6), ("s1", 48))) == (("s0", 1), ("s1", 8))
+    assert _units((("s0", 0),)) == _units(()) == ()
+
+
+def test_all_sizes_of_a_program(cold, monkeypatch):
+    with fusion_moe.preparing("all") as noted:
+        fusion_moe.run(pointwise(9.5), [torch.ones(3, 8)])
+    assert [dict(call.sizes) for call in noted] == [dict.fromkeys(pointwise(9.5).symbols, 3)]
+    forbid(monkeypatch)
+    assert torch.equal(fusion_moe.run(pointwise(9.5), [torch.ones(1000, 8)])[0], torch.full((1000, 8), 10.5))
+    with pytest.raises(OptionError, match="sizes = 'most'; expected 'called' or 'all'"), fusion_moe.preparing("most"):
+        pass
+
+
 def test_nothing_to_compile():
     with fusion_moe.preparing():
         pass
@@ -109,23 +134,26 @@ def test_nothing_to_compile():
 
 
 @pytest.mark.slow
-def test_a_model_generates_without_compiling(cold, monkeypatch):
+@pytest.mark.parametrize("tokens", [[1, 8], "all"])
+def test_a_model_generates_without_compiling(cold, monkeypatch, tokens):
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3MoeConfig(
         hidden_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, vocab_size=64,
     )  # fmt: skip
     model = transformers.Qwen3MoeForCausalLM(config).bfloat16().eval()
+    with pytest.raises(UnsupportedError, match="a Qwen3MoeForCausalLM that calls nothing of fusion_moe; expected experts of ours"):
+        fusion_moe.prepare_(model, tokens=[1])
     fusion_moe.quantize_(model)
-    fusion_moe.prepare_(model, tokens=[1, 8])
+    fusion_moe.prepare_(model, tokens=tokens)
     forbid(monkeypatch)
     with torch.no_grad():
         model.generate(torch.ones(1, 8, dtype=torch.long), max_new_tokens=3, do_sample=False)
 
 
 def test_counts_and_models_that_cannot_be_prepared():
-    for tokens in ([0], 8):
-        with pytest.raises(OptionError, match=r"tokens = .*; expected a list of positive integers"):
+    for tokens in ([0], 8, "some"):
+        with pytest.raises(OptionError, match=r"tokens = .*; expected a list of positive integers, or 'all'"):
             fusion_moe.prepare_(experts(E, H, I), tokens=tokens)
     with pytest.raises(UnsupportedError, match="tokens for a NVFP4Experts; expected a language model.*fusion_moe.preparing"):
         fusion_moe.prepare_(experts(E, H, I), tokens=[1])

@@ -80,14 +80,16 @@ def emit(segment: Segment) -> Kernel:
     return Kernel(segment, NAME, _text(source), Launch(source, variant), graph_safe=True)
 
 
-def choices(fusion: Fusion, kernels: Sequence[Kernel], sizes: Sizes, arch: Arch) -> tuple[tuple[Choice, ...], tuple[Step | None, ...]]:
+def choices(
+    fusion: Fusion, kernels: Sequence[Kernel], sizes: Sizes, arch: Arch, any_size: bool = False
+) -> tuple[tuple[Choice, ...], tuple[Step | None, ...]]:  # fmt: skip
     """What a program launches for known sizes on a GPU: its choice, or one of each segment where they are no one call; and, of each kernel,
-    the step that it is, None for one that is not ours.
+    the step that it is, None for one that is not ours. any_size: what it launches while that is compiled.
     """
     if joined := join(fusion, kernels)[1]:
-        choice = joined.choose(sizes, arch)
+        choice = joined.choose(sizes, arch, any_size)
         return (choice,), choice.steps
-    alone = [k.launch.call.choose(sizes, arch) if isinstance(k.launch, Launch) else None for k in kernels]
+    alone = [k.launch.call.choose(sizes, arch, any_size) if isinstance(k.launch, Launch) else None for k in kernels]
     return tuple(choice for choice in alone if choice), tuple(choice.steps[0] if choice else None for choice in alone)
 
 

@@ -38,6 +38,7 @@ class Chosen:
     """How a segment is computed for some sizes. size_classes: the kernels of its product, in order; none if it has no product, or one of
     kernels/gemm.cuh, which has no variants.
 
+    any_size: whether the kernels are to be those of calls of any sizes, which no text of theirs knows.
     reads_fragment_order, writes_fragment_order: whether the product finds its rows in fragment order in memory, where the product before
     wrote them, and whether its result is in fragment order.
     """
@@ -45,6 +46,7 @@ class Chosen:
     size_classes: tuple[SizeClass, ...] = ()
     reads_fragment_order: bool = False
     writes_fragment_order: bool = False
+    any_size: bool = False
 
     @property
     def may_chain(self) -> bool:

@@ -77,9 +77,13 @@ class Choice:
                 yield f"    {offset}: {array.name}, {array.nbytes} bytes, {lives}"
 
 
-def choose(parts: Parts, sizes: Sizes, arch: Arch) -> Choice:
-    """What is launched. UnsupportedError if the variant that parts ask for fits one of their products not."""
-    chosen = [part.source.choose(sizes, arch, parts.variant) for part in parts.parts]
+def choose(parts: Parts, sizes: Sizes, arch: Arch, any_size: bool = False) -> Choice:
+    """What is launched; any_size: by kernels that calls of all other sizes have too, where there are such.
+
+    UnsupportedError if the variant that parts ask for fits one of their products not.
+    """
+    sources = [part.source for part in parts.parts]
+    chosen = [s.choose_any(arch, parts.variant) if any_size else s.choose(sizes, arch, parts.variant) for s in sources]
     links = [(i, j) for i, j in parts.links if all(chosen[n].may_chain for n in (i, j))]
     for i, j in links:
         chosen[i], chosen[j] = replace(chosen[i], writes_fragment_order=True), replace(chosen[j], reads_fragment_order=True)

@@ -71,7 +71,12 @@ class Gemm(Source):
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; activations that are computed; the product; what is summed of its tiles, and of its rows."""
-        made = [reset_tile_counter(self, sizes), *self.made_first(sizes), *self.operand.made(sizes), self._product(sizes, arch)]
+        made = [
+            reset_tile_counter(self, sizes),
+            *self.made_first(sizes, chosen.any_size),
+            *self.operand.made(sizes),
+            self._product(sizes, arch),
+        ]
         made += self.sums(self._tiles * self._parts(sizes), sizes)
         if self.plan.combine:
             with naming(self.plan.combine):
@@ -318,7 +323,7 @@ class Wgrad(Source):
         made = [kernel for operand in self.operands for kernel in operand.made(sizes)]
         boxes = {o.name: o.boxes(_K_BLOCK, sizes) if o.in_boxes else None for o in self.operands}
         product = product_kernel(self, f"GroupedWgrad<Segment, {m}, {n}>", f"wgrad_{m}x{n}", self._functions, tiles, arch, boxes)
-        return [reset_tile_counter(self, sizes), *self.made_first(sizes), *made, product]
+        return [reset_tile_counter(self, sizes), *self.made_first(sizes, chosen.any_size), *made, product]
 
     @property
     def _tile(self) -> tuple[int, int]:

@@ -27,7 +27,9 @@ from .variants import TILE, Matrices, Variant
 ACTIVATIONS = "activations"  # what the prologue makes
 _I, _J, _M = map(Variable, "ijm")
 _COLUMNS_PER_THREAD = 16  # columns that a thread reads
+_USUAL_ROWS = 40  # of a group, for which kernels are chosen that may get any number
 _MAX_IDS = 32  # that each warp sorts by itself, and does not wait for `route`
+_MANY_BLOCKS = 2**31  # more than a wave: code for the last one does no harm to fewer
 _MAX_GROUPS = 2048  # that registers and shared memory last for, where all blocks know where groups begin
 
 
@@ -83,9 +85,13 @@ class Product(Source):
         """The kernels of the product, whose rows and result are row-major in memory."""
         return Chosen(choose_kernels(value(self.rows, sizes), self.matrices, arch, variant))
 
+    def choose_any(self, arch: Arch, variant: str = AUTO) -> Chosen:
+        """Kernels between those of few rows and of many."""
+        return Chosen(choose_kernels(_USUAL_ROWS * self.groups, self.matrices, arch, variant), any_size=True)
+
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; activations that are computed, or needed in fragment order; the product; what is summed of its rows."""
-        first = self.made_first(sizes)
+        first = self.made_first(sizes, chosen.any_size)
         prologue = [] if chosen.reads_fragment_order else self._prologue(chosen.activation_reader, sizes, after_routing=bool(first))
         products = self.products(chosen, sizes, arch, reads_before_wait=self._routing is None or bool(prologue))
         found = [*first, *prologue, *products]
@@ -105,13 +111,13 @@ class Product(Source):
             f"static constexpr int MAX_SHARED_BYTES = {arch.shared_per_block};",
         ]
         return [
-            self._product(s, sizes, arch, row, large_m, reads_before_wait or s is not first, s is not first, s is not last)
+            self._product(s, sizes, arch, row, large_m, reads_before_wait or s is not first, s is not first, s is not last, chosen.any_size)
             for s in size_classes
         ]
 
     def _product(
         self, size_class: SizeClass, sizes: Sizes, arch: Arch, row: Sequence[str], large_m: Sequence[str], reads_before_wait: bool,
-        concurrent_with_previous: bool, concurrent_with_next: bool,
+        concurrent_with_previous: bool, concurrent_with_next: bool, any_size: bool,
     ) -> KernelSource:  # fmt: skip
         """One of them.
 
@@ -119,7 +125,7 @@ class Product(Source):
         the same product.
         """
         variant, rows = size_class.variant, value(self.rows, sizes)
-        ids = not variant.persistent and self._routes_all and rows <= _MAX_IDS and size_class.max_rows is None
+        ids = not any_size and not variant.persistent and self._routes_all and rows <= _MAX_IDS and size_class.max_rows is None
         reads_before_wait = reads_before_wait or ids
         functions = [
             *row,
@@ -131,7 +137,7 @@ class Product(Source):
         ]
         count = blocks(size_class, rows, self.matrices)
         return self.calling(
-            variant.call(count, arch), variant.name, functions, count,
+            variant.call(_MANY_BLOCKS if any_size else count, arch), variant.name, functions, count,
             headers=(self.reader.header, variant.header), threads=variant.threads, shared=variant.shared(arch),
             min_blocks=variant.per_sm, max_resident=1 if variant.persistent else 0, reads_before_wait=reads_before_wait,
             carveout=concurrent_with_previous and not variant.persistent, title=str(size_class),

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 
+from ... import options
 from ...arch import Arch
-from ...errors import BuildError
+from ...errors import BuildError, UnsupportedError
 from ...ir.core import storage_shape
 from ...ir.types import DTYPES
-from ...runtime import cuda, memory, nvrtc
+from ...runtime import background, cuda, memory, nvrtc
 from ...runtime.memory import Memory
 from ...runtime.preparing import Build, run_builds
+from ...runtime.remembered import Remembered
 from .choice import AUTO
 from .choose import Choice, Step, choose
 from .parts import Parts, one_part
@@ -51,15 +54,27 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a call of known sizes needs: its results, memory for all else that it makes, and kernels."""
+    """What a call of known sizes needs: its results, memory for all else that it makes, and kernels.
+
+    until: what compiles the kernels of these sizes, in place of which others run.
+    """
 
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     workspace: Memory
     steps: tuple[_Loaded, ...]
+    until: background.Started | None = None
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the kernels of these sizes could run by now: not while a graph is captured, when nothing is loaded."""
+        return self.until is not None and self.until.done and not cuda.capturing()
 
 
 class Call:
     """call(tensors, sizes) -> outputs: the kernels of parts, in order, compiled at the first call that needs them.
+
+    Under the option background_compile the first call that is not prepared compiles kernels for any size beside its own. They run in calls
+    of other sizes while the kernels of these are compiled.
 
     choose(sizes, arch) -> what is launched for sizes on a GPU; its `kernels` are what has to be compiled.
     """
@@ -70,27 +85,30 @@ class Call:
         self._outputs = [given.index(v) for v in parts.outputs]
         transposed = {v for part in parts.parts for v in part.transposed}
         self._swap = [v in transposed for v in parts.inputs]
-        self._prepared = lru_cache(_REMEMBERED)(self._prepare)
+        self._remembered = Remembered[tuple[torch.device, tuple[int, ...]], _Prepared](_REMEMBERED)
 
-    def choose(self, sizes: Sizes, arch: Arch) -> Choice:
-        """What is launched. UnsupportedError if the option cuda_variant names what does not fit."""
-        return choose(self.parts, sizes, arch)
+    def choose(self, sizes: Sizes, arch: Arch, any_size: bool = False) -> Choice:
+        """What is launched; any_size: while that is compiled. UnsupportedError if the option cuda_variant names what does not fit."""
+        return choose(self.parts, sizes, arch, any_size)
 
     def builds(self, device: torch.device, sizes: Sizes) -> Iterator[Build]:
-        """The kernels of a call of these sizes."""
-        return _builds(self.choose(sizes, cuda.arch(_index(device))))
+        """The kernels of a call of these sizes, and those for any size if they are wanted."""
+        arch = cuda.arch(_index(device))
+        yield from _builds(self.choose(sizes, arch))
+        if any_size := self._any_size(sizes, arch):
+            yield from _builds(any_size)
 
     def load(self, device: torch.device, sizes: Sizes) -> None:
         """Loads them: a call of these sizes, a captured one too, then only launches."""
         index = _index(device)
         with torch.cuda.device(index):
-            self._prepared(torch.device("cuda", index), *[sizes[s] for s in self.parts.symbols])
+            self._prepared(torch.device("cuda", index), sizes)
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
         device = tensors[0].device if tensors else torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.device(device.index):
             cuda.raise_fault()
-            prepared = self._prepared(device, *[sizes[s] for s in self.parts.symbols])
+            prepared = self._prepared(device, sizes)
             arrays = [_aligned(t.mT if swap else t) for t, swap in zip(tensors, self._swap, strict=True)]
             arrays += [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in prepared.results]
             _held, inner = memory.allocate(prepared.workspace, device)  # until all kernels are launched
@@ -99,19 +117,42 @@ class Call:
                 step.run(addresses, stream)
         return tuple([arrays[i] for i in self._outputs])
 
-    def _prepare(self, device: torch.device, *numbers: int) -> _Prepared:
+    def _prepared(self, device: torch.device, sizes: Sizes) -> _Prepared:
+        numbers = tuple([sizes[s] for s in self.parts.symbols])
+        found = self._remembered.get((device, numbers))
+        if found is None or found.outdated:
+            if found and found.until:
+                found.until.check()
+            found = self._remembered[device, numbers] = self._prepare(device, dict(zip(self.parts.symbols, numbers, strict=True)))
+        return found
+
+    def _prepare(self, device: torch.device, sizes: Sizes) -> _Prepared:
         if cuda.capturing():
             raise BuildError(
                 "a kernel is not compiled yet, and a CUDA graph is being captured", expected="a call of the same sizes before",
                 todo="call the model once with these sizes before torch.cuda.graph, or use fusion_moe.preparing()", where="cuda",
             )  # fmt: skip
-        parts, sizes = self.parts, dict(zip(self.parts.symbols, numbers, strict=True))
-        choice = self.choose(sizes, cuda.arch(device.index))
-        cubins = run_builds(_builds(choice))
+        arch = cuda.arch(device.index)
+        choice, any_size = self.choose(sizes, arch), self._any_size(sizes, arch)
+        if any_size and (missing := _missing(choice)):
+            if not _missing(any_size):
+                return self._loaded(any_size, device, sizes, background.start(missing))
+            run_builds([*missing, *_missing(any_size)])
+        return self._loaded(choice, device, sizes)
+
+    def _any_size(self, sizes: Sizes, arch: Arch) -> Choice | None:
+        """What calls of any sizes can run, if they are to; None if nothing can."""
+        if options.current().background_compile:
+            with suppress(UnsupportedError):
+                return self.choose(sizes, arch, any_size=True)
+        return None
+
+    def _loaded(self, choice: Choice, device: torch.device, sizes: Sizes, until: background.Started | None = None) -> _Prepared:
+        parts, cubins = self.parts, run_builds(_builds(choice))
         results = ((tuple(storage_shape(v.type, sizes)), DTYPES[v.type.dtype]) for v in parts.made)
         of_parts = zip(parts.parts, parts.places, choice.steps, strict=True)
         steps = (_Loaded(_numbers(part.source, sizes), places, _loaded(step, cubins, device.index)) for part, places, step in of_parts)
-        return _Prepared(tuple(results), choice.workspace, tuple(steps))
+        return _Prepared(tuple(results), choice.workspace, tuple(steps), until)
 
 
 class Launch:
@@ -139,7 +180,21 @@ def build(kernel: KernelSource, arch: Arch) -> Path:
 
 def _builds(choice: Choice) -> Iterator[Build]:
     """The kernels of a choice, by architecture and text."""
-    return (((choice.arch.nvrtc, kernel.text), partial(build, kernel, choice.arch)) for kernel in choice.kernels)
+    return (_build_of(kernel, choice.arch) for kernel in choice.kernels)
+
+
+def _build_of(kernel: KernelSource, arch: Arch) -> Build:
+    return (arch.nvrtc, kernel.text), partial(build, kernel, arch)
+
+
+def _missing(choice: Choice) -> list[Build]:
+    """Those of its kernels that are not compiled yet."""
+    arch = choice.arch
+    return [
+        _build_of(kernel, arch)
+        for kernel in choice.kernels
+        if not nvrtc.is_built(kernel.text, name=kernel.name, arch=arch.nvrtc, headers=_headers())
+    ]
 
 
 def _index(device: torch.device) -> int:

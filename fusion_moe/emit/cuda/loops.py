@@ -50,7 +50,7 @@ class Loops(Source):
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; sums and copies, in order; then the results, those of as many elements in one kernel."""
-        found = self.made_first(sizes)
+        found = self.made_first(sizes, chosen.any_size)
         ready = [v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs]
         left = [v for v in self.memory if v not in ready]
         for op in self.fusion.ops:

@@ -24,8 +24,10 @@ _WARPS = {4: 4, 8: 8, 16: 16}  # of the block that sorts the rows of up to so ma
 HEADERS = ("router.cuh",)
 
 
-def made_first(source: Source, op: Op, sizes: Sizes) -> tuple[KernelSource, list[Op]]:
-    """The kernel of `topk_ids` or `topk_weights`, and the operations that it does: with a choice the weights and rows of its experts."""
+def made_first(source: Source, op: Op, sizes: Sizes, any_size: bool) -> tuple[KernelSource, list[Op]]:
+    """The kernel of `topk_ids` or `topk_weights`, and the operations that it does: with a choice the weights of its
+    experts, and with few tokens, unless it is for any number of them, the rows.
+    """
     _need_small(op)
     if op.kind.name == "topk_weights":
         body = _weights(source, [op], _given_expert(source, op, source.made_later))
@@ -39,7 +41,7 @@ def made_first(source: Source, op: Op, sizes: Sizes) -> tuple[KernelSource, list
     chosen = f"TopK<{router.of_choice(op)}>::run({source.array(logits, hidden)} + i * {experts}, {biases})"
     body = [f"const i32 expert = {chosen};", f"if (threadIdx.x % 32 < {k}) {source.names[ids]}[i * {k} + threadIdx.x % 32] = expert;"]
     warps = next((w for most, w in _WARPS.items() if value(plain(logits.type.shape[0]), sizes) <= most), 0)
-    if routed is None or not warps:
+    if routed is None or not warps or any_size:
         return _of_tokens(source, "topk_ids", op, _weights(source, weights, body), sizes), [op, *weights]
     count, groups = size(elements(ids.type.shape)), routed.attrs["groups"].count
     group, first = "expert", routed.attrs.get("first_expert")

@@ -133,6 +133,10 @@ class Source(Writer):
         """What is chosen for these sizes on a GPU, of a segment by itself. UnsupportedError if the variant does not fit."""
         return Chosen()
 
+    def choose_any(self, arch: Arch, variant: str = AUTO) -> Chosen:
+        """What computes calls of any sizes, if not as fast. UnsupportedError if nothing does."""
+        return Chosen(any_size=True)
+
     @abstractmethod
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """The kernels, in order, of what is chosen for these sizes on a GPU."""
@@ -207,29 +211,29 @@ class Source(Writer):
 
     # What stands before all else --------------------------------------------------------------------------------------
 
-    def made_first(self, sizes: Sizes) -> list[KernelSource]:
-        """Routers and routing."""
+    def made_first(self, sizes: Sizes, any_size: bool = False) -> list[KernelSource]:
+        """Routers and routing; any_size: by kernels for any number of tokens."""
         found, done = list[KernelSource](), set[Op]()
         for op in (o for o in self.fusion.ops if o.kind.name in MADE_FIRST):
             if op in done:
                 continue
             with naming(op):
                 if op.kind.name in ("topk_ids", "topk_weights"):
-                    kernel, ops = router.made_first(self, op, sizes)
+                    kernel, ops = router.made_first(self, op, sizes, any_size)
                     found.append(kernel)
                     done.update(ops)
                 elif op.kind.name == "route":
-                    found.append(self._route(op, sizes))
+                    found.append(self._route(op, sizes, any_size))
                 elif op.kind.name == "invert":
                     found += self._invert(op, sizes)
                 elif op.kind.name == "problem_ends":
                     raise Inexpressible(op, "problem_ends has no kernel here yet")
         return found
 
-    def _route(self, op: Op, sizes: Sizes) -> KernelSource:
+    def _route(self, op: Op, sizes: Sizes, any_size: bool) -> KernelSource:
         (ids,), groups, (ends, row_of, slot_of) = op.values, op.attrs["groups"].count, op.outputs
         count, slots = elements(ids.type.shape), size(ids.type.shape[1])
-        warps = next((w for most, w in _WARPS.items() if value(count, sizes) <= most), _MAX_WARPS)
+        warps = next((w for most, w in _WARPS.items() if not any_size and value(count, sizes) <= most), _MAX_WARPS)
         given = f"{self.array(ids, self.made_later)}, i32({size(count)}), i32({slots}), {groups}, "
         given += f"{self.array(ends)}, {self.array(row_of)}, {self.array(slot_of)}, error"
         types, blocks = f"{stored(ids)}, {warps}", groups

@@ -1,0 +1,84 @@
+"""Compiling while others serve: builds that run on threads of their own, each once at a time.
+
+    started = start(builds)
+    started.done          # whether all have ended; never waits
+    started.check()       # raises what one of them raised
+
+Threads end with the work that is left. At the exit of the interpreter no build is begun any more, and those that run are waited for: a
+compiler that is a library must not run while the process is taken down. A file that is half made is nobody's: see store.py.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from .bandwidth import cpus
+from .preparing import Build
+
+_lock = threading.Lock()
+_waiting: deque[tuple[Hashable, Callable[[], object], Future[object]]] = deque()
+_unfinished: dict[Hashable, Future[object]] = {}
+_threads = 0
+
+
+@dataclass(frozen=True)
+class Started:
+    """Builds that were started."""
+
+    futures: tuple[Future[object], ...]
+
+    @property
+    def done(self) -> bool:
+        """Whether all have ended, if only by an error."""
+        return all(future.done() for future in self.futures)
+
+    def check(self) -> None:
+        """Raises the first error of those that have ended."""
+        for future in self.futures:
+            if future.done():
+                future.result()
+
+
+def start(builds: Iterable[Build]) -> Started:
+    """Starts builds under the options in force, but for those that are under way."""
+    with _lock:
+        started = Started(tuple(_future(key, build) for key, build in builds))
+        _add_threads()
+    return started
+
+
+def _future(key: Hashable, build: Callable[[], object]) -> Future[object]:
+    if key not in _unfinished:
+        _unfinished[key] = Future()
+        _waiting.append((key, partial(contextvars.copy_context().run, build), _unfinished[key]))
+    return _unfinished[key]
+
+
+def _add_threads() -> None:
+    """As many as half the CPUs, which leaves the others to who serves."""
+    global _threads
+    while _threads < min(len(_waiting), max(1, cpus() // 2)):
+        _threads += 1
+        threading.Thread(target=_work, name="fusion_moe background compile").start()
+
+
+def _work() -> None:
+    global _threads
+    while True:
+        with _lock:
+            if not _waiting or not threading.main_thread().is_alive():
+                _threads -= 1
+                return
+            key, build, future = _waiting.popleft()
+        try:
+            future.set_result(build())
+        except BaseException as error:
+            future.set_exception(error)
+        with _lock:
+            del _unfinished[key]

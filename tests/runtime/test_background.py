@@ -1,0 +1,69 @@
+"""Builds on threads of their own: once at a time, under the options of who started them, and never in the way of the exit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from fusion_moe import options
+from fusion_moe.errors import BuildError
+from fusion_moe.runtime import background, build
+
+SECONDS = 30
+
+
+def wait(started: background.Started) -> None:
+    end = time.monotonic() + SECONDS
+    while not started.done and time.monotonic() < end:
+        time.sleep(0.01)
+    assert started.done
+
+
+@pytest.mark.compiler
+def test_a_library_is_compiled_while_others_go_on(tmp_path):
+    """Into the cache of the options in force at the start."""
+    with options.override(cache_dir=str(tmp_path)):
+        started = background.start([("library", lambda: build.build("int one() { return 1; }", name="one", tier="generic"))])
+    assert not started.done
+    wait(started)
+    started.check()
+    assert [path.suffix for path in tmp_path.iterdir() if path.suffix == ".so"]
+
+
+def test_equal_work_is_done_once_at_a_time():
+    go, done = threading.Event(), list[int]()
+    builds = [("key", lambda: (go.wait(SECONDS), done.append(1)))]
+    both = background.start(builds), background.start(builds)
+    go.set()
+    for started in both:
+        wait(started)
+    assert done == [1]
+    wait(background.start(builds))
+    assert done == [1, 1]
+
+
+def test_an_error_is_kept_for_who_asks():
+    def fails() -> None:
+        raise BuildError("no")
+
+    started = background.start([("fine", lambda: 0), ("fails", fails)])
+    wait(started)
+    with pytest.raises(BuildError, match="no"):
+        started.check()
+
+
+def test_the_exit_waits_for_what_runs_and_begins_nothing():
+    source = (
+        "import time\nfrom fusion_moe.runtime import background\n"
+        "def work(i):\n    print('begins', flush=True); time.sleep(0.3); print('ends', flush=True)\n"
+        "background.start([(i, lambda i=i: work(i)) for i in range(200)])\ntime.sleep(0.1)"
+    )
+    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True)
+    lines = ran.stdout.split()
+    assert lines.count("begins") == lines.count("ends") < 20
+    assert lines
+    assert not ran.stderr
