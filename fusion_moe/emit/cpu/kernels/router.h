@@ -1,6 +1,7 @@
 // Routers: the experts of tokens by their logits, and how much each of them counts. A thread has whole tokens.
 #pragma once
 
+#include <cmath>
 #include <vector>
 
 #include "rows.h"
