@@ -86,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; us a call")
     print("  ".join(["tokens", *(f"{name:>9}" for name in ways)]))
     for tokens in options.tokens:
+        torch._dynamo.reset()  # all ways compile the same forward: Dynamo keeps few graphs of one
         x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
         want, times = ways["eager"](x), []
         for call in ways.values():
