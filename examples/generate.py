@@ -79,7 +79,7 @@ class Clock(BaseStreamer):
 
 
 def loaded(path: Path, device: str) -> list[Contender]:
-    """The model with NVFP4 experts, after it itself if its experts are not encoded."""
+    """The model with NVFP4 experts; then as it is, unless its experts are encoded already."""
     model = from_pretrained(path, dtype=torch.bfloat16, device_map=device).eval()
     if any(isinstance(m, Experts) for m in model.modules()):
         return [Contender("NVFP4", model, "fusion_moe")]
