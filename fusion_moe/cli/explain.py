@@ -82,7 +82,7 @@ def explain(
 def explained(path: Path, batch: int, length: int, target: str = "", gpu: str = "") -> Report:
     """The report of one forward pass without a cache. UnsupportedError for a model that is not loaded, CheckpointError for its files."""
     model = model_of(path)
-    where: dict[str, Any] = {"gpu": gpu} if gpu else {"target": target or machine.target()}
+    where = {"gpu": gpu or None, "target": target or (None if gpu else machine.target())}
     with torch.no_grad():
         return report_of(model, input_ids=torch.zeros(batch, length, dtype=torch.long), use_cache=False, **where)
 

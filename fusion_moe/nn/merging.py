@@ -1,4 +1,4 @@
-"""merge_lora_: adapters as part of the weights that they stand beside."""
+"""merge_lora_, remove_lora_: adapters as part of the weights that they stand beside, or gone."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ def merge_lora_(model: nn.Module, *, requantize: bool = False) -> list[str]:
     it is. UnsupportedError too for a model without adapters, NonFiniteError for NaN or infinity that would be quantized; a module is merged
     as a whole or not at all.
     """
-    adapted = {name: module for name, module in adaptable(model, "merge_lora_").items() if module.adapted}
-    if not adapted:
-        raise UnsupportedError("no adapters", expected="a model that add_lora_ or load_lora_ gave some", where="merge_lora_")
+    adapted = _adapted(model, "merge_lora_")
     for name, module in adapted.items():
         if not module.encoding.plain and not requantize:
             raise UnsupportedError(
@@ -32,19 +30,42 @@ def merge_lora_(model: nn.Module, *, requantize: bool = False) -> list[str]:
     return [full for name, module in adapted.items() for full in _merged(name, module)]
 
 
+def remove_lora_(model: nn.Module) -> list[str]:
+    """Takes the adapters of a model away, in place: it computes what it did before `add_lora_`. Returns what had one.
+
+    Weights do not change, and what trains stays as it is: after `add_lora_`, nothing. UnsupportedError for a model without adapters.
+    """
+    return [full for name, module in _adapted(model, "remove_lora_").items() for full in _removed(name, module)]
+
+
+def _adapted(model: nn.Module, where: str) -> dict[str, AdaptableModule]:
+    """The modules that have adapters, by name. UnsupportedError if there are none."""
+    found = {name: module for name, module in adaptable(model, where).items() if module.adapted}
+    if not found:
+        raise UnsupportedError("no adapters", expected="a model that add_lora_ or load_lora_ gave some", where=where)
+    return found
+
+
+def _removed(name: str, module: AdaptableModule) -> list[str]:
+    """Removes the adapters of one module; their projections' names."""
+    projections = [projection for projection, _ in adapters_of(module)]
+    for projection in projections:
+        delattr(module, f"{projection}_lora")
+    return [f"{name}.{projection}" if name else projection for projection in projections]
+
+
 def _merged(name: str, module: AdaptableModule) -> list[str]:
     """Merges the adapters of one module; their projections' names."""
-    layout, found = module.weight_layout, dict(adapters_of(module))
+    layout = module.weight_layout
     relayout_(module, "linear")
     try:
-        made = {projection: _sum(module.weight_of(projection), adapter, f"{name}.{projection}") for projection, adapter in found.items()}
+        made = {projection: _sum(module.weight_of(projection), adapter, f"{name}.{projection}") for projection, adapter in adapters_of(module)}
         for projection, weight in made.items():
             for key, part in zip(module.part_names[projection], weight, strict=True):
                 getattr(module, key).data.copy_(part)
-            delattr(module, f"{projection}_lora")
     finally:
         relayout_(module, layout)
-    return [f"{name}.{projection}" if name else projection for projection in found]
+    return _removed(name, module)
 
 
 @torch.no_grad()

@@ -49,6 +49,8 @@ def test_phases_and_targets():
     assert ("[3, 1, " in rows[0], "[3, 40, " in rows[1]) == (True, True)
     assert "H100" in json.dumps(found(folder, "--gpu", "H100"))
     assert run(folder, "--target", "nope").exit_code == 2
+    both = run(folder, "--target", "cpu", "--gpu", "H100")
+    assert (both.exit_code, "gpu = 'H100' for the target 'cpu'" in both.stderr) == (2, True)
     assert run(folder).stdout.startswith("fusion_moe.explain: 1 graph")
 
 

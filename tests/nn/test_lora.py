@@ -305,6 +305,22 @@ def test_nothing_is_merged_of_what_is_not_finite():
     assert module.adapter("gate_up") is not None
 
 
+@pytest.mark.parametrize("encoding", ["nvfp4", "bf16"])
+def test_removed(encoding):
+    """The bits of the results, and of the weights, are those of a module that never had adapters."""
+    module, inputs = experts(encoding), routed()
+    want, before = module(*inputs), bits(module)
+    add_lora_(module, rank=4, targets=["down"])
+    assert not torch.equal(randomized(module)(*inputs), want)
+    assert fusion_moe.nn.remove_lora_(module) == ["down"]
+    assert torch.equal(module(*inputs), want)
+    assert {n: t.tolist() for n, t in bits(module).items()} == {n: t.tolist() for n, t in before.items()}
+    assert not [name for name, _ in module.named_parameters() if "_lora" in name]
+    with pytest.raises(UnsupportedError, match="no adapters"):
+        fusion_moe.nn.remove_lora_(module)
+    assert add_lora_(module, rank=2) == ["gate_up", "down"]
+
+
 def test_nothing_to_merge():
     with pytest.raises(UnsupportedError, match="merge_lora_: no adapters; expected a model that add_lora_"):
         merge_lora_(quantized_model())
