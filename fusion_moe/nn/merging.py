@@ -59,7 +59,7 @@ def _merged(name: str, module: AdaptableModule) -> list[str]:
     layout = module.weight_layout
     relayout_(module, "linear")
     try:
-        made = {projection: _sum(module.weight_of(projection), adapter, f"{name}.{projection}") for projection, adapter in adapters_of(module)}
+        made = {p: _sum(module.weight_of(p), adapter, f"{name}.{p}") for p, adapter in adapters_of(module)}
         for projection, weight in made.items():
             for key, part in zip(module.part_names[projection], weight, strict=True):
                 getattr(module, key).data.copy_(part)
