@@ -82,9 +82,9 @@ def explain(
 def explained(path: Path, batch: int, length: int, target: str = "", gpu: str = "") -> Report:
     """The report of one forward pass without a cache. UnsupportedError for a model that is not loaded, CheckpointError for its files."""
     model = model_of(path)
-    where = {"gpu": gpu or None, "target": target or (None if gpu else machine.target())}
+    target = target or ("" if gpu else machine.target())
     with torch.no_grad():
-        return report_of(model, input_ids=torch.zeros(batch, length, dtype=torch.long), use_cache=False, **where)
+        return report_of(model, input_ids=torch.zeros(batch, length, dtype=torch.long), use_cache=False, target=target or None, gpu=gpu or None)
 
 
 def model_of(path: Path) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from inspect import signature
@@ -20,7 +20,7 @@ from .. import options, translate
 from .. import target as targets
 from ..arch import Arch, named
 from ..emit import cuda
-from ..errors import OptionError, UnsupportedError
+from ..errors import OptionError, UnsupportedError, did_you_mean
 from ..frontends.float_experts import float_experts
 from ..frontends.inductor import apart, compile_calls
 from ..frontends.nodes import called_op
@@ -58,6 +58,7 @@ def explain(
     target, arch = (target, None) if gpu is None else _of_gpu(gpu, target)
     switches = options.current().replace(**({} if target is None else {"target": target}))
     targets.find(switches.target, torch.device("cpu"))  # a name that is none raises here and not inside of a compiler
+    _check_names(_original(model_or_fn), kwargs)
     watch = Watch(switches, measure, load) if measure or load else None
     _check_backward(backward, watch)
     look, function = _looker(model_or_fn, switches, watch, backward)
@@ -74,6 +75,23 @@ def _of_gpu(name: str, target: str | None) -> tuple[str, Arch]:
     if target not in (None, cuda.NAME):
         raise OptionError(f"gpu = {name!r} for the target {target!r}", expected=f"the target {cuda.NAME!r}, or none", where="explain")
     return cuda.NAME, named(name)
+
+
+def _check_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """OptionError for an argument that nothing called names, and that is nearly one of explain's own."""
+    called = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        named = signature(called).parameters
+    except (TypeError, ValueError):  # of what is written in C
+        return
+    own = [p.name for p in signature(explain).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for name in kwargs:
+        if name not in named and (todo := did_you_mean(name, own)):
+            raise OptionError(f"{name} = {kwargs[name]!r}, which {_name_of(function)} does not name", todo=todo, where="explain")
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _check_can_run(watch: Watch, device: torch.device) -> None:

@@ -287,6 +287,13 @@ def test_an_unknown_target_raises(x):
         fusion_moe.explain(Layer(), x, target="sm_42")
 
 
+def test_an_option_that_is_misspelled_raises(x):
+    with pytest.raises(OptionError, match="explain: mesure = True, which Layer does not name; did you mean 'measure'?"):
+        fusion_moe.explain(Layer(), x, mesure=True)
+    layer = Layer()
+    assert fusion_moe.explain(lambda x, loads: layer(x), x, loads=1).fusions  # its own argument, however it is called
+
+
 def test_a_compiled_model_is_looked_into(x, report):
     with torch.no_grad():
         assert len(fusion_moe.explain(torch.compile(Layer()), x).fusions) == len(report.fusions)
