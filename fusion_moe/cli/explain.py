@@ -83,8 +83,9 @@ def explained(path: Path, batch: int, length: int, target: str = "", gpu: str = 
     """The report of one forward pass without a cache. UnsupportedError for a model that is not loaded, CheckpointError for its files."""
     model = model_of(path)
     target = target or ("" if gpu else machine.target())
+    ids = torch.zeros(batch, length, dtype=torch.long)
     with torch.no_grad():
-        return report_of(model, input_ids=torch.zeros(batch, length, dtype=torch.long), use_cache=False, target=target or None, gpu=gpu or None)
+        return report_of(model, input_ids=ids, use_cache=False, target=target or None, gpu=gpu or None)
 
 
 def model_of(path: Path) -> nn.Module:
