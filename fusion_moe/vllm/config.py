@@ -15,7 +15,7 @@ from ..errors import UnsupportedError
 from .log import logger
 
 NAME = "fusion_moe"
-_READ = "ModelOpt's NVFP4 and W4A16_NVFP4, or compressed-tensors"
+_READ = "ModelOpt's NVFP4 and W4A16_NVFP4, compressed-tensors, or MXFP4"
 
 
 class FusionMoeConfig(QuantizationConfig):
@@ -44,6 +44,11 @@ class FusionMoeConfig(QuantizationConfig):
             from .modelopt import FusionMoeModelOptConfig
 
             return FusionMoeModelOptConfig.from_config(dict(config))
+        if method in ("mxfp4", "gpt_oss_mxfp4"):  # vLLM has renamed gpt-oss's by now
+            from .mxfp4 import FusionMoeGptOssConfig, FusionMoeMxfp4Config
+
+            made = FusionMoeMxfp4Config if method == "mxfp4" else FusionMoeGptOssConfig
+            return made.from_config(config)
         found = f"quant_method {method!r}" + (f", quant_algo {_algorithm(config)}" if method == "modelopt" else "")
         raise UnsupportedError(found, expected=_READ, todo="leave out --quantization fusion_moe", where="vLLM")
 

@@ -22,7 +22,9 @@ class ExpertsMethod(FusedMoEMethodBase):
     """The experts of one layer, served by `Experts`. Subclasses load the parts of the weights and say where they lie."""
 
     encoding: Encoding
-    loaded: tuple[str, ...]  # the parameters that vLLM loads and that `Experts` takes the place of
+    loaded: tuple[str, ...]  # the parameters that vLLM loads and that `Experts` takes the place of, biases apart
+    interleave = 0  # of the rows of gate and up, as vLLM loads them
+    biased = False  # whether vLLM loads biases
     supports_pre_processed_weights = False
     supports_eplb = False
     first_expert: int | None = None  # of this rank, None if all experts are here
@@ -31,6 +33,9 @@ class ExpertsMethod(FusedMoEMethodBase):
         """moe: vLLM's configuration of the layer. UnsupportedError for what is not served."""
         FusedMoEMethodBase.__init__(self, moe)  # not the next one's: it selects a kernel of vLLM
         need_served(moe)
+        self.swiglu = swiglu_of(moe, self.interleave)
+        if moe.has_bias and not self.biased:
+            raise _unsupported(f"experts in {self.encoding.name} with biases, which vLLM does not load", "biases beside MXFP4", LEAVE)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: the kernels of vLLM that it is for are not used."""
@@ -59,10 +64,13 @@ class ExpertsMethod(FusedMoEMethodBase):
         """Puts `Experts` in the place of what was loaded, in the order that kernels read. NonFiniteError for bad scales."""
         w13, w2 = self.weight(layer, "w13"), self.weight(layer, "w2")
         check_scales(layer.layer_name, w13=w13, w2=w2)
-        for name in self.loaded:
+        biases = {name: getattr(layer, name).data if self.moe.has_bias else None for name in ("w13_bias", "w2_bias")}
+        for name in (*self.loaded, *(name for name, bias in biases.items() if bias is not None)):
             delattr(layer, name)
-        scale_on = "input" if layer.apply_router_weight_on_input else "output"
-        layer.fusion_moe = Experts(w13, w2, scale_on=scale_on, limit=self.moe.swiglu_limit)
+        layer.fusion_moe = Experts(
+            w13, w2, scale_on="input" if layer.apply_router_weight_on_input else "output", gate_up_bias=biases["w13_bias"],
+            down_bias=biases["w2_bias"], interleave=self.interleave, **self.swiglu,
+        )  # fmt: skip
         layer.fusion_moe.first_expert = self.first_expert
         prepare_(layer.fusion_moe)
         on = target.find(options.current().target, w2.device).name
@@ -84,10 +92,23 @@ def need_served(moe: Any) -> None:
         raise _unsupported(found, "the same tokens on all ranks", "--enable-expert-parallel with --tensor-parallel-size alone")
     if moe.is_lora_enabled:
         raise _unsupported("LoRA", "experts without adapters", "run without --enable-lora, or merge the adapter into the weights first")
-    if moe.activation.value != "silu":
-        raise _unsupported(f"experts with activation {moe.activation.value!r}", "'silu'", LEAVE)
-    if moe.has_bias:
-        raise _unsupported("experts with biases", "experts without", LEAVE)
+
+
+def swiglu_of(moe: Any, interleave: int) -> dict[str, Any]:
+    """limit, alpha and up_offset of `Experts`, by vLLM's configuration of a layer. UnsupportedError for another activation.
+
+    interleave: of the rows as they are loaded. "swigluoai" says that they take turns, and means the numbers of gpt-oss.
+    """
+    name = moe.activation.value
+    if name == "silu" and not interleave:
+        return {"limit": moe.swiglu_limit}
+    if name == "swigluoai" and interleave:
+        return {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+    if name == "swigluoai_uninterleave" and not interleave:
+        alpha, offset = (usual if given is None else given for usual, given in ((1.0, moe.swiglu_alpha), (0.0, moe.swiglu_beta)))
+        return {"limit": moe.swiglu_limit, "alpha": alpha, "up_offset": offset}
+    expected = "'swigluoai'" if interleave else "'silu' or 'swigluoai_uninterleave'"
+    raise _unsupported(f"experts with activation {name!r}", expected, LEAVE)
 
 
 def first_expert(expert_map: Tensor | None, where: str) -> int | None:
