@@ -24,7 +24,8 @@ from fusion_moe.errors import DtypeError, NonFiniteError, ShapeError, Unsupporte
 from fusion_moe.vllm import register
 from fusion_moe.vllm.compressed_tensors import FusionMoeInt4Method
 from fusion_moe.vllm.config import FusionMoeConfig
-from fusion_moe.vllm.experts import first_expert, need_served
+from fusion_moe.vllm.experts import first_expert, need_served, swiglu_of
+from fusion_moe.vllm.mxfp4 import FusionMoeGptOssConfig, FusionMoeMxfp4Config, FusionMoeMxfp4Method
 from fusion_moe.vllm.scales import check_scales
 
 NVFP4_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
@@ -79,10 +80,17 @@ def test_modelopt_is_read(config: dict[str, Any]) -> None:
     assert "ModelOpt" in made.FusedMoEMethodCls.__name__  # vLLM's loader looks at it
 
 
+def test_mxfp4_is_read() -> None:
+    """vLLM renames gpt-oss's, whose rows take turns, and its loader of weights asks for the name."""
+    gpt_oss = FusionMoeConfig.from_config({"quant_method": "gpt_oss_mxfp4"})
+    assert isinstance(gpt_oss, FusionMoeGptOssConfig)
+    assert gpt_oss.get_name() == "gpt_oss_mxfp4"
+    assert isinstance(FusionMoeConfig.from_config({"quant_method": "mxfp4"}), FusionMoeMxfp4Config)
+
+
 @pytest.mark.parametrize(
     ("config", "found"),
     [
-        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
         ({"quant_method": "fp8"}, "quant_method 'fp8'"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo FP8"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo MIXED_PRECISION"),
@@ -104,14 +112,42 @@ def test_layers_that_are_served() -> None:
     [
         ({"moe_parallel_config": parallel(ep_size=2, dp_size=2)}, "expert parallelism between ranks .* --tensor-parallel-size alone"),
         ({"is_lora_enabled": True}, "LoRA"),
-        ({"activation": MoEActivation.GELU}, "experts with activation 'gelu'"),
-        ({"activation": MoEActivation.SWIGLUOAI}, "experts with activation 'swigluoai'"),
-        ({"has_bias": True}, "experts with biases"),
     ],
 )
 def test_layers_that_are_refused(changes: dict[str, Any], found: str) -> None:
     with pytest.raises(UnsupportedError, match=found):
         need_served(layer(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "interleave", "found"),
+    [
+        ({}, 0, {"limit": None}),
+        ({"swiglu_limit": 7.0}, 0, {"limit": 7.0}),
+        ({"activation": MoEActivation.SWIGLUOAI}, 1, {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}),
+        ({"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE, "swiglu_limit": 5.0}, 0, {"limit": 5.0, "alpha": 1.0, "up_offset": 0.0}),
+        ({"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE, "swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}, 0,
+         {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}),
+    ],
+)  # fmt: skip
+def test_activations_that_are_served(changes: dict[str, Any], interleave: int, found: dict[str, Any]) -> None:
+    assert swiglu_of(layer(**changes), interleave) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "interleave"),
+    [("GELU", 0), ("SWIGLUSTEP", 0), ("SITU", 0), ("SWIGLUOAI", 0), ("SWIGLUOAI_UNINTERLEAVE", 1), ("SILU", 1)],
+)  # fmt: skip
+def test_activations_that_are_refused(name: str, interleave: int) -> None:
+    activation = MoEActivation[name]
+    with pytest.raises(UnsupportedError, match=f"experts with activation '{activation.value}'; expected 'swigluoai'|or 'swigluoai_unint"):
+        swiglu_of(layer(activation=activation), interleave)
+
+
+def test_biases_are_served_where_vllm_loads_them() -> None:
+    assert FusionMoeMxfp4Method(layer(has_bias=True)).biased
+    with pytest.raises(UnsupportedError, match="experts in nvfp4 with biases, which vLLM does not load; expected biases beside MXFP4"):
+        experts_method(has_bias=True)
 
 
 def test_int4_in_float16_is_refused() -> None:
