@@ -1,0 +1,88 @@
+"""As much of vLLM as the plug-in's modules import, for machines that it cannot be installed on: classes that have its parameters' shapes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+
+class Method:
+    """FusedMoEMethodBase: keeps the configuration of the layer."""
+
+    def __init__(self, moe: Any):
+        self.moe = moe
+
+
+def parameters(layer: nn.Module, **made: torch.Tensor) -> None:
+    for name, tensor in made.items():
+        layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+class ModelOpt(Method):
+    """ModelOptNvFp4FusedMoE's weights."""
+
+    def create_weights(self, layer: Any, experts: int, hidden: int, inner: int, dtype: Any, **attributes: Any) -> None:
+        for name, n, k in ("w13", 2 * inner, hidden), ("w2", hidden, inner):
+            scalar = (experts, 2) if name == "w13" else (experts,)
+            parameters(layer, **{
+                f"{name}_weight": torch.empty(experts, n, k // 2, dtype=torch.uint8),
+                f"{name}_weight_scale": torch.empty(experts, n, k // 16, dtype=torch.float8_e4m3fn),
+                f"{name}_weight_scale_2": torch.empty(scalar), f"{name}_input_scale": torch.empty(scalar),
+            })  # fmt: skip
+
+
+class GptOss(Method):
+    """GptOssMxfp4MoEMethod's weights."""
+
+    def create_weights(self, layer: Any, experts: int, hidden: int, inner: int, dtype: Any, **attributes: Any) -> None:
+        for name, n, k in ("w13", 2 * inner, hidden), ("w2", hidden, inner):
+            parameters(layer, **{
+                f"{name}_weight": torch.zeros(experts, n, k // 2, dtype=torch.uint8),
+                f"{name}_weight_scale": torch.zeros(experts, n, k // 32, dtype=torch.uint8),
+                f"{name}_bias": torch.zeros(experts, n, dtype=torch.bfloat16),
+            })  # fmt: skip
+
+
+def logger(name: str) -> Any:
+    made = logging.getLogger(name)
+    made.info_once = made.info  # type: ignore[attr-defined]
+    return made
+
+
+GIVEN = {
+    "vllm.logger": {"init_logger": logger},
+    "vllm.model_executor.layers.fused_moe": {"FusedMoEMethodBase": Method},
+    "vllm.model_executor.layers.linear": {"register_weight_loader_v2_supported_method": lambda method: method},
+    "vllm.model_executor.layers.quantization.modelopt": {"ModelOptNvFp4FusedMoE": ModelOpt},
+    "vllm.model_executor.layers.quantization.mxfp4": {"GptOssMxfp4MoEMethod": GptOss, "Mxfp4MoEMethod": Method},
+}
+
+
+class Stub(ModuleType):
+    """A module of vLLM: what is not given is an empty class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return GIVEN.get(self.__name__, {}).get(name) or type(name, (), {})
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of vLLM, and of the plug-in's modules where they were imported beside it."""
+    leaves = (
+        *GIVEN, "vllm.model_executor.layers.quantization.base_config", "vllm.model_executor.layers.vocab_parallel_embedding",
+        "vllm.model_executor.parameter", "vllm.platforms", "vllm.utils.math_utils",
+    )  # fmt: skip
+    names = {".".join(parts[: i + 1]) for parts in (leaf.split(".") for leaf in leaves) for i in range(len(parts))}
+    for name in names:
+        made = Stub(name)
+        made.__path__ = []
+        monkeypatch.setitem(sys.modules, name, made)
+    for name in [name for name in sys.modules if name.startswith("fusion_moe.vllm.")]:
+        monkeypatch.delitem(sys.modules, name)
