@@ -21,11 +21,9 @@ class _Loaded(ExpertsMethod):
     loaded = tuple(f"{w}_{part}" for w in ("w13", "w2") for part in ("weight", "weight_scale"))
     skip_forward_padding = has_unpadded_output = False  # those ask the kernel of vLLM that there is not
 
-    def maybe_roundup_sizes(
-        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
-    ) -> tuple[int, int]:  # fmt: skip
-        """A rank's features are whole blocks: vLLM's loaders cut no other shares, and leave zeros behind the last ones."""
-        return hidden_size, round_up(intermediate_size_per_partition, MXFP4.block)
+    def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *others: Any, **more: Any) -> tuple[int, int]:
+        """The sizes as they are, for no kernel of vLLM."""
+        return hidden_size, intermediate_size_per_partition
 
     def weight(self, layer: Any, name: str) -> Quantized:
         """The weight "w13" [E, 2I, H] or "w2" [E, H, I] that vLLM loaded."""
@@ -44,6 +42,10 @@ class FusionMoeGptOssMethod(_Loaded, GptOssMxfp4MoEMethod):
 
     interleave = 1
     weight_dtype = "gpt_oss_mxfp4"  # vLLM's loader of gpt-oss looks at it
+
+    def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *others: Any, **more: Any) -> tuple[int, int]:
+        """A rank's features as whole blocks: vLLM's loader of gpt-oss cuts them so, 2880 between 4 ranks too, and leaves zeros behind."""
+        return hidden_size, round_up(intermediate_size_per_partition, MXFP4.block)
 
 
 class _Dtypes:

@@ -12,7 +12,10 @@ def expected(
     x: Tensor, ids: Tensor, w: Tensor, w13: Quantized, w2: Quantized, *, w13_bias: Tensor | None = None, w2_bias: Tensor | None = None,
     interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """x [T, H], ids int[T, k], w [T, k], w13 [E, 2I, H], w2 [E, H, I] -> float64[T, H]. interleave: 0, gate above up; 1, they take turns."""
+    """x [T, H], ids int[T, k], w [T, k], w13 [E, 2I, H], w2 [E, H, I] -> float64[T, H].
+
+    interleave: of the rows of w13: 0, gate above up; 1, they take turns.
+    """
     up, down = dequantize(w13).double(), dequantize(w2).double()
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for t, row in enumerate(x.double()):

@@ -68,16 +68,20 @@ def mxfp4_demo(folder: Path) -> Path:
 
 
 def gpt_oss_between_two(folder: Path) -> Path:
-    """gpt-oss with each head of keys and values twice, the same model: vLLM gives each rank heads of its own."""
+    """gpt-oss with each head of keys and values twice, since vLLM gives each rank heads of its own; and with three blocks of features."""
     made = folder / "gpt-oss"
     shutil.copytree(MADE / "mxfp4-gpt_oss", made)
     tensors = load_file(made / "model.safetensors")
     for name in tensors:
         if "k_proj" in name or "v_proj" in name:
             tensors[name] = tensors[name].repeat(2, *[1] * (tensors[name].dim() - 1))
+        elif ".experts.gate_up_proj_" in name:
+            tensors[name] = torch.cat([tensors[name], tensors[name][:, :64]], 1)  # rows of gate and up in turns
+        elif name.endswith((".experts.down_proj_blocks", ".experts.down_proj_scales")):
+            tensors[name] = torch.cat([tensors[name], tensors[name][:, :, :1]], 2)
     save_file(tensors, made / "model.safetensors", {"format": "pt"})
     config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2}))
+    (made / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2, "intermediate_size": 96}))
     return made
 
 

@@ -1,4 +1,4 @@
-"""As much of vLLM as the plug-in's modules import, for machines that it cannot be installed on: classes that have its parameters' shapes."""
+"""As much of vLLM as the plug-in's modules import, for machines that it cannot be installed on: its parameters have vLLM's shapes."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
+from layers import expected
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
@@ -200,7 +201,7 @@ def test_experts_keep_both_scales_of_gate_and_up(limit: float | None) -> None:
     generator = torch.Generator().manual_seed(1)
     x, ids, w = torch.randn(5, 64, generator=generator), torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]]), torch.rand(5, 2)
     got = method.apply(owner, x, w, ids.int())
-    assert torch.allclose(got.double(), expected(x, ids, w, w13, w2, limit), rtol=1e-4, atol=1e-4)
+    assert torch.allclose(got.double(), expected(x, ids, w, w13, w2, limit=limit), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -218,7 +219,7 @@ def test_experts_of_ranks_add_up(ranks: int) -> None:
         method.process_weights_after_loading(owner)
         assert len(owner.fusion_moe.down_proj) == count
         total += method.apply(owner, x, w, ids.int())
-    want = expected(x, ids, w, w13, w2, None)
+    want = expected(x, ids, w, w13, w2)
     assert (total - want).norm() <= 1e-6 * want.norm()
 
 
@@ -231,21 +232,6 @@ def test_placements_of_experts() -> None:
         first_expert(determine_expert_map(3, 2, 2)[1], "")
     with pytest.raises(UnsupportedError, match="experts 1, 2 on a rank"):
         first_expert(torch.tensor([-1, 1, 0]), "")
-
-
-def expected(x: Any, ids: Any, w: Any, w13: Any, w2: Any, limit: float | None) -> Any:
-    """The layer in float64, from `dequantize`."""
-    from fusion_moe.encodings import dequantize
-
-    up, down = dequantize(w13).double(), dequantize(w2).double()
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for t, row in enumerate(x.double()):
-        for e, weight in zip(ids[t].tolist(), w[t].tolist(), strict=True):
-            gate, value = (up[e] @ row).chunk(2)
-            if limit is not None:
-                gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
-            out[t] += weight * (down[e] @ (torch.nn.functional.silu(gate) * value))
-    return out
 
 
 @pytest.mark.parametrize("part", ["block_scale", "decode_scale"])
