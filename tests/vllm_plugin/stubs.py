@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -73,16 +74,34 @@ class Stub(ModuleType):
         return GIVEN.get(self.__name__, {}).get(name) or type(name, (), {})
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of vLLM, and of the plug-in's modules where they were imported beside it."""
+@contextmanager
+def installed() -> Iterator[None]:
+    """In the place of vLLM, inside the block; the plug-in's modules are imported anew, and after it those are back that were there."""
+    before = dict(sys.modules)
+    _forget()
+    sys.modules.update(_modules())
+    try:
+        yield
+    finally:
+        _forget()
+        sys.modules.update({name: module for name, module in before.items() if name.startswith(_OURS)})
+
+
+_OURS = ("vllm", "fusion_moe.vllm.")
+
+
+def _forget() -> None:
+    for name in [name for name in sys.modules if name.startswith(_OURS)]:
+        del sys.modules[name]
+
+
+def _modules() -> dict[str, ModuleType]:
     leaves = (
         *GIVEN, "vllm.model_executor.layers.quantization.base_config", "vllm.model_executor.layers.vocab_parallel_embedding",
         "vllm.model_executor.parameter", "vllm.platforms", "vllm.utils.math_utils",
     )  # fmt: skip
     names = {".".join(parts[: i + 1]) for parts in (leaf.split(".") for leaf in leaves) for i in range(len(parts))}
-    for name in names:
-        made = Stub(name)
-        made.__path__ = []
-        monkeypatch.setitem(sys.modules, name, made)
-    for name in [name for name in sys.modules if name.startswith("fusion_moe.vllm.")]:
-        monkeypatch.delitem(sys.modules, name)
+    made = {name: Stub(name) for name in names}
+    for module in made.values():
+        module.__path__ = []  # a package
+    return made

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from layers import expected
-from stubs import install
+from stubs import installed
 
 from fusion_moe.encodings import MXFP4, Quantized, quantize
 
@@ -21,11 +21,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.fixture
 def plugin() -> Iterator[Callable[[str], Any]]:
     """plugin("modelopt"): a module of the plug-in, beside stubs of vLLM."""
-    with pytest.MonkeyPatch.context() as patch:
-        install(patch)
+    with installed():
         yield lambda name: importlib.import_module(f"fusion_moe.vllm.{name}")
-        for name in ("compressed_tensors", "config", "experts", "linear", "log", "modelopt", "mxfp4", "scales"):
-            patch.delitem(importlib.sys.modules, f"fusion_moe.vllm.{name}", raising=False)  # type: ignore[attr-defined]
 
 
 def configuration(activation: str, has_bias: bool) -> Any:
