@@ -12,6 +12,7 @@ from .. import options, target
 from ..encodings import Encoding, Quantized
 from ..errors import ShapeError, UnsupportedError
 from ..nn import Experts, prepare_
+from ..runtime import pages
 from .log import logger
 from .scales import check_scales
 
@@ -55,6 +56,9 @@ class ExpertsMethod(FusedMoEMethodBase):
                 raise ShapeError(f"{name} size {size}", expected=expected, todo=todo, where=layer.layer_name)
         self.first_expert = first_expert(layer.expert_map, layer.layer_name)
         super().create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **attributes)
+        for name in self.loaded:  # where `Experts` would have them, so that it copies none
+            parameter = getattr(layer, name)
+            parameter.data = pages.on_large_pages(parameter.data)
 
     @abstractmethod
     def weight(self, layer: Any, name: str) -> Quantized:

@@ -33,11 +33,11 @@ def configuration(activation: str, has_bias: bool) -> Any:
     )  # fmt: skip
 
 
-def empty_layer(method: Any, experts: int, device: str, expert_map: torch.Tensor | None = None) -> Any:
+def empty_layer(method: Any, experts: int, device: str, expert_map: torch.Tensor | None = None, hidden: int = H, inner: int = I) -> Any:
     owner = torch.nn.Module()
     owner.layer_name, owner.apply_router_weight_on_input, owner.expert_map = "model.layers.0.mlp.experts", False, expert_map
     with torch.device(device):
-        method.create_weights(owner, experts, H, I, torch.bfloat16)
+        method.create_weights(owner, experts, hidden, inner, torch.bfloat16)
     return owner
 
 
@@ -98,7 +98,9 @@ def test_layers(plugin: Any, make: Any, device: str) -> None:
 
 
 def test_weights_are_not_copied(plugin: Any) -> None:
-    method, owner, _ = gpt_oss(plugin, "cpu")
+    """Of a size for large pages too."""
+    method = plugin("mxfp4").FusionMoeGptOssMethod(configuration("swigluoai", True))
+    owner = empty_layer(method, E, "cpu", hidden=1024, inner=512)
     loaded = [owner.w13_weight.data_ptr(), owner.w2_weight.data_ptr()]
     method.process_weights_after_loading(owner)
     assert [owner.fusion_moe.gate_up_proj.data_ptr(), owner.fusion_moe.down_proj.data_ptr()] == loaded
