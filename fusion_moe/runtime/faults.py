@@ -62,7 +62,7 @@ class Faults:
 
         GroupsError if kernels that ran there before found something, or those of graphs. Waits for nothing.
         """
-        if cuda.capturing():
+        if stream and cuda.capturing():  # to ask takes as long as all else here, and of the default stream there is no capture
             return self._of_graphs(device).address
         own, of_graphs = self._words.get((device, stream)) or self._add(device, stream)
         if own.found.value or of_graphs.found.value:

@@ -17,6 +17,7 @@ from .log import logger
 from .scales import check_scales
 
 LEAVE = "run without --quantization fusion_moe"
+_GATHERS = "allgather_reducescatter"  # with which vLLM gathers tokens before `apply`, and adds up and scatters what ranks return
 
 
 class ExpertsMethod(FusedMoEMethodBase):
@@ -91,9 +92,13 @@ class ExpertsMethod(FusedMoEMethodBase):
 
 def need_served(moe: Any) -> None:
     """UnsupportedError for layers that are not served, by vLLM's configuration of them."""
-    if moe.moe_parallel_config.use_all2all_kernels:
-        found = "expert parallelism between ranks that have tokens of their own"
-        raise _unsupported(found, "the same tokens on all ranks", "--enable-expert-parallel with --tensor-parallel-size alone")
+    parallel = moe.moe_parallel_config
+    if parallel.use_all2all_kernels:  # between ranks that have tokens of their own
+        if parallel.all2all_backend != _GATHERS:
+            raise _unsupported(f"--all2all-backend {parallel.all2all_backend}", _GATHERS, "leave it out")
+        if parallel.pcp_size > 1:
+            found = "expert parallelism with prefill context parallelism"
+            raise _unsupported(found, "tokens that vLLM gathers before experts", "run without --prefill-context-parallel-size")
     if moe.is_lora_enabled:
         raise _unsupported("LoRA", "experts without adapters", "run without --enable-lora, or merge the adapter into the weights first")
 

@@ -106,12 +106,17 @@ def test_layers_that_are_served() -> None:
     need_served(layer())
     need_served(layer(swiglu_limit=7.0))
     need_served(layer(moe_parallel_config=parallel(ep_size=2)))
+    need_served(layer(moe_parallel_config=parallel(ep_size=2, dp_size=2)))
 
 
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"moe_parallel_config": parallel(ep_size=2, dp_size=2)}, "expert parallelism between ranks .* --tensor-parallel-size alone"),
+        ({"moe_parallel_config": parallel(ep_size=2, dp_size=2, all2all_backend="deepep_low_latency")}, "--all2all-backend deepep_low_"),
+        (
+            {"moe_parallel_config": parallel(ep_size=2, pcp_size=2)},
+            "prefill context parallelism; .* run without --prefill",
+        ),
         ({"is_lora_enabled": True}, "LoRA"),
     ],
 )
