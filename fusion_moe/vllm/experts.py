@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.platforms import current_platform
 
 from .. import options, target
 from ..encodings import Encoding, Quantized
@@ -94,6 +95,9 @@ def need_served(moe: Any) -> None:
     """UnsupportedError for layers that are not served, by vLLM's configuration of them."""
     parallel = moe.moe_parallel_config
     if parallel.use_all2all_kernels:  # between ranks that have tokens of their own
+        if current_platform.is_cpu():
+            found = "expert parallelism between ranks that have tokens of their own, which vLLM does not gather on CPUs"
+            raise _unsupported(found, "the same tokens on all ranks", "--enable-expert-parallel with --tensor-parallel-size alone")
         if parallel.all2all_backend != _GATHERS:
             raise _unsupported(f"--all2all-backend {parallel.all2all_backend}", _GATHERS, "leave it out")
         if parallel.pcp_size > 1:

@@ -106,23 +106,28 @@ def test_layers_that_are_served() -> None:
     need_served(layer())
     need_served(layer(swiglu_limit=7.0))
     need_served(layer(moe_parallel_config=parallel(ep_size=2)))
-    need_served(layer(moe_parallel_config=parallel(ep_size=2, dp_size=2)))
 
 
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"moe_parallel_config": parallel(ep_size=2, dp_size=2, all2all_backend="deepep_low_latency")}, "--all2all-backend deepep_low_"),
-        (
-            {"moe_parallel_config": parallel(ep_size=2, pcp_size=2)},
-            "prefill context parallelism; .* run without --prefill",
-        ),
+        ({"moe_parallel_config": parallel(ep_size=2, dp_size=2)}, "ranks that have tokens of their own, .* --tensor-parallel-size alone"),
         ({"is_lora_enabled": True}, "LoRA"),
     ],
 )
 def test_layers_that_are_refused(changes: dict[str, Any], found: str) -> None:
     with pytest.raises(UnsupportedError, match=found):
         need_served(layer(**changes))
+
+
+def test_ranks_with_tokens_of_their_own_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gathers tokens before `apply`, and adds up what ranks return, in one way of several."""
+    monkeypatch.setattr("fusion_moe.vllm.experts.current_platform", SimpleNamespace(is_cpu=lambda: False))
+    need_served(layer(moe_parallel_config=parallel(ep_size=2, dp_size=2)))
+    with pytest.raises(UnsupportedError, match="--all2all-backend deepep_low_latency; expected allgather_reducescatter; leave it out"):
+        need_served(layer(moe_parallel_config=parallel(ep_size=2, dp_size=2, all2all_backend="deepep_low_latency")))
+    with pytest.raises(UnsupportedError, match="prefill context parallelism; .* without --prefill-context-parallel-size"):
+        need_served(layer(moe_parallel_config=parallel(ep_size=2, pcp_size=2)))
 
 
 @pytest.mark.parametrize(
