@@ -94,10 +94,10 @@ class ExpertsMethod(FusedMoEMethodBase):
 def need_served(moe: Any) -> None:
     """UnsupportedError for layers that are not served, by vLLM's configuration of them."""
     parallel = moe.moe_parallel_config
-    if parallel.use_all2all_kernels:  # between ranks that have tokens of their own
-        if current_platform.is_cpu():
-            found = "expert parallelism between ranks that have tokens of their own, which vLLM does not gather on CPUs"
-            raise _unsupported(found, "the same tokens on all ranks", "--enable-expert-parallel with --tensor-parallel-size alone")
+    if (parallel.dp_size > 1 or parallel.use_all2all_kernels) and current_platform.is_cpu():
+        found = "ranks that have tokens of their own, which vLLM does not gather on CPUs"
+        raise _unsupported(found, "the same tokens on all ranks", "--tensor-parallel-size in place of --data-parallel-size")
+    if parallel.use_all2all_kernels:
         if parallel.all2all_backend != _GATHERS:
             raise _unsupported(f"--all2all-backend {parallel.all2all_backend}", _GATHERS, "leave it out")
         if parallel.pcp_size > 1:

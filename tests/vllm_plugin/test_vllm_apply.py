@@ -28,8 +28,8 @@ def plugin() -> Iterator[Callable[[str], Any]]:
 def configuration(activation: str, has_bias: bool) -> Any:
     """As vLLM's of a layer."""
     return SimpleNamespace(
-        moe_parallel_config=SimpleNamespace(use_all2all_kernels=False), is_lora_enabled=False, has_bias=has_bias, swiglu_limit=None,
-        activation=SimpleNamespace(value=activation), in_dtype=torch.bfloat16,
+        moe_parallel_config=SimpleNamespace(use_all2all_kernels=False, dp_size=1), is_lora_enabled=False, has_bias=has_bias,
+        swiglu_limit=None, activation=SimpleNamespace(value=activation), in_dtype=torch.bfloat16,
     )  # fmt: skip
 
 

@@ -111,7 +111,8 @@ def test_layers_that_are_served() -> None:
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"moe_parallel_config": parallel(ep_size=2, dp_size=2)}, "ranks that have tokens of their own, .* --tensor-parallel-size alone"),
+        ({"moe_parallel_config": parallel(ep_size=2, dp_size=2)}, "ranks that have tokens of their own, .* in place of --data-parallel"),
+        ({"moe_parallel_config": parallel(dp_size=2)}, "ranks that have tokens of their own, .* in place of --data-parallel"),
         ({"is_lora_enabled": True}, "LoRA"),
     ],
 )
