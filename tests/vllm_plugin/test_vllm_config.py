@@ -24,7 +24,7 @@ from fusion_moe.encodings import Quantized
 from fusion_moe.errors import DtypeError, NonFiniteError, ShapeError, UnsupportedError
 from fusion_moe.vllm import register
 from fusion_moe.vllm.compressed_tensors import FusionMoeInt4Method
-from fusion_moe.vllm.config import FusionMoeConfig
+from fusion_moe.vllm.config import FusionMoeConfig, _of_experts_on_cpu
 from fusion_moe.vllm.experts import first_expert, need_served, swiglu_of
 from fusion_moe.vllm.mxfp4 import FusionMoeGptOssConfig, FusionMoeMxfp4Config, FusionMoeMxfp4Method
 from fusion_moe.vllm.scales import check_scales
@@ -71,6 +71,12 @@ def test_only_who_asks_gets_it() -> None:
     assert asked(NVFP4_CONFIG, "fusion_moe") == "fusion_moe"
     assert asked(NVFP4_CONFIG, None) is None
     assert asked(NVFP4_CONFIG, "modelopt_fp4") is None
+
+
+def test_what_vllm_has_no_experts_for_on_cpus() -> None:
+    compressed = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    assert all(map(_of_experts_on_cpu, (NVFP4_CONFIG, {"quant_method": "mxfp4"}, compressed)))
+    assert not any(map(_of_experts_on_cpu, ({"quant_method": "fp8"}, compressed | {"format": "pack-quantized"})))
 
 
 @pytest.mark.parametrize("config", [NVFP4_CONFIG, {"quantization": {
