@@ -1,7 +1,7 @@
 """What kernels of CUDA find wrong: words of pinned memory, one for each program on each stream.
 
-    faults = Faults("route, index_select, grouped_mm")    # of a program
-    word = faults.word(device, stream)                     # GroupsError if an earlier call of it there found something; for kernels
+    faults = Faults("`route index_select grouped_mm ...`")    # of a program
+    word = faults.word(device, stream)    # for kernels; GroupsError if an earlier call of it there found something
 
 Kernels make bad ends, ids and indices safe and write what they found into their word, which no launch waits for: what a call raises was in
 an earlier one. Launches that a graph captures have a word of their own, since graphs may be replayed on any stream: any call of the program
@@ -38,9 +38,11 @@ class Word:
         self.address, self.where = address, where
         self.found = ctypes.c_ulonglong.from_address(address)
 
-    def take(self) -> tuple[str, str]:
-        """What was found, and what was expected. It is forgotten."""
+    def take(self) -> tuple[str, str] | None:
+        """What was found, and what was expected. It is forgotten. None if another thread took it."""
         found, self.found.value = self.found.value, 0
+        if not found:
+            return None
         place, low = found >> 32 & 0xFFFFFF, found & 0xFFFFFFFF
         what, expected = _FOUND[found >> 56]
         return f"{what.format(place=place, value=low - (low >> 31 << 32))}, in an earlier call of {self.where}", expected
@@ -118,7 +120,7 @@ def synchronize() -> None:
 
 
 def _raise(words: Iterable[Word]) -> None:
-    found = [word.take() for word in words if word.found.value]
+    found = [told for word in words if word.found.value and (told := word.take())]
     if found:
         (first, expected), *others = found
         todo = "fusion_moe.synchronize() after a call raises its errors; that call computed with indices clamped into range"
