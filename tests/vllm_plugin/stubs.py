@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import fusion_moe.vllm
+
 
 class Method:
     """FusedMoEMethodBase: keeps the configuration of the layer."""
@@ -65,6 +67,9 @@ GIVEN = {
 }
 
 
+_STUBBED = ("vllm", "fusion_moe.vllm.")  # how names of modules begin that are taken out of the way
+
+
 class Stub(ModuleType):
     """A module of vLLM: what is not given is an empty class."""
 
@@ -84,15 +89,17 @@ def installed() -> Iterator[None]:
         yield
     finally:
         _forget()
-        sys.modules.update({name: module for name, module in before.items() if name.startswith(_OURS)})
-
-
-_OURS = ("vllm", "fusion_moe.vllm.")
+        for name in [name for name in before if name.startswith(_STUBBED)]:
+            sys.modules[name] = before[name]
+            if name.startswith("fusion_moe."):
+                setattr(fusion_moe.vllm, name.removeprefix("fusion_moe.vllm."), before[name])
 
 
 def _forget() -> None:
-    for name in [name for name in sys.modules if name.startswith(_OURS)]:
+    """Takes modules out of sys.modules, and ours out of their package, which holds them too."""
+    for name in [name for name in sys.modules if name.startswith(_STUBBED)]:
         del sys.modules[name]
+        vars(fusion_moe.vllm).pop(name.removeprefix("fusion_moe.vllm."), None)
 
 
 def _modules() -> dict[str, ModuleType]:
