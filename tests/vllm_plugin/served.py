@@ -67,6 +67,16 @@ def mxfp4_demo(folder: Path) -> Path:
     return made
 
 
+def mxfp4_alone_demo(folder: Path) -> Path:
+    """The same by `quant_method: mxfp4`, as vLLM reads it of other models than gpt-oss."""
+    made = mxfp4_demo(folder)
+    tensors = load_file(made / "model.safetensors")
+    save_file({name.replace(".weight_packed", ".weight"): t for name, t in tensors.items()}, made / "model.safetensors", {"format": "pt"})
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return made
+
+
 def gpt_oss_between_two(folder: Path) -> Path:
     """gpt-oss with each head of keys and values twice, since vLLM gives each rank heads of its own; and with three blocks of features."""
     made = folder / "gpt-oss"

@@ -27,6 +27,7 @@ from served import (
     judged,
     log_probabilities,
     modelopt_demo,
+    mxfp4_alone_demo,
     mxfp4_demo,
 )  # fmt: skip
 
@@ -53,11 +54,11 @@ def compare(directory: Path, folder: Path, found: list[dict[str, Any]], toleranc
         assert greedy(model, prompt, answer["tokens"])
 
 
-@pytest.mark.parametrize("write", [modelopt_demo, compressed_tensors_demo, mxfp4_demo])
+@pytest.mark.parametrize("write", [modelopt_demo, compressed_tensors_demo, mxfp4_demo, mxfp4_alone_demo])
 def test_demo_offline(write: Any, tmp_path: Path) -> None:
     directory = write(tmp_path)
     found, log = generated(directory)
-    encoding = "mxfp4" if write is mxfp4_demo else "nvfp4"
+    encoding = "mxfp4" if "mxfp4" in write.__name__ else "nvfp4"
     assert f"fusion_moe serves experts in {encoding}, activations in torch.float32, on cpu" in log
     compare(directory, tmp_path, found, 1e-3)
 
