@@ -1,8 +1,10 @@
 """Cubins on CUDA devices: loaded once, launched on torch's current stream.
 
-function = load(path, "route", shared)                      # -> Function, for all devices of one architecture
-launch = Launch(function, blocks, threads, shared, programmatic_launch)
-launch(stream, params)                                      # params: the address of the addresses of its parameters
+    function = load(path, "route", shared)                      # -> Function, for all devices of one architecture
+    launch = Launch(function, blocks, threads, shared, programmatic_launch)
+    launch(stream, params)                                      # params: the address of the addresses of its parameters
+
+Where kernels write what they find wrong: faults.py.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class ExpertsMethod(FusedMoEMethodBase):
     encoding: Encoding
     loaded: tuple[str, ...]  # the parameters that vLLM loads and that `Experts` takes the place of, biases apart
     interleave = 0  # of the rows of gate and up, as vLLM loads them
-    biased = False  # whether vLLM loads biases
+    biased = False  # whether vLLM loads biases, and on one rank alone what ranks add up
     supports_pre_processed_weights = False
     supports_eplb = False
     first_expert: int | None = None  # of this rank, None if all experts are here
@@ -38,7 +38,7 @@ class ExpertsMethod(FusedMoEMethodBase):
         need_served(moe)
         self.swiglu = swiglu_of(moe, self.interleave)
         if moe.has_bias and not self.biased:
-            raise _unsupported(f"experts in {self.encoding.name} with biases, which vLLM does not load", "biases beside MXFP4", LEAVE)
+            raise _unsupported(f"experts in {self.encoding.name} with biases", "those of gpt-oss, in its own MXFP4", LEAVE)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: the kernels of vLLM that it is for are not used."""

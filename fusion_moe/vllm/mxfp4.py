@@ -14,10 +14,9 @@ from .experts import ExpertsMethod
 
 
 class _Loaded(ExpertsMethod):
-    """Experts that vLLM loads as it does for kernels of its own: codes, bytes of exponents, biases."""
+    """Experts that vLLM loads as it does for kernels of its own: codes and bytes of exponents."""
 
     encoding = MXFP4
-    biased = True
     loaded = tuple(f"{w}_{part}" for w in ("w13", "w2") for part in ("weight", "weight_scale"))
     skip_forward_padding = has_unpadded_output = False  # those ask the kernel of vLLM that there is not
 
@@ -38,9 +37,10 @@ class FusionMoeMxfp4Method(_Loaded, Mxfp4MoEMethod):
 
 
 class FusionMoeGptOssMethod(_Loaded, GptOssMxfp4MoEMethod):
-    """gpt-oss's experts: rows of gate and up take turns."""
+    """gpt-oss's experts: rows of gate and up take turns, and both projections have biases."""
 
     interleave = 1
+    biased = True
     weight_dtype = "gpt_oss_mxfp4"  # vLLM's loader of gpt-oss looks at it
 
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *others: Any, **more: Any) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from fusion_moe.vllm import register
 from fusion_moe.vllm.compressed_tensors import FusionMoeInt4Method
 from fusion_moe.vllm.config import FusionMoeConfig, _of_experts_on_cpu
 from fusion_moe.vllm.experts import first_expert, need_served, swiglu_of
-from fusion_moe.vllm.mxfp4 import FusionMoeGptOssConfig, FusionMoeMxfp4Config, FusionMoeMxfp4Method
+from fusion_moe.vllm.mxfp4 import FusionMoeGptOssConfig, FusionMoeGptOssMethod, FusionMoeMxfp4Config, FusionMoeMxfp4Method
 from fusion_moe.vllm.scales import check_scales
 
 NVFP4_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
@@ -163,9 +163,10 @@ def test_activations_that_are_refused(name: str, interleave: int) -> None:
 
 
 def test_biases_are_served_where_vllm_loads_them() -> None:
-    assert FusionMoeMxfp4Method(layer(has_bias=True)).biased
-    with pytest.raises(UnsupportedError, match="experts in nvfp4 with biases, which vLLM does not load; expected biases beside MXFP4"):
-        experts_method(has_bias=True)
+    FusionMoeGptOssMethod(layer(has_bias=True, activation=MoEActivation.SWIGLUOAI))
+    for make, encoding in (experts_method, "nvfp4"), (lambda **changes: FusionMoeMxfp4Method(layer(**changes)), "mxfp4"):
+        with pytest.raises(UnsupportedError, match=f"experts in {encoding} with biases; expected those of gpt-oss, in its own MXFP4"):
+            make(has_bias=True)
 
 
 def test_int4_in_float16_is_refused() -> None:
