@@ -4,7 +4,8 @@
     python benchmarks/call_overhead.py --device cuda      a layer of Qwen3-30B-A3B without CUDA graphs: until its kernels are enqueued
 
 Each line is the least of many short rounds, in turns with the others, and their median, in us; on the CPU "host" is what is left of the
-least without the kernels. Lines that begin with "torch:" are what torch takes by itself: operations that do nothing, in Python.
+least without the kernels. Lines that begin with "torch:" are what torch takes by itself: operations that do nothing, in Python. Under
+FUSION_MOE_NATIVE_CALLS=0 calls of the library's operations go through Python too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fusion_moe.eager import fusion_of
 from fusion_moe.ir.text import one_line
 from fusion_moe.nn import NVFP4Experts
 from fusion_moe.op_definitions import SPECS, bind, eager_types
+from fusion_moe.runtime import native
 
 Call = Callable[[], object]
 
@@ -78,6 +80,8 @@ def main() -> None:
     case = CASES[parser.parse_args().device]
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    if fusion_moe.options.current().native_calls:
+        native.load()
     layer, token = case.layer(), case.token()
     program, tensors, again = program_of_call(layer, token)
     kernels = kernels_alone(case, program, tensors) if case.device == "cpu" else None
