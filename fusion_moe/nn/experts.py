@@ -17,10 +17,6 @@ from .frozen import quantized
 from .projections import Projections
 
 
-_SWIGLU = ("interleave", 0), ("limit", None), ("alpha", 1.0), ("up_offset", 0.0), ("scale_on", "output")
-_USUAL = (*_SWIGLU, ("activation_format", "bf16"), ("weight_layout", "linear"), ("first_expert", None))
-
-
 class Experts(Projections):
     """E experts of gated MLPs: down(act(gate(x)) * (up(x) + up_offset)), summed over a token's experts with the router's weights.
 
@@ -58,7 +54,11 @@ class Experts(Projections):
 
     def _arguments(self, like: Tensor) -> dict[str, Any]:
         """The arguments after the weights that are not the operation's defaults: each that is passed takes torch 0.3 us."""
-        found = {name: value for name, usual in _USUAL if (value := getattr(self, name)) != usual}
+        usual = (  # here, since a tracer has a guard for each value of a tuple that is global
+            ("interleave", 0), ("limit", None), ("alpha", 1.0), ("up_offset", 0.0), ("scale_on", "output"),
+            ("activation_format", "bf16"), ("weight_layout", "linear"), ("first_expert", None),
+        )  # fmt: skip
+        found = {name: value for name, default in usual if (value := getattr(self, name)) != default}
         if self.encoding.name != "nvfp4":
             found["weight_format"] = self.encoding.name
         for name in ("gate_up", "down"):
@@ -93,7 +93,8 @@ class Experts(Projections):
 
     def extra_repr(self) -> str:
         """For print(model)."""
-        changed = "".join(f", {name}={getattr(self, name)!r}" for name, usual in _SWIGLU if getattr(self, name) != usual)
+        usual = {"interleave": 0, "limit": None, "alpha": 1.0, "up_offset": 0.0, "scale_on": "output"}
+        changed = "".join(f", {name}={getattr(self, name)!r}" for name, value in usual.items() if getattr(self, name) != value)
         return super().extra_repr() + changed
 
 

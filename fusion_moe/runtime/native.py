@@ -4,9 +4,10 @@
     if wanted():                                                        # at the end of such a call
         offer(descriptor)                                               # what C++ is to do for the next ones
 
-The library is compiled against the torch that is installed, once for each cache_dir: in the background, when calls have come that would gain
-by it. It is loaded then or, where other threads of Python run, whose calls torch must not be given new kernels in the middle of, at the
-first call of the next process. Where there is no compiler, or torch's headers are not what native.cpp was written for, Python runs all calls.
+The library is compiled against the torch that is installed, once for each cache_dir: in the background, when so many calls have come that
+they would gain by it, or by `preparing`. It is loaded then or, where other threads of Python run, in the middle of whose calls torch must not
+be given new kernels, at the first call of the next process. Where there is no compiler, or torch's headers are not what native.cpp was
+written for, Python runs all calls.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from .. import options
 from ..errors import Error
 from . import background, build, preparing
 from .memory import Memory
+from .preparing import Build
 
 log = logging.getLogger("fusion_moe")
 SOURCE = Path(__file__).with_name("native.cpp")
@@ -107,6 +109,34 @@ def wanted() -> bool:
     return False
 
 
+def builds() -> list[Build]:
+    """What has to be compiled for calls without Python, if they are to be: nothing once it is loaded."""
+    if _state.library is not None or _state.over or not options.current().native_calls or build.find_compiler() is None:
+        return []
+    return [(("native", torch.__version__), _compile)]
+
+
+def load_alone() -> None:
+    """Loads what was compiled, if no other thread of Python can be in a call."""
+    with _lock:
+        if _state.library is None and not _state.over and threading.active_count() == 1:
+            _load_if_built()
+        _state.over = True
+
+
+def _load_if_built() -> None:
+    try:
+        if build.is_built(**_source()):
+            load()
+    except Error as error:
+        _give_up(error)
+
+
+def _give_up(why: Error) -> None:
+    _state.over = True
+    log.info("calls go through Python: %s", why)
+
+
 def offer(descriptor: Descriptor | None) -> None:
     """The descriptor of the call that just ran, which was wanted; None: Python is to run such calls."""
     if descriptor is not None:
@@ -127,22 +157,23 @@ def _consider() -> None:
     with _lock:
         if _state.library is not None or _state.over:
             return
-        try:
-            if not options.current().native_calls or build.find_compiler() is None:
-                _state.over = True
-            elif _state.calls == 1:
-                if build.is_built(**_source()):
-                    load()
-            elif _state.started is None:
-                _state.started = background.start([("native", partial(build.build, **_source()))])
-            elif _state.started.done:
-                _state.started.check()
-                if threading.active_count() == 1:
-                    load()
-                _state.over = True
-        except Error as error:
+        wanted = builds()
+        if not wanted:
             _state.over = True
-            log.info("calls go through Python: %s", error)
+        elif _state.calls == 1:
+            _load_if_built()
+        elif _state.started is None:
+            _state.started = background.start(wanted)
+            return
+    if _state.started is not None and _state.started.done:
+        load_alone()
+
+
+def _compile() -> None:
+    try:
+        build.build(**_source())
+    except Error as error:
+        _give_up(error)
 
 
 def load() -> None:

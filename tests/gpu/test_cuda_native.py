@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.compiler]
 
 @pytest.fixture(autouse=True)
 def loaded():
+    if not options.current().native_calls:
+        pytest.skip("FUSION_MOE_NATIVE_CALLS=0")
     native.load()
 
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +25,8 @@ OPS = torch.ops.fusion_moe
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
+    if not options.current().native_calls:
+        pytest.skip("FUSION_MOE_NATIVE_CALLS=0")
     native.load()
 
 
@@ -247,15 +248,36 @@ def test_threads():
 # When it is loaded ----------------------------------------------------------------------------------------------------
 
 
+class Process:
+    """As one that has called nothing: what it did. fails: whether the library does not compile; threads: how many run."""
+
+    def __init__(self, monkeypatch):
+        self.did, self.built, self.fails, self.threads, self._monkeypatch = list[str](), False, False, 1, monkeypatch
+        self.again()
+        monkeypatch.setattr(native, "load", lambda: self.did.append("loaded"))
+        monkeypatch.setattr(native.background, "start", self._start)
+        monkeypatch.setattr(native.build, "build", self._build)
+        monkeypatch.setattr(native.build, "is_built", lambda **_: self.built)
+        monkeypatch.setattr(threading, "active_count", lambda: self.threads)
+
+    def again(self):
+        self._monkeypatch.setattr(native, "_state", native._State())
+
+    def _start(self, builds):
+        for _, build in builds:
+            build()
+        return Started(())
+
+    def _build(self, **source):
+        self.did.append("compiled")
+        if self.fails:
+            raise BuildError("native does not compile")
+        self.built = True
+
+
 @pytest.fixture
-def fresh(monkeypatch):
-    """As in a process that has called nothing: what it did."""
-    did, started = list[str](), Started(())
-    monkeypatch.setattr(native, "_state", native._State())
-    monkeypatch.setattr(native, "load", lambda: did.append("loaded"))
-    monkeypatch.setattr(native.background, "start", lambda builds: did.append("started") or started)
-    monkeypatch.setattr(native.build, "is_built", lambda **_: False)
-    return SimpleNamespace(did=did, monkeypatch=monkeypatch)
+def process(monkeypatch):
+    return Process(monkeypatch)
 
 
 def calls(count: int) -> None:
@@ -263,31 +285,32 @@ def calls(count: int) -> None:
         assert not native.wanted()
 
 
-def test_it_is_compiled_when_many_calls_came_and_loaded_where_nobody_else_calls(fresh):
-    fresh.monkeypatch.setattr(threading, "active_count", lambda: 1)
+def test_it_is_compiled_when_many_calls_came_and_loaded_where_nobody_else_calls(process):
     calls(native._AFTER - 1)
-    assert fresh.did == []
+    assert process.did == []
     calls(3)
-    assert fresh.did == ["started", "loaded"]
+    assert process.did == ["compiled", "loaded"]
 
 
-def test_with_other_threads_the_next_process_loads_it(fresh):
-    fresh.monkeypatch.setattr(threading, "active_count", lambda: 2)
+def test_with_other_threads_the_next_process_loads_it(process):
+    process.threads = 2
     calls(native._AFTER + 3)
-    assert fresh.did == ["started"]
-    fresh.monkeypatch.setattr(native, "_state", native._State())
-    fresh.monkeypatch.setattr(native.build, "is_built", lambda **_: True)
+    assert process.did == ["compiled"]
+    process.again()
     calls(1)
-    assert fresh.did == ["started", "loaded"]
+    assert process.did == ["compiled", "loaded"]
 
 
-def test_where_it_does_not_compile_python_runs_calls(fresh):
-    def fail():
-        raise BuildError("native does not compile")
+def test_preparing_compiles_and_loads_it(process):
+    with fusion_moe.preparing():
+        pass
+    assert process.did == ["compiled", "loaded"]
 
-    fresh.monkeypatch.setattr(Started, "check", lambda self: fail())
+
+def test_where_it_does_not_compile_python_runs_calls(process):
+    process.fails = True
     calls(2 * native._AFTER)
-    assert fresh.did == ["started"]
+    assert process.did == ["compiled"]
     assert native._state.over
 
 
