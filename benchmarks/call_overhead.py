@@ -86,8 +86,11 @@ def main() -> None:
     program, tensors, again = program_of_call(layer, token)
     kernels = kernels_alone(case, program, tensors) if case.device == "cpu" else None
     contenders = {**torch_alone(layer, token), **calls(layer, token, program, tensors, again)}
-    print(f"fusion_moe {fusion_moe.__version__}, torch {torch.__version__}, one thread, {case.rounds} rounds of {case.calls} calls, {where(case)}")
-    print(f"{'':64}{'least':>7}{'median':>8}" + ("" if kernels is None else f"{'host':>7}\n{'the kernels of the program':64}{kernels:7.1f}"))
+    print(f"fusion_moe {fusion_moe.__version__}, torch {torch.__version__}, one thread, {case.rounds} rounds of {case.calls} calls", end="")
+    print(f", {where(case)}, {'C++' if fusion_moe.options.current().native_calls else 'Python'}")
+    print(f"{'':64}{'least':>7}{'median':>8}" + ("" if kernels is None else f"{'host':>7}"))
+    if kernels is not None:
+        print(f"{'the kernels of the program':64}{kernels:7.1f}")
     for name, times in measure(case, contenders).items():
         least = min(times)
         host = "" if kernels is None or name.startswith("torch:") else f"{least - kernels:7.1f}"

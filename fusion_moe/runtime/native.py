@@ -5,9 +5,9 @@
         offer(descriptor)                                               # what C++ is to do for the next ones
 
 The library is compiled against the torch that is installed, once for each cache_dir: in the background, when so many calls have come that
-they would gain by it, or by `preparing`. It is loaded then or, where other threads of Python run, in the middle of whose calls torch must not
-be given new kernels, at the first call of the next process. Where there is no compiler, or torch's headers are not what native.cpp was
-written for, Python runs all calls.
+they would gain by it, or by `preparing`. It is loaded then or, where other threads of Python run, which may be in the middle of a call when
+torch is given new kernels, at the first call of the next process. Where there is no compiler, or torch's headers are not what native.cpp
+was written for, Python runs all calls.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -71,13 +72,13 @@ def by_python(call):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_the_second_call_of_a_form(runs, mode):
-    for seed in range(3):
-        experts = layer(seed)
-        with mode():
+    with mode():
+        for experts in map(layer, range(3)):
             experts(*token(5))
-            for other in range(3):
-                want = by_python(lambda given=token(5, other): experts(*given))
-                found, ran = runs.of(lambda given=token(5, other): experts(*given))
+            for given in (token(5, seed) for seed in range(3)):
+                call = partial(experts, *given)
+                want = by_python(call)
+                found, ran = runs.of(call)
                 assert found.equal(want)
                 assert found.is_inference() == want.is_inference()
                 assert ran == 0
@@ -204,9 +205,7 @@ def test_tracers():
     experts, given = layer(), token()
     experts(*given)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = OPS.fused_experts(
-            *(mode.from_tensor(t) for t in given), *(list(experts.weight_of(name)) for name in ("gate_up", "down"))
-        )
+        fake = OPS.fused_experts(*(mode.from_tensor(t) for t in given), *(list(experts.weight_of(name)) for name in ("gate_up", "down")))
     assert fake.shape == (3, 32)
     assert type(fake).__name__ == "FakeTensor"
     with pytest.raises(RuntimeError, match="Batching rule"):

@@ -119,7 +119,7 @@ class Call:
         return tuple([arrays[i] for i in self._outputs])
 
     def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> Descriptor | None:
-        """What C++ does for such a call; None while its kernels are compiled, where some copy in boxes, and if tensors are copied before."""
+        """What C++ does for such a call; None while kernels are compiled, where some copy in boxes, and if tensors are copied before."""
         prepared, swapped = self._prepared(tensors[0].device, sizes), [i for i, swap in enumerate(self._swap) if swap]
         launches = [launch for step in prepared.steps for launch in step.launches]
         if prepared.until or any(boxes for _, boxes in launches) or not native.as_stored(tensors, swapped):
