@@ -5,7 +5,7 @@
         offer(descriptor)                                               # what C++ is to do for the next ones
 
 The library is compiled against the torch that is installed, once for each cache_dir: in the background, when so many calls have come that
-they would gain by it, or by `preparing`. It is loaded then or, where other threads of Python run, which may be in the middle of a call when
+they gain by it. It is loaded then or, where other threads of Python run, which may be in the middle of a call when
 torch is given new kernels, at the first call of the next process. Where there is no compiler, or torch's headers are not what native.cpp
 was written for, Python runs all calls.
 """
@@ -27,7 +27,6 @@ from .. import options
 from ..errors import Error
 from . import background, build, preparing
 from .memory import Memory
-from .preparing import Build
 
 log = logging.getLogger("fusion_moe")
 SOURCE = Path(__file__).with_name("native.cpp")
@@ -109,39 +108,23 @@ def wanted() -> bool:
     return False
 
 
-def builds() -> list[Build]:
-    """What has to be compiled for calls without Python, if they are to be: nothing once it is loaded."""
-    if _state.library is not None or _state.over or not options.current().native_calls or build.find_compiler() is None:
-        return []
-    return [(("native", torch.__version__), _compile)]
-
-
-def load_alone() -> None:
-    """Loads what was compiled, if no other thread of Python can be in a call."""
-    with _lock:
-        if _state.library is None and not _state.over and threading.active_count() == 1:
-            _load_if_built()
-        _state.over = True
-
-
-def _load_if_built() -> None:
-    try:
-        if build.is_built(**_source()):
-            load()
-    except Error as error:
-        _give_up(error)
-
-
-def _give_up(why: Error) -> None:
-    _state.over = True
-    log.info("calls go through Python: %s", why)
-
-
 def offer(descriptor: Descriptor | None) -> None:
     """The descriptor of the call that just ran, which was wanted; None: Python is to run such calls."""
     if descriptor is not None:
         numbers = (ctypes.c_longlong * len(descriptor.numbers))(*descriptor.numbers)
         _loaded().fusion_moe_offer(int(descriptor.cuda), numbers, len(numbers))
+
+
+def why_not() -> str:
+    """Why Python runs all calls; "" if it need not."""
+    if not options.current().native_calls:
+        return "the option native_calls is off"
+    return "" if build.find_compiler() else build.why_no_compiler()
+
+
+def is_built() -> bool:
+    """Whether the library is compiled."""
+    return build.is_built(**_source())
 
 
 def known() -> int:
@@ -152,21 +135,27 @@ def known() -> int:
 def _consider() -> None:
     """Loads the library where it is compiled: at the first call, or when no other thread can be in a call."""
     _state.calls += 1
-    if _state.calls != 1 and _state.calls != _AFTER and _state.started is None:
+    if _state.calls != 1 and _state.calls % _AFTER and _state.started is None:
         return
     with _lock:
-        if _state.library is not None or _state.over:
+        if _state.library is not None or _state.over or why_not():
             return
-        wanted = builds()
-        if not wanted:
-            _state.over = True
-        elif _state.calls == 1:
+        if _state.calls == 1:
             _load_if_built()
         elif _state.started is None:
-            _state.started = background.start(wanted)
-            return
-    if _state.started is not None and _state.started.done:
-        load_alone()
+            _state.started = background.start([(("native", torch.__version__), _compile)])
+        elif _state.started.done:
+            if threading.active_count() == 1:
+                _load_if_built()
+            _state.over = True
+
+
+def _load_if_built() -> None:
+    try:
+        if is_built():
+            load()
+    except Error as error:
+        _give_up(error)
 
 
 def _compile() -> None:
@@ -174,6 +163,11 @@ def _compile() -> None:
         build.build(**_source())
     except Error as error:
         _give_up(error)
+
+
+def _give_up(why: Error) -> None:
+    _state.over = True
+    log.info("calls go through Python: %s", why)
 
 
 def load() -> None:

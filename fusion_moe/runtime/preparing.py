@@ -89,15 +89,11 @@ def note(launches: tuple[Compiled, ...], device: torch.device, sizes: Sizes) -> 
 
 def compile_all(calls: Iterable[Noted]) -> None:
     """Compiles and loads what calls need."""
-    from . import native  # which reads NOTED
-
     calls = list(calls)
-    needed = (build for c in calls for launch in c.launches for build in launch.builds(c.device, dict(c.sizes)))
-    run_builds([*needed, *native.builds()])
+    run_builds(build for c in calls for launch in c.launches for build in launch.builds(c.device, dict(c.sizes)))
     for c in calls:
         for launch in c.launches:
             launch.load(c.device, dict(c.sizes))
-    native.load_alone()
 
 
 def _of_all_sizes(calls: Iterable[Noted]) -> list[Noted]:
