@@ -4,8 +4,8 @@
     python benchmarks/call_overhead.py --device cuda      a layer of Qwen3-30B-A3B without CUDA graphs: until its kernels are enqueued
 
 Each line is the least of many short rounds, in turns with the others, and their median, in us; on the CPU "host" is what is left of the
-least without the kernels. Lines that begin with "torch:" are what torch takes by itself: operations that do nothing, in Python. Under
-FUSION_MOE_NATIVE_CALLS=0 calls of the library's operations go through Python too.
+least without the kernels. Lines that begin with "torch:" are what torch takes by itself: operations that do nothing, in Python.
+"fusion_moe_python" has the operations as they are where calls do not run without Python; with FUSION_MOE_NATIVE_CALLS=0 all lines are so.
 """
 
 from __future__ import annotations
@@ -175,8 +175,13 @@ def calls(layer: NVFP4Experts, token: tuple[torch.Tensor, ...], program: Any, te
     run = ops.run_graph_safe if token[0].is_cuda else ops.run
     compiled, graph = torch.compile(layer, backend="fusion_moe"), torch.compile(layer)
     operation = lambda: ops.fused_experts(*arguments, **about)  # noqa: E731
+    twins = torch.ops.fusion_moe_python if fusion_moe.options.current().native_calls else ops
+    twin_of_run = twins.run_graph_safe if token[0].is_cuda else twins.run
     return {
         "program(tensors)": lambda: program(tensors),
+        "torch.ops.fusion_moe_python.run": lambda: twin_of_run.default(*again),
+        "torch.ops.fusion_moe_python.fused_experts": lambda: twins.fused_experts(*arguments, **about),
+        "torch.ops.fusion_moe_python.fused_experts, no_grad": lambda: twins.fused_experts(*arguments, **about),
         "torch.ops.fusion_moe.run, as compiled graphs call it": lambda: run.default(*again),
         "torch.ops.fusion_moe.fused_experts": operation,
         "torch.ops.fusion_moe.fused_experts, no_grad": operation,
