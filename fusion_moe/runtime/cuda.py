@@ -167,32 +167,21 @@ def tensor_map(address: int, type: str, sizes: tuple[int, ...], box: tuple[int, 
     if 0 in sizes:
         empty = ctypes.create_string_buffer(_MAP_BYTES)
         return TensorMap(empty, ctypes.addressof(empty))
-    d, (dtype, *how) = _driver(), _map_enums(type)
+    d = _driver()
+    dtype = {"bf16": d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "f16": d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16}[
+        type
+    ]
     strides = [2 * prod(sizes[: i + 1]) for i in range(len(sizes) - 1)]  # bytes
     made = _checked(
         d.cuTensorMapEncodeTiled(
             dtype, len(sizes), address, [d.cuuint64_t(n) for n in sizes], [d.cuuint64_t(n) for n in strides],
-            [d.cuuint32_t(n) for n in box], [d.cuuint32_t(1)] * len(sizes), *how,
+            [d.cuuint32_t(n) for n in box], [d.cuuint32_t(1)] * len(sizes), d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B, d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),
         f"a tensor map of {sizes} in boxes of {box}",
     )  # fmt: skip
     return TensorMap(made, int(made.getPtr()))
-
-
-def _map_enums(type: str) -> tuple[Any, ...]:
-    """The type of elements, and how they are read: interleaved, swizzled, promoted to L2, filled outside of the tensor."""
-    d = _driver()
-    types = d.CUtensorMapDataType
-    return (
-        {"bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "f16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16}[type],
-        d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B, d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )  # fmt: skip
-
-
-def map_enums(type: str) -> list[int]:
-    """What a tensor map of a type's elements is encoded with, as the driver's numbers."""
-    return [int(value) for value in _map_enums(type)]
 
 
 def stream(device: torch.device) -> int:

@@ -231,19 +231,13 @@ class OnCpu final : public Descriptor {
 class OnCuda final : public Descriptor {
   public:
     explicit OnCuda(Numbers& said)
-        : Descriptor(said),
-          launch_(said.address<Launch>()),
-          encode_(said.address<Encode>()),
-          stream_(said.address<Stream>()),
-          fault_(said.address<const volatile u64>()) {
+        : Descriptor(said), launch_(said.address<Launch>()), stream_(said.address<Stream>()), fault_(said.address<const volatile u64>()) {
         for (i64 n = said.next(); n > 0; --n) {
             Part part{said.list(), said.list(), {}};
             for (i64 kernels = said.next(); kernels > 0; --kernels) {
                 void* const function = said.address<void>();
                 const Config config = *said.address<const Config>();
-                part.kernels.push_back({function, config, {config.attributes, config.attributes + config.count}, {}});
-                for (i64 boxes = said.next(); boxes > 0; --boxes)
-                    part.kernels.back().boxes.push_back({said.next(), said.list(), said.list(), said.list()});
+                part.kernels.push_back({function, config, {config.attributes, config.attributes + config.count}});
             }
             parts_.push_back(std::move(part));
         }
@@ -277,70 +271,33 @@ class OnCuda final : public Descriptor {
         const Attribute* attributes;
         unsigned count;
     };
-    struct Boxes {  // of an array, whose sizes begin with the fastest dimension
-        i64 array;
-        std::vector<i64> enums, sizes, box;
-    };
-    struct alignas(64) TensorMap {  // CUtensorMap
-        char bytes[128] = {};
-    };
     struct Kernel {
         void* function;
         Config config;
         std::vector<Attribute> attributes;
-        std::vector<Boxes> boxes;
     };
     struct Part {  // whose kernels have the same parameter
         std::vector<i64> sizes, arrays;
         std::vector<Kernel> kernels;
     };
     using Launch = int(const Config*, void* function, void** parameters, void** extra);
-    using Encode = int(
-        TensorMap*, int type, unsigned rank, void* address, const u64* sizes, const u64* strides, const unsigned* box,
-        const unsigned* element_strides, int interleave, int swizzle, int promotion, int fill);
     using Stream = std::int32_t(std::int32_t device, void** stream);
 
     bool run(const Part& part, const Addresses& found, void* stream) const {
         c10::SmallVector<i64, 48> struct_(part.sizes.begin(), part.sizes.end());
         for (const i64 i : part.arrays) struct_.push_back(reinterpret_cast<i64>(found[static_cast<std::size_t>(i)]));
         struct_.push_back(reinterpret_cast<i64>(fault_));
-        const i64* const arrays = struct_.data() + part.sizes.size();
+        void* parameters[] = {struct_.data()};
         for (const Kernel& kernel : part.kernels) {
-            std::vector<TensorMap> maps(kernel.boxes.size());
-            c10::SmallVector<void*, 5> parameters{struct_.data()};
-            for (std::size_t i = 0; i < maps.size(); ++i) {
-                if (!encode(maps[i], kernel.boxes[i], arrays[kernel.boxes[i].array])) return false;
-                parameters.push_back(&maps[i]);
-            }
             Config config = kernel.config;
             config.stream = stream;
             config.attributes = kernel.attributes.data();
-            if (launch_(&config, kernel.function, parameters.data(), nullptr) != 0) return false;
+            if (launch_(&config, kernel.function, parameters, nullptr) != 0) return false;
         }
         return true;
     }
 
-    // As runtime/cuda.py has it: of a tensor without elements all bytes are zero.
-    bool encode(TensorMap& map, const Boxes& boxes, i64 address) const {
-        constexpr std::size_t MOST_DIMS = 5;
-        const std::size_t rank = boxes.sizes.size();
-        u64 sizes[MOST_DIMS], strides[MOST_DIMS], bytes = 2;
-        unsigned box[MOST_DIMS], ones[MOST_DIMS];
-        for (std::size_t d = 0; d < rank; ++d) {
-            sizes[d] = static_cast<u64>(boxes.sizes[d]);
-            if (sizes[d] == 0) return true;
-            strides[d] = bytes *= sizes[d];
-            box[d] = static_cast<unsigned>(boxes.box[d]);
-            ones[d] = 1;
-        }
-        const auto named = [&](std::size_t i) { return static_cast<int>(boxes.enums[i]); };
-        return encode_(
-                   &map, named(0), static_cast<unsigned>(rank), reinterpret_cast<void*>(address), sizes, strides, box, ones, named(1),
-                   named(2), named(3), named(4)) == 0;
-    }
-
     Launch* launch_;
-    Encode* encode_;
     Stream* stream_;
     const volatile u64* fault_;
     std::vector<Part> parts_;

@@ -205,7 +205,7 @@ def address(function: Any) -> int:
 
 
 @cache
-def cuda_functions() -> tuple[int, ...]:
-    """The addresses of the driver's functions that launch and make tensor maps, and of torch's for the current stream."""
+def cuda_functions() -> tuple[int, int]:
+    """The addresses of the driver's launch, and of torch's function for the current stream."""
     driver, cuda = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(str(_TORCH / "lib" / "libtorch_cuda.so"))
-    return tuple(map(address, (driver.cuLaunchKernelEx, driver.cuTensorMapEncodeTiled, cuda.aoti_torch_get_current_cuda_stream)))
+    return address(driver.cuLaunchKernelEx), address(cuda.aoti_torch_get_current_cuda_stream)

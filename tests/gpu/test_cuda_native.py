@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
-from hopper import ON_HOPPER
 
 import fusion_moe
 from fusion_moe import eager, options
@@ -123,52 +120,6 @@ def test_addresses_that_vectors_are_not_loaded_from():
         assert odd.is_contiguous()
         assert odd.data_ptr() % 16
         assert experts(odd, ids, w).equal(want)
-
-
-@ON_HOPPER[1]
-def test_kernels_that_copy_in_boxes(without_python):
-    """Those of training: a product of 16-bit weights, and both its gradients; of no rows, too."""
-    g = torch.Generator("cuda").manual_seed(0)
-    weight = torch.randn(4, 128, 64, generator=g, device="cuda").bfloat16().requires_grad_()
-
-    def call(x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        return torch.ops.fusion_moe.grouped_mm(x, [weight], offs, weight_format="bf16")
-
-    def gradients(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(y, (x, weight), y.detach())
-
-    calls = []
-    for rows, ends in (130, [40, 40, 100, 130]), (130, [0, 0, 0, 130]), (0, [0, 0, 0, 0]):
-        x = torch.randn(rows, 64, generator=g, device="cuda").bfloat16().requires_grad_()
-        calls.append((x, torch.tensor(ends, dtype=torch.int32, device="cuda")))
-    with options.override():
-        want = [(y := call(*each), *gradients(each[0], y)) for each in calls]
-    for x, offs in calls:
-        with torch.no_grad():
-            call(x, offs)
-        gradients(x, call(x, offs))
-    made = [call(*each) for each in calls]  # with gradients it is Python's; its backward is a call of fusion_moe::run
-    without_python()
-    found = [gradients(x, y) for (x, _), y in zip(calls, made, strict=True)]
-    with torch.no_grad():
-        found = [(call(*each), *grads) for each, grads in zip(calls, found, strict=True)]
-    assert all(a.equal(b) for pair in zip(found, want, strict=True) for a, b in zip(*pair, strict=True))
-
-
-def test_a_thread_that_has_called_nothing(without_python):
-    experts, token, found = layer(), call(16), list[torch.Tensor]()
-    with torch.inference_mode():
-        want = experts(*token)
-        without_python()
-
-    def work() -> None:
-        with torch.inference_mode():
-            found.append(experts(*token))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found[0].equal(want)
 
 
 def test_compiled_graphs(without_python):

@@ -119,19 +119,17 @@ class Call:
         return tuple([arrays[i] for i in self._outputs])
 
     def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> Descriptor | None:
-        """What C++ does for such a call; None while its kernels are compiled, and if tensors are copied before."""
+        """What C++ does for such a call; None while kernels are compiled, where some copy in boxes, and if tensors are copied before."""
         prepared, swapped = self._prepared(tensors[0].device, sizes), [i for i, swap in enumerate(self._swap) if swap]
-        if prepared.until or not native.as_stored(tensors, swapped):
+        launches = [launch for step in prepared.steps for launch in step.launches]
+        if prepared.until or any(boxes for _, boxes in launches) or not native.as_stored(tensors, swapped):
             return None
         made = [self._outputs.index(len(tensors) + i) for i in range(len(self.parts.made))]
         numbers = native.arrays(len(tensors), made, prepared.workspace)
         numbers += [*native.cuda_functions(), cuda.fault_word(), len(prepared.steps)]
         for step in prepared.steps:
             numbers += [*native.counted(step.numbers), *native.counted(step.places), len(step.launches)]
-            for launch, boxes in step.launches:
-                numbers += [*launch.addresses(), len(boxes)]
-                for b in boxes:
-                    numbers += [b.array, *native.counted(cuda.map_enums(b.type)), *native.counted(b.sizes), *native.counted(b.box)]
+            numbers += [n for launch, _ in step.launches for n in launch.addresses()]
         return Descriptor(True, tuple(numbers))
 
     def _prepared(self, device: torch.device, sizes: Sizes) -> _Prepared:
