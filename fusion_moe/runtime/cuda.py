@@ -119,6 +119,10 @@ class Launch:
         if status:
             _checked((status,), "launch")
 
+    def addresses(self) -> tuple[int, int]:
+        """The kernel's, and that of a CUlaunchConfig, whose stream is left open."""
+        return int(self._function), int(self._config(0).getPtr())
+
 
 def _config(blocks: int, threads: int, shared: int, programmatic_launch: bool, carveout: int | None, stream: int) -> Any:
     d = _driver()

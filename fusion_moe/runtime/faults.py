@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ _FOUND = {  # by the number of a Fault in emit/cuda/kernels/ragged.cuh
     3: ("an index of {value}", "an index within the dimension it selects from"),
 }
 _WORDS = 4096  # that are pinned at once. None is given back: a graph may hold its address
+_STREAMS = 64  # of a device that a table has
 _LIBRARIES = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _INDUCTOR = "torchinductor_"  # in the names of files that it wrote
 
@@ -54,6 +56,7 @@ class Faults:
     def __init__(self, title: str):
         self.title = title
         self._words: dict[tuple[int, int | None], tuple[Word, Word]] = {}
+        self._tables: dict[int, ctypes.Array[ctypes.c_ulonglong]] = {}
 
     def prepare(self, device: int) -> None:
         """Makes the word for graphs: memory is not pinned while one is captured."""
@@ -71,9 +74,23 @@ class Faults:
             _raise([own, of_graphs])
         return own.address
 
+    def table(self, device: int) -> int:
+        """The address of what native.cpp looks words up in: that of graphs' word, a count, streams and their words."""
+        found = self._tables.get(device)
+        if found is None:
+            found = self._tables.setdefault(device, (ctypes.c_ulonglong * (2 + 2 * _STREAMS))(self._of_graphs(device).address))
+            for (index, stream), (own, _) in list(self._words.items()):
+                if index == device and stream is not None:
+                    _enter(found, stream, own)
+            _words.tables.append(found)
+        return ctypes.addressof(found)
+
     def _add(self, device: int, stream: int) -> tuple[Word, Word]:
         of_graphs = self._of_graphs(device)
-        return self._words.setdefault((device, stream), (self._new(f"cuda:{device}, stream {stream:#x}"), of_graphs))
+        found = self._words.setdefault((device, stream), (self._new(f"cuda:{device}, stream {stream:#x}"), of_graphs))
+        if device in self._tables:
+            _enter(self._tables[device], stream, found[0])
+        return found
 
     def _of_graphs(self, device: int) -> Word:
         found = self._words.get((device, None))
@@ -86,11 +103,20 @@ class Faults:
         return _words.new(f"{self.title} on {place}, first called at {_caller()}")
 
 
+def _enter(table: ctypes.Array[ctypes.c_ulonglong], stream: int, word: Word) -> None:
+    """Adds a stream to a table, if there is place: others are Python's. The count comes last."""
+    count = table[1]
+    if count < _STREAMS:
+        table[2 + 2 * count], table[3 + 2 * count] = stream, word.address
+        table[1] = count + 1
+
+
 class _Words:
     """All words of the process."""
 
     def __init__(self) -> None:
         self.all: list[Word] = []
+        self.tables: list[Any] = []  # kept: calls in C++ hold their addresses
         self._memory: list[torch.Tensor] = []
         self._free: list[int] = []
 

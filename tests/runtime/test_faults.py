@@ -73,3 +73,15 @@ def test_more_words_than_are_pinned_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     report(found[0], BAD_ID, 0, 9)
     with pytest.raises(GroupsError, match="= 9"):
         synchronize()
+
+
+def test_the_table_of_a_device() -> None:
+    one = Faults("`one`")
+    first = one.word(0, 0)
+    table = (ctypes.c_ulonglong * 8).from_address(one.table(0))
+    assert list(table[1:4]) == [1, 0, first]
+    second = one.word(0, 7)
+    one.word(1, 9)
+    assert list(table[1:6]) == [2, 0, first, 7, second]
+    assert table[0] not in (0, first, second)
+    assert one.table(0) == ctypes.addressof(table)

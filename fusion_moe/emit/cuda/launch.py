@@ -16,9 +16,10 @@ from ...arch import Arch
 from ...errors import BuildError, UnsupportedError
 from ...ir.core import storage_shape
 from ...ir.types import DTYPES
-from ...runtime import background, cuda, memory, nvrtc
+from ...runtime import background, cuda, memory, native, nvrtc
 from ...runtime.faults import Faults
 from ...runtime.memory import Memory
+from ...runtime.native import Descriptor
 from ...runtime.preparing import Build, run_builds
 from ...runtime.remembered import Remembered
 from ...schedule.product import products
@@ -122,6 +123,20 @@ class Call:
             for step in prepared.steps:
                 step.run(addresses, stream, fault)
         return tuple([arrays[i] for i in self._outputs])
+
+    def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> Descriptor | None:
+        """What C++ does for such a call; None while kernels are compiled, where some copy in boxes, and if tensors are copied before."""
+        prepared, swapped = self._prepared(tensors[0].device, sizes), [i for i, swap in enumerate(self._swap) if swap]
+        launches = [launch for step in prepared.steps for launch in step.launches]
+        if prepared.until or any(boxes for _, boxes in launches) or not native.as_stored(tensors, swapped):
+            return None
+        made = [self._outputs.index(len(tensors) + i) for i in range(len(self.parts.made))]
+        numbers = native.arrays(len(tensors), made, prepared.workspace)
+        numbers += [*native.cuda_functions(), self._faults.table(_index(tensors[0].device)), len(prepared.steps)]
+        for step in prepared.steps:
+            numbers += [*native.counted(step.numbers), *native.counted(step.places), len(step.launches)]
+            numbers += [n for launch, _ in step.launches for n in launch.addresses()]
+        return Descriptor(True, tuple(numbers))
 
     def _prepared(self, device: torch.device, sizes: Sizes) -> _Prepared:
         numbers = tuple([sizes[s] for s in self.parts.symbols])
