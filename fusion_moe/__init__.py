@@ -18,7 +18,7 @@ from .errors import Untranslatable
 from .ir.builder import FusionDefinition
 from .nn import NVFP4Config, NVFP4Experts, prepare_, quantize_, register_converter
 from .recipe import autocast
-from .runtime.cuda import synchronize
+from .runtime.faults import synchronize
 from .runtime.preparing import preparing
 from .translate import translator
 

@@ -28,6 +28,7 @@ from .op_definitions import LIBRARY, SPECS, Call, Spec, Types, as_bytes, bind, e
 from .parts import Input, Parts, grouped
 from .parts import flat as in_parts
 from .run_ops import NAMESPACE, RUN, RUN_INTO, named_sizes
+from .runtime import native
 
 _Restore = Callable[[Tensor], Tensor]
 
@@ -237,12 +238,12 @@ def _never_tracked(name: str, keyset: Any, *args: Any, **kwargs: Any) -> None:
 def _register() -> None:
     for spec in SPECS.values():
         if spec.differentiable:
-            LIBRARY.impl(spec.name, partial(_called, spec), "Autograd", with_keyset=True)
+            native.implement(LIBRARY, spec.name, partial(_called, spec), "Autograd", with_keyset=True)
         else:
             never = _no_derivative(spec.name, "it has no derivative")
             torch.library.register_autograd(f"{NAMESPACE}::{spec.name}", never, setup_context=_mark_non_differentiable, lib=LIBRARY)
     for name in RUN:
-        LIBRARY.impl(name, partial(_called_run, name), "Autograd", with_keyset=True)
+        native.implement(LIBRARY, name, partial(_called_run, name), "Autograd", with_keyset=True)
     for name in RUN_INTO:
         LIBRARY.impl(name, partial(_never_tracked, name), "Autograd", with_keyset=True)
 

@@ -21,6 +21,7 @@ from .op_definitions import LIBRARY, SPECS, Call, Spec, as_bytes, bind, eager_ty
 from .options import Options, current, from_key
 from .parts import Parts, grouped, joined
 from .run_ops import RUN, RUN_INTO, all_inputs, named_sizes, need_pure, need_written
+from .runtime import native
 from .runtime.program import Program
 from .runtime.remembered import Remembered
 
@@ -47,11 +48,15 @@ class _Found:
         changed = {i: t.shape for i, t in enumerate(taken) if t is not given[i]}
         return cls(program, program.sizes(taken, sizes), changed, lead)
 
-    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+    def run(self, given: Sequence[Tensor]) -> list[Tensor]:
         """The outputs of the program."""
-        for i, shape in self.changed.items():
-            tensors[i] = as_bytes(tensors[i]).reshape(shape)
-        return self.program.run(tensors, self.sizes)
+        tensors = given
+        if self.changed:
+            tensors = [as_bytes(t).reshape(self.changed[i]) if i in self.changed else t for i, t in enumerate(given)]
+        outputs = self.program.run(tensors, self.sizes)
+        if native.wanted():
+            native.offer(self.program.descriptor(given, self.sizes))
+        return outputs
 
 
 def _form(tensors: Sequence[Tensor]) -> Hashable:
@@ -141,4 +146,7 @@ BODIES: Mapping[str, Callable[..., Any]] = {
     **{name: _Body(spec) for name, spec in SPECS.items()}, **dict.fromkeys(RUN, _run), **dict.fromkeys(RUN_INTO, _run_into)
 }  # fmt: skip
 for _name, _body in BODIES.items():
-    LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
+    if _name in RUN_INTO:
+        LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
+    else:
+        native.implement(LIBRARY, _name, _body, "CompositeExplicitAutograd")

@@ -18,7 +18,7 @@ import torch
 
 from . import __version__, options
 from .emit.nvfuser import library
-from .runtime import build, isa, nvrtc
+from .runtime import build, isa, native, nvrtc
 from .runtime.cuda import why_too_old
 
 PACKAGES = (
@@ -67,7 +67,7 @@ def environment() -> Environment:
     """Looks at the machine; compiles nothing."""
     ours = {"python": platform.python_version(), "fusion_moe": __version__, "torch": torch.__version__}  # which says the build, too
     versions = ours | {"system": platform.platform()} | {name: _version(name) for name in PACKAGES}
-    checks = (*_tiers(), _compiler(), _gpu(), _nvrtc(), _nvfuser(), _thunder(), _transformers(), _cache())
+    checks = (*_tiers(), _compiler(), _native(), _gpu(), _nvrtc(), _nvfuser(), _thunder(), _transformers(), _cache())
     checks = tuple(replace(check, found=_without_home(check.found)) for check in checks)
     compiler = build.find_compiler()
     runs = f"CUDA kernels on {torch.cuda.get_device_name()}" if has_cuda() else f"C++ kernels for {isa.selected()}" if compiler else ""
@@ -99,6 +99,12 @@ def _compiler() -> Check:
     if found is None:
         return Check("C++ compiler", False, build.why_no_compiler())
     return Check("C++ compiler", True, f"{' '.join(found.command)}: {found.version.splitlines()[0]}")
+
+
+def _native() -> Check:
+    if why := native.why_not():
+        return Check("calls without Python", False, why)
+    return Check("calls without Python", True, "compiled" if native.is_built() else "compiled in the background after some calls")
 
 
 def _gpu() -> Check:

@@ -60,6 +60,9 @@ class Options:
         False, "calls of new sizes on a GPU run kernels for any size while their own compile; results may differ in the last bits",
         in_keys=False,
     )  # fmt: skip
+    native_calls: bool = _option(
+        True, "calls of known forms without Python, by a library that is compiled once calls would gain by it", in_keys=False
+    )
     cache_dir: str = _option(_cache_home(), "the folder that keeps compiled kernels", in_keys=False)
     dump: str = _option("", "a folder to write every stage, source and binary of what is compiled to; '' is none", in_keys=False)
     vllm: bool = _option(True, "tell vLLM of --quantization fusion_moe, when it loads its plug-ins", in_keys=False)
@@ -116,12 +119,18 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
     return Options().replace(**{name: environ[variable] for variable, name in known.items() if environ.get(variable)})
 
 
-_current: contextvars.ContextVar[Options] = contextvars.ContextVar("fusion_moe_options", default=from_environment())
+_of_process = from_environment()
+_current: contextvars.ContextVar[Options] = contextvars.ContextVar("fusion_moe_options", default=_of_process)
 
 
 def current() -> Options:
     """The options in force here."""
     return _current.get()
+
+
+def variable() -> tuple[contextvars.ContextVar[Options], Options]:
+    """What holds the options in force, and the value that it has where nothing has changed them."""
+    return _current, _of_process
 
 
 def from_key(key: str) -> Options:

@@ -82,6 +82,16 @@ def _has_compiler() -> bool:
     return has_compiler()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def native_calls() -> None:
+    """Calls go the same way in all tests, whatever was compiled before: through C++ where there is a compiler."""
+    from fusion_moe import options
+    from fusion_moe.runtime import build, native
+
+    if options.current().native_calls and build.find_compiler() is not None:
+        native.load()
+
+
 @pytest.fixture(scope="module")
 def meaning() -> Iterator[None]:
     """Programs run in plain torch, as what they mean, but where a test says otherwise: compiling a kernel for each takes long."""

@@ -42,19 +42,33 @@ class Experts(Projections):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [..., H], top_k_index int[T, k], top_k_weights [T, k] -> [..., H]; T tokens in all."""
         self.order()
-        gate_up, down = (self._parts(name) for name in self.projections)
-        gate_up_bias, down_bias = (self._bias(name, hidden_states) for name in self.projections)
-        of_gate_up, of_down = (self._padding(name) for name in self.projections)
+        gate_up, down = self._parts("gate_up"), self._parts("down")
+        of_gate_up, of_down = (self._padding("gate_up"), self._padding("down")) if self.paddings else (None, None)
         if of_gate_up and of_gate_up.padded[1] != of_gate_up.shape[1]:
             checks.need_rows("hidden_states", hidden_states, of_gate_up.shape[1], type(self).__name__)
             hidden_states = of_gate_up.pad_columns(hidden_states)
         y = torch.ops.fusion_moe.fused_experts(
-            hidden_states, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias, *self._factors("gate_up"),
-            *self._factors("down"), interleave=self.interleave, limit=self.limit, alpha=self.alpha, up_offset=self.up_offset,
-            scale_on=self.scale_on, activation_format=self.activation_format, weight_layout=self.weight_layout,
-            weight_format=self.encoding.name, lora_scale=self._lora_scale, first_expert=self.first_expert,
+            hidden_states, top_k_index, top_k_weights, gate_up, down, **self._arguments(hidden_states)
         )  # fmt: skip
         return of_down.cut_rows(y) if of_down else y
+
+    def _arguments(self, like: Tensor) -> dict[str, Any]:
+        """The arguments after the weights that are not the operation's defaults: each that is passed takes torch 0.3 us."""
+        usual = (  # here, since a tracer has a guard for each value of a tuple that is global
+            ("interleave", 0), ("limit", None), ("alpha", 1.0), ("up_offset", 0.0), ("scale_on", "output"),
+            ("activation_format", "bf16"), ("weight_layout", "linear"), ("first_expert", None),
+        )  # fmt: skip
+        found = {name: value for name, default in usual if (value := getattr(self, name)) != default}
+        if self.encoding.name != "nvfp4":
+            found["weight_format"] = self.encoding.name
+        for name in ("gate_up", "down"):
+            if (bias := self._bias(name, like)) is not None:
+                found[f"{name}_bias"] = bias
+        if self._modules and self.adapted:
+            for name in ("gate_up", "down"):
+                found[f"{name}_lora_a"], found[f"{name}_lora_b"] = self._factors(name)
+            found["lora_scale"] = self._lora_scale
+        return found
 
     def padding(self, name: str, layout: Layout) -> Padding:
         """As for every module, but that features between both projections are padded for the one that contracts them."""
@@ -73,7 +87,8 @@ class Experts(Projections):
 
     def _bias(self, projection: str, like: Tensor) -> Tensor | None:
         """The bias of a projection in the dtype of activations, padded as its weight."""
-        bias, padding = super()._bias(projection, like), self._padding(projection)
+        bias = super()._bias(projection, like)
+        padding = self._padding(projection) if bias is not None else None
         return bias if bias is None or padding is None else padding.pad_rows(bias)
 
     def extra_repr(self) -> str:

@@ -38,6 +38,10 @@ class PackedModule(FrozenModule):
     paddings: Mapping[str, Padding] = {}
     considered = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_layout, self.paddings = "linear", {}  # its own: torch.compile guards a class's in each class of the MRO, in each call
+
     def matrix_shape(self, name: str) -> tuple[int, int]:
         """N and K of the weight whose elements have a name, without padding."""
         if name in self.paddings:

@@ -38,6 +38,7 @@ class Projections(AdaptableModule):
     ):  # fmt: skip
         """up [E, N, H] and down [E, H, I] of one encoding, up_bias [E, N], down_bias [E, H]."""
         super().__init__()
+        self.first_expert = None
         self.projections = ("gate_up" if gated else "up", "down")
         need_activation_format(activation_format, type(self).__name__)
         self._check(gated, up, down)

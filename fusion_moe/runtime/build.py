@@ -107,6 +107,12 @@ def build(text: str, *, name: str, tier: str, include: Sequence[Path | str] = ()
     return _file(_recipe(text, name, tier, include, flags))
 
 
+def is_built(text: str, *, name: str, tier: str, include: Sequence[Path | str] = (), flags: Sequence[str] = ()) -> bool:
+    """Whether `build` would find the library in the cache; False where there is no compiler."""
+    compiler = find_compiler()
+    return compiler is not None and store.has(_recipe(text, name, tier, include, flags).file(compiler))
+
+
 def library(recipe: Recipe) -> ctypes.CDLL:
     """The library of a recipe: one that came with the package, from the cache, or compiled now. Raises as `load`."""
     isa.require(recipe.tier)

@@ -1,11 +1,10 @@
-"""Cubins on CUDA devices: loaded once, launched on torch's current stream; and the word in which kernels say what was wrong.
+"""Cubins on CUDA devices: loaded once, launched on torch's current stream.
 
     function = load(path, "route", shared)                      # -> Function, for all devices of one architecture
     launch = Launch(function, blocks, threads, shared, programmatic_launch)
     launch(stream, params)                                      # params: the address of the addresses of its parameters
 
-Kernels make bad ends, ids and indices safe and write what they found into a word of pinned memory, which no launch waits for. `raise_fault`
-looks at it, as every call does before it launches: what it raises was in an earlier call. `synchronize` waits first.
+Where kernels write what they find wrong: faults.py.
 """
 
 from __future__ import annotations
@@ -20,14 +19,9 @@ from typing import Any
 import torch
 
 from ..arch import Arch, find
-from ..errors import BuildError, GroupsError, UnsupportedError
+from ..errors import BuildError, UnsupportedError
 
 _FREE_SHARED = 48 * 1024  # bytes of shared memory that a block gets unasked
-_FAULTS = {
-    1: ("offs[{place}] = {value}", "cumulative ends that never decrease, and are at most the number of rows"),
-    2: ("ids.flatten()[{place}] = {value} is out of range", "ids from 0 to the number of groups - 1"),
-    3: ("an index of {value}", "an index within the dimension it selects from"),
-}
 _RESERVED = 1024  # bytes of shared memory that the driver takes for each block
 _STREAMS = 64  # that a launch remembers
 _MAPS = 4096  # that a process remembers
@@ -125,6 +119,10 @@ class Launch:
         if status:
             _checked((status,), "launch")
 
+    def addresses(self) -> tuple[int, int]:
+        """The kernel's, and that of a CUlaunchConfig, whose stream is left open."""
+        return int(self._function), int(self._config(0).getPtr())
+
 
 def _config(blocks: int, threads: int, shared: int, programmatic_launch: bool, carveout: int | None, stream: int) -> Any:
     d = _driver()
@@ -198,38 +196,3 @@ def _checked(result: tuple[Any, ...], where: str) -> Any:
         text = _driver().cuGetErrorString(status)[1].decode()
         raise BuildError(f"the CUDA driver: {text}", todo="install a driver at least as new as NVRTC", where=where)
     return values[0] if values else None
-
-
-# What kernels report --------------------------------------------------------------------------------------------------
-
-
-@cache
-def _pinned() -> tuple[torch.Tensor, ctypes.c_ulonglong]:
-    word = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)  # whatever device a caller makes tensors on
-    return word, ctypes.c_ulonglong.from_address(word.data_ptr())
-
-
-def fault_word() -> int:
-    """The address of the word, the same for host and devices."""
-    return _pinned()[0].data_ptr()
-
-
-def raise_fault() -> None:
-    """GroupsError if a kernel that has run found bad ends, ids or indices. Waits for nothing."""
-    word = _pinned()[1]
-    if word.value:
-        found, word.value = word.value, 0
-        place, low = found >> 32 & 0xFFFFFF, found & 0xFFFFFFFF
-        what, expected = _FAULTS[found >> 56]
-        raise GroupsError(
-            what.format(place=place, value=low - (low >> 31 << 32)) + ", in an earlier call", expected=expected,
-            todo="fusion_moe.synchronize() after a call raises its errors; that call computed with indices clamped into range",
-            where="cuda",
-        )  # fmt: skip
-
-
-def synchronize() -> None:
-    """Waits for the current CUDA device, and raises GroupsError if a kernel found bad ends, ids or indices."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        raise_fault()

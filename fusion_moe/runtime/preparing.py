@@ -55,7 +55,7 @@ class Noted:
     sizes: _Sizes
 
 
-_noted: contextvars.ContextVar[dict[Noted, None] | None] = contextvars.ContextVar("fusion_moe_noted", default=None)
+NOTED: contextvars.ContextVar[dict[Noted, None] | None] = contextvars.ContextVar("fusion_moe_noted", default=None)
 
 
 @contextlib.contextmanager
@@ -70,17 +70,17 @@ def preparing(sizes: str = "called") -> Iterator[Collection[Noted]]:
     if sizes not in (_CALLED, _ALL):
         raise OptionError(f"sizes = {sizes!r}", expected=f"{_CALLED!r} or {_ALL!r}", where="preparing")
     noted: dict[Noted, None] = {}
-    token = _noted.set(noted)
+    token = NOTED.set(noted)
     try:
         yield noted
     finally:
-        _noted.reset(token)
+        NOTED.reset(token)
     compile_all(_of_all_sizes(noted) if sizes == _ALL else noted)
 
 
 def note(launches: tuple[Compiled, ...], device: torch.device, sizes: Sizes) -> bool:
     """Notes a call, if calls are noted now; whether they are."""
-    noted = _noted.get()
+    noted = NOTED.get()
     if noted is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return False
     noted[Noted(launches, device, tuple(sizes.items()))] = None

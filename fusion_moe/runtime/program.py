@@ -21,6 +21,7 @@ from ..target import Target
 from . import dump
 from .check import check_stages
 from .kernel import Kernel
+from .native import Descriptor
 from .preparing import Compiled, Noted, compile_all, note
 from .remembered import Remembered
 
@@ -33,6 +34,9 @@ class Joined(Protocol):
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> tuple[torch.Tensor, ...] | None:
         """The outputs: new tensors, contiguous, sharing no memory. None if the kernels must run one by one, to say what is wrong."""
+
+    def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> Descriptor | None:
+        """What C++ launches in place of such a call; None if Python is to launch it. tensors: in any shapes that have their elements."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,11 @@ class Program:
             with dump.into(self.dumped):
                 return list(write_over(targets, self._launched(tensors, env)))
         return list(write_over(targets, self._launched(tensors, env)))
+
+    def descriptor(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> Descriptor | None:
+        """What C++ launches in place of such a call of `run`; None if Python is to run it."""
+        by_python = self.checked or self.dumped is not None or self.fusion.aliases
+        return None if by_python or self.joined is None else self.joined.descriptor(tensors, env)
 
     def prepare(self, device: torch.device | str = "cpu", **sizes: int) -> None:
         """Compiles, in parallel, what a call of these sizes needs: `program.prepare("cuda", s0=64)`. ShapeError unless all are given."""

@@ -1,4 +1,4 @@
-"""NVFP4 and INT4 of compressed-tensors: vLLM reads the configuration and loads the weights, this library multiplies."""
+"""NVFP4, MXFP4 and INT4 of compressed-tensors: vLLM reads the configuration and loads the weights, this library multiplies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_mxfp4 import (
+    CompressedTensorsW4A4Mxfp4MoEMethod,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (
     CompressedTensorsW4A4Nvfp4MoEMethod,
 )
@@ -15,7 +18,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsWNA16MoEMethod,
 )
 
-from ..encodings import INT4, NVFP4, Quantized
+from ..encodings import INT4, MXFP4, NVFP4, Quantized
 from ..errors import DtypeError, UnsupportedError
 from .config import NAME
 from .experts import LEAVE, ExpertsMethod
@@ -35,6 +38,19 @@ class FusionMoeNvFp4Method(ExpertsMethod, CompressedTensorsW4A4Nvfp4MoEMethod):
         """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded."""
         codes, scale, divisor = (getattr(layer, f"{name}_{part}").data for part in ("weight_packed", "weight_scale", "weight_global_scale"))
         return Quantized(codes, scale, divisor.reciprocal())
+
+
+class FusionMoePackedMxfp4Method(ExpertsMethod, CompressedTensorsW4A4Mxfp4MoEMethod):
+    """Experts in the MXFP4 of compressed-tensors."""
+
+    encoding = MXFP4
+    group_size = 32
+    loaded = tuple(f"{w}_{part}" for w in ("w13", "w2") for part in ("weight_packed", "weight_scale"))
+
+    def weight(self, layer: Any, name: str) -> Quantized:
+        """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded."""
+        codes, scale = (getattr(layer, f"{name}_{part}").data for part in ("weight_packed", "weight_scale"))
+        return Quantized(codes, scale.view(torch.float8_e8m0fnu), encoding=MXFP4)
 
 
 class FusionMoeInt4Method(ExpertsMethod, CompressedTensorsWNA16MoEMethod):
@@ -84,9 +100,11 @@ class FusionMoeCompressedTensorsConfig(CompressedTensorsConfig):
         weights = gate["weights"]
         if self._is_nvfp4_format(weights):
             return FusionMoeNvFp4Method(layer.moe_config)
+        if self._is_mxfp4(weights):
+            return FusionMoePackedMxfp4Method(layer.moe_config)
         if _is_int4(weights, gate["input_activations"]):
             return FusionMoeInt4Method(layer.moe_config)
-        found, expected = f"experts in {gate.get('format')}: {weights}", "NVFP4, or symmetric INT4 in groups of 32"
+        found, expected = f"experts in {gate.get('format')}: {weights}", "NVFP4, MXFP4, or symmetric INT4 in groups of 32"
         raise UnsupportedError(found, expected=expected, todo=LEAVE, where=prefix)
 
 

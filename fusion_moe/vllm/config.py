@@ -15,7 +15,8 @@ from ..errors import UnsupportedError
 from .log import logger
 
 NAME = "fusion_moe"
-_READ = "ModelOpt's NVFP4 and W4A16_NVFP4, or compressed-tensors"
+_MXFP4 = ("mxfp4", "gpt_oss_mxfp4")  # vLLM renames gpt-oss's
+_READ = "ModelOpt's NVFP4 and W4A16_NVFP4, compressed-tensors, or MXFP4"
 
 
 class FusionMoeConfig(QuantizationConfig):
@@ -29,7 +30,7 @@ class FusionMoeConfig(QuantizationConfig):
         if user_quant == NAME:
             return NAME
         if user_quant is None and _of_experts_on_cpu(hf_quant_cfg):
-            logger.info("vLLM has no NVFP4 experts for CPUs; fusion_moe has: --quantization fusion_moe")
+            logger.info("vLLM has no NVFP4 and MXFP4 experts for CPUs; fusion_moe has: --quantization fusion_moe")
         return None
 
     @classmethod
@@ -44,6 +45,11 @@ class FusionMoeConfig(QuantizationConfig):
             from .modelopt import FusionMoeModelOptConfig
 
             return FusionMoeModelOptConfig.from_config(dict(config))
+        if method in _MXFP4:
+            from .mxfp4 import FusionMoeGptOssConfig, FusionMoeMxfp4Config
+
+            made = FusionMoeMxfp4Config if method == "mxfp4" else FusionMoeGptOssConfig
+            return made.from_config(config)
         found = f"quant_method {method!r}" + (f", quant_algo {_algorithm(config)}" if method == "modelopt" else "")
         raise UnsupportedError(found, expected=_READ, todo="leave out --quantization fusion_moe", where="vLLM")
 
@@ -85,4 +91,6 @@ def _of_experts_on_cpu(config: Mapping[str, Any]) -> bool:
 
     if not current_platform.is_cpu():
         return False
-    return "NVFP4" in _algorithm(config) or "nvfp4" in str(config.get("format", ""))
+    if config.get("quant_method") in _MXFP4 or "NVFP4" in _algorithm(config):
+        return True
+    return any(name in str(config.get("format", "")) for name in ("nvfp4", "mxfp4"))

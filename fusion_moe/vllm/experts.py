@@ -7,22 +7,27 @@ from typing import Any
 
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.platforms import current_platform
 
 from .. import options, target
 from ..encodings import Encoding, Quantized
 from ..errors import ShapeError, UnsupportedError
 from ..nn import Experts, prepare_
+from ..runtime import pages
 from .log import logger
 from .scales import check_scales
 
 LEAVE = "run without --quantization fusion_moe"
+_GATHERS = "allgather_reducescatter"  # with which vLLM gathers tokens before `apply`, and adds up and scatters what ranks return
 
 
 class ExpertsMethod(FusedMoEMethodBase):
     """The experts of one layer, served by `Experts`. Subclasses load the parts of the weights and say where they lie."""
 
     encoding: Encoding
-    loaded: tuple[str, ...]  # the parameters that vLLM loads and that `Experts` takes the place of
+    loaded: tuple[str, ...]  # the parameters that vLLM loads and that `Experts` takes the place of, biases apart
+    interleave = 0  # of the rows of gate and up, as vLLM loads them
+    biased = False  # whether vLLM loads biases, and on one rank alone what ranks add up
     supports_pre_processed_weights = False
     supports_eplb = False
     first_expert: int | None = None  # of this rank, None if all experts are here
@@ -31,6 +36,9 @@ class ExpertsMethod(FusedMoEMethodBase):
         """moe: vLLM's configuration of the layer. UnsupportedError for what is not served."""
         FusedMoEMethodBase.__init__(self, moe)  # not the next one's: it selects a kernel of vLLM
         need_served(moe)
+        self.swiglu = swiglu_of(moe, self.interleave)
+        if moe.has_bias and not self.biased:
+            raise _unsupported(f"experts in {self.encoding.name} with biases", "those of gpt-oss, in its own MXFP4", LEAVE)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: the kernels of vLLM that it is for are not used."""
@@ -50,6 +58,9 @@ class ExpertsMethod(FusedMoEMethodBase):
                 raise ShapeError(f"{name} size {size}", expected=expected, todo=todo, where=layer.layer_name)
         self.first_expert = first_expert(layer.expert_map, layer.layer_name)
         super().create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **attributes)
+        for name in self.loaded:  # where `Experts` would have them, so that it copies none
+            parameter = getattr(layer, name)
+            parameter.data = pages.on_large_pages(parameter.data)
 
     @abstractmethod
     def weight(self, layer: Any, name: str) -> Quantized:
@@ -59,10 +70,13 @@ class ExpertsMethod(FusedMoEMethodBase):
         """Puts `Experts` in the place of what was loaded, in the order that kernels read. NonFiniteError for bad scales."""
         w13, w2 = self.weight(layer, "w13"), self.weight(layer, "w2")
         check_scales(layer.layer_name, w13=w13, w2=w2)
-        for name in self.loaded:
+        biases = {name: getattr(layer, name).data if self.moe.has_bias else None for name in ("w13_bias", "w2_bias")}
+        for name in (*self.loaded, *(name for name, bias in biases.items() if bias is not None)):
             delattr(layer, name)
-        scale_on = "input" if layer.apply_router_weight_on_input else "output"
-        layer.fusion_moe = Experts(w13, w2, scale_on=scale_on, limit=self.moe.swiglu_limit)
+        layer.fusion_moe = Experts(
+            w13, w2, scale_on="input" if layer.apply_router_weight_on_input else "output", gate_up_bias=biases["w13_bias"],
+            down_bias=biases["w2_bias"], interleave=self.interleave, **self.swiglu,
+        )  # fmt: skip
         layer.fusion_moe.first_expert = self.first_expert
         prepare_(layer.fusion_moe)
         on = target.find(options.current().target, w2.device).name
@@ -79,15 +93,35 @@ class ExpertsMethod(FusedMoEMethodBase):
 
 def need_served(moe: Any) -> None:
     """UnsupportedError for layers that are not served, by vLLM's configuration of them."""
-    if moe.moe_parallel_config.use_all2all_kernels:
-        found = "expert parallelism between ranks that have tokens of their own"
-        raise _unsupported(found, "the same tokens on all ranks", "--enable-expert-parallel with --tensor-parallel-size alone")
+    parallel = moe.moe_parallel_config
+    if (parallel.dp_size > 1 or parallel.use_all2all_kernels) and current_platform.is_cpu():
+        found = "ranks that have tokens of their own, which vLLM does not gather on CPUs"
+        raise _unsupported(found, "the same tokens on all ranks", "--tensor-parallel-size in place of --data-parallel-size")
+    if parallel.use_all2all_kernels:
+        if parallel.all2all_backend != _GATHERS:
+            raise _unsupported(f"--all2all-backend {parallel.all2all_backend}", _GATHERS, "leave it out")
+        if parallel.pcp_size > 1:
+            found = "expert parallelism with prefill context parallelism"
+            raise _unsupported(found, "tokens that vLLM gathers before experts", "run without --prefill-context-parallel-size")
     if moe.is_lora_enabled:
         raise _unsupported("LoRA", "experts without adapters", "run without --enable-lora, or merge the adapter into the weights first")
-    if moe.activation.value != "silu":
-        raise _unsupported(f"experts with activation {moe.activation.value!r}", "'silu'", LEAVE)
-    if moe.has_bias:
-        raise _unsupported("experts with biases", "experts without", LEAVE)
+
+
+def swiglu_of(moe: Any, interleave: int) -> dict[str, Any]:
+    """limit, alpha and up_offset of `Experts`, by vLLM's configuration of a layer. UnsupportedError for another activation.
+
+    interleave: of the rows as they are loaded. "swigluoai" says that they take turns, and means the numbers of gpt-oss.
+    """
+    name = moe.activation.value
+    if name == "silu" and not interleave:
+        return {"limit": moe.swiglu_limit}
+    if name == "swigluoai" and interleave:
+        return {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+    if name == "swigluoai_uninterleave" and not interleave:
+        alpha, offset = (usual if given is None else given for usual, given in ((1.0, moe.swiglu_alpha), (0.0, moe.swiglu_beta)))
+        return {"limit": moe.swiglu_limit, "alpha": alpha, "up_offset": offset}
+    expected = "'swigluoai'" if interleave else "'silu' or 'swigluoai_uninterleave'"
+    raise _unsupported(f"experts with activation {name!r}", expected, LEAVE)
 
 
 def first_expert(expert_map: Tensor | None, where: str) -> int | None:

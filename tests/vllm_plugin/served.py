@@ -12,6 +12,7 @@ import torch
 from files import MADE
 from safetensors.torch import load_file, save_file
 
+from fusion_moe import encodings
 from fusion_moe.checkpoints import convert, quantize
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "tiny_qwen3_moe"
@@ -44,11 +45,63 @@ def compressed_tensors_demo(folder: Path) -> Path:
     return made
 
 
+def mxfp4_demo(folder: Path) -> Path:
+    """The demo model with experts in the MXFP4 of compressed-tensors; beside it "dense", the same numbers in bfloat16."""
+    made, dense = folder / "mxfp4", folder / "dense"
+    shutil.copytree(DEMO, dense)
+    tensors = load_file(dense / "model.safetensors")
+    packed = dict(tensors)
+    for name in [name for name in tensors if ".experts." in name]:
+        weight = encodings.quantize(packed.pop(name), encoding=encodings.MXFP4)
+        tensors[name] = encodings.dequantize(weight).bfloat16()
+        packed[f"{name}_packed"], packed[f"{name}_scale"] = (part.view(torch.uint8) for part in weight)
+    save_file(tensors, dense / "model.safetensors", {"format": "pt"})
+    shutil.copytree(dense, made)
+    save_file(packed, made / "model.safetensors", {"format": "pt"})
+    config = json.loads((made / "config.json").read_text())
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+    written = {"format": "mxfp4-pack-quantized", "quant_method": "compressed-tensors", "quantization_status": "compressed"}
+    group = {"targets": ["Linear"], "weights": weights | {"scale_dtype": "torch.uint8"}, "format": written["format"]}
+    written |= {"config_groups": {"group_0": group}, "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]}
+    (made / "config.json").write_text(json.dumps(config | {"quantization_config": written}))
+    return made
+
+
+def mxfp4_alone_demo(folder: Path) -> Path:
+    """The same by `quant_method: mxfp4`, as vLLM reads it of other models than gpt-oss."""
+    made = mxfp4_demo(folder)
+    tensors = load_file(made / "model.safetensors")
+    save_file({name.replace(".weight_packed", ".weight"): t for name, t in tensors.items()}, made / "model.safetensors", {"format": "pt"})
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return made
+
+
+def gpt_oss_between_two(folder: Path) -> Path:
+    """gpt-oss with each head of keys and values twice, since vLLM gives each rank heads of its own; and with three blocks of features."""
+    made = folder / "gpt-oss"
+    shutil.copytree(MADE / "mxfp4-gpt_oss", made)
+    tensors = load_file(made / "model.safetensors")
+    for name in tensors:
+        if "k_proj" in name or "v_proj" in name:
+            tensors[name] = tensors[name].repeat(2, *[1] * (tensors[name].dim() - 1))
+        elif ".experts.gate_up_proj_" in name:
+            tensors[name] = torch.cat([tensors[name], tensors[name][:, :64]], 1)  # rows of gate and up in turns
+        elif name.endswith((".experts.down_proj_blocks", ".experts.down_proj_scales")):
+            tensors[name] = torch.cat([tensors[name], tensors[name][:, :, :1]], 2)
+    save_file(tensors, made / "model.safetensors", {"format": "pt"})
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2, "intermediate_size": 96}))
+    return made
+
+
 def judged(directory: Path, folder: Path, prompts: list[list[int]]) -> tuple[Any, list[list[float]]]:
     """transformers' model of a directory in float32, and the log-probabilities of the tokens of prompts but the first."""
     import transformers
 
-    dense = convert(directory, folder / "dense", to="dense")
+    dense = folder / "dense"
+    if not dense.exists():
+        convert(directory, dense, to="dense")
     model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     return model, [log_probabilities(model, prompt) for prompt in prompts]
 

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
+from layers import expected
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
@@ -23,8 +24,9 @@ from fusion_moe.encodings import Quantized
 from fusion_moe.errors import DtypeError, NonFiniteError, ShapeError, UnsupportedError
 from fusion_moe.vllm import register
 from fusion_moe.vllm.compressed_tensors import FusionMoeInt4Method
-from fusion_moe.vllm.config import FusionMoeConfig
-from fusion_moe.vllm.experts import first_expert, need_served
+from fusion_moe.vllm.config import FusionMoeConfig, _of_experts_on_cpu
+from fusion_moe.vllm.experts import first_expert, need_served, swiglu_of
+from fusion_moe.vllm.mxfp4 import FusionMoeGptOssConfig, FusionMoeGptOssMethod, FusionMoeMxfp4Config, FusionMoeMxfp4Method
 from fusion_moe.vllm.scales import check_scales
 
 NVFP4_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
@@ -71,6 +73,12 @@ def test_only_who_asks_gets_it() -> None:
     assert asked(NVFP4_CONFIG, "modelopt_fp4") is None
 
 
+def test_what_vllm_has_no_experts_for_on_cpus() -> None:
+    compressed = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    assert all(map(_of_experts_on_cpu, (NVFP4_CONFIG, {"quant_method": "mxfp4"}, compressed)))
+    assert not any(map(_of_experts_on_cpu, ({"quant_method": "fp8"}, compressed | {"format": "pack-quantized"})))
+
+
 @pytest.mark.parametrize("config", [NVFP4_CONFIG, {"quantization": {
     "quant_algo": "W4A16_NVFP4", "group_size": 16, "kv_cache_quant_algo": None, "exclude_modules": []}}])  # fmt: skip
 def test_modelopt_is_read(config: dict[str, Any]) -> None:
@@ -79,10 +87,17 @@ def test_modelopt_is_read(config: dict[str, Any]) -> None:
     assert "ModelOpt" in made.FusedMoEMethodCls.__name__  # vLLM's loader looks at it
 
 
+def test_mxfp4_is_read() -> None:
+    """vLLM renames gpt-oss's, whose rows take turns, and its loader of weights asks for the name."""
+    gpt_oss = FusionMoeConfig.from_config({"quant_method": "gpt_oss_mxfp4"})
+    assert isinstance(gpt_oss, FusionMoeGptOssConfig)
+    assert gpt_oss.get_name() == "gpt_oss_mxfp4"
+    assert isinstance(FusionMoeConfig.from_config({"quant_method": "mxfp4"}), FusionMoeMxfp4Config)
+
+
 @pytest.mark.parametrize(
     ("config", "found"),
     [
-        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
         ({"quant_method": "fp8"}, "quant_method 'fp8'"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo FP8"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo MIXED_PRECISION"),
@@ -102,16 +117,56 @@ def test_layers_that_are_served() -> None:
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"moe_parallel_config": parallel(ep_size=2, dp_size=2)}, "expert parallelism between ranks .* --tensor-parallel-size alone"),
+        ({"moe_parallel_config": parallel(ep_size=2, dp_size=2)}, "ranks that have tokens of their own, .* in place of --data-parallel"),
+        ({"moe_parallel_config": parallel(dp_size=2)}, "ranks that have tokens of their own, .* in place of --data-parallel"),
         ({"is_lora_enabled": True}, "LoRA"),
-        ({"activation": MoEActivation.GELU}, "experts with activation 'gelu'"),
-        ({"activation": MoEActivation.SWIGLUOAI}, "experts with activation 'swigluoai'"),
-        ({"has_bias": True}, "experts with biases"),
     ],
 )
 def test_layers_that_are_refused(changes: dict[str, Any], found: str) -> None:
     with pytest.raises(UnsupportedError, match=found):
         need_served(layer(**changes))
+
+
+def test_ranks_with_tokens_of_their_own_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gathers tokens before `apply`, and adds up what ranks return, in one way of several."""
+    monkeypatch.setattr("fusion_moe.vllm.experts.current_platform", SimpleNamespace(is_cpu=lambda: False))
+    need_served(layer(moe_parallel_config=parallel(ep_size=2, dp_size=2)))
+    with pytest.raises(UnsupportedError, match="--all2all-backend deepep_low_latency; expected allgather_reducescatter; leave it out"):
+        need_served(layer(moe_parallel_config=parallel(ep_size=2, dp_size=2, all2all_backend="deepep_low_latency")))
+    with pytest.raises(UnsupportedError, match="prefill context parallelism; .* without --prefill-context-parallel-size"):
+        need_served(layer(moe_parallel_config=parallel(ep_size=2, pcp_size=2)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "interleave", "found"),
+    [
+        ({}, 0, {"limit": None}),
+        ({"swiglu_limit": 7.0}, 0, {"limit": 7.0}),
+        ({"activation": MoEActivation.SWIGLUOAI}, 1, {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}),
+        ({"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE, "swiglu_limit": 5.0}, 0, {"limit": 5.0, "alpha": 1.0, "up_offset": 0.0}),
+        ({"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE, "swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}, 0,
+         {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}),
+    ],
+)  # fmt: skip
+def test_activations_that_are_served(changes: dict[str, Any], interleave: int, found: dict[str, Any]) -> None:
+    assert swiglu_of(layer(**changes), interleave) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "interleave"),
+    [("GELU", 0), ("SWIGLUSTEP", 0), ("SITU", 0), ("SWIGLUOAI", 0), ("SWIGLUOAI_UNINTERLEAVE", 1), ("SILU", 1)],
+)  # fmt: skip
+def test_activations_that_are_refused(name: str, interleave: int) -> None:
+    activation = MoEActivation[name]
+    with pytest.raises(UnsupportedError, match=f"experts with activation '{activation.value}'; expected 'swigluoai'|or 'swigluoai_unint"):
+        swiglu_of(layer(activation=activation), interleave)
+
+
+def test_biases_are_served_where_vllm_loads_them() -> None:
+    FusionMoeGptOssMethod(layer(has_bias=True, activation=MoEActivation.SWIGLUOAI))
+    for make, encoding in (experts_method, "nvfp4"), (lambda **changes: FusionMoeMxfp4Method(layer(**changes)), "mxfp4"):
+        with pytest.raises(UnsupportedError, match=f"experts in {encoding} with biases; expected those of gpt-oss, in its own MXFP4"):
+            make(has_bias=True)
 
 
 def test_int4_in_float16_is_refused() -> None:
@@ -162,9 +217,10 @@ def test_experts_keep_both_scales_of_gate_and_up(limit: float | None) -> None:
     method.process_weights_after_loading(owner)
     assert [name for name, _ in owner.named_parameters() if not name.startswith("fusion_moe.")] == []
     generator = torch.Generator().manual_seed(1)
-    x, ids, w = torch.randn(5, 64, generator=generator), torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]]), torch.rand(5, 2)
-    got = method.apply(owner, x, w, ids.int())
-    assert torch.allclose(got.double(), expected(x, ids, w, w13, w2, limit), rtol=1e-4, atol=1e-4)
+    x, ids = torch.randn(5, 64, generator=generator), torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 3]])
+    w = torch.rand(5, 2, generator=generator)
+    want = expected(x, ids, w, w13, w2, limit=limit)
+    assert (method.apply(owner, x, w, ids.int()) - want).norm() <= 1e-6 * want.norm()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -182,7 +238,7 @@ def test_experts_of_ranks_add_up(ranks: int) -> None:
         method.process_weights_after_loading(owner)
         assert len(owner.fusion_moe.down_proj) == count
         total += method.apply(owner, x, w, ids.int())
-    want = expected(x, ids, w, w13, w2, None)
+    want = expected(x, ids, w, w13, w2)
     assert (total - want).norm() <= 1e-6 * want.norm()
 
 
@@ -195,21 +251,6 @@ def test_placements_of_experts() -> None:
         first_expert(determine_expert_map(3, 2, 2)[1], "")
     with pytest.raises(UnsupportedError, match="experts 1, 2 on a rank"):
         first_expert(torch.tensor([-1, 1, 0]), "")
-
-
-def expected(x: Any, ids: Any, w: Any, w13: Any, w2: Any, limit: float | None) -> Any:
-    """The layer in float64, from `dequantize`."""
-    from fusion_moe.encodings import dequantize
-
-    up, down = dequantize(w13).double(), dequantize(w2).double()
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for t, row in enumerate(x.double()):
-        for e, weight in zip(ids[t].tolist(), w[t].tolist(), strict=True):
-            gate, value = (up[e] @ row).chunk(2)
-            if limit is not None:
-                gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
-            out[t] += weight * (down[e] @ (torch.nn.functional.silu(gate) * value))
-    return out
 
 
 @pytest.mark.parametrize("part", ["block_scale", "decode_scale"])

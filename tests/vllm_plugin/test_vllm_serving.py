@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,17 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
 from files import MADE
-from served import ENVIRONMENT, compressed_tensors_demo, greedy, judged, log_probabilities, modelopt_demo
+from served import (
+    ENVIRONMENT,
+    compressed_tensors_demo,
+    gpt_oss_between_two,
+    greedy,
+    judged,
+    log_probabilities,
+    modelopt_demo,
+    mxfp4_alone_demo,
+    mxfp4_demo,
+)  # fmt: skip
 
 pytestmark = pytest.mark.slow
 OFFLINE = Path(__file__).with_name("offline.py")
@@ -27,11 +37,11 @@ PROMPTS = [[3, 9, 27, 20, 5, 11, 30], [8, 4], [17, 3, 29, 31, 6, 12, 25, 14, 7, 
 CLIENTS = 8
 
 
-def generated(directory: Path, **options: Any) -> tuple[list[dict[str, Any]], str]:
+def generated(directory: Path, environment: Mapping[str, str] | None = None, **options: Any) -> tuple[list[dict[str, Any]], str]:
     """What a process found, and its log."""
     given = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "quantization": "fusion_moe", **options}
     command = [sys.executable, OFFLINE, directory, json.dumps(given), json.dumps(PROMPTS)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env={**ENVIRONMENT, **(environment or {})}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     return json.loads(line.removeprefix("FOUND ")), done.stdout + done.stderr
@@ -44,11 +54,12 @@ def compare(directory: Path, folder: Path, found: list[dict[str, Any]], toleranc
         assert greedy(model, prompt, answer["tokens"])
 
 
-@pytest.mark.parametrize("write", [modelopt_demo, compressed_tensors_demo])
+@pytest.mark.parametrize("write", [modelopt_demo, compressed_tensors_demo, mxfp4_demo, mxfp4_alone_demo])
 def test_demo_offline(write: Any, tmp_path: Path) -> None:
     directory = write(tmp_path)
     found, log = generated(directory)
-    assert "fusion_moe serves experts in nvfp4, activations in torch.float32, on cpu" in log
+    encoding = "mxfp4" if "mxfp4" in write.__name__ else "nvfp4"
+    assert f"fusion_moe serves experts in {encoding}, activations in torch.float32, on cpu" in log
     compare(directory, tmp_path, found, 1e-3)
 
 
@@ -59,12 +70,24 @@ def test_demo_compiled(tmp_path: Path) -> None:
     compare(directory, tmp_path, generated(directory, enforce_eager=False)[0], 1e-3)
 
 
-@pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "modelopt-mixtral", "ct-qwen3_moe", "ct-qwen3_moe-int4"])
+@pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "modelopt-mixtral", "ct-qwen3_moe", "ct-qwen3_moe-int4", "mxfp4-gpt_oss"])
 def test_made_by_other_packages(name: str, tmp_path: Path) -> None:
-    """Attention in NVFP4 too; q, k and v have scales of their own in compressed-tensors' directories."""
+    """Attention in NVFP4 too; q, k and v have scales of their own in compressed-tensors' directories. gpt-oss has biases and sinks."""
     found, log = generated(MADE / name)
-    assert f"fusion_moe serves experts in {'int4' if 'int4' in name else 'nvfp4'}" in log
+    encoding = next((e for e in ("int4", "mxfp4") if e in name), "nvfp4")
+    assert f"fusion_moe serves experts in {encoding}" in log
     compare(MADE / name, tmp_path, found, 1e-3)
+
+
+@pytest.mark.parametrize(("write", "experts"), [(gpt_oss_between_two, False), (modelopt_demo, True)])
+def test_two_processes(write: Any, experts: bool, tmp_path: Path) -> None:
+    """Features of gpt-oss's experts, or whole experts, divided between two ranks."""
+    directory = write(tmp_path)
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    found, log = generated(directory, environment, tensor_parallel_size=2, enable_expert_parallel=experts)
+    assert "fusion_moe serves experts" in log
+    assert ("Worker_TP0_EP0" in log) == experts
+    compare(directory, tmp_path, found, 1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import torch
 from ...ir.core import Fusion, Value
 from ...runtime.kernel import Kernel
 from ...runtime.memory import Memory
+from ...runtime.native import Descriptor
 from ...segment import Segment
 from .launch import Arrays, Function, Launch, Library, Sizes
 from .segment import Source
@@ -43,6 +44,11 @@ class Joined(Function):
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...] | None:
         return self._arrays.call(self._entry, tensors, sizes)
+
+    def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> Descriptor | None:
+        """What C++ does for such a call; None if tensors are copied before."""
+        arrays = self._arrays.described(tensors, sizes)
+        return None if arrays is None else Descriptor(False, (*arrays[0], *self.library.addresses("run"), *arrays[1]))
 
 
 class _Program:

@@ -14,7 +14,7 @@ import torch
 
 from ...ir.core import Fusion, Value, storage_shape
 from ...ir.types import DTYPES
-from ...runtime import build, memory
+from ...runtime import build, memory, native
 from ...runtime.memory import Memory
 from ...runtime.preparing import Build
 from ...runtime.remembered import Remembered
@@ -63,6 +63,10 @@ class Library:
         function, products = getattr(self._loaded, name), self._products
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
         return lambda pointers, sizes: function(pointers, sizes, products, torch.get_num_threads())
+
+    def addresses(self, name: str) -> list[int]:
+        """One of its functions, and the products that it is called with."""
+        return [native.address(getattr(self._loaded, name)), *native.counted([product or 0 for product in self._products])]
 
 
 class Function:
@@ -136,6 +140,14 @@ class Arrays:
         if entry(self._pack(*[addresses[i] for i in self._order]), resolved.numbers):
             return None
         return tuple([tensors[i] for i in self._outputs])
+
+    def described(self, inputs: Sequence[torch.Tensor], sizes: Sizes) -> tuple[list[int], list[int]] | None:
+        """The arrays as a descriptor has them: before its function, and after it. None if `call` would copy inputs."""
+        if not native.as_stored(inputs, self._swapped):
+            return None
+        made = [self._outputs.index(len(inputs) + i) for i in range(len(self._made))]
+        numbers = [sizes[s] for s in self._symbols]
+        return native.arrays(len(inputs), made, self._resolved(sizes).workspace), [*native.counted(self._order), *native.counted(numbers)]
 
     def workspace(self, sizes: Sizes) -> Memory:
         """Where what is made beside the outputs lies."""

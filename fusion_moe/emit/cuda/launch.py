@@ -16,10 +16,13 @@ from ...arch import Arch
 from ...errors import BuildError, UnsupportedError
 from ...ir.core import storage_shape
 from ...ir.types import DTYPES
-from ...runtime import background, cuda, memory, nvrtc
+from ...runtime import background, cuda, memory, native, nvrtc
+from ...runtime.faults import Faults
 from ...runtime.memory import Memory
+from ...runtime.native import Descriptor
 from ...runtime.preparing import Build, run_builds
 from ...runtime.remembered import Remembered
+from ...schedule.product import products
 from .choice import AUTO
 from .choose import Choice, Step, choose
 from .parts import Parts, one_part
@@ -28,6 +31,7 @@ from .source import Boxes, KernelSource, Sizes, Source
 KERNELS = Path(__file__).parent / "kernels"
 _ALIGN = 16  # bytes that vectors are loaded by
 _REMEMBERED = 1024  # devices and sizes of calls
+_TITLE = 3  # operations that a message names
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,10 @@ class _Loaded:
     places: tuple[int, ...]
     launches: tuple[tuple[cuda.Launch, tuple[Boxes, ...]], ...]
 
-    def run(self, addresses: Sequence[int], stream: int) -> None:
-        """On the current device; addresses: of all arrays of the call."""
+    def run(self, addresses: Sequence[int], stream: int, fault: int) -> None:
+        """On the current device; addresses: of all arrays of the call; fault: of the word for what is wrong."""
         arrays = [addresses[i] for i in self.places]
-        words = (*self.numbers, *arrays, cuda.fault_word())
+        words = (*self.numbers, *arrays, fault)
         params = (ctypes.c_longlong * len(words))(*words)
         alone = ctypes.c_void_p(ctypes.addressof(params))
         for launch, boxes in self.launches:
@@ -86,6 +90,7 @@ class Call:
         transposed = {v for part in parts.parts for v in part.transposed}
         self._swap = [v in transposed for v in parts.inputs]
         self._remembered = Remembered[tuple[torch.device, tuple[int, ...]], _Prepared](_REMEMBERED)
+        self._faults = Faults(_title(parts))
 
     def choose(self, sizes: Sizes, arch: Arch, any_size: bool = False) -> Choice:
         """What is launched; any_size: while that is compiled. UnsupportedError if the option cuda_variant names what does not fit."""
@@ -102,20 +107,36 @@ class Call:
         """Loads them: a call of these sizes, a captured one too, then only launches."""
         index = _index(device)
         with torch.cuda.device(index):
+            self._faults.prepare(index)
             self._prepared(torch.device("cuda", index), sizes)
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...]:
         device = tensors[0].device if tensors else torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.device(device.index):
-            cuda.raise_fault()
+            stream = cuda.stream(device)
+            fault = self._faults.word(device.index, stream)
             prepared = self._prepared(device, sizes)
             arrays = [_aligned(t.mT if swap else t) for t, swap in zip(tensors, self._swap, strict=True)]
             arrays += [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in prepared.results]
             _held, inner = memory.allocate(prepared.workspace, device)  # until all kernels are launched
-            addresses, stream = [*[t.data_ptr() for t in arrays], *inner], cuda.stream(device)
+            addresses = [*[t.data_ptr() for t in arrays], *inner]
             for step in prepared.steps:
-                step.run(addresses, stream)
+                step.run(addresses, stream, fault)
         return tuple([arrays[i] for i in self._outputs])
+
+    def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> Descriptor | None:
+        """What C++ does for such a call; None while kernels are compiled, where some copy in boxes, and if tensors are copied before."""
+        prepared, swapped = self._prepared(tensors[0].device, sizes), [i for i, swap in enumerate(self._swap) if swap]
+        launches = [launch for step in prepared.steps for launch in step.launches]
+        if prepared.until or any(boxes for _, boxes in launches) or not native.as_stored(tensors, swapped):
+            return None
+        made = [self._outputs.index(len(tensors) + i) for i in range(len(self.parts.made))]
+        numbers = native.arrays(len(tensors), made, prepared.workspace)
+        numbers += [*native.cuda_functions(), self._faults.table(_index(tensors[0].device)), len(prepared.steps)]
+        for step in prepared.steps:
+            numbers += [*native.counted(step.numbers), *native.counted(step.places), len(step.launches)]
+            numbers += [n for launch, _ in step.launches for n in launch.addresses()]
+        return Descriptor(True, tuple(numbers))
 
     def _prepared(self, device: torch.device, sizes: Sizes) -> _Prepared:
         numbers = tuple([sizes[s] for s in self.parts.symbols])
@@ -171,6 +192,15 @@ class Launch:
 
     def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
         return self.call(inputs, sizes)
+
+
+def _title(parts: Parts) -> str:
+    """What a call computes, for messages: its first operations, and the weights of its products."""
+    ops = [op for part in parts.parts for op in part.source.fusion.ops if not op.kind.view]
+    names = list(dict.fromkeys(op.kind.name for op in ops))
+    weights = dict.fromkeys(str(p.b.type) for part in parts.parts for p in products(part.source.fusion))
+    shown = " ".join(names[:_TITLE]) + " ..." * (len(names) > _TITLE)
+    return f"`{shown}`" + (f" by {', '.join(weights)}" if weights else "")
 
 
 def build(kernel: KernelSource, arch: Arch) -> Path:

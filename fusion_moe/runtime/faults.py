@@ -1,0 +1,165 @@
+"""What kernels of CUDA find wrong: words of pinned memory, one for each program on each stream.
+
+    faults = Faults("`route index_select grouped_mm ...`")    # of a program
+    word = faults.word(device, stream)    # for kernels; GroupsError if an earlier call of it there found something
+
+Kernels make bad ends, ids and indices safe and write what they found into their word, which no launch waits for: what a call raises was in
+an earlier one. Launches that a graph captures have a word of their own, since graphs may be replayed on any stream: any call of the program
+on the device raises what replays found. `synchronize` waits, and raises what all programs found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ..errors import GroupsError
+from . import cuda
+
+_FOUND = {  # by the number of a Fault in emit/cuda/kernels/ragged.cuh
+    1: ("offs[{place}] = {value}", "cumulative ends that never decrease, and are at most the number of rows"),
+    2: ("ids.flatten()[{place}] = {value} is out of range", "ids from 0 to the number of groups - 1"),
+    3: ("an index of {value}", "an index within the dimension it selects from"),
+}
+_WORDS = 4096  # that are pinned at once. None is given back: a graph may hold its address
+_STREAMS = 64  # of a device that a table has
+_LIBRARIES = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_INDUCTOR = "torchinductor_"  # in the names of files that it wrote
+
+
+class Word:
+    """What kernels of one program on one stream found; 0 if nothing."""
+
+    def __init__(self, address: int, where: str):
+        self.address, self.where = address, where
+        self.found = ctypes.c_ulonglong.from_address(address)
+
+    def take(self) -> tuple[str, str] | None:
+        """What was found, and what was expected. It is forgotten. None if another thread took it."""
+        found, self.found.value = self.found.value, 0
+        if not found:
+            return None
+        place, low = found >> 32 & 0xFFFFFF, found & 0xFFFFFFFF
+        what, expected = _FOUND[found >> 56]
+        return f"{what.format(place=place, value=low - (low >> 31 << 32))}, in an earlier call of {self.where}", expected
+
+
+class Faults:
+    """Those of one program. title: what it computes, for messages."""
+
+    def __init__(self, title: str):
+        self.title = title
+        self._words: dict[tuple[int, int | None], tuple[Word, Word]] = {}
+        self._tables: dict[int, ctypes.Array[ctypes.c_ulonglong]] = {}
+
+    def prepare(self, device: int) -> None:
+        """Makes the word for graphs: memory is not pinned while one is captured."""
+        self._of_graphs(device)
+
+    def word(self, device: int, stream: int) -> int:
+        """The address of the word for kernels that are launched now on the current device and stream, whose numbers these are.
+
+        GroupsError if kernels that ran there before found something, or those of graphs. Waits for nothing.
+        """
+        if stream and cuda.capturing():  # to ask takes as long as all else here, and of the default stream there is no capture
+            return self._of_graphs(device).address
+        own, of_graphs = self._words.get((device, stream)) or self._add(device, stream)
+        if own.found.value or of_graphs.found.value:
+            _raise([own, of_graphs])
+        return own.address
+
+    def table(self, device: int) -> int:
+        """The address of what native.cpp looks words up in: that of graphs' word, a count, streams and their words."""
+        found = self._tables.get(device)
+        if found is None:
+            found = self._tables.setdefault(device, (ctypes.c_ulonglong * (2 + 2 * _STREAMS))(self._of_graphs(device).address))
+            for (index, stream), (own, _) in list(self._words.items()):
+                if index == device and stream is not None:
+                    _enter(found, stream, own)
+            _words.tables.append(found)
+        return ctypes.addressof(found)
+
+    def _add(self, device: int, stream: int) -> tuple[Word, Word]:
+        of_graphs = self._of_graphs(device)
+        found = self._words.setdefault((device, stream), (self._new(f"cuda:{device}, stream {stream:#x}"), of_graphs))
+        if device in self._tables:
+            _enter(self._tables[device], stream, found[0])
+        return found
+
+    def _of_graphs(self, device: int) -> Word:
+        found = self._words.get((device, None))
+        if found is None:
+            made = self._new(f"cuda:{device}, in a CUDA graph")
+            found = self._words.setdefault((device, None), (made, made))
+        return found[1]
+
+    def _new(self, place: str) -> Word:
+        return _words.new(f"{self.title} on {place}, first called at {_caller()}")
+
+
+def _enter(table: ctypes.Array[ctypes.c_ulonglong], stream: int, word: Word) -> None:
+    """Adds a stream to a table, if there is place: others are Python's. The count comes last."""
+    count = table[1]
+    if count < _STREAMS:
+        table[2 + 2 * count], table[3 + 2 * count] = stream, word.address
+        table[1] = count + 1
+
+
+class _Words:
+    """All words of the process."""
+
+    def __init__(self) -> None:
+        self.all: list[Word] = []
+        self.tables: list[Any] = []  # kept: calls in C++ hold their addresses
+        self._memory: list[torch.Tensor] = []
+        self._free: list[int] = []
+
+    def new(self, where: str) -> Word:
+        try:
+            address = self._free.pop()
+        except IndexError:
+            pinned = torch.cuda.is_available()
+            memory = torch.zeros(_WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned)  # whatever device a caller makes tensors on
+            self._memory.append(memory)
+            first, *others = (memory.data_ptr() + 8 * i for i in range(_WORDS))
+            self._free += reversed(others)
+            address = first
+        made = Word(address, where)
+        self.all.append(made)
+        return made
+
+
+_words = _Words()
+
+
+def synchronize() -> None:
+    """Waits for the current CUDA device, and raises GroupsError if kernels of any program found bad ends, ids or indices."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    _raise(_words.all)
+
+
+def _raise(words: Iterable[Word]) -> None:
+    found = [told for word in words if word.found.value and (told := word.take())]
+    if found:
+        (first, expected), *others = found
+        todo = "fusion_moe.synchronize() after a call raises its errors; that call computed with indices clamped into range"
+        also = "".join(f"; also {what}" for what, _ in others)
+        raise GroupsError(first + also, expected=expected, todo=todo, where="cuda")
+
+
+def _caller() -> str:
+    """file:line of the nearest frame outside of this library and torch."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((*_LIBRARIES, "<")) and _INDUCTOR not in name:
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown place"

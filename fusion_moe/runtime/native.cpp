@@ -1,0 +1,520 @@
+// Kernels of torch's dispatcher for the operations: a call of a known form is launched from here, any other one goes on to Python.
+//
+// The form of a call is its operation, the shapes, dtypes, devices and orders in memory of its tensors, and its other arguments. A call of
+// a form that is not known runs the operation's twin, which is the same in Python; when that returns, Python may have offered the descriptor of
+// the call: then its form is known.
+//
+// Python decides wherever it may have an opinion: options other than the process's, calls that are noted instead of run, a profiler,
+// tensors that require a gradient, input that a kernel refuses. All that is read here was checked when the form was new.
+#include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+extern "C" {  // of the interpreter that loads this, whose headers need not be installed
+struct _object;
+int PyGILState_Ensure();
+void PyGILState_Release(int);
+int PyContextVar_Get(_object* var, _object* otherwise, _object** value);
+void Py_DecRef(_object*);
+}
+
+namespace {
+
+using c10::DispatchKeySet;
+using c10::IValue;
+using c10::OperatorHandle;
+using torch::jit::Stack;
+using i64 = std::int64_t;
+using u64 = std::uint64_t;
+
+constexpr std::size_t MOST = 1024;          // forms that are known at once
+constexpr std::size_t KEPT = 1 << 20;       // bytes that each thread keeps for what small calls make on the CPU
+constexpr std::size_t ALIGNMENT = 256;      // of arrays
+constexpr std::uintptr_t VECTOR = 16;       // bytes that CUDA's kernels load at once
+
+// Forms --------------------------------------------------------------------------------------------------------------
+
+// The form of a call as words, and its tensors.
+class Form {
+  public:
+    std::vector<u64> words;
+    c10::SmallVector<const at::Tensor*, 16> tensors;
+
+    // Whether a value can be told from all others.
+    bool add(const IValue& v) {
+        if (v.isTensor()) return add(v.toTensor());
+        if (v.isNone()) return add(NONE, 0);
+        if (v.isInt()) return add(INT, 0, static_cast<u64>(v.toInt()));
+        if (v.isBool()) return add(BOOL, v.toBool());
+        if (v.isDouble()) return add(DOUBLE, 0, of_bits(v.toDouble()));
+        if (v.isString()) return add(v.toStringRef());
+        if (!v.isList()) return false;
+        const auto elements = v.toListRef();
+        add(LIST, elements.size());
+        for (const IValue& element : elements)
+            if (!add(element)) return false;
+        return true;
+    }
+
+    u64 hash() const {
+        u64 h = 0x9E3779B97F4A7C15;
+        for (const u64 w : words) {
+            h = (h ^ w) * 0xD6E8FEB86659FD93;
+            h ^= h >> 32;
+        }
+        return h;
+    }
+
+  private:
+    enum Tag : u64 { NONE, INT, BOOL, DOUBLE, STRING, LIST, TENSOR };
+
+    bool add(Tag tag, u64 what) {
+        words.push_back(tag | what << 8);
+        return true;
+    }
+
+    bool add(Tag tag, u64 what, u64 more) {
+        words.push_back(more);
+        return add(tag, what);
+    }
+
+    bool add(const std::string& s) {
+        const std::size_t at = words.size();
+        words.resize(at + (s.size() + 7) / 8);
+        std::memcpy(words.data() + at, s.data(), s.size());
+        return add(STRING, s.size());
+    }
+
+    bool add(const at::Tensor& t) {
+        if (!t.defined() || t.layout() != at::kStrided) return false;
+        const bool contiguous = t.is_contiguous();
+        for (const i64 n : t.sizes()) words.push_back(static_cast<u64>(n));
+        if (!contiguous)
+            for (const i64 n : t.strides()) words.push_back(static_cast<u64>(n));
+        const u64 device = static_cast<u64>(static_cast<std::uint8_t>(t.device().index()) << 8 | static_cast<std::uint8_t>(t.device().type()));
+        tensors.push_back(&t);
+        return add(TENSOR, static_cast<u64>(t.dim()) << 32 | device << 16 | static_cast<u64>(t.scalar_type()) << 1 | contiguous);
+    }
+
+    static u64 of_bits(double v) {
+        u64 bits;
+        std::memcpy(&bits, &v, sizeof bits);
+        return bits;
+    }
+};
+
+// Descriptors --------------------------------------------------------------------------------------------------------------
+
+// What Python says of a descriptor, one number after the other.
+class Numbers {
+  public:
+    Numbers(const i64* begin, i64 count) : at_(begin), end_(begin + count) {}
+
+    i64 next() {
+        TORCH_CHECK(at_ < end_, "fusion_moe: a descriptor ends early");
+        return *at_++;
+    }
+
+    template <class T>
+    T* address() {
+        return reinterpret_cast<T*>(next());
+    }
+
+    // As many as the first one says.
+    std::vector<i64> list() {
+        std::vector<i64> found(static_cast<std::size_t>(next()));
+        for (i64& n : found) n = next();
+        return found;
+    }
+
+  private:
+    const i64* at_;
+    const i64* end_;
+};
+
+struct Result {
+    std::vector<i64> sizes;
+    at::ScalarType dtype;
+};
+
+using Results = std::vector<at::Tensor>;
+
+// What a call of one form launches. Its arrays are numbered: those of its tensors, those of its results, those inside of its workspace.
+class Descriptor {
+  public:
+    explicit Descriptor(Numbers& said) : inputs_(said.next()), made_(said.list()), workspace_(said.next()), offsets_(said.list()) {}
+    virtual ~Descriptor() = default;
+
+    // Takes the results for the form of those to come. Whether they are as this descriptor makes them.
+    bool fits(std::size_t inputs, const Results& results) {
+        if (inputs == 0 || inputs != static_cast<std::size_t>(inputs_) || results.size() != made_.size()) return false;
+        for (const at::Tensor& t : results) {
+            if (!t.defined() || !t.is_contiguous()) return false;
+            results_.push_back({t.sizes().vec(), t.scalar_type()});
+        }
+        return true;
+    }
+
+    // Whether the call ran; if not, nothing was made.
+    virtual bool run(const Form& form, Results& results) const = 0;
+
+  protected:
+    using Addresses = c10::SmallVector<char*, 32>;
+
+    // Those of all arrays. of_results(result) makes a tensor.
+    template <class Make>
+    Addresses addresses(const Form& form, Results& results, char* workspace, Make of_result) const {
+        Addresses found;
+        for (const at::Tensor* t : form.tensors) found.push_back(static_cast<char*>(const_cast<void*>(t->const_data_ptr())));
+        for (const Result& result : results_) results.push_back(of_result(result));
+        for (const i64 i : made_) found.push_back(static_cast<char*>(results[static_cast<std::size_t>(i)].mutable_data_ptr()));
+        for (const i64 offset : offsets_) found.push_back(workspace + offset);
+        return found;
+    }
+
+    i64 workspace() const { return workspace_; }
+
+  private:
+    i64 inputs_;
+    std::vector<i64> made_;  // which result each array is
+    i64 workspace_;          // bytes
+    std::vector<i64> offsets_;
+    std::vector<Result> results_;
+};
+
+// One call of a program's entry.
+class OnCpu final : public Descriptor {
+  public:
+    explicit OnCpu(Numbers& said)
+        : Descriptor(said), entry_(said.address<Entry>()), products_(said.list()), order_(said.list()), sizes_(said.list()) {}
+
+    bool run(const Form& form, Results& results) const override {
+        at::Tensor held;
+        const Addresses found = addresses(form, results, memory(held), [](const Result& r) { return at::detail::empty_cpu(r.sizes, r.dtype); });
+        Addresses ordered;
+        for (const i64 i : order_) ordered.push_back(found[static_cast<std::size_t>(i)]);
+        return entry_(ordered.data(), sizes_.data(), products_.data(), at::get_num_threads()) == 0;
+    }
+
+  private:
+    using Entry = int(char* const* arrays, const i64* sizes, const i64* products, int threads);
+
+    // A thread's own, or for this call.
+    char* memory(at::Tensor& held) const {
+        if (static_cast<std::size_t>(workspace()) > KEPT) {
+            held = at::detail::empty_cpu({workspace()}, at::kByte);
+            return static_cast<char*>(held.mutable_data_ptr());
+        }
+        static thread_local const std::unique_ptr<char, void (*)(void*)> kept{static_cast<char*>(std::aligned_alloc(ALIGNMENT, KEPT)), std::free};
+        return kept.get();
+    }
+
+    Entry* entry_;
+    std::vector<i64> products_, order_, sizes_;
+};
+
+// The kernels of a choice, in order.
+class OnCuda final : public Descriptor {
+  public:
+    explicit OnCuda(Numbers& said)
+        : Descriptor(said), launch_(said.address<Launch>()), stream_(said.address<Stream>()), capturing_(said.address<Capturing>()),
+          words_(said.address<const Words>()) {
+        for (i64 n = said.next(); n > 0; --n) {
+            Part part{said.list(), said.list(), {}};
+            for (i64 kernels = said.next(); kernels > 0; --kernels) {
+                void* const function = said.address<void>();
+                const Config config = *said.address<const Config>();
+                part.kernels.push_back({function, config, {config.attributes, config.attributes + config.count}});
+            }
+            parts_.push_back(std::move(part));
+        }
+    }
+
+    bool run(const Form& form, Results& results) const override {
+        for (const at::Tensor* t : form.tensors)
+            if (reinterpret_cast<std::uintptr_t>(t->const_data_ptr()) % VECTOR != 0) return false;
+        const c10::Device device = form.tensors[0]->device();
+        const c10::DeviceGuard guard(device);
+        const auto options = at::TensorOptions().device(device);
+        void* stream = nullptr;
+        if (stream_(device.index(), &stream) != 0) return false;
+        const volatile u64* const fault = word_of(stream);
+        if (!fault) return false;
+        const at::Tensor held = workspace() ? at::empty({workspace()}, options.dtype(at::kByte)) : at::Tensor();
+        char* const memory = workspace() ? static_cast<char*>(held.mutable_data_ptr()) : nullptr;
+        const Addresses found = addresses(form, results, memory, [&](const Result& r) { return at::empty(r.sizes, options.dtype(r.dtype)); });
+        for (const Part& part : parts_)
+            if (!run(part, found, stream, fault)) return false;
+        return true;
+    }
+
+  private:
+    struct Attribute {  // CUlaunchAttribute
+        int id;
+        alignas(8) char value[64];
+    };
+    struct Config {  // CUlaunchConfig
+        unsigned grid[3], block[3], shared;
+        void* stream;
+        const Attribute* attributes;
+        unsigned count;
+    };
+    struct Kernel {
+        void* function;
+        Config config;
+        std::vector<Attribute> attributes;
+    };
+    struct Part {  // whose kernels have the same parameter
+        std::vector<i64> sizes, arrays;
+        std::vector<Kernel> kernels;
+    };
+    using Launch = int(const Config*, void* function, void** parameters, void** extra);
+    using Stream = std::int32_t(std::int32_t device, void** stream);
+    using Capturing = int(void* stream, int* status);
+    struct Words {  // as runtime/faults.py makes it
+        const volatile u64* of_graphs;
+        u64 count;
+        struct {
+            void* stream;
+            const volatile u64* word;
+        } of[];
+    };
+
+    // Where kernels on a stream report; null for a stream that Python has not seen yet, and if it has to raise what was reported.
+    const volatile u64* word_of(void* stream) const {
+        int captured = 0;  // the default stream never is
+        if (stream && capturing_(stream, &captured) != 0) return nullptr;
+        if (captured) return words_->of_graphs;
+        if (*words_->of_graphs != 0) return nullptr;
+        for (u64 i = 0; i < words_->count; ++i)
+            if (words_->of[i].stream == stream) return *words_->of[i].word == 0 ? words_->of[i].word : nullptr;
+        return nullptr;
+    }
+
+    bool run(const Part& part, const Addresses& found, void* stream, const volatile u64* fault) const {
+        c10::SmallVector<i64, 48> struct_(part.sizes.begin(), part.sizes.end());
+        for (const i64 i : part.arrays) struct_.push_back(reinterpret_cast<i64>(found[static_cast<std::size_t>(i)]));
+        struct_.push_back(reinterpret_cast<i64>(fault));
+        void* parameters[] = {struct_.data()};
+        for (const Kernel& kernel : part.kernels) {
+            Config config = kernel.config;
+            config.stream = stream;
+            config.attributes = kernel.attributes.data();
+            if (launch_(&config, kernel.function, parameters, nullptr) != 0) return false;
+        }
+        return true;
+    }
+
+    Launch* launch_;
+    Stream* stream_;
+    Capturing* capturing_;
+    const Words* words_;
+    std::vector<Part> parts_;
+};
+
+// What is known ------------------------------------------------------------------------------------------------------
+
+class Known {
+  public:
+    std::shared_ptr<const Descriptor> find(u64 hash, const std::vector<u64>& words) {
+        const std::shared_lock lock(mutex_);
+        const auto [begin, end] = descriptors_.equal_range(hash);
+        for (auto at = begin; at != end; ++at)
+            if (at->second.words == words) return at->second.descriptor;
+        return nullptr;
+    }
+
+    // Starts anew when it is full.
+    void put(u64 hash, std::vector<u64> words, std::shared_ptr<const Descriptor> descriptor) {
+        const std::unique_lock lock(mutex_);
+        if (descriptors_.size() >= MOST) descriptors_.clear();
+        descriptors_.emplace(hash, Entry{std::move(words), std::move(descriptor)});
+    }
+
+    std::size_t size() {
+        const std::shared_lock lock(mutex_);
+        return descriptors_.size();
+    }
+
+  private:
+    struct Entry {
+        std::vector<u64> words;
+        std::shared_ptr<const Descriptor> descriptor;
+    };
+    std::shared_mutex mutex_;
+    std::unordered_multimap<u64, Entry> descriptors_;
+};
+
+Known& known() {
+    static Known* const all = new Known;  // calls may come while the process ends
+    return *all;
+}
+
+// A call that Python runs, in whose place a descriptor may be offered; none for calls that no descriptor is wanted of.
+thread_local std::shared_ptr<Descriptor>* offered = nullptr;
+
+// Runs Python with a place for its descriptor, or without.
+class Offering {
+  public:
+    explicit Offering(std::shared_ptr<Descriptor>* place) : before_(std::exchange(offered, place)) {}
+    ~Offering() { offered = before_; }
+
+  private:
+    std::shared_ptr<Descriptor>* before_;
+};
+
+struct Context {  // of Python, that decides how calls run: context variables, and what they hold in calls that may run here
+    _object *options, *usual, *noted, *none;
+} context;
+
+bool holds(_object* var, _object* wanted) {
+    _object* value = nullptr;
+    if (PyContextVar_Get(var, wanted, &value) != 0 || value == nullptr) return false;
+    Py_DecRef(value);
+    return value == wanted;
+}
+
+// Whether Python has nothing to say about how calls run now.
+bool usual() {
+    if (at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value()) return false;
+    const int state = PyGILState_Ensure();
+    const bool found = holds(context.options, context.usual) && holds(context.noted, context.none);
+    PyGILState_Release(state);
+    return found;
+}
+
+// Kernels ------------------------------------------------------------------------------------------------------------
+
+class Kernel : public c10::OperatorKernel {
+  public:
+    explicit Kernel(OperatorHandle twin) : twin_(std::move(twin)) {}
+
+  protected:
+    void python(DispatchKeySet keys, Stack* stack, std::shared_ptr<Descriptor>* place) const {
+        const Offering offering(place);
+        twin_.redispatchBoxed(keys, stack);
+    }
+
+  private:
+    OperatorHandle twin_;
+};
+
+// Below autograd.
+class OfBackend final : public Kernel {
+  public:
+    using Kernel::Kernel;
+
+    void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+        const std::size_t count = op.schema().arguments().size();
+        Form form;
+        form.words.reserve(96);
+        form.words.push_back(reinterpret_cast<u64>(this));
+        const auto arguments = torch::jit::last(*stack, count);
+        const bool told = std::all_of(arguments.begin(), arguments.end(), [&](const IValue& v) { return form.add(v); });
+        if (!told || !usual()) return python(keys, stack, nullptr);
+        const u64 hash = form.hash();
+        const auto descriptor = known().find(hash, form.words);
+        Results results;
+        if (descriptor && descriptor->run(form, results)) {
+            torch::jit::drop(*stack, count);
+            return push(op, stack, std::move(results));
+        }
+        std::shared_ptr<Descriptor> place;
+        python(keys, stack, descriptor ? nullptr : &place);
+        if (place && place->fits(form.tensors.size(), returned(op, *stack))) known().put(hash, std::move(form.words), std::move(place));
+    }
+
+  private:
+    static bool is_list(const OperatorHandle& op) { return op.schema().returns()[0].type()->kind() == c10::TypeKind::ListType; }
+
+    static void push(const OperatorHandle& op, Stack* stack, Results results) {
+        if (is_list(op)) return void(stack->emplace_back(c10::List<at::Tensor>(std::move(results))));
+        for (at::Tensor& t : results) stack->emplace_back(std::move(t));
+    }
+
+    static Results returned(const OperatorHandle& op, Stack& stack) {
+        if (is_list(op)) return stack.back().toTensorVector();
+        Results found;
+        for (const IValue& v : torch::jit::last(stack, op.schema().returns().size())) found.push_back(v.toTensor());
+        return found;
+    }
+};
+
+// Autograd's: Python, where a gradient is wanted.
+class OfAutograd final : public Kernel {
+  public:
+    using Kernel::Kernel;
+
+    void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+        const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+        if (c10::GradMode::is_enabled() && std::any_of(arguments.begin(), arguments.end(), tracked)) return python(keys, stack, nullptr);
+        const at::AutoDispatchBelowAutograd guard;
+        op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+    }
+
+  private:
+    static bool tracked(const IValue& v) {
+        if (v.isTensor()) return v.toTensor().requires_grad();
+        if (!v.isTensorList()) return false;
+        const auto elements = v.toListRef();
+        return std::any_of(elements.begin(), elements.end(), tracked);
+    }
+};
+
+template <class K>
+void implement(const OperatorHandle& op, const OperatorHandle& twin, std::initializer_list<c10::DispatchKey> keys) {
+    static std::vector<c10::RegistrationHandleRAII>* const held = new std::vector<c10::RegistrationHandleRAII>;  // as long as the process
+    for (const c10::DispatchKey key : keys) {
+        auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<K>(twin));
+        held->push_back(
+            c10::Dispatcher::singleton().registerImpl(op.operator_name(), key, std::move(kernel), std::nullopt, nullptr, "fusion_moe"));
+    }
+}
+
+}  // namespace
+
+// What ctypes calls --------------------------------------------------------------------------------------------------
+
+extern "C" {
+
+// options, noted: context variables; usual: the options that calls run here under.
+void fusion_moe_begin(_object* options, _object* usual, _object* noted, _object* none) { context = {options, usual, noted, none}; }
+
+// Implements an operation whose twin is an operation of the same schema, implemented in Python.
+void fusion_moe_implement(const char* name, const char* twin, int autograd) {
+    auto& dispatcher = c10::Dispatcher::singleton();
+    const OperatorHandle op = dispatcher.findSchemaOrThrow(name, ""), other = dispatcher.findSchemaOrThrow(twin, "");
+    implement<OfBackend>(op, other, {c10::DispatchKey::CPU, c10::DispatchKey::CUDA});
+    if (autograd) implement<OfAutograd>(op, other, {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA});
+}
+
+// Whether a descriptor of the call that Python runs now is wanted.
+int fusion_moe_wanted() { return offered != nullptr; }
+
+// The descriptor of that call.
+void fusion_moe_offer(int cuda, const i64* numbers, i64 count) {
+    Numbers said(numbers, count);
+    if (cuda)
+        *offered = std::make_shared<OnCuda>(said);
+    else
+        *offered = std::make_shared<OnCpu>(said);
+}
+
+// How many forms are known.
+i64 fusion_moe_known() { return static_cast<i64>(known().size()); }
+
+}  // extern "C"

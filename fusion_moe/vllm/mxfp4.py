@@ -1,0 +1,73 @@
+"""MXFP4: gpt-oss with its biases and clamped SwiGLU, and others; vLLM reads the configuration and loads the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod, Mxfp4Config, Mxfp4MoEMethod
+from vllm.utils.math_utils import round_up
+
+from ..encodings import MXFP4, Quantized
+from .config import NAME
+from .experts import ExpertsMethod
+
+
+class _Loaded(ExpertsMethod):
+    """Experts that vLLM loads as it does for kernels of its own: codes and bytes of exponents."""
+
+    encoding = MXFP4
+    loaded = tuple(f"{w}_{part}" for w in ("w13", "w2") for part in ("weight", "weight_scale"))
+    skip_forward_padding = has_unpadded_output = False  # those ask the kernel of vLLM that there is not
+
+    def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *others: Any, **more: Any) -> tuple[int, int]:
+        """The sizes as they are, for no kernel of vLLM."""
+        return hidden_size, intermediate_size_per_partition
+
+    def weight(self, layer: Any, name: str) -> Quantized:
+        """The weight "w13" [E, 2I, H] or "w2" [E, H, I] that vLLM loaded."""
+        codes, scale = (getattr(layer, part).data for part in self.loaded if part.startswith(name))
+        return Quantized(codes, scale.view(torch.float8_e8m0fnu), encoding=MXFP4)
+
+
+class FusionMoeMxfp4Method(_Loaded, Mxfp4MoEMethod):
+    """Experts in MXFP4, gate above up."""
+
+    weight_dtype = "mxfp4"
+
+
+class FusionMoeGptOssMethod(_Loaded, GptOssMxfp4MoEMethod):
+    """gpt-oss's experts: rows of gate and up take turns, and both projections have biases."""
+
+    interleave = 1
+    biased = True
+    weight_dtype = "gpt_oss_mxfp4"  # vLLM's loader of gpt-oss looks at it
+
+    def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *others: Any, **more: Any) -> tuple[int, int]:
+        """A rank's features as whole blocks: vLLM's loader of gpt-oss cuts them so, 2880 between 4 ranks too, and leaves zeros behind."""
+        return hidden_size, round_up(intermediate_size_per_partition, MXFP4.block)
+
+
+class _Dtypes:
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """What activations may be in."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+
+class FusionMoeMxfp4Config(_Dtypes, Mxfp4Config):
+    """vLLM's configuration of MXFP4, with experts of this library."""
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The name of the quantization."""
+        return NAME
+
+    def _make_moe_method(self, moe: Any) -> FusionMoeMxfp4Method:
+        return FusionMoeMxfp4Method(moe)
+
+
+class FusionMoeGptOssConfig(_Dtypes, GptOssMxfp4Config):
+    """vLLM's configuration of gpt-oss, with experts of this library. It keeps its name, which vLLM's loader of weights looks at."""
+
+    def _make_moe_method(self, moe: Any) -> FusionMoeGptOssMethod:
+        return FusionMoeGptOssMethod(moe)

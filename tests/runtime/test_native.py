@@ -1,0 +1,318 @@
+"""Calls of known forms, which C++ runs: what Python runs, bit for bit; and what stays Python's."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import subprocess
+import sys
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fusion_moe
+from fusion_moe import eager, options
+from fusion_moe.errors import BuildError, DtypeError, GroupsError, ShapeError
+from fusion_moe.nn import NVFP4Experts
+from fusion_moe.runtime import native
+from fusion_moe.runtime.background import Started
+
+pytestmark = pytest.mark.compiler
+OPS = torch.ops.fusion_moe
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
+    if not options.current().native_calls:
+        pytest.skip("FUSION_MOE_NATIVE_CALLS=0")
+    native.load()
+
+
+class Runs:
+    """The calls that Python ran."""
+
+    def __init__(self, monkeypatch):
+        self.count, run = 0, eager._Found.run
+
+        def counted(found, tensors):
+            self.count += 1
+            return run(found, tensors)
+
+        monkeypatch.setattr(eager._Found, "run", counted)
+
+    def of(self, call):
+        """What a call returns, and how many Python ran for it."""
+        before = self.count
+        return call(), self.count - before
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    return Runs(monkeypatch)
+
+
+def layer(seed: int = 0, experts: int = 4) -> NVFP4Experts:
+    g = torch.Generator().manual_seed(seed)
+    return NVFP4Experts.from_float(torch.randn(experts, 64, 32, generator=g), torch.randn(experts, 32, 32, generator=g))
+
+
+def token(tokens: int = 3, seed: int = 0) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x, ids = torch.randn(tokens, 32, generator=g).bfloat16(), torch.randint(0, 4, (tokens, 2), generator=g)
+    return [x, ids, torch.rand(tokens, 2, generator=g)]
+
+
+def by_python(call):
+    with options.override():
+        return call()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_second_call_of_a_form(runs, mode):
+    with mode():
+        for experts in map(layer, range(3)):
+            experts(*token(5))
+            for given in (token(5, seed) for seed in range(3)):
+                call = partial(experts, *given)
+                want = by_python(call)
+                found, ran = runs.of(call)
+                assert found.equal(want)
+                assert found.is_inference() == want.is_inference()
+                assert ran == 0
+
+
+def test_what_makes_another_form(runs):
+    experts, (x, ids, w) = layer(experts=5), token(6)  # of a form that no other test has
+    gate_up, down = list(experts.weight_of("gate_up")), list(experts.weight_of("down"))
+    runs_of = {
+        "more tokens": lambda: experts(*token(7)),
+        "leading dimensions": lambda: experts(x.view(2, 3, 32), ids, w),
+        "another dtype": lambda: experts(x.float(), ids, w),
+        "another integer": lambda: experts(x, ids.int(), w),
+        "an argument": lambda: OPS.fused_experts(x, ids, w, gate_up, down, limit=0.5),
+        "another value": lambda: OPS.fused_experts(x, ids, w, gate_up, down, limit=0.25),
+        "a word": lambda: OPS.fused_experts(x, ids, w, gate_up, down, scale_on="input"),
+        "a bias": lambda: OPS.fused_experts(x, ids, w, gate_up, down, torch.ones(5, 64).bfloat16()),
+        "fp4": lambda: OPS.fused_experts(x, ids, w, [gate_up[0].detach().view(torch.float4_e2m1fn_x2), *gate_up[1:]], down),
+    }
+    experts(x, ids, w)
+    for name, call in runs_of.items():
+        want = by_python(call)
+        (first, ran), (second, again) = runs.of(call), runs.of(call)
+        assert first.equal(want), name
+        assert second.equal(want), name
+        assert (ran, again) == (1, 0), name
+
+
+def test_tensors_that_have_to_be_copied_stay_pythons(runs):
+    experts, (x, ids, w) = layer(), token(6)
+    want = experts(x, ids, w)
+    wide = torch.stack([x, x], 1)[:, 0]
+    for _ in range(2):
+        found, ran = runs.of(lambda: experts(wide, ids, w))
+        assert found.equal(want)
+        assert ran == 1
+
+
+def test_several_results_and_lists(runs):
+    ids = torch.tensor([[0, 2], [1, 0], [2, 1]])
+    want = by_python(lambda: OPS.route(ids, 3))
+    OPS.route(ids, 3)
+    found, ran = runs.of(lambda: OPS.route(ids, 3))
+    assert all(a.equal(b) for a, b in zip(found, want, strict=True))
+    assert ran == 0
+    fd = fusion_moe.FusionDefinition()
+    x = fd.define_tensor(shape=[-1, 4], dtype="f32")
+    fd.add_output(fd.ops.mul(x, 3.0))
+    fd.add_output(fd.ops.mul(x, 5.0))
+    text, x = str(fd.fusion()), torch.randn(3, 4)
+    OPS.run(text, [x], [3])
+    found, ran = runs.of(lambda: OPS.run(text, [x], [3]))
+    assert [t.tolist() for t in found] == [(3 * x).tolist(), (5 * x).tolist()]
+    assert ran == 0
+    with pytest.raises(ShapeError):
+        OPS.run(text, [x], [4])
+
+
+def test_errors():
+    experts, (x, ids, w) = layer(), token()
+    want = experts(x, ids, w)
+    with pytest.raises(GroupsError) as by_cxx:
+        experts(x, ids + 4, w)
+    with pytest.raises(GroupsError) as expected, options.override():
+        experts(x, ids + 4, w)
+    assert str(by_cxx.value) == str(expected.value)
+    with pytest.raises(DtypeError):
+        experts(x.double(), ids, w)
+    assert experts(x, ids, w).equal(want)
+
+
+def test_options_in_force(runs):
+    """Python's, wherever they are not those of the process, in a context that outlives its block too."""
+    experts, given = layer(), token()
+    want = experts(*given)
+    assert runs.of(lambda: experts(*given))[1] == 0
+    with options.override(target="reference"):
+        context = contextvars.copy_context()
+        assert runs.of(lambda: experts(*given))[1] == 1
+    assert runs.of(lambda: context.run(lambda: experts(*given)))[1] == 1
+    found, ran = runs.of(lambda: experts(*given))
+    assert found.equal(want)
+    assert ran == 0
+
+
+def test_calls_that_are_noted(runs):
+    experts, given = layer(), token()
+    want = experts(*given)
+    with fusion_moe.preparing() as noted:
+        assert not experts(*given).any()
+        assert len(noted) == 1
+    assert experts(*given).equal(want)
+
+
+def test_profilers_see_segments():
+    experts, given = layer(), token()
+    with torch.no_grad():
+        want = experts(*given)
+        with torch.profiler.profile() as profile:
+            found = experts(*given)
+    assert found.equal(want)
+    names = [event.name for event in profile.events()]
+    assert "fusion_moe::fused_experts" in names
+    assert any(name.startswith("fusion_moe::0[") for name in names)
+
+
+def test_gradients(runs):
+    experts, (x, ids, w) = layer(), token()
+
+    def gradients():
+        given = x.float().requires_grad_(), w.clone().requires_grad_()
+        experts(given[0], ids, given[1]).square().sum().backward()
+        return [t.grad for t in given]
+
+    want = by_python(gradients)
+    gradients()
+    found, ran = runs.of(gradients)
+    assert all(a.equal(b) for a, b in zip(found, want, strict=True))
+    assert ran == 0  # forward and backward are calls of fusion_moe::run
+    assert experts(x.float().requires_grad_(), ids, w).requires_grad
+
+
+def test_tracers():
+    experts, given = layer(), token()
+    experts(*given)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = OPS.fused_experts(*(mode.from_tensor(t) for t in given), *(list(experts.weight_of(name)) for name in ("gate_up", "down")))
+    assert fake.shape == (3, 32)
+    assert type(fake).__name__ == "FakeTensor"
+    with pytest.raises(RuntimeError, match="Batching rule"):
+        torch.vmap(lambda x: experts(x, *given[1:]))(given[0][None])
+
+
+def test_more_forms_than_are_known():
+    def call(rows: int) -> torch.Tensor:
+        x = torch.arange(4.0 * rows).view(rows, 4)
+        return OPS.scaled_swiglu(x)
+
+    want = call(1)
+    for rows in range(2, 1200):
+        call(rows)
+    assert 0 < native.known() <= 1024
+    assert call(1).equal(want)
+
+
+def test_threads():
+    """Forms are new in some threads while they are known in others."""
+    experts, wrong = layer(), list[int]()
+    want = {tokens: by_python(lambda tokens=tokens: experts(*token(tokens, tokens))) for tokens in range(11, 19)}
+
+    def work(first: int) -> None:
+        for i in range(100):
+            tokens = 11 + (first + i) % 8
+            with torch.no_grad():
+                if not experts(*token(tokens, tokens)).equal(want[tokens]):
+                    wrong.append(tokens)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+# When it is loaded ----------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """As one that has called nothing: what it did. fails: whether the library does not compile; threads: how many run."""
+
+    def __init__(self, monkeypatch):
+        self.did, self.built, self.fails, self.threads, self._monkeypatch = list[str](), False, False, 1, monkeypatch
+        self.again()
+        monkeypatch.setattr(native, "load", lambda: self.did.append("loaded"))
+        monkeypatch.setattr(native.background, "start", self._start)
+        monkeypatch.setattr(native.build, "build", self._build)
+        monkeypatch.setattr(native.build, "is_built", lambda **_: self.built)
+        monkeypatch.setattr(threading, "active_count", lambda: self.threads)
+
+    def again(self):
+        self._monkeypatch.setattr(native, "_state", native._State())
+
+    def _start(self, builds):
+        for _, build in builds:
+            build()
+        return Started(())
+
+    def _build(self, **source):
+        self.did.append("compiled")
+        if self.fails:
+            raise BuildError("native does not compile")
+        self.built = True
+
+
+@pytest.fixture
+def process(monkeypatch):
+    return Process(monkeypatch)
+
+
+def calls(count: int) -> None:
+    for _ in range(count):
+        assert not native.wanted()
+
+
+def test_it_is_compiled_when_many_calls_came_and_loaded_where_nobody_else_calls(process):
+    calls(native._AFTER - 1)
+    assert process.did == []
+    calls(3)
+    assert process.did == ["compiled", "loaded"]
+
+
+def test_with_other_threads_the_next_process_loads_it(process):
+    process.threads = 2
+    calls(native._AFTER + 3)
+    assert process.did == ["compiled"]
+    process.again()
+    calls(1)
+    assert process.did == ["compiled", "loaded"]
+
+
+def test_where_it_does_not_compile_python_runs_calls(process):
+    process.fails = True
+    calls(2 * native._AFTER)
+    assert process.did == ["compiled"]
+    assert native._state.over
+
+
+def test_the_option():
+    program = "import fusion_moe, torch; [torch.ops.fusion_moe.route(torch.tensor([[0, 1]]), 2) for _ in range(3)]\n"
+    program += "from fusion_moe.runtime import native; print(native.known())"
+    for value, known in ("0", 0), ("1", 1):
+        environment = {**os.environ, "FUSION_MOE_NATIVE_CALLS": value, "PYTHONPATH": ":".join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == [str(known)]
+        assert not done.stderr

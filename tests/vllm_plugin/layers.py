@@ -1,0 +1,31 @@
+"""What a layer of experts computes, in float64, from the numbers that its weights mean."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusion_moe.encodings import Quantized, dequantize
+
+
+def expected(
+    x: Tensor, ids: Tensor, w: Tensor, w13: Quantized, w2: Quantized, *, w13_bias: Tensor | None = None, w2_bias: Tensor | None = None,
+    interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """x [T, H], ids int[T, k], w [T, k], w13 [E, 2I, H], w2 [E, H, I] -> float64[T, H].
+
+    interleave: of the rows of w13: 0, gate above up; 1, they take turns.
+    """
+    up, down = dequantize(w13).double(), dequantize(w2).double()
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for t, row in enumerate(x.double()):
+        for e, weight in zip(ids[t].tolist(), w[t].tolist(), strict=True):
+            both = up[e] @ row
+            if w13_bias is not None:
+                both = both + w13_bias[e]
+            gate, value = (both[0::2], both[1::2]) if interleave else both.chunk(2)
+            if limit is not None:
+                gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
+            y = down[e] @ (gate * torch.sigmoid(alpha * gate) * (value + up_offset))
+            out[t] += weight * (y if w2_bias is None else y + w2_bias[e])
+    return out

@@ -1,0 +1,114 @@
+"""As much of vLLM as the plug-in's modules import, for machines that it cannot be installed on: its parameters have vLLM's shapes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+import fusion_moe.vllm
+
+
+class Method:
+    """FusedMoEMethodBase: keeps the configuration of the layer."""
+
+    def __init__(self, moe: Any):
+        self.moe = moe
+
+
+def parameters(layer: nn.Module, **made: torch.Tensor) -> None:
+    for name, tensor in made.items():
+        layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+class ModelOpt(Method):
+    """ModelOptNvFp4FusedMoE's weights."""
+
+    def create_weights(self, layer: Any, experts: int, hidden: int, inner: int, dtype: Any, **attributes: Any) -> None:
+        for name, n, k in ("w13", 2 * inner, hidden), ("w2", hidden, inner):
+            scalar = (experts, 2) if name == "w13" else (experts,)
+            parameters(layer, **{
+                f"{name}_weight": torch.empty(experts, n, k // 2, dtype=torch.uint8),
+                f"{name}_weight_scale": torch.empty(experts, n, k // 16, dtype=torch.float8_e4m3fn),
+                f"{name}_weight_scale_2": torch.empty(scalar), f"{name}_input_scale": torch.empty(scalar),
+            })  # fmt: skip
+
+
+class GptOss(Method):
+    """GptOssMxfp4MoEMethod's weights."""
+
+    def create_weights(self, layer: Any, experts: int, hidden: int, inner: int, dtype: Any, **attributes: Any) -> None:
+        for name, n, k in ("w13", 2 * inner, hidden), ("w2", hidden, inner):
+            parameters(layer, **{
+                f"{name}_weight": torch.zeros(experts, n, k // 2, dtype=torch.uint8),
+                f"{name}_weight_scale": torch.zeros(experts, n, k // 32, dtype=torch.uint8),
+                f"{name}_bias": torch.zeros(experts, n, dtype=torch.bfloat16),
+            })  # fmt: skip
+
+
+def logger(name: str) -> Any:
+    made = logging.getLogger(name)
+    made.info_once = made.info  # type: ignore[attr-defined]
+    return made
+
+
+GIVEN = {
+    "vllm.logger": {"init_logger": logger},
+    "vllm.model_executor.layers.fused_moe": {"FusedMoEMethodBase": Method},
+    "vllm.model_executor.layers.linear": {"register_weight_loader_v2_supported_method": lambda method: method},
+    "vllm.model_executor.layers.quantization.modelopt": {"ModelOptNvFp4FusedMoE": ModelOpt},
+    "vllm.model_executor.layers.quantization.mxfp4": {"GptOssMxfp4MoEMethod": GptOss, "Mxfp4MoEMethod": Method},
+}
+
+
+_STUBBED = ("vllm", "fusion_moe.vllm.")  # how names of modules begin that are taken out of the way
+
+
+class Stub(ModuleType):
+    """A module of vLLM: what is not given is an empty class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return GIVEN.get(self.__name__, {}).get(name) or type(name, (), {})
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """In the place of vLLM, inside the block; the plug-in's modules are imported anew, and after it those are back that were there."""
+    before = dict(sys.modules)
+    _forget()
+    sys.modules.update(_modules())
+    try:
+        yield
+    finally:
+        _forget()
+        for name in [name for name in before if name.startswith(_STUBBED)]:
+            sys.modules[name] = before[name]
+            if name.startswith("fusion_moe."):
+                setattr(fusion_moe.vllm, name.removeprefix("fusion_moe.vllm."), before[name])
+
+
+def _forget() -> None:
+    """Takes modules out of sys.modules, and ours out of their package, which holds them too."""
+    for name in [name for name in sys.modules if name.startswith(_STUBBED)]:
+        del sys.modules[name]
+        vars(fusion_moe.vllm).pop(name.removeprefix("fusion_moe.vllm."), None)
+
+
+def _modules() -> dict[str, ModuleType]:
+    leaves = (
+        *GIVEN, "vllm.model_executor.layers.quantization.base_config", "vllm.model_executor.layers.vocab_parallel_embedding",
+        "vllm.model_executor.parameter", "vllm.platforms", "vllm.utils.math_utils",
+    )  # fmt: skip
+    names = {".".join(parts[: i + 1]) for parts in (leaf.split(".") for leaf in leaves) for i in range(len(parts))}
+    made = {name: Stub(name) for name in names}
+    for module in made.values():
+        module.__path__ = []  # a package
+    return made
