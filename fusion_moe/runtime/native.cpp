@@ -257,7 +257,8 @@ class OnCuda final : public Descriptor {
         if (stream_(device.index(), &stream) != 0) return false;
         const at::Tensor held = workspace() ? at::empty({workspace()}, options.dtype(at::kByte)) : at::Tensor();
         char* const memory = workspace() ? static_cast<char*>(held.mutable_data_ptr()) : nullptr;
-        const Addresses found = addresses(form, results, memory, [&](const Result& r) { return at::empty(r.sizes, options.dtype(r.dtype)); });
+        const auto make = [&](const Result& r) { return at::empty(r.sizes, options.dtype(r.dtype)); };
+        const Addresses found = addresses(form, results, memory, make);
         for (const Part& part : parts_)
             if (!run(part, found, stream)) return false;
         return true;
