@@ -47,9 +47,7 @@ class Experts(Projections):
         if of_gate_up and of_gate_up.padded[1] != of_gate_up.shape[1]:
             checks.need_rows("hidden_states", hidden_states, of_gate_up.shape[1], type(self).__name__)
             hidden_states = of_gate_up.pad_columns(hidden_states)
-        y = torch.ops.fusion_moe.fused_experts(
-            hidden_states, top_k_index, top_k_weights, gate_up, down, **self._arguments(hidden_states)
-        )  # fmt: skip
+        y = torch.ops.fusion_moe.fused_experts(hidden_states, top_k_index, top_k_weights, gate_up, down, **self._arguments(hidden_states))
         return of_down.cut_rows(y) if of_down else y
 
     def _arguments(self, like: Tensor) -> dict[str, Any]:

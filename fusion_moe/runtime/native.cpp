@@ -1,8 +1,8 @@
 // Kernels of torch's dispatcher for the operations: a call of a known form is launched from here, any other one goes on to Python.
 //
 // The form of a call is its operation, the shapes, dtypes, devices and orders in memory of its tensors, and its other arguments. A call of
-// a form that is not known runs the operation's twin, which is the same in Python; when that returns, Python may have offered the descriptor of
-// the call: then its form is known.
+// a form that is not known runs the operation's twin, which is the same in Python; when that returns, Python may have offered the
+// descriptor of the call: then its form is known.
 //
 // Python decides wherever it may have an opinion: options other than the process's, calls that are noted instead of run, a profiler,
 // tensors that require a gradient, input that a kernel refuses. All that is read here was checked when the form was new.
@@ -105,7 +105,8 @@ class Form {
         for (const i64 n : t.sizes()) words.push_back(static_cast<u64>(n));
         if (!contiguous)
             for (const i64 n : t.strides()) words.push_back(static_cast<u64>(n));
-        const u64 device = static_cast<u64>(static_cast<std::uint8_t>(t.device().index()) << 8 | static_cast<std::uint8_t>(t.device().type()));
+        const c10::Device on = t.device();
+        const u64 device = static_cast<u64>(static_cast<std::uint8_t>(on.index()) << 8 | static_cast<std::uint8_t>(on.type()));
         tensors.push_back(&t);
         return add(TENSOR, static_cast<u64>(t.dim()) << 32 | device << 16 | static_cast<u64>(t.scalar_type()) << 1 | contiguous);
     }
@@ -117,7 +118,7 @@ class Form {
     }
 };
 
-// Descriptors --------------------------------------------------------------------------------------------------------------
+// Descriptors --------------------------------------------------------------------------------------------------------
 
 // What Python says of a descriptor, one number after the other.
 class Numbers {
@@ -169,7 +170,7 @@ class Descriptor {
         return true;
     }
 
-    // Whether the call ran; if not, nothing was made.
+    // Whether the call ran; if not, Python is to run it.
     virtual bool run(const Form& form, Results& results) const = 0;
 
   protected:
@@ -204,7 +205,8 @@ class OnCpu final : public Descriptor {
 
     bool run(const Form& form, Results& results) const override {
         at::Tensor held;
-        const Addresses found = addresses(form, results, memory(held), [](const Result& r) { return at::detail::empty_cpu(r.sizes, r.dtype); });
+        const auto make = [](const Result& r) { return at::detail::empty_cpu(r.sizes, r.dtype); };
+        const Addresses found = addresses(form, results, memory(held), make);
         Addresses ordered;
         for (const i64 i : order_) ordered.push_back(found[static_cast<std::size_t>(i)]);
         return entry_(ordered.data(), sizes_.data(), products_.data(), at::get_num_threads()) == 0;
@@ -219,7 +221,8 @@ class OnCpu final : public Descriptor {
             held = at::detail::empty_cpu({workspace()}, at::kByte);
             return static_cast<char*>(held.mutable_data_ptr());
         }
-        static thread_local const std::unique_ptr<char, void (*)(void*)> kept{static_cast<char*>(std::aligned_alloc(ALIGNMENT, KEPT)), std::free};
+        static thread_local const std::unique_ptr<char, void (*)(void*)> kept{
+            static_cast<char*>(std::aligned_alloc(ALIGNMENT, KEPT)), std::free};
         return kept.get();
     }
 
@@ -256,7 +259,8 @@ class OnCuda final : public Descriptor {
         if (!fault) return false;
         const at::Tensor held = workspace() ? at::empty({workspace()}, options.dtype(at::kByte)) : at::Tensor();
         char* const memory = workspace() ? static_cast<char*>(held.mutable_data_ptr()) : nullptr;
-        const Addresses found = addresses(form, results, memory, [&](const Result& r) { return at::empty(r.sizes, options.dtype(r.dtype)); });
+        const auto make = [&](const Result& r) { return at::empty(r.sizes, options.dtype(r.dtype)); };
+        const Addresses found = addresses(form, results, memory, make);
         for (const Part& part : parts_)
             if (!run(part, found, stream, fault)) return false;
         return true;
