@@ -391,15 +391,6 @@ def test_blocks_of_a_size_class(variant):
         assert worst * 40 // variant.tiles <= blocks(SizeClass(variant, above, most), rows, of)
 
 
-def test_a_single_wave_is_not_split():
-    variant = TABLE.tiled[0].variants[0]
-    assert isinstance(variant, SmallM)
-    for arch in (H200, A100):
-        wave = variant.wave(arch)
-        assert variant.call(wave, arch).endswith(", 0>::run(s);")
-        assert variant.call(wave + 1, arch).endswith(f", {wave}>::run(s);")
-
-
 def test_facts_of_a_gpu_are_in_what_it_launches():
     """Shared memory, how fast weights are read, and the blocks of kernels that loop; nothing else is different."""
     half = replace(H200, multiprocessors=66, shared_per_block=200 * 1024, measured=Measured(3200, 77))
@@ -512,7 +503,7 @@ def test_small_operations_have_kernels():
 
 def test_local_experts():
     """A block more sorts the rows of other ids, which no warp that sorts by itself sees: kernels look for tiles in ends."""
-    for first_expert, count, route in (None, 128, "Route<i64, 1>{"), (32, 129, "Route<i64, 1, true>{"):
+    for first_expert, count, route in (None, 128, "Route<i64>{"), (32, 129, "Route<i64, true>{"):
         up, down = sources(first_expert=first_expert)
         routing, product = launches(up, 4)[0], next(x for x in launches(up, 4) if "find_tile" in x.text)
         assert routing.blocks == count

@@ -64,9 +64,7 @@ def _sweep(asked: argparse.Namespace) -> int:
     tasks = [sweep.Task(layer, part, asked.layout) for layer in (*sweep.LAYERS, *sweep.OTHERS) for part in sweep.PARTS]
     tasks = [task for task in tasks if any(text in task.name for text in asked.only)]
     keep = partial(files.save, path=path)
-    found = sweep.sweep(
-        begun, table_of(arch), tasks, asked.tokens, 60 * asked.minutes, asked.repeats, keep, partial(print, flush=True)
-    )
+    found = sweep.sweep(begun, table_of(arch), tasks, asked.tokens, 60 * asked.minutes, asked.repeats, keep, partial(print, flush=True))
     print("\n".join(fit.summary(fit.fitted(table_of(arch), found))))
     print(f"{len(found.cells)} cells in {path}")
     return 0
