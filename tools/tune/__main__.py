@@ -76,7 +76,7 @@ def _fit(asked: argparse.Namespace) -> int:
     after = fit.fit(before, found)
     print(fit.shown(after, found))
     print("\nbefore:", *fit.summary(fit.fitted(before, found)))
-    print("\n".join(fit.changes(before, after)) or "no change pays")
+    print("\n".join(fit.changes(before, after)) or "nothing changes")
     if asked.write:
         path_of(found.arch).write_text(text(after), encoding="utf-8")
         print(f"written to {path_of(found.arch)}")

@@ -156,7 +156,7 @@ def ways(table: Table, of: Matrices, rows: int, arch: Arch) -> list[tuple[SizeCl
     found = [choose_from(table, rows, of, arch), *((SizeClass(v),) for v in near)]
     for regime in regimes:
         if regime.size_classes and regime.max_average / 6 <= rows / of.groups <= regime.max_average * 2:
-            only = replace(table, **{kind_of(of): (replace(regime, max_average=ALWAYS, min_weights=0), regimes[-1])})
+            only = replace(table, **{kind_of(of): (replace(regime, max_average=ALWAYS), regimes[-1])})
             found.append(choose_from(only, rows, of, arch))
     return list(dict.fromkeys(found))
 

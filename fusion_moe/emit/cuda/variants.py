@@ -39,6 +39,11 @@ class Matrices:
         return self.kind == "fprop" or (self.runs <= 2 and self.k % (64 if self.runs == 1 else 2 * 128) == 0)
 
     @property
+    def weights(self) -> int:
+        """How many there are, those that fill tiles too."""
+        return self.groups * 16 * self.tiles * self.k
+
+    @property
     def wide(self) -> bool:
         """Whether a stage of shared memory has room for 64 columns alone, and registers for few tiles."""
         return self.tile_bytes > TILE
@@ -220,7 +225,10 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
     "M16": M16,
     "M32": M32,
     "M48_96": M48_96,
+    "M48_64": (LargeM(48, 4, 2), LargeM(64, 4)),
+    "M64": (LargeM(64, 4),),
     "M64_96": (LargeM(64, 4), LargeM(96, 4)),
+    "M96": (LargeM(96, 4),),
     "M80": M80,
     "M160": M160,
     "SMALL_M32": (SmallM(4, 2, 4, 1, 1, 2),),
