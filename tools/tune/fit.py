@@ -53,24 +53,26 @@ def mean_loss(table: Table, timings: Timings) -> float:
 
 
 def fit(table: Table, timings: Timings) -> Table:
-    """The table with the best regimes for the kinds of weights and the shapes that were measured."""
+    """The table with the best regimes for the kinds of weights and the shapes that were measured; others are as they were."""
     for kind in dict.fromkeys(kind_of(cell.matrices) for cell in timings.cells):
         before: tuple[Regime, ...] = getattr(table, kind)
-        cells = [cell for cell in timings.cells if kind_of(cell.matrices) == kind]
-        ways = list(_ways(before))
-        found, left = list[Regime](), cells
-        for shape in SHAPES:
-            max_groups, below_weights = shape
-            of_shape = Regime(ALWAYS, (), max_groups=max_groups, below_weights=below_weights)
-            mine = [cell for cell in left if of_shape.admits(cell.matrices)]
-            left = [cell for cell in left if not of_shape.admits(cell.matrices)]
+        left, ways = [cell for cell in timings.cells if kind_of(cell.matrices) == kind], list(_ways(before))
+        shapes = [*SHAPES[:-1], *(shape for shape in map(_shape, before) if shape != SHAPES[-1]), SHAPES[-1]]
+        of_shape = {shape: [r for r in before if _shape(r) == shape] for shape in shapes}
+        for max_groups, below_weights in SHAPES:
+            whole = Regime(ALWAYS, (), max_groups=max_groups, below_weights=below_weights)
+            mine, left = ([c for c in left if whole.admits(c.matrices) == admitted] for admitted in (True, False))
             if mine:
-                found += _regimes([replace(w, max_groups=max_groups, below_weights=below_weights) for w in ways], mine, timings.arch, table)
-        if found[-1].max_groups is None and found[-1].below_weights is None:
-            table = replace(table, **{kind: (*found, *_for_others(before))})
-        else:
-            table = replace(table, **{kind: (*found, *before)})
+                tried = [replace(w, max_groups=max_groups, below_weights=below_weights) for w in ways]
+                of_shape[_shape(whole)] = _regimes(tried, mine, timings.arch, table)
+                if _shape(whole) == SHAPES[-1]:
+                    of_shape[SHAPES[-1]] += _for_others(before)
+        table = replace(table, **{kind: tuple(r for regimes in of_shape.values() for r in regimes)})
     return table
+
+
+def _shape(regime: Regime) -> tuple[int | None, int | None]:
+    return regime.max_groups, regime.below_weights
 
 
 def _ways(regimes: Sequence[Regime]) -> Iterator[Regime]:

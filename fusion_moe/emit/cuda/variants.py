@@ -228,7 +228,6 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
     "M48_64": (LargeM(48, 4, 2), LargeM(64, 4)),
     "M64": (LargeM(64, 4),),
     "M64_96": (LargeM(64, 4), LargeM(96, 4)),
-    "M96": (LargeM(96, 4),),
     "M80": M80,
     "M160": M160,
     "SMALL_M32": (SmallM(4, 2, 4, 1, 1, 2),),
