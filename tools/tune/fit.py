@@ -170,7 +170,8 @@ def summary(found: Sequence[Fitted]) -> list[str]:
         mean = math.exp(fmean(math.log(f.loss) for f in found if f.loss is not None))
         changes, losses_ = jumps(found), [f.loss for f in found if f.loss is not None]
         high = sum(loss > _HIGH for loss in losses_)
-        lines.append(f"{high} of {len(losses_)} cells more than 5 % from the best, {sum(j > _HIGH for j in changes)} of {len(changes)} changes of kernels")
+        jumping = f"{sum(jump > _HIGH for jump in changes)} of {len(changes)} changes of kernels"
+        lines.append(f"{high} of {len(losses_)} cells more than 5 % from the best, {jumping}")
         lines.append(
             f"geometric mean {mean:.4f}, worst {max(losses):.3f} ({worst.cell.product}, {worst.cell.tokens} tokens, {worst.cell.routing})"
         )
