@@ -126,6 +126,14 @@ def test_the_report_names_what_was_chosen_and_what_is_best():
     assert missing == "1 of 13 cells: what is chosen was not measured"
 
 
+def test_the_best_of_a_count_knows_all_times_but_not_the_routing():
+    us = {"uniform": {"a": 1.0, "b": 1.1, "c": 2.0}, "zipf": {"a": 1.5, "b": 1.1, "c": 1.0}}
+    cells = tuple(Cell("made up", FEW, 16, 128, routing, times) for routing, times in us.items())
+    found = fit.best_of_counts(Timings(H200, {}, cells))
+    assert [(f.chosen, f.loss) for f in found] == [("b", 1.1), ("b", 1.1)]
+    assert fit.jumps([fit.Fitted(cells[0], "a"), fit.Fitted(replace(cells[0], tokens=17), "c")]) == [pytest.approx(2)]
+
+
 def test_a_fit_from_the_command_line(tmp_path):
     """Without a GPU, and writing nothing unless it is asked to."""
     files.save(timings(), tmp_path / "t.json")

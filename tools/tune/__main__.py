@@ -86,6 +86,7 @@ def _fit(asked: argparse.Namespace) -> int:
 def _show(asked: argparse.Namespace) -> int:
     found = files.load_all(asked.timings)
     print(fit.shown(table_of(found.arch), found))
+    print("\none choice for all routings, at best:", *fit.summary(fit.best_of_counts(found)), sep="\n")
     return 0
 
 

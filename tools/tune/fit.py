@@ -129,6 +129,20 @@ def _between(low: float, high: float) -> float:
     return next((r for digits in range(4) if low <= (r := round(x, digits) if digits else int(x)) < high and r > 0), x)
 
 
+def best_of_counts(timings: Timings) -> list[Fitted]:
+    """What would be chosen by one who knows all times, and like a table not how rows are spread: for each count the same in all routings."""
+    counts = defaultdict[tuple[str, int], list[Cell]](list)
+    for cell in timings.cells:
+        counts[cell.product, cell.tokens].append(cell)
+    found = []
+    for cells in counts.values():
+        known = [name for name in cells[0].us if all(name in cell.us for cell in cells)]
+        if known:
+            best = min(known, key=lambda name: sum(math.log(cell.us[name] / cell.us[cell.best]) for cell in cells))
+            found += [Fitted(cell, best) for cell in cells]
+    return found
+
+
 # For people -----------------------------------------------------------------------------------------------------------
 
 
