@@ -130,7 +130,7 @@ def _between(low: float, high: float) -> float:
 
 
 def best_of_counts(timings: Timings) -> list[Fitted]:
-    """What would be chosen by one who knows all times, and like a table not how rows are spread: for each count the same in all routings."""
+    """What one would choose who knows all times, and like a table no routing: for each count the same in all of them."""
     counts = defaultdict[tuple[str, int], list[Cell]](list)
     for cell in timings.cells:
         counts[cell.product, cell.tokens].append(cell)
