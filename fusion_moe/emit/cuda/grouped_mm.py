@@ -111,18 +111,11 @@ class Product(Source):
         ]
         return [
             self._product(
-                s,
-                sizes,
-                arch,
-                [*row, *(large_m if s.variant.persistent else self._find())],
-                reads_before_wait or s is not first,
-                s is not first,
-                s is not last,
-                s.variant.persistent and not last.variant.persistent,
-                chosen.any_size,
+                s, sizes, arch, [*row, *(large_m if s.variant.persistent else self._find())], reads_before_wait or s is not first,
+                s is not first, s is not last, s.variant.persistent and not last.variant.persistent, chosen.any_size,
             )
             for s in size_classes
-        ]
+        ]  # fmt: skip
 
     def _product(
         self, size_class: SizeClass, sizes: Sizes, arch: Arch, functions: Sequence[str], reads_before_wait: bool,

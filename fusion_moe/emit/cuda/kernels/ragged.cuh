@@ -175,8 +175,8 @@ __device__ __forceinline__ MTile from_lane(const MTile& m_tile, int lane) {
 }
 
 // The M tiles, of TILE_M rows, of group 0, then those of group 1, ..., then those of rows that belong to no group. Another kernel's groups
-// have none; nor have rows of no group, unless groups of any size above are this one's. It lies in shared memory. Ends are
-// used as groups.clamp_ends makes them.
+// have none; nor have rows of no group, unless groups of any size above are this one's. It lies in shared memory. Ends are used as
+// groups.clamp_ends makes them.
 template <int GROUPS, int TILE_M>
 struct MTiles {
     i32 first[GROUPS + 2];   // row; group GROUPS has the rows of no group

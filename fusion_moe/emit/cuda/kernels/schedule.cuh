@@ -5,8 +5,8 @@
 // so that what is left at the end are small work tiles. A group's M tiles are divided into rotations, each of a few of them and all N
 // tiles: what a GPU's blocks have of these at a time reads about as many bytes of weights as of activations, which is the least in all.
 //
-// Concurrent with a small-M kernel, which has the groups of fewer rows, so few blocks are active that they are done in about
-// half of its time: it needs nearly all multiprocessors to read weights as fast as memory gives them. While it reads those of
+// Concurrent with a small-M kernel, which has the groups of fewer rows, so few blocks are active that they are done in about half of its
+// time: it needs nearly all multiprocessors to read weights as fast as memory gives them. While it reads those of
 // GROUPS_READ_PER_TWO_TILES groups, a block computes two M tiles, with all N tiles: a fact of the GPU, from arch.py.
 //
 // Work tiles of a group take equally long, though the last M tile may be lower, and the last N tile narrower: so blocks stay in step along
