@@ -20,6 +20,7 @@ from fusion_moe.encodings import Quantized, dequantize
 
 READ, MULTIPLY = 4.55e12, 780e12  # bytes, flops a second
 PARTS, ROUTINGS, TOKENS = ("gemm1", "gemm2", "mlp"), ("uniform", "zipf"), (1, 8, 32, 128, 512, 2048, 8192)
+DENSE_TOKENS = (1, 2, 3, 5, 8, 12, 17, 24, 32, 48, 75, 96, 128, 200, 300, 512, 700, 1100, 2048, 3000, 8192)
 ZIPF = 1.2
 LIMIT = {"gemm1": 3e-3, "gemm2": 3e-3, "mlp": 8e-3}  # relative Frobenius error that a result may have
 PEERS_MARGIN = 1.5  # what peers, which round in places of their own, may have of that
@@ -183,10 +184,10 @@ class Routed:
 
 def routed(cell: Cell) -> list[Routed]:
     """Different ones, for the calls to rotate over."""
-    return [_routed(cell, seed) for seed in range(16 if cell.tokens <= 512 else 4)]
+    return [routed_once(cell, seed) for seed in range(16 if cell.tokens <= 512 else 4)]
 
 
-def _routed(cell: Cell, seed: int) -> Routed:
+def routed_once(cell: Cell, seed: int) -> Routed:
     """k different experts for each token, all as likely; or expert i in proportion to 1 / i^ZIPF, the same i at all tokens."""
     model, g = cell.model, torch.Generator("cuda").manual_seed(seed)
     score = -torch.rand(cell.tokens, model.experts, device="cuda", generator=g).clamp_min(1e-20).log_()  # exponential

@@ -11,10 +11,11 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
-from h200_cells import Cell, Layer, Model, Routed, expert
+from h200_cells import Cell, Layer, Model, Routed, expert, routed_once
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu
 
+import fusion_moe
 from fusion_moe.encodings import Quantized
 from fusion_moe.layouts import W16X64, Padding
 
@@ -84,6 +85,12 @@ class Ours(Contender):
         inner, hidden = -(-self.model.intermediate // 64) * 64, self.model.hidden
         shapes = ((2 * inner, hidden), 2), ((hidden, inner), 1)
         return [Layer(*(tiled(widened(w, *to)) for w, to in zip(layer, shapes, strict=True))) for layer in self.layers]
+
+    def prepare(self, cells: Sequence[Cell]) -> None:
+        """Compiles all kernels at once."""
+        with fusion_moe.preparing():
+            for cell in cells:
+                self.run(cell, 0, routed_once(cell, 0)).run()
 
     def run(self, cell: Cell, layer: int, to: Routed) -> Call:
         ops, w = torch.ops.fusion_moe, self.weights[layer]

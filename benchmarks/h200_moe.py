@@ -1,7 +1,7 @@
 """NVFP4 mixtures of experts on an H200: this library and its peers, in one process, against what the card can do.
 
-    python benchmarks/h200_moe.py --out h200.jsonl [--model qwen3 ...] [--tokens 1 32 ...] [--part gemm1 gemm2 mlp] [--routing uniform zipf]
-                                  [--contender fusion_moe ...] [--repeats 7] [--minutes 7] [--commit HASH]
+    python benchmarks/h200_moe.py --out h200.jsonl [--model qwen3 ...] [--tokens 1 32 ... | --dense] [--part gemm1 gemm2 mlp]
+                                  [--routing uniform zipf] [--contender fusion_moe ...] [--repeats 7] [--minutes 7] [--commit HASH]
     python benchmarks/h200_page.py h200.jsonl
 
 Every contender (h200_contenders.py, h200_humming.py) runs each cell (h200_cells.py): calls rotating over layers and routings, captured in
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from h200_cells import MODELS, PARTS, ROUTINGS, SHARDS, TOKENS, Cell, Layer, error, is_right, layers, routed
+from h200_cells import DENSE_TOKENS, MODELS, PARTS, ROUTINGS, SHARDS, TOKENS, Cell, Layer, error, is_right, layers, routed
 from h200_contenders import Call, Contender, Dense, Linear, Ours, Torch
 from h200_humming import Grouped, Indexed
 from torch import Tensor
@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/h200_moe.jsonl"), help="where a run is resumed; %(default)s")
     parser.add_argument("--model", nargs="+", choices=MODELS | SHARDS, default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--dense", action="store_const", dest="tokens", const=list(DENSE_TOKENS), help="the tokens of a dense grid")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
     parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=[name for name in CONTENDERS if name != "linear"])

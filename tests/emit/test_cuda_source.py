@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from experts import experts_of_ones
-from kernel_tables import TABLE, variants_of
+from kernel_tables import TABLE, use, variants_of
 
 from fusion_moe import options
 from fusion_moe.arch import A100, H200, L40S, Arch, Measured
@@ -26,12 +26,15 @@ from fusion_moe.emit import emit
 from fusion_moe.emit.cuda.choice import Chosen, SizeClass, blocks, choose_kernels
 from fusion_moe.emit.cuda.columns import columns
 from fusion_moe.emit.cuda.grouped_mm import Product
+from fusion_moe.emit.cuda.join import join
 from fusion_moe.emit.cuda.launch import KERNELS, build
 from fusion_moe.emit.cuda.source import KernelSource, Source
+from fusion_moe.emit.cuda.table import ALWAYS, Regime
 from fusion_moe.emit.cuda.variants import M8, M16, M32, M48_96, M80, M160, SETS, LargeM, Matrices, SmallM, Variant
 from fusion_moe.emit.cxx.indices import Number, Variable
 from fusion_moe.encodings import ENCODINGS
 from fusion_moe.errors import BuildError, UnsupportedError
+from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.sizes import AnySize, symbol
 from fusion_moe.ir.types import TensorType, dtype_name
 from fusion_moe.layouts import W16X64
@@ -47,22 +50,29 @@ needs_nvdisasm = pytest.mark.skipif(NVDISASM is None, reason="nvidia-cuda-nvdisa
 
 # experts, slots of a token, hidden and intermediate features
 MODELS = {"qwen3": (128, 8, 2048, 768), "gptoss": (128, 4, 2880, 2880), "dsv3": (256, 8, 7168, 2048)}
+MORE_MODELS = {"mixtral": (8, 2, 4096, 14336), "scout": (16, 1, 5120, 8192)}
 DEFAULTS = {
     "interleave": 0, "limit": None, "alpha": 1.0, "up_offset": 0.0, "scale_on": "output", "activation_format": "bf16",
     "gate_up_bias": None, "down_bias": None, "first_expert": None,
 }  # fmt: skip
 VARIANTS = sorted({*variants_of("tiled"), *variants_of("linear")}, key=lambda v: v.name)
 NVFP4 = 576  # bytes of 16 rows and 64 columns
+UNBOUNDED = 2**31 - 1  # rows
 LOOP = 72  # instructions for 1,024 weights of the loop of small-M kernels
 
 
 TOKENS = symbol("s0")  # any number of them
 
 
-def expert_mlp(
-    model: str = "qwen3", layout: str = "w16x64", dtype: str = "bf16", tokens: AnySize = TOKENS, slots: int = 0, **changes
-) -> list[Kernel]:  # fmt: skip
+def expert_mlp(*args, **kwargs) -> list[Kernel]:
     """The kernels of a layer of a model's size."""
+    return layer(*args, **kwargs)[1]
+
+
+def layer(
+    model: str = "qwen3", layout: str = "w16x64", dtype: str = "bf16", tokens: AnySize = TOKENS, slots: int = 0, **changes
+) -> tuple[Fusion, list[Kernel]]:  # fmt: skip
+    """The same with what they compute."""
     e, k, h, i = MODELS[model]
     t, k = TensorType, slots or k
     given = {
@@ -77,7 +87,7 @@ def expert_mlp(
         others = {k: v for k, v in others.items() if k not in given}
     fusion = fusion_of("expert_mlp", tuple(given.items()), tuple(others.items()))
     lowered = lower(fusion, TARGETS["cuda"], Options())
-    return [emit(s, TARGETS["cuda"]) for s in lowered.segments]
+    return lowered.stages[-1][1], [emit(s, TARGETS["cuda"]) for s in lowered.segments]
 
 
 def sources(*args, **kwargs) -> list[Source]:
@@ -295,8 +305,24 @@ def test_the_loop_of_long_matrices_is_counted():
     assert [len(loop) for loop in loops(lines) if sum("HMMA" in x for x in loop) == 4 * round_of(variant)]
 
 
-def test_there_are_few_kernels():
+def test_there_are_few_variants():
     assert len(VARIANTS) <= 24
+
+
+@pytest.mark.parametrize("model", MODELS | MORE_MODELS)
+def test_all_counts_of_tokens_need_few_kernels(model, monkeypatch):
+    """What differs between launches of a variant is no text: size classes, who is concurrent with whom, waves, ids or ends."""
+    for name, sizes in MORE_MODELS.items():
+        monkeypatch.setitem(MODELS, name, sizes)
+    fusion, kernels = layer(model)
+    call, counts = join(fusion, kernels)[1], [1]
+    while counts[-1] < 2**17:
+        counts.append(counts[-1] * 51 // 50 + 1)
+    steps = [call.choose({"s0": count}, H200).steps for count in counts]
+    for of_segment in zip(*steps, strict=True):
+        products = {kernel.text for step in of_segment for kernel in step.kernels if kernel.given}
+        assert 1 < len(products) <= 12
+    assert len({kernel.text for of_count in steps for step in of_count for kernel in step.kernels}) <= 24
 
 
 # What is chosen -------------------------------------------------------------------------------------------------------
@@ -331,42 +357,30 @@ def test_the_choice_looks_at_rows_and_groups_alone():
 
 def test_long_products_have_kernels_for_groups_by_their_sizes():
     def chosen(rows, groups=256, k=7168, tiles=256, arch=H200):
-        return [(s.variant.name, s.above_rows, s.max_rows) for s in choose_kernels(rows, Matrices(groups, k, tiles, 2, NVFP4, True), arch)]
+        return choose_kernels(rows * groups, Matrices(groups, k, tiles, 2, NVFP4, True), arch)
 
-    low, middle, tall, tallest = "large_m_32x4x2", "large_m_48x4x2", "large_m_80x4", "large_m_160x3"
-    assert chosen(16 * 256) == [(low, 0, 32), (tall, 32, None)]
-    assert chosen(32 * 256) == [(middle, 0, 64), (tallest, 64, None)]
-    assert chosen(64 * 256) == [(low, 0, 32), (tall, 32, 112), (tallest, 112, None)]
-    # launches that find nothing to do would count; two more of them, in a product that is not that long
-    assert [len(chosen(rows * 128, 128, 2048, 96)) for rows in (16, 32, 64)] == [1, 1, 1]
-    assert [len(chosen(rows * 128, 128, 2880, 180)) for rows in (16, 32, 64)] == [2, 2, 1]
-    assert chosen(128 * 256) == chosen(64 * 256)
-    for rows in (2, 40, 200):
-        assert [size_class[1:] for size_class in chosen(256 * rows)] == [(0, None)]
-    assert len(chosen(16 * 8, 8, 4096, 1792)) == len(chosen(16 * 256, arch=L40S)) == 1
-    for regime in TABLE.tiled:
-        assert [most for most, _ in regime.size_classes[-1:]] in ([], [None])
+    for rows in (8, 16, 24, 32, 64):
+        found = chosen(rows)
+        assert len(found) > 1
+        assert [c.above_rows for c in found] == [0, *(c.max_rows for c in found[:-1])]
+        assert found[-1].max_rows is None
+        heights = [c.variant.tile_m for c in found]
+        assert heights == sorted(heights)
+        assert all(c.variant.reads_fragment_order for c in found)
+    for few in chosen(1), chosen(400), chosen(16, 8, 4096, 1792), chosen(16, arch=L40S), chosen(64, 128, 2048, 32):
+        assert [(c.above_rows, c.max_rows) for c in few] == [(0, None)]
 
 
-def test_few_heavy_groups_of_a_decode_have_a_large_m_kernel():
+def test_few_heavy_groups_of_a_decode_have_a_large_m_kernel(monkeypatch):
     """It is launched first, since its blocks want whole multiprocessors; others fill what it leaves, and read the same rows."""
-
-    def chosen(rows, groups=256, arch=H200):
-        return [
-            (s.variant.name, s.above_rows, s.max_rows)
-            for s in choose_kernels(rows * groups, Matrices(groups, 7168, 256, 2, NVFP4, True), arch)
-        ]
-
-    few, tall = "small_m_1x1x1x1x3", "large_m_80x4"
-    assert chosen(4) == chosen(6) == [(tall, 12, None), (few, 0, 12)]
-    assert chosen(7) == chosen(12) == [(tall, 24, None), ("small_m_2x2x1x2x2", 0, 24)]
-    for size_classes in chosen(3), chosen(4, groups=32), chosen(4, groups=8), chosen(4, arch=L40S):
-        assert [size_class[1:] for size_class in size_classes] == [(0, None)]
+    few, tall = M8[0].name, M80[0].name
+    use(monkeypatch, tiled=(Regime(ALWAYS, M8, ((12, M8), (None, M80))), *TABLE.tiled))
     for source in sources("dsv3"):
         assert isinstance(source, Product)
         high, low = [x for x in launches(source, 128) if "_m_" in x.name]
         assert [high.title, low.title] == [f"{tall} (groups of more than 12 rows)", f"{few} (groups of 1 to 12 rows)"]
         assert [high.carveout_blocks, low.carveout_blocks] == [0, 8]
+        assert [x.given.numbers for x in (high, low)] == [(12, UNBOUNDED, high.reads_before_wait, 0, 1, 1, 0), (0, 12, 1, 1, 0, 0, 0)]
         chosen = source.choose({"s0": 128}, H200)
         assert chosen.activation_reader.name == few
         assert source.count(source.scratch[-1], chosen, {"s0": 128}) == 0  # rows are read as they are
@@ -389,15 +403,6 @@ def test_blocks_of_a_size_class(variant):
                 worst = max(worst, sum(-(-size // variant.tile_m) for size in (*mine, *rest)))
         of = Matrices(groups, 2048, 40, 1, NVFP4, True)
         assert worst * 40 // variant.tiles <= blocks(SizeClass(variant, above, most), rows, of)
-
-
-def test_a_single_wave_is_not_split():
-    variant = TABLE.tiled[0].variants[0]
-    assert isinstance(variant, SmallM)
-    for arch in (H200, A100):
-        wave = variant.wave(arch)
-        assert variant.call(wave, arch).endswith(", 0>::run(s);")
-        assert variant.call(wave + 1, arch).endswith(f", {wave}>::run(s);")
 
 
 def test_facts_of_a_gpu_are_in_what_it_launches():
@@ -512,7 +517,7 @@ def test_small_operations_have_kernels():
 
 def test_local_experts():
     """A block more sorts the rows of other ids, which no warp that sorts by itself sees: kernels look for tiles in ends."""
-    for first_expert, count, route in (None, 128, "Route<i64, 1>{"), (32, 129, "Route<i64, 1, true>{"):
+    for first_expert, count, route in (None, 128, "Route<i64>{"), (32, 129, "Route<i64, true>{"):
         up, down = sources(first_expert=first_expert)
         routing, product = launches(up, 4)[0], next(x for x in launches(up, 4) if "find_tile" in x.text)
         assert routing.blocks == count

@@ -70,11 +70,13 @@ BAD = {
     "classes that are no pairs": lambda: changed(lambda t: t["tiled"][1].update(size_classes=[12])),
     "classes with an end": lambda: changed(lambda t: t["tiled"][1].update(size_classes=[[12, "M8"], [24, "M80"]])),
     "one class": lambda: changed(lambda t: t["tiled"][1].update(size_classes=[[None, "M80"]])),
-    "classes that do not rise": lambda: changed(lambda t: t["tiled"][6]["size_classes"].reverse()),
+    "classes that do not rise": lambda: changed(lambda t: t["tiled"][1].update(size_classes=[[24, "M8"], [12, "M16"], [None, "M80"]])),
     "classes of as many rows": lambda: changed(lambda t: t["tiled"][1].update(size_classes=[[12, "M8"], [12, "M16"], [None, "M80"]])),
     "a bound that is no whole number": lambda: changed(lambda t: t["tiled"][1].update(size_classes=[[1.5, "M8"], [None, "M80"]])),
-    "weights below 0": lambda: changed(lambda t: t["tiled"][1].update(min_weights=-1)),
-    "groups that are no number": lambda: changed(lambda t: t.update(min_groups=True)),
+    "weights below 0": lambda: changed(lambda t: t["tiled"][1].update(below_weights=-1)),
+    "groups that are no number": lambda: changed(lambda t: t["tiled"][1].update(max_groups=True)),
+    "nothing for more groups": lambda: changed(lambda t: t["tiled"][-1].update(max_groups=15)),
+    "nothing for more weights": lambda: changed(lambda t: t["tiled"][-1].update(below_weights=2**30)),
 }
 
 

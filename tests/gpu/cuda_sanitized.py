@@ -169,7 +169,7 @@ def build_every_lane_arrives(kernel: KernelSource, arch: Arch) -> Path:
 
 def use_first(kind: str, regime: Regime) -> None:
     """One regime for all sizes, and others where its kernels do not fit."""
-    changed = replace(TABLE, min_groups=0, **{kind: (regime, *getattr(TABLE, kind))})
+    changed = replace(TABLE, **{kind: (regime, *getattr(TABLE, kind))})
     choice.table_of = lambda arch: changed
 
 

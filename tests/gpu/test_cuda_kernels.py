@@ -205,7 +205,7 @@ UNEVEN = {
 def uneven(request, monkeypatch):
     """Products are made by several kernels."""
     several = Regime(ALWAYS, UNEVEN[request.param][0][1], UNEVEN[request.param])
-    use(monkeypatch, min_groups=0, tiled=(several, TABLE.tiled[-1]))
+    use(monkeypatch, tiled=(several, TABLE.tiled[-1]))
     return UNEVEN[request.param]
 
 

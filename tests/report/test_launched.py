@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +12,8 @@ from kernel_tables import TABLE, use
 
 import fusion_moe
 from fusion_moe import options
+from fusion_moe.emit.cuda.table import ALWAYS, Regime
+from fusion_moe.emit.cuda.variants import SETS
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.runtime import nvrtc
 
@@ -78,7 +79,7 @@ def test_without_a_gpu_an_h200_is_meant():
 
 
 def test_concurrent_kernels_say_which_groups_are_theirs(monkeypatch):
-    use(monkeypatch, min_groups=0, tiled=tuple(replace(regime, min_weights=0) for regime in TABLE.tiled))
+    use(monkeypatch, tiled=(Regime(ALWAYS, SETS["M8"], ((12, SETS["M8"]), (None, SETS["M80"]))), *TABLE.tiled))
     high, low = "large_m_80x4 (groups of more than 12 rows)", "small_m_1x1x8x1x3 (groups of 1 to 12 rows)"
     assert f"{high}, {low}, combine" in launched(report(2 * EXPERTS))
 
@@ -132,7 +133,7 @@ def test_the_whole_choice_is_a_stage(golden):
 def test_sources_are_of_what_runs():
     few, many = (report(tokens).stage("source") for tokens in (1, 4000))
     assert "large_m.cuh" not in few
-    assert many.count("LargeM<Segment, 160, 3, 1>::run(s);") == 2
+    assert many.count("LargeM<Segment, 160, 3, 1>::run(s, size_class);") == 2
     assert many.count("using Columns = FragmentOrder;") == 1
 
 

@@ -34,9 +34,9 @@ def _arguments() -> argparse.Namespace:
     sweep = commands.add_parser("sweep", help="times kernels on this GPU")
     sweep.add_argument("--out", type=Path, help="a file; by default that of this GPU in tools/tune/timings")
     sweep.add_argument("--minutes", type=float, default=4)
-    sweep.add_argument("--repeats", type=int, default=7)
+    sweep.add_argument("--repeats", type=int, default=5)
     sweep.add_argument("--layout", default="w16x64", help="of weights: w16x64 or linear")
-    sweep.add_argument("--only", default="", metavar="TEXT", help="products whose name has this text: qwen3, down")
+    sweep.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="products whose name has one of these texts: qwen3, down")
     sweep.add_argument("--tokens", type=int, nargs="+")
     for name, what in (("fit", "chooses a table"), ("show", "says how good the table of today is")):
         command = commands.add_parser(name, help=what)
@@ -61,12 +61,10 @@ def _sweep(asked: argparse.Namespace) -> int:
     begun = files.load(path) if path.exists() else files.Timings(arch, about)
     if begun.arch != arch:
         raise SystemExit(f"{path} has timings of {begun.arch.name}, this is {arch.name}: name another file with --out")
-    tasks = [sweep.Task(layer, part, asked.layout) for layer in sweep.LAYERS for part in sweep.PARTS]
-    tasks = [task for task in tasks if asked.only in task.name]
+    tasks = [sweep.Task(layer, part, asked.layout) for layer in (*sweep.LAYERS, *sweep.OTHERS) for part in sweep.PARTS]
+    tasks = [task for task in tasks if any(text in task.name for text in asked.only)]
     keep = partial(files.save, path=path)
-    found = sweep.sweep(
-        begun, table_of(arch), tasks, asked.tokens or sweep.TOKENS, 60 * asked.minutes, asked.repeats, keep, partial(print, flush=True)
-    )
+    found = sweep.sweep(begun, table_of(arch), tasks, asked.tokens, 60 * asked.minutes, asked.repeats, keep, partial(print, flush=True))
     print("\n".join(fit.summary(fit.fitted(table_of(arch), found))))
     print(f"{len(found.cells)} cells in {path}")
     return 0
@@ -78,7 +76,7 @@ def _fit(asked: argparse.Namespace) -> int:
     after = fit.fit(before, found)
     print(fit.shown(after, found))
     print("\nbefore:", *fit.summary(fit.fitted(before, found)))
-    print("\n".join(fit.changes(before, after)) or "no change pays")
+    print("\n".join(fit.changes(before, after)) or "nothing changes")
     if asked.write:
         path_of(found.arch).write_text(text(after), encoding="utf-8")
         print(f"written to {path_of(found.arch)}")
@@ -88,6 +86,7 @@ def _fit(asked: argparse.Namespace) -> int:
 def _show(asked: argparse.Namespace) -> int:
     found = files.load_all(asked.timings)
     print(fit.shown(table_of(found.arch), found))
+    print("\none choice for all routings, at best:", *fit.summary(fit.best_of_counts(found)), sep="\n")
     return 0
 
 

@@ -1,8 +1,13 @@
-"""Choosing a table from measured times, and how good it is. Needs no GPU."""
+"""Choosing a table from measured times, and how good it is. Needs no GPU.
+
+Products are of few or many groups and weights (SHAPES). For those of a shape the regimes are the best ones that there are, found by dynamic
+programming over the averages that were measured: the least sum of losses, beyond 5 % three times, and of a price for each regime.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -10,14 +15,17 @@ from statistics import fmean
 
 from timings import Cell, Timings, way
 
+from fusion_moe.arch import Arch
 from fusion_moe.emit.cuda.choice import choose_from
 from fusion_moe.emit.cuda.table import ALWAYS, KINDS, Regime, Table, kind_of
 from fusion_moe.emit.cuda.variants import SETS
+from fusion_moe.errors import UnsupportedError
 
-_GAIN = 5e-4  # in the mean of logarithms: below that a table stays as it is
+SHAPES = ((15, None), (63, 2**29), (63, 2**30), (63, None), (None, 2**29), (None, 2**30), (None, None))  # max_groups, below_weights
+_PRICE = 0.3  # of one more regime, in the sum of its cells' logarithms of losses
+_HIGH = 1.05  # a loss, or a jump
 _NOT_TIMED = math.log(2)  # what a choice counts that nobody measured
-_ROUNDS = 20
-_WEIGHTS = tuple(2**n for n in range(24, 35))
+_REORDERING_US = 1.5  # of rows that are no product's result, for kernels that read them in fragment order: no sweep times it
 
 
 @dataclass(frozen=True)
@@ -45,60 +53,94 @@ def mean_loss(table: Table, timings: Timings) -> float:
 
 
 def fit(table: Table, timings: Timings) -> Table:
-    """The table after all single changes that pay: bounds, sets and size classes of regimes, one after the other, until none does."""
-    kinds = dict.fromkeys(kind_of(cell.matrices) for cell in timings.cells)
-    best = mean_loss(table, timings)
-    for _ in range(_ROUNDS):
-        before = best
-        for name in kinds:
-            for i in range(len(getattr(table, name))):
-                tried = [(mean_loss(changed, timings), changed) for changed in _changes(table, name, i, timings.cells)]
-                loss, changed = min(tried, key=lambda pair: pair[0], default=(math.inf, table))
-                if loss < best - _GAIN:
-                    best, table = loss, changed
-        if best == before:
-            break
+    """The table with the best regimes for the kinds of weights and the shapes that were measured; others are as they were."""
+    for kind in dict.fromkeys(kind_of(cell.matrices) for cell in timings.cells):
+        before: tuple[Regime, ...] = getattr(table, kind)
+        left, ways = [cell for cell in timings.cells if kind_of(cell.matrices) == kind], list(_ways(before))
+        shapes = [*SHAPES[:-1], *(shape for shape in map(_shape, before) if shape != SHAPES[-1]), SHAPES[-1]]
+        of_shape = {shape: [r for r in before if _shape(r) == shape] for shape in shapes}
+        for max_groups, below_weights in SHAPES:
+            whole = Regime(ALWAYS, (), max_groups=max_groups, below_weights=below_weights)
+            mine, left = ([c for c in left if whole.admits(c.matrices) == admitted] for admitted in (True, False))
+            if mine:
+                tried = [replace(w, max_groups=max_groups, below_weights=below_weights) for w in ways]
+                of_shape[_shape(whole)] = _regimes(tried, mine, timings.arch, table)
+                if _shape(whole) == SHAPES[-1]:
+                    of_shape[SHAPES[-1]] += _for_others(before)
+        table = replace(table, **{kind: tuple(r for regimes in of_shape.values() for r in regimes)})
     return table
 
 
-def _changes(table: Table, name: str, i: int, cells: Sequence[Cell]) -> Iterator[Table]:
-    """The table with one regime changed in one way."""
-    regimes: tuple[Regime, ...] = getattr(table, name)
-    regime = regimes[i]
-    for changed in (*_bounds(regimes, i, cells), *_sets(regimes, regime), *_classes(regime)):
-        if changed != regime:
-            yield replace(table, **{name: (*regimes[:i], changed, *regimes[i + 1 :])})
+def _shape(regime: Regime) -> tuple[int | None, int | None]:
+    return regime.max_groups, regime.below_weights
 
 
-def _bounds(regimes: Sequence[Regime], i: int, cells: Sequence[Cell]) -> Iterator[Regime]:
-    """Other ends: halfway between averages that were measured, between those of its neighbours."""
-    if regimes[i].max_average == ALWAYS:
-        return
-    before = regimes[i - 1].max_average if i and regimes[i - 1].max_average < regimes[i].max_average else 0
-    averages = sorted({cell.average for cell in cells})
-    for low, high in pairwise(averages):
-        between = _plain(math.sqrt(low * high), low, high)
-        if before < between < regimes[i + 1].max_average:
-            yield replace(regimes[i], max_average=between)
+def _ways(regimes: Sequence[Regime]) -> Iterator[Regime]:
+    """What a regime may be: sets of kernels that there are, and the size classes, without bounds."""
+    known = {v for r in regimes for variants in (r.variants, *(among for _, among in r.size_classes)) for v in variants}
+    yield from (Regime(ALWAYS, variants) for variants in SETS.values() if known.issuperset(variants))
+    yield from dict.fromkeys(Regime(ALWAYS, r.variants, r.size_classes) for r in regimes if r.size_classes)
 
 
-def _plain(x: float, low: float, high: float) -> float:
-    """A number with few digits near x, at least `low` and below `high`."""
+def _for_others(regimes: Sequence[Regime]) -> tuple[Regime, ...]:
+    """The regimes after the first that takes all: for GPUs that do not have its kernels."""
+    last = next(i for i, r in enumerate(regimes) if (r.max_average, r.max_groups, r.below_weights) == (ALWAYS, None, None))
+    return tuple(regimes[last + 1 :])
+
+
+def _regimes(ways: Sequence[Regime], cells: Sequence[Cell], arch: Arch, table: Table) -> list[Regime]:
+    """The best ones, in order, of some ways, for the cells of one shape."""
+    at = defaultdict[float, list[Cell]](list)
+    for cell in cells:
+        at[cell.average].append(cell)
+    averages = sorted(at)
+    price = [[sum(_price(way, cell, arch, table) for cell in at[average]) for way in ways] for average in averages]
+    total, before = price[0], list[list[int]]()  # of the best regimes up to an average whose last one is a way; the way before it
+    for of_average in price[1:]:
+        best = min(range(len(ways)), key=total.__getitem__)
+        stays = [own <= total[best] + _PRICE for own in total]
+        before.append([w if stays[w] else best for w in range(len(ways))])
+        total = [of_average[w] + (total[w] if stays[w] else total[best] + _PRICE) for w in range(len(ways))]
+    chosen = [min(range(len(ways)), key=total.__getitem__)]
+    for back in reversed(before):
+        chosen.append(back[chosen[-1]])
+    chosen.reverse()
+    ends = [(_between(a, b), w) for (a, b), w, after in zip(pairwise(averages), chosen, chosen[1:], strict=False) if w != after]
+    return [replace(ways[w], max_average=end) for end, w in [*ends, (ALWAYS, chosen[-1])]]
+
+
+def _price(way_: Regime, cell: Cell, arch: Arch, table: Table) -> float:
+    """What a way costs in a cell."""
+    kind = kind_of(cell.matrices)
+    try:
+        chosen = choose_from(replace(table, **{kind: (replace(way_, max_average=ALWAYS),)}), cell.rows, cell.matrices, arch)
+    except UnsupportedError:
+        return 3 * _NOT_TIMED
+    if (us := cell.us.get(way(chosen))) is None:
+        return 3 * _NOT_TIMED
+    reorders = cell.matrices.block > 1 and all(c.variant.reads_fragment_order for c in chosen)
+    loss = math.log((us + reorders * _REORDERING_US) / cell.us[cell.best])
+    return loss + 2 * max(0.0, loss - math.log(_HIGH))
+
+
+def _between(low: float, high: float) -> float:
+    """A number with few digits halfway between two averages, at least the lower one."""
+    x = math.sqrt(low * high)
     return next((r for digits in range(4) if low <= (r := round(x, digits) if digits else int(x)) < high and r > 0), x)
 
 
-def _sets(regimes: Sequence[Regime], regime: Regime) -> Iterator[Regime]:
-    """Other sets that regimes of this kind have."""
-    for variants in dict.fromkeys(r.variants for r in regimes):
-        yield replace(regime, variants=variants)
-
-
-def _classes(regime: Regime) -> Iterator[Regime]:
-    """Without size classes; with them in products of other sizes."""
-    if regime.size_classes:
-        yield replace(regime, size_classes=(), min_weights=0)
-        for weights in _WEIGHTS:
-            yield replace(regime, min_weights=weights)
+def best_of_counts(timings: Timings) -> list[Fitted]:
+    """What one would choose who knows all times, and like a table no routing: for each count the same in all of them."""
+    counts = defaultdict[tuple[str, int], list[Cell]](list)
+    for cell in timings.cells:
+        counts[cell.product, cell.tokens].append(cell)
+    found = []
+    for cells in counts.values():
+        known = [name for name in cells[0].us if all(name in cell.us for cell in cells)]
+        if known:
+            best = min(known, key=lambda name: sum(math.log(cell.us[name] / cell.us[cell.best]) for cell in cells))
+            found += [Fitted(cell, best) for cell in cells]
+    return found
 
 
 # For people -----------------------------------------------------------------------------------------------------------
@@ -115,14 +157,35 @@ def shown(table: Table, timings: Timings) -> str:
     return "\n".join([*lines, "", *summary(found)])
 
 
+def jumps(found: Sequence[Fitted]) -> list[float]:
+    """Where the choice changes from one count of tokens to the next that was measured: how far apart the times of the two choices are, as
+    a factor, the geometric mean of those in both cells.
+    """
+    rows = defaultdict[tuple[str, str], list[Fitted]](list)
+    for f in found:
+        rows[f.cell.product, f.cell.routing].append(f)
+    factors = []
+    for row in rows.values():
+        for a, b in pairwise(sorted(row, key=lambda f: f.cell.tokens)):
+            times = [cell.us.get(chosen) for cell in (a.cell, b.cell) for chosen in (a.chosen, b.chosen)]
+            if a.chosen != b.chosen and all(times):
+                first, second, third, fourth = (math.log(us) for us in times if us)
+                factors.append(math.exp(abs(second - first + fourth - third) / 2))
+    return factors
+
+
 def summary(found: Sequence[Fitted]) -> list[str]:
-    """The geometric mean and the worst of losses; how many cells have a choice that was not measured."""
+    """The geometric mean, the worst and the share of high losses; how many changes of kernels are jumps; what was not measured."""
     losses = {f.loss: f for f in found if f.loss is not None}
     missing = sum(f.loss is None for f in found)
     lines = [f"{missing} of {len(found)} cells: what is chosen was not measured"] if missing else []
     if losses:
         worst = losses[max(losses)]
         mean = math.exp(fmean(math.log(f.loss) for f in found if f.loss is not None))
+        changes, losses_ = jumps(found), [f.loss for f in found if f.loss is not None]
+        high = sum(loss > _HIGH for loss in losses_)
+        jumping = f"{sum(jump > _HIGH for jump in changes)} of {len(changes)} changes of kernels"
+        lines.append(f"{high} of {len(losses_)} cells more than 5 % from the best, {jumping}")
         lines.append(
             f"geometric mean {mean:.4f}, worst {max(losses):.3f} ({worst.cell.product}, {worst.cell.tokens} tokens, {worst.cell.routing})"
         )
@@ -130,16 +193,18 @@ def summary(found: Sequence[Fitted]) -> list[str]:
 
 
 def changes(before: Table, after: Table) -> list[str]:
-    """What became of regimes, one a line."""
+    """The regimes that are gone, and those that are new, one a line."""
     names = {variants: name for name, variants in SETS.items()}
 
     def said(regime: Regime) -> str:
         classes = ", ".join(f"{most or 'any'}: {names[v]}" for most, v in regime.size_classes)
-        text = f"up to {regime.max_average:g}: {names[regime.variants]}"
-        return f"{text} ({classes} from {regime.min_weights} weights)" if classes else text
+        bounds = {"groups": regime.max_groups, "weights": regime.below_weights}
+        of = "".join(f", {what} up to {most}" for what, most in bounds.items() if most is not None)
+        return f"up to {regime.max_average:g}{of}: {classes or names[regime.variants]}"
 
     found = []
     for kind in KINDS:
-        pairs = zip(getattr(before, kind), getattr(after, kind), strict=True)
-        found += [f"{kind}: {said(a)} -> {said(b)}" for a, b in pairs if a != b]
+        old, new = ([said(r) for r in getattr(table, kind)] for table in (before, after))
+        found += [f"{kind}: no longer {line}" for line in old if line not in new]
+        found += [f"{kind}: {line}" for line in new if line not in old]
     return found

@@ -2,7 +2,8 @@
 
 A call reads the weights of a layer that the calls before it did not read, and other routings: they rotate. Products are those of two
 layers' halves: gate and up with SwiGLU, down. Rows are sorted, and come in the order in which the kernels read them, as from the product
-before: what puts them in that order is not timed.
+before: what puts them in that order is not timed. The grid is of rows of a group on average, each whole number of them and then steps of a
+tenth, and of the tokens that have fewer.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from timings import Cell, Timings, way
@@ -33,16 +35,18 @@ from fusion_moe.options import Options
 from fusion_moe.target import TARGETS
 from fusion_moe_translators.moe import grouped_mm, scaled_swiglu
 
-TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+FEW_TOKENS = (1, 2, 3, 5, 8, 12, 17, 24)
+_EACH, _STEP, _MOST = 32, 1.1, 320  # rows of a group: each number of them, then so much more each time, up to the most
 ROUTINGS = ("uniform", "zipf")
 LAYOUTS = ("w16x64", "linear")
 _ZIPF = 1.2
-_GRAPH_SECONDS, _MOST_CALLS = 1e-3, 24
+_GRAPH_SECONDS, _MOST_CALLS = 5e-4, 16
 _ROUTED = 4  # routings, to rotate over
 _FLOPS = 8e14  # a second
 _ENOUGH_BYTES, _MOST_COPIES = 6e8, 8  # of weights, to rotate over
 _AT_ONCE = 2**28  # elements of a weight that change their layout at once
-_LOWEST, _HIGHEST = 1 / 8, 3  # rows of a group, in heights of an M tile, for which a kernel may be the fastest
+_LOWEST, _HIGHEST = 1 / 5, 3  # rows of a group, in heights of an M tile, for which a kernel may be the fastest
+_SLOW = 1.25  # of the fastest's first time: such ways are not timed again
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,12 @@ LAYERS = (
     Layer("mixtral", 8, 2, 4096, 14336),
     Layer("scout", 16, 1, 5120, 8192),
     Layer("deepseek", 256, 8, 7168, 2048),
+)
+OTHERS = (  # that no table is fitted to
+    Layer("qwen3-235b", 128, 8, 4096, 1536),
+    Layer("olmoe", 64, 8, 2048, 1024),
+    Layer("gpt-oss-20b", 32, 4, 2880, 2880),
+    Layer("deepseek-ep8", 32, 1, 7168, 2048),
 )
 PARTS = ("gate_up", "down")
 
@@ -126,6 +136,14 @@ class Task:
         return source, [inputs.index(v) for v in segment.inputs]
 
 
+def grid(layer: Layer) -> list[int]:
+    """The counts of tokens of a layer's cells."""
+    averages, found = [*range(1, _EACH + 1)], {t for t in FEW_TOKENS if t * layer.slots < layer.experts}
+    while averages[-1] < _MOST:
+        averages.append(averages[-1] * _STEP)
+    return sorted(found | {round(average * layer.experts / layer.slots) for average in averages})
+
+
 # What is timed --------------------------------------------------------------------------------------------------------
 
 
@@ -134,11 +152,11 @@ def ways(table: Table, of: Matrices, rows: int, arch: Arch) -> list[tuple[SizeCl
     regimes, average = table.regimes(of), rows / _touched(of.groups, rows)
     variants = [v for v in dict.fromkeys(v for r in regimes for v in r.variants) if v.fits(of, arch)]
     highest = max(v.tile_m for v in variants)
-    near = [v for v in variants if v.tile_m * _LOWEST <= average and (average <= v.tile_m * _HIGHEST or v.tile_m == highest)]
+    near = [v for v in variants if v.tile_m * _LOWEST <= max(average, 1.6) and (average <= v.tile_m * _HIGHEST or v.tile_m == highest)]
     found = [choose_from(table, rows, of, arch), *((SizeClass(v),) for v in near)]
     for regime in regimes:
         if regime.size_classes and regime.max_average / 6 <= rows / of.groups <= regime.max_average * 2:
-            only = replace(table, **{kind_of(of): (replace(regime, max_average=ALWAYS, min_weights=0), regimes[-1])})
+            only = replace(table, **{kind_of(of): (replace(regime, max_average=ALWAYS), regimes[-1])})
             found.append(choose_from(only, rows, of, arch))
     return list(dict.fromkeys(found))
 
@@ -158,9 +176,10 @@ class Swept:
         self.ways = {t: ways(table, self.matrices, t * task.layer.slots, arch) for t in tokens}
         self.launches = {classes: Launch(Forced(product, classes)) for found in self.ways.values() for classes in found}
         texts = {}
-        for t, found in self.ways.items():
-            for classes in found:
-                for kernel in self.launches[classes].call.choose({self.symbol: t * task.layer.slots}, arch).kernels:
+        for classes, launch in self.launches.items():
+            having = [t for t in tokens if classes in self.ways[t]]
+            for t in (having[0], having[-1]):  # between them kernels change once at most, where blocks become more than a wave
+                for kernel in launch.call.choose({self.symbol: t * task.layer.slots}, arch).kernels:
                     texts[kernel.text] = kernel
         self.kernels = len(texts)
         self._builds: list[Future[object]] = [pool.submit(build, kernel, arch) for kernel in texts.values()]
@@ -207,22 +226,27 @@ def ends(layer: Layer, tokens: int, routing: str, seed: int) -> Tensor:
 
 
 def sweep(
-    timings: Timings, table: Table, tasks: Sequence[Task], tokens: Sequence[int], seconds: float, repeats: int,
+    timings: Timings, table: Table, tasks: Sequence[Task], tokens: Sequence[int] | None, seconds: float, repeats: int,
     keep: Callable[[Timings], None], say: Callable[[str], None],
 ) -> Timings:  # fmt: skip
-    """The timings with those of cells that are not in them, as far as the time allows. keep: is given them after each product."""
+    """The timings with those of cells that are not in them, as far as the time allows: products share what is left of it.
+
+    tokens: of all products, in place of their grids. keep: is given the timings after each product.
+    """
     deadline, done = time.monotonic() + seconds, {cell.key for cell in timings.cells}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1)) as pool:
-        swept = [Swept(task, tokens, table, timings.arch, pool) for task in tasks]
+        swept = [Swept(task, tokens or grid(task.layer), table, timings.arch, pool) for task in tasks]
         say(f"{timings.arch.name}: {len(swept)} products, {sum(s.kernels for s in swept)} kernels to compile meanwhile")
-        for s in swept:
-            wanted = [(t, r) for t in tokens for r in ROUTINGS if (s.task.name, t, r) not in done]
+        for i, s in enumerate(swept):
+            wanted = [(t, r) for t in s.ways for r in ROUTINGS if (s.task.name, t, r) not in done]
             if wanted and time.monotonic() < deadline:
                 s.wait()
-                for cell in _cells(s, wanted, timings.arch, repeats, deadline):
-                    timings = replace(timings, cells=(*timings.cells, cell))
-                    rest = f"{cell.us[cell.best]:.1f} us by {cell.best}, of {len(cell.us)} ways; {deadline - time.monotonic():.0f} s left"
-                    say(f"{cell.product}, {cell.tokens} tokens, {cell.routing}: {rest}")
+                begun = time.monotonic()
+                until = begun + (deadline - begun) / (len(swept) - i)
+                found = sorted(_cells(s, wanted, timings.arch, repeats, until), key=lambda cell: (cell.tokens, cell.routing))
+                timings = replace(timings, cells=(*timings.cells, *found))
+                spent, left = time.monotonic() - begun, deadline - time.monotonic()
+                say(f"{s.task.name}: {len(found)} of {len(wanted)} cells in {spent:.1f} s, {left:.0f} s left")
                 keep(timings)
                 torch.cuda.empty_cache()  # of graphs that are gone
         pool.shutdown(cancel_futures=True)
@@ -230,8 +254,9 @@ def sweep(
 
 
 def _cells(s: Swept, wanted: Sequence[tuple[int, str]], arch: Arch, repeats: int, deadline: float) -> Iterator[Cell]:
-    layer, stored = s.task.layer, weights(s.task)
-    for tokens, routing in wanted:
+    """The cells, every fourth one first: whatever the time allows is spread over all."""
+    layer, stored, pool, graphs = s.task.layer, weights(s.task), torch.cuda.graph_pool_handle(), dict[str, torch.cuda.CUDAGraph]()
+    for tokens, routing in (cell for first in (0, 2, 1, 3) for cell in wanted[first::4]):
         if time.monotonic() > deadline:
             return
         rows = tokens * layer.slots
@@ -240,28 +265,42 @@ def _cells(s: Swept, wanted: Sequence[tuple[int, str]], arch: Arch, repeats: int
         count = min(_MOST_CALLS, max(len(stored), math.ceil(_GRAPH_SECONDS / s.task.floor(rows, arch))))
         given = [(a, *stored[i % len(stored)], routed[i % _ROUTED]) for i in range(count)]
         calls = [[tensors[j] for j in s.order] for tensors in given]
-        graphs = {way(classes): _captured(s.launches[classes], calls, {s.symbol: rows}) for classes in s.ways[tokens]}
+        graphs = {way(classes): _captured(s.launches[classes], calls, {s.symbol: rows}, pool) for classes in s.ways[tokens]}
         us = {name: round(t / count, 3) for name, t in _times(graphs, repeats).items()}
         yield Cell(s.task.name, s.matrices, tokens, rows, routing, us)
 
 
-def _captured(launch: Launch, calls: Sequence[Sequence[Tensor]], sizes: Mapping[str, int]) -> torch.cuda.CUDAGraph:
-    """The calls, one after the other, in a graph."""
+@cache
+def _stream() -> torch.cuda.Stream:
+    """Where all graphs are captured: memory that one has used serves the next."""
+    return torch.cuda.Stream()
+
+
+def _captured(launch: Launch, calls: Sequence[Sequence[Tensor]], sizes: Mapping[str, int], pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
+    """The calls, one after the other, in a graph. pool: of memory, which graphs that do not run at once share."""
     launch(*calls[0], sizes=sizes)  # loads
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    torch.cuda.synchronize()
+    with torch.cuda.stream(_stream()):  # torch.cuda.graph would empty the cache of memory each time
+        graph.capture_begin(pool)
         for call in calls:
             launch(*call, sizes=sizes)
+        graph.capture_end()
     return graph
 
 
 def _times(graphs: dict[str, torch.cuda.CUDAGraph], repeats: int) -> dict[str, float]:
-    """Microseconds of each graph: the median of its replays, in turns, so that no one follows the same one always."""
-    names = list(graphs)
-    events = {name: [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(repeats)] for name in names}
+    """Microseconds of each graph: the median of its replays, in turns, so that no one follows the same one always; of slow ones, one."""
     for graph in graphs.values():
         graph.replay()
+    first = _replayed(list(graphs), graphs, 1)
+    names = [name for name, (t,) in first.items() if t <= _SLOW * min(first.values())[0]]
+    return {name: statistics.median(ts) for name, ts in (first | _replayed(names, graphs, repeats)).items()}
+
+
+def _replayed(names: list[str], graphs: dict[str, torch.cuda.CUDAGraph], repeats: int) -> dict[str, list[float]]:
+    """Microseconds of replays."""
+    events = {name: [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(repeats)] for name in names}
     for i in range(repeats):
         first = i % len(names)
         for name in names[first:] + names[:first]:
@@ -270,4 +309,4 @@ def _times(graphs: dict[str, torch.cuda.CUDAGraph], repeats: int) -> dict[str, f
             graphs[name].replay()
             end.record()
     torch.cuda.synchronize()
-    return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) * 1e3 for name, pairs in events.items()}
+    return {name: [a.elapsed_time(b) * 1e3 for a, b in pairs] for name, pairs in events.items()}

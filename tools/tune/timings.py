@@ -55,9 +55,12 @@ def way(classes: Sequence[SizeClass]) -> str:
 
 
 def save(timings: Timings, path: Path) -> None:
-    """Writes a file, one cell a line."""
-    head = {"arch": asdict(timings.arch), "about": dict(timings.about)}
-    lines = ",\n".join("  " + json.dumps(asdict(cell)) for cell in timings.cells)
+    """Writes a file: matrices of products, names of ways, and one cell a line, whose ways are numbers of these."""
+    products = {cell.product: asdict(cell.matrices) for cell in timings.cells}
+    ways = {name: str(i) for i, name in enumerate(dict.fromkeys(name for cell in timings.cells for name in cell.us))}
+    head = {"arch": asdict(timings.arch), "about": dict(timings.about), "products": products, "ways": list(ways)}
+    cells = ([c.product, c.tokens, c.rows, c.routing, {ways[name]: float(f"{us:.4g}") for name, us in c.us.items()}] for c in timings.cells)
+    lines = ",\n".join("  " + json.dumps(cell, separators=(",", ":")) for cell in cells)
     text = json.dumps(head, indent=1)[:-2] + f',\n "cells": [\n{lines}\n ]\n}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
@@ -66,9 +69,14 @@ def save(timings: Timings, path: Path) -> None:
 def load(path: Path) -> Timings:
     """Reads one. What is known of a GPU now counts, not what was known when it was measured."""
     said = json.loads(path.read_text(encoding="utf-8"))
-    read = _arch(said["arch"])
+    read, ways = _arch(said["arch"]), said["ways"]
     arch = next((known for known in KNOWN.values() if known.name == read.name), read)
-    return Timings(arch, said["about"], tuple(Cell(**{**cell, "matrices": Matrices(**cell["matrices"])}) for cell in said["cells"]))
+    products = {name: Matrices(**matrices) for name, matrices in said["products"].items()}
+    cells = (
+        Cell(product, products[product], tokens, rows, routing, {ways[int(i)]: us for i, us in times.items()})
+        for product, tokens, rows, routing, times in said["cells"]
+    )
+    return Timings(arch, said["about"], tuple(cells))
 
 
 def _arch(said: Mapping[str, Any]) -> Arch:

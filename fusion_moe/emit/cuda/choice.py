@@ -107,8 +107,7 @@ def choose_from(table: Table, rows: int, of: Matrices, arch: Arch) -> tuple[Size
             f"a {of.kind} of {of.groups} matrices of {of.k} x {16 * of.tiles} has no kernel on {arch.name}", where="cuda"
         )
     bounds, found = [most for most, _ in regime.size_classes], [v for _, among in regime.size_classes if (v := fastest(among))]
-    long = groups >= table.min_groups and groups * of.tiles * 16 * of.k >= regime.min_weights
-    if not found or len(found) < len(bounds) or not long:
+    if not found or len(found) < len(bounds):
         return (SizeClass(usual),)
     size_classes = [SizeClass(v, above or 0, most) for v, above, most in zip(found, [0, *bounds], bounds, strict=False)]
     return tuple(sorted(size_classes, key=lambda c: not c.variant.persistent))  # what persistent kernels leave of a GPU, others fill

@@ -21,7 +21,7 @@ from . import added
 from .choice import AUTO, Chosen, SizeClass, blocks, choose_kernels
 from .columns import Columns, columns
 from .readers import reader
-from .source import Array, KernelSource, Sizes, Source
+from .source import Array, Given, KernelSource, Sizes, Source
 from .variants import TILE, Matrices, Variant
 
 ACTIVATIONS = "activations"  # what the prologue makes
@@ -29,7 +29,7 @@ _I, _J, _M = map(Variable, "ijm")
 _COLUMNS_PER_THREAD = 16  # columns that a thread reads
 _USUAL_ROWS = 40  # of a group, for which kernels are chosen that may get any number
 _MAX_IDS = 32  # that each warp sorts by itself, and does not wait for `route`
-_MANY_BLOCKS = 2**31  # more than a wave: code for the last one does no harm to fewer
+_UNBOUNDED = 2**31 - 1  # rows, as kernels/ragged.cuh has it
 _MAX_GROUPS = 2048  # that registers and shared memory last for, where all blocks know where groups begin
 
 
@@ -106,41 +106,38 @@ class Product(Source):
         large_m = [
             f"using Columns = {'FragmentOrder' if chosen.writes_fragment_order else 'RowMajor'};",
             f"static constexpr bool FRAGMENT_ORDER = {str(fragment_order).lower()};  // whether activations are",
-            f"static constexpr bool WITH_SMALL_M = {str(not last.variant.persistent).lower()};",
             f"static constexpr i32 GROUPS_READ_PER_TWO_TILES = {arch.groups_read_per_two_tiles};",
             f"static constexpr int MAX_SHARED_BYTES = {arch.shared_per_block};",
         ]
         return [
-            self._product(s, sizes, arch, row, large_m, reads_before_wait or s is not first, s is not first, s is not last, chosen.any_size)
+            self._product(
+                s, sizes, arch, [*row, *(large_m if s.variant.persistent else self._find())], reads_before_wait or s is not first,
+                s is not first, s is not last, s.variant.persistent and not last.variant.persistent, chosen.any_size,
+            )
             for s in size_classes
-        ]
+        ]  # fmt: skip
 
     def _product(
-        self, size_class: SizeClass, sizes: Sizes, arch: Arch, row: Sequence[str], large_m: Sequence[str], reads_before_wait: bool,
-        concurrent_with_previous: bool, concurrent_with_next: bool, any_size: bool,
+        self, size_class: SizeClass, sizes: Sizes, arch: Arch, functions: Sequence[str], reads_before_wait: bool,
+        concurrent_with_previous: bool, concurrent_with_next: bool, with_small_m: bool, any_size: bool,
     ) -> KernelSource:  # fmt: skip
         """One of them.
 
-        large_m: what large-M kernels know. concurrent_with_previous, concurrent_with_next: whether the kernel before, or after, is of
-        the same product.
+        functions: what it knows. concurrent_with_previous, concurrent_with_next: whether the kernel before, or after, is of the same
+        product; with_small_m: whether one of these is a small-M kernel. All launches of a variant have the same text: what differs it is
+        told by `given`, the SizeClass of kernels/ragged.cuh.
         """
         variant, rows = size_class.variant, value(self.rows, sizes)
         ids = not any_size and not variant.persistent and self._routes_all and rows <= _MAX_IDS and size_class.max_rows is None
         reads_before_wait = reads_before_wait or ids
-        functions = [
-            *row,
-            f"static constexpr bool READS_BEFORE_WAIT = {str(reads_before_wait).lower()};",
-            f"static constexpr bool CONCURRENT_WITH_PREVIOUS = {str(concurrent_with_previous).lower()};",
-            f"static constexpr bool CONCURRENT_WITH_NEXT = {str(concurrent_with_next).lower()};",
-            f"static constexpr i32 ABOVE_ROWS = {size_class.above_rows}, MAX_ROWS = {size_class.max_rows or 'UNBOUNDED'};",
-            *(large_m if variant.persistent else self._find(ids)),
-        ]
-        count = blocks(size_class, rows, self.matrices)
+        bounds = size_class.above_rows, _UNBOUNDED if size_class.max_rows is None else size_class.max_rows
+        flags = reads_before_wait, concurrent_with_previous, concurrent_with_next, with_small_m, ids
         return self.calling(
-            variant.call(_MANY_BLOCKS if any_size else count, arch), variant.name, functions, count,
+            variant.call(arch), variant.name, functions, blocks(size_class, rows, self.matrices),
             headers=(self.reader.header, variant.header), threads=variant.threads, shared=variant.shared(arch),
             min_blocks=variant.per_sm, max_resident=1 if variant.persistent else 0, reads_before_wait=reads_before_wait,
             carveout=concurrent_with_previous and not variant.persistent, title=str(size_class),
+            given=Given("SizeClass size_class", (*bounds, *map(int, flags))),
         )  # fmt: skip
 
     def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
@@ -200,18 +197,19 @@ class Product(Source):
         routing = self._routing
         return routing is not None and routing.attrs.get("first_expert") is None and routing.values[0] not in self.plan.memory
 
-    def _find(self, ids: bool) -> list[str]:
-        """How a small-M kernel finds its tile: in ids, or in ends."""
-        if ids:
+    def _find(self) -> list[str]:
+        """How a small-M kernel finds its tile: in ends, or in ids where it may."""
+        by_ids = []
+        if self._routes_all:
             assert self._routing is not None
             routed = self.array(self._routing.values[0], self.made_later)
-            made = f"find_tile_by_ids<GROUPS, TILE_M, N_TILES, WAVE>({routed}, i32(rows()), number)"
-        else:
-            report = "nullptr" if self._routing else "blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr"
-            made = f"find_tile_by_ends<GROUPS, TILE_M, N_TILES, WAVE, MAX_ROWS>(ends, i32(rows()), number, {report})"
+            by_ids = [f"if (size_class.by_ids) return find_tile_by_ids<GROUPS, TILE_M, N_TILES, WAVE>({routed}, i32(rows()), number);"]
+        report = "nullptr" if self._routing else "blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr"
         return [
             "template <int TILE_M, int N_TILES, int WAVE>",
-            f"__device__ __forceinline__ TilePlace find(i32 number) const {{ return {made}; }}",
+            "__device__ __forceinline__ TilePlace find(i32 number, const SizeClass& size_class) const {",
+            *inner([*by_ids, f"return find_tile_by_ends<GROUPS, TILE_M, N_TILES, WAVE>(ends, i32(rows()), size_class, number, {report});"]),
+            "}",
         ]
 
     # The struct -------------------------------------------------------------------------------------------------------

@@ -36,11 +36,11 @@ _TITLE = 3  # operations that a message names
 
 @dataclass(frozen=True)
 class _Loaded:
-    """The kernels of a part, for known sizes. places: of its arrays among those of the call."""
+    """The kernels of a part, for known sizes. places: of its arrays among those of the call; with each launch what it alone is given."""
 
     numbers: tuple[int, ...]
     places: tuple[int, ...]
-    launches: tuple[tuple[cuda.Launch, tuple[Boxes, ...]], ...]
+    launches: tuple[tuple[cuda.Launch, ctypes.Array[ctypes.c_int] | None, tuple[Boxes, ...]], ...]
 
     def run(self, addresses: Sequence[int], stream: int, fault: int) -> None:
         """On the current device; addresses: of all arrays of the call; fault: of the word for what is wrong."""
@@ -48,11 +48,12 @@ class _Loaded:
         words = (*self.numbers, *arrays, fault)
         params = (ctypes.c_longlong * len(words))(*words)
         alone = ctypes.c_void_p(ctypes.addressof(params))
-        for launch, boxes in self.launches:
+        for launch, given, boxes in self.launches:
             pointers: ctypes.c_void_p | ctypes.Array[ctypes.c_void_p] = alone
-            if boxes:
+            if given is not None or boxes:
+                own = [] if given is None else [ctypes.addressof(given)]
                 maps = [cuda.tensor_map(arrays[b.array], b.type, b.sizes, b.box) for b in boxes]
-                pointers = (ctypes.c_void_p * (1 + len(maps)))(alone.value, *[m.address for m in maps])
+                pointers = (ctypes.c_void_p * (1 + len(own) + len(maps)))(alone.value, *own, *[m.address for m in maps])
             launch(stream, ctypes.addressof(pointers))
 
 
@@ -241,9 +242,16 @@ def _numbers(source: Source, sizes: Sizes) -> tuple[int, ...]:
     return tuple(sizes[s] for s in source.fusion.symbols)
 
 
-def _loaded(step: Step, cubins: Mapping[Hashable, Path], index: int) -> tuple[tuple[cuda.Launch, tuple[Boxes, ...]], ...]:
+def _loaded(
+    step: Step, cubins: Mapping[Hashable, Path], index: int
+) -> tuple[tuple[cuda.Launch, ctypes.Array[ctypes.c_int] | None, tuple[Boxes, ...]], ...]:
     arch, kernels = cuda.arch(index).nvrtc, zip(step.kernels, step.overlaps, strict=True)
-    return tuple((_load(kernel, cubins[arch, kernel.text], index, overlap), kernel.boxes) for kernel, overlap in kernels)
+    return tuple((_load(kernel, cubins[arch, kernel.text], index, overlap), _given(kernel), kernel.boxes) for kernel, overlap in kernels)
+
+
+def _given(kernel: KernelSource) -> ctypes.Array[ctypes.c_int] | None:
+    """What its launch alone is given, in memory."""
+    return (ctypes.c_int * len(kernel.given.numbers))(*kernel.given.numbers) if kernel.given else None
 
 
 def _load(kernel: KernelSource, cubin: Path, index: int, overlap: bool) -> cuda.Launch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import Template
 
 from ...arch import Arch
@@ -67,6 +67,14 @@ class Boxes:
 
 
 @dataclass(frozen=True)
+class Given:
+    """A parameter that one launch is given, after the struct: a structure of i32 numbers. declaration: its type and name."""
+
+    declaration: str
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class KernelSource:
     """One kernel: its text, and how it is launched.
 
@@ -74,7 +82,7 @@ class KernelSource:
     there is work for; shared: bytes of dynamic shared memory; reads_before_wait, writes_before_wait: whether it reads, or writes, before it
     waits for the kernel before it.
     carveout_blocks: how many of its blocks a multiprocessor has, if the shared-memory carveout is to hold no more than these: see
-    runtime/cuda.py. title: a name for people. boxes: its parameters after the struct.
+    runtime/cuda.py. title: a name for people. given, boxes: its parameters after the struct.
     """
 
     name: str
@@ -88,6 +96,7 @@ class KernelSource:
     title: str = ""
     writes_before_wait: bool = False
     boxes: tuple[Boxes, ...] = ()
+    given: Given | None = None
 
     def grid(self, arch: Arch) -> int:
         """The blocks that are launched on a GPU."""
@@ -165,14 +174,14 @@ class Source(Writer):
     def calling(
         self, call: str, name: str, functions: Sequence[str], blocks: int, *, headers: Sequence[str] = ("routing.cuh",),
         threads: int = THREADS, shared: int = 0, min_blocks: int = 1, max_resident: int = 0, reads_before_wait: bool = False,
-        carveout: bool = False, title: str = "", boxes: Sequence[Boxes] = (),
+        carveout: bool = False, title: str = "", boxes: Sequence[Boxes] = (), given: Given | None = None,
     ) -> KernelSource:  # fmt: skip
         """A kernel that makes a call, and whose struct has more functions. min_blocks: that must fit one multiprocessor.
 
         carveout: whether the shared-memory carveout is to hold these blocks and no more. boxes: parameters map0, map1, ...
         """
-        maps = (f"const __grid_constant__ TensorMap map{i}" for i in range(len(boxes)))
-        parameters = ", ".join(["const __grid_constant__ Segment s", *maps])
+        declared = ["Segment s", *([given.declaration] if given else ()), *(f"TensorMap map{i}" for i in range(len(boxes)))]
+        parameters = ", ".join(f"const __grid_constant__ {what}" for what in declared)
         bounds = f"{threads}, {min_blocks}"
         includes = "\n".join(f'#include "{header}"' for header in headers)
         text = _KERNEL.substitute(
@@ -180,7 +189,8 @@ class Source(Writer):
         )
         carveout_blocks = min_blocks if carveout else 0
         return KernelSource(
-            name, text, blocks, threads, shared, max_resident, reads_before_wait, carveout_blocks, title or name, boxes=tuple(boxes)
+            name, text, blocks, threads, shared, max_resident, reads_before_wait, carveout_blocks, title or name, boxes=tuple(boxes),
+            given=given,
         )  # fmt: skip
 
     def array_number(self, array: Value | Array) -> int:
@@ -236,11 +246,11 @@ class Source(Writer):
         warps = next((w for most, w in _WARPS.items() if not any_size and value(count, sizes) <= most), _MAX_WARPS)
         given = f"{self.array(ids, self.made_later)}, i32({size(count)}), i32({slots}), {groups}, "
         given += f"{self.array(ends)}, {self.array(row_of)}, {self.array(slot_of)}, error"
-        types, blocks = f"{stored(ids)}, {warps}", groups
+        types, blocks = stored(ids), groups
         if (first := op.attrs.get("first_expert")) is not None:
             types, given, blocks = f"{types}, true", f"{given}, {first}", groups + 1
         body = ["griddepcontrol_wait();", "griddepcontrol_launch_dependents();", f"Route<{types}>{{{given}}}.run();"]
-        return self.kernel("route", body, blocks, threads=32 * warps)
+        return replace(self.kernel("route", body, blocks, threads=32 * _MAX_WARPS), threads=32 * warps)
 
     def _invert(self, op: Op, sizes: Sizes) -> list[KernelSource]:
         """One kernel for a permutation. For what may be none, every row is made to name a slot that there is."""

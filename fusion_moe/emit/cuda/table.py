@@ -20,31 +20,35 @@ from .variants import SETS, Matrices, Variant
 TABLES = Path(__file__).parent / "tables"
 ALWAYS = float("inf")
 KINDS = ("tiled", "linear", "wide_tiled", "wide_linear")  # of weights: the fields of a table
-_KEYS = ("max_average", "variants", "size_classes", "min_weights")
+_KEYS = ("max_average", "variants", "size_classes", "max_groups", "below_weights")
 
 
 @dataclass(frozen=True)
 class Regime:
     """max_average: rows that a group has on average, up to which one of the variants is chosen: that of the least cost.
 
-    size_classes: in products of at least `min_weights` weights, beside which more launches are short, the same for groups of up to so many
-    rows each (None: any), computed by kernels that run concurrently. Where rows pick groups evenly, one of them has nearly all.
+    size_classes: in its place, if they all fit, the same for groups of up to so many rows each (None: any), computed by kernels that run
+    concurrently. Where rows pick groups evenly, one of them has nearly all.
+    max_groups, below_weights: of products with no more groups, and fewer weights; None: of any. Where there are many groups, some can be so
+    much heavier than others that size classes pay, beside many weights more launches are short, and few groups leave multiprocessors idle.
     """
 
     max_average: float
     variants: tuple[Variant, ...]
     size_classes: tuple[tuple[int | None, tuple[Variant, ...]], ...] = ()
-    min_weights: int = 0
+    max_groups: int | None = None
+    below_weights: int | None = None
+
+    def admits(self, of: Matrices) -> bool:
+        """Whether it is of such products."""
+        few = self.max_groups is None or of.groups <= self.max_groups
+        return few and (self.below_weights is None or of.weights < self.below_weights)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Regimes in the order in which they are tried, for weights that are stored as tiles or not, `wide` ones of more than 8 bits.
+    """Regimes in the order in which they are tried, for weights that are stored as tiles or not, `wide` ones of more than 8 bits."""
 
-    min_groups: of a product, from which on some can be so much heavier than others that size classes pay.
-    """
-
-    min_groups: int
     tiled: tuple[Regime, ...]
     linear: tuple[Regime, ...]
     wide_tiled: tuple[Regime, ...]
@@ -53,7 +57,7 @@ class Table:
     def regimes(self, of: Matrices) -> tuple[Regime, ...]:
         """Those for such matrices."""
         found: tuple[Regime, ...] = getattr(self, kind_of(of))
-        return found
+        return tuple(regime for regime in found if regime.admits(of))
 
 
 def kind_of(of: Matrices) -> str:
@@ -86,10 +90,10 @@ def text(found: Table) -> str:
         said["variants"] = names[regime.variants]
         if regime.size_classes:
             said["size_classes"] = [[most, names[variants]] for most, variants in regime.size_classes]
-            said["min_weights"] = regime.min_weights
+        said |= {key: bound for key in _KEYS[3:] if (bound := getattr(regime, key)) is not None}
         return "    " + json.dumps(said)
 
-    parts = [f'  "min_groups": {found.min_groups}']
+    parts = list[str]()
     for name in KINDS:
         lines = ",\n".join(map(line, getattr(found, name)))
         parts.append(f'  "{name}": [\n{lines}\n  ]')
@@ -102,19 +106,17 @@ def parse(text: str, where: str) -> Table:
         said = json.loads(text)
     except ValueError as error:
         raise ParseError(f"no JSON: {error}", expected="a table of tools/tune", where=where) from None
-    names = ["min_groups", *KINDS]
-    if not isinstance(said, Mapping) or set(said) != set(names):
-        raise ParseError(f"keys {', '.join(said)}" if isinstance(said, Mapping) else "no object", expected=", ".join(names), where=where)
-    found = {name: _rows(said[name], f"{where}: {name}") for name in KINDS}
-    return Table(min_groups=_count(said["min_groups"], f"{where}: min_groups"), **found)
+    if not isinstance(said, Mapping) or set(said) != set(KINDS):
+        raise ParseError(f"keys {', '.join(said)}" if isinstance(said, Mapping) else "no object", expected=", ".join(KINDS), where=where)
+    return Table(**{name: _rows(said[name], f"{where}: {name}") for name in KINDS})
 
 
 def _rows(said: Any, where: str) -> tuple[Regime, ...]:
     if not isinstance(said, list) or not said:
         raise ParseError(f"{said!r}", expected="regimes", where=where)
     found = tuple(_regime(row, f"{where}[{i}]") for i, row in enumerate(said))
-    if found[-1].max_average != ALWAYS:
-        raise ParseError("the last regime has an end", expected="max_average: null", where=where)
+    if (found[-1].max_average, found[-1].max_groups, found[-1].below_weights) != (ALWAYS, None, None):
+        raise ParseError("the last regime has bounds", expected="max_average: null, of any groups and weights", where=where)
     return found
 
 
@@ -125,8 +127,8 @@ def _regime(said: Any, where: str) -> Regime:
     if average is not None and (isinstance(average, bool) or not isinstance(average, int | float) or not 0 < average < ALWAYS):
         raise ParseError(f"max_average {average!r}", expected="a number above 0, or null", where=where)
     classes = _classes(said.get("size_classes", []), where)
-    least = _count(said.get("min_weights", 0), f"{where}: min_weights")
-    return Regime(ALWAYS if average is None else average, _set(said["variants"], where), classes, least)
+    bounds = {key: _count(said[key], f"{where}: {key}") for key in _KEYS[3:] if key in said}
+    return Regime(ALWAYS if average is None else average, _set(said["variants"], where), classes, **bounds)
 
 
 def _classes(said: Any, where: str) -> tuple[tuple[int | None, tuple[Variant, ...]], ...]:

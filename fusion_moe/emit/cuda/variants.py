@@ -39,6 +39,11 @@ class Matrices:
         return self.kind == "fprop" or (self.runs <= 2 and self.k % (64 if self.runs == 1 else 2 * 128) == 0)
 
     @property
+    def weights(self) -> int:
+        """How many there are, those that fill tiles too."""
+        return self.groups * 16 * self.tiles * self.k
+
+    @property
     def wide(self) -> bool:
         """Whether a stage of shared memory has room for 64 columns alone, and registers for few tiles."""
         return self.tile_bytes > TILE
@@ -97,11 +102,10 @@ class SmallM:
         """Names the kernel."""
         return f"small_m_{self.tiles_m}x{self.tiles_per_warp}x{self.split_k}x{self.in_flight}x{self.batch}"
 
-    def call(self, blocks: int, arch: Arch) -> str:
-        """What the kernel runs in that many blocks. No more than one wave has no use for the code that splits the last."""
-        wave = self.wave(arch) if blocks > self.wave(arch) else 0
-        sizes = self.tiles_m, self.tiles_per_warp, self.split_k, self.in_flight, self.batch, self.warps, wave
-        return f"SmallM<Segment, {', '.join(map(str, sizes))}>::run(s);"
+    def call(self, arch: Arch) -> str:
+        """What the kernel runs."""
+        sizes = self.tiles_m, self.tiles_per_warp, self.split_k, self.in_flight, self.batch, self.warps, self.wave(arch)
+        return f"SmallM<Segment, {', '.join(map(str, sizes))}>::run(s, size_class);"
 
     def fits(self, of: Matrices, arch: Arch) -> bool:
         """Whether it makes whole columns of a result of all its tiles, and registers hold what is in flight."""
@@ -170,9 +174,9 @@ class LargeM:
         """Bytes of shared memory that a launch asks for: all that there are."""
         return arch.shared_per_block
 
-    def call(self, blocks: int, arch: Arch) -> str:
+    def call(self, arch: Arch) -> str:
         """What the kernel runs."""
-        return f"LargeM<Segment, {self.tile_m}, {self.consumers}, {self.repeats}>::run(s);"
+        return f"LargeM<Segment, {self.tile_m}, {self.consumers}, {self.repeats}>::run(s, size_class);"
 
     def stages(self, of: Matrices, arch: Arch) -> int:
         """Of the ring in shared memory, as kernels/large_m.cuh counts them."""
@@ -221,6 +225,8 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
     "M16": M16,
     "M32": M32,
     "M48_96": M48_96,
+    "M48_64": (LargeM(48, 4, 2), LargeM(64, 4)),
+    "M64": (LargeM(64, 4),),
     "M64_96": (LargeM(64, 4), LargeM(96, 4)),
     "M80": M80,
     "M160": M160,

@@ -178,7 +178,7 @@ struct GroupedGemm {
     static constexpr int N_TILES = (Segment::WIDTH + TILE_COLUMNS - 1) / TILE_COLUMNS;
     using Runs = RunsOf<Segment>;
     static constexpr int K_BLOCKS = Runs::COUNT * Runs::BLOCKS;
-    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, 0, UNBOUNDED, false, 1>;
+    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, 1>;
     using WorkTiles = typename TileScheduler::WorkTiles;
     static constexpr bool COPIES = !Segment::A_BOXES || !(Segment::B_BOXES || Segment::B_PACKED);
     static constexpr int WARPGROUPS = Segment::B_PACKED && TILE_M == 64 ? 2 : 1;  // of producers
@@ -204,7 +204,8 @@ struct GroupedGemm {
         shared.weight.init();
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
-        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, blockIdx.x == 0 ? s.error : nullptr, reinterpret_cast<i32*>(shared.ring.stage));
+        i64* error = blockIdx.x == 0 ? s.error : nullptr;
+        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, ALL_GROUPS, error, reinterpret_cast<i32*>(shared.ring.stage));
         by_warpgroups<Segment::B_PACKED, Ring::SHARES_ROWS>([&] { consume(s, shared); }, [&] { produce(s, shared, a_map, b_map); });
     }
 
@@ -353,8 +354,8 @@ struct WgradScheduler {
 
     // By all threads of a block.
     __device__ void build(const i32* ends, i32 rows, i64* error) {
-        MTiles<GROUPS, 128, 0, UNBOUNDED>& m_tiles = reinterpret_cast<MTiles<GROUPS, 128, 0, UNBOUNDED>&>(first);
-        m_tiles.build(ends, rows, error);
+        MTiles<GROUPS, 128>& m_tiles = reinterpret_cast<MTiles<GROUPS, 128>&>(first);
+        m_tiles.build(ends, rows, ALL_GROUPS, error);
         for (i32 g = threadIdx.x; g < GROUPS; g += blockDim.x) {
             const i32 mine = size(g);
             i32 place = 0;

@@ -8,7 +8,7 @@
 // multiply.
 //
 // Groups that are much heavier or lighter than others can be left to concurrent launches of other variants: each handles a size class,
-// groups of more than ABOVE_ROWS and up to MAX_ROWS rows, which the host does not know. None of them needs what another computes, so none
+// groups of more than some rows and up to some, which sizes the host does not know. None of them needs what another computes, so none
 // waits for the one before; but the last block of each does when it is done, and so what waits for the last launch waits for all.
 //
 // Activations are in fragment order (fragment_order.cuh), or row-major, with more instructions for each weight (weights/).
@@ -82,8 +82,7 @@ struct LargeM {
         RepeatWeights weights[CONSUMERS * REPEATS];
     };
 
-    using TileScheduler = ::TileScheduler<
-        Segment::GROUPS, TILE_M, Segment::ABOVE_ROWS, Segment::MAX_ROWS, Segment::WITH_SMALL_M, Segment::GROUPS_READ_PER_TWO_TILES>;
+    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, Segment::GROUPS_READ_PER_TWO_TILES>;
 
     // As many as fit. Producers say which work tiles they load: each has a stage at least, but for one that they begin.
     static constexpr int STAGE_BYTES = Segment::MAX_SHARED_BYTES - int(sizeof(TileScheduler) + sizeof(WorkTile));  // left for all stages
@@ -97,17 +96,18 @@ struct LargeM {
     };
     static_assert(sizeof(Shared) <= Segment::MAX_SHARED_BYTES && sizeof(RepeatWeights) >= Transpose::BUFFER_BYTES);
 
-    __device__ static void run(const Segment& s) {
+    __device__ static void run(const Segment& s, const SizeClass& size_class) {
         extern __shared__ __align__(1024) u8 memory[];
         Shared& shared = *reinterpret_cast<Shared*>(memory);
         if (threadIdx.x < STAGES) {
             mbarrier_init(shared.full[threadIdx.x], PRODUCER_WARPS);
             mbarrier_init(shared.empty[threadIdx.x], WARPGROUP_WARPS * CONSUMERS);
         }
-        if (!Segment::READS_BEFORE_WAIT) griddepcontrol_wait();
-        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, blockIdx.x == 0 ? s.error : nullptr, reinterpret_cast<i32*>(shared.stage));
-        if (Segment::READS_BEFORE_WAIT && !Segment::CONCURRENT_WITH_PREVIOUS) griddepcontrol_wait();
-        if (Segment::CONCURRENT_WITH_NEXT) griddepcontrol_launch_dependents();
+        if (!size_class.reads_before_wait) griddepcontrol_wait();
+        i64* error = blockIdx.x == 0 ? s.error : nullptr;
+        shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, size_class, error, reinterpret_cast<i32*>(shared.stage));
+        if (size_class.reads_before_wait && !size_class.concurrent_with_previous) griddepcontrol_wait();
+        if (size_class.concurrent_with_next) griddepcontrol_launch_dependents();
         if (threadIdx.x < WARPGROUP * CONSUMERS) {
             setmaxnreg_inc<CONSUMER_REGISTERS>();
             consume(s, shared);
@@ -116,7 +116,7 @@ struct LargeM {
             produce(s, shared);
         }
         griddepcontrol_launch_dependents();
-        if (Segment::CONCURRENT_WITH_PREVIOUS && blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
+        if (size_class.concurrent_with_previous && blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
     }
 
 private:

@@ -135,20 +135,30 @@ __device__ __forceinline__ void clamp_ends(i32 (&end)[EACH], i32 rows) {
 
 constexpr i32 UNBOUNDED = 0x7FFFFFFF;
 
-// How many M tiles a group has; none if it has ABOVE_ROWS rows or less, or more than MAX_ROWS: another kernel handles it.
-template <int TILE_M, i32 ABOVE_ROWS, i32 MAX_ROWS>
-__device__ __forceinline__ i32 m_tiles_of(i32 size) {
-    const bool mine = (ABOVE_ROWS == 0 || size > ABOVE_ROWS) && (MAX_ROWS == UNBOUNDED || size <= MAX_ROWS);
-    return mine ? (size + TILE_M - 1) / TILE_M : 0;
+// What one launch of a product is told, in numbers that the host knows: a parameter of the kernel, so that all launches have the same one.
+struct SizeClass {
+    i32 above_rows, max_rows;  // it computes groups of more than above_rows rows, and of up to max_rows; others leave the rest to it
+    i32 reads_before_wait;     // whether what it finds its tiles by is there before the kernel before it has ended
+    i32 concurrent_with_previous, concurrent_with_next;  // whether the kernel before, or after, computes other groups of the same product
+    i32 with_small_m;          // whether one of these is a small-M kernel
+    i32 by_ids;                // whether it finds its tile in ids that are not sorted yet
+};
+
+constexpr SizeClass ALL_GROUPS = {0, UNBOUNDED};
+
+// How many M tiles a group has; none if another kernel computes it.
+template <int TILE_M>
+__device__ __forceinline__ i32 m_tiles_of(i32 size, const SizeClass& size_class) {
+    return size > size_class.above_rows && size <= size_class.max_rows ? (size + TILE_M - 1) / TILE_M : 0;
 }
 
 // Those of a lane's groups.
-template <int TILE_M, i32 ABOVE_ROWS, i32 MAX_ROWS, int EACH>
-__device__ __forceinline__ i32 m_tiles_in(const i32 (&end)[EACH], i32 start) {
+template <int TILE_M, int EACH>
+__device__ __forceinline__ i32 m_tiles_in(const i32 (&end)[EACH], i32 start, const SizeClass& size_class) {
     i32 m_tiles = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        m_tiles += m_tiles_of<TILE_M, ABOVE_ROWS, MAX_ROWS>(end[i] - start);
+        m_tiles += m_tiles_of<TILE_M>(end[i] - start, size_class);
         start = end[i];
     }
     return m_tiles;
@@ -165,38 +175,39 @@ __device__ __forceinline__ MTile from_lane(const MTile& m_tile, int lane) {
 }
 
 // The M tiles, of TILE_M rows, of group 0, then those of group 1, ..., then those of rows that belong to no group. Another kernel's groups
-// have none (see m_tiles_of); nor have rows of no group, unless groups of any size above are this one's. It lies in shared memory. Ends are
-// used as groups.clamp_ends makes them.
-template <int GROUPS, int TILE_M, i32 ABOVE_ROWS, i32 MAX_ROWS>
+// have none; nor have rows of no group, unless groups of any size above are this one's. It lies in shared memory. Ends are used as
+// groups.clamp_ends makes them.
+template <int GROUPS, int TILE_M>
 struct MTiles {
     i32 first[GROUPS + 2];   // row; group GROUPS has the rows of no group
     i32 before[GROUPS + 2];  // M tiles of the groups before; of all groups
 
     // By all threads of a block. `error`, if not null, is told of the first end that is wrong.
-    __device__ __forceinline__ void build(const i32* ends, i32 rows, i64* error) {
-        if (threadIdx.x < 32) build_by_warp(ends, rows, error);
+    __device__ __forceinline__ void build(const i32* ends, i32 rows, const SizeClass& size_class, i64* error) {
+        if (threadIdx.x < 32) build_by_warp(ends, rows, size_class, error);
         __syncthreads();
     }
 
 private:
-    __device__ __forceinline__ void build_by_warp(const i32* ends, i32 rows, i64* error) {
+    __device__ __forceinline__ void build_by_warp(const i32* ends, i32 rows, const SizeClass& size_class, i64* error) {
         constexpr int EACH = (GROUPS + 31) / 32;  // groups of a lane, one after the other
         const i32 lane = threadIdx.x;
         i32 end[EACH];
         load_ends<GROUPS>(end, ends);
         if (error) check_ends<GROUPS>(end, rows, error);
         clamp_ends(end, rows);
-        i32 row = start_of(end), mine = m_tiles_in<TILE_M, ABOVE_ROWS, MAX_ROWS>(end, row), number = scan(mine, Plus()) - mine;
+        i32 row = start_of(end), mine = m_tiles_in<TILE_M>(end, row, size_class), number = scan(mine, Plus()) - mine;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const i32 g = lane * EACH + i;
             if (g < GROUPS) first[g] = row, before[g] = number;
-            number += m_tiles_of<TILE_M, ABOVE_ROWS, MAX_ROWS>(end[i] - row);
+            number += m_tiles_of<TILE_M>(end[i] - row, size_class);
             row = end[i];
         }
         if (lane == 31) {
             first[GROUPS] = row, before[GROUPS] = number;
-            first[GROUPS + 1] = rows, before[GROUPS + 1] = number + (MAX_ROWS == UNBOUNDED ? (rows - row + TILE_M - 1) / TILE_M : 0);
+            const bool with_rest = size_class.max_rows == UNBOUNDED;
+            first[GROUPS + 1] = rows, before[GROUPS + 1] = number + (with_rest ? (rows - row + TILE_M - 1) / TILE_M : 0);
         }
     }
 };
@@ -240,10 +251,11 @@ __device__ __forceinline__ LastWave split_last_wave(i32 number, i32 count, i32 i
     return {number, TilePlace::BOTH_HALVES, count};
 }
 
-// One of those M tiles, each N_TILES times, found by a warp on its own, for all its lanes; empty if there are not so many. Groups of more
-// than MAX_ROWS rows, and rows of no group then, are another kernel's. WAVE: see split_last_wave.
-template <int GROUPS, int TILE_M, int N_TILES, int WAVE, i32 MAX_ROWS>
-__device__ __forceinline__ TilePlace find_tile_by_ends(const i32* ends, i32 rows, i32 number, i64* error) {
+// One of those M tiles, each N_TILES times, found by a warp on its own, for all its lanes; empty if there are not so many. WAVE: see
+// split_last_wave.
+template <int GROUPS, int TILE_M, int N_TILES, int WAVE>
+__device__ __forceinline__ TilePlace find_tile_by_ends(
+    const i32* ends, i32 rows, const SizeClass& size_class, i32 number, i64* error) {
     constexpr int EACH = (GROUPS + 31) / 32;  // groups of a lane, one after the other
     const i32 lane = threadIdx.x % 32;
     i32 end[EACH];
@@ -254,14 +266,15 @@ __device__ __forceinline__ TilePlace find_tile_by_ends(const i32* ends, i32 rows
     i32 count[EACH], mine = 0, row = start;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        mine += count[i] = m_tiles_of<TILE_M, 0, MAX_ROWS>(end[i] - row) * N_TILES;
+        mine += count[i] = m_tiles_of<TILE_M>(end[i] - row, size_class) * N_TILES;
         row = end[i];
     }
     const i32 last = __shfl_sync(WHOLE_WARP, end[EACH - 1], 31), grouped = __reduce_add_sync(WHOLE_WARP, mine);
-    const i32 ungrouped = MAX_ROWS == UNBOUNDED ? (rows - last + TILE_M - 1) / TILE_M * N_TILES : 0;
+    const bool with_rest = size_class.max_rows == UNBOUNDED;
+    const i32 ungrouped = with_rest ? (rows - last + TILE_M - 1) / TILE_M * N_TILES : 0;
     const LastWave wave = split_last_wave<WAVE>(number, grouped, i32(gridDim.x) - grouped - ungrouped);
     if (number >= wave.count) {  // rows of no group, or none
-        if (MAX_ROWS != UNBOUNDED) return {{GROUPS, rows, rows}, 0};
+        if (!with_rest) return {{GROUPS, rows, rows}, 0};
         const i32 past = number - wave.count, first = last + past / N_TILES * TILE_M;
         return {{GROUPS, first, min(first + TILE_M, rows)}, past % N_TILES};
     }

@@ -9,9 +9,9 @@
 
 namespace {
 
-// The sorted rows of [T, slots] ids. A block has WARPS warps, each of which reads a run of ids. LOCAL: ids of groups begin at `first`, and a
-// block more places the rows of other ids, past the last end.
-template <class Id, int WARPS, bool LOCAL = false>
+// The sorted rows of [T, slots] ids. Each warp of a block reads a run of ids. LOCAL: ids of groups begin at `first`, and a block more places
+// the rows of other ids, past the last end.
+template <class Id, bool LOCAL = false>
 struct Route {
     const Id* ids;  // [T, slots]
     i32 count, slots, groups;
@@ -21,8 +21,9 @@ struct Route {
 
     // The rows of the block's group.
     __device__ void run() const {
-        __shared__ i32 before[WARPS], same[WARPS];  // ids of the groups before and of this one, that each warp has
-        const i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, each = (count + 32 * WARPS - 1) / (32 * WARPS) * 32;
+        __shared__ i32 before[MOST_WARPS], same[MOST_WARPS];  // ids of the groups before and of this one, that each warp has
+        const i32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const i32 each = (count + i32(blockDim.x) - 1) / i32(blockDim.x) * 32;
         const i32 mine = blockIdx.x, from = warp * each + lane;
         i32 lower = 0, equal = 0;
 #pragma unroll 8
@@ -33,13 +34,15 @@ struct Route {
         lower = __reduce_add_sync(WHOLE_WARP, lower), equal = __reduce_add_sync(WHOLE_WARP, equal);
         if (lane == 0) before[warp] = lower, same[warp] = equal;
         __syncthreads();
-        const i32 of_warp = lane < WARPS ? before[lane] + (lane < warp ? same[lane] : 0) : 0;
+        const i32 of_warp = lane < warps ? before[lane] + (lane < warp ? same[lane] : 0) : 0;
         i32 row = __reduce_add_sync(WHOLE_WARP, of_warp);
-        if (threadIdx.x == 32 * WARPS - 1 && (!LOCAL || mine < groups)) ends[mine] = row + equal;
+        if (threadIdx.x == blockDim.x - 1 && (!LOCAL || mine < groups)) ends[mine] = row + equal;
         if (equal > 0) place(from, each, mine, row);
     }
 
 private:
+    static constexpr i32 MOST_WARPS = 32;
+
     // The group of an id, one without a block past the last id; wrong ones are reported by one block, or LOCAL those of the block more.
     __device__ __forceinline__ i32 group_at(i32 i) const {
         if (i >= count) return LOCAL ? groups + 1 : groups;

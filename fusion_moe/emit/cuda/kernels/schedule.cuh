@@ -5,8 +5,8 @@
 // so that what is left at the end are small work tiles. A group's M tiles are divided into rotations, each of a few of them and all N
 // tiles: what a GPU's blocks have of these at a time reads about as many bytes of weights as of activations, which is the least in all.
 //
-// Concurrent with a small-M kernel, which handles groups of up to ABOVE_ROWS rows, so few blocks are active that they are done in about
-// half of its time: it needs nearly all multiprocessors to read weights as fast as memory gives them. While it reads those of
+// Concurrent with a small-M kernel, which has the groups of fewer rows, so few blocks are active that they are done in about half of its
+// time: it needs nearly all multiprocessors to read weights as fast as memory gives them. While it reads those of
 // GROUPS_READ_PER_TWO_TILES groups, a block computes two M tiles, with all N tiles: a fact of the GPU, from arch.py.
 //
 // Work tiles of a group take equally long, though the last M tile may be lower, and the last N tile narrower: so blocks stay in step along
@@ -24,21 +24,21 @@ struct alignas(16) WorkTile {
 
 constexpr i32 NO_WORK_TILE = 1 << 30;  // a number past the last
 
-template <int GROUPS, int TILE_M, i32 ABOVE_ROWS, i32 MAX_ROWS, bool WITH_SMALL_M, i32 GROUPS_READ_PER_TWO_TILES>
+template <int GROUPS, int TILE_M, i32 GROUPS_READ_PER_TWO_TILES>
 class TileScheduler {
 public:
     // By all threads of a block; `scratch` holds 4 (GROUPS + 1) numbers.
-    __device__ void build(const i32* ends, i32 rows, i32 n_tiles, i64* error, i32* scratch) {
+    __device__ void build(const i32* ends, i32 rows, i32 n_tiles, const SizeClass& size_class, i64* error, i32* scratch) {
         if (threadIdx.x == 0) n_tiles_ = n_tiles, active_blocks_ = gridDim.x;
         int2* group = reinterpret_cast<int2*>(scratch);  // what it is sorted by, and its work tiles
         i32 *place = scratch + 2 * (GROUPS + 1), *upto = place + GROUPS + 1;
-        m_tiles_.build(ends, rows, error);
+        m_tiles_.build(ends, rows, size_class, error);
         if (m_tiles_.before[GROUPS + 1] == 0) {  // other kernels have it all
             if (threadIdx.x == 0) work_tiles_upto_[GROUPS] = work_tiles_upto_[GROUPS - 1] = 0;
             __syncthreads();
             return;
         }
-        if constexpr (WITH_SMALL_M) limit_blocks();
+        if (size_class.with_small_m) limit_blocks(size_class.above_rows);
         for (i32 g = threadIdx.x; g <= GROUPS; g += blockDim.x) {
             group[g] = {g < GROUPS ? tile_m_of(g) * (GROUPS + 1) + GROUPS - g : 0, m_tiles_of(g) * n_tiles};  // rows of no group come last
             place[g] = upto[g] = 0;
@@ -60,7 +60,7 @@ public:
         __device__ bool first() const { return number_ == start(); }
         __device__ bool more() const { return number_ < scheduler_.work_tiles_upto_[GROUPS]; }
         __device__ bool more_grouped() const { return number_ < scheduler_.work_tiles_upto_[GROUPS - 1]; }  // rows of no group come last
-        __device__ void advance() { number_ += WITH_SMALL_M ? scheduler_.active_blocks_ : i32(gridDim.x); }
+        __device__ void advance() { number_ += scheduler_.active_blocks_; }
         __device__ void go_to(i32 number) { number_ = number; }
 
         // By a whole warp.
@@ -81,9 +81,7 @@ public:
         }
 
     private:
-        __device__ i32 start() const {
-            return WITH_SMALL_M && i32(blockIdx.x) >= scheduler_.active_blocks_ ? NO_WORK_TILE : i32(blockIdx.x);
-        }
+        __device__ i32 start() const { return i32(blockIdx.x) < scheduler_.active_blocks_ ? i32(blockIdx.x) : NO_WORK_TILE; }
 
         const TileScheduler& scheduler_;
         i32 number_;
@@ -94,11 +92,11 @@ private:
     static constexpr i32 SIDE = (GROUPS + 32) / 32 * 32, PARTS = SIDE > 256 ? 2 : SIDE > 128 ? 4 : 8, PART = (GROUPS + PARTS) / PARTS;
 
     // Decides how many blocks are active.
-    __device__ void limit_blocks() {
+    __device__ void limit_blocks(i32 rows_of_others) {
         i32 low = 0;
         for (i32 first = 0; first < GROUPS; first += blockDim.x) {
             const i32 g = first + threadIdx.x, size = g < GROUPS ? m_tiles_.first[g + 1] - m_tiles_.first[g] : 0;
-            low += __syncthreads_count(size > 0 && size <= ABOVE_ROWS);
+            low += __syncthreads_count(size > 0 && size <= rows_of_others);
         }
         if (threadIdx.x == 0 && low > 0)
             active_blocks_ = max(1, min(i32(gridDim.x), GROUPS_READ_PER_TWO_TILES * m_tiles_.before[GROUPS] / low));
@@ -124,7 +122,7 @@ private:
         return m_tiles == 0 ? 0 : (size + 8 * m_tiles - 1) / (8 * m_tiles) * 8;
     }
 
-    MTiles<GROUPS, TILE_M, ABOVE_ROWS, MAX_ROWS> m_tiles_;
+    MTiles<GROUPS, TILE_M> m_tiles_;
     i32 n_tiles_, active_blocks_;  // of a result; of the grid, whose others are idle beside a small-M kernel
     // Groups in the order of work; work tiles of the first so many of them; heights of their M tiles.
     i32 group_of_place_[GROUPS + 1], work_tiles_upto_[GROUPS + 1], tile_m_[GROUPS + 1];

@@ -6,7 +6,7 @@
 // of the last ones, in half the time with twice the split-K: WAVE blocks run at once, and the last wave would leave most multiprocessors
 // idle.
 //
-// Groups of more than MAX_ROWS rows can be left to a large-M kernel, launched before this one, for which blocks don't wait: it does for
+// Groups of many rows can be left to a large-M kernel, launched before this one, for which blocks don't wait: it does for
 // what came before both. But the last block does when it is done, and so what waits for this launch waits for both.
 //
 // A lane has the weights of at least IN_FLIGHT K blocks in flight, and requests those of BATCH more at a time: memory likes bytes that
@@ -28,7 +28,6 @@ class SmallM {
     static constexpr int SPLIT_N = WARPS / SPLIT_K, TILE_M = 8 * TILES_M, WEIGHT_TILES = TILES_PER_WARP * SPLIT_N;
     static constexpr int K_BLOCKS = (Segment::K + 63) / 64;
     static constexpr int BUFFERS = IN_FLIGHT + BATCH;  // K blocks that a lane has weights of
-    static_assert(Segment::ABOVE_ROWS == 0, "groups are left to a large-M kernel, not to one of lower M tiles");
 
     // K blocks after which all is in the same registers again: buffers come round, loads begin, activations alternate.
     __device__ static constexpr int unroll(int n) { return n % BATCH == 0 && n % 2 == 0 ? n : unroll(n + BUFFERS); }
@@ -53,34 +52,36 @@ class SmallM {
     i32 k_left;
 
 public:
-    __device__ static __forceinline__ void run(const Segment& s) {
+    __device__ static __forceinline__ void run(const Segment& s, const SizeClass& size_class) {
         __shared__ float partials[HalfNEpilogue::PARTIALS];
-        if (!Segment::READS_BEFORE_WAIT) griddepcontrol_wait();
-        const TilePlace place = s.template find<TILE_M, Epilogue::N_TILES, SPLITS_LAST_WAVE ? WAVE : 0>(blockIdx.x);
+        if (!size_class.reads_before_wait) griddepcontrol_wait();
+        const TilePlace place = s.template find<TILE_M, Epilogue::N_TILES, SPLITS_LAST_WAVE ? WAVE : 0>(blockIdx.x, size_class);
         const i32 column = place.n_tile * Epilogue::TILE_N;
         if constexpr (SPLITS_LAST_WAVE) {
             if (place.half != TilePlace::BOTH_HALVES)
-                return HalfN::run_lowest(s, place.m_tile, column + place.half * HalfNEpilogue::TILE_N, partials);
+                return HalfN::run_lowest(s, size_class, place.m_tile, column + place.half * HalfNEpilogue::TILE_N, partials);
         }
-        run_lowest(s, place.m_tile, column, partials);
+        run_lowest(s, size_class, place.m_tile, column, partials);
     }
 
 private:
     // One tile, as one of half the height if that will do.
-    __device__ static __forceinline__ void run_lowest(const Segment& s, const MTile& m_tile, i32 column, float* partials) {
+    __device__ static __forceinline__ void run_lowest(
+        const Segment& s, const SizeClass& size_class, const MTile& m_tile, i32 column, float* partials) {
         if constexpr (TILES_M % 2 == 0) {
             using HalfM = SmallM<Segment, TILES_M / 2, TILES_PER_WARP, SPLIT_K, IN_FLIGHT, BATCH, WARPS, WAVE>;
-            if (m_tile.end - m_tile.first <= TILE_M / 2) return HalfM::run_tile(s, m_tile, column, partials);
+            if (m_tile.end - m_tile.first <= TILE_M / 2) return HalfM::run_tile(s, size_class, m_tile, column, partials);
         }
-        run_tile(s, m_tile, column, partials);
+        run_tile(s, size_class, m_tile, column, partials);
     }
 
     // One tile.
-    __device__ static __forceinline__ void run_tile(const Segment& s, const MTile& m_tile, i32 column, float* partials) {
+    __device__ static __forceinline__ void run_tile(
+        const Segment& s, const SizeClass& size_class, const MTile& m_tile, i32 column, float* partials) {
         const bool in_group = m_tile.group < Segment::GROUPS && m_tile.first < m_tile.end;
         SmallM tile(s);
         if (in_group) tile.prefetch_weights(m_tile, column);
-        if (Segment::READS_BEFORE_WAIT && !Segment::CONCURRENT_WITH_PREVIOUS) griddepcontrol_wait();
+        if (size_class.reads_before_wait && !size_class.concurrent_with_previous) griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         if (in_group) {
             tile.prefetch_activations(m_tile);
@@ -90,7 +91,7 @@ private:
         } else {
             Epilogue::store_ungrouped_rows(s, m_tile, column);
         }
-        if (Segment::CONCURRENT_WITH_PREVIOUS && blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
+        if (size_class.concurrent_with_previous && blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
     }
 
     __device__ __forceinline__ explicit SmallM(const Segment& s) : s(s) {}
