@@ -47,6 +47,8 @@ struct MXFP4 : E2M1Weight<MXFP4> {
         low = _mm512_mask_add_epi8(low, ends, low, _mm512_set1_epi8(0x40));
     }
 
+    static constexpr int FIRST_SHIFTED = FIRST, LAST_SHIFTED = LAST, SCALE_SHIFT = 23, SCALE_EXPONENT = 0;
+
     // FIRST is 2^-13. A scale of 0, or none, becomes a number too, times zeros.
     static constexpr int F16_CODE = 0, F16_WEIGHT = 127 - 13 - FIRST, FIRST_HARD = 256;
     static __m512i f16_scale(__m512i upper) {
