@@ -101,6 +101,7 @@ struct E2M1Weight {
         for (i64 i = 0; i < count; i += LANES) scaled_numbers(codes + i / 2, Reader::scale(scales[(inside + i) / Reader::BLOCK]) * factor, out + i);
     }
 
+    static void fetch_scales(const WorkTile&) {}
     static i64 contracted(const Problem& p) { return p.K; }
 
     static const u8* codes_of(const Problem& p, i64 g) { return static_cast<const u8*>(p.parts[0]) + g * p.N * (p.K / 2); }

@@ -11,8 +11,9 @@
 
 namespace {
 
-constexpr i64 MIN_BYTES = 1 << 15;  // of the weight in one work tile
-constexpr i64 SHARES = 3;           // a work tile is one of so many for each thread of what is left
+constexpr i64 MIN_BYTES = 1 << 15;        // of the weight in one work tile
+constexpr i64 SHARES = 3;                 // a work tile is one of so many for each thread of what is left
+constexpr i64 ANY_NUMBER = i64(1) << 62;  // of work tiles: threads find out how many there are
 
 // What a thread keeps between work tiles.
 struct ThreadState {
@@ -20,6 +21,7 @@ struct ThreadState {
     i64 group = -1, first = -1;  // whose rows are packed
     bool fast = false;           // for a fast kernel
     const void* row = nullptr;   // where the row lies in memory, if one alone is packed: other groups may have the same
+    std::vector<WorkTile> work_tiles;
 };
 
 // Which kernels take groups of how many rows.
@@ -40,16 +42,17 @@ class GroupedMM {
         : p_(problem), K(Weight::contracted(problem)), F(problem.F), blocks_((problem.W + LANES - 1) / LANES), stride_((K + 255) / 256 * 256) {}
 
     void run(Team& team) {
-        static thread_local std::vector<WorkTile> of_thread;  // which keeps its memory
-        std::vector<WorkTile>& work_tiles = of_thread;
-        plan(team.threads(), work_tiles);
-        team.share(i64(work_tiles.size()), [&](Items& items) {
+        const i64 last = p_.G > 0 ? p_.ends[p_.G - 1] : 0;
+        team.share(last == 0 ? 0 : ANY_NUMBER, [&](Items& items) {
             static thread_local ThreadState state;
             [[maybe_unused]] const typename Tier::Thread thread{};
             state.group = -1, state.row = nullptr;
+            plan(team.threads(), state.work_tiles);
             const auto next_work_tile = [&] {
                 const i64 i = items.next();
-                return i >= 0 ? &work_tiles[std::size_t(i)] : nullptr;
+                const WorkTile* found = i >= 0 && i < i64(state.work_tiles.size()) ? &state.work_tiles[std::size_t(i)] : nullptr;
+                if (found != nullptr) Weight::fetch_scales(*found);
+                return found;
             };
             for (const WorkTile *now = next_work_tile(), *then; now != nullptr; now = then) {
                 then = next_work_tile();
@@ -58,7 +61,6 @@ class GroupedMM {
                 compute(work_tile, state);
             }
         });
-        const i64 last = p_.G > 0 ? p_.ends[p_.G - 1] : 0;
         for_rows(p_.rows - last, 16, team, [&](i64 i) { store_ungrouped_row(last + i); });
     }
 
@@ -81,7 +83,8 @@ class GroupedMM {
         }
     }
 
-    // First large work tiles, which run along memory, then smaller and smaller ones, so that threads end together. All others wait for this.
+    // First large work tiles, which run along memory, then smaller and smaller ones, so that threads end together. Each thread makes all for
+    // itself: that takes less time than to get them from the thread that has made them.
     void plan(int threads, std::vector<WorkTile>& work_tiles) const {
         double left = 0;
         for_row_tiles([&](i64, i64, i64, double of_block) { left += of_block * double(blocks_); });
