@@ -17,7 +17,7 @@ import time
 from functools import partial
 
 import torch
-from cpu_layers import EXPERTS, HIDDEN, INTERMEDIATE, PAUSE, SLOTS, Clock, Weights, clock, random_weights
+from cpu_moe import MODELS, PAUSE, Clock, Weights, clock, random_weights
 from cpu_peers import Factors, KtKernel, TrainingStep
 from cpu_training import line
 from torch import Tensor
@@ -26,13 +26,14 @@ import fusion_moe
 from fusion_moe.encodings import MXFP4
 
 RANK, ALPHA = 16, 32.0
+MODEL = MODELS["qwen3"]
 OURS, PEER, KERNEL = "fusion_moe", "kt-kernel", "MXFP4_SFT_MOE"
 
 
 def random_factors() -> Factors:
     """A and B of gate_up, then of down: bf16, B not zero."""
-    sizes = (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
-    return tuple(torch.randn(shape).bfloat16() / 16 for n, k in sizes for shape in ((EXPERTS, RANK, k), (EXPERTS, n, RANK)))
+    sizes = (2 * MODEL.intermediate, MODEL.hidden), (MODEL.hidden, MODEL.intermediate)
+    return tuple(torch.randn(shape).bfloat16() / 16 for n, k in sizes for shape in ((MODEL.experts, RANK, k), (MODEL.experts, n, RANK)))
 
 
 def ours(weights: Weights, factors: Factors) -> TrainingStep:
@@ -52,8 +53,8 @@ def ours(weights: Weights, factors: Factors) -> TrainingStep:
 
 def inputs(tokens: int) -> tuple[Tensor, ...]:
     """The arguments of a step."""
-    x, dy = (torch.randn(tokens, HIDDEN).bfloat16() for _ in range(2))
-    w, ids = torch.randn(tokens, EXPERTS).softmax(-1).topk(SLOTS)
+    x, dy = (torch.randn(tokens, MODEL.hidden).bfloat16() for _ in range(2))
+    w, ids = torch.randn(tokens, MODEL.experts).softmax(-1).topk(MODEL.slots)
     return x, ids, w / w.sum(-1, keepdim=True), dy
 
 
@@ -93,7 +94,7 @@ def main() -> None:
     print(f"fusion_moe {fusion_moe.__version__}, torch {torch.__version__}, {args.threads} threads")
     kt = None
     try:
-        kt = KtKernel(args.threads, max(args.tokens), SLOTS)
+        kt = KtKernel(args.threads, max(args.tokens), MODEL.slots)
         print(f"kt-kernel {kt.version}, {kt.variant}")
         if kt.has(KERNEL):
             steps[PEER] = kt.lora(KERNEL, *weights, factors, ALPHA)

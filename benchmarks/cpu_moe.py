@@ -1,12 +1,15 @@
-"""NVFP4 grouped products and a whole expert MLP on the CPU, against read bandwidth and against torch, in one process.
+"""A layer of experts on the CPU by its threads: the loop that only reads its weights, ours, torch's bf16 products, KTransformers' kernels.
 
-    python benchmarks/cpu_moe.py [--threads 1 2] [--repeats 7] [--json FILE] [--no-page]
+    python benchmarks/cpu_moe.py --threads 1,2,4,8,16,32,64 --peers [--models qwen3,gpt-oss,deepseek-v3] [--tokens 1,4,16,64,256,1024]
+        [--json FILE] [--no-page]
 
-Each cell: `experts` matrices n x k, more than the last-level cache holds, each with the same number of rows. Contenders are interleaved and
-run `repeats` times; the tables show medians, and our spread as (longest - shortest) / median. GB/s count the bytes of the NVFP4 weights,
-0.5625 each, for every contender, so that columns compare. "read" is the loop with which the library measures a machine's bandwidth
-(fusion_moe/runtime/bandwidth.cpp), over a GiB, interleaved too. Times are CPU time for one thread, wall time for more. The tables
-and a plot go into docs/performance.md.
+cpu_peers.py says how to install KTransformers' kernels (--peers). All take the same weights, activations and routings; each call has
+its own routing, and calls go round `--copies` copies of the weights. Results are compared with float64 first. Contenders take turns in one
+process: a pause, in which a peer's threads stop spinning; a call of one token, which wakes them; then the calls that are measured. Numbers
+are medians of the turns, spreads (longest - shortest) / median. "Reading" is the loop of fusion_moe/runtime/bandwidth.cpp over the NVFP4
+weights of a call's experts, with as many threads. Times are CPU time for one thread (of the calling one and of the peer's worker, not of
+its thread that spins meanwhile), wall time for more. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment the peer's weights are
+on large pages, as ours are. Tables and a chart go into docs/performance.md (cpu_moe_page.py).
 """
 
 from __future__ import annotations
@@ -15,211 +18,320 @@ import argparse
 import datetime
 import itertools
 import json
+import os
 import statistics
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cpu_page
-import cpu_peers
+import cpu_moe_page
 import torch
+from cpu_peers import KtKernel, Layer
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 import fusion_moe
-from fusion_moe.encodings import Quantized
-from fusion_moe.runtime import bandwidth, build, isa, pages
+from fusion_moe.encodings import MXFP4, NVFP4, Encoding, Quantized, dequantize, quantize
+from fusion_moe.runtime import bandwidth, isa, pages
 
-CELLS = ((1536, 2048), (2048, 768))  # n, k
-ROWS = {1: 128, 4: 128, 16: 128, 64: 16, 256: 16}  # rows of each expert: experts
-LAYER = (2048, 768, 128, 8)  # hidden, intermediate, experts, slots of a token: Qwen3-30B-A3B
-TOKENS = (1, 512)
-
-
-def random_weight(experts: int, n: int, k: int) -> Quantized:
-    """Random codes, block scales of ordinary sizes."""
-    codes, scales = pages.empty((experts, n, k // 2), torch.uint8), pages.empty((experts, n, k // 16), torch.uint8)
-    codes.random_(0, 256)
-    scales.random_(0x20, 0x70)
-    return Quantized(codes, scales.view(torch.float8_e4m3fn), torch.full((experts,), 0.01))
+PAUSE = 0.1  # s; the threads of kt-kernel spin for up to 0.05
+CHECKED = 64  # tokens
+DISTINCT = 8  # experts whose weights differ; the others have theirs
+ONE_BY_ONE = 4  # tokens, at most, for which torch computes a product for each expert
+CALLS = {1: 20, 4: 10, 16: 4}  # tokens: calls of a turn, where one is short
+READING, OURS = "reading", "fusion_moe"
+Clock = Callable[[], float]  # seconds
+Weights = tuple[Quantized, Quantized]  # gate_up [E, 2I, H], down [E, H, I]
 
 
-def on_large_pages(*tensors: Tensor) -> str:
-    """How much of them is."""
-    return f"{pages.obtained(*tensors) >> 20} of {sum(t.nbytes for t in tensors) >> 20} MiB on large pages"
+@dataclass(frozen=True)
+class Model:
+    """A layer: experts are those that are measured, of which there may be fewer than the model has."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    experts: int
+    slots: int
+    note: str = ""
 
 
-class Clock:
-    """Medians of interleaved contenders."""
-
-    def __init__(self, threads: int, repeats: int):
-        self.threads, self.repeats = threads, repeats
-        self.now = time.thread_time if threads == 1 else time.perf_counter
-
-    def __call__(self, contenders: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {name: [] for name in contenders}
-        for function in contenders.values():
-            function()
-        for _ in range(self.repeats):
-            for name, function in contenders.items():
-                start = self.now()
-                function()
-                found[name].append(self.now() - start)
-        return found
+MODELS = {
+    "qwen3": Model("Qwen3-30B-A3B", 2048, 768, 128, 8),
+    "gpt-oss": Model("gpt-oss-120b", 2880, 2880, 64, 4, "64 of its 128 experts, SwiGLU without clamp and biases"),
+    "deepseek-v3": Model("DeepSeek-V3", 7168, 2048, 32, 8, "32 of its 256 experts"),
+}
 
 
-def products(clock: Clock, read: Callable[[Tensor], None], pool: Tensor, most: int, with_peers: bool) -> list[dict[str, float]]:
-    """One row of the table for each cell. pool: at least a GiB to read."""
-    table = []
-    for n, k in CELLS:
-        weight = random_weight(max(ROWS.values()), n, k)
-        print(f"weights {n} x {k}: {on_large_pages(*weight)}")
-        bf16 = torch.randn(max(ROWS.values()), n, k).bfloat16()
-        packed = [torch._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (n, k), dtype=torch.int32), 1) for _ in bf16]
-        peers = cpu_peers.installed(len(bf16), n, k, clock.threads) if with_peers else {}
-        for rows in (r for r in ROWS if r <= most):
-            table.append(product(clock, lambda: read(pool), pool.numel(), rows, weight, bf16, packed, peers))
-    return table
+@dataclass
+class Contender:
+    """copies: the layer, several times. of: whose weights. error: of its result against float64, of which it may have `most`."""
+
+    name: str
+    of: Encoding
+    copies: list[Layer]
+    most: float | None = 0.01
+    error: float | None = None
+    seconds: dict[int, list[float]] = field(default_factory=dict)  # of a call, by tokens: one for each turn
 
 
-def product(
-    clock: Clock, read: Callable[[], None], pool_bytes: int, rows: int, weight: Quantized, bf16: Tensor, packed: list[Tensor],
-    peers: Mapping[str, cpu_peers.Peer],
-) -> dict[str, float]:  # fmt: skip
-    """One cell: the same product by all."""
-    experts, (n, k) = ROWS[rows], bf16.shape[1:]
-    x, scales = torch.randn(experts * rows, k).bfloat16(), torch.rand(k // 32, n, 2).bfloat16()
-    parts, ends = x.split(rows), torch.arange(1, experts + 1, dtype=torch.int32) * rows
-    args = (x, *(t[:experts] for t in weight), ends)
-    found = clock(
-        {
-            "ours": lambda: torch.ops.fusion_moe.nvfp4_grouped_mm(*args),
-            "bf16": lambda: [linear(p, w) for p, w in zip(parts, bf16, strict=False)],
-            "int4pack": lambda: [torch._weight_int4pack_mm_for_cpu(p, w, 32, scales) for p, w in zip(parts, packed, strict=False)],
-            **{name: partial(peer, parts) for name, peer in peers.items()},
-            "read": read,
-        }
-    )
-    size = experts * n * k * 9 // 16
-    t = {name: statistics.median(times) for name, times in found.items()}
-    t["read"] *= size / pool_bytes
-    row = {
-        "n": n, "k": k, "rows": rows, "threads": clock.threads, **{f"{name} GB/s": size / s / 1e9 for name, s in t.items()},
-        "GFLOP/s": 2 * experts * rows * n * k / t["ours"] / 1e9,
-        **{f"x {name}": t[name] / t["ours"] for name in ("bf16", "int4pack", *peers)},
-        "of read": t["read"] / t["ours"], "spread": (max(found["ours"]) - min(found["ours"])) / t["ours"],
-    }  # fmt: skip
-    print(
-        f"{n:5d} x {k:4d} {rows:5d} rows {clock.threads} threads: {row['ours GB/s']:6.2f} GB/s {row['GFLOP/s']:5.0f} GFLOP/s"
-        f"  bf16 {row['bf16 GB/s']:5.2f} ({row['x bf16']:.2f}x)  int4pack {row['int4pack GB/s']:5.2f} ({row['x int4pack']:.2f}x)"
-        + "".join(f"  {name} {row[f'{name} GB/s']:5.2f} ({row[f'x {name}']:.2f}x)" for name in peers)
-        + f"  read {row['read GB/s']:5.1f} ({row['of read']:.0%})  spread {row['spread']:.0%}",
-        flush=True,
-    )
-    return row
+def random_weights(encoding: Encoding, model: Model = MODELS["qwen3"]) -> Weights:
+    """Normal numbers, quantized; on large pages."""
+
+    def matrices(n: int, k: int) -> Quantized:
+        each = [quantize(torch.randn(n, k) / k**0.5, encoding=encoding) for _ in range(DISTINCT)] * (model.experts // DISTINCT)
+        return each[0].of(pages.on_large_pages(torch.stack(parts)) for parts in zip(*each, strict=True))
+
+    return matrices(2 * model.intermediate, model.hidden), matrices(model.hidden, model.intermediate)
 
 
-def bf16_layer(x: Tensor, ids: Tensor, w: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def copied(weights: Weights) -> Weights:
+    """A copy on large pages."""
+    gate_up, down = (q.of(pages.empty(part.shape, part.dtype).copy_(part) for part in q) for q in weights)
+    return gate_up, down
+
+
+def ours(weights: Weights) -> Layer:
+    """The operation that nn.Experts calls."""
+    gate_up, down = map(list, weights)
+    return lambda x, ids, w: torch.ops.fusion_moe.fused_experts(x, ids, w, gate_up, down, weight_format=weights[0].encoding.name)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Reads the codes and block scales of the experts of a call; what is read is found beforehand."""
+
+    weights: Weights
+    memory: bandwidth.Bandwidth
+
+    def of(self, ids: Tensor) -> Callable[[], None]:
+        """What reads those of a call."""
+        parts = [part for q in self.weights for part in list(q)[:2]]
+        return self.memory.reader(*[part[expert] for part in parts for expert in ids.unique().tolist()])
+
+    def __call__(self, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        self.of(ids)()
+        return x
+
+
+def in_torch(weights: Weights) -> Layer:
+    """The layer by torch's products of the weights in bf16, eagerly."""
+    gate_up, down = (torch.stack([dequantize(q.of(parts), torch.bfloat16) for parts in zip(*q, strict=True)]) for q in weights)
+    return lambda x, ids, w: (one_by_one if len(x) <= ONE_BY_ONE else at_once)(x, ids, w, gate_up, down)
+
+
+def one_by_one(x: Tensor, ids: Tensor, w: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The layer in torch for few tokens: a product for each expert that has some."""
+    y = torch.zeros_like(x)
+    for expert in ids.unique().tolist():
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        gate, up = linear(x[token], gate_up[expert]).chunk(2, -1)
+        y.index_add_(0, token, linear(silu(gate) * up, down[expert]) * w[token, slot, None].to(x.dtype))
+    return y
+
+
+def at_once(x: Tensor, ids: Tensor, w: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """The layer in torch, rows sorted by expert, one grouped product for all."""
     order = ids.flatten().argsort(stable=True)
     ends = torch.histc(ids.flatten().float(), gate_up.shape[0], 0, gate_up.shape[0] - 1).cumsum(0).int()
     gate, up = torch.nn.functional.grouped_mm(x[order // ids.shape[1]], gate_up.mT, offs=ends).chunk(2, -1)
-    y = torch.nn.functional.grouped_mm(torch.nn.functional.silu(gate) * up, down.mT, offs=ends)
+    y = torch.nn.functional.grouped_mm(silu(gate) * up, down.mT, offs=ends)
     y = torch.empty_like(y).index_copy(0, order, y).view(*ids.shape, -1)
     return (y * w[..., None]).sum(1).to(x.dtype)
 
 
-def bf16_gathered(x: Tensor, ids: Tensor, w: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The layer in torch for few tokens: the matrices of every slot side by side."""
-    flat = ids.flatten()
-    rows = x.repeat_interleave(ids.shape[1], 0)[..., None]
-    gate, up = torch.bmm(gate_up[flat], rows).squeeze(-1).chunk(2, -1)
-    y = torch.bmm(down[flat], (torch.nn.functional.silu(gate) * up)[..., None]).view(*ids.shape, -1)
-    return (y * w[..., None]).sum(1).to(x.dtype)
+def contenders(copies: Mapping[Encoding, Sequence[Weights]], with_torch: bool) -> list[Contender]:
+    """Those that run on any number of threads."""
+    first = next(iter(copies))
+    found = [Contender(f"{OURS}, {e.name}", e, [ours(w) for w in of]) for e, of in copies.items()]
+    return [*found, Contender("torch, bf16", first, [in_torch(w) for w in copies[first]])] if with_torch else found
 
 
-def layers(clock: Clock, read: Callable[[Tensor], None], pool: Tensor) -> list[dict[str, float]]:
-    """The whole layer at one token and at many."""
-    hidden, intermediate, experts, _ = LAYER
-    shapes = (2 * intermediate, hidden), (hidden, intermediate)
-    packed = [t for n, k in shapes for t in random_weight(experts, n, k)]
-    print(f"weights of the MLP: {on_large_pages(*packed)}")
-    bf16 = [torch.randn(experts, *s).bfloat16() / 32 for s in shapes]
-    return [layer(clock, lambda: read(pool), pool.numel(), tokens, packed, bf16) for tokens in TOKENS]
+def peers(kt: KtKernel, copies: Mapping[Encoding, Sequence[Weights]]) -> tuple[list[Contender], list[str]]:
+    """Those of a pool of threads that run here; the names of those that do not."""
+    found, missing = list[Contender](), list[str]()
+    int8 = "AMX" if kt.variant == "amx" else "AVX-512"
+    for name, kernel, encoding, make, most in (
+        ("nvfp4, AVX2", "AVX2MXFP4_MOE", NVFP4, kt.fp4, 0.01),
+        ("mxfp4, AVX-512", "AMXFP4_KGroup_MOE", MXFP4, kt.fp4, 0.01),
+        ("mxfp4, AVX2", "AVX2MXFP4_MOE", MXFP4, kt.fp4, 0.01),
+        (f"AMXINT4, {int8}", "AMXInt4_MOE", NVFP4, kt.int4, 0.35),  # 4 bits for each of three weights, one scale a row
+        (f"BF16, {int8}", "AMXBF16_MOE", NVFP4, kt.bf16, 0.01),
+    ):
+        if encoding not in copies:
+            continue
+        if kt.has(kernel):
+            found.append(Contender(f"kt-kernel, {name}", encoding, [make(kernel, *w) for w in copies[encoding]], most))
+        else:
+            missing.append(f"kt-kernel, {name}")
+    return found, missing
 
 
-def layer(
-    clock: Clock, read: Callable[[], None], pool_bytes: int, tokens: int, packed: list[Tensor], bf16: list[Tensor]
-) -> dict[str, float]:
-    """Ours against torch in bf16 under Inductor; expert ids are new at each call."""
-    hidden, intermediate, experts, slots = LAYER
-    calls = 20 if tokens == 1 else 1  # a call of one token is too short for the clock
-    x, w = torch.randn(tokens, hidden).bfloat16(), torch.rand(tokens, slots).bfloat16()
-    routings = itertools.cycle([torch.rand(tokens, experts).argsort(1)[:, :slots].contiguous() for _ in range(200)])
-    torch._dynamo.reset()
-    plain = {"grouped": bf16_layer, "gathered": bf16_gathered} if tokens == 1 else {"grouped": bf16_layer}
-    contenders = {"ours": partial(torch.ops.fusion_moe.expert_mlp, x), **{name: partial(torch.compile(f), x) for name, f in plain.items()}}
-
-    def repeated(name: str) -> Callable[[], object]:
-        weights = packed if name == "ours" else bf16
-        return lambda: [contenders[name](next(routings), w, *weights) for _ in range(calls)]
-
-    with torch.inference_mode():
-        found = clock({**{name: repeated(name) for name in contenders}, "read": read})
-    t = {name: statistics.median(times) / (1 if name == "read" else calls) for name, times in found.items()}
-    touched = min(tokens * slots, experts) * 3 * hidden * intermediate * 9 // 16
-    floor, best = t["read"] * touched / pool_bytes, min(plain, key=t.__getitem__)
-    row = {
-        "tokens": tokens, "threads": clock.threads, **t, "of floor": t["ours"] / floor, "x bf16 Inductor": t[best] / t["ours"],
-        "spread": (max(found["ours"]) - min(found["ours"])) / calls / t["ours"],
-    }  # fmt: skip
-    print(
-        f"layer of {tokens:3d} tokens, {clock.threads} threads: {t['ours'] * 1e3:.2f} ms, {row['of floor']:.2f}x of reading its weights;"
-        f" bf16 under Inductor ({best}) {t[best] * 1e3:.2f} ms: {row['x bf16 Inductor']:.2f}x  spread {row['spread']:.0%}",
-        flush=True,
-    )
-    return row
+def calls(model: Model, tokens: int, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """x bf16 [T, H], ids int64 [T, k], w f32 [T, k] of some calls."""
+    x = torch.randn(tokens, model.hidden).bfloat16()
+    ids = (torch.rand(tokens, model.experts).argsort(1)[:, : model.slots].contiguous() for _ in range(count))
+    return [(x, i, torch.rand(tokens, model.slots).softmax(-1)) for i in ids]
 
 
-def machine(repeats: int, what_is_on_large_pages: str) -> dict[str, Any]:
+def exact(weights: Weights, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    """The layer in float64 -> [T, H], nothing rounded."""
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    for expert in ids.unique().tolist():
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        gate_up, down = (dequantize(q.of(part[expert] for part in q)).double() for q in weights)
+        gate, up = (x[token].double() @ gate_up.mT).chunk(2, -1)
+        y.index_add_(0, token, (silu(gate) * up) @ down.mT * w[token, slot, None])
+    return y
+
+
+Checks = Mapping[Encoding, tuple[tuple[Tensor, ...], Tensor]]  # a call, and what it returns
+
+
+def check(found: Sequence[Contender], checks: Checks) -> None:
+    """Sets the error of each: the norm of the difference over that of the result. ValueError for more than it may have."""
+    for c in found:
+        call, want = checks[c.of]
+        for layer in c.copies if c.most is not None else ():
+            c.error = float((layer(*call).double() - want).norm() / want.norm())
+            if not c.error < c.most:
+                raise ValueError(f"{c.name}: error {c.error:.3g}, expected less than {c.most}")
+
+
+def clock(kt: KtKernel | None, threads: int) -> Clock:
+    """CPU time for one thread, wall time for more."""
+    if threads > 1:
+        return time.perf_counter
+    workers = [threading.get_native_id(), *(kt.workers if kt else [])]
+    if kt and len(workers) != 2:
+        raise ValueError(f"{len(workers) - 1} workers of kt-kernel, expected 1")
+    return lambda: sum(time.clock_gettime(~thread << 3 | 6) for thread in workers)  # Linux's number for the clock of a thread
+
+
+def turn(now: Clock, layers: Iterator[Layer], wake: tuple[Tensor, ...], measured: Sequence[tuple[Tensor, ...]]) -> float:
+    """Seconds of a call."""
+    time.sleep(PAUSE)
+    next(layers)(*wake)
+    each = [
+        partial(layer, *call) if not isinstance(layer, Reading) else layer.of(call[1])
+        for call, layer in zip(measured, layers, strict=False)
+    ]
+    start = now()
+    for call in each:
+        call()
+    return (now() - start) / len(each)
+
+
+def measure(model: Model, now: Clock, found: Sequence[Contender], tokens: int, repeats: int) -> None:
+    """Sets their seconds for so many tokens."""
+    (wake,), count = calls(model, 1, 1), CALLS.get(tokens, 1)
+    layers = [itertools.cycle(c.copies) for c in found]
+    for c, each in zip(found, layers, strict=True):
+        next(each)(*calls(model, tokens, 1)[0])  # compiles, takes memory
+        c.seconds[tokens] = []
+    for _ in range(repeats):
+        measured = calls(model, tokens, count)
+        for c, each in zip(found, layers, strict=True):
+            c.seconds[tokens].append(turn(now, each, wake, measured))
+    print(f"{tokens} tokens:", ", ".join(f"{c.name} {statistics.median(c.seconds[tokens]) * 1e3:.3f} ms" for c in found), flush=True)
+
+
+class Others:
+    """How much of the CPUs' time other programs take, and other machines on the same host, from now on."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def __str__(self) -> str:
+        busy, stolen, own, all_ = (b - a for a, b in zip(self._start, self._now(), strict=True))
+        return f"other programs took {max(0.0, busy - own) / all_:.0%} of the CPUs' time, other machines {stolen / all_:.0%}"
+
+    @staticmethod
+    def _now() -> tuple[float, float, float, float]:
+        """Seconds: of all programs, stolen, of this one, of all CPUs."""
+        ticks = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        user, nice, system, _idle, _wait, irq, softirq, stolen = (n / os.sysconf("SC_CLK_TCK") for n in ticks)
+        return user + nice + system + irq + softirq, stolen, time.process_time(), time.monotonic() * (os.cpu_count() or 1)
+
+
+def peer(threads: int, most_tokens: int, slots: int) -> KtKernel | None:
+    """KTransformers' kernels where they are installed; says why not."""
+    try:
+        return KtKernel(threads, most_tokens, slots)
+    except ImportError as error:
+        print(f"peer kt-kernel: {error}")
+        return None
+
+
+def of_model(model: Model, told: argparse.Namespace) -> list[dict[str, Any]]:
+    """What is measured of a model, one entry for each number of threads."""
+    encodings = [e for e in (NVFP4, MXFP4) if e.name in told.formats]
+    given = {e: random_weights(e, model) for e in encodings}
+    copies = {e: [copied(w) for _ in range(told.copies)] for e, w in given.items()}
+    (call,) = calls(model, CHECKED, 1)
+    checks, mine, results = {e: (call, exact(w, *call)) for e, w in given.items()}, contenders(copies, not told.no_torch), []
+    for threads in told.threads:
+        torch.set_num_threads(threads)
+        memory, kt, others = bandwidth.of(threads), None, Others()
+        loop = Contender(READING, encodings[0], [Reading(w, memory) for w in copies[encodings[0]]], most=None)
+        if told.peers:
+            kt = peer(threads, max(CHECKED, *told.tokens), model.slots)
+        more, missing = peers(kt, copies) if kt else ([], [])
+        found = [loop, *mine, *more]
+        check(found, checks)
+        print(f"{model.name}, {threads} threads", flush=True)
+        for tokens in told.tokens:
+            measure(model, clock(kt, threads), found, tokens, told.repeats)
+        results.append(
+            {
+                "model": model.name, "note": model.note, "threads": threads, "others": str(others), "missing": missing,
+                "kt_kernel": f"{kt.version} ({kt.variant})" if kt else "",
+                "rows": [{"name": c.name, "of": c.of.name, "error": c.error, "seconds": dict(c.seconds)} for c in found],
+            }
+        )  # fmt: skip
+    return results
+
+
+def machine(repeats: int) -> dict[str, Any]:
     """Where, when and with what these numbers come about."""
-    compiler = build.find_compiler()
     return {
         "cpu": bandwidth.cpu(), "cores": bandwidth.cpus(), "tier": isa.selected(), "date": datetime.date.today().isoformat(),
-        "fusion_moe": fusion_moe.__version__, "torch": torch.__version__, "repeats": repeats, "pages": what_is_on_large_pages,
-        "compiler": compiler.version.splitlines()[0] if compiler else "no compiler",
+        "fusion_moe": fusion_moe.__version__, "torch": torch.__version__, "repeats": repeats,
+        "pages_of_peer": "large" if "hugetlb=1" in os.environ.get("GLIBC_TUNABLES", "") else "small",
     }  # fmt: skip
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--threads", type=_numbers, default=[torch.get_num_threads()])
+    parser.add_argument("--tokens", type=_numbers, default=[1, 4, 16, 64, 256, 1024])
+    parser.add_argument("--models", type=lambda text: text.split(","), default=["qwen3"], help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--formats", type=lambda text: text.split(","), default=["nvfp4", "mxfp4"])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--most-rows", type=int, default=max(ROWS))
-    parser.add_argument("--skip", choices=("products", "layers"), nargs="*", default=[])
-    parser.add_argument("--peers", action="store_true", help="measure other packages' products too, where installed (cpu_peers.py)")
-    parser.add_argument("--json", type=Path, help="write the results here; benchmarks/cpu_page.py turns them into the page")
+    parser.add_argument("--copies", type=int, default=2, help="of the weights, which calls go round")
+    parser.add_argument("--peers", action="store_true", help="measure kt-kernel too")
+    parser.add_argument("--no-torch", action="store_true", help="leave torch's bf16 products out")
+    parser.add_argument("--json", type=Path, help="write the results here; benchmarks/cpu_moe_page.py turns such files into the page")
     parser.add_argument("--no-page", action="store_true", help="leave docs/performance.md as it is")
     told = parser.parse_args()
+    for threads in [t for t in told.threads if t > bandwidth.cpus()]:
+        print(f"{threads} threads: left out, this process may use {bandwidth.cpus()} CPUs")
+        told.threads.remove(threads)
     torch.manual_seed(0)
-    pool = pages.empty((2**30,), torch.uint8).fill_(1)
-    print(f"fusion_moe {fusion_moe.__version__}, torch {torch.__version__}, {bandwidth.cpu()}, tier {isa.selected()}")
-    print(f"read: {on_large_pages(pool)}")
-    found: dict[str, Any] = {"machine": machine(told.repeats, on_large_pages(pool)), "products": [], "layers": []}
-    for threads in told.threads:
-        torch.set_num_threads(threads)
-        memory, clock = bandwidth.of(threads), Clock(threads, told.repeats)
-        print(f"reading with {threads} threads: {memory.by}")
-        if "products" not in told.skip:
-            found["products"] += products(clock, memory.read, pool, told.most_rows, told.peers)
-        if "layers" not in told.skip:
-            found["layers"] += layers(clock, memory.read, pool)
+    with torch.inference_mode():
+        found = {"machine": machine(told.repeats), "results": [r for name in told.models for r in of_model(MODELS[name], told)]}
     if told.json:
-        told.json.write_text(json.dumps(found, indent=1))
+        told.json.write_text(json.dumps(found))
     if not told.no_page:
-        print(cpu_page.write(found))
+        print(cpu_moe_page.write([found]))
 
 
 if __name__ == "__main__":

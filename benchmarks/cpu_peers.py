@@ -1,4 +1,4 @@
-"""Other packages on the CPU, where installed: 4-bit products for `python benchmarks/cpu_moe.py --peers`, layers for cpu_layers.py."""
+"""Other packages on the CPU, where installed: 4-bit products for `python benchmarks/cpu_products.py --peers`, layers for cpu_moe.py."""
 
 from __future__ import annotations
 
@@ -212,6 +212,14 @@ class KtKernel:
         config = self._config(down)
         weights = [w.contiguous() for w in (*_bf16(gate_up).chunk(2, 1), _bf16(down))]
         config.gate_proj, config.up_proj, config.down_proj = (w.data_ptr() for w in weights)
+        return self._loaded(kernel, config)
+
+    def bf16(self, kernel: str, gate_up: Quantized, down: Quantized) -> Layer:
+        """These weights in bf16, without scales."""
+        config = self._config(down)
+        weights = [w.contiguous() for w in (*_bf16(gate_up).chunk(2, 1), _bf16(down))]
+        config.gate_projs, config.up_projs, config.down_projs = map(_addresses, weights)
+        config.gate_scales = config.up_scales = config.down_scales = [[0] * config.expert_num]
         return self._loaded(kernel, config)
 
     def _config(self, down: Quantized) -> Any:

@@ -21,7 +21,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 # What CPUs have beyond their tier, as runtime/isa.py names it: kernels use it where it is.
 CPUS = {
-    "amx": (("avx512_vnni",),),
+    "amx": ((),),
     "avx512": ((), ("avx512_bf16", "avx512_vnni"), ("avx512_bf16", "avx512_vnni", "avx512_fp16")),
     "avx2": ((),),
     "generic": ((),),

@@ -40,19 +40,27 @@ inline bool drop_line(const unsigned char* at) {
 
 }  // namespace
 
-// The exclusive or of all 64-bit words of [p, p + bytes), each thread reading one piece.
-extern "C" u64 read_words(const unsigned char* p, i64 bytes, int threads, i64 ahead) {
-    const i64 share = bytes / threads / STEP * STEP;
+// The exclusive or of all 64-bit words of `count` pieces of memory, each thread reading one share of them, end to end.
+extern "C" u64 read_words(const unsigned char* const* pieces, const i64* bytes, int count, int threads, i64 ahead) {
+    i64 steps = 0;
+    for (int i = 0; i < count; ++i) steps += bytes[i] / STEP;
     u64 total = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(^ : total)
     for (int thread = 0; thread < threads; ++thread) {
-        const Words words = walk(p + share * thread, share, ahead);
-        for (int i = 0; i < 8; ++i) total ^= words[i];
+        const i64 first = steps * thread / threads, last = steps * (thread + 1) / threads;
+        for (i64 i = 0, start = 0; i < count; start += bytes[i++] / STEP) {
+            const i64 from = first > start ? first - start : 0, left = last - start, own = bytes[i] / STEP, to = left < own ? left : own;
+            if (from >= to) continue;
+            const Words words = walk(pieces[i] + from * STEP, (to - from) * STEP, ahead);
+            for (int j = 0; j < 8; ++j) total ^= words[j];
+        }
     }
-    for (i64 i = share * threads; i + 8 <= bytes; i += 8) {
-        u64 word;
-        std::memcpy(&word, p + i, 8);
-        total ^= word;
+    for (int i = 0; i < count; ++i) {
+        for (i64 at = bytes[i] / STEP * STEP; at + 8 <= bytes[i]; at += 8) {
+            u64 word;
+            std::memcpy(&word, pieces[i] + at, 8);
+            total ^= word;
+        }
     }
     return total;
 }

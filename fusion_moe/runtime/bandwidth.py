@@ -2,7 +2,7 @@
 
     memory = bandwidth.of(threads=2)         # takes about a second the first time
     memory.bytes_per_second, memory.by
-    memory.read(t)                           # reads a tensor like that
+    memory.read(t)                           # reads a tensor like that, or several
     bandwidth.evict(t)                       # then reads it from memory again, and not from a cache
 
 What reads is bandwidth.cpp, prefetching as far ahead as is fastest here; without a compiler a reduction of torch's.
@@ -17,8 +17,9 @@ import json
 import os
 import platform
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 
@@ -45,12 +46,17 @@ class Bandwidth:
     by: str
     ahead: int | None = None
 
-    def read(self, t: Tensor) -> None:
-        """Reads a contiguous tensor on the CPU, a whole number of 8 bytes, once."""
+    def read(self, *tensors: Tensor) -> None:
+        """Reads contiguous tensors on the CPU, each a whole number of 8 bytes, once, each thread as much of them as the others."""
+        self.reader(*tensors)()
+
+    def reader(self, *tensors: Tensor) -> Callable[[], None]:
+        """What reads tensors like that when it is called; they must live until then."""
         if self.ahead is None:
-            _reduce(t, self.threads)
-        else:
-            _library().read_words(t.data_ptr(), t.nbytes, self.threads, self.ahead)
+            return partial(_reduce_all, tensors, self.threads)
+        addresses = (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
+        sizes = (ctypes.c_longlong * len(tensors))(*[t.nbytes for t in tensors])
+        return partial(_library().read_words, addresses, sizes, len(tensors), self.threads, self.ahead)
 
     def now(self, memory: Tensor) -> float:
         """Bytes per second of the median of three reads of a tensor."""
@@ -132,7 +138,7 @@ def _how(ahead: int | None) -> str:
 def _library() -> ctypes.CDLL:
     """bandwidth.cpp, for the best instructions that there are: memory is as fast as it is, whatever cpu_isa says."""
     library = build.load(_SOURCE.read_text(encoding="utf-8"), name="bandwidth", tier=isa.available()[0])
-    library.read_words.argtypes = [ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_longlong]
+    library.read_words.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
     library.read_words.restype = ctypes.c_uint64
     library.evict.argtypes = [ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int]
     return library
@@ -160,6 +166,11 @@ def _reduce(t: Tensor, threads: int) -> None:
         t.view(-1).view(torch.float64).amax()
     finally:
         torch.set_num_threads(before)
+
+
+def _reduce_all(tensors: Sequence[Tensor], threads: int) -> None:
+    for t in tensors:
+        _reduce(t, threads)
 
 
 def _cache_bytes() -> int:

@@ -29,9 +29,9 @@ class _Tier:
 
 _AVX2 = ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "popcnt")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512vbmi")
-_AMX = (*_AVX512, "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16")
+_AMX = (*_AVX512, "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16")
 _TIERS = {
-    "amx": _Tier(_AMX, ("avx512_vnni",)),
+    "amx": _Tier(_AMX),
     "avx512": _Tier(_AVX512, ("avx512_bf16", "avx512_vnni", "avx512_fp16")),
     "avx2": _Tier(_AVX2),
     "generic": _Tier(),

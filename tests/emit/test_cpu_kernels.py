@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -124,13 +125,20 @@ def test_threads_change_no_bit(tier):
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("rows", [1, 3, 16, 50])
 def test_float32_sums(tier, dtype, rows):
-    """K products and K sums of them, each rounded once: K + 3 units in the last place of the sum of sizes, dequantizing's two included."""
-    k, g = 784, torch.Generator().manual_seed(3)
-    x, weight = torch.randn(rows, k, generator=g).to(dtype), random_weight(1, 53, k, runs=1)
-    exact, w = x.double(), dequantize(weight).double()[0]
-    found = product(tier, x, weight, torch.tensor([rows], dtype=torch.int32), torch.float32)
-    bound = (k + 3) * 2.0**-24 * (exact.abs() @ w.abs().T)
-    assert ((found.double() - exact @ w.T).abs() <= bound).all()
+    """K products and K sums of them, each rounded once: K + 3 units in the last place of the sum of sizes, dequantizing's two included.
+
+    Activations of the same size, and so many powers of two apart: kernels in integers have as many digits as they need. With scales that
+    are subnormal, and without.
+    """
+    g = torch.Generator().manual_seed(3)
+    for (k, least), spread in itertools.product(((784, 0x01), (1536, 0x08)), (1, 6, 12, 20)):
+        weight = random_weight(1, 53, k, runs=1)
+        weight.block_scale.view(torch.uint8).clamp_(min=least)
+        w = dequantize(weight).double()[0]
+        x = (torch.randn(rows, k, generator=g) * 2.0 ** -torch.randint(0, spread, (rows, k), generator=g)).to(dtype)
+        found = product(tier, x, weight, torch.tensor([rows], dtype=torch.int32), torch.float32)
+        bound = (k + 3) * 2.0**-24 * (x.double().abs() @ w.abs().T)
+        assert ((found.double() - x.double() @ w.T).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import platform
 import time
@@ -42,13 +43,16 @@ def kept(folder):
 
 
 @needs_compiler
-@pytest.mark.parametrize("size", [0, 8, 127, 128, 4096, 2**16 + 24, 2**20])
+@pytest.mark.parametrize("sizes", [(), (0,), (8,), (127,), (4096,), (2**16 + 24,), (2**20,), (128, 0, 384, 24), (4096, 2**16, 8, 640)])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_every_word_is_read(size, threads):
-    memory = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
-    words = memory[: size // 8 * 8].numpy().view(np.uint64)
+def test_every_word_is_read(sizes, threads):
+    generator = torch.Generator().manual_seed(len(sizes))
+    pieces = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
+    words = np.concatenate([np.zeros(1, np.uint64), *(piece[: len(piece) // 8 * 8].numpy().view(np.uint64) for piece in pieces)])
+    addresses = (ctypes.c_void_p * len(pieces))(*[piece.data_ptr() for piece in pieces])
+    lengths = (ctypes.c_longlong * len(pieces))(*sizes)
     for ahead in bandwidth._AHEAD:
-        assert bandwidth._library().read_words(memory.data_ptr(), size, threads, ahead) == np.bitwise_xor.reduce(words)
+        assert bandwidth._library().read_words(addresses, lengths, len(pieces), threads, ahead) == np.bitwise_xor.reduce(words)
 
 
 def test_it_is_measured_once_for_each_number_of_threads(quick, tmp_path):

@@ -221,9 +221,7 @@ class _Writer(SegmentWriter):
             f"float total[{'COLUMNS' if self._by_columns else n}] = {{}};",
             f"for (i64 s = 0; s < {slots}; ++s) {{",
             *inner(elements.lines),
-            f"    const {stored(y)}* y = {self.names[y]} + {slot} * {n};",
-            "#pragma omp simd",
-            f"    for (i64 j = j0; j < j1; ++j) total[j - j0] += widen(y[j]) * {weight};",
+            f"    add_row(total, {self.names[y]} + {slot} * {n} + j0, {weight}, j1 - j0);",
             "}",
         ]
         for v in self.plan.tokens:

@@ -12,7 +12,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "avx512.h"
+#include "avx512_vnni.h"
 
 namespace {
 
@@ -466,7 +466,7 @@ class AmxThread {
 template <class Weight>
 struct AmxTier {
     using Wide = Panels<Avx512<Weight>>;
-    using OfBf16 = Kernels<SmallM<Avx512Dots<Avx512Run, 1, Weight>>, Amx<Weight>>;
+    using OfBf16 = Kernels<SmallM<Avx512Digits<Weight>>, Amx<Weight>>;
     template <class A>
     using Fast = std::conditional_t<std::is_same<A, bf16>::value, OfBf16, typename Avx512Tier<Weight>::template Fast<A>>;
     using Thread = AmxThread;

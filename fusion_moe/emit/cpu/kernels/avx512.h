@@ -168,10 +168,10 @@ struct Avx512Run {
     // 256 to the next `step`.
     static void pack(const float* x, Packed* packed, i64 step, i64 K) {
         for (i64 k0 = 0; k0 < K; k0 += 256, packed += step) {
-            for (int j = 0; j < 16; ++j) {
-                const int at = j / 8 * 8 + code_of(j % 8);
-                for (int i = 0; i < 16; ++i) packed[16 * j + i] = k0 + 16 * i < K ? x[k0 + 16 * i + at] : 0.f;
-            }
+            __m512i blocks[16], lanes[16];
+            for (i64 i = 0; i < 16; ++i) blocks[i] = k0 + 16 * i < K ? _mm512_loadu_si512(x + k0 + 16 * i) : _mm512_setzero_si512();
+            transpose(blocks, lanes);
+            for (int j = 0; j < 16; ++j) _mm512_store_si512(packed + 16 * j, lanes[j / 8 * 8 + code_of(j % 8)]);
         }
     }
 

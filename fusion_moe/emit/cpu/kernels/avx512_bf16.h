@@ -15,13 +15,15 @@ struct Avx512PairsRun {
     // Of 256 activations: sixteen pairs, the same one of each block, in lane i that of block i; zeros up to a multiple of 256. From one
     // 256 to the next `step`.
     static void pack(const bf16* x, Packed* packed, i64 step, i64 K) {
+        const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
         for (i64 k0 = 0; k0 < K; k0 += 256, packed += step) {
-            for (int part = 0; part < 8; ++part) {  // half = part / 4, j = part % 4
-                for (int i = 0; i < 16; ++i) {
-                    const i64 k = k0 + 16 * i + 8 * (part / 4) + part % 4;
-                    packed[16 * part + i] = k0 + 16 * i < K ? u32(x[k].bits) | u32(x[k + 4].bits) << 16 : 0;
-                }
+            __m512i blocks[16], words[16];
+            for (i64 i = 0; i < 16; ++i) {
+                const auto* at = reinterpret_cast<const __m256i*>(x + k0 + 16 * i);
+                blocks[i] = k0 + 16 * i < K ? _mm512_zextsi256_si512(_mm256_shuffle_epi8(_mm256_loadu_si256(at), order)) : _mm512_setzero_si512();
             }
+            transpose(blocks, words);
+            for (int part = 0; part < 8; ++part) _mm512_store_si512(packed + 16 * part, words[part]);
         }
     }
 

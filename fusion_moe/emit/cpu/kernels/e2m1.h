@@ -12,7 +12,11 @@
 //
 // for AVX-512
 //
-//     halves        64 scales -> the low and the high bytes of their bfloat16, for every byte there is
+//     halves           64 scales -> the low and the high bytes of their bfloat16, for every byte there is
+//     FIRST_SHIFTED,
+//     LAST_SHIFTED     bytes from the first to the last, SCALE_SHIFT bits further up, are float32 scales but for SCALE_EXPONENT, which is
+//     SCALE_SHIFT,     to be added to the exponent
+//     SCALE_EXPONENT
 //
 // and for AMX, where 2^F16_CODE times a code times what f16_scale makes of its scale is 2^F16_WEIGHT times the weight, in normal numbers
 // of float16:
@@ -97,6 +101,7 @@ struct E2M1Weight {
         for (i64 i = 0; i < count; i += LANES) scaled_numbers(codes + i / 2, Reader::scale(scales[(inside + i) / Reader::BLOCK]) * factor, out + i);
     }
 
+    static void fetch_scales(const WorkTile&) {}
     static i64 contracted(const Problem& p) { return p.K; }
 
     static const u8* codes_of(const Problem& p, i64 g) { return static_cast<const u8*>(p.parts[0]) + g * p.N * (p.K / 2); }

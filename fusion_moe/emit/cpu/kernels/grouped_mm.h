@@ -11,14 +11,17 @@
 
 namespace {
 
-constexpr i64 MIN_BYTES = 1 << 15;  // of the weight in one work tile
-constexpr i64 SHARES = 3;           // a work tile is one of so many for each thread of what is left
+constexpr i64 MIN_BYTES = 1 << 15;        // of the weight in one work tile
+constexpr i64 SHARES = 3;                 // a work tile is one of so many for each thread of what is left
+constexpr i64 ANY_NUMBER = i64(1) << 62;  // of work tiles: threads find out how many there are
 
 // What a thread keeps between work tiles.
 struct ThreadState {
     Scratch scratch;
     i64 group = -1, first = -1;  // whose rows are packed
     bool fast = false;           // for a fast kernel
+    const void* row = nullptr;   // where the row lies in memory, if one alone is packed: other groups may have the same
+    std::vector<WorkTile> work_tiles;
 };
 
 // Which kernels take groups of how many rows.
@@ -39,14 +42,17 @@ class GroupedMM {
         : p_(problem), K(Weight::contracted(problem)), F(problem.F), blocks_((problem.W + LANES - 1) / LANES), stride_((K + 255) / 256 * 256) {}
 
     void run(Team& team) {
-        const std::vector<WorkTile> work_tiles = plan(team.threads());
-        team.share(i64(work_tiles.size()), [&](Items& items) {
+        const i64 last = p_.G > 0 ? p_.ends[p_.G - 1] : 0;
+        team.share(last == 0 ? 0 : ANY_NUMBER, [&](Items& items) {
             static thread_local ThreadState state;
             [[maybe_unused]] const typename Tier::Thread thread{};
-            state.group = -1;
+            state.group = -1, state.row = nullptr;
+            plan(team.threads(), state.work_tiles);
             const auto next_work_tile = [&] {
                 const i64 i = items.next();
-                return i >= 0 ? &work_tiles[std::size_t(i)] : nullptr;
+                const WorkTile* found = i >= 0 && i < i64(state.work_tiles.size()) ? &state.work_tiles[std::size_t(i)] : nullptr;
+                if (found != nullptr) Weight::fetch_scales(*found);
+                return found;
             };
             for (const WorkTile *now = next_work_tile(), *then; now != nullptr; now = then) {
                 then = next_work_tile();
@@ -55,41 +61,45 @@ class GroupedMM {
                 compute(work_tile, state);
             }
         });
-        const i64 last = p_.G > 0 ? p_.ends[p_.G - 1] : 0;
         for_rows(p_.rows - last, 16, team, [&](i64 i) { store_ungrouped_row(last + i); });
     }
 
   private:
-    i64 start(i64 g) const { return g == 0 ? 0 : p_.ends[g - 1]; }
-    i64 size(i64 g) const { return p_.ends[g] - start(g); }
-
     // How long so many rows of a group take for a block of columns: by the bytes of the weight, which cost more where they meet many rows.
     double cost(i64 rows) const { return double(F) * LANES * double(K) * Weight::BYTES * (1 + double(rows) / Tier::DEQUANTIZE_ROWS); }
 
-    // First large work tiles, which run along memory, then smaller and smaller ones, so that threads end together.
-    std::vector<WorkTile> plan(int threads) const {
-        double left = 0;
-        for (i64 g = 0; g < p_.G; ++g) {
-            for (i64 first = start(g); first < p_.ends[g]; first += TILE_M) left += cost(std::min(TILE_M, p_.ends[g] - first)) * double(blocks_);
-        }
-        std::vector<WorkTile> work_tiles;
-        for (i64 g = 0; g < p_.G; ++g) {
-            for (i64 first = start(g); first < p_.ends[g]; first += TILE_M) {
+    // Calls body(g, first, rows, cost) for each tile of rows, `cost` that of a block of columns.
+    template <class Body>
+    void for_row_tiles(Body body) const {
+        i64 last_rows = 0;
+        double of_block = 0;
+        for (i64 g = 0, end = 0; g < p_.G; ++g) {
+            for (i64 first = end; first < p_.ends[g]; first += TILE_M) {
                 const i64 rows = std::min(TILE_M, p_.ends[g] - first);
-                for (i64 b = 0, step; b < blocks_; b += step) {
-                    step = threads == 1 ? blocks_ : std::min(blocks_ - b, blocks_of(left / double(SHARES * threads), rows));
-                    work_tiles.push_back({&p_, g, first, rows, b, b + step});
-                    left -= double(step) * cost(rows);
-                }
+                if (rows != last_rows) last_rows = rows, of_block = cost(rows);
+                body(g, first, rows, of_block);
             }
+            end = p_.ends[g];
         }
-        return work_tiles;
     }
 
-    // Of a work tile of about this cost. A few rows are packed soon; many are worth some blocks.
-    i64 blocks_of(double wanted, i64 rows) const {
-        const i64 blocks = i64(std::max(double(MIN_BYTES), wanted) / cost(rows)), some = rows > PACK_ROWS ? BLOCKS : piece();
-        return std::max(some, blocks / some * some);
+    // First large work tiles, which run along memory, then smaller and smaller ones, so that threads end together. Each thread makes all for
+    // itself: that takes less time than to get them from the thread that has made them.
+    void plan(int threads, std::vector<WorkTile>& work_tiles) const {
+        double left = 0;
+        for_row_tiles([&](i64, i64, i64, double of_block) { left += of_block * double(blocks_); });
+        const double share = 1.0 / double(SHARES * threads);
+        work_tiles.clear();
+        for_row_tiles([&](i64 g, i64 first, i64 rows, double of_block) {
+            const double blocks_of = 1 / of_block;
+            const i64 some = rows > PACK_ROWS ? BLOCKS : piece();  // a few rows are packed soon, many are worth some blocks; a power of two
+            for (i64 b = 0, step; b < blocks_; b += step) {
+                const i64 wanted = i64(std::max(double(MIN_BYTES), left * share) * blocks_of) & -some;
+                step = threads == 1 ? blocks_ : std::min(blocks_ - b, std::max(some, wanted));
+                work_tiles.push_back({&p_, g, first, rows, b, b + step});
+                left -= double(step) * of_block;
+            }
+        });
     }
 
     // What is computed at once where scales are not in range: two blocks of the product.
@@ -130,12 +140,15 @@ class GroupedMM {
         using Activation = typename Kernel::Activation;
         A* made = state.scratch.rows.template get<A>(PACK_ROWS * K);
         Activation* wide = state.scratch.wide.template get<Activation>(PACK_ROWS * K);
-        state.group = -1;
+        const void *const packed_row = state.fast == FAST ? state.row : nullptr, *alone = nullptr;
+        state.group = -1, state.row = nullptr;
         for (i64 r = 0; r < work_tile.rows; r += PACK_ROWS) {
             const i64 rows = std::min(PACK_ROWS, work_tile.rows - r);
             const Activation* x[PACK_ROWS];
             for (i64 i = 0; i < rows; ++i) {
                 const A* row = static_cast<const A*>(p_.row(p_.segment, work_tile.first + r + i, made + i * K));
+                alone = work_tile.rows == 1 && row != made ? row : nullptr;
+                if (alone != nullptr && alone == packed_row) return keep(work_tile, FAST, alone, state);
                 if (FAST && !in_range<Kernel>(row, K)) return false;
                 if constexpr (std::is_same<A, Activation>::value) {
                     x[i] = row;
@@ -146,7 +159,11 @@ class GroupedMM {
             }
             Kernel::pack(x, rows, packed + r * stride_, stride_, K);
         }
-        state.group = work_tile.group, state.first = work_tile.first, state.fast = FAST;
+        return keep(work_tile, FAST, alone, state);
+    }
+
+    static bool keep(const WorkTile& work_tile, bool fast, const void* row, ThreadState& state) {
+        state.group = work_tile.group, state.first = work_tile.first, state.fast = fast, state.row = row;
         return true;
     }
 

@@ -150,13 +150,21 @@ void for_rows(i64 count, i64 step, Team& team, Body body) {
     });
 }
 
-constexpr i64 COLUMNS = 512;
+constexpr i64 COLUMNS = 512, FEW_COLUMNS = 128;
 
-// Calls body(m, j0, j1) for each row and each run j0 .. j1-1 of up to COLUMNS of its columns, on all threads.
+// Calls body(m, j0, j1) for each row and each run j0 .. j1-1 of up to COLUMNS of its columns, on all threads. With fewer rows than threads
+// runs are shorter, so that there is one for each.
 template <class Body>
 void for_tiles(i64 rows, i64 columns, Team& team, Body body) {
-    const i64 runs = (columns + COLUMNS - 1) / COLUMNS;
-    for_rows(rows * runs, 1, team, [&](i64 i) { body(i / runs, i % runs * COLUMNS, std::min(columns, (i % runs + 1) * COLUMNS)); });
+    const i64 width = rows < team.threads() ? FEW_COLUMNS : COLUMNS, runs = (columns + width - 1) / width;
+    for_rows(rows * runs, 1, team, [&](i64 i) { body(i / runs, i % runs * width, std::min(columns, (i % runs + 1) * width)); });
+}
+
+// total [count] + weight * row [count] -> total. A function of its own: inlined, g++ makes no vectors of it.
+template <class T>
+[[gnu::noinline]] void add_row(float* __restrict total, const T* row, float weight, i64 count) {
+#pragma omp simd
+    for (i64 j = 0; j < count; ++j) total[j] += widen(row[j]) * weight;
 }
 
 }  // namespace

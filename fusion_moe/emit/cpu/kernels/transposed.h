@@ -32,6 +32,7 @@ struct Transposed {
     }
 
     static bool scales_in_range(const WorkTile&) { return true; }
+    static void fetch_scales(const WorkTile&) {}
     static i64 contracted(const Problem& p) { return p.N; }
 };
 

@@ -34,6 +34,16 @@ struct MXFP4 : E2M1Weight<MXFP4> {
         return true;
     }
 
+    static void fetch_scales(const WorkTile& work_tile) {
+        const i64 bytes = work_tile.p->K / BLOCK;
+        for (i64 column_block = 0; column_block < work_tile.column_blocks(); ++column_block) {
+            const Columns c = work_tile.columns<MXFP4>(column_block);
+            for (int i = 0; i < LANES; ++i) {
+                for (i64 at = 0; at < bytes; at += 64) __builtin_prefetch(c.scales[i] + at, 0, 2);
+            }
+        }
+    }
+
     static bool matrix_in_range(const Problem& p, i64 g) {
         const i64 blocks = p.N * p.K / BLOCK;
         return all_in_range(scales_of(p, g), blocks) || in_range_but_for_zeros(scales_of(p, g), codes_of(p, g), blocks);
@@ -46,6 +56,8 @@ struct MXFP4 : E2M1Weight<MXFP4> {
         low = _mm512_and_si512(_mm512_slli_epi16(bytes, 7), _mm512_set1_epi8(char(0x80)));
         low = _mm512_mask_add_epi8(low, ends, low, _mm512_set1_epi8(0x40));
     }
+
+    static constexpr int FIRST_SHIFTED = FIRST, LAST_SHIFTED = LAST, SCALE_SHIFT = 23, SCALE_EXPONENT = 0;
 
     // FIRST is 2^-13. A scale of 0, or none, becomes a number too, times zeros.
     static constexpr int F16_CODE = 0, F16_WEIGHT = 127 - 13 - FIRST, FIRST_HARD = 256;

@@ -1,6 +1,6 @@
-"""What benchmarks/cpu_moe.py found, as a part of docs/performance.md and a plot. Run by it; or on what it kept:
+"""What benchmarks/cpu_products.py found, as a part of docs/performance.md and a plot. Run by it; or on what it kept:
 
-    python benchmarks/cpu_page.py FILE.json
+    python benchmarks/cpu_products_page.py FILE.json
 
 The part stands between two marks that name the instructions used, so that each kind of CPU keeps its own.
 """
@@ -23,8 +23,8 @@ def write(found: Mapping[str, Any]) -> Path:
     tier = found["machine"]["tier"]
     plot = DOCS / f"cpu_{tier}.svg"
     drawn = found["products"] and _draw(found["products"], plot, f"{found['machine']['cpu']}, {tier}, one thread")
-    part = "\n".join([*_machine(found), *_products(found["products"], plot.name if drawn else ""), *_layers(found["layers"])])
-    return put(tier, "cpu_moe.py", part)
+    part = "\n".join([*_machine(found), *_products(found["products"], plot.name if drawn else "")])
+    return put(tier, "cpu_products.py", part)
 
 
 def _machine(found: Mapping[str, Any]) -> list[str]:
@@ -50,18 +50,6 @@ def _products(rows: Sequence[Mapping[str, float]], plot: str) -> list[str]:
                 lines.append(f"| {shape} | {r['ours GB/s']:.2f} | {r['GFLOP/s']:.0f} | {ratios} | {r['spread']:.0%} |")
         lines.append("")
     return lines + ([f"![GB/s of NVFP4 bytes over the rows of each expert]({plot})", ""] if plot else [])
-
-
-def _layers(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    if not rows:
-        return []
-    head = ("tokens", "threads", "ms", "of reading its weights", "bf16 under Inductor, ms", "x", "spread")
-    lines = ["The expert MLP of Qwen3-30B-A3B's size:", "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for r in rows:
-        bf16 = r["ours"] * r["x bf16 Inductor"] * 1e3
-        cells = (f"{r['tokens']:.0f}", f"{r['threads']:.0f}", f"{r['ours'] * 1e3:.2f}", f"{r['of floor']:.2f}x", f"{bf16:.2f}")
-        lines.append(f"| {' | '.join(cells)} | {r['x bf16 Inductor']:.2f} | {r['spread']:.0%} |")
-    return lines
 
 
 def _draw(rows: Sequence[Mapping[str, float]], path: Path, title: str) -> bool:
