@@ -15,7 +15,7 @@ from ..nn.contract import contract_of
 from ..nn.projections import Projections
 from .all_to_all import AllToAll
 from .dispatch import TOKENS, Dispatcher, Gathered, Replicated, divide_forward, is_divided
-from .shares import columns, experts_of, keep_experts, keep_features
+from .shares import columns, experts_of, keep_experts, keep_features, shard_experts, whole_experts_of
 
 DISPATCH = ("all_gather", "all_to_all")
 # What is divided along each dimension of the mesh.
@@ -35,7 +35,7 @@ def parallelize_(
     Every rank calls it with the same model, whose weights are loaded. Modules are those of fusion_moe.nn, and transformers' experts with
     experts_implementation="fusion_moe", which train.
 
-    plan: "ep", a rank keeps whole experts: rank r of R those from E r / R to E (r + 1) / R, rounded down, so that R need not divide E.
+    plan: "ep", a rank keeps whole experts, as DTensor's Shard(0) divides them: E / R rounded up, the last ranks fewer, but one at least.
     Adapters go with their experts. "tp", a rank keeps some intermediate features of all experts: rows of gate and up, columns of down, in
     whole blocks of the encoding. For `Experts` without adapters. "ep_tp", both: experts are divided along the mesh's
     first dimension, and their features along its second.
@@ -72,7 +72,10 @@ def parallelize_(
             if keep is keep_experts and dispatch == "all_to_all":
                 dispatcher = AllToAll(group, ranks, experts_of(module), capacity)
                 module.register_buffer("dropped", torch.zeros((), dtype=torch.int64, device=mesh.device_type), persistent=False)
+            experts = experts_of(module)
             keep(module, mesh.get_local_rank(dim), ranks)
+            if plan == "ep":
+                shard_experts(module, mesh, experts)
             divide_forward(module, dispatcher)
     return list(modules)
 
@@ -119,7 +122,8 @@ def _undividable(module: Any, keep: Callable[[Any, int, int], None], ranks: int)
         return "experts that transformers computes", 'experts_implementation="fusion_moe"'
     if keep is keep_experts:
         experts = experts_of(module)
-        return (f"{experts} experts for {ranks} ranks", "an expert for each rank, or more") if experts < ranks else None
+        without = [rank for rank in range(ranks) if not whole_experts_of(experts, rank, ranks)]
+        return (f"{experts} experts for {ranks} ranks", f"an expert for each rank; {without} would have none") if without else None
     if not isinstance(module, Experts):
         return f"a {type(module).__name__} whose features are divided", "Experts or NVFP4Experts, or plan = 'ep'"
     if module.adapted:

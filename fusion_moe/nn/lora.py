@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import DtypeError, OptionError, UnsupportedError, need_one_of
 from ..ir.types import DTYPES, FLOATS
 from .adaptable import AdaptableModule
+from .local import local
 
 TARGETS = ("gate_up", "down", "linear")
 FLOAT_DTYPES = tuple(DTYPES[name] for name in FLOATS)
@@ -49,8 +50,8 @@ class Adapter(nn.Module):
         return self.alpha / self.rank
 
     def delta(self, expert: int) -> Tensor:
-        """float32 [N, K]: what is added to the weight of an expert."""
-        return self.scale * (self.B[expert].detach().float() @ self.A[expert].detach().float())
+        """float32 [N, K]: what is added to the weight of an expert, of those that are here."""
+        return self.scale * (local(self.B)[expert].detach().float() @ local(self.A)[expert].detach().float())
 
     def extra_repr(self) -> str:
         """For print(model)."""

@@ -1,4 +1,4 @@
-"""What ranks check, each in a process of its own: python cases.py FOLDER RANKS [silent]
+"""What ranks check, each in a process of its own: python cases.py FOLDER RANKS [CASE ...]
 
 Each writes FOLDER/RANK.json, the traceback of each case, "" for those that pass.
 """
@@ -23,14 +23,19 @@ import torch
 import torch.distributed as dist
 from experts import experts, float_weights
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
 import fusion_moe
-from fusion_moe.distributed import parallelize_
+from fusion_moe.distributed import clip_grad_norm_, parallelize_
 from fusion_moe.encodings import MXFP4, quantize
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.nn import Experts
+from fusion_moe.nn.local import gathered, local
 
 E, H, I, T, K = 7, 64, 160, 13, 3  # neither 2 nor 4 divides E, nor the blocks of I
 TIMEOUT_S, SHORT_S = 60, 5
@@ -88,8 +93,7 @@ def whole_experts(mesh):
     """Each rank keeps its share; the sum is what one process computes, bit for bit where only one rank adds to a token."""
     whole = experts(E, H, I)
     module = divided(whole, mesh, "ep")
-    rank, ranks = mesh.get_local_rank(), mesh.size()
-    first, end = E * rank // ranks, E * (rank + 1) // ranks
+    first, end = ranges(mesh.size())[mesh.get_local_rank()]
     assert (module.first_expert, len(module.down_proj)) == (first, end - first)
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())
     assert module(*inputs(slots=1)).equal(whole(*inputs(slots=1)))
@@ -118,24 +122,30 @@ def gradients_of_floats(mesh):
     whole = float_experts()
     module = divided(whole, mesh, "ep")
     assert_alike(*(forward_and_backward(m) for m in (module, whole)))
-    own = slice(module.first_expert, module.first_expert + len(module.down_proj))
-    assert_alike([p.grad for p in module.parameters()], [p.grad[own] for p in whole.parameters()])
+    own = slice(*ranges(mesh.size())[mesh.get_rank()])
+    assert_alike([p.grad.to_local() for p in module.parameters()], [p.grad[own] for p in whole.parameters()])
 
 
-@case
-def adapters(mesh):
-    """They go with their experts, and train."""
+def adapted_experts() -> nn.Module:
+    """Encoded experts with adapters that add something."""
     torch.manual_seed(3)  # ranks have the same adapters
     whole = experts(E, H, I)
     fusion_moe.nn.add_lora_(whole, rank=4)
     for name, p in whole.named_parameters():
         if name.endswith(".B"):
             nn.init.normal_(p, std=0.1)
+    return whole
+
+
+@case
+def adapters(mesh):
+    """They go with their experts, and train."""
+    whole = adapted_experts()
     module = divided(whole, mesh, "ep")
     assert_alike(*(forward_and_backward(m) for m in (module, whole)))
-    own = slice(module.first_expert, module.first_expert + len(module.down_proj))
+    own = slice(*ranges(mesh.size())[mesh.get_rank()])
     trained = [[p.grad for p in m.parameters() if p.requires_grad] for m in (module, whole)]
-    assert_alike(trained[0], [grad[own] for grad in trained[1]])
+    assert_alike([grad.to_local() for grad in trained[0]], [grad[own] for grad in trained[1]])
 
 
 def variants() -> list[Experts]:
@@ -188,8 +198,8 @@ def tokens_of_a_rank(mesh):
     sharded(mesh, "tp", experts(E, H, I), mesh)
     whole = float_experts()
     module = sharded(mesh, "ep", whole, mesh)
-    own = slice(module.first_expert, module.first_expert + len(module.down_proj))
-    assert_alike([p.grad for p in module.parameters()], [p.grad[own] for p in whole.parameters()])
+    own = slice(*ranges(mesh.size())[mesh.get_rank()])
+    assert_alike([p.grad.to_local() for p in module.parameters()], [p.grad[own] for p in whole.parameters()])
     x, ids, w = inputs()
     assert module(x[:0], ids[:0], w[:0]).shape == (0, H)
 
@@ -201,8 +211,8 @@ def tokens_sent_to_experts(mesh):
     sharded(mesh, "ep", experts(E, H, I), mesh, **send)
     whole = float_experts()
     module = sharded(mesh, "ep", whole, mesh, **send)
-    own = slice(module.first_expert, module.first_expert + len(module.down_proj))
-    assert_alike([p.grad for p in module.parameters()], [p.grad[own] for p in whole.parameters()])
+    own = slice(*ranges(mesh.size())[mesh.get_rank()])
+    assert_alike([p.grad.to_local() for p in module.parameters()], [p.grad[own] for p in whole.parameters()])
     both = init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("ep", "tp"))
     sharded(mesh, "ep_tp", experts(E, H, I), both, **send)
 
@@ -235,8 +245,8 @@ def numbers_of_tokens_that_differ(mesh):
     found = forward_and_backward(module, [t[mine].clone() for t in given])
     assert found[0].shape == (rank, H)
     assert_alike(found, want)
-    own = slice(module.first_expert, module.first_expert + len(module.down_proj))
-    assert_alike([p.grad for p in module.parameters()], [p.grad[own] for p in whole.parameters()])
+    own = slice(*ranges(mesh.size())[mesh.get_rank()])
+    assert_alike([p.grad.to_local() for p in module.parameters()], [p.grad[own] for p in whole.parameters()])
     assert not module.dropped
 
 
@@ -262,7 +272,8 @@ def more_tokens_than_the_capacity(mesh):
 
 def ranges(ranks: int) -> list[tuple[int, int]]:
     """The experts of each rank."""
-    return [(E * rank // ranks, E * (rank + 1) // ranks) for rank in range(ranks)]
+    each = -(-E // ranks)
+    return [(rank * each, min((rank + 1) * each, E)) for rank in range(ranks)]
 
 
 @case
@@ -284,10 +295,16 @@ def compiled(mesh):
     if mesh.size() > 2:
         return  # compiling takes long
     sent = {"dispatch": "all_to_all", "capacity": 0.9}
-    for backend, tokens, options in ("fusion_moe", "replicated", {}), ("inductor", "sharded", {}), ("fusion_moe", "sharded", sent):
-        module, outcomes = divided(experts(E, H, I), mesh, "ep", tokens, **options), []
+    chosen = [
+        (experts(E, H, I), "fusion_moe", "replicated", {}), (experts(E, H, I), "inductor", "sharded", {}),
+        (adapted_experts(), "fusion_moe", "sharded", sent), (float_experts(), "fusion_moe", "sharded", sent),
+    ]  # fmt: skip
+    for whole, backend, tokens, options in chosen:
+        module, outcomes = divided(whole, mesh, "ep", tokens, **options), []
         for f in module, torch.compile(module, backend=backend, fullgraph=True):
-            outcomes.append(forward_and_backward(f))
+            found = forward_and_backward(f)
+            outcomes.append([*found, *(local(p.grad) for p in module.parameters() if p.requires_grad)])
+            module.zero_grad()
         assert_alike(*outcomes)
     compiled_for_any_routing(mesh)
 
@@ -302,6 +319,145 @@ def compiled_for_any_routing(mesh: DeviceMesh) -> None:
             x, ids, w = inputs(tokens)
             for those in ids, torch.full_like(ids, E - 1):
                 assert_alike([f(x, those, w)], [module(x, those, w)])
+
+
+def emptied(module: nn.Module) -> Any:
+    """A copy whose weights are all zeros."""
+    made = deepcopy(module)
+    for p in made.parameters():
+        p.data = torch.zeros_like(p)
+    return made
+
+
+def saved(module: nn.Module, mesh: DeviceMesh, name: str) -> Path:
+    """Where torch.distributed.checkpoint wrote a module."""
+    path = Path(sys.argv[1], f"{name}_{mesh.size()}")
+    checkpoint.save(get_model_state_dict(module), checkpoint_id=path)
+    return path
+
+
+def loaded(module: Any, path: Path) -> Any:
+    """The module with the weights that torch.distributed.checkpoint reads."""
+    state = get_model_state_dict(module)
+    checkpoint.load(state, checkpoint_id=path)
+    set_model_state_dict(module, state)
+    return module
+
+
+def assert_same_weights(found: nn.Module, want: nn.Module) -> None:
+    for (name, a), (_, b) in zip(found.named_parameters(), want.named_parameters(), strict=True):
+        assert type(a) is type(b), name
+        assert local(a).view(torch.uint8).equal(local(b).view(torch.uint8)), name
+
+
+@case
+def checkpoints(mesh):
+    """What one number of ranks saved another loads, for any plan, and so does one process."""
+    torch.manual_seed(0)
+    both = init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("ep", "tp"))
+    first, second, *more = variants()
+    pairs = [(first, ("ep", mesh), ("ep_tp", both)), (first, ("ep_tp", both), ("ep", both["ep"])), (second, ("tp", mesh), ("ep", mesh))]
+    pairs += [(whole, ("tp", mesh), ("tp", both["tp"])) for whole in more]
+    pairs += [(whole, ("ep", mesh), ("ep", both["ep"])) for whole in (float_experts(), adapted_experts())]
+    for i, (whole, (plan, here), (other_plan, there)) in enumerate(pairs):
+        module = divided(whole, here, plan)
+        module(*inputs())  # kernels reorder weights, state dicts have them as they were
+        path = saved(module, mesh, f"pair{i}")
+        assert_same_weights(loaded(emptied(whole), path), whole)
+        assert_same_weights(loaded(divided(emptied(whole), there, other_plan), path), divided(whole, there, other_plan))
+        again = loaded(divided(emptied(whole), here, plan), saved(whole, mesh, f"whole{i}"))
+        assert again(*inputs()).equal(module(*inputs()))
+
+
+@case
+def whole_states(mesh):
+    """State dicts of all experts, of a rank's own, and those that torch gathers."""
+    whole = adapted_experts()
+    module = divided(whole, mesh, "ep")
+    trained = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)  # gloo gathers no floats of 8 bits
+    state = get_model_state_dict(module, options=trained)
+    assert all(state[name].equal(t) for name, t in whole.state_dict().items() if "lora" in name)
+    set_model_state_dict(made := divided(emptied(whole), mesh, "ep"), whole.state_dict(), options=StateDictOptions(full_state_dict=True))
+    assert_same_weights(made, module)
+    frozen = {name: t for name, t in whole.state_dict().items() if "lora" not in name}
+    own = {name: t for name, t in module.named_parameters() if "lora" not in name}
+    for given in frozen, own:
+        made = divided(emptied(whole), mesh, "ep")
+        assert made.load_state_dict(given, strict=False).missing_keys == [name for name in whole.state_dict() if "lora" in name]
+        assert all(made.get_parameter(name).view(torch.uint8).equal(t.view(torch.uint8)) for name, t in own.items())
+    features = divided(experts(E, H, I), mesh, "tp").state_dict()["gate_up_proj"]
+    assert features.shape == (E, 2 * I, H // 2)
+    assert len(features.pieces) == 2
+    refuses(UnsupportedError, "features that are divided between ranks", lambda: features + 1)
+
+
+class Layer(nn.Module):
+    """A router and experts."""
+
+    def __init__(self, experts: nn.Module):
+        super().__init__()
+        self.router, self.experts = nn.Linear(H, E, bias=False), experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.router(x).softmax(-1).topk(K)
+        return x + self.experts(x, ids, w)
+
+
+def layer(module: nn.Module) -> Layer:
+    torch.manual_seed(5)  # ranks have the same router
+    return Layer(module)
+
+
+@case
+def training(mesh):
+    """Steps of an optimizer with clipped gradients, then a checkpoint: the rest of the model in FSDP2's shards, or on every rank."""
+    x, ranks = inputs(4 * mesh.size())[0], mesh.size()
+    for whole, sharded_rest in (float_experts(), True), (adapted_experts(), True), (float_experts(), False):
+        alone = layer(whole)
+        model = deepcopy(alone)
+        parallelize_(model, mesh, tokens="sharded", dispatch="all_to_all")
+        if sharded_rest:
+            fully_shard(model, mesh=mesh, ignored_params=set(model.experts.parameters()))
+        norms, optimizers = [], []
+        for m, given in (alone, x), (model, x.chunk(ranks)[mesh.get_rank()]):
+            trained = [p for p in m.parameters() if p.requires_grad]
+            groups = [{"params": [p for p in trained if isinstance(p, DTensor) == kind]} for kind in (True, False)]
+            optimizers.append(torch.optim.AdamW(groups, lr=0.1))
+            for _ in range(2):
+                m(given).square().sum().backward()
+                if m is model:
+                    average(model, mesh, sharded_rest)
+                clip = torch.nn.utils.clip_grad_norm_ if sharded_rest else clip_grad_norm_
+                norms.append(gathered(clip(trained, 1.0)))
+                optimizers[-1].step()
+                optimizers[-1].zero_grad()
+        assert_alike(norms[2:], norms[:2])
+        found = [gathered(p.detach()) for p in model.parameters() if p.requires_grad]
+        assert_alike(found, [p.detach() for p in alone.parameters() if p.requires_grad])
+
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizers[1])}
+        path = Path(sys.argv[1], f"training{ranks}{type(whole).__name__}{sharded_rest}")
+        checkpoint.save(state, checkpoint_id=path)
+        fresh = deepcopy(alone)
+        with torch.no_grad():
+            for p in fresh.parameters():
+                p.data = torch.zeros_like(p)
+        optimizer = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad], lr=0.1)
+        state = {"model": get_model_state_dict(fresh), "optimizer": get_optimizer_state_dict(fresh, optimizer)}
+        checkpoint.load(state, checkpoint_id=path)
+        set_model_state_dict(fresh, state["model"])
+        assert_alike([p.detach() for p in fresh.parameters() if p.requires_grad], found)
+        moments = [state["optimizer"]["state"][name]["exp_avg"] for name, p in fresh.named_parameters() if p.requires_grad]
+        assert_alike(moments, [optimizers[0].state[p]["exp_avg"] for p in alone.parameters() if p.requires_grad])
+
+
+def average(model: nn.Module, mesh: DeviceMesh, sharded_rest: bool) -> None:
+    """The gradients of all tokens: FSDP divides sums by the ranks, and without it nothing adds those of the router."""
+    grad = model.router.weight.grad
+    if sharded_rest:
+        grad.mul_(mesh.size())
+    else:
+        dist.all_reduce(grad)
 
 
 def refuses(error: type[Exception], part: str, f: Callable[[], Any]) -> None:
@@ -380,8 +536,8 @@ def run(rank: int, ranks: int, folder: str, chosen: Mapping[str, Case], timeout_
     os._exit(0)  # without the others, of which one may be gone
 
 
-def main(folder: str, ranks: str, name: str = "") -> None:
-    chosen, timeout_s = ({name: silent}, SHORT_S) if name else (CASES, TIMEOUT_S)
+def main(folder: str, ranks: str, *names: str) -> None:
+    chosen, timeout_s = ({"silent": silent}, SHORT_S) if names == ("silent",) else ({n: CASES[n] for n in names or CASES}, TIMEOUT_S)
     fork = multiprocessing.get_context("fork")  # imports take longer than cases
     started = [fork.Process(target=run, args=(rank, int(ranks), folder, chosen, timeout_s)) for rank in range(int(ranks))]
     for process in started:
