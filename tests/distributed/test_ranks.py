@@ -45,4 +45,6 @@ def test_ranks_agree_with_one_process(device, ranks, tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_dies_is_an_error_for_the_others(tmp_path):
     assert outcomes(tmp_path, 2, "cpu", "silent") == [{"silent": ""}]
-    assert "Connection closed by peer [127.0.0.1]" in (tmp_path / "log").read_text()  # gloo knows ranks by their addresses
+    said = (tmp_path / "log").read_text()
+    assert "peer" in said
+    assert "[127.0.0.1]:" in said  # gloo knows ranks by their addresses
