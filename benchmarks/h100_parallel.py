@@ -2,6 +2,7 @@
 
     python benchmarks/h100_parallel.py [--out FILE.jsonl] [--models qwen3-235b ...] [--tokens 1 32 128 8192] [--minutes 5]
     torchrun --nproc-per-node 4 benchmarks/h100_parallel.py ...      the same; without torchrun a process for each GPU is started
+    python benchmarks/h100_parallel.py --page FILE.jsonl             writes what a run found to docs/scaling.md
     python benchmarks/h100_parallel.py --device cpu --ranks 2 --tiny    over gloo
 
 Cells: tokens of all ranks together, uniform routing, bf16. Ways: "replicated", all ranks have all tokens, as in decoding under tensor
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from h200_cells import MODELS, Model
+from page import put
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -48,6 +50,7 @@ LAYERS = {"qwen3-235b": Model("Qwen3-235B-A22B", 128, 8, 4096, 1536), "deepseek"
 TOKENS, LIMIT = (1, 32, 128, 8192), 1e-2
 MOST_REPEATS, SECONDS = 30, 0.3
 HEAD = "| layer | tokens | way | EP us | local us | collectives us | EP / both | one us | times faster | transformers us | error |"
+RULE = "|---" * (HEAD.count("|") - 1) + "|"
 Call = Callable[[], Tensor]
 
 
@@ -57,6 +60,11 @@ class World:
 
     mesh: DeviceMesh
     device: torch.device
+
+    @property
+    def kind(self) -> str:
+        """What computes."""
+        return torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
 
     @property
     def ranks(self) -> int:
@@ -194,7 +202,7 @@ def measure(world: World, model: Model, whole: NVFP4Experts, theirs: Theirs | st
         local, collectives = alone(world, module, options, given)
         times = {"ep": partial(module, *given), "local": local, "collectives": collectives}
         yield {
-            "layer": model.title, "tokens": tokens, "way": name, "ranks": world.ranks, "error": error, "one": one, "transformers": peer,
+            "device": world.kind, "torch": torch.__version__, "layer": model.title, "tokens": tokens, "way": name, "ranks": world.ranks, "error": error, "one": one, "transformers": peer,
             "dropped": int(world.slowest(int(getattr(module, "dropped", 0)))), **{k: microseconds(world, f) for k, f in times.items()},
         }  # fmt: skip
 
@@ -265,6 +273,13 @@ def line(row: dict[str, Any]) -> str:
     return f"| {row['layer']} | {row['tokens']} | {row['way']} | {times} | {peer} | {error} |"
 
 
+def page(file: Path) -> None:
+    """Writes the table of a run."""
+    rows = [json.loads(text) for text in file.read_text().splitlines()]
+    title = f"{rows[0]['ranks']} x {rows[0]['device']}, torch {rows[0]['torch']}:"
+    print(put("parallel", "h100_parallel.py", "\n".join([title, "", HEAD, RULE, *map(line, rows)]), "scaling.md"))
+
+
 def run(args: argparse.Namespace) -> None:
     """What each rank does."""
     device = torch.device(args.device, int(os.environ["LOCAL_RANK"]) if args.device == "cuda" else None)
@@ -274,8 +289,7 @@ def run(args: argparse.Namespace) -> None:
     world = World(init_device_mesh(device.type, (dist.get_world_size(),)), device)
     until = time.monotonic() + 60 * args.minutes
     if world.rank == 0:
-        kind = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        print(f"{world.ranks} x {kind}, torch {torch.__version__}\n\n{HEAD}\n{'|---' * HEAD.count(' | ')}|---|", flush=True)
+        print(f"{world.ranks} x {world.kind}, torch {torch.__version__}\n\n{HEAD}\n{RULE}", flush=True)
     for name in ["tiny"] if args.tiny else args.models:
         model = LAYERS[name]
         whole = experts_of(model, device)
@@ -309,8 +323,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5, help="no cell starts afterwards")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ranks", type=int, default=0, help="processes without torchrun; one for each GPU")
+    parser.add_argument("--page", type=Path, metavar="FILE.jsonl", help="write the table of a run, and run nothing")
     parser.add_argument("--tiny", action="store_true", help="a small layer")
     args = parser.parse_args()
+    if args.page:
+        page(args.page)
+        return
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ:
         run(args)

@@ -8,6 +8,6 @@ each has its own (tokens="sharded"). Everything else in the model stays as it is
 """
 
 from .clip import clip_grad_norm_
-from .parallelize import PLANS, Division, parallelize_
+from .parallelize import PLANS, parallelize_
 
-__all__ = ["PLANS", "Division", "clip_grad_norm_", "parallelize_"]
+__all__ = ["PLANS", "clip_grad_norm_", "parallelize_"]

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ..checkpoints import Directory, method_of
-from ..distributed import Division
+from ..distributed.parallelize import Division
 from ..errors import CheckpointError, OptionError
 from ..nn.config import NVFP4Config
 from .share import Share, sharing

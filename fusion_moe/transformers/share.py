@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints import Directory, Entry
-from ..distributed import Division
+from ..distributed.parallelize import Division
 from .names import live_names
 
 _INDEX = re.compile(r"(\d+)\.")

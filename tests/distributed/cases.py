@@ -165,12 +165,11 @@ def adapters(mesh):
 def variants() -> list[Experts]:
     """Experts as plan "tp" meets them: two scales a matrix, gate and up in turns with biases, blocks of 32, floats."""
     gate_up, down = float_weights(E, H, I)
-    gate_up, down = gate_up.to(DEVICE), down.to(DEVICE)
-    bias = {"gate_up_bias": torch.randn(E, 2 * I, device=DEVICE), "down_bias": torch.randn(E, H, device=DEVICE)}
+    bias = {"gate_up_bias": torch.randn(E, 2 * I), "down_bias": torch.randn(E, H)}
     mxfp4 = (quantize(w, encoding=MXFP4) for w in (gate_up, down))
-    turns = experts(E, H, I)
+    turns = experts_on_cpu(E, H, I)
     in_turns = Experts(turns.weight_of("gate_up").with_(decode_scale=turns.up_decode_scale), turns.weight_of("down"), interleave=1, **bias)
-    return [experts(E, H, I), in_turns, Experts(*mxfp4, interleave=8), Experts(*mxfp4_rows(gate_up, down))]
+    return [module.to(DEVICE) for module in (turns, in_turns, Experts(*mxfp4, interleave=8), Experts(*mxfp4_rows(gate_up, down)))]
 
 
 def mxfp4_rows(gate_up: Tensor, down: Tensor) -> Any:
@@ -199,6 +198,12 @@ def features(mesh):
         assert module.first_expert is None
         assert module.nbytes < whole.nbytes * (1 / mesh.size() + 0.25)
         assert_alike(*(forward_and_backward(m) for m in (module, whole)))
+
+
+def two_dimensions(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of a mesh, two of them along "ep"."""
+    along = min(2, mesh.size())
+    return init_device_mesh(DEVICE, (along, mesh.size() // along), mesh_dim_names=("ep", "tp"))
 
 
 def of_rank(mesh: DeviceMesh, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -233,7 +238,7 @@ def tokens_sent_to_experts(mesh):
     sharded(mesh, "ep", experts(E, H, I), mesh, **send)
     for whole in float_experts(), adapted_experts():
         assert_same_gradients(sharded(mesh, "ep", whole, mesh, **send), whole, mesh)
-    both = init_device_mesh(DEVICE, (2, mesh.size() // 2), mesh_dim_names=("ep", "tp"))
+    both = two_dimensions(mesh)
     sharded(mesh, "ep_tp", experts(E, H, I), both, **send)
 
     whole = experts(E, H, I)
@@ -302,7 +307,8 @@ def ranges(ranks: int) -> list[tuple[int, int]]:
 def experts_and_features(mesh):
     """Experts along one dimension of a mesh, their features along the other."""
     whole = experts(E, H, I)
-    for shape in {(mesh.size() // 2, 2), (2, mesh.size() // 2)}:
+    along = min(2, mesh.size())
+    for shape in {(mesh.size() // along, along), (along, mesh.size() // along)}:
         both = init_device_mesh(DEVICE, shape, mesh_dim_names=("ep", "tp"))
         module = divided(whole, both, "ep_tp")
         assert len(module.down_proj) in (E // shape[0], E // shape[0] + 1)
@@ -319,8 +325,10 @@ def compiled(mesh):
     sent = {"dispatch": "all_to_all", "capacity": 0.9}
     chosen = [
         (experts(E, H, I), "fusion_moe", "replicated", {}), (experts(E, H, I), "inductor", "sharded", {}),
-        (adapted_experts(), "fusion_moe", "sharded", sent), (float_experts(), "fusion_moe", "sharded", sent),
+        (adapted_experts(), "fusion_moe", "sharded", sent),
     ]  # fmt: skip
+    if torch.__version__ >= "2.13":  # whose tracer takes a module as an argument
+        chosen.append((float_experts(), "fusion_moe", "sharded", sent))
     for whole, backend, tokens, options in chosen:
         module, outcomes = divided(whole, mesh, "ep", tokens, **options), []
         for f in module, torch.compile(module, backend=backend, fullgraph=True):
@@ -376,7 +384,7 @@ def assert_same_weights(found: nn.Module, want: nn.Module) -> None:
 def checkpoints(mesh):
     """What one number of ranks saved another loads, for any plan, and so does one process."""
     torch.manual_seed(0)
-    both = init_device_mesh(DEVICE, (2, mesh.size() // 2), mesh_dim_names=("ep", "tp"))
+    both = two_dimensions(mesh)
     first, second, *more = variants()
     pairs = [(first, ("ep", mesh), ("ep_tp", both)), (first, ("ep_tp", both), ("ep", both["ep"])), (second, ("tp", mesh), ("ep", mesh))]
     pairs += [(whole, ("tp", mesh), ("tp", both["tp"])) for whole in more]
@@ -402,14 +410,14 @@ def whole_states(mesh):
     set_model_state_dict(made := divided(emptied(whole), mesh, "ep"), whole.state_dict(), options=StateDictOptions(full_state_dict=True))
     assert_same_weights(made, module)
     frozen = {name: t for name, t in whole.state_dict().items() if "lora" not in name}
-    own = {name: t for name, t in module.named_parameters() if "lora" not in name}
+    own = {name: local(t) for name, t in module.state_dict().items() if "lora" not in name}
     for given in frozen, own:
         made = divided(emptied(whole), mesh, "ep")
         assert made.load_state_dict(given, strict=False).missing_keys == [name for name in whole.state_dict() if "lora" in name]
-        assert all(made.get_parameter(name).view(torch.uint8).equal(t.view(torch.uint8)) for name, t in own.items())
+        assert all(local(made.state_dict()[name]).view(torch.uint8).equal(t.view(torch.uint8)) for name, t in own.items())
     features = divided(experts(E, H, I), mesh, "tp").state_dict()["gate_up_proj"]
     assert features.shape == (E, 2 * I, H // 2)
-    assert len(features.pieces) == 2
+    assert len(features.pieces) == min(2, mesh.size())  # of one rank, rows that follow one another
     refuses(UnsupportedError, "features that are divided between ranks", lambda: features + 1)
 
 
@@ -569,7 +577,10 @@ def refusals(mesh):
     """Nothing is changed by what fails."""
     few, whole = experts(1, H, I), experts(E, H, I)
     before = len(whole.down_proj)
-    refuses(UnsupportedError, f"1 experts for {mesh.size()} ranks", lambda: parallelize_(few, mesh))
+    if mesh.size() > 1:
+        narrow = experts(E, H, 16)
+        refuses(UnsupportedError, f"1 experts for {mesh.size()} ranks", lambda: parallelize_(few, mesh))
+        refuses(UnsupportedError, "16 intermediate features", lambda: parallelize_(narrow, mesh, plan="tp"))
     refuses(UnsupportedError, "no modules of experts", lambda: parallelize_(nn.Linear(2, 2), mesh))
     refuses(OptionError, "plan = 'tpp'", lambda: parallelize_(whole, mesh, plan="tpp"))
     refuses(OptionError, "tokens = 'split'", lambda: parallelize_(whole, mesh, tokens="split"))
@@ -591,8 +602,6 @@ def refusals(mesh):
     adapted = experts(E, H, I)
     fusion_moe.nn.add_lora_(adapted, rank=4)
     refuses(UnsupportedError, "adapters", lambda: parallelize_(adapted, mesh, plan="tp"))
-    narrow = experts(E, H, 16)
-    refuses(UnsupportedError, "16 intermediate features", lambda: parallelize_(narrow, mesh, plan="tp"))
     assert len(whole.down_proj) == before
     assert parallelize_(whole, two["ep"]) == [""]
     refuses(UnsupportedError, "divided already", lambda: parallelize_(whole, mesh))

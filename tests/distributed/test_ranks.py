@@ -28,13 +28,14 @@ def outcomes(folder: Path, ranks: int, device: str, *case: str) -> list[dict[str
 
 def on_gpus(ranks: int) -> Any:
     few = torch.cuda.device_count() < ranks
-    marks = [pytest.mark.gpu, pytest.mark.multi, pytest.mark.skipif(few, reason=f"needs {ranks} CUDA GPUs; {torch.cuda.device_count()} here")]
+    marks = [pytest.mark.gpu, pytest.mark.skipif(few, reason=f"needs {ranks} CUDA GPUs; {torch.cuda.device_count()} here")]
+    marks += [pytest.mark.multi] if ranks > 1 else []
     return pytest.param("cuda", ranks, marks=marks)
 
 
 @pytest.mark.slow
 @pytest.mark.compiler
-@pytest.mark.parametrize(("device", "ranks"), [("cpu", 2), ("cpu", 4), on_gpus(2), on_gpus(4)])
+@pytest.mark.parametrize(("device", "ranks"), [("cpu", 2), ("cpu", 4), on_gpus(1), on_gpus(2), on_gpus(4)])
 def test_ranks_agree_with_one_process(device, ranks, tmp_path):
     found = outcomes(tmp_path, ranks, device)
     assert len(found) == ranks
