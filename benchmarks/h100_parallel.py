@@ -31,6 +31,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -202,7 +203,8 @@ def measure(world: World, model: Model, whole: NVFP4Experts, theirs: Theirs | st
         local, collectives = alone(world, module, options, given)
         times = {"ep": partial(module, *given), "local": local, "collectives": collectives}
         yield {
-            "device": world.kind, "torch": torch.__version__, "layer": model.title, "tokens": tokens, "way": name, "ranks": world.ranks, "error": error, "one": one, "transformers": peer,
+            "device": world.kind, "torch": torch.__version__, "ranks": world.ranks, "layer": model.title, "tokens": tokens, "way": name,
+            "error": error, "one": one, "transformers": peer,
             "dropped": int(world.slowest(int(getattr(module, "dropped", 0)))), **{k: microseconds(world, f) for k, f in times.items()},
         }  # fmt: skip
 
@@ -280,12 +282,12 @@ def page(file: Path) -> None:
     print(put("parallel", "h100_parallel.py", "\n".join([title, "", HEAD, RULE, *map(line, rows)]), "scaling.md"))
 
 
-def run(args: argparse.Namespace) -> None:
-    """What each rank does."""
+def run(args: argparse.Namespace, **where: Any) -> None:
+    """What each rank does. where: how ranks meet, unless torchrun says it."""
     device = torch.device(args.device, int(os.environ["LOCAL_RANK"]) if args.device == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None, **where)
     world = World(init_device_mesh(device.type, (dist.get_world_size(),)), device)
     until = time.monotonic() + 60 * args.minutes
     if world.rank == 0:
@@ -309,9 +311,9 @@ def run(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _started(rank: int, args: argparse.Namespace, ranks: int) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": "29541"}
-    run(args)
+def _started(rank: int, args: argparse.Namespace, ranks: int, folder: str) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
+    run(args, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
 
 
 def main() -> None:
@@ -334,7 +336,8 @@ def main() -> None:
         run(args)
     else:
         ranks = args.ranks or torch.cuda.device_count() or 1
-        torch.multiprocessing.spawn(_started, (args, ranks), nprocs=ranks)
+        with TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(_started, (args, ranks, folder), nprocs=ranks)
 
 
 if __name__ == "__main__":

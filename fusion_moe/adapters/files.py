@@ -18,7 +18,7 @@ from ..checkpoints.writing import readable_errors, sync, write_text
 from ..errors import CheckpointError, UnsupportedError
 from ..nn.activations import deinterleave, interleave
 from ..nn.adaptable import AdaptableModule
-from ..nn.local import gathered, is_dtensor
+from ..nn.local import gathered, is_dtensor, local
 from ..nn.lora import Adapter, adapt, adaptable, adapters_of, need_unadapted
 from .config import CONFIG, LoraConfig, common, read_config
 from .factors import from_peft, peft_shapes, to_peft
@@ -154,7 +154,8 @@ def _planned(
         raise CheckpointError(f"adapters of {name or 'the whole model'}", expected=expected, where="load_lora_")
     module = modules[name]
     projections = [p for p in module.projections if config.targeted(_parameter(name, module, p))]
-    shapes = {p: module.shape_of(p) for p in projections}
+    experts = None if module.sharding is None else module.sharding.experts
+    shapes = {p: (experts or e, n, k) for p in projections for e, n, k in [module.shape_of(p)]}
     made = {p: Adapter(shapes[p], config.rank, config.alpha, dtype, torch.device("meta")) for p in projections}
     wanted = [shape for adapter in made.values() for shape in peft_shapes(adapter.A.shape, adapter.B.shape)]
     for key, shape in zip(_keys(name, made), wanted, strict=True):
@@ -180,6 +181,9 @@ def _fill(name: str, module: AdaptableModule, planned: Mapping[str, Adapter], te
     for (projection, like), key_a, key_b in zip(planned.items(), keys[::2], keys[1::2], strict=True):
         a, b = from_peft(tensors[key_a], tensors[key_b], like.A.shape[0])
         adapter = adapt(module, projection, like.rank, like.alpha, like.A.dtype)
+        b = deinterleave(b, 1, 1) if module.in_turns and projection == "gate_up" else b
+        if module.sharding is not None:
+            a, b = module.sharding.share("A", a), module.sharding.share("B", b)
         with torch.no_grad():
-            adapter.A.copy_(a)
-            adapter.B.copy_(deinterleave(b, 1, 1) if module.in_turns and projection == "gate_up" else b)
+            local(adapter.A).copy_(a)
+            local(adapter.B).copy_(b)

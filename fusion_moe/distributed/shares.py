@@ -97,12 +97,10 @@ def keep_features(module: Experts, rank: int, ranks: int) -> None:
     features = range(kept.start * step, kept.stop * step)
     rows = _rows(intermediate, features, module.interleave).to(up.device)
     divided = _rows_of(up, rows)
-    scales = {
-        name: old for name, (part, old), new in zip(module.part_names["gate_up"], up.named(), divided, strict=True)
-        if part.of_matrix and not (old.shape == new.shape and old.equal(new))
-    }  # fmt: skip
+    parts = zip(module.part_names["gate_up"], up.named(), strict=True)
+    scales = {name: t for name, (part, t) in parts if part.of_matrix and not _same_runs(t, up.shape[1], rows)}
     module._set_weights(divided, _columns_of(down, features))
-    module.sharding = FeatureShards(experts, intermediate, features, rows, scales, rank == 0)
+    module.sharding = FeatureShards(experts, intermediate, features, rows.cpu(), scales, rank == 0)
     if (bias := module.gate_up_proj_bias) is not None:
         module.gate_up_proj_bias = nn.Parameter(bias.detach()[:, rows], requires_grad=False)
     if (bias := module.down_proj_bias) is not None and rank > 0:
@@ -120,6 +118,12 @@ def _rows(intermediate: int, features: range, interleave: int) -> Tensor:
 def _rows_of(w: Quantized, rows: Tensor) -> Quantized:
     """Rows of [E, N, K]. Scales of runs of rows become those of fewer rows in each run, or of each row if they do not divide anew."""
     return w.of(runs_of(t, w.shape[1], rows) if part.of_matrix else _bytes(t)[:, rows].view(t.dtype) for part, t in w.named())
+
+
+def _same_runs(scale: Tensor, n: int, rows: Tensor) -> bool:
+    """Whether a scale [E, S] of runs of n rows is that of the same runs of some of the rows."""
+    which = torch.arange(scale.shape[-1], device=rows.device)[None]
+    return scale.dim() == 1 or runs_of(which, n, rows).tolist() == which.tolist()
 
 
 def _columns_of(w: Quantized, features: range) -> Quantized:

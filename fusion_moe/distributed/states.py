@@ -29,6 +29,8 @@ def expert_shard(t: Tensor, mesh: DeviceMesh, experts: int) -> DTensor:
 class ExpertShards:
     """Of a module that has whole experts. See `nn.local.Sharding`."""
 
+    adaptable = True
+
     def __init__(self, mesh: DeviceMesh, kept: range, experts: int):
         """mesh: of one dimension. kept: the experts of this rank, of `experts` in all."""
         self.mesh, self.kept, self.experts = mesh, kept, experts
@@ -49,6 +51,8 @@ class ExpertShards:
 
 class FeatureShards:
     """Of `Experts` that have some features, of all experts or of some. See `nn.local.Sharding`."""
+
+    adaptable = False
 
     def __init__(self, experts: int, intermediate: int, features: range, rows: Tensor, scales: Mapping[str, Tensor], biased: bool):
         """rows: those of gate_up that are here. scales: of whole matrices, [E, S], those that are others for these rows. biased: whether

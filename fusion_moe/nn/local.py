@@ -9,7 +9,13 @@ from torch import Tensor
 
 
 class Sharding(Protocol):
-    """How the tensors in a state dict are made of what a module has, and the inverse. Names are the module's own, without a prefix."""
+    """How the tensors in a state dict are made of what a module has, and the inverse. Names are the module's own, without a prefix.
+
+    experts: how many all ranks have. adaptable: whether adapters beside a share are shares of adapters beside the whole.
+    """
+
+    experts: int
+    adaptable: bool
 
     def whole(self, name: str, t: Tensor) -> Tensor:
         """A rank's share, in linear order -> what stands in the state dict, of the shape of the whole."""

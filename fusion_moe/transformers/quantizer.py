@@ -23,8 +23,8 @@ from .names import is_weight_norm
 from .on_load import Contracts, QuantizeExperts, prepare_to_quantize
 from .operations import is_ours
 from .plan import LINEAR, Plan, replace_modules
-from .share import shared
 from .saving import conversions_for_saving, modelopt_config, with_activation_format
+from .share import shared
 
 
 class FusionMoeQuantizer(HfQuantizer):

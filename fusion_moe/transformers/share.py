@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..checkpoints import Directory, Entry
@@ -57,19 +56,20 @@ class Share(dict[str, Stored]):
         """Makes the experts of a model without weights smaller, and finds what is for them and for all else."""
         names = live_names(model, self.directory.tensors)
         modules = self.division.modules(model)
-        kept = {}
-        for name, module in modules.items():
-            self.experts[name] = self.division.keep(module)
-            first = module.first_expert
-            kept[name] = range(first, first + len(module.down_proj))
+        kept = {name: self._keep(name, module) for name, module in modules.items()}
         for name, entry in self.directory.tensors.items():
-            module, below = _module_of(names[name], modules)
+            owner, below = _module_of(names[name], modules)
             expert = _INDEX.match(below)
-            if module is None or expert is None:
-                some = kept[module] if module is not None and entry.shape[:1] == (self.experts[module],) else None
+            if owner is None or expert is None:
+                some = kept[owner] if owner is not None and entry.shape[:1] == (self.experts[owner],) else None
                 self[name] = Stored(entry, self.directory.slice(name), some)
-            elif int(expert[1]) in kept[module]:
+            elif int(expert[1]) in kept[owner]:
                 self[name] = Stored(entry, self.directory.slice(name), None)
+
+    def _keep(self, name: str, module: Any) -> range:
+        """The experts of a module that stay."""
+        self.experts[name] = self.division.keep(module)
+        return range(module.first_expert, module.first_expert + len(module.down_proj))
 
     def join(self, model: Any) -> None:
         """Makes the loaded experts those of all ranks."""

@@ -163,13 +163,17 @@ def adapters(mesh):
 
 
 def variants() -> list[Experts]:
-    """Experts as plan "tp" meets them: two scales a matrix, gate and up in turns with biases, blocks of 32, floats."""
+    """Experts as plan "tp" meets them: two scales a matrix, gate and up in turns with biases, blocks of 32, scales of rows, of halves."""
     gate_up, down = float_weights(E, H, I)
     bias = {"gate_up_bias": torch.randn(E, 2 * I), "down_bias": torch.randn(E, H)}
     mxfp4 = (quantize(w, encoding=MXFP4) for w in (gate_up, down))
     turns = experts_on_cpu(E, H, I)
     in_turns = Experts(turns.weight_of("gate_up").with_(decode_scale=turns.up_decode_scale), turns.weight_of("down"), interleave=1, **bias)
-    return [module.to(DEVICE) for module in (turns, in_turns, Experts(*mxfp4, interleave=8), Experts(*mxfp4_rows(gate_up, down)))]
+    halves = Experts(
+        turns.weight_of("gate_up"), turns.weight_of("down"), interleave=1
+    )  # each with a scale, of whose rows ranks have others
+    made = turns, in_turns, Experts(*mxfp4, interleave=8), Experts(*mxfp4_rows(gate_up, down)), halves
+    return [module.to(DEVICE) for module in made]
 
 
 def mxfp4_rows(gate_up: Tensor, down: Tensor) -> Any:
@@ -323,12 +327,11 @@ def compiled(mesh):
     if mesh.size() > 2:
         return  # compiling takes long
     sent = {"dispatch": "all_to_all", "capacity": 0.9}
+    floats = float_experts if torch.__version__ >= "2.13" else adapted_experts  # whose tracer takes a module as an argument
     chosen = [
-        (experts(E, H, I), "fusion_moe", "replicated", {}), (experts(E, H, I), "inductor", "sharded", {}),
-        (adapted_experts(), "fusion_moe", "sharded", sent),
+        (adapted_experts(), "fusion_moe", "replicated", {}), (experts(E, H, I), "inductor", "sharded", {}),
+        (floats(), "fusion_moe", "sharded", sent),
     ]  # fmt: skip
-    if torch.__version__ >= "2.13":  # whose tracer takes a module as an argument
-        chosen.append((float_experts(), "fusion_moe", "sharded", sent))
     for whole, backend, tokens, options in chosen:
         module, outcomes = divided(whole, mesh, "ep", tokens, **options), []
         for f in module, torch.compile(module, backend=backend, fullgraph=True):
@@ -425,11 +428,21 @@ def whole_states(mesh):
 def adapters_in_a_file(mesh):
     """`save_lora` of divided experts writes those of all ranks, once."""
     whole = adapted_experts()
-    path = save_lora(layer(divided(whole, mesh, "ep")), Path(sys.argv[1], f"lora{mesh.size()}"))
+    path = save_lora(Layer(divided(whole, mesh, "ep")), Path(sys.argv[1], f"lora{mesh.size()}"))
     dist.barrier()
-    found = layer(experts(E, H, I))
+    found = Layer(experts(E, H, I))
     assert load_lora_(found, path) == ["experts.gate_up", "experts.down"]
     assert_same_weights(found.experts, whole)
+    for added in False, True:  # beside experts that are divided already
+        made = divided(experts(E, H, I), mesh, "ep")
+        if added:
+            fusion_moe.nn.add_lora_(made, rank=4)
+            loaded(made, saved(whole, mesh, "lora"))
+        else:
+            load_lora_(Layer(made), path)
+        assert_same_weights(made, divided(whole, mesh, "ep"))
+    features = divided(experts(E, H, I), mesh, "tp")
+    refuses(UnsupportedError, "a part of each expert's features", lambda: fusion_moe.nn.add_lora_(features))
 
 
 class Layer(nn.Module):
@@ -530,7 +543,9 @@ def a_share_from_files(mesh):
         assert names == parallelized(found)
         refuses(UnsupportedError, "divided already", lambda found=found: parallelize_(found, mesh))
         if not options:
-            refuses(UnsupportedError, "divided between ranks, to save", lambda found=found: found.save_pretrained(Path(sys.argv[1], "saved")))
+            refuses(
+                UnsupportedError, "divided between ranks, to save", lambda found=found: found.save_pretrained(Path(sys.argv[1], "saved"))
+            )
     refuses(OptionError, "plan = 'tp'", lambda: ours.from_pretrained(path, mesh=mesh, plan="tp"))
 
 
