@@ -95,7 +95,9 @@ def keep_features(module: Experts, rank: int, ranks: int) -> None:
     step = columns(module)
     kept, (experts, _, intermediate) = features_of(down.shape[-1] // step, rank, ranks), down.shape
     features = range(kept.start * step, kept.stop * step)
-    rows = _rows(intermediate, features, module.interleave).to(up.device)
+    rows = _rows(intermediate, features, module.interleave)
+    if up.device.type != "meta":
+        rows = rows.to(up.device)
     divided = _rows_of(up, rows)
     parts = zip(module.part_names["gate_up"], up.named(), strict=True)
     scales = {name: t for name, (part, t) in parts if part.of_matrix and not _same_runs(t, up.shape[1], rows)}
@@ -110,7 +112,7 @@ def keep_features(module: Experts, rank: int, ranks: int) -> None:
 def _rows(intermediate: int, features: range, interleave: int) -> Tensor:
     """The rows of gate_up, of 2I, that make some features."""
     block = interleave or intermediate
-    blocks = torch.arange(2 * intermediate).view(-1, 2, block)
+    blocks = torch.arange(2 * intermediate, device="cpu").view(-1, 2, block)
     pairs = blocks.transpose(1, 2).reshape(-1, 2)[features.start : features.stop]  # gate's and up's row of each feature
     return pairs.view(-1, interleave or len(pairs), 2).transpose(1, 2).flatten()
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from ..checkpoints import Directory, method_of
 from ..distributed.parallelize import Division
-from ..errors import CheckpointError, OptionError
+from ..errors import CheckpointError
 from ..nn.config import NVFP4Config
 from .share import Share, sharing
 from .sources import some
@@ -30,8 +30,9 @@ def from_pretrained(
     CheckpointError for what is missing, left over or of another dtype or size, of encoded ones before any is read. Of a directory in
     floats transformers finds what is missing while it loads; output_loading_info=True returns (model, info) even so.
 
-    mesh, plan, tokens, dispatch, capacity: as `distributed.parallelize_` takes them, for plan="ep"; the same model as when that is called
-    afterwards, but each rank reads the experts that it keeps, and no others. The directory is a local one then.
+    mesh, plan, tokens, dispatch, capacity: as `distributed.parallelize_` takes them; the same model as when that is called afterwards, but
+    each rank reads the share of the experts that it keeps, and no other. The directory is a local one then. Features, of plans "tp" and
+    "ep_tp", are read of encoded experts in 4 bits alone.
     """
     config = kwargs.pop("config", None) or AutoConfig.from_pretrained(directory)
     found = getattr(config, "quantization_config", None) or _beside(Path(directory))
@@ -56,9 +57,6 @@ def from_pretrained(
 
 def _shared(directory: Directory, division: Division, auto_class: Any, config: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """A rank's share of a model, with what transformers says of loading it."""
-    if division.plan != "ep":
-        todo = "load the whole model, then parallelize_(model, mesh, plan=...)"
-        raise OptionError(f"plan = {division.plan!r}", expected="plan = 'ep'", todo=todo, where="from_pretrained")
     quantization = getattr(config, "quantization_config", None)
     in_floats = not (quantization or "quantization_config" in kwargs)
     if in_floats:  # our quantizer is where modules are made smaller

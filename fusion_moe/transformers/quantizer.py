@@ -44,7 +44,7 @@ class FusionMoeQuantizer(HfQuantizer):
         if not self.pre_quantized:
             self._contracts = prepare_to_quantize(model, self.quantization_config)
             if share is not None:
-                share.take(model)
+                share.take(model, {})
             return
         directory = share.directory if share is not None else Directory.open(Path(checkpoint_files[0]).parent)
         self._dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
@@ -53,7 +53,7 @@ class FusionMoeQuantizer(HfQuantizer):
         ignored = {r"input_scale$", r"input_global_scale$", r"\.[kv]_scale$"}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
         if share is not None:
-            share.take(model)
+            share.take(model, self.plan.experts)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """transformers' conversions, ours in place of those for experts."""
@@ -139,7 +139,8 @@ def _check_one_device(model: Any) -> None:
     """transformers divides modules after they were replaced, by plans that are for its own."""
     if getattr(model.config, "distributed_config", None) is not None:
         found = "a model that a parallel plan divides between devices"
-        raise UnsupportedError(found, expected="all of it on one device", todo="load it without distributed_config and tp_plan")
+        todo = "fusion_moe.transformers.from_pretrained(directory, mesh=mesh) reads each rank's experts, without those plans"
+        raise UnsupportedError(found, expected="all of it on one device", todo=todo)
 
 
 def _module(model: Any, name: str) -> Projections:

@@ -516,29 +516,33 @@ def average(model: nn.Module, mesh: DeviceMesh, sharded_rest: bool) -> None:
 
 @case
 def a_share_from_files(mesh):
-    """Each rank reads the bytes of its experts alone, and has what it would have kept of the whole model."""
+    """Each rank reads the bytes of its share of experts alone, and has what it would have kept of the whole model."""
     if DEVICE != "cpu":
         return  # files are read there
     import fusion_moe.transformers as ours
 
+    to_nvfp4 = {"quantization_config": ours.NVFP4Config()}
+    features = {"mesh": mesh, "plan": "tp"} if mesh.size() == 2 else {"mesh": two_dimensions(mesh), "plan": "ep_tp"}
     directories = [
-        ("modelopt-qwen3_moe", {}), ("ct-gpt_oss", {}), ("mxfp4-gpt_oss", {}), ("bf16-qwen3_moe", {"experts_implementation": "fusion_moe"}),
-        ("bf16-qwen3_moe", {"quantization_config": ours.NVFP4Config()}),
+        ("modelopt-qwen3_moe", {}, {}), ("ct-gpt_oss", {}, {}), ("mxfp4-gpt_oss", {}, {}),
+        ("bf16-qwen3_moe", {"experts_implementation": "fusion_moe"}, {}), ("bf16-qwen3_moe", to_nvfp4, {}),
+        *((name, {}, features) for name in ("mxfp4-gpt_oss", "modelopt-gpt_oss", "modelopt-llama4_text", "ct-gpt_oss")),
     ]  # fmt: skip
-    tokens = torch.arange(3, 12, device=DEVICE)[None]
-    for name, options in directories:
+    tokens = torch.arange(3, 12)[None]
+    for name, options, division in directories:
         path = Path(__file__).parents[1] / "checkpoints" / "made" / name
         want = ours.from_pretrained(path, dtype=torch.float32, **options)
-        names = parallelize_(want, mesh)
+        division = {"mesh": mesh, **division}
+        names = parallelize_(want, **division)
         read: dict[str, int] = {}
         with counted(read):
-            found = ours.from_pretrained(path, dtype=torch.float32, mesh=mesh, **options)
+            found = ours.from_pretrained(path, dtype=torch.float32, **division, **options)
         assert_same_weights(found, want)
         assert found(tokens).logits.equal(want(tokens).logits)
         stored = {n: e for n, e in Directory.open(path).tensors.items() if ".experts." in n and "_shape" not in n}
-        experts = want.config.get_text_config().num_local_experts if "gpt" in name else want.config.num_experts
-        kept = -(-experts // mesh.size())
-        assert sum(read.get(n, 0) for n in stored) == sum(e.nbytes for e in stored.values()) * kept // experts
+        weights = {n: e.nbytes for n, e in stored.items() if len(e.shape) > 1 and not n.endswith("bias")}
+        assert sum(read.get(n, 0) for n in weights) == sum(weights.values()) // mesh.size()
+        assert all(read.get(n, 0) <= e.nbytes for n, e in stored.items())
         assert read.keys() - stored.keys() == Directory.open(path).tensors.keys() - stored.keys()
         assert names == parallelized(found)
         refuses(UnsupportedError, "divided already", lambda found=found: parallelize_(found, mesh))
@@ -546,7 +550,8 @@ def a_share_from_files(mesh):
             refuses(
                 UnsupportedError, "divided between ranks, to save", lambda found=found: found.save_pretrained(Path(sys.argv[1], "saved"))
             )
-    refuses(OptionError, "plan = 'tp'", lambda: ours.from_pretrained(path, mesh=mesh, plan="tp"))
+    floats = path.with_name("bf16-qwen3_moe")
+    refuses(UnsupportedError, "features of floats", lambda: ours.from_pretrained(floats, **features, **to_nvfp4))
 
 
 def parallelized(model: nn.Module) -> list[str]:
