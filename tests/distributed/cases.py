@@ -627,12 +627,22 @@ def refusals(mesh):
     refuses(UnsupportedError, "divided already", lambda: parallelize_(whole, mesh))
 
 
-def silent(mesh):
-    """The last rank dies: the others get an error within the timeout of the process group."""
+def dies(mesh):
+    """The last rank: the others get an error within the timeout of the process group."""
+    without_the_last(mesh, lambda: os._exit(0))
+
+
+def hangs(mesh):
+    """The last rank: an error too."""
+    without_the_last(mesh, lambda: time.sleep(1.5 * SHORT_S))
+
+
+def without_the_last(mesh: DeviceMesh, leave: Callable[[], None]) -> None:
     module, given = divided(experts(E, H, I), mesh, "ep"), inputs()
     module(*given)
     if mesh.get_local_rank() == mesh.size() - 1:
-        os._exit(0)
+        leave()
+        return
     began = time.monotonic()
     try:
         module(*given)
@@ -662,7 +672,8 @@ def run(rank: int, ranks: int, folder: str, chosen: Mapping[str, Case], timeout_
 
 
 def main(folder: str, ranks: str, device: str, *names: str) -> None:
-    chosen, timeout_s = ({"silent": silent}, SHORT_S) if names == ("silent",) else ({n: CASES[n] for n in names or CASES}, TIMEOUT_S)
+    lost = {f.__name__: f for f in (dies, hangs) if f.__name__ in names}
+    chosen, timeout_s = (lost, SHORT_S) if lost else ({n: CASES[n] for n in names or CASES}, TIMEOUT_S)
     fork = multiprocessing.get_context("fork")  # imports take longer than cases
     started = [fork.Process(target=run, args=(rank, int(ranks), folder, chosen, timeout_s)) for rank in range(int(ranks))]
     for process in started:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,15 @@ def test_ranks_agree_with_one_process(device, ranks, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_is_an_error_for_the_others(tmp_path):
-    assert outcomes(tmp_path, 2, "cpu", "silent") == [{"silent": ""}]
-    said = (tmp_path / "log").read_text()
-    assert "peer" in said
-    assert "[127.0.0.1]:" in said  # gloo knows ranks by their addresses
+def test_a_lost_rank_is_an_error_for_the_others(tmp_path):
+    """gloo knows ranks by their addresses, and those that hang not at all."""
+    folders = {case: tmp_path / case for case in ("dies", "hangs")}
+    for folder in folders.values():
+        folder.mkdir()
+    with ThreadPoolExecutor() as pool:
+        found = dict(zip(folders, pool.map(lambda case: outcomes(folders[case], 2, "cpu", case), folders), strict=True))
+    assert found == {"dies": [{"dies": ""}], "hangs": [{"hangs": ""}, {"hangs": ""}]}
+    said = {case: (folder / "log").read_text() for case, folder in folders.items()}
+    assert "peer" in said["dies"]
+    assert "[127.0.0.1]:" in said["dies"]
+    assert "Timed out" in said["hangs"]
