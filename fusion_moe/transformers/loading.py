@@ -6,17 +6,19 @@ import contextlib
 import copy
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ..checkpoints import Directory, method_of
-from ..distributed.parallelize import Division
 from ..errors import CheckpointError
 from ..nn.config import NVFP4Config
 from .share import Share, sharing
 from .sources import some
+
+if TYPE_CHECKING:
+    from ..distributed.parallelize import Division
 
 
 def from_pretrained(
@@ -45,6 +47,8 @@ def from_pretrained(
     if mesh is None:
         model, info = auto_class.from_pretrained(directory, config=config, output_loading_info=True, **kwargs)
     else:
+        from ..distributed.parallelize import Division  # torch may have been built without torch.distributed
+
         division = Division(mesh, plan, tokens, dispatch, capacity)
         model, info = _shared(Directory.open(directory), division, auto_class, config, kwargs)
     if wanted:

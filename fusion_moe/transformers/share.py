@@ -10,17 +10,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ..checkpoints import Directory, Entry
-from ..distributed.parallelize import Division
-from ..distributed.states import FeatureShards
 from ..errors import UnsupportedError
 from .names import live_names
 from .sources import ExpertsSource
+
+if TYPE_CHECKING:  # torch may have been built without torch.distributed
+    from ..distributed.parallelize import Division
+    from ..distributed.states import FeatureShards
 
 _INDEX = re.compile(r"(\d+)\.")
 
@@ -83,8 +85,9 @@ class Share(dict[str, Stored]):
         """
         names = live_names(model, self.directory.tensors)
         modules = self.division.modules(model)
+        features = self.division.plan != "ep"
         for name in modules:
-            if self.division.plan != "ep" and (name not in sources or sources[name].scheme.encoding is None):
+            if features and (name not in sources or sources[name].scheme.encoding is None):
                 todo = "load the whole model, then parallelize_(model, mesh, plan=...)"
                 raise UnsupportedError("features of floats", expected="encoded experts in the files, or plan = 'ep'", todo=todo, where=name)
         kept = {name: self._keep(name, module) for name, module in modules.items()}
@@ -96,9 +99,11 @@ class Share(dict[str, Stored]):
             part = Part()
             if owner is not None:
                 fused = expert is None and entry.shape[:1] == (self.experts[owner],)
-                part, shards = Part({0: kept[owner]} if fused else {}), getattr(modules[owner], "sharding", None)
-                if isinstance(shards, FeatureShards):
-                    part = _features(part, sources[owner], shards, below[expert.end() :] if expert else below, entry.shape)
+                part = Part({0: kept[owner]} if fused else {})
+                if features:
+                    part = _features(
+                        part, sources[owner], cast(Any, modules[owner]).sharding, below[expert.end() :] if expert else below, entry.shape
+                    )
             self[name] = Stored(entry, self.directory.slice(name), part)
 
     def _keep(self, name: str, module: Any) -> range:
