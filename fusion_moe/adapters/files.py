@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..checkpoints.writing import readable_errors, sync, write_text
 from ..errors import CheckpointError, UnsupportedError
 from ..nn.activations import deinterleave, interleave
 from ..nn.adaptable import AdaptableModule
+from ..nn.local import gathered, is_dtensor, local
 from ..nn.lora import Adapter, adapt, adaptable, adapters_of, need_unadapted
 from .config import CONFIG, LoraConfig, common, read_config
 from .factors import from_peft, peft_shapes, to_peft
@@ -30,7 +31,8 @@ _INNER = "base_layer"  # and the module, or the adapter, inside of an adapter
 def save_lora(model: nn.Module, directory: str | Path) -> Path:
     """Writes the adapters of a model, and nothing else of it, as PEFT would. The directory appears whole or not at all.
 
-    PEFT loads it into the model in floating point, by the names of its parameters: `PeftModel.from_pretrained(model, directory)`.
+    PEFT loads it into the model in floating point, by the names of its parameters: `PeftModel.from_pretrained(model, directory)`. Of a
+    model whose experts are divided between ranks all of them call it, and the first of all writes.
     UnsupportedError for a model without adapters, or with several ranks; CheckpointError where the directory is there already and not
     empty, or cannot be written.
     """
@@ -44,7 +46,8 @@ def save_lora(model: nn.Module, directory: str | Path) -> Path:
     targets = tuple(_parameter(name, module, projection) for name, module in found for projection, _ in adapters_of(module))
     config = LoraConfig(rank, alpha, targets).written(getattr(model, "name_or_path", None) or None)
     tensors = {key: t for name, module in found for key, t in _stored(name, module)}
-    _write(dst, tensors, config)
+    if not _divided(found) or torch.distributed.get_rank() == 0:
+        _write(dst, tensors, config)
     return dst
 
 
@@ -95,14 +98,19 @@ def _named(entries: Mapping[str, Entry]) -> list[str]:
 def _stored(name: str, module: AdaptableModule) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a module's adapters by PEFT's names."""
     adapters = dict(adapters_of(module))
-    factors = [t for projection, adapter in adapters.items() for t in to_peft(adapter.A.detach(), _rows_there(module, projection, adapter))]
+    pairs = ((gathered(adapter.A.detach()), _rows_there(module, projection, adapter)) for projection, adapter in adapters.items())
+    factors = [t for pair in pairs for t in to_peft(*pair)]
     return zip(_keys(name, adapters), factors, strict=True)
 
 
 def _rows_there(module: AdaptableModule, projection: str, adapter: Adapter) -> Tensor:
     """B with its rows in the order that the model had before its experts were converted."""
-    rows = adapter.B.detach()
+    rows = gathered(adapter.B.detach())
     return interleave(rows, 1, 1) if module.in_turns and projection == "gate_up" else rows
+
+
+def _divided(modules: Iterable[tuple[str, AdaptableModule]]) -> bool:
+    return any(is_dtensor(adapter.A) for _, module in modules for _, adapter in adapters_of(module))
 
 
 def _write(dst: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
@@ -146,7 +154,8 @@ def _planned(
         raise CheckpointError(f"adapters of {name or 'the whole model'}", expected=expected, where="load_lora_")
     module = modules[name]
     projections = [p for p in module.projections if config.targeted(_parameter(name, module, p))]
-    shapes = {p: module.shape_of(p) for p in projections}
+    experts = None if module.sharding is None else module.sharding.experts
+    shapes = {p: (experts or e, n, k) for p in projections for e, n, k in [module.shape_of(p)]}
     made = {p: Adapter(shapes[p], config.rank, config.alpha, dtype, torch.device("meta")) for p in projections}
     wanted = [shape for adapter in made.values() for shape in peft_shapes(adapter.A.shape, adapter.B.shape)]
     for key, shape in zip(_keys(name, made), wanted, strict=True):
@@ -172,6 +181,9 @@ def _fill(name: str, module: AdaptableModule, planned: Mapping[str, Adapter], te
     for (projection, like), key_a, key_b in zip(planned.items(), keys[::2], keys[1::2], strict=True):
         a, b = from_peft(tensors[key_a], tensors[key_b], like.A.shape[0])
         adapter = adapt(module, projection, like.rank, like.alpha, like.A.dtype)
+        b = deinterleave(b, 1, 1) if module.in_turns and projection == "gate_up" else b
+        if module.sharding is not None:
+            a, b = module.sharding.share("A", a), module.sharding.share("B", b)
         with torch.no_grad():
-            adapter.A.copy_(a)
-            adapter.B.copy_(deinterleave(b, 1, 1) if module.in_turns and projection == "gate_up" else b)
+            local(adapter.A).copy_(a)
+            local(adapter.B).copy_(b)

@@ -69,11 +69,18 @@ class Directory:
 
     def read(self, name: str) -> Tensor:
         """A tensor, memory mapped: its bytes are read when they are used, and writing to it changes no file."""
+        return self._of_file(name, "get_tensor")
+
+    def slice(self, name: str) -> Any:
+        """safetensors' slice of a tensor, which reads what it is indexed with."""
+        return self._of_file(name, "get_slice")
+
+    def _of_file(self, name: str, how: str) -> Any:
         file = self.tensors[name].file
         try:
             if file not in self._opened:
                 self._opened[file] = safe_open(file, "pt")
-            return self._opened[file].get_tensor(name)
+            return getattr(self._opened[file], how)(name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{name}: {error}", expected="the file as it was when its header was read", where=str(file)) from None
 

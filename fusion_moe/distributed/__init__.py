@@ -7,6 +7,7 @@ Every rank computes what its share of the weights adds to each token, and gets t
 each has its own (tokens="sharded"). Everything else in the model stays as it is. docs/guides/distributed.md has a table.
 """
 
+from .clip import clip_grad_norm_
 from .parallelize import PLANS, parallelize_
 
-__all__ = ["PLANS", "parallelize_"]
+__all__ = ["PLANS", "clip_grad_norm_", "parallelize_"]

@@ -15,7 +15,7 @@ from ..nn.contract import contract_of
 from ..nn.projections import Projections
 from .all_to_all import AllToAll
 from .dispatch import TOKENS, Dispatcher, Gathered, Replicated, divide_forward, is_divided
-from .shares import columns, experts_of, keep_experts, keep_features
+from .shares import columns, experts_of, keep_experts, keep_features, shard_experts, whole_experts_of
 
 DISPATCH = ("all_gather", "all_to_all")
 # What is divided along each dimension of the mesh.
@@ -35,7 +35,7 @@ def parallelize_(
     Every rank calls it with the same model, whose weights are loaded. Modules are those of fusion_moe.nn, and transformers' experts with
     experts_implementation="fusion_moe", which train.
 
-    plan: "ep", a rank keeps whole experts: rank r of R those from E r / R to E (r + 1) / R, rounded down, so that R need not divide E.
+    plan: "ep", a rank keeps whole experts, as DTensor's Shard(0) divides them: E / R rounded up, the last ranks fewer, but one at least.
     Adapters go with their experts. "tp", a rank keeps some intermediate features of all experts: rows of gate and up, columns of down, in
     whole blocks of the encoding. For `Experts` without adapters. "ep_tp", both: experts are divided along the mesh's
     first dimension, and their features along its second.
@@ -54,27 +54,55 @@ def parallelize_(
     Parameters become new tensors, of other shapes: make optimizers, `prepare_` and compile afterwards. State dicts have a rank's share.
     Fails before it changes anything: OptionError for a mesh or an option, UnsupportedError for modules that it does not fit.
     """
-    need_one_of("plan", plan, PLANS, where="parallelize_")
-    need_one_of("tokens", tokens, TOKENS, where="parallelize_")
-    need_one_of("dispatch", dispatch, DISPATCH, where="parallelize_")
-    _check_dispatch(plan, tokens, dispatch, capacity)
-    kept = PLANS[plan]
-    _check_mesh(mesh, plan, len(kept))
-    modules = _modules(model)
-    for name, module in modules.items():
-        for dim, keep in enumerate(kept):
-            if why := _undividable(module, keep, mesh.size(dim)):
-                raise UnsupportedError(f"{name or type(module).__name__}: {why[0]}", expected=why[1], where="parallelize_")
+    division = Division(mesh, plan, tokens, dispatch, capacity)
+    modules = division.modules(model)
     for module in modules.values():
-        for dim, keep in reversed(tuple(enumerate(kept))):  # what is sent to experts is then gathered for their features
-            group, ranks = mesh.get_group(dim).group_name, mesh.size(dim)
-            dispatcher: Dispatcher = (Gathered if tokens == "sharded" else Replicated)(group, ranks)
-            if keep is keep_experts and dispatch == "all_to_all":
-                dispatcher = AllToAll(group, ranks, experts_of(module), capacity)
-                module.register_buffer("dropped", torch.zeros((), dtype=torch.int64, device=mesh.device_type), persistent=False)
-            keep(module, mesh.get_local_rank(dim), ranks)
-            divide_forward(module, dispatcher)
+        experts = division.keep(module)
+        division.join(module, experts)
     return list(modules)
+
+
+class Division:
+    """How experts are divided, in two steps: a module without weights can be made smaller before its weights are read."""
+
+    def __init__(
+        self, mesh: DeviceMesh, plan: str = "ep", tokens: str = "replicated", dispatch: str = "all_gather", capacity: int | float = 1.0
+    ):  # fmt: skip
+        """See `parallelize_`. OptionError for what does not fit."""
+        need_one_of("plan", plan, PLANS, where="parallelize_")
+        need_one_of("tokens", tokens, TOKENS, where="parallelize_")
+        need_one_of("dispatch", dispatch, DISPATCH, where="parallelize_")
+        _check_dispatch(plan, tokens, dispatch, capacity)
+        _check_mesh(mesh, plan, len(PLANS[plan]))
+        self.mesh, self.plan, self.tokens, self.dispatch, self.capacity = mesh, plan, tokens, dispatch, capacity
+
+    def modules(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Those that are divided, by name. UnsupportedError unless all can be."""
+        modules = _modules(model)
+        for name, module in modules.items():
+            for dim, keep in enumerate(PLANS[self.plan]):
+                if why := _undividable(module, keep, self.mesh.size(dim)):
+                    raise UnsupportedError(f"{name or type(module).__name__}: {why[0]}", expected=why[1], where="parallelize_")
+        return modules
+
+    def keep(self, module: nn.Module) -> int:
+        """Leaves a rank's share of the weights, or on the meta device of their shapes. -> E of all ranks"""
+        experts = experts_of(module)
+        for dim, keep in reversed(tuple(enumerate(PLANS[self.plan]))):
+            keep(module, self.mesh.get_local_rank(dim), self.mesh.size(dim))
+        return experts
+
+    def join(self, module: nn.Module, experts: int) -> None:
+        """Makes a module with a share one of all ranks': its forward, what trains, its state dicts. experts: E of all ranks."""
+        if self.plan == "ep":
+            shard_experts(module, self.mesh, experts)
+        for dim, keep in reversed(tuple(enumerate(PLANS[self.plan]))):  # what is sent to experts is then gathered for their features
+            group, ranks = self.mesh.get_group(dim).group_name, self.mesh.size(dim)
+            dispatcher: Dispatcher = (Gathered if self.tokens == "sharded" else Replicated)(group, ranks)
+            if keep is keep_experts and self.dispatch == "all_to_all":
+                dispatcher = AllToAll(group, ranks, experts, self.capacity)
+                module.register_buffer("dropped", torch.zeros((), dtype=torch.int64, device=self.mesh.device_type), persistent=False)
+            divide_forward(module, dispatcher)
 
 
 def _check_dispatch(plan: str, tokens: str, dispatch: str, capacity: int | float) -> None:
@@ -119,7 +147,8 @@ def _undividable(module: Any, keep: Callable[[Any, int, int], None], ranks: int)
         return "experts that transformers computes", 'experts_implementation="fusion_moe"'
     if keep is keep_experts:
         experts = experts_of(module)
-        return (f"{experts} experts for {ranks} ranks", "an expert for each rank, or more") if experts < ranks else None
+        without = [rank for rank in range(ranks) if not whole_experts_of(experts, rank, ranks)]
+        return (f"{experts} experts for {ranks} ranks", f"an expert for each rank; {without} would have none") if without else None
     if not isinstance(module, Experts):
         return f"a {type(module).__name__} whose features are divided", "Experts or NVFP4Experts, or plan = 'ep'"
     if module.adapted:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..encodings import Quantized
 from ..nn import Experts
@@ -17,21 +18,28 @@ from ..nn.contract import contract_of
 from ..nn.lora import adapters_of
 from ..nn.packed import relayout_
 from ..nn.projections import Projections
+from .states import ExpertShards, FeatureShards, expert_shard, runs_of
 
 
-def share(count: int, rank: int, ranks: int) -> range:
-    """A rank's part of `count` things, one after the other, sizes differ by one at most."""
+def features_of(count: int, rank: int, ranks: int) -> range:
+    """A rank's part of `count` blocks of features, one after the other, sizes differ by one at most."""
     return range(count * rank // ranks, count * (rank + 1) // ranks)
 
 
-def owner_of(ids: Tensor, count: int, ranks: int) -> Tensor:
-    """int -> i64, the rank whose `share` of `count` things has each id; `ranks` for ids of nothing.
+def whole_experts_of(count: int, rank: int, ranks: int) -> range:
+    """A rank's part of `count` experts as DTensor's Shard(0): all have as many, but for the last ones, which may have fewer, or none."""
+    each = math.ceil(count / ranks)
+    return range(min(rank * each, count), min((rank + 1) * each, count))
 
-    >>> [share(7, rank, 3) for rank in range(3)], owner_of(torch.arange(-1, 8), 7, 3).tolist()
-    ([range(0, 2), range(2, 4), range(4, 7)], [3, 0, 0, 1, 1, 2, 2, 2, 3])
+
+def owner_of(ids: Tensor, count: int, ranks: int) -> Tensor:
+    """int -> i64, the rank that has the expert of each id; `ranks` for ids of none.
+
+    >>> [whole_experts_of(7, rank, 3) for rank in range(3)], owner_of(torch.arange(-1, 8), 7, 3).tolist()
+    ([range(0, 3), range(3, 6), range(6, 7)], [3, 0, 0, 0, 1, 1, 1, 2, 3])
     """
     there = (ids >= 0) & (ids < count)
-    return torch.where(there, ((ids.long() + 1) * ranks - 1) // count, ranks)
+    return torch.where(there, ids.long() // math.ceil(count / ranks), ranks)
 
 
 def experts_of(module: nn.Module) -> int:
@@ -42,23 +50,36 @@ def experts_of(module: nn.Module) -> int:
 
 def keep_experts(module: nn.Module, rank: int, ranks: int) -> None:
     """Plan "ep": whole experts, in memory of their own. Ids stay those of all experts."""
-    kept = share(experts_of(module), rank, ranks)
-    holders: list[tuple[nn.Module, list[str]]] = [(module, _weights_of(module))]
-    if isinstance(module, Projections):
-        holders += [(adapter, ["A", "B"]) for _, adapter in adapters_of(module)]
-    for holder, names in holders:
+    kept = whole_experts_of(experts_of(module), rank, ranks)
+    for holder, names in _holders(module):
+        for name in names:
+            t = getattr(holder, name)
+            some = t.detach()[kept.start : kept.stop].clone()
+            setattr(holder, name, nn.Parameter(some, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else some)
+    module.first_expert = kept.start  # type: ignore[assignment]
+    if isinstance(module, Projections) and isinstance(module.sharding, FeatureShards):
+        module.sharding.keep(kept)
+
+
+def shard_experts(module: nn.Module, mesh: DeviceMesh, experts: int) -> None:
+    """Makes DTensors of what trains, of experts in floats and of adapters. State dicts have DTensors of encoded weights too."""
+    for holder, names in _holders(module):
+        if isinstance(holder, Projections):
+            kept = range(holder.first_expert or 0, (holder.first_expert or 0) + len(holder.down_proj))
+            holder.sharding = ExpertShards(mesh, kept, experts)
+            continue
         for name in names:
             p = holder.get_parameter(name)
-            setattr(holder, name, nn.Parameter(p.detach()[kept.start : kept.stop].clone(), requires_grad=p.requires_grad))
-    module.first_expert = kept.start  # type: ignore[assignment]
+            setattr(holder, name, nn.Parameter(expert_shard(p.detach(), mesh, experts), requires_grad=p.requires_grad))
 
 
-def _weights_of(module: nn.Module) -> list[str]:
-    """The names of a module's parameters [E, ...]."""
-    contract = contract_of(module)
-    if isinstance(module, Projections) or contract is None:
-        return [name for name, _ in module.named_parameters(recurse=False)]
-    return list(contract.names)
+def _holders(module: nn.Module) -> list[tuple[nn.Module, list[str]]]:
+    """What has tensors [E, ...], and their names."""
+    if not isinstance(module, Projections):
+        contract = contract_of(module)
+        return [(module, list(contract.names) if contract else [])]
+    names = [name for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None and t.dim() > 0]
+    return [(module, names), *((adapter, ["A", "B"]) for _, adapter in adapters_of(module))]
 
 
 def columns(module: Experts) -> int:
@@ -72,10 +93,16 @@ def keep_features(module: Experts, rank: int, ranks: int) -> None:
     module.considered = False
     up, down = (module.weight_of(name) for name in module.projections)
     step = columns(module)
-    kept = share(down.shape[-1] // step, rank, ranks)
+    kept, (experts, _, intermediate) = features_of(down.shape[-1] // step, rank, ranks), down.shape
     features = range(kept.start * step, kept.stop * step)
-    rows = _rows(down.shape[-1], features, module.interleave).to(up.device)
-    module._set_weights(_rows_of(up, rows), _columns_of(down, features))
+    rows = _rows(intermediate, features, module.interleave)
+    if up.device.type != "meta":
+        rows = rows.to(up.device)
+    divided = _rows_of(up, rows)
+    parts = zip(module.part_names["gate_up"], up.named(), strict=True)
+    scales = {name: t for name, (part, t) in parts if part.of_matrix and not _same_runs(t, up.shape[1], rows)}
+    module._set_weights(divided, _columns_of(down, features))
+    module.sharding = FeatureShards(experts, intermediate, features, rows.cpu(), scales, rank == 0)
     if (bias := module.gate_up_proj_bias) is not None:
         module.gate_up_proj_bias = nn.Parameter(bias.detach()[:, rows], requires_grad=False)
     if (bias := module.down_proj_bias) is not None and rank > 0:
@@ -85,26 +112,20 @@ def keep_features(module: Experts, rank: int, ranks: int) -> None:
 def _rows(intermediate: int, features: range, interleave: int) -> Tensor:
     """The rows of gate_up, of 2I, that make some features."""
     block = interleave or intermediate
-    blocks = torch.arange(2 * intermediate).view(-1, 2, block)
+    blocks = torch.arange(2 * intermediate, device="cpu").view(-1, 2, block)
     pairs = blocks.transpose(1, 2).reshape(-1, 2)[features.start : features.stop]  # gate's and up's row of each feature
     return pairs.view(-1, interleave or len(pairs), 2).transpose(1, 2).flatten()
 
 
 def _rows_of(w: Quantized, rows: Tensor) -> Quantized:
     """Rows of [E, N, K]. Scales of runs of rows become those of fewer rows in each run, or of each row if they do not divide anew."""
-    return w.of(_runs_of(t, w.shape[1], rows) if part.of_matrix else _bytes(t)[:, rows].view(t.dtype) for part, t in w.named())
+    return w.of(runs_of(t, w.shape[1], rows) if part.of_matrix else _bytes(t)[:, rows].view(t.dtype) for part, t in w.named())
 
 
-def _runs_of(scale: Tensor, n: int, rows: Tensor) -> Tensor:
-    """scale [E], or [E, S] for S runs of n rows -> the same for some of these rows."""
-    if scale.dim() == 1:
-        return scale.clone()
-    run = rows // (n // scale.shape[1])
-    if len(rows) % scale.shape[1] == 0:
-        new = run.view(scale.shape[1], -1)
-        if bool((new == new[:, :1]).all()):
-            run = new[:, 0]
-    return scale[:, run]
+def _same_runs(scale: Tensor, n: int, rows: Tensor) -> bool:
+    """Whether a scale [E, S] of runs of n rows is that of the same runs of some of the rows."""
+    which = torch.arange(scale.shape[-1], device=rows.device)[None]
+    return scale.dim() == 1 or runs_of(which, n, rows).tolist() == which.tolist()
 
 
 def _columns_of(w: Quantized, features: range) -> Quantized:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..encodings import Quantized
 from ..layouts import Padding
+from .local import local
 from .packed import PackedModule
 
 
@@ -61,8 +62,8 @@ class AdaptableModule(PackedModule):
         adapter = self.adapter(projection)
         if adapter is None:
             return None, None
-        padding = self._padding(projection)
-        return (padding.pad_columns(adapter.A), padding.pad_rows(adapter.B, -2)) if padding else (adapter.A, adapter.B)
+        padding, a, b = self._padding(projection), local(adapter.A), local(adapter.B)
+        return (padding.pad_columns(a), padding.pad_rows(b, -2)) if padding else (a, b)
 
     def _padding(self, projection: str) -> Padding | None:
         """What a projection's weight was padded by."""

@@ -7,9 +7,7 @@ that has these is one. Letters: E experts, H hidden, I intermediate features.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,6 +18,7 @@ from .config import NVFP4Config
 from .custom import CustomExperts
 from .experts import Experts, NVFP4Experts
 from .gates import swiglu_of
+from .local import is_dtensor
 from .projections import Projections
 
 _FLAGS = ("is_transposed", "is_concatenated", "has_bias", "has_gate")
@@ -122,19 +121,13 @@ def need_contract(module: nn.Module) -> ExpertsContract:
     if contract is None:
         expected = "a class that transformers' use_experts_implementation decorates"
         raise UnsupportedError("no module of experts", expected=expected, where=where)
-    if getattr(module, "_is_expert_parallel", False) or any(_is_divided(p) for p in module.parameters(recurse=False)):
+    if getattr(module, "_is_expert_parallel", False) or any(is_dtensor(p) for p in module.parameters(recurse=False)):
         found, todo = "experts that a parallel plan divides between devices", "load the model without tp_plan and expert parallelism"
         raise UnsupportedError(found, expected="all experts on one device", todo=todo, where=where)
     tensors = {name for found in (module.named_parameters, module.named_buffers) for name, _ in found(recurse=False)}
     if unknown := sorted(tensors - set(contract.names)):
         raise UnsupportedError(f"parameters {', '.join(unknown)}", expected=", ".join(contract.names), where=where)
     return contract
-
-
-def _is_divided(p: Tensor) -> bool:
-    """Whether it is a DTensor. Where there is one, its module was imported."""
-    distributed: Any = sys.modules.get("torch.distributed.tensor")
-    return distributed is not None and isinstance(p, distributed.DTensor)
 
 
 def _check_shapes(contract: ExpertsContract, up: Quantized, down: Quantized, up_bias: Tensor | None, down_bias: Tensor | None) -> None:

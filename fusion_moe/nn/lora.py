@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import DtypeError, OptionError, UnsupportedError, need_one_of
 from ..ir.types import DTYPES, FLOATS
 from .adaptable import AdaptableModule
+from .local import local
 
 TARGETS = ("gate_up", "down", "linear")
 FLOAT_DTYPES = tuple(DTYPES[name] for name in FLOATS)
@@ -49,8 +50,8 @@ class Adapter(nn.Module):
         return self.alpha / self.rank
 
     def delta(self, expert: int) -> Tensor:
-        """float32 [N, K]: what is added to the weight of an expert."""
-        return self.scale * (self.B[expert].detach().float() @ self.A[expert].detach().float())
+        """float32 [N, K]: what is added to the weight of an expert, of those that are here."""
+        return self.scale * (local(self.B)[expert].detach().float() @ local(self.A)[expert].detach().float())
 
     def extra_repr(self) -> str:
         """For print(model)."""
@@ -125,8 +126,11 @@ def _need_targets(targets: Iterable[str]) -> tuple[str, ...]:
 
 
 def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:
-    """UnsupportedError if one of the modules has an adapter."""
+    """UnsupportedError if one of the modules has an adapter, or can have none."""
     for name, module in modules.items():
+        if module.sharding is not None and not module.sharding.adaptable:
+            found = f"{name or type(module).__name__} has a part of each expert's features"
+            raise UnsupportedError(found, expected="whole experts", todo="parallelize_(model, mesh, plan='ep')", where=where)
         if module.adapted:
             found = f"{name or type(module).__name__} has adapters already"
             todo = "they train as they are, those of load_lora_ too; for others begin with a model that has none"
@@ -134,8 +138,10 @@ def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:
 
 
 def adapt(module: AdaptableModule, projection: str, rank: int, alpha: float, dtype: torch.dtype) -> Adapter:
-    """Gives a projection an adapter, where its weight is."""
+    """Gives a projection an adapter, where its weight is: of a rank's share of experts a share of the adapters of all."""
     adapter = Adapter(module.shape_of(projection), rank, alpha, dtype, module.weight_of(projection).device)
+    if module.sharding is not None:
+        adapter.A, adapter.B = (nn.Parameter(module.sharding.whole(name, getattr(adapter, name).detach())) for name in "AB")
     module.add_module(f"{projection}_lora", adapter)
     return adapter
 

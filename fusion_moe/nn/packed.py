@@ -20,6 +20,7 @@ from ..groups import ceil_to
 from ..layouts import LAYOUTS, Layout, Padding
 from ..runtime import pages
 from .frozen import FrozenModule
+from .local import Sharding
 
 log = logging.getLogger("fusion_moe")
 _ordering = threading.Lock()
@@ -29,7 +30,8 @@ class PackedModule(FrozenModule):
     """A module with encoded weights.
 
     packed: the names of elements and block scales of each; weight_layout: the layout that they are in; paddings: of weights that are not
-    whole tiles of it, by the name of their elements; considered: whether `order` decided about them, where they are.
+    whole tiles of it, by the name of their elements; considered: whether `order` decided about them, where they are; sharding: how state
+    dicts have what is a share of a rank.
     """
 
     packed: tuple[tuple[str, ...], ...] = ()
@@ -37,6 +39,7 @@ class PackedModule(FrozenModule):
     weight_layout: str = "linear"
     paddings: Mapping[str, Padding] = {}
     considered = False
+    sharding: Sharding | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,11 +123,17 @@ class PackedModule(FrozenModule):
         for names, keys in self._reordered(destination, prefix):
             linear = _form(self, names[0]).unpack([destination[key].detach() for key in keys], self.encoding)
             destination.update(zip(keys, linear, strict=True))
+        if self.sharding is not None:
+            destination.update(
+                {prefix + name: self.sharding.whole(name, destination[prefix + name]) for name in self._own(prefix, destination)}
+            )
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: list[str]
     ) -> None:  # fmt: skip
         given = dict(state_dict)
+        if self.sharding is not None:
+            given.update({prefix + name: self.sharding.share(name, given[prefix + name]) for name in self._own(prefix, given)})
         for names, keys in self._reordered(given, prefix):
             form, parts = _form(self, names[0]), [given[key].detach() for key in keys]
             own = [getattr(self, name).detach() for name in names]
@@ -132,6 +141,10 @@ class PackedModule(FrozenModule):
                 errors.append(wrong)
             given.update(zip(keys, own if wrong else form.pack(parts, self.encoding), strict=True))
         super()._load_from_state_dict(given, prefix, metadata, strict, missing, unexpected, errors)
+
+    def _own(self, prefix: str, tensors: Mapping[str, Any]) -> list[str]:
+        """The names of the module's own tensors that a state dict has."""
+        return [name for name in (*self._parameters, *self._buffers) if prefix + name in tensors]
 
     def _reordered(self, tensors: Mapping[str, Any], prefix: str) -> list[tuple[Sequence[str], list[str]]]:
         """The names and keys of the weights of a state dict that are there, and in another layout than in memory."""

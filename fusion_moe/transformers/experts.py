@@ -15,6 +15,7 @@ from .. import recipe
 from ..ir.types import dtype_name
 from ..nn.custom import in_steps
 from ..nn.gates import swiglu_of
+from ..nn.local import local
 
 ops = torch.ops.fusion_moe
 
@@ -45,7 +46,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 def _projection(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
     """The weight and the bias [E, N] of a projection."""
-    return getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
+    return local(getattr(module, name)), local(getattr(module, f"{name}_bias")) if module.has_bias else None
 
 
 def _grouped_linear(module: Any, weight: Tensor, bias: Tensor | None, a: Tensor, ends: Tensor) -> Tensor:

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoModelForCausalLM
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ..checkpoints import Directory, method_of
 from ..errors import CheckpointError
 from ..nn.config import NVFP4Config
+from .share import Share, sharing
 from .sources import some
 
+if TYPE_CHECKING:
+    from ..distributed.parallelize import Division
 
-def from_pretrained(directory: str | Path, *, auto_class: Any = AutoModelForCausalLM, **kwargs: Any) -> Any:
+
+def from_pretrained(
+    directory: str | Path, *, auto_class: Any = AutoModelForCausalLM, mesh: Any = None, plan: str = "ep", tokens: str = "replicated",
+    dispatch: str = "all_gather", capacity: int | float = 1.0, **kwargs: Any,
+) -> Any:  # fmt: skip
     """`auto_class.from_pretrained(directory, **kwargs)`, with encoded weights in modules of fusion_moe.nn whoever quantized them.
 
     directory: a local one, or a name that transformers knows. quantization_config=NVFP4Config(): experts in floats, of 8 bits too, are
     rounded to NVFP4. UnsupportedError for a `quant_method` that is not read here; of the weights,
     CheckpointError for what is missing, left over or of another dtype or size, of encoded ones before any is read. Of a directory in
     floats transformers finds what is missing while it loads; output_loading_info=True returns (model, info) even so.
+
+    mesh, plan, tokens, dispatch, capacity: as `distributed.parallelize_` takes them; the same model as when that is called afterwards, but
+    each rank reads the share of the experts that it keeps, and no other. The directory is a local one then. Features, of plans "tp" and
+    "ep_tp", are read of encoded experts in 4 bits alone.
     """
     config = kwargs.pop("config", None) or AutoConfig.from_pretrained(directory)
     found = getattr(config, "quantization_config", None) or _beside(Path(directory))
@@ -30,13 +44,48 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = AutoModelForCaus
         if isinstance(kwargs.get("quantization_config"), NVFP4Config):
             config.quantization_config["experts_config"] = dataclasses.asdict(kwargs.pop("quantization_config"))
     wanted = kwargs.pop("output_loading_info", False)
-    model, info = auto_class.from_pretrained(directory, config=config, output_loading_info=True, **kwargs)
+    if mesh is None:
+        model, info = auto_class.from_pretrained(directory, config=config, output_loading_info=True, **kwargs)
+    else:
+        from ..distributed.parallelize import Division  # torch may have been built without torch.distributed
+
+        division = Division(mesh, plan, tokens, dispatch, capacity)
+        model, info = _shared(Directory.open(directory), division, auto_class, config, kwargs)
     if wanted:
         return model, info
     if missing := sorted(info["missing_keys"]):
         todo = "output_loading_info=True returns the model with random numbers there, and their names"
         raise CheckpointError(f"nothing for {some(missing)}", expected="a tensor for each parameter", todo=todo, where=str(directory))
     return model
+
+
+def _shared(directory: Directory, division: Division, auto_class: Any, config: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """A rank's share of a model, with what transformers says of loading it."""
+    quantization = getattr(config, "quantization_config", None)
+    in_floats = not (quantization or "quantization_config" in kwargs)
+    if in_floats:  # our quantizer is where modules are made smaller
+        config.quantization_config = quantization = {"quant_method": "fusion_moe", "source": ""}
+    share, model_class = Share(directory, division), _model_class(auto_class, config)
+    if not isinstance(config, model_class.config_class):
+        (config := config.get_text_config()).quantization_config = quantization  # as transformers' auto classes do
+    with sharing(share):
+        made, info = model_class.from_pretrained(None, config=config, state_dict=share, output_loading_info=True, **kwargs)
+    if in_floats:
+        made.hf_quantizer.remove_quantization_config(made)
+    share.join(made)
+    made.name_or_path = made.config.name_or_path = str(directory.path)
+    if made.can_generate():
+        with contextlib.suppress(OSError):  # where there is none, it is made of the configuration
+            made.generation_config = GenerationConfig.from_pretrained(directory.path)
+    return made, info
+
+
+def _model_class(auto_class: Any, config: Any) -> Any:
+    """The class of a model, which takes a state dict without a name; auto classes do not."""
+    if issubclass(auto_class, PreTrainedModel):
+        return auto_class
+    with torch.device("meta"):
+        return type(auto_class.from_config(copy.deepcopy(config)))
 
 
 def _beside(directory: Path) -> dict[str, Any]:

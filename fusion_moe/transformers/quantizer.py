@@ -24,6 +24,7 @@ from .on_load import Contracts, QuantizeExperts, prepare_to_quantize
 from .operations import is_ours
 from .plan import LINEAR, Plan, replace_modules
 from .saving import conversions_for_saving, modelopt_config, with_activation_format
+from .share import shared
 
 
 class FusionMoeQuantizer(HfQuantizer):
@@ -39,16 +40,20 @@ class FusionMoeQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         """Replaces modules. CheckpointError for files that lack what those need, UnsupportedError for a parallel plan."""
         _check_one_device(model)
-        self._model = model
+        self._model, share = model, shared()
         if not self.pre_quantized:
             self._contracts = prepare_to_quantize(model, self.quantization_config)
+            if share is not None:
+                share.take(model, {})
             return
-        directory = Directory.open(Path(checkpoint_files[0]).parent)
+        directory = share.directory if share is not None else Directory.open(Path(checkpoint_files[0]).parent)
         self._dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
         config = self.quantization_config
         self.plan = replace_modules(model, directory.tensors, config.method, config.experts, config.quantizes)
         ignored = {r"input_scale$", r"input_global_scale$", r"\.[kv]_scale$"}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
+        if share is not None:
+            share.take(model, self.plan.experts)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """transformers' conversions, ours in place of those for experts."""
@@ -134,7 +139,8 @@ def _check_one_device(model: Any) -> None:
     """transformers divides modules after they were replaced, by plans that are for its own."""
     if getattr(model.config, "distributed_config", None) is not None:
         found = "a model that a parallel plan divides between devices"
-        raise UnsupportedError(found, expected="all of it on one device", todo="load it without distributed_config and tp_plan")
+        todo = "fusion_moe.transformers.from_pretrained(directory, mesh=mesh) reads each rank's experts, without those plans"
+        raise UnsupportedError(found, expected="all of it on one device", todo=todo)
 
 
 def _module(model: Any, name: str) -> Projections:

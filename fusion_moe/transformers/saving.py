@@ -41,6 +41,9 @@ def conversions_for_saving(model: Any, sources: Sources) -> list[Any]:
 
 def _with_sources(model: Any, sources: Sources) -> Iterator[tuple[ExpertsSource, Projections]]:
     for name, module in model.named_modules():
+        if isinstance(module, Projections) and module.sharding is not None:
+            todo = "torch.distributed.checkpoint saves what ranks have"
+            raise UnsupportedError("experts that are divided between ranks, to save", expected="all of them here", todo=todo, where=name)
         if isinstance(module, Projections):
             yield _source_for_saving(model, name, module, sources.get(name)), module
         elif isinstance(module, PackedModule) and not isinstance(module, NVFP4Linear):

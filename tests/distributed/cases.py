@@ -1,4 +1,4 @@
-"""What ranks check, each in a process of its own: python cases.py FOLDER RANKS [silent]
+"""What ranks check, each in a process of its own: python cases.py FOLDER RANKS DEVICE [CASE ...]
 
 Each writes FOLDER/RANK.json, the traceback of each case, "" for those that pass.
 """
@@ -11,7 +11,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
@@ -21,19 +22,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from experts import experts, float_weights
+from experts import experts as experts_on_cpu
+from experts import float_weights
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
 import fusion_moe
-from fusion_moe.distributed import parallelize_
+from fusion_moe.adapters import load_lora_, save_lora
+from fusion_moe.checkpoints import Directory
+from fusion_moe.distributed import clip_grad_norm_, parallelize_
 from fusion_moe.encodings import MXFP4, quantize
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.nn import Experts
+from fusion_moe.nn.local import gathered, local
 
 E, H, I, T, K = 7, 64, 160, 13, 3  # neither 2 nor 4 divides E, nor the blocks of I
 TIMEOUT_S, SHORT_S = 60, 5
+DEVICE = sys.argv[3]  # "cpu", over gloo, or "cuda", over NCCL, where kernels compute in bf16
+ON = {"device": DEVICE, "dtype": torch.float32 if DEVICE == "cpu" else torch.bfloat16}
+LIMIT = 1e-5 if DEVICE == "cpu" else 2e-2  # relative Frobenius error
 Case = Callable[[DeviceMesh], None]
 CASES: dict[str, Case] = {}
 
@@ -46,8 +58,12 @@ def case(f: Case) -> Case:
 def inputs(tokens: int = T, slots: int = K) -> tuple[Tensor, Tensor, Tensor]:
     """x, ids and w, the same on all ranks."""
     g = torch.Generator().manual_seed(tokens)
-    ids = torch.rand(tokens, E, generator=g).topk(slots).indices
-    return torch.randn(tokens, H, generator=g), ids, torch.rand(tokens, slots, generator=g)
+    ids = torch.rand(tokens, E, generator=g).topk(slots).indices.to(DEVICE)
+    return torch.randn(tokens, H, generator=g).to(**ON), ids, torch.rand(tokens, slots, generator=g).to(**ON)
+
+
+def experts(*shape: int) -> nn.Module:
+    return experts_on_cpu(*shape).to(DEVICE)
 
 
 def float_experts() -> nn.Module:
@@ -60,7 +76,7 @@ def float_experts() -> nn.Module:
     with torch.no_grad():
         for p, values in zip((module.gate_up_proj, module.down_proj), float_weights(E, H, I), strict=True):
             p.copy_(values)
-    return module
+    return module.to(**ON)
 
 
 def divided(module: nn.Module, mesh: DeviceMesh, plan: str, tokens: str = "replicated", **options: Any) -> Any:
@@ -70,9 +86,15 @@ def divided(module: nn.Module, mesh: DeviceMesh, plan: str, tokens: str = "repli
 
 
 def assert_alike(found: Any, want: Any) -> None:
-    """But for the order in which float32 numbers are added."""
+    """But for the order in which float32 numbers are added, and on CUDA for roundings to bf16."""
     for a, b in zip(found, want, strict=True):
-        assert (a - b).norm() <= 1e-5 * b.norm(), (a - b).norm() / b.norm()
+        assert (a - b).norm() <= LIMIT * b.norm(), (a - b).norm() / b.norm()
+
+
+def assert_equal(found: Tensor, want: Tensor) -> None:
+    """In each bit where both computations are the same; on CUDA kernels are chosen by sizes."""
+    assert found.equal(want) if DEVICE == "cpu" else found.shape == want.shape
+    assert_alike([found], [want])
 
 
 def forward_and_backward(module: Callable[..., Tensor], given: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -88,11 +110,10 @@ def whole_experts(mesh):
     """Each rank keeps its share; the sum is what one process computes, bit for bit where only one rank adds to a token."""
     whole = experts(E, H, I)
     module = divided(whole, mesh, "ep")
-    rank, ranks = mesh.get_local_rank(), mesh.size()
-    first, end = E * rank // ranks, E * (rank + 1) // ranks
+    first, end = ranges(mesh.size())[mesh.get_local_rank()]
     assert (module.first_expert, len(module.down_proj)) == (first, end - first)
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())
-    assert module(*inputs(slots=1)).equal(whole(*inputs(slots=1)))
+    assert_equal(module(*inputs(slots=1)), whole(*inputs(slots=1)))
     assert_alike(module(*inputs()), whole(*inputs()))
     x, ids, w = inputs()
     assert module(x, top_k_index=ids, top_k_weights=w).equal(module(x, ids, w))
@@ -106,7 +127,7 @@ def uneven_tokens(mesh):
     x, ids, w = inputs()
     for expert in (0, E - 1):
         one = torch.full_like(ids, expert)
-        assert module(x, one, w).equal(whole(x, one, w))
+        assert_equal(module(x, one, w), whole(x, one, w))
     assert module(x[:0], ids[:0], w[:0]).shape == (0, H)
     for nobody in (-1, E):
         assert not module(x, torch.full_like(ids, nobody), w).any()
@@ -118,34 +139,41 @@ def gradients_of_floats(mesh):
     whole = float_experts()
     module = divided(whole, mesh, "ep")
     assert_alike(*(forward_and_backward(m) for m in (module, whole)))
-    own = slice(module.first_expert, module.first_expert + len(module.down_proj))
-    assert_alike([p.grad for p in module.parameters()], [p.grad[own] for p in whole.parameters()])
+    assert_same_gradients(module, whole, mesh)
 
 
-@case
-def adapters(mesh):
-    """They go with their experts, and train."""
+def adapted_experts() -> nn.Module:
+    """Encoded experts with adapters that add something."""
     torch.manual_seed(3)  # ranks have the same adapters
     whole = experts(E, H, I)
     fusion_moe.nn.add_lora_(whole, rank=4)
     for name, p in whole.named_parameters():
         if name.endswith(".B"):
             nn.init.normal_(p, std=0.1)
+    return whole
+
+
+@case
+def adapters(mesh):
+    """They go with their experts, and train."""
+    whole = adapted_experts()
     module = divided(whole, mesh, "ep")
     assert_alike(*(forward_and_backward(m) for m in (module, whole)))
-    own = slice(module.first_expert, module.first_expert + len(module.down_proj))
-    trained = [[p.grad for p in m.parameters() if p.requires_grad] for m in (module, whole)]
-    assert_alike(trained[0], [grad[own] for grad in trained[1]])
+    assert_same_gradients(module, whole, mesh)
 
 
 def variants() -> list[Experts]:
-    """Experts as plan "tp" meets them: two scales a matrix, gate and up in turns with biases, blocks of 32, floats."""
+    """Experts as plan "tp" meets them: two scales a matrix, gate and up in turns with biases, blocks of 32, scales of rows, of halves."""
     gate_up, down = float_weights(E, H, I)
     bias = {"gate_up_bias": torch.randn(E, 2 * I), "down_bias": torch.randn(E, H)}
     mxfp4 = (quantize(w, encoding=MXFP4) for w in (gate_up, down))
-    turns = experts(E, H, I)
+    turns = experts_on_cpu(E, H, I)
     in_turns = Experts(turns.weight_of("gate_up").with_(decode_scale=turns.up_decode_scale), turns.weight_of("down"), interleave=1, **bias)
-    return [experts(E, H, I), in_turns, Experts(*mxfp4, interleave=8), Experts(*mxfp4_rows(gate_up, down))]
+    halves = Experts(
+        turns.weight_of("gate_up"), turns.weight_of("down"), interleave=1
+    )  # each with a scale, of whose rows ranks have others
+    made = turns, in_turns, Experts(*mxfp4, interleave=8), Experts(*mxfp4_rows(gate_up, down)), halves
+    return [module.to(DEVICE) for module in made]
 
 
 def mxfp4_rows(gate_up: Tensor, down: Tensor) -> Any:
@@ -157,6 +185,14 @@ def mxfp4_rows(gate_up: Tensor, down: Tensor) -> Any:
         yield Quantized(codes[:, :, 0], block_scale[:, :, 0], decode_scale, encoding=NVFP4)
 
 
+def assert_same_gradients(module: nn.Module, whole: nn.Module, mesh: DeviceMesh) -> None:
+    """Of what trains: a rank's part of those of one process."""
+    own = slice(*ranges(mesh.size())[mesh.get_local_rank()])
+    found = [p.grad.to_local() for p in module.parameters() if p.requires_grad]
+    assert found
+    assert_alike(found, [p.grad[own] for p in whole.parameters() if p.requires_grad])
+
+
 @case
 def features(mesh):
     """Rows of gate and up, columns of down: the sum over ranks is what one process computes."""
@@ -166,6 +202,12 @@ def features(mesh):
         assert module.first_expert is None
         assert module.nbytes < whole.nbytes * (1 / mesh.size() + 0.25)
         assert_alike(*(forward_and_backward(m) for m in (module, whole)))
+
+
+def two_dimensions(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of a mesh, two of them along "ep"."""
+    along = min(2, mesh.size())
+    return init_device_mesh(DEVICE, (along, mesh.size() // along), mesh_dim_names=("ep", "tp"))
 
 
 def of_rank(mesh: DeviceMesh, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -188,8 +230,7 @@ def tokens_of_a_rank(mesh):
     sharded(mesh, "tp", experts(E, H, I), mesh)
     whole = float_experts()
     module = sharded(mesh, "ep", whole, mesh)
-    own = slice(module.first_expert, module.first_expert + len(module.down_proj))
-    assert_alike([p.grad for p in module.parameters()], [p.grad[own] for p in whole.parameters()])
+    assert_same_gradients(module, whole, mesh)
     x, ids, w = inputs()
     assert module(x[:0], ids[:0], w[:0]).shape == (0, H)
 
@@ -199,11 +240,9 @@ def tokens_sent_to_experts(mesh):
     """All-to-all: as if all ranks had all tokens, of floats, of adapters, and with features divided too."""
     send = {"dispatch": "all_to_all"}
     sharded(mesh, "ep", experts(E, H, I), mesh, **send)
-    whole = float_experts()
-    module = sharded(mesh, "ep", whole, mesh, **send)
-    own = slice(module.first_expert, module.first_expert + len(module.down_proj))
-    assert_alike([p.grad for p in module.parameters()], [p.grad[own] for p in whole.parameters()])
-    both = init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("ep", "tp"))
+    for whole in float_experts(), adapted_experts():
+        assert_same_gradients(sharded(mesh, "ep", whole, mesh, **send), whole, mesh)
+    both = two_dimensions(mesh)
     sharded(mesh, "ep_tp", experts(E, H, I), both, **send)
 
     whole = experts(E, H, I)
@@ -213,7 +252,7 @@ def tokens_sent_to_experts(mesh):
     one = torch.full_like(all_ids, E - 1)
     for those in all_ids[:, :1], one[:, :1], one:  # one rank adds to a token
         v = all_w[:, : those.shape[1]]
-        assert module(x, *of_rank(mesh, [those, v])).equal(*of_rank(mesh, [whole(all_x, those, v)]))
+        assert_equal(module(x, *of_rank(mesh, [those, v])), *of_rank(mesh, [whole(all_x, those, v)]))
     assert module(x.view(2, -1, H), ids, top_k_weights=w).equal(module(x, ids, w).view(2, -1, H))
     assert deepcopy(module)(x, ids, w).equal(module(x, ids, w))
     for nobody in (-1, E, 2**40):
@@ -225,19 +264,21 @@ def tokens_sent_to_experts(mesh):
 
 @case
 def numbers_of_tokens_that_differ(mesh):
-    """A capacity in tokens: the first rank has none, each other one more than the one before."""
-    whole = float_experts()
-    module = divided(whole, mesh, "ep", "sharded", dispatch="all_to_all", capacity=mesh.size())
+    """A capacity in tokens: the first rank has none, each other one more than the one before; then all of them go to the last expert."""
     ranks, rank = mesh.size(), mesh.get_rank()
-    given = inputs(ranks * (ranks - 1) // 2)
     mine = slice(rank * (rank - 1) // 2, rank * (rank + 1) // 2)
-    want = [t[mine] for t in forward_and_backward(whole, [t.clone() for t in given])]
-    found = forward_and_backward(module, [t[mine].clone() for t in given])
-    assert found[0].shape == (rank, H)
-    assert_alike(found, want)
-    own = slice(module.first_expert, module.first_expert + len(module.down_proj))
-    assert_alike([p.grad for p in module.parameters()], [p.grad[own] for p in whole.parameters()])
-    assert not module.dropped
+    for whole in float_experts(), adapted_experts():
+        module = divided(whole, mesh, "ep", "sharded", dispatch="all_to_all", capacity=ranks)
+        x, ids, w = inputs(ranks * (ranks - 1) // 2)
+        for those in ids, torch.full_like(ids, E - 1):
+            whole.zero_grad()
+            module.zero_grad()
+            want = [t[mine] for t in forward_and_backward(whole, [x.clone(), those, w.clone()])]
+            found = forward_and_backward(module, [t[mine].clone() for t in (x, those, w)])
+            assert found[0].shape == (rank, H)
+            assert_alike(found, want)
+            assert_same_gradients(module, whole, mesh)
+        assert not module.dropped
 
 
 @case
@@ -262,15 +303,17 @@ def more_tokens_than_the_capacity(mesh):
 
 def ranges(ranks: int) -> list[tuple[int, int]]:
     """The experts of each rank."""
-    return [(E * rank // ranks, E * (rank + 1) // ranks) for rank in range(ranks)]
+    each = -(-E // ranks)
+    return [(rank * each, min((rank + 1) * each, E)) for rank in range(ranks)]
 
 
 @case
 def experts_and_features(mesh):
     """Experts along one dimension of a mesh, their features along the other."""
     whole = experts(E, H, I)
-    for shape in {(mesh.size() // 2, 2), (2, mesh.size() // 2)}:
-        both = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "tp"))
+    along = min(2, mesh.size())
+    for shape in {(mesh.size() // along, along), (along, mesh.size() // along)}:
+        both = init_device_mesh(DEVICE, shape, mesh_dim_names=("ep", "tp"))
         module = divided(whole, both, "ep_tp")
         assert len(module.down_proj) in (E // shape[0], E // shape[0] + 1)
         assert module.nbytes < whole.nbytes * (1 / mesh.size() + 0.25)
@@ -284,10 +327,17 @@ def compiled(mesh):
     if mesh.size() > 2:
         return  # compiling takes long
     sent = {"dispatch": "all_to_all", "capacity": 0.9}
-    for backend, tokens, options in ("fusion_moe", "replicated", {}), ("inductor", "sharded", {}), ("fusion_moe", "sharded", sent):
-        module, outcomes = divided(experts(E, H, I), mesh, "ep", tokens, **options), []
+    floats = float_experts if torch.__version__ >= "2.13" else adapted_experts  # whose tracer takes a module as an argument
+    chosen = [
+        (adapted_experts(), "fusion_moe", "replicated", {}), (experts(E, H, I), "inductor", "sharded", {}),
+        (floats(), "fusion_moe", "sharded", sent),
+    ]  # fmt: skip
+    for whole, backend, tokens, options in chosen:
+        module, outcomes = divided(whole, mesh, "ep", tokens, **options), []
         for f in module, torch.compile(module, backend=backend, fullgraph=True):
-            outcomes.append(forward_and_backward(f))
+            found = forward_and_backward(f)
+            outcomes.append([*found, *(local(p.grad) for p in module.parameters() if p.requires_grad)])
+            module.zero_grad()
         assert_alike(*outcomes)
     compiled_for_any_routing(mesh)
 
@@ -302,6 +352,234 @@ def compiled_for_any_routing(mesh: DeviceMesh) -> None:
             x, ids, w = inputs(tokens)
             for those in ids, torch.full_like(ids, E - 1):
                 assert_alike([f(x, those, w)], [module(x, those, w)])
+
+
+def emptied(module: nn.Module) -> Any:
+    """A copy whose weights are all zeros."""
+    made = deepcopy(module)
+    for p in made.parameters():
+        p.data = torch.zeros_like(p)
+    return made
+
+
+def saved(module: nn.Module, mesh: DeviceMesh, name: str) -> Path:
+    """Where torch.distributed.checkpoint wrote a module."""
+    path = Path(sys.argv[1], f"{name}_{mesh.size()}")
+    checkpoint.save(get_model_state_dict(module), checkpoint_id=path)
+    return path
+
+
+def loaded(module: Any, path: Path) -> Any:
+    """The module with the weights that torch.distributed.checkpoint reads."""
+    state = get_model_state_dict(module)
+    checkpoint.load(state, checkpoint_id=path)
+    set_model_state_dict(module, state)
+    return module
+
+
+def assert_same_weights(found: nn.Module, want: nn.Module) -> None:
+    for (name, a), (_, b) in zip(found.named_parameters(), want.named_parameters(), strict=True):
+        assert type(a) is type(b), name
+        assert local(a).flatten().view(torch.uint8).equal(local(b).flatten().view(torch.uint8)), name
+
+
+@case
+def checkpoints(mesh):
+    """What one number of ranks saved another loads, for any plan, and so does one process."""
+    torch.manual_seed(0)
+    both = two_dimensions(mesh)
+    first, second, *more = variants()
+    pairs = [(first, ("ep", mesh), ("ep_tp", both)), (first, ("ep_tp", both), ("ep", both["ep"])), (second, ("tp", mesh), ("ep", mesh))]
+    pairs += [(whole, ("tp", mesh), ("tp", both["tp"])) for whole in more]
+    pairs += [(whole, ("ep", mesh), ("ep", both["ep"])) for whole in (float_experts(), adapted_experts())]
+    for i, (whole, (plan, here), (other_plan, there)) in enumerate(pairs):
+        module = divided(whole, here, plan)
+        module(*inputs())  # kernels reorder weights, state dicts have them as they were
+        path = saved(module, mesh, f"pair{i}")
+        assert_same_weights(loaded(emptied(whole), path), whole)
+        assert_same_weights(loaded(divided(emptied(whole), there, other_plan), path), divided(whole, there, other_plan))
+        again = loaded(divided(emptied(whole), here, plan), saved(whole, mesh, f"whole{i}"))
+        assert again(*inputs()).equal(module(*inputs()))
+
+
+@case
+def whole_states(mesh):
+    """State dicts of all experts, of a rank's own, and those that torch gathers."""
+    whole = adapted_experts()
+    module = divided(whole, mesh, "ep")
+    trained = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)  # gloo gathers no floats of 8 bits
+    state = get_model_state_dict(module, options=trained)
+    assert all(state[name].equal(t) for name, t in whole.state_dict().items() if "lora" in name)
+    set_model_state_dict(made := divided(emptied(whole), mesh, "ep"), whole.state_dict(), options=StateDictOptions(full_state_dict=True))
+    assert_same_weights(made, module)
+    frozen = {name: t for name, t in whole.state_dict().items() if "lora" not in name}
+    own = {name: local(t) for name, t in module.state_dict().items() if "lora" not in name}
+    for given in frozen, own:
+        made = divided(emptied(whole), mesh, "ep")
+        assert made.load_state_dict(given, strict=False).missing_keys == [name for name in whole.state_dict() if "lora" in name]
+        assert all(local(made.state_dict()[name]).view(torch.uint8).equal(t.view(torch.uint8)) for name, t in own.items())
+    features = divided(experts(E, H, I), mesh, "tp").state_dict()["gate_up_proj"]
+    assert features.shape == (E, 2 * I, H // 2)
+    assert len(features.pieces) == min(2, mesh.size())  # of one rank, rows that follow one another
+    refuses(UnsupportedError, "features that are divided between ranks", lambda: features + 1)
+
+
+@case
+def adapters_in_a_file(mesh):
+    """`save_lora` of divided experts writes those of all ranks, once."""
+    whole = adapted_experts()
+    path = save_lora(Layer(divided(whole, mesh, "ep")), Path(sys.argv[1], f"lora{mesh.size()}"))
+    dist.barrier()
+    found = Layer(experts(E, H, I))
+    assert load_lora_(found, path) == ["experts.gate_up", "experts.down"]
+    assert_same_weights(found.experts, whole)
+    for added in False, True:  # beside experts that are divided already
+        made = divided(experts(E, H, I), mesh, "ep")
+        if added:
+            fusion_moe.nn.add_lora_(made, rank=4)
+            loaded(made, saved(whole, mesh, "lora"))
+        else:
+            load_lora_(Layer(made), path)
+        assert_same_weights(made, divided(whole, mesh, "ep"))
+    features = divided(experts(E, H, I), mesh, "tp")
+    refuses(UnsupportedError, "a part of each expert's features", lambda: fusion_moe.nn.add_lora_(features))
+
+
+class Layer(nn.Module):
+    """A router and experts."""
+
+    def __init__(self, experts: nn.Module):
+        super().__init__()
+        self.router, self.experts = nn.Linear(H, E, bias=False), experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.router(x).softmax(-1).topk(K)
+        return x + self.experts(x, ids, w)
+
+
+def layer(module: nn.Module) -> Layer:
+    torch.manual_seed(5)  # ranks have the same router
+    return Layer(module).to(DEVICE).to(ON["dtype"])
+
+
+@case
+def training(mesh):
+    """Steps of an optimizer with clipped gradients, then a checkpoint: the rest of the model in FSDP2's shards, or on every rank."""
+    x, ranks = inputs(4 * mesh.size())[0], mesh.size()
+    for whole, sharded_rest in (float_experts(), True), (adapted_experts(), True), (float_experts(), False):
+        alone = layer(whole)
+        model = deepcopy(alone)
+        parallelize_(model, mesh, tokens="sharded", dispatch="all_to_all")
+        if sharded_rest:
+            fully_shard(model, mesh=mesh, ignored_params=set(model.experts.parameters()))
+        norms, optimizers = [], []
+        for m, given in (alone, x), (model, x.chunk(ranks)[mesh.get_rank()]):
+            trained = [p for p in m.parameters() if p.requires_grad]
+            groups = [{"params": [p for p in trained if isinstance(p, DTensor) == kind]} for kind in (True, False)]
+            optimizers.append(torch.optim.AdamW(groups, lr=0.1))
+            for _ in range(2):
+                m(given).square().sum().backward()
+                if m is model:
+                    average(model, mesh, sharded_rest)
+                clip = torch.nn.utils.clip_grad_norm_ if sharded_rest else clip_grad_norm_
+                norms.append(gathered(clip(trained, 1.0)))
+                optimizers[-1].step()
+                optimizers[-1].zero_grad()
+        assert_alike(norms[2:], norms[:2])
+        found = [gathered(p.detach()) for p in model.parameters() if p.requires_grad]
+        assert_alike(found, [p.detach() for p in alone.parameters() if p.requires_grad])
+
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizers[1])}
+        path = Path(sys.argv[1], f"training{ranks}{type(whole).__name__}{sharded_rest}")
+        checkpoint.save(state, checkpoint_id=path)
+        fresh = deepcopy(alone)
+        with torch.no_grad():
+            for p in fresh.parameters():
+                p.data = torch.zeros_like(p)
+        optimizer = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad], lr=0.1)
+        state = {"model": get_model_state_dict(fresh), "optimizer": get_optimizer_state_dict(fresh, optimizer)}
+        checkpoint.load(state, checkpoint_id=path)
+        set_model_state_dict(fresh, state["model"])
+        assert_alike([p.detach() for p in fresh.parameters() if p.requires_grad], found)
+        moments = [state["optimizer"]["state"][name]["exp_avg"] for name, p in fresh.named_parameters() if p.requires_grad]
+        assert_alike(moments, [optimizers[0].state[p]["exp_avg"] for p in alone.parameters() if p.requires_grad])
+
+
+def average(model: nn.Module, mesh: DeviceMesh, sharded_rest: bool) -> None:
+    """The gradients of all tokens: FSDP divides sums by the ranks, and without it nothing adds those of the router."""
+    grad = model.router.weight.grad
+    if sharded_rest:
+        grad.mul_(mesh.size())
+    else:
+        dist.all_reduce(grad)
+
+
+@case
+def a_share_from_files(mesh):
+    """Each rank reads the bytes of its share of experts alone, and has what it would have kept of the whole model."""
+    if DEVICE != "cpu":
+        return  # files are read there
+    import fusion_moe.transformers as ours
+
+    to_nvfp4 = {"quantization_config": ours.NVFP4Config()}
+    features = {"mesh": mesh, "plan": "tp"} if mesh.size() == 2 else {"mesh": two_dimensions(mesh), "plan": "ep_tp"}
+    directories = [
+        ("modelopt-qwen3_moe", {}, {}), ("ct-gpt_oss", {}, {}), ("mxfp4-gpt_oss", {}, {}),
+        ("bf16-qwen3_moe", {"experts_implementation": "fusion_moe"}, {}), ("bf16-qwen3_moe", to_nvfp4, {}),
+        *((name, {}, features) for name in ("mxfp4-gpt_oss", "modelopt-gpt_oss", "modelopt-llama4_text", "ct-gpt_oss")),
+    ]  # fmt: skip
+    tokens = torch.arange(3, 12)[None]
+    for name, options, division in directories:
+        path = Path(__file__).parents[1] / "checkpoints" / "made" / name
+        want = ours.from_pretrained(path, dtype=torch.float32, **options)
+        division = {"mesh": mesh, **division}
+        names = parallelize_(want, **division)
+        read: dict[str, int] = {}
+        with counted(read):
+            found = ours.from_pretrained(path, dtype=torch.float32, **division, **options)
+        assert_same_weights(found, want)
+        assert found(tokens).logits.equal(want(tokens).logits)
+        stored = {n: e for n, e in Directory.open(path).tensors.items() if ".experts." in n and "_shape" not in n}
+        weights = {n: e.nbytes for n, e in stored.items() if len(e.shape) > 1 and not n.endswith("bias")}
+        assert sum(read.get(n, 0) for n in weights) == sum(weights.values()) // mesh.size()
+        assert all(read.get(n, 0) <= e.nbytes for n, e in stored.items())
+        assert read.keys() - stored.keys() == Directory.open(path).tensors.keys() - stored.keys()
+        assert names == parallelized(found)
+        refuses(UnsupportedError, "divided already", lambda found=found: parallelize_(found, mesh))
+        if not options:
+            refuses(
+                UnsupportedError, "divided between ranks, to save", lambda found=found: found.save_pretrained(Path(sys.argv[1], "saved"))
+            )
+    floats = path.with_name("bf16-qwen3_moe")
+    refuses(UnsupportedError, "features of floats", lambda: ours.from_pretrained(floats, **features, **to_nvfp4))
+
+
+def parallelized(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if hasattr(module, "is_divided")]
+
+
+@contextmanager
+def counted(read: dict[str, int]) -> Iterator[None]:
+    """Bytes of what is asked of safetensors, by the names of tensors."""
+
+    class Counted:
+        def __init__(self, name: str, source: Any):
+            self.name, self.source = name, source
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.source, name)
+
+        def __getitem__(self, index: Any) -> Tensor:
+            found = self.source[index]
+            read[self.name] = read.get(self.name, 0) + found.nbytes
+            return found
+
+    original = Directory.slice
+    Directory.slice = lambda self, name: Counted(name, original(self, name))
+    try:
+        yield
+    finally:
+        Directory.slice = original
 
 
 def refuses(error: type[Exception], part: str, f: Callable[[], Any]) -> None:
@@ -319,7 +597,10 @@ def refusals(mesh):
     """Nothing is changed by what fails."""
     few, whole = experts(1, H, I), experts(E, H, I)
     before = len(whole.down_proj)
-    refuses(UnsupportedError, f"1 experts for {mesh.size()} ranks", lambda: parallelize_(few, mesh))
+    if mesh.size() > 1:
+        narrow = experts(E, H, 16)
+        refuses(UnsupportedError, f"1 experts for {mesh.size()} ranks", lambda: parallelize_(few, mesh))
+        refuses(UnsupportedError, "16 intermediate features", lambda: parallelize_(narrow, mesh, plan="tp"))
     refuses(UnsupportedError, "no modules of experts", lambda: parallelize_(nn.Linear(2, 2), mesh))
     refuses(OptionError, "plan = 'tpp'", lambda: parallelize_(whole, mesh, plan="tpp"))
     refuses(OptionError, "tokens = 'split'", lambda: parallelize_(whole, mesh, tokens="split"))
@@ -332,7 +613,7 @@ def refusals(mesh):
         refuses(OptionError, f"capacity = {capacity}; expected a number", lambda send=send: parallelize_(whole, mesh, **send))
     refuses(OptionError, "a NoneType", lambda: parallelize_(whole, None))
     refuses(OptionError, "a mesh with ndim = 1", lambda: parallelize_(whole, mesh, plan="ep_tp"))
-    two = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "ep"))
+    two = init_device_mesh(DEVICE, (1, mesh.size()), mesh_dim_names=("dp", "ep"))
     refuses(OptionError, "a mesh with ndim = 2", lambda: parallelize_(whole, two))
     refuses(UnsupportedError, "a Qwen3MoeExperts whose features", lambda: parallelize_(float_experts(), mesh, plan="tp"))
     eager = float_experts()
@@ -341,19 +622,27 @@ def refusals(mesh):
     adapted = experts(E, H, I)
     fusion_moe.nn.add_lora_(adapted, rank=4)
     refuses(UnsupportedError, "adapters", lambda: parallelize_(adapted, mesh, plan="tp"))
-    narrow = experts(E, H, 16)
-    refuses(UnsupportedError, "16 intermediate features", lambda: parallelize_(narrow, mesh, plan="tp"))
     assert len(whole.down_proj) == before
     assert parallelize_(whole, two["ep"]) == [""]
     refuses(UnsupportedError, "divided already", lambda: parallelize_(whole, mesh))
 
 
-def silent(mesh):
-    """The last rank dies: the others get an error within the timeout of the process group."""
+def dies(mesh):
+    """The last rank: the others get an error within the timeout of the process group."""
+    without_the_last(mesh, lambda: os._exit(0))
+
+
+def hangs(mesh):
+    """The last rank: an error too."""
+    without_the_last(mesh, lambda: time.sleep(1.5 * SHORT_S))
+
+
+def without_the_last(mesh: DeviceMesh, leave: Callable[[], None]) -> None:
     module, given = divided(experts(E, H, I), mesh, "ep"), inputs()
     module(*given)
     if mesh.get_local_rank() == mesh.size() - 1:
-        os._exit(0)
+        leave()
+        return
     began = time.monotonic()
     try:
         module(*given)
@@ -367,9 +656,11 @@ def silent(mesh):
 def run(rank: int, ranks: int, folder: str, chosen: Mapping[str, Case], timeout_s: int) -> None:
     """One process: what it finds goes to FOLDER/RANK.json."""
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timeout)
-    mesh, outcomes = init_device_mesh("cpu", (ranks,)), {}
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    backend, timeout = "gloo" if DEVICE == "cpu" else "nccl", timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timeout)
+    mesh, outcomes = init_device_mesh(DEVICE, (ranks,)), {}
     for name, f in chosen.items():
         try:
             f(mesh)
@@ -380,8 +671,9 @@ def run(rank: int, ranks: int, folder: str, chosen: Mapping[str, Case], timeout_
     os._exit(0)  # without the others, of which one may be gone
 
 
-def main(folder: str, ranks: str, name: str = "") -> None:
-    chosen, timeout_s = ({name: silent}, SHORT_S) if name else (CASES, TIMEOUT_S)
+def main(folder: str, ranks: str, device: str, *names: str) -> None:
+    lost = {f.__name__: f for f in (dies, hangs) if f.__name__ in names}
+    chosen, timeout_s = (lost, SHORT_S) if lost else ({n: CASES[n] for n in names or CASES}, TIMEOUT_S)
     fork = multiprocessing.get_context("fork")  # imports take longer than cases
     started = [fork.Process(target=run, args=(rank, int(ranks), folder, chosen, timeout_s)) for rank in range(int(ranks))]
     for process in started:

@@ -1,0 +1,29 @@
+"""The norm of gradients of which ranks have shares, beside those that every rank has."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from ..nn.local import gathered
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` for plain tensors, which all ranks have alike, and DTensors of any meshes together.
+
+    Returns the norm before, the same on all ranks, all of which call it. torch's own takes DTensors of one mesh, or plain tensors.
+    """
+    groups: dict[Hashable, list[Tensor]] = defaultdict(list)
+    for p in parameters:
+        if p.grad is not None:
+            groups[getattr(p.grad, "device_mesh", None)].append(p)
+    norms = [gathered(get_total_norm([p.grad for p in some if p.grad is not None], norm_type)) for some in groups.values()]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+    for some in groups.values():
+        clip_grads_with_norm_(some, max_norm, total)
+    return total
