@@ -47,14 +47,24 @@ __device__ __forceinline__ u32 codes_of_byte(u32 byte) {
 // What the bytes of block scales mean, an encoding says (Scales_):
 //
 //     Outer, BLOCK, TILED_RESCALE, LINEAR_RESCALE   as formats have them
-//     tiled(byte), linear(byte)                     a pair of the scale, as either layout stores it, times a power of two
+//     tiled(two)                                    two scales as w16x64 stores them, a byte in each half, times a power of two
+//     linear(byte)                                  a pair of the scale, as the linear layout stores it, times a power of two
 //     multiply(codes, scale)                        a pair of weights over a power of two, TILED_RESCALE or LINEAR_RESCALE
 template <class T, class Scales_>
 struct E2m1 : Scales_ {
     using Scale = u8;
     using Scales = PairOfScales;
 
-    static __device__ __forceinline__ Scales tiled(u32 low, u32 high) { return {Scales_::tiled(low), Scales_::tiled(high)}; }
+    static __device__ __forceinline__ u32 ready(u32 word, int byte) {
+        return Scales_::tiled(__byte_perm(word, 0, 0x4040 | (byte + 1) << 8 | byte));
+    }
+
+    static __device__ __forceinline__ Scales tiled(u32 ready) {
+        Scales scales;
+        asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; mov.b32 %0, {low, low}; mov.b32 %1, {high, high};}"
+            : "=r"(scales.low), "=r"(scales.high) : "r"(ready));
+        return scales;
+    }
 
     static __device__ __forceinline__ Scales linear(u32 low, u32 high) { return {Scales_::linear(low), Scales_::linear(high)}; }
 

@@ -5,7 +5,8 @@
 //     Outer                                  see reader.cuh
 //     TILED_RESCALE, LINEAR_RESCALE          see reader.cuh, for either layout
 //     Scales                                 of two rows, r and r + 8 of a tile, ready to multiply by
-//     Scales tiled(low, high), linear(...)   of what either layout stores for them
+//     u32 ready(word, byte)                  of the two that a tile stores from a byte of a word on: one in each half
+//     Scales tiled(ready), linear(low, high) of these; of what the linear layout stores
 //     tiled_half(word, scales, half, a)      a[0], a[1]: the half's pairs of columns, of a word of a tile
 //     linear_pair(byte, scales, row_8)       two columns of a row, r or r + 8, of a byte
 #pragma once
@@ -51,7 +52,7 @@ struct FourBitTiled : Format::Outer {
     }
 
     __device__ __forceinline__ void advance(int blocks) { codes_ += ELEMENTS * blocks, scales_ += SCALES * blocks; }
-    static __device__ __forceinline__ Scales scales(const Packed& packed) { return tiled_scales<Format>(packed.scales); }
+    static __device__ __forceinline__ Scales scales(const Packed& packed) { return Format::tiled(Format::ready(packed.scales, 0)); }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales, int v, int half, u32* a) {
         Format::tiled_half(word(packed, v), scales, half, a);

@@ -41,21 +41,6 @@ __device__ __forceinline__ u32 two_scales(const u8* shared) {
     else return *reinterpret_cast<const u32*>(shared);
 }
 
-// Of two scales, one beside the other.
-template <class Format>
-__device__ __forceinline__ typename Format::Scales tiled_scales(u32 two) {
-    constexpr int BITS = 8 * sizeof(typename Format::Scale);
-    return Format::tiled(two & ((1u << BITS) - 1), two >> BITS);
-}
-
-// Of the two that begin at a byte of a word.
-template <class Format>
-__device__ __forceinline__ typename Format::Scales tiled_scales_at(u32 word, int byte) {
-    if constexpr (sizeof(typename Format::Scale) == 1)
-        return Format::tiled(__byte_perm(word, 0, 0x4440 + byte), __byte_perm(word, 0, 0x4441 + byte));
-    else return tiled_scales<Format>(word);
-}
-
 // Where a lane's two lie among those of a tile, in bytes.
 template <class Format>
 __device__ __forceinline__ constexpr i32 scales_of_lane(i32 lane) {
@@ -81,7 +66,7 @@ struct FourBitShared {
     }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
-        const auto scales = tiled_scales<Format>(packed.scales);
+        const auto scales = Format::tiled(Format::ready(packed.scales, 0));
         Format::tiled_half(word(packed, v), scales, 0, a);
         Format::tiled_half(word(packed, v), scales, 1, a + 2);
     }
@@ -122,7 +107,7 @@ struct FourBitShared<Format, false> {
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
         const int byte = 16 * v / BLOCK * 2 * EACH;
-        const auto scales = tiled_scales_at<Format>(packed.scales.at[byte / 4], byte % 4);
+        const auto scales = Format::tiled(Format::ready(packed.scales.at[byte / 4], byte % 4));
         Format::tiled_half(packed.codes[v], scales, 0, a);
         Format::tiled_half(packed.codes[v], scales, 1, a + 2);
     }
@@ -136,20 +121,21 @@ __device__ __forceinline__ u32 transposed(u32 pair) {
 }
 
 // For dgrad, which contracts a tile's 16 rows: four tiles are the steps of a K block, each APART tiles after the one before. Warp w of four
-// multiplies by block w of their columns: lane 4 r + c needs word c of row r, and the scales. What is dequantized is transposed.
+// multiplies by block w of their columns: lane 4 r + c needs word c of row r, and the scales, which it has of step c: four lanes pass theirs
+// on to each other. What is dequantized is transposed.
 template <class Format, int APART>
 struct FourBitTransposed {
     static constexpr int BLOCK = Format::BLOCK, EACH = sizeof(typename Format::Scale), SCALES = 1024 / BLOCK * EACH;
 
     struct Packed {
         u32 codes[4];  // of each step
-        Vector<u32, 2 * EACH> scales;
+        u32 scales;    // of one step
     };
     u32 codes, scales;
 
     __device__ __forceinline__ FourBitTransposed(u32 first_code, u32 first_scale, i32 warp, i32 lane)
         : codes(first_code + lane / 8 * (APART * RUN) + swizzled_lane(lane % 8 * 4 + warp, 0)),
-          scales(first_scale + lane / 4 * (SCALES / 8) + warp * 16 / BLOCK * 2 * EACH) {
+          scales(first_scale + lane % 4 * (APART * SCALES) + lane / 4 * (SCALES / 8) + warp * 16 / BLOCK * 2 * EACH) {
         asm volatile("" : "+r"(codes), "+r"(scales));
     }
 
@@ -158,17 +144,12 @@ struct FourBitTransposed {
     __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
         Packed packed;
         load_matrices(packed.codes, all_codes + codes);
-        u32 two[4];
-#pragma unroll
-        for (int v = 0; v < 4; ++v) two[v] = two_scales<typename Format::Scale>(all_scales + scales + v * (APART * SCALES));
-#pragma unroll
-        for (int i = 0; i < 2 * EACH; ++i) packed.scales.at[i] = EACH == 1 ? __byte_perm(two[2 * i], two[2 * i + 1], 0x5410) : two[i];
+        packed.scales = two_scales<typename Format::Scale>(all_scales + scales);
         return packed;
     }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
-        const int byte = 2 * EACH * v;
-        const auto scales = tiled_scales_at<Format>(packed.scales.at[byte / 4], byte % 4);
+        const auto scales = Format::tiled(__shfl_sync(0xFFFFFFFF, Format::ready(packed.scales, 0), v, 4));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             u32 rows[2];  // pairs of columns, of rows r and r + 8

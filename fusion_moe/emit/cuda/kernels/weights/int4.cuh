@@ -35,7 +35,8 @@ struct Int4<bf16> {
         u32 low, high, offset_low, offset_high;
     };
 
-    static __device__ __forceinline__ Scales tiled(u32 low, u32 high) { return scales(low * 0x10001u, high * 0x10001u, UP_OF_16); }
+    static __device__ __forceinline__ u32 ready(u32 word, int) { return word; }
+    static __device__ __forceinline__ Scales tiled(u32 ready) { return scales((ready & 0xFFFF) * 0x10001u, (ready >> 16) * 0x10001u, UP_OF_16); }
     static __device__ __forceinline__ Scales linear(u32 low, u32 high) { return scales(low * 0x10001u, high * 0x10001u, UP); }
 
     static __device__ __forceinline__ void tiled_half(u32 word, const Scales& scales, int half, u32* a) {
@@ -66,8 +67,9 @@ struct Int4<f16> {
     static constexpr u32 SIXTEENTH = 0x2C002C00, OFFSET_OF_16 = 0xD480D480;             // 1 / 16, -72
     using Scales = PairOfScales;
 
-    static __device__ __forceinline__ Scales tiled(u32 low, u32 high) { return {scale(low), scale(high)}; }
-    static __device__ __forceinline__ Scales linear(u32 low, u32 high) { return tiled(low, high); }
+    static __device__ __forceinline__ u32 ready(u32 word, int) { return word; }
+    static __device__ __forceinline__ Scales tiled(u32 ready) { return {scale(ready & 0xFFFF), scale(ready >> 16)}; }
+    static __device__ __forceinline__ Scales linear(u32 low, u32 high) { return {scale(low), scale(high)}; }
 
     static __device__ __forceinline__ void tiled_half(u32 word, const Scales& scales, int half, u32* a) {
         a[0] = multiply_pair<f16>(fma_pair<f16>(nibbles<0>(word, half) | EXPONENT, ONE, OFFSET), scales.low);
