@@ -59,18 +59,14 @@ struct E2m1 : Scales_ {
         return Scales_::tiled(__byte_perm(word, 0, 0x4040 | (byte + 1) << 8 | byte));
     }
 
-    static __device__ __forceinline__ Scales tiled(u32 ready) {
-        Scales scales;
-        asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; mov.b32 %0, {low, low}; mov.b32 %1, {high, high};}"
-            : "=r"(scales.low), "=r"(scales.high) : "r"(ready));
-        return scales;
-    }
-
+    static __device__ __forceinline__ Scales tiled(u32 low, u32 high) { return {low, high}; }
     static __device__ __forceinline__ Scales linear(u32 low, u32 high) { return {Scales_::linear(low), Scales_::linear(high)}; }
 
-    static __device__ __forceinline__ void tiled_half(u32 word, const Scales& scales, int half, u32* a) {
-        a[0] = Scales_::multiply(codes_of_word<T>(word, half, 0), scales.low);
-        a[1] = Scales_::multiply(codes_of_word<T>(word, half, 1), scales.high);
+    static __device__ __forceinline__ constexpr bool beside(int half, int i) { return half == 1 && i == 0; }
+    static __device__ __forceinline__ u32 codes(u32 word, int half, int i) { return codes_of_word<T>(word, half, i); }
+
+    static __device__ __forceinline__ u32 weights(u32 codes, const Scales& scales, int i) {
+        return Scales_::multiply(codes, i == 0 ? scales.low : scales.high);
     }
 
     static __device__ __forceinline__ u32 linear_pair(u32 byte, const Scales& scales, bool row_8) {
