@@ -1,7 +1,7 @@
 """MXFP8 in plain operations of nvFuser: its own quantizers round scales otherwise, and its product of E4M3 takes no scales of blocks.
 
-Products read the bf16 numbers of codes and scales, as the program says. Powers of two come from numbers that a printed definition says
-exactly, which has six digits of each.
+Products read the bf16 numbers of codes and scales, as the program says. A printed definition has six digits of each constant, so powers of
+two are made of ones that these say.
 """
 
 from __future__ import annotations
@@ -61,16 +61,15 @@ def _of_elements(w: Writer, scale: Any, blocks: tuple[Dim, ...], at: int) -> Any
 def _power_of_two(w: Writer, amax: Any) -> Any:
     """amax f32 * float32(1/448) -> the least power of two that is not below, in [2^-127, 2^127]; NaN stays.
 
-    nvFuser has no bits of a float: one of 127 powers is found by halves, after numbers below 1 were multiplied by 2^127.
+    nvFuser has no bits of a float. Its logarithm may miss the exponent by one, which a comparison tells; its power of two, rounded to bf16,
+    is exact. In few operations: how it divides a definition takes long with many.
     """
+    one = w.constant(1.0, "f32")
     wanted = w.mul(amax, _times(w, w.cast(w.constant(_SHARE, "i64"), dtype=dtype("f32")), -_LESS))
-    low = w.lt(wanted, w.constant(1.0, "f32"))
-    wanted = w.where(low, _times(w, wanted, 127), wanted)
-    found = w.constant(1.0, "f32")
-    for bits in (64, 32, 16, 8, 4, 2, 1):
-        half = _times(w, found, bits - 1)
-        found = w.where(w.gt(wanted, half), _times(w, half, 1), found)
-    return w.where(w.ne(amax, amax), amax, w.where(low, _times(w, found, -127), found))
+    power = w.to(w.to(w.exp2(w.ceil(w.log2(wanted))), "bf16"), "f32")
+    half = w.mul(power, 0.5)
+    power = w.where(w.ge(half, wanted), half, w.where(w.lt(power, wanted), w.mul(power, 2.0), power))
+    return w.minimum(w.maximum(power, _times(w, one, -127)), _times(w, one, 127))
 
 
 def _times(w: Writer, x: Any, exponent: int) -> Any:

@@ -21,7 +21,7 @@ from ...schedule.product import GroupedProduct
 from . import eight_bits
 from .library import dtype
 from .rows import group_count, inside, of_groups, of_their_group
-from .values import E2M1, WORDS, Codes, EightBits, Encoded, Packed
+from .values import E2M1, WORDS, EightBits, Encoded, Packed
 from .writer import Writer
 
 _ALIGN, _BLOCK_SCALE = SF128X4.rows, NVFP4.scales[0]

@@ -41,7 +41,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class EightBits:
-    """A value mxfp8[..., N, K] or mxfp8_columns: codes f8e4m3[..., N, K], block_scale f32, or f8e8m0 where it comes from outside or leaves."""
+    """A value mxfp8[..., N, K] or mxfp8_columns: codes f8e4m3[..., N, K]; block_scale f32, or f8e8m0 where it came from outside."""
 
     codes: Any
     block_scale: Any
