@@ -170,7 +170,7 @@ struct FourBitTransposed {
         Packed packed;
         load_matrices(packed.codes, all_codes + codes);
         const u32 first = *reinterpret_cast<const Scale*>(all_scales + scales);
-        packed.scales = first | *reinterpret_cast<const Scale*>(all_scales + scales + NEXT_ROW) << 8 * EACH;
+        packed.scales = first | u32(*reinterpret_cast<const Scale*>(all_scales + scales + NEXT_ROW)) << 8 * EACH;
         return packed;
     }
 
