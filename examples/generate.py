@@ -2,9 +2,13 @@
 
     python examples/generate.py                                     # the small model of this repository
     python examples/generate.py --model DIR --prompt "..." --tokens 200
+    python examples/generate.py --layers 4                          # on a GPU: layers of Qwen3-30B-A3B's sizes, random weights
 
 Text comes as it is generated. Then: time to the first token, tokens a second after it, and memory, of NVFP4 and of bf16 with each of
 transformers' experts that compile. CUDA graphs on a GPU. A directory with NVFP4 experts has no bf16 beside it.
+
+With --layers there is no text: each step of decoding is captured once, sampling included, and replayed, so that no Python is timed; and a
+long prompt is timed as `generate` runs it, not compiled. "ours": what of a step's time on the GPU this library's kernels take.
 """
 
 from __future__ import annotations
@@ -12,26 +16,37 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import re
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from transformers import AutoTokenizer, CompileConfig, TextStreamer
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, Qwen3MoeConfig, StaticCache, TextStreamer
 from transformers import logging as transformers_logging
 from transformers.generation.streamers import BaseStreamer
 
 import fusion_moe
 from fusion_moe.nn import Experts
-from fusion_moe.transformers import from_pretrained
+from fusion_moe.transformers import from_pretrained, fuse_routers_
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
 PROMPT = '    def __repr__(self):\n        """Return'
 BF16_EXPERTS = ("grouped_mm", "batched_mm")
+QWEN3 = {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+}  # fmt: skip
+CONTEXT, WARM, REPLAYS = 512, 3, 20  # tokens before the first step; steps before one is captured; that are timed at once
+FEW = 8  # sequences up to which batched_mm, which copies an expert for each row, may be the fastest
+OTHERS = re.compile(r"::|^(void |triton|nvjet|sm\d|cutlass|fmha|ampere|Mem)")  # kernels of others, by their names
 
 
 @dataclass(frozen=True)
@@ -82,9 +97,16 @@ def loaded(path: Path, device: str) -> list[Contender]:
     """The model with NVFP4 experts; then as it is, unless its experts are encoded already."""
     model = from_pretrained(path, dtype=torch.bfloat16, device_map=device).eval()
     if any(isinstance(m, Experts) for m in model.modules()):
+        fuse_routers_(model)
         return [Contender("NVFP4", model, "fusion_moe")]
+    return beside(model)
+
+
+def beside(model: Any) -> list[Contender]:
+    """A copy of a model with NVFP4 experts, then the model as it is."""
     encoded = copy.deepcopy(model)
     fusion_moe.quantize_(encoded)
+    fuse_routers_(encoded)
     return [Contender("NVFP4", encoded, "fusion_moe"), *(Contender(f"bf16 {e}", model, "inductor", e) for e in BF16_EXPERTS)]
 
 
@@ -105,9 +127,129 @@ def measured(contenders: list[Contender], ids: torch.Tensor, tokens: int, repeat
         print(f"{contender.name:16}{first * 1e3:11.1f} ms{rate:12,.1f}{spread:9.0%}{size / 2**20:8,.1f} MiB")
 
 
+# Layers of Qwen3-30B-A3B's sizes ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def layers(given: argparse.Namespace) -> None:
+    """Prints a line for each batch and contender, and the ratios to the better bf16."""
+    config = Qwen3MoeConfig(**QWEN3, num_hidden_layers=given.layers, max_position_embeddings=8192, tie_word_embeddings=False)
+    with torch.device("cuda"):
+        contenders = beside(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
+    fusion_moe.prepare_(contenders[0].model)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {given.layers} layers, {CONTEXT} tokens of context", flush=True)
+    print(f"{'batch':>6}  {'':16}{'us a step':>10}{'tokens/s':>12}{'ours':>7}{'head':>7}")
+    for batch in given.batch:
+        found = {}
+        for contender in contenders:
+            if contender.experts != "batched_mm" or batch <= FEW:
+                torch._dynamo.reset()
+                replay = captured(contender, batch)
+                found[contender.name] = seconds(replay, REPLAYS)
+                show(f"{batch:6}  {contender.name:16}", found[contender.name], batch, replay, head(contender, batch))
+        print(f"{batch:6}  {ratio(found)}", flush=True)
+    prompts = [c for c in contenders if c.experts != "batched_mm"]
+    found = {c.name: seconds(partial(prefill, c, torch.randint(config.vocab_size, (1, given.prefill), device="cuda")), 5) for c in prompts}
+    for name, spent in found.items():
+        print(f"prompt  {name:16}{spent * 1e6:10,.0f}{given.prefill / spent:12,.0f}")
+    print(f"prompt  {ratio(found)}")
+
+
+def captured(contender: Contender, batch: int) -> Callable[[], None]:
+    """What replays a step: the token of each sequence -> the next one, in place."""
+    if contender.experts:
+        contender.model.set_experts_implementation(contender.experts)
+    cache = StaticCache(config=contender.model.config, max_cache_len=2 * CONTEXT)
+    ids = torch.randint(contender.model.config.vocab_size, (batch, CONTEXT), device="cuda")
+    contender.model(ids, past_key_values=cache, logits_to_keep=1)  # allocates the cache
+    ids = ids[:, -1:].clone()
+    step = torch.compile(contender.model, backend=contender.backend, dynamic=False)
+
+    def run() -> None:
+        ids.copy_(step(ids, past_key_values=cache).logits.argmax(-1))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return partial(_replay, graph, run)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
+    """run: holds the memory that the graph reads and writes."""
+    graph.replay()
+
+
+def head(contender: Contender, batch: int) -> float:
+    """Seconds of the projection to the vocabulary, which a model has once and not in each layer."""
+    x, graph = torch.randn(batch, QWEN3["hidden_size"], device="cuda", dtype=torch.bfloat16), torch.cuda.CUDAGraph()
+    contender.model.lm_head(x)
+    with torch.cuda.graph(graph):
+        contender.model.lm_head(x)
+    return seconds(graph.replay, REPLAYS)
+
+
+def prefill(contender: Contender, ids: torch.Tensor) -> None:
+    """The last logits of a prompt."""
+    if contender.experts:
+        contender.model.set_experts_implementation(contender.experts)
+    contender.model(ids, use_cache=False, logits_to_keep=1)
+
+
+def seconds(call: Callable[[], None], times: int, repeats: int = 5) -> float:
+    """Of a call on the GPU: the median of runs of so many."""
+    call()
+    found = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(times):
+            call()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1e3 / times)
+    return statistics.median(found)
+
+
+def show(name: str, spent: float, batch: int, replay: Callable[[], None], of_head: float) -> None:
+    """A line: what of a step is ours, by the time in which kernels of ours run, and what is the projection to the vocabulary."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        replay()
+        torch.cuda.synchronize()
+    kernels = [e for e in profiled.events() if e.device_time_total > 0]
+    ours = united([(e.time_range.start, e.time_range.end) for e in kernels if not OTHERS.search(e.name)])
+    print(f"{name}{spent * 1e6:10,.0f}{batch / spent:12,.0f}{ours / 1e6 / spent:7.0%}{of_head / spent:7.0%}", flush=True)
+
+
+def united(spans: Sequence[tuple[float, float]]) -> float:
+    """How long at least one of them runs: the next kernel begins while one ends."""
+    total = until = 0.0
+    for start, end in sorted(spans):
+        total, until = total + max(0.0, end - max(start, until)), max(until, end)
+    return total
+
+
+def ratio(found: dict[str, float]) -> str:
+    """NVFP4 beside the fastest other."""
+    ours, *others = found.values()
+    return f"NVFP4 is {min(others) / ours:.2f} times as fast as the better bf16"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
 def main(given: argparse.Namespace) -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    if given.layers:
+        layers(given)
+        return
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     contenders = loaded(given.model, given.device)
     ids = tokenizer(given.prompt, return_tensors="pt").input_ids.to(given.device)
@@ -131,5 +273,8 @@ if __name__ == "__main__":
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--tokens", type=int, default=64, help="to generate")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=0, help="of Qwen3-30B-A3B's sizes, in place of a model")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="sequences, with --layers")
+    parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt, with --layers")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     main(parser.parse_args())

@@ -5,7 +5,8 @@ Rows that are picked, by as many indices as there are rows or more, are picked f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..encodings import find
@@ -18,32 +19,40 @@ from ..ir.types import plain
 from ..target import Target
 from .rewrite import rewrite
 
+ByWayOf = Callable[[FusionDefinition, Value], Value]
+
 
 def dequantize_operands(fusion: Fusion, target: Target) -> Fusion:
     """The Fusion with a `dequantize` before each product of MXFP8 operands, which are what the product counts them as."""
-    return rewrite(fusion, _rule) if any(map(_reads_eight_bits, fusion.ops)) else fusion
+    by_way_of = _itself if "quantize" in target.unshared_roles else eight_bits.in_parts
+    return rewrite(fusion, partial(_rule, by_way_of)) if any(map(_reads_eight_bits, fusion.ops)) else fusion
+
+
+def _itself(fd: FusionDefinition, v: Value) -> Value:
+    """Where what is quantized leaves no kernel, parts would be what leaves it."""
+    return v
 
 
 def _reads_eight_bits(op: Op) -> bool:
     return op.kind.role == "grouped" and any(eight_bits.is_one(v.type) for v in op.values)
 
 
-def _rule(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
+def _rule(by_way_of: ByWayOf, fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
     if not _reads_eight_bits(op):
         return None
     attrs = {name: attr for name, attr in op.attrs.items() if name != "wgrad"}
-    return fd.append(op.kind, [_numbers(fd, v, inputs[2]) for v in inputs], attrs)
+    return fd.append(op.kind, [_numbers(by_way_of, fd, v, inputs[2]) for v in inputs], attrs)
 
 
-def _numbers(fd: FusionDefinition, v: Value, ends: Value) -> Value:
+def _numbers(by_way_of: ByWayOf, fd: FusionDefinition, v: Value, ends: Value) -> Value:
     if not eight_bits.is_one(v.type):
         return v
     if (picked := _picked(fd, v)) is not None:
         quantize, gather = picked
         rows = fd.append(quantize.kind, [gather.values[0]], quantize.attrs)[0]
-        return fd.append(gather.kind, [_numbers(fd, rows, ends), gather.values[1]], gather.attrs)[0]
+        return fd.append(gather.kind, [_numbers(by_way_of, fd, rows, ends), gather.values[1]], gather.attrs)[0]
     of_runs = [ends] if in_runs(v.type.encoding, v.type.shape) else []
-    return fd.ops.dequantize(eight_bits.in_parts(fd, v), *of_runs, dtype="bf16")
+    return fd.ops.dequantize(by_way_of(fd, v), *of_runs, dtype="bf16")
 
 
 def _picked(fd: FusionDefinition, v: Value) -> tuple[Op, Op] | None:

@@ -7,7 +7,8 @@ nvFuser divides and schedules a definition itself, so a segment is as large as i
 - tensors without elements, where it asserts;
 - sorts of more rows than one block holds, and so of an open number of them: it asserts at launch;
 - products with other results than those of the operands' 16-bit type, sums that scatter;
-- e2m1 below compute capability 10.0.
+- e2m1, and tensors of e8m0, below compute capability 10.0;
+- blocks along rows of groups, which begin where the device says; block scales in a product of e4m3: its own are of rows and columns.
 
 Source: nvFuser's python frontend (nvfuser_direct, 0.2.36) and csrc/ops; sizes of the 4-bit product: its cutlass kernel's alignment.
 """
@@ -18,6 +19,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ..ir.core import Fusion, Op, Value
+from ..ir.kinds.quantized import TRAINED
+from ..ir.kinds.runs import in_runs
 from ..ir.kinds.shape import elements
 from ..ir.types import STORED, TensorType, plain
 from ..target import Target
@@ -32,6 +35,7 @@ PRODUCTS = {"bf16": "dequantize + grouped_mm", "nvfp4": "cutlass_nvfp4_grouped_m
 SORTED = 4096  # rows; it sorts within one block, whose shared memory and registers end between here and 8192
 _SORTS = ("route", "invert")
 _K, _N = 64, 128  # what the sizes of a 4-bit product are multiples of
+_E8M0 = (10, 0)  # the compute capability that tensors of it require
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,9 @@ def _cast(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 
 def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
+    if op.attrs["encoding"] in TRAINED:
+        inside = fusion.producers.get(op.values[1])
+        return _of_runs(op, op.outputs[0].type) or (None if inside else _stored_scale(op, target)) or _inside(op, fusion)
     if op.values[0] in fusion.producers:
         return f"pack of codes made by {fusion.producers[op.values[0]].kind.name}: nvFuser has no 8-bit integers"
     if op.attrs["encoding"] not in PACKED:
@@ -93,6 +100,8 @@ def _pack(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 
 def _quantize(op: Op, fusion: Fusion, target: Target) -> str | None:
+    if op.attrs["encoding"] in TRAINED:
+        return _of_runs(op, op.outputs[0].type) or _inside(op, fusion)
     if op.attrs["encoding"] not in PACKED:
         return f"{op.kind.name} to {op.attrs['encoding']}: {' and '.join(PACKED)} is lowered"
     if op.attrs["encoding"] not in target.activation_formats:
@@ -103,6 +112,8 @@ def _quantize(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 
 def _dequantize(op: Op, fusion: Fusion, target: Target) -> str | None:
+    if op.values[0].type.dtype in TRAINED and op.values[0] in fusion.producers:
+        return _of_runs(op, op.values[0].type)
     return f"dequantize of {op.values[0].type.dtype}: nvFuser has no quantized tensors"
 
 
@@ -116,7 +127,22 @@ def _inside(op: Op, fusion: Fusion, target: Target | None = None) -> str | None:
 def _unpack(op: Op, fusion: Fusion, target: Target) -> str | None:
     if op.values[0] not in fusion.producers:
         return "unpack of an input: nvFuser has no quantized tensors"
+    if op.values[0].type.dtype in TRAINED:
+        return _stored_scale(op, target) if op.outputs[1] in fusion.outputs else None
     return "unpack of swizzled scales: nvFuser leaves their padding uninitialized" if op.values[0].type.layout != "linear" else None
+
+
+def _of_runs(op: Op, type: TensorType) -> str | None:
+    if not in_runs(type.encoding, type.shape):
+        return None
+    return f"{op.kind.name} of {type.dtype} in blocks along rows of groups: nvFuser's blocks begin at numbers known when compiling"
+
+
+def _stored_scale(op: Op, target: Target) -> str | None:
+    """Scales inside of a definition are float32: those that come into it or leave it are e8m0."""
+    if target.capability is not None and target.capability < _E8M0:
+        return f"{op.kind.name} of stored scales on {target.name}: e8m0 requires compute capability {'.'.join(map(str, _E8M0))}"
+    return None
 
 
 def _swizzle(op: Op, fusion: Fusion, target: Target) -> str | None:

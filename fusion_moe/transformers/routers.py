@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from importlib import import_module
 from types import MethodType
 from typing import Any
@@ -27,10 +28,9 @@ def fuse_routers_(model: torch.nn.Module) -> tuple[str, ...]:
     A router is known by the code of its forward: that of Qwen3-MoE, Qwen3.5-MoE, Mixtral, gpt-oss, Granite-MoE or DeepSeek-V3, which many
     families share. Others are left as they are.
     """
-    known = dict(_known())
     found = []
     for name, module in model.named_modules():
-        if forward := known.get(_code(type(module))):
+        if forward := _forward_of(type(module)):
             module.forward = MethodType(forward, module)
             found.append(name)
     return tuple(found)
@@ -76,6 +76,7 @@ def _deepseek_v3(self: Any, hidden_states: Tensor) -> Routed:
     return logits, weights, ids
 
 
+_MODULE = "transformers.models.{family}.modeling_{family}"
 _FORWARDS: dict[tuple[str, str], Callable[[Any, Tensor], Routed]] = {
     ("qwen3_moe", "Qwen3MoeTopKRouter"): _qwen3_moe,
     ("qwen3_5_moe", "Qwen3_5MoeTopKRouter"): _qwen3_5_moe,
@@ -86,12 +87,23 @@ _FORWARDS: dict[tuple[str, str], Callable[[Any, Tensor], Routed]] = {
 }
 
 
-def _known() -> Iterator[tuple[Any, Callable[[Any, Tensor], Routed]]]:
-    """The code of forwards that this version of transformers has, and what takes their place."""
-    for (family, name), forward in _FORWARDS.items():
-        module = import_module(f"transformers.models.{family}.modeling_{family}")
-        if router := getattr(module, name, None):
-            yield _code(router), forward
+def _forward_of(of: type) -> Callable[[Any, Tensor], Routed] | None:
+    """What takes the place of a class's forward, if it is a router's. Families other than its own are imported for what chooses alone."""
+    code = _code(of)
+    if not code or "topk" not in code[1]:
+        return None
+    own = next((forward for (family, name), forward in _FORWARDS.items() if of is _loaded(family, name)), None)
+    return own or next((forward for router, forward in _FORWARDS.items() if code == _code(_imported(*router))), None)
+
+
+def _imported(family: str, name: str) -> Any:
+    """The class, or None where this version of transformers has none."""
+    return getattr(import_module(_MODULE.format(family=family)), name, None)
+
+
+def _loaded(family: str, name: str) -> Any:
+    """The same, where its family is imported already."""
+    return getattr(sys.modules.get(_MODULE.format(family=family)), name, None)
 
 
 def _code(of: type) -> Any:

@@ -16,10 +16,12 @@ from judge import judge
 from fusion_moe import FusionDefinition, op_definitions, options
 from fusion_moe.compile import lower
 from fusion_moe.emit.nvfuser import headers, library
-from fusion_moe.encodings import Quantized, dequantize, quantize
+from fusion_moe.encodings import ENCODINGS, Quantized, dequantize, quantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.ir.core import Fusion
+from fusion_moe.ir.derivative import differentiate
 from fusion_moe.ir.kinds import KINDS
+from fusion_moe.ir.types import DTYPES
 from fusion_moe.layouts import SF128X4
 from fusion_moe.schedule import nvfuser as facts
 from fusion_moe.target import TARGETS
@@ -159,6 +161,84 @@ def test_a_product_means_the_same(activation_format, runs, dtype):
     assert ("sm_90" in found) == (activation_format == "bf16")
 
 
+# MXFP8 ----------------------------------------------------------------------------------------------------------------
+
+
+def copies(shape, encoding, dtype="bf16"):
+    """x -> codes, scales and the numbers of its copy."""
+    fd = FusionDefinition()
+    copied = fd.ops.quantize(fd.define_tensor(shape=shape, dtype=dtype), encoding=encoding)
+    for v in (*fd.ops.unpack(copied), fd.ops.dequantize(copied, dtype="bf16")):
+        fd.add_output(v)
+    return fd.fusion()
+
+
+def every_amax():
+    """bf16[..., 32]: each that the largest of a block can be, from zero to infinity, subnormal ones too, and NaN."""
+    amax = torch.arange(0x7F82, dtype=torch.int16).view(torch.bfloat16)
+    finite = amax.clamp(max=torch.finfo(torch.bfloat16).max).float()
+    x = ((torch.rand(len(amax), 32, generator=generator()) * 2 - 1) * finite[:, None]).bfloat16()
+    x[:, 5] = amax
+    return x
+
+
+@needs_nvfuser
+@pytest.mark.parametrize("dtype", ["bf16", "f32", "f16"])
+@pytest.mark.parametrize("encoding", ["mxfp8", "mxfp8_columns"])
+def test_copies_in_mxfp8_are_the_encodings_bit_for_bit(encoding, dtype):
+    x = every_amax().to(DTYPES[dtype])
+    x = x if encoding == "mxfp8" else x.mT.contiguous()
+    found = judge(copies(list(x.shape), encoding, dtype), [x])
+    assert [s.kind for s in found["sm_100"]] == ["nvfuser"]
+    assert "nvfuser" not in {s.kind for s in found["sm_90"]}  # e8m0 would leave
+
+
+def stored_copy():
+    """A weight that comes in 8 bits."""
+    fd = FusionDefinition()
+    codes, scale = fd.define_tensor(shape=[G, 8, 64], dtype="f8e4m3"), fd.define_tensor(shape=[G, 8, 2], dtype="f8e8m0")
+    fd.add_output(fd.ops.dequantize(fd.ops.pack(codes, scale, encoding="mxfp8", layout="linear"), dtype="bf16"))
+    return fd.fusion()
+
+
+@needs_nvfuser
+def test_stored_copies_are_read_where_there_is_e8m0():
+    codes, scale = quantize(torch.randn(G, 8, 64, generator=generator()), encoding=ENCODINGS["mxfp8"])
+    found = judge(stored_copy(), [codes, scale])
+    assert [[s.kind for s in segments] for segments in found.values()] == [["single"], ["nvfuser"]]
+
+
+def mxfp8_product(static=False, transposed=False):
+    w = torch.zeros(G, H, I) if transposed else torch.zeros(G, I, H)
+    how = {"weight_format": "bf16", "activation_format": "mxfp8", "transposed": transposed}
+    return call("grouped_mm", [rows(), [w.bfloat16()], ENDS], static, **how)
+
+
+@needs_nvfuser
+@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_of_mxfp8_copies_is_one_definition(transposed, static):
+    """Made, decoded and multiplied, on both; nothing of 8 bits leaves."""
+    w = torch.randn(G, H, I, generator=generator()).bfloat16()
+    found = judge(mxfp8_product(static, transposed), [rows(), w, ENDS])
+    assert [[s.kind for s in segments] for segments in found.values()] == [["nvfuser"]] * 2
+
+
+@needs_nvfuser
+def test_training_in_mxfp8_leaves_blocks_along_rows_to_the_reference():
+    """The forward's product and the gradient of x are definitions."""
+    made = differentiate(mxfp8_product(), (0, 1))
+    for fusion, product in ((made.forward, "grouped_mm"), (made.backward, "grouped_mm_t")):
+        for target in ("sm_90", "sm_100"):
+            segments = lower(fusion, TARGETS[target], options.Options()).segments
+            assert product in {op.kind.name for s in segments if s.kind == "nvfuser" for op in s.fusion.ops}
+            others = [op for s in segments if s.kind != "nvfuser" for op in s.fusion.ops if op.kind.name == "quantize"]
+            assert {op.attrs["encoding"] for op in others} == {"mxfp8_columns"}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
 def of_problem(n=2 * I, sizes=(3, 0, 7, 1)):
     """The arguments of the operation with thunder's signature; its weight is stored as it wants it."""
     codes, scale, decode = weight(n, H)
@@ -240,7 +320,7 @@ def test_every_kind_is_written_or_refused():
     """What no rule writes is refused whatever its types, and says why."""
     from fusion_moe.emit.nvfuser.definition import RULES
 
-    never = {"dequantize", "grouped_outer", "grouped_swizzle", "index_put_accumulate", "group_sum"}
+    never = {"grouped_outer", "grouped_swizzle", "index_put_accumulate", "group_sum"}
     never |= {"topk_ids", "topk_weights", "topk_weights_backward"}
     assert set(KINDS) - set(RULES) == never
     assert set(RULES) <= set(KINDS)
@@ -270,6 +350,15 @@ def four_bit(n, k):
     return fd.fusion()
 
 
+def copies_of_rows():
+    fd = FusionDefinition()
+    x, offs = fd.define_tensor(shape=[11, H], dtype="bf16"), fd.define_tensor(shape=[G], dtype="i32")
+    ends = fd.groups_of(offs, 11)
+    for v in fd.ops.unpack(fd.ops.quantize(fd.ops.partition(x, ends), ends, encoding="mxfp8_columns")):
+        fd.add_output(v)
+    return fd.fusion()
+
+
 REFUSED = {
     "a sum of bytes": one(lambda fd, x: fd.ops.add(x, x), ([4], "u8")),
     "a cast to e4m3": one(lambda fd, x: fd.ops.cast(x, dtype="f8e4m3"), ([4], "f32")),
@@ -287,6 +376,8 @@ REFUSED = {
     "K = 96": four_bit(128, 96),
     "N = 64": four_bit(64, 128),
     "quantize": call("nvfp4_quantize", [torch.randn(64, 64)]),
+    "scales of 8 bits": stored_copy(),
+    "blocks along rows of groups": copies_of_rows(),
     "swizzle": call("grouped_swizzle_block_scale", [torch.zeros(11, 4).to(torch.float8_e4m3fn), ENDS]),
 }  # fmt: skip
 

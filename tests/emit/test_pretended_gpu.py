@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from launched import keep
-from test_nvfuser import I, call, expert_mlp_of_sorted_rows, of_problem, sort, weight
+from test_nvfuser import I, call, copies, expert_mlp_of_sorted_rows, mxfp8_product, of_problem, sort, weight
 
 from fusion_moe import FusionDefinition
 from fusion_moe.compile import lower
@@ -69,13 +69,14 @@ def test_blackwell(tmp_path):
     made = {
         kept(thunders("nvfp4"), "sm_100", tmp_path): 1, kept(thunders("nvfp4", static=True), "sm_100", tmp_path): 1,
         kept(expert_mlp_of_sorted_rows(False), "sm_100", tmp_path): 2, kept(thunders("bf16"), "sm_100", tmp_path): 0,
+        kept(mxfp8_product(), "sm_100", tmp_path): 0, kept(copies([2, 64, 8], "mxfp8_columns"), "sm_100", tmp_path): 0,
     }  # fmt: skip
     said, log = launched("10.0", tmp_path)
     assert said == dict.fromkeys(made, "launched")
     assert not log["refused sm_100a"]
     assert log["compiled sm_100a"] >= len(made)
     assert cutlass(log, "Sm100", "BlockScaled", "float_e2m1_t", "float_ue4m3_t") == sum(made.values())
-    assert cutlass(log, "Sm100", "bfloat16_t") - cutlass(log, "BlockScaled", "bfloat16_t") == 1
+    assert cutlass(log, "Sm100", "bfloat16_t") - cutlass(log, "BlockScaled", "bfloat16_t") == 2
 
 
 def bias_of_one_group():
@@ -100,7 +101,7 @@ def constants():
 
 @pytest.mark.slow
 def test_hopper(tmp_path):
-    products = [kept(f, "sm_90", tmp_path) for f in (thunders("bf16"), linear())]
+    products = [kept(f, "sm_90", tmp_path) for f in (thunders("bf16"), linear(), mxfp8_product())]
     others = [kept(f, "sm_90", tmp_path) for f in (bias_of_one_group(), one_row_of_one_group(), constants())]
     said, log = launched("9.0", tmp_path)
     assert said == dict.fromkeys(products, "compiled") | dict.fromkeys(others, "launched")

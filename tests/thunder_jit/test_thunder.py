@@ -15,6 +15,7 @@ import fusion_moe
 from fusion_moe import errors, op_definitions, options, translate, translator
 from fusion_moe.compile import lower
 from fusion_moe.ir.core import Fusion
+from fusion_moe.ops import topk_router
 from fusion_moe.target import TARGETS
 
 pytestmark = pytest.mark.thunder
@@ -129,6 +130,33 @@ def kernels(fusion: Fusion) -> str:
     lowered = lower(fusion, TARGETS["cpu"], options.current())
     assert [s.kind for s in lowered.segments] == ["grouped_gemm", "grouped_gemm"]
     return "\n\n".join(f"{s.plan.schedule}\n{s.plan.fusion}" for s in lowered.segments)
+
+
+class Routed(nn.Module):
+    """A router by `topk_router`, and its experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(G, H, generator=torch.Generator().manual_seed(0)) / H**0.5)
+        self.parts = (*weight(2 * I, H), *weight(H, I))
+
+    def forward(self, x):
+        w, ids = topk_router(nn.functional.linear(x.float(), self.gate), 2, renormalize=True)
+        return O.expert_mlp(x, ids, w, *self.parts)
+
+
+def test_a_router_is_in_the_program_of_its_experts():
+    """The bits of eager, forward and backward."""
+    model, x = Routed(), bf16(9)
+    run, found = jitted(model), []
+    for call in (run, model):
+        given = x.clone().requires_grad_()
+        y = call(given)
+        found.append((y, *torch.autograd.grad(y.float().square().sum(), [given, model.gate])))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    (program,) = programs(fusions(run))
+    assert {"topk_ids", "topk_weights", "route", "grouped_mm"} <= {op.kind.name for op in program.ops}
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 33])

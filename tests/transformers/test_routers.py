@@ -55,6 +55,12 @@ def test_a_router_returns_what_it_did(family, name, normalized):
     assert ours(x)[1].equal(plain(x)[1])
 
 
+def test_no_other_family_is_imported(monkeypatch):
+    made = router("mixtral", "MixtralTopKRouter")
+    monkeypatch.setattr("fusion_moe.transformers.routers.import_module", None)
+    assert fuse_routers_(torch.nn.Sequential(torch.nn.Linear(32, 32), made)) == ("1",)
+
+
 def test_others_stay_as_they_are():
     class Router(torch.nn.Linear):
         def forward(self, x):

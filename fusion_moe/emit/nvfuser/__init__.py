@@ -4,7 +4,7 @@ library.py      the installed nvFuser, or what to install
 writer.py       writes operations into a definition, equal ones once
 definition.py   a Fusion -> a definition of its own, or operations inside of another one
 values.py       how quantized values look in nvFuser
-pointwise.py shapes.py rows.py products.py    what each kind of the IR becomes
+pointwise.py shapes.py rows.py products.py    what each kind of the IR becomes;  eight_bits.py: MXFP8
 headers.py      the CUDA headers that sorts are compiled with, or what to install
 launch.py       checks before a launch, and the launch
 """

@@ -15,11 +15,13 @@ from typing import Any
 from ...encodings import NVFP4
 from ...groups import ceil_to
 from ...ir.core import Op
+from ...ir.kinds.quantized import TRAINED
 from ...layouts import SF128X4
 from ...schedule.product import GroupedProduct
+from . import eight_bits
 from .library import dtype
 from .rows import group_count, inside, of_groups, of_their_group
-from .values import E2M1, WORDS, Codes, Encoded, Packed
+from .values import E2M1, WORDS, EightBits, Encoded, Packed
 from .writer import Writer
 
 _ALIGN, _BLOCK_SCALE = SF128X4.rows, NVFP4.scales[0]
@@ -77,7 +79,9 @@ def _per_block(w: Writer, packed: Packed, shape: Matrices) -> Any:
     return w.spread(rows, blocks, 0, 1)
 
 
-def _pack(w: Writer, op: Op, codes: Codes, block_scale: Any, decode_scale: Any) -> Packed:
+def _pack(w: Writer, op: Op, codes: Any, block_scale: Any, decode_scale: Any = None) -> Packed | EightBits:
+    if op.attrs["encoding"] in TRAINED:
+        return EightBits(codes, block_scale)
     codes_type, decode_type = op.values[0].type, op.values[2].type
     runs = decode_type.shape[-1] if len(decode_type.shape) == len(codes_type.shape) - 1 else 0
     return Packed(codes, block_scale, decode_scale, op.attrs["layout"], runs)  # type: ignore[arg-type]
@@ -89,8 +93,10 @@ def _decode_scale(w: Writer, op: Op, x: Any) -> Any:
     return w.div(largest, NVFP4.element.maximum * _BLOCK_SCALE.maximum)
 
 
-def _quantize(w: Writer, op: Op, x: Any, decode_scale: Any) -> Encoded:
+def _quantize(w: Writer, op: Op, x: Any, decode_scale: Any = None) -> Encoded | EightBits:
     """As encodings.quantize, operation for operation; nvFuser's nv_block_quantize multiplies by rounded reciprocals instead."""
+    if op.attrs["encoding"] in TRAINED:
+        return eight_bits.quantized(w, op, x)
     *lead, n, k = op.values[0].type.shape
     assert isinstance(k, int)
     blocks, each = (*lead, n, k // NVFP4.block, NVFP4.block), tuple(range(len(lead)))
@@ -107,8 +113,8 @@ def _quantize(w: Writer, op: Op, x: Any, decode_scale: Any) -> Encoded:
     return Encoded(w.reshape(codes, w.shape((*lead, n, k))), block_scale, decode_scale)
 
 
-def _unpack(w: Writer, op: Op, x: Encoded) -> tuple[Any, Any]:
-    return x.codes, x.block_scale
+def _unpack(w: Writer, op: Op, x: Encoded | EightBits) -> tuple[Any, Any]:
+    return eight_bits.unpacked(w, op, x) if isinstance(x, EightBits) else (x.codes, x.block_scale)
 
 
 def _relayout(w: Writer, op: Op, x: Encoded, ends: Any) -> Encoded:
@@ -194,6 +200,7 @@ def _matrices(op: Op) -> Matrices:
 
 
 RULES: dict[str, Callable[..., Any]] = {
-    "pack": _pack, "unpack": _unpack, "decode_scale": _decode_scale, "quantize": _quantize, "relayout": _relayout,
+    "pack": _pack, "unpack": _unpack, "decode_scale": _decode_scale, "quantize": _quantize, "dequantize": eight_bits.dequantized,
+    "relayout": _relayout,
     "grouped_mm": _grouped_mm, "grouped_mm_t": _grouped_mm,
 }  # fmt: skip

@@ -39,6 +39,14 @@ class Encoded:
     decode_scale: Any
 
 
+@dataclass(frozen=True)
+class EightBits:
+    """A value mxfp8[..., N, K] or mxfp8_columns: codes f8e4m3[..., N, K]; block_scale f32, or f8e8m0 where it came from outside."""
+
+    codes: Any
+    block_scale: Any
+
+
 def form_of(codes: Tensor, form: str, transposed: bool) -> Tensor:
     """codes u8[..., N, K/2], or [..., K/2, N] if transposed -> int32 words [..., N, K/8], or e2m1[..., K/2, N] with K fastest.
 

@@ -47,20 +47,26 @@ __device__ __forceinline__ u32 codes_of_byte(u32 byte) {
 // What the bytes of block scales mean, an encoding says (Scales_):
 //
 //     Outer, BLOCK, TILED_RESCALE, LINEAR_RESCALE   as formats have them
-//     tiled(byte), linear(byte)                     a pair of the scale, as either layout stores it, times a power of two
+//     tiled(two)                                    two scales as w16x64 stores them, a byte in each half, times a power of two
+//     linear(byte)                                  a pair of the scale, as the linear layout stores it, times a power of two
 //     multiply(codes, scale)                        a pair of weights over a power of two, TILED_RESCALE or LINEAR_RESCALE
 template <class T, class Scales_>
 struct E2m1 : Scales_ {
     using Scale = u8;
     using Scales = PairOfScales;
 
-    static __device__ __forceinline__ Scales tiled(u32 low, u32 high) { return {Scales_::tiled(low), Scales_::tiled(high)}; }
+    static __device__ __forceinline__ u32 ready(u32 word, int byte) {
+        return Scales_::tiled(__byte_perm(word, 0, 0x4040 | (byte + 1) << 8 | byte));
+    }
 
+    static __device__ __forceinline__ Scales tiled(u32 low, u32 high) { return {low, high}; }
     static __device__ __forceinline__ Scales linear(u32 low, u32 high) { return {Scales_::linear(low), Scales_::linear(high)}; }
 
-    static __device__ __forceinline__ void tiled_half(u32 word, const Scales& scales, int half, u32* a) {
-        a[0] = Scales_::multiply(codes_of_word<T>(word, half, 0), scales.low);
-        a[1] = Scales_::multiply(codes_of_word<T>(word, half, 1), scales.high);
+    static __device__ __forceinline__ constexpr bool beside(int half, int i) { return half == 1 && i == 0; }
+    static __device__ __forceinline__ u32 codes(u32 word, int half, int i) { return codes_of_word<T>(word, half, i); }
+
+    static __device__ __forceinline__ u32 weights(u32 codes, const Scales& scales, int i) {
+        return Scales_::multiply(codes, i == 0 ? scales.low : scales.high);
     }
 
     static __device__ __forceinline__ u32 linear_pair(u32 byte, const Scales& scales, bool row_8) {

@@ -5,8 +5,12 @@
 //     Outer                                  see reader.cuh
 //     TILED_RESCALE, LINEAR_RESCALE          see reader.cuh, for either layout
 //     Scales                                 of two rows, r and r + 8 of a tile, ready to multiply by
-//     Scales tiled(low, high), linear(...)   of what either layout stores for them
-//     tiled_half(word, scales, half, a)      a[0], a[1]: the half's pairs of columns, of a word of a tile
+//     u32 ready(word, byte)                  of two scales that a tile stores from a byte of a word on: one in each half
+//     Scales tiled(low, high)                of pairs of these, for rows r and r + 8
+//     Scales linear(low, high)               of what the linear layout stores
+//     u32 codes(word, half, i)               the half's pair of columns of row r or r + 8 (i), of a word of a tile
+//     bool beside(half, i)                   whether some bits of a pair's column lie in the word's half of the other one
+//     u32 weights(codes, scales, i)          a pair
 //     linear_pair(byte, scales, row_8)       two columns of a row, r or r + 8, of a byte
 #pragma once
 
@@ -51,10 +55,10 @@ struct FourBitTiled : Format::Outer {
     }
 
     __device__ __forceinline__ void advance(int blocks) { codes_ += ELEMENTS * blocks, scales_ += SCALES * blocks; }
-    static __device__ __forceinline__ Scales scales(const Packed& packed) { return tiled_scales<Format>(packed.scales); }
+    static __device__ __forceinline__ Scales scales(const Packed& packed) { return scales_of_rows<Format>(Format::ready(packed.scales, 0)); }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, const Scales& scales, int v, int half, u32* a) {
-        Format::tiled_half(word(packed, v), scales, half, a);
+        weights_of_rows<Format>(word(packed, v), scales, half, a);
     }
 
 private:

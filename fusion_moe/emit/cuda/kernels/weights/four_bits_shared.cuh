@@ -41,19 +41,20 @@ __device__ __forceinline__ u32 two_scales(const u8* shared) {
     else return *reinterpret_cast<const u32*>(shared);
 }
 
-// Of two scales, one beside the other.
+// For all columns: of one in each half, those of rows r and r + 8.
 template <class Format>
-__device__ __forceinline__ typename Format::Scales tiled_scales(u32 two) {
-    constexpr int BITS = 8 * sizeof(typename Format::Scale);
-    return Format::tiled(two & ((1u << BITS) - 1), two >> BITS);
+__device__ __forceinline__ typename Format::Scales scales_of_rows(u32 ready) {
+    u32 low, high;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; mov.b32 %0, {low, low}; mov.b32 %1, {high, high};}"
+        : "=r"(low), "=r"(high) : "r"(ready));
+    return Format::tiled(low, high);
 }
 
-// Of the two that begin at a byte of a word.
+// The half's pairs of columns, of rows r and r + 8.
 template <class Format>
-__device__ __forceinline__ typename Format::Scales tiled_scales_at(u32 word, int byte) {
-    if constexpr (sizeof(typename Format::Scale) == 1)
-        return Format::tiled(__byte_perm(word, 0, 0x4440 + byte), __byte_perm(word, 0, 0x4441 + byte));
-    else return tiled_scales<Format>(word);
+__device__ __forceinline__ void weights_of_rows(u32 word, const typename Format::Scales& scales, int half, u32* a) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) a[i] = Format::weights(Format::codes(word, half, i), scales, i);
 }
 
 // Where a lane's two lie among those of a tile, in bytes.
@@ -81,9 +82,9 @@ struct FourBitShared {
     }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
-        const auto scales = tiled_scales<Format>(packed.scales);
-        Format::tiled_half(word(packed, v), scales, 0, a);
-        Format::tiled_half(word(packed, v), scales, 1, a + 2);
+        const auto scales = scales_of_rows<Format>(Format::ready(packed.scales, 0));
+        weights_of_rows<Format>(word(packed, v), scales, 0, a);
+        weights_of_rows<Format>(word(packed, v), scales, 1, a + 2);
     }
 };
 
@@ -122,9 +123,9 @@ struct FourBitShared<Format, false> {
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
         const int byte = 16 * v / BLOCK * 2 * EACH;
-        const auto scales = tiled_scales_at<Format>(packed.scales.at[byte / 4], byte % 4);
-        Format::tiled_half(packed.codes[v], scales, 0, a);
-        Format::tiled_half(packed.codes[v], scales, 1, a + 2);
+        const auto scales = scales_of_rows<Format>(Format::ready(packed.scales.at[byte / 4], byte % 4));
+        weights_of_rows<Format>(packed.codes[v], scales, 0, a);
+        weights_of_rows<Format>(packed.codes[v], scales, 1, a + 2);
     }
 };
 
@@ -135,46 +136,54 @@ __device__ __forceinline__ u32 transposed(u32 pair) {
     return found;
 }
 
+// Lane 4 r + c's, of lane 4 from + c.
+__device__ __forceinline__ u32 of_quarter(u32 x, int from) {
+    constexpr int SAME_C = 0x031F;
+    u32 found;
+    asm volatile("shfl.sync.idx.b32 %0, %1, %2, %3, 0xFFFFFFFF;" : "=r"(found) : "r"(x), "r"(4 * from), "n"(SAME_C));
+    return found;
+}
+
 // For dgrad, which contracts a tile's 16 rows: four tiles are the steps of a K block, each APART tiles after the one before. Warp w of four
-// multiplies by block w of their columns: lane 4 r + c needs word c of row r, and the scales. What is dequantized is transposed.
+// multiplies by block w of their columns: to lane 4 r + c go word c of row r of each tile, whose halves, columns, are transposed, and so
+// codes of rows 2 c, 2 c + 1, and these 8 further on. Their scales: lane 4 (2 v + i) + c makes those of step v, and all with c get them.
 template <class Format, int APART>
 struct FourBitTransposed {
-    static constexpr int BLOCK = Format::BLOCK, EACH = sizeof(typename Format::Scale), SCALES = 1024 / BLOCK * EACH;
+    static constexpr int BLOCK = Format::BLOCK, EACH = sizeof(typename Format::Scale), SCALES = 1024 / BLOCK * EACH, NEXT_ROW = SCALES / 8;
 
     struct Packed {
         u32 codes[4];  // of each step
-        Vector<u32, 2 * EACH> scales;
+        u32 scales;    // two, of one step
     };
     u32 codes, scales;
 
     __device__ __forceinline__ FourBitTransposed(u32 first_code, u32 first_scale, i32 warp, i32 lane)
         : codes(first_code + lane / 8 * (APART * RUN) + swizzled_lane(lane % 8 * 4 + warp, 0)),
-          scales(first_scale + lane / 4 * (SCALES / 8) + warp * 16 / BLOCK * 2 * EACH) {
+          scales(first_scale + lane / 8 * (APART * SCALES) + lane % 4 * (2 * NEXT_ROW) + (warp * 16 / BLOCK * 2 + lane / 4 % 2) * EACH) {
         asm volatile("" : "+r"(codes), "+r"(scales));
     }
 
     static __device__ __forceinline__ i32 swizzled_lane(i32 lane, int run) { return FourBitShared<Format, false>::swizzled_lane(lane, run); }
 
     __device__ __forceinline__ Packed load(const u8* all_codes, const u8* all_scales) const {
+        using Scale = typename Format::Scale;
         Packed packed;
         load_matrices(packed.codes, all_codes + codes);
-        u32 two[4];
-#pragma unroll
-        for (int v = 0; v < 4; ++v) two[v] = two_scales<typename Format::Scale>(all_scales + scales + v * (APART * SCALES));
-#pragma unroll
-        for (int i = 0; i < 2 * EACH; ++i) packed.scales.at[i] = EACH == 1 ? __byte_perm(two[2 * i], two[2 * i + 1], 0x5410) : two[i];
+        const u32 first = *reinterpret_cast<const Scale*>(all_scales + scales);
+        packed.scales = first | u32(*reinterpret_cast<const Scale*>(all_scales + scales + NEXT_ROW)) << 8 * EACH;
         return packed;
     }
 
     static __device__ __forceinline__ void dequantize(const Packed& packed, int v, u32 (&a)[4]) {
-        const int byte = 2 * EACH * v;
-        const auto scales = tiled_scales_at<Format>(packed.scales.at[byte / 4], byte % 4);
+        const u32 ready = Format::ready(packed.scales, 0), word = transposed(packed.codes[v]);
+        const auto scales = Format::tiled(of_quarter(ready, 2 * v), of_quarter(ready, 2 * v + 1));
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            u32 rows[2];  // pairs of columns, of rows r and r + 8
-            Format::tiled_half(packed.codes[v], scales, half, rows);
-            a[half] = transposed(rows[0]), a[2 + half] = transposed(rows[1]);
-        }
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const u32 pair = Format::beside(half, i) ? transposed(Format::codes(packed.codes[v], half, i)) : Format::codes(word, half, i);
+                a[half + 2 * i] = Format::weights(pair, scales, i);
+            }
     }
 };
 

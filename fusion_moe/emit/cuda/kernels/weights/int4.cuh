@@ -9,10 +9,7 @@
 namespace {
 
 // The nibbles of a word's half of columns, of row r or r + 8 (i).
-template <int I>
-__device__ __forceinline__ u32 nibbles(u32 word, int half) {
-    return word >> 8 * half & (I == 0 ? 0x000F000Fu : 0x00F000F0u);
-}
+__device__ __forceinline__ u32 nibbles(u32 word, int half, int i) { return word >> 8 * half & (i == 0 ? 0x000F000Fu : 0x00F000F0u); }
 
 // The two of a byte, one in each half.
 __device__ __forceinline__ u32 nibbles_of_byte(u32 byte) { return (byte & 0xFF) * 0x1001u & 0x000F000Fu; }
@@ -35,12 +32,15 @@ struct Int4<bf16> {
         u32 low, high, offset_low, offset_high;
     };
 
-    static __device__ __forceinline__ Scales tiled(u32 low, u32 high) { return scales(low * 0x10001u, high * 0x10001u, UP_OF_16); }
+    static __device__ __forceinline__ u32 ready(u32 word, int) { return word; }
+    static __device__ __forceinline__ Scales tiled(u32 low, u32 high) { return scales(low, high, UP_OF_16); }
     static __device__ __forceinline__ Scales linear(u32 low, u32 high) { return scales(low * 0x10001u, high * 0x10001u, UP); }
 
-    static __device__ __forceinline__ void tiled_half(u32 word, const Scales& scales, int half, u32* a) {
-        a[0] = fma_pair<bf16>(nibbles<0>(word, half), scales.low, scales.offset_low);
-        a[1] = fma_pair<bf16>(nibbles<1>(word, half), scales.high, scales.offset_high);
+    static __device__ __forceinline__ constexpr bool beside(int, int) { return false; }
+    static __device__ __forceinline__ u32 codes(u32 word, int half, int i) { return nibbles(word, half, i); }
+
+    static __device__ __forceinline__ u32 weights(u32 codes, const Scales& scales, int i) {
+        return i == 0 ? fma_pair<bf16>(codes, scales.low, scales.offset_low) : fma_pair<bf16>(codes, scales.high, scales.offset_high);
     }
 
     static __device__ __forceinline__ u32 linear_pair(u32 byte, const Scales& scales, bool row_8) {
@@ -66,12 +66,16 @@ struct Int4<f16> {
     static constexpr u32 SIXTEENTH = 0x2C002C00, OFFSET_OF_16 = 0xD480D480;             // 1 / 16, -72
     using Scales = PairOfScales;
 
-    static __device__ __forceinline__ Scales tiled(u32 low, u32 high) { return {scale(low), scale(high)}; }
-    static __device__ __forceinline__ Scales linear(u32 low, u32 high) { return tiled(low, high); }
+    static __device__ __forceinline__ u32 ready(u32 word, int) { return scale(word & 0xFFFF) | scale(word >> 16) << 16; }
+    static __device__ __forceinline__ Scales tiled(u32 low, u32 high) { return {low, high}; }
+    static __device__ __forceinline__ Scales linear(u32 low, u32 high) { return {scale(low) * 0x10001u, scale(high) * 0x10001u}; }
 
-    static __device__ __forceinline__ void tiled_half(u32 word, const Scales& scales, int half, u32* a) {
-        a[0] = multiply_pair<f16>(fma_pair<f16>(nibbles<0>(word, half) | EXPONENT, ONE, OFFSET), scales.low);
-        a[1] = multiply_pair<f16>(fma_pair<f16>(nibbles<1>(word, half) | EXPONENT, SIXTEENTH, OFFSET_OF_16), scales.high);
+    static __device__ __forceinline__ constexpr bool beside(int, int) { return false; }
+    static __device__ __forceinline__ u32 codes(u32 word, int half, int i) { return nibbles(word, half, i) | EXPONENT; }
+
+    static __device__ __forceinline__ u32 weights(u32 codes, const Scales& scales, int i) {
+        const u32 integers = i == 0 ? fma_pair<f16>(codes, ONE, OFFSET) : fma_pair<f16>(codes, SIXTEENTH, OFFSET_OF_16);
+        return multiply_pair<f16>(integers, i == 0 ? scales.low : scales.high);
     }
 
     static __device__ __forceinline__ u32 linear_pair(u32 byte, const Scales& scales, bool row_8) {
@@ -80,7 +84,7 @@ struct Int4<f16> {
     }
 
 private:
-    static __device__ __forceinline__ u32 scale(u32 bits) { return narrow<f16>(__uint_as_float(bits << 16) * 32.f).bits * 0x10001u; }
+    static __device__ __forceinline__ u32 scale(u32 bits) { return narrow<f16>(__uint_as_float(bits << 16) * 32.f).bits; }
 };
 
 template <class T>

@@ -8,6 +8,11 @@
 
 namespace {
 
+constexpr u32 BOTH = 0x10001;  // one in each half
+
+// Of bytes in halves: 0x100 in those of 255.
+__device__ __forceinline__ u32 bit_8_of_nan(u32 two) { return (two + BOTH) & 0x100 * BOTH; }
+
 template <class T>
 struct Mxfp4Scales;
 
@@ -19,12 +24,13 @@ struct Mxfp4Scales<bf16> {
     static constexpr int BLOCK = 32;
     static constexpr float TILED_RESCALE = 0x1p60f, LINEAR_RESCALE = TILED_RESCALE;
 
-    static __device__ __forceinline__ u32 tiled(u32 byte) {
-        constexpr u32 UP = 66, MAX = 254 - UP, ONE = 0x00800080;  // the lowest bit of the exponent
-        return byte == 255 ? 0x7FC07FC0u : min(byte, MAX) * ONE + UP * ONE;
+    static __device__ __forceinline__ u32 tiled(u32 two) {
+        constexpr u32 UP = 66, MAX = 254 - UP;
+        const u32 nan = bit_8_of_nan(two);  // 254 becomes 255, and the mantissa is not zero
+        return __vminu2(two, MAX * BOTH) * 0x80 + UP * BOTH * 0x80 + nan - (nan >> 2);
     }
 
-    static __device__ __forceinline__ u32 linear(u32 byte) { return tiled(byte); }
+    static __device__ __forceinline__ u32 linear(u32 byte) { return tiled(byte * BOTH); }
 
     static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) { return multiply_pair<bf16>(codes, scale); }
 };
@@ -37,12 +43,12 @@ struct Mxfp4Scales<f16> {
     static constexpr int BLOCK = 32;
     static constexpr float TILED_RESCALE = 0x1p-5f, LINEAR_RESCALE = TILED_RESCALE;
 
-    static __device__ __forceinline__ u32 tiled(u32 byte) {
-        constexpr u32 ZERO = 105, MAX = ZERO + 30, ONE = 0x04000400;
-        return byte == 255 ? 0x7E007E00u : min(max(byte, ZERO), MAX) * ONE - ZERO * ONE;
+    static __device__ __forceinline__ u32 tiled(u32 two) {
+        constexpr u32 ZERO = 105, MAX = ZERO + 30;
+        return (__vminu2(__vmaxu2(two, ZERO * BOTH), MAX * BOTH) - ZERO * BOTH) * 0x400 + bit_8_of_nan(two) * 6;  // 30 becomes 31
     }
 
-    static __device__ __forceinline__ u32 linear(u32 byte) { return tiled(byte); }
+    static __device__ __forceinline__ u32 linear(u32 byte) { return tiled(byte * BOTH); }
 
     static __device__ __forceinline__ u32 multiply(u32 codes, u32 scale) {
         constexpr u32 UP = 0x6C006C00;  // 2^12

@@ -14,7 +14,7 @@ struct Nvfp4Scales<bf16> {
     static constexpr int BLOCK = 16;
     static constexpr float TILED_RESCALE = 128.f, LINEAR_RESCALE = 256.f;
 
-    static __device__ __forceinline__ u32 tiled(u32 byte) { return byte * 0x00100010u + 0x6F806F80u; }  // E5M3, times 2^119
+    static __device__ __forceinline__ u32 tiled(u32 two) { return two * 0x10 + 0x6F806F80u; }  // E5M3, times 2^119
 
     // e4m3, times 2^118. A subnormal float32 holds subnormal scales.
     static __device__ __forceinline__ u32 linear(u32 byte) {
@@ -34,7 +34,7 @@ struct Nvfp4Scales<f16> {
     static constexpr float TILED_RESCALE = 128.f, LINEAR_RESCALE = 128.f;
 
     // E5M3. Bytes of scales begin at 112, but for zero.
-    static __device__ __forceinline__ u32 tiled(u32 byte) { return max(byte, 8u) * 0x00800080u - 0x04000400u; }
+    static __device__ __forceinline__ u32 tiled(u32 two) { return __vmaxu2(two, 0x00080008u) * 0x80 - 0x04000400u; }
 
     // e4m3: a subnormal float16 holds subnormal scales, times 2^-8.
     static __device__ __forceinline__ u32 linear(u32 byte) {
