@@ -241,7 +241,8 @@ class OnCuda final : public Descriptor {
             for (i64 kernels = said.next(); kernels > 0; --kernels) {
                 void* const function = said.address<void>();
                 const Config config = *said.address<const Config>();
-                part.kernels.push_back({function, config, {config.attributes, config.attributes + config.count}});
+                const std::vector<i64> given = said.list();
+                part.kernels.push_back({function, config, {config.attributes, config.attributes + config.count}, {given.begin(), given.end()}});
             }
             parts_.push_back(std::move(part));
         }
@@ -281,8 +282,9 @@ class OnCuda final : public Descriptor {
         void* function;
         Config config;
         std::vector<Attribute> attributes;
+        std::vector<int> given;  // its second parameter, if it has one
     };
-    struct Part {  // whose kernels have the same parameter
+    struct Part {  // whose kernels have the same first parameter
         std::vector<i64> sizes, arrays;
         std::vector<Kernel> kernels;
     };
@@ -313,8 +315,8 @@ class OnCuda final : public Descriptor {
         c10::SmallVector<i64, 48> struct_(part.sizes.begin(), part.sizes.end());
         for (const i64 i : part.arrays) struct_.push_back(reinterpret_cast<i64>(found[static_cast<std::size_t>(i)]));
         struct_.push_back(reinterpret_cast<i64>(fault));
-        void* parameters[] = {struct_.data()};
         for (const Kernel& kernel : part.kernels) {
+            void* parameters[] = {struct_.data(), const_cast<int*>(kernel.given.data())};
             Config config = kernel.config;
             config.stream = stream;
             config.attributes = kernel.attributes.data();

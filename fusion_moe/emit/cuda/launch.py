@@ -129,14 +129,15 @@ class Call:
         """What C++ does for such a call; None while kernels are compiled, where some copy in boxes, and if tensors are copied before."""
         prepared, swapped = self._prepared(tensors[0].device, sizes), [i for i, swap in enumerate(self._swap) if swap]
         launches = [launch for step in prepared.steps for launch in step.launches]
-        if prepared.until or any(boxes for _, boxes in launches) or not native.as_stored(tensors, swapped):
+        if prepared.until or any(boxes for *_, boxes in launches) or not native.as_stored(tensors, swapped):
             return None
         made = [self._outputs.index(len(tensors) + i) for i in range(len(self.parts.made))]
         numbers = native.arrays(len(tensors), made, prepared.workspace)
         numbers += [*native.cuda_functions(), self._faults.table(_index(tensors[0].device)), len(prepared.steps)]
         for step in prepared.steps:
             numbers += [*native.counted(step.numbers), *native.counted(step.places), len(step.launches)]
-            numbers += [n for launch, _ in step.launches for n in launch.addresses()]
+            for launch, given, _ in step.launches:
+                numbers += [*launch.addresses(), *native.counted(list(given or ()))]
         return Descriptor(True, tuple(numbers))
 
     def _prepared(self, device: torch.device, sizes: Sizes) -> _Prepared:
