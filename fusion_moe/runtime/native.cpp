@@ -241,8 +241,8 @@ class OnCuda final : public Descriptor {
             for (i64 kernels = said.next(); kernels > 0; --kernels) {
                 void* const function = said.address<void>();
                 const Config config = *said.address<const Config>();
-                const std::vector<i64> given = said.list();
-                part.kernels.push_back({function, config, {config.attributes, config.attributes + config.count}, {given.begin(), given.end()}});
+                part.kernels.push_back({function, config, {config.attributes, config.attributes + config.count}, {}});
+                for (const i64 n : said.list()) part.kernels.back().given.push_back(static_cast<int>(n));
             }
             parts_.push_back(std::move(part));
         }
