@@ -158,11 +158,13 @@ def layers(given: argparse.Namespace) -> None:
 def captured(contender: Contender, batch: int) -> Callable[[], None]:
     """What replays a step: the token of each sequence -> the next one, in place."""
     if contender.experts:
-        contender.model.set_experts_implementation(contender.experts)
+        contender.model.set_experts_implementation("grouped_mm")  # batched_mm would copy an expert for each row of the prompts
     cache = StaticCache(config=contender.model.config, max_cache_len=2 * CONTEXT)
     ids = torch.randint(contender.model.config.vocab_size, (batch, CONTEXT), device="cuda")
     contender.model(ids, past_key_values=cache, logits_to_keep=1)  # allocates the cache
     ids = ids[:, -1:].clone()
+    if contender.experts:
+        contender.model.set_experts_implementation(contender.experts)
     step = torch.compile(contender.model, backend=contender.backend, dynamic=False)
 
     def run() -> None:
