@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import expected
+from method_layers import expected
 from stubs import installed
 
 from fusion_moe.encodings import MXFP4, Quantized, quantize

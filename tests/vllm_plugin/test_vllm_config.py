@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
-from layers import expected
+from method_layers import expected
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
