@@ -6,7 +6,8 @@ expert, except in Humming's indexed mode, which gathers them. The MLP starts fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -16,6 +17,9 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu
 
 import fusion_moe
+from fusion_moe import options
+from fusion_moe.emit.cuda import choice
+from fusion_moe.emit.cuda.table import Table
 from fusion_moe.encodings import Quantized
 from fusion_moe.layouts import W16X64, Padding
 
@@ -109,6 +113,35 @@ class Linear(Ours):
     @cached_property
     def weights(self) -> list[Layer]:
         return self.layers
+
+
+class OtherTable(Ours):
+    """The same, kernels chosen by another table."""
+
+    table: Table
+
+    def prepare(self, cells: Sequence[Cell]) -> None:
+        with self._chosen():
+            super().prepare(cells)
+
+    def run(self, cell: Cell, layer: int, to: Routed) -> Call:
+        call = super().run(cell, layer, to)
+
+        def run() -> Tensor:
+            with self._chosen():
+                return call.run()
+
+        return call._replace(run=run)
+
+    @contextmanager
+    def _chosen(self) -> Iterator[None]:
+        """An option that matters to gradients alone keeps these programs apart from those of the usual table."""
+        usual, choice.table_of = choice.table_of, lambda arch: self.table
+        try:
+            with options.override(router_gradient=False):
+                yield
+        finally:
+            choice.table_of = usual
 
 
 # torch ----------------------------------------------------------------------------------------------------------------
