@@ -21,7 +21,8 @@ from fusion_moe.emit.cuda.table import ALWAYS, KINDS, Regime, Table, kind_of
 from fusion_moe.emit.cuda.variants import SETS
 from fusion_moe.errors import UnsupportedError
 
-SHAPES = ((15, None), (63, 2**29), (63, 2**30), (63, None), (None, 2**29), (None, 2**30), (None, None))  # max_groups, below_weights
+# max_groups, below_weights
+SHAPES = ((15, 2**29), (15, None), (63, 2**29), (63, 2**30), (63, None), (None, 2**29), (None, 2**30), (None, None))
 _PRICE = 0.3  # of one more regime, in the sum of its cells' logarithms of losses
 _HIGH = 1.05  # a loss, or a jump
 _NOT_TIMED = math.log(2)  # what a choice counts that nobody measured
