@@ -19,7 +19,7 @@ import torch
 from experts import experts_of_ones
 from kernel_tables import TABLE, use, variants_of
 
-from fusion_moe import options
+from fusion_moe import FusionDefinition, options
 from fusion_moe.arch import A100, H200, L40S, Arch, Measured
 from fusion_moe.compile import lower
 from fusion_moe.emit import emit
@@ -513,6 +513,21 @@ def test_small_operations_have_kernels():
             kernel = emit(s, TARGETS["cuda"])
             assert kernel.backend == "cuda", kernel.why
             assert all(build(x, H200).stat().st_size for x in launches(kernel.launch.source, 3))
+
+
+def test_ends_that_a_fusion_fills_are_in_memory_before_its_product():
+    """NVFP4Linear under torch.compile, followed by a residual."""
+    fd, groups, k, n = FusionDefinition(), 1, 128, 64
+    x = fd.define_tensor(shape=[8, k], dtype="bf16")
+    parts = [([1, n, k // 2], "u8"), ([1, n, k // 16], "f8e4m3"), ([1], "f32")]
+    weight = fd.ops.pack(*(fd.define_tensor(shape=s, dtype=t, role="weight") for s, t in parts), encoding="nvfp4", layout="w16x64")
+    residual = fd.define_tensor(shape=[8, n], dtype="bf16")
+    ends = fd.ops.ends(fd.ops.full(shape=[groups], fill_value=8, dtype="i32"), rows=8, groups=fd.define_groups("g", groups))
+    y = fd.ops.cast(fd.ops.grouped_mm(fd.ops.partition(x, ends), weight, ends, w_layout="w16x64"), dtype="bf16")
+    fd.add_output(fd.ops.add(fd.ops.zero_rest(y, ends), residual))
+    kernels = [emit(s, TARGETS["cuda"]) for s in lower(fd.fusion(), TARGETS["cuda"], Options()).segments]
+    assert [kernel.backend for kernel in kernels] == ["cuda"] * 2
+    build_all([source for kernel in kernels for source in launches(kernel.launch.source, 8)], H200)
 
 
 def test_local_experts():
