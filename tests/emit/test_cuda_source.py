@@ -20,7 +20,7 @@ from experts import experts_of_ones
 from kernel_tables import TABLE, use, variants_of
 
 from fusion_moe import FusionDefinition, options
-from fusion_moe.arch import A100, H200, L40S, Arch, Measured
+from fusion_moe.arch import A100, H100, H200, L40S, Arch, Measured
 from fusion_moe.compile import lower
 from fusion_moe.emit import emit
 from fusion_moe.emit.cuda.choice import Chosen, SizeClass, blocks, choose_kernels
@@ -309,8 +309,9 @@ def test_there_are_few_variants():
     assert len(VARIANTS) <= 24
 
 
+@pytest.mark.parametrize("arch", [H100, H200], ids=lambda arch: arch.name)
 @pytest.mark.parametrize("model", MODELS | MORE_MODELS)
-def test_all_counts_of_tokens_need_few_kernels(model, monkeypatch):
+def test_all_counts_of_tokens_need_few_kernels(model, arch, monkeypatch):
     """What differs between launches of a variant is no text: size classes, who is concurrent with whom, waves, ids or ends."""
     for name, sizes in MORE_MODELS.items():
         monkeypatch.setitem(MODELS, name, sizes)
@@ -318,7 +319,7 @@ def test_all_counts_of_tokens_need_few_kernels(model, monkeypatch):
     call, counts = join(fusion, kernels)[1], [1]
     while counts[-1] < 2**17:
         counts.append(counts[-1] * 51 // 50 + 1)
-    steps = [call.choose({"s0": count}, H200).steps for count in counts]
+    steps = [call.choose({"s0": count}, arch).steps for count in counts]
     for of_segment in zip(*steps, strict=True):
         products = {kernel.text for step in of_segment for kernel in step.kernels if kernel.given}
         assert 1 < len(products) <= 12
