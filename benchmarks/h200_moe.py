@@ -191,6 +191,19 @@ def report(row: Mapping[str, Any]) -> None:
     print(f"{row['model']} {row['part']} T={row['tokens']} {row['routing']} floor {row['floor_us']:.1f}: {'; '.join(parts)}", flush=True)
 
 
+def compared(rows: Iterable[Mapping[str, Any]], tables: Iterable[str]) -> None:
+    """Prints, for each other table, ours over it: the geometric mean, and cells above 1.01 by more than their times spread."""
+    cells = [(row, row["contenders"]) for row in rows]
+    for table in tables:
+        both = [(row, c["fusion_moe"], c[table]) for row, c in cells if all("us" in c.get(name, {}) for name in ("fusion_moe", table))]
+        ratios = [ours["us"] / other["us"] for _, ours, other in both]
+        if ratios:
+            print(f"{len(both)} cells, fusion_moe over {table}: {statistics.geometric_mean(ratios):.4f}")
+        for ratio, (row, ours, other) in sorted(zip(ratios, both, strict=True), key=lambda pair: -pair[0]):
+            if ratio > 1.01 + max(ours["spread"], other["spread"]):
+                print(f"  {ratio:.3f} {row['model']} {row['part']} T={row['tokens']} {row['routing']}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/h200_moe.jsonl"), help="where a run is resumed; %(default)s")
@@ -228,6 +241,7 @@ def main() -> None:
             torch.cuda.empty_cache()
         del bench
         torch.cuda.empty_cache()
+    compared(map(json.loads, told.out.read_text(encoding="utf-8").splitlines()), tables)
 
 
 if __name__ == "__main__":
