@@ -123,11 +123,11 @@ KNOWN: Mapping[str, Arch] = {
 
 
 def named(name: str) -> Arch:
-    """The known GPU of a name. OptionError for another."""
-    found = {arch.name: arch for arch in KNOWN.values()}
-    if name not in found:
-        raise OptionError(f"gpu = {name!r}", expected=f"one of {', '.join(found)}")
-    return found[name]
+    """The known GPU of a name, in upper or lower case. OptionError for another."""
+    found = {arch.name.casefold(): arch for arch in KNOWN.values()}
+    if name.casefold() not in found:
+        raise OptionError(f"gpu = {name!r}", expected=f"one of {', '.join(arch.name for arch in KNOWN.values())}")
+    return found[name.casefold()]
 
 
 def find(read: Arch) -> Arch:
