@@ -54,24 +54,9 @@ class Arch:
         return f"sm_{major}{minor}" + ("a" if self.wgmma else "")
 
     @property
-    def mma_sync(self) -> bool:
-        """Whether a warp multiplies bfloat16: all that kernels here require."""
-        return self.capability >= (8, 0)
-
-    @property
     def wgmma(self) -> bool:
         """Whether a warpgroup multiplies what lies in shared memory, and `setmaxnreg` moves registers: Hopper alone."""
         return self.capability[0] == 9
-
-    @property
-    def tcgen05(self) -> bool:
-        """Whether products accumulate in tensor memory: Blackwell of data centers alone. No kernel here does yet."""
-        return self.capability[0] in (10, 11)
-
-    @property
-    def clusters(self) -> bool:
-        """Whether blocks form clusters, which share their shared memory."""
-        return self.capability >= (9, 0)
 
     @property
     def programmatic_launch(self) -> bool:

@@ -54,8 +54,10 @@ def explain(
     load: reports how many rows each group (expert) has.
     backward: reports the backward pass too, what is saved for it, what it makes again, and where gradients come from.
     OptionError for a target or a GPU that there is not, UnsupportedError for a call that asks for values which there are not, for one that
-    cannot be run or measured, and for a backward that there is not.
+    cannot be run or measured, for a backward that there is not, and for what cannot be called.
     """
+    if not callable(model_or_fn):
+        raise UnsupportedError(f"a {type(model_or_fn).__name__}", expected="a torch.nn.Module or a function", where="explain")
     target, arch = (target, None) if gpu is None else _of_gpu(gpu, target)
     switches = options.current().replace(**({} if target is None else {"target": target}))
     targets.find(switches.target, torch.device("cpu"))  # a name that is none raises here and not inside of a compiler

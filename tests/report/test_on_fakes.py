@@ -187,6 +187,8 @@ def test_a_wrong_call_raises_the_operations_error():
     ids, w = torch.zeros(TOKENS, TOP_K, dtype=torch.int64), torch.rand(TOKENS, TOP_K)
     with torch.no_grad(), pytest.raises(ShapeError, match=f"^explain: fused_experts: x has 63 features; expected {HIDDEN}"):
         fusion_moe.explain(experts(), torch.randn(TOKENS, 63), ids, w)
+    with pytest.raises(UnsupportedError, match="explain: a int; expected a torch.nn.Module or a function"):
+        fusion_moe.explain(3)
 
 
 @pytest.mark.gpu
