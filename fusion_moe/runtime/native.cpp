@@ -460,24 +460,26 @@ class OfBackend final : public Kernel {
     }
 };
 
-// Autograd's: Python, where a gradient is wanted.
+// Autograd's: Python, where a gradient is wanted, or a tangent given.
 class OfAutograd final : public Kernel {
   public:
     using Kernel::Kernel;
 
     void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
         const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-        if (c10::GradMode::is_enabled() && std::any_of(arguments.begin(), arguments.end(), tracked)) return python(keys, stack, nullptr);
+        const bool grad = c10::GradMode::is_enabled();
+        if (std::any_of(arguments.begin(), arguments.end(), [grad](const IValue& v) { return tracked(v, grad); }))
+            return python(keys, stack, nullptr);
         const at::AutoDispatchBelowAutograd guard;
         op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
     }
 
   private:
-    static bool tracked(const IValue& v) {
-        if (v.isTensor()) return v.toTensor().requires_grad();
+    static bool tracked(const IValue& v, bool grad) {
+        if (v.isTensor()) return (grad && v.toTensor().requires_grad()) || v.toTensor()._fw_grad(0).defined();
         if (!v.isTensorList()) return false;
         const auto elements = v.toListRef();
-        return std::any_of(elements.begin(), elements.end(), tracked);
+        return std::any_of(elements.begin(), elements.end(), [grad](const IValue& e) { return tracked(e, grad); });
     }
 };
 
