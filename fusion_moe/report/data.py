@@ -41,8 +41,9 @@ class Machine:
     products: for dtypes of activations and weights, which kernels multiply groups of how many rows.
     bytes_per_second: of reading memory with so many threads, measured once on this machine; now: the same for this report; read_by: what
     read it, and from where. Floors are of the faster one. repeats: runs of each kernel; preemptions: how often it was preempted
-    meanwhile. weight_bytes: of the weights that the programs read, and how many of them lie on large pages. gpu: its name, where CUDA
-    events took the times; bandwidths are as specified then. "": they are of the CPU.
+    meanwhile. weight_bytes: of the weights that the programs read, and how many of them lie on large pages; weight_bytes_on_nodes: (NUMA
+    node, bytes) where there are several. gpu: its name, where CUDA events took the times; bandwidths are as specified then. "": they are
+    of the CPU.
     """
 
     cpu: str
@@ -59,6 +60,7 @@ class Machine:
     weight_bytes_on_large_pages: int
     products: tuple[tuple[str, str], ...] = ()
     gpu: str = ""
+    weight_bytes_on_nodes: tuple[tuple[int, int], ...] = ()
 
     @property
     def busy(self) -> str:
