@@ -1,7 +1,7 @@
 """What modules with quantized weights share: parameters that are not trained, whose bytes survive a cast of the model.
 
-On the CPU they lie on large pages, of all NUMA nodes by turns (runtime/pages.py). What is quantized is written there, a tensor from elsewhere
-copied there by itself: a module that is made of several has no second copy of them all.
+On the CPU they lie on large pages, of all NUMA nodes by turns (runtime/pages.py). What is quantized is written there, a tensor from
+elsewhere copied there by itself: a module that is made of several has no second copy of them all.
 """
 
 from __future__ import annotations

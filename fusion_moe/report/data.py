@@ -1,6 +1,6 @@
 """The report as data: frozen, printable, and as JSON.
 
-JSON, schema "fusion_moe.explain/5": the fields of the classes below under their names, lists for tuples, `stages`, `sizes` and `options`
+JSON, schema "fusion_moe.explain/6": the fields of the classes below under their names, lists for tuples, `stages`, `sizes` and `options`
 as objects, and `schema` itself. Sizes are in bytes, flops in operations, times in seconds, all for one call with the sizes of the example,
 null where a size is known only to the device; `times` says how often the model has a fusion, or a call that was not fused. `measured` and
 `machine` are null, and `loads` empty, where they were not asked for.
@@ -16,7 +16,7 @@ from pathlib import Path
 from ..errors import OptionError
 from .output import Shown, save
 
-SCHEMA = "fusion_moe.explain/5"
+SCHEMA = "fusion_moe.explain/6"
 _ALONE = 0.7  # of the bandwidth that a machine has: below, something else reads memory too
 
 

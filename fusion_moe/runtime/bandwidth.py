@@ -75,7 +75,8 @@ class Bandwidth:
 @cache
 def of(threads: int) -> Bandwidth:
     """The read bandwidth of this machine: measured in this process, or kept by one before it."""
-    key = store.key_of(Path(__file__).read_bytes(), _SOURCE.read_bytes(), cpu(), str(cpus()), str(threads), str(pages.nodes()), _why_not_cpp())
+    where = cpu(), str(cpus()), str(pages.nodes())
+    key = store.key_of(Path(__file__).read_bytes(), _SOURCE.read_bytes(), *where, str(threads), _why_not_cpp())
 
     def make(path: Path) -> None:
         path.write_text(json.dumps(asdict(_measured(threads))))

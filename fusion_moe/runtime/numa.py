@@ -116,8 +116,8 @@ def interleave(address: int, size: int, nodes: Sequence[int]) -> None:
 
     Pages that are there stay where they are: Linux moves (MPOL_MF_MOVE) only those that lie on none of the nodes.
     """
-    mask = _mask(nodes)
-    _call("mbind", ctypes.c_void_p(address), ctypes.c_ulong(size), ctypes.c_int(INTERLEAVE), mask, ctypes.c_ulong(_MOST + 1), ctypes.c_uint(0))
+    start, length, most = ctypes.c_void_p(address), ctypes.c_ulong(size), ctypes.c_ulong(_MOST + 1)
+    _call("mbind", start, length, ctypes.c_int(INTERLEAVE), _mask(nodes), most, ctypes.c_uint(0))
 
 
 def policy(address: int | None = None) -> tuple[int, tuple[int, ...]]:

@@ -56,7 +56,7 @@ def machine(monkeypatch, tmp_path):
         for node, listed in cpus.items():
             (tmp_path / f"node{node}").mkdir()
             (tmp_path / f"node{node}" / "cpulist").write_text(f"{listed}\n")
-        (tmp_path / "status").write_text(f"Name:\tpython\nMems_allowed:\t00000003\nMems_allowed_list:\t{allowed}\nvoluntary_ctxt_switches:\t1\n")
+        (tmp_path / "status").write_text(f"Name:\tpython\nMems_allowed:\t00000003\nMems_allowed_list:\t{allowed}\nvoluntary:\t1\n")
         monkeypatch.setattr(numa, "_NODES", tmp_path)
         monkeypatch.setattr(numa, "_STATUS", tmp_path / "status")
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: affinity)
