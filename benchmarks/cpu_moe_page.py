@@ -2,8 +2,8 @@
 
     python benchmarks/cpu_moe_page.py FILE.json [FILE.json ...]
 
-Of a cell in several files, of one machine, the last is taken. The part stands between two marks that name the instructions used, so that each kind of CPU
-keeps its own.
+Of a cell in several files, of one machine, the last is taken. The part stands between two marks that name the instructions used, so that
+each kind of CPU keeps its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def write(files: Sequence[Mapping[str, Any]]) -> Path:
     lines = [
         f"### Layers, {m['cpu']}: {m['tier']}", "",
         f"{m['date']}, {m['cores']} CPUs, fusion_moe {m['fusion_moe']}, torch {m['torch']}; medians of"
-        f" {' or '.join(map(str, repeats))}{peer}.", "", *_one_token(results), *([f"![One token by threads]({plot.name})", ""] if drawn else []),
+        f" {' or '.join(map(str, repeats))}{peer}.", "", *_one_token(results),
+        *([f"![One token by threads]({plot.name})", ""] if drawn else []),
     ]  # fmt: skip
     for (model, threads), found in results.items():
         lines += [*_table(model, threads, found), ""]

@@ -115,8 +115,8 @@ def cpu() -> str:
 
 
 def cpus() -> int:
-    """How many CPUs this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many CPUs the threads of this process may run on."""
+    return len(numa.cpus()) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _measured(threads: int) -> Bandwidth:

@@ -16,7 +16,7 @@ import mmap
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,7 +30,8 @@ _NUMBERS: Mapping[str, Mapping[str, int]] = {
     "aarch64": {"mbind": 235, "get_mempolicy": 236, "move_pages": 239},
 }
 _NODES = Path("/sys/devices/system/node")
-_STATUS = Path("/proc/self/status")
+_STATUS, _MAPS = Path("/proc/self/status"), Path("/proc/self/maps")
+_OPENMP = re.compile(r" (/\S*/lib(?:gomp|omp|iomp5)\S*)$", re.MULTILINE)
 _MOST = 1024  # nodes that Linux can be built for
 _WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 _OF_ADDRESS = 2  # MPOL_F_ADDR
@@ -62,9 +63,28 @@ def spread() -> Spread:
 
 
 def usable() -> tuple[int, ...]:
-    """The nodes that have CPUs and memory for this process: of its affinity and its cpuset."""
-    cpus, memory = os.sched_getaffinity(0), _allowed_memory()
-    return tuple(node for node, own in topology().items() if own & cpus and (memory is None or node in memory))
+    """The nodes that have CPUs and memory for this process: those of its threads, and of its cpuset."""
+    used, memory = cpus(), _allowed_memory()
+    return tuple(node for node, own in topology().items() if own & used and (memory is None or node in memory))
+
+
+def cpus() -> Set[int]:
+    """The CPUs that threads of this process run on. Where OpenMP binds them, this one's affinity is the CPU that it was bound to."""
+    return _places() or os.sched_getaffinity(0)
+
+
+@cache
+def _places() -> frozenset[int]:
+    """The CPUs of all places of OpenMP (OMP_PLACES, OMP_PROC_BIND, GOMP_CPU_AFFINITY), set() if it binds no threads or is not loaded."""
+    found = set[int]()
+    with contextlib.suppress(OSError, AttributeError):  # no such file, or an OpenMP before 4.5
+        for path in sorted(set(_OPENMP.findall(_MAPS.read_text()))):
+            library = ctypes.CDLL(path)
+            for place in range(library.omp_get_num_places()):
+                each = (ctypes.c_int * library.omp_get_place_num_procs(place))()
+                library.omp_get_place_proc_ids(place, each)
+                found.update(each)
+    return frozenset(found)
 
 
 @cache

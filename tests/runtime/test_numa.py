@@ -10,7 +10,10 @@ import ctypes
 import mmap
 import os
 import platform
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +25,7 @@ from fusion_moe.runtime import numa, pages
 
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 BIND, MOVE = 2, 2
-CACHES = (numa.topology, numa._why_refused)
+CACHES = (numa.topology, numa._why_refused, numa._places)
 
 
 def refusal() -> str:
@@ -59,6 +62,7 @@ def machine(monkeypatch, tmp_path):
         (tmp_path / "status").write_text(f"Name:\tpython\nMems_allowed:\t00000003\nMems_allowed_list:\t{allowed}\nvoluntary:\t1\n")
         monkeypatch.setattr(numa, "_NODES", tmp_path)
         monkeypatch.setattr(numa, "_STATUS", tmp_path / "status")
+        monkeypatch.setattr(numa, "_MAPS", tmp_path / "maps")
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: affinity)
 
     return make
@@ -122,6 +126,23 @@ TWO = {0: "0-3,8-11", 1: "4-7,12-15"}
 def test_nodes_are_those_of_the_process(machine, cpus, memory, allowed, affinity, nodes):
     machine(cpus, memory, allowed, affinity)
     assert numa.usable() == nodes
+
+
+OPENMP = sorted(set(numa._OPENMP.findall(Path("/proc/self/maps").read_text()))) if Path("/proc/self/maps").exists() else []
+
+
+@pytest.mark.skipif(not OPENMP or not numa.cpus() >= {0, 1}, reason="needs an OpenMP, and the CPUs 0 and 1")
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [({}, {0, 1}), ({"OMP_PROC_BIND": "close"}, {0, 1}), ({"OMP_PLACES": "{1}"}, {1}), ({"OMP_PLACES": "threads"}, {0, 1})],
+)
+def test_cpus_are_those_of_all_threads_where_openmp_binds_them(variables, found):
+    """It has bound the first thread to one of them then."""
+    load = f"import ctypes, os, runpy; os.sched_setaffinity(0, {{0, 1}}); openmp = ctypes.CDLL({OPENMP[0]!r})"
+    program = f"{load}; print(sorted(runpy.run_path({numa.__file__!r}, run_name='numa')['cpus']()))"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=clean | variables, check=True)
+    assert done.stdout.strip() == str(sorted(found))
 
 
 def test_what_is_not_told_is_not_forbidden(machine, tmp_path):
