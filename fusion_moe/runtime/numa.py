@@ -35,7 +35,7 @@ _OPENMP = re.compile(r" (/\S*/lib(?:gomp|omp|iomp5)\S*)$", re.MULTILINE)
 _MOST = 1024  # nodes that Linux can be built for
 _WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 _OF_ADDRESS = 2  # MPOL_F_ADDR
-_FLAGS = ~((1 << 13) - 1)  # bits that a mode comes with
+_MODE = (1 << 13) - 1  # the bits of a mode that are no flags
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ def spread() -> Spread:
     if len(topology()) < 2:
         return Spread((), "all memory is on one node" if topology() else "this system tells of no nodes")
     nodes = usable()
+    if not nodes:
+        return Spread((), "no node has CPUs and memory for this process")
     if len(nodes) < 2:
         return Spread((), f"the CPUs and memory of this process are on {named(nodes)} alone")
     if why := _why_refused(nodes):
@@ -113,7 +115,7 @@ def numbers(text: str) -> set[int]:
 def named(nodes: Iterable[int]) -> str:
     """ "node 0", "nodes 0, 1"."""
     each = [str(node) for node in nodes]
-    return f"{'node' if len(each) == 1 else 'nodes'} {', '.join(each) or '(none)'}"
+    return f"{'node' if len(each) == 1 else 'nodes'} {', '.join(each)}"
 
 
 @cache
@@ -144,7 +146,7 @@ def policy(address: int | None = None) -> tuple[int, tuple[int, ...]]:
     """(mode, nodes) of the memory at an address, or of this thread. OSError if the system refuses."""
     mode, mask, flags = ctypes.c_int(), _mask(()), 0 if address is None else _OF_ADDRESS
     _call("get_mempolicy", ctypes.byref(mode), mask, ctypes.c_ulong(_MOST + 1), ctypes.c_void_p(address), ctypes.c_ulong(flags))
-    return mode.value & ~_FLAGS, tuple(node for node in range(_MOST) if mask[node // _WORD] >> node % _WORD & 1)
+    return mode.value & _MODE, tuple(node for node in range(_MOST) if mask[node // _WORD] >> node % _WORD & 1)
 
 
 def located(addresses: Sequence[int]) -> list[int]:

@@ -167,6 +167,11 @@ def test_a_process_on_one_of_the_nodes(machine, no_calls):
     assert numa.spread() == numa.Spread((), "the CPUs and memory of this process are on node 1 alone")
 
 
+def test_a_process_with_cpus_here_and_memory_there(machine, no_calls):
+    machine(TWO, "0-1", "1", {0})
+    assert numa.spread() == numa.Spread((), "no node has CPUs and memory for this process")
+
+
 def numa_line() -> tuple[bool, str, str]:
     return next((c.there, c.found, c.todo) for c in env.environment().checks if c.name == "NUMA")
 
