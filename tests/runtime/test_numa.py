@@ -278,7 +278,7 @@ def test_weights_are_on_all_nodes_and_compute_the_same_bits():
     with options.override(numa_interleave=False):
         plain = linear()
         want = plain(x, ends)
-    assert len([size for size in pages.on_nodes(plain.weight).values() if size > 0.9 * plain.weight.nbytes]) == 1
+    assert numa.policy(plain.weight.data_ptr())[0] == numa.DEFAULT  # on the nodes of the threads that wrote it
     module = linear()
     nodes = numa.spread().nodes
     for placed in module, copy.deepcopy(plain):
