@@ -63,6 +63,10 @@ class Options:
     native_calls: bool = _option(
         True, "calls of known forms without Python, by a library that is compiled once calls would gain by it", in_keys=False
     )
+    numa_interleave: bool = _option(
+        True, "weights on a CPU lie on all NUMA nodes that the process uses, by turns, unless it has a policy of its own (numactl)",
+        in_keys=False,
+    )  # fmt: skip
     cache_dir: str = _option(_cache_home(), "the folder that keeps compiled kernels", in_keys=False)
     dump: str = _option("", "a folder to write every stage, source and binary of what is compiled to; '' is none", in_keys=False)
     vllm: bool = _option(True, "tell vLLM of --quantization fusion_moe, when it loads its plug-ins", in_keys=False)
