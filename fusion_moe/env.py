@@ -40,7 +40,7 @@ class Check:
 @dataclass(frozen=True)
 class Environment:
     """versions: of packages, "" if one is not installed; options: those that differ from the defaults; runs: what multiplies by weights
-    here, "" if nothing can be compiled: plain torch computes all but the products that came with the package.
+    here, "" if nothing can be compiled: torch computes all but the products that came with the package.
     """
 
     versions: dict[str, str]
@@ -57,7 +57,7 @@ class Environment:
         versions = [(name, version or "not installed") for name, version in self.versions.items()]
         options = [(name, value) for name, value in self.options.items()] or [("all", "as by default")]
         parts = [
-            self.runs or "problem: nothing can be compiled here; plain torch runs around the products that came with the package, slowly",
+            self.runs or "problem: nothing can be compiled here; torch computes all but the products that came with the package, slowly",
             _columns(("", "here", ""), *there), _columns(("", "version"), *versions), _columns(("option", "value"), *options),
         ]  # fmt: skip
         return "\n\n".join(parts)

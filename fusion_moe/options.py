@@ -127,7 +127,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
                 found[name] = _checked(name, value)
             except OptionError as error:
                 raise error.at(f"the environment variable {variable}") from None
-    return Options().replace(**found)
+    return dataclasses.replace(Options(), **found)
 
 
 _of_process = from_environment()

@@ -187,7 +187,7 @@ def why_no_compiler() -> str:
 @cache
 def warn_of_no_compiler() -> None:
     """Says once what it costs."""
-    log.warning("%s; plain torch runs around the products that came with the package, slowly", why_no_compiler())
+    log.warning("%s; torch computes all but the products that came with the package, slowly", why_no_compiler())
 
 
 @cache
