@@ -211,12 +211,12 @@ def _weight(task: Task) -> Quantized:
     return Quantized(codes, scales, decode)
 
 
-def ends(layer: Layer, tokens: int, routing: str, seed: int) -> Tensor:
+def ends(layer: Layer, tokens: int, routing: str, seed: int, device: str = "cuda") -> Tensor:
     """i32[experts]: each token picks different experts, all as likely; or expert i in proportion to 1 / i^1.2, the same i at all tokens."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    score = -torch.rand(tokens, layer.experts, device="cuda", generator=generator).clamp_min(1e-20).log_()  # exponential
+    generator = torch.Generator(device).manual_seed(seed)
+    score = -torch.rand(tokens, layer.experts, device=device, generator=generator).clamp_min(1e-20).log_()  # exponential
     if routing == "zipf":
-        rank = torch.randperm(layer.experts, device="cuda", generator=torch.Generator("cuda").manual_seed(7)) + 1.0
+        rank = torch.randperm(layer.experts, device=device, generator=torch.Generator(device).manual_seed(7)) + 1.0
         score *= rank**_ZIPF
     ids = score.topk(layer.slots, largest=False).indices
     return ids.flatten().bincount(minlength=layer.experts).cumsum(0).int()
