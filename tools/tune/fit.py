@@ -23,6 +23,7 @@ from fusion_moe.errors import UnsupportedError
 
 # max_groups, below_weights
 SHAPES = ((15, None), (63, 2**29), (63, 2**30), (63, None), (None, 2**29), (None, 2**30), (None, None))
+_FEW = 15  # groups of which size classes make launches with little work: they win with Zipf what they lose with uniform rows
 _PRICE = 0.3  # of one more regime, in the sum of its cells' logarithms of losses
 _HIGH = 1.05  # a loss, or a jump
 _NOT_TIMED = math.log(2)  # what a choice counts that nobody measured
@@ -67,7 +68,8 @@ def fit(table: Table, timings: Timings) -> Table:
             whole = Regime(ALWAYS, (), max_groups=max_groups, below_weights=below_weights)
             mine, left = ([c for c in left if whole.admits(c.matrices) == admitted] for admitted in (True, False))
             if mine:
-                tried = [replace(w, max_groups=max_groups, below_weights=below_weights) for w in ways]
+                few = max_groups is not None and max_groups <= _FEW
+                tried = [replace(w, max_groups=max_groups, below_weights=below_weights) for w in ways if not (few and w.size_classes)]
                 of_shape[_shape(whole)] = _regimes(tried, mine, timings.arch, table)
                 if _shape(whole) == SHAPES[-1]:
                     of_shape[SHAPES[-1]] += _for_others(before)
