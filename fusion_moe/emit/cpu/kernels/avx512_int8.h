@@ -1,0 +1,281 @@
+// Products of int8 operands by AVX-512 with VNNI: int8.h has what is computed.
+//
+// Sixteen rows of the weight, transposed as 4-byte words, give vectors whose lane i holds 8 codes of row i. Look-ups by 16-bit halves of
+// v, v >> 4, v >> 8, v >> 12 make pairs of codes k + j and k + 4 + j, times 32; the high half of their product with the ratio of their
+// scale, rounded, is the integer. Two such vectors become one of bytes: codes k, k + 1, k + 4, k + 5, then k + 2, k + 3, k + 6, k + 7.
+// Activations are packed in that order.
+//
+// One factor of vpdpbusd must not be negative: weights are 128 larger, and sums begin at what that adds.
+#pragma once
+
+#include "avx512.h"
+#include "int8.h"
+
+namespace {
+
+struct alignas(64) Int8Tables {
+    i16 of_code[32];  // 32 times the code, twice: look-ups take five bits, of which the fifth belongs to the next code
+    u8 order[64];     // of activations, for `_mm512_shuffle_epi8`
+
+    constexpr Int8Tables() : of_code(), order() {
+        constexpr u8 of_eight[8] = {0, 1, 4, 5, 2, 3, 6, 7};
+        for (int i = 0; i < 32; ++i) of_code[i] = i16(32 * E2M1[i & 15]);
+        for (int i = 0; i < 64; ++i) order[i] = u8(i % 16 / 8 * 8 + of_eight[i % 8]);
+    }
+};
+
+constexpr Int8Tables INT8_TABLES{};
+
+// The integers of sixteen rows of the weight, block by block in order.
+template <class Weight>
+class Int8Reader {
+  public:
+    using Columns = typename Weight::Columns;
+
+    // next: what is read after it, which comes nearer
+    Int8Reader(const Columns& c, const Columns& next, i64 K) : c_(&c), next_(&next), K_(K) {}
+
+    // What the integers of a block are worth, a lane for each row.
+    __m512 start(i64 block) {
+        constexpr i64 OF_LINE = Weight::BLOCK / 4;  // blocks that 64 scales of a row belong to
+        const i64 at = block / OF_LINE * 64;
+        if (block % OF_LINE == 0) {
+            words_of(c_->scales, at, K_ / Weight::BLOCK, scales_);
+            for (int i = 0; i < LANES; ++i) _mm_prefetch(reinterpret_cast<const char*>(next_->scales[i] + at), _MM_HINT_T1);
+        }
+        constexpr int EACH = int(Weight::BLOCK / INT8_CODES), WORDS = 4 / EACH;
+        __m512 scales[INT8_BLOCK / INT8_CODES], largest = _mm512_setzero_ps();
+        __mmask16 nan = 0;
+        for (int w = 0; w < WORDS; ++w) {
+            const auto four = Scales<Weight>::of(scales_[block % OF_LINE * WORDS + w]);
+            for (int i = 0; i < 4; ++i) {
+                const __m512 scale = four.of_words(i);
+                for (int j = 0; j < EACH; ++j) scales[(4 * w + i) * EACH + j] = scale;
+                largest = _mm512_max_ps(largest, _mm512_abs_ps(scale));
+                nan |= _mm512_cmp_ps_mask(scale, scale, _CMP_UNORD_Q);
+            }
+        }
+        const __mmask16 some = _mm512_mask_cmp_ps_mask(__mmask16(~nan), largest, _mm512_set1_ps(INT8_LEAST), _CMP_GE_OQ);
+        const __m512 factor = _mm512_maskz_div_ps(some, _mm512_set1_ps(16384.f), largest);
+        for (int b = 0; b < INT8_BLOCK / INT8_CODES; b += EACH) {
+            const __m512i ratio = _mm512_maskz_cvtps_epi32(some, _mm512_mul_ps(scales[b], factor));
+            const __m512i both = _mm512_mask_mov_epi16(_mm512_slli_epi32(ratio, 16), 0x55555555, ratio);
+            for (int j = 0; j < EACH; ++j) ratios_[b + j] = both;
+        }
+        const __m512 step = _mm512_maskz_mul_ps(some, largest, _mm512_set1_ps(0.0625f));
+        return _mm512_mask_mov_ps(step, nan, _mm512_set1_ps(as_float(0x7FC00000)));
+    }
+
+    // Calls body(i, integers) for words i = 0, 1, ... of four columns each of half a block, as bytes; 128 larger, if PLUS_128.
+    template <bool PLUS_128, class Body>
+    [[gnu::always_inline]] void half(i64 block, int half, Body body) {
+        const i64 at = (INT8_BLOCK * block + 128 * half) / 2;
+        alignas(64) __m512i words[16];
+        words_of(c_->codes, at, K_ / 2, words);
+        for (int i = 0; i < LANES; ++i) _mm_prefetch(reinterpret_cast<const char*>(next_->codes[i] + at), _MM_HINT_T1);
+        const int count = int(std::min<i64>(16, (K_ - 2 * at) / 8));
+        const __m512i table = _mm512_load_si512(INT8_TABLES.of_code), flip = _mm512_set1_epi8(char(0x80));
+        for (int i = 0; i < count; i += 2) {
+            const __m512i ratio = ratios_[8 * half + i / 2];
+            for (int j = 0; j < 2; ++j) {
+                __m512i pairs[4];
+                for (int p = 0; p < 4; ++p) {
+                    const __m512i codes = _mm512_permutexvar_epi16(_mm512_srli_epi16(words[i + j], 4 * p), table);
+                    pairs[p] = _mm512_mulhrs_epi16(codes, ratio);
+                }
+                for (int p = 0; p < 2; ++p) {
+                    const __m512i high = _mm512_slli_epi16(pairs[2 * p + 1], 8);
+                    const __m512i bytes = _mm512_mask_mov_epi8(high, 0x5555555555555555ull, pairs[2 * p]);
+                    body(2 * (i + j) + p, PLUS_128 ? _mm512_xor_si512(bytes, flip) : bytes);
+                }
+            }
+        }
+    }
+
+  private:
+    const Columns *c_, *next_;
+    const i64 K_;
+    __m512i scales_[16];  // a line of them: word w of every row
+    __m512i ratios_[INT8_BLOCK / INT8_CODES];
+};
+
+// Activations of a block -> bytes in the order of the weight's integers, zeros behind them; what one is worth.
+inline float int8_block(const float* x, i64 count, u8* out) {
+    alignas(64) float padded[INT8_BLOCK];
+    if (count < INT8_BLOCK) {
+        std::fill(std::copy(x, x + count, padded), padded + INT8_BLOCK, 0.f);
+        x = padded;
+    }
+    __m512 v[16];
+    __m512 most = _mm512_setzero_ps();
+    __mmask16 nan = 0;
+    for (int i = 0; i < 16; ++i) {
+        v[i] = _mm512_loadu_ps(x + 16 * i);
+        most = _mm512_max_ps(most, _mm512_abs_ps(v[i]));
+        nan |= _mm512_cmp_ps_mask(v[i], v[i], _CMP_UNORD_Q);
+    }
+    const float largest = nan != 0 ? as_float(0x7FC00000) : _mm512_reduce_max_ps(most);
+    const bool some = is_some(largest);
+    const __m512 factor = _mm512_set1_ps(some ? 127.f / largest : 0.f);
+    const __mmask16 used = some ? 0xFFFF : 0;
+    for (int i = 0; i < 4; ++i) {
+        __m512i bytes = _mm512_setzero_si512();
+        const auto four = [&](int j) { return _mm512_cvtepi32_epi8(_mm512_maskz_cvtps_epi32(used, _mm512_mul_ps(v[4 * i + j], factor))); };
+        bytes = _mm512_inserti32x4(bytes, four(0), 0);
+        bytes = _mm512_inserti32x4(bytes, four(1), 1);
+        bytes = _mm512_inserti32x4(bytes, four(2), 2);
+        bytes = _mm512_inserti32x4(bytes, four(3), 3);
+        _mm512_storeu_si512(out + 64 * i, _mm512_shuffle_epi8(bytes, _mm512_load_si512(INT8_TABLES.order)));
+    }
+    return int8_step(largest, largest / 127.f);
+}
+
+template <class Weight_>
+struct Avx512Int8 {
+    using Weight = Weight_;
+    using Columns = typename Weight::Columns;
+    using Activation = float;
+    using Packed = u16;  // in place of an element each: its byte, then the `Row`s of blocks
+    using Panel = u32;   // of each block the steps [column_blocks][16], then integers of four columns [64][column_blocks][16]
+    static constexpr auto SMALL_M_NAME = "straight from the codes, in int8";
+    static constexpr int SMALL_M = 16, ROWS = 6, COLUMN_BLOCKS = 4, MIN_EXPONENT = -127, MAX_EXPONENT = 128;  // whatever they are
+
+    struct Block {
+        float step;
+        i32 begin;  // -128 times the sum of the integers
+    };
+
+    static i64 padded(i64 K) { return int8_blocks(K) * INT8_BLOCK; }
+    static const u8* integers(const Packed* row) { return reinterpret_cast<const u8*>(row); }
+    static const Block* blocks(const Packed* row, i64 K) { return reinterpret_cast<const Block*>(row + padded(K) / 2); }
+
+    static void pack(const float* x, Packed* packed, i64 K) {
+        u8* out = reinterpret_cast<u8*>(packed);
+        Block* of = const_cast<Block*>(blocks(packed, K));
+        for (i64 k = 0; k < K; k += INT8_BLOCK, ++of) {
+            of->step = int8_block(x + k, std::min(INT8_BLOCK, K - k), out + k);
+            __m512i sum = _mm512_setzero_si512();
+            for (int i = 0; i < 4; ++i) sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), _mm512_loadu_si512(out + k + 64 * i));
+            of->begin = -128 * _mm512_reduce_add_epi32(sum);
+        }
+    }
+
+    static void pack_small_m(const float* x, i64 r, Packed* packed, i64 stride, i64 K) { pack(x, packed + r * stride, K); }
+
+    template <int R>
+    static void small_m_rows(const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+        constexpr int CHAINS = R <= 4 ? 2 : 1;  // sums wait for the one before in their chain
+        __m512 sum[R];
+        for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
+        Int8Reader<Weight> reader(c, next, K);
+        for (i64 b = 0; b < int8_blocks(K); ++b) {
+            const __m512 step = reader.start(b);
+            __m512i of_block[CHAINS][R];
+            for (int r = 0; r < R; ++r) {
+                of_block[CHAINS - 1][r] = _mm512_setzero_si512();
+                of_block[0][r] = _mm512_set1_epi32(blocks(x + r * stride, K)[b].begin);
+            }
+            for (int half = 0; half < 2 && b * INT8_BLOCK + 128 * half < K; ++half) {
+                const i64 at = b * INT8_BLOCK + 128 * half;
+                reader.template half<true>(b, half, [&](int i, __m512i w) {
+                    for (int r = 0; r < R; ++r) {
+                        __m512i& to = of_block[i % CHAINS][r];
+                        to = _mm512_dpbusd_epi32(to, w, four(integers(x + r * stride) + at + 4 * i));
+                    }
+                });
+            }
+            for (int r = 0; r < R; ++r) {
+                const __m512i all = CHAINS == 2 ? _mm512_add_epi32(of_block[0][r], of_block[CHAINS - 1][r]) : of_block[0][r];
+                sum[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), _mm512_mul_ps(_mm512_set1_ps(blocks(x + r * stride, K)[b].step), step), sum[r]);
+            }
+        }
+        const __m512 factor = _mm512_load_ps(c.factor);
+        for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], factor));
+    }
+
+    static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+        switch (rows) {
+            case 1: return small_m_rows<1>(c, next, x, stride, K, out, out_stride);
+            case 2: return small_m_rows<2>(c, next, x, stride, K, out, out_stride);
+            case 3: case 4: return small_m_rows<4>(c, next, x, stride, K, out, out_stride);
+            case 5: case 6: case 7: case 8: return small_m_rows<8>(c, next, x, stride, K, out, out_stride);
+            default: return small_m_rows<16>(c, next, x, stride, K, out, out_stride);
+        }
+    }
+
+    static void dequantize(const Columns* c, const Columns* next, int column_blocks, i64 K, Panel* panel) {
+        for (int s = 0; s < column_blocks; ++s) {
+            Int8Reader<Weight> reader(c[s], next[s], K);
+            Panel* block = panel + s * LANES;
+            for (i64 b = 0; b < int8_blocks(K); ++b, block += OF_BLOCK * column_blocks) {
+                _mm512_store_ps(block, reader.start(b));
+                for (int half = 0; half < 2 && b * INT8_BLOCK + 128 * half < K; ++half) {
+                    reader.template half<true>(b, half, [&](int i, __m512i w) {
+                        _mm512_store_si512(block + (1 + 32 * half + i) * column_blocks * LANES, w);
+                    });
+                }
+            }
+        }
+    }
+
+    static void multiply(int rows, int column_blocks, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns* c, float* out,
+                         i64 out_stride) {
+        multiply_tile<Avx512Int8>(rows, column_blocks, x, stride, panel, K, out, out_stride);
+        for (int r = 0; r < rows; ++r) {
+            for (int s = 0; s < column_blocks; ++s) {
+                float* at = out + r * out_stride + s * LANES;
+                _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_load_ps(c[s].factor)));
+            }
+        }
+    }
+
+    template <int R, int S>
+    static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out, i64 out_stride) {
+        for (i64 b = 0; b < int8_blocks(K); ++b, panel += OF_BLOCK * S) {
+            __m512i sum[R][S];
+            for (int r = 0; r < R; ++r) {
+                for (int s = 0; s < S; ++s) sum[r][s] = _mm512_set1_epi32(blocks(x + r * stride, K)[b].begin);
+            }
+            const int words = int(std::min(INT8_BLOCK, K - b * INT8_BLOCK) / 4);
+            const u8* at = integers(x) + b * INT8_BLOCK;
+            const Panel* w_at = panel + S * LANES;
+            for (int i = 0; i < words; ++i, at += 4, w_at += S * LANES) {
+                __m512i w[S];
+                for (int s = 0; s < S; ++s) w[s] = _mm512_load_si512(w_at + s * LANES);
+                for (int r = 0; r < R; ++r) {
+                    const __m512i a = four(at + 2 * r * stride);
+                    for (int s = 0; s < S; ++s) sum[r][s] = _mm512_dpbusd_epi32(sum[r][s], w[s], a);
+                }
+            }
+            for (int r = 0; r < R; ++r) {
+                const __m512 step = _mm512_set1_ps(blocks(x + r * stride, K)[b].step);
+                for (int s = 0; s < S; ++s) {
+                    float* to = out + r * out_stride + s * LANES;
+                    const __m512 before = b == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(to);
+                    const __m512 both = _mm512_mul_ps(step, _mm512_load_ps(panel + s * LANES));
+                    _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][s]), both, before));
+                }
+            }
+        }
+    }
+
+  private:
+    static constexpr i64 OF_BLOCK = (1 + INT8_BLOCK / 4) * LANES;  // words of a panel of one column block
+
+    static __m512i four(const u8* at) {
+        i32 bytes;
+        std::memcpy(&bytes, at, sizeof bytes);
+        return _mm512_set1_epi32(bytes);
+    }
+};
+
+template <class Weight>
+struct Avx512Int8Tier {
+    using Wide = Panels<Avx512Int8<Weight>>;
+    template <class A>
+    using Fast = Kernels<SmallM<Avx512Int8<Weight>>, Wide>;
+    struct Thread {};
+    static constexpr double DEQUANTIZE_ROWS = 8;
+};
+
+}  // namespace
