@@ -32,6 +32,8 @@ class Int8Reader {
   public:
     using Columns = typename Weight::Columns;
 
+    Int8Reader() = default;
+
     // next: what is read after it, which comes nearer
     Int8Reader(const Columns& c, const Columns& next, i64 K) : c_(&c), next_(&next), K_(K) {}
 
@@ -93,14 +95,15 @@ class Int8Reader {
     }
 
   private:
-    const Columns *c_, *next_;
-    const i64 K_;
+    const Columns *c_ = nullptr, *next_ = nullptr;
+    i64 K_ = 0;
     __m512i scales_[16];  // a line of them: word w of every row
     __m512i ratios_[INT8_BLOCK / INT8_CODES];
 };
 
-// Activations of a block -> bytes in the order of the weight's integers, zeros behind them; what one is worth.
-inline float int8_block(const float* x, i64 count, u8* out) {
+// Activations of a block -> bytes in the order of the weight's integers, zeros behind them, of 64 columns each `step` apart; what one is
+// worth.
+inline float int8_block(const float* x, i64 count, u8* out, i64 step = 64) {
     alignas(64) float padded[INT8_BLOCK];
     if (count < INT8_BLOCK) {
         std::fill(std::copy(x, x + count, padded), padded + INT8_BLOCK, 0.f);
@@ -125,7 +128,7 @@ inline float int8_block(const float* x, i64 count, u8* out) {
         bytes = _mm512_inserti32x4(bytes, four(1), 1);
         bytes = _mm512_inserti32x4(bytes, four(2), 2);
         bytes = _mm512_inserti32x4(bytes, four(3), 3);
-        _mm512_storeu_si512(out + 64 * i, _mm512_shuffle_epi8(bytes, _mm512_load_si512(INT8_TABLES.order)));
+        _mm512_storeu_si512(out + step * i, _mm512_shuffle_epi8(bytes, _mm512_load_si512(INT8_TABLES.order)));
     }
     return int8_step(largest, largest / 127.f);
 }
