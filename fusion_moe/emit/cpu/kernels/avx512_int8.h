@@ -138,7 +138,7 @@ struct Avx512Int8 {
     using Weight = Weight_;
     using Columns = typename Weight::Columns;
     using Activation = float;
-    using Packed = u16;  // in place of an element each: its byte, then the `Row`s of blocks
+    using Packed = u16;  // in place of an element each: its byte, then the `Block`s
     using Panel = u32;   // of each block the steps [column_blocks][16], then integers of four columns [64][column_blocks][16]
     static constexpr auto SMALL_M_NAME = "straight from the codes, in int8";
     static constexpr int SMALL_M = 16, ROWS = 6, COLUMN_BLOCKS = 4, MIN_EXPONENT = -127, MAX_EXPONENT = 128;  // whatever they are
@@ -152,57 +152,69 @@ struct Avx512Int8 {
     static const u8* integers(const Packed* row) { return reinterpret_cast<const u8*>(row); }
     static const Block* blocks(const Packed* row, i64 K) { return reinterpret_cast<const Block*>(row + padded(K) / 2); }
 
-    static void pack(const float* x, Packed* packed, i64 K) {
-        u8* out = reinterpret_cast<u8*>(packed);
-        Block* of = const_cast<Block*>(blocks(packed, K));
-        for (i64 k = 0; k < K; k += INT8_BLOCK, ++of) {
-            of->step = int8_block(x + k, std::min(INT8_BLOCK, K - k), out + k);
-            __m512i sum = _mm512_setzero_si512();
-            for (int i = 0; i < 4; ++i) sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), _mm512_loadu_si512(out + k + 64 * i));
-            of->begin = -128 * _mm512_reduce_add_epi32(sum);
-        }
+    static Block pack_block(const float* x, i64 count, u8* out) {
+        const float step = int8_block(x, count, out);
+        __m512i sum = _mm512_setzero_si512();
+        for (int i = 0; i < 4; ++i) sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), _mm512_loadu_si512(out + 64 * i));
+        return {step, -128 * _mm512_reduce_add_epi32(sum)};
     }
 
-    static void pack_small_m(const float* x, i64 r, Packed* packed, i64 stride, i64 K) { pack(x, packed + r * stride, K); }
+    static void pack(const float* x, Packed* packed, i64 K) {
+        u8* out = const_cast<u8*>(integers(packed));
+        Block* of = const_cast<Block*>(blocks(packed, K));
+        for (i64 k = 0; k < K; k += INT8_BLOCK) *of++ = pack_block(x + k, std::min(INT8_BLOCK, K - k), out + k);
+    }
+
+    // A block of each row, then the next: whole rows lie a power of two apart, and would meet in few places of the first-level cache.
+    static void pack_small_m(const float* x, i64 r, Packed* packed, i64, i64 K) {
+        u8* out = const_cast<u8*>(integers(packed)) + r * INT8_BLOCK;
+        Block* of = const_cast<Block*>(small_m_blocks(packed, K)) + r;
+        for (i64 k = 0; k < K; k += INT8_BLOCK, out += SMALL_M * INT8_BLOCK, of += SMALL_M) {
+            *of = pack_block(x + k, std::min(INT8_BLOCK, K - k), out);
+        }
+    }
+    static const Block* small_m_blocks(const Packed* packed, i64 K) { return blocks(packed + (SMALL_M - 1) * padded(K) / 2, K); }
 
     template <int R>
-    static void small_m_rows(const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+    static void small_m_rows(const Columns& c, const Columns& next, const Packed* packed, i64 K, float* out, i64 out_stride) {
         constexpr int CHAINS = R <= 4 ? 2 : 1;  // sums wait for the one before in their chain
         __m512 sum[R];
         for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
         Int8Reader<Weight> reader(c, next, K);
-        for (i64 b = 0; b < int8_blocks(K); ++b) {
+        const u8* x = integers(packed);
+        const Block* of = small_m_blocks(packed, K);
+        for (i64 b = 0; b < int8_blocks(K); ++b, x += SMALL_M * INT8_BLOCK, of += SMALL_M) {
             const __m512 step = reader.start(b);
             __m512i of_block[CHAINS][R];
             for (int r = 0; r < R; ++r) {
                 of_block[CHAINS - 1][r] = _mm512_setzero_si512();
-                of_block[0][r] = _mm512_set1_epi32(blocks(x + r * stride, K)[b].begin);
+                of_block[0][r] = _mm512_set1_epi32(of[r].begin);
             }
             for (int half = 0; half < 2 && b * INT8_BLOCK + 128 * half < K; ++half) {
-                const i64 at = b * INT8_BLOCK + 128 * half;
+                const u8* at = x + 128 * half;
                 reader.template half<true>(b, half, [&](int i, __m512i w) {
                     for (int r = 0; r < R; ++r) {
                         __m512i& to = of_block[i % CHAINS][r];
-                        to = _mm512_dpbusd_epi32(to, w, four(integers(x + r * stride) + at + 4 * i));
+                        to = _mm512_dpbusd_epi32(to, w, four(at + r * INT8_BLOCK + 4 * i));
                     }
                 });
             }
             for (int r = 0; r < R; ++r) {
                 const __m512i all = CHAINS == 2 ? _mm512_add_epi32(of_block[0][r], of_block[CHAINS - 1][r]) : of_block[0][r];
-                sum[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), _mm512_mul_ps(_mm512_set1_ps(blocks(x + r * stride, K)[b].step), step), sum[r]);
+                sum[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), _mm512_mul_ps(_mm512_set1_ps(of[r].step), step), sum[r]);
             }
         }
         const __m512 factor = _mm512_load_ps(c.factor);
         for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], factor));
     }
 
-    static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x, i64 stride, i64 K, float* out, i64 out_stride) {
+    static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x, i64, i64 K, float* out, i64 out_stride) {
         switch (rows) {
-            case 1: return small_m_rows<1>(c, next, x, stride, K, out, out_stride);
-            case 2: return small_m_rows<2>(c, next, x, stride, K, out, out_stride);
-            case 3: case 4: return small_m_rows<4>(c, next, x, stride, K, out, out_stride);
-            case 5: case 6: case 7: case 8: return small_m_rows<8>(c, next, x, stride, K, out, out_stride);
-            default: return small_m_rows<16>(c, next, x, stride, K, out, out_stride);
+            case 1: return small_m_rows<1>(c, next, x, K, out, out_stride);
+            case 2: return small_m_rows<2>(c, next, x, K, out, out_stride);
+            case 3: case 4: return small_m_rows<4>(c, next, x, K, out, out_stride);
+            case 5: case 6: case 7: case 8: return small_m_rows<8>(c, next, x, K, out, out_stride);
+            default: return small_m_rows<16>(c, next, x, K, out, out_stride);
         }
     }
 
@@ -235,34 +247,40 @@ struct Avx512Int8 {
     template <int R, int S>
     static void tile(const Packed* x, i64 stride, const Panel* panel, i64 K, float* out, i64 out_stride) {
         for (i64 b = 0; b < int8_blocks(K); ++b, panel += OF_BLOCK * S) {
-            __m512i sum[R][S];
-            for (int r = 0; r < R; ++r) {
-                for (int s = 0; s < S; ++s) sum[r][s] = _mm512_set1_epi32(blocks(x + r * stride, K)[b].begin);
-            }
             const int words = int(std::min(INT8_BLOCK, K - b * INT8_BLOCK) / 4);
-            const u8* at = integers(x) + b * INT8_BLOCK;
-            const Panel* w_at = panel + S * LANES;
-            for (int i = 0; i < words; ++i, at += 4, w_at += S * LANES) {
-                __m512i w[S];
-                for (int s = 0; s < S; ++s) w[s] = _mm512_load_si512(w_at + s * LANES);
-                for (int r = 0; r < R; ++r) {
-                    const __m512i a = four(at + 2 * r * stride);
-                    for (int s = 0; s < S; ++s) sum[r][s] = _mm512_dpbusd_epi32(sum[r][s], w[s], a);
-                }
-            }
+            add_block<R, S>(integers(x) + b * INT8_BLOCK, blocks(x, K) + b, 2 * stride, panel, words, b == 0, out, out_stride);
+        }
+    }
+
+    // A block's products, added to those of the blocks before.
+    template <int R, int S>
+    static void add_block(const u8* x, const Block* of, i64 row_bytes, const Panel* panel, int words, bool first, float* out,
+                                            i64 out_stride) {
+        const auto of_row = [=](int r) -> const Block& { return *reinterpret_cast<const Block*>(reinterpret_cast<const u8*>(of) + r * row_bytes); };
+        Sums sum[R][S] = {};
+        const Panel* at = panel + S * LANES;
+        for (int i = 0; i < words; ++i, at += S * LANES) {
+            __m512i w[S];
+            for (int s = 0; s < S; ++s) w[s] = _mm512_load_si512(at + s * LANES);
             for (int r = 0; r < R; ++r) {
-                const __m512 step = _mm512_set1_ps(blocks(x + r * stride, K)[b].step);
-                for (int s = 0; s < S; ++s) {
-                    float* to = out + r * out_stride + s * LANES;
-                    const __m512 before = b == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(to);
-                    const __m512 both = _mm512_mul_ps(step, _mm512_load_ps(panel + s * LANES));
-                    _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][s]), both, before));
-                }
+                const __m512i a = four(x + 4 * i + r * row_bytes);
+                for (int s = 0; s < S; ++s) sum[r][s] = Sums(_mm512_dpbusd_epi32(__m512i(sum[r][s]), w[s], a));
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            const __m512 step = _mm512_set1_ps(of_row(r).step);
+            const __m512i begin = _mm512_set1_epi32(of_row(r).begin);
+            for (int s = 0; s < S; ++s) {
+                float* to = out + r * out_stride + s * LANES;
+                const __m512 before = first ? _mm512_setzero_ps() : _mm512_loadu_ps(to);
+                const __m512 both = _mm512_mul_ps(step, _mm512_load_ps(panel + s * LANES));
+                _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(__m512i(sum[r][s]), begin)), both, before));
             }
         }
     }
 
   private:
+    typedef i32 Sums __attribute__((vector_size(64)));  // as `__m512i`, eight times 64 bits, g++ would move them about
     static constexpr i64 OF_BLOCK = (1 + INT8_BLOCK / 4) * LANES;  // words of a panel of one column block
 
     static __m512i four(const u8* at) {
