@@ -2,8 +2,11 @@
 //
 // Sixteen rows of the weight, transposed as 4-byte words, give vectors whose lane i holds 8 codes of row i. Look-ups by 16-bit halves of
 // v, v >> 4, v >> 8, v >> 12 make pairs of codes k + j and k + 4 + j, times 32; the high half of their product with the ratio of their
-// scale, rounded, is the integer. Two such vectors become one of bytes: codes k, k + 1, k + 4, k + 5, then k + 2, k + 3, k + 6, k + 7.
+// scale, rounded, is the integer. Two such vectors become one of bytes: codes k, k + 2, k + 4, k + 6, then k + 1, k + 3, k + 5, k + 7.
 // Activations are packed in that order.
+//
+// Of scales that are powers of two, none of them below an eighth of the largest of its block, two bits beside the four of the code say
+// what one look-up of bytes makes of it.
 //
 // One factor of vpdpbusd must not be negative: weights are 128 larger, and sums begin at what that adds.
 #pragma once
@@ -14,13 +17,19 @@
 namespace {
 
 struct alignas(64) Int8Tables {
-    i16 of_code[32];  // 32 times the code, twice: look-ups take five bits, of which the fifth belongs to the next code
-    u8 order[64];     // of activations, for `_mm512_shuffle_epi8`
+    i16 of_code[32];    // 32 times the code, twice: look-ups take five bits, of which the fifth belongs to the next code
+    u8 of_power[64];    // a code, and how many times its scale is half of the largest -> the integer
+    u8 order[64];       // of activations, for `_mm512_shuffle_epi8`
+    u8 each_of_4[4][64];  // byte i of each word, in all of them
 
-    constexpr Int8Tables() : of_code(), order() {
-        constexpr u8 of_eight[8] = {0, 1, 4, 5, 2, 3, 6, 7};
+    constexpr Int8Tables() : of_code(), of_power(), order(), each_of_4() {
+        constexpr u8 of_eight[8] = {0, 2, 4, 6, 1, 3, 5, 7};
         for (int i = 0; i < 32; ++i) of_code[i] = i16(32 * E2M1[i & 15]);
-        for (int i = 0; i < 64; ++i) order[i] = u8(i % 16 / 8 * 8 + of_eight[i % 8]);
+        for (int i = 0; i < 64; ++i) {
+            of_power[i] = u8(int(16 * E2M1[i & 15]) / (1 << i / 16));
+            order[i] = u8(i % 16 / 8 * 8 + of_eight[i % 8]);
+            for (int b = 0; b < 4; ++b) each_of_4[b][i] = u8(i % 16 / 4 * 4 + b);
+        }
     }
 };
 
@@ -44,6 +53,9 @@ class Int8Reader {
         if (block % OF_LINE == 0) {
             words_of(c_->scales, at, K_ / Weight::BLOCK, scales_);
             for (int i = 0; i < LANES; ++i) _mm_prefetch(reinterpret_cast<const char*>(next_->scales[i] + at), _MM_HINT_T1);
+        }
+        if constexpr (Weight::POWERS_OF_TWO) {
+            if ((powers_ = start_powers(block % OF_LINE))) return step_;
         }
         constexpr int EACH = int(Weight::BLOCK / INT8_CODES), WORDS = 4 / EACH;
         __m512 scales[INT8_BLOCK / INT8_CODES], largest = _mm512_setzero_ps();
@@ -76,7 +88,20 @@ class Int8Reader {
         words_of(c_->codes, at, K_ / 2, words);
         for (int i = 0; i < LANES; ++i) _mm_prefetch(reinterpret_cast<const char*>(next_->codes[i] + at), _MM_HINT_T1);
         const int count = int(std::min<i64>(16, (K_ - 2 * at) / 8));
-        const __m512i table = _mm512_load_si512(INT8_TABLES.of_code), flip = _mm512_set1_epi8(char(0x80));
+        const __m512i flip = _mm512_set1_epi8(char(0x80));
+        if (powers_) {
+            const __m512i of_power = _mm512_load_si512(INT8_TABLES.of_power), numbers = PLUS_128 ? _mm512_xor_si512(of_power, flip) : of_power;
+            const __m512i code = _mm512_set1_epi8(15);
+            for (int i = 0; i < 16; ++i) {
+                const __m512i halved = ratios_[4 * half + i / 4];
+                // of the code its four bits, of the others those of `halved`
+                body(2 * i, _mm512_permutexvar_epi8(_mm512_ternarylogic_epi32(code, words[i], halved, 0xCA), numbers));
+                const __m512i odd = _mm512_srli_epi32(words[i], 4);
+                body(2 * i + 1, _mm512_permutexvar_epi8(_mm512_ternarylogic_epi32(code, odd, halved, 0xCA), numbers));
+            }
+            return;
+        }
+        const __m512i table = _mm512_load_si512(INT8_TABLES.of_code);
         for (int i = 0; i < count; i += 2) {
             const __m512i ratio = ratios_[8 * half + i / 2];
             for (int j = 0; j < 2; ++j) {
@@ -86,8 +111,8 @@ class Int8Reader {
                     pairs[p] = _mm512_mulhrs_epi16(codes, ratio);
                 }
                 for (int p = 0; p < 2; ++p) {
-                    const __m512i high = _mm512_slli_epi16(pairs[2 * p + 1], 8);
-                    const __m512i bytes = _mm512_mask_mov_epi8(high, 0x5555555555555555ull, pairs[2 * p]);
+                    const __m512i high = _mm512_slli_epi16(pairs[p + 2], 8);
+                    const __m512i bytes = _mm512_mask_mov_epi8(high, 0x5555555555555555ull, pairs[p]);
                     body(2 * (i + j) + p, PLUS_128 ? _mm512_xor_si512(bytes, flip) : bytes);
                 }
             }
@@ -95,10 +120,31 @@ class Int8Reader {
     }
 
   private:
+    // Whether a whole block has no scale below an eighth of the largest of its row, nor NaN: then `ratios_` of 32 codes each are how many
+    // times their scale is half of it, 16 times that in each byte.
+    bool start_powers(i64 of_line) {
+        const __m512i first = scales_[2 * of_line], second = scales_[2 * of_line + 1];
+        __m512i largest = _mm512_max_epu8(first, second);
+        largest = _mm512_max_epu8(largest, _mm512_rol_epi32(largest, 16));
+        largest = _mm512_max_epu8(largest, _mm512_rol_epi32(largest, 8));
+        const __m512i halved[2] = {_mm512_sub_epi8(largest, first), _mm512_sub_epi8(largest, second)};
+        const __m512i exponent = _mm512_srli_epi32(largest, 24);
+        const __mmask16 bad = _mm512_cmpge_epu32_mask(_mm512_sub_epi32(exponent, _mm512_set1_epi32(27)), _mm512_set1_epi32(255 - 27));
+        if (bad != 0 || _mm512_cmpgt_epu8_mask(_mm512_max_epu8(halved[0], halved[1]), _mm512_set1_epi8(3)) != 0) return false;
+        for (int i = 0; i < 8; ++i) {
+            const __m512i of_word = _mm512_slli_epi32(halved[i / 4], 4);
+            ratios_[i] = _mm512_shuffle_epi8(of_word, _mm512_load_si512(INT8_TABLES.each_of_4[i % 4]));
+        }
+        step_ = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_sub_epi32(exponent, _mm512_set1_epi32(4)), 23));
+        return true;
+    }
+
     const Columns *c_ = nullptr, *next_ = nullptr;
     i64 K_ = 0;
     __m512i scales_[16];  // a line of them: word w of every row
     __m512i ratios_[INT8_BLOCK / INT8_CODES];
+    __m512 step_;
+    bool powers_ = false;
 };
 
 // Activations of a block -> bytes in the order of the weight's integers, zeros behind them, of 64 columns each `step` apart; what one is
