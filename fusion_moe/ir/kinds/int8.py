@@ -2,8 +2,8 @@
 
     rows     step = amax / 127                     of a block of a row; codes = round(x * (127 / amax)), ties to even: -127 .. 127
     weights  step = S / 16                         S: the largest block scale, by its size, of a block of a row of a matrix
-             ratio = round(s * (16384 / S))        of each of its block scales s, ties to even
-             codes = floor((2 c * ratio + 1024) / 2048)        c: the E2M1 number of a code, times s / S * 16 to nearest: -96 .. 96
+             ratio = round(s * (2048 / S))         of each of its block scales s, ties to even
+             codes = floor((2 c * ratio + 128) / 256)        c: the E2M1 number of a code, times s / S * 16 to nearest: -96 .. 96
     y        sum over blocks, in order, of (codes of the row . codes of the weight) * (step of the row * step of the weight),
              each product of codes an exact integer, each block added by one fused multiply-add; then times the scale of the matrix
 
@@ -69,9 +69,9 @@ def matrices(w: Quantized) -> tuple[Tensor, Tensor, Tensor]:
     scales = _blocks(each, BLOCK // _CODES)
     largest = scales.abs().amax(-1)
     some = largest.isfinite() & (largest >= _LEAST)
-    ratios = torch.where(some[..., None], scales * _quotient(16384.0, largest)[..., None], 0.0).round().int()
+    ratios = torch.where(some[..., None], scales * _quotient(2048.0, largest)[..., None], 0.0).round().int()
     wide = _blocks(codes, BLOCK).unflatten(-1, (-1, _CODES))
-    made = (wide * ratios[..., None] + 1024) >> 11
+    made = (wide * ratios[..., None] + 128) >> 8
     of_matrix = w[2] if len(w) > 2 else torch.ones(lead, device=packed.device)
     runs = of_matrix.reshape(*lead, -1)
     factors = runs.repeat_interleave(n // runs.shape[-1], -1)

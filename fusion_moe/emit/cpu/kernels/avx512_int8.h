@@ -1,8 +1,9 @@
 // Products of int8 operands by AVX-512 with VNNI: int8.h has what is computed.
 //
 // Sixteen rows of the weight, transposed as 4-byte words, give vectors whose lane i holds 8 codes of row i. Look-ups by 16-bit halves of
-// v, v >> 4, v >> 8, v >> 12 make pairs of codes k + j and k + 4 + j, times 32; the high half of their product with the ratio of their
-// scale, rounded, is the integer. Two such vectors become one of bytes: codes k, k + 2, k + 4, k + 6, then k + 1, k + 3, k + 5, k + 7.
+// v, v >> 4, v >> 8, v >> 12 make pairs of codes k + j and k + 4 + j, as numbers. Their products with the ratio of their scale, rounded to
+// 256, have the integers as upper bytes; of those with 128 times as much as numbers, to 2^15, they are the lower bytes of the upper half.
+// One of each kind become a vector of bytes: codes k, k + 2, k + 4, k + 6, then k + 1, k + 3, k + 5, k + 7.
 // Activations are packed in that order.
 //
 // Of scales that are powers of two, none of them below an eighth of the largest of its block, two bits beside the four of the code say
@@ -17,14 +18,14 @@
 namespace {
 
 struct alignas(64) Int8Tables {
-    i16 of_code[32];    // 32 times the code, twice: look-ups take five bits, of which the fifth belongs to the next code
+    i16 of_low[32], of_high[32];  // 256 times a code and twice the code, twice: look-ups take five bits, the fifth of the next code
     u8 of_power[64];    // a code, and how many times its scale is half of the largest -> the integer
     u8 order[64];       // of activations, for `_mm512_shuffle_epi8`
     u8 each_of_4[4][64];  // byte i of each word, in all of them
 
-    constexpr Int8Tables() : of_code(), of_power(), order(), each_of_4() {
+    constexpr Int8Tables() : of_low(), of_high(), of_power(), order(), each_of_4() {
         constexpr u8 of_eight[8] = {0, 2, 4, 6, 1, 3, 5, 7};
-        for (int i = 0; i < 32; ++i) of_code[i] = i16(32 * E2M1[i & 15]);
+        for (int i = 0; i < 32; ++i) of_low[i] = i16(256 * E2M1[i & 15]), of_high[i] = i16(2 * E2M1[i & 15]);
         for (int i = 0; i < 64; ++i) {
             of_power[i] = u8(int(16 * E2M1[i & 15]) / (1 << i / 16));
             order[i] = u8(i % 16 / 8 * 8 + of_eight[i % 8]);
@@ -70,7 +71,7 @@ class Int8Reader {
             }
         }
         const __mmask16 some = _mm512_mask_cmp_ps_mask(__mmask16(~nan), largest, _mm512_set1_ps(INT8_LEAST), _CMP_GE_OQ);
-        const __m512 factor = _mm512_maskz_div_ps(some, _mm512_set1_ps(16384.f), largest);
+        const __m512 factor = _mm512_maskz_div_ps(some, _mm512_set1_ps(2048.f), largest);
         for (int b = 0; b < INT8_BLOCK / INT8_CODES; b += EACH) {
             const __m512i ratio = _mm512_maskz_cvtps_epi32(some, _mm512_mul_ps(scales[b], factor));
             const __m512i both = _mm512_mask_mov_epi16(_mm512_slli_epi32(ratio, 16), 0x55555555, ratio);
@@ -101,18 +102,18 @@ class Int8Reader {
             }
             return;
         }
-        const __m512i table = _mm512_load_si512(INT8_TABLES.of_code);
+        const __m512i of_low = _mm512_load_si512(INT8_TABLES.of_low), of_high = _mm512_load_si512(INT8_TABLES.of_high);
+        const __m512i half_of_256 = _mm512_set1_epi16(128);
         for (int i = 0; i < count; i += 2) {
             const __m512i ratio = ratios_[8 * half + i / 2];
             for (int j = 0; j < 2; ++j) {
-                __m512i pairs[4];
-                for (int p = 0; p < 4; ++p) {
-                    const __m512i codes = _mm512_permutexvar_epi16(_mm512_srli_epi16(words[i + j], 4 * p), table);
-                    pairs[p] = _mm512_mulhrs_epi16(codes, ratio);
-                }
                 for (int p = 0; p < 2; ++p) {
-                    const __m512i high = _mm512_slli_epi16(pairs[p + 2], 8);
-                    const __m512i bytes = _mm512_mask_mov_epi8(high, 0x5555555555555555ull, pairs[p]);
+                    const auto pairs = [&](int shift, __m512i table) {
+                        return _mm512_permutexvar_epi16(_mm512_srli_epi16(words[i + j], shift), table);
+                    };
+                    const __m512i low = _mm512_mulhrs_epi16(pairs(4 * p, of_low), ratio);
+                    const __m512i high = _mm512_add_epi16(_mm512_mullo_epi16(pairs(4 * p + 8, of_high), ratio), half_of_256);
+                    const __m512i bytes = _mm512_mask_mov_epi8(high, 0x5555555555555555ull, low);
                     body(2 * (i + j) + p, PLUS_128 ? _mm512_xor_si512(bytes, flip) : bytes);
                 }
             }

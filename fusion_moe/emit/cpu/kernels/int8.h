@@ -47,11 +47,11 @@ inline float int8_weights(const u8* codes, const u8* scales, i64 count, i16* out
         largest = std::max(largest, size);
     }
     largest = nan ? as_float(0x7FC00000) : largest;
-    const float factor = is_some(largest) ? 16384.f / largest : 0.f;
+    const float factor = is_some(largest) ? 2048.f / largest : 0.f;
     for (i64 b = 0; b < count / BLOCK; ++b, codes += BLOCK / 2, out += BLOCK) {
         const i32 ratio = factor == 0.f ? 0 : i32(__builtin_rintf(Weight::scale(scales[b]) * factor));
         i16 of_code[16];
-        for (int i = 0; i < 16; ++i) of_code[i] = i16((i32(2 * E2M1[i]) * ratio + 1024) >> 11);
+        for (int i = 0; i < 16; ++i) of_code[i] = i16((i32(2 * E2M1[i]) * ratio + 128) >> 8);
         for (i64 i = 0; i < BLOCK / 2; ++i) out[2 * i] = of_code[codes[i] & 15], out[2 * i + 1] = of_code[codes[i] >> 4];
     }
     return int8_step(largest, largest * 0.0625f);
