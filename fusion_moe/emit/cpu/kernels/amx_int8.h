@@ -10,8 +10,9 @@
 
 namespace {
 
-// For two column blocks, a panel, block after block of 256 columns: what all rows make of it, two tiles of them at once, while integers of
-// the block that comes next are made, some between any steps of tiles.
+// For two column blocks, a panel, block after block of 256 columns: what all rows make of it, two tiles of them at once. Between any steps of
+// tiles some integers are made of the block that comes next, and some sums added of the rows before: the CPU does not look far enough ahead
+// to do so by itself.
 template <class Weight>
 class AmxInt8Product {
   public:
@@ -40,8 +41,9 @@ class AmxInt8Product {
                 const bool last = block + 1 == blocks_;
                 if (last) open_after(panel);
                 multiply(panel, block, last && panel + 1 == panels ? -1 : last ? 0 : block + 1);
-                half_ ^= 1;
+                ++count_;
             }
+            add_rest();
             const i64 first = panel / of_stored_ * stored_, count = std::min(stored_, all - first);
             if ((panel + 1) % of_stored_ == 0 || panel + 1 == panels) {
                 work_tile_.store(0, work_tile_.rows, first, out_, of_row_, count / F_);
@@ -65,14 +67,14 @@ class AmxInt8Product {
 
     // A part of the integers of a block.
     void make(i64 panel, i64 block, int part) {
-        const int s = part / 2, of_half = part % 2, to = made_;
+        const int s = part / 2, of_half = part % 2;
         Int8Reader<Weight>& reader = readers_[s];
         if (of_half == 0) {
             if (block == 0) reader = Int8Reader<Weight>(columns_[panel % 3][s], columns_[(panel + 1) % 3][s], K_);
-            _mm512_store_ps(steps_[to][s], reader.start(block));
+            _mm512_store_ps(steps_[made_ % 3][s], reader.start(block));
         }
         if (INT8_BLOCK * block + 128 * of_half >= K_) return;
-        u32* at = weights_ + to * OF_BLOCK + s * OF_COLUMNS + 32 * of_half * LANES;
+        u32* at = weights_ + made_ % 2 * OF_BLOCK + s * OF_COLUMNS + 32 * of_half * LANES;
         reader.template half<false>(block, of_half, [&](int i, __m512i w) { _mm512_store_si512(at + i * LANES, w); });
     }
 
@@ -81,12 +83,13 @@ class AmxInt8Product {
         const int steps = int(std::min<i64>(4, (K_ - INT8_BLOCK * block + 63) / 64));
         const i64 all = (tiles_ + 1) / 2 * steps;
         i64 done = 0;
-        made_ = half_ ^ 1;
+        made_ = count_ + 1;
         const i64 made_panel = next == 0 ? panel + 1 : panel;
         const auto between = [&] {
             const i64 from = PARTS * done / all, to = PARTS * (done + 1) / all;
             ++done;
             for (i64 part = from; next >= 0 && part < to; ++part) make(made_panel, next, int(part));
+            if (waiting_.done < waiting_.tiles) add_next();
         };
         for (i64 t = 0; t < tiles_; t += 2) {
             if (t + 1 < tiles_) {
@@ -101,7 +104,7 @@ class AmxInt8Product {
     [[gnu::always_inline]] void group(i64 t, i64 panel, i64 block, int steps_of_block, const Between& between) {
         const u16* rows = x_ + t * LANES * stride_;
         const u8* x = tiles(rows) + block * 4 * TILE;
-        const u32* w = weights_ + half_ * OF_BLOCK;
+        const u32* w = weights_ + count_ % 2 * OF_BLOCK;
         std::atomic_signal_fence(std::memory_order_seq_cst);  // compilers don't see that tiles are read from memory
         _tile_zero(0);
         _tile_zero(1);
@@ -122,6 +125,7 @@ class AmxInt8Product {
             }
             between();
         }
+        add_rest();
         _tile_stored(0, sums_[0], 64);
         _tile_stored(1, sums_[1], 64);
         if (TILES == 2) {
@@ -129,18 +133,22 @@ class AmxInt8Product {
             _tile_stored(3, sums_[3], 64);
         }
         std::atomic_signal_fence(std::memory_order_seq_cst);
-        for (int i = 0; i < TILES; ++i) {
-            const float* of_rows = steps(rows + i * LANES * stride_, K_) + block * LANES;
-            for (int s = 0; s < 2; ++s) add(t + i, panel, block, s, of_rows, sums_[2 * i + s]);
-        }
+        waiting_ = {t, panel, block, 2 * TILES, 0, steps_[count_ % 3]};
+    }
+
+    void add_rest() {
+        while (waiting_.done < waiting_.tiles) add_next();
     }
 
     // Sums of integers of a tile [16][16], scaled, to those of the blocks before.
-    [[gnu::always_inline]] void add(i64 t, i64 panel, i64 block, int s, const float* of_rows, const i32* sums) {
-        const i64 rows = std::min<i64>(LANES, work_tile_.rows - LANES * t);
-        const __m512 step = _mm512_load_ps(steps_[half_][s]), factor = _mm512_load_ps(columns_[panel % 3][s].factor);
-        float* out = out_ + LANES * t * of_row_ + (panel % of_stored_ * 2 + s) * LANES;
-        const bool first = block == 0, last = block + 1 == blocks_;
+    [[gnu::always_inline]] void add_next() {
+        const int i = waiting_.done++, s = i % 2;
+        const i64 t = waiting_.t + i / 2, rows = std::min<i64>(LANES, work_tile_.rows - LANES * t);
+        const float* of_rows = steps(x_ + t * LANES * stride_, K_) + waiting_.block * LANES;
+        const i32* sums = sums_[i];
+        const __m512 step = _mm512_load_ps(waiting_.steps[s]), factor = _mm512_load_ps(columns_[waiting_.panel % 3][s].factor);
+        float* out = out_ + LANES * t * of_row_ + (waiting_.panel % of_stored_ * 2 + s) * LANES;
+        const bool first = waiting_.block == 0, last = waiting_.block + 1 == blocks_;
         for (i64 r = 0; r < rows; ++r, out += of_row_) {
             const __m512 both = _mm512_mul_ps(_mm512_set1_ps(of_rows[r]), step), before = first ? _mm512_setzero_ps() : _mm512_load_ps(out);
             const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums + r * LANES)), both, before);
@@ -154,10 +162,18 @@ class AmxInt8Product {
     const i64 stored_, of_stored_, of_row_;  // column blocks that are stored together, in so many panels
     u32* const weights_;                     // [2] blocks of a panel: one that is multiplied, one that is made
     float* const out_;                       // [rows of the work tile][of_row_]
-    int half_ = 0, made_ = 0;
+    // Rows whose sums of a block are in sums_; of `tiles` some are added.
+    struct Waiting {
+        i64 t, panel, block;
+        int tiles, done;
+        const float (*steps)[LANES];
+    };
+
+    i64 count_ = 0, made_ = 0;  // of blocks, over all panels: the one that is multiplied, the one that is made
+    Waiting waiting_ = {0, 0, 0, 0, 0, nullptr};
     Columns columns_[3][2];  // of this panel, the next, the one after it
     Int8Reader<Weight> readers_[2];
-    alignas(64) float steps_[2][2][LANES];
+    alignas(64) float steps_[3][2][LANES];
     alignas(64) i32 sums_[4][LANES * LANES];
 };
 

@@ -45,7 +45,7 @@ class Int8Reader {
     Int8Reader() = default;
 
     // next: what is read after it, which comes nearer
-    Int8Reader(const Columns& c, const Columns& next, i64 K) : c_(&c), next_(&next), K_(K) {}
+    Int8Reader(const Columns& c, const Columns& next, i64 K) : c_(&c), next_(&next), K_(K) { start_ahead(); }
 
     // What the integers of a block are worth, a lane for each row.
     __m512 start(i64 block) {
@@ -59,18 +59,18 @@ class Int8Reader {
             if ((powers_ = start_powers(block % OF_LINE))) return step_;
         }
         constexpr int EACH = int(Weight::BLOCK / INT8_CODES), WORDS = 4 / EACH;
-        __m512 scales[INT8_BLOCK / INT8_CODES], largest = _mm512_setzero_ps();
-        __mmask16 nan = 0;
+        __m512 scales[INT8_BLOCK / INT8_CODES];
+        __m512i most = _mm512_setzero_si512();  // bits of sizes order as sizes do, NaN last
         for (int w = 0; w < WORDS; ++w) {
             const auto four = Scales<Weight>::of(scales_[block % OF_LINE * WORDS + w]);
             for (int i = 0; i < 4; ++i) {
                 const __m512 scale = four.of_words(i);
                 for (int j = 0; j < EACH; ++j) scales[(4 * w + i) * EACH + j] = scale;
-                largest = _mm512_max_ps(largest, _mm512_abs_ps(scale));
-                nan |= _mm512_cmp_ps_mask(scale, scale, _CMP_UNORD_Q);
+                most = _mm512_max_epu32(most, _mm512_castps_si512(_mm512_abs_ps(scale)));
             }
         }
-        const __mmask16 some = _mm512_mask_cmp_ps_mask(__mmask16(~nan), largest, _mm512_set1_ps(INT8_LEAST), _CMP_GE_OQ);
+        const __m512 largest = _mm512_castsi512_ps(most);
+        const __mmask16 nan = _mm512_cmp_ps_mask(largest, largest, _CMP_UNORD_Q), some = _mm512_cmp_ps_mask(largest, _mm512_set1_ps(INT8_LEAST), _CMP_GE_OQ);
         const __m512 factor = _mm512_maskz_div_ps(some, _mm512_set1_ps(2048.f), largest);
         for (int b = 0; b < INT8_BLOCK / INT8_CODES; b += EACH) {
             const __m512i ratio = _mm512_maskz_cvtps_epi32(some, _mm512_mul_ps(scales[b], factor));
@@ -87,7 +87,7 @@ class Int8Reader {
         const i64 at = (INT8_BLOCK * block + 128 * half) / 2;
         alignas(64) __m512i words[16];
         words_of(c_->codes, at, K_ / 2, words);
-        for (int i = 0; i < LANES; ++i) _mm_prefetch(reinterpret_cast<const char*>(next_->codes[i] + at), _MM_HINT_T1);
+        prefetch();
         const int count = int(std::min<i64>(16, (K_ - 2 * at) / 8));
         const __m512i flip = _mm512_set1_epi8(char(0x80));
         if (powers_) {
@@ -121,6 +121,20 @@ class Int8Reader {
     }
 
   private:
+    // As many lines of what is read next as `half` reads, in the order of memory, which the CPU's own prefetching follows.
+    void prefetch() {
+        for (int i = 0; i < LANES; ++i) _mm_prefetch(reinterpret_cast<const char*>(ahead_ + 64 * i), _MM_HINT_T1);
+        ahead_ += 64 * LANES;
+        if (ahead_ >= end_ahead_) start_ahead();
+    }
+
+    // Goes on with the next row, and those that lie behind it.
+    void start_ahead() {
+        row_ahead_ %= LANES;
+        ahead_ = next_->codes[row_ahead_], end_ahead_ = ahead_ + K_ / 2;
+        for (++row_ahead_; row_ahead_ < LANES && next_->codes[row_ahead_] == end_ahead_; ++row_ahead_) end_ahead_ += K_ / 2;
+    }
+
     // Whether a whole block has no scale below an eighth of the largest of its row, nor NaN: then `ratios_` of 32 codes each are how many
     // times their scale is half of it, 16 times that in each byte.
     bool start_powers(i64 of_line) {
@@ -142,6 +156,8 @@ class Int8Reader {
 
     const Columns *c_ = nullptr, *next_ = nullptr;
     i64 K_ = 0;
+    int row_ahead_ = 0;
+    const u8 *ahead_ = nullptr, *end_ahead_ = nullptr;
     __m512i scales_[16];  // a line of them: word w of every row
     __m512i ratios_[INT8_BLOCK / INT8_CODES];
     __m512 step_;
