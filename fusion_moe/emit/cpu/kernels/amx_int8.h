@@ -206,7 +206,7 @@ template <class Weight>
 struct AmxInt8Tier {
     using Wide = AmxInt8<Weight>;
     template <class A>
-    using Fast = Kernels<Wide>;
+    using Fast = Kernels<SmallM<Avx512Int8<Weight, 4>>, Wide>;
     using Thread = AmxThread;
     static constexpr double DEQUANTIZE_ROWS = 48;
 };

@@ -9,7 +9,7 @@
 // Of scales that are powers of two, none of them below an eighth of the largest of its block, two bits beside the four of the code say
 // what one look-up of bytes makes of it.
 //
-// One factor of vpdpbusd must not be negative: weights are 128 larger, and sums begin at what that adds.
+// One factor of vpdpbusd must not be negative: weights are 128 larger, and what that adds is taken from sums.
 #pragma once
 
 #include "avx512.h"
@@ -196,7 +196,8 @@ inline float int8_block(const float* x, i64 count, u8* out, i64 step = 64) {
     return int8_step(largest, largest / 127.f);
 }
 
-template <class Weight_>
+// Small M: up to MAX_ROWS rows.
+template <class Weight_, int MAX_ROWS>
 struct Avx512Int8 {
     using Weight = Weight_;
     using Columns = typename Weight::Columns;
@@ -204,12 +205,14 @@ struct Avx512Int8 {
     using Packed = u16;  // in place of an element each: its byte, then the `Block`s
     using Panel = u32;   // of each block the steps [column_blocks][16], then integers of four columns [64][column_blocks][16]
     static constexpr auto SMALL_M_NAME = "straight from the codes, in int8";
-    static constexpr int SMALL_M = 16, ROWS = 6, COLUMN_BLOCKS = 4, MIN_EXPONENT = -127, MAX_EXPONENT = 128;  // whatever they are
+    static constexpr int SMALL_M = MAX_ROWS, ROWS = 6, COLUMN_BLOCKS = 4, MIN_EXPONENT = -127, MAX_EXPONENT = 128;  // whatever they are
 
     struct Block {
         float step;
-        i32 begin;  // -128 times the sum of the integers
+        i32 rest;  // what is added to sums: -128 times that of the integers
     };
+
+    typedef i32 Sums __attribute__((vector_size(64)));  // as `__m512i`, eight times 64 bits, g++ would move them about
 
     static i64 padded(i64 K) { return int8_blocks(K) * INT8_BLOCK; }
     static const u8* integers(const Packed* row) { return reinterpret_cast<const u8*>(row); }
@@ -248,36 +251,33 @@ struct Avx512Int8 {
         const Block* of = small_m_blocks(packed, K);
         for (i64 b = 0; b < int8_blocks(K); ++b, x += SMALL_M * INT8_BLOCK, of += SMALL_M) {
             const __m512 step = reader.start(b);
-            __m512i of_block[CHAINS][R];
-            for (int r = 0; r < R; ++r) {
-                of_block[CHAINS - 1][r] = _mm512_setzero_si512();
-                of_block[0][r] = _mm512_set1_epi32(of[r].begin);
-            }
+            Sums of_block[CHAINS][R] = {};
             for (int half = 0; half < 2 && b * INT8_BLOCK + 128 * half < K; ++half) {
                 const u8* at = x + 128 * half;
                 reader.template half<true>(b, half, [&](int i, __m512i w) {
                     for (int r = 0; r < R; ++r) {
-                        __m512i& to = of_block[i % CHAINS][r];
-                        to = _mm512_dpbusd_epi32(to, w, four(at + r * INT8_BLOCK + 4 * i));
+                        Sums& to = of_block[i % CHAINS][r];
+                        to = Sums(_mm512_dpbusd_epi32(__m512i(to), w, four(at + r * INT8_BLOCK + 4 * i)));
                     }
                 });
             }
             for (int r = 0; r < R; ++r) {
-                const __m512i all = CHAINS == 2 ? _mm512_add_epi32(of_block[0][r], of_block[CHAINS - 1][r]) : of_block[0][r];
-                sum[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), _mm512_mul_ps(_mm512_set1_ps(of[r].step), step), sum[r]);
+                Sums all = of_block[0][r] + of[r].rest;
+                if (CHAINS == 2) all += of_block[CHAINS - 1][r];
+                sum[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(__m512i(all)), _mm512_mul_ps(_mm512_set1_ps(of[r].step), step), sum[r]);
             }
         }
         const __m512 factor = _mm512_load_ps(c.factor);
         for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(sum[r], factor));
     }
 
-    static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x, i64, i64 K, float* out, i64 out_stride) {
-        switch (rows) {
-            case 1: return small_m_rows<1>(c, next, x, K, out, out_stride);
-            case 2: return small_m_rows<2>(c, next, x, K, out, out_stride);
-            case 3: case 4: return small_m_rows<4>(c, next, x, K, out, out_stride);
-            case 5: case 6: case 7: case 8: return small_m_rows<8>(c, next, x, K, out, out_stride);
-            default: return small_m_rows<16>(c, next, x, K, out, out_stride);
+    static void small_m(int rows, const Columns& c, const Columns& next, const Packed* packed, i64, i64 K, float* out, i64 out_stride) {
+        if (rows == 1) return small_m_rows<1>(c, next, packed, K, out, out_stride);
+        if (rows == 2) return small_m_rows<2>(c, next, packed, K, out, out_stride);
+        if (rows <= 4) return small_m_rows<4>(c, next, packed, K, out, out_stride);
+        if constexpr (MAX_ROWS > 4) {
+            if (rows <= 8) return small_m_rows<8>(c, next, packed, K, out, out_stride);
+            return small_m_rows<16>(c, next, packed, K, out, out_stride);
         }
     }
 
@@ -332,18 +332,16 @@ struct Avx512Int8 {
         }
         for (int r = 0; r < R; ++r) {
             const __m512 step = _mm512_set1_ps(of_row(r).step);
-            const __m512i begin = _mm512_set1_epi32(of_row(r).begin);
             for (int s = 0; s < S; ++s) {
                 float* to = out + r * out_stride + s * LANES;
                 const __m512 before = first ? _mm512_setzero_ps() : _mm512_loadu_ps(to);
                 const __m512 both = _mm512_mul_ps(step, _mm512_load_ps(panel + s * LANES));
-                _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(__m512i(sum[r][s]), begin)), both, before));
+                _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(__m512i(sum[r][s] + of_row(r).rest)), both, before));
             }
         }
     }
 
   private:
-    typedef i32 Sums __attribute__((vector_size(64)));  // as `__m512i`, eight times 64 bits, g++ would move them about
     static constexpr i64 OF_BLOCK = (1 + INT8_BLOCK / 4) * LANES;  // words of a panel of one column block
 
     static __m512i four(const u8* at) {
@@ -355,9 +353,9 @@ struct Avx512Int8 {
 
 template <class Weight>
 struct Avx512Int8Tier {
-    using Wide = Panels<Avx512Int8<Weight>>;
+    using Wide = Panels<Avx512Int8<Weight, 16>>;
     template <class A>
-    using Fast = Kernels<SmallM<Avx512Int8<Weight>>, Wide>;
+    using Fast = Kernels<SmallM<Avx512Int8<Weight, 16>>, Wide>;
     struct Thread {};
     static constexpr double DEQUANTIZE_ROWS = 8;
 };
