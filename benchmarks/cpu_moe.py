@@ -275,7 +275,8 @@ def of_model(model: Model, told: argparse.Namespace) -> list[dict[str, Any]]:
     given = {e: random_weights(e, model) for e in encodings}
     copies = {e: [copied(w) for _ in range(told.copies)] for e, w in given.items()}
     (call,) = calls(model, CHECKED, 1)
-    checks, mine, results = {e: (call, exact(w, *call)) for e, w in given.items()}, contenders(copies, told.activations, not told.no_torch), []
+    checks, results = {e: (call, exact(w, *call)) for e, w in given.items()}, []
+    mine = contenders(copies, told.activations, not told.no_torch)
     for threads in told.threads:
         torch.set_num_threads(threads)
         memory, kt, others = bandwidth.of(threads), None, Others()

@@ -37,7 +37,8 @@ _TIERS = {
     "generic": _Tier(),
 }
 TIERS = tuple(_TIERS)  # the best first
-_FLAGS = {"bmi1": "-mbmi", "abm": "-mlzcnt", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16", "amx_int8": "-mamx-int8"}  # where it isn't -m and the name
+# where it isn't -m and the name
+_FLAGS = {"bmi1": "-mbmi", "abm": "-mlzcnt", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16", "amx_int8": "-mamx-int8"}
 
 
 def selected() -> str:

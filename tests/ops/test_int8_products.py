@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fusion_moe
 from fusion_moe import options
-from fusion_moe.encodings import MXFP4, NVFP4, Encoding, Quantized, dequantize, quantize
+from fusion_moe.encodings import INT4, MXFP4, NVFP4, Encoding, Quantized, dequantize, quantize
 from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.ir.kinds import int8
 
@@ -81,7 +81,8 @@ def test_a_row_depends_on_no_other(encoding):
     x, w = random(encoding)
     whole = product(x, w, [4, 9])
     assert torch.equal(product(x[2:7], w, [2, 5]), whole[2:7])
-    assert torch.equal(product(torch.cat([x, x.new_full((2, x.shape[1]), torch.nan)]), w, [4, 9]), torch.cat([whole, whole.new_zeros(2, 24)]))
+    more = torch.cat([x, x.new_full((2, x.shape[1]), torch.nan)])
+    assert torch.equal(product(more, w, [4, 9]), torch.cat([whole, whole.new_zeros(2, 24)]))
 
 
 @pytest.mark.parametrize("target", ["reference", "cpu"])
@@ -94,11 +95,14 @@ def test_zeros_tiny_numbers_infinity_and_nan(encoding, target):
     x[1] *= 2.0**-110
     x[2, 300], x[3, 5] = torch.inf, torch.nan
     found = product(x, w, [4, 9], target=target)
-    assert (found[:2] == 0).all() and found[2:4].isnan().all() and torch.equal(found[4:], want[4:])
+    assert (found[:2] == 0).all()
+    assert found[2:4].isnan().all()
+    assert torch.equal(found[4:], want[4:])
     w[1].view(torch.uint8)[1, 3, 2] = 0x7F if encoding is NVFP4 else 0xFF
     found = product(x, w, [4, 9], target=target)
     others = [n for n in range(24) if n != 3]
-    assert found[4:, 3].isnan().all() and torch.equal(found[4:, others], want[4:, others])
+    assert found[4:, 3].isnan().all()
+    assert torch.equal(found[4:, others], want[4:, others])
 
 
 def test_derivative_is_that_of_the_product_without_rounding():
@@ -124,10 +128,10 @@ def test_what_has_no_such_products():
     x, w = random(NVFP4)
     offs = torch.tensor([4, 9], dtype=torch.int32)
     floats = dequantize(w)
-    with pytest.raises(OptionError, match=r"grouped_mm: activation_format = 'int8' with weights in f32; expected weights in nvfp4 or mxfp4"):
+    with pytest.raises(OptionError, match=r"activation_format = 'int8' with weights in f32; expected weights in nvfp4 or mxfp4"):
         OPS.grouped_mm(x, [floats], offs, weight_format="f32", activation_format="int8")
+    int4 = quantize(floats, encoding=INT4)
     with pytest.raises(OptionError, match="weights in int4"):
-        int4 = quantize(floats, encoding=fusion_moe.encodings.INT4)
         OPS.grouped_mm(x, list(int4), offs, weight_format="int4", activation_format="int8")
     fusion = fusion_moe.op_definitions
     call = fusion.bind(fusion.SPECS["grouped_mm"], (x.bfloat16(), list(w), offs), {"activation_format": "int8"})

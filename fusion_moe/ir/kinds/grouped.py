@@ -159,7 +159,7 @@ def _mm(
     if operands == int8.NAME:
         for group, start, end in runs:
             matrix = linear(w.of(t[group : group + 1] for t in w), w.encoding, w_layout)
-            out[start:end] = int8.product(int8.rows(a[start:end]), tuple(t[0] for t in int8.matrices(matrix)))
+            out[start:end] = int8.product(int8.rows(a[start:end]), int8.matrices(matrix))
         return (out,)
     for (_, start, end), matrix in zip(runs, _matrices(w, [group for group, *_ in runs], w_layout), strict=True):
         out[start:end] = _wide(a[start:end]) @ (matrix if transposed else matrix.T)

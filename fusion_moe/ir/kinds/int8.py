@@ -61,7 +61,7 @@ def rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def matrices(w: Quantized) -> tuple[Tensor, Tensor, Tensor]:
     """A weight [G, N, K] -> codes f32 [G, N, blocks, 256], integers; steps f32 [G, N, blocks]; scales f32 [G, N] of the matrices"""
-    *lead, n, k = w.shape
+    *lead, n, _ = w.shape
     assert E2M1.decode is not None
     packed = w[0].view(torch.uint8)
     codes = (2 * E2M1.decode(torch.stack((packed & 15, packed >> 4), -1).flatten(-2))).int()
@@ -79,8 +79,8 @@ def matrices(w: Quantized) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def product(a: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Rows [M, K] by one matrix [N, K] -> f32 [M, N]"""
-    (codes, steps), (w_codes, w_steps, factors) = a, w
+    """Rows [M, K] by one matrix [1, N, K] -> f32 [M, N]"""
+    (codes, steps), (w_codes, w_steps, factors) = a, (t[0] for t in w)
     sums = codes.new_zeros(len(codes), len(w_codes))
     for block in range(codes.shape[1]):
         integers = codes[:, block] @ w_codes[:, block].T  # exact, in any order: below 2^24

@@ -10,9 +10,9 @@
 
 namespace {
 
-// For two column blocks, a panel, block after block of 256 columns: what all rows make of it, two tiles of them at once. Between any steps of
-// tiles some integers are made of the block that comes next, and some sums added of the rows before: the CPU does not look far enough ahead
-// to do so by itself.
+// For two column blocks, a panel, block after block of 256 columns: what all rows make of it, two tiles of them at once. Between any steps
+// of tiles some integers are made of the block that comes next, and some sums added of the rows before: the CPU does not look far enough
+// ahead to do so by itself.
 template <class Weight>
 class AmxInt8Product {
   public:

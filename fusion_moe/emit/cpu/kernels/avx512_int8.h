@@ -70,7 +70,8 @@ class Int8Reader {
             }
         }
         const __m512 largest = _mm512_castsi512_ps(most);
-        const __mmask16 nan = _mm512_cmp_ps_mask(largest, largest, _CMP_UNORD_Q), some = _mm512_cmp_ps_mask(largest, _mm512_set1_ps(INT8_LEAST), _CMP_GE_OQ);
+        const __mmask16 nan = _mm512_cmp_ps_mask(largest, largest, _CMP_UNORD_Q);
+        const __mmask16 some = _mm512_cmp_ps_mask(largest, _mm512_set1_ps(INT8_LEAST), _CMP_GE_OQ);
         const __m512 factor = _mm512_maskz_div_ps(some, _mm512_set1_ps(2048.f), largest);
         for (int b = 0; b < INT8_BLOCK / INT8_CODES; b += EACH) {
             const __m512i ratio = _mm512_maskz_cvtps_epi32(some, _mm512_mul_ps(scales[b], factor));
@@ -91,7 +92,8 @@ class Int8Reader {
         const int count = int(std::min<i64>(16, (K_ - 2 * at) / 8));
         const __m512i flip = _mm512_set1_epi8(char(0x80));
         if (powers_) {
-            const __m512i of_power = _mm512_load_si512(INT8_TABLES.of_power), numbers = PLUS_128 ? _mm512_xor_si512(of_power, flip) : of_power;
+            const __m512i of_power = _mm512_load_si512(INT8_TABLES.of_power);
+            const __m512i numbers = PLUS_128 ? _mm512_xor_si512(of_power, flip) : of_power;
             const __m512i code = _mm512_set1_epi8(15);
             for (int i = 0; i < 16; ++i) {
                 const __m512i halved = ratios_[4 * half + i / 4];
@@ -319,7 +321,8 @@ struct Avx512Int8 {
     template <int R, int S>
     static void add_block(const u8* x, const Block* of, i64 row_bytes, const Panel* panel, int words, bool first, float* out,
                                             i64 out_stride) {
-        const auto of_row = [=](int r) -> const Block& { return *reinterpret_cast<const Block*>(reinterpret_cast<const u8*>(of) + r * row_bytes); };
+        const u8* first_of = reinterpret_cast<const u8*>(of);
+        const auto of_row = [=](int r) -> const Block& { return *reinterpret_cast<const Block*>(first_of + r * row_bytes); };
         Sums sum[R][S] = {};
         const Panel* at = panel + S * LANES;
         for (int i = 0; i < words; ++i, at += S * LANES) {

@@ -95,7 +95,8 @@ struct Int8 {
         }
     }
 
-    static void multiply(int rows, int, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns* c, float* out, i64 out_stride) {
+    static void multiply(int rows, int, const Packed* x, i64 stride, const Panel* panel, i64 K, const Columns* c, float* out,
+                         i64 out_stride) {
         for (int r = 0; r < rows; ++r) {
             Packed* row = const_cast<Packed*>(x) + r * stride;
             for (int n = 0; n < LANES; ++n) {
