@@ -1,7 +1,7 @@
 """A layer of experts on the CPU by its threads: the loop that only reads its weights, ours, torch's bf16 products, KTransformers' kernels.
 
     python benchmarks/cpu_moe.py --threads 1,2,4,8,16,32,64 --peers [--models qwen3,gpt-oss,deepseek-v3] [--tokens 1,4,16,64,256,1024]
-        [--activations bf16,int8] [--json FILE] [--no-page]
+        [--activations bf16,int8] [--kernels AMXInt4_MOE] [--json FILE] [--no-page]
 
 cpu_peers.py says how to install KTransformers' kernels (--peers). All take the same weights, activations and routings; each call has
 its own routing, and calls go round `--copies` copies of the weights. Results are compared with float64 first. Contenders take turns in one
@@ -153,8 +153,8 @@ def contenders(copies: Mapping[Encoding, Sequence[Weights]], activations: Sequen
     return [*found, Contender("torch, bf16", first, [in_torch(w) for w in copies[first]])] if with_torch else found
 
 
-def peers(kt: KtKernel, copies: Mapping[Encoding, Sequence[Weights]]) -> tuple[list[Contender], list[str]]:
-    """Those of a pool of threads that run here; the names of those that do not."""
+def peers(kt: KtKernel, copies: Mapping[Encoding, Sequence[Weights]], kernels: Sequence[str]) -> tuple[list[Contender], list[str]]:
+    """Those of a pool of threads that run here; the names of those that do not. kernels: classes of its kernels, [] for all."""
     found, missing = list[Contender](), list[str]()
     int8 = "AMX" if kt.variant == "amx" else "AVX-512"
     for name, kernel, encoding, make, most in (
@@ -164,7 +164,7 @@ def peers(kt: KtKernel, copies: Mapping[Encoding, Sequence[Weights]]) -> tuple[l
         (f"AMXINT4, {int8}", "AMXInt4_MOE", NVFP4, kt.int4, 0.35),  # 4 bits for each of three weights, one scale a row
         (f"BF16, {int8}", "AMXBF16_MOE", NVFP4, kt.bf16, 0.01),
     ):
-        if encoding not in copies:
+        if encoding not in copies or (kernels and kernel not in kernels):
             continue
         if kt.has(kernel):
             found.append(Contender(f"kt-kernel, {name}", encoding, [make(kernel, *w) for w in copies[encoding]], most))
@@ -283,7 +283,7 @@ def of_model(model: Model, told: argparse.Namespace) -> list[dict[str, Any]]:
         loop = Contender(READING, encodings[0], [Reading(w, memory) for w in copies[encodings[0]]], most=None)
         if told.peers:
             kt = peer(threads, max(CHECKED, *told.tokens), model.slots)
-        more, missing = peers(kt, copies) if kt else ([], [])
+        more, missing = peers(kt, copies, told.kernels) if kt else ([], [])
         found = [loop, *mine, *more]
         check(found, checks)
         print(f"{model.name}, {threads} threads", flush=True)
@@ -318,6 +318,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=_numbers, default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument("--models", type=lambda text: text.split(","), default=["qwen3"], help=f"of {', '.join(MODELS)}")
     parser.add_argument("--formats", type=lambda text: text.split(","), default=["nvfp4", "mxfp4"])
+    parser.add_argument("--kernels", type=lambda text: text.split(","), default=[], help="of kt-kernel, AMXInt4_MOE say; default: all")
     parser.add_argument("--activations", type=lambda text: text.split(","), default=["bf16"], help="of ours: bf16, int8")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--copies", type=int, default=2, help="of the weights, which calls go round")
