@@ -14,8 +14,8 @@ Weights are rounded, too, since tensors of integers have one scale for as many c
 NVFP4 has a scale for 16. Sixteen times the largest number of codes fits into a byte, and being a power of two it leaves what lies in a
 block with the largest scale as it is, and with MXFP4's powers of two what lies down to an eighth of it.
 
-256 columns: a result must be made float32, scaled and added once a block, which costs vectors half of the time that tiles multiply 256
-columns; of 128 columns it would be all of it. Sums of a block have 22 bits, which float32 holds.
+256 columns: a result must be made float32, scaled and added once a block. By count of instructions that takes vectors half of the time in
+which tiles multiply 256 columns; of 128 columns it would be all of it. Sums of a block have 22 bits, which float32 holds.
 """
 
 from __future__ import annotations
