@@ -166,10 +166,11 @@ def peers(kt: KtKernel, copies: Mapping[Encoding, Sequence[Weights]], kernels: S
     ):
         if encoding not in copies or (kernels and kernel not in kernels):
             continue
-        if kt.has(kernel):
+        try:
             found.append(Contender(f"kt-kernel, {name}", encoding, [make(kernel, *w) for w in copies[encoding]], most))
-        else:
+        except (AttributeError, RuntimeError) as error:  # not in this build; sizes that it does not take
             missing.append(f"kt-kernel, {name}")
+            print(f"{missing[-1]}: {error}", flush=True)
     return found, missing
 
 
@@ -269,13 +270,13 @@ def peer(threads: int, most_tokens: int, slots: int) -> KtKernel | None:
         return None
 
 
-def of_model(model: Model, told: argparse.Namespace) -> list[dict[str, Any]]:
+def of_model(model: Model, told: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What is measured of a model, one entry for each number of threads."""
     encodings = [e for e in (NVFP4, MXFP4) if e.name in told.formats]
     given = {e: random_weights(e, model) for e in encodings}
     copies = {e: [copied(w) for _ in range(told.copies)] for e, w in given.items()}
     (call,) = calls(model, CHECKED, 1)
-    checks, results = {e: (call, exact(w, *call)) for e, w in given.items()}, []
+    checks = {e: (call, exact(w, *call)) for e, w in given.items()}
     mine = contenders(copies, told.activations, not told.no_torch)
     for threads in told.threads:
         torch.set_num_threads(threads)
@@ -289,14 +290,11 @@ def of_model(model: Model, told: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"{model.name}, {threads} threads", flush=True)
         for tokens in told.tokens:
             measure(model, clock(kt, threads), found, tokens, told.repeats)
-        results.append(
-            {
-                "model": model.name, "note": model.note, "threads": threads, "others": str(others), "missing": missing,
-                "kt_kernel": f"{kt.version} ({kt.variant})" if kt else "",
-                "rows": [{"name": c.name, "of": c.of.name, "error": c.error, "seconds": dict(c.seconds)} for c in found],
-            }
-        )  # fmt: skip
-    return results
+        yield {
+            "model": model.name, "note": model.note, "threads": threads, "others": str(others), "missing": missing,
+            "kt_kernel": f"{kt.version} ({kt.variant})" if kt else "",
+            "rows": [{"name": c.name, "of": c.of.name, "error": c.error, "seconds": dict(c.seconds)} for c in found],
+        }  # fmt: skip
 
 
 def machine(repeats: int) -> dict[str, Any]:
@@ -331,10 +329,13 @@ def main() -> None:
         print(f"{threads} threads: left out, this process may use {bandwidth.cpus()} CPUs")
         told.threads.remove(threads)
     torch.manual_seed(0)
+    found: dict[str, Any] = {"machine": machine(told.repeats), "results": []}
     with torch.inference_mode():
-        found = {"machine": machine(told.repeats), "results": [r for name in told.models for r in of_model(MODELS[name], told)]}
-    if told.json:
-        told.json.write_text(json.dumps(found))
+        for name in told.models:
+            for result in of_model(MODELS[name], told):
+                found["results"].append(result)
+                if told.json:
+                    told.json.write_text(json.dumps(found))  # a run that is stopped has measured something
     if not told.no_page:
         print(cpu_moe_page.write([found]))
 

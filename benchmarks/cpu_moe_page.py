@@ -2,8 +2,8 @@
 
     python benchmarks/cpu_moe_page.py FILE.json [FILE.json ...]
 
-Of a cell in several files the last is taken. The part stands between two marks that name the instructions used, so that each kind of CPU
-keeps its own.
+Of a cell in several files, of one machine, the last is taken. The part stands between two marks that name the instructions used, so that
+each kind of CPU keeps its own.
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ _Results = Mapping[tuple[str, int], dict[str, Any]]  # by model and threads
 
 
 def write(files: Sequence[Mapping[str, Any]]) -> Path:
-    """Puts tables and chart into docs/; returns the page."""
+    """Puts tables and chart into docs/; returns the page. ValueError for files of several machines."""
+    if len(machines := {(file["machine"]["cpu"], file["machine"]["cores"]) for file in files}) > 1:
+        raise ValueError(f"files of {len(machines)} machines: {machines}; expected one")
     m, results = files[-1]["machine"], _merged(files)
+    repeats = sorted({len(times) for found in results.values() for row in found["rows"].values() for times in row["seconds"].values()})
+    of_peer = {file["machine"]["pages_of_peer"] for file in files if any(result["kt_kernel"] for result in file["results"])}
+    peer = f"; kt-kernel's weights on {' and '.join(sorted(of_peer))} pages" if of_peer else ""
     plot = DOCS / f"cpu_moe_{m['tier']}.svg"
     drawn = _draw(results, plot, f"{m['cpu']}, one token")
     lines = [
         f"### Layers, {m['cpu']}: {m['tier']}", "",
-        f"{m['date']}, {m['cores']} CPUs, fusion_moe {m['fusion_moe']}, torch {m['torch']}; medians of {m['repeats']}; kt-kernel's weights"
-        f" on {m['pages_of_peer']} pages.", "", *_one_token(results), *([f"![One token by threads]({plot.name})", ""] if drawn else []),
+        f"{m['date']}, {m['cores']} CPUs, fusion_moe {m['fusion_moe']}, torch {m['torch']}; medians of"
+        f" {' or '.join(map(str, repeats))}{peer}.", "", *_one_token(results),
+        *([f"![One token by threads]({plot.name})", ""] if drawn else []),
     ]  # fmt: skip
     for (model, threads), found in results.items():
         lines += [*_table(model, threads, found), ""]
@@ -83,7 +89,7 @@ def _table(model: str, threads: int, found: Mapping[str, Any]) -> list[str]:
     for row in rows.values():
         error = "" if row["error"] is None else f"{row['error']:.2g}"
         lines.append(f"| {row['name']} | {error} | {' | '.join(cell(row, n) for n in tokens)} |")
-    return lines + [f"| {name} | not for this CPU {'| ' * len(tokens)}|" for name in found["missing"]]
+    return lines + [f"| {name} | not built for this CPU, or these sizes {'| ' * len(tokens)}|" for name in found["missing"]]
 
 
 def _draw(results: _Results, path: Path, title: str) -> bool:

@@ -6,9 +6,10 @@ expert, except in Humming's indexed mode, which gathers them. The MLP starts fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.functional import grouped_mm, linear, silu
 import fusion_moe
 from fusion_moe import options
 from fusion_moe.emit.cuda import choice
-from fusion_moe.emit.cuda.table import Table
+from fusion_moe.emit.cuda.table import Table, parse
 from fusion_moe.encodings import Quantized
 from fusion_moe.layouts import W16X64, Padding
 
@@ -116,9 +117,10 @@ class Linear(Ours):
 
 
 class OtherTable(Ours):
-    """The same, kernels chosen by another table."""
+    """The same, kernels chosen by another table. `switches`, which change no inference program, keep these programs apart from others."""
 
     table: Table
+    switches: Mapping[str, bool | str]
 
     def prepare(self, cells: Sequence[Cell]) -> None:
         with self._chosen():
@@ -135,13 +137,24 @@ class OtherTable(Ours):
 
     @contextmanager
     def _chosen(self) -> Iterator[None]:
-        """An option that matters to gradients alone keeps these programs apart from those of the usual table."""
         usual, choice.table_of = choice.table_of, lambda arch: self.table
         try:
-            with options.override(router_gradient=False):
+            with options.override(**self.switches):
                 yield
         finally:
             choice.table_of = usual
+
+
+def of_tables(files: Sequence[Path]) -> dict[str, type[Contender]]:
+    """A contender for each table in a file, named by it. ValueError for more than can be kept apart."""
+    apart: list[dict[str, bool | str]] = [{"router_gradient": False}, {"target": "cuda"}, {"router_gradient": False, "target": "cuda"}]
+    if len(files) > len(apart):
+        raise ValueError(f"{len(files)} tables; at most {len(apart)} are measured beside the usual one")
+    found = {}
+    for path, switches in zip(files, apart, strict=False):
+        table = parse(path.read_text(encoding="utf-8"), str(path))
+        found[f"table {path.stem}"] = type("OfTable", (OtherTable,), {"table": table, "switches": switches})
+    return found
 
 
 # torch ----------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ a CUDA graph. The graph's result is filled with NaN, the graph is replayed, and 
 then the graphs are replayed, interleaved. Times are medians, divided by the number of calls.
 
 The shards of tensor parallelism, --model qwen3-tp8 gpt-oss-tp4 i1392 i2064 --part mlp, are padded, which "fusion_moe" does and --contender
-linear, the kernels for weights as they are stored, need not. --contender "other table" --table FILE: kernels chosen by another table
+linear, the kernels for weights as they are stored, need not. --table FILE: beside the usual kernels those that another table chooses
 (fusion_moe/emit/cuda/tables), to see what a change of it is worth.
 
 Installed peers take part: `pip install humming-kernels==0.1.19`, which compiles its kernels when a model's cells begin, and caches them in
@@ -36,18 +36,15 @@ from typing import Any, NamedTuple
 
 import torch
 from h200_cells import DENSE_TOKENS, MODELS, PARTS, ROUTINGS, SHARDS, TOKENS, Cell, Layer, error, is_right, layers, routed
-from h200_contenders import Call, Contender, Dense, Linear, OtherTable, Ours, Torch
+from h200_contenders import Call, Contender, Dense, Linear, Ours, Torch, of_tables
 from h200_humming import Grouped, Indexed
 from torch import Tensor
 
 import fusion_moe
-from fusion_moe.emit.cuda.table import parse
 
 CONTENDERS: dict[str, type[Contender]] = {
-    "fusion_moe": Ours, "linear": Linear, "other table": OtherTable, "humming indexed": Indexed, "humming grouped": Grouped, "torch": Torch,
-    "dense": Dense,
+    "fusion_moe": Ours, "linear": Linear, "humming indexed": Indexed, "humming grouped": Grouped, "torch": Torch, "dense": Dense,
 }  # fmt: skip
-_ASKED = ("linear", "other table")  # that are measured only where they are named
 _GRAPH_SECONDS, _MOST_CALLS = 1.5e-3, 64  # what a graph takes at the floor
 
 
@@ -194,6 +191,19 @@ def report(row: Mapping[str, Any]) -> None:
     print(f"{row['model']} {row['part']} T={row['tokens']} {row['routing']} floor {row['floor_us']:.1f}: {'; '.join(parts)}", flush=True)
 
 
+def compared(rows: Iterable[Mapping[str, Any]], tables: Iterable[str]) -> None:
+    """Prints, for each other table, ours over it: the geometric mean, and cells above 1.01 by more than their times spread."""
+    cells = [(row, row["contenders"]) for row in rows]
+    for table in tables:
+        both = [(row, c["fusion_moe"], c[table]) for row, c in cells if all("us" in c.get(name, {}) for name in ("fusion_moe", table))]
+        ratios = [ours["us"] / other["us"] for _, ours, other in both]
+        if ratios:
+            print(f"{len(both)} cells, fusion_moe over {table}: {statistics.geometric_mean(ratios):.4f}")
+        for ratio, (row, ours, other) in sorted(zip(ratios, both, strict=True), key=lambda pair: -pair[0]):
+            if ratio > 1.01 + max(ours["spread"], other["spread"]):
+                print(f"  {ratio:.3f} {row['model']} {row['part']} T={row['tokens']} {row['routing']}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/h200_moe.jsonl"), help="where a run is resumed; %(default)s")
@@ -202,14 +212,13 @@ def main() -> None:
     parser.add_argument("--dense", action="store_const", dest="tokens", const=list(DENSE_TOKENS), help="the tokens of a dense grid")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
-    parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=[name for name in CONTENDERS if name not in _ASKED])
-    parser.add_argument("--table", type=Path, help='a table of kernels, for --contender "other table"')
+    parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=[name for name in CONTENDERS if name != "linear"])
+    parser.add_argument("--table", type=Path, nargs="+", default=[], help="tables of kernels: a contender more for each")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=7)
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
-    if told.table:
-        OtherTable.table = parse(told.table.read_text(encoding="utf-8"), str(told.table))
+    CONTENDERS.update(tables := of_tables(told.table))
     begun, made = time.monotonic(), provenance(told.commit)
     told.out.parent.mkdir(parents=True, exist_ok=True)
     lines = told.out.read_text(encoding="utf-8").splitlines() if told.out.exists() else []
@@ -224,7 +233,7 @@ def main() -> None:
                 print(f"stopped before {cell}; the same command resumes there")
                 return
             torch.manual_seed(0)
-            bench = bench or Bench(name, told.contender, cells)
+            bench = bench or Bench(name, [*told.contender, *tables], cells)
             row = {**bench.measure(cell, told.repeats), "provenance": made}
             with told.out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(row) + "\n")
@@ -232,6 +241,7 @@ def main() -> None:
             torch.cuda.empty_cache()
         del bench
         torch.cuda.empty_cache()
+    compared(map(json.loads, told.out.read_text(encoding="utf-8").splitlines()), tables)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ transformers' experts that compile. CUDA graphs on a GPU. A directory with NVFP4
 
 With --layers there is no text: each step of decoding is captured once, sampling included, and replayed, so that no Python is timed; and a
 long prompt is timed as `generate` runs it, not compiled. "ours": what of a step's time on the GPU this library's kernels take.
+"NVFP4, all": the projections of attention too, as in NVIDIA's checkpoint of Qwen3-30B-A3B. Attention (--attention) is the same for all, by
+default torch's on queries that share their keys: transformers, compiled, would copy keys and values for each of them.
 """
 
 from __future__ import annotations
@@ -29,12 +31,23 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, Qwen3MoeConfig, StaticCache, TextStreamer
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CompileConfig,
+    Qwen3MoeConfig,
+    StaticCache,
+    TextStreamer,
+)  # fmt: skip
 from transformers import logging as transformers_logging
 from transformers.generation.streamers import BaseStreamer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import fusion_moe
-from fusion_moe.nn import Experts
+from fusion_moe.encodings import quantize
+from fusion_moe.nn import Experts, NVFP4Linear
 from fusion_moe.transformers import from_pretrained, fuse_routers_
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
@@ -46,7 +59,8 @@ QWEN3 = {
 }  # fmt: skip
 CONTEXT, WARM, REPLAYS = 512, 3, 20  # tokens before the first step; steps before one is captured; that are timed at once
 FEW = 8  # sequences up to which batched_mm, which copies an expert for each row, may be the fastest
-OTHERS = re.compile(r"::|^(void |triton|nvjet|sm\d|cutlass|fmha|ampere|Mem)")  # kernels of others, by their names
+OTHERS = re.compile(r"::|^(_Z|void |triton|nvjet|sm\d|cutlass|cudnn|fmha|ampere|Mem)")  # kernels of others, by their names
+SHARED_KEYS = "shared_keys"
 
 
 @dataclass(frozen=True)
@@ -130,13 +144,42 @@ def measured(contenders: list[Contender], ids: torch.Tensor, tokens: int, repeat
 # Layers of Qwen3-30B-A3B's sizes ----------------------------------------------------------------------------------------
 
 
+def shared_keys(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **others: Any
+) -> tuple[torch.Tensor, None]:
+    """query [B, heads, Q, d], key, value [B, KV heads, S, d] -> [B, Q, heads, d], None. Of one token the heads with the same keys are
+    rows of one query; more go to transformers' own.
+    """
+    (batch, heads, rows, d), groups = query.shape, key.shape[1]
+    if rows > 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
+    together = query.reshape(batch, groups, heads // groups, d)
+    y = torch.nn.functional.scaled_dot_product_attention(together, key, value, attn_mask=attention_mask, scale=others["scaling"])
+    return y.reshape(batch, 1, heads, d), None
+
+
+AttentionInterface.register(SHARED_KEYS, shared_keys)
+AttentionMaskInterface.register(SHARED_KEYS, sdpa_mask)
+
+
+def with_attention(of: Contender) -> Contender:
+    """A copy whose projections of attention are NVFP4 too."""
+    model = copy.deepcopy(of.model)
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, name, NVFP4Linear(quantize(getattr(layer.self_attn, name).weight.detach())))
+    return Contender(f"{of.name}, all", model, of.backend)
+
+
 @torch.no_grad()
 def layers(given: argparse.Namespace) -> None:
     """Prints a line for each batch and contender, and the ratios to the better bf16."""
     config = Qwen3MoeConfig(**QWEN3, num_hidden_layers=given.layers, max_position_embeddings=8192, tie_word_embeddings=False)
     with torch.device("cuda"):
-        contenders = beside(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
-    fusion_moe.prepare_(contenders[0].model)
+        encoded, *bf16 = beside(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=given.attention).eval())
+    contenders = [encoded, with_attention(encoded), *(c for c in bf16 if c.experts in given.bf16)]
+    for contender in contenders[:2]:
+        fusion_moe.prepare_(contender.model)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {given.layers} layers, {CONTEXT} tokens of context", flush=True)
     print(f"{'batch':>6}  {'':16}{'us a step':>10}{'tokens/s':>12}{'ours':>7}{'head':>7}")
     for batch in given.batch:
@@ -238,9 +281,9 @@ def united(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def ratio(found: dict[str, float]) -> str:
-    """NVFP4 beside the fastest other."""
-    ours, *others = found.values()
-    return f"NVFP4 is {min(others) / ours:.2f} times as fast as the better bf16"
+    """Ours beside the fastest other."""
+    best = min(spent for name, spent in found.items() if name.startswith("bf16"))
+    return "; ".join(f"{name}: {best / spent:.2f} times as fast as bf16" for name, spent in found.items() if name.startswith("NVFP4"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -277,6 +320,10 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layers", type=int, default=0, help="of Qwen3-30B-A3B's sizes, in place of a model")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="sequences, with --layers")
+    parser.add_argument("--attention", default=SHARED_KEYS, help="transformers' name of an attention, with --layers")
+    parser.add_argument(
+        "--bf16", nargs="+", choices=BF16_EXPERTS, default=BF16_EXPERTS, help="transformers' experts in bf16, with --layers"
+    )
     parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt, with --layers")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     main(parser.parse_args())

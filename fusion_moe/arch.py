@@ -54,24 +54,9 @@ class Arch:
         return f"sm_{major}{minor}" + ("a" if self.wgmma else "")
 
     @property
-    def mma_sync(self) -> bool:
-        """Whether a warp multiplies bfloat16: all that kernels here require."""
-        return self.capability >= (8, 0)
-
-    @property
     def wgmma(self) -> bool:
         """Whether a warpgroup multiplies what lies in shared memory, and `setmaxnreg` moves registers: Hopper alone."""
         return self.capability[0] == 9
-
-    @property
-    def tcgen05(self) -> bool:
-        """Whether products accumulate in tensor memory: Blackwell of data centers alone. No kernel here does yet."""
-        return self.capability[0] in (10, 11)
-
-    @property
-    def clusters(self) -> bool:
-        """Whether blocks form clusters, which share their shared memory."""
-        return self.capability >= (9, 0)
 
     @property
     def programmatic_launch(self) -> bool:
@@ -123,11 +108,11 @@ KNOWN: Mapping[str, Arch] = {
 
 
 def named(name: str) -> Arch:
-    """The known GPU of a name. OptionError for another."""
-    found = {arch.name: arch for arch in KNOWN.values()}
-    if name not in found:
-        raise OptionError(f"gpu = {name!r}", expected=f"one of {', '.join(found)}")
-    return found[name]
+    """The known GPU of a name, in upper or lower case. OptionError for another."""
+    found = {arch.name.casefold(): arch for arch in KNOWN.values()}
+    if name.casefold() not in found:
+        raise OptionError(f"gpu = {name!r}", expected=f"one of {', '.join(arch.name for arch in KNOWN.values())}")
+    return found[name.casefold()]
 
 
 def find(read: Arch) -> Arch:

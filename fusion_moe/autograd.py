@@ -17,6 +17,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _after_autograd_keyset, _any_requires_grad, _AutoDispatchBelowAutograd
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 from . import options
 from .eager import BODIES
@@ -195,8 +197,18 @@ def _below(name: str, keyset: Any) -> Callable[..., Any]:
     return partial(getattr(torch.ops.fusion_moe, name).default.redispatch, keys)
 
 
+def _refuse_tangents(name: str, *args: Any) -> None:
+    """UnsupportedError for a call of forward-mode differentiation, whose tangents would be lost."""
+    if forward_ad._current_level < 0:
+        return
+    tensors = (t for t in tree_leaves(args) if isinstance(t, Tensor))
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise UnsupportedError("an argument with a tangent", expected="none: derivatives are of reverse mode", where=name)
+
+
 def _called(spec: Spec, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     """An operation as autograd calls it."""
+    _refuse_tangents(spec.name, args, kwargs)
     operation = _below(spec.name, keyset)
     if torch.is_grad_enabled() and _any_requires_grad(*args):
         call = bind(spec, args, kwargs)
@@ -207,6 +219,7 @@ def _called(spec: Spec, keyset: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _called_run(name: str, keyset: Any, program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], *rest: Any) -> list[Tensor]:
     """`run` as autograd calls it. rest: options and parts, where they are given."""
+    _refuse_tangents(name, inputs)
     operation = _below(name, keyset)
     if torch.is_grad_enabled() and _any_requires_grad(inputs):
         step = _Step.of_run(program, inputs, sizes, *rest)
@@ -229,6 +242,7 @@ def _no_derivative(name: str, why: str) -> Callable[..., Any]:
 
 def _never_tracked(name: str, keyset: Any, *args: Any, **kwargs: Any) -> None:
     """An operation that writes into its arguments, as autograd calls it."""
+    _refuse_tangents(name, args, kwargs)
     if torch.is_grad_enabled() and _any_requires_grad(*args):
         raise UnsupportedError("tensors that require a gradient", todo="call it under torch.no_grad()", where=name)
     with _AutoDispatchBelowAutograd():

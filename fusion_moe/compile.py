@@ -80,9 +80,16 @@ def _program(source: str, to: str, with_: Options) -> Program:
 
 
 def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Compiles a Fusion for the device of its inputs and runs it: `fusion_moe.run(fd.fusion(), [x, y])`."""
+    """Compiles a Fusion for the device of its inputs and runs it: `fusion_moe.run(fd.fusion(), [x, y])`.
+
+    FusionError for what is no Fusion, has no outputs, or gets a tensor in place of a list.
+    """
     if not isinstance(fusion, Fusion):
         raise FusionError(f"a {type(fusion).__name__}", expected="a Fusion, as fd.fusion() returns it", where="run")
+    if not fusion.outputs:
+        raise FusionError("a Fusion without outputs", expected="at least one: fd.add_output(value)", where="run")
+    if isinstance(tensors, torch.Tensor):
+        raise FusionError("a tensor in place of the inputs", expected="a list of tensors, one for each input", where="run")
     device = tensors[0].device if tensors else torch.device("cpu")
     return program_of(text(fusion), device)(tensors)
 

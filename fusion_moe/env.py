@@ -18,7 +18,7 @@ import torch
 
 from . import __version__, options
 from .emit.nvfuser import library
-from .runtime import build, isa, native, nvrtc
+from .runtime import build, isa, native, numa, nvrtc
 from .runtime.cuda import why_too_old
 
 PACKAGES = (
@@ -40,7 +40,7 @@ class Check:
 @dataclass(frozen=True)
 class Environment:
     """versions: of packages, "" if one is not installed; options: those that differ from the defaults; runs: what multiplies by weights
-    here, "" if nothing is compiled and all is computed in plain torch.
+    here, "" if nothing can be compiled: torch computes all but the products that came with the package.
     """
 
     versions: dict[str, str]
@@ -57,7 +57,7 @@ class Environment:
         versions = [(name, version or "not installed") for name, version in self.versions.items()]
         options = [(name, value) for name, value in self.options.items()] or [("all", "as by default")]
         parts = [
-            self.runs or "problem: nothing can be compiled here, so everything is computed in plain torch, slowly",
+            self.runs or "problem: nothing can be compiled here; torch computes all but the products that came with the package, slowly",
             _columns(("", "here", ""), *there), _columns(("", "version"), *versions), _columns(("option", "value"), *options),
         ]  # fmt: skip
         return "\n\n".join(parts)
@@ -67,7 +67,7 @@ def environment() -> Environment:
     """Looks at the machine; compiles nothing."""
     ours = {"python": platform.python_version(), "fusion_moe": __version__, "torch": torch.__version__}  # which says the build, too
     versions = ours | {"system": platform.platform()} | {name: _version(name) for name in PACKAGES}
-    checks = (*_tiers(), _compiler(), _native(), _gpu(), _nvrtc(), _nvfuser(), _thunder(), _transformers(), _cache())
+    checks = (*_tiers(), _numa(), _compiler(), _native(), _gpu(), _nvrtc(), _nvfuser(), _thunder(), _transformers(), _cache())
     checks = tuple(replace(check, found=_without_home(check.found)) for check in checks)
     compiler = build.find_compiler()
     runs = f"CUDA kernels on {torch.cuda.get_device_name()}" if has_cuda() else f"C++ kernels for {isa.selected()}" if compiler else ""
@@ -92,6 +92,16 @@ def _tiers() -> Iterator[Check]:
         yield Check(
             f"CPU, {tier}", there, "" if there else f"this CPU lacks {', '.join(lacks)}" if lacks else "the system does not allow tiles"
         )
+
+
+def _numa() -> Check:
+    found, nodes = numa.spread(), numa.topology()
+    if found.nodes and not options.current().numa_interleave:
+        found = numa.Spread((), f"{numa.named(found.nodes)}, and weights where they are first written: the option numa_interleave is off")
+    if found.nodes:
+        return Check("NUMA", True, f"weights on {numa.named(found.nodes)} by turns")
+    todo = "in a container: --cap-add SYS_NICE" if "no permission" in found.why else ""
+    return Check("NUMA", len(nodes) > 1 and not todo, found.why, todo)
 
 
 def _compiler() -> Check:

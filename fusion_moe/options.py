@@ -25,7 +25,7 @@ from .errors import OptionError, did_you_mean
 
 _PREFIX = "FUSION_MOE_"
 _MOST = 10**6  # seconds: what waits for a process takes a little more
-_KINDS = {bool: "a bool", int: f"an int from 1 to {_MOST}", str: "a non-empty str"}
+_KINDS = {bool: "a bool, as text 1 or 0", int: f"an int from 1 to {_MOST}", str: "a non-empty str"}
 
 
 def _option(default: Any, doc: str, *, in_keys: bool = True) -> Any:
@@ -63,6 +63,10 @@ class Options:
     native_calls: bool = _option(
         True, "calls of known forms without Python, by a library that is compiled once calls would gain by it", in_keys=False
     )
+    numa_interleave: bool = _option(
+        True, "weights on a CPU lie on all NUMA nodes that the process uses, by turns, unless it has a policy of its own (numactl)",
+        in_keys=False,
+    )  # fmt: skip
     cache_dir: str = _option(_cache_home(), "the folder that keeps compiled kernels", in_keys=False)
     dump: str = _option("", "a folder to write every stage, source and binary of what is compiled to; '' is none", in_keys=False)
     vllm: bool = _option(True, "tell vLLM of --quantization fusion_moe, when it loads its plug-ins", in_keys=False)
@@ -116,7 +120,14 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
         if name.startswith(_PREFIX) and name not in known:
             todo = did_you_mean(name, known) or f"fusion_moe reads {', '.join(known)}"
             warnings.warn(f"the environment variable {name} is ignored: fusion_moe has no such option; {todo}", stacklevel=2)
-    return Options().replace(**{name: environ[variable] for variable, name in known.items() if environ.get(variable)})
+    found = {}
+    for variable, name in known.items():
+        if value := environ.get(variable):
+            try:
+                found[name] = _checked(name, value)
+            except OptionError as error:
+                raise error.at(f"the environment variable {variable}") from None
+    return dataclasses.replace(Options(), **found)
 
 
 _of_process = from_environment()

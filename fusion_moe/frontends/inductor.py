@@ -235,9 +235,7 @@ def has_compiler() -> bool:
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        log.warning(
-            "no C++ compiler found: fusions are compiled, everything else runs call by call; g++ would let Inductor compile that too"
-        )
+        log.warning("no C++ compiler found: Inductor compiles nothing, what is around the fusions runs call by call; install g++")
         return False
     return True
 

@@ -1,7 +1,7 @@
 """What modules with quantized weights share: parameters that are not trained, whose bytes survive a cast of the model.
 
-On the CPU they lie on large pages (runtime/pages.py). What is quantized is written there, a tensor from elsewhere copied there by itself:
-a module that is made of several has no second copy of them all.
+On the CPU they lie on large pages, of all NUMA nodes by turns (runtime/pages.py). What is quantized is written there, a tensor from
+elsewhere copied there by itself: a module that is made of several has no second copy of them all.
 """
 
 from __future__ import annotations
@@ -21,6 +21,14 @@ _PANEL = 2**24  # elements that are quantized at once
 def frozen(t: Tensor) -> nn.Parameter:
     """t as a parameter without a gradient."""
     return nn.Parameter(pages.on_large_pages(t.detach()), requires_grad=False)
+
+
+def place_(module: nn.Module) -> None:
+    """Puts the parameters of a module where `frozen` would have put them. What lies there, or in shared memory, stays."""
+    for p in module.parameters(recurse=False):
+        if pages.takes(p) and not p.is_shared():
+            with torch.inference_mode(p.is_inference()):
+                p.data = pages.on_large_pages(p.data)
 
 
 def quantized(x: Tensor) -> Quantized:

@@ -14,6 +14,7 @@ from ..errors import NonFiniteError, OptionError, UnsupportedError
 from ..layouts import LAYOUTS
 from ..progress import progress
 from ..runtime.preparing import preparing
+from .frozen import place_
 from .packed import PackedModule, relayout_
 
 log = logging.getLogger("fusion_moe")
@@ -28,6 +29,9 @@ def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] | Lite
     Needs memory for one weight of a layer more. Weights that are no whole tiles of the layout are padded with zeros; state dicts are always
     linear, without padding. A warning names what has no such layout, and stays linear. Call it once the model is where it runs: a module
     that moves to another kind of device takes the linear layout again. Parameters become new ones.
+
+    On a CPU weights that lie elsewhere than modules put them, as after torch.load of a module, or by another affinity, are copied there: on
+    large pages, and from all NUMA nodes by turns (the option `numa_interleave`). Shared memory stays.
 
     tokens: counts of tokens whose kernels are compiled now, in parallel and with progress, in place of in the middle of serving. For each
     the model is called with as many tokens of one sequence, and with one token of as many sequences; none of this library's kernels runs
@@ -48,6 +52,7 @@ def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] | Lite
             layout = "linear"
         _check_scales(module, name, layout)
         relayout_(module, layout)
+        place_(module)
         module.considered = True
     if kept:
         (name, why), *others = kept.items()

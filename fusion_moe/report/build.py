@@ -66,7 +66,7 @@ class _Wanted:
         """The facts of the GPU."""
         if self.gpu or not torch.cuda.is_available():
             return self.gpu or arch.H200
-        return cuda.arch(torch.cuda.current_device() if self.device.index is None else self.device.index)
+        return cuda.arch(cuda.index_of(self.device))
 
 
 _Place = tuple[Region, Watched | None]  # one of the places where a fusion stands

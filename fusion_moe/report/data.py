@@ -1,6 +1,6 @@
 """The report as data: frozen, printable, and as JSON.
 
-JSON, schema "fusion_moe.explain/5": the fields of the classes below under their names, lists for tuples, `stages`, `sizes` and `options`
+JSON, schema "fusion_moe.explain/6": the fields of the classes below under their names, lists for tuples, `stages`, `sizes` and `options`
 as objects, and `schema` itself. Sizes are in bytes, flops in operations, times in seconds, all for one call with the sizes of the example,
 null where a size is known only to the device; `times` says how often the model has a fusion, or a call that was not fused. `measured` and
 `machine` are null, and `loads` empty, where they were not asked for.
@@ -16,7 +16,7 @@ from pathlib import Path
 from ..errors import OptionError
 from .output import Shown, save
 
-SCHEMA = "fusion_moe.explain/5"
+SCHEMA = "fusion_moe.explain/6"
 _ALONE = 0.7  # of the bandwidth that a machine has: below, something else reads memory too
 
 
@@ -41,8 +41,9 @@ class Machine:
     products: for dtypes of activations and weights, which kernels multiply groups of how many rows.
     bytes_per_second: of reading memory with so many threads, measured once on this machine; now: the same for this report; read_by: what
     read it, and from where. Floors are of the faster one. repeats: runs of each kernel; preemptions: how often it was preempted
-    meanwhile. weight_bytes: of the weights that the programs read, and how many of them lie on large pages. gpu: its name, where CUDA
-    events took the times; bandwidths are as specified then. "": they are of the CPU.
+    meanwhile. weight_bytes: of the weights that the programs read, and how many of them lie on large pages; weight_bytes_on_nodes: (NUMA
+    node, bytes) where there are several. gpu: its name, where CUDA events took the times; bandwidths are as specified then. "": they are
+    of the CPU.
     """
 
     cpu: str
@@ -59,6 +60,7 @@ class Machine:
     weight_bytes_on_large_pages: int
     products: tuple[tuple[str, str], ...] = ()
     gpu: str = ""
+    weight_bytes_on_nodes: tuple[tuple[int, int], ...] = ()
 
     @property
     def busy(self) -> str:

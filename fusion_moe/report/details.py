@@ -118,7 +118,8 @@ def _machine(report: Report) -> Iterable[tuple[str, str]]:
         yield "read bandwidth", f"{amount(m.bytes_per_second, 'B/s')} ({m.read_by}), {amount(m.now, 'B/s')} for this report"
         if m.preemptions:
             yield "preemptions", f"preempted {count(m.preemptions, 'time')} during the measurement: the machine is busy"
-        yield "weights", f"{amount(m.weight_bytes, 'B')}, {amount(m.weight_bytes_on_large_pages, 'B')} of them on large pages"
+        nodes = "".join(f", {amount(size, 'B')} on node {node}" for node, size in m.weight_bytes_on_nodes)
+        yield "weights", f"{amount(m.weight_bytes, 'B')}, {amount(m.weight_bytes_on_large_pages, 'B')} of them on large pages{nodes}"
 
 
 def _loads(report: Report) -> Iterable[tuple[str, str]]:

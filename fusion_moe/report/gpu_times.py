@@ -17,7 +17,7 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
     """One call, between two events, with an L2 cache that holds nothing of its inputs."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
     with torch.cuda.device(device):
-        _other_memory(_index(device)).zero_()
+        _other_memory(cuda.index_of(device)).zero_()
         torch.cuda._sleep(_QUEUED)
         start.record()
         call()
@@ -28,7 +28,7 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 def bytes_per_second(device: torch.device) -> float:
     """The memory bandwidth of a GPU, as specified."""
-    return cuda.arch(_index(device)).memory_bandwidth
+    return cuda.arch(cuda.index_of(device)).memory_bandwidth
 
 
 def name(device: torch.device) -> str:
@@ -40,7 +40,3 @@ def name(device: torch.device) -> str:
 def _other_memory(index: int) -> torch.Tensor:
     """u8: four times what the L2 cache holds."""
     return torch.empty(4 * cuda.arch(index).l2_bytes, dtype=torch.uint8, device=torch.device("cuda", index))
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index

@@ -93,6 +93,7 @@ class Watch:
             bytes_per_second=self.memory.bytes_per_second, now=self.now, read_by=self.memory.by, repeats=REPEATS,
             preemptions=self.preemptions,
             weight_bytes=sum(t.nbytes for t in weights), weight_bytes_on_large_pages=pages.obtained(*weights),
+            weight_bytes_on_nodes=tuple(pages.on_nodes(*weights).items()),
             products=tuple(
                 (f"{a} by {w}" + f", {operands} operands" * bool(operands), prebuilt.kernels(tier, w, DTYPES[a], operands or "fprop"))
                 for a, w, operands in products

@@ -10,6 +10,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
@@ -20,7 +21,7 @@ from .. import options, translate
 from .. import target as targets
 from ..arch import Arch, named
 from ..emit import cuda
-from ..errors import OptionError, UnsupportedError, did_you_mean
+from ..errors import Error, OptionError, UnsupportedError, did_you_mean
 from ..frontends.float_experts import float_experts
 from ..frontends.inductor import apart, compile_calls
 from ..frontends.nodes import called_op
@@ -53,8 +54,10 @@ def explain(
     load: reports how many rows each group (expert) has.
     backward: reports the backward pass too, what is saved for it, what it makes again, and where gradients come from.
     OptionError for a target or a GPU that there is not, UnsupportedError for a call that asks for values which there are not, for one that
-    cannot be run or measured, and for a backward that there is not.
+    cannot be run or measured, for a backward that there is not, and for what cannot be called.
     """
+    if not callable(model_or_fn):
+        raise UnsupportedError(f"a {type(model_or_fn).__name__}", expected="a torch.nn.Module or a function", where="explain")
     target, arch = (target, None) if gpu is None else _of_gpu(gpu, target)
     switches = options.current().replace(**({} if target is None else {"target": target}))
     targets.find(switches.target, torch.device("cpu"))  # a name that is none raises here and not inside of a compiler
@@ -62,12 +65,25 @@ def explain(
     watch = Watch(switches, measure, load) if measure or load else None
     _check_backward(backward, watch)
     look, function = _looker(model_or_fn, switches, watch, backward)
+    if watch is not None:
+        _check_can_run(watch, device_of_values(function, args, kwargs))
+    try:
+        seen = on_fakes(look, function, args, kwargs) if watch is None else look(function, args, kwargs)
+    except TorchDynamoException as error:
+        if own := _own_error(error):
+            raise own.at("explain") from error
+        raise
     if watch is None:
-        seen = on_fakes(look, function, args, kwargs)
         _check_has_backward(backward, seen)
-        return report_of(seen, switches, arch)
-    _check_can_run(watch, device_of_values(function, args, kwargs))
-    return report_of(look(function, args, kwargs), switches, arch)
+    return report_of(seen, switches, arch)
+
+
+def _own_error(error: BaseException) -> Error | None:
+    """The error of ours that Dynamo tells of in a long one of its own."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, Error):
+        inner = inner.__cause__ or inner.__context__
+    return inner
 
 
 def _of_gpu(name: str, target: str | None) -> tuple[str, Arch]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BuildError
-from . import build, isa, pages, store
+from . import build, isa, numa, pages, store
 
 _AHEAD = (0, 512, 1024, 2048, 4096, 8192)  # bytes
 _REPEATS = 31
@@ -75,7 +75,8 @@ class Bandwidth:
 @cache
 def of(threads: int) -> Bandwidth:
     """The read bandwidth of this machine: measured in this process, or kept by one before it."""
-    key = store.key_of(Path(__file__).read_bytes(), _SOURCE.read_bytes(), cpu(), str(cpus()), str(threads), _why_not_cpp())
+    where = cpu(), str(cpus()), str(pages.nodes())
+    key = store.key_of(Path(__file__).read_bytes(), _SOURCE.read_bytes(), *where, str(threads), _why_not_cpp())
 
     def make(path: Path) -> None:
         path.write_text(json.dumps(asdict(_measured(threads))))
@@ -97,7 +98,7 @@ def _evicts(memory: torch.UntypedStorage) -> bool:
 
 
 def pool() -> Tensor:
-    """u8: memory that no cache holds, written once, on large pages."""
+    """u8: memory that no cache holds, written once, placed as weights are."""
     return pages.empty((min(max(2**28, 4 * _cache_bytes()), 2**30),), torch.uint8).fill_(1)
 
 
@@ -114,8 +115,8 @@ def cpu() -> str:
 
 
 def cpus() -> int:
-    """How many CPUs this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many CPUs the threads of this process may run on."""
+    return len(numa.cpus()) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _measured(threads: int) -> Bandwidth:
@@ -123,6 +124,8 @@ def _measured(threads: int) -> Bandwidth:
     ways = (None,) if _why_not_cpp() else _AHEAD
     ahead = max(ways, key=lambda ahead: Bandwidth(0, threads, "", ahead).now(memory))
     where = f"{memory.nbytes >> 20} MiB, {pages.obtained(memory) >> 20} MiB of them on large pages"
+    if nodes := pages.nodes():
+        where += f", on {numa.named(nodes)} by turns"
     found = Bandwidth(0, threads, f"{_how(ahead)}; {where}", ahead)
     # What else runs meanwhile slows most reads, and this number is kept; but single reads are faster than memory is for long.
     return replace(found, bytes_per_second=memory.nbytes / found.times(memory, _REPEATS)[_REPEATS // 10])

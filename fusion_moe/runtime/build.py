@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import re
 import shlex
@@ -35,6 +36,8 @@ from pathlib import Path
 from .. import options
 from ..errors import BuildError
 from . import dump, isa, store
+
+log = logging.getLogger("fusion_moe")
 
 # No -ffast-math, nor anything else that changes results. It also makes g++ link code that flushes denormals in the whole process that
 # loads the library. Contraction of a * b + c into one rounding would give each tier results of its own.
@@ -179,6 +182,12 @@ def why_no_compiler() -> str:
     cxx = os.environ.get("CXX", "")
     found = f"CXX={cxx!r} does not run" if cxx.strip() else "none of g++, clang++, c++ is on PATH"
     return f"no C++ compiler: {found}; install g++, or set CXX"
+
+
+@cache
+def warn_of_no_compiler() -> None:
+    """Says once what it costs."""
+    log.warning("%s; torch computes all but the products that came with the package, slowly", why_no_compiler())
 
 
 @cache

@@ -71,6 +71,11 @@ def _why_too_old(device: str, capability: tuple[int, int]) -> str:
     return "" if capability >= (8, 0) else f"{device} has compute capability {capability[0]}.{capability[1]}, kernels require 8.0 or higher"
 
 
+def index_of(device: torch.device) -> int:
+    """The number of a CUDA device; the current one's if it has none."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph, while nothing may be compiled or loaded."""
     return torch.cuda.is_current_stream_capturing()

@@ -13,6 +13,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/forward_grad.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -460,24 +461,27 @@ class OfBackend final : public Kernel {
     }
 };
 
-// Autograd's: Python, where a gradient is wanted.
+// Autograd's: Python, where a gradient is wanted, or a tangent given.
 class OfAutograd final : public Kernel {
   public:
     using Kernel::Kernel;
 
     void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
         const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-        if (c10::GradMode::is_enabled() && std::any_of(arguments.begin(), arguments.end(), tracked)) return python(keys, stack, nullptr);
+        const bool reverse = c10::GradMode::is_enabled();
+        const bool forward = torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;  // asking each tensor takes far longer
+        const auto is_tracked = [=](const IValue& v) { return tracked(v, reverse, forward); };
+        if ((reverse || forward) && std::any_of(arguments.begin(), arguments.end(), is_tracked)) return python(keys, stack, nullptr);
         const at::AutoDispatchBelowAutograd guard;
         op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
     }
 
   private:
-    static bool tracked(const IValue& v) {
-        if (v.isTensor()) return v.toTensor().requires_grad();
+    static bool tracked(const IValue& v, bool reverse, bool forward) {
+        if (v.isTensor()) return (reverse && v.toTensor().requires_grad()) || (forward && v.toTensor()._fw_grad(0).defined());
         if (!v.isTensorList()) return false;
         const auto elements = v.toListRef();
-        return std::any_of(elements.begin(), elements.end(), tracked);
+        return std::any_of(elements.begin(), elements.end(), [=](const IValue& e) { return tracked(e, reverse, forward); });
     }
 };
 

@@ -2,8 +2,10 @@
 
     t = empty((128, 1536, 1024), torch.uint8)      # starts at a page; pages come when it is written
     obtained(t)                                    # bytes of it that lie on large pages
+    on_nodes(t)                                    # {0: 100663296, 1: 100663296}, on a machine with several NUMA nodes
 
-Where the system takes no advice on pages, and for what is smaller than one, `empty` is torch.empty.
+With several nodes the pages come from all of them by turns (numa.py): any thread reads any expert, and one node's memory would have to feed
+them all. Where the system takes no advice on pages, and for what is smaller than one, `empty` is torch.empty.
 """
 
 from __future__ import annotations
@@ -18,8 +20,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .. import options
+from . import numa
+
 PAGE = 2**21
 _TAKES_ADVICE = hasattr(mmap, "MADV_HUGEPAGE")
+_STRIDE = 257 * numa.PAGE  # of the pages whose nodes are looked at: no multiple of what nodes alternate by, 4 KiB or 2 MiB
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) |^AnonHugePages: +(\d+) kB", re.MULTILINE)
 
 
@@ -38,10 +44,15 @@ def takes(t: Tensor) -> bool:
 
 
 def on_large_pages(t: Tensor) -> Tensor:
-    """t, contiguous: itself where it starts at a page, is small or is not taken; else a copy made by `empty`."""
-    if not takes(t) or t.nbytes < PAGE or (t.is_contiguous() and t.data_ptr() % PAGE == 0):
+    """t, contiguous: itself where it lies as `empty` would have it, is small or is not taken; else a copy made by `empty`."""
+    if not takes(t) or t.nbytes < PAGE or (t.is_contiguous() and _is_placed(t.data_ptr())):
         return t.contiguous()
     return empty(t.shape, t.dtype).copy_(t)
+
+
+def nodes() -> tuple[int, ...]:
+    """The NUMA nodes over which weights are interleaved now; () if they are not."""
+    return numa.spread().nodes if options.current().numa_interleave else ()
 
 
 def obtained(*tensors: Tensor) -> int:
@@ -54,10 +65,32 @@ def obtained(*tensors: Tensor) -> int:
     return sum(min(both) for both in inside)
 
 
+def on_nodes(*tensors: Tensor) -> dict[int, int]:
+    """How many bytes of tensors on the CPU each NUMA node has, by samples; {} with one node, or where the system does not tell."""
+    found: dict[int, int] = {}
+    if len(numa.topology()) > 1:
+        for t in tensors:
+            with contextlib.suppress(OSError):
+                looked_at = numa.located(range(t.data_ptr(), t.data_ptr() + t.nbytes, _STRIDE))
+                for node in looked_at:
+                    found[node] = found.get(node, 0) + t.nbytes // len(looked_at)
+    return {node: size for node, size in sorted(found.items()) if node >= 0}
+
+
+def _is_placed(address: int) -> bool:
+    """Whether it is where `empty` could have made a tensor now."""
+    wanted = nodes()
+    return address % PAGE == 0 and (not wanted or numa.policy(address) == (numa.INTERLEAVE, wanted))
+
+
 def _mapped(size: int) -> Tensor:
     """u8[size] that starts at a page. The advice is for whole pages: the rest must not take one."""
     memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # given back with the tensor that holds it
-    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % PAGE
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    if wanted := nodes():
+        with contextlib.suppress(OSError):  # the system's own placement does too
+            numa.interleave(address, len(memory), wanted)
+    start = -address % PAGE
     memory.madvise(mmap.MADV_HUGEPAGE, start, size // PAGE * PAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
 

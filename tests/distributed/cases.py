@@ -1,4 +1,4 @@
-"""What ranks check, each in a process of its own: python cases.py FOLDER RANKS DEVICE [CASE ...]
+"""What ranks check, each in a process of its own: python cases.py FOLDER RANKS DEVICE [[but] CASE ...]
 
 Each writes FOLDER/RANK.json, the traceback of each case, "" for those that pass.
 """
@@ -673,7 +673,8 @@ def run(rank: int, ranks: int, folder: str, chosen: Mapping[str, Case], timeout_
 
 def main(folder: str, ranks: str, device: str, *names: str) -> None:
     lost = {f.__name__: f for f in (dies, hangs) if f.__name__ in names}
-    chosen, timeout_s = (lost, SHORT_S) if lost else ({n: CASES[n] for n in names or CASES}, TIMEOUT_S)
+    named = [n for n in CASES if n not in names] if "but" in names else names or CASES
+    chosen, timeout_s = (lost, SHORT_S) if lost else ({n: CASES[n] for n in named}, TIMEOUT_S)
     fork = multiprocessing.get_context("fork")  # imports take longer than cases
     started = [fork.Process(target=run, args=(rank, int(ranks), folder, chosen, timeout_s)) for rank in range(int(ranks))]
     for process in started:

@@ -17,9 +17,9 @@ CASES = Path(__file__).with_name("cases.py")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 
 
-def outcomes(folder: Path, ranks: int, device: str, *case: str) -> list[dict[str, str]]:
-    """What each rank that lives found: the traceback of each case, "" for those that pass."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+def outcomes(folder: Path, ranks: int, device: str, *case: str, target: str = "auto") -> list[dict[str, str]]:
+    """What each rank that lives found: the traceback of each case, "" for those that pass. target: what ranks compile for."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "FUSION_MOE_TARGET": target}
     with Path(folder, "log").open("wb") as log:
         subprocess.run([sys.executable, CASES, folder, str(ranks), device, *case], env=env, stdout=log, stderr=log, timeout=500)
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
@@ -34,14 +34,37 @@ def on_gpus(ranks: int) -> Any:
     return pytest.param("cuda", ranks, marks=marks)
 
 
-@pytest.mark.slow
-@pytest.mark.compiler
-@pytest.mark.parametrize(("device", "ranks"), [("cpu", 2), ("cpu", 4), on_gpus(1), on_gpus(2), on_gpus(4)])
-def test_ranks_agree_with_one_process(device, ranks, tmp_path):
-    found = outcomes(tmp_path, ranks, device)
+def assert_agree(found: list[dict[str, str]], ranks: int) -> None:
     assert len(found) == ranks
     wrong = [f"rank {rank}, {case}:\n{why}" for rank, cases in enumerate(found) for case, why in cases.items() if why]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.once
+def test_two_ranks_agree_with_one_process(tmp_path):
+    """With kernels of the CPU."""
+    assert_agree(outcomes(tmp_path, 2, "cpu", "but", "compiled"), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_two_ranks_that_torch_compiles_agree_with_one_process(tmp_path):
+    assert_agree(outcomes(tmp_path, 2, "cpu", "compiled"), 2)
+
+
+@pytest.mark.slow
+def test_four_ranks_agree_with_one_process(tmp_path):
+    """In plain torch: kernels of other sizes than those of two ranks' shares take longer to compile than the rest does."""
+    assert_agree(outcomes(tmp_path, 4, "cpu", target="reference"), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize(("device", "ranks"), [on_gpus(1), on_gpus(2), on_gpus(4)])
+def test_ranks_agree_with_one_process(device, ranks, tmp_path):
+    assert_agree(outcomes(tmp_path, ranks, device), ranks)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def allocate_apart(found: memory.Memory, device: torch.device | None = None) -> 
 def main() -> None:
     os.environ.pop("LD_PRELOAD", None)  # for compilers, which take twice as long with ASan's allocator
     memory.allocate = allocate_apart
-    build.BASE_FLAGS = (*build.BASE_FLAGS, "-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+    build.BASE_FLAGS = (*build.BASE_FLAGS, "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
     tier = isa.selected()
     products_of_nvfp4(tier)
     products_of_encodings(tier)

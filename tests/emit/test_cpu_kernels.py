@@ -170,14 +170,15 @@ def test_error_is_that_of_rounding_the_output(tier):
 @pytest.mark.parametrize("rows", [1, 4, 20])
 def test_activations_of_any_size(tier, dtype, rows):
     """NaN, infinity, what overflows, what a product of bfloat16 would flush: the reference's result."""
-    weight = random_weight(1, 40, 64)
+    weight, ends = random_weight(1, 40, 64), torch.tensor([rows], dtype=torch.int32)
+    fusion = fusion_of_call("nvfp4_grouped_mm", torch.empty(rows, 64, dtype=dtype), *weight, ends, out_dtype=torch.float32)
+    compiled = program(fusion, tier)
     for value in (torch.nan, torch.inf, -torch.inf, 2.0**31, -(2.0**40), 2.0**110, 1e-38, 1e-40, 2.0**-24, -0.0):
         for decode_scale in (1.0, 2.0**-100, 2.0**60, 0.0, torch.inf, torch.nan):
             x = torch.randn(rows, 64).to(dtype)
             x[:, 5::17] = value
-            args = (x, weight.codes, weight.block_scale, torch.tensor([decode_scale]), torch.tensor([rows], dtype=torch.int32))
-            fusion = fusion_of_call("nvfp4_grouped_mm", *args, out_dtype=torch.float32)
-            (found,), (want,) = program(fusion, tier)(list(args)), fusion.evaluate(*args)
+            args = [x, weight.codes, weight.block_scale, torch.tensor([decode_scale]), ends]
+            (found,), (want,) = compiled(args), fusion.evaluate(*args)
             size = x.double().abs() @ (dequantize(weight).double().abs()[0] / weight.decode_scale.double() * abs(decode_scale)).T
             size = torch.where(size.isfinite(), size, 0)
             lost = ~want.isfinite()

@@ -76,6 +76,15 @@ def test_a_layer_and_what_explain_says_of_it(product):
     assert f"the product that came with the package for {product}" in " ".join(report.split())
 
 
+def test_that_is_said_once(without_compiler, caplog):
+    build.warn_of_no_compiler.cache_clear()
+    for seed in 0, 1:
+        module, args = layer(seed)
+        with torch.no_grad(), options.override(router_gradient=bool(seed)):  # programs of their own
+            module(*args)
+    assert [r.message.partition(":")[0] for r in caplog.records] == ["no C++ compiler"]
+
+
 def test_without_either_the_reference_runs_and_says_why(without_compiler, monkeypatch, tmp_path):
     monkeypatch.setattr(readers, "SHIPPED", tmp_path)
     module, args = layer(1)

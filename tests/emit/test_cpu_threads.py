@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -80,3 +82,33 @@ def test_bad_input_ends_the_region():
         with pytest.raises(GroupsError, match="out of range"):
             compiled([inputs[0], bad, *inputs[2:]])
         same(compiled(inputs), want)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no threads to CPUs")
+def test_more_threads_than_the_process_has_cpus():
+    """Those that wait let those that work run: without that, five threads on one CPU took six times as long as one thread there."""
+    compiled, inputs = layer(70, TIERS[-1])
+    want = compiled(inputs)
+
+    def on_one_cpu():
+        """In a new thread: those of OpenMP that help it are new, and have its affinity."""
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        return fastest(1), fastest(5)
+
+    def fastest(threads: int) -> float:
+        torch.set_num_threads(threads)
+        times = []
+        for _ in range(20):
+            start = time.perf_counter()
+            found = compiled(inputs)
+            times.append(time.perf_counter() - start)
+            same(found, want)
+        return min(times)
+
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            one, five = pool.submit(on_one_cpu).result()
+    finally:
+        torch.set_num_threads(before)
+    assert five < 2 * one + 5e-3

@@ -19,8 +19,8 @@ import torch
 from experts import experts_of_ones
 from kernel_tables import TABLE, use, variants_of
 
-from fusion_moe import options
-from fusion_moe.arch import A100, H200, L40S, Arch, Measured
+from fusion_moe import FusionDefinition, options
+from fusion_moe.arch import A100, H100, H200, L40S, Arch, Measured
 from fusion_moe.compile import lower
 from fusion_moe.emit import emit
 from fusion_moe.emit.cuda.choice import Chosen, SizeClass, blocks, choose_kernels
@@ -309,8 +309,9 @@ def test_there_are_few_variants():
     assert len(VARIANTS) <= 24
 
 
+@pytest.mark.parametrize("arch", [H100, H200], ids=lambda arch: arch.name)
 @pytest.mark.parametrize("model", MODELS | MORE_MODELS)
-def test_all_counts_of_tokens_need_few_kernels(model, monkeypatch):
+def test_all_counts_of_tokens_need_few_kernels(model, arch, monkeypatch):
     """What differs between launches of a variant is no text: size classes, who is concurrent with whom, waves, ids or ends."""
     for name, sizes in MORE_MODELS.items():
         monkeypatch.setitem(MODELS, name, sizes)
@@ -318,7 +319,7 @@ def test_all_counts_of_tokens_need_few_kernels(model, monkeypatch):
     call, counts = join(fusion, kernels)[1], [1]
     while counts[-1] < 2**17:
         counts.append(counts[-1] * 51 // 50 + 1)
-    steps = [call.choose({"s0": count}, H200).steps for count in counts]
+    steps = [call.choose({"s0": count}, arch).steps for count in counts]
     for of_segment in zip(*steps, strict=True):
         products = {kernel.text for step in of_segment for kernel in step.kernels if kernel.given}
         assert 1 < len(products) <= 12
@@ -513,6 +514,21 @@ def test_small_operations_have_kernels():
             kernel = emit(s, TARGETS["cuda"])
             assert kernel.backend == "cuda", kernel.why
             assert all(build(x, H200).stat().st_size for x in launches(kernel.launch.source, 3))
+
+
+def test_ends_that_a_fusion_fills_are_in_memory_before_its_product():
+    """NVFP4Linear under torch.compile, followed by a residual."""
+    fd, groups, k, n = FusionDefinition(), 1, 128, 64
+    x = fd.define_tensor(shape=[8, k], dtype="bf16")
+    parts = [([1, n, k // 2], "u8"), ([1, n, k // 16], "f8e4m3"), ([1], "f32")]
+    weight = fd.ops.pack(*(fd.define_tensor(shape=s, dtype=t, role="weight") for s, t in parts), encoding="nvfp4", layout="w16x64")
+    residual = fd.define_tensor(shape=[8, n], dtype="bf16")
+    ends = fd.ops.ends(fd.ops.full(shape=[groups], fill_value=8, dtype="i32"), rows=8, groups=fd.define_groups("g", groups))
+    y = fd.ops.cast(fd.ops.grouped_mm(fd.ops.partition(x, ends), weight, ends, w_layout="w16x64"), dtype="bf16")
+    fd.add_output(fd.ops.add(fd.ops.zero_rest(y, ends), residual))
+    kernels = [emit(s, TARGETS["cuda"]) for s in lower(fd.fusion(), TARGETS["cuda"], Options()).segments]
+    assert [kernel.backend for kernel in kernels] == ["cuda"] * 2
+    build_all([source for kernel in kernels for source in launches(kernel.launch.source, 8)], H200)
 
 
 def test_local_experts():

@@ -26,7 +26,7 @@ from .journal import Journal
 from .regions import Run, evaluated
 from .shrink import shrunk
 
-SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+SANITIZED = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 AT_ONCE = 40  # seeds whose C++ is compiled together
 HOSTILE_AT_ONCE = 10
 

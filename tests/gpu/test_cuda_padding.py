@@ -162,6 +162,20 @@ def test_a_first_call_on_a_gpu_orders_the_weights_once(inner):
     assert all(torch.equal(t.view(torch.uint8), copies[name].view(torch.uint8)) for name, t in before.items())
 
 
+@pytest.mark.parametrize("rows", [1, 8, 300])
+def test_a_compiled_linear_layer_before_a_residual(rows):
+    module = NVFP4Linear(quantize(torch.randn(320, 256) / 16)).cuda()
+    x, residual = torch.randn(rows, 1, 256, device="cuda").bfloat16(), torch.randn(rows, 1, 320, device="cuda").bfloat16()
+
+    def block(x: Tensor, residual: Tensor) -> Tensor:
+        return residual + module(x)
+
+    with torch.no_grad():
+        want = block(x, residual)
+        fusion_moe.prepare_(module)
+        close(torch.compile(block, backend="fusion_moe")(x, residual), want)
+
+
 def test_a_capture_keeps_what_it_reads():
     module, args = NVFP4Experts.from_float(*float_weights(E, 256, 128)).cuda(), inputs(8, 256)
     want = module(*args)  # compiles

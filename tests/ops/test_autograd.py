@@ -11,10 +11,12 @@ import torch
 from fusions import assert_same_bits
 from test_ops import OPS, count_flops, decoded, experts, mlp, random
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusion_moe
+from fusion_moe.errors import UnsupportedError
 
 GROUPS, TOKENS, SLOTS, HIDDEN, INNER = 3, 5, 2, 32, 16
 ROWS = TOKENS * SLOTS
@@ -60,6 +62,20 @@ def test_without_gradients_the_operation_runs():
         assert called(lambda: call(given, "x", "w")) == ["expert_mlp"]
     with torch.inference_mode():
         assert called(lambda: OPS.expert_mlp(**arguments())) == ["expert_mlp"]
+
+
+def test_forward_mode_is_refused():
+    """Tangents are not lost: torch would take a result without one for a constant."""
+    given = arguments()
+    x, rest = given.pop("x"), given
+    refused = pytest.raises(UnsupportedError, match="expert_mlp: an argument with a tangent; expected none")
+    with refused:
+        torch.func.jvp(lambda x: OPS.expert_mlp(x=x, **rest), (x,), (torch.ones_like(x),))
+    for mode in torch.no_grad, torch.enable_grad:
+        with mode(), forward_ad.dual_level(), refused:
+            OPS.expert_mlp(x=forward_ad.make_dual(x, torch.ones_like(x)), **rest)
+    with forward_ad.dual_level():
+        assert OPS.expert_mlp(x=x, **rest).equal(OPS.expert_mlp(x=x, **rest))
 
 
 def test_what_saves_inputs_alone_runs_itself():

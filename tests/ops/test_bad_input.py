@@ -252,7 +252,7 @@ def test_an_unknown_variable_of_the_environment():
 
 
 def test_a_bad_value_in_the_environment():
-    with pytest.raises(OptionError, match="option compile_seconds = 'soon'"):
+    with pytest.raises(OptionError, match="environment variable FUSION_MOE_COMPILE_SECONDS: option compile_seconds = 'soon'"):
         options.from_environment({"FUSION_MOE_COMPILE_SECONDS": "soon"})
 
 

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion_moe
 from fusion_moe.encodings import Quantized
-from fusion_moe.errors import UnsupportedError
+from fusion_moe.errors import ShapeError, UnsupportedError
 from fusion_moe.target import TARGETS
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 256, 128, 6, 2
@@ -181,6 +181,14 @@ def test_parameters_of_one_tensor_stay_one(x):
         tied.register_forward_hook(lambda m, args, out: seen.append(m.one.experts.down_proj is m.two.experts.down_proj))
         fusion_moe.explain(tied, x)
     assert seen == [True]
+
+
+def test_a_wrong_call_raises_the_operations_error():
+    ids, w = torch.zeros(TOKENS, TOP_K, dtype=torch.int64), torch.rand(TOKENS, TOP_K)
+    with torch.no_grad(), pytest.raises(ShapeError, match=f"^explain: fused_experts: x has 63 features; expected {HIDDEN}"):
+        fusion_moe.explain(experts(), torch.randn(TOKENS, 63), ids, w)
+    with pytest.raises(UnsupportedError, match="explain: a int; expected a torch.nn.Module or a function"):
+        fusion_moe.explain(3)
 
 
 @pytest.mark.gpu

@@ -88,7 +88,7 @@ def test_what_was_not_fused_is_told(report):
 
 def test_json_has_a_versioned_schema(report):
     data = json.loads(report.to_json())
-    assert data["schema"] == "fusion_moe.explain/5"
+    assert data["schema"] == "fusion_moe.explain/6"
     assert set(data) == {
         "schema", "target", "executed", "graphs", "calls", "fused_calls", "fusions", "not_fused", "custom_ops", "machine", "saved",
         "gradients", "float_experts", "unfused_flops", "unfused_bytes", "version", "options", "listings",

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_moe
 from fusion_moe import eager, options
-from fusion_moe.errors import BuildError, DtypeError, GroupsError, ShapeError
+from fusion_moe.errors import BuildError, DtypeError, GroupsError, ShapeError, UnsupportedError
 from fusion_moe.nn import NVFP4Experts
 from fusion_moe.runtime import native
 from fusion_moe.runtime.background import Started
@@ -199,6 +199,15 @@ def test_gradients(runs):
     assert all(a.equal(b) for a, b in zip(found, want, strict=True))
     assert ran == 0  # forward and backward are calls of fusion_moe::run
     assert experts(x.float().requires_grad_(), ids, w).requires_grad
+
+
+def test_tangents_are_refused_in_known_forms_too():
+    experts, (x, ids, w) = layer(), token()
+    for mode in torch.no_grad, torch.enable_grad:
+        with mode(), torch.autograd.forward_ad.dual_level():
+            experts(x, ids, w), experts(x, ids, w)
+            with pytest.raises(UnsupportedError, match="an argument with a tangent"):
+                experts(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), ids, w)
 
 
 def test_tracers():

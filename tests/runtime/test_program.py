@@ -65,3 +65,14 @@ def test_outputs_share_no_memory_with_inputs_or_each_other():
 def test_inputs_are_checked_before_anything_runs():
     with pytest.raises(ShapeError, match=r"i0 has shape \[3, 5\]; expected \[3, 4\]"):
         fusion_moe.run(silu_of_pieces(), [torch.randn(3, 5)])
+
+
+def test_what_run_does_not_take():
+    x = torch.randn(3, 4)
+    for fusion, tensors, said in (
+        ("def fusion(fd):", [x], "run: a str; expected a Fusion"),
+        (fusion_moe.FusionDefinition().fusion(), [], "run: a Fusion without outputs; expected at least one"),
+        (silu_of_pieces(), x, "run: a tensor in place of the inputs; expected a list"),
+    ):
+        with pytest.raises(FusionError, match=said):
+            fusion_moe.run(fusion, tensors)

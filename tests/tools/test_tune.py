@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fusion_moe.arch import H100, H200
@@ -20,6 +21,7 @@ from fusion_moe.runtime import nvrtc
 TUNE = Path(__file__).parents[2] / "tools" / "tune"
 sys.path.append(str(TUNE))
 
+import balance  # noqa: E402
 import fit  # noqa: E402
 import sweep  # noqa: E402
 import timings as files  # noqa: E402
@@ -144,6 +146,34 @@ def test_a_fit_from_the_command_line(tmp_path):
     assert path_of(H200).read_bytes() == before
     found = fit.fit(table_of(H200), timings())
     assert parse(text(found), "t.json") == found
+
+
+@pytest.mark.parametrize(
+    ("tiles", "parts", "want"),
+    [
+        ([4, 3, 2, 1], 4, (6, 5, 6, 5, 5)),
+        ([1, 1, 1], 4, (2, 2, 1.5, 1.5, 1.5)),
+        ([1, 1, 1], 3, (2, 2, 1 + 2 / 3, 1 + 2 / 3, 1.5)),  # of three consumers two and one
+        ([2, 2, 2, 1, 1], 1, (5, 4, 5, 4, 4)),
+    ],
+)
+def test_how_long_the_longest_of_two_blocks_works(tiles, parts, want):
+    found = balance.spans(np.array(tiles, float), 2, parts)
+    assert list(found) == ["in order", "back and forth", "last wave in parts", "both", "even"]
+    assert tuple(found.values()) == pytest.approx(want)
+
+
+def test_how_evenly_blocks_work_from_the_command_line(tmp_path):
+    chosen = way(choose_from(table_of(H200), 2**15, FEW, H200))
+    cells = tuple(Cell("qwen3 gate_up", FEW, tokens, 8 * tokens, "uniform", {chosen: 500.0}) for tokens in (1024, 4096))
+    files.save(Timings(H200, {}, cells), tmp_path / "t.json")
+    done = subprocess.run(
+        [sys.executable, TUNE, "balance", tmp_path / "t.json", "--tokens", "2000", "5000"], capture_output=True, text=True, check=True
+    )
+    _, line, last = done.stdout.splitlines()
+    floor = 2 * 2**15 * FEW.tiles * 16 * FEW.k / 780e6
+    assert line.startswith(f"uniform  qwen3 gate_up          {500 / floor:8.2f} ")
+    assert last == f"uniform: {500 / floor:.3f} of the floor"
 
 
 @pytest.mark.parametrize("path", sorted((TUNE / "timings").glob("*.json")), ids=lambda path: path.name)

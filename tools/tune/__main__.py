@@ -3,6 +3,7 @@
     python tools/tune sweep --out timings.json --minutes 4   # on the GPU: times kernels; goes on where the file ends
     python tools/tune fit timings.json [--write]             # without: the table that fits them best, and how well; --write: keeps it
     python tools/tune show timings.json                      # how well the table fits that is used now
+    python tools/tune balance timings.json --tokens 300 1300 # how far products are from their floors, and how evenly blocks work
 
 Tables are in fusion_moe/emit/cuda/tables/, the timings that they come from in tools/tune/timings/.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +27,7 @@ HERE = Path(__file__).parent
 
 def main() -> int:
     asked = _arguments()
-    return {"sweep": _sweep, "fit": _fit, "show": _show}[asked.do](asked)
+    return {"sweep": _sweep, "fit": _fit, "show": _show, "balance": _balance}[asked.do](asked)
 
 
 def _arguments() -> argparse.Namespace:
@@ -38,11 +40,16 @@ def _arguments() -> argparse.Namespace:
     sweep.add_argument("--layout", default="w16x64", help="of weights: w16x64 or linear")
     sweep.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="products whose name has one of these texts: qwen3, down")
     sweep.add_argument("--tokens", type=int, nargs="+")
-    for name, what in (("fit", "chooses a table"), ("show", "says how good the table of today is")):
+    for name, what in (
+        ("fit", "chooses a table"), ("show", "says how good the table of today is"), ("balance", "says how evenly blocks work"),
+    ):  # fmt: skip
         command = commands.add_parser(name, help=what)
         command.add_argument("timings", type=Path, nargs="+", help="files of one GPU")
         if name == "fit":
             command.add_argument("--write", action="store_true", help="writes the table into the package")
+        if name == "balance":
+            command.add_argument("--tokens", type=int, nargs=2, default=[1, 2**31], metavar=("FEWEST", "MOST"))
+            command.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="products whose names begin so")
     return parser.parse_args()
 
 
@@ -87,6 +94,15 @@ def _show(asked: argparse.Namespace) -> int:
     found = files.load_all(asked.timings)
     print(fit.shown(table_of(found.arch), found))
     print("\none choice for all routings, at best:", *fit.summary(fit.best_of_counts(found)), sep="\n")
+    return 0
+
+
+def _balance(asked: argparse.Namespace) -> int:
+    import balance
+
+    found, (fewest, most) = files.load_all(asked.timings), asked.tokens
+    cells = [cell for cell in found.cells if fewest <= cell.tokens <= most and cell.product.startswith(tuple(asked.only))]
+    print("\n".join(balance.shown(table_of(found.arch), replace(found, cells=tuple(cells)))))
     return 0
 
 

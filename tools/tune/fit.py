@@ -18,13 +18,17 @@ from timings import Cell, Timings, way
 from fusion_moe.arch import Arch
 from fusion_moe.emit.cuda.choice import choose_from
 from fusion_moe.emit.cuda.table import ALWAYS, KINDS, Regime, Table, kind_of
-from fusion_moe.emit.cuda.variants import SETS
+from fusion_moe.emit.cuda.variants import SETS, LargeM
 from fusion_moe.errors import UnsupportedError
 
-SHAPES = ((15, None), (63, 2**29), (63, 2**30), (63, None), (None, 2**29), (None, 2**30), (None, None))  # max_groups, below_weights
+# max_groups, below_weights
+SHAPES = ((15, None), (63, 2**29), (63, 2**30), (63, None), (None, 2**29), (None, 2**30), (None, None))
 _PRICE = 0.3  # of one more regime, in the sum of its cells' logarithms of losses
 _HIGH = 1.05  # a loss, or a jump
 _NOT_TIMED = math.log(2)  # what a choice counts that nobody measured
+# Rows of a group on average up to which large M is for heavy groups alone. No sweep times it: down products are of small M then, and the
+# products of a layer that has both take longer than by themselves (Llama-4-Scout with 75 tokens: 1.07x).
+_SMALL_UP_TO = 5
 _REORDERING_US = 1.5  # of rows that are no product's result, for kernels that read them in fragment order: no sweep times it
 
 
@@ -116,7 +120,8 @@ def _price(way_: Regime, cell: Cell, arch: Arch, table: Table) -> float:
         chosen = choose_from(replace(table, **{kind: (replace(way_, max_average=ALWAYS),)}), cell.rows, cell.matrices, arch)
     except UnsupportedError:
         return 3 * _NOT_TIMED
-    if (us := cell.us.get(way(chosen))) is None:
+    too_early = cell.average <= _SMALL_UP_TO and all(isinstance(v, LargeM) for v in way_.variants)
+    if too_early or (us := cell.us.get(way(chosen))) is None:
         return 3 * _NOT_TIMED
     reorders = cell.matrices.block > 1 and all(c.variant.reads_fragment_order for c in chosen)
     loss = math.log((us + reorders * _REORDERING_US) / cell.us[cell.best])

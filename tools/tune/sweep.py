@@ -211,12 +211,12 @@ def _weight(task: Task) -> Quantized:
     return Quantized(codes, scales, decode)
 
 
-def ends(layer: Layer, tokens: int, routing: str, seed: int) -> Tensor:
+def ends(layer: Layer, tokens: int, routing: str, seed: int, device: str = "cuda") -> Tensor:
     """i32[experts]: each token picks different experts, all as likely; or expert i in proportion to 1 / i^1.2, the same i at all tokens."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    score = -torch.rand(tokens, layer.experts, device="cuda", generator=generator).clamp_min(1e-20).log_()  # exponential
+    generator = torch.Generator(device).manual_seed(seed)
+    score = -torch.rand(tokens, layer.experts, device=device, generator=generator).clamp_min(1e-20).log_()  # exponential
     if routing == "zipf":
-        rank = torch.randperm(layer.experts, device="cuda", generator=torch.Generator("cuda").manual_seed(7)) + 1.0
+        rank = torch.randperm(layer.experts, device=device, generator=torch.Generator(device).manual_seed(7)) + 1.0
         score *= rank**_ZIPF
     ids = score.topk(layer.slots, largest=False).indices
     return ids.flatten().bincount(minlength=layer.experts).cumsum(0).int()
@@ -234,6 +234,7 @@ def sweep(
     tokens: of all products, in place of their grids. keep: is given the timings after each product.
     """
     deadline, done = time.monotonic() + seconds, {cell.key for cell in timings.cells}
+    _raise_clocks()
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1)) as pool:
         swept = [Swept(task, tokens or grid(task.layer), table, timings.arch, pool) for task in tasks]
         say(f"{timings.arch.name}: {len(swept)} products, {sum(s.kernels for s in swept)} kernels to compile meanwhile")
@@ -251,6 +252,14 @@ def sweep(
                 torch.cuda.empty_cache()  # of graphs that are gone
         pool.shutdown(cancel_futures=True)
     return timings
+
+
+def _raise_clocks() -> None:
+    """Works for a while: an idle GPU is slow at first."""
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    for _ in range(1000):
+        a = torch.mm(a, a) / 64
+    torch.cuda.synchronize()
 
 
 def _cells(s: Swept, wanted: Sequence[tuple[int, str]], arch: Arch, repeats: int, deadline: float) -> Iterator[Cell]:

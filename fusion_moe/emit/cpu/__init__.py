@@ -30,6 +30,7 @@ NAME = "cpu"
 def plan(fusion: Fusion, kind: str) -> Source | prebuilt.Product:
     """The C++ of a piece; without a compiler, the product that came with the package. UnsupportedError if there is none."""
     if build.find_compiler() is None:
+        build.warn_of_no_compiler()
         return prebuilt.plan(fusion, kind)
     if kind != "grouped_gemm":
         return loops.source(fusion)

@@ -99,14 +99,14 @@ class Call:
 
     def builds(self, device: torch.device, sizes: Sizes) -> Iterator[Build]:
         """The kernels of a call of these sizes, and those for any size if they are wanted."""
-        arch = cuda.arch(_index(device))
+        arch = cuda.arch(cuda.index_of(device))
         yield from _builds(self.choose(sizes, arch))
         if any_size := self._any_size(sizes, arch):
             yield from _builds(any_size)
 
     def load(self, device: torch.device, sizes: Sizes) -> None:
         """Loads them: a call of these sizes, a captured one too, then only launches."""
-        index = _index(device)
+        index = cuda.index_of(device)
         with torch.cuda.device(index):
             self._faults.prepare(index)
             self._prepared(torch.device("cuda", index), sizes)
@@ -133,7 +133,7 @@ class Call:
             return None
         made = [self._outputs.index(len(tensors) + i) for i in range(len(self.parts.made))]
         numbers = native.arrays(len(tensors), made, prepared.workspace)
-        numbers += [*native.cuda_functions(), self._faults.table(_index(tensors[0].device)), len(prepared.steps)]
+        numbers += [*native.cuda_functions(), self._faults.table(cuda.index_of(tensors[0].device)), len(prepared.steps)]
         for step in prepared.steps:
             numbers += [*native.counted(step.numbers), *native.counted(step.places), len(step.launches)]
             for launch, given, _ in step.launches:
@@ -227,11 +227,6 @@ def _missing(choice: Choice) -> list[Build]:
         for kernel in choice.kernels
         if not nvrtc.is_built(kernel.text, name=kernel.name, arch=arch.nvrtc, headers=_headers())
     ]
-
-
-def _index(device: torch.device) -> int:
-    """The number of a CUDA device; the current one's if it has none."""
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @cache

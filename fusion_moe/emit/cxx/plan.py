@@ -144,6 +144,7 @@ def plan(fusion: Fusion, readers: Readers, dgrad: Readers = (), of_added: Reader
     made = {v for o in first for v in o.outputs}
     for product in (found, *added):
         _need_inside(fusion, product.op, made)
+    _need_ends(fusion, found, made)
     rows = [v for v in fusion.outputs if v not in made and v not in summed and v not in of_sums]
     _check_sums(fusion, sums, of_sums)
     if combine and combine.values[0] not in rows:
@@ -214,6 +215,7 @@ def plan_wgrad(fusion: Fusion, dtypes: Collection[str], alike: bool = True) -> W
         what = f"a product of {found.a.type} and {found.b.type} over rows has no kernel here"
         raise UnsupportedError(what, expected=f"two of {' or '.join(dtypes)}")
     _need_inside(fusion, found.op, ())
+    _need_ends(fusion, found, {v for o in fusion.ops if o.kind.name in MADE_FIRST for v in o.outputs})
     for v in fusion.outputs:
         if elements(v.type.shape) != elements(found.result.type.shape):
             raise UnsupportedError(f"{v.name} {v.type} is not as large as the product {found.result.type}")
@@ -230,6 +232,13 @@ def _need_inside(fusion: Fusion, product: Op, made: Collection[Value]) -> None:
     if others := [v for v in fusion.outputs if v in inside and v not in made]:
         v = others[0]
         raise Inexpressible(fusion.producers[v], f"{v.name} {v.type} is computed in the prologue, and also read outside it")
+
+
+def _need_ends(fusion: Fusion, product: GroupedProduct, made: Collection[Value]) -> None:
+    """Inexpressible unless the ends of groups are in memory before the product: they are read where rows are found."""
+    ends = source(fusion, product.ends)
+    if ends not in fusion.inputs and ends not in made:
+        raise Inexpressible(fusion.producers[ends], f"{ends.name} {ends.type}, where groups end, is computed in the prologue")
 
 
 def _check_activations(op: Op) -> None:
