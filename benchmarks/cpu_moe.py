@@ -1,7 +1,7 @@
 """A layer of experts on the CPU by its threads: the loop that only reads its weights, ours, torch's bf16 products, KTransformers' kernels.
 
     python benchmarks/cpu_moe.py --threads 1,2,4,8,16,32,64 --peers [--models qwen3,gpt-oss,deepseek-v3] [--tokens 1,4,16,64,256,1024]
-        [--json FILE] [--no-page]
+        [--activations bf16,int8] [--kernels AMXInt4_MOE] [--json FILE] [--no-page]
 
 cpu_peers.py says how to install KTransformers' kernels (--peers). All take the same weights, activations and routings; each call has
 its own routing, and calls go round `--copies` copies of the weights. Results are compared with float64 first. Contenders take turns in one
@@ -95,10 +95,10 @@ def copied(weights: Weights) -> Weights:
     return gate_up, down
 
 
-def ours(weights: Weights) -> Layer:
+def ours(weights: Weights, activation_format: str) -> Layer:
     """The operation that nn.Experts calls."""
-    gate_up, down = map(list, weights)
-    return lambda x, ids, w: torch.ops.fusion_moe.fused_experts(x, ids, w, gate_up, down, weight_format=weights[0].encoding.name)
+    (gate_up, down), how = map(list, weights), {"weight_format": weights[0].encoding.name, "activation_format": activation_format}
+    return lambda x, ids, w: torch.ops.fusion_moe.fused_experts(x, ids, w, gate_up, down, **how)
 
 
 @dataclass(frozen=True)
@@ -144,15 +144,17 @@ def at_once(x: Tensor, ids: Tensor, w: Tensor, gate_up: Tensor, down: Tensor) ->
     return (y * w[..., None]).sum(1).to(x.dtype)
 
 
-def contenders(copies: Mapping[Encoding, Sequence[Weights]], with_torch: bool) -> list[Contender]:
+def contenders(copies: Mapping[Encoding, Sequence[Weights]], activations: Sequence[str], with_torch: bool) -> list[Contender]:
     """Those that run on any number of threads."""
-    first = next(iter(copies))
-    found = [Contender(f"{OURS}, {e.name}", e, [ours(w) for w in of]) for e, of in copies.items()]
+    first, found = next(iter(copies)), list[Contender]()
+    for how, (e, of) in itertools.product(activations, copies.items()):
+        name, most = (f"{OURS}, {e.name}", 0.01) if how == "bf16" else (f"{OURS}, {e.name}, {how}", 0.03)
+        found.append(Contender(name, e, [ours(w, how) for w in of], most))
     return [*found, Contender("torch, bf16", first, [in_torch(w) for w in copies[first]])] if with_torch else found
 
 
-def peers(kt: KtKernel, copies: Mapping[Encoding, Sequence[Weights]]) -> tuple[list[Contender], list[str]]:
-    """Those of a pool of threads that run here; the names of those that do not."""
+def peers(kt: KtKernel, copies: Mapping[Encoding, Sequence[Weights]], kernels: Sequence[str]) -> tuple[list[Contender], list[str]]:
+    """Those of a pool of threads that run here; the names of those that do not. kernels: classes of its kernels, [] for all."""
     found, missing = list[Contender](), list[str]()
     int8 = "AMX" if kt.variant == "amx" else "AVX-512"
     for name, kernel, encoding, make, most in (
@@ -162,7 +164,7 @@ def peers(kt: KtKernel, copies: Mapping[Encoding, Sequence[Weights]]) -> tuple[l
         (f"AMXINT4, {int8}", "AMXInt4_MOE", NVFP4, kt.int4, 0.35),  # 4 bits for each of three weights, one scale a row
         (f"BF16, {int8}", "AMXBF16_MOE", NVFP4, kt.bf16, 0.01),
     ):
-        if encoding not in copies:
+        if encoding not in copies or (kernels and kernel not in kernels):
             continue
         try:
             found.append(Contender(f"kt-kernel, {name}", encoding, [make(kernel, *w) for w in copies[encoding]], most))
@@ -274,14 +276,15 @@ def of_model(model: Model, told: argparse.Namespace) -> Iterator[dict[str, Any]]
     given = {e: random_weights(e, model) for e in encodings}
     copies = {e: [copied(w) for _ in range(told.copies)] for e, w in given.items()}
     (call,) = calls(model, CHECKED, 1)
-    checks, mine = {e: (call, exact(w, *call)) for e, w in given.items()}, contenders(copies, not told.no_torch)
+    checks = {e: (call, exact(w, *call)) for e, w in given.items()}
+    mine = contenders(copies, told.activations, not told.no_torch)
     for threads in told.threads:
         torch.set_num_threads(threads)
         memory, kt, others = bandwidth.of(threads), None, Others()
         loop = Contender(READING, encodings[0], [Reading(w, memory) for w in copies[encodings[0]]], most=None)
         if told.peers:
             kt = peer(threads, max(CHECKED, *told.tokens), model.slots)
-        more, missing = peers(kt, copies) if kt else ([], [])
+        more, missing = peers(kt, copies, told.kernels) if kt else ([], [])
         found = [loop, *mine, *more]
         check(found, checks)
         print(f"{model.name}, {threads} threads", flush=True)
@@ -313,6 +316,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=_numbers, default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument("--models", type=lambda text: text.split(","), default=["qwen3"], help=f"of {', '.join(MODELS)}")
     parser.add_argument("--formats", type=lambda text: text.split(","), default=["nvfp4", "mxfp4"])
+    parser.add_argument("--kernels", type=lambda text: text.split(","), default=[], help="of kt-kernel, AMXInt4_MOE say; default: all")
+    parser.add_argument("--activations", type=lambda text: text.split(","), default=["bf16"], help="of ours: bf16, int8")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--copies", type=int, default=2, help="of the weights, which calls go round")
     parser.add_argument("--peers", action="store_true", help="measure kt-kernel too")

@@ -3,7 +3,8 @@
     python benchmarks/quality.py                  # a table; needs transformers, and nvidia-modelopt for its row
     python benchmarks/quality.py --max-bytes 90000 --write          # of less text, into docs/quality.md
 
-All rows are the same model, `examples/tiny_qwen3_moe`, in bf16 but for the experts' weights; activations stay in bf16. ModelOpt's row is
+All rows are the same model, `examples/tiny_qwen3_moe`, in bf16 but for the experts' weights; activations stay in bf16 but where int8 is
+said, which rounds both operands of the experts' products (on CPUs). ModelOpt's row is
 a directory that nvidia-modelopt quantized and exported, loaded with `from_pretrained`. Its exporter gives gate and up of an expert one
 scale, the larger of the two, where `quantize_` keeps both; all other bytes are equal.
 """
@@ -44,21 +45,21 @@ def plain(path: str | Path = MODEL) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
 
 
-def in_nvfp4() -> Any:
+def in_nvfp4(activation_format: str = "bf16") -> Any:
     """Its experts quantized by quantize_."""
     model = plain()
-    fusion_moe.quantize_(model)
+    fusion_moe.quantize_(model, fusion_moe.NVFP4Config(activation_format))
     return model
 
 
-def in_encoding(name: str) -> Any:
+def in_encoding(name: str, activation_format: str = "bf16") -> Any:
     """Its experts quantized to an encoding."""
-    model, encoding = plain(), find(name)
+    model, encoding, config = plain(), find(name), fusion_moe.NVFP4Config(activation_format)
     for path, experts in list(model.named_modules()):
         if contract := contract_of(experts):
             up, down = (t.detach() for t in (contract.up(experts.gate_up_proj), contract.down(experts.down_proj)))
             weights = (quantize(t, encoding=encoding) for t in (up, down))
-            model.set_submodule(path, experts_from(experts, *weights))
+            model.set_submodule(path, experts_from(experts, *weights, config=config))
     return model
 
 
@@ -84,8 +85,10 @@ def experts_bytes(model: nn.Module) -> int:
 VARIANTS: dict[str, Callable[[], Any]] = {
     "bf16": plain,
     "NVFP4, `quantize_`": in_nvfp4,
+    "NVFP4, `quantize_`, int8 activations": lambda: in_nvfp4("int8"),
     "NVFP4, nvidia-modelopt's directory": by_modelopt,
     "MXFP4": lambda: in_encoding("mxfp4"),
+    "MXFP4, int8 activations": lambda: in_encoding("mxfp4", "int8"),
     "INT4, groups of 32": lambda: in_encoding("int4"),
 }
 

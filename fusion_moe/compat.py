@@ -68,9 +68,10 @@ _registration: Registration | None = None
 def register_nvf_cutlass(activation_format: str = "bf16") -> Registration:
     """Makes NAME our operation, in place of another `torch.library.custom_op` of that name; called again, nothing if it still is.
 
-    activation_format: "bf16", activations as they come in, or "nvfp4", quantized too (compute capability 10.0 only); another one than
-    before registers again. It has a fake, no derivative, and our translator, which refuses calls once somebody else has taken the name.
-    OptionError for another format; UnsupportedError if the name was made by `torch.library.Library.define`, which cannot be replaced.
+    activation_format: "bf16", activations as they come in, or quantized too, "nvfp4" (compute capability 10.0 only) or "int8" (CPUs);
+    another one than before registers again. It has a fake, no derivative, and our translator, which refuses calls once somebody else has
+    taken the name. OptionError for another format; UnsupportedError if the name was made by `torch.library.Library.define`, which cannot be
+    replaced.
     """
     global _registration
     need_one_of("activation_format", activation_format, ACTIVATION_FORMATS, where="register_nvf_cutlass")

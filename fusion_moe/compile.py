@@ -96,5 +96,7 @@ def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _check_formats(fusion: Fusion, to: Target) -> None:
     for op in fusion.ops:
+        if operands := op.attrs.get("operands", ""):
+            target.check_formats(to, operands, op.kind.name)
         if op.kind.role == "grouped" and op.values[0].type.quantized and not is_eight_bits(op.values[0].type):  # those are emulated
             target.check_formats(to, op.values[0].type.dtype, op.kind.name)

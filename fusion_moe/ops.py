@@ -64,7 +64,8 @@ def grouped_mm(
     weight: the parts of [G, N, K] in the encoding weight_format: "nvfp4", "mxfp4", "int4" (fusion_moe.encodings), or "bf16", "f16", "f32",
     "f64", one tensor of numbers. transposed: that one is [G, K, N].
     weight_layout: the order of its bytes, "linear", or "w16x64" as `fusion_moe.prepare_` makes it, or "sf128x4" for the block scales alone.
-    activation_format: "bf16", rows as they come in, or "nvfp4", quantized too (compute capability 10.0 only, else UnsupportedError). With
+    activation_format: "bf16", rows as they come in, or "nvfp4", quantized too (compute capability 10.0 only, else UnsupportedError), or
+    "int8", rows and weights of nvfp4 or mxfp4 rounded to integers in blocks of 256 columns (CPUs only, else UnsupportedError). With
     weights of floats "mxfp8" or "mxfp8_wgrad_bf16": both operands rounded by that recipe, forward and backward (fusion_moe.recipe).
     out_dtype: of the result; None: that of a.
     lora_a: float [G, r, K], lora_b: float [G, N, r], or None: what is added to the weight, lora_scale * lora_b @ lora_a, without making it.
@@ -194,8 +195,8 @@ def fused_experts(
     interleave: 0, gate above up in the rows of gate_up; n, blocks of n gate and n up rows take turns.
     act(gate): gate * sigmoid(alpha * gate). limit: gate is clamped to it from above, up to -limit .. limit; None: neither.
     scale_on: what w multiplies, the "output" of experts or, as in Llama-4, their "input".
-    activation_format: "bf16", activations as they come in, or "nvfp4", quantized too (compute capability 10.0 only, else UnsupportedError);
-    "mxfp8" and "mxfp8_wgrad_bf16" as in `grouped_mm`.
+    activation_format: "bf16", activations as they come in, "nvfp4" (compute capability 10.0 only, else UnsupportedError), "int8" (CPUs
+    only), "mxfp8" or "mxfp8_wgrad_bf16" as in `grouped_mm`.
     first_expert: the E experts are those of ids first_expert to first_expert + E - 1, of more that others hold: slots of any other id, -1
     too, add nothing, so the result is a partial sum. None: all experts are here, and other ids are an error.
 

@@ -9,7 +9,7 @@ import torch
 
 from .errors import OptionError, UnsupportedError, did_you_mean
 
-ACTIVATION_FORMATS = ("bf16", "nvfp4")  # of all targets: activations as they come in, or quantized
+ACTIVATION_FORMATS = ("bf16", "nvfp4", "int8")  # of all targets: activations as they come in, or quantized
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,14 @@ class Target:
     added_features: Mapping[str, int] = field(default_factory=dict)
 
 
+_WHERE = {"nvfp4": "nvfp4 activations require compute capability 10.0", "int8": "int8 activations require a CPU"}
 _NVFUSER, _UNSHARED = ("nvfuser",), ("grouped", "quantize", "layout")
 
 TARGETS = {
     t.name: t
     for t in (
-        Target("reference", ("bf16", "nvfp4")),
-        Target("cpu", ("bf16",), device="cpu", added_features={"fprop": 256, "dgrad": 256}),
+        Target("reference", ACTIVATION_FORMATS),
+        Target("cpu", ("bf16", "int8"), device="cpu", added_features={"fprop": 256, "dgrad": 256}),
         Target("cuda", ("bf16",), device="cuda", weight_layout="w16x64", added_features={"fprop": 64, "dgrad": 64}),
         Target("sm_90", ("bf16",), _NVFUSER, device="cuda", capability=(9, 0), unshared_roles=_UNSHARED),
         Target(
@@ -96,6 +97,6 @@ def check_formats(target: Target, activation_format: str, where: str) -> None:
         raise UnsupportedError(
             f"activation_format = {activation_format!r} on {target.name}",
             expected=f"one of {', '.join(target.activation_formats)}",
-            todo="nvfp4 activations require compute capability 10.0; options.override(target='reference') computes them in plain torch",
+            todo=f"{_WHERE[activation_format]}; options.override(target='reference') computes them in plain torch",
             where=where,
         )

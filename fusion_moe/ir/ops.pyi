@@ -188,10 +188,13 @@ class Ops:
         """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: the layout of each group by itself"""
     def relayout(self, x: Value, ends: Value, /, layout: str) -> Value:
         """x nvfp4[M/g, K] -> nvfp4[M/g, K]@sf128x4: the same value, its block scales stored in another layout"""
-    def grouped_mm(self, a: Value, w: Value, ends: Value, /, a_layout: str = 'linear', w_layout: str = 'linear', wgrad: str = '') -> Value:
+    def grouped_mm(
+        self, a: Value, w: Value, ends: Value, /, a_layout: str = 'linear', w_layout: str = 'linear', wgrad: str = '', operands: str = '',
+    ) -> Value:
         """a [M/g, K], w [G, N, K] of any encoding -> f32[M/g, N]: each row times the matrix of its group. Layouts: as they are stored.
 
-        wgrad: of MXFP8 operands, what the gradient of w is made from: "mxfp8" or "bf16".
+        wgrad: of MXFP8 operands, what the gradient of w is made from: "mxfp8" or "bf16". operands: "int8" rounds floats a and E2M1
+        codes w.
         """
     def grouped_mm_t(self, a: Value, w: Value, ends: Value, /, w_layout: str = 'linear', wgrad: str = '') -> Value:
         """a [M/g, N], w [G, N, K] of any encoding -> f32[M/g, K]: each row times the transposed matrix of its group. wgrad: see

@@ -10,7 +10,9 @@ from ..target import ACTIVATION_FORMATS
 
 @dataclass(frozen=True)
 class NVFP4Config:
-    """How experts are quantized and computed. activation_format: "bf16" or "nvfp4" (compute capability 10.0 only), else OptionError."""
+    """How experts are quantized and computed. activation_format: "bf16", "nvfp4" (compute capability 10.0 only) or "int8" (CPUs
+    only), else OptionError.
+    """
 
     activation_format: str = "bf16"
 

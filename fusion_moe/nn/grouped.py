@@ -25,7 +25,7 @@ class NVFP4GroupedLinear(AdaptableModule):
         bias                 float          [G, N]         or None
 
     Submodule weight_lora, where it is: an adapter that trains (lora.py). activation_format: "bf16", activations as they come in, or
-    "nvfp4", quantized too (compute capability 10.0 only).
+    quantized too, "nvfp4" (compute capability 10.0 only) or "int8" (CPUs only).
     """
 
     castable = ("bias",)

@@ -23,9 +23,9 @@ class Projections(AdaptableModule):
         gate_up_proj_bias, down_proj_bias    float [E, 2I] and [E, H], or None; the only ones that a cast of the model casts
 
     or up_proj [E, I, H], up_proj_scale, up_decode_scale [E], up_proj_bias [E, I]. Submodules gate_up_lora and down_lora, where they
-    are: adapters that train (lora.py). activation_format: "bf16", activations as they come in, or "nvfp4", quantized too (compute
-    capability 10.0 only). first_expert: None, ids are 0 to E - 1; else the id of the first of E local experts, of more that others hold:
-    slots of other ids add nothing to the result.
+    are: adapters that train (lora.py). activation_format: "bf16", activations as they come in, or quantized too: "nvfp4" (compute
+    capability 10.0 only) or "int8" (CPUs only, weights in NVFP4 or MXFP4). first_expert: None, ids are 0 to E - 1; else the id of the
+    first of E local experts, of more that others hold: slots of other ids add nothing to the result.
     """
 
     down_proj: nn.Parameter

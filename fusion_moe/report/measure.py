@@ -94,7 +94,10 @@ class Watch:
             preemptions=self.preemptions,
             weight_bytes=sum(t.nbytes for t in weights), weight_bytes_on_large_pages=pages.obtained(*weights),
             weight_bytes_on_nodes=tuple(pages.on_nodes(*weights).items()),
-            products=tuple((f"{a} by {w}", prebuilt.kernels(tier, w, DTYPES[a])) for a, w in products),
+            products=tuple(
+                (f"{a} by {w}" + f", {operands} operands" * bool(operands), prebuilt.kernels(tier, w, DTYPES[a], operands or "fprop"))
+                for a, w, operands in products
+            ),
         )  # fmt: skip
 
     def _tier(self) -> tuple[str, str]:
@@ -129,11 +132,12 @@ class Watched:
         return any(kernel.backend == cpu.NAME for kernel in self.program.kernels)
 
     @property
-    def products(self) -> set[tuple[str, str]]:
-        """The dtypes of activations and weights of its forward products that C++ computes."""
+    def products(self) -> set[tuple[str, str, str]]:
+        """The dtypes of activations and weights of its forward products that C++ computes, and how operands are rounded."""
         ours = (kernel for kernel in self.program.kernels if kernel.backend == cpu.NAME)
         grouped = (main_and_added(kernel.segment.fusion)[0] for kernel in ours if products(kernel.segment.fusion))
-        return {(product.a.type.dtype, product.b.type.dtype) for product in grouped if product.kind == "fprop"}
+        forward = (product for product in grouped if product.kind == "fprop")
+        return {(p.a.type.dtype, p.b.type.dtype, p.op.attrs.get("operands", "")) for p in forward}
 
     def run(self, source: str, inputs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
         """What fusion_moe::run computes."""

@@ -29,7 +29,7 @@ class _Tier:
 
 _AVX2 = ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "popcnt")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512vbmi")
-_AMX = (*_AVX512, "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16")
+_AMX = (*_AVX512, "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
 _TIERS = {
     "amx": _Tier(_AMX),
     "avx512": _Tier(_AVX512, ("avx512_bf16", "avx512_vnni", "avx512_fp16")),
@@ -37,7 +37,8 @@ _TIERS = {
     "generic": _Tier(),
 }
 TIERS = tuple(_TIERS)  # the best first
-_FLAGS = {"bmi1": "-mbmi", "abm": "-mlzcnt", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"}  # where it isn't -m and the name
+# where it isn't -m and the name
+_FLAGS = {"bmi1": "-mbmi", "abm": "-mlzcnt", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16", "amx_int8": "-mamx-int8"}
 
 
 def selected() -> str:

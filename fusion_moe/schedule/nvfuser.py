@@ -154,6 +154,8 @@ def _product(op: Op, fusion: Fusion, target: Target) -> str | None:
     if product.weight is None:
         return f"{op.kind.name}: nvFuser's product leaves the matrices of empty groups unwritten"
     a, w = product.a.type, product.weight.type
+    if operands := op.attrs.get("operands"):
+        return f"{op.kind.name} of {operands} operands: nvFuser's products round none"
     if a.quantized:
         return _packed_product(op, fusion, a, w)
     dtype = w.dtype if not w.quantized else a.dtype

@@ -29,6 +29,7 @@ def main() -> None:
     tier = isa.selected()
     products_of_nvfp4(tier)
     products_of_encodings(tier)
+    products_of_int8(tier)
     products_of_training(tier)
     products_beside_others(tier)
     experts(tier)
@@ -53,6 +54,17 @@ def products_of_encodings(tier: str) -> None:
             x, ends = torch.randn(sum(sizes) + 2, k).bfloat16(), torch.tensor(sizes).cumsum(0).int()
             args = (x, random_weights(encoding, 3, n, k), ends)
             program(fusion_of_call("grouped_mm", *args, weight_format=encoding), tier)([x, *args[1], ends])
+
+
+def products_of_int8(tier: str) -> None:
+    for encoding in ("nvfp4", "mxfp4"):
+        for n, k, sizes in ((1, 32, (1, 0, 2)), (33, 1312, (250, 5, 33))):
+            weight, rows = random_weight(3, n, k) if encoding == "nvfp4" else random_weights(encoding, 3, n, k), sum(sizes) + 2
+            ends = torch.tensor(sizes).cumsum(0).int()
+            for value in (1.0, torch.inf):
+                x = torch.full((rows, k), value, dtype=torch.bfloat16)
+                fusion = fusion_of_call("grouped_mm", x, list(weight), ends, weight_format=encoding, activation_format="int8")
+                program(fusion, tier)([x, *weight, ends])
 
 
 def products_of_training(tier: str) -> None:

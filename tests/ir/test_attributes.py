@@ -56,7 +56,7 @@ def program():
         "grouped_swizzle": ([fd.ops.partition(tensor(m, 2, dtype="f8e4m3"), ends), ends], {"layout": "sf128x4"}),
         "relayout": ([fd.ops.quantize(rows, tensor(), "nvfp4"), ends], {"layout": "sf128x4"}),
         "dequantize": ([weight], {"dtype": "f32"}),
-        "grouped_mm": ([rows, weight, ends], {"a_layout": "linear", "w_layout": "linear", "wgrad": ""}),
+        "grouped_mm": ([rows, weight, ends], {"a_layout": "linear", "w_layout": "linear", "wgrad": "", "operands": ""}),
         "grouped_mm_t": ([fd.ops.quantize(rows, "mxfp8"), columns, ends], {"w_layout": "linear", "wgrad": "mxfp8"}),
     }
     return fd, calls

@@ -72,7 +72,7 @@ def test_a_size_that_is_no_multiple_of_16_names_the_module():
 
 
 def test_a_config_that_is_none():
-    with pytest.raises(OptionError, match=r"activation_format = 'nvfp44'; expected one of bf16, nvfp4; did you mean 'nvfp4'"):
+    with pytest.raises(OptionError, match=r"activation_format = 'nvfp44'; expected one of bf16, nvfp4, int8; did you mean 'nvfp4'"):
         fusion_moe.NVFP4Config("nvfp44")
     with pytest.raises(OptionError, match=r"config = 'nvfp4'; expected fusion_moe.NVFP4Config\(\)"):
         fusion_moe.quantize_(qwen3_moe(), "nvfp4")

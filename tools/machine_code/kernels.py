@@ -46,7 +46,7 @@ CPUS = {  # by name: the tier, and what the CPU has
     "avx512": ("avx512", AVX512),
     "avx512-bf16": ("avx512", BF16),
     "avx512-fp16": ("avx512", (*BF16, "avx512_fp16")),
-    "amx": ("amx", (*BF16, "avx512_fp16", "amx_tile", "amx_bf16")),
+    "amx": ("amx", (*BF16, "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")),
 }
 
 

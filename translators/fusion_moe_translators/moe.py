@@ -11,7 +11,7 @@ from fusion_moe.encodings import NVFP4
 from fusion_moe.errors import OptionError, ShapeError, Untranslatable, need_one_of
 from fusion_moe.ir.builder import FusionDefinition, rows_like
 from fusion_moe.ir.core import Value
-from fusion_moe.ir.kinds import eight_bits
+from fusion_moe.ir.kinds import eight_bits, int8
 from fusion_moe.ir.kinds.eight_bits import WGRADS
 from fusion_moe.ir.kinds.rows import weighted
 from fusion_moe.ir.kinds.rules import need_same
@@ -25,7 +25,7 @@ from .arguments import shown
 from .lora import Adapter, adapter, low_rank
 from .weights import is_plain, packed, weight_type
 
-ACTIVATION_FORMATS = ("bf16", "nvfp4", *WGRADS)  # those of WGRADS round weights too
+ACTIVATION_FORMATS = ("bf16", "nvfp4", int8.NAME, *WGRADS)  # those of WGRADS, and int8, round weights too
 
 
 def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Value], Value]]:
@@ -61,7 +61,7 @@ def product(
     else:
         stored = {} if weight_layout == "linear" else {"w_layout": weight_layout}
         rows = fd.ops.quantize(a, fd.ops.decode_scale(a, encoding="nvfp4"), encoding="nvfp4") if activation_format == "nvfp4" else a
-        y = fd.ops.grouped_mm(rows, w, ends, **stored)
+        y = fd.ops.grouped_mm(rows, w, ends, **stored, **int8.attributes(activation_format))
     return fd.ops.cast(y if lora is None else fd.ops.add(y, low_rank(fd, a, lora, ends)), dtype=dtype)
 
 
@@ -127,6 +127,9 @@ def _check_activation_format(activation_format: str, weight_format: str, weight_
         if not is_plain(weight_format, weight_layout):
             found = f"activation_format = {activation_format!r} with weights in {weight_format}, weight_layout = {weight_layout!r}"
             raise OptionError(found, expected="weights of floats in the linear layout, which are rounded in each product")
+    elif activation_format == int8.NAME and weight_format not in int8.WEIGHTS:
+        found = f"activation_format = {activation_format!r} with weights in {weight_format}"
+        raise OptionError(found, expected=f"weights in {' or '.join(int8.WEIGHTS)}")
     elif transposed and activation_format != "bf16":
         found = f"transposed = True with activation_format = {activation_format!r}"
         raise OptionError(found, expected="'bf16': the blocks of weights [G, K, N] do not run along K")

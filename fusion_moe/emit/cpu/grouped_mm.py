@@ -27,7 +27,8 @@ def source(plan: Plan) -> Source:
         raise UnsupportedError(f"weights of {len(plan.weight)} parts have no kernel here", expected=f"at most {PARTS}")
     transposed = plan.weight[0] if plan.transposed else None
     headers = ("added.h",) if plan.added else ()
-    return Source(plan.fusion, _Writer(plan).text(), plan.memory, transposed, (plan.encoding.name, plan.kind), headers)
+    kind = plan.product.attrs.get("operands") or plan.kind
+    return Source(plan.fusion, _Writer(plan).text(), plan.memory, transposed, (plan.encoding.name, kind), headers)
 
 
 class _Writer(SegmentWriter):

@@ -33,9 +33,9 @@ def product_of(tier: str, encoding: str, kind: str = "fprop") -> ctypes.CDLL:
     return build.library(recipe(tier, encoding, kind))
 
 
-def kernels(tier: str, encoding: str, dtype: torch.dtype) -> str:
+def kernels(tier: str, encoding: str, dtype: torch.dtype, kind: str = "fprop") -> str:
     """Which of a tier's kernels multiply groups of how many rows of activations of a dtype by weights in an encoding."""
-    function = product_of(tier, encoding).kernels
+    function = product_of(tier, encoding, kind).kernels
     function.restype = ctypes.c_char_p
     return str(function(_DTYPES[dtype]).decode())
 
@@ -67,6 +67,8 @@ def plan(fusion: Fusion, kind: str) -> Product:
         raise UnsupportedError(build.why_no_compiler())
     planned, tier = need_one_width(plan_product(fusion, linear())), isa.selected()
     encoding = planned.encoding.name
+    if operands := planned.product.attrs.get("operands"):
+        raise UnsupportedError(f"{build.why_no_compiler()}; no products of {operands} operands came with the package")
     came = recipe(tier, encoding).came_with()
     if came is None or not came.is_file():
         raise UnsupportedError(f"{build.why_no_compiler()}; this installation has no prebuilt kernels of {encoding} for {tier}")

@@ -50,8 +50,10 @@ def linear() -> tuple[tuple[str, str], ...]:
 
 
 def recipe(tier: str, encoding: str, kind: str = "fprop") -> build.Recipe:
-    """How the library of a tier, an encoding and a kind of product (schedule/product.py) is built, and where one that came with the package
-    lies. encoding: "" for wgrad, which reads no weight. Raises as `reader_of`.
+    """How the library of a tier, an encoding and a kind of product is built, and where one that came with the package lies.
+
+    kind: that of schedule/product.py, or "int8", fprop of int8 operands. encoding: "" for wgrad, which reads no weight. Raises as
+    `reader_of`.
     """
     reader = reader_of(encoding) if encoding else ""
     text = f"{reader}\n{(KERNELS / f'{kind}.cpp').read_text(encoding='utf-8')}"

@@ -53,7 +53,8 @@ class Source:
 
     memory: the values that the caller allocates, results among them; `run` takes pointers to the inputs of the fusion, then to these.
     transposed: the input, if any, that is passed with its last two dimensions swapped. product: the encoding of weights, "" for none,
-    and the kind of the grouped product that `run` needs, if any. more_headers: of kernels/ that not all texts need.
+    and the kind of the grouped product that `run` needs, if any: the name of a file of kernels/. more_headers: of kernels/ that not all
+    texts need.
     """
 
     fusion: Fusion

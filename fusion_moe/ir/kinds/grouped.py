@@ -11,6 +11,7 @@ No product or sum reads rows past the last end. Operands of f64 (both, or neithe
 w is of any encoding, nvfp4[G, N, K] say, or a float tensor; it is dequantized a few groups at a time.
 a may be nvfp4[M/g, K]; a_layout and w_layout say how the block scales of the two are stored.
 Both operands of each may be MXFP8, with blocks along what is contracted (eight_bits.py); they count as the bf16 numbers that they are.
+With operands="int8" grouped_mm rounds both to int8 (int8.py); its derivative is that of the product without it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ...errors import DtypeError, ShapeError
 from ...groups import check_ends, row_groups
 from ..core import Op, OpKind, Value
 from ..types import DTYPES, FLOATS, TensorType, accumulated, dtype_name, plain
-from . import eight_bits
+from . import eight_bits, int8
 from .quantized import encoded, linear
 from .rules import Types, need_dtype, need_float, need_partition, need_rank, need_same
 from .runs import dequantize_runs, rows_at
@@ -59,13 +60,15 @@ def _summed(a: TensorType, b: TensorType) -> str:
 
 
 def _mm_type(
-    a: TensorType, w: TensorType, ends: TensorType, a_layout: str = "linear", w_layout: str = "linear", wgrad: str = ""
+    a: TensorType, w: TensorType, ends: TensorType, a_layout: str = "linear", w_layout: str = "linear", wgrad: str = "",
+    operands: str = "",
 ) -> Types:  # fmt: skip
     """a [M/g, K], w [G, N, K] of any encoding -> f32[M/g, N]: each row times the matrix of its group. Layouts: as they are stored.
 
-    wgrad: of MXFP8 operands, what the gradient of w is made from: "mxfp8" or "bf16".
+    wgrad: of MXFP8 operands, what the gradient of w is made from: "mxfp8" or "bf16". operands: "int8" rounds floats a and E2M1 codes w.
     """
     _operands(a, w, ends, 2, w_layout)
+    int8.need_operands(operands, a, w)
     eight_bits.need_wgrad(a, wgrad)
     if a.layout != a_layout:
         raise ShapeError(f"a is {a}", expected=f"the layout {a_layout}", todo="fd.ops.relayout changes it, a_layout states it")
@@ -144,7 +147,8 @@ def _plain(matrix: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def _mm(
-    a: Any, w: Any, ends: torch.Tensor, *, transposed: bool, a_layout: str = "linear", w_layout: str = "linear", wgrad: str = ""
+    a: Any, w: Any, ends: torch.Tensor, *, transposed: bool, a_layout: str = "linear", w_layout: str = "linear", wgrad: str = "",
+    operands: str = "",
 ) -> tuple[torch.Tensor]:  # fmt: skip
     if isinstance(a, Quantized):
         a = dequantize(linear(a, a.encoding, a_layout, ends), eight_bits.computed(a.encoding))
@@ -152,6 +156,11 @@ def _mm(
     _, n, k = w.shape
     out = _wide(a.new_zeros(a.shape[0], k if transposed else n))
     runs = list(_runs(ends))
+    if operands == int8.NAME:
+        for group, start, end in runs:
+            matrix = linear(w.of(t[group : group + 1] for t in w), w.encoding, w_layout)
+            out[start:end] = int8.product(int8.rows(a[start:end]), int8.matrices(matrix))
+        return (out,)
     for (_, start, end), matrix in zip(runs, _matrices(w, [group for group, *_ in runs], w_layout), strict=True):
         out[start:end] = _wide(a[start:end]) @ (matrix if transposed else matrix.T)
     return (out,)

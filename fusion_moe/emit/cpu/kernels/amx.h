@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "amx_thread.h"
 #include "avx512_vnni.h"
 
 namespace {
@@ -445,22 +446,6 @@ struct Amx {
     static void multiply(const WorkTile& work_tile, const Packed* packed, i64 stride, Scratch& scratch) {
         AmxProduct<Weight>(work_tile, packed, stride, scratch).run();
     }
-};
-
-// Tiles of 16 rows of 64 bytes, all eight, for a thread.
-class AmxThread {
-  public:
-    AmxThread() {
-        struct alignas(64) {
-            u8 palette = 1, start_row = 0, reserved[14] = {};
-            u16 row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            u8 rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-        } config;
-        _tile_loadconfig(&config);
-    }
-    AmxThread(const AmxThread&) = delete;
-    AmxThread& operator=(const AmxThread&) = delete;
-    ~AmxThread() { _tile_release(); }
 };
 
 template <class Weight>

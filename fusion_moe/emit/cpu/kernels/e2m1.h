@@ -17,6 +17,7 @@
 //     LAST_SHIFTED     bytes from the first to the last, SCALE_SHIFT bits further up, are float32 scales but for SCALE_EXPONENT, which is
 //     SCALE_SHIFT,     to be added to the exponent
 //     SCALE_EXPONENT
+//     POWERS_OF_TWO    whether scales are exponents of two, and nothing else
 //
 // and for AMX, where 2^F16_CODE times a code times what f16_scale makes of its scale is 2^F16_WEIGHT times the weight, in normal numbers
 // of float16:

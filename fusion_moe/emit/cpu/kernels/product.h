@@ -2,6 +2,7 @@
 // fused around the product. Plain data and functions of C. The fixed ones of a tier:
 //
 //     fprop.cpp  fprop, for each encoding of weights  rows [rows, K] x weight [G, N, K] -> [rows, N]
+//     int8.cpp   the same of int8 operands, for each encoding of e2m1 codes
 //     dgrad.cpp  dgrad, for each encoding of weights  rows [rows, N] x weight [G, N, K] -> [rows, K]
 //     wgrad.cpp  wgrad                                rows [rows, N] x rows [rows, K] -> [G, N, K], contracts the rows of each group
 #pragma once

@@ -58,6 +58,7 @@ struct MXFP4 : E2M1Weight<MXFP4> {
     }
 
     static constexpr int FIRST_SHIFTED = FIRST, LAST_SHIFTED = LAST, SCALE_SHIFT = 23, SCALE_EXPONENT = 0;
+    static constexpr bool POWERS_OF_TWO = true;
 
     // FIRST is 2^-13. A scale of 0, or none, becomes a number too, times zeros.
     static constexpr int F16_CODE = 0, F16_WEIGHT = 127 - 13 - FIRST, FIRST_HARD = 256;

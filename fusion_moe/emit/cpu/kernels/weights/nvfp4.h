@@ -54,6 +54,7 @@ struct NVFP4 : E2M1Weight<NVFP4> {
 
     // eeee mmm, four bits of exponent, are the bits of float32 but for the exponent's bias.
     static constexpr int FIRST_SHIFTED = 0x08, LAST_SHIFTED = 0x7E, SCALE_SHIFT = 20, SCALE_EXPONENT = 120;
+    static constexpr bool POWERS_OF_TWO = false;
 
     // s eeee mmm is 2^-8 times the scale as s 0eeee mmm 0000000.
     static constexpr int F16_CODE = 8, F16_WEIGHT = 0;

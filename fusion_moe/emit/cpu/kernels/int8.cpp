@@ -1,0 +1,31 @@
+// The fixed library of a tier and an encoding of e2m1 codes whose products are of int8 operands; fprop.cpp says what stands before this file.
+#include "numbers.h"
+
+#if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && defined(__AVX512VNNI__)
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__)
+#include "amx_int8.h"
+using Tier = AmxInt8Tier<Weight>;
+#else
+#include "avx512_int8.h"
+using Tier = Avx512Int8Tier<Weight>;
+#endif
+#else
+#include "int8.h"
+using Tier = Int8Tier<Weight>;
+#endif
+#include "grouped_mm.h"
+
+extern "C" void product(const Problem* problem, Team* team) {
+    using Reader = OfAnyScales<Weight>;
+    switch (problem->activation) {
+        case OF_BF16: return GroupedMM<Tier, Reader, bf16>(*problem).run(*team);
+        case OF_F16: return GroupedMM<Tier, Reader, f16>(*problem).run(*team);
+        default: return GroupedMM<Tier, Reader, float>(*problem).run(*team);
+    }
+}
+
+// How rows of a group are multiplied, in words.
+extern "C" const char* kernels(int) {
+    static const std::string text = describe(Tier::Fast<float>{});
+    return text.c_str();
+}
