@@ -43,6 +43,11 @@ def accumulated(dtype: str) -> str:
     return "f64" if dtype == "f64" else "f32"
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype that sums of its own are made in."""
+    return x.to(DTYPES[accumulated(dtype_name(x.dtype))])
+
+
 @dataclass(frozen=True)
 class Groups:
     """A partition of rows into `count` groups. Their sizes live in a device tensor that the host never reads."""

@@ -26,7 +26,7 @@ from ...encodings import Quantized, dequantize, find
 from ...errors import DtypeError, ShapeError
 from ...groups import check_ends, row_groups
 from ..core import Op, OpKind, Value
-from ..types import DTYPES, FLOATS, TensorType, accumulated, dtype_name, plain
+from ..types import FLOATS, TensorType, accumulated, dtype_name, plain, wide
 from . import eight_bits, int8
 from .quantized import encoded, linear
 from .rules import Types, need_dtype, need_float, need_partition, need_rank, need_same
@@ -125,21 +125,16 @@ def _runs(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
         start = end
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """x in the dtype of its sums."""
-    return x.to(DTYPES[accumulated(dtype_name(x.dtype))])
-
-
 def _matrices(w: Any, groups: Sequence[int], layout: str) -> Iterator[torch.Tensor]:
     """The matrices of these groups in the dtype of sums, decoded a panel at a time: never all of a large weight."""
     if not isinstance(w, Quantized):
-        yield from (_wide(_plain(w[group], layout)) for group in groups)
+        yield from (wide(_plain(w[group], layout)) for group in groups)
         return
     step = max(1, _PANEL // (w.shape[-2] * w.shape[-1]))
     for first in range(0, len(groups), step):
         panel = torch.tensor(groups[first : first + step], device=w.device)
         panels = linear(w.of(rows_at(t, panel) for t in w), w.encoding, layout)
-        yield from _wide(dequantize(panels, eight_bits.computed(w.encoding)))
+        yield from wide(dequantize(panels, eight_bits.computed(w.encoding)))
 
 
 def _plain(matrix: torch.Tensor, layout: str) -> torch.Tensor:
@@ -154,7 +149,7 @@ def _mm(
         a = dequantize(linear(a, a.encoding, a_layout, ends), eight_bits.computed(a.encoding))
     check_ends(ends, a.shape[0], "ends")
     _, n, k = w.shape
-    out = _wide(a.new_zeros(a.shape[0], k if transposed else n))
+    out = wide(a.new_zeros(a.shape[0], k if transposed else n))
     runs = list(_runs(ends))
     if operands == int8.NAME:
         for group, start, end in runs:
@@ -162,16 +157,16 @@ def _mm(
             out[start:end] = int8.product(int8.rows(a[start:end]), int8.matrices(matrix))
         return (out,)
     for (_, start, end), matrix in zip(runs, _matrices(w, [group for group, *_ in runs], w_layout), strict=True):
-        out[start:end] = _wide(a[start:end]) @ (matrix if transposed else matrix.T)
+        out[start:end] = wide(a[start:end]) @ (matrix if transposed else matrix.T)
     return (out,)
 
 
 def _outer(a: Any, b: Any, ends: torch.Tensor) -> tuple[torch.Tensor]:
     check_ends(ends, a.shape[0], "ends")
     a, b = (dequantize_runs(t, ends).to(eight_bits.computed(t.encoding)) if isinstance(t, Quantized) else t for t in (a, b))
-    out = _wide(a.new_zeros(len(ends), a.shape[1], b.shape[1]))
+    out = wide(a.new_zeros(len(ends), a.shape[1], b.shape[1]))
     for group, start, end in _runs(ends):
-        out[group] = _wide(a[start:end]).T @ _wide(b[start:end])
+        out[group] = wide(a[start:end]).T @ wide(b[start:end])
     return (out,)
 
 
@@ -183,9 +178,9 @@ def _add(y: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor) -> tuple[torch
 
 def _sum(y: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
     check_ends(ends, y.shape[0], "ends")
-    out = _wide(y.new_zeros(len(ends), y.shape[1]))
+    out = wide(y.new_zeros(len(ends), y.shape[1]))
     for group, start, end in _runs(ends):
-        out[group] = _wide(y[start:end]).sum(0)
+        out[group] = wide(y[start:end]).sum(0)
     return (out,)
 
 

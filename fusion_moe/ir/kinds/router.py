@@ -19,7 +19,7 @@ import torch
 from ...errors import FusionError, ShapeError, need_one_of
 from ...groups import check_ids
 from ..core import Op, OpKind, Value
-from ..types import DTYPES, FLOATS, INTS, TensorType, accumulated, dtype_name, plain
+from ..types import DTYPES, FLOATS, INTS, TensorType, accumulated, plain, wide
 from .rules import Types, need_dtype, need_float, need_rank, need_same
 
 SCORINGS = ("softmax", "sigmoid")
@@ -86,11 +86,6 @@ def _topk_ids(
 def _best_first(x: torch.Tensor) -> torch.Tensor:
     """x [..., N] -> i64[..., N]: the places of the largest numbers first, of equal ones the first."""
     return x.sort(dim=-1, descending=True, stable=True).indices
-
-
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """x in the dtype that sums of its own are made in."""
-    return x.to(DTYPES[accumulated(dtype_name(x.dtype))])
 
 
 def scores(x: torch.Tensor, scoring: str) -> torch.Tensor:
