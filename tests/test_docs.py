@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import fusion_moe
+from fusion_moe import target
 from fusion_moe.nn import NVFP4Experts
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -122,6 +123,7 @@ def raised() -> Iterator[str]:
         lambda: ops.nvfp4_grouped_mm(x, *tracked, ends.int()).sum().backward(),
         lambda: experts[0](x, ids, w),
         lambda: experts[1](x, ids.clamp(max=3), w),
+        lambda: target.check_formats(target.TARGETS["cuda"], "int8", "experts"),
     ):
         with pytest.raises(fusion_moe.errors.Error) as error:
             call()
