@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from forgetting import forgetting
 
 from fusion_moe import options
 from fusion_moe.runtime import bandwidth, build, pages, store
@@ -20,12 +21,8 @@ needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason=build.
 
 @pytest.fixture
 def anew():
-    """Nothing is remembered of other tests, nor by them."""
-    for cached in CACHES:
-        cached.cache_clear()
-    yield
-    for cached in CACHES:
-        cached.cache_clear()
+    with forgetting(*CACHES):
+        yield
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forgetting import forgetting
 
 import fusion_moe
 from fusion_moe import env, options
@@ -42,12 +43,8 @@ needs_nodes = pytest.mark.skipif(len(numa.topology()) < 2 or bool(refusal()), re
 
 @pytest.fixture(autouse=True)
 def _anew():
-    """Nothing is remembered of other tests, nor by them."""
-    for cached in CACHES:
-        cached.cache_clear()
-    yield
-    for cached in CACHES:
-        cached.cache_clear()
+    with forgetting(*CACHES):
+        yield
 
 
 @pytest.fixture

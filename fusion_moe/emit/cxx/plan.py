@@ -215,11 +215,11 @@ def plan_wgrad(fusion: Fusion, dtypes: Collection[str], alike: bool = True) -> W
         what = f"a product of {found.a.type} and {found.b.type} over rows has no kernel here"
         raise UnsupportedError(what, expected=f"two of {' or '.join(dtypes)}")
     _need_inside(fusion, found.op, ())
-    _need_ends(fusion, found, {v for o in fusion.ops if o.kind.name in MADE_FIRST for v in o.outputs})
+    first = tuple(o for o in fusion.ops if o.kind.name in MADE_FIRST)
+    _need_ends(fusion, found, {v for o in first for v in o.outputs})
     for v in fusion.outputs:
         if elements(v.type.shape) != elements(found.result.type.shape):
             raise UnsupportedError(f"{v.name} {v.type} is not as large as the product {found.result.type}")
-    first = tuple(o for o in fusion.ops if o.kind.name in MADE_FIRST)
     made = WgradPlan(fusion, found, first, fusion.outputs)
     for d in (made.n, made.k, made.groups):
         known(d)
