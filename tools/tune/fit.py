@@ -21,8 +21,7 @@ from fusion_moe.emit.cuda.table import ALWAYS, KINDS, Regime, Table, kind_of
 from fusion_moe.emit.cuda.variants import SETS, LargeM
 from fusion_moe.errors import UnsupportedError
 
-# max_groups, below_weights
-SHAPES = ((15, None), (63, 2**29), (63, 2**30), (63, None), (None, 2**29), (None, 2**30), (None, None))
+SHAPES = ((15, None), (63, 2**29), (63, 2**30), (63, None), (None, 2**29), (None, 2**30), (None, None))  # max_groups, below_weights
 _FEW = 15  # groups of which size classes make launches with little work: they win with Zipf what they lose with uniform rows
 _PRICE = 0.3  # of one more regime, in the sum of its cells' logarithms of losses
 _HIGH = 1.05  # a loss, or a jump
