@@ -10,7 +10,7 @@ transformers' experts that compile. CUDA graphs on a GPU. A directory with NVFP4
 With --layers there is no text: each step of decoding is captured once, sampling included, and replayed, so that no Python is timed; and a
 long prompt is timed as `generate` runs it, not compiled. "ours": what of a step's time on the GPU this library's kernels take.
 "NVFP4, all": the projections of attention too, as in NVIDIA's checkpoint of Qwen3-30B-A3B. Attention (--attention) is the same for all, by
-default torch's on queries that share their keys: transformers, compiled, would copy keys and values for each of them.
+default one for queries that share their keys: transformers, compiled, would copy keys and values for each of them.
 """
 
 from __future__ import annotations
@@ -148,14 +148,17 @@ def shared_keys(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **others: Any
 ) -> tuple[torch.Tensor, None]:
     """query [B, heads, Q, d], key, value [B, KV heads, S, d] -> [B, Q, heads, d], None. Of one token the heads with the same keys are
-    rows of one query; more go to transformers' own.
+    rows of one query, in plain products: torch's attention kernels give a sequence's keys to few multiprocessors. More tokens go to
+    transformers' own.
     """
     (batch, heads, rows, d), groups = query.shape, key.shape[1]
     if rows > 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
     together = query.reshape(batch, groups, heads // groups, d)
-    y = torch.nn.functional.scaled_dot_product_attention(together, key, value, attn_mask=attention_mask, scale=others["scaling"])
-    return y.reshape(batch, 1, heads, d), None
+    scores = (together @ key.mT).float() * others["scaling"]
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, -torch.inf)
+    return (scores.softmax(-1).to(value.dtype) @ value).reshape(batch, 1, heads, d), None
 
 
 AttentionInterface.register(SHARED_KEYS, shared_keys)

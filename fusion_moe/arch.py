@@ -63,6 +63,13 @@ class Arch:
         """Whether a kernel may start before the one before it has ended, and waits by itself (`griddepcontrol`)."""
         return self.capability >= (9, 0)
 
+    def clustered(self, blocks: int) -> int:
+        """How many blocks run at once in clusters of so many, one block on each multiprocessor. A cluster stays in a part of the GPU (GPC),
+        whose multiprocessors it need not divide: an H200 and an H100 run 28 clusters of four, and not 32.
+        """
+        most = self.multiprocessors if blocks <= 2 else self.multiprocessors * 7 // 8
+        return most // blocks * blocks
+
     @property
     def warps_to_saturate_memory(self) -> int:
         """See Measured. Latency times bandwidth is what must be in flight, and latencies differ little."""

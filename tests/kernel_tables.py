@@ -1,4 +1,4 @@
-"""Tables of CUDA kernels for tests: that of the H200, or others in its place."""
+"""The CUDA kernels of products for tests: those of the H200's table and of one group, or others in the table's place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusion_moe.arch import H200
-from fusion_moe.emit.cuda import choice
+from fusion_moe.emit.cuda import choice, one_group
 from fusion_moe.emit.cuda.table import ALWAYS, Regime, table_of
 from fusion_moe.emit.cuda.variants import Variant
 
@@ -14,8 +14,9 @@ TABLE = table_of(H200)
 
 
 def variants_of(kind: str) -> list[Variant]:
-    """The kernels of regimes for weights of a kind: "tiled", "linear", "wide_tiled", "wide_linear"."""
-    return list(dict.fromkeys(v for regime in getattr(TABLE, kind) for v in regime.variants))
+    """The kernels for weights of a kind: "tiled", "linear", "wide_tiled", "wide_linear"."""
+    of_table = [v for regime in getattr(TABLE, kind) for v in regime.variants]
+    return list(dict.fromkeys((*of_table, *(one_group.VARIANTS if kind == "tiled" else ()))))
 
 
 def use(monkeypatch: Any, **fields: Any) -> None:

@@ -12,7 +12,7 @@ import fusion_moe
 from fusion_moe import options
 from fusion_moe.arch import H200
 from fusion_moe.emit.cuda import gemm
-from fusion_moe.emit.cuda.variants import SETS, Matrices
+from fusion_moe.emit.cuda.variants import ALL, Matrices
 from fusion_moe.encodings import ENCODINGS, Quantized, dequantize
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.ir.core import Fusion
@@ -26,7 +26,7 @@ WAYS = [
 
 
 _ANY = Matrices(8, 256, 16, 1, 576, True, "dgrad")
-LARGE_M = sorted({v.name for among in SETS.values() for v in among if v.fits(_ANY, H200)})
+LARGE_M = sorted({v.name for v in ALL if v.fits(_ANY, H200)})
 
 
 def product(weight: Quantized, layout: str, activations: str, gathered: bool, sums: bool) -> Fusion:

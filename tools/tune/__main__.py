@@ -3,6 +3,7 @@
     python tools/tune sweep --out timings.json --minutes 4   # on the GPU: times kernels; goes on where the file ends
     python tools/tune fit timings.json [--write]             # without: the table that fits them best, and how well; --write: keeps it
     python tools/tune show timings.json                      # how well the table fits that is used now
+    python tools/tune model a.json b.json [--write]          # the model of products of one group that fits these GPUs best, and how well
     python tools/tune balance timings.json --tokens 300 1300 # how far products are from their floors, and how evenly blocks work
 
 Tables are in fusion_moe/emit/cuda/tables/, the timings that they come from in tools/tune/timings/.
@@ -27,7 +28,7 @@ HERE = Path(__file__).parent
 
 def main() -> int:
     asked = _arguments()
-    return {"sweep": _sweep, "fit": _fit, "show": _show, "balance": _balance}[asked.do](asked)
+    return {"sweep": _sweep, "fit": _fit, "model": _model, "show": _show, "balance": _balance}[asked.do](asked)
 
 
 def _arguments() -> argparse.Namespace:
@@ -41,12 +42,12 @@ def _arguments() -> argparse.Namespace:
     sweep.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="products whose name has one of these texts: qwen3, down")
     sweep.add_argument("--tokens", type=int, nargs="+")
     for name, what in (
-        ("fit", "chooses a table"), ("show", "says how good the table of today is"), ("balance", "says how evenly blocks work"),
+        ("fit", "chooses a table"), ("model", "fits the model of products of one group"), ("show", "says how good the table of today is"), ("balance", "says how evenly blocks work"),
     ):  # fmt: skip
         command = commands.add_parser(name, help=what)
         command.add_argument("timings", type=Path, nargs="+", help="files of one GPU")
-        if name == "fit":
-            command.add_argument("--write", action="store_true", help="writes the table into the package")
+        if name in ("fit", "model"):
+            command.add_argument("--write", action="store_true", help="writes it into the package")
         if name == "balance":
             command.add_argument("--tokens", type=int, nargs=2, default=[1, 2**31], metavar=("FEWEST", "MOST"))
             command.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="products whose names begin so")
@@ -68,7 +69,7 @@ def _sweep(asked: argparse.Namespace) -> int:
     begun = files.load(path) if path.exists() else files.Timings(arch, about)
     if begun.arch != arch:
         raise SystemExit(f"{path} has timings of {begun.arch.name}, this is {arch.name}: name another file with --out")
-    tasks = [sweep.Task(layer, part, asked.layout) for layer in (*sweep.LAYERS, *sweep.OTHERS) for part in sweep.PARTS]
+    tasks = [sweep.Task(layer, part, asked.layout) for layer in (*sweep.LAYERS, *sweep.DENSE, *sweep.OTHERS) for part in sweep.PARTS]
     tasks = [task for task in tasks if any(text in task.name for text in asked.only)]
     keep = partial(files.save, path=path)
     found = sweep.sweep(begun, table_of(arch), tasks, asked.tokens, 60 * asked.minutes, asked.repeats, keep, partial(print, flush=True))
@@ -87,6 +88,18 @@ def _fit(asked: argparse.Namespace) -> int:
     if asked.write:
         path_of(found.arch).write_text(text(after), encoding="utf-8")
         print(f"written to {path_of(found.arch)}")
+    return 0
+
+
+def _model(asked: argparse.Namespace) -> int:
+    import model
+
+    found = [files.load(path) for path in asked.timings]
+    fitted = model.fit(found)
+    print(fitted)
+    if asked.write:
+        model.write(fitted)
+        print(f"written to {model.CONSTANTS}; how well it chooses: tools/tune show")
     return 0
 
 

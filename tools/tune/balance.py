@@ -23,7 +23,7 @@ from fusion_moe.emit.cuda.variants import LargeM
 _READ, _MULTIPLIED = 4.55e12, 7.8e14  # bytes and operations a second, of an H200's floor (benchmarks/h200_cells.py)
 _DEQUANTIZED = 32  # rows
 _SEEDS = 4
-_LAYERS = {layer.name: layer for layer in (*sweep.LAYERS, *sweep.OTHERS)}
+_LAYERS = {layer.name: layer for layer in (*sweep.LAYERS, *sweep.DENSE, *sweep.OTHERS)}
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 

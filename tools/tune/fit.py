@@ -16,6 +16,7 @@ from statistics import fmean
 from timings import Cell, Timings, way
 
 from fusion_moe.arch import Arch
+from fusion_moe.emit.cuda import one_group
 from fusion_moe.emit.cuda.choice import choose_from
 from fusion_moe.emit.cuda.table import ALWAYS, KINDS, Regime, Table, kind_of
 from fusion_moe.emit.cuda.variants import SETS, LargeM
@@ -58,9 +59,10 @@ def mean_loss(table: Table, timings: Timings) -> float:
 
 def fit(table: Table, timings: Timings) -> Table:
     """The table with the best regimes for the kinds of weights and the shapes that were measured; others are as they were."""
-    for kind in dict.fromkeys(kind_of(cell.matrices) for cell in timings.cells):
+    by_tables = [cell for cell in timings.cells if not one_group.admits(cell.matrices)]
+    for kind in dict.fromkeys(kind_of(cell.matrices) for cell in by_tables):
         before: tuple[Regime, ...] = getattr(table, kind)
-        left, ways = [cell for cell in timings.cells if kind_of(cell.matrices) == kind], list(_ways(before))
+        left, ways = [cell for cell in by_tables if kind_of(cell.matrices) == kind], list(_ways(before))
         shapes = [*SHAPES[:-1], *(shape for shape in map(_shape, before) if shape != SHAPES[-1]), SHAPES[-1]]
         of_shape = {shape: [r for r in before if _shape(r) == shape] for shape in shapes}
         for max_groups, below_weights in SHAPES:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fusion_moe.arch import Arch
 from fusion_moe.compile import lower
+from fusion_moe.emit.cuda import one_group
 from fusion_moe.emit.cuda.choice import AUTO, Chosen, SizeClass, choose_from
 from fusion_moe.emit.cuda.grouped_mm import Product
 from fusion_moe.emit.cuda.launch import Launch, build
@@ -37,15 +38,17 @@ from fusion_moe_translators.moe import grouped_mm, scaled_swiglu
 
 FEW_TOKENS = (1, 2, 3, 5, 8, 12, 17, 24)
 _EACH, _STEP, _MOST = 32, 1.1, 320  # rows of a group: each number of them, then so much more each time, up to the most
+_MANY = (450, 600, 800, 1100, 1500, 2048, 3000, 4096, 8192)  # rows of one group, too
 ROUTINGS = ("uniform", "zipf")
 LAYOUTS = ("w16x64", "linear")
 _ZIPF = 1.2
 _GRAPH_SECONDS, _MOST_CALLS = 5e-4, 16
 _ROUTED = 4  # routings, to rotate over
 _FLOPS = 8e14  # a second
-_ENOUGH_BYTES, _MOST_COPIES = 6e8, 8  # of weights, to rotate over
+_ENOUGH_BYTES, _MOST_COPIES = 2e8, 128  # of weights, to rotate over: several times what a cache holds
 _AT_ONCE = 2**28  # elements of a weight that change their layout at once
 _LOWEST, _HIGHEST = 1 / 5, 3  # rows of a group, in heights of an M tile, for which a kernel may be the fastest
+_HIGHEST_OF_ONE = 24  # the same of one group, for small M; of it others are all timed
 _SLOW = 1.25  # of the fastest's first time: such ways are not timed again
 
 
@@ -58,6 +61,11 @@ class Layer:
     slots: int
     hidden: int
     intermediate: int
+
+    @property
+    def routings(self) -> tuple[str, ...]:
+        """Those that differ."""
+        return ROUTINGS if self.experts > 1 else ROUTINGS[:1]
 
 
 LAYERS = (
@@ -72,6 +80,13 @@ OTHERS = (  # that no table is fitted to
     Layer("olmoe", 64, 8, 2048, 1024),
     Layer("gpt-oss-20b", 32, 4, 2880, 2880),
     Layer("deepseek-ep8", 32, 1, 7168, 2048),
+)
+DENSE = (  # one group: projections of attention, shared experts, dense layers
+    Layer("dense-256", 1, 1, 2048, 256),
+    Layer("dense-4096", 1, 1, 2048, 4096),
+    Layer("deepseek-shared", 1, 1, 7168, 2048),
+    Layer("qwen3-8b", 1, 1, 4096, 12288),
+    Layer("llama-70b", 1, 1, 8192, 28672),
 )
 PARTS = ("gate_up", "down")
 
@@ -141,6 +156,7 @@ def grid(layer: Layer) -> list[int]:
     averages, found = [*range(1, _EACH + 1)], {t for t in FEW_TOKENS if t * layer.slots < layer.experts}
     while averages[-1] < _MOST:
         averages.append(averages[-1] * _STEP)
+    averages += _MANY if layer.experts == 1 else ()
     return sorted(found | {round(average * layer.experts / layer.slots) for average in averages})
 
 
@@ -150,7 +166,10 @@ def grid(layer: Layer) -> list[int]:
 def ways(table: Table, of: Matrices, rows: int, arch: Arch) -> list[tuple[SizeClass, ...]]:
     """What may be the fastest: the kernels of the table's sets by themselves, size classes of its regimes, what it chooses."""
     regimes, average = table.regimes(of), rows / _touched(of.groups, rows)
-    variants = [v for v in dict.fromkeys(v for r in regimes for v in r.variants) if v.fits(of, arch)]
+    of_table = (v for r in regimes for v in r.variants)
+    variants = [v for v in dict.fromkeys(one_group.VARIANTS if one_group.admits(of) else of_table) if v.fits(of, arch)]
+    if one_group.admits(of):
+        return [(SizeClass(v),) for v in variants if average <= v.tile_m * _HIGHEST_OF_ONE or v.persistent]
     highest = max(v.tile_m for v in variants)
     near = [v for v in variants if v.tile_m * _LOWEST <= max(average, 1.6) and (average <= v.tile_m * _HIGHEST or v.tile_m == highest)]
     found = [choose_from(table, rows, of, arch), *((SizeClass(v),) for v in near)]
@@ -239,7 +258,7 @@ def sweep(
         swept = [Swept(task, tokens or grid(task.layer), table, timings.arch, pool) for task in tasks]
         say(f"{timings.arch.name}: {len(swept)} products, {sum(s.kernels for s in swept)} kernels to compile meanwhile")
         for i, s in enumerate(swept):
-            wanted = [(t, r) for t in s.ways for r in ROUTINGS if (s.task.name, t, r) not in done]
+            wanted = [(t, r) for t in s.ways for r in s.task.layer.routings if (s.task.name, t, r) not in done]
             if wanted and time.monotonic() < deadline:
                 s.wait()
                 begun = time.monotonic()
@@ -271,7 +290,7 @@ def _cells(s: Swept, wanted: Sequence[tuple[int, str]], arch: Arch, repeats: int
         rows = tokens * layer.slots
         a = torch.randn(rows, s.task.k, device="cuda").bfloat16()
         routed = [ends(layer, tokens, routing, seed) for seed in range(_ROUTED)]
-        count = min(_MOST_CALLS, max(len(stored), math.ceil(_GRAPH_SECONDS / s.task.floor(rows, arch))))
+        count = max(len(stored), min(_MOST_CALLS, math.ceil(_GRAPH_SECONDS / s.task.floor(rows, arch))))
         given = [(a, *stored[i % len(stored)], routed[i % _ROUTED]) for i in range(count)]
         calls = [[tensors[j] for j in s.order] for tensors in given]
         graphs = {way(classes): _captured(s.launches[classes], calls, {s.symbol: rows}, pool) for classes in s.ways[tokens]}

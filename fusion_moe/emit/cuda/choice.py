@@ -1,4 +1,4 @@
-"""Which kernels compute a product: one, or several for groups by their sizes.
+"""Which kernels compute a product: one, or several for groups by their sizes. By tables of measured times, of one group by a model of them.
 
 The choice looks at the GPU and at sizes that the host knows, rows, groups and those of a matrix, and never at how many rows a group has: a
 kernel does.
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from ... import groups as ragged
 from ...arch import Arch
 from ...errors import OptionError, UnsupportedError
+from . import one_group
 from .table import Table, table_of
-from .variants import SETS, Matrices, Variant
+from .variants import ALL, Matrices, Variant
 
 AUTO = "auto"  # the name of no variant
 
@@ -67,14 +68,14 @@ def choose_kernels(rows: int, of: Matrices, arch: Arch, variant: str = AUTO) -> 
 
 def check_variant(name: str) -> None:
     """OptionError if no variant has this name."""
-    if name not in (names := [AUTO, *dict.fromkeys(v.name for among in SETS.values() for v in among)]):
+    if name not in (names := [AUTO, *dict.fromkeys(v.name for v in ALL)]):
         raise OptionError(f"cuda_variant = {name!r}", expected=f"one of {', '.join(names)}")
 
 
 def _pinned(name: str, of: Matrices, arch: Arch) -> Variant:
     """The variant of that name. Of two that differ in blocks of a multiprocessor alone, one of the table's for such weights."""
     of_table = [v for regime in table_of(arch).regimes(of) for v in regime.variants]
-    fitting = [v for v in (*of_table, *(v for among in SETS.values() for v in among)) if v.fits(of, arch)]
+    fitting = [v for v in (*of_table, *ALL) if v.fits(of, arch)]
     found = next((v for v in fitting if v.name == name), None)
     if found is None:
         n = 16 * of.tiles
@@ -90,6 +91,8 @@ def choose_from(table: Table, rows: int, of: Matrices, arch: Arch) -> tuple[Size
 
     Few blocks leave a GPU idle: split-K makes more of them.
     """
+    if one_group.admits(of) and (only := one_group.fastest(rows, of, arch)):
+        return (SizeClass(only),)
     groups = of.groups
     touched = groups * (1 - (1 - 1 / groups) ** rows)  # groups with a row, if rows pick them evenly
 
@@ -119,4 +122,4 @@ def blocks(size_class: SizeClass, rows: int, of: Matrices) -> int:
     high = ragged.bound(rows, count + 1, tile_m) // tile_m
     if size_class.max_rows is not None:
         high = min(high, count * -(-size_class.max_rows // tile_m))
-    return high * -(-of.tiles // size_class.variant.tiles)
+    return high * -(-of.tiles // size_class.variant.tiles) * size_class.variant.cluster

@@ -137,7 +137,7 @@ class Product(Source):
             headers=(self.reader.header, variant.header), threads=variant.threads, shared=variant.shared(arch),
             min_blocks=variant.per_sm, max_resident=1 if variant.persistent else 0, reads_before_wait=reads_before_wait,
             carveout=concurrent_with_previous and not variant.persistent, title=str(size_class),
-            given=Given("SizeClass size_class", (*bounds, *map(int, flags))),
+            given=Given("SizeClass size_class", (*bounds, *map(int, flags))), cluster=variant.cluster,
         )  # fmt: skip
 
     def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:

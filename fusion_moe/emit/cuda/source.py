@@ -46,7 +46,7 @@ $functions
 _KERNEL = Template("""\
 $includes
 $struct
-extern "C" __global__ void __launch_bounds__($bounds) $name($parameters) {
+extern "C" __global__ void __launch_bounds__($bounds)$cluster $name($parameters) {
     $call
 }
 """)
@@ -82,7 +82,8 @@ class KernelSource:
     there is work for; shared: bytes of dynamic shared memory; reads_before_wait, writes_before_wait: whether it reads, or writes, before it
     waits for the kernel before it.
     carveout_blocks: how many of its blocks a multiprocessor has, if the shared-memory carveout is to hold no more than these: see
-    runtime/cuda.py. title: a name for people. given, boxes: its parameters after the struct.
+    runtime/cuda.py. title: a name for people. given, boxes: its parameters after the struct. cluster: blocks of a cluster, of which `blocks`
+    and what is launched are multiples.
     """
 
     name: str
@@ -97,10 +98,11 @@ class KernelSource:
     writes_before_wait: bool = False
     boxes: tuple[Boxes, ...] = ()
     given: Given | None = None
+    cluster: int = 1
 
     def grid(self, arch: Arch) -> int:
         """The blocks that are launched on a GPU."""
-        return min(self.blocks, self.max_resident * arch.multiprocessors) if self.max_resident else self.blocks
+        return min(self.blocks, self.max_resident * arch.clustered(self.cluster)) if self.max_resident else self.blocks
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ class Source(Writer):
     def calling(
         self, call: str, name: str, functions: Sequence[str], blocks: int, *, headers: Sequence[str] = ("routing.cuh",),
         threads: int = THREADS, shared: int = 0, min_blocks: int = 1, max_resident: int = 0, reads_before_wait: bool = False,
-        carveout: bool = False, title: str = "", boxes: Sequence[Boxes] = (), given: Given | None = None,
+        carveout: bool = False, title: str = "", boxes: Sequence[Boxes] = (), given: Given | None = None, cluster: int = 1,
     ) -> KernelSource:  # fmt: skip
         """A kernel that makes a call, and whose struct has more functions. min_blocks: that must fit one multiprocessor.
 
@@ -185,12 +187,13 @@ class Source(Writer):
         bounds = f"{threads}, {min_blocks}"
         includes = "\n".join(f'#include "{header}"' for header in headers)
         text = _KERNEL.substitute(
-            includes=includes, struct=self._struct(functions), name=name, call=call, bounds=bounds, parameters=parameters
-        )
+            includes=includes, struct=self._struct(functions), name=name, call=call, bounds=bounds, parameters=parameters,
+            cluster=f" __cluster_dims__({cluster})" if cluster > 1 else "",
+        )  # fmt: skip
         carveout_blocks = min_blocks if carveout else 0
         return KernelSource(
             name, text, blocks, threads, shared, max_resident, reads_before_wait, carveout_blocks, title or name, boxes=tuple(boxes),
-            given=given,
+            given=given, cluster=cluster,
         )  # fmt: skip
 
     def array_number(self, array: Value | Array) -> int:

@@ -65,6 +65,7 @@ class SmallM:
     per_sm: int
 
     header = "small_m.cuh"
+    cluster = 1  # blocks of a cluster, which share a work tile
     persistent = False  # whether a block loops over work tiles, and no more are launched than run at once
     reads_fragment_order = False  # whether it can read activations in fragment order, which takes fewer instructions
     prefers_natural_order = False  # whether rows in natural order are faster read as they are than written in fragment order first
@@ -137,12 +138,13 @@ class SmallM:
 class LargeM:
     """kernels/large_m.cuh: up to `tile_m` rows of a group, by `consumers` warpgroups, each with `repeats` times 64 columns of the product.
 
-    Needs wgmma.
+    cluster: blocks that share such a tile, each with its part of K. Needs wgmma.
     """
 
     tile_m: int
     consumers: int
     repeats: int = 1
+    cluster: int = 1
 
     header = "large_m.cuh"
     per_sm = 1
@@ -167,8 +169,8 @@ class LargeM:
     @property
     def name(self) -> str:
         """Names the kernel."""
-        repeats = f"x{self.repeats}" if self.repeats > 1 else ""
-        return f"large_m_{self.tile_m}x{self.consumers}{repeats}"
+        repeats, split_k = f"x{self.repeats}" if self.repeats > 1 else "", f"_k{self.cluster}" if self.cluster > 1 else ""
+        return f"large_m_{self.tile_m}x{self.consumers}{repeats}{split_k}"
 
     def shared(self, arch: Arch) -> int:
         """Bytes of shared memory that a launch asks for: all that there are."""
@@ -176,14 +178,21 @@ class LargeM:
 
     def call(self, arch: Arch) -> str:
         """What the kernel runs."""
-        return f"LargeM<Segment, {self.tile_m}, {self.consumers}, {self.repeats}>::run(s, size_class);"
+        return f"LargeM<Segment, {self.tile_m}, {self.consumers}, {self.repeats}, {self.cluster}>::run(s, size_class);"
 
     def stages(self, of: Matrices, arch: Arch) -> int:
         """Of the ring in shared memory, as kernels/large_m.cuh counts them."""
-        depth = 1 if of.wide else 2
-        stage = ceil_to(depth * (self.tile_m * 128 + self.tiles * of.tile_bytes), 1024)
+        stage = ceil_to(_stage_k_blocks(of) * (self.tile_m * 128 + self.tiles * of.tile_bytes), 1024)
         scheduler, work_tile, barriers = 20 * of.groups + 36, 32, 16
-        return (self.shared(arch) - scheduler - work_tile) // (stage + barriers + work_tile)
+        return (self.shared(arch) - scheduler - work_tile - self._exchange) // (stage + barriers + work_tile)
+
+    @property
+    def _exchange(self) -> int:
+        """Bytes that the blocks of a cluster send each other, and barriers."""
+        if self.cluster == 1:
+            return 0
+        owned = -(-self.consumers // self.cluster)
+        return ceil_to(owned * (self.cluster - 1) * self.tile_m * 64 * 4 + 8 * (owned + self.consumers), 1024)
 
     def fits(self, of: Matrices, arch: Arch) -> bool:
         """Whether it makes whole columns of a result of all its tiles, on an architecture, and has the stages that it needs.
@@ -195,8 +204,9 @@ class LargeM:
         short_of_registers = self.repeats > 1 or (self.consumers > 3 and self.tile_m > 80)
         whole = of.tiles % self.tiles == 0 or self.repeats == 1 or self.tile_m <= 32
         prefetched = not of.wide or self.repeats == 1
+        parts = self.cluster == 1 or (of.kind == "fprop" and of.k % (64 * _stage_k_blocks(of) * self.cluster) == 0)
         return (
-            arch.wgmma and of.tiled and of.whole and self.tiles % of.block == 0 and whole and prefetched
+            arch.wgmma and of.tiled and of.whole and self.tiles % of.block == 0 and whole and prefetched and parts
             and self.stages(of, arch) >= _MIN_STAGES and ((of.k % 128 == 0 and of.kind == "fprop") or not short_of_registers)
         )  # fmt: skip
 
@@ -237,7 +247,14 @@ SETS: Mapping[str, tuple[Variant, ...]] = {
     "WIDE_M8": (SmallM(1, 1, 1, 1, 2, 4), SmallM(1, 1, 2, 1, 2, 4), SmallM(1, 1, 4, 1, 2, 2), SmallM(1, 1, 8, 1, 2, 2)),
     "WIDE_M16": (SmallM(2, 1, 2, 1, 1, 4), SmallM(2, 1, 4, 1, 1, 2)),
 }
+SPLIT_K = (LargeM(64, 4, 1, 2), LargeM(96, 4, 1, 2), LargeM(96, 4, 1, 4))  # of products of one group alone: see one_group.py
+ALL: tuple[Variant, ...] = tuple(dict.fromkeys(v for among in (*SETS.values(), SPLIT_K) for v in among))
 _OTHER_REGISTERS = 26  # of a thread of a small-M kernel: addresses, fragments
 _MIN_STAGES = 3
 _PROLOGUE_EPILOGUE_K_BLOCKS = 4  # K blocks that take as long
 _TWO_REPEATS = 0.955  # of the time of a tile, since repeats share what is done for each stage
+
+
+def _stage_k_blocks(of: Matrices) -> int:
+    """K blocks of a stage of kernels/large_m.cuh."""
+    return 1 if of.wide else 2

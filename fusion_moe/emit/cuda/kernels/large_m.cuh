@@ -11,6 +11,9 @@
 // groups of more than some rows and up to some, which sizes the host does not know. None of them needs what another computes, so none
 // waits for the one before; but the last block of each does when it is done, and so what waits for the last launch waits for all.
 //
+// Where work tiles are fewer than multiprocessors, the blocks of a cluster share one, each a part of K, and send their sums to the block that
+// stores: which one of them, each consumer warpgroup has its own (SPLIT_K).
+//
 // Activations are in fragment order (fragment_order.cuh), or row-major, with more instructions for each weight (weights/).
 //
 // dgrad contracts the weight's rows: its tiles lie elsewhere, and fragments are transposed (stored_tiles.cuh). All else is the same.
@@ -41,7 +44,51 @@ struct SharedTiles<TILES, STAGE_K_BLOCKS, ELEMENTS, 0> {
     __device__ __forceinline__ const u8* first_scales(int) const { return nullptr; }
 };
 
-template <class Segment, int TILE_M, int CONSUMERS, int REPEATS>
+// What the blocks of a cluster send each other: the sums of one block's warpgroups, in registers' order, from each of the other blocks.
+template <int TILE_M, int CONSUMERS, int SPLIT_K>
+struct Exchange {
+    static constexpr int THREADS = 128, OWNED = (CONSUMERS + SPLIT_K - 1) / SPLIT_K;  // of a warpgroup; warpgroups for which a block stores
+    alignas(1024) float partials[OWNED][SPLIT_K - 1][TILE_M / 8][THREADS][4];
+    u64 sent[OWNED], taken[CONSUMERS];  // the latter in the blocks that send
+
+    // By a thread of the block, before a barrier of the cluster.
+    __device__ __forceinline__ void init() {
+        for (u64& barrier : sent) mbarrier_init(barrier, THREADS / 32 * (SPLIT_K - 1));
+        for (u64& barrier : taken) mbarrier_init(barrier, THREADS / 32);
+    }
+
+    // By a warpgroup of each block: whether `sum` is that of all of them now, and not only sent. parity: of how many tiles were before.
+    __device__ __forceinline__ bool add_up(float (&sum)[TILE_M / 2], i32 tile_m, u32 parity) {
+        const u32 warpgroup = threadIdx.x / THREADS, thread = threadIdx.x % THREADS, owner = warpgroup % SPLIT_K, rank = cluster_rank();
+        auto& from = partials[warpgroup / SPLIT_K];
+        if (rank != owner) {
+            mbarrier_wait_in_cluster(taken[warpgroup], parity ^ 1);
+            const u32 to = in_block(owner, shared_address(from[rank < owner ? rank : rank - 1][0][thread]));
+#pragma unroll
+            for (int i = 0; i < TILE_M / 8; ++i)
+                if (8 * i < tile_m) store_in_cluster(to + i * sizeof(from[0][0]), sum + 4 * i);
+            mbarrier_arrive_in_block(owner, sent[warpgroup / SPLIT_K]);
+            return false;
+        }
+        mbarrier_wait_in_cluster(sent[warpgroup / SPLIT_K], parity);
+#pragma unroll 1
+        for (int sender = 0; sender < SPLIT_K - 1; ++sender)
+#pragma unroll
+            for (int i = 0; i < TILE_M / 8; ++i) {
+                if (8 * i >= tile_m) break;
+                const float4 four = *reinterpret_cast<const float4*>(from[sender][i][thread]);
+                sum[4 * i] += four.x, sum[4 * i + 1] += four.y, sum[4 * i + 2] += four.z, sum[4 * i + 3] += four.w;
+            }
+        for (u32 other = 0; other < SPLIT_K; ++other)
+            if (other != owner) mbarrier_arrive_in_block(other, taken[warpgroup]);
+        return true;
+    }
+};
+
+template <int TILE_M, int CONSUMERS>
+struct Exchange<TILE_M, CONSUMERS, 1> {};
+
+template <class Segment, int TILE_M, int CONSUMERS, int REPEATS, int SPLIT_K = 1>
 struct LargeM {
     static constexpr int WARPGROUP = 128, WARPGROUP_WARPS = 4, PRODUCER_WARPS = 4, PRODUCERS = 32 * PRODUCER_WARPS;
     static constexpr int THREADS = WARPGROUP * CONSUMERS + PRODUCERS;
@@ -53,7 +100,8 @@ struct LargeM {
     static constexpr int PRODUCER_REGISTERS = REGISTER_POOL - CONSUMERS * CONSUMER_REGISTERS;
     static constexpr int WEIGHT_TILES = TILES_OF_K_BLOCK * CONSUMERS * REPEATS;          // in a K block
     static constexpr int TILE_N = Segment::BLOCK * WEIGHT_TILES / Segment::BLOCK_TILES;  // columns of the result
-    static constexpr int N_TILES = (Segment::WIDTH + TILE_N - 1) / TILE_N, K_BLOCKS = Segment::K / 64, K_STEPS = 4;
+    static constexpr int N_TILES = (Segment::WIDTH + TILE_N - 1) / TILE_N, K_STEPS = 4;
+    static constexpr int ALL_K_BLOCKS = Segment::K / 64, K_BLOCKS = ALL_K_BLOCKS / SPLIT_K;  // of the matrix; of a block's part
     using Reader = typename Segment::Weights;
     static constexpr int ELEMENTS = Reader::ELEMENTS, SCALES = Reader::SCALES;  // bytes of a tile of 16 rows and 64 k
     static constexpr int STAGE_K_BLOCKS = ELEMENTS + SCALES <= 1024 ? 2 : 1;
@@ -72,6 +120,7 @@ struct LargeM {
     static_assert(CONSUMERS <= ConsumerTile<Segment, REPEATS_PER_RESULT>::MAX_CONSUMERS);
     static_assert(WARPGROUP_WARPS % PRODUCER_WARPS == 0, "a warp copies the same tiles of every consumer");
     static_assert(Segment::K % 64 == 0, "weights are tiled");
+    static_assert(SPLIT_K == 1 || (ALL_K_BLOCKS % (SPLIT_K * STAGE_K_BLOCKS) == 0 && RUNS == 1 && REPEATS == 1), "equal parts of whole stages");
     static_assert(!Segment::Columns::FRAGMENT_ORDER || Segment::WIDTH % 64 == 0, "fragment order is of whole K blocks");
     static_assert(TILE_M % 16 == 0 && TILE_M <= 256, "M tiles are transposed 16 rows at a time, and fit an instruction");
 
@@ -82,13 +131,15 @@ struct LargeM {
         RepeatWeights weights[CONSUMERS * REPEATS];
     };
 
-    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, Segment::GROUPS_READ_PER_TWO_TILES>;
+    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, Segment::GROUPS_READ_PER_TWO_TILES, SPLIT_K>;
+    using Exchange = ::Exchange<TILE_M, CONSUMERS, SPLIT_K>;
+    static constexpr int EXCHANGE_BYTES = SPLIT_K > 1 ? sizeof(Exchange) : 0;
 
     // As many as fit. Producers say which work tiles they load: each has a stage at least, but for one that they begin.
-    static constexpr int STAGE_BYTES = Segment::MAX_SHARED_BYTES - int(sizeof(TileScheduler) + sizeof(WorkTile));  // left for all stages
+    static constexpr int STAGE_BYTES = Segment::MAX_SHARED_BYTES - EXCHANGE_BYTES - int(sizeof(TileScheduler) + sizeof(WorkTile));  // for all stages
     static constexpr int STAGES = STAGE_BYTES / (sizeof(Stage) + 2 * sizeof(u64) + sizeof(WorkTile)), WORK_SLOTS = STAGES + 1;
 
-    struct Shared {
+    struct Shared : Exchange {
         Stage stage[STAGES];
         WorkTile work_tiles[WORK_SLOTS];
         u64 full[STAGES], empty[STAGES];
@@ -103,11 +154,16 @@ struct LargeM {
             mbarrier_init(shared.full[threadIdx.x], PRODUCER_WARPS);
             mbarrier_init(shared.empty[threadIdx.x], WARPGROUP_WARPS * CONSUMERS);
         }
+        if constexpr (SPLIT_K > 1) {
+            if (threadIdx.x == 0) shared.Exchange::init();
+            cluster_arrive();
+        }
         if (!size_class.reads_before_wait) griddepcontrol_wait();
         i64* error = blockIdx.x == 0 ? s.error : nullptr;
         shared.scheduler.build(s.ends, i32(s.rows()), N_TILES, size_class, error, reinterpret_cast<i32*>(shared.stage));
         if (size_class.reads_before_wait && !size_class.concurrent_with_previous) griddepcontrol_wait();
         if (size_class.concurrent_with_next) griddepcontrol_launch_dependents();
+        if constexpr (SPLIT_K > 1) cluster_wait();  // barriers of other blocks are there
         if (threadIdx.x < WARPGROUP * CONSUMERS) {
             setmaxnreg_inc<CONSUMER_REGISTERS>();
             consume(s, shared);
@@ -117,6 +173,7 @@ struct LargeM {
         }
         griddepcontrol_launch_dependents();
         if (size_class.concurrent_with_previous && blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
+        if constexpr (SPLIT_K > 1) cluster_arrive(), cluster_wait();  // others still write to this block's memory
     }
 
 private:
@@ -147,7 +204,7 @@ private:
         i32 element[TILES_PER_WARP], scale[SCALE_STEPS > 0 ? SCALE_STEPS : 1];  // offsets, if they are not
 
         __device__ __forceinline__ void open(const Segment& s, const WorkTile& work_tile, i32 thread) {
-            const i64 tiles = i64(work_tile.m_tile.group) * (Segment::N / 16) * K_BLOCKS;
+            const i64 tiles = i64(work_tile.m_tile.group) * (Segment::N / 16) * ALL_K_BLOCKS;
             elements = Reader::elements(s) + tiles * ELEMENTS, scales = Reader::scales(s) + tiles * SCALES;
 #pragma unroll
             for (int i = 0; i < TILES_PER_WARP; ++i)
@@ -306,6 +363,10 @@ private:
         if constexpr (Steps < Activations::ROW_STEPS) {
             if (rows.row_steps > Steps) return load_work_tile<Steps + 1>(scales, weights, rows, pipeline, thread);
         }
+        if constexpr (SPLIT_K > 1) {
+            const i32 first = i32(cluster_rank()) * K_BLOCKS;
+            weights.advance(first), rows.template advance<Steps>(first);
+        }
         i32 at = 0;  // the K block that the copies have come to
 #pragma unroll 1
         for (int run = 0; run < RUNS; ++run) {
@@ -350,7 +411,8 @@ private:
         PipelineState<STAGES> ring;
         PipelineState<WORK_SLOTS> work_ring;
         WorkTiles work(shared.scheduler);
-        for (; work.more_grouped(); work.advance(), work_ring.advance()) {
+        u32 odd = 0;  // whether so many work tiles were before
+        for (; work.more_grouped(); work.advance(), work_ring.advance(), odd ^= 1) {
             mbarrier_wait(shared.full[ring.stage], ring.parity);
             const WorkTile current = shared.work_tiles[work_ring.stage];
             const Scales scales(s, current.m_tile.group);
@@ -361,11 +423,15 @@ private:
             Mainloop mainloop(shared, ring, current.tile_m);
             mainloop.run(sum, scales);
             const WorkTile work_tile = shared.work_tiles[work_ring.stage];  // registers are short while products run
+            bool stores = true;
+            if constexpr (SPLIT_K > 1) stores = shared.add_up(sum[0], work_tile.tile_m, odd);
 #pragma unroll
-            for (int h = 0; h < REPEATS; h += REPEATS_PER_RESULT) store(sum + h, outer + h, s, mainloop, work_tile, h);
+            for (int h = 0; h < REPEATS; h += REPEATS_PER_RESULT)
+                if (stores) store(sum + h, outer + h, s, mainloop, work_tile, h);
 #pragma unroll
             for (int i = 0; i < EPILOGUE_STAGES; ++i) mainloop.release();
         }
+        if (SPLIT_K > 1 && cluster_rank() != 0) return;
         for (; work.more(); work.advance()) store_ungrouped_rows(s, work.current());
     }
 

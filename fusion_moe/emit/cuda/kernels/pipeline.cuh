@@ -115,6 +115,47 @@ __device__ __forceinline__ void cp_async_wait() {
 // What threads have written to shared memory, and barriers have made known, becomes visible to the tensor cores.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Clusters: blocks that run at once and reach each other's shared memory. -----------------------------------------------
+
+// The number of this block in its cluster.
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// All threads of a cluster: none goes on from `wait` before all have come to `arrive`, and it sees what they did before.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Where in the cluster's shared memory an address of this block's is in another block.
+__device__ __forceinline__ u32 in_block(u32 rank, u32 address) {
+    u32 found;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(found) : "r"(address), "r"(rank));
+    return found;
+}
+
+__device__ __forceinline__ void store_in_cluster(u32 to, const float* four) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3])
+                 : "memory");
+}
+
+// mbarrier_arrive and mbarrier_wait where those who arrive are in other blocks.
+__device__ __forceinline__ void mbarrier_arrive_in_block(u32 rank, u64& barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 < ARRIVING)
+        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_block(rank, shared_address(&barrier))) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_wait_in_cluster(u64& barrier, u32 parity) {
+    asm volatile(
+        "{.reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;}" ::"r"(shared_address(&barrier)),
+        "r"(parity)
+        : "memory");
+}
+
 // How many registers the threads of this warpgroup have from here on: more than at the launch, once other warpgroups have fewer; or fewer.
 template <int Registers>
 __device__ __forceinline__ void setmaxnreg_inc() {

@@ -1,7 +1,7 @@
 // The tile scheduler of a persistent grid: groups whose sizes only the device knows.
 //
 // A group of `size` rows is divided into as few M tiles as TILE_M allows, of equal height but for the last, a multiple of 8. A work tile is
-// an M tile and one of `n_tiles` N tiles; block b of the grid has work tiles b, b + blocks, ... Groups with the highest M tiles come first,
+// an M tile and one of `n_tiles` N tiles; block b of the grid has work tiles b, b + blocks, ..., or each cluster of blocks does. Groups with the highest M tiles come first,
 // so that what is left at the end are small work tiles. A group's M tiles are divided into rotations, each of a few of them and all N
 // tiles: what a GPU's blocks have of these at a time reads about as many bytes of weights as of activations, which is the least in all.
 //
@@ -24,12 +24,12 @@ struct alignas(16) WorkTile {
 
 constexpr i32 NO_WORK_TILE = 1 << 30;  // a number past the last
 
-template <int GROUPS, int TILE_M, i32 GROUPS_READ_PER_TWO_TILES>
+template <int GROUPS, int TILE_M, i32 GROUPS_READ_PER_TWO_TILES, int CLUSTER = 1>
 class TileScheduler {
 public:
     // By all threads of a block; `scratch` holds 4 (GROUPS + 1) numbers.
     __device__ void build(const i32* ends, i32 rows, i32 n_tiles, const SizeClass& size_class, i64* error, i32* scratch) {
-        if (threadIdx.x == 0) n_tiles_ = n_tiles, active_blocks_ = gridDim.x;
+        if (threadIdx.x == 0) n_tiles_ = n_tiles, active_blocks_ = gridDim.x / CLUSTER;
         int2* group = reinterpret_cast<int2*>(scratch);  // what it is sorted by, and its work tiles
         i32 *place = scratch + 2 * (GROUPS + 1), *upto = place + GROUPS + 1;
         m_tiles_.build(ends, rows, size_class, error);
@@ -81,7 +81,10 @@ public:
         }
 
     private:
-        __device__ i32 start() const { return i32(blockIdx.x) < scheduler_.active_blocks_ ? i32(blockIdx.x) : NO_WORK_TILE; }
+        __device__ i32 start() const {
+            const i32 mine = i32(blockIdx.x) / CLUSTER;
+            return mine < scheduler_.active_blocks_ ? mine : NO_WORK_TILE;
+        }
 
         const TileScheduler& scheduler_;
         i32 number_;
@@ -99,7 +102,7 @@ private:
             low += __syncthreads_count(size > 0 && size <= rows_of_others);
         }
         if (threadIdx.x == 0 && low > 0)
-            active_blocks_ = max(1, min(i32(gridDim.x), GROUPS_READ_PER_TWO_TILES * m_tiles_.before[GROUPS] / low));
+            active_blocks_ = max(1, min(active_blocks_, GROUPS_READ_PER_TWO_TILES * m_tiles_.before[GROUPS] / low));
     }
 
     // Adds what a part of the groups says of where group g stands. A warp reads the same others at a time.
@@ -123,7 +126,7 @@ private:
     }
 
     MTiles<GROUPS, TILE_M> m_tiles_;
-    i32 n_tiles_, active_blocks_;  // of a result; of the grid, whose others are idle beside a small-M kernel
+    i32 n_tiles_, active_blocks_;  // of a result; of the grid, or clusters, whose others are idle beside a small-M kernel
     // Groups in the order of work; work tiles of the first so many of them; heights of their M tiles.
     i32 group_of_place_[GROUPS + 1], work_tiles_upto_[GROUPS + 1], tile_m_[GROUPS + 1];
 };

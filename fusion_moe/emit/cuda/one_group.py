@@ -1,0 +1,97 @@
+"""The kernel of a product of one group: the one of the least time, by a model of how long each takes.
+
+Of one group the host knows what every block does, so the time can be computed, for a matrix of any sizes. Of several groups, whose rows the
+device alone knows, tables of measured times decide (table.py). The model's constants are fitted to measured times too, of an H200 and an
+H100, by tools/tune; what differs between GPUs are their multiprocessors and memory.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+from pathlib import Path
+
+from ...arch import Arch
+from .variants import M8, M16, M80, M160, SETS, SPLIT_K, LargeM, Matrices, SmallM, Variant
+
+CONSTANTS = Path(__file__).with_suffix(".json")
+VARIANTS: tuple[Variant, ...] = (*M8, *M16[1:], *SETS["SMALL_M32"], LargeM(64, 4), *M80, LargeM(96, 4), *M160, *SPLIT_K)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Times in us. Of small M: what a launch takes beside its products, and each wave after the first; of a warp, for 16 columns of a K
+    block: issuing what dequantizes them and each product with 8 rows, and waiting, longer by `wait_of_product` for each product.
+    few_in_flight: how much longer all that is where a lane has the weights of two K blocks in flight alone.
+
+    Of large M: a stage of four consumer warpgroups, longer for each row of the M tile and, as a share, for each warpgroup more; what a work
+    tile takes beside stages, longer for each row; what blocks of a cluster take to exchange sums, longer for each row from each other block.
+
+    small_memory, large_memory: how much longer reading weights takes than the GPU's bandwidth says. overlap: the power of the norm by which
+    what overlaps adds up.
+    """
+
+    launch: float
+    wave: float
+    dequantize: float
+    product: float
+    wait: float
+    wait_of_product: float
+    few_in_flight: float
+    stage: float
+    stage_row: float
+    consumer: float
+    work_tile: float
+    work_tile_row: float
+    exchange: float
+    exchange_row: float
+    small_memory: float
+    large_memory: float
+    overlap: float
+
+
+@cache
+def constants() -> Constants:
+    """Those that were fitted."""
+    return Constants(**json.loads(CONSTANTS.read_text(encoding="utf-8")))
+
+
+def admits(of: Matrices) -> bool:
+    """Whether it is a product of one group that the model is of."""
+    return of.groups == 1 and of.kind == "fprop" and of.tiled and not of.wide
+
+
+def fastest(rows: int, of: Matrices, arch: Arch) -> Variant | None:
+    """The kernel for so many rows; None if none fits."""
+    return min((v for v in VARIANTS if v.fits(of, arch)), key=lambda v: microseconds(v, rows, of, arch, constants()), default=None)
+
+
+def microseconds(v: Variant, rows: int, of: Matrices, arch: Arch, by: Constants) -> float:
+    """How long a kernel takes for a product."""
+    memory = of.tiles * (of.k / 64) * of.tile_bytes / arch.memory_bandwidth * 1e6
+    return _small_m(v, rows, of, memory, arch, by) if isinstance(v, SmallM) else _large_m(v, rows, of, memory, arch, by)
+
+
+def _small_m(v: SmallM, rows: int, of: Matrices, memory: float, arch: Arch, by: Constants) -> float:
+    blocks, products = ceil(rows / v.tile_m) * ceil(of.tiles / v.tiles), v.tiles_per_warp * min(v.tiles_m, ceil(rows / 8))
+    waves, k_blocks = ceil(blocks / v.wave(arch)), of.k / 64 / v.split_k
+    issued = blocks * v.warps * k_blocks * (v.tiles_per_warp * by.dequantize + products * by.product) / arch.multiprocessors
+    waited = waves * k_blocks * (by.wait + products * by.wait_of_product)
+    slower = by.few_in_flight if v.in_flight + v.batch <= 2 else 1
+    return by.launch + by.wave * (waves - 1) + slower * _overlapped(by, issued, waited, memory * by.small_memory)
+
+
+def _large_m(v: LargeM, rows: int, of: Matrices, memory: float, arch: Arch, by: Constants) -> float:
+    m_tiles = ceil(rows / v.tile_m)
+    high = ceil(rows / m_tiles / 8) * 8
+    waves = ceil(m_tiles * ceil(of.tiles / v.tiles) * v.cluster / arch.clustered(v.cluster))
+    stage = (by.stage + by.stage_row * high) * (1 + by.consumer * (v.consumers * v.repeats - 4))
+    busy = waves * (of.k / 128 / v.cluster * stage + by.work_tile + by.work_tile_row * high)
+    exchange = by.exchange + by.exchange_row * high * (v.cluster - 1) if v.cluster > 1 else 0
+    return exchange + _overlapped(by, busy, memory * by.large_memory)
+
+
+def _overlapped(by: Constants, *times: float) -> float:
+    return sum(t**by.overlap for t in times) ** (1 / by.overlap)
