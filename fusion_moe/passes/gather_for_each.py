@@ -1,4 +1,7 @@
-"""Rows that several products read are picked by each of them, while it loads them: never copied in memory for all."""
+"""Rows that several products read are picked by each of them, while it loads them: never copied in memory for all.
+
+So is the number of rows where all are of one group.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from ..target import Target
 
 
 def gather_for_each(fusion: Fusion, target: Target) -> Fusion:
-    """The Fusion with an `index_select` of rows, or a view of an input, of its own for each product that reads one."""
+    """The Fusion with an `index_select` of rows, or a view of an input, of its own for each product that reads one; and `ends` each with a
+    `full` of their own.
+    """
     copies: dict[Op, list[Op]] = {}
     ops = [_with_own_gathers(fusion, op, copies) for op in fusion.ops]
     if not copies:
@@ -19,8 +24,8 @@ def gather_for_each(fusion: Fusion, target: Target) -> Fusion:
 
 
 def _with_own_gathers(fusion: Fusion, op: Op, copies: dict[Op, list[Op]]) -> Op:
-    """A product that reads copies of what something before it reads too; any other operation itself."""
-    if op.kind.role != "grouped":
+    """A product, or ends, that read copies of what something before them reads too; any other operation itself."""
+    if op.kind.role != "grouped" and op.kind.name != "ends":
         return op
     inputs = list(op.inputs)
     for i, v in enumerate(op.inputs):
@@ -37,6 +42,6 @@ def _with_own_gathers(fusion: Fusion, op: Op, copies: dict[Op, list[Op]]) -> Op:
 
 
 def _picks(fusion: Fusion, op: Op) -> bool:
-    """Whether it computes nothing: rows by an index, or an input seen otherwise."""
+    """Whether it computes nothing: rows by an index, an input seen otherwise, or a number."""
     seen = op.kind.name in ("reshape", "partition") and op.values[0] in fusion.inputs
-    return seen or (op.kind.name == "index_select" and op.attrs["dim"] == 0)
+    return seen or op.kind.name == "full" or (op.kind.name == "index_select" and op.attrs["dim"] == 0)

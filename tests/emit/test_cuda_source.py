@@ -516,19 +516,24 @@ def test_small_operations_have_kernels():
             assert all(build(x, H200).stat().st_size for x in launches(kernel.launch.source, 3))
 
 
-def test_ends_that_a_fusion_fills_are_in_memory_before_its_product():
-    """NVFP4Linear under torch.compile, followed by a residual."""
+@pytest.mark.parametrize(("filled", "kernels"), [(8, 1), (7, 2)])
+def test_ends_that_a_fusion_fills(filled, kernels):
+    """NVFP4Linear under torch.compile, followed by a residual: where they say that all rows are of one group, nobody writes them."""
     fd, groups, k, n = FusionDefinition(), 1, 128, 64
     x = fd.define_tensor(shape=[8, k], dtype="bf16")
     parts = [([1, n, k // 2], "u8"), ([1, n, k // 16], "f8e4m3"), ([1], "f32")]
     weight = fd.ops.pack(*(fd.define_tensor(shape=s, dtype=t, role="weight") for s, t in parts), encoding="nvfp4", layout="w16x64")
     residual = fd.define_tensor(shape=[8, n], dtype="bf16")
-    ends = fd.ops.ends(fd.ops.full(shape=[groups], fill_value=8, dtype="i32"), rows=8, groups=fd.define_groups("g", groups))
+    ends = fd.ops.ends(fd.ops.full(shape=[groups], fill_value=filled, dtype="i32"), rows=8, groups=fd.define_groups("g", groups))
     y = fd.ops.cast(fd.ops.grouped_mm(fd.ops.partition(x, ends), weight, ends, w_layout="w16x64"), dtype="bf16")
-    fd.add_output(fd.ops.add(fd.ops.zero_rest(y, ends), residual))
-    kernels = [emit(s, TARGETS["cuda"]) for s in lower(fd.fusion(), TARGETS["cuda"], Options()).segments]
-    assert [kernel.backend for kernel in kernels] == ["cuda"] * 2
-    build_all([source for kernel in kernels for source in launches(kernel.launch.source, 8)], H200)
+    fd.add_output(fd.ops.add(y, residual))
+    made = [emit(s, TARGETS["cuda"]) for s in lower(fd.fusion(), TARGETS["cuda"], Options()).segments]
+    assert [kernel.backend for kernel in made] == ["cuda"] * kernels
+    for variant in ("small_m_1x1x4x1x3", "large_m_64x4"):
+        with options.override(cuda_variant=variant):
+            sources = [source for kernel in made for source in launches(kernel.launch.source, 8)]
+            assert all(("ends = nullptr" in source.text) == (kernels == 1) for source in sources)
+            build_all(sources, H200)
 
 
 def test_local_experts():

@@ -51,6 +51,17 @@ def test_each_product_sees_an_input_in_its_own_way():
     assert [op.kind.name for op in made.ops].count("ends") == 1
 
 
+def test_each_product_has_its_own_number_where_its_one_group_ends():
+    fd = FusionDefinition()
+    x, w = fd.define_tensor(shape=[T, K], dtype="f32"), fd.define_tensor(shape=[1, N, K], dtype="f32")
+    last = fd.ops.full(shape=[1], fill_value=T, dtype="i32")
+    for group in "ab":
+        ends = fd.ops.ends(last, rows=T, groups=fd.define_groups(group, 1))
+        fd.add_output(fd.ops.grouped_mm(fd.ops.partition(x, ends), w, ends))
+    made = gather_for_each(fd.fusion(), TARGETS["cuda"])
+    assert [op.kind.name for op in made.ops].count("full") == 2
+
+
 def test_one_product_leaves_all_as_it_is():
     fusion = routed(1)
     assert gather_for_each(fusion, TARGETS["cuda"]) is fusion

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fusion_moe.arch import H100, H200
+from fusion_moe.emit.cuda import one_group
 from fusion_moe.emit.cuda.choice import SizeClass, choose_from
 from fusion_moe.emit.cuda.launch import Launch
 from fusion_moe.emit.cuda.table import ALWAYS, KINDS, Regime, parse, path_of, table_of, text
@@ -23,6 +24,7 @@ sys.path.append(str(TUNE))
 
 import balance  # noqa: E402
 import fit  # noqa: E402
+import model  # noqa: E402
 import sweep  # noqa: E402
 import timings as files  # noqa: E402
 from timings import Cell, Timings, way  # noqa: E402
@@ -212,3 +214,40 @@ def test_a_regime_that_begins_after_the_last_is_not_moved():
     found = fit.fit(table_of(H200), timings())
     assert found.tiled[-2:] == table_of(H200).tiled[-2:]
     assert isinstance(found.tiled[0], Regime)
+
+
+# Products of one group ------------------------------------------------------------------------------------------------
+
+
+def of_one_group(constants: one_group.Constants) -> Timings:
+    """What such a model says of a few matrices."""
+    cells = []
+    for tiles, k in ((32, 2048), (256, 4096), (512, 8192)):
+        of = Matrices(1, k, tiles, 1, 576, True)
+        for rows in (1, 12, 48, 130, 700):
+            us = {v.name: one_group.microseconds(v, rows, of, H200, constants) for v in one_group.VARIANTS if v.fits(of, H200)}
+            cells.append(Cell("made up", of, rows, rows, "uniform", us))
+    return Timings(H200, {"device": "none"}, tuple(cells))
+
+
+def test_a_model_is_fitted_to_times():
+    pytest.importorskip("scipy")
+    used = one_group.constants()
+    measured = of_one_group(replace(used, stage=2 * used.stage, wait=1.5 * used.wait, exchange=3 * used.exchange))
+    found = of_one_group(model.fit([measured]))
+    for want, got in zip(measured.cells, found.cells, strict=True):
+        assert min(got.us.values()) == pytest.approx(min(want.us.values()), rel=0.05)
+
+
+def test_the_model_chooses_what_was_measured_to_be_fast():
+    for name in ("h200.json", "h100.json"):
+        measured = files.load(TUNE / "timings" / name)
+        cells = tuple(cell for cell in measured.cells if one_group.admits(cell.matrices))
+        known = [loss for loss in losses(table_of(measured.arch), replace(measured, cells=cells)) if loss]
+        assert len(known) > 500
+        assert math.exp(np.mean(np.log(known))) < 1.01
+        assert max(known) < 1.2
+
+
+def test_a_table_is_not_fitted_to_products_of_one_group():
+    assert fit.fit(table_of(H200), of_one_group(one_group.constants())) == table_of(H200)

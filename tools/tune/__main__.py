@@ -42,7 +42,8 @@ def _arguments() -> argparse.Namespace:
     sweep.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="products whose name has one of these texts: qwen3, down")
     sweep.add_argument("--tokens", type=int, nargs="+")
     for name, what in (
-        ("fit", "chooses a table"), ("model", "fits the model of products of one group"), ("show", "says how good the table of today is"), ("balance", "says how evenly blocks work"),
+        ("fit", "chooses a table"), ("model", "fits the model of products of one group"),
+        ("show", "says how good the table of today is"), ("balance", "says how evenly blocks work"),
     ):  # fmt: skip
         command = commands.add_parser(name, help=what)
         command.add_argument("timings", type=Path, nargs="+", help="files of one GPU")

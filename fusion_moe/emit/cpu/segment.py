@@ -17,7 +17,7 @@ from ...ir.types import Dim, Rows, plain
 from ..cxx import router
 from ..cxx.elements import stored
 from ..cxx.indices import Index, Number, size
-from ..cxx.plan import MADE_FIRST, below, made_by_route
+from ..cxx.plan import MADE_FIRST, are_all_rows, below, made_by_route
 from ..cxx.statements import indented
 from ..cxx.writer import Writer
 from ..inexpressible import naming
@@ -127,6 +127,8 @@ class SegmentWriter(Writer):
 
     def _first_ends(self, op: Op) -> list[str]:
         (offs,) = op.values
+        if are_all_rows(self.fusion, offs, op.attrs["rows"]):
+            return []
         return [f"if (!good_ends({self.array(offs)}, {size(offs.type.shape[0])}, {size(op.attrs['rows'])})) return false;"]
 
     def _first_topk_ids(self, op: Op) -> list[str]:

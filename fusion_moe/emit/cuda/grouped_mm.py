@@ -21,7 +21,7 @@ from . import added
 from .choice import AUTO, Chosen, SizeClass, blocks, choose_kernels
 from .columns import Columns, columns
 from .readers import reader
-from .source import Array, Given, KernelSource, Sizes, Source
+from .source import NO_ENDS, Array, Given, KernelSource, Sizes, Source
 from .variants import TILE, Matrices, Variant
 
 ACTIVATIONS = "activations"  # what the prologue makes
@@ -38,8 +38,8 @@ class Product(Source):
 
     def __init__(self, plan: Plan):
         self.reader = reader(plan.encoding.name, plan.layout, plan.a.type.dtype)
-        names = (*(part.name for part in plan.encoding.parts), "ends")
-        super().__init__(plan.fusion, plan.memory, dict(zip((*plan.weight, plan.ends), names, strict=True)))
+        names = {v: part.name for part, v in zip(plan.encoding.parts, plan.weight, strict=True)}
+        super().__init__(plan.fusion, plan.memory, names if plan.whole else {**names, plan.ends: "ends"})
         self.plan, self.dtype = plan, plan.a.type.dtype
         self.transposed = plan.weight[0] if plan.transposed else None
         if plan.k % _COLUMNS_PER_THREAD:
@@ -223,6 +223,7 @@ class Product(Source):
             f"static constexpr bool DGRAD = {str(plan.kind == 'dgrad').lower()};  // whether matrices are [K, N]",
             "",
             f"__device__ i64 rows() const {{ return {size(self.rows)}; }}",
+            *([NO_ENDS] if plan.whole else []),
             *cols.functions(),
             "",
             *added.functions(self, plan),

@@ -27,7 +27,7 @@ class Constants:
     few_in_flight: how much longer all that is where a lane has the weights of two K blocks in flight alone.
 
     Of large M: a stage of four consumer warpgroups, longer for each row of the M tile and, as a share, for each warpgroup more; what a work
-    tile takes beside stages, longer for each row; what blocks of a cluster take to exchange sums, longer for each row from each other block.
+    tile takes beside stages, longer for each row; what blocks of a cluster take to exchange sums, longer for each row of each other block.
 
     small_memory, large_memory: how much longer reading weights takes than the GPU's bandwidth says. overlap: the power of the norm by which
     what overlaps adds up.

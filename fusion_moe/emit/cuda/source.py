@@ -31,6 +31,7 @@ MAX_RESIDENT = 16  # blocks of a kernel that does something for each element
 _WARPS = {32: 1, 1024: 8}  # of a block of `route`, for up to so many ids
 _MAX_WARPS = 32
 _J, _S, _T = map(Variable, "jst")
+NO_ENDS = "static constexpr const i32* ends = nullptr;  // all rows are of one group"
 
 _STRUCT = Template("""\
 namespace {
@@ -82,8 +83,8 @@ class KernelSource:
     there is work for; shared: bytes of dynamic shared memory; reads_before_wait, writes_before_wait: whether it reads, or writes, before it
     waits for the kernel before it.
     carveout_blocks: how many of its blocks a multiprocessor has, if the shared-memory carveout is to hold no more than these: see
-    runtime/cuda.py. title: a name for people. given, boxes: its parameters after the struct. cluster: blocks of a cluster, of which `blocks`
-    and what is launched are multiples.
+    runtime/cuda.py. title: a name for people. given, boxes: its parameters after the struct. cluster: blocks of a cluster, of which
+    `blocks` and what is launched are multiples.
     """
 
     name: str

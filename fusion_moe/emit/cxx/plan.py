@@ -57,8 +57,13 @@ class Plan:
 
     @property
     def ends(self) -> Value:
-        """The ends of the groups, where they are in memory: an input, or made by `route`."""
+        """The ends of the groups, where they are in memory: an input, or made by `route`. See `whole`."""
         return source(self.fusion, self.product.values[2])
+
+    @property
+    def whole(self) -> bool:
+        """Whether the fusion says that all rows are of one group: then the ends are nowhere in memory."""
+        return are_all_rows(self.fusion, self.product.values[2], self.a.type.shape[0])
 
     @property
     def k(self) -> int:
@@ -144,7 +149,8 @@ def plan(fusion: Fusion, readers: Readers, dgrad: Readers = (), of_added: Reader
     made = {v for o in first for v in o.outputs}
     for product in (found, *added):
         _need_inside(fusion, product.op, made)
-    _need_ends(fusion, found, made)
+    if not are_all_rows(fusion, found.ends, found.a.type.shape[0]):
+        _need_ends(fusion, found, made)
     rows = [v for v in fusion.outputs if v not in made and v not in summed and v not in of_sums]
     _check_sums(fusion, sums, of_sums)
     if combine and combine.values[0] not in rows:
@@ -232,6 +238,12 @@ def _need_inside(fusion: Fusion, product: Op, made: Collection[Value]) -> None:
     if others := [v for v in fusion.outputs if v in inside and v not in made]:
         v = others[0]
         raise Inexpressible(fusion.producers[v], f"{v.name} {v.type} is computed in the prologue, and also read outside it")
+
+
+def are_all_rows(fusion: Fusion, ends: Value, rows: Dim) -> bool:
+    """Whether ends are of one group, which has all the rows, as a number that the fusion fills in says."""
+    made = fusion.producers.get(source(fusion, ends))
+    return made is not None and made.kind.name == "full" and made.attrs["shape"] == (1,) and made.attrs["fill_value"] == plain(rows)
 
 
 def _need_ends(fusion: Fusion, product: GroupedProduct, made: Collection[Value]) -> None:

@@ -76,9 +76,13 @@ __device__ __forceinline__ i32 scan(i32 x, Both both) {
     return x;
 }
 
-// Ends in a warp: EACH groups of a lane, one after the other; past the last that of the last.
+// Ends in a warp: EACH groups of a lane, one after the other; past the last that of the last. Null: of one group, which has all rows.
 template <int GROUPS, int EACH>
-__device__ __forceinline__ void load_ends(i32 (&end)[EACH], const i32* ends) {
+__device__ __forceinline__ void load_ends(i32 (&end)[EACH], const i32* ends, i32 rows) {
+    if (GROUPS == 1 && ends == nullptr) {
+        for (i32& each : end) each = rows;
+        return;
+    }
     const i32 first = threadIdx.x % 32 * EACH;
     constexpr int V = GROUPS % 4 == 0 && EACH % 4 == 0 ? 4 : 1;
 #pragma unroll
@@ -193,7 +197,7 @@ private:
         constexpr int EACH = (GROUPS + 31) / 32;  // groups of a lane, one after the other
         const i32 lane = threadIdx.x;
         i32 end[EACH];
-        load_ends<GROUPS>(end, ends);
+        load_ends<GROUPS>(end, ends, rows);
         if (error) check_ends<GROUPS>(end, rows, error);
         clamp_ends(end, rows);
         i32 row = start_of(end), mine = m_tiles_in<TILE_M>(end, row, size_class), number = scan(mine, Plus()) - mine;
@@ -259,7 +263,7 @@ __device__ __forceinline__ TilePlace find_tile_by_ends(
     constexpr int EACH = (GROUPS + 31) / 32;  // groups of a lane, one after the other
     const i32 lane = threadIdx.x % 32;
     i32 end[EACH];
-    load_ends<GROUPS>(end, ends);
+    load_ends<GROUPS>(end, ends, rows);
     if (error) check_ends<GROUPS>(end, rows, error);
     clamp_ends(end, rows);
     const i32 start = start_of(end);
