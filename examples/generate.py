@@ -8,7 +8,8 @@ Text comes as it is generated. Then: time to the first token, tokens a second af
 transformers' experts that compile. CUDA graphs on a GPU. A directory with NVFP4 experts has no bf16 beside it.
 
 With --layers there is no text: each step of decoding is captured once, sampling included, and replayed, so that no Python is timed; and a
-long prompt is timed as `generate` runs it, not compiled. "ours": what of a step's time on the GPU this library's kernels take.
+long prompt is timed as `generate` runs it, not compiled. "ours": what of a step's time on the GPU this library's kernels take. "head": the
+projection to the vocabulary, which a model of any depth has once: without it are the ratios of a deep model.
 "NVFP4, all": the projections of attention too, as in NVIDIA's checkpoint of Qwen3-30B-A3B. Attention (--attention) is the same for all, by
 default one for queries that share their keys: transformers, compiled, would copy keys and values for each of them.
 """
@@ -186,14 +187,16 @@ def layers(given: argparse.Namespace) -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {given.layers} layers, {CONTEXT} tokens of context", flush=True)
     print(f"{'batch':>6}  {'':16}{'us a step':>10}{'tokens/s':>12}{'ours':>7}{'head':>7}")
     for batch in given.batch:
-        found = {}
+        found, alone = dict[str, float](), dict[str, float]()
         for contender in contenders:
             if contender.experts != "batched_mm" or batch <= FEW:
                 torch._dynamo.reset()
-                replay = captured(contender, batch)
-                found[contender.name] = seconds(replay, REPLAYS)
-                show(f"{batch:6}  {contender.name:16}", found[contender.name], batch, replay, head(contender, batch))
-        print(f"{batch:6}  {ratio(found)}", flush=True)
+                replay, of_head = captured(contender, batch), head(contender, batch)
+                spent = found[contender.name] = seconds(replay, REPLAYS)
+                alone[contender.name] = spent - of_head
+                show(f"{batch:6}  {contender.name:16}", spent, batch, replay, of_head)
+        print(f"{batch:6}  {ratio(found)}")
+        print(f"{batch:6}  without the projection to the vocabulary: {ratio(alone)}", flush=True)
     prompts = [c for c in contenders if c.experts != "batched_mm"]
     found = {c.name: seconds(partial(prefill, c, torch.randint(config.vocab_size, (1, given.prefill), device="cuda")), 5) for c in prompts}
     for name, spent in found.items():
