@@ -334,7 +334,8 @@ def test_fusions_are_artifacts_of_the_structured_trace(tmp_path):
     script = tmp_path / "traced.py"
     script.write_text(
         "import torch, fusion_moe\n"
-        "from fusion_moe.frontends.inductor import FusionPass, compile_calls\n"
+        "from fusion_moe.frontends.compile_graph import compile_calls\n"
+        "from fusion_moe.frontends.fusion_pass import FusionPass\n"
         "e = fusion_moe.NVFP4Experts.from_float(torch.randn(2, 32, 16), torch.randn(2, 16, 16))\n"
         "f = torch.compile(e, backend=lambda m, i: compile_calls(FusionPass(fusion_moe.options.current()), m, i))\n"
         "with torch.no_grad(): f(torch.randn(3, 16), torch.zeros(3, 1).long(), torch.ones(3, 1))\n"

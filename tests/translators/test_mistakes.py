@@ -12,7 +12,8 @@ from moe_models import H, I, O, tokens, weight
 import fusion_moe
 from fusion_moe import Untranslatable, translate, translator
 from fusion_moe.errors import TranslatorError
-from fusion_moe.frontends.inductor import FusionPass, compile_calls
+from fusion_moe.frontends.compile_graph import compile_calls
+from fusion_moe.frontends.fusion_pass import FusionPass
 from fusion_moe.ir.sizes import symbol
 from fusion_moe.testing import check_translator
 
