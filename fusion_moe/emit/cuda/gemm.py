@@ -201,9 +201,10 @@ class Gemm(Source):
         if len(columns) not in (1, 2, 4):
             raise UnsupportedError(f"a result of {len(columns)} columns of the product has no kernel here", expected="1, 2 or 4")
         if plan.kind == "dgrad" and not all(in_vectors(c, plan.width) for c in columns):
-            raise UnsupportedError("a result whose columns do not follow each other by eights has no kernel here")
+            raise UnsupportedError("a result of columns that do not follow each other has no kernel here", expected="aligned runs of 8")
         if self.packed and (len(columns) > 1 or plan.width != plan.n):
-            raise UnsupportedError("a result that reads other columns than its own has no kernel with a weight in few bits here")
+            what = "a result that reads other columns than its own has no kernel with a weight in few bits here"
+            raise UnsupportedError(what, expected=f"its own columns, or a weight of {' or '.join(DTYPES)}")
 
     def _weight(self) -> list[str]:
         """The matrices, or what reads them."""
