@@ -23,6 +23,7 @@ PARTS, ROUTINGS, TOKENS = ("gemm1", "gemm2", "mlp"), ("uniform", "zipf"), (1, 8,
 DENSE_TOKENS = (1, 2, 3, 5, 8, 12, 17, 24, 32, 48, 75, 96, 128, 200, 300, 512, 700, 1100, 2048, 3000, 8192)
 ZIPF = 1.2
 LIMIT = {"gemm1": 3e-3, "gemm2": 3e-3, "mlp": 8e-3}  # relative Frobenius error that a result may have
+PEERS = ("humming indexed", "humming grouped", "torch")
 PEERS_MARGIN = 1.5  # what peers, which round in places of their own, may have of that
 _ENOUGH_BYTES, _MOST_LAYERS = 1e9, 8
 _CHECKED_EXPERTS, _CHECKED_ROWS, _CHECKED_TOKENS = 4, 64, 4
@@ -211,7 +212,7 @@ def error(cell: Cell, layer: Layer, to: Routed, found: Tensor) -> float:
 
 def is_right(name: str, part: str, found: Mapping[str, Any]) -> bool:
     """Whether a contender's result was: an error beyond the limit, or NaN, is none."""
-    return "error" not in found or (found["error"] or math.inf) <= LIMIT[part] * (1 if name == "fusion_moe" else PEERS_MARGIN)
+    return "error" not in found or (found["error"] or math.inf) <= LIMIT[part] * (PEERS_MARGIN if name in PEERS else 1)
 
 
 def _spread(items: Sequence[int], most: int) -> list[int]:

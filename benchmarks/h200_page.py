@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from h200_cells import MODELS, PARTS, TOKENS, Cell, is_right
+from h200_cells import MODELS, PARTS, PEERS, TOKENS, Cell, is_right
 from page import DOCS, plots, put, save
 
 HERE = Path(__file__).resolve().parent
-OURS, PEERS, DENSE = "fusion_moe", ("humming indexed", "humming grouped", "torch"), "dense"
+OURS, DENSE = "fusion_moe", "dense"
 TITLES = {"gemm1": "Gate and up, one product", "gemm2": "Down", "mlp": "The expert MLP, from expert ids to its result"}
 _COPY = 4.2e12  # bytes a second, read and written
 _MANY = 2048  # tokens from which on the products' arithmetic is what takes time

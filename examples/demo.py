@@ -8,6 +8,7 @@ The model is a Qwen3-MoE trained on the Python standard library (examples/train_
 from __future__ import annotations
 
 import argparse
+import inspect
 import logging
 import os
 import statistics
@@ -27,7 +28,7 @@ from transformers import logging as transformers_logging
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import fusion_moe
-from fusion_moe.frontends.inductor import has_compiler
+from fusion_moe.frontends.compile_graph import has_compiler
 from fusion_moe.runtime import nvrtc
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
@@ -99,6 +100,11 @@ def perplexity(variant: Variant, tokenizer: Any, texts: list[str]) -> float:
     return ppl
 
 
+def cache_argument(model: torch.nn.Module) -> str:
+    """What a model of transformers calls its cache: "cache" from 5.24 on."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 @torch.inference_mode()
 def decode_speed(variant: Variant, tokenizer: Any, batch: int, steps: int) -> Speed:
     """The speed of greedy decoding with a static cache."""
@@ -107,12 +113,13 @@ def decode_speed(variant: Variant, tokenizer: Any, batch: int, steps: int) -> Sp
     device = variant.model.device
     prompt = tokenizer([PROMPT] * batch, return_tensors="pt").input_ids.to(device)
     cache = StaticCache(config=variant.model.config, max_cache_len=prompt.shape[1] + steps + 8)
-    token = variant.model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
+    given = {cache_argument(variant.model): cache}
+    token = variant.model(prompt, **given).logits[:, -1:].argmax(-1)
     wait(variant, f"{steps} steps at batch {batch}")
     seconds, run = [], variant.run if variant.decode is None else variant.decode
     for i in range(steps + 3):
         start = now(device.type)
-        token = run(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        token = run(token, **given).logits[:, -1:].argmax(-1)
         if i >= 3:  # the first ones compile and warm up
             seconds.append(now(device.type) - start)
     fast, *_, slow = statistics.quantiles(seconds, n=10)
@@ -209,6 +216,23 @@ def time_large_layer(calls: int, device: str) -> None:
         print(f"NVFP4 compiled runs at {found['bf16 Inductor'] / found['NVFP4 compiled']:.2f}x of bf16 under Inductor")
 
 
+def all_variants(bf16: torch.nn.Module, nvfp4: torch.nn.Module, device: str) -> list[Variant]:
+    """Both models, eager and compiled; those of NVFP4 are the last two."""
+    variants = [Variant("bf16 eager", bf16, bf16, EXPERTS)]
+    if has_compiler():
+        variants.append(compiled("bf16 Inductor", bf16, "inductor", device, dict.fromkeys(BATCHES, "batched_mm")))
+    else:
+        print("no C++ compiler: no bf16 under Inductor to compare with, and everything outside of our fusions runs call by call")
+    return [*variants, Variant("NVFP4 eager", nvfp4, nvfp4, {}), compiled("NVFP4 compiled", nvfp4, "fusion_moe", device, {})]
+
+
+def compare_perplexities(variants: list[Variant], tokenizer: Any, texts: list[str]) -> None:
+    """What four bits change, and what is rounded differently in fused kernels."""
+    found = {v.name: perplexity(v, tokenizer, texts) for v in variants if v.name != "bf16 Inductor"}
+    change, rounding = (found[a] / found[b] - 1 for a, b in (("NVFP4 eager", "bf16 eager"), ("NVFP4 compiled", "NVFP4 eager")))
+    print(f"NVFP4 is {change:+.2%} of bf16; compiled is {rounding:+.4%} of eager")
+
+
 def main(options: argparse.Namespace) -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -228,18 +252,9 @@ def main(options: argparse.Namespace) -> None:
     print(f"expert weights: {before:,} bytes in bf16, {after:,} in NVFP4: {before / after:.2f}x smaller")
 
     step('compile: torch.compile(model, backend="fusion_moe")')
-    variants = [Variant("bf16 eager", bf16, bf16, EXPERTS)]
-    if has_compiler():
-        variants.append(compiled("bf16 Inductor", bf16, "inductor", options.device, dict.fromkeys(BATCHES, "batched_mm")))
-    else:
-        print("no C++ compiler: no bf16 under Inductor to compare with, and everything outside of our fusions runs call by call")
-    variants += [Variant("NVFP4 eager", nvfp4, nvfp4, {}), compiled("NVFP4 compiled", nvfp4, "fusion_moe", options.device, {})]
-
-    size = sum(len(t.encode()) for t in texts)
-    step(f"perplexity on {size:,} bytes of held-out text")
-    found = {v.name: perplexity(v, tokenizer, texts) for v in variants if v.name != "bf16 Inductor"}
-    change, rounding = (found[a] / found[b] - 1 for a, b in (("NVFP4 eager", "bf16 eager"), ("NVFP4 compiled", "NVFP4 eager")))
-    print(f"NVFP4 is {change:+.2%} of bf16; compiled is {rounding:+.4%} of eager")
+    variants = all_variants(bf16, nvfp4, options.device)
+    step(f"perplexity on {sum(len(t.encode()) for t in texts):,} bytes of held-out text")
+    compare_perplexities(variants, tokenizer, texts)
 
     where = f"{torch.get_num_threads()} threads" if options.device == "cpu" else torch.cuda.get_device_name()
     step(f"decoding, tokens per second on {where} (median of {options.tokens} steps, spread p10 to p90)")

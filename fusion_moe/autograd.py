@@ -133,6 +133,8 @@ class _Step:
         try:
             programs = programs_of(program, wants)
         except UnsupportedError as error:
+            if derivative_of(program) is not None:
+                return cls(_second_derivative(error), parts, wants, {})
             what = f"run, derivative with respect to inputs {', '.join(map(str, wants))}"
             return cls(error.at(what), parts, wants, {})
         return cls(programs, parts, wants, named_sizes(parse(program), sizes), with_ or options.current().key(), with_)
@@ -155,6 +157,14 @@ class _Step:
         inputs = [*saved, *self.programs.seeds(grads)]
         outputs = run(self.programs.backward, self.programs.derivative.backward, inputs, self.sizes, self.options)
         return dict(zip(self.wanted, outputs, strict=True))
+
+
+def _second_derivative(error: UnsupportedError) -> UnsupportedError:
+    """The error about an operation without a derivative in a program that is a backward itself."""
+    return UnsupportedError(
+        f"a second derivative, but {error.found}", expected="first derivatives, or a backward whose operations have derivatives",
+        todo="leave out create_graph=True, or detach the gradient", where="run of a backward",
+    )  # fmt: skip
 
 
 def wanted(inputs: Sequence[Input]) -> tuple[int, ...]:

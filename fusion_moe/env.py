@@ -100,8 +100,8 @@ def _numa() -> Check:
         found = numa.Spread((), f"{numa.named(found.nodes)}, and weights where they are first written: the option numa_interleave is off")
     if found.nodes:
         return Check("NUMA", True, f"weights on {numa.named(found.nodes)} by turns")
-    todo = "in a container: --cap-add SYS_NICE" if "no permission" in found.why else ""
-    return Check("NUMA", len(nodes) > 1 and not todo, found.why, todo)
+    todo = "" if found.permitted else "in a container: --cap-add SYS_NICE"
+    return Check("NUMA", len(nodes) > 1 and found.permitted, found.why, todo)
 
 
 def _compiler() -> Check:

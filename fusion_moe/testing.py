@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from . import options
 from .compile import run
 from .errors import TranslatorError
-from .frontends.inductor import FusionPass, apart, compile_calls
+from .frontends.compile_graph import compile_calls
+from .frontends.dynamo import apart
+from .frontends.fusion_pass import FusionPass
 from .frontends.meaning import compared, drawn, found, same
 from .frontends.regions import Found
 from .translate import Operation, message, overload_of

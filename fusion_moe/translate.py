@@ -164,7 +164,7 @@ def overload_of(op: Operation) -> OpOverload:
             op = getattr(getattr(torch.ops, namespace), packet)
             return getattr(op, overload) if overload else overload_of(op)
         except (AttributeError, RuntimeError):
-            raise TranslatorError(f"there is not an operation {namespace}::{name}", expected="one that is registered") from None
+            raise TranslatorError(f"there is no operation {namespace}::{name}", expected="one that is registered") from None
     if isinstance(op, OpOverload):
         return op
     if isinstance(op, CustomOpDef):
@@ -189,7 +189,7 @@ def warn_of_unknown() -> None:
             if near or any(name.startswith(f"{t.op.partition('::')[0]}::") for name in names):
                 _warned_unknown.add(t.op)
                 todo = f"did you mean {' or '.join(map(repr, near[:3]))}?" if near else "import what registers it"
-                error = TranslatorError(f"there is not an operation {t.op}", expected="one that is registered", todo=todo, where=t.where)
+                error = TranslatorError(f"there is no operation {t.op}", expected="one that is registered", todo=todo, where=t.where)
                 log.warning("%s", error)
 
 

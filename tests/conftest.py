@@ -77,7 +77,7 @@ def _missing_of_browser() -> str:
 
 @cache
 def _has_compiler() -> bool:
-    from fusion_moe.frontends.inductor import has_compiler
+    from fusion_moe.frontends.compile_graph import has_compiler
 
     return has_compiler()
 

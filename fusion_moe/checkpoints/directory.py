@@ -39,11 +39,8 @@ class Directory:
         weights in files of another kind.
         """
         path = Path(path)
-        if not path.is_dir():
-            is_file = path.is_file()
-            found = "it is a file" if is_file else "no such directory"
-            todo = f"name its directory, {path.parent}" if is_file else "download a repository first: hf download NAME --local-dir DIR"
-            raise CheckpointError(found, expected="a directory with config.json and safetensors", todo=todo, where=str(path))
+        if not _is_file(path / CONFIG):
+            raise _not_a_checkpoint(path)
         config = _json(path / CONFIG)
         index = path / INDEX
         return cls(path, config, _sharded(path, index) if index.exists() else _single(path))
@@ -128,6 +125,16 @@ def _check_shards(path: Path, index: Path, shards: Iterable[str]) -> None:
     if missing := [shard for shard in shards if not _is_file(path / shard)]:
         found, todo = f"{missing[0]} is not there{_and_more(missing)}", "download it again"
         raise CheckpointError(found, expected="every file that the index names", todo=todo, where=str(index))
+
+
+def _not_a_checkpoint(path: Path) -> CheckpointError:
+    """The error about a path that is no directory with a configuration."""
+    todo = "name the directory of a model, or download one first: hf download NAME --local-dir DIR"
+    if path.is_file():
+        found, todo = "it is a file", f"name its directory, {path.parent}"
+    else:
+        found = f"no {CONFIG} in it" if path.is_dir() else "no such directory"
+    return CheckpointError(found, expected=f"a directory with {CONFIG} and safetensors", todo=todo, where=str(path))
 
 
 def _is_file(path: Path) -> bool:

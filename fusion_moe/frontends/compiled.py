@@ -32,7 +32,7 @@ class Compiled:
     grad: bool
 
     def again(self, compile: Callable[..., Any], look: Callable[[Graph, bool], None]) -> None:
-        """Traces the forward pass once more. compile: `inductor.compile_calls`, which gives what it traced to `look`."""
+        """Traces the forward pass once more. compile: `compile_graph.compile_calls`, which gives what it traced to `look`."""
         mode = next((x.fake_mode for x in self.inputs if isinstance(x, FakeTensor)), FakeTensorMode())
         with tracing(TracingContext(mode)), torch.set_grad_enabled(self.grad):
             compile(look, _copy(self.model), self.inputs)

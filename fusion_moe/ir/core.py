@@ -40,8 +40,6 @@ class Value:
 
 
 Operand = Value | int | float | bool  # a number takes the dtype of the tensors beside it
-
-
 Need = tuple[AnySize, str]  # a size that may not be negative, and a sentence that says so
 
 
@@ -174,7 +172,7 @@ class Fusion:
             raise FusionError(found, expected="each input, and the ends of each partition, once")
         for i, op in enumerate(self.ops):
             if missing := [v.name for v in op.values if v not in seen]:
-                raise self._error(i, f"reads {', '.join(missing)} before it is computed")
+                raise self._error(i, f"reads {', '.join(missing)} before it is computed", "inputs, and results of operations before")
             try:
                 want = infer(op.kind, tuple(op.types()), op.attrs)
                 rows.add(want, op.attrs)
@@ -227,7 +225,8 @@ class Fusion:
                 if isinstance(d, Rows):
                     found.append((MOST_ROWS - d.total, f"{d.total} rows are partitioned by {d.groups}, whose ends have 32 bits"))
             count = reduce(mul, map(plain, v.type.shape), 1)
-            found += [(MOST_ELEMENTS - count, f"{count} elements are more than 63 bits can count")] * isinstance(count, Size)
+            if isinstance(count, Size):
+                found.append((MOST_ELEMENTS - count, f"{count} elements are more than 63 bits can count"))
         return tuple(dict.fromkeys(need for need in found if not never_negative(need[0])))
 
     @cached_property

@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 
 from .. import options
 from ..autograd import Programs, programs_of, run, split, wanted
+from ..errors import UnsupportedError
 from ..ir.postponed import postponed
 from ..ir.text import parse
 from ..parts import Parts, flat, grouped
@@ -91,6 +92,11 @@ class _Tracked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         work: _Work = ctx.work
+        if work.effects.mains and torch.is_grad_enabled():
+            raise UnsupportedError(
+                "create_graph=True", expected="a backward without a graph, since gradients are written to main_grad",
+                todo="leave it out, or leave out accumulate_into_main_grad", where="backward",
+            )  # fmt: skip
         inputs = [*grouped(ctx.saved_tensors, ctx.parts), *work.programs.seeds([dy])]
         text, waiting = postponed(work.programs.backward, tuple(map(work.wanted.index, work.later)))
         mains = {work.now.index(i): params for i, params in work.effects.mains.items() if i in work.now}

@@ -18,8 +18,8 @@ from .. import target as targets
 from ..compile import compile_fusion
 from ..emit import cpu
 from ..emit.cpu import prebuilt
-from ..frontends.inductor import replace_regions
 from ..frontends.regions import Region
+from ..frontends.rewrite import replace_regions
 from ..ir.core import Fusion, Value
 from ..ir.types import DTYPES
 from ..op_definitions import as_bytes

@@ -22,8 +22,9 @@ from .. import target as targets
 from ..arch import Arch, named
 from ..emit import cuda
 from ..errors import Error, OptionError, UnsupportedError, did_you_mean
+from ..frontends.compile_graph import compile_calls
+from ..frontends.dynamo import apart
 from ..frontends.float_experts import float_experts
-from ..frontends.inductor import apart, compile_calls
 from ..frontends.nodes import called_op
 from ..frontends.regions import find_regions
 from ..frontends.thunder import found_in

@@ -167,9 +167,8 @@ def tensor_map(address: int, type: str, sizes: tuple[int, ...], box: tuple[int, 
         empty = ctypes.create_string_buffer(_MAP_BYTES)
         return TensorMap(empty, ctypes.addressof(empty))
     d = _driver()
-    dtype = {"bf16": d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "f16": d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16}[
-        type
-    ]
+    dtypes = d.CUtensorMapDataType
+    dtype = {"bf16": dtypes.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "f16": dtypes.CU_TENSOR_MAP_DATA_TYPE_FLOAT16}[type]
     strides = [2 * prod(sizes[: i + 1]) for i in range(len(sizes) - 1)]  # bytes
     made = _checked(
         d.cuTensorMapEncodeTiled(

@@ -40,10 +40,11 @@ _MODE = (1 << 13) - 1  # the bits of a mode that are no flags
 
 @dataclass(frozen=True)
 class Spread:
-    """nodes: over which pages are to be interleaved; () if they stay as they come, and why."""
+    """nodes: over which pages are to be interleaved; () if they stay as they come, and why. permitted: not if the system refuses."""
 
     nodes: tuple[int, ...]
     why: str = ""
+    permitted: bool = True
 
 
 def spread() -> Spread:
@@ -56,7 +57,7 @@ def spread() -> Spread:
     if len(nodes) < 2:
         return Spread((), f"the CPUs and memory of this process are on {named(nodes)} alone")
     if why := _why_refused(nodes):
-        return Spread((), f"{named(nodes)}, but no permission to place pages: {why}")
+        return Spread((), f"{named(nodes)}, but no permission to place pages: {why}", permitted=False)
     mode, bound = policy()
     if mode != DEFAULT:
         name = _POLICIES[mode] if mode < len(_POLICIES) else f"number {mode}"

@@ -361,24 +361,25 @@ def test_a_value_of_another_definition_is_found_out(lib):
 
 
 def test_a_size_shown_as_a_multiple_is_divided():
-    x, offs = _symbolic_rows(4)
-    graph = Graph()
-    nodes = [graph.placeholder(name) for name in ("x", "codes", "scale", "decode", "offs")]
-    for n, val in zip(nodes, (x, *SQUARE, offs), strict=True):
-        n.meta["val"] = val
-    y = graph.call_function(O.nvfp4_grouped_mm.default, tuple(nodes))
-    y.meta["val"] = x
-    graph.output(y)
+    graph = _product_of_symbolic_rows(4)
     result = passed(graph)
     gm = GraphModule({}, graph)
     (shown,) = result.regions[0].sizes.values()
-    assert (shown.node, shown.dim, shown.by) == (nodes[0], 0, 4)
+    assert (shown.node.name, shown.dim, shown.by) == ("x", 0, 4)
     real, ends = tokens(20), torch.tensor([1, 3, 3, 20], dtype=torch.int32)
     torch.testing.assert_close(gm(real, *SQUARE, ends), product(real, ends))
 
 
 def test_a_size_that_nothing_shows_is_a_refusal():
-    x, offs = _symbolic_rows(None)
+    graph = _product_of_symbolic_rows(None)
+    result = found(graph)
+    assert result.regions == []
+    assert "cannot be read from any value outside the fusion" in left(result, "fusion_moe.nvfp4_grouped_mm.default")
+
+
+def _product_of_symbolic_rows(times: int | None) -> Graph:
+    """x of `_symbolic_rows`, multiplied."""
+    x, offs = _symbolic_rows(times)
     graph = Graph()
     nodes = [graph.placeholder(name) for name in ("x", "codes", "scale", "decode", "offs")]
     for n, val in zip(nodes, (x, *SQUARE, offs), strict=True):
@@ -386,9 +387,7 @@ def test_a_size_that_nothing_shows_is_a_refusal():
     y = graph.call_function(O.nvfp4_grouped_mm.default, tuple(nodes))
     y.meta["val"] = x
     graph.output(y)
-    result = found(graph)
-    assert result.regions == []
-    assert "cannot be read from any value outside the fusion" in left(result, "fusion_moe.nvfp4_grouped_mm.default")
+    return graph
 
 
 def _symbolic_rows(times: int | None) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fusion_moe import compile as pipeline
 from fusion_moe import errors, options, translate, translator
-from fusion_moe.frontends import inductor
+from fusion_moe.frontends import compile_graph, inductor
+from fusion_moe.frontends.compile_graph import compile_with
+from fusion_moe.frontends.fusion_pass import FusionPass
 from fusion_moe.frontends.regions import Found
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}  # float32: Inductor's order of sums in the norm and the router
@@ -39,8 +41,8 @@ def compiled(f, mode=None, results: list[Found] | None = None, **how):
     given = how.pop("options", {})
 
     def backend(gm, inputs):
-        fusion_pass = inductor.FusionPass(options.current(), found=None if results is None else results.append)
-        return inductor.compile_with(fusion_pass, gm, inputs, mode, given)
+        fusion_pass = FusionPass(options.current(), found=None if results is None else results.append)
+        return compile_with(fusion_pass, gm, inputs, mode, given)
 
     return torch.compile(f, backend=backend, fullgraph=True, **how)
 
@@ -208,18 +210,18 @@ def test_experts_alone_may_be_dynamic_in_every_dimension():
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
 def test_modes_are_those_of_inductor(mode):
     model, seen = Experts(), {}
-    compile_fx = inductor.compile_fx
+    compile_fx = compile_graph.compile_fx
 
     def noted(gm, inputs, *, config_patches):
         seen.update(config_patches)
         return compile_fx(gm, inputs, config_patches=config_patches)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(inductor, "compile_fx", noted)
+        patch.setattr(compile_graph, "compile_fx", noted)
         got = torch.compile(model, backend=inductor.backend, mode=mode, fullgraph=True)(tokens(5))
         torch.testing.assert_close(got, model(tokens(5)), **TOLERANCE)
     own = seen.pop("post_grad_custom_pre_pass")
-    assert isinstance(own, inductor.FusionPass)
+    assert isinstance(own, FusionPass)
     assert seen == ({} if mode == "default" else torch._inductor.list_mode_options(mode))
 
 
@@ -327,7 +329,7 @@ def test_passes_that_are_set_follow_ours_whatever_they_are():
     assert len(seen) == 1
     assert config.post_grad_custom_pre_pass == several
     with enabled(before=several[1]):
-        assert inductor.FusionPass(options.current(), then=several[1:]).uuid() is None  # Inductor caches nothing then, as without us
+        assert FusionPass(options.current(), then=several[1:]).uuid() is None  # Inductor caches nothing then, as without us
     inductor.disable()
     inductor.disable()
     assert config.post_grad_custom_pre_pass is several[1]

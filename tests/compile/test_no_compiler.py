@@ -15,13 +15,14 @@ SCRIPT = """
 import json, logging, torch
 from moe_models import Block, calls, tokens
 from fusion_moe import options
-from fusion_moe.frontends import inductor
+from fusion_moe.frontends.compile_graph import compile_with, has_compiler
+from fusion_moe.frontends.fusion_pass import FusionPass
 
 logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
 model, results = Block(), []
 
 def backend(gm, inputs):
-    return inductor.compile_with(inductor.FusionPass(options.current(), found=results.append), gm, inputs, "max-autotune", {})
+    return compile_with(FusionPass(options.current(), found=results.append), gm, inputs, "max-autotune", {})
 
 def gradients(f):
     x = tokens(5).requires_grad_()
@@ -38,7 +39,7 @@ with torch.inference_mode():
         torch.testing.assert_close(run(tokens(t)), model(tokens(t)), rtol=1e-5, atol=1e-5)
 from torch._inductor import metrics
 regions = [[calls(r.nodes) for r in f.regions] for f in results]
-print(json.dumps({"compiler": inductor.has_compiler(), "regions": regions, "kernels": metrics.generated_kernel_count}))
+print(json.dumps({"compiler": has_compiler(), "regions": regions, "kernels": metrics.generated_kernel_count}))
 """
 
 

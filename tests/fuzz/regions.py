@@ -10,8 +10,8 @@ from torch.fx import Graph, Interpreter, Node
 
 from fusion_moe import options
 from fusion_moe.compile import Lowered, lower
-from fusion_moe.frontends.inductor import replace_regions
 from fusion_moe.frontends.regions import find_regions
+from fusion_moe.frontends.rewrite import replace_regions
 from fusion_moe.ir.core import Fusion, Value
 from fusion_moe.ir.text import parse
 from fusion_moe.options import Options

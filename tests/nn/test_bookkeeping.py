@@ -87,6 +87,19 @@ def test_main_grad_gets_the_sums(dtype, main, single, delayed):
         assert delayed or p.grad.shape == p.shape
 
 
+@pytest.mark.parametrize("delayed", BOTH)
+def test_main_grad_has_no_second_derivative(delayed):
+    module = with_main_grad(layer(G, K, N, accumulate_into_main_grad=True, delay_wgrad_compute=delayed))
+    x = rows()
+    with pytest.raises(UnsupportedError) as e:
+        torch.autograd.grad(module(x, COUNTS).square().sum(), x, create_graph=True)
+    assert str(e.value) == (
+        "backward: create_graph=True; expected a backward without a graph, since gradients are written to main_grad; "
+        "leave it out, or leave out accumulate_into_main_grad"
+    )
+    assert all((m == 0.5).all() for m in main_grads(module))
+
+
 def test_kernels_of_main_grad():
     with options.override(target="auto"):
         test_main_grad_gets_the_sums(torch.bfloat16, torch.float32, False, False)

@@ -387,6 +387,14 @@ def test_gradients_of_several_dimensions_and_of_one_argument():
     assert x.grad.reshape(6, 32).equal(flat.grad)
 
 
+ERF = """
+def fusion(fd):
+    v0 = fd.define_tensor(shape=[3], dtype="f32")
+    v1 = fd.ops.erf(v0)
+    fd.add_output(v1)
+"""
+
+
 def test_what_has_no_derivative(golden):
     gate_up, _ = experts(2)
     a, ends = random(5, 32).requires_grad_(), torch.tensor([2, 5], dtype=torch.int32)
@@ -397,7 +405,10 @@ def test_what_has_no_derivative(golden):
     decode = gate_up[2].clone().requires_grad_()
     with pytest.raises(UnsupportedError) as frozen:
         OPS.nvfp4_grouped_mm(a, *gate_up[:2], decode, ends).sum().backward()
-    golden(f"second order\n    {second.value}\na frozen scale\n    {frozen.value}")
+    x = random(3).requires_grad_()
+    with pytest.raises(UnsupportedError) as of_run:
+        OPS.run(ERF, [x], [], None)[0].sum().backward()
+    golden(f"second order\n    {second.value}\nof a program\n    {of_run.value}\na frozen scale\n    {frozen.value}")
     assert not OPS.nvfp4_quantize(a)[2].requires_grad
 
 

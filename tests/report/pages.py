@@ -12,6 +12,9 @@ from fusion_moe.report import Load, Machine, Measured, NotFusedReport, Report
 from fusion_moe.report.data import Listing
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 64, 32, 6, 2
+STAGES = (
+    "translated", "canonicalize", "assign_layouts", "dequantize_operands", "simplify", "gather_for_each", "segments", "schedules", "source",
+)  # fmt: skip
 HARM = """</script><script>window.harmed = 1</script><img src="http://example.com/x" onerror='window.harmed = 1'>"""
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from experts import experts
+from pages import EXPERTS, HIDDEN, INTERMEDIATE, STAGES, TOKENS, TOP_K, Layer
 from torch._dynamo.testing import CompileCounter
 
 import fusion_moe
@@ -18,20 +18,6 @@ from fusion_moe.errors import OptionError, UnsupportedError
 from fusion_moe.report import repro
 
 ops = torch.ops.fusion_moe
-EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 64, 32, 6, 2
-
-
-class Layer(torch.nn.Module):
-    """A mixture-of-experts layer with what stands around it in a model."""
-
-    def __init__(self):
-        super().__init__()
-        self.router = torch.nn.Linear(HIDDEN, EXPERTS, dtype=torch.bfloat16)
-        self.experts = experts(EXPERTS, HIDDEN, INTERMEDIATE)
-
-    def forward(self, x):
-        weights, ids = self.router(x).softmax(-1).topk(TOP_K)
-        return x + self.experts(x, ids, weights)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +69,7 @@ def test_roundings_that_the_kernels_drop_are_listed(report, x):
 
 def test_what_was_not_fused_is_told(report):
     assert {x.op: x.why for x in report.not_fused} == {"aten.topk.default": "it has no translator"}
-    assert all("test_report.py" in x.source for x in report.not_fused)
+    assert all("pages.py" in x.source for x in report.not_fused)
 
 
 def test_json_has_a_versioned_schema(report):
@@ -127,17 +113,7 @@ def test_sizes_that_only_the_device_knows_are_not_made_up(x):
 
 
 def test_every_stage_is_shown(report):
-    assert report.stages == (
-        "translated",
-        "canonicalize",
-        "assign_layouts",
-        "dequantize_operands",
-        "simplify",
-        "gather_for_each",
-        "segments",
-        "schedules",
-        "source",
-    )
+    assert report.stages == STAGES
     assert "fd.ops.silu" in report.stage("canonicalize")
     assert "GroupedGemm(product='grouped_mm', prologue=('route', 'index_select')" in report.stage("schedules")
     with pytest.raises(OptionError, match="no stage named 'linker'; expected one of translated"):
@@ -334,7 +310,8 @@ def test_fusions_are_artifacts_of_the_structured_trace(tmp_path):
     script = tmp_path / "traced.py"
     script.write_text(
         "import torch, fusion_moe\n"
-        "from fusion_moe.frontends.inductor import FusionPass, compile_calls\n"
+        "from fusion_moe.frontends.compile_graph import compile_calls\n"
+        "from fusion_moe.frontends.fusion_pass import FusionPass\n"
         "e = fusion_moe.NVFP4Experts.from_float(torch.randn(2, 32, 16), torch.randn(2, 16, 16))\n"
         "f = torch.compile(e, backend=lambda m, i: compile_calls(FusionPass(fusion_moe.options.current()), m, i))\n"
         "with torch.no_grad(): f(torch.randn(3, 16), torch.zeros(3, 1).long(), torch.ones(3, 1))\n"

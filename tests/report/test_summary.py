@@ -6,28 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experts import experts
+from pages import EXPERTS, HIDDEN, TOKENS, TOP_K, Layer
 
 import fusion_moe
 from fusion_moe.report import Measured, NotFusedReport
 from fusion_moe.report.data import Share
 from fusion_moe.report.summary import summary
-
-EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 64, 32, 6, 2
-
-
-class Layer(torch.nn.Module):
-    """A mixture-of-experts layer with a router and a residual sum."""
-
-    def __init__(self):
-        super().__init__()
-        self.router = torch.nn.Linear(HIDDEN, EXPERTS, dtype=torch.bfloat16)
-        self.experts = experts(EXPERTS, HIDDEN, INTERMEDIATE)
-
-    def forward(self, x):
-        weights, ids = self.router(x).softmax(-1).topk(TOP_K)
-        return x + self.experts(x, ids, weights)
-
 
 X = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
 
@@ -171,4 +155,4 @@ def test_shares(fused, unfused, text):
 def test_what_changes_a_program_is_told(report):
     assert (report.version, dict(report.options)["contract_rounding"]) == (fusion_moe.__version__, "True")
     (listing,) = report.listings
-    assert (listing.file, listing.text.splitlines()[0].strip()) == ("test_summary.py", "def forward(self, x):")
+    assert (listing.file, listing.text.splitlines()[0].strip()) == ("pages.py", "def forward(self, x):")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from experts import experts_of_ones
+from pages import STAGES
 
 import fusion_moe
 from fusion_moe.emit.nvfuser import library
@@ -59,17 +60,7 @@ def test_no_line_is_wider_than_120(blackwell, hopper):
 
 def test_every_stage_is_shown(blackwell, hopper):
     for report in blackwell, hopper:
-        assert report.stages == (
-            "translated",
-            "canonicalize",
-            "assign_layouts",
-            "dequantize_operands",
-            "simplify",
-            "gather_for_each",
-            "segments",
-            "schedules",
-            "source",
-        )
+        assert report.stages == STAGES
     assert "relayout" in blackwell.stage("assign_layouts")
     assert "relayout" not in hopper.stage("assign_layouts")
     assert "cutlass_nvfp4_grouped_mm" in blackwell.stage("schedules")

@@ -16,7 +16,8 @@ import fusion_moe
 from fusion_moe import FusionDefinition, op_definitions, options, schedule
 from fusion_moe.compile import segments
 from fusion_moe.encodings import quantize
-from fusion_moe.frontends import inductor
+from fusion_moe.frontends.compile_graph import compile_calls
+from fusion_moe.frontends.fusion_pass import FusionPass
 from fusion_moe.ir.core import Fusion
 from fusion_moe.passes import PASSES
 from fusion_moe.schedule.product import main_and_added, products
@@ -181,10 +182,8 @@ def traced(function, *args) -> Fusion:
     """The Fusion that torch.compile finds in a function."""
     torch._dynamo.reset()
     found = []
-    fusion_pass = inductor.FusionPass(options.Options(contract_rounding=False), found=found.append)
-    compiled = torch.compile(
-        function, backend=lambda gm, inputs: inductor.compile_calls(fusion_pass, gm, inputs), dynamic=True, fullgraph=True
-    )
+    fusion_pass = FusionPass(options.Options(contract_rounding=False), found=found.append)
+    compiled = torch.compile(function, backend=lambda gm, inputs: compile_calls(fusion_pass, gm, inputs), dynamic=True, fullgraph=True)
     with torch.no_grad(), options.override(contract_rounding=False):  # for the eager call; the compiled one has its own
         torch.testing.assert_close(compiled(*args), function(*args), rtol=1e-6, atol=0)  # torch's eager silu has its own exp
     ((region,),) = [f.regions for f in found]

@@ -11,7 +11,8 @@ from torch.fx import Graph
 
 import fusion_moe
 from fusion_moe.errors import Untranslatable
-from fusion_moe.frontends.inductor import FusionPass, compile_calls
+from fusion_moe.frontends.compile_graph import compile_calls
+from fusion_moe.frontends.fusion_pass import FusionPass
 from fusion_moe.frontends.regions import Found, find_regions
 from fusion_moe.ir.builder import FusionDefinition
 from fusion_moe.translate import find

@@ -12,7 +12,8 @@ from moe_models import H, I, O, tokens, weight
 import fusion_moe
 from fusion_moe import Untranslatable, translate, translator
 from fusion_moe.errors import TranslatorError
-from fusion_moe.frontends.inductor import FusionPass, compile_calls
+from fusion_moe.frontends.compile_graph import compile_calls
+from fusion_moe.frontends.fusion_pass import FusionPass
 from fusion_moe.ir.sizes import symbol
 from fusion_moe.testing import check_translator
 
@@ -225,7 +226,7 @@ def test_a_misspelt_name_is_a_warning_once(lib, name, todo, caplog):
         translate.unregister(name)
     (warned,) = [r.getMessage() for r in caplog.records if name in r.getMessage()]
     assert warned.startswith("test_mistakes.py:")
-    assert f"there is not an operation {name}; expected one that is registered; {todo}" in warned
+    assert f"there is no operation {name}; expected one that is registered; {todo}" in warned
 
 
 def test_an_operation_may_come_after_its_translator(lib, caplog):
@@ -322,5 +323,5 @@ def test_a_refusal_and_no_translator_are_told(lib):
 
     with pytest.raises(Untranslatable, match="never"):
         check_translator(NAME, torch.ones(3))
-    with pytest.raises(TranslatorError, match="there is not an operation bad_translators::none"):
+    with pytest.raises(TranslatorError, match="there is no operation bad_translators::none"):
         check_translator("bad_translators::none", torch.ones(3))

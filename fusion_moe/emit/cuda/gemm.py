@@ -154,36 +154,17 @@ class Gemm(Source):
 
     def _make_functions(self) -> list[str]:
         """See kernels/gemm.cuh."""
-        plan, rows = self.plan, Rows(self.plan.width)
-        epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}][v]"})
-        made = epilogue.elements()
-        parts = {v: plan.parts(v) for v in plan.rows}
-        for v, places in parts.items():
-            for place in places or ():
-                self._add(rows, epilogue, made, v, place)
-        for i, op in enumerate(plan.sums):
-            rows.add_term(i, self._term(epilogue, made, op.values[0]))
-        for v in (v for v, places in parts.items() if places is None):
-            for place in epilogue.every_column():
-                self._add(rows, epilogue, made, v, place)
-        columns = epilogue.columns or [_J]
+        plan, columns = self.plan, self._make_stores()
         self._columns_read = len(columns)
-        if self._columns_read not in (1, 2, 4):
-            raise UnsupportedError(f"a result of {self._columns_read} columns of the product has no kernel here", expected="1, 2 or 4")
-        self.stores = rows.function(made.statements, len(plan.sums))
-        transposed = plan.kind == "dgrad"
-        if transposed and not all(in_vectors(c, plan.width) for c in columns):
-            raise UnsupportedError("a result whose columns do not follow each other by eights has no kernel here")
+        self._check_columns(columns)
         self._box_rows = self._rows_of_boxes(columns)
-        if self.packed and (self._columns_read > 1 or plan.width != plan.n):
-            raise UnsupportedError("a result that reads other columns than its own has no kernel with a weight in few bits here")
         choice = str(columns[-1])
         for f in range(len(columns) - 2, -1, -1):
             choice = f"f == {f} ? {columns[f]} : {choice}"
         return [
             f"static constexpr i32 GROUPS = {plan.groups}, N = {plan.n}, K = {plan.k};",
             f"static constexpr i32 WIDTH = {plan.width}, COLUMNS_PER_RESULT = {len(columns)}, SUMS = {len(plan.sums)};",
-            f"static constexpr bool B_MN = {str(transposed).lower()};  // whether matrices are [k, n]",
+            f"static constexpr bool B_MN = {str(plan.kind == 'dgrad').lower()};  // whether matrices are [k, n]",
             f"static constexpr bool A_BOXES = {str(self.operand.in_boxes).lower()};",
             f"static constexpr bool B_BOXES = {str(self._weight_boxes() is not None).lower()};",
             f"static constexpr int BOX_ROWS = {self._box_rows or 1};",
@@ -196,6 +177,34 @@ class Gemm(Source):
             *self._weight(),
             *self.stores,
         ]
+
+    def _make_stores(self) -> Sequence[Index]:
+        """Makes the function that stores results, and gives the columns of the product that column j of a result is made of."""
+        plan, rows = self.plan, Rows(self.plan.width)
+        epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}][v]"})
+        made = epilogue.elements()
+        parts = {v: plan.parts(v) for v in plan.rows}
+        for v, places in parts.items():
+            for place in places or ():
+                self._add(rows, epilogue, made, v, place)
+        for i, op in enumerate(plan.sums):
+            rows.add_term(i, self._term(epilogue, made, op.values[0]))
+        for v in (v for v, places in parts.items() if places is None):
+            for place in epilogue.every_column():
+                self._add(rows, epilogue, made, v, place)
+        self.stores = rows.function(made.statements, len(plan.sums))
+        return epilogue.columns or [_J]
+
+    def _check_columns(self, columns: Sequence[Index]) -> None:
+        """UnsupportedError unless tiles have the columns of the product that a result is made of."""
+        plan = self.plan
+        if len(columns) not in (1, 2, 4):
+            raise UnsupportedError(f"a result of {len(columns)} columns of the product has no kernel here", expected="1, 2 or 4")
+        if plan.kind == "dgrad" and not all(in_vectors(c, plan.width) for c in columns):
+            raise UnsupportedError("a result of columns that do not follow each other has no kernel here", expected="aligned runs of 8")
+        if self.packed and (len(columns) > 1 or plan.width != plan.n):
+            what = "a result that reads other columns than its own has no kernel with a weight in few bits here"
+            raise UnsupportedError(what, expected=f"its own columns, or a weight of {' or '.join(DTYPES)}")
 
     def _weight(self) -> list[str]:
         """The matrices, or what reads them."""

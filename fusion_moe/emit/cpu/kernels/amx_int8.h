@@ -39,7 +39,7 @@ class AmxInt8Product {
         for (i64 panel = 0; panel < panels; ++panel) {
             for (i64 block = 0; block < blocks_; ++block) {
                 const bool last = block + 1 == blocks_;
-                if (last) open_after(panel);
+                if (last) open(panel + 2);  // the integers of this panel are made: the next one is read, the one after it comes nearer
                 multiply(panel, block, last && panel + 1 == panels ? -1 : last ? 0 : block + 1);
                 ++count_;
             }
@@ -61,9 +61,6 @@ class AmxInt8Product {
         const i64 first = panel / of_stored_ * stored_ + panel % of_stored_ * 2;
         for (i64 s = 0; s < 2; ++s) columns_[panel % 3][s] = work_tile_.template columns<Weight>(first + s);
     }
-
-    // The integers of the panel's last block are there: the next panel is read, the one after it comes nearer.
-    void open_after(i64 panel) { open(panel + 2); }
 
     // A part of the integers of a block.
     void make(i64 panel, i64 block, int part) {

@@ -1,0 +1,60 @@
+"""The pass that Inductor calls on a graph: finds its regions and puts a call of `fusion_moe::run` in the place of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch._inductor import config, custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+from .. import translate
+from ..options import Options
+from . import fingerprint
+from .log_found import log_found
+from .regions import Found, find_regions
+from .rewrite import replace_regions
+from .warn import warn_once
+
+# torch >= 2.12 has passes that get to know whether the graph is one of inference; a pass that follows ours may be one
+_InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
+
+
+class FusionPass(_InferenceAware):
+    """The pass. options: the switches to compile under; found: called with what was found in each graph; then: passes to run after it."""
+
+    def __init__(self, options: Options, found: Callable[[Found], None] | None = None, then: Sequence[Any] = ()):
+        self.options, self.found, self.then = options, found, tuple(then)
+
+    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
+        """Replaces the regions of a graph in place."""
+        result = find_regions(graph, self.options)
+        replace_regions(graph, result.regions, self.options)
+        log_found(result)
+        if self.found is not None:
+            self.found(result)
+        for other in self.then:
+            aware = _InferenceAware is not CustomGraphPass and isinstance(other, _InferenceAware)
+            other(graph, is_inference) if aware else other(graph)
+
+    def uuid(self) -> Any:
+        """What compiled code depends on: our sources, the switches, every translator, the passes that follow.
+
+        None, with which Inductor caches nothing, if one of them has no fingerprint.
+        """
+        translators = {t.op: fingerprint.of_function(t.function) for t in translate.registered()}
+        others = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.then)
+        unknown = [op for op, digest in translators.items() if digest is None]
+        if unknown:
+            warn_once(f"compiled code is not cached: the translator of {', '.join(unknown)} depends on values without a fingerprint")
+        if unknown or None in others:
+            return None
+        return ("fusion_moe", fingerprint.of_library(), self.options.key(), tuple(translators.items()), others)
+
+
+def passes_set(options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The passes that the user has set, in options or in Inductor's config, without ours."""
+    given = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+    passes = given if isinstance(given, (list, tuple)) else [given]
+    return tuple(q for p in passes if p is not None for q in (p.then if isinstance(p, FusionPass) else (p,)))

@@ -1,0 +1,94 @@
+"""A graph in which calls of `fusion_moe::run` stand where regions stood."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._ops import OpOverload
+from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
+from torch.fx import Graph, Node
+
+from ..compile import program_of
+from ..ir.text import one_line
+from ..options import Options
+from .regions import Region
+from .size_sources import SizeSource
+from .walk import mT_dims
+
+
+def replace_regions(graph: Graph, regions: Sequence[Region], with_: Options) -> list[Node]:
+    """Puts one call of fusion_moe::run where each region stands, in place. -> these calls, in the order of the regions."""
+    now: dict[Node, Node] = {}  # an output of a region -> what took its place
+    calls = [_replace(graph, region, with_, now) for region in regions]
+    if calls:
+        stable_topological_sort(graph)
+        graph.lint()
+    return calls
+
+
+def _replace(graph: Graph, region: Region, with_: Options, now: dict[Node, Node]) -> Node:
+    """One call of fusion_moe::run, and getitems of its results, for the nodes of a region."""
+    last = region.nodes[-1]
+    with graph.inserting_before(last.next):
+        sizes = [_size_node(graph, region.sizes[s], now) for s in region.fusion.symbols]
+        inputs = [_as_stored(n, now.get(n, n)) if n in region.transposed else now.get(n, n) for n in region.inputs]
+        program = one_line(region.fusion)
+        call = graph.call_function(_operation(program, region, with_), (program, inputs, sizes, with_.key()))
+        outputs = [n.meta["val"].new_empty(n.meta["val"].shape) for n in region.outputs]  # contiguous, as the program writes them
+        call.meta.update(val=outputs, stack_trace=last.meta.get("stack_trace"))
+        for i, n in enumerate(region.outputs):
+            part = graph.call_function(operator.getitem, (call, i))
+            part.meta.update({**n.meta, "val": outputs[i]})
+            now[n] = _in_order_of(n, part)
+            n.replace_all_uses_with(now[n])
+    for n in reversed(region.nodes):
+        graph.erase_node(n)
+    return call
+
+
+def _in_order_of(n: Node, made: Node) -> Node:
+    """What a program made, its dimensions in memory in the order in which `n` had them: views after it count on that."""
+    order, _ = compute_elementwise_output_logical_to_physical_perm(n.meta["val"])
+    if order == sorted(order):
+        return made
+    back = [order.index(d) for d in range(len(order))]
+    made = _called(n, torch.ops.aten.permute.default, made, order)
+    made = _called(n, torch.ops.aten.clone.default, made, memory_format=torch.contiguous_format)
+    return _called(n, torch.ops.aten.permute.default, made, back)
+
+
+def _as_stored(n: Node, x: Node) -> Node:
+    """The contiguous tensor that `x`, which took the place of `n`, is the transposed view of."""
+    return _called(n, torch.ops.aten.permute.default, x, mT_dims(x.meta["val"]))
+
+
+def _called(n: Node, op: OpOverload, x: Node, *args: Any, **kwargs: Any) -> Node:
+    """A call on the way to the value of `n`."""
+    call = n.graph.call_function(op, (x, *args), kwargs)
+    call.meta.update({**n.meta, "val": op(x.meta["val"], *args, **kwargs)})
+    return call
+
+
+def _operation(program: str, region: Region, with_: Options) -> OpOverload:
+    """The operation that runs a program: CUDA graphs leave out the one that may wait for the device."""
+    devices = [n.meta["val"].device for n in region.inputs]
+    safe = bool(devices) and devices[0].type == "cuda" and program_of(program, devices[0], with_).graph_safe
+    return torch.ops.fusion_moe.run_graph_safe.default if safe else torch.ops.fusion_moe.run.default
+
+
+def _size_node(graph: Graph, source: SizeSource, now: Mapping[Node, Node]) -> Node:
+    """A node whose value is the size that is read there."""
+    node = now.get(source.node, source.node)
+    if source.dim is not None:
+        size = node.meta["val"].shape[source.dim]
+        node = graph.call_function(torch.ops.aten.sym_size.int, (node, source.dim))
+        node.meta["val"] = size
+    if source.by != 1:
+        size = node.meta["val"] // source.by
+        node = graph.call_function(operator.floordiv, (node, source.by))
+        node.meta["val"] = size
+    return node
