@@ -92,6 +92,13 @@ def native_calls() -> None:
         native.load()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def precompiled_headers() -> None:
+    import precompiled
+
+    precompiled.use()
+
+
 @pytest.fixture(scope="module")
 def meaning() -> Iterator[None]:
     """Programs run in plain torch, as what they mean, but where a test says otherwise: compiling a kernel for each takes long."""

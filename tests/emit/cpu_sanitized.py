@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import precompiled
 import torch
 from cpu_tiers import TIERS, emulated_amx, fusion_of_call, program
 from test_cpu_added import computed as summed
@@ -26,6 +27,7 @@ def main() -> None:
     os.environ.pop("LD_PRELOAD", None)  # for compilers, which take twice as long with ASan's allocator
     memory.allocate = allocate_apart
     build.BASE_FLAGS = (*build.BASE_FLAGS, "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+    precompiled.use()
     tier = isa.selected()
     products_of_nvfp4(tier)
     products_of_encodings(tier)
