@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from fusion_moe.ir.core import Fusion
 from fusion_moe.runtime import isa
 from fusion_moe.runtime.program import Program
 from fusion_moe.target import TARGETS
+from tests.fuzz.batch import Batch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EMULATION = Path(__file__).parent / "amx_emulated.h"
@@ -52,6 +53,14 @@ def program(fusion: Fusion, tier: str, joined: bool = False) -> Program:
     return Program(lowered.stages, lowered.segments, kernels, TARGETS["cpu"], joined=entry)
 
 
+def together(fusions: Iterable[Fusion], tier: str) -> list[Program]:
+    """The programs of several Fusions in one library, which takes a part of the time that one for each takes."""
+    made = [program(fusion, tier, joined=True) for fusion in fusions]
+    with options.override(cpu_isa=tier):
+        assert Batch(made, tier, ())._loaded
+    return made
+
+
 def fusion_of_call(name: str, *args, **kwargs) -> Fusion:
     call = op_definitions.bind(op_definitions.SPECS[name], args, kwargs)
     return op_definitions.fusion_of(name, op_definitions.eager_types(call), call.others)
@@ -80,7 +89,7 @@ def same_on_any_threads(compute: Callable[[], object]) -> None:
 
 def check_segments(fusion: Fusion, tier: str, inputs) -> None:
     """Each kernel against its own segment, on what the reference hands to it: one unit in the last place of the result's dtype."""
-    compiled = program(fusion, tier)
+    compiled = program(fusion, tier, joined=True)  # in one library
     env = fusion.bind(inputs)
     made = dict(zip(compiled.fusion.inputs, inputs, strict=True))
     for kernel in compiled.kernels:
