@@ -43,14 +43,11 @@ def main() -> None:
 
 def run(tier: str, cases: Iterable[tuple[Fusion, list[torch.Tensor]]]) -> None:
     """Kernel by kernel, and in one call."""
-    equal: dict[str, tuple[Fusion, list[list[torch.Tensor]]]] = {}
-    for fusion, inputs in cases:
-        equal.setdefault(str(fusion), (fusion, []))[1].append(inputs)
-    programs = together([fusion for fusion, _ in equal.values()], tier)
-    for found, (_, inputs_of_each) in zip(programs, equal.values(), strict=True):
-        for inputs in inputs_of_each:
-            found._one_by_one(inputs, found.sizes(inputs, {}))
-            found(inputs)
+    cases = [(str(fusion), fusion, inputs) for fusion, inputs in cases]
+    programs = together({text: fusion for text, fusion, _ in cases}, tier)
+    for text, _, inputs in cases:
+        programs[text]._one_by_one(inputs, programs[text].sizes(inputs, {}))
+        programs[text](inputs)
 
 
 def products_of_nvfp4() -> Cases:
