@@ -35,6 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
         folder.mkdir(parents=True, exist_ok=True)
         judge.KEPT.append(folder)
+    # Inductor does not ask the compiler which of the CPU's instructions it knows: 7 CPU seconds in each new folder of its cache.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist: one thread each, and the same for what a test starts
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     else:
@@ -90,6 +92,13 @@ def native_calls() -> None:
 
     if options.current().native_calls and build.find_compiler() is not None:
         native.load()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def precompiled_headers() -> None:
+    import precompiled
+
+    precompiled.use()
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ RUN = {
     "reference": ("reference/options.md", "reference/errors.md", "extend/converters.md", "extend/encodings.md"),
     "cuda": ("guides/cuda_graphs.md",),
 }
-ONCE = {"guides", "reference"}  # in the base lane alone
+ONCE = {"guides", "reference", "training", "translators"}  # in the base lane alone
 FILES = {"translators.md": "geglu.py"}  # where a page says what it is called
 # Python that is part of what surrounds it, or needs files that are not here.
 NOT_RUN = {"explain.md", "ir.md", "nvfuser.md"}

@@ -164,6 +164,7 @@ def from_the_index(folder: Path) -> Path:
     return next(folder.glob("translators-*.whl"))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("theirs", [stand_in, from_the_index])
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_installs_beside_another_translators_and_leaves_it_alone(kind, theirs, request, tmp_path):

@@ -193,6 +193,7 @@ def test_any_bytes_as_a_header(tmp_path_factory: pytest.TempPathFactory, text: b
         read_header(file)
 
 
+@pytest.mark.once
 def test_headers_of_92000_tensors_in_seconds(tmp_path: Path) -> None:
     parts = {"": ("U8", [1, 8], 8), "_scale": ("F8_E4M3", [1, 1], 1), "_scale_2": ("F32", [], 4)}
     experts = [f"model.layers.{layer}.mlp.experts.{e}" for layer in range(48) for e in range(213)]

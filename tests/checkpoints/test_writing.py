@@ -60,6 +60,7 @@ def test_shards_index_and_other_files(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [SRC.name, "dst"]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_killed_processes_leave_nothing_and_the_next_goes_on(how: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dst, partial = tmp_path / "dst", tmp_path / ".dst.partial"
@@ -105,6 +106,7 @@ def test_another_source_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sorted(path.name for path in tmp_path.iterdir()) == [SRC.name, "dst"]
 
 
+@pytest.mark.once
 def test_two_processes_at_once(tmp_path: Path) -> None:
     with start(tmp_path / "dst", waits_in=1) as process:
         lines(process, 1)

@@ -66,6 +66,7 @@ def test_problems_of_a_directory_exit_with_1(tmp_path):
     assert isinstance(run("--traceback", "explain", str(tmp_path / "nothing")).exception, CheckpointError)
 
 
+@pytest.mark.once
 def test_as_a_module():
     """In a process of its own."""
     done = subprocess.run([sys.executable, "-m", "fusion_moe.cli", "--version"], capture_output=True, text=True, cwd=REPO)

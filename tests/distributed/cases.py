@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import precompiled
 import torch
 import torch.distributed as dist
 from experts import experts as experts_on_cpu
@@ -656,6 +657,7 @@ def without_the_last(mesh: DeviceMesh, leave: Callable[[], None]) -> None:
 def run(rank: int, ranks: int, folder: str, chosen: Mapping[str, Case], timeout_s: int) -> None:
     """One process: what it finds goes to FOLDER/RANK.json."""
     torch.set_num_threads(1)
+    precompiled.use()
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
     backend, timeout = "gloo" if DEVICE == "cpu" else "nccl", timedelta(seconds=timeout_s)

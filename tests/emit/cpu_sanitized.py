@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 
+import precompiled
 import torch
-from cpu_tiers import TIERS, emulated_amx, fusion_of_call, program
+from cpu_tiers import TIERS, emulated_amx, fusion_of_call, together
 from test_cpu_added import computed as summed
 from test_cpu_added import operands as beside
 from test_cpu_encodings import FORMATS, random_weights
@@ -13,7 +15,10 @@ from test_cpu_kernels import VARIANTS, expert_mlp, random_weight
 from test_cpu_loops import CASES, OF_ANY_ROWS, compiled, swizzled
 from test_cpu_training import computed, operands
 
+from fusion_moe.ir.core import Fusion
 from fusion_moe.runtime import build, isa, memory
+
+Cases = Iterator[tuple[Fusion, list[torch.Tensor]]]
 
 
 def allocate_apart(found: memory.Memory, device: torch.device | None = None) -> tuple[object, list[int]]:
@@ -26,37 +31,44 @@ def main() -> None:
     os.environ.pop("LD_PRELOAD", None)  # for compilers, which take twice as long with ASan's allocator
     memory.allocate = allocate_apart
     build.BASE_FLAGS = (*build.BASE_FLAGS, "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+    precompiled.use()
     tier = isa.selected()
-    products_of_nvfp4(tier)
-    products_of_encodings(tier)
-    products_of_int8(tier)
+    run(tier, [*products_of_nvfp4(), *products_of_encodings(), *products_of_int8(), *experts()])
     products_of_training(tier)
     products_beside_others(tier)
-    experts(tier)
-    if tier == TIERS[0]:  # no tier has loops of its own
+    if tier == TIERS[-1]:  # no tier has loops of its own
         loops()
     print("clean")
 
 
-def products_of_nvfp4(tier: str) -> None:
+def run(tier: str, cases: Iterable[tuple[Fusion, list[torch.Tensor]]]) -> None:
+    """Kernel by kernel, and in one call."""
+    cases = [(str(fusion), fusion, inputs) for fusion, inputs in cases]
+    programs = together({text: fusion for text, fusion, _ in cases}, tier)
+    for text, _, inputs in cases:
+        programs[text]._one_by_one(inputs, programs[text].sizes(inputs, {}))
+        programs[text](inputs)
+
+
+def products_of_nvfp4() -> Cases:
     for k, n, sizes in ((16, 1, (1, 0, 2)), (80, 33, (3, 17, 40)), (1296, 20, (1, 16, 0))):
         weight, rows = random_weight(3, n, k), sum(sizes) + 2
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for value in (1.0, torch.inf):
                 x = torch.full((rows, k), value, dtype=dtype)
                 args = (x, *weight, torch.tensor(sizes).cumsum(0).int())
-                program(fusion_of_call("nvfp4_grouped_mm", *args), tier)(list(args))
+                yield fusion_of_call("nvfp4_grouped_mm", *args), list(args)
 
 
-def products_of_encodings(tier: str) -> None:
+def products_of_encodings() -> Cases:
     for encoding in FORMATS:
         for n, k, sizes in ((1, 32, (1, 0, 2)), (33, 96, (3, 17, 40)), (20, 1312, (1, 16, 0))):
             x, ends = torch.randn(sum(sizes) + 2, k).bfloat16(), torch.tensor(sizes).cumsum(0).int()
             args = (x, random_weights(encoding, 3, n, k), ends)
-            program(fusion_of_call("grouped_mm", *args, weight_format=encoding), tier)([x, *args[1], ends])
+            yield fusion_of_call("grouped_mm", *args, weight_format=encoding), [x, *args[1], ends]
 
 
-def products_of_int8(tier: str) -> None:
+def products_of_int8() -> Cases:
     for encoding in ("nvfp4", "mxfp4"):
         for n, k, sizes in ((1, 32, (1, 0, 2)), (33, 1312, (250, 5, 33))):
             weight, rows = random_weight(3, n, k) if encoding == "nvfp4" else random_weights(encoding, 3, n, k), sum(sizes) + 2
@@ -64,7 +76,7 @@ def products_of_int8(tier: str) -> None:
             for value in (1.0, torch.inf):
                 x = torch.full((rows, k), value, dtype=torch.bfloat16)
                 fusion = fusion_of_call("grouped_mm", x, list(weight), ends, weight_format=encoding, activation_format="int8")
-                program(fusion, tier)([x, *weight, ends])
+                yield fusion, [x, *weight, ends]
 
 
 def products_of_training(tier: str) -> None:
@@ -82,11 +94,11 @@ def products_beside_others(tier: str) -> None:
             summed([(kind, beside(kind, sizes, n, k, both, 0)) for k in (40, 3)], sizes, tier)
 
 
-def experts(tier: str) -> None:
+def experts() -> Cases:
     for name in VARIANTS:
         args, kwargs = expert_mlp(name, torch.bfloat16)
         inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-        program(fusion_of_call("expert_mlp", *args, **kwargs), tier)(inputs)
+        yield fusion_of_call("expert_mlp", *args, **kwargs), inputs
 
 
 def loops() -> None:

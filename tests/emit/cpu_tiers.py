@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from fusion_moe.ir.core import Fusion
 from fusion_moe.runtime import isa
 from fusion_moe.runtime.program import Program
 from fusion_moe.target import TARGETS
+from tests.fuzz.batch import Batch
 
+Key = TypeVar("Key", bound=Hashable)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EMULATION = Path(__file__).parent / "amx_emulated.h"
 EMULATED = "amx" not in isa.available() and "avx512" in isa.available() and "avx512_bf16" in isa.features()
@@ -52,6 +55,14 @@ def program(fusion: Fusion, tier: str, joined: bool = False) -> Program:
     return Program(lowered.stages, lowered.segments, kernels, TARGETS["cpu"], joined=entry)
 
 
+def together(fusions: Mapping[Key, Fusion], tier: str) -> dict[Key, Program]:
+    """The programs of several Fusions in one library: nine take twice the time of one, most of which is that of headers and templates."""
+    made = {key: program(fusion, tier, joined=True) for key, fusion in fusions.items()}
+    with options.override(cpu_isa=tier):
+        assert Batch(list(made.values()), tier, ())._loaded
+    return made
+
+
 def fusion_of_call(name: str, *args, **kwargs) -> Fusion:
     call = op_definitions.bind(op_definitions.SPECS[name], args, kwargs)
     return op_definitions.fusion_of(name, op_definitions.eager_types(call), call.others)
@@ -78,9 +89,12 @@ def same_on_any_threads(compute: Callable[[], object]) -> None:
         same(other, found[0])
 
 
-def check_segments(fusion: Fusion, tier: str, inputs) -> None:
-    """Each kernel against its own segment, on what the reference hands to it: one unit in the last place of the result's dtype."""
-    compiled = program(fusion, tier)
+def check_segments(fusion: Fusion, tier: str, inputs, compiled: Program | None = None) -> None:
+    """Each kernel against its own segment, on what the reference hands to it: one unit in the last place of the result's dtype.
+
+    compiled: the program of the Fusion, where it is compiled already.
+    """
+    compiled = compiled or program(fusion, tier, joined=True)
     env = fusion.bind(inputs)
     made = dict(zip(compiled.fusion.inputs, inputs, strict=True))
     for kernel in compiled.kernels:

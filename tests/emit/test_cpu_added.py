@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import torch
-from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, program, same, same_on_any_threads, small_integers
+from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, program, same, same_on_any_threads, small_integers, together
 from test_cpu_encodings import random_weights
 from test_cpu_training import PARTITIONS, expected
 from torch import Tensor
@@ -17,6 +18,7 @@ from fusion_moe.encodings import NVFP4, dequantize, quantize
 from fusion_moe.groups import ends_from_sizes
 from fusion_moe.ir.core import Fusion, Value
 from fusion_moe.ir.types import dtype_name
+from fusion_moe.runtime.program import Program
 from fusion_moe.segment import Segment
 from fusion_moe.target import TARGETS
 
@@ -63,7 +65,10 @@ def fusion_of(products: Products, rest: Rest = summed) -> Fusion:
 
 
 def computed(products: Products, sizes: tuple[int, ...], tier: str, rest: Rest = summed) -> Tensor:
-    compiled = program(fusion_of(products, rest), tier)
+    return results(program(fusion_of(products, rest), tier), products, sizes)
+
+
+def results(compiled: Program, products: Products, sizes: tuple[int, ...]) -> Tensor:
     assert len(compiled.segments) == 1
     return compiled([ends_from_sizes(torch.tensor(sizes)), *(t for _, tensors in products for t in tensors)])[0]
 
@@ -73,27 +78,50 @@ def wanted(products: Products, sizes: tuple[int, ...]) -> Tensor:
     return sum(each).float()
 
 
+PAIRS = [("grouped_mm", "grouped_mm"), ("grouped_mm_t", "grouped_mm_t"), ("grouped_mm", "grouped_mm_t")]
+
+
+def pair(kind: str, added: str, sizes: tuple[int, ...]) -> Products:
+    both = (torch.bfloat16, torch.bfloat16)
+    return [(kind, operands(kind, sizes, 71, 100, both, 0)), (added, operands(added, sizes, 71, 5, both, 2))]
+
+
+@cache
+def pairs(tier: str) -> dict[tuple[str, str, int], Program]:
+    """Of each pair and number of groups."""
+    return together({(*kinds, len(sizes)): fusion_of(pair(*kinds, sizes)) for kinds in PAIRS for sizes in PARTITIONS.values()}, tier)
+
+
 @pytest.mark.parametrize("sizes", PARTITIONS.values(), ids=PARTITIONS)
-@pytest.mark.parametrize(
-    ("kind", "added"), [("grouped_mm", "grouped_mm"), ("grouped_mm_t", "grouped_mm_t"), ("grouped_mm", "grouped_mm_t")]
-)
+@pytest.mark.parametrize(("kind", "added"), PAIRS)
 @pytest.mark.parametrize("tier", TIERS)
 def test_exactly(tier, kind, added, sizes):
     """Every group and every row; what is NaN past the last end is not read, and gives zeros."""
-    both = (torch.bfloat16, torch.bfloat16)
-    products = [(kind, operands(kind, sizes, 71, 100, both, 0)), (added, operands(added, sizes, 71, 5, both, 2))]
-    same(computed(products, sizes, tier), wanted(products, sizes))
+    products = pair(kind, added, sizes)
+    same(results(pairs(tier)[kind, added, len(sizes)], products, sizes), wanted(products, sizes))
 
 
-@pytest.mark.parametrize("turn", range(len(DTYPES)))
-@pytest.mark.parametrize("kind", ["grouped_mm", "grouped_mm_t"])
+KINDS, TURNS = ("grouped_mm", "grouped_mm_t"), range(len(DTYPES))
+
+
+def of_dtypes(kind: str, turn: int) -> Products:
+    first = operands(kind, SEVEN, 200, 300, (torch.bfloat16, torch.float32), 0)
+    dtypes = zip(DTYPES, (*DTYPES[turn:], *DTYPES[:turn]), strict=True)
+    return [(kind, first), *((kind, operands(kind, SEVEN, 200, 256, two, 2 + i)) for i, two in enumerate(dtypes))]
+
+
+@cache
+def of_all_dtypes(tier: str) -> dict[tuple[str, int], Program]:
+    return together({(kind, turn): fusion_of(of_dtypes(kind, turn)) for kind in KINDS for turn in TURNS}, tier)
+
+
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_pair_of_dtypes(tier, kind, turn):
     """Of products whose own are others, with as many features as there may be: each dtype of rows, with one of matrices."""
-    first = operands(kind, SEVEN, 200, 300, (torch.bfloat16, torch.float32), 0)
-    pairs = zip(DTYPES, (*DTYPES[turn:], *DTYPES[:turn]), strict=True)
-    products = [(kind, first), *((kind, operands(kind, SEVEN, 200, 256, pair, 2 + i)) for i, pair in enumerate(pairs))]
-    same(computed(products, SEVEN, tier), wanted(products, SEVEN))
+    products = of_dtypes(kind, turn)
+    same(results(of_all_dtypes(tier)[kind, turn], products, SEVEN), wanted(products, SEVEN))
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, fusion_of_call, program, same, same_on_any_threads
+from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, fusion_of_call, program, same, same_on_any_threads, together
 
 from fusion_moe.encodings import ENCODINGS, INT4, MXFP4, Quantized, dequantize, quantize
+from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.types import DTYPES as DTYPE_OF
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
@@ -49,9 +50,15 @@ def random_weights(encoding: str, groups: int, n: int, k: int, scales: tuple[int
 
 def product(tier: str, x: torch.Tensor, weight: Quantized, sizes: tuple[int, ...]) -> torch.Tensor:
     """f32, of groups of so many rows."""
-    args = (x, list(weight), torch.tensor(sizes).cumsum(0).int())
-    fusion = fusion_of_call("grouped_mm", *args, weight_format=weight.encoding.name, out_dtype=torch.float32)
-    return program(fusion, tier)([x, *weight, args[2]])[0]
+    return program(fusion_of(x, weight, sizes), tier)([x, *weight, ends_of(sizes)])[0]
+
+
+def fusion_of(x: torch.Tensor, weight: Quantized, sizes: tuple[int, ...]) -> Fusion:
+    return fusion_of_call("grouped_mm", x, list(weight), ends_of(sizes), weight_format=weight.encoding.name, out_dtype=torch.float32)
+
+
+def ends_of(sizes: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(sizes).cumsum(0).int()
 
 
 def assert_close(found: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
@@ -110,10 +117,11 @@ def test_groups_of_any_size(tier, encoding, scales):
     if encoding == "mxfp4":
         weight.codes[:, ::5, :16] = 0x80
         weight.block_scale.view(torch.uint8)[:, ::5, 0] = 0
-    for dtype in DTYPES:
-        x = torch.randn(sum(sizes) + 2, k, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows_of = {dtype: torch.randn(sum(sizes) + 2, k, generator=torch.Generator().manual_seed(1)).to(dtype) for dtype in DTYPES}
+    for dtype, compiled in together({dtype: fusion_of(x, weight, sizes) for dtype, x in rows_of.items()}, tier).items():
+        x = rows_of[dtype]
         x[sum(sizes) :] = torch.nan  # rows of no group are not read
-        found, start = product(tier, x, weight, sizes), 0
+        found, start = compiled([x, *weight, ends_of(sizes)])[0], 0
         for rows, w in zip(sizes, dequantize(weight), strict=True):
             assert_close(found[start : start + rows], x[start : start + rows], w)
             start += rows

@@ -7,11 +7,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, fusion_of_call, program, same, same_on_any_threads, small_integers
+from cpu_tiers import (
+    DTYPES,
+    TIERS,
+    check_segments,
+    emulated_amx,
+    fusion_of_call,
+    program,
+    same,
+    same_on_any_threads,
+    small_integers,
+    together,
+)
 from fusions import evaluate, expert_mlp_variants
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -25,6 +37,7 @@ from fusion_moe.encodings import Quantized, dequantize, quantize
 from fusion_moe.errors import GroupsError
 from fusion_moe.ir.core import Fusion
 from fusion_moe.layouts import LAYOUTS
+from fusion_moe.runtime.program import Program
 from fusion_moe.target import TARGETS
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
@@ -92,8 +105,10 @@ def test_every_position(tier, k):
     codes, scales = (t.view(torch.uint8).repeat(len(sizes), 1, 1) for t in one[:2])
     weight = Quantized(codes, scales.view(torch.float8_e4m3fn), torch.ones(len(sizes)))
     ends = torch.tensor(sizes).cumsum(0).int()
-    for dtype in DTYPES:
-        same(product(tier, torch.eye(k, dtype=dtype), weight, ends, torch.float32), dequantize(weight)[0].T)
+    rows = {dtype: torch.eye(k, dtype=dtype) for dtype in DTYPES}
+    fusions = {dtype: fusion_of_call("nvfp4_grouped_mm", x, *weight, ends, out_dtype=torch.float32) for dtype, x in rows.items()}
+    for dtype, compiled in together(fusions, tier).items():
+        same(compiled([rows[dtype], *weight, ends])[0], dequantize(weight)[0].T)
 
 
 @settings(max_examples=25)
@@ -207,13 +222,23 @@ def expert_mlp(name: str, dtype, routing: Routing | None = None):
     return (small_integers(len(ids), H, dtype=dtype), ids, w, *weights), made
 
 
+def variant(name: str, dtype: torch.dtype) -> Fusion:
+    args, kwargs = expert_mlp(name, dtype)
+    return fusion_of_call("expert_mlp", *args, **kwargs)
+
+
+@cache
+def variants(tier: str) -> dict[tuple[str, torch.dtype], Program]:
+    return together({(name, dtype): variant(name, dtype) for name in VARIANTS for dtype in DTYPES}, tier)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("tier", TIERS)
 def test_variants(tier, name, dtype):
     args, kwargs = expert_mlp(name, dtype)
-    fusion = fusion_of_call("expert_mlp", *args, **kwargs)
-    check_segments(fusion, tier, [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)])
+    inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    check_segments(variant(name, dtype), tier, inputs, variants(tier)[name, dtype])
 
 
 @pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (1, 2), (2, 1)])

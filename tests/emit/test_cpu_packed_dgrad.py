@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, program, same, same_on_any_threads, small_integers
+from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, program, same, same_on_any_threads, small_integers, together
 from test_cpu_encodings import IN_RANGE, NAN, random_weights
 from test_cpu_training import Rest, expected, gated
 
@@ -16,6 +16,7 @@ from fusion_moe.encodings import NVFP4, Quantized, dequantize, quantize
 from fusion_moe.groups import ends_from_sizes
 from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.types import dtype_name
+from fusion_moe.runtime.program import Program
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
 SIZES = (1, 0, 6, 7, 70, 0, 300)
@@ -54,11 +55,21 @@ def weight_of(encoding: str, groups: int, n: int, k: int, scales: Sequence[float
 
 
 def check(tier: str, weight: Quantized, dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> None:
+    check_all(tier, [(weight, dtype)], sizes)
+
+
+def check_all(tier: str, cases: Sequence[tuple[Quantized, torch.dtype]], sizes: Sequence[int] = SIZES) -> None:
+    programs = together({i: fusion_of(*case) for i, case in enumerate(cases)}, tier)
+    for i, case in enumerate(cases):
+        assert_near(programs[i], *case, sizes)
+
+
+def assert_near(compiled: Program, weight: Quantized, dtype: torch.dtype, sizes: Sequence[int]) -> None:
     """N products, each rounded once, N sums of them, and the one factor of a sum."""
     n = weight.shape[1]
     dy = torch.randn(sum(sizes) + 3, n, generator=torch.Generator().manual_seed(1)).to(dtype)
     dy[sum(sizes) :] = torch.nan  # rows of no group
-    found = program(fusion_of(weight, dtype), tier)([dy, ends_from_sizes(torch.tensor(sizes)), *weight])[0]
+    found = compiled([dy, ends_from_sizes(torch.tensor(sizes)), *weight])[0]
     dy, w = dy.nan_to_num(), dequantize(weight).double()
     want, sizes_of = expected("grouped_mm_t", dy, w, sizes), expected("grouped_mm_t", dy.abs(), w.abs(), sizes)
     same(found.isnan(), want.isnan())
@@ -69,9 +80,8 @@ def check(tier: str, weight: Quantized, dtype: torch.dtype, sizes: Sequence[int]
 @pytest.mark.parametrize("encoding", ENCODED)
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_dtype_and_odd_sizes(tier, encoding):
-    for dtype in DTYPES:
-        for n, k in ((45, 160), (96, 32), (1, 64)):
-            check(tier, weight_of(encoding, len(SIZES), n, k), dtype)
+    shapes = ((45, 160), (96, 32), (1, 64))
+    check_all(tier, [(weight_of(encoding, len(SIZES), n, k), dtype) for dtype in DTYPES for n, k in shapes])
 
 
 @pytest.mark.parametrize("n", [96, 90], ids=["even", "odd"])
@@ -97,14 +107,25 @@ def test_a_scale_that_is_no_number(tier, encoding):
     check(tier, weight, torch.bfloat16)
 
 
-@pytest.mark.parametrize("interleave", [0, 1, 8])
+INTERLEAVED = (0, 1, 8)
+
+
+def apart(encoding: str, interleave: int) -> Fusion:
+    return fusion_of(weight_of(encoding, 3, 40, 96), torch.bfloat16, gated(interleave, 48))
+
+
+@cache
+def all_apart(tier: str) -> dict[tuple[str, int], Program]:
+    return together({(encoding, i): apart(encoding, i) for encoding in ENCODED for i in INTERLEAVED}, tier)
+
+
+@pytest.mark.parametrize("interleave", INTERLEAVED)
 @pytest.mark.parametrize("encoding", ENCODED)
 @pytest.mark.parametrize("tier", TIERS)
 def test_columns_that_lie_apart(tier, encoding, interleave):
     """What is fused after it reads two columns of the product."""
-    weight = weight_of(encoding, 3, 40, 96)
-    inputs = [small_integers(50, 40), torch.tensor([7, 7, 45], dtype=torch.int32), *weight]
-    check_segments(fusion_of(weight, torch.bfloat16, gated(interleave, 48)), tier, inputs)
+    inputs = [small_integers(50, 40), torch.tensor([7, 7, 45], dtype=torch.int32), *weight_of(encoding, 3, 40, 96)]
+    check_segments(apart(encoding, interleave), tier, inputs, all_apart(tier)[encoding, interleave])
 
 
 @pytest.mark.parametrize("encoding", ENCODED)

@@ -7,7 +7,18 @@ from functools import cache
 
 import pytest
 import torch
-from cpu_tiers import DTYPES, TIERS, check_segments, emulated_amx, fusion_of_call, program, same, same_on_any_threads, small_integers
+from cpu_tiers import (
+    DTYPES,
+    TIERS,
+    check_segments,
+    emulated_amx,
+    fusion_of_call,
+    program,
+    same,
+    same_on_any_threads,
+    small_integers,
+    together,
+)
 from test_cpu_encodings import random_weights
 from torch import Tensor
 
@@ -16,8 +27,9 @@ from fusion_moe.compile import lower
 from fusion_moe.encodings import ENCODINGS, dequantize, quantize
 from fusion_moe.groups import ends_from_sizes
 from fusion_moe.ir.core import Fusion, Value
-from fusion_moe.ir.derivative import differentiate
+from fusion_moe.ir.derivative import Derivative, differentiate
 from fusion_moe.ir.types import FLOATS, dtype_name
+from fusion_moe.runtime.program import Program
 from fusion_moe.target import TARGETS
 
 pytestmark = [pytest.mark.compiler, pytest.mark.once]
@@ -93,19 +105,32 @@ def test_exactly(tier, kind, sizes, n, k):
     same(computed(kind, tier, a, b, ends_from_sizes(torch.tensor(sizes))), expected(kind, a, b, sizes).float())
 
 
-@pytest.mark.parametrize("dtypes", [(a, b) for a in DTYPES for b in DTYPES], ids=str)
+BOTH_DTYPES = [(a, b) for a in DTYPES for b in DTYPES]
+
+
+@cache
+def of_all_dtypes(tier: str) -> dict[tuple[str, torch.dtype, torch.dtype], Program]:
+    """Of 100 and 71 columns, in seven groups."""
+    shapes = {"grouped_mm_t": (7, 100, 71), "grouped_outer": (71,)}
+    return together(
+        {(kind, *two): product(kind, (100, two[0]), (shape, two[1]), 7) for kind, shape in shapes.items() for two in BOTH_DTYPES}, tier
+    )
+
+
+@pytest.mark.parametrize("dtypes", BOTH_DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["grouped_mm_t", "grouped_outer"])
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_pair_of_dtypes(tier, kind, dtypes):
     """Each product and each sum is rounded once, to float32: as many units in the last place of the sum of sizes as there are products."""
     sizes = PARTITIONS["seven"]
     ends = ends_from_sizes(torch.tensor(sizes))
+    compiled = of_all_dtypes(tier)[(kind, *dtypes)]
     a, b = operands(kind, sizes, 100, 71, dtypes, exact=True)
-    same(computed(kind, tier, a, b, ends), expected(kind, a, b, sizes).float())
+    same(compiled([a, b, ends])[0], expected(kind, a, b, sizes).float())
     a, b = operands(kind, sizes, 100, 71, dtypes, exact=False)
     contracted = max(sizes) if kind == "grouped_outer" else 100
     bound = (contracted + 3) * 2.0**-24 * expected(kind, a.abs(), b.abs(), sizes)
-    assert ((computed(kind, tier, a, b, ends).double() - expected(kind, a, b, sizes)).abs() <= bound).all()
+    assert ((compiled([a, b, ends])[0].double() - expected(kind, a, b, sizes)).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -217,16 +242,31 @@ LAYERS = {
 LAYERS_AND_DTYPES = [(name, torch.bfloat16, "values") for name in LAYERS] + [("plain", dtype, "values") for dtype in DTYPES[1:]]
 
 
-@pytest.mark.parametrize(("layer", "dtype", "save"), [*LAYERS_AND_DTYPES, ("plain", torch.bfloat16, "inputs")], ids=str)
+LAYERS_AND_DTYPES += [("plain", torch.bfloat16, "inputs")]
+
+
+def layer_and_inputs(layer: str, dtype: torch.dtype, save: str) -> tuple[Derivative, list[Tensor]]:
+    fusion, inputs, wrt = experts(dtype, **LAYERS[layer])
+    return differentiate(fusion, wrt, save), inputs
+
+
+@cache
+def layers(tier: str) -> dict[tuple[str, torch.dtype, str, str], Program]:
+    """The forward and the backward of each."""
+    made = {case: layer_and_inputs(*case)[0] for case in LAYERS_AND_DTYPES}
+    return together({(*case, part): getattr(both, part) for case, both in made.items() for part in ("forward", "backward")}, tier)
+
+
+@pytest.mark.parametrize(("layer", "dtype", "save"), LAYERS_AND_DTYPES, ids=str)
 @pytest.mark.parametrize("tier", TIERS)
 def test_an_expert_layer(tier, layer, dtype, save):
     """Forward and backward, each kernel against its segment; none is the reference's."""
-    fusion, inputs, wrt = experts(dtype, **LAYERS[layer])
-    made = differentiate(fusion, wrt, save)
+    made, inputs = layer_and_inputs(layer, dtype, save)
     outputs = made.forward.evaluate(*inputs)
     seeds = [small_integers(*outputs[i].shape, dtype=outputs[i].dtype) for i in made.seeds]
     backward = [*made.read(inputs, outputs), *seeds]
-    for part, given in ((made.forward, inputs), (made.backward, backward)):
-        lowered = lower(part, TARGETS["cpu"], options.current())
+    for part, given in (("forward", inputs), ("backward", backward)):
+        fusion = getattr(made, part)
+        lowered = lower(fusion, TARGETS["cpu"], options.current())
         assert not [s.plan.why for s in lowered.segments if s.plan.why]
-        check_segments(part, tier, given)
+        check_segments(fusion, tier, given, layers(tier)[layer, dtype, save, part])

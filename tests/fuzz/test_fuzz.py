@@ -25,7 +25,9 @@ pytestmark = pytest.mark.once
 def told(level: str, seed: int, graphs: int) -> str:
     """What was found on a level; "" if nothing was, and all graphs were run."""
     said: list[str] = []
-    result = run.fuzz(level, seed, graphs, 600, said.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSION_MOE_CACHE_DIR", options.current().cache_dir)  # which has the products, from other tests
+        result = run.fuzz(level, seed, graphs, 600, said.append)
     assert result.graphs == graphs
     return "\n".join(said)
 

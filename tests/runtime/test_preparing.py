@@ -134,6 +134,7 @@ def test_nothing_to_compile():
 
 
 @pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("tokens", [[1, 8], "all"])
 def test_a_model_generates_without_compiling(cold, monkeypatch, tokens):
     transformers = pytest.importorskip("transformers")

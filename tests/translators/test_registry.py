@@ -70,6 +70,7 @@ def test_translators_of_an_installed_package_are_found(run):
 
 
 @pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("line", "error"),
     [
