@@ -24,7 +24,7 @@ RUNS = {
     "DeepseekV4Experts": LIMIT, "HYV4Experts": LIMIT, "Glm5NextExperts": LIMIT,
     "GptOssExperts": GPT_OSS, "OpenAIPrivacyFilterExperts": GPT_OSS, "MiniMaxM3VLExperts": GPT_OSS,
     "Gemma4TextExperts": CUSTOM, "DiffusionGemmaTextExperts": CUSTOM, "Inkling2Experts": CUSTOM, "NemotronHExperts": CUSTOM,
-    "MuseSparkExperts": CUSTOM,
+    "Inkling2LoopExperts": CUSTOM, "MuseSparkExperts": CUSTOM,
 }  # fmt: skip
 CANNOT_BE_BUILT: dict[str, str] = {}  # class: why its constructor fails here
 
