@@ -10,7 +10,7 @@ import torch  # before a pytester does and forgets it again: torch cannot be imp
 
 pytest_plugins = ["pytester"]
 
-CONFTEST = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
+CONFTEST, IMPORTED = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("conftest.py", "precompiled.py"))
 TWO_TESTS = textwrap.dedent("""
     import pytest
 
@@ -42,6 +42,7 @@ def project(pytester: pytest.Pytester) -> pytest.Pytester:
     """A project with our conftest.py and two tests in tests/sub/test_inside.py that read three goldens."""
     pytester.makeini("[pytest]\ntestpaths = tests\nmarkers =\n    gpu\n    judges")
     write(pytester, "tests/conftest.py", CONFTEST)
+    write(pytester, "tests/precompiled.py", IMPORTED)
     write(pytester, "tests/sub/test_inside.py", TWO_TESTS)
     for name, text in GOLDENS.items():
         write(pytester, f"tests/golden/sub/test_inside/{name}", text)
