@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import os
 import re
 import statistics
@@ -210,14 +211,16 @@ def captured(contender: Contender, batch: int) -> Callable[[], None]:
         contender.model.set_experts_implementation("grouped_mm")  # batched_mm would copy an expert for each row of the prompts
     cache = StaticCache(config=contender.model.config, max_cache_len=2 * CONTEXT)
     ids = torch.randint(contender.model.config.vocab_size, (batch, CONTEXT), device="cuda")
-    contender.model(ids, past_key_values=cache, logits_to_keep=1)  # allocates the cache
+    named = "cache" if "cache" in inspect.signature(contender.model.forward).parameters else "past_key_values"  # from transformers 5.24 on
+    given = {named: cache}
+    contender.model(ids, **given, logits_to_keep=1)  # allocates the cache
     ids = ids[:, -1:].clone()
     if contender.experts:
         contender.model.set_experts_implementation(contender.experts)
     step = torch.compile(contender.model, backend=contender.backend, dynamic=False)
 
     def run() -> None:
-        ids.copy_(step(ids, past_key_values=cache).logits.argmax(-1))
+        ids.copy_(step(ids, **given).logits.argmax(-1))
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
