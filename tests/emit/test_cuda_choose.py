@@ -138,6 +138,15 @@ def test_a_pinned_variant_is_chosen_for_every_product():
     assert size_class.variant.per_sm == 8
 
 
+def test_whole_clusters_are_launched():
+    for rows, blocks in ((1, 2), (4000, 132)):
+        found = choice_of(products(""), rows, cuda_variant="large_m_64x4_k2")
+        *_, kernel = found.kernels
+        assert kernel.grid(H200) == blocks
+        assert f"large_m_64x4_k2: {blocks} blocks in clusters of 2 of 640 threads" in str(found)
+        assert "__cluster_dims__(2)" in kernel.text
+
+
 def test_a_pinned_variant_that_does_not_fit_is_refused():
     with pytest.raises(UnsupportedError) as refused:
         choice_of(products(""), 1, A100, cuda_variant="large_m_48x4x2")

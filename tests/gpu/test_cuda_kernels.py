@@ -191,6 +191,25 @@ def test_every_variant_exactly(table, variant, in_fragment_order, k, n, monkeypa
         assert torch.equal(program("nvfp4_grouped_mm", args, kwargs)(list(args))[0], found)
 
 
+@pytest.mark.parametrize(("n", "k"), [(512, 2048), (2048, 4096), (1040, 1536)])
+def test_one_group_exactly(n, k):
+    """By the kernels that the model chooses: small M, clusters that share K, large M. In a graph, each call after the one before."""
+    weight = random_weight(1, n, k, exact=True)
+    packed, matrix = stored(weight, "w16x64"), dequantize(weight)[0].cuda()
+    for rows in (1, 9, 40, 100, 140, 300, 700):
+        x = torch.randint(-3, 4, (rows, k), generator=generator()).bfloat16().cuda()
+        ends = torch.tensor([rows], dtype=torch.int32).cuda()
+        want = x.float() @ matrix.T
+        assert torch.equal(product(x, packed, ends, "w16x64", out_dtype=torch.float32), want)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = [ops.nvfp4_grouped_mm(x, *packed, ends, weight_layout="w16x64", out_dtype=torch.float32) for _ in range(10)]
+        for result in found:
+            result.fill_(math.nan)
+        graph.replay()
+        assert all(torch.equal(result, want) for result in found)
+
+
 # The kernels of groups by their sizes.
 UNEVEN = {
     "two": ((32, (LargeM(32, 5),)), (None, (LargeM(80, 4),))),

@@ -65,7 +65,8 @@ class Choice:
             yield f"segment {i}"
             for kernel in step.kernels:
                 shared = f", {kernel.shared} bytes of dynamic shared memory" if kernel.shared else ""
-                yield f"    {kernel.title}: {kernel.grid(self.arch)} blocks of {kernel.threads} threads{shared}"
+                clusters = f" in clusters of {kernel.cluster}" if kernel.cluster > 1 else ""
+                yield f"    {kernel.title}: {kernel.grid(self.arch)} blocks{clusters} of {kernel.threads} threads{shared}"
             if step.previous is not None:
                 yield f"    reads the result of segment {step.previous} in fragment order"
             if step.next is not None:
