@@ -61,9 +61,9 @@ def in_layout(weight: Quantized, layout: str) -> tuple[torch.Tensor, ...]:
     return (codes, scales, decode) if layout == "linear" else (*W16X64.pack(codes, scales), decode)
 
 
-def products(layout: str) -> Iterator[Call]:
-    """Empty groups, rows of no group, one group with all rows; ends that decrease, are negative or past the rows."""
-    k, n = (80, 33) if layout == "linear" else (320, 80)
+def products(layout: str, k: int = 320) -> Iterator[Call]:
+    """Empty groups, rows of no group, one group with all rows; ends that decrease, are negative or past the rows. k: of tiles."""
+    k, n = (80, 33) if layout == "linear" else (k, 80)
     a, weight = torch.randn(M, k, generator=generator()).bfloat16(), in_layout(random_weight(G, n, k), layout)
     right = ([0, 1, 1, 30, 41], [0, 0, M, M, M], [0] * G)
     wrong = ([9, 3, 4, 400, 20], [-5, 3, 3, 3, BIG], [BIG] * G)
@@ -189,7 +189,11 @@ def inference() -> None:
     for call in without_product():
         call.run()
     for layout, kind in (("linear", "linear"), ("w16x64", "tiled")):
-        alone = [Regime(ALWAYS, (variant,)) for variant in variants_of(kind)]
+        for variant in (v for v in variants_of(kind) if v.cluster > 1):
+            use_first(kind, Regime(ALWAYS, (variant,)))
+            for call in products(layout, k=512):  # whole stages for each block of a cluster
+                call.run()
+        alone = [Regime(ALWAYS, (variant,)) for variant in variants_of(kind) if variant.cluster == 1]
         for regime in (*alone, *(several if kind == "tiled" else [])):
             use_first(kind, regime)
             for call in (*products(layout), *layers(layout, tokens=7), *layers(layout, tokens=60)):
