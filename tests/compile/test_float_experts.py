@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusion_moe
-from fusion_moe.frontends import inductor, warn
+from fusion_moe.frontends import compile_graph, warn
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,7 +35,7 @@ FIRST = "model.layers.0.mlp.experts.gate_up_proj"
 
 
 def test_a_model_that_is_not_quantized_is_warned_of_once(warned, monkeypatch):
-    monkeypatch.setattr(inductor, "has_compiler", lambda: False)  # Inductor's kernels have no part in it, and take long
+    monkeypatch.setattr(compile_graph, "has_compiler", lambda: False)  # Inductor's kernels have no part in it, and take long
     compiled = torch.compile(qwen3_moe(), backend="fusion_moe", dynamic=False)
     with torch.no_grad():
         compiled(TOKENS, use_cache=False)

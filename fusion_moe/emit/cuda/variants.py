@@ -178,7 +178,8 @@ class LargeM:
 
     def call(self, arch: Arch) -> str:
         """What the kernel runs."""
-        return f"LargeM<Segment, {self.tile_m}, {self.consumers}, {self.repeats}, {self.cluster}>::run(s, size_class);"
+        split_k = f", {self.cluster}" if self.cluster > 1 else ""
+        return f"LargeM<Segment, {self.tile_m}, {self.consumers}, {self.repeats}{split_k}>::run(s, size_class);"
 
     def stages(self, of: Matrices, arch: Arch) -> int:
         """Of the ring in shared memory, as kernels/large_m.cuh counts them."""
