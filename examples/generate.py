@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import inspect
 import os
 import re
 import statistics
@@ -32,6 +31,7 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
+from demo import cache_argument
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AttentionInterface,
@@ -211,8 +211,7 @@ def captured(contender: Contender, batch: int) -> Callable[[], None]:
         contender.model.set_experts_implementation("grouped_mm")  # batched_mm would copy an expert for each row of the prompts
     cache = StaticCache(config=contender.model.config, max_cache_len=2 * CONTEXT)
     ids = torch.randint(contender.model.config.vocab_size, (batch, CONTEXT), device="cuda")
-    named = "cache" if "cache" in inspect.signature(contender.model.forward).parameters else "past_key_values"  # from transformers 5.24 on
-    given = {named: cache}
+    given = {cache_argument(contender.model): cache}
     contender.model(ids, **given, logits_to_keep=1)  # allocates the cache
     ids = ids[:, -1:].clone()
     if contender.experts:
