@@ -17,7 +17,8 @@ from fusion_moe.emit.cuda.one_group import CONSTANTS, VARIANTS, Constants, admit
 from fusion_moe.emit.cuda.variants import Matrices, Variant
 
 _NEAR = ((1.3, 1.0), (2.0, 0.5), (math.inf, 0.2))  # up to so many times the fastest a time counts so much
-_MOST = {"overlap": 8.0, "few_in_flight": 3.0, "small_memory": 3.0, "large_memory": 3.0, "consumer": 0.25}
+_BOUNDS = {"overlap": (0.5, 8.0), "consumer": (0.0, 0.25)} | dict.fromkeys(("few_in_flight", "small_memory", "large_memory"), (0.5, 3.0))
+_OF_TIMES = (0.0, 1e3)  # the bounds of all others, us
 _DIGITS = 4
 
 
@@ -32,8 +33,8 @@ def fit(found: Iterable[Timings]) -> Constants:
         by = Constants(*numbers)
         return [weight * math.log(microseconds(v, rows, of, arch, by) / us) for v, rows, of, arch, us, weight in times]
 
-    bounds = [0.0 if name not in _MOST else 0.5 * (name != "consumer") for name in names], [_MOST.get(name, 1e3) for name in names]
-    solved = least_squares(residuals, begin, bounds=bounds, loss="soft_l1", f_scale=0.1, x_scale=[abs(x) + 1e-6 for x in begin])
+    low, high = zip(*(_BOUNDS.get(name, _OF_TIMES) for name in names), strict=True)
+    solved = least_squares(residuals, begin, bounds=(low, high), loss="soft_l1", f_scale=0.1, x_scale=[abs(x) + 1e-6 for x in begin])
     return Constants(*(float(f"{x:.{_DIGITS}g}") for x in solved.x))
 
 

@@ -164,12 +164,14 @@ def grid(layer: Layer) -> list[int]:
 
 
 def ways(table: Table, of: Matrices, rows: int, arch: Arch) -> list[tuple[SizeClass, ...]]:
-    """What may be the fastest: the kernels of the table's sets by themselves, size classes of its regimes, what it chooses."""
-    regimes, average = table.regimes(of), rows / _touched(of.groups, rows)
-    of_table = (v for r in regimes for v in r.variants)
-    variants = [v for v in dict.fromkeys(one_group.VARIANTS if one_group.admits(of) else of_table) if v.fits(of, arch)]
+    """What may be the fastest: the kernels of the table's sets by themselves, size classes of its regimes, what it chooses; of one group,
+    the kernels of its model.
+    """
     if one_group.admits(of):
-        return [(SizeClass(v),) for v in variants if average <= v.tile_m * _HIGHEST_OF_ONE or v.persistent]
+        near = [v for v in one_group.VARIANTS if v.fits(of, arch) and (rows <= v.tile_m * _HIGHEST_OF_ONE or v.persistent)]
+        return [(SizeClass(v),) for v in near]
+    regimes, average = table.regimes(of), rows / _touched(of.groups, rows)
+    variants = [v for v in dict.fromkeys(v for r in regimes for v in r.variants) if v.fits(of, arch)]
     highest = max(v.tile_m for v in variants)
     near = [v for v in variants if v.tile_m * _LOWEST <= max(average, 1.6) and (average <= v.tile_m * _HIGHEST or v.tile_m == highest)]
     found = [choose_from(table, rows, of, arch), *((SizeClass(v),) for v in near)]
