@@ -83,8 +83,8 @@ class _Writer(SegmentWriter):
         return [
             "Problem problem{};",
             *(f"problem.parts[{i}] = {self.names[v]};" for i, v in enumerate(plan.weight)),
-            *([f"const i32 whole[] = {{i32({rows})}};"] if plan.whole else []),
-            f"problem.ends = {'whole' if plan.whole else self.array(plan.ends)};",
+            *([f"const i32 last[] = {{i32({rows})}};"] if plan.of_one_group else []),
+            f"problem.ends = {'last' if plan.of_one_group else self.array(plan.ends)};",
             f"problem.G = G, problem.N = {n}, problem.K = {k}, problem.runs = {plan.scale_runs}, problem.rows = {rows};",
             "static const Columns columns;",
             "problem.W = W, problem.F = F, problem.columns = columns.of[0];",

@@ -87,7 +87,7 @@ def _pinned(name: str, of: Matrices, arch: Arch) -> Variant:
 
 
 def choose_from(table: Table, rows: int, of: Matrices, arch: Arch) -> tuple[SizeClass, ...]:
-    """The same by any table.
+    """The same by any table; what the model of one group admits, by that.
 
     Few blocks leave a GPU idle: split-K makes more of them.
     """

@@ -55,7 +55,7 @@ class Gemm(Source):
     def __init__(self, plan: Plan):
         self.packed = (plan.encoding.name, plan.layout) in PACKED
         names = {v: part.name for part, v in zip(plan.encoding.parts, plan.weight, strict=True)} if self.packed else {}
-        super().__init__(plan.fusion, plan.memory, names if plan.whole else {**names, plan.ends: "ends"})
+        super().__init__(plan.fusion, plan.memory, names if plan.of_one_group else {**names, plan.ends: "ends"})
         _check(plan.groups, plan.a, *(() if self.packed else plan.weight))
         self.plan, self.dtype = plan, plan.a.type.dtype
         self.transposed = plan.weight[0] if plan.transposed else None
@@ -67,7 +67,7 @@ class Gemm(Source):
 
     def functions(self) -> list[str]:
         """What all kernels of the segment know."""
-        return [f"__device__ i64 rows() const {{ return {size(self._rows)}; }}", *([NO_ENDS] if self.plan.whole else [])]
+        return [f"__device__ i64 rows() const {{ return {size(self._rows)}; }}", *([NO_ENDS] if self.plan.of_one_group else [])]
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
         """Routing; activations that are computed; the product; what is summed of its tiles, and of its rows."""

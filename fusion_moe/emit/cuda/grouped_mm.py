@@ -39,7 +39,7 @@ class Product(Source):
     def __init__(self, plan: Plan):
         self.reader = reader(plan.encoding.name, plan.layout, plan.a.type.dtype)
         names = {v: part.name for part, v in zip(plan.encoding.parts, plan.weight, strict=True)}
-        super().__init__(plan.fusion, plan.memory, names if plan.whole else {**names, plan.ends: "ends"})
+        super().__init__(plan.fusion, plan.memory, names if plan.of_one_group else {**names, plan.ends: "ends"})
         self.plan, self.dtype = plan, plan.a.type.dtype
         self.transposed = plan.weight[0] if plan.transposed else None
         if plan.k % _COLUMNS_PER_THREAD:
@@ -223,7 +223,7 @@ class Product(Source):
             f"static constexpr bool DGRAD = {str(plan.kind == 'dgrad').lower()};  // whether matrices are [K, N]",
             "",
             f"__device__ i64 rows() const {{ return {size(self.rows)}; }}",
-            *([NO_ENDS] if plan.whole else []),
+            *([NO_ENDS] if plan.of_one_group else []),
             *cols.functions(),
             "",
             *added.functions(self, plan),

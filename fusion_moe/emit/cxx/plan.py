@@ -57,11 +57,11 @@ class Plan:
 
     @property
     def ends(self) -> Value:
-        """The ends of the groups, where they are in memory: an input, or made by `route`. See `whole`."""
+        """The ends of the groups, where they are in memory: an input, or made by `route`. See `of_one_group`."""
         return source(self.fusion, self.product.values[2])
 
     @property
-    def whole(self) -> bool:
+    def of_one_group(self) -> bool:
         """Whether the fusion says that all rows are of one group: then the ends are nowhere in memory."""
         return are_all_rows(self.fusion, self.product.values[2], self.a.type.shape[0])
 

@@ -11,8 +11,8 @@
 // groups of more than some rows and up to some, which sizes the host does not know. None of them needs what another computes, so none
 // waits for the one before; but the last block of each does when it is done, and so what waits for the last launch waits for all.
 //
-// Where work tiles are fewer than multiprocessors, the blocks of a cluster share one, each a part of K, and send their sums to the block that
-// stores: which one of them, each consumer warpgroup has its own (SPLIT_K).
+// Where work tiles are fewer than multiprocessors, the SPLIT_K blocks of a cluster share one: each multiplies a part of K, and sends its sums
+// to the block that stores, a different one for each consumer warpgroup.
 //
 // Activations are in fragment order (fragment_order.cuh), or row-major, with more instructions for each weight (weights/).
 //
@@ -120,7 +120,8 @@ struct LargeM {
     static_assert(CONSUMERS <= ConsumerTile<Segment, REPEATS_PER_RESULT>::MAX_CONSUMERS);
     static_assert(WARPGROUP_WARPS % PRODUCER_WARPS == 0, "a warp copies the same tiles of every consumer");
     static_assert(Segment::K % 64 == 0, "weights are tiled");
-    static_assert(SPLIT_K == 1 || (ALL_K_BLOCKS % (SPLIT_K * STAGE_K_BLOCKS) == 0 && RUNS == 1 && REPEATS == 1), "equal parts of whole stages");
+    static_assert(SPLIT_K == 1 || ALL_K_BLOCKS % (SPLIT_K * STAGE_K_BLOCKS) == 0, "equal parts of whole stages");
+    static_assert(SPLIT_K == 1 || (RUNS == 1 && REPEATS == 1), "sums are exchanged once, of one repeat");
     static_assert(!Segment::Columns::FRAGMENT_ORDER || Segment::WIDTH % 64 == 0, "fragment order is of whole K blocks");
     static_assert(TILE_M % 16 == 0 && TILE_M <= 256, "M tiles are transposed 16 rows at a time, and fit an instruction");
 
@@ -136,7 +137,8 @@ struct LargeM {
     static constexpr int EXCHANGE_BYTES = SPLIT_K > 1 ? sizeof(Exchange) : 0;
 
     // As many as fit. Producers say which work tiles they load: each has a stage at least, but for one that they begin.
-    static constexpr int STAGE_BYTES = Segment::MAX_SHARED_BYTES - EXCHANGE_BYTES - int(sizeof(TileScheduler) + sizeof(WorkTile));  // for all stages
+    static constexpr int OTHER_BYTES = EXCHANGE_BYTES + int(sizeof(TileScheduler) + sizeof(WorkTile));
+    static constexpr int STAGE_BYTES = Segment::MAX_SHARED_BYTES - OTHER_BYTES;  // left for all stages
     static constexpr int STAGES = STAGE_BYTES / (sizeof(Stage) + 2 * sizeof(u64) + sizeof(WorkTile)), WORK_SLOTS = STAGES + 1;
 
     struct Shared : Exchange {

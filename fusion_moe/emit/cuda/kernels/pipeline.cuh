@@ -144,7 +144,8 @@ __device__ __forceinline__ void store_in_cluster(u32 to, const float* four) {
 __device__ __forceinline__ void mbarrier_arrive_in_block(u32 rank, u64& barrier) {
     __syncwarp();
     if (threadIdx.x % 32 < ARRIVING)
-        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_block(rank, shared_address(&barrier))) : "memory");
+        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_block(rank, shared_address(&barrier)))
+                     : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_wait_in_cluster(u64& barrier, u32 parity) {
