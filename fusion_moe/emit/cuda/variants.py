@@ -184,7 +184,7 @@ class LargeM:
     def stages(self, of: Matrices, arch: Arch) -> int:
         """Of the ring in shared memory, as kernels/large_m.cuh counts them."""
         stage = ceil_to(_stage_k_blocks(of) * (self.tile_m * 128 + self.tiles * of.tile_bytes), 1024)
-        scheduler, work_tile, barriers = 20 * of.groups + 36, 32, 16
+        scheduler, work_tile, barriers = 20 * of.groups + 60, 32, 16
         return (self.shared(arch) - scheduler - work_tile - self._exchange) // (stage + barriers + work_tile)
 
     @property

@@ -104,6 +104,8 @@ struct LargeM {
     static constexpr int ALL_K_BLOCKS = Segment::K / 64, K_BLOCKS = ALL_K_BLOCKS / SPLIT_K;  // of the matrix; of a block's part
     using Reader = typename Segment::Weights;
     static constexpr int ELEMENTS = Reader::ELEMENTS, SCALES = Reader::SCALES;  // bytes of a tile of 16 rows and 64 k
+    // Of a work tile, at most. Where it has few k, or is one of a group that the host knows, finding parts took as long as they saved.
+    static constexpr int MOST_PARTS = SPLIT_K == 1 && Segment::GROUPS > 1 && ALL_K_BLOCKS >= 64 ? CONSUMERS : 1;
     static constexpr int STAGE_K_BLOCKS = ELEMENTS + SCALES <= 1024 ? 2 : 1;
     static constexpr int UNROLL_K_BLOCKS = REPEATS == 1 ? 2 * STAGE_K_BLOCKS : STAGE_K_BLOCKS;  // of the producers' loop, as registers last
     static constexpr int EPILOGUE_STAGES = REPEATS == 1 && K_BLOCKS > STAGE_K_BLOCKS ? 2 : 1;   // that a consumer releases after its stores
@@ -132,7 +134,7 @@ struct LargeM {
         RepeatWeights weights[CONSUMERS * REPEATS];
     };
 
-    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, Segment::GROUPS_READ_PER_TWO_TILES, SPLIT_K>;
+    using TileScheduler = ::TileScheduler<Segment::GROUPS, TILE_M, Segment::GROUPS_READ_PER_TWO_TILES, SPLIT_K, MOST_PARTS>;
     using Exchange = ::Exchange<TILE_M, CONSUMERS, SPLIT_K>;
     static constexpr int EXCHANGE_BYTES = SPLIT_K > 1 ? sizeof(Exchange) : 0;
 
@@ -417,6 +419,10 @@ private:
         for (; work.more_grouped(); work.advance(), work_ring.advance(), odd ^= 1) {
             mbarrier_wait(shared.full[ring.stage], ring.parity);
             const WorkTile current = shared.work_tiles[work_ring.stage];
+            if (MOST_PARTS > 1 && !__any_sync(WHOLE_WARP, current.consumers >> threadIdx.x / WARPGROUP & 1)) {  // a vote: all of the warp agree
+                skip(shared, ring);
+                continue;
+            }
             const Scales scales(s, current.m_tile.group);
             float outer[REPEATS][2];  // loaded while products run, not when the epilogue waits for them
 #pragma unroll
@@ -435,6 +441,15 @@ private:
         }
         if (SPLIT_K > 1 && cluster_rank() != 0) return;
         for (; work.more(); work.advance()) store_ungrouped_rows(s, work.current());
+    }
+
+    // The stages of a work tile of which other blocks compute this consumer's columns.
+    __device__ static __forceinline__ void skip(Shared& shared, PipelineState<STAGES>& ring) {
+#pragma unroll 1
+        for (i32 kb = 0; kb < K_BLOCKS; kb += STAGE_K_BLOCKS, ring.advance()) {
+            mbarrier_wait(shared.full[ring.stage], ring.parity);
+            mbarrier_arrive(shared.empty[ring.stage]);
+        }
     }
 
     // Which of the block's repeats a consumer's repeat h is, and which of its tiles a warp has there.

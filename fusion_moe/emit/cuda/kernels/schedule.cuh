@@ -2,9 +2,10 @@
 //
 // A group of `size` rows is divided into as few M tiles as TILE_M allows, of equal height but for the last, a multiple of 8. A work tile is
 // an M tile and one of `n_tiles` N tiles; block b of the grid has work tiles b, b + blocks, ..., and clusters have theirs so where blocks
-// share them. Groups with the highest M tiles come first, so that what is left at the end are small work tiles. A group's M tiles are
-// divided into rotations, each of a few of them and all N tiles: what a GPU's blocks have of these at a time reads about as many bytes of
-// weights as of activations, which is the least in all.
+// share them. Long work tiles of a launch that has the multiprocessors for itself are shared out by waves.cuh instead, in up to MOST_PARTS parts.
+// Groups with the highest M tiles come first, so that what is left at the end are small work tiles. A group's M tiles are divided into
+// rotations, each of a few of them and all N tiles: what a GPU's blocks have of these at a time reads about as many bytes of weights as of
+// activations, which is the least in all.
 //
 // Concurrent with a small-M kernel, which has the groups of fewer rows, so few blocks are active that they are done in about half of its
 // time: it needs nearly all multiprocessors to read weights as fast as memory gives them. While it reads those of
@@ -15,17 +16,19 @@
 #pragma once
 
 #include "ragged.cuh"
+#include "waves.cuh"
 
 namespace {
 
 struct alignas(16) WorkTile {
     MTile m_tile;
     i32 tile_m, n_tile;  // tile_m: height of the group's M tiles, a multiple of 8
+    u32 consumers;       // that compute it, a bit for each
 };
 
 constexpr i32 NO_WORK_TILE = 1 << 30;  // a number past the last
 
-template <int GROUPS, int TILE_M, i32 GROUPS_READ_PER_TWO_TILES, int CLUSTER = 1>
+template <int GROUPS, int TILE_M, i32 GROUPS_READ_PER_TWO_TILES, int CLUSTER = 1, int MOST_PARTS = 1>
 class TileScheduler {
 public:
     // By all threads of a block; `scratch` holds 4 (GROUPS + 1) numbers.
@@ -35,7 +38,7 @@ public:
         i32 *place = scratch + 2 * (GROUPS + 1), *upto = place + GROUPS + 1;
         m_tiles_.build(ends, rows, size_class, error);
         if (m_tiles_.before[GROUPS + 1] == 0) {  // other kernels have it all
-            if (threadIdx.x == 0) work_tiles_upto_[GROUPS] = work_tiles_upto_[GROUPS - 1] = 0;
+            if (threadIdx.x == 0) end_ = 0, by_turns_ = false, waves_ = Waves::plain(0);
             __syncthreads();
             return;
         }
@@ -50,45 +53,54 @@ public:
         __syncthreads();
         for (i32 g = threadIdx.x; g <= GROUPS; g += blockDim.x)
             group_of_place_[place[g]] = g, work_tiles_upto_[place[g]] = upto[g] + group[g].y, tile_m_[place[g]] = tile_m_of(g);
+        if (threadIdx.x == 0) {
+            by_turns_ = MOST_PARTS > 1 && !size_class.concurrent_with_next && !size_class.concurrent_with_previous;
+            waves_ = by_turns_ ? Waves::of(upto[GROUPS], active_blocks_, MOST_PARTS) : Waves::plain(upto[GROUPS]);
+            end_ = waves_.end + group[GROUPS].y;
+        }
         __syncthreads();
     }
 
     // Goes through the work tiles of this block.
     class WorkTiles {
     public:
-        __device__ explicit WorkTiles(const TileScheduler& scheduler) : scheduler_(scheduler), number_(start()) {}
+        __device__ explicit WorkTiles(const TileScheduler& scheduler)
+            : scheduler_(scheduler), mine_(i32(blockIdx.x) / CLUSTER, scheduler.active_blocks_, MOST_PARTS > 1 && scheduler.by_turns_) {
+            if (mine_.number >= scheduler.active_blocks_) mine_.number = NO_WORK_TILE;
+            first_ = mine_.number;
+        }
 
-        __device__ bool first() const { return number_ == start(); }
-        __device__ bool more() const { return number_ < scheduler_.work_tiles_upto_[GROUPS]; }
-        __device__ bool more_grouped() const { return number_ < scheduler_.work_tiles_upto_[GROUPS - 1]; }  // rows of no group come last
-        __device__ void advance() { number_ += scheduler_.active_blocks_; }
-        __device__ void go_to(i32 number) { number_ = number; }
+        __device__ bool first() const { return mine_.number == first_; }
+        __device__ bool more() const { return mine_.number < scheduler_.end_; }
+        __device__ bool more_grouped() const { return mine_.number < scheduler_.waves_.end; }  // rows of no group come last
+        __device__ void advance() {
+            if (MOST_PARTS > 1) mine_.advance(scheduler_.active_blocks_);
+            else mine_.number += scheduler_.active_blocks_;
+        }
+        __device__ void go_to(i32 number) { mine_.number = number; }
 
         // By a whole warp.
         __device__ WorkTile current() const {
+            const auto [number, consumers] = MOST_PARTS > 1 ? scheduler_.waves_.find(mine_.number) : PartOfTile{mine_.number, ~0u};
             i32 place = 0;  // the first one whose work tiles go further
 #pragma unroll
             for (i32 i = 0; i <= GROUPS; i += 32) {
                 const i32 other = i + i32(threadIdx.x % 32);
-                place += __popc(__ballot_sync(WHOLE_WARP, other < GROUPS && scheduler_.work_tiles_upto_[other] <= number_));
+                place += __popc(__ballot_sync(WHOLE_WARP, other < GROUPS && scheduler_.work_tiles_upto_[other] <= number));
             }
             const i32 g = scheduler_.group_of_place_[place], m_tiles = scheduler_.m_tiles_of(g), tile_m = scheduler_.tile_m_[place];
-            const i32 within = number_ - (place == 0 ? 0 : scheduler_.work_tiles_upto_[place - 1]);
+            const i32 within = number - (place == 0 ? 0 : scheduler_.work_tiles_upto_[place - 1]);
             const i32 rotations = (m_tiles + ROTATION - 1) / ROTATION, each = (m_tiles + rotations - 1) / rotations;
             const i32 per_rotation = each * scheduler_.n_tiles_;
             const i32 rotation = within / per_rotation, rest = within % per_rotation, in_rotation = min(each, m_tiles - rotation * each);
             const i32 first = scheduler_.m_tiles_.first[g] + (rotation * each + rest % in_rotation) * tile_m;
-            return {{g, first, min(first + tile_m, scheduler_.m_tiles_.first[g + 1])}, tile_m, rest / in_rotation};
+            return {{g, first, min(first + tile_m, scheduler_.m_tiles_.first[g + 1])}, tile_m, rest / in_rotation, consumers};
         }
 
     private:
-        __device__ i32 start() const {
-            const i32 mine = i32(blockIdx.x) / CLUSTER;
-            return mine < scheduler_.active_blocks_ ? mine : NO_WORK_TILE;
-        }
-
         const TileScheduler& scheduler_;
-        i32 number_;
+        InWaves mine_;
+        i32 first_;
     };
 
 private:
@@ -128,6 +140,9 @@ private:
 
     MTiles<GROUPS, TILE_M> m_tiles_;
     i32 n_tiles_, active_blocks_;  // of a result; of the grid, or clusters, whose others are idle beside a small-M kernel
+    i32 end_;                      // of what is numbered
+    bool by_turns_;
+    Waves waves_;
     // Groups in the order of work; work tiles of the first so many of them; heights of their M tiles.
     i32 group_of_place_[GROUPS + 1], work_tiles_upto_[GROUPS + 1], tile_m_[GROUPS + 1];
 };
