@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -19,10 +20,11 @@ from torch.nn.functional import grouped_mm, linear, silu
 
 import fusion_moe
 from fusion_moe import options
-from fusion_moe.emit.cuda import choice
-from fusion_moe.emit.cuda.table import Table, parse
+from fusion_moe.emit.cuda import choice, launch
+from fusion_moe.emit.cuda.table import parse
 from fusion_moe.encodings import Quantized
 from fusion_moe.layouts import W16X64, Padding
+from fusion_moe.runtime import nvrtc
 
 _AT_ONCE = 2**28  # elements of a weight that change their form at once
 _MOST_BF16 = 24e9  # bytes of weights in bf16
@@ -116,45 +118,57 @@ class Linear(Ours):
         return self.layers
 
 
-class OtherTable(Ours):
-    """The same, kernels chosen by another table. `switches`, which change no inference program, keep these programs apart from others."""
+class Changed(Ours):
+    """The same with `by` in the place of a function of a module, which says how kernels are chosen or compiled.
 
-    table: Table
+    `switches`, which change no inference program, keep these programs apart from others.
+    """
+
+    replaced: tuple[ModuleType, str]
+    by: Callable[..., object]
     switches: Mapping[str, bool | str]
 
     def prepare(self, cells: Sequence[Cell]) -> None:
-        with self._chosen():
+        with self._changed():
             super().prepare(cells)
 
     def run(self, cell: Cell, layer: int, to: Routed) -> Call:
         call = super().run(cell, layer, to)
 
         def run() -> Tensor:
-            with self._chosen():
+            with self._changed():
                 return call.run()
 
         return call._replace(run=run)
 
     @contextmanager
-    def _chosen(self) -> Iterator[None]:
-        usual, choice.table_of = choice.table_of, lambda arch: self.table
+    def _changed(self) -> Iterator[None]:
+        module, name = self.replaced
+        usual = getattr(module, name)
+        setattr(module, name, self.by)
         try:
             with options.override(**self.switches):
                 yield
         finally:
-            choice.table_of = usual
+            setattr(module, name, usual)
 
 
-def of_tables(files: Sequence[Path]) -> dict[str, type[Contender]]:
-    """A contender for each table in a file, named by it. ValueError for more than can be kept apart."""
+def changed(tables: Sequence[Path], kernels: Sequence[Path]) -> dict[str, type[Contender]]:
+    """A contender for each table of kernels in a file, and for each folder of kernels, named by it. ValueError for more than can be kept
+    apart.
+    """
     apart: list[dict[str, bool | str]] = [{"router_gradient": False}, {"target": "cuda"}, {"router_gradient": False, "target": "cuda"}]
-    if len(files) > len(apart):
-        raise ValueError(f"{len(files)} tables; at most {len(apart)} are measured beside the usual one")
-    found = {}
-    for path, switches in zip(files, apart, strict=False):
-        table = parse(path.read_text(encoding="utf-8"), str(path))
-        found[f"table {path.stem}"] = type("OfTable", (OtherTable,), {"table": table, "switches": switches})
-    return found
+    found: list[tuple[str, tuple[ModuleType, str], object]] = []
+    for path in tables:
+        found.append((f"table {path.stem}", (choice, "table_of"), parse(path.read_text(encoding="utf-8"), str(path))))
+    for path in kernels:
+        found.append((f"kernels {path}", (launch, "_headers"), nvrtc.headers(path)))
+    if len(found) > len(apart):
+        raise ValueError(f"{len(found)} tables and folders; at most {len(apart)} are measured beside the usual ones")
+    return {
+        name: type("Changed", (Changed,), {"replaced": replaced, "by": staticmethod(lambda *_, it=it: it), "switches": switches})
+        for (name, replaced, it), switches in zip(found, apart, strict=False)
+    }
 
 
 # torch ----------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ a CUDA graph. The graph's result is filled with NaN, the graph is replayed, and 
 then the graphs are replayed, interleaved. Times are medians, divided by the number of calls.
 
 The shards of tensor parallelism, --model qwen3-tp8 gpt-oss-tp4 i1392 i2064 --part mlp, are padded, which "fusion_moe" does and --contender
-linear, the kernels for weights as they are stored, need not. --table FILE: beside the usual kernels those that another table chooses
-(fusion_moe/emit/cuda/tables), to see what a change of it is worth.
+linear, the kernels for weights as they are stored, need not. To see what a change is worth, beside the usual kernels: --table FILE, those
+that another table chooses (fusion_moe/emit/cuda/tables); --kernels FOLDER, other kernels, as `git archive COMMIT
+fusion_moe/emit/cuda/kernels` gives them.
 
 Installed peers take part: `pip install humming-kernels==0.1.19`, which compiles its kernels when a model's cells begin, and caches them in
 HUMMING_CACHE_DIR. A peer that is missing or fails is named, with the reason.
@@ -32,13 +33,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from cuda_graphs import Captured, capture, replays
 from h200_cells import DENSE_TOKENS, MODELS, PARTS, ROUTINGS, SHARDS, TOKENS, Cell, Layer, error, is_right, layers, routed
-from h200_contenders import Call, Contender, Dense, Linear, Ours, Torch, of_tables
+from h200_contenders import Call, Contender, Dense, Linear, Ours, Torch, changed
 from h200_humming import Grouped, Indexed
-from torch import Tensor
 
 import fusion_moe
 
@@ -46,45 +47,6 @@ CONTENDERS: dict[str, type[Contender]] = {
     "fusion_moe": Ours, "linear": Linear, "humming indexed": Indexed, "humming grouped": Grouped, "torch": Torch, "dense": Dense,
 }  # fmt: skip
 _GRAPH_SECONDS, _MOST_CALLS = 1.5e-3, 64  # what a graph takes at the floor
-
-
-class Captured(NamedTuple):
-    """A graph of some calls, which hold what it reads; the last of them returned `result`."""
-
-    graph: torch.cuda.CUDAGraph
-    calls: Sequence[Call]
-    result: Tensor
-
-
-def capture(calls: Sequence[Call]) -> Captured:
-    """The calls, one after the other, in one graph."""
-    calls[0].run()  # compiles and loads
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            result = call.run()
-    return Captured(graph, calls, result)
-
-
-def replays(graphs: Mapping[str, Captured], repeats: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Microseconds a call of each repetition, contenders interleaved; clocks and power meanwhile."""
-    events = {name: [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(repeats)] for name in graphs}
-    for captured in graphs.values():
-        captured.graph.replay()
-    torch.cuda._sleep(10**7)  # the host gets ahead meanwhile
-    names = list(graphs)
-    for i in range(repeats):
-        first = i % len(names)  # nobody follows the same one always: a hot card is slower
-        for name in names[first:] + names[:first]:
-            start, end = events[name][i]
-            start.record()
-            graphs[name].graph.replay()
-            end.record()
-    state = watch(lambda: end.query())
-    torch.cuda.synchronize()
-    times = {name: [a.elapsed_time(b) * 1e3 / len(graphs[name].calls) for a, b in pairs] for name, pairs in events.items()}
-    return times, state
 
 
 def watch(done: Callable[[], bool]) -> dict[str, list[float]]:
@@ -126,16 +88,17 @@ class Bench:
         found: dict[str, dict[str, Any]] = {name: {"missing": why} for name, why in self.missing.items()}
         for name, contender in self.contenders.items():
             try:
-                captured = capture([contender.run(cell, i % len(self.layers), to[i % len(to)]) for i in range(count)])
-                found[name] = self.check(cell, captured) if contender.exact else {}
+                calls = [contender.run(cell, i % len(self.layers), to[i % len(to)]) for i in range(count)]
+                captured = capture([call.run for call in calls])
+                found[name] = self.check(cell, captured, calls[-1]) if contender.exact else {}
                 graphs[name] = captured
             except Exception as e:
                 found[name] = {"missing": _sentence(e)}
                 torch.cuda.synchronize()  # raises if the device cannot go on
         if not graphs:
             raise RuntimeError(f"nobody computes {cell}: {found}")
-        times, state = replays(graphs, repeats)
-        for name, us in times.items():
+        state: dict[str, list[float]] = {}
+        for name, us in replays(graphs, repeats, lambda done: state.update(watch(done))).items():
             median = statistics.median(us)
             found[name] |= {"us": round(median, 3), "spread": round((max(us) - min(us)) / median, 4)}
         return {
@@ -144,12 +107,11 @@ class Bench:
             "calls": count, "layers": len(self.layers), "routings": len(to), "contenders": found, **state,
         }  # fmt: skip
 
-    def check(self, cell: Cell, captured: Captured) -> dict[str, Any]:
-        """The error of what the graph computes."""
+    def check(self, cell: Cell, captured: Captured, last: Call) -> dict[str, Any]:
+        """The error of what the graph computes by its last call."""
         captured.result.fill_(math.nan)
         captured.graph.replay()
-        call = captured.calls[-1]
-        found = error(cell, self.layers[call.layer], call.to, captured.result if cell.part == "mlp" else call.rows(captured.result))
+        found = error(cell, self.layers[last.layer], last.to, captured.result if cell.part == "mlp" else last.rows(captured.result))
         return {"error": found if math.isfinite(found) else None}
 
 
@@ -191,14 +153,14 @@ def report(row: Mapping[str, Any]) -> None:
     print(f"{row['model']} {row['part']} T={row['tokens']} {row['routing']} floor {row['floor_us']:.1f}: {'; '.join(parts)}", flush=True)
 
 
-def compared(rows: Iterable[Mapping[str, Any]], tables: Iterable[str]) -> None:
-    """Prints, for each other table, ours over it: the geometric mean, and cells above 1.01 by more than their times spread."""
+def compared(rows: Iterable[Mapping[str, Any]], others: Iterable[str]) -> None:
+    """Prints, for each of the others, ours over it: the geometric mean, and cells above 1.01 by more than their times spread."""
     cells = [(row, row["contenders"]) for row in rows]
-    for table in tables:
-        both = [(row, c["fusion_moe"], c[table]) for row, c in cells if all("us" in c.get(name, {}) for name in ("fusion_moe", table))]
+    for name in others:
+        both = [(row, c["fusion_moe"], c[name]) for row, c in cells if all("us" in c.get(n, {}) for n in ("fusion_moe", name))]
         ratios = [ours["us"] / other["us"] for _, ours, other in both]
         if ratios:
-            print(f"{len(both)} cells, fusion_moe over {table}: {statistics.geometric_mean(ratios):.4f}")
+            print(f"{len(both)} cells, fusion_moe over {name}: {statistics.geometric_mean(ratios):.4f}")
         for ratio, (row, ours, other) in sorted(zip(ratios, both, strict=True), key=lambda pair: -pair[0]):
             if ratio > 1.01 + max(ours["spread"], other["spread"]):
                 print(f"  {ratio:.3f} {row['model']} {row['part']} T={row['tokens']} {row['routing']}")
@@ -214,11 +176,12 @@ def main() -> None:
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
     parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=[name for name in CONTENDERS if name != "linear"])
     parser.add_argument("--table", type=Path, nargs="+", default=[], help="tables of kernels: a contender more for each")
+    parser.add_argument("--kernels", type=Path, nargs="+", default=[], help="folders of kernels: a contender more for each")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=7)
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
-    CONTENDERS.update(tables := of_tables(told.table))
+    CONTENDERS.update(others := changed(told.table, told.kernels))
     begun, made = time.monotonic(), provenance(told.commit)
     told.out.parent.mkdir(parents=True, exist_ok=True)
     lines = told.out.read_text(encoding="utf-8").splitlines() if told.out.exists() else []
@@ -233,7 +196,7 @@ def main() -> None:
                 print(f"stopped before {cell}; the same command resumes there")
                 return
             torch.manual_seed(0)
-            bench = bench or Bench(name, [*told.contender, *tables], cells)
+            bench = bench or Bench(name, [*told.contender, *others], cells)
             row = {**bench.measure(cell, told.repeats), "provenance": made}
             with told.out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(row) + "\n")
@@ -241,7 +204,7 @@ def main() -> None:
             torch.cuda.empty_cache()
         del bench
         torch.cuda.empty_cache()
-    compared(map(json.loads, told.out.read_text(encoding="utf-8").splitlines()), tables)
+    compared(map(json.loads, told.out.read_text(encoding="utf-8").splitlines()), others)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
+from cuda_graphs import capture, medians
 from torch import Tensor
 
 from fusion_moe.encodings import dequantize, quantize
@@ -66,33 +67,9 @@ def _of_rows(packed: Sequence[tuple[Tensor, ...]], matrices: Sequence[Tensor], x
     error = (ours(0).float() - torchs(0).float()).norm() / torchs(0).float().norm()
     if not error < 1e-2:
         raise SystemExit(f"{len(x)} rows of {list(matrices[0].shape)}: results differ by {error:.1e}")
-    graphs = [captured(call, len(packed)) for call in (ours, torchs)]
-    times: list[list[float]] = [[], []]
-    for _ in range(REPEATS):
-        for graph, found in zip(graphs, times, strict=True):
-            found.append(seconds(graph) * 1e6 / len(packed))
-    return statistics.median(times[0]), statistics.median(times[1])
-
-
-def captured(call: Callable[[int], Tensor], count: int) -> torch.cuda.CUDAGraph:
-    """A graph of a call with each of the matrices."""
-    call(0)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            call(i)
-    graph.replay()
-    return graph
-
-
-def seconds(graph: torch.cuda.CUDAGraph) -> float:
-    """Of a replay."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    graphs = {call.__name__: capture([partial(call, i) for i in range(len(packed))]) for call in (ours, torchs)}
+    times = medians(graphs, REPEATS)
+    return times["ours"], times["torchs"]
 
 
 if __name__ == "__main__":

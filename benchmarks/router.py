@@ -6,11 +6,11 @@ python benchmarks/router.py            # medians of 200 replays of a CUDA graph 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from cuda_graphs import capture, medians
 
 import fusion_moe
 from fusion_moe import FusionDefinition
@@ -56,19 +56,9 @@ def in_torch(
 
 def median_us(call: Callable[[], object], calls: int = 20, replays: int = 200) -> float:
     """The median time of a call in a CUDA graph of several."""
-    for _ in range(3):
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(replays)] for _ in range(2))
-    for start, end in zip(starts, ends, strict=True):
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(starts, ends, strict=True)) * 1000 / calls
+    for _ in range(2):
+        call()  # Dynamo may compile again at the second one
+    return medians({"": capture([call] * calls)}, replays)[""]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
