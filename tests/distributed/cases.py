@@ -47,6 +47,7 @@ TIMEOUT_S, SHORT_S = 60, 5
 DEVICE = sys.argv[3]  # "cpu", over gloo, or "cuda", over NCCL, where kernels compute in bf16
 ON = {"device": DEVICE, "dtype": torch.float32 if DEVICE == "cpu" else torch.bfloat16}
 LIMIT = 1e-5 if DEVICE == "cpu" else 2e-2  # relative Frobenius error
+STEP = {"lr": 1.0, "eps": 0.1}  # in proportion to gradients: without eps, steps are as long for gradients that are only roundings
 Case = Callable[[DeviceMesh], None]
 CASES: dict[str, Case] = {}
 
@@ -477,7 +478,7 @@ def training(mesh):
         for m, given in (alone, x), (model, x.chunk(ranks)[mesh.get_rank()]):
             trained = [p for p in m.parameters() if p.requires_grad]
             groups = [{"params": [p for p in trained if isinstance(p, DTensor) == kind]} for kind in (True, False)]
-            optimizers.append(torch.optim.AdamW(groups, lr=0.1))
+            optimizers.append(torch.optim.AdamW(groups, **STEP))
             for _ in range(2):
                 m(given).square().sum().backward()
                 if m is model:
@@ -497,7 +498,7 @@ def training(mesh):
         with torch.no_grad():
             for p in fresh.parameters():
                 p.data = torch.zeros_like(p)
-        optimizer = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad], lr=0.1)
+        optimizer = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad], **STEP)
         state = {"model": get_model_state_dict(fresh), "optimizer": get_optimizer_state_dict(fresh, optimizer)}
         checkpoint.load(state, checkpoint_id=path)
         set_model_state_dict(fresh, state["model"])
