@@ -27,7 +27,7 @@ def write(files: Sequence[Mapping[str, Any]]) -> Path:
         raise ValueError(f"files of {len(machines)} machines: {machines}; expected one")
     m, results = files[-1]["machine"], _merged(files)
     repeats = sorted({len(times) for found in results.values() for row in found["rows"].values() for times in row["seconds"].values()})
-    of_peer = {file["machine"]["pages_of_peer"] for file in files if any(result["kt_kernel"] for result in file["results"])}
+    of_peer = {file["machine"]["pages_of_peer"] for file in files if any("kt-kernel" in _peers(result) for result in file["results"])}
     peer = f"; kt-kernel's weights on {' and '.join(sorted(of_peer))} pages" if of_peer else ""
     plot = DOCS / f"cpu_moe_{m['tier']}.svg"
     drawn = _draw(results, plot, f"{m['cpu']}, one token")
@@ -43,14 +43,23 @@ def write(files: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def _merged(files: Sequence[Mapping[str, Any]]) -> _Results:
-    """One entry for a model and a number of threads, with all tokens that were measured; JSON's keys as numbers again."""
+    """One entry for a model and a number of threads, with all tokens and peers that were measured; JSON's keys as numbers again."""
     merged: dict[tuple[str, int], dict[str, Any]] = {}
     for result in (r for found in files for r in found["results"]):
-        entry = merged.setdefault((result["model"], result["threads"]), {**result, "rows": {}})
+        entry = merged.setdefault((result["model"], result["threads"]), {**result, "rows": {}, "peers": {}, "missing": []})
+        entry["peers"] |= _peers(result)
+        entry["missing"] += [name for name in result["missing"] if name not in entry["missing"]]
         for row in result["rows"]:
             seconds = entry["rows"].setdefault(row["name"], {**row, "seconds": {}})["seconds"]
             seconds |= {int(tokens): times for tokens, times in row["seconds"].items()}
     return dict(sorted(merged.items(), key=lambda item: list(dict.fromkeys(m for m, _ in merged)).index(item[0][0]) * 1000 + item[0][1]))
+
+
+def _peers(result: Mapping[str, Any]) -> dict[str, str]:
+    """Versions by package; files of before there were several have one."""
+    if "peers" in result:
+        return dict(result["peers"])
+    return {"kt-kernel": result["kt_kernel"]} if result["kt_kernel"] else {}
 
 
 def _ms(row: Mapping[str, Any], tokens: int) -> float:
@@ -73,7 +82,7 @@ def _one_token(results: _Results) -> list[str]:
 
 def _table(model: str, threads: int, found: Mapping[str, Any]) -> list[str]:
     rows, tokens = found["rows"], sorted(found["rows"][_READING]["seconds"])
-    peer = f"; kt-kernel {found['kt_kernel']}" if found["kt_kernel"] else ""
+    peer = "".join(f"; {name} {version}" for name, version in found["peers"].items())
     note = f" ({found['note']})" if found["note"] else ""
     lines = [f"{model}{note}, {threads} thread{'s' * (threads > 1)}; {found['others']}{peer}:", ""]
     head = ("ms, x ours, (spread)", "error", *(f"{n} token{'s' * (n > 1)}" for n in tokens))
@@ -89,7 +98,7 @@ def _table(model: str, threads: int, found: Mapping[str, Any]) -> list[str]:
     for row in rows.values():
         error = "" if row["error"] is None else f"{row['error']:.2g}"
         lines.append(f"| {row['name']} | {error} | {' | '.join(cell(row, n) for n in tokens)} |")
-    return lines + [f"| {name} | not built for this CPU, or these sizes {'| ' * len(tokens)}|" for name in found["missing"]]
+    return lines + [f"| {name} | not built for this CPU, or these sizes {'| ' * len(tokens)}|" for name in found["missing"] if name not in rows]
 
 
 def _draw(results: _Results, path: Path, title: str) -> bool:
