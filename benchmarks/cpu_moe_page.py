@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -98,7 +98,9 @@ def _table(model: str, threads: int, found: Mapping[str, Any]) -> list[str]:
     for row in rows.values():
         error = "" if row["error"] is None else f"{row['error']:.2g}"
         lines.append(f"| {row['name']} | {error} | {' | '.join(cell(row, n) for n in tokens)} |")
-    return lines + [f"| {name} | not built for this CPU, or these sizes {'| ' * len(tokens)}|" for name in found["missing"] if name not in rows]
+    return lines + [
+        f"| {name} | not built for this CPU, or these sizes {'| ' * len(tokens)}|" for name in found["missing"] if name not in rows
+    ]
 
 
 def _draw(results: _Results, path: Path, title: str) -> bool:
@@ -108,22 +110,33 @@ def _draw(results: _Results, path: Path, title: str) -> bool:
     models = [m for m in dict.fromkeys(m for m, _ in cells) if sum(key[0] == m for key in cells) > 1]
     if pyplot is None or not models:
         return False
-    figure, axes = pyplot.subplots(1, len(models), figsize=(4.5 * len(models), 3.6), squeeze=False)
+    figure, axes = pyplot.subplots(1, len(models), figsize=(4.5 * len(models) + 2, 3.6), squeeze=False)
+    styles, lines = _styles(name for found in cells.values() for name in found["rows"]), dict[str, Any]()
     for at, model in zip(axes[0], models, strict=True):
         own = {threads: found["rows"] for (m, threads), found in cells.items() if m == model}
-        for name in dict.fromkeys(name for rows in own.values() for name in rows):
-            points = [(threads, _ms(rows[name], 1)) for threads, rows in own.items() if name in rows]
-            style = {"color": "grey", "linestyle": "--"} if name == _READING else {"marker": "o"}
-            at.loglog(*zip(*points, strict=True), label=name, **style)
+        for name in styles:
+            if points := [(threads, _ms(rows[name], 1)) for threads, rows in own.items() if name in rows]:
+                (lines[name],) = at.loglog(*zip(*points, strict=True), **styles[name])
         at.set(title=model, xlabel="threads", xticks=list(own))
         at.set_xticklabels([str(threads) for threads in own])
         at.grid(alpha=0.3)
     axes[0][0].set_ylabel("ms")
-    axes[0][0].legend(fontsize=7)
+    axes[0][-1].legend(lines.values(), lines, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     save(figure, path)
     return True
+
+
+def _styles(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """A marker for each package, a colour for each of its kernels."""
+    packages: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        packages.setdefault(name.split(",")[0], []).append(name)
+    styles = {_READING: {"color": "grey", "linestyle": "--"}}
+    for marker, own in zip("os^Dv", (own for package, own in packages.items() if package != _READING), strict=False):
+        styles |= {name: {"marker": marker, "color": f"C{i}"} for i, name in enumerate(own)}
+    return styles
 
 
 if __name__ == "__main__":
