@@ -343,6 +343,8 @@ def of_model(model: Model, told: argparse.Namespace) -> Iterator[dict[str, Any]]
     of_any, without = peers(of_ggml(ggml) if ggml else [], copies, told.kernels)  # on any number of threads, as ours
     for threads in told.threads:
         torch.set_num_threads(threads)
+        if ggml:
+            ggml.rest()  # the bandwidth is measured, where it is not known yet
         memory, others = bandwidth.of(threads), Others()
         loop = Contender(READING, encodings[0], [Reading(w, memory) for w in copies[encodings[0]]], most=None)
         kt = installed(KtKernel, threads, max(CHECKED, *told.tokens), model.slots) if told.peers else None

@@ -120,9 +120,11 @@ class KtKernel:
 
     @property
     def workers(self) -> list[int]:
-        """The threads that compute, by their names. Another one spins until they are done."""
+        """The threads that compute, by their names. Another one spins until they are done. ValueError for none."""
         threads = Path("/proc/self/task").iterdir()
-        return [int(t.name) for t in threads if (t / "comm").read_text().startswith("numa_")]
+        if not (found := [int(t.name) for t in threads if (t / "comm").read_text().startswith("numa_")]):
+            raise ValueError("kt-kernel has no threads named numa_...")
+        return found
 
     def rest(self) -> None:
         """Its threads sleep by themselves, at most 0.05 s after a call."""

@@ -82,12 +82,12 @@ def load() -> Any:
     for part, functions in _FUNCTIONS.items():
         try:
             library = ctypes.CDLL(str(_folder() / f"libggml-{part}.so"))
-        except OSError as error:
+            found = {name: getattr(library, f"ggml_{name}") for name in functions}
+        except (OSError, AttributeError) as error:  # not there, or older than these functions
             raise ImportError(str(error)) from error
         for name, (result, *takes) in functions.items():
-            function = getattr(library, f"ggml_{name}")
-            function.restype, function.argtypes = result, takes
-            setattr(g, name, function)
+            found[name].restype, found[name].argtypes = result, takes
+        vars(g).update(found)
     register = g.backend_cpu_reg()
 
     def listed(name: bytes, item: Any, of: int) -> Any:
