@@ -95,14 +95,14 @@ def main() -> None:
     kt = None
     try:
         kt = KtKernel(args.threads, max(args.tokens), MODEL.slots)
-        print(f"kt-kernel {kt.version}, {kt.variant}")
+        print(f"kt-kernel {kt.version}")
         if kt.has(KERNEL):
             steps[PEER] = kt.lora(KERNEL, *weights, factors, ALPHA)
         else:
             print(f"kt-kernel has no {KERNEL} for this CPU")
     except ImportError as error:
         print(f"kt-kernel: {error}")
-    now = clock(kt, args.threads)
+    now = clock([kt] if kt else [], args.threads)
     for tokens in args.tokens:
         times = measure(now, steps, tokens, args.rounds)
         medians = {name: statistics.median(of) for name, of in times.items()}

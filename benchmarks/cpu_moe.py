@@ -1,15 +1,16 @@
-"""A layer of experts on the CPU by its threads: the loop that only reads its weights, ours, torch's bf16 products, KTransformers' kernels.
+"""A layer of experts on the CPU by its threads: reading its weights and no more, ours, torch's bf16 products, and by other packages.
 
     python benchmarks/cpu_moe.py --threads 1,2,4,8,16,32,64 --peers [--models qwen3,gpt-oss,deepseek-v3] [--tokens 1,4,16,64,256,1024]
-        [--activations bf16,int8] [--kernels AMXInt4_MOE] [--json FILE] [--no-page]
+        [--activations bf16,int8] [--kernels AMXInt4_MOE,mxfp4] [--json FILE] [--no-page]
 
-cpu_peers.py says how to install KTransformers' kernels (--peers). All take the same weights, activations and routings; each call has
-its own routing, and calls go round `--copies` copies of the weights. Results are compared with float64 first. Contenders take turns in one
-process: a pause, in which a peer's threads stop spinning; a call of one token, which wakes them; then the calls that are measured. Numbers
-are medians of the turns, spreads (longest - shortest) / median. "Reading" is the loop of fusion_moe/runtime/bandwidth.cpp over the NVFP4
-weights of a call's experts, with as many threads. Times are CPU time for one thread (of the calling one and of the peer's worker, not of
-its thread that spins meanwhile), wall time for more. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment the peer's weights are
-on large pages, as ours are. Tables and a chart go into docs/performance.md (cpu_moe_page.py).
+--peers adds KTransformers' kernels and ggml, where installed; cpu_peers.py and ggml_library.py say how. All take the same weights,
+activations and routings; each call has its own routing, and calls go round `--copies` copies of the weights. Results are compared with
+float64 first. Contenders take turns in one process: a pause, in which a peer's threads stop spinning; a call of one token, which wakes
+them; then the calls that are measured. Numbers are medians of the turns, spreads (longest - shortest) / median. "Reading" is the loop of
+fusion_moe/runtime/bandwidth.cpp over the NVFP4 weights of a call's experts, with as many threads. Times are CPU time for one thread (of the
+calling one and of kt-kernel's worker, not of its thread that spins meanwhile), wall time for more. kt-kernel's weights are on large pages,
+as ours and ggml's are, with GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment. "int8" in a name says that activations are rounded
+to it. Tables and a chart go into docs/performance.md (cpu_moe_page.py).
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import cpu_moe_page
+import ggml_library
 import torch
+from cpu_ggml import Ggml
 from cpu_peers import KtKernel, Layer
 from torch import Tensor
 from torch.nn.functional import linear, silu
@@ -77,6 +80,29 @@ class Contender:
     most: float | None = 0.01
     error: float | None = None
     seconds: dict[int, list[float]] = field(default_factory=dict)  # of a call, by tokens: one for each turn
+
+
+class Package(Protocol):
+    """Another one, which computes whole layers. workers: threads that compute beside the calling one. rest: its threads may sleep now."""
+
+    name: str
+    version: str
+
+    @property
+    def workers(self) -> Sequence[int]: ...
+    def rest(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A way of another package to compute layers. called: what it is for --kernels. make: layers of copies of the same weights."""
+
+    package: Package
+    name: str
+    called: str
+    of: Encoding
+    make: Callable[[Sequence[Weights]], list[Layer]]
+    most: float  # of the error
 
 
 def random_weights(encoding: Encoding, model: Model = MODELS["qwen3"]) -> Weights:
@@ -153,24 +179,53 @@ def contenders(copies: Mapping[Encoding, Sequence[Weights]], activations: Sequen
     return [*found, Contender("torch, bf16", first, [in_torch(w) for w in copies[first]])] if with_torch else found
 
 
-def peers(kt: KtKernel, copies: Mapping[Encoding, Sequence[Weights]], kernels: Sequence[str]) -> tuple[list[Contender], list[str]]:
-    """Those of a pool of threads that run here; the names of those that do not. kernels: classes of its kernels, [] for all."""
-    found, missing = list[Contender](), list[str]()
+def of_ggml(ggml: Ggml) -> list[Kernel]:
+    """As llama.cpp has them: interleaved where ggml can; Q4_K also as it is, since ggml then computes many rows of an expert in tiles."""
+    return [
+        Kernel(ggml, name, called, encoding, partial(ggml.layers, dtype, memory), most)
+        for name, called, encoding, dtype, memory, most in (
+            ("nvfp4, int8", "nvfp4", NVFP4, "nvfp4", ggml_library.PLAIN, 0.03),
+            ("mxfp4, int8", "mxfp4", MXFP4, "mxfp4", ggml_library.INTERLEAVED, 0.03),
+            ("Q4_0, int8", "q4_0", NVFP4, "q4_0", ggml_library.INTERLEAVED, 0.25),
+            ("Q4_K, int8", "q4_k", NVFP4, "q4_K", ggml_library.INTERLEAVED, 0.25),
+            ("Q4_K in tiles, int8", "q4_k_tiles", NVFP4, "q4_K", ggml_library.PLAIN, 0.25),
+        )
+    ]
+
+
+def of_kt(kt: KtKernel) -> list[Kernel]:
+    """By its classes."""
     int8 = "AMX" if kt.variant == "amx" else "AVX-512"
-    for name, kernel, encoding, make, most in (
-        ("nvfp4, AVX2", "AVX2MXFP4_MOE", NVFP4, kt.fp4, 0.01),
-        ("mxfp4, AVX-512", "AMXFP4_KGroup_MOE", MXFP4, kt.fp4, 0.01),
-        ("mxfp4, AVX2", "AVX2MXFP4_MOE", MXFP4, kt.fp4, 0.01),
-        (f"AMXINT4, {int8}", "AMXInt4_MOE", NVFP4, kt.int4, 0.35),  # 4 bits for each of three weights, one scale a row
-        (f"BF16, {int8}", "AMXBF16_MOE", NVFP4, kt.bf16, 0.01),
-    ):
-        if encoding not in copies or (kernels and kernel not in kernels):
+
+    def made(make: Callable[[str, Quantized, Quantized], Layer], kernel: str, copies: Sequence[Weights]) -> list[Layer]:
+        return [make(kernel, *weights) for weights in copies]
+
+    return [
+        Kernel(kt, name, called, encoding, partial(made, make, called), most)
+        for name, called, encoding, make, most in (
+            ("nvfp4, AVX2", "AVX2MXFP4_MOE", NVFP4, kt.fp4, 0.01),
+            ("mxfp4, AVX-512", "AMXFP4_KGroup_MOE", MXFP4, kt.fp4, 0.01),
+            ("mxfp4, AVX2", "AVX2MXFP4_MOE", MXFP4, kt.fp4, 0.01),
+            (f"AMXINT4, {int8}", "AMXInt4_MOE", NVFP4, kt.int4, 0.35),  # 4 bits for each of three weights, one scale a row
+            (f"BF16, {int8}", "AMXBF16_MOE", NVFP4, kt.bf16, 0.01),
+        )
+    ]
+
+
+def peers(
+    kernels: Sequence[Kernel], copies: Mapping[Encoding, Sequence[Weights]], chosen: Sequence[str]
+) -> tuple[list[Contender], list[str]]:
+    """Those that run here; the names of those that do not. chosen: what kernels are called, [] for all."""
+    found, missing = list[Contender](), list[str]()
+    for k in kernels:
+        if k.of not in copies or (chosen and k.called not in chosen):
             continue
+        name = f"{k.package.name}, {k.name}"
         try:
-            found.append(Contender(f"kt-kernel, {name}", encoding, [make(kernel, *w) for w in copies[encoding]], most))
-        except (AttributeError, RuntimeError) as error:  # not in this build; sizes that it does not take
-            missing.append(f"kt-kernel, {name}")
-            print(f"{missing[-1]}: {error}", flush=True)
+            found.append(Contender(name, k.of, k.make(copies[k.of]), k.most))
+        except (AttributeError, RuntimeError, ValueError) as error:  # not in this build; sizes that it does not take
+            missing.append(name)
+            print(f"{name}: {error}", flush=True)
     return found, missing
 
 
@@ -205,18 +260,24 @@ def check(found: Sequence[Contender], checks: Checks) -> None:
                 raise ValueError(f"{c.name}: error {c.error:.3g}, expected less than {c.most}")
 
 
-def clock(kt: KtKernel | None, threads: int) -> Clock:
+def clock(packages: Sequence[Package], threads: int) -> Clock:
     """CPU time for one thread, wall time for more."""
     if threads > 1:
         return time.perf_counter
-    workers = [threading.get_native_id(), *(kt.workers if kt else [])]
-    if kt and len(workers) != 2:
-        raise ValueError(f"{len(workers) - 1} workers of kt-kernel, expected 1")
+    workers = [threading.get_native_id()]
+    for package in packages:
+        if len(package.workers) > 1:
+            raise ValueError(f"{len(package.workers)} workers of {package.name}, expected one")
+        workers += package.workers
     return lambda: sum(time.clock_gettime(~thread << 3 | 6) for thread in workers)  # Linux's number for the clock of a thread
 
 
-def turn(now: Clock, layers: Iterator[Layer], wake: tuple[Tensor, ...], measured: Sequence[tuple[Tensor, ...]]) -> float:
+def turn(
+    now: Clock, packages: Sequence[Package], layers: Iterator[Layer], wake: tuple[Tensor, ...], measured: Sequence[tuple[Tensor, ...]]
+) -> float:
     """Seconds of a call."""
+    for package in packages:
+        package.rest()
     time.sleep(PAUSE)
     next(layers)(*wake)
     each = [
@@ -229,9 +290,9 @@ def turn(now: Clock, layers: Iterator[Layer], wake: tuple[Tensor, ...], measured
     return (now() - start) / len(each)
 
 
-def measure(model: Model, now: Clock, found: Sequence[Contender], tokens: int, repeats: int) -> None:
+def measure(model: Model, packages: Sequence[Package], threads: int, found: Sequence[Contender], tokens: int, repeats: int) -> None:
     """Sets their seconds for so many tokens."""
-    (wake,), count = calls(model, 1, 1), CALLS.get(tokens, 1)
+    (wake,), count, now = calls(model, 1, 1), CALLS.get(tokens, 1), clock(packages, threads)
     layers = [itertools.cycle(c.copies) for c in found]
     for c, each in zip(found, layers, strict=True):
         next(each)(*calls(model, tokens, 1)[0])  # compiles, takes memory
@@ -239,7 +300,7 @@ def measure(model: Model, now: Clock, found: Sequence[Contender], tokens: int, r
     for _ in range(repeats):
         measured = calls(model, tokens, count)
         for c, each in zip(found, layers, strict=True):
-            c.seconds[tokens].append(turn(now, each, wake, measured))
+            c.seconds[tokens].append(turn(now, packages, each, wake, measured))
     print(f"{tokens} tokens:", ", ".join(f"{c.name} {statistics.median(c.seconds[tokens]) * 1e3:.3f} ms" for c in found), flush=True)
 
 
@@ -261,12 +322,12 @@ class Others:
         return user + nice + system + irq + softirq, stolen, time.process_time(), time.monotonic() * (os.cpu_count() or 1)
 
 
-def peer(threads: int, most_tokens: int, slots: int) -> KtKernel | None:
-    """KTransformers' kernels where they are installed; says why not."""
+def installed(package: Any, *args: int) -> Any:
+    """A package, or None; says why not."""
     try:
-        return KtKernel(threads, most_tokens, slots)
+        return package(*args)
     except ImportError as error:
-        print(f"peer kt-kernel: {error}")
+        print(f"peer {package.name}: {error}; benchmarks/{package.__module__}.py says how to install it", flush=True)
         return None
 
 
@@ -278,21 +339,25 @@ def of_model(model: Model, told: argparse.Namespace) -> Iterator[dict[str, Any]]
     (call,) = calls(model, CHECKED, 1)
     checks = {e: (call, exact(w, *call)) for e, w in given.items()}
     mine = contenders(copies, told.activations, not told.no_torch)
+    ggml = installed(Ggml) if told.peers else None
+    of_any, without = peers(of_ggml(ggml) if ggml else [], copies, told.kernels)  # on any number of threads, as ours
     for threads in told.threads:
         torch.set_num_threads(threads)
-        memory, kt, others = bandwidth.of(threads), None, Others()
+        if ggml:
+            ggml.rest()  # the bandwidth is measured, where it is not known yet
+        memory, others = bandwidth.of(threads), Others()
         loop = Contender(READING, encodings[0], [Reading(w, memory) for w in copies[encodings[0]]], most=None)
-        if told.peers:
-            kt = peer(threads, max(CHECKED, *told.tokens), model.slots)
-        more, missing = peers(kt, copies, told.kernels) if kt else ([], [])
-        found = [loop, *mine, *more]
+        kt = installed(KtKernel, threads, max(CHECKED, *told.tokens), model.slots) if told.peers else None
+        more, missing = peers(of_kt(kt) if kt else [], copies, told.kernels)
+        packages = [package for package in (ggml, kt) if package]
+        found = [loop, *mine, *of_any, *more]
         check(found, checks)
         print(f"{model.name}, {threads} threads", flush=True)
         for tokens in told.tokens:
-            measure(model, clock(kt, threads), found, tokens, told.repeats)
+            measure(model, packages, threads, found, tokens, told.repeats)
         yield {
-            "model": model.name, "note": model.note, "threads": threads, "others": str(others), "missing": missing,
-            "kt_kernel": f"{kt.version} ({kt.variant})" if kt else "",
+            "model": model.name, "note": model.note, "threads": threads, "others": str(others), "missing": without + missing,
+            "peers": {package.name: package.version for package in packages},
             "rows": [{"name": c.name, "of": c.of.name, "error": c.error, "seconds": dict(c.seconds)} for c in found],
         }  # fmt: skip
 
@@ -316,11 +381,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=_numbers, default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument("--models", type=lambda text: text.split(","), default=["qwen3"], help=f"of {', '.join(MODELS)}")
     parser.add_argument("--formats", type=lambda text: text.split(","), default=["nvfp4", "mxfp4"])
-    parser.add_argument("--kernels", type=lambda text: text.split(","), default=[], help="of kt-kernel, AMXInt4_MOE say; default: all")
+    parser.add_argument("--kernels", type=lambda text: text.split(","), default=[], help="of peers: AMXInt4_MOE, mxfp4, ...; default: all")
     parser.add_argument("--activations", type=lambda text: text.split(","), default=["bf16"], help="of ours: bf16, int8")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--copies", type=int, default=2, help="of the weights, which calls go round")
-    parser.add_argument("--peers", action="store_true", help="measure kt-kernel too")
+    parser.add_argument("--peers", action="store_true", help="measure kt-kernel and ggml too")
     parser.add_argument("--no-torch", action="store_true", help="leave torch's bf16 products out")
     parser.add_argument("--json", type=Path, help="write the results here; benchmarks/cpu_moe_page.py turns such files into the page")
     parser.add_argument("--no-page", action="store_true", help="leave docs/performance.md as it is")

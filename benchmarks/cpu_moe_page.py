@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +27,7 @@ def write(files: Sequence[Mapping[str, Any]]) -> Path:
         raise ValueError(f"files of {len(machines)} machines: {machines}; expected one")
     m, results = files[-1]["machine"], _merged(files)
     repeats = sorted({len(times) for found in results.values() for row in found["rows"].values() for times in row["seconds"].values()})
-    of_peer = {file["machine"]["pages_of_peer"] for file in files if any(result["kt_kernel"] for result in file["results"])}
+    of_peer = {file["machine"]["pages_of_peer"] for file in files if any("kt-kernel" in _peers(result) for result in file["results"])}
     peer = f"; kt-kernel's weights on {' and '.join(sorted(of_peer))} pages" if of_peer else ""
     plot = DOCS / f"cpu_moe_{m['tier']}.svg"
     drawn = _draw(results, plot, f"{m['cpu']}, one token")
@@ -43,14 +43,23 @@ def write(files: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def _merged(files: Sequence[Mapping[str, Any]]) -> _Results:
-    """One entry for a model and a number of threads, with all tokens that were measured; JSON's keys as numbers again."""
+    """One entry for a model and a number of threads, with all tokens and peers that were measured; JSON's keys as numbers again."""
     merged: dict[tuple[str, int], dict[str, Any]] = {}
     for result in (r for found in files for r in found["results"]):
-        entry = merged.setdefault((result["model"], result["threads"]), {**result, "rows": {}})
+        entry = merged.setdefault((result["model"], result["threads"]), {**result, "rows": {}, "peers": {}, "missing": []})
+        entry["peers"] |= _peers(result)
+        entry["missing"] += [name for name in result["missing"] if name not in entry["missing"]]
         for row in result["rows"]:
             seconds = entry["rows"].setdefault(row["name"], {**row, "seconds": {}})["seconds"]
             seconds |= {int(tokens): times for tokens, times in row["seconds"].items()}
     return dict(sorted(merged.items(), key=lambda item: list(dict.fromkeys(m for m, _ in merged)).index(item[0][0]) * 1000 + item[0][1]))
+
+
+def _peers(result: Mapping[str, Any]) -> dict[str, str]:
+    """Versions by package; files of before there were several have one."""
+    if "peers" in result:
+        return dict(result["peers"])
+    return {"kt-kernel": result["kt_kernel"]} if result["kt_kernel"] else {}
 
 
 def _ms(row: Mapping[str, Any], tokens: int) -> float:
@@ -73,7 +82,7 @@ def _one_token(results: _Results) -> list[str]:
 
 def _table(model: str, threads: int, found: Mapping[str, Any]) -> list[str]:
     rows, tokens = found["rows"], sorted(found["rows"][_READING]["seconds"])
-    peer = f"; kt-kernel {found['kt_kernel']}" if found["kt_kernel"] else ""
+    peer = "".join(f"; {name} {version}" for name, version in found["peers"].items())
     note = f" ({found['note']})" if found["note"] else ""
     lines = [f"{model}{note}, {threads} thread{'s' * (threads > 1)}; {found['others']}{peer}:", ""]
     head = ("ms, x ours, (spread)", "error", *(f"{n} token{'s' * (n > 1)}" for n in tokens))
@@ -89,7 +98,9 @@ def _table(model: str, threads: int, found: Mapping[str, Any]) -> list[str]:
     for row in rows.values():
         error = "" if row["error"] is None else f"{row['error']:.2g}"
         lines.append(f"| {row['name']} | {error} | {' | '.join(cell(row, n) for n in tokens)} |")
-    return lines + [f"| {name} | not built for this CPU, or these sizes {'| ' * len(tokens)}|" for name in found["missing"]]
+    return lines + [
+        f"| {name} | not built for this CPU, or these sizes {'| ' * len(tokens)}|" for name in found["missing"] if name not in rows
+    ]
 
 
 def _draw(results: _Results, path: Path, title: str) -> bool:
@@ -99,22 +110,33 @@ def _draw(results: _Results, path: Path, title: str) -> bool:
     models = [m for m in dict.fromkeys(m for m, _ in cells) if sum(key[0] == m for key in cells) > 1]
     if pyplot is None or not models:
         return False
-    figure, axes = pyplot.subplots(1, len(models), figsize=(4.5 * len(models), 3.6), squeeze=False)
+    figure, axes = pyplot.subplots(1, len(models), figsize=(4.5 * len(models) + 2, 3.6), squeeze=False)
+    styles, lines = _styles(name for found in cells.values() for name in found["rows"]), dict[str, Any]()
     for at, model in zip(axes[0], models, strict=True):
         own = {threads: found["rows"] for (m, threads), found in cells.items() if m == model}
-        for name in dict.fromkeys(name for rows in own.values() for name in rows):
-            points = [(threads, _ms(rows[name], 1)) for threads, rows in own.items() if name in rows]
-            style = {"color": "grey", "linestyle": "--"} if name == _READING else {"marker": "o"}
-            at.loglog(*zip(*points, strict=True), label=name, **style)
+        for name in styles:
+            if points := [(threads, _ms(rows[name], 1)) for threads, rows in own.items() if name in rows]:
+                (lines[name],) = at.loglog(*zip(*points, strict=True), **styles[name])
         at.set(title=model, xlabel="threads", xticks=list(own))
         at.set_xticklabels([str(threads) for threads in own])
         at.grid(alpha=0.3)
     axes[0][0].set_ylabel("ms")
-    axes[0][0].legend(fontsize=7)
+    axes[0][-1].legend(lines.values(), lines, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     save(figure, path)
     return True
+
+
+def _styles(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """A marker for each package, a colour for each of its kernels."""
+    packages: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        packages.setdefault(name.split(",")[0], []).append(name)
+    styles = {_READING: {"color": "grey", "linestyle": "--"}}
+    for marker, own in zip("os^Dv", (own for package, own in packages.items() if package != _READING), strict=False):
+        styles |= {name: {"marker": marker, "color": f"C{i}"} for i, name in enumerate(own)}
+    return styles
 
 
 if __name__ == "__main__":

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import ggml_library
 import torch
 from torch import Tensor
 
 from fusion_moe.encodings import Quantized, dequantize
-from fusion_moe.runtime import pages
 
 Peer = Callable[[tuple[Tensor, ...]], object]  # one tensor of rows for each expert
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]  # x bf16 [T, H], ids int64 [T, k], w f32 [T, k] -> bf16 [T, H]
@@ -54,79 +52,33 @@ def onnxruntime(experts: int, n: int, k: int, threads: int) -> Peer:
     return run
 
 
-_GGML_F32, _GGML_I32, _GGML_NVFP4 = 0, 26, 40
-_GGML_OVERHEAD = 2**20  # bytes, for a graph and a few tensors beside their elements
-
-
-class _GgmlMemory(ctypes.Structure):
-    _fields_ = (("size", ctypes.c_size_t), ("start", ctypes.c_void_p), ("without_elements", ctypes.c_bool))
-
-
-@cache
-def _ggml() -> dict[str, Any]:
-    """ggml's functions that are used here. ImportError without the package llama-cpp-python, or where its ggml has no NVFP4."""
-    found = importlib.util.find_spec("llama_cpp")
-    if found is None or found.origin is None:
-        raise ImportError("No module named 'llama_cpp'")
-    base, cpu = (ctypes.CDLL(str(Path(found.origin).parent / "lib" / f"libggml-{part}.so")) for part in ("base", "cpu"))
-    base.ggml_type_name.restype = ctypes.c_char_p
-    if base.ggml_type_name(_GGML_NVFP4) != b"nvfp4":
-        raise ImportError("this ggml has no NVFP4")
-    p, i, sizes = ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_int64)
-    takes = {
-        "init": (base, p, [_GgmlMemory]), "new_tensor": (base, p, [p, i, i, sizes]), "get_data": (base, p, [p]),
-        "mul_mat_id": (base, p, [p, p, p, p]), "new_graph": (base, p, [p]), "build_forward_expand": (base, None, [p, p]),
-        "backend_cpu_init": (cpu, p, []), "backend_cpu_set_n_threads": (cpu, None, [p, i]), "backend_graph_compute": (base, i, [p, p]),
-    }  # fmt: skip
-    functions = {}
-    for name, (library, result, arguments) in takes.items():
-        function = functions[name] = getattr(library, f"ggml_{name}")
-        function.restype, function.argtypes = result, arguments
-    return functions
-
-
-class _GgmlTensors:
-    """Tensors of ggml in memory of ours, which goes with this object; what ggml keeps beside them is small."""
-
-    def __init__(self, elements: int):
-        self.memory = pages.empty((elements + _GGML_OVERHEAD,), torch.uint8)
-        self.context = _ggml()["init"](_GgmlMemory(self.memory.numel(), self.memory.data_ptr(), False))
-        self.tensors: list[int] = []
-
-    def new(self, dtype: int, sizes: Sequence[int], size: int) -> Tensor:
-        """The bytes of one more of the tensors; innermost size first."""
-        made = _ggml()["new_tensor"](self.context, dtype, len(sizes), (ctypes.c_int64 * len(sizes))(*sizes))
-        self.tensors.append(made)
-        start = _ggml()["get_data"](made) - self.memory.data_ptr()
-        return self.memory[start : start + size]
-
-
 def ggml(experts: int, n: int, k: int, threads: int) -> Peer:
     """MUL_MAT_ID of NVFP4 weights, which rounds activations to int8 (q8_0), as in llama.cpp.
 
-    ImportError without the package llama-cpp-python, or where its ggml has no NVFP4.
+    ImportError where ggml is not installed (ggml_library.py says how), or has no NVFP4.
     """
-    f = _ggml()
-    backend = f["backend_cpu_init"]()
-    f["backend_cpu_set_n_threads"](backend, threads)
-    weights = _GgmlTensors(experts * n * k // 64 * 36)
-    blocks = weights.new(_GGML_NVFP4, (k, n, experts), experts * n * k // 64 * 36).view(-1, 36)  # four block scales, 64 codes
+    if "nvfp4" not in ggml_library.load().types:
+        raise ImportError("this ggml has no NVFP4")
+    weights = ggml_library.Tensors()
+    weight = weights.new("nvfp4", k, n, experts)
+    weights.place(ggml_library.PLAIN)
+    blocks = ggml_library.view(weight, torch.uint8, experts * n * k // 64, 36)  # four block scales, 64 codes
     blocks.random_(0, 256)[:, :4].random_(0x20, 0x70)
 
     @cache
-    def graph(used: int, rows: int) -> tuple[_GgmlTensors, Tensor, int]:
-        count = used * rows
-        tensors = _GgmlTensors(count * (k + n + 1) * 4)
-        activations = tensors.new(_GGML_F32, (k, 1, count), count * k * 4).view(torch.float32).view(count, k)
-        tensors.new(_GGML_I32, (1, count), count * 4).view(torch.int32).copy_(torch.arange(used).repeat_interleave(rows))
-        made = f["new_graph"](tensors.context)
-        f["build_forward_expand"](made, f["mul_mat_id"](tensors.context, *weights.tensors, *tensors.tensors))
-        return tensors, activations, made
+    def graph(used: int, rows: int) -> tuple[Tensor, int, ggml_library.Tensors]:
+        t, count = ggml_library.Tensors(), used * rows
+        x, ids = t.new("f32", k, 1, count), t.new("i32", 1, count)
+        made = t.graph(t.mul_mat_id(weight, x, ids))
+        t.place(ggml_library.PLAIN)
+        ggml_library.view(ids, torch.int32, count).copy_(torch.arange(used).repeat_interleave(rows))
+        return ggml_library.view(x, torch.float32, count, k), made, t
 
-    def run(parts: tuple[Tensor, ...]) -> None:
-        _, activations, made = graph(len(parts), len(parts[0]))
-        torch.cat(parts, out=activations)
-        f["backend_graph_compute"](backend, made)
+    def run(parts: tuple[Tensor, ...], weights: ggml_library.Tensors = weights) -> None:
+        x, made, _ = graph(len(parts), len(parts[0]))
+        torch.cat(parts, out=x)
+        ggml_library.compute(made, threads)
+        ggml_library.rest()  # its threads would take the CPUs of the others' turns
 
     return run
 
@@ -153,11 +105,14 @@ class KtKernel:
     ImportError where it, or what it imports, is not installed.
     """
 
+    name = "kt-kernel"
+
     def __init__(self, threads: int, most_tokens: int, slots: int):
         import kt_kernel
 
         extension = kt_kernel.kt_kernel_ext
-        self.version, self.variant = kt_kernel.__version__, kt_kernel.__cpu_variant__  # "amx", "avx512_bf16", ..., "avx2"
+        self.variant = kt_kernel.__cpu_variant__  # "amx", "avx512_bf16", ..., "avx2"
+        self.version = f"{kt_kernel.__version__} ({self.variant})"
         self._moe, self._most_tokens, self._slots = extension.moe, most_tokens, slots
         workers = extension.WorkerPoolConfig()
         workers.subpool_count, workers.subpool_numa_map, workers.subpool_thread_count = 1, [0], [threads]
@@ -165,9 +120,14 @@ class KtKernel:
 
     @property
     def workers(self) -> list[int]:
-        """The threads that compute, by their names. Another one spins until they are done."""
+        """The threads that compute, by their names. Another one spins until they are done. ValueError for none."""
         threads = Path("/proc/self/task").iterdir()
-        return [int(t.name) for t in threads if (t / "comm").read_text().startswith("numa_")]
+        if not (found := [int(t.name) for t in threads if (t / "comm").read_text().startswith("numa_")]):
+            raise ValueError("kt-kernel has no threads named numa_...")
+        return found
+
+    def rest(self) -> None:
+        """Its threads sleep by themselves, at most 0.05 s after a call."""
 
     def has(self, kernel: str) -> bool:
         """Whether the variant for this CPU has a class of kernels."""
