@@ -164,15 +164,12 @@ struct Avx512Run {
     using Packed = float;
     static constexpr i64 STEP = 256;
 
-    // Of 256 activations: sixteen vectors, the same one of each block, in lane i that of block i; zeros up to a multiple of 256. From one
-    // 256 to the next `step`.
-    static void pack(const float* x, Packed* packed, i64 step, i64 K) {
-        for (i64 k0 = 0; k0 < K; k0 += 256, packed += step) {
-            __m512i blocks[16], lanes[16];
-            for (i64 i = 0; i < 16; ++i) blocks[i] = k0 + 16 * i < K ? _mm512_loadu_si512(x + k0 + 16 * i) : _mm512_setzero_si512();
-            transpose(blocks, lanes);
-            for (int j = 0; j < 16; ++j) _mm512_store_si512(packed + 16 * j, lanes[j / 8 * 8 + code_of(j % 8)]);
-        }
+    // 256 activations, or `count` and zeros: sixteen vectors, the same one of each block, in lane i that of block i.
+    static void pack(const float* x, Packed* packed, i64 count) {
+        __m512i blocks[16], lanes[16];
+        for (i64 i = 0; i < 16; ++i) blocks[i] = 16 * i < count ? _mm512_loadu_si512(x + 16 * i) : _mm512_setzero_si512();
+        transpose(blocks, lanes);
+        for (int j = 0; j < 16; ++j) _mm512_store_si512(packed + 16 * j, lanes[j / 8 * 8 + code_of(j % 8)]);
     }
 
     // Vector j of a half of the blocks, and a product with that of the activations. Of each 32 bits two codes are looked up without another
@@ -199,9 +196,8 @@ struct Avx512Dots {
     static constexpr int MIN_EXPONENT = F32_MIN_EXPONENT<Weight>, MAX_EXPONENT = F32_MAX_EXPONENT<Weight>;
     static constexpr i64 BLOCK = Weight::BLOCK, RUNS = BLOCK / 4;  // RUNS: how many times 256 codes have 64 scales
 
-    // 256 activations of each row, then the next: whole rows lie a power of two apart, and would meet in few places of the first-level cache.
     static void pack_small_m(const Activation* x, i64 r, Packed* packed, i64, i64 K) {
-        Run::pack(x, packed + r * Run::STEP, MAX_ROWS * Run::STEP, K);
+        for (i64 k = 0; k < K; k += 256) Run::pack(x + k, packed + place(k / 256, r), K - k);
     }
 
     static void small_m(int rows, const Columns& c, const Columns& next, const Packed* x, i64, i64 K, float* out, i64 out_stride) {
@@ -241,15 +237,18 @@ struct Avx512Dots {
                             codes[i][j] = _mm512_loadu_si512(c.codes[n + i] + at + 64 * j);
                         }
                     }
-                    add(codes, x + at / 128 * (MAX_ROWS * Run::STEP), scales, part, sum);
+                    add(codes, x, at / 128, scales, part, sum);
                 }
                 if (whole < RUNS && k + 256 * whole < K) {
                     const i64 at = k / 2 + 128 * whole;
                     __m512i codes[WEIGHT_ROWS][2];
                     for (int i = 0; i < WEIGHT_ROWS; ++i) {
+                        for (const i64 byte : {at, K / 2 - 1}) {
+                            _mm_prefetch(reinterpret_cast<const char*>(next.codes[n + i] + byte), _MM_HINT_T1);
+                        }
                         for (int j = 0; j < 2; ++j) codes[i][j] = load_some(c.codes[n + i], at + 64 * j, K / 2);
                     }
-                    add(codes, x + at / 128 * (MAX_ROWS * Run::STEP), scales, whole, sum);
+                    add(codes, x, at / 128, scales, whole, sum);
                 }
             }
             for (int i = 0; i < WEIGHT_ROWS; ++i) {
@@ -260,9 +259,13 @@ struct Avx512Dots {
         for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, _mm512_mul_ps(total(sums[r]), factor));
     }
 
-    // 256 codes of each row of the weight: the products of each block, times its scale.
+    // Where 256 activations of a row are, of the run-th 256. Those of all rows follow each other, each time one row later: whole rows would
+    // lie a power of two apart, and a row alone would too, and meet in few places of the first-level cache.
+    static i64 place(u64 run, u64 r) { return i64((run * MAX_ROWS + (run + r) % MAX_ROWS) * Run::STEP); }
+
+    // The run-th 256 codes of each row of the weight: the products of each block, times its scale.
     template <int R, int WEIGHT_ROWS>
-    [[gnu::always_inline]] static void add(const __m512i (&codes)[WEIGHT_ROWS][2], const Packed* x,
+    [[gnu::always_inline]] static void add(const __m512i (&codes)[WEIGHT_ROWS][2], const Packed* x, i64 run,
                                            const Scales<Weight> (&scales)[WEIGHT_ROWS], int part, __m512 (&sum)[WEIGHT_ROWS][R]) {
         constexpr int CHAINS = R == 1 ? 2 : 1;  // products wait for the one before in their chain
         __m512i halves[2][WEIGHT_ROWS];         // of block i in lane i the first 8 codes, the last
@@ -277,7 +280,7 @@ struct Avx512Dots {
             __m512i w[WEIGHT_ROWS];
             for (int i = 0; i < WEIGHT_ROWS; ++i) w[i] = Run::weights(halves[half][i], j);
             for (int r = 0; r < R; ++r) {
-                const __m512i a = _mm512_load_si512(x + r * Run::STEP + 16 * (VECTORS * half + j));
+                const __m512i a = _mm512_load_si512(x + place(run, r) + 16 * (VECTORS * half + j));
                 for (int i = 0; i < WEIGHT_ROWS; ++i) p[chain][i][r] = Run::multiply(w[i], a, p[chain][i][r]);
             }
         }

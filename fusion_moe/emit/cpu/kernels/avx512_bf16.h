@@ -12,19 +12,16 @@ struct Avx512PairsRun {
     using Packed = u32;  // two bfloat16, of k and k + 4
     static constexpr i64 STEP = 128;
 
-    // Of 256 activations: sixteen pairs, the same one of each block, in lane i that of block i; zeros up to a multiple of 256. From one
-    // 256 to the next `step`.
-    static void pack(const bf16* x, Packed* packed, i64 step, i64 K) {
+    // 256 activations, or `count` and zeros: sixteen pairs, the same one of each block, in lane i that of block i.
+    static void pack(const bf16* x, Packed* packed, i64 count) {
         const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
-        for (i64 k0 = 0; k0 < K; k0 += 256, packed += step) {
-            __m512i blocks[16], words[16];
-            for (i64 i = 0; i < 16; ++i) {
-                const auto* at = reinterpret_cast<const __m256i*>(x + k0 + 16 * i);
-                blocks[i] = k0 + 16 * i < K ? _mm512_zextsi256_si512(_mm256_shuffle_epi8(_mm256_loadu_si256(at), order)) : _mm512_setzero_si512();
-            }
-            transpose(blocks, words);
-            for (int part = 0; part < 8; ++part) _mm512_store_si512(packed + 16 * part, words[part]);
+        __m512i blocks[16], words[16];
+        for (i64 i = 0; i < 16; ++i) {
+            const auto* at = reinterpret_cast<const __m256i*>(x + 16 * i);
+            blocks[i] = 16 * i < count ? _mm512_zextsi256_si512(_mm256_shuffle_epi8(_mm256_loadu_si256(at), order)) : _mm512_setzero_si512();
         }
+        transpose(blocks, words);
+        for (int part = 0; part < 8; ++part) _mm512_store_si512(packed + 16 * part, words[part]);
     }
 
     static constexpr int VECTORS = 4;

@@ -161,10 +161,14 @@ struct Avx512Digits {
             }
             if (k < K) {
                 _mm_prefetch(reinterpret_cast<const char*>(scales + to_next_scales), _MM_HINT_T1);
-                const i64 left = K - k;
-                if (left % RUN_CODES == 0 && are_shifted(load_some(scales, 0, left / BLOCK), (1ull << left / BLOCK) - 1)) {
-                    for (const u8* end = codes + left / 2; codes < end;) sum = shifted<DIGITS>(codes, to_next, scales, *run++, sum);
-                } else {
+                i64 left = K - k;
+                if (are_shifted(load_some(scales, 0, left / BLOCK), (1ull << left / BLOCK) - 1)) {
+                    for (; left >= RUN_CODES; left -= RUN_CODES) sum = shifted<DIGITS>(codes, to_next, scales, *run++, sum);
+                }
+                if (left > 0) {
+                    for (const i64 byte : {i64(0), left / 2 - 1}) {
+                        _mm_prefetch(reinterpret_cast<const char*>(codes + to_next + byte), _MM_HINT_T1);
+                    }
                     sum = any<DIGITS>(codes, scales, left, run, sum);
                 }
             }
