@@ -14,15 +14,17 @@ from typing import Any
 
 CODE = re.compile(r"``?([^`]+)``?")
 SPECIAL = re.compile(r"([\\*_|]|^[^\w\s`(\[]|:(?=:?$))", re.MULTILINE)  # what means something there, at the ends of lines too
-LETTER_AFTER_CODE = re.compile(r"(``[^`]+``)(?=\w)")
+LETTER = re.compile(r"(?=\w)")
 ITEM = re.compile(r"(?P<names>\w+(?:, \w+)*): ")
 
 
 def marked(text: str) -> str:
     """Prose: what stands between backticks, over the end of a line too, is code; all else is itself."""
     parts = CODE.split(text)
-    said = "".join(f"``{' '.join(part.split())}``" if i % 2 else SPECIAL.sub(r"\\\1", part) for i, part in enumerate(parts))
-    return LETTER_AFTER_CODE.sub(r"\1\\ ", said)
+    return "".join(
+        f"``{' '.join(part.split())}``" if i % 2 else ("\\ " if i and LETTER.match(part) else "") + SPECIAL.sub(r"\\\1", part)
+        for i, part in enumerate(parts)
+    )
 
 
 def items(paragraph: list[str], parameters: Collection[str]) -> Iterator[tuple[str, str]]:

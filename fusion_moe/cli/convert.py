@@ -31,7 +31,7 @@ class Floats(str, Enum):
 
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="A directory with config.json and safetensors.")]
-Destination = Annotated[Path, typer.Argument(metavar="DST", help="The directory to write: it appears when it is whole.")]
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="The directory to write; it appears once it is complete.")]
 
 
 def convert(
@@ -42,7 +42,7 @@ def convert(
     dtype: Annotated[Floats | None, typer.Option(help="Of --to dense: float32, as without it, holds every number; others round.")] = None,
     json: Json = False,
 ) -> None:
-    """Write SRC in another form, without loss, read it again and compare. Run once more after an interruption, it goes on.
+    """Write SRC in another form, without loss, read it again and compare. If interrupted, run it again: it continues.
 
     Prints what `inspect DST` prints.
     """
@@ -51,6 +51,6 @@ def convert(
 
 def _dtype(to: Form, dtype: Floats | None) -> torch.dtype:
     if dtype is not None and to is not Form.DENSE:
-        raise OptionError(f"--dtype {dtype.value} with --to {to.value}", expected="--to dense, whose floats it is of", where="convert")
+        raise OptionError(f"--dtype {dtype.value} with --to {to.value}", expected="--to dense, which alone it applies to", where="convert")
     found: torch.dtype = getattr(torch, (dtype or Floats.FLOAT32).value)
     return found

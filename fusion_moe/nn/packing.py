@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import DeviceError, DtypeError, ShapeError
 from ..parts import Input, are_neighbours
@@ -80,7 +81,9 @@ class GroupedParameters(nn.Module):
 
     def _packed(self, name: str) -> bool:
         found = self._parameters_of(name)
-        return len(found) == self.num_groups and found[0].device.type != "meta" and are_neighbours(found)
+        if len(found) != self.num_groups or found[0].is_meta or isinstance(found[0].data, FakeTensor):  # these have no addresses
+            return False
+        return are_neighbours(found)
 
     def _pack(self, names: Any) -> None:
         """Makes neighbours of parameters of one shape, dtype and device."""
