@@ -11,8 +11,9 @@
 // groups of more than some rows and up to some, which sizes the host does not know. None of them needs what another computes, so none
 // waits for the one before; but the last block of each does when it is done, and so what waits for the last launch waits for all.
 //
-// Where work tiles are fewer than multiprocessors, the SPLIT_K blocks of a cluster share one: each multiplies a part of K, and sends its sums
-// to the block that stores, a different one for each consumer warpgroup.
+// Where work tiles are fewer than multiprocessors, the SPLIT_K blocks of a cluster share one: each multiplies a part of K, and sends its
+// sums to the block that stores, a different one for each consumer warpgroup. Of a last wave that is not whole, work tiles are shared by
+// consumer warpgroups of several blocks (waves.cuh).
 //
 // Activations are in fragment order (fragment_order.cuh), or row-major, with more instructions for each weight (weights/).
 //
@@ -419,7 +420,8 @@ private:
         for (; work.more_grouped(); work.advance(), work_ring.advance(), odd ^= 1) {
             mbarrier_wait(shared.full[ring.stage], ring.parity);
             const WorkTile current = shared.work_tiles[work_ring.stage];
-            if (MOST_PARTS > 1 && !__any_sync(WHOLE_WARP, current.consumers >> threadIdx.x / WARPGROUP & 1)) {  // a vote: all of the warp agree
+            // a vote: all of the warp agree
+            if (MOST_PARTS > 1 && !__any_sync(WHOLE_WARP, current.consumers >> threadIdx.x / WARPGROUP & 1)) {
                 skip(shared, ring);
                 continue;
             }

@@ -2,9 +2,9 @@
 //
 // A group of `size` rows is divided into as few M tiles as TILE_M allows, of equal height but for the last, a multiple of 8. A work tile is
 // an M tile and one of `n_tiles` N tiles; block b of the grid has work tiles b, b + blocks, ..., and clusters have theirs so where blocks
-// share them. Long work tiles of a launch that has the multiprocessors for itself are shared out by waves.cuh instead, in up to MOST_PARTS parts.
-// Groups with the highest M tiles come first, so that what is left at the end are small work tiles. A group's M tiles are divided into
-// rotations, each of a few of them and all N tiles: what a GPU's blocks have of these at a time reads about as many bytes of weights as of
+// share them. Where MOST_PARTS is more than 1, and a launch has the multiprocessors for itself, waves.cuh shares them out instead. Groups
+// with the highest M tiles come first, so that what is left at the end are small work tiles. A group's M tiles are divided into rotations,
+// each of a few of them and all N tiles: what a GPU's blocks have of these at a time reads about as many bytes of weights as of
 // activations, which is the least in all.
 //
 // Concurrent with a small-M kernel, which has the groups of fewer rows, so few blocks are active that they are done in about half of its

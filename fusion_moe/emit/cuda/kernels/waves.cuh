@@ -15,7 +15,8 @@ struct PartOfTile {
 };
 
 struct Waves {
-    i32 whole, end, parts, consumers;  // work tiles of whole waves; numbers up to the last part's; parts of each in the last wave; of a block
+    i32 whole, end;        // work tiles of whole waves; numbers up to the last part's
+    i32 parts, consumers;  // of each work tile of the last wave; of a block
 
     __device__ static __forceinline__ Waves of(i32 work_tiles, i32 blocks, i32 consumers) {
         const i32 rest = work_tiles % blocks, parts = rest == 0 ? 1 : min(consumers, blocks / rest);
