@@ -10,7 +10,7 @@ them; then the calls that are measured. Numbers are medians of the turns, spread
 fusion_moe/runtime/bandwidth.cpp over the NVFP4 weights of a call's experts, with as many threads. Times are CPU time for one thread (of the
 calling one and of kt-kernel's worker, not of its thread that spins meanwhile), wall time for more. kt-kernel's weights are on large pages,
 as ours and ggml's are, with GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment. "int8" in a name says that activations are rounded
-to it. Tables and a chart go into docs/performance.md (cpu_moe_page.py).
+to it. Tables and a chart go into docs/performance/cpu.md (cpu_moe_page.py).
 """
 
 from __future__ import annotations
@@ -388,7 +388,7 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="measure kt-kernel and ggml too")
     parser.add_argument("--no-torch", action="store_true", help="leave torch's bf16 products out")
     parser.add_argument("--json", type=Path, help="write the results here; benchmarks/cpu_moe_page.py turns such files into the page")
-    parser.add_argument("--no-page", action="store_true", help="leave docs/performance.md as it is")
+    parser.add_argument("--no-page", action="store_true", help="leave docs/performance/cpu.md as it is")
     told = parser.parse_args()
     for threads in [t for t in told.threads if t > bandwidth.cpus()]:
         print(f"{threads} threads: left out, this process may use {bandwidth.cpus()} CPUs")

@@ -1,4 +1,4 @@
-"""What benchmarks/cpu_moe.py found, as a part of docs/performance.md and a chart. Run by it; or on what it kept:
+"""What benchmarks/cpu_moe.py found, as a part of docs/performance/cpu.md and a chart. Run by it; or on what it kept:
 
     python benchmarks/cpu_moe_page.py FILE.json [FILE.json ...]
 
@@ -29,17 +29,17 @@ def write(files: Sequence[Mapping[str, Any]]) -> Path:
     repeats = sorted({len(times) for found in results.values() for row in found["rows"].values() for times in row["seconds"].values()})
     of_peer = {file["machine"]["pages_of_peer"] for file in files if any("kt-kernel" in _peers(result) for result in file["results"])}
     peer = f"; kt-kernel's weights on {' and '.join(sorted(of_peer))} pages" if of_peer else ""
-    plot = DOCS / f"cpu_moe_{m['tier']}.svg"
+    plot = DOCS / "performance" / f"cpu_moe_{m['tier']}.svg"
     drawn = _draw(results, plot, f"{m['cpu']}, one token")
     lines = [
-        f"### Layers, {m['cpu']}: {m['tier']}", "",
+        f"### {m['cpu']}: {m['tier']}", "",
         f"{m['date']}, {m['cores']} CPUs, fusion_moe {m['fusion_moe']}, torch {m['torch']}; medians of"
         f" {' or '.join(map(str, repeats))}{peer}.", "", *_one_token(results),
         *([f"![One token by threads]({plot.name})", ""] if drawn else []),
     ]  # fmt: skip
     for (model, threads), found in results.items():
         lines += [*_table(model, threads, found), ""]
-    return put(f"layers, {m['tier']}", "cpu_moe.py", "\n".join(lines).rstrip())
+    return put(f"layers, {m['tier']}", "cpu_moe.py", "\n".join(lines).rstrip(), "performance/cpu.md")
 
 
 def _merged(files: Sequence[Mapping[str, Any]]) -> _Results:

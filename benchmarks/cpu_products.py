@@ -6,7 +6,7 @@ Each cell: `experts` matrices n x k, more than the last-level cache holds, each 
 run `repeats` times; the tables show medians, and our spread as (longest - shortest) / median. GB/s count the bytes of the NVFP4 weights,
 0.5625 each, for every contender, so that columns compare. "read" is the loop with which the library measures a machine's bandwidth
 (fusion_moe/runtime/bandwidth.cpp), over a GiB, interleaved too. Times are CPU time for one thread, wall time for more. The tables
-and a plot go into docs/performance.md.
+and a plot go into docs/performance/cpu_products.md.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--most-rows", type=int, default=max(ROWS))
     parser.add_argument("--peers", action="store_true", help="measure other packages' products too, where installed (cpu_peers.py)")
     parser.add_argument("--json", type=Path, help="write the results here; benchmarks/cpu_products_page.py turns them into the page")
-    parser.add_argument("--no-page", action="store_true", help="leave docs/performance.md as it is")
+    parser.add_argument("--no-page", action="store_true", help="leave docs/performance/cpu_products.md as it is")
     told = parser.parse_args()
     torch.manual_seed(0)
     pool = pages.empty((2**30,), torch.uint8).fill_(1)

@@ -1,4 +1,4 @@
-"""What benchmarks/cpu_products.py found, as a part of docs/performance.md and a plot. Run by it; or on what it kept:
+"""What benchmarks/cpu_products.py found, as a part of docs/performance/cpu_products.md and a plot. Run by it; or on what it kept:
 
     python benchmarks/cpu_products_page.py FILE.json
 
@@ -21,10 +21,10 @@ _PEERS = {"bf16": "torch bf16", "int4pack": "torch int4pack", "onnxruntime": "on
 def write(found: Mapping[str, Any]) -> Path:
     """Puts tables and plot into docs/; returns the page."""
     tier = found["machine"]["tier"]
-    plot = DOCS / f"cpu_{tier}.svg"
+    plot = DOCS / "performance" / f"cpu_{tier}.svg"
     drawn = found["products"] and _draw(found["products"], plot, f"{found['machine']['cpu']}, {tier}, one thread")
     part = "\n".join([*_machine(found), *_products(found["products"], plot.name if drawn else "")])
-    return put(tier, "cpu_products.py", part)
+    return put(tier, "cpu_products.py", part, "performance/cpu_products.md")
 
 
 def _machine(found: Mapping[str, Any]) -> list[str]:

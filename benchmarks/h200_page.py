@@ -1,10 +1,11 @@
-"""Writes what benchmarks/h200_moe.py measured: a summary and a plot into docs/performance.md, every cell into docs/h200.md. Needs no GPU:
+"""Writes what benchmarks/h200_moe.py measured: a summary and a plot into docs/performance/h200.md, every cell into h200_cells.md there.
+Needs no GPU:
 
     python benchmarks/h200_page.py FILE.jsonl [FILE.jsonl ...]
 
 If a cell is in several lines, the last one counts. Each section is between two marks. Next to the peers of the same process the tables show
-the best of h200_recorded.json: peers that were measured separately. What was measured on another card becomes a section with its name, and
-is compared with the peers of the same process alone: floors and records are an H200's.
+the best of h200_recorded.json: peers that were measured separately. What was measured on another card becomes a section of that card's
+page, as docs/performance/h100.md, and is compared with the peers of the same process alone: floors and records are an H200's.
 """
 
 from __future__ import annotations
@@ -65,14 +66,15 @@ def write(rows: Sequence[Row]) -> Path:
     card = rows[0]["provenance"]["card"].removeprefix("NVIDIA ").split()[0]
     if card != "H200":
         of_mlp = [row for row in rows if row["part"] == "mlp"]
-        return put(card, "h200_page.py", "\n".join([*_provenance(rows)[:1], "", *_summary(rows, {}), *_overview(of_mlp, floor=False)]))
-    plot = DOCS / "h200.svg"
+        part = [*_provenance(rows)[:1], "", *_summary(rows, {}), *_overview(of_mlp, floor=False)]
+        return put(card, "h200_page.py", "\n".join(part), f"performance/{card.lower()}.md")
+    plot = DOCS / "h200.svg"  # the README and docs/performance.md show it too
     lines = [*_provenance(rows), *_summary(rows, recorded()), *_overview([row for row in rows if row["part"] == "mlp"])]
     if _draw(rows, plot):
-        lines += [f"![Time over the floor against tokens]({plot.name})", ""]
+        lines += [f"![Time over the floor against tokens](../{plot.name})", ""]
     cells = [line for part in dict.fromkeys(row["part"] for row in rows) for line in _table(part, [r for r in rows if r["part"] == part])]
-    put("cells", "h200_page.py", "\n".join([*cells, *_missing(rows)]), "h200.md")
-    return put("H200", "h200_page.py", "\n".join(lines))
+    put("cells", "h200_page.py", "\n".join([*cells, *_missing(rows)]), "performance/h200_cells.md")
+    return put("H200", "h200_page.py", "\n".join(lines), "performance/h200.md")
 
 
 # Text -----------------------------------------------------------------------------------------------------------------

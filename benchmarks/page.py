@@ -12,10 +12,13 @@ from small_svg import small
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
-def put(name: str, by: str, part: str, file: str = "performance.md") -> Path:
-    """Puts a section between the marks that carry its name, or at the end; returns the page. by: the script that writes it."""
+def put(name: str, by: str, part: str, file: str) -> Path:
+    """Puts a section between the marks that carry its name, or at the end; returns the page, a new one where there is none.
+
+    by: the script that writes it; file: the page, within docs/.
+    """
     page, begin, end = DOCS / file, f"<!-- {name}: written by benchmarks/{by} -->", f"<!-- {name}: end -->"
-    whole, text = f"{begin}\n{part}\n{end}", page.read_text(encoding="utf-8")
+    whole, text = f"{begin}\n{part}\n{end}", page.read_text(encoding="utf-8") if page.exists() else f"# {name}\n"
     old = re.search(f"{re.escape(begin)}.*?{re.escape(end)}", text, re.DOTALL)
     page.write_text(text.replace(old[0], whole) if old else f"{text.rstrip()}\n\n{whole}\n", encoding="utf-8")
     return page

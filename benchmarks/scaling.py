@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from h200_cells import MODELS, MULTIPLY, READ, Model
 from page import put
 
-# The mlp of DeepSeek-V3 takes 1.06 to 1.54 of its floor on an H200 (docs/performance.md), and its three kernels some microseconds.
+# The mlp of DeepSeek-V3 takes 1.06 to 1.54 of its floor on an H200 (docs/performance/h200.md), and its three kernels some microseconds.
 SLACK, LAUNCHES = 1.25, 10e-6
 # NVIDIA H200 datasheet: NVLink 900 GB/s, both directions. InfiniBand NDR: 400 Gb/s a GPU. Shares of them that collectives reach: assumed.
 NVLINK, NIC = 0.8 * 450e9, 0.9 * 50e9

@@ -120,7 +120,8 @@ def result(threads: int, peer: str, **versions: Any) -> dict[str, Any]:
 def test_page_of_files_old_and_new(monkeypatch, tmp_path):
     for module in (page, cpu_moe_page):
         monkeypatch.setattr(module, "DOCS", tmp_path)
-    (tmp_path / "performance.md").write_text("# Performance\n")
+    (tmp_path / "performance").mkdir()
+    (tmp_path / "performance" / "cpu.md").write_text("# CPUs\n")
     machine = {"cpu": "C", "cores": 2, "tier": "t", "date": "D", "fusion_moe": "0", "torch": "0", "repeats": 3, "pages_of_peer": "large"}
     old = {"machine": machine, "results": [result(1, "kt-kernel, a", kt_kernel="0.7.2 (amx)"), result(2, "kt-kernel, a", kt_kernel="")]}
     new = {"machine": machine | {"pages_of_peer": "small"}, "results": [result(1, "other, b", peers={"other": "1 (x)"})]}
