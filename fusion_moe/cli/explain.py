@@ -36,7 +36,7 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True)
 class Explanation:
-    """A report as a result of a command. of: what was explained; details: whether all of it is printed; saved: a file that it was saved to."""
+    """A report as a result of a command. of: what was explained; details: whether all of it is printed; saved: a file that has it."""
 
     report: Report
     of: str

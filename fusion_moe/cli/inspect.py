@@ -167,5 +167,5 @@ def _ranges(directory: Directory, weights: Iterable[StoredWeight]) -> Iterator[R
             if used.numel():
                 least[key] = min(least.get(key, float("inf")), used.min().item())
                 most[key] = max(most.get(key, float("-inf")), used.max().item())
-    for key, count in numbers.items():
-        yield Range(*key, count, zeros[key], least.get(key, 0.0), most.get(key, 0.0))
+    for key, scales in numbers.items():
+        yield Range(*key, scales, zeros[key], least.get(key, 0.0), most.get(key, 0.0))
