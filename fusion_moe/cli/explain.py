@@ -107,6 +107,8 @@ def explained(path: Path, batch: int, length: int, target: str = "", gpu: str = 
 
 def model_of(path: Path) -> nn.Module:
     """The model of a directory on the meta device, with the modules that its weights are loaded into."""
+    directory = Directory.open(path)
+    method = method_of(directory.quantization, str(path))
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -116,8 +118,6 @@ def model_of(path: Path) -> nn.Module:
         from ..transformers.plan import replace_modules
     except ModuleNotFoundError as error:
         raise UnsupportedError(f"{error.name} is not installed", todo="pip install 'fusion_moe[models]'") from None
-    directory = Directory.open(path)
-    method = method_of(directory.quantization, str(path))
     if not method and torch.__version__ < "2.13":
         expected = "torch 2.13 or newer, which traces experts_implementation='fusion_moe'"
         raise UnsupportedError(f"experts in floats, with torch {torch.__version__}", expected=expected, where=str(path))
