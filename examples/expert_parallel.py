@@ -1,6 +1,6 @@
 """The experts of the tiny Qwen3-MoE in NVFP4, divided between processes: what each one holds, and the text that all of them generate.
 
-torchrun --nproc-per-node 2 examples/expert_parallel.py [--plan ep | tp | ep_tp]
+    torchrun --nproc-per-node 2 examples/expert_parallel.py [--plan ep | tp | ep_tp]
 
 On CPUs, over gloo. Before its experts are divided each process has all of them, and generates with them alone. Exits with 1 unless the
 texts are the same, and logits within float32's rounding.
@@ -49,8 +49,8 @@ def held(model: torch.nn.Module) -> str:
 
 def main() -> int:
     """0 if all processes generated what one does."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plan", choices=PLANS, default="ep")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", choices=PLANS, default="ep", help="divide the experts, the features of each, or both (default: ep)")
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

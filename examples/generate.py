@@ -323,9 +323,9 @@ def main(given: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL, help="a directory of transformers, in bf16 or with NVFP4 experts")
-    parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--tokens", type=int, default=64, help="to generate")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prompt", default=PROMPT, help="text to go on from")
+    parser.add_argument("--tokens", type=int, default=64, help="how many to generate (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements, of which the median counts (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=0, help="of Qwen3-30B-A3B's sizes, in place of a model")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="sequences, with --layers")
     parser.add_argument("--attention", default=SHARED_KEYS, help="transformers' name of an attention, with --layers")
@@ -333,5 +333,6 @@ if __name__ == "__main__":
         "--bf16", nargs="+", choices=BF16_EXPERTS, default=BF16_EXPERTS, help="transformers' experts in bf16, with --layers"
     )
     parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt, with --layers")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=usual, help="a GPU where there is one")
     main(parser.parse_args())

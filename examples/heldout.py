@@ -1,7 +1,7 @@
 """Bits per byte and perplexity of a causal language model on the held-out text of `examples/tiny_qwen3_moe`.
 
 Every file is tokenized alone, starts with the tokenizer's end-of-text token, and is read in windows that overlap by
-half, so every token is scored once and (but for the first window) with at least half a window of context.
+half, so every token is scored once and (but for the first window) with at least half a window of context. Other examples import this.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ emitted for Blackwell was never run on one.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import torch
@@ -42,6 +43,7 @@ def show(report: Report) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()  # --help alone
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     for target, activation_format in MACHINES:

@@ -1,6 +1,6 @@
 """Teach the tiny Qwen3-MoE, which knows Python, C++: LoRA over its experts in NVFP4, beside plain torch on the same numbers.
 
-python examples/lora_nvfp4.py [--steps 40]
+    python examples/lora_nvfp4.py [--steps 40]
 
 The text is torch's own C++ headers; whether a file is trained on or held out, a hash of its name says. The same adapters, batches, bf16
 autocast and AdamW twice: `quantize_` and `add_lora_`, and a loop over experts in torch with the decoded weights, where A and B are
@@ -151,11 +151,11 @@ def verdict(trainings: dict[str, Training]) -> bool:
 
 def main() -> None:
     """Trains both, and compares."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40, help="of the optimizer (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="windows a step")
     parser.add_argument("--held-out", type=int, default=24_000, help="bytes of held-out text")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of adapters and batches (default: %(default)s)")
     args = parser.parse_args()
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)

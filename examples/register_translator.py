@@ -1,7 +1,11 @@
 """An operation of your own, fused: its kernel and fake as always in torch, and a translator in a few lines.
 
-python examples/register_translator.py
+    python examples/register_translator.py
+
+Prints what was fused, once with a call that the translator takes and once with one that it refuses, and compares results with eager.
 """
+
+import argparse
 
 import torch
 from torch import Tensor
@@ -42,6 +46,7 @@ class Experts(torch.nn.Module):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()  # --help alone
     torch.manual_seed(0)
     experts, x = Experts(), torch.randn(40, 64, dtype=torch.bfloat16)
     ends = torch.tensor([5, 5, 12, 20, 21, 30, 39, 40], dtype=torch.int32)  # where the rows of each expert end

@@ -6,6 +6,8 @@ The layer is transformers' own, small and with random weights. Its router picks 
 shared expert in bf16 sees every token.
 """
 
+import argparse
+
 import torch
 from torch import Tensor, nn
 from transformers import Llama4TextConfig
@@ -49,6 +51,7 @@ def in_float64(moe: Llama4MoE, x: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()  # --help alone
     torch.manual_seed(0)
     moe, x = layer(), torch.randn(40, 128).bfloat16()
     try:

@@ -1,6 +1,6 @@
 """Train a small Qwen3-MoE three times from one seed: its experts by transformers' eager loop, by torch's grouped_mm, by fusion_moe.
 
-python examples/train_moe.py [--steps 40] [--recipe mxfp8]
+    python examples/train_moe.py [--steps 40] [--recipe mxfp8]
 
 Everything but the experts is the same: weights, batches, bf16 autocast, AdamW. The text is examples/tiny_qwen3_moe/heldout.jsonl. No two
 ways of adding in bf16 round alike, so losses drift apart; how far, torch's own two implementations show. Exits with 1 if the smoothed loss
@@ -74,13 +74,13 @@ def apart(a: Tensor, b: Tensor) -> float:
 def main() -> None:
     """Train, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=40, help="of the optimizer (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="windows a step")
     parser.add_argument("--context", type=int, default=64, help="tokens a window")
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=2, help="of the model (default: %(default)s)")
     parser.add_argument("--recipe", choices=RECIPES, default="bf16", help="what else to train with")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="a GPU where there is one")
     args = parser.parse_args()
     logging.set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)

@@ -374,7 +374,7 @@ def report(out: Path, device: str) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Train the tiny Qwen3-MoE model on the Python standard library's sources.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the checkpoint; a new one in the temporary folder without it")
     parser.add_argument("--stdlib", type=Path, nargs="+", default=[Path(sysconfig.get_path("stdlib"))], help="folders of sources")
     parser.add_argument("--experts", choices=[WIDE, "eager", "grouped_mm", "fusion_moe"], default=WIDE, help="how experts are computed")
@@ -382,12 +382,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="stop after so many steps if that comes first")
     parser.add_argument("--batch", type=int, default=32, help="windows a step")
     parser.add_argument("--context", type=int, default=CONTEXT, help="tokens a window")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.5)
-    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="the largest of the schedule (default: %(default)s)")
+    parser.add_argument("--weight-decay", type=float, default=0.5, help="of AdamW (default: %(default)s)")
+    parser.add_argument("--dropout", type=float, default=0.1, help="while it trains (default: %(default)s)")
     parser.add_argument("--evaluations", type=int, default=20, help="validations in the whole run")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout (default: %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="a GPU where there is one")
     args = parser.parse_args()
     args.out = args.out or Path(tempfile.mkdtemp(prefix="tiny_qwen3_moe_"))
     if args.minutes is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -16,8 +17,10 @@ from typing import Any
 
 import torch
 
-from . import __version__, options
+from . import __version__, options, target
+from .emit.cuda.choice import check_variant
 from .emit.nvfuser import library
+from .errors import OptionError
 from .runtime import build, isa, native, numa, nvrtc
 from .runtime.cuda import why_too_old
 
@@ -40,13 +43,15 @@ class Check:
 @dataclass(frozen=True)
 class Environment:
     """versions: of packages, "" if one is not installed; options: those that differ from the defaults; runs: what multiplies by weights
-    here, "" if nothing can be compiled: torch computes all but the products that came with the package.
+    here, "" if nothing can be compiled: torch computes all but the products that came with the package; problems: of options and of
+    environment variables that look like one.
     """
 
     versions: dict[str, str]
     options: dict[str, str]
     checks: tuple[Check, ...]
     runs: str
+    problems: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The fields of the classes here."""
@@ -56,8 +61,9 @@ class Environment:
         there = [(c.name, "yes" if c.there else "no", f"{c.found}; {c.todo}" if c.todo else c.found) for c in self.checks]
         versions = [(name, version or "not installed") for name, version in self.versions.items()]
         options = [(name, value) for name, value in self.options.items()] or [("all", "as by default")]
+        nothing = "problem: nothing can be compiled here; torch computes all but the products that came with the package, slowly"
         parts = [
-            self.runs or "problem: nothing can be compiled here; torch computes all but the products that came with the package, slowly",
+            "\n".join([self.runs or nothing, *(f"problem: {problem}" for problem in self.problems)]),
             _columns(("", "here", ""), *there), _columns(("", "version"), *versions), _columns(("option", "value"), *options),
         ]  # fmt: skip
         return "\n\n".join(parts)
@@ -70,8 +76,8 @@ def environment() -> Environment:
     checks = (*_tiers(), _numa(), _compiler(), _native(), _gpu(), _nvrtc(), _nvfuser(), _thunder(), _transformers(), _cache())
     checks = tuple(replace(check, found=_without_home(check.found)) for check in checks)
     compiler = build.find_compiler()
-    runs = f"CUDA kernels on {torch.cuda.get_device_name()}" if has_cuda() else f"C++ kernels for {isa.selected()}" if compiler else ""
-    return Environment(versions, _changed_options(), checks, runs)
+    runs = f"CUDA kernels on {torch.cuda.get_device_name()}" if has_cuda() else f"C++ kernels for {_tier()}" if compiler else ""
+    return Environment(versions, _changed_options(), checks, runs, tuple(_problems()))
 
 
 def has_cuda() -> bool:
@@ -83,6 +89,24 @@ def _changed_options() -> dict[str, str]:
     now, usual = options.current(), options.Options()
     found = ((f.name, getattr(now, f.name)) for f in fields(now) if getattr(now, f.name) != getattr(usual, f.name))
     return {name: _without_home(str(value)) for name, value in found}
+
+
+def _problems() -> Iterator[str]:
+    """Names that no option has, and values that raise when they are first used: they are names, too."""
+    yield from options.ignored()
+    now = options.current()
+    for look in (lambda: target.find(now.target, torch.device("cpu")), isa.selected, lambda: check_variant(now.cuda_variant)):
+        try:
+            look()
+        except OptionError as error:
+            yield str(error)
+
+
+def _tier() -> str:
+    """What C++ kernels are compiled for; of an option that is wrong, what they would be without it."""
+    with suppress(OptionError):
+        return isa.selected()
+    return isa.available()[0]
 
 
 def _tiers() -> Iterator[Check]:

@@ -82,6 +82,7 @@ class Options:
 
 
 _FIELDS = {f.name: f for f in dataclasses.fields(Options)}
+_VARIABLES = {f"{_PREFIX}{name.upper()}": name for name in _FIELDS}
 
 
 @functools.lru_cache(maxsize=64)
@@ -110,18 +111,23 @@ def _fits(value: Any, default: Any) -> bool:
     return isinstance(value, type(default)) and (value != "" or default == "")
 
 
+def ignored(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """What is said of each `FUSION_MOE_*` variable that is no option's: it changes nothing."""
+    for name in environ:
+        if name.startswith(_PREFIX) and name not in _VARIABLES:
+            todo = did_you_mean(name, _VARIABLES) or f"fusion_moe reads {', '.join(_VARIABLES)}"
+            yield f"the environment variable {name} is ignored: fusion_moe has no such option; {todo}"
+
+
 def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
     """The defaults, changed by the `FUSION_MOE_*` variables that are not empty.
 
     One that is no option's is ignored with a warning, since it may be meant for another version; a value that does not fit raises.
     """
-    known = {f"{_PREFIX}{name.upper()}": name for name in _FIELDS}
-    for name in environ:
-        if name.startswith(_PREFIX) and name not in known:
-            todo = did_you_mean(name, known) or f"fusion_moe reads {', '.join(known)}"
-            warnings.warn(f"the environment variable {name} is ignored: fusion_moe has no such option; {todo}", stacklevel=2)
+    for said in ignored(environ):
+        warnings.warn(said, stacklevel=2)
     found = {}
-    for variable, name in known.items():
+    for variable, name in _VARIABLES.items():
         if value := environ.get(variable):
             try:
                 found[name] = _checked(name, value)

@@ -67,6 +67,14 @@ def test_dir_shows_the_public_names_and_no_others():
     assert all(hasattr(fusion_moe, name) for name in fusion_moe.__all__)
 
 
+def test_dynamo_and_inductor_are_imported_once_they_are_needed():
+    """They take longer than torch and all of this library."""
+    slow = "{'torch._dynamo', 'torch._inductor', 'transformers'} & sys.modules.keys()"
+    code = f"import sys, torch; of_torch = {slow}; import fusion_moe, fusion_moe.env; print(sorted({slow} - of_torch))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_with_ours())
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
 def test_type_checkers_see_the_lazy_names():
     assert static_names() == {"testing": None, **fusion_moe._LAZY}
     assert static_names().keys() <= set(fusion_moe.__all__)
@@ -101,11 +109,15 @@ def _pyright_starts() -> bool:
 
 
 def _run(*command: str, cwd: Path | None = None, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *command], cwd=cwd, capture_output=True, text=True, env=_with_ours(), timeout=timeout)
+
+
+def _with_ours() -> dict[str, str]:
+    """The environment of a process that has these packages, and not others that are installed."""
     ours = {Path(fusion_moe.__file__).parents[1], Path(importlib.util.find_spec("fusion_moe_translators").origin).parents[1]}
     installed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = {"MYPYPATH": os.pathsep.join(map(str, ours)), "PYTHONPATH": os.pathsep.join([*map(str, ours), *filter(None, installed)])}
-    environment = {**os.environ, **paths}
-    return subprocess.run([sys.executable, "-m", *command], cwd=cwd, capture_output=True, text=True, env=environment, timeout=timeout)
+    return {**os.environ, **paths}
 
 
 @pytest.mark.slow

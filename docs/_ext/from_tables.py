@@ -1,6 +1,9 @@
 """Pages of reference from the tables that the code itself reads: `<!-- from tables: NAME -->` in a page becomes Markdown.
 
-NAME is a function here, called with the words after it. Nothing that it writes is kept in the repository.
+NAME is a function here, called with the words after it. Nothing that it writes is kept in the repository, so a page says below
+`<!-- outside of the site -->` how to see it; the site has that paragraph not. Outside of it one page is printed by
+
+    python docs/_ext/from_tables.py docs/reference/options.md
 """
 
 from __future__ import annotations
@@ -9,8 +12,10 @@ import dataclasses
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
@@ -24,6 +29,7 @@ from fusion_moe.ir.core import OpKind
 from fusion_moe.layouts import LAYOUTS
 
 MARK = re.compile(r"^<!-- from tables: (?P<name>\w+)(?P<words>[^>]*) -->$", re.MULTILINE)
+OUTSIDE = re.compile(r"^<!-- outside of the site -->\n(?:.+\n)+\n", re.MULTILINE)
 
 
 def document(of: Any) -> list[str]:
@@ -208,8 +214,8 @@ GENERATED: Mapping[str, Callable[..., Iterator[str]]] = {
 
 
 def filled(text: str) -> str:
-    """A page with what its marks ask for."""
-    return MARK.sub(lambda mark: "\n\n".join(GENERATED[mark["name"]](*mark["words"].split())), text)
+    """A page with what its marks ask for, and without what is said where they are empty."""
+    return MARK.sub(lambda mark: "\n\n".join(GENERATED[mark["name"]](*mark["words"].split())), OUTSIDE.sub("", text))
 
 
 def read(app: Any, page: str, source: list[str]) -> None:
@@ -225,3 +231,8 @@ def setup(app: Any) -> dict[str, bool]:
     app.connect("source-read", read)
     app.connect("env-get-outdated", always)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(filled(Path(name).read_text(encoding="utf-8")))

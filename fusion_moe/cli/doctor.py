@@ -20,15 +20,15 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """1 where nothing is compiled, and all is computed in plain torch."""
-        return FINE if self.environment.runs else PROBLEMS
+        """1 where nothing is compiled, and all is computed in plain torch; or where an option is wrong, by its name or its value."""
+        return FINE if self.environment.runs and not self.environment.problems else PROBLEMS
 
     def to_json(self) -> dict[str, Any]:
         """The fields of the environment."""
         return self.environment.to_json()
 
     def print(self, console: Console) -> None:
-        """What runs, what there is, versions, options."""
+        """What runs, problems, what there is, versions, options."""
         console.print(str(self.environment), soft_wrap=True)
 
 

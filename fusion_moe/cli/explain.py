@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from json import loads
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -15,16 +15,16 @@ from torch import nn
 
 from ..checkpoints import Directory, method_of
 from ..checkpoints.modelopt import own_entries
-from ..errors import UnsupportedError
+from ..errors import OptionError, UnsupportedError
 from ..nn.config import NVFP4Config
-from ..report import Report
-from ..report import explain as report_of
-from ..report.output import coloured, fitting
-from ..report.summary import summary
 from . import machine
-from .output import FINE, Json, finish
+from .output import FINE, Json, count, finish
+
+if TYPE_CHECKING:  # reports import Dynamo and Inductor, which takes seconds that other commands and --help do without
+    from ..report import Report
 
 _NEXT = (("--details", "every type, source line and boundary"), ("--save report.html", "source, IR and kernels side by side"))
+_PROMPT = 512  # tokens
 
 
 class Phase(str, Enum):
@@ -36,9 +36,10 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True)
 class Explanation:
-    """A report as a result of a command. details: whether all of it is printed; saved: a file that it was saved to."""
+    """A report as a result of a command. of: what was explained; details: whether all of it is printed; saved: a file that has it."""
 
     report: Report
+    of: str
     details: bool = False
     saved: Path | None = None
     exit_code: int = FINE
@@ -49,8 +50,11 @@ class Explanation:
 
     def print(self, console: Console) -> None:
         """The report's own text, as wide as the console."""
+        from ..report.output import coloured, fitting
+        from ..report.summary import summary
+
         text = self.report.details() if self.details else summary(self.report, fitting(console.width), _NEXT)
-        console.print(coloured(text), soft_wrap=True)
+        console.print(coloured(f"{self.of}\n\n{text}"), soft_wrap=True)
         if self.saved:
             console.print(f"\nsaved: {self.saved}")
 
@@ -58,9 +62,11 @@ class Explanation:
 def explain(
     context: typer.Context,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory with config.json and safetensors.")],
-    phase: Annotated[Phase, typer.Option(help="A token of each sequence, or all tokens of prompts.")] = Phase.DECODE,
+    phase: Annotated[
+        Phase | None, typer.Option(help="A token of each sequence, or all tokens of prompts. [default: decode; with --tokens, prefill]")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
+    tokens: Annotated[int | None, typer.Option(min=1, help=f"Tokens of a prompt. [default: {_PROMPT}]")] = None,
     target: Annotated[str, typer.Option(help="cpu, cuda, sm_90, sm_100 or reference. [default: what this machine has]")] = "",
     gpu: Annotated[str, typer.Option(help="An absent GPU, H100 for example: its kernels of the target cuda.")] = "",
     details: Annotated[bool, typer.Option("--details", help="Print all of the report.")] = False,
@@ -68,19 +74,30 @@ def explain(
     json: Json = False,
 ) -> None:
     """What of a model is fused, what is not, and why: from its configuration and headers, on fake tensors. No weight is read."""
-    length = 1 if phase is Phase.DECODE else tokens
 
     def find() -> Explanation:
+        now, length = _phase(phase, tokens)
         report = explained(directory, batch, length, target, gpu)
         if save:
             report.save(save)
-        return Explanation(report, details, save)
+        return Explanation(report, f"{now.value}: {count(batch, 'sequence')} of {count(length, 'token')}", details, save)
 
     finish(context, find, json)
 
 
+def _phase(phase: Phase | None, tokens: int | None) -> tuple[Phase, int]:
+    """What is asked for, and how many tokens each sequence has. OptionError for tokens of a phase that has one."""
+    if phase is Phase.DECODE and tokens is not None:
+        expected = "--phase prefill, which alone it applies to, or --batch for more sequences"
+        raise OptionError(f"--tokens {tokens} with --phase decode", expected=expected, where="explain")
+    phase = phase or (Phase.DECODE if tokens is None else Phase.PREFILL)
+    return phase, 1 if phase is Phase.DECODE else tokens or _PROMPT
+
+
 def explained(path: Path, batch: int, length: int, target: str = "", gpu: str = "") -> Report:
     """The report of one forward pass without a cache. UnsupportedError for a model that is not loaded, CheckpointError for its files."""
+    from ..report import explain as report_of
+
     model = model_of(path)
     target = target or ("" if gpu else machine.target())
     ids = torch.zeros(batch, length, dtype=torch.long)
@@ -90,6 +107,8 @@ def explained(path: Path, batch: int, length: int, target: str = "", gpu: str = 
 
 def model_of(path: Path) -> nn.Module:
     """The model of a directory on the meta device, with the modules that its weights are loaded into."""
+    directory = Directory.open(path)
+    method = method_of(directory.quantization, str(path))
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -99,8 +118,6 @@ def model_of(path: Path) -> nn.Module:
         from ..transformers.plan import replace_modules
     except ModuleNotFoundError as error:
         raise UnsupportedError(f"{error.name} is not installed", todo="pip install 'fusion_moe[models]'") from None
-    directory = Directory.open(path)
-    method = method_of(directory.quantization, str(path))
     if not method and torch.__version__ < "2.13":
         expected = "torch 2.13 or newer, which traces experts_implementation='fusion_moe'"
         raise UnsupportedError(f"experts in floats, with torch {torch.__version__}", expected=expected, where=str(path))

@@ -17,7 +17,7 @@ from ..encodings import BF16, F16, F32
 from ..errors import CheckpointError
 from ..progress import progress
 from .machine import kernels_for
-from .output import FINE, PROBLEMS, Json, bytes_of, finish, table
+from .output import FINE, PROBLEMS, Json, bytes_of, count, finish, table
 
 _LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 _EXPERTS = re.compile(r"\bexperts\b")
@@ -77,7 +77,7 @@ class Inspection:
         console.print(self.directory, soft_wrap=True)
         if self.files:
             quantized = f"quantized by {self.method}{f', {self.algorithm}' if self.algorithm else ''}" if self.method else "not quantized"
-            counts = f"{_count(self.tensors, 'tensor')} in {_count(self.files, 'file')}, {bytes_of(self.bytes)}"
+            counts = f"{count(self.tensors, 'tensor')} in {count(self.files, 'file')}, {bytes_of(self.bytes)}"
             console.print(f"{', '.join(self.architectures) or 'no architecture'}; {quantized}; {counts}", soft_wrap=True)
             rows = ((g.format, g.of, g.weights, g.layers, bytes_of(g.bytes), g.runs) for g in self.groups)
             console.print()
@@ -167,9 +167,5 @@ def _ranges(directory: Directory, weights: Iterable[StoredWeight]) -> Iterator[R
             if used.numel():
                 least[key] = min(least.get(key, float("inf")), used.min().item())
                 most[key] = max(most.get(key, float("-inf")), used.max().item())
-    for key, count in numbers.items():
-        yield Range(*key, count, zeros[key], least.get(key, 0.0), most.get(key, 0.0))
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
+    for key, scales in numbers.items():
+        yield Range(*key, scales, zeros[key], least.get(key, 0.0), most.get(key, 0.0))

@@ -70,6 +70,11 @@ def bytes_of(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
 
 
+def count(n: int, what: str) -> str:
+    """As "1 file", "2 files"."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
 def _code_of(error: Error) -> int:
     if isinstance(error, UnsupportedError):
         return UNSUPPORTED

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..encodings import NVFP4, Quantized
-from ..errors import ShapeError, need_one_of
+from ..errors import Error, ShapeError, need_one_of
 from ..groups import ceil_to
 from ..layouts import Layout, Padding
 from . import checks
@@ -47,7 +47,11 @@ class Experts(Projections):
         if of_gate_up and of_gate_up.padded[1] != of_gate_up.shape[1]:
             checks.need_rows("hidden_states", hidden_states, of_gate_up.shape[1], type(self).__name__)
             hidden_states = of_gate_up.pad_columns(hidden_states)
-        y = torch.ops.fusion_moe.fused_experts(hidden_states, top_k_index, top_k_weights, gate_up, down, **self._arguments(hidden_states))
+        arguments = self._arguments(hidden_states)
+        try:
+            y = torch.ops.fusion_moe.fused_experts(hidden_states, top_k_index, top_k_weights, gate_up, down, **arguments)
+        except Error as error:  # which has the operation's names
+            raise error.at(f"{type(self).__name__}, whose hidden_states, top_k_index and top_k_weights are x, ids and w") from None
         return of_down.cut_rows(y) if of_down else y
 
     def _arguments(self, like: Tensor) -> dict[str, Any]:

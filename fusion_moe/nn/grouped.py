@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..encodings import Quantized
-from ..errors import ShapeError
+from ..errors import Error, ShapeError
 from . import checks
 from .adaptable import AdaptableModule
 from .config import need_activation_format
@@ -57,10 +57,14 @@ class NVFP4GroupedLinear(AdaptableModule):
         if padding:
             checks.need_rows("x", x, padding.shape[1], type(self).__name__)
             x = padding.pad_columns(x)
-        y = torch.ops.fusion_moe.grouped_mm(
-            x, self._parts("weight"), offs, *self._factors("weight"), weight_layout=self.weight_layout,
-            activation_format=self.activation_format, lora_scale=self._lora_scale,
-        )  # fmt: skip
+        weight, factors = self._parts("weight"), self._factors("weight")
+        try:
+            y = torch.ops.fusion_moe.grouped_mm(
+                x, weight, offs, *factors, weight_layout=self.weight_layout, activation_format=self.activation_format,
+                lora_scale=self._lora_scale,
+            )  # fmt: skip
+        except Error as error:  # which has the operation's names
+            raise error.at(f"{type(self).__name__}, whose x is a") from None
         y = padding.cut_rows(y) if padding else y
         if self.bias is None:
             return y

@@ -119,7 +119,7 @@ def _need_targets(targets: Iterable[str]) -> tuple[str, ...]:
     """The targets in order, each once."""
     given = (targets,) if isinstance(targets, str) else tuple(targets)
     for target in given:
-        need_one_of("target", target, TARGETS, where="add_lora_")
+        need_one_of("targets", target, TARGETS, where="add_lora_")
     if not given:
         raise OptionError("no targets", expected=" or ".join(TARGETS), where="add_lora_")
     return tuple(target for target in TARGETS if target in given)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..encodings import Quantized
-from ..errors import ShapeError
+from ..errors import Error, ShapeError
 from . import checks
 from .frozen import frozen
 from .packed import PackedModule
@@ -45,7 +45,10 @@ class NVFP4Linear(PackedModule):
         rows = padding.pad_columns(rows) if padding else rows
         offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
         weight = self.weight[None], self.weight_scale[None], self.weight_scale_2[None]
-        y = torch.ops.fusion_moe.nvfp4_grouped_mm(rows, *weight, offs, weight_layout=self.weight_layout)
+        try:
+            y = torch.ops.fusion_moe.nvfp4_grouped_mm(rows, *weight, offs, weight_layout=self.weight_layout)
+        except Error as error:  # which has the operation's names
+            raise error.at(f"{type(self).__name__}, whose x is a") from None
         y = (padding.cut_rows(y) if padding else y).view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import options, target
-from ..errors import NonFiniteError, OptionError, UnsupportedError
+from ..errors import NonFiniteError, OptionError, UnsupportedError, need_one_of
 from ..layouts import LAYOUTS
 from ..progress import progress
 from ..runtime.preparing import preparing
@@ -40,6 +40,7 @@ def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] | Lite
     of this library, and for one that takes no `input_ids`: `with fusion_moe.preparing("all"): model(...)` calls it as it has to be called.
     NonFiniteError for a block scale that is negative or NaN. A call that is interrupted leaves each module in one layout or the other.
     """
+    need_one_of("to", to, ("auto", *target.TARGETS), where="prepare_")
     _check_tokens(model, tokens)
     modules = {name: m for name, m in model.named_modules() if isinstance(m, PackedModule)}
     kept: dict[str, str] = {}

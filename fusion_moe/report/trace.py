@@ -29,6 +29,7 @@ from ..frontends.nodes import called_op
 from ..frontends.regions import find_regions
 from ..frontends.thunder import found_in
 from ..options import Options
+from ..runtime import nvrtc
 from .backward import Step, input_names, is_backward
 from .build import Seen, report_of
 from .data import Report
@@ -55,7 +56,7 @@ def explain(
     load: reports how many rows each group (expert) has.
     backward: reports the backward pass too, what is saved for it, what it makes again, and where gradients come from.
     OptionError for a target or a GPU that there is not, UnsupportedError for a call that asks for values which there are not, for one that
-    cannot be run or measured, for a backward that there is not, and for what cannot be called.
+    cannot be run or measured, for a backward that there is not, for what cannot be called, and for `gpu` without the extra `cuda`.
     """
     if not callable(model_or_fn):
         raise UnsupportedError(f"a {type(model_or_fn).__name__}", expected="a torch.nn.Module or a function", where="explain")
@@ -91,7 +92,11 @@ def _of_gpu(name: str, target: str | None) -> tuple[str, Arch]:
     """The target and the facts of a GPU that is named."""
     if target not in (None, cuda.NAME):
         raise OptionError(f"gpu = {name!r} for the target {target!r}", expected=f"the target {cuda.NAME!r}, or none", where="explain")
-    return cuda.NAME, named(name)
+    arch = named(name)
+    if why := nvrtc.why_missing():  # no program would have kernels, which is true of this machine and not of the GPU
+        found, _, todo = why.partition("; ")
+        raise UnsupportedError(f"gpu = {name!r} needs NVRTC, and {found}", todo=todo, where="explain")
+    return cuda.NAME, arch
 
 
 def _check_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:

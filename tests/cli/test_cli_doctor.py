@@ -12,6 +12,7 @@ pytest.importorskip("safetensors")
 from typer.testing import CliRunner
 
 import fusion_moe
+from fusion_moe import options
 from fusion_moe.cli.app import app
 from fusion_moe.runtime import build, isa
 
@@ -40,6 +41,22 @@ def test_without_a_compiler_nothing_runs():
     text = CliRunner(env={"PATH": "/nowhere", "CXX": ""}).invoke(app, ["doctor"])
     assert text.exit_code == 1
     assert text.stdout.startswith("problem: nothing can be compiled here")
+
+
+@pytest.mark.compiler
+def test_options_that_are_wrong_are_problems():
+    """A name that no option has, beside the name that was meant; a value that raises at the first call."""
+    assert found()[1]["problems"] == []
+    code, shown = found(FUSION_MOE_CUDA_VARIAN="small_m")
+    assert (code, len(shown["problems"])) == (1, 1)
+    assert "FUSION_MOE_CUDA_VARIAN is ignored" in shown["problems"][0]
+    assert "did you mean 'FUSION_MOE_CUDA_VARIANT'?" in shown["problems"][0]
+    for name in ("target", "cpu_isa", "cuda_variant"):
+        with options.override(**{name: "nope"}):
+            result = CliRunner().invoke(app, ["doctor"])
+        assert result.exit_code == 1
+        (problem,) = (line for line in result.stdout.splitlines() if line.startswith("problem: "))
+        assert "'nope'; expected " in problem
 
 
 def test_text():

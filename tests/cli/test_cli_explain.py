@@ -1,6 +1,7 @@
 """fusion-moe explain: the model of a directory on fake tensors, in both phases, on targets that are not here."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from files import MADE, change, change_json, copied
 from typer.testing import CliRunner
 
 from fusion_moe.cli.app import app
+from fusion_moe.runtime import nvrtc
 
 DIRECTORIES = sorted(path.name for path in MADE.iterdir() if (path / "config.json").exists())
 
@@ -49,14 +51,27 @@ def test_every_directory(name):
 
 def test_phases_and_targets():
     folder = str(MADE / "modelopt-mixtral")
-    decode, prefill = (found(folder, "--phase", phase, "--tokens", "40", "--batch", "3") for phase in ("decode", "prefill"))
-    rows = [r["fusions"][-1]["segments"][-1]["outputs"][0] for r in (decode, prefill)]
-    assert ("[3, 1, " in rows[0], "[3, 40, " in rows[1]) == (True, True)
-    assert "H100" in json.dumps(found(folder, "--gpu", "H100"))
+    asked = (("--phase", "decode"), (), ("--tokens", "40"), ("--phase", "prefill", "--tokens", "40"), ("--phase", "prefill"))
+    reports = [found(folder, *options, "--batch", "3") for options in asked]
+    rows = [r["fusions"][-1]["segments"][-1]["outputs"][0] for r in reports]
+    assert [re.search(r"\[3, (\d+), ", row)[1] for row in rows] == ["1", "1", "40", "40", "512"]
+    refused = run(folder, "--phase", "decode", "--tokens", "40")
+    assert (refused.exit_code, "--tokens 40 with --phase decode; expected --phase prefill" in refused.stderr) == (2, True)
     assert run(folder, "--target", "nope").exit_code == 2
     both = run(folder, "--target", "cpu", "--gpu", "H100")
     assert (both.exit_code, "gpu = 'H100' for the target 'cpu'" in both.stderr) == (2, True)
-    assert run(folder).stdout.startswith("fusion_moe.explain: 1 graph")
+    assert run(folder, "--tokens", "40").stdout.startswith("prefill: 1 sequence of 40 tokens\n\nfusion_moe.explain: 1 graph")
+
+
+def test_a_gpu_that_is_absent(monkeypatch):
+    """Which kernels it would get is known where something compiles them."""
+    folder = str(MADE / "modelopt-mixtral")
+    if not nvrtc.why_missing():
+        assert "H100" in json.dumps(found(folder, "--gpu", "H100"))
+    monkeypatch.setattr(nvrtc, "why_missing", lambda: "cuda-bindings is not installed; pip install 'fusion_moe[cuda]'")
+    refused = run(folder, "--gpu", "H100")
+    said = "fusion-moe: explain: gpu = 'H100' needs NVRTC, and cuda-bindings is not installed; pip install 'fusion_moe[cuda]'\n"
+    assert (refused.exit_code, refused.stderr) == (3, said)
 
 
 def test_no_weight_is_read(tmp_path):

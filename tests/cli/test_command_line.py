@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("safetensors")
 
+from files import MADE
 from typer.testing import CliRunner
 
 import fusion_moe
@@ -71,6 +72,21 @@ def test_as_a_module():
     """In a process of its own."""
     done = subprocess.run([sys.executable, "-m", "fusion_moe.cli", "--version"], capture_output=True, text=True, cwd=REPO)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"fusion_moe {fusion_moe.__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("explain", "--help"), ("inspect", str(MADE / "modelopt-mixtral")), ("doctor",)])
+def test_nothing_that_compiles_graphs_is_imported(arguments):
+    """It takes longer than all the rest. (`import fusion_moe` without it: tests/test_public.py.)"""
+    code = f"""
+import sys, fusion_moe.cli as cli
+try:
+    sys.argv[1:] = {list(arguments)}
+    cli.main()
+except SystemExit:
+    print([m for m in sys.modules if m in ("torch._dynamo", "torch._inductor", "transformers")], file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
+    assert done.stderr == "[]\n"
 
 
 def test_without_typer():

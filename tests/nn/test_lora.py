@@ -116,7 +116,7 @@ REFUSED = {
     "rank 0": (lambda: add_lora_(experts(), 0), OptionError, "rank = 0; expected a positive integer"),
     "half a rank": (lambda: add_lora_(experts(), 0.5), OptionError, "rank = 0.5; expected a positive integer"),
     "alpha": (lambda: add_lora_(experts(), alpha=math.nan), OptionError, "alpha = nan; expected a finite number"),
-    "another target": (lambda: add_lora_(experts(), targets=("up",)), OptionError, "target = 'up'; expected one of gate_up, down"),
+    "another target": (lambda: add_lora_(experts(), targets=("up",)), OptionError, "targets = 'up'; expected one of gate_up, down"),
     "no target": (lambda: add_lora_(experts(), targets=()), OptionError, "no targets; expected gate_up or down"),
     "integers": (lambda: add_lora_(experts(), dtype=torch.int8), DtypeError, "dtype = torch.int8; expected one of"),
 }  # fmt: skip

@@ -55,7 +55,7 @@ def many(report):
     nothing = pages.fusion_moe.explain(lambda: 3)
     return {
         "plain": page(report), "measured": page(pages.measured(report)), "harmful": page(pages.harmful(report)), "nothing": page(nothing),
-        "cuda": page(pages.explained(gpu="H100")), "hopper": page(pages.explained(target="sm_90")),
+        "cuda": page(pages.explained(target="cuda")), "hopper": page(pages.explained(target="sm_90")),
     }  # fmt: skip
 
 

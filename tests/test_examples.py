@@ -1,0 +1,48 @@
+"""Each example says what it does and what its options are."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PROGRAMS = sorted(f.name for f in EXAMPLES.glob("*.py") if "__main__" in f.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_option_has_a_sentence(name):
+    calls = [n for n in ast.walk(ast.parse((EXAMPLES / name).read_text(encoding="utf-8"))) if isinstance(n, ast.Call)]
+    options = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "add_argument"]
+    assert [ast.unparse(c) for c in options if "help" not in {k.arg for k in c.keywords}] == []
+
+
+@pytest.mark.once
+@pytest.mark.slow
+def test_help():
+    """Of all in one process, since importing takes longest: what an example does, by its docstring, and nothing is run."""
+    pytest.importorskip("transformers")
+    code = """
+import runpy, sys
+folder, *names = sys.argv[1:]
+sys.path.insert(0, folder)
+for name in names:
+    sys.argv = [name, "--help"]
+    try:
+        runpy.run_path(f"{folder}/{name}", run_name="__main__")
+    except SystemExit as done:
+        assert done.code == 0, name
+    print("\\f", end="")
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code, str(EXAMPLES), *PROGRAMS], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    shown = dict(zip(PROGRAMS, done.stdout.split("\f"), strict=False))
+    for name in PROGRAMS:
+        said = ast.get_docstring(ast.parse((EXAMPLES / name).read_text(encoding="utf-8")))
+        assert shown[name].startswith(f"usage: {name} [-h]")
+        assert said.splitlines()[0] in shown[name]
