@@ -1,7 +1,7 @@
 """A layer of experts on the CPU by its threads: reading its weights and no more, ours, torch's bf16 products, and by other packages.
 
     python benchmarks/cpu_moe.py --threads 1,2,4,8,16,32,64 --peers [--models qwen3,gpt-oss,deepseek-v3] [--tokens 1,4,16,64,256,1024]
-        [--activations bf16,int8] [--kernels AMXInt4_MOE,mxfp4] [--json FILE] [--no-page]
+        [--activations bf16,int8] [--kernels AMXInt4_MOE,mxfp4] [--most 0.3] [--json FILE] [--no-page]
 
 --peers adds KTransformers' kernels and ggml, where installed; cpu_peers.py and ggml_library.py say how. All take the same weights,
 activations and routings; each call has its own routing, and calls go round `--copies` copies of the weights. Results are compared with
@@ -33,7 +33,7 @@ import cpu_moe_page
 import ggml_library
 import torch
 from cpu_ggml import Ggml
-from cpu_peers import KtKernel, Layer
+from cpu_peers import KtKernel, Layer, matrices
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
@@ -41,7 +41,7 @@ import fusion_moe
 from fusion_moe.encodings import MXFP4, NVFP4, Encoding, Quantized, dequantize, quantize
 from fusion_moe.runtime import bandwidth, isa, pages
 
-PAUSE = 0.1  # s; the threads of kt-kernel spin for up to 0.05
+PAUSE = 0.07  # s; the threads of kt-kernel spin for up to 0.05
 CHECKED = 64  # tokens
 DISTINCT = 8  # experts whose weights differ; the others have theirs
 ONE_BY_ONE = 4  # tokens, at most, for which torch computes a product for each expert
@@ -238,16 +238,28 @@ def calls(model: Model, tokens: int, count: int) -> list[tuple[Tensor, Tensor, T
 
 def exact(weights: Weights, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
     """The layer in float64 -> [T, H], nothing rounded."""
-    y = torch.zeros(x.shape, dtype=torch.float64)
+    y, (gate_up, down) = torch.zeros(x.shape, dtype=torch.float64), (matrices(q, torch.float64) for q in weights)
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        gate_up, down = (dequantize(q.of(part[expert] for part in q)).double() for q in weights)
-        gate, up = (x[token].double() @ gate_up.mT).chunk(2, -1)
-        y.index_add_(0, token, (silu(gate) * up) @ down.mT * w[token, slot, None])
+        gate, up = (x[token].double() @ gate_up[expert].mT).chunk(2, -1)
+        y.index_add_(0, token, (silu(gate) * up) @ down[expert].mT * w[token, slot, None])
     return y
 
 
 Checks = Mapping[Encoding, tuple[tuple[Tensor, ...], Tensor]]  # a call, and what it returns
+
+
+def right(found: Sequence[Contender], checks: Checks) -> tuple[list[Contender], list[str]]:
+    """Those of other packages that `check` takes; the names of those that it does not."""
+    taken, wrong = list[Contender](), list[str]()
+    for c in found:
+        try:
+            check([c], checks)
+            taken.append(c)
+        except ValueError as error:
+            wrong.append(c.name)
+            print(error, flush=True)
+    return taken, wrong
 
 
 def check(found: Sequence[Contender], checks: Checks) -> None:
@@ -290,8 +302,13 @@ def turn(
     return (now() - start) / len(each)
 
 
-def measure(model: Model, packages: Sequence[Package], threads: int, found: Sequence[Contender], tokens: int, repeats: int) -> None:
-    """Sets their seconds for so many tokens."""
+def measure(
+    model: Model, packages: Sequence[Package], threads: int, all_: Sequence[Contender], tokens: int, repeats: int, most: float
+) -> None:
+    """Sets their seconds for so many tokens; of peers, those that took at most so many for each number of tokens before."""
+    names = [package.name for package in packages]
+    slow = [c for c in all_ if c.name.split(",")[0] in names and any(statistics.median(times) > most for times in c.seconds.values())]
+    found = [c for c in all_ if c not in slow]
     (wake,), count, now = calls(model, 1, 1), CALLS.get(tokens, 1), clock(packages, threads)
     layers = [itertools.cycle(c.copies) for c in found]
     for c, each in zip(found, layers, strict=True):
@@ -332,7 +349,7 @@ def installed(package: Any, *args: int) -> Any:
 
 
 def of_model(model: Model, told: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What is measured of a model, one entry for each number of threads."""
+    """What is measured of a model: an entry for each number of threads, once more after each number of tokens."""
     encodings = [e for e in (NVFP4, MXFP4) if e.name in told.formats]
     given = {e: random_weights(e, model) for e in encodings}
     copies = {e: [copied(w) for _ in range(told.copies)] for e, w in given.items()}
@@ -350,16 +367,19 @@ def of_model(model: Model, told: argparse.Namespace) -> Iterator[dict[str, Any]]
         kt = installed(KtKernel, threads, max(CHECKED, *told.tokens), model.slots) if told.peers else None
         more, missing = peers(of_kt(kt) if kt else [], copies, told.kernels)
         packages = [package for package in (ggml, kt) if package]
-        found = [loop, *mine, *of_any, *more]
-        check(found, checks)
+        check(mine, checks)
+        of_others, wrong = right([*of_any, *more], checks)
+        found = [loop, *mine, *of_others]
         print(f"{model.name}, {threads} threads", flush=True)
+        for c in found:
+            c.seconds = {}
         for tokens in told.tokens:
-            measure(model, packages, threads, found, tokens, told.repeats)
-        yield {
-            "model": model.name, "note": model.note, "threads": threads, "others": str(others), "missing": without + missing,
-            "peers": {package.name: package.version for package in packages},
-            "rows": [{"name": c.name, "of": c.of.name, "error": c.error, "seconds": dict(c.seconds)} for c in found],
-        }  # fmt: skip
+            measure(model, packages, threads, found, tokens, told.repeats, told.most)
+            yield {
+                "model": model.name, "note": model.note, "threads": threads, "others": str(others), "missing": without + missing + wrong,
+                "peers": {package.name: package.version for package in packages},
+                "rows": [{"name": c.name, "of": c.of.name, "error": c.error, "seconds": dict(c.seconds)} for c in found],
+            }  # fmt: skip
 
 
 def machine(repeats: int) -> dict[str, Any]:
@@ -385,6 +405,7 @@ def main() -> None:
     parser.add_argument("--activations", type=lambda text: text.split(","), default=["bf16"], help="of ours: bf16, int8")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--copies", type=int, default=2, help="of the weights, which calls go round")
+    parser.add_argument("--most", type=float, default=float("inf"), help="s of a call; a peer that takes longer is left out of more tokens")
     parser.add_argument("--peers", action="store_true", help="measure kt-kernel and ggml too")
     parser.add_argument("--no-torch", action="store_true", help="leave torch's bf16 products out")
     parser.add_argument("--json", type=Path, help="write the results here; benchmarks/cpu_moe_page.py turns such files into the page")
@@ -395,10 +416,12 @@ def main() -> None:
         told.threads.remove(threads)
     torch.manual_seed(0)
     found: dict[str, Any] = {"machine": machine(told.repeats), "results": []}
+    results = dict[tuple[str, int], dict[str, Any]]()
     with torch.inference_mode():
         for name in told.models:
             for result in of_model(MODELS[name], told):
-                found["results"].append(result)
+                results[name, result["threads"]] = result
+                found["results"] = list(results.values())
                 if told.json:
                     told.json.write_text(json.dumps(found))  # a run that is stopped has measured something
     if not told.no_page:

@@ -224,9 +224,18 @@ def _folded(q: Quantized) -> Tensor:
     return (scale.float() * of_matrix[0][:, None, None]).bfloat16() if of_matrix else scale.bfloat16()
 
 
+def matrices(q: Quantized, dtype: torch.dtype) -> list[Tensor]:
+    """Each, dequantized; alike ones once, and are one tensor."""
+    seen, made = dict[int, int](), list[Tensor]()
+    for e, codes in enumerate(q[0]):
+        like = seen.setdefault(hash(codes.numpy().tobytes()), e)
+        made.append(made[like] if like != e else dequantize(q.of(part[e] for part in q), torch.float32).to(dtype))
+    return made
+
+
 def _bf16(q: Quantized) -> Tensor:
-    """The weights, dequantized matrix by matrix: float32 of all would take four times the memory."""
-    return torch.stack([dequantize(q.of(parts), torch.bfloat16) for parts in zip(*q, strict=True)])
+    """The weights; matrix by matrix, since float32 of all would take four times the memory."""
+    return torch.stack(matrices(q, torch.bfloat16))
 
 
 def _addresses(t: Tensor) -> list[list[int]]:
