@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from h200_cells import MODELS, PARTS, PEERS, TOKENS, Cell, is_right
+from h200_cells import MODELS, PARTS, PEERS, ROUTINGS, TOKENS, Cell, is_right
 from page import DOCS, plots, put, save
 
 HERE = Path(__file__).resolve().parent
@@ -25,6 +25,7 @@ OURS, DENSE = "fusion_moe", "dense"
 TITLES = {"gemm1": "Gate and up, one product", "gemm2": "Down", "mlp": "The expert MLP, from expert ids to its result"}
 _COPY = 4.2e12  # bytes a second, read and written
 _MANY = 2048  # tokens from which on the products' arithmetic is what takes time
+_RANGES = ((1, 24), (32, 200), (300, 1100), (2048, 8192))  # tokens, for which there are means
 _RATIOS = (1, 1.5, 2, 3, 5, 10, 20)  # marked in the plot
 SLOWER = 1.03  # than the best peer: a cell that loses
 Row = Mapping[str, Any]
@@ -69,7 +70,8 @@ def write(rows: Sequence[Row]) -> Path:
         part = [*_provenance(rows)[:1], "", *_summary(rows, {}), *_overview(of_mlp, floor=False)]
         return put(card, "h200_page.py", "\n".join(part), f"performance/{card.lower()}.md")
     plot = DOCS / "h200.svg"  # the README and docs/performance.md show it too
-    lines = [*_provenance(rows), *_summary(rows, recorded()), *_overview([row for row in rows if row["part"] == "mlp"])]
+    of_mlp = [row for row in rows if row["part"] == "mlp"]
+    lines = [*_provenance(rows), *_summary(rows, recorded()), *_overview(of_mlp), *_ranges(of_mlp)]
     if _draw(rows, plot):
         lines += [f"![Time over the floor against tokens](../{plot.name})", ""]
     cells = [line for part in dict.fromkeys(row["part"] for row in rows) for line in _table(part, [r for r in rows if r["part"] == part])]
@@ -127,8 +129,8 @@ def _won_and_lost(rows: Sequence[Row], others: Mapping[tuple[Any, ...], tuple[fl
 
 
 def _overview(rows: Sequence[Row], floor: bool = True) -> list[str]:
-    """One line for each model and routing, one column for each number of tokens."""
-    tokens, lines = sorted({row["tokens"] for row in rows}), dict[str, dict[int, str]]()
+    """One line for each model and routing, one column for each of the usual numbers of tokens; others are on the page of every cell."""
+    tokens, lines = sorted({row["tokens"] for row in rows if row["tokens"] in TOKENS}), dict[str, dict[int, str]]()
     for row in rows:
         ours = us(row, OURS)
         shown = (_shown(row, OURS), _ratio(ours, row["floor_us"]) if floor else "", _against(ours, best_peer(row)))
@@ -142,6 +144,39 @@ def _overview(rows: Sequence[Row], floor: bool = True) -> list[str]:
         f"| model | {' | '.join(map(str, tokens))} |", f"|{'---|' * (len(tokens) + 1)}",
         *(f"| {title} | {' | '.join(found.get(t, '') for t in tokens)} |" for title, found in lines.items()), "",
     ]  # fmt: skip
+
+
+def _ranges(rows: Sequence[Row]) -> list[str]:
+    """Geometric means over models, of all numbers of tokens within a range."""
+
+    def mean(part: Sequence[Row], of: Callable[[Row], float | None]) -> str:
+        found = [ours / other for row in part if (ours := us(row, OURS)) and (other := of(row))]
+        return f"{math.exp(sum(map(math.log, found)) / len(found)):.2f}x" if found else ""
+
+    lines = []
+    for low, high in _RANGES:
+        within = [row for row in rows if low <= row["tokens"] <= high]
+        by_routing = [[row for row in within if row["routing"] == routing] for routing in ROUTINGS]
+        floors, peers = ([mean(part, of) for part in by_routing] for of in (_floor, _peer))
+        if within:
+            lines.append(f"| {low:,} to {high:,} | {' | '.join((*floors, *peers))} |")
+    if not lines:
+        return []
+    counts = ", ".join(f"{t:,}" for t in sorted({row["tokens"] for row in rows}))
+    heads = [f"{what}, {routing}" for what in ("of the floor", "of the best peer") for routing in ROUTINGS]
+    return [
+        f"Geometric means of the {len({row['model'] for row in rows})} models, with {counts} tokens:", "",
+        f"| tokens | {' | '.join(heads)} |", f"|{'---|' * (len(heads) + 1)}", *lines, "",
+    ]  # fmt: skip
+
+
+def _floor(row: Row) -> float:
+    return float(row["floor_us"])
+
+
+def _peer(row: Row) -> float | None:
+    peer = best_peer(row)
+    return peer[0] if peer else None
 
 
 _HEAD = (
