@@ -127,6 +127,17 @@ def test_any_groups_exactly(partition: Partition, dtype, sizes, tier):
 
 
 @pytest.mark.parametrize("tier", TIERS)
+def test_long_rows_exactly(tier):
+    """Of which a work tile has fewer, where all are to lie in a cache: groups of several work tiles, the last one not whole."""
+    k, n, ends = 4224, 16, torch.tensor([250, 250, 257, 370], dtype=torch.int32)
+    x, weight = small_integers(370, k), exact_weight(4, n, k)
+    group = torch.bucketize(torch.arange(370), ends, right=True)
+    want = torch.einsum("mk,mnk->mn", x.float(), dequantize(weight)[group])
+    same(product(tier, x, weight, ends, torch.float32), want)
+    same_on_any_threads(lambda: product(tier, x, weight, ends))
+
+
+@pytest.mark.parametrize("tier", TIERS)
 def test_threads_change_no_bit(tier):
     x, weight = torch.randn(200, 272).bfloat16(), random_weight(5, 150, 272)
     ends = torch.tensor([1, 1, 20, 120, 200], dtype=torch.int32)

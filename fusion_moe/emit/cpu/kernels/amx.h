@@ -458,4 +458,17 @@ struct AmxTier {
     static constexpr double DEQUANTIZE_ROWS = 32;
 };
 
+// Each panel of the weight meets all rows. Where a full tile of them is more than a core's second-level cache, as many as take half of it,
+// so that two threads may share it. The weight is read and dequantized for each of these: that costs less than to bring the rows back from
+// the next cache.
+template <class Weight>
+struct TileM<AmxTier<Weight>, bf16> {
+    static constexpr i64 CACHE = 1 << 21, LEAST = 3 * LANES;
+
+    static constexpr i64 of(i64 K) {
+        const i64 row = K * i64(sizeof(u16));
+        return TILE_M * row <= CACHE ? TILE_M : std::max(LEAST, CACHE / 2 / row / LANES * LANES);
+    }
+};
+
 }  // namespace

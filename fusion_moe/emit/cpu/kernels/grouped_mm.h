@@ -39,7 +39,8 @@ template <class Tier, class Weight, class A>
 class GroupedMM {
   public:
     explicit GroupedMM(const Problem& problem)
-        : p_(problem), K(Weight::contracted(problem)), F(problem.F), blocks_((problem.W + LANES - 1) / LANES), stride_((K + 255) / 256 * 256) {}
+        : p_(problem), K(Weight::contracted(problem)), F(problem.F), blocks_((problem.W + LANES - 1) / LANES), stride_((K + 255) / 256 * 256),
+          tile_m_(TileM<Tier, A>::of(K)) {}
 
     void run(Team& team) {
         const i64 last = p_.G > 0 ? p_.ends[p_.G - 1] : 0;
@@ -74,8 +75,8 @@ class GroupedMM {
         i64 last_rows = 0;
         double of_block = 0;
         for (i64 g = 0, end = 0; g < p_.G; ++g) {
-            for (i64 first = end; first < p_.ends[g]; first += TILE_M) {
-                const i64 rows = std::min(TILE_M, p_.ends[g] - first);
+            for (i64 first = end; first < p_.ends[g]; first += tile_m_) {
+                const i64 rows = std::min(tile_m_, p_.ends[g] - first);
                 if (rows != last_rows) last_rows = rows, of_block = cost(rows);
                 body(g, first, rows, of_block);
             }
@@ -176,7 +177,7 @@ class GroupedMM {
     }
 
     const Problem p_;
-    const i64 K, F, blocks_, stride_;
+    const i64 K, F, blocks_, stride_, tile_m_;
 };
 
 }  // namespace

@@ -35,6 +35,13 @@ constexpr i64 BLOCKS = 4;      // that work tiles of many rows are made of
 template <class... Kernel>
 struct Kernels {};
 
+// Rows of a work tile, at most, of K activations each: fewer than TILE_M where a tier's kernels for activations of type A want all of them in
+// the second-level cache.
+template <class Tier, class A>
+struct TileM {
+    static constexpr i64 of(i64) { return TILE_M; }
+};
+
 // Rows of one group times blocks of its columns.
 struct WorkTile {
     const Problem* p;
