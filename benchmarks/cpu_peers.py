@@ -225,7 +225,7 @@ def _folded(q: Quantized) -> Tensor:
 
 
 def matrices(q: Quantized, dtype: torch.dtype) -> list[Tensor]:
-    """Each, dequantized; alike ones once, and are one tensor."""
+    """Each, dequantized; those of the same codes, which are copies, once: they are one tensor."""
     seen, made = dict[int, int](), list[Tensor]()
     for e, codes in enumerate(q[0]):
         like = seen.setdefault(hash(codes.numpy().tobytes()), e)

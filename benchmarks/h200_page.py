@@ -11,7 +11,7 @@ page, as docs/performance/h100.md, and is compared with the peers of the same pr
 from __future__ import annotations
 
 import json
-import math
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -65,12 +65,11 @@ def write(rows: Sequence[Row]) -> Path:
     """Puts tables and plot into docs/; returns the page with the summary."""
     rows = [row for _, row in sorted({key(row): row for row in rows}.items())]
     card = rows[0]["provenance"]["card"].removeprefix("NVIDIA ").split()[0]
+    of_mlp = [row for row in rows if row["part"] == "mlp"]
     if card != "H200":
-        of_mlp = [row for row in rows if row["part"] == "mlp"]
         part = [*_provenance(rows)[:1], "", *_summary(rows, {}), *_overview(of_mlp, floor=False)]
         return put(card, "h200_page.py", "\n".join(part), f"performance/{card.lower()}.md")
     plot = DOCS / "h200.svg"  # the README and docs/performance.md show it too
-    of_mlp = [row for row in rows if row["part"] == "mlp"]
     lines = [*_provenance(rows), *_summary(rows, recorded()), *_overview(of_mlp), *_ranges(of_mlp)]
     if _draw(rows, plot):
         lines += [f"![Time over the floor against tokens](../{plot.name})", ""]
@@ -121,7 +120,7 @@ def _won_and_lost(rows: Sequence[Row], others: Mapping[tuple[Any, ...], tuple[fl
     if not compared:
         return []
     lost = [f"{MODELS[r['model']].title} {r['part']} {r['tokens']} {r['routing']} ({x:.2f}x)" for r, x in compared if x > SLOWER]
-    mean = math.exp(sum(math.log(x) for _, x in compared) / len(compared))
+    mean = statistics.geometric_mean(x for _, x in compared)
     return [
         f"{len(compared)} cells: {OURS} takes {mean:.2f}x of {what} (geometric mean); slower by more than {SLOWER - 1:.0%}:"
         f" {'; '.join(lost) or 'none'}."
@@ -151,7 +150,7 @@ def _ranges(rows: Sequence[Row]) -> list[str]:
 
     def mean(part: Sequence[Row], of: Callable[[Row], float | None]) -> str:
         found = [ours / other for row in part if (ours := us(row, OURS)) and (other := of(row))]
-        return f"{math.exp(sum(map(math.log, found)) / len(found)):.2f}x" if found else ""
+        return f"{statistics.geometric_mean(found):.2f}x" if found else ""
 
     lines = []
     for low, high in _RANGES:

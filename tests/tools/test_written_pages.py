@@ -82,6 +82,16 @@ def test_cells_of_an_h200_go_into_its_pages(docs):
     assert shows(file, docs / "h200.svg")
 
 
+def test_means_of_ranges_have_cells_that_the_overview_leaves_out(docs):
+    cells = [cell("H200"), {**cell("H200", us=20.0), "tokens": 3}, {**cell("H200"), "tokens": 2048, "routing": "zipf"}]
+    text = section(h200_page.write(cells).read_text(), "H200")
+    assert "| model | 1 | 2048 |" in text
+    assert "Geometric means of the 1 models, with 1, 3, 2,048 tokens:" in text
+    assert "| 1 to 24 | 2.50x |  | 1.00x |  |" in text
+    assert "| 2,048 to 8,192 |  | 1.25x |  | 0.50x |" in text
+    assert "| 3 |" in (docs / "performance" / "h200_cells.md").read_text()
+
+
 def test_each_other_card_has_its_page(docs):
     file = h200_page.write([cell("H100")])
     assert changed(docs) == {file.name} == {"h100.md"}
