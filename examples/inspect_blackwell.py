@@ -3,7 +3,7 @@
     python examples/inspect_blackwell.py
 
 The call is traced on fake tensors: nothing of it is executed, not even on the CPU. With nvFuser installed (pip install
-'fusion_moe[nvfuser]') the last stage of a fusion is its nvFuser definition, without it the program that would become one. What is
+'.[nvfuser]') the last stage of a fusion is its nvFuser definition, without it the program that would become one. What is
 emitted for Blackwell was never run on one.
 """
 

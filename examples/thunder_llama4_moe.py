@@ -1,6 +1,6 @@
 """Llama-4's mixture-of-experts layer in NVFP4 through thunder.jit: the trace with our fusions, and its distance from float64.
 
-    python examples/thunder_llama4_moe.py        (pip install 'fusion_moe[models,thunder]')
+    python examples/thunder_llama4_moe.py        (pip install '.[models,thunder]')
 
 The layer is transformers' own, small and with random weights. Its router picks one expert a token and scales what goes into it; a
 shared expert in bf16 sees every token.
@@ -59,7 +59,7 @@ if __name__ == "__main__":
 
         executors = fusion_moe.thunder_executors()
     except (ImportError, UnsupportedError) as error:
-        raise SystemExit(f"This example needs thunder: {error}; pip install 'fusion_moe[thunder]'") from None
+        raise SystemExit(f"This example needs thunder: {error}; pip install '.[thunder]'") from None
     jitted = thunder.jit(moe, executors=executors)
     with torch.no_grad():
         found, _ = jitted(x)

@@ -18,10 +18,12 @@ from .ir.kinds.eight_bits import is_one as is_eight_bits
 from .ir.text import parse, text
 from .options import Options
 from .passes import PASSES
+from .plan import REFERENCE
 from .runtime import dump
 from .runtime.program import Program
 from .segment import Segment, split
 from .target import Target
+from .warn import warn_once
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,16 @@ def program_of(source: str, device: torch.device, with_: Options | None = None) 
 
 @lru_cache(maxsize=1024)
 def _program(source: str, to: str, with_: Options) -> Program:
-    return compile_fusion(parse(source), target.TARGETS[to], with_)
+    program = compile_fusion(parse(source), target.TARGETS[to], with_)
+    _warn_of_products_in_torch(program)
+    return program
+
+
+def _warn_of_products_in_torch(program: Program) -> None:
+    """Without kernels for them the grouped products, nearly all of a program's work, are slow, and on a GPU each waits for the device."""
+    for segment in program.segments if program.target.name != REFERENCE else ():
+        if segment.plan.backend == REFERENCE and any(op.kind.role == "grouped" for op in segment.fusion.ops):
+            warn_once(f"grouped products run in plain torch, slowly: {segment.plan.why}")
 
 
 def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ from . import __version__, options, target
 from .emit.cuda.choice import check_variant
 from .emit.nvfuser import library
 from .errors import OptionError
+from .extras import install
 from .runtime import build, isa, native, numa, nvrtc
 from .runtime.cuda import why_too_old
 
@@ -146,9 +147,10 @@ def _gpu() -> Check:
         if torch.version.cuda is None:
             return Check("GPU", False, f"torch {torch.__version__} is built without CUDA", "install a build of torch for CUDA")
         return Check("GPU", False, "torch finds no CUDA device", "look at what nvidia-smi says")
-    major, minor = torch.cuda.get_device_capability()
-    memory = torch.cuda.get_device_properties(0).total_memory
-    return Check("GPU", not why_too_old(), f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, {memory / 1e9:.0f} GB")
+    capability, memory = torch.cuda.get_device_capability(), torch.cuda.get_device_properties(0).total_memory
+    found = f"{torch.cuda.get_device_name()}, compute capability {'.'.join(map(str, capability))}, {memory / 1e9:.0f} GB"
+    never = why_too_old() or target.never_run(target.TARGETS["cuda"], capability)
+    return Check("GPU", not why_too_old(), f"{found}; {never}" if never else found)
 
 
 def _nvrtc() -> Check:
@@ -164,13 +166,13 @@ def _nvfuser() -> Check:
 def _thunder() -> Check:
     there = find_spec("thunder") is not None
     return Check(
-        "thunder", there, "" if there else "not installed", "" if there else "pip install 'fusion_moe[thunder]' (torch before 2.13)"
+        "thunder", there, "" if there else "not installed", "" if there else f"{install('thunder')} (torch before 2.13)"
     )
 
 
 def _transformers() -> Check:
     there = find_spec("transformers") is not None
-    return Check("transformers", there, "" if there else "not installed", "" if there else "pip install 'fusion_moe[models]'")
+    return Check("transformers", there, "" if there else "not installed", "" if there else install("models"))
 
 
 def _cache() -> Check:

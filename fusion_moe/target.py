@@ -16,12 +16,12 @@ ACTIVATION_FORMATS = ("bf16", "nvfp4", "int8")  # of all targets: activations as
 class Target:
     """A kind of machine.
 
-    activation_formats: those its grouped products accept. schedulers: who is asked what one kernel can do, by name, in order.
-    operand_layouts: the layout in which products read the block scales of a quantized activation. device: the kind of device that its
-    kernels run on, "" for every one; capability: the CUDA compute capability that they require. unshared_roles: roles of operations whose
-    results are read only in the kernel that computes them. ever_run: whether its kernels ever ran on such a machine. weight_layout: the one
-    that they read fastest. added_features: how many features a further product may contract that a kernel makes beside one of each kind;
-    kernels of other kinds have accumulators for one.
+    activation_formats: those that its grouped products accept. schedulers: names of those that are asked whether one kernel can compute a
+    piece, in order. operand_layouts: the layout in which products read the block scales of a quantized activation. device: the kind of
+    device that its kernels run on, "" for every one; capability: the CUDA compute capability that they require; ran_on: the compute
+    capabilities of the GPUs on which they have run. unshared_roles: roles of operations whose results are read only in the kernel that
+    computes them. weight_layout: the one that its kernels read fastest. added_features: for each kind of product, up to how many features
+    a second product may contract that is added in the same kernel; kernels of other kinds add none.
     """
 
     name: str
@@ -31,21 +31,24 @@ class Target:
     device: str = ""
     capability: tuple[int, int] | None = None
     unshared_roles: tuple[str, ...] = ()
-    ever_run: bool = True
+    ran_on: tuple[tuple[int, int], ...] = ()
     weight_layout: str = "linear"
     added_features: Mapping[str, int] = field(default_factory=dict)
 
 
 _WHERE = {"nvfp4": "nvfp4 activations require compute capability 10.0", "int8": "int8 activations require a CPU"}
 _NVFUSER, _UNSHARED = ("nvfuser",), ("grouped", "quantize", "layout")
+_HOPPER = (9, 0)
 
 TARGETS = {
     t.name: t
     for t in (
         Target("reference", ACTIVATION_FORMATS),
         Target("cpu", ("bf16", "int8"), device="cpu", added_features={"fprop": 256, "dgrad": 256}),
-        Target("cuda", ("bf16",), device="cuda", weight_layout="w16x64", added_features={"fprop": 64, "dgrad": 64}),
-        Target("sm_90", ("bf16",), _NVFUSER, device="cuda", capability=(9, 0), unshared_roles=_UNSHARED),
+        Target(
+            "cuda", ("bf16",), device="cuda", ran_on=(_HOPPER,), weight_layout="w16x64", added_features={"fprop": 64, "dgrad": 64}
+        ),
+        Target("sm_90", ("bf16",), _NVFUSER, device="cuda", capability=_HOPPER, ran_on=(_HOPPER,), unshared_roles=_UNSHARED),
         Target(
             "sm_100",
             ("bf16", "nvfp4"),
@@ -54,7 +57,6 @@ TARGETS = {
             device="cuda",
             capability=(10, 0),
             unshared_roles=_UNSHARED,
-            ever_run=False,
         ),
     )
 }
@@ -80,6 +82,11 @@ def why_not_on(target: Target, device: torch.device) -> str:
     if found is None:
         return f"{target.name} requires a CUDA device with {wanted}, torch found none"
     return "" if found == target.capability else f"{target.name} requires {wanted}, {device} has {'.'.join(map(str, found))}"
+
+
+def never_run(target: Target, capability: tuple[int, int]) -> str:
+    """A warning where the kernels of a target for GPUs have not run on this compute capability yet; "" where they have."""
+    return "" if capability in target.ran_on else f"never run on compute capability {'.'.join(map(str, capability))}"
 
 
 def check_device(target: Target, device: torch.device, where: str = "") -> None:

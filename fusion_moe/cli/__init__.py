@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 
+from ..extras import install
+
 __all__ = ["main"]
 
 _NEEDS = ("typer", "rich", "safetensors")
@@ -19,6 +21,6 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in _NEEDS:
             raise
-        print(f"fusion-moe: {error.name} is not installed; pip install 'fusion_moe[cli]'", file=sys.stderr)
+        print(f"fusion-moe: {error.name} is not installed; {install('cli')}", file=sys.stderr)
         sys.exit(3)
     app(prog_name="fusion-moe")

@@ -16,6 +16,7 @@ from torch import nn
 from ..checkpoints import Directory, method_of
 from ..checkpoints.modelopt import own_entries
 from ..errors import OptionError, UnsupportedError
+from ..extras import install
 from ..nn.config import NVFP4Config
 from . import machine
 from .output import FINE, Json, count, finish
@@ -117,7 +118,7 @@ def model_of(path: Path) -> nn.Module:
         from ..transformers.eight_bit import to_floats_
         from ..transformers.plan import replace_modules
     except ModuleNotFoundError as error:
-        raise UnsupportedError(f"{error.name} is not installed", todo="pip install 'fusion_moe[models]'") from None
+        raise UnsupportedError(f"{error.name} is not installed", todo=install("models")) from None
     if not method and torch.__version__ < "2.13":
         expected = "torch 2.13 or newer, which traces experts_implementation='fusion_moe'"
         raise UnsupportedError(f"experts in floats, with torch {torch.__version__}", expected=expected, where=str(path))

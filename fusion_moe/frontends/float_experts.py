@@ -10,7 +10,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 
 from .. import translate
-from .warn import warn_once
+from ..warn import warn_once
 
 _SHOWN = 4
 _LEAST = 16  # features: weights of convolutions have three dimensions too, and the last is smaller

@@ -15,7 +15,7 @@ from . import fingerprint
 from .log_found import log_found
 from .regions import Found, find_regions
 from .rewrite import replace_regions
-from .warn import warn_once
+from ..warn import warn_once
 
 # torch >= 2.12 has passes that get to know whether the graph is one of inference; a pass that follows ours may be one
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)

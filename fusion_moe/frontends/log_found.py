@@ -8,7 +8,7 @@ from torch._logging._internal import trace_log, trace_structured
 
 from ..ir.text import text
 from .regions import Found
-from .warn import warn_once
+from ..warn import warn_once
 
 log = logging.getLogger("fusion_moe")
 

@@ -24,7 +24,7 @@ from ..ir.core import Fusion, Value
 from ..op_definitions import as_bytes
 from ..translate import Sizes, Translator, message, plain_argument, tensor_type
 from .nodes import called_op
-from .warn import warn_once
+from ..warn import warn_once
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ANOTHER = 0.03  # what two roundings, or two orders of a sum, do not make

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import Error, UnsupportedError
+from ..extras import install
 from .regions import Found
 
 if TYPE_CHECKING:
@@ -85,12 +86,12 @@ def _need_thunder() -> None:
         importlib.import_module("thunder")
     except ModuleNotFoundError as error:
         raise UnsupportedError(
-            f"thunder is not installed: {error}", expected="lightning-thunder 0.2.6 or newer", todo="pip install 'fusion_moe[thunder]'"
+            f"thunder is not installed: {error}", expected="lightning-thunder 0.2.6 or newer", todo=install("thunder")
         ) from None
     except Error:
         raise
     except Exception as error:  # it reads names of torch that a newer torch has no more
         raise UnsupportedError(
             f"thunder does not import with torch {torch.__version__}: {type(error).__name__}: {error}",
-            expected="a torch that this thunder supports", todo="pip install 'fusion_moe[thunder]' installs one",
+            expected="a torch that this thunder supports", todo=f"{install('thunder')} installs one",
         ) from error  # fmt: skip

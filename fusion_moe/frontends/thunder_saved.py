@@ -19,7 +19,7 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.extend import Executor
 
-from .warn import warn_once
+from ..warn import warn_once
 
 
 class SaveCopies:

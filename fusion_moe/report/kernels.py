@@ -16,7 +16,7 @@ from ..ir.core import Fusion
 from ..ir.text import text
 from ..runtime.kernel import Kernel
 from ..segment import Segment
-from ..target import Target
+from ..target import TARGETS, Target, never_run
 
 _SIZES = (1, 8, 32, 128, 512, 2048, 8192)
 
@@ -63,8 +63,9 @@ def launched(fusion: Fusion, made: Sequence[Made], sizes: Mapping[str, int], gpu
     kernels = [m.kernel for m in made if m.kernel]
     choices, steps = cuda.choices(fusion, kernels, sizes, gpu)
     said = [*map(str, choices), *_meanwhile(fusion, kernels, sizes, gpu)]
+    never = never_run(TARGETS[cuda.NAME], gpu.capability)
     return Launched(
-        gpu=f"{gpu.name} ({gpu.nvrtc})",
+        gpu=f"{gpu.name} ({gpu.nvrtc})" + (f", {never}" if never else ""),
         text="\n\n".join(said),
         kernels=tuple(str(step or "") for step in steps),
         sources=tuple("\n".join(kernel.text for kernel in step.kernels) if step else "" for step in steps),
@@ -100,5 +101,5 @@ def _why(backend: str, to: Target, why_not: str) -> str:
 
 
 def _unexecuted(to: Target, why_not: str) -> str:
-    never = "" if to.ever_run or to.capability is None else f"; never run on compute capability {'.'.join(map(str, to.capability))}"
-    return f"emitted, unexecuted: {why_not}{never}"
+    never = never_run(to, to.capability) if to.capability else ""
+    return f"emitted, unexecuted: {why_not}" + (f"; {never}" if never else "")

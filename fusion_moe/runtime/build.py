@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import os
 import re
 import shlex
@@ -35,9 +34,8 @@ from pathlib import Path
 
 from .. import options
 from ..errors import BuildError
+from ..warn import warn_once
 from . import dump, isa, store
-
-log = logging.getLogger("fusion_moe")
 
 # No -ffast-math, nor anything else that changes results. It also makes g++ link code that flushes denormals in the whole process that
 # loads the library. Contraction of a * b + c into one rounding would give each tier results of its own.
@@ -184,10 +182,9 @@ def why_no_compiler() -> str:
     return f"no C++ compiler: {found}; install g++, or set CXX"
 
 
-@cache
 def warn_of_no_compiler() -> None:
     """Says once what it costs."""
-    log.warning("%s; torch computes all but the products that came with the package, slowly", why_no_compiler())
+    warn_once(f"{why_no_compiler()}; torch computes all but the products that came with the package, slowly", about="no compiler")
 
 
 @cache

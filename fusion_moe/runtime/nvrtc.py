@@ -22,12 +22,13 @@ from typing import Any
 
 from .. import options
 from ..errors import BuildError
+from ..extras import install
 from . import dump, store
 
 # No contraction of a * b + c into one rounding: results are those of `Fusion.evaluate`, operation by operation.
 FLAGS = ("--std=c++17", "--fmad=false", "--extra-device-vectorization")
 _SHOWN_ERRORS = 5
-_INSTALL = "pip install 'fusion_moe[cuda]'"
+_INSTALL = install("cuda")
 
 
 def headers(folder: Path) -> dict[str, str]:

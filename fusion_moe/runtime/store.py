@@ -22,7 +22,6 @@ import atexit
 import contextlib
 import errno
 import hashlib
-import logging
 import os
 import shutil
 import tempfile
@@ -32,9 +31,9 @@ from pathlib import Path
 
 from .. import options
 from ..errors import BuildError
+from ..warn import warn_once
 from . import trust
 
-log = logging.getLogger("fusion_moe")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -79,7 +78,7 @@ def folder() -> Path:
     chosen = _private_folder(os.getpid()) if _why_unusable(shared) else shared
     if why_not := _why_unusable(chosen):
         raise OSError(f"cache_dir {wanted} {why}, and the temporary folder {chosen} {why_not}")
-    _warn_once(f"cache_dir {wanted} {why}; using {chosen} for compiled kernels; set FUSION_MOE_CACHE_DIR to another folder")
+    warn_once(f"cache_dir {wanted} {why}; using {chosen} for compiled kernels; set FUSION_MOE_CACHE_DIR to another folder")
     return chosen
 
 
@@ -119,7 +118,7 @@ def _trusted(path: Path) -> bytes | None:
     """The content of a file in a folder that is trusted; None if there is none, or somebody else may have written it."""
     try:
         if why := trust.why_not_file(path):
-            _warn_once(f"{path} {why}; rebuilding it")
+            warn_once(f"{path} {why}; rebuilding it")
             return None
         return path.read_bytes()
     except OSError:
@@ -173,7 +172,7 @@ def _open_lock(path: Path) -> int:
     """A lock file, opened. One that somebody else put there, who might hold it forever, is replaced."""
     with contextlib.suppress(FileNotFoundError):
         if why := trust.why_not_file(path):
-            _warn_once(f"{path} {why}; rebuilding it")
+            warn_once(f"{path} {why}; rebuilding it")
             path.unlink()
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # not to be read by others either: who can open it can lock it
     _set_mode(path, 0o600)
@@ -234,8 +233,3 @@ def _private_folder(process: int) -> Path:
     made = os.path.realpath(tempfile.mkdtemp(prefix="fusion_moe-"))
     atexit.register(lambda: shutil.rmtree(made, ignore_errors=True) if os.getpid() == process else None)
     return Path(made)
-
-
-@cache
-def _warn_once(text: str) -> None:
-    log.warning(text)

@@ -68,9 +68,10 @@ def test_a_gpu_that_is_absent(monkeypatch):
     folder = str(MADE / "modelopt-mixtral")
     if not nvrtc.why_missing():
         assert "H100" in json.dumps(found(folder, "--gpu", "H100"))
-    monkeypatch.setattr(nvrtc, "why_missing", lambda: "cuda-bindings is not installed; pip install 'fusion_moe[cuda]'")
+    missing = "cuda-bindings is not installed; pip install '.[cuda]' in a clone of fusion_moe"
+    monkeypatch.setattr(nvrtc, "why_missing", lambda: missing)
     refused = run(folder, "--gpu", "H100")
-    said = "fusion-moe: explain: gpu = 'H100' needs NVRTC, and cuda-bindings is not installed; pip install 'fusion_moe[cuda]'\n"
+    said = f"fusion-moe: explain: gpu = 'H100' needs NVRTC, and {missing}\n"
     assert (refused.exit_code, refused.stderr) == (3, said)
 
 

@@ -94,4 +94,4 @@ def test_without_typer():
     code = "import sys; sys.modules['typer'] = None; import fusion_moe, fusion_moe.cli as cli; cli.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == "fusion-moe: typer is not installed; pip install 'fusion_moe[cli]'\n"
+    assert done.stderr == "fusion-moe: typer is not installed; pip install '.[cli]' in a clone of fusion_moe\n"

@@ -8,7 +8,7 @@ from experts import experts
 from torch import Tensor
 
 import fusion_moe
-from fusion_moe import options
+from fusion_moe import options, warn
 from fusion_moe.emit.cpu import readers
 from fusion_moe.encodings import quantize
 from fusion_moe.errors import GroupsError
@@ -76,8 +76,8 @@ def test_a_layer_and_what_explain_says_of_it(product):
     assert f"the product that came with the package for {product}" in " ".join(report.split())
 
 
-def test_that_is_said_once(without_compiler, caplog):
-    build.warn_of_no_compiler.cache_clear()
+def test_that_is_said_once(without_compiler, caplog, monkeypatch):
+    monkeypatch.setattr(warn, "_said", set())
     for seed in 0, 1:
         module, args = layer(seed)
         with torch.no_grad(), options.override(router_gradient=bool(seed)):  # programs of their own
@@ -85,8 +85,9 @@ def test_that_is_said_once(without_compiler, caplog):
     assert [r.message.partition(":")[0] for r in caplog.records] == ["no C++ compiler"]
 
 
-def test_without_either_the_reference_runs_and_says_why(without_compiler, monkeypatch, tmp_path):
+def test_without_either_the_reference_runs_and_says_why(without_compiler, caplog, monkeypatch, tmp_path):
     monkeypatch.setattr(readers, "SHIPPED", tmp_path)
+    monkeypatch.setattr(warn, "_said", set())
     module, args = layer(1)
     with torch.no_grad(), options.override(cpu_isa="generic", contract_rounding=False):  # a program of its own
         found, report = module(*args), fusion_moe.explain(module, *args).details()
@@ -94,3 +95,5 @@ def test_without_either_the_reference_runs_and_says_why(without_compiler, monkey
             assert found.equal(module(*args))
     assert "no C++ compiler" in report
     assert "this installation has no prebuilt kernels of nvfp4 for generic" in " ".join(report.split())
+    slow = [r.message for r in caplog.records if r.message.startswith("grouped products run in plain torch, slowly: ")]
+    assert len(slow) == 1 and "no prebuilt kernels of nvfp4 for generic" in slow[0]

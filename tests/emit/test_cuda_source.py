@@ -485,10 +485,10 @@ def test_more_groups_than_a_block_can_know_are_refused(monkeypatch):
 
 
 def test_without_nvrtc_the_reference_is_used_and_says_so(monkeypatch):
-    monkeypatch.setattr(nvrtc, "why_missing", lambda: "cuda-bindings is not installed; pip install 'fusion_moe[cuda]'")
+    monkeypatch.setattr(nvrtc, "why_missing", lambda: "cuda-bindings is not installed; pip install '.[cuda]' in a clone of fusion_moe")
     for kernel in expert_mlp():
         assert (kernel.backend, len(operations(kernel))) == ("reference", 1)
-        assert kernel.why == "in plain torch: cuda-bindings is not installed; pip install 'fusion_moe[cuda]'"
+        assert kernel.why == "in plain torch: cuda-bindings is not installed; pip install '.[cuda]' in a clone of fusion_moe"
 
 
 def test_on_a_gpu_that_is_too_old_the_reference_is_used_and_says_so(monkeypatch):

@@ -17,7 +17,7 @@ def test_definitions_or_what_to_install():
     assert out.count("(emitted, unexecuted); ") == 2
     assert "never run on compute capability 10.0" in " ".join(out.split())
     if importlib.util.find_spec("nvfuser_direct") is None:
-        assert out.count("nvFuser is not installed; pip install 'fusion_moe[nvfuser]'") == 2
+        assert out.count("nvFuser is not installed; pip install '.[nvfuser]' in a clone of fusion_moe") == 2
     else:
         assert out.count("fd.ops.cutlass_nvfp4_grouped_mm(") == 2
         assert out.count("fd.ops.grouped_mm(tv") == 2

@@ -64,10 +64,10 @@ def test_an_open_size_lists_others():
 def test_kernels_follow_the_gpu():
     ada = report(4000, gpu="L40S")
     assert all("small_m" in kernels and "fragment order" not in kernels for kernels in launched(ada))
-    assert [(f.gpu, f.sizes) for f in ada.fusions] == [("L40S (sm_89)", ())]
-    assert "on L40S (sm_89), workspace" in ada.details()
+    assert [(f.gpu, f.sizes) for f in ada.fusions] == [("L40S (sm_89), never run on compute capability 8.9", ())]
+    assert "on L40S (sm_89), never run on compute capability 8.9, workspace" in ada.details()
     assert report(4000, "cuda", "H100").fusions[0].gpu == "H100 (sm_90a)"
-    assert report(4000, gpu="rtx 4090").fusions[0].gpu == "RTX 4090 (sm_89)"
+    assert report(4000, gpu="rtx 4090").fusions[0].gpu.startswith("RTX 4090 (sm_89), never run")
     with pytest.raises(OptionError, match="gpu = 'H300'; expected one of H200, H100, A100, L40S, RTX 4090, B200"):
         report(1, gpu="H300")
     with pytest.raises(OptionError, match="gpu = 'H200' for the target 'cpu'; expected the target 'cuda', or none"):

@@ -78,7 +78,7 @@ def nvrtc() -> Path:
             for file in wheel.files or ():
                 if file.name.startswith("libnvrtc-") and "builtins" not in file.name:
                     return Path(wheel.locate_file(file))
-    sys.exit("pretended_gpu: nvFuser is not installed; pip install 'fusion_moe[nvfuser]'")
+    sys.exit("pretended_gpu: nvFuser is not installed; pip install '.[nvfuser]'")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ...errors import UnsupportedError
+from ...extras import install
 
 # The IR's dtypes by nvFuser's names. There are no 8-bit integers.
 DTYPES = {
@@ -24,7 +25,7 @@ def installed() -> bool:
 @cache
 def nvfuser() -> Any:
     """The module nvfuser_direct. UnsupportedError, with what to install, where it is missing or does not fit the installed torch."""
-    todo = "pip install 'fusion_moe[nvfuser]' (Linux, Python 3.10 or 3.12, torch 2.10)"
+    todo = f"{install('nvfuser')} (Linux, Python 3.10 or 3.12, torch 2.10)"
     if not installed():
         raise UnsupportedError("nvFuser is not installed", todo=todo)
     try:
