@@ -47,14 +47,14 @@ class autocast:
         if recipe is not None and not isinstance(recipe, MXFP8BlockScaling):
             raise OptionError(f"recipe = {recipe!r}", expected="a recipe of fusion_moe.recipe, or None", where="fusion_moe.autocast")
         self._recipe = recipe
-        self._before: list[MXFP8BlockScaling | None] = []
 
     def __enter__(self) -> None:
-        self._before.append(current())
+        _state.before = (*getattr(_state, "before", ()), current())
         _state.recipe = self._recipe
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        _state.recipe = self._before.pop()
+        *before, _state.recipe = _state.before
+        _state.before = tuple(before)
 
 
 _state = threading.local()  # torch's tracer guards on what is read of it; of a ContextVar it cannot

@@ -57,12 +57,7 @@ class Directory:
                 if isinstance(part, dict) and isinstance(found := part.get(key), dict):
                     return found
         older = self.path / OLDER_CONFIG
-        if not older.exists():
-            return {}
-        said = _json(older).get("quantization")
-        if not isinstance(said, dict):
-            raise CheckpointError(f"quantization is {said!r}", expected="an object with quant_algo", where=str(older))
-        return {"quant_method": "modelopt", "ignore": said.get("exclude_modules", []), **said}
+        return older_quantization(older) if older.exists() else {}
 
     def read(self, name: str) -> Tensor:
         """A tensor, memory mapped: its bytes are read when they are used, and writing to it changes no file."""
@@ -112,6 +107,14 @@ def _sharded(path: Path, index: Path) -> dict[str, Entry]:
         found = f"{name} is not in {shard_of[name]}{_and_more(missing)}"
         raise CheckpointError(found, expected="every tensor of the index in its file", where=str(index))
     return tensors
+
+
+def older_quantization(file: Path) -> dict[str, Any]:
+    """What a hf_quant_config.json says, as a quantization_config would."""
+    said = _json(file).get("quantization")
+    if not isinstance(said, dict):
+        raise CheckpointError(f"quantization is {said!r}", expected="an object with quant_algo", where=str(file))
+    return {"quant_method": "modelopt", "ignore": said.get("exclude_modules", []), **said}
 
 
 def _check_shards(path: Path, index: Path, shards: Iterable[str]) -> None:

@@ -12,6 +12,8 @@ Of both functions that a dispatcher consists of, the one is the derivative of th
 
 from __future__ import annotations
 
+import functools
+import inspect
 from types import MethodType
 from typing import Any, Protocol
 
@@ -39,8 +41,11 @@ def divide_forward(module: nn.Module, dispatcher: Dispatcher) -> None:
     First dimensions of tensors that go in, and of the result, are tokens. Copies of the module have copies of this.
     """
     inner = module.forward.__func__  # type: ignore[attr-defined]  # of a copy's self, not of this module
+    names = tuple(inspect.signature(inner).parameters)[1:]
 
+    @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        kwargs = {name: kwargs[name] for name in names if name in kwargs} | kwargs  # dispatchers tell tensors by their places
         given = (*args, *kwargs.values())
         at = [i for i, v in enumerate(given) if isinstance(v, Tensor)]
         tensors, kept = dispatcher.dispatch(self, tuple(given[i] for i in at))

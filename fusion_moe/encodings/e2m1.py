@@ -27,7 +27,7 @@ def encode(x: Tensor) -> Tensor:
 def decode(code: Tensor) -> Tensor:
     """code int [...] of 0 .. 15 -> f32 [...]. By arithmetic on the device, so that a CUDA graph may capture it."""
     magnitude, mantissa, exponent = code & 7, code & 1, code >> 1 & 3
-    positive = torch.where(magnitude < 2, magnitude * 0.5, (2 + mantissa) * (1 << exponent.int()) * 0.25)
+    positive = torch.where(magnitude < 2, magnitude.float() * 0.5, (2 + mantissa).float() * (1 << exponent.int()) * 0.25)
     return torch.where(code < 8, positive, -positive)
 
 

@@ -99,7 +99,7 @@ def drawn(t: Tensor, seed: int = 0) -> Tensor:
     """Other values for a tensor of floats, the same in every run; any other tensor itself."""
     if t.dtype not in _FLOATS:
         return t
-    values = torch.randn(t.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    values = torch.randn(t.shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")
     return values.to(t.device, t.dtype)
 
 

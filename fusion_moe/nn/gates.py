@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -28,17 +29,17 @@ class Swiglu(NamedTuple):
     up_offset: float
 
 
-_found: dict[Hashable, Swiglu | None] = {}
+_found = WeakKeyDictionary[Any, tuple[Hashable, Swiglu | None]]()  # by module, with the numbers that it had
 
 
 def swiglu_of(module: Any) -> Swiglu | None:
     """The arguments of `scaled_swiglu` with which it is this module's activation; None if it is another one."""
     if not module.has_gate:
         return None
-    key = _key(module)
-    if key not in _found:
-        _found[key] = _confirmed(module)
-    return _found[key]
+    numbers, found = _numbers(module), _found.get(module)
+    if found is None or found[0] != numbers:
+        _found[module] = found = numbers, _confirmed(module)
+    return found[1]
 
 
 # torch.compiler.assume_constant_result or disable, which import the tracer. What a module's experts compute does not change; tracers before
@@ -46,15 +47,10 @@ def swiglu_of(module: Any) -> Swiglu | None:
 swiglu_of.__dict__["_dynamo_marked_constant" if torch.__version__ >= "2.13" else "_torchdynamo_disable"] = True
 
 
-def _key(module: Any) -> Hashable:
-    """What the activation depends on: the module's class, its function, the numbers of both."""
-    function = getattr(module, "act_fn", None)
-    return type(module), repr(function), _numbers(module), _numbers(function)
-
-
-def _numbers(owner: Any) -> Hashable:
-    found = getattr(owner, "__dict__", {}).items()
-    return tuple((name, v) for name, v in found if isinstance(v, (bool, int, float)) and name != "training")
+def _numbers(module: Any) -> Hashable:
+    """Those that an activation may depend on, of the module and of its function."""
+    owners = vars(module), getattr(getattr(module, "act_fn", None), "__dict__", {})
+    return tuple((name, v) for owner in owners for name, v in owner.items() if isinstance(v, (bool, int, float)) and name != "training")
 
 
 def _confirmed(module: Any) -> Swiglu | None:

@@ -35,11 +35,12 @@ def quantize_(model: nn.Module, config: NVFP4Config | None = None, filter_fn: Fi
         raise UnsupportedError(f"a {type(model).__name__}", expected="a torch.nn.Module with experts", where="quantize_")
     _check_config(config)
     names = _chosen(model, filter_fn)
-    for name in progress(names, "checking experts", len(names)):
+    for name, *_ in progress(names, "checking experts", len(names)):
         check(model.get_submodule(name), config, name)
-    for name in progress(names, "quantizing experts", len(names)):
+    for name, *others in progress(names, "quantizing experts", len(names)):
         made = converted(model.get_submodule(name), config, name)
-        model.set_submodule(name, made)
+        for each in (name, *others):
+            model.set_submodule(each, made)
         for module in made.modules():
             if isinstance(module, PackedModule):
                 module.order()
@@ -51,13 +52,15 @@ def _check_config(config: NVFP4Config | None) -> None:
         raise OptionError(f"config = {config!r}", expected="fusion_moe.NVFP4Config(), or none", where="quantize_")
 
 
-def _chosen(model: nn.Module, filter_fn: Filter | None) -> list[str]:
-    """The names of the modules that are converted. UnsupportedError if there are none, though they could be."""
-    known = _known(model)
-    names = [name for name, m in known.items() if filter_fn is None or filter_fn(m, name)]
+def _chosen(model: nn.Module, filter_fn: Filter | None) -> list[list[str]]:
+    """The names of each module that is converted. UnsupportedError if there are none, though they could be."""
+    known, names = _known(model), dict[int, list[str]]()
+    for name, module in known.items():
+        if filter_fn is None or filter_fn(module, name):
+            names.setdefault(id(module), []).append(name)
     if not names:
         _check_why_none(model, bool(known))
-    return names
+    return list(names.values())
 
 
 def _tell_transformers(model: nn.Module) -> None:
@@ -75,7 +78,7 @@ def _known(model: nn.Module) -> dict[str, nn.Module]:
             todo="fusion_moe.nn.convert(module) returns its replacement",
         )  # fmt: skip
     found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         if converter_of(module) and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
     return found

@@ -49,9 +49,10 @@ def random_inputs(fusion: Fusion, seed: int, sizes: dict[str, int] | None = None
 
     sizes: numbers for its symbols; 8 each without it.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     env = dict.fromkeys(fusion.symbols, 8) | (sizes or {})
-    return [_random(v, fusion, env, generator) for v in fusion.inputs]
+    with torch.device("cpu"):  # whatever the default device is
+        return [_random(v, fusion, env, generator) for v in fusion.inputs]
 
 
 def _random(v: Value, fusion: Fusion, env: dict[str, int], generator: torch.Generator) -> Tensor:

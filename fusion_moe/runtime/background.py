@@ -11,6 +11,7 @@ compiler that is a library must not run while the process is taken down. A file 
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
@@ -25,6 +26,7 @@ _lock = threading.Lock()
 _waiting: deque[tuple[Hashable, Callable[[], object], Future[object]]] = deque()
 _unfinished: dict[Hashable, Future[object]] = {}
 _threads = 0
+_NAME = "fusion_moe background compile"
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,12 @@ def _add_threads() -> None:
     global _threads
     while _threads < min(len(_waiting), max(1, cpus() // 2)):
         _threads += 1
-        threading.Thread(target=_work, name="fusion_moe background compile").start()
+        threading.Thread(target=_work, name=_NAME).start()
+
+
+def is_working() -> bool:
+    """Whether a thread of this module is there, if only about to end."""
+    return any(thread.name == _NAME for thread in threading.enumerate())
 
 
 def _work() -> None:
@@ -82,3 +89,15 @@ def _work() -> None:
             future.set_exception(error)
         with _lock:
             del _unfinished[key]
+
+
+def _begin_anew() -> None:
+    """After a fork: the child has none of the threads, and may have a lock that one of them held."""
+    global _lock, _threads
+    _lock, _threads = threading.Lock(), 0
+    _waiting.clear()
+    _unfinished.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)

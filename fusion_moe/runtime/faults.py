@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
@@ -31,6 +32,7 @@ _WORDS = 4096  # that are pinned at once. None is given back: a graph may hold i
 _STREAMS = 64  # of a device that a table has
 _LIBRARIES = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _INDUCTOR = "torchinductor_"  # in the names of files that it wrote
+_entering = threading.Lock()
 
 
 class Word:
@@ -104,11 +106,12 @@ class Faults:
 
 
 def _enter(table: ctypes.Array[ctypes.c_ulonglong], stream: int, word: Word) -> None:
-    """Adds a stream to a table, if there is place: others are Python's. The count comes last."""
-    count = table[1]
-    if count < _STREAMS:
-        table[2 + 2 * count], table[3 + 2 * count] = stream, word.address
-        table[1] = count + 1
+    """Adds a stream to a table, if there is place: others are Python's. The count comes last, for those that read meanwhile."""
+    with _entering:
+        count = table[1]
+        if count < _STREAMS:
+            table[2 + 2 * count], table[3 + 2 * count] = stream, word.address
+            table[1] = count + 1
 
 
 class _Words:

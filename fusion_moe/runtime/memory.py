@@ -73,7 +73,7 @@ def allocate(memory: Memory, device: torch.device | None = None) -> tuple[object
     if device is None and memory.nbytes <= _KEPT:
         held, start = _of_thread.kept
     else:
-        held = torch.empty(memory.nbytes, dtype=torch.uint8, device=device)
+        held = torch.empty(memory.nbytes, dtype=torch.uint8, device=device or "cpu")
         start = held.data_ptr()
     return held, [start + offset for offset in memory.offsets]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -144,10 +145,21 @@ def _consider() -> None:
             _load_if_built()
         elif _state.started is None:
             _state.started = background.start([(("native", torch.__version__), _compile)])
-        elif _state.started.done:
+        elif _state.started.done and not background.is_working():
             if threading.active_count() == 1:
                 _load_if_built()
             _state.over = True
+
+
+def _forget_started() -> None:
+    """After a fork: no thread of the child goes on with what was started."""
+    global _lock
+    _lock = threading.Lock()
+    _state.started = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_started)
 
 
 def _load_if_built() -> None:

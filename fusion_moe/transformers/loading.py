@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from ..checkpoints import Directory, method_of
+from ..checkpoints.directory import OLDER_CONFIG, older_quantization
 from ..errors import CheckpointError
 from ..nn.config import NVFP4Config
 from .share import Share, sharing
@@ -19,6 +21,8 @@ from .sources import some
 
 if TYPE_CHECKING:
     from ..distributed.parallelize import Division
+
+_OF_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")  # arguments that say where
 
 
 def from_pretrained(
@@ -36,8 +40,10 @@ def from_pretrained(
     each rank reads the share of the experts that it keeps, and no other. The directory is a local one then. Features, of plans "tp" and
     "ep_tp", are read of encoded experts in 4 bits alone.
     """
-    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(directory)
-    found = getattr(config, "quantization_config", None) or _beside(Path(directory))
+    hub = {key: kwargs[key] for key in _OF_HUB if key in kwargs}
+    of_code = {key: kwargs[key] for key in ("trust_remote_code", "code_revision") if key in kwargs}
+    config = copy.deepcopy(kwargs.pop("config", None)) or AutoConfig.from_pretrained(directory, **hub, **of_code)
+    found = getattr(config, "quantization_config", None) or _beside(directory, hub)
     if found:
         found = found if isinstance(found, dict) else found.to_dict()
         config.quantization_config = {**found, "source": method_of(found, str(directory)), "quant_method": "fusion_moe"}
@@ -88,6 +94,7 @@ def _model_class(auto_class: Any, config: Any) -> Any:
         return type(auto_class.from_config(copy.deepcopy(config)))
 
 
-def _beside(directory: Path) -> dict[str, Any]:
-    """What stands beside config.json: older exports of ModelOpt have a file of their own."""
-    return dict(Directory.open(directory).quantization) if (directory / "hf_quant_config.json").exists() else {}
+def _beside(directory: str | Path, hub: dict[str, Any]) -> dict[str, Any]:
+    """What older exports of ModelOpt say in a file beside config.json; empty if there is none. hub: where to look, if not on this disk."""
+    file = cached_file(directory, OLDER_CONFIG, _raise_exceptions_for_missing_entries=False, **hub)
+    return dict(older_quantization(Path(file))) if file else {}

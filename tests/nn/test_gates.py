@@ -114,3 +114,21 @@ def test_numbers_of_an_instance_count():
     module = Clamped()
     module.swiglu_limit = 3.0
     assert swiglu_of(module) == Swiglu(0, 3.0, 1.0, 0.0)
+
+
+class OfConfig(Gate):
+    """Its numbers are not its own."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.config = {"limit": limit}
+
+    def _apply_gate(self, y):
+        gate, up = self.halves(y)
+        limit = self.config["limit"]
+        return self.act_fn(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def test_nothing_is_remembered_of_another_module():
+    assert swiglu_of(OfConfig(1e6)) == Swiglu(0, None, 1.0, 0.0)
+    assert swiglu_of(OfConfig(7.0)) is None

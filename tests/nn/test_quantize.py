@@ -142,6 +142,14 @@ def test_a_filter_that_leaves_nothing_to_do(caplog):
     assert said.endswith("are in nvfp4 already, and filter_fn rejects the others")
 
 
+def test_a_module_of_two_names_is_replaced_under_both():
+    model = qwen3_moe()
+    model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts
+    fusion_moe.quantize_(model)
+    first, second = (layer.mlp.experts for layer in model.model.layers[:2])
+    assert first is second and isinstance(first, fusion_moe.NVFP4Experts)
+
+
 def test_a_model_without_experts_is_refused(golden):
     class Layer(torch.nn.Module):
         def __init__(self):

@@ -182,6 +182,22 @@ def test_nested_and_other_threads():
         thread.join()
     assert seen == [None]
     assert current() is None
+
+    def in_another_thread():
+        with fusion_moe.autocast(RECIPES[1]), again:
+            entered.set()
+            left.wait(30)
+        seen.append(current())
+
+    entered, left = threading.Event(), threading.Event()
+    thread = threading.Thread(target=in_another_thread)
+    with again:
+        thread.start()
+        entered.wait(30)
+    assert current() is None
+    left.set()
+    thread.join()
+    assert seen == [None, None]
     with pytest.raises(OptionError, match="recipe = 'mxfp8'; expected a recipe of fusion_moe.recipe, or None"):
         fusion_moe.autocast("mxfp8")
     with pytest.raises(OptionError, match="wgrad = 'fp32'"):

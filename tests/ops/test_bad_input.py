@@ -102,6 +102,7 @@ BAD = {
     "out_dtype is int32": (DtypeError, lambda: mm(out_dtype=torch.int32)),
     "out_dtype is bool": (DtypeError, lambda: mm(out_dtype=torch.bool)),
     "quantize integers": (DtypeError, lambda: OPS.nvfp4_quantize(torch.ones(16, 16, dtype=torch.int32))),
+    "quantize float64": (DtypeError, lambda: OPS.nvfp4_quantize(torch.ones(16, 16, dtype=torch.float64))),
     "K is no multiple of 16": (ShapeError, lambda: OPS.nvfp4_quantize(random(4, 24))),
     "K of codes is no multiple of 16": (ShapeError, lambda: mm(codes=CODES[..., :12], scale=SCALE[..., :1])),
     "K disagrees": (ShapeError, lambda: mm(a=random(5, 48))),

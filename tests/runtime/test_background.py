@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -54,6 +55,21 @@ def test_an_error_is_kept_for_who_asks():
     wait(started)
     with pytest.raises(BuildError, match="no"):
         started.check()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_child_begins_anew():
+    """It has none of the threads that its parent started, and waits for none of their work."""
+    go = threading.Event()
+    started = background.start([(i, lambda: go.wait(SECONDS)) for i in range(9)])
+    child = os.fork()
+    if child == 0:
+        done = threading.Event()
+        background.start([(0, done.set)])
+        os._exit(0 if done.wait(SECONDS) else 1)
+    go.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    wait(started)
 
 
 def test_the_exit_waits_for_what_runs_and_begins_nothing():

@@ -188,6 +188,35 @@ def test_a_configuration_in_a_file_of_its_own(tmp_path):
     assert same_parameters(from_pretrained(copy), from_pretrained(MADE / "modelopt-qwen3_moe"))
 
 
+def in_the_hubs_cache(cache: Path, revisions: dict[str, Path]) -> None:
+    """Directories as revisions of org/model, as huggingface_hub keeps what it has downloaded."""
+    repo = cache / "models--org--model"
+    for revision, directory in revisions.items():
+        commit = revision.encode().hex().ljust(40, "0")
+        shutil.copytree(directory, repo / "snapshots" / commit)
+        (repo / "refs").mkdir(exist_ok=True)
+        (repo / "refs" / revision).write_text(commit)
+
+
+def test_names_and_revisions_of_the_hub(tmp_path):
+    """The configuration is that of the revision too, and the file of older exports is found there."""
+    older = changed(tmp_path / "older", lambda found: None)
+    config = json.loads((older / "config.json").read_text())
+    del config["quantization_config"]
+    (older / "config.json").write_text(json.dumps(config))
+    in_the_hubs_cache(tmp_path / "hub", {"main": MADE / "modelopt-mixtral", "older": older})
+    where = {"cache_dir": str(tmp_path / "hub"), "local_files_only": True}
+    assert same_parameters(from_pretrained("org/model", **where), from_pretrained(MADE / "modelopt-mixtral"))
+    assert same_parameters(from_pretrained("org/model", revision="older", **where), from_pretrained(MADE / "modelopt-qwen3_moe"))
+
+
+def test_a_configuration_that_is_given_stays_as_it_is():
+    config = AutoConfig.from_pretrained(MADE / "modelopt-qwen3_moe")
+    was = config.to_dict()
+    from_pretrained(MADE / "modelopt-qwen3_moe", config=config)
+    assert config.to_dict() == was
+
+
 def test_a_name_that_is_taken(monkeypatch):
     class Theirs(HfQuantizer):
         pass

@@ -76,8 +76,8 @@ def nvfp4_quantize(fd: FusionDefinition, x: Value, decode_scale: Value | None = 
 
 
 def _need_matrices(x: TensorType, decode_scale: Value | None) -> None:
-    """x float[..., N, K] with K in whole blocks; a float32 scale for each matrix, or for runs of its rows, if there are any"""
-    arguments.need_dtype("x", x, arguments.FLOATS)
+    """x bf16, f16 or f32 [..., N, K] with K in whole blocks; a float32 scale for each matrix, or for runs of its rows, if there are any"""
+    arguments.need_dtype("x", x, arguments.QUANTIZABLE)
     if len(x.shape) < 2:
         raise ShapeError(f"x has rank {len(x.shape)}", expected="[..., N, K], one matrix or more")
     if isinstance(k := x.shape[-1], int):

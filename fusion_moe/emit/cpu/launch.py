@@ -134,7 +134,7 @@ class Arrays:
         given = list(inputs)
         for i in self._swapped:
             given[i] = given[i].mT
-        tensors = [t.contiguous() for t in given] + [torch.empty(shape, dtype=dtype) for shape, dtype in resolved.results]
+        tensors = [t.contiguous() for t in given] + [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in resolved.results]
         _held, others = memory.allocate(resolved.workspace)
         addresses = [t.data_ptr() for t in tensors] + others
         if entry(self._pack(*[addresses[i] for i in self._order]), resolved.numbers):

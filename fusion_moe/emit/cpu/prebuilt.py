@@ -81,7 +81,7 @@ def _grouped_mm(
     """a [M, K], w [G, N, K], ends i32 [G] -> f32 [M, N], as the kind grouped_mm has it."""
     check_ends(ends, a.shape[0], "ends")
     g, n, k = w.shape
-    parts, out = w if isinstance(w, Quantized) else (w,), torch.empty(a.shape[0], n)
+    parts, out = w if isinstance(w, Quantized) else (w,), torch.empty(a.shape[0], n, dtype=torch.float32, device=a.device)
     runs = max([t[:1].numel() for part, t in zip(encoding.parts, parts, strict=True) if part.of_matrix], default=1)
     tensors = (*parts, *[None] * (PARTS - len(parts)), ends, a, out)
     arrays, sizes = [t if t is None else t.contiguous() for t in tensors], (g, n, k, runs, a.shape[0])
