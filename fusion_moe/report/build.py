@@ -73,8 +73,7 @@ _Place = tuple[Region, Watched | None]  # one occurrence of a fusion
 
 
 def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
-    """The report of what was seen, for the target in `switches`. gpu: the GPU for which CUDA's kernels are chosen, if not the one at hand.
-    """
+    """The report of what was seen, for the target in `switches`. gpu: the GPU to choose CUDA's kernels for, if not the one at hand."""
     graphs = seen.graphs
     regions = [region for found in graphs for region in found.regions]
     not_fused = Counter((x.op, x.source, x.why) for found in graphs for x in found.not_fused)

@@ -22,8 +22,8 @@ _ALONE = 0.7  # a share of a machine's bandwidth: below it, something else is re
 
 @dataclass(frozen=True)
 class Measured:
-    """The time of a kernel or a program on the arguments of the call. seconds: the median of several runs; shortest, longest: of these
-    runs.
+    """The time of a kernel or a program on the arguments of the call. seconds: the median of several runs; shortest, longest: the
+    extremes.
 
     bytes_read: the bytes of its inputs, of weights only those of groups that have rows; floor: the time that the machine takes to read
     them.
@@ -38,8 +38,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that was measured. tier: the CPU instructions that C++ kernels use; tier_why: why these. Both are "" without such
-    kernels.
+    """The machine that was measured. tier: the CPU instructions that C++ kernels use; tier_why: why. Both are "" without such kernels.
 
     products: for the dtypes of activations and weights, which kernels multiply groups of how many rows.
     bytes_per_second: the speed of reading memory with this many threads, measured once on this machine; now: the same, measured for this

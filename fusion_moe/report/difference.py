@@ -55,9 +55,7 @@ class Difference(Shown):
         return bool(self.asked or self.fused or self.segments or self.not_fused)
 
     def save(self, path: str | Path) -> None:
-        """Writes a page to a path that ends in .html, or text to .txt; OptionError for another suffix. The file appears whole or not at
-        all.
-        """
+        """Writes a page to a path that ends in .html, text to .txt; OptionError for others. The file appears whole or not at all."""
         save(path, "a difference", {".html": self._page, ".txt": lambda: f"{self._text(120)}\n"})
 
     def __repr__(self) -> str:

@@ -22,8 +22,7 @@ def listings(nodes: Iterable[Node], sources: Collection[str]) -> tuple[Listing, 
 
 
 def _place(file: str, line: int) -> tuple[str, int, int]:
-    """File, first and last line of the innermost function around a line; only the line itself outside of functions or if it is not Python.
-    """
+    """File, first and last line of the innermost function around a line; just the line outside of functions and Python files."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):

@@ -36,8 +36,7 @@ REPEATS = 7
 
 
 class Watch:
-    """Takes over the regions of graphs. measure, load: what is recorded about them; watched: the regions, in the order in which they were
-    found.
+    """Takes over the regions of graphs. measure, load: what is recorded about them; watched: the regions, in the order found.
 
     preemptions: how often this process lost a CPU to another one during measurements.
     """

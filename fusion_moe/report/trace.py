@@ -170,9 +170,7 @@ def _in_thunder(executors: Sequence[Any], switches: Options, function: Callable[
 def _in_dynamo(
     switches: Options, watch: Watch | None, backward: bool, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> Seen:  # fmt: skip
-    """What is found when torch.compile traces a call. watch: if given, the call's programs run compiled for the target, not on the
-    reference.
-    """
+    """What is found when torch.compile traces a call. watch: if given, programs run compiled for the target, not on the reference."""
     seen = Seen(watch=watch)
 
     def look(model: GraphModule, forward: list[Graph], graph: Graph, is_inference: bool = False) -> None:
