@@ -74,9 +74,7 @@ class Symbols:
         return self._of[op]
 
     def _differentiated(self, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        """thunder's grad rule of an operation: calls it, or an operation that returns its results and more, and puts the tensors'
-        gradients.
-        """
+        """thunder's grad rule of an operation: calls it, or one that returns its results and more, and puts its tensors' gradients."""
         derivative, tensors = Derivative.of(op, args, kwargs), tensors_in((args, kwargs))
         replay = Replay(self, derivative, tensors)
         if derivative.outputs and derivative.saves:

@@ -42,9 +42,7 @@ class Memory:
 
 
 def plan(arrays: Sequence[Array]) -> Memory:
-    """Places arrays so that those needed in the same step do not overlap: large ones first, each in the smallest fitting gap, else at the
-    end.
-    """
+    """Places arrays so that those of one step do not overlap: large ones first, each in the smallest fitting gap, else at the end."""
     placed: dict[int, int] = {}
     for i in sorted(range(len(arrays)), key=lambda i: (-arrays[i].nbytes, i)):
         others = [j for j in placed if arrays[j].lives_with(arrays[i])]

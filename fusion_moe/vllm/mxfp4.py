@@ -44,8 +44,7 @@ class FusionMoeGptOssMethod(_Loaded, GptOssMxfp4MoEMethod):
     weight_dtype = "gpt_oss_mxfp4"  # vLLM's loader for gpt-oss reads it
 
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *others: Any, **more: Any) -> tuple[int, int]:
-        """A rank's features rounded up to whole blocks: vLLM's loader for gpt-oss divides them so, also 2880 by 4 ranks, and leaves zeros.
-        """
+        """A rank's features in whole blocks: vLLM's loader for gpt-oss divides them so, also 2880 by 4 ranks, and leaves zeros."""
         return hidden_size, round_up(intermediate_size_per_partition, MXFP4.block)
 
 
