@@ -41,7 +41,7 @@ class DeviceError(Error, ValueError):
 
 
 class GroupsError(Error, ValueError):
-    """Group ends that decrease or are negative, or group ends or expert ids past the existing rows or groups."""
+    """Group ends that decrease, or group ends or expert ids that are negative or past the last row or group."""
 
 
 class NonFiniteError(Error, ValueError):

@@ -28,8 +28,8 @@ class GroupedLinear(GroupedParameters):
         weight0 .. weight{G-1}  [N, K] each, or with single_grouped_weight  weight [G, N, K]
         bias0 .. bias{G-1}      [N] each, or with single_grouped_bias       bias [G, N]; None without bias
 
-    Weights start kaiming-uniform with a = sqrt(5), biases at zero. weight0 .. are views of one buffer, so that a product takes them as [G,
-    N, K] without a copy. Other parameters may be registered in their places; they are copied for each call unless they too are contiguous
+    Weights start kaiming-uniform with a = sqrt(5), biases at zero. weight0 .. are views of one buffer, so that a product takes them as
+    [G, N, K] without a copy. Other parameters may be registered in their places; each call copies them, unless they too are contiguous
     neighbours in one storage. State dicts of either form load. On device="meta" nothing is allocated.
 
     The result has autocast's dtype if autocast is on, otherwise the weights'. Products follow the recipe that `fusion_moe.autocast` has put

@@ -37,9 +37,9 @@ def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] | Lite
     each number the model is called with that many tokens in one sequence, and with one token in that many sequences; none of this library's
     kernels runs meanwhile. "all": the model is called with up to three tokens, and the kernels for all other numbers are derived from these
     calls' programs. Compiling a model afterwards makes other programs: pass `prepare_` the model that torch.compile returned.
-    UnsupportedError for a model that calls nothing of this library, and for one that takes no `input_ids`: for the latter, `with
-    fusion_moe.preparing("all"): model(...)` makes the call that the model needs. NonFiniteError for a block scale that is negative or NaN.
-    An interrupted call leaves each module in one layout or the other.
+    UnsupportedError for a model that calls nothing of this library, and for one that takes no `input_ids`: such a model can be called with
+    its own arguments inside `with fusion_moe.preparing("all"):`. NonFiniteError for a block scale that is negative or NaN. An interrupted
+    call leaves each module in one layout or the other.
     """
     need_one_of("to", to, ("auto", *target.TARGETS), where="prepare_")
     _check_tokens(model, tokens)
