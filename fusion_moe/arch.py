@@ -32,8 +32,8 @@ class Arch:
     """A GPU.
 
     capability: CUDA's compute capability. shared_per_multiprocessor, shared_per_block: bytes of shared memory, the latter as far as a
-    kernel may opt in. l2_bytes: size of the L2 cache. memory_bandwidth: bytes a second, as specified. registers: 32-bit registers per
-    multiprocessor; warps: also per multiprocessor. measured: None if nothing was measured; then these figures are scaled from an H200's.
+    kernel may opt in. l2_bytes: size of the L2 cache. memory_bandwidth: bytes a second, as specified. registers, warps: how many 32-bit
+    registers and warps a multiprocessor has. measured: None if nothing was measured; then these figures are scaled from an H200's.
     """
 
     name: str

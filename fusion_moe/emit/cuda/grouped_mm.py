@@ -183,7 +183,7 @@ class Product(Source):
         return self._takes_fragment_order(variant) and not (self._natural_order and variant.prefers_natural_order)
 
     def _takes_fragment_order(self, variant: Variant) -> bool:
-        """False for a dgrad that transposes weights to fragments: their order does not matter then."""
+        """Whether the product can read fragment order. A dgrad transposes weights to fragments, so that the order does not matter."""
         return variant.reads_fragment_order and self.plan.kind == "fprop"
 
     @property

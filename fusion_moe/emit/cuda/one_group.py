@@ -25,7 +25,7 @@ class Constants:
     """Times in us. For small M: what a launch takes besides its products, and what each wave after the first takes; for a warp and 16
     columns of a K block: issuing the dequantization and each product with 8 rows, and waiting, which takes `wait_of_product` longer for
     each product.
-    few_in_flight: a factor for all of this if a lane has the weights of only two K blocks in flight.
+    few_in_flight: a factor for the times per K block if a lane has the weights of only two K blocks in flight.
 
     For large M: a stage of four consumer warpgroups, which takes longer for each row of the M tile and, as a share, for each further
     warpgroup; what a work tile takes besides its stages, longer for each row; and what blocks of a cluster take to exchange sums, longer
@@ -61,7 +61,7 @@ def constants() -> Constants:
 
 
 def admits(of: Matrices) -> bool:
-    """Whether the model covers a product: it must have one group."""
+    """Whether the model covers a product: an fprop with one group, whose weights are tiled and not wide."""
     return of.groups == 1 and of.kind == "fprop" and of.tiled and not of.wide
 
 
