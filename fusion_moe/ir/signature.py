@@ -5,6 +5,7 @@
 has one operand and two attributes. An operand is annotated `TensorType`, or `Any` if it may be a number; everything else is an
 attribute: plain data, from which texts, cache keys and kernels are written, so it must have exactly the annotated type.
 """
+
 from __future__ import annotations
 
 import inspect

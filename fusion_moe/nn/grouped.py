@@ -23,9 +23,9 @@ class NVFP4GroupedLinear(AdaptableModule):
         weight_scale         float8_e4m3fn  [G, N, K/16]   linear order
         weight_decode_scale  float32        [G] or [G, S]  multipliers, one for each matrix or each of S equal runs of its rows
         bias                 float          [G, N]         or None
-An optional submodule weight_lora is an adapter that trains (lora.py). activation_format: "bf16", activations as they come in; or quantized
-too: "nvfp4" (compute capability 10.0 only) or "int8" (CPUs only).
-    quantized too, "nvfp4" (compute capability 10.0 only) or "int8" (CPUs only).
+
+    An optional submodule weight_lora is an adapter that trains (lora.py). activation_format: "bf16", activations as they come in; or
+    quantized too: "nvfp4" (compute capability 10.0 only) or "int8" (CPUs only).
     """
 
     castable = ("bias",)

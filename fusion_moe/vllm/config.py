@@ -20,8 +20,7 @@ _READ = "ModelOpt's NVFP4 and W4A16_NVFP4, compressed-tensors, or MXFP4"
 
 
 class FusionMoeConfig(QuantizationConfig):
-    """What vLLM finds under the name "fusion_moe". Never instantiated: `from_config` returns the configuration of the checkpoint's method.
-    """
+    """What vLLM finds under the name "fusion_moe". Never instantiated: `from_config` returns the checkpoint method's configuration."""
 
     @classmethod
     def override_quantization_method(
