@@ -1,10 +1,10 @@
-"""Quantized checkpoints of several families: loaded, run, saved, loaded again, and compared with what their bytes mean.
+"""Quantized checkpoints of several families: loads, runs, saves and reloads each, and compares it with what its bytes mean.
 
     python examples/checkpoints.py [--only NAME]
 
-Tiny random models. nvidia-modelopt writes its three kinds of directory here, if it is installed; those of compressed-tensors and MXFP4 (and
-ModelOpt's, without it) are the ones that tests/checkpoints/made holds. The judge reads each file with numpy and ml_dtypes and puts the
-numbers into the plain model of transformers: logits in float32, and 16 tokens that both generate. Exits with 1 if a row fails.
+The models are tiny and random. If nvidia-modelopt is installed, it writes its three kinds of directories; all others (without it,
+ModelOpt's too) come from tests/checkpoints/made. The reference reads each file with numpy and ml_dtypes and puts the numbers into
+transformers' plain model; float32 logits and 16 generated tokens are compared. Exits with 1 if a row fails.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ EXPORTS: dict[str, tuple[str, Any]] = {
     "W4A16_NVFP4 Qwen3.5-MoE": ("qwen3_5_moe_text", "W4A16_NVFP4_CFG"),
     "MIXED_PRECISION Qwen3.5-MoE": ("qwen3_5_moe_text", mixed),
     "MIXED_PRECISION Qwen3-MoE": ("qwen3_moe", mixed),
-}  # ModelOpt's quant_algo and the family: the configuration of transformers, and that of ModelOpt
+}  # ModelOpt's quant_algo and the family -> transformers' configuration and ModelOpt's
 
 
 class Row(NamedTuple):
-    """What was found. tokens: whether both generated the same; saved: what was written, and whether it loads as the same model."""
+    """The results for a directory. tokens: whether both models generated the same; saved: what was written, and whether it loads equal."""
 
     name: str
     seconds: str
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def directories() -> Iterator[tuple[str, Callable[[Path], Path]]]:
-    """The name of each directory, and what makes it in a folder or finds it."""
+    """The name of each directory, and a function that makes it in a folder or finds it."""
     if importlib.util.find_spec("modelopt"):
         yield from ((f"ModelOpt {name}", lambda out, export=export: exported(out, *export)) for name, export in EXPORTS.items())
     for made in sorted(MADE.iterdir()):
@@ -89,7 +89,7 @@ def directories() -> Iterator[tuple[str, Callable[[Path], Path]]]:
 
 
 def exported(out: Path, family: str, config: Any) -> Path:
-    """What ModelOpt exports."""
+    """The directory that ModelOpt exports."""
     directory = out / "exported"
     directory.mkdir()
     with quiet():
@@ -98,7 +98,7 @@ def exported(out: Path, family: str, config: Any) -> Path:
 
 
 def row(name: str, write: Callable[[Path], Path], folder: Path) -> Row:
-    """Everything about one directory."""
+    """All results for one directory."""
     with tempfile.TemporaryDirectory(dir=folder) as inside:
         try:
             return measured(name, write(Path(inside)), Path(inside) / "saved")
@@ -107,7 +107,7 @@ def row(name: str, write: Callable[[Path], Path], folder: Path) -> Row:
 
 
 def measured(name: str, directory: Path, saved: Path) -> Row:
-    """Loads, compares, saves, loads."""
+    """Loads, compares, saves and reloads."""
     with quiet():
         start = time.perf_counter()
         model = from_pretrained(directory, dtype=torch.float32)
@@ -135,13 +135,13 @@ def generated(model: Any, prompt: torch.Tensor) -> torch.Tensor:
 
 
 def yes(found: bool) -> str:
-    """For the table."""
+    """A result as text for the table."""
     return "equal" if found else "DIFFERENT"
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what other packages print and warn of."""
+    """Silences what other packages print and warn about."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""The main job, on a small real model: quantize its experts to NVFP4, compile it, measure it, and look at what was fused.
+"""The main use, on a small real model: quantize its experts to NVFP4, compile it, measure it, and look at what was fused.
 
     python examples/demo.py [--device cuda] [--text BYTES] [--tokens N]
 
@@ -34,12 +34,12 @@ from fusion_moe.runtime import nvrtc
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
 BATCHES = (1, 32)
 PROMPT = '    def __repr__(self):\n        """Return'
-EXPERTS = {1: "batched_mm", 32: "grouped_mm"}  # which of transformers' own experts is fastest in eager bf16, per batch
+EXPERTS = {1: "batched_mm", 32: "grouped_mm"}  # batch size -> the fastest of transformers' own experts in eager bf16
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second: the median of some steps, and what nine of ten are above and below."""
+    """Tokens per second: the median over steps, and the values that nine of ten steps are above and below."""
 
     median: float
     low: float
@@ -52,8 +52,8 @@ class Speed:
 
 @dataclass
 class Variant:
-    """One way to run the model. run: the model as it is called; experts: transformers' implementation, where it has several; decode: for
-    steps of one token, where that is another way (on a GPU a compiled model decodes under CUDA graphs).
+    """One way to run the model. run: the model as it is called; experts: transformers' implementation, if it has several; decode: the call
+    for steps of one token, if it differs (on a GPU a compiled model decodes under CUDA graphs).
     """
 
     name: str
@@ -68,7 +68,7 @@ def step(text: str) -> None:
 
 
 def where_kernels_run() -> str:
-    """cuda where there is a GPU, and what compiles kernels for it."""
+    """cuda if there is a GPU and a compiler of its kernels."""
     if not torch.cuda.is_available():
         return "cpu"
     if why := nvrtc.why_missing():
@@ -78,14 +78,14 @@ def where_kernels_run() -> str:
 
 
 def now(device: str) -> float:
-    """Seconds, when the device has done what it was given."""
+    """Seconds, once the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def wait(variant: Variant, what: str) -> None:
-    """Says on stderr what is about to take a while."""
+    """Says on stderr what will take a while now."""
     compiles = " (compiles first)" if variant.run is not variant.model else ""
     print(f"  {variant.name}: {what}{compiles} ...", file=sys.stderr, flush=True)
 
@@ -101,7 +101,7 @@ def perplexity(variant: Variant, tokenizer: Any, texts: list[str]) -> float:
 
 
 def cache_argument(model: torch.nn.Module) -> str:
-    """What a model of transformers calls its cache: "cache" from 5.24 on."""
+    """transformers' name of a model's cache argument: "cache" from 5.24 on."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -120,7 +120,7 @@ def decode_speed(variant: Variant, tokenizer: Any, batch: int, steps: int) -> Sp
     for i in range(steps + 3):
         start = now(device.type)
         token = run(token, **given).logits[:, -1:].argmax(-1)
-        if i >= 3:  # the first ones compile and warm up
+        if i >= 3:  # the first steps compile and warm up
             seconds.append(now(device.type) - start)
     fast, *_, slow = statistics.quantiles(seconds, n=10)
     return Speed(batch / statistics.median(seconds), batch / slow, batch / fast)
@@ -142,7 +142,7 @@ def expert_bytes(model: torch.nn.Module) -> int:
 
 
 def compiled(name: str, model: torch.nn.Module, backend: str, device: str, experts: dict[int, str]) -> Variant:
-    """The model under torch.compile: texts of any length without CUDA graphs, which are recorded for each length."""
+    """The model under torch.compile: for texts of any length without CUDA graphs, which would be recorded for each length."""
     graphs = torch.compile(model, backend=backend, mode="reduce-overhead") if device == "cuda" else None
     return Variant(name, model, torch.compile(model, backend=backend), experts, graphs)
 
@@ -169,7 +169,7 @@ def say_who_wins(speeds: dict[tuple[str, int], Speed]) -> None:
 
 
 def verdict(ours: Speed, other: Speed) -> str:
-    """Who is faster, where the steps of one hardly overlap with those of the other."""
+    """Which one is faster, if their step times hardly overlap."""
     if ours.low > other.high:
         return "faster than bf16 here"
     if ours.high < other.low:
@@ -191,7 +191,7 @@ def large_layer(device: str) -> torch.nn.Module:
 
 @torch.inference_mode()
 def time_large_layer(calls: int, device: str) -> None:
-    """One token through the layer: bf16 and NVFP4, both compiled; each call has a token and experts of its own."""
+    """One token through the layer: bf16 and NVFP4, both compiled; each call has its own token and experts."""
     layer = large_layer(device)
     tokens = torch.randn(calls + 3, 1, 1, 2048, device=device).bfloat16()
     found = {}
@@ -203,7 +203,7 @@ def time_large_layer(calls: int, device: str) -> None:
         elif not has_compiler():
             continue
         torch._dynamo.reset()
-        mode = "reduce-overhead" if device == "cuda" else None  # CUDA graphs: one token keeps a GPU busy for less time than Python
+        mode = "reduce-overhead" if device == "cuda" else None  # CUDA graphs: for one token, the GPU needs less time than Python
         run, seconds = torch.compile(layer, backend=backend, mode=mode), []
         for x in tokens:
             start = now(device)
@@ -227,7 +227,7 @@ def all_variants(bf16: torch.nn.Module, nvfp4: torch.nn.Module, device: str) -> 
 
 
 def compare_perplexities(variants: list[Variant], tokenizer: Any, texts: list[str]) -> None:
-    """What four bits change, and what is rounded differently in fused kernels."""
+    """The effect of four bits, and of different rounding in fused kernels."""
     found = {v.name: perplexity(v, tokenizer, texts) for v in variants if v.name != "bf16 Inductor"}
     change, rounding = (found[a] / found[b] - 1 for a, b in (("NVFP4 eager", "bf16 eager"), ("NVFP4 compiled", "NVFP4 eager")))
     print(f"NVFP4 is {change:+.2%} of bf16; compiled is {rounding:+.4%} of eager")
@@ -236,7 +236,7 @@ def compare_perplexities(variants: list[Variant], tokenizer: Any, texts: list[st
 def main(options: argparse.Namespace) -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    for name in ("torch", "torchao"):  # what they say of compiling, and of libraries for other machines
+    for name in ("torch", "torchao"):  # their messages about compiling, and about libraries for other machines
         logging.getLogger(name).setLevel(logging.ERROR)
     options.device = options.device or where_kernels_run()
     step("load")
@@ -258,7 +258,7 @@ def main(options: argparse.Namespace) -> None:
 
     where = f"{torch.get_num_threads()} threads" if options.device == "cpu" else torch.cuda.get_device_name()
     step(f"decoding, tokens per second on {where} (median of {options.tokens} steps, spread p10 to p90)")
-    torch._dynamo.reset()  # decoding compiles anew, for one token a sequence
+    torch._dynamo.reset()  # decoding compiles again, for one token a sequence
     say_who_wins(compare_speeds(variants, tokenizer, options.tokens))
 
     step(f"one layer of Qwen3-30B-A3B's size, on {where}")

@@ -1,9 +1,9 @@
-"""The experts of the tiny Qwen3-MoE in NVFP4, divided between processes: what each one holds, and the text that all of them generate.
+"""The experts of the tiny Qwen3-MoE in NVFP4, divided between processes: what each process holds, and the text that all of them generate.
 
     torchrun --nproc-per-node 2 examples/expert_parallel.py [--plan ep | tp | ep_tp]
 
-On CPUs, over gloo. Before its experts are divided each process has all of them, and generates with them alone. Exits with 1 unless the
-texts are the same, and logits within float32's rounding.
+Runs on CPUs, over gloo. Before the experts are divided, each process has all of them and generates without the others. Exits with 1 unless
+the texts are the same and logits agree within float32's rounding.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ PROMPT, TOKENS, LIMIT = "def mean(values):\n", 48, 1e-4
 
 
 def generated(model: Any, prompt: Any) -> torch.Tensor:
-    """The tokens of the prompt and those that are likeliest after it."""
+    """The tokens of the prompt and the most likely ones after it."""
     return model.generate(**prompt, max_new_tokens=TOKENS, do_sample=False)
 
 
 def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """[1, T, vocabulary], of tokens in one call."""
+    """[1, T, vocabulary], for tokens in one call."""
     with torch.no_grad():
         return model(tokens).logits
 
 
 def held(model: torch.nn.Module) -> str:
-    """What this process has of the experts of a layer, and its bytes in all layers."""
+    """What this process holds of a layer's experts, and how many bytes in all layers."""
     layers = [m for m in model.modules() if isinstance(m, Experts)]
     experts, _, features = layers[0].weight_of("down").shape
     first = layers[0].first_expert or 0
@@ -48,7 +48,7 @@ def held(model: torch.nn.Module) -> str:
 
 
 def main() -> int:
-    """0 if all processes generated what one does."""
+    """0 if all processes generated the same as a single one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", choices=PLANS, default="ep", help="divide the experts, the features of each, or both (default: ep)")
     args = parser.parse_args()
@@ -56,7 +56,7 @@ def main() -> int:
     logging.disable_progress_bar()
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, ranks // 2) if args.plan == "ep_tp" else (ranks,))  # for that an even number of processes
+    mesh = init_device_mesh("cpu", (2, ranks // 2) if args.plan == "ep_tp" else (ranks,))  # ep_tp needs an even number of processes
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()

@@ -1,17 +1,17 @@
-"""From a prompt to text with NVFP4 experts: transformers' `generate` with a static cache, compiled, beside the same model in bf16.
+"""From a prompt to text with NVFP4 experts: transformers' `generate` with a static cache, compiled, next to the same model in bf16.
 
     python examples/generate.py                                     # the small model of this repository
     python examples/generate.py --model DIR --prompt "..." --tokens 200
-    python examples/generate.py --layers 4                          # on a GPU: layers of Qwen3-30B-A3B's sizes, random weights
+    python examples/generate.py --layers 4                          # on a GPU: layers of Qwen3-30B-A3B's size, random weights
 
-Text comes as it is generated. Then: time to the first token, tokens a second after it, and memory, of NVFP4 and of bf16 with each of
-transformers' experts that compile. CUDA graphs on a GPU. A directory with NVFP4 experts has no bf16 beside it.
+Prints the text while it is generated. Then: time to the first token, tokens a second after it, and memory, for NVFP4 and for bf16 with each
+of transformers' expert implementations that compile. Uses CUDA graphs on a GPU. For a directory with NVFP4 experts there is no bf16 model.
 
-With --layers there is no text: each step of decoding is captured once, sampling included, and replayed, so that no Python is timed; and a
-long prompt is timed as `generate` runs it, not compiled. "ours": what of a step's time on the GPU this library's kernels take. "head": the
-projection to the vocabulary, which a model of any depth has once: without it are the ratios of a deep model.
-"NVFP4, all": the projections of attention too, as in NVIDIA's checkpoint of Qwen3-30B-A3B. Attention (--attention) is the same for all, by
-default one for queries that share their keys: transformers, compiled, would copy keys and values for each of them.
+With --layers there is no text: each decoding step, including sampling, is captured once and replayed, so that no Python is timed; a long
+prompt is timed as `generate` runs it, not compiled. "ours": the share of a step's GPU time that this library's kernels take. "head": the
+projection to the vocabulary, which a model of any depth has once: the ratios without it are those of a deep model. "NVFP4, all":
+attention's projections too, as in NVIDIA's checkpoint of Qwen3-30B-A3B. Attention (--attention) is the same for all models; by default it
+is an implementation for queries with shared keys: transformers, compiled, would copy keys and values for each query.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ QWEN3 = {
     "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
     "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
 }  # fmt: skip
-CONTEXT, WARM, REPLAYS = 512, 3, 20  # tokens before the first step; steps before one is captured; that are timed at once
+CONTEXT, WARM, REPLAYS = 512, 3, 20  # tokens before the first step; steps before one is captured; replays timed at once
 FEW = 8  # sequences up to which batched_mm, which copies an expert for each row, may be the fastest
-OTHERS = re.compile(r"::|^(_Z|void |triton|nvjet|sm\d|cutlass|cudnn|fmha|ampere|Mem)")  # kernels of others, by their names
+OTHERS = re.compile(r"::|^(_Z|void |triton|nvjet|sm\d|cutlass|cudnn|fmha|ampere|Mem)")  # names of other libraries' kernels
 SHARED_KEYS = "shared_keys"
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A model, and what compiles it. experts: which of transformers' own, "" for ours."""
+    """A model, and the backend that compiles it. experts: which of transformers' implementations, "" for ours."""
 
     name: str
     model: Any
@@ -78,7 +78,7 @@ class Contender:
         """ids i64[1, P] -> i64[1, P + tokens], greedy"""
         if self.experts:
             self.model.set_experts_implementation(self.experts)
-        config = CompileConfig(backend=self.backend)  # its mode is "reduce-overhead"
+        config = CompileConfig(backend=self.backend)  # the default mode is "reduce-overhead"
         config._compile_all_devices = True  # CPUs too
         return self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
@@ -88,7 +88,7 @@ class Contender:
 
 @dataclass
 class Clock(BaseStreamer):
-    """When the prompt and each token came."""
+    """The times at which the prompt and each token came."""
 
     times: list[float] = field(default_factory=list)
 
@@ -110,7 +110,7 @@ class Clock(BaseStreamer):
 
 
 def loaded(path: Path, device: str) -> list[Contender]:
-    """The model with NVFP4 experts; then as it is, unless its experts are encoded already."""
+    """The model with NVFP4 experts; then the original model, unless its experts are encoded already."""
     model = from_pretrained(path, dtype=torch.bfloat16, device_map=device).eval()
     if any(isinstance(m, Experts) for m in model.modules()):
         fuse_routers_(model)
@@ -119,7 +119,7 @@ def loaded(path: Path, device: str) -> list[Contender]:
 
 
 def beside(model: Any) -> list[Contender]:
-    """A copy of a model with NVFP4 experts, then the model as it is."""
+    """A copy of a model with NVFP4 experts, then the model itself."""
     encoded = copy.deepcopy(model)
     fusion_moe.quantize_(encoded)
     fuse_routers_(encoded)
@@ -127,7 +127,7 @@ def beside(model: Any) -> list[Contender]:
 
 
 def measured(contenders: list[Contender], ids: torch.Tensor, tokens: int, repeats: int) -> None:
-    """Prints a line for each: medians of runs in turns, of what is compiled already."""
+    """Prints a line for each: medians of runs in turns, after everything is compiled."""
     clocks: dict[str, list[Clock]] = {c.name: [] for c in contenders}
     for _ in range(repeats):
         for contender in contenders:
@@ -143,15 +143,15 @@ def measured(contenders: list[Contender], ids: torch.Tensor, tokens: int, repeat
         print(f"{contender.name:16}{first * 1e3:11.1f} ms{rate:12,.1f}{spread:9.0%}{size / 2**20:8,.1f} MiB")
 
 
-# Layers of Qwen3-30B-A3B's sizes ----------------------------------------------------------------------------------------
+# Layers of Qwen3-30B-A3B's size -----------------------------------------------------------------------------------------
 
 
 def shared_keys(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **others: Any
 ) -> tuple[torch.Tensor, None]:
-    """query [B, heads, Q, d], key, value [B, KV heads, S, d] -> [B, Q, heads, d], None. Of one token the heads with the same keys are
-    rows of one query, in plain products: torch's attention kernels give a sequence's keys to few multiprocessors. More tokens go to
-    transformers' own.
+    """query [B, heads, Q, d], key, value [B, KV heads, S, d] -> [B, Q, heads, d], None. For one token, heads that share keys become rows of
+    one query, in plain products: torch's attention kernels use few multiprocessors for a sequence's keys. More tokens go to transformers'
+    own attention.
     """
     (batch, heads, rows, d), groups = query.shape, key.shape[1]
     if rows > 1:
@@ -168,7 +168,7 @@ AttentionMaskInterface.register(SHARED_KEYS, sdpa_mask)
 
 
 def with_attention(of: Contender) -> Contender:
-    """A copy whose projections of attention are NVFP4 too."""
+    """A copy whose attention projections are NVFP4 too."""
     model = copy.deepcopy(of.model)
     for layer in model.model.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -206,7 +206,7 @@ def layers(given: argparse.Namespace) -> None:
 
 
 def captured(contender: Contender, batch: int) -> Callable[[], None]:
-    """What replays a step: the token of each sequence -> the next one, in place."""
+    """A function that replays a step: the token of each sequence -> the next one, in place."""
     if contender.experts:
         contender.model.set_experts_implementation("grouped_mm")  # batched_mm would copy an expert for each row of the prompts
     cache = StaticCache(config=contender.model.config, max_cache_len=2 * CONTEXT)
@@ -234,12 +234,12 @@ def captured(contender: Contender, batch: int) -> Callable[[], None]:
 
 
 def _replay(graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
-    """run: holds the memory that the graph reads and writes."""
+    """run: keeps the memory alive that the graph reads and writes."""
     graph.replay()
 
 
 def head(contender: Contender, batch: int) -> float:
-    """Seconds of the projection to the vocabulary, which a model has once and not in each layer."""
+    """Seconds for the projection to the vocabulary, which a model has once and not in each layer."""
     x, graph = torch.randn(batch, QWEN3["hidden_size"], device="cuda", dtype=torch.bfloat16), torch.cuda.CUDAGraph()
     contender.model.lm_head(x)
     with torch.cuda.graph(graph):
@@ -255,7 +255,7 @@ def prefill(contender: Contender, ids: torch.Tensor) -> None:
 
 
 def seconds(call: Callable[[], None], times: int, repeats: int = 5) -> float:
-    """Of a call on the GPU: the median of runs of so many."""
+    """The time of a call on the GPU: the median of several runs of `times` calls each."""
     call()
     found = []
     for _ in range(repeats):
@@ -270,7 +270,7 @@ def seconds(call: Callable[[], None], times: int, repeats: int = 5) -> float:
 
 
 def show(name: str, spent: float, batch: int, replay: Callable[[], None], of_head: float) -> None:
-    """A line: what of a step is ours, by the time in which kernels of ours run, and what is the projection to the vocabulary."""
+    """A line: the share of a step in which our kernels run, and the share of the projection to the vocabulary."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         replay()
@@ -281,7 +281,7 @@ def show(name: str, spent: float, batch: int, replay: Callable[[], None], of_hea
 
 
 def united(spans: Sequence[tuple[float, float]]) -> float:
-    """How long at least one of them runs: the next kernel begins while one ends."""
+    """How long at least one of the spans lasts: a kernel may begin before the previous one has ended."""
     total = until = 0.0
     for start, end in sorted(spans):
         total, until = total + max(0.0, end - max(start, until)), max(until, end)
@@ -289,7 +289,7 @@ def united(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def ratio(found: dict[str, float]) -> str:
-    """Ours beside the fastest other."""
+    """Ours compared with the fastest other."""
     best = min(spent for name, spent in found.items() if name.startswith("bf16"))
     return "; ".join(f"{name}: {best / spent:.2f} times as fast as bf16" for name, spent in found.items() if name.startswith("NVFP4"))
 

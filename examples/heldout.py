@@ -1,7 +1,7 @@
 """Bits per byte and perplexity of a causal language model on the held-out text of `examples/tiny_qwen3_moe`.
 
-Every file is tokenized alone, starts with the tokenizer's end-of-text token, and is read in windows that overlap by
-half, so every token is scored once and (but for the first window) with at least half a window of context. Other examples import this.
+Every file is tokenized by itself, starts with the tokenizer's end-of-text token, and is read in windows that overlap by half, so that every
+token is scored once and (except in the first window) with at least half a window of context. Other examples import this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def load_heldout(path: Path = HELDOUT_FILE, max_bytes: int | None = None) -> lis
     """Return the held-out files' texts; with `max_bytes`, only the first files that fit in that many UTF-8 bytes.
 
     Raises:
-        ValueError: not even the first one fits.
+            ValueError: not even the first file fits.
     """
     with path.open(encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for line in lines]

@@ -1,10 +1,10 @@
-"""What would run on GPUs that are not here: a small real Qwen3-MoE, explained for Blackwell and for Hopper. No GPU is needed.
+"""What would run on GPUs that are not present: a small real Qwen3-MoE, explained for Blackwell and for Hopper. No GPU is needed.
 
     python examples/inspect_blackwell.py
 
-The call is traced on fake tensors: nothing of it is executed, not even on the CPU. With nvFuser installed (pip install
-'.[nvfuser]') the last stage of a fusion is its nvFuser definition, without it the program that would become one. What is
-emitted for Blackwell was never run on one.
+The call is traced on fake tensors: nothing is executed, not even on the CPU. With nvFuser installed (pip install '.[nvfuser]'), the last
+stage of a fusion is its nvFuser definition; without nvFuser, it is the program that would become one. The code emitted for Blackwell has
+never run on one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fusion_moe.report import Report
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
 TOKENS = torch.zeros(1, 64, dtype=torch.long)
 
-# A target and what its products take: 4-bit activations need compute capability 10.0, elsewhere weights are decoded to bf16.
-# A 4-bit product takes K in multiples of 64 and N of 128, which this model has; what it refused would stand in the report, with the reason.
+# A target and its activation format: 4-bit activations need compute capability 10.0; elsewhere weights are decoded to bf16.
+# A 4-bit product needs K in multiples of 64 and N of 128, as in this model; the report would give the reason of a refusal.
 MACHINES = (("sm_100", "nvfp4"), ("sm_90", "bf16"))
 
 
@@ -36,7 +36,7 @@ def explained(target: str, activation_format: str) -> Report:
 
 
 def show(report: Report) -> None:
-    """The report, and its last stages for the first fusion: the layers are equal."""
+    """Prints the report, and the last stages of the first fusion only, since the layers are equal."""
     print(report.details())
     for stage in ("schedules", "source"):
         print(f"\n-- {stage} of fusion0 (all stages: {', '.join(report.stages)})\n\n{report.stage(stage)}")

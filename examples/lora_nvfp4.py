@@ -1,10 +1,10 @@
-"""Teach the tiny Qwen3-MoE, which knows Python, C++: LoRA over its experts in NVFP4, beside plain torch on the same numbers.
+"""Teach C++ to the tiny Qwen3-MoE, which knows Python: LoRA over its NVFP4 experts, compared with plain torch on the same numbers.
 
     python examples/lora_nvfp4.py [--steps 40]
 
-The text is torch's own C++ headers; whether a file is trained on or held out, a hash of its name says. The same adapters, batches, bf16
-autocast and AdamW twice: `quantize_` and `add_lora_`, and a loop over experts in torch with the decoded weights, where A and B are
-parameters like any other. Exits with 1 unless held-out bits per byte fall by a quarter, and both end within half a percent of each other.
+The text is torch's own C++ headers; a hash of a file's name decides whether it is trained on or held out. Trains twice with the same
+adapters, batches, bf16 autocast and AdamW: with `quantize_` and `add_lora_`, and with a loop over experts in torch with decoded weights and
+A and B as plain parameters. Exits with 1 unless held-out bits per byte fall by a quarter and both end within half a percent of each other.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from fusion_moe.encodings import dequantize
 
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
 HEADERS = Path(torch.__file__).parent / "include"
-FOLDERS, GENERATED = ("ATen", "c10", "torch"), "ops"  # headers of ATen/ops are generated, and near copies of each other
-SMALLEST_FILE = 1000  # bytes, of held-out ones
+FOLDERS, GENERATED = ("ATen", "c10", "torch"), "ops"  # headers in ATen/ops are generated, and near copies of each other
+SMALLEST_FILE = 1000  # bytes of a held-out file
 CONTEXT = 256  # tokens of a window
 RANK, ALPHA, LEARNING_RATE, CLIPPED = 16, 32, 5e-3, 1.0
 WANTED_FALL, ALLOWED_DIFFERENCE = 0.25, 0.005
 
 
 def texts(held_out_bytes: int) -> tuple[list[str], list[str]]:
-    """Headers to train on, and held-out ones: of each tenth by the hash of a name as many as fit."""
+    """Headers to train on, and held-out headers: as many as fit of each tenth, by the hash of the name."""
     train, held_out, room = [], list[str](), held_out_bytes
     paths = (path for folder in FOLDERS for path in (HEADERS / folder).rglob("*.h") if path.parent.name != GENERATED)
     for path in sorted(paths, key=_hash):
@@ -57,12 +57,12 @@ def _hash(path: Path) -> int:
 
 
 class PlainExperts(nn.Module):
-    """What experts with adapters compute, in torch: a loop over experts with decoded weights."""
+    """The computation of experts with adapters, in torch: a loop over experts with decoded weights."""
 
     def __init__(self, experts: fusion_moe.nn.Experts):
         super().__init__()
         for name in experts.projections:
-            self.register_buffer(name, dequantize(experts.weight_of(name), torch.bfloat16))  # as autocast rounds them
+            self.register_buffer(name, dequantize(experts.weight_of(name), torch.bfloat16))  # rounded as by autocast
             setattr(self, f"{name}_lora", copy.deepcopy(getattr(experts, f"{name}_lora")))
 
     def project(self, name: str, rows: Tensor, expert: int) -> Tensor:
@@ -96,7 +96,7 @@ def models(seed: int) -> dict[str, Any]:
 
 @dataclass
 class Training:
-    """A model that is trained: its adapters' optimizer, the held-out bits per byte before and after, the seconds of its steps."""
+    """A model in training: its adapters' optimizer, the held-out bits per byte before and after, the seconds of its steps."""
 
     model: Any
     bits: list[float] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.adapters, lr=LEARNING_RATE, weight_decay=0.0)
 
     def step(self, inputs: Tensor, targets: Tensor, rate: float) -> float:
-        """Takes a step; the loss before it."""
+        """Takes a step; returns the loss before it."""
         start = time.monotonic()
         self.optimizer.param_groups[0]["lr"] = rate
         with torch.autocast(inputs.device.type, torch.bfloat16):
@@ -121,7 +121,7 @@ class Training:
         return loss.item()
 
     def measure(self, tokenizer: Any, held_out: list[str]) -> None:
-        """Notes the bits per byte of held-out text."""
+        """Records the bits per byte of held-out text."""
         self.model.eval()
         with torch.autocast(self.model.device.type, torch.bfloat16):
             self.bits.append(bits_per_byte_and_perplexity(self.model, tokenizer, held_out, CONTEXT, batch_size=8)[0])
@@ -129,7 +129,7 @@ class Training:
 
 
 def train(trainings: dict[str, Training], tokens: Tensor, args: argparse.Namespace) -> None:
-    """The same batches for all."""
+    """Trains all on the same batches."""
     torch.manual_seed(args.seed)
     for step in range(1, args.steps + 1):
         batch = sample_batch(tokens, args.batch, CONTEXT)
@@ -139,7 +139,7 @@ def train(trainings: dict[str, Training], tokens: Tensor, args: argparse.Namespa
 
 
 def verdict(trainings: dict[str, Training]) -> bool:
-    """Prints what came out; whether it is as it should be."""
+    """Prints the results; returns whether they are as expected."""
     for name, training in trainings.items():
         before, after = training.bits
         print(f"{name:<12} held-out bits per byte {before:.4f} -> {after:.4f} ({after / before - 1:+.1%}), steps {training.seconds:.0f} s")

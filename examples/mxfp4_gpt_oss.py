@@ -1,12 +1,12 @@
-"""gpt-oss with its MXFP4 experts through this library's kernels, against transformers' own dequantized ones.
+"""gpt-oss with its MXFP4 experts in this library's kernels, compared with transformers' own dequantized experts.
 
-A small model of transformers' classes with random weights. Its experts are quantized to the tensors that gpt-oss' checkpoints hold,
-`gate_up_proj_blocks` and `_scales`, gate and up rows in turns. transformers turns these into bfloat16 matrices; here they stay as they
-are, and biases, clamp and gate go into the fused operation. Both models then compute the same logits, up to bfloat16's rounding.
+A small model of transformers' classes with random weights. Its experts are quantized to the tensors of gpt-oss' checkpoints,
+`gate_up_proj_blocks` and `_scales`, with alternating gate and up rows. transformers turns these into bfloat16 matrices; here they stay
+encoded, and biases, clamp and gate become part of the fused operation. Both models compute the same logits, up to bfloat16's rounding.
 
     python examples/mxfp4_gpt_oss.py
 
-On a GPU if there is one. Exits with 1 if the results are not those of transformers.
+Runs on a GPU if there is one. Exits with 1 if the results differ from those of transformers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import fusion_moe
 from fusion_moe.encodings import MXFP4, Quantized, quantize
 from fusion_moe.nn import Experts
 
-Packed = dict[str, tuple[Tensor, Tensor]]  # of "gate_up_proj" and "down_proj": blocks u8 [E, N, K/32, 16], scales u8 [E, N, K/32]
+Packed = dict[str, tuple[Tensor, Tensor]]  # for "gate_up_proj" and "down_proj": blocks u8 [E, N, K/32, 16], scales u8 [E, N, K/32]
 
 
 def small_model() -> GptOssForCausalLM:
-    """gpt-oss in small, random weights."""
+    """A small gpt-oss with random weights."""
     torch.manual_seed(0)
     config = GptOssConfig(
         vocab_size=512, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -53,14 +53,14 @@ def checkpoint_tensors(experts: nn.Module) -> Packed:
 
 
 def ours(experts: nn.Module, packed: Packed) -> Experts:
-    """The module that takes their place: codes and scales as they are stored."""
+    """The module that replaces them, with codes and scales as they are stored."""
     gate_up, down = (Quantized(b.flatten(-2), s.view(torch.float8_e8m0fnu), encoding=MXFP4) for b, s in packed.values())
     biases = {"gate_up_bias": experts.gate_up_proj_bias, "down_bias": experts.down_proj_bias}
     return Experts(gate_up, down, **biases, interleave=1, limit=experts.limit, alpha=experts.alpha, up_offset=1.0)  # type: ignore[arg-type]
 
 
 def both_models() -> tuple[GptOssForCausalLM, GptOssForCausalLM]:
-    """The model with transformers' dequantized experts, and the one with ours, of the same tensors."""
+    """The model with transformers' dequantized experts, and the one with ours, from the same tensors."""
     theirs = small_model()
     model = copy.deepcopy(theirs)
     for layer, here in zip(theirs.model.layers, model.model.layers, strict=True):
@@ -97,7 +97,7 @@ def main() -> int:
     for segment in fusion_moe.explain(model, ids).fusions[0].segments:
         print(f"{segment.id}: {segment.kind} on {segment.backend}{segment.backend_why and ', ' + segment.backend_why}")
 
-    limit = 1.5 * distance(found["transformers, dequantized"], exact)  # a token near a tie may take other experts in bf16
+    limit = 1.5 * distance(found["transformers, dequantized"], exact)  # a token near a tie may choose other experts in bf16
     good = same < 1e-4 and all(distance(logits, exact) <= limit for logits in found.values())
     print("the results of transformers" if good else "NOT the results of transformers")
     return 0 if good else 1

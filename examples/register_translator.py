@@ -1,8 +1,8 @@
-"""An operation of your own, fused: its kernel and fake as always in torch, and a translator in a few lines.
+"""Fusing an operation of your own: its kernel and fake as usual in torch, and a translator of a few lines.
 
     python examples/register_translator.py
 
-Prints what was fused, once with a call that the translator takes and once with one that it refuses, and compares results with eager.
+Prints what was fused, once for a call that the translator accepts and once for one that it refuses, and compares the results with eager.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def _(fd, x, power=2):
 
 
 class Experts(torch.nn.Module):
-    """Experts with squared-ReLU activations: weights in NVFP4, rows of group g times matrix g."""
+    """Experts with squared-ReLU activations: NVFP4 weights, rows of group g times matrix g."""
 
     def __init__(self, experts: int = 8, hidden: int = 64, intermediate: int = 128):
         super().__init__()

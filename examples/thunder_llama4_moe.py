@@ -2,7 +2,7 @@
 
     python examples/thunder_llama4_moe.py        (pip install '.[models,thunder]')
 
-The layer is transformers' own, small and with random weights. Its router picks one expert a token and scales what goes into it; a
+The layer is transformers' own, small and with random weights. Its router picks one expert for each token and scales the expert's input; a
 shared expert in bf16 sees every token.
 """
 
@@ -20,7 +20,7 @@ from fusion_moe.nn import Llama4MoE
 
 
 def layer() -> Llama4MoE:
-    """8 experts, their weights quantized in place of transformers' module."""
+    """8 experts with quantized weights, in place of transformers' module."""
     config = Llama4TextConfig(
         hidden_size=128, intermediate_size=256, intermediate_size_mlp=256, num_local_experts=8, num_experts_per_tok=1,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_hidden_layers=1,
@@ -33,7 +33,7 @@ def layer() -> Llama4MoE:
 
 
 def in_float64(moe: Llama4MoE, x: Tensor) -> Tensor:
-    """The layer as a loop over experts on decoded weights. Routing is decided as the layer decides it, in bf16."""
+    """The layer as a loop over experts with decoded weights. Routing is decided in bf16, as in the layer."""
     e, shared = moe.experts, moe.shared_expert
     gate_up = dequantize(Quantized(e.gate_up_proj, e.gate_up_proj_scale, torch.stack([e.gate_decode_scale, e.up_decode_scale], 1))).double()
     down = dequantize(Quantized(e.down_proj, e.down_proj_scale, e.down_decode_scale)).double()

@@ -1,13 +1,13 @@
-"""Train a small Qwen3-MoE three times from one seed: its experts by transformers' eager loop, by torch's grouped_mm, by fusion_moe.
+"""Train a small Qwen3-MoE three times from one seed, with experts by transformers' eager loop, by torch's grouped_mm, and by fusion_moe.
 
     python examples/train_moe.py [--steps 40] [--recipe mxfp8]
 
 Everything but the experts is the same: weights, batches, bf16 autocast, AdamW. The text is examples/tiny_qwen3_moe/heldout.jsonl. No two
-ways of adding in bf16 round alike, so losses drift apart; how far, torch's own two implementations show. Exits with 1 if the smoothed loss
-of fusion_moe is farther from the nearer one of theirs than twice what theirs differ.
+orders of bf16 additions round alike, so losses drift apart; torch's own two implementations show how far. Exits with 1 if fusion_moe's
+smoothed loss is farther from the nearer of these two than twice their difference.
 
---recipe mxfp8 trains once more, operands of the experts' products rounded as Transformer Engine's MXFP8 recipe has them, and exits with 1
-if that smoothed loss ever leaves fusion_moe's in bf16 by more than 2 %.
+--recipe mxfp8 trains once more, with the operands of the experts' products rounded as in Transformer Engine's MXFP8 recipe, and exits with
+1 if that smoothed loss ever differs from fusion_moe's in bf16 by more than 2 %.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from fusion_moe.recipe import MXFP8BlockScaling
 OURS, THEIRS = "fusion_moe", ("eager", "grouped_mm")
 MODEL = Path(__file__).parent / "tiny_qwen3_moe"
 LEARNING_RATE, WEIGHT_DECAY = 2e-3, 0.1
-SMOOTHING = 0.7  # of the exponential moving average of losses
+SMOOTHING = 0.7  # coefficient of the exponential moving average of losses
 ALLOWED = 2.0
 RECIPES = {"bf16": None, "mxfp8": MXFP8BlockScaling()}
-ALLOWED_OF_RECIPE = 0.02  # of the loss
+ALLOWED_OF_RECIPE = 0.02  # as a share of the loss
 
 
 def losses_with(experts: str, tokens: Tensor, args: argparse.Namespace, tokenizer: AutoTokenizer, recipe: str = "bf16") -> Tensor:
-    """The loss of each step of a training."""
+    """The loss of each step of one training."""
     name = experts if recipe == "bf16" else recipe
     torch.manual_seed(args.seed)
     config = model_config(tokenizer)

@@ -1,17 +1,17 @@
 """Train the tiny Qwen3-MoE language model of `examples/tiny_qwen3_moe` on the Python standard library's sources.
 
-The model is transformers' own `Qwen3MoeForCausalLM` (7.6 million parameters, 16 experts, top-4). Run without options
-it trains on the standard library of the running interpreter; `--stdlib DIR DIR ...` adds other versions' sources, and
-the held-out text is then taken from the first folder. A file's split depends on a hash of its name alone, so a file
-keeps its split when another version changes it or moves it to another folder.
+The model is transformers' own `Qwen3MoeForCausalLM` (7.6 million parameters, 16 experts, top-4). Without options it is trained on the
+standard library of the running interpreter; `--stdlib DIR DIR ...` uses the given folders, and the held-out text is then taken from the
+first one. A file's split depends only on a hash of its name, so a file keeps its split when another version changes it or moves it to
+another folder.
 
     python examples/train_tiny_qwen3_moe.py --out /tmp/tiny
 
-The defaults are the settings of the committed model and take three minutes on an H200. A run is bounded by time, so a
-slower device takes fewer steps unless `--minutes` gives it more; with `--steps` alone it is bounded by steps.
+The defaults are the settings of the committed model and take three minutes on an H200. A run is limited by time, so a slower device takes
+fewer steps unless `--minutes` gives it more time; with only `--steps` it is limited by steps.
 
-Experts are computed as one wide layer, the fastest way for a model this small. `--experts` takes one of transformers'
-implementations instead, to compare them: eager, grouped_mm, or fusion_moe, which is this library.
+Experts are computed as one wide layer, the fastest way for a model this small. `--experts` selects one of transformers' implementations
+instead, to compare them: eager, grouped_mm, or fusion_moe, which is this library.
 
 The folder gets the checkpoint with the best validation loss, its tokenizer, `curve.csv` and `heldout.jsonl`.
 """
@@ -43,7 +43,7 @@ from transformers.utils import logging
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 2048
-# A word keeps the blank before it, punctuation the newlines after it; an indentation and a digit stand alone.
+# A word keeps the blank before it, punctuation the newlines after it; an indentation and a digit are tokens of their own.
 WORDS = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+\n*|\n+|[^\S\n]+"
 # Installed packages are not the standard library, and the codec tables are near copies of each other.
 SKIPPED_FOLDERS = {"site-packages", "encodings", "__pycache__"}
@@ -98,7 +98,7 @@ def without_copies(texts: Iterable[str], kept_out: Iterable[str]) -> list[str]:
 
 
 def load_corpus(folders: list[Path]) -> Corpus:
-    """Read and split the sources; of equal texts one is kept, and held-out and validation text is the first folder's."""
+    """Read and split the sources; of equal texts one is kept, and held-out and validation texts are those of the first folder."""
     corpus = Corpus()
     seen: set[str] = set()
     for folder in folders:
@@ -168,7 +168,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
-        intermediate_size=512,  # of a dense layer; there is none
+        intermediate_size=512,  # for a dense layer; there is none
         moe_intermediate_size=128,
         num_hidden_layers=4,
         num_attention_heads=4,
@@ -213,7 +213,7 @@ def use_experts(model: Qwen3MoeForCausalLM, experts: str) -> None:
 
 
 def use_dropout(model: Qwen3MoeForCausalLM, dropout: float) -> None:
-    """Drop out elements of what the embedding, attention and experts add to the residual."""
+    """Apply dropout to what the embedding, attention and experts add to the residual."""
 
     def drop(module: nn.Module, _inputs: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -265,7 +265,7 @@ def sample_batch(tokens: Tensor, batch: int, context: int) -> tuple[Tensor, Tens
 
 
 def save_checkpoint(model: Qwen3MoeForCausalLM, out: Path) -> None:
-    """Save the weights in bfloat16, each file at once, so a stop in between never leaves half a file."""
+    """Save the weights in bfloat16, replacing each file atomically, so a stop in between never leaves half a file."""
     copy = Qwen3MoeForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     with tempfile.TemporaryDirectory(dir=out) as folder:
@@ -359,7 +359,7 @@ def train(model: Qwen3MoeForCausalLM, tokenizer: Any, tokens: Tensor, validation
 
 
 def report(out: Path, device: str) -> None:
-    """Print the saved checkpoint's results on the held-out text beside xz's."""
+    """Print the saved checkpoint's results on the held-out text next to xz's."""
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(out)
     texts = load_heldout(out / "heldout.jsonl")

@@ -1,6 +1,6 @@
 """fusion_moe: NVFP4 mixture-of-experts as custom operations that are traced, lowered to a fusion IR, compiled, and explained.
 
-Importing it registers the operations in torch.ops.fusion_moe, and changes nothing else.
+Importing this package registers the operations in torch.ops.fusion_moe and changes nothing else.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import autograd as _autograd  # their derivatives
+from . import autograd as _autograd  # the operations' derivatives
 from . import compat, errors, nn, ops, options, recipe
 from . import eager as _eager  # the bodies of the operations
-from . import torch_autocast as _torch_autocast  # their casts under torch.autocast
+from . import torch_autocast as _torch_autocast  # the operations' casts under torch.autocast
 from .compile import run
 from .errors import Untranslatable
 from .ir.builder import FusionDefinition

@@ -1,4 +1,4 @@
-"""What a GPU is, as facts: those of known ones as data, those of others as their driver says them. Nothing here asks a device.
+"""Facts about GPUs: known GPUs as tables, all others as their driver reports them. Nothing here queries a device.
 
 Figures of known GPUs are NVIDIA's, per device: multiprocessors, L2 and bandwidth from data sheets and white papers (each entry names its
 own); shared memory, registers and warps from the table of compute capabilities in the CUDA C++ Programming Guide.
@@ -16,11 +16,11 @@ _KIB, _MIB = 2**10, 2**20
 
 @dataclass(frozen=True)
 class Measured:
-    """What no data sheet says.
+    """Figures that no data sheet gives.
 
-    warps_to_saturate_memory: of a kernel that reads weights from memory to registers, that must be resident on the whole GPU for memory to
-    be as fast as it gets. groups_read_per_two_tiles: groups whose weights such a kernel reads while a block of a large-M kernel multiplies
-    two M tiles with all columns.
+    warps_to_saturate_memory: for a kernel that reads weights from memory to registers, how many of its warps must be resident on the whole
+    GPU to saturate the memory bandwidth. groups_read_per_two_tiles: how many groups' weights such a kernel reads in the time in which a
+    block of a large-M kernel multiplies two M tiles with all columns.
     """
 
     warps_to_saturate_memory: int
@@ -31,9 +31,9 @@ class Measured:
 class Arch:
     """A GPU.
 
-    capability: CUDA's. shared_per_multiprocessor, shared_per_block: bytes of shared memory, the latter as far as a kernel may opt in;
-    l2_bytes: of the L2 cache; memory_bandwidth: bytes a second, as specified; registers: of 32 bits, and warps, per multiprocessor.
-    measured: None where nothing was; then these facts are scaled from an H200's.
+    capability: CUDA's compute capability. shared_per_multiprocessor, shared_per_block: bytes of shared memory, the latter as far as a
+    kernel may opt in. l2_bytes: size of the L2 cache. memory_bandwidth: bytes a second, as specified. registers, warps: how many 32-bit
+    registers and warps a multiprocessor has. measured: None if nothing was measured; then these figures are scaled from an H200's.
     """
 
     name: str
@@ -49,37 +49,37 @@ class Arch:
 
     @property
     def nvrtc(self) -> str:
-        """What NVRTC compiles for: "sm_90a", with what only this compute capability has (wgmma, setmaxnreg)."""
+        """NVRTC's target: "sm_90a", with the features that only this compute capability has (wgmma, setmaxnreg)."""
         major, minor = self.capability
         return f"sm_{major}{minor}" + ("a" if self.wgmma else "")
 
     @property
     def wgmma(self) -> bool:
-        """Whether a warpgroup multiplies what lies in shared memory, and `setmaxnreg` moves registers: Hopper alone."""
+        """Whether warpgroups can multiply operands in shared memory, and `setmaxnreg` can move registers: on Hopper only."""
         return self.capability[0] == 9
 
     @property
     def programmatic_launch(self) -> bool:
-        """Whether a kernel may start before the one before it has ended, and waits by itself (`griddepcontrol`)."""
+        """Whether a kernel may start before the previous one has ended, and waits for it itself (`griddepcontrol`)."""
         return self.capability >= (9, 0)
 
     def clustered(self, blocks: int) -> int:
-        """How many blocks run at once in clusters of so many, one block on each multiprocessor. A cluster stays in a part of the GPU (GPC),
-        whose multiprocessors it need not divide: an H200 and an H100 run 28 clusters of four, and not 32.
+        """How many blocks run at once in clusters of this many blocks, one block on each multiprocessor. A cluster stays within one part of
+        the GPU (a GPC), whose number of multiprocessors need not be a multiple of it: an H200 and an H100 run 28 clusters of four, not 32.
         """
         most = self.multiprocessors if blocks <= 2 else self.multiprocessors * 7 // 8
         return most // blocks * blocks
 
     @property
     def warps_to_saturate_memory(self) -> int:
-        """See Measured. Latency times bandwidth is what must be in flight, and latencies differ little."""
+        """See Measured. Latency times bandwidth must be in flight, and latencies differ little between GPUs."""
         if self.measured:
             return self.measured.warps_to_saturate_memory
         return max(1, min(round(_OF_H200.warps_to_saturate_memory * self._relative_bandwidth), self.multiprocessors * self.warps))
 
     @property
     def groups_read_per_two_tiles(self) -> int:
-        """See Measured. A tile takes one multiprocessor, reading takes the memory of all."""
+        """See Measured. A tile occupies one multiprocessor; reading uses the bandwidth of the whole GPU."""
         if self.measured:
             return self.measured.groups_read_per_two_tiles
         return max(1, round(_OF_H200.groups_read_per_two_tiles * self._relative_bandwidth))
@@ -91,7 +91,7 @@ class Arch:
 
 _OF_H200 = Measured(warps_to_saturate_memory=3200, groups_read_per_two_tiles=300)
 
-# NVIDIA H200 Tensor Core GPU datasheet (bandwidth); its GH100 is that of the H100 SXM5, with the whole L2, as its driver says.
+# NVIDIA H200 Tensor Core GPU datasheet (bandwidth); its GH100 is that of the H100 SXM5, with the whole L2, as its driver reports.
 H200 = Arch("H200", (9, 0), 132, 228 * _KIB, 227 * _KIB, 60 * _MIB, 4.8e12, measured=_OF_H200)
 # NVIDIA H100 Tensor Core GPU Architecture, white paper, H100 SXM5; its datasheet (bandwidth).
 H100 = Arch("H100", (9, 0), 132, 228 * _KIB, 227 * _KIB, 50 * _MIB, 3.35e12)
@@ -103,7 +103,7 @@ RTX_4090 = Arch("RTX 4090", (8, 9), 128, 100 * _KIB, 99 * _KIB, 72 * _MIB, 1.008
 # NVIDIA HGX B200 datasheet (bandwidth); multiprocessors and L2 as Chips and Cheese read them from one ("Nvidia's B200", 2025).
 B200 = Arch("B200", (10, 0), 148, 228 * _KIB, 227 * _KIB, 126 * _MIB, 8e12)
 
-# By what their drivers call them. Others of these names have less memory, or are parts of a GPU: they are read.
+# By the names that their drivers report. Other GPUs with these names have less memory or are parts of a GPU: their facts are read.
 KNOWN: Mapping[str, Arch] = {
     "NVIDIA H200": H200,
     "NVIDIA H100 80GB HBM3": H100,
@@ -115,7 +115,7 @@ KNOWN: Mapping[str, Arch] = {
 
 
 def named(name: str) -> Arch:
-    """The known GPU of a name, in upper or lower case. OptionError for another."""
+    """The known GPU with this name, in upper or lower case. OptionError for an unknown name."""
     found = {arch.name.casefold(): arch for arch in KNOWN.values()}
     if name.casefold() not in found:
         raise OptionError(f"gpu = {name!r}", expected=f"one of {', '.join(arch.name for arch in KNOWN.values())}")
@@ -123,9 +123,9 @@ def named(name: str) -> Arch:
 
 
 def find(read: Arch) -> Arch:
-    """The known GPU that a device is, by its name and what cannot differ; else what was read of the device.
+    """The known GPU that a device is, by its name and the facts that cannot differ; otherwise `read` itself.
 
-    read: what its driver says. memory_bandwidth 0, where it does not: then a multiprocessor is taken to have as much as an H200's.
+    read: what the device's driver reports. memory_bandwidth 0: unknown; then each multiprocessor is assumed to have as much as an H200's.
     """
     known = KNOWN.get(read.name)
     if known and (known.capability, known.multiprocessors) == (read.capability, read.multiprocessors):

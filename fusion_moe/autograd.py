@@ -1,8 +1,8 @@
-"""Derivatives: under grad a call runs the forward of its Fusion's derivative, which gives what the backward reads.
+"""Derivatives: when gradients are needed, a call runs the forward of its Fusion's derivative, which also returns what the backward reads.
 
-The forward is the operation itself where inputs alone are saved, else `fusion_moe::run` with the program that gives more; the backward is
-`run` too. So a tracer sees calls that return new tensors, and what is saved is an input or the result of one of them. `run` is an operation
-like any other: its Fusion is the program that it is given.
+The forward is the operation itself if only inputs are saved; otherwise it is `fusion_moe::run` of a program with more outputs. The backward
+is a `run` too. So a tracer sees only calls that return new tensors, and every saved tensor is an input or a result of one of them. `run` is
+an operation like any other: its Fusion is the program that it is given.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _derivatives: WeakValueDictionary[str, Derivative] = WeakValueDictionary()  # by
 
 @dataclass(frozen=True)
 class Programs:
-    """The two programs of a derivative, and their texts. results: how many outputs of the forward are those of the Fusion."""
+    """The two programs of a derivative, and their texts. results: how many of the forward's outputs are the Fusion's own."""
 
     derivative: Derivative
     results: int
@@ -50,7 +50,7 @@ class Programs:
 
     @classmethod
     def of(cls, fusion: Fusion, wanted: Sequence[int], router_gradient: bool, names: Sequence[str] = ()) -> Programs:
-        """Those that give the gradients of some inputs. names: what errors call the inputs."""
+        """The programs that compute the gradients of the inputs `wanted`. names: what error messages call the inputs."""
         made = differentiate(fusion, wanted, router_gradient=router_gradient, names=names)
         found = cls(made, len(fusion.outputs), one_line(made.forward), one_line(made.backward))
         _derivatives[found.backward] = made
@@ -58,11 +58,11 @@ class Programs:
 
     @property
     def saves(self) -> bool:
-        """Whether the forward gives more than the Fusion."""
+        """Whether the forward returns more than the Fusion does."""
         return len(self.derivative.forward.outputs) > self.results
 
     def seeds(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """What the backward takes last, from the gradients of the outputs."""
+        """The last inputs of the backward, made from the gradients of the outputs."""
         types = [v.type for v in self.derivative.backward.inputs[len(self.derivative.reads) :]]
         return [flat(grads[i], len(type.shape) - 1) for i, type in zip(self.derivative.seeds, types, strict=True)]
 
@@ -83,22 +83,22 @@ def programs_of(program: str, wanted: tuple[int, ...]) -> Programs:
 
 
 def run(text: str, program: Fusion, inputs: Sequence[Input], sizes: Mapping[str, Any], with_: str | None) -> list[Tensor]:
-    """`fusion_moe::run` of a program, whose text this is, on inputs of one or more tensors."""
+    """`fusion_moe::run` of `program`, whose text is `text`. Each input is one tensor or several."""
     tensors, parts = in_parts(inputs)
     return torch.ops.fusion_moe.run(text, tensors, [sizes[s] for s in program.symbols], with_, parts)
 
 
 def derivative_of(backward: str) -> Derivative | None:
-    """The derivative whose backward is this program, if a call in this process needs it."""
+    """The derivative that has this program as its backward, if a call in this process needs it."""
     return _derivatives.get(backward)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One call under grad, without its tensors. parts: of its inputs; wanted: which of those get a gradient; sizes: of both programs.
+    """One call with gradients, without its tensors. parts: how many tensors make up each input; wanted: the inputs that get a gradient.
 
-    programs: or the error for whoever waits for a gradient. given: the options that the call names; options: those in force else, for
-    the backward, which may run in a thread of autograd's.
+    programs: or the error that is raised when a gradient is computed. sizes: the sizes of both programs. given: the options that the call
+    names; options: the call's options, or those in force then, for the backward, which may run in one of autograd's threads.
     """
 
     programs: Programs | Error
@@ -110,7 +110,7 @@ class _Step:
 
     @classmethod
     def of_call(cls, call: Call) -> _Step:
-        """The step of a call of an operation. Traced, its sizes are the tracer's."""
+        """The step of a call of an operation. While tracing, its sizes are the tracer's."""
         tensors = list(call.tensors.values())
         wants = wanted(tensors)
         tracing = any(type(t) is not Tensor and not isinstance(t, torch.nn.Parameter) for t in tensors)
@@ -140,7 +140,7 @@ class _Step:
         return cls(programs, parts, wants, named_sizes(parse(program), sizes), with_ or options.current().key(), with_)
 
     def forward(self, operation: Callable[[], Any], restore: _Restore, tensors: Sequence[Tensor]) -> tuple[Any, list[Input]]:
-        """What the call returns, and what its backward reads. restore: from the output of a program to that of the operation."""
+        """What the call returns, and what its backward reads. restore: turns the output of a program into the operation's."""
         if isinstance(self.programs, Error):
             return operation(), []
         derivative, count, inputs = self.programs.derivative, self.programs.results, grouped(tensors, self.parts)
@@ -151,7 +151,7 @@ class _Step:
         return restore(outputs[0]) if count == 1 else tuple(outputs[:count]), derivative.read(inputs, outputs)
 
     def backward(self, saved: Sequence[Input], grads: Sequence[Tensor]) -> dict[int, Tensor]:
-        """The gradients of the inputs that want one, by their places."""
+        """The gradients of the inputs that want one, by position."""
         if isinstance(self.programs, Error):
             raise self.programs
         inputs = [*saved, *self.programs.seeds(grads)]
@@ -160,7 +160,7 @@ class _Step:
 
 
 def _second_derivative(error: UnsupportedError) -> UnsupportedError:
-    """The error about an operation without a derivative in a program that is a backward itself."""
+    """The error for an operation without a derivative in a program that is itself a backward."""
     return UnsupportedError(
         f"a second derivative, but {error.found}", expected="first derivatives, or a backward whose operations have derivatives",
         todo="leave out create_graph=True, or detach the gradient", where="run of a backward",
@@ -168,12 +168,12 @@ def _second_derivative(error: UnsupportedError) -> UnsupportedError:
 
 
 def wanted(inputs: Sequence[Input]) -> tuple[int, ...]:
-    """The inputs of which a part requires a gradient."""
+    """The positions of the inputs of which at least one part requires a gradient."""
     return tuple(i for i, t in enumerate(inputs) if any(p.requires_grad for p in (t if isinstance(t, tuple) else (t,))))
 
 
 def split(found: Mapping[int, Any], parts: Parts | None, count: int) -> list[Any]:
-    """Gradients of inputs, by their places, as gradients of the tensors that these are made of: a part's is a slice."""
+    """Gradients of inputs, by position, as gradients of the tensors that make up the inputs: a part's gradient is a slice."""
     if parts is None:
         return [found.get(i) for i in range(count)]
     each = ([found.get(i)] if n == 0 else found[i].unbind() if i in found else [None] * n for i, n in enumerate(parts))
@@ -181,7 +181,7 @@ def split(found: Mapping[int, Any], parts: Parts | None, count: int) -> list[Any
 
 
 class _Differentiated(torch.autograd.Function):
-    """(step, operation, restore, the tensors of the call...) -> the results. Only the step and what is saved live until the backward."""
+    """(step, operation, restore, the call's tensors...) -> the results. Only the step and the saved tensors live until the backward."""
 
     @staticmethod
     def forward(ctx: Any, step: _Step, operation: Callable[[], Any], restore: _Restore, *tensors: Tensor) -> Any:
@@ -200,7 +200,7 @@ class _Differentiated(torch.autograd.Function):
 
 
 def _below(name: str, keyset: Any) -> Callable[..., Any]:
-    """An operation below autograd: its body where nothing but a backend is left, since dispatching arguments once more takes long."""
+    """An operation below autograd: its body if only a backend is left to dispatch to, since dispatching the arguments again is slow."""
     keys = keyset & _after_autograd_keyset
     if keys.raw_repr() in _BACKENDS:
         return BODIES[name]
@@ -208,7 +208,7 @@ def _below(name: str, keyset: Any) -> Callable[..., Any]:
 
 
 def _refuse_tangents(name: str, *args: Any) -> None:
-    """UnsupportedError for a call of forward-mode differentiation, whose tangents would be lost."""
+    """UnsupportedError for a call under forward-mode differentiation, whose tangents would be lost."""
     if forward_ad._current_level < 0:
         return
     tensors = (t for t in tree_leaves(args) if isinstance(t, Tensor))
@@ -217,7 +217,7 @@ def _refuse_tangents(name: str, *args: Any) -> None:
 
 
 def _called(spec: Spec, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    """An operation as autograd calls it."""
+    """An operation as called through autograd."""
     _refuse_tangents(spec.name, args, kwargs)
     operation = _below(spec.name, keyset)
     if torch.is_grad_enabled() and _any_requires_grad(*args):
@@ -228,7 +228,7 @@ def _called(spec: Spec, keyset: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _called_run(name: str, keyset: Any, program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], *rest: Any) -> list[Tensor]:
-    """`run` as autograd calls it. rest: options and parts, where they are given."""
+    """`run` as called through autograd. rest: options and parts, if they are given."""
     _refuse_tangents(name, inputs)
     operation = _below(name, keyset)
     if torch.is_grad_enabled() and _any_requires_grad(inputs):
@@ -251,7 +251,7 @@ def _no_derivative(name: str, why: str) -> Callable[..., Any]:
 
 
 def _never_tracked(name: str, keyset: Any, *args: Any, **kwargs: Any) -> None:
-    """An operation that writes into its arguments, as autograd calls it."""
+    """An operation that writes into its arguments, as called through autograd."""
     _refuse_tangents(name, args, kwargs)
     if torch.is_grad_enabled() and _any_requires_grad(*args):
         raise UnsupportedError("tensors that require a gradient", todo="call it under torch.no_grad()", where=name)

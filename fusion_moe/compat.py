@@ -1,21 +1,21 @@
-"""Names that other people's code calls, given to our operations on request and never on import.
+"""Registers our operations under names that other projects' code calls: on request, never on import.
 
 lightning-thunder's inference benchmarks call `torch.ops.nvf_cutlass.f16a_nvfp4weight_scaled_grouped_mm` and register it themselves. torch
-keeps one registration of a name: `torch.library.custom_op` replaces another of its kind without a word, whichever comes second, and
-raises where the name was made by `torch.library.Library.define`. So whoever registers decides, and has to be able to see who answers:
+keeps one registration for each name: `torch.library.custom_op` silently replaces an earlier `custom_op` of the same name, and raises if the
+name was defined with `torch.library.Library.define`. So registering is up to the caller, who can check whose operation the name calls:
 
     registration = fusion_moe.compat.register_nvf_cutlass()
     registration.replaced         # the schema of what had the name before, or None
     registration.overwritten()    # what has happened to the name since then, or None
 
-The activations stay in 16 bits, as the operation's name says. nvFuser's 4-bit product, cutlass_nvfp4_grouped_mm, wants both operands in
-4 bits: other numbers (docs/formats.md says which), on compute capability 10.0 only. Who wants them says so:
+The activations stay in 16 bits, as the operation's name says. nvFuser's 4-bit product, cutlass_nvfp4_grouped_mm, needs both operands in
+4 bits: its results differ (docs/formats.md says how), and it needs compute capability 10.0. To get it, ask for it:
 
     fusion_moe.compat.register_nvf_cutlass(activation_format="nvfp4")
 
-The arguments are those of thunder after 0.2.6, and are what `fusion_moe::f16a_nvfp4weight_scaled_grouped_mm` says they are: not all that
-thunder passes is. Its Llama4MoE leaves out the last group, and its quantization gives global scales that are neither decode nor
-encode scales; `fusion_moe.quantize_` converts those modules as a whole.
+The arguments are those of thunder versions after 0.2.6, with the meaning that `fusion_moe::f16a_nvfp4weight_scaled_grouped_mm` documents.
+Not everything that thunder passes has it: its Llama4MoE leaves out the last group, and its quantization gives global scales that are
+neither decode nor encode scales; `fusion_moe.quantize_` converts those modules as a whole.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ _SCHEMA = """(
 
 @dataclass(frozen=True)
 class Registration:
-    """Our registration of NAME. activation_format: of its products. replaced: the schema that the name had before, if it had one.
+    """Our registration of NAME. activation_format: the format in which products take activations. replaced: the schema that the name had
+    before, or None.
 
-    kernels: as the dispatcher has them.
+    kernels: the dispatcher's description of the registered kernels.
     """
 
     operation: custom_ops.CustomOpDef
@@ -66,12 +67,12 @@ _registration: Registration | None = None
 
 
 def register_nvf_cutlass(activation_format: str = "bf16") -> Registration:
-    """Makes NAME our operation, in place of another `torch.library.custom_op` of that name; called again, nothing if it still is.
+    """Registers our operation as NAME, replacing another `torch.library.custom_op` of that name. Does nothing if NAME is ours already.
 
-    activation_format: "bf16", activations as they come in, or quantized too, "nvfp4" (compute capability 10.0 only) or "int8" (CPUs);
-    another one than before registers again. It has a fake, no derivative, and our translator, which refuses calls once somebody else has
-    taken the name. OptionError for another format; UnsupportedError if the name was made by `torch.library.Library.define`, which cannot be
-    replaced.
+    activation_format: "bf16", activations as they come in; or quantized too: "nvfp4" (compute capability 10.0 only) or "int8" (CPUs only).
+    A format other than before registers again. The operation has a fake, no derivative, and our translator, which refuses calls once
+    somebody else has taken the name. OptionError for another format; UnsupportedError if the name was defined with
+    `torch.library.Library.define`, which cannot be replaced.
     """
     global _registration
     need_one_of("activation_format", activation_format, ACTIVATION_FORMATS, where="register_nvf_cutlass")
@@ -108,7 +109,7 @@ def _body_of(activation_format: str) -> Callable[..., Tensor]:
 
 
 def _translator_of(activation_format: str) -> Callable[..., Any]:
-    """A closure, so that what is compiled for one format is not taken from a cache for the other."""
+    """A new closure for each format, so that a program compiled for one format is not taken from a cache for another."""
 
     def translated(
         fd: FusionDefinition, activation: Value, fp4_weight: Value, weight_scaling_factor: Value, weight_global_scale: Value,
@@ -127,7 +128,7 @@ def _translator_of(activation_format: str) -> Callable[..., Any]:
 
 
 def _register_translator(activation_format: str) -> None:
-    """Ours for NAME, in place of the one it had from here; TranslatorError if it has somebody else's."""
+    """Registers our translator for NAME in place of an earlier one from here; TranslatorError if NAME has somebody else's translator."""
     found = translate.find(NAME)
     if found is not None and found.function.__module__ == __name__:
         translate.unregister(NAME)
@@ -135,18 +136,18 @@ def _register_translator(activation_format: str) -> None:
 
 
 def _schema() -> str | None:
-    """The schema that the name has; None if it has none."""
+    """The schema of NAME; None if it has none."""
     namespace, name = NAME.split("::")
     packet = getattr(getattr(torch.ops, namespace), name, None)
     return None if packet is None else str(packet.default._schema)
 
 
 def _kernels() -> frozenset[str]:
-    """The lines in which the dispatcher tells who registered the name and each of its kernels."""
+    """The dispatcher's lines about who registered NAME and each of its kernels."""
     return frozenset(torch._C._dispatch_dump(NAME).splitlines())
 
 
 def _where() -> str:
-    """Where the function stands that the name was last given to."""
+    """The source location of the function that was last registered as NAME."""
     code = getattr(getattr(custom_ops.OPDEFS.get(NAME), "_init_fn", None), "__code__", None)
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else "an unknown place"

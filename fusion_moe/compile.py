@@ -28,14 +28,14 @@ from .warn import warn_once
 
 @dataclass(frozen=True)
 class Lowered:
-    """A Fusion on its way to a target, before kernels are emitted. stages: it after each pass, by name; segments: with their plans."""
+    """A Fusion lowered for a target, before kernels are emitted. stages: the Fusion after each pass, by name; segments: with plans."""
 
     stages: tuple[tuple[str, Fusion], ...]
     segments: tuple[Segment, ...]
 
 
 def lower(fusion: Fusion, to: Target, with_: Options) -> Lowered:
-    """Passes, segments, plans: all that can be said without the target's machine."""
+    """Passes, segments, plans: all stages that do not need the target's machine."""
     _check_formats(fusion, to)
     stages = [("translated", fusion)]
     for run in PASSES:
@@ -60,7 +60,7 @@ def compile_fusion(fusion: Fusion, to: Target, with_: Options) -> Program:
 
 
 def check(fusion: Fusion, to: Target, with_: Options) -> None:
-    """Raises what compiling a Fusion would raise, up to its kernels' source. Kernels of nvFuser's only where it is installed."""
+    """Raises what compiling a Fusion would, up to its kernels' source; for nvFuser's kernels, only if nvFuser is installed."""
     lowered = lower(fusion, to, with_)
     if not library.why_missing() or not any(s.kind == NVFUSER for s in lowered.segments):
         with options.using(with_):
@@ -93,7 +93,7 @@ def _warn_of_products_in_torch(program: Program) -> None:
 def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Compiles a Fusion for the device of its inputs and runs it: `fusion_moe.run(fd.fusion(), [x, y])`.
 
-    FusionError for what is no Fusion, has no outputs, or gets a tensor in place of a list.
+    FusionError if `fusion` is not a Fusion or has no outputs, or if `tensors` is a tensor instead of a list.
     """
     if not isinstance(fusion, Fusion):
         raise FusionError(f"a {type(fusion).__name__}", expected="a Fusion, as fd.fusion() returns it", where="run")
@@ -109,5 +109,5 @@ def _check_formats(fusion: Fusion, to: Target) -> None:
     for op in fusion.ops:
         if operands := op.attrs.get("operands", ""):
             target.check_formats(to, operands, op.kind.name)
-        if op.kind.role == "grouped" and op.values[0].type.quantized and not is_eight_bits(op.values[0].type):  # those are emulated
+        if op.kind.role == "grouped" and op.values[0].type.quantized and not is_eight_bits(op.values[0].type):  # 8 bits: emulated
             target.check_formats(to, op.values[0].type.dtype, op.kind.name)

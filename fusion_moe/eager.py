@@ -1,7 +1,7 @@
-"""The bodies of the operations: a call builds the Fusion it stands for, and runs its program.
+"""The bodies of the operations: a call builds the Fusion that it stands for and runs its program.
 
-Programs are shared between calls of one kind. What a call needs is found, and its arguments are checked, at the first call of its form: the
-shapes, dtypes and devices of tensors, the other arguments, the options in force. Calls of a known form only launch.
+Calls of one kind share a program. The first call of a form (the shapes, dtypes and devices of its tensors, its other arguments, the
+options in force) checks the arguments and finds what it needs. Later calls of that form only launch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .runtime import native
 from .runtime.program import Program
 from .runtime.remembered import Remembered
 
-_REMEMBERED = 1024  # forms of calls
+_REMEMBERED = 1024  # how many forms of calls are kept
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What calls of one form run. changed: the shapes of tensors that the program takes otherwise than they come, by their places.
+    """What calls of one form run. changed: by position, the shapes of tensors that the program takes in another shape than the caller's.
 
-    lead: the leading dimensions of the output, where they are not those of the program's.
+    lead: the leading dimensions of the operation's output, if they differ from the program's.
     """
 
     program: Program
@@ -44,7 +44,7 @@ class _Found:
     def of(
         cls, program: Program, given: Sequence[Tensor], taken: Sequence[Tensor], sizes: Mapping[str, int], lead: Sequence[int] | None = None
     ) -> _Found:  # fmt: skip
-        """What it is for tensors that are given in one form and taken in another. Raises if they do not fit the program."""
+        """For tensors that the caller gives as `given` and the program takes as `taken`. Raises if they do not fit the program."""
         changed = {i: t.shape for i, t in enumerate(taken) if t is not given[i]}
         return cls(program, program.sizes(taken, sizes), changed, lead)
 
@@ -60,7 +60,7 @@ class _Found:
 
 
 def _form(tensors: Sequence[Tensor]) -> Hashable:
-    """What programs and checks read of tensors, beside elements."""
+    """Everything about tensors that programs and checks depend on, except their elements."""
     return tuple([(t.shape, t.dtype, t.device) for t in tensors])
 
 
@@ -70,7 +70,7 @@ def _program(name: str, types: Any, others: Any, device: torch.device, with_: Op
 
 
 class _Body:
-    """An operation, as it runs."""
+    """The body of an operation."""
 
     def __init__(self, spec: Spec):
         self._spec, self._found = spec, Remembered[Hashable, _Found](_REMEMBERED)
@@ -138,7 +138,7 @@ def _whole(tensors: Sequence[Tensor], parts: Parts | None) -> list[Tensor]:
 
 @lru_cache(maxsize=512)
 def _pure_text(program: str) -> str:
-    """The text of the program that computes the same and writes over no input."""
+    """The text of a program that computes the same but writes over no input."""
     return text(parse(program).pure)
 
 

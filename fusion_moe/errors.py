@@ -14,7 +14,7 @@ class Error(Exception):
     """Base of all errors of fusion_moe.
 
     found: what was seen, with names and numbers; expected: what would have been right; todo: what the user can do;
-    where: the operation, argument, module or source line it is about.
+    where: the operation, argument, module or source line that the error is about.
     """
 
     def __init__(self, found: str, *, expected: str = "", todo: str = "", where: str = ""):
@@ -23,7 +23,7 @@ class Error(Exception):
         super().__init__((f"{where}: " if where else "") + "; ".join(p for p in parts if p))
 
     def at(self, where: str) -> Error:
-        """The same error with a place in front, for callers that know more about it."""
+        """The same error with `where` put in front of its place, for callers that know more about it."""
         place = f"{where}: {self.where}" if self.where else where
         return type(self)(self.found, expected=self.expected, todo=self.todo, where=place)
 
@@ -33,15 +33,15 @@ class ShapeError(Error, ValueError):
 
 
 class DtypeError(Error, TypeError):
-    """A tensor of another dtype than the operation takes."""
+    """A tensor whose dtype the operation does not take."""
 
 
 class DeviceError(Error, ValueError):
-    """Tensors of one call that live on different devices."""
+    """Tensors of one call that are on different devices."""
 
 
 class GroupsError(Error, ValueError):
-    """Group ends or expert ids that decrease, are negative, or reach past the rows or groups there are."""
+    """Group ends that decrease, or group ends or expert ids that are negative or past the last row or group."""
 
 
 class NonFiniteError(Error, ValueError):
@@ -49,7 +49,7 @@ class NonFiniteError(Error, ValueError):
 
 
 class UnsupportedError(Error, NotImplementedError):
-    """Something that is right to ask for but that this target, model or version cannot do."""
+    """A valid request that this target, model or version cannot fulfil."""
 
 
 class OptionError(Error, ValueError):
@@ -57,34 +57,34 @@ class OptionError(Error, ValueError):
 
 
 class BuildError(Error, RuntimeError):
-    """A kernel that was not compiled or does not load. The message has the compiler's first errors and says where the source is."""
+    """A kernel that did not compile or does not load. The message has the compiler's first errors and says where the source is."""
 
 
 class FusionError(Error, ValueError):
-    """A Fusion that does not verify; the message shows the operation among its neighbours."""
+    """A Fusion that fails verification; the message shows the operation among its neighbours."""
 
 
 class ParseError(Error, ValueError):
-    """Text that is not a printed Fusion, or no table of kernels."""
+    """Text that is not a printed Fusion, or not a table of kernels."""
 
 
 class CheckpointError(Error, ValueError):
-    """A checkpoint that is incomplete, contradicts itself, or is stored in a way that is not read. The message has file and tensor."""
+    """A checkpoint that is incomplete, contradicts itself, or is stored in an unsupported way. The message names file and tensor."""
 
 
 class TranslatorError(Error, RuntimeError):
-    """A translator that failed, returned another type than its operation's fake, or is registered twice."""
+    """A translator that failed, returned a type other than that of its operation's fake, or is registered twice."""
 
 
 class Untranslatable(Error):
     """Raised by a translator to refuse a call: `raise Untranslatable("K = 24 is not a multiple of 16")`.
 
-    The call stays an ordinary call of the operation, and `explain` shows the sentence.
+    The call remains an ordinary call of the operation, and `explain` shows the sentence.
     """
 
 
 def need_one_of(name: str, value: object, known: Iterable[str], *, todo: str = "", where: str = "") -> None:
-    """OptionError unless an option has one of the values that it takes. todo: what to do if none of them is like it."""
+    """OptionError unless `value` is one of the known ones. todo: advice if none of them resembles it."""
     choices = tuple(known)
     if value not in choices:
         todo = did_you_mean(str(value), choices) or todo
@@ -92,6 +92,6 @@ def need_one_of(name: str, value: object, known: Iterable[str], *, todo: str = "
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What to do about a name that is not known: "did you mean 'y'?", or "" if none is like it."""
+    """Advice about an unknown name: "did you mean 'y'?", or "" if no known name resembles it."""
     near = difflib.get_close_matches(name, list(known), 1)
     return f"did you mean {near[0]!r}?" if near else ""

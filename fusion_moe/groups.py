@@ -13,7 +13,7 @@ Three spellings of the same partition, all int32 [G], converted here and nowhere
 [0, 4, 4, 12]
 >>> bound(11, 4, 4)                      # what to allocate before the sizes are known: 16 here, 20 for sizes [1, 1, 1, 8]
 20
->>> row_groups(ends, 12).tolist()        # row 11 lies past the last end: group 4, which there is not
+>>> row_groups(ends, 12).tolist()        # row 11 lies past the last end: group 4, which does not exist
 [0, 0, 0, 2, 2, 2, 2, 2, 2, 3, 3, 4]
 
 Nothing here waits for the device, except the checks, which say so. Rows at or past the last end belong to no group.
@@ -32,7 +32,7 @@ Size = TypeVar("Size", int, Tensor)
 
 
 def ends_from_sizes(sizes: Tensor) -> Tensor:
-    """sizes int [G] -> ends i32 [G]. An end that has no place in 32 bits becomes the nearest that has: it stays as wrong as it is."""
+    """sizes int [G] -> ends i32 [G]. Ends that do not fit 32 bits become the nearest i32, so that checks still find them wrong."""
     limits = torch.iinfo(torch.int32)
     return sizes.to(torch.int64).cumsum(0).clamp(limits.min, limits.max).to(torch.int32)
 
@@ -48,7 +48,7 @@ def sizes(ends: Tensor) -> Tensor:
 
 
 def starts(ends: Tensor) -> Tensor:
-    """ends i32 [G] -> starts i32 [G]: the first row of each run, the total left out."""
+    """ends i32 [G] -> starts i32 [G]: the first row of each run, without the total."""
     return torch.nn.functional.pad(ends, (1, 0))[:-1]
 
 
@@ -66,7 +66,8 @@ def ceil_to(n: Size, align: int) -> Size:
 def bound(total: int, count: int, align: int) -> int:
     """Rows to allocate: the most that a partition of `total` rows into `count` groups takes once each is padded to a multiple of `align`.
 
-    Reached by runs of one row and one run with the rest. total and count may be int or SymInt; nothing is read from the device.
+    The maximum is reached by runs of one row each and one run with all others. total and count may be int or SymInt; nothing is read from
+    the device.
     """
     ones: int = torch.sym_min(total, count)
     rest: int = torch.sym_max(0, total - count)
@@ -79,14 +80,15 @@ def row_groups(ends: Tensor, rows: int) -> Tensor:
 
 
 def block_count(rows: Size, count: Size, block: int) -> Size:
-    """Blocks of `block` rows to allocate where each of `count` runs begins with a block of its own. Sizes of any kind."""
+    """How many blocks of `block` rows to allocate if each of `count` runs begins with a new block. Sizes of any kind."""
     return (rows + (block - 1)) // block + count
 
 
 def block_slots(ends: Tensor, rows: int, block: int) -> Tensor:
-    """ends i32 [G] -> i64 [rows]: where each row lies once each run begins at a multiple of `block`, its block being slot // block.
+    """ends i32 [G] -> i64 [rows]: where each row lies once each run begins at a multiple of `block`; its block is slot // block.
 
-    Run g begins with block starts[g] // block + g, past the last one of the run before. Rows past the last end get the slot after all.
+    Run g begins at block starts[g] // block + g, after the last block of the previous run. Rows past the last end get the slot after all
+    blocks.
 
     >>> block_slots(torch.tensor([3, 3, 8], dtype=torch.int32), 9, 4).tolist()     # runs of 3, 0 and 5 rows: blocks 0, none, 2 and 3
     [0, 1, 2, 8, 9, 10, 11, 12, 24]
@@ -102,13 +104,13 @@ def block_slots(ends: Tensor, rows: int, block: int) -> Tensor:
 def clamp_ends(ends: Tensor, rows: int) -> Tensor:
     """ends i32 [G] -> i32 [G] that never decrease and lie in 0..rows: good ends unchanged, bad ones safe to read memory with.
 
-    What CUDA does to ends it has not looked at, without waiting; `check_ends` says what was wrong.
+    CUDA kernels do this with ends that were not checked, without waiting; `check_ends` says what was wrong.
     """
     return ends.clamp(0, rows).cummax(0).values
 
 
 def check_ends(ends: Tensor, rows: int, name: str = "offs") -> None:
-    """Raises unless ends [G] are cumulative ends of runs among `rows` rows. Reads them: waits for the device.
+    """Raises unless ends [G] are cumulative ends of runs among `rows` rows. Reads them, so it waits for the device.
 
     DtypeError unless int32; ShapeError unless one-dimensional; GroupsError with the first group whose end is negative, below the
     one before it, or past the rows. The last end may lie before `rows`: the rows after it belong to no group.
@@ -130,10 +132,10 @@ def check_ends(ends: Tensor, rows: int, name: str = "offs") -> None:
 
 
 def check_problem(starts: Tensor, problem_sizes: Tensor, padded_starts: Tensor, rows: int, n: int, k: int, align: int) -> None:
-    """Raises unless the three spell one partition of `rows` rows, for products with n out- and k in-features. Waits for the device.
+    """Raises unless the three describe one partition of `rows` rows, for products with n out- and k in-features. Waits for the device.
 
-    starts i32 [G] and padded_starts i32 [G] as at the head of this file, problem_sizes i32 [G, 3]: (m, n, k) of each group. They are named
-    as nvFuser names them. GroupsError with the first group that does not fit.
+    starts i32 [G] and padded_starts i32 [G] as defined at the head of this file; problem_sizes i32 [G, 3]: (m, n, k) of each group.
+    Messages use nvFuser's names for them. GroupsError with the first group that does not fit.
     """
     end = padded = 0
     for group, (start, (m, *of), stored) in enumerate(zip(starts.tolist(), problem_sizes.tolist(), padded_starts.tolist(), strict=True)):
@@ -152,7 +154,7 @@ def check_problem(starts: Tensor, problem_sizes: Tensor, padded_starts: Tensor, 
 
 
 def check_permutation(slots: Tensor, rows: int, name: str = "slot_of") -> None:
-    """Raises unless integer slots [...] name each of `rows` rows once. Reads them: waits for the device.
+    """Raises unless integer slots [...] name each of `rows` rows exactly once. Reads them, so it waits for the device.
 
     GroupsError with the first fault.
     """
@@ -166,7 +168,7 @@ def check_permutation(slots: Tensor, rows: int, name: str = "slot_of") -> None:
 
 
 def check_slots(slots: Tensor, rows: int, name: str = "slot_of") -> None:
-    """GroupsError unless integer slots [...] lie in 0..rows-1, with the first that does not. Reads them: waits for the device."""
+    """GroupsError unless integer slots [...] lie in 0..rows-1, with the first that does not. Reads them, so it waits for the device."""
     outside = (slots < 0) | (slots >= rows)
     if outside.any():
         raise GroupsError(
@@ -177,9 +179,9 @@ def check_slots(slots: Tensor, rows: int, name: str = "slot_of") -> None:
 
 
 def check_ids(ids: Tensor, groups: int, name: str = "ids") -> None:
-    """Raises unless integer ids [...] lie in 0..groups-1. Reads them: waits for the device.
+    """Raises unless integer ids [...] lie in 0..groups-1. Reads them, so it waits for the device.
 
-    DtypeError unless an integer type; GroupsError with the first position (in row-major order) of an id that names no group.
+    DtypeError unless an integer type; GroupsError with the first position (in row-major order) whose id names no group.
     """
     if ids.dtype not in (torch.int32, torch.int64):
         raise DtypeError(f"{name} is {ids.dtype}", expected="torch.int32 or torch.int64", todo=f"{name}.to(torch.int64)")

@@ -1,7 +1,7 @@
-"""The operations in `torch.ops.fusion_moe`: their schemas, and from each one's Fusion its fake and its flops.
+"""The operations in `torch.ops.fusion_moe`: their schemas, and a fake and a flop formula for each, derived from its Fusion.
 
 What an operation computes is defined once, by its translator (translators/fusion_moe_translators/moe.py): a call is the Fusion that
-the translator builds. The fake allocates what the types of that Fusion say, the body (eager.py) runs it, its derivative (autograd.py)
+the translator builds. The fake allocates outputs of the types in that Fusion, the body (eager.py) runs it, and its derivative (autograd.py)
 runs through `fusion_moe::run`. Letters: M rows, K in-features, N out-features, G groups, T tokens, k slots a token.
 """
 
@@ -29,10 +29,10 @@ from .translate import Sizes, tensor_type
 class Spec:
     """One public operation.
 
-    rows: arguments whose leading dimensions are rows, and how many trailing dimensions stay (a [..., K]: 1). Their size may change
-    from call to call without a new program; those of `equal` have equally many. flatten: the argument whose leading dimensions
-    the output takes over. k_major: arguments [G, K, N] whose elements must be stored with K running fastest. autocast: the floats that
-    torch.autocast casts; weights: those that it casts if `weight_format` says that they are floats.
+    rows: arguments whose leading dimensions are rows, and how many trailing dimensions are not (a [..., K]: 1). The number of rows may
+    change from call to call without a new program; arguments named in `equal` must have equally many. flatten: the argument whose leading
+    dimensions the output gets. k_major: arguments [G, K, N] whose elements must be stored with K contiguous. autocast: the float arguments
+    that torch.autocast casts; weights: those that it casts only if `weight_format` names a float format.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Spec:
     weights: tuple[str, ...] = ()
 
     def fixes(self, name: str, i: int, rank: int) -> bool:
-        """Whether size i of an argument is a constant of the program: all but rows; the last one alone where nothing is rows."""
+        """Whether size i of an argument is a constant of the program: all sizes but rows; only the last one if no argument has rows."""
         return (i > 0 or name not in self.rows) if self.rows else i == rank - 1
 
 
@@ -126,7 +126,7 @@ Types = tuple[tuple[str, TensorType], ...]
 class Call:
     """One call of an operation: its tensors with rows flattened, its other arguments by name, the leading shape of the output.
 
-    Tensors of a list come one by one: those of `weight` as weight[0], weight[1], ...
+    The tensors of a list have a name each: those of `weight` are weight[0], weight[1], ...
     """
 
     spec: Spec
@@ -136,7 +136,7 @@ class Call:
 
     @property
     def forms(self) -> Forms:
-        """What the types of its tensors are made of."""
+        """Name, shape and dtype of each tensor, from which its type is made."""
         return tuple([(name, t.shape, t.dtype) for name, t in self.tensors.items()])
 
     def types(self, sizes: Callable[[str, int, Any], Any]) -> Types:
@@ -149,7 +149,7 @@ class Call:
 
 
 def restored(output: Tensor, lead: Sequence[int] | None) -> Tensor:
-    """The output of a program with the leading dimensions that an operation's has; None: it has them."""
+    """The output of a program, reshaped to the operation's leading dimensions; None: it has them already."""
     return output if lead is None else output.reshape(*lead, *output.shape[1:])
 
 
@@ -170,7 +170,7 @@ def _type(name: str, arg: str, dtype: torch.dtype, shape: Sequence[Any]) -> Tens
 
 
 def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """The arguments of a call by name, defaults filled in. DeviceError unless the tensors live on one device."""
+    """The arguments of a call by name, defaults filled in. DeviceError unless all tensors are on one device."""
     bound = named_arguments(spec.name, args, kwargs)
     tensors = dict(each_tensor(bound))
     if len({t.device for t in tensors.values()}) != 1:
@@ -185,7 +185,7 @@ def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
 
 
 def each_tensor(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of arguments by name, those of a list as name[0], name[1], ..."""
+    """The tensors among the arguments, by name; those of a list are name[0], name[1], ..."""
     for name, v in arguments.items():
         if isinstance(v, Tensor):
             yield name, v
@@ -198,7 +198,7 @@ def _is_list_of_tensors(v: Any) -> bool:
 
 
 def _plain(name: str, v: Any, where: str) -> Any:
-    """An argument that is no tensor, as programs are remembered by it."""
+    """An argument that is not a tensor, in the form in which it is part of a program's key."""
     if not isinstance(v, torch.dtype):
         return tuple(v) if isinstance(v, list) else v
     try:
@@ -208,7 +208,7 @@ def _plain(name: str, v: Any, where: str) -> Any:
 
 
 def _no_one_device(spec: Spec, tensors: Mapping[str, Tensor]) -> Error:
-    """The error about tensors on several devices, or about none at all."""
+    """The error for tensors on several devices, or for no tensors at all."""
     places: dict[str, list[str]] = {}
     for name, t in tensors.items():
         names = places.setdefault(str(t.device), [])
@@ -220,7 +220,7 @@ def _no_one_device(spec: Spec, tensors: Mapping[str, Tensor]) -> Error:
 
 
 def _lead(spec: Spec, t: Tensor) -> Sequence[int]:
-    """The leading dimensions of the argument whose leading dimensions the output takes over."""
+    """The leading dimensions of the argument that gives the output its leading dimensions."""
     if t.dim() == 0:
         raise ShapeError(f"{spec.flatten} has no dimensions", expected="[..., K], a row of features or more", where=spec.name)
     return t.shape[:-1]
@@ -239,12 +239,12 @@ def _need_k_major(name: str, t: Tensor, where: str) -> None:
 
 
 def as_bytes(t: Tensor) -> Tensor:
-    """fp4 tensors as the bytes they are stored in, which is how programs take them; any other tensor itself."""
+    """fp4 tensors as the bytes that they are stored in, which is what programs take; any other tensor unchanged."""
     return t.view(torch.uint8) if t.dtype == torch.float4_e2m1fn_x2 else t
 
 
 def flat(t: Tensor, keep: int) -> Tensor:
-    """t with its last `keep` dimensions as they are, and one for all before them."""
+    """t with its last `keep` dimensions unchanged and all earlier ones flattened into one."""
     return t if t.dim() == keep + 1 else t.reshape(-1, *t.shape[t.dim() - keep :])
 
 
@@ -261,7 +261,7 @@ def _signature(name: str) -> tuple[tuple[str, Any], ...]:
 
 @lru_cache(maxsize=1024)
 def fusion_of(name: str, types: Types, others: tuple[tuple[str, Any], ...]) -> Fusion:
-    """The Fusion that a call of an operation stands for: what its translator builds on inputs of these types."""
+    """The Fusion that a call of an operation stands for: what its translator builds from inputs of these types."""
     fd = FusionDefinition()
     tensors = {n: fd.define_like(t) for n, t in types}
     arguments = {**dict(others), **tensors}
@@ -278,21 +278,21 @@ def fusion_of(name: str, types: Types, others: tuple[tuple[str, Any], ...]) -> F
 
 
 def _need_given(name: str, arguments: Mapping[str, Any]) -> None:
-    """DtypeError for None in the place of a tensor, which torch lets pass."""
+    """DtypeError for None in place of a required tensor, which torch lets pass."""
     for a in getattr(torch.ops.fusion_moe, name).default._schema.arguments:
         if str(a.type) == "Tensor" and arguments[a.name] is None:
             raise DtypeError(f"{a.name} is None", expected="a tensor", where=name)
 
 
 def _argument(name: str, arguments: Mapping[str, Any]) -> Any:
-    """An argument by name; a list of tensors from those that are called name[0], name[1], ..."""
+    """An argument by name; for a list of tensors, those named name[0], name[1], ..."""
     if name in arguments:
         return arguments[name]
     return tuple(v for n, v in arguments.items() if n.partition("[")[0] == name)
 
 
 def eager_types(call: Call) -> Types:
-    """The types of a call on real tensors: rows are symbols, one for each number that occurs, so that programs are shared."""
+    """The types of a call on real tensors. Row counts become symbols, one for each distinct number, so that programs are shared."""
     return _eager_types(call.spec.name, call.forms)
 
 
@@ -308,7 +308,7 @@ def _eager_types(name: str, forms: Forms) -> Types:
 
 
 def _need_equal_rows(spec: Spec, shapes: Mapping[str, Sequence[Any]]) -> None:
-    """ShapeError unless those arguments have equally many rows that must."""
+    """ShapeError unless the arguments in `spec.equal` have equally many rows."""
     (first, rows), *others = [(name, shapes[name][0]) for name in spec.equal if name in shapes] or [("", 0)]
     for name, n in others:
         if n != rows:
@@ -317,13 +317,13 @@ def _need_equal_rows(spec: Spec, shapes: Mapping[str, Sequence[Any]]) -> None:
 
 
 def traced_types(call: Call) -> tuple[Types, Sizes]:
-    """The types of a call on fake tensors: rows as the tracer knows them; other sizes become constants, and the tracer guards them."""
+    """The types of a call on fake tensors. Rows are the tracer's symbols; other sizes become constants, which the tracer guards."""
     sizes = Sizes()
     for name, t in call.tensors.items():
         for i, n in enumerate(t.shape):
             if call.spec.fixes(name, i, t.dim()):
                 int(n)  # all guards first: a symbol that one of them fixes may be in the sizes of others
-    _need_equal_rows(call.spec, {name: t.shape for name, t in call.tensors.items()})  # the tracer makes one symbol of two
+    _need_equal_rows(call.spec, {name: t.shape for name, t in call.tensors.items()})  # this makes the tracer merge two symbols into one
     return call.types(lambda name, i, n: sizes.size(n)), sizes
 
 

@@ -1,15 +1,15 @@
-"""The operations as functions, typed and documented: each calls the one in `torch.ops.fusion_moe` that has its name, and does nothing else.
+"""The operations as typed and documented functions: each calls the operation of its name in `torch.ops.fusion_moe`, and does nothing else.
 
     y = fusion_moe.ops.fused_experts(x, ids, w, gate_up, down)
 
-is traced as `torch.ops.fusion_moe.fused_experts`. What an operation computes is said once, by its translator
+is traced as `torch.ops.fusion_moe.fused_experts`. What an operation computes is defined once, by its translator
 (translators/fusion_moe_translators/moe.py); schemas are in op_definitions.py, and a test compares them with these signatures.
 
 Letters: T tokens, k experts a token, M rows, E experts or G groups, H hidden and I intermediate features, K in-features, N out-features.
 
-All raise ShapeError, DtypeError, DeviceError or OptionError for arguments that do not fit, before memory is touched. Ends of groups and ids
-are read where they are: on the CPU bad ones raise GroupsError, on CUDA they are made safe, and raised by the next call or by
-`fusion_moe.synchronize()`.
+All raise ShapeError, DtypeError, DeviceError or OptionError for arguments that do not fit, before they touch memory. Group ends and expert
+ids are read on the device of the rows: on the CPU invalid ones raise GroupsError. On CUDA they are first made safe; the error is raised by
+a later call or by `fusion_moe.synchronize()`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = [
 
 
 def nvfp4_quantize(x: Tensor, decode_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Matrices to NVFP4, along their last dimension -> (codes, block_scale, decode_scale).
+    """Quantizes matrices to NVFP4 along their last dimension -> (codes, block_scale, decode_scale).
 
-    x: float [..., N, K], K a multiple of 16. decode_scale: float32 [...], what multiplies each matrix, or [..., S], each of S equal runs of
-    its rows; None: amax / 2688 of each matrix.
+    x: float [..., N, K], K a multiple of 16. decode_scale: float32 [...], the factor of each matrix, or [..., S], one factor for each of S
+    equal runs of its rows; None: amax / 2688 of each matrix.
     codes: uint8 [..., N, K/2], two e2m1 codes a byte, the low nibble first; block_scale: float8_e4m3fn [..., N, K/16].
 
-    NonFiniteError for NaN or infinity, on the CPU (on CUDA looking would wait for the device). No derivative.
+    NonFiniteError for NaN or infinity, on the CPU only (on CUDA the check would wait for the device). No derivative.
     Source: the numbers of nvidia-modelopt, bit for bit.
     """
     return torch.ops.fusion_moe.nvfp4_quantize(x, decode_scale)
@@ -42,7 +42,7 @@ def nvfp4_grouped_mm(
     a: Tensor, b_codes: Tensor, b_block_scale: Tensor, b_decode_scale: Tensor, offs: Tensor, *, activation_format: str = "bf16",
     weight_layout: str = "linear", out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """`grouped_mm` of one weight in NVFP4, its parts as arguments -> [..., N].
+    """`grouped_mm` with a single NVFP4 weight whose parts are separate arguments -> [..., N].
 
     a: float [..., K], rows sorted by group. b_codes uint8 [G, N, K/2], b_block_scale float8_e4m3fn [G, N, K/16], b_decode_scale float32 [G]
     or [G, S], as `nvfp4_quantize` returns them. The other arguments are those of `grouped_mm`.
@@ -58,21 +58,22 @@ def grouped_mm(
     weight_format: str = "nvfp4", weight_layout: str = "linear", activation_format: str = "bf16", out_dtype: torch.dtype | None = None,
     transposed: bool = False, lora_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Row r of group g becomes weight[g] @ row, summed in float32 (float64 in float64) -> [..., N]; zeros for rows past the last group.
+    """For each row of group g: weight[g] @ row, summed in float32 (float64 in float64) -> [..., N]; zeros for rows past the last group.
 
     a: float [..., K], rows sorted by group. offs: int32 [G], where the rows of each group end.
-    weight: the parts of [G, N, K] in the encoding weight_format: "nvfp4", "mxfp4", "int4" (fusion_moe.encodings), or "bf16", "f16", "f32",
-    "f64", one tensor of numbers. transposed: that one is [G, K, N].
-    weight_layout: the order of its bytes, "linear", or "w16x64" as `fusion_moe.prepare_` makes it, or "sf128x4" for the block scales alone.
-    activation_format: "bf16", rows as they come in, or "nvfp4", quantized too (compute capability 10.0 only, else UnsupportedError), or
-    "int8", rows and weights of nvfp4 or mxfp4 rounded to integers in blocks of 256 columns (CPUs only, else UnsupportedError). With
-    weights of floats "mxfp8" or "mxfp8_wgrad_bf16": both operands rounded by that recipe, forward and backward (fusion_moe.recipe).
-    out_dtype: of the result; None: that of a.
-    lora_a: float [G, r, K], lora_b: float [G, N, r], or None: what is added to the weight, lora_scale * lora_b @ lora_a, without making it.
-    They are rounded to the dtype of a, and so are the r features between; both products are added in float32.
+    weight: the parts of [G, N, K] in the encoding weight_format: "nvfp4", "mxfp4", "int4" (fusion_moe.encodings); or, for "bf16", "f16",
+    "f32" and "f64", a single tensor of numbers. transposed: this single tensor is [G, K, N].
+    weight_layout: the order of the weight's bytes: "linear"; "w16x64", as `fusion_moe.prepare_` makes it; or "sf128x4", for block scales
+    only.
+    activation_format: "bf16", rows as they come in; "nvfp4", rows quantized too (compute capability 10.0 only, else UnsupportedError); or
+    "int8", rows and weights of nvfp4 or mxfp4 rounded to integers in blocks of 256 columns (CPUs only, else UnsupportedError). With float
+    weights "mxfp8" or "mxfp8_wgrad_bf16": both operands rounded by that recipe, forward and backward (fusion_moe.recipe).
+    out_dtype: the dtype of the result; None: that of a.
+    lora_a: float [G, r, K], lora_b: float [G, N, r], or None: lora_scale * lora_b @ lora_a is added to the weight, without computing that
+    matrix. Both are rounded to the dtype of a, and so are the r features between them; both products are added in float32.
 
-    Derivatives: with respect to a, lora_a, lora_b, and a weight of floats. Quantized weights are frozen.
-    Source: torch.nn.functional.grouped_mm, for weights that are quantized; LoRA (Hu et al., 2021).
+    Derivatives: with respect to a, lora_a, lora_b, and a float weight. Quantized weights are frozen.
+    Source: torch.nn.functional.grouped_mm, here for quantized weights; LoRA (Hu et al., 2021).
     """
     return torch.ops.fusion_moe.grouped_mm(
         a, weight, offs, lora_a, lora_b, weight_format=weight_format, weight_layout=weight_layout, activation_format=activation_format,
@@ -81,7 +82,7 @@ def grouped_mm(
 
 
 def grouped_swizzle_block_scale(block_scale: Tensor, offs: Tensor) -> Tensor:
-    """Block scales in the order that Blackwell's products read, each group padded to 128 rows -> [bound(M, G), ceil4(K/16)].
+    """Reorders block scales as Blackwell's products read them, each group padded to 128 rows -> [bound(M, G), ceil4(K/16)].
 
     block_scale: float8_e4m3fn [M, K/16], rows sorted by group. offs: int32 [G], where the rows of each group end. Padding is zero. No
     derivative.
@@ -96,8 +97,8 @@ def scaled_swiglu(
     """gate * sigmoid(alpha * gate) * (up + up_offset) * scale, in float32 and rounded once to the dtype of x -> [..., I].
 
     x: float [..., 2I], gate and up. scale: float [...], one for each row; None: 1.
-    interleave: 0, gate is the first half of the columns; n, blocks of n gate and n up columns take turns.
-    limit: gate is clamped to it from above, up to -limit .. limit; None: neither. alpha: 1 for SiLU.
+    interleave: 0: gate is the first half of the columns; n: blocks of n gate columns and n up columns alternate.
+    limit: gate is clamped to at most limit, up to -limit .. limit; None: no clamping. alpha: 1 for SiLU.
 
     Source: SwiGLU (Shazeer, 2020); limit = 7, alpha = 1.702 and up_offset = 1 are those of gpt-oss.
     """
@@ -108,10 +109,10 @@ def route(ids: Tensor, groups: int, *, first_expert: int | None = None) -> tuple
     """Sorts the slots of tokens by expert, stably -> (ends, row_of, slot_of).
 
     ids: int64 or int32 [T, k], the experts of each token, from 0 to groups - 1; groups: how many experts there are.
-    first_expert: the id of the first of the experts, of which others have more: slots of any other id are dropped, their rows come past the
-    last end, where products are zero. None: 0, and ids that name no expert are an error.
-    ends: int32 [groups], where the rows of each expert end, as `offs` of the products; row_of: int32 [T*k], the token of each sorted row:
-    x[row_of] are the rows; slot_of: int32 [T, k], the row of each slot. No derivative.
+    first_expert: the id of the first of these experts, if others exist elsewhere: slots of any other id are dropped, and their rows come
+    after the last end, where products are zero. None: ids start at 0, and ids that name no expert are an error.
+    ends: int32 [groups], where the rows of each expert end: `offs` of the products; row_of: int32 [T*k], the token of each sorted row, so
+    that x[row_of] are the rows; slot_of: int32 [T, k], the row of each slot. No derivative.
     """
     return torch.ops.fusion_moe.route(ids, groups, first_expert=first_expert)
 
@@ -121,23 +122,23 @@ def topk_router(
     routed_scaling_factor: float = 1.0, n_group: int = 1, topk_group: int = 1, best_of_group: int = 1,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The k experts of each token with the best scores -> (weights, ids), best first.
+    """Chooses for each token the k experts with the best scores -> (weights, ids), best first.
 
-    logits: float [T, E]. Scores are computed in float32 (float64 of float64). bias: float32 [E], added to scores to choose by, and to no
-    weight; None: 0.
+    logits: float [T, E]. Scores are computed in float32 (float64 for float64). bias: float32 [E], added to scores only to choose experts,
+    not in weights; None: 0.
     scoring: "softmax" over all experts, or "sigmoid". renormalize: weights are divided by their sum; those of softmax are then the softmax
     of the chosen logits. routed_scaling_factor: multiplies weights, at the end.
-    n_group: more than 1, experts are chosen among those of topk_group groups, of n_group with equally many experts that follow each other;
-    the best groups are those with the largest sum of their best_of_group (1 or 2) best scores.
-    out_dtype: what weights are rounded to, at last; None: float32 (float64 of float64).
+    n_group: if more than 1, the experts form n_group equal groups of consecutive experts, and only those of the best topk_group groups are
+    candidates; the best groups are those with the largest sum of their best_of_group (1 or 2) best scores.
+    out_dtype: the dtype to which weights are rounded at the end; None: float32 (float64 for float64).
     weights: [T, k]; ids: int64 [T, k], k different experts, which `route` and `fused_experts` take.
 
-    Of equal scores the first expert is chosen, which torch.topk leaves open. Where only the order of scores matters (no bias, no sum of
-    two), logits are compared, which have it too: scores that float32 makes equal are told apart. NaN counts as the largest number, as in
-    torch.topk; the weights of such a token are NaN where they depend on it. Logits of -inf mask experts: those are chosen last, weight 0.
+    Of equal scores the first expert is chosen, which torch.topk leaves open. If only the order of scores matters (no bias, no sum of two),
+    logits are compared instead, which have the same order: scores that are equal in float32 are still told apart. NaN counts as the largest
+    number, as in torch.topk; a token's weights that depend on it are NaN. Logits of -inf mask experts: those are chosen last, weight 0.
 
-    Derivative: of weights, with respect to logits. Ids, and bias, have none.
-    Source: softmax, renormalize: the routers of Qwen3-MoE, Mixtral and, softmax after the choice, gpt-oss; sigmoid with a bias,
+    Derivative: of weights, with respect to logits. Ids and bias have none.
+    Source: softmax, renormalize: the routers of Qwen3-MoE and Mixtral and, with the softmax after the choice, gpt-oss; sigmoid with a bias,
     n_group = 8, topk_group = 4, best_of_group = 2: DeepSeek-V3; softmax with groups: DeepSeek-V2.
     """
     return torch.ops.fusion_moe.topk_router(
@@ -147,7 +148,7 @@ def topk_router(
 
 
 def combine(y: Tensor, slot_of: Tensor, w: Tensor) -> Tensor:
-    """The rows of each token times the router's weights, added in the order of slots in float32 -> [T, N], in the dtype of y.
+    """Adds each token's rows times the router's weights, in the order of slots and in float32 -> [T, N], in the dtype of y.
 
     y: float [M, N], rows sorted by expert. slot_of: int [T, k], as `route` returns it. w: float [T, k].
     """
@@ -155,7 +156,7 @@ def combine(y: Tensor, slot_of: Tensor, w: Tensor) -> Tensor:
 
 
 def group_add(y: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
-    """The bias of each row's group added to it -> [M, N]; rows past the last group stay as they are.
+    """Adds to each row the bias of its group -> [M, N]; rows past the last group stay unchanged.
 
     y: float [M, N], rows sorted by group. bias: [G, N], of the dtype of y. offs: int32 [G], where the rows of each group end.
     """
@@ -168,7 +169,7 @@ def expert_mlp(
     interleave: int = 0, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0, scale_on: str = "output",
     activation_format: str = "bf16", weight_layout: str = "linear", first_expert: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """`fused_experts` of weights in NVFP4, their parts as arguments -> [..., H].
+    """`fused_experts` with NVFP4 weights whose parts are separate arguments -> [..., H].
 
     gate_up_codes uint8 [E, 2I, H/2], gate_up_block_scale float8_e4m3fn [E, 2I, H/16], gate_up_decode_scale float32 [E] or [E, 2];
     down_codes [E, H, I/2], down_block_scale [E, H, I/16], down_decode_scale [E]. The other arguments are those of `fused_experts`.
@@ -187,23 +188,23 @@ def fused_experts(
     alpha: float = 1.0, up_offset: float = 0.0, scale_on: str = "output", activation_format: str = "bf16", weight_layout: str = "linear",
     first_expert: int | None = None, weight_format: str = "nvfp4", transposed: bool = False, lora_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """down(act(gate(x)) * (up(x) + up_offset)) of each token's experts, added with the router's weights -> [..., H], in the dtype of x.
+    """Sum over each token's experts of down(act(gate(x)) * (up(x) + up_offset)) times the router's weight -> [..., H], in the dtype of x.
 
     x: float [..., H], T tokens in all. ids: int64 or int32 [T, k], the experts of each token. w: float [T, k], the router's weights.
     gate_up, down: the parts of [E, 2I, H] and [E, H, I] in the encoding weight_format (see `grouped_mm`), stored in weight_layout.
-    transposed: they are floats [E, H, 2I] and [E, I, H]. gate_up_bias [E, 2I], down_bias [E, H]: in the dtype of x, or None.
-    interleave: 0, gate above up in the rows of gate_up; n, blocks of n gate and n up rows take turns.
-    act(gate): gate * sigmoid(alpha * gate). limit: gate is clamped to it from above, up to -limit .. limit; None: neither.
+    transposed: both are float tensors, [E, H, 2I] and [E, I, H]. gate_up_bias [E, 2I], down_bias [E, H]: in the dtype of x, or None.
+    interleave: 0: in the rows of gate_up, gate stands above up; n: blocks of n gate rows and n up rows alternate.
+    act(gate): gate * sigmoid(alpha * gate). limit: gate is clamped to at most limit, up to -limit .. limit; None: no clamping.
     scale_on: what w multiplies, the "output" of experts or, as in Llama-4, their "input".
     activation_format: "bf16", activations as they come in, "nvfp4" (compute capability 10.0 only, else UnsupportedError), "int8" (CPUs
     only), "mxfp8" or "mxfp8_wgrad_bf16" as in `grouped_mm`.
-    first_expert: the E experts are those of ids first_expert to first_expert + E - 1, of more that others hold: slots of any other id, -1
-    too, add nothing, so the result is a partial sum. None: all experts are here, and other ids are an error.
+    first_expert: the E experts here have the ids first_expert to first_expert + E - 1, and others exist elsewhere: slots of any other id,
+    including -1, add nothing, so the result is a partial sum. None: all experts are here, and other ids are an error.
 
-    gate_up_lora_a [E, r, H] and gate_up_lora_b [E, 2I, r], down_lora_a [E, r, I] and down_lora_b [E, H, r], float: adapters of either
-    weight, times lora_scale (see `grouped_mm`); their rows are in the order of gate_up's.
+    gate_up_lora_a [E, r, H] and gate_up_lora_b [E, 2I, r], down_lora_a [E, r, I] and down_lora_b [E, H, r], float: the adapters of the two
+    weights, multiplied by lora_scale (see `grouped_mm`); the rows of gate_up_lora_b are in the order of gate_up's.
 
-    Derivatives: with respect to x, w, biases, adapters, and weights of floats. Quantized weights are frozen.
+    Derivatives: with respect to x, w, biases, adapters, and float weights. Quantized weights are frozen.
     Source: the experts of Qwen3-MoE; limit = 7, alpha = 1.702 and up_offset = 1 are those of gpt-oss.
     """
     return torch.ops.fusion_moe.fused_experts(
@@ -217,12 +218,12 @@ def f16a_nvfp4weight_scaled_grouped_mm(
     activation: Tensor, fp4_weight: Tensor, weight_scaling_factor: Tensor, global_scale: Tensor, offsets: Tensor,
     blockscale_offsets: Tensor, problem_sizes: Tensor, *, activation_format: str = "bf16",
 ) -> Tensor:  # fmt: skip
-    """`nvfp4_grouped_mm` of arguments as lightning-thunder's inference benchmarks pass them -> [..., N].
+    """`nvfp4_grouped_mm` with the arguments that lightning-thunder's inference benchmarks pass -> [..., N].
 
     activation: float [..., K], rows sorted by group. fp4_weight: uint8 [G, K/2, N], the transposed view of a contiguous [G, N, K/2].
     weight_scaling_factor: float8_e4m3fn [G, ceil128(N), ceil4(K/16)], swizzled matrix by matrix (`fusion_moe.layouts.SF128X4`).
-    global_scale: float32 [G], multiplies. offsets: int32 [G], where each group starts, without the total; blockscale_offsets: int32 [G],
-    the same once groups are padded to 128 rows; problem_sizes: int32 [G, 3], m, n and k of each group. activation_format: see `grouped_mm`.
+    global_scale: float32 [G], a factor. offsets: int32 [G], where each group starts, without the total; blockscale_offsets: int32 [G],
+    the same with each group padded to 128 rows; problem_sizes: int32 [G, 3], m, n and k of each group. activation_format: see `grouped_mm`.
 
     Source: thunder's operation of this name in `nvf_cutlass` (`fusion_moe.compat` registers it there).
     """

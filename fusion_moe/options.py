@@ -1,7 +1,7 @@
-"""Every switch of the library: its name, type, default and meaning. Nothing else reads the environment.
+"""Every option of the library: its name, type, default and meaning. Nothing else reads the environment.
 
-A switch is read from `FUSION_MOE_<NAME>` when this module is imported (an empty one is none; one of another name warns and changes
-nothing), and can be set for a while:
+An option is read from `FUSION_MOE_<NAME>` when this module is imported (an empty variable counts as not set; a variable that belongs to no
+option warns and changes nothing), and can be set for a block of code:
 
     with fusion_moe.options.override(target="reference"):
         model(x)
@@ -24,7 +24,7 @@ from typing import Any
 from .errors import OptionError, did_you_mean
 
 _PREFIX = "FUSION_MOE_"
-_MOST = 10**6  # seconds: what waits for a process takes a little more
+_MOST = 10**6  # seconds: functions that wait for a process accept little more
 _KINDS = {bool: "a bool, as text 1 or 0", int: f"an int from 1 to {_MOST}", str: "a non-empty str"}
 
 
@@ -33,7 +33,7 @@ def _option(default: Any, doc: str, *, in_keys: bool = True) -> Any:
 
 
 def _cache_home(environ: Mapping[str, str] = os.environ) -> str:
-    """Where a user's caches belong; a temporary folder for a user without a home."""
+    """The folder for a user's caches; a temporary folder for a user without a home."""
     base = Path(environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():  # the XDG specification has relative ones ignored
         try:
@@ -45,7 +45,7 @@ def _cache_home(environ: Mapping[str, str] = os.environ) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The switches. Those that change what is compiled are part of equality and of the cache keys of compiled programs."""
+    """The options. Those that change what is compiled take part in equality and in the cache keys of compiled programs."""
 
     target: str = _option("auto", "what to compile for: 'auto' follows the tensors' device, or the name of a target")
     contract_rounding: bool = _option(True, "keep float32 inside a fused kernel where the program rounds to a narrower type and back")
@@ -77,7 +77,7 @@ class Options:
         return dataclasses.replace(self, **{name: _checked(name, value) for name, value in changes.items()})
 
     def key(self) -> str:
-        """The options as text, for cache keys and for programs that carry theirs; `from_key` reads it."""
+        """The options as text, for cache keys and for programs that carry their options; `from_key` reads it."""
         return _key(self)
 
 
@@ -91,7 +91,7 @@ def _key(options: Options) -> str:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """`value` as the option's type; text is parsed, as it comes from the environment."""
+    """`value` as the option's type; text from the environment is parsed."""
     field = _FIELDS.get(name)
     if field is None:
         raise OptionError(f"unknown option {name!r}", expected=f"one of {', '.join(_FIELDS)}", todo=did_you_mean(name, _FIELDS))
@@ -112,7 +112,7 @@ def _fits(value: Any, default: Any) -> bool:
 
 
 def ignored(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """What is said of each `FUSION_MOE_*` variable that is no option's: it changes nothing."""
+    """A warning for each `FUSION_MOE_*` variable that belongs to no option: it changes nothing."""
     for name in environ:
         if name.startswith(_PREFIX) and name not in _VARIABLES:
             todo = did_you_mean(name, _VARIABLES) or f"fusion_moe reads {', '.join(_VARIABLES)}"
@@ -122,7 +122,7 @@ def ignored(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
 def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
     """The defaults, changed by the `FUSION_MOE_*` variables that are not empty.
 
-    One that is no option's is ignored with a warning, since it may be meant for another version; a value that does not fit raises.
+    A variable that belongs to no option is ignored with a warning, since it may be meant for another version; an invalid value raises.
     """
     for said in ignored(environ):
         warnings.warn(said, stacklevel=2)
@@ -146,12 +146,12 @@ def current() -> Options:
 
 
 def variable() -> tuple[contextvars.ContextVar[Options], Options]:
-    """What holds the options in force, and the value that it has where nothing has changed them."""
+    """The context variable of the options in force, and the value that it has if nothing has changed them."""
     return _current, _of_process
 
 
 def from_key(key: str) -> Options:
-    """The options that `Options.key` wrote, and those in force here for what keys leave out."""
+    """The options that `Options.key` wrote; what keys leave out is as in force here."""
     return dataclasses.replace(current(), **_read(key))
 
 
@@ -168,7 +168,7 @@ def _read(key: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def using(options: Options) -> Iterator[None]:
-    """These options inside a `with` block, whatever was in force."""
+    """Puts exactly these options in force inside a `with` block, whatever was in force before."""
     token = _current.set(options)
     try:
         yield

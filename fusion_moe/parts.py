@@ -1,6 +1,6 @@
-"""Inputs in parts: the matrices of G groups as G tensors, which a program takes as one [G, ...].
+"""Inputs in parts: the matrices of G groups as G tensors, which a program takes as one tensor [G, ...].
 
-parts says for each input of a program how many tensors it is made of; 0 is one tensor, as it is.
+parts says for each input of a program how many tensors it is made of; 0 means one tensor, unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def grouped(tensors: Sequence[Tensor], parts: Parts | None) -> list[Input]:
 
 
 def flat(inputs: Sequence[Input]) -> tuple[list[Tensor], list[int] | None]:
-    """Inputs as one list of tensors, and their parts; None if none has any."""
+    """The tensors of all inputs as one list, and their parts; None if no input has parts."""
     parts = [len(t) if isinstance(t, tuple) else 0 for t in inputs]
     return list(chain.from_iterable(t if isinstance(t, tuple) else (t,) for t in inputs)), parts if any(parts) else None
 

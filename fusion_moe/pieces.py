@@ -12,9 +12,10 @@ from .target import Target
 
 
 class Pieces:
-    """The operations of a fusion in disjoint pieces. Views that are no outputs belong to none: every piece that reads them has a copy.
+    """The operations of a Fusion in disjoint pieces. Views that are not outputs belong to no piece: every piece that reads one has a copy.
 
-    apart: pairs of operations that no piece has both of, each with the reason; an operation paired with itself is a piece of its own.
+    apart: pairs of operations that no piece may contain together, each with the reason; an operation paired with itself is a piece by
+    itself.
     """
 
     def __init__(self, fusion: Fusion, target: Target, apart: Mapping[frozenset[Op], str]):
@@ -41,16 +42,16 @@ class Pieces:
                     joined = (not self._creates_cycle(self.piece[b], self.piece[a]) and self._join(self.piece[a], self.piece[b])) or joined
 
     def _first(self, edges: Sequence[tuple[Op, Op]]) -> list[tuple[Op, Op]]:
-        """The edges from what products made, then those from rows that a product gathers.
+        """The edges after products, then the edges from rows that a product gathers.
 
-        Of two products that could be one kernel, one would else have what comes before both, and the other wait for it.
+        Otherwise, of two products that could be one kernel, one would take what comes before both, and the other would wait for it.
         """
         made = dependent(self.fusion, [v for op in self.ops if op.kind.role == "grouped" for v in op.outputs])
         after = [(source, op) for source, op in edges if not made.isdisjoint(source.outputs)]
         return after + [(source, op) for source, op in edges if (source.kind.role, op.kind.role) == ("gather", "grouped")]
 
     def topological(self) -> list[frozenset[Op]]:
-        """The pieces, each after those it reads from, else as their first operations stand in the fusion."""
+        """The pieces, each after those that it reads from, otherwise in the order of their first operations in the fusion."""
         pending, order = list(dict.fromkeys(self.piece[op] for op in self.ops)), []
         while pending:
             ready = next(p for p in pending if not any(q is not p and q in pending for q in self._producing(p)))
@@ -59,7 +60,7 @@ class Pieces:
         return order
 
     def boundary(self, ops: frozenset[Op]) -> str:
-        """Why a piece is not one with those that it reads from."""
+        """Why a piece was not joined with those that it reads from."""
         direct = [source for source in self._producing(ops) if not self._creates_cycle(source, ops)]
         return "; ".join(dict.fromkeys(self._refusal(source | ops) for source in direct))
 
@@ -71,7 +72,7 @@ class Pieces:
         return True
 
     def _join_required(self, op: Op) -> None:
-        """Makes one piece of an operation whose result no other kernel reads and of all that reads it, if a scheduler accepts them."""
+        """Joins an operation whose result must stay in its kernel with all that read it, if a scheduler accepts the piece."""
         joined = [op]
         for one in joined:
             unshared = [o for o in (one, *self._sources(one)) if o.kind.role in self.target.unshared_roles]
@@ -90,12 +91,12 @@ class Pieces:
         return next((why for pair, why in self.apart.items() if pair <= ops and len(ops) > 1), "")
 
     def _refusal(self, both: frozenset[Op]) -> str:
-        """Why two pieces, with nothing between them, are not one."""
+        """Why two pieces, with nothing between them, are not joined."""
         whole = self.part(both)
         return schedule.closest(whole, self.target).can_schedule(whole, self.target, self.fusion.outputs) or self._kept_apart(both)
 
     def _creates_cycle(self, a: frozenset[Op], b: frozenset[Op]) -> bool:
-        """Whether a path leads from a over other pieces to b: as one piece they would form a cycle."""
+        """Whether a path leads from a through other pieces to b: joined, they would form a cycle."""
         over = [p for p in self._producing(b) if p is not a]
         seen: set[frozenset[Op]] = set()
         while over:
@@ -131,7 +132,7 @@ class Pieces:
         return list(dict.fromkeys(found))
 
     def part(self, ops: Iterable[Op]) -> Fusion:
-        """These operations and the views they read, as a Fusion: what they read from outside are its inputs. It writes over none."""
+        """These operations and the views that they read, as a Fusion whose inputs are the values read from outside. It writes over none."""
         own = set(ops)
         members = set(own)
         for op in own:
@@ -154,7 +155,7 @@ class Pieces:
         return v in self.fusion.outputs or any(self._needed_outside(reader, members) for reader in self.fusion.readers.get(v, ()))
 
     def _needed_outside(self, reader: Op, members: set[Op]) -> bool:
-        """Whether a reader, or what reads it where it is a view, stands outside."""
+        """Whether a reader is outside, or, if it is a view, whether anything that reads it is outside."""
         if not reader.kind.view:
             return reader not in members
         return any(self._read_outside(v, members) for v in reader.outputs)

@@ -14,7 +14,7 @@ QUIET_SECONDS = 2.0
 
 
 def progress(items: Iterable[T], what: str, total: int) -> Iterator[T]:
-    """The items; says how many of `total` are done once two seconds have passed, in place on a terminal, else every two seconds."""
+    """Yields the items. Every two seconds, shows how many of `total` are done: in place on a terminal, otherwise on a new line."""
     start = said = time.monotonic()
     end = "\r" if sys.stderr.isatty() else "\n"
     for done, item in enumerate(items):
@@ -29,7 +29,7 @@ def progress(items: Iterable[T], what: str, total: int) -> Iterator[T]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Says on a terminal that something takes its time, whose parts nobody can count: in place, every two seconds. Elsewhere nothing."""
+    """Shows on a terminal, in place and every two seconds, that work without countable parts is running. Elsewhere it shows nothing."""
     if not sys.stderr.isatty():
         yield
         return

@@ -1,10 +1,10 @@
-"""Recipes: what products of layers that train are computed in. `fusion_moe.autocast` puts one in force.
+"""Recipes: the precision in which products of trained layers are computed. `fusion_moe.autocast` puts one in force.
 
     with fusion_moe.autocast(recipe=fusion_moe.recipe.MXFP8BlockScaling()):
         y = layer(x, splits)
 
-A recipe counts where the forward is called; the backward follows it, wherever it runs. torch.compile guards on it. What is computed again
-in a backward (torch.utils.checkpoint) calls the forward once more, so there the `with` belongs inside of the function.
+The recipe in force when the forward is called counts; the backward follows it, wherever it runs. torch.compile guards on it. Recomputation
+in a backward (torch.utils.checkpoint) calls the forward again, so there the `with` belongs inside the checkpointed function.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ FORMATS = {"mxfp8": "mxfp8", "bf16": "mxfp8_wgrad_bf16"}  # activation_format of
 
 @dataclass(frozen=True)
 class MXFP8BlockScaling:
-    """Transformer Engine's recipe: E4M3 elements, one power of two for 32 of them, in the forward, dgrad and wgrad.
+    """Transformer Engine's recipe: E4M3 elements and a power-of-two scale for each 32 of them, in forward, dgrad and wgrad.
 
-    Emulated: fidelity, not speed. Operands are quantized as Transformer Engine does, bit for bit, and multiplied as the bf16 numbers that
-    they then are, with float32 sums. In- and out-features of a layer are multiples of 32; groups have any number of rows: those of wgrad
-    have blocks from their own first row, and a short one at their end.
+    Emulated: it gives the recipe's numbers, not its speed. Operands are quantized as Transformer Engine does, bit for bit, and the
+    resulting values are multiplied as bf16 with float32 sums. In- and out-features of a layer must be multiples of 32. Groups may have any
+    number of rows: in wgrad, blocks start at the first row of each group, and the last block of a group may be short.
 
-    wgrad: "mxfp8"; or "bf16", where gradients of weights are products of the activations and gradients as they are.
+    wgrad: "mxfp8"; or "bf16": weight gradients are products of the unquantized activations and gradients.
     """
 
     wgrad: str = "mxfp8"
@@ -37,10 +37,10 @@ class MXFP8BlockScaling:
 
 
 class autocast:
-    """Inside, `GroupedLinear`, `Sequential` and experts of transformers with float weights compute by a recipe; None: as they are.
+    """Inside a `with` block, `GroupedLinear`, `Sequential` and transformers' experts with float weights compute by a recipe; None: by none.
 
-    recipe: a recipe of `fusion_moe.recipe`; OptionError for anything else. Of this thread alone. It says nothing of dtypes: results have
-    that of `torch.autocast` where it is on, else the weights'.
+    recipe: a recipe of `fusion_moe.recipe`; OptionError for anything else. It affects this thread only. It does not set dtypes: results
+    have the dtype of `torch.autocast` if that is on, otherwise the weights'.
     """
 
     def __init__(self, recipe: MXFP8BlockScaling | None):
@@ -57,7 +57,7 @@ class autocast:
         _state.before = tuple(before)
 
 
-_state = threading.local()  # torch's tracer guards on what is read of it; of a ContextVar it cannot
+_state = threading.local()  # torch's tracer guards on values read from it; it cannot guard on a ContextVar
 
 
 def current() -> MXFP8BlockScaling | None:
@@ -66,6 +66,6 @@ def current() -> MXFP8BlockScaling | None:
 
 
 def activation_format() -> str:
-    """The recipe in force as operations are told of it."""
+    """The `activation_format` that operations get under the recipe in force."""
     by = current()
     return "bf16" if by is None else FORMATS[by.wgrad]

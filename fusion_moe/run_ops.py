@@ -1,8 +1,8 @@
 """`fusion_moe::run` and `fusion_moe::run_into`, which take a program as text: schemas, fakes, checks and flops. eager.py has the bodies.
 
-run        -> new tensors
-run_into   writes each output into a tensor of the caller: `written` has one for each, and for an output that is written over an input
-           that input itself, which then is not among `inputs`
+run         -> new tensors
+run_into    writes each output into a tensor of the caller: `written` has one for each output; for an output that is written over an input,
+            it is that input, which then is not among `inputs`
 
 parts: how many tensors each of the inputs is made of (parts.py); None: each is one.
 """
@@ -24,7 +24,7 @@ from .parts import Parts, grouped
 
 NAMESPACE = "fusion_moe"
 RUN, RUN_INTO = ("run", "run_graph_safe"), ("run_into", "run_into_graph_safe")  # CUDA graphs leave out the first of each
-# options: None for those in force when it runs
+# options: None for those in force when the program runs
 _TAKES = "(str program, Tensor[] inputs, {}SymInt[] sizes, str? options=None, int[]? parts=None)"
 _SCHEMAS = {name: _TAKES.format("") + " -> Tensor[]" for name in RUN}
 _SCHEMAS |= {name: _TAKES.format("Tensor(a!)[] written, ") + " -> ()" for name in RUN_INTO}
@@ -35,7 +35,7 @@ def register(lib: torch.library.Library) -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     for name, schema in _SCHEMAS.items():
-        # Their tensors come in whatever strides the graph has; the program asks for what it needs. Graph-safe ones never run the reference.
+        # Tensors have whatever strides the graph gives them; the program asks for what it needs. Graph-safe ones never run the reference.
         unsafe = (torch.Tag.cudagraph_unsafe,) if name in (RUN[0], RUN_INTO[0]) else ()
         lib.define(name + schema, tags=(torch.Tag.flexible_layout, *unsafe))
         fake, count = (_fake, _flops) if name in RUN else (_into_fake, _into_flops)
@@ -56,19 +56,19 @@ def named_sizes(fusion: Fusion, sizes: Sequence[Any]) -> dict[str, Any]:
 
 
 def flops(fusion: Fusion, env: Mapping[str, Any]) -> int:
-    """Floating-point operations of the products of a Fusion, two for each multiply-add: what torch's flop counter counts of others."""
+    """Floating-point operations of a Fusion's products, two for each multiply-add, as torch's flop counter counts other products."""
     return sum(value(op.kind.flops(op), env) for op in fusion.ops if op.kind.role == "grouped" and op.kind.flops)
 
 
 def need_pure(fusion: Fusion) -> Fusion:
-    """The program itself. FusionError if it writes over inputs: `run` says that it does not."""
+    """The program itself. FusionError if it writes over inputs, since `run` promises not to."""
     if fusion.aliases:
         raise FusionError("a program that writes over its inputs", expected="outputs in new memory", todo="call run_into", where="run")
     return fusion
 
 
 def all_inputs(fusion: Fusion, inputs: Sequence[Any], written: Sequence[Tensor]) -> list[Any]:
-    """The inputs of a program that `run_into` is given: `inputs`, and in their places those that outputs are written over. ShapeError."""
+    """All inputs of a program that `run_into` runs: `inputs`, with the inputs that are written over in their places. ShapeError."""
     if len(written) != len(fusion.outputs):
         raise ShapeError(f"{len(written)} tensors to write", expected=f"{len(fusion.outputs)}, one for each output", where="run_into")
     over = {v: written[i] for i, v in fusion.aliases.items()}
@@ -80,7 +80,7 @@ def all_inputs(fusion: Fusion, inputs: Sequence[Any], written: Sequence[Tensor])
 
 
 def need_written(fusion: Fusion, written: Sequence[Tensor], env: Mapping[str, Any]) -> None:
-    """ShapeError or DtypeError unless each output fits the tensor that it is written into."""
+    """ShapeError or DtypeError unless each output fits the tensor into which it is written."""
     for i, (v, t) in enumerate(zip(fusion.outputs, written, strict=True)):
         shape = storage_shape(v.type, env)
         if len(shape) != t.dim() or any(a != b for a, b in zip(t.shape, shape, strict=True)):

@@ -1,7 +1,7 @@
 """Fusion -> Segments: pieces that a scheduler accepts and the backend has a kernel for. Each boundary has its reason.
 
-What the backend cannot express is kept apart from what it can: out of a product's epilogue come the operations that have no kernel there,
-not the product. An operation that it cannot express even alone is computed by the reference, in plain torch.
+Operations that the backend cannot express are kept apart from those that it can: an operation that has no kernel in a product's epilogue
+leaves the epilogue, and the product stays. An operation that the backend cannot express even alone is computed by the reference, in torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SINGLE = "single"  # the kind of an operation that no scheduler accepts
 
 @dataclass(frozen=True)
 class Segment:
-    """One kernel's work: a Fusion like any other. inputs and outputs are values of the whole; boundary: why it begins where it does."""
+    """The work of one kernel: a Fusion like any other. inputs and outputs are values of the whole Fusion; boundary: why it starts there."""
 
     fusion: Fusion
     plan: Plan
@@ -35,17 +35,17 @@ class Segment:
 
 
 def split(fusion: Fusion, target: Target, plan: Planner) -> tuple[Segment, ...]:
-    """The segments, in an order in which they can run. plan: what a backend decides about a piece that one of its schedulers accepts."""
+    """The segments, in an order in which they can run. plan: the backend's decision about a piece that one of its schedulers accepts."""
     return _Split(fusion, target, plan).segments()
 
 
 def by_structure(fusion: Fusion, target: Target) -> tuple[Segment, ...]:
-    """The segments that schedulers accept, whatever the backend can express: of a Fusion that has not been through the passes."""
+    """The segments that schedulers accept, whatever the backend can express: for a Fusion that has not been through the passes."""
     return split(fusion, target, lambda piece: on_reference(piece, target, ""))
 
 
 class _Split:
-    """Lets pieces grow, asks the backend about each of them, and lets them grow again with what it refused kept apart."""
+    """Lets pieces grow, asks the backend about each of them, and lets them grow again with refused operations kept apart."""
 
     def __init__(self, fusion: Fusion, target: Target, plan: Planner):
         self.fusion, self.target, self._ask = fusion, target, plan
@@ -68,7 +68,7 @@ class _Split:
         return pieces
 
     def _plan(self, pieces: Pieces, ops: frozenset[Op]) -> tuple[Fusion, Plan | Refusal]:
-        """A piece as a Fusion, and what the backend decides about it; asked once."""
+        """A piece as a Fusion, and the backend's decision about it; asked once."""
         if ops not in self._asked:
             fusion = pieces.part(ops)
             self._asked[ops] = fusion, self._ask(fusion)
@@ -81,9 +81,9 @@ class _Split:
         return Segment(fusion, plan, fusion.inputs, fusion.outputs, pieces.boundary(ops))
 
     def _keep_apart(self, pieces: Pieces, ops: frozenset[Op], refusal: Refusal) -> None:
-        """Takes an operation out of a refused piece: those that have no kernel even alone, else the one that the backend named.
+        """Takes an operation out of a refused piece: one that has no kernel even alone, else the one that the backend named.
 
-        If it named none, the one in the middle: what is left of the piece halves.
+        If the backend named none, it is the one in the middle, so that the rest of the piece halves.
         """
         ordered = sorted(ops, key=pieces.place.__getitem__)
         alone = [(op, why) for op in ordered if isinstance(why := self._plan(pieces, frozenset([op]))[1], Refusal)]
@@ -96,12 +96,12 @@ class _Split:
 
     @staticmethod
     def _by_importance(pieces: Pieces, ops: frozenset[Op]) -> Iterator[Op]:
-        """A product before what is around it, else in order."""
+        """Products before the operations around them, otherwise in order."""
         return iter(sorted(ops, key=lambda op: (op.kind.role != "grouped", pieces.place[op])))
 
 
 def on_reference(fusion: Fusion, target: Target, why: str) -> Plan:
-    """A piece in plain torch."""
+    """The plan of a piece that the reference computes in torch. why: the reason."""
     scheduler = schedule.find(fusion, target)
     kind, described = (scheduler.NAME, scheduler.describe(fusion)) if scheduler else (SINGLE, None)
     return Plan(REFERENCE, kind, fusion, described, why=why)

@@ -22,34 +22,34 @@ from .translate import Operation, message, overload_of
 
 __all__ = ["check_translator"]
 
-_K = 16  # of the product that the operation is fused with: the narrowest there is
+_K = 16  # in-features of the product with which the operation is fused: the fewest possible
 _PRODUCTS = (torch.float16, torch.bfloat16, torch.float32)
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def check_translator(op: Operation, *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any) -> None:
-    """Calls an operation, and compares what its body gives with its fake, with its translator in plain torch, and with that compiled:
-    alone, and fused with a grouped product whose result is the first float tensor [..., N] among the arguments by position.
+    """Calls an operation and compares the result of its body with its fake, with its translator run in plain torch, and with the translator
+    compiled: alone, and fused with a grouped product whose result is the first float tensor [..., N] among the positional arguments.
 
-    On the arguments given; on drawn floats of the same shapes; and on drawn floats of 0, 1 and 3 more rows in every tensor that has as
-    many as the first, where the operation takes that. rtol, atol: how near, as torch.testing.assert_close has it.
-    TranslatorError says what differs or fails; Untranslatable is the translator's refusal of the call given.
+    It does so with the given arguments; with random floats of the same shapes; and with random floats of 0, 1 and 3 more rows in every
+    tensor that has as many rows as the first one, if the operation takes them. rtol, atol: tolerances, as in torch.testing.assert_close.
+    TranslatorError says what differs or fails; Untranslatable means that the translator refuses the given call.
     """
     overload, call = overload_of(op), (args, kwargs)
     near = {"rtol": rtol, "atol": atol}
-    with torch.no_grad(), options.override(contract_rounding=False):  # which would keep more than the operation does
+    with torch.no_grad(), options.override(contract_rounding=False):  # which would keep more precision than the operation
         _check_alone(overload, call, near)
         taken = [other for other in _others(call) if _takes(overload, other, near)]
         _check_fused(overload, [call, *taken], near)
 
 
 def _takes(op: OpOverload, call: _Call, near: Mapping[str, Any]) -> bool:
-    """Whether an operation takes another call than the one given, which is compared then."""
+    """Compares a call other than the given one. False if the operation does not accept it."""
     try:
         _check_alone(op, call, near)
     except TranslatorError:
         raise
-    except Exception:  # of its body, of its fake; or the translator refuses
+    except Exception:  # from its body or its fake; or the translator refuses
         return False
     return True
 
@@ -65,7 +65,7 @@ def _check_alone(op: OpOverload, call: _Call, near: Mapping[str, Any]) -> None:
 
 
 def _check_fused(op: OpOverload, calls: Sequence[_Call], near: Mapping[str, Any]) -> None:
-    """Compares calls that read the result of a product, if there can be one."""
+    """Compares calls in which an argument is the result of a product, if a product can have such a result."""
     at = next((i for i, a in enumerate(calls[0][0]) if isinstance(a, Tensor) and a.dtype in _PRODUCTS and a.dim() > 1), None)
     if at is None:
         return
@@ -94,7 +94,7 @@ def _check_fused(op: OpOverload, calls: Sequence[_Call], near: Mapping[str, Any]
 
 
 def _others(call: _Call) -> list[_Call]:
-    """Calls on drawn floats: of the same shapes, and of other first sizes."""
+    """Calls with random floats: of the same shapes, and with other numbers of rows."""
     tensors = [t for t in tree_leaves(call) if isinstance(t, Tensor)]
     rows = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
     sizes = [rows, *(n for n in (0, 1, rows + 3) if n != rows)]
@@ -102,7 +102,7 @@ def _others(call: _Call) -> list[_Call]:
 
 
 def _resized(t: Tensor, rows: int, to: int) -> Tensor:
-    """A tensor of `rows` rows with `to` of them. Integers, which may count or pick rows, become as many fewer as there are rows."""
+    """A tensor of `rows` rows resized to `to`. Integers may count or index rows: their maximum is lowered by the number of rows removed."""
     if t.dim() and t.shape[0] == rows:
         t = t[torch.arange(to, device=t.device) % rows] if rows else t.new_zeros(to, *t.shape[1:])
     if t.dtype in (torch.int32, torch.int64) and t.numel() and to < rows:

@@ -1,6 +1,6 @@
-"""The operations under torch.autocast: products and biases compute in its dtype, as torch's linear does.
+"""The operations under torch.autocast: products and biases are computed in autocast's dtype, as torch's linear does.
 
-Float activations, weights and biases are cast; float64, packed codes, scales and the weights of slots stay as they are.
+Float activations, weights and biases are cast; float64, packed codes, scales and the router's weights stay as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
 def _autocast(spec: Spec, device: str, *args: Any, **kwargs: Any) -> Any:
-    """An operation as autocast calls it: once more, without autocast, on what was cast."""
+    """An operation as called under autocast: it is called again, without autocast, on the cast tensors."""
     given = named_arguments(spec.name, args, kwargs)
     given |= _casted(spec, given, device, torch.get_autocast_dtype(device))
     with _ExcludeDispatchKeyGuard(DispatchKeySet(_KEYS[device])):
@@ -29,7 +29,7 @@ def _autocast(spec: Spec, device: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _casted(spec: Spec, given: Mapping[str, Any], device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments that change."""
+    """The arguments that change, after casting."""
 
     def cast(v: Any) -> Any:
         if isinstance(v, (list, tuple)):
@@ -43,7 +43,7 @@ def _casted(spec: Spec, given: Mapping[str, Any], device: str, dtype: torch.dtyp
 
 
 def _plain(given: Mapping[str, Any]) -> bool:
-    """Whether the weights are floats that are cast, in row-major order."""
+    """Whether the weights are float tensors, which are cast, in row-major order."""
     return given["weight_format"] in map(dtype_name, _CAST) and given["weight_layout"] == "linear"
 
 

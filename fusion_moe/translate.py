@@ -7,9 +7,9 @@
         return fd.ops.mul(x, factor)
 
 A translator gets the FusionDefinition, then the arguments of the call as its schema has them: tensors as IR values, symbolic
-integers as sizes, dtypes as the IR's names, everything else as it is. It returns one value for each output. What it returns is
-compared with what the operation's fake gave. Translators are found by `@translator`, and through the entry-point group
-`fusion_moe.translators` (a module whose import registers them). docs/translators.md teaches writing one.
+integers as sizes, dtypes as the IR's names, everything else as it is. It returns one value for each output. The types of these values are
+compared with the results of the operation's fake. Translators are found by `@translator`, and through the entry-point group
+`fusion_moe.translators` (a module whose import registers them). docs/translators.md teaches how to write one.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ Operation = str | OpOverload | OpOverloadPacket | CustomOpDef
 
 @dataclass(frozen=True)
 class Translator:
-    """A registered translator: the operation it is for ("aten::add.Tensor"), the function, and where that stands.
+    """A registered translator: the operation that it is for ("aten::add.Tensor"), the function, and where the function is defined.
 
-    as_stored: whether an argument that is the transposed view of a contiguous tensor comes as `permute` of that.
+    as_stored: whether an argument that is the transposed view of a contiguous tensor is passed as `permute` of that tensor.
     """
 
     op: str
@@ -57,7 +57,7 @@ class Translator:
     def __call__(
         self, fd: FusionDefinition, args: Sequence[Any], kwargs: Mapping[str, Any], expected: Sequence[TensorType]
     ) -> tuple[Value, ...]:
-        """The outputs of one call. Untranslatable as the translator raises it; TranslatorError if it fails or returns another type."""
+        """The outputs of one call. Untranslatable if the translator raises it; TranslatorError if it fails or returns another type."""
         try:
             with fd.only_ops():
                 result = self.function(fd, *args, **kwargs)
@@ -75,7 +75,7 @@ class Translator:
 
     @property
     def of_user(self) -> bool:
-        """Whether it did not come with the library."""
+        """Whether a user registered it, not the library."""
         return not str(getattr(self.function, "__module__", "")).startswith(BUILTIN)
 
     def _is_own(self, frame: traceback.FrameSummary) -> bool:
@@ -94,14 +94,14 @@ class Translator:
 
 
 def _returned(fd: FusionDefinition, v: Any) -> TensorType | str:
-    """What a translator returned: a type, or what it is instead of a value of this FusionDefinition."""
+    """The type of what a translator returned, or a description of a result that is not a value of this FusionDefinition."""
     if not isinstance(v, Value):
         return f"a {type(v).__name__}"
     return v.type if fd.has(v) else f"a {v.type} of another FusionDefinition"
 
 
 def message(error: Exception) -> str:
-    """An error of a user's code as text. Its own text may fail too."""
+    """An error of a user's code as text. Formatting it may fail too."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
@@ -110,16 +110,16 @@ def message(error: Exception) -> str:
 
 _registry: dict[str, Translator] = {}
 _failed: list[TranslatorError] = []  # entry points that could not be loaded
-_warned_unknown: set[str] = set()  # names of no operation that a warning was about
+_warned_unknown: set[str] = set()  # names without an operation about which a warning was issued
 
 
 def translator(op: Operation, *, as_stored: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a function as the translator of an operation: of "namespace::name" or "namespace::name.overload", or of itself.
+    """Registers a function as the translator of an operation: of "namespace::name" or "namespace::name.overload", or of the object itself.
 
-    as_stored: an argument of a region that is the transposed view of a contiguous tensor comes as `permute` of that tensor. A translator
-    that looks through it reads the tensor as it is stored; otherwise it is copied.
-    A name may be of an operation that is registered later. TranslatorError for what is no such name, for an operation of several
-    overloads none of which is named, for what cannot be called, and for an operation that has a translator.
+    as_stored: an argument of a region that is the transposed view of a contiguous tensor is passed as `permute` of that tensor. A
+    translator that looks through the `permute` reads the tensor as it is stored; otherwise it is copied. The operation of a name may be
+    registered later. TranslatorError for text that is not such a name, for an operation with several overloads if none is named, for a
+    function that cannot be called, and for an operation that already has a translator.
     """
 
     if isinstance(op, FunctionType):
@@ -133,7 +133,7 @@ def translator(op: Operation, *, as_stored: bool = False) -> Callable[[Callable[
             raise TranslatorError(f"{op!r} is not the name of an operation", expected="namespace::name[.overload]", where=where)
         if not callable(function):
             raise TranslatorError(f"the translator of {name} is {function!r}", expected="a function", where=where)
-        importlib.import_module(BUILTIN)  # so that whoever comes second is the user
+        importlib.import_module(BUILTIN)  # so that the second to register is always the user
         if name in _registry:
             raise TranslatorError(
                 f"{name} already has a translator, at {_registry[name].where}", expected="one for each operation",
@@ -151,12 +151,12 @@ def unregister(op: Operation) -> None:
 
 
 def _name(op: Operation) -> str:
-    """The name of an operation as graphs have it: they leave out the overload "default"."""
+    """The name of an operation as graphs have it, without the overload "default"."""
     return op.removesuffix(".default") if isinstance(op, str) else overload_of(op).name()
 
 
 def overload_of(op: Operation) -> OpOverload:
-    """An operation as graphs call it. TranslatorError for what is none, and for several overloads none of which is the default."""
+    """The overload of an operation that graphs call. TranslatorError if it is no operation, or has several overloads and no default."""
     if isinstance(op, str):
         namespace, _, name = op.partition("::")
         packet, _, overload = name.partition(".")
@@ -181,7 +181,7 @@ def overload_of(op: Operation) -> OpOverload:
 
 
 def warn_of_unknown() -> None:
-    """Says, once of each, which users' translators are of no operation, where one is called alike or the library's others are there."""
+    """Warns once about each user translator whose operation does not exist, if a similar name or others of its library do exist."""
     names = _op_names()
     for t in registered():
         if t.of_user and t.op not in names and t.op not in _warned_unknown:
@@ -194,7 +194,7 @@ def warn_of_unknown() -> None:
 
 
 def _near(op: str, names: Collection[str]) -> list[str]:
-    """The operations that a name may have been meant for: other overloads, or one that is spelt alike."""
+    """The operations that a name may have been meant for: other overloads, or similarly spelt names."""
     packet, _, overload = op.partition(".")
     if overloads := sorted(name for name in names if name.partition(".")[0] == packet):
         return difflib.get_close_matches(op, overloads, 1) if overload else overloads
@@ -208,19 +208,19 @@ def _op_names() -> frozenset[str]:
 
 
 def _code(function: Callable[..., Any]) -> CodeType | None:
-    """The code of a function, of what a partial calls, or of an object's __call__; None for what is not written in Python."""
+    """The code of a function, of the function in a partial, or of an object's __call__; None if it is not written in Python."""
     called = getattr(function, "func", function)
     return getattr(called, "__code__", None) or getattr(type(called).__call__, "__code__", None)
 
 
 def _raised_at(error: Exception, wanted: Callable[[traceback.FrameSummary], bool]) -> str:
-    """file:line of the innermost of the wanted frames in which an error was raised; "" if there is none."""
+    """file:line of the innermost wanted frame in which an error was raised; "" if there is none."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if wanted(f)]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 def find(op: str) -> Translator | None:
-    """The translator of an operation, if there is one. Loads the built-in ones and the entry points at the first call."""
+    """The translator of an operation, if it has one. The first call loads the built-in translators and the entry points."""
     _load()
     return _registry.get(op)
 
@@ -232,14 +232,14 @@ def registered() -> tuple[Translator, ...]:
 
 
 def why_none() -> str:
-    """Why an operation of a user has no translator: none was registered, or what would have registered it failed."""
+    """Why a user's operation has no translator: none was registered, or registering it failed."""
     _load()
     return "; ".join(["it has no translator", *map(str, _failed)])
 
 
 @cache
 def _load() -> None:
-    """Loads all translators. An entry point that fails gives a warning, and costs only what it would have registered."""
+    """Loads all translators. An entry point that fails warns, and only its own translators are missing."""
     importlib.import_module(BUILTIN)
     for entry in entry_points(group=ENTRY_POINTS):
         try:
@@ -256,7 +256,7 @@ def _load() -> None:
 
 
 def same_storage(a: TensorType, b: TensorType) -> bool:
-    """Whether two types are of one tensor as torch sees it: partitions and ends aside, padding and layout as it is stored."""
+    """Whether two types describe the same tensor for torch: partitions and ends are ignored; padding and layout count as stored."""
     if a.dtype != b.dtype or len(a.shape) != len(b.shape):
         return False
     return a.layout != "linear" or tuple(map(plain, a.shape)) == tuple(map(plain, b.shape))
@@ -265,7 +265,7 @@ def same_storage(a: TensorType, b: TensorType) -> bool:
 class Sizes:
     """The sizes of one traced region: torch.SymInt -> Size, and back to SymInt. Symbols are called s0, s1, ... in order of first use.
 
-    An expression that is no polynomial (a floor division, a minimum) becomes a symbol of its own.
+    An expression that is not a polynomial (a floor division, a minimum) becomes a symbol of its own.
     """
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ class Sizes:
         return {name: expr for expr, name in self._names.items()}
 
     def values(self) -> dict[str, Any]:
-        """A SymInt for each symbol, to compute the sizes of outputs with."""
+        """A SymInt for each symbol, with which the sizes of outputs are computed."""
         unseen = {name: expr for name, expr in self.expressions().items() if name not in self._seen}
         return self._seen | {name: self._shape_env.create_symintnode(expr, hint=None) for name, expr in unseen.items()}
 
@@ -317,7 +317,7 @@ class Sizes:
 
 
 def tensor_type(dtype: torch.dtype, shape: Sequence[AnySize]) -> TensorType:
-    """The type of a tensor whose sizes were already turned into sizes of the IR. fp4 bytes count as uint8."""
+    """The type of a tensor whose sizes are sizes of the IR. fp4 tensors count as uint8."""
     return TensorType(tuple(shape), _name_of(torch.uint8 if dtype == torch.float4_e2m1fn_x2 else dtype))
 
 
@@ -329,7 +329,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def plain_argument(value: Any, sizes: Sizes) -> Any:
-    """An argument that is no tensor as a translator gets it."""
+    """An argument that is not a tensor, as translators get it."""
     if isinstance(value, torch.SymInt):
         return sizes.size(value)
     if isinstance(value, torch.dtype):

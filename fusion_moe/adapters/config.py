@@ -1,4 +1,4 @@
-"""adapter_config.json: what of PEFT's LoraConfig experts have, and what is refused because it would be ignored."""
+"""adapter_config.json: the fields of PEFT's LoraConfig that apply to experts, and those refused because they would be ignored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REFUSED = (
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """rank and alpha of all adapters; targets: full names of parameters, or their ends: "mlp.experts.down_proj"."""
+    """rank and alpha of all adapters; targets: full parameter names, or suffixes of them: "mlp.experts.down_proj"."""
 
     rank: int
     alpha: float
@@ -31,7 +31,7 @@ class LoraConfig:
         return any(name == target or name.endswith(f".{target}") for target in self.targets)
 
     def written(self, base: str | None) -> dict[str, Any]:
-        """As PEFT writes it. base: the name or path of the model that is adapted."""
+        """The entries as PEFT writes them. base: the name or path of the model that is adapted."""
         return {
             "peft_type": "LORA", "task_type": None, "base_model_name_or_path": base, "inference_mode": True, "r": self.rank,
             "lora_alpha": int(self.alpha) if self.alpha.is_integer() else self.alpha, "lora_dropout": 0.0, "bias": "none",
@@ -40,7 +40,7 @@ class LoraConfig:
 
 
 def read_config(directory: Path) -> LoraConfig:
-    """The configuration of a directory. CheckpointError for one that is none, UnsupportedError for adapters of another kind."""
+    """The configuration of a directory. CheckpointError for an invalid one, UnsupportedError for other kinds of adapters."""
     file = directory / CONFIG
     try:
         text = file.read_bytes()
@@ -73,7 +73,7 @@ def _number(config: Mapping[str, Any], key: str, file: Path) -> float:
 
 
 def common(ranks_and_alphas: Sequence[tuple[int, float]], where: str) -> tuple[int, float]:
-    """The one rank and alpha of all adapters. UnsupportedError if there are several."""
+    """The rank and alpha that all adapters share. UnsupportedError if they differ."""
     different = sorted(set(ranks_and_alphas))
     if len(different) > 1:
         found = " and ".join(f"rank {rank} with alpha {alpha}" for rank, alpha in different)

@@ -29,6 +29,6 @@ def from_peft(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def peft_shapes(a: torch.Size, b: torch.Size) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The shapes of what `to_peft` makes."""
+    """The shapes of the results of `to_peft`."""
     experts, rank, k = a
     return (experts * rank, k), (b[1], rank * experts)

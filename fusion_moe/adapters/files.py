@@ -1,4 +1,4 @@
-"""save_lora and load_lora_: adapters of a model's experts as a directory, and back."""
+"""save_lora and load_lora_: write the adapters of a model's experts to a directory, and load them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .factors import from_peft, peft_shapes, to_peft
 
 TENSORS = "adapter_model.safetensors"
 _ROOT = "base_model.model"  # what PEFT calls the model that it wraps
-_INNER = "base_layer"  # and the module, or the adapter, inside of an adapter
+_INNER = "base_layer"  # PEFT's name of the module, or of another adapter, inside an adapter
 
 
 def save_lora(model: nn.Module, directory: str | Path) -> Path:
     """Writes the adapters of a model, and nothing else of it, as PEFT would. The directory appears whole or not at all.
 
-    PEFT loads it into the model in floating point, by the names of its parameters: `PeftModel.from_pretrained(model, directory)`. Of a
-    model whose experts are divided between ranks all of them call it, and the first of all writes.
-    UnsupportedError for a model without adapters, or with several ranks; CheckpointError where the directory is there already and not
-    empty, or cannot be written.
+    PEFT loads it into the model in floating point, by the names of its parameters: `PeftModel.from_pretrained(model, directory)`. If the
+    model's experts are divided between ranks, all ranks must call it; the first of all ranks writes.
+    UnsupportedError for a model without adapters, or with several LoRA ranks; CheckpointError if the directory exists and is not empty, or
+    cannot be written.
     """
     dst = Path(directory).absolute()
     found = [(name, module) for name, module in adaptable(model, "save_lora").items() if module.adapted]
@@ -52,11 +52,11 @@ def save_lora(model: nn.Module, directory: str | Path) -> Path:
 
 
 def load_lora_(model: nn.Module, directory: str | Path, *, dtype: torch.dtype = torch.float32) -> list[str]:
-    """Adds the adapters of a directory, which `save_lora` or PEFT wrote, to the experts of a model, in place, and freezes all else.
+    """Adds the adapters of a directory, written by `save_lora` or PEFT, to the experts of a model, in place, and freezes everything else.
 
-    Returns what is adapted. dtype: of A and B. Every tensor of the file must find its place: CheckpointError names one that does not;
-    UnsupportedError for what PEFT can do beside adapters of experts (DoRA, other modules, ...), for a model without experts, and for one
-    that has adapters already. Fails before it changes anything.
+    Returns the names of what it adapted. dtype: of A and B. Every tensor of the file must find its place: CheckpointError names one that
+    does not. UnsupportedError for other features of PEFT than adapters of experts (DoRA, other modules, ...), for a model without experts,
+    and for one that has adapters already. Fails before it changes anything.
     """
     path, modules = Path(directory), adaptable(model, "load_lora_")
     need_unadapted(modules, "load_lora_")
@@ -81,13 +81,13 @@ def _parameter(name: str, module: AdaptableModule, projection: str) -> str:
 
 
 def _keys(name: str, adapters: Mapping[str, Any]) -> list[str]:
-    """The names of lora_A and lora_B of each projection of a module. Each adapter is wrapped around the one before."""
+    """The names of lora_A and lora_B for each projection of a module. Each adapter is wrapped around the previous one."""
     depths = range(len(adapters) - 1, -1, -1)
     return [".".join(filter(None, (_ROOT, name, *[_INNER] * depth, f"lora_{f}.weight"))) for depth in depths for f in "AB"]
 
 
 def _named(entries: Mapping[str, Entry]) -> list[str]:
-    """The modules that a file has adapters of."""
+    """The modules for which a file has adapters."""
     found = dict.fromkeys(key.partition(".lora_")[0] for key in entries)
     return list(dict.fromkeys(".".join(p for p in name.removeprefix(_ROOT).split(".") if p and p != _INNER) for name in found))
 
@@ -96,7 +96,7 @@ def _named(entries: Mapping[str, Entry]) -> list[str]:
 
 
 def _stored(name: str, module: AdaptableModule) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a module's adapters by PEFT's names."""
+    """The tensors of a module's adapters, under PEFT's names."""
     adapters = dict(adapters_of(module))
     pairs = ((gathered(adapter.A.detach()), _rows_there(module, projection, adapter)) for projection, adapter in adapters.items())
     factors = [t for pair in pairs for t in to_peft(*pair)]
@@ -104,7 +104,7 @@ def _stored(name: str, module: AdaptableModule) -> Iterator[tuple[str, Tensor]]:
 
 
 def _rows_there(module: AdaptableModule, projection: str, adapter: Adapter) -> Tensor:
-    """B with its rows in the order that the model had before its experts were converted."""
+    """B with its rows in the order that the weight had before the experts were converted."""
     rows = gathered(adapter.B.detach())
     return interleave(rows, 1, 1) if module.in_turns and projection == "gate_up" else rows
 
@@ -114,7 +114,7 @@ def _divided(modules: Iterable[tuple[str, AdaptableModule]]) -> bool:
 
 
 def _write(dst: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """The two files, under another name until they are on disk."""
+    """Writes the two files, under another name until they are synced to disk."""
     steps = [Step(tuple(Planned(key, t.dtype, tuple(t.shape)) for key, t in tensors.items()), lambda: _on_cpu(tensors))]
     partial = dst.with_name(f".{dst.name}.{os.getpid()}.partial")
     with readable_errors(dst, partial):
@@ -137,7 +137,7 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _entries(path: Path) -> dict[str, Entry]:
-    """What the file of a directory has, by name; no data are read."""
+    """The entries of a directory's file, by name; no data is read."""
     file = path / TENSORS
     if not file.exists() and (path / "adapter_model.bin").exists():
         found, todo = "adapter_model.bin: pickled tensors, which can run code when they are read", "save it with safe_serialization=True"
@@ -148,7 +148,7 @@ def _entries(path: Path) -> dict[str, Entry]:
 def _planned(
     name: str, modules: Mapping[str, AdaptableModule], config: LoraConfig, entries: Mapping[str, Entry], dtype: torch.dtype
 ) -> dict[str, Adapter]:  # fmt: skip
-    """Adapters for a module, on the meta device, that the file has tensors of."""
+    """Adapters for a module, on the meta device, for the tensors in the file."""
     if name not in modules:
         expected = f"modules with experts: {', '.join(modules)}"
         raise CheckpointError(f"adapters of {name or 'the whole model'}", expected=expected, where="load_lora_")
@@ -176,7 +176,7 @@ def _read(file: Path) -> dict[str, Tensor]:
 
 
 def _fill(name: str, module: AdaptableModule, planned: Mapping[str, Adapter], tensors: Mapping[str, Tensor]) -> None:
-    """Gives a module its adapters, with the numbers of the file."""
+    """Gives a module its adapters, with the values from the file."""
     keys = _keys(name, planned)
     for (projection, like), key_a, key_b in zip(planned.items(), keys[::2], keys[1::2], strict=True):
         a, b = from_peft(tensors[key_a], tensors[key_b], like.A.shape[0])

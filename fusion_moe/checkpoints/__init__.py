@@ -1,7 +1,7 @@
-"""Checkpoints on disk: what a directory of safetensors files holds, and which tensors are the parts of an encoded weight.
+"""Checkpoints on disk: the tensors in a directory of safetensors files, and which of them are the parts of an encoded weight.
 
-Knows files, names and encodings; no model and no framework's classes. Headers alone are read, until a tensor is asked for. `convert` and
-`quantize` write directories.
+This package knows files, names and encodings, but no models and no framework classes. It reads only headers until a tensor is requested.
+`convert` and `quantize` write directories.
 """
 
 from .conversion import convert

@@ -1,10 +1,10 @@
-"""A directory in another form, without loss: ModelOpt's NVFP4, or plain floats. Weight by weight, without a model.
+"""Writes a directory in another form, without loss: ModelOpt's NVFP4, or plain floats. Weight by weight, without a model.
 
     convert(src, dst)                          NVFP4 of any scheme, and MXFP4, to ModelOpt's names; FP8 per tensor stays
     convert(src, dst, to="dense")              float32, which holds every number of every encoding
     convert(src, dst, to="dense", dtype=torch.bfloat16)   rounded: NVFP4 has numbers with more than the 8 bits of bfloat16
 
-Before dst gets its name, all of it is read again and compared with src.
+Before dst gets its name, it is read again completely and compared with src.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ FORMS = ("modelopt", "dense")
 def convert(
     src: str | Path, dst: str | Path, to: str = "modelopt", *, dtype: torch.dtype = torch.float32, shard_bytes: int = SHARD_BYTES
 ) -> Path:  # fmt: skip
-    """Writes src in another form as dst, which appears whole; run again after an interruption, it goes on. Returns dst.
+    """Writes src in another form as dst, which appears whole; a call after an interruption continues. Returns dst.
 
-    to: "modelopt" or "dense"; dtype: of dense weights. UnsupportedError for what has no exact form there (INT4 in NVFP4; MXFP4 whose
-    scales span more than an e4m3 scale holds); CheckpointError as `Directory.open`, `stored_weights` and `write`.
+    to: "modelopt" or "dense"; dtype: the dtype of dense weights. UnsupportedError for weights without an exact equivalent there (INT4 in
+    NVFP4; MXFP4 whose scales span more than an e4m3 scale holds); CheckpointError as from `Directory.open`, `stored_weights` and `write`.
     """
     if to not in FORMS:
         raise OptionError(f"to={to!r}", expected=f"one of {', '.join(FORMS)}", where="convert")
@@ -76,7 +76,7 @@ class Source:
         return cls(directory, weights)
 
     def steps(self, of_weight: Callable[[StoredWeight], Step], of_other: Callable[[Source, Entry], Step | None]) -> Iterator[Step]:
-        """What is written, in the order of src: a step for each weight, and for each other tensor unless of_other leaves it out."""
+        """The steps of writing, in the order of src: one for each weight, and one for each other tensor unless of_other returns None."""
         weight_of = {entry.name: weight for weight in self.weights.values() for entry in weight.entries.values()}
         done: set[str] = set()
         for entry in self.directory.tensors.values():
@@ -90,7 +90,7 @@ class Source:
                 yield of_weight(weight)
 
     def kept(self, *entries: Entry) -> Step:
-        """Tensors as they are."""
+        """A step that writes tensors unchanged."""
         names = [entry.name for entry in entries]
         return Step(tuple(Planned(e.name, e.dtype, e.shape) for e in entries), lambda: {name: self.directory.read(name) for name in names})
 
@@ -100,7 +100,7 @@ class Source:
 
 
 def plain_weights(directory: Directory) -> dict[str, Entry]:
-    """The tensors of floats that may be matrices, or those of all experts, by their names without `.weight`."""
+    """The float tensors that may be matrices, or the matrices of all experts, by their names without `.weight`."""
     return {e.name.removesuffix(".weight"): e for e in directory.tensors.values() if e.dtype in FLOATS and len(e.shape) in (2, 3)}
 
 
@@ -108,7 +108,7 @@ def plain_weights(directory: Directory) -> dict[str, Entry]:
 
 
 def modelopt_step(source: Source, weight: StoredWeight) -> Step:
-    """A weight in ModelOpt's form, of equal numbers. UnsupportedError if it has none there."""
+    """Writes a weight in ModelOpt's form, with equal values. UnsupportedError if it has no such form."""
     encoding = weight.scheme.encoding
     if encoding is None:
         if weight.entries["scale"].nbytes == 4:
@@ -124,7 +124,7 @@ def modelopt_step(source: Source, weight: StoredWeight) -> Step:
 
 
 def _as_nvfp4(weight: StoredWeight, q: Quantized) -> Quantized:
-    """MXFP4 -> the same numbers in NVFP4, with one decode scale for all of them."""
+    """MXFP4 -> NVFP4 with the same values, with one decode scale for all of them."""
     try:
         made = mxfp4_as_nvfp4(q.of(part.flatten(0, -2) for part in q))
     except Error as error:
@@ -139,7 +139,7 @@ def _as_nvfp4(weight: StoredWeight, q: Quantized) -> Quantized:
 
 
 def exact_bf16_step(source: Source, weight: StoredWeight) -> Step:
-    """FP8 with scales that are powers of two is as exact in bfloat16. UnsupportedError when it is made, if they are none."""
+    """FP8 whose scales are powers of two is exact in bfloat16. UnsupportedError, when the step runs, for other scales."""
 
     def make() -> dict[str, Tensor]:
         floats = weight.floats(source.directory.read)
@@ -153,7 +153,7 @@ def exact_bf16_step(source: Source, weight: StoredWeight) -> Step:
 
 
 def renamed(source: Source, entry: Entry) -> Step | None:
-    """Scales of activations multiply in ModelOpt's form, those of compressed-tensors divide."""
+    """Scales of activations are multipliers in ModelOpt's form, and divisors in that of compressed-tensors."""
     if entry.name.endswith(".weight_shape"):
         return None
     if not entry.name.endswith(".input_global_scale"):
@@ -163,7 +163,7 @@ def renamed(source: Source, entry: Entry) -> Step | None:
 
 
 def algorithms(source: Source, steps: list[Step]) -> dict[str, str]:
-    """ModelOpt's word for each weight that is quantized in what is written: NVFP4 if its activations have a scale."""
+    """ModelOpt's name of the algorithm for each weight that is written quantized: NVFP4 if its activations have a scale."""
     names = {planned.name for step in steps for planned in step.planned}
     made = {}
     for planned in (p for step in steps for p in step.planned):
@@ -178,7 +178,7 @@ def algorithms(source: Source, steps: list[Step]) -> dict[str, str]:
 
 
 def plain_linears(steps: list[Step]) -> list[str]:
-    """The modules with a matrix that is not quantized in what is written; an lm_head that is the embedding has no tensor, and is one."""
+    """The modules whose matrix is written without quantization. An lm_head that is tied to the embedding has no tensor, but counts."""
     planned = [p for step in steps for p in step.planned]
     plain = [p.name.removesuffix(".weight") for p in planned if p.dtype in FLOATS and len(p.shape) == 2 and p.name.endswith(".weight")]
     return plain if any("lm_head." in p.name for p in planned) else [*plain, "lm_head"]
@@ -199,7 +199,7 @@ def _check_modelopt(source: Source, written: Directory) -> None:
 
 
 def _floats(source: Source, weight: StoredWeight) -> Iterator[Tensor]:
-    """f32 [N, K], one matrix after the other."""
+    """f32 [N, K], one matrix after another."""
     if weight.scheme.encoding is None:
         yield weight.floats(source.directory.read)
         return
@@ -212,7 +212,7 @@ def _floats(source: Source, weight: StoredWeight) -> Iterator[Tensor]:
 
 
 def dense_step(source: Source, weight: StoredWeight, dtype: torch.dtype) -> Step:
-    """A weight in plain floats: [N, K]; that of all experts as the families have it that store it so, [E, K, N]."""
+    """Writes a weight in plain floats: [N, K]; for all experts in one tensor, [E, K, N], as the families do that store it so."""
     *lead, n, k = weight.shape
     name, shape = (weight.name, (*lead, k, n)) if lead else (f"{weight.name}.weight", (n, k))
 
@@ -226,7 +226,7 @@ def dense_step(source: Source, weight: StoredWeight, dtype: torch.dtype) -> Step
 
 
 def _unless_known(source: Source, entry: Entry) -> Step | None:
-    """Plain floats have no scales of activations."""
+    """Plain floats have no scales of activations: leaves them out."""
     return None if entry.name.endswith(_ACTIVATIONS) else source.kept(entry)
 
 
@@ -243,7 +243,7 @@ def _check_dense(source: Source, written: Directory, dtype: torch.dtype) -> None
 
 
 def _check_kept(source: Source, written: Directory) -> None:
-    """What is no part of a weight has the same bytes."""
+    """Checks that tensors which are not part of a weight have the same bytes."""
     parts = {entry.name for weight in source.weights.values() for entry in weight.entries.values()}
     for name in source.directory.tensors.keys() - parts:
         if name in written.tensors:

@@ -24,7 +24,7 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class Directory:
-    """What `open` found. config: config.json; tensors: by name, in the order of the files."""
+    """The result of `open`. config: config.json; tensors: by name, in the order of the files."""
 
     path: Path
     config: Mapping[str, Any]
@@ -35,8 +35,8 @@ class Directory:
     def open(cls, path: str | Path) -> Directory:
         """Reads the configuration and all headers, no data.
 
-        CheckpointError for what is missing, doubled, truncated or broken, with file, tensor, found and expected; UnsupportedError for
-        weights in files of another kind.
+        CheckpointError for files or tensors that are missing, duplicated, truncated or broken, with file, tensor, found and expected;
+        UnsupportedError for weights in other kinds of files.
         """
         path = Path(path)
         if not _is_file(path / CONFIG):
@@ -47,10 +47,10 @@ class Directory:
 
     @cached_property
     def quantization(self) -> Mapping[str, Any]:
-        """What the configuration says of quantization, flat, with "quant_method"; empty if it says nothing.
+        """The configuration's entries about quantization, flat, with "quant_method"; empty if there are none.
 
-        From config.json (quantization_config, or compression_config as it was once called, of the whole or of its text model), else from
-        hf_quant_config.json, all that older exports of ModelOpt have.
+        From config.json (quantization_config, or its older name compression_config, of the whole model or of its text model), else from
+        hf_quant_config.json, which is all that older exports of ModelOpt have.
         """
         for part in (self.config, self.config.get("text_config"), self.config.get("llm_config")):
             for key in ("quantization_config", "compression_config"):
@@ -60,11 +60,11 @@ class Directory:
         return older_quantization(older) if older.exists() else {}
 
     def read(self, name: str) -> Tensor:
-        """A tensor, memory mapped: its bytes are read when they are used, and writing to it changes no file."""
+        """A tensor, memory mapped: its bytes are read when they are used, and writing to it does not change the file."""
         return self._of_file(name, "get_tensor")
 
     def slice(self, name: str) -> Any:
-        """safetensors' slice of a tensor, which reads what it is indexed with."""
+        """safetensors' slice of a tensor, which reads only the part that is indexed."""
         return self._of_file(name, "get_slice")
 
     def _of_file(self, name: str, how: str) -> Any:
@@ -91,7 +91,7 @@ def _single(path: Path) -> dict[str, Entry]:
 
 
 def _sharded(path: Path, index: Path) -> dict[str, Entry]:
-    """The tensors of a directory with an index, which has to name all of them, each in its file."""
+    """The tensors of a directory with an index, which must name all of them, each with its file."""
     shard_of = _json(index).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(name, str) for name in shard_of.values()):
         raise CheckpointError("no weight_map", expected="weight_map: the file of each tensor", where=str(index))
@@ -118,7 +118,7 @@ def older_quantization(file: Path) -> dict[str, Any]:
 
 
 def _check_shards(path: Path, index: Path, shards: Iterable[str]) -> None:
-    """Names that stay inside of the directory, of files that are there. They may be links, as in the cache of Hugging Face."""
+    """Checks that shard names stay inside the directory and that the files exist. They may be links, as in Hugging Face's cache."""
     for shard in shards:
         parts = PurePosixPath(shard)
         if parts.is_absolute() or ".." in parts.parts or "\\" in shard or "\0" in shard or parts.suffix != ".safetensors":
@@ -131,7 +131,7 @@ def _check_shards(path: Path, index: Path, shards: Iterable[str]) -> None:
 
 
 def _not_a_checkpoint(path: Path) -> CheckpointError:
-    """The error about a path that is no directory with a configuration."""
+    """The error for a path that is not a directory with a configuration."""
     todo = "name the directory of a model, or download one first: hf download NAME --local-dir DIR"
     if path.is_file():
         found, todo = "it is a file", f"name its directory, {path.parent}"
@@ -143,7 +143,7 @@ def _not_a_checkpoint(path: Path) -> CheckpointError:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # an invalid file name
         return False
 
 

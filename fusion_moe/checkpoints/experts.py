@@ -1,4 +1,4 @@
-"""Experts in files: which names belong to the experts of one layer, in which order.
+"""Experts in files: which names belong to the experts of one layer, and in which order.
 
     …experts.3.gate_proj, up_proj, down_proj      a matrix for each expert; w1, w3, w2 in Mixtral and others
     …experts.gate_up_proj, down_proj              one tensor for all experts; up_proj without a gate
@@ -26,8 +26,8 @@ _FUSED = re.compile(r"(?P<layer>.*\bexperts)\.(?P<projection>gate_up_proj|up_pro
 class LayerExperts:
     """The experts of one layer.
 
-    name: what comes before the experts' numbers; projections: by "gate_proj", "up_proj", "down_proj" ("gate_up_proj" where both are one
-    tensor), the names of weights in the order of experts, or the one name of a fused tensor.
+    name: the part before the experts' numbers; projections: for "gate_proj", "up_proj", "down_proj" ("gate_up_proj" if both are one
+    tensor), the names of weights in the order of experts, or the single name of a fused tensor.
     """
 
     name: str
@@ -36,7 +36,7 @@ class LayerExperts:
 
     @property
     def experts(self) -> int | None:
-        """How many there are; None if fused: the tensors say it."""
+        """How many experts there are; None if fused: then the tensors say it."""
         return None if self.fused else len(next(iter(self.projections.values())))
 
     @property
@@ -46,7 +46,7 @@ class LayerExperts:
 
 
 def experts_of(config: Mapping[str, Any]) -> int | None:
-    """How many experts a layer has, by config.json; None if it does not say so."""
+    """How many experts a layer has, by config.json; None if it does not say."""
     for part in (config, config.get("text_config")):
         for key in ("num_experts", "num_local_experts", "n_routed_experts"):
             if isinstance(part, dict) and type(part.get(key)) is int:
@@ -55,9 +55,9 @@ def experts_of(config: Mapping[str, Any]) -> int | None:
 
 
 def layers_of_experts(weights: Iterable[str], experts: int | None = None) -> dict[str, LayerExperts]:
-    """The layers of experts among names of weights (without `.weight` or another suffix), by their names. experts: how many each has.
+    """The layers of experts among weight names (without `.weight` or another suffix), by name. experts: how many each layer has.
 
-    CheckpointError when experts are missing, have other projections than the rest, or are stored in both ways.
+    CheckpointError if experts are missing, have other projections than the rest, or are stored in both ways.
     """
     single: dict[str, dict[str, dict[int, str]]] = {}
     fused: dict[str, dict[str, tuple[str, ...]]] = {}

@@ -1,4 +1,4 @@
-"""Weights in 8-bit floats with scales, which are read as floats.
+"""Weights in 8-bit floats with scales, which are converted to floats when read.
 
 values  float8_e4m3fn  [N, K]
 scale   float          [] or [1], one for the matrix; or [ceil(N/128), ceil(K/128)], one for a block (another size: `block`)
@@ -14,7 +14,7 @@ BLOCK = (128, 128)
 
 
 def check_fp8(values: Tensor, scale: Tensor, block: tuple[int, int] = BLOCK) -> tuple[int, ...]:
-    """The shape (N, K); ShapeError unless scale fits values. Values are not looked at."""
+    """The shape (N, K); ShapeError unless scale fits values. The values are not read."""
     if values.dim() != 2:
         raise ShapeError(f"values are {list(values.shape)}", expected="[N, K]")
     blocks = [-(-size // of) for size, of in zip(values.shape, block, strict=True)]

@@ -1,7 +1,7 @@
-"""How all experts of a layer lie in one tensor of floats, which names do not say: shapes do, and the family.
+"""The order of all experts of a layer in one float tensor: names do not give it away, but shapes and the model family do.
 
 [E, 2I, H] and [E, H, I]    gate above up, or [E, I, H] without a gate
-[E, H, 2I] and [E, I, H]    transposed; gate before up in Llama-4, in turns in gpt-oss
+[E, H, 2I] and [E, I, H]    transposed; gate before up in Llama-4, alternating in gpt-oss
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Read = Callable[[str], Tensor]  # a tensor of a directory by its name
 
 @dataclass(frozen=True)
 class FusedOrder:
-    """transposed: the weights are [E, K, N]. in_turns: rows of gate and up take turns."""
+    """transposed: the weights are [E, K, N]. in_turns: rows of gate and up alternate."""
 
     transposed: bool = False
     in_turns: bool = False
@@ -29,12 +29,12 @@ class FusedOrder:
         return (shape[2], shape[1]) if self.transposed else (shape[1], shape[2])
 
     def matrix(self, read: Read, name: str, expert: int, at: int, count: int) -> Tensor:
-        """Number `at` of the `count` matrices that an expert has in a weight -> [N / count, K]"""
+        """Matrix number `at` of the `count` matrices that an expert has in a weight -> [N / count, K]"""
         whole = read(name)[expert]
         return self.rows(whole.mT if self.transposed else whole, at, count).contiguous()
 
     def rows(self, rows: Tensor, at: int, count: int) -> Tensor:
-        """The rows [N, ...] of number `at` of `count` matrices -> [N / count, ...]"""
+        """The rows [N, ...] of matrix number `at` of `count` -> [N / count, ...]"""
         return rows[at::count] if self.in_turns else rows.chunk(count)[at]
 
 
@@ -44,12 +44,12 @@ _TRANSPOSED = {  # by the model_type of config.json
 
 
 def matrices_of(projection: str) -> tuple[str, ...]:
-    """The matrices that an expert has in the weight of a projection."""
+    """The matrices that an expert has in a projection's weight."""
     return ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
 
 
 def order_of(layer: str, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> FusedOrder:
-    """The order of a layer, by the shapes of its projections. UnsupportedError for shapes, or a family, that leave it open."""
+    """The order of a layer, by the shapes of its projections. UnsupportedError if the shapes or the family are ambiguous."""
     up, down = shapes.get("gate_up_proj") or shapes.get("up_proj"), shapes.get("down_proj")
     gated = "gate_up_proj" in shapes
     family = _TRANSPOSED.get(str(config.get("model_type")))

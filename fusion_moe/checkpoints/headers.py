@@ -1,6 +1,6 @@
 """The header of a safetensors file, checked against the file's size before any data are read.
 
-A file is 8 bytes, the length of the header; the header, JSON: for each tensor dtype, shape and where its bytes begin and end; the bytes
+A file consists of 8 bytes, the length of the header; the header, JSON with dtype, shape, first and last byte of each tensor; and the bytes
 of all tensors, without gaps. Source: the format's description in the safetensors repository.
 """
 
@@ -66,7 +66,7 @@ def read_header(file: Path) -> list[Entry]:
 
 
 def _entries(text: bytes, file: Path) -> list[tuple[int, int, Entry]]:
-    """Where the bytes of each tensor begin and end, and what it is."""
+    """The first and last byte of each tensor, and its entry."""
     header = parse_json(text, file)
     metadata = header.pop("__metadata__", {})
     right = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
@@ -88,7 +88,7 @@ def _counts(value: Any) -> bool:
 
 
 def parse_json(text: bytes, file: Path) -> dict[str, Any]:
-    """The object that a text is; CheckpointError for anything else, and for a name that it has twice."""
+    """The JSON object in a text; CheckpointError for anything else, and for a duplicate name in it."""
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_without_doubles)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Which ways of quantizing are read, by the configuration of a directory, and the sentence for each that is not."""
+"""Which quantization methods are supported, by a directory's configuration, and the error message for each that is not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .schemes import SCHEMES
 METHODS = tuple(dict.fromkeys(method for scheme in SCHEMES for method in scheme.methods))
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION")  # quant_algo of ModelOpt
 FORMATS = ("nvfp4-pack-quantized", "pack-quantized", "mixed-precision")  # format of compressed-tensors
-_INT4 = {"num_bits": 4, "group_size": 32, "symmetric": True}  # pack-quantized
+_INT4 = {"num_bits": 4, "group_size": 32, "symmetric": True}  # the weights of pack-quantized
 _REFUSED = {
     "awq": "AWQ has groups of 128 with zero points",
     "gptq": "GPTQ has groups with zero points, of columns in an order of their own",
@@ -21,11 +21,11 @@ _REFUSED = {
 
 
 def method_of(quantization: Mapping[str, Any], where: str = "") -> str:
-    """The `quant_method`, one of METHODS; "" if nothing is quantized. UnsupportedError for another one, and for what it has beside."""
+    """The `quant_method`, one of METHODS; "" if nothing is quantized. UnsupportedError for another one, or for unsupported settings."""
     if not quantization:
         return ""
     method = quantization.get("quant_method")
-    if method is None and "producer" in quantization:  # ModelOpt wrote none at first
+    if method is None and "producer" in quantization:  # early versions of ModelOpt wrote none
         method = "modelopt"
     if method not in METHODS:
         why = next((why for name, why in _REFUSED.items() if name in str(method).lower()), "")

@@ -1,4 +1,4 @@
-"""Directories in ModelOpt's form: the tensors of a weight under ModelOpt's names, and what the configurations say."""
+"""Directories in ModelOpt's form: the tensors of a weight under ModelOpt's names, and the entries of the configurations."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _EXPERT = re.compile(r"(.*\bexperts)\.\d+\..*")
 
 
 def nvfp4_step(name: str, shape: tuple[int, ...], make: Callable[[], Quantized]) -> Step:
-    """Writes an NVFP4 weight: [N, K], or of all experts [E, N, K] with one scale."""
+    """Writes an NVFP4 weight: [N, K], or [E, N, K] for all experts with one scale."""
     scheme = FUSED if len(shape) == 3 else ONE
     return Step(planned(scheme, name, shape), lambda: tensors(scheme, name, make()))
 
 
 def planned(scheme: Scheme, name: str, shape: tuple[int, ...]) -> tuple[Planned, ...]:
-    """What the tensors of a weight will be."""
+    """The tensors that a weight will be written as."""
     assert scheme.encoding is not None
     *lead, n, k = shape
     made = []
@@ -42,7 +42,7 @@ def tensors(scheme: Scheme, name: str, q: Quantized) -> dict[str, Any]:
 
 
 def quantization_config(algorithms: Mapping[str, str], plain: Iterable[str]) -> dict[str, Any]:
-    """`quantization_config` of config.json. algorithms: of each quantized weight, "NVFP4", "W4A16_NVFP4" or "FP8"; plain: the others."""
+    """`quantization_config` of config.json. algorithms: "NVFP4", "W4A16_NVFP4" or "FP8" for each quantized weight; plain: other weights."""
     layers = {_layer(name): algorithm for name, algorithm in algorithms.items()}
     used = sorted(set(layers.values()))
     made: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": used[0] if len(used) == 1 else "MIXED_PRECISION"}
@@ -56,12 +56,12 @@ def quantization_config(algorithms: Mapping[str, str], plain: Iterable[str]) -> 
 
 
 def own_entries(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What only this library writes and reads in `quantization_config`: how experts are computed, the arguments of NVFP4Config."""
+    """The entries of `quantization_config` that only this library writes and reads: how experts are computed, the fields of NVFP4Config."""
     return {key: config[key] for key in _OWN if key in config}
 
 
 def older_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for hf_quant_config.json."""
+    """The equivalent for hf_quant_config.json."""
     said = {"quant_algo": config["quant_algo"], "kv_cache_quant_algo": None}
     if "quantized_layers" in config:
         said["quantized_layers"] = config["quantized_layers"]
@@ -83,6 +83,6 @@ def _algorithm(name: str) -> dict[str, Any]:
 
 
 def _layer(name: str) -> str:
-    """Experts count as one."""
+    """The layer of a module's name; all experts of a layer count as one."""
     found = _EXPERT.fullmatch(name)
     return found[1] if found else name

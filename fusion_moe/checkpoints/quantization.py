@@ -1,4 +1,4 @@
-"""The experts of a directory from floats to NVFP4, in ModelOpt's form, without a model: a matrix in memory at a time."""
+"""Quantizes the experts of a directory from floats to NVFP4 in ModelOpt's form, without a model and with one matrix in memory at a time."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .writing import SHARD_BYTES, write
 
 
 def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES) -> Path:
-    """Writes src with its experts in NVFP4 as dst, which appears whole; run again after an interruption, it goes on. Returns dst.
+    """Writes src with its experts in NVFP4 as dst, which appears whole; a call after an interruption continues. Returns dst.
 
-    src: in bfloat16, float16, float32 or FP8, which is rounded to bfloat16 first. Each matrix of an expert has a scale of its own and the
-    bytes that `quantize_` makes of it; gate and up are two. Experts in one tensor become single ones, those of Llama-4 and gpt-oss too,
-    which are transposed. Everything else stays, but FP8 in blocks becomes bfloat16: ModelOpt's form has none. UnsupportedError without such
-    experts, ShapeError for K that is no multiple of 16, NonFiniteError for NaN and infinity, CheckpointError as `Directory.open`,
-    `stored_weights` and `write`.
+    src: in bfloat16, float16, float32, or FP8, which is rounded to bfloat16 first. Each matrix of an expert gets its own scale and the same
+    bytes as from `quantize_`; gate and up are two matrices. Experts in one tensor are written one by one, also those of Llama-4 and
+    gpt-oss, which are stored transposed. Everything else stays the same, except that FP8 in blocks becomes bfloat16, since ModelOpt's form
+    has no such FP8. UnsupportedError if there are no such experts, ShapeError if K is not a multiple of 16, NonFiniteError for NaN and
+    infinity, CheckpointError as from `Directory.open`, `stored_weights` and `write`.
     """
     source = Source.open(src)
     experts = dict(_experts(source))
@@ -49,7 +49,7 @@ def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES
         if (name := entry.name.removesuffix(".weight")) in experts:
             return experts[name]
         scale_of = next((entry.name.removesuffix(suffix) for suffix in KNOWN if entry.name.endswith(suffix)), None)
-        return None if scale_of in experts else renamed(source, entry)  # what FP8 says of activations means something else in NVFP4
+        return None if scale_of in experts else renamed(source, entry)  # FP8's scales of activations mean something else in NVFP4
 
     steps = list(source.steps(of_weight, of_other))
     said = quantization_config(algorithms(source, steps), plain_linears(steps))
@@ -58,15 +58,15 @@ def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES
 
 
 def _check(written: Directory) -> None:
-    """That it is read as what it was written as."""
+    """Checks that the directory is read as what it was written as."""
     stored_weights(written.tensors, "modelopt")
 
 
-Matrix = tuple[str, tuple[int, ...], Callable[[], Tensor]]  # the name of a matrix, its shape [N, K], and what reads it
+Matrix = tuple[str, tuple[int, ...], Callable[[], Tensor]]  # the name of a matrix, its shape [N, K], and a function that reads it
 
 
 def _experts(source: Source) -> Iterator[tuple[str, Step]]:
-    """What is written of experts, by the name of the weight, or of the biases, that it is made of."""
+    """The steps that write experts, each with the name of the original weight or bias."""
     plain = plain_weights(source.directory)
     fp8 = {name: weight for name, weight in source.weights.items() if weight.scheme.encoding is None}
     for layer in layers_of_experts([*plain, *fp8], experts_of(source.directory.config)).values():
@@ -84,7 +84,7 @@ def _matrix(source: Source, name: str, plain: Mapping[str, Entry], fp8: Mapping[
 
 
 def _fused(source: Source, layer: LayerExperts, plain: Mapping[str, Entry]) -> Iterator[tuple[str, Step]]:
-    """The weights of all experts, and their biases, as those of single experts, as ModelOpt writes them."""
+    """Fused weights and biases of all experts, written as single experts, as ModelOpt writes them."""
     read, shapes = source.directory.read, {projection: plain[name].shape for projection, (name,) in layer.projections.items()}
     order = order_of(layer.name, shapes, source.directory.config)
     for projection, (name,) in layer.projections.items():

@@ -1,8 +1,8 @@
-"""How weights are stored in files: under which names the parts of an encoding lie, and what each has to become.
+"""How weights are stored in files: the names of the tensors for the parts of an encoding, and how each tensor is converted.
 
-A tensor's name is the name of a weight and a suffix: `…experts.3.gate_proj` with `.weight`, `.weight_scale`, `.weight_scale_2`; or, where
-all experts are one tensor, `…experts.gate_up_proj` with ``, `_weight_scale`, `_weight_scale_2`. Tensors decide which weights are encoded
-and how, never what a configuration says that it left out.
+A tensor's name is the name of a weight and a suffix: `…experts.3.gate_proj` with `.weight`, `.weight_scale`, `.weight_scale_2`; or, if all
+experts are one tensor, `…experts.gate_up_proj` with ``, `_weight_scale`, `_weight_scale_2`. The tensors decide which weights are encoded
+and how, never a configuration's list of what was left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..encodings import INT4, MXFP4, NVFP4, Encoding
 
 
 class Direction(Enum):
-    """What the scale of a matrix does to its codes."""
+    """Whether the scale of a matrix multiplies or divides its codes."""
 
     MULTIPLIER = "multiplier"
     DIVISOR = "divisor"
@@ -27,8 +27,9 @@ class Direction(Enum):
 class StoredPart:
     """A part of an encoding in a file.
 
-    part: its name in the encoding; dtypes: what it may have; view: the dtype that its bytes are; flattened: stored with its last dimension
-    in two; transposed: stored with its last two dimensions exchanged; direction: of the scale of a matrix, stored as [] or [1].
+    part: its name in the encoding; dtypes: those that it may have; view: the dtype as which its bytes are read; flattened: stored with its
+    last dimension split in two; transposed: stored with its last two dimensions swapped; direction: of a matrix's scale, stored as [] or
+    [1].
     """
 
     part: str
@@ -40,7 +41,7 @@ class StoredPart:
     direction: Direction | None = None
 
     def to_part(self, t: Tensor) -> Tensor:
-        """A tensor as it is stored -> the part; a view where no number changes. The scale of a matrix becomes 0-d and multiplies."""
+        """A stored tensor -> the part; a view if no number changes. The scale of a matrix becomes a 0-d multiplier."""
         if self.view is not None:
             t = t.contiguous().view(self.view)
         if self.flattened:
@@ -53,7 +54,7 @@ class StoredPart:
         return 1.0 / t if self.direction is Direction.DIVISOR else t
 
     def from_part(self, t: Tensor) -> Tensor:
-        """The inverse of `to_part`, of the same numbers; of scales of matrices, which are all the same, one 0-d."""
+        """The inverse of `to_part`, with equal values; the scales of matrices, which must all be equal, become one 0-d tensor."""
         if self.direction is not None:
             t = t.flatten()[0]
             return 1.0 / t if self.direction is Direction.DIVISOR else t
@@ -66,10 +67,10 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way of storing weights.
+    """One way to store weights.
 
-    methods: the `quant_method` of configurations. encoding: None for 8-bit floats with scales, which are read as floats: `fp8.py`.
-    fused: a tensor holds all experts, [E, N, K], and one scale of a matrix is that of all of them. The first part holds the elements.
+    methods: the `quant_method` values of configurations. encoding: None for 8-bit floats with scales, which are read as floats (`fp8.py`).
+    fused: a tensor holds all experts, [E, N, K], and there is one matrix scale for all of them. The first part holds the elements.
     """
 
     name: str
@@ -154,7 +155,7 @@ SCHEMES: tuple[Scheme, ...] = (
     ),
 )  # fmt: skip
 
-# Suffixes of what no weight needs: scales of activations and of key-value caches, shapes that packed tensors have anyway.
+# Suffixes of tensors that no weight needs: scales of activations and of key-value caches, and shapes that packed tensors have anyway.
 KNOWN = (
     ".input_scale", "_input_scale", ".input_global_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
     ".weight_shape",

@@ -1,4 +1,4 @@
-"""One file of safetensors, written tensor by tensor: the header first, since dtypes and shapes are known, then what each step makes."""
+"""Writes one safetensors file, tensor by tensor: first the header, since dtypes and shapes are known, then the result of each step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..progress import progress
 from .headers import DTYPES
 
-_PIECE = 2**20  # bytes that are read at once
+_PIECE = 2**20  # bytes read at once
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -37,7 +37,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Step:
-    """Some tensors that are made together: what they will be, and the function that makes them, by name."""
+    """Some tensors that are made together: their plan, and the function that makes them, by name."""
 
     planned: tuple[Planned, ...]
     make: Callable[[], Mapping[str, Tensor]]
@@ -49,7 +49,7 @@ class Step:
 
 
 def header_of(steps: Iterable[Step]) -> bytes:
-    """The header of a file, padded with spaces to 8 bytes, as its length says."""
+    """The header of a file, preceded by its length and padded with spaces to a multiple of 8 bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for planned in (p for step in steps for p in step.planned):
@@ -60,7 +60,7 @@ def header_of(steps: Iterable[Step]) -> bytes:
 
 
 def write_shard(path: Path, steps: Sequence[Step]) -> str:
-    """Writes a file and forces it to disk; its sha256. What one step makes is in memory at a time. OSError of a full disk is passed on."""
+    """Writes a file and syncs it to disk; returns its sha256. Holds one step's tensors in memory at a time. OSError if the disk is full."""
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for data in _data(steps):

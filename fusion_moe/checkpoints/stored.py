@@ -1,4 +1,4 @@
-"""Weights in files: which tensors are the parts of which weight. Every part is there and fits, no scale is left over: by headers alone."""
+"""Weights in files: which tensors are the parts of which weight. Headers show that every part exists and fits, and no scale is left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Read = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight in files. entries: the tensor of each part, by the part's name; shape: the logical one, [N, K], of fused ones [E, N, K]."""
+    """A weight in files. entries: the tensor of each part, by the part's name; shape: the logical one, [N, K], or [E, N, K] if fused."""
 
     name: str
     scheme: Scheme
@@ -32,19 +32,19 @@ class StoredWeight:
         return sum(entry.nbytes for entry in self.entries.values())
 
     def parts(self, read: Read) -> list[Tensor]:
-        """Its parts, each as the encoding has it. read: the tensor of a name, `Directory.read`."""
+        """The weight's parts, each as the encoding has it. read: returns a tensor by name, as `Directory.read`."""
         made = [part.to_part(read(self.entries[part.part].name)) for part in self.scheme.parts]
         if self.scheme.fused:  # one scale for all experts
             made = [t.expand(self.shape[0]) if t.dim() == 0 else t for t in made]
         return made
 
     def quantized(self, read: Read) -> Quantized:
-        """The weight in its encoding, [N, K] or [E, N, K]. Only if its scheme has an encoding."""
+        """The weight in its encoding, [N, K] or [E, N, K]. Only for a scheme with an encoding."""
         assert self.scheme.encoding is not None, self.name
         return Quantized(*self.parts(read), encoding=self.scheme.encoding)
 
     def floats(self, read: Read) -> Tensor:
-        """f32 [N, K], of a scheme without an encoding: 8-bit floats times their scales."""
+        """f32 [N, K], for a scheme without an encoding: 8-bit floats times their scales."""
         assert self.scheme.encoding is None, self.name
         values, scale = self.parts(read)
         return dequantize_fp8(values, scale)
@@ -53,8 +53,8 @@ class StoredWeight:
 def stored_weights(tensors: Mapping[str, Entry], method: str) -> dict[str, StoredWeight]:
     """The weights among tensors that are not plain floats, by name. method: `quant_method` of the configuration.
 
-    CheckpointError with file, tensor, found and expected where a part is missing, has another dtype or shape than its weight needs, or a
-    scale or packed tensor belongs to no weight.
+    CheckpointError, with file, tensor, found and expected, if a part is missing or has a dtype or shape that does not fit its weight, or if
+    a scale or packed tensor belongs to no weight.
     """
     schemes = [scheme for scheme in SCHEMES if method in scheme.methods]
     found: dict[str, StoredWeight] = {}
@@ -69,7 +69,7 @@ def stored_weights(tensors: Mapping[str, Entry], method: str) -> dict[str, Store
 
 
 def _candidates(entry: Entry, schemes: Iterable[Scheme]) -> list[Scheme]:
-    """The schemes whose elements a tensor may be, by the end of its name and its dtype."""
+    """The schemes whose elements a tensor may be, by the suffix of its name and its dtype."""
     return [s for s in schemes if _may_be(entry, s.parts[0]) and (s.parts[0].suffix or len(entry.shape) == 3)]
 
 
@@ -78,7 +78,7 @@ def _may_be(entry: Entry, part: StoredPart) -> bool:
 
 
 def _weight(elements: Entry, candidates: list[Scheme], tensors: Mapping[str, Entry]) -> StoredWeight:
-    """The weight whose elements these are: of the scheme of which most parts are there."""
+    """The weight with these elements, in the scheme of which most parts are present."""
 
     def missing(scheme: Scheme) -> list[str]:
         name = elements.name.removesuffix(scheme.parts[0].suffix)
@@ -108,7 +108,7 @@ def _checked_shape(scheme: Scheme, entries: Mapping[str, Entry]) -> tuple[int, .
 
 
 def _on_meta(part: StoredPart, entry: Entry, scheme: Scheme) -> Tensor:
-    """A part without its numbers."""
+    """A part on the meta device, without values."""
     if entry.dtype not in part.dtypes:
         expected = f"{' or '.join(str(d).removeprefix('torch.') for d in part.dtypes)}, the {part.part} of {scheme.name}"
         raise CheckpointError(f"{entry}", expected=expected, where=str(entry.file))
@@ -148,7 +148,7 @@ _SUFFIXES = tuple(_PARTS | _OTHERS)
 
 
 def _check_none_left(tensors: Mapping[str, Entry], used: set[str], method: str) -> None:
-    """No tensor may be there that only means something together with others, unless it is one of theirs."""
+    """CheckpointError for a tensor that means something only as part of a weight, but belongs to none."""
     for name, entry in tensors.items():
         if name in used or name.endswith(KNOWN):
             continue

@@ -1,4 +1,4 @@
-"""What scales hold: numbers that no quantizer writes, and divisors where multipliers belong."""
+"""Checks of scales' values: numbers that no quantizer writes, and divisors in place of multipliers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .directory import Directory
 from .schemes import StoredPart
 from .stored import StoredWeight
 
-_LARGEST = 1.0  # of a multiplier: with it the largest weight is 2688. Divisors are 2688 / amax.
+_LARGEST = 1.0  # the largest plausible multiplier: the largest weight is then 2688. Divisors are 2688 / amax.
 
 
 def check_scales(directory: Directory, weights: Mapping[str, StoredWeight]) -> None:
-    """Reads all scales. CheckpointError with file, tensor, found and expected for NaN, negative or infinite ones, and for a divisor.
+    """Reads all scales. CheckpointError, with file, tensor, found and expected, for NaN, negative or infinite scales, and for a divisor.
 
-    So it is where compressed-tensors says another shape than the codes have: they were padded, which is not undone.
-    A matrix whose scale would make its largest weight more than 2688 has its scale the wrong way round; no trained weight comes near.
+    It is also raised if compressed-tensors records another shape than the codes have: they were padded, which is not undone.
+    If a matrix's scale would make its largest weight exceed 2688, the scale is the wrong way round; no trained weight comes near that.
     """
     for weight in progress(weights.values(), "checking scales", len(weights)):
         for part in weight.scheme.parts[1:]:

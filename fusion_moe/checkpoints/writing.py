@@ -1,8 +1,8 @@
-"""Writes a directory that appears whole or not at all, and goes on where it was interrupted.
+"""Writes a directory that appears whole or not at all, and continues after an interruption.
 
-Beside DST lies `.DST.partial` meanwhile: `plan`, what is being written from what; `files`, what will be DST; a digest for each finished
-shard. A shard is written under another name, forced to disk, and renamed; DST is `files`, renamed. After a crash, ctrl-C or kill -9 the
-next call with the same plan keeps the shards whose digests are right.
+Until then `.DST.partial` lies beside DST, with `plan`: a digest of what is written from what; `files`: the future DST; and a digest for
+each finished shard. A shard is written under another name, synced to disk, and renamed; in the end `files` is renamed to DST. After a
+crash, ctrl-C or kill -9 the next call with the same plan keeps the shards whose digests match.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .directory import CONFIG, INDEX, OLDER_CONFIG, SINGLE, Directory
 from .shard import Step, digest_of, header_of, write_shard
 
 SHARD_BYTES = 5 * 10**9
-SPARE_BYTES = 64 * 2**20  # that a disk keeps: tokenizers and such
+SPARE_BYTES = 64 * 2**20  # of free space to leave: for tokenizers and similar files
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
@@ -32,11 +32,11 @@ def write(
     dst: str | Path, source: Directory, steps: Sequence[Step], *, config: Mapping[str, Any], older_config: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES, check: Callable[[Directory], None] | None = None,
 ) -> Path:  # fmt: skip
-    """Writes what steps make as the directory dst, with configurations, an index, and the source's other files (tokenizer and so on).
+    """Writes the results of steps as the directory dst, with configurations, an index, and the source's other files (tokenizer and so on).
 
-    older_config: of hf_quant_config.json. check: called with the Directory before it gets its name; what it raises leaves no dst.
-    CheckpointError where dst is there already, the disk is full, or another process writes the same; whatever is raised, nothing half
-    written has dst's name.
+    older_config: for hf_quant_config.json. check: called with the Directory before it gets its name; if it raises, there is no dst.
+    CheckpointError if dst exists already, the disk is full, or another process is writing the same; whatever is raised, nothing incomplete
+    has dst's name.
     """
     dst = Path(dst).absolute()
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
@@ -73,7 +73,7 @@ def _shards(steps: Sequence[Step], shard_bytes: int) -> dict[str, list[Step]]:
 
 
 def _plan(source: Directory, shards: Mapping[str, Sequence[Step]], config: Mapping[str, Any]) -> str:
-    """What is written from what, as a digest: files with their sizes and times, headers, the configuration."""
+    """A digest of what is written from what: the source's files with sizes and times, the headers, the configuration."""
     digest = hashlib.sha256()
     for file in sorted({entry.file for entry in source.tensors.values()}):
         stat = file.stat()
@@ -85,7 +85,7 @@ def _plan(source: Directory, shards: Mapping[str, Sequence[Step]], config: Mappi
 
 
 def _begun(partial: Path, plan: str) -> Path:
-    """The folder of files: as it was left if the plan is the same, else empty."""
+    """The folder of files: as an earlier call left it if the plan is the same, otherwise empty."""
     files, saved = partial / "files", partial / "plan"
     if not saved.exists() or saved.read_text() != plan:
         shutil.rmtree(files, ignore_errors=True)
@@ -97,7 +97,7 @@ def _begun(partial: Path, plan: str) -> Path:
 
 
 def _write_once(partial: Path, path: Path, steps: Sequence[Step]) -> None:
-    """Writes a shard, unless it is there and whole."""
+    """Writes a shard unless it exists and is complete."""
     saved = partial / f"{path.name}.sha256"
     if path.exists() and saved.exists() and saved.read_text() == digest_of(path):
         return
@@ -113,7 +113,7 @@ def _write_once(partial: Path, path: Path, steps: Sequence[Step]) -> None:
 def _write_rest(
     files: Path, source: Directory, shards: Mapping[str, Sequence[Step]], config: Mapping[str, Any], older_config: Mapping[str, Any] | None
 ) -> None:  # fmt: skip
-    """Everything beside the shards."""
+    """Writes everything except the shards."""
     ours = {CONFIG: config, OLDER_CONFIG: older_config, INDEX: _index(shards) if len(shards) > 1 else None}
     for other in sorted(source.path.iterdir()):
         if other.is_file() and other.name not in ours and not other.name.endswith(_NOT_COPIED) and not other.name.startswith("."):
@@ -136,7 +136,7 @@ def _index(shards: Mapping[str, Sequence[Step]]) -> dict[str, Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A small file, whole and on disk."""
+    """Writes a small file atomically and syncs it to disk."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_text(text)
     sync(unfinished)
@@ -144,7 +144,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Forces a file or a folder to disk."""
+    """Syncs a file or a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -161,7 +161,7 @@ def _check_space(partial: Path, needed: int, files: Path) -> None:
 
 @contextlib.contextmanager
 def readable_errors(dst: Path, partial: Path) -> Iterator[None]:
-    """Makes a CheckpointError of what the system says."""
+    """Turns the system's errors into CheckpointErrors."""
     try:
         yield
     except OSError as error:
@@ -173,7 +173,7 @@ def readable_errors(dst: Path, partial: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _removed_unless_it_can_go_on(partial: Path) -> Iterator[None]:
-    """Removes the folder when the block is through, when it raises what it would raise again, and when no shard is finished."""
+    """Removes the folder at the end of the block: on success, after an error that would recur, or if no shard is finished."""
     try:
         yield
     except Error:
@@ -186,8 +186,8 @@ def _removed_unless_it_can_go_on(partial: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """Holds the folder against other processes, until the block or the process ends."""
-    import fcntl  # here, since Windows has none
+    """Locks the folder against other processes until the block or the process ends."""
+    import fcntl  # imported here, since Windows does not have it
 
     partial.mkdir(parents=True, exist_ok=True)
     with (partial / "lock").open("w") as lock:
@@ -195,6 +195,6 @@ def _locked(partial: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError("another process is writing it", todo="wait for it", where=str(partial)) from None
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             pass
         yield

@@ -3,8 +3,8 @@
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     fusion_moe.distributed.parallelize_(model, mesh, plan="ep")
 
-Every rank computes what its share of the weights adds to each token, and gets the sum of all ranks. Tokens are the same on all ranks, or
-each has its own (tokens="sharded"). Everything else in the model stays as it is. docs/guides/distributed.md has a table.
+Each rank computes the contribution of its share of the weights to each token, and gets the sum over all ranks. Tokens are the same on all
+ranks, or each rank has its own (tokens="sharded"). Everything else in the model stays unchanged. docs/guides/distributed.md has a table.
 """
 
 from .clip import clip_grad_norm_

@@ -1,12 +1,12 @@
-"""A token goes to the ranks that hold its experts, once to each, and their sums of its experts come back.
+"""Sends each token to the ranks that hold its experts, once to each, and returns their sums over its experts.
 
-All sizes are known before the routing is: a rank has C rows for each other, and an empty one after them. What a row is of, and where a
-token's rows are, are tensors on the device that nothing waits for, so one captured graph serves all routings.
+All sizes are known before the routing: a rank has C rows for each other rank, and an empty row after them. The token of each row and the
+rows of each token are tensors on the device, for which nothing waits, so one captured CUDA graph serves all routings.
 
-    slot_of [T, n]           the rows of a token, in the order of ranks, n the lesser of k and R; the empty row of a rank for none
-    token_of [R (C + 1)]     the token of a row, T for none
+    slot_of [T, n]          the rows of a token, in the order of ranks; n = min(k, R); if there is none, the empty row of a rank
+    token_of [R (C + 1)]    the token of a row; T if there is none
 
-The row that is empty everywhere has the ids -1, of no expert: its result is zero, and so are its gradients.
+A row that is always empty has the ids -1, which name no expert: its result is zero, and so are its gradients.
 Letters: T tokens of a rank, k experts a token, E experts, R ranks, C capacity, H hidden.
 """
 
@@ -24,7 +24,7 @@ from .shares import owner_of
 
 
 class Rows(NamedTuple):
-    """Where the tokens of a rank go."""
+    """Where the tokens of a rank are sent."""
 
     slot_of: Tensor
     token_of: Tensor
@@ -32,9 +32,9 @@ class Rows(NamedTuple):
 
 
 def assign_rows(ids: Tensor, experts: int, ranks: int, capacity: int | float) -> Rows:
-    """ids int[T, k] -> slot_of i64[T, n], token_of i64[R (C + 1)], dropped bool[T, R]: what a rank had no row for.
+    """ids int[T, k] -> slot_of i64[T, n], token_of i64[R (C + 1)], dropped bool[T, R]: tokens for which a rank had no row left.
 
-    Rows are given in the order of tokens. capacity: C, or of a float the part of T that it is.
+    Rows are given out in the order of tokens. capacity: C, or as a float, C as a fraction of T.
     """
     tokens, slots = ids.shape
     rows = capacity if isinstance(capacity, int) else tokens if capacity == 1 else math.ceil(tokens * capacity)
@@ -49,14 +49,14 @@ def assign_rows(ids: Tensor, experts: int, ranks: int, capacity: int | float) ->
 
 
 class AllToAll:
-    """Tokens of a rank go where their experts are, and come back as sums."""
+    """Sends tokens to the ranks of their experts and brings the sums back."""
 
     def __init__(self, group: str, ranks: int, experts: int, capacity: int | float):
-        """group: the name of a process group. experts: E of all ranks."""
+        """group: the name of a process group. experts: E over all ranks."""
         self.group, self.ranks, self.experts, self.capacity = group, ranks, experts, capacity
 
     def dispatch(self, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Rows, torch.Size]]:
-        """Hidden states [..., H], ids int[T, k], router weights [T, k] -> [R (C + 1), H] and [R (C + 1), k], what all ranks sent here."""
+        """Hidden states [..., H], ids int[T, k], router weights [T, k] -> [R (C + 1), H] and [R (C + 1), k]: what all ranks sent here."""
         ids = next(x for x in given if not x.is_floating_point())
         rows = assign_rows(ids, self.experts, self.ranks, self.capacity)
         if isinstance(self.capacity, int) or self.capacity < 1:
@@ -71,18 +71,18 @@ class AllToAll:
 
 
 def _send(x: Tensor, token_of: Tensor, group: str, ranks: int) -> Tensor:
-    """[T, N] -> [R (C + 1), N], the rows that all ranks sent here: zeros where they are empty, of ids -1."""
+    """[T, N] -> [R (C + 1), N], the rows that all ranks sent here: empty rows are zeros, and -1 for ids."""
     padded = F.pad(x, (0, 0, 0, 1), value=0 if x.is_floating_point() else -1)
     return all_to_all(padded.index_select(0, token_of), group, ranks)
 
 
 def _return(y: Tensor, slot_of: Tensor, group: str, ranks: int) -> Tensor:
-    """[R (C + 1), N] -> [T, N], the sums of a token's rows, in the order of ranks."""
+    """[R (C + 1), N] -> [T, N], the sums of each token's rows, added in the order of ranks."""
     return torch.ops.fusion_moe.combine(all_to_all(y, group, ranks), slot_of, y.new_ones(slot_of.shape))
 
 
 class _Sent(torch.autograd.Function):
-    """Rows of tokens, whose gradients return."""
+    """Sends tokens' rows; the backward returns their gradients."""
 
     @staticmethod
     def forward(ctx: Any, group: str, ranks: int, slot_of: Tensor, token_of: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -100,7 +100,7 @@ class _Sent(torch.autograd.Function):
 
 
 class _Returned(torch.autograd.Function):
-    """Sums of rows, whose gradients are sent."""
+    """Returns sums of rows; the backward sends their gradients."""
 
     @staticmethod
     def forward(ctx: Any, group: str, ranks: int, slot_of: Tensor, token_of: Tensor, y: Tensor) -> Tensor:

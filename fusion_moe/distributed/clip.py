@@ -1,4 +1,4 @@
-"""The norm of gradients of which ranks have shares, beside those that every rank has."""
+"""The norm of gradients, some of which are divided between ranks while others are the same on every rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ..nn.local import gathered
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for plain tensors, which all ranks have alike, and DTensors of any meshes together.
+    """`torch.nn.utils.clip_grad_norm_` for plain tensors, which must be equal on all ranks, and DTensors of any meshes, together.
 
-    Returns the norm before, the same on all ranks, all of which call it. torch's own takes DTensors of one mesh, or plain tensors.
+    Returns the norm before clipping, the same on all ranks; all ranks must call it. torch's own takes DTensors of one mesh, or plain
+    tensors.
     """
     groups: dict[Hashable, list[Tensor]] = defaultdict(list)
     for p in parameters:

@@ -1,6 +1,6 @@
-"""Collectives as operations of torch (`_c10d_functional`): compilers trace them, reorder them and leave them alone.
+"""Collectives as operations of torch (`_c10d_functional`), which compilers can trace, reorder or leave alone.
 
-group: the name of a process group, of as many ranks as `ranks` says.
+group: the name of a process group, which has `ranks` ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def all_reduce(x: Tensor, group: str) -> Tensor:
-    """The sum over ranks, on each of them."""
+    """The sum over all ranks, on each of them."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group))
 
@@ -22,12 +22,12 @@ def all_gather(x: Tensor, group: str, ranks: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: str, ranks: int) -> Tensor:
-    """[ranks T, ...] on each rank -> the sums of a rank's own [T, ...]"""
+    """[ranks T, ...] on each rank -> the sums of the rank's own [T, ...]"""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group))
 
 
 def all_to_all(x: Tensor, group: str, ranks: int) -> Tensor:
-    """[ranks M, ...], M rows for each rank -> [ranks M, ...], M rows of each rank"""
+    """[ranks M, ...], M rows for each rank -> [ranks M, ...], M rows from each rank"""
     ops, sizes = torch.ops._c10d_functional, [x.shape[0] // ranks] * ranks
     return ops.wait_tensor(ops.all_to_all_single(x.contiguous(), sizes, sizes, group))

@@ -1,13 +1,13 @@
-"""What a module of experts does around its forward when each rank has a share of its weights.
+"""What surrounds the forward of an expert module when each rank has a share of its weights.
 
-Its result is the sum of what all ranks compute, and so are the gradients of what goes in: each rank's are those by way of its own share.
-A dispatcher brings what goes in to the ranks that need it, and adds up what they return:
+The module's result is the sum of what all ranks compute. So is the gradient of its inputs: each rank computes the gradient by way of its
+own share. A dispatcher brings the inputs to the ranks that need them, and adds up the ranks' results:
 
-    Replicated  tokens are the same on all ranks, which get all sums
-    Gathered    each rank has tokens of its own, as many as any other: all ranks compute on all of them, each gets the sums of its own
-    AllToAll    each rank has tokens of its own, and sends them to the ranks that hold their experts alone (all_to_all.py)
+        Replicated  tokens are the same on all ranks, and all ranks get all sums
+        Gathered    each rank has its own tokens, equally many: all ranks compute on all tokens, and each gets the sums of its own
+        AllToAll    each rank has its own tokens, and sends them only to the ranks that hold their experts (all_to_all.py)
 
-Of both functions that a dispatcher consists of, the one is the derivative of the other.
+Of the two functions that a dispatcher consists of, each is the derivative of the other.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ TOKENS = ("replicated", "sharded")
 
 
 class Dispatcher(Protocol):
-    """Around the forward of a module of experts."""
+    """Wraps the forward of an expert module."""
 
     def dispatch(self, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Any]:
-        """What the module computes on, in the order of what it was given, and what `combine` wants to know."""
+        """The tensors on which the module computes, in the order of the given ones, and what `combine` needs to know."""
 
     def combine(self, y: Tensor, kept: Any) -> Tensor:
-        """The result of the module -> the sums over ranks, of the tokens that were given."""
+        """The result of the module -> the sums over ranks, for the tokens that were given."""
 
 
 def divide_forward(module: nn.Module, dispatcher: Dispatcher) -> None:
-    """Puts a dispatcher around a module's forward, outside of those that are there. Hooks of the module stay outside of all.
+    """Wraps a module's forward in a dispatcher, outside of earlier ones. Hooks of the module stay outside of all.
 
-    First dimensions of tensors that go in, and of the result, are tokens. Copies of the module have copies of this.
+    The first dimension of the input tensors and of the result counts tokens. Copies of the module are wrapped too.
     """
-    inner = module.forward.__func__  # type: ignore[attr-defined]  # of a copy's self, not of this module
+    inner = module.forward.__func__  # type: ignore[attr-defined]  # unbound, for a copy's self instead of this module
     names = tuple(inspect.signature(inner).parameters)[1:]
 
     @functools.wraps(inner)
@@ -59,19 +59,19 @@ def divide_forward(module: nn.Module, dispatcher: Dispatcher) -> None:
 
 
 def is_divided(module: nn.Module) -> bool:
-    """Whether `divide_forward` was called of a module."""
+    """Whether `divide_forward` was called for a module."""
     return hasattr(module, "is_divided")
 
 
 class Replicated:
-    """The sum over all ranks of a process group."""
+    """The sum over all ranks of a process group, for tokens that all ranks have."""
 
     def __init__(self, group: str, ranks: int):
-        """group: its name."""
+        """group: the name of the process group."""
         self.group, self.ranks = group, ranks
 
     def dispatch(self, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], None]:
-        """As it is."""
+        """The inputs unchanged."""
         return _Replicated.apply(self.group, *given), None
 
     def combine(self, y: Tensor, kept: None) -> Tensor:
@@ -80,10 +80,10 @@ class Replicated:
 
 
 class Gathered:
-    """Tokens of all ranks of a process group, and each rank's part of the sum."""
+    """Gathers the tokens of all ranks of a process group; each rank gets its part of the sum."""
 
     def __init__(self, group: str, ranks: int):
-        """group: its name."""
+        """group: the name of the process group."""
         self.group, self.ranks = group, ranks
 
     def dispatch(self, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], None]:
@@ -96,7 +96,7 @@ class Gathered:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks, whose gradient every rank has already."""
+    """The sum over ranks; every rank already has its gradient."""
 
     @staticmethod
     def forward(ctx: Any, group: str, x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Replicated(torch.autograd.Function):
-    """What every rank has, in a share of what is computed from it: the gradients of all shares are added, in the order of the inputs."""
+    """A tensor that every rank has: in the backward, the gradients of all ranks' shares are added, in the order of the inputs."""
 
     @staticmethod
     def forward(ctx: Any, group: str, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -123,7 +123,7 @@ class _Replicated(torch.autograd.Function):
 
 
 class _ScatteredSum(torch.autograd.Function):
-    """Each rank's part of the sum over ranks. Every rank added to all parts."""
+    """Each rank's part of the sum over ranks, to all parts of which every rank contributes."""
 
     @staticmethod
     def forward(ctx: Any, group: str, ranks: int, x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class _ScatteredSum(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """What all ranks have, one after the other; a rank's gradient is what all of them found for its part."""
+    """The tensors of all ranks, one after the other; in the backward, a rank gets the sum of all ranks' gradients for its part."""
 
     @staticmethod
     def forward(ctx: Any, group: str, ranks: int, *xs: Tensor) -> tuple[Tensor, ...]:

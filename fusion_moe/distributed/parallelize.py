@@ -18,7 +18,7 @@ from .dispatch import TOKENS, Dispatcher, Gathered, Replicated, divide_forward, 
 from .shares import columns, experts_of, keep_experts, keep_features, shard_experts, whole_experts_of
 
 DISPATCH = ("all_gather", "all_to_all")
-# What is divided along each dimension of the mesh.
+# What each dimension of the mesh divides.
 PLANS: dict[str, tuple[Callable[[Any, int, int], None], ...]] = {
     "ep": (keep_experts,),
     "tp": (keep_features,),
@@ -32,27 +32,27 @@ def parallelize_(
 ) -> list[str]:  # fmt: skip
     """Divides the experts of a model between the ranks of a mesh, in place. Returns the names of the modules that were divided.
 
-    Every rank calls it with the same model, whose weights are loaded. Modules are those of fusion_moe.nn, and transformers' experts with
+    Every rank calls it with the same model, whose weights are loaded. It divides modules of fusion_moe.nn, and transformers' experts with
     experts_implementation="fusion_moe", which train.
 
-    plan: "ep", a rank keeps whole experts, as DTensor's Shard(0) divides them: E / R rounded up, the last ranks fewer, but one at least.
-    Adapters go with their experts. "tp", a rank keeps some intermediate features of all experts: rows of gate and up, columns of down, in
-    whole blocks of the encoding. For `Experts` without adapters. "ep_tp", both: experts are divided along the mesh's
-    first dimension, and their features along its second.
-    tokens: "replicated", every rank calls the model with the same tokens and gets the same results: an all-reduce. "sharded", every rank
-    calls it with tokens of its own, along the first dimension and as many as every other rank, and gets their results. Gradients of a
-    rank's experts are then those by way of all ranks' tokens, with nothing left to add.
-    dispatch: how sharded tokens get to experts. "all_gather", all to all ranks, and a reduce-scatter of the sums. "all_to_all", for "ep"
-    and "ep_tp", each once to every rank that has one of its experts, and back.
-    capacity: of "all_to_all", how many tokens a rank sends to any other at most: a float, that part of its own, rounded up; an int, that
-    many, on all ranks, whose own may then be fewer, or more, or none. So many are always sent and computed. Tokens beyond it, the last
-    ones, do without the experts of that rank: what those would add is left out, and the rest stays as it is. Modules count them in a
-    buffer `dropped`, int64[]. By default, 1.0, there are none.
-    mesh: of one dimension, or two for "ep_tp"; at most E ranks along "ep", as many as there are blocks of I along "tp".
+    plan: "ep": a rank keeps whole experts, divided like DTensor's Shard(0): E / R rounded up; the last ranks have fewer, but at least one.
+    Adapters go with their experts. "tp": a rank keeps some intermediate features of all experts: rows of gate and up, columns of down, in
+    whole blocks of the encoding; for `Experts` without adapters. "ep_tp": both: experts are divided along the mesh's first dimension, and
+    their features along its second.
+    tokens: "replicated": every rank calls the model with the same tokens and gets the same results, by an all-reduce. "sharded": every rank
+    calls it with its own tokens, as many as every other rank along the tensors' first dimension, and gets their results. Gradients of a
+    rank's experts then already cover the tokens of all ranks, with nothing left to add.
+    dispatch: how sharded tokens get to experts. "all_gather": all tokens to all ranks, and a reduce-scatter of the sums. "all_to_all", for
+    "ep" and "ep_tp": each token once to every rank that has one of its experts, and back.
+    capacity: for "all_to_all", the most tokens that a rank sends to any other: a float is a fraction of its own tokens, rounded up; an int
+    is a number, equal on all ranks, whose own tokens may then be fewer, more or none. Exactly this many are always sent and computed. The
+    last tokens, those beyond the capacity, do without the experts of that rank: these experts' contribution is left out, the rest is
+    unchanged. Modules count such tokens in a buffer `dropped`, int64[]. With the default, 1.0, there are none.
+    mesh: one-dimensional, or two-dimensional for "ep_tp"; at most E ranks along "ep", at most as many as I has blocks along "tp".
 
-    Each rank's sum is rounded to the dtype of activations before the ranks' sums are added: equal to one process but for that rounding.
-    Parameters become new tensors, of other shapes: make optimizers, `prepare_` and compile afterwards. State dicts have a rank's share.
-    Fails before it changes anything: OptionError for a mesh or an option, UnsupportedError for modules that it does not fit.
+    Each rank's sum is rounded to the dtype of activations before the ranks' sums are added: apart from that, results equal one process's.
+    Parameters become new tensors of other shapes: create optimizers, `prepare_` and compile afterwards. State dicts have a rank's share.
+    Fails before it changes anything: OptionError for a mesh or an option, UnsupportedError for modules that cannot be divided like this.
     """
     division = Division(mesh, plan, tokens, dispatch, capacity)
     modules = division.modules(model)
@@ -68,7 +68,7 @@ class Division:
     def __init__(
         self, mesh: DeviceMesh, plan: str = "ep", tokens: str = "replicated", dispatch: str = "all_gather", capacity: int | float = 1.0
     ):  # fmt: skip
-        """See `parallelize_`. OptionError for what does not fit."""
+        """See `parallelize_`. OptionError for arguments that do not fit."""
         need_one_of("plan", plan, PLANS, where="parallelize_")
         need_one_of("tokens", tokens, TOKENS, where="parallelize_")
         need_one_of("dispatch", dispatch, DISPATCH, where="parallelize_")
@@ -77,7 +77,7 @@ class Division:
         self.mesh, self.plan, self.tokens, self.dispatch, self.capacity = mesh, plan, tokens, dispatch, capacity
 
     def modules(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Those that are divided, by name. UnsupportedError unless all can be."""
+        """The modules to divide, by name. UnsupportedError unless all of them can be divided."""
         modules = _modules(model)
         for name, module in modules.items():
             for dim, keep in enumerate(PLANS[self.plan]):
@@ -86,17 +86,17 @@ class Division:
         return modules
 
     def keep(self, module: nn.Module) -> int:
-        """Leaves a rank's share of the weights, or on the meta device of their shapes. -> E of all ranks"""
+        """Keeps a rank's share of the weights, or on the meta device of their shapes. -> E over all ranks"""
         experts = experts_of(module)
         for dim, keep in reversed(tuple(enumerate(PLANS[self.plan]))):
             keep(module, self.mesh.get_local_rank(dim), self.mesh.size(dim))
         return experts
 
     def join(self, module: nn.Module, experts: int) -> None:
-        """Makes a module with a share one of all ranks': its forward, what trains, its state dicts. experts: E of all ranks."""
+        """Makes a module with a rank's share act for all ranks: its forward, what trains, its state dicts. experts: E over all ranks."""
         if self.plan == "ep":
             shard_experts(module, self.mesh, experts)
-        for dim, keep in reversed(tuple(enumerate(PLANS[self.plan]))):  # what is sent to experts is then gathered for their features
+        for dim, keep in reversed(tuple(enumerate(PLANS[self.plan]))):  # tokens sent to experts are then gathered for their features
             group, ranks = self.mesh.get_group(dim).group_name, self.mesh.size(dim)
             dispatcher: Dispatcher = (Gathered if self.tokens == "sharded" else Replicated)(group, ranks)
             if keep is keep_experts and self.dispatch == "all_to_all":
@@ -127,7 +127,7 @@ def _check_mesh(mesh: object, plan: str, ndim: int) -> None:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of experts, by name. UnsupportedError if there are none."""
+    """The expert modules, by name. UnsupportedError if there are none."""
     found = {name: m for name, m in model.named_modules() if isinstance(m, Projections) or contract_of(m)}
     if not found:
         todo = 'quantize_(model), or import fusion_moe.transformers and set experts_implementation="fusion_moe"'
@@ -140,7 +140,7 @@ def _implementation(module: Any) -> str | None:
 
 
 def _undividable(module: Any, keep: Callable[[Any, int, int], None], ranks: int) -> tuple[str, str] | None:
-    """Why a module cannot be divided so, and what was expected; None if it can be."""
+    """Why a module cannot be divided in this way, and what was expected; None if it can be."""
     if is_divided(module):
         return "it is divided already", "a model that is not"
     if not isinstance(module, Projections) and _implementation(module) != "fusion_moe":

@@ -1,4 +1,4 @@
-"""What a rank keeps of a module of experts: whole experts, or rows and columns of all of them.
+"""A rank's share of an expert module: whole experts, or rows and columns of all of them.
 
 Letters: E experts, H hidden, I intermediate features.
 """
@@ -22,18 +22,18 @@ from .states import ExpertShards, FeatureShards, expert_shard, runs_of
 
 
 def features_of(count: int, rank: int, ranks: int) -> range:
-    """A rank's part of `count` blocks of features, one after the other, sizes differ by one at most."""
+    """A rank's part of `count` blocks of features: consecutive blocks, and sizes that differ by at most one."""
     return range(count * rank // ranks, count * (rank + 1) // ranks)
 
 
 def whole_experts_of(count: int, rank: int, ranks: int) -> range:
-    """A rank's part of `count` experts as DTensor's Shard(0): all have as many, but for the last ones, which may have fewer, or none."""
+    """A rank's part of `count` experts, as by DTensor's Shard(0): equally many, but the last ranks may have fewer or none."""
     each = math.ceil(count / ranks)
     return range(min(rank * each, count), min((rank + 1) * each, count))
 
 
 def owner_of(ids: Tensor, count: int, ranks: int) -> Tensor:
-    """int -> i64, the rank that has the expert of each id; `ranks` for ids of none.
+    """int -> i64, the rank that has the expert of each id; `ranks` for ids that name no expert.
 
     >>> [whole_experts_of(7, rank, 3) for rank in range(3)], owner_of(torch.arange(-1, 8), 7, 3).tolist()
     ([range(0, 3), range(3, 6), range(6, 7)], [3, 0, 0, 0, 1, 1, 1, 2, 3])
@@ -43,13 +43,13 @@ def owner_of(ids: Tensor, count: int, ranks: int) -> Tensor:
 
 
 def experts_of(module: nn.Module) -> int:
-    """E of a module that parallelize_ knows."""
+    """E of a module that `parallelize_` supports."""
     contract = contract_of(module)
     return module.shape_of("down")[0] if isinstance(module, Projections) else contract.experts if contract else 0
 
 
 def keep_experts(module: nn.Module, rank: int, ranks: int) -> None:
-    """Plan "ep": whole experts, in memory of their own. Ids stay those of all experts."""
+    """Plan "ep": keeps whole experts, copied to new memory. Ids still count all experts."""
     kept = whole_experts_of(experts_of(module), rank, ranks)
     for holder, names in _holders(module):
         for name in names:
@@ -62,7 +62,7 @@ def keep_experts(module: nn.Module, rank: int, ranks: int) -> None:
 
 
 def shard_experts(module: nn.Module, mesh: DeviceMesh, experts: int) -> None:
-    """Makes DTensors of what trains, of experts in floats and of adapters. State dicts have DTensors of encoded weights too."""
+    """Makes DTensors of what trains: experts in floats, and adapters. In state dicts, encoded weights are DTensors too."""
     for holder, names in _holders(module):
         if isinstance(holder, Projections):
             kept = range(holder.first_expert or 0, (holder.first_expert or 0) + len(holder.down_proj))
@@ -74,7 +74,7 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, experts: int) -> None:
 
 
 def _holders(module: nn.Module) -> list[tuple[nn.Module, list[str]]]:
-    """What has tensors [E, ...], and their names."""
+    """The modules that have tensors [E, ...], and the names of these."""
     if not isinstance(module, Projections):
         contract = contract_of(module)
         return [(module, list(contract.names) if contract else [])]
@@ -83,12 +83,12 @@ def _holders(module: nn.Module) -> list[tuple[nn.Module, list[str]]]:
 
 
 def columns(module: Experts) -> int:
-    """What the features of a share are a multiple of, in plan "tp": blocks of down along I, and of gate and up rows in turns."""
+    """What a share's number of features is a multiple of in plan "tp": blocks of down along I, and of alternating gate and up rows."""
     return math.lcm(module.encoding.block, module.interleave or 1)
 
 
 def keep_features(module: Experts, rank: int, ranks: int) -> None:
-    """Plan "tp": of every expert the rows of gate and up, and the columns of down, of some intermediate features. down's bias: rank 0."""
+    """Plan "tp": keeps the rows of gate and up and the columns of down for some features of all experts. down's bias: on rank 0 only."""
     relayout_(module, "linear")  # its rows and columns are divided
     module.considered = False
     up, down = (module.weight_of(name) for name in module.projections)
@@ -110,20 +110,20 @@ def keep_features(module: Experts, rank: int, ranks: int) -> None:
 
 
 def _rows(intermediate: int, features: range, interleave: int) -> Tensor:
-    """The rows of gate_up, of 2I, that make some features."""
+    """The rows of gate_up, out of 2I, for some features."""
     block = interleave or intermediate
     blocks = torch.arange(2 * intermediate, device="cpu").view(-1, 2, block)
-    pairs = blocks.transpose(1, 2).reshape(-1, 2)[features.start : features.stop]  # gate's and up's row of each feature
+    pairs = blocks.transpose(1, 2).reshape(-1, 2)[features.start : features.stop]  # the rows of gate and up for each feature
     return pairs.view(-1, interleave or len(pairs), 2).transpose(1, 2).flatten()
 
 
 def _rows_of(w: Quantized, rows: Tensor) -> Quantized:
-    """Rows of [E, N, K]. Scales of runs of rows become those of fewer rows in each run, or of each row if they do not divide anew."""
+    """Rows of [E, N, K]. Each run's scale is kept for its remaining rows, or becomes one scale for each row if runs no longer fit."""
     return w.of(runs_of(t, w.shape[1], rows) if part.of_matrix else _bytes(t)[:, rows].view(t.dtype) for part, t in w.named())
 
 
 def _same_runs(scale: Tensor, n: int, rows: Tensor) -> bool:
-    """Whether a scale [E, S] of runs of n rows is that of the same runs of some of the rows."""
+    """Whether a scale [E, S] of runs of n rows still has one entry for each run after only some rows are kept."""
     which = torch.arange(scale.shape[-1], device=rows.device)[None]
     return scale.dim() == 1 or runs_of(which, n, rows).tolist() == which.tolist()
 
@@ -142,5 +142,5 @@ def _columns_of(w: Quantized, features: range) -> Quantized:
 
 
 def _bytes(t: Tensor) -> Tensor:
-    """torch selects no rows of some dtypes of eight bits."""
+    """A view as bytes, since torch cannot index rows of some 8-bit dtypes."""
     return t.view(torch.uint8) if t.element_size() == 1 else t

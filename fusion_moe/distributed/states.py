@@ -1,7 +1,7 @@
 """Shares of encoded weights in state dicts, so that torch.distributed.checkpoint knows which part of the whole each rank has.
 
-Whole experts are DTensors there, of the placement Shard(0). No placement says which features a rank has: gate's rows and the same of up's,
-in whole blocks, on some ranks one more. They are `Pieces`. In memory both are plain tensors: kernels reorder and pad them.
+Whole experts are DTensors there, with the placement Shard(0). No placement describes a rank's features: the same rows of gate and up, in
+whole blocks, one more on some ranks. These are `Pieces`. In memory both are plain tensors, since kernels reorder and pad them.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from ..errors import UnsupportedError
 
 
 def expert_shard(t: Tensor, mesh: DeviceMesh, experts: int) -> DTensor:
-    """[E of a rank, ...] -> [E, ...] of all ranks of a mesh, the same memory."""
+    """[E of a rank, ...] -> [E, ...] over all ranks of a mesh, in the same memory."""
     shape = Size((experts, *t.shape[1:]))
     return DTensor.from_local(t, mesh, [Shard(0)], run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride())
 
 
 class ExpertShards:
-    """Of a module that has whole experts. See `nn.local.Sharding`."""
+    """For a module with whole experts. See `nn.local.Sharding`."""
 
     adaptable = True
 
     def __init__(self, mesh: DeviceMesh, kept: range, experts: int):
-        """mesh: of one dimension. kept: the experts of this rank, of `experts` in all."""
+        """mesh: one-dimensional. kept: the experts of this rank, out of `experts` in all."""
         self.mesh, self.kept, self.experts = mesh, kept, experts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertShards:
-        return self  # groups of processes have no copies
+        return self  # process groups cannot be copied
 
     def whole(self, name: str, t: Tensor) -> Tensor:
         """A DTensor [E, ...]."""
         return expert_shard(t, self.mesh, self.experts)
 
     def share(self, name: str, t: Tensor) -> Tensor:
-        """Of a DTensor in any placement, of all experts, or of this rank's."""
+        """This rank's share of a DTensor in any placement, of a tensor of all experts, or of this rank's experts."""
         if isinstance(t, DTensor):
             return t.redistribute(self.mesh, [Shard(0)]).to_local()
         return t[self.kept.start : self.kept.stop] if len(t) == self.experts else t
 
 
 class FeatureShards:
-    """Of `Experts` that have some features, of all experts or of some. See `nn.local.Sharding`."""
+    """For `Experts` with some of the features, of all experts or of some. See `nn.local.Sharding`."""
 
     adaptable = False
 
     def __init__(self, experts: int, intermediate: int, features: range, rows: Tensor, scales: Mapping[str, Tensor], biased: bool):
-        """rows: those of gate_up that are here. scales: of whole matrices, [E, S], those that are others for these rows. biased: whether
-        down's bias is here; other ranks have zeros.
+        """rows: the rows of gate_up on this rank. scales: those [E, S] scales of whole matrices that differ for these rows. biased: whether
+        down's bias is on this rank; other ranks have zeros.
         """
         self.experts, self.kept = experts, range(experts)
         self.intermediate, self.features, self.rows, self.scales, self.biased = intermediate, features, rows, dict(scales), biased
@@ -66,7 +66,7 @@ class FeatureShards:
         return made.keep(self.kept)
 
     def keep(self, kept: range) -> FeatureShards:
-        """Some of the experts alone."""
+        """The same for only some of the experts."""
         self.scales = {name: t[kept.start - self.kept.start : kept.stop - self.kept.start].clone() for name, t in self.scales.items()}
         self.kept = kept
         return self
@@ -86,7 +86,7 @@ class FeatureShards:
         return Pieces(Size(shape), t, pieces)
 
     def share(self, name: str, t: Tensor) -> Tensor:
-        """Of `Pieces` as `whole` made them; any other tensor is this rank's."""
+        """This rank's share of `Pieces` as `whole` made them; any other tensor is this rank's already."""
         t = t.of_rank if isinstance(t, Pieces) else t
         if name not in self.scales:
             return t
@@ -95,7 +95,7 @@ class FeatureShards:
 
 
 def runs(rows: Tensor) -> list[tuple[int, slice]]:
-    """Runs of numbers that follow one another: the first, and where they are.
+    """Runs of consecutive numbers: the first number, and where they are.
 
     >>> runs(torch.tensor([4, 5, 6, 12, 13]))
     [(4, slice(0, 3, None)), (12, slice(3, 5, None))]
@@ -105,7 +105,7 @@ def runs(rows: Tensor) -> list[tuple[int, slice]]:
 
 
 def runs_of(scale: Tensor, n: int, rows: Tensor) -> Tensor:
-    """scale [E], or [E, S] for S runs of n rows -> the same for some of these rows."""
+    """scale [E], or [E, S] for S runs of n rows -> the scale for only these rows."""
     if scale.dim() == 1:
         return scale.clone()
     run = rows // (n // scale.shape[1])
@@ -117,13 +117,13 @@ def runs_of(scale: Tensor, n: int, rows: Tensor) -> Tensor:
 
 
 class Pieces(Tensor):
-    """Rectangles of a tensor that are on this rank, which others have the rest of. For torch.distributed.checkpoint alone."""
+    """Rectangles of a tensor that are on this rank; other ranks have the rest. Only for torch.distributed.checkpoint."""
 
     of_rank: Tensor
     pieces: Sequence[tuple[Sequence[int], Tensor]]
 
     def __new__(cls, shape: Size, of_rank: Tensor, pieces: Sequence[tuple[Sequence[int], Tensor]]) -> Pieces:
-        """shape: of the whole. pieces: where each begins in the whole, and views of of_rank."""
+        """shape: of the whole tensor. pieces: where each piece begins in the whole, and the pieces as views of of_rank."""
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=of_rank.dtype, device=of_rank.device)
         made.of_rank, made.pieces = of_rank, pieces
         return made

@@ -1,4 +1,4 @@
-"""Backends, which make kernels of segments. BACKENDS says which one makes those of a target; `plan` asks it about a piece."""
+"""Backends, which make kernels from segments. BACKENDS maps a target to its backend; `plan` asks it about a piece."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _TOO_DEEP = "too many operations in one expression"
 
 @dataclass(frozen=True)
 class Backend:
-    """plan(fusion, kind) -> what a kernel of that kind is emitted from; UnsupportedError with the sentence why there is none.
+    """plan(fusion, kind) -> what a kernel of that kind is emitted from; UnsupportedError with the reason if there is no such kernel.
 
-    emit(segment) -> the kernel of a segment that was planned. join(fusion, kernels) -> the kernels, and one call for all of them if there
-    can be one.
+    emit(segment) -> the kernel of a planned segment. join(fusion, kernels) -> the kernels, and a single call for all of them if that is
+    possible.
     """
 
     name: str
@@ -43,7 +43,7 @@ BACKENDS = {"reference": _REFERENCE, "cpu": _CPU, "cuda": _CUDA, "sm_90": _NVFUS
 
 
 def plan(piece: Fusion, target: Target, contract: bool) -> Plan | Refusal:
-    """What the backend of a target decides about a piece. contract: whether it may keep float32 where the program rounds and reads back."""
+    """The decision of a target's backend about a piece. contract: whether it may keep float32 where the program rounds and widens again."""
     scheduler, backend = schedule.find(piece, target), BACKENDS[target.name]
     if scheduler is None:
         return Refusal(schedule.closest(piece, target).can_schedule(piece, target) or "no scheduler accepts it")
@@ -64,7 +64,7 @@ def emit(segment: Segment, target: Target) -> Kernel:
 
 
 def _named(piece: Fusion, backend: Backend, kind: str) -> Any:
-    """The operation that a backend cannot express, of the piece itself: contracting makes operations of its own."""
+    """The operation of the piece itself that a backend cannot express: contracting makes new operations."""
     try:
         backend.plan(piece, kind)
     except Inexpressible as error:

@@ -1,4 +1,4 @@
-"""The error of a backend about one operation that it has no code for."""
+"""A backend's error about one operation for which it has no code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..ir.core import Op
 
 
 class Inexpressible(UnsupportedError):
-    """An operation that a kernel cannot express; op: the one. A piece is cut there."""
+    """An operation that a kernel cannot express. op: this operation; a piece is divided there."""
 
     def __init__(self, op: Op, found: str, *, expected: str = "", todo: str = ""):
         super().__init__(found, expected=expected, todo=todo)
@@ -19,7 +19,7 @@ class Inexpressible(UnsupportedError):
 
 @contextmanager
 def naming(op: Op) -> Iterator[None]:
-    """While an operation is written: what is refused without naming one is refused because of it, or of what reads it if it is a view."""
+    """While an operation is written: a refusal that names no operation is attributed to it, or, if it is a view, to what reads it."""
     try:
         yield
     except Inexpressible:

@@ -1,6 +1,6 @@
-"""The reference backend: a segment in plain torch, by the meaning of its operations. Right everywhere, fast nowhere.
+"""The reference backend: a segment in plain torch, by the definitions of its operations. Correct everywhere, fast nowhere.
 
-It computes all of the target `reference`, and on other targets the single operations that have no kernel.
+It computes everything for the target `reference`, and on other targets the single operations that have no kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..segment import Segment
 
 
 def plan(fusion: Fusion, kind: str) -> None:
-    """It can compute anything."""
+    """Nothing to plan: it can compute anything."""
 
 
 def emit(segment: Segment) -> Kernel:

@@ -1,5 +1,5 @@
-"""Encodings: how a weight is stored, as data. encoding.py says what one is; nvfp4.py, mxfp4.py, mxfp8.py, int4.py and
-plain.py are those that are known.
+"""Encodings: how weights are stored, as data. encoding.py defines the data model; nvfp4.py, mxfp4.py, mxfp8.py, int4.py and plain.py are
+the known encodings.
 
 >>> import torch
 >>> q = quantize(torch.tensor([[6.0, -3.0, 0.5, 0.0] * 4]), torch.tensor(1.0))

@@ -1,6 +1,6 @@
-"""Whether tensors are the parts of an encoding; whether numbers are what a quantizer may be given, or may have written.
+"""Checks whether tensors are the parts of an encoding, and whether their values are ones that a quantizer can take or could have written.
 
-Shapes, dtypes and devices are looked at without values, so fake tensors will do. `check_finite`, `check_block_scales` and
+Shapes, dtypes and devices are checked without reading values, so fake tensors work. `check_finite`, `check_block_scales` and
 `check_matrix_scales` read values and wait for the device.
 """
 
@@ -91,7 +91,7 @@ def _check_block_scale(
 
 
 def check_matrix_scale(tensor: Tensor, lead: Sequence[int], n: int, scale: Scale, name: str = "", where: str = "") -> None:
-    """A scale [...] or [..., S] against the leading sizes and N of its matrices."""
+    """Checks a scale [...] or [..., S] against the leading sizes and N of its matrices."""
     name = name or scale.part
     if tensor.dtype != scale.dtype:
         _check_dtype(Part(scale.part, scale.dtype, scale), name, tensor, where)
@@ -119,7 +119,7 @@ def check_same_device(first: Tensor, other: Tensor, name: str, where: str = "") 
 
 
 def check_floats(x: Tensor, encoding: Encoding, *, elements: bool = False) -> None:
-    """x must be float [..., N, K] with K in whole blocks; elements: at least one in each matrix."""
+    """Raises unless x is float [..., N, K] with K in whole blocks; elements: each matrix must also have at least one element."""
     if x.dtype not in FLOATS:
         todo = "cast it, for example with x.float()"
         raise DtypeError(f"x is {x.dtype}", expected="float32, bfloat16 or float16", todo=todo, where=encoding.name)
@@ -135,9 +135,9 @@ def check_floats(x: Tensor, encoding: Encoding, *, elements: bool = False) -> No
 
 
 def check_block_scales(block_scale: Tensor, name: str = "block_scale") -> None:
-    """NonFiniteError when block scales, e4m3, e8m0 or bfloat16, hold NaN, infinity or a negative number (-0.0 too).
+    """NonFiniteError if block scales, e4m3, e8m0 or bfloat16, contain NaN, infinity or a negative number (also -0.0).
 
-    No quantizer writes them. For loading a checkpoint: kernels may store scales in an unsigned type. Waits for the device.
+    No quantizer writes such scales. For loading a checkpoint: kernels may store scales in an unsigned type. Waits for the device.
     """
     nan, bad = _bad_scales(block_scale, name)
     if bad.any():
@@ -150,7 +150,7 @@ def check_block_scales(block_scale: Tensor, name: str = "block_scale") -> None:
 
 
 def _bad_scales(scale: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Where block scales [...] are no finite numbers, and where they are that or negative -> bool [...], bool [...]."""
+    """Where block scales [...] are not finite, and where they are not finite or are negative -> bool [...], bool [...]."""
     if scale.dtype == torch.bfloat16:
         nan = ~scale.isfinite()
         return nan, nan | scale.signbit()
@@ -171,11 +171,11 @@ def bytes_of_nan(scale: Tensor) -> Tensor:
 
 
 def check_finite(x: Tensor, name: str = "x", encoding: Encoding = NVFP4) -> None:
-    """NonFiniteError when float x [...] holds NaN or infinity, with how many and where the first one is. Waits for the device.
+    """NonFiniteError if float x [...] contains NaN or infinity, with how many and where the first one is. Waits for the device.
 
-    encoding: what x is to be quantized to.
+    encoding: the encoding to which x is to be quantized.
     """
-    if x.numel() and not torch.stack(x.aminmax()).isfinite().all():  # NaN goes through aminmax, which needs no memory of the size of x
+    if x.numel() and not torch.stack(x.aminmax()).isfinite().all():  # aminmax propagates NaN and needs no memory of x's size
         bad, nan = ~x.isfinite(), int(x.isnan().sum())
         raise _at_first(
             bad, x, name, f"{nan} NaN and {int(bad.sum()) - nan} infinite",
@@ -185,7 +185,7 @@ def check_finite(x: Tensor, name: str = "x", encoding: Encoding = NVFP4) -> None
 
 
 def check_matrix_scales(scale: Tensor, name: str = "decode_scale") -> None:
-    """NonFiniteError when float scales [...] hold NaN, infinity or a negative number. Waits for the device."""
+    """NonFiniteError if float scales [...] contain NaN, infinity or a negative number. Waits for the device."""
     bad = ~(scale.isfinite() & (scale >= 0))
     if bad.any():
         raise _at_first(
@@ -196,7 +196,7 @@ def check_matrix_scales(scale: Tensor, name: str = "decode_scale") -> None:
 
 
 def _at_first(bad: Tensor, x: Tensor, name: str, found: str, *, expected: str, todo: str) -> NonFiniteError:
-    """The error about x [...] at the first True of bad [...]."""
+    """The error for x [...] at the first True of bad [...]."""
     first = tuple(bad.nonzero()[0].tolist())
     found = f"{found} among the {x.numel()} elements of {name} {list(x.shape)}, the first at {first}: {x[first].float().item()}"
     return NonFiniteError(found, expected=expected, todo=todo)

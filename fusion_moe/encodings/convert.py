@@ -1,4 +1,4 @@
-"""Floats to the parts of an encoding, and back: what every kernel is judged by."""
+"""Converts floats to the parts of an encoding, and back: the reference for every kernel."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .nvfp4 import NVFP4
 def quantize(x: Tensor, matrix_scale: Tensor | None = None, encoding: Encoding = NVFP4) -> Quantized:
     """x float [..., N, K] -> its parts; NVFP4: codes u8 [..., N, K/2], block_scale e4m3 [..., N, K/16], decode_scale f32 [...] or [..., S].
 
-    matrix_scale: float32 [...] or [..., S] with S dividing N, if the encoding has one; `matrix_scale_of(x)` when None. How scales are
-    chosen stands with the encoding; a code is x / (scale_0 * scale_1 ...), rounded as its element is. NaN and infinity are not looked
-    for (that would wait for the device): `check_finite` does. DtypeError, ShapeError and DeviceError name what does not fit.
+    matrix_scale: float32 [...] or [..., S] with S dividing N, if the encoding has one; None: `matrix_scale_of(x)`. Each encoding's file
+    says how its scales are chosen. A code is x / (scale_0 * scale_1 ...), rounded as its element type rounds. NaN and infinity are not
+    looked for, which would wait for the device: call `check_finite`. DtypeError, ShapeError and DeviceError name what does not fit.
     """
     check_floats(x, encoding)
     if encoding.axis == -2 and encoding.element.per_item == len(encoding.scales) == 1 and encoding.block_scales:
@@ -33,7 +33,7 @@ def quantize(x: Tensor, matrix_scale: Tensor | None = None, encoding: Encoding =
         parts.insert(0, made)
         step = step * _factor(made, scale, lead, n, k, encoding)
     blocks = x.reshape(*lead, n, *_blocks(encoding, k))
-    unit = torch.where(blocks.abs().amax(-1) == 0, 1.0, step)  # what a code of 1 is worth; 0 / 0 must not arise
+    unit = torch.where(blocks.abs().amax(-1) == 0, 1.0, step)  # the value of a code of 1; avoids 0 / 0
     codes = _coded((blocks / unit.unsqueeze(-1)).reshape(*lead, n, k), encoding.element)
     return Quantized(codes, *parts, encoding=encoding)
 
@@ -41,7 +41,7 @@ def quantize(x: Tensor, matrix_scale: Tensor | None = None, encoding: Encoding =
 def matrix_scale_of(x: Tensor, encoding: Encoding = NVFP4) -> Tensor:
     """x float [..., N, K] -> f32 [...]: the scale of each matrix, amax / 2688 in NVFP4. A 2-D x gives a 0-d tensor.
 
-    DtypeError unless x is float32, bfloat16 or float16; ShapeError when x has fewer than two dimensions or no elements.
+    DtypeError unless x is float32, bfloat16 or float16; ShapeError if x has fewer than two dimensions or no elements.
     """
     check_floats(x, encoding, elements=True)
     return _rounded(x.abs().amax((-2, -1)).float(), encoding.scales[-1], 1.0)
@@ -50,8 +50,8 @@ def matrix_scale_of(x: Tensor, encoding: Encoding = NVFP4) -> Tensor:
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """The parts of `[..., N, K]` -> dtype [..., N, K]: `code * (scale_0 * scale_1 ...)` in float32, rounded once to dtype.
 
-    Equal numbers to those of ModelOpt, torchao, compressed-tensors and vLLM. Code 8 of E2M1 is -0.0, as in torchao, compressed-tensors
-    and ml_dtypes; ModelOpt makes it 0.0. All bytes of a scale mean what its dtype says: the sign counts, NaN gives NaN.
+    The values equal those of ModelOpt, torchao, compressed-tensors and vLLM. Code 8 of E2M1 is -0.0, as in torchao, compressed-tensors
+    and ml_dtypes; in ModelOpt it is 0.0. All bytes of a scale have the meaning of its dtype: the sign counts, NaN gives NaN.
     Raises as `check_quantized`.
     """
     encoding = q.encoding
@@ -72,7 +72,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _scale(x: Tensor, scale: Scale, outer: Tensor | float, given: Tensor | None, encoding: Encoding) -> Tensor:
-    """A scale of x, in its dtype: chosen, or given if it is that of the matrix."""
+    """A scale of x, in its dtype: chosen, or the given one if it is the matrix's."""
     *lead, n, k = x.shape
     if scale.block:
         return _rounded(x.reshape(*lead, n, k // scale.block, scale.block).abs().amax(-1).float(), scale, outer)
@@ -90,7 +90,7 @@ def _rounded(amax: Tensor, scale: Scale, outer: Tensor | float) -> Tensor:
 
 
 def _factor(part: Tensor, scale: Scale, lead: list[int], n: int, k: int, encoding: Encoding) -> Tensor:
-    """What a scale multiplies by -> f32 [..., N, blocks], with 1 where a dimension is shared; blocks: the finest of the encoding."""
+    """The factor of a scale -> f32 [..., N, blocks], with 1 where a dimension is shared; blocks: the finest of the encoding."""
     value = part.float().reciprocal() if scale.divides else part.float()
     if not scale.block:
         return _per_row(value, lead, n)
@@ -127,7 +127,7 @@ def _coded(x: Tensor, element: Element) -> Tensor:
 
 
 def _values(codes: Tensor, element: Element) -> Tensor:
-    """The inverse of `_coded` -> f32 [..., K], new memory. One look-up makes all numbers of a byte: twice as fast as two."""
+    """The inverse of `_coded` -> f32 [..., K], new memory. One look-up decodes all elements of a byte: twice as fast as two look-ups."""
     if element.decode is None:
         return codes.float() if codes.dtype != torch.float32 else codes.clone()
     byte, mask = torch.arange(256, device=codes.device), 2**element.bits - 1
@@ -141,7 +141,7 @@ def _values(codes: Tensor, element: Element) -> Tensor:
 
 
 def _along_n(x: Tensor, encoding: Encoding) -> Quantized:
-    """x float [..., N, K] -> codes [..., N, K], block_scale [..., N/32, K], in the order in which they lie in memory."""
+    """x float [..., N, K] -> codes [..., N, K], block_scale [..., N/32, K], in their order in memory."""
     (scale,) = encoding.scales
     blocks = x.unflatten(-2, (-1, scale.block))
     amax = blocks.abs().amax(-2).float()
@@ -156,5 +156,5 @@ def _along_k(encoding: Encoding) -> Encoding:
 
 
 def _transposed(q: Quantized, encoding: Encoding) -> Quantized:
-    """The parts with their last dimensions swapped, but for scales of a whole matrix."""
+    """The parts with their last dimensions swapped, except scales of a whole matrix."""
     return Quantized(*(t if part.of_matrix else t.mT for part, t in q.named()), encoding=encoding)

@@ -14,7 +14,7 @@ from .encoding import Element
 def encode(x: Tensor) -> Tensor:
     """x f32 [...] -> the nearest code, uint8 [...]: 7 less the midpoints above |x|. A tie goes to the even code, NaN to 7.
 
-    -0.0 gives code 0, a negative number that rounds to zero code 8. Comparisons with Python numbers, since a table of midpoints would
+    -0.0 gives code 0; a negative number that rounds to zero gives code 8. Compares with Python numbers, since a table of midpoints would
     have to be copied to the device at every call.
     """
     size = x.abs()

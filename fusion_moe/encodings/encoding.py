@@ -1,9 +1,9 @@
-"""What an encoding is, as data: elements, the scales that multiply them, and the tensors that hold both.
+"""The data model of encodings: elements, the scales that multiply them, and the tensors that hold both.
 
     element = code * (scale_0 * scale_1 * ...)        every product one float32 operation, in that order
 
-A matrix `[..., N, K]` (N out-features, K in-features) is kept as the parts of its encoding: the elements, packed along K if they are
-narrower than a byte (the first one in the lowest bits), then each scale, one for a block of elements along K, or one for a whole matrix.
+A matrix `[..., N, K]` (N out-features, K in-features) is stored as the parts of its encoding: the elements, packed along K if they are
+narrower than a byte (the first one in the lowest bits), then each scale: one for each block of elements along K, or one for a whole matrix.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Element:
     """The type of an element.
 
     bits: of its code; dtype: of the tensor that holds codes, uint8 if they are narrower than a byte; maximum: the largest number.
-    encode: float32 [...] -> uint8 [...], one code each, to nearest, ties to even, beyond the largest to it; decode: the inverse.
-    None for both: codes are numbers of `dtype`.
+    encode: float32 [...] -> uint8 [...], one code each, to nearest, ties to even, saturating at the maximum; decode: the inverse.
+    Both None: codes are numbers of `dtype`.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Element:
 
     @property
     def per_item(self) -> int:
-        """Elements in one item of the tensor: 2 for four bits."""
+        """How many elements are in one item of the tensor: 2 for four bits."""
         return max(1, 8 // self.bits)
 
 
@@ -46,8 +46,8 @@ class Element:
 class Scale:
     """One of the factors of an element.
 
-    block: elements along K that one covers; 0: a whole matrix, or each of S equal runs of its rows (gate and up keep their own).
-    divides: whether it is stored as a divisor. choose(amax, outer) -> float32: the scale for what has this largest magnitude, where the
+    block: how many elements along K one scale covers; 0: a whole matrix, or each of S equal runs of its rows (gate and up keep their own).
+    divides: whether it is stored as a divisor. choose(amax, outer) -> float32: the scale for elements with this largest magnitude if the
     scales around it multiply to `outer`; it is clamped to minimum .. maximum and rounded to dtype.
     """
 
@@ -62,7 +62,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of an encoded value: its name, its dtype, and the scale that it is (None: the elements)."""
+    """A tensor of an encoded value: its name, its dtype, and the scale that it holds (None: the elements)."""
 
     name: str
     dtype: torch.dtype
@@ -70,18 +70,18 @@ class Part:
 
     @property
     def of_blocks(self) -> bool:
-        """Whether it is the scales of blocks along K."""
+        """Whether this part holds the scales of blocks along K."""
         return self.scale is not None and self.scale.block > 0
 
     @property
     def of_matrix(self) -> bool:
-        """Whether it is the scale of a whole matrix, or of runs of its rows."""
+        """Whether this part is the scale of a whole matrix, or of runs of its rows."""
         return self.scale is not None and self.scale.block == 0
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a matrix is stored. scales: from the finest to the coarsest. axis: the dimension that blocks lie along."""
+    """How a matrix is stored. scales: from the finest to the coarsest. axis: the dimension along which blocks lie."""
 
     name: str
     element: Element
@@ -106,31 +106,31 @@ class Encoding:
 
     @property
     def block(self) -> int:
-        """What K is a multiple of."""
+        """The number of which K is a multiple."""
         return max([self.element.per_item, *(s.block for s in self.scales)])
 
     @property
     def weight_bits(self) -> float:
-        """Bits of an element with its share of the block scales."""
+        """Bits of an element including its share of the block scales."""
         return self.element.bits + sum(8 * s.dtype.itemsize / s.block for s in self.block_scales)
 
     def packed(self, k: int) -> int:
-        """Items along K that k elements (int or SymInt) take. ShapeError when k is not a multiple of the block, if blocks lie along K."""
+        """How many items along K hold k elements (int or SymInt). ShapeError if k is not a multiple of the block and blocks lie along K."""
         if self.axis == -1:
             self.need_whole(k)
         return k // self.element.per_item
 
     def elements(self, packed_k: int) -> int:
-        """Elements along K in packed_k items (int or SymInt): the inverse of `packed`."""
+        """How many elements along K are in packed_k items (int or SymInt): the inverse of `packed`."""
         return packed_k * self.element.per_item
 
     def blocks(self, k: int) -> int:
-        """Block scales that k elements (int or SymInt) take along K. ShapeError when k is not a multiple of the block."""
+        """How many block scales k elements (int or SymInt) have along K. ShapeError if k is not a multiple of the block."""
         self.need_whole(k)
         return k // self.block_scales[0].block if self.block_scales else 0
 
     def part_shape(self, part: Part, lead: Sequence[Any], n: Any, k: int, runs: int = 0) -> tuple[Any, ...]:
-        """The shape of a part of a `[*lead, N, K]`, in linear order. runs: S of a scale for runs of rows, 0 for one a matrix."""
+        """The shape of a part of a `[*lead, N, K]`, in linear order. runs: S for a scale of runs of rows, 0 for one scale a matrix."""
         if part.scale is None:
             return (*lead, n, self.packed(k))
         if part.scale.block:
@@ -151,7 +151,7 @@ class Encoding:
 
 
 class Quantized(tuple[Tensor, ...]):
-    """A matrix `[..., N, K]` as the parts of its encoding, which are its items, and attributes by their names."""
+    """A matrix `[..., N, K]` as the parts of its encoding: a tuple of the parts, which are also attributes by their names."""
 
     encoding: Encoding
 
@@ -173,7 +173,7 @@ class Quantized(tuple[Tensor, ...]):
         raise AttributeError(name)
 
     def named(self) -> Iterator[tuple[Part, Tensor]]:
-        """Each part, and the tensor that it is."""
+        """Each part with its tensor."""
         return zip(self.__dict__["encoding"].parts if "encoding" in self.__dict__ else (), self, strict=False)
 
     @property
@@ -188,7 +188,7 @@ class Quantized(tuple[Tensor, ...]):
 
     @property
     def device(self) -> torch.device:
-        """Where the parts are."""
+        """The device of the parts."""
         return self[0].device
 
     def with_(self, **parts: Tensor) -> Quantized:
@@ -204,14 +204,14 @@ ENCODINGS: dict[str, Encoding] = {}
 
 
 def register(encoding: Encoding) -> Encoding:
-    """Makes an encoding known by its name, to types, operations and readers of kernels. OptionError if another one has the name."""
+    """Registers an encoding by its name, for types, operations and readers of kernels. OptionError if another one has the name."""
     if ENCODINGS.setdefault(encoding.name, encoding) != encoding:
         raise OptionError(f"another encoding called {encoding.name!r}", expected="an unused name", todo="unregister it first")
     return encoding
 
 
 def unregister(name: str) -> None:
-    """Takes back what `register` did."""
+    """Undoes `register`."""
     ENCODINGS.pop(name, None)
 
 

@@ -1,11 +1,11 @@
-"""INT4: integers of -8 to 7, and a bfloat16 scale for 32 of them. The experts of Kimi-K2-Thinking; compressed-tensors' `pack-quantized`.
+"""INT4: integers from -8 to 7, and a bfloat16 scale for every 32. The experts of Kimi-K2-Thinking; compressed-tensors' `pack-quantized`.
 
     codes        uint8    [..., N, K/2]    integer + 8; two codes a byte, the low nibble is the even k
     block_scale  bfloat16 [..., N, K/32]
 
-The int32 words of `weight_packed`, seen as bytes, are the codes. The scale is bf16(amax / 7.5), and 2^-7 for a block of zeros: half of the
-range that -8 to 7 spans, so the largest element becomes 7 if it is positive, and -7 or -8 if it is negative.
-Source: compressed-tensors' `calculate_qparams`, `quantize` and `pack_to_int32`, compared byte by byte.
+The int32 words of `weight_packed`, viewed as bytes, are the codes. The scale is bf16(amax / 7.5), and 2^-7 for a block of zeros; 7.5 is
+half of the range that -8 to 7 spans, so the largest element becomes 7 if it is positive, and -7 or -8 if it is negative. Source:
+compressed-tensors' `calculate_qparams`, `quantize` and `pack_to_int32`, compared byte by byte.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _LEAST, _LARGEST = -8, 7
 
 
 def encode(x: Tensor) -> Tensor:
-    """x f32 [...] -> the nearest integer, ties to even, and 8: uint8 [...] of 0 .. 15."""
-    return x.round().clamp(_LEAST, _LARGEST).to(torch.int8).sub(_LEAST).view(torch.uint8) & 15  # of NaN, too
+    """x f32 [...] -> the nearest integer, ties to even, plus 8: uint8 [...] of 0 .. 15."""
+    return x.round().clamp(_LEAST, _LARGEST).to(torch.int8).sub(_LEAST).view(torch.uint8) & 15  # also for NaN
 
 
 def decode(code: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""MXFP4 as NVFP4, exactly: the same codes, each power of two twice as an e4m3, times a decode scale that is a power of two.
+"""MXFP4 as NVFP4, exactly: the same codes, each power of two stored as two equal e4m3 scales, times a power-of-two decode scale.
 
 e4m3 has the powers 2^-9 to 2^8, so blocks that share a decode scale may span 17 octaves. Blocks of zeros may have any scale.
 
@@ -25,11 +25,11 @@ _TWICE = MXFP4.block // NVFP4.block
 
 
 def mxfp4_as_nvfp4(weight: Quantized, runs: int = 0) -> Quantized:
-    """mxfp4 [..., N, K] -> nvfp4 [..., N, K] of equal numbers, with decode scales [...], or [..., runs] if asked: gate's and up's own.
+    """mxfp4 [..., N, K] -> nvfp4 [..., N, K] with equal values, with decode scales [...], or [..., runs]: for gate and up, one each.
 
-    Where a matrix, or a run of its rows, spans more than 17 octaves, rows get decode scales of their own, [..., N]. Reads values, and waits
-    for the device. UnsupportedError for a row that spans more, and for another encoding; NonFiniteError for NaN scales; ShapeError unless
-    runs divides N.
+    If a matrix, or a run of its rows, spans more than 17 octaves, each row gets a decode scale, [..., N]. Reads values, and so waits for
+    the device. UnsupportedError for a row that spans more, and for another encoding; NonFiniteError for NaN scales; ShapeError unless runs
+    divides N.
     """
     if weight.encoding != MXFP4:
         raise UnsupportedError(f"a weight in {weight.encoding.name}", expected="mxfp4", where="mxfp4_as_nvfp4")
@@ -52,9 +52,9 @@ def mxfp4_as_nvfp4(weight: Quantized, runs: int = 0) -> Quantized:
 
 
 def _bases(exponent: Tensor, used: Tensor, runs: int) -> tuple[Tensor, Tensor]:
-    """Exponents of blocks int [..., N, B] -> that of each run's decode scale [..., runs], and whether a run spans too much for one.
+    """Exponents of blocks int [..., N, B] -> that of each run's decode scale [..., runs], and whether a run spans too much for one scale.
 
-    The largest block scale of a run becomes the largest power of two that there is.
+    The largest block scale of a run becomes the largest power of two that e4m3 has.
     """
     none = 2**16
     of_runs = exponent.unflatten(-2, (runs, -1)), used.unflatten(-2, (runs, -1))
@@ -64,7 +64,7 @@ def _bases(exponent: Tensor, used: Tensor, runs: int) -> tuple[Tensor, Tensor]:
 
 
 def _powers(exponent: Tensor) -> Tensor:
-    """2^exponent as float32, subnormal ones too: by the bits of float64, where none is."""
+    """2^exponent as float32, including subnormal numbers: by the bits of float64, in which they are normal."""
     return (exponent.long() + 1023 << 52).view(torch.float64).float()
 
 

@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 codes, an e4m3 scale for 16 of them, a float32 scale for the matrix.
+"""NVFP4: E2M1 codes, an e4m3 scale for every 16 of them, and a float32 scale for the matrix.
 
     codes         uint8          [..., N, K/2]    two codes a byte, the low nibble is the even k
     block_scale   float8_e4m3fn  [..., N, K/16]   linear order, never negative
@@ -24,9 +24,9 @@ def _block_scale(amax: Tensor, decode: Tensor | float) -> Tensor:
 
 
 def _decode_scale(amax: Tensor, outer: Tensor | float) -> Tensor:
-    """With it the block of the largest element gets the largest block scale. A zero matrix gives 0, where ModelOpt has NaN later on.
+    """The scale with which the block of the largest element gets the largest block scale. 0 for a zero matrix, for which ModelOpt gets NaN.
 
-    CUDA would multiply by the reciprocal of a Python number, so the divisor is a tensor.
+    The divisor is a tensor, since CUDA would multiply by the reciprocal of a Python number.
     """
     return amax / torch.full_like(amax, E2M1.maximum * _BLOCK_MAX)
 

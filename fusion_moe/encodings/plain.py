@@ -1,4 +1,4 @@
-"""Plain numbers, one tensor `[..., N, K]` and no scales: weights that were not quantized, as one more encoding."""
+"""Plain numbers: one tensor `[..., N, K]` without scales, so that unquantized weights are one more encoding."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The doors through which traced programs come: torch.compile (inductor.py) and thunder.jit (thunder.py), with regions from regions.py."""
+"""The entry points for traced programs: torch.compile (inductor.py) and thunder.jit (thunder.py), with regions from regions.py."""

@@ -1,4 +1,4 @@
-"""Which translator is at fault when what translators returned cannot be compiled: passes and kernels know no translators."""
+"""Finds the translator at fault if what translators returned does not compile: passes and kernels know no translators."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def of_users(walk: Walk) -> list[Node]:
 
 
 def attribute_failure(walk: Walk, compile: Callable[[Walk], None]) -> Mapping[Node, TranslatorError]:
-    """The calls of users without which the rest compiles, with what is wrong: those at fault alone, else all of them.
+    """The users' calls without which the rest compiles, with the error for each: only those at fault if they can be told apart, else all.
 
-    compile: raises the failure. Nothing if the rest fails too.
+    compile: raises the failure. The result is empty if the rest fails too.
     """
     users = of_users(walk)
     if not users or _error(walk, users, compile) is not None:
@@ -33,7 +33,7 @@ def attribute_failure(walk: Walk, compile: Callable[[Walk], None]) -> Mapping[No
 
 
 def _error(walk: Walk, without: Collection[Node], compile: Callable[[Walk], None]) -> Exception | None:
-    """What fails when a walk is compiled without some of its calls, whose results are inputs then."""
+    """The error when a walk is compiled without some of its calls, whose results become inputs."""
     kept = [n for n in walk.nodes if call_of(n) not in without]
     again = Walk(kept) if kept else None
     try:

@@ -1,4 +1,4 @@
-"""A graph compiled with the pass: by Inductor, or without code of Inductor's own, its calls run one by one."""
+"""Compiles a graph with the pass: by Inductor, or, without Inductor's code generation, to run its calls one by one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .log_found import log
 
 
 def compile_with(fusion_pass: FusionPass, model: GraphModule, inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any]) -> Any:
-    """A graph compiled by Inductor with this pass, or without code of Inductor's own where the host has no compiler."""
+    """Compiles a graph by Inductor with this pass; without a host compiler, without Inductor's code generation."""
     patches = {**inductor_config(mode, options), "post_grad_custom_pre_pass": fusion_pass}
     if "cpu" in _device_types(inputs) and not has_compiler():
         return compile_calls(fusion_pass, model, inputs)
@@ -24,7 +24,7 @@ def compile_with(fusion_pass: FusionPass, model: GraphModule, inputs: Sequence[A
 
 
 def compile_calls(fusion_pass: Callable[[Graph, bool], None], model: GraphModule, inputs: Sequence[Any]) -> Any:
-    """A graph taken apart as Inductor takes it apart, given to the pass, and then run call by call."""
+    """Decomposes a graph like Inductor, gives it to the pass, and makes it run call by call."""
 
     def inner(gm: GraphModule, example_inputs: Sequence[Any], **about: Any) -> Any:
         gm.graph.eliminate_dead_code()
@@ -33,7 +33,7 @@ def compile_calls(fusion_pass: Callable[[Graph, bool], None], model: GraphModule
 
         def run(args: list[Any]) -> Any:
             taken = list(args)
-            args.clear()  # the caller hands its inputs over
+            args.clear()  # the caller hands over its inputs
             return gm.forward(*taken)
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -44,7 +44,7 @@ def compile_calls(fusion_pass: Callable[[Graph, bool], None], model: GraphModule
 
 @functools.cache
 def has_compiler() -> bool:
-    """Whether Inductor finds a C++ compiler; says once if it does not."""
+    """Whether Inductor finds a C++ compiler; if not, says so once."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -1,4 +1,4 @@
-"""Around Dynamo: errors that reach the user as they were raised, and a function whose compiled code is its own."""
+"""Helpers for Dynamo: errors that reach the user as they were raised, and functions with separate compiled code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import Error
 
 
 def apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls another. Dynamo keeps what it compiles with the code of a function: this one's is its own, and goes with it."""
+    """A function that calls another. Dynamo stores compiled code with a function's code: this one has its own, which is freed with it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -21,7 +21,7 @@ def apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _PassedOn(ShortenTraceback):
-    """What Dynamo hands to the user unchanged. Other errors of a backend it wraps into a BackendCompilerFailed."""
+    """An error that Dynamo passes to the user unchanged. It wraps other errors of a backend in a BackendCompilerFailed."""
 
     first_useful_frame = None  # the whole traceback
 
@@ -30,7 +30,7 @@ class _PassedOn(ShortenTraceback):
 
 
 def as_it_is(error: Error) -> Error:
-    """The same error, of a class of the same name that reaches the user."""
+    """The same error, as a class of the same name that reaches the user unchanged."""
     kind = type(error)
     passed_on = type(kind.__name__, (kind, _PassedOn), {"__module__": kind.__module__})
     return passed_on(error.found, expected=error.expected, todo=error.todo, where=error.where)

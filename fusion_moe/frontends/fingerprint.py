@@ -1,7 +1,7 @@
-"""What compiled code depends on, as digests that are equal in every process that would compile the same, and else differ.
+"""Digests of what compiled code depends on: equal in all processes that would compile the same code, and different otherwise.
 
-They are part of the keys of Inductor's caches. Code is compared as instructions and constants: `marshal` writes equal code
-differently, depending on what else holds its constants, and line numbers change nothing.
+They are part of Inductor's cache keys. Code is compared as instructions and constants: `marshal` writes equal code differently,
+depending on what else holds its constants; line numbers do not count.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class _Unknown(Exception):
 
 @functools.cache
 def of_library() -> str:
-    """Of every source file of the library."""
+    """A digest of all source files of the library."""
     return _of_files(_LIBRARY)
 
 
 def of_function(function: Callable[..., Any]) -> str | None:
-    """Of a translator: the source files of its package, its code, its defaults, and the values it closes over.
+    """A digest of a translator: of the source files of its package, its code, its defaults, and the values that it closes over.
 
-    In a notebook there are no files, but the global values that it reads. None if one of all these values is neither plain data nor a
-    function, class or module: then it has no fingerprint.
+    In a notebook there are no files; then the global values that it reads count. None, that is no fingerprint, if one of these values is
+    neither plain data nor a function, class or module.
     """
     try:
         return _digest(_of_value(function, set()))
@@ -43,7 +43,7 @@ def of_function(function: Callable[..., Any]) -> str | None:
 
 
 def _of_value(value: Any, seen: set[int]) -> Iterator[str]:
-    """A value as text, piece by piece; functions by what they do, classes and modules by their name."""
+    """A value as text, piece by piece; functions by their code, classes and modules by their name."""
     if isinstance(value, _PLAIN):
         yield f"{type(value).__name__} {value!r}"
     elif isinstance(value, (tuple, list, dict, set, frozenset)):
@@ -79,15 +79,15 @@ def _of_function(function: FunctionType, seen: set[int]) -> Iterator[str]:
 
 
 def _names(code: CodeType) -> list[str]:
-    """The global names that code and the functions inside of it may read."""
+    """The global names that code and its inner functions may read."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)]
     return list(dict.fromkeys([*code.co_names, *inner]))
 
 
 @functools.cache
 def _of_package(module: str) -> str:
-    """Of the source files of the package that a module belongs to; of its own file if it belongs to none; "" in a notebook."""
-    if module.split(".")[0] == "torch":  # Inductor's keys hold its version
+    """A digest of the source files of a module's package; of the module's file if it is in no package; "" in a notebook."""
+    if module.split(".")[0] == "torch":  # Inductor's keys contain its version
         return "torch"
     package, own = (Path(getattr(sys.modules.get(name), "__file__", None) or "") for name in (module.split(".")[0], module))
     if package.name == "__init__.py":

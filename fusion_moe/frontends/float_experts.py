@@ -1,4 +1,4 @@
-"""Expert weights that are compiled in floating point, and what to do about it: nobody should have to find out from a profile."""
+"""Expert weights that are compiled in floating point, and advice about them, so that nobody has to find out from a profile."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .. import translate
 from ..warn import warn_once
 
 _SHOWN = 4
-_LEAST = 16  # features: weights of convolutions have three dimensions too, and the last is smaller
+_LEAST = 16  # features: weights of convolutions have three dimensions too, but a smaller last one
 _IN_SOURCE = re.compile(r"_(?:modules|parameters)\['([^']+)'\]")
 
 
 def float_experts(model: GraphModule) -> tuple[str, ...]:
-    """The names of the 3-D parameters in floating point that a graph of Dynamo's takes; none if it calls operations of ours or of users.
+    """The names of the 3-D float parameters that a Dynamo graph takes; none if it calls operations of this library or of users.
 
-    Those take such weights on purpose, for training. Experts that a graph break leaves to Python are in no graph, and not seen.
+    Such operations take such weights on purpose, for training. Experts that a graph break leaves to Python are in no graph and not found.
     """
     ours = {t.op.rsplit(".", 1)[0] for t in translate.registered() if not t.op.startswith("aten::")}
     nodes = [n for m in model.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]
@@ -30,7 +30,7 @@ def float_experts(model: GraphModule) -> tuple[str, ...]:
 
 
 def advice(names: Sequence[str]) -> str:
-    """What is said of such weights."""
+    """The advice about such weights."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (
         f"expert weights in floating point: {', '.join(names[:_SHOWN])}{more}; fusion_moe.quantize_(model) packs them in NVFP4; "
@@ -39,7 +39,7 @@ def advice(names: Sequence[str]) -> str:
 
 
 def warn_of_float_experts(model: GraphModule) -> None:
-    """Logs the advice once in a process: a model may be many graphs, each compiled many times."""
+    """Logs the advice once in a process: a model may have many graphs, each compiled many times."""
     if names := float_experts(model):
         warn_once(advice(names), about="float_experts")
 
@@ -59,7 +59,7 @@ def _is_experts(n: Node) -> bool:
 
 
 def _name(n: Node) -> str:
-    """The name of a parameter in its model, as far as Dynamo knows it."""
+    """The name of a parameter in its model, if Dynamo knows it."""
     source = getattr(n, "_dynamo_source", None)
     name = getattr(source, "name", "")  # a method in torch 2.10, a property in 2.13
     return ".".join(_IN_SOURCE.findall(name() if callable(name) else name)) or n.name

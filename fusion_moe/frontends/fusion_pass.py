@@ -1,4 +1,4 @@
-"""The pass that Inductor calls on a graph: finds its regions and puts a call of `fusion_moe::run` in the place of each."""
+"""The pass that Inductor calls on a graph: finds its regions and replaces each by a call of `fusion_moe::run`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .regions import Found, find_regions
 from .rewrite import replace_regions
 from ..warn import warn_once
 
-# torch >= 2.12 has passes that get to know whether the graph is one of inference; a pass that follows ours may be one
+# torch >= 2.12 has passes that are told whether the graph is for inference; a pass that follows ours may be one
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 
 
 class FusionPass(_InferenceAware):
-    """The pass. options: the switches to compile under; found: called with what was found in each graph; then: passes to run after it."""
+    """The pass. options: the options to compile under; found: called with what was found in each graph; then: passes to run after it."""
 
     def __init__(self, options: Options, found: Callable[[Found], None] | None = None, then: Sequence[Any] = ()):
         self.options, self.found, self.then = options, found, tuple(then)
@@ -39,9 +39,9 @@ class FusionPass(_InferenceAware):
             other(graph, is_inference) if aware else other(graph)
 
     def uuid(self) -> Any:
-        """What compiled code depends on: our sources, the switches, every translator, the passes that follow.
+        """A digest of what compiled code depends on: our sources, the options, every translator, the passes that follow.
 
-        None, with which Inductor caches nothing, if one of them has no fingerprint.
+        None, with which Inductor caches nothing, if one of these has no fingerprint.
         """
         translators = {t.op: fingerprint.of_function(t.function) for t in translate.registered()}
         others = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.then)
@@ -54,7 +54,7 @@ class FusionPass(_InferenceAware):
 
 
 def passes_set(options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The passes that the user has set, in options or in Inductor's config, without ours."""
+    """The passes that the user has set, in options or in Inductor's config, except ours."""
     given = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
     passes = given if isinstance(given, (list, tuple)) else [given]
     return tuple(q for p in passes if p is not None for q in (p.then if isinstance(p, FusionPass) else (p,)))

@@ -1,9 +1,9 @@
-"""torch.compile: a post-grad pass of Inductor puts one `fusion_moe::run` call where a region of translated calls stood.
+"""torch.compile: a post-grad pass of Inductor replaces each region of translated calls by one `fusion_moe::run` call.
 
     torch.compile(model, backend="fusion_moe")     Inductor and this pass; takes mode and options as Inductor does
     fusion_moe.enable()                            the pass in every torch.compile of the process; import alone changes nothing
 
-Where there is no host compiler, the same pass runs and everything outside of the regions is run call by call.
+Without a host compiler the same pass runs, and everything outside of the regions runs call by call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .regions import Found, find_regions
 def backend(model: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Any:
     """`torch.compile(..., backend="fusion_moe", mode=..., options=...)`: Inductor with the pass.
 
-    options: Inductor's, and ours as "fusion_moe.<name>" (see options.py). OptionError for one that neither has.
+    options: Inductor's, and ours as "fusion_moe.<name>" (see options.py). OptionError for an unknown one.
     """
     own, rest = separate(options or {})
     try:
@@ -43,7 +43,7 @@ def backend(model: GraphModule, inputs: Sequence[Any], *, mode: str | None = Non
         compiled, found = keep(model, switched), list[Found]()
         with waiting("compiling a graph"):
             made = compile_with(FusionPass(switched, found.append, passes_set(rest)), model, inputs, mode, rest)
-        if not found and compiled and is_logged():  # the pass was not called: the code comes from a cache
+        if not found and compiled and is_logged():  # the pass was not called: the code came from a cache
             compiled.again(compile_calls, lambda graph, *_: log_found(find_regions(graph, switched)))
         return made
     except Error as error:
@@ -51,20 +51,20 @@ def backend(model: GraphModule, inputs: Sequence[Any], *, mode: str | None = Non
 
 
 def enable() -> None:
-    """Adds the pass to every torch.compile with Inductor in this process, with the options now in force, before passes already set.
+    """Adds the pass to every torch.compile with Inductor in this process, under the options now in force, before passes already set.
 
-    Called again, it only takes the options anew. What was compiled before stays as it is: `torch._dynamo.reset()` forgets it.
+    Called again, it only updates the options. Code that is already compiled stays as it is: `torch._dynamo.reset()` discards it.
     """
     config.post_grad_custom_pre_pass = FusionPass(switches.current(), then=passes_set({}))
 
 
 def disable() -> None:
-    """Takes back what `enable` did; passes that others have set stay."""
+    """Undoes `enable`; passes that others have set stay."""
     others = passes_set({})
     config.post_grad_custom_pre_pass = list(others) if len(others) > 1 else others[0] if others else None
 
 
 def _check_target(with_: Options, inputs: Sequence[Any]) -> None:
-    """UnsupportedError if what is compiled could not be run."""
+    """UnsupportedError if the compiled code could not run."""
     for device in {t.device for t in inputs if isinstance(t, torch.Tensor)} or {torch.device("cpu")}:
         target.check_device(target.find(with_.target, device), device, "torch.compile")

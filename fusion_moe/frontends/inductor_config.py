@@ -1,4 +1,4 @@
-"""The mode and options of torch.compile: which are ours, and Inductor's settings for the others, checked by name and type."""
+"""The mode and options of torch.compile: separates ours, and checks Inductor's settings by name and type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def separate(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def inductor_config(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Inductor's settings for a mode and options. OptionError where it does not know them or their values."""
+    """Inductor's settings for a mode and options. OptionError if it does not know them or their values."""
     known = config.get_config_copy()
     for name in options:
         if name.replace("-", "_") not in known:

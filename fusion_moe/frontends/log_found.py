@@ -14,12 +14,12 @@ log = logging.getLogger("fusion_moe")
 
 
 def is_logged() -> bool:
-    """Whether anybody reads what `log_found` says beside warnings: with TORCH_TRACE or TORCH_LOGS, or at DEBUG."""
+    """Whether anybody reads what `log_found` logs besides warnings: with TORCH_TRACE or TORCH_LOGS, or at DEBUG."""
     return log.isEnabledFor(logging.DEBUG) or bool(trace_log.handlers)
 
 
 def log_found(found: Found) -> None:
-    """The fusions as a page of tlparse's report and in the log; translators at fault as warnings."""
+    """Reports the fusions as a page of tlparse's report and in the log, and translators at fault as warnings."""
     lines = [f"{text(r.fusion)}\n" for r in found.regions] + [f"not fused: {x.op} at {x.source or '?'}: {x.why}" for x in found.not_fused]
     report = "\n".join(lines) or "no grouped product in this graph"
     log.debug("%s", report)

@@ -1,6 +1,6 @@
-"""Whether a translator means what its operation computes: both run on the same tensors, the translation in plain torch.
+"""Checks whether a translator computes what its operation does: both run on the same tensors, the translation in plain torch.
 
-Of every call that a user's translator takes under the option `check`, on drawn tensors; `fusion_moe.testing` asks more.
+The option `check` does this with random tensors for every call that a user's translator accepts; `fusion_moe.testing` checks more.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .nodes import called_op
 from ..warn import warn_once
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_ANOTHER = 0.03  # what two roundings, or two orders of a sum, do not make
+_ANOTHER = 0.03  # a difference that two roundings, or two orders of a sum, do not cause
 
 
 @dataclass(frozen=True)
 class Translated:
-    """A call as its translator has it. inputs: the tensors that the Fusion reads, packed codes as bytes; want: what the call gives."""
+    """A translated call. inputs: the tensors that the Fusion reads, packed codes as bytes; want: the results of the operation."""
 
     fusion: Fusion
     inputs: tuple[Tensor, ...]
@@ -42,9 +42,9 @@ class Translated:
 def compared(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], rtol: float | None = None, atol: float | None = None
 ) -> Translated:
-    """A call on real tensors, whose body, fake and translator agree. TranslatorError if they do not, Untranslatable if it is refused.
+    """A call on real tensors whose body, fake and translator agree. TranslatorError if they disagree, Untranslatable if it is refused.
 
-    rtol, atol: how near, as torch.testing.assert_close has it.
+    rtol, atol: tolerances, as in torch.testing.assert_close.
     """
     translator = found(op)
     fakes = _results(_on_fakes(op, args, kwargs))
@@ -57,7 +57,7 @@ def compared(
 
 
 def found(op: OpOverload) -> Translator:
-    """The translator of an operation. TranslatorError if it has none, or if the operation writes into its arguments."""
+    """The translator of an operation. TranslatorError if there is none, or if the operation writes into its arguments."""
     translator = translate.find(op.name())
     if translator is None or op._schema.is_mutable:
         why = "has no translator" if translator is None else "mutates its arguments, and a fusion only returns new tensors"
@@ -68,7 +68,7 @@ def found(op: OpOverload) -> Translator:
 def same(
     translator: Translator, what: str, got: Sequence[Tensor], want: Sequence[Tensor], rtol: float | None = None, atol: float | None = None
 ) -> None:
-    """TranslatorError if results of a translation are not near those of the operation. what: how they were computed."""
+    """TranslatorError if results of a translation are not close to those of the operation. what: how they were computed."""
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         try:
             torch.testing.assert_close(a, as_bytes(b), rtol=rtol, atol=atol, equal_nan=True)
@@ -81,7 +81,7 @@ def same(
 
 
 def other_meaning(n: Node) -> TranslatorError | None:
-    """How a call of a graph, run on drawn tensors of its shapes, differs from its translator; None too if it cannot be run on these."""
+    """How a call's operation, run on random tensors of its shapes, differs from its translator; None if they agree or it cannot run."""
     op = called_op(n)
     assert op is not None
     with _disable_current_modes(), torch.no_grad():
@@ -90,13 +90,13 @@ def other_meaning(n: Node) -> TranslatorError | None:
             compared(op, args, kwargs, rtol=_ANOTHER, atol=_ANOTHER)
         except TranslatorError as error:
             return error
-        except Exception as error:  # of the operation, which may not take any values
+        except Exception as error:  # the operation may not accept random values
             warn_once(f"check: {op} was not compared with its translator, because it fails on random inputs: {message(error)}")
     return None
 
 
 def drawn(t: Tensor, seed: int = 0) -> Tensor:
-    """Other values for a tensor of floats, the same in every run; any other tensor itself."""
+    """Random values for a float tensor, the same in every run; any other tensor unchanged."""
     if t.dtype not in _FLOATS:
         return t
     values = torch.randn(t.shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")
@@ -104,7 +104,7 @@ def drawn(t: Tensor, seed: int = 0) -> Tensor:
 
 
 def _real(a: Any) -> Any:
-    """A tensor of values for the fake one of a node; integers are zeros, which are indices of every size."""
+    """A real tensor for the fake one of a node; integers are zeros, which are valid indices for every size."""
     val = a.meta["val"] if isinstance(a, Node) else a
     if isinstance(val, torch.SymInt):
         return _hint(val)
@@ -132,7 +132,7 @@ def _forms(tensors: Sequence[Tensor]) -> str:
 
 
 def _as_in_graphs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments as graphs have them: by position where they may be, without defaults at the end."""
+    """Arguments as graphs have them: by position if possible, without defaults at the end."""
     names, given = [a for a in op._schema.arguments if not a.kwarg_only], dict(kwargs)
     placed = [(v, a) for v, a in zip(args, names, strict=False)]
     placed += [(given.pop(a.name, a.default_value), a) for a in names[len(args) :]]

@@ -1,4 +1,4 @@
-"""What the frontend asks of single nodes of an FX graph: is it a call, of what, with which results, from which line."""
+"""Queries about single nodes of an FX graph: is it a call, of which operation, with which results, from which line."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.fx import Node
 
 
 def call_of(n: Node) -> Node:
-    """The call whose result a getitem takes; any other node itself."""
+    """The call whose result a getitem takes; any other node unchanged."""
     return n.args[0] if n.target is operator.getitem else n  # type: ignore[return-value]
 
 
 def with_parts(n: Node) -> list[Node]:
-    """A call and the getitems that take its results apart: they go together."""
+    """A call and the getitems that unpack its results: they belong together."""
     call = call_of(n)
     return [call, *(u for u in call.users if u.target is operator.getitem)]
 
@@ -30,7 +30,7 @@ def is_call(n: Node) -> bool:
 
 
 def called_op(n: Node) -> OpOverload | None:
-    """The operation that a node calls. One that writes into its arguments stands in the arguments of a call that copies these."""
+    """The operation that a node calls. If it writes into its arguments, it is an argument of a call that copies these."""
     if is_call(n):
         return n.target  # type: ignore[return-value]
     functionalized = n.op == "call_function" and n.target in (auto_functionalized, auto_functionalized_v2)
@@ -44,7 +44,7 @@ def writes(n: Node) -> bool:
 
 
 def op_name(n: Node) -> str:
-    """The name of a call's operation, as translators are registered for it."""
+    """The name of a call's operation, under which translators are registered."""
     op = called_op(n)
     assert op is not None
     return op.name()
@@ -56,7 +56,7 @@ def is_torchs(n: Node) -> bool:
 
 
 def has_tensors(n: Node) -> bool:
-    """Whether a node has results, all of them tensors."""
+    """Whether a node has results, and all of them are tensors."""
     val = n.meta.get("val")
     return bool(tensors(val)) and len(tensors(val)) == (len(val) if isinstance(val, (tuple, list)) else 1)
 
@@ -67,12 +67,12 @@ def tensors(val: Any) -> list[torch.Tensor]:
 
 
 def device_of(n: Node) -> torch.device:
-    """Where the results of a call are."""
+    """The device of a call's results."""
     return tensors(call_of(n).meta["val"])[0].device
 
 
 def is_view(n: Node) -> bool:
-    """Whether a call of torch's returns memory of its input."""
+    """Whether a call of a torch operation returns memory of its input."""
     return any(r.alias_info is not None for r in n.target._schema.returns)  # type: ignore[union-attr]
 
 

@@ -1,4 +1,4 @@
-"""What comes before and after what in a graph, as bit masks over the places of its nodes: paths are looked up and not walked."""
+"""Order of nodes in a graph, as bit masks over their positions: paths are looked up instead of searched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.fx import Node
 
 @dataclass(frozen=True)
 class Span:
-    """Nodes, and all those before and after them, as bit masks over the places of a graph."""
+    """Nodes, and all nodes before and after them, as bit masks over positions in a graph."""
 
     inside: int = 0
     before: int = 0
@@ -27,12 +27,12 @@ class Span:
         return not self.before & self.after & ~self.inside
 
     def follows(self, place: int) -> bool:
-        """Whether a node outside comes before one of them."""
+        """Whether the node at `place` is outside and comes before one of the nodes."""
         return bool((self.before & ~self.inside) >> place & 1)
 
 
 class Paths:
-    """What comes before and after each node: looked up, not walked."""
+    """The nodes before and after each node: looked up instead of searched."""
 
     def __init__(self, nodes: Sequence[Node], place: Mapping[Node, int]):
         self.nodes, self.place = nodes, place
@@ -40,11 +40,11 @@ class Paths:
         self.after = self._reach(list(reversed(nodes)), lambda n: n.users)
 
     def span(self, nodes: Iterable[Node]) -> Span:
-        """The nodes together."""
+        """A set of nodes together."""
         return reduce(operator.or_, (Span(1 << self.place[n], self.before[n], self.after[n]) for n in nodes), Span())
 
     def contract(self, nodes: Sequence[Node]) -> None:
-        """The nodes are one from now on: what comes before one of them comes before all. Else two regions could wait for each other."""
+        """Treats the nodes as one from now on: what comes before one comes before all. Otherwise two regions could wait for each other."""
         one = self.span(nodes)
         for n, i in self.place.items():
             if (one.inside | one.before) >> i & 1:

@@ -1,7 +1,7 @@
 """Regions of an FX graph that become one Fusion each.
 
 A region grows from calls whose translators make grouped products, over neighbours that have translators, as long as no path
-leaves it and comes back. What gains nothing from being inside is then given back to the graph's own compiler (trim.py).
+leaves it and comes back. Calls that gain nothing from being inside are then given back to the graph's own compiler (trim.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .walk import Walk
 
 @dataclass(frozen=True)
 class NotFused:
-    """A call that was not fused: the operation, its place in the user's program, and the reason. broken: its translator is at fault."""
+    """A call that was not fused: the operation, its line in the user's program, and the reason. broken: its translator is at fault."""
 
     op: str
     source: str
@@ -44,9 +44,9 @@ class NotFused:
 
 @dataclass(frozen=True)
 class Region:
-    """Calls that became one Fusion. inputs, outputs: nodes, in the order of the Fusion's; sizes: where each of its symbols can be read.
+    """Calls that became one Fusion. inputs, outputs: nodes, in the order of the Fusion's; sizes: where the value of each symbol is found.
 
-    transposed: the inputs of which the Fusion takes the last two dimensions in the other order, as they are stored.
+    transposed: the inputs whose last two dimensions the Fusion takes swapped, as they are stored.
     """
 
     nodes: tuple[Node, ...]
@@ -58,7 +58,7 @@ class Region:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device on which it runs."""
         return device_of(self.nodes[0])
 
     @property
@@ -69,7 +69,7 @@ class Region:
 
 @dataclass
 class Found:
-    """The regions of one graph, and what was not fused. outside: the calls in no region."""
+    """The regions of a graph, and what was not fused. outside: the calls in no region."""
 
     regions: list[Region] = field(default_factory=list)
     not_fused: list[NotFused] = field(default_factory=list)
@@ -94,7 +94,7 @@ class _Search:
         self.taken: set[Node] = set()
         self.compared: set[Node] = set()
         self.refused: dict[Node, Error] = {}
-        self.alone: dict[Node, Error] = {}  # refused when tried alone: what stands around a call may change that
+        self.alone: dict[Node, Error] = {}  # refused when tried alone: the calls around it may change that
         self.trimmed: dict[Node, str] = {}
         self.found = Found(calls=sum(n.op == "call_function" and n.target is not operator.getitem for n in self.nodes))
 
@@ -113,7 +113,7 @@ class _Search:
         return self.found
 
     def _makes_product(self, n: Node) -> bool:
-        """Whether the translator of a call, tried on it alone, makes a grouped product for which there is a kernel, or torch has none."""
+        """Whether a call, translated by itself, makes a grouped product for which there is a kernel, or which torch does not have."""
         if n.target is operator.getitem or not self._candidate(n):
             return False
         walk = Walk(with_parts(n))
@@ -127,7 +127,7 @@ class _Search:
         return n not in self.refused
 
     def _no_kernel(self, walk: Walk) -> str:
-        """Why the reference would compute a product of a walk; "" if nothing else was asked for, or a kernel does."""
+        """Why the reference would compute a product of a walk; "" if the reference was asked for, or if a kernel computes it."""
         target = self._target(walk)
         with _disable_current_modes():
             segments = pipeline.lower(walk.fusion, target, self.with_).segments if target.name != REFERENCE else ()
@@ -135,7 +135,7 @@ class _Search:
         return next((s.plan.why for s in products if s.plan.backend == REFERENCE), "")
 
     def _region(self, seed: Node) -> Region | None:
-        """The region around a seed. A refusal takes its call out, and the region grows anew without it."""
+        """The region around a seed. A refused call is taken out, and the region grows again without it."""
         while seed not in self.refused:
             walk = Walk(self._grow(seed))
             self.refused.update(walk.refused)
@@ -145,7 +145,7 @@ class _Search:
                     if of_users(walk):
                         self._check(walk)
                     return self._made(walk)
-                except Exception as error:  # of what translators made, from wherever it shows
+                except Exception as error:  # an error in what translators made, wherever it shows
                     at_fault = attribute_failure(walk, self._check)
                     self.refused.update(at_fault)
                     if not at_fault:
@@ -155,7 +155,7 @@ class _Search:
         return None
 
     def _other_meanings(self, walk: Walk) -> bool:
-        """Under the option `check`: refuses the calls of users whose translators have another meaning; whether there are any."""
+        """Under the option `check`: refuses users' calls whose translators compute something else; returns whether there are any."""
         new = [n for n in of_users(walk) if n not in self.compared] if self.with_.check else []
         self.compared.update(new)
         wrong = {n: error for n in new if (error := other_meaning(n)) is not None}
@@ -163,8 +163,8 @@ class _Search:
         return bool(wrong)
 
     def _check(self, walk: Walk) -> None:
-        """Raises what compiling a walk would raise."""
-        with _disable_current_modes():  # nvFuser calls torch, which on fake tensors would fail
+        """Raises the errors that compiling a walk would raise."""
+        with _disable_current_modes():  # nvFuser calls torch, which would fail on fake tensors
             pipeline.check(walk.fusion, self._target(walk), self.with_)
 
     def _target(self, walk: Walk) -> Target:
@@ -186,7 +186,7 @@ class _Search:
         return self._in_order(region)
 
     def _edge(self, nodes: Iterable[Node], region: Collection[Node]) -> list[Node]:
-        """The calls next to some nodes of a region that may join it."""
+        """The calls next to some of a region's nodes that may join it."""
         device = device_of(next(iter(region)))
         near = {call_of(m) for n in nodes for m in (*n.all_input_nodes, *n.users) if m not in region}
         return [n for n in self._in_order(near) if self._candidate(n) and device_of(n) == device]
@@ -196,13 +196,13 @@ class _Search:
         segments = by_structure(walk.fusion, self._target(walk))
         kept, why = trim(walk, segments, lambda nodes: self.paths.span(nodes).convex)
         again = Walk(kept) if len(kept) < len(walk.nodes) else walk
-        if again.refused:  # a translator depends on what was trimmed
+        if again.refused:  # a translator depends on a node that was trimmed
             return walk
         self.trimmed.update(why)
         return again
 
     def _made(self, walk: Walk) -> Region:
-        """A walk as a Region. Untranslatable if a size of its program cannot be read anywhere."""
+        """A walk as a Region. Untranslatable if the value of a size of its program is found nowhere."""
         span, symbols = self.paths.span(walk.nodes), walk.fusion.symbols
         sizes = {}
         for name, expr in walk.sizes.expressions().items():
@@ -214,13 +214,13 @@ class _Search:
         return Region(walk.nodes, tuple(walk.inputs), tuple(walk.outputs), walk.fusion, sizes, walk.transposed)
 
     def _candidate(self, n: Node) -> bool:
-        """Whether a call may be part of a region: translated, and its results read by somebody."""
+        """Whether a call may be part of a region: it has a translator, and its results are read."""
         if n in self.refused or n in self.taken or not is_call(n) or writes(n) or not has_tensors(n):
             return False
         return bool(n.users) and translate.find(op_name(n)) is not None
 
     def _report_refusals(self) -> None:
-        """What stands next to a region, makes products, or writes into its arguments, and why it is not inside."""
+        """Reports why calls that are next to a region, make products, or write into their arguments are not in a region."""
         near = {call_of(m) for r in self.found.regions for n in r.nodes for m in (*n.all_input_nodes, *n.users)}
         writers = [n for n in self.nodes if writes(n) and not is_torchs(n)]
         reported = {n for n in (*near, *writers, *self.refused, *self.alone, *self.trimmed) if n not in self.taken and called_op(n)}

@@ -1,4 +1,4 @@
-"""A graph in which calls of `fusion_moe::run` stand where regions stood."""
+"""Rewrites a graph: replaces its regions by calls of `fusion_moe::run`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .walk import mT_dims
 
 
 def replace_regions(graph: Graph, regions: Sequence[Region], with_: Options) -> list[Node]:
-    """Puts one call of fusion_moe::run where each region stands, in place. -> these calls, in the order of the regions."""
-    now: dict[Node, Node] = {}  # an output of a region -> what took its place
+    """Replaces each region by one call of fusion_moe::run, in place. -> these calls, in the order of the regions."""
+    now: dict[Node, Node] = {}  # an output of a region -> its replacement
     calls = [_replace(graph, region, with_, now) for region in regions]
     if calls:
         stable_topological_sort(graph)
@@ -31,7 +31,7 @@ def replace_regions(graph: Graph, regions: Sequence[Region], with_: Options) -> 
 
 
 def _replace(graph: Graph, region: Region, with_: Options, now: dict[Node, Node]) -> Node:
-    """One call of fusion_moe::run, and getitems of its results, for the nodes of a region."""
+    """One call of fusion_moe::run, and getitems of its results, in place of a region's nodes."""
     last = region.nodes[-1]
     with graph.inserting_before(last.next):
         sizes = [_size_node(graph, region.sizes[s], now) for s in region.fusion.symbols]
@@ -51,7 +51,7 @@ def _replace(graph: Graph, region: Region, with_: Options, now: dict[Node, Node]
 
 
 def _in_order_of(n: Node, made: Node) -> Node:
-    """What a program made, its dimensions in memory in the order in which `n` had them: views after it count on that."""
+    """A program's result with its dimensions in memory ordered as in `n`, since views after it rely on that order."""
     order, _ = compute_elementwise_output_logical_to_physical_perm(n.meta["val"])
     if order == sorted(order):
         return made
@@ -62,7 +62,7 @@ def _in_order_of(n: Node, made: Node) -> Node:
 
 
 def _as_stored(n: Node, x: Node) -> Node:
-    """The contiguous tensor that `x`, which took the place of `n`, is the transposed view of."""
+    """The contiguous tensor of which `x`, the replacement of `n`, is the transposed view."""
     return _called(n, torch.ops.aten.permute.default, x, mT_dims(x.meta["val"]))
 
 
@@ -74,14 +74,14 @@ def _called(n: Node, op: OpOverload, x: Node, *args: Any, **kwargs: Any) -> Node
 
 
 def _operation(program: str, region: Region, with_: Options) -> OpOverload:
-    """The operation that runs a program: CUDA graphs leave out the one that may wait for the device."""
+    """The operation that runs a program; CUDA graphs leave out the one that may wait for the device."""
     devices = [n.meta["val"].device for n in region.inputs]
     safe = bool(devices) and devices[0].type == "cuda" and program_of(program, devices[0], with_).graph_safe
     return torch.ops.fusion_moe.run_graph_safe.default if safe else torch.ops.fusion_moe.run.default
 
 
 def _size_node(graph: Graph, source: SizeSource, now: Mapping[Node, Node]) -> Node:
-    """A node whose value is the size that is read there."""
+    """A node whose value is the size found at a source."""
     node = now.get(source.node, source.node)
     if source.dim is not None:
         size = node.meta["val"].shape[source.dim]

@@ -1,4 +1,4 @@
-"""Where in a graph the values of its symbolic sizes can be read."""
+"""Finds where in a graph the values of its symbolic sizes can be read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.fx import Node
 
 @dataclass(frozen=True)
 class SizeSource:
-    """A value from which a size can be read: a node that is it, or a dimension of a tensor; `by` times too large."""
+    """Where a size can be read: a node that is the size, or a dimension of a tensor; the value there is `by` times the size."""
 
     node: Node
     dim: int | None
@@ -20,7 +20,7 @@ class SizeSource:
 
 
 def size_sources(nodes: Sequence[Node]) -> dict[Any, list[SizeSource]]:
-    """Where each symbolic size can be read. A whole multiple of a symbol is one source of it."""
+    """Where each symbolic size can be read. A whole multiple of a symbol is also a source of it."""
     sources: dict[Any, list[SizeSource]] = {}
     for n in nodes:
         val = n.meta.get("val")

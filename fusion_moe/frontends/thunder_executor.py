@@ -34,22 +34,22 @@ _listener: ContextVar[list[Found] | None] = ContextVar("fusion_moe_thunder_liste
 
 
 class FusionMoe(FusionExecutor):
-    """The executor. It takes no part in what other executors claim: it looks at the trace when they have."""
+    """The executor. It ignores what other executors claim: it sees the trace after them."""
 
     def __init__(self) -> None:
         super().__init__("fusion_moe")
         self.symbols = Symbols(self)
         self.keep = SaveCopies(self)
-        self.for_nvfuser: Any = None  # a ForNvFuser, once it was asked for
+        self.for_nvfuser: Any = None  # a ForNvFuser, once it is requested
 
     def can_fuse(self, bsym: BoundSymbol) -> bool:
-        """Whether thunder is to leave a bound symbol as it is: our operations; all others are free to be claimed."""
+        """Whether thunder must leave a bound symbol as it is: yes for our operations; others can be claimed by other executors."""
         return bsym.sym.executor is self and not bsym.sym.is_fusion
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
-        """The trace with regions replaced. Regions reach over nothing that writes into memory, and not from forward into backward.
+        """The trace with regions replaced. Regions do not extend over writes into memory, nor from the forward into the backward.
 
-        What the backward reads is saved from writes, with regions or without.
+        Tensors that the backward reads are protected from writes, with regions or without.
         """
         trace = self.keep(trace)
         if has_open_sizes(trace):
@@ -77,7 +77,7 @@ class FusionMoe(FusionExecutor):
         return result
 
     def fuse(self, region: Any, fusion_counter: int) -> BoundSymbol:
-        """All bound symbols of a region of thunder's as one: passes of other executors that move bound symbols ask for it."""
+        """Fuses all bound symbols of a thunder region into one: passes of other executors that move bound symbols call it."""
         outputs = [unvariableify(v) for v in region.outputs]
         inside = TraceGraph(region.bound_symbols, [p.name for p in outputs])
         walk = Walk([n for nodes in inside.nodes for n in nodes])
@@ -88,7 +88,7 @@ class FusionMoe(FusionExecutor):
 
     @contextmanager
     def listening(self) -> Iterator[list[Found]]:
-        """What is found in forward passes that are traced in this context, in order. They cannot be run."""
+        """Yields a list of what is found in forward passes traced in this context, in order. Such traces cannot be run."""
         heard: list[Found] = []
         token = _listener.set(heard)
         try:
@@ -98,7 +98,7 @@ class FusionMoe(FusionExecutor):
 
     def _fused(self, bsyms: Sequence[BoundSymbol], read: Sequence[str], counter: Iterator[int]) -> tuple[list[BoundSymbol], Found]:
         """One stretch of a trace with its regions replaced."""
-        whole: dict[int, NotFused] = {}  # bound symbols of which a region would take a part
+        whole: dict[int, NotFused] = {}  # bound symbols of which a region would take only a part
         while True:
             seen = TraceGraph(bsyms, read, whole)
             found = find_regions(seen.graph, options.current())
@@ -126,9 +126,9 @@ class FusionMoe(FusionExecutor):
         self, fusion: Fusion, device: torch.device, inputs: Sequence[TensorProxy], outputs: Sequence[TensorProxy],
         bsyms: Sequence[BoundSymbol], count: int,
     ) -> BoundSymbol:  # fmt: skip
-        """One bound symbol that runs the program of a Fusion; thunder prints the bound symbols it replaces below it."""
+        """One bound symbol that runs the program of a Fusion; thunder prints the bound symbols that it replaces below it."""
         name = f"fusion_moe{count}"
-        heard = _listener.get() is not None  # then nothing is run, and the target may be one that is not here
+        heard = _listener.get() is not None  # then nothing is run, and the target may be absent
         call = _not_run if heard else _Run(program_of(one_line(fusion), device, options.current()))
         symbol = Symbol(name, meta=None, is_fusion=True, executor=self)
         bound = BoundSymbol(symbol, tuple(inputs), {}, list(outputs), tuple(bsyms), _call_ctx={name: call})
@@ -138,7 +138,7 @@ class FusionMoe(FusionExecutor):
 
 
 class _Run:
-    """A program as thunder calls it."""
+    """A program in the form in which thunder calls it."""
 
     def __init__(self, program: Program):
         self.program = program
@@ -157,7 +157,7 @@ def _kind(bsym: BoundSymbol) -> bool | None:
 
 
 def _read_later(bsyms: Sequence[BoundSymbol]) -> list[set[str]]:
-    """For each place of a trace the names that are read after it."""
+    """For each position in a trace, the names that are read after it."""
     later: list[set[str]] = [set() for _ in bsyms]
     for i in range(len(bsyms) - 1, 0, -1):
         later[i - 1] = later[i] | {p.name for p in bsyms[i].flat_proxy_args}

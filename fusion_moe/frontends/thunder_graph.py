@@ -1,7 +1,7 @@
 """A stretch of a thunder trace as an FX graph of torch's operations, in which regions are found as in any other graph.
 
-Each bound symbol is run, as thunder would, on fake tensors: what it asks the dispatcher for are its nodes. So every name that a
-translator may be registered for means here what it means under torch.compile. A bound symbol that cannot be run this way is one
+Each bound symbol is run on fake tensors, as thunder would run it: the operations that it dispatches become its nodes. So every name for
+which a translator may be registered means the same here as under torch.compile. A bound symbol that cannot be run this way becomes one
 opaque node.
 """
 
@@ -35,9 +35,9 @@ _THUNDER = str(Path(thunder.__file__).parent)
 
 
 class TraceGraph:
-    """The FX graph of bound symbols. nodes: those of each bound symbol; proxies: the tensor that a node stands for in the trace.
+    """The FX graph of bound symbols. nodes: those of each bound symbol; proxies: the tensor in the trace that a node stands for.
 
-    read: names of tensors that are read elsewhere; opaque: places of bound symbols that stay whole.
+    read: names of tensors that are read elsewhere; opaque: positions of bound symbols that stay whole.
     """
 
     def __init__(self, bsyms: Sequence[BoundSymbol], read: Iterable[str], opaque: Iterable[int] = ()):
@@ -65,8 +65,8 @@ class TraceGraph:
         return fake_of(p, self._recorder, k_major)
 
     def _run(self, bsym: BoundSymbol) -> bool:
-        """Records what a bound symbol does; False, and nothing recorded, if it cannot be run on fake tensors."""
-        if bsym.sym.is_fusion:  # what another executor has made is a kernel
+        """Records what a bound symbol does; False, with nothing recorded, if it cannot be run on fake tensors."""
+        if bsym.sym.is_fusion:  # a fusion of another executor is a kernel already
             return False
         try:
             with self._recorder.running(_stack_trace(bsym)), torch.no_grad():
@@ -80,12 +80,12 @@ class TraceGraph:
                     if not _is_like(made[p.name], p):
                         raise UnsupportedError(f"{bsym.sym.name} returned {made[p.name]}", expected=str(p))
                     self._name(p, made[p.name])
-        except Exception:  # whatever it is: thunder runs this bound symbol itself
+        except Exception:  # whatever the error: thunder runs this bound symbol itself
             return False
         return True
 
     def _name(self, p: TensorProxy, value: torch.Tensor) -> None:
-        """The node of a result; what is an input, or another result, gets a node of its own."""
+        """Assigns the node of a result; a result that is an input or another result gets a node of its own."""
         if self._recorder.node(value) in self.proxies:
             value = torch.ops.aten.alias.default(value)
         node = self._recorder.node(value)
@@ -102,17 +102,17 @@ class TraceGraph:
 
 
 def _not_recorded(*tensors: Any) -> Any:
-    """What an opaque node calls."""
+    """The function that an opaque node calls."""
     raise NotImplementedError("a bound symbol that only thunder runs")
 
 
 def has_open_sizes(trace: TraceCtx) -> bool:
-    """Whether a trace is of more than one shape: thunder's cache='symbolic values'."""
+    """Whether a trace is for more than one shape: thunder's cache='symbolic values'."""
     return any(isinstance(size, NumberProxy) for p in trace.args if isinstance(p, TensorProxy) for size in p.shape)
 
 
 def stays_in_place(bsym: BoundSymbol) -> bool:
-    """Whether nothing may be moved over a bound symbol: it unpacks inputs, returns, or writes into memory that others may read."""
+    """Whether nothing may be moved across a bound symbol: it unpacks inputs, returns, or writes into memory that others may read."""
     if bsym.sym.id is prims.PrimIDs.GET_GRAD:
         return False
     writes = bsym.sym.name in ("copy_", "update_aliases") or prims.OpTags.IN_PLACE in (bsym.sym.tags or ())
@@ -134,13 +134,13 @@ def _constant(size: Any) -> int:
 
 
 def _k_major(bsyms: Sequence[BoundSymbol]) -> set[str]:
-    """The names of tensors whose last dimension but one runs fastest, as operations say that take them."""
+    """The names of tensors whose last dimension but one is contiguous, according to the operations that take them."""
     called = ((bsym, (bsym._call_ctx or {}).get(bsym.sym.name)) for bsym in bsyms)
     return {bsym.args[i].name for bsym, op in called if isinstance(op, OpOverload) for i in k_major_arguments(op)}
 
 
 def in_order(items: Sequence[tuple[int, BoundSymbol]]) -> list[BoundSymbol]:
-    """Bound symbols after those that make what they read, else in the order of their places."""
+    """Bound symbols ordered after those that make what they read, otherwise by position."""
     maker = {p.name: k for k, (_, bsym) in enumerate(items) for p in bsym.flat_proxy_outs}
     waits = [{maker[p.name] for p in bsym.flat_proxy_args if p.name in maker} - {k} for k, (_, bsym) in enumerate(items)]
     readers: Mapping[int, list[int]] = {k: [] for k in range(len(items))}
@@ -162,14 +162,14 @@ def in_order(items: Sequence[tuple[int, BoundSymbol]]) -> list[BoundSymbol]:
 
 
 def _inputs(bsyms: Sequence[BoundSymbol]) -> list[TensorProxy]:
-    """The tensors that bound symbols read and do not make."""
+    """The tensors that bound symbols read but do not make."""
     made = {p.name for bsym in bsyms for p in bsym.flat_proxy_outs}
     read = {p.name: p for bsym in bsyms for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)}
     return [p for name, p in read.items() if name not in made]
 
 
 def _runnable(bsym: BoundSymbol) -> tuple[Sequence[BoundSymbol], Any]:
-    """A bound symbol as such that an executor runs, and their output: itself, or what thunder's own executors make of it if nobody has."""
+    """A bound symbol as ones that an executor runs, and their output: itself, or its decomposition by thunder if nobody claimed it."""
     if bsym.sym.executor is not None or bsym.sym.python_impl is not None:
         return (bsym,), bsym.output
     trace = TraceCtx(None)
@@ -186,7 +186,7 @@ def _names(bsym: BoundSymbol) -> set[str]:
 
 
 def callable_of(bsym: BoundSymbol) -> Any:
-    """The function that a bound symbol prints a call of."""
+    """The function whose call a bound symbol prints."""
     if bsym._call_ctx and bsym.sym.name in bsym._call_ctx:
         return bsym._call_ctx[bsym.sym.name]
     if bsym.sym.python_impl is not None:
@@ -195,7 +195,7 @@ def callable_of(bsym: BoundSymbol) -> Any:
 
 
 def _read(values: dict[str, Any], arguments: Any) -> Any:
-    """Arguments as torch takes them: fake tensors for proxies, torch's dtypes and devices for thunder's."""
+    """Arguments as torch takes them: fake tensors for proxies, and torch's dtypes and devices for thunder's."""
 
     def one(a: Any) -> Any:
         if isinstance(a, NumberProxy):
@@ -208,7 +208,7 @@ def _read(values: dict[str, Any], arguments: Any) -> Any:
 
 
 def as_torch(a: Any) -> Any:
-    """thunder's dtypes and devices as torch's; any other value itself."""
+    """thunder's dtypes and devices as torch's; any other value unchanged."""
     if isinstance(a, dtypes.dtype):
         return dtypes.to_torch_dtype(a)
     return devices.to_torch_device(a) if isinstance(a, devices.Device) else a
@@ -235,7 +235,7 @@ def _stack_trace(bsym: BoundSymbol) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _function_at(filename: str, line: int) -> str:
-    """The name of the innermost function around a line: thunder keeps the line alone."""
+    """The name of the innermost function around a line: thunder keeps only the line."""
     around = [f for f in _functions(filename) if f.lineno <= line <= (f.end_lineno or 0)]
     return max(around, key=lambda f: f.lineno).name if around else "<module>"
 
@@ -244,6 +244,6 @@ def _function_at(filename: str, line: int) -> str:
 def _functions(filename: str) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
     try:
         tree = ast.parse(Path(filename).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):  # a notebook's cell, a file that changed
+    except (OSError, SyntaxError, ValueError):  # a notebook's cell, or a file that changed
         return ()
     return tuple(n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))

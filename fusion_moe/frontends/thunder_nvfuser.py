@@ -1,8 +1,8 @@
-"""Our operations, and users' with a translator, inside of the regions of thunder's own nvFuser executor.
+"""Our operations, and users' operations with translators, inside the regions of thunder's own nvFuser executor.
 
-nvFuser has no 8-bit integers. So an operation that it takes is written as two: packed codes as int32 words or e2m1 numbers, which is a
-view that torch makes, and the operation on those, which nvFuser fuses with the pointwise work around it. What an operation is in
-nvFuser, its translator says: the Fusion of the call goes through the same passes as everywhere, and is written into thunder's definition.
+nvFuser has no 8-bit integers. So an operation that it can take is written as two: packed codes become int32 words or e2m1 numbers, which is
+a view that torch makes, and the operation on these, which nvFuser fuses with the pointwise operations around it. The operation's translator
+defines it for nvFuser: the call's Fusion goes through the same passes as everywhere, and is written into thunder's definition.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _FORMS = "forms"
 
 @dataclass(frozen=True)
 class Lowered:
-    """A call as nvFuser gets it. inputs: the tensors of the call, counted in order, that the Fusion reads; forms: how it takes codes,
-    as (tensor, WORDS or E2M1, whether they come transposed).
+    """A call in the form that nvFuser takes. inputs: the positions of the call's tensors that the Fusion reads; forms: how it takes codes,
+    as (tensor, WORDS or E2M1, whether they are passed transposed).
     """
 
     fusion: Fusion
@@ -56,9 +56,9 @@ class Lowered:
 
 
 class ForNvFuser(FusionExecutor):
-    """The executor "fusion_moe_nvfuser", to stand before nvFuser's: fuses nothing, and writes our operations as nvFuser takes them.
+    """The executor "fusion_moe_nvfuser", to be listed before nvFuser's: fuses nothing, but writes our operations in nvFuser's form.
 
-    What is refused stays what it is: nvFuser has no way back once it took something, so everything is asked here.
+    Refused calls stay unchanged: nvFuser cannot give back what it has taken, so everything is checked here.
     """
 
     def __init__(self, symbols: Symbols):
@@ -69,17 +69,17 @@ class ForNvFuser(FusionExecutor):
         self._form = self.register_operator("fusion_moe_codes", meta=_form_meta, fn=form_of)
 
     def can_fuse(self, bsym: BoundSymbol) -> bool:
-        """Nothing is claimed."""
+        """False: it claims nothing."""
         return False
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
-        """The trace with two symbols for each operation that nvFuser takes. Codes come first: nvFuser fuses what stands together."""
-        trace = self.symbols.executor.keep(trace)  # before nvFuser hides a write in a region
+        """The trace with two symbols for each operation that nvFuser takes. Codes come first: nvFuser fuses adjacent symbols."""
+        trace = self.symbols.executor.keep(trace)  # must come before nvFuser hides a write in a region
         result = from_trace(trace)
         ops = {symbol.name: op for op, symbol in self.symbols.items() if not is_builtin(op)}
         codes: dict[tuple[str, str, bool], tuple[int, BoundSymbol]] = {}
         items: list[tuple[int, BoundSymbol]] = []
-        begin: dict[bool, int] = {}  # the places of the first symbols of the forward and of the backward
+        begin: dict[bool, int] = {}  # the positions of the first symbols of the forward and the backward
         for place, bsym in enumerate(trace.bound_symbols):
             backward = BoundSymbolTag.BACKWARD in bsym.tags
             if bsym.sym.python_impl is None:
@@ -119,7 +119,7 @@ class ForNvFuser(FusionExecutor):
         return bsym.from_bsym(sym=self._inside(op), args=args, kwargs={**kwargs, _FORMS: lowered.forms}, _call_ctx=None)
 
     def _inside(self, op: OpOverload) -> Symbol:
-        """The symbol of an operation on codes as nvFuser takes them."""
+        """The symbol of an operation on codes in nvFuser's form."""
         name = f"nv_{self.symbols.of(op).name}"
         if name not in self._inner:
             inner = self.register_operator(name, meta=_inner_meta(op), fn=_inner_body(op), tags=[prims.OpTags.MATMUL_OP])
@@ -129,7 +129,7 @@ class ForNvFuser(FusionExecutor):
 
 
 def _write(op: OpOverload, *args: Any, fd: Any, lc_to_nv_map: Any, forms: Any, **kwargs: Any) -> Any:
-    """thunder's translator: writes the Fusion of a call into its definition."""
+    """The translator for thunder: writes the Fusion of a call into thunder's definition."""
     given = [lc_to_nv_map[p] for p in tensors_in((args, kwargs))]
     for i, form, _ in forms:
         given[i] = _only(form, given[i])
@@ -140,7 +140,7 @@ def _write(op: OpOverload, *args: Any, fd: Any, lc_to_nv_map: Any, forms: Any, *
 
 
 def lower(op: OpOverload, args: Any, kwargs: Any) -> Lowered:
-    """A call with proxies as a Fusion that nvFuser takes. Error if its translator or nvFuser refuses it."""
+    """A call with proxies as a Fusion that nvFuser takes. Raises the Error with which its translator or nvFuser refuses it."""
     with RecordedCall(op, args, kwargs) as call:
         pass
     graph, results = call.recorder.graph, [call.recorder.node(r) for r in call.results]
@@ -168,13 +168,13 @@ def lower(op: OpOverload, args: Any, kwargs: Any) -> Lowered:
 
 
 def _target(device: torch.device) -> Any:
-    """What a definition may hold: 4-bit products where the device has them. All else nvFuser compiles for every device."""
+    """The target that decides what a definition may contain: 4-bit products only if the device has them. All else compiles everywhere."""
     four_bits = TARGETS["sm_100"]
     return four_bits if torch.cuda.get_device_capability(device) == four_bits.capability else TARGETS["sm_90"]
 
 
 def _form(codes: Value, fusion: Fusion) -> tuple[str, bool]:
-    """How packed codes are read, and whether they come as [..., K/2, N]."""
+    """How packed codes are read, and whether they are passed as [..., K/2, N]."""
     packs = fusion.readers[codes]
     weights = {pack.outputs[0] for pack in packs}
     forms = {E2M1 if scheduler.lowering(p) == scheduler.PRODUCTS["nvfp4"] else WORDS for p in products(fusion) if p.weight in weights}
@@ -195,7 +195,7 @@ def _only(form: str, tensor: Any) -> Codes:
 
 
 def codes_of(formed: torch.Tensor, form: str, transposed: bool) -> torch.Tensor:
-    """What `form_of` took, of what it gave."""
+    """The inverse of `form_of`."""
     rows = (formed.mT if form == E2M1 else formed).view(torch.uint8)
     return rows.mT if transposed else rows
 
@@ -213,7 +213,7 @@ def _codes_meta(formed: TensorProxy, form: str, transposed: bool) -> TensorProxy
 
 
 def _with_codes(args: Any, kwargs: Any, forms: Any) -> tuple[Any, Any]:
-    """The arguments of a call with codes in place of what was made of them, as proxies."""
+    """The arguments of a call, as proxies, with the codes in place of their converted forms."""
     tensors = tensors_in((args, kwargs))
     for i, form, transposed in forms:
         tensors[i] = _codes_meta(tensors[i], form, transposed)
@@ -240,7 +240,7 @@ def _inner_meta(op: OpOverload) -> Callable[..., Any]:
 
 
 def _inner_body(op: OpOverload) -> Callable[..., Any]:
-    """What runs where a fusion that thunder began was not finished, as when its fuel ran out."""
+    """Runs in place of a fusion that thunder began but did not finish, as when its fuel ran out."""
 
     def body(*args: Any, forms: Any, **kwargs: Any) -> Any:
         tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
@@ -256,7 +256,7 @@ def _inner_body(op: OpOverload) -> Callable[..., Any]:
 
 
 def _executor_module() -> Any:
-    """The module of thunder's nvFuser executor. UnsupportedError where thunder has none: without a CUDA device, or without nvFuser."""
+    """The module of thunder's nvFuser executor. UnsupportedError if thunder has none: without a CUDA device, or without nvFuser."""
     library = nvfuser()
     from thunder.executors.nvfuserex import nvfuser_available
 

@@ -1,8 +1,8 @@
-"""Operations of torch as symbols of thunder, with the derivatives that torch knows.
+"""torch's operations as symbols of thunder, with the derivatives that torch knows.
 
-An operation's meta function is its fake. Its grad rule is what autograd does: the backward is recorded on fake tensors,
-and the recorded calls become bound symbols of the backward trace. So a formula given to torch.library.register_autograd serves thunder
-too, whatever it saves and calls.
+An operation's meta function is its fake. Its grad rule does what autograd does: the backward is recorded on fake tensors, and the recorded
+calls become bound symbols of the backward trace. So a formula given to torch.library.register_autograd works in thunder too, whatever it
+saves and calls.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ANY_STRIDES: dict[Any, OpOverload] = {  # recorded on contiguous fakes; the ten
 
 
 class Symbols:
-    """The symbols of an executor: one for each overload that was asked for."""
+    """The symbols of an executor: one for each overload that was requested."""
 
     def __init__(self, executor: Executor):
         self.executor = executor
@@ -48,12 +48,12 @@ class Symbols:
         self._missing = executor.register_operator("fusion_moe_no_derivative", meta=_missing_meta, fn=_raise_missing)
 
     def register_translated(self) -> None:
-        """Makes the operations that have translators, torch's own aside, known to thunder, where they are not yet."""
+        """Makes operations with translators, except torch's own, known to thunder, unless they are already."""
         for translator in translate.registered():
             namespace, _, name = translator.op.partition("::")
             packet = getattr(getattr(torch.ops, namespace), name.partition(".")[0], None) if namespace not in ("aten", "prims") else None
             op = getattr(packet, name.partition(".")[2] or "default", None)
-            if op is not None:  # a translator may be there before its operation
+            if op is not None:  # a translator may be registered before its operation
                 self.of(op)
 
     def items(self) -> list[tuple[OpOverload, Symbol]]:
@@ -65,7 +65,7 @@ class Symbols:
         if op not in self._of:
             names = (op, op.overloadpacket) if op._overloadname == "default" else (op,)
             name, foreign = op.name().replace("::", "_").replace(".", "_"), not torch._library.utils.is_builtin(op)
-            tags = [prims.OpTags.MATMUL_OP] if foreign else None  # what costs too much to be computed again in the backward
+            tags = [prims.OpTags.MATMUL_OP] if foreign else None  # too expensive to be recomputed in the backward
             self._of[op] = symbol = self.executor.register_operator(name, meta=meta_of(op), fn=op, replaces=names, tags=tags)
             self.executor._lookasides.update((called, at_users_line(symbol)) for called in names)
             register_grad(symbol.id, partial(self._differentiated, op))
@@ -74,7 +74,7 @@ class Symbols:
         return self._of[op]
 
     def _differentiated(self, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        """thunder's grad rule of an operation: calls it, or what gives its results and more, and puts the gradients of its tensors."""
+        """thunder's grad rule of an operation: calls it, or one that returns its results and more, and puts its tensors' gradients."""
         derivative, tensors = Derivative.of(op, args, kwargs), tensors_in((args, kwargs))
         replay = Replay(self, derivative, tensors)
         if derivative.outputs and derivative.saves:
@@ -88,16 +88,16 @@ class Symbols:
         seeds = {i: prims.get_grad(outputs[i]) for i in derivative.outputs}
         for i, grad in replay.gradients(outputs, seeds).items():
             prims.put_grad(tensors[i], grad)
-        for i, why in derivative.missing.items():  # raises if somebody waits for it, when the backward runs
+        for i, why in derivative.missing.items():  # raises, when the backward runs, if the gradient is needed
             prims.put_grad(tensors[i], self._missing(tensors[i], why))
         return result
 
 
 class RecordedCall:
-    """A call of an operation with proxies, recorded on fakes; a context in which recording goes on.
+    """A call of an operation with proxies, recorded on fakes; a context in which recording continues.
 
-    tensors, inputs: the fakes of its tensor arguments and their nodes; results: the tensors it returns. tracked: arguments that require
-    a gradient.
+    tensors, inputs: the fakes of its tensor arguments and their nodes; results: the tensors that it returns. tracked: arguments that
+    require a gradient.
     """
 
     def __init__(self, op: OpOverload, args: Any, kwargs: Any, tracked: Sequence[int] = ()):
@@ -131,11 +131,11 @@ class RecordedCall:
 
 @dataclass
 class Derivative:
-    """The recorded backward of a call. Tensors of the call are counted in order.
+    """The recorded backward of a call. Tensors of the call are numbered in order.
 
-    results: the nodes of its results; outputs: which of them have a gradient; grads: for each tensor with a derivative the node of its
-    gradient, None for none; missing: for each tensor without a derivative the reason. saves: whether autograd calls in the operation's
-    place another one, which gives its results and what the backward reads.
+    results: the nodes of its results; outputs: which of them have a gradient; grads: for each tensor with a derivative, the node of its
+    gradient or None; missing: for each tensor without a derivative, the reason. saves: whether autograd calls another operation instead,
+    which returns the results and what the backward reads.
     """
 
     graph: Graph
@@ -153,7 +153,7 @@ class Derivative:
 
     @classmethod
     def of(cls, op: OpOverload, args: Any, kwargs: Any) -> Derivative:
-        """The derivative of a call with respect to all its floats; with respect to each that has one, if not all do."""
+        """The derivative of a call with respect to all its float tensors, or, if not all have one, to each of those that do."""
         wanted = [i for i, t in enumerate(tensors_in((args, kwargs))) if dtypes.to_torch_dtype(t.dtype) in _DIFFERENTIABLE]
         try:
             return cls._recorded(op, args, kwargs, wanted, {})
@@ -169,7 +169,7 @@ class Derivative:
 
     @classmethod
     def _recorded(cls, op: OpOverload, args: Any, kwargs: Any, wanted: Sequence[int], missing: Mapping[int, str]) -> Derivative:
-        tracked = wanted or list(missing)  # where nothing has a derivative: the results that somebody may want one of
+        tracked = wanted or list(missing)  # if nothing has a derivative: the results whose gradient may be wanted
         with RecordedCall(op, args, kwargs, tracked) as call:
             seeds, seed_nodes = {}, {}
             for i, r in enumerate(call.results):
@@ -186,14 +186,14 @@ class Derivative:
 
 
 class Replay:
-    """A recorded derivative on proxies: calls of the symbols of the recorded operations, each once."""
+    """A recorded derivative, replayed on proxies: calls of the symbols of the recorded operations, each once."""
 
     def __init__(self, symbols: Symbols, derivative: Derivative, tensors: Sequence[Any]):
         self._symbols, self._derivative = symbols, derivative
         self._made: dict[Node, Any] = dict(zip(derivative.inputs, tensors, strict=True))
 
     def results(self) -> list[Any]:
-        """The results of the call, as autograd makes them."""
+        """The results of the call, as computed under autograd."""
         return list(map(self._value, self._derivative.results))
 
     def gradients(self, outputs: Sequence[Any], seeds: Mapping[int, Any]) -> dict[int, Any]:
@@ -203,11 +203,11 @@ class Replay:
         return {i: self._value(n) for i, n in self._derivative.grads.items() if n is not None}
 
     def _value(self, n: Any) -> Any:
-        if isinstance(n, (list, tuple)):  # of FX's own types, which thunder does not print
+        if isinstance(n, (list, tuple)):  # FX's own types, which thunder does not print
             return list(map(self._value, n))
         if not isinstance(n, Node):
             return n
-        if n.target is torch.ops.aten.detach.default:  # a trace knows no autograd
+        if n.target is torch.ops.aten.detach.default:  # traces have no autograd
             return self._value(n.args[0])
         if n not in self._made:
             target: Any = n.target
@@ -220,7 +220,7 @@ class Replay:
 
 
 def meta_of(op: OpOverload) -> Callable[..., Any]:
-    """The meta function of an operation: its fake, with the parameters that its schema names."""
+    """The meta function of an operation: its fake, with the parameters in its schema."""
 
     def meta(*args: Any, **kwargs: Any) -> Any:
         with RecordedCall(op, args, kwargs) as call:

@@ -1,4 +1,4 @@
-"""What thunder's versions make necessary, each with the change upstream after which it can go. Tested: 0.2.6 and 0.2.7.dev20260201."""
+"""Workarounds for thunder's versions, each with the upstream change that makes it unnecessary. Tested: 0.2.6 and 0.2.7.dev20260201."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, thunder.__
 
 
 def tell_thunderfx(called: Callable[..., Any], symbol: Symbol) -> None:
-    """thunderfx keeps out of thunder what is not in one map, whatever executors it is given.
+    """Registers an operation in the map that thunderfx consults: it keeps all others out of thunder, whatever executors it is given.
 
-    Goes when thunder.dynamo asks the executors too.
+    Unnecessary once thunder.dynamo asks the executors too.
     """
     register_function(called, symbol)
 
 
 def at_users_line(symbol: Symbol) -> Callable[..., Any]:
-    """A symbol that notes the user's line when the interpreter calls it: bound symbols of an executor's own get that of the call before.
+    """A symbol that records the user's line when the interpreter calls it: bound symbols of an executor get that of the previous call.
 
-    Goes when thunder wraps the lookasides of executors as it does those of its own symbols (record_source_loc_in_symbol_header).
+    Unnecessary once thunder wraps the lookasides of executors like those of its own symbols (record_source_loc_in_symbol_header).
     """
 
     @functools.wraps(symbol.meta)
@@ -45,7 +45,7 @@ def at_users_line(symbol: Symbol) -> Callable[..., Any]:
 def thunders_nvfuser(library: Any) -> Any:
     """The module of thunder's nvFuser executor; library: nvfuser_direct.
 
-    0.2.6 asks a module `nvfuser` for the strides of inputs, which nvFuser 0.2.34 gave up for nvfuser_direct. Goes with 0.2.6.
+    0.2.6 asks a module `nvfuser` for the strides of inputs, which nvFuser 0.2.34 replaced by nvfuser_direct. Unnecessary without 0.2.6.
     """
     from thunder.executors import nvfuserex_impl
 

@@ -1,4 +1,4 @@
-"""Calls of torch as nodes of an FX graph: what the dispatcher is asked for while a function runs on fake tensors."""
+"""Calls of torch as nodes of an FX graph: the operations that are dispatched while a function runs on fake tensors."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from ..op_definitions import SPECS
 
 
 class Recorder(TorchDispatchMode):
-    """Writes the calls that run under it into a graph. Tensors are fakes without memory, contiguous where nothing else is known."""
+    """Writes the calls that run under it into a graph. Tensors are fakes without memory, contiguous unless something else is known."""
 
     def __init__(self, graph: Graph):
         super().__init__()
         self.graph = graph
         self.fakes = FakeTensorMode()
-        self.source = ""  # the stack trace of what runs
-        self._nodes: dict[int, tuple[Node, torch.Tensor]] = {}  # the tensor is kept, so that no other one gets its id
+        self.source = ""  # the stack trace of what is running
+        self._nodes: dict[int, tuple[Node, torch.Tensor]] = {}  # the tensor is kept alive, so that no other one gets its id
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, k_major: bool = False) -> torch.Tensor:
-        """A fake tensor that no node stands for yet; k_major: the transposed view of a contiguous one."""
+        """A fake tensor without a node; k_major: the transposed view of a contiguous one."""
         with torch.inference_mode(False), self.fakes:
             if k_major:
                 return torch.empty((*shape[:-2], shape[-1], shape[-2]), dtype=dtype, device=device).mT
             return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def give(self, node: Node, value: Any) -> None:
-        """Says that a node stands for a tensor, or for a tuple whose tensors its getitems are."""
+        """Assigns a node to a tensor, or to a tuple whose tensors are its getitems."""
         node.meta.update(val=value, stack_trace=self.source)
         if isinstance(value, torch.Tensor):
             self._nodes[id(value)] = (node, value)
@@ -45,10 +45,10 @@ class Recorder(TorchDispatchMode):
                 self.give(self.graph.call_function(operator.getitem, (node, i)), part)
 
     def node(self, value: Any) -> Any:
-        """The node of a tensor; any other value itself. UnsupportedError for a tensor that nothing recorded made."""
+        """The node of a tensor; any other value unchanged. UnsupportedError for a tensor that no recorded call made."""
         if not isinstance(value, torch.Tensor):
             return value
-        if not isinstance(value, FakeTensor) and value.dim() == 0:  # what the dispatcher makes of a number
+        if not isinstance(value, FakeTensor) and value.dim() == 0:  # a number, as the dispatcher passes it
             with _disable_current_modes():
                 return value.item()
         if id(value) not in self._nodes:
@@ -57,7 +57,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def running(self, source: str = "") -> Iterator[None]:
-        """A context in which calls are recorded. If it fails, what was recorded in it is taken back."""
+        """A context in which calls are recorded. If it fails, everything recorded in it is removed."""
         before, self.source = list(self.graph.nodes), source
         try:
             with torch.inference_mode(False), self.fakes, self:
@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # a question about a tensor
+        if func.namespace == "prim":  # a query about a tensor
             return result
         if func._schema.is_mutable:
             raise UnsupportedError(f"{func} mutates its arguments", expected="an operation that returns new tensors")
@@ -79,6 +79,6 @@ class Recorder(TorchDispatchMode):
 
 
 def k_major_arguments(op: Any) -> tuple[int, ...]:
-    """The places of arguments [..., K, N] that an operation takes with K running fastest, whatever namespace it was registered in."""
+    """The positions of arguments [..., K, N] that an operation takes with K contiguous, in whatever namespace it was registered."""
     spec = SPECS.get(op._schema.name.partition("::")[2])
     return tuple(i for i, a in enumerate(op._schema.arguments) if spec and a.name in spec.k_major)

@@ -1,8 +1,8 @@
-"""What the backward of a thunder trace reads, saved from writes that come between.
+"""Protects what the backward of a thunder trace reads from writes in between.
 
-thunder saves a tensor under its name. Where `v /= v.sum()` then writes into it, the backward reads what was written. Here whatever the
-backward reads of that memory is copied in front of the write. What is read through another name of the memory afterwards has no
-derivative in thunder that knows of the write: a warning says so.
+thunder saves a tensor under its name. If `v /= v.sum()` then writes into it, the backward reads the written values. This pass copies
+whatever the backward reads of that memory before the write. If the memory is read afterwards through another name, thunder's derivative of
+that read does not know of the write: a warning says so.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..warn import warn_once
 
 
 class SaveCopies:
-    """The pass, and its operation (x, *tensors) -> (x, *copies): a write takes x from it, so that nobody moves it before the copies."""
+    """The pass, and its operation (x, *tensors) -> (x, *copies): a write takes x from it, so that it stays after the copies."""
 
     def __init__(self, executor: Executor):
         self._save: Symbol = executor.register_operator("fusion_moe_save", meta=_save_meta, fn=_save, tags=(OpTags.IN_PLACE,))
 
     def __call__(self, trace: TraceCtx) -> TraceCtx:
-        """A trace whose backward reads what the forward read; the trace itself if nothing that the backward reads is written over."""
+        """A trace whose backward reads what the forward read; the trace itself if nothing that the backward reads is overwritten."""
         read = {p.name for bsym in trace.bound_symbols if _reads_values(bsym) for p in bsym.flat_proxy_args}
-        memory: dict[str, set[str]] = {}  # the names of one memory, by each of them
-        alive: dict[str, TensorProxy] = {}  # what the backward reads, as far as it is made and not written over
+        memory: dict[str, set[str]] = {}  # each name -> all names of the same memory
+        alive: dict[str, TensorProxy] = {}  # tensors that the backward reads, if made and not yet overwritten
         copies: dict[object, TensorProxy] = {}
         result = from_trace(trace)
         for bsym in trace.bound_symbols:
@@ -72,17 +72,17 @@ def _save_meta(x: TensorProxy, *tensors: TensorProxy) -> tuple[TensorProxy, ...]
 
 
 def _is_backward(bsym: BoundSymbol) -> bool:
-    """Whether a bound symbol belongs to the backward. Other executors tag their fusions inside."""
+    """Whether a bound symbol belongs to the backward. Fusions of other executors are tagged inside."""
     return BoundSymbolTag.BACKWARD in bsym.tags or any(map(_is_backward, bsym.subsymbols))
 
 
 def _reads_values(bsym: BoundSymbol) -> bool:
-    """Whether it belongs to the backward and reads what it names: get_grad(y) is the gradient of y, and y is not looked at."""
+    """Whether it belongs to the backward and reads the values that it names: get_grad(y) is the gradient of y and does not read y."""
     return _is_backward(bsym) and bsym.sym.id is not prims.PrimIDs.GET_GRAD
 
 
 def _written(bsym: BoundSymbol) -> Iterator[str]:
-    """The names of what it writes into: whatever thunder has in place ends in copy_(from, to)."""
+    """The names of the tensors that it writes into: all in-place operations of thunder end in copy_(from, to)."""
     if bsym.sym.name == "copy_":
         yield bsym.args[1].name
         return
@@ -91,7 +91,7 @@ def _written(bsym: BoundSymbol) -> Iterator[str]:
 
 
 def _join(memory: dict[str, set[str]], bsym: BoundSymbol) -> None:
-    """Notes what thunder says of shared memory: in front of a write it renames all of a memory's names, and the write renames one."""
+    """Records shared memory as thunder expresses it: before a write it renames all names of a memory; the write itself renames one."""
     if bsym.sym.name == "update_aliases":
         names: Iterable[str] = {p.name for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
     elif bsym.sym.name == "copy_":
@@ -105,9 +105,9 @@ def _join(memory: dict[str, set[str]], bsym: BoundSymbol) -> None:
 
 
 def _warn_of_views(trace: TraceCtx) -> None:
-    """Says where a float was written that the forward then reads through another tensor of the same memory."""
+    """Warns where a float was written that the forward then reads through another tensor of the same memory."""
     memory: dict[str, set[str]] = {}
-    stale: dict[str, BoundSymbol] = {}  # names of written memory, but for the result of the write -> the write
+    stale: dict[str, BoundSymbol] = {}  # names of written memory, except the result of the write -> the write
     for bsym in trace.bound_symbols:
         if _is_backward(bsym):
             continue

@@ -1,9 +1,9 @@
-"""What gains nothing from being in a region is given back to the graph's own compiler, from the boundary inwards.
+"""Gives calls that gain nothing from being in a region back to the graph's own compiler, from the boundary inwards.
 
 - Views at the boundary: they cost nothing there.
-- At the end of the region, operations that make it write more than it would without them: a cast to a wider type, or a power, of a
-  value that is read outside anyway.
-- torch's own operations in segments without a grouped product. Operations of others the compiler could only call: inside they cost no more.
+- At the end of the region, operations that make it write more than without them: a cast to a wider type, or a power, of a value that is
+  read outside anyway.
+- torch's own operations in segments without a grouped product. The compiler could only call other operations: inside they cost no more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .walk import Walk
 
 
 def trim(walk: Walk, segments: Sequence[Segment], convex: Callable[[Iterable[Node]], bool]) -> tuple[list[Node], dict[Node, str]]:
-    """The nodes of a walk that stay, in order, and for those that go the reason."""
+    """The nodes of a walk that stay, in order, and the reason for each node that goes."""
     kept, why = dict.fromkeys(walk.nodes), {}
     alone = [s for s in segments if not any(op.kind.role == "grouped" for op in s.fusion.ops)]
     before = None
@@ -39,14 +39,14 @@ def trim(walk: Walk, segments: Sequence[Segment], convex: Callable[[Iterable[Nod
 
 
 def _only_in(segment: Segment, kept: Iterable[Node], walk: Walk) -> set[Node]:
-    """torch's calls all of whose operations lie in a segment."""
+    """The calls of torch's whose operations are all in one segment."""
     ops = set(segment.fusion.ops)
     calls = (n for n in kept if (made := walk.made[n]) and ops.issuperset(made) and is_torchs(call_of(n)))
     return {part for n in calls for part in with_parts(n)}
 
 
 def _boundary_views(region: Collection[Node]) -> list[Node]:
-    """Views that read only from outside of a region or are read only there."""
+    """Views that read only from outside a region or are read only outside."""
     found = []
     for n in region:
         if is_call(n) and is_view(n):
@@ -58,7 +58,7 @@ def _boundary_views(region: Collection[Node]) -> list[Node]:
 
 
 def _boundary_writers(region: Collection[Node]) -> Iterator[Node]:
-    """torch's calls read only outside of a region, without which it would write less."""
+    """torch's calls that are read only outside a region and without which it would write less."""
     for n in region:
         if is_call(n) and is_torchs(n) and with_parts(n) == [n] and not any(u in region for u in n.users):
             inside = [m for m in n.all_input_nodes if m in region]
@@ -68,6 +68,6 @@ def _boundary_writers(region: Collection[Node]) -> Iterator[Node]:
 
 
 def _wider(n: Node, m: Node) -> bool:
-    """Whether one result has the shape of another in a wider dtype. Sizes are compared as they are written: no guards."""
+    """Whether one result has the shape of another in a wider dtype. Sizes are compared as expressions, which adds no guards."""
     (a,), (b,) = tensors(n.meta["val"]), tensors(m.meta["val"])
     return list(map(str, a.shape)) == list(map(str, b.shape)) and a.element_size() > b.element_size()

@@ -21,9 +21,10 @@ from .nodes import call_of, device_of, is_torchs, op_name, source_of, tensors
 
 
 class Walk:
-    """One walk over nodes in order: their translators build a Fusion.
+    """One walk over nodes in order, in which their translators build a Fusion.
 
-    made: the operations of each node; refused: who, and why; transposed: the inputs that are read as what they are a transposed view of.
+    made: the operations of each node; refused: nodes with reasons; transposed: inputs that are read as the tensor whose transposed view
+    they are.
     """
 
     def __init__(self, nodes: Sequence[Node]):
@@ -42,8 +43,8 @@ class Walk:
                     self._translate(n)
                 except TranslatorError as error:
                     self.refused[call_of(n)] = error
-                    break  # nobody knows what it left behind
-                except Error as error:  # the walk goes on, to find all of them at once
+                    break  # the definition may be inconsistent now
+                except Error as error:  # the walk continues, to find all refusals at once
                     self.refused[call_of(n)] = error
 
     @property
@@ -53,7 +54,7 @@ class Walk:
 
     @cached_property
     def fusion(self) -> Fusion:
-        """The Fusion of all nodes. FusionError for what does not verify, and for sizes that the graph does not know."""
+        """The Fusion of all nodes. FusionError if it does not verify, or for sizes that the graph does not know."""
         for n in self.outputs:
             self.fd.add_output(self.values[n])
         made = self.fd.fusion()
@@ -91,7 +92,7 @@ class Walk:
         return self._input(reader, a, val)
 
     def _input(self, reader: Node, n: Node, val: torch.Tensor) -> Value:
-        """The value of a tensor from outside, as its first reader wants it."""
+        """The value of a tensor from outside, in the form that its first reader wants."""
         if n not in self.inputs:
             translator = translate.find(op_name(reader))
             if translator and translator.as_stored and val.dim() > 1 and not is_contiguous_or_false(val) and is_contiguous_or_false(val.mT):
@@ -102,7 +103,7 @@ class Walk:
         return self.fd.ops.permute(self.inputs[n], dims=mT_dims(val))
 
     def _linear(self, n: Node) -> Any:
-        """The value of a node, which an operation of torch takes as it is stored: the types of other layouts say what it stands for."""
+        """The value of a node for a torch operation, which takes tensors as they are stored. Untranslatable if its layout is not linear."""
         v = self.values[n]
         if isinstance(v, Value) and v.type.layout != "linear":
             raise Untranslatable(f"argument {n.name} is {v.type}", expected="the linear layout")

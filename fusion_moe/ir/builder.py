@@ -1,4 +1,4 @@
-"""FusionDefinition: builds a Fusion call by call, in the spelling of nvFuser's Python frontend.
+"""FusionDefinition: builds a Fusion call by call, with the names of nvFuser's Python frontend.
 
 fd = FusionDefinition()
 x = fd.define_tensor(shape=[-1, 64], dtype="bf16")
@@ -28,7 +28,7 @@ from .sizes import AnySize, Size, never_negative, symbol, value
 from .types import Dim, Groups, Rows, TensorType, checked_type, dtype_name, plain
 
 _HERE = str(Path(__file__).parent)
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")  # what kernels can be written with
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")  # names that kernels can contain
 _TAKEN = re.compile(r"[it]\d+|fd|ceildiv|inf|nan")
 
 
@@ -38,7 +38,7 @@ class FusionDefinition:
     def __init__(self) -> None:
         self.ops = Ops(self.append)
         self._source = ""  # the line of the user's program that the next operations come from
-        self._translator = ""  # who makes them; "" is the caller's line
+        self._translator = ""  # the line of the translator that makes them; "": the caller's line
         self._inputs: list[Value] = []
         self._ops: list[Op] = []
         self._outputs: list[Value] = []
@@ -51,12 +51,12 @@ class FusionDefinition:
         self._only_ops = False
 
     def define_size(self, name: str) -> Size:
-        """A size that is known only at launch."""
+        """A size that becomes known only at launch."""
         self._check_may("define_size")
         return symbol(self._new_name(name))
 
     def define_groups(self, name: str, count: AnySize) -> Groups:
-        """A partition of rows into `count` groups, for `ends`, `route` and tensors whose rows it partitions: shape=[m / g, 64]."""
+        """A partition of rows into `count` groups, for `ends` and `route`, and for tensors with partitioned rows: shape=[m / g, 64]."""
         if isinstance(count, bool) or not isinstance(count, (int, Size)) or never_negative(count) is False:
             raise FusionError(f"{count!r} groups", expected="a number of groups, 0 or more")
         return Groups(self._new_name(name), count)
@@ -64,12 +64,12 @@ class FusionDefinition:
     def define_tensor(
         self, *, shape: Sequence[Dim], dtype: str | torch.dtype, layout: str = "linear", ends: Groups | None = None, role: str = "argument"
     ) -> Value:
-        """An input. A size of -1 is one known only at launch. dtype: bf16, f32, ... or torch's; role: argument, weight or state."""
+        """An input. A size of -1 becomes known only at launch. dtype: bf16, f32, ... or torch's; role: argument, weight or state."""
         dims = tuple(self.define_size(self._fresh("s")) if isinstance(d, int) and d == -1 else d for d in shape)
         return self.define_like(TensorType(dims, dtype if isinstance(dtype, str) else dtype_name(dtype), layout, ends), role)
 
     def define_like(self, type: TensorType, role: str = "argument") -> Value:
-        """An input of a type."""
+        """An input of the given type."""
         self._check_may("define_tensor")
         value = Value(f"i{len(self._inputs)}", checked_type(type))
         if role not in ROLES:
@@ -84,7 +84,7 @@ class FusionDefinition:
         return self.define_tensor(shape=tuple(tensor.shape), dtype=tensor.dtype)
 
     def add_output(self, value: Value, alias_input: Value | None = None) -> None:
-        """States an output; with alias_input, one that is written over that input."""
+        """Declares an output; with alias_input, one that is written over that input."""
         self._check_may("add_output")
         for v in (value, value if alias_input is None else alias_input):
             if not isinstance(v, Value):
@@ -94,21 +94,22 @@ class FusionDefinition:
         self._outputs.append(value)
 
     def mark_weight(self, *values: Value | None) -> None:
-        """States that those of the values that are inputs are weights: they stay from call to call."""
+        """Declares that those values which are inputs are weights: they stay the same from call to call."""
         self._roles.update((v, "weight") for v in values if v in self._roles)
 
     def fusion(self) -> Fusion:
-        """What was built, verified."""
+        """The verified Fusion of everything built so far."""
         return Fusion(tuple(self._inputs), tuple(self._ops), tuple(self._outputs), self._roles, self._aliases).verify()
 
     def fresh_groups(self, count: AnySize) -> Groups:
-        """A partition with a name of its own."""
+        """A partition with a new name."""
         return self.define_groups(self._fresh("g"), count)
 
     def inline(self, fusion: Fusion, inputs: Sequence[Value], sizes: Mapping[str, AnySize]) -> tuple[Value, ...]:
-        """Copies the operations of a Fusion onto other inputs and sizes; returns what its outputs became.
+        """Copies the operations of a Fusion onto other inputs and sizes; returns the copies of its outputs.
 
-        Its partitions by ends that partition rows here already are these; rows that other ends have partitioned count as plain rows.
+        If its partitions by ends already partition rows here, they become these partitions; rows partitioned by other ends count as plain
+        rows.
         """
         made: dict[Any, Any] = dict(zip(fusion.inputs, inputs, strict=True))
         groups: dict[Groups, Groups] = {}
@@ -130,7 +131,7 @@ class FusionDefinition:
 
     @contextmanager
     def at(self, source: str, translator: str = "") -> Iterator[None]:
-        """Operations made inside come from this line of the user's program (and were made by this line of a translator)."""
+        """Attributes operations made inside to this line of the user's program (and to this line of a translator)."""
         before = self._source, self._translator
         self._source, self._translator = source, translator
         try:
@@ -140,7 +141,7 @@ class FusionDefinition:
 
     @contextmanager
     def only_ops(self) -> Iterator[None]:
-        """Inside, operations and partitions can be made; stating an input, an output or a size is a FusionError."""
+        """Inside, only operations and partitions can be made; declaring an input, an output or a size is a FusionError."""
         before, self._only_ops = self._only_ops, True
         try:
             yield
@@ -148,7 +149,7 @@ class FusionDefinition:
             self._only_ops = before
 
     def append(self, kind: OpKind, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Value, ...]:
-        """Adds one operation; its output types come from the type rule of its kind. Equal views are made once."""
+        """Adds one operation; its output types come from its kind's type rule. Equal views are made only once."""
         inputs, attrs = self._bound(kind, inputs, attrs)
         key = (kind.name, inputs, tuple(attrs.items())) if kind.view else None
         if key in self._views:
@@ -165,7 +166,7 @@ class FusionDefinition:
         return outputs
 
     def _bound(self, kind: OpKind, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The operands and attributes of an operation, each of its type."""
+        """The operands and attributes of an operation, each checked for its type."""
         try:
             operands, attrs = kind.signature.bind(inputs, attrs)
             return tuple(self._own(v) if isinstance(v, Value) else checked_operand(v) for v in operands), attrs
@@ -188,9 +189,9 @@ class FusionDefinition:
             raise error.at(kind.name) from None
 
     def groups_of(self, offs: Value, rows: AnySize) -> Value:
-        """The ends-typed value of a vector of group ends for so many rows; asked twice, it is the same value and the same partition.
+        """The ends-typed value for a vector of group ends and this many rows; equal calls return the same value and the same partition.
 
-        offs: i32[G], or the ends of another partition: of as many rows they are these; of others they are checked anew.
+        offs: i32[G], or the ends of another partition. If that has as many rows, its ends are returned; otherwise they are checked anew.
         """
         if offs.type.ends is not None and self._partitions.rows(offs.type.ends) in (None, rows):
             return offs
@@ -202,20 +203,20 @@ class FusionDefinition:
         return self._cut_once(("groups_of", offs, rows), make, offs)
 
     def partition_by(self, x: Value, ends: Value) -> Value:
-        """x [M, ...] -> [M/g, ...]; rows that other ends have partitioned count as plain rows: the call says which ends count."""
+        """x [M, ...] -> [M/g, ...]; rows that are partitioned by other ends count as plain rows: the call decides which ends count."""
         dim = x.type.shape[0]
         if isinstance(dim, Rows) and dim.groups != ends.type.ends:
             x = self.ops.reshape(x, new_shape=(dim.total, *x.type.shape[1:]))
         return self.ops.partition(x, ends)
 
     def groups_of_problem(self, starts: Value, problem_sizes: Value, padded_starts: Value, rows: AnySize, n: int, k: int) -> Value:
-        """The ends-typed value of a partition in nvFuser's form (`problem_ends`); asked twice, it is the same value."""
+        """The ends-typed value of a partition in nvFuser's form (`problem_ends`); equal calls return the same value."""
         inputs = (starts, problem_sizes, padded_starts)
         key = ("groups_of_problem", inputs, rows, n, k)
         return self._cut_once(key, lambda groups: self.ops.problem_ends(*inputs, rows=rows, groups=groups, n=n, k=k), starts)
 
     def _cut_once(self, key: Any, make: Callable[[Groups], Value], each: Value) -> Value:
-        """What `make` made for this key of a new partition with a group for each element of `each`."""
+        """The result of `make` for this key, on a new partition with a group for each element of `each`; made once."""
         if key not in self._views:
             need_rank("offs", each.type, 1)
             self._views[key] = (make(self.fresh_groups(plain(each.type.shape[0]))),)
@@ -227,7 +228,7 @@ class FusionDefinition:
         return len(self._ops)
 
     def ops_from(self, first: int) -> tuple[Op, ...]:
-        """The operations appended since there were `first` of them."""
+        """The operations appended after the first `first` ones."""
         return tuple(self._ops[first:])
 
     def has(self, value: Value) -> bool:
@@ -256,7 +257,7 @@ class FusionDefinition:
 
 
 def _moved(attr: Any, sizes: Mapping[str, AnySize], groups: Mapping[Groups, Groups]) -> Any:
-    """An attribute of another Fusion, in the sizes and partitions of this one."""
+    """An attribute of another Fusion, with the sizes and partitions of this one."""
     if isinstance(attr, tuple):
         return tuple(_moved(a, sizes, groups) for a in attr)
     if isinstance(attr, Groups):
@@ -267,12 +268,12 @@ def _moved(attr: Any, sizes: Mapping[str, AnySize], groups: Mapping[Groups, Grou
 
 
 def rows_like(dim: Dim, total: AnySize) -> Dim:
-    """`total` rows, partitioned as `dim` is if they are as many."""
+    """`total` rows, partitioned like `dim` if that has as many."""
     return dim if isinstance(dim, Rows) and dim.total == total else total
 
 
 def _caller() -> str:
-    """file:line of the nearest frame outside of the IR: the translator that made an operation."""
+    """file:line of the nearest frame outside the IR: the translator that makes an operation."""
     frame = sys._getframe(2)
     while frame.f_back and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back

@@ -1,6 +1,6 @@
 """The data of the IR: a Fusion is a list of operations over typed values, and can be verified, evaluated and printed at every stage.
 
-`Fusion.evaluate`, in plain torch, is its meaning: every pass keeps it, every kernel is tested against it.
+`Fusion.evaluate`, in plain torch, defines the meaning: every pass preserves it, and every kernel is tested against it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .signature import Signature, signature
 from .sizes import AnySize, Size, exact_div, never_negative, value
 from .types import DTYPES, Groups, Rows, TensorType, checked_type, dim_value, plain
 
-MOST_ROWS = 2**31 - 1  # that the ends of a partition, int32, can express
-MOST_ELEMENTS = 2**63 - 1  # that an address, int64, can reach
-ROLES = ("argument", "weight", "state")  # of an input: new at each call, the same at each call, changed by each call
+MOST_ROWS = 2**31 - 1  # the most that the int32 ends of a partition can express
+MOST_ELEMENTS = 2**63 - 1  # the most that an int64 address can reach
+ROLES = ("argument", "weight", "state")  # an input is new at each call, the same at each call, or changed by each call
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,20 +39,19 @@ class Value:
     type: TensorType
 
 
-Operand = Value | int | float | bool  # a number takes the dtype of the tensors beside it
-Need = tuple[AnySize, str]  # a size that may not be negative, and a sentence that says so
+Operand = Value | int | float | bool  # a number takes the dtype of the other tensors
+Need = tuple[AnySize, str]  # a size that must not be negative, and a sentence about it
 
 
 @dataclass(frozen=True)
 class OpKind:
-    """One row of the table of operations: everything that every stage must agree on.
+    """One row of the table of operations: everything on which all stages must agree.
 
-    infer(*types, **attrs) -> the types of the outputs; evaluate(*tensors, **attrs) -> the outputs, in plain torch.
-    The annotations of infer say which arguments are operands, and what each attribute is (signature.py).
-    needs(*types, **attrs) -> sizes that may not be negative, and what each of them is: those that its symbols decide are checked when a
-    Fusion is bound to tensors. grad(fd, op, *output_grads) -> one gradient (or None) for each input, written with fd.ops; None: none.
-    flops(op) -> floating-point operations as a size; outputs: how many there are; view: no work of its own, copied into every kernel that
-    reads it.
+    infer(*types, **attrs) -> the types of the outputs; evaluate(*tensors, **attrs) -> the outputs, in plain torch. The annotations of infer
+    say which arguments are operands, and the type of each attribute (signature.py). needs(*types, **attrs) -> sizes that must not be
+    negative, with a description of each: those that depend on symbols are checked when a Fusion is bound to tensors. grad(fd, op,
+    *output_grads) -> one gradient (or None) for each input, written with fd.ops; None: no derivative. flops(op) -> floating-point
+    operations as a size; outputs: how many there are; view: does no work of its own and is copied into every kernel that reads it.
     """
 
     name: str
@@ -63,7 +62,7 @@ class OpKind:
     flops: Callable[[Op], Any] | None = None
     view: bool = False
     outputs: int | None = 1  # None: as many as an encoding has parts
-    role: str = "pointwise"  # what schedulers ask: pointwise | shape | view | gather | routing | grouped | reduce | quantize | layout
+    role: str = "pointwise"  # what schedulers look at: pointwise | shape | view | gather | routing | grouped | reduce | quantize | layout
 
     @property
     def signature(self) -> Signature:
@@ -72,13 +71,13 @@ class OpKind:
 
     @property
     def doc(self) -> str:
-        """What it computes, and of what: the docstring of its type rule."""
+        """What it computes: the docstring of its type rule."""
         return inspect.getdoc(self.infer) or ""
 
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One operation. source is the line of the user's program it comes from, translator the line that made it."""
+    """One operation. source: the line of the user's program that it comes from; translator: the line that made it."""
 
     kind: OpKind
     inputs: tuple[Operand, ...]
@@ -89,21 +88,21 @@ class Op:
 
     @property
     def values(self) -> tuple[Value, ...]:
-        """The inputs that are values, numbers left out."""
+        """The inputs that are values, without numbers."""
         return tuple(v for v in self.inputs if isinstance(v, Value))
 
     def types(self) -> Iterator[TensorType | int | float | bool]:
-        """What the type rule takes: the types of the inputs, numbers as they are."""
+        """The arguments of the type rule: the types of the inputs, and numbers as they are."""
         for v in self.inputs:
             yield v.type if isinstance(v, Value) else v
 
     def with_inputs(self, inputs: Sequence[Operand]) -> Op:
-        """This operation on other inputs of the same types."""
+        """This operation with other inputs of the same types."""
         return replace(self, inputs=tuple(inputs))
 
 
 def infer(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
-    """The types of the outputs; whatever is wrong with the arguments names the operation."""
+    """The types of the outputs; an error in the arguments names the operation."""
     try:
         made = kind.infer(*types, **kind.signature.check(attrs))
         assert kind.outputs in (None, len(made)), kind.name
@@ -126,7 +125,7 @@ def _needs(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> Iter
 
 
 class Partitions:
-    """How many rows each partition has. All statements of a program agree, so that ends checked for one value hold for every other."""
+    """The number of rows of each partition. All statements of a program agree, so ends checked for one value are valid for all others."""
 
     def __init__(self) -> None:
         self._rows: dict[Groups, AnySize] = {}
@@ -136,7 +135,7 @@ class Partitions:
         return None if groups is None else self._rows.get(groups)
 
     def add(self, types: Iterable[TensorType], attrs: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Adds values, and the attributes of what made them. FusionError if a partition had another number of rows before."""
+        """Adds values, and the attributes of the operation that made them. FusionError if a partition had another number of rows before."""
         for t in types:
             stated = [(d.groups, d.total) for d in t.shape if isinstance(d, Rows)]
             stated += [(t.ends, attrs["rows"])] if t.ends is not None and "rows" in attrs else []
@@ -153,8 +152,8 @@ class Partitions:
 class Fusion:
     """A program: inputs, operations in order, outputs.
 
-    roles: input -> "argument" | "weight" | "state" ("argument" where not said). aliases: {place among the outputs: input}: that output is
-    written over that input, once everything is computed, so that no operation reads what was written.
+    roles: input -> "argument" | "weight" | "state"; "argument" if missing. aliases: {position among the outputs: input}: this output is
+    written over this input once everything is computed, so that no operation reads what was written.
     """
 
     inputs: tuple[Value, ...]
@@ -164,7 +163,7 @@ class Fusion:
     aliases: Mapping[int, Value] = field(default_factory=dict)
 
     def verify(self) -> Fusion:
-        """This Fusion, or FusionError: every value made before it is read, every type as its rule gives it, every partition made once."""
+        """This Fusion; FusionError unless values are made before they are read, types follow their rules, and partitions are made once."""
         seen, partitions, rows = set(self.inputs), [v.type.ends.name for v in self.inputs if v.type.ends], Partitions()
         rows.add(v.type for v in self.inputs)
         if len(seen) < len(self.inputs) or len(set(partitions)) < len(partitions):
@@ -200,7 +199,7 @@ class Fusion:
             raise FusionError(f"{len(self.aliases)} outputs over one input", expected="one output for each input that is written over")
 
     def _error(self, at: int, why: str, expected: str = "") -> FusionError:
-        from .text import op_text, value_names  # text builds on this module; only messages need it here
+        from .text import op_text, value_names  # text imports this module; only messages need it here
 
         names, op = value_names(self), self.ops[at]
         near = "\n".join(("-> " if i == at else "   ") + op_text(o, names) for i, o in enumerate(self.ops) if abs(i - at) < 4)
@@ -208,7 +207,7 @@ class Fusion:
 
     @cached_property
     def symbols(self) -> tuple[str, ...]:
-        """The names of the sizes known only at launch, in order of first use."""
+        """The names of the sizes that become known only at launch, in order of first use."""
         found = [s for v in self.inputs for s in v.type.symbols()]
         for op in self.ops:
             found += [s for attr in op.attrs.values() for s in _attr_symbols(attr)]
@@ -217,7 +216,7 @@ class Fusion:
 
     @cached_property
     def needs(self) -> tuple[Need, ...]:
-        """What only the values of the symbols decide: sizes that may not be negative, and sentences that say so."""
+        """Conditions that depend on the symbols' values: sizes that must not be negative, with sentences about them."""
         found = [need for op in self.ops for need in _needs(op.kind, tuple(op.types()), op.attrs)]
         for v in (*self.inputs, *(v for op in self.ops for v in op.outputs)):
             for d in v.type.shape:
@@ -253,7 +252,7 @@ class Fusion:
             raise ShapeError(f"{len(tensors)} inputs", expected=str(len(self.inputs)), where="fusion")
 
     def bind(self, tensors: Sequence[Any], sizes: Mapping[str, int] | None = None) -> dict[str, int]:
-        """The values of the symbols, from the shapes of the inputs; raises before anything is read if they do not fit the types."""
+        """The values of the symbols, from the shapes of the inputs; raises, before anything is read, if these do not fit the types."""
         self.need_inputs(tensors)
         env: dict[str, int] = dict(sizes or {})
         for v, tensor in zip(self.inputs, tensors, strict=True):
@@ -274,11 +273,11 @@ class Fusion:
     def evaluate(
         self, *tensors: Any, sizes: Mapping[str, int] | None = None, using: Mapping[Op, Callable[..., tuple[Any, ...]]] | None = None
     ) -> tuple[Any, ...]:
-        """The outputs on these inputs, in plain torch: the meaning of the program. Checks ends and ids on the host.
+        """The outputs for these inputs, in plain torch: the meaning of the program. Checks ends and ids on the host.
 
         An output with an alias is the input that it is written over.
 
-        using: operations that something else computes, called as the `evaluate` of their kinds.
+        using: replacements for operations, called like the `evaluate` of their kinds.
         """
         env = self.bind(tensors, sizes)
         check_targets(self.targets(tensors))
@@ -287,17 +286,17 @@ class Fusion:
             if v.type.ends:
                 check_ends(tensor, rows_of(v.type.ends, self, env), v.name)
         device = _first(tensors[0]).device if tensors else torch.device("cpu")
-        with torch.device(device) if device.type != "cpu" else nullcontext():  # for what makes tensors from nothing
+        with torch.device(device) if device.type != "cpu" else nullcontext():  # for operations that create tensors without inputs
             self._run(made, env, using or {})
         return write_over(self.targets(tensors), [made[v] for v in self.outputs])
 
     def targets(self, tensors: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """The tensors that outputs are written over, by the places of the outputs."""
+        """The tensors that outputs are written over, by the outputs' positions."""
         return {i: tensors[self.inputs.index(v)] for i, v in self.aliases.items()}
 
     @property
     def pure(self) -> Fusion:
-        """The Fusion of the same outputs that writes over no input."""
+        """The Fusion with the same outputs that writes over no input."""
         return replace(self, aliases={}) if self.aliases else self
 
     def _run(self, made: dict[Any, Any], env: Mapping[str, int], using: Mapping[Op, Callable[..., tuple[Any, ...]]]) -> None:
@@ -306,25 +305,25 @@ class Fusion:
             args = [made[v] if isinstance(v, Value) else v for v in op.inputs]
             run = using.get(op, op.kind.evaluate)
             made.update(zip(op.outputs, run(*args, **resolve(op.attrs, env)), strict=True))
-            for v in op.values:  # as kernels do: what nobody reads any more is given back
+            for v in op.values:  # as kernels do: frees values that are not read any more
                 if last[v] is op and v not in self.outputs:
                     made.pop(v, None)
 
     def __str__(self) -> str:
-        from .text import text  # text builds on this module
+        from .text import text  # text imports this module
 
         return text(self)
 
 
 def rows_of(groups: Groups, fusion: Fusion, env: Mapping[str, int]) -> int:
-    """The rows of a partition: the total of any value of the fusion typed with it."""
+    """The rows of a partition: the total of any of the fusion's values with this partition."""
     values = [*fusion.inputs, *(v for op in fusion.ops for v in op.outputs)]
     totals = [d.total for v in values for d in v.type.shape if isinstance(d, Rows) and d.groups == groups]
     return value(totals[0], env) if totals else torch.iinfo(torch.int32).max
 
 
 def storage_shape(type: TensorType, env: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The shape of the torch tensor that holds a value of this type (of its codes, where it is quantized)."""
+    """The shape of the torch tensor that holds a value of this type (for a quantized value, its codes)."""
     if type.quantized:
         return (*(dim_value(d, env) for d in type.shape[:-1]), type.encoding.packed(dim_value(type.shape[-1], env)))
     rows = next((d for d in type.shape if isinstance(d, Rows) and d.align > 1), None)
@@ -349,7 +348,7 @@ def _attr_symbols(attr: Any) -> Iterator[str]:
 
 
 def _attr_sizes(attr: Any) -> Iterator[Size]:
-    """The sizes that symbols decide in an attribute."""
+    """The sizes in an attribute that depend on symbols."""
     if isinstance(attr, tuple):
         for a in attr:
             yield from _attr_sizes(a)
@@ -370,7 +369,7 @@ def _first(tensor: Any) -> torch.Tensor:
 
 
 def _solve(type: TensorType, tensor: torch.Tensor, env: dict[str, int]) -> None:
-    """Reads symbols off dimensions that are a multiple of one symbol."""
+    """Computes symbols from dimensions that are a multiple of one symbol."""
     for dim, n in zip(type.shape, tensor.shape, strict=False):
         if not isinstance(dim, Size) and not (isinstance(dim, Rows) and dim.align == 1):
             continue

@@ -1,8 +1,8 @@
 """The derivative of a Fusion, as a pair of Fusions: reverse mode over the `grad` rules of the kinds.
 
-The forward is the Fusion with more outputs, the values that are saved, and what makes 8-bit copies of values to save. The backward takes
-those, the inputs that it reads and the gradients of the float outputs, and gives the gradients of the inputs asked for. saved.py decides
-what is saved and what is done again.
+The forward is the Fusion with more outputs, the saved values, and with operations that make 8-bit copies to save. The backward takes these,
+the inputs that it reads and the gradients of the float outputs, and returns the gradients of the requested inputs. saved.py decides
+which values are saved and which are recomputed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .types import FLOATS, Groups, Rows, TensorType, plain
 
 @dataclass(frozen=True)
 class Derivative:
-    """forward: (inputs...) -> the outputs of the Fusion, then what is saved. backward: (read..., seeds...) -> the gradients.
+    """forward: (inputs...) -> the outputs of the Fusion, then the saved values. backward: (read..., seeds...) -> the gradients.
 
-    reads: what the backward takes first: places among the forward's inputs, followed by its outputs. seeds: the outputs whose gradients
-    it takes next, the floats: each of its output's shape, with plain rows. rewritten: the operations of the Fusion whose derivative
-    `router_gradient` is.
+    reads: the first inputs of the backward, as positions among the forward's inputs followed by its outputs. seeds: the float outputs,
+    whose gradients are the next inputs: each has the shape of its output, with plain rows. rewritten: the operations of the Fusion whose
+    derivative is `router_gradient`.
     """
 
     forward: Fusion
@@ -37,7 +37,7 @@ class Derivative:
     rewritten: tuple[Op, ...] = ()
 
     def read(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """What the backward takes first, from what the forward took and gave."""
+        """The first inputs of the backward, from the inputs and outputs of the forward."""
         there = [*inputs, *outputs]
         return [there[i] for i in self.reads]
 
@@ -45,12 +45,11 @@ class Derivative:
 def differentiate(
     fusion: Fusion, wrt: Sequence[int], save: str = "values", router_gradient: bool = True, names: Sequence[str] = ()
 ) -> Derivative:  # fmt: skip
-    """The forward and the backward that gives the gradients of inputs `wrt`, each in its input's dtype.
+    """The forward, and the backward that computes the gradients of inputs `wrt`, each in its input's dtype.
 
-    save: "values": no product is done again; "inputs": the forward saves nothing. Either saves only what some of these gradients needs.
-    router_gradient: whether weights of slots get their gradient by way of the product before (router_gradient.py). names: what errors call
-    the inputs.
-    UnsupportedError where no derivative reaches an input: packed weights are frozen.
+    save: "values": no product is recomputed; "inputs": the forward saves nothing. Both save only what some of these gradients need.
+    router_gradient: whether the router's weights get their gradient from that of the preceding product (router_gradient.py). names: what
+    error messages call the inputs. UnsupportedError if no derivative reaches an input: packed weights are frozen.
     """
     if save not in POLICIES:
         raise OptionError(f"save = {save!r}", expected=f"one of {', '.join(POLICIES)}", where="differentiate")
@@ -69,9 +68,9 @@ def differentiate(
 
 @dataclass(frozen=True)
 class _Whole:
-    """(inputs..., seeds...) -> gradients, in one Fusion. forward: its first operations, which compute the outputs, and copies, which may be
-    saved; later: what of the rest the gradients need; original: what each value of `forward` is called in the Fusion that is
-    differentiated; rewritten: see Derivative.
+    """(inputs..., seeds...) -> gradients, in one Fusion. forward: its first operations, which compute the outputs. copies: operations that
+    make copies, which may be saved. later: those of the other operations that the gradients need. original: the value in the Fusion that is
+    differentiated, for each value of `forward`. rewritten: see Derivative.
     """
 
     fusion: Fusion
@@ -83,23 +82,23 @@ class _Whole:
 
     @property
     def seeds(self) -> tuple[Value, ...]:
-        """The gradients of the outputs."""
+        """The inputs that are the gradients of the outputs."""
         return self.fusion.inputs[len(self.forward.inputs) :]
 
     @cached_property
     def ends(self) -> Mapping[Groups, Value]:
-        """The value of the forward that holds the ends of each partition."""
+        """For each partition, the value of the forward that holds its ends."""
         return {v.type.ends: v for v in self.original if v.type.ends}
 
     @cached_property
     def needed(self) -> tuple[Value, ...]:
-        """The values of the forward that the backward reads, and the ends of the partitions that they are typed with."""
+        """The values of the forward that the backward reads, and the ends of the partitions in their types."""
         read = [v for op in self.later for v in op.values if v in self.original]
         return tuple(dict.fromkeys((*read, *(self.ends[g] for v in read for g in v.type.partitions() if g in self.ends))))
 
     @cached_property
     def partitions(self) -> Partitions:
-        """How many rows each partition has."""
+        """The number of rows of each partition."""
         partitions = Partitions()
         partitions.add(v.type for v in self.forward.inputs)
         for op in self.forward.ops:
@@ -108,7 +107,7 @@ class _Whole:
 
 
 def _seeded(fusion: Fusion) -> tuple[int, ...]:
-    """The outputs that have a gradient: the floats."""
+    """The outputs that have a gradient: the float outputs."""
     return tuple(i for i, v in enumerate(fusion.outputs) if v.type.dtype in FLOATS)
 
 
@@ -143,7 +142,7 @@ def _whole(fusion: Fusion, wrt: Sequence[int], router_gradient: bool, names: Seq
 
 
 def _no_derivative(fusion: Fusion, value: Value, name: str) -> UnsupportedError:
-    """The error about an input that no gradient reaches."""
+    """The error for an input that no gradient reaches."""
     if any(op.kind.name == "pack" and value in op.values for op in fusion.ops):
         todo = "adapters train beside them: fusion_moe.nn.add_lora_(model)"
         return UnsupportedError(f"{name} is part of a packed weight", expected="requires_grad_(False): those are frozen", todo=todo)
@@ -151,20 +150,20 @@ def _no_derivative(fusion: Fusion, value: Value, name: str) -> UnsupportedError:
 
 
 def _copies(later: Sequence[Op], seeds: Collection[Value]) -> tuple[Op, ...]:
-    """Of what the gradients need: what takes quantized values of the forward apart, which is for saving them, and makes these."""
+    """The operations, among those for gradients, that unpack quantized values of the forward (to save the parts) or make these values."""
     by_seeds = _depending(seeds, later)
     parts = [v for op in later if op.kind.name == "unpack" for v in op.outputs if v not in by_seeds]
     return made_again(later, parts, ())
 
 
 def _with_copies(fusion: Fusion, whole: _Whole, kept: Sequence[Value]) -> tuple[Op, ...]:
-    """The operations of the Fusion, and of the copies what is saved."""
+    """The operations of the Fusion, and those that make the copies which are saved."""
     copies = made_again(whole.copies, kept, ())
     return (*fusion.ops, *(op.with_inputs([whole.original[v] if isinstance(v, Value) else v for v in op.inputs]) for op in copies))
 
 
 def _depending(values: Collection[Value], ops: Sequence[Op]) -> set[Value]:
-    """These values, and all that is computed from them."""
+    """These values, and all values computed from them."""
     found = set(values)
     for op in ops:
         if not found.isdisjoint(op.values):
@@ -173,7 +172,7 @@ def _depending(values: Collection[Value], ops: Sequence[Op]) -> set[Value]:
 
 
 def _copied(fd: FusionDefinition, op: Op, made: dict[Any, Any]) -> Op:
-    """An operation on what its operands became; `made` takes in what its results become."""
+    """A copy of an operation, on the copies of its operands; adds its results to `made`."""
     inputs = tuple(made.get(v, v) if isinstance(v, Value) else v for v in op.inputs)
     with fd.at(op.source, op.translator):
         outputs = fd.append(op.kind, inputs, op.attrs)
@@ -182,12 +181,12 @@ def _copied(fd: FusionDefinition, op: Op, made: dict[Any, Any]) -> Op:
 
 
 def _differentiate(fd: FusionDefinition, op: Op, grads: Gradients, by_router: bool) -> bool:
-    """Gives the operands of an operation their gradients; whether `router_gradient` did."""
+    """Gives the operands of an operation their gradients; returns whether `router_gradient` did so."""
     if op.kind.grad is None:
         if any(v.type.dtype in FLOATS and v in grads.leads for v in op.values) and op.kind.role != "view":
             raise UnsupportedError(f"{op.kind.name} has no derivative", todo="compute it under torch.no_grad()", where=op.source)
         return False
-    (output,) = op.outputs  # what has several outputs has no derivative
+    (output,) = op.outputs  # operations with several outputs have no derivative
     got = grads.of(output)
     rewritten = of_combine(fd, op, got, grads.leads) if by_router and op.kind.name == "combine" else None
     try:
@@ -219,15 +218,15 @@ def _backward(whole: _Whole, kept: Sequence[Value]) -> Fusion:
 
 
 def _stored(v: Value) -> TensorType:
-    """The type of a saved value where it comes back: nothing says any more how its rows are partitioned."""
+    """The type of a saved value as an input of the backward: without its rows' partition."""
     return TensorType(tuple(map(plain, v.type.shape)), v.type.dtype)
 
 
 def _as_it_was(fd: FusionDefinition, tensor: Value, type: TensorType, made: Mapping[Any, Any], whole: _Whole) -> Value:
-    """A saved value with the type that it had in the forward."""
+    """A saved value, converted to the type that it had in the forward."""
     if type.ends:
         rows = whole.partitions.rows(type.ends)
-        assert rows is not None  # what is needed of these ends has its rows partitioned by them
+        assert rows is not None  # values that need these ends have rows partitioned by them
         return fd.ops.ends(tensor, rows=rows, groups=type.ends)
     if tensor.type == type:
         return tensor

@@ -1,4 +1,4 @@
-"""What a program does to its inputs: outputs with an alias are written over them, all at once, when everything is computed."""
+"""Effects of a program on its inputs: outputs with an alias are written over them, all at once, after everything is computed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..errors import ShapeError, UnsupportedError
 
 
 def check_targets(targets: Mapping[int, torch.Tensor]) -> None:
-    """Raises, before anything is computed, if tensors that outputs are written over cannot be: targets, by the places of the outputs.
+    """Raises, before anything is computed, if tensors cannot be written over. targets: by the positions of the outputs.
 
-    UnsupportedError for one that autograd tracks, ShapeError for elements that share memory.
+    UnsupportedError for a tensor that autograd tracks, ShapeError for elements that share memory.
     """
     for i, t in targets.items():
         if t.requires_grad and torch.is_grad_enabled():
@@ -31,7 +31,7 @@ def check_targets(targets: Mapping[int, torch.Tensor]) -> None:
 
 
 def write_over(targets: Mapping[int, torch.Tensor], outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """The outputs, those with a target written over it. One that is a view of a target keeps what it was."""
+    """The outputs; those with a target are written over it. An output that is a view of a target keeps its old values."""
     if not targets:
         return tuple(outputs)
     memory = {_memory(t) for t in targets.values()}
@@ -44,12 +44,12 @@ def _memory(t: torch.Tensor) -> int:
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the ranges of memory of two tensors overlap, from their first to their last elements."""
+    """Whether the memory ranges of two tensors, from their first to their last elements, overlap."""
     (first_a, end_a), (first_b, end_b) = _range(a), _range(b)
     return _memory(a) == _memory(b) and first_a < end_b and first_b < end_a
 
 
 def _range(t: torch.Tensor) -> tuple[int, int]:
-    """Bytes of its storage: the first of a tensor, and the one after its last. The same number twice if it is empty."""
+    """The range of bytes in its storage: a tensor's first byte and the one after its last. The same number twice if it is empty."""
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
     return tuple((t.storage_offset() + at) * t.element_size() for at in (0, last + 1 if t.numel() else 0))  # type: ignore[return-value]

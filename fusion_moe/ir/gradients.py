@@ -1,4 +1,4 @@
-"""The gradients that reach each value, until they are added up."""
+"""The gradients that reach each value, collected until they are added up."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .types import plain
 
 
 class Gradients:
-    """What the readers of each value give it. Those of slices that together are the value become one `cat`.
+    """The gradients that each value gets from its readers. Gradients of slices that together make up the value become one `cat`.
 
-    leads: the values that some wanted gradient depends on; what reaches others is dropped.
+    leads: the values on which some wanted gradient depends; gradients of other values are dropped.
     """
 
     def __init__(self, fd: FusionDefinition, leads: Collection[Value]):
@@ -30,7 +30,7 @@ class Gradients:
             self._given.setdefault(v, []).append(grad)
 
     def of(self, v: Value) -> Value:
-        """The gradient of v, with the partition of its rows."""
+        """The gradient of v, with rows partitioned like v's."""
         grad = reduce(self._fd.ops.add, self._joined(self._given[v]))
         return grad if grad.type.shape == v.type.shape else self._fd.ops.reshape(grad, new_shape=v.type.shape)
 
@@ -41,7 +41,7 @@ class Gradients:
 
 
 def _tiled(fd: FusionDefinition, pads: Sequence[Op]) -> Value | None:
-    """The sum of padded values, as one `cat`; None unless they cover the whole along one dimension, and overlap only where equal."""
+    """The sum of padded values, as one `cat`; None unless they cover the whole along one dimension and overlap only if they are equal."""
     pieces: dict[_Piece, Value] = {}
     for op in pads:
         (v,), piece = op.values, (op.attrs["before"], tuple(map(plain, op.values[0].type.shape)))
@@ -57,7 +57,7 @@ _Piece = tuple[tuple[AnySize, ...], tuple[AnySize, ...]]  # where a slice starts
 
 
 def _in_a_row(pieces: Mapping[_Piece, Value], dim: int, whole: tuple[AnySize, ...]) -> list[Value] | None:
-    """The slices in order, if they are all of `whole`, divided along one dimension alone."""
+    """The slices in order, if they are all of `whole`, divided along only one dimension."""
     left, found = dict(pieces), []
     at: AnySize = 0
     while left:

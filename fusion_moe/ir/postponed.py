@@ -1,4 +1,4 @@
-"""A program in parts: what is wanted now, and outputs that wait for a program of their own."""
+"""Splits a program: one part for the outputs that are needed now, and a program for each output that waits."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .saved import made_again
 from .text import one_line, parse
 from .types import Groups, TensorType, plain
 
-_AGAIN = ("ends", "partition", "reshape")  # done again rather than passed on: they cost nothing
+_AGAIN = ("ends", "partition", "reshape")  # repeated rather than passed on: they cost nothing
 
 
 @dataclass(frozen=True)
 class Later:
-    """A program for one output. reads: what it takes, by places among the inputs of the program now, followed by its outputs."""
+    """A program for one output. reads: its inputs, as positions among the inputs of the program that runs now followed by its outputs."""
 
     program: str
     reads: tuple[int, ...]
@@ -26,9 +26,9 @@ class Later:
 
 @lru_cache(maxsize=256)
 def postponed(program: str, places: tuple[int, ...]) -> tuple[str, tuple[Later, ...]]:
-    """The program without the outputs at these places, and one for each of them. Nothing is done twice that takes time.
+    """The program without the outputs at these positions, and a program for each of them. No work that takes time is repeated.
 
-    The first gives the other outputs, then what the later ones read of its values. Ends of groups come from inputs.
+    The first program returns the other outputs, then the values that the later programs read. Ends of groups are made from inputs.
     """
     fusion = parse(program)
     wanted = tuple(v for i, v in enumerate(fusion.outputs) if i not in places)
@@ -42,7 +42,7 @@ def postponed(program: str, places: tuple[int, ...]) -> tuple[str, tuple[Later, 
 
 
 def _read(ops: Sequence[Op], output: Value) -> tuple[Value, ...]:
-    """What operations that make an output read of others, or the output itself."""
+    """The values that the operations of an output read from elsewhere, or the output itself."""
     own = {v for op in ops for v in op.outputs}
     return tuple(dict.fromkeys(v for v in (*(v for op in ops for v in op.values), output) if v not in own))
 
@@ -52,7 +52,7 @@ def _ends(fusion: Fusion) -> Mapping[Groups, Value]:
 
 
 def _late(fusion: Fusion, output: Value, made: set[Value]) -> tuple[Op, ...]:
-    """The operations that make an output from inputs and from what was made, with the ends that partition the rows of these."""
+    """The operations that make an output from inputs and from values already made, with the ends that partition these values' rows."""
     ops, ends = made_again(fusion.ops, [output], made), _ends(fusion)
     by = (ends[g] for v in _read(ops, output) for g in v.type.partitions())
     return made_again(fusion.ops, [output, *by], made)
@@ -64,7 +64,7 @@ def _later(fusion: Fusion, ops: Sequence[Op], output: Value, there: Sequence[Val
     made: dict[Value, Value] = {}
 
     def of(v: Any) -> Any:
-        """What a value became; rows are partitioned again where they are read, since ends are made before."""
+        """The copy of a value; rows are partitioned again when they are read, since ends are made first."""
         if not isinstance(v, Value):
             return v
         if v not in made:
@@ -80,5 +80,5 @@ def _later(fusion: Fusion, ops: Sequence[Op], output: Value, there: Sequence[Val
 
 
 def _stored(type: TensorType) -> TensorType:
-    """Of the tensor that is passed on, of whose partition nothing is said."""
+    """The type of a tensor that is passed on, without its partition."""
     return type.with_(shape=tuple(map(plain, type.shape)))

@@ -1,4 +1,4 @@
-"""The gradient of a combine whose rows a product made, by way of that product's own gradient.
+"""The gradient of a combine over rows that a product made, computed from that product's own gradient.
 
     out = combine(y, slot_of, w), y = h W^T + b        rows of out's gradient: d [M, N], row i that of the token of row i
 
@@ -6,9 +6,9 @@
     dw of row i = <d, y> = <u, h> + <d, b>             so that y is neither saved nor computed again
     dh = w u,  dW = d^T (w h),  db = sum of w d        so that the products read rows of out's gradient as they are
 
-Where y is a sum of products, of one h each has a part of u, and dw is the sum over all h. An adapter's product B l, l = s A h, is one of h
-too: its part of u is (s d B) A, so that u is the sum of two products of the same rows and columns, which a kernel can make at once.
-The same numbers in another order of sums and roundings; the option `router_gradient` turns it off.
+If y is a sum of products, each of them with its own h has a part of u, and dw is the sum over all h. An adapter's product B l, l = s A h,
+is one with h too: its part of u is (s d B) A, so that u is the sum of two products of the same rows and columns, which one kernel can
+compute. The results are the same up to the order of sums and roundings; the option `router_gradient` turns this off.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .kinds.grouped import bias_rows, product_grad
 from .kinds.rows import ones, slot_values, token_rows, weighted, wide_like
 from .types import FLOATS, plain
 
-Given = Iterator[tuple[Value, Value]]  # values, and what each gets as its gradient
+Given = Iterator[tuple[Value, Value]]  # values, and the gradient of each
 
 
 @dataclass(frozen=True)
 class _Linear:
-    """How rows were made: products that are added, then biases of groups."""
+    """How rows were made: a sum of products, plus biases of groups."""
 
     products: tuple[Op, ...]
     biases: tuple[Op, ...] = ()
@@ -38,10 +38,10 @@ class _Linear:
 
 
 def of_combine(fd: FusionDefinition, combine: Op, dout: Value, leads: Collection[Value]) -> Given | None:
-    """What the operands of the products, the biases and w get from a combine.
+    """The gradients that the operands of the products, the biases and w get from a combine.
 
-    None if its rows are not those of products and a routing, or if all weights are 1. w gets the gradient along y where nothing else wants
-    the gradient of some product's rows: `leads` has what some wanted gradient depends on.
+    None if its rows do not come from products and a routing, or if all weights are 1. If no wanted gradient depends on some product's rows,
+    w gets the gradient along y. leads: the values on which wanted gradients depend.
     """
     y, slot_of, w = combine.values
     linear = None if ones(fd, w) else _linear(fd, y)
@@ -66,7 +66,7 @@ def _given(fd: FusionDefinition, combine: Op, linear: _Linear, d: Value, leads: 
             d_first, weighted_d = (ops.cast(v, dtype=dtype) for v in (scaled, weighted(fd, scaled, w, slot_of)))
             h, weight, _ = first.values
             u, dweight = product_grad(fd, first, d_first, h, weighted_d)
-            assert dweight is not None  # of floats
+            assert dweight is not None  # w is float
             yield weight, dweight
         us[h] = ops.add(us[h], u) if h in us else u
     for h, u in us.items():
@@ -82,7 +82,7 @@ def _given(fd: FusionDefinition, combine: Op, linear: _Linear, d: Value, leads: 
 
 
 def _adapter(fd: FusionDefinition, op: Op, linear: _Linear) -> tuple[Op, float] | None:
-    """The product by an adapter's A, and the scale, where `op` is that by its B: A's rows are those of another product of the sum."""
+    """The product with an adapter's A, and the scale, if `op` is that with its B and A's rows are those of another product in the sum."""
     scale, made = 1.0, fd.producer(op.values[0])
     while made is not None and made.kind.name in ("cast", "mul"):
         factor = made.inputs[1] if made.kind.name == "mul" else 1.0
@@ -96,7 +96,7 @@ def _adapter(fd: FusionDefinition, op: Op, linear: _Linear) -> tuple[Op, float] 
 
 
 def _linear(fd: FusionDefinition, y: Value) -> _Linear | None:
-    """The products and biases that made rows, rounded or partitioned anew on the way; None if anything else is among what made them."""
+    """The products and biases that make up rows, which may be rounded or repartitioned on the way; None if anything else is involved."""
     op = fd.producer(y)
     if op is None:
         return None

@@ -1,7 +1,7 @@
-"""What a forward pass saves for its backward: a minimum cut between what must be stored or computed and what the backward reads.
+"""What a forward pass saves for its backward: a minimum cut between what is stored or must be computed and what the backward reads.
 
-An edge of the graph is an operation that may be done again, a node a value and the bytes that saving it costs. Inputs and outputs are
-stored anyway and cost nothing. What is cut is saved, what lies behind the cut is computed again.
+An edge of the graph is an operation that may be recomputed; a node is a value with the bytes that saving it costs. Inputs and outputs are
+stored anyway and cost nothing. Values on the cut are saved; values behind it are recomputed.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from .kinds.shape import elements
 from .sizes import value
 from .types import DTYPES
 
-Again = Callable[[Op], bool]  # whether the backward may do an operation of the forward again
+Again = Callable[[Op], bool]  # whether the backward may recompute an operation of the forward
 
 _ELEMENTWISE = ("pointwise", "view", "shape", "gather", "grouped_add")
 _INDICES = ("invert", "problem_ends")  # arithmetic on 4 bytes a row; `route` sorts
-_TYPICAL = 4096  # a size that is known only at launch, to compare bytes with
-_EACH = 64  # bytes that one more tensor counts for: one value is better than its two halves
+_TYPICAL = 4096  # assumed for sizes that are known only at launch, to compare bytes
+_EACH = 64  # bytes that each tensor adds to the cost: one value is better than its two halves
 _SOURCE, _SINK = "source", "sink"
 
 
 def elementwise(op: Op) -> bool:
-    """The policy save="values": an element of the result takes one of each input. So a product, a sum or a sort is never done again."""
+    """The policy save="values": an element of the result needs one of each input. So products, sums and sorts are never recomputed."""
     return op.kind.role in _ELEMENTWISE or op.kind.name in _INDICES
 
 
 def everything(op: Op) -> bool:
-    """The policy save="inputs": all of the forward is done again, nothing but inputs is saved."""
+    """The policy save="inputs": all of the forward is recomputed, only inputs are saved."""
     return True
 
 
@@ -38,16 +38,16 @@ POLICIES: Mapping[str, Again] = {"values": elementwise, "inputs": everything}
 
 
 def saved(forward: Fusion, needed: Collection[Value], again: Again) -> tuple[Value, ...]:
-    """The inputs and values of the forward from which operations that `again` allows make all that is needed, in order.
+    """The inputs and values of the forward, in order, from which the operations that `again` allows make everything that is needed.
 
-    They take the fewest bytes, and among equals are nearest to what is needed.
+    They take the fewest bytes; among equal choices, they are nearest to what is needed.
     """
     flow = _Flow()
     for v in forward.inputs:
         flow.add(_SOURCE, (v, "in"), inf)
         flow.add((v, "in"), (v, "out"), 0)
     for op in forward.ops:
-        once = not again(op) and (all(map(_storable, op.outputs)) or op.kind.role == "quantize")  # of which the parts are stored
+        once = not again(op) and (all(map(_storable, op.outputs)) or op.kind.role == "quantize")  # whose parts are stored
         for v in op.outputs:
             flow.add((v, "in"), (v, "out"), _cost(forward, op, v, again))
             for source in [_SOURCE] if once else [(operand, "out") for operand in op.values]:
@@ -60,7 +60,7 @@ def saved(forward: Fusion, needed: Collection[Value], again: Again) -> tuple[Val
 
 
 def made_again(ops: Sequence[Op], needed: Iterable[Value], kept: Collection[Value]) -> tuple[Op, ...]:
-    """Those of the operations that make what is needed from what is kept, in order."""
+    """The operations that make the needed values from the kept ones, in order."""
     missing, found = set(needed) - set(kept), []
     for op in reversed(ops):
         if not missing.isdisjoint(op.outputs):
@@ -70,7 +70,7 @@ def made_again(ops: Sequence[Op], needed: Iterable[Value], kept: Collection[Valu
 
 
 def _cost(forward: Fusion, op: Op, v: Value, again: Again) -> float:
-    """The bytes that saving a value takes; what shares its memory with the value before it is not saved, that one is."""
+    """The bytes that saving a value takes. A value that shares another value's memory is never saved: the other one is."""
     if again is everything or op.kind.view or op.kind.name == "reshape" or not _storable(v):
         return inf
     if v in forward.outputs:
@@ -80,15 +80,15 @@ def _cost(forward: Fusion, op: Op, v: Value, again: Again) -> float:
 
 
 def _storable(v: Value) -> bool:
-    """Whether one plain tensor holds a value."""
+    """Whether a value is held by a single plain tensor."""
     return not v.type.quantized and v.type.layout == "linear"
 
 
 class _Flow:
-    """A network, and its maximum flow by shortest augmenting paths."""
+    """A flow network with its maximum flow, by shortest augmenting paths."""
 
     def __init__(self) -> None:
-        self._room: dict[Any, dict[Any, float]] = {_SOURCE: {}, _SINK: {}}  # node -> what still fits along its edges, both ways
+        self._room: dict[Any, dict[Any, float]] = {_SOURCE: {}, _SINK: {}}  # node -> remaining capacity of its edges, in both directions
 
     def add(self, a: Any, b: Any, capacity: float) -> None:
         """An edge."""
@@ -96,7 +96,7 @@ class _Flow:
         self._room.setdefault(b, {}).setdefault(a, 0)
 
     def behind_cut(self) -> set[Any]:
-        """The nodes from which the sink can be reached once the flow is at its maximum: the smallest side of a minimum cut."""
+        """The nodes from which the sink can be reached at maximum flow: the smallest side of a minimum cut."""
         while path := self._path():
             fits = min(self._room[a][b] for a, b in path)
             for a, b in path:
@@ -105,7 +105,7 @@ class _Flow:
         return self._reaching()
 
     def _path(self) -> list[tuple[Any, Any]]:
-        """The edges of a shortest path with room from the source to the sink; none if there is no such path."""
+        """The edges of a shortest path with remaining capacity from the source to the sink; none if there is no such path."""
         came: dict[Any, Any] = {_SOURCE: None}
         for node in (queue := [_SOURCE]):
             for b, room in self._room[node].items():
@@ -121,7 +121,7 @@ class _Flow:
     def _reaching(self) -> set[Any]:
         found = {_SINK}
         for node in (queue := [_SINK]):
-            for a in self._room[node]:  # edges stand in both directions
+            for a in self._room[node]:  # edges are stored in both directions
                 if a not in found and self._room[a][node] > 0:
                     found.add(a)
                     queue.append(a)

@@ -1,9 +1,9 @@
-"""What the type rule of an operation says of its arguments by its annotations: which are operands, and the type of each attribute.
+"""The signature of an operation, from the annotations of its type rule: which arguments are operands, and the type of each attribute.
 
     def rule(x: TensorType, dims: tuple[int, ...], keepdim: bool) -> Types: ...
 
-has one operand and two attributes. An operand is annotated `TensorType`, or `Any` where it may be a number; everything else is an
-attribute: plain data that texts, caches and kernels are written from, and so of no other type than its annotation says.
+has one operand and two attributes. An operand is annotated `TensorType`, or `Any` if it may be a number; everything else is an
+attribute: plain data, from which texts, cache keys and kernels are written, so it must have exactly the annotated type.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _INT64 = range(-(2**63), 2**63)
 
 @dataclass(frozen=True)
 class Signature:
-    """operands: how many, None for any number of them. attributes: the type of each, in order. required: those without a default."""
+    """operands: how many; None for any number. attributes: the type of each, in order. required: those without a default."""
 
     operands: int | None
     attributes: Mapping[str, Any]
     required: frozenset[str]
 
     def bind(self, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Operands, and attributes by name in the order of the rule. Attributes may follow the operands, as nvFuser's may.
+        """Operands, and attributes by name in the order of the rule. Attributes may also follow the operands by position, as in nvFuser.
 
-        inputs: the arguments given by position. Any number of operands may come as one list, with attributes behind it, or end where a
-        string begins them.
+        inputs: the positional arguments. If there may be any number of operands, they are one list followed by attributes, or they end at
+        the first string.
         """
         operands, more = list(inputs), list[Any]()
         if self.operands is not None:
@@ -54,7 +54,7 @@ class Signature:
         return tuple(operands), self.check({**given, **attrs})
 
     def check(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
-        """The attributes in the order of the rule, lists as tuples. FusionError unless they are all there, and each of its type."""
+        """The attributes in the order of the rule, lists as tuples. FusionError unless all are present and have their types."""
         if wrong := [name for name in attrs if name not in self.attributes]:
             raise FusionError(f"an attribute {wrong[0]!r}", expected=self._expected())
         if missing := [name for name in self.attributes if name in self.required and name not in attrs]:
@@ -78,12 +78,12 @@ def signature(rule: Callable[..., Any]) -> Signature:
 
 
 def checked_operand(v: Any) -> Any:
-    """An operand that is a number: an int, float or bool of 64 bits, as Python's. FusionError for anything else."""
+    """An operand that is a number: an int or float of 64 bits, or a bool. FusionError for anything else."""
     v = _as_pythons(v)
     if isinstance(v, bool) or type(v) is float:
         return v
     if isinstance(v, float):
-        return float(v)  # a subclass may print itself otherwise
+        return float(v)  # a subclass may print differently
     if isinstance(v, int) and int(v) in _INT64:
         return int(v)
     found, todo = _no_number(v)
@@ -91,7 +91,7 @@ def checked_operand(v: Any) -> Any:
 
 
 def _no_number(v: Any) -> tuple[str, str]:
-    """What an operand is that is no number, and what to do about it."""
+    """A description of an operand that is not a number, and advice."""
     if isinstance(v, (Size, Rows)):
         return f"the operand {v} is a size, which the call decides", "sizes are for attributes; one that is an int is a number too"
     if isinstance(v, torch.Tensor):
@@ -100,13 +100,13 @@ def _no_number(v: Any) -> tuple[str, str]:
 
 
 def _as_pythons(v: Any) -> Any:
-    """A scalar of numpy as the number of Python that it equals, where there is one; anything else as it is."""
+    """A numpy scalar as the equal Python number, if there is one; anything else unchanged."""
     numpy = sys.modules.get("numpy")
     return v.item() if numpy is not None and isinstance(v, numpy.generic) else v
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """`value`, which must be of the type that the hint says."""
+    """`value`, which must have the type of the hint."""
     if get_origin(hint) is tuple and isinstance(value, (list, tuple)):
         return tuple(_checked(name, v, get_args(hint)[0]) for v in value)
     value, options = _as_pythons(value), get_args(hint) or (hint,)

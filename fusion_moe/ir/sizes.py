@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import ShapeError
 
-_MOST_TERMS = 64  # of a size; adding and multiplying takes longer with each
+_MOST_TERMS = 64  # terms of a size; each makes adding and multiplying slower
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Size:
                 yield from [atom] if isinstance(atom, str) else atom.of.symbols()
 
     def ceilings(self) -> Iterator[Size]:
-        """The sizes that ceilings in it are of, and those inside of these."""
+        """The sizes inside its ceilings, and inside the ceilings of these."""
         for atoms, _ in self.terms:
             for atom in atoms:
                 if isinstance(atom, CeilDiv):
@@ -83,7 +83,7 @@ class Size:
                     yield from atom.of.ceilings()
 
     def value(self, env: Mapping[str, Any]) -> Any:
-        """The size where every symbol has the value `env` gives it: an int, a torch.SymInt or another size."""
+        """The size with every symbol replaced by its value in `env`: an int, a torch.SymInt or another size."""
         return sum((reduce(mul, (_atom_value(a, env) for a in atoms), c) for atoms, c in self.terms), 0)
 
 
@@ -91,7 +91,7 @@ AnySize = int | Size
 
 
 def is_size(size: Any) -> bool:
-    """Whether it is an int or a Size, and all numbers in it have 64 bits."""
+    """Whether it is an int or a Size whose numbers all fit in 64 bits."""
     if isinstance(size, Size):
         return all(map(is_size, (*size.ceilings(), *(c for _, c in size.terms))))
     return isinstance(size, int) and not isinstance(size, bool) and -(2**63) <= size < 2**63
@@ -103,7 +103,7 @@ def symbol(name: str) -> Size:
 
 
 def ceildiv(size: AnySize, by: int) -> AnySize:
-    """size / by, rounded up; by: a number above 0."""
+    """size / by, rounded up; by: a positive number."""
     if not isinstance(by, int) or by < 1:
         raise ShapeError(f"ceildiv({size}, {by})", expected="a number above 0 to divide by")
     if isinstance(size, int):
@@ -113,7 +113,7 @@ def ceildiv(size: AnySize, by: int) -> AnySize:
 
 
 def exact_div(size: AnySize, by: AnySize) -> AnySize | None:
-    """The size q with q * by == size, or None if there is none that the polynomials show."""
+    """The size q with q * by == size, or None if the polynomials do not show one."""
     if isinstance(size, int) and isinstance(by, int):
         return size // by if by and size % by == 0 else None
     divisor = _terms(by)
@@ -129,7 +129,7 @@ def exact_div(size: AnySize, by: AnySize) -> AnySize | None:
 
 
 def never_negative(size: AnySize) -> bool | None:
-    """Whether a size is 0 or more whatever its symbols are, which are 0 or more; None where that depends on them."""
+    """Whether a size is 0 or more for all values of its symbols, which are 0 or more; None if it depends on them."""
     if isinstance(size, int):
         return size >= 0
     if all(c > 0 and all(_counts(a) for a in atoms) for atoms, c in size.terms):
@@ -139,7 +139,7 @@ def never_negative(size: AnySize) -> bool | None:
 
 
 def value(size: AnySize, env: Mapping[str, Any]) -> Any:
-    """`size` as a number, its symbols taken from `env`."""
+    """`size` as a number, with the symbols' values from `env`."""
     return size.value(env) if isinstance(size, Size) else size
 
 

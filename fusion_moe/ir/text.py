@@ -1,4 +1,4 @@
-"""A Fusion as Python that builds it again, and the way back. `parse` reads the text as data: nothing of it is executed.
+"""A Fusion as Python code that builds it again, and the inverse. `parse` reads the text as data: nothing in it is executed.
 
     def fusion(fd):
         m = fd.define_size('m')
@@ -9,8 +9,8 @@
         ...
         fd.add_output(t0)
 
-Run by Python with `fd` a FusionDefinition (and NAMES in scope) it builds the same. Inputs are called i0, i1, ... and results
-t0, t1, ... in order, whatever their values are called: the text of equal programs is equal, and is the key of every cache.
+Run by Python with `fd` a FusionDefinition (and NAMES in scope), it builds the same Fusion. Inputs are called i0, i1, ... and results
+t0, t1, ... in order, whatever their values' names are: equal programs have equal text, which is the key of every cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .types import Groups, Rows, TensorType
 
 NAMES: Mapping[str, Any] = {"ceildiv": sizes.ceildiv, "inf": float("inf"), "nan": float("nan")}
 _COMMENT = "  # "
-_MOST_NESTED = 200  # more than sizes have terms
+_MOST_NESTED = 200  # more than the terms of a size
 _BUILDERS = ("define_size", "define_groups", "define_tensor", "add_output")
 _OPERATORS: Mapping[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Mod: operator.mod,
@@ -38,12 +38,12 @@ _OPERATORS: Mapping[type, Any] = {
 
 
 def text(fusion: Fusion) -> str:
-    """The Fusion as `def fusion(fd)`, types behind the operations."""
+    """The Fusion as `def fusion(fd)`, with types after the operations."""
     return "\n".join(["def fusion(fd):", *("    " + line for line in _lines(fusion))])
 
 
 def one_line(fusion: Fusion) -> str:
-    """The same in one line, without the types: for graphs, whose compilers write arguments into comments of generated code."""
+    """The same text in one line, without types: for graphs, whose compilers write arguments into comments of generated code."""
     return f"def fusion(fd): {'; '.join(line.split(_COMMENT, 1)[0] for line in _lines(fusion))}"
 
 
@@ -66,7 +66,7 @@ def value_names(fusion: Fusion) -> dict[Value, str]:
 
 
 def op_text(op: Op, names: Mapping[Value, str]) -> str:
-    """One operation as a line of Python, with its types behind it."""
+    """One operation as a line of Python, followed by its types."""
 
     def name(v: Operand) -> str:
         return names.get(v, v.name) if isinstance(v, Value) else repr(v)
@@ -96,7 +96,7 @@ def _groups(fusion: Fusion) -> list[Groups]:
 
 @lru_cache(maxsize=512)
 def parse(source: str) -> Fusion:
-    """The verified Fusion that `text` printed; anything else raises ParseError with the line."""
+    """The verified Fusion in a text that `text` printed; for anything else, a ParseError with the line."""
     try:
         return _built(_statements(source))
     except RecursionError:
@@ -119,7 +119,7 @@ def _built(body: Sequence[ast.stmt]) -> Fusion:
             _run(statement, fd, names)
         except (ParseError, RecursionError):
             raise
-        except Exception as error:  # whatever the types and the builder find wrong with it
+        except Exception as error:  # any error of the types or the builder
             raise ParseError(f"{ast.unparse(statement)}: {error}", where=f"line {statement.lineno}") from None
     try:
         return fd.fusion()

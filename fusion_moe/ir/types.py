@@ -1,4 +1,4 @@
-"""Types of the IR: what is known of a tensor before it exists. Shapes are logical elements, never packed bytes.
+"""Types of the IR: what is known about a tensor before it exists. Shapes count logical elements, never packed bytes.
 
 bf16[m/g, 256]              rows partitioned into groups by g; K = 256
 i32[16]@ends(g)             the ends of those runs
@@ -27,7 +27,7 @@ DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = ("f64", "f32", "bf16", "f16")
-STORED = ("f8e4m3", "f8e5m2", "f8e8m0")  # nothing is computed in them
+STORED = ("f8e4m3", "f8e5m2", "f8e8m0")  # only stored: nothing is computed in these dtypes
 INTS = ("i64", "i32")
 
 
@@ -39,18 +39,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def accumulated(dtype: str) -> str:
-    """The dtype that sums of a dtype, plain or encoded, are made in: f64 of f64, else f32."""
+    """The dtype in which values of a dtype, plain or encoded, are summed: f64 for f64, otherwise f32."""
     return "f64" if dtype == "f64" else "f32"
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """x in the dtype that sums of its own are made in."""
+    """x in the dtype in which its values are summed."""
     return x.to(DTYPES[accumulated(dtype_name(x.dtype))])
 
 
 @dataclass(frozen=True)
 class Groups:
-    """A partition of rows into `count` groups. Their sizes live in a device tensor that the host never reads."""
+    """A partition of rows into `count` groups. The group sizes are in a device tensor that the host never reads."""
 
     name: str
     count: AnySize
@@ -88,7 +88,7 @@ Dim = AnySize | Rows
 
 
 def dim_value(dim: Dim, env: Mapping[str, Any]) -> Any:
-    """The number of elements to allocate for a dimension, its symbols taken from `env`."""
+    """The number of elements to allocate for a dimension, with the symbols' values from `env`."""
     if isinstance(dim, Rows):
         total = value(dim.total, env)
         return total if dim.align == 1 else bound(total, value(dim.groups.count, env), dim.align)
@@ -102,7 +102,7 @@ def plain(dim: Dim) -> AnySize:
 
 @dataclass(frozen=True)
 class TensorType:
-    """The type of a Value. layout is a name in layouts/; ends is the partition whose ends an i32 vector holds."""
+    """The type of a Value. layout: a name in layouts/; ends: the partition whose ends an i32 vector holds."""
 
     shape: tuple[Dim, ...]
     dtype: str
@@ -115,12 +115,12 @@ class TensorType:
 
     @property
     def quantized(self) -> bool:
-        """Whether the value is a Quantized (codes and scales) and not one tensor."""
+        """Whether the value is a Quantized (codes and scales) instead of one tensor."""
         return self.dtype not in DTYPES
 
     @property
     def encoding(self) -> Encoding:
-        """How a matrix of this type is stored. KeyError for a dtype that no weight has."""
+        """How a matrix of this type is stored. KeyError for a dtype that weights cannot have."""
         return ENCODINGS[self.dtype]
 
     def with_(self, **changes: Any) -> TensorType:
@@ -137,12 +137,12 @@ class TensorType:
                 yield from _symbols(dim)
 
     def partitions(self) -> Iterator[Groups]:
-        """The partitions that its rows are typed with."""
+        """The partitions of its rows."""
         yield from (d.groups for d in self.shape if isinstance(d, Rows))
 
 
 def checked_type(t: TensorType) -> TensorType:
-    """A type, or DtypeError or ShapeError if no tensor has it."""
+    """A type; DtypeError or ShapeError if no tensor can have it."""
     if t.dtype not in DTYPES and t.dtype not in ENCODINGS:
         raise DtypeError(f"dtype {t.dtype!r}", expected=f"one of {', '.join(dict.fromkeys((*DTYPES, *ENCODINGS)))}")
     if t.layout not in LAYOUTS:

@@ -4,7 +4,7 @@ linear    row-major
 sf128x4   block scales as compute capability 10.0 reads them
 w16x64    weights as the CUDA kernels read them
 
-`Padding` is what weights of other sizes than whole tiles need first.
+`Padding` is applied first to weights that are not whole tiles.
 """
 
 from .layout import LINEAR, Layout, Linear, TensorLayout

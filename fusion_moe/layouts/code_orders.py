@@ -1,16 +1,16 @@
-"""How the elements of a tile of `w16x64` lie in its bytes, by their type. x is [..., r, c, v, j, h, i], as w16x64.py has it.
+"""How the elements of a tile of `w16x64` lie in its bytes, by element type. x is [..., r, c, v, j, h, i], as defined in w16x64.py.
 
-e2m1: code (r, c, v, j, h, i) -> byte 64 r + 16 c + 4 v + 2 j and the one after it. These two bytes, low byte first, are the half j of a
-word, and have four codes, each as sign s and size abc. Those of h = 0, i = 0 stand where bfloat16 has its sign and lowest exponent bits,
-so that one `and` makes a pair of numbers of a word; those of h = 0, i = 1 do six places lower; those of h = 1, i = 0 twelve, in a word
-that is rotated: each half has the sizes of the other; those of h = 1, i = 1 are two pieces in what is left, which two shifts put there.
-(Whole codes at four distances from their place cannot fill sixteen bits.)
+e2m1: code (r, c, v, j, h, i) -> byte 64 r + 16 c + 4 v + 2 j and the next one. These two bytes, low byte first, are half j of a 32-bit word
+and hold four codes, each as a sign s and a magnitude abc. Codes with h = 0, i = 0 lie where bfloat16 has its sign and lowest exponent bits,
+so that a single `and` makes a pair of numbers from a word. Those with h = 0, i = 1 lie six bits lower. Those with h = 1, i = 0 lie twelve
+bits lower, in a word that is rotated, so that each half has the magnitudes of the other. Those with h = 1, i = 1 are in two pieces in the
+remaining bits, which two shifts move into place. (Four whole codes at four distances from their places would not fit in sixteen bits.)
 
     bit    15     14     13     12-10        9      8-6      5      4      3      2-0
            s 00   a 11   s 11   abc 10 *     s 01   abc 00   b 11   c 11   s 10   abc 01      (s 10: of h = 1, i = 0; *: of the other half)
 
-int4: code (r, c, v, j, h, i) -> byte 64 r + 16 c + 4 v + 2 j + h, the low nibble for i = 0. One `and` makes a pair of numbers of a word,
-or of a word that is shifted.
+int4: code (r, c, v, j, h, i) -> byte 64 r + 16 c + 4 v + 2 j + h, the low nibble for i = 0. A single `and` makes a pair of numbers from a
+word or a shifted word.
 
 16 bits: element (r, c, v, j, h, i) -> byte 512 v + 64 r + 16 c + 8 h + 4 i + 2 j: step v of a lane is 16 bytes.
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 class CodeOrder(Protocol):
     """unpacked: a part [..., N, packed K] -> one element each, [..., N, K]; packed: its inverse.
 
-    stored: x [..., r, c, v, j, h, i] -> the tile's memory; read: its inverse, for so many tiles.
+    stored: x [..., r, c, v, j, h, i] -> the tile's memory; read: its inverse, for the given tiles.
     """
 
     def unpacked(self, t: Tensor) -> Tensor: ...
@@ -56,7 +56,7 @@ class Nibbles:
 
 
 class SignsAndSizes(Nibbles):
-    """Codes of a sign and a size, which go to different places."""
+    """Codes with a sign and a magnitude, which go to different places."""
 
     def stored(self, x: Tensor) -> Tensor:
         """u8 codes [..., r, c, v, j, h, i] -> u8 [..., r, c, v, j, 2]"""

@@ -1,4 +1,4 @@
-"""What a layout is: the same numbers in another order of bytes, as an object with an inverse. A layout never changes meaning."""
+"""Layouts: the same numbers in another order of bytes, as objects with an inverse. A layout never changes the meaning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import ShapeError
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """An order of elements in memory: of one tensor, and of the parts of a weight, which is whole tiles of so many rows and columns."""
+    """An order of elements in memory: of a tensor, and of the parts of a weight, which must be whole tiles of a certain size."""
 
     name: str
     tile: ClassVar[tuple[int, int]] = (1, 1)
@@ -26,13 +26,13 @@ class Layout(ABC):
 
     @abstractmethod
     def why_not(self, n: Any, k: Any, encoding: Encoding = NVFP4) -> str:
-        """Why a weight [N, K] in an encoding has no such order; "" if it has."""
+        """Why a weight [N, K] in an encoding cannot be stored in this order; "" if it can."""
 
     @abstractmethod
     def pack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
-        """The parts of a weight [..., N, K], or the first of them, in linear order -> the same in this one.
+        """The parts of a weight [..., N, K] in linear order, or only the first of them -> the same in this order.
 
-        ShapeError for a weight that has no such order.
+        ShapeError for a weight that cannot be stored in this order.
         """
 
     @abstractmethod
@@ -42,7 +42,7 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class TensorLayout(Layout):
-    """A layout of one tensor, as block scales are. `inverse(forward(x, ends), x.shape, ends)` is x, but for rows of no group."""
+    """A layout of one tensor, such as block scales. `inverse(forward(x, ends), x.shape, ends)` is x, except for rows of no group."""
 
     @abstractmethod
     def forward(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
@@ -50,14 +50,14 @@ class TensorLayout(Layout):
 
     @abstractmethod
     def inverse(self, stored: Tensor, shape: tuple[int, ...], ends: Tensor | None = None) -> Tensor:
-        """What `forward` returned -> x of `shape` in row-major order; rows that belong to no group are zero."""
+        """The result of `forward` -> x of `shape` in row-major order; rows that belong to no group are zero."""
 
     def why_not(self, n: Any, k: Any, encoding: Encoding = NVFP4) -> str:
-        """ "": any matrix."""
+        """ "": every matrix can be stored in this order."""
         return ""
 
     def pack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
-        """Block scales in this order, all else as it is."""
+        """Block scales in this order, other parts unchanged."""
         return tuple(self.forward(t) if part.of_blocks else t for part, t in zip(encoding.parts, parts, strict=False))
 
     def unpack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
@@ -83,7 +83,7 @@ class Linear(TensorLayout):
         return x
 
     def inverse(self, stored: Tensor, shape: tuple[int, ...], ends: Tensor | None = None) -> Tensor:
-        """stored itself. ShapeError when its shape is another."""
+        """stored itself. ShapeError if it has another shape."""
         check_stored(stored, tuple(shape), self.name)
         return stored
 
@@ -92,7 +92,7 @@ LINEAR = Linear()
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """x as a dtype that every operation takes: fp8 and fp4 as uint8, all else as it is."""
+    """x in a dtype that every operation takes: fp8 and fp4 as uint8, all others unchanged."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 

@@ -1,5 +1,5 @@
-"""Zeros around a weight, so that it is whole tiles of a layout. A product by it has zeros in the features that were added, and contracts
-zeros: no bit of the others changes, if activations are finite.
+"""Zero padding that makes a weight whole tiles of a layout. A product with the padded weight gives zeros in the added out-features, and
+adds zeros for the added in-features: no bit of the other results changes if activations are finite.
 
 >>> import torch
 >>> from fusion_moe.encodings import ENCODINGS
@@ -25,7 +25,7 @@ from .layout import as_bytes
 
 @dataclass(frozen=True)
 class Padding:
-    """What matrices [N, K] grow to, N out-features and K in-features.
+    """The sizes to which matrices [N, K] are padded, N out-features and K in-features.
 
     shape, padded: (N, K) before and after; runs: equal runs of rows, each padded at its end.
     """
@@ -38,7 +38,7 @@ class Padding:
         return self.shape != self.padded
 
     def pad(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
-        """The parts of a weight [..., N, K] in linear order, or the first of them, with zeros around; scales of a matrix as they are."""
+        """The parts of a weight [..., N, K] in linear order, or only the first, padded with zeros; scales of a matrix unchanged."""
         return tuple(self._pad(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False))
 
     def cut(self, *parts: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
@@ -46,17 +46,17 @@ class Padding:
         return tuple(self._cut(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False))
 
     def pad_columns(self, x: Tensor) -> Tensor:
-        """Activations, or A of an adapter, [..., K], with zeros after them. Differentiable, as all that follows."""
+        """Activations, or A of an adapter, [..., K], with zeros appended. Differentiable, like all methods below."""
         more = self.padded[1] - self.shape[1]
         return pad(x, (0, more)) if more else x
 
     def pad_rows(self, t: Tensor, dim: int = -1) -> Tensor:
-        """What there is for each row, a bias [..., N], or B of an adapter, [..., N, r] with dim = -2, with zeros after each run."""
+        """Values with one entry a row, such as a bias [..., N] or B of an adapter, [..., N, r] with dim = -2, with zeros after each run."""
         more = (self.padded[0] - self.shape[0]) // self.runs
         return pad(t.unflatten(dim, (self.runs, -1)), (0, 0) * (-dim - 1) + (0, more)).flatten(dim - 1, dim) if more else t
 
     def cut_rows(self, y: Tensor) -> Tensor:
-        """What a product by the padded weight makes, [..., N'], without what was added."""
+        """The result of a product with the padded weight, [..., N'], without the added features."""
         if self.shape[0] == self.padded[0]:
             return y
         return y.unflatten(-1, (self.runs, -1))[..., : self.shape[0] // self.runs].flatten(-2).contiguous()
@@ -84,7 +84,7 @@ def _in_runs(t: Tensor, runs: int) -> Tensor:
 
 
 def _zero(encoding: Encoding) -> int:
-    """The item that holds elements of zero."""
+    """The item whose elements are all zero."""
     element = encoding.element
     if element.encode is None:
         return 0

@@ -1,11 +1,11 @@
-"""What becomes of block scales in `w16x64`, by their dtype.
+"""How block scales are recoded in `w16x64`, by their dtype.
 
-e4m3: numbers without a sign, five bits of exponent and three of mantissa: the tensor cores' bfloat16 is one multiplication and one addition
-away, and the subnormal numbers of e4m3 are as the others. 2^e (1 + m/8) is byte 8 (e + 23) + m, which for all but subnormal scales is
+e4m3: becomes an unsigned number with five exponent bits and three mantissa bits: one multiplication and one addition turn it into the
+tensor cores' bfloat16, also for e4m3's subnormal numbers. 2^e (1 + m/8) is byte 8 (e + 23) + m, which for all but subnormal scales is
 0x80 more than before. Zero stays byte 0, which kernels read as 2^-23: 2^-32 of the largest scale. The bytes of negative scales and NaN,
-which no quantizer writes, take the places that are left; kernels read them as some other number.
+which no quantizer writes, take the remaining places; kernels read them as some other number.
 
-e8m0: as they are; the exponent of a bfloat16 is one shift away. bfloat16: as they are.
+e8m0: unchanged; one shift gives the exponent of a bfloat16. bfloat16: unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Recoding:
-    """A permutation of bytes: what byte b becomes. () keeps them."""
+    """A permutation of bytes: entry b is the new value of byte b. () changes nothing."""
 
     table: tuple[int, ...] = ()
 
@@ -41,7 +41,7 @@ def _e5m3() -> Recoding:
     table = [0]
     for byte in range(1, 127):
         number = (byte & 7) * 2.0**-9 if byte < 8 else (8 + byte % 8) * 2.0 ** (byte // 8 - 10)
-        mantissa, exponent = math.frexp(number)  # of [0.5, 1)
+        mantissa, exponent = math.frexp(number)  # mantissa in [0.5, 1)
         table.append((exponent + 22) * 8 + int(mantissa * 16) - 8)
     return Recoding((*table, *sorted(set(range(256)) - set(table))))
 

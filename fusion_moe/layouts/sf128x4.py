@@ -1,7 +1,7 @@
-"""`sf128x4` is the order in which the tensor cores of compute capability 10.0 read block scales. Rows are padded to a multiple of
-128, columns to a multiple of 4, with zeros. Each tile of 128 rows and 4 columns becomes 512 consecutive elements: row r of the tile
-is cut into r % 32 (which 16 of them) and r // 32 (which 4 of those 16), and the column picks among the 4. The tiles of 128 rows
-follow each other from left to right, then down:
+"""`sf128x4` is the order in which the tensor cores of compute capability 10.0 read block scales. Rows are padded with zeros to a multiple
+of 128, columns to a multiple of 4. Each tile of 128 rows and 4 columns becomes 512 consecutive elements, 32 runs of 16: row r of the tile
+is in run r % 32, in its group of four r // 32; the column selects one of the four. The tiles follow each other from left to right, then
+down:
 
     element (row r, column j)  ->  r//128 * 128*C  +  j//4 * 512  +  r%32 * 16  +  r%128//32 * 4  +  j%4        C = padded columns
 
@@ -15,7 +15,7 @@ Here 33 rows of 2 columns, element (r, j) written as 10 * r + j, the first 24 of
 >>> torch.equal(SF128X4.inverse(stored, x.shape), x)
 True
 
-With `ends` the rows are in groups, and each group is padded and stored as a matrix of its own, one after the other:
+With `ends` the rows are in groups, and each group is padded and stored as a separate matrix, one after the other:
 
 >>> ends = torch.tensor([2, 2, 3], dtype=torch.int32)               # 2 rows, none, 1 row; the rows from 3 on belong to no group
 >>> grouped = SF128X4.forward(x, ends)
@@ -52,9 +52,9 @@ class SF128x4(TensorLayout):
     def forward(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
         """x [..., R, C] of any dtype -> [..., ceil128(R), ceil4(C)]; with ends i32 [G]: x [M, C] -> [bound(M, G, 128), ceil4(C)].
 
-        All that holds no element of x is zero. With ends, each group starts at `groups.padded_starts(ends, 128)`; rows at or past the
-        last end are left out; the sizes are not read, so nothing waits for the device; bad ends are made safe by `groups.clamp_ends`.
-        ShapeError, DtypeError: x or ends of the wrong rank or type.
+        Everything that holds no element of x is zero. With ends, each group starts at `groups.padded_starts(ends, 128)`; rows at or past
+        the last end are left out. Sizes are not read, so nothing waits for the device; `groups.clamp_ends` makes invalid ends safe.
+        ShapeError, DtypeError: x or ends has the wrong rank or dtype.
         """
         _check_rank(x.shape, ends, self.name)
         shape, data = self.storage_shape(tuple(x.shape), None if ends is None else ends.shape[0]), as_bytes(x)
@@ -69,8 +69,8 @@ class SF128x4(TensorLayout):
     def inverse(self, stored: Tensor, shape: tuple[int, ...], ends: Tensor | None = None) -> Tensor:
         """[..., ceil128(R), ceil4(C)] -> x of `shape` [..., R, C]; with ends i32 [G]: [bound(M, G, 128), ceil4(C)] -> [M, C].
 
-        Padding is not read: it may be NaN or never written. Rows that belong to no group are zero.
-        ShapeError: `stored` is not of `storage_shape(shape)`.
+        Padding is not read: it may be NaN or uninitialized. Rows that belong to no group are zero.
+        ShapeError: the shape of `stored` is not `storage_shape(shape)`.
         """
         _check_rank(shape, ends, self.name)
         *_, r, c = shape
@@ -83,7 +83,7 @@ class SF128x4(TensorLayout):
         return grouped.view(stored.dtype)
 
     def _stored_rows(self, ends: Tensor, rows: int, nowhere: int) -> Tensor:
-        """ends i32 [G] -> i64 [rows]: where each row goes among the padded ones; `nowhere` for rows that belong to no group."""
+        """ends i32 [G] -> i64 [rows]: the position of each row among the padded ones; `nowhere` for rows that belong to no group."""
         ends = groups.clamp_ends(ends, rows)
         shift = groups.padded_starts(ends, self.rows) - groups.starts(ends)
         shift = torch.nn.functional.pad(shift, (0, 1))  # group G: no group
@@ -110,7 +110,7 @@ SF128X4 = SF128x4()
 
 
 def _fours(x: Tensor) -> Tensor:
-    """x [..., 4 b] -> contiguous [..., b, 4]; of bytes int32 [..., b, 1], which moves four at once, twelve times as fast."""
+    """x [..., 4 b] -> contiguous [..., b, 4]; for bytes int32 [..., b, 1], which moves four at once and is twelve times as fast."""
     x = x.contiguous()
     if x.element_size() > 1 or x.shape[-1] == 0:
         return x.view(*x.shape[:-1], x.shape[-1] // 4, 4)
@@ -118,7 +118,7 @@ def _fours(x: Tensor) -> Tensor:
 
 
 def _of_fours(fours: Tensor, x: Tensor) -> Tensor:
-    """What `_fours` made of x, in any order -> the same elements in that order, with the shape and dtype of x."""
+    """The result of `_fours` for x, in any order -> the same elements in that order, with the shape and dtype of x."""
     return fours.contiguous().view(x.dtype).view(x.shape)
 
 

@@ -1,14 +1,14 @@
-"""`w16x64` is the order in which the CUDA kernels read weights: a warp's lane loads 16 consecutive bytes, and what it then holds are
-operands of mma.sync. It is three choices:
+"""`w16x64` is the order in which the CUDA kernels read weights: each lane of a warp loads 16 consecutive bytes, which are then operands of
+mma.sync. It consists of three choices:
 
-tile order        matrices are cut into tiles of 16 rows and 64 columns, from left to right, then down. Lane 4 r + c has of the rows r and
-                  r + 8 the 16 elements of block c: element (row r + 8 i, column 16 c + 8 h + 2 v + j), r < 8, c < 4, i, h, j < 2, v < 4
-code order        how a tile's elements lie in its bytes, by their type: code_orders.py
-scale recoding    block scales, by their dtype: recodings.py. A tile's scales, one for `block` elements along K, lie
+tile order        matrices are cut into tiles of 16 rows and 64 columns, from left to right, then down. Lane 4 r + c holds the 16 elements
+                  of block c in rows r and r + 8: (row r + 8 i, column 16 c + 8 h + 2 v + j), r < 8, c < 4, i, h, j < 2, v < 4
+code order        the order of a tile's elements in its bytes, by element type: code_orders.py
+scale recoding    of block scales, by their dtype: recodings.py. A tile's scales, one for `block` elements along K, lie in this order:
 
     scale (row r + 8 i, block b of the tile)  ->  place  2 (64 / block) r + 2 b + i
 
-Codes and scales are parts of their own, each in tile order. Scales of a whole matrix stay as they are.
+Codes and scales are separate parts, each in tile order. Scales of a whole matrix stay unchanged.
 
 >>> import torch
 >>> codes = torch.zeros(16, 32, dtype=torch.uint8)
@@ -51,7 +51,7 @@ class W16x64(Layout):
         return tuple(shape)
 
     def why_not(self, n: Any, k: Any, encoding: Encoding = NVFP4) -> str:
-        """Why a matrix [N, K] has no such order; "" if it has."""
+        """Why a matrix [N, K] cannot be stored in this order; "" if it can."""
         if n % ROWS or k % COLUMNS:
             return f"N = {n} is not a multiple of {ROWS}, or K = {k} not of {COLUMNS}"
         if encoding.element.name not in CODE_ORDERS or encoding.axis != -1:
@@ -60,7 +60,7 @@ class W16x64(Layout):
         return f"{encoding.name} has scales {strange.dtype} for {strange.block} elements, which have no order" if strange else ""
 
     def pack(self, *parts: Tensor, encoding: Encoding = NVFP4) -> tuple[Tensor, ...]:
-        """The parts of a weight [..., N, K], or the first of them, in linear order -> the same in this one. ShapeError: see `why_not`."""
+        """The parts of a weight [..., N, K] in linear order, or only the first -> the same in this order. ShapeError: see `why_not`."""
         self._check(parts[0], encoding)
         return tuple(self._pack(part, t, encoding) for part, t in zip(encoding.parts, parts, strict=False))
 
@@ -104,7 +104,7 @@ class W16x64(Layout):
 
 
 def moved(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """x with its last dimensions in another order, in one piece."""
+    """x with its last dimensions permuted, contiguous."""
     lead = x.dim() - len(order)
     return x.permute(*range(lead), *(lead + d for d in order)).contiguous()
 

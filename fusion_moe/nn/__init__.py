@@ -1,4 +1,4 @@
-"""Layers over groups of rows: trained in floating point, and frozen in few bits; what converts models to those, `quantize_` and LoRA."""
+"""Layers over groups of rows: float layers to train and frozen quantized ones; `quantize_` and LoRA, which convert models to the latter."""
 
 from .activations import ScaledClampedQGeGLU, ScaledSwiGLU, deinterleave, interleave
 from .config import NVFP4Config

@@ -1,4 +1,4 @@
-"""Gated activations of rows that have a scale each, and the order of gate and linear columns that they read."""
+"""Gated activations with a scale for each row, and the order of the gate and linear columns that they read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEY = "glu_interleave_size"
 class _ScaledGLU(nn.Module):
     """x [..., 2H], scales [...] -> [..., H]. glu_interleave_size k: blocks of k gate and k linear columns; None: the first half is gate.
 
-    A state dict says the interleave; one that says another does not load. One that says none loads.
+    State dicts store the interleave. One with another interleave does not load; one without an interleave does.
     """
 
     def __init__(self, glu_interleave_size: int | None, limit: float | None, alpha: float, offset: float):
@@ -40,7 +40,7 @@ class _ScaledGLU(nn.Module):
         return torch.ops.fusion_moe.scaled_swiglu(x, column, self.glu_interleave_size or 0, limit=limit, alpha=alpha, up_offset=offset)
 
     def stage(self, x: Tensor, width: int, scales: Tensor | None) -> Stage:
-        """What the activation adds to a program, for rows like those of x that are `width` wide."""
+        """The stage that the activation adds to a program, for rows like those of x that are `width` wide."""
         self._check_width(width)
         column = checks.need_scales(scales, x, type(self).__name__)
         return Stage("glu", width, (Operand(column, (ROWS,)),), (self._text,))
@@ -71,10 +71,10 @@ class _ScaledGLU(nn.Module):
 
 
 class ScaledSwiGLU(_ScaledGLU):
-    """silu(gate) * linear * scale. x [..., 2H]: gate and linear columns; a scale for each row.
+    """silu(gate) * linear * scale. x [..., 2H]: gate and linear columns; one scale for each row.
 
-    glu_interleave_size k: blocks of k gate and k linear columns in turns; None: gate is the first half (of torch's GLU it is the second).
-    A state dict says the interleave; one that says another does not load, one that says none does.
+    glu_interleave_size k: blocks of k gate and k linear columns alternate; None: gate is the first half (in torch's GLU it is the second).
+    State dicts store the interleave. One with another interleave does not load; one without an interleave does.
     """
 
     def __init__(self, glu_interleave_size: int | None = None):
@@ -82,9 +82,9 @@ class ScaledSwiGLU(_ScaledGLU):
 
 
 class ScaledClampedQGeGLU(_ScaledGLU):
-    """gate * sigmoid(alpha * gate) * (linear + offset) * scale, of gate clamped to `limit` from above and linear to -limit .. limit.
+    """gate * sigmoid(alpha * gate) * (linear + offset) * scale, after gate is clamped to at most `limit` and linear to -limit .. limit.
 
-    Where they are clamped their gradient is zero. The rest is as in ScaledSwiGLU.
+    Clamped elements have zero gradient. Everything else is as in ScaledSwiGLU.
     """
 
     def __init__(self, glu_interleave_size: int | None = None, limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0):
@@ -96,7 +96,7 @@ class ScaledClampedQGeGLU(_ScaledGLU):
 
 
 def interleave(rows: Tensor, size: int, dim: int = 0) -> Tensor:
-    """A weight or bias whose dimension `dim`, 2H, has gate before linear rows -> blocks of `size` gate and `size` linear rows in turns."""
+    """A weight or bias with gate rows before linear rows along `dim` (2H) -> alternating blocks of `size` gate and linear rows."""
     return _reordered(rows, size, dim, (2, -1, size))
 
 

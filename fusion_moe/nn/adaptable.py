@@ -1,4 +1,4 @@
-"""Modules with encoded weights, each of which may have an adapter beside it."""
+"""Modules with encoded weights, each of which may have an adapter."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .packed import PackedModule
 
 
 class AdaptableModule(PackedModule):
-    """A module with encoded weights and, where they are, adapters that train: a submodule `<projection>_lora` each (lora.py).
+    """A module with encoded weights and optional adapters that train, each in a submodule `<projection>_lora` (lora.py).
 
-    projections: the names of the weights; part_names: the parameters that are the parts of each; targets: what `add_lora_` calls them.
+    projections: the names of the weights; part_names: the parameters that hold the parts of each; targets: what `add_lora_` calls them.
     """
 
     projections: tuple[str, ...]
     targets: tuple[str, ...]
     part_names: Mapping[str, tuple[str, ...]]
-    in_turns = False  # whether rows of gate and up took turns in the module that this one was converted from
+    in_turns = False  # whether rows of gate and up alternated in the module that this one was converted from
 
     @property
     def packed(self) -> tuple[tuple[str, ...], ...]:  # type: ignore[override]
@@ -45,12 +45,12 @@ class AdaptableModule(PackedModule):
         return max([t.shape[1] for t in scales if t.dim() > 1], default=1)
 
     def adapter(self, projection: str) -> Any:
-        """What add_lora_ gave a projection; None if nothing."""
+        """The adapter that `add_lora_` gave a projection; None if it has none."""
         return self._modules.get(f"{projection}_lora")
 
     @property
     def adapted(self) -> bool:
-        """Whether a projection has an adapter."""
+        """Whether any projection has an adapter."""
         return any(self.adapter(projection) is not None for projection in self.projections)
 
     def _parts(self, projection: str) -> list[Tensor]:
@@ -58,7 +58,7 @@ class AdaptableModule(PackedModule):
         return [own[key] if key in own else getattr(self, key) for key in self.part_names[projection]]
 
     def _factors(self, projection: str) -> tuple[Tensor | None, Tensor | None]:
-        """A [G, r, K] and B [G, N, r] of a projection's adapter, padded as its weight."""
+        """A [G, r, K] and B [G, N, r] of a projection's adapter, padded like its weight."""
         adapter = self.adapter(projection)
         if adapter is None:
             return None, None
@@ -66,11 +66,11 @@ class AdaptableModule(PackedModule):
         return (padding.pad_columns(a), padding.pad_rows(b, -2)) if padding else (a, b)
 
     def _padding(self, projection: str) -> Padding | None:
-        """What a projection's weight was padded by."""
+        """The padding of a projection's weight."""
         return self.paddings.get(self.part_names[projection][0]) if self.paddings else None
 
     @property
     def _lora_scale(self) -> float:
-        """What multiplies B @ A: one number for all projections."""
+        """The factor of B @ A: the same number for all projections."""
         adapters = map(self.adapter, self.projections)
         return next((adapter.scale for adapter in adapters if adapter is not None), 1.0)

@@ -1,4 +1,4 @@
-"""What layers over groups ask of the tensors of a call, before any memory is touched."""
+"""Checks that layers over groups make of a call's tensors before they touch memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def need_rows(name: str, x: Tensor, width: int, where: str) -> None:
 
 
 def need_narrow_rows(name: str, x: Tensor, width: int, where: str) -> None:
-    """As `need_rows`, and DtypeError for float64, which no quantized weight is multiplied with."""
+    """As `need_rows`; also DtypeError for float64, by which no quantized weight can be multiplied."""
     need_rows(name, x, width, where)
     if x.dtype == torch.float64:
         expected = "torch.bfloat16, torch.float16 or torch.float32 beside quantized weights"
@@ -31,7 +31,7 @@ def need_narrow_rows(name: str, x: Tensor, width: int, where: str) -> None:
 
 
 def need_slots(x: Tensor, ids: Tensor, w: Tensor, where: str) -> None:
-    """Raises unless ids [T, k] and w float[T, k] are the experts of rows x [T, H], and how much each counts."""
+    """Raises unless ids [T, k] and w float[T, k] can be the experts of rows x [T, H] and the router's weights for them."""
     tokens = {1: 1, 2: ids.shape[0]}.get(ids.dim(), x.shape[0])
     if tokens != x.shape[0] or ids.shape != w.shape:
         found = f"top_k_index {list(ids.shape)} and top_k_weights {list(w.shape)} for {x.shape[0]} tokens"
@@ -42,14 +42,14 @@ def need_slots(x: Tensor, ids: Tensor, w: Tensor, where: str) -> None:
 
 
 def need_float(name: str, t: Tensor, where: str) -> None:
-    """DtypeError unless floats are what a product takes."""
+    """DtypeError unless products take the float dtype of t."""
     if t.dtype not in FLOAT_DTYPES:
         todo = "quantized weights are frozen: fusion_moe.nn.NVFP4GroupedLinear takes them" if name.startswith("weight") else ""
         raise DtypeError(f"{name} is {t.dtype}", expected=f"one of {', '.join(map(str, FLOAT_DTYPES))}", todo=todo, where=where)
 
 
 def need_scales(scales: Tensor | None, x: Tensor, where: str) -> Tensor:
-    """scales float[...], one for each row of x [..., K] -> [M]. ShapeError, DtypeError or DeviceError."""
+    """scales float[...], one for each row of x [..., K] -> [M]. Raises ShapeError, DtypeError or DeviceError."""
     if scales is None:
         raise ShapeError("no scales", expected=f"{list(x.shape[:-1])}, one for each row", where=where)
     if scales.shape != x.shape[:-1] and scales.shape != (x.numel() // x.shape[-1],):
@@ -60,13 +60,13 @@ def need_scales(scales: Tensor | None, x: Tensor, where: str) -> Tensor:
 
 
 def need_device(name: str, t: Tensor, x: Tensor, where: str) -> None:
-    """DeviceError unless a tensor is where the rows are."""
+    """DeviceError unless a tensor is on the device of the rows."""
     if t.device != x.device:
         raise DeviceError(f"{name} on {t.device}, rows on {x.device}", expected="one device", todo="move it with .to(device)", where=where)
 
 
 def need_buffer(name: str, buffer: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device, where: str) -> None:
-    """Raises unless a caller's buffer can be written: ShapeError, DtypeError, DeviceError, or UnsupportedError if autograd tracks it."""
+    """Raises unless a caller's buffer can be written: ShapeError, DtypeError, DeviceError; UnsupportedError if autograd tracks it."""
     if tuple(buffer.shape) != tuple(shape):
         raise ShapeError(f"{name} {list(buffer.shape)}", expected=str(list(shape)), where=where)
     if buffer.dtype != dtype:
@@ -81,7 +81,7 @@ def need_buffer(name: str, buffer: Tensor, shape: Sequence[int], dtype: torch.dt
 
 
 def need_apart(buffers: Iterable[tuple[str, Tensor]], others: Iterable[tuple[str, Tensor]], where: str) -> None:
-    """ShapeError if a buffer overlaps another tensor, or one of the buffers before it."""
+    """ShapeError if a buffer overlaps another tensor or an earlier buffer."""
     before = list(others)
     for name, buffer in buffers:
         for other, t in before:

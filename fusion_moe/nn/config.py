@@ -10,8 +10,8 @@ from ..target import ACTIVATION_FORMATS
 
 @dataclass(frozen=True)
 class NVFP4Config:
-    """How experts are quantized and computed. activation_format: "bf16", "nvfp4" (compute capability 10.0 only) or "int8" (CPUs
-    only), else OptionError.
+    """How experts are quantized and computed. activation_format: "bf16", "nvfp4" (compute capability 10.0 only) or "int8" (CPUs only);
+    OptionError for anything else.
     """
 
     activation_format: str = "bf16"
@@ -21,5 +21,5 @@ class NVFP4Config:
 
 
 def need_activation_format(name: str, where: str) -> None:
-    """OptionError unless products take activations in this format."""
+    """OptionError unless products can take activations in this format."""
     need_one_of("activation_format", name, ACTIVATION_FORMATS, where=where)

@@ -1,8 +1,8 @@
-"""Modules of experts as transformers' decorator `use_experts_implementation` describes them, and what takes their place.
+"""Expert modules as transformers' decorator `use_experts_implementation` describes them, and the modules that replace them.
 
-The decorator gives an instance `is_transposed`, `is_concatenated`, `has_bias`, `has_gate`, `has_post_expert_norm` (since transformers
-5.20) and a method `_apply_gate`; the class has `gate_up_proj` or `up_proj`, `down_proj`, biases, `act_fn`. Nothing is imported: a module
-that has these is one. Letters: E experts, H hidden, I intermediate features.
+The decorator gives an instance `is_transposed`, `is_concatenated`, `has_bias`, `has_gate`, `has_post_expert_norm` (since transformers 5.20)
+and a method `_apply_gate`; the class has `gate_up_proj` or `up_proj`, `down_proj`, biases, `act_fn`. transformers is not imported: any
+module that has these attributes qualifies. Letters: E experts, H hidden, I intermediate features.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FLAGS = ("is_transposed", "is_concatenated", "has_bias", "has_gate")
 
 @dataclass(frozen=True)
 class ExpertsContract:
-    """What a module says of its weights.
+    """The layout of an expert module's weights, as its attributes describe it.
 
-    transposed: they are [E, K, N], as `x @ weight` takes them. concatenated: gate and up are the first and the second half of 2I; else
-    they take turns. post_expert_norm: a norm between down and the sum over a token's experts.
+    transposed: they are [E, K, N], as in `x @ weight`. concatenated: gate and up are the first and the second half of 2I; otherwise they
+    alternate. post_expert_norm: there is a norm between down and the sum over a token's experts.
     """
 
     experts: int
@@ -63,20 +63,20 @@ class ExpertsContract:
         return self.experts, self.hidden, self.intermediate
 
     def up(self, weight: Tensor) -> Tensor:
-        """The first projection as the module has it -> [E, 2I, H], gate above up, or [E, I, H]."""
+        """The first projection as the module stores it -> [E, 2I, H], gate above up, or [E, I, H]."""
         return self.up_rows(self.down(weight))
 
     def down(self, weight: Tensor) -> Tensor:
-        """The second projection as the module has it -> [E, H, I]."""
+        """The second projection as the module stores it -> [E, H, I]."""
         return weight.mT if self.transposed else weight
 
     def up_rows(self, rows: Tensor) -> Tensor:
-        """[E, 2I, ...] in the module's order, a bias or a weight that is not transposed -> gate above up."""
+        """[E, 2I, ...] in the module's order, a bias or a weight that is not transposed -> the same with gate above up."""
         return rows if self.concatenated or not self.has_gate else deinterleave(rows, 1, 1)
 
 
 def contract_of(module: nn.Module) -> ExpertsContract | None:
-    """What a module of experts says of its weights, also on the meta device; None for any other module."""
+    """The contract of an expert module, also on the meta device; None for any other module."""
     if not all(isinstance(getattr(module, name, None), bool) for name in _FLAGS):
         return None
     gate, transposed = module.has_gate, module.is_transposed
@@ -94,12 +94,12 @@ def experts_from(
     module: nn.Module, up: Quantized, down: Quantized, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     config: NVFP4Config | None = None,
 ) -> Projections:  # fmt: skip
-    """The module of fusion_moe.nn that takes the place of a module of experts, with weights in any encoding, also on the meta device.
+    """The module of fusion_moe.nn that replaces an expert module, with weights in any encoding, also on the meta device.
 
-    up [E, 2I, H], gate above up, or [E, I, H] without a gate, and down [E, H, I]; up_bias [E, 2I] or [E, I], down_bias [E, H]. `Experts`
-    (NVFP4Experts for NVFP4) where the activation is a variant of SwiGLU, `CustomExperts` for any other. Of the module's own weights
-    nothing is kept. UnsupportedError for what is no module of experts, or one that is divided between devices; ShapeError for weights
-    that are not its.
+    up [E, 2I, H], gate above up, or [E, I, H] without a gate, and down [E, H, I]; up_bias [E, 2I] or [E, I], down_bias [E, H]. The result
+    is an `Experts` (NVFP4Experts for NVFP4) if the activation is a variant of SwiGLU, otherwise a `CustomExperts`. It keeps none of the
+    module's own weights. UnsupportedError if `module` is no expert module or is divided between devices; ShapeError for weights whose
+    shapes are not the module's.
     """
     contract = need_contract(module)
     _check_shapes(contract, up, down, up_bias, down_bias)
@@ -109,14 +109,14 @@ def experts_from(
         made: Projections = CustomExperts(up, down, module, activation_format, up_bias=up_bias, down_bias=down_bias)
     else:
         cls = NVFP4Experts if up.encoding == NVFP4 else Experts
-        numbers = {**swiglu._asdict(), "interleave": 0}  # whatever the module's order is, here gate stands above up
+        numbers = {**swiglu._asdict(), "interleave": 0}  # whatever the module's order, gate stands above up here
         made = cls(up, down, activation_format, gate_up_bias=up_bias, down_bias=down_bias, **numbers)
     made.in_turns = contract.has_gate and not contract.concatenated
     return made.train(module.training)
 
 
 def need_contract(module: nn.Module) -> ExpertsContract:
-    """The contract of a module that has one. UnsupportedError for any other, and for what no module of fusion_moe.nn can replace."""
+    """The contract of a module. UnsupportedError if it has none, or if no module of fusion_moe.nn can replace it."""
     contract, where = contract_of(module), type(module).__name__
     if contract is None:
         expected = "a class that transformers' use_experts_implementation decorates"

@@ -1,4 +1,4 @@
-"""Other libraries' modules with expert weights in floating point, and what each becomes in NVFP4."""
+"""Converters to NVFP4: what the float expert modules of other libraries become."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def _by_contract(experts: nn.Module, config: NVFP4Config) -> nn.Module:
-    """What transformers' `use_experts_implementation` describes."""
+    """Modules that transformers' `use_experts_implementation` describes."""
     contract = need_contract(experts)
     up, down = contract.up(_weight(experts, contract.up_name)), contract.down(_weight(experts, "down_proj"))
     up_bias, down_bias = (_weight(experts, name) for name in contract.names[2:]) if contract.has_bias else (None, None)
@@ -34,7 +34,7 @@ def _by_contract(experts: nn.Module, config: NVFP4Config) -> nn.Module:
 
 
 def _llama4_text_moe(moe: nn.Module, config: NVFP4Config) -> nn.Module:
-    """transformers' Llama4TextMoe: gate_up_proj [E, H, 2I], gate before up, and down_proj [E, I, H], as x @ weight takes them"""
+    """transformers' Llama4TextMoe: gate_up_proj [E, H, 2I], gate before up, and down_proj [E, I, H], as in x @ weight"""
     _need_silu(moe.get_submodule("experts").act_fn)
     gate_up, down = (_weight(moe, f"experts.{name}").mT for name in ("gate_up_proj", "down_proj"))
     experts = NVFP4Experts.from_float(gate_up, down, config.activation_format, scale_on="input")
@@ -73,7 +73,7 @@ def _need_silu(act_fn: object) -> None:
         raise UnsupportedError(f"activation {name}", expected="SiLU", todo="only SwiGLU experts are quantized")
 
 
-# Class names and not classes: nothing is imported to look at a model that may not be its own.
+# Class names instead of classes: other libraries need not be imported to look at a model.
 CONVERTERS: dict[str, Converter] = {
     "transformers.models.llama4.modeling_llama4.Llama4TextMoe": _llama4_text_moe,
     "thunder.benchmarks.layers_for_inference_benchmark.GroupedLinear": _grouped_linear,
@@ -81,7 +81,7 @@ CONVERTERS: dict[str, Converter] = {
     "thunder.benchmarks.layers_for_inference_benchmark.Llama4MoE": _llama4_moe,
 }
 
-# Experts that neither have a converter nor are described as the others are, and why.
+# Experts that have no converter and do not follow the contract (contract.py), and the reasons.
 REFUSED = {
     "transformers.models.dbrx.modeling_dbrx.DbrxExperts": "its weights are [E * I, H], and down is not the transpose of the others",
     "transformers.models.jetmoe.modeling_jetmoe.JetMoeParallelExperts": "attention has experts too, one product each",
@@ -95,27 +95,27 @@ DECORATED = "experts that transformers' use_experts_implementation decorates"
 
 
 def converter_of(module: nn.Module) -> Converter | None:
-    """What converts a module of this class, or of one that it derives from; None for any other. That of a user goes first."""
+    """The converter for a module's class or one of its base classes; None for any other module. Users' converters take precedence."""
     return registered_converter(module) or _named(module, CONVERTERS) or (_by_contract if contract_of(module) else None)
 
 
 def why_refused(module: nn.Module) -> str:
-    """Why experts of this class are not converted; "" for a class that is not known, or is converted."""
+    """Why experts of this class are not converted; "" for a class that is unknown or is converted."""
     return _named(module, REFUSED) or ""
 
 
 def _named(module: nn.Module, table: Mapping[str, T]) -> T | None:
-    """What a table has for the class of a module, or for one that it derives from."""
+    """The entry of a table for a module's class or one of its base classes."""
     names = (f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__)
     return next((table[name] for name in names if name in table), None)
 
 
 def convert(module: nn.Module, config: NVFP4Config | None = None, name: str = "") -> nn.Module:
-    """The module of fusion_moe.nn that takes the place of another library's. `name` is the module's, for messages.
+    """The module of fusion_moe.nn that replaces another library's module. name: the module's name, for messages.
 
-    What is not quantized (a router, a shared expert, a norm) is taken over, not copied. Of weights on the meta device or fake ones come
-    such, for `fusion_moe.explain`. UnsupportedError for a class that is not known, or experts that a parallel plan divides,
-    NonFiniteError for NaN or infinite weights, ShapeError for sizes that are no multiple of 16.
+    Parts that are not quantized (a router, a shared expert, a norm) are reused, not copied. Weights that are fake or on the meta device
+    give weights of the same kind, for `fusion_moe.explain`. UnsupportedError for an unknown class, or for experts that a parallel plan
+    divides; NonFiniteError for NaN or infinite weights; ShapeError for sizes that are not multiples of 16.
     """
     _need_converter(module, name)
     _check_values(module, name)
@@ -123,7 +123,7 @@ def convert(module: nn.Module, config: NVFP4Config | None = None, name: str = ""
 
 
 def check(module: nn.Module, config: NVFP4Config | None = None, name: str = "") -> None:
-    """Raises what `convert` would: converts a copy on the meta device, then looks at the values."""
+    """Raises the errors that `convert` would: converts a copy on the meta device, then checks the values."""
     converted(_without_memory(module), config, name)
     _check_values(module, name)
 
@@ -131,12 +131,12 @@ def check(module: nn.Module, config: NVFP4Config | None = None, name: str = "") 
 def _check_values(module: nn.Module, name: str) -> None:
     for key, parameter in module.named_parameters():
         has_values = not parameter.is_meta and not isinstance(parameter.data, FakeTensor)
-        if parameter.dim() == 3 and has_values:  # what is quantized
+        if parameter.dim() == 3 and has_values:  # the weights that are quantized
             check_finite(parameter.detach(), f"{name or type(module).__name__}.{key}")
 
 
 def converted(module: nn.Module, config: NVFP4Config | None = None, name: str = "") -> nn.Module:
-    """`convert` of weights that were looked at."""
+    """`convert` for weights whose values are already checked."""
     converter = _need_converter(module, name)
     try:
         return converter(module, config or NVFP4Config()).train(module.training)
@@ -158,7 +158,7 @@ def _what(module: nn.Module) -> str:
 
 
 def _without_memory(module: nn.Module) -> nn.Module:
-    """A copy whose parameters are on the meta device. All else is shared."""
+    """A copy whose parameters are on the meta device. Everything else is shared."""
     made = copy.copy(module)
     made._parameters = {name: None if p is None else _on_meta(p) for name, p in module._parameters.items()}
     made._modules = {name: None if m is None else _without_memory(m) for name, m in module._modules.items()}
@@ -170,5 +170,5 @@ def _on_meta(p: nn.Parameter) -> nn.Parameter:
 
 
 def known_names() -> str:
-    """The classes that are converted by their names."""
+    """The names of the classes that are converted by name."""
     return ", ".join(name.rsplit(".", 1)[1] for name in CONVERTERS)

@@ -15,16 +15,17 @@ from .activations import interleave
 from .projections import Projections
 
 ops = torch.ops.fusion_moe
-Product = Callable[[Tensor, Tensor], Tensor]  # rows [M, K] sorted by expert and the ends of experts' runs -> [M, N]
+Product = Callable[[Tensor, Tensor], Tensor]  # rows [M, K] sorted by expert, and the ends of the experts' runs -> [M, N]
 
 
 def in_steps(
     function: Any, x: Tensor, ids: Tensor, w: Tensor, groups: int, up: Product, down: Product, first_expert: int | None = None
 ) -> Tensor:  # fmt: skip
-    """x [T, H], ids int[T, k], w [T, k] -> [T, H] in the operations that `fused_experts` is made of, around a module's own function.
+    """x [T, H], ids int[T, k], w [T, k] -> [T, H], by the separate operations that make up `fused_experts`, around a module's own function.
 
-    function: what transformers' `use_experts_implementation` describes: `_apply_gate`, or `act_fn` without a gate, and perhaps
-    `post_expert_norm`. first_expert: as in `fused_experts`. torch.compile(backend="fusion_moe") fuses what it computes into the products.
+    function: a module that follows transformers' `use_experts_implementation`: it has `_apply_gate`, or `act_fn` without a gate, and
+    perhaps `post_expert_norm`. first_expert: as in `fused_experts`. torch.compile(backend="fusion_moe") fuses the function into the
+    products.
     """
     checks.need_slots(x, ids, w, type(function).__name__)
     ends, row_of, slot_of = ops.route(ids, groups, first_expert=first_expert)
@@ -40,7 +41,7 @@ def in_steps(
 class CustomExperts(Projections):
     """E experts of MLPs with any activation: norm(down(function(up(x)))), summed over a token's experts with the router's weights.
 
-    function: the module of a model that computed this, without its parameters. Its submodules (an activation, a norm) are this module's,
+    function: the model's module that computed this, without its parameters. Its submodules (an activation, a norm) become this module's,
     under the same names.
     """
 
@@ -56,12 +57,12 @@ class CustomExperts(Projections):
             self.add_module(name, module)
         kept = copy.copy(function)
         kept._parameters, kept._modules = {}, self._modules
-        self.__dict__["function"] = kept  # no submodule: its submodules are this module's
+        self.__dict__["function"] = kept  # not a submodule: its submodules are this module's
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [..., H], top_k_index int[T, k], top_k_weights [T, k] -> [..., H]; T tokens in all.
 
-        ShapeError, DtypeError or DeviceError for what does not fit, before anything is computed.
+        ShapeError, DtypeError or DeviceError for arguments that do not fit, before anything is computed.
         """
         self.order()
         where = type(self).__name__

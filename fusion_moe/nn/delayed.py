@@ -1,4 +1,4 @@
-"""Gradients of weights that wait until they are asked for: `backward_dw`."""
+"""Gradients of weights that are computed only when asked for: `backward_dw`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import main_grad
 
 @dataclass(frozen=True)
 class Waiting:
-    """The backward of one call for the weights alone. main: whether the gradient goes to their main_grad."""
+    """The delayed part of one call's backward, which computes weight gradients. main: whether they go to the parameters' main_grad."""
 
     text: str
     inputs: Sequence[Input]
@@ -26,7 +26,7 @@ class Waiting:
     main: bool
 
     def run(self) -> None:
-        """Adds the gradient of each weight that wants one."""
+        """Computes the gradient of each weight that wants one and adds it."""
         (found,) = main_grad.run(self.text, self.inputs, self.env, self.options, {0: self.params} if self.main else {})
         if found is None:
             for p in self.params:
@@ -41,13 +41,13 @@ class Waiting:
 
 @dataclass
 class Delayed:
-    """The backwards of a module that wait, oldest first, and what is called after each."""
+    """A module's waiting backwards, oldest first, and the hooks that are called after each."""
 
     waiting: deque[Waiting] = field(default_factory=deque)
     hooks: list[Callable[[], Any]] = field(default_factory=list)
 
     def run(self, where: str) -> None:
-        """Runs the oldest, frees what it held, calls the hooks."""
+        """Runs the oldest backward, frees what it held, calls the hooks."""
         if not self.waiting:
             expected, todo = "a backward whose weights' gradients wait", "call it once for each backward through the module"
             raise UnsupportedError("backward_dw with nothing to do", expected=expected, todo=todo, where=where)
@@ -57,7 +57,7 @@ class Delayed:
             hook()
 
     def __deepcopy__(self, memo: Any) -> Delayed:
-        """Of a copied module nothing waits."""
+        """A copy of a module has no waiting backwards."""
         return Delayed(hooks=list(self.hooks))
 
     def __reduce__(self) -> Any:

@@ -20,9 +20,9 @@ from .projections import Projections
 class Experts(Projections):
     """E experts of gated MLPs: down(act(gate(x)) * (up(x) + up_offset)), summed over a token's experts with the router's weights.
 
-    One operation, `fused_experts`. interleave: 0, gate above up in the rows of gate_up_proj; n, blocks of n gate rows and n up rows in
-    turns. act(gate) is gate * sigmoid(alpha * gate), of gate and up clamped by `limit` (gate from above alone). scale_on: what the
-    router's weights multiply, the "output" of experts or, as in Llama-4, their "input".
+    Computed by one operation, `fused_experts`. interleave: 0: in the rows of gate_up_proj, gate stands above up; n: blocks of n gate rows
+    and n up rows alternate. act(gate) is gate * sigmoid(alpha * gate), where `limit` clamps gate (from above only) and up (on both sides).
+    scale_on: what the router's weights multiply, the "output" of experts or, as in Llama-4, their "input".
     """
 
     gate_up_proj: nn.Parameter
@@ -33,7 +33,7 @@ class Experts(Projections):
         gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, interleave: int = 0, limit: float | None = None,
         alpha: float = 1.0, up_offset: float = 0.0,
     ):  # fmt: skip
-        """gate_up [E, 2I, H] and down [E, H, I] of one encoding, which may have [E, 2] and [E] scales of whole matrices."""
+        """gate_up [E, 2I, H] and down [E, H, I] in one encoding, optionally with per-matrix scales of shapes [E, 2] and [E]."""
         super().__init__(True, gate_up, down, activation_format, gate_up_bias, down_bias)
         need_one_of("scale_on", scale_on, ("output", "input"), where=type(self).__name__)
         self.scale_on = scale_on
@@ -50,13 +50,13 @@ class Experts(Projections):
         arguments = self._arguments(hidden_states)
         try:
             y = torch.ops.fusion_moe.fused_experts(hidden_states, top_k_index, top_k_weights, gate_up, down, **arguments)
-        except Error as error:  # which has the operation's names
+        except Error as error:  # whose message has the operation's argument names
             raise error.at(f"{type(self).__name__}, whose hidden_states, top_k_index and top_k_weights are x, ids and w") from None
         return of_down.cut_rows(y) if of_down else y
 
     def _arguments(self, like: Tensor) -> dict[str, Any]:
-        """The arguments after the weights that are not the operation's defaults: each that is passed takes torch 0.3 us."""
-        usual = (  # here, since a tracer has a guard for each value of a tuple that is global
+        """The arguments after the weights that differ from the operation's defaults: each argument passed takes torch 0.3 us."""
+        usual = (  # a local, since a tracer guards each value of a global tuple
             ("interleave", 0), ("limit", None), ("alpha", 1.0), ("up_offset", 0.0), ("scale_on", "output"),
             ("activation_format", "bf16"), ("weight_layout", "linear"), ("first_expert", None),
         )  # fmt: skip
@@ -73,7 +73,7 @@ class Experts(Projections):
         return found
 
     def padding(self, name: str, layout: Layout) -> Padding:
-        """As for every module, but that features between both projections are padded for the one that contracts them."""
+        """As in `PackedModule`, but features between the two projections are padded for the projection that contracts them."""
         n, k = self.matrix_shape(name)
         _, columns = layout.tile
         if name == self.part_names["down"][0]:
@@ -81,14 +81,14 @@ class Experts(Projections):
         return Padding((n, k), (2 * ceil_to(n // 2, columns), ceil_to(k, columns)), 1 if self.interleave else 2)
 
     def why_not(self, layout: Layout) -> str:
-        """As for every module; rows of gate and up that take turns in blocks are padded with whole blocks."""
+        """As in `PackedModule`; alternating blocks of gate and up rows are padded by whole blocks."""
         padding = self.padding(self.packed[0][0], layout)
         if self.interleave and padding.padded[0] // 2 % self.interleave:
             return f"{padding.padded[0] // 2} features, which tiles need, are no whole blocks of {self.interleave}"
         return super().why_not(layout)
 
     def _bias(self, projection: str, like: Tensor) -> Tensor | None:
-        """The bias of a projection in the dtype of activations, padded as its weight."""
+        """The bias of a projection in the dtype of activations, padded like its weight."""
         bias = super()._bias(projection, like)
         padding = self._padding(projection) if bias is not None else None
         return bias if bias is None or padding is None else padding.pad_rows(bias)
@@ -110,27 +110,27 @@ class NVFP4Experts(Experts):
 
     @property
     def gate_decode_scale(self) -> Tensor:
-        """float32 [E]: the multipliers of gate."""
+        """float32 [E]: the decode scales of gate."""
         return self.gate_up_decode_scale[:, 0]  # type: ignore[index]
 
     @property
     def up_decode_scale(self) -> Tensor:
-        """float32 [E]: the multipliers of up."""
+        """float32 [E]: the decode scales of up."""
         return self.gate_up_decode_scale[:, 1]  # type: ignore[index]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Takes the two scales of gate and up as one parameter each too, as they were saved before."""
+        """Also accepts the scales of gate and up as two parameters, as older versions saved them."""
         given, halves = dict(state_dict), [f"{prefix}{name}_decode_scale" for name in ("gate", "up")]
         if all(key in given for key in halves):
             scales = torch.stack([given.pop(key) for key in halves], 1)
             for key in halves:
-                state_dict.pop(key)  # type: ignore[attr-defined]  # else it counts as unexpected
+                state_dict.pop(key)  # type: ignore[attr-defined]  # otherwise it counts as unexpected
             given[f"{prefix}gate_up_decode_scale"] = scales
         super()._load_from_state_dict(given, prefix, *args)
 
 
 def quantize_gate_up(gate_up: Tensor) -> Quantized:
-    """gate_up float[E, 2I, H], gate above up -> nvfp4[E, 2I, H] with decode scales [E, 2]: gate and up keep their own."""
+    """gate_up float[E, 2I, H], gate above up -> nvfp4[E, 2I, H] with decode scales [E, 2]: one for gate and one for up."""
     if gate_up.dim() != 3 or gate_up.shape[1] % 2:
         raise ShapeError(f"gate_up {list(gate_up.shape)}", expected="[E, 2I, H], gate above up", where="NVFP4Experts")
     experts, rows, hidden = gate_up.shape

@@ -1,7 +1,7 @@
-"""What modules with quantized weights share: parameters that are not trained, whose bytes survive a cast of the model.
+"""Common base of modules with quantized weights: parameters that are not trained, whose bytes survive a cast of the model.
 
-On the CPU they lie on large pages, of all NUMA nodes by turns (runtime/pages.py). What is quantized is written there, a tensor from
-elsewhere copied there by itself: a module that is made of several has no second copy of them all.
+On the CPU they lie on large pages, interleaved over all NUMA nodes (runtime/pages.py). Quantizing writes directly there; a tensor from
+elsewhere is copied there by itself, so that a module made of several tensors never holds a second copy of all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..encodings import NVFP4, Quantized
 from ..errors import UnsupportedError
 from ..runtime import pages
 
-_PANEL = 2**24  # elements that are quantized at once
+_PANEL = 2**24  # how many elements are quantized at once
 
 
 def frozen(t: Tensor) -> nn.Parameter:
@@ -24,7 +24,7 @@ def frozen(t: Tensor) -> nn.Parameter:
 
 
 def place_(module: nn.Module) -> None:
-    """Puts the parameters of a module where `frozen` would have put them. What lies there, or in shared memory, stays."""
+    """Puts the parameters of a module where `frozen` would have put them. Those already there, or in shared memory, stay."""
     for p in module.parameters(recurse=False):
         if pages.takes(p) and not p.is_shared():
             with torch.inference_mode(p.is_inference()):
@@ -32,9 +32,9 @@ def place_(module: nn.Module) -> None:
 
 
 def quantized(x: Tensor) -> Quantized:
-    """x float[G, ..., N, K] -> nvfp4[G, ..., N, K] with a decode scale for each matrix: the operation, which has kernels on the CPU.
+    """x float[G, ..., N, K] -> nvfp4[G, ..., N, K] with a decode scale for each matrix: by the operation, which has CPU kernels.
 
-    There a few of the G at a time, so that what quantizing needs besides the result is small.
+    On the CPU a few of the G groups are quantized at a time, so that quantizing needs little memory besides the result.
     """
     x, quantize = x.detach(), torch.ops.fusion_moe.nvfp4_quantize
     if x.dim() < 3 or not pages.takes(x) or x.numel() // 2 < pages.PAGE:
@@ -50,7 +50,7 @@ def quantized(x: Tensor) -> Quantized:
 
 
 class FrozenModule(nn.Module):
-    """A module whose own tensors are moved and never cast: a cast would change what their bytes mean. `castable` names exceptions."""
+    """A module whose own tensors move but are never cast: a cast would change what their bytes mean. `castable` names exceptions."""
 
     castable: tuple[str, ...] = ()
 
@@ -60,7 +60,7 @@ class FrozenModule(nn.Module):
         return sum(p.numel() * p.element_size() for p in self.parameters(recurse=False))
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenModule:
-        """As torch's; UnsupportedError if codes are asked to train."""
+        """As torch's; UnsupportedError for a request to train codes."""
         if requires_grad and not all(p.is_floating_point() for p in self.parameters(recurse=False)):
             todo = "train weights in floating point, and quantize them then: docs/training.md"
             raise UnsupportedError("quantized weights do not train", expected="requires_grad_(False)", todo=todo, where=type(self).__name__)

@@ -1,4 +1,4 @@
-"""Linear layers over groups of rows that are sorted already, their weights in NVFP4."""
+"""Linear layers with NVFP4 weights over groups of rows that are already sorted."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .frozen import frozen, quantized
 
 
 class NVFP4GroupedLinear(AdaptableModule):
-    """G linear layers, each on its own run of rows: row r of group g becomes weight[g] @ row + bias[g].
+    """G linear layers, each on its own run of rows: for row r of group g, weight[g] @ row + bias[g].
 
-    N out-features, K in-features. Parameters, frozen but for the bias:
+    N out-features, K in-features. Parameters, all frozen except the bias:
 
         weight               uint8          [G, N, K/2]    two codes a byte, low nibble first
         weight_scale         float8_e4m3fn  [G, N, K/16]   linear order
         weight_decode_scale  float32        [G] or [G, S]  multipliers, one for each matrix or each of S equal runs of its rows
         bias                 float          [G, N]         or None
 
-    Submodule weight_lora, where it is: an adapter that trains (lora.py). activation_format: "bf16", activations as they come in, or
-    quantized too, "nvfp4" (compute capability 10.0 only) or "int8" (CPUs only).
+    An optional submodule weight_lora is an adapter that trains (lora.py). activation_format: "bf16", activations as they come in; or
+    quantized too: "nvfp4" (compute capability 10.0 only) or "int8" (CPUs only).
     """
 
     castable = ("bias",)
@@ -63,7 +63,7 @@ class NVFP4GroupedLinear(AdaptableModule):
                 x, weight, offs, *factors, weight_layout=self.weight_layout, activation_format=self.activation_format,
                 lora_scale=self._lora_scale,
             )  # fmt: skip
-        except Error as error:  # which has the operation's names
+        except Error as error:  # whose message has the operation's argument names
             raise error.at(f"{type(self).__name__}, whose x is a") from None
         y = padding.cut_rows(y) if padding else y
         if self.bias is None:
@@ -81,8 +81,8 @@ class NVFP4GroupedLinear(AdaptableModule):
 class GroupedSwiGLU(nn.Module):
     """G SwiGLU layers on runs of rows: down(silu(gate(x)) * up(x)).
 
-    gate_up_proj: NVFP4GroupedLinear with gate above up in its rows, one product for both; down_proj: NVFP4GroupedLinear. Adapters
-    are theirs, by the targets "gate_up" and "down".
+    gate_up_proj: an NVFP4GroupedLinear with gate above up in its rows, one product for both; down_proj: an NVFP4GroupedLinear. Adapters
+    belong to these two submodules, under the targets "gate_up" and "down".
     """
 
     def __init__(self, gate_up: NVFP4GroupedLinear, down: NVFP4GroupedLinear):
@@ -95,7 +95,7 @@ class GroupedSwiGLU(nn.Module):
 
     @classmethod
     def from_float(cls, gate: Tensor, up: Tensor, down: Tensor, activation_format: str = "bf16") -> GroupedSwiGLU:
-        """gate, up float[G, I, H], down float[G, H, I] -> the module with all three quantized, each with scales of its own."""
+        """gate, up float[G, I, H], down float[G, H, I] -> the module with all three quantized, each with its own scales."""
         gate_up = NVFP4GroupedLinear(quantize_gate_up(torch.cat([gate, up], 1)), None, activation_format)
         return cls(gate_up, NVFP4GroupedLinear.from_float(down, None, activation_format))
 

@@ -21,29 +21,29 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class GroupedLinear(GroupedParameters):
-    """G linear layers, each on its own run of rows: row r of group g becomes weight[g] @ row + bias[g].
+    """G linear layers, each on its own run of rows: for row r of group g, weight[g] @ row + bias[g].
 
-    G num_groups, K in_features, N out_features, M rows. Parameters of one float dtype:
+    G is num_groups, K in_features, N out_features; M rows. Parameters, all of one float dtype:
 
         weight0 .. weight{G-1}  [N, K] each, or with single_grouped_weight  weight [G, N, K]
         bias0 .. bias{G-1}      [N] each, or with single_grouped_bias       bias [G, N]; None without bias
 
-    Each weight starts kaiming-uniform with a = sqrt(5), biases start at zero. weight0 .. are views of one buffer, so that a product takes
-    them as [G, N, K] without a copy; others may be registered in their places, which are copied for each call unless they are contiguous
-    neighbours in one storage too. State dicts of either form load. On device="meta" nothing is allocated.
+    Weights start kaiming-uniform with a = sqrt(5), biases at zero. weight0 .. are views of one buffer, so that a product takes them as
+    [G, N, K] without a copy. Other parameters may be registered in their places; each call copies them, unless they too are contiguous
+    neighbours in one storage. State dicts of either form load. On device="meta" nothing is allocated.
 
-    The result has autocast's dtype where that is on, else the weights'. Products are those of the recipe that `fusion_moe.autocast` has put
-    in force, if any (ShapeError for sizes that it does not take). Gradients are computed for tensors that require one, and for no other;
-    those of weight0 .. are slices of one [G, N, K].
+    The result has autocast's dtype if autocast is on, otherwise the weights'. Products follow the recipe that `fusion_moe.autocast` has put
+    in force, if any (ShapeError for sizes that it does not take). Gradients are computed only for tensors that require one; those of
+    weight0 .. are slices of one [G, N, K].
 
     scale_bias: with a bias, row r gets scales[r] * bias[g]; scales may require a gradient.
-    accumulate_into_main_grad: the backward adds a weight's gradient to `weight.main_grad`, float32 or bfloat16 of its shape, which
-        must be there in the forward (or what `weight.get_main_grad()` returns); it writes over it if `weight.overwrite_main_grad`.
-        A weight with an attribute `grad_added_to_main_grad` has it set to True, and hooks of autograd find a gradient without meaning
-        (zeros if `weight.zero_out_wgrad`); any other gets None.
+    accumulate_into_main_grad: the backward adds a weight's gradient to `weight.main_grad` (or to what `weight.get_main_grad()` returns), a
+        float32 or bfloat16 tensor of the weight's shape that must exist in the forward; if `weight.overwrite_main_grad`, it overwrites it.
+        If a weight has an attribute `grad_added_to_main_grad`, it is set to True, and autograd's hooks see a gradient without meaning
+        (zeros if `weight.zero_out_wgrad`); for any other weight they see None.
     delay_wgrad_compute: the backward leaves out the gradients of weights; `backward_dw` computes those of the oldest backward.
 
-    Under torch.compile a call is part of the graph, unless it writes: out, grad_input, main_grad and delayed gradients break it.
+    Under torch.compile a call is part of the graph, unless it writes: out, grad_input, main_grad and delayed gradients break the graph.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class GroupedLinear(GroupedParameters):
 
     @property
     def delay_wgrad_compute(self) -> bool:
-        """Whether gradients of weights wait for `backward_dw`."""
+        """Whether weight gradients wait for `backward_dw`."""
         return self.delayed is not None
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As torch's; a weight whose gradient is delayed says so to who would reduce it: `skip_backward_post_hook`."""
+        """As torch's; also sets `skip_backward_post_hook` on a weight whose gradient is delayed, for code that would reduce gradients."""
         super().register_parameter(name, param)
         if name.startswith("weight"):
             self._mark(param)
@@ -103,12 +103,12 @@ class GroupedLinear(GroupedParameters):
     ) -> Tensor:  # fmt: skip
         """x [..., K], M rows sorted by group -> [..., N].
 
-        split_sizes: int[G], the rows of each group; or offs: i32[G], where the runs end. Zeros for rows past the last one.
+        split_sizes: int[G], the rows of each group; or offs: i32[G], where the runs end. Rows past the last run give zeros.
         scales: float[...], one for each row, with scale_bias.
-        out [..., N], grad_input [..., K]: contiguous memory of the result's dtype and x's, where the result and x's gradient are
+        out [..., N], grad_input [..., K]: contiguous buffers, of the result's dtype and x's, into which the result and x's gradient are
         written. Their rows past the last run keep what they hold.
 
-        GroupsError, ShapeError, DtypeError, DeviceError or UnsupportedError for what does not fit, before memory is written.
+        GroupsError, ShapeError, DtypeError, DeviceError or UnsupportedError for arguments that do not fit, before memory is written.
         """
         where = type(self).__name__
         checks.need_rows("x", x, self.in_features, where)
@@ -122,7 +122,7 @@ class GroupedLinear(GroupedParameters):
         return tracked(made, effects or Effects({}, {}), ends, *flat, where=where).view(*rows, self.out_features)
 
     def stage(self, x: Tensor, ends: Tensor, scales: Tensor | None) -> Stage:
-        """What the layer adds to a program: ends i32[G], scales float[...] or None, for rows like those of x."""
+        """The stage that the layer adds to a program: ends i32[G], scales float[...] or None, for rows like those of x."""
         where, groups = type(self).__name__, self.num_groups
         weight = Operand(self.grouped("weight"), (groups, self.out_features, self.in_features))
         bias = Operand(self.grouped("bias"), (groups, self.out_features)) if self.use_bias else None
@@ -138,12 +138,12 @@ class GroupedLinear(GroupedParameters):
         return Stage("linear", self.in_features, (weight, Operand(ends, (groups,)), bias, column), (dtype, by.wgrad if by else ""))
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
-        """The dtype of the result: autocast's where that is on, else the weights'."""
+        """The dtype of the result: autocast's if autocast is on, otherwise the weights'."""
         dtype, kind = getattr(self, self.keys("weight")[0]).dtype, device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and dtype != torch.float64 else dtype
 
     def effects(self, made: Call) -> Effects | None:
-        """What the backward of a program that the layer is part of writes for its weights; None if nothing."""
+        """What the backward of a program with this layer writes for its weights; None if nothing."""
         if not (self.accumulate_into_main_grad or self.delayed) or not torch.is_grad_enabled():
             return None
         weight = self.grouped("weight")
@@ -167,9 +167,9 @@ class GroupedLinear(GroupedParameters):
         checks.need_apart(buffers, others, where)
 
     def backward_dw(self) -> None:
-        """The gradients of weights of the oldest backward that left them out: added to `grad`, or to `main_grad`.
+        """Computes the weight gradients of the oldest backward that left them out, and adds them to `grad` or to `main_grad`.
 
-        Frees what was saved for them, then calls the registered hooks, once each. UnsupportedError if no backward waits.
+        Frees what was saved for them, then calls each registered hook once. UnsupportedError if no backward waits.
         """
         if self.delayed is None:
             raise OptionError("backward_dw", expected="delay_wgrad_compute=True", where=type(self).__name__)

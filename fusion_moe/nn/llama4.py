@@ -8,10 +8,10 @@ from .experts import NVFP4Experts
 
 
 class Llama4MoE(nn.Module):
-    """shared_expert(x) + the chosen experts of sigmoid(logit) * x: the router's weight scales what goes in, and no softmax joins experts.
+    """shared_expert(x) + the chosen experts of sigmoid(logit) * x: the router's weights scale the experts' inputs, and there is no softmax.
 
-    router: [T, H] -> logits [T, E], or a tuple with them second, as transformers' Llama4Router gives. experts: NVFP4Experts with
-    scale_on="input". shared_expert: any module [T, H] -> [T, H]. top_k: experts of a token, 1 in the published models.
+    router: [T, H] -> logits [T, E], or a tuple whose second element they are, as transformers' Llama4Router returns. experts: NVFP4Experts
+    with scale_on="input". shared_expert: any module [T, H] -> [T, H]. top_k: experts per token, 1 in the published models.
     """
 
     def __init__(self, router: nn.Module, experts: NVFP4Experts, shared_expert: nn.Module, top_k: int = 1):

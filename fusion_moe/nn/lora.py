@@ -1,9 +1,9 @@
-"""LoRA: adapters of low rank beside the frozen weights of experts, which alone train.
+"""LoRA: low-rank adapters beside the frozen weights of experts. Only the adapters train.
 
     y = W x + (alpha / rank) B (A x)        for each expert, both products added in float32
 
 Letters: E experts, r rank, N out-features, K in-features.
-Source: LoRA (Hu et al., 2021); initial values, and what trains, are PEFT's.
+Source: LoRA (Hu et al., 2021); initial values, and the choice of what trains, follow PEFT.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Filter = Callable[[nn.Module, str], bool]
 
 
 class Adapter(nn.Module):
-    """What is added to the weight [E, N, K] of a projection: alpha / rank times B @ A.
+    """The term that is added to the weight [E, N, K] of a projection: alpha / rank times B @ A.
 
-    Parameters: A float[E, r, K], uniform in -1 / sqrt(K) .. 1 / sqrt(K), and B float[E, N, r], zero: at first nothing is added.
+    Parameters: A float[E, r, K], uniform in -1 / sqrt(K) .. 1 / sqrt(K), and B float[E, N, r], zero, so that it adds nothing at first.
     """
 
     def __init__(self, shape: Sequence[int], rank: int, alpha: float, dtype: torch.dtype, device: torch.device):
@@ -41,16 +41,16 @@ class Adapter(nn.Module):
 
     @property
     def rank(self) -> int:
-        """How many features are between A and B."""
+        """How many features lie between A and B."""
         return self.A.shape[1]
 
     @property
     def scale(self) -> float:
-        """What multiplies B @ A."""
+        """The factor of B @ A: alpha / rank."""
         return self.alpha / self.rank
 
     def delta(self, expert: int) -> Tensor:
-        """float32 [N, K]: what is added to the weight of an expert, of those that are here."""
+        """float32 [N, K]: the term that is added to the weight of an expert; counted among the experts on this rank."""
         return self.scale * (local(self.B)[expert].detach().float() @ local(self.A)[expert].detach().float())
 
     def extra_repr(self) -> str:
@@ -63,15 +63,16 @@ def add_lora_(
     model: nn.Module, rank: int = 16, alpha: float = 32, targets: Iterable[str] = TARGETS, *, dtype: torch.dtype = torch.float32,
     filter_fn: Filter | None = None,
 ) -> list[str]:  # fmt: skip
-    """Adds adapters to the experts of a model, in place, and freezes all else: only A and B train, as with PEFT. Returns what is adapted.
+    """Adds adapters to the experts of a model, in place, and freezes everything else: only A and B train, as with PEFT. Returns the names
+    of what it adapted.
 
-    Experts are modules of fusion_moe.nn, quantized (`quantize_`) or float; filter_fn(module, name) says which, all without it. targets:
-    "gate_up", the first projection (`up` where there is no gate), "down", and "linear", an NVFP4GroupedLinear that is part of no
-    GroupedSwiGLU. dtype: of A and B, float32 as PEFT keeps them; products are computed in the dtype of activations. What else should train:
+    Experts are modules of fusion_moe.nn, quantized (`quantize_`) or float; filter_fn(module, name) chooses among them, without it all are
+    adapted. targets: "gate_up", the first projection (`up` if there is no gate), "down", and "linear", any NVFP4GroupedLinear outside of a
+    GroupedSwiGLU. dtype: of A and B, float32 as in PEFT; products are computed in the dtype of activations. To train anything else, call
     `requires_grad_()` on it afterwards.
 
     Fails before it changes anything: UnsupportedError for a model without experts or without these targets, or with adapters already;
-    OptionError for a rank, an alpha or a target that is none; DtypeError for integers.
+    OptionError for an invalid rank, alpha or target; DtypeError for an integer dtype.
     """
     modules = adaptable(model, "add_lora_", filter_fn)
     _check_options(rank, alpha, dtype)
@@ -85,7 +86,7 @@ def add_lora_(
 
 
 def _places(modules: Mapping[str, AdaptableModule], targets: Sequence[str]) -> list[tuple[str, str]]:
-    """The names of modules, with the projections that targets mean. UnsupportedError if there are none."""
+    """The names of modules, each with a projection that the targets name. UnsupportedError if there are none."""
     known = [(name, p, target) for name, module in modules.items() for p, target in zip(module.projections, module.targets, strict=True)]
     found = [(name, projection) for name, projection, target in known if target in targets]
     if not found:
@@ -116,7 +117,7 @@ def _check_options(rank: int, alpha: float, dtype: torch.dtype) -> None:
 
 
 def _need_targets(targets: Iterable[str]) -> tuple[str, ...]:
-    """The targets in order, each once."""
+    """The targets in order, without duplicates."""
     given = (targets,) if isinstance(targets, str) else tuple(targets)
     for target in given:
         need_one_of("targets", target, TARGETS, where="add_lora_")
@@ -126,7 +127,7 @@ def _need_targets(targets: Iterable[str]) -> tuple[str, ...]:
 
 
 def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:
-    """UnsupportedError if one of the modules has an adapter, or can have none."""
+    """UnsupportedError if one of the modules has an adapter or cannot have one."""
     for name, module in modules.items():
         if module.sharding is not None and not module.sharding.adaptable:
             found = f"{name or type(module).__name__} has a part of each expert's features"
@@ -138,7 +139,7 @@ def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:
 
 
 def adapt(module: AdaptableModule, projection: str, rank: int, alpha: float, dtype: torch.dtype) -> Adapter:
-    """Gives a projection an adapter, where its weight is: of a rank's share of experts a share of the adapters of all."""
+    """Adds an adapter to a projection, on its weight's device; beside a rank's share of experts, a share of the adapters of all experts."""
     adapter = Adapter(module.shape_of(projection), rank, alpha, dtype, module.weight_of(projection).device)
     if module.sharding is not None:
         adapter.A, adapter.B = (nn.Parameter(module.sharding.whole(name, getattr(adapter, name).detach())) for name in "AB")

@@ -1,4 +1,4 @@
-"""Gradients of weights that are accumulated where their owner wants them: `main_grad` of a parameter."""
+"""Weight gradients that are accumulated in `main_grad` of a parameter, where its owner wants them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WIDE = ("f32", "f64")
 
 
 def check(params: Params, where: str) -> None:
-    """ShapeError, DtypeError or DeviceError unless those that want a gradient have a main_grad that takes it."""
+    """ShapeError, DtypeError or DeviceError unless each parameter that wants a gradient has a main_grad that can take it."""
     for i, p in enumerate(params):
         if p.requires_grad and not hasattr(p, "get_main_grad"):
             _checked(f"weight{i}.main_grad" if len(params) > 1 else "main_grad", p, getattr(p, "main_grad", None), where)
@@ -53,7 +53,9 @@ def _overwrites(param: Tensor) -> bool:
 
 
 def written(param: Tensor) -> Tensor | None:
-    """What autograd gets for a parameter whose gradient is in main_grad: a tensor without meaning if its owner asks to be told, or None."""
+    """The gradient that autograd gets for a parameter whose gradient is in main_grad: a tensor without meaning if its owner asks to be
+    told, otherwise None.
+    """
     if not hasattr(param, "grad_added_to_main_grad"):
         return None
     param.grad_added_to_main_grad = True
@@ -63,9 +65,9 @@ def written(param: Tensor) -> Tensor | None:
 def run(
     text: str, inputs: Sequence[Input], env: Mapping[str, Any], options: str, mains: Mapping[int, Params]
 ) -> list[Tensor | None]:  # fmt: skip
-    """The outputs of a backward; those in `mains`, by their places, go to the main_grad of these parameters, and are None.
+    """The outputs of a backward. The outputs at positions in `mains` go to the main_grad of these parameters, and are returned as None.
 
-    In one product where the main_grads of all groups are wanted and neighbours in memory, else by a copy for each.
+    If the main_grads of all groups are wanted and are neighbours in memory, the product writes them; otherwise each is copied.
     """
     whole = {place: _whole(params) for place, params in mains.items()}
     ways = tuple((place, dtype_name(t.dtype) if t is not None else "f32", add) for place, (t, add) in whole.items())
@@ -85,7 +87,7 @@ def run(
 
 
 def _whole(params: Params) -> tuple[Tensor | None, bool]:
-    """The main_grads as the one tensor that a product writes, if there is such a tensor; whether it adds to what is there."""
+    """The main_grads as the one tensor that a product writes, or None if they are not one; and whether the product adds to it."""
     if not all(p.requires_grad for p in params) or len({_overwrites(p) for p in params}) > 1:
         return None, False
     mains = [_main(p) for p in params]
@@ -97,7 +99,7 @@ def _whole(params: Params) -> tuple[Tensor | None, bool]:
 
 
 def _one_by_one(params: Params, found: Tensor) -> None:
-    """found f32[G, N, K], or [N, K] for each: into the main_grads of those that want a gradient."""
+    """Writes found f32[G, N, K], or [N, K] for each, into the main_grads of the parameters that want a gradient."""
     for p, grad in zip(params, found.unbind() if len(params) > 1 or params[0].dim() == 2 else (found,), strict=True):
         if p.requires_grad:
             _main(p).copy_(grad) if _overwrites(p) else _main(p).add_(grad)
@@ -105,9 +107,9 @@ def _one_by_one(params: Params, found: Tensor) -> None:
 
 @lru_cache(maxsize=256)
 def into(program: str, ways: tuple[tuple[int, str, bool], ...]) -> str:
-    """The program with the outputs at these places in another dtype; where `add`, added to an input that they are written over.
+    """The program with the outputs at these positions in another dtype; with `add`, added to an input that they are written over.
 
-    They are not rounded on the way: sums of a product go from float32 to what is there.
+    They are not rounded in between: sums of a product go from float32 directly to the output's dtype.
     """
     fusion, fd = parse(program), FusionDefinition()
     inputs = [fd.define_like(v.type, fusion.role(v)) for v in fusion.inputs]

@@ -1,4 +1,4 @@
-"""merge_lora_, remove_lora_: adapters as part of the weights that they stand beside, or gone."""
+"""merge_lora_, remove_lora_: merge adapters into the weights that they belong to, or remove them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .packed import relayout_
 
 
 def merge_lora_(model: nn.Module, *, requantize: bool = False) -> list[str]:
-    """Adds the adapters of a model to its weights, in place, and removes them. Returns what was merged.
+    """Adds the adapters of a model to its weights, in place, and removes them. Returns the names of what it merged.
 
-    Float weights become W + alpha / rank * B @ A, in float32 and rounded once to their dtype. Weights of few bits would lose most of what
-    was learned: UnsupportedError, unless requantize says to dequantize them, add, and quantize again with new scales. What trains stays as
-    it is. UnsupportedError too for a model without adapters, NonFiniteError for NaN or infinity that would be quantized; a module is merged
-    as a whole or not at all.
+    Float weights become W + alpha / rank * B @ A, computed in float32 and rounded once to their dtype. Quantized weights would lose most of
+    what was learned: UnsupportedError, unless requantize is True: then they are dequantized, added to, and quantized again with new scales.
+    `requires_grad` of other parameters does not change. UnsupportedError also for a model without adapters; NonFiniteError for NaN or
+    infinity that would be quantized. A module is merged as a whole or not at all.
     """
     adapted = _adapted(model, "merge_lora_")
     for name, module in adapted.items():
@@ -31,9 +31,10 @@ def merge_lora_(model: nn.Module, *, requantize: bool = False) -> list[str]:
 
 
 def remove_lora_(model: nn.Module) -> list[str]:
-    """Takes the adapters of a model away, in place: it computes what it did before `add_lora_`. Returns what had one.
+    """Removes the adapters of a model, in place: it then computes what it did before `add_lora_`. Returns the names of what had one.
 
-    Weights do not change, and what trains stays as it is: after `add_lora_`, nothing. UnsupportedError for a model without adapters.
+    Weights do not change, nor does `requires_grad` of other parameters: after `add_lora_`, nothing trains. UnsupportedError for a model
+    without adapters.
     """
     return [full for name, module in _adapted(model, "remove_lora_").items() for full in _removed(name, module)]
 
@@ -47,7 +48,7 @@ def _adapted(model: nn.Module, where: str) -> dict[str, AdaptableModule]:
 
 
 def _removed(name: str, module: AdaptableModule) -> list[str]:
-    """Removes the adapters of one module; their projections' names."""
+    """Removes the adapters of one module; returns the names of their projections."""
     projections = [projection for projection, _ in adapters_of(module)]
     for projection in projections:
         delattr(module, f"{projection}_lora")
@@ -55,7 +56,7 @@ def _removed(name: str, module: AdaptableModule) -> list[str]:
 
 
 def _merged(name: str, module: AdaptableModule) -> list[str]:
-    """Merges the adapters of one module; their projections' names."""
+    """Merges the adapters of one module; returns the names of their projections."""
     layout = module.weight_layout
     relayout_(module, "linear")
     try:
@@ -70,7 +71,7 @@ def _merged(name: str, module: AdaptableModule) -> list[str]:
 
 @torch.no_grad()
 def _sum(weight: Quantized, adapter: Adapter, name: str) -> Quantized:
-    """A weight [E, N, K] with its adapter, an expert at a time."""
+    """A weight [E, N, K] plus its adapter, computed one expert at a time."""
     made = weight.of(torch.empty_like(part) for part in weight)
     for e in range(weight.shape[0]):
         expert = weight.of(part[e] for part in weight)
@@ -81,12 +82,12 @@ def _sum(weight: Quantized, adapter: Adapter, name: str) -> Quantized:
 
 
 def _encoded(x: Tensor, like: Quantized, name: str) -> Quantized:
-    """x f32 [N, K] in the encoding of a matrix, with a scale for each of its runs of rows."""
+    """x f32 [N, K] in the encoding of a matrix of `like`, with a scale for each of its runs of rows."""
     if like.encoding.plain:
         return quantize(x, encoding=like.encoding)
     check_finite(x, name)
     scales = [part for of, part in like.named() if of.of_matrix]
     if not scales:
         return quantize(x, encoding=like.encoding)
-    runs = x.view(*scales[0].shape, -1, x.shape[-1])  # of a scale [], x itself
+    runs = x.view(*scales[0].shape, -1, x.shape[-1])  # for a scale [], x itself
     return quantize(x, matrix_scale_of(runs, like.encoding), like.encoding)

@@ -1,4 +1,4 @@
-"""A linear layer whose weight is in NVFP4: attention, shared experts, dense layers of a quantized checkpoint."""
+"""A linear layer with an NVFP4 weight, for attention, shared experts and dense layers of a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .packed import PackedModule
 
 
 class NVFP4Linear(PackedModule):
-    """x @ weight.T + bias, a grouped product of one group.
+    """x @ weight.T + bias, computed as a grouped product with one group.
 
-    N out-features, K in-features. Parameters, frozen, by the names that nvidia-modelopt gives them:
+    N out-features, K in-features. Frozen parameters, with nvidia-modelopt's names:
 
         weight          uint8          [N, K/2]    two codes a byte, low nibble first
         weight_scale    float8_e4m3fn  [N, K/16]   linear order
@@ -38,7 +38,7 @@ class NVFP4Linear(PackedModule):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]. ShapeError for another K, DtypeError for float64 and integers, before anything is computed."""
+        """x [..., K] -> [..., N]. ShapeError for another K, DtypeError for float64 or integers, before anything is computed."""
         self.order()
         checks.need_narrow_rows("x", x, self.in_features, type(self).__name__)
         rows, padding = x.reshape(-1, self.in_features), self.paddings.get("weight")
@@ -47,7 +47,7 @@ class NVFP4Linear(PackedModule):
         weight = self.weight[None], self.weight_scale[None], self.weight_scale_2[None]
         try:
             y = torch.ops.fusion_moe.nvfp4_grouped_mm(rows, *weight, offs, weight_layout=self.weight_layout)
-        except Error as error:  # which has the operation's names
+        except Error as error:  # whose message has the operation's argument names
             raise error.at(f"{type(self).__name__}, whose x is a") from None
         y = (padding.cut_rows(y) if padding else y).view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)

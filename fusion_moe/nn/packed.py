@@ -1,4 +1,4 @@
-"""Encoded weights of a module in a layout: in memory a target's, padded to its tiles, in every state dict the linear one."""
+"""Encoded weights of a module in a layout: in memory they have a target's layout and padding, in every state dict the linear layout."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _ordering = threading.Lock()
 class PackedModule(FrozenModule):
     """A module with encoded weights.
 
-    packed: the names of elements and block scales of each; weight_layout: the layout that they are in; paddings: of weights that are not
-    whole tiles of it, by the name of their elements; considered: whether `order` decided about them, where they are; sharding: how state
-    dicts have what is a share of a rank.
+    packed: the names of the elements and block scales of each weight; weight_layout: their layout; paddings: of weights that are not whole
+    tiles of the layout, by the name of their elements; considered: whether `order` has decided about the weights where they are now;
+    sharding: how state dicts represent tensors that are a rank's share.
     """
 
     packed: tuple[tuple[str, ...], ...] = ()
@@ -43,21 +43,21 @@ class PackedModule(FrozenModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight_layout, self.paddings = "linear", {}  # its own: torch.compile guards a class's in each class of the MRO, in each call
+        self.weight_layout, self.paddings = "linear", {}  # per instance: torch.compile guards class attributes in each class of the MRO
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
-        """N and K of the weight whose elements have a name, without padding."""
+        """N and K of the weight whose elements have this name, without padding."""
         if name in self.paddings:
             return self.paddings[name].shape
         *_, n, packed_k = getattr(self, name).shape
         return n, self.encoding.elements(packed_k)
 
     def row_scales(self, name: str) -> int:
-        """S, how many runs of a matrix's rows have scales of their own."""
+        """S: how many runs of a matrix's rows have their own scale."""
         return 1
 
     def padding(self, name: str, layout: Layout) -> Padding:
-        """What makes whole tiles of a layout of a weight: rows are padded in runs of one scale."""
+        """The padding that makes a weight whole tiles of a layout: rows are padded in each run with one scale."""
         n, k = self.matrix_shape(name)
         (rows, columns), runs = layout.tile, self.row_scales(name)
         padded = n if n % rows == 0 else runs * ceil_to(n // runs, rows)
@@ -74,23 +74,23 @@ class PackedModule(FrozenModule):
         return ""
 
     def order(self) -> None:
-        """Puts encoded weights in the layout of the kernels of their device, once: where a module moves there, and at its first call.
+        """Puts encoded weights in the layout that the kernels of their device read, once: when a module moves there, or at its first call.
 
-        Those that a CUDA graph or a traced program reads stay as these have them, and so do those of classes of their own.
+        Weights that a CUDA graph or a traced program reads keep their layout, and so do parameters that are tensor subclasses.
         """
         if torch.compiler.is_compiling() or self.considered or not options.current().order_weights:
             return
         p, wanted = getattr(self, self.packed[0][0]), options.current().target
         if type(p) is not nn.Parameter or _get_current_dispatch_mode() or (wanted == "auto" and p.device.type not in target.TARGETS):
             return
-        with _ordering:  # calls of other threads wait
+        with _ordering:  # calls in other threads wait
             captured = p.is_cuda and torch.cuda.is_current_stream_capturing()
             if not (self.considered or captured or self.encoding.plain or self.weight_layout != "linear"):
                 self._order(target.find(wanted, p.device).weight_layout)
             self.considered = True
 
     def _order(self, layout: str) -> None:
-        """Puts weights in a layout, or says why they stay as they are."""
+        """Puts weights in a layout, or logs why they stay as they are."""
         why = self.why_not(LAYOUTS[layout])
         try:
             if layout != "linear" and not why:
@@ -102,7 +102,7 @@ class PackedModule(FrozenModule):
             _say_once(f"weights stay in the linear layout: {type(self).__name__}: {why}")
 
     def check_block_scales(self) -> None:
-        """NonFiniteError unless all block scales in linear order are numbers that are not negative. Waits for the device."""
+        """NonFiniteError unless all block scales, in linear order, are non-negative numbers. Waits for the device."""
         for _, *scales in self.packed:
             for scale in scales:
                 check_block_scales(getattr(self, scale).detach(), scale)
@@ -143,11 +143,11 @@ class PackedModule(FrozenModule):
         super()._load_from_state_dict(given, prefix, metadata, strict, missing, unexpected, errors)
 
     def _own(self, prefix: str, tensors: Mapping[str, Any]) -> list[str]:
-        """The names of the module's own tensors that a state dict has."""
+        """The names of the module's own tensors that are in a state dict."""
         return [name for name in (*self._parameters, *self._buffers) if prefix + name in tensors]
 
     def _reordered(self, tensors: Mapping[str, Any], prefix: str) -> list[tuple[Sequence[str], list[str]]]:
-        """The names and keys of the weights of a state dict that are there, and in another layout than in memory."""
+        """Names and keys of those weights in a state dict whose layout in memory is not the linear one."""
         found = [(names, [prefix + name for name in names]) for names in self.packed if self.weight_layout != "linear"]
         return [(names, keys) for names, keys in found if all(key in tensors for key in keys)]
 
@@ -159,13 +159,13 @@ def _say_once(text: str) -> None:
 
 @dataclass(frozen=True)
 class Form:
-    """How the parts of a weight are stored: padded, then in a layout."""
+    """How the parts of a weight are stored: padded, and then in a layout."""
 
     layout: Layout
     padding: Padding
 
     def pack(self, parts: Sequence[Tensor], encoding: Encoding) -> tuple[Tensor, ...]:
-        """Elements and block scales as they are in a state dict -> the same in this form."""
+        """Elements and block scales as in a state dict -> the same in this form."""
         return self.layout.pack(*self.padding.pad(*parts, encoding=encoding), encoding=encoding)
 
     def unpack(self, parts: Sequence[Tensor], encoding: Encoding) -> tuple[Tensor, ...]:
@@ -177,7 +177,7 @@ class Form:
         return [encoding.part_shape(part, lead, *self.padding.padded) for part in encoding.parts if not part.of_matrix]
 
     def why_not(self, keys: Sequence[str], parts: Sequence[Tensor], own: Sequence[Tensor], encoding: Encoding) -> str:
-        """torch's words for parts of a state dict that are no such weight; "" if they are."""
+        """An error text in torch's style if parts of a state dict are not such a weight; "" if they are."""
         for key, t, part, mine in zip(keys, parts, encoding.parts, own, strict=False):
             if t.shape != (want := encoding.part_shape(part, mine.shape[:-2], *self.padding.shape)):
                 return (
@@ -188,7 +188,7 @@ class Form:
 
 
 def _form(module: PackedModule, name: str, layout: Layout | None = None) -> Form:
-    """How the weight whose elements have a name is stored, or is in a layout."""
+    """The form in which the weight whose elements have this name is stored, or would be in a given layout."""
     if layout is not None:
         return Form(layout, module.padding(name, layout))
     shape = module.matrix_shape(name)
@@ -196,9 +196,9 @@ def _form(module: PackedModule, name: str, layout: Layout | None = None) -> Form
 
 
 def relayout_(module: PackedModule, layout: str) -> None:
-    """Puts the weights of a module in a layout, in parameters of their own, a weight at a time. What an exception interrupts is undone.
+    """Puts the weights of a module in a layout, in new parameters, one weight at a time. An exception undoes what was already done.
 
-    What holds the old parameters, or their memory (a state dict, an exported program), has them as they were.
+    Other holders of the old parameters or of their memory (a state dict, an exported program) keep them unchanged.
     """
     if layout == module.weight_layout:
         return
@@ -217,7 +217,7 @@ def relayout_(module: PackedModule, layout: str) -> None:
 
 
 def _move(module: PackedModule, names: Sequence[str], here: Form, there: Form) -> None:
-    """Puts new parameters in the place of those of one weight, made a matrix at a time."""
+    """Replaces the parameters of one weight by new ones, made one matrix at a time."""
     old = [getattr(module, name) for name in names]
     parts = [p.detach() for p in old]
     shapes = there.shapes(parts[0].shape[:-2], module.encoding)
@@ -234,10 +234,10 @@ def _move(module: PackedModule, names: Sequence[str], here: Form, there: Form) -
 
 
 def _empty(shape: Sequence[int], like: Tensor) -> Tensor:
-    """On large pages on the CPU, as all weights."""
+    """Uninitialized memory: on the CPU on large pages, as for all weights."""
     return pages.empty(shape, like.dtype) if pages.takes(like) else torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 def _matrices(parts: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """The parts [E, N, ...] of a weight by matrix; [N, ...] is one."""
+    """The parts [E, N, ...] of a weight, for each matrix; [N, ...] is one matrix."""
     return [parts] if parts[0].dim() == 2 else [[part[e] for part in parts] for e in range(len(parts[0]))]

@@ -1,4 +1,4 @@
-"""Parameters of G experts, as one [G, ...] or as G neighbours in one buffer, and state dicts of either."""
+"""Parameters of G experts, as one [G, ...] or as G neighbours in one buffer, and state dicts of both forms."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..parts import Input, are_neighbours
 
 
 class GroupedParameters(nn.Module):
-    """A module with a parameter for each of G groups: `name` [G, ...] where `single[name]`, else name0 .. name{G-1}, views of one buffer.
+    """A module with a parameter for each of G groups: `name` [G, ...] if `single[name]`, otherwise name0 .. name{G-1}, views of one buffer.
 
-    They stay neighbours when the module is moved, cast, copied or unpickled. Any of them may be replaced (`register_parameter`): what
-    are no neighbours then is stacked for each call, which takes memory and time for a copy.
+    They stay neighbours when the module is moved, cast, copied or unpickled. Any of them may be replaced (`register_parameter`); if they
+    are no neighbours afterwards, each call stacks them, which costs time and memory for a copy.
     """
 
     def __init__(self, groups: int):
@@ -28,14 +28,14 @@ class GroupedParameters(nn.Module):
         self._keys: dict[str, list[str]] = {}
 
     def add_grouped(self, name: str, shape: tuple[int, ...], single: bool, **factory: Any) -> None:
-        """A parameter [*shape] for each group, not initialized."""
+        """Adds an uninitialized parameter [*shape] for each group."""
         self.single[name], self.shapes[name], self._keys[name] = single, shape, self._names(name, single)
         buffer = torch.empty(self.num_groups, *shape, **factory)
         for key, t in zip(self.keys(name), [buffer] if single else buffer.unbind(), strict=True):
             self.register_parameter(key, nn.Parameter(t))
 
     def add_none(self, name: str, single: bool) -> None:
-        """No parameter, under the names that it would have."""
+        """Registers None under the names that the parameters would have."""
         for key in self._names(name, single):
             self.register_parameter(key, None)
 
@@ -47,7 +47,7 @@ class GroupedParameters(nn.Module):
         return self._keys[name]
 
     def grouped(self, name: str) -> Input:
-        """The parameter, or those of all groups. ShapeError, DtypeError or DeviceError for one that does not fit."""
+        """The one parameter, or those of all groups. ShapeError, DtypeError or DeviceError for one that does not fit."""
         found, shape, where = [getattr(self, key) for key in self._keys[name]], self.shapes[name], type(self).__name__
         want = (self.num_groups, *shape) if self.single[name] else shape
         for key, p in zip(self._keys[name], found, strict=True):
@@ -60,7 +60,7 @@ class GroupedParameters(nn.Module):
         return found[0] if self.single[name] else tuple(found)
 
     def each(self, name: str) -> Sequence[Tensor]:
-        """The [*shape] of each group."""
+        """The tensor [*shape] of each group."""
         found = self.grouped(name)
         return found if isinstance(found, tuple) else found.unbind()
 
@@ -81,12 +81,12 @@ class GroupedParameters(nn.Module):
 
     def _packed(self, name: str) -> bool:
         found = self._parameters_of(name)
-        if len(found) != self.num_groups or found[0].is_meta or isinstance(found[0].data, FakeTensor):  # these have no addresses
+        if len(found) != self.num_groups or found[0].is_meta or isinstance(found[0].data, FakeTensor):  # such tensors have no addresses
             return False
         return are_neighbours(found)
 
     def _pack(self, names: Any) -> None:
-        """Makes neighbours of parameters of one shape, dtype and device."""
+        """Moves parameters into one buffer, as neighbours, if they have one shape, dtype and device."""
         for name in names:
             found = self._parameters_of(name)
             alike = len({(p.shape, p.dtype, p.device) for p in found}) == 1

@@ -1,4 +1,4 @@
-"""prepare_: the weights of a model in the order that a target's kernels read, in place, and its kernels compiled before they are needed."""
+"""prepare_: puts the weights of a model in the layout of a target, in place, and compiles its kernels before they are needed."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from .packed import PackedModule, relayout_
 
 log = logging.getLogger("fusion_moe")
 _ALL = "all"
-_FEW = (1, 2, 3)  # tokens: one, which tracers take for a constant, and two others, after which they take it for a symbol
+_FEW = (1, 2, 3)  # tokens: 1, which tracers treat as a constant, and two others, after which they treat it as a symbol
 
 
 def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] | Literal["all"] = ()) -> None:
     """Puts the weights of a model in the layout of a target ("auto": of the option `target`, then of the weights' device), in place.
 
-    On CUDA, modules do it by themselves at their first call, unless the option `order_weights` is off: `prepare_` says when.
-    Needs memory for one weight of a layer more. Weights that are no whole tiles of the layout are padded with zeros; state dicts are always
-    linear, without padding. A warning names what has no such layout, and stays linear. Call it once the model is where it runs: a module
-    that moves to another kind of device takes the linear layout again. Parameters become new ones.
+    On CUDA, modules do this by themselves at their first call, unless the option `order_weights` is off; `prepare_` chooses the time. It
+    needs memory for one extra copy of one weight of a layer. Weights that are not whole tiles of the layout are padded with zeros; state
+    dicts are always linear, without padding. A warning names weights that cannot have the layout; they stay linear. Call `prepare_` once
+    the model is where it runs: a module that moves to another kind of device returns to the linear layout. Parameters become new ones.
 
-    On a CPU weights that lie elsewhere than modules put them, as after torch.load of a module, or by another affinity, are copied there: on
-    large pages, and from all NUMA nodes by turns (the option `numa_interleave`). Shared memory stays.
+    On a CPU, weights may lie elsewhere than modules put them: after torch.load of a module, or under another CPU affinity. They are copied
+    to large pages, interleaved over all NUMA nodes (the option `numa_interleave`). Shared memory stays.
 
-    tokens: counts of tokens whose kernels are compiled now, in parallel and with progress, in place of in the middle of serving. For each
-    the model is called with as many tokens of one sequence, and with one token of as many sequences; none of this library's kernels runs
-    meanwhile. "all": it is called with up to three, and the kernels of all other counts are found from these calls' programs. A model that
-    is compiled afterwards is other programs: give `prepare_` what torch.compile returned. UnsupportedError for a model that calls nothing
-    of this library, and for one that takes no `input_ids`: `with fusion_moe.preparing("all"): model(...)` calls it as it has to be called.
-    NonFiniteError for a block scale that is negative or NaN. A call that is interrupted leaves each module in one layout or the other.
+    tokens: numbers of tokens whose kernels are compiled now, in parallel and with a progress line, instead of in the middle of serving. For
+    each number the model is called with that many tokens in one sequence, and with one token in that many sequences; none of this library's
+    kernels runs meanwhile. "all": the model is called with up to three tokens, and the kernels for all other numbers are derived from these
+    calls' programs. Compiling a model afterwards makes other programs: pass `prepare_` the model that torch.compile returned.
+    UnsupportedError for a model that calls nothing of this library, and for one that takes no `input_ids`: such a model can be called with
+    its own arguments inside `with fusion_moe.preparing("all"):`. NonFiniteError for a block scale that is negative or NaN. An interrupted
+    call leaves each module in one layout or the other.
     """
     need_one_of("to", to, ("auto", *target.TARGETS), where="prepare_")
     _check_tokens(model, tokens)
@@ -63,7 +64,7 @@ def prepare_(model: nn.Module, to: str = "auto", *, tokens: Sequence[int] | Lite
 
 
 def _check_tokens(model: nn.Module, tokens: Sequence[int] | str) -> None:
-    """OptionError for what is no count of tokens, UnsupportedError for a model that cannot be called with tokens."""
+    """OptionError for an invalid number of tokens, UnsupportedError for a model that cannot be called with tokens."""
     listed = isinstance(tokens, Sequence) and all(isinstance(count, int) and count > 0 for count in tokens)
     if tokens != _ALL and not listed:
         raise OptionError(f"tokens = {tokens!r}", expected="a list of positive integers, or 'all'", where="prepare_")
@@ -73,7 +74,7 @@ def _check_tokens(model: nn.Module, tokens: Sequence[int] | str) -> None:
 
 
 def _compile(model: nn.Module, tokens: Sequence[int] | str) -> None:
-    """Compiles what calls of a language model need for these counts of tokens."""
+    """Compiles what calls of a language model need for these numbers of tokens."""
     device = next(model.parameters()).device
     counts, sizes = (_FEW, "all") if isinstance(tokens, str) else (tokens, "called")
     with preparing(sizes) as noted, torch.no_grad():
@@ -86,9 +87,9 @@ def _compile(model: nn.Module, tokens: Sequence[int] | str) -> None:
 
 
 def _check_scales(module: PackedModule, name: str, layout: str) -> None:
-    """NonFiniteError unless all block scales that would be ordered are numbers that are not negative."""
+    """NonFiniteError unless all block scales that would be reordered are non-negative numbers."""
     if layout == "linear" or module.weight_layout != "linear":
-        return  # they stay, or were looked at
+        return  # they are not reordered, or were already checked
     try:
         module.check_block_scales()
     except NonFiniteError as error:

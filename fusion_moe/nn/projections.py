@@ -1,4 +1,4 @@
-"""What all modules of experts are made of: the weights and biases of two projections, in an encoding."""
+"""Base of all expert modules: the weights and biases of two projections, in an encoding."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .packed import relayout_
 
 
 class Projections(AdaptableModule):
-    """The projections up [E, N, H] and down [E, H, I] of E experts. N is 2I if up is "gate_up", gate above up, and I if it is "up".
+    """The projections up [E, N, H] and down [E, H, I] of E experts. N is 2I if up is "gate_up" (gate above up), and I if it is "up".
 
-    H hidden, I intermediate features. Frozen parameters, by the parts of the encoding:
+    H hidden, I intermediate features. Frozen parameters, one for each part of the encoding:
 
         gate_up_proj, down_proj              elements: [E, 2I, H] and [E, H, I], packed along the last dimension
         gate_up_proj_scale, down_proj_scale  block scales, in linear order
         gate_up_decode_scale                 float32 [E, 2], a scale for gate and one for up; down_decode_scale float32 [E]
         gate_up_proj_bias, down_proj_bias    float [E, 2I] and [E, H], or None; the only ones that a cast of the model casts
 
-    or up_proj [E, I, H], up_proj_scale, up_decode_scale [E], up_proj_bias [E, I]. Submodules gate_up_lora and down_lora, where they
-    are: adapters that train (lora.py). activation_format: "bf16", activations as they come in, or quantized too: "nvfp4" (compute
-    capability 10.0 only) or "int8" (CPUs only, weights in NVFP4 or MXFP4). first_expert: None, ids are 0 to E - 1; else the id of the
-    first of E local experts, of more that others hold: slots of other ids add nothing to the result.
+    or up_proj [E, I, H], up_proj_scale, up_decode_scale [E], up_proj_bias [E, I]. Optional submodules gate_up_lora and down_lora are
+    adapters that train (lora.py). activation_format: "bf16", activations as they come in; or quantized too: "nvfp4" (compute capability
+    10.0 only) or "int8" (CPUs only, weights in NVFP4 or MXFP4). first_expert: None: ids are 0 to E - 1; otherwise the module has E local
+    experts of more, this is the id of the first, and slots with other ids add nothing to the result.
     """
 
     down_proj: nn.Parameter
@@ -58,9 +58,10 @@ class Projections(AdaptableModule):
                 setattr(self, key, frozen(part))
 
     def to_nvfp4(self) -> Projections:
-        """MXFP4 weights as NVFP4 of equal numbers, in place, in the linear layout: for nvFuser, which reads no MXFP4. Returns the module.
+        """Converts MXFP4 weights to NVFP4 with equal values, in place, in the linear layout: for nvFuser, which reads no MXFP4. Returns the
+        module.
 
-        A decode scale of its own for gate and up, or, where weights span many octaves, for each row. Raises as `mxfp4_as_nvfp4`.
+        Gate and up get their own decode scales or, if weights span many octaves, each row does. Raises like `mxfp4_as_nvfp4`.
         """
         if self.encoding != NVFP4:
             relayout_(self, "linear")

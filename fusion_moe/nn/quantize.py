@@ -1,4 +1,4 @@
-"""quantize_: the experts of a model, in place, from floating point to NVFP4."""
+"""quantize_: converts the experts of a model from floating point to NVFP4, in place."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Filter = Callable[[nn.Module, str], bool]
 
 
 def quantize_(model: nn.Module, config: NVFP4Config | None = None, filter_fn: Filter | None = None) -> None:
-    """Replaces the modules of a model that hold experts by those of fusion_moe.nn, in place. Everything else stays as it is.
+    """Replaces the expert modules of a model by those of fusion_moe.nn, in place. Everything else stays as it is.
 
-    A layer that is known as a whole is replaced as a whole, and what is inside of it is not looked at. filter_fn(module, name) says
-    which ones; all without it. Fails before it changes anything: UnsupportedError if the model has no experts it knows,
-    NonFiniteError for NaN or infinite weights, ShapeError for sizes that are no multiple of 16, each with the module's name; OptionError
-    for a config that is none. A module is replaced as soon as its weights are quantized, so that one is in memory in both forms; what an
-    interruption leaves, another call completes. A model whose experts are all in these modules already stays as it is, with a warning.
+    A layer that is known as a whole is replaced as a whole, and its submodules are not looked at. filter_fn(module, name) chooses modules;
+    without it all are replaced. Fails before it changes anything, with the module's name: UnsupportedError if the model has no experts that
+    it knows, NonFiniteError for NaN or infinite weights, ShapeError for sizes that are not multiples of 16; also OptionError for an invalid
+    config. Each module is replaced as soon as its weights are quantized, so that only one is in memory in both forms. After an
+    interruption, another call completes the work. A model whose experts are all replaced already stays as it is, with a warning.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"a {type(model).__name__}", expected="a torch.nn.Module with experts", where="quantize_")
@@ -53,7 +53,7 @@ def _check_config(config: NVFP4Config | None) -> None:
 
 
 def _chosen(model: nn.Module, filter_fn: Filter | None) -> list[list[str]]:
-    """The names of each module that is converted. UnsupportedError if there are none, though they could be."""
+    """The names of each module to convert. UnsupportedError if there are none and the model is not quantized already."""
     known, names = _known(model), dict[int, list[str]]()
     for name, module in known.items():
         if filter_fn is None or filter_fn(module, name):
@@ -64,14 +64,14 @@ def _chosen(model: nn.Module, filter_fn: Filter | None) -> list[list[str]]:
 
 
 def _tell_transformers(model: nn.Module) -> None:
-    """transformers' save_pretrained would take the new parameters for the old ones and write what nothing loads."""
+    """Prevents transformers' save_pretrained from writing the new parameters under the old names, which nothing could load."""
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     if modeling is not None and isinstance(model, modeling.PreTrainedModel):
         importlib.import_module("fusion_moe.transformers.quantizer").attach(model)
 
 
 def _known(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that can be converted, none inside of another: what calls it may count on what the other is."""
+    """The modules that can be converted, none inside of another: the outer one may depend on what the inner one is."""
     if converter_of(model):
         raise UnsupportedError(
             f"{type(model).__name__}, which is not part of a model", expected="a model with such modules inside",
@@ -85,7 +85,7 @@ def _known(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _check_why_none(model: nn.Module, filtered: bool) -> None:
-    """Nothing to do is right for a model that is quantized already, which a warning says, and an error that says why for any other."""
+    """If nothing is to be converted: a warning for a model that is quantized already, otherwise an error that says why."""
     where = type(model).__name__
     there = [m for m in model.modules() if isinstance(m, (Projections, NVFP4GroupedLinear))]
     if there:

@@ -1,4 +1,4 @@
-"""Converters of users: what `quantize_` puts in the place of a class of experts that the library does not know."""
+"""User-registered converters: what `quantize_` makes of a class of experts that the library does not know."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _registered: dict[type[nn.Module], Converter] = {}
 
 
 def register_converter(cls: type[nn.Module]) -> Callable[[C], C]:
-    """A decorator: the function makes the module that takes the place of an instance of `cls`, or of a class that derives from it.
+    """A decorator: the function makes the module that replaces an instance of `cls` or of a class derived from it.
 
         @fusion_moe.register_converter(MyExperts)
         def to_nvfp4(experts, config):
             return NVFP4Experts.from_float(experts.gate_up, experts.down, config.activation_format)
 
-    to_nvfp4(experts: cls, config: NVFP4Config) -> nn.Module, called as `experts` was: same arguments, same results. `quantize_` and
-    `fusion_moe.nn.convert` call it; it goes before what the library has for a class. `quantize_` calls it twice: with parameters on
-    the meta device, so that nothing is changed in a model of which a part cannot be converted, and then with real ones. So it reads no
-    values on the host (`.item()`), and leaves `experts` as they are.
+    to_nvfp4(experts: cls, config: NVFP4Config) -> nn.Module, which is called as `experts` was: same arguments, same results. `quantize_`
+    and `fusion_moe.nn.convert` call the function; it takes precedence over the library's own converter of a class. `quantize_` calls it
+    twice: first with parameters on the meta device, so that a model is not changed at all if a part of it cannot be converted, and then
+    with real ones. So the function must not read values on the host (`.item()`) and must leave `experts` unchanged.
 
-    OptionError for what is no class of modules, for torch.nn.Module itself, for a function that cannot be called, and for a class that
-    has a converter (`fusion_moe.nn.unregister_converter` takes it away). When it is called: UnsupportedError if it fails, or returns
-    no new module.
+    OptionError if `cls` is not a class of modules or is torch.nn.Module itself, if the function cannot be called, and if the class already
+    has a converter (`fusion_moe.nn.unregister_converter` removes it). During conversion: UnsupportedError if the function fails or does not
+    return a new module.
     """
     _check_class(cls)
 
@@ -47,12 +47,12 @@ def register_converter(cls: type[nn.Module]) -> Callable[[C], C]:
 
 
 def unregister_converter(cls: type[nn.Module]) -> None:
-    """Takes back what `register_converter` did; nothing for a class that has no converter."""
+    """Removes what `register_converter` registered; does nothing for a class without a converter."""
     _registered.pop(cls, None)
 
 
 def registered_converter(module: nn.Module) -> Converter | None:
-    """The converter that a user registered for the class of a module, or for the nearest that it derives from."""
+    """The converter that a user registered for a module's class, or for its nearest base class."""
     cls = next((c for c in type(module).__mro__ if c in _registered), None)
     return None if cls is None else _checked(cls, _registered[cls])
 

@@ -1,4 +1,4 @@
-"""Modules in a row, of which neighbours of ours become one program."""
+"""Modules in sequence, where adjacent modules of this library become one program."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .tracked import Effects, tracked
 
 
 class Sequential(nn.Sequential):
-    """Modules one after another. Each run of GroupedLinear and scaled activations is one Fusion, forward and backward.
+    """Modules one after another. Each run of GroupedLinear and scaled activations becomes one Fusion, forward and backward.
 
-    What of it becomes one kernel the compiler decides; results are those of the modules called one by one, but for roundings between
-    them that a kernel leaves out. Other modules run as they are.
+    The compiler decides how it is divided into kernels; results equal those of the modules called one by one, except that kernels may leave
+    out roundings between them. Other modules run as they are.
     """
 
     def forward(self, x: Tensor, *extra: Tensor) -> Tensor:
-        """x [..., K]; what each of our modules takes beside it, in order: of a GroupedLinear split_sizes int[G], and with scale_bias
-        scales [...]; of a scaled activation its scales [...]. -> [..., N]. ShapeError for too many or too few.
+        """x [..., K] -> [..., N]. extra: what each of our modules takes besides x, in order: for a GroupedLinear split_sizes int[G] and,
+        with scale_bias, scales [...]; for a scaled activation its scales [...]. ShapeError for too many or too few.
         """
         wanted = sum(_takes(module) for module in self)
         if len(extra) != wanted:
@@ -37,7 +37,7 @@ class Sequential(nn.Sequential):
 
 
 def _takes(module: nn.Module) -> int:
-    """How many tensors a module takes beside x."""
+    """How many tensors a module takes besides x."""
     if isinstance(module, GroupedLinear):
         return 1 + module.scale_bias
     return int(isinstance(module, _ScaledGLU))
@@ -49,7 +49,7 @@ def _described(modules: Iterable[nn.Module]) -> str:
 
 
 def _runs(modules: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
-    """Neighbours that become one program: ours, with a layer among them."""
+    """Adjacent modules that become one program: modules of ours, at least one of them a layer."""
     run: list[nn.Module] = []
     for module in modules:
         if isinstance(module, (GroupedLinear, _ScaledGLU)):
@@ -73,7 +73,7 @@ def _fused(modules: Sequence[nn.Module], x: Tensor, given: Sequence[Sequence[Ten
     width = _width(modules)
     checks.need_rows("x", x, width, "Sequential")
     stages: list[Stage] = []
-    divided: list[tuple[Tensor, Tensor]] = []  # what was given, and the ends that it became: one partition for one tensor
+    divided: list[tuple[Tensor, Tensor]] = []  # each given tensor and the ends made from it: one tensor, one partition
     for module, tensors in zip(modules, given, strict=True):
         if isinstance(module, GroupedLinear):
             if module.in_features != width:
@@ -95,7 +95,7 @@ def _fused(modules: Sequence[nn.Module], x: Tensor, given: Sequence[Sequence[Ten
 
 
 def _width(modules: Sequence[nn.Module]) -> int:
-    """Columns that the first module takes: those of the first layer, twice as many before each activation."""
+    """The columns that the first module takes: those of the first layer, doubled for each activation before it."""
     first = next(i for i, module in enumerate(modules) if isinstance(module, GroupedLinear))
     layer = modules[first]
     assert isinstance(layer, GroupedLinear)

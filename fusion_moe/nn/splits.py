@@ -1,4 +1,4 @@
-"""How callers say which rows belong to which group: counts of rows, or the ends of runs."""
+"""How callers say which rows belong to which group: by row counts, or by the ends of runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torc
 
 
 def ends_of(split_sizes: Tensor | None, offs: Tensor | None, groups: int, rows: Tensor, where: str) -> Tensor:
-    """split_sizes int[G], rows of each group, or offs i32[G], their ends -> ends i32[G]. The host reads nothing, but on the CPU.
+    """split_sizes int[G], rows of each group, or offs i32[G], their ends -> ends i32[G]. The host reads values only on the CPU.
 
-    rows [..., K]: what is divided. GroupsError for both or neither, and on the CPU for counts that are negative or more than the rows
-    (on CUDA such ends are clamped, and raised later); ShapeError, DtypeError or DeviceError for a tensor that does not fit.
+    rows [..., K]: the rows that are divided. GroupsError if both are given or neither, and on the CPU for counts that are negative or
+    exceed the rows (on CUDA such ends are clamped, and the error is raised later); ShapeError, DtypeError or DeviceError for a tensor that
+    does not fit.
     """
     if (split_sizes is None) == (offs is None):
         found = "neither split_sizes nor offs" if offs is None else "split_sizes and offs"

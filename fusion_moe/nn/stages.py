@@ -1,6 +1,6 @@
-"""Layers over groups of rows as stages of one program: what each adds to a Fusion, and the call that runs them.
+"""Layers over groups of rows as stages of one program: what each layer adds to a Fusion, and the call that runs them.
 
-A stage is plain data but for its operands, so that torch.compile takes the text of the program for a constant.
+A stage is plain data except for its operands, so that torch.compile treats the text of the program as a constant.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ..ir.text import one_line
 from ..ir.types import TensorType, dtype_name, plain
 from ..parts import Input, flat
 
-ROWS = -1  # in the shape of an input: as many as x has
+ROWS = -1  # in the shape of an input: as many rows as x
 Type = tuple[torch.dtype, tuple[int, ...]]
 
 
 class Operand(NamedTuple):
-    """What a stage takes beside the rows: a tensor, or G tensors as one; shape: of the input of the program that it becomes."""
+    """An operand of a stage besides the rows: a tensor, or G tensors as one; shape: the shape of the program's input that it becomes."""
 
     tensor: Input
     shape: tuple[int, ...]
 
 
 class Stage(NamedTuple):
-    """kind: in BUILDERS; width: columns that it takes; operands: None for one that is not there; attributes: text.
+    """kind: in BUILDERS; width: how many columns it takes; operands: None for an absent one; attributes: as text.
 
-    Numbers in attributes would be no constants to a tracer of dynamic shapes.
+    Numbers in attributes would not be constants to a tracer of dynamic shapes.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Stage(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A program and what it runs on: x [M, K], then the operands of its stages, each once."""
+    """A program and what it runs on: x [M, K], then the distinct operands of its stages."""
 
     text: str
     inputs: list[Input]
@@ -59,12 +59,12 @@ class Call(NamedTuple):
         return torch.ops.fusion_moe.run(self.text, tensors, [self.rows], None, parts)[0]
 
     def place(self, tensor: Input) -> int:
-        """Where an operand stands among the inputs."""
+        """The position of an operand among the inputs."""
         return next(i for i, t in enumerate(self.inputs) if _same(t, tensor))
 
 
 def call(x: Tensor, stages: Sequence[Stage]) -> Call:
-    """x [M, K] through the stages, as one program."""
+    """The call that passes x [M, K] through the stages, as one program."""
     inputs: list[Input] = [x]
     types: list[Type] = [(x.dtype, (ROWS, stages[0].width))]
     plan = []
@@ -75,7 +75,7 @@ def call(x: Tensor, stages: Sequence[Stage]) -> Call:
 
 
 def _place(operand: Operand, inputs: list[Input], types: list[Type]) -> int:
-    """Where an operand stands among the inputs, which it joins if it is new: a module that is called twice is one operand."""
+    """The position of an operand among the inputs; a new operand is added. A module that is called twice is one operand."""
     for i, t in enumerate(inputs):
         if i and _same(t, operand.tensor):
             return i
@@ -93,7 +93,7 @@ def _same(a: Input, b: Input) -> bool:
 
 
 def program(types: tuple[Type, ...], plan: tuple[tuple[str, tuple[int | None, ...], tuple[str, ...]], ...]) -> str:
-    """The text of the program of stages, whose inputs have these dtypes and shapes."""
+    """The text of the program of these stages, whose inputs have these dtypes and shapes."""
     return _program(types, plan)
 
 
@@ -117,7 +117,7 @@ def _linear(
 ) -> Value:  # fmt: skip
     """x [M, K], weight [G, N, K], offs i32[G], bias [G, N], scales [M] -> dtype[M/g, N]: the product, plus the bias times the scales
 
-    wgrad: of the recipe MXFP8BlockScaling; "" without it.
+    wgrad: that of the recipe MXFP8BlockScaling; "" without a recipe.
     """
     fd.mark_weight(weight, bias)
     total = plain(x.type.shape[0])
@@ -136,7 +136,7 @@ def _linear(
 
 
 def _glu(fd: FusionDefinition, x: Value, scales: Value, numbers: str) -> Value:
-    """x [M, 2H], scales [M] -> [M, H]: what fusion_moe::scaled_swiglu computes with these numbers, as Python writes them"""
+    """x [M, 2H], scales [M] -> [M, H]: the result of fusion_moe::scaled_swiglu with these numbers, which are Python literals"""
     translator = translate.find("fusion_moe::scaled_swiglu")
     assert translator is not None
     return translator.function(fd, x, scales, *literal_eval(numbers))

@@ -1,4 +1,4 @@
-"""Calls that write: into memory of the caller, into main_grad, and gradients that wait. Ordinary calls are `stages.Call.run`."""
+"""Calls with side effects: writes into the caller's memory or main_grad, and delayed gradients. `stages.Call.run` is the usual call."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .stages import Call
 
 
 def _untraced(function: Any) -> Any:
-    """torch.compiler.disable, which would import the tracer now: that takes a second."""
+    """torch.compiler.disable without importing the tracer now, which takes a second."""
     return _disable_dynamo(function)
 
 
 @dataclass(frozen=True)
 class Effects:
-    """What the backward of a program does to weights, by their places among its inputs.
+    """What the backward of a program does to weights, by their positions among its inputs.
 
-    mains: those whose gradient goes to main_grad; delayed: those whose gradient waits, and where.
+    mains: weights whose gradient goes to main_grad; delayed: weights whose gradient waits, and where it waits.
     """
 
     mains: Mapping[int, main_grad.Params]
@@ -53,12 +53,12 @@ class _Work:
 
     @property
     def now(self) -> tuple[int, ...]:
-        """Those that get one in the backward."""
+        """The inputs that get their gradient in the backward."""
         return tuple(i for i in self.wanted if i not in self.effects.delayed)
 
     @property
     def later(self) -> tuple[int, ...]:
-        """Those whose gradient waits."""
+        """The inputs whose gradient waits."""
         return tuple(i for i in self.wanted if i in self.effects.delayed)
 
 
@@ -66,7 +66,7 @@ class _Work:
 def tracked(
     call: Call, effects: Effects, ends: Tensor, out: Tensor | None = None, grad_input: Tensor | None = None, where: str = ""
 ) -> Tensor:  # fmt: skip
-    """call.run() with effects. out [M, N], grad_input [M, K]: where rows before the last of `ends` are written."""
+    """call.run() with effects. out [M, N], grad_input [M, K]: buffers in which the rows before the last of `ends` are written."""
     for params in effects.mains.values():
         main_grad.check(params, where)
     tensors, parts = flat(call.inputs)
@@ -105,14 +105,14 @@ class _Tracked(torch.autograd.Function):
             queue, params = work.effects.delayed[place]
             reads: list[Any] = [[*inputs, *made][i] for i in later.reads]
             queue.waiting.append(Waiting(later.program, reads, work.env, work.options, params, place in work.effects.mains))
-        found = {i: grad for i, grad in zip(work.now, made, strict=False) if grad is not None}  # what else was made is read later
+        found = {i: grad for i, grad in zip(work.now, made, strict=False) if grad is not None}  # other outputs are read later
         if 0 in found and work.grad_input is not None:
             found[0] = _write(work.grad_input, found[0], work.ends).detach()
         return None, *_returned(work, found, ctx.needs_input_grad[1:])
 
 
 def _returned(work: _Work, found: Mapping[int, Any], needed: Sequence[bool]) -> list[Tensor | None]:
-    """What autograd gets for each tensor of the call."""
+    """The gradient that autograd gets for each tensor of the call."""
     grads = split(found, work.parts, len(needed))
     first = 0
     for i, n in enumerate(work.parts or [0] * len(needed)):
@@ -124,11 +124,11 @@ def _returned(work: _Work, found: Mapping[int, Any], needed: Sequence[bool]) -> 
 
 
 def _result(out: Tensor | None, y: Tensor, ends: Tensor) -> Tensor:
-    """y [M, N], in the caller's memory if there is some."""
+    """y [M, N], in the caller's buffer if there is one."""
     return y if out is None else _write(out, y, ends).detach()
 
 
 def _write(target: Tensor, value: Tensor, ends: Tensor) -> Tensor:
-    """target [M, N] with the rows of groups of `value`; rows past the last end keep what they hold."""
+    """Writes the rows of groups of `value` to target [M, N]; rows past the last end keep what they hold."""
     inside = torch.arange(target.shape[0], device=target.device) < ends[-1]
     return target.copy_(torch.where(inside[:, None], value, target))

@@ -1,4 +1,4 @@
-"""Fusion -> Fusion, in this order. Each keeps the meaning exactly; `contract_rounding`, which need not, runs on single segments."""
+"""Passes Fusion -> Fusion, in this order. Each keeps the meaning exactly, except `contract_rounding`, which runs on single segments."""
 
 from .assign_layouts import assign_layouts
 from .canonicalize import canonicalize

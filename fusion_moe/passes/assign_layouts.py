@@ -12,7 +12,7 @@ from .rewrite import rewrite
 
 
 def assign_layouts(fusion: Fusion, target: Target) -> Fusion:
-    """The Fusion with a relayout before each product that wants another layout than its activation has."""
+    """The Fusion with a relayout before each product that needs another layout than its activation has."""
 
     def rule(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
         if op.kind.name != "grouped_mm":

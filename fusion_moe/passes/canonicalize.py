@@ -1,4 +1,4 @@
-"""One spelling for each thing: undoes decompositions, drops casts and reshapes that do nothing. Every rule keeps every bit."""
+"""One form for each computation: undoes decompositions, drops casts and reshapes that do nothing. Every rule keeps every bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXACT_IN = {"f16": ("f32", "f64"), "bf16": ("f32", "f64"), "f8e4m3": ("f16", "b
 
 
 def canonicalize(fusion: Fusion, target: Target) -> Fusion:
-    """The Fusion with silu, plain casts and plain reshapes where a decomposed graph spells them out."""
+    """The Fusion with silu, plain casts and plain reshapes instead of a graph's decompositions of them."""
     return rewrite(fusion, _rule)
 
 
@@ -37,7 +37,7 @@ def _div(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value]
 
 
 def _cast(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
-    """A cast to the dtype that a value has, or back to the one it had before an exact cast."""
+    """A cast to the dtype that a value already has, or back to the dtype that it had before an exact cast."""
     (x,), dtype = inputs, op.attrs["dtype"]
     if x.type.dtype == dtype and x.type.ends is None:
         return (x,)
@@ -50,7 +50,7 @@ def _cast(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value
 
 
 def _reshape(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
-    """A reshape to the shape that a value has; one after another is one."""
+    """A reshape to the shape that a value already has; two reshapes in a row become one."""
     (x,), shape = inputs, op.attrs["new_shape"]
     before = _made(fd, x, "reshape")
     source = before.values[0] if before else x
@@ -60,31 +60,31 @@ def _reshape(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Va
 
 
 def _partition(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
-    """A partition that the rows have already."""
+    """A partition that the rows already have."""
     x = inputs[0]
     return (x,) if x.type == op.outputs[0].type else None
 
 
 def _product(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
-    """Products and sums of groups read rows exactly, so an exact widening before them does nothing. (f64 widens their sums.)"""
+    """Grouped products and sums read rows exactly, so an exact widening before them does nothing. (f64 would widen their sums.)"""
     narrow = [_widened(fd, v) or v for v in inputs]
     return None if narrow == list(inputs) or op.outputs[0].type.dtype == "f64" else fd.append(op.kind, narrow, op.attrs)
 
 
 def _quantize(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
-    """Scales are chosen from numbers, not from their dtype: as before products."""
+    """Scales depend on values, not on their dtype: an exact widening does nothing, as before products."""
     return _product(fd, op, inputs) if op.attrs["encoding"] in TRAINED else None
 
 
 def _gather(fd: FusionDefinition, op: Op, inputs: Sequence[Any]) -> Sequence[Value] | None:
-    """Rows are gathered as narrow as they are, and widened after."""
+    """Rows are gathered in their narrow dtype and widened afterwards."""
     x, index = inputs
     source = _widened(fd, x)
     return None if source is None else (fd.ops.cast(fd.append(op.kind, [source, index], op.attrs)[0], dtype=x.type.dtype),)
 
 
 def _widened(fd: FusionDefinition, v: Any) -> Value | None:
-    """The narrower floats that a value is the exact widening of."""
+    """The narrower floats of which a value is the exact widening."""
     before = _made(fd, v, "cast")
     source = before.values[0] if before else None
     return source if source and source.type.dtype in FLOATS and v.type.dtype in _EXACT_IN.get(source.type.dtype, ()) else None

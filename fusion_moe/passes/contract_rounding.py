@@ -1,6 +1,6 @@
-"""Keeps float32 where a kernel would round to a narrower type and back, or round what it adds: the one pass that changes bits.
+"""Keeps float32 where a kernel would round to a narrower type and back, or would round summands: the only pass that changes bits.
 
-It runs on each segment by itself: a value that is stored between two kernels is rounded as the program says.
+It runs on each segment separately: a value that is stored between two kernels is rounded as the program says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .simplify import pruned
 
 
 def dropped_roundings(fusion: Fusion) -> tuple[Op, ...]:
-    """The casts of the Fusion that `contract_rounding` drops a reader of: narrowing, read back at the wider type or added, not stored."""
+    """The narrowing casts that `contract_rounding` bypasses: their results are widened again or added, and not stored."""
     dropped = {way[0] for way in _ways(fusion).values()} | {fusion.producers[v] for op in _sums(fusion) for v in op.values}
     return tuple(op for op in fusion.ops if op in dropped)
 
@@ -34,7 +34,7 @@ def contract_rounding(fusion: Fusion) -> Fusion:
         if op.outputs[0] not in results:
             return None
         made, way = inputs[0], results[op.outputs[0]]
-        for _ in way:  # back to what was rounded
+        for _ in way:  # back to the value before rounding
             source = fd.producer(made)
             assert source is not None
             made = source.values[0]
@@ -46,7 +46,7 @@ def contract_rounding(fusion: Fusion) -> Fusion:
 
 
 def _sums(fusion: Fusion) -> tuple[Op, ...]:
-    """Additions of two numbers that were just rounded."""
+    """Additions of two numbers that have just been rounded."""
     return tuple(op for op in fusion.ops if op.kind.name == "add" and len(op.values) == 2 and all(_rounds(fusion, v) for v in op.values))
 
 
@@ -56,7 +56,7 @@ def _rounds(fusion: Fusion, v: Value) -> bool:
 
 
 def _ways(fusion: Fusion) -> Mapping[Op, tuple[Op, ...]]:
-    """For each cast back to f32: the narrowing cast that it undoes, and what moves elements between the two."""
+    """For each cast back to f32: the narrowing cast that it undoes, and the operations in between, which move elements."""
     back = (op for op in fusion.ops if op.kind.name == "cast" and op.attrs["dtype"] == "f32")
     return {op: way for op in back if (way := _way(fusion, op.values[0]))}
 

@@ -1,6 +1,6 @@
-"""Gives products the bf16 numbers of their MXFP8 operands: kernels read these.
+"""Replaces the MXFP8 operands of products by their bf16 values, which the kernels read.
 
-Rows that are picked, by as many indices as there are rows or more, are picked from these numbers, and so rounded once each.
+If rows are picked by at least as many indices as there are rows, they are picked from these values, so that each row is rounded once.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ByWayOf = Callable[[FusionDefinition, Value], Value]
 
 
 def dequantize_operands(fusion: Fusion, target: Target) -> Fusion:
-    """The Fusion with a `dequantize` before each product of MXFP8 operands, which are what the product counts them as."""
+    """The Fusion with a `dequantize` before each product of MXFP8 operands; products count such operands as these values anyway."""
     by_way_of = _itself if "quantize" in target.unshared_roles else eight_bits.in_parts
     return rewrite(fusion, partial(_rule, by_way_of)) if any(map(_reads_eight_bits, fusion.ops)) else fusion
 
 
 def _itself(fd: FusionDefinition, v: Value) -> Value:
-    """Where what is quantized leaves no kernel, parts would be what leaves it."""
+    """The value itself: if quantized values never leave their kernel, neither must their parts."""
     return v
 
 
@@ -56,7 +56,7 @@ def _numbers(by_way_of: ByWayOf, fd: FusionDefinition, v: Value, ends: Value) ->
 
 
 def _picked(fd: FusionDefinition, v: Value) -> tuple[Op, Op] | None:
-    """The `quantize` that made a value, and the `index_select` of its rows, if each row is picked once on average, or more often."""
+    """The `quantize` that made a value, and the `index_select` of its rows, if each row is picked once or more on average."""
     quantize = fd.producer(v)
     if quantize is None or quantize.kind.name != "quantize" or len(quantize.values) > 1 or find(quantize.attrs["encoding"]).axis != -1:
         return None

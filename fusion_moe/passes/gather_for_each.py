@@ -1,6 +1,6 @@
-"""Rows that several products read are picked by each of them, while it loads them: never copied in memory for all.
+"""Rows that several products read are gathered by each product while it loads them, and never copied in memory for all of them.
 
-So is the number of rows where all are of one group.
+The same holds for the number of rows if all are in one group.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from ..target import Target
 
 
 def gather_for_each(fusion: Fusion, target: Target) -> Fusion:
-    """The Fusion with an `index_select` of rows, or a view of an input, of its own for each product that reads one; and `ends` each with a
-    `full` of their own.
+    """The Fusion with a separate `index_select` of rows, or view of an input, for each product that reads it, and a separate `full` for
+    each `ends`.
     """
     copies: dict[Op, list[Op]] = {}
     ops = [_with_own_gathers(fusion, op, copies) for op in fusion.ops]
@@ -24,7 +24,7 @@ def gather_for_each(fusion: Fusion, target: Target) -> Fusion:
 
 
 def _with_own_gathers(fusion: Fusion, op: Op, copies: dict[Op, list[Op]]) -> Op:
-    """A product, or ends, that read copies of what something before them reads too; any other operation itself."""
+    """A product, or `ends`, with copies of the operations before it that others read too; any other operation unchanged."""
     if op.kind.role != "grouped" and op.kind.name != "ends":
         return op
     inputs = list(op.inputs)
@@ -42,6 +42,6 @@ def _with_own_gathers(fusion: Fusion, op: Op, copies: dict[Op, list[Op]]) -> Op:
 
 
 def _picks(fusion: Fusion, op: Op) -> bool:
-    """Whether it computes nothing: rows by an index, an input seen otherwise, or a number."""
+    """Whether an operation computes nothing: it picks rows by an index, views an input, or makes a number."""
     seen = op.kind.name in ("reshape", "partition") and op.values[0] in fusion.inputs
     return seen or op.kind.name == "full" or (op.kind.name == "index_select" and op.attrs["dim"] == 0)

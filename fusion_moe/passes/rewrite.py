@@ -1,4 +1,4 @@
-"""Rebuilding a Fusion one operation at a time: what the passes share."""
+"""Rebuilding a Fusion one operation at a time: what all passes use."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 
-# rule(fd, op, its inputs in the new fusion) -> what its outputs become, or None to copy it
+# rule(fd, op, its inputs in the new fusion) -> the replacements of its outputs, or None to copy it
 Rule = Callable[[FusionDefinition, Op, Sequence[Any]], Sequence[Value] | None]
 
 
 def rewrite(fusion: Fusion, rule: Rule) -> Fusion:
-    """The Fusion with every operation copied, or replaced by what `rule` made of it. Inputs and outputs stay in order."""
+    """The Fusion with every operation copied, or replaced by the result of `rule`. Inputs and outputs stay in order."""
     fd = FusionDefinition()
     made: dict[Any, Any] = {v: fd.define_like(v.type, fusion.role(v)) for v in fusion.inputs}
     for op in fusion.ops:

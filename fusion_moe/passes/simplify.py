@@ -1,6 +1,6 @@
-"""Drops what nobody reads, makes equal operations one, and puts the rest in the order in which the outputs need it.
+"""Drops unread operations, merges equal ones, and puts the rest in the order in which the outputs need them.
 
-The order depends on nothing but the program: written in small operations, as expert_mlp or by hand, it is the same.
+The order depends only on the program: it is the same whether it was written in small operations, as expert_mlp, or by hand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def simplify(fusion: Fusion, target: Target) -> Fusion:
 
 
 def pruned(fusion: Fusion) -> Fusion:
-    """The same for a pass that leaves operations behind which nobody reads."""
+    """The same for a pass that leaves unread operations behind."""
     same: dict[Any, Any] = {}  # a value -> the first value equal to it
     seen: dict[Any, tuple[Value, ...]] = {}
     ops: list[Op] = []
@@ -33,7 +33,7 @@ def pruned(fusion: Fusion) -> Fusion:
 
 
 def _ordered(fusion: Fusion) -> list[Op]:
-    """The operations that the outputs need: first what the first operand needs, then the second's, then the operation."""
+    """The operations that the outputs need: first those for the first operand, then those for the second, then the operation itself."""
     done: set[int] = set()
     order: list[Op] = []
     for output in fusion.outputs:

@@ -1,7 +1,7 @@
-"""Of a training step: what the forward keeps for the backward, what the backward makes again, where gradients come from.
+"""For a training step: what the forward keeps for the backward, what the backward recomputes, where gradients come from.
 
-AOTAutograd makes two graphs of one. The backward takes what the forward saves, under the names that it has there, then the gradients of
-the results, `tangents`; it gives a gradient, or None, for each input of the forward.
+AOTAutograd splits one graph into two. The backward takes what the forward saves, under the names that it has there, then the gradients of
+the results, `tangents`; it returns a gradient, or None, for each input of the forward.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from ..ir.core import Fusion, Value
 from ..ir.types import DTYPES
 from .data import GradientReport, SavedReport
 
-Origins = Mapping[Node, tuple[str, str]]  # an output of a fusion -> the segment that makes it, the operation
-_PARTS = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")  # of a module, in Dynamo's name of an input
+Origins = Mapping[Node, tuple[str, str]]  # an output of a fusion -> the segment that makes it, and the operation
+_PARTS = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")  # parts of a module, in Dynamo's name of an input
 _ARGUMENT = re.compile(r"L\['args'\](?P<place>\[\d+\])|L\['kwargs'\]\['(?P<name>[^']+)'\]")
-_GLOBAL = re.compile(r"G\['(?P<name>[^']+)'\](\.(?P<of>.+))?")  # of a Python module
+_GLOBAL = re.compile(r"G\['(?P<name>[^']+)'\](\.(?P<of>.+))?")  # a global of a Python module
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass
 class Step:
-    """The forward and the backward of one graph of Dynamo's. names: of its inputs, as the user has them."""
+    """The forward and the backward of one Dynamo graph. names: the user's names of its inputs."""
 
     names: Sequence[str]
     forward: Graph
     backward: Graph
 
     def saved(self, origins: Origins) -> Iterator[SavedReport]:
-        """What the backward takes from the forward."""
+        """The tensors that the backward takes from the forward."""
         inputs = dict(zip(_placeholders(self.forward), self.names, strict=False))
         there = {n.name: n for n in self.forward.nodes}
         for n in _placeholders(self.backward):
@@ -47,7 +47,7 @@ class Step:
                 yield SavedReport(inputs.get(there[n.name], operation), *_type(n), made_by)
 
     def gradients(self, origins: Origins) -> Iterator[GradientReport]:
-        """What the backward gives."""
+        """The gradients that the backward returns."""
         results = next(n for n in self.backward.nodes if n.op == "output").args[0]
         for name, n in zip(self.names, results, strict=False):
             if isinstance(n, Node):
@@ -55,7 +55,7 @@ class Step:
 
 
 def input_names(model: GraphModule) -> list[str]:
-    """The inputs of a graph of Dynamo's as the user names them: "experts.gate_up", "args[0]"."""
+    """The inputs of a Dynamo graph as the user names them: "experts.gate_up", "args[0]"."""
     return [_named(n) for n in _placeholders(model.graph)]
 
 
@@ -72,7 +72,7 @@ def _named(n: Node) -> str:
 
 
 def is_backward(graph: Graph) -> bool:
-    """Whether a graph takes gradients."""
+    """Whether a graph takes gradients as inputs."""
     return any(map(_is_tangent, _placeholders(graph)))
 
 
@@ -85,7 +85,7 @@ def _placeholders(graph: Graph) -> list[Node]:
 
 
 def _type(n: Node) -> tuple[str, int | None]:
-    """ "bf16[12, 48]" and its bytes; None if only the device knows."""
+    """ "bf16[12, 48]" and its size in bytes; None if only the device knows the size."""
     val = n.meta["val"]
     sizes = [s if isinstance(s, int) else s.node.hint if s.node.has_hint() else None for s in val.shape]
     known = [s for s in sizes if s is not None]
@@ -94,7 +94,7 @@ def _type(n: Node) -> tuple[str, int | None]:
 
 
 def _origin(n: Node, origins: Origins) -> tuple[str, str]:
-    """What makes a value: the segment and the operation in it, else the call and its operation; "" for an input of its graph."""
+    """The origin of a value: the segment and the operation in it, or else the call and its operation; "" for an input of its graph."""
     while n not in origins and called_op(n) is not None and is_view(n):
         (n, *_) = n.all_input_nodes
     op = called_op(call_of(n))
@@ -102,7 +102,7 @@ def _origin(n: Node, origins: Origins) -> tuple[str, str]:
 
 
 def makers(fusion: Fusion) -> Iterator[str]:
-    """Of each output the operation that makes it, whatever it is cast and reshaped to afterwards; "" for an input."""
+    """The operation that makes each output, before any final casts and reshapes; "" for an input."""
     for v in fusion.outputs:
         while (op := fusion.producers.get(v)) is not None and op.kind.name in ("cast", "reshape"):
             v = op.values[0]
@@ -110,7 +110,7 @@ def makers(fusion: Fusion) -> Iterator[str]:
 
 
 def made_again(region: Region) -> tuple[str, ...]:
-    """The operations of a region that read no gradient: of a backward what it makes from saved values alone."""
+    """The operations of a region that read no gradient: in a backward, those computed from saved values only."""
     reading: set[Any] = set()
     for n in region.nodes[0].graph.nodes:
         if _is_tangent(n) or not reading.isdisjoint(n.all_input_nodes):
@@ -126,7 +126,7 @@ def made_again(region: Region) -> tuple[str, ...]:
 
 
 def rewritten(region: Region) -> tuple[str, ...]:
-    """Where a region has another derivative than its operations', with other roundings: its name, and of which operation it is."""
+    """The derivatives in a region that are not the operations' own and round differently: the name of each, and its operation."""
     texts = [n.args[0] for n in region.nodes if n.target is torch.ops.fusion_moe.run.default]
     made = [derivative for text in texts if (derivative := derivative_of(str(text)))]
     return tuple(f"router_gradient of {op.kind.name}" for derivative in made for op in derivative.rewritten)

@@ -1,4 +1,4 @@
-"""From what was seen in the graphs of a call to its report: every region lowered, its segments costed."""
+"""Builds a report from what was seen in the graphs of a call: lowers every region and computes the cost of its segments."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from .weights import weight_layouts
 
 @dataclass
 class Seen:
-    """What is found in each graph of a call (a graph break makes several), and the operations there that nobody translates.
+    """What was found in each graph of a call (a graph break makes several), and which operations have no translator.
 
     steps: the graphs of training steps; float_experts: the names of expert weights in floating point; watch: what was noted while the
-    call ran, if it did.
+    call ran, if it ran.
     """
 
     graphs: list[Found] = field(default_factory=list)
@@ -51,9 +51,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What the report is for. why_not: why programs for the target cannot run where the tensors are; "" if they can.
+    """What the report is made for. why_not: why programs for the target cannot run on the tensors' device; "" if they can.
 
-    gpu: the one that CUDA's kernels are chosen for; None: that of the tensors, else that at hand, an H200 where there is none.
+    gpu: the GPU for which CUDA's kernels are chosen; None: that of the tensors, else the one at hand, or an H200 if there is none.
     """
 
     target: Target
@@ -63,17 +63,17 @@ class _Wanted:
     gpu: Arch | None
 
     def arch(self) -> Arch:
-        """The facts of the GPU."""
+        """The facts of the GPU for which kernels are chosen."""
         if self.gpu or not torch.cuda.is_available():
             return self.gpu or arch.H200
         return cuda.arch(cuda.index_of(self.device))
 
 
-_Place = tuple[Region, Watched | None]  # one of the places where a fusion stands
+_Place = tuple[Region, Watched | None]  # one occurrence of a fusion
 
 
 def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
-    """The report of what was seen, for the target that the switches name. gpu: the one that CUDA's kernels are chosen for, if not this."""
+    """The report of what was seen, for the target in `switches`. gpu: the GPU to choose CUDA's kernels for, if not the one at hand."""
     graphs = seen.graphs
     regions = [region for found in graphs for region in found.regions]
     not_fused = Counter((x.op, x.source, x.why) for found in graphs for x in found.not_fused)
@@ -111,7 +111,7 @@ def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
 
 
 def _options(switches: Options) -> tuple[tuple[str, str], ...]:
-    """Those that change what is compiled, but for the target."""
+    """The options that change what is compiled, except the target."""
     return tuple((name, str(value)) for name, value in json.loads(switches.key()).items() if name != "target")
 
 
@@ -158,13 +158,13 @@ def _of_backward(region: Region) -> dict[str, Any]:
 
 
 def _made_by(lowered: Lowered, segments: Sequence[SegmentReport]) -> tuple[str, ...]:
-    """The segment of each output; "" for one that is an input."""
+    """The segment that makes each output; "" for an output that is an input."""
     made = {v: report.id for segment, report in zip(lowered.segments, segments, strict=True) for v in segment.outputs}
     return tuple(made.get(v, "") for v in lowered.stages[-1][1].outputs)
 
 
 def _launched(lowered: Lowered, made: list[Made], env: Mapping[str, int], wanted: _Wanted) -> Launched | None:
-    """What CUDA's kernels launch for the sizes of the call; None where there are no such kernels, or a size is not known."""
+    """The kernels that CUDA launches for the sizes of the call; None if there are no such kernels or a size is unknown."""
     fusion = lowered.stages[-1][1]
     return launched(fusion, made, env, wanted.arch()) if in_cuda(made) and set(fusion.symbols) <= set(env) else None
 
@@ -204,7 +204,7 @@ def _costs(segment: Segment, env: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _bound(type: TensorType, env: Mapping[str, int]) -> TensorType:
-    """The type with the sizes of the call."""
+    """The type with the sizes of the call in it."""
     return type.with_(shape=tuple(_dim(d, env) for d in type.shape)) if set(type.symbols()) <= set(env) else type
 
 
@@ -216,7 +216,7 @@ def _dim(dim: Dim, env: Mapping[str, int]) -> Dim:
 
 def _roundings(segment: Segment) -> tuple[str, ...]:
     """The casts that are left out, as "bf16 after grouped_mm"."""
-    if segment.plan.fusion is segment.fusion:  # nothing was left out
+    if segment.plan.fusion is segment.fusion:  # nothing is left out
         return ()
     return tuple(_rounding(segment.fusion, op) for op in dropped_roundings(segment.fusion))
 

@@ -16,10 +16,10 @@ from .trace import custom_ops
 
 
 def last_compiled() -> Report:
-    """What torch.compile(..., backend="fusion_moe") fused so far in this process, whether it compiled code or found it in a cache.
+    """What torch.compile(..., backend="fusion_moe") has fused so far in this process, whether it compiled code or found it in a cache.
 
-    The forward passes of the last 256 graphs, of those that were compiled under the options of the latest. They are traced again, on
-    fake tensors, so that nothing is computed. UnsupportedError if there is none.
+    Covers the forward passes of those of the last 256 graphs that were compiled under the options of the latest one. They are traced again,
+    on fake tensors, so nothing is computed. UnsupportedError if there is none.
     """
     graphs = kept()
     if not graphs:

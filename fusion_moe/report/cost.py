@@ -1,10 +1,10 @@
-"""What a segment costs: operations and bytes, from its types and the sizes of one call.
+"""The cost of a segment: operations and bytes, from its types and the sizes of one call.
 
-Bytes read and written are those of its inputs and outputs, each once. Of weights that belong to groups, those of groups that have rows;
-how many these are only the device knows, so it is at most as many as there are rows, unless it is given. Avoided is what separate
-kernels would have moved besides: every value between two of its operations written once (unless it is written anyway) and read once.
-Views, slices and reshapes move nothing, and a cast is done by the kernel before or after it, so that a value counts at the narrowest
-dtype that it has on its way.
+Bytes read and written are those of its inputs and outputs, each counted once. Of a grouped weight, only groups that have rows count. Only
+the device knows how many these are; unless the number is given, it is taken to be the number of rows, if that is less. Bytes avoided are
+what separate kernels would move in addition: each value between two operations of the segment would be written once (unless it is written
+anyway) and read once. Views, slices and reshapes move nothing. A cast is done by the kernel before or after it, so a value counts with the
+narrowest dtype that it has on its way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..ir.sizes import value
 from ..ir.types import DTYPES, Rows, TensorType, dtype_name, plain
 from ..layouts import LAYOUTS
 
-_COPIES = ("cat", "pad", "full")  # of role shape, but they write new memory
+_COPIES = ("cat", "pad", "full")  # their role is "shape", but they write new memory
 
 
 def flops(fusion: Fusion, env: Mapping[str, int]) -> int:
@@ -30,7 +30,7 @@ def flops(fusion: Fusion, env: Mapping[str, int]) -> int:
 
 
 def bytes_read(fusion: Fusion, env: Mapping[str, int], used: Mapping[str, int] | None = None) -> int:
-    """Bytes of the inputs, of grouped weights those that the rows touch. used: partition -> how many of its groups have rows."""
+    """Bytes of the inputs; of grouped weights, those of the groups that have rows. used: partition -> number of groups that have rows."""
     return sum(_touched(v, fusion, env, used or {}) for v in fusion.inputs)
 
 
@@ -40,24 +40,24 @@ def bytes_written(fusion: Fusion, env: Mapping[str, int]) -> int:
 
 
 def bytes_avoided(fusion: Fusion, env: Mapping[str, int]) -> int:
-    """Bytes of the values inside: one write, unless it is an output, and one read each."""
+    """Bytes of the values inside: one read each, and one write unless the value is an output."""
     return sum(_avoided(v, fusion, env) for op in fusion.ops if not _rides(op) for v in op.outputs)
 
 
 def _avoided(v: Value, fusion: Fusion, env: Mapping[str, int]) -> int:
-    forms, read = [v], False  # the value, and what casts and renaming make of it
+    forms, read = [v], False  # the value, and its results after casts and renaming
     for form in forms:
         for reader in fusion.readers.get(form, ()):
             forms += reader.outputs if _rides(reader) else ()
             read |= not _rides(reader)
     size = type_bytes(v.type, env)
     if not v.type.quantized:
-        size = size // _itemsize(v.type) * min(_itemsize(form.type) for form in forms if not form.type.quantized)  # a pack has parts
+        size = size // _itemsize(v.type) * min(_itemsize(form.type) for form in forms if not form.type.quantized)  # packs have parts
     return size * (read + (read and not any(form in fusion.outputs for form in forms)))
 
 
 def _rides(op: Op) -> bool:
-    """Whether an operation moves nothing by itself."""
+    """Whether an operation moves no bytes by itself."""
     return op.kind.name == "cast" or op.kind.role == "view" or (op.kind.role == "shape" and op.kind.name not in _COPIES)
 
 
@@ -70,7 +70,7 @@ def type_bytes(type: TensorType, env: Mapping[str, int]) -> int:
 
 
 def _part_bytes(part: Part, type: TensorType, env: Mapping[str, int]) -> int:
-    """Bytes of a part of an encoded value; block scales padded as its layout stores them, one scale for a whole matrix."""
+    """Bytes of a part of an encoded value: block scales padded as their layout stores them, and one scale for a whole matrix."""
     (*lead, rows, k), encoding = type.shape, type.encoding
     if part.of_blocks and isinstance(rows, Rows) and type.layout != "linear":
         rows = rows % getattr(LAYOUTS[type.layout], "rows", 1)
@@ -92,7 +92,7 @@ def _touched(v: Value, fusion: Fusion, env: Mapping[str, int], used: Mapping[str
 
 
 def _rows_of_weight(v: Value, fusion: Fusion) -> Rows | None:
-    """The rows of the product that reads a value as its weight, one matrix for each group; None for any other value."""
+    """The rows of the product that reads a value as its weight, one matrix for each group; None if no product does."""
     forms = [v]
     for form in forms:
         for reader in fusion.readers.get(form, ()):

@@ -1,9 +1,9 @@
 """The report as data: frozen, printable, and as JSON.
 
-JSON, schema "fusion_moe.explain/6": the fields of the classes below under their names, lists for tuples, `stages`, `sizes` and `options`
-as objects, and `schema` itself. Sizes are in bytes, flops in operations, times in seconds, all for one call with the sizes of the example,
-null where a size is known only to the device; `times` says how often the model has a fusion, or a call that was not fused. `measured` and
-`machine` are null, and `loads` empty, where they were not asked for.
+JSON, schema "fusion_moe.explain/6": the fields of the classes below under their names, with lists for tuples, `stages`, `sizes` and
+`options` as objects, and `schema` itself. Sizes are in bytes, flops in operations, times in seconds, all for one call with the sizes of the
+example; null if a size is known only to the device. `times` says how often the model has a fusion, or a call that was not fused. `measured`
+and `machine` are null, and `loads` is empty, if they were not requested.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from ..errors import OptionError
 from .output import Shown, save
 
 SCHEMA = "fusion_moe.explain/6"
-_ALONE = 0.7  # of the bandwidth that a machine has: below, something else reads memory too
+_ALONE = 0.7  # a share of a machine's bandwidth: below it, something else is reading memory too
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a kernel or a program took on the arguments of the call. seconds: the median of some runs; shortest, longest: of them.
+    """The time of a kernel or a program on the arguments of the call. seconds: the median of several runs; shortest, longest: the
+    extremes.
 
-    bytes_read: its inputs, of weights those of groups that have rows; floor: how long the machine takes to read them.
+    bytes_read: the bytes of its inputs, of weights only those of groups that have rows; floor: the time that the machine takes to read
+    them.
     """
 
     seconds: float
@@ -36,14 +38,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it was measured. tier: the CPU instructions of C++ kernels, and tier_why why these; both "" if there are no such kernels.
+    """The machine that was measured. tier: the CPU instructions that C++ kernels use; tier_why: why. Both are "" without such kernels.
 
-    products: for dtypes of activations and weights, which kernels multiply groups of how many rows.
-    bytes_per_second: of reading memory with so many threads, measured once on this machine; now: the same for this report; read_by: what
-    read it, and from where. Floors are of the faster one. repeats: runs of each kernel; preemptions: how often it was preempted
-    meanwhile. weight_bytes: of the weights that the programs read, and how many of them lie on large pages; weight_bytes_on_nodes: (NUMA
-    node, bytes) where there are several. gpu: its name, where CUDA events took the times; bandwidths are as specified then. "": they are
-    of the CPU.
+    products: for the dtypes of activations and weights, which kernels multiply groups of how many rows.
+    bytes_per_second: the speed of reading memory with this many threads, measured once on this machine; now: the same, measured for this
+    report; read_by: what did the reading, and where the value is from. Floors use the faster of the two. repeats: runs of each kernel;
+    preemptions: how often it was preempted meanwhile. weight_bytes: of the weights that the programs read, and how many of them lie on
+    large pages; weight_bytes_on_nodes: (NUMA node, bytes) if there are several nodes. gpu: the GPU's name if CUDA events measured the
+    times; then bandwidths are as specified. "": the times are the CPU's.
     """
 
     cpu: str
@@ -64,7 +66,7 @@ class Machine:
 
     @property
     def busy(self) -> str:
-        """Why times mean nothing, as a sentence; "" if other programs left the machine alone."""
+        """Why the times mean nothing, as a sentence; "" if other programs left the machine alone."""
         found = []
         if self.preemptions >= self.repeats:
             found.append(f"other programs took the CPU away {self.preemptions} times")
@@ -75,7 +77,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """Rows of each group (expert) in one run of a program, partition: the name that its types have for it."""
+    """The rows of each group (expert) in one run of a program. partition: the name that the program's types have for it."""
 
     partition: str
     rows: tuple[int, ...]
@@ -83,10 +85,10 @@ class Load:
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """One kernel. after: the segments it reads from; boundary: why it is not one with them; roundings: the casts that are not rounded to.
+    """One kernel. after: the segments that it reads from; boundary: why it is not one with them; roundings: the casts that are left out.
 
     intensity: floating-point operations for each byte read or written. layouts: of weights that are not in the target's layout, and what
-    prepare_ does about it. launched: CUDA's kernels for these sizes, in order, and the segments that they are chained to.
+    `prepare_` does about it. launched: CUDA's kernels for these sizes, in order, and the segments with which they are chained.
     """
 
     id: str
@@ -115,13 +117,13 @@ class SegmentReport:
 class FusionReport:
     """One region of the model that became one program. stages: (name, text), from the translated program to the kernels' sources.
 
-    sizes: (symbol, number) of the call, for those sizes that the program leaves open. measured: all of its kernels in one call, where
-    it ran first; loads: in the order in which it ran. gpu: the one that CUDA's kernels are chosen for; workspace: bytes that a call
-    allocates for them beside its results. Without such kernels, "" and null. launched_at: where one size is open, other values of it and
-    the kernels that each segment launches then. made_by: the segment of each output.
+    sizes: (symbol, number) for the sizes that the program leaves open, from the call. measured: all of its kernels in one call, at the
+    first place where the program ran; loads: in the order of the runs. gpu: the GPU for which CUDA's kernels are chosen; workspace: bytes
+    that a call allocates for them in addition to its results. Without such kernels these are "" and null. launched_at: if one size is open,
+    other values of it and the kernels that each segment launches for them. made_by: the segment of each output.
 
-    Of a backward pass, made_again: the operations that read no gradient: what the forward made and did not save, and factors of
-    derivatives; rewritten: derivatives that are not the operations' own, and round elsewhere.
+    For a backward pass, made_again: the operations that read no gradient, that is, values that the forward computed but did not save, and
+    factors of derivatives; rewritten: derivatives that are not the operations' own and round elsewhere.
     """
 
     id: str
@@ -152,7 +154,7 @@ class NotFusedReport:
 
 @dataclass(frozen=True)
 class SavedReport:
-    """A tensor that the forward pass keeps for the backward. made_by: a segment or an operation; "": an input, of which no copy is made."""
+    """A tensor that the forward pass keeps for the backward. made_by: a segment or an operation; "" for an input, which is not copied."""
 
     name: str
     type: str
@@ -162,7 +164,7 @@ class SavedReport:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """The gradient of an input. made_by: a segment or an operation; "": it is a gradient of the results."""
+    """The gradient of an input. made_by: a segment or an operation; "" if it is a gradient of the results itself."""
 
     name: str
     type: str
@@ -172,7 +174,7 @@ class GradientReport:
 
 @dataclass(frozen=True)
 class Listing:
-    """A function of the user's program: the name of its file, its first line's number, its text."""
+    """A function of the user's program: its file name, the number of its first line, its text."""
 
     file: str
     first_line: int
@@ -181,14 +183,14 @@ class Listing:
 
 @dataclass(frozen=True)
 class Share:
-    """What fusions have of a cost, and calls outside of them; None where a size is known only on the device."""
+    """How much of a cost is in fusions, and how much in calls outside of them; None if a size is known only on the device."""
 
     fused: int | None
     unfused: int | None
 
     @property
     def total(self) -> int | None:
-        """Both."""
+        """The sum of both."""
         return None if self.fused is None or self.unfused is None else self.fused + self.unfused
 
     def __str__(self) -> str:
@@ -201,13 +203,13 @@ class Share:
 
 @dataclass(frozen=True, repr=False)
 class Report(Shown):
-    """What `explain` found. calls: operations in the graphs; fused_calls: how many of them are in fusions.
+    """The result of `explain`. calls: operations in the graphs; fused_calls: how many of them are in fusions.
 
     unfused_flops, unfused_bytes: of the other calls, as if each were a kernel of its own; null if a size is known only on the device.
 
-    executed: whether programs for the target can run where the tensors of the call are; custom_ops: operations in the graphs that are
-    neither torch's nor translated; machine: where times were measured, if they were; saved, gradients: of a training step;
-    float_experts: the names of expert weights that are computed with in floating point, by operations that are not ours;
+    executed: whether programs for the target can run on the device of the call's tensors; custom_ops: operations in the graphs that are
+    neither torch's nor translated; machine: where times were measured, if they were; saved, gradients: for a training step;
+    float_experts: the names of expert weights that operations other than ours compute with in floating point;
     version, options: of fusion_moe, (name, value) of options that change what is compiled; listings: the functions of `sources`.
     """
 
@@ -231,12 +233,12 @@ class Report(Shown):
 
     @property
     def void(self) -> str:
-        """Why its times mean nothing, as a sentence; "" if they stand, or nothing was measured."""
+        """Why the report's times mean nothing, as a sentence; "" if they are valid or nothing was measured."""
         return self.machine.busy if self.machine else ""
 
     @property
     def segments(self) -> tuple[SegmentReport, ...]:
-        """Those of all fusions, each once."""
+        """The segments of all fusions, each once."""
         return tuple(s for f in self.fusions for s in f.segments)
 
     @property
@@ -246,7 +248,7 @@ class Report(Shown):
 
     @property
     def bytes(self) -> Share:
-        """Bytes that are read and written if each call is a kernel of its own: what fusing avoids counts as fused."""
+        """Bytes that are read and written if each call is a kernel of its own. Bytes that fusing avoids count as fused."""
         return Share(self._sum(lambda s: _sum((s.bytes_read, s.bytes_written, s.bytes_avoided))), self.unfused_bytes)
 
     def _sum(self, cost: Callable[[SegmentReport], int | None]) -> int | None:
@@ -254,7 +256,7 @@ class Report(Shown):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The names that `stage` takes."""
+        """The stage names that `stage` takes."""
         return tuple(name for name, _ in self.fusions[0].stages) if self.fusions else ()
 
     def fusion(self, id: str) -> FusionReport:
@@ -272,13 +274,13 @@ class Report(Shown):
         return texts[name]
 
     def repro(self, id: str = "fusion0") -> str:
-        """A script that builds a fusion again, runs it on random inputs of its shapes, and compares it with its meaning."""
+        """A script that rebuilds a fusion, runs it on random inputs of its shapes, and compares the result with the reference."""
         from .repro import script
 
         return script(self.fusion(id), self.target if self.executed else "reference")
 
     def to_json(self) -> str:
-        """The report as JSON; the schema stands at the head of this file."""
+        """The report as JSON; the head of this file describes the schema."""
         data = {"schema": SCHEMA, **asdict(self)}
         for fusion in data["fusions"]:
             fusion.update(stages=dict(fusion["stages"]), sizes=dict(fusion["sizes"]))
@@ -286,20 +288,20 @@ class Report(Shown):
         return json.dumps(data, indent=1)
 
     def details(self) -> str:
-        """All of the report as text, 120 columns wide."""
+        """The whole report as text, 120 columns wide."""
         from .details import details
 
         return details(self)
 
     @property
     def why_nothing(self) -> str:
-        """Why there are no fusions, where there are none."""
+        """Why there are no fusions, if there are none."""
         return "no call makes a grouped product that can join others" if self.graphs else "no graph was captured from this call"
 
     def save(self, path: str | Path) -> None:
-        """Writes a page to a path that ends in .html, JSON to .json, the details to .txt; the file appears whole or not at all.
+        """Writes a page to a path that ends in .html, JSON to .json, or the details to .txt; the file appears whole or not at all.
 
-        OptionError for another suffix.
+        OptionError for any other suffix.
         """
         save(path, "a report", {".html": self._page, ".json": self.to_json, ".txt": lambda: f"{self.details()}\n"})
 
@@ -320,6 +322,6 @@ class Report(Shown):
 
 
 def _sum(numbers: Iterable[int | None]) -> int | None:
-    """None if one is None."""
+    """The sum; None if a number is None."""
     known = list(numbers)
     return None if None in known else sum(n or 0 for n in known)

@@ -1,4 +1,4 @@
-"""All of the report as text: the same for the same model, whatever the machine, the folder and the time, but for what was measured."""
+"""The whole report as text: the same for the same model, whatever the machine, the folder and the time, except for measured values."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _boundaries(report: Report) -> Iterable[tuple[str, str]]:
 
 
 def _emulated(report: Report) -> Iterable[tuple[str, str]]:
-    """The fusions that multiply what was rounded to 8 bits."""
+    """The fusions with products whose operands are rounded to 8 bits."""
     for fusion in report.fusions:
         if any("dequantize" in s.ops for s in fusion.segments):
             yield fusion.id, "products of MXFP8 operands, multiplied as the bf16 numbers that these are: fidelity, not speed"
@@ -209,7 +209,7 @@ def _layouts(report: Report) -> Iterable[tuple[str, str]]:
 
 
 def _counted(of_segments: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
-    """What is said of segments, each once, and of how many."""
+    """Each statement about segments once, with the number of segments that it is about."""
     return ((name, f"{why} ({count(times, 'segment')})") for (name, why), times in Counter(of_segments).items())
 
 

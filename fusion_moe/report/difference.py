@@ -1,4 +1,4 @@
-"""What differs between two reports: of another option, size, target or version."""
+"""The differences between two reports: with another option, size, target or version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .units import amount, count, duration
 
 @dataclass(frozen=True)
 class Change:
-    """Something that both reports tell, and tell differently; "": one does not tell it."""
+    """A fact that differs between the two reports; "" if one of them does not have it."""
 
     name: str
     before: str
@@ -24,9 +24,9 @@ class Change:
 
 @dataclass(frozen=True)
 class SegmentChange:
-    """A segment that changed. before, after: its names in the two reports, "" in the one that lacks it; ops: its operations.
+    """A segment that changed. before, after: its names in the two reports, "" in a report without it; ops: its operations.
 
-    ir, source: the lines that changed, with "+", "-" or " " before them.
+    ir, source: the changed lines, prefixed with "+", "-" or " ".
     """
 
     before: str
@@ -39,7 +39,7 @@ class SegmentChange:
 
 @dataclass(frozen=True, repr=False)
 class Difference(Shown):
-    """What `diff` found. asked: what was explained and how; fused: how much; segments: those that changed, of so many in both reports.
+    """The result of `diff`. asked: what was explained and how; fused: how much; segments: the changed ones; unchanged: how many are not.
 
     not_fused: calls that only one report has, with their reasons.
     """
@@ -55,7 +55,7 @@ class Difference(Shown):
         return bool(self.asked or self.fused or self.segments or self.not_fused)
 
     def save(self, path: str | Path) -> None:
-        """Writes a page to a path that ends in .html, text to .txt; OptionError for another. The file appears whole or not at all."""
+        """Writes a page to a path that ends in .html, text to .txt; OptionError for others. The file appears whole or not at all."""
         save(path, "a difference", {".html": self._page, ".txt": lambda: f"{self._text(120)}\n"})
 
     def __repr__(self) -> str:
@@ -75,8 +75,8 @@ class Difference(Shown):
 def diff(report: Report, other: Report) -> Difference:
     """What changed from one report of `explain` to another: what was asked, how much is fused, segments, reasons.
 
-    Segments are paired by their operations, in order. Times differ between any two measurements, and are told of pairs that differ by
-    more than their spreads, unless a busy machine makes them void.
+    Segments are paired by their operations, in order. Times differ between any two measurements: they are shown only for pairs that differ
+    by more than their spreads, and only if no busy machine makes them meaningless.
     """
     pairs, timed = list(_paired(_blocks(report), _blocks(other))), not (report.void or other.void)
     changed = [change for pair in pairs if (change := _segment(*pair, timed))]
@@ -91,7 +91,7 @@ def diff(report: Report, other: Report) -> Difference:
 
 @dataclass(frozen=True)
 class _Block:
-    """A segment with its texts, and how often the model has it."""
+    """A segment with its texts, and how often it occurs in the model."""
 
     segment: SegmentReport
     times: int
@@ -120,7 +120,7 @@ def _paired(before: Sequence[_Block], after: Sequence[_Block]) -> Iterator[tuple
 
 
 def _segment(before: _Block | None, after: _Block | None, timed: bool) -> SegmentChange | None:
-    """How a segment changed; None if it did not."""
+    """The change of a segment; None if it did not change."""
     if before is None or after is None:
         only = before or after
         assert only is not None

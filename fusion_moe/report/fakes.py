@@ -1,4 +1,4 @@
-"""A call on fakes: copies of its model and tensors that have types and no memory, so that tracing it computes nothing."""
+"""A call on fakes: copies of its model and tensors that have types but no memory, so that tracing it computes nothing."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _ASKS_FOR_VALUES = (DataDependentOutputException, DynamicOutputShapeException, U
 
 
 def on_fakes(look: Callable[..., T], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    """look(function, args, kwargs) on fakes, the modules that are called copied with them; if that fails, on what was given.
+    """look(function, args, kwargs) on fakes, with copies of the modules that are called; if that fails, on the originals.
 
-    Modules are found as the function, as what it is a method of, and by the names that it uses. Tensors on the meta device are taken
-    to be where the others are. UnsupportedError if what was given has no values and the call asks for them.
+    Modules are found as the function itself, as the object that it is a method of, and by the names that it uses. Tensors on the meta
+    device are taken to be on the device of the others. UnsupportedError if the originals have no values and the call asks for them.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # of modules that are not found
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # non-fakes: tensors of modules that are not found
     copies = _Copies(mode)
     try:
         modules = _modules(function)
@@ -56,7 +56,7 @@ def on_fakes(look: Callable[..., T], function: Callable[..., Any], args: tuple[A
 
 
 def device_of_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Where the tensors of a call are. UnsupportedError if one of its arguments, or of the modules that it calls, has no values."""
+    """The device of a call's tensors. UnsupportedError if one of its arguments, or of the modules that it calls, has no values."""
     modules = _modules(function).values()
     tensors = (*_given(args, kwargs), *(t for m in modules for t in (*m.parameters(), *m.buffers())))
     if missing := [t for t in tensors if _is_valueless(t)]:
@@ -68,14 +68,14 @@ def device_of_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 def like(t: torch.Tensor, mode: FakeTensorMode, device: torch.device | None = None) -> torch.Tensor:
-    """A fake of a mode with the shape, strides and dtype of a tensor, for one that has no values to be copied."""
+    """A fake in this mode with the shape, strides and dtype of a tensor that has no values to be copied."""
     with mode:
         made = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device or t.device)
     return made.requires_grad_(t.requires_grad)
 
 
 class _Copies(TorchFunctionMode):
-    """Under it, copy.deepcopy makes fakes of tensors. device: of those on the meta device; valueless: whether one had no values."""
+    """While active, copy.deepcopy makes fakes of tensors. device: for those on the meta device; valueless: whether one had no values."""
 
     def __init__(self, mode: FakeTensorMode):
         super().__init__()
@@ -86,9 +86,9 @@ class _Copies(TorchFunctionMode):
             t, memo = args
             if id(t) not in memo:
                 memo[id(t)] = made = self._fake(t)
-                made.__dict__.update({k: v for k, v in t.__dict__.items() if k not in made.__dict__})  # what mark_dynamic notes
+                made.__dict__.update({k: v for k, v in t.__dict__.items() if k not in made.__dict__})  # what mark_dynamic has set
             return memo[id(t)]
-        if func is torch._C.TensorBase.clone:  # of the data of a parameter, which then makes a parameter of it
+        if func is torch._C.TensorBase.clone:  # for a parameter's data, which deepcopy then makes a parameter
             return self._fake(args[0])
         return func(*args, **(kwargs or {}))
 
@@ -109,13 +109,13 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tens
 
 
 def _device(modules: Iterable[torch.nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Where the tensors of a call are: its arguments, else its modules'. The CPU if all are on the meta device."""
+    """The device of a call's tensors: of its arguments, else of its modules. The CPU if all are on the meta device."""
     tensors = chain(_given(args, kwargs), *(m.parameters() for m in modules))
     return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
 
 
 def _modules(function: Callable[..., Any]) -> dict[str, torch.nn.Module]:
-    """The modules that are called, by the names that a function has for them; "" for itself or what it is a method of."""
+    """The modules that are called, by the function's names for them; "" for the function itself or the object that it is a method of."""
     module = getattr(function, "__self__", function)
     if isinstance(module, torch.nn.Module):
         return {"": module}
@@ -125,14 +125,14 @@ def _modules(function: Callable[..., Any]) -> dict[str, torch.nn.Module]:
 
 
 def _with_modules(function: Callable[..., Any], modules: dict[str, torch.nn.Module]) -> Callable[..., Any]:
-    """A function that finds these modules by their names. A module or a method was copied as a whole."""
+    """The function with these modules in place of its own. A module, or a method's object, has been copied as a whole."""
     if not isinstance(function, FunctionType) or not modules:
         return function
     code = function.__code__
     found = zip(code.co_freevars, function.__closure__ or (), strict=True)
     closure = tuple(CellType(modules[name]) if name in modules else cell for name, cell in found)
     names = {**function.__globals__, **modules}
-    names.pop("__name__", None)  # with it Dynamo would look them up in the function's own Python module
+    names.pop("__name__", None)  # with it, Dynamo would look the modules up in the function's own Python module
     made = FunctionType(code, names, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
     return made

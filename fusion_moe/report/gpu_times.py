@@ -1,4 +1,4 @@
-"""What calls take on a GPU, by CUDA events."""
+"""Times of calls on a GPU, measured with CUDA events."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from ..runtime import cuda
 
-_QUEUED = 1_000_000  # cycles that the GPU waits, so that a call is in its queue before the first event passes
+_QUEUED = 1_000_000  # cycles that the GPU waits, so that a call is queued before the first event passes
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """One call, between two events, with an L2 cache that holds nothing of its inputs."""
+    """The time of one call, between two events, with none of its inputs in the L2 cache."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
     with torch.cuda.device(device):
         _other_memory(cuda.index_of(device)).zero_()
@@ -38,5 +38,5 @@ def name(device: torch.device) -> str:
 
 @cache
 def _other_memory(index: int) -> torch.Tensor:
-    """u8: four times what the L2 cache holds."""
+    """u8: a buffer four times the size of the L2 cache."""
     return torch.empty(4 * cuda.arch(index).l2_bytes, dtype=torch.uint8, device=torch.device("cuda", index))

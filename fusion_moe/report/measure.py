@@ -1,4 +1,4 @@
-"""What the programs of a call take, and how its rows are spread over groups: noted while the call runs."""
+"""The times of a call's programs and the distribution of its rows over groups, recorded while the call runs."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ REPEATS = 7
 
 
 class Watch:
-    """Takes over the regions of graphs. measure, load: what is noted of them; watched: they, in the order in which they were found.
+    """Takes over the regions of graphs. measure, load: what is recorded about them; watched: the regions, in the order found.
 
-    preemptions: how often this process lost a CPU to another one while something was measured.
+    preemptions: how often this process lost a CPU to another one during measurements.
     """
 
     def __init__(self, switches: Options, measure: bool, load: bool):
         self.switches, self.measure, self.load = switches, measure, load
         self.watched: list[Watched] = []
         self.preemptions = 0
-        self._first: dict[Hashable, Watched] = {}  # of those with one program
+        self._first: dict[Hashable, Watched] = {}  # the first region with each program
 
     def take_over(self, graph: Graph, regions: Sequence[Region]) -> None:
-        """Puts a call that notes what it does where each region stands, in place."""
+        """Replaces each region, in place, by a call that records what it does."""
         for region, call in zip(regions, replace_regions(graph, regions, self.switches), strict=True):
             name = identity(region)
             self.watched.append(Watched(region, self, self._first.get(name)))
@@ -57,20 +57,20 @@ class Watch:
 
     @cached_property
     def memory(self) -> bandwidth.Bandwidth:
-        """How fast this machine reads with as many threads as kernels run on."""
+        """The speed at which this machine reads memory with as many threads as kernels use."""
         return bandwidth.of(torch.get_num_threads())
 
     @cached_property
     def now(self) -> float:
-        """Bytes per second that it reads while this report is made."""
+        """Bytes per second that the machine reads while this report is made."""
         return self.memory.now(bandwidth.pool())
 
     def bytes_per_second(self, device: torch.device) -> float:
-        """How fast floors take a device to read: as measured on the CPU, as specified of a GPU."""
+        """The bandwidth that floors assume for a device: measured for the CPU, as specified for a GPU."""
         return gpu_times.bytes_per_second(device) if device.type == "cuda" else max(self.memory.bytes_per_second, self.now)
 
     def machine(self) -> Machine | None:
-        """Where times were measured, if they were."""
+        """The machine on which times were measured, if they were."""
         device = next((w.region.device for w in self.watched if w.whole), None)
         if device is None:
             return None
@@ -106,9 +106,9 @@ class Watch:
 
 
 class Watched:
-    """One region. equal: the first one with the same program, if this is not it: then that one alone is measured.
+    """One region. equal: the first region with the same program, if it is not this one: then only that one is measured.
 
-    kernels, whole: what the kernels and all of the program took; loads: of each run; weights: what it reads of them.
+    kernels, whole: the times of the kernels and of the whole program; loads: of each run; weights: what it reads of them.
     """
 
     def __init__(self, region: Region, watch: Watch, equal: Watched | None):
@@ -120,7 +120,7 @@ class Watched:
 
     @cached_property
     def program(self) -> Program:
-        """Compiled when the region first runs."""
+        """The program, compiled when the region first runs."""
         if self.equal is not None:
             return self.equal.program
         switches = self.watch.switches
@@ -133,14 +133,14 @@ class Watched:
 
     @property
     def products(self) -> set[tuple[str, str, str]]:
-        """The dtypes of activations and weights of its forward products that C++ computes, and how operands are rounded."""
+        """The dtypes of activations and weights of its forward products that C++ kernels compute, and how their operands are rounded."""
         ours = (kernel for kernel in self.program.kernels if kernel.backend == cpu.NAME)
         grouped = (main_and_added(kernel.segment.fusion)[0] for kernel in ours if products(kernel.segment.fusion))
         forward = (product for product in grouped if product.kind == "fprop")
         return {(p.a.type.dtype, p.b.type.dtype, p.op.attrs.get("operands", "")) for p in forward}
 
     def run(self, source: str, inputs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
-        """What fusion_moe::run computes."""
+        """The results of fusion_moe::run, which this replaces."""
         fusion, tensors = self.program.fusion, [as_bytes(t) for t in inputs]
         env = fusion.bind(tensors, dict(zip(self.program.stages[0][1].symbols, sizes, strict=True)))
         rows = {name: groups.sizes(ends) for name, ends in ends_of(fusion, tensors, env).items()}
@@ -156,7 +156,7 @@ class Watched:
         calls = []
         for kernel in self.program.kernels:
             inputs = [made[v] for v in kernel.segment.inputs]
-            made.update(zip(kernel.segment.outputs, kernel(inputs, env), strict=True))  # the first call, which builds it
+            made.update(zip(kernel.segment.outputs, kernel(inputs, env), strict=True))  # the first call builds the kernel
             calls.append(_Call(partial(kernel, inputs, env), inputs, cost.bytes_read(kernel.segment.fusion, env, used)))
         self.program(tensors, env)
         calls.append(_Call(partial(self.program, tensors, env), tensors, cost.bytes_read(self.program.fusion, env, used)))
@@ -173,7 +173,7 @@ class _Call:
 
 
 def _times(calls: Sequence[_Call], device: torch.device, bytes_per_second: float) -> list[Measured]:
-    """What calls take, in turns. Before each, its inputs are taken out of the caches: in a model other layers ran since the last time."""
+    """The times of calls, measured in turns. Before each, its inputs are evicted from caches, as other layers of a model would do."""
     found: list[list[float]] = [[] for _ in calls]
     for _ in progress(range(REPEATS), "measuring a program, runs", REPEATS):
         for call, seconds in zip(calls, found, strict=True):
@@ -183,7 +183,7 @@ def _times(calls: Sequence[_Call], device: torch.device, bytes_per_second: float
 
 
 def _seconds(call: _Call) -> float:
-    """One call on the CPU, its inputs not in the caches."""
+    """The time of one call on the CPU, with its inputs not in the caches."""
     bandwidth.evict(*call.inputs)
     start = time.perf_counter()
     call.function()
@@ -191,7 +191,7 @@ def _seconds(call: _Call) -> float:
 
 
 def _preemptions() -> int:
-    """How often this process had to give a CPU away before its time was up; 0 where the system does not count."""
+    """How often this process was preempted; 0 if the system does not count it."""
     try:
         import resource
     except ModuleNotFoundError:  # Windows
@@ -200,7 +200,7 @@ def _preemptions() -> int:
 
 
 def ends_of(fusion: Fusion, tensors: Sequence[Tensor], env: Mapping[str, int]) -> dict[str, Tensor]:
-    """The ends of each partition of a fusion by its name, computed from these inputs by the operations that make them and no others."""
+    """The ends of each partition of a fusion, by name, computed from these inputs by only those operations that make the ends."""
     values = (*fusion.inputs, *(v for op in fusion.ops for v in op.outputs))
     ends = {v.type.ends.name: v for v in values if v.type.ends}
     needed = set(ends.values())

@@ -1,4 +1,4 @@
-"""Where text goes: how wide the terminal is, colours for rich, files that appear whole or not at all."""
+"""Output of text: the width of the terminal, colours for rich, files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..errors import OptionError
 
 
 def columns() -> int:
-    """As wide as the terminal, 80 without one, as far as text can be read."""
+    """The width of the terminal, 80 without one, limited to what can be read well."""
     return fitting(shutil.get_terminal_size().columns)
 
 
 def fitting(width: int) -> int:
-    """A number of columns from 70 to 120."""
+    """`width`, limited to 70 to 120 columns."""
     return min(max(width, 70), 120)
 
 
 def coloured(text: str) -> Any:
-    """A rich Text: headings bold, lines that start with "!" yellow. rich colours on terminals only."""
+    """A rich Text: headings are bold, lines that start with "!" are yellow. rich colours only on terminals."""
     from rich.text import Text
 
     made = Text(text)
@@ -32,7 +32,7 @@ def coloured(text: str) -> Any:
 
 
 class Shown:
-    """What people look at: text in a terminal, a page in a notebook."""
+    """An object to look at: as text in a terminal, as a page in a notebook."""
 
     def _text(self, width: int) -> str:
         """Text of at most `width` columns."""
@@ -43,7 +43,7 @@ class Shown:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """As wide as the terminal, without colours: `rich.print` has them."""
+        """Text as wide as the terminal, without colours: `rich.print` adds them."""
         return self._text(columns())
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
@@ -56,7 +56,7 @@ class Shown:
 
 
 def save(path: str | Path, what: str, formats: Mapping[str, Callable[[], str]]) -> None:
-    """Writes the text of a path's suffix; OptionError for a suffix that `formats` lacks, and for a folder that is not there."""
+    """Writes the text in the format of a path's suffix; OptionError for a suffix not in `formats`, and for a folder that does not exist."""
     path = Path(path)
     if path.suffix not in formats:
         *some, last = formats

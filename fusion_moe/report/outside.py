@@ -1,7 +1,7 @@
-"""What the calls outside of fusions cost: flops and bytes, counted as if each were a kernel of its own.
+"""The cost of calls outside of fusions: flops and bytes, counted as if each were a kernel of its own.
 
-Flops are those of torch's flop counter; where it has no formula, one for each element that a pointwise operation makes or a reduction
-reads. Bytes are those of inputs and outputs. A view moves nothing, and of a table only the rows that are gathered are read.
+Flops come from torch's flop counter. If it has no formula, each element that a pointwise operation makes or a reduction reads counts as
+one. Bytes are those of inputs and outputs. A view moves nothing, and of a table only the gathered rows are read.
 """
 
 from __future__ import annotations
@@ -76,5 +76,5 @@ def _is_known(n: Node) -> bool:
 
 
 def _number(n: Any) -> int:
-    """A number, or the hint of a symbolic one."""
+    """A number, or the hint of a symbolic number."""
     return int(n if isinstance(n, int) else n.node.hint)

@@ -36,7 +36,7 @@ if __name__ == "__main__":
 
 
 def script(fusion: FusionReport, target: str) -> str:
-    """The text of the script for a fusion, to be run on a target whose programs can run here."""
+    """The text of the script for a fusion. `target` is a target whose programs can run on this machine."""
     device = "cpu" if target in ("cpu", "reference") else "cuda"
     return _SCRIPT.format(id=fusion.id, program=dict(fusion.stages)["translated"], sizes=dict(fusion.sizes), target=target, device=device)
 
@@ -45,9 +45,9 @@ _BYTES = {"u8": (0, 256), "f8e4m3": (0x28, 0x48), "f8e5m2": (0x30, 0x48), "f8e8m
 
 
 def random_inputs(fusion: Fusion, seed: int, sizes: dict[str, int] | None = None) -> list[Tensor]:
-    """Inputs of the types of a fusion that its operations take: ids of groups, ends that grow, slots that are a permutation.
+    """Random inputs of a fusion's types that its operations accept: ids of groups, increasing ends, slots that are a permutation.
 
-    sizes: numbers for its symbols; 8 each without it.
+    sizes: numbers for its symbols; without it, each is 8.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     env = dict.fromkeys(fusion.symbols, 8) | (sizes or {})
@@ -93,7 +93,7 @@ def _ends(groups: Groups, rows: int, env: dict[str, int], generator: torch.Gener
 
 
 def _reader(v: Value, fusion: Fusion, kind: str, place: int) -> Op | None:
-    """The first operation of a kind that reads a value, reshaped, cast or counted from the start, as its input number `place`."""
+    """The first operation of a kind that reads a value, or the result of shape or pointwise operations on it, as input number `place`."""
     forms = [v]
     for form in forms:
         for op in fusion.readers.get(form, ()):

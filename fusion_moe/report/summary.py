@@ -1,4 +1,4 @@
-"""The report in a screenful: how much is fused, what runs in plain torch, what was not fused and why, and where to look next."""
+"""The report on one screen: how much is fused, what runs in plain torch, what was not fused and why, and where to look next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..plan import REFERENCE
 from .data import FusionReport, Report, SegmentReport
 from .units import amount, count, duration, ratio
 
-_SEGMENTS, _REASONS, _LINES = 8, 6, 3  # as many are shown, and lines of a reason
+_SEGMENTS, _REASONS, _LINES = 8, 6, 3  # how many of each are shown; lines of a reason
 NEXT = (
     ("report.details()", "every type, source line and boundary"),
     ('report.save("report.html")', "source, IR and kernels side by side"),
@@ -18,12 +18,12 @@ NEXT = (
 
 
 def one_line(report: Report) -> str:
-    """What a prompt shows of a report."""
+    """The text that a prompt shows for a report."""
     return f"<Report of fusion_moe.explain: {_what(report)}, {report.flops} of flops fused>"
 
 
 def summary(report: Report, width: int, next: Iterable[tuple[str, str]] = NEXT) -> str:
-    """Text of at most `width` columns, 70 or more. next: what shows more, and what that is."""
+    """Text of at most `width` columns, 70 or more. next: what shows more, with a description."""
     parts = [
         [f"fusion_moe.explain: {_what(report)}"],
         _floats(report, width),
@@ -57,7 +57,7 @@ def _shares(report: Report) -> list[str]:
 
 
 def _plain_torch(report: Report, width: int) -> list[str]:
-    """The segments that no kernel computes, by the reason."""
+    """The segments that no kernel computes, grouped by reason."""
     reasons = _grouped((s.backend_why, s.id) for s in report.segments if s.backend == REFERENCE)
     return [line for why, ids in reasons for line in _marked(f"plain torch runs {_some(ids)}: {why}", width)]
 
@@ -90,7 +90,7 @@ def _measured(s: SegmentReport) -> Iterator[str]:
 
 
 def _backends(report: Report, width: int) -> list[str]:
-    """Why kernels are not run, or not all of what they could be."""
+    """Why kernels do not run, or not all that could."""
     reasons = _grouped((s.backend_why, s.id) for s in report.segments if s.backend != REFERENCE and s.backend_why != "compiles it whole")
     lines = [line for why, ids in reasons for line in _wrapped(f"{_some(ids)}: {why}", width)]
     return ["backends", *lines] if lines else []
@@ -103,7 +103,7 @@ def _not_fused(report: Report, width: int) -> list[str]:
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
-    """(reason, what it is the reason for), those of most first."""
+    """(reason, its subjects), starting with the reason that has the most."""
     found: dict[str, list[str]] = {}
     for why, what in pairs:
         found.setdefault(why, []).append(what)

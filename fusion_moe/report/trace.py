@@ -1,4 +1,4 @@
-"""explain: traces a call as torch.compile or thunder.jit would, and looks at every graph of it."""
+"""explain: traces a call as torch.compile or thunder.jit would, and looks at each of its graphs."""
 
 from __future__ import annotations
 
@@ -41,28 +41,29 @@ def explain(
     model_or_fn: Callable[..., Any], *args: Any, target: str | None = None, gpu: str | None = None, measure: bool = False,
     load: bool = False, backward: bool = False, **kwargs: Any,
 ) -> Report:  # fmt: skip
-    """What torch.compile(model_or_fn, backend="fusion_moe") fuses when it is called with these arguments, what it does not, and why.
+    """Shows what torch.compile(model_or_fn, backend="fusion_moe") fuses when it is called with these arguments, what it does not, and why.
 
-    Of what thunder.jit made: what our executor fuses in it. The call is traced in the grad mode in force, with the sizes of these
-    arguments; of a training step the forward pass, or both. It is traced on fake tensors: nothing is computed, weights and arguments may
-    be on the meta device or fake, and the model stays as it is. A call that asks for the values of tensors, as in `if x.sum() > 0`, is
-    run once instead, by the operations' meaning. Nothing is compiled to machine code.
+    For what thunder.jit made, it shows what our executor fuses. The call is traced in the grad mode in force, with the sizes of these
+    arguments; for a training step, the forward pass or both passes. Tracing uses fake tensors: nothing is computed, weights and arguments
+    may be on the meta device or fake, and the model does not change. A call that asks for the values of tensors, as in `if x.sum() > 0`, is
+    run once instead, by the reference. Nothing is compiled to machine code.
 
-    target: None follows the device of the tensors; else a name in target.py, also of one whose programs cannot run here.
-    gpu: which kernels an absent GPU would get, by its name ("H100"): the target is "cuda" then. None: the GPU at hand, an H200 without one.
-    measure, load: run the call, on real tensors, its fusions as compiled programs; what the model writes into itself is written.
-    measure: reports what each kernel takes, beside how long this machine takes to read what the kernel has to. On a GPU by CUDA events.
-    Report.void says if the machine was too busy for times to mean something.
+    target: None: the target of the tensors' device; otherwise a name in target.py, even of a target whose programs cannot run here.
+    gpu: the name of a GPU ("H100") whose kernels to show, even if it is absent; the target is then "cuda". None: the GPU at hand, or an
+    H200.
+    measure, load: also run the call, on real tensors, with its fusions as compiled programs; the model's writes into itself take effect.
+    measure: reports the time of each kernel, next to the time that this machine takes to read the kernel's inputs. On a GPU, CUDA events
+    measure. Report.void says if the machine was too busy for the times to mean something.
     load: reports how many rows each group (expert) has.
-    backward: reports the backward pass too, what is saved for it, what it makes again, and where gradients come from.
-    OptionError for a target or a GPU that there is not, UnsupportedError for a call that asks for values which there are not, for one that
-    cannot be run or measured, for a backward that there is not, for what cannot be called, and for `gpu` without the extra `cuda`.
+    backward: also reports the backward pass: what is saved for it, what it recomputes, and where gradients come from. OptionError for an
+    unknown target or GPU. UnsupportedError for a call that asks for values that do not exist, for one that cannot be run or measured, for a
+    backward if there is none, for something that cannot be called, and for `gpu` without the extra `cuda`.
     """
     if not callable(model_or_fn):
         raise UnsupportedError(f"a {type(model_or_fn).__name__}", expected="a torch.nn.Module or a function", where="explain")
     target, arch = (target, None) if gpu is None else _of_gpu(gpu, target)
     switches = options.current().replace(**({} if target is None else {"target": target}))
-    targets.find(switches.target, torch.device("cpu"))  # a name that is none raises here and not inside of a compiler
+    targets.find(switches.target, torch.device("cpu"))  # an unknown name raises here and not inside a compiler
     _check_names(_original(model_or_fn), kwargs)
     watch = Watch(switches, measure, load) if measure or load else None
     _check_backward(backward, watch)
@@ -81,7 +82,7 @@ def explain(
 
 
 def _own_error(error: BaseException) -> Error | None:
-    """The error of ours that Dynamo tells of in a long one of its own."""
+    """Our error inside of a longer one of Dynamo's, if there is one."""
     inner: BaseException | None = error
     while inner is not None and not isinstance(inner, Error):
         inner = inner.__cause__ or inner.__context__
@@ -89,22 +90,22 @@ def _own_error(error: BaseException) -> Error | None:
 
 
 def _of_gpu(name: str, target: str | None) -> tuple[str, Arch]:
-    """The target and the facts of a GPU that is named."""
+    """The target and the facts of a GPU, by its name."""
     if target not in (None, cuda.NAME):
         raise OptionError(f"gpu = {name!r} for the target {target!r}", expected=f"the target {cuda.NAME!r}, or none", where="explain")
     arch = named(name)
-    if why := nvrtc.why_missing():  # no program would have kernels, which is true of this machine and not of the GPU
+    if why := nvrtc.why_missing():  # no program would have kernels: true of this machine, not of the GPU
         found, _, todo = why.partition("; ")
         raise UnsupportedError(f"gpu = {name!r} needs NVRTC, and {found}", todo=todo, where="explain")
     return cuda.NAME, arch
 
 
 def _check_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """OptionError for an argument that nothing called names, and that is nearly one of explain's own."""
+    """OptionError for an argument that nothing called takes and whose name resembles one of explain's own."""
     called = function.forward if isinstance(function, torch.nn.Module) else function
     try:
         named = signature(called).parameters
-    except (TypeError, ValueError):  # of what is written in C
+    except (TypeError, ValueError):  # of a callable written in C
         return
     own = [p.name for p in signature(explain).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for name in kwargs:
@@ -117,20 +118,20 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _check_can_run(watch: Watch, device: torch.device) -> None:
-    """UnsupportedError if what is watched cannot be run, or measured, on a device."""
+    """UnsupportedError if the watched call cannot be run, or measured, on a device."""
     targets.check_device(targets.find(watch.switches.target, device), device, "explain")
     if watch.measure and device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"measure=True for tensors on {device}", expected="tensors on a CPU or a CUDA GPU", where="explain")
 
 
 def _check_backward(backward: bool, watch: Watch | None) -> None:
-    """UnsupportedError for a backward that is to be measured: it is traced, and not run."""
+    """UnsupportedError if a backward is to be measured: it is only traced, not run."""
     if backward and watch is not None:
         raise UnsupportedError("backward=True with measure or load", expected="one of them: the backward is not run", where="explain")
 
 
 def _check_has_backward(backward: bool, seen: Seen) -> None:
-    """UnsupportedError if a backward is asked for, and there is none."""
+    """UnsupportedError if a backward is asked for but does not exist."""
     if backward and not seen.steps:
         raise UnsupportedError(
             "backward=True for a call of whose results none requires a gradient", expected="a training step",
@@ -141,8 +142,8 @@ def _check_has_backward(backward: bool, seen: Seen) -> None:
 def _looker(
     function: Callable[..., Any], switches: Options, watch: Watch | None, backward: bool
 ) -> tuple[Callable[..., Seen], Callable[..., Any]]:
-    """Who looks at a call, and the function below what a compiler made of it."""
-    thunder = sys.modules.get("thunder")  # imported where something was made by it
+    """The function that looks at a call, and the function underneath what a compiler made."""
+    thunder = sys.modules.get("thunder")  # imported already if it made anything
     if thunder is not None and (compiled := thunder.compile_data(function)) is not None:
         if watch is not None:
             raise UnsupportedError(
@@ -169,7 +170,7 @@ def _in_thunder(executors: Sequence[Any], switches: Options, function: Callable[
 def _in_dynamo(
     switches: Options, watch: Watch | None, backward: bool, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> Seen:  # fmt: skip
-    """What is found when torch.compile traces a call. watch: then the call's programs run for the target, and not by their meaning."""
+    """What is found when torch.compile traces a call. watch: if given, programs run compiled for the target, not on the reference."""
     seen = Seen(watch=watch)
 
     def look(model: GraphModule, forward: list[Graph], graph: Graph, is_inference: bool = False) -> None:
@@ -192,7 +193,7 @@ def _in_dynamo(
     isolated: dict[str, Any] = {"isolate_recompiles": True} if has_isolation else {}
     compiled = torch.compile(apart(function), backend=backend, dynamic=False, **isolated)
     limits = torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
-    no_timing = inductor_config.patch(shape_padding=False)  # it measures on the GPU what to pad
+    no_timing = inductor_config.patch(shape_padding=False)  # it measures on the GPU which shapes to pad
     at_once = functorch_config.patch(force_non_lazy_backward_lowering=True) if backward else nullcontext()
     with limits, no_timing, at_once, options.override(target="reference"):
         compiled(*args, **kwargs)
@@ -200,7 +201,7 @@ def _in_dynamo(
 
 
 def _own(model: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of a graph with fakes of the mode in which it is traced, where they are fakes of another."""
+    """The inputs of a graph; fakes of another mode become fakes of the mode in which the graph is traced."""
     mode = TracingContext.get().fake_mode
     assert mode is not None
     known = [n.meta["example_value"] for n in model.graph.nodes if n.op == "placeholder"]
@@ -208,7 +209,7 @@ def _own(model: GraphModule, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _original(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compile was given, where it was called already: on a module, on a function, or as module.compile()."""
+    """What torch.compile was given, if it was called already: on a module, on a function, or as module.compile()."""
     function = getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))
     if isinstance(function, torch.nn.Module) and function._compiled_call_impl is not None:
         return function._call_impl
@@ -216,12 +217,12 @@ def _original(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def custom_ops(graph: Graph) -> dict[str, None]:
-    """The operations of a graph that are not torch's and have no translator."""
+    """The operations of a graph that neither belong to torch nor have a translator."""
     return {name: None for n in graph.nodes if (name := _custom_op(n))}
 
 
 def _custom_op(n: Node) -> str:
-    """The name of an operation that is not torch's and has no translator, else nothing."""
+    """The name of an operation that neither belongs to torch nor has a translator, otherwise ""."""
     op = called_op(n)
     if op is None or op.namespace in ("aten", "prims", "prim", "inductor"):
         return ""

@@ -1,4 +1,4 @@
-"""Numbers as text, in three digits."""
+"""Numbers as text, with three digits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def duration(seconds: float) -> str:
 
 
 def amount(n: float | None, unit: str = "") -> str:
-    """1234567 -> "1.23 M"; None, a number that is not known, -> "?"."""
+    """1234567 -> "1.23 M"; None, an unknown number, -> "?"."""
     if n is None:
         return "?"
     size, prefixes = float(n), iter(("", "k", "M", "G", "T"))

@@ -1,4 +1,4 @@
-"""What prepare_ would do with the weights that a program reads."""
+"""What `prepare_` would do with the weights that a program reads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..target import TARGETS, Target
 
 
 def weight_layouts(fusion: Fusion, to: Target) -> tuple[tuple[str, str], ...]:
-    """(layout, what prepare_ does about it) of the encoded weights that are not in the layout of a target, if prepare_ knows theirs."""
+    """(layout, what `prepare_` does about it) for encoded weights that are not in a target's layout but in one that `prepare_` knows."""
     weights = (product.weight.type for product in products(fusion) if product.weight is not None)
     known = (w for w in weights if w.quantized and _is_prepared(w.layout) and not set(w.symbols()))
     return tuple(dict.fromkeys((w.layout, _what_is_done(w, to)) for w in known if w.layout != to.weight_layout))
 
 
 def _is_prepared(layout: str) -> bool:
-    """Whether prepare_ knows a layout: it puts weights in it for some target."""
+    """Whether `prepare_` knows a layout, that is, puts weights in it for some target."""
     return any(layout == target.weight_layout for target in TARGETS.values())
 
 

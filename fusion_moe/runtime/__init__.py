@@ -1,1 +1,1 @@
-"""Running what was compiled: kernels, and the programs they make up."""
+"""Running compiled code: kernels, and the programs that they make up."""

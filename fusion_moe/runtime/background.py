@@ -1,11 +1,11 @@
-"""Compiling while others serve: builds that run on threads of their own, each once at a time.
+"""Compiling while calls are served: builds run on background threads, and each build runs only once at a time.
 
     started = start(builds)
-    started.done          # whether all have ended; never waits
-    started.check()       # raises what one of them raised
+        started.done        # whether all have ended; never waits
+        started.check()     # raises the first error of those that have ended
 
-Threads end with the work that is left. At the exit of the interpreter no build is begun any more, and those that run are waited for: a
-compiler that is a library must not run while the process is taken down. A file that is half made is nobody's: see store.py.
+The threads end when no work is left. At the interpreter's exit no further build is started, and running builds are waited for: a compiler
+that is a library must not run while the process is torn down. Half-written files do no harm: see store.py.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _NAME = "fusion_moe background compile"
 
 @dataclass(frozen=True)
 class Started:
-    """Builds that were started."""
+    """Builds that have been started."""
 
     futures: tuple[Future[object], ...]
 
     @property
     def done(self) -> bool:
-        """Whether all have ended, if only by an error."""
+        """Whether all builds have ended, with or without an error."""
         return all(future.done() for future in self.futures)
 
     def check(self) -> None:
-        """Raises the first error of those that have ended."""
+        """Raises the first error of the builds that have ended."""
         for future in self.futures:
             if future.done():
                 future.result()
 
 
 def start(builds: Iterable[Build]) -> Started:
-    """Starts builds under the options in force, but for those that are under way."""
+    """Starts builds under the options in force, except those that are running already."""
     with _lock:
         started = Started(tuple(_future(key, build) for key, build in builds))
         _add_threads()
@@ -63,7 +63,7 @@ def _future(key: Hashable, build: Callable[[], object]) -> Future[object]:
 
 
 def _add_threads() -> None:
-    """As many as half the CPUs, which leaves the others to who serves."""
+    """Starts as many threads as half the CPUs, so that the others keep serving calls."""
     global _threads
     while _threads < min(len(_waiting), max(1, cpus() // 2)):
         _threads += 1

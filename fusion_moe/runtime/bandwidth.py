@@ -1,11 +1,11 @@
-"""How fast this machine reads memory: what no kernel that has to can beat. Measured once for a number of threads, and kept on disk.
+"""How fast this machine reads memory, a bound for all kernels that read it. Measured once for a number of threads, and kept on disk.
 
     memory = bandwidth.of(threads=2)         # takes about a second the first time
     memory.bytes_per_second, memory.by
-    memory.read(t)                           # reads a tensor like that, or several
-    bandwidth.evict(t)                       # then reads it from memory again, and not from a cache
+        memory.read(t)                          # reads one tensor or several in the same way
+        bandwidth.evict(t)                      # the next read comes from memory, not from a cache
 
-What reads is bandwidth.cpp, prefetching as far ahead as is fastest here; without a compiler a reduction of torch's.
+bandwidth.cpp does the reading, prefetching as far ahead as is fastest on this machine; without a compiler, a torch reduction reads.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """bytes_per_second: of reading a `pool` with `threads` threads. by: what read it.
+    """bytes_per_second: when reading a `pool` with `threads` threads. by: what did the reading.
 
-    ahead: bytes that it prefetches ahead; None: torch reads.
+    ahead: how many bytes ahead it prefetches; None: torch reads.
     """
 
     bytes_per_second: float
@@ -47,11 +47,11 @@ class Bandwidth:
     ahead: int | None = None
 
     def read(self, *tensors: Tensor) -> None:
-        """Reads contiguous tensors on the CPU, each a whole number of 8 bytes, once, each thread as much of them as the others."""
+        """Reads contiguous CPU tensors once, each a whole number of 8 bytes, divided evenly between the threads."""
         self.reader(*tensors)()
 
     def reader(self, *tensors: Tensor) -> Callable[[], None]:
-        """What reads tensors like that when it is called; they must live until then."""
+        """A function that reads tensors in this way; they must live until it is called."""
         if self.ahead is None:
             return partial(_reduce_all, tensors, self.threads)
         addresses = (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
@@ -59,11 +59,11 @@ class Bandwidth:
         return partial(_library().read_words, addresses, sizes, len(tensors), self.threads, self.ahead)
 
     def now(self, memory: Tensor) -> float:
-        """Bytes per second of the median of three reads of a tensor."""
+        """Bytes per second, by the median of three reads of a tensor."""
         return memory.nbytes / median(self.times(memory, 3))
 
     def times(self, memory: Tensor, count: int) -> list[float]:
-        """The seconds of so many reads of a tensor, the shortest first."""
+        """The seconds of `count` reads of a tensor, in increasing order."""
         found = []
         for _ in range(count):
             start = time.perf_counter()
@@ -74,7 +74,7 @@ class Bandwidth:
 
 @cache
 def of(threads: int) -> Bandwidth:
-    """The read bandwidth of this machine: measured in this process, or kept by one before it."""
+    """The read bandwidth of this machine: measured in this process, or stored by an earlier one."""
     where = cpu(), str(cpus()), str(pages.nodes())
     key = store.key_of(Path(__file__).read_bytes(), _SOURCE.read_bytes(), *where, str(threads), _why_not_cpp())
 
@@ -83,12 +83,12 @@ def of(threads: int) -> Bandwidth:
 
     try:
         return Bandwidth(**json.loads(store.get_or_make(f"bandwidth-{key}.json", make).read_text()))
-    except OSError:  # no folder to keep it in
+    except OSError:  # there is no folder to store it in
         return _measured(threads)
 
 
 def evict(*tensors: Tensor) -> None:
-    """Takes tensors on the CPU out of its caches: by bandwidth.cpp, or by reading so much else that nothing of them is left there."""
+    """Evicts CPU tensors from the CPU's caches: by bandwidth.cpp, or by reading enough other memory to replace them."""
     if not all(_evicts(t.untyped_storage()) for t in tensors):
         _reduce(_kept_pool(), torch.get_num_threads())
 
@@ -98,15 +98,15 @@ def _evicts(memory: torch.UntypedStorage) -> bool:
 
 
 def pool() -> Tensor:
-    """u8: memory that no cache holds, written once, placed as weights are."""
+    """u8: memory that exceeds all caches, written once, placed like weights."""
     return pages.empty((min(max(2**28, 4 * _cache_bytes()), 2**30),), torch.uint8).fill_(1)
 
 
 def cpu() -> str:
-    """Which CPU this is, as Linux names it."""
+    """The name of this CPU, as Linux reports it."""
     facts: dict[str, str] = {}
     with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as lines:
-        for line in itertools.takewhile(str.strip, lines):  # the first CPU's
+        for line in itertools.takewhile(str.strip, lines):  # of the first CPU
             key, _, value = line.partition(":")
             facts[key.strip()] = value.strip()
     name = facts.get("model name", platform.machine())
@@ -115,7 +115,7 @@ def cpu() -> str:
 
 
 def cpus() -> int:
-    """How many CPUs the threads of this process may run on."""
+    """How many CPUs the threads of this process may use."""
     return len(numa.cpus()) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -127,7 +127,7 @@ def _measured(threads: int) -> Bandwidth:
     if nodes := pages.nodes():
         where += f", on {numa.named(nodes)} by turns"
     found = Bandwidth(0, threads, f"{_how(ahead)}; {where}", ahead)
-    # What else runs meanwhile slows most reads, and this number is kept; but single reads are faster than memory is for long.
+    # Other programs slow down most reads, and this number is stored; but a single read can be faster than the memory is over a longer time.
     return replace(found, bytes_per_second=memory.nbytes / found.times(memory, _REPEATS)[_REPEATS // 10])
 
 
@@ -139,7 +139,7 @@ def _how(ahead: int | None) -> str:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """bandwidth.cpp, for the best instructions that there are: memory is as fast as it is, whatever cpu_isa says."""
+    """bandwidth.cpp, compiled for the best tier of this machine, whatever cpu_isa says: memory does not get slower by that option."""
     library = build.load(_SOURCE.read_text(encoding="utf-8"), name="bandwidth", tier=isa.available()[0])
     library.read_words.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
     library.read_words.restype = ctypes.c_uint64
@@ -149,7 +149,7 @@ def _library() -> ctypes.CDLL:
 
 @cache
 def _why_not_cpp() -> str:
-    """Why there is no C++ to read with; "" if there is."""
+    """Why C++ cannot do the reading; "" if it can."""
     try:
         _library()
     except BuildError as error:
@@ -177,7 +177,7 @@ def _reduce_all(tensors: Sequence[Tensor], threads: int) -> None:
 
 
 def _cache_bytes() -> int:
-    """The sum of all last-level caches, as Linux tells it; 0 where it does not."""
+    """The sum of all last-level caches, as Linux reports it; 0 if it does not."""
     found = {}
     for folder in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
         found[(folder / "shared_cpu_list").read_text()] = int((folder / "size").read_text().strip().rstrip("K")) * 1024

@@ -3,17 +3,17 @@
     library = load(text, name="grouped_mm", include=[folder])          # -> ctypes.CDLL
     library.grouped_mm(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(rows), ctypes.c_int(torch.get_num_threads()))
 
-`text` is C++17 with `extern "C"` entry points and everything else in an anonymous namespace. What it includes in quotes is looked for
-in the folders of `include` and is part of the key. `tier` is one of `isa.TIERS` (default: `isa.selected()`); its -m flags are added,
-so the macros of the compiler (`__AVX512BF16__`, `__AMX_TILE__`) say what there is. `flags=["-DROWS=4"]` come last.
+`text` is C++17 with `extern "C"` entry points and everything else in an anonymous namespace. Files that it includes in quotes are looked up
+in the folders of `include` and are part of the key. `tier` is one of `isa.TIERS` (default: `isa.selected()`); its -m flags are added, so
+that the compiler's macros (`__AVX512BF16__`, `__AMX_TILE__`) say what the CPU has. `flags=["-DROWS=4"]` come last.
 
-`find_compiler()` is None where there is no compiler, and `why_no_compiler()` a sentence for it; `load` raises BuildError then, as it
-does for source that does not compile, and for a compiler that takes longer than the option compile_seconds, which is ended with all
-that it started. `build` does the same without loading, also for tiers of other machines.
+`find_compiler()` is None if there is no compiler, and `why_no_compiler()` is then a sentence about it; `load` raises BuildError then, and
+also for source that does not compile and for a compiler that takes longer than the option compile_seconds. That compiler is ended, with
+all processes that it started. `build` does the same without loading, also for tiers of other machines.
 
-Threads: OpenMP. The library asks for libgomp.so.1, as torch does, which has brought and loaded its own: one pool of threads for both.
+Threads: OpenMP. The library asks for libgomp.so.1, like torch, which has already loaded its own: both share one thread pool.
 Its number of threads is a setting of each thread, so a kernel takes torch.get_num_threads() as an argument of its calls and says
-`num_threads(threads)`: in a thread that torch has not computed in, as one of autograd's, `torch.set_num_threads` would be missed.
+`num_threads(threads)`: a thread in which torch has not computed yet, such as one of autograd's, would ignore `torch.set_num_threads`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from ..errors import BuildError
 from ..warn import warn_once
 from . import dump, isa, store
 
-# No -ffast-math, nor anything else that changes results. It also makes g++ link code that flushes denormals in the whole process that
-# loads the library. Contraction of a * b + c into one rounding would give each tier results of its own.
+# No -ffast-math, nor anything else that changes results. -ffast-math also makes g++ link code that flushes denormals in the whole process
+# that loads the library. Contraction of a * b + c into one rounding would give each tier different results.
 BASE_FLAGS = (
     "-std=c++17",
     "-O3",
@@ -52,12 +52,12 @@ BASE_FLAGS = (
 )
 _NEVER = ("-ffast-math", "-Ofast", "-funsafe-math-optimizations", "-march=native", "-mcpu=native")
 _SHOWN_ERRORS = 5
-_FULL = ("No space left on device", "Disk quota exceeded")  # as a compiler and its linker say it
+_FULL = ("No space left on device", "Disk quota exceeded")  # in the words of compilers and linkers
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """command: the program's path and the arguments that $CXX has; version: what it says of itself."""
+    """command: the program's path and the arguments in $CXX; version: what the compiler reports."""
 
     command: tuple[str, ...]
     version: str
@@ -65,9 +65,9 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A C++ source, a name for it, the tier it is for, the folders of its headers, and flags of its own, which come last.
+    """A C++ source, its name, the tier that it is for, the folders of its headers, and extra flags, which come last.
 
-    shipped: a folder of libraries that came with the package, which are taken where they are of this recipe.
+    shipped: a folder of libraries that came with the package, which are used if they were built from this recipe.
     """
 
     text: str
@@ -78,15 +78,15 @@ class Recipe:
     shipped: Path | None = None
 
     def all_flags(self, having: Collection[str] | None = None) -> tuple[str, ...]:
-        """The flags of a compilation, for a CPU having these features (default: this one's)."""
+        """The flags of a compilation, for a CPU with these features (default: this one's)."""
         return (*BASE_FLAGS, *isa.compiler_flags(self.tier, having), *self.flags)
 
     def came_with(self, having: Collection[str] | None = None) -> Path | None:
-        """The file that a shipped library has, for a CPU having these features (default: this one's)."""
+        """The file of the shipped library, if there is one, for a CPU with these features (default: this one's)."""
         return self.shipped and self.shipped / f"{self.name}-{self.tier}-{self._key(*self.all_flags(having))}.so"
 
     def command(self, compiler: Compiler, having: Collection[str] | None = None) -> list[str]:
-        """The compiler's command line, source and output left out."""
+        """The compiler's command line, without source and output."""
         return [*compiler.command, *self.all_flags(having), *(f"-I{folder}" for folder in self.include)]
 
     def file(self, compiler: Compiler) -> str:
@@ -99,23 +99,23 @@ class Recipe:
 
 
 def load(text: str, *, name: str, tier: str | None = None, include: Sequence[Path | str] = (), flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """The library of a C++ source: the head of this file says how. BuildError if it cannot be had, OptionError for another CPU's tier."""
+    """The library of a C++ source, as described at the head of this file. BuildError if it fails, OptionError for another CPU's tier."""
     return library(_recipe(text, name, isa.selected() if tier is None else tier, include, flags))
 
 
 def build(text: str, *, name: str, tier: str, include: Sequence[Path | str] = (), flags: Sequence[str] = ()) -> Path:
-    """The file of the library of a C++ source, from the cache or compiled now. BuildError if it cannot be had."""
+    """The file of the library of a C++ source, from the cache or compiled now. BuildError if that fails."""
     return _file(_recipe(text, name, tier, include, flags))
 
 
 def is_built(text: str, *, name: str, tier: str, include: Sequence[Path | str] = (), flags: Sequence[str] = ()) -> bool:
-    """Whether `build` would find the library in the cache; False where there is no compiler."""
+    """Whether `build` would find the library in the cache; False if there is no compiler."""
     compiler = find_compiler()
     return compiler is not None and store.has(_recipe(text, name, tier, include, flags).file(compiler))
 
 
 def library(recipe: Recipe) -> ctypes.CDLL:
-    """The library of a recipe: one that came with the package, from the cache, or compiled now. Raises as `load`."""
+    """The library of a recipe: shipped with the package, from the cache, or compiled now. Raises like `load`."""
     isa.require(recipe.tier)
     return _open(_file(recipe))
 
@@ -140,7 +140,7 @@ def _made(recipe: Recipe) -> Path:
 
 
 def ship(recipe: Recipe, having: Collection[str]) -> Path:
-    """Compiles a recipe into its folder of shipped libraries, for a CPU having these features; written at once, or not at all."""
+    """Compiles a recipe into its folder of shipped libraries, for a CPU with these features; the file appears whole or not at all."""
     compiler, path = find_compiler(), recipe.came_with(having)
     if compiler is None or path is None:
         raise BuildError(why_no_compiler(), where=recipe.name)
@@ -176,20 +176,20 @@ def find_compiler() -> Compiler | None:
 
 
 def why_no_compiler() -> str:
-    """One sentence for where `find_compiler` found none."""
+    """A sentence about why `find_compiler` found none."""
     cxx = os.environ.get("CXX", "")
     found = f"CXX={cxx!r} does not run" if cxx.strip() else "none of g++, clang++, c++ is on PATH"
     return f"no C++ compiler: {found}; install g++, or set CXX"
 
 
 def warn_of_no_compiler() -> None:
-    """Says once what it costs."""
+    """Warns once about the consequences."""
     warn_once(f"{why_no_compiler()}; torch computes all but the products that came with the package, slowly", about="no compiler")
 
 
 @cache
 def _first_that_runs(cxx: str, path: str) -> Compiler | None:
-    """Remembered for each environment: `path` is where shutil.which looks."""
+    """Cached for each environment: `path` is where shutil.which looks."""
     if os.name != "posix":
         return None
     candidates = [shlex.split(cxx)] if cxx.strip() else [["g++"], ["clang++"], ["c++"]]
@@ -210,7 +210,7 @@ def _version(command: Sequence[str]) -> str:
 
 
 def _run(command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """What a compiler said. TimeoutExpired after compile_seconds; all that it started is ended then, as it is if we are interrupted."""
+    """A compiler's output. TimeoutExpired after compile_seconds; then, or on an interruption, all processes that it started are ended."""
     with subprocess.Popen(
         command, cwd=cwd, env=env, text=True, errors="replace", start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -218,7 +218,7 @@ def _run(command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str]
         try:
             out, err = running.communicate(timeout=options.current().compile_seconds)
         except BaseException:
-            if running.returncode is None:  # else its number may be another's by now
+            if running.returncode is None:  # otherwise its process id may belong to another process by now
                 os.killpg(running.pid, signal.SIGKILL)
             raise
     return subprocess.CompletedProcess(command, running.returncode, out, err)
@@ -227,11 +227,11 @@ def _run(command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str]
 def _compile(command: Sequence[str], recipe: Recipe, path: Path) -> None:
     """Compiles in the folder of `path`, with relative names, so that equal sources give equal files wherever they are built.
 
-    A source that does not compile is kept in the store. OSError if there is no space.
+    A source that does not compile is kept in the store. OSError if there is no space left.
     """
     source = f"{recipe.name}.cpp"
     (path.parent / source).write_text(recipe.text, encoding="utf-8")
-    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(path.parent)}  # a killed compiler's files go with the folder
+    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(path.parent)}  # a killed compiler's files are removed with the folder
     try:
         done = _run([*command, source, "-o", path.name], cwd=path.parent, env=environment)
     except subprocess.TimeoutExpired as e:
@@ -261,9 +261,9 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 
 
 def _headers(text: str, folders: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
-    """Name and content of each file that a source includes in quotes, through all files, found as the compiler finds them.
+    """Name and content of each file that a source includes in quotes, directly or indirectly, found as the compiler finds them.
 
-    A file in a branch that the preprocessor drops is one too many, which does no harm.
+    Files in branches that the preprocessor drops are listed too, which does no harm.
     """
     seen: set[Path] = set()
     waiting = [(name, list(folders)) for name in _INCLUDE.findall(text)]
@@ -271,7 +271,7 @@ def _headers(text: str, folders: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
         name, places = waiting.pop(0)
         path = next(((place / name).resolve() for place in places if (place / name).is_file()), None)
         if path is None or path in seen:
-            continue  # the compiler will say so; or it is a header of the system's
+            continue  # the compiler will report it; or it is a system header
         seen.add(path)
         content = path.read_bytes()
         yield name, content

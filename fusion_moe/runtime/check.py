@@ -1,4 +1,4 @@
-"""The option `check`: every pass and the segmentation keep the meaning of a program bit for bit, on the inputs at hand."""
+"""The option `check`: whether every pass and the segmentation keep a program's results bit for bit, on the inputs at hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..segment import Segment
 
 
 def check_stages(stages: Sequence[tuple[str, Fusion]], segments: Sequence[Segment], tensors: Sequence[Any], env: Mapping[str, int]) -> None:
-    """FusionError naming the first stage whose outputs are not those of the stage before it, bit for bit."""
+    """FusionError with the first stage whose outputs are not bit for bit those of the stage before it."""
     want = stages[0][1].pure.evaluate(*tensors, sizes=env)
     for name, fusion in stages[1:]:
         _compare(name, fusion.pure.evaluate(*tensors, sizes=env), want)
@@ -39,5 +39,5 @@ def _compare(stage: str, got: Sequence[Any], want: Sequence[Any]) -> None:
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """x as bytes, so that NaN equals itself and -0.0 is not 0.0."""
+    """x as bytes, so that NaN equals itself and -0.0 differs from 0.0."""
     return x.contiguous().unsqueeze(-1).view(torch.uint8)

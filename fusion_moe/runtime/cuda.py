@@ -2,9 +2,9 @@
 
     function = load(path, "route", shared)                      # -> Function, for all devices of one architecture
     launch = Launch(function, blocks, threads, shared, programmatic_launch)
-    launch(stream, params)                                      # params: the address of the addresses of its parameters
+        launch(stream, params)                          # params: the address of an array with the addresses of the parameters
 
-Where kernels write what they find wrong: faults.py.
+Kernels report faults in words of pinned memory: faults.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from ..arch import Arch, find
 from ..errors import BuildError, UnsupportedError
 
-_FREE_SHARED = 48 * 1024  # bytes of shared memory that a block gets unasked
-_RESERVED = 1024  # bytes of shared memory that the driver takes for each block
-_STREAMS = 64  # that a launch remembers
-_MAPS = 4096  # that a process remembers
+_FREE_SHARED = 48 * 1024  # bytes of shared memory that a block gets without asking
+_RESERVED = 1024  # bytes of shared memory that the driver reserves for each block
+_STREAMS = 64  # how many a launch remembers
+_MAPS = 4096  # how many a process remembers
 _MAP_BYTES = 128
 Function = Any  # the driver's handle of a kernel
 
@@ -38,14 +38,14 @@ def arch(index: int) -> Arch:
 
 
 def read_arch(index: int) -> Arch:
-    """What the driver says of a device."""
+    """The facts that the driver reports about a device."""
     d, properties = _driver(), torch.cuda.get_device_properties(index)
 
     def attribute(name: str) -> int:
         asked = getattr(d.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(_checked(d.cuDeviceGetAttribute(asked, d.CUdevice(index)), name))
 
-    bits_a_clock = 2 * attribute("GLOBAL_MEMORY_BUS_WIDTH")  # data at both edges
+    bits_a_clock = 2 * attribute("GLOBAL_MEMORY_BUS_WIDTH")  # data on both clock edges
     return Arch(
         properties.name, (properties.major, properties.minor), attribute("MULTIPROCESSOR_COUNT"),
         attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"), attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"), attribute("L2_CACHE_SIZE"),
@@ -60,7 +60,7 @@ def why_too_old() -> str:
 
 
 def why_no_wgmma() -> str:
-    """Why kernels for wgmma cannot run on the current device; empty if they can, or if there is no device."""
+    """Why kernels with wgmma cannot run on the current device; empty if they can, or if there is no device."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0):
         return ""
     major, minor = torch.cuda.get_device_capability()
@@ -72,12 +72,12 @@ def _why_too_old(device: str, capability: tuple[int, int]) -> str:
 
 
 def index_of(device: torch.device) -> int:
-    """The number of a CUDA device; the current one's if it has none."""
+    """The index of a CUDA device; that of the current one if the device has none."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph, while nothing may be compiled or loaded."""
+    """Whether the current stream is being captured into a CUDA graph; then nothing may be compiled or loaded."""
     return torch.cuda.is_current_stream_capturing()
 
 
@@ -86,7 +86,7 @@ def capturing() -> bool:
 
 @cache
 def load(path: Path, name: str, shared: int) -> Function:
-    """A kernel of a cubin, that may ask for `shared` bytes of shared memory. BuildError if it does not load."""
+    """A kernel of a cubin, which may use up to `shared` bytes of shared memory. BuildError if it does not load."""
     d = _driver()
     library = _checked(d.cuLibraryLoadData(path.read_bytes(), None, None, 0, None, None, 0), str(path))
     kernel = _checked(d.cuLibraryGetKernel(library, name.encode()), str(path))
@@ -98,7 +98,7 @@ def load(path: Path, name: str, shared: int) -> Function:
 
 
 def carveout(function: Function, index: int, blocks: int) -> int:
-    """The shared-memory carveout for so many blocks of a kernel that asks for none at its launch, in percent."""
+    """The shared-memory carveout, in percent, for this many blocks of a kernel whose launch requests none itself."""
     d = _driver()
     asked = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
     nbytes = _checked(d.cuKernelGetAttribute(asked, d.CUkernel(int(function)), d.CUdevice(index)), "carveout")
@@ -106,26 +106,26 @@ def carveout(function: Function, index: int, blocks: int) -> int:
 
 
 class Launch:
-    """One kernel with the sizes of its launch.
+    """One kernel with its launch sizes.
 
-    programmatic_launch: whether it may start while the kernel before it ends, for which it then waits. carveout: the shared-memory
-    carveout, in percent of what a multiprocessor can have; the rest is L1. None: the driver decides, and leaves it as a concurrent kernel
-    has it, which may be no L1 at all.
+    programmatic_launch: whether it may start before the previous kernel has ended, for which it then waits itself. carveout: the
+    shared-memory carveout, in percent of a multiprocessor's maximum; the rest is L1. None: the driver decides, and keeps that of a
+    concurrent kernel, which may leave no L1 at all.
     """
 
     def __init__(self, function: Function, blocks: int, threads: int, shared: int, programmatic_launch: bool, carveout: int | None = None):
         self._function = function
         config = partial(_config, blocks, threads, shared, programmatic_launch, carveout)
-        self._config = lru_cache(_STREAMS)(config)  # not shared by threads
+        self._config = lru_cache(_STREAMS)(config)  # not shared between threads
 
     def __call__(self, stream: int, params: int) -> None:
-        """params: the address of the array of addresses of the kernel's parameters."""
+        """params: the address of an array with the addresses of the kernel's parameters."""
         (status,) = _driver().cuLaunchKernelEx(self._config(stream), self._function, params, 0)
         if status:
             _checked((status,), "launch")
 
     def addresses(self) -> tuple[int, int]:
-        """The kernel's, and that of a CUlaunchConfig, whose stream is left open."""
+        """The address of the kernel, and that of a CUlaunchConfig without a stream."""
         return int(self._function), int(self._config(0).getPtr())
 
 
@@ -151,7 +151,7 @@ def _config(blocks: int, threads: int, shared: int, programmatic_launch: bool, c
 
 @dataclass(frozen=True)
 class TensorMap:
-    """How the tensor memory accelerator reads a tensor. address: of the 128 bytes that a kernel takes."""
+    """A tensor map, which describes a tensor to the tensor memory accelerator. address: of the 128 bytes that a kernel takes."""
 
     memory: Any
     address: int
@@ -159,9 +159,10 @@ class TensorMap:
 
 @lru_cache(_MAPS)
 def tensor_map(address: int, type: str, sizes: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
-    """A contiguous tensor at an address, which is read in boxes of 128 bytes in the fastest dimension, swizzled; zeros outside of it.
+    """A contiguous tensor at an address, read in swizzled boxes of 128 bytes in the fastest dimension; zeros outside of the tensor.
 
-    sizes, box: the fastest dimension first. type: "bf16" or "f16". Of a tensor without elements, which no kernel reads, all bytes are zero.
+    sizes, box: the fastest dimension first. type: "bf16" or "f16". For a tensor without elements, which no kernel reads, all bytes are
+    zero.
     """
     if 0 in sizes:
         empty = ctypes.create_string_buffer(_MAP_BYTES)
@@ -189,7 +190,7 @@ def stream(device: torch.device) -> int:
 
 @cache
 def _driver() -> Any:
-    from cuda.bindings import driver  # at first use: an extra
+    from cuda.bindings import driver  # imported at first use, since it is an extra
 
     return driver
 

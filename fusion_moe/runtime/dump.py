@@ -1,14 +1,14 @@
-"""What is compiled, written to the folder of the option `dump` for people to read; nothing where it is not set.
+"""Writes what is compiled to the folder of the option `dump`, for people to read; nothing if it is not set.
 
-    <target>-<12 digits>/               a program: the digits are of its text and options
+        <target>-<12 digits>/                           a program: the digits are a digest of its text and options
         0-translated.txt                its Fusion after each pass, in order
         segment0-grouped_gemm.txt       a segment as `split` returned it, why it begins there, its schedule and backend
         segment0-grouped_gemm-contracted.txt    the same as it was emitted, if that is another Fusion
         segment0-grouped_gemm.cpp       its source
         segments-avx2-<12 digits>.so    what was compiled or found in the cache when the program was called, and .cpp: all of its source
 
-A library that many programs share, the CPU's product, is with the first one that this process loaded it for. Every file is there whole or
-not at all; a file that is there already is replaced by the same.
+A library that many programs share, such as the CPU's product, is in the folder of the first program for which this process loaded it. Every
+file appears whole or not at all; an existing file is replaced by an equal one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from .kernel import Kernel
     from .program import Program
 
-_SUFFIX = {"cpu": ".cpp", "cuda": ".cu", "nvfuser": ".py"}  # of a backend's sources
+_SUFFIX = {"cpu": ".cpp", "cuda": ".cu", "nvfuser": ".py"}  # backend -> suffix of its sources
 _DIGITS = 12
 _into: contextvars.ContextVar[Path | None] = contextvars.ContextVar("fusion_moe_dump", default=None)
 
 
 def program(made: Program, with_: options.Options) -> Path | None:
-    """Writes the stages and segments of a program. Its folder; None if none is asked for. BuildError if it cannot be written."""
+    """Writes the stages and segments of a program. Returns its folder; None if none is requested. BuildError if writing fails."""
     if not with_.dump:
         return None
     key = key_of(str(made.stages[0][1]), with_.key())[:_DIGITS]
@@ -53,13 +53,13 @@ def _segment(folder: Path, name: str, kernel: Kernel) -> None:
     _write(folder / f"{name}.txt", head + str(segment.fusion))
     if str(segment.plan.fusion) != str(segment.fusion):
         _write(folder / f"{name}-contracted.txt", str(segment.plan.fusion))
-    if suffix := _SUFFIX.get(kernel.backend):  # the reference has none: it runs the Fusion
+    if suffix := _SUFFIX.get(kernel.backend):  # the reference has no source: it runs the Fusion
         _write(folder / f"{name}{suffix}", kernel.source)
 
 
 @contextlib.contextmanager
 def into(folder: Path) -> Iterator[None]:
-    """Where `binary` writes to inside the block."""
+    """Inside the block, `binary` writes to this folder."""
     token = _into.set(folder)
     try:
         yield
@@ -68,9 +68,9 @@ def into(folder: Path) -> Iterator[None]:
 
 
 def binary(path: Path, source: str, suffix: str) -> None:
-    """Writes a file of the store, and the source that it was made from, to the folder of the program that is being called, if it has one.
+    """Copies a file of the store and its source to the folder of the program that is being called, if it has one.
 
-    path: "name-<digits>.so", of which the first digits are kept.
+    path: "name-<digits>.so"; only the first digits are kept.
     """
     if folder := _into.get():
         name, _, key = path.stem.rpartition("-")

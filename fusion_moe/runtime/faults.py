@@ -1,11 +1,11 @@
-"""What kernels of CUDA find wrong: words of pinned memory, one for each program on each stream.
+"""Faults that CUDA kernels find: words of pinned memory, one for each program on each stream.
 
-    faults = Faults("`route index_select grouped_mm ...`")    # of a program
-    word = faults.word(device, stream)    # for kernels; GroupsError if an earlier call of it there found something
+        faults = Faults("`route index_select grouped_mm ...`")  # for a program
+        word = faults.word(device, stream)      # for its kernels; GroupsError if an earlier call of it there found a fault
 
-Kernels make bad ends, ids and indices safe and write what they found into their word, which no launch waits for: what a call raises was in
-an earlier one. Launches that a graph captures have a word of their own, since graphs may be replayed on any stream: any call of the program
-on the device raises what replays found. `synchronize` waits, and raises what all programs found.
+Kernels make bad ends, ids and indices safe and write their findings into their word. No launch waits for it, so an error that a call raises
+was found in an earlier call. Launches that a CUDA graph captures have a separate word, since graphs may be replayed on any stream: any call
+of the program on the device raises what replays found. `synchronize` waits, and raises the faults of all programs.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ import torch
 from ..errors import GroupsError
 from . import cuda
 
-_FOUND = {  # by the number of a Fault in emit/cuda/kernels/ragged.cuh
+_FOUND = {  # by the number of the Fault in emit/cuda/kernels/ragged.cuh
     1: ("offs[{place}] = {value}", "cumulative ends that never decrease, and are at most the number of rows"),
     2: ("ids.flatten()[{place}] = {value} is out of range", "ids from 0 to the number of groups - 1"),
     3: ("an index of {value}", "an index within the dimension it selects from"),
 }
-_WORDS = 4096  # that are pinned at once. None is given back: a graph may hold its address
-_STREAMS = 64  # of a device that a table has
+_WORDS = 4096  # pinned at once. None is freed: a graph may hold its address
+_STREAMS = 64  # how many streams of a device a table holds
 _LIBRARIES = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
-_INDUCTOR = "torchinductor_"  # in the names of files that it wrote
+_INDUCTOR = "torchinductor_"  # part of the names of files that Inductor writes
 _entering = threading.Lock()
 
 
 class Word:
-    """What kernels of one program on one stream found; 0 if nothing."""
+    """The fault that kernels of one program on one stream found; 0 if none."""
 
     def __init__(self, address: int, where: str):
         self.address, self.where = address, where
         self.found = ctypes.c_ulonglong.from_address(address)
 
     def take(self) -> tuple[str, str] | None:
-        """What was found, and what was expected. It is forgotten. None if another thread took it."""
+        """The fault and what was expected; it is then reset. None if another thread took it."""
         found, self.found.value = self.found.value, 0
         if not found:
             return None
@@ -53,7 +53,7 @@ class Word:
 
 
 class Faults:
-    """Those of one program. title: what it computes, for messages."""
+    """The words of one program. title: what the program computes, for messages."""
 
     def __init__(self, title: str):
         self.title = title
@@ -61,15 +61,15 @@ class Faults:
         self._tables: dict[int, ctypes.Array[ctypes.c_ulonglong]] = {}
 
     def prepare(self, device: int) -> None:
-        """Makes the word for graphs: memory is not pinned while one is captured."""
+        """Allocates the word for graphs: no memory can be pinned during a capture."""
         self._of_graphs(device)
 
     def word(self, device: int, stream: int) -> int:
-        """The address of the word for kernels that are launched now on the current device and stream, whose numbers these are.
+        """The address of the word for kernels that are now launched on this device and stream, given by their numbers.
 
-        GroupsError if kernels that ran there before found something, or those of graphs. Waits for nothing.
+        GroupsError if kernels that ran there before, or those of graphs, found a fault. Does not wait.
         """
-        if stream and cuda.capturing():  # to ask takes as long as all else here, and of the default stream there is no capture
+        if stream and cuda.capturing():  # asking takes as long as everything else here; the default stream cannot be captured
             return self._of_graphs(device).address
         own, of_graphs = self._words.get((device, stream)) or self._add(device, stream)
         if own.found.value or of_graphs.found.value:
@@ -77,7 +77,7 @@ class Faults:
         return own.address
 
     def table(self, device: int) -> int:
-        """The address of what native.cpp looks words up in: that of graphs' word, a count, streams and their words."""
+        """The address of the table in which native.cpp looks up words: the word for graphs, a count, streams and their words."""
         found = self._tables.get(device)
         if found is None:
             found = self._tables.setdefault(device, (ctypes.c_ulonglong * (2 + 2 * _STREAMS))(self._of_graphs(device).address))
@@ -106,7 +106,7 @@ class Faults:
 
 
 def _enter(table: ctypes.Array[ctypes.c_ulonglong], stream: int, word: Word) -> None:
-    """Adds a stream to a table, if there is place: others are Python's. The count comes last, for those that read meanwhile."""
+    """Adds a stream to a table, if there is room; Python handles other streams. The count is written last: C++ reads it meanwhile."""
     with _entering:
         count = table[1]
         if count < _STREAMS:
@@ -119,7 +119,7 @@ class _Words:
 
     def __init__(self) -> None:
         self.all: list[Word] = []
-        self.tables: list[Any] = []  # kept: calls in C++ hold their addresses
+        self.tables: list[Any] = []  # kept alive: calls in C++ hold their addresses
         self._memory: list[torch.Tensor] = []
         self._free: list[int] = []
 
@@ -128,7 +128,7 @@ class _Words:
             address = self._free.pop()
         except IndexError:
             pinned = torch.cuda.is_available()
-            memory = torch.zeros(_WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned)  # whatever device a caller makes tensors on
+            memory = torch.zeros(_WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned)  # whatever the caller's default device
             self._memory.append(memory)
             first, *others = (memory.data_ptr() + 8 * i for i in range(_WORDS))
             self._free += reversed(others)
@@ -158,7 +158,7 @@ def _raise(words: Iterable[Word]) -> None:
 
 
 def _caller() -> str:
-    """file:line of the nearest frame outside of this library and torch."""
+    """file:line of the nearest frame outside this library and torch."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

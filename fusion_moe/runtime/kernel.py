@@ -1,4 +1,4 @@
-"""A kernel: what a backend made of one segment."""
+"""A kernel: what a backend made from one segment."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..segment import Segment
 
 @dataclass(frozen=True)
 class Kernel:
-    """segment: its work; backend: who made it; source: its text; launch(*inputs, sizes=...) -> outputs.
+    """segment: the segment that it computes; backend: the backend's name; source: its text; launch(*inputs, sizes=...) -> outputs.
 
-    why: why it is the reference's, where the target has kernels of its own. graph_safe: whether a CUDA graph can capture its launch.
+    why: why the reference computes it although the target has kernels. graph_safe: whether a CUDA graph can capture its launch.
     """
 
     segment: Segment
@@ -24,5 +24,5 @@ class Kernel:
     graph_safe: bool = False
 
     def __call__(self, inputs: list[Any], sizes: Mapping[str, int]) -> tuple[Any, ...]:
-        """The outputs on these inputs."""
+        """The outputs for these inputs."""
         return self.launch(*inputs, sizes=sizes)

@@ -1,4 +1,4 @@
-"""One piece of memory for all that a call makes for itself: what is not needed any more makes room for what comes.
+"""One block of memory for all arrays that a call makes for itself: arrays that are no longer needed make room for later ones.
 
 found = plan([Array("x", 1000, 0, 1), Array("y", 500, 1, 2), Array("z", 1000, 2, 2)])
 found.offsets, found.nbytes    # (0, 1024, 0), 1536: z lies where x was
@@ -20,7 +20,7 @@ _KEPT = 2**20  # bytes that each thread keeps for the arrays of small calls
 
 @dataclass(frozen=True)
 class Array:
-    """nbytes that nobody else may write from step `first` to step `last`, both included. name: for people."""
+    """nbytes that no one else may write from step `first` to step `last`, both included. name: for people."""
 
     name: str
     nbytes: int
@@ -28,13 +28,13 @@ class Array:
     last: int
 
     def lives_with(self, other: Array) -> bool:
-        """Whether there is a step that both are needed in."""
+        """Whether both are needed in some step."""
         return self.first <= other.last and other.first <= self.last
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Where each array begins in a piece of nbytes."""
+    """The offset of each array in a block of nbytes."""
 
     arrays: tuple[Array, ...]
     offsets: tuple[int, ...]
@@ -42,7 +42,7 @@ class Memory:
 
 
 def plan(arrays: Sequence[Array]) -> Memory:
-    """Arrays of the same step apart from each other: large ones first, each in the smallest gap that has room for it, else at the end."""
+    """Places arrays so that those of one step do not overlap: large ones first, each in the smallest fitting gap, else at the end."""
     placed: dict[int, int] = {}
     for i in sorted(range(len(arrays)), key=lambda i: (-arrays[i].nbytes, i)):
         others = [j for j in placed if arrays[j].lives_with(arrays[i])]
@@ -56,7 +56,7 @@ def _end(array: Array, offset: int) -> int:
 
 
 def _place(nbytes: int, taken: Iterable[tuple[int, int]]) -> int:
-    """taken: from where to where, in order."""
+    """taken: (start, end) of occupied ranges, in order."""
     gaps, end = list[tuple[int, int]](), 0
     for start, stop in taken:
         if start - end >= nbytes:
@@ -66,9 +66,9 @@ def _place(nbytes: int, taken: Iterable[tuple[int, int]]) -> int:
 
 
 def allocate(memory: Memory, device: torch.device | None = None) -> tuple[object, list[int]]:
-    """What holds the memory while it lives, and the address of each array: one allocation, since each takes as long as a launch.
+    """An object that keeps the memory alive, and the address of each array: one allocation, since each takes as long as a launch.
 
-    device None: on the CPU, until this thread allocates again. Each thread keeps enough for small calls.
+    device None: CPU memory, valid until this thread allocates again. Each thread keeps enough for small calls.
     """
     if device is None and memory.nbytes <= _KEPT:
         held, start = _of_thread.kept

@@ -1,13 +1,13 @@
-"""Calls without Python: kernels of torch's dispatcher in C++ (native.cpp), which launch calls of forms that are known.
+"""Calls without Python: C++ kernels for torch's dispatcher (native.cpp), which launch calls of known forms.
 
     implement(LIBRARY, "route", body, "CompositeExplicitAutograd")      # in Python, which stays what runs a call of a new form
     if wanted():                                                        # at the end of such a call
         offer(descriptor)                                               # what C++ is to do for the next ones
 
-The library is compiled against the torch that is installed, once for each cache_dir: in the background, when so many calls have come that
-they gain by it. It is loaded then or, where other threads of Python run, which may be in the middle of a call when
-torch is given new kernels, at the first call of the next process. Where there is no compiler, or torch's headers are not what native.cpp
-was written for, Python runs all calls.
+The library is compiled against the installed torch, once for each cache_dir: in the background, once there have been enough calls to make
+it worthwhile. It is loaded right after that. If other Python threads are running, which may be in the middle of a call when torch gets
+new kernels, it is loaded at the first call of the next process instead. Without a compiler, or if torch's headers are not those that
+native.cpp was written for, Python runs all calls.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ from .memory import Memory
 
 log = logging.getLogger("fusion_moe")
 SOURCE = Path(__file__).with_name("native.cpp")
-TWINS = "fusion_moe_python"  # the namespace of the operations as they are in Python
-_AFTER = 256  # calls
+TWINS = "fusion_moe_python"  # the namespace of the Python implementations
+_AFTER = 256  # how many calls
 _TORCH = Path(torch.__file__).parent
 _BACKEND, _AUTOGRAD = "CompositeExplicitAutograd", "Autograd"
 
 
 @dataclass(frozen=True)
 class Descriptor:
-    """What C++ does for calls of one form, as native.cpp reads it."""
+    """What C++ does for calls of one form, in the format that native.cpp reads."""
 
     cuda: bool
     numbers: tuple[int, ...]
 
 
 def counted(numbers: Sequence[int]) -> list[int]:
-    """Numbers after how many they are."""
+    """The number of numbers, followed by the numbers."""
     return [len(numbers), *numbers]
 
 
 def arrays(inputs: int, made: Sequence[int], workspace: Memory) -> list[int]:
-    """How a descriptor begins: how many inputs there are, which output each array after them is, and where others lie."""
+    """The beginning of a descriptor: the number of inputs, which output each array after them is, and the offsets of all others."""
     return [inputs, *counted(made), workspace.nbytes, *counted(workspace.offsets)]
 
 
 def as_stored(tensors: Sequence[torch.Tensor], swapped: Sequence[int]) -> bool:
-    """Whether tensors can be passed as they lie in memory: contiguous, those at some places with their last two dimensions swapped."""
+    """Whether tensors can be passed as they are in memory: contiguous; those at `swapped` with their last two dimensions swapped."""
     return all((t.mT if i in swapped and t.dim() > 1 else t).is_contiguous() for i, t in enumerate(tensors))
 
 
 # What is implemented ------------------------------------------------------------------------------------------------
 
-_kernels: dict[str, dict[str, tuple[Callable[..., Any], bool]]] = {}  # by names of operations and dispatch keys
+_kernels: dict[str, dict[str, tuple[Callable[..., Any], bool]]] = {}  # by operation names and dispatch keys
 _kept: list[torch.library.Library] = []
 
 
 def implement(
     library: torch.library.Library, name: str, kernel: Callable[..., Any], key: str, *, with_keyset: bool = False
 ) -> None:  # fmt: skip
-    """library.impl(...), of an operation that C++ is to implement too."""
+    """library.impl(...) for an operation that C++ will implement too."""
     library.impl(name, kernel, key, with_keyset=with_keyset)
     _kernels.setdefault(name, {})[key] = kernel, with_keyset
 
@@ -89,7 +89,7 @@ def _implement_natively(native: ctypes.CDLL, namespace: str) -> None:
 
 
 class _State:
-    """library: once it is loaded; calls: that Python ran; started: its compilation; over: whether nothing more is tried."""
+    """library: once loaded; calls: how many Python has run; started: the compilation; over: whether to try nothing further."""
 
     library: ctypes.CDLL | None = None
     calls = 0
@@ -101,7 +101,7 @@ _state, _lock = _State(), threading.Lock()
 
 
 def wanted() -> bool:
-    """Whether the descriptor of the call that just ran in Python is wanted. Sees to it that some call's is."""
+    """Whether the descriptor of the call that just ran in Python is wanted. Also advances compiling and loading the library."""
     if _state.library is not None:
         return bool(_state.library.fusion_moe_wanted())
     if not _state.over:
@@ -110,14 +110,14 @@ def wanted() -> bool:
 
 
 def offer(descriptor: Descriptor | None) -> None:
-    """The descriptor of the call that just ran, which was wanted; None: Python is to run such calls."""
+    """Gives C++ the descriptor of the call that just ran, which was wanted; None: Python keeps running such calls."""
     if descriptor is not None:
         numbers = (ctypes.c_longlong * len(descriptor.numbers))(*descriptor.numbers)
         _loaded().fusion_moe_offer(int(descriptor.cuda), numbers, len(numbers))
 
 
 def why_not() -> str:
-    """Why Python runs all calls; "" if it need not."""
+    """Why Python runs all calls; "" if C++ can run them."""
     if not options.current().native_calls:
         return "the option native_calls is off"
     return "" if build.find_compiler() else build.why_no_compiler()
@@ -134,7 +134,7 @@ def known() -> int:
 
 
 def _consider() -> None:
-    """Loads the library where it is compiled: at the first call, or when no other thread can be in a call."""
+    """Loads the library if it is compiled: at the first call, or when no other thread can be in a call."""
     _state.calls += 1
     if _state.calls != 1 and _state.calls % _AFTER and _state.started is None:
         return
@@ -183,7 +183,7 @@ def _give_up(why: Error) -> None:
 
 
 def load() -> None:
-    """Compiles the library if need be, and has it run calls from now on: while no other thread is in a call. BuildError."""
+    """Compiles the library if needed, and lets it run calls from now on. No other thread may be in a call. Raises BuildError."""
     if _state.library is None:
         native = build.load(**_source())
         native.fusion_moe_begin.argtypes = [ctypes.py_object] * 4
@@ -201,7 +201,7 @@ def _loaded() -> ctypes.CDLL:
 
 @cache
 def _source() -> dict[str, Any]:
-    """The library, as `build` takes it."""
+    """The library's source and flags, as arguments of `build`."""
     libraries = _TORCH / "lib"
     version = f'-DTORCH="{torch.__version__} {torch.version.git_version}"'
     flags = ("-std=c++20", "-O1", f"-I{_TORCH / 'include'}", version, "-Wl,--no-as-needed", f"-L{libraries}", "-ltorch_cpu", "-lc10")
@@ -212,12 +212,12 @@ def _source() -> dict[str, Any]:
 
 
 def address(function: Any) -> int:
-    """The address of a function of a library that ctypes has loaded."""
+    """The address of a function in a library that ctypes has loaded."""
     return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
 @cache
 def cuda_functions() -> tuple[int, int, int]:
-    """The addresses of the driver's launch, of torch's function for the current stream, and of what says whether it is captured."""
+    """The addresses of the driver's launch, of torch's function for the current stream, and of the one that says if it is captured."""
     driver, cuda = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(str(_TORCH / "lib" / "libtorch_cuda.so"))
     return address(driver.cuLaunchKernelEx), address(cuda.aoti_torch_get_current_cuda_stream), address(driver.cuStreamIsCapturing)

@@ -1,11 +1,11 @@
-"""Which NUMA nodes the pages of weights come from: from all that this process uses, by turns.
+"""The NUMA nodes from which the pages of weights come: interleaved over all nodes that this process uses.
 
     found = spread()                          # Spread(nodes=(0, 1), why="")
-    interleave(address, size, found.nodes)    # memory of its own that was not written yet: its pages will come from these nodes
+        interleave(address, size, found.nodes)  # for new memory that was not written yet: its pages will come from these nodes
     located([address, address + PAGE])        # [0, 1], once they are written
 
-System calls of Linux without a library, by nothing but the standard library. Elsewhere, and where a container forbids them, pages come from
-the node of the thread that first writes them, and `spread` says why.
+Makes Linux' system calls with the standard library only. On other systems, and if a container forbids the calls, pages come from the node
+of the thread that first writes them, and `spread` says why.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _NUMBERS: Mapping[str, Mapping[str, int]] = {
 _NODES = Path("/sys/devices/system/node")
 _STATUS, _MAPS = Path("/proc/self/status"), Path("/proc/self/maps")
 _OPENMP = re.compile(r" (/\S*/lib(?:gomp|omp|iomp5)\S*)$", re.MULTILINE)
-_MOST = 1024  # nodes that Linux can be built for
+_MOST = 1024  # the most nodes that Linux can be built for
 _WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 _OF_ADDRESS = 2  # MPOL_F_ADDR
-_MODE = (1 << 13) - 1  # the bits of a mode that are no flags
+_MODE = (1 << 13) - 1  # the bits of a mode that are not flags
 
 
 @dataclass(frozen=True)
 class Spread:
-    """nodes: over which pages are to be interleaved; () if they stay as they come, and why. permitted: not if the system refuses."""
+    """nodes: those to interleave pages over; (): pages stay as they come, for the reason `why`. permitted: unless the system refuses."""
 
     nodes: tuple[int, ...]
     why: str = ""
@@ -48,7 +48,7 @@ class Spread:
 
 
 def spread() -> Spread:
-    """Over the nodes whose CPUs and memory this process may use, unless it has a policy already, as numactl gives it."""
+    """The nodes whose CPUs and memory this process may use, unless it already has a policy, such as one set by numactl."""
     if len(topology()) < 2:
         return Spread((), "all memory is on one node" if topology() else "this system tells of no nodes")
     nodes = usable()
@@ -66,21 +66,21 @@ def spread() -> Spread:
 
 
 def usable() -> tuple[int, ...]:
-    """The nodes that have CPUs and memory for this process: those of its threads, and of its cpuset."""
+    """The nodes with CPUs and memory for this process: those of its threads, within its cpuset."""
     used, memory = cpus(), _allowed_memory()
     return tuple(node for node, own in topology().items() if own & used and (memory is None or node in memory))
 
 
 def cpus() -> Set[int]:
-    """The CPUs that threads of this process run on. Where OpenMP binds them, this one's affinity is the CPU that it was bound to."""
+    """The CPUs on which threads of this process run. If OpenMP binds threads, this thread's affinity is only the CPU of its binding."""
     return _places() or os.sched_getaffinity(0)
 
 
 @cache
 def _places() -> frozenset[int]:
-    """The CPUs of all places of OpenMP (OMP_PLACES, OMP_PROC_BIND, GOMP_CPU_AFFINITY), set() if it binds no threads or is not loaded."""
+    """The CPUs of all OpenMP places (OMP_PLACES, OMP_PROC_BIND, GOMP_CPU_AFFINITY); empty if OpenMP binds no threads or is not loaded."""
     found = set[int]()
-    with contextlib.suppress(OSError, AttributeError):  # no such file, or an OpenMP before 4.5
+    with contextlib.suppress(OSError, AttributeError):  # no such library, or an OpenMP before 4.5
         for path in sorted(set(_OPENMP.findall(_MAPS.read_text()))):
             library = ctypes.CDLL(path)
             for place in range(library.omp_get_num_places()):
@@ -92,7 +92,7 @@ def _places() -> frozenset[int]:
 
 @cache
 def topology() -> Mapping[int, frozenset[int]]:
-    """The CPUs of each node that has memory; {} where the system does not tell."""
+    """The CPUs of each node that has memory; {} if the system does not say."""
     with contextlib.suppress(OSError):
         nodes = sorted(numbers((_NODES / "has_memory").read_text()))
         return {node: frozenset(numbers((_NODES / f"node{node}" / "cpulist").read_text())) for node in nodes}
@@ -100,7 +100,7 @@ def topology() -> Mapping[int, frozenset[int]]:
 
 
 def _allowed_memory() -> set[int] | None:
-    """The nodes that the cpuset gives memory of, None if it is not told. Not from get_mempolicy, which containers may forbid."""
+    """The nodes of which the cpuset allows memory; None if unknown. Not read by get_mempolicy, which containers may forbid."""
     with contextlib.suppress(OSError):
         if found := re.search(r"^Mems_allowed_list:(.*)$", _STATUS.read_text(), re.MULTILINE):
             return numbers(found[1])
@@ -108,7 +108,7 @@ def _allowed_memory() -> set[int] | None:
 
 
 def numbers(text: str) -> set[int]:
-    """ "0-2,5" -> {0, 1, 2, 5}, as Linux writes CPUs and nodes; an empty text is no number."""
+    """ "0-2,5" -> {0, 1, 2, 5}, as Linux writes CPUs and nodes; an empty text gives an empty set."""
     runs = (run.split("-") for run in text.strip().split(",") if run)
     return {n for run in runs for n in range(int(run[0]), int(run[-1]) + 1)}
 
@@ -121,7 +121,7 @@ def named(nodes: Iterable[int]) -> str:
 
 @cache
 def _why_refused(nodes: Sequence[int]) -> str:
-    """What the system says to a page of memory that is placed, and asked where it is; "" if it does both."""
+    """The system's answer to placing a page of memory and asking for its node; "" if it does both."""
     with mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         held = ctypes.c_char.from_buffer(memory)
         try:
@@ -135,9 +135,9 @@ def _why_refused(nodes: Sequence[int]) -> str:
 
 
 def interleave(address: int, size: int, nodes: Sequence[int]) -> None:
-    """Memory that starts at a page gets its pages from these nodes by turns, large ones too. OSError if the system refuses.
+    """Interleaves the pages of memory that starts at a page over these nodes, large pages too. OSError if the system refuses.
 
-    Pages that are there stay where they are: Linux moves (MPOL_MF_MOVE) only those that lie on none of the nodes.
+    Existing pages stay where they are: Linux moves (MPOL_MF_MOVE) only those that are on none of the nodes.
     """
     start, length, most = ctypes.c_void_p(address), ctypes.c_ulong(size), ctypes.c_ulong(_MOST + 1)
     _call("mbind", start, length, ctypes.c_int(INTERLEAVE), _mask(nodes), most, ctypes.c_uint(0))
@@ -151,7 +151,7 @@ def policy(address: int | None = None) -> tuple[int, tuple[int, ...]]:
 
 
 def located(addresses: Sequence[int]) -> list[int]:
-    """The node of the page at each address; a negative number where there is none yet. OSError if the system refuses."""
+    """The node of the page at each address; a negative number if there is no page yet. OSError if the system refuses."""
     pages, found = (ctypes.c_void_p * len(addresses))(*addresses), (ctypes.c_int * len(addresses))()
     _call("move_pages", ctypes.c_int(0), ctypes.c_ulong(len(addresses)), pages, None, found, ctypes.c_int(0))
     return list(found)

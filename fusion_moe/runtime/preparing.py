@@ -1,4 +1,4 @@
-"""Compiling before serving: calls of programs that are noted in place of run, and then all kernels that they need compiled at once.
+"""Compiling before serving: calls are recorded instead of run, and then all kernels that they need are compiled at once.
 
     with preparing():
         model(tokens)          # launches none of our kernels; programs return zeros
@@ -6,8 +6,8 @@
     with preparing("all"):
         model(tokens)          # the same for these and all other counts of tokens
 
-A call is noted with its sizes, from which a backend knows the kernels. Those of all noted calls are compiled in parallel, each once, and
-loaded. Calls inside of a CUDA graph capture are not noted: what is captured must be what runs.
+A call is recorded with its sizes, from which a backend knows the kernels. The kernels of all recorded calls are compiled in parallel, each
+once, and loaded. Calls during a CUDA graph capture are not recorded: they must be captured as they run.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .bandwidth import cpus
 
 Sizes = Mapping[str, int]
 _CALLED, _ALL = "called", "all"
-_EACH, _MOST_UNITS = 64, 2**17  # counts that are all looked at, and the highest one
-_Sizes = tuple[tuple[str, int], ...]  # as something that is equal or not
-Build = tuple[Hashable, Callable[[], object]]  # a key, equal for equal work, and a function that does it and may run in any thread
+_EACH, _MOST_UNITS = 64, 2**17  # up to the first, all counts are tried; the second is the highest one
+_Sizes = tuple[tuple[str, int], ...]  # sizes in a comparable form
+Build = tuple[Hashable, Callable[[], object]]  # a key, equal for equal work, and a function that does the work in any thread
 
 
 @runtime_checkable
@@ -40,15 +40,15 @@ class Compiled(Protocol):
     """A launch that is compiled before it runs."""
 
     def builds(self, device: torch.device, sizes: Sizes) -> Iterable[Build]:
-        """What a call of these sizes has to compile."""
+        """What a call with these sizes has to compile."""
 
     def load(self, device: torch.device, sizes: Sizes) -> None:
-        """All that such a call does before it launches, once everything is compiled."""
+        """Everything that such a call does before it launches, after everything is compiled."""
 
 
 @dataclass(frozen=True)
 class Noted:
-    """A call of launches that would have happened."""
+    """A recorded call of launches."""
 
     launches: tuple[Compiled, ...]
     device: torch.device
@@ -60,12 +60,11 @@ NOTED: contextvars.ContextVar[dict[Noted, None] | None] = contextvars.ContextVar
 
 @contextlib.contextmanager
 def preparing(sizes: str = "called") -> Iterator[Collection[Noted]]:
-    """Compiles what the calls inside the block need, at its end and in parallel, with progress on stderr. Gives the calls.
+    """Compiles the kernels that the calls inside the block need: at its end, in parallel, with progress on stderr. Yields the calls.
 
-    sizes: "called", those of the calls; "all", these and all others in proportion to them, up to 131,072 times as many: as far as a search
-    by halves finds other kernels.
-    Inside, programs launch nothing and return zeros: results are meaningless. An error inside compiles nothing. OptionError for another
-    word, BuildError for a kernel that does not compile.
+    sizes: "called": the sizes of the calls; "all": these, and all others in the same proportions, up to 131,072 times as large, as far as a
+    bisection finds other kernels. Inside, programs launch nothing and return zeros, so results are meaningless. If the block raises,
+    nothing is compiled. OptionError for any other value, BuildError for a kernel that does not compile.
     """
     if sizes not in (_CALLED, _ALL):
         raise OptionError(f"sizes = {sizes!r}", expected=f"{_CALLED!r} or {_ALL!r}", where="preparing")
@@ -79,7 +78,7 @@ def preparing(sizes: str = "called") -> Iterator[Collection[Noted]]:
 
 
 def note(launches: tuple[Compiled, ...], device: torch.device, sizes: Sizes) -> bool:
-    """Notes a call, if calls are noted now; whether they are."""
+    """Records a call if calls are being recorded; returns whether they are."""
     noted = NOTED.get()
     if noted is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return False
@@ -88,7 +87,7 @@ def note(launches: tuple[Compiled, ...], device: torch.device, sizes: Sizes) -> 
 
 
 def compile_all(calls: Iterable[Noted]) -> None:
-    """Compiles and loads what calls need."""
+    """Compiles and loads the kernels that calls need."""
     calls = list(calls)
     run_builds(build for c in calls for launch in c.launches for build in launch.builds(c.device, dict(c.sizes)))
     for c in calls:
@@ -97,7 +96,7 @@ def compile_all(calls: Iterable[Noted]) -> None:
 
 
 def _of_all_sizes(calls: Iterable[Noted]) -> list[Noted]:
-    """The calls, and calls of other sizes: for all kernels that these need, one that needs them."""
+    """The calls, and calls of other sizes: one for each set of kernels that such calls need."""
     found = list(calls)
     for launches, device, units in dict.fromkeys((c.launches, c.device, _units(c.sizes)) for c in found):
         for launch in launches if units else ():
@@ -114,13 +113,13 @@ def _scaled(units: _Sizes, n: int) -> _Sizes:
 
 
 def _units(sizes: _Sizes) -> _Sizes:
-    """The smallest sizes that are to each other as these are; none of no sizes, or of zeros."""
+    """The smallest sizes in the same proportions; () if there are no sizes or all are zero."""
     unit = math.gcd(*(n for _, n in sizes))
     return tuple((symbol, n // unit) for symbol, n in sizes) if unit else ()
 
 
 def _one_for_each(needed: Callable[[int], Hashable]) -> list[int]:
-    """A count for each value of `needed` that is found: at few counts, at many that grow by 2 %, and between two that differ."""
+    """A count for each value of `needed` that is found: tries small counts, counts that grow by 2 %, and bisects where two differ."""
     remembered = cache(needed)
     tried = [*range(1, _EACH + 1)]
     while tried[-1] < _MOST_UNITS:
@@ -137,10 +136,10 @@ def _one_for_each(needed: Callable[[int], Hashable]) -> list[int]:
 
 
 def run_builds(builds: Iterable[Build]) -> dict[Hashable, Any]:
-    """What builds return, by their keys: each done once, in parallel, under the options in force.
+    """The results of builds, by key: each build is run once, in parallel, under the options in force.
 
-    The first error is raised, and what has not begun then is left out. The last ones begin first: those of the highest counts of tokens,
-    whose kernels take longest.
+    Raises the first error and skips builds that have not started by then. The last builds start first: those of the highest token counts,
+    whose kernels take longest to compile.
     """
     wanted = dict(reversed(dict(builds).items()))
     with ThreadPoolExecutor(max(1, min(len(wanted), cpus()))) as pool:

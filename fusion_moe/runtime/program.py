@@ -1,4 +1,4 @@
-"""A program: kernels in order, and the values that pass between them."""
+"""A program: kernels in order, and the values that are passed between them."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from .native import Descriptor
 from .preparing import Compiled, Noted, compile_all, note
 from .remembered import Remembered
 
-_REMEMBERED = 256  # sizes of calls
-_MOVES = ("reshape", "slice", "permute", "broadcast_in_dim", "cast", "partition", "ends", "unpack")  # may return the memory they were given
+_REMEMBERED = 256  # how many sizes of calls are kept
+_MOVES = ("reshape", "slice", "permute", "broadcast_in_dim", "cast", "partition", "ends", "unpack")  # may return their inputs' memory
 
 
 class Joined(Protocol):
     """All kernels of a program in one call."""
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> tuple[torch.Tensor, ...] | None:
-        """The outputs: new tensors, contiguous, sharing no memory. None if the kernels must run one by one, to say what is wrong."""
+        """The outputs: new, contiguous tensors that share no memory. None if the kernels must run one by one, to report an error."""
 
     def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> Descriptor | None:
-        """What C++ launches in place of such a call; None if Python is to launch it. tensors: in any shapes that have their elements."""
+        """What C++ launches instead of such a call; None if Python must launch it. tensors: in any shapes with the right elements."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled Fusion. stages: the Fusion after each pass, by name; segments: as `split` returned them; kernels: in the order of launch.
+    """A compiled Fusion. stages: the Fusion after each pass, by name; segments: as `split` returned them; kernels: in launch order.
 
     checked: whether each call also evaluates every stage and the segments, and compares them bit for bit (the option `check`).
-    joined: all kernels in one call, where the backend has that; a profiler sees them one by one.
-    dumped: the folder that it was written to, and that what its calls compile is written to.
+    joined: all kernels in one call, if the backend supports it; under a profiler they run one by one.
+    dumped: the folder to which the program was written, and to which what its calls compile is written.
     """
 
     stages: tuple[tuple[str, Fusion], ...]
@@ -67,14 +67,14 @@ class Program:
         return not self.checked and all(kernel.graph_safe for kernel in self.kernels)
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int] | None = None) -> list[torch.Tensor]:
-        """The outputs on these inputs: new tensors, contiguous, sharing no memory with the inputs.
+        """The outputs for these inputs: new, contiguous tensors that share no memory with the inputs.
 
         An output with an alias is the input that it is written over, after all kernels.
         """
         return self.run(tensors, self.sizes(tensors, sizes or {}))
 
     def run(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
-        """A call on inputs of the shapes, dtypes and device that `sizes` returned env for: they are not checked again."""
+        """A call on inputs whose shapes, dtypes and device are those for which `sizes` returned env: they are not checked again."""
         targets = self.fusion.targets(tensors)
         if targets:
             check_targets(targets)
@@ -88,7 +88,7 @@ class Program:
         return list(write_over(targets, self._launched(tensors, env)))
 
     def descriptor(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> Descriptor | None:
-        """What C++ launches in place of such a call of `run`; None if Python is to run it."""
+        """What C++ launches instead of such a call of `run`; None if Python must run it."""
         by_python = self.checked or self.dumped is not None or self.fusion.aliases
         return None if by_python or self.joined is None else self.joined.descriptor(tensors, env)
 
@@ -101,22 +101,22 @@ class Program:
 
     @cached_property
     def _compiled(self) -> tuple[Compiled, ...]:
-        """What a call launches, as far as it is compiled."""
+        """Those launches of a call that have to be compiled."""
         launches: list[Any] = [self.joined] if self.joined else [kernel.launch for kernel in self.kernels]
         return tuple(launch for launch in launches if isinstance(launch, Compiled))
 
     def _zeros(
         self, tensors: Sequence[torch.Tensor], env: Mapping[str, int], targets: Mapping[int, torch.Tensor]
     ) -> list[torch.Tensor]:  # fmt: skip
-        """Outputs of the right types; what would be written over stays as it is."""
+        """Outputs of the right types, filled with zeros; inputs that would be written over stay unchanged."""
         device = _device_of(tensors)
         made = (torch.zeros(storage_shape(v.type, env), dtype=DTYPES[v.type.dtype], device=device) for v in self.fusion.outputs)
         return [targets.get(i, t) for i, t in enumerate(made)]
 
     def sizes(self, tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> Mapping[str, int]:
-        """The values of the symbols, from the shapes of the inputs and from those given; raises if inputs do not fit their types.
+        """The values of the symbols, from the inputs' shapes and the given ones; raises if inputs do not fit their types.
 
-        Remembered by all that they are read from: decoding asks for the same ones again and again.
+        Cached by everything that they depend on: decoding asks for the same sizes again and again.
         """
         key = (tuple([(t.shape, t.dtype, t.device) for t in tensors]), tuple(given.items()))
         found = self._remembered.get(key)
@@ -161,7 +161,7 @@ class Program:
 
     @cached_property
     def _copied(self) -> tuple[bool, ...]:
-        """Which outputs may share memory with an input or an output before them."""
+        """For each output, whether it may share memory with an input or an earlier output."""
         taken, copied = set(self.fusion.inputs), []
         for v in self.fusion.outputs:
             root = self._root(v)
@@ -180,7 +180,7 @@ def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
 
 @contextmanager
 def _making_tensors_on(device: torch.device) -> Iterator[None]:
-    """For a segment that reads nothing, such as constants: new tensors are on a device, and so are kernels."""
+    """For a segment without inputs, such as constants: inside, new tensors and kernels are on this device."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), device:
         yield
 

@@ -1,4 +1,4 @@
-"""What calls find again: a dict of as many entries as come soon again. It starts anew when it is full, which costs a call nothing else."""
+"""A cache for values that calls look up again: a dict that is emptied when it is full, which otherwise costs a call nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 class Remembered(dict[K, V]):
-    """A dict of at most `most` entries: one more, and all others are forgotten."""
+    """A dict of at most `most` entries: adding one more drops all others."""
 
     def __init__(self, most: int):
         super().__init__()

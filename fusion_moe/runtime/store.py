@@ -1,19 +1,19 @@
-"""Files on disk that are made once: found by a key that says all that they were made from, and never seen half made.
+"""Files on disk that are made once: found by a key of everything that they were made from, and never seen incomplete.
 
     key = key_of(text, *flags) + ".so"
-    path = get_or_make(key, make)          # make(path) writes the file, if the store has none that is whole
+    path = get_or_make(key, make)       # make(path) writes the file if the store has no complete one
 
 What makes it safe:
-- A file is made in a folder of its own and renamed into place, so no reader sees a part of it, and a killed maker leaves nothing but
-  that folder. The next maker sweeps it: the lock of its file, which nobody holds, says that its maker is dead. No clock is asked.
-- Beside each file lies a digest of its key and content. A file that is damaged, was cut short by a power cut or belongs under another
+- A file is made in a temporary folder of its own and renamed into place, so no reader sees a part of it, and a killed process leaves only
+  that folder. The next process to make a file removes it: if nobody holds the lock of its file, its maker is dead. No clock is used.
+- Beside each file lies a digest of its key and content. A file that is damaged, truncated by a power cut, or that belongs to another
   key is made again.
-- A maker holds a lock (flock, which the system releases when its holder dies), the others wait for it. Where a file system has
-  no locks, all make the file, and all are right.
+- Whoever makes a file holds a lock (flock, which the system releases when its holder dies); others wait for it. If a file system has
+  no locks, all make the file, and all results are right.
 - Code is loaded from here, so nobody else may be able to write to the folder, to replace it, or to write to a file in it (trust.py).
-  Such a folder is not used, such a file is made again, and a warning says so. What is made is this user's alone, whatever the umask is.
+  An unsafe folder is not used, an unsafe file is made again, and a warning says so. New files are private to this user, whatever the umask.
 
-The folder is the option cache_dir; if it cannot be used, a temporary one is, and a warning says so once.
+The folder is the option cache_dir; if it cannot be used, a temporary folder is used instead, and a warning says so once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def key_of(*parts: str | bytes) -> str:
-    """A name for what these parts determine, in order: 64 hexadecimal digits."""
+    """A name that these parts determine, in this order: 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -47,10 +47,10 @@ def key_of(*parts: str | bytes) -> str:
 
 
 def get_or_make(key: str, make: Callable[[Path], object]) -> Path:
-    """The file of this key, a plain file name; `make(path)` writes it where there is none.
+    """The file with this key, a plain file name; `make(path)` writes it if there is none.
 
-    make: may leave other files beside `path`, they are removed; what it raises is raised here and leaves no file.
-    OSError where a folder is full or the system has no folder to write to; `as_build_error` makes a BuildError of it.
+    make: may leave other files beside `path`, which are removed. If it raises, the error is raised here and no file is left.
+    OSError if the disk is full or the system has no folder to write to; `as_build_error` turns it into a BuildError.
     """
     if has(key):
         return _wanted() / key
@@ -63,13 +63,13 @@ def get_or_make(key: str, make: Callable[[Path], object]) -> Path:
 
 
 def has(key: str) -> bool:
-    """Whether `get_or_make` would find the file of this key, and make nothing."""
+    """Whether `get_or_make` would find the file with this key, without making anything."""
     wanted = _wanted()
     return not _why_unsafe(wanted) and _is_whole(wanted / key)
 
 
 def folder() -> Path:
-    """The folder that new files are written to: cache_dir, or a temporary one if that is of no use. OSError if none can be used."""
+    """The folder for new files: cache_dir, or a temporary one if that is unusable. OSError if there is none."""
     wanted = _wanted()
     why = _why_unusable(wanted)
     if not why:
@@ -84,7 +84,7 @@ def folder() -> Path:
 
 @contextlib.contextmanager
 def as_build_error(where: str) -> Iterator[None]:
-    """Makes a BuildError of what the system says where a kernel is written."""
+    """Turns the system's errors, where a kernel is written, into a BuildError."""
     try:
         yield
     except OSError as e:
@@ -96,7 +96,7 @@ def as_build_error(where: str) -> Iterator[None]:
 
 
 def _make(path: Path, make: Callable[[Path], object]) -> None:
-    prefix, suffix = f"{path.name}-", ".tmp"  # `_sweep` reads the name
+    prefix, suffix = f"{path.name}-", ".tmp"  # `_sweep` parses the name
     with tempfile.TemporaryDirectory(prefix=prefix, suffix=suffix, dir=path.parent, ignore_cleanup_errors=True) as scratch:
         _set_mode(Path(scratch), 0o700)
         made, digest = Path(scratch, path.name), Path(scratch, "digest")
@@ -104,18 +104,18 @@ def _make(path: Path, make: Callable[[Path], object]) -> None:
         _set_mode(made, 0o600)
         digest.write_bytes(_digest(path.name, made.read_bytes()))
         _set_mode(digest, 0o600)
-        made.replace(path)  # no fsync: what a power cut leaves has the wrong digest
+        made.replace(path)  # no fsync: after a power cut, the digest does not match
         digest.replace(_digest_path(path))
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file is there, as it was made, and nobody else's to change."""
+    """Whether the file exists, is complete, and cannot be changed by anybody else."""
     content, digest = _trusted(path), _trusted(_digest_path(path))
     return content is not None and digest == _digest(path.name, content)
 
 
 def _trusted(path: Path) -> bytes | None:
-    """The content of a file in a folder that is trusted; None if there is none, or somebody else may have written it."""
+    """The content of a file in a trusted folder; None if there is none, or somebody else may have written it."""
     try:
         if why := trust.why_not_file(path):
             warn_once(f"{path} {why}; rebuilding it")
@@ -134,8 +134,8 @@ def _digest_path(path: Path) -> Path:
 
 
 def _set_mode(path: Path, mode: int) -> None:
-    """Whatever the umask has made of it."""
-    with contextlib.suppress(OSError):  # a file system without modes: what it shows instead is checked
+    """Sets the mode, whatever the umask has made of it."""
+    with contextlib.suppress(OSError):  # a file system without modes: the mode that it shows is checked
         path.chmod(mode)
 
 
@@ -148,11 +148,11 @@ def _lock_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path, wait: bool = True) -> Iterator[bool]:
-    """Holds a lock against other processes and threads, until the block or the process ends. Gives whether it does hold it.
+    """Holds a lock against other processes and threads, until the block or the process ends. Yields whether it holds it.
 
-    wait: whether to wait while another holds it. Where a file system has no locks, nobody holds one.
+    wait: whether to wait while another holds it. If a file system has no locks, nobody holds one.
     """
-    import fcntl  # here, since Windows has none
+    import fcntl  # imported here, since Windows does not have it
 
     file = _open_lock(path)
     try:
@@ -169,18 +169,18 @@ def _locked(path: Path, wait: bool = True) -> Iterator[bool]:
 
 
 def _open_lock(path: Path) -> int:
-    """A lock file, opened. One that somebody else put there, who might hold it forever, is replaced."""
+    """Opens a lock file. A file that somebody else put there, who might hold its lock forever, is replaced."""
     with contextlib.suppress(FileNotFoundError):
         if why := trust.why_not_file(path):
             warn_once(f"{path} {why}; rebuilding it")
             path.unlink()
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # not to be read by others either: who can open it can lock it
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # not readable by others either: anyone who can open it can lock it
     _set_mode(path, 0o600)
     return file
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what killed makers left: a maker that lives holds the lock of the file that it makes."""
+    """Removes what killed processes left: a living one holds the lock of the file that it makes."""
     for left in folder.glob("*.tmp"):
         lock = _lock_path(folder / left.name.rpartition("-")[0])
         if lock.exists():
@@ -193,12 +193,12 @@ def _sweep(folder: Path) -> None:
 
 
 def _wanted() -> Path:
-    """cache_dir, without links: the folder that is checked is the one that is used, wherever a link points next."""
+    """cache_dir with links resolved: the folder that is checked is the one that is used, wherever a link points later."""
     return Path(os.path.realpath(Path(options.current().cache_dir).expanduser()))
 
 
 def _why_unusable(folder: Path) -> str:
-    """Why files are not to be written to a folder, which is made if it is not there; empty if they can."""
+    """Why files must not be written to a folder, which is created if missing; empty if they can be."""
     try:
         _make_folder(folder)
     except OSError as e:
@@ -207,7 +207,7 @@ def _why_unusable(folder: Path) -> str:
 
 
 def _make_folder(folder: Path) -> None:
-    """With those that it lies in, which mkdir would leave to the umask."""
+    """Creates the folder and its parents with the right modes, which mkdir would leave to the umask."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)
@@ -215,12 +215,12 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700)
         _set_mode(folder, 0o700)
     except FileExistsError:
-        if not folder.is_dir():  # another process may have made it meanwhile
+        if not folder.is_dir():  # another process may have created it meanwhile
             raise
 
 
 def _why_unsafe(folder: Path) -> str:
-    """Why code is not to be loaded from a folder."""
+    """Why code must not be loaded from a folder."""
     try:
         return trust.why_not_folder(folder)
     except OSError as e:
@@ -229,7 +229,7 @@ def _why_unsafe(folder: Path) -> str:
 
 @cache
 def _private_folder(process: int) -> Path:
-    """A temporary folder of this process alone."""
+    """A temporary folder that only this process uses."""
     made = os.path.realpath(tempfile.mkdtemp(prefix="fusion_moe-"))
     atexit.register(lambda: shutil.rmtree(made, ignore_errors=True) if os.getpid() == process else None)
     return Path(made)

@@ -1,6 +1,6 @@
-"""What code may be loaded from: files and folders that nobody but this user and root can change or replace.
+"""Which files and folders code may be loaded from: those that only this user and root can change or replace.
 
-A sentence says why not: what was found, what was expected, what to do. It is empty for what can be trusted.
+The functions return a sentence about why not: what was found, what was expected, what to do. It is empty for trusted ones.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import stat
 from functools import cache
 from pathlib import Path
 
-_OTHERS_WRITE = 0o022  # where there are access lists, the group's bit stands for all who are named there
+_OTHERS_WRITE = 0o022  # with access lists, the group's bit stands for everyone named there
 
 
 def why_not_folder(folder: Path) -> str:
-    """Why what lies in a folder is not to be trusted. Its path has no links. OSError if it cannot be looked at."""
+    """Why the contents of a folder are not to be trusted. Its path has no links. OSError if it cannot be examined."""
     if why := _why_not(folder, folder.lstat(), _ourselves()):
         return why
-    for place in folder.parents:  # who can write there can put another folder in its place, unless the sticky bit forbids it
+    for place in folder.parents:  # whoever can write there can replace the folder, unless the sticky bit forbids it
         found = place.lstat()
         if why := _why_not(place, found, _ourselves() | _unmapped(), sticky=bool(found.st_mode & stat.S_ISVTX)):
             return f"lies in {place}, which {why}"
@@ -26,7 +26,7 @@ def why_not_folder(folder: Path) -> str:
 
 
 def why_not_file(path: Path) -> str:
-    """Why a file in a folder that is trusted is not to be trusted. OSError if it cannot be looked at."""
+    """Why a file in a trusted folder is not to be trusted. OSError if it cannot be examined."""
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         return f"is not a plain file (mode {stat.filemode(found.st_mode)}, expected -rw-------)"
@@ -48,7 +48,7 @@ def _ourselves() -> frozenset[int]:
 
 @cache
 def _unmapped() -> frozenset[int]:
-    """Who root may be in a container that has no name for the system's root: the user that stands for all whom it has no name for."""
+    """Who root may be in a container that does not map the system's root: the user that stands for all unmapped users."""
     with contextlib.suppress(OSError):
         if Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:
             return frozenset((int(Path("/proc/sys/kernel/overflowuid").read_text()),))

@@ -1,8 +1,8 @@
 """Schedulers, one file for each kind of segment.
 
 can_schedule(fusion, target, kept) -> None if one kernel can do it, else the reason; describe(fusion) -> a frozen dataclass for `explain`.
-They look at kinds of operations and at what depends on what; none of them knows any model's pattern. A backend's `plan` then says whether
-it has that kernel.
+They look at the kinds of operations and at their dependencies; none of them knows any model's pattern. A backend's `plan` then says
+whether it has such a kernel.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from . import grouped_gemm, layout, nvfuser, pointwise, rows
 
 
 class Scheduler(Protocol):
-    """What each module of this folder has."""
+    """The interface of each module in this folder."""
 
     NAME: str
-    CONTRACTS_ROUNDING: bool  # whether its kernels keep float32 where the program rounds and reads back
+    CONTRACTS_ROUNDING: bool  # whether its kernels keep float32 where the program rounds and widens again
 
     def can_schedule(self, fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
-        """Why one kernel cannot do it; None if it can. kept: outputs of the whole program, which stay outputs of any larger piece."""
+        """Why one kernel cannot do it; None if it can. kept: outputs of the whole program, which remain outputs of any larger piece."""
 
     def describe(self, fusion: Fusion) -> object:
         """What the kernel does with each operation: a frozen dataclass."""
@@ -48,7 +48,7 @@ def find(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> Schedu
 
 
 def closest(fusion: Fusion, target: Target) -> Scheduler:
-    """The scheduler that a fusion is meant for by its operations: its refusal says why they are not one kernel."""
+    """The scheduler that a fusion's operations suggest: its refusal says why they are not one kernel."""
     roles = {op.kind.role for op in fusion.ops}
     name = "grouped_gemm" if "grouped" in roles else "layout" if roles & {"layout", "quantize"} else "rows"
     return named(name) if name in target.schedulers else of(target)[0]

@@ -1,11 +1,11 @@
-"""Grouped products with what they can take in: a prologue on the activations they load, an epilogue on the tiles they make.
+"""Grouped products with their surroundings: a prologue on the activations that they load, an epilogue on the tiles that they make.
 
-A kernel of fprop or dgrad makes tiles of [rows of one group, some columns], looping over what is contracted. So the prologue may do what
-is elementwise in (row, k) or picks rows, once they are rows of groups; the epilogue what is elementwise in (row, n), slices or joins
-columns, adds a group's bias, sums a row's columns, or sums a token's rows in order. What the epilogue needs beside the product is computed
-there too, and that may be products: where a target has kernels for it, tiles of the same rows and columns by a weight of floats, which
-contract few features. A kernel of wgrad makes tiles of a group's matrix, looping over its rows: both operands have a prologue, and the
-epilogue is elementwise.
+A kernel of fprop or dgrad makes tiles of [rows of one group, some columns], looping over the contracted dimension. So the prologue may
+contain operations that are elementwise in (row, k) or pick rows, once these are rows of groups. The epilogue may contain operations that
+are elementwise in (row, n), slice or join columns, add a group's bias, sum a row's columns, or sum a token's rows in order. Other operands
+of the epilogue are computed there too, even products, if the target has kernels for that: tiles of the same rows and columns, with a float
+weight and few contracted features. A kernel of wgrad makes tiles of a group's matrix, looping over the group's rows: both operands have a
+prologue, and the epilogue is elementwise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EPILOGUE_SHAPES = ("reshape", "broadcast_in_dim", "slice", "cat")
 
 @dataclass(frozen=True)
 class GroupedGemm:
-    """Which operation is the product, and what is done while loading its rows and before storing its tiles."""
+    """The product, and the operations while loading its rows and before storing its tiles."""
 
     product: str
     prologue: tuple[str, ...]
@@ -39,8 +39,8 @@ class GroupedGemm:
 
 
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
-    """None if there is one grouped product, and others beside it that the target has kernels for, all else is prologue or epilogue, and
-    what is stored has widths of its tiles.
+    """None if there is one grouped product, possibly with others that the target's kernels compute beside it, everything else is prologue
+    or epilogue, and the stored results have widths of its tiles.
     """
     found = products(fusion)
     if not found:
@@ -80,7 +80,7 @@ def describe(fusion: Fusion) -> GroupedGemm:
 
 
 def _chained(fusion: Fusion, found: Sequence[GroupedProduct]) -> str | None:
-    """Why products of which one contracts what another made are not one kernel."""
+    """Why products of which one contracts the other's result are not one kernel."""
     for first, second in combinations((p.op for p in found), 2):
         if _reads(second, dependent(fusion, first.outputs)):
             return f"{second.kind.name} contracts the result of {first.kind.name}: it reads whole rows, and a kernel holds tiles"
@@ -88,7 +88,7 @@ def _chained(fusion: Fusion, found: Sequence[GroupedProduct]) -> str | None:
 
 
 def _of_two(fusion: Fusion, main: GroupedProduct, other: GroupedProduct, target: Target) -> str | None:
-    """Why a kernel does not make the tiles of another product beside those of the main one."""
+    """Why a kernel cannot make the tiles of another product beside those of the main one."""
     alike, most = main.result.type == other.result.type and not other.b.type.quantized, target.added_features.get(main.kind, 0)
     if not alike or not most:
         names = " and ".join(op.kind.name for op in fusion.ops if op in (main.op, other.op))
@@ -120,7 +120,7 @@ def _refusal(op: Op, after: Set[Value], before: Set[Value], product: Op) -> str 
 
 
 def _as_large(op: Op, product: Op) -> bool:
-    """Whether an operation beside a product is elementwise in its result's elements."""
+    """Whether an operation beside a product is elementwise in the elements of the product's result."""
     return op.kind.role == "pointwise" and op.outputs[0].type.shape == product.outputs[0].type.shape
 
 
@@ -134,7 +134,7 @@ def _one_combine(fusion: Fusion, after: Set[Value]) -> str | None:
 
 
 def _sums_rows(op: Op, product: Op) -> bool:
-    """Whether an operation sums the columns of each of as many rows as a product has."""
+    """Whether an operation sums the columns of each row, for as many rows as a product has."""
     if op.kind.name != "sum" or tuple(op.attrs["dims"]) != (1,):
         return False
     shape = op.values[0].type.shape
@@ -142,21 +142,21 @@ def _sums_rows(op: Op, product: Op) -> bool:
 
 
 def _of_sums(op: Op, of_rows: Set[Value]) -> str | None:
-    """A row's sum is there when all of its tiles are: nothing reads it but what sees it in another shape."""
+    """A row's sum is complete only after all of its tiles: nothing may read it except views of it."""
     if not _reads(op, of_rows) or op.kind.role == "view" or op.kind.name == "reshape":
         return None
     return f"{op.kind.name} reads the sum of whole rows, and a kernel holds tiles"
 
 
 def _elementwise(fusion: Fusion, after: Set[Value]) -> str | None:
-    """Nothing but elementwise operations after a wgrad."""
+    """After a wgrad, only elementwise operations are possible."""
     others = (op for op in fusion.ops if _reads(op, after) and op.kind.role not in ("pointwise", "view") and op.kind.name != "reshape")
     return next((f"{op.kind.name} after a wgrad is not elementwise" for op in others), None)
 
 
 def _widths(fusion: Fusion, product: Op, kept: Collection[Value], rows_of_product: Set[Value]) -> str | None:
-    """Results of one width, beside which the product itself may be stored, where some of them are kept: others may yet be read inside of a
-    larger piece. What `cat` joins is stored in parts.
+    """Results must have one width; the product itself may be stored beside them if some of them are kept: the others may still be read
+    inside a larger piece. Operands of `cat` are stored as parts of its result.
     """
     rows = plain(product.outputs[0].type.shape[0])
     stored = [v for v in fusion.outputs if v in rows_of_product]

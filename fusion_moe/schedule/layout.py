@@ -1,4 +1,4 @@
-"""Layout segments: quantize and swizzle in one pass over the activations, which may be picked, scaled and summed in it."""
+"""Layout segments: quantize and swizzle in one pass over the activations, which may be gathered, scaled and summed in it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Layout:
 
 
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
-    """None if rows are quantized, swizzled, or both, with at most one sum. Rows of what was quantized are picked by who reads them."""
+    """None if rows are quantized, swizzled, or both, with at most one sum. Rows of a quantized value are gathered by its readers."""
     summed = {op: dependent(fusion, op.outputs) for op in fusion.ops if op.kind.role in rows.SUMS}
     whole = {op for op, after in summed.items() if any(o.kind.role == "quantize" and not after.isdisjoint(o.values) for o in fusion.ops)}
     other = next((op for op in fusion.ops if op.kind.role not in ROLES or op in whole), None)

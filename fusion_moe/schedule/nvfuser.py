@@ -1,14 +1,14 @@
-"""What one nvFuser definition can express, as facts: nvFuser need not be installed to ask. emit/nvfuser writes what is accepted here.
+"""What a single nvFuser definition can express, as data, so that nvFuser need not be installed. emit/nvfuser writes what is accepted here.
 
 nvFuser divides and schedules a definition itself, so a segment is as large as its operations allow. What it cannot express:
 
-- 8-bit integers: packed codes reach it as int32 words, or as e2m1 pairs, and so only from outside of the definition;
-- a cast to e4m3 that gives NaN where torch's does: its own saturates;
-- tensors without elements, where it asserts;
-- sorts of more rows than one block holds, and so of an open number of them: it asserts at launch;
-- products with other results than those of the operands' 16-bit type, sums that scatter;
+- 8-bit integers: packed codes are int32 words or e2m1 pairs for it, and so must come from outside of the definition;
+- a cast to e4m3 that gives NaN where torch's does: nvFuser's saturates;
+- tensors without elements, which trigger an assertion;
+- sorts of more rows than one block holds, and so of an unknown number of rows: an assertion at launch;
+- products whose results are not in the operands' 16-bit type, and sums that scatter;
 - e2m1, and tensors of e8m0, below compute capability 10.0;
-- blocks along rows of groups, which begin where the device says; block scales in a product of e4m3: its own are of rows and columns.
+- blocks along rows of groups, whose starts only the device knows; block scales in a product of e4m3: its own are for rows and columns.
 
 Source: nvFuser's python frontend (nvfuser_direct, 0.2.36) and csrc/ops; sizes of the 4-bit product: its cutlass kernel's alignment.
 """
@@ -30,17 +30,17 @@ NAME = "nvfuser"
 CONTRACTS_ROUNDING = False  # it stores the 16-bit results of its products
 
 HALVES = ("bf16", "f16")
-PACKED, LAYOUTS = ("nvfp4",), ("linear", "sf128x4")  # the encodings of weights that are lowered, and their layouts
+PACKED, LAYOUTS = ("nvfp4",), ("linear", "sf128x4")  # the weight encodings that can be lowered, and their layouts
 PRODUCTS = {"bf16": "dequantize + grouped_mm", "nvfp4": "cutlass_nvfp4_grouped_mm"}  # by the format of the activations
-SORTED = 4096  # rows; it sorts within one block, whose shared memory and registers end between here and 8192
+SORTED = 4096  # rows; it sorts within one block, which runs out of shared memory and registers between this and 8192
 _SORTS = ("route", "invert")
-_K, _N = 64, 128  # what the sizes of a 4-bit product are multiples of
-_E8M0 = (10, 0)  # the compute capability that tensors of it require
+_K, _N = 64, 128  # the sizes of a 4-bit product are multiples of these
+_E8M0 = (10, 0)  # the compute capability that e8m0 tensors require
 
 
 @dataclass(frozen=True)
 class NvFuser:
-    """How each product of the definition is lowered, and every operation in order."""
+    """The lowering of each product in the definition, and all operations in order."""
 
     products: tuple[str, ...]
     ops: tuple[str, ...]
@@ -52,18 +52,18 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
 
 
 def describe(fusion: Fusion) -> NvFuser:
-    """The lowerings: the format of a product's activations and the target decide."""
+    """The lowerings, which depend on the format of a product's activations and on the target."""
     ops = tuple(op.kind.name for op in fusion.ops if not op.kind.view)
     return NvFuser(tuple(map(lowering, products(fusion))), ops)
 
 
 def sorts(fusion: Fusion) -> bool:
-    """Whether a definition sorts: for that nvFuser needs the headers of a CUDA toolkit, and for nothing else."""
+    """Whether a definition sorts: only then nvFuser needs the headers of a CUDA toolkit."""
     return any(op.kind.name in _SORTS for op in fusion.ops)
 
 
 def lowering(product: GroupedProduct) -> str:
-    """What a grouped product becomes."""
+    """What a grouped product is lowered to."""
     a, b = product.a.type, product.b.type
     return PRODUCTS["nvfp4"] if a.quantized else PRODUCTS["bf16"] if b.quantized else "grouped_mm"
 
@@ -118,7 +118,7 @@ def _dequantize(op: Op, fusion: Fusion, target: Target) -> str | None:
 
 
 def _inside(op: Op, fusion: Fusion, target: Target | None = None) -> str | None:
-    """A value of codes and scales may not leave, nor one whose padding nvFuser leaves unwritten."""
+    """A quantized value may not leave the definition, nor may a value whose padding nvFuser leaves unwritten."""
     if not _is_output(op, fusion):
         return None
     return f"{op.kind.name} whose result leaves the definition: nvFuser has no quantized or padded tensors"
@@ -139,7 +139,7 @@ def _of_runs(op: Op, type: TensorType) -> str | None:
 
 
 def _stored_scale(op: Op, target: Target) -> str | None:
-    """Scales inside of a definition are float32: those that come into it or leave it are e8m0."""
+    """Scales inside a definition are float32; scales that enter or leave it are e8m0."""
     if target.capability is not None and target.capability < _E8M0:
         return f"{op.kind.name} of stored scales on {target.name}: e8m0 requires compute capability {'.'.join(map(str, _E8M0))}"
     return None
@@ -168,7 +168,7 @@ def _packed_product(op: Op, fusion: Fusion, a: TensorType, w: TensorType) -> str
     if not w.quantized:
         return f"{op.kind.name} of {a.dtype} and {w.dtype}: the 4-bit product requires two 4-bit operands"
     _, n, k = w.shape
-    if k % _K or n % _N:  # type: ignore[operator]  # both are numbers: pack and the target's layouts ask for it
+    if k % _K or n % _N:  # type: ignore[operator]  # both are numbers, as pack and the target's layouts require
         return f"K = {k} and N = {n} of a 4-bit product: its kernel requires multiples of {_K} and {_N}, and does not check them"
     if op.values[0] not in fusion.producers:
         return "a 4-bit product of activations quantized elsewhere: nvFuser has no quantized tensors"
@@ -176,13 +176,13 @@ def _packed_product(op: Op, fusion: Fusion, a: TensorType, w: TensorType) -> str
 
 
 def _from_outside(op: Op, fusion: Fusion) -> str | None:
-    """Quantized weights come as a value of their own only from a pack inside."""
+    """A quantized weight may be a value of the definition only if it is packed inside."""
     w = op.values[1]
     return f"{op.kind.name} whose weight is packed elsewhere" if w.type.quantized and w not in fusion.producers else None
 
 
 def _stored(op: Op, fusion: Fusion, *dtypes: str) -> str | None:
-    """The result of a product must be rounded to one of these types by the program too."""
+    """The program must round the result of a product to one of these types too."""
     v = op.outputs[0]
     rounded = all(r.kind.name == "cast" and r.attrs["dtype"] in dtypes for r in fusion.readers.get(v, ()))
     if rounded and v not in fusion.outputs:

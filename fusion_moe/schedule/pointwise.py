@@ -15,7 +15,7 @@ ROLES = ("pointwise", "shape", "view")
 
 @dataclass(frozen=True)
 class Pointwise:
-    """The operations of one element, in order."""
+    """The operations for one element, in order."""
 
     ops: tuple[str, ...]
 

@@ -1,12 +1,12 @@
-"""The three products of training as one plan. M rows in G groups; matrices [G, N, K], a group's features in K and out N.
+"""The three products of training in one form. M rows in G groups; matrices [G, N, K], with K features in and N features out.
 
     kind     operation        a          b          result     contracted
     fprop    grouped_mm       [M/g, K]   [G, N, K]  [M/g, N]   K
     dgrad    grouped_mm_t     [M/g, N]   [G, N, K]  [M/g, K]   N
     wgrad    grouped_outer    [M/g, N]   [M/g, K]   [G, N, K]  M
 
-M is the ragged axis: `ends` say how many rows each group has. In fprop and dgrad it is an axis of the result, with tiles of one group
-each; in wgrad it is contracted, and each group's matrix is a sum over its rows, zero if it has none.
+M is the ragged axis: `ends` say how many rows each group has. In fprop and dgrad it is an axis of the result, where each tile is within one
+group; in wgrad it is contracted, and each group's matrix is a sum over its rows, zero if it has none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..ir.core import Fusion, Op, Value
 from ..ir.types import Dim, plain
 
 Axis = Literal["M", "N", "K"]
-_KINDS: dict[str, tuple[str, str, str, str]] = {  # operation -> kind; axes of a, of b, and of the result
+_KINDS: dict[str, tuple[str, str, str, str]] = {  # operation -> kind; axes of a, b and the result
     "grouped_mm": ("fprop", "MK", "GNK", "MN"),
     "grouped_mm_t": ("dgrad", "MN", "GNK", "MK"),
     "grouped_outer": ("wgrad", "MN", "MK", "GNK"),
@@ -29,7 +29,7 @@ _KINDS: dict[str, tuple[str, str, str, str]] = {  # operation -> kind; axes of a
 
 @dataclass(frozen=True)
 class GroupedProduct:
-    """One product over groups. axes: those of a, of b and of the result, in order; ragged: the operands with rows partitioned by `ends`."""
+    """One product over groups. axes: those of a, b and the result, in order; ragged: the operands with rows partitioned by `ends`."""
 
     kind: str
     op: Op
@@ -41,14 +41,14 @@ class GroupedProduct:
 
     @classmethod
     def of(cls, op: Op) -> GroupedProduct:
-        """The plan of an operation of the role "grouped"."""
+        """The product of an operation whose role is "grouped"."""
         kind, *axes = _KINDS[op.kind.name]
         a, b, ends = op.values
         return cls(kind, op, a, b, ends, op.outputs[0], (axes[0], axes[1], axes[2]))
 
     @property
     def contracted(self) -> Axis:
-        """The axis that is summed over: of both operands, and not of the result."""
+        """The axis that is summed over: one of both operands but not of the result."""
         (axis,) = set(self.axes[0]) & set(self.axes[1]) - set(self.axes[2])
         return axis  # type: ignore[return-value]
 
@@ -59,11 +59,11 @@ class GroupedProduct:
 
     @property
     def weight(self) -> Value | None:
-        """The operand with a matrix for each group; None in wgrad, which makes it."""
+        """The operand with a matrix for each group; None for wgrad, which computes it."""
         return None if self.b in self.ragged else self.b
 
     def size(self, axis: str) -> Dim:
-        """How long an axis is, over all groups: M, N, K or G."""
+        """The length of an axis over all groups: M, N, K or G."""
         shapes = zip(self.axes, (self.a.type.shape, self.b.type.shape, self.result.type.shape), strict=True)
         return next(plain(shape[axes.index(axis)]) for axes, shape in shapes if axis in axes)
 
@@ -74,15 +74,15 @@ def products(fusion: Fusion) -> tuple[GroupedProduct, ...]:
 
 
 def main_and_added(fusion: Fusion) -> tuple[GroupedProduct, tuple[GroupedProduct, ...]]:
-    """The product that a kernel is built around, that of a quantized weight before one that contracts more features, and the others."""
+    """The product that a kernel is built around (with a quantized weight if any, then the most contracted features), and the others."""
     found = products(fusion)
     main = max(found, key=lambda p: (p.b.type.quantized, size if isinstance(size := p.size(p.contracted), int) else inf))
     return main, tuple(p for p in found if p is not main)
 
 
 def some_may_be_added(fusion: Fusion, features: Mapping[str, int]) -> bool:
-    """Whether one of the products could be made beside another: of the same rows and columns, by a weight of floats, contracting no more
-    than so many features, by the kind of the other.
+    """Whether one of the products could be made beside another: for the same rows and columns, with a float weight, and contracting at most
+    as many features as `features` says for the other's kind.
     """
     found = products(fusion)
     few = [(p, size) for p in found if not p.b.type.quantized and isinstance(size := p.size(p.contracted), int)]
@@ -90,7 +90,7 @@ def some_may_be_added(fusion: Fusion, features: Mapping[str, int]) -> bool:
 
 
 def dependent(fusion: Fusion, values: Collection[Value]) -> set[Value]:
-    """These values and all that is computed from them."""
+    """These values and all values computed from them."""
     found = set(values)
     for op in fusion.ops:
         if not found.isdisjoint(op.values):
@@ -99,7 +99,7 @@ def dependent(fusion: Fusion, values: Collection[Value]) -> set[Value]:
 
 
 def needed(fusion: Fusion, op: Op) -> set[Value]:
-    """The operands of an operation and all that they are computed from."""
+    """The operands of an operation and all values that they are computed from."""
     found = set(op.values)
     for other in reversed(fusion.ops):
         if not found.isdisjoint(other.outputs):
@@ -108,7 +108,7 @@ def needed(fusion: Fusion, op: Op) -> set[Value]:
 
 
 def cat_before(fusion: Fusion, v: Value) -> Op | None:
-    """The `cat` that gives a value its columns, with nothing but casts and views of rows between them."""
+    """The `cat` that makes the columns of a value, with only casts and views of rows in between."""
     op = fusion.producers.get(v)
     if op is not None and op.kind.name == "cat":
         return op if op.attrs["dim"] > 0 else None

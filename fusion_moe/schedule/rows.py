@@ -1,4 +1,4 @@
-"""Segments about rows: routing, gathers, and sums of rows, with the pointwise work around them."""
+"""Segments on rows: routing, gathers, and sums of rows, with the pointwise operations around them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Rows:
 
 
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
-    """None if nothing but rows are gathered, routed and added, with at most one sum."""
+    """None if rows are only gathered, routed and added, with at most one sum."""
     other = next((op for op in fusion.ops if op.kind.role not in ROLES), None)
     if other is not None:
         return f"{other.kind.name} is neither pointwise nor a row operation"
@@ -31,7 +31,7 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
 
 
 def of_one_sum(fusion: Fusion) -> str | None:
-    """Why a kernel does not make all sums of a fusion; None if it has one at most."""
+    """Why one kernel cannot make all sums of a fusion; None if there is at most one."""
     sums = [op.kind.name for op in fusion.ops if op.kind.role in SUMS]
     return f"{sums[1]} reads the whole result of {sums[0]}: two reductions require two passes" if len(sums) > 1 else None
 

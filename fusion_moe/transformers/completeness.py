@@ -1,4 +1,4 @@
-"""Whether files have a tensor for every parameter: transformers fills gaps with random numbers and prints a table."""
+"""Checks that files have a tensor for every parameter: transformers fills gaps with random numbers and prints a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .sources import some
 
 
 def check_complete(plan: Plan, model: Any, conversions: list[Any]) -> None:
-    """CheckpointError for parameters of which the files have nothing. By names alone, as the conversions will change them."""
+    """CheckpointError for parameters of which the files have nothing. Checks names only, as the conversions will change them."""
     converters, known = [c for c in conversions if isinstance(c, WeightConverter)], model.state_dict()
     provided = {name for module in (*plan.experts, *plan.linears) for name in _own(model, module)}
     for name in plan.entries.keys() - plan.taken:
@@ -26,13 +26,13 @@ def check_complete(plan: Plan, model: Any, conversions: list[Any]) -> None:
 
 
 def _own(model: Any, name: str) -> Iterator[str]:
-    """The names of the tensors that a module's weights are; a bias of a linear layer is stored as any other."""
+    """The names of the tensors that make up a module's weights; the bias of a linear layer is stored like any other."""
     module = model.get_submodule(name)
     return (f"{name}.{key}" for key, t in (*module._parameters.items(), *module._buffers.items()) if t is not None and key != "bias")
 
 
 def _made_of(name: str, converters: list[WeightConverter]) -> list[str]:
-    """The parameters that a tensor is for."""
+    """The parameters that are made from a tensor."""
     made, pattern = rename_source_key(name, [], converters)
     if pattern is None:
         return [made]

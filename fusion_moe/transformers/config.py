@@ -1,4 +1,4 @@
-"""Configurations of quantization, as transformers wants them: from a dictionary in config.json, or given by who loads a model."""
+"""Quantization configurations in transformers' form: from a dictionary in config.json, or given by the caller who loads a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..nn import config as nn_config
 
 
 class ModelOptConfig(QuantizationConfigMixin):
-    """`quantization_config` of a directory, kept as it is. Its tensors say what is quantized."""
+    """The `quantization_config` of a directory, kept unchanged. The directory's tensors decide what is quantized."""
 
     def __init__(self, quant_method: str = "modelopt", **entries: Any):
         self.quant_method = quant_method
@@ -20,11 +20,11 @@ class ModelOptConfig(QuantizationConfigMixin):
 
     @property
     def method(self) -> str:
-        """Whose names the files have."""
+        """The quantization method, which decides the tensor names in the files."""
         return self.__dict__.get("source", self.quant_method)
 
     def original(self) -> dict[str, Any]:
-        """As the directory has it, also where another `quant_method` led to this class."""
+        """The configuration as the directory has it, even if another `quant_method` led to this class."""
         return {**{k: v for k, v in self.to_dict().items() if k not in ("source", "experts_config")}, "quant_method": self.method}
 
     @property
@@ -34,7 +34,7 @@ class ModelOptConfig(QuantizationConfigMixin):
 
     @property
     def experts(self) -> nn_config.NVFP4Config:
-        """How experts are computed: as who loads them says, else as the directory says."""
+        """How experts are computed: as the caller says, else as the directory says."""
         return nn_config.NVFP4Config(**self.__dict__.get("experts_config", own_entries(self.__dict__)))
 
 
@@ -44,5 +44,5 @@ class NVFP4Config(nn_config.NVFP4Config, QuantizationConfigMixin):
     quant_method = "fusion_moe"
 
     def to_dict(self) -> dict[str, Any]:
-        """For config.json."""
+        """The entries for config.json."""
         return {"quant_method": self.quant_method, **copy.deepcopy(self.__dict__)}

@@ -1,7 +1,7 @@
-"""transformers' WeightConverters for experts and linear layers that are encoded, made from the names in the files.
+"""transformers' WeightConverters for encoded experts and linear layers, made from the names in the files.
 
-A converter is for all layers: it knows what follows the layer's number. Those with longer names come first, since before 5.21 a pattern
-also matches the beginning of a longer name.
+A converter is for all layers: it matches what follows the layer's number. Converters with longer names come first, since before
+transformers 5.21 a pattern also matches the beginning of a longer name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .names import parameter_of
 from .operations import FromFused, JoinExperts, QuantizeEightBit, ToPart
 from .sources import ExpertsSource
 
-Row = tuple[list[str], str, ConversionOps]  # patterns in the file, the parameter, what is done
+Row = tuple[list[str], str, ConversionOps]  # patterns in the file, the parameter, the operation
 MATRIX_SCALE = StoredPart("input_scale", "", (torch.float32,), direction=Direction.MULTIPLIER)
 
 
@@ -31,12 +31,12 @@ class Converter(WeightConverter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Converter:
         made = copy.copy(self)
-        made.collected_tensors, made.layer_targets = defaultdict(list), defaultdict(set)  # all that a copy changes
+        made.collected_tensors, made.layer_targets = defaultdict(list), defaultdict(set)  # the only attributes that a copy changes
         return made
 
 
 def expert_converters(sources: Iterable[tuple[ExpertsSource, Projections]]) -> list[Converter]:
-    """What joins the tensors of experts to the parameters of their modules."""
+    """The converters that join the tensors of experts into the parameters of their modules."""
     made: dict[tuple[str, ...], Converter] = {}
     for source, module in sources:
         for projection, names in zip(module.projections, source.names, strict=True):
@@ -47,7 +47,7 @@ def expert_converters(sources: Iterable[tuple[ExpertsSource, Projections]]) -> l
 
 
 def _of_projection(source: ExpertsSource, module: Projections, projection: str, names: Sequence[str]) -> Iterator[Row]:
-    """Each part, the bias, and the scales of activations."""
+    """The rows for each part, the bias, and the scales of activations."""
     below, parts, parameters = rf"{source.tail}\.", source.scheme.parts, module.part_names[projection]
     in_turns = source.in_turns and projection == "gate_up"
 
@@ -67,17 +67,17 @@ def _of_projection(source: ExpertsSource, module: Projections, projection: str, 
 
 
 def linear_converters(scheme: Scheme, parameters: Sequence[str]) -> list[Converter]:
-    """What turns the tensors of linear layers into parameters, where names or numbers differ."""
+    """The converters that turn the tensors of linear layers into parameters, if names or numbers differ."""
     rows = zip(scheme.parts, parameters, strict=True)
     return [Converter([p.suffix], [f".{name}"], [ToPart(p)]) for p, name in rows if p.suffix != f".{name}"]
 
 
 def longest_first(converters: Iterable[Any]) -> list[Any]:
-    """In the order in which transformers may try them."""
+    """The converters in the order in which transformers may try them."""
     return sorted(converters, key=lambda c: -max(map(len, c._original_source_patterns)))
 
 
 def without(theirs: Iterable[Any], ours: Iterable[Converter]) -> list[Any]:
-    """transformers' conversions but those that make parameters which ours make."""
+    """transformers' conversions except those for parameters that our conversions make."""
     made = {parameter_of(target) for c in ours for target in c._original_target_patterns}
     return [c for c in theirs if not any(isinstance(c, WeightConverter) and parameter_of(t) in made for t in c._original_target_patterns)]

@@ -1,4 +1,4 @@
-"""Linear layers whose weight is stored in 8-bit floats: read as they are, then linear layers in the model's dtype."""
+"""Linear layers with weights stored in 8-bit floats: loaded as they are, then replaced by linear layers in the model's dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..checkpoints.fp8 import dequantize_fp8
 
 
 class EightBitLinear(nn.Module):
-    """Stands for a linear layer while its weight float8_e4m3fn [N, K] and the scale of that are read. It is never called."""
+    """Placeholder for a linear layer while its weight float8_e4m3fn [N, K] and the weight's scale are loaded. It is never called."""
 
     def __init__(self, shape: tuple[int, ...], scale: Entry, linear: nn.Linear):
         super().__init__()
@@ -19,7 +19,7 @@ class EightBitLinear(nn.Module):
         self.bias, self.dtype = linear.bias, linear.weight.dtype
 
     def linear(self) -> nn.Linear:
-        """The layer, its weight values times scale in float32, rounded to the dtype that the model has."""
+        """The layer: its weight is values times scale in float32, rounded to the model's dtype."""
         made = nn.Linear(self.weight.shape[1], self.weight.shape[0], bias=False, device="meta")
         weight = dequantize_fp8(self.weight.detach(), self.weight_scale.detach()).to(self.dtype)
         made.weight = nn.Parameter(weight, requires_grad=False)
@@ -28,7 +28,7 @@ class EightBitLinear(nn.Module):
 
 
 def to_floats_(model: nn.Module) -> None:
-    """Replaces all of them, one after the other."""
+    """Replaces all placeholders in a model, one after the other."""
     for name, module in list(model.named_modules()):
         if isinstance(module, EightBitLinear):
             model.set_submodule(name, module.linear())

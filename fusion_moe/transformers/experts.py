@@ -1,4 +1,4 @@
-"""The experts of transformers' models by our operations. How their weights are stored is what `use_experts_implementation` was told.
+"""The experts of transformers' models, computed by our operations. The `use_experts_implementation` decorator says how weights are stored.
 
 Letters: T tokens, k experts a token, E experts, H hidden, I intermediate features.
 """
@@ -24,12 +24,12 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     """hidden_states [T, H], top_k_index int[T, k], top_k_weights [T, k] -> [T, H], in the dtype of hidden_states.
 
     Computed in the weights' dtype, bf16, f16 or f32, or in autocast's, and by the recipe of `fusion_moe.autocast` if one is in force.
-    SwiGLU in the variants of `fused_experts` is that one operation, any other activation the module's own function between two grouped
-    products.
+    The variants of SwiGLU that `fused_experts` knows are that single operation; for any other activation, the module's own function runs
+    between two grouped products.
     """
     up, down = _projection(module, "gate_up_proj" if module.has_gate else "up_proj"), _projection(module, "down_proj")
     x, ids, w = hidden_states.to(up[0].dtype), top_k_index, top_k_weights
-    # distributed.parallelize_ says where ids begin; with transformers' plan they begin at 0, and experts of other ranks have the index E
+    # distributed.parallelize_ sets the first id; with transformers' plan ids begin at 0, and experts of other ranks have the index E
     first_expert = getattr(module, "first_expert", 0 if getattr(module, "_is_expert_parallel", False) else None)
     swiglu = None if getattr(module, "has_post_expert_norm", False) else swiglu_of(module)
     if swiglu is None:

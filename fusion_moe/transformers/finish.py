@@ -1,4 +1,4 @@
-"""What is done to a model's parameters once they were read."""
+"""The last steps of loading a model, after its parameters were read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..runtime import pages
 
 
 def cast_(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Casts parameters to the dtypes that the model had before. Before 5.21, transformers does not if anything is quantized."""
+    """Casts parameters to the dtypes that the model had before. Before 5.21, transformers does not do so if anything is quantized."""
     for name, module in model.named_modules():
         for key, p in [] if isinstance(module, PackedModule) else module.named_parameters(name, recurse=False):
             p.data = p.data.to(dtypes.get(key, p.dtype))
 
 
 def check_scales(model: nn.Module) -> None:
-    """NonFiniteError for scales of encoded weights that are NaN, infinite or negative, with the module's name."""
+    """NonFiniteError, with the module's name, for scales of encoded weights that are NaN, infinite or negative."""
     for name, module in model.named_modules():
         for key, p in module._parameters.items() if isinstance(module, PackedModule) else ():
             try:
@@ -34,7 +34,7 @@ def check_scales(model: nn.Module) -> None:
 
 
 def freeze_(model: nn.Module) -> None:
-    """Encoded weights without gradients and on large pages: transformers lets every float require one, block scales too."""
+    """Freezes encoded weights and puts them on large pages: transformers makes every float require a gradient, even block scales."""
     for module in model.modules():
         if isinstance(module, PackedModule):
             for p in module.parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""from_pretrained for directories whose `quant_method` is transformers' own, which would load them its way."""
+"""from_pretrained for directories whose `quant_method` is one of transformers' own, which transformers would load in its own way."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def from_pretrained(
     directory: str | Path, *, auto_class: Any = AutoModelForCausalLM, mesh: Any = None, plan: str = "ep", tokens: str = "replicated",
     dispatch: str = "all_gather", capacity: int | float = 1.0, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """`auto_class.from_pretrained(directory, **kwargs)`, with encoded weights in modules of fusion_moe.nn whoever quantized them.
+    """`auto_class.from_pretrained(directory, **kwargs)`, with encoded weights in modules of fusion_moe.nn, whoever quantized them.
 
-    directory: a local one, or a name that transformers knows. quantization_config=NVFP4Config(): experts in floats, of 8 bits too, are
-    rounded to NVFP4. UnsupportedError for a `quant_method` that is not read here; of the weights,
-    CheckpointError for what is missing, left over or of another dtype or size, of encoded ones before any is read. Of a directory in
-    floats transformers finds what is missing while it loads; output_loading_info=True returns (model, info) even so.
+    directory: a local one, or a name that transformers knows. quantization_config=NVFP4Config(): rounds experts in floats, also in 8-bit
+    floats, to NVFP4. UnsupportedError for a `quant_method` that is not supported here; CheckpointError for weights that are missing, left
+    over or of another dtype or size. For encoded weights it is raised before any weight is read. In a directory in floats, transformers
+    finds missing weights while it loads; output_loading_info=True returns (model, info) nevertheless.
 
-    mesh, plan, tokens, dispatch, capacity: as `distributed.parallelize_` takes them; the same model as when that is called afterwards, but
-    each rank reads the share of the experts that it keeps, and no other. The directory is a local one then. Features, of plans "tp" and
-    "ep_tp", are read of encoded experts in 4 bits alone.
+    mesh, plan, tokens, dispatch, capacity: as for `distributed.parallelize_`; the result is the same as calling that afterwards, but each
+    rank reads only the experts that it keeps. The directory must then be a local one. The plans "tp" and "ep_tp" divide features, and do so
+    only for experts encoded in 4 bits.
     """
     hub = {key: kwargs[key] for key in _OF_HUB if key in kwargs}
     of_code = {key: kwargs[key] for key in ("trust_remote_code", "code_revision") if key in kwargs}
@@ -53,7 +53,7 @@ def from_pretrained(
     if mesh is None:
         model, info = auto_class.from_pretrained(directory, config=config, output_loading_info=True, **kwargs)
     else:
-        from ..distributed.parallelize import Division  # torch may have been built without torch.distributed
+        from ..distributed.parallelize import Division  # imported here: torch may have been built without torch.distributed
 
         division = Division(mesh, plan, tokens, dispatch, capacity)
         model, info = _shared(Directory.open(directory), division, auto_class, config, kwargs)
@@ -66,14 +66,14 @@ def from_pretrained(
 
 
 def _shared(directory: Directory, division: Division, auto_class: Any, config: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """A rank's share of a model, with what transformers says of loading it."""
+    """A rank's share of a model, with transformers' report about loading it."""
     quantization = getattr(config, "quantization_config", None)
     in_floats = not (quantization or "quantization_config" in kwargs)
-    if in_floats:  # our quantizer is where modules are made smaller
+    if in_floats:  # our quantizer makes the modules smaller
         config.quantization_config = quantization = {"quant_method": "fusion_moe", "source": ""}
     share, model_class = Share(directory, division), _model_class(auto_class, config)
     if not isinstance(config, model_class.config_class):
-        (config := config.get_text_config()).quantization_config = quantization  # as transformers' auto classes do
+        (config := config.get_text_config()).quantization_config = quantization  # as transformers' auto classes do it
     with sharing(share):
         made, info = model_class.from_pretrained(None, config=config, state_dict=share, output_loading_info=True, **kwargs)
     if in_floats:
@@ -81,13 +81,13 @@ def _shared(directory: Directory, division: Division, auto_class: Any, config: A
     share.join(made)
     made.name_or_path = made.config.name_or_path = str(directory.path)
     if made.can_generate():
-        with contextlib.suppress(OSError):  # where there is none, it is made of the configuration
+        with contextlib.suppress(OSError):  # without the file, it is made from the configuration
             made.generation_config = GenerationConfig.from_pretrained(directory.path)
     return made, info
 
 
 def _model_class(auto_class: Any, config: Any) -> Any:
-    """The class of a model, which takes a state dict without a name; auto classes do not."""
+    """The class of a model; unlike auto classes, it takes a state dict without a name."""
     if issubclass(auto_class, PreTrainedModel):
         return auto_class
     with torch.device("meta"):
@@ -95,6 +95,6 @@ def _model_class(auto_class: Any, config: Any) -> Any:
 
 
 def _beside(directory: str | Path, hub: dict[str, Any]) -> dict[str, Any]:
-    """What older exports of ModelOpt say in a file beside config.json; empty if there is none. hub: where to look, if not on this disk."""
+    """The configuration in the file beside config.json that older exports of ModelOpt have; empty if there is none. hub: arguments for the Hub."""
     file = cached_file(directory, OLDER_CONFIG, _raise_exceptions_for_missing_entries=False, **hub)
     return dict(older_quantization(Path(file))) if file else {}

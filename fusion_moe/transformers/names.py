@@ -1,4 +1,4 @@
-"""Names of tensors in files, as the parameters of a model are called: transformers renames some before it looks for a parameter."""
+"""Names of tensors in files as names of a model's parameters: transformers renames some tensors before it looks for a parameter."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from transformers.core_model_loading import WeightRenaming, dot_natural_key, ren
 
 
 def live_names(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """The name in the model of each name in files. The name of a part of a weight is the weight's, and its suffix."""
+    """The name in the model of each name in files. A part of a weight is named by the weight's name and the part's suffix."""
     renamings = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightRenaming) and not is_weight_norm(c)]
     known = model.state_dict()
     found = {}
-    for name in sorted(names, key=dot_natural_key):  # the order of transformers, where what a renaming does may depend on earlier names
+    for name in sorted(names, key=dot_natural_key):  # transformers' order: a renaming may depend on earlier names
         found[name], _ = rename_source_key(name, renamings, [], model.base_model_prefix, known)
     return found
 
 
 def is_weight_norm(conversion: Any) -> bool:
-    """Whether it renames `.weight_g`: without the name boundaries of 5.21, `.weight_global_scale` too."""
+    """Whether a conversion renames `.weight_g`: without the name boundaries of 5.21, it also renames `.weight_global_scale`."""
     return isinstance(conversion, WeightRenaming) and ".weight_g" in conversion._original_source_patterns
 
 
 def tail(name: str) -> str:
-    """A pattern for modules of this name in all layers: `.experts` of `model.layers.3.mlp.experts`, whatever a renaming does before it."""
+    """A pattern for modules of this name in all layers: `.experts` for `model.layers.3.mlp.experts`, whatever a renaming does before it."""
     return r"\." + name.rpartition(".")[2]
 
 
 def any_of(patterns: Iterable[str] | None) -> re.Pattern[str]:
-    """One pattern for several; what never matches for none."""
+    """One pattern for several; without any, a pattern that never matches."""
     return re.compile("|".join(f"(?:{p})" for p in patterns or ()) or "(?!)")
 
 
 def parameter_of(target: str) -> tuple[str, ...]:
-    """The last two parts of the name that a pattern is for: the module's and the parameter's."""
+    """The last two parts of the name that a pattern stands for: the module's and the parameter's."""
     return tuple(target.replace("\\.", ".").split(".")[-2:])

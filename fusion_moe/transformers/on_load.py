@@ -1,4 +1,4 @@
-"""Experts that are quantized while a model in floating point is loaded, a projection at a time."""
+"""Experts that are quantized while a model in floating point is loaded, one projection at a time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..nn.experts import quantize_gate_up
 from ..nn.frozen import quantized
 from .operations import one
 
-Contracts = dict[str, ExpertsContract]  # what modules of experts said of their weights, by their names
+Contracts = dict[str, ExpertsContract]  # the contracts of the original expert modules, by name
 
 
 def prepare_to_quantize(model: Any, config: NVFP4Config) -> Contracts:
-    """Replaces the experts of a model on the meta device, as `quantize_` does, which says what is wrong."""
+    """Replaces the experts of a model on the meta device, as `quantize_` does, with its errors."""
     contracts = {name: found for name, m in model.named_modules() if (found := _contract(m)) is not None}
     floats = {f"{name}.{key}": getattr(model.get_submodule(name), key) for name, found in contracts.items() for key in found.names}
     quantize_(model, config)
-    for name, p in floats.items():  # before 5.21, transformers casts what it reads to the dtype of the parameter that is there
+    for name, p in floats.items():  # before 5.21, transformers casts what it reads to the dtype of the existing parameter
         module, _, key = name.rpartition(".")
         setattr(model.get_submodule(module), key, nn.Parameter(p.detach(), requires_grad=False))
     return contracts
@@ -39,13 +39,13 @@ def _contract(module: Any) -> ExpertsContract | None:
 
 
 class QuantizeExperts(ConversionOps):
-    """A projection of experts as transformers has it, float -> the parts of its NVFP4; a bias -> in the order of our rows."""
+    """A float projection of experts in transformers' form -> the parts of its NVFP4; a bias -> the same in the order of our rows."""
 
     def __init__(self, contracts: Contracts):
         self.contracts = contracts
 
     def convert(self, input_dict: dict[str, Any], model: Any = None, **_: Any) -> dict[str, Any]:
-        """By the names of parameters."""
+        """The results by parameter name."""
         found: dict[str, Any] = {}
         for name in list(input_dict):
             found.update(self._converted(name, one(input_dict.pop(name)), model))

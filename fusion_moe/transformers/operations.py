@@ -1,7 +1,7 @@
-"""What becomes of tensors between a file and a parameter, and back: transformers' ConversionOps for encoded weights.
+"""How tensors in a file become parameters, and the inverse: transformers' ConversionOps for encoded weights.
 
 transformers collects the tensors of a source pattern in a list, in the order of experts, and asks for the tensor of one parameter. When it
-saves, it asks the reverse operation for the tensors of all names.
+saves a model, it asks the reverse operation for the tensors of all names.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Tensors = dict[str, Any]  # a tensor, or a list of tensors, by pattern
 
 
 class _Operation(ConversionOps):
-    """An operation that does not change, so that each of many tensors may have the same one.
+    """An immutable operation, so that many tensors can share one.
 
-    part: how it is stored; None for what is stored as it is, a bias.
+    part: how the part is stored; None for a tensor that is stored unchanged, such as a bias.
     """
 
     def __init__(self, part: StoredPart | None):
@@ -43,12 +43,12 @@ class _Operation(ConversionOps):
         return self.part is not None and self.part.direction is not None
 
     def to_part(self, t: Tensor) -> Tensor:
-        """A tensor as it is stored -> as parameters have it."""
+        """A tensor as stored -> as the parameter has it."""
         return t if self.part is None else self.part.to_part(t)
 
 
 class JoinExperts(_Operation):
-    """Tensors of E experts -> one [E, ...]; of several patterns one above the other in each expert: gate, then up.
+    """Tensors of E experts -> one [E, ...]; with several patterns, one above the other within each expert: gate, then up.
 
     On the CPU the result lies on large pages, and nothing else is allocated.
     """
@@ -56,7 +56,7 @@ class JoinExperts(_Operation):
     def convert(
         self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], full_layer_name: str, model: Any, **_: Any
     ) -> Tensors:  # fmt: skip
-        """Takes what it has copied out of input_dict."""
+        """Removes the tensors that it has copied from input_dict."""
         first = input_dict[source_patterns[0]]
         into = empty(tensor_of(model, full_layer_name), first[0].device)
         runs = into.view(len(first), len(source_patterns), -1)
@@ -67,15 +67,15 @@ class JoinExperts(_Operation):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """Views of the parameter."""
+        """The operation that splits the parameter into views."""
         return SplitExperts(self.part)
 
 
 class SplitExperts(_Operation):
-    """One [E, ...] -> tensors of E experts, for several patterns the equal runs of rows of each."""
+    """One [E, ...] -> tensors of E experts; for several patterns, equal runs of each expert's rows."""
 
     def convert(self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **_: Any) -> Tensors:
-        """Patterns with the index of an expert in place of `*`."""
+        """Names with the index of an expert in place of `*`."""
         (whole,) = map(one, input_dict.values())
         runs = whole[:, None] if whole.dim() == 1 else whole.unflatten(1, (len(target_patterns), -1))  # [E, patterns, ...]
         if self.scalar:
@@ -90,7 +90,7 @@ class SplitExperts(_Operation):
 
 
 class FromFused(_Operation):
-    """The tensor of all experts as it is stored -> [E, N, ...], gate above up. in_turns: gate and up rows take turns in the file."""
+    """The stored tensor of all experts -> [E, N, ...], gate above up. in_turns: gate and up rows alternate in the file."""
 
     def __init__(self, part: StoredPart | None, in_turns: bool):
         super().__init__(part)
@@ -99,7 +99,7 @@ class FromFused(_Operation):
     def convert(
         self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], full_layer_name: str, model: Any, **_: Any
     ) -> Tensors:  # fmt: skip
-        """A parameter that is no part of an encoding, of a layer that was left out, stays as it is."""
+        """A parameter that is no part of an encoding, because its layer was not quantized, stays unchanged."""
         t, like = one(input_dict.pop(source_patterns[0])), tensor_of(model, full_layer_name)
         if not is_encoded(model, full_layer_name):
             return {target_patterns[0]: t}
@@ -116,12 +116,12 @@ class FromFused(_Operation):
 
 
 class ToFused(FromFused):
-    """The inverse of FromFused. UnsupportedError where a scale for all matrices is wanted, and they have several."""
+    """The inverse of FromFused. UnsupportedError if one scale for all matrices is needed but they have several."""
 
     def convert(
         self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], full_layer_name: str, model: Any, **_: Any
     ) -> Tensors:  # fmt: skip
-        """The tensor as it is stored."""
+        """The tensor as it is to be stored."""
         (t,) = map(one, input_dict.values())
         return {target_patterns[0]: self._stored(t, full_layer_name) if is_encoded(model, full_layer_name) else t}
 
@@ -141,9 +141,9 @@ class ToFused(FromFused):
 
 
 class QuantizeEightBit(_Operation):
-    """The 8-bit floats of E experts and their scales -> the parts of their NVFP4, rounded to bfloat16 before: the bytes of `quantize_`.
+    """The 8-bit floats of E experts and their scales -> the parts of their NVFP4, rounded to bfloat16 first, as by `quantize_`.
 
-    names: of the parameters that the parts are.
+    names: the parameters that hold the parts.
     """
 
     def __init__(self, names: Sequence[str]):
@@ -151,7 +151,7 @@ class QuantizeEightBit(_Operation):
         self.names = names
 
     def convert(self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **_: Any) -> Tensors:
-        """source_patterns: all scales, then all values."""
+        """source_patterns: first all scales, then all values."""
         half = len(source_patterns) // 2
         runs = []
         for scales, values in zip(source_patterns[:half], source_patterns[half:], strict=True):
@@ -163,32 +163,32 @@ class QuantizeEightBit(_Operation):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """None: what was rounded is saved as NVFP4."""
+        """None: the rounded weights are saved as NVFP4."""
         raise NotImplementedError
 
 
 class ToPart(_Operation):
-    """The tensor of a linear layer as its parameter has it."""
+    """A stored tensor of a linear layer -> as its parameter has it."""
 
     def convert(self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **_: Any) -> Tensors:
-        """Under the name of the parameter."""
+        """The result under the name of the parameter."""
         return {target_patterns[0]: self.to_part(one(input_dict.pop(source_patterns[0])))}
 
 
 def is_ours(conversion: Any) -> bool:
-    """Whether a conversion is one that this library made."""
+    """Whether this library made a conversion."""
     return any(isinstance(op, _Operation) for op in getattr(conversion, "operations", ()))
 
 
 def _stored(part: StoredPart, name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A part as it is stored, under its name; with the shape of the weight where another package wants that beside 32-bit words."""
+    """A part as it is stored, under its name; also the weight's shape if another package expects it next to 32-bit words."""
     yield name, t if part.direction else part.from_part(t)
     if part.suffix == ".weight_packed":
         yield f"{name.removesuffix('packed')}shape", torch.tensor([t.shape[0], 2 * t.shape[1]])
 
 
 def one(value: Any) -> Tensor:
-    """The tensor of a pattern that has one."""
+    """The tensor of a pattern that has a single tensor."""
     return value[0] if isinstance(value, list) else value
 
 
@@ -204,5 +204,5 @@ def tensor_of(model: Any, name: str) -> Tensor:
 
 
 def empty(like: Tensor, device: torch.device) -> Tensor:
-    """An empty tensor like one on the meta device, on large pages where it is on the CPU."""
+    """An empty tensor like `like` (on the meta device), on large pages if it is on the CPU."""
     return pages.empty(like.shape, like.dtype) if device.type == "cpu" else torch.empty(like.shape, dtype=like.dtype, device=device)

@@ -1,4 +1,4 @@
-"""What loading a checkpoint makes of a model: which modules are replaced, and whether the files have all that those need."""
+"""How loading a checkpoint changes a model: which modules are replaced, and whether the files have all tensors that these need."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .eight_bit import EightBitLinear
 from .names import any_of, live_names
 from .sources import INPUT_SCALES, ExpertsSource, Stored, find_experts, some, weights_of
 
-LINEAR = ("weight", "weight_scale", "weight_scale_2")  # of NVFP4Linear, the parts of NVFP4 in order
+LINEAR = ("weight", "weight_scale", "weight_scale_2")  # the parameters of NVFP4Linear, in the order of NVFP4's parts
 
 
 @dataclass
 class Plan:
-    """Modules by name, and where each lies. entries: tensors by their names in the model; taken: those that are theirs."""
+    """The replaced modules by name, and where each is stored. entries: tensors by their names in the model; taken: those of the modules."""
 
     entries: Mapping[str, Entry]
     experts: dict[str, ExpertsSource] = field(default_factory=dict)
@@ -34,15 +34,15 @@ class Plan:
     taken: set[str] = field(default_factory=set)
 
     def take(self, weight: StoredWeight) -> None:
-        """Its tensors are a module's."""
+        """Marks a weight's tensors as belonging to a module."""
         self.taken.update(entry.name for entry in weight.entries.values())
 
 
 def replace_modules(model: Any, tensors: Mapping[str, Entry], method: str, config: NVFP4Config, quantizes: bool = False) -> Plan:
-    """Puts modules of fusion_moe.nn, on the meta device, where the tensors of files are those of an encoded weight.
+    """Puts modules of fusion_moe.nn, on the meta device, in the place of modules whose tensors in the files are encoded weights.
 
     method: `quant_method` of the configuration. quantizes: whether experts in 8-bit floats may be rounded to NVFP4. CheckpointError for an
-    incomplete weight or one that no module takes, UnsupportedError for one in an encoding that no module computes with.
+    incomplete weight or one that no module takes, UnsupportedError for an encoding that no module can compute with.
     """
     plan = Plan({live: replace(tensors[name], name=live) for name, live in live_names(model, tensors).items()})
     stored = stored_weights(plan.entries, method)
@@ -88,7 +88,7 @@ def _replace_experts(
 
 
 def _on_meta(module: nn.Module, encoding: Encoding, config: NVFP4Config, name: str) -> nn.Module:
-    """What takes the place of a module of experts, without weights."""
+    """The replacement for a module of experts, without weights."""
     if encoding == NVFP4:
         return convert(module, config, name)
     contract = contract_of(module)
@@ -102,13 +102,13 @@ def _on_meta(module: nn.Module, encoding: Encoding, config: NVFP4Config, name: s
 
 
 def _weight(encoding: Encoding, shape: tuple[int, ...]) -> Quantized:
-    """A weight on the default device, without numbers."""
+    """A weight without values, on the default device."""
     *lead, n, k = shape
     return Quantized(*(torch.empty(encoding.part_shape(p, lead, n, k), dtype=p.dtype) for p in encoding.parts), encoding=encoding)
 
 
 def _input_scales(plan: Plan, weights: list[str]) -> str:
-    """The suffix of the scales of activations; "" unless each weight has one, which is taken then."""
+    """The suffix of the scales of activations; "" unless each weight has one. They are then marked as taken."""
     for suffix in INPUT_SCALES:
         names = [weight + suffix for weight in weights]
         if all(name in plan.entries for name in names):
@@ -118,7 +118,7 @@ def _input_scales(plan: Plan, weights: list[str]) -> str:
 
 
 def _keep_input_scales(experts: Projections) -> None:
-    """Adds buffers for them: nothing here reads them, but what is saved has them again."""
+    """Adds buffers for the scales of activations: nothing here reads them, but saving writes them again."""
     for projection in experts.projections:
         count = experts.shape_of(projection)[0]
         shape = (count, 2) if projection == "gate_up" else (count,)

@@ -1,4 +1,4 @@
-"""transformers' HfQuantizer: modules on the meta device, conversions of the tensors in files, and what is done after loading."""
+"""transformers' HfQuantizer for our modules: modules on the meta device, conversions of the files' tensors, and steps after loading."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FusionMoeQuantizer(HfQuantizer):
         self._dtypes: dict[str, torch.dtype] = {}
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
-        """Replaces modules. CheckpointError for files that lack what those need, UnsupportedError for a parallel plan."""
+        """Replaces modules. CheckpointError for files without tensors that they need, UnsupportedError for a parallel plan."""
         _check_one_device(model)
         self._model, share = model, shared()
         if not self.pre_quantized:
@@ -56,7 +56,7 @@ class FusionMoeQuantizer(HfQuantizer):
             share.take(model, self.plan.experts)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
-        """transformers' conversions, ours in place of those for experts."""
+        """transformers' conversions, with ours in place of those for experts."""
         if self.plan is None:
             return weight_conversions
         sources = [(source, _module(self._model, name)) for name, source in self.plan.experts.items()]
@@ -69,21 +69,21 @@ class FusionMoeQuantizer(HfQuantizer):
         return conversions
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-        """8-bit floats are not cast, nor what an operation of ours takes."""
+        """8-bit floats are not cast, nor are the inputs of our operations."""
         eight_bit = str(param.get_dtype()).startswith("F8")
         return None if eight_bit or is_ours(converter) else super().get_new_dtype(converter, param, dtype)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Whether a parameter is quantized when its float was read."""
+        """Whether a parameter is quantized after its float tensor was read."""
         base, _, key = param_name.rpartition(".")
         return base in self._contracts and key in self._contracts[base].names
 
     def get_quantize_ops(self) -> QuantizeExperts:
-        """What quantizes it."""
+        """The operation that quantizes it."""
         return QuantizeExperts(self._contracts)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        """Scales that are numbers, frozen parameters, large pages on the CPU, the order of kernels on CUDA."""
+        """Checks scales, freezes parameters, moves them to large pages on the CPU, and reorders them for the kernels on CUDA."""
         del self._model
         check_scales(model)
         to_floats_(model)
@@ -93,8 +93,8 @@ class FusionMoeQuantizer(HfQuantizer):
             prepare_(model)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """Called before anything is written: the model learns how its weights are written, and with which configuration. Adapters are not:
-        `save_lora` writes them.
+        """Called before anything is written: tells the model how its weights are written, and with which configuration. Adapters are left
+        out: `save_lora` writes them.
         """
         sources = {} if self.plan is None else self.plan.experts
         model._weight_conversions = conversions_for_saving(model, sources)
@@ -102,7 +102,7 @@ class FusionMoeQuantizer(HfQuantizer):
         return _without_adapters(model), {}
 
     def _saved_config(self, model: Any) -> Any:
-        """The one that was loaded, unless the weights are stored differently now. UnsupportedError if no configuration says how."""
+        """The loaded configuration, unless the weights are stored differently now. UnsupportedError if no configuration describes them."""
         plan, config = self.plan, self.quantization_config
         as_loaded = plan is not None and not any(scheme.encoding is None for scheme in plan.linears.values())
         if as_loaded and config.method == "modelopt":
@@ -116,27 +116,27 @@ class FusionMoeQuantizer(HfQuantizer):
         raise UnsupportedError(f"{found} of a {config.method} directory to save", expected="NVFP4, or weights as they were loaded")
 
     def is_serializable(self) -> bool:
-        """save_pretrained writes what ModelOpt writes."""
+        """True: save_pretrained writes ModelOpt's format."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Encoded weights are frozen; adapters beside them train (`add_lora_`), and so does the rest of the model."""
+        """True: encoded weights are frozen, but adapters beside them (`add_lora_`) and the rest of the model train."""
         return True
 
     @property
     def is_qat_trainable(self) -> bool:
-        """Whether a Trainer takes the model without PEFT around it."""
+        """Whether a Trainer accepts the model without PEFT around it."""
         return True
 
     @property
     def is_compileable(self) -> bool:
-        """`generate` may compile the model."""
+        """True: `generate` may compile the model."""
         return True
 
 
 def _check_one_device(model: Any) -> None:
-    """transformers divides modules after they were replaced, by plans that are for its own."""
+    """UnsupportedError for a parallel plan: transformers divides modules after they were replaced, by plans for its own modules."""
     if getattr(model.config, "distributed_config", None) is not None:
         found = "a model that a parallel plan divides between devices"
         todo = "fusion_moe.transformers.from_pretrained(directory, mesh=mesh) reads each rank's experts, without those plans"
@@ -150,12 +150,12 @@ def _module(model: Any, name: str) -> Projections:
 
 
 def _without_adapters(model: Any) -> dict[str, Any] | None:
-    """The state of a model but for its adapters; None if it has none."""
+    """The state of a model without its adapters; None if it has none."""
     adapters = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Adapter))
     return {key: t for key, t in model.state_dict().items() if not key.startswith(adapters)} if adapters else None
 
 
 def attach(model: Any) -> None:
-    """Lets `save_pretrained` of a model that `quantize_` changed write what loads again."""
+    """Makes `save_pretrained` write a model that `quantize_` changed so that it can be loaded again."""
     if getattr(model, "hf_quantizer", None) is None:
         model.hf_quantizer = FusionMoeQuantizer(ModelOptConfig(), pre_quantized=True)

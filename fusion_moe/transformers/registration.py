@@ -9,7 +9,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 
 def register(method: str, config: type[QuantizationConfigMixin], quantizer: type[HfQuantizer]) -> None:
-    """Makes directories whose `quant_method` it is ours. A name that another package has taken stays its, with a warning."""
+    """Makes our quantizer load directories with this `quant_method`. A name that another package has taken stays its, with a warning."""
     taken = auto.AUTO_QUANTIZATION_CONFIG_MAPPING.get(method) or auto.AUTO_QUANTIZER_MAPPING.get(method)
     if taken is None:
         auto.register_quantization_config(method)(config)

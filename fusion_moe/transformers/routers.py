@@ -1,4 +1,4 @@
-"""The routers of transformers' models by our operation. Letters: T tokens, k experts a token, E experts, H hidden features."""
+"""The routers of transformers' models, computed by our operation. Letters: T tokens, k experts a token, E experts, H hidden features."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Routed = tuple[Tensor, Tensor, Tensor]  # logits [T, E], weights [T, k], ids int
 
 
 def fuse_routers_(model: torch.nn.Module) -> tuple[str, ...]:
-    """Lets a model's routers call `fusion_moe.ops.topk_router`, in place -> the names of these modules.
+    """Makes a model's routers call `fusion_moe.ops.topk_router`, in place -> the names of these modules.
 
     Under `torch.compile(backend="fusion_moe")` a router's choice is then part of the program of its experts. Parameters, state dicts and
-    what routers return (logits, weights, ids) stay as they are; gradients reach logits. Weights differ by a few units in the last place of
-    float32, and so may ids where scores are equal. `del module.forward` takes it back.
+    the results of routers (logits, weights, ids) keep their form; gradients reach logits. Weights differ by a few units in the last place
+    of float32, and so may ids if scores are equal. `del module.forward` undoes it.
 
-    A router is known by the code of its forward: that of Qwen3-MoE, Qwen3.5-MoE, Mixtral, gpt-oss, Granite-MoE or DeepSeek-V3, which many
-    families share. Others are left as they are.
+    A router is recognized by the code of its forward: that of Qwen3-MoE, Qwen3.5-MoE, Mixtral, gpt-oss, Granite-MoE or DeepSeek-V3, which
+    many families share. Other routers are left as they are.
     """
     found = []
     for name, module in model.named_modules():
@@ -43,31 +43,31 @@ def _qwen3_moe(self: Any, hidden_states: Tensor) -> Routed:
 
 
 def _qwen3_5_moe(self: Any, hidden_states: Tensor) -> Routed:
-    """Softmax of the chosen, in the dtype of logits."""
+    """Softmax over the chosen experts, in the dtype of logits."""
     logits = linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
     return logits, *topk_router(logits, self.top_k, renormalize=True, out_dtype=logits.dtype)
 
 
 def _mixtral(self: Any, hidden_states: Tensor) -> Routed:
-    """Softmax of the chosen, in float32."""
+    """Softmax over the chosen experts, in float32."""
     logits = linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
     return logits, *topk_router(logits, self.top_k, renormalize=True)
 
 
 def _gpt_oss(self: Any, hidden_states: Tensor) -> Routed:
-    """Softmax of the chosen, in the dtype of logits, which have a bias."""
+    """Softmax over the chosen experts, in the dtype of logits, which have a bias."""
     logits = linear(hidden_states, self.weight, self.bias)
     return logits, *topk_router(logits, self.top_k, renormalize=True, out_dtype=logits.dtype)
 
 
 def _granitemoe(self: Any, hidden_states: Tensor) -> Routed:
-    """Softmax of the chosen, in the dtype of tokens; logits in float32."""
+    """Softmax over the chosen experts, in the dtype of tokens; logits in float32."""
     logits = linear(hidden_states, self.weight).float()
     return logits, *topk_router(logits, self.top_k, renormalize=True, out_dtype=hidden_states.dtype)
 
 
 def _deepseek_v3(self: Any, hidden_states: Tensor) -> Routed:
-    """Sigmoids, all in float32, with a bias to choose by, groups by their two best, a factor."""
+    """Sigmoids, all in float32, with a bias for choosing, groups ranked by their two best scores, and a scaling factor."""
     logits = linear(hidden_states.reshape(-1, self.hidden_dim).float(), self.weight.float())
     weights, ids = topk_router(
         logits, self.top_k, self.e_score_correction_bias.float(), scoring="sigmoid", renormalize=self.norm_topk_prob,
@@ -88,7 +88,7 @@ _FORWARDS: dict[tuple[str, str], Callable[[Any, Tensor], Routed]] = {
 
 
 def _forward_of(of: type) -> Callable[[Any, Tensor], Routed] | None:
-    """What takes the place of a class's forward, if it is a router's. Families other than its own are imported for what chooses alone."""
+    """The replacement for a class's forward, if it is a router's. Imports other families only for a class whose forward calls topk."""
     code = _code(of)
     if not code or "topk" not in code[1]:
         return None
@@ -97,16 +97,16 @@ def _forward_of(of: type) -> Callable[[Any, Tensor], Routed] | None:
 
 
 def _imported(family: str, name: str) -> Any:
-    """The class, or None where this version of transformers has none."""
+    """The class, or None if this version of transformers does not have it."""
     return getattr(import_module(_MODULE.format(family=family)), name, None)
 
 
 def _loaded(family: str, name: str) -> Any:
-    """The same, where its family is imported already."""
+    """The class, if its family is imported already."""
     return getattr(sys.modules.get(_MODULE.format(family=family)), name, None)
 
 
 def _code(of: type) -> Any:
-    """What the forward of a class does, wherever it stands."""
+    """The code of a class's forward, independent of where it is defined."""
     code = getattr(inspect.unwrap(getattr(of, "forward", None) or _code), "__code__", None)
     return code and (code.co_code, code.co_names, code.co_varnames, code.co_consts)

@@ -1,6 +1,6 @@
-"""What `save_pretrained` needs to know: the names and shapes of files, and the configuration that says so.
+"""What `save_pretrained` needs: the names and shapes of tensors in files, and the configuration that describes them.
 
-NVFP4 is written as ModelOpt writes it. Experts have the names that they had in files, else those that transformers reads.
+NVFP4 is written as ModelOpt writes it. Experts keep the names that they had in files, or get those that transformers reads.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ log = logging.getLogger("fusion_moe")
 
 
 def conversions_for_saving(model: Any, sources: Sources) -> list[Any]:
-    """The conversions that transformers reverses. sources: where experts were loaded from."""
+    """The conversions that transformers reverses. sources: where the experts were loaded from."""
     if adapted := [name for name, m in model.named_modules() if isinstance(m, AdaptableModule) and m.adapted]:
         log.warning("the adapters of %s%s are not saved: save_lora writes them", adapted[0], ", ..." if adapted[1:] else "")
     made = expert_converters(_with_sources(model, sources))
-    made.sort(key=lambda c: len(c._original_target_patterns[0]))  # it tries the last one first
+    made.sort(key=lambda c: len(c._original_target_patterns[0]))  # transformers tries the last one first
     return [*made, *without(_of_transformers(model), made)]
 
 
@@ -63,7 +63,7 @@ def _source_for_saving(model: Any, name: str, module: Projections, source: Exper
 
 
 def _names(model: Any, name: str, module: Projections) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names by which transformers reads experts of this model, else the usual ones."""
+    """The names under which transformers reads experts of this model, else the usual names."""
     gated = module.projections[0] == "gate_up"
     for triple in PER_EXPERT:
         names = (triple[:2] if gated else triple[1:2]), triple[2:]
@@ -77,7 +77,7 @@ def _names(model: Any, name: str, module: Projections) -> tuple[tuple[str, ...],
 
 
 def _of_transformers(model: Any) -> list[Any]:
-    """Its conversions: those that loading used, or all of a model that was not loaded."""
+    """transformers' conversions: those that loading used, or all of them for a model that was not loaded."""
     used = getattr(model, "_weight_conversions", None)
     if used is not None:
         return [c for c in used if not is_ours(c)]
@@ -85,19 +85,19 @@ def _of_transformers(model: Any) -> list[Any]:
 
 
 def modelopt_config(model: Any) -> dict[str, Any]:
-    """`quantization_config` for what a model is now, as ModelOpt writes it."""
+    """The `quantization_config` that describes the model in its current state, as ModelOpt writes it."""
     from .. import __version__
 
     reverse = [c.reverse_transform() for c in _of_transformers(model)[::-1] if isinstance(c, WeightRenaming)]
     plain = [name for name, m in model.named_modules() if not isinstance(m, PackedModule) and _has_matrix(m)]
     scaled = all(_has_input_scale(m) for m in model.modules() if isinstance(m, (Projections, NVFP4Linear)))
     algorithm = "NVFP4" if scaled else "W4A16_NVFP4"
-    written = quantization_config({"": algorithm}, (rename_source_key(name, reverse, [])[0] for name in plain))  # one for all weights
+    written = quantization_config({"": algorithm}, (rename_source_key(name, reverse, [])[0] for name in plain))  # one for all
     return written | {"producer": {"name": "fusion_moe", "version": __version__}}
 
 
 def with_activation_format(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """`quantization_config` with the activation_format of experts, where it is not the default. UnsupportedError if they have several."""
+    """`quantization_config` with the experts' activation_format if it is not the default. UnsupportedError if they have several."""
     rest = {key: value for key, value in config.items() if key not in own_entries(config)}
     formats = sorted({m.activation_format for m in model.modules() if isinstance(m, Projections)})
     if len(formats) > 1:

@@ -1,7 +1,7 @@
-"""What a rank reads of a directory when its experts are divided between ranks: those that it keeps, and all else.
+"""What a rank reads of a directory when experts are divided between ranks: the experts that it keeps, and everything else.
 
-transformers loads what it finds in a state dict. Here that is one of tensors in files, which are read when it asks for them; it learns
-which of them when the model is there, on the meta device, and its experts have been made smaller.
+transformers loads what it finds in a state dict. Here this is a dictionary of tensors in files, which are read when it asks for them.
+Which tensors it contains is decided when the model is on the meta device and its experts have been made smaller.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import UnsupportedError
 from .names import live_names
 from .sources import ExpertsSource
 
-if TYPE_CHECKING:  # torch may have been built without torch.distributed
+if TYPE_CHECKING:  # not at run time: torch may have been built without torch.distributed
     from ..distributed.parallelize import Division
     from ..distributed.states import FeatureShards
 
@@ -28,7 +28,7 @@ _INDEX = re.compile(r"(\d+)\.")
 
 
 class Part(NamedTuple):
-    """Which part of a tensor is read: ranges of some dimensions, and several of one, which are joined. absent: none, zeros in its place."""
+    """The part of a tensor to read: ranges of some dimensions, and several ranges of one, which are joined. absent: none, but zeros."""
 
     ranges: Mapping[int, range] = {}
     dim: int = 0
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 class Stored:
-    """A tensor in a file, of which a part is read; what transformers asks of safetensors' slices."""
+    """A tensor in a file, of which a part is read; it has the methods of safetensors' slices that transformers calls."""
 
     def __init__(self, entry: Entry, source: Any, part: Part):
         """source: safetensors' slice."""
@@ -56,32 +56,32 @@ class Stored:
         return tuple(slice(ranges[d].start, ranges[d].stop) if d in ranges else slice(None) for d in range(len(self.shape)))
 
     def get_shape(self) -> list[int]:
-        """Of what is read."""
+        """The shape of the part that is read."""
         sizes = {d: len(one) for d, one in self.part.ranges.items()}
         if self.part.several:
             sizes[self.part.dim] = sum(map(len, self.part.several))
         return [sizes.get(d, size) for d, size in enumerate(self.shape)]
 
     def get_dtype(self) -> str:
-        """safetensors' name of it."""
+        """safetensors' name of the dtype."""
         return str(self.source.get_dtype())
 
     def is_floating_point(self) -> bool:
-        """As of a tensor."""
+        """As the method of a tensor."""
         return self.dtype.is_floating_point
 
 
 class Share(dict[str, Stored]):
-    """The state dict of a rank. experts: E of all ranks, of each module of experts."""
+    """The state dict of a rank. experts: for each module of experts, E over all ranks."""
 
     def __init__(self, directory: Directory, division: Division):
         super().__init__()
         self.directory, self.division, self.experts = directory, division, dict[str, int]()
 
     def take(self, model: Any, sources: Mapping[str, ExpertsSource]) -> None:
-        """Makes the experts of a model without weights smaller, and finds what is for them and for all else.
+        """Makes the experts of a model without weights smaller, and finds the tensors for them and for everything else.
 
-        sources: where modules of encoded experts lie. UnsupportedError for features of others, which the model knows to divide alone.
+        sources: where modules of encoded experts are stored. UnsupportedError for dividing the features of experts that are not encoded.
         """
         names = live_names(model, self.directory.tensors)
         modules = self.division.modules(model)
@@ -107,19 +107,19 @@ class Share(dict[str, Stored]):
             self[name] = Stored(entry, self.directory.slice(name), part)
 
     def _keep(self, name: str, module: Any) -> range:
-        """The experts of a module that stay."""
+        """The range of experts that a module keeps."""
         self.experts[name] = self.division.keep(module)
         first = module.first_expert or 0
         return range(first, first + len(module.down_proj))
 
     def join(self, model: Any) -> None:
-        """Makes the loaded experts those of all ranks."""
+        """Makes the loaded modules compute the sums over all ranks."""
         for name, experts in self.experts.items():
             self.division.join(model.get_submodule(name), experts)
 
 
 def _features(part: Part, source: ExpertsSource, shards: FeatureShards, name: str, shape: Sequence[int]) -> Part:
-    """Of a tensor's part that which some features have: rows of gate and up, columns of down; down's bias on one rank; of scales all."""
+    """The part of a tensor for some features: rows of gate and up, columns of down; down's bias on one rank; per-matrix scales whole."""
     up, down = ([one.removeprefix("*.") for one in names] for names in source.names)
     at = next(one for one in sorted((*up, *down), key=len, reverse=True) if name.startswith(one))
     stored = next((p for p in source.scheme.parts if p.suffix == name.removeprefix(at)), None)
@@ -142,7 +142,7 @@ def _features(part: Part, source: ExpertsSource, shards: FeatureShards, name: st
 
 
 def _module_of(name: str, modules: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The module of experts that a tensor is of, and its name there; None if it is of no such module."""
+    """The module of experts that a tensor belongs to, and the tensor's name there; None if there is no such module."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         if (module := ".".join(parts[:end])) in modules:
@@ -155,7 +155,7 @@ _share: ContextVar[Share | None] = ContextVar("fusion_moe_share", default=None)
 
 @contextmanager
 def sharing(share: Share) -> Iterator[None]:
-    """While transformers loads this share."""
+    """In force while transformers loads this share."""
     token = _share.set(share)
     try:
         yield
@@ -164,5 +164,5 @@ def sharing(share: Share) -> Iterator[None]:
 
 
 def shared() -> Share | None:
-    """What is being loaded; None if it is a whole model."""
+    """The share that is being loaded; None for a whole model."""
     return _share.get()

@@ -1,7 +1,7 @@
-"""Where the weights of a module of experts lie in files, found by the names that they have in the model.
+"""Finds where the weights of a module of experts are stored in files, by their names in the model.
 
-They are E weights for each projection, `…experts.3.gate_proj`, or one weight for all experts, `…experts.gate_up_proj`. Weights decide what
-is encoded and how, not the model's family.
+They are E weights for each projection, `…experts.3.gate_proj`, or one weight for all experts, `…experts.gate_up_proj`. The stored weights
+decide what is encoded and how, not the model's family.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ..nn.projections import Projections
 from .names import tail
 
 INPUT_SCALES = (".input_scale", "_input_scale")
-SHOWN = 3  # names in a message
+SHOWN = 3  # how many names a message shows
 
 Stored = Mapping[str, StoredWeight]
 
 
 @dataclass(frozen=True)
 class ExpertsSource:
-    """Where a module of experts lies: its name in the model, and below it the names of what makes up each projection, gate before up.
+    """Where a module of experts is stored: its name in the model, and below it the names that make up each projection, gate before up.
 
-    `*` stands for the index of an expert. in_turns: gate and up rows take turns in the file. input_scale: the suffix of the scales of
-    activations, which are kept; "" without any.
+    `*` stands for the index of an expert. in_turns: gate and up rows alternate in the file. input_scale: the suffix of the scales of
+    activations, which are kept; "" if there are none.
     """
 
     name: str
@@ -37,7 +37,7 @@ class ExpertsSource:
 
     @property
     def tail(self) -> str:
-        """What the modules of all layers have in common."""
+        """The part of the name that the modules of all layers share."""
         return tail(self.name)
 
     @property
@@ -52,7 +52,7 @@ class ExpertsSource:
 
 
 def find_experts(name: str, gated: bool, in_turns: bool, stored: Stored) -> ExpertsSource | None:
-    """Where a module of experts lies, by the first of its weights that is found; None if none of them is encoded."""
+    """Where a module of experts is stored, by the first of its weights that is found; None if none of them is encoded."""
     for gate, up, down in PER_EXPERT:
         names = ((f"*.{gate}", f"*.{up}") if gated else (f"*.{up}",)), (f"*.{down}",)
         for one in (*names[0], *names[1]):
@@ -66,7 +66,7 @@ def find_experts(name: str, gated: bool, in_turns: bool, stored: Stored) -> Expe
 
 
 def weights_of(source: ExpertsSource, module: Projections, stored: Stored) -> list[StoredWeight]:
-    """All weights that make up a module of experts. CheckpointError for one that is missing, or of another scheme or shape."""
+    """All weights that make up a module of experts. CheckpointError for one that is missing or has another scheme or shape."""
     taken: list[StoredWeight] = []
     for projection, names in zip(module.projections, source.names, strict=True):
         experts, rows, k = module.shape_of(projection)

@@ -1,4 +1,4 @@
-"""A plug-in of vLLM: it serves experts in NVFP4, MXFP4 and INT4 with this library's operations.
+"""A plug-in for vLLM that serves experts in NVFP4, MXFP4 and INT4 with this library's operations.
 
     vllm serve DIRECTORY --quantization fusion_moe
 
@@ -13,7 +13,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Makes vLLM know the quantization "fusion_moe"; nothing if the option `vllm` is off. May be called again."""
+    """Registers the quantization "fusion_moe" with vLLM, unless the option `vllm` is off. May be called again."""
     if options.current().vllm:
         from .config import register_config
 

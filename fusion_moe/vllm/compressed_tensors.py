@@ -26,7 +26,7 @@ from .linear import is_linear_on_cpu, linear_method
 
 
 class FusionMoeNvFp4Method(ExpertsMethod, CompressedTensorsW4A4Nvfp4MoEMethod):
-    """Experts in the NVFP4 of compressed-tensors, whose global scales divide."""
+    """Experts in compressed-tensors' NVFP4, whose global scales are divisors."""
 
     encoding = NVFP4
     group_size = 16
@@ -41,7 +41,7 @@ class FusionMoeNvFp4Method(ExpertsMethod, CompressedTensorsW4A4Nvfp4MoEMethod):
 
 
 class FusionMoePackedMxfp4Method(ExpertsMethod, CompressedTensorsW4A4Mxfp4MoEMethod):
-    """Experts in the MXFP4 of compressed-tensors."""
+    """Experts in compressed-tensors' MXFP4."""
 
     encoding = MXFP4
     group_size = 32
@@ -54,7 +54,7 @@ class FusionMoePackedMxfp4Method(ExpertsMethod, CompressedTensorsW4A4Mxfp4MoEMet
 
 
 class FusionMoeInt4Method(ExpertsMethod, CompressedTensorsWNA16MoEMethod):
-    """Experts in INT4, symmetric, in groups of 32, packed in int32 words."""
+    """Experts in symmetric INT4 with groups of 32, packed in int32 words."""
 
     encoding = INT4
     strategy, symmetric, num_bits, group_size = "group", True, 4, INT4.block
@@ -62,7 +62,7 @@ class FusionMoeInt4Method(ExpertsMethod, CompressedTensorsWNA16MoEMethod):
     loaded = tuple(f"{w}_{part}" for w in ("w13", "w2") for part in ("weight_packed", "weight_scale", "weight_shape"))
 
     def __init__(self, moe: Any):
-        """moe: vLLM's configuration of the layer. DtypeError for float16, which vLLM would round the bfloat16 scales of files to."""
+        """moe: vLLM's configuration of the layer. DtypeError for float16, to which vLLM would round the files' bfloat16 scales."""
         super().__init__(moe)
         if moe.in_dtype == torch.float16:
             raise DtypeError("INT4 in a model in float16", expected="bfloat16 or float32", todo="--dtype bfloat16", where="vLLM")
@@ -74,14 +74,14 @@ class FusionMoeInt4Method(ExpertsMethod, CompressedTensorsWNA16MoEMethod):
 
 
 class FusionMoeCompressedTensorsConfig(CompressedTensorsConfig):
-    """vLLM's configuration of compressed-tensors, with experts of this library, and on CPUs linear layers in NVFP4."""
+    """vLLM's configuration of compressed-tensors, with this library's experts and, on CPUs, NVFP4 linear layers."""
 
     def get_name(self) -> str:
         """The name of the quantization."""
         return NAME
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """vLLM's own but for experts, and for linear layers in NVFP4 on CPUs. None for experts that the checkpoint leaves in floats."""
+        """vLLM's own, except for experts, and on CPUs for NVFP4 linear layers. None for experts that the checkpoint leaves in floats."""
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
         if is_linear_on_cpu(layer) and self._is_nvfp4_format((self.get_scheme_dict(layer, prefix) or {}).get("weights")):

@@ -1,4 +1,4 @@
-"""The quantization "fusion_moe": which of vLLM's configurations reads a checkpoint, and whether it is asked for.
+"""The quantization "fusion_moe": which of vLLM's configurations reads a checkpoint, and whether the user asked for it.
 
 Registering imports little of vLLM: its quantization modules are imported once one is needed.
 """
@@ -20,13 +20,13 @@ _READ = "ModelOpt's NVFP4 and W4A16_NVFP4, compressed-tensors, or MXFP4"
 
 
 class FusionMoeConfig(QuantizationConfig):
-    """What vLLM asks by the name "fusion_moe". No instance is made: `from_config` returns the configuration of the checkpoint's method."""
+    """What vLLM finds under the name "fusion_moe". Never instantiated: `from_config` returns the checkpoint method's configuration."""
 
     @classmethod
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:  # fmt: skip
-        """The name, if the user gave it: no checkpoint is taken from vLLM's own methods. Else a line in the log where those have none."""
+        """The name, if the user gave it: vLLM's own methods keep all other checkpoints. Logs a line if vLLM lacks a method for it."""
         if user_quant == NAME:
             return NAME
         if user_quant is None and _of_experts_on_cpu(hf_quant_cfg):
@@ -35,8 +35,8 @@ class FusionMoeConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """The configuration of a checkpoint; UnsupportedError for a method that is not read."""
-        method = config.get("quant_method") or ("modelopt" if "quantization" in config else None)  # hf_quant_config.json names none
+        """The configuration of a checkpoint; UnsupportedError for an unsupported method."""
+        method = config.get("quant_method") or ("modelopt" if "quantization" in config else None)  # hf_quant_config.json has none
         if method == "compressed-tensors":
             from .compressed_tensors import FusionMoeCompressedTensorsConfig
 
@@ -55,12 +55,12 @@ class FusionMoeConfig(QuantizationConfig):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """What older exports of ModelOpt have in place of a quantization_config in config.json."""
+        """The file that older exports of ModelOpt have instead of a quantization_config in config.json."""
         return ["hf_quant_config.json"]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """As of `from_config`'s, which are asked."""
+        """Never asked: vLLM asks the result of `from_config`."""
         raise NotImplementedError
 
     def get_name(self) -> str:
@@ -68,21 +68,21 @@ class FusionMoeConfig(QuantizationConfig):
         return NAME
 
     def get_supported_act_dtypes(self) -> Any:
-        """As of `from_config`'s, which are asked."""
+        """Never asked: vLLM asks the result of `from_config`."""
         raise NotImplementedError
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """As of `from_config`'s, which are asked."""
+        """Never asked: vLLM asks the result of `from_config`."""
         raise NotImplementedError
 
 
 def register_config() -> None:
-    """Registers the quantization with vLLM, once in a process or more often."""
+    """Registers the quantization with vLLM; may be called more than once in a process."""
     register_quantization_config(NAME)(FusionMoeConfig)
 
 
 def _algorithm(config: Mapping[str, Any]) -> str:
-    """ModelOpt's quant_algo, of config.json or of hf_quant_config.json."""
+    """ModelOpt's quant_algo, from config.json or hf_quant_config.json."""
     return str(config.get("quantization", config).get("quant_algo", "")).upper()
 
 

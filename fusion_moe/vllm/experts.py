@@ -1,4 +1,4 @@
-"""The methods of vLLM's experts, whatever the checkpoint: what is refused, and how this library's module takes the place of the weights."""
+"""Base of vLLM's expert methods for all checkpoints: what is refused, and how this library's module replaces the weights."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from .log import logger
 from .scales import check_scales
 
 LEAVE = "run without --quantization fusion_moe"
-_GATHERS = "allgather_reducescatter"  # with which vLLM gathers tokens before `apply`, and adds up and scatters what ranks return
+_GATHERS = "allgather_reducescatter"  # with it vLLM gathers tokens before `apply`, and reduce-scatters the ranks' results
 
 
 class ExpertsMethod(FusedMoEMethodBase):
-    """The experts of one layer, served by `Experts`. Subclasses load the parts of the weights and say where they lie."""
+    """The experts of one layer, served by `Experts`. Subclasses load the parts of the weights and say where they are."""
 
     encoding: Encoding
-    loaded: tuple[str, ...]  # the parameters that vLLM loads and that `Experts` takes the place of, biases apart
-    interleave = 0  # of the rows of gate and up, as vLLM loads them
-    biased = False  # whether vLLM loads biases, and on one rank alone what ranks add up
+    loaded: tuple[str, ...]  # the parameters that vLLM loads and `Experts` replaces, except biases
+    interleave = 0  # the interleave of gate and up rows as vLLM loads them
+    biased = False  # whether vLLM loads biases; down's bias, which ranks would add up, on one rank only
     supports_pre_processed_weights = False
     supports_eplb = False
     first_expert: int | None = None  # of this rank, None if all experts are here
 
     def __init__(self, moe: Any):
-        """moe: vLLM's configuration of the layer. UnsupportedError for what is not served."""
-        FusedMoEMethodBase.__init__(self, moe)  # not the next one's: it selects a kernel of vLLM
+        """moe: vLLM's configuration of the layer. UnsupportedError if it cannot be served."""
+        FusedMoEMethodBase.__init__(self, moe)  # not that of the next class, which selects a kernel of vLLM
         need_served(moe)
         self.swiglu = swiglu_of(moe, self.interleave)
         if moe.has_bias and not self.biased:
             raise _unsupported(f"experts in {self.encoding.name} with biases", "those of gpt-oss, in its own MXFP4", LEAVE)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """None: the kernels of vLLM that it is for are not used."""
+        """None: it would configure kernels of vLLM that are not used."""
 
     def create_weights(
         self, layer: Any, num_experts: int, hidden_size: int, intermediate_size_per_partition: int, params_dtype: Any, **attributes: Any
     ) -> None:
-        """vLLM's parameters, which its loader fills: of all experts, or of those of this rank.
+        """Creates vLLM's parameters, which its loader fills: for all experts, or for those of this rank.
 
-        ShapeError for sizes that the encoding does not take, UnsupportedError for experts of a rank that do not follow one another.
+        ShapeError for sizes that the encoding does not take, UnsupportedError if a rank's experts are not consecutive.
         """
         block = self.encoding.block
         for name, size in ("hidden", hidden_size), ("intermediate", intermediate_size_per_partition):
@@ -58,7 +58,7 @@ class ExpertsMethod(FusedMoEMethodBase):
                 raise ShapeError(f"{name} size {size}", expected=expected, todo=todo, where=layer.layer_name)
         self.first_expert = first_expert(layer.expert_map, layer.layer_name)
         super().create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **attributes)
-        for name in self.loaded:  # where `Experts` would have them, so that it copies none
+        for name in self.loaded:  # placed where `Experts` would place them, so that it does not copy them
             parameter = getattr(layer, name)
             parameter.data = pages.on_large_pages(parameter.data)
 
@@ -67,7 +67,7 @@ class ExpertsMethod(FusedMoEMethodBase):
         """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Puts `Experts` in the place of what was loaded, in the order that kernels read. NonFiniteError for bad scales."""
+        """Replaces the loaded weights by `Experts`, in the layout that kernels read. NonFiniteError for bad scales."""
         w13, w2 = self.weight(layer, "w13"), self.weight(layer, "w2")
         check_scales(layer.layer_name, w13=w13, w2=w2)
         biases = {name: getattr(layer, name).data if self.moe.has_bias else None for name in ("w13_bias", "w2_bias")}
@@ -85,14 +85,14 @@ class ExpertsMethod(FusedMoEMethodBase):
     def apply(
         self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any = None, shared_experts_input: Any = None
     ) -> Tensor:
-        """x [T, H], topk_weights [T, k], topk_ids int[T, k] -> [T, H]: under expert parallelism what this rank's experts add, which
-        vLLM sums over ranks. It computes shared experts by itself.
+        """x [T, H], topk_weights [T, k], topk_ids int[T, k] -> [T, H]: under expert parallelism the partial sum of this rank's experts,
+        which vLLM sums over ranks. vLLM computes shared experts itself.
         """
         return layer.fusion_moe(x, topk_ids, topk_weights)
 
 
 def need_served(moe: Any) -> None:
-    """UnsupportedError for layers that are not served, by vLLM's configuration of them."""
+    """UnsupportedError for layers that cannot be served, by vLLM's configuration of them."""
     parallel = moe.moe_parallel_config
     if (parallel.dp_size > 1 or parallel.use_all2all_kernels) and current_platform.is_cpu():
         found = "ranks that have tokens of their own, which vLLM does not gather on CPUs"
@@ -108,9 +108,9 @@ def need_served(moe: Any) -> None:
 
 
 def swiglu_of(moe: Any, interleave: int) -> dict[str, Any]:
-    """limit, alpha and up_offset of `Experts`, by vLLM's configuration of a layer. UnsupportedError for another activation.
+    """limit, alpha and up_offset of `Experts`, from vLLM's configuration of a layer. UnsupportedError for another activation.
 
-    interleave: of the rows as they are loaded. "swigluoai" says that they take turns, and means the numbers of gpt-oss.
+    interleave: that of the loaded rows. "swigluoai" means alternating rows and the constants of gpt-oss.
     """
     name = moe.activation.value
     if name == "silu" and not interleave:
@@ -125,9 +125,9 @@ def swiglu_of(moe: Any, interleave: int) -> dict[str, Any]:
 
 
 def first_expert(expert_map: Tensor | None, where: str) -> int | None:
-    """The id of the first of a rank's experts, by vLLM's map: int[E], an expert's index on this rank, -1 for those of others.
+    """The id of the first of a rank's experts, from vLLM's map: int[E], an expert's index on this rank, -1 for experts of other ranks.
 
-    None without a map: all experts are here. UnsupportedError for experts that do not follow one another, as those of the placement
+    None without a map: all experts are here. UnsupportedError for experts that are not consecutive, as with the placement
     "round_robin".
     """
     if expert_map is None:

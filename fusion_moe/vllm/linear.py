@@ -1,4 +1,4 @@
-"""Linear layers in NVFP4 on CPUs, where vLLM has no kernel for them: attention, shared experts. On GPUs they stay vLLM's."""
+"""NVFP4 linear layers on CPUs, for which vLLM has no kernel: attention, shared experts. On GPUs vLLM keeps them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .scales import check_scales
 
 
 def linear_method(layer: Any, prefix: str, **names: Any) -> LinearMethodBase:
-    """The method of a linear layer in NVFP4 on a CPU. UnsupportedError for a quantized lm_head."""
+    """The method of an NVFP4 linear layer on a CPU. UnsupportedError for a quantized lm_head."""
     if isinstance(layer, ParallelLMHead):
         todo = "quantize without lm_head: both packages leave it out by default"
         raise UnsupportedError("lm_head in NVFP4", expected="an lm_head in floats, on CPUs", todo=todo, where=prefix)
@@ -27,23 +27,23 @@ def linear_method(layer: Any, prefix: str, **names: Any) -> LinearMethodBase:
 
 
 def is_linear_on_cpu(layer: Any) -> bool:
-    """Whether a layer is one that this module is for, if it is quantized."""
+    """Whether a layer, if it is quantized, is one that this module serves."""
     return current_platform.is_cpu() and isinstance(layer, (LinearBase, ParallelLMHead))
 
 
 @register_weight_loader_v2_supported_method
 class NVFP4LinearMethod(LinearMethodBase):
-    """x @ weight.T + bias by `NVFP4Linear`. What vLLM joins (q, k and v; gate and up) keeps the decode scales of its parts."""
+    """x @ weight.T + bias by `NVFP4Linear`. Layers that vLLM joins (q, k and v; gate and up) keep the decode scales of their parts."""
 
     def __init__(self, prefix: str, *, codes: str, matrix: str, activations: str, divides: bool):
-        """Names in the files: of codes, scales of matrices, and scales of activations, which are not read. divides: whether matrix does."""
+        """Names in the files: of codes, matrix scales and activation scales, which are not read. divides: whether matrix scales divide."""
         self.prefix, self.parts, self.activations, self.divides = prefix, (codes, "weight_scale", matrix), activations, divides
 
     def create_weights(
         self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int, output_size: int,
         params_dtype: torch.dtype, *, weight_loader: Any, **attributes: Any,
     ) -> None:  # fmt: skip
-        """vLLM's parameters, which its loader fills. ShapeError for an input size that NVFP4 does not take."""
+        """Creates vLLM's parameters, which its loader fills. ShapeError for an input size that NVFP4 does not take."""
         n, k = sum(output_partition_sizes), input_size_per_partition
         if k % NVFP4.block:
             expected, todo = f"a multiple of {NVFP4.block}", "choose another --tensor-parallel-size"
@@ -61,7 +61,7 @@ class NVFP4LinearMethod(LinearMethodBase):
         layer.register_parameter(self.activations, PerTensorScaleParameter(data=unread, weight_loader=weight_loader))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Puts `NVFP4Linear` in the place of what was loaded. NonFiniteError for bad scales."""
+        """Replaces the loaded weights by `NVFP4Linear`. NonFiniteError for bad scales."""
         codes, scale, matrix = (getattr(layer, name).data for name in self.parts)
         matrix = matrix.reciprocal() if self.divides else matrix
         widths = layer.logical_widths

@@ -1,4 +1,4 @@
-"""The logger of the plug-in. vLLM shows the loggers below its own name."""
+"""The plug-in's logger: vLLM shows loggers under its own name."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from .linear import is_linear_on_cpu, linear_method
 
 
 class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
-    """Experts in ModelOpt's NVFP4. vLLM's loader keeps the two scales of gate and up because "ModelOpt" is in the name of the class."""
+    """Experts in ModelOpt's NVFP4. vLLM's loader keeps separate scales of gate and up because the class name contains "ModelOpt"."""
 
     encoding = NVFP4
     loaded = tuple(f"{w}_{part}" for w in ("w13", "w2") for part in ("weight", "weight_scale", "weight_scale_2", "input_scale"))
@@ -23,7 +23,7 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
         """quant_config: of the checkpoint; moe_config: of the layer."""
         super().__init__(moe_config)
         self.quant_config = quant_config
-        self.use_global_sf = False  # scales of activations are loaded for the experts of this rank alone, and not read
+        self.use_global_sf = False  # scales of activations are loaded only for this rank's experts, and not read
 
     def weight(self, layer: Any, name: str) -> Quantized:
         """The weight "w13" [E, 2I, H], gate above up, or "w2" [E, H, I] that vLLM loaded."""
@@ -31,7 +31,7 @@ class FusionMoeModelOptMethod(ExpertsMethod, ModelOptNvFp4FusedMoE):
 
 
 class FusionMoeModelOptConfig(ModelOptNvFp4Config):
-    """vLLM's configuration of ModelOpt's NVFP4, with experts of this library, and on CPUs linear layers."""
+    """vLLM's configuration of ModelOpt's NVFP4, with this library's experts and, on CPUs, linear layers."""
 
     FusedMoEMethodCls = FusionMoeModelOptMethod
 
@@ -40,11 +40,11 @@ class FusionMoeModelOptConfig(ModelOptNvFp4Config):
         return NAME
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """What activations may be in."""
+        """The dtypes that activations may have."""
         return [torch.bfloat16, torch.float16, torch.float32]
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """vLLM's own but for experts, and for linear layers on CPUs."""
+        """vLLM's own method, except for experts, and on CPUs for linear layers."""
         if is_linear_on_cpu(layer) and not self.is_layer_excluded(prefix):
             return linear_method(layer, prefix, codes="weight", matrix="weight_scale_2", activations="input_scale", divides=False)
         return super().get_quant_method(layer, prefix)

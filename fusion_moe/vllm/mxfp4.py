@@ -14,14 +14,14 @@ from .experts import ExpertsMethod
 
 
 class _Loaded(ExpertsMethod):
-    """Experts that vLLM loads as it does for kernels of its own: codes and bytes of exponents."""
+    """Experts that vLLM loads as for its own kernels: codes and bytes of exponents."""
 
     encoding = MXFP4
     loaded = tuple(f"{w}_{part}" for w in ("w13", "w2") for part in ("weight", "weight_scale"))
-    skip_forward_padding = has_unpadded_output = False  # those ask the kernel of vLLM that there is not
+    skip_forward_padding = has_unpadded_output = False  # vLLM's own properties ask its kernel, which does not exist here
 
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *others: Any, **more: Any) -> tuple[int, int]:
-        """The sizes as they are, for no kernel of vLLM."""
+        """The sizes unchanged, since no kernel of vLLM is used."""
         return hidden_size, intermediate_size_per_partition
 
     def weight(self, layer: Any, name: str) -> Quantized:
@@ -37,25 +37,25 @@ class FusionMoeMxfp4Method(_Loaded, Mxfp4MoEMethod):
 
 
 class FusionMoeGptOssMethod(_Loaded, GptOssMxfp4MoEMethod):
-    """gpt-oss's experts: rows of gate and up take turns, and both projections have biases."""
+    """gpt-oss's experts: rows of gate and up alternate, and both projections have biases."""
 
     interleave = 1
     biased = True
-    weight_dtype = "gpt_oss_mxfp4"  # vLLM's loader of gpt-oss looks at it
+    weight_dtype = "gpt_oss_mxfp4"  # vLLM's loader for gpt-oss reads it
 
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *others: Any, **more: Any) -> tuple[int, int]:
-        """A rank's features as whole blocks: vLLM's loader of gpt-oss cuts them so, 2880 between 4 ranks too, and leaves zeros behind."""
+        """A rank's features in whole blocks: vLLM's loader for gpt-oss divides them so, also 2880 by 4 ranks, and leaves zeros."""
         return hidden_size, round_up(intermediate_size_per_partition, MXFP4.block)
 
 
 class _Dtypes:
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """What activations may be in."""
+        """The dtypes that activations may have."""
         return [torch.bfloat16, torch.float16, torch.float32]
 
 
 class FusionMoeMxfp4Config(_Dtypes, Mxfp4Config):
-    """vLLM's configuration of MXFP4, with experts of this library."""
+    """vLLM's configuration of MXFP4, with this library's experts."""
 
     @classmethod
     def get_name(cls) -> str:
@@ -67,7 +67,7 @@ class FusionMoeMxfp4Config(_Dtypes, Mxfp4Config):
 
 
 class FusionMoeGptOssConfig(_Dtypes, GptOssMxfp4Config):
-    """vLLM's configuration of gpt-oss, with experts of this library. It keeps its name, which vLLM's loader of weights looks at."""
+    """vLLM's configuration of gpt-oss, with this library's experts. It keeps vLLM's name, which vLLM's weight loader checks."""
 
     def _make_moe_method(self, moe: Any) -> FusionMoeGptOssMethod:
         return FusionMoeGptOssMethod(moe)

@@ -1,4 +1,4 @@
-"""Values of the scales that vLLM loaded, which it does not look at."""
+"""Checks of the values of scales that vLLM loaded, which vLLM does not check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ..errors import NonFiniteError
 
 
 def check_scales(where: str, **weights: Quantized) -> None:
-    """NonFiniteError for scales of weights, by their names, that are NaN, infinite or negative. where: the layer."""
+    """NonFiniteError for scales of weights that are NaN, infinite or negative, with their names. where: the layer."""
     for name, weight in weights.items():
         for part, tensor in weight.named():
             try:

@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of an operation, in the words of who calls it: torch's dtypes and shapes, no types of the IR.
+"""Checks of an operation's arguments, with messages in the caller's terms: torch's dtypes and shapes, no types of the IR.
 
 Each check gets an argument's name and type, and raises before anything is built. G groups or experts, N out-features, K in-features.
 """
@@ -16,31 +16,31 @@ QUANTIZABLE = FLOATS[:3]
 
 
 def need_dtype(name: str, type: TensorType, dtypes: Sequence[str], todo: str = "") -> None:
-    """The dtype must be one of `dtypes`. todo: what helps, if a cast to the first does not."""
+    """The dtype must be one of `dtypes`. todo: the remedy, if it is not a cast to the first one."""
     if type.dtype not in dtypes:
         raise DtypeError(f"{name} is {DTYPES[type.dtype]}", expected=_listed(dtypes), todo=todo or f"pass {name}.to({DTYPES[dtypes[0]]})")
 
 
 def need_float_dtype(name: str, dtype: str) -> None:
-    """A dtype that is asked for must be a float's."""
+    """A requested dtype must be a float dtype."""
     if dtype not in FLOATS:
         raise DtypeError(f"{name} = {DTYPES[dtype]}", expected=_listed(FLOATS))
 
 
 def need_rank(name: str, type: TensorType, form: str) -> None:
-    """The number of dimensions must be that of a form: "[T, k]"."""
+    """The number of dimensions must be that of `form`, such as "[T, k]"."""
     if len(type.shape) != form.count(",") + 1:
         raise ShapeError(f"{name} has rank {len(type.shape)}", expected=form)
 
 
 def need_shape(name: str, type: TensorType, shape: Sequence[object], meaning: str) -> None:
-    """The shape must be this one. meaning: "the end of each group's rows"."""
+    """The shape must be this one. meaning: what the tensor is, such as "the end of each group's rows"."""
     if tuple(map(plain, type.shape)) != tuple(shape):
         raise ShapeError(f"{name} {shown(type)}", expected=f"[{', '.join(map(str, shape))}], {meaning}")
 
 
 def need_operand(name: str, x: TensorType, of: str, weight: TensorType, axis: int = 2) -> None:
-    """x float[..., K], of the K and of a dtype that a weight [G, N, K] multiplies. axis: the weight's that is contracted."""
+    """x float[..., K] must have the K of a weight [G, N, K] and a dtype that the weight multiplies. axis: the weight's contracted axis."""
     need_dtype(name, x, FLOATS)
     have, want = plain(x.shape[-1]), plain(weight.shape[axis])
     if have != want:
@@ -51,7 +51,7 @@ def need_operand(name: str, x: TensorType, of: str, weight: TensorType, axis: in
 
 
 def _refuse_float64(name: str, x: TensorType, of: str, weight: TensorType) -> None:
-    """float64 is multiplied with float64, and with nothing else."""
+    """float64 is multiplied only with float64."""
     if weight.dtype == "f64":
         found = f"{name} is {DTYPES[x.dtype]}, {of} is torch.float64"
         raise DtypeError(found, expected="torch.float64 for both", todo=f"pass {name}.double()")
@@ -79,7 +79,7 @@ def need_slots(name: str, slots: TensorType) -> None:
 
 
 def need_slot_weights(w: TensorType, name: str, slots: TensorType) -> None:
-    """w float[T, k], one for each slot. That there are as many tokens is seen where their number is known."""
+    """w float[T, k], one for each slot. T is only compared if it is known."""
     need_dtype("w", w, FLOATS)
     need_rank("w", w, "[T, k]")
     weights, k = plain(w.shape[1]), plain(slots.shape[1])
@@ -95,7 +95,7 @@ def need_bias(name: str, bias: Value | None, groups: object, width: object, rows
 
 
 def need_halves(name: str, columns: object, interleave: int) -> None:
-    """Columns that are gate and up, in halves or, with interleave, in blocks by turns."""
+    """Columns must be gate and up, in halves or, with interleave, in alternating blocks."""
     if interleave < 0:
         raise OptionError(f"interleave = {interleave}", expected="0 for gate before up, or the size of the blocks that take turns")
     block = 2 * (interleave or 1)
@@ -110,5 +110,5 @@ def _listed(dtypes: Sequence[str]) -> str:
 
 
 def shown(type: TensorType) -> str:
-    """A shape as torch prints it; "..." for a size that is known only at launch."""
+    """A shape as torch prints it; "..." for sizes that are known only at launch."""
     return f"[{', '.join(str(d) if isinstance(d, int) else '...' for d in map(plain, type.shape))}]"

@@ -1,4 +1,4 @@
-"""Translators of the operations whose signature is somebody else's."""
+"""Translators of operations whose signatures other projects define."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def f16a_nvfp4weight_scaled_grouped_mm(
 ) -> Value:  # fmt: skip
     """activation [..., K], fp4_weight u8[G, K/2, N], weight_scaling_factor f8e4m3[G, ceil128(N), ceil4(K/16)] -> [..., N]
 
-    fp4_weight is stored as [G, N, K/2], its scaling factors as sf128x4, matrix by matrix. global_scale f32[G] decodes: it multiplies.
-    offsets i32[G] are group starts without the total, blockscale_offsets i32[G] the same once each group is padded to 128 rows,
-    problem_sizes i32[G, 3] the (m, n, k) of each group. activation_format "bf16" takes the activation as it is; "nvfp4" quantizes the
-    rows of all groups first, with one decode scale for them, amax / 2688, and the product is one of two 4-bit operands.
+    fp4_weight is stored as [G, N, K/2], its scaling factors as sf128x4, matrix by matrix. global_scale f32[G] is a decode scale: it
+    multiplies. offsets i32[G] are group starts without the total, blockscale_offsets i32[G] the same with each group padded to 128 rows,
+    problem_sizes i32[G, 3] the (m, n, k) of each group. activation_format "bf16" takes the activation unchanged; "nvfp4" first quantizes
+    the rows of all groups with one common decode scale, amax / 2688, and the product has two 4-bit operands.
     """
     g, n, k = _check_weight(fp4_weight.type, weight_scaling_factor.type, global_scale.type)
     _check_problem(offsets.type, blockscale_offsets.type, problem_sizes.type, g)
@@ -39,7 +39,7 @@ def f16a_nvfp4weight_scaled_grouped_mm(
 
 
 def _check_problem(offsets: TensorType, blockscale_offsets: TensorType, problem_sizes: TensorType, groups: int) -> None:
-    """What states the rows of each group, as int32."""
+    """Checks the tensors that give the rows of each group, as int32."""
     for name, type, shape, meaning in (
         ("offsets", offsets, (groups,), "the start of each group, the last one too, without the total"),
         ("blockscale_offsets", blockscale_offsets, (groups,), "the start of each group once groups are padded to 128 rows"),
@@ -50,7 +50,7 @@ def _check_problem(offsets: TensorType, blockscale_offsets: TensorType, problem_
 
 
 def _check_weight(codes: TensorType, block_scale: TensorType, decode_scale: TensorType) -> tuple[int, int, int]:
-    """G, N and K of the weight, whose three tensors must fit together."""
+    """G, N and K of the weight; its three tensors must fit together."""
     arguments.need_dtype("fp4_weight", codes, ("u8",), "pass two codes a byte")
     arguments.need_rank("fp4_weight", codes, "[G, K/2, N]")
     arguments.need_dtype("weight_scaling_factor", block_scale, ("f8e4m3",), "pass the scales as nvfp4 stores them")

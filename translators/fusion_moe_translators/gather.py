@@ -15,13 +15,13 @@ from .refusal import build
 
 @translator("aten::index_select")
 def index_select(fd: FusionDefinition, x: Value, dim: int, at: Value) -> Value:
-    """x[..., at, ...]: `at` may not be negative"""
+    """x[..., at, ...]: `at` must not be negative"""
     return fd.ops.index_select(x, at, dim=dim % len(x.type.shape))
 
 
 @translator("aten::index.Tensor")
 def index(fd: FusionDefinition, x: Value, indices: Sequence[Value | None]) -> Value:
-    """x[at], x[:, at], ...: one index, of one dimension; a negative one counts from the end"""
+    """x[at], x[:, at], ...: one index, for one dimension; a negative index counts from the end"""
     dim, at = _one_index(indices)
     return fd.ops.index_select(x, _from_start(fd, at, plain(x.type.shape[dim])), dim=dim)
 
@@ -55,7 +55,7 @@ def _one_index(indices: Sequence[Value | None]) -> tuple[int, Value]:
 
 
 def _from_start(fd: FusionDefinition, at: Value, size: object) -> Value:
-    """at with negative indices counted from the start; what routing made is never negative."""
+    """at with negative indices replaced by positive ones; indices made by routing are never negative."""
     if fd.made_by(at) in ("route", "invert"):
         return at
     if not isinstance(size, int):

@@ -13,7 +13,7 @@ from fusion_moe.translate import translator
 def grouped_mm(
     fd: FusionDefinition, a: Value, b: Value, offs: Value | None = None, bias: Value | None = None, out_dtype: str | None = None
 ) -> Value:
-    """a [M, K], b [G, K, N], offs i32[G] -> [M, N], a product of each run of rows; or a [N, M], b [M, K] -> [G, N, K], of columns"""
+    """a [M, K], b [G, K, N], offs i32[G] -> [M, N], for each run of rows; or a [N, M], b [M, K] -> [G, N, K], for each run of columns"""
     ranks = len(a.type.shape), len(b.type.shape)
     if offs is None or bias is not None or ranks not in ((2, 3), (2, 2)):
         found = f"a {a.type}, b {b.type}{'' if offs else ' without offs'}{' and a bias' if bias else ''}"
@@ -41,6 +41,6 @@ def _of_columns(fd: FusionDefinition, a: Value, b: Value, offs: Value) -> Value:
 
 
 def _transposed(fd: FusionDefinition, v: Value, dims: tuple[int, ...]) -> Value | None:
-    """What a value is a permutation of."""
+    """The value of which v is a permutation."""
     op = fd.producer(v)
     return op.values[0] if op is not None and op.kind.name == "permute" and op.attrs["dims"] == dims else None

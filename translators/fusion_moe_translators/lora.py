@@ -1,6 +1,6 @@
-"""Adapters of low rank: what is added to a product, B (A x) times a scale, A [G, r, K] and B [G, N, r] for a weight [G, N, K].
+"""Low-rank adapters: the term B (A x) times a scale that is added to a product; A [G, r, K] and B [G, N, r] for a weight [G, N, K].
 
-Source: LoRA (Hu et al., 2021), with factors for each expert as PEFT has them.
+Source: LoRA (Hu et al., 2021), with separate factors for each expert as in PEFT.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .arguments import shown
 
 
 class Adapter(NamedTuple):
-    """a float[G, r, K], b float[G, N, r], and what multiplies their product."""
+    """a float[G, r, K], b float[G, N, r], and the factor of their product."""
 
     a: Value
     b: Value
@@ -27,7 +27,7 @@ class Adapter(NamedTuple):
 def adapter(
     name: str, a: Value | None, b: Value | None, scale: float, of: str, weight: TensorType, axis: int, rows: TensorType
 ) -> Adapter | None:  # fmt: skip
-    """The adapter of a weight, whose `axis` is contracted with rows float[..., K]; None if there is none. ShapeError or DtypeError."""
+    """The adapter of a weight whose `axis` is contracted with rows float[..., K]; None if it has none. Raises ShapeError or DtypeError."""
     if a is None and b is None:
         return None
     if a is None or b is None:
@@ -44,7 +44,7 @@ def adapter(
 
 
 def _need_float(name: str, factor: TensorType, rows: TensorType) -> None:
-    """A float that is rounded to the dtype of rows; float64 goes with float64 alone."""
+    """The factor must be a float, which is rounded to the dtype of rows; float64 goes only with float64."""
     arguments.need_dtype(name, factor, arguments.FLOATS)
     if accumulated(factor.dtype) != accumulated(rows.dtype):
         found = f"{name} is {DTYPES[factor.dtype]}, rows are {DTYPES[rows.dtype]}"
@@ -54,8 +54,8 @@ def _need_float(name: str, factor: TensorType, rows: TensorType) -> None:
 def low_rank(fd: FusionDefinition, a: Value, lora: Adapter, ends: Value) -> Value:
     """a float[M/g, K] -> f32[M/g, N] (f64 in float64), to be added to the product of a weight.
 
-    The scale multiplies the r features between, the fewest numbers. They are rounded to the dtype of `a` before and after, so that the
-    products of the backward read rows of that dtype too; a fused kernel rounds once.
+    The scale multiplies the r features in between, which are the fewest numbers. They are rounded to the dtype of `a` before and after, so
+    that the products of the backward read rows of that dtype too; a fused kernel rounds once.
     """
     dtype = a.type.dtype
     fd.mark_weight(lora.a, lora.b)

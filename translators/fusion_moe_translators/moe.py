@@ -1,4 +1,4 @@
-"""Translators of the operations of torch.ops.fusion_moe: what each of them computes is said here and nowhere else.
+"""Translators of the operations of torch.ops.fusion_moe: the only definition of what each operation computes.
 
 M rows (T tokens x k slots), K in-features, N out-features, G groups (experts), H hidden, I intermediate features.
 """
@@ -25,7 +25,7 @@ from .arguments import shown
 from .lora import Adapter, adapter, low_rank
 from .weights import is_plain, packed, weight_type
 
-ACTIVATION_FORMATS = ("bf16", "nvfp4", int8.NAME, *WGRADS)  # those of WGRADS, and int8, round weights too
+ACTIVATION_FORMATS = ("bf16", "nvfp4", int8.NAME, *WGRADS)  # those in WGRADS, and int8, round weights too
 
 
 def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Value], Value]]:
@@ -38,7 +38,7 @@ def flat(fd: FusionDefinition, x: Value, keep: int) -> tuple[Value, Callable[[Va
 
 
 def operand(fd: FusionDefinition, x: Value, ends: Value, activation_format: str) -> Value:
-    """x [M, K] -> [M/g, K], to be quantized or not: the one decode scale of its rows may not depend on those that belong to no group."""
+    """x [M, K] -> [M/g, K], possibly quantized: the rows' single decode scale must not depend on rows that belong to no group."""
     rows = fd.partition_by(x, ends)
     return fd.ops.zero_rest(rows, ends) if activation_format == "nvfp4" else rows
 
@@ -50,8 +50,8 @@ def product(
 ) -> Value:  # fmt: skip
     """a [M/g, K], the parts of a weight [G, N, K], ends i32[G]@ends(g) -> dtype[M/g, N]
 
-    transposed: the weight is float[G, K, N]. k_major: its codes are [G, K/2, N], strided so that the two of a byte run along K. lora: what
-    is added to the product before it is rounded.
+    transposed: the weight is float[G, K, N]. k_major: its codes are [G, K/2, N], strided so that the two codes of a byte run along K. lora:
+    the adapter's product is added before rounding.
     """
     w = packed(fd, weight, weight_format, weight_layout, k_major)
     if activation_format in WGRADS:
@@ -71,12 +71,12 @@ def nvfp4_quantize(fd: FusionDefinition, x: Value, decode_scale: Value | None = 
     _need_matrices(x.type, decode_scale)
     made = fd.ops.decode_scale(x, encoding="nvfp4") if decode_scale is None else decode_scale
     codes, block_scale = fd.ops.unpack(fd.ops.quantize(x, made, encoding="nvfp4"))
-    # an operation of torch may not return its own input
+    # an operation of torch must not return its own input
     return codes, block_scale, made if decode_scale is None else fd.ops.cast(made, dtype="f32")
 
 
 def _need_matrices(x: TensorType, decode_scale: Value | None) -> None:
-    """x bf16, f16 or f32 [..., N, K] with K in whole blocks; a float32 scale for each matrix, or for runs of its rows, if there are any"""
+    """x must be bf16, f16 or f32 [..., N, K] with K in whole blocks; scales, if any, float32, one for each matrix or for runs of its rows"""
     arguments.need_dtype("x", x, arguments.QUANTIZABLE)
     if len(x.shape) < 2:
         raise ShapeError(f"x has rank {len(x.shape)}", expected="[..., N, K], one matrix or more")
@@ -104,7 +104,7 @@ def grouped_mm(
 ) -> Value:  # fmt: skip
     """a [..., K], the parts of a weight [G, N, K] in the encoding `weight_format`, offs i32[G] -> [..., N]
 
-    transposed: the weight is float[G, K, N]. lora_a [G, r, K], lora_b [G, N, r]: an adapter of it.
+    transposed: the weight is float[G, K, N]. lora_a [G, r, K], lora_b [G, N, r]: its adapter.
     """
     if out_dtype is not None:
         arguments.need_float_dtype("out_dtype", out_dtype)
@@ -149,7 +149,7 @@ def scaled_swiglu(
     fd: FusionDefinition, x: Value, scale: Value | None = None, interleave: int = 0, limit: float | None = None, alpha: float = 1.0,
     up_offset: float = 0.0,
 ) -> Value:  # fmt: skip
-    """x [..., 2H], scale [...] -> [..., H]: in float32 (f64 in float64), rounded once to the dtype of x"""
+    """x [..., 2H], scale [...] -> [..., H]: in float32 (f64 for float64), rounded once to the dtype of x"""
     arguments.need_dtype("x", x.type, arguments.FLOATS)
     arguments.need_halves("x", plain(x.type.shape[-1]), interleave)
     if scale is not None:
@@ -167,7 +167,7 @@ def scaled_swiglu(
 
 
 def _halves(fd: FusionDefinition, x: Value, interleave: int) -> tuple[Value, Value]:
-    """x [M, 2H] -> gate [M, H], up [M, H]; interleave 0: gate is the first half, else blocks of `interleave` gate, then up columns"""
+    """x [M, 2H] -> gate [M, H], up [M, H]; interleave 0: gate is the first half; n: blocks of n gate columns and n up columns alternate"""
     rows, width = x.type.shape
     assert isinstance(width, int)
     half = width // 2
@@ -200,7 +200,7 @@ def topk_router(
     fd: FusionDefinition, logits: Value, k: int, bias: Value | None = None, scoring: str = "softmax", renormalize: bool = False,
     routed_scaling_factor: float = 1.0, n_group: int = 1, topk_group: int = 1, best_of_group: int = 1, out_dtype: str | None = None,
 ) -> tuple[Value, Value]:  # fmt: skip
-    """logits [T, E], bias f32[E] -> weights [T, k], in float32 unless out_dtype says otherwise, ids i64[T, k]"""
+    """logits [T, E], bias f32[E] -> weights [T, k], in float32 unless out_dtype is given, ids i64[T, k]"""
     arguments.need_dtype("logits", logits.type, arguments.FLOATS)
     arguments.need_rank("logits", logits.type, "[T, E]")
     if bias is not None:
@@ -236,7 +236,7 @@ def group_add(fd: FusionDefinition, y: Value, bias: Value, offs: Value) -> Value
 
 
 def biased(fd: FusionDefinition, y: Value, bias: Value | None, ends: Value) -> Value:
-    """y [M/g, N] with bias [G, N], if there is one, added to the rows of each group"""
+    """y [M/g, N] plus bias [G, N], if there is one, for the rows of each group"""
     fd.mark_weight(bias)
     return y if bias is None else fd.ops.group_add(y, bias, ends)
 
@@ -268,7 +268,7 @@ def fused_experts(
     """x [..., H], ids int[T, k], w [T, k], the parts of gate_up [G, 2I, H] and down [G, H, I] in `weight_format` -> [..., H]
 
     transposed: the weights are floats, gate_up [G, H, 2I] and down [G, I, H]. Adapters: gate_up_lora_a [G, r, H], gate_up_lora_b
-    [G, 2I, r], down_lora_a [G, r, I], down_lora_b [G, H, r]. first_expert: the id of the first of G local experts, None for all of them.
+    [G, 2I, r], down_lora_a [G, r, I], down_lora_b [G, H, r]. first_expert: the id of the first of G local experts; None: all are local.
     """
     need_one_of("scale_on", scale_on, ("output", "input"))
     _check_activation_format(activation_format, weight_format, weight_layout, transposed)
@@ -301,7 +301,7 @@ def fused_experts(
 def _need_experts(
     x: TensorType, gate_up: TensorType, down: TensorType, biases: Sequence[Value | None], interleave: int, axis: int
 ) -> None:  # fmt: skip
-    """The two projections of one layer, for the features of x. axis: of the weights, that is contracted; the other one is 3 - axis."""
+    """The two projections must be of one layer, for the features of x. axis: the weights' contracted axis; the other one is 3 - axis."""
     experts, rows, inner, hidden = gate_up.shape[0], gate_up.shape[3 - axis], down.shape[axis], gate_up.shape[axis]
     arguments.need_operand("x", x, "gate_up", gate_up, axis)
     if down.shape[0] != experts:
@@ -326,7 +326,7 @@ def run(
     fd: FusionDefinition, program: str, inputs: tuple[Value, ...], sizes: tuple, options: str | None = None,
     parts: tuple[int, ...] | None = None,
 ) -> tuple[Value, ...]:  # fmt: skip
-    """A program that stands in the graph already (a backward): its operations, to be fused with their neighbours."""
+    """A program that is already part of the graph (a backward): its operations, to be fused with their neighbours."""
     if parts:
         raise Untranslatable(
             "it runs by itself, as a program that reads a parameter for each group without a copy; with single_grouped_weight=True a "

@@ -20,7 +20,7 @@ _WIDER = {frozenset(("bf16", "f16")): "f32"}
 
 
 def together(fd: FusionDefinition, *operands: Any) -> list[Any]:
-    """Operands as one pointwise operation takes them: one dtype as torch promotes floats, one rank, numbers as they are."""
+    """Operands in the form that a pointwise operation takes: one dtype as torch promotes floats, one rank, numbers unchanged."""
     tensors = [v for v in operands if isinstance(v, Value)]
     dtype = _promoted([v.type.dtype for v in tensors])
     rank = max(len(v.type.shape) for v in tensors)

@@ -1,4 +1,4 @@
-"""Where an operation of torch takes more than the IR's operation of that name."""
+"""Refusals of calls that torch's operation allows but the IR's operation of that name does not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fusion_moe.ir.builder import FusionDefinition
 
 
 def build(fd: FusionDefinition, kind: str, *inputs: Any, **attrs: Any) -> Any:
-    """`fd.ops.<kind>(...)`, refusing the call where the type rule does not take it (integers in exp, booleans in sum)."""
+    """`fd.ops.<kind>(...)`; refuses the call if the type rule does not accept it (integers in exp, booleans in sum)."""
     try:
         return getattr(fd.ops, kind)(*inputs, **attrs)
     except Error as error:

@@ -1,4 +1,4 @@
-"""Translators of aten's operations on shapes, and of sums."""
+"""Translators of aten's shape operations, and of sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .refusal import build
 
 
 def reshaped(fd: FusionDefinition, x: Value, shape: Sequence[Dim]) -> Value:
-    """x in another shape; rows that stay the first dimension stay partitioned."""
+    """x in another shape; if the first dimension's rows stay, they stay partitioned."""
     known = elements([d for d in shape if d != -1])
     whole = elements(x.type.shape)
     rest = exact_div(whole, known) if -1 in shape else 1
@@ -133,7 +133,7 @@ def select(fd: FusionDefinition, x: Value, dim: int, i: int) -> Value:
 
 @translator("aten::split.Tensor")
 def split(fd: FusionDefinition, x: Value, split_size: int, dim: int = 0) -> tuple[Value, ...]:
-    """x in pieces of split_size, the last one maybe smaller"""
+    """x in pieces of split_size; the last one may be smaller"""
     size = plain(x.type.shape[index(dim, len(x.type.shape))])
     if not isinstance(size, int) or not isinstance(split_size, int):
         raise Untranslatable(f"pieces of {split_size} of a size {size}", expected="sizes known when compiling")
@@ -155,7 +155,7 @@ def cat(fd: FusionDefinition, xs: Sequence[Value], dim: int = 0) -> Value:
 
 @translator("aten::full")
 def full(fd: FusionDefinition, shape: Sequence[Dim], value: float, *, dtype: str | None = None, **others: Any) -> Value:
-    """A tensor of one number"""
+    """A tensor whose elements are all one number"""
     if dtype is None:
         raise Untranslatable("full without a dtype", expected="dtype given")
     if not isinstance(value, (int, float)):

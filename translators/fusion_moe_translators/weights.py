@@ -17,7 +17,7 @@ WEIGHT_LAYOUTS = ("linear", "sf128x4", "w16x64")
 
 
 def packed(fd: FusionDefinition, parts: Sequence[Value], weight_format: str, layout: str, k_major: bool = False) -> Value:
-    """The parts of a weight, whose types are right, -> the weight; a plain one in row-major order is its only part."""
+    """The checked parts of a weight -> the weight; a plain weight in row-major order is its only part."""
     fd.mark_weight(*parts)
     if is_plain(weight_format, layout):
         return parts[0]
@@ -25,9 +25,9 @@ def packed(fd: FusionDefinition, parts: Sequence[Value], weight_format: str, lay
 
 
 def weight_type(name: str, parts: Sequence[Value], weight_format: str, layout: str, transposed: bool = False) -> TensorType:
-    """The type of the weight [G, N, K] that tensors are the parts of, or of a plain one [G, K, N] that is transposed.
+    """The type of the weight [G, N, K] that tensors are the parts of, or [G, K, N] for a plain one that is transposed.
 
-    OptionError, ShapeError or DtypeError if they are not, in the words of who passes them.
+    OptionError, ShapeError or DtypeError if they are not its parts, in the caller's terms.
     """
     need_one_of("weight_layout", layout, WEIGHT_LAYOUTS)
     need_one_of("weight_format", weight_format, (*ENCODINGS, "f64"), todo="fusion_moe.encodings.register adds one")
@@ -52,7 +52,7 @@ def is_plain(weight_format: str, layout: str) -> bool:
 
 
 def _need_parts(name: str, types: Sequence[TensorType], weight_format: str) -> None:
-    """One tensor of the right dtype for each part."""
+    """Each part must be one tensor of the right dtype."""
     known = [("values", "f64")] if weight_format == "f64" else [(p.name, dtype_name(p.dtype)) for p in find(weight_format).parts]
     stored = f"weight_format = {weight_format!r}"
     if len(types) != len(known):

@@ -1,4 +1,4 @@
-"""The prologue of a grouped product: rows of activations, where they lie in memory or made."""
+"""The prologue of a grouped product: rows of activations, read where they are in memory, or computed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _K, _M = map(Variable, "km")
 
 
 def row_function(writer: SegmentWriter, name: str, v: Value, width: int) -> list[str]:
-    """A member function: row m of a matrix [M, width], in memory or made in `scratch`."""
+    """A member function that returns row m of a matrix [M, width]: in memory, or computed into `scratch`."""
     a = STORED[v.type.dtype]
     return [f"const {a}* {name}(i64 m, {a}* scratch) const {{", *inner(_row(writer, v, width)), "}"]
 
 
 def row_pointer(v: Value, field: str, name: str) -> list[str]:
-    """Gives the function to a product, as a field of a Problem."""
+    """Passes the function to a product, as a field of a Problem."""
     return [
         f"{field} = [](const void* segment, i64 m, void* scratch) -> const void* {{",
         f"    return static_cast<const Segment*>(segment)->{name}(m, static_cast<{STORED[v.type.dtype]}*>(scratch));",

@@ -1,4 +1,4 @@
-"""What the C++ knows of making an encoding from floats. An encoding that is not here is made by the reference."""
+"""The encodings that the C++ can quantize to. The reference quantizes to all others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ...errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Encoder:
-    """function: of kernels/numbers.h, a block of floats, and the scale of its matrix if it has one -> codes and a block scale, False unless
-    the encoding holds them.
+    """function: in kernels/numbers.h; takes a block of floats, and the scale of its matrix if it has one, gives codes and a block scale,
+    and returns False if the encoding cannot hold them.
 
-    divisor: the largest magnitude of a matrix over this is the scale of the matrix; 0 where there is none.
+    divisor: the scale of a matrix is its largest magnitude divided by this; 0 if matrices have no scale.
     """
 
     function: str
@@ -28,7 +28,7 @@ _ENCODERS = {
 
 
 def encoder(encoding: Encoding) -> Encoder:
-    """The encoder of an encoding. UnsupportedError if there is none."""
+    """The encoder for an encoding. UnsupportedError if there is none."""
     if encoding.name not in _ENCODERS:
         raise UnsupportedError(f"quantizing to {encoding.name} has no kernel here", expected=" or ".join(_ENCODERS))
     return _ENCODERS[encoding.name]

@@ -1,4 +1,4 @@
-"""The C++ of a segment with a product that makes rows, fprop or dgrad: its own part, around the kernels in kernels/."""
+"""The C++ of a segment with an fprop or dgrad, which makes rows: the segment's own code around the kernels in kernels/."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .activations import ACTIVATION, row_function, row_pointer
 from .readers import PARTS
 from .segment import SegmentWriter, Source
 
-_MAX_COLUMNS = 8  # of the product that one column of a result is made of
+_MAX_COLUMNS = 8  # of the product, from which one column of a result is made
 _J, _S, _T = map(Variable, "jst")
 
 
 def source(plan: Plan) -> Source:
-    """The source of a planned segment. UnsupportedError with the sentence why there is none."""
+    """The source of a planned segment. UnsupportedError with the reason if there is none."""
     if len(plan.weight) > PARTS:
         raise UnsupportedError(f"weights of {len(plan.weight)} parts have no kernel here", expected=f"at most {PARTS}")
     transposed = plan.weight[0] if plan.transposed else None
@@ -35,12 +35,12 @@ class _Writer(SegmentWriter):
     def __init__(self, plan: Plan):
         super().__init__(plan.fusion, plan.memory)
         self.plan = plan
-        self.tiles = ["p", *(f"p{i}" for i, _ in enumerate(plan.added, 1))]  # of the product, of those beside it
+        self.tiles = ["p", *(f"p{i}" for i, _ in enumerate(plan.added, 1))]  # tiles of the product, and of the products beside it
         self.epilogue = Epilogue(self, plan, {v: f"{tile}[{{}} * LANES + i]" for v, tile in zip(plan.made, self.tiles, strict=True)})
         self.partials = [f"partial_{i}" for i in range(len(plan.sums))]
 
     def functions(self) -> list[str]:
-        store = self.store_lanes()  # which finds the columns
+        store = self.store_lanes()  # this collects the columns
         columns = self.epilogue.columns
         tiles = ", ".join(f"const float* {tile}" for tile in self.tiles)
         return [
@@ -100,14 +100,14 @@ class _Writer(SegmentWriter):
             *self.finish_tokens(),
         ]
 
-    # What is stored for rows of groups --------------------------------------------------------------------------------
+    # Results for rows of groups -----------------------------------------------------------------------------------------
 
     def store_lanes(self) -> list[str]:
-        """Sixteen columns of all that is stored, and their sums."""
+        """Stores sixteen columns of all results, and their sums."""
         plan, elements = self.plan, self.epilogue.elements()
         values = [*plan.rows, *(op.values[0] for op in plan.sums)]
         arrays, lanes, made = list[str](), list[str](), dict[Value, list[tuple[str, Index]]]()
-        for v in sorted(dict.fromkeys(values), key=lambda v: plan.parts(v) is None):  # which reads what the others have read
+        for v in sorted(dict.fromkeys(values), key=lambda v: plan.parts(v) is None):  # this one reads the columns that the others have read
             made[v] = [(f"r{len(arrays) + i}", place) for i, place in enumerate(plan.parts(v) or self.epilogue.every_column())]
             for name, place in made[v]:
                 arrays.append(f"{'float' if v.type.dtype in ACTIVATION else stored(v)} {name}[LANES];")
@@ -130,7 +130,7 @@ class _Writer(SegmentWriter):
         return ["(void)g;", *arrays, *loop, *stores, *sums]
 
     def _stored(self, v: Value, name: str, place: Index) -> list[str]:
-        """Sixteen columns of a value, which lie side by side or do not."""
+        """Stores sixteen columns of a value, contiguous or not."""
         row = f"{self.names[v]} + m * {self.plan.width_of(v)}"
         if self._side_by_side(place):
             return ["{", "    const i64 j = j0;", f"    store_lanes({row} + {place}, {name}, count);", "}"]
@@ -142,7 +142,7 @@ class _Writer(SegmentWriter):
         return all(b == a + 1 for j, (a, b) in enumerate(pairwise(at)) if (j + 1) % 16 != 0)
 
     def store_run(self) -> list[str]:
-        """Sixteen columns after the other, while what is written next comes nearer."""
+        """Stores sixteen columns after sixteen columns, while the memory of the next ones is prefetched."""
         ahead = [f"fetch_row({self.names[v]} + m * W + j0, W, count);" for v in self.plan.rows if self.plan.width_of(v) == self.plan.width]
         step = ", ".join(f"{tile} += F * LANES" for tile in self.tiles)
         store = f"store(m, g, j0 + i, std::min<i64>(LANES, count - i), {', '.join(self.tiles)});"
@@ -151,7 +151,7 @@ class _Writer(SegmentWriter):
     # Products beside it -----------------------------------------------------------------------------------------------
 
     def added_functions(self) -> list[str]:
-        """Their rows, and what multiplies them while `run` runs."""
+        """The rows of added products, and the objects that multiply them while `run` runs."""
         lines = list[str]()
         for product, tile in zip(self.plan.added, self.tiles[1:], strict=True):
             vectors = f"Added{product.kind.title()}<{stored(product.b)}>"
@@ -161,7 +161,7 @@ class _Writer(SegmentWriter):
         return lines
 
     def added_problems(self) -> list[str]:
-        """Like the product's own, but for rows and weight."""
+        """Problems like the product's own, except for rows and weight."""
         lines = list[str]()
         for product, tile in zip(self.plan.added, self.tiles[1:], strict=True):
             n, k = product.b.type.shape[1:]
@@ -172,7 +172,7 @@ class _Writer(SegmentWriter):
         return lines
 
     def store_tile(self) -> list[str]:
-        """Rows of a tile, beside those of the other products."""
+        """Stores rows of a tile together with those of the added products."""
         added = self.tiles[1:]
         if not added:
             return ["for (i64 r = 0; r < rows; ++r) static_cast<const Segment*>(segment)->store_run(m + r, g, j, count, p + r * stride);"]
@@ -185,14 +185,14 @@ class _Writer(SegmentWriter):
         ]
 
     def finish_row(self) -> list[str]:
-        """The sum of a row, of the sums of its columns in order."""
+        """The sum of a row, from the sums of its columns in order."""
         lines = []
         for partial, v in zip(self.partials, self.plan.summed, strict=True):
             total = f"std::accumulate({partial} + m * BLOCKS, {partial} + (m + 1) * BLOCKS, 0.f)"
             lines.append(f"{self.names[v]}[m] = stored<{stored(v)}>({total});")
         return lines or ["(void)m;"]
 
-    # What is stored for tokens ----------------------------------------------------------------------------------------
+    # Results for tokens -------------------------------------------------------------------------------------------------
 
     def finish_tokens(self) -> list[str]:
         if self.plan.combine is None:
@@ -203,7 +203,7 @@ class _Writer(SegmentWriter):
 
     @cached_property
     def _by_columns(self) -> bool:
-        """Whether each column of what is stored for a token reads the same column of the sum alone."""
+        """Whether each column that is stored for a token reads only the same column of the sum."""
         assert self.plan.combine is not None
         (total,), read = self.plan.combine.outputs, list[Index]()
         for v in self.plan.tokens:
@@ -211,7 +211,7 @@ class _Writer(SegmentWriter):
         return all(row_width(v, total.type.shape[0]) == total.type.shape[1] for v in self.plan.tokens) and all(j == _J for j in read)
 
     def finish(self) -> list[str]:
-        """Columns j0 .. j1 - 1 of the sum of a token's rows, and what is made of it."""
+        """Columns j0 .. j1 - 1 of the sum of a token's rows, and the results that are computed from it."""
         if self.plan.combine is None:
             return ["(void)t, (void)j0, (void)j1;"]
         y, slot_of, w = self.plan.combine.values

@@ -1,4 +1,4 @@
-"""All kernels of a program in one library, and one call for all of them: no Python in between."""
+"""All kernels of a program in one library, with one call for all of them: no Python in between."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .unit import Step
 
 
 def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...], Joined | None]:
-    """The kernels, those in C++ as parts of one library, and the call for all, where all are in C++."""
+    """The kernels, with those in C++ as parts of one library, and the call for all of them if all are in C++."""
     ours = {i: k.launch for i, k in enumerate(kernels) if isinstance(k.launch, Launch)}
     if not ours:
         return tuple(kernels), None
@@ -32,27 +32,27 @@ def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...],
 
 
 class Joined(Function):
-    """joined(tensors, sizes=...) -> the outputs of a program; None where a kernel found input that the reference has an error for."""
+    """joined(tensors, sizes=...) -> the outputs of a program; None if a kernel found input for which the reference raises an error."""
 
     def __init__(self, library: Library, program: _Program):
         super().__init__(library, "run")
         self._arrays = Arrays(program.fusion, program.lifetimes, program.transposed)
 
     def workspace(self, sizes: Sizes) -> Memory:
-        """Where lies what a call makes beside its outputs."""
+        """The placement of the arrays that a call makes in addition to its outputs."""
         return self._arrays.workspace(sizes)
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...] | None:
         return self._arrays.call(self._entry, tensors, sizes)
 
     def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> Descriptor | None:
-        """What C++ does for such a call; None if tensors are copied before."""
+        """What C++ does for such a call; None if tensors would be copied first."""
         arrays = self._arrays.described(tensors, sizes)
         return None if arrays is None else Descriptor(False, (*arrays[0], *self.library.addresses("run"), *arrays[1]))
 
 
 class _Program:
-    """The arrays of a program, numbered: its inputs, then what it makes, each needed from one segment to another."""
+    """The arrays of a program, numbered: its inputs, then those that it makes, each with the first and last segment that needs it."""
 
     def __init__(self, fusion: Fusion, segments: Sequence[Segment], sources: Sequence[Source]):
         self.fusion, self._sources = fusion, sources
@@ -65,19 +65,19 @@ class _Program:
 
     @property
     def transposed(self) -> set[Value]:
-        """What some segment takes with its last two dimensions swapped."""
+        """The values that some segment takes with their last two dimensions swapped."""
         return {names[s.transposed] for s, names in zip(self._sources, self._names, strict=True) if s.transposed}
 
     @property
     def fits(self) -> bool:
-        """Whether the outputs are arrays of their own, and each array is wanted in one order of its dimensions, that in which it comes."""
+        """Whether the outputs are separate arrays, and all segments take each array in the order of dimensions in which it is passed."""
         if not set(self.fusion.outputs).isdisjoint(self.fusion.inputs) or len(set(self.fusion.outputs)) < len(self.fusion.outputs):
             return False
         plainly = {names[v] for s, names in zip(self._sources, self._names, strict=True) for v in s.fusion.inputs if v is not s.transposed}
         return self.transposed.issubset(self.fusion.inputs) and self.transposed.isdisjoint((*plainly, *self.fusion.outputs))
 
     def steps(self) -> list[Step]:
-        """What each segment is given."""
+        """The array and size numbers of each segment."""
         return [self._step(s, names) for s, names in zip(self._sources, self._names, strict=True)]
 
     def _step(self, source: Source, names: Mapping[Value, Value]) -> Step:
@@ -86,6 +86,6 @@ class _Program:
 
 
 def _names(segment: Segment, source: Source) -> dict[Value, Value]:
-    """What the values in a segment's memory are called in the program: contracting may have made new ones of its inputs and outputs."""
+    """The program's values for those in a segment's memory: contracting may have made new inputs and outputs."""
     mine, whole = (*source.fusion.inputs, *source.fusion.outputs), (*segment.inputs, *segment.outputs)
     return dict(zip(mine, whole, strict=True)) | {v: v for v in source.memory if v not in mine}

@@ -23,7 +23,7 @@ from .readers import KERNELS
 from .segment import Source
 from .unit import Step, text
 
-_REMEMBERED = 256  # sizes of calls
+_REMEMBERED = 256  # how many sizes of calls are kept
 Sizes = Mapping[str, int]
 Entry = Callable[[bytes, bytes], int]  # (pointers, sizes) -> whether it found bad input
 
@@ -31,7 +31,7 @@ Entry = Callable[[bytes, bytes], int]  # (pointers, sizes) -> whether it found b
 class Library:
     """The library of segments, with the grouped products of a tier. Built, or found in the cache, at the first call.
 
-    steps: how a program runs all of them, where its entry "run" is wanted.
+    steps: how a program runs all of them, if its entry "run" is needed.
     """
 
     def __init__(self, sources: Sequence[Source], tier: str, steps: Sequence[Step] = ()):
@@ -39,7 +39,7 @@ class Library:
 
     @cached_property
     def text(self) -> str:
-        """Its C++."""
+        """The library's C++."""
         return text(self.sources, self._steps)
 
     @cached_property
@@ -48,29 +48,29 @@ class Library:
 
     @cached_property
     def _products(self) -> Any:
-        """The function of each segment's grouped product, null for one without."""
+        """The function of each segment's grouped product; null for a segment without one."""
         products = [product_of(self.tier, *s.product).product if s.product else ctypes.c_void_p() for s in self.sources]
         return (ctypes.c_void_p * len(products))(*[ctypes.cast(product, ctypes.c_void_p) for product in products])
 
     def builds(self) -> Iterator[Build]:
-        """What is compiled before the first call: itself, and the products that did not come with the package."""
+        """What is compiled before the first call: this library, and the products that did not come with the package."""
         yield (self.tier, self.text), lambda: self._loaded
         for product in {s.product for s in self.sources if s.product}:
             yield (self.tier, *product), partial(product_of, self.tier, *product)
 
     def entry(self, name: str) -> Entry:
-        """One of its functions."""
+        """A function of the library."""
         function, products = getattr(self._loaded, name), self._products
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
         return lambda pointers, sizes: function(pointers, sizes, products, torch.get_num_threads())
 
     def addresses(self, name: str) -> list[int]:
-        """One of its functions, and the products that it is called with."""
+        """The addresses of a function of the library and of the products that are passed to it."""
         return [native.address(getattr(self._loaded, name)), *native.counted([product or 0 for product in self._products])]
 
 
 class Function:
-    """A function of a library, compiled before the first call, whatever its sizes."""
+    """A function of a library, compiled before the first call, for all sizes."""
 
     def __init__(self, library: Library, name: str):
         self.library, self._name = library, name
@@ -84,7 +84,7 @@ class Function:
         return self.library.builds()
 
     def load(self, device: torch.device, sizes: Sizes) -> None:
-        """Finds the function."""
+        """Looks the function up."""
         self._entry  # noqa: B018
 
 
@@ -98,12 +98,12 @@ class Launch(Function):
 
     def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
         made = self._arrays.call(self._entry, inputs, sizes)
-        return self.source.fusion.evaluate(*inputs, sizes=sizes) if made is None else made  # which raises
+        return self.source.fusion.evaluate(*inputs, sizes=sizes) if made is None else made  # evaluate raises
 
 
 @dataclass(frozen=True)
 class _Resolved:
-    """What a call of known sizes needs: the sizes as C has them, shape and dtype of results, memory for what else it makes."""
+    """What a call with known sizes needs: the sizes for C, shapes and dtypes of results, and memory for everything else that it makes."""
 
     numbers: bytes
     results: tuple[tuple[Any, torch.dtype], ...]
@@ -111,10 +111,10 @@ class _Resolved:
 
 
 class Arrays:
-    """The arrays of a call: those of the inputs, then those that it makes, of which the outputs are tensors of their own.
+    """The arrays of a call: its inputs, then those that it makes; its outputs are separate tensors.
 
-    lifetimes: of what it makes, in the order in which the entry takes them: the first and the last step that need it. transposed: the
-    inputs that are passed with their last two dimensions swapped.
+    lifetimes: for the arrays that it makes, in the order in which the entry takes them, the first and the last step that need them.
+    transposed: the inputs that are passed with their last two dimensions swapped.
     """
 
     def __init__(self, fusion: Fusion, lifetimes: Mapping[Value, tuple[int, int]], transposed: Collection[Value | None]):
@@ -129,7 +129,7 @@ class Arrays:
         self._remembered = Remembered[tuple[int, ...], _Resolved](_REMEMBERED)
 
     def call(self, entry: Entry, inputs: Sequence[torch.Tensor], sizes: Sizes) -> tuple[torch.Tensor, ...] | None:
-        """The outputs; None where the kernels found input that the reference has an error for."""
+        """The outputs; None if the kernels found input for which the reference raises an error."""
         resolved = self._resolved(sizes)
         given = list(inputs)
         for i in self._swapped:
@@ -142,7 +142,7 @@ class Arrays:
         return tuple([tensors[i] for i in self._outputs])
 
     def described(self, inputs: Sequence[torch.Tensor], sizes: Sizes) -> tuple[list[int], list[int]] | None:
-        """The arrays as a descriptor has them: before its function, and after it. None if `call` would copy inputs."""
+        """The arrays in a descriptor's format: the parts before and after its function. None if `call` would copy inputs."""
         if not native.as_stored(inputs, self._swapped):
             return None
         made = [self._outputs.index(len(inputs) + i) for i in range(len(self._made))]
@@ -150,11 +150,11 @@ class Arrays:
         return native.arrays(len(inputs), made, self._resolved(sizes).workspace), [*native.counted(self._order), *native.counted(numbers)]
 
     def workspace(self, sizes: Sizes) -> Memory:
-        """Where what is made beside the outputs lies."""
+        """The placement of the arrays that are made in addition to the outputs."""
         return memory.plan([memory.Array(v.name, _nbytes(v, sizes), *span) for v, span in self._lifetimes.items() if v not in self._made])
 
     def _resolved(self, sizes: Sizes) -> _Resolved:
-        """Remembered for as many sizes as a program meets soon again."""
+        """Cached for as many sizes as are likely to come again soon."""
         key = tuple([sizes[s] for s in self._symbols])
         found = self._remembered.get(key)
         if found is None:

@@ -1,7 +1,7 @@
 """The C++ of a segment without a product: loops over rows, one after the other.
 
-What needs more than one element of something (a sum, a block scale, a swizzle) is made first, in memory; then the results, all those of
-one shape in one loop.
+Values that need more than one element of another one (a sum, a block scale, a swizzle) are made first, in memory; then the results, with
+one loop for all results of one shape.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _ROW = Variable("row")
 
 
 def source(fusion: Fusion) -> Source:
-    """The source of a segment. UnsupportedError with the sentence why there is none."""
+    """The source of a segment. UnsupportedError with the reason if there is none."""
     whole = [v for op in fusion.ops for v in _whole(fusion, op)]
     memory = tuple(dict.fromkeys((*whole, *(v for v in fusion.outputs if v not in fusion.inputs))))
     return Source(fusion, _Writer(fusion, memory).text(), memory)
 
 
 def _whole(fusion: Fusion, op: Op) -> Sequence[Value]:
-    """The values that are made whole, in memory, before others can read elements of them."""
+    """The values that are made completely, in memory, before others can read elements of them."""
     if op.kind.name == "quantize":
         return _unpacked(fusion, op)
     return op.outputs if op.kind.name in (*MADE_FIRST, *_WHOLE) else ()
 
 
 def _unpacked(fusion: Fusion, op: Op) -> tuple[Value, Value]:
-    """Codes and block scales of a quantized value, which is nothing but these and is stored as no other."""
+    """Codes and block scales of a quantized value that consists only of these and is not stored in another form."""
     readers = fusion.readers.get(op.outputs[0], ())
     if op.outputs[0] in fusion.outputs or [r.kind.name for r in readers] != ["unpack"]:
         raise Inexpressible(op, f"{op.outputs[0].name} {op.outputs[0].type} has no kernel here", expected="quantize followed by unpack")
@@ -68,14 +68,14 @@ class _Writer(SegmentWriter):
     # Results ----------------------------------------------------------------------------------------------------------
 
     def _elementwise(self, values: Sequence[Value], rows: AnySize, width: AnySize) -> list[str]:
-        """One loop that stores values of as many rows and columns."""
+        """One loop that stores values with as many rows and columns."""
         made = self.elements()
         stores = [self.put(made, v, (rows, width), _M, _J) for v in values]
         body = _for_columns([*made.statements, *stores], "0", str(size(width)))
         loops = _for_rows(rows, width, body)
         return loops if isinstance(width, int) else [f"if ({size(width)} > 0) {{", *inner(loops), "}"]
 
-    # What is made whole -----------------------------------------------------------------------------------------------
+    # Values made completely ---------------------------------------------------------------------------------------------
 
     def _sum(self, op: Op) -> list[str]:
         (x,), (y,), found, made = op.values, op.outputs, reduction(op), self.elements()
@@ -83,14 +83,14 @@ class _Writer(SegmentWriter):
         return self._reduced(y, counts, made.statements, term) if found.along_memory else self._added(y, counts, made.statements, term)
 
     def _added(self, y: Value, counts: Sequence[AnySize], statements: Sequence[Statement], term: object) -> list[str]:
-        """y [rows, columns], each the sum of a term over r."""
+        """y [rows, columns], each element the sum of a term over r."""
         rows, columns, over = counts
         return self._added_between(y, (rows, columns), ("0", str(size(over))), statements, term)
 
     def _added_between(
         self, y: Value, counts: Sequence[AnySize], ends: tuple[str, str], statements: Sequence[Statement], term: object
     ) -> list[str]:
-        """y [rows, columns], each the sum of a term over r, from the first end to before the second."""
+        """y [rows, columns], each element the sum of a term over r, from the first end up to the second."""
         rows, columns = counts
         add = _for_columns([*statements, f"total[j - j0] += {term};"])
         store = _for_columns([self.store(y, flat([_M, _J], (rows, columns)), "total[j - j0]")])
@@ -98,7 +98,7 @@ class _Writer(SegmentWriter):
         return [f"for_tiles({size(rows)}, {size(columns)}, team, [&](i64 m, i64 j0, i64 j1) {{", *inner(body), "});"]
 
     def _reduced(self, y: Value, counts: Sequence[AnySize], statements: Sequence[Statement], term: object) -> list[str]:
-        """y [rows], each the sum of a term over r, which runs along memory."""
+        """y [rows], each element the sum of a term over r, which runs along memory."""
         rows, _, over = counts
         simd = [] if branches(statements) else ["#pragma omp simd reduction(+ : total)"]
         loop = [*simd, f"for (i64 r = 0; r < {size(over)}; ++r) {{", *inner([*written(statements), f"total += {term};"]), "}"]
@@ -119,7 +119,7 @@ class _Writer(SegmentWriter):
         return self._added_between(out, (plain(groups), plain(columns)), run, made.statements, term)
 
     def _index_put_accumulate(self, op: Op) -> list[str]:
-        """Rows added in order, by each thread to columns of its own."""
+        """Rows added in order; each thread adds to its own columns."""
         (acc, index, value), (out,) = op.values, op.outputs
         rows, width = plain(acc.type.shape[0]), elements(acc.type.shape[1:])
         start, added = self.elements(), self.elements()
@@ -155,7 +155,7 @@ class _Writer(SegmentWriter):
         return [f"for (i64 l = 0; l < {size(elements(lead))}; ++l) {{", *inner(body), "}"]
 
     def _quantize(self, op: Op) -> list[str]:
-        """Row by row, block by block. What is not finite where the encoding is, or a scale that is negative: the reference says where."""
+        """Row by row, block by block. For non-finite numbers that the encoding cannot hold, or a negative scale, the reference raises."""
         encoding = find(op.attrs["encoding"])
         if encoding.axis == -2:
             return self._quantize_runs(op) if len(op.values) > 1 else self._quantize_columns(op)
@@ -184,7 +184,7 @@ class _Writer(SegmentWriter):
         return ["std::atomic<bool> finite{true};", *loop, "if (!finite) return BAD;"]
 
     def _of_matrix(self, decode_scale: Value, lead: Sequence[Dim], n: Dim) -> list[str]:
-        """The scale of row m, one of those of matrices [*lead, n]."""
+        """The scale of row m, out of the scales of matrices [*lead, n]."""
         runs = decode_scale.type.shape[len(lead)] if len(decode_scale.type.shape) > len(lead) else 1
         at = (_M // size(n)) * size(runs) + (_M % size(n)) // (size(n) // size(runs))
         return [
@@ -193,7 +193,7 @@ class _Writer(SegmentWriter):
         ]
 
     def _quantize_columns(self, op: Op) -> list[str]:
-        """Blocks of rows that no matrix begins within: block m is rows 32 m to 32 m + 31."""
+        """Blocks of rows in which no matrix begins: block m is rows 32 m to 32 m + 31."""
         (x,), encoding = op.values, find(op.attrs["encoding"])
         *lead, n, k = x.type.shape
         rows = elements((*lead, n))
@@ -202,7 +202,7 @@ class _Writer(SegmentWriter):
         return [f"for_tiles({blocks}, {size(plain(k))}, team, [&](i64 m, i64 j0, i64 j1) {{", *inner(lines), "});"]
 
     def _quantize_runs(self, op: Op) -> list[str]:
-        """Blocks of each group's rows, the last one padded with zeros; zeros past the last end, and where a block has no rows."""
+        """Blocks of each group's rows, the last one padded with zeros; zeros past the last end, and in blocks without rows."""
         (x, ends), (codes, scales), block = op.values, _unpacked(self.fusion, op), find(op.attrs["encoding"]).block
         (rows, k), (blocks, _), groups, end = x.type.shape, scales.type.shape, size(ends.type.shape[0]), self.array(ends)
         body = [
@@ -221,7 +221,7 @@ class _Writer(SegmentWriter):
         ]  # fmt: skip
 
     def _blocks_of_columns(self, op: Op, at: Sequence[Index], count: str) -> list[str]:
-        """Block `at` of each column j, of `count` rows from `first` on."""
+        """Block `at` of each column j, which has `count` rows from `first` on."""
         encoding, (codes, scales), made = find(op.attrs["encoding"]), _unpacked(self.fusion, op), self.elements()
         element, block, columns = made.of(op.values[0], at), encoding.block, size(plain(op.values[0].type.shape[-1]))
         return [
@@ -252,13 +252,13 @@ _WHOLE: dict[str, Callable[[_Writer, Op], list[str]]] = {
 
 
 def _for_rows(rows: AnySize, width: AnySize, body: Sequence[str]) -> list[str]:
-    """`body` for each m; a thread takes rows of so many elements at a time."""
+    """`body` for each m; a thread takes rows with about the same number of elements at a time."""
     step = f"rows_per_step({size(width)})"
     return [f"for_rows({size(rows)}, {step}, team, [&](i64 m) {{", *inner(body), "});"]
 
 
 def _for_columns(body: Sequence[Statement], first: str = "j0", end: str = "j1") -> list[str]:
-    """`body` for each j, as vector code where nothing forbids it; what does not depend on j stands before the loop."""
+    """`body` for each j, as vector code if nothing prevents it; statements that do not depend on j come before the loop."""
     once, each = hoisted(body, "j")
     simd = [] if branches(each) else ["#pragma omp simd"]
     return [*written(once), *simd, f"for (i64 j = {first}; j < {end}; ++j) {{", *inner(written(each)), "}"]

@@ -1,6 +1,6 @@
-"""The grouped product as a library: the one that came with the package, else built by the user's compiler at first use.
+"""The library of a grouped product: the one that came with the package, or one built by the user's compiler at first use.
 
-Where there is no compiler, the one that came with the package computes the products, and plain torch what is around them.
+Without a compiler, the library that came with the package computes the products, and plain torch everything around them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels/pro
 
 
 def product_of(tier: str, encoding: str, kind: str = "fprop") -> ctypes.CDLL:
-    """The library of a tier, an encoding of weights and a kind of product. BuildError if none came with the package, without a compiler.
+    """The library for a tier, an encoding of weights and a kind of product. BuildError without a compiler if none came with the package.
 
-    UnsupportedError for an encoding that no reader was registered for.
+    UnsupportedError for an encoding without a registered reader.
     """
     return build.library(recipe(tier, encoding, kind))
 
 
 def kernels(tier: str, encoding: str, dtype: torch.dtype, kind: str = "fprop") -> str:
-    """Which of a tier's kernels multiply groups of how many rows of activations of a dtype by weights in an encoding."""
+    """Which of a tier's kernels multiply groups of how many rows, for activations of a dtype and weights in an encoding."""
     function = product_of(tier, encoding, kind).kernels
     function.restype = ctypes.c_char_p
     return str(function(_DTYPES[dtype]).decode())
@@ -50,7 +50,7 @@ class Product:
 
     @property
     def why(self) -> str:
-        """What it is, for people."""
+        """A description for people."""
         return f"the product that came with the package for {self.tier}: {build.why_no_compiler()}"
 
     def evaluate(self, *inputs: Any, sizes: Any) -> Any:
@@ -61,7 +61,7 @@ class Product:
 
 
 def plan(fusion: Fusion, kind: str) -> Product:
-    """A piece that is nothing but a product. UnsupportedError for any other, or if no such product came with the package."""
+    """The plan of a piece that is only a product. UnsupportedError for any other, or if no such product came with the package."""
     ops = [op for op in fusion.ops if not op.kind.view]
     if kind != "grouped_gemm" or len(ops) > 1:
         raise UnsupportedError(build.why_no_compiler())
@@ -78,7 +78,7 @@ def plan(fusion: Fusion, kind: str) -> Product:
 def _grouped_mm(
     entry: Any, encoding: Encoding, a: torch.Tensor, w: Quantized | torch.Tensor, ends: torch.Tensor, **layouts: str
 ) -> tuple[torch.Tensor]:
-    """a [M, K], w [G, N, K], ends i32 [G] -> f32 [M, N], as the kind grouped_mm has it."""
+    """a [M, K], w [G, N, K], ends i32 [G] -> f32 [M, N], as defined by the kind grouped_mm."""
     check_ends(ends, a.shape[0], "ends")
     g, n, k = w.shape
     parts, out = w if isinstance(w, Quantized) else (w,), torch.empty(a.shape[0], n, dtype=torch.float32, device=a.device)

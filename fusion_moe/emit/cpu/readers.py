@@ -1,7 +1,7 @@
-"""Which C++ reads the weights of an encoding, and the fixed library of a tier that is compiled around it.
+"""The C++ that reads the weights of each encoding, and the fixed library of a tier that is compiled around it.
 
-kernels/weight.h says what a reader is. Those of the built-in encodings are kernels/weights/<encoding>.h; `register_reader` adds one for an
-encoding of a user's own. Imports no torch: tools/build_kernels.py builds the libraries of the built-in ones into the package.
+kernels/weight.h defines readers. Those of the built-in encodings are kernels/weights/<encoding>.h; `register_reader` adds one for a
+user-defined encoding. Imports no torch, since tools/build_kernels.py builds the libraries of the built-in encodings into the package.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ...runtime import build
 KERNELS = Path(__file__).parent / "kernels"
 SHIPPED = Path(__file__).parent / "shipped"  # filled when the package is built: tools/build_kernels.py
 BUILT_IN = tuple(sorted(path.stem for path in (KERNELS / "weights").glob("*.h")))
-FLOATS = (("bf16", "linear"), ("f16", "linear"), ("f32", "linear"))  # what a product beside another may have: kernels/added.h
-PARTS = 3  # of a weight, at most: kernels/product.h
+FLOATS = (("bf16", "linear"), ("f16", "linear"), ("f32", "linear"))  # weights that an added product may have: kernels/added.h
+PARTS = 3  # the most parts that a weight may have: kernels/product.h
 _registered: dict[str, str] = {}  # encoding -> C++
 
 
 def register_reader(encoding: str, source: str | Path) -> None:
-    """The reader of an encoding: C++, or a file of it, that defines `Weight`. It takes the place of one that was there, if not built in.
+    """Registers the reader of an encoding: C++ or a file with it, which defines `Weight`. Replaces an earlier one unless that is built in.
 
     UnsupportedError for a built-in encoding.
     """
@@ -30,7 +30,7 @@ def register_reader(encoding: str, source: str | Path) -> None:
 
 
 def unregister_reader(encoding: str) -> None:
-    """Takes back `register_reader`. Programs that were compiled keep their reader."""
+    """Undoes `register_reader`. Programs that are compiled already keep their reader."""
     _registered.pop(encoding, None)
 
 
@@ -50,9 +50,9 @@ def linear() -> tuple[tuple[str, str], ...]:
 
 
 def recipe(tier: str, encoding: str, kind: str = "fprop") -> build.Recipe:
-    """How the library of a tier, an encoding and a kind of product is built, and where one that came with the package lies.
+    """How to build the library for a tier, an encoding and a kind of product, and where the one that came with the package is.
 
-    kind: that of schedule/product.py, or "int8", fprop of int8 operands. encoding: "" for wgrad, which reads no weight. Raises as
+    kind: as in schedule/product.py, or "int8", an fprop with int8 operands. encoding: "" for wgrad, which reads no weight. Raises like
     `reader_of`.
     """
     reader = reader_of(encoding) if encoding else ""

@@ -1,7 +1,7 @@
-"""What the C++ of every segment has: a struct with the arrays it reads and writes, what runs first, and `run`.
+"""The common part of every segment's C++: a struct with the arrays that it reads and writes, a function that runs first, and `run`.
 
-`first` has what needs whole arrays before anything else: checks of ends and indices, routing. What it finds wrong makes the kernel return
-BAD before memory is touched wrongly; the caller then evaluates the reference, which raises.
+`first` does what needs whole arrays before anything else: checks of ends and indices, routing. If a check fails, the kernel returns
+BAD before it touches any memory; the caller then evaluates the reference, which raises.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ int run(void* const* p, const long long* n, Product product, Team& team) {
 
 @dataclass(frozen=True)
 class Source:
-    """The C++ of a segment: a struct and a function `run`, for a namespace of their own.
+    """The C++ of a segment: a struct and a function `run`, to be put in a namespace.
 
-    memory: the values that the caller allocates, results among them; `run` takes pointers to the inputs of the fusion, then to these.
-    transposed: the input, if any, that is passed with its last two dimensions swapped. product: the encoding of weights, "" for none,
-    and the kind of the grouped product that `run` needs, if any: the name of a file of kernels/. more_headers: of kernels/ that not all
-    texts need.
+    memory: the values that the caller allocates, including results; `run` takes pointers to the inputs of the fusion, then to these.
+    transposed: the input, if any, that is passed with its last two dimensions swapped. product: the encoding of weights ("" for none) and
+    the kind of the grouped product that `run` needs, if any, which is the name of a file in kernels/. more_headers: those in kernels/ that
+    only some texts need.
     """
 
     fusion: Fusion
@@ -66,13 +66,13 @@ class Source:
 
     @property
     def headers(self) -> tuple[str, ...]:
-        """Of kernels/ that the text needs."""
+        """The headers in kernels/ that the text needs."""
         routes = any(op.kind.name in router.ROUTER for op in self.fusion.ops)
         return ("product.h", "rows.h", *(("router.h",) if routes else ()), *self.more_headers)
 
 
 class SegmentWriter(Writer):
-    """Writes the struct of a segment. later: what has not been made where the text has come to."""
+    """Writes the struct of a segment. later: the values that are not made yet at the current position in the text."""
 
     def __init__(self, fusion: Fusion, memory: Sequence[Value]):
         super().__init__(fusion, memory)
@@ -80,7 +80,7 @@ class SegmentWriter(Writer):
 
     @abstractmethod
     def body(self) -> list[str]:
-        """What `run` does once `first` is done."""
+        """The part of `run` after `first`."""
 
     def text(self) -> str:
         """The struct and its `run`."""
@@ -92,11 +92,11 @@ class SegmentWriter(Writer):
         )  # fmt: skip
 
     def ready(self, values: Sequence[Value]) -> None:
-        """What comes now reads these values from memory."""
+        """Declares that the following text reads these values from memory."""
         self.later = [v for v in self.later if v not in values]
 
     def in_memory(self, without: Collection[Value] = ()) -> dict[Value, str]:
-        """The names of the arrays that hold values where the text has come to."""
+        """The names of the arrays that hold values at the current position in the text."""
         return super().in_memory((*self.later, *without))
 
     def _arguments(self) -> str:
@@ -120,7 +120,7 @@ class SegmentWriter(Writer):
         return lines
 
     def _rows_of(self, ends: Value) -> Index:
-        """How many rows the partition of these ends has; the most possible if no value of the segment is partitioned by it."""
+        """The number of rows in the partition of these ends; the largest possible if no value of the segment is partitioned by it."""
         values = [*self.fusion.inputs, *(v for op in self.fusion.ops for v in op.outputs)]
         rows = [d for v in values for d in v.type.shape if isinstance(d, Rows) and d.groups == ends.type.ends]
         return size(rows[0]) if rows else Number(2**31 - 1)
@@ -140,7 +140,7 @@ class SegmentWriter(Writer):
         return [*self._checked(op.values[1], op.values[0].type.shape[1]), self.of_weights(op)]
 
     def of_weights(self, op: Op) -> str:
-        """The call that makes the weights of experts, or their derivative."""
+        """The call that computes the router's weights, or their derivative."""
         (tokens, k), experts = map(size, op.values[1].type.shape), size(op.values[0].type.shape[1])
         given = [*map(self.array, op.values), tokens, experts, k, router.factor(op), self.names[op.outputs[0]], "team"]
         return f"{op.kind.name}<{router.of_weights(op)}>({', '.join(map(str, given))});"
@@ -160,7 +160,7 @@ class SegmentWriter(Writer):
         fill = f"for (i64 i = 0; i < {count}; ++i) {made}[{self.array(slot_of)}[i]] = i32(i);"
         if made_by_route(self.fusion, slot_of) == "slot_of":
             return [fill]
-        whole = f"if (!all_below({made}, {count}, {count})) return false;"  # each row was named, which -1 says it was not
+        whole = f"if (!all_below({made}, {count}, {count})) return false;"  # each row was named: -1 means that it was not
         return [*self._checked(slot_of, op.attrs["rows"]), f"std::fill({made}, {made} + {count}, -1);", fill, whole]
 
     def _first_problem_ends(self, op: Op) -> list[str]:
@@ -179,7 +179,7 @@ class SegmentWriter(Writer):
         return self._checked(op.values[1], op.values[0].type.shape[0])
 
     def _checked(self, index: Value, limit: Dim) -> list[str]:
-        """The check that all of an index lies below a limit, unless what made it says so."""
+        """The check that a whole index is below a limit, unless the operation that made it guarantees that."""
         if below(self.fusion, index) == plain(limit):
             return []
         count = size(elements(index.type.shape))

@@ -1,4 +1,4 @@
-"""A translation unit: segments, each in a namespace, with an entry for each, and one for all of a program.
+"""A translation unit: segments, each in a namespace, with an entry for each, and one entry for a whole program.
 
 run_<i>(p, n, products, threads)    segment i: pointers and sizes as its Source lists them
 run(p, n, products, threads)        all in order, in one parallel region, on the arrays and sizes of the program; stops at one that finds
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ..cxx.statements import indented, inner
 from .segment import Source
 
-# Headers of C++ that only texts with such words include: they take longer to compile than most segments.
+# C++ headers that are included only by texts with such words: they take longer to compile than most segments.
 _WORDS = {
     "cmath": re.compile(r"\bstd::(fabs|log|sqrt|tanh|erf|pow)\b|\b(NAN|INFINITY)\b"),
     "numeric": re.compile(r"\bstd::accumulate\b"),
@@ -27,14 +27,14 @@ _PARAMETERS = "void* const* p, const long long* n, void* const* products, int th
 
 @dataclass(frozen=True)
 class Step:
-    """What a segment is given in a program: the numbers, among those of the program, of its arrays and of its sizes."""
+    """The arguments of a segment in a program: the program's numbers for the segment's arrays and sizes."""
 
     arrays: Sequence[int]
     sizes: Sequence[int]
 
 
 def text(sources: Sequence[Source], steps: Sequence[Step] = ()) -> str:
-    """The C++ of segments; steps: of all of them, where `run` is wanted."""
+    """The C++ of segments; steps: those of all segments, if `run` is needed."""
     parts = [f"#include <{header}>\n" for header, words in _WORDS.items() if any(words.search(source.text) for source in sources)]
     parts += [f'#include "{header}"\n' for header in dict.fromkeys(header for source in sources for header in source.headers)]
     for i, source in enumerate(sources):

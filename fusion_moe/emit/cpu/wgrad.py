@@ -1,4 +1,4 @@
-"""The C++ of a segment with a wgrad: rows of both operands, and what is stored of a matrix's elements."""
+"""The C++ of a segment with a wgrad: rows of both operands, and storing a matrix's elements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _G, _J, _M = map(Variable, "gjm")  # element (m, j) of matrix g
 
 
 def source(plan: WgradPlan) -> Source:
-    """The source of a planned segment. UnsupportedError with the sentence why there is none."""
+    """The source of a planned segment. UnsupportedError with the reason if there is none."""
     return Source(plan.fusion, _Writer(plan).text(), plan.memory, product=("", "wgrad"))
 
 

@@ -1,4 +1,4 @@
-"""A product that joins the accumulators of another, as B (A x) of an adapter joins W x: see kernels/added.cuh."""
+"""A product that is added to the accumulators of another, as an adapter's B (A x) to W x: see kernels/added.cuh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _M = Variable("m")
 
 
 def accumulated(plan: Plan) -> Value:
-    """What a tile's accumulators are: the product, or its sum with the one beside it. Inexpressible if they are not added as they are."""
+    """The value in a tile's accumulators: the product, or its sum with the added one. Inexpressible if they are not simply added."""
     if not plan.added:
         return plan.product.outputs[0]
     readers = {op for v in plan.made for op in plan.fusion.readers.get(v, ())}
@@ -24,7 +24,7 @@ def accumulated(plan: Plan) -> Value:
 
 
 def functions(source: Source, plan: Plan) -> list[str]:
-    """Its C++: ADDED, the features that are contracted; rows, and the matrix of a group, [N, ADDED] or, of a dgrad, [ADDED, N]."""
+    """Its C++: ADDED, the number of contracted features; the rows; and a group's matrix, [N, ADDED] or, for a dgrad, [ADDED, N]."""
     if not plan.added:
         return ["static constexpr i32 ADDED = 0;"]
     if len(plan.added) > 1:
@@ -47,6 +47,6 @@ def functions(source: Source, plan: Plan) -> list[str]:
 
 
 def _refusal(plan: Plan, found: str, expected: str) -> Inexpressible:
-    """What keeps the products apart: a piece is cut at the later one."""
+    """The error that keeps the products apart: the piece is divided at the later one."""
     later = max((plan.product, *(p.op for p in plan.added)), key=plan.fusion.ops.index)
     return Inexpressible(later, found, expected=expected)

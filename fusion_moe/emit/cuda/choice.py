@@ -1,7 +1,7 @@
-"""Which kernels compute a product: one, or several for groups by their sizes. By tables of measured times, of one group by a model of them.
+"""The choice of kernels for a product: one, or several for groups by size. By tables of measured times; for one group, by a model of them.
 
-The choice looks at the GPU and at sizes that the host knows, rows, groups and those of a matrix, and never at how many rows a group has: a
-kernel does.
+The choice looks at the GPU and at sizes that the host knows (rows, groups, and those of a matrix), never at how many rows a group has: only
+kernels look at that.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from . import one_group
 from .table import Table, table_of
 from .variants import ALL, Matrices, Variant
 
-AUTO = "auto"  # the name of no variant
+AUTO = "auto"  # not the name of a variant
 
 
 @dataclass(frozen=True)
 class SizeClass:
-    """A kernel, and the groups that it handles: those of more than above_rows rows, and at most max_rows if that is not None."""
+    """A kernel and the groups that it handles: those of more than above_rows rows and at most max_rows, if that is not None."""
 
     variant: Variant
     above_rows: int = 0
     max_rows: int | None = None
 
     def __str__(self) -> str:
-        """Names the kernel and, if it does not handle all, its groups."""
+        """The kernel's name and, if it does not handle all groups, which ones it does."""
         if self.max_rows is None:
             return f"{self.variant.name} (groups of more than {self.above_rows} rows)" if self.above_rows else self.variant.name
         return f"{self.variant.name} (groups of {self.above_rows + 1} to {self.max_rows} rows)"
@@ -36,12 +36,12 @@ class SizeClass:
 
 @dataclass(frozen=True)
 class Chosen:
-    """How a segment is computed for some sizes. size_classes: the kernels of its product, in order; none if it has no product, or one of
-    kernels/gemm.cuh, which has no variants.
+    """How a segment is computed for certain sizes. size_classes: the kernels of its product, in order; none if it has no product, or one
+    that kernels/gemm.cuh computes, which has no variants.
 
-    any_size: whether the kernels are to be those of calls of any sizes, which no text of theirs knows.
-    reads_fragment_order, writes_fragment_order: whether the product finds its rows in fragment order in memory, where the product before
-    wrote them, and whether its result is in fragment order.
+    any_size: whether to use kernels that work for calls of any sizes, so that their text contains none.
+    reads_fragment_order, writes_fragment_order: whether the product's rows are in memory in fragment order, as the previous product wrote
+    them, and whether its result is in fragment order.
     """
 
     size_classes: tuple[SizeClass, ...] = ()
@@ -51,18 +51,18 @@ class Chosen:
 
     @property
     def may_chain(self) -> bool:
-        """Whether products before and after this one may agree with it on fragment order."""
+        """Whether the products before and after this one can agree with it on fragment order."""
         return bool(self.size_classes) and self.activation_reader.reads_fragment_order
 
     @property
     def activation_reader(self) -> Variant:
-        """The variant that says in which order concurrent kernels read rows: the first, or one that reads row-major alone."""
+        """The variant that determines the order in which concurrent kernels read rows: one that reads only row-major, or else the first."""
         row_major = (size_class.variant for size_class in self.size_classes if not size_class.variant.reads_fragment_order)
         return next(row_major, self.size_classes[0].variant)
 
 
 def choose_kernels(rows: int, of: Matrices, arch: Arch, variant: str = AUTO) -> tuple[SizeClass, ...]:
-    """The kernels, in order, for `rows` rows in groups: the variant of that name, or by the table of the GPU."""
+    """The kernels, in order, for `rows` rows in groups: the variant with this name, or by the GPU's table."""
     return choose_from(table_of(arch), rows, of, arch) if variant == AUTO else (SizeClass(_pinned(variant, of, arch)),)
 
 
@@ -73,7 +73,7 @@ def check_variant(name: str) -> None:
 
 
 def _pinned(name: str, of: Matrices, arch: Arch) -> Variant:
-    """The variant of that name. Of two that differ in blocks of a multiprocessor alone, one of the table's for such weights."""
+    """The variant with this name. If two differ only in their blocks per multiprocessor, one that the table has for such weights."""
     of_table = [v for regime in table_of(arch).regimes(of) for v in regime.variants]
     fitting = [v for v in (*of_table, *ALL) if v.fits(of, arch)]
     found = next((v for v in fitting if v.name == name), None)
@@ -87,14 +87,14 @@ def _pinned(name: str, of: Matrices, arch: Arch) -> Variant:
 
 
 def choose_from(table: Table, rows: int, of: Matrices, arch: Arch) -> tuple[SizeClass, ...]:
-    """The same by any table; what the model of one group admits, by that.
+    """The same by any table; a product with one group that the model covers, by the model.
 
-    Few blocks leave a GPU idle: split-K makes more of them.
+    If few blocks leave a GPU idle, split-K makes more.
     """
     if one_group.admits(of) and (only := one_group.fastest(rows, of, arch)):
         return (SizeClass(only),)
     groups = of.groups
-    touched = groups * (1 - (1 - 1 / groups) ** rows)  # groups with a row, if rows pick them evenly
+    touched = groups * (1 - (1 - 1 / groups) ** rows)  # how many groups have rows, if rows choose them evenly
 
     def cost(v: Variant) -> float:
         expected = max(touched, rows / v.tile_m) * -(-of.tiles // v.tiles)
@@ -113,11 +113,11 @@ def choose_from(table: Table, rows: int, of: Matrices, arch: Arch) -> tuple[Size
     if not found or len(found) < len(bounds):
         return (SizeClass(usual),)
     size_classes = [SizeClass(v, above or 0, most) for v, above, most in zip(found, [0, *bounds], bounds, strict=False)]
-    return tuple(sorted(size_classes, key=lambda c: not c.variant.persistent))  # what persistent kernels leave of a GPU, others fill
+    return tuple(sorted(size_classes, key=lambda c: not c.variant.persistent))  # other kernels fill what persistent kernels leave of a GPU
 
 
 def blocks(size_class: SizeClass, rows: int, of: Matrices) -> int:
-    """How much there is to do, in blocks, whatever the sizes of groups. Rows of no group are one more group."""
+    """The amount of work, in blocks, whatever the sizes of groups. Rows of no group count as one more group."""
     tile_m, count = size_class.variant.tile_m, min(of.groups, rows // (size_class.above_rows + 1))
     high = ragged.bound(rows, count + 1, tile_m) // tile_m
     if size_class.max_rows is not None:

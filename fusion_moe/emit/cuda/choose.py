@@ -1,7 +1,7 @@
-"""The choice for a call: which kernels are launched, in which order columns lie between products, where in memory arrays lie.
+"""The choice for a call: which kernels are launched, the order of columns between products, and the placement of arrays in memory.
 
-A pure function of the parts of a call, of the sizes that the host knows and of the facts of a GPU. launch.py builds and launches what it
-says, and nothing else.
+A pure function of the parts of a call, the sizes that the host knows, and the facts of a GPU. launch.py builds and launches exactly what it
+returns.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from .choice import Chosen
 from .parts import Inner, Parts
 from .source import Array, KernelSource, Sizes
 
-_BYTES = {"i32": 4, "float": 4, "bf16": 2, "f16": 2}  # of the elements of arrays that are no values
+_BYTES = {"i32": 4, "float": 4, "bf16": 2, "f16": 2}  # of the elements of arrays that do not hold values
 
 
 @dataclass(frozen=True)
 class Step:
-    """The kernels of a part, in order. overlaps: of each, whether it may start before the one before it has ended, for which it waits.
+    """The kernels of a part, in order. overlaps: for each kernel, whether it may start before the previous one has ended, for which it
+    waits.
 
-    previous, next: the parts with whose product this one agreed on fragment order.
+    previous, next: the parts with whose products this one has agreed on fragment order.
     """
 
     chosen: Chosen
@@ -36,7 +37,7 @@ class Step:
     next: int | None = None
 
     def __str__(self) -> str:
-        """The kernels by their titles, and what is chained."""
+        """The titles of the kernels, and what they are chained with."""
         chained = {"activations in fragment order, of segment": self.previous, "result in fragment order, for segment": self.next}
         said = [", ".join(kernel.title for kernel in self.kernels), *(f"{what} {i}" for what, i in chained.items() if i is not None)]
         return "; ".join(said)
@@ -44,7 +45,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is launched for some sizes on a GPU: a step for each part, whose inner arrays lie in one piece of memory."""
+    """What is launched for certain sizes on a GPU: a step for each part; all inner arrays lie in one block of memory."""
 
     arch: Arch
     sizes: tuple[tuple[str, int], ...]
@@ -79,9 +80,9 @@ class Choice:
 
 
 def choose(parts: Parts, sizes: Sizes, arch: Arch, any_size: bool = False) -> Choice:
-    """What is launched; any_size: by kernels that calls of all other sizes have too, where there are such.
+    """The choice; any_size: with kernels that are shared by calls of all other sizes, if there are any.
 
-    UnsupportedError if the variant that parts ask for fits one of their products not.
+    UnsupportedError if the variant that `parts` asks for does not fit one of their products.
     """
     sources = [part.source for part in parts.parts]
     chosen = [s.choose_any(arch, parts.variant) if any_size else s.choose(sizes, arch, parts.variant) for s in sources]
@@ -99,25 +100,23 @@ def choose(parts: Parts, sizes: Sizes, arch: Arch, any_size: bool = False) -> Ch
 
 
 def _may_overlap(kernel: KernelSource, after_product: bool) -> bool:
-    """Whether the first kernel of a segment may start before that of another one has ended.
+    """Whether the first kernel of a segment may start before the last kernel of the previous segment has ended.
 
-    What it reads before it waits (ends, weights) must not be what the kernel before makes: a product makes none of these.
+    The previous kernel must not make what this one reads before it waits (ends, weights): a product makes neither.
     """
     return not kernel.writes_before_wait and (after_product or not kernel.reads_before_wait)
 
 
-# Memory is used again from segment to segment, never by kernels of the same one, which may be concurrent. That is safe although launches
-# overlap:
-#
-# - A kernel writes after `griddepcontrol.wait`, when the kernel before it has ended. That one has waited itself, all of its blocks or the
-#   last one, and so on: all kernels of the segments before have ended.
-# - Concurrent kernels of a product wait for the one before them when they are done, and begin when the first of them has waited. So all
-#   of the segments before has ended when any of them begins, and what waits for the last of them waits for all.
-# - `reorder_activations` alone writes before it waits (grouped_mm.py). Where it is the first kernel of its segment, it does not overlap.
-#   Else the kernel before it is routing of the same segment, which has waited before it let others start.
-# - What a kernel reads before it waits lives in its segment, so nothing else is written there before the next one.
+# Memory is reused from segment to segment, but never by kernels of the same segment, which may run concurrently. This is safe although
+# launches overlap: # - A kernel writes after `griddepcontrol.wait`, when the previous kernel has ended. All blocks of that kernel, or its
+# last one, have waited   too, and so on: all kernels of earlier segments have ended. - Concurrent kernels of a product wait for the
+# previous kernel at their end, and begin when the first of them has waited. So all kernels of   earlier segments have ended when any of
+# them begins, and a kernel that waits for the last of them waits for all. - Only `reorder_activations` writes before it waits
+# (grouped_mm.py). If it is the first kernel of its segment, it does not overlap.   Otherwise the previous kernel is routing in the same
+# segment, which waits before it lets others start. - What a kernel reads before it waits lives in its segment, so nothing else is written
+# there before the next one.
 def _workspace(parts: Parts, chosen: Sequence[Chosen], sizes: Sizes) -> Memory:
-    """Where the inner arrays lie; steps are segments."""
+    """The placement of the inner arrays; steps are segments."""
     nbytes = (_nbytes(inner, chosen[inner.first], sizes) for inner in parts.inner)
     return memory.plan([memory.Array(x.array.name, n, x.first, x.last) for x, n in zip(parts.inner, nbytes, strict=True)])
 

@@ -1,8 +1,8 @@
-"""Which columns of a product the columns of a result are made of, and the blocks that a kernel can make of them.
+"""Which columns of a product make up the columns of a result, and the blocks in which a kernel can compute them.
 
-A kernel has tiles of 16 rows of a matrix, which are columns of its product. A block of BLOCK columns of the result is made of
-COLUMNS_PER_RESULT * BLOCK / 16 of them: separate tiles, where the f-th columns of 16 results follow each other, as gate and up in two
-halves do (BLOCK = 16, tile f for each); or an interleaved one, where 16 rows hold all columns of 8 results, as gate and up by 8 do
+A kernel has tiles of 16 rows of a matrix, which are columns of its product. A block of BLOCK columns of the result is made from
+COLUMNS_PER_RESULT * BLOCK / 16 tiles. Either these are separate tiles, if the f-th columns of 16 results are adjacent, like gate and up in
+two halves (BLOCK = 16, tile f for each). Or they are interleaved, if 16 rows hold all columns of 8 results, like gate and up in blocks of 8
 (BLOCK = 8).
 """
 
@@ -15,12 +15,12 @@ from ...errors import UnsupportedError
 from ..cxx.indices import Index
 
 TILE = 16
-_WHOLE = 4  # tiles that make whole columns of any result, which is what kernels count on
+_WHOLE = 4  # tiles that make whole columns of any result, on which kernels rely
 
 
 @dataclass(frozen=True)
 class Columns:
-    """read: the columns of the product, as functions of j; width: of the result; block: BLOCK."""
+    """read: the columns of the product, as functions of j; width: that of the result; block: BLOCK."""
 
     read: tuple[Index, ...]
     width: int
@@ -28,11 +28,11 @@ class Columns:
 
     @property
     def tiles(self) -> int:
-        """Tiles of a block."""
+        """The number of tiles in a block."""
         return self.block * len(self.read) // TILE
 
     def functions(self) -> list[str]:
-        """The C++ that kernels ask: column, first_row, tile and local."""
+        """The C++ functions that kernels call: column, first_row, tile and local."""
         choice = str(self.read[-1])
         for f in range(len(self.read) - 2, -1, -1):
             choice = f"f == {f} ? {self.read[f]} : {choice}"
@@ -49,7 +49,7 @@ class Columns:
 
 
 def columns(read: Sequence[Index], width: int, *, aligned: bool) -> Columns:
-    """The blocks of columns. aligned: tiles begin at multiples of 16 rows. UnsupportedError if they are in neither order."""
+    """The blocks of columns. aligned: tiles begin at multiples of 16 rows. UnsupportedError if the columns are in neither order."""
     if _WHOLE % len(read):
         raise UnsupportedError(f"a result of {len(read)} columns of the product has no kernel here", expected="1, 2 or 4")
     numbers = [[column.evaluate({"j": j}) for j in range(width)] for column in read]

@@ -1,5 +1,5 @@
-"""The CUDA C++ of copies of numbers in MXFP8, around kernels/mxfp8.cuh: what is stored of each, one kernel for those of a value, and one
-for the numbers of a copy that was saved."""
+"""The CUDA C++ of MXFP8 copies, around kernels/mxfp8.cuh: a kernel that makes and stores all copies of one value, and a kernel that decodes
+a saved copy."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ..inexpressible import Inexpressible
 from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
 from .vectors import FIRST, of_eight
 
-_ROWS, _COLUMNS = 32, 256  # of a warp's part of a tile; rows of a block of a copy along columns
-_MIN_BLOCKS = 2  # registers for all that a lane loads ahead
+_ROWS, _COLUMNS = 32, 256  # of a warp's part of a tile; rows in a block of a copy along columns
+_MIN_BLOCKS = 2  # leaves registers for everything that a lane loads ahead
 _J, _M = map(Variable, "jm")
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A `quantize` with what follows it: the parts, and the bf16 numbers that they stand for; None for what nobody reads."""
+    """A `quantize` and the operations after it: the parts, and the bf16 numbers that they stand for; None for unread ones."""
 
     op: Op
     codes: Value | None
@@ -38,7 +38,7 @@ class Copy:
 
     @classmethod
     def of(cls, fusion: Fusion, op: Op) -> Copy:
-        """Inexpressible for another encoding than MXFP8, and unless all that reads it is one `unpack`."""
+        """Inexpressible for other encodings than MXFP8, and unless one `unpack` is the only reader."""
         encoding, (made,) = find(op.attrs["encoding"]), op.outputs
         if encoding.name not in TRAINED:
             raise Inexpressible(op, f"quantizing to {encoding.name} has no kernel here")
@@ -61,12 +61,12 @@ class Copy:
 
     @property
     def memory(self) -> list[Value]:
-        """What is stored of it."""
+        """The values of it that are stored."""
         return [v for v in (self.codes, self.scales, self.numbers) if v is not None]
 
 
 def of_one_value(fusion: Fusion) -> dict[Op, list[Copy]]:
-    """The copies of a fusion, those of one value together, by the first `quantize` of it. Raises as `Copy.of`."""
+    """The copies in a fusion, grouped by value, under the first `quantize` of each value. Raises like `Copy.of`."""
     found: dict[Value, list[Copy]] = {}
     for op in fusion.ops:
         if op.kind.name == "quantize":
@@ -77,7 +77,7 @@ def of_one_value(fusion: Fusion) -> dict[Op, list[Copy]]:
 
 
 def saved(fusion: Fusion) -> list[Op]:
-    """Each `dequantize` to bf16 of parts in memory, in blocks along rows of groups."""
+    """Each `dequantize` to bf16 of parts that are in memory, with blocks along rows of groups."""
     found = []
     for op in fusion.ops:
         pack = fusion.producers.get(op.values[0]) if op.kind.name == "dequantize" and len(op.values) > 1 else None
@@ -89,14 +89,14 @@ def saved(fusion: Fusion) -> list[Op]:
 
 
 def _numbers(fusion: Fusion, parts: Sequence[Value]) -> Value | None:
-    """What parts are decoded to in the same segment."""
+    """The value to which parts are decoded in the same segment."""
     packs = (r for r in fusion.readers.get(parts[0], ()) if r.kind.name == "pack" and r.values == tuple(parts))
     decoded = (r for pack in packs for r in fusion.readers.get(pack.outputs[0], ()))
     return next((r.outputs[0] for r in decoded if r.kind.name == "dequantize" and r.attrs["dtype"] == "bf16"), None)
 
 
 def _read_apart(fusion: Fusion, part: Value, numbers: Value | None) -> bool:
-    """Whether a part is read by more than what decodes it."""
+    """Whether something other than the decoding operation reads a part."""
     if part in fusion.outputs:
         return True
     packed = [r.outputs[0] for r in fusion.readers.get(part, ()) if r.kind.name == "pack"]
@@ -105,7 +105,7 @@ def _read_apart(fusion: Fusion, part: Value, numbers: Value | None) -> bool:
 
 
 def kernel(source: Source, name: str, copies: Sequence[Copy], left: Sequence[Value], sizes: Sizes) -> KernelSource:
-    """What makes copies of one value, each along another axis. left: what is not in memory yet."""
+    """The kernel that makes copies of one value, each along another axis. left: values that are not in memory yet."""
     (x, *_), ends = copies[0].op.values, next((v for copy in copies for v in copy.op.values[1:]), None)
     *lead, n, _ = x.type.shape
     width, rows = known(x.type.shape[-1]), elements((*lead, n))
@@ -133,14 +133,14 @@ def kernel(source: Source, name: str, copies: Sequence[Copy], left: Sequence[Val
 
 
 def _stored(source: Source, copy: Copy | None) -> str:
-    """Where a copy goes."""
+    """The function that stores a copy."""
     if copy is None:
         return "Copy{}"
     return f"Copy{{{', '.join('nullptr' if v is None else source.names[v] for v in (copy.codes, copy.scales, copy.numbers))}}}"
 
 
 def reading(source: Source, name: str, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
-    """What makes the numbers of a saved copy. left: what is not in memory yet."""
+    """The kernel that decodes a saved copy. left: values that are not in memory yet."""
     (packed, ends), (numbers,) = op.values, op.outputs
     width, rows, groups = known(numbers.type.shape[-1]), plain(numbers.type.shape[0]), known(ends.type.shape[0])
     parts = ", ".join(source.array(v, left) for v in source.fusion.producers[packed].values)
@@ -158,7 +158,7 @@ def _grouped(source: Source, ends: Value, rows: AnySize, left: Sequence[Value]) 
 
 
 def _of_tiles(source: Source, name: str, body: Sequence[str], rows: AnySize, groups: int, width: int, sizes: Sizes) -> KernelSource:
-    """A kernel whose warps have parts of tiles; groups: 0 for rows of none."""
+    """A kernel whose warps compute parts of tiles; groups: 0 for rows without groups."""
     tiles = -(-value(plain(rows), sizes) // _ROWS) + (groups + 1 if groups else 0)
     blocks = -(-tiles * -(-width // _COLUMNS) * 32 // THREADS)
     return source.kernel(name, body, blocks, headers=("mxfp8.cuh",), max_resident=MAX_RESIDENT, min_blocks=_MIN_BLOCKS)

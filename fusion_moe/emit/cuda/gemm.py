@@ -1,5 +1,5 @@
-"""The CUDA C++ of grouped products of 16-bit matrices as they are in torch, around kernels/gemm.cuh: fprop and dgrad, and wgrad; and of
-dgrad with weights in few bits.
+"""The CUDA C++ of grouped products of 16-bit matrices stored as in torch, around kernels/gemm.cuh: fprop, dgrad and wgrad; and of dgrad
+with quantized weights.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from .variants import Variant
 from .vectors import VECTOR, Rows, VectorElements, follow, in_vectors
 
 DTYPES = ("bf16", "f16")
-READERS = [(dtype, "linear") for dtype in DTYPES]  # of weights
-PACKED = [(encoding, layout) for encoding, layout in readers.READERS if encoding not in DTYPES]  # in few bits, of a dgrad
+READERS = [(dtype, "linear") for dtype in DTYPES]  # encodings and layouts of weights
+PACKED = [(encoding, layout) for encoding, layout in readers.READERS if encoding not in DTYPES]  # quantized weights of a dgrad
 HEADER = "gemm.cuh"
 _TILES_M = (128, 64)  # rows
 _K_BLOCK, _THREADS = 64, 384
-_MORE_THREADS = 512  # two producer warpgroups, where consumers' accumulators leave them registers
-_FEW_ROWS = 64  # of a group, on average, up to which tiles of 64 rows pay for weights in few bits
-_RUN_OF_ROWS = 16  # of a weight in few bits: what a warp has of them has one outer scale
-_MANY_ROWS = 32  # of a group, on average, from which tiles of 128 rows pay
+_MORE_THREADS = 512  # with two producer warpgroups, if the consumers' accumulators leave them registers
+_FEW_ROWS = 64  # average rows per group up to which tiles of 64 rows are faster for quantized weights
+_RUN_OF_ROWS = 16  # of a quantized weight: the rows that a warp has share one outer scale
+_MANY_ROWS = 32  # average rows per group from which tiles of 128 rows are faster
 _BOX_ROWS = (128, 64, 32, 16, 8)  # of K-major matrices
-LARGE_M_COLUMNS = 64  # that a warpgroup of kernels/large_m.cuh has
+LARGE_M_COLUMNS = 64  # columns of a warpgroup of kernels/large_m.cuh
 PARTIAL_SUMS = "partial_sums"
 _TILES_N = (256, 128)  # columns of the product
-_FEW_COLUMNS = 64  # of a wgrad's operand: as few as lie in a row of a piece of shared memory
-MAX_GROUPS = 2048  # that shared memory lasts for
+_FEW_COLUMNS = 64  # of a wgrad's operand: as many as fit in a row of a piece of shared memory
+MAX_GROUPS = 2048  # the most for which shared memory is large enough
 TILE_COUNTER = Array("tile_counter", "i32", 1)
 _I, _J, _M = map(Variable, "ijm")
 
 
 class Gemm(Source):
-    """The source of a planned fprop or dgrad. A dgrad may have a weight in few bits."""
+    """The source of a planned fprop or dgrad. A dgrad may have a quantized weight."""
 
     ELEMENTS = VectorElements
 
@@ -66,11 +66,11 @@ class Gemm(Source):
             self.scratch.append(Array(PARTIAL_SUMS, "float", elements((self._rows, self._tiles * self._most_parts * len(plan.sums)))))
 
     def functions(self) -> list[str]:
-        """What all kernels of the segment know."""
+        """The functions that all kernels of the segment use."""
         return [f"__device__ i64 rows() const {{ return {size(self._rows)}; }}", *([NO_ENDS] if self.plan.of_one_group else [])]
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """Routing; activations that are computed; the product; what is summed of its tiles, and of its rows."""
+        """Routing; computed activations; the product; sums over its tiles and rows."""
         made = [
             reset_tile_counter(self, sizes),
             *self.made_first(sizes, chosen.any_size),
@@ -94,7 +94,7 @@ class Gemm(Source):
         )
 
     def _weight_boxes(self) -> Boxes | None:
-        """Boxes of the matrices, if what a tile's columns read follows each other."""
+        """Boxes of the matrices, if the columns that a tile's columns read are adjacent."""
         plan = self.plan
         if self.packed:
             return None
@@ -105,7 +105,7 @@ class Gemm(Source):
         return Boxes(self.array_number(plan.weight[0]), self.dtype, (inner_size, outer, plan.groups), box)
 
     def sums(self, parts: int, sizes: Sizes) -> list[KernelSource]:
-        """The kernels that add what `parts` parts of a row are summed to, in order."""
+        """The kernels that add, in order, the `parts` partial sums of each row."""
         return [self._sums(i, v, parts, sizes) for i, v in enumerate(self.plan.summed)]
 
     def _sums(self, i: int, v: Value, parts: int, sizes: Sizes) -> KernelSource:
@@ -122,22 +122,22 @@ class Gemm(Source):
         return plain(self.plan.a.type.shape[0])
 
     def _tile_m(self, sizes: Sizes) -> int:
-        """Rows of a tile. A weight in few bits is dequantized for each tile: lower ones pay where most rows of a high one would be none."""
+        """Rows of a tile. Quantized weights are dequantized for each tile: low tiles are faster if most rows of a high one are empty."""
         few = self.packed and value(self._rows, sizes) <= _FEW_ROWS * self.plan.groups
         return _TILES_M[few]
 
     def _parts(self, sizes: Sizes) -> int:
-        """Parts of a tile's row that are summed by themselves: the consumer warpgroups of a tile of 64 rows have half of it each."""
+        """How many parts of a tile's row are summed separately: with tiles of 64 rows, each consumer warpgroup has half of a row."""
         return _TILES_M[0] // self._tile_m(sizes)
 
     @property
     def _most_parts(self) -> int:
-        """Large-M kernels sum 64 columns by themselves."""
+        """Large-M kernels sum each 64 columns separately."""
         return self._tile_n // LARGE_M_COLUMNS if self.packed else 1
 
     @property
     def _tile_n(self) -> int:
-        """Few columns leave half of a high tile idle."""
+        """Columns of an N tile: few columns would leave half of a wide tile idle."""
         return _TILES_N[0] if self.plan.width * self._columns_read > _TILES_N[1] else _TILES_N[1]
 
     @property
@@ -147,7 +147,7 @@ class Gemm(Source):
 
     @property
     def _tiles(self) -> int:
-        """N tiles."""
+        """The number of N tiles."""
         return -(-self.plan.width // self._tile_columns)
 
     # The struct -------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Gemm(Source):
         ]
 
     def _make_stores(self) -> Sequence[Index]:
-        """Makes the function that stores results, and gives the columns of the product that column j of a result is made of."""
+        """Makes the function that stores results; returns the columns of the product from which column j of a result is made."""
         plan, rows = self.plan, Rows(self.plan.width)
         epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}][v]"})
         made = epilogue.elements()
@@ -196,7 +196,7 @@ class Gemm(Source):
         return epilogue.columns or [_J]
 
     def _check_columns(self, columns: Sequence[Index]) -> None:
-        """UnsupportedError unless tiles have the columns of the product that a result is made of."""
+        """UnsupportedError unless tiles contain the columns of the product from which a result is made."""
         plan = self.plan
         if len(columns) not in (1, 2, 4):
             raise UnsupportedError(f"a result of {len(columns)} columns of the product has no kernel here", expected="1, 2 or 4")
@@ -207,7 +207,7 @@ class Gemm(Source):
             raise UnsupportedError(what, expected=f"its own columns, or a weight of {' or '.join(DTYPES)}")
 
     def _weight(self) -> list[str]:
-        """The matrices, or what reads them."""
+        """The matrices, or the reader of their encoding."""
         plan = self.plan
         if not self.packed:
             return [f"__device__ const {self.dtype}* b_matrix(i64 g) const {{ return {self.names[plan.weight[0]]} + g * (i64(N) * K); }}"]
@@ -219,7 +219,7 @@ class Gemm(Source):
         return [f"static constexpr i32 SCALE_RUNS = {runs};", f"using Weights = {reads.of(self.dtype)};"]
 
     def _rows_of_boxes(self, columns: Sequence[Index]) -> int:
-        """How many rows of a matrix, for columns of a tile that follow each other, a box has; 64 columns of one that is [k, n]. 0: none."""
+        """The rows of a matrix in a box, which are adjacent columns of a tile; for a matrix [k, n], a box has 64 columns. 0: no boxes."""
         counts = (_K_BLOCK,) if self.plan.kind == "dgrad" else [n for n in _BOX_ROWS if self._tile_columns % n == 0]
         return next((n for n in counts if all(follow(c, self.plan.width, n) for c in columns)), 0)
 
@@ -233,7 +233,7 @@ class Gemm(Source):
 
 
 class EitherProduct(Product):
-    """The source of a planned product: by the kernels of products of any encoding, or by `Gemm`, which has no variants."""
+    """The source of a planned product: by the kernels for products in any encoding, or by `Gemm`, which has no variants."""
 
     def __init__(self, plan: Plan):
         self._gemm = Gemm(plan)
@@ -246,40 +246,40 @@ class EitherProduct(Product):
         return super().launches(chosen, sizes, arch) if chosen.size_classes else self._gemm.launches(chosen, sizes, arch)
 
     def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
-        """Nothing for the arrays of the other one."""
+        """No elements for the arrays of the other one."""
         if bool(chosen.size_classes) != (array in self._others):
             return 0
         return super().count(array, chosen, sizes) if chosen.size_classes else self._gemm.count(array, chosen, sizes)
 
 
 class PlainProduct(EitherProduct):
-    """Of an fprop with a weight of 16 bits: by `Gemm` where groups have many rows."""
+    """For an fprop with a 16-bit weight: by `Gemm` if groups have many rows."""
 
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
-        """The kernels; none of the variants if by `Gemm`."""
+        """The kernels; no variants if by `Gemm`."""
         many = value(self.rows, sizes) >= _MANY_ROWS * self.groups
         return Chosen() if many and arch.wgmma and variant == AUTO else super().choose(sizes, arch, variant)
 
 
 class PackedDgrad(EitherProduct):
-    """Of a dgrad with a weight in few bits: by `Gemm` where no variant fits, or not the one that is asked for.
+    """For a dgrad with a quantized weight: by `Gemm` if no variant fits, or not the requested one.
 
     Rows of several lengths, and sums over them, are stored by the same function as in `Gemm`.
     """
 
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
-        """The kernels; none of the variants if by `Gemm`."""
+        """The kernels; no variants if by `Gemm`."""
         with suppress(UnsupportedError):
             return super().choose(sizes, arch, variant)
         return Chosen()
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """The kernels of one of the two, and what is summed."""
+        """The kernels of one of the two, and those for sums."""
         made = super().launches(chosen, sizes, arch)
         return [*made, *self._gemm.sums(-(-self.plan.width // LARGE_M_COLUMNS), sizes)] if chosen.size_classes else made
 
     def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
-        """As `EitherProduct`; both sum parts of rows."""
+        """As in `EitherProduct`; both sum parts of rows."""
         return self._gemm.count(array, chosen, sizes) if array.name == PARTIAL_SUMS else super().count(array, chosen, sizes)
 
     def _make_results(self, epilogue: Epilogue) -> list[str]:
@@ -289,7 +289,7 @@ class PackedDgrad(EitherProduct):
         return [f"static constexpr i32 RESULTS = 0, SUMS = {len(self.plan.sums)};", f"using Element = {self.dtype};"]
 
     def _row(self, variant: Variant, reads_fragment_order: bool) -> list[str]:
-        """What products alone know."""
+        """The functions that only products use."""
         stores = [] if self.plan.one_width else ["", *self._gemm.stores]
         return [*super()._row(variant, reads_fragment_order), *stores]
 
@@ -308,7 +308,7 @@ class Wgrad(Source):
         self._functions = self._make_functions()
 
     def functions(self) -> list[str]:
-        """What all kernels of the segment know."""
+        """The functions that all kernels of the segment use."""
         return []
 
     def _make_functions(self) -> list[str]:
@@ -326,7 +326,7 @@ class Wgrad(Source):
         ]
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """Routing; operands that are computed; the product."""
+        """Routing; computed operands; the product."""
         m, n = self._tile
         tiles = self.plan.groups * -(-self.plan.n // m) * -(-self.plan.k // n)
         made = [kernel for operand in self.operands for kernel in operand.made(sizes)]
@@ -336,9 +336,10 @@ class Wgrad(Source):
 
     @property
     def _tile(self) -> tuple[int, int]:
-        """A tile's rows and columns of the result. Threads gather one of the operands, at most: that with the fewer columns of a tile.
+        """A tile's rows and columns of the result. Threads gather at most one of the operands: the one with fewer columns in a tile.
 
-        Of an operand with few columns a tile has no more: registers and shared memory are left for many of the other.
+        If an operand has few columns, a tile has no more of them, which leaves registers and shared memory for more columns of the other
+        operand.
         """
         wide, narrow = _TILES_N
         n, k = self.operands
@@ -364,7 +365,7 @@ class Wgrad(Source):
 
 
 class Operand:
-    """Rows that a kernel copies: of a matrix in memory, picked by an index or not, or computed before. name: of its functions."""
+    """Rows that a kernel copies: of a matrix in memory, gathered by an index or not, or computed before. name: prefix of its functions."""
 
     def __init__(self, owner: Source, v: Value, columns: int, name: str):
         self.owner, self.value, self.columns, self.name = owner, v, columns, name
@@ -374,7 +375,7 @@ class Operand:
         self.in_boxes = (not found or found[1] == _M) and columns % VECTOR == 0
 
     def boxes(self, rows: int, sizes: Sizes) -> Boxes:
-        """Boxes of rows, which are those of the matrix."""
+        """Boxes of rows, if these are the matrix's own rows."""
         count = value(elements(self.value.type.shape), sizes) // self.columns
         box = (_K_BLOCK, rows)
         return Boxes(self.owner.array_number(self._matrix), self.value.type.dtype, (self.columns, count), box)
@@ -389,7 +390,7 @@ class Operand:
         return [self.owner.for_all(f"prologue_{self.name}", elements(self.value.type.shape), body, sizes)]
 
     def functions(self) -> list[str]:
-        """The matrix; what picks row m; which of its rows that is."""
+        """The matrix, the gather of row m, and which of the matrix's rows it is."""
         made = self.owner.elements(without=self.owner.made_later)
         found = made.row_in_memory(self.value, _M, self.columns)
         matrix, row = (self.owner.names[found[0]], found[1]) if found else (self.scratch[0].name, _M)
@@ -407,7 +408,7 @@ class Operand:
 
 
 def _unchecked(row: Index) -> tuple[Index, Index]:
-    """A row, or the index that it is the safe form of; and the row as a function of `index`."""
+    """A row, or the index of which it is the safe form, and the row as a function of `index`."""
     match row:
         case Call(function, (index, *others)) if function == "clamp_index":
             return index, Call(function, (Variable("index"), *others))
@@ -423,7 +424,7 @@ def product_kernel(
     source: Source, kernel: str, name: str, functions: Sequence[str], tiles: int, arch: Arch, boxes: Mapping[str, Boxes | None],
     reader: str | None = None, threads: int = _THREADS,
 ) -> KernelSource:  # fmt: skip
-    """A persistent kernel of the products. boxes: of operands a and b that it copies in boxes; reader: the header of what dequantizes b."""
+    """A persistent kernel of a product. boxes: those of operands a and b that it copies in boxes; reader: the header that dequantizes b."""
     shared = f"static constexpr int MAX_SHARED_BYTES = {arch.shared_per_block};"
     given = {operand: found for operand, found in boxes.items() if found}
     maps = {operand: f"&map{i}" for i, operand in enumerate(given)}

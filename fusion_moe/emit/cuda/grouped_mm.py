@@ -1,4 +1,4 @@
-"""The CUDA C++ of a grouped_gemm segment: the segment's own part, around the kernels in kernels/."""
+"""The CUDA C++ of a grouped_gemm segment: the segment's own code around the kernels in kernels/."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .readers import reader
 from .source import NO_ENDS, Array, Given, KernelSource, Sizes, Source
 from .variants import TILE, Matrices, Variant
 
-ACTIVATIONS = "activations"  # what the prologue makes
+ACTIVATIONS = "activations"  # the array that the prologue makes
 _I, _J, _M = map(Variable, "ijm")
 _COLUMNS_PER_THREAD = 16  # columns that a thread reads
-_USUAL_ROWS = 40  # of a group, for which kernels are chosen that may get any number
-_MAX_IDS = 32  # that each warp sorts by itself, and does not wait for `route`
+_USUAL_ROWS = 40  # rows of a group for which kernels that can get any number are chosen
+_MAX_IDS = 32  # up to this many, each warp sorts ids itself instead of waiting for `route`
 _UNBOUNDED = 2**31 - 1  # rows, as kernels/ragged.cuh has it
-_MAX_GROUPS = 2048  # that registers and shared memory last for, where all blocks know where groups begin
+_MAX_GROUPS = 2048  # the most for which registers and shared memory suffice, if all blocks know where groups begin
 
 
 class Product(Source):
@@ -47,8 +47,8 @@ class Product(Source):
         if self.groups > _MAX_GROUPS:
             raise UnsupportedError(f"{self.groups} groups have no kernel here", expected=f"at most {_MAX_GROUPS}")
         found = self.elements().row_in_memory(plan.a, _M, plan.k)
-        self.matrix = found[0] if found else None  # in memory, whose rows are the activations
-        self._natural_order = found is not None and found[1] == _M  # whether its row m is row m of activations
+        self.matrix = found[0] if found else None  # the matrix in memory whose rows are the activations
+        self._natural_order = found is not None and found[1] == _M  # whether its row m is row m of the activations
         self.scratch.append(Array(ACTIVATIONS, self.dtype, elements((self.matrix or plan.a).type.shape)))
         epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}]"})
         self._results = self._make_results(epilogue)
@@ -57,12 +57,12 @@ class Product(Source):
 
     @property
     def groups(self) -> int:
-        """How many matrices there are."""
+        """The number of matrices."""
         return self.plan.groups
 
     @property
     def matrices(self) -> Matrices:
-        """What the choice of kernels looks at, but for rows."""
+        """What the choice of kernels depends on, except rows."""
         tile_bytes = int(TILE * self.plan.encoding.weight_bits) // 8
         runs = self.plan.scale_runs if self.plan.kind == "dgrad" else 1
         return Matrices(self.groups, self.plan.k, self.tiles, self.columns.tiles, tile_bytes, self.reader.tiled, self.plan.kind, runs)
@@ -82,15 +82,15 @@ class Product(Source):
         return self._functions
 
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
-        """The kernels of the product, whose rows and result are row-major in memory."""
+        """The kernels of the product, for rows and a result that are row-major in memory."""
         return Chosen(choose_kernels(value(self.rows, sizes), self.matrices, arch, variant))
 
     def choose_any(self, arch: Arch, variant: str = AUTO) -> Chosen:
-        """Kernels between those of few rows and of many."""
+        """Kernels that suit sizes between few rows and many."""
         return Chosen(choose_kernels(_USUAL_ROWS * self.groups, self.matrices, arch, variant), any_size=True)
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """Routing; activations that are computed, or needed in fragment order; the product; what is summed of its rows."""
+        """Routing; activations that are computed, or needed in fragment order; the product; sums of its rows."""
         first = self.made_first(sizes, chosen.any_size)
         prologue = [] if chosen.reads_fragment_order else self._prologue(chosen.activation_reader, sizes, after_routing=bool(first))
         products = self.products(chosen, sizes, arch, reads_before_wait=self._routing is None or bool(prologue))
@@ -98,7 +98,7 @@ class Product(Source):
         return [*found, self._combine(sizes)] if self.plan.combine else found
 
     def products(self, chosen: Chosen, sizes: Sizes, arch: Arch, *, reads_before_wait: bool = False) -> list[KernelSource]:
-        """The kernels of the product. reads_before_wait: whether ends are there before the kernel before these has ended."""
+        """The kernels of the product. reads_before_wait: whether ends are available before the previous kernel has ended."""
         size_classes, variant = chosen.size_classes, chosen.activation_reader
         first, last = size_classes[0], size_classes[-1]
         fragment_order = chosen.reads_fragment_order or (self._takes_fragment_order(variant) and not self._reads_in_place(variant))
@@ -121,11 +121,11 @@ class Product(Source):
         self, size_class: SizeClass, sizes: Sizes, arch: Arch, functions: Sequence[str], reads_before_wait: bool,
         concurrent_with_previous: bool, concurrent_with_next: bool, with_small_m: bool, any_size: bool,
     ) -> KernelSource:  # fmt: skip
-        """One of them.
+        """One kernel of the product.
 
-        functions: what it knows. concurrent_with_previous, concurrent_with_next: whether the kernel before, or after, is of the same
-        product; with_small_m: whether one of these is a small-M kernel. All launches of a variant have the same text: what differs it is
-        told by `given`, the SizeClass of kernels/ragged.cuh.
+        functions: its own functions. concurrent_with_previous, concurrent_with_next: whether the kernel before or after it belongs to the
+        same product; with_small_m: whether one of these is a small-M kernel. All launches of a variant have the same text: `given`, the
+        SizeClass of kernels/ragged.cuh, carries the differences.
         """
         variant, rows = size_class.variant, value(self.rows, sizes)
         ids = not any_size and not variant.persistent and self._routes_all and rows <= _MAX_IDS and size_class.max_rows is None
@@ -141,7 +141,7 @@ class Product(Source):
         )  # fmt: skip
 
     def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
-        """No activations where the product reads a matrix as it is."""
+        """No activations if the product reads a matrix directly."""
         if array.name == ACTIVATIONS and self._reads_in_place(chosen.activation_reader, chosen.reads_fragment_order):
             return 0
         return super().count(array, chosen, sizes)
@@ -149,7 +149,7 @@ class Product(Source):
     # The rows of activations ------------------------------------------------------------------------------------------
 
     def _prologue(self, variant: Variant, sizes: Sizes, after_routing: bool) -> list[KernelSource]:
-        """Makes the activations, if they are not in memory as the product reads them."""
+        """Makes the activations, unless they are in memory as the product reads them."""
         k = self.plan.k
         if self.matrix is None:
             count, made = elements(self.plan.a.type.shape), self.elements()
@@ -161,7 +161,7 @@ class Product(Source):
         pieces = exact_div(elements(self.matrix.type.shape), 8)
         assert pieces is not None
         store = f"store_vector<8>({ACTIVATIONS} + 8 * i, fragment_piece({self.names[self.matrix]}, i));"
-        before_wait, body = ([store], []) if after_routing else ([], [store])  # routing has waited for what made the matrix
+        before_wait, body = ([store], []) if after_routing else ([], [store])  # routing has waited for the kernel that made the matrix
         reorder = self.for_all("reorder_activations", pieces, body, sizes, before_wait=before_wait)
         return [replace(reorder, writes_before_wait=after_routing)]
 
@@ -175,30 +175,30 @@ class Product(Source):
         return ["", *types, f"__device__ const {self.dtype}* row(i64 m) const {{", *body, "}"]
 
     def _reads_in_place(self, variant: Variant, reads_fragment_order: bool = False) -> bool:
-        """Whether the product reads the matrix in memory as it is, and not what the prologue makes of it."""
+        """Whether the product reads the matrix in memory directly, not the prologue's result."""
         return self.matrix is not None and (reads_fragment_order or not self.needs_reordering(variant))
 
     def needs_reordering(self, variant: Variant) -> bool:
-        """Whether a kernel before the product writes rows in fragment order. Where it need not, rows are in natural order."""
+        """Whether a kernel before the product writes rows in fragment order. If not, rows are in natural order."""
         return self._takes_fragment_order(variant) and not (self._natural_order and variant.prefers_natural_order)
 
     def _takes_fragment_order(self, variant: Variant) -> bool:
-        """A dgrad transposes weights to fragments: in which order they lie is no matter."""
+        """Whether the product can read fragment order. A dgrad transposes weights to fragments, so that the order does not matter."""
         return variant.reads_fragment_order and self.plan.kind == "fprop"
 
     @property
     def _routing(self) -> Op | None:
-        """What makes the ends, if this segment does."""
+        """The operation that makes the ends, if it is in this segment."""
         return next((op for op in self.fusion.ops if op.kind.name == "route" and op.outputs[0] is self.plan.ends), None)
 
     @property
     def _routes_all(self) -> bool:
-        """Whether this segment makes the ends, of groups that all rows belong to, by ids that are there before it."""
+        """Whether this segment makes the ends, of groups that include all rows, from ids that are available before it."""
         routing = self._routing
         return routing is not None and routing.attrs.get("first_expert") is None and routing.values[0] not in self.plan.memory
 
     def _find(self) -> list[str]:
-        """How a small-M kernel finds its tile: in ends, or in ids where it may."""
+        """How a small-M kernel finds its tile: in ends, or in ids if it can."""
         by_ids = []
         if self._routes_all:
             assert self._routing is not None
@@ -230,7 +230,7 @@ class Product(Source):
             *self._results,
         ]
 
-    # What is stored for rows of groups --------------------------------------------------------------------------------
+    # Results for rows of groups -----------------------------------------------------------------------------------------
 
     def _make_results(self, epilogue: Epilogue) -> list[str]:
         """The functions `result` and `array`."""
@@ -256,7 +256,7 @@ class Product(Source):
             "}",
         ]
 
-    # What is stored for tokens ----------------------------------------------------------------------------------------
+    # Results for tokens -------------------------------------------------------------------------------------------------
 
     def _combine(self, sizes: Sizes) -> KernelSource:
         assert self.plan.combine is not None

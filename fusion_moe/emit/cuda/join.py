@@ -1,4 +1,4 @@
-"""Programs in one call: all segments at once, products that follow each other chained."""
+"""Programs in one call: all segments at once, with consecutive products chained."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .parts import Part, parts_of
 
 
 def join(fusion: Fusion, kernels: Sequence[Kernel]) -> tuple[tuple[Kernel, ...], Call | None]:
-    """The kernels, and one call for all of them if all are ours and each output is memory of its own."""
+    """The kernels, and one call for all of them if all are ours and each output is separate memory."""
     launches = [k.launch for k in kernels if isinstance(k.launch, Launch)]
     if len(launches) < len(kernels) or not kernels:
         return tuple(kernels), None

@@ -1,4 +1,4 @@
-"""Calling kernels: pointers in, new tensors out. What does not change from call to call is made once for each device and sizes."""
+"""Calling kernels: pointers in, new tensors out. What is the same for all calls is made once for each device and sizes."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from .parts import Parts, one_part
 from .source import Boxes, KernelSource, Sizes, Source
 
 KERNELS = Path(__file__).parent / "kernels"
-_ALIGN = 16  # bytes that vectors are loaded by
-_REMEMBERED = 1024  # devices and sizes of calls
-_TITLE = 3  # operations that a message names
+_ALIGN = 16  # bytes: the alignment of vector loads
+_REMEMBERED = 1024  # how many devices and sizes of calls are kept
+_TITLE = 3  # how many operations a message names
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """The kernels of a part, for known sizes. places: of its arrays among those of the call; with each launch what it alone is given."""
+    """The kernels of a part, for known sizes. places: its arrays among those of the call; with each launch, the parameters of its own."""
 
     numbers: tuple[int, ...]
     places: tuple[int, ...]
     launches: tuple[tuple[cuda.Launch, ctypes.Array[ctypes.c_int] | None, tuple[Boxes, ...]], ...]
 
     def run(self, addresses: Sequence[int], stream: int, fault: int) -> None:
-        """On the current device; addresses: of all arrays of the call; fault: of the word for what is wrong."""
+        """Runs on the current device; addresses: of all arrays of the call; fault: address of the word for faults."""
         arrays = [addresses[i] for i in self.places]
         words = (*self.numbers, *arrays, fault)
         params = (ctypes.c_longlong * len(words))(*words)
@@ -59,9 +59,9 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a call of known sizes needs: its results, memory for all else that it makes, and kernels.
+    """What a call with known sizes needs: its results, memory for everything else that it makes, and kernels.
 
-    until: what compiles the kernels of these sizes, in place of which others run.
+    until: the compilation of the kernels for these sizes, until which others run.
     """
 
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -71,17 +71,17 @@ class _Prepared:
 
     @property
     def outdated(self) -> bool:
-        """Whether the kernels of these sizes could run by now: not while a graph is captured, when nothing is loaded."""
+        """Whether the kernels for these sizes could run by now: never during a graph capture, when nothing is loaded."""
         return self.until is not None and self.until.done and not cuda.capturing()
 
 
 class Call:
     """call(tensors, sizes) -> outputs: the kernels of parts, in order, compiled at the first call that needs them.
 
-    Under the option background_compile the first call that is not prepared compiles kernels for any size beside its own. They run in calls
-    of other sizes while the kernels of these are compiled.
+    Under the option background_compile, the first call that is not prepared compiles kernels for any size in addition to its own. They
+    serve calls of other sizes while the kernels for these are compiled.
 
-    choose(sizes, arch) -> what is launched for sizes on a GPU; its `kernels` are what has to be compiled.
+    choose(sizes, arch) -> what is launched for sizes on a GPU; its `kernels` are what must be compiled.
     """
 
     def __init__(self, parts: Parts):
@@ -94,18 +94,18 @@ class Call:
         self._faults = Faults(_title(parts))
 
     def choose(self, sizes: Sizes, arch: Arch, any_size: bool = False) -> Choice:
-        """What is launched; any_size: while that is compiled. UnsupportedError if the option cuda_variant names what does not fit."""
+        """What is launched; any_size: while that is compiled. UnsupportedError if the option cuda_variant names one that does not fit."""
         return choose(self.parts, sizes, arch, any_size)
 
     def builds(self, device: torch.device, sizes: Sizes) -> Iterator[Build]:
-        """The kernels of a call of these sizes, and those for any size if they are wanted."""
+        """The kernels for a call of these sizes, and those for any size if they are needed."""
         arch = cuda.arch(cuda.index_of(device))
         yield from _builds(self.choose(sizes, arch))
         if any_size := self._any_size(sizes, arch):
             yield from _builds(any_size)
 
     def load(self, device: torch.device, sizes: Sizes) -> None:
-        """Loads them: a call of these sizes, a captured one too, then only launches."""
+        """Loads the kernels: a call of these sizes, also a captured one, then only launches."""
         index = cuda.index_of(device)
         with torch.cuda.device(index):
             self._faults.prepare(index)
@@ -119,14 +119,14 @@ class Call:
             prepared = self._prepared(device, sizes)
             arrays = [_aligned(t.mT if swap else t) for t, swap in zip(tensors, self._swap, strict=True)]
             arrays += [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in prepared.results]
-            _held, inner = memory.allocate(prepared.workspace, device)  # until all kernels are launched
+            _held, inner = memory.allocate(prepared.workspace, device)  # kept until all kernels are launched
             addresses = [*[t.data_ptr() for t in arrays], *inner]
             for step in prepared.steps:
                 step.run(addresses, stream, fault)
         return tuple([arrays[i] for i in self._outputs])
 
     def descriptor(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> Descriptor | None:
-        """What C++ does for such a call; None while kernels are compiled, where some copy in boxes, and if tensors are copied before."""
+        """What C++ does for such a call; None while kernels are compiled, if some copy in boxes, and if tensors would be copied first."""
         prepared, swapped = self._prepared(tensors[0].device, sizes), [i for i, swap in enumerate(self._swap) if swap]
         launches = [launch for step in prepared.steps for launch in step.launches]
         if prepared.until or any(boxes for *_, boxes in launches) or not native.as_stored(tensors, swapped):
@@ -164,7 +164,7 @@ class Call:
         return self._loaded(choice, device, sizes)
 
     def _any_size(self, sizes: Sizes, arch: Arch) -> Choice | None:
-        """What calls of any sizes can run, if they are to; None if nothing can."""
+        """The choice that calls of any sizes can run, if that is needed; None if there is none."""
         if options.current().background_compile:
             with suppress(UnsupportedError):
                 return self.choose(sizes, arch, any_size=True)
@@ -185,11 +185,11 @@ class Launch:
         self.source, self.call = source, Call(one_part(source, variant))
 
     def builds(self, device: torch.device, sizes: Sizes) -> Iterator[Build]:
-        """The kernels of a call of these sizes."""
+        """The kernels for a call of these sizes."""
         return self.call.builds(device, sizes)
 
     def load(self, device: torch.device, sizes: Sizes) -> None:
-        """Loads them."""
+        """Loads the kernels."""
         self.call.load(device, sizes)
 
     def __call__(self, *inputs: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
@@ -197,7 +197,7 @@ class Launch:
 
 
 def _title(parts: Parts) -> str:
-    """What a call computes, for messages: its first operations, and the weights of its products."""
+    """A description of a call for messages: its first operations, and the weights of its products."""
     ops = [op for part in parts.parts for op in part.source.fusion.ops if not op.kind.view]
     names = list(dict.fromkeys(op.kind.name for op in ops))
     weights = dict.fromkeys(str(p.b.type) for part in parts.parts for p in products(part.source.fusion))
@@ -211,7 +211,7 @@ def build(kernel: KernelSource, arch: Arch) -> Path:
 
 
 def _builds(choice: Choice) -> Iterator[Build]:
-    """The kernels of a choice, by architecture and text."""
+    """The builds of a choice's kernels, keyed by architecture and text."""
     return (_build_of(kernel, choice.arch) for kernel in choice.kernels)
 
 
@@ -220,7 +220,7 @@ def _build_of(kernel: KernelSource, arch: Arch) -> Build:
 
 
 def _missing(choice: Choice) -> list[Build]:
-    """Those of its kernels that are not compiled yet."""
+    """The builds of a choice's kernels that are not compiled yet."""
     arch = choice.arch
     return [
         _build_of(kernel, arch)
@@ -246,7 +246,7 @@ def _loaded(
 
 
 def _given(kernel: KernelSource) -> ctypes.Array[ctypes.c_int] | None:
-    """What its launch alone is given, in memory."""
+    """The parameters that only this launch gets, in memory."""
     return (ctypes.c_int * len(kernel.given.numbers))(*kernel.given.numbers) if kernel.given else None
 
 
@@ -258,6 +258,6 @@ def _load(kernel: KernelSource, cubin: Path, index: int, overlap: bool) -> cuda.
 
 
 def _aligned(t: torch.Tensor) -> torch.Tensor:
-    """t in one piece, where vectors can be loaded from."""
+    """t, contiguous and aligned for vector loads."""
     t = t.contiguous()
     return t if t.data_ptr() % _ALIGN == 0 else t.clone()

@@ -1,7 +1,8 @@
-"""The CUDA C++ of a segment without a product: kernels that make elements of results, a thread for each, or for eight of a row.
+"""The CUDA C++ of a segment without a product: kernels that compute results elementwise, with a thread for each element or each eight of a
+row.
 
-What needs more than one element of something (routing, a combine, a sum, a copy in MXFP8) is made first, in memory. Sums are added in an
-order that depends on sizes alone.
+Values that need more than one element of another one (routing, a combine, a sum, an MXFP8 copy) are made first, in memory. Sums are added
+in an order that depends only on sizes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _WARPS = THREADS // 32
 
 
 class Loops(Source):
-    """The source of a segment. UnsupportedError with the sentence why there is none."""
+    """The source of a segment. UnsupportedError with the reason if there is none."""
 
     ELEMENTS = VectorElements
 
@@ -45,11 +46,11 @@ class Loops(Source):
         super().__init__(fusion, tuple(dict.fromkeys((*whole, *(v for v in fusion.outputs if v not in fusion.inputs)))))
 
     def functions(self) -> list[str]:
-        """None: its kernels have all."""
+        """None: its kernels contain everything."""
         return []
 
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """Routing; sums and copies, in order; then the results, those of as many elements in one kernel."""
+        """Routing; sums and copies, in order; then the results, with one kernel for all results that have as many elements."""
         found = self.made_first(sizes, chosen.any_size)
         ready = [v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs]
         left = [v for v in self.memory if v not in ready]
@@ -100,7 +101,7 @@ class Loops(Source):
         return self.for_all("sum", elements((found.rows, found.columns)), body, sizes)
 
     def _added(self, x: Value, found: Reduction, left: Sequence[Value]) -> list[str]:
-        """What a lane adds of a row: eight columns at a time, or one."""
+        """The terms of a row that a lane adds: eight columns at a time, or one."""
         if not isinstance(found.over, int) or found.over % VECTOR:
             made = self.elements(without=left)
             term = made.of(x, found.at)
@@ -117,7 +118,7 @@ class Loops(Source):
         ]
 
     def _group_sum(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
-        """A block for each group and 32 columns: its warps share rows, and their sums are added in order."""
+        """A block for each group and 32 columns: its warps divide the rows, and their sums are added in order."""
         (x, ends), (y,), made = op.values, op.outputs, self.elements(without=left)
         groups, columns = (known(d) for d in y.type.shape)
         rows, tiles, term = size(plain(x.type.shape[0])), -(-columns // 32), made.of(x, [_R, _J])

@@ -1,8 +1,8 @@
-"""The kernel of a product of one group: the one of the least time, by a model of how long each takes.
+"""The kernel for a product with one group: the fastest one, by a model of the kernels' times.
 
-Of one group the host knows what every block does, so the time can be computed, for a matrix of any sizes. Of several groups, whose rows the
-device alone knows, tables of measured times decide (table.py). The model's constants are fitted to measured times too, of an H200 and an
-H100, by tools/tune; what differs between GPUs are their multiprocessors and memory.
+With one group, the host knows what every block does, so the time can be computed for a matrix of any size. With several groups, whose sizes
+only the device knows, tables of measured times decide (table.py). tools/tune fits the model's constants to measured times as well, of an
+H200 and an H100; GPUs differ in their multiprocessors and memory.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ VARIANTS: tuple[Variant, ...] = (*M8, *M16[1:], *SETS["SMALL_M32"], LargeM(64, 4
 
 @dataclass(frozen=True)
 class Constants:
-    """Times in us. Of small M: what a launch takes beside its products, and each wave after the first; of a warp, for 16 columns of a K
-    block: issuing what dequantizes them and each product with 8 rows, and waiting, longer by `wait_of_product` for each product.
-    few_in_flight: how much longer all that is where a lane has the weights of two K blocks in flight alone.
+    """Times in us. For small M: what a launch takes besides its products, and what each wave after the first takes; for a warp and 16
+    columns of a K block: issuing the dequantization and each product with 8 rows, and waiting, which takes `wait_of_product` longer for
+    each product.
+    few_in_flight: a factor for the times per K block if a lane has the weights of only two K blocks in flight.
 
-    Of large M: a stage of four consumer warpgroups, longer for each row of the M tile and, as a share, for each warpgroup more; what a work
-    tile takes beside stages, longer for each row; what blocks of a cluster take to exchange sums, longer for each row of each other block.
+    For large M: a stage of four consumer warpgroups, which takes longer for each row of the M tile and, as a share, for each further
+    warpgroup; what a work tile takes besides its stages, longer for each row; and what blocks of a cluster take to exchange sums, longer
+    for each row of each other block.
 
-    small_memory, large_memory: how much longer reading weights takes than the GPU's bandwidth says. overlap: the power of the norm by which
-    what overlaps adds up.
+    small_memory, large_memory: how much longer reading weights takes than by the GPU's bandwidth. overlap: the power of the norm that adds
+    up overlapping times.
     """
 
     launch: float
@@ -54,22 +56,22 @@ class Constants:
 
 @cache
 def constants() -> Constants:
-    """Those that were fitted."""
+    """The fitted constants."""
     return Constants(**json.loads(CONSTANTS.read_text(encoding="utf-8")))
 
 
 def admits(of: Matrices) -> bool:
-    """Whether it is a product of one group that the model is of."""
+    """Whether the model covers a product: an fprop with one group, whose weights are tiled and not wide."""
     return of.groups == 1 and of.kind == "fprop" and of.tiled and not of.wide
 
 
 def fastest(rows: int, of: Matrices, arch: Arch) -> Variant | None:
-    """The kernel for so many rows; None if none fits."""
+    """The fastest kernel for this many rows; None if none fits."""
     return min((v for v in VARIANTS if v.fits(of, arch)), key=lambda v: microseconds(v, rows, of, arch, constants()), default=None)
 
 
 def microseconds(v: Variant, rows: int, of: Matrices, arch: Arch, by: Constants) -> float:
-    """How long a kernel takes for a product."""
+    """The time that a kernel takes for a product."""
     memory = of.tiles * (of.k / 64) * of.tile_bytes / arch.memory_bandwidth * 1e6
     return _small_m(v, rows, of, memory, arch, by) if isinstance(v, SmallM) else _large_m(v, rows, of, memory, arch, by)
 

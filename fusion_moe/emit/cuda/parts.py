@@ -1,4 +1,4 @@
-"""The segments of a call and what they have to do with each other, as facts: who reads what, which arrays a call has, and for how long."""
+"""The segments of a call and their relations, as data: who reads what, and which arrays a call has, and for how long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .source import Array, Source
 
 @dataclass(frozen=True)
 class Part:
-    """A segment among those of a call. inputs, outputs: the call's values for those of the source's fusion."""
+    """A segment of a call. inputs, outputs: the call's values for those of the source's fusion."""
 
     source: Source
     inputs: tuple[Value, ...]
@@ -36,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Inner:
-    """An array of a call that is neither input nor output: as a source has it. first, last: the parts that it is needed in, numbered."""
+    """An array of a call that is neither input nor output, as a source defines it. first, last: the numbers of the parts that need it."""
 
     source: Source
     array: Value | Array
@@ -48,8 +48,8 @@ class Inner:
 class Parts:
     """Parts in order, which are launched in one call. variant: the option cuda_variant.
 
-    Arrays of the call are numbered: inputs, outputs that are made, inner ones. What is passed transposed is an input, which no other part
-    reads.
+    The call's arrays are numbered: inputs, outputs that are made, inner arrays. A value that is passed transposed is an input that no other
+    part reads.
     """
 
     inputs: tuple[Value, ...]
@@ -59,17 +59,17 @@ class Parts:
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """The sizes that a call is given."""
+        """The names of the sizes that are passed to a call."""
         return tuple(dict.fromkeys(s for part in self.parts for s in part.source.fusion.symbols))
 
     @property
     def made(self) -> tuple[Value, ...]:
-        """The outputs that are memory of their own."""
+        """The outputs that are separate memory."""
         return tuple(v for v in self.outputs if v not in self.inputs)
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
-        """(i, j) where the product of part j alone reads the result of the product of part i: in any order of columns, if both agree."""
+        """(i, j) if only the product of part j reads the result of the product of part i: in any order of columns, if both agree."""
         makers = {v: i for i, part in enumerate(self.parts) for v in part.outputs}
         readers = Counter([*self.outputs, *(v for part in self.parts for v in set(part.inputs))])
         read = {j: v for j, part in enumerate(self.parts) if (v := part.matrix) in makers and readers[v] == 1}
@@ -77,7 +77,7 @@ class Parts:
 
     @property
     def places(self) -> tuple[tuple[int, ...], ...]:
-        """Of each part, which arrays of the call those of its struct are."""
+        """For each part, the numbers of its struct's arrays among the call's."""
         return self._arrays[0]
 
     @property
@@ -105,7 +105,7 @@ class Parts:
 
 
 def _linked(before: Source, after: Source) -> bool:
-    """Whether a product's only result is rows of the next one's width, which reads them as activations and as nothing else."""
+    """Whether a product's only result is rows of the next product's width, which reads them only as activations."""
     if not isinstance(before, Product) or not isinstance(after, Product) or after.plan.kind == "dgrad":
         return False
     alone = len(before.plan.rows) == 1 and not before.plan.combine and before.plan.width == after.plan.k
@@ -113,7 +113,7 @@ def _linked(before: Source, after: Source) -> bool:
 
 
 def _only_activations(product: Product) -> bool:
-    """Whether the matrix in memory is read on the way to the activations alone, not in the epilogue."""
+    """Whether the matrix in memory is read only on the way to the activations, not in the epilogue."""
     needed, read = {product.plan.a}, {product.matrix}
     for op in reversed(product.fusion.ops):
         needed |= set(op.values) if needed & set(op.outputs) else set()
@@ -132,7 +132,7 @@ def one_part(source: Source, variant: str = AUTO) -> Parts:
 
 
 def parts_of(inputs: Sequence[Value], outputs: Sequence[Value], parts: Sequence[Part], variant: str) -> Parts | None:
-    """The parts of one call; None if an output is no memory of its own, or what is passed transposed is read by others too."""
+    """The parts of one call; None if an output is not separate memory, or if others also read a value that is passed transposed."""
     results, read = {v for part in parts for v in part.outputs}, Counter(v for part in parts for v in part.inputs)
     whole = set(outputs) <= results and len(set(outputs)) == len(outputs)
     transposable = all(v in inputs and read[v] == 1 for part in parts for v in part.transposed)

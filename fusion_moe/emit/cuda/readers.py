@@ -1,4 +1,4 @@
-"""The readers of weights in kernels/weights/, by encoding and layout: the only place here that names either."""
+"""The readers of weights in kernels/weights/, by encoding and layout: only this file names encodings and layouts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ...errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Reader:
-    """A C++ class template of a reader, and its header. Parts of a weight have the names that the encoding gives them.
+    """A C++ class template of a reader, and its header. The parts of a weight have the encoding's names for them.
 
-    See kernels/weights/reader.cuh. activations: the dtypes that it makes fragments for; tiled: whether weights are in tiles of 16 rows and
-    64 columns, as large-M kernels need them.
+    See kernels/weights/reader.cuh. activations: the dtypes for which it makes fragments; tiled: whether weights are in tiles of 16 rows and
+    64 columns, as large-M kernels need.
     """
 
     template: str
@@ -21,7 +21,7 @@ class Reader:
     tiled: bool = False
 
     def of(self, activations: str) -> str:
-        """The C++ class, for activations of a dtype."""
+        """The C++ class for activations of a dtype."""
         return f"{self.template}<{activations}>"
 
 
@@ -41,7 +41,7 @@ READERS = {
 
 
 def reader(encoding: str, layout: str, activations: str) -> Reader:
-    """The reader of weights, for activations of a dtype. UnsupportedError with the sentence why there is none."""
+    """The reader of weights, for activations of a dtype. UnsupportedError with the reason if there is none."""
     found = READERS[encoding, layout]
     if activations not in found.activations:
         said = f"activations in {activations} with weights in {encoding} have no kernel here"

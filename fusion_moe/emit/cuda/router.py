@@ -1,4 +1,4 @@
-"""The kernels of routers: a warp for each token. With few tokens one block sorts their rows too, in the same kernel."""
+"""The kernels of routers: a warp for each token. With few tokens, one block also sorts their rows in the same kernel."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from .source import KernelSource, Sizes, Source
 
 _EXPERTS, _SLOTS, _GROUPS = 512, 32, 32  # logits of a token in registers of a warp, slots and groups in its lanes
-_WARPS = {4: 4, 8: 8, 16: 16}  # of the block that sorts the rows of up to so many tokens: of more, two kernels are faster
+_WARPS = {4: 4, 8: 8, 16: 16}  # of the block that sorts the rows of up to this many tokens: for more, two kernels are faster
 HEADERS = ("router.cuh",)
 
 
 def made_first(source: Source, op: Op, sizes: Sizes, any_size: bool) -> tuple[KernelSource, list[Op]]:
-    """The kernel of `topk_ids` or `topk_weights`, and the operations that it does: with a choice the weights of its
-    experts, and with few tokens, unless it is for any number of them, the rows.
+    """The kernel of `topk_ids` or `topk_weights`, and the operations that it computes: with a choice the weights of its
+    experts, and with few tokens, unless the kernel is for any number of them, the rows.
     """
     _need_small(op)
     if op.kind.name == "topk_weights":
@@ -59,7 +59,7 @@ def made_first(source: Source, op: Op, sizes: Sizes, any_size: bool) -> tuple[Ke
 
 
 def backward(source: Source, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
-    """The kernel of the derivative of weights. left: what is not in memory yet."""
+    """The kernel of the derivative of weights. left: values that are not in memory yet."""
     _need_small(op)
     (logits, _, dw), (dlogits,), k, experts = op.values, op.outputs, _slots(op), size(op.values[0].type.shape[1])
     body = [
@@ -72,7 +72,7 @@ def backward(source: Source, op: Op, left: Sequence[Value], sizes: Sizes) -> Ker
 
 
 def _of_tokens(source: Source, name: str, op: Op, body: Sequence[str], sizes: Sizes) -> KernelSource:
-    """A kernel that does `body` for each token i, with a warp."""
+    """A kernel that runs `body` for each token i, with a warp."""
     return source.for_all_warps(name, plain(op.values[0].type.shape[0]), body, sizes, headers=HEADERS)
 
 
@@ -88,14 +88,14 @@ def _slots(op: Op) -> int:
 
 
 def _sorted_here(route: Op, choice: Op) -> bool:
-    """Whether one block can sort the rows of a choice: it has a counter for each group, and wrong ids there are none."""
+    """Whether one block can sort the rows of a choice: it has a counter for each group, and there are no wrong ids."""
     groups = route.attrs["groups"].count
     local = route.attrs.get("first_expert") is not None
     return route.values[0] is choice.outputs[0] and groups <= _EXPERTS and (local or groups >= choice.values[0].type.shape[1])
 
 
 def _given_expert(source: Source, op: Op, left: Sequence[Value]) -> list[str]:
-    """The expert of a lane's slot, from memory; wrong ones made safe."""
+    """The expert of a lane's slot, from memory; invalid ids are made safe."""
     (logits, ids, *_), k = op.values, _slots(op)
     there = f"{source.array(ids, left)}[i * {k} + threadIdx.x % 32]"
     if below(source.fusion, ids) != logits.type.shape[1]:
@@ -104,7 +104,7 @@ def _given_expert(source: Source, op: Op, left: Sequence[Value]) -> list[str]:
 
 
 def _weights(source: Source, weights: Sequence[Op], body: Sequence[str]) -> list[str]:
-    """What comes after a lane has its expert: it stores that one's weights."""
+    """The code after a lane has its expert: it stores the expert's weights."""
     lines = list(body)
     for op in weights:
         k, experts = _slots(op), size(op.values[0].type.shape[1])

@@ -1,7 +1,7 @@
-"""What the CUDA C++ of every segment has: a struct with the arrays and sizes that its kernels read, passed to each of them by value.
+"""The common part of every segment's CUDA C++: a struct with the arrays and sizes that its kernels read, passed to each of them by value.
 
-A segment is a few kernels, launched in order. Each is a translation unit of its own, the struct and one entry point, so that only what is
-launched is compiled. What kernels find wrong with ends, ids and indices they make safe, and report in the word `error`.
+A segment is a few kernels, launched in order. Each is a separate translation unit, with the struct and one entry point, so that only
+launched kernels are compiled. Kernels make faulty ends, ids and indices safe, and report the fault in the word `error`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from . import router
 from .choice import AUTO, Chosen
 
 THREADS = 256
-MAX_RESIDENT = 16  # blocks of a kernel that does something for each element
-_WARPS = {32: 1, 1024: 8}  # of a block of `route`, for up to so many ids
+MAX_RESIDENT = 16  # blocks of an elementwise kernel
+_WARPS = {32: 1, 1024: 8}  # of a block of `route`, for up to this many ids
 _MAX_WARPS = 32
 _J, _S, _T = map(Variable, "jst")
 NO_ENDS = "static constexpr const i32* ends = nullptr;  // all rows are of one group"
@@ -56,9 +56,9 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Boxes:
-    """What a kernel copies in boxes: a tensor in an array, as sizes with the fastest dimension first, of elements of a C++ type.
+    """A tensor that a kernel copies in boxes: its array, its sizes with the fastest dimension first, and the C++ type of its elements.
 
-    array: its number among those of the struct; box: its sizes, the first one 128 bytes.
+    array: its number in the struct; box: the sizes of a box, the first one 128 bytes.
     """
 
     array: int
@@ -69,7 +69,7 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Given:
-    """A parameter that one launch is given, after the struct: a structure of i32 numbers. declaration: its type and name."""
+    """A parameter of a single launch, after the struct: a structure of i32 numbers. declaration: its type and name."""
 
     declaration: str
     numbers: tuple[int, ...]
@@ -79,12 +79,12 @@ class Given:
 class KernelSource:
     """One kernel: its text, and how it is launched.
 
-    blocks: as many as there is work for; max_resident: how many a multiprocessor gets at most, which loop over the work, 0 for as many as
-    there is work for; shared: bytes of dynamic shared memory; reads_before_wait, writes_before_wait: whether it reads, or writes, before it
-    waits for the kernel before it.
-    carveout_blocks: how many of its blocks a multiprocessor has, if the shared-memory carveout is to hold no more than these: see
-    runtime/cuda.py. title: a name for people. given, boxes: its parameters after the struct. cluster: blocks of a cluster, of which
-    `blocks` and what is launched are multiples.
+    blocks: as many as there is work for; max_resident: the most that a multiprocessor gets, which then loop over the work; 0: no limit;
+    shared: bytes of dynamic shared memory; reads_before_wait, writes_before_wait: whether it reads, or writes, before it waits for the
+    previous kernel.
+    carveout_blocks: how many of its blocks a multiprocessor has, if the shared-memory carveout must hold just these: see
+    runtime/cuda.py. title: a name for people. given, boxes: its parameters after the struct. cluster: blocks of a cluster; `blocks` and the
+    launched blocks are multiples of it.
     """
 
     name: str
@@ -102,13 +102,13 @@ class KernelSource:
     cluster: int = 1
 
     def grid(self, arch: Arch) -> int:
-        """The blocks that are launched on a GPU."""
+        """The number of blocks to launch on a GPU."""
         return min(self.blocks, self.max_resident * arch.clustered(self.cluster)) if self.max_resident else self.blocks
 
 
 @dataclass(frozen=True)
 class Array:
-    """Memory for one call that no value has: `count` elements of a C++ type."""
+    """Memory for one call that holds no value: `count` elements of a C++ type."""
 
     name: str
     type: str
@@ -116,7 +116,7 @@ class Array:
 
 
 class SafeElements(Elements):
-    """Elements whose indices come from tensors: made safe, unless what made them says that they are."""
+    """Elements whose indices come from tensors: made safe, unless the operation that made them guarantees it."""
 
     def _picked(self, op: Op, i: Index) -> Index:
         x, index = op.values
@@ -124,14 +124,15 @@ class SafeElements(Elements):
 
 
 def safe(fusion: Fusion, index: Value, limit: Dim, element: Index) -> Index:
-    """An element of an index, below a limit: as it is if what made it says so."""
+    """An element of an index, clamped below a limit; unchanged if the operation that made it guarantees it."""
     return element if below(fusion, index) == plain(limit) else Call("clamp_index", (element, size(limit), Variable("error")))
 
 
 class Source(Writer):
-    """Writes the struct and the kernels of a segment. UnsupportedError with the sentence why there are none.
+    """Writes the struct and the kernels of a segment. UnsupportedError with the reason if there are none.
 
-    scratch: what is allocated beside `memory`. transposed: the input, if any, that is passed with its last two dimensions swapped.
+    scratch: arrays that are allocated in addition to `memory`. transposed: the input, if any, that is passed with its last two dimensions
+    swapped.
     """
 
     ELEMENTS = SafeElements
@@ -142,24 +143,24 @@ class Source(Writer):
         self.scratch: list[Array] = []
 
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
-        """What is chosen for these sizes on a GPU, of a segment by itself. UnsupportedError if the variant does not fit."""
+        """The choice for these sizes on a GPU, for a segment by itself. UnsupportedError if the variant does not fit."""
         return Chosen()
 
     def choose_any(self, arch: Arch, variant: str = AUTO) -> Chosen:
-        """What computes calls of any sizes, if not as fast. UnsupportedError if nothing does."""
+        """A choice that computes calls of any sizes, if not as fast. UnsupportedError if there is none."""
         return Chosen(any_size=True)
 
     @abstractmethod
     def launches(self, chosen: Chosen, sizes: Sizes, arch: Arch) -> list[KernelSource]:
-        """The kernels, in order, of what is chosen for these sizes on a GPU."""
+        """The kernels, in order, for the choice for these sizes on a GPU."""
 
     def count(self, array: Array, chosen: Chosen, sizes: Sizes) -> int:
-        """The elements of a scratch array that the kernels use."""
+        """The number of elements of a scratch array that the kernels use."""
         return value(array.count, sizes)
 
     @property
     def made_later(self) -> list[Value]:
-        """What is not in memory when routing runs."""
+        """The values that are not in memory when routing runs."""
         first = {v for op in self.fusion.ops if op.kind.name in MADE_FIRST for v in op.outputs}
         return [v for v in self.memory if v not in first]
 
@@ -167,7 +168,7 @@ class Source(Writer):
         self, name: str, body: Sequence[str], blocks: int, *, headers: Sequence[str] = ("routing.cuh",), threads: int = THREADS,
         min_blocks: int = 1, max_resident: int = 0, reads_before_wait: bool = False,
     ) -> KernelSource:  # fmt: skip
-        """A kernel whose struct has `body` as its function `run`."""
+        """A kernel with a struct whose function `run` is `body`."""
         run = ["__device__ void run() const {", *inner(body), "}"]
         return self.calling(
             "s.run();", name, run, blocks, headers=headers, threads=threads, min_blocks=min_blocks, max_resident=max_resident,
@@ -179,9 +180,9 @@ class Source(Writer):
         threads: int = THREADS, shared: int = 0, min_blocks: int = 1, max_resident: int = 0, reads_before_wait: bool = False,
         carveout: bool = False, title: str = "", boxes: Sequence[Boxes] = (), given: Given | None = None, cluster: int = 1,
     ) -> KernelSource:  # fmt: skip
-        """A kernel that makes a call, and whose struct has more functions. min_blocks: that must fit one multiprocessor.
+        """A kernel that makes a call, with additional functions in its struct. min_blocks: how many must fit on one multiprocessor.
 
-        carveout: whether the shared-memory carveout is to hold these blocks and no more. boxes: parameters map0, map1, ...
+        carveout: whether the shared-memory carveout must hold just these blocks. boxes: parameters map0, map1, ...
         """
         declared = ["Segment s", *([given.declaration] if given else ()), *(f"TensorMap map{i}" for i in range(len(boxes)))]
         parameters = ", ".join(f"const __grid_constant__ {what}" for what in declared)
@@ -198,11 +199,11 @@ class Source(Writer):
         )  # fmt: skip
 
     def array_number(self, array: Value | Array) -> int:
-        """Which of the struct's arrays it is."""
+        """The number of an array in the struct."""
         return [*self.fusion.inputs, *self.memory, *self.scratch].index(array)
 
     def for_all(self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, before_wait: Sequence[str] = ()) -> KernelSource:
-        """A kernel that does `body` for each i below a count; and `before_wait` while the kernel before runs, which it needs nothing of."""
+        """A kernel that runs `body` for each i below a count, and `before_wait` while the previous kernel, which it does not need, runs."""
         blocks = -(-value(count, sizes) // THREADS)
         first, then = ([f"for_all({size(count)}, [&](i64 i) {{", *inner(lines), "});"] if lines else [] for lines in (before_wait, body))
         lines = [*first, "griddepcontrol_wait();", "griddepcontrol_launch_dependents();", *then]
@@ -211,7 +212,7 @@ class Source(Writer):
     def for_all_warps(
         self, name: str, count: AnySize, body: Sequence[str], sizes: Sizes, *, headers: Sequence[str] = ("routing.cuh",)
     ) -> KernelSource:  # fmt: skip
-        """A kernel that does `body` with a warp for each i below a count."""
+        """A kernel that runs `body` with a warp for each i below a count."""
         lines = ["griddepcontrol_wait();", "griddepcontrol_launch_dependents();", f"for_all_warps({size(count)}, [&](i64 i) {{"]
         blocks = -(-value(count, sizes) // (THREADS // 32))
         return self.kernel(name, [*lines, *inner(body), "});"], blocks, headers=headers, max_resident=MAX_RESIDENT)
@@ -220,10 +221,10 @@ class Source(Writer):
         return _STRUCT.substitute(members=indented(self.members()), functions=indented([*self.functions(), *more]))
 
     def members(self) -> list[str]:
-        """Sizes and arrays, scratch arrays and the word for what is wrong."""
+        """Sizes and arrays, scratch arrays, and the word for faults."""
         return [*super().members(), *(f"{a.type}* {a.name};" for a in self.scratch), "i64* error;"]
 
-    # What stands before all else --------------------------------------------------------------------------------------
+    # Operations that run first ----------------------------------------------------------------------------------------
 
     def made_first(self, sizes: Sizes, any_size: bool = False) -> list[KernelSource]:
         """Routers and routing; any_size: by kernels for any number of tokens."""
@@ -257,7 +258,7 @@ class Source(Writer):
         return replace(self.kernel("route", body, blocks, threads=32 * _MAX_WARPS), threads=32 * warps)
 
     def _invert(self, op: Op, sizes: Sizes) -> list[KernelSource]:
-        """One kernel for a permutation. For what may be none, every row is made to name a slot that there is."""
+        """One kernel for a permutation. If it may not be one, every row is first made to name a valid slot."""
         (slot_of,), count, made = op.values, plain(op.attrs["rows"]), self.array(op.outputs[0])
         place = f"{self.array(slot_of, self.made_later)}[i]"
         if made_by_route(self.fusion, slot_of) == "slot_of":
@@ -268,14 +269,14 @@ class Source(Writer):
             self.for_all("invert_end", count, [f"{made}[i] = i32(clamp_index({made}[i], {size(count)}, error));"], sizes),
         ]
 
-    # What is summed ---------------------------------------------------------------------------------------------------
+    # Sums -------------------------------------------------------------------------------------------------------------
 
     def sum_of_slots(
         self, combine: Op, results: Sequence[Value], without: Sequence[Value], sizes: Sizes, *, reads_before_wait: bool = False
     ) -> KernelSource:  # fmt: skip
-        """The kernel of a combine, and of results that are computed from it alone. without: what is not in memory yet.
+        """The kernel of a combine, and of the results computed only from it. without: values that are not in memory yet.
 
-        reads_before_wait: whether slots and weights are, before the kernel before this one has ended; they are prefetched meanwhile.
+        reads_before_wait: whether slots and weights are available before the previous kernel has ended; they are prefetched meanwhile.
         """
         (y, slot_of, w), (total,) = combine.values, combine.outputs
         (tokens, width), slots = total.type.shape, size(slot_of.type.shape[1])
@@ -308,7 +309,7 @@ class Source(Writer):
         return self.for_all("combine", count, body, sizes, before_wait=before_wait)
 
     def _put(self, made: Elements, v: Value, shape: Sequence[Dim]) -> str:
-        """Stores element (t, j) of a value, seen as a matrix of a shape."""
+        """Stores element (t, j) of a value, viewed as a matrix of a shape."""
         if elements(v.type.shape) != elements(shape):
             raise UnsupportedError(f"{v.name} {v.type} is not a matrix of {' x '.join(map(str, shape))}")
         return self.put(made, v, shape, _T, _J)

@@ -1,6 +1,6 @@
 """Which kernels are candidates for how many rows of a group: a table for each GPU that was tuned, tables/<name>.json.
 
-tools/tune writes them from measured times. Sets of kernels are named (variants.SETS); of a set, variants.py's costs choose one.
+tools/tune writes the tables from measured times. Sets of kernels have names (variants.SETS); the costs in variants.py choose one of a set.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from .variants import SETS, Matrices, Variant
 
 TABLES = Path(__file__).parent / "tables"
 ALWAYS = float("inf")
-KINDS = ("tiled", "linear", "wide_tiled", "wide_linear")  # of weights: the fields of a table
+KINDS = ("tiled", "linear", "wide_tiled", "wide_linear")  # kinds of weights: the fields of a table
 _KEYS = ("max_average", "variants", "size_classes", "max_groups", "below_weights")
 
 
 @dataclass(frozen=True)
 class Regime:
-    """max_average: rows that a group has on average, up to which one of the variants is chosen: that of the least cost.
+    """max_average: up to this average number of rows per group, one of the variants is chosen: the one with the least cost.
 
-    size_classes: in its place, if they all fit, the same for groups of up to so many rows each (None: any), computed by kernels that run
-    concurrently. Where rows pick groups evenly, one of them has nearly all.
-    max_groups, below_weights: of products with no more groups, and fewer weights; None: of any. Where there are many groups, some can be so
-    much heavier than others that size classes pay, beside many weights more launches are short, and few groups leave multiprocessors idle.
+    size_classes: used instead if all of them fit; the same for groups of up to this many rows each (None: any), computed by kernels that
+    run concurrently. If rows choose groups evenly, one of them has nearly all of the work.
+    max_groups, below_weights: for products with at most this many groups and fewer weights; None: for all. With many groups, some can be so
+    much heavier than others that size classes pay off; with many weights, further launches are short; and few groups leave multiprocessors
+    idle.
     """
 
     max_average: float
@@ -40,14 +41,14 @@ class Regime:
     below_weights: int | None = None
 
     def admits(self, of: Matrices) -> bool:
-        """Whether it is of such products."""
+        """Whether it applies to a product of such matrices."""
         few = self.max_groups is None or of.groups <= self.max_groups
         return few and (self.below_weights is None or of.weights < self.below_weights)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Regimes in the order in which they are tried, for weights that are stored as tiles or not, `wide` ones of more than 8 bits."""
+    """Regimes in the order in which they are tried, for weights stored as tiles or not; `wide`: weights of more than 8 bits."""
 
     tiled: tuple[Regime, ...]
     linear: tuple[Regime, ...]
@@ -55,7 +56,7 @@ class Table:
     wide_linear: tuple[Regime, ...]
 
     def regimes(self, of: Matrices) -> tuple[Regime, ...]:
-        """Those for such matrices."""
+        """The regimes for such matrices."""
         found: tuple[Regime, ...] = getattr(self, kind_of(of))
         return tuple(regime for regime in found if regime.admits(of))
 
@@ -67,14 +68,14 @@ def kind_of(of: Matrices) -> str:
 
 @cache
 def table_of(arch: Arch) -> Table:
-    """The table of a GPU; the H200's for one that was not tuned. ParseError if the file is no table."""
+    """The table of a GPU; the H200's for a GPU that was not tuned. ParseError if the file is not a table."""
     path = path_of(arch)
     path = path if path.exists() else path_of(H200)
     return parse(path.read_text(encoding="utf-8"), path.name)
 
 
 def path_of(arch: Arch) -> Path:
-    """Where the table of a GPU is, if it has one."""
+    """The path of a GPU's table, if it has one."""
     return TABLES / f"{arch.name.lower().replace(' ', '_')}.json"
 
 
@@ -82,7 +83,7 @@ def path_of(arch: Arch) -> Path:
 
 
 def text(found: Table) -> str:
-    """A table as JSON, a line for each regime."""
+    """A table as JSON, with a line for each regime."""
     names = {variants: name for name, variants in SETS.items()}
 
     def line(regime: Regime) -> str:
@@ -101,7 +102,7 @@ def text(found: Table) -> str:
 
 
 def parse(text: str, where: str) -> Table:
-    """The table that a text says. ParseError if it says none: a set or a key that there is not, bounds that do not rise."""
+    """The table in a text. ParseError if it is invalid: an unknown set or key, or bounds that do not increase."""
     try:
         said = json.loads(text)
     except ValueError as error:

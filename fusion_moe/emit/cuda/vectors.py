@@ -1,4 +1,4 @@
-"""Rows of results, eight columns at a time: what a kernel stores for columns of a tile, and what it reads for that, as vectors."""
+"""Rows of results, eight columns at a time: what a kernel stores for columns of a tile, and the vectors that it reads for that."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FIRST, _J = Variable("j0"), Variable("j")
 
 
 class VectorElements(SafeElements):
-    """Elements of columns j0 .. j0 + 7 in a loop over j: of rows in memory, all eight are loaded at once before it.
+    """Elements of columns j0 .. j0 + 7 in a loop over j: if the rows are in memory, all eight are loaded at once before the loop.
 
-    What a condition guards may lie outside of memory, such as the bias of a row that belongs to no group: it is loaded under the condition.
+    Memory guarded by a condition may not exist, such as the bias of a row that belongs to no group: it is loaded under the condition.
     """
 
     def _load(self, v: Value, at: Sequence[Index]) -> Expression:
@@ -34,7 +34,7 @@ class VectorElements(SafeElements):
         return self._of_eight(v, at) if self._in_vectors(v, at) else super()._byte(v, at)
 
     def _index_select(self, op: Op, at: Sequence[Index]) -> Variable:
-        """What is picked is made safe in a statement of its own: once for all columns of a row."""
+        """The gathered row is made safe in a separate statement: once for all columns."""
         dim = op.attrs["dim"]
         picked = self._define("i64", formula("{}", self._picked(op, at[dim])))
         return self.of(op.values[0], [*at[:dim], picked, *at[dim + 1 :]])
@@ -53,7 +53,7 @@ class VectorElements(SafeElements):
 
 @dataclass
 class Rows:
-    """The function `store`: all results of one row and eight columns. width: of a tile's columns."""
+    """The function `store`: all results of one row and eight columns. width: the number of a tile's columns."""
 
     width: int
     kept: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Rows:
     arrays: list[str] = field(default_factory=list)
 
     def add(self, v: Value, array: str, element: str, stride: int, place: Index) -> None:
-        """One more result: an element for column j, whose place in a row of an array this is."""
+        """Adds a result: an element for column j; place is its position in a row of an array."""
         name = f"result{len(self.arrays)}"
         self.arrays.append(f"Eight<{stored(v)}> {name};")
         self.kept.append(f"{name}.at[v] = {element};")
@@ -72,11 +72,11 @@ class Rows:
             self.stores += ["#pragma unroll", f"for (int v = 0; v < {VECTOR}; ++v) {each}"]
 
     def add_term(self, i: int, term: object) -> None:
-        """What a column adds to the row's sum i."""
+        """Adds a column's term to sum i of the row."""
         self.kept.append(f"total[{i}] += {term};" if self.width % VECTOR == 0 else f"if (j0 + v < WIDTH) total[{i}] += {term};")
 
     def body(self, statements: Sequence[Statement]) -> list[str]:
-        """What stores them. statements: what elements are made by."""
+        """The code that stores them. statements: those that make the elements."""
         column = "j0 + v" if self.width % VECTOR == 0 else "min(j0 + v, i64(WIDTH - 1))"
         return [*of_eight(statements, self.kept, column, self.arrays), *self.stores]
 
@@ -93,7 +93,7 @@ class Rows:
 
 
 def of_eight(statements: Sequence[Statement], kept: Sequence[str], column: str = "j0 + v", before: Sequence[str] = ()) -> list[str]:
-    """A loop over eight columns, in which elements are made by statements, and kept; before: it, beside what no column changes."""
+    """A loop over eight columns, in which statements make elements, which are kept; before: the code before the loop, such as constants."""
     once, each = hoisted(statements, _J.name)
     return [
         *written(once),
@@ -107,12 +107,12 @@ def of_eight(statements: Sequence[Statement], kept: Sequence[str], column: str =
 
 
 def in_vectors(column: Index, width: int) -> bool:
-    """Whether columns follow each other in aligned eights, as a function of j below a width."""
+    """Whether columns form aligned runs of eight adjacent ones, as a function of j below a width."""
     return follow(column, width, VECTOR)
 
 
 def follow(column: Index, width: int, count: int) -> bool:
-    """Whether columns follow each other in aligned runs of so many, as a function of j below a width."""
+    """Whether columns form aligned runs of `count` adjacent ones, as a function of j below a width."""
     numbers = [column.evaluate({_J.name: j}) for j in range(width)]
     return all(n == numbers[j // count * count] + j % count for j, n in enumerate(numbers)) and not any(
         n % VECTOR for n in numbers[::count]

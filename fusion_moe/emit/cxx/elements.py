@@ -1,4 +1,4 @@
-"""One element of a value as straight-line C++: every operation between what is in memory and the element, computed where it is read."""
+"""One element of a value as straight-line C++: every operation between memory and the element is computed where it is read."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _CALLS = {
 }  # fmt: skip
 _COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
 _ON_INTS = ("neg", "add", "sub", "mul", "minimum", "maximum", "where", *_COMPARED)
-Known = Callable[[Sequence[Index]], Expression]  # what a kernel has in registers: indices -> an element
+Known = Callable[[Sequence[Index]], Expression]  # a value in a kernel's registers: indices -> an element
 _AS_TENSORS = ("minimum", "maximum", "where", *_COMPARED)  # a number among the operands is rounded to their dtype first
 
 
 def array_name(v: Value) -> str:
-    """The name of a value's array: its own, unless that is a type of the kernels."""
+    """The name of a value's array: the value's own, unless that is a type in the kernels."""
     return f"{v.name}_" if v.name in ("i32", "i64") else v.name
 
 
 def array(fusion: Fusion, memory: Mapping[Value, str], v: Value) -> str:
-    """The name of the array that holds a value, views and reshapes looked through. memory: the names of those that are there."""
+    """The name of the array that holds a value, possibly through views and reshapes. memory: the names of existing arrays."""
     found = v if v in memory else source(fusion, v)
     if found not in memory:
         raise UnsupportedError(f"{v.name} {v.type} is computed in the same segment that reads it as a whole")
@@ -49,11 +49,11 @@ def array(fusion: Fusion, memory: Mapping[Value, str], v: Value) -> str:
 
 
 class Elements:
-    """Writes the elements that are asked for, each once. statements: so far.
+    """Writes requested elements, each once. statements: those written so far.
 
-    memory: value -> the name of the array that holds it. known: value -> a function from indices to an expression, for what a kernel
-    has in registers. group: ends -> a function from the index of a row to the index of its group; other ends are searched.
-    below: variable -> a number that it is below, where that is known.
+    memory: value -> the name of the array that holds it. known: value -> a function from indices to an expression, for values in a kernel's
+    registers. group: ends -> a function from the index of a row to the index of its group; other ends are searched.
+    below: variable -> a number that it is below, if one is known.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Elements:
         return Variable(name)
 
     def kept(self, v: Value, at: Sequence[Index]) -> str:
-        """An expression of the element as it is kept in memory, which rounds it: a cast that would do so before is left out."""
+        """An expression for the element as it is stored in memory, which rounds it: a preceding cast to that dtype is left out."""
         op, made = self._fusion.producers.get(v), v
         if op is not None and op.kind.name == "cast" and v not in self._memory and {v.type.dtype, op.values[0].type.dtype} <= {*_FLOATS}:
             made = op.values[0]
         return f"stored<{stored(v)}>({self.of(made, at)})"
 
     def row_in_memory(self, v: Value, m: Index, k: int) -> tuple[Value, Index] | None:
-        """The value in memory, and which of its rows of k columns, that is row m of a value of k columns; None if none is."""
+        """The value in memory, and its row, that are row m of k columns of value v; None if there is no such row."""
         op = self._fusion.producers.get(v)
         if v in self._memory:
             return v, m
@@ -124,7 +124,7 @@ class Elements:
         return formula("widen({}[{}])" if v.type.dtype in _FLOATS else "{}[{}]", self._array(v), flat(at, v.type.shape))
 
     def _load_guarded(self, v: Value, at: Sequence[Index]) -> Expression:
-        """What is read under a condition alone."""
+        """An element that is read only under a condition."""
         return self._load(v, at)
 
     # Pointwise --------------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class Elements:
         return self._guarded(parts)
 
     def _values(self, index: Index) -> list[int]:
-        """All that an index can be; none if that is not known."""
+        """All values that an index can have; none if they are unknown."""
         variables = index.variables()
         if len(variables) != 1 or not variables <= self._below.keys():
             return []
@@ -218,7 +218,7 @@ class Elements:
         return [index.evaluate({name: i}) for i in range(self._below[name])]
 
     def _guarded(self, parts: Sequence[tuple[Expression, Value, Sequence[Index]]]) -> Expression | Variable:
-        """The element of the first value whose condition holds, which alone is read; zero if none does."""
+        """The element of the first value whose condition holds, the only one that is read; zero if none does."""
         ((condition, v, at), *others) = parts
         if not others and source(self._fusion, v) in self._memory and v.type.layout == "linear":
             # No branch: loops over it become vector code.
@@ -226,14 +226,14 @@ class Elements:
         name, cases = next(self._names), []
         for condition, v, at in parts:
             inside = type(self)(self._fusion, self._memory, self._known, self._group, self._below)
-            inside._names = self._names  # what is made inside must not hide what is made outside
+            inside._names = self._names  # names inside must not hide names outside
             made = inside.of(v, at)
             cases.append(Case(condition, tuple(inside.statements), made))
         self.statements.append(Choice(computed(parts[0][1]), name, tuple(cases)))
         return Variable(name)
 
     def _dequantize(self, op: Op, at: Sequence[Index]) -> Expression:
-        """Of MXFP8: an e4m3 code times a power of two, which is exact."""
+        """For MXFP8: an e4m3 code times a power of two, which is exact."""
         packed, *ends = op.values
         pack, encoding = self._fusion.producers.get(packed), packed.type.encoding
         if pack is None or pack.kind.name != "pack" or encoding.name not in TRAINED:
@@ -242,7 +242,7 @@ class Elements:
         code = formula("e4m3_({})", self._byte(codes, at))
         if ends:
             first = self._define("i64", formula("block_of({}, {}, {})", self._array(ends[0]), size(ends[0].type.shape[0]), at[0]))
-            inside = Call("maximum_", (first, Variable("i64(0)")))  # some are read before it is known which are needed
+            inside = Call("maximum_", (first, Variable("i64(0)")))  # some are read before it is known which are needed, hence the maximum
             of_rows = formula("e8m0_({})", self._byte(scales, [inside, at[1]]))
             return _rounded(formula("{} < 0 ? 0 : {} * {}", first, code, of_rows), op.attrs["dtype"])
         place = [i // Number(block) if d == len(at) + encoding.axis else i for d, i in enumerate(at)]
@@ -259,12 +259,12 @@ class Elements:
         return self.of(op.values[0], [*at[:dim], self._picked(op, at[dim]), *at[dim + 1 :]])
 
     def _picked(self, op: Op, i: Index) -> Index:
-        """Which one an index_select picks for its i-th."""
+        """The element that an index_select picks for index i."""
         return self.of(op.values[1], [i])
 
 
 def stored(v: Value) -> str:
-    """The C++ type that a value's elements have in memory."""
+    """The C++ type of a value's elements in memory."""
     if v.type.dtype in ir.STORED:
         return "u8"
     if v.type.dtype not in STORED:
@@ -273,7 +273,7 @@ def stored(v: Value) -> str:
 
 
 def computed(v: Value) -> str:
-    """The C++ type that a value's elements are computed in."""
+    """The C++ type in which a value's elements are computed."""
     if v.type.dtype not in COMPUTED:
         raise UnsupportedError(f"{v.type} has no C++ implementation")
     return COMPUTED[v.type.dtype]

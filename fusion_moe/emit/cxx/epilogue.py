@@ -17,10 +17,10 @@ _G, _J, _M = map(Variable, "gjm")
 
 
 class Epilogue:
-    """Element j of row m, of group g, of results. accumulators: of values as large as the product,
-    C++ of the n-th column that they read, as templates.
+    """Element j of results, in row m of group g. accumulators: for values as large as the product,
+    C++ templates of the n-th column that they read.
 
-    columns: of products that were read so far, as functions of j.
+    columns: the product's columns that were read so far, as functions of j.
     """
 
     def __init__(self, writer: Writer, plan: Plan, accumulators: Mapping[Value, str]):
@@ -29,17 +29,17 @@ class Epilogue:
         self._rows = plan.a.type.shape[0]
 
     def elements(self) -> Elements:
-        """What writes elements while neither rows nor tokens are stored."""
+        """A writer of elements, for neither rows nor tokens yet."""
         plan = self._plan
         known: dict[Value, Known] = {v: partial(self._column, accumulator) for v, accumulator in self._accumulators.items()}
         return self._writer.elements(known, {plan.ends: self._group}, plan.stored, {_J.name: plan.width})
 
     def at(self, v: Value, place: Index = _J) -> list[Index]:
-        """The indices of the element of a result, at a place of its row."""
+        """The indices of a result's element, at a position in its row."""
         return reshaped([_M, place], (self._rows, self._plan.width_of(v)), v.type.shape)
 
     def every_column(self) -> tuple[Index, ...]:
-        """The columns that were read so far, where these are all columns of the product, each once. UnsupportedError if they are not."""
+        """The columns that were read so far, if these are all columns of the product, each once. UnsupportedError otherwise."""
         read = [n for column in self.columns for n in self._values(column)]
         if sorted(read) != list(range(self._plan.n)):
             raise UnsupportedError("a product is stored beside results that do not read each of its columns once")
@@ -57,7 +57,7 @@ class Epilogue:
         return Expression(accumulator.format(self.columns.index(column)), frozenset("j"))
 
     def _alike(self, column: Index) -> Index | None:
-        """A column that was read, of another form."""
+        """A column that was read already, in another form."""
         values = self._values(column)
         return next((c for c in self.columns if self._values(c) == values), None)
 

@@ -1,4 +1,4 @@
-"""Indices of elements as expressions, which print as C++ and are folded where numbers are known: `j`, `(j + 768)`, `(j / 8)`."""
+"""Indices of elements as expressions, which print as C++ and are folded if numbers are known: `j`, `(j + 768)`, `(j / 8)`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {"+": add, "*": mul, "/": flo
 
 
 class Index(ABC):
-    """An integer expression. `str` is its C++; two are equal if they are built alike. What is divided is never negative."""
+    """An integer expression. `str` is its C++; two are equal if they have the same structure. Dividends are never negative."""
 
     @abstractmethod
     def variables(self) -> frozenset[str]:
@@ -23,7 +23,7 @@ class Index(ABC):
 
     @abstractmethod
     def evaluate(self, variables: Mapping[str, int]) -> int:
-        """Its value. KeyError for a variable without one, TypeError for what only a kernel can call."""
+        """Its value. KeyError for a variable without one, TypeError for a function that only a kernel can call."""
 
     def replaced(self, name: str, by: Index) -> Index:
         """The same with an index in place of a variable."""
@@ -54,7 +54,7 @@ class Index(ABC):
 
 @dataclass(frozen=True)
 class Number(Index):
-    """A number that is known."""
+    """A known number."""
 
     value: int
 
@@ -70,7 +70,7 @@ class Number(Index):
 
 @dataclass(frozen=True)
 class Variable(Index):
-    """A variable of the C++: of a loop, or defined before."""
+    """A C++ variable: that of a loop, or one defined before."""
 
     name: str
 
@@ -134,7 +134,7 @@ ONE: Index = Number(1)
 
 
 def _put_together(multiple: Index, rest: Index) -> Index | None:
-    """x, of x / n * n and x % n."""
+    """x, from x / n * n and x % n."""
     match multiple, rest:
         case Operation("*", Operation("/", x, n), by), Operation("%", same, other) if n == by == other and x == same:
             return x
@@ -142,7 +142,7 @@ def _put_together(multiple: Index, rest: Index) -> Index | None:
 
 
 def _shifted(index: Index, by: Index) -> Index | None:
-    """x + (a + b), of (x + a) + b."""
+    """x + (a + b), from (x + a) + b."""
     match index, by:
         case Operation("+", x, Number(a)), Number(b):
             return x + Number(a + b)
@@ -168,7 +168,7 @@ def _ceiling(atom: CeilDiv) -> Index:
 
 
 def flat(indices: Sequence[Index], shape: Sequence[Dim]) -> Index:
-    """The place of an element of a contiguous tensor."""
+    """The position of an element in a contiguous tensor."""
     at = ZERO
     for i, d in zip(indices, shape, strict=True):
         at = at * size(d) + (ZERO if plain(d) == 1 else i)
@@ -176,7 +176,7 @@ def flat(indices: Sequence[Index], shape: Sequence[Dim]) -> Index:
 
 
 def unflat(at: Index, shape: Sequence[Dim]) -> list[Index]:
-    """The indices of the element at a place: the inverse of `flat`."""
+    """The indices of the element at a position: the inverse of `flat`."""
     found: list[Index] = []
     for i, d in reversed(list(enumerate(shape))):
         if plain(d) == 1:
@@ -190,7 +190,7 @@ def unflat(at: Index, shape: Sequence[Dim]) -> list[Index]:
 
 
 def reshaped(indices: Sequence[Index], new: Sequence[Dim], old: Sequence[Dim]) -> list[Index]:
-    """The indices in the shape `old` of the element at `indices` of the shape `new`, as many elements: dimensions that match stay apart."""
+    """The indices in shape `old` of the element at `indices` in shape `new`, with as many elements: matching dimensions stay separate."""
     found: list[Index] = []
     for a, b in _matching(new, old):
         one_each = len(new[a]) == len(old[b]) == 1
@@ -199,12 +199,12 @@ def reshaped(indices: Sequence[Index], new: Sequence[Dim], old: Sequence[Dim]) -
 
 
 def is_index(i: Index, own: Index, size: Dim) -> bool:
-    """Whether i is the index of a dimension: `own`, or 0 where there is no other."""
+    """Whether i is the index of a dimension: `own`, or 0 if the size is 1."""
     return i == own or (i == ZERO and plain(size) == 1)
 
 
 def _matching(new: Sequence[Dim], old: Sequence[Dim]) -> list[tuple[slice, slice]]:
-    """Runs of dimensions of equal products, as short as they can be."""
+    """Runs of dimensions with equal products, as short as possible."""
     runs, i, j = [], 0, 0
     while i < len(new) or j < len(old):
         first_i, first_j = i, j

@@ -1,4 +1,4 @@
-"""What a grouped_gemm segment asks of its kernel: what is in memory before the product, its columns, what is stored after it."""
+"""What a grouped_gemm segment needs from its kernel: what is in memory before the product, its columns, and what is stored after it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..inexpressible import Inexpressible, naming
 from .indices import Index, Number, Variable, flat, unflat
 
 ACTIVATIONS = ("bf16", "f16", "f32")
-MADE_FIRST = ("topk_ids", "topk_weights", "route", "invert", "problem_ends")  # before all else, each value in memory
+MADE_FIRST = ("topk_ids", "topk_weights", "route", "invert", "problem_ends")  # before everything else, with each result in memory
 
 
 @dataclass(frozen=True)
 class Plan:
     """One grouped product that makes rows: fprop, or dgrad, which is the same with matrices stored [G, k, n].
 
-    weight: the parts of its encoding, in order; layout: how they are stored; transposed: how `pack` has the elements. first:
-    operations on rows that run before it.
-    rows: what is stored for each row of groups. width: the columns that a tile's columns j stand for: a row of a value is as long, or
-    several times as long (see `parts`). sums: sums over the columns of a row, in `rows`' order after them; combine: the sum of a token's
-    rows, of a value in `rows`; tokens: what is stored after it. added: products by floats, tiles of which are made beside its own.
+    weight: the parts of its encoding, in order; layout: their layout; transposed: as in `pack`, of the elements. first: operations on rows
+    that run before the product.
+    rows: the values stored for each row of groups. width: the columns that a tile's columns j stand for: a row of a value is as long, or
+    several times as long (see `parts`). sums: sums over the columns of a row, after `rows` in order; combine: the sum of a token's
+    rows, of a value in `rows`; tokens: the values stored after it. added: products with float weights whose tiles are made beside its own.
     """
 
     fusion: Fusion
@@ -57,17 +57,17 @@ class Plan:
 
     @property
     def ends(self) -> Value:
-        """The ends of the groups, where they are in memory: an input, or made by `route`. See `of_one_group`."""
+        """The ends of the groups, if they are in memory: an input, or made by `route`. See `of_one_group`."""
         return source(self.fusion, self.product.values[2])
 
     @property
     def of_one_group(self) -> bool:
-        """Whether the fusion says that all rows are of one group: then the ends are nowhere in memory."""
+        """Whether the fusion itself says that all rows are in one group: then the ends are not in memory."""
         return are_all_rows(self.fusion, self.product.values[2], self.a.type.shape[0])
 
     @property
     def k(self) -> int:
-        """The size that is contracted."""
+        """The size of the contracted axis."""
         return known(self.product.values[0].type.shape[1])
 
     @property
@@ -77,37 +77,37 @@ class Plan:
 
     @property
     def one_width(self) -> bool:
-        """Whether a row of all that is stored is as long as a tile is wide, and nothing is summed over it."""
+        """Whether rows of all stored values are as long as a tile is wide, and there are no sums over rows."""
         return not self.sums and all(self.width_of(v) == self.width for v in self.rows)
 
     @property
     def groups(self) -> int:
-        """How many matrices there are."""
+        """The number of matrices."""
         return known(self.weight[0].type.shape[0])
 
     @property
     def scale_runs(self) -> int:
-        """Runs of equal length that the rows of a matrix are in, each with a scale of its own."""
+        """How many equal runs the rows of a matrix form, each with its own scale."""
         parts = zip(self.encoding.parts, self.weight, strict=True)
         return next((known(n) for part, v in parts if part.of_matrix for n in v.type.shape[1:]), 1)
 
     @property
     def stored(self) -> tuple[Value, ...]:
-        """What is stored once the product is there."""
+        """The values stored after the product."""
         return (*self.rows, *self.summed, *self.tokens)
 
     @property
     def summed(self) -> tuple[Value, ...]:
-        """The values that hold `sums`, as they are stored."""
+        """The values that hold `sums` as they are stored."""
         return tuple(next(v for v in self.fusion.outputs if source(self.fusion, v) is op.outputs[0]) for op in self.sums)
 
     def width_of(self, v: Value) -> int:
-        """Elements of a value for each row."""
+        """The number of a value's elements for each row."""
         return row_width(v, self.product.outputs[0].type.shape[0])
 
     def parts(self, v: Value) -> tuple[Index, ...] | None:
-        """Where what a tile's column j makes of a value lies in its row: one place, or one in each tensor of a `cat`. None for what has as
-        many columns as the product, of which a tile's column j reads several.
+        """Where the elements that a tile's column j makes of a value lie in its row: one position, or one in each tensor of a `cat`. None
+        for a value with as many columns as the product, if a tile's column j reads several of these.
         """
         joined = cat_before(self.fusion, v)
         if self.width_of(v) == self.width:
@@ -116,18 +116,18 @@ class Plan:
 
     @property
     def memory(self) -> tuple[Value, ...]:
-        """What the kernel allocates: results, and what it makes for itself."""
+        """What the kernel allocates: results, and its own intermediate values."""
         made = [v for op in self.first for v in op.outputs]
         return tuple(dict.fromkeys((*made, *self.stored)))
 
 
-Readers = Collection[tuple[str, str]]  # the encodings of weights that a backend reads, and the layouts that it reads each in
+Readers = Collection[tuple[str, str]]  # (encoding, layout) of the weights that a backend reads
 
 
 def plan(fusion: Fusion, readers: Readers, dgrad: Readers = (), of_added: Readers = ()) -> Plan:
-    """The plan of a segment, or UnsupportedError with the sentence why a backend with such readers, and others for dgrad, has no kernel.
+    """The plan of a segment; UnsupportedError with the reason if a backend with such readers, and others for dgrad, has no kernel.
 
-    of_added: those of products that are made beside another.
+    of_added: the readers for added products.
     """
     found, added = main_and_added(fusion)
     op = found.op
@@ -163,7 +163,7 @@ def plan(fusion: Fusion, readers: Readers, dgrad: Readers = (), of_added: Reader
 
 
 def need_one_width(made: Plan) -> Plan:
-    """The plan itself. Inexpressible for one that stores rows of several lengths, or sums over them: not all kernels do."""
+    """The plan itself. Inexpressible if it stores rows of several lengths or sums over them, which not all kernels can."""
     if made.sums:
         raise Inexpressible(made.sums[0], "a sum over a row's columns has no kernel here")
     if not made.one_width:
@@ -177,9 +177,9 @@ def need_one_width(made: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class WgradPlan:
-    """A product that contracts the rows of each group: a matrix [n, k] for each of them.
+    """A product that contracts the rows of each group: a matrix [n, k] for each group.
 
-    first: operations on rows that run before it; results: what is stored, elementwise.
+    first: operations on rows that run before it; results: the values that are stored, elementwise.
     """
 
     fusion: Fusion
@@ -189,7 +189,7 @@ class WgradPlan:
 
     @property
     def memory(self) -> tuple[Value, ...]:
-        """What the kernel allocates: results, and what it makes for itself."""
+        """What the kernel allocates: results, and its own intermediate values."""
         return tuple(dict.fromkeys((*(v for op in self.first for v in op.outputs), *self.results)))
 
     @property
@@ -209,12 +209,12 @@ class WgradPlan:
 
     @property
     def groups(self) -> int:
-        """How many matrices there are."""
+        """The number of matrices."""
         return known(self.product.result.type.shape[0])
 
 
 def plan_wgrad(fusion: Fusion, dtypes: Collection[str], alike: bool = True) -> WgradPlan:
-    """The plan of a segment with a wgrad, or UnsupportedError. dtypes: of operands that a backend has kernels for; alike: both of one."""
+    """The plan of a segment with a wgrad, or UnsupportedError. dtypes: of operands for which a backend has kernels; alike: both equal."""
     (found,) = products(fusion)
     of = {found.a.type.dtype, found.b.type.dtype}
     if not of.issubset(dtypes) or (alike and len(of) > 1):
@@ -233,7 +233,7 @@ def plan_wgrad(fusion: Fusion, dtypes: Collection[str], alike: bool = True) -> W
 
 
 def _need_inside(fusion: Fusion, product: Op, made: Collection[Value]) -> None:
-    """Inexpressible if something that the product's operands are computed from is read outside, but for `made`, which is in memory."""
+    """Inexpressible if a value from which the product's operands are computed is read outside, except `made`, which is in memory."""
     inside = needed(fusion, product)
     if others := [v for v in fusion.outputs if v in inside and v not in made]:
         v = others[0]
@@ -241,13 +241,13 @@ def _need_inside(fusion: Fusion, product: Op, made: Collection[Value]) -> None:
 
 
 def are_all_rows(fusion: Fusion, ends: Value, rows: Dim) -> bool:
-    """Whether ends are of one group, which has all the rows, as a number that the fusion fills in says."""
+    """Whether ends are those of one group with all rows, given as a number that the fusion fills in."""
     made = fusion.producers.get(source(fusion, ends))
     return made is not None and made.kind.name == "full" and made.attrs["shape"] == (1,) and made.attrs["fill_value"] == plain(rows)
 
 
 def _need_ends(fusion: Fusion, product: GroupedProduct, made: Collection[Value]) -> None:
-    """Inexpressible unless the ends of groups are in memory before the product: they are read where rows are found."""
+    """Inexpressible unless the ends of groups are in memory before the product: they are needed to find rows."""
     ends = source(fusion, product.ends)
     if ends not in fusion.inputs and ends not in made:
         raise Inexpressible(fusion.producers[ends], f"{ends.name} {ends.type}, where groups end, is computed in the prologue")
@@ -259,7 +259,7 @@ def _check_activations(op: Op) -> None:
 
 
 def _check_sums(fusion: Fusion, sums: Sequence[Op], of_sums: Collection[Value]) -> None:
-    """UnsupportedError unless sums over a row's columns are stored as they are."""
+    """UnsupportedError unless sums over a row's columns are stored directly."""
     for op in sums:
         shape = op.values[0].type.shape
         if len(shape) != 2 or tuple(op.attrs["dims"]) != (1,):
@@ -270,7 +270,7 @@ def _check_sums(fusion: Fusion, sums: Sequence[Op], of_sums: Collection[Value]) 
 
 
 def _width(fusion: Fusion, product: Op, values: Sequence[Value]) -> int:
-    """The columns that a tile's columns stand for: the fewest that a value of the epilogue has."""
+    """The columns that a tile's columns stand for: the fewest that any value of the epilogue has."""
     rows = product.outputs[0].type.shape[0]
     if not values:
         raise UnsupportedError(f"nothing of {product.kind.name} is stored")
@@ -288,7 +288,7 @@ def _width(fusion: Fusion, product: Op, values: Sequence[Value]) -> int:
 
 
 def _need_width(fusion: Fusion, width: int, product: Op, beside: Sequence[Value]) -> None:
-    """Inexpressible unless what is computed beside a product has rows of a tile's width."""
+    """Inexpressible unless values computed next to a product have rows of a tile's width."""
     for v in beside:
         if row_width(v, product.outputs[0].type.shape[0]) != width:
             raise Inexpressible(
@@ -297,7 +297,7 @@ def _need_width(fusion: Fusion, width: int, product: Op, beside: Sequence[Value]
 
 
 def _places(joined: Op) -> Iterator[Index]:
-    """Where column j of each tensor of a `cat` lies in a row of it."""
+    """The position of column j of each tensor of a `cat` in a row of the result."""
     shape, dim = joined.outputs[0].type.shape[1:], joined.attrs["dim"] - 1
     start = 0
     for x in joined.values:
@@ -307,7 +307,7 @@ def _places(joined: Op) -> Iterator[Index]:
 
 
 def source(fusion: Fusion, v: Value) -> Value:
-    """The value whose memory, in order, is that of v: what views and reshapes are of, and casts that change no dtype."""
+    """The value with the same memory, in order, as v: before views, reshapes and casts that change no dtype."""
     op = fusion.producers.get(v)
     if op is None or op.kind.name not in ("ends", "partition", "reshape", "cast") or op.values[0].type.dtype != v.type.dtype:
         return v
@@ -315,14 +315,14 @@ def source(fusion: Fusion, v: Value) -> Value:
 
 
 def made_by_route(fusion: Fusion, v: Value) -> str:
-    """ "ends", "row_of" or "slot_of" for what a `route` of the fusion made; "" for anything else."""
+    """ "ends", "row_of" or "slot_of" for a result of a `route` of the fusion; "" for anything else."""
     made = source(fusion, v)
     op = fusion.producers.get(made)
     return ("ends", "row_of", "slot_of")[op.outputs.index(made)] if op is not None and op.kind.name == "route" else ""
 
 
 def below(fusion: Fusion, index: Value) -> object:
-    """The size below which all of an index lies, by what made it; None if nothing says so."""
+    """A size below which all elements of an index are, by the operation that made it; None if unknown."""
     op, routed = fusion.producers.get(source(fusion, index)), made_by_route(fusion, index)
     if op is not None and op.kind.name == "topk_ids":
         return op.values[0].type.shape[1]
@@ -333,7 +333,7 @@ def below(fusion: Fusion, index: Value) -> object:
 
 
 def _weight(fusion: Fusion, op: Op, readers: Readers) -> tuple[tuple[Value, ...], bool]:
-    """The parts of the weight, from outside of the segment, and whether its elements are transposed."""
+    """The parts of the weight, which come from outside the segment, and whether its elements are transposed."""
     w = op.values[1]
     pack = fusion.producers.get(w)
     packed = pack is not None and pack.kind.name == "pack"
@@ -351,7 +351,7 @@ def _weight(fusion: Fusion, op: Op, readers: Readers) -> tuple[tuple[Value, ...]
 
 
 def row_width(v: Value, rows: Dim) -> int:
-    """How many elements of a value each of `rows` has, whatever its shape: reshapes move nothing."""
+    """The number of elements that a value has for each of `rows`, whatever its shape: reshapes move nothing."""
     width = exact_div(elements(v.type.shape), plain(rows))
     if not isinstance(width, int):
         raise UnsupportedError(f"{v.name} {v.type} is not a matrix of {rows} rows")
@@ -359,7 +359,7 @@ def row_width(v: Value, rows: Dim) -> int:
 
 
 def known(d: object) -> int:
-    """A size that is a number. UnsupportedError for one known only at launch."""
+    """A size that is a number. UnsupportedError for a size that is known only at launch."""
     if not isinstance(d, int):
         raise UnsupportedError(f"a matrix with a size {d} has no kernel here", expected="numbers known when compiling")
     return d

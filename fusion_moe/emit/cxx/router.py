@@ -1,4 +1,4 @@
-"""How the operations of routers are written as arguments of templates, which are the same in both C++ backends."""
+"""Router operations as template arguments, which are the same in both C++ backends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROUTER = ("topk_ids", "topk_weights", "topk_weights_backward")
 
 
 def of_choice(op: Op) -> str:
-    """The arguments of TopK: experts, slots, and how they are chosen."""
+    """The arguments of TopK: experts, slots, and the method of choice."""
     a = op.attrs
     groups = [a.get("n_group", 1), a.get("topk_group", 1), a.get("best_of_group", 1)]
     by_scores = compares_scores(op.inputs[1], groups[0], groups[2])
@@ -19,17 +19,17 @@ def of_choice(op: Op) -> str:
 
 
 def of_weights(op: Op) -> str:
-    """Which scores the weights are: whether sigmoids, whether renormalized."""
+    """How scores become weights: whether by sigmoids, whether renormalized."""
     return ", ".join(str(flag).lower() for flag in (_sigmoid(op), op.attrs.get("renormalize", False)))
 
 
 def factor(op: Op) -> str:
-    """What multiplies the weights, as a float32."""
+    """The factor of the weights, as a float32."""
     return f"float({float(op.attrs.get('routed_scaling_factor', 1.0))!r})"
 
 
 def bias(op: Op) -> Value | None:
-    """What is added to scores, if anything is."""
+    """The bias that is added to scores, if any."""
     return next(iter(op.values[1:]), None)
 
 

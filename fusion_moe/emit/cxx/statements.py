@@ -1,4 +1,4 @@
-"""Statements of C++ that know which variables they read, so that what a loop does not change can stand before it."""
+"""C++ statements that know which variables they read, so that loop-invariant ones can be moved out of loops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .indices import Index
 
 @dataclass(frozen=True)
 class Expression:
-    """C++ text, and the variables in it."""
+    """C++ text and its variables."""
 
     text: str
     reads: frozenset[str] = frozenset()
@@ -24,7 +24,7 @@ class Expression:
 
 
 def formula(template: str, *operands: Index | Expression | str) -> Expression:
-    """A template with operands in place of `{}`. Operands that are text name what never changes: arrays, numbers."""
+    """A template with operands in place of `{}`. Text operands name things that never change: arrays, numbers."""
     reads = (o.variables() for o in operands if not isinstance(o, str))
     return Expression(template.format(*operands), frozenset[str]().union(*reads))
 
@@ -44,7 +44,7 @@ class Definition:
 
 @dataclass(frozen=True)
 class Case:
-    """What a Choice does if a condition holds: statements, and the value that it takes."""
+    """A branch of a Choice, taken if its condition holds: statements and a value."""
 
     condition: Expression
     body: tuple[Statement, ...]
@@ -68,7 +68,7 @@ class Choice:
         return lines
 
 
-Statement = Definition | Choice | str  # text has no branches, and defines nothing that others read
+Statement = Definition | Choice | str  # text has no branches and defines no variables that others read
 
 
 def written(statements: Sequence[Statement]) -> list[str]:
@@ -77,7 +77,7 @@ def written(statements: Sequence[Statement]) -> list[str]:
 
 
 def inner(lines: Sequence[str]) -> list[str]:
-    """Lines of C++ inside one more pair of braces."""
+    """The lines of statements."""
     return [f"    {line}" if line else "" for line in lines]
 
 
@@ -87,7 +87,7 @@ def indented(lines: Sequence[str], levels: int = 1) -> str:
 
 
 def hoisted(body: Sequence[Statement], *variables: str) -> tuple[list[Statement], list[Statement]]:
-    """Definitions that depend neither on a loop's variables nor on what does, and the other statements; branches stay in the loop."""
+    """Definitions that depend on no loop variable, directly or indirectly, and the other statements; branches stay in the loop."""
     changing, before, rest = {*variables}, list[Statement](), list[Statement]()
     for s in body:
         if isinstance(s, Definition) and changing.isdisjoint(s.value.reads):
@@ -99,5 +99,5 @@ def hoisted(body: Sequence[Statement], *variables: str) -> tuple[list[Statement]
 
 
 def branches(body: Sequence[Statement]) -> bool:
-    """Whether a loop over statements is no vector code."""
+    """Whether statements contain branches, which keep a loop from becoming vector code."""
     return any(isinstance(s, Choice) for s in body)

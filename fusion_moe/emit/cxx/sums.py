@@ -1,4 +1,4 @@
-"""Sums over dimensions of a value, as rows m and columns j of the result, each a sum over r."""
+"""Sums over dimensions of a value, as rows m and columns j of the result, where each element is a sum over r."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _J, _M, _R = map(Variable, "jmr")
 
 @dataclass(frozen=True)
 class Reduction:
-    """at: the indices of the element of the operand at (m, j, r), which run to `rows`, `columns` and `over`.
+    """at: the indices of the operand's element at (m, j, r), which run to `rows`, `columns` and `over`.
 
-    along_memory: whether what is summed are the last dimensions; then there is one column.
+    along_memory: whether the last dimensions are summed; then there is one column.
     """
 
     at: tuple[Index, ...]
@@ -27,7 +27,7 @@ class Reduction:
 
 
 def reduction(op: Op) -> Reduction:
-    """Of a `sum`: the last dimension that is kept is that of columns, unless it stands before those that are summed."""
+    """The Reduction of a `sum`: the last dimension that is kept becomes columns, unless it comes before those that are summed."""
     shape = op.values[0].type.shape
     over = sorted(op.attrs["dims"])
     kept = [i for i in range(len(shape)) if i not in over]

@@ -1,4 +1,4 @@
-"""What writes the C++ of a segment on any target: a struct with the arrays that it reads and writes, and elements of values in them."""
+"""Base of the writers of a segment's C++ for any target: a struct with the arrays that it reads and writes, and elements in them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .indices import Index, flat, reshaped
 
 
 class Writer(ABC):
-    """Writes the struct of a segment. UnsupportedError with the sentence why there is none.
+    """Writes the struct of a segment. UnsupportedError with the reason if there is none.
 
-    memory: the values that are allocated for a call, results among them. names: of the arrays of inputs and of these values.
+    memory: the values that are allocated for a call, including results. names: those of the arrays of inputs and of these values.
     """
 
     ELEMENTS: type[Elements] = Elements
@@ -28,17 +28,17 @@ class Writer(ABC):
         """The struct's own constants, types and functions."""
 
     def members(self) -> list[str]:
-        """Sizes, and the arrays of inputs and of what is allocated."""
+        """Sizes, and the arrays of inputs and of allocated values."""
         sizes = [f"i64 n_{s};" for s in self.fusion.symbols]
         inputs = [f"const {stored(v)}* {self.names[v]};  // {v.type}" for v in self.fusion.inputs]
         return [*sizes, *inputs, *(f"{stored(v)}* {self.names[v]};  // {v.type}" for v in self.memory)]
 
     def in_memory(self, without: Collection[Value] = ()) -> dict[Value, str]:
-        """The names of the arrays that hold values. without: what is not there yet."""
+        """The names of the arrays that hold values. without: values that are not there yet."""
         return {v: name for v, name in self.names.items() if v not in without}
 
     def array(self, v: Value, without: Collection[Value] = ()) -> str:
-        """The name of the array that holds a value, views and reshapes looked through. without: as above."""
+        """The name of the array that holds a value, possibly through views and reshapes. without: as above."""
         return array(self.fusion, self.in_memory(without), v)
 
     def elements(
@@ -48,15 +48,15 @@ class Writer(ABC):
         without: Collection[Value] = (),
         below: Mapping[str, int] | None = None,
     ) -> Elements:
-        """What writes elements of values, but for those in `without` from what is in memory. below: see Elements."""
+        """A writer of elements of values, from the values in memory except those in `without`. below: see Elements."""
         return self.ELEMENTS(self.fusion, self.in_memory(without), known, group, below)
 
     # What is stored ---------------------------------------------------------------------------------------------------
 
     def put(self, made: Elements, v: Value, shape: Sequence[Dim], row: Index, column: Index) -> str:
-        """Stores element (row, column) of a value, seen as a matrix of a shape of as many elements."""
+        """Stores element (row, column) of a value, viewed as a matrix of a shape with as many elements."""
         return self.store(v, flat([row, column], shape), made.of(v, reshaped([row, column], shape, v.type.shape)))
 
     def store(self, v: Value, at: Index, element: object) -> str:
-        """Stores an element of a value at a place of its array."""
+        """Stores an element of a value at a position in its array."""
         return f"{self.names[v]}[{at}] = stored<{stored(v)}>({element});"

@@ -23,7 +23,7 @@ NAME = "nvfuser"
 
 
 def plan(fusion: Fusion, kind: str) -> None:
-    """What schedule/nvfuser.py accepts can be written; nvFuser need not be installed to say so."""
+    """Whatever schedule/nvfuser.py accepts can be written; nvFuser need not be installed to say so."""
 
 
 def emit(segment: Segment) -> Kernel:

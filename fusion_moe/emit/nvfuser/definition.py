@@ -1,4 +1,4 @@
-"""A Fusion as an nvFuser FusionDefinition of its own, or written into one that somebody else has begun."""
+"""A Fusion as a separate nvFuser FusionDefinition, or written into an existing one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RULES: Mapping[str, Callable[..., Any]] = {**pointwise.RULES, **shapes.RULES, **
 class Argument:
     """An argument of a definition: a size by its symbol, or an input of the Fusion by its number.
 
-    form: of packed codes, WORDS or E2M1 of values.py; transposed: whether the codes come as [G, K/2, N] and not as [G, N, K/2].
+    form: for packed codes, WORDS or E2M1 of values.py; transposed: whether the codes are passed as [G, K/2, N] and not as [G, N, K/2].
     """
 
     symbol: str = ""
@@ -38,7 +38,7 @@ class Definition:
 
 
 def define(fusion: Fusion) -> Definition:
-    """The definition of a Fusion whose operations `schedule.nvfuser` takes. UnsupportedError if nvFuser is not installed."""
+    """The definition of a Fusion whose operations `schedule.nvfuser` accepts. UnsupportedError if nvFuser is not installed."""
     arguments: list[Argument] = []
     with nvfuser().FusionDefinition() as fd:
         writer = Writer(fd)
@@ -54,7 +54,7 @@ def define(fusion: Fusion) -> Definition:
 
 
 def inline(fd: Any, fusion: Fusion, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a Fusion without symbols written into a definition; what was written into it before is not written again.
+    """Writes a Fusion without symbols into a definition, and returns its outputs; nothing is written twice.
 
     inputs: tensors of the definition, and `Codes` for packed codes.
     """
@@ -62,7 +62,7 @@ def inline(fd: Any, fusion: Fusion, inputs: Sequence[Any]) -> list[Any]:
 
 
 def write(w: Writer, fusion: Fusion, inputs: Sequence[Any], sizes: Mapping[str, Any]) -> list[Any]:
-    """Writes the operations of a Fusion in order; returns what its outputs became."""
+    """Writes the operations of a Fusion in order; returns the definition's values for its outputs."""
     w.fusion, w.sizes = fusion, sizes
     made: dict[Any, Any] = dict(zip(fusion.inputs, inputs, strict=True))
     for op in fusion.ops:
@@ -72,7 +72,7 @@ def write(w: Writer, fusion: Fusion, inputs: Sequence[Any], sizes: Mapping[str, 
 
 
 def _input(fd: Any, fusion: Fusion, number: int, arguments: list[Argument]) -> Any:
-    """The tensor of the definition for an input; of packed codes one for each form that is asked for."""
+    """The definition's tensor for an input; for packed codes, one for each form that is needed."""
     v = fusion.inputs[number]
     if v.type.dtype != "u8":
         return _tensor(fd, v.type.shape, dtype(v.type.dtype), Argument(input=number), arguments)

@@ -1,7 +1,7 @@
-"""MXFP8 in plain operations of nvFuser: its own quantizers round scales otherwise, and its product of E4M3 takes no scales of blocks.
+"""MXFP8 in plain nvFuser operations: its own quantizers round scales differently, and its E4M3 product takes no block scales.
 
-Products read the bf16 numbers of codes and scales, as the program says. A printed definition has six digits of each constant, so powers of
-two are made of ones that these say.
+Products read the bf16 values of codes and scales, as the program says. A printed definition has six digits of each constant, so powers of
+two are built from constants that six digits express exactly.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .values import EightBits
 from .writer import Writer
 
 _SHARE, _LESS = 9586981, 32  # float32(1 / 448) is _SHARE / 2^_LESS
-_STEP = 16  # the largest power of two in one constant: 65536
+_STEP = 16  # exponent of the largest power of two in one constant: 65536
 
 
 def quantized(w: Writer, op: Op, x: Any) -> EightBits:
-    """As encodings.quantize, bit for bit; nvFuser's cast to e4m3 saturates, as the encoding does."""
+    """The same as encodings.quantize, bit for bit; nvFuser's cast to e4m3 saturates, as the encoding does."""
     shape = op.values[0].type.shape
     blocks, at = _in_blocks(find(op.attrs["encoding"]), shape)
     x = w.reshape(w.to(x, "f32"), w.shape(blocks))
@@ -40,29 +40,29 @@ def dequantized(w: Writer, op: Op, x: EightBits) -> Any:
 
 
 def unpacked(w: Writer, op: Op, x: EightBits) -> tuple[Any, Any]:
-    """Codes, and the scale: in the program's dtype where it leaves the definition."""
+    """Codes, and the scale: in the program's dtype if it leaves the definition."""
     leaves = op.outputs[1] in w.fusion.outputs
     return x.codes, w.to(x.block_scale, "f8e8m0") if leaves else x.block_scale
 
 
 def _in_blocks(encoding: Encoding, shape: tuple[Dim, ...]) -> tuple[tuple[Dim, ...], int]:
-    """[..., K] -> [..., K/32, 32], or the same of N; and where the blocks are counted."""
+    """[..., K] -> [..., K/32, 32], or the same along N; and the dimension that counts blocks."""
     at = len(shape) + encoding.axis
     scale: Scale = encoding.scales[0]
-    count = plain(shape[at]) // scale.block  # type: ignore[operator]  # a number, or the type rule would not have taken it
+    count = plain(shape[at]) // scale.block  # type: ignore[operator]  # a number, or the type rule would have refused it
     return (*map(plain, shape[:at]), count, scale.block, *map(plain, shape[at + 1 :])), at
 
 
 def _of_elements(w: Writer, scale: Any, blocks: tuple[Dim, ...], at: int) -> Any:
-    """That of its block for each element, in the shape of blocks."""
+    """For each element, the scale of its block, in the shape of blocks."""
     return w.spread(scale, blocks, *(i for i in range(len(blocks)) if i != at + 1))
 
 
 def _power_of_two(w: Writer, amax: Any) -> Any:
-    """amax f32 * float32(1/448) -> the least power of two that is not below, in [2^-127, 2^127]; NaN stays.
+    """amax f32 * float32(1/448) -> the smallest power of two that is not below it, in [2^-127, 2^127]; NaN stays NaN.
 
-    nvFuser has no bits of a float. Its logarithm may miss the exponent by one, which a comparison tells; its power of two, rounded to bf16,
-    is exact. In few operations: how it divides a definition takes long with many.
+    nvFuser cannot read a float's bits. Its logarithm may miss the exponent by one, which a comparison detects; its power of two, rounded to
+    bf16, is exact. Uses few operations, since nvFuser takes long to divide a definition with many.
     """
     one = w.constant(1.0, "f32")
     wanted = w.mul(amax, _times(w, w.cast(w.constant(_SHARE, "i64"), dtype=dtype("f32")), -_LESS))
@@ -73,7 +73,7 @@ def _power_of_two(w: Writer, amax: Any) -> Any:
 
 
 def _times(w: Writer, x: Any, exponent: int) -> Any:
-    """x * 2^exponent, exact where the result is a number of x's dtype."""
+    """x * 2^exponent, exact if x's dtype can hold the result."""
     by = w.mul if exponent > 0 else w.div
     left = abs(exponent)
     while left:

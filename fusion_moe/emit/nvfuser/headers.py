@@ -1,8 +1,8 @@
-"""The CUDA headers that nvFuser compiles sorts with: CUB's, of the toolkit in one folder that cannot be changed.
+"""The CUDA headers with which nvFuser compiles sorts: CUB's, from the toolkit in a fixed folder.
 
-All else that is written here compiles without a toolkit. Where the headers are missing, or of another major version than the wheel's
-CUDA, nvFuser asserts with a page of generated code; so it is asked before. Tried with a wheel for CUDA 12.8: 12.6, 12.8 and 12.9 compile,
-13.0 does not.
+Everything else that is written here compiles without a toolkit. If the headers are missing, or of another major version than the wheel's
+CUDA, nvFuser fails an assertion with a page of generated code; so this is checked first. Tried with a wheel for CUDA 12.8: 12.6, 12.8 and
+12.9 compile, 13.0 does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CUB = "cub/block/block_radix_sort.cuh"
 
 
 def check_headers() -> None:
-    """UnsupportedError if nvFuser finds no headers that fit: its wheel is built for the CUDA of the installed torch."""
+    """UnsupportedError if nvFuser finds no matching headers: its wheel is built for the CUDA version of the installed torch."""
     wanted, found = str(torch.version.cuda), _version(FOLDER)
     if found.split(".")[0] != wanted.split(".")[0]:
         why = f"{FOLDER} has those of CUDA {found}" if found else f"{FOLDER} has none"
@@ -31,7 +31,7 @@ def check_headers() -> None:
 
 
 def _version(folder: Path) -> str:
-    """The version of the toolkit whose headers these are, "12.8"; "" if they are not all there."""
+    """The version of the toolkit with these headers, "12.8"; "" if some are missing."""
     header = folder / "cuda.h"
     found = re.search(r"^#define CUDA_VERSION (\d+)", header.read_text(errors="replace"), re.M) if header.is_file() else None
     if found is None or not any((root / _CUB).is_file() for root in (folder, folder / "cccl")):

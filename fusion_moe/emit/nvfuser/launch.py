@@ -1,4 +1,4 @@
-"""Checks before a launch, and the launch: nvFuser asserts, or ends the CUDA context, where a user must get an error or a result."""
+"""Checks before a launch, and the launch: nvFuser fails assertions or ends the CUDA context where users need an error or a result."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def launcher(definition: Definition, fusion: Fusion) -> Callable[..., tuple[Any,
     sorts = facts.sorts(fusion)
 
     def launch(*inputs: Tensor, sizes: Mapping[str, int]) -> tuple[Any, ...]:
-        if any(t.numel() == 0 for t in inputs):  # nvFuser's layout operation asserts; and there is next to nothing to do
+        if any(t.numel() == 0 for t in inputs):  # nvFuser's layout operation would fail an assertion, and there is hardly anything to do
             return fusion.evaluate(*inputs, sizes=sizes)
-        device = inputs[0].device if inputs else torch.device("cuda")  # constants alone are made on the current one
+        device = inputs[0].device if inputs else torch.device("cuda")  # with only constants, results are on the current device
         _check_device(device, four_bits)
         if sorts:
             check_headers()
@@ -37,7 +37,7 @@ def launcher(definition: Definition, fusion: Fusion) -> Callable[..., tuple[Any,
 
 
 def arguments(definition: Definition, inputs: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Any]:
-    """What a definition is called with."""
+    """The arguments with which a definition is called."""
     return [sizes[a.symbol] if a.symbol else _formed(inputs[a.input], a) for a in definition.arguments]
 
 
@@ -50,7 +50,7 @@ def _check_device(device: torch.device, four_bits: bool) -> None:
 
 
 def _formed(t: Tensor, argument: Argument) -> Tensor:
-    """An input in the form that the definition takes it in; no copy where it is already."""
+    """An input in the form in which the definition takes it; not copied if it has that form already."""
     return form_of(t, argument.form, argument.transposed) if argument.form else t.contiguous()
 
 

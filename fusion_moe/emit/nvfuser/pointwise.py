@@ -1,4 +1,4 @@
-"""Pointwise kinds. nvFuser computes bf16 and f16 in float32 and leaves the result there: it is rounded as the program says."""
+"""Pointwise kinds. nvFuser computes bf16 and f16 in float32 and keeps float32 results: they are rounded as the program says."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Quantized values and grouped products.
 
-16-bit activations: the weight is decoded to their type, `code * (float32(block_scale) * decode_scale)` as everywhere, rounded once,
-and goes into nvFuser's grouped_mm, which wants group ends. 4-bit activations: both operands go into cutlass_nvfp4_grouped_mm, which
-wants group starts, swizzled block scales, and one factor for each group: decode scales that differ along N come after it.
+16-bit activations: the weight is decoded to their type, `code * (float32(block_scale) * decode_scale)` as everywhere, rounded once, and
+passed to nvFuser's grouped_mm, which takes group ends. 4-bit activations: both operands are passed to cutlass_nvfp4_grouped_mm, which
+takes group starts, swizzled block scales, and one factor for each group: decode scales that differ along N are multiplied afterwards.
 
 M rows, G groups, N out-features, K in-features.
 """
@@ -29,7 +29,7 @@ Matrices = tuple[int, int, int]  # G, N, K
 
 
 def decoded(w: Writer, packed: Packed, shape: Matrices, to: str) -> Any:
-    """nvfp4[G, N, K] -> [G, N, K] in dtype `to`: the numbers of encodings.dequantize, rounded once."""
+    """nvfp4[G, N, K] -> [G, N, K] in dtype `to`: the values of encodings.dequantize, rounded once."""
     g, n, k = shape
     words, eight = (g, n, k // 8, 8), packed.codes.form(WORDS)
     shift = w.spread(w.mul(w.count(8), 4), words, 3)
@@ -41,7 +41,7 @@ def decoded(w: Writer, packed: Packed, shape: Matrices, to: str) -> Any:
 
 
 def _e2m1_value(w: Writer, code: Any) -> Any:
-    """i32 codes -> f32: magnitudes below 2 are halves of the code, the others (2 + last bit) << exponent; bit 3 is the sign."""
+    """i32 codes -> f32: magnitudes below 2 are halves of the code, others (2 + last bit) << exponent; bit 3 is the sign."""
     size = w.bitwise_and(code, 7)
     high = w.bitwise_left_shift(w.add(w.bitwise_and(size, 1), 2), w.maximum(w.sub(w.bitwise_right_shift(size, 1), 1), 0))
     magnitude = w.mul(w.to(w.where(w.lt(size, 4), size, high), "f32"), 0.5)
@@ -94,7 +94,7 @@ def _decode_scale(w: Writer, op: Op, x: Any) -> Any:
 
 
 def _quantize(w: Writer, op: Op, x: Any, decode_scale: Any = None) -> Encoded | EightBits:
-    """As encodings.quantize, operation for operation; nvFuser's nv_block_quantize multiplies by rounded reciprocals instead."""
+    """The same as encodings.quantize, operation by operation; nvFuser's nv_block_quantize multiplies by rounded reciprocals instead."""
     if op.attrs["encoding"] in TRAINED:
         return eight_bits.quantized(w, op, x)
     *lead, n, k = op.values[0].type.shape
@@ -122,12 +122,12 @@ def _relayout(w: Writer, op: Op, x: Encoded, ends: Any) -> Encoded:
 
 
 def _grouped_scale(w: Writer, x: Encoded, ends: Any, groups: int) -> Any:
-    """The block scales of rows in linear order -> in the order of layouts.SF128x4, each group by itself; padding is not written."""
+    """The block scales of rows in linear order -> in the order of layouts.SF128x4, for each group separately; padding is not written."""
     return w.preprocess_grouped_matmul_input_sf(x.block_scale, _starts(w, ends, groups), _padded_starts(w, ends, groups))
 
 
 def _grouped_mm(w: Writer, op: Op, a: Any, weight: Any, ends: Any) -> Any:
-    """Of fprop and dgrad: nvFuser's contracts the middle axis of its matrices."""
+    """For fprop and dgrad: nvFuser's product contracts the middle axis of its matrices."""
     if isinstance(a, Encoded):
         y = _packed_product(w, op, a, weight, ends)
     else:
@@ -138,7 +138,7 @@ def _grouped_mm(w: Writer, op: Op, a: Any, weight: Any, ends: Any) -> Any:
 
 
 def _product(w: Writer, op: Op, a: Any, matrices: Any, ends: Any) -> Any:
-    """-> f32[M, ...]. nvFuser wants the groups to cover all rows: the last one takes the rest, which the caller makes zero."""
+    """-> f32[M, ...]. nvFuser's groups must cover all rows: the last group takes the remaining ones, which the caller sets to zero."""
     groups = group_count(op)
     last = w.eq(w.count(groups), groups - 1)
     covering = w.to(w.where(last, w.size(op.values[0].type.shape[0]), ends), "i32")
@@ -159,7 +159,7 @@ def _packed_product(w: Writer, op: Op, a: Encoded, weight: Packed, ends: Any) ->
 
 
 def _factors(w: Writer, decode_a: Any, weight: Packed, shape: tuple[int, int]) -> tuple[Any, Any]:
-    """decode scales f32[] of the rows and f32[G] or [G, S] of the weight -> alpha f32[G], and what is left of them, f32[G, N], if S > 1."""
+    """decode scales f32[] of the rows and f32[G] or [G, S] of the weight -> alpha f32[G], and the remaining factors f32[G, N] if S > 1."""
     (g, n), decode_w, runs = shape, weight.decode_scale, weight.runs
     if runs == 0:
         return w.mul(decode_w, w.spread(decode_a, (g,))), None
@@ -195,7 +195,7 @@ def _problem_sizes(w: Writer, ends: Any, g: int, n: int, k: int) -> Any:
 
 
 def _matrices(op: Op) -> Matrices:
-    """G, N and K of the weight of a product: numbers, or pack would not have taken it."""
+    """G, N and K of a product's weight: numbers, or pack would have refused them."""
     return op.values[1].type.shape  # type: ignore[return-value]
 
 

@@ -1,4 +1,4 @@
-"""Kinds about rows and their groups. Nothing waits for the device: ends, ids and indices out of range are made safe, not reported.
+"""Kinds on rows and their groups. Nothing waits for the device: ends, ids and indices out of range are made safe, not reported.
 
 M rows, G groups, T tokens, k slots.
 """
@@ -15,34 +15,34 @@ from .writer import Writer
 
 
 def inside(w: Writer, x: Any, shape: tuple[Dim, ...], ends: Any, groups: int) -> Any:
-    """x [M, ...] -> x with the rows at or past the last end zero."""
+    """x [M, ...] -> x with the rows at or past the last end set to zero."""
     last = w.part(ends, [groups - 1], [groups])
     keep = w.lt(w.count(shape[0]), last)
     return w.where(w.spread(keep, shape, 0), x, 0.0)
 
 
 def group_of(w: Writer, rows: Dim, ends: Any, groups: int) -> Any:
-    """ends i32[G] -> i32[M]: the group of each row, G - 1 for those that belong to none."""
+    """ends i32[G] -> i32[M]: the group of each row, G - 1 for rows that belong to none."""
     shape = (rows, groups)
     past = w.ge(w.spread(w.count(rows), shape, 0), w.spread(ends, shape, 1))
     return w.minimum(w.to(w.sum(w.to(past, "i32"), [1]), "i32"), groups - 1)
 
 
 def of_their_group(w: Writer, table: Any, shape: tuple[Dim, ...], ends: Any, groups: int) -> Any:
-    """table [G, N], ends i32[G] -> [M, N] of this shape: for each row that of its group. nvFuser may assert where it picks from one row."""
+    """table [G, N], ends i32[G] -> [M, N]: for each row, its group's row of the table. nvFuser may fail an assertion if G is 1."""
     if groups == 1:
         return w.spread(w.squeeze(table, [0]), shape, 1)
     return w.index_select(table, group_of(w, shape[0], ends, groups), 0)
 
 
 def _ends(w: Writer, op: Op, offs: Any) -> Any:
-    """As groups.clamp_ends."""
+    """The same as groups.clamp_ends."""
     groups, clamped = op.attrs["groups"].count, w.minimum(w.maximum(offs, 0), w.size(op.attrs["rows"]))
     return w.max(of_groups(w, clamped, groups, w.ge), [1]) if groups > 1 else clamped
 
 
 def of_groups(w: Writer, x: Any, groups: int, order: Callable[[Any, Any], Any]) -> Any:
-    """x i32[G] -> i32[G, G]: x[j] at (i, j) where order(i, j), else 0. Its reductions along j are what scans of x are.
+    """x i32[G] -> i32[G, G]: x[j] at (i, j) if order(i, j), else 0. Reducing it along j gives a scan of x.
 
     nvFuser's scans need the headers of a CUDA toolkit, and reductions do not; G is small, but more than 1.
     """
@@ -67,7 +67,7 @@ def _zero_rest(w: Writer, op: Op, x: Any, ends: Any) -> Any:
 
 
 def _route(w: Writer, op: Op, ids: Any) -> tuple[Any, Any, Any]:
-    """Sorted by group, ids that name none last; ends by counting; the slot of each row by sorting the order back."""
+    """Sorted by group, with ids that name none last; ends by counting; the slot of each row by sorting the order back."""
     (t, k), groups = op.values[0].type.shape, op.attrs["groups"].count
     rows, first = elements((t, k)), op.attrs.get("first_expert") or 0
     flat = w.reshape(ids, [w.size(rows)])
@@ -94,7 +94,7 @@ def _combine(w: Writer, op: Op, y: Any, slot_of: Any, weights: Any) -> Any:
     (t, k), (out_rows, n) = op.values[1].type.shape, op.outputs[0].type.shape
     wide = op.outputs[0].type.dtype
     total = w.filled((out_rows, n), 0.0, wide)
-    for slot in range(k):  # type: ignore[arg-type]  # a number, or schedule/nvfuser.py would not have taken it
+    for slot in range(k):  # type: ignore[arg-type]  # a number, or schedule/nvfuser.py would have refused it
         row, weight = (w.squeeze(w.part(x, [0, slot], [w.size(t), slot + 1]), [1]) for x in (slot_of, weights))
         total = w.add(total, w.mul(w.to(w.index_select(y, row, 0), wide), w.spread(w.to(weight, wide), (t, n), 0)))
     return total
@@ -107,7 +107,7 @@ def _group_add(w: Writer, op: Op, y: Any, bias: Any, ends: Any) -> Any:
 
 
 def group_count(op: Op) -> int:
-    """The number of groups: of the partition of an operation's ends, its last input."""
+    """The number of groups: that of the partition of an operation's ends, its last input."""
     return op.values[-1].type.shape[0]  # type: ignore[return-value]
 
 

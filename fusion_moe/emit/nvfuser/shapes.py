@@ -11,7 +11,7 @@ from .writer import Writer
 
 
 def _reshape(w: Writer, op: Op, x: Any) -> Any:
-    """Sizes of 1 are squeezed and broadcast: nvFuser does not repeat those that a reshape made."""
+    """Sizes of 1 are squeezed and broadcast, since nvFuser does not repeat dimensions that a reshape made."""
     before, after = op.values[0].type.shape, op.outputs[0].type.shape
     ones = [i for i, d in enumerate(before) if d == 1]
     x = w.squeeze(x, ones) if ones else x

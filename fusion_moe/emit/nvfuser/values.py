@@ -1,4 +1,4 @@
-"""Quantized values in nvFuser, which has no 8-bit integers: codes are int32 words of eight, or e2m1 numbers."""
+"""Quantized values in nvFuser, which has no 8-bit integers: codes are int32 words of eight codes, or e2m1 numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORDS, E2M1 = "words", "e2m1"  # int32[G, N, K/8], the first code in the lowest 
 
 @dataclass(frozen=True)
 class Codes:
-    """Packed codes that come from outside. form(WORDS) or form(E2M1) is the tensor of the definition that holds them."""
+    """Packed codes from outside the definition. form(WORDS) or form(E2M1) is the definition's tensor that holds them."""
 
     form: Callable[[str], Any]
 
@@ -41,7 +41,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class EightBits:
-    """A value mxfp8[..., N, K] or mxfp8_columns: codes f8e4m3[..., N, K]; block_scale f32, or f8e8m0 where it came from outside."""
+    """A value mxfp8[..., N, K] or mxfp8_columns: codes f8e4m3[..., N, K]; block_scale f32, or f8e8m0 if it comes from outside."""
 
     codes: Any
     block_scale: Any
@@ -50,7 +50,7 @@ class EightBits:
 def form_of(codes: Tensor, form: str, transposed: bool) -> Tensor:
     """codes u8[..., N, K/2], or [..., K/2, N] if transposed -> int32 words [..., N, K/8], or e2m1[..., K/2, N] with K fastest.
 
-    A view, unless the rows are not contiguous, or the words not aligned. fp4 tensors are taken for the bytes they are stored in.
+    A view, unless the rows are not contiguous or the words are not aligned. fp4 tensors count as the bytes in which they are stored.
     """
     rows = (codes.view(torch.uint8).mT if transposed else codes.view(torch.uint8)).contiguous()
     if form == E2M1:

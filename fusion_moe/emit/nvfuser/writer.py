@@ -1,6 +1,6 @@
-"""Writes operations into an nvFuser definition. An operation that was written with these arguments is not written again.
+"""Writes operations into an nvFuser definition. An operation with the same arguments is written only once.
 
-So values that several operations derive, such as group starts or a quantized activation, are one value of the definition.
+So values that several operations derive, such as group starts or a quantized activation, are a single value of the definition.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .library import dtype
 class Writer:
     """`w.add(a, b)` is fd.ops.add(a, b).
 
-    fusion: what is being written; sizes: a number or a scalar of the definition for each of its symbols.
+    fusion: the Fusion that is being written; sizes: a number or a scalar of the definition for each of its symbols.
     """
 
     def __init__(self, fd: Any):
@@ -26,7 +26,7 @@ class Writer:
         self.fusion = Fusion((), (), ())
         self.sizes: Mapping[str, Any] = {}
         self._made: dict[Any, Any] = {}
-        self._kept: list[Any] = []  # their ids are keys: they must not be given to others
+        self._kept: list[Any] = []  # kept alive, since their ids are keys
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         make = getattr(self.fd.ops, name)
@@ -40,7 +40,7 @@ class Writer:
         return call
 
     def to(self, x: Any, name: str) -> Any:
-        """x as a dtype of the IR, or of nvFuser by its name."""
+        """x in a dtype of the IR, or of nvFuser, by name."""
         wanted = dtype(name)
         return x if x.dtype() == wanted else self.cast(x, dtype=wanted)
 
@@ -64,18 +64,18 @@ class Writer:
         return [self.size(d) for d in dims]
 
     def spread(self, x: Any, shape: tuple[Dim, ...], *dims: int, repeats: bool = False) -> Any:
-        """x whose dimension i becomes dimension dims[i] of `shape`, repeated along the others; repeats: along those of size 1 too."""
+        """x whose dimension i becomes dimension dims[i] of `shape`, repeated along the others; repeats: also along those of size 1."""
         new = [i not in dims for i in range(len(shape))]
         y = self.broadcast(x, new) if any(new) else x
         wider = repeats or any(plain(d) != 1 for d, is_new in zip(shape, new, strict=True) if is_new)
         return self.expand(y, self.shape(shape)) if wider else y
 
     def part(self, x: Any, starts: list[Any], ends: list[Any]) -> Any:
-        """x[start:end] along each dimension; the bounds lie inside of x, so nothing has to clamp them."""
+        """x[start:end] along each dimension; the bounds are inside x, so nothing has to clamp them."""
         return self.slice(x, starts, ends, [1] * len(starts), True)
 
     def filled(self, shape: tuple[Dim, ...], value: float, name: str) -> Any:
-        """A tensor of one number."""
+        """A tensor whose elements are all one number."""
         return self.full(self.shape(shape), self.constant(value, name), dtype=dtype(name))
 
     def count(self, length: Dim, name: str = "i32") -> Any:
@@ -84,7 +84,7 @@ class Writer:
         return self.iota(self._scalar(self.size(length)), zero, one, dtype=dtype(name))
 
     def stored(self, v: Value) -> str:
-        """The 16-bit dtype that the program rounds the result of a product to."""
+        """The 16-bit dtype to which the program rounds the result of a product."""
         return next(str(op.attrs["dtype"]) for op in self.fusion.readers[v])
 
     def _scalar(self, n: Any) -> Any:

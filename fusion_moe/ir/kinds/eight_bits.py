@@ -1,12 +1,12 @@
-"""Products of MXFP8 operands, forward and backward: which copies are multiplied.
+"""Products of MXFP8 operands, forward and backward: which quantized copies are multiplied.
 
     y = x W^T      x in blocks along K, W along K
     dx = dy W      dy along N, W along N
     dW = dy^T x    dy along the rows of each group, x along them
 
-Blocks lie along what is contracted, so W, x and dy have two copies each, both made from the floats. Their derivatives are straight through:
-not those of the rounded values. The numbers of a copy are bf16 (E4M3 times a power of two), so kernels for bf16 compute the product:
-emulated, for fidelity and not for speed. A float32 tensor may lose what lies below 2^-133.
+Blocks lie along the contracted dimension, so W, x and dy have two copies each, both made from the floats. Gradients are straight-through:
+they ignore the rounding. The elements of a copy are exact in bf16 (E4M3 times a power of two), so kernels for bf16 compute the product:
+it is emulated, for its numbers and not for speed. A float32 tensor may lose digits below 2^-133.
 Source: Transformer Engine's MXFP8BlockScaling; torchao's `wgrad_with_hp` is wgrad="bf16".
 """
 
@@ -26,7 +26,7 @@ from ..types import TensorType
 from .quantized import TRAINED, known
 from .rules import need_dtype
 
-WGRADS = {form: wgrad for wgrad, form in FORMATS.items()}  # activation_format -> what gradients of weights are made from: copies, or floats
+WGRADS = {form: wgrad for wgrad, form in FORMATS.items()}  # activation_format -> what weight gradients use: copies, or floats
 
 
 def is_one(type: TensorType) -> bool:
@@ -42,14 +42,14 @@ def need_along(name: str, type: TensorType, axis: int) -> None:
 
 
 def need_wgrad(a: TensorType, wgrad: str) -> None:
-    """OptionError unless wgrad is what a product on rows of type a takes."""
+    """OptionError unless a product with rows of type a can take this wgrad."""
     allowed = tuple(WGRADS.values()) if is_one(a) else ("",)
     if wgrad not in allowed:
         raise OptionError(f"wgrad = {wgrad!r} of a product on {a.dtype}", expected=f"one of {', '.join(map(repr, allowed))}")
 
 
 def computed(encoding: Encoding) -> torch.dtype:
-    """The dtype of the numbers of an encoding in a product."""
+    """The dtype in which a product computes with an encoding's numbers."""
     return torch.bfloat16 if encoding.name in TRAINED else torch.float32
 
 
@@ -64,7 +64,7 @@ def product(fd: Any, x: Value, weight: Value, ends: Value, wgrad: str, transpose
 
 
 def copy(fd: Any, x: Value, axis: int, *ends: Value) -> Value:
-    """x quantized in blocks along an axis; ends: of its rows, where that is the axis."""
+    """x quantized in blocks along an axis; ends: of its rows' groups, if that axis is the rows."""
     return fd.ops.quantize(x, *ends, encoding=BY_AXIS[axis].name)
 
 
@@ -81,7 +81,7 @@ def gradients(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def _floats(fd: Any, copied: Value) -> Value:
-    """What a copy was made from."""
+    """The floats that a copy was made from."""
     op = fd.producer(copied)
     if op is None or op.kind.name != "quantize":
         raise NotImplementedError(f"the derivative of a product of {copied.type} that was not made from floats here")
@@ -90,7 +90,7 @@ def _floats(fd: Any, copied: Value) -> Value:
 
 
 def in_parts(fd: Any, copied: Value) -> Value:
-    """A copy by way of its parts, which the forward can save and kernels pass on."""
+    """A copy rebuilt from its parts, which the forward can save and kernels can pass on."""
     if fd.made_by(copied) == "pack":
         return copied
     packed: Value = fd.ops.pack(*fd.ops.unpack(copied), encoding=copied.type.dtype, layout="linear")

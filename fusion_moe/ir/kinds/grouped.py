@@ -1,4 +1,4 @@
-"""Products over groups: run g of the rows with matrix g. All accumulate in float32; rows past the last end come out as zeros.
+"""Products over groups: run g of the rows times matrix g. All accumulate in float32; rows past the last end become zeros.
 
     grouped_mm     a [M/g, K], w [G, N, K] -> f32[M/g, N]     contracts K
     grouped_mm_t   a [M/g, N], w [G, N, K] -> f32[M/g, K]     contracts N: the gradient of `a`; or a product of weights stored [G, K, N]
@@ -6,12 +6,12 @@
     group_add      y [M/g, N], bias [G, N] -> [M/g, N]
     group_sum      y [M/g, N]              -> f32[G, N]       the rows of each group, added in order: the gradient of `bias`; zero if empty
 
-No product or sum reads rows past the last end. Operands of f64 (both, or neither) give f64: for checks, on the reference alone.
+No product or sum reads rows past the last end. f64 operands (both, or neither) give f64: for checks, only on the reference.
 
-w is of any encoding, nvfp4[G, N, K] say, or a float tensor; it is dequantized a few groups at a time.
-a may be nvfp4[M/g, K]; a_layout and w_layout say how the block scales of the two are stored.
-Both operands of each may be MXFP8, with blocks along what is contracted (eight_bits.py); they count as the bf16 numbers that they are.
-With operands="int8" grouped_mm rounds both to int8 (int8.py); its derivative is that of the product without it.
+w is in any encoding, such as nvfp4[G, N, K], or a float tensor; it is dequantized a few groups at a time. a may be nvfp4[M/g, K]; a_layout
+and w_layout are the layouts of both operands' block scales. Both operands of each product may be MXFP8, with blocks along the contracted
+dimension (eight_bits.py); they count as their exact bf16 values. With operands="int8" grouped_mm rounds both to int8 (int8.py); its
+derivative is that of the unrounded product.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .rules import Types, need_dtype, need_float, need_partition, need_rank, nee
 from .runs import dequantize_runs, rows_at
 from .shape import elements
 
-_PANEL = 2**21  # elements that are decoded at once
+_PANEL = 2**21  # how many elements are decoded at once
 
 
 def _operands(a: TensorType, w: TensorType, ends: TensorType, contract: int, w_layout: str) -> None:
@@ -52,7 +52,7 @@ def _operands(a: TensorType, w: TensorType, ends: TensorType, contract: int, w_l
 
 
 def _summed(a: TensorType, b: TensorType) -> str:
-    """The dtype of a product's sums."""
+    """The dtype in which a product accumulates."""
     if accumulated(a.dtype) != accumulated(b.dtype):
         expected = "f64 for both, or for neither"
         raise DtypeError(f"the operands are {a} and {b}", expected=expected, todo="cast with fd.ops.cast(x, dtype=...)")
@@ -63,9 +63,9 @@ def _mm_type(
     a: TensorType, w: TensorType, ends: TensorType, a_layout: str = "linear", w_layout: str = "linear", wgrad: str = "",
     operands: str = "",
 ) -> Types:  # fmt: skip
-    """a [M/g, K], w [G, N, K] of any encoding -> f32[M/g, N]: each row times the matrix of its group. Layouts: as they are stored.
+    """a [M/g, K], w [G, N, K] of any encoding -> f32[M/g, N]: each row times its group's matrix. Layouts: how a and w are stored.
 
-    wgrad: of MXFP8 operands, what the gradient of w is made from: "mxfp8" or "bf16". operands: "int8" rounds floats a and E2M1 codes w.
+    wgrad: for MXFP8 operands, what the gradient of w is made from: "mxfp8" or "bf16". operands: "int8" rounds floats a and E2M1 codes w.
     """
     _operands(a, w, ends, 2, w_layout)
     int8.need_operands(operands, a, w)
@@ -98,7 +98,7 @@ def _outer_type(a: TensorType, b: TensorType, ends: TensorType) -> Types:
 
 
 def _add_type(y: TensorType, bias: TensorType, ends: TensorType) -> Types:
-    """y [M/g, N] plus bias [G, N], of the group of each row; rows past the last end stay as they are."""
+    """y [M/g, N] plus bias [G, N] of each row's group; rows past the last end stay unchanged."""
     need_rank("y", y, 2)
     need_rank("bias", bias, 2)
     need_dtype("bias", bias, y.dtype)
@@ -117,7 +117,7 @@ def _sum_type(y: TensorType, ends: TensorType) -> Types:
 
 
 def _runs(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """(group, first row, row after the last) of every run that is not empty. Reads the ends: this is the reference."""
+    """(group, first row, row after the last) for every run that is not empty. Reads the ends: only for the reference."""
     start = 0
     for group, end in enumerate(ends.tolist()):
         if end > start:
@@ -126,7 +126,7 @@ def _runs(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _matrices(w: Any, groups: Sequence[int], layout: str) -> Iterator[torch.Tensor]:
-    """The matrices of these groups in the dtype of sums, decoded a panel at a time: never all of a large weight."""
+    """The matrices of these groups in the accumulation dtype, decoded a few at a time: never all of a large weight at once."""
     if not isinstance(w, Quantized):
         yield from (wide(_plain(w[group], layout)) for group in groups)
         return
@@ -171,7 +171,7 @@ def _outer(a: Any, b: Any, ends: torch.Tensor) -> tuple[torch.Tensor]:
 
 
 def _add(y: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
-    """Rows past the last end stay as they are."""
+    """Rows past the last end stay unchanged."""
     padded = torch.cat([bias, bias.new_zeros(1, bias.shape[1])])
     return (y + padded.index_select(0, row_groups(ends, y.shape[0])),)
 
@@ -185,9 +185,9 @@ def _sum(y: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
 
 
 def product_grad(fd: Any, op: Op, dy: Value, a: Value, dy_of_weight: Value | None = None) -> tuple[Value, Value | None]:
-    """(the gradient of the rows of grouped_mm or grouped_mm_t in float32, that of its float weight in the weight's dtype).
+    """The gradients of a grouped_mm or grouped_mm_t: of its rows, in float32, and of its float weight, in the weight's dtype.
 
-    a, dy_of_weight: what the weight's gradient is made of: the rows of the product and dy, or others in their place.
+    a, dy_of_weight: the factors of the weight's gradient: the product's rows and dy, or replacements for them.
     """
     (_, w, ends), transposed = op.values, op.kind.name == "grouped_mm_t"
     at = {name: layout for name, layout in op.attrs.items() if name == "w_layout"}
@@ -221,7 +221,7 @@ def bias_rows(fd: Any, bias: Value, ends: Value, like: Value) -> Value:
 
 
 def _product_flops(op: Op) -> Any:
-    """2 * M * N * K: the rows of the first operand, and the matrices of the second operand or of the result."""
+    """2 * M * N * K: M rows of the first operand; matrices [N, K] of the second operand or of the result."""
     a, w = (v.type for v in op.values[:2])
     matrices = w if len(w.shape) == 3 else op.outputs[0].type
     return 2 * plain(a.shape[0]) * elements(matrices.shape[1:])

@@ -7,15 +7,16 @@
     y        sum over blocks, in order, of (codes of the row . codes of the weight) * (step of the row * step of the weight),
              each product of codes an exact integer, each block added by one fused multiply-add; then times the scale of the matrix
 
-All in float32 but for the integers. A block whose amax or S is below 2^-100 counts as zeros. NaN or infinity in a block of a row, or NaN
-among its scales, makes all results of that row, or of that column, NaN. The last block of a row may be shorter.
+Everything but the integers is in float32. A block whose amax or S is below 2^-100 counts as zeros. NaN or infinity in a block of a row, or
+NaN among a weight row's scales, makes all results of that row, or of that column, NaN. The last block of a row may be shorter.
 
-Weights are rounded, too, since tensors of integers have one scale for as many columns as an instruction contracts: 64 with AMX, where
-NVFP4 has a scale for 16. Sixteen times the largest number of codes fits into a byte, and being a power of two it leaves what lies in a
-block with the largest scale as it is, and with MXFP4's powers of two what lies down to an eighth of it.
+Weights are rounded too, since integer tensors need one scale for all the columns that an instruction contracts: 64 with AMX, while NVFP4
+has a scale for every 16. Sixteen times the largest E2M1 number fits into a byte. As a power of two, the factor keeps all values exact in a
+block with the largest scale and, with MXFP4's power-of-two scales, in blocks down to an eighth of it.
 
-256 columns: a result must be made float32, scaled and added once a block. By count of instructions that takes vectors half of the time in
-which tiles multiply 256 columns; of 128 columns it would be all of it. Sums of a block have 22 bits, which float32 holds.
+Why 256 columns: once for each block, results must be converted to float32, scaled and added. By instruction count this takes vector units
+half of the time in which tiles multiply 256 columns; with 128 columns it would take all of it. Sums of a block have 22 bits, which float32
+holds exactly.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from .rules import need_dtype
 NAME = "int8"
 WEIGHTS = (NVFP4.name, MXFP4.name)
 BLOCK = 256
-_LEAST = 2.0**-100  # of what is not zeros
-_CODES = 16  # that share a scale, at least
+_LEAST = 2.0**-100  # the smallest amax or S that does not count as zero
+_CODES = 16  # at least this many share a scale
 
 
 def need_operands(operands: str, a: TensorType, w: TensorType) -> None:
-    """OptionError or DtypeError unless a product on rows of type a by a weight of type w is one of such operands: "" or "int8"."""
+    """OptionError or DtypeError unless a product of rows of type a with a weight of type w can have such operands: "" or "int8"."""
     if operands not in ("", NAME):
         raise OptionError(f"operands = {operands!r}", expected=f"'' or {NAME!r}")
     if operands == NAME:
@@ -60,7 +61,7 @@ def rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def matrices(w: Quantized) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight [G, N, K] -> codes f32 [G, N, blocks, 256], integers; steps f32 [G, N, blocks]; scales f32 [G, N] of the matrices"""
+    """A weight [G, N, K] -> codes f32 [G, N, blocks, 256], integers; steps f32 [G, N, blocks]; matrix scales f32 [G, N]"""
     *lead, n, _ = w.shape
     assert E2M1.decode is not None
     packed = w[0].view(torch.uint8)
@@ -79,18 +80,18 @@ def matrices(w: Quantized) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def product(a: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Rows [M, K] by one matrix [1, N, K] -> f32 [M, N]"""
+    """Rows [M, K] times one matrix [1, N, K] -> f32 [M, N]"""
     (codes, steps), (w_codes, w_steps, factors) = a, (t[0] for t in w)
     sums = codes.new_zeros(len(codes), len(w_codes))
     for block in range(codes.shape[1]):
-        integers = codes[:, block] @ w_codes[:, block].T  # exact, in any order: below 2^24
+        integers = codes[:, block] @ w_codes[:, block].T  # exact in any order, since it is below 2^24
         step = steps[:, block, None] * w_steps[None, :, block]
-        sums = (integers.double() * step.double() + sums.double()).float()  # a product that float64 holds
+        sums = (integers.double() * step.double() + sums.double()).float()  # float64 holds the product exactly
     return sums * factors
 
 
 def _quotient(number: float, by: Tensor) -> Tensor:
-    """Rounded once: of a number and a tensor torch multiplies by a reciprocal."""
+    """A quotient rounded once: torch divides a number by a tensor by multiplying with a reciprocal."""
     return torch.full_like(by, number) / by
 
 
@@ -100,10 +101,10 @@ def _blocks(x: Tensor, size: int) -> Tensor:
 
 
 def _steps(largest: Tensor, some: Tensor, steps: Tensor) -> Tensor:
-    """What an integer is worth, by the largest of each block."""
+    """The value of an integer of 1, from the largest element of each block."""
     return torch.where(some, steps, torch.where(largest < _LEAST, 0.0, torch.nan))
 
 
 def attributes(activation_format: str) -> dict[str, Any]:
-    """Those of a product on activations in a format."""
+    """The attributes of a product for activations in this format."""
     return {"operands": NAME} if activation_format == NAME else {}

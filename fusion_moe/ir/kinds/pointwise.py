@@ -1,6 +1,6 @@
-"""Pointwise operations: one element of the result from one element of each input. Sizes equal or 1; a number has the tensors' dtype.
+"""Pointwise operations: each element of the result from one element of each input. Sizes are equal or 1; a number has the tensors' dtype.
 
-Each is rounded to its dtype as torch rounds it: bf16 in float32 and back, once for each operation.
+Each result is rounded to its dtype as in torch: bf16 is computed in float32 and rounded, once for each operation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _same(*types: Any) -> Types:
 
 
 def _computed_dtype(types: Sequence[Any]) -> str:
-    """The one dtype of the tensors, in which torch computes."""
+    """The common dtype of the tensors, in which torch computes."""
     dtype = joined_dtype(types)
     if dtype in STORED:
         raise DtypeError(f"the input is {dtype}", expected="a wider dtype", todo="cast with fd.ops.cast(x, dtype=...)")
@@ -32,7 +32,7 @@ def _computed_dtype(types: Sequence[Any]) -> str:
 
 
 def _bounded(*types: Any) -> Types:
-    """A number among the operands becomes a tensor, and so must have a place in its dtype."""
+    """A number among the operands becomes a tensor, so its dtype must be able to hold it."""
     for t in types:
         if not isinstance(t, TensorType):
             need_finite("the number", t, joined_dtype(types))
@@ -40,7 +40,7 @@ def _bounded(*types: Any) -> Types:
 
 
 def _sum(*types: Any) -> Types:
-    """Masks may be added and multiplied with each other, as `or` and `and`; beside a number torch makes them integers."""
+    """Masks may be added to and multiplied with each other, as `or` and `and`; with a number, torch would make them integers."""
     if joined_dtype(types) == "bool" and not all(isinstance(t, TensorType) for t in types):
         raise DtypeError("a number beside bool", expected="two masks", todo="cast with fd.ops.cast(x, dtype=...)")
     return _same(*types)
@@ -87,20 +87,20 @@ def _cast_type(x: TensorType, dtype: str) -> Types:
 
 
 def _where_type(condition: TensorType, a: Any, b: Any) -> Types:
-    """a where condition, a mask, holds, and b elsewhere; sizes equal or 1. A number takes the dtype of the tensor beside it."""
+    """a where the mask condition is true, b elsewhere; sizes equal or 1. A number takes the dtype of the tensor beside it."""
     need_dtype("condition", condition, "bool")
     (made,) = _bounded(a, b)
     return (made.with_(shape=joined_shape((condition, a, b))),)
 
 
 def _as_tensors(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two operands, of which one may be a number, for functions of torch that take tensors alone."""
+    """Two operands, one of which may be a number, as tensors, for torch functions that take only tensors."""
     like = a if isinstance(a, torch.Tensor) else b
     return torch.as_tensor(a, dtype=like.dtype, device=like.device), torch.as_tensor(b, dtype=like.dtype, device=like.device)
 
 
 def _in_opmath(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A sum of 16-bit floats and a number, which is not rounded to 16 bits: as in Inductor's kernels and torch's on CUDA, not on CPUs."""
+    """The sum of 16-bit floats and a number that is not rounded to 16 bits: as in Inductor's kernels and torch's on CUDA, not on CPUs."""
 
     def evaluate(a: Any, b: Any) -> torch.Tensor:
         dtypes = [v.dtype for v in (a, b) if isinstance(v, torch.Tensor)]
@@ -112,7 +112,7 @@ def _in_opmath(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def unbroadcast(fd: Any, grad: Value, x: Any) -> Value | None:
-    """The gradient of an input whose size-1 dimensions were repeated: summed over them."""
+    """The gradient of an input whose dimensions of size 1 were repeated: summed over them."""
     if not isinstance(x, Value):
         return None
     dims = tuple(i for i, (a, b) in enumerate(zip(x.type.shape, grad.type.shape, strict=True)) if plain(a) == 1 and plain(b) != 1)
@@ -120,7 +120,7 @@ def unbroadcast(fd: Any, grad: Value, x: Any) -> Value | None:
 
 
 def _binary_grad(rule: Callable[[Any, Any, Any, Value, Value], Sequence[Value | None]]) -> Grad:
-    """rule(ops, a, b, y, dy) -> (da, db), before what was broadcast is summed."""
+    """rule(ops, a, b, y, dy) -> (da, db), before gradients of broadcast operands are summed."""
 
     def grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
         a, b = op.inputs
@@ -136,17 +136,17 @@ def _unary_grad(rule: Callable[[Any, Value, Value, Value], Value]) -> Grad:
 
 
 def _passes_at_bound() -> bool:
-    """Whether the installed torch's clamp passes the gradient of an element that equals a bound: to 2.13 it does, from 2.14 not."""
+    """Whether the installed torch's clamp passes the gradient of an element that equals a bound: yes up to 2.13, no from 2.14 on."""
     with torch.inference_mode(False), torch.enable_grad():
         node: Any = torch.zeros((), device="cpu", requires_grad=True).clamp(min=0.0).grad_fn
-        return bool(node(torch.ones((), device="cpu")))  # called by itself: autograd's threads, once started, forbid to fork
+        return bool(node(torch.ones((), device="cpu")))  # called directly: once autograd's threads have started, forking is impossible
 
 
 _LESS, _GREATER = ("le", "ge") if _passes_at_bound() else ("lt", "gt")
 
 
 def _clamp_grad(inside: str) -> Grad:
-    """minimum and maximum with a number pass the gradient where the tensor was kept, and at the bound where torch.clamp does."""
+    """minimum and maximum with a number pass the gradient where the tensor was kept; at the bound they do so if torch.clamp does."""
 
     def grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
         a, b = op.inputs
@@ -178,7 +178,7 @@ def _silu_grad(ops: Any, x: Value, y: Value, dy: Value) -> Value:
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
-    """x / (1 + exp(-x)) in float32 (float64 in float64), rounded once: the bits of the pieces that it decomposes into."""
+    """x / (1 + exp(-x)) in float32 (float64 in float64), rounded once: bit for bit the result of its decomposition."""
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide / (1 + (-wide).exp())).to(x.dtype)
 

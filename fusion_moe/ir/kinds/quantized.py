@@ -1,4 +1,4 @@
-"""Values of an encoding: packed from their stored parts, made from floats, taken apart, laid out anew."""
+"""Values in an encoding: packed from stored parts, quantized from floats, unpacked, or relaid out."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from ..types import DTYPES, FLOATS, Dim, TensorType, dtype_name, plain
 from .rules import Types, need_dtype, need_float, need_partition, need_rank, need_tensor
 from .runs import dequantize_runs, in_runs, part_shape, quantize_runs
 
-TRAINED = (MXFP8.name, MXFP8_COLUMNS.name)  # encodings of both operands of a product, forward and backward
+TRAINED = (MXFP8.name, MXFP8_COLUMNS.name)  # encodings that both operands of a product can have, forward and backward
 
 
 def encoded() -> tuple[str, ...]:
-    """The dtypes of values of several parts."""
+    """The dtypes of values with several parts."""
     return tuple(name for name in ENCODINGS if name not in DTYPES)
 
 
@@ -75,14 +75,14 @@ def _rows_and_columns(elements: TensorType, transposed: bool) -> tuple[Dim, ...]
 
 
 def _need_layout(layout: str, n: Dim, k: int, encoding: Encoding) -> None:
-    """ShapeError unless a matrix [N, K] in an encoding can be stored in a layout."""
+    """ShapeError unless a layout can store a matrix [N, K] in an encoding."""
     rows = plain(n)
     if layout != "linear" and (why := LAYOUTS[layout].why_not(rows if isinstance(rows, int) else 0, k, encoding)):
         raise ShapeError(why, expected=f"a weight that the layout {layout} can store", todo="keep the linear layout", where=layout)
 
 
 def _stored(shape: tuple[Dim, ...], layout: str) -> tuple[Dim, ...]:
-    """The shape in which a layout stores the block scales [..., N, K/16] of matrices."""
+    """The shape in which a layout stores block scales [..., N, K/16]."""
     return shape if layout == "linear" else LAYOUTS[layout].storage_shape(tuple(map(known, shape)))
 
 
@@ -93,7 +93,7 @@ def _pack(*parts: torch.Tensor, encoding: str, layout: str, transposed: bool = F
 
 
 def known(k: Dim) -> int:
-    """A size that the program knows; ShapeError for one that its calls decide."""
+    """A size that the program knows; ShapeError for one that depends on the call."""
     size = plain(k)
     if not isinstance(size, int):
         raise ShapeError(f"K = {k}", expected="a number known when compiling")
@@ -101,7 +101,7 @@ def known(k: Dim) -> int:
 
 
 def _need_matrices(x: TensorType, encoding: Encoding) -> None:
-    """x must be float[..., N, K] with K, or N if blocks lie along it, in whole blocks."""
+    """Raises unless x is float[..., N, K] with K, or N if blocks lie along N, in whole blocks."""
     need_float("x", x)
     if len(x.shape) < 2:
         raise ShapeError(f"x {x}", expected="[..., N, K]")
@@ -160,7 +160,7 @@ def _quantize_type(x: TensorType, *beside: TensorType, encoding: str) -> Types:
 
 
 def _need_ends(x: TensorType, beside: Sequence[TensorType]) -> None:
-    """x float[M/g, K], whose blocks lie along rows of groups, beside the ends of these and nothing else"""
+    """Checks x float[M/g, K], whose blocks lie along rows of groups, and that the ends of these groups are the only other operand."""
     need_float("x", x)
     if len(beside) != 1:
         raise ShapeError(f"{len(beside)} operands beside x {x}", expected="the ends of its groups, whose rows have blocks of their own")
@@ -171,8 +171,8 @@ def _quantize(x: torch.Tensor, *beside: torch.Tensor, encoding: str) -> tuple[An
     descriptor = find(encoding)
     if beside and not _matrix_scales(descriptor):
         return (quantize_runs(x, beside[0], descriptor),)
-    if not x.is_cuda and encoding not in TRAINED:  # those have NaN and infinity
-        check_finite(x, "x", descriptor)  # on CUDA looking would wait for the device
+    if not x.is_cuda and encoding not in TRAINED:  # the trained encodings can hold NaN and infinity
+        check_finite(x, "x", descriptor)  # on CUDA the check would wait for the device
         for scale in beside:
             check_matrix_scales(scale)
     made = quantize(x, next(iter(beside), None), descriptor)
@@ -180,14 +180,14 @@ def _quantize(x: torch.Tensor, *beside: torch.Tensor, encoding: str) -> tuple[An
 
 
 def _quantize_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
-    """Straight through, as what trains in 8 bits has it."""
+    """Straight-through, as for 8-bit training."""
     if op.attrs["encoding"] not in TRAINED:
         raise NotImplementedError(f"the derivative of quantizing to {op.attrs['encoding']}")
     return [fd.ops.cast(dy, dtype=op.values[0].type.dtype), *[None] * (len(op.values) - 1)]
 
 
 def _dequantize_type(x: TensorType, *ends: TensorType, dtype: str) -> Types:
-    """x mxfp8[..., N, K] -> dtype[..., N, K], rounded once; ends: those of its rows, where blocks lie along rows of groups"""
+    """x mxfp8[..., N, K] -> dtype[..., N, K], rounded once; ends: of its rows, if blocks lie along rows of groups"""
     need_dtype("x", x, *encoded())
     need_dtype("the result", x.with_(dtype=dtype), *FLOATS)
     if x.layout != "linear":
@@ -204,7 +204,7 @@ def _dequantize(x: Quantized, *ends: torch.Tensor, dtype: str) -> tuple[torch.Te
 
 
 def _decode_scale_type(x: TensorType, encoding: str) -> Types:
-    """x float[..., N, K] -> f32[...]: the scale that each matrix takes in an encoding; for NVFP4 amax / 2688."""
+    """x float[..., N, K] -> f32[...]: the scale that each matrix gets in an encoding; for NVFP4 amax / 2688."""
     descriptor = find(encoding)
     _need_matrices(x, descriptor)
     scales = _matrix_scales(descriptor)
@@ -214,12 +214,12 @@ def _decode_scale_type(x: TensorType, encoding: str) -> Types:
 
 
 def _decode_scale(x: torch.Tensor, encoding: str) -> tuple[torch.Tensor]:
-    """Zeros where there are no rows to take the largest element of."""
+    """Zeros if there are no rows whose largest element could be taken."""
     return (matrix_scale_of(x, find(encoding)) if x.numel() else x.new_zeros(x.shape[:-2], dtype=torch.float32),)
 
 
 def _unpack_type(x: TensorType) -> Types:
-    """nvfp4[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16]: all parts but the scales of whole matrices"""
+    """nvfp4[..., N, K] -> codes u8[..., N, K/2], block_scale f8e4m3[..., N, K/16]: all parts except the scales of whole matrices"""
     need_dtype("x", x, *encoded())
     encoding, shape = x.encoding, (*x.shape[:-1], known(x.shape[-1]))
     parts = (p for p in encoding.parts if not p.of_matrix)
@@ -231,7 +231,7 @@ def _unpack(x: Quantized) -> tuple[torch.Tensor, ...]:
 
 
 def _swizzle_type(x: TensorType, ends: TensorType, layout: str) -> Types:
-    """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: the layout of each group by itself"""
+    """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: each group is stored separately in the layout"""
     need_rank("x", x, 2)
     need_dtype("x", x, *DTYPES)
     rows = need_partition("x", x, ends)
@@ -261,7 +261,7 @@ def _relayout(x: Quantized, ends: torch.Tensor, layout: str) -> tuple[Quantized]
 
 
 def linear(x: Any, encoding: Encoding, layout: str, ends: torch.Tensor | None = None) -> Any:
-    """A value in linear order, whatever `layout` it is stored in; ends: of the groups that its rows are stored by."""
+    """A value in linear order, whatever `layout` it is stored in; ends: of the groups in which its rows are stored."""
     if layout == "linear":
         return x
     stored = LAYOUTS[layout]

@@ -1,11 +1,11 @@
-"""Routers: which experts a token goes to, by its logits, and how much each of them counts.
+"""Routers: which experts a token goes to, by its logits, and the weight of each.
 
     ids = topk_ids(logits, bias)             integers, without a derivative
     w = topk_weights(logits, ids)         differentiable in logits
 
-T tokens, E experts, k slots a token. Scores are softmax or sigmoid of the logits, in float32 (f64 in float64). Where only their order
-matters, logits are compared, which have the same: scores that float32 makes equal are told apart. Of equal numbers the first expert is
-chosen, and NaN is the largest number of all, as `torch.sort(descending=True, stable=True)` has it; ids are always k different experts.
+T tokens, E experts, k slots a token. Scores are the softmax or sigmoid of the logits, in float32 (f64 for float64). If only their order
+matters, logits are compared instead, which have the same order: scores that are equal in float32 are still told apart. Of equal numbers the
+first expert is chosen, and NaN is the largest number, as in `torch.sort(descending=True, stable=True)`; ids are always k different experts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..types import DTYPES, FLOATS, INTS, TensorType, accumulated, plain, wide
 from .rules import Types, need_dtype, need_float, need_rank, need_same
 
 SCORINGS = ("softmax", "sigmoid")
-EPSILON = 1e-20  # beside a sum of sigmoids, which may be 0
+EPSILON = 1e-20  # added to a sum of sigmoids, which may be 0
 
 
 def compares_scores(bias: object, n_group: int, best_of_group: int) -> bool:
@@ -36,7 +36,7 @@ def _topk_ids_type(
 ) -> Types:
     """logits [T, E], bias [E] or 0 -> ids i64[T, k]: the experts with the best scores (plus bias), best first; of equal ones the first.
 
-    n_group > 1: only experts of the topk_group best of so many equal runs of experts, by the sum of each run's best_of_group best.
+    n_group > 1: of n_group equal runs of experts, only the topk_group with the largest sums of best_of_group scores count.
     """
     need_experts(logits, scoring)
     count = logits.shape[1]
@@ -59,7 +59,7 @@ def _topk_ids_type(
 
 
 def need_experts(logits: TensorType, scoring: str) -> None:
-    """logits must be float[T, E] of a known number of experts, and the scoring one that there is."""
+    """Raises unless logits are float[T, E] with a known number of experts, and scoring is a known one."""
     need_rank("logits", logits, 2)
     need_float("logits", logits)
     if not isinstance(logits.shape[1], int) or not 1 <= logits.shape[1] < 2**31:
@@ -84,7 +84,7 @@ def _topk_ids(
 
 
 def _best_first(x: torch.Tensor) -> torch.Tensor:
-    """x [..., N] -> i64[..., N]: the places of the largest numbers first, of equal ones the first."""
+    """x [..., N] -> i64[..., N]: the indices of the largest numbers first; of equal numbers the first index."""
     return x.sort(dim=-1, descending=True, stable=True).indices
 
 
@@ -103,9 +103,9 @@ def _topk_weights_type(
     logits: TensorType, ids: TensorType, scoring: str = "softmax", renormalize: bool = False, routed_scaling_factor: float = 1.0,
     dtype: str | None = None,
 ) -> Types:  # fmt: skip
-    """logits [T, E], ids int[T, k] -> f32[T, k]: the scores of these experts times routed_scaling_factor (f64 of f64).
+    """logits [T, E], ids int[T, k] -> f32[T, k]: the scores of these experts times routed_scaling_factor (f64 for f64).
 
-    renormalize: divided by their sum. For softmax that is the softmax of the chosen logits alone. dtype: what they are rounded to, at last.
+    renormalize: divided by their sum; for softmax, the softmax of only the chosen logits. dtype: to which results are rounded.
     """
     need_experts(logits, scoring)
     _need_ids(logits, ids)
@@ -132,8 +132,8 @@ def _weights(x: torch.Tensor, ids: torch.Tensor, scoring: str, renormalize: bool
 
 
 def _checked(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """ids as indices, once they were seen to be experts."""
-    if not ids.is_cuda:  # on CUDA looking would wait for the device
+    """ids as indices, after a check that they are experts."""
+    if not ids.is_cuda:  # on CUDA the check would wait for the device
         check_ids(ids, logits.shape[1])
     return ids.long()
 
@@ -148,7 +148,7 @@ def _topk_weights_backward_type(
     logits: TensorType, ids: TensorType, dw: TensorType, scoring: str = "softmax", renormalize: bool = False,
     routed_scaling_factor: float = 1.0,
 ) -> Types:  # fmt: skip
-    """logits [T, E], ids int[T, k], dw f32[T, k], the gradient of `topk_weights` of these -> that of logits [T, E], in their dtype."""
+    """logits [T, E], ids int[T, k], dw f32[T, k], the gradient of `topk_weights` -> the gradient of logits [T, E], in their dtype."""
     (w,) = _topk_weights_type(logits, ids, scoring, renormalize, routed_scaling_factor)
     need_rank("dw", dw, 2)
     need_dtype("dw", dw, w.dtype)
@@ -161,7 +161,7 @@ def _topk_weights_backward(
     logits: torch.Tensor, ids: torch.Tensor, dw: torch.Tensor, scoring: str = "softmax", renormalize: bool = False,
     routed_scaling_factor: float = 1.0,
 ) -> tuple[torch.Tensor]:  # fmt: skip
-    """Of s, the scores of the chosen, before they are scaled: with g = dw * routed_scaling_factor
+    """With s, the scores of the chosen experts before scaling, and g = dw * routed_scaling_factor:
 
     softmax:              (g - <g, s>) s where chosen; -<g, s> s elsewhere, unless renormalized
     sigmoid:              g s (1 - s); renormalized g becomes (g - <g, s> / S) / S, with S the sum of s

@@ -1,4 +1,4 @@
-"""Rows and their groups: what partitions rows, what gathers and adds them, and routing from expert ids.
+"""Rows and their groups: operations that partition, gather and add rows, and routing by expert ids.
 
 T tokens, k slots a token (top-k), M = T * k rows sorted by group, G groups, N features.
 """
@@ -21,7 +21,7 @@ from .shape import elements
 
 
 def _ends_type(offs: TensorType, rows: AnySize, groups: Groups) -> Types:
-    """offs i32[G], where the groups of so many rows end -> i32[G]@ends(g), which grouped operations take."""
+    """offs i32[G], where the groups of this many rows end -> i32[G]@ends(g), which grouped operations take."""
     need_rank("offs", offs, 1)
     need_dtype("offs", offs, "i32")
     need_same("group count", "offs", offs.shape[0], "groups", groups.count)
@@ -29,7 +29,7 @@ def _ends_type(offs: TensorType, rows: AnySize, groups: Groups) -> Types:
 
 
 def _ends(offs: torch.Tensor, rows: int, groups: Groups) -> tuple[torch.Tensor]:
-    """offs i32[G] -> itself, once it was seen to be cumulative ends among `rows` rows."""
+    """offs i32[G] unchanged, after a check that they are cumulative ends among `rows` rows."""
     check_ends(offs, rows)
     return (offs,)
 
@@ -52,13 +52,13 @@ def _problem_ends_type(
 def _problem_ends(
     starts: torch.Tensor, problem_sizes: torch.Tensor, padded_starts: torch.Tensor, rows: int, groups: Groups, n: int, k: int
 ) -> tuple[torch.Tensor]:
-    if not starts.is_cuda:  # on CUDA looking would wait for the device
+    if not starts.is_cuda:  # on CUDA the check would wait for the device
         check_problem(starts, problem_sizes, padded_starts, rows, n, k, SF128X4.rows)
     return (ends_from_problem(starts, problem_sizes),)
 
 
 def _partition_type(x: TensorType, ends: TensorType) -> Types:
-    """x [M, ...] -> [M/g, ...]: its rows are those of the groups that end at `ends`. Nothing moves."""
+    """x [M, ...] -> [M/g, ...]: the rows in the groups that end at `ends`. No data moves."""
     groups = ends.ends
     if groups is None:
         raise ShapeError(f"ends {ends}", expected="i32[G]@ends(g)", todo="make it with fd.ops.ends")
@@ -69,14 +69,14 @@ def _partition_type(x: TensorType, ends: TensorType) -> Types:
 
 
 def _zero_rest_type(x: TensorType, ends: TensorType) -> Types:
-    """x [M/g, ...] with the rows past the last end zero, whatever they held."""
+    """x [M/g, ...] with the rows past the last end set to zero."""
     need_partition("x", x, ends)
     need_float("x", x)
     return (x,)
 
 
 def _zero_rest(x: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor]:
-    """x [M/g, ...] with the rows past the last end zero, whatever they held."""
+    """x [M/g, ...] with the rows past the last end set to zero."""
     return (x.clone().index_fill_(0, torch.arange(int(ends[-1]) if len(ends) else 0, len(x), device=x.device), 0),)
 
 
@@ -88,7 +88,7 @@ def _route_type(ids: TensorType, groups: Groups, first_expert: int | None = None
     """ids int[T, k], experts of tokens -> ends i32[G]@ends(g), row_of i32[M/g], slot_of i32[T, k].
 
     row_of: the token of each row, sorted by expert, stably; slot_of: the row of each slot. first_expert: the id of the first group; rows of
-    ids that name no group come past the last end. None: it is 0, and every id must name a group.
+    ids that name no group come past the last end. None: ids start at 0, and every id must name a group.
     """
     need_rank("ids", ids, 2)
     need_dtype("ids", ids, *INTS)
@@ -138,14 +138,15 @@ def _index_select_needs(x: TensorType, index: TensorType, dim: int) -> Iterator[
 
 
 def some_of(there: Dim, wanted: AnySize | Dim) -> AnySize:
-    """A size that is negative where something is wanted and nothing is there."""
+    """A size that is negative if elements are wanted but there are none."""
     return plain(there) * 2**62 + plain(wanted) * -1
 
 
 def _index_select_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
-    """The rows of dy added where they were taken from.
+    """Adds the rows of dy where they were taken from.
 
-    Of rows in the order of a routing, each token's slots in order; of slots in the order of rows, which is a permutation, picked back.
+    For rows in the order of a routing, each token's slots are added in order; for slots in the order of rows, a permutation, rows are
+    picked back.
     """
     x, index = op.values
     wide, rows = accumulated(x.type.dtype), plain(x.type.shape[0])
@@ -162,7 +163,7 @@ def _index_select_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def _slots(fd: Any, index: Value) -> Value | None:
-    """slot_of i32[T, k] of the routing whose row_of an index is, if it is one."""
+    """slot_of i32[T, k] of the routing whose row_of is this index, if there is one."""
     routed = fd.producer(index)
     return routed.outputs[2] if routed is not None and routed.kind.name == "route" and index is routed.outputs[1] else None
 
@@ -217,7 +218,7 @@ def _combine_needs(y: TensorType, slot_of: TensorType, w: TensorType) -> Iterato
 
 def _combine(y: torch.Tensor, slot_of: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
     """y [M, N], slot_of i32[T, k], w [T, k] -> f32[T, N]: w * y of the slots 0..k-1 added in that order in float32 (f64 in float64)."""
-    if not y.is_cuda:  # on CUDA looking would wait for the device
+    if not y.is_cuda:  # on CUDA the check would wait for the device
         check_slots(slot_of, len(y))
     wide = DTYPES[accumulated(dtype_name(y.dtype))]
     total = torch.zeros(slot_of.shape[0], y.shape[1], dtype=wide, device=y.device)
@@ -239,7 +240,7 @@ def _combine_grad(fd: Any, op: Op, dout: Value) -> Sequence[Value | None]:
 
 
 def _combine_grad_of_any(fd: Any, op: Op, dout: Value) -> Sequence[Value | None]:
-    """Of slots that may name a row twice, or not at all."""
+    """The gradient for slots that may name a row twice, or not at all."""
     y, slot_of, w = op.values
     (t, k), (m, n), ops, flat, wide = slot_of.type.shape, y.type.shape, fd.ops, _flat(fd, slot_of), dout.type.dtype
     spread = ops.broadcast_in_dim(dout, shape=(t, k, n), broadcast_dims=(0, 2))
@@ -252,7 +253,7 @@ def _combine_grad_of_any(fd: Any, op: Op, dout: Value) -> Sequence[Value | None]
 
 
 def token_rows(fd: Any, x: Value, slot_of: Value, y: Value) -> Value | None:
-    """x [T, N] -> [M/g, N], the token of each row of y [M, N], where slot_of is of the routing that y's rows are in the order of."""
+    """x [T, N] -> [M/g, N], the token of each row of y [M, N], if slot_of is of the routing that gave y's rows their order."""
     routed = fd.producer(slot_of)
     if routed is None or routed.kind.name != "route" or plain(y.type.shape[0]) != elements(slot_of.type.shape):
         return None
@@ -260,7 +261,7 @@ def token_rows(fd: Any, x: Value, slot_of: Value, y: Value) -> Value | None:
 
 
 def weighted(fd: Any, rows: Value, w: Value, slot_of: Value) -> Value:
-    """rows f32[M/g, N] times the weight of each one's slot: w [T, k], slot_of i32[T, k], a permutation. Weights of 1 are left out."""
+    """rows f32[M/g, N] times the weight of each row's slot: w [T, k], slot_of i32[T, k], a permutation. Weights of 1 are left out."""
     if ones(fd, w):
         return rows
     m = rows.type.shape[0]
@@ -269,7 +270,7 @@ def weighted(fd: Any, rows: Value, w: Value, slot_of: Value) -> Value:
 
 
 def ones(fd: Any, w: Value) -> bool:
-    """Whether a value is made of ones."""
+    """Whether all elements of a value are ones."""
     made = fd.producer(w)
     return made is not None and made.kind.name == "full" and made.attrs["fill_value"] == 1
 
@@ -280,7 +281,7 @@ def slot_values(fd: Any, rows: Value, slot_of: Value) -> Value:
 
 
 def wide_like(fd: Any, y: Value, rows: Value) -> Value:
-    """y [M, N] in the dtype of `rows` [M/g, ...], and partitioned as they are."""
+    """y [M, N] in the dtype of `rows` [M/g, ...], and partitioned like them."""
     shape = (rows.type.shape[0], y.type.shape[1])
     return fd.ops.cast(y if y.type.shape == shape else fd.ops.reshape(y, new_shape=shape), dtype=rows.type.dtype)
 

@@ -1,4 +1,4 @@
-"""What the type rules of the kinds share: checks that raise with found and expected, and the dimensions of pointwise results."""
+"""Helpers that the kinds' type rules share: checks that raise with found and expected, and the dimensions of pointwise results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Types = tuple[TensorType, ...]
 
 
 def need_tensor(name: str, type: Any) -> TensorType:
-    """`type`, which must be a tensor's and not a number."""
+    """`type`, which must be that of a tensor and not a number."""
     if not isinstance(type, TensorType):
         raise DtypeError(f"{name} is a number, {type!r}", expected="a tensor")
     return type
@@ -39,13 +39,13 @@ def need_float(name: str, type: TensorType) -> None:
 
 
 def need_same(what: str, first: str, a: Dim, second: str, b: Dim) -> None:
-    """Two sizes must be equal, whether or not they are partitioned. what: "group count"; first, second: the names of what has them."""
+    """Two sizes must be equal, partitioned or not. what: "group count"; first, second: the names of the operands with these sizes."""
     if plain(a) != plain(b):
         raise ShapeError(f"{what} mismatch: {first} has {a}, {second} has {b}", expected="equal sizes")
 
 
 def need_ends(ends: TensorType) -> Groups:
-    """The partition that an `i32[G]@ends(g)` is about."""
+    """The partition of an `i32[G]@ends(g)`."""
     groups = need_tensor("ends", ends).ends
     if groups is None:
         raise FusionError(f"{ends} where group ends are read", expected="i32[G]@ends(g)", todo="make it with fd.ops.ends or fd.ops.route")
@@ -66,7 +66,7 @@ def need_partition(name: str, type: TensorType, ends: TensorType) -> Rows:
 
 
 def joined_shape(types: Sequence[Any]) -> tuple[Dim, ...]:
-    """The shape of a pointwise result: ranks equal, sizes equal or 1. Plain rows beside partitioned rows are taken as partitioned."""
+    """The shape of a pointwise result: ranks equal, sizes equal or 1. Plain rows next to partitioned rows count as partitioned."""
     shapes = [t.shape for t in types if isinstance(t, TensorType)]
     if not shapes:
         raise DtypeError("all operands are numbers", expected="at least one tensor")
@@ -76,7 +76,7 @@ def joined_shape(types: Sequence[Any]) -> tuple[Dim, ...]:
 
 
 def _joined_dim(dims: Sequence[Dim], shapes: Sequence[tuple[Dim, ...]]) -> Dim:
-    wide = [d for d in dims if plain(d) != 1] or dims  # one row is repeated as any other size of 1, partitioned or not
+    wide = [d for d in dims if plain(d) != 1] or dims  # a single row is repeated like any other size of 1, partitioned or not
     partitions = {d for d in wide if isinstance(d, Rows)}
     if len(partitions) > 1:
         raise FusionError(f"rows partitioned as {' and as '.join(sorted(map(str, partitions)))}", expected="one partition")
@@ -86,7 +86,7 @@ def _joined_dim(dims: Sequence[Dim], shapes: Sequence[tuple[Dim, ...]]) -> Dim:
 
 
 def joined_dtype(types: Sequence[Any]) -> str:
-    """The one dtype of the tensors; the IR promotes nothing, casts are operations."""
+    """The common dtype of the tensors; the IR does not promote, casts are operations."""
     dtypes = {t.dtype for t in types if isinstance(t, TensorType)}
     if not dtypes:
         raise DtypeError("all operands are numbers", expected="at least one tensor")
@@ -103,7 +103,7 @@ _WHOLE = {"bool": (0, 1), "u8": (0, 2**8 - 1), "i32": (-(2**31), 2**31 - 1), "i6
 
 
 def need_number(name: str, number: float, dtype: str) -> None:
-    """A number that takes a dtype must be one of it: beside integers and masks a whole one that they hold, beside floats any."""
+    """Raises unless a dtype can hold a number: integers and masks need a whole number in range, floats take any."""
     least, most = _WHOLE.get(dtype, (None, None))
     if least is not None and (isinstance(number, float) or not least <= number <= most):
         expected = f"an int from {least} to {most}"
@@ -111,7 +111,7 @@ def need_number(name: str, number: float, dtype: str) -> None:
 
 
 def need_finite(name: str, number: float, dtype: str) -> None:
-    """As `need_number`, for a number that is stored: if finite, it must not be past the largest of a float's."""
+    """As `need_number`, for a number that is stored: if finite, it must not exceed the largest number of a float dtype."""
     need_number(name, number, dtype)
     most = torch.finfo(DTYPES[dtype]).max if DTYPES[dtype].is_floating_point else math.inf
     if abs(number) > most and not (dtype in FLOATS and math.isinf(number)):

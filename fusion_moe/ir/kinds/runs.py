@@ -1,9 +1,9 @@
-"""Rows of groups in an encoding whose blocks lie along rows: they begin at each group's first row, and its last one may be short.
+"""Rows of groups in an encoding with blocks along rows: blocks start at each group's first row, and a group's last block may be short.
 
     codes        [M/g, K]
-    block_scale  [ceil(M/32) + G, K]    of each block's columns; which block a row is in, groups.block_slots says
+        block_scale  [ceil(M/32) + G, K]     of each block's columns; groups.block_slots says which block a row is in
 
-The numbers are those of every group by itself, padded with zero rows. Rows past the last end are zeros.
+The numbers are the same as for every group by itself, padded with zero rows. Rows past the last end are zeros.
 """
 
 from __future__ import annotations
@@ -55,5 +55,5 @@ def _blocks(rows: int, ends: torch.Tensor, encoding: Encoding) -> tuple[int, tor
 
 
 def rows_at(t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Rows of t; torch picks none of the dtypes of eight bits, but bytes."""
+    """Rows of t, viewed as bytes if needed: torch cannot index other 8-bit dtypes."""
     return t.view(torch.uint8).index_select(0, at).view(t.dtype) if t.element_size() == 1 else t.index_select(0, at)

@@ -1,4 +1,4 @@
-"""Operations that move elements without changing them, and sums over dimensions. Spelled as nvFuser spells them."""
+"""Operations that move elements without changing them, and sums over dimensions. Named as in nvFuser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _plain_storage(x: TensorType) -> TensorType:
 
 
 def _reshape_type(x: TensorType, new_shape: tuple[Dim, ...]) -> Types:
-    """The elements of x in row-major order, in another shape of as many."""
+    """The elements of x in row-major order, in another shape with as many elements."""
     if elements(x.shape) != elements(new_shape):
         raise ShapeError(f"new_shape [{', '.join(map(str, new_shape))}] of {x}", expected="as many elements")
     return (TensorType(tuple(new_shape), _plain_storage(x).dtype),)
@@ -43,7 +43,7 @@ def _permute_type(x: TensorType, dims: tuple[int, ...]) -> Types:
 
 
 def _broadcast_type(x: TensorType, shape: tuple[Dim, ...], broadcast_dims: tuple[int, ...]) -> Types:
-    """Dimension i of x becomes dimension broadcast_dims[i] of the result; a size of 1 is repeated, the other dims are new. As nvFuser."""
+    """Dimension i of x becomes dimension broadcast_dims[i] of the result; sizes of 1 are repeated, other dims are new. As in nvFuser."""
     increasing = list(broadcast_dims) == sorted(set(broadcast_dims)) and all(0 <= place < len(shape) for place in broadcast_dims)
     if len(broadcast_dims) != len(_plain_storage(x).shape) or not increasing:
         want = f"one increasing place for each dimension, from 0 to {len(shape) - 1}"
@@ -94,7 +94,7 @@ def _slice_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def _pad_type(x: TensorType, before: tuple[AnySize, ...], after: tuple[AnySize, ...], shape: tuple[Dim, ...]) -> Types:
-    """x with zeros before and after it in each dimension; shape: the result's."""
+    """x with zeros before and after it in each dimension; shape: that of the result."""
     for d, a, b, s in zip(_plain_storage(x).shape, before, after, shape, strict=True):
         if plain(d) + a + b != plain(s):
             raise ShapeError(f"{a} before and {b} after {d}", expected=f"{s} in all")
@@ -117,7 +117,7 @@ def _pad_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def _cat_type(*xs: TensorType, dim: int) -> Types:
-    """Tensors one after another along a dimension; of one dtype, their other sizes equal."""
+    """Tensors one after another along a dimension; they have one dtype, and their other sizes are equal."""
     first = _plain_storage(xs[0])
     if not 0 <= dim < len(first.shape):
         raise ShapeError(f"dim {dim} of {first}", expected=f"0 to {len(first.shape) - 1}")
@@ -131,7 +131,7 @@ def _cat_type(*xs: TensorType, dim: int) -> Types:
 
 
 def _full_type(shape: tuple[Dim, ...], fill_value: float | bool, dtype: str) -> Types:
-    """A tensor of one number."""
+    """A tensor whose elements are all one number."""
     if dtype not in DTYPES:
         raise DtypeError(f"dtype {dtype!r}", expected=f"one of {', '.join(DTYPES)}")
     need_finite("fill_value", fill_value, dtype)
@@ -139,7 +139,7 @@ def _full_type(shape: tuple[Dim, ...], fill_value: float | bool, dtype: str) -> 
 
 
 def _sum_type(x: TensorType, dims: tuple[int, ...], keepdim: bool) -> Types:
-    """Sums over dimensions, made in float32 (float64 in float64) and rounded once to the dtype of x."""
+    """Sums over dimensions, in float32 (float64 for float64), rounded once to the dtype of x."""
     need_float("x", _plain_storage(x))
     if not dims or len(set(dims)) < len(dims) or not all(0 <= d < len(x.shape) for d in dims):
         raise ShapeError(f"dims {list(dims)} of {x}", expected=f"at least one, each once, from 0 to {len(x.shape) - 1}")
@@ -147,7 +147,7 @@ def _sum_type(x: TensorType, dims: tuple[int, ...], keepdim: bool) -> Types:
 
 
 def _sum(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    """Summed in float32 (float64 in float64) and rounded once."""
+    """Sums in float32 (float64 for float64), rounded once."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     return x.to(wide).sum(dims, keepdim=keepdim).to(x.dtype)
 
@@ -168,13 +168,13 @@ def _reshape_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 
 def merged(shape: Sequence[Dim], keep: int) -> tuple[Dim, ...]:
-    """A shape whose leading dimensions are one, the last `keep` left as they are."""
+    """A shape with its leading dimensions merged into one and its last `keep` dimensions unchanged."""
     cut = len(shape) - keep
     return (shape[0] if cut == 1 else elements(shape[:cut]), *shape[cut:])
 
 
 def split_dim(dim: AnySize, by: int) -> AnySize:
-    """dim / by, where `by` divides it."""
+    """dim / by; `by` must divide it."""
     found = exact_div(dim, by)
     if found is None:
         raise ShapeError(f"a dimension of {dim}", expected=f"a multiple of {by}")

@@ -1,4 +1,4 @@
-"""The page of a difference."""
+"""The HTML page of a difference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .segments import table
 
 
 def diff_page(found: Difference) -> str:
-    """The whole file, as self-contained as that of a report."""
+    """The whole file, as self-contained as the page of a report."""
     said = f"{count(len(found.segments), 'segment')} changed, {found.unchanged} not" if found else "Nothing differs."
     parts = (
         element("header", element("h1", "fusion_moe.diff"), element("p", said, class_="lead")),

@@ -1,4 +1,4 @@
-"""The stages of each fusion: the first whole, of the others what they change."""
+"""The stages of each fusion: the first in full, the others as changes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ..data import FusionReport, Report
 from ..lines import changed_lines, differences
 from .markup import Html, element, section
 
-_WHOLE = ("schedules", "choice")  # these are no programs
+_WHOLE = ("schedules", "choice")  # these are not programs
 _IN_PANES = ("segments", "source")
 
 
 def stages(report: Report) -> Html:
-    """Closed until they are wanted."""
+    """The stages, folded until they are opened."""
     if not report.fusions:
         return Html("")
     return section("Stages", *(part for fusion in report.fusions for part in _fusion(fusion)))
@@ -39,7 +39,7 @@ def _changed(name: str, lines: Sequence[str]) -> Html:
 
 
 def folded(title: str, lines: Sequence[str]) -> Html:
-    """Lines of `differences`, coloured, below a title that opens them."""
+    """Lines of `differences`, coloured, folded under a title."""
     return element("details", element("summary", title), element("pre", *map(_coloured, lines)))
 
 

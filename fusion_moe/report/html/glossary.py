@@ -1,4 +1,4 @@
-"""The words of the page."""
+"""The glossary of the page."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ WORDS = (
 
 
 def glossary(report: Report) -> Html:
-    """What the words mean."""
+    """The definitions of the terms that the page uses."""
     return section("Glossary", element("dl", *(element("div", element("dt", word), element("dd", said)) for word, said in WORDS)))

@@ -1,4 +1,4 @@
-"""The graph of segments: which reads from which, why each begins where it does, and beside them the calls that were not fused."""
+"""The graph of segments: which segment reads from which and why each starts where it does, with the calls that were not fused beside it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..units import duration
 from .markup import Html, element, joined, section
 
 _WIDTH, _HEIGHT, _APART, _BELOW = 168, 62, 12, 34  # pixels
-_SOURCES = 4  # that are shown of equal calls
-_NARROW = 360  # what a phone has; a broader drawing becomes a list there
+_SOURCES = 4  # how many are shown for equal calls
+_NARROW = 360  # the width of a phone, where a wider drawing becomes a list
 
 
 def graph(report: Report) -> Html:
-    """A box for each segment, an arrow for what it reads from another."""
+    """A box for each segment, and an arrow from each segment to those that read from it."""
     if not report.fusions and not report.not_fused:
         return Html("")
     fusions = (_fusion(fusion, hues(report), not report.void) for fusion in report.fusions)
@@ -40,7 +40,7 @@ def _fusion(fusion: FusionReport, hues: dict[str, int], timed: bool) -> Html:
 
 
 def _places(segments: Sequence[SegmentReport]) -> dict[str, tuple[int, int]]:
-    """The left upper corner of each: below all that it reads from."""
+    """The upper left corner of each segment's box: below all segments that it reads from."""
     depth: dict[str, int] = {}
     places = {}
     for s in segments:
@@ -71,7 +71,7 @@ def _box(s: SegmentReport, place: tuple[int, int], hue: int, timed: bool) -> Htm
 
 
 def _unfused(calls: Sequence[NotFusedReport]) -> Html | None:
-    """A box for calls of the same operation that have the same reason."""
+    """A box for calls with the same operation and the same reason."""
     if not calls:
         return None
     equal: dict[tuple[str, str], list[NotFusedReport]] = {}
@@ -88,5 +88,5 @@ def _call(op: str, why: str, calls: Sequence[NotFusedReport]) -> Html:
 
 
 def tip(text: str) -> Html:
-    """What is shown while the element around it is hovered or has the focus."""
+    """A tooltip, shown while the element around it is hovered or focused."""
     return element("span", text, class_="tip", role="tooltip")

@@ -1,4 +1,4 @@
-"""The head of the page: what was explained, how much of it is fused, and what one should know first."""
+"""The head of the page: what was explained, how much of it is fused, and what to know first."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ _SHOWN = 8
 
 
 def loads(report: Report) -> Html:
-    """A chart for each run of a program; none where loads were not noted."""
+    """A chart for each run of a program; none if loads were not recorded."""
     charts = [_chart(f"{f.id}, {load.partition}", load) for f in report.fusions for load in f.loads]
     if not charts:
         return Html("")

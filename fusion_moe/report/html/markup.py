@@ -1,4 +1,4 @@
-"""HTML that is made of elements: every text in it is escaped."""
+"""HTML made of elements: all text in it is escaped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 
 
 class Html(str):
-    """Markup; a str that is none is text."""
+    """Markup. Any other str is text, which is escaped."""
 
     __slots__ = ()
 
@@ -19,12 +19,12 @@ def element(name: str, *children: str | None, **attributes: object) -> Html:
 
 
 def joined(children: Iterable[str | None]) -> Html:
-    """Some children, one after the other; None is none."""
+    """Children one after the other; None is left out."""
     return Html("".join(x if isinstance(x, Html) else escape(x) for x in children if x is not None))
 
 
 def section(title: str, *children: str | None, **attributes: object) -> Html:
-    """A part of the page below a heading."""
+    """A part of the page under a heading."""
     return element("section", element("h2", title), *children, **attributes)
 
 

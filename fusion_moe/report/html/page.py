@@ -23,7 +23,7 @@ _SECTIONS = (heading, graph, panes, segments, times, loads, launches, stages, gl
 
 
 def page(report: Report) -> str:
-    """The whole file. Its content security policy lets nothing be loaded, and no script run but the page's own."""
+    """The whole file. Its content security policy forbids loading anything and running any script but the page's own."""
     return document("fusion_moe.explain", joined(part(report) for part in _SECTIONS))
 
 
@@ -36,7 +36,7 @@ def document(title: str, body: Html) -> str:
 
 
 def frame(text: str) -> str:
-    """A page inside of a notebook, apart from what else is there."""
+    """A page inside a notebook, isolated from the rest of it."""
     style = "width: 100%; height: 42rem; border: 1px solid #8888"
     return f'<iframe sandbox="allow-scripts" title="fusion_moe report" style="{style}" srcdoc="{escape(text)}"></iframe>'
 

@@ -1,4 +1,4 @@
-"""The user's program, the IR and the kernels' sources, side by side: lines and blocks know the segments that they belong to."""
+"""The user's program, the IR and the kernels' sources, side by side: lines and blocks are linked to the segments that they belong to."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .graph import hues
 from .markup import Html, element, section
 
 _AT = re.compile(r"(?P<file>.*?):(?P<line>\d+), in (?P<function>.*?): (?P<code>.*)", re.DOTALL)
-_Lines = dict[str, list[str]]  # a source line, and the segments that are made from it
+_Lines = dict[str, list[str]]  # a source line -> the segments that are made from it
 
 
 def panes(report: Report) -> Html:
-    """Three panes next to each other; below each other where there is little room."""
+    """Three panes side by side, or one below the other if there is little room."""
     if not report.fusions:
         return Html("")
     blocks = [(id, text) for fusion in report.fusions for id, text in blocks_of(fusion, "segments")]
@@ -57,13 +57,13 @@ def _sources(report: Report) -> Iterator[Html]:
 
 
 def _lines_alone(sources: Iterable[str]) -> Iterator[Listing]:
-    """What there is of programs whose files cannot be read: the lines that the report names."""
+    """Listings of programs whose files cannot be read: only the lines that the report names."""
     for match in filter(None, map(_AT.fullmatch, dict.fromkeys(sources))):
         yield Listing(match["file"], int(match["line"]), match["code"])
 
 
 def _find(listing: Listing, number: int, line: str, of_sources: Mapping[str, list[str]]) -> list[str]:
-    """What is said of a line."""
+    """What `of_sources` has for a line: segments, or reasons."""
     start, end = f"{listing.file}:{number}, in ", f": {line.strip()}"
     return [x for source, said in of_sources.items() if source.startswith(start) and source.endswith(end) for x in said]
 

@@ -1,4 +1,4 @@
-"""What each segment costs and what runs it; what CUDA launches for it."""
+"""The cost of each segment and what runs it; the kernels that CUDA launches for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def segments(report: Report) -> Html:
 
 
 def launches(report: Report) -> Html:
-    """The kernels of CUDA for the sizes of the call, and for others, where there are some."""
+    """CUDA's kernels for the sizes of the call and for other sizes, if there are any."""
     rows = [(s.id, f.gpu, amount(f.workspace, "B"), s.launched) for f in report.fusions for s in f.segments if s.launched]
     if not rows:
         return Html("")
@@ -36,7 +36,7 @@ def _other_sizes(fusion: FusionReport) -> Html:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Html:
-    """A table that scrolls where it is too wide."""
+    """A table that scrolls if it is too wide."""
     cells = (element("tr", *(element("td", cell) for cell in row)) for row in rows)
     return element("div", element("table", element("tr", *(element("th", name) for name in head)), *cells), class_="wide", tabindex=0)
 

@@ -1,4 +1,4 @@
-"""What kernels took, as bars, and their memory bound within them."""
+"""The kernels' times as bars, with their memory bounds inside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .markup import Html, element, section
 
 
 def times(report: Report) -> Html:
-    """Bars on one scale; how to get them where nothing was measured."""
+    """Bars on one scale; if nothing was measured, how to measure."""
     rows = list(_measured(report))
     if not rows:
         said = "Not measured: fusion_moe.explain(..., measure=True)." if report.fusions else ""
