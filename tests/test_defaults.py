@@ -76,7 +76,8 @@ def test_a_program_with_inputs_on_the_cpu():
     (want,) = fusion_moe.run(fusion, tensors)
     with torch.device("meta"):
         (found,) = fusion_moe.run(fusion, tensors)
-    assert found.device.type == "cpu" and found.equal(want)
+    assert found.device.type == "cpu"
+    assert found.equal(want)
 
 
 def test_values_for_comparisons():

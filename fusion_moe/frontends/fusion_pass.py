@@ -11,11 +11,11 @@ from torch.fx import Graph
 
 from .. import translate
 from ..options import Options
+from ..warn import warn_once
 from . import fingerprint
 from .log_found import log_found
 from .regions import Found, find_regions
 from .rewrite import replace_regions
-from ..warn import warn_once
 
 # torch >= 2.12 has passes that are told whether the graph is for inference; a pass that follows ours may be one
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)

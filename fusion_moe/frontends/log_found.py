@@ -7,8 +7,8 @@ import logging
 from torch._logging._internal import trace_log, trace_structured
 
 from ..ir.text import text
-from .regions import Found
 from ..warn import warn_once
+from .regions import Found
 
 log = logging.getLogger("fusion_moe")
 

@@ -23,8 +23,8 @@ from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Value
 from ..op_definitions import as_bytes
 from ..translate import Sizes, Translator, message, plain_argument, tensor_type
-from .nodes import called_op
 from ..warn import warn_once
+from .nodes import called_op
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ANOTHER = 0.03  # a difference that two roundings, or two orders of a sum, do not cause

@@ -34,11 +34,11 @@ from ..passes import PASSES
 from ..schedule import nvfuser as scheduler
 from ..schedule.product import products
 from ..target import TARGETS
+from ..warn import warn_once
 from .thunder_graph import in_order
 from .thunder_ops import RecordedCall, Symbols, meta_of, proxy_of, tensors_in
 from .thunder_quirks import thunders_nvfuser
 from .walk import Walk
-from ..warn import warn_once
 
 log = logging.getLogger("fusion_moe")
 _FORMS = "forms"

@@ -95,6 +95,6 @@ def _model_class(auto_class: Any, config: Any) -> Any:
 
 
 def _beside(directory: str | Path, hub: dict[str, Any]) -> dict[str, Any]:
-    """The configuration in the file beside config.json that older exports of ModelOpt have; empty if there is none. hub: arguments for the Hub."""
+    """The configuration in a file beside config.json, as older exports of ModelOpt have it; {} without one. hub: arguments for the Hub."""
     file = cached_file(directory, OLDER_CONFIG, _raise_exceptions_for_missing_entries=False, **hub)
     return dict(older_quantization(Path(file))) if file else {}

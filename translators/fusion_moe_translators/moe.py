@@ -76,7 +76,7 @@ def nvfp4_quantize(fd: FusionDefinition, x: Value, decode_scale: Value | None = 
 
 
 def _need_matrices(x: TensorType, decode_scale: Value | None) -> None:
-    """x must be bf16, f16 or f32 [..., N, K] with K in whole blocks; scales, if any, float32, one for each matrix or for runs of its rows"""
+    """x must be bf16, f16 or f32 [..., N, K] with K in whole blocks; scales, if any, float32, one for each matrix or run of its rows"""
     arguments.need_dtype("x", x, arguments.QUANTIZABLE)
     if len(x.shape) < 2:
         raise ShapeError(f"x has rank {len(x.shape)}", expected="[..., N, K], one matrix or more")
