@@ -165,9 +165,7 @@ def _nvfuser() -> Check:
 
 def _thunder() -> Check:
     there = find_spec("thunder") is not None
-    return Check(
-        "thunder", there, "" if there else "not installed", "" if there else f"{install('thunder')} (torch before 2.13)"
-    )
+    return Check("thunder", there, "" if there else "not installed", "" if there else f"{install('thunder')} (torch before 2.13)")
 
 
 def _transformers() -> Check:

@@ -45,9 +45,7 @@ TARGETS = {
     for t in (
         Target("reference", ACTIVATION_FORMATS),
         Target("cpu", ("bf16", "int8"), device="cpu", added_features={"fprop": 256, "dgrad": 256}),
-        Target(
-            "cuda", ("bf16",), device="cuda", ran_on=(_HOPPER,), weight_layout="w16x64", added_features={"fprop": 64, "dgrad": 64}
-        ),
+        Target("cuda", ("bf16",), device="cuda", ran_on=(_HOPPER,), weight_layout="w16x64", added_features={"fprop": 64, "dgrad": 64}),
         Target("sm_90", ("bf16",), _NVFUSER, device="cuda", capability=_HOPPER, ran_on=(_HOPPER,), unshared_roles=_UNSHARED),
         Target(
             "sm_100",
