@@ -7,7 +7,8 @@ from itertools import combinations
 
 from . import schedule
 from .ir.core import Fusion, Op, Value
-from .schedule.product import dependent, some_may_be_added
+from .ir.flow import dependent
+from .schedule.product import some_may_be_added
 from .target import Target
 
 
@@ -46,7 +47,7 @@ class Pieces:
 
         Otherwise, of two products that could be one kernel, one would take what comes before both, and the other would wait for it.
         """
-        made = dependent(self.fusion, [v for op in self.ops if op.kind.role == "grouped" for v in op.outputs])
+        made = dependent(self.fusion.ops, [v for op in self.ops if op.kind.role == "grouped" for v in op.outputs])
         after = [(source, op) for source, op in edges if not made.isdisjoint(source.outputs)]
         return after + [(source, op) for source, op in edges if (source.kind.role, op.kind.role) == ("gather", "grouped")]
 

@@ -16,16 +16,11 @@ from .encoding import FLOATS, Encoding, Part, Scale
 from .nvfp4 import NVFP4
 
 
-def check_quantized(*parts: Tensor, prefix: str = "", where: str = "", encoding: Encoding = NVFP4) -> tuple[int, ...]:
+def check_parts(tensors: Sequence[Tensor], encoding: Encoding = NVFP4, prefix: str = "", where: str = "") -> tuple[int, ...]:
     """The logical shape (..., N, K) of parts that fit together; ShapeError, DtypeError or DeviceError naming the one that does not.
 
     `prefix` goes before the names of parts in messages ("b_" for an argument called b_codes), `where` before the message.
     """
-    return check_parts(parts, encoding, prefix, where)
-
-
-def check_parts(tensors: Sequence[Tensor], encoding: Encoding, prefix: str = "", where: str = "") -> tuple[int, ...]:
-    """As `check_quantized`, for a sequence of parts."""
     parts = encoding.parts
     if len(tensors) != len(parts):
         raise ShapeError(f"{len(tensors)} tensors", expected=f"{encoding.name}: {', '.join(p.name for p in parts)}", where=where)

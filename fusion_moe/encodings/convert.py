@@ -52,7 +52,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
     The values equal those of ModelOpt, torchao, compressed-tensors and vLLM. Code 8 of E2M1 is -0.0, as in torchao, compressed-tensors
     and ml_dtypes; in ModelOpt it is 0.0. All bytes of a scale have the meaning of its dtype: the sign counts, NaN gives NaN.
-    Raises as `check_quantized`.
+    Raises as `check_parts`.
     """
     encoding = q.encoding
     if encoding.axis == -2:

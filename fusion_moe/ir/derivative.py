@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import OptionError, UnsupportedError
 from .builder import FusionDefinition
 from .core import Fusion, Op, Partitions, Value
+from .flow import dependent
 from .gradients import Gradients
 from .router_gradient import of_combine
 from .saved import POLICIES, made_again, saved
@@ -119,7 +120,7 @@ def _whole(fusion: Fusion, wrt: Sequence[int], router_gradient: bool, names: Seq
     ops = [_copied(fd, op, made) for op in fusion.ops]
     first = fd.count
 
-    leads = _depending({made[fusion.inputs[i]] for i in wrt}, ops)
+    leads = dependent(ops, {made[fusion.inputs[i]] for i in wrt})
     grads, rewritten = Gradients(fd, leads), []
     for value, seed in seeds:
         grads.add(made[value], seed)
@@ -151,7 +152,7 @@ def _no_derivative(fusion: Fusion, value: Value, name: str) -> UnsupportedError:
 
 def _copies(later: Sequence[Op], seeds: Collection[Value]) -> tuple[Op, ...]:
     """The operations, among those for gradients, that unpack quantized values of the forward (to save the parts) or make these values."""
-    by_seeds = _depending(seeds, later)
+    by_seeds = dependent(later, seeds)
     parts = [v for op in later if op.kind.name == "unpack" for v in op.outputs if v not in by_seeds]
     return made_again(later, parts, ())
 
@@ -160,15 +161,6 @@ def _with_copies(fusion: Fusion, whole: _Whole, kept: Sequence[Value]) -> tuple[
     """The operations of the Fusion, and those that make the copies which are saved."""
     copies = made_again(whole.copies, kept, ())
     return (*fusion.ops, *(op.with_inputs([whole.original[v] if isinstance(v, Value) else v for v in op.inputs]) for op in copies))
-
-
-def _depending(values: Collection[Value], ops: Sequence[Op]) -> set[Value]:
-    """These values, and all values computed from them."""
-    found = set(values)
-    for op in ops:
-        if not found.isdisjoint(op.values):
-            found.update(op.outputs)
-    return found
 
 
 def _copied(fd: FusionDefinition, op: Op, made: dict[Any, Any]) -> Op:

@@ -122,10 +122,7 @@ class NVFP4Experts(Experts):
         """Also accepts the scales of gate and up as two parameters, as older versions saved them."""
         given, halves = dict(state_dict), [f"{prefix}{name}_decode_scale" for name in ("gate", "up")]
         if all(key in given for key in halves):
-            scales = torch.stack([given.pop(key) for key in halves], 1)
-            for key in halves:
-                state_dict.pop(key)  # type: ignore[attr-defined]  # otherwise it counts as unexpected
-            given[f"{prefix}gate_up_decode_scale"] = scales
+            given[f"{prefix}gate_up_decode_scale"] = torch.stack([given.pop(key) for key in halves], 1)
         super()._load_from_state_dict(given, prefix, *args)
 
 

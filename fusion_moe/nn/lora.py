@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DtypeError, OptionError, UnsupportedError, need_one_of
-from ..ir.types import DTYPES, FLOATS
 from .adaptable import AdaptableModule
+from .checks import FLOAT_DTYPES
 from .local import local
 
 TARGETS = ("gate_up", "down", "linear")
-FLOAT_DTYPES = tuple(DTYPES[name] for name in FLOATS)
 Filter = Callable[[nn.Module, str], bool]
 
 

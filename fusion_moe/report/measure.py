@@ -21,6 +21,7 @@ from ..emit.cpu import prebuilt
 from ..frontends.regions import Region
 from ..frontends.rewrite import replace_regions
 from ..ir.core import Fusion, Value
+from ..ir.flow import needed
 from ..ir.types import DTYPES
 from ..op_definitions import as_bytes
 from ..options import Options
@@ -203,8 +204,6 @@ def ends_of(fusion: Fusion, tensors: Sequence[Tensor], env: Mapping[str, int]) -
     """The ends of each partition of a fusion, by name, computed from these inputs by only those operations that make the ends."""
     values = (*fusion.inputs, *(v for op in fusion.ops for v in op.outputs))
     ends = {v.type.ends.name: v for v in values if v.type.ends}
-    needed = set(ends.values())
-    for op in reversed(fusion.ops):
-        needed |= set(op.values) if needed & set(op.outputs) else set()
-    part = replace(fusion, ops=tuple(op for op in fusion.ops if needed & set(op.outputs)), outputs=tuple(ends.values()), aliases={})
+    made = needed(fusion.ops, ends.values())
+    part = replace(fusion, ops=tuple(op for op in fusion.ops if made & set(op.outputs)), outputs=tuple(ends.values()), aliases={})
     return dict(zip(ends, part.evaluate(*tensors, sizes=env), strict=True))

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from ..ir.core import Fusion, Op, Value
+from ..ir.flow import dependent, needed
 from ..ir.kinds.shape import elements
 from ..ir.sizes import exact_div
 from ..ir.types import Rows, plain
 from ..target import Target
-from .product import GroupedProduct, cat_before, dependent, main_and_added, needed, products
+from .product import GroupedProduct, cat_before, main_and_added, products
 
 NAME = "grouped_gemm"
 CONTRACTS_ROUNDING = True
@@ -51,11 +52,11 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
     if why := next((why for other in added if (why := _of_two(fusion, main, other, target))), None):
         return why
     product = main.op
-    after = dependent(fusion, [p.result for p in found])
-    before = set[Value]().union(*(needed(fusion, p.op) for p in found))
-    tokens = {v for op in fusion.ops if op.kind.role == "combine" for v in dependent(fusion, op.outputs)}
+    after = dependent(fusion.ops, [p.result for p in found])
+    before = set[Value]().union(*(needed(fusion.ops, p.op.values) for p in found))
+    tokens = {v for op in fusion.ops if op.kind.role == "combine" for v in dependent(fusion.ops, op.outputs)}
     sums = {op for op in fusion.ops if _sums_rows(op, product) and _reads(op, after - tokens)}
-    of_rows = {v for op in sums for v in dependent(fusion, op.outputs)}
+    of_rows = {v for op in sums for v in dependent(fusion.ops, op.outputs)}
     for op in fusion.ops:
         if op.kind.role != "grouped" and op not in sums and (why := _refusal(op, after, before, product)):
             return why
@@ -69,7 +70,7 @@ def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -
 def describe(fusion: Fusion) -> GroupedGemm:
     """The product, its prologue and its epilogue, in order."""
     product = main_and_added(fusion)[0].op
-    after = dependent(fusion, product.outputs)
+    after = dependent(fusion.ops, product.outputs)
     rest = [op for op in fusion.ops if op is not product and op.kind.role != "view"]
     late = {op for op in rest if op.kind.role == "grouped" or _reads(op, after)}
     return GroupedGemm(
@@ -82,7 +83,7 @@ def describe(fusion: Fusion) -> GroupedGemm:
 def _chained(fusion: Fusion, found: Sequence[GroupedProduct]) -> str | None:
     """Why products of which one contracts the other's result are not one kernel."""
     for first, second in combinations((p.op for p in found), 2):
-        if _reads(second, dependent(fusion, first.outputs)):
+        if _reads(second, dependent(fusion.ops, first.outputs)):
             return f"{second.kind.name} contracts the result of {first.kind.name}: it reads whole rows, and a kernel holds tiles"
     return None
 

@@ -6,9 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ..ir.core import Fusion, Value
+from ..ir.flow import dependent
 from ..target import Target
 from . import pointwise, rows
-from .product import dependent
 
 NAME = "layout"
 CONTRACTS_ROUNDING = True
@@ -25,12 +25,12 @@ class Layout:
 
 def can_schedule(fusion: Fusion, target: Target, kept: Collection[Value] = ()) -> str | None:
     """None if rows are quantized, swizzled, or both, with at most one sum. Rows of a quantized value are gathered by its readers."""
-    summed = {op: dependent(fusion, op.outputs) for op in fusion.ops if op.kind.role in rows.SUMS}
+    summed = {op: dependent(fusion.ops, op.outputs) for op in fusion.ops if op.kind.role in rows.SUMS}
     whole = {op for op, after in summed.items() if any(o.kind.role == "quantize" and not after.isdisjoint(o.values) for o in fusion.ops)}
     other = next((op for op in fusion.ops if op.kind.role not in ROLES or op in whole), None)
     if other is not None:
         return f"{other.kind.name} is not a change of format or layout"
-    after = dependent(fusion, [v for op in fusion.ops if op.kind.role == "quantize" for v in op.outputs])
+    after = dependent(fusion.ops, [v for op in fusion.ops if op.kind.role == "quantize" for v in op.outputs])
     late = next((op for op in fusion.ops if op.kind.role not in _AFTER and not after.isdisjoint(op.values)), None)
     return f"{late.kind.name} reads rows of what is quantized" if late else rows.of_one_sum(fusion)
 

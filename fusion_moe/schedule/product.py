@@ -11,7 +11,7 @@ group; in wgrad it is contracted, and each group's matrix is a sum over its rows
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
@@ -87,24 +87,6 @@ def some_may_be_added(fusion: Fusion, features: Mapping[str, int]) -> bool:
     found = products(fusion)
     few = [(p, size) for p in found if not p.b.type.quantized and isinstance(size := p.size(p.contracted), int)]
     return any(p is not q and p.result.type == q.result.type and size <= features.get(q.kind, 0) for p, size in few for q in found)
-
-
-def dependent(fusion: Fusion, values: Collection[Value]) -> set[Value]:
-    """These values and all values computed from them."""
-    found = set(values)
-    for op in fusion.ops:
-        if not found.isdisjoint(op.values):
-            found |= set(op.outputs)
-    return found
-
-
-def needed(fusion: Fusion, op: Op) -> set[Value]:
-    """The operands of an operation and all values that they are computed from."""
-    found = set(op.values)
-    for other in reversed(fusion.ops):
-        if not found.isdisjoint(other.outputs):
-            found |= set(other.values)
-    return found
 
 
 def cat_before(fusion: Fusion, v: Value) -> Op | None:

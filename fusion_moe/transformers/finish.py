@@ -9,8 +9,8 @@ from torch import nn
 
 from ..encodings import check_block_scales, check_matrix_scales
 from ..errors import NonFiniteError
+from ..nn.frozen import place_
 from ..nn.packed import PackedModule
-from ..runtime import pages
 
 
 def cast_(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -39,4 +39,4 @@ def freeze_(model: nn.Module) -> None:
         if isinstance(module, PackedModule):
             for p in module.parameters(recurse=False):
                 p.requires_grad_(False)
-                p.data = pages.on_large_pages(p.data)
+            place_(module)

@@ -19,7 +19,7 @@ from fusion_moe.encodings import (
     Quantized,
     check_block_scales,
     check_finite,
-    check_quantized,
+    check_parts,
     dequantize,
     matrix_scale_of,
     quantize,
@@ -306,18 +306,18 @@ U8, F8, F32 = torch.uint8, torch.float8_e4m3fn, torch.float32
         (((2, 4, 16), U8), ((2, 4, 2), F8), ((2, 2, 1), F32), ShapeError, r"w_decode_scale is \[2, 2, 1\]"),
     ],
 )
-def test_check_quantized_names_what_does_not_fit(codes, block_scale, decode_scale, error, message):
+def test_check_parts_names_what_does_not_fit(codes, block_scale, decode_scale, error, message):
     tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in (codes, block_scale, decode_scale)]
     with pytest.raises(error, match=message):
-        check_quantized(*tensors, prefix="w_", where="op")
+        check_parts(tensors, prefix="w_", where="op")
 
 
-def test_check_quantized_takes_what_fits():
+def test_check_parts_takes_what_fits():
     codes, block_scale = torch.empty(2, 4, 16, dtype=U8), torch.empty(2, 4, 2, dtype=F8)
     for shape in ((2,), (2, 1), (2, 2), (2, 4)):
-        assert check_quantized(codes, block_scale, torch.empty(shape)) == (2, 4, 32)
+        assert check_parts((codes, block_scale, torch.empty(shape))) == (2, 4, 32)
     with pytest.raises(DeviceError, match=r"block_scale is on meta; expected cpu.*; block_scale.to\('cpu'\)"):
-        check_quantized(codes, block_scale.to("meta"), torch.empty(2))
+        check_parts((codes, block_scale.to("meta"), torch.empty(2)))
 
 
 def test_check_block_scales():

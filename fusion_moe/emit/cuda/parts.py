@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...ir.core import Value
+from ...ir.flow import needed
 from .choice import AUTO
 from .grouped_mm import Product
 from .source import Array, Source
@@ -114,12 +115,10 @@ def _linked(before: Source, after: Source) -> bool:
 
 def _only_activations(product: Product) -> bool:
     """Whether the matrix in memory is read only on the way to the activations, not in the epilogue."""
-    needed, read = {product.plan.a}, {product.matrix}
-    for op in reversed(product.fusion.ops):
-        needed |= set(op.values) if needed & set(op.outputs) else set()
+    of_activations, read = needed(product.fusion.ops, [product.plan.a]), {product.matrix}
     for op in product.fusion.ops:
         if op is not product.plan.product and read & set(op.values):
-            if not needed & set(op.outputs):
+            if not of_activations & set(op.outputs):
                 return False
             read |= set(op.outputs)
     return True

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from ...encodings import Encoding
 from ...errors import UnsupportedError
 from ...ir.core import Fusion, Op, Value
+from ...ir.flow import dependent, needed
 from ...ir.kinds.shape import elements
 from ...ir.sizes import exact_div
 from ...ir.types import Dim, plain
-from ...schedule.product import GroupedProduct, cat_before, dependent, main_and_added, needed, products
+from ...schedule.product import GroupedProduct, cat_before, main_and_added, products
 from ..inexpressible import Inexpressible, naming
 from .indices import Index, Number, Variable, flat, unflat
 
@@ -140,12 +141,12 @@ def plan(fusion: Fusion, readers: Readers, dgrad: Readers = (), of_added: Reader
         with naming(other.op):
             _weight(fusion, other.op, of_added)
             _check_activations(other.op)
-    after = dependent(fusion, [op.outputs[0], *(p.result for p in added)])
+    after = dependent(fusion.ops, [op.outputs[0], *(p.result for p in added)])
     first = tuple(o for o in fusion.ops if o.kind.name in MADE_FIRST)
     sums = tuple(o for o in fusion.ops if o.kind.name == "sum" and o.outputs[0] in after)
-    of_sums = dependent(fusion, [v for o in sums for v in o.outputs])
+    of_sums = dependent(fusion.ops, [v for o in sums for v in o.outputs])
     combine = next((o for o in fusion.ops if o.kind.name == "combine"), None)
-    summed = dependent(fusion, combine.outputs) if combine else set()
+    summed = dependent(fusion.ops, combine.outputs) if combine else set()
     made = {v for o in first for v in o.outputs}
     for product in (found, *added):
         _need_inside(fusion, product.op, made)
@@ -167,7 +168,7 @@ def need_one_width(made: Plan) -> Plan:
     if made.sums:
         raise Inexpressible(made.sums[0], "a sum over a row's columns has no kernel here")
     if not made.one_width:
-        after = dependent(made.fusion, made.product.outputs)
+        after = dependent(made.fusion.ops, made.product.outputs)
         widths = {v: made.width_of(v) for v in made.rows}
         changing = (o for o in made.fusion.ops if o.kind.name in ("slice", "cat") and o.values[0] in after)
         what = f"results of {' and '.join(map(str, sorted(set(widths.values()))))} columns are stored: a kernel's tiles have one width"
@@ -234,7 +235,7 @@ def plan_wgrad(fusion: Fusion, dtypes: Collection[str], alike: bool = True) -> W
 
 def _need_inside(fusion: Fusion, product: Op, made: Collection[Value]) -> None:
     """Inexpressible if a value from which the product's operands are computed is read outside, except `made`, which is in memory."""
-    inside = needed(fusion, product)
+    inside = needed(fusion.ops, product.values)
     if others := [v for v in fusion.outputs if v in inside and v not in made]:
         v = others[0]
         raise Inexpressible(fusion.producers[v], f"{v.name} {v.type} is computed in the prologue, and also read outside it")

@@ -11,7 +11,7 @@ import torch
 
 from ...errors import DtypeError, ShapeError
 from ..core import Need, Op, OpKind, Value
-from ..sizes import AnySize, exact_div
+from ..sizes import AnySize
 from ..types import DTYPES, Dim, TensorType, plain
 from .rules import Types, joined_dtype, need_dtype, need_finite, need_float
 
@@ -171,14 +171,6 @@ def merged(shape: Sequence[Dim], keep: int) -> tuple[Dim, ...]:
     """A shape with its leading dimensions merged into one and its last `keep` dimensions unchanged."""
     cut = len(shape) - keep
     return (shape[0] if cut == 1 else elements(shape[:cut]), *shape[cut:])
-
-
-def split_dim(dim: AnySize, by: int) -> AnySize:
-    """dim / by; `by` must divide it."""
-    found = exact_div(dim, by)
-    if found is None:
-        raise ShapeError(f"a dimension of {dim}", expected=f"a multiple of {by}")
-    return found
 
 
 TABLE = (
