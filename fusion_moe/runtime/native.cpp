@@ -16,7 +16,6 @@
 #include <torch/csrc/autograd/forward_grad.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -43,8 +42,8 @@ using i64 = std::int64_t;
 using u64 = std::uint64_t;
 
 constexpr std::size_t MOST = 1024;          // forms that are known at once
-constexpr std::size_t KEPT = 1 << 20;       // bytes that each thread keeps for what small calls make on the CPU
-constexpr std::size_t ALIGNMENT = 256;      // of arrays
+constexpr i64 KEPT = i64(1) << 28;          // bytes of workspace, at most, that a thread keeps between its calls on the CPU
+constexpr i64 PIECE = 1 << 20;              // bytes: what a workspace is a multiple of
 constexpr std::uintptr_t VECTOR = 16;       // bytes that CUDA's kernels load at once
 
 // Forms --------------------------------------------------------------------------------------------------------------
@@ -216,15 +215,15 @@ class OnCpu final : public Descriptor {
   private:
     using Entry = int(char* const* arrays, const i64* sizes, const i64* products, int threads);
 
-    // A thread's own, or for this call.
+    // The thread's own, which grows, or one for this call. Fresh memory costs a page fault for each 4 KiB: a tenth of a long call.
     char* memory(at::Tensor& held) const {
-        if (static_cast<std::size_t>(workspace()) > KEPT) {
-            held = at::detail::empty_cpu({workspace()}, at::kByte);
-            return static_cast<char*>(held.mutable_data_ptr());
+        static thread_local at::Tensor kept;
+        at::Tensor& used = workspace() <= KEPT ? kept : held;
+        if (!used.defined() || used.numel() < workspace()) {
+            used.reset();  // first, or there are two for a moment
+            used = at::detail::empty_cpu({(workspace() / PIECE + 1) * PIECE}, at::kByte);
         }
-        static thread_local const std::unique_ptr<char, void (*)(void*)> kept{
-            static_cast<char*>(std::aligned_alloc(ALIGNMENT, KEPT)), std::free};
-        return kept.get();
+        return static_cast<char*>(used.mutable_data_ptr());
     }
 
     Entry* entry_;

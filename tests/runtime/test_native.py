@@ -253,6 +253,20 @@ def test_threads():
     assert not wrong
 
 
+def test_workspaces_grow_and_are_kept():
+    """By a thread: large calls fault no pages in for them any more."""
+    resource = pytest.importorskip("resource")
+    experts, faults = layer(), []
+    want = {tokens: by_python(lambda tokens=tokens: experts(*token(tokens))) for tokens in (5, 20_000, 9_000)}
+    for tokens in 5, 20_000, 5, 9_000, 20_000, 20_000:
+        args, before = token(tokens), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        with torch.no_grad():
+            assert experts(*args).equal(want[tokens])
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    results = 20_000 * args[0].shape[1] * args[0].element_size() // 4096
+    assert faults[-1] <= results + 500
+
+
 # When it is loaded ----------------------------------------------------------------------------------------------------
 
 
