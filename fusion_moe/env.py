@@ -44,7 +44,7 @@ class Check:
 @dataclass(frozen=True)
 class Environment:
     """versions: of packages, "" if one is not installed; options: those that differ from the defaults; runs: what multiplies by weights
-    here, "" if nothing can be compiled: torch computes all but the products that came with the package; problems: of options and of
+    here, "" if nothing can be compiled: plain torch computes everything but the prebuilt grouped products; problems: of options and of
     environment variables that look like one.
     """
 
@@ -62,7 +62,7 @@ class Environment:
         there = [(c.name, "yes" if c.there else "no", f"{c.found}; {c.todo}" if c.todo else c.found) for c in self.checks]
         versions = [(name, version or "not installed") for name, version in self.versions.items()]
         options = [(name, value) for name, value in self.options.items()] or [("all", "as by default")]
-        nothing = "problem: nothing can be compiled here; torch computes all but the products that came with the package, slowly"
+        nothing = "problem: nothing can be compiled here; plain torch computes everything but the prebuilt grouped products, slowly"
         parts = [
             "\n".join([self.runs or nothing, *(f"problem: {problem}" for problem in self.problems)]),
             _columns(("", "here", ""), *there), _columns(("", "version"), *versions), _columns(("option", "value"), *options),

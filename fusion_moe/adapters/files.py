@@ -41,7 +41,7 @@ def save_lora(model: nn.Module, directory: str | Path) -> Path:
     if not found:
         raise UnsupportedError("no adapters", expected="a model that add_lora_ or load_lora_ gave some", where="save_lora")
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
-        raise CheckpointError("it is there already", expected="a name of nothing, or of an empty directory", where=str(dst))
+        raise CheckpointError("the destination exists", expected="a new path, or an empty directory", where=str(dst))
     rank, alpha = common([(a.rank, a.alpha) for _, module in found for _, a in adapters_of(module)], "save_lora")
     targets = tuple(_parameter(name, module, projection) for name, module in found for projection, _ in adapters_of(module))
     config = LoraConfig(rank, alpha, targets).written(getattr(model, "name_or_path", None) or None)

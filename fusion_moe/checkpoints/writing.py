@@ -40,7 +40,7 @@ def write(
     """
     dst = Path(dst).absolute()
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
-        raise CheckpointError("it is there already", expected="a name of nothing, or of an empty directory", where=str(dst))
+        raise CheckpointError("the destination exists", expected="a new path, or an empty directory", where=str(dst))
     shards = _shards(steps, shard_bytes)
     partial = dst.with_name(f".{dst.name}.partial")
     with readable_errors(dst, partial), _locked(partial), _removed_unless_it_can_go_on(partial):

@@ -133,7 +133,7 @@ def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:
             raise UnsupportedError(found, expected="whole experts", todo="parallelize_(model, mesh, plan='ep')", where=where)
         if module.adapted:
             found = f"{name or type(module).__name__} has adapters already"
-            todo = "they train as they are, those of load_lora_ too; for others begin with a model that has none"
+            todo = "train these, also after load_lora_; for other ones, call remove_lora_(model) first"
             raise UnsupportedError(found, todo=todo, where=where)
 
 

@@ -184,7 +184,7 @@ def why_no_compiler() -> str:
 
 def warn_of_no_compiler() -> None:
     """Warns once about the consequences."""
-    warn_once(f"{why_no_compiler()}; torch computes all but the products that came with the package, slowly", about="no compiler")
+    warn_once(f"{why_no_compiler()}; plain torch computes everything but the prebuilt grouped products, slowly", about="no compiler")
 
 
 @cache

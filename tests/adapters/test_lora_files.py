@@ -76,7 +76,7 @@ def test_nothing_is_left_of_what_fails(tmp_path, monkeypatch):
 def test_what_is_there_stays(tmp_path):
     (tmp_path / "file").write_text("kept")
     for name in ("", "file"):
-        with pytest.raises(CheckpointError, match="it is there already; expected a name of nothing"):
+        with pytest.raises(CheckpointError, match="the destination exists; expected a new path"):
             save_lora(adapted(), tmp_path / name)
     assert (tmp_path / "file").read_text() == "kept"
 
@@ -150,7 +150,7 @@ def test_what_does_not_fit_changes_nothing(change, error, says, tmp_path):
 def test_not_twice():
     model = quantized()
     load_lora_(model, MADE)
-    with pytest.raises(UnsupportedError, match="load_lora_: model.layers.0.mlp.experts has adapters already; they train"):
+    with pytest.raises(UnsupportedError, match="load_lora_: model.layers.0.mlp.experts has adapters already; train these"):
         load_lora_(model, MADE)
 
 

@@ -151,7 +151,7 @@ def test_what_a_step_raises_leaves_nothing(tmp_path: Path) -> None:
 def test_existing_directories(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert Directory.open(convert(SRC, tmp_path / "empty")).tensors
-    with pytest.raises(CheckpointError, match="it is there already"):
+    with pytest.raises(CheckpointError, match="the destination exists"):
         convert(SRC, tmp_path / "empty")
 
 

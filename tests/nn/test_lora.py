@@ -132,7 +132,7 @@ def test_not_twice():
     model = quantized_model()
     add_lora_(model, filter_fn=lambda module, name: "1" in name)
     kept = experts_of(model)[1].down_lora
-    with pytest.raises(UnsupportedError, match="add_lora_: model.layers.1.mlp.experts has adapters already; they train"):
+    with pytest.raises(UnsupportedError, match="add_lora_: model.layers.1.mlp.experts has adapters already; train these"):
         add_lora_(model)
     assert experts_of(model)[0].adapter("down") is None
     assert experts_of(model)[1].down_lora is kept
