@@ -141,13 +141,19 @@ def _default(field: Any) -> str:
 
 
 def targets() -> Iterator[str]:
-    rows = ((code(t.name), t.device or "any", _capability(t), ", ".join(t.activation_formats), "yes" if t.ever_run else "**never run**")
+    rows = ((code(t.name), t.device or "any", _capability(t.capability), ", ".join(t.activation_formats), _ran_on(t))
             for t in target.TARGETS.values())  # fmt: skip
-    yield from table(("target", "device", "compute capability", "activations", "run on such a machine"), rows)
+    yield from table(("target", "device", "compute capability", "activations", "has run on"), rows)
 
 
-def _capability(of: target.Target) -> str:
-    return ".".join(map(str, of.capability)) if of.capability else ""
+def _capability(of: tuple[int, int] | None) -> str:
+    return ".".join(map(str, of)) if of else ""
+
+
+def _ran_on(of: target.Target) -> str:
+    if of.device != "cuda":
+        return "CPUs" if of.device else "CPUs, GPUs"
+    return ", ".join(map(_capability, of.ran_on)) or "**never run**"
 
 
 def error_classes() -> Iterator[str]:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import fusion_moe
-from fusion_moe.frontends import compile_graph, warn
+from fusion_moe import warn
+from fusion_moe.frontends import compile_graph
 
 transformers = pytest.importorskip("transformers")
 

@@ -82,7 +82,7 @@ def test_that_is_said_once(without_compiler, caplog, monkeypatch):
         module, args = layer(seed)
         with torch.no_grad(), options.override(router_gradient=bool(seed)):  # programs of their own
             module(*args)
-    assert [r.message.partition(":")[0] for r in caplog.records] == ["no C++ compiler"]
+    assert [r.message.partition(":")[0] for r in caplog.records].count("no C++ compiler") == 1
 
 
 def test_without_either_the_reference_runs_and_says_why(without_compiler, caplog, monkeypatch, tmp_path):

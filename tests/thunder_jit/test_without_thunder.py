@@ -18,7 +18,7 @@ def test_importing_us_imports_no_thunder():
 
 def test_thunder_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "thunder", None)
-    with pytest.raises(UnsupportedError, match=r"thunder is not installed.*pip install 'fusion_moe\[thunder\]'"):
+    with pytest.raises(UnsupportedError, match=r"thunder is not installed.*pip install '\.\[thunder\]' in a clone"):
         fusion_moe.thunder_executors()
 
 
