@@ -108,13 +108,15 @@ def _may_overlap(kernel: KernelSource, after_product: bool) -> bool:
 
 
 # Memory is reused from segment to segment, but never by kernels of the same segment, which may run concurrently. This is safe although
-# launches overlap: # - A kernel writes after `griddepcontrol.wait`, when the previous kernel has ended. All blocks of that kernel, or its
-# last one, have waited   too, and so on: all kernels of earlier segments have ended. - Concurrent kernels of a product wait for the
-# previous kernel at their end, and begin when the first of them has waited. So all kernels of   earlier segments have ended when any of
-# them begins, and a kernel that waits for the last of them waits for all. - Only `reorder_activations` writes before it waits
-# (grouped_mm.py). If it is the first kernel of its segment, it does not overlap.   Otherwise the previous kernel is routing in the same
-# segment, which waits before it lets others start. - What a kernel reads before it waits lives in its segment, so nothing else is written
-# there before the next one.
+# launches overlap:
+#
+# - A kernel writes after `griddepcontrol.wait`, when the previous kernel has ended. All blocks of that kernel, or its last one, have waited
+#   too, and so on: all kernels of earlier segments have ended.
+# - Concurrent kernels of a product wait for the previous kernel at their end, and begin when the first of them has waited. So all kernels
+#   of earlier segments have ended when any of them begins, and a kernel that waits for the last of them waits for all.
+# - Only `reorder_activations` writes before it waits (grouped_mm.py). If it is the first kernel of its segment, it does not overlap.
+#   Otherwise the previous kernel is routing in the same segment, which waits before it lets others start.
+# - What a kernel reads before it waits lives in its segment, so nothing else is written there before the next one.
 def _workspace(parts: Parts, chosen: Sequence[Chosen], sizes: Sizes) -> Memory:
     """The placement of the inner arrays; steps are segments."""
     nbytes = (_nbytes(inner, chosen[inner.first], sizes) for inner in parts.inner)
