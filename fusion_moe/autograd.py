@@ -27,7 +27,7 @@ from .ir.core import Fusion
 from .ir.derivative import Derivative, differentiate
 from .ir.text import one_line, parse
 from .op_definitions import LIBRARY, SPECS, Call, Spec, Types, as_bytes, bind, eager_types, flat, fusion_of, traced_types
-from .parts import Input, Parts, grouped
+from .parts import Input, PartCounts, grouped
 from .parts import flat as in_parts
 from .run_ops import NAMESPACE, RUN, RUN_INTO, named_sizes
 from .runtime import native
@@ -102,7 +102,7 @@ class _Step:
     """
 
     programs: Programs | Error
-    parts: Parts | None
+    parts: PartCounts | None
     wanted: tuple[int, ...]
     sizes: Mapping[str, Any]
     options: str = ""
@@ -126,7 +126,7 @@ class _Step:
 
     @classmethod
     def of_run(
-        cls, program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], with_: str | None = None, parts: Parts | None = None
+        cls, program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], with_: str | None = None, parts: PartCounts | None = None
     ) -> _Step:  # fmt: skip
         """The step of a call of `run`."""
         wants = wanted(grouped(inputs, parts))
@@ -172,7 +172,7 @@ def wanted(inputs: Sequence[Input]) -> tuple[int, ...]:
     return tuple(i for i, t in enumerate(inputs) if any(p.requires_grad for p in (t if isinstance(t, tuple) else (t,))))
 
 
-def split(found: Mapping[int, Any], parts: Parts | None, count: int) -> list[Any]:
+def split(found: Mapping[int, Any], parts: PartCounts | None, count: int) -> list[Any]:
     """Gradients of inputs, by position, as gradients of the tensors that make up the inputs: a part's gradient is a slice."""
     if parts is None:
         return [found.get(i) for i in range(count)]

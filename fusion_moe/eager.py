@@ -19,7 +19,7 @@ from .ir.effects import check_targets, write_over
 from .ir.text import parse, text
 from .op_definitions import LIBRARY, SPECS, Call, Spec, as_bytes, bind, eager_types, fusion_of, restored
 from .options import Options, current, from_key
-from .parts import Parts, grouped, joined
+from .parts import PartCounts, grouped, joined
 from .run_ops import RUN, RUN_INTO, all_inputs, named_sizes, need_pure, need_written
 from .runtime import native
 from .runtime.program import Program
@@ -104,7 +104,7 @@ _runs = Remembered[Hashable, _Found](_REMEMBERED)
 
 
 def _run(
-    program: str, inputs: Sequence[Tensor], sizes: Sequence[int], options: str | None = None, parts: Parts | None = None
+    program: str, inputs: Sequence[Tensor], sizes: Sequence[int], options: str | None = None, parts: PartCounts | None = None
 ) -> list[Tensor]:  # fmt: skip
     tensors = _whole(inputs, parts)
     key = (_form(tensors), program, *sizes, options, current())
@@ -119,7 +119,7 @@ def _run(
 
 def _run_into(
     program: str, inputs: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[int], options: str | None = None,
-    parts: Parts | None = None,
+    parts: PartCounts | None = None,
 ) -> None:  # fmt: skip
     fusion = parse(program)
     whole = [as_bytes(t) for t in _whole(inputs, parts)]
@@ -131,7 +131,7 @@ def _run_into(
     write_over(targets, program_of(_pure_text(program), device, from_key(options) if options else None)(tensors, env))
 
 
-def _whole(tensors: Sequence[Tensor], parts: Parts | None) -> list[Tensor]:
+def _whole(tensors: Sequence[Tensor], parts: PartCounts | None) -> list[Tensor]:
     """The inputs of a program, each one tensor."""
     return [joined(t) if isinstance(t, tuple) else t for t in grouped(tensors, parts)]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from .errors import DeviceError, DtypeError, ShapeError
 
-Parts = Sequence[int]
+PartCounts = Sequence[int]
 Input = Tensor | tuple[Tensor, ...]
 
 
-def grouped(tensors: Sequence[Tensor], parts: Parts | None) -> list[Input]:
+def grouped(tensors: Sequence[Tensor], parts: PartCounts | None) -> list[Input]:
     """The tensors of each input; parts None: each is one. ShapeError if they are fewer or more."""
     if parts is None:
         return list(tensors)

@@ -20,7 +20,7 @@ from .ir.core import Fusion, storage_shape
 from .ir.sizes import value
 from .ir.text import parse
 from .ir.types import DTYPES
-from .parts import Parts, grouped
+from .parts import PartCounts, grouped
 
 NAMESPACE = "fusion_moe"
 RUN, RUN_INTO = ("run", "run_graph_safe"), ("run_into", "run_into_graph_safe")  # CUDA graphs leave out the first of each
@@ -90,7 +90,7 @@ def need_written(fusion: Fusion, written: Sequence[Tensor], env: Mapping[str, An
 
 
 def _fake(
-    program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None, parts: Parts | None = None
+    program: str, inputs: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None, parts: PartCounts | None = None
 ) -> list[Tensor]:  # fmt: skip
     fusion = need_pure(parse(program))
     fusion.need_inputs(grouped(inputs, parts))
@@ -99,7 +99,7 @@ def _fake(
 
 def _into_fake(
     program: str, inputs: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[Any], options: str | None = None,
-    parts: Parts | None = None,
+    parts: PartCounts | None = None,
 ) -> None:  # fmt: skip
     fusion = parse(program)
     all_inputs(fusion, grouped(inputs, parts), written)

@@ -20,11 +20,11 @@ def use() -> None:
     """Has kernels that this process compiles begin so. What they are called in caches stays: the code is the same."""
     real, version = build._compile, cache(build._version)
 
-    def compile_(command: Sequence[str], recipe: build.Recipe, path: Path) -> None:
-        if KERNELS in recipe.include and "Free Software Foundation" in version((command[0],)):
-            header = _header(tuple(command), "" if recipe.tier == "generic" else INTRINSICS)
+    def compile_(command: Sequence[str], source: build.LibrarySource, path: Path) -> None:
+        if KERNELS in source.include and "Free Software Foundation" in version((command[0],)):
+            header = _header(tuple(command), "" if source.tier == "generic" else INTRINSICS)
             command = [command[0], "-include", str(header), *command[1:]]  # gcc takes one if nothing stands before it
-        real(command, recipe, path)
+        real(command, source, path)
 
     build._compile = compile_
 

@@ -39,20 +39,20 @@ class KernelHook(BuildHookInterface):
         else:
             wanted = [(tier, having) for tier in isa.TIERS if _runs_here(tier) for having in CPUS[tier]]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            libraries = [(readers.recipe(tier, encoding), having) for tier, having in wanted for encoding in readers.BUILT_IN]
+            libraries = [(readers.library_source(tier, encoding), having) for tier, having in wanted for encoding in readers.BUILT_IN]
             made = set(pool.map(partial(self._ship, build), *zip(*libraries, strict=True)))
         for old in set(readers.SHIPPED.glob("*.so")) - made:
             old.unlink(missing_ok=True)
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 
-    def _ship(self, build: Any, recipe: Any, having: Any) -> Path | None:
+    def _ship(self, build: Any, source: Any, having: Any) -> Path | None:
         """None, and a warning, for instructions that the compiler does not know: the package does without."""
-        path = recipe.came_with(having)
+        path = source.came_with(having)
         try:
-            return path if path.is_file() else build.ship(recipe, having)
+            return path if path.is_file() else build.ship(source, having)
         except build.BuildError as error:
-            self.app.display_warning(f"no kernels for CPUs of the tier {recipe.tier}: {error}")
+            self.app.display_warning(f"no kernels for CPUs of the tier {source.tier}: {error}")
             return None
 
 

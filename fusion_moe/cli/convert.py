@@ -15,7 +15,7 @@ from .inspect import inspection
 from .output import Json, finish
 
 
-class Form(str, Enum):
+class Format(str, Enum):
     """What to write: ModelOpt's NVFP4, or plain floats."""
 
     MODELOPT = "modelopt"
@@ -38,7 +38,7 @@ def convert(
     context: typer.Context,
     src: Source,
     dst: Destination,
-    to: Annotated[Form, typer.Option(help="ModelOpt's NVFP4, or plain floats.")] = Form.MODELOPT,
+    to: Annotated[Format, typer.Option(help="ModelOpt's NVFP4, or plain floats.")] = Format.MODELOPT,
     dtype: Annotated[Floats | None, typer.Option(help="Of --to dense: float32, as without it, holds every number; others round.")] = None,
     json: Json = False,
 ) -> None:
@@ -49,8 +49,8 @@ def convert(
     finish(context, lambda: inspection(converted(src, dst, to.value, dtype=_dtype(to, dtype))), json)
 
 
-def _dtype(to: Form, dtype: Floats | None) -> torch.dtype:
-    if dtype is not None and to is not Form.DENSE:
+def _dtype(to: Format, dtype: Floats | None) -> torch.dtype:
+    if dtype is not None and to is not Format.DENSE:
         raise OptionError(f"--dtype {dtype.value} with --to {to.value}", expected="--to dense, which alone it applies to", where="convert")
     found: torch.dtype = getattr(torch, (dtype or Floats.FLOAT32).value)
     return found

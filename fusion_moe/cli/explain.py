@@ -116,7 +116,7 @@ def model_of(path: Path) -> nn.Module:
         import fusion_moe.transformers  # noqa: F401  (experts_implementation)
 
         from ..transformers.eight_bit import to_floats_
-        from ..transformers.plan import replace_modules
+        from ..transformers.replacements import replace_modules
     except ModuleNotFoundError as error:
         raise UnsupportedError(f"{error.name} is not installed", todo=install("models")) from None
     if not method and torch.__version__ < "2.13":

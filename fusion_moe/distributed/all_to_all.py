@@ -23,7 +23,7 @@ from .collectives import all_to_all
 from .shares import owner_of
 
 
-class Rows(NamedTuple):
+class Assignment(NamedTuple):
     """Where the tokens of a rank are sent."""
 
     slot_of: Tensor
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
     dropped: Tensor
 
 
-def assign_rows(ids: Tensor, experts: int, ranks: int, capacity: int | float) -> Rows:
+def assign_rows(ids: Tensor, experts: int, ranks: int, capacity: int | float) -> Assignment:
     """ids int[T, k] -> slot_of i64[T, n], token_of i64[R (C + 1)], dropped bool[T, R]: tokens for which a rank had no row left.
 
     Rows are given out in the order of tokens. capacity: C, or as a float, C as a fraction of T.
@@ -45,7 +45,7 @@ def assign_rows(ids: Tensor, experts: int, ranks: int, capacity: int | float) ->
     token = torch.where(sent, torch.arange(tokens, device=ids.device)[:, None], tokens)
     token_of = torch.full((ranks * (rows + 1),), tokens, device=ids.device).scatter(0, slot_of.flatten(), token.flatten())
     first = (~sent).int().argsort(dim=1, stable=True)[:, : min(slots, ranks)]
-    return Rows(slot_of.gather(1, first), token_of, goes & ~sent)
+    return Assignment(slot_of.gather(1, first), token_of, goes & ~sent)
 
 
 class AllToAll:
@@ -55,19 +55,19 @@ class AllToAll:
         """group: the name of a process group. experts: E over all ranks."""
         self.group, self.ranks, self.experts, self.capacity = group, ranks, experts, capacity
 
-    def dispatch(self, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Rows, torch.Size]]:
+    def dispatch(self, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Assignment, torch.Size]]:
         """Hidden states [..., H], ids int[T, k], router weights [T, k] -> [R (C + 1), H] and [R (C + 1), k]: what all ranks sent here."""
         ids = next(x for x in given if not x.is_floating_point())
-        rows = assign_rows(ids, self.experts, self.ranks, self.capacity)
+        assigned = assign_rows(ids, self.experts, self.ranks, self.capacity)
         if isinstance(self.capacity, int) or self.capacity < 1:
-            module.dropped.add_(rows.dropped.sum())  # type: ignore[operator]
+            module.dropped.add_(assigned.dropped.sum())  # type: ignore[operator]
         flat = (x.reshape(-1, x.shape[-1]) for x in given)
-        return _Sent.apply(self.group, self.ranks, rows.slot_of, rows.token_of, *flat), (rows, given[0].shape)
+        return _Sent.apply(self.group, self.ranks, assigned.slot_of, assigned.token_of, *flat), (assigned, given[0].shape)
 
-    def combine(self, y: Tensor, kept: tuple[Rows, torch.Size]) -> Tensor:
+    def combine(self, y: Tensor, kept: tuple[Assignment, torch.Size]) -> Tensor:
         """[R (C + 1), H] -> [..., H]"""
-        rows, shape = kept
-        return _Returned.apply(self.group, self.ranks, rows.slot_of, rows.token_of, y).view(shape)
+        assigned, shape = kept
+        return _Returned.apply(self.group, self.ranks, assigned.slot_of, assigned.token_of, y).view(shape)
 
 
 def _send(x: Tensor, token_of: Tensor, group: str, ranks: int) -> Tensor:

@@ -121,7 +121,7 @@ class PackedModule(FrozenModule):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for names, keys in self._reordered(destination, prefix):
-            linear = _form(self, names[0]).unpack([destination[key].detach() for key in keys], self.encoding)
+            linear = _packing(self, names[0]).unpack([destination[key].detach() for key in keys], self.encoding)
             destination.update(zip(keys, linear, strict=True))
         if self.sharding is not None:
             destination.update(
@@ -135,11 +135,11 @@ class PackedModule(FrozenModule):
         if self.sharding is not None:
             given.update({prefix + name: self.sharding.share(name, given[prefix + name]) for name in self._own(prefix, given)})
         for names, keys in self._reordered(given, prefix):
-            form, parts = _form(self, names[0]), [given[key].detach() for key in keys]
+            packing, parts = _packing(self, names[0]), [given[key].detach() for key in keys]
             own = [getattr(self, name).detach() for name in names]
-            if wrong := form.why_not(keys, parts, own, self.encoding):
+            if wrong := packing.why_not(keys, parts, own, self.encoding):
                 errors.append(wrong)
-            given.update(zip(keys, own if wrong else form.pack(parts, self.encoding), strict=True))
+            given.update(zip(keys, own if wrong else packing.pack(parts, self.encoding), strict=True))
         super()._load_from_state_dict(given, prefix, metadata, strict, missing, unexpected, errors)
 
     def _own(self, prefix: str, tensors: Mapping[str, Any]) -> list[str]:
@@ -158,14 +158,14 @@ def _say_once(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Form:
+class Packing:
     """How the parts of a weight are stored: padded, and then in a layout."""
 
     layout: Layout
     padding: Padding
 
     def pack(self, parts: Sequence[Tensor], encoding: Encoding) -> tuple[Tensor, ...]:
-        """Elements and block scales as in a state dict -> the same in this form."""
+        """Elements and block scales as in a state dict -> the same, padded and in the layout."""
         return self.layout.pack(*self.padding.pad(*parts, encoding=encoding), encoding=encoding)
 
     def unpack(self, parts: Sequence[Tensor], encoding: Encoding) -> tuple[Tensor, ...]:
@@ -187,12 +187,12 @@ class Form:
         return ""
 
 
-def _form(module: PackedModule, name: str, layout: Layout | None = None) -> Form:
-    """The form in which the weight whose elements have this name is stored, or would be in a given layout."""
+def _packing(module: PackedModule, name: str, layout: Layout | None = None) -> Packing:
+    """How the weight whose elements have this name is stored, or would be in a given layout."""
     if layout is not None:
-        return Form(layout, module.padding(name, layout))
+        return Packing(layout, module.padding(name, layout))
     shape = module.matrix_shape(name)
-    return Form(LAYOUTS[module.weight_layout], module.paddings.get(name, Padding(shape, shape)))
+    return Packing(LAYOUTS[module.weight_layout], module.paddings.get(name, Padding(shape, shape)))
 
 
 def relayout_(module: PackedModule, layout: str) -> None:
@@ -202,21 +202,21 @@ def relayout_(module: PackedModule, layout: str) -> None:
     """
     if layout == module.weight_layout:
         return
-    forms = {names: (_form(module, names[0]), _form(module, names[0], LAYOUTS[layout])) for names in module.packed}
+    packings = {names: (_packing(module, names[0]), _packing(module, names[0], LAYOUTS[layout])) for names in module.packed}
     done = []
     try:
-        for names, (here, there) in forms.items():
+        for names, (here, there) in packings.items():
             _move(module, names, here, there)
             done.append(names)
     except BaseException:
         for names in done:
-            _move(module, names, *reversed(forms[names]))
+            _move(module, names, *reversed(packings[names]))
         raise
     module.weight_layout = layout
-    module.paddings = {names[0]: there.padding for names, (_, there) in forms.items() if there.padding}
+    module.paddings = {names[0]: there.padding for names, (_, there) in packings.items() if there.padding}
 
 
-def _move(module: PackedModule, names: Sequence[str], here: Form, there: Form) -> None:
+def _move(module: PackedModule, names: Sequence[str], here: Packing, there: Packing) -> None:
     """Replaces the parameters of one weight by new ones, made one matrix at a time."""
     old = [getattr(module, name) for name in names]
     parts = [p.detach() for p in old]

@@ -15,7 +15,7 @@ from ..autograd import Programs, programs_of, run, split, wanted
 from ..errors import UnsupportedError
 from ..ir.postponed import postponed
 from ..ir.text import parse
-from ..parts import Parts, flat, grouped
+from ..parts import PartCounts, flat, grouped
 from . import main_grad
 from .delayed import Delayed, Waiting
 from .stages import Call
@@ -43,7 +43,7 @@ class _Work:
 
     env: dict[str, Any]
     options: str
-    parts: Parts | None
+    parts: PartCounts | None
     effects: Effects
     out: Tensor | None
     grad_input: Tensor | None

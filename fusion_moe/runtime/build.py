@@ -64,10 +64,10 @@ class Compiler:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LibrarySource:
     """A C++ source, its name, the tier that it is for, the folders of its headers, and extra flags, which come last.
 
-    shipped: a folder of libraries that came with the package, which are used if they were built from this recipe.
+    shipped: a folder of libraries that came with the package, which are used if they were built from this source.
     """
 
     text: str
@@ -100,54 +100,54 @@ class Recipe:
 
 def load(text: str, *, name: str, tier: str | None = None, include: Sequence[Path | str] = (), flags: Sequence[str] = ()) -> ctypes.CDLL:
     """The library of a C++ source, as described at the head of this file. BuildError if it fails, OptionError for another CPU's tier."""
-    return library(_recipe(text, name, isa.selected() if tier is None else tier, include, flags))
+    return library(_source(text, name, isa.selected() if tier is None else tier, include, flags))
 
 
 def build(text: str, *, name: str, tier: str, include: Sequence[Path | str] = (), flags: Sequence[str] = ()) -> Path:
     """The file of the library of a C++ source, from the cache or compiled now. BuildError if that fails."""
-    return _file(_recipe(text, name, tier, include, flags))
+    return _file(_source(text, name, tier, include, flags))
 
 
 def is_built(text: str, *, name: str, tier: str, include: Sequence[Path | str] = (), flags: Sequence[str] = ()) -> bool:
     """Whether `build` would find the library in the cache; False if there is no compiler."""
     compiler = find_compiler()
-    return compiler is not None and store.has(_recipe(text, name, tier, include, flags).file(compiler))
+    return compiler is not None and store.has(_source(text, name, tier, include, flags).file(compiler))
 
 
-def library(recipe: Recipe) -> ctypes.CDLL:
-    """The library of a recipe: shipped with the package, from the cache, or compiled now. Raises like `load`."""
-    isa.require(recipe.tier)
-    return _open(_file(recipe))
+def library(source: LibrarySource) -> ctypes.CDLL:
+    """The library of a source: shipped with the package, from the cache, or compiled now. Raises like `load`."""
+    isa.require(source.tier)
+    return _open(_file(source))
 
 
-def _recipe(text: str, name: str, tier: str, include: Sequence[Path | str], flags: Sequence[str]) -> Recipe:
-    return Recipe(text, name, tier, tuple(Path(folder).absolute() for folder in include), tuple(flags))
+def _source(text: str, name: str, tier: str, include: Sequence[Path | str], flags: Sequence[str]) -> LibrarySource:
+    return LibrarySource(text, name, tier, tuple(Path(folder).absolute() for folder in include), tuple(flags))
 
 
-def _file(recipe: Recipe) -> Path:
-    path = came if (came := recipe.came_with()) and came.is_file() else _made(recipe)
-    dump.binary(path, recipe.text, ".cpp")
+def _file(source: LibrarySource) -> Path:
+    path = came if (came := source.came_with()) and came.is_file() else _made(source)
+    dump.binary(path, source.text, ".cpp")
     return path
 
 
-def _made(recipe: Recipe) -> Path:
+def _made(source: LibrarySource) -> Path:
     compiler = find_compiler()
     if compiler is None:
-        raise BuildError(why_no_compiler(), where=recipe.name)
-    command = _allowed(recipe.command(compiler), recipe.name)
-    with store.as_build_error(recipe.name):
-        return store.get_or_make(recipe.file(compiler), lambda path: _compile(command, recipe, path))
+        raise BuildError(why_no_compiler(), where=source.name)
+    command = _allowed(source.command(compiler), source.name)
+    with store.as_build_error(source.name):
+        return store.get_or_make(source.file(compiler), lambda path: _compile(command, source, path))
 
 
-def ship(recipe: Recipe, having: Collection[str]) -> Path:
-    """Compiles a recipe into its folder of shipped libraries, for a CPU with these features; the file appears whole or not at all."""
-    compiler, path = find_compiler(), recipe.came_with(having)
+def ship(source: LibrarySource, having: Collection[str]) -> Path:
+    """Compiles a source into its folder of shipped libraries, for a CPU with these features; the file appears whole or not at all."""
+    compiler, path = find_compiler(), source.came_with(having)
     if compiler is None or path is None:
-        raise BuildError(why_no_compiler(), where=recipe.name)
-    command = _allowed(recipe.command(compiler, having), recipe.name)
+        raise BuildError(why_no_compiler(), where=source.name)
+    command = _allowed(source.command(compiler, having), source.name)
     path.parent.mkdir(exist_ok=True)
-    with store.as_build_error(recipe.name), tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch:
-        _compile(command, recipe, Path(scratch) / path.name)
+    with store.as_build_error(source.name), tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch:
+        _compile(command, source, Path(scratch) / path.name)
         (Path(scratch) / path.name).replace(path)
     return path
 
@@ -224,27 +224,27 @@ def _run(command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str]
     return subprocess.CompletedProcess(command, running.returncode, out, err)
 
 
-def _compile(command: Sequence[str], recipe: Recipe, path: Path) -> None:
+def _compile(command: Sequence[str], source: LibrarySource, path: Path) -> None:
     """Compiles in the folder of `path`, with relative names, so that equal sources give equal files wherever they are built.
 
     A source that does not compile is kept in the store. OSError if there is no space left.
     """
-    source = f"{recipe.name}.cpp"
-    (path.parent / source).write_text(recipe.text, encoding="utf-8")
+    file = f"{source.name}.cpp"
+    (path.parent / file).write_text(source.text, encoding="utf-8")
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(path.parent)}  # a killed compiler's files are removed with the folder
     try:
-        done = _run([*command, source, "-o", path.name], cwd=path.parent, env=environment)
+        done = _run([*command, file, "-o", path.name], cwd=path.parent, env=environment)
     except subprocess.TimeoutExpired as e:
-        found = f"compiling {recipe.name} took more than {e.timeout:g} s; the compiler was killed"
+        found = f"compiling {source.name} took more than {e.timeout:g} s; the compiler was killed"
         todo = "raise FUSION_MOE_COMPILE_SECONDS, or set CXX to another compiler; to see what it does"
     else:
         if done.returncode == 0 and path.exists():
             return
         if any(full in done.stderr for full in _FULL):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path.parent.parent))
-        found = f"{recipe.name} does not compile (exit status {done.returncode})\n{_first_errors(done.stderr)}"
+        found = f"{source.name} does not compile (exit status {done.returncode})\n{_first_errors(done.stderr)}"
         todo = "to see it all"
-    kept = store.get_or_make(f"{path.stem}.failed.cpp", lambda kept: kept.write_text(recipe.text, encoding="utf-8"))
+    kept = store.get_or_make(f"{path.stem}.failed.cpp", lambda kept: kept.write_text(source.text, encoding="utf-8"))
     again = shlex.join([*command, str(kept), "-o", os.devnull])
     raise BuildError(found, todo=f"{todo}:\n  {again}", where=str(kept))
 

@@ -16,7 +16,7 @@ SUMS = ("combine", "scatter", "reduce", "grouped_sum")
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowOps:
     """The operations on rows, in order; at most one of them sums."""
 
     ops: tuple[str, ...]
@@ -36,6 +36,6 @@ def of_one_sum(fusion: Fusion) -> str | None:
     return f"{sums[1]} reads the whole result of {sums[0]}: two reductions require two passes" if len(sums) > 1 else None
 
 
-def describe(fusion: Fusion) -> Rows:
+def describe(fusion: Fusion) -> RowOps:
     """One pass over the rows."""
-    return Rows(tuple(op.kind.name for op in fusion.ops if op.kind.role in ROLES and op.kind.role not in pointwise.ROLES))
+    return RowOps(tuple(op.kind.name for op in fusion.ops if op.kind.role in ROLES and op.kind.role not in pointwise.ROLES))

@@ -9,15 +9,15 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 
 from ..errors import CheckpointError
 from .names import any_of
-from .plan import Plan
+from .replacements import Replacements
 from .sources import some
 
 
-def check_complete(plan: Plan, model: Any, conversions: list[Any]) -> None:
+def check_complete(replaced: Replacements, model: Any, conversions: list[Any]) -> None:
     """CheckpointError for parameters of which the files have nothing. Checks names only, as the conversions will change them."""
     converters, known = [c for c in conversions if isinstance(c, WeightConverter)], model.state_dict()
-    provided = {name for module in (*plan.experts, *plan.linears) for name in _own(model, module)}
-    for name in plan.entries.keys() - plan.taken:
+    provided = {name for module in (*replaced.experts, *replaced.linears) for name in _own(model, module)}
+    for name in replaced.entries.keys() - replaced.taken:
         provided.update(_made_of(name, converters))
     tied, ignored = model.all_tied_weights_keys, any_of(model._keys_to_ignore_on_load_missing)
     missing = [name for name in known if name not in provided and tied.get(name) not in provided and not ignored.search(name)]

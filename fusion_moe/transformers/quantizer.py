@@ -22,7 +22,7 @@ from .finish import cast_, check_scales, freeze_
 from .names import is_weight_norm
 from .on_load import Contracts, QuantizeExperts, prepare_to_quantize
 from .operations import is_ours
-from .plan import LINEAR, Plan, replace_modules
+from .replacements import LINEAR, Replacements, replace_modules
 from .saving import conversions_for_saving, modelopt_config, with_activation_format
 from .share import shared
 
@@ -30,7 +30,7 @@ from .share import shared
 class FusionMoeQuantizer(HfQuantizer):
     """Loads directories with encoded experts and linear layers into modules of fusion_moe.nn."""
 
-    plan: Plan | None = None
+    replaced: Replacements | None = None
 
     def __init__(self, quantization_config: Any, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
@@ -49,23 +49,23 @@ class FusionMoeQuantizer(HfQuantizer):
         directory = share.directory if share is not None else Directory.open(Path(checkpoint_files[0]).parent)
         self._dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
         config = self.quantization_config
-        self.plan = replace_modules(model, directory.tensors, config.method, config.experts, config.quantizes)
+        self.replaced = replace_modules(model, directory.tensors, config.method, config.experts, config.quantizes)
         ignored = {r"input_scale$", r"input_global_scale$", r"\.[kv]_scale$"}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
         if share is not None:
-            share.take(model, self.plan.experts)
+            share.take(model, self.replaced.experts)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """transformers' conversions, with ours in place of those for experts."""
-        if self.plan is None:
+        if self.replaced is None:
             return weight_conversions
-        sources = [(source, _module(self._model, name)) for name, source in self.plan.experts.items()]
+        sources = [(source, _module(self._model, name)) for name, source in self.replaced.experts.items()]
         ours = expert_converters(sources)
         kept = [c for c in without(weight_conversions, ours) if not is_weight_norm(c)]
-        linears = {scheme.name: scheme for scheme in self.plan.linears.values()}
+        linears = {scheme.name: scheme for scheme in self.replaced.linears.values()}
         ours += [c for scheme in linears.values() for c in linear_converters(scheme, LINEAR[: len(scheme.parts)])]
         conversions = [*longest_first(ours), *kept]
-        check_complete(self.plan, self._model, conversions)
+        check_complete(self.replaced, self._model, conversions)
         return conversions
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
@@ -96,15 +96,15 @@ class FusionMoeQuantizer(HfQuantizer):
         """Called before anything is written: tells the model how its weights are written, and with which configuration. Adapters are left
         out: `save_lora` writes them.
         """
-        sources = {} if self.plan is None else self.plan.experts
+        sources = {} if self.replaced is None else self.replaced.experts
         model._weight_conversions = conversions_for_saving(model, sources)
         model.config.quantization_config = with_activation_format(self._saved_config(model), model)
         return _without_adapters(model), {}
 
     def _saved_config(self, model: Any) -> Any:
         """The loaded configuration, unless the weights are stored differently now. UnsupportedError if no configuration describes them."""
-        plan, config = self.plan, self.quantization_config
-        as_loaded = plan is not None and not any(scheme.encoding is None for scheme in plan.linears.values())
+        replaced, config = self.replaced, self.quantization_config
+        as_loaded = replaced is not None and not any(scheme.encoding is None for scheme in replaced.linears.values())
         if as_loaded and config.method == "modelopt":
             return config.original()
         encodings = {m.encoding for m in model.modules() if isinstance(m, PackedModule)}

@@ -31,7 +31,7 @@ from fusion_moe.runtime.program import Program
 from fusion_moe.target import TARGETS
 
 MAIN = Path(__file__).with_name("cross_main.cpp").read_text(encoding="utf-8")
-FIXED = {encoding: readers.recipe("generic", encoding).text for encoding in readers.BUILT_IN}
+FIXED = {encoding: readers.library_source("generic", encoding).text for encoding in readers.BUILT_IN}
 BANDWIDTH = bandwidth._SOURCE.read_text(encoding="utf-8")
 AARCH64, RELOCATABLE = 183, 1  # in the head of an ELF file
 MISSING = "no C++ compiler for aarch64: install g++-aarch64-linux-gnu, or pip install ziglang"

@@ -24,7 +24,7 @@ def shipped(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("shipped")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "SHIPPED", folder)
-        build.ship(readers.recipe(request.param, "nvfp4"), isa.features())
+        build.ship(readers.library_source(request.param, "nvfp4"), isa.features())
     return request.param, folder
 
 

@@ -115,7 +115,7 @@ def test_without_a_reader_the_reference_runs_and_says_why():
         report = fusion_moe.explain(lambda x: ops.grouped_mm(x, w, ends, weight_format=other.name), x).details()
         assert "a weight int8_g16" in " ".join(report.split())
         with pytest.raises(UnsupportedError, match="weights in int8_g16 have no reader for CPUs"):
-            readers.recipe("generic", other.name)
+            readers.library_source("generic", other.name)
     finally:
         encodings.unregister(other.name)
 

@@ -54,7 +54,7 @@ def test_inside_nothing_runs_and_afterwards_nothing_is_compiled(cold, monkeypatc
 
 def test_equal_work_is_done_once(cold, monkeypatch):
     made, real = [], build._compile
-    monkeypatch.setattr(build, "_compile", lambda command, recipe, path: (made.append(recipe.name), real(command, recipe, path)))
+    monkeypatch.setattr(build, "_compile", lambda command, source, path: (made.append(source.name), real(command, source, path)))
     with fusion_moe.preparing():
         for rows in (1, 5, 5):
             fusion_moe.run(pointwise(3.5), [torch.ones(rows, 8)])

@@ -14,8 +14,7 @@ from ...runtime import build, isa
 from ...runtime.kernel import Kernel
 from ...schedule.product import products
 from ...segment import Segment
-from ..cxx.plan import ACTIVATIONS, plan_wgrad
-from ..cxx.plan import plan as plan_product
+from ..cxx.plan import ACTIVATIONS, plan_product, plan_wgrad
 from . import grouped_mm, loops, prebuilt, wgrad
 from .join import join
 from .launch import Launch, Library

@@ -11,7 +11,7 @@ from ...ir.core import Value
 from ..cxx.elements import Elements, stored
 from ..cxx.epilogue import Epilogue
 from ..cxx.indices import Index, Variable, is_index, size
-from ..cxx.plan import Plan, known, row_width
+from ..cxx.plan import ProductPlan, known, row_width
 from ..cxx.statements import Expression, formula, inner
 from .activations import ACTIVATION, row_function, row_pointer
 from .readers import PARTS
@@ -21,7 +21,7 @@ _MAX_COLUMNS = 8  # of the product, from which one column of a result is made
 _J, _S, _T = map(Variable, "jst")
 
 
-def source(plan: Plan) -> Source:
+def source(plan: ProductPlan) -> Source:
     """The source of a planned segment. UnsupportedError with the reason if there is none."""
     if len(plan.weight) > PARTS:
         raise UnsupportedError(f"weights of {len(plan.weight)} parts have no kernel here", expected=f"at most {PARTS}")
@@ -32,7 +32,7 @@ def source(plan: Plan) -> Source:
 
 
 class _Writer(SegmentWriter):
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: ProductPlan):
         super().__init__(plan.fusion, plan.memory)
         self.plan = plan
         self.tiles = ["p", *(f"p{i}" for i, _ in enumerate(plan.added, 1))]  # tiles of the product, and of the products beside it

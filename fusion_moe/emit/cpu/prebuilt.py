@@ -17,10 +17,8 @@ from ...errors import UnsupportedError
 from ...groups import check_ends
 from ...ir.core import Fusion
 from ...runtime import build, isa
-from ..cxx.plan import Plan as GroupedGemm
-from ..cxx.plan import need_one_width
-from ..cxx.plan import plan as plan_product
-from .readers import PARTS, linear, recipe
+from ..cxx.plan import ProductPlan, need_one_width, plan_product
+from .readers import PARTS, library_source, linear
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kernels/product.h
 
@@ -30,7 +28,7 @@ def product_of(tier: str, encoding: str, kind: str = "fprop") -> ctypes.CDLL:
 
     UnsupportedError for an encoding without a registered reader.
     """
-    return build.library(recipe(tier, encoding, kind))
+    return build.library(library_source(tier, encoding, kind))
 
 
 def kernels(tier: str, encoding: str, dtype: torch.dtype, kind: str = "fprop") -> str:
@@ -45,7 +43,7 @@ class Product:
     """A grouped product, computed by the library that came with the package."""
 
     fusion: Fusion
-    plan: GroupedGemm
+    plan: ProductPlan
     tier: str
 
     @property
@@ -69,7 +67,7 @@ def plan(fusion: Fusion, kind: str) -> Product:
     encoding = planned.encoding.name
     if operands := planned.product.attrs.get("operands"):
         raise UnsupportedError(f"{build.why_no_compiler()}; no products of {operands} operands came with the package")
-    came = recipe(tier, encoding).came_with()
+    came = library_source(tier, encoding).came_with()
     if came is None or not came.is_file():
         raise UnsupportedError(f"{build.why_no_compiler()}; this installation has no prebuilt kernels of {encoding} for {tier}")
     return Product(fusion, planned, tier)

@@ -49,7 +49,7 @@ def linear() -> tuple[tuple[str, str], ...]:
     return tuple((encoding, "linear") for encoding in (*BUILT_IN, *_registered))
 
 
-def recipe(tier: str, encoding: str, kind: str = "fprop") -> build.Recipe:
+def library_source(tier: str, encoding: str, kind: str = "fprop") -> build.LibrarySource:
     """How to build the library for a tier, an encoding and a kind of product, and where the one that came with the package is.
 
     kind: as in schedule/product.py, or "int8", an fprop with int8 operands. encoding: "" for wgrad, which reads no weight. Raises like
@@ -57,4 +57,4 @@ def recipe(tier: str, encoding: str, kind: str = "fprop") -> build.Recipe:
     """
     reader = reader_of(encoding) if encoding else ""
     text = f"{reader}\n{(KERNELS / f'{kind}.cpp').read_text(encoding='utf-8')}"
-    return build.Recipe(text, f"{kind}_{encoding}" if encoding else kind, tier, (KERNELS,), shipped=SHIPPED)
+    return build.LibrarySource(text, f"{kind}_{encoding}" if encoding else kind, tier, (KERNELS,), shipped=SHIPPED)

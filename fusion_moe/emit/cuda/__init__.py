@@ -25,8 +25,7 @@ from ...runtime import cuda, nvrtc
 from ...runtime.kernel import Kernel
 from ...schedule.product import products
 from ...segment import Segment
-from ..cxx.plan import need_one_width, plan_wgrad
-from ..cxx.plan import plan as plan_product
+from ..cxx.plan import need_one_width, plan_product, plan_wgrad
 from . import gemm
 from .choice import check_variant
 from .choose import Choice, Step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...ir.core import Value
 from ..cxx.indices import Variable
-from ..cxx.plan import Plan, known
+from ..cxx.plan import ProductPlan, known
 from ..inexpressible import Inexpressible
 from .source import Source
 
@@ -12,7 +12,7 @@ _LANE = 4  # features that a lane multiplies
 _M = Variable("m")
 
 
-def accumulated(plan: Plan) -> Value:
+def accumulated(plan: ProductPlan) -> Value:
     """The value in a tile's accumulators: the product, or its sum with the added one. Inexpressible if they are not simply added."""
     if not plan.added:
         return plan.product.outputs[0]
@@ -23,7 +23,7 @@ def accumulated(plan: Plan) -> Value:
     return total.outputs[0]
 
 
-def functions(source: Source, plan: Plan) -> list[str]:
+def functions(source: Source, plan: ProductPlan) -> list[str]:
     """Its C++: ADDED, the number of contracted features; the rows; and a group's matrix, [N, ADDED] or, for a dgrad, [ADDED, N]."""
     if not plan.added:
         return ["static constexpr i32 ADDED = 0;"]
@@ -46,7 +46,7 @@ def functions(source: Source, plan: Plan) -> list[str]:
     ]
 
 
-def _refusal(plan: Plan, found: str, expected: str) -> Inexpressible:
+def _refusal(plan: ProductPlan, found: str, expected: str) -> Inexpressible:
     """The error that keeps the products apart: the piece is divided at the later one."""
     later = max((plan.product, *(p.op for p in plan.added)), key=plan.fusion.ops.index)
     return Inexpressible(later, found, expected=expected)

@@ -17,7 +17,7 @@ from ...ir.types import plain
 from ..cxx.elements import Elements, stored
 from ..cxx.epilogue import Epilogue
 from ..cxx.indices import Call, Index, Variable, reshaped, size
-from ..cxx.plan import Plan, WgradPlan
+from ..cxx.plan import ProductPlan, WgradPlan
 from ..cxx.statements import Expression, inner
 from ..inexpressible import naming
 from . import added, readers
@@ -25,7 +25,7 @@ from .choice import AUTO, Chosen
 from .grouped_mm import Product
 from .source import NO_ENDS, Array, Boxes, KernelSource, Sizes, Source
 from .variants import Variant
-from .vectors import VECTOR, Rows, VectorElements, follow, in_vectors
+from .vectors import VECTOR, Store, VectorElements, follow, in_vectors
 
 DTYPES = ("bf16", "f16")
 READERS = [(dtype, "linear") for dtype in DTYPES]  # encodings and layouts of weights
@@ -52,7 +52,7 @@ class Gemm(Source):
 
     ELEMENTS = VectorElements
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: ProductPlan):
         self.packed = (plan.encoding.name, plan.layout) in PACKED
         names = {v: part.name for part, v in zip(plan.encoding.parts, plan.weight, strict=True)} if self.packed else {}
         super().__init__(plan.fusion, plan.memory, names if plan.of_one_group else {**names, plan.ends: "ends"})
@@ -180,19 +180,19 @@ class Gemm(Source):
 
     def _make_stores(self) -> Sequence[Index]:
         """Makes the function that stores results; returns the columns of the product from which column j of a result is made."""
-        plan, rows = self.plan, Rows(self.plan.width)
+        plan, store = self.plan, Store(self.plan.width)
         epilogue = Epilogue(self, plan, {added.accumulated(plan): "p[{}][v]"})
         made = epilogue.elements()
         parts = {v: plan.parts(v) for v in plan.rows}
         for v, places in parts.items():
             for place in places or ():
-                self._add(rows, epilogue, made, v, place)
+                self._add(store, epilogue, made, v, place)
         for i, op in enumerate(plan.sums):
-            rows.add_term(i, self._term(epilogue, made, op.values[0]))
+            store.add_term(i, self._term(epilogue, made, op.values[0]))
         for v in (v for v, places in parts.items() if places is None):
             for place in epilogue.every_column():
-                self._add(rows, epilogue, made, v, place)
-        self.stores = rows.function(made.statements, len(plan.sums))
+                self._add(store, epilogue, made, v, place)
+        self.stores = store.function(made.statements, len(plan.sums))
         return epilogue.columns or [_J]
 
     def _check_columns(self, columns: Sequence[Index]) -> None:
@@ -223,8 +223,8 @@ class Gemm(Source):
         counts = (_K_BLOCK,) if self.plan.kind == "dgrad" else [n for n in _BOX_ROWS if self._tile_columns % n == 0]
         return next((n for n in counts if all(follow(c, self.plan.width, n) for c in columns)), 0)
 
-    def _add(self, rows: Rows, epilogue: Epilogue, made: Elements, v: Value, place: Index) -> None:
-        rows.add(v, self.names[v], made.kept(v, epilogue.at(v, place)), self.plan.width_of(v), place)
+    def _add(self, store: Store, epilogue: Epilogue, made: Elements, v: Value, place: Index) -> None:
+        store.add(v, self.names[v], made.kept(v, epilogue.at(v, place)), self.plan.width_of(v), place)
 
     def _term(self, epilogue: Epilogue, made: Elements, v: Value) -> object:
         if self.plan.width_of(v) != self.plan.width:
@@ -235,7 +235,7 @@ class Gemm(Source):
 class EitherProduct(Product):
     """The source of a planned product: by the kernels for products in any encoding, or by `Gemm`, which has no variants."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: ProductPlan):
         self._gemm = Gemm(plan)
         super().__init__(plan)
         self._others = tuple(self.scratch)
@@ -352,11 +352,11 @@ class Wgrad(Source):
         return narrow, wide if k.columns > narrow else narrow
 
     def _make_store(self) -> list[str]:
-        plan, rows = self.plan, Rows(self.plan.k)
+        plan, store = self.plan, Store(self.plan.k)
         made = self.elements({plan.product.result: self._element}, without=plan.results, below={_J.name: plan.k})
         for v in plan.results:
-            rows.add(v, self.names[v], made.kept(v, reshaped([_M, _J], (plan.groups * plan.n, plan.k), v.type.shape)), plan.k, _J)
-        return rows.function(made.statements, 0)
+            store.add(v, self.names[v], made.kept(v, reshaped([_M, _J], (plan.groups * plan.n, plan.k), v.type.shape)), plan.k, _J)
+        return store.function(made.statements, 0)
 
     def _element(self, at: Sequence[Index]) -> Expression:
         if list(at) != reshaped([_M, _J], (self.plan.groups * self.plan.n, self.plan.k), self.plan.product.result.type.shape):

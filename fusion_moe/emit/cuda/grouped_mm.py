@@ -14,7 +14,7 @@ from ...ir.types import plain
 from ..cxx.elements import stored
 from ..cxx.epilogue import Epilogue
 from ..cxx.indices import Number, Variable, size
-from ..cxx.plan import Plan
+from ..cxx.plan import ProductPlan
 from ..cxx.statements import inner
 from ..inexpressible import naming
 from . import added
@@ -36,7 +36,7 @@ _MAX_GROUPS = 2048  # the most for which registers and shared memory suffice, if
 class Product(Source):
     """The source of a planned segment."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: ProductPlan):
         self.reader = reader(plan.encoding.name, plan.layout, plan.a.type.dtype)
         names = {v: part.name for part, v in zip(plan.encoding.parts, plan.weight, strict=True)}
         super().__init__(plan.fusion, plan.memory, names if plan.of_one_group else {**names, plan.ends: "ends"})

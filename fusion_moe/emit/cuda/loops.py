@@ -23,7 +23,7 @@ from ..inexpressible import Inexpressible, naming
 from . import copies, router
 from .choice import Chosen
 from .source import MAX_RESIDENT, THREADS, KernelSource, Sizes, Source
-from .vectors import FIRST, VECTOR, Rows, VectorElements, of_eight
+from .vectors import FIRST, VECTOR, Store, VectorElements, of_eight
 
 _I, _J, _M, _R = map(Variable, "ijmr")
 _MISSING = ("index_put_accumulate", "decode_scale", "grouped_swizzle")
@@ -153,9 +153,9 @@ class Loops(Source):
         self, name: str, values: Sequence[Value], rows: AnySize, width: int, left: Sequence[Value], sizes: Sizes
     ) -> KernelSource:
         """A thread for eight columns of a row."""
-        made, results = self.elements(without=left, below={_J.name: width}), Rows(width)
+        made, store = self.elements(without=left, below={_J.name: width}), Store(width)
         for v in values:
             element = made.of(v, reshaped([_M, _J], (rows, width), v.type.shape))
-            results.add(v, self.names[v], f"stored<{stored(v)}>({element})", width, _J)
+            store.add(v, self.names[v], f"stored<{stored(v)}>({element})", width, _J)
         place = f"const i64 m = i / {width // VECTOR}, j0 = i % {width // VECTOR} * {VECTOR};"
-        return self.for_all(name, elements((rows, width // VECTOR)), [place, *results.body(made.statements)], sizes)
+        return self.for_all(name, elements((rows, width // VECTOR)), [place, *store.body(made.statements)], sizes)

@@ -1,4 +1,4 @@
-"""Rows of results, eight columns at a time: what a kernel stores for columns of a tile, and the vectors that it reads for that."""
+"""Store of results, eight columns at a time: what a kernel stores for columns of a tile, and the vectors that it reads for that."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class VectorElements(SafeElements):
 
 
 @dataclass
-class Rows:
+class Store:
     """The function `store`: all results of one row and eight columns. width: the number of a tile's columns."""
 
     width: int

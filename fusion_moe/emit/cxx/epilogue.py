@@ -9,7 +9,7 @@ from ...errors import UnsupportedError
 from ...ir.core import Value
 from .elements import Elements, Known
 from .indices import Index, Variable, is_index, reshaped
-from .plan import Plan
+from .plan import ProductPlan
 from .statements import Expression
 from .writer import Writer
 
@@ -23,7 +23,7 @@ class Epilogue:
     columns: the product's columns that were read so far, as functions of j.
     """
 
-    def __init__(self, writer: Writer, plan: Plan, accumulators: Mapping[Value, str]):
+    def __init__(self, writer: Writer, plan: ProductPlan, accumulators: Mapping[Value, str]):
         self.columns: list[Index] = []
         self._writer, self._plan, self._accumulators = writer, plan, accumulators
         self._rows = plan.a.type.shape[0]

@@ -21,7 +21,7 @@ MADE_FIRST = ("topk_ids", "topk_weights", "route", "invert", "problem_ends")  # 
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProductPlan:
     """One grouped product that makes rows: fprop, or dgrad, which is the same with matrices stored [G, k, n].
 
     weight: the parts of its encoding, in order; layout: their layout; transposed: as in `pack`, of the elements. first: operations on rows
@@ -125,7 +125,7 @@ class Plan:
 Readers = Collection[tuple[str, str]]  # (encoding, layout) of the weights that a backend reads
 
 
-def plan(fusion: Fusion, readers: Readers, dgrad: Readers = (), of_added: Readers = ()) -> Plan:
+def plan_product(fusion: Fusion, readers: Readers, dgrad: Readers = (), of_added: Readers = ()) -> ProductPlan:
     """The plan of a segment; UnsupportedError with the reason if a backend with such readers, and others for dgrad, has no kernel.
 
     of_added: the readers for added products.
@@ -160,10 +160,12 @@ def plan(fusion: Fusion, readers: Readers, dgrad: Readers = (), of_added: Reader
     of_product = [v for v in (*rows, *(o.values[0] for o in sums)) if v in after]
     width = _width(fusion, op, of_product)
     _need_width(fusion, width, op, [v for v in rows if v not in after])
-    return Plan(fusion, op, weight, w.encoding, w.layout, transposed, first, tuple(rows), width, combine, tokens, found.kind, sums, added)
+    return ProductPlan(
+        fusion, op, weight, w.encoding, w.layout, transposed, first, tuple(rows), width, combine, tokens, found.kind, sums, added
+    )
 
 
-def need_one_width(made: Plan) -> Plan:
+def need_one_width(made: ProductPlan) -> ProductPlan:
     """The plan itself. Inexpressible if it stores rows of several lengths or sums over them, which not all kernels can."""
     if made.sums:
         raise Inexpressible(made.sums[0], "a sum over a row's columns has no kernel here")

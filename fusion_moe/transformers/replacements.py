@@ -25,7 +25,7 @@ LINEAR = ("weight", "weight_scale", "weight_scale_2")  # the parameters of NVFP4
 
 
 @dataclass
-class Plan:
+class Replacements:
     """The replaced modules by name, and where each is stored. entries: tensors by their names in the model; taken: those of the modules."""
 
     entries: Mapping[str, Entry]
@@ -38,26 +38,26 @@ class Plan:
         self.taken.update(entry.name for entry in weight.entries.values())
 
 
-def replace_modules(model: Any, tensors: Mapping[str, Entry], method: str, config: NVFP4Config, quantizes: bool = False) -> Plan:
+def replace_modules(model: Any, tensors: Mapping[str, Entry], method: str, config: NVFP4Config, quantizes: bool = False) -> Replacements:
     """Puts modules of fusion_moe.nn, on the meta device, in the place of modules whose tensors in the files are encoded weights.
 
     method: `quant_method` of the configuration. quantizes: whether experts in 8-bit floats may be rounded to NVFP4. CheckpointError for an
     incomplete weight or one that no module takes, UnsupportedError for an encoding that no module can compute with.
     """
-    plan = Plan({live: replace(tensors[name], name=live) for name, live in live_names(model, tensors).items()})
-    stored = stored_weights(plan.entries, method)
+    replaced = Replacements({live: replace(tensors[name], name=live) for name, live in live_names(model, tensors).items()})
+    stored = stored_weights(replaced.entries, method)
     for name, module in list(model.named_modules()):
         source = _experts_at(name, module, stored)
         if source is not None:
-            _replace_experts(plan, model, name, module, source, stored, config, quantizes)
+            _replace_experts(replaced, model, name, module, source, stored, config, quantizes)
         elif type(module) is nn.Linear and name in stored:
-            _replace_linear(plan, model, name, module, stored[name])
+            _replace_linear(replaced, model, name, module, stored[name])
     ignored = any_of(model._keys_to_ignore_on_load_unexpected)
-    left = [e.name for w in stored.values() for e in w.entries.values() if e.name not in plan.taken and not ignored.search(e.name)]
+    left = [e.name for w in stored.values() for e in w.entries.values() if e.name not in replaced.taken and not ignored.search(e.name)]
     if left:
         todo = "the model calls it otherwise, or it is no linear layer"
         raise CheckpointError(f"{some(left)}, of no module", expected="a module for each weight", todo=todo, where=type(model).__name__)
-    return plan
+    return replaced
 
 
 def _experts_at(name: str, module: nn.Module, stored: Stored) -> ExpertsSource | None:
@@ -68,7 +68,8 @@ def _experts_at(name: str, module: nn.Module, stored: Stored) -> ExpertsSource |
 
 
 def _replace_experts(
-    plan: Plan, model: Any, name: str, module: nn.Module, source: ExpertsSource, stored: Stored, config: NVFP4Config, quantizes: bool
+    replaced: Replacements, model: Any, name: str, module: nn.Module, source: ExpertsSource, stored: Stored, config: NVFP4Config,
+    quantizes: bool,
 ) -> None:  # fmt: skip
     if source.scheme.encoding is None and not quantizes:
         todo = "quantization_config=fusion_moe.transformers.NVFP4Config() for fusion_moe.transformers.from_pretrained rounds them to NVFP4"
@@ -79,12 +80,12 @@ def _replace_experts(
         assert isinstance(experts, Projections)
         model.set_submodule(name, made)
         weights = weights_of(source, experts, stored)
-        suffix = _input_scales(plan, [weight.name for weight in weights])
+        suffix = _input_scales(replaced, [weight.name for weight in weights])
         if suffix:
             _keep_input_scales(experts)
-    plan.experts[source.name] = replace(source, input_scale=suffix)
+    replaced.experts[source.name] = replace(source, input_scale=suffix)
     for weight in weights:
-        plan.take(weight)
+        replaced.take(weight)
 
 
 def _on_meta(module: nn.Module, encoding: Encoding, config: NVFP4Config, name: str) -> nn.Module:
@@ -107,12 +108,12 @@ def _weight(encoding: Encoding, shape: tuple[int, ...]) -> Quantized:
     return Quantized(*(torch.empty(encoding.part_shape(p, lead, n, k), dtype=p.dtype) for p in encoding.parts), encoding=encoding)
 
 
-def _input_scales(plan: Plan, weights: list[str]) -> str:
+def _input_scales(replaced: Replacements, weights: list[str]) -> str:
     """The suffix of the scales of activations; "" unless each weight has one. They are then marked as taken."""
     for suffix in INPUT_SCALES:
         names = [weight + suffix for weight in weights]
-        if all(name in plan.entries for name in names):
-            plan.taken.update(names)
+        if all(name in replaced.entries for name in names):
+            replaced.taken.update(names)
             return suffix
     return ""
 
@@ -125,7 +126,7 @@ def _keep_input_scales(experts: Projections) -> None:
         experts.register_buffer(f"{projection}_input_scale", torch.empty(shape, dtype=torch.float32))
 
 
-def _replace_linear(plan: Plan, model: Any, name: str, module: nn.Linear, weight: StoredWeight) -> None:
+def _replace_linear(replaced: Replacements, model: Any, name: str, module: nn.Linear, weight: StoredWeight) -> None:
     scheme, shape = weight.scheme, (module.out_features, module.in_features)
     if weight.shape != shape:
         raise CheckpointError(f"{name} is {list(weight.shape)}", expected=f"{list(shape)}, as the model", where=scheme.name)
@@ -134,10 +135,10 @@ def _replace_linear(plan: Plan, model: Any, name: str, module: nn.Linear, weight
             made: nn.Module = EightBitLinear(shape, weight.entries["scale"], module)
         elif scheme.encoding == NVFP4:
             made = NVFP4Linear(_weight(NVFP4, shape), module.bias)
-            if _input_scales(plan, [name]):
+            if _input_scales(replaced, [name]):
                 made.register_buffer("input_scale", torch.empty((), dtype=torch.float32))
         else:
             raise UnsupportedError(f"a linear layer in {scheme.encoding.name}", expected="NVFP4 or 8-bit floats", where=name)
     model.set_submodule(name, made)
-    plan.linears[name] = scheme
-    plan.take(weight)
+    replaced.linears[name] = scheme
+    replaced.take(weight)
