@@ -26,7 +26,7 @@ from .errors import Error, UnsupportedError
 from .ir.core import Fusion
 from .ir.derivative import Derivative, differentiate
 from .ir.text import one_line, parse
-from .op_definitions import LIBRARY, SPECS, Call, Spec, Types, as_bytes, bind, eager_types, flat, fusion_of, traced_types
+from .op_definitions import LIBRARY, SPECS, Call, Spec, Types, bind, eager_types, flat, fp4_as_bytes, fusion_of, traced_types
 from .parts import Input, PartCounts, grouped
 from .parts import flat as in_parts
 from .run_ops import NAMESPACE, RUN, RUN_INTO, named_sizes
@@ -121,7 +121,7 @@ class _Step:
             names = list(call.tensors)
             what = f"{call.spec.name}, derivative with respect to {', '.join(names[i] for i in wants)}"
             return cls(error.at(what), None, wants, {})
-        env = sizes.values() if sizes else programs.derivative.forward.bind(list(map(as_bytes, tensors)))
+        env = sizes.values() if sizes else programs.derivative.forward.bind(list(map(fp4_as_bytes, tensors)))
         return cls(programs, None, wants, env, options.current().key())
 
     @classmethod

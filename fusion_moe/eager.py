@@ -17,7 +17,7 @@ from torch import Tensor
 from .compile import program_of
 from .ir.effects import check_targets, write_over
 from .ir.text import parse, text
-from .op_definitions import LIBRARY, SPECS, Call, Spec, as_bytes, bind, eager_types, fusion_of, restored
+from .op_definitions import LIBRARY, SPECS, Call, Spec, bind, eager_types, fp4_as_bytes, fusion_of, restored
 from .options import Options, current, from_key
 from .parts import PartCounts, grouped, joined
 from .run_ops import RUN, RUN_INTO, all_inputs, named_sizes, need_pure, need_written
@@ -52,7 +52,7 @@ class _Found:
         """The outputs of the program."""
         tensors = given
         if self.changed:
-            tensors = [as_bytes(t).reshape(self.changed[i]) if i in self.changed else t for i, t in enumerate(given)]
+            tensors = [fp4_as_bytes(t).reshape(self.changed[i]) if i in self.changed else t for i, t in enumerate(given)]
         outputs = self.program.run(tensors, self.sizes)
         if native.wanted():
             native.offer(self.program.descriptor(given, self.sizes))
@@ -95,7 +95,7 @@ class _Body:
         return restored(outputs[0], found.lead) if len(outputs) == 1 else tuple(outputs)
 
     def _find(self, tensors: Sequence[Tensor], call: Call) -> _Found:
-        taken = [as_bytes(t) for t in call.tensors.values()]
+        taken = [fp4_as_bytes(t) for t in call.tensors.values()]
         program = _program(self._spec.name, eager_types(call), call.others, taken[0].device, current())
         return _Found.of(program, tensors, taken, {}, call.lead)
 
@@ -113,7 +113,7 @@ def _run(
         device = tensors[0].device if tensors else torch.device("cpu")
         compiled = program_of(program, device, from_key(options) if options else None)
         named = named_sizes(need_pure(compiled.stages[0][1]), sizes)
-        found = _runs[key] = _Found.of(compiled, tensors, [as_bytes(t) for t in tensors], named)
+        found = _runs[key] = _Found.of(compiled, tensors, [fp4_as_bytes(t) for t in tensors], named)
     return found.run(tensors)
 
 
@@ -122,7 +122,7 @@ def _run_into(
     parts: PartCounts | None = None,
 ) -> None:  # fmt: skip
     fusion = parse(program)
-    whole = [as_bytes(t) for t in _whole(inputs, parts)]
+    whole = [fp4_as_bytes(t) for t in _whole(inputs, parts)]
     tensors, env = all_inputs(fusion, whole, written), named_sizes(fusion, sizes)
     need_written(fusion, written, env)
     targets = dict(enumerate(written))

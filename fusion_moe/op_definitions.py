@@ -22,7 +22,7 @@ from .ir.core import Fusion
 from .ir.sizes import symbol
 from .ir.types import DTYPES, FLOATS, TensorType, dtype_name
 from .run_ops import NAMESPACE, empty_outputs, flops
-from .translate import Sizes, tensor_type
+from .traced import Sizes, tensor_type
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _need_k_major(name: str, t: Tensor, where: str) -> None:
         )  # fmt: skip
 
 
-def as_bytes(t: Tensor) -> Tensor:
+def fp4_as_bytes(t: Tensor) -> Tensor:
     """fp4 tensors as the bytes that they are stored in, which is what programs take; any other tensor unchanged."""
     return t.view(torch.uint8) if t.dtype == torch.float4_e2m1fn_x2 else t
 

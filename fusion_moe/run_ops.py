@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .errors import DtypeError, FusionError, ShapeError
-from .ir.core import Fusion, storage_shape
+from .ir.binding import storage_shape
+from .ir.core import Fusion
 from .ir.sizes import value
 from .ir.text import parse
 from .ir.types import DTYPES

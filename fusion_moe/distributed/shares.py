@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..encodings import Quantized
+from ..layouts.layout import as_bytes
 from ..nn import Experts
 from ..nn.contract import contract_of
 from ..nn.lora import adapters_of
@@ -119,7 +120,7 @@ def _rows(intermediate: int, features: range, interleave: int) -> Tensor:
 
 def _rows_of(w: Quantized, rows: Tensor) -> Quantized:
     """Rows of [E, N, K]. Each run's scale is kept for its remaining rows, or becomes one scale for each row if runs no longer fit."""
-    return w.of(runs_of(t, w.shape[1], rows) if part.of_matrix else _bytes(t)[:, rows].view(t.dtype) for part, t in w.named())
+    return w.of(runs_of(t, w.shape[1], rows) if part.of_matrix else as_bytes(t)[:, rows].view(t.dtype) for part, t in w.named())
 
 
 def _same_runs(scale: Tensor, n: int, rows: Tensor) -> bool:
@@ -139,8 +140,3 @@ def _columns_of(w: Quantized, features: range) -> Quantized:
         return t[..., features.start // per_item : features.stop // per_item].contiguous()
 
     return w.of(of(part, t) for part, t in w.named())
-
-
-def _bytes(t: Tensor) -> Tensor:
-    """A view as bytes, since torch cannot index rows of some 8-bit dtypes."""
-    return t.view(torch.uint8) if t.element_size() == 1 else t

@@ -21,8 +21,9 @@ from .. import translate
 from ..errors import Error, TranslatorError
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Value
-from ..op_definitions import as_bytes
-from ..translate import Sizes, Translator, message, plain_argument, tensor_type
+from ..op_definitions import fp4_as_bytes
+from ..traced import Sizes, plain_argument, tensor_type
+from ..translate import Translator, message
 from ..warn import warn_once
 from .nodes import called_op
 
@@ -71,7 +72,7 @@ def same(
     """TranslatorError if results of a translation are not close to those of the operation. what: how they were computed."""
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         try:
-            torch.testing.assert_close(a, as_bytes(b), rtol=rtol, atol=atol, equal_nan=True)
+            torch.testing.assert_close(a, fp4_as_bytes(b), rtol=rtol, atol=atol, equal_nan=True)
         except AssertionError as error:
             differs = " ".join(str(error).split())
             raise TranslatorError(
@@ -165,6 +166,6 @@ def _translation(
     for v in outputs:
         fd.add_output(v)
     try:
-        return fd.fusion(), tuple(as_bytes(t) for t, _ in inputs.values())
+        return fd.fusion(), tuple(fp4_as_bytes(t) for t, _ in inputs.values())
     except Error as error:
         raise TranslatorError(error.found, expected=error.expected, todo=error.todo, where=translator.where) from error

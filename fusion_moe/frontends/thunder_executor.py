@@ -20,7 +20,7 @@ from .. import options
 from ..compile import program_of
 from ..ir.core import Fusion
 from ..ir.text import one_line
-from ..op_definitions import as_bytes
+from ..op_definitions import fp4_as_bytes
 from ..runtime.program import Program
 from .log_found import log_found
 from .nodes import source_of
@@ -144,7 +144,7 @@ class _Run:
         self.program = program
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        return self.program([as_bytes(t) for t in tensors])
+        return self.program([fp4_as_bytes(t) for t in tensors])
 
 
 def _not_run(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from ..errors import Error, FusionError, TranslatorError, Untranslatable
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from ..ir.types import TensorType
-from ..translate import Sizes, plain_argument, tensor_type
+from ..traced import Sizes, plain_argument, tensor_type
 from .nodes import call_of, device_of, is_torchs, op_name, source_of, tensors
 
 

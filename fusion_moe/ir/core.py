@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,17 +16,15 @@ from typing import Any
 
 import torch
 
-from ..encodings import Quantized
-from ..errors import DtypeError, Error, FusionError, ShapeError
+from ..errors import Error, FusionError, ShapeError
 from ..groups import check_ends
-from ..layouts import LAYOUTS
+from .binding import MOST_ELEMENTS, attribute_sizes, attribute_symbols, bind, elements_of, resolve, with_ceilings
 from .effects import check_targets, write_over
 from .signature import Signature, signature
-from .sizes import AnySize, Size, exact_div, never_negative, value
-from .types import DTYPES, Groups, Rows, TensorType, checked_type, dim_value, plain
+from .sizes import AnySize, Size, never_negative, value
+from .types import Groups, Rows, TensorType, checked_type, plain
 
 MOST_ROWS = 2**31 - 1  # the most that the int32 ends of a partition can express
-MOST_ELEMENTS = 2**63 - 1  # the most that an int64 address can reach
 ROLES = ("argument", "weight", "state")  # an input is new at each call, the same at each call, or changed by each call
 
 
@@ -120,7 +117,7 @@ def _needs(kind: OpKind, types: Sequence[Any], attrs: Mapping[str, Any]) -> Iter
     if kind.needs is not None:
         yield from kind.needs(*types, **attrs)
     for attr in attrs.values():
-        for size in _attr_sizes(attr):
+        for size in attribute_sizes(attr):
             yield from ((of, f"{of} in {size} is negative") for of in size.ceilings())
 
 
@@ -210,7 +207,7 @@ class Fusion:
         """The names of the sizes that become known only at launch, in order of first use."""
         found = [s for v in self.inputs for s in v.type.symbols()]
         for op in self.ops:
-            found += [s for attr in op.attrs.values() for s in _attr_symbols(attr)]
+            found += [s for attr in op.attrs.values() for s in attribute_symbols(attr)]
             found += [s for v in op.outputs for s in v.type.symbols()]
         return tuple(dict.fromkeys(found))
 
@@ -220,7 +217,7 @@ class Fusion:
         found = [need for op in self.ops for need in _needs(op.kind, tuple(op.types()), op.attrs)]
         for v in (*self.inputs, *(v for op in self.ops for v in op.outputs)):
             for d in v.type.shape:
-                found += [(size, f"{size} in the shape {v.type} is negative") for size in _with_ceilings(plain(d))]
+                found += [(size, f"{size} in the shape {v.type} is negative") for size in with_ceilings(plain(d))]
                 if isinstance(d, Rows):
                     found.append((MOST_ROWS - d.total, f"{d.total} rows are partitioned by {d.groups}, whose ends have 32 bits"))
             count = reduce(mul, map(plain, v.type.shape), 1)
@@ -253,22 +250,7 @@ class Fusion:
 
     def bind(self, tensors: Sequence[Any], sizes: Mapping[str, int] | None = None) -> dict[str, int]:
         """The values of the symbols, from the shapes of the inputs; raises, before anything is read, if these do not fit the types."""
-        self.need_inputs(tensors)
-        env: dict[str, int] = dict(sizes or {})
-        for v, tensor in zip(self.inputs, tensors, strict=True):
-            _solve(v.type, _first(tensor), env)
-        if missing := [s for s in self.symbols if s not in env]:
-            raise ShapeError(f"no input has the size {', '.join(missing)}", todo="pass it in sizes", where="fusion")
-        if wrong := [f"{name} = {n}" for name, n in env.items() if not 0 <= n <= MOST_ELEMENTS]:
-            raise ShapeError(", ".join(wrong), expected="sizes of 0 or more, of 63 bits", where="fusion")
-        for v, tensor in zip(self.inputs, tensors, strict=True):
-            _check(v, _first(tensor), env)
-        for size, why in self.needs:
-            if value(size, env) < 0:
-                bound = ", ".join(f"{name} = {n}" for name, n in env.items() if name in re.findall(r"\w+", why))
-                found = f"{why}: {bound}" if bound else why
-                raise ShapeError(found, expected="sizes that the program was written for", where="fusion")
-        return env
+        return bind(self, tensors, sizes)
 
     def evaluate(
         self, *tensors: Any, sizes: Mapping[str, int] | None = None, using: Mapping[Op, Callable[..., tuple[Any, ...]]] | None = None
@@ -285,7 +267,7 @@ class Fusion:
         for v, tensor in made.items():
             if v.type.ends:
                 check_ends(tensor, rows_of(v.type.ends, self, env), v.name)
-        device = _first(tensors[0]).device if tensors else torch.device("cpu")
+        device = elements_of(tensors[0]).device if tensors else torch.device("cpu")
         with torch.device(device) if device.type != "cpu" else nullcontext():  # for operations that create tensors without inputs
             self._run(made, env, using or {})
         return write_over(self.targets(tensors), [made[v] for v in self.outputs])
@@ -320,74 +302,6 @@ def rows_of(groups: Groups, fusion: Fusion, env: Mapping[str, int]) -> int:
     values = [*fusion.inputs, *(v for op in fusion.ops for v in op.outputs)]
     totals = [d.total for v in values for d in v.type.shape if isinstance(d, Rows) and d.groups == groups]
     return value(totals[0], env) if totals else torch.iinfo(torch.int32).max
-
-
-def storage_shape(type: TensorType, env: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The shape of the torch tensor that holds a value of this type (for a quantized value, its codes)."""
-    if type.quantized:
-        return (*(dim_value(d, env) for d in type.shape[:-1]), type.encoding.packed(dim_value(type.shape[-1], env)))
-    rows = next((d for d in type.shape if isinstance(d, Rows) and d.align > 1), None)
-    shape = tuple(value(plain(d), env) for d in type.shape)
-    return LAYOUTS[type.layout].storage_shape(shape, None if rows is None else value(rows.groups.count, env))
-
-
-def resolve(attrs: Mapping[str, Any], env: Mapping[str, int]) -> dict[str, Any]:
-    """The attributes with every size replaced by its number."""
-    return {name: _resolve(v, env) for name, v in attrs.items()}
-
-
-def _resolve(attr: Any, env: Mapping[str, int]) -> Any:
-    if isinstance(attr, tuple):
-        return tuple(_resolve(a, env) for a in attr)
-    return dim_value(attr, env) if isinstance(attr, (Size, Rows)) else attr
-
-
-def _attr_symbols(attr: Any) -> Iterator[str]:
-    for size in _attr_sizes(attr):
-        yield from size.symbols()
-
-
-def _attr_sizes(attr: Any) -> Iterator[Size]:
-    """The sizes in an attribute that depend on symbols."""
-    if isinstance(attr, tuple):
-        for a in attr:
-            yield from _attr_sizes(a)
-    elif isinstance(attr, Rows):
-        yield from _attr_sizes((attr.total, attr.groups.count))
-    elif isinstance(attr, Size):
-        yield attr
-
-
-def _with_ceilings(size: AnySize) -> Iterator[AnySize]:
-    yield size
-    if isinstance(size, Size):
-        yield from size.ceilings()
-
-
-def _first(tensor: Any) -> torch.Tensor:
-    return tensor.elements if isinstance(tensor, Quantized) else tensor
-
-
-def _solve(type: TensorType, tensor: torch.Tensor, env: dict[str, int]) -> None:
-    """Computes symbols from dimensions that are a multiple of one symbol."""
-    for dim, n in zip(type.shape, tensor.shape, strict=False):
-        if not isinstance(dim, Size) and not (isinstance(dim, Rows) and dim.align == 1):
-            continue
-        size = plain(dim)
-        if isinstance(size, Size) and len(size.terms) == 1:
-            ((atoms, coefficient),) = size.terms
-            solved = exact_div(n, coefficient)
-            if len(atoms) == 1 and isinstance(atoms[0], str) and isinstance(solved, int):
-                env.setdefault(atoms[0], solved)
-
-
-def _check(v: Value, tensor: torch.Tensor, env: Mapping[str, int]) -> None:
-    want = tuple(storage_shape(v.type, env))
-    if tuple(tensor.shape) != want:
-        raise ShapeError(f"{v.name} has shape {list(tensor.shape)}", expected=f"{list(want)} for {v.type}", where="fusion")
-    dtype = v.type.encoding.element.dtype if v.type.quantized else DTYPES[v.type.dtype]
-    if tensor.dtype != dtype:
-        raise DtypeError(f"{v.name} is {tensor.dtype}", expected=f"{dtype} for {v.type}", where="fusion")
 
 
 def _types(types: Sequence[TensorType]) -> str:

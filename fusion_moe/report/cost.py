@@ -15,7 +15,8 @@ from math import prod
 import torch
 
 from ..encodings import Part
-from ..ir.core import Fusion, Op, Value, storage_shape
+from ..ir.binding import storage_shape
+from ..ir.core import Fusion, Op, Value
 from ..ir.kinds.runs import part_shape
 from ..ir.sizes import value
 from ..ir.types import DTYPES, Rows, TensorType, dtype_name, plain

@@ -23,7 +23,7 @@ from ..frontends.rewrite import replace_regions
 from ..ir.core import Fusion, Value
 from ..ir.flow import needed
 from ..ir.types import DTYPES
-from ..op_definitions import as_bytes
+from ..op_definitions import fp4_as_bytes
 from ..options import Options
 from ..progress import progress
 from ..runtime import bandwidth, isa, pages
@@ -142,7 +142,7 @@ class Watched:
 
     def run(self, source: str, inputs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
         """The results of fusion_moe::run, which this replaces."""
-        fusion, tensors = self.program.fusion, [as_bytes(t) for t in inputs]
+        fusion, tensors = self.program.fusion, [fp4_as_bytes(t) for t in inputs]
         env = fusion.bind(tensors, dict(zip(self.program.stages[0][1].symbols, sizes, strict=True)))
         rows = {name: groups.sizes(ends) for name, ends in ends_of(fusion, tensors, env).items()}
         self.weights = [t for v, t in zip(fusion.inputs, tensors, strict=True) if fusion.role(v) == "weight"]

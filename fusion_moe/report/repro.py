@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..encodings import find
 from ..groups import ends_from_sizes
-from ..ir.core import Fusion, Op, Value, storage_shape
+from ..ir.binding import storage_shape
+from ..ir.core import Fusion, Op, Value
 from ..ir.sizes import value
 from ..ir.types import DTYPES, FLOATS, Groups, plain
 from .data import FusionReport

@@ -13,7 +13,8 @@ import torch
 from torch.autograd import profiler
 
 from ..errors import DeviceError, ShapeError
-from ..ir.core import Fusion, Value, storage_shape
+from ..ir.binding import storage_shape
+from ..ir.core import Fusion, Value
 from ..ir.effects import check_targets, write_over
 from ..ir.types import DTYPES
 from ..segment import Segment

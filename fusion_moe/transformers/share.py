@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..checkpoints import Directory, Entry
 from ..errors import UnsupportedError
+from ..layouts.layout import as_bytes
 from .names import live_names
 from .sources import ExpertsSource
 
@@ -50,7 +51,7 @@ class Stored:
         if not several:
             return self.source[self._index(ranges) if ranges else index]
         parts = [self.source[self._index({**ranges, dim: one})] for one in several]
-        return torch.cat([t.view(torch.uint8) if t.itemsize == 1 else t for t in parts], dim).view(parts[0].dtype)
+        return torch.cat([as_bytes(t) for t in parts], dim).view(parts[0].dtype)
 
     def _index(self, ranges: Mapping[int, range]) -> tuple[slice, ...]:
         return tuple(slice(ranges[d].start, ranges[d].stop) if d in ranges else slice(None) for d in range(len(self.shape)))

@@ -23,7 +23,8 @@ import torch
 from fusion_moe.emit.nvfuser import define, headers
 from fusion_moe.emit.nvfuser.launch import launcher
 from fusion_moe.errors import UnsupportedError
-from fusion_moe.ir.core import Fusion, storage_shape
+from fusion_moe.ir.binding import storage_shape
+from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.text import parse, text
 from fusion_moe.ir.types import DTYPES
 

@@ -23,7 +23,8 @@ from fusion_moe.compile import compile_fusion
 from fusion_moe.emit import cpu
 from fusion_moe.emit.cpu import readers
 from fusion_moe.encodings import quantize
-from fusion_moe.ir.core import Fusion, storage_shape
+from fusion_moe.ir.binding import storage_shape
+from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.types import DTYPES
 from fusion_moe.runtime import bandwidth, build
 from fusion_moe.runtime.kernel import Kernel

@@ -12,7 +12,8 @@ import torch
 
 from fusion_moe.compile import compile_fusion
 from fusion_moe.errors import Error, ParseError
-from fusion_moe.ir.core import Fusion, storage_shape
+from fusion_moe.ir.binding import storage_shape
+from fusion_moe.ir.core import Fusion
 from fusion_moe.ir.text import parse, text
 from fusion_moe.ir.types import DTYPES
 from fusion_moe.options import Options

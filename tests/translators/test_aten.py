@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 from fusion_moe import translate
 from fusion_moe.errors import Untranslatable
 from fusion_moe.ir.builder import FusionDefinition
-from fusion_moe.translate import Sizes, plain_argument, tensor_type
+from fusion_moe.traced import Sizes, plain_argument, tensor_type
 
 USED: set[str] = set()  # the translators that a test below went through
 

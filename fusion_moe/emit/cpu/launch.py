@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ...ir.core import Fusion, Value, storage_shape
+from ...ir.binding import storage_shape
+from ...ir.core import Fusion, Value
 from ...ir.types import DTYPES
 from ...runtime import build, memory, native
 from ...runtime.memory import Memory

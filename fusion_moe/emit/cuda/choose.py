@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ...arch import Arch
-from ...ir.core import storage_shape
+from ...ir.binding import storage_shape
 from ...ir.types import DTYPES
 from ...runtime import memory
 from ...runtime.memory import Memory

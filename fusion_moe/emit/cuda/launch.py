@@ -14,7 +14,7 @@ import torch
 from ... import options
 from ...arch import Arch
 from ...errors import BuildError, UnsupportedError
-from ...ir.core import storage_shape
+from ...ir.binding import storage_shape
 from ...ir.types import DTYPES
 from ...runtime import background, cuda, memory, native, nvrtc
 from ...runtime.faults import Faults

@@ -12,6 +12,7 @@ import torch
 
 from ...encodings import Encoding, Part, Quantized, quantize
 from ...groups import block_count, block_slots
+from ...layouts.layout import as_bytes
 from ..sizes import AnySize, ceildiv
 from ..types import Dim, Rows
 
@@ -56,4 +57,4 @@ def _blocks(rows: int, ends: torch.Tensor, encoding: Encoding) -> tuple[int, tor
 
 def rows_at(t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """Rows of t, viewed as bytes if needed: torch cannot index other 8-bit dtypes."""
-    return t.view(torch.uint8).index_select(0, at).view(t.dtype) if t.element_size() == 1 else t.index_select(0, at)
+    return as_bytes(t).index_select(0, at).view(t.dtype)
