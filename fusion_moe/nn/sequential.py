@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks
 
 from ..errors import ShapeError
 from . import checks, main_grad, splits
@@ -19,7 +20,8 @@ class Sequential(nn.Sequential):
     """Modules one after another. Each run of GroupedLinear and scaled activations becomes one Fusion, forward and backward.
 
     The compiler decides how it is divided into kernels; results equal those of the modules called one by one, except that kernels may leave
-    out roundings between them. Other modules run as they are.
+    out roundings between them. Other modules run as they are, and so does one of ours whose call does more than its `forward`: with hooks
+    (those of FSDP2 and of `torch.nn.utils.spectral_norm` are such), with a `forward` of a subclass, or with one set on the instance.
     """
 
     def forward(self, x: Tensor, *extra: Tensor) -> Tensor:
@@ -52,13 +54,22 @@ def _runs(modules: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
     """Adjacent modules that become one program: modules of ours, at least one of them a layer."""
     run: list[nn.Module] = []
     for module in modules:
-        if isinstance(module, (GroupedLinear, _ScaledGLU)):
+        if _is_plain(module):
             run.append(module)
             continue
         yield from _together(run)
         yield [module]
         run = []
     yield from _together(run)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a call of the module is one of ours and nothing else: no hooks, no other forward."""
+    if not isinstance(module, (GroupedLinear, _ScaledGLU)) or hooks._has_any_global_hook():
+        return False
+    if type(module).forward not in (GroupedLinear.forward, _ScaledGLU.forward) or "forward" in module.__dict__:
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def _together(run: list[nn.Module]) -> Iterator[list[nn.Module]]:

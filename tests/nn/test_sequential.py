@@ -10,6 +10,7 @@ import torch
 from fusions import assert_same_bits
 from layers import assert_near, glu, layer, linear, stacked, uniform, wide
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from ways import compiled
 
@@ -145,6 +146,75 @@ def test_each_run_is_one_program(chain, programs):
     assert len(forward.names) == len(backward.names) == programs
 
 
+class Doubled(GroupedLinear):
+    """A forward of a subclass."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return 2 * super().forward(*args, **kwargs)
+
+
+def replace_forward(module: nn.Module) -> None:
+    """As accelerate's hooks do."""
+    old = module.forward
+    module.forward = lambda *args: 2 * old(*args)
+
+
+HOOKS = {
+    "forward": lambda m: m.register_forward_hook(lambda m, args, y: 2 * y),
+    "forward with keywords": lambda m: m.register_forward_hook(lambda m, args, kwargs, y: 2 * y, with_kwargs=True),
+    "before forward": lambda m: m.register_forward_pre_hook(lambda m, args: (2 * args[0], *args[1:])),
+    "backward": lambda m: m.register_full_backward_hook(lambda m, dx, dy: (2 * dx[0], *dx[1:])),
+    "before backward": lambda m: m.register_full_backward_pre_hook(lambda m, dy: (2 * dy[0],)),
+    "a forward set on the instance": replace_forward,
+}
+OF_WEIGHTS = {
+    "spectral_norm": lambda m: torch.nn.utils.spectral_norm(m, "weight1"),
+    "a parametrization": lambda m: torch.nn.utils.parametrizations.weight_norm(m, "weight1"),
+    "pruned": lambda m: prune.l1_unstructured(m, "weight1", 0.5),
+}
+ADDED = {
+    **{f"{name}, module {i}": (add, i) for name, add in HOOKS.items() for i in (0, 2)},
+    **{n: (add, 0) for n, add in OF_WEIGHTS.items()},
+}
+
+
+@pytest.mark.parametrize("what", ADDED)
+def test_what_belongs_to_a_module(what):
+    """Hooks, replaced forwards and computed weights have their effect in results and gradients."""
+    model, plain = (Sequential(*CHAINS["clamped"]()).eval() for _ in range(2))
+    add, place = ADDED[what]
+    add(model[place])
+    with options.override(target="reference"):
+        found, every = (step(m, m, splits=(OTHER,)) for m in (model, plain))
+        assert_same_bits(found, step(lambda *t: one_by_one(model, *t), model, splits=(OTHER,)))
+    assert what == "a parametrization" or not all(a.equal(b) for a, b in zip(found[:2], every[:2], strict=True))
+    assert not any(p.grad is None for p in model.parameters())
+
+
+def test_a_subclass_with_a_forward():
+    model = Sequential(Doubled(G, H, 2 * I), ScaledSwiGLU(), down(), Doubled(G, H, H))
+    with options.override(target="reference"):
+        assert_same_bits(step(model, model), step(lambda *t: one_by_one(model, *t), model))
+
+
+def test_hooks_of_all_modules():
+    model, seen = Sequential(*CHAINS["an MLP"]()), []
+    hook = nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(m))
+    try:
+        model(uniform(ROWS, H), *operands(model))
+    finally:
+        hook.remove()
+    assert seen == [*model, model]
+
+
+def test_modules_beside_one_with_a_hook_are_one_program():
+    model = Sequential(*CHAINS["behind a layer"]())
+    model[0].register_forward_hook(lambda m, args, y: None)
+    with Called() as calls:
+        model(uniform(ROWS, H), *operands(model))
+    assert calls.names == ["run", "run"]
+
+
 @pytest.mark.parametrize("frozen", [(), (0,), (2,), (0, 2)])
 def test_frozen_layers(frozen):
     """No gradient of theirs; the others as if they were trained."""
@@ -160,9 +230,13 @@ def test_frozen_layers(frozen):
             torch.testing.assert_close(p.grad, other.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("chain", ["an MLP", "one parameter each", "between others"])
-def test_compiled(chain):
+@pytest.mark.parametrize(
+    ("chain", "hooked"), [("an MLP", False), ("an MLP", True), ("one parameter each", False), ("between others", False)]
+)
+def test_compiled(chain, hooked):
     model = Sequential(*CHAINS[chain]())
+    if hooked:
+        model[2].register_forward_hook(lambda m, args, y: 2 * y)
     for found, want in zip(step(compiled(model), model), step(model, model), strict=True):
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
 
