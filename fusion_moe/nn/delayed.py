@@ -8,15 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..parts import Input
+from ..ir.types import dtype_name
+from ..parts import Input, flat
 from . import main_grad
 
 
-@dataclass(frozen=True)
+@dataclass
 class Waiting:
-    """The delayed part of one call's backward, which computes weight gradients. main: whether they go to the parameters' main_grad."""
+    """The delayed part of one call's backward, which computes weight gradients. main: whether they go to the parameters' main_grad.
+
+    Autograd no longer sees whether its inputs are written in place, so it keeps their versions.
+    """
 
     text: str
     inputs: Sequence[Input]
@@ -25,8 +30,18 @@ class Waiting:
     params: main_grad.Params
     main: bool
 
-    def run(self) -> None:
-        """Computes the gradient of each weight that wants one and adds it."""
+    def __post_init__(self) -> None:
+        self.versions = [_version(t) for t in flat(self.inputs)[0]]
+
+    def run(self, where: str) -> None:
+        """Computes the gradient of each weight that wants one and adds it. UnsupportedError if an input was written in place."""
+        for t, version in zip(flat(self.inputs)[0], self.versions, strict=True):
+            if _version(t) != version:
+                raise UnsupportedError(
+                    f"{dtype_name(t.dtype)}{list(t.shape)} was written in place after the backward: version {_version(t)}, not {version}",
+                    expected="inputs and gradients as the backward found them",
+                    todo="call backward_dw before their memory is used again", where=where,
+                )  # fmt: skip
         (found,) = main_grad.run(self.text, self.inputs, self.env, self.options, {0: self.params} if self.main else {})
         if found is None:
             for p in self.params:
@@ -39,6 +54,11 @@ class Waiting:
                 p.grad = grad.to(p.dtype) if p.grad is None else p.grad.add_(grad)
 
 
+def _version(t: Tensor) -> int | None:
+    """How often a tensor was written in place; None for an inference tensor, which does not count."""
+    return None if t.is_inference() else t._version
+
+
 @dataclass
 class Delayed:
     """A module's waiting backwards, oldest first, and the hooks that are called after each."""
@@ -47,12 +67,12 @@ class Delayed:
     hooks: list[Callable[[], Any]] = field(default_factory=list)
 
     def run(self, where: str) -> None:
-        """Runs the oldest backward, frees what it held, calls the hooks."""
+        """Runs the oldest backward, frees what it held, calls the hooks. UnsupportedError if there is none, or its inputs changed."""
         if not self.waiting:
             expected, todo = "a backward whose weights' gradients wait", "call it once for each backward through the module"
             raise UnsupportedError("backward_dw with nothing to do", expected=expected, todo=todo, where=where)
         with torch.no_grad():
-            self.waiting.popleft().run()
+            self.waiting.popleft().run(where)
         for hook in self.hooks:
             hook()
 

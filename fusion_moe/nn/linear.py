@@ -169,7 +169,8 @@ class GroupedLinear(GroupedParameters):
     def backward_dw(self) -> None:
         """Computes the weight gradients of the oldest backward that left them out, and adds them to `grad` or to `main_grad`.
 
-        Frees what was saved for them, then calls each registered hook once. UnsupportedError if no backward waits.
+        Frees what was saved for them, then calls each registered hook once. UnsupportedError if no backward waits, or if what it read, an
+        input or the gradient of the result, was written in place since.
         """
         if self.delayed is None:
             raise OptionError("backward_dw", expected="delay_wgrad_compute=True", where=type(self).__name__)

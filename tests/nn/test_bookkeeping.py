@@ -269,6 +269,35 @@ def test_what_was_saved_is_freed():
     assert alive() is None
 
 
+@pytest.mark.parametrize("which", ["input", "gradient", "ends"])
+def test_reused_buffers_are_refused(which):
+    """As autograd refuses them, for what waits."""
+    module, x, grad, ends = layer(G, K, N, delay_wgrad_compute=True), rows().detach(), dy(), COUNTS.cumsum(0, dtype=torch.int32)
+    for _ in range(2):
+        module(x, offs=ends).backward(grad)
+    module.backward_dw()
+    before = [p.grad.clone() for p in weights(module)]
+    {"input": x, "gradient": grad, "ends": ends}[which].add_(0)
+    what = {"input": f"f32[{ROWS}, {K}]", "gradient": f"f32[{ROWS}, {N}]", "ends": f"i32[{G}]"}[which]
+    with pytest.raises(UnsupportedError) as e:
+        module.backward_dw()
+    assert str(e.value) == (
+        f"GroupedLinear: {what} was written in place after the backward: version 1, not 0; "
+        "expected inputs and gradients as the backward found them; call backward_dw before their memory is used again"
+    )
+    assert_same_bits([p.grad for p in weights(module)], before)
+
+
+def test_inference_tensors_have_no_versions():
+    module, want = layer(G, K, N, bias=False, delay_wgrad_compute=True), layer(G, K, N, bias=False)
+    with torch.inference_mode():
+        grad = dy().clone()
+    for m in (module, want):
+        m(rows().detach(), COUNTS).backward(grad)
+    module.backward_dw()
+    assert_same_bits(gradients(module, "weight"), gradients(want, "weight"))
+
+
 def test_nothing_but_weights():
     module, want = layer(G, K, N, bias=False, delay_wgrad_compute=True), layer(G, K, N, bias=False)
     for m in (module, want):
