@@ -30,7 +30,8 @@ class GroupedLinear(GroupedParameters):
 
     Weights start kaiming-uniform with a = sqrt(5), biases at zero. weight0 .. are views of one buffer, so that a product takes them as
     [G, N, K] without a copy. Other parameters may be registered in their places; each call copies them, unless they too are contiguous
-    neighbours in one storage. State dicts of either form load. On device="meta" nothing is allocated.
+    neighbours in one storage. State dicts of either form load. On device="meta" nothing is allocated; parameters that get memory later, or
+    that a state dict assigns, are moved into one buffer, unless they are parts of a larger storage, or in shared memory.
 
     The result has autocast's dtype if autocast is on, otherwise the weights'. Products follow the recipe that `fusion_moe.autocast` has put
     in force, if any (ShapeError for sizes that it does not take). Gradients are computed only for tensors that require one; those of
@@ -91,7 +92,7 @@ class GroupedLinear(GroupedParameters):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for key in self.keys("weight"):
-            self._mark(self._parameters[key])
+            self._mark(self._parameters.get(key))
 
     def _mark(self, weight: nn.Parameter | None) -> None:
         if weight is not None and self.__dict__.get("delayed") is not None:
@@ -140,7 +141,8 @@ class GroupedLinear(GroupedParameters):
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype of the result: autocast's if autocast is on, otherwise the weights'."""
         dtype, kind = getattr(self, self.keys("weight")[0]).dtype, device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and dtype != torch.float64 else dtype
+        on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # there is none for the meta device
+        return torch.get_autocast_dtype(kind) if on and dtype != torch.float64 else dtype
 
     def effects(self, made: Call) -> Effects | None:
         """What the backward of a program with this layer writes for its weights; None if nothing."""

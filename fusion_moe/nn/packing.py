@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import DeviceError, DtypeError, ShapeError
 from ..parts import Input, are_neighbours
@@ -16,8 +15,9 @@ from ..parts import Input, are_neighbours
 class GroupedParameters(nn.Module):
     """A module with a parameter for each of G groups: `name` [G, ...] if `single[name]`, otherwise name0 .. name{G-1}, views of one buffer.
 
-    They stay neighbours when the module is moved, cast, copied or unpickled. Any of them may be replaced (`register_parameter`); if they
-    are no neighbours afterwards, each call stacks them, which costs time and memory for a copy.
+    They stay neighbours when the module is moved, cast, copied or unpickled, and become neighbours when a module on the meta device gets
+    memory, or a state dict is assigned. Any of them may be replaced (`register_parameter`); if they are no neighbours afterwards, each call
+    stacks them, which costs time and memory for a copy.
     """
 
     def __init__(self, groups: int):
@@ -67,37 +67,44 @@ class GroupedParameters(nn.Module):
     # ------------------------------------------------------------------------------------------------------------- one buffer
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedParameters:
-        packed = [name for name in self.shapes if self._packed(name)]
+        names = [name for name in self.shapes if self._packed(name) or not all(map(_in_memory, self._parameters_of(name)))]
         super()._apply(fn, recurse)
-        self._pack(packed)
+        self._pack(names)
         return self
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's. The last parameter that replaces one on the meta device brings them together."""
+        old = self._parameters.get(name)
+        super().register_parameter(name, param)
+        if old is not None and not _in_memory(old):
+            self._pack([grouped for grouped, keys in self._keys.items() if name in keys])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._pack(self.shapes)
 
     def _parameters_of(self, name: str) -> list[nn.Parameter]:
-        return [p for p in (self._parameters[key] for key in self.keys(name)) if p is not None]
+        """Those that are there: a reparametrized one is computed from others."""
+        found = [self._parameters.get(key) for key in self.keys(name)]
+        return [p for p in found if p is not None]
 
     def _packed(self, name: str) -> bool:
         found = self._parameters_of(name)
-        if len(found) != self.num_groups or found[0].is_meta or isinstance(found[0].data, FakeTensor):  # such tensors have no addresses
-            return False
-        return are_neighbours(found)
+        return len(found) == self.num_groups and all(map(_in_memory, found)) and are_neighbours(found)
 
-    def _pack(self, names: Any) -> None:
-        """Moves parameters into one buffer, as neighbours, if they have one shape, dtype and device."""
+    def _pack(self, names: Iterable[str]) -> None:
+        """Moves parameters into one buffer, as neighbours, if they have one shape, dtype and device, and share no memory with others."""
         for name in names:
             found = self._parameters_of(name)
             alike = len({(p.shape, p.dtype, p.device) for p in found}) == 1
-            if self.single[name] or len(found) != self.num_groups or not alike or self._packed(name):
-                continue
-            for p, t in zip(found, torch.stack([p.detach() for p in found]).unbind(), strict=True):
-                p.data = t
+            whole = len({id(p) for p in found}) == self.num_groups and not self.single[name]
+            if whole and alike and all(map(_may_move, found)) and not are_neighbours(found):
+                for p, t in zip(found, torch.stack([p.detach() for p in found]).unbind(), strict=True):
+                    p.data = t
 
     # ------------------------------------------------------------------------------------------------------------ state dicts
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
         given = dict(state_dict)
         for name in self.shapes:
             one, each = prefix + name, [f"{prefix}{name}{g}" for g in range(self.num_groups)]
@@ -105,4 +112,22 @@ class GroupedParameters(nn.Module):
                 given[one] = torch.stack([given.pop(key) for key in each])
             elif not self.single[name] and one in given and len(given[one]) == self.num_groups:
                 given.update(zip(each, given.pop(one).unbind(), strict=True))
-        super()._load_from_state_dict(given, prefix, *args)
+        super()._load_from_state_dict(given, prefix, local_metadata, *args)
+        if local_metadata.get("assign_to_params_buffers"):
+            self._pack([name for name in self.shapes if all(prefix + key in given for key in self.keys(name))])
+
+
+def _in_memory(p: Tensor) -> bool:
+    """Whether a tensor has an address: not one on the meta device, or of a subclass like FakeTensor and DTensor."""
+    return type(p.data) is Tensor and not p.is_meta
+
+
+def _may_move(p: Tensor) -> bool:
+    """Whether a parameter may get other memory: not a part of a storage or in shared memory, where others see it, and not now if a tracer
+    or a CUDA graph would see the copy.
+    """
+    if not _in_memory(p) or torch.compiler.is_compiling():
+        return False
+    if p.is_cuda:
+        return p.untyped_storage().nbytes() == p.nbytes and not torch.cuda.is_current_stream_capturing()
+    return p.untyped_storage().nbytes() == p.nbytes and not p.is_shared()

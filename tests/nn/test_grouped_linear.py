@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from layers import BOTH, COUNTS, NEAR, ROWS, SIZES, G, K, N, assert_near, gradients, layer, linear, stacked, uniform, wide
 from routings import Partition, partitions
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import prune
 from ways import compiled
 
 from fusion_moe import options
@@ -190,6 +192,96 @@ def test_experts_stay_neighbours():
         assert neighbours(other)
     ids = [id(p) for p in module.parameters()]
     assert ids == [id(p) for p in module.half().parameters()]
+
+
+def separate(module: GroupedLinear) -> dict[str, Tensor]:
+    """A state dict whose tensors are neighbours of nothing, as in files."""
+    return {key: t.clone() for key, t in module.state_dict().items()}
+
+
+def set_each(module: GroupedLinear, state: dict[str, Tensor]) -> None:
+    for key, t in state.items():
+        setattr(module, key, nn.Parameter(t))
+
+
+def assign_each(module: GroupedLinear, state: dict[str, Tensor]) -> None:
+    for key, t in state.items():
+        module.load_state_dict({key: t}, strict=False, assign=True)
+
+
+FROM_META = {
+    "to_empty": lambda m, state: m.to_empty(device="cpu").load_state_dict(state),
+    "assign": lambda m, state: m.load_state_dict(state, assign=True),
+    "assign each": assign_each,
+    "set each": set_each,
+}
+
+
+@pytest.mark.parametrize("how", FROM_META)
+def test_experts_of_a_module_made_on_meta_become_neighbours(how):
+    ours, module = layer(G, K, N), GroupedLinear(G, K, N, device="meta")
+    FROM_META[how](module, separate(ours))
+    assert neighbours(module)
+    assert_same_bits([module(rows(), COUNTS)], [ours(rows(), COUNTS)])
+    assert neighbours(nn.utils.skip_init(GroupedLinear, G, K, N))
+
+
+def test_an_assigned_state_dict_becomes_neighbours():
+    ours, module = layer(G, K, N), layer(G, K, N, seed=9)
+    module.load_state_dict(separate(ours), assign=True)
+    assert neighbours(module)
+    assert_same_bits(list(module.parameters()), list(ours.parameters()))
+
+
+class Subclass(Tensor):
+    """Stands for DTensor."""
+
+
+@pytest.mark.parametrize("how", ["part of a storage", "shared memory", "one for two groups", "a subclass", "fake"])
+def test_parameters_that_stay_where_they_are(how):
+    module, state = GroupedLinear(G, K, N, bias=False, device="meta"), separate(layer(G, K, N, bias=False))
+    if how == "part of a storage":
+        state = {key: torch.stack([t, t])[1] for key, t in state.items()}
+    elif how == "shared memory":
+        state = {key: t.share_memory_() for key, t in state.items()}
+    elif how == "one for two groups":
+        state["weight1"] = state["weight0"] = nn.Parameter(state["weight0"])
+    elif how == "a subclass":
+        state = {key: t.as_subclass(Subclass) for key, t in state.items()}
+    else:
+        with FakeTensorMode() as mode:
+            state = {key: mode.from_tensor(t) for key, t in state.items()}
+    module.load_state_dict(state, assign=True)
+    storages = [getattr(module, key).untyped_storage()._cdata for key in state]
+    assert storages == [t.untyped_storage()._cdata for t in state.values()]
+
+
+REPARAMETRIZED = {
+    "pruned": lambda m, key: prune.l1_unstructured(m, key, 0.5),
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "spectral_norm with a hook": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.parametrize(("how", "single"), list(product(REPARAMETRIZED, BOTH)))
+def test_a_reparametrized_weight(how, single):
+    """Whose parameter has another name: it is moved, cast and copied, and trains."""
+    module = layer(G, K, N, single_grouped_weight=single).eval()
+    REPARAMETRIZED[how](module, "weight" if single else "weight1")
+    others = [module] if how == "pruned" else [module, copy.deepcopy(module)]  # torch copies no pruned module
+    want = module(rows(), COUNTS)
+    for other in others:
+        y = other.double().float()(rows(), COUNTS)
+        torch.testing.assert_close(y, want)
+        y.sum().backward()
+        assert all(p.grad is not None for p in other.parameters())
+
+
+def test_on_meta():
+    """Shapes and dtypes, without memory."""
+    y = GroupedLinear(G, K, N, device="meta", dtype=torch.bfloat16)(rows(torch.bfloat16).to("meta"), COUNTS.to("meta"))
+    assert (y.shape, y.dtype, y.is_meta) == ((ROWS, N), torch.bfloat16, True)
 
 
 @pytest.mark.parametrize("how", ["apart", "a gap", "strides", "an offset", "meta"])
