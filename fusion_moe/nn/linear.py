@@ -31,7 +31,8 @@ class GroupedLinear(GroupedParameters):
     Weights start kaiming-uniform with a = sqrt(5), biases at zero. weight0 .. are views of one buffer, so that a product takes them as
     [G, N, K] without a copy. Other parameters may be registered in their places; each call copies them, unless they too are contiguous
     neighbours in one storage. State dicts of either form load. On device="meta" nothing is allocated; parameters that get memory later, or
-    that a state dict assigns, are moved into one buffer, unless they are parts of a larger storage, or in shared memory.
+    that a state dict assigns, are moved into one buffer, unless they are parts of a larger storage, or in shared memory. Tools that take
+    tensors of one storage for one tensor (safetensors' `save_model`, accelerate's `save_model` and `save_state`) need the single forms.
 
     The result has autocast's dtype if autocast is on, otherwise the weights'. Products follow the recipe that `fusion_moe.autocast` has put
     in force, if any (ShapeError for sizes that it does not take). Gradients are computed only for tensors that require one; those of
@@ -107,7 +108,8 @@ class GroupedLinear(GroupedParameters):
         split_sizes: int[G], the rows of each group; or offs: i32[G], where the runs end. Rows past the last run give zeros.
         scales: float[...], one for each row, with scale_bias.
         out [..., N], grad_input [..., K]: contiguous buffers, of the result's dtype and x's, into which the result and x's gradient are
-        written. Their rows past the last run keep what they hold.
+        written. Their rows past the last run keep what they hold. Autograd gets grad_input itself as x's gradient, unless x is a leaf: do
+        not write into it while that is in use.
 
         GroupsError, ShapeError, DtypeError, DeviceError or UnsupportedError for arguments that do not fit, before memory is written.
         """
@@ -120,7 +122,7 @@ class GroupedLinear(GroupedParameters):
             return made.run().view(*rows, self.out_features)
         self._check_buffers(x, made.inputs, out, grad_input)
         flat = [None if t is None else t.view(-1, t.shape[-1]) for t in (out, grad_input)]
-        return tracked(made, effects or Effects({}, {}), ends, *flat, where=where).view(*rows, self.out_features)
+        return tracked(made, effects or Effects({}, {}), ends, *flat, x.is_leaf, where).view(*rows, self.out_features)
 
     def stage(self, x: Tensor, ends: Tensor, scales: Tensor | None) -> Stage:
         """The stage that the layer adds to a program: ends i32[G], scales float[...] or None, for rows like those of x."""

@@ -47,6 +47,7 @@ class _Work:
     effects: Effects
     out: Tensor | None
     grad_input: Tensor | None
+    is_leaf: bool
     ends: Tensor
     programs: Programs
     wanted: tuple[int, ...]
@@ -64,9 +65,13 @@ class _Work:
 
 @_untraced
 def tracked(
-    call: Call, effects: Effects, ends: Tensor, out: Tensor | None = None, grad_input: Tensor | None = None, where: str = ""
+    call: Call, effects: Effects, ends: Tensor, out: Tensor | None = None, grad_input: Tensor | None = None, is_leaf: bool = False,
+    where: str = "",
 ) -> Tensor:  # fmt: skip
-    """call.run() with effects. out [M, N], grad_input [M, K]: buffers in which the rows before the last of `ends` are written."""
+    """call.run() with effects. out [M, N], grad_input [M, K]: buffers in which the rows before the last of `ends` are written.
+
+    is_leaf: whether x is a leaf. Its `grad` is a tensor of its own, not grad_input, which the next backward writes.
+    """
     for params in effects.mains.values():
         main_grad.check(params, where)
     tensors, parts = flat(call.inputs)
@@ -74,7 +79,7 @@ def tracked(
     if not needed:
         return _result(out, call.run(), ends)
     env, key = dict.fromkeys(parse(call.text).symbols, call.rows), options.current().key()
-    return _Tracked.apply(_Work(env, key, parts, effects, out, grad_input, ends, programs_of(call.text, needed), needed), *tensors)
+    return _Tracked.apply(_Work(env, key, parts, effects, out, grad_input, is_leaf, ends, programs_of(call.text, needed), needed), *tensors)
 
 
 class _Tracked(torch.autograd.Function):
@@ -107,7 +112,8 @@ class _Tracked(torch.autograd.Function):
             queue.waiting.append(Waiting(later.program, reads, work.env, work.options, params, place in work.effects.mains))
         found = {i: grad for i, grad in zip(work.now, made, strict=False) if grad is not None}  # other outputs are read later
         if 0 in found and work.grad_input is not None:
-            found[0] = _write(work.grad_input, found[0], work.ends).detach()
+            written = _write(work.grad_input, found[0], work.ends).detach()
+            found[0] = found[0] if work.is_leaf else written
         return None, *_returned(work, found, ctx.needs_input_grad[1:])
 
 

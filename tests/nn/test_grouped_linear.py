@@ -334,7 +334,7 @@ def test_buffers_of_the_caller(dtype, trained):
     for _ in range(2):
         out.fill_(7.0)
         grad_input.fill_(7.0)
-        x, other, dy = rows(dtype).requires_grad_(), rows(dtype).requires_grad_(), uniform(ROWS, N, dtype=dtype, seed=8)
+        x, other, dy = rows(dtype).requires_grad_().clone(), rows(dtype).requires_grad_(), uniform(ROWS, N, dtype=dtype, seed=8)
         y = module(x, COUNTS, out=out, grad_input=grad_input)
         want = module(other, COUNTS)
         assert y.data_ptr() == out.data_ptr()
@@ -350,6 +350,16 @@ def test_buffers_of_the_caller(dtype, trained):
         out.zero_()
         assert module(x, COUNTS, out=out).data_ptr() == out.data_ptr()
         assert_same_bits([out[:inside]], [want[:inside]])
+
+
+def test_a_leaf_keeps_its_gradient():
+    """Of all backwards, though each writes the same buffer."""
+    module, x, other, buffer = layer(G, K, N), rows().requires_grad_(), rows().requires_grad_(), torch.empty(ROWS, K)
+    for seed in (8, 9):
+        dy = uniform(ROWS, N, seed=seed)
+        module(x, COUNTS, grad_input=buffer).backward(dy)
+        module(other, COUNTS).backward(dy)
+    assert_same_bits([x.grad], [other.grad])
 
 
 # torch.compile --------------------------------------------------------------------------------------------------------
