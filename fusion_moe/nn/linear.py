@@ -143,7 +143,7 @@ class GroupedLinear(GroupedParameters):
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype of the result: autocast's if autocast is on, otherwise the weights'."""
         dtype, kind = getattr(self, self.keys("weight")[0]).dtype, device.type
-        on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # there is none for the meta device
+        on = kind != "meta" and torch.is_autocast_enabled(kind)  # torch.compile of torch 2.10 cannot trace is_autocast_available
         return torch.get_autocast_dtype(kind) if on and dtype != torch.float64 else dtype
 
     def effects(self, made: Call) -> Effects | None:
