@@ -25,7 +25,7 @@ from fusion_moe.checkpoints import convert
 from fusion_moe.errors import CheckpointError, NonFiniteError, UnsupportedError
 from fusion_moe.nn import NVFP4Linear
 from fusion_moe.nn.packed import PackedModule
-from fusion_moe.transformers import from_pretrained
+from fusion_moe.transformers import NVFP4Config, from_pretrained
 from fusion_moe.transformers.registration import register
 
 MADE = Path(__file__).parents[1] / "checkpoints" / "made"
@@ -186,6 +186,34 @@ def test_a_configuration_in_a_file_of_its_own(tmp_path):
     del config["quantization_config"]
     (copy / "config.json").write_text(json.dumps(config))
     assert same_parameters(from_pretrained(copy), from_pretrained(MADE / "modelopt-qwen3_moe"))
+
+
+ON_CPU = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers", "model.norm", "lm_head"), "cpu")
+
+
+@pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "bf16-qwen3_moe"])
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        ({"device_map": ON_CPU | {"model.layers.0.mlp": "disk"}}, "disk"),
+        ({"device_map": "auto", "max_memory": {"cpu": "6KB"}}, "disk"),
+        ({"device_map": "meta"}, "meta"),
+    ],
+)
+def test_encoded_weights_are_in_memory(arguments, where, name, tmp_path):
+    pytest.importorskip("accelerate")
+    given = {"quantization_config": NVFP4Config()} if name.startswith("bf16") else {}
+    with pytest.raises(UnsupportedError, match=rf"device_map: model.layers.0.* on {where}; expected encoded weights in memory; name a dev"):
+        AutoModelForCausalLM.from_pretrained(MADE / name, offload_folder=tmp_path, **arguments, **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_weights_may_be_on_disk(tmp_path):
+    pytest.importorskip("accelerate")
+    device_map = ON_CPU | {"model.embed_tokens": "disk"}
+    model = from_pretrained(MADE / "ct-qwen3_moe", device_map=device_map, offload_folder=tmp_path)
+    assert model.model.embed_tokens.weight.is_meta
+    assert relative(logits(model), logits(from_pretrained(MADE / "ct-qwen3_moe"))) <= 1e-2
 
 
 def in_the_hubs_cache(cache: Path, revisions: dict[str, Path]) -> None:
