@@ -16,7 +16,7 @@ from ..nn import Adapter, prepare_
 from ..nn.packed import PackedModule
 from ..nn.projections import Projections
 from .completeness import check_complete
-from .config import ModelOptConfig
+from .config import ModelOptConfig, set_quantization
 from .conversions import expert_converters, linear_converters, longest_first, without
 from .eight_bit import EightBitLinear, to_floats_
 from .finish import cast_, check_scales, freeze_
@@ -109,7 +109,7 @@ class FusionMoeQuantizer(HfQuantizer):
         """
         sources = {} if self.replaced is None else self.replaced.experts
         model._weight_conversions = conversions_for_saving(model, sources)
-        model.config.quantization_config = with_activation_format(self._saved_config(model), model)
+        set_quantization(model.config, with_activation_format(self._saved_config(model), model))
         return _without_adapters(model), {}
 
     def _saved_config(self, model: Any) -> Any:
