@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -41,12 +40,6 @@ class ModelOptConfig(QuantizationConfigMixin):
 
 class NVFP4Config(nn_config.NVFP4Config, QuantizationConfigMixin):
     """`quantization_config=NVFP4Config()` quantizes experts while a model in floating point is loaded, bit for bit as `quantize_`."""
-
-    quant_method = "fusion_moe"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The entries for config.json."""
-        return {"quant_method": self.quant_method, **copy.deepcopy(self.__dict__)}
 
 
 def set_quantization(config: Any, said: Any) -> None:

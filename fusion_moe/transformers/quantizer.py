@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.quantizers import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoints import Directory
 from ..encodings import NVFP4
@@ -16,7 +18,7 @@ from ..nn import Adapter, prepare_
 from ..nn.packed import PackedModule
 from ..nn.projections import Projections
 from .completeness import check_complete
-from .config import ModelOptConfig, set_quantization
+from .config import ModelOptConfig, NVFP4Config, set_quantization
 from .conversions import expert_converters, linear_converters, longest_first, without
 from .eight_bit import EightBitLinear, to_floats_
 from .finish import cast_, check_scales, freeze_
@@ -35,6 +37,8 @@ class FusionMoeQuantizer(HfQuantizer):
     _model: Any = None  # while it is loaded
 
     def __init__(self, quantization_config: Any, **kwargs: Any):
+        if not isinstance(quantization_config, QuantizationConfigMixin):  # fusion_moe.NVFP4Config
+            quantization_config = NVFP4Config(**asdict(quantization_config))
         super().__init__(quantization_config, **kwargs)
         self._contracts: Contracts = {}
         self._dtypes: dict[str, torch.dtype] = {}
