@@ -21,11 +21,11 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import fusion_moe
-from fusion_moe.checkpoints import convert
+from fusion_moe.checkpoints import Directory, convert, stored_weights
 from fusion_moe.errors import CheckpointError, NonFiniteError, UnsupportedError
 from fusion_moe.nn import NVFP4Linear
 from fusion_moe.nn.packed import PackedModule
-from fusion_moe.transformers import from_pretrained
+from fusion_moe.transformers import NVFP4Config, from_pretrained
 from fusion_moe.transformers.registration import register
 
 MADE = Path(__file__).parents[1] / "checkpoints" / "made"
@@ -186,6 +186,98 @@ def test_a_configuration_in_a_file_of_its_own(tmp_path):
     del config["quantization_config"]
     (copy / "config.json").write_text(json.dumps(config))
     assert same_parameters(from_pretrained(copy), from_pretrained(MADE / "modelopt-qwen3_moe"))
+
+
+def said_in(config: dict, part: str, key: str, said: dict) -> None:
+    """Moves what a configuration says about quantization."""
+    (config.setdefault(part, {}) if part else config)[key] = said
+
+
+@pytest.mark.parametrize("name", ["ct-qwen3_moe", "ct-qwen3_moe-int4", "modelopt-qwen3_moe"])
+@pytest.mark.parametrize(("part", "key"), [("", "compression_config"), ("llm_config", "quantization_config")])
+def test_a_configuration_at_another_place(part, key, name, tmp_path):
+    copy = changed(tmp_path, lambda found: None, name)
+    (copy / "hf_quant_config.json").unlink(missing_ok=True)
+    config = json.loads((copy / "config.json").read_text())
+    said_in(config, part, key, config.pop("quantization_config"))
+    (copy / "config.json").write_text(json.dumps(config))
+    assert same_parameters(from_pretrained(copy), from_pretrained(MADE / name))
+
+
+def nvfp4(n, k):
+    scale = (torch.rand(n, k // 16) + 0.5).to(torch.float8_e4m3fn)
+    return {"packed": torch.randint(256, (n, k // 2), dtype=torch.uint8), "scale": scale, "global_scale": torch.tensor([64.0])}
+
+
+def int4(n, k):
+    packed = torch.randint(2**31 - 1, (n, k // 8), dtype=torch.int32)
+    return {"packed": packed, "scale": torch.rand(n, k // 32).bfloat16(), "shape": torch.tensor([n, k], dtype=torch.int32)}
+
+
+@pytest.mark.parametrize(("encoded", "form"), [(nvfp4, "nvfp4-pack-quantized"), (int4, "pack-quantized")])
+def test_a_configuration_in_that_of_the_text_model(encoded, form, tmp_path):
+    """Experts of compressed-tensors in a multimodal model, said for the whole model or for its text model."""
+    torch.manual_seed(0)
+    name = "modelopt-qwen3_5_moe-mixed"
+    shapes = {w.name: w.shape for w in stored_weights(Directory.open(MADE / name).tensors, "modelopt").values()}
+
+    def experts_alone(found):
+        for weight, shape in shapes.items():
+            for key in [key for key in found if key.startswith(f"{weight}.")]:
+                del found[key]
+            parts = {f"_{key}": t for key, t in encoded(*shape).items()} if ".experts." in weight else {"": torch.randn(shape).bfloat16()}
+            found.update({f"{weight}.weight{part}": t for part, t in parts.items()})
+
+    copy = changed(tmp_path, experts_alone, name)
+    (copy / "hf_quant_config.json").unlink()
+    text = json.loads((copy / "config.json").read_text())
+    del text["quantization_config"], text["architectures"]
+    models = []
+    for part in ("", "text_config"):
+        config = {"model_type": "qwen3_5_moe", "text_config": dict(text)}
+        said_in(config, part, "quantization_config", {"quant_method": "compressed-tensors", "format": form})
+        (copy / "config.json").write_text(json.dumps(config))
+        models.append(from_pretrained(copy))
+    assert same_parameters(*models)
+    assert any(isinstance(m, PackedModule) for m in models[1].modules())
+
+
+def test_entries_of_the_configuration_as_arguments(tmp_path):
+    arguments = {"use_cache": False, "num_experts_per_tok": 1, "dtype": torch.float32, "attn_implementation": "eager"}
+    for name in ("modelopt-qwen3_moe", "ct-qwen3_moe", "bf16-qwen3_moe"):
+        model = from_pretrained(MADE / name, **arguments)
+        assert (model.config.use_cache, model.config.num_experts_per_tok, model.dtype) == (False, 1, torch.float32)
+        assert model.config._attn_implementation == "eager"
+    with pytest.raises(TypeError, match="no_entry"):
+        from_pretrained(MADE / name, no_entry=1)
+
+
+ON_CPU = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers", "model.norm", "lm_head"), "cpu")
+
+
+@pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "bf16-qwen3_moe"])
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        ({"device_map": ON_CPU | {"model.layers.0.mlp": "disk"}}, "disk"),
+        ({"device_map": "auto", "max_memory": {"cpu": "6KB"}}, "disk"),
+        ({"device_map": "meta"}, "meta"),
+    ],
+)
+def test_encoded_weights_are_in_memory(arguments, where, name, tmp_path):
+    pytest.importorskip("accelerate")
+    given = {"quantization_config": NVFP4Config()} if name.startswith("bf16") else {}
+    with pytest.raises(UnsupportedError, match=rf"device_map: model.layers.0.* on {where}; expected encoded weights in memory; name a dev"):
+        AutoModelForCausalLM.from_pretrained(MADE / name, offload_folder=tmp_path, **arguments, **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_weights_may_be_on_disk(tmp_path):
+    pytest.importorskip("accelerate")
+    device_map = ON_CPU | {"model.embed_tokens": "disk"}
+    model = from_pretrained(MADE / "ct-qwen3_moe", device_map=device_map, offload_folder=tmp_path)
+    assert model.model.embed_tokens.weight.is_meta
+    assert relative(logits(model), logits(from_pretrained(MADE / "ct-qwen3_moe"))) <= 1e-2
 
 
 def in_the_hubs_cache(cache: Path, revisions: dict[str, Path]) -> None:

@@ -68,6 +68,14 @@ def test_quantized_while_loading_is_quantized_afterwards(saved, tmp_path):
         assert relative(logits(again), logits(other)) <= 1e-2  # bfloat16, by products that depend on alignment
 
 
+@pytest.mark.parametrize("load", [AutoModelForCausalLM.from_pretrained, from_pretrained], ids=["transformers", "fusion_moe"])
+def test_the_configuration_of_quantize_will_do(load, saved, tmp_path):
+    model = load(saved, quantization_config=fusion_moe.NVFP4Config("nvfp4"))
+    assert formats(model) == {"nvfp4"}
+    assert model.config.to_dict()["quantization_config"] == NVFP4Config("nvfp4").to_dict()
+    assert same_parameters(model, load(saved, quantization_config=NVFP4Config("nvfp4")))
+
+
 def test_names_in_files_are_the_familys(tmp_path):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SMALL, **FAMILIES["mixtral"]))
