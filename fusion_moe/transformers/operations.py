@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.core_model_loading import ConversionOps
 
 from ..checkpoints import StoredPart
-from ..checkpoints.fp8 import dequantize_fp8
+from ..checkpoints.fp8 import check_fp8_scales, dequantize_fp8
 from ..errors import UnsupportedError
 from ..nn.activations import deinterleave, interleave
 from ..nn.experts import quantize_gate_up
@@ -155,7 +155,9 @@ class QuantizeEightBit(_Operation):
         half = len(source_patterns) // 2
         runs = []
         for scales, values in zip(source_patterns[:half], source_patterns[half:], strict=True):
-            pairs = zip(input_dict.pop(values), input_dict.pop(scales), strict=True)
+            pairs = list(zip(input_dict.pop(values), input_dict.pop(scales), strict=True))
+            for _values, scale in pairs:
+                check_fp8_scales(scale, scales)
             runs.append(torch.stack([dequantize_fp8(v, s).bfloat16() for v, s in pairs]))
         parts = quantized(runs[0]) if half == 1 else quantize_gate_up(torch.cat(runs, 1))
         where = target_patterns[0].removesuffix(self.names[0])

@@ -21,7 +21,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import fusion_moe
-from fusion_moe.checkpoints import convert
+from fusion_moe.checkpoints import Directory, check_scales, convert, stored_weights
 from fusion_moe.errors import CheckpointError, NonFiniteError, UnsupportedError
 from fusion_moe.nn import NVFP4Linear
 from fusion_moe.nn.packed import PackedModule
@@ -159,16 +159,40 @@ def negative_scale(t):
     t["model.layers.0.self_attn.q_proj.weight_scale_2"].neg_()
 
 
+def infinite_scale_of_integers(t):
+    t["model.layers.0.mlp.experts.2.up_proj.weight_scale"][3, 0] = float("inf")
+
+
+def nan_as_a_scale_of_eight_bit(t):
+    t["model.language_model.layers.0.linear_attn.out_proj.weight_scale"].fill_(float("nan"))
+
+
+def negative_scale_of_eight_bit(t):
+    t["model.language_model.layers.0.linear_attn.out_proj.weight_scale"].neg_()
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change", "message"),
     [
-        (nan_in_a_scale, r"model.layers.0.mlp.experts: 1 NaN and 0 negative among the .* of gate_up_proj_scale"),
-        (negative_scale, r"model.layers.0.self_attn.q_proj: 1 NaN, infinite or negative .* of weight_scale_2"),
+        ("modelopt-qwen3_moe", nan_in_a_scale, r"model.layers.0.mlp.experts: 1 NaN and 0 negative among the .* of gate_up_proj_scale"),
+        ("modelopt-qwen3_moe", negative_scale, r"model.layers.0.self_attn.q_proj: 1 NaN, infinite or negative .* of weight_scale_2"),
+        ("ct-qwen3_moe-int4", infinite_scale_of_integers, r"model.layers.0.mlp.experts: 1 NaN or infinite among .* of gate_up_proj_scale"),
+        ("modelopt-qwen3_5_moe-mixed", nan_as_a_scale_of_eight_bit, r"linear_attn.out_proj: 1 NaN, .*: nan; expected scales of 8-bit"),
+        ("modelopt-qwen3_5_moe-mixed", negative_scale_of_eight_bit, r"linear_attn.out_proj: 1 .* or negative .* of weight_scale"),
     ],
 )
-def test_scales_are_numbers(change, message, tmp_path):
+def test_scales_are_numbers(name, change, message, tmp_path):
     with pytest.raises(NonFiniteError, match=message):
-        from_pretrained(changed(tmp_path, change))
+        from_pretrained(changed(tmp_path, change, name))
+
+
+def test_scales_of_integers_may_be_negative(tmp_path):
+    """AutoRound writes them, since -8 has no opposite."""
+    copy = changed(tmp_path, lambda t: t["model.layers.0.mlp.experts.2.up_proj.weight_scale"][::2].neg_(), "ct-qwen3_moe-int4")
+    check_scales(directory := Directory.open(copy), stored_weights(directory.tensors, "compressed-tensors"))
+    model = from_pretrained(copy, dtype=torch.float32)
+    assert (model.model.layers[0].mlp.experts.gate_up_proj_scale < 0).any()
+    assert relative(logits(model), logits(plain_model(copy))) <= 1e-5
 
 
 def test_a_method_that_is_not_read(tmp_path):
