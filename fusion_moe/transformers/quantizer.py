@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.quantizers import HfQuantizer
 
-from ..checkpoints import Directory
+from ..checkpoints import KNOWN, Directory
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
 from ..nn import Adapter, prepare_
@@ -50,7 +51,7 @@ class FusionMoeQuantizer(HfQuantizer):
         self._dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
         config = self.quantization_config
         self.replaced = replace_modules(model, directory.tensors, config.method, config.experts, config.quantizes)
-        ignored = {r"input_scale$", r"input_global_scale$", r"\.[kv]_scale$"}
+        ignored = {f"{re.escape(suffix)}$" for suffix in KNOWN}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
         if share is not None:
             share.take(model, self.replaced.experts)

@@ -18,7 +18,7 @@ from ..nn.contract import contract_of, experts_from
 from ..nn.converters import convert
 from ..nn.projections import Projections
 from .eight_bit import EightBitLinear
-from .names import any_of, live_names
+from .names import any_of, live_names, of_heads
 from .sources import INPUT_SCALES, ExpertsSource, Stored, find_experts, some, weights_of
 
 LINEAR = ("weight", "weight_scale", "weight_scale_2")  # the parameters of NVFP4Linear, in the order of NVFP4's parts
@@ -44,7 +44,8 @@ def replace_modules(model: Any, tensors: Mapping[str, Entry], method: str, confi
     method: `quant_method` of the configuration. quantizes: whether experts in 8-bit floats may be rounded to NVFP4. CheckpointError for an
     incomplete weight or one that no module takes, UnsupportedError for an encoding that no module can compute with.
     """
-    replaced = Replacements({live: replace(tensors[name], name=live) for name, live in live_names(model, tensors).items()})
+    names = live_names(model, tensors)
+    replaced = Replacements({live: replace(tensors[name], name=live) for name, live in names.items()})
     stored = stored_weights(replaced.entries, method)
     for name, module in list(model.named_modules()):
         source = _experts_at(name, module, stored)
@@ -53,9 +54,10 @@ def replace_modules(model: Any, tensors: Mapping[str, Entry], method: str, confi
         elif type(module) is nn.Linear and name in stored:
             _replace_linear(replaced, model, name, module, stored[name])
     ignored = any_of(model._keys_to_ignore_on_load_unexpected)
-    left = [e.name for w in stored.values() for e in w.entries.values() if e.name not in replaced.taken and not ignored.search(e.name)]
+    others = replaced.taken | of_heads(model, names)
+    left = [e.name for w in stored.values() for e in w.entries.values() if e.name not in others and not ignored.search(e.name)]
     if left:
-        todo = "the model calls it otherwise, or it is no linear layer"
+        todo = "the model calls it otherwise, it is no linear layer, or config.json has fewer layers or experts than the files"
         raise CheckpointError(f"{some(left)}, of no module", expected="a module for each weight", todo=todo, where=type(model).__name__)
     return replaced
 
