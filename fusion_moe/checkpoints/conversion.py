@@ -37,11 +37,14 @@ def convert(
 ) -> Path:  # fmt: skip
     """Writes src in another form as dst, which appears whole; a call after an interruption continues. Returns dst.
 
-    to: "modelopt" or "dense"; dtype: the dtype of dense weights. UnsupportedError for weights without an exact equivalent there (INT4 in
-    NVFP4; MXFP4 whose scales span more than an e4m3 scale holds); CheckpointError as from `Directory.open`, `stored_weights` and `write`.
+    to: "modelopt" or "dense"; dtype: of dense weights, float32, bfloat16 or float16. OptionError for others; UnsupportedError for weights
+    without an exact equivalent there (INT4 in NVFP4; MXFP4 whose scales span more than an e4m3 scale holds); CheckpointError as from
+    `Directory.open`, `stored_weights` and `write`.
     """
     if to not in FORMS:
         raise OptionError(f"to={to!r}", expected=f"one of {', '.join(FORMS)}", where="convert")
+    if dtype not in FLOATS:
+        raise OptionError(f"dtype={dtype}", expected=f"one of {', '.join(map(str, FLOATS))}", where="convert")
     source = Source.open(src)
     if not source.weights:
         raise UnsupportedError("no quantized weights", expected="weights to convert", todo="quantize makes NVFP4 of floats", where=str(src))

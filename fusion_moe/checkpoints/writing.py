@@ -32,7 +32,8 @@ def write(
     dst: str | Path, source: Directory, steps: Sequence[Step], *, config: Mapping[str, Any], older_config: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES, check: Callable[[Directory], None] | None = None,
 ) -> Path:  # fmt: skip
-    """Writes the results of steps as the directory dst, with configurations, an index, and the source's other files (tokenizer and so on).
+    """Writes the results of steps as the directory dst, with configurations, an index, and the source's other files (tokenizer and so on),
+    but for hidden ones, other weights, and what lies in folders.
 
     older_config: for hf_quant_config.json. check: called with the Directory before it gets its name; if it raises, there is no dst.
     CheckpointError if dst exists already, is a mount point, the disk is full, or another process is writing the same; whatever is raised,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoints import Directory
+from ..checkpoints import KNOWN, Directory
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
 from ..nn import Adapter, prepare_
@@ -65,7 +66,7 @@ class FusionMoeQuantizer(HfQuantizer):
         config = self.quantization_config
         self.replaced = replace_modules(model, directory.tensors, config.method, config.experts, config.quantizes)
         _check_in_memory(model, kwargs.get("device_map"))
-        ignored = {r"input_scale$", r"input_global_scale$", r"\.[kv]_scale$"}
+        ignored = {f"{re.escape(suffix)}$" for suffix in KNOWN}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
         if share is not None:
             share.take(model, self.replaced.experts)

@@ -196,6 +196,13 @@ def test_no_other_form_is_known(tmp_path: Path) -> None:
         convert(MADE / "modelopt-qwen3_moe", tmp_path / "dst", "gguf")
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
+def test_dense_weights_are_floats(dtype: torch.dtype, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=f"dtype={dtype}; expected one of torch.float32, torch.bfloat16, torch.float16"):
+        convert(MADE / "modelopt-qwen3_moe", tmp_path / "dst", "dense", dtype=dtype)
+    assert not (tmp_path / "dst").exists()
+
+
 def _set_scales(*at: int) -> Callable[[Path], object]:
     """2^-27 at one place of the scales of down [E, N, K/32]."""
 

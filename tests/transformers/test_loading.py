@@ -15,13 +15,13 @@ pytest.importorskip("transformers")
 from decoded import plain_model, relative, same_bytes, same_parameters
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import fusion_moe
-from fusion_moe.checkpoints import Directory, convert, stored_weights
+from fusion_moe.checkpoints import Directory, check_scales, convert, stored_weights
 from fusion_moe.errors import CheckpointError, NonFiniteError, UnsupportedError
 from fusion_moe.nn import NVFP4Linear
 from fusion_moe.nn.packed import PackedModule
@@ -33,6 +33,7 @@ DIRECTORIES = sorted(d.name for d in MADE.iterdir() if (d / "config.json").exist
 AS_MODELOPT = [name for name in DIRECTORIES if name.startswith("ct") and not name.endswith("int4")]
 AS_LOADED = [name for name in DIRECTORIES if name not in AS_MODELOPT]
 TOKENS = torch.arange(3, 12)[None]
+PARTS = ("weight", "weight_scale", "weight_scale_2")
 
 
 def logits(model) -> torch.Tensor:
@@ -99,6 +100,34 @@ def test_a_prepared_model_is_saved_as_it_was_loaded(tmp_path):
     assert all(same_bytes(was[key], now[key]) for key in was)
 
 
+@pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "modelopt-qwen3_5_moe-mixed", "ct-qwen3_moe-int4", "mxfp4-gpt_oss"])
+def test_base_models(name, tmp_path):
+    """The base model of a directory with a head; and the model with a head, of a directory whose names lack the base model's prefix."""
+    full, base = from_pretrained(MADE / name), from_pretrained(MADE / name, auto_class=AutoModel)
+    assert same_parameters(base, full.base_model)
+    base.save_pretrained(tmp_path)
+    assert same_parameters(from_pretrained(tmp_path, auto_class=AutoModel), base)
+    with pytest.raises(CheckpointError, match="nothing for lm_head.weight"):
+        from_pretrained(tmp_path)
+    head = {"lm_head.weight": full.lm_head.weight.detach().clone()}
+    save_file(load_file(tmp_path / "model.safetensors") | head, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert same_parameters(from_pretrained(tmp_path), full)
+
+
+def test_a_base_model_has_no_place_for_an_encoded_head(tmp_path):
+    def encode_head(t):
+        t.pop("lm_head.weight")
+        t.update({f"lm_head.{part}": t[f"model.layers.0.self_attn.q_proj.{part}"].clone() for part in PARTS})
+
+    base = AutoModel.from_pretrained(changed(tmp_path, encode_head))
+    assert same_parameters(base, from_pretrained(MADE / "modelopt-qwen3_moe").base_model)
+
+
+def test_shapes_of_packed_tensors_are_not_unexpected():
+    _, info = from_pretrained(MADE / "ct-qwen3_moe-int4", output_loading_info=True)
+    assert not any(info.values())
+
+
 # Errors, before anything is read ------------------------------------------------------------------------------------------
 
 
@@ -114,18 +143,22 @@ def changed(tmp_path: Path, change, name: str = "modelopt-qwen3_moe") -> Path:
 
 
 def expert_lost(t):
-    for part in ("weight", "weight_scale", "weight_scale_2"):
+    for part in PARTS:
         del t[f"model.layers.0.mlp.experts.2.up_proj.{part}"]
 
 
 def linear_lost(t):
-    for part in ("weight", "weight_scale", "weight_scale_2"):
+    for part in PARTS:
         del t[f"model.layers.0.self_attn.q_proj.{part}"]
 
 
 def weight_of_nothing(t):
-    for part in ("weight", "weight_scale", "weight_scale_2"):
+    for part in PARTS:
         t[f"model.layers.0.mlp.router.{part}"] = t[f"model.layers.0.self_attn.q_proj.{part}"].clone()
+
+
+def layer_too_many(t):
+    t.update({name.replace("layers.0.", "layers.1."): t[name].clone() for name in list(t) if "layers.0.mlp.experts" in name})
 
 
 def norm_lost(t):
@@ -142,6 +175,7 @@ def scale_lost(t):
         (expert_lost, r"experts: no encoded model.layers.0.mlp.experts.2.up_proj; expected all 8 weights of gate_up"),
         (linear_lost, "nothing for model.layers.0.self_attn.q_proj.weight; expected all"),
         (weight_of_nothing, "model.layers.0.mlp.router.weight.* of no module; expected a module for each weight"),
+        (layer_too_many, r"layers.1.mlp.experts.*, of no module; .* config.json has fewer layers or experts than the files"),
         (norm_lost, "nothing for model.norm.weight; expected all"),
         (scale_lost, "q_proj.weight .* without model.layers.0.self_attn.q_proj.weight_scale_2"),
     ],
@@ -159,16 +193,40 @@ def negative_scale(t):
     t["model.layers.0.self_attn.q_proj.weight_scale_2"].neg_()
 
 
+def infinite_scale_of_integers(t):
+    t["model.layers.0.mlp.experts.2.up_proj.weight_scale"][3, 0] = float("inf")
+
+
+def nan_as_a_scale_of_eight_bit(t):
+    t["model.language_model.layers.0.linear_attn.out_proj.weight_scale"].fill_(float("nan"))
+
+
+def negative_scale_of_eight_bit(t):
+    t["model.language_model.layers.0.linear_attn.out_proj.weight_scale"].neg_()
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change", "message"),
     [
-        (nan_in_a_scale, r"model.layers.0.mlp.experts: 1 NaN and 0 negative among the .* of gate_up_proj_scale"),
-        (negative_scale, r"model.layers.0.self_attn.q_proj: 1 NaN, infinite or negative .* of weight_scale_2"),
+        ("modelopt-qwen3_moe", nan_in_a_scale, r"model.layers.0.mlp.experts: 1 NaN and 0 negative among the .* of gate_up_proj_scale"),
+        ("modelopt-qwen3_moe", negative_scale, r"model.layers.0.self_attn.q_proj: 1 NaN, infinite or negative .* of weight_scale_2"),
+        ("ct-qwen3_moe-int4", infinite_scale_of_integers, r"model.layers.0.mlp.experts: 1 NaN or infinite among .* of gate_up_proj_scale"),
+        ("modelopt-qwen3_5_moe-mixed", nan_as_a_scale_of_eight_bit, r"linear_attn.out_proj: 1 NaN, .*: nan; expected scales of 8-bit"),
+        ("modelopt-qwen3_5_moe-mixed", negative_scale_of_eight_bit, r"linear_attn.out_proj: 1 .* or negative .* of weight_scale"),
     ],
 )
-def test_scales_are_numbers(change, message, tmp_path):
+def test_scales_are_numbers(name, change, message, tmp_path):
     with pytest.raises(NonFiniteError, match=message):
-        from_pretrained(changed(tmp_path, change))
+        from_pretrained(changed(tmp_path, change, name))
+
+
+def test_scales_of_integers_may_be_negative(tmp_path):
+    """AutoRound writes them, since -8 has no opposite."""
+    copy = changed(tmp_path, lambda t: t["model.layers.0.mlp.experts.2.up_proj.weight_scale"][::2].neg_(), "ct-qwen3_moe-int4")
+    check_scales(directory := Directory.open(copy), stored_weights(directory.tensors, "compressed-tensors"))
+    model = from_pretrained(copy, dtype=torch.float32)
+    assert (model.model.layers[0].mlp.experts.gate_up_proj_scale < 0).any()
+    assert relative(logits(model), logits(plain_model(copy))) <= 1e-5
 
 
 def test_a_method_that_is_not_read(tmp_path):
