@@ -335,4 +335,9 @@ if __name__ == "__main__":
     parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt, with --layers")
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=usual, help="a GPU where there is one")
-    main(parser.parse_args())
+    arguments = parser.parse_args()
+    if arguments.tokens < 2:
+        parser.error(f"--tokens {arguments.tokens}: expected at least 2, since tokens a second are counted after the first one")
+    if not torch.cuda.is_available() and (arguments.layers or arguments.device == "cuda"):
+        parser.error(f"{'--layers' if arguments.layers else '--device cuda'} needs a GPU that torch can use: see python -m fusion_moe.env")
+    main(arguments)

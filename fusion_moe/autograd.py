@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
@@ -25,15 +25,14 @@ from .eager import BODIES
 from .errors import Error, UnsupportedError
 from .ir.core import Fusion
 from .ir.derivative import Derivative, differentiate
+from .ir.flow import dependent
 from .ir.text import one_line, parse
+from .ir.types import FLOATS
 from .op_definitions import LIBRARY, SPECS, Call, Spec, Types, bind, eager_types, flat, fp4_as_bytes, fusion_of, traced_types
 from .parts import Input, PartCounts, grouped
 from .parts import flat as in_parts
 from .run_ops import NAMESPACE, RUN, RUN_INTO, named_sizes
 from .runtime import native
-
-_Restore = Callable[[Tensor], Tensor]
-
 
 _BACKENDS = frozenset(DispatchKeySet(key).raw_repr() for key in (DispatchKey.CPU, DispatchKey.CUDA))
 _derivatives: WeakValueDictionary[str, Derivative] = WeakValueDictionary()  # by the text of the backward
@@ -41,9 +40,13 @@ _derivatives: WeakValueDictionary[str, Derivative] = WeakValueDictionary()  # by
 
 @dataclass(frozen=True)
 class Programs:
-    """The two programs of a derivative, and their texts. results: how many of the forward's outputs are the Fusion's own."""
+    """The two programs of a derivative with respect to the inputs `wanted`, and their texts.
+
+    results: how many of the forward's outputs are the Fusion's own.
+    """
 
     derivative: Derivative
+    wanted: tuple[int, ...]
     results: int
     forward: str
     backward: str
@@ -52,7 +55,7 @@ class Programs:
     def of(cls, fusion: Fusion, wanted: Sequence[int], router_gradient: bool, names: Sequence[str] = ()) -> Programs:
         """The programs that compute the gradients of the inputs `wanted`. names: what error messages call the inputs."""
         made = differentiate(fusion, wanted, router_gradient=router_gradient, names=names)
-        found = cls(made, len(fusion.outputs), one_line(made.forward), one_line(made.backward))
+        found = cls(made, tuple(wanted), len(fusion.outputs), one_line(made.forward), one_line(made.backward))
         _derivatives[found.backward] = made
         return found
 
@@ -60,6 +63,18 @@ class Programs:
     def saves(self) -> bool:
         """Whether the forward returns more than the Fusion does."""
         return len(self.derivative.forward.outputs) > self.results
+
+    @cached_property
+    def severed(self) -> str:
+        """What the backward reads of the forward that depends on an input whose gradient is computed; "" for nothing.
+
+        It has no graph, so a derivative of the backward would lack all that goes through it.
+        """
+        forward, saved_from = self.derivative.forward, len(self.derivative.forward.inputs) + self.results
+        found = dependent(forward.ops, [forward.inputs[i] for i in self.wanted])
+        there = [*forward.inputs, *forward.outputs]
+        lost = [there[i] for i in self.derivative.reads if i >= saved_from and there[i] in found and there[i].type.dtype in FLOATS]
+        return f"{lost[0].name} {lost[0].type}" if lost else ""
 
     def seeds(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """The last inputs of the backward, made from the gradients of the outputs."""
@@ -139,21 +154,28 @@ class _Step:
             return cls(error.at(what), parts, wants, {})
         return cls(programs, parts, wants, named_sizes(parse(program), sizes), with_ or options.current().key(), with_)
 
-    def forward(self, operation: Callable[[], Any], restore: _Restore, tensors: Sequence[Tensor]) -> tuple[Any, list[Input]]:
-        """What the call returns, and what its backward reads. restore: turns the output of a program into the operation's."""
+    def forward(self, operation: Callable[[], Any], tensors: Sequence[Tensor]) -> tuple[Any, list[Input]]:
+        """What the call returns, in the shape of the operation's output or the program's, and what its backward reads."""
         if isinstance(self.programs, Error):
             return operation(), []
         derivative, count, inputs = self.programs.derivative, self.programs.results, grouped(tensors, self.parts)
         if not self.programs.saves:
             result = operation()
+            if isinstance(result, Tensor) and result._is_view():  # of the program's output, in the operation's shape
+                result = result._base
             return result, derivative.read(inputs, result if isinstance(result, tuple) else (result,))
         outputs = run(self.programs.forward, derivative.forward, inputs, self.sizes, self.given)
-        return restore(outputs[0]) if count == 1 else tuple(outputs[:count]), derivative.read(inputs, outputs)
+        return outputs[0] if count == 1 else tuple(outputs[:count]), derivative.read(inputs, outputs)
 
     def backward(self, saved: Sequence[Input], grads: Sequence[Tensor]) -> dict[int, Tensor]:
         """The gradients of the inputs that want one, by position."""
         if isinstance(self.programs, Error):
             raise self.programs
+        if torch.is_grad_enabled() and self.programs.severed:
+            raise UnsupportedError(
+                f"a second derivative through {self.programs.severed}, which the forward saved without its graph",
+                expected="first derivatives", todo="leave out create_graph=True", where="backward",
+            )  # fmt: skip
         inputs = [*saved, *self.programs.seeds(grads)]
         outputs = run(self.programs.backward, self.programs.derivative.backward, inputs, self.sizes, self.options)
         return dict(zip(self.wanted, outputs, strict=True))
@@ -181,12 +203,12 @@ def split(found: Mapping[int, Any], parts: PartCounts | None, count: int) -> lis
 
 
 class _Differentiated(torch.autograd.Function):
-    """(step, operation, restore, the call's tensors...) -> the results. Only the step and the saved tensors live until the backward."""
+    """(step, operation, the call's tensors...) -> the results. Only the step and the saved tensors live until the backward."""
 
     @staticmethod
-    def forward(ctx: Any, step: _Step, operation: Callable[[], Any], restore: _Restore, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, step: _Step, operation: Callable[[], Any], *tensors: Tensor) -> Any:
         with _AutoDispatchBelowAutograd():
-            result, saved = step.forward(operation, restore, tensors)
+            result, saved = step.forward(operation, tensors)
         ctx.step, ctx.count = step, len(tensors)
         flattened, ctx.parts = in_parts(saved)
         ctx.save_for_backward(*flattened)
@@ -195,8 +217,8 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         found = ctx.step.backward(grouped(ctx.saved_tensors, ctx.parts), grads)
-        needed = ctx.needs_input_grad[3:]
-        return (None, None, None, *(g if need else None for g, need in zip(split(found, ctx.step.parts, ctx.count), needed, strict=True)))
+        needed = ctx.needs_input_grad[2:]
+        return (None, None, *(g if need else None for g, need in zip(split(found, ctx.step.parts, ctx.count), needed, strict=True)))
 
 
 def _below(name: str, keyset: Any) -> Callable[..., Any]:
@@ -222,7 +244,8 @@ def _called(spec: Spec, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     operation = _below(spec.name, keyset)
     if torch.is_grad_enabled() and _any_requires_grad(*args):
         call = bind(spec, args, kwargs)
-        return _Differentiated.apply(_Step.of_call(call), partial(operation, *args, **kwargs), call.restore, *call.tensors.values())
+        made = _Differentiated.apply(_Step.of_call(call), partial(operation, *args, **kwargs), *call.tensors.values())
+        return made if isinstance(made, tuple) else call.restore(made)  # outside of the function: torch allows no writing over its views
     with _AutoDispatchBelowAutograd():
         return operation(*args, **kwargs)
 
@@ -233,7 +256,7 @@ def _called_run(name: str, keyset: Any, program: str, inputs: Sequence[Tensor], 
     operation = _below(name, keyset)
     if torch.is_grad_enabled() and _any_requires_grad(inputs):
         step = _Step.of_run(program, inputs, sizes, *rest)
-        made = _Differentiated.apply(step, lambda: tuple(operation(program, inputs, sizes, *rest)), lambda output: output, *inputs)
+        made = _Differentiated.apply(step, lambda: tuple(operation(program, inputs, sizes, *rest)), *inputs)
         return list(made) if isinstance(made, tuple) else [made]
     with _AutoDispatchBelowAutograd():
         return operation(program, inputs, sizes, *rest)

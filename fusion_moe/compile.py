@@ -91,7 +91,7 @@ def _warn_of_products_in_torch(program: Program) -> None:
 
 
 def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Compiles a Fusion for the device of its inputs and runs it: `fusion_moe.run(fd.fusion(), [x, y])`.
+    """Compiles a Fusion for the device of its inputs and runs it: `fusion_moe.run(fd.fusion(), [x, y])`. Gradients reach the inputs.
 
     FusionError if `fusion` is not a Fusion or has no outputs, or if `tensors` is a tensor instead of a list.
     """
@@ -101,6 +101,10 @@ def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         raise FusionError("a Fusion without outputs", expected="at least one: fd.add_output(value)", where="run")
     if isinstance(tensors, torch.Tensor):
         raise FusionError("a tensor in place of the inputs", expected="a list of tensors, one for each input", where="run")
+    if torch.is_grad_enabled() and not fusion.aliases and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        source = text(fusion)
+        sizes = parse(source).bind(tensors)
+        return list(torch.ops.fusion_moe.run(source, list(tensors), [sizes[s] for s in parse(source).symbols]))
     device = tensors[0].device if tensors else torch.device("cpu")
     return program_of(text(fusion), device)(tensors)
 

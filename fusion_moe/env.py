@@ -1,6 +1,6 @@
 """What this machine runs, why not the rest, and what to do about it, for people and for bug reports: `python -m fusion_moe.env`.
 
-Nothing is compiled or downloaded, and the home folder is written as ~.
+Nothing is compiled or downloaded, but the cache folder is created. The home folder is written as ~.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .emit.cuda.choice import check_variant
 from .emit.nvfuser import library
 from .errors import OptionError
 from .extras import install
-from .runtime import build, isa, native, numa, nvrtc
+from .runtime import build, isa, native, numa, nvrtc, store
 from .runtime.cuda import why_too_old
 
 PACKAGES = (
@@ -71,7 +71,7 @@ class Environment:
 
 
 def environment() -> Environment:
-    """Looks at the machine; compiles nothing."""
+    """Looks at the machine and creates the cache folder; compiles nothing."""
     ours = {"python": platform.python_version(), "fusion_moe": __version__, "torch": torch.__version__}  # which says the build, too
     versions = ours | {"system": platform.platform()} | {name: _version(name) for name in PACKAGES}
     checks = (*_tiers(), _numa(), _compiler(), _native(), _gpu(), _nvrtc(), _nvfuser(), _thunder(), _transformers(), _cache())
@@ -174,9 +174,9 @@ def _transformers() -> Check:
 
 
 def _cache() -> Check:
-    folder = Path(options.current().cache_dir)
-    if not folder.is_dir():
-        return Check("cache", False, f"{folder} appears when the first kernel is compiled")
+    folder = Path(options.current().cache_dir).expanduser()
+    if why := store.why_unusable():
+        return Check("cache", False, f"{folder} {why}; a temporary folder is used", "set FUSION_MOE_CACHE_DIR to another folder")
     return Check("cache", True, f"{folder}: {sum(len(files) for *_, files in os.walk(folder))} files")
 
 

@@ -149,8 +149,8 @@ class Call:
 
 
 def restored(output: Tensor, lead: Sequence[int] | None) -> Tensor:
-    """The output of a program, reshaped to the operation's leading dimensions; None: it has them already."""
-    return output if lead is None else output.reshape(*lead, *output.shape[1:])
+    """The output of a program, with the operation's leading dimensions; None: those that it has."""
+    return output if lead is None else output.reshape(*lead, output.shape[-1])
 
 
 def _types(name: str, forms: Forms, sizes: Callable[[str, int, Any], Any]) -> Types:

@@ -146,6 +146,7 @@ def translator(op: Operation, *, as_stored: bool = False) -> Callable[[Callable[
 
 def unregister(op: Operation) -> None:
     """Takes the translator of an operation away."""
+    _load()
     _registry.pop(_name(op), None)
 
 

@@ -35,8 +35,17 @@ def test_a_folder_below_home_is_written_with_a_tilde(monkeypatch, tmp_path):
     with options.override(cache_dir=str(tmp_path / "kernels")):
         found = env.environment()
     assert found.options["cache_dir"] == "~/kernels"
-    assert {c.name: c.found for c in found.checks}["cache"] == "~/kernels appears when the first kernel is compiled"
+    assert {c.name: c.found for c in found.checks}["cache"] == "~/kernels: 0 files"
     assert str(tmp_path) not in str(found)
+
+
+def test_a_cache_folder_that_is_not_used(tmp_path):
+    (tmp_path / "file").touch()
+    with options.override(cache_dir=str(tmp_path / "file" / "kernels")):
+        (cache,) = (c for c in env.environment().checks if c.name == "cache")
+    assert not cache.there
+    assert "kernels cannot be created (File exists); a temporary folder is used" in cache.found
+    assert cache.todo == "set FUSION_MOE_CACHE_DIR to another folder"
 
 
 def test_what_is_said_is_what_is_there():

@@ -24,7 +24,9 @@ def test_every_option_has_a_sentence(name):
 @pytest.mark.once
 @pytest.mark.slow
 def test_help():
-    """Of all in one process, since importing takes longest: what an example does, by its docstring, and nothing is run."""
+    """Of all in one process, since importing takes longest: what an example does, by its docstring, and nothing is run. Then what generate
+    cannot measure.
+    """
     pytest.importorskip("transformers")
     code = """
 import runpy, sys
@@ -37,10 +39,13 @@ for name in names:
     except SystemExit as done:
         assert done.code == 0, name
     print("\\f", end="")
+sys.argv = ["generate.py", "--tokens", "1"]
+runpy.run_path(f"{folder}/generate.py", run_name="__main__")
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", code, str(EXAMPLES), *PROGRAMS], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2, done.stderr
+    assert "generate.py: error: --tokens 1: expected at least 2" in done.stderr
     shown = dict(zip(PROGRAMS, done.stdout.split("\f"), strict=False))
     for name in PROGRAMS:
         said = ast.get_docstring(ast.parse((EXAMPLES / name).read_text(encoding="utf-8")))

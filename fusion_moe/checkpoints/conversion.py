@@ -20,7 +20,7 @@ from ..encodings import MXFP4, NVFP4, Quantized, dequantize, mxfp4_as_nvfp4
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, Error, OptionError, UnsupportedError
 from ..progress import progress
-from .directory import Directory
+from .directory import Directory, without_quantization
 from .experts import experts_of, layers_of_experts
 from .headers import Entry
 from .methods import method_of
@@ -37,23 +37,25 @@ def convert(
 ) -> Path:  # fmt: skip
     """Writes src in another form as dst, which appears whole; a call after an interruption continues. Returns dst.
 
-    to: "modelopt" or "dense"; dtype: the dtype of dense weights. UnsupportedError for weights without an exact equivalent there (INT4 in
-    NVFP4; MXFP4 whose scales span more than an e4m3 scale holds); CheckpointError as from `Directory.open`, `stored_weights` and `write`.
+    to: "modelopt" or "dense"; dtype: of dense weights, float32, bfloat16 or float16. OptionError for others; UnsupportedError for weights
+    without an exact equivalent there (INT4 in NVFP4; MXFP4 whose scales span more than an e4m3 scale holds); CheckpointError as from
+    `Directory.open`, `stored_weights` and `write`.
     """
     if to not in FORMS:
         raise OptionError(f"to={to!r}", expected=f"one of {', '.join(FORMS)}", where="convert")
+    if dtype not in FLOATS:
+        raise OptionError(f"dtype={dtype}", expected=f"one of {', '.join(map(str, FLOATS))}", where="convert")
     source = Source.open(src)
     if not source.weights:
         raise UnsupportedError("no quantized weights", expected="weights to convert", todo="quantize makes NVFP4 of floats", where=str(src))
     if to == "dense":
         steps = list(source.steps(lambda weight: dense_step(source, weight, dtype), _unless_known))
-        config = {key: value for key, value in source.directory.config.items() if key not in ("quantization_config", "compression_config")}
-        config |= {"dtype": str(dtype).removeprefix("torch.")}
+        config = without_quantization(source.directory.config) | {"dtype": str(dtype).removeprefix("torch.")}
         config.pop("torch_dtype", None)
         return write(dst, source.directory, steps, config=config, shard_bytes=shard_bytes, check=lambda d: _check_dense(source, d, dtype))
     steps = list(source.steps(lambda weight: modelopt_step(source, weight), renamed))
     said = quantization_config(algorithms(source, steps), plain_linears(steps)) | own_entries(source.directory.quantization)
-    config = dict(source.directory.config) | {"quantization_config": said}
+    config = without_quantization(source.directory.config) | {"quantization_config": said}
     return write(
         dst, source.directory, steps, config=config, older_config=older_config(said), shard_bytes=shard_bytes,
         check=lambda directory: _check_modelopt(source, directory),

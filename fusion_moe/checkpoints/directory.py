@@ -16,6 +16,8 @@ from .headers import Entry, parse_json, read_header
 
 CONFIG, OLDER_CONFIG = "config.json", "hf_quant_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+QUANTIZATION = ("quantization_config", "compression_config")  # the entry of a configuration, and its older name
+TEXT_MODEL = ("text_config", "llm_config")  # parts of a multimodal model's configuration, which may have the entry instead
 _OTHERS = {
     "*.gguf": "GGUF", "pytorch_model*.bin": "pickled tensors, which can run code when they are read", "*.pt": "pickled tensors",
     "*.pth": "pickled tensors",
@@ -49,13 +51,10 @@ class Directory:
     def quantization(self) -> Mapping[str, Any]:
         """The configuration's entries about quantization, flat, with "quant_method"; empty if there are none.
 
-        From config.json (quantization_config, or its older name compression_config, of the whole model or of its text model), else from
-        hf_quant_config.json, which is all that older exports of ModelOpt have.
+        From config.json, as `quantization_of`, else from hf_quant_config.json, which is all that older exports of ModelOpt have.
         """
-        for part in (self.config, self.config.get("text_config"), self.config.get("llm_config")):
-            for key in ("quantization_config", "compression_config"):
-                if isinstance(part, dict) and isinstance(found := part.get(key), dict):
-                    return found
+        if found := quantization_of(self.config):
+            return found
         older = self.path / OLDER_CONFIG
         return older_quantization(older) if older.exists() else {}
 
@@ -78,7 +77,7 @@ class Directory:
 
 
 def _single(path: Path) -> dict[str, Entry]:
-    """The tensors of a directory without an index."""
+    """The tensors of a directory without an index, or with one of files that are all gone."""
     if (path / SINGLE).exists():
         return {entry.name: entry for entry in read_header(path / SINGLE)}
     for pattern, kind in _OTHERS.items():
@@ -91,11 +90,18 @@ def _single(path: Path) -> dict[str, Entry]:
 
 
 def _sharded(path: Path, index: Path) -> dict[str, Entry]:
-    """The tensors of a directory with an index, which must name all of them, each with its file."""
+    """The tensors of a directory with an index, which must name all of them, each with its file. An index of files that are all gone does
+    not count if there is a single file.
+    """
     shard_of = _json(index).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(name, str) for name in shard_of.values()):
         raise CheckpointError("no weight_map", expected="weight_map: the file of each tensor", where=str(index))
     shards = list(dict.fromkeys(shard_of.values()))
+    _check_names(index, shards)
+    if SINGLE not in shards and (path / SINGLE).exists():
+        if any(_is_file(path / shard) for shard in shards):
+            raise CheckpointError(f"{SINGLE} beside an index of other files", expected="one or the other", where=str(path))
+        return _single(path)  # transformers leaves the index when it saves one file over shards
     _check_shards(path, index, shards)
     tensors: dict[str, Entry] = {}
     for shard in shards:
@@ -109,6 +115,21 @@ def _sharded(path: Path, index: Path) -> dict[str, Entry]:
     return tensors
 
 
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says about quantization, of the whole model or of its text model; {} if nothing."""
+    for part in (config, *(config.get(name) for name in TEXT_MODEL)):
+        for key in QUANTIZATION:
+            if isinstance(part, Mapping) and isinstance(found := part.get(key), dict) and found:
+                return found
+    return {}
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without the entries that `quantization_of` reads."""
+    kept = {key: value for key, value in config.items() if key not in QUANTIZATION}
+    return kept | {name: without_quantization(kept[name]) for name in TEXT_MODEL if isinstance(kept.get(name), Mapping)}
+
+
 def older_quantization(file: Path) -> dict[str, Any]:
     """What a hf_quant_config.json says, as a quantization_config would."""
     said = _json(file).get("quantization")
@@ -117,14 +138,16 @@ def older_quantization(file: Path) -> dict[str, Any]:
     return {"quant_method": "modelopt", "ignore": said.get("exclude_modules", []), **said}
 
 
-def _check_shards(path: Path, index: Path, shards: Iterable[str]) -> None:
-    """Checks that shard names stay inside the directory and that the files exist. They may be links, as in Hugging Face's cache."""
+def _check_names(index: Path, shards: Iterable[str]) -> None:
+    """Checks that shard names stay inside the directory."""
     for shard in shards:
         parts = PurePosixPath(shard)
         if parts.is_absolute() or ".." in parts.parts or "\\" in shard or "\0" in shard or parts.suffix != ".safetensors":
             raise CheckpointError(f"a shard {shard!r}", expected="names of safetensors files inside of the directory", where=str(index))
-    if (path / SINGLE).exists() and SINGLE not in shards:
-        raise CheckpointError(f"{SINGLE} beside an index of other files", expected="one or the other", where=str(path))
+
+
+def _check_shards(path: Path, index: Path, shards: Iterable[str]) -> None:
+    """Checks that the files exist. They may be links, as in Hugging Face's cache."""
     if missing := [shard for shard in shards if not _is_file(path / shard)]:
         found, todo = f"{missing[0]} is not there{_and_more(missing)}", "download it again"
         raise CheckpointError(found, expected="every file that the index names", todo=todo, where=str(index))

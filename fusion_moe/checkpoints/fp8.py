@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..errors import ShapeError
+from ..encodings import check_matrix_scales
+from ..errors import NonFiniteError, ShapeError
 
 BLOCK = (128, 128)
 
@@ -31,3 +32,11 @@ def dequantize_fp8(values: Tensor, scale: Tensor, block: tuple[int, int] = BLOCK
     if scale.numel() == 1:
         return values.float() * factor.reshape(())
     return values.float() * factor.repeat_interleave(block[0], 0)[:n].repeat_interleave(block[1], 1)[:, :k]
+
+
+def check_fp8_scales(scale: Tensor, name: str) -> None:
+    """NonFiniteError if scales contain NaN, infinity or a negative number, which no quantizer writes. Waits for the device."""
+    try:
+        check_matrix_scales(scale.float(), name)
+    except NonFiniteError as error:
+        raise NonFiniteError(error.found, expected="scales of 8-bit floats, amax / 448 each", todo="the file is damaged") from None

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..encodings import NVFP4, Quantized, check_finite
 from ..errors import NonFiniteError, ShapeError, UnsupportedError
 from .conversion import Source, algorithms, dense_step, modelopt_step, plain_linears, plain_weights, renamed
-from .directory import Directory
+from .directory import Directory, without_quantization
 from .experts import LayerExperts, experts_of, layers_of_experts
 from .fused import FusedOrder, Read, matrices_of, order_of
 from .headers import Entry
@@ -53,7 +53,7 @@ def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES
 
     steps = list(source.steps(of_weight, of_other))
     said = quantization_config(algorithms(source, steps), plain_linears(steps))
-    config = dict(source.directory.config) | {"quantization_config": said}
+    config = without_quantization(source.directory.config) | {"quantization_config": said}
     return write(dst, source.directory, steps, config=config, older_config=older_config(said), shard_bytes=shard_bytes, check=_check)
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..encodings import check_block_scales, check_matrix_scales
+from ..encodings import check_part_scales
 from ..errors import CheckpointError, NonFiniteError
 from ..progress import progress
 from .directory import Directory
+from .fp8 import check_fp8_scales
 from .schemes import StoredPart
 from .stored import StoredWeight
 
@@ -17,7 +18,8 @@ _LARGEST = 1.0  # the largest plausible multiplier: the largest weight is then 2
 
 
 def check_scales(directory: Directory, weights: Mapping[str, StoredWeight]) -> None:
-    """Reads all scales. CheckpointError, with file, tensor, found and expected, for NaN, negative or infinite scales, and for a divisor.
+    """Reads all scales. CheckpointError, with file, tensor, found and expected, for scales that are NaN, infinite or, but for those of
+    integers, negative, and for a divisor.
 
     It is also raised if compressed-tensors records another shape than the codes have: they were padded, which is not undone.
     If a matrix's scale would make its largest weight exceed 2688, the scale is the wrong way round; no trained weight comes near that.
@@ -33,10 +35,11 @@ def check_scales(directory: Directory, weights: Mapping[str, StoredWeight]) -> N
 def _check(weight: StoredWeight, part: StoredPart, scale: Tensor) -> None:
     entry = weight.entries[part.part]
     try:
-        if part.part == "block_scale" and scale.dtype.itemsize == 1:
-            check_block_scales(scale, entry.name)
+        if weight.scheme.encoding is None:
+            check_fp8_scales(scale, entry.name)
         else:
-            check_matrix_scales(scale.float(), entry.name)
+            (of_encoding,) = (p for p in weight.scheme.encoding.parts if p.name == part.part)
+            check_part_scales(of_encoding, scale, entry.name)
     except NonFiniteError as error:
         raise CheckpointError(error.found, expected=error.expected, where=str(entry.file)) from None
     if part.direction is not None and scale.item() > _LARGEST:

@@ -32,15 +32,19 @@ def write(
     dst: str | Path, source: Directory, steps: Sequence[Step], *, config: Mapping[str, Any], older_config: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES, check: Callable[[Directory], None] | None = None,
 ) -> Path:  # fmt: skip
-    """Writes the results of steps as the directory dst, with configurations, an index, and the source's other files (tokenizer and so on).
+    """Writes the results of steps as the directory dst, with configurations, an index, and the source's other files (tokenizer and so on),
+    but for hidden ones, other weights, and what lies in folders.
 
     older_config: for hf_quant_config.json. check: called with the Directory before it gets its name; if it raises, there is no dst.
-    CheckpointError if dst exists already, the disk is full, or another process is writing the same; whatever is raised, nothing incomplete
-    has dst's name.
+    CheckpointError if dst exists already, is a mount point, the disk is full, or another process is writing the same; whatever is raised,
+    nothing incomplete has dst's name. Returns dst, absolute and without symbolic links.
     """
-    dst = Path(dst).absolute()
+    dst = Path(dst).resolve()
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise CheckpointError("the destination exists", expected="a new path, or an empty directory", where=str(dst))
+    if os.path.ismount(dst):
+        expected, todo = "a path that a folder can be renamed to", "name a new folder inside of it"
+        raise CheckpointError("the destination is a mount point", expected=expected, todo=todo, where=str(dst))
     shards = _shards(steps, shard_bytes)
     partial = dst.with_name(f".{dst.name}.partial")
     with readable_errors(dst, partial), _locked(partial), _removed_unless_it_can_go_on(partial):

@@ -11,7 +11,7 @@ the known encodings.
 (['codes', 'block_scale'], 4.25)
 """
 
-from .checks import check_block_scales, check_finite, check_matrix_scales, check_parts
+from .checks import check_block_scales, check_finite, check_matrix_scales, check_part_scales, check_parts
 from .convert import dequantize, matrix_scale_of, quantize
 from .encoding import ENCODINGS, Element, Encoding, Part, Quantized, Scale, find, register, unregister
 from .int4 import INT4
@@ -23,6 +23,6 @@ from .plain import BF16, F16, F32
 
 __all__ = [
     "BF16", "ENCODINGS", "F16", "F32", "INT4", "MXFP4", "MXFP8", "MXFP8_COLUMNS", "NVFP4", "Element", "Encoding", "Part", "Quantized",
-    "Scale", "check_block_scales", "check_finite", "check_matrix_scales", "check_parts", "dequantize", "find",
+    "Scale", "check_block_scales", "check_finite", "check_matrix_scales", "check_part_scales", "check_parts", "dequantize", "find",
     "matrix_scale_of", "mxfp4_as_nvfp4", "quantize", "register", "unregister",
 ]  # fmt: skip

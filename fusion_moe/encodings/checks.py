@@ -130,25 +130,26 @@ def check_floats(x: Tensor, encoding: Encoding, *, elements: bool = False) -> No
 
 
 def check_block_scales(block_scale: Tensor, name: str = "block_scale") -> None:
-    """NonFiniteError if block scales, e4m3, e8m0 or bfloat16, contain NaN, infinity or a negative number (also -0.0).
+    """NonFiniteError if block scales contain NaN or infinity; for e4m3 also a negative number (and -0.0).
 
-    No quantizer writes such scales. For loading a checkpoint: kernels may store scales in an unsigned type. Waits for the device.
+    bfloat16 scales of integers may be negative: AutoRound makes the element with the largest magnitude -8, whatever its sign. No quantizer
+    writes the others. For loading a checkpoint: kernels may store 8-bit scales in an unsigned type. Waits for the device.
     """
     nan, bad = _bad_scales(block_scale, name)
     if bad.any():
-        count, found = int(nan.sum()), "NaN or infinite" if block_scale.dtype == torch.bfloat16 else "NaN"
+        count, signed = int(nan.sum()), block_scale.dtype == torch.bfloat16
         raise _at_first(
-            bad, block_scale, name, f"{count} {found} and {int(bad.sum()) - count} negative",
-            expected="block scales that are numbers and not negative, as every quantizer writes them",
+            bad, block_scale, name, f"{count} NaN or infinite" if signed else f"{count} NaN and {int(bad.sum()) - count} negative",
+            expected=f"block scales that are {'finite' if signed else 'numbers and not negative'}, as every quantizer writes them",
             todo="the file is damaged, or these are bytes of another type or of another tensor",
         )  # fmt: skip
 
 
 def _bad_scales(scale: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Where block scales [...] are not finite, and where they are not finite or are negative -> bool [...], bool [...]."""
+    """Where block scales [...] are not finite, and where no quantizer writes them -> bool [...], bool [...]."""
     if scale.dtype == torch.bfloat16:
         nan = ~scale.isfinite()
-        return nan, nan | scale.signbit()
+        return nan, nan
     if scale.dtype not in _NAN_BYTES:
         raise DtypeError(f"{name} is {scale.dtype}", expected=" or ".join(map(str, (*_NAN_BYTES, torch.bfloat16))))
     nan = bytes_of_nan(scale)
@@ -188,6 +189,14 @@ def check_matrix_scales(scale: Tensor, name: str = "decode_scale") -> None:
             expected="decode scales, amax / 2688 each, or 0 for a matrix of zeros",
             todo="pass a scale that multiplies; or leave it out, to have it computed",
         )  # fmt: skip
+
+
+def check_part_scales(part: Part, tensor: Tensor, name: str) -> None:
+    """`check_block_scales` or `check_matrix_scales` of a part that holds scales; elements are not checked."""
+    if part.of_blocks:
+        check_block_scales(tensor, name)
+    elif part.of_matrix:
+        check_matrix_scales(tensor, name)
 
 
 def _at_first(bad: Tensor, x: Tensor, name: str, found: str, *, expected: str, todo: str) -> NonFiniteError:

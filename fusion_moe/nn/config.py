@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 from ..errors import need_one_of
 from ..target import ACTIVATION_FORMATS
@@ -14,10 +15,16 @@ class NVFP4Config:
     OptionError for anything else.
     """
 
+    quant_method: ClassVar[str] = "fusion_moe"  # by which transformers finds the quantizer for a quantization_config
+
     activation_format: str = "bf16"
 
     def __post_init__(self) -> None:
         need_activation_format(self.activation_format, "NVFP4Config")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entries for config.json."""
+        return {"quant_method": self.quant_method, **asdict(self)}
 
 
 def need_activation_format(name: str, where: str) -> None:

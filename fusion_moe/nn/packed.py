@@ -102,7 +102,7 @@ class PackedModule(FrozenModule):
             _say_once(f"weights stay in the linear layout: {type(self).__name__}: {why}")
 
     def check_block_scales(self) -> None:
-        """NonFiniteError unless all block scales, in linear order, are non-negative numbers. Waits for the device."""
+        """NonFiniteError for block scales, in linear order, that no quantizer writes. Waits for the device."""
         for _, *scales in self.packed:
             for scale in scales:
                 check_block_scales(getattr(self, scale).detach(), scale)

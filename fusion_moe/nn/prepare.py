@@ -87,7 +87,7 @@ def _compile(model: nn.Module, tokens: Sequence[int] | str) -> None:
 
 
 def _check_scales(module: PackedModule, name: str, layout: str) -> None:
-    """NonFiniteError unless all block scales that would be reordered are non-negative numbers."""
+    """NonFiniteError unless all block scales that would be reordered are such as quantizers write."""
     if layout == "linear" or module.weight_layout != "linear":
         return  # they are not reordered, or were already checked
     try:

@@ -82,6 +82,11 @@ def folder() -> Path:
     return chosen
 
 
+def why_unusable() -> str:
+    """Why new files do not go to cache_dir, which is created if missing; "" if they do."""
+    return _why_unusable(_wanted())
+
+
 @contextlib.contextmanager
 def as_build_error(where: str) -> Iterator[None]:
     """Turns the system's errors, where a kernel is written, into a BuildError."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..checkpoints.directory import QUANTIZATION, TEXT_MODEL
 from ..checkpoints.modelopt import own_entries
 from ..nn import config as nn_config
 
@@ -41,8 +41,10 @@ class ModelOptConfig(QuantizationConfigMixin):
 class NVFP4Config(nn_config.NVFP4Config, QuantizationConfigMixin):
     """`quantization_config=NVFP4Config()` quantizes experts while a model in floating point is loaded, bit for bit as `quantize_`."""
 
-    quant_method = "fusion_moe"
 
-    def to_dict(self) -> dict[str, Any]:
-        """The entries for config.json."""
-        return {"quant_method": self.quant_method, **copy.deepcopy(self.__dict__)}
+def set_quantization(config: Any, said: Any) -> None:
+    """Makes `said` all that a configuration of transformers says about quantization: it goes before what the text model's part says."""
+    for part in (config, *(vars(config).get(name) for name in TEXT_MODEL)):
+        for key in QUANTIZATION if part is not None else ():
+            (part if isinstance(part, dict) else vars(part)).pop(key, None)
+    config.quantization_config = said

@@ -7,10 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..encodings import check_block_scales, check_matrix_scales
+from ..checkpoints.fp8 import check_fp8_scales
+from ..encodings import check_part_scales
 from ..errors import NonFiniteError
+from ..nn import NVFP4Linear
 from ..nn.frozen import place_
 from ..nn.packed import PackedModule
+from ..nn.projections import Projections
+from .eight_bit import EightBitLinear
+from .replacements import LINEAR
 
 
 def cast_(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -21,16 +26,17 @@ def cast_(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def check_scales(model: nn.Module) -> None:
-    """NonFiniteError, with the module's name, for scales of encoded weights that are NaN, infinite or negative."""
+    """NonFiniteError, with the module's name, for scales of encoded weights that no quantizer writes."""
     for name, module in model.named_modules():
-        for key, p in module._parameters.items() if isinstance(module, PackedModule) else ():
-            try:
-                if p is not None and p.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
-                    check_block_scales(p.detach(), key)
-                elif p is not None and key.endswith(("decode_scale", "weight_scale_2")):
-                    check_matrix_scales(p.detach(), key)
-            except NonFiniteError as error:
-                raise error.at(name) from None
+        try:
+            if isinstance(module, EightBitLinear):
+                check_fp8_scales(module.weight_scale.detach(), "weight_scale")
+            elif isinstance(module, (Projections, NVFP4Linear)):
+                for keys in (LINEAR,) if isinstance(module, NVFP4Linear) else module.part_names.values():
+                    for part, key in zip(module.encoding.parts, keys, strict=True):
+                        check_part_scales(part, getattr(module, key).detach(), key)
+        except NonFiniteError as error:
+            raise error.at(name) from None
 
 
 def freeze_(model: nn.Module) -> None:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from ..checkpoints import Directory, method_of
-from ..checkpoints.directory import OLDER_CONFIG, older_quantization
+from ..checkpoints.directory import OLDER_CONFIG, older_quantization, quantization_of
 from ..errors import CheckpointError
 from ..nn.config import NVFP4Config
+from .config import set_quantization
 from .share import Share, sharing
 from .sources import some
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from ..distributed.parallelize import Division
 
 _OF_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")  # arguments that say where
+_OF_CODE = ("trust_remote_code", "code_revision")
+# entries of configurations that a model's own from_pretrained sets, in all parts of the configuration
+_OF_MODEL = ("dtype", "torch_dtype", "quantization_config", "attn_implementation", "experts_implementation")
 
 
 def from_pretrained(
@@ -31,25 +35,23 @@ def from_pretrained(
 ) -> Any:  # fmt: skip
     """`auto_class.from_pretrained(directory, **kwargs)`, with encoded weights in modules of fusion_moe.nn, whoever quantized them.
 
-    directory: a local one, or a name that transformers knows. quantization_config=NVFP4Config(): rounds experts in floats, also in 8-bit
-    floats, to NVFP4. UnsupportedError for a `quant_method` that is not supported here; CheckpointError for weights that are missing, left
-    over or of another dtype or size. For encoded weights it is raised before any weight is read. In a directory in floats, transformers
-    finds missing weights while it loads; output_loading_info=True returns (model, info) nevertheless.
+    directory: a local one, or a name that transformers knows. kwargs may change entries of the configuration, unless config is given, which
+    stays as it is. quantization_config=NVFP4Config(): rounds experts in floats, also in 8-bit floats, to NVFP4. UnsupportedError for a
+    `quant_method` that is not supported here, and for a device_map with encoded weights outside of memory; CheckpointError for weights that
+    are missing, left over or of another dtype or size. For encoded weights both are raised before any weight is read. In a directory in
+    floats, transformers finds missing weights while it loads; output_loading_info=True returns (model, info) nevertheless.
 
     mesh, plan, tokens, dispatch, capacity: as for `distributed.parallelize_`; the result is the same as calling that afterwards, but each
     rank reads only the experts that it keeps. The directory must then be a local one. The plans "tp" and "ep_tp" divide features, and do so
     only for experts encoded in 4 bits.
     """
-    hub = {key: kwargs[key] for key in _OF_HUB if key in kwargs}
-    of_code = {key: kwargs[key] for key in ("trust_remote_code", "code_revision") if key in kwargs}
-    config = copy.deepcopy(kwargs.pop("config", None)) or AutoConfig.from_pretrained(directory, **hub, **of_code)
-    found = getattr(config, "quantization_config", None) or _beside(directory, hub)
-    if found:
-        found = found if isinstance(found, dict) else found.to_dict()
-        config.quantization_config = {**found, "source": method_of(found, str(directory)), "quant_method": "fusion_moe"}
-        if isinstance(kwargs.get("quantization_config"), NVFP4Config):
-            config.quantization_config["experts_config"] = dataclasses.asdict(kwargs.pop("quantization_config"))
     wanted = kwargs.pop("output_loading_info", False)
+    config, kwargs = _configuration(directory, kwargs)
+    if found := quantization_of(config.to_dict()) or _beside(directory, _some_of(kwargs, _OF_HUB)):
+        found = {**found, "source": method_of(found, str(directory)), "quant_method": "fusion_moe"}
+        if isinstance(kwargs.get("quantization_config"), NVFP4Config):
+            found["experts_config"] = dataclasses.asdict(kwargs.pop("quantization_config"))
+        set_quantization(config, found)
     if mesh is None:
         model, info = auto_class.from_pretrained(directory, config=config, output_loading_info=True, **kwargs)
     else:
@@ -63,6 +65,22 @@ def from_pretrained(
         todo = "output_loading_info=True returns the model with random numbers there, and their names"
         raise CheckpointError(f"nothing for {some(missing)}", expected="a tensor for each parameter", todo=todo, where=str(directory))
     return model
+
+
+def _configuration(directory: str | Path, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The configuration, and the arguments that do not change entries of it, as transformers' auto classes divide them."""
+    kwargs = dict(kwargs)
+    config = kwargs.pop("config", None)
+    if isinstance(config, PreTrainedConfig):
+        return copy.deepcopy(config), kwargs
+    kept = _some_of(kwargs, (*_OF_HUB, *_OF_CODE, *_OF_MODEL))
+    entries = {key: value for key, value in kwargs.items() if key not in _OF_MODEL}
+    config, unused = AutoConfig.from_pretrained(directory if config is None else config, return_unused_kwargs=True, **entries)
+    return config, unused | kept
+
+
+def _some_of(kwargs: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: kwargs[name] for name in names if name in kwargs}
 
 
 def _shared(directory: Directory, division: Division, auto_class: Any, config: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -16,8 +16,25 @@ def live_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     known = model.state_dict()
     found = {}
     for name in sorted(names, key=dot_natural_key):  # transformers' order: a renaming may depend on earlier names
-        found[name], _ = rename_source_key(name, renamings, [], model.base_model_prefix, known)
+        renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, known)
+        found[name] = renamed if renamed in known else _with_prefix(model, renamed)
     return found
+
+
+def of_heads(model: Any, names: Mapping[str, str]) -> set[str]:
+    """Those of `live_names` that a base model has no place for: in the files of a model with a head, what is beside the base model."""
+    prefix = f"{model.base_model_prefix}."
+    if model.base_model is not model or not any(name.startswith(prefix) for name in names):
+        return set()
+    return {live for name, live in names.items() if not name.startswith(prefix)}
+
+
+def _with_prefix(model: Any, name: str) -> str:
+    """Adds or removes the prefix of the base model, as transformers does for parameters, of which parts of weights are none."""
+    (first, _, rest), prefix, base = name.partition("."), model.base_model_prefix, model.base_model
+    if base is model:
+        return rest if first == prefix else name
+    return f"{prefix}.{name}" if first not in model._modules and first in base._modules else name
 
 
 def is_weight_norm(conversion: Any) -> bool:

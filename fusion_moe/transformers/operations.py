@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.core_model_loading import ConversionOps
 
 from ..checkpoints import StoredPart
-from ..checkpoints.fp8 import dequantize_fp8
+from ..checkpoints.fp8 import check_fp8_scales, dequantize_fp8
 from ..errors import UnsupportedError
 from ..nn.activations import deinterleave, interleave
 from ..nn.experts import quantize_gate_up
@@ -143,6 +143,7 @@ class ToFused(FromFused):
 class QuantizeEightBit(_Operation):
     """The 8-bit floats of E experts and their scales -> the parts of their NVFP4, rounded to bfloat16 first, as by `quantize_`.
 
+    Without scales, a layer's experts are in floats: they are quantized as they are.
     names: the parameters that hold the parts.
     """
 
@@ -155,8 +156,10 @@ class QuantizeEightBit(_Operation):
         half = len(source_patterns) // 2
         runs = []
         for scales, values in zip(source_patterns[:half], source_patterns[half:], strict=True):
-            pairs = zip(input_dict.pop(values), input_dict.pop(scales), strict=True)
-            runs.append(torch.stack([dequantize_fp8(v, s).bfloat16() for v, s in pairs]))
+            found, factors = input_dict.pop(values), input_dict.pop(scales, None)
+            if factors is not None:
+                found = [_dequantized(v, s, scales.rpartition(".")[2]) for v, s in zip(found, factors, strict=True)]
+            runs.append(torch.stack(found))
         parts = quantized(runs[0]) if half == 1 else quantize_gate_up(torch.cat(runs, 1))
         where = target_patterns[0].removesuffix(self.names[0])
         return {where + name: part for name, part in zip(self.names, parts, strict=True)}
@@ -178,6 +181,12 @@ class ToPart(_Operation):
 def is_ours(conversion: Any) -> bool:
     """Whether this library made a conversion."""
     return any(isinstance(op, _Operation) for op in getattr(conversion, "operations", ()))
+
+
+def _dequantized(values: Tensor, scale: Tensor, name: str) -> Tensor:
+    """bfloat16 [N, K]; NonFiniteError for a scale that no quantizer writes. name: the scale's, for the error."""
+    check_fp8_scales(scale, name)
+    return dequantize_fp8(values, scale).bfloat16()
 
 
 def _stored(part: StoredPart, name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.quantizers import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoints import Directory
+from ..checkpoints import KNOWN, Directory
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
 from ..nn import Adapter, prepare_
 from ..nn.packed import PackedModule
 from ..nn.projections import Projections
 from .completeness import check_complete
-from .config import ModelOptConfig
+from .config import ModelOptConfig, NVFP4Config, set_quantization
 from .conversions import expert_converters, linear_converters, longest_first, without
-from .eight_bit import to_floats_
+from .eight_bit import EightBitLinear, to_floats_
 from .finish import cast_, check_scales, freeze_
 from .names import is_weight_norm
 from .on_load import Contracts, QuantizeExperts, prepare_to_quantize
@@ -31,18 +35,29 @@ class FusionMoeQuantizer(HfQuantizer):
     """Loads directories with encoded experts and linear layers into modules of fusion_moe.nn."""
 
     replaced: Replacements | None = None
+    _model: Any = None  # while it is loaded
 
     def __init__(self, quantization_config: Any, **kwargs: Any):
+        if not isinstance(quantization_config, QuantizationConfigMixin):  # fusion_moe.NVFP4Config
+            quantization_config = NVFP4Config(**asdict(quantization_config))
         super().__init__(quantization_config, **kwargs)
         self._contracts: Contracts = {}
         self._dtypes: dict[str, torch.dtype] = {}
 
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """UnsupportedError for encoded weights outside of memory. Called again with the map that transformers made of "auto"."""
+        if self._model is not None:
+            _check_in_memory(self._model, device_map)
+
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
-        """Replaces modules. CheckpointError for files without tensors that they need, UnsupportedError for a parallel plan."""
+        """Replaces modules. CheckpointError for files without tensors that they need, UnsupportedError for a parallel plan, and for encoded
+        weights outside of memory.
+        """
         _check_one_device(model)
         self._model, share = model, shared()
         if not self.pre_quantized:
             self._contracts = prepare_to_quantize(model, self.quantization_config)
+            _check_in_memory(model, kwargs.get("device_map"))
             if share is not None:
                 share.take(model, {})
             return
@@ -50,7 +65,8 @@ class FusionMoeQuantizer(HfQuantizer):
         self._dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
         config = self.quantization_config
         self.replaced = replace_modules(model, directory.tensors, config.method, config.experts, config.quantizes)
-        ignored = {r"input_scale$", r"input_global_scale$", r"\.[kv]_scale$"}
+        _check_in_memory(model, kwargs.get("device_map"))
+        ignored = {f"{re.escape(suffix)}$" for suffix in KNOWN}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
         if share is not None:
             share.take(model, self.replaced.experts)
@@ -98,7 +114,7 @@ class FusionMoeQuantizer(HfQuantizer):
         """
         sources = {} if self.replaced is None else self.replaced.experts
         model._weight_conversions = conversions_for_saving(model, sources)
-        model.config.quantization_config = with_activation_format(self._saved_config(model), model)
+        set_quantization(model.config, with_activation_format(self._saved_config(model), model))
         return _without_adapters(model), {}
 
     def _saved_config(self, model: Any) -> Any:
@@ -141,6 +157,19 @@ def _check_one_device(model: Any) -> None:
         found = "a model that a parallel plan divides between devices"
         todo = "fusion_moe.transformers.from_pretrained(directory, mesh=mesh) reads each rank's experts, without those plans"
         raise UnsupportedError(found, expected="all of it on one device", todo=todo)
+
+
+def _check_in_memory(model: Any, device_map: Any) -> None:
+    """UnsupportedError for encoded weights that a device map leaves on disk or on the meta device."""
+    devices = device_map if isinstance(device_map, Mapping) else {}  # else the name of a way to make one
+    for name, module in model.named_modules():
+        for key, _ in module.named_parameters(name, recurse=False) if isinstance(module, (PackedModule, EightBitLinear)) else ():
+            place = key
+            while place and place not in devices:
+                place = place.rpartition(".")[0]
+            if str(devices.get(place)) in ("disk", "meta"):
+                todo = "name a device with room for it, or raise max_memory; modules that are not quantized may be on disk"
+                raise UnsupportedError(f"{name} on {devices[place]}", expected="encoded weights in memory", todo=todo, where="device_map")
 
 
 def _module(model: Any, name: str) -> Projections:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from ..checkpoints import Entry, Scheme, StoredWeight, stored_weights
 from ..encodings import NVFP4, Encoding, Quantized
+from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, UnsupportedError
 from ..nn import Llama4MoE, NVFP4Linear
 from ..nn.config import NVFP4Config
@@ -18,7 +19,7 @@ from ..nn.contract import contract_of, experts_from
 from ..nn.converters import convert
 from ..nn.projections import Projections
 from .eight_bit import EightBitLinear
-from .names import any_of, live_names
+from .names import any_of, live_names, of_heads
 from .sources import INPUT_SCALES, ExpertsSource, Stored, find_experts, some, weights_of
 
 LINEAR = ("weight", "weight_scale", "weight_scale_2")  # the parameters of NVFP4Linear, in the order of NVFP4's parts
@@ -41,23 +42,58 @@ class Replacements:
 def replace_modules(model: Any, tensors: Mapping[str, Entry], method: str, config: NVFP4Config, quantizes: bool = False) -> Replacements:
     """Puts modules of fusion_moe.nn, on the meta device, in the place of modules whose tensors in the files are encoded weights.
 
-    method: `quant_method` of the configuration. quantizes: whether experts in 8-bit floats may be rounded to NVFP4. CheckpointError for an
-    incomplete weight or one that no module takes, UnsupportedError for an encoding that no module can compute with.
+    method: `quant_method` of the configuration. quantizes: whether experts in 8-bit floats, and those in floats beside them, may be rounded
+    to NVFP4. CheckpointError for an incomplete weight or one that no module takes, UnsupportedError for an encoding that no module can
+    compute with, and for experts in several whose tensors have the same names.
     """
-    replaced = Replacements({live: replace(tensors[name], name=live) for name, live in live_names(model, tensors).items()})
+    names = live_names(model, tensors)
+    replaced = Replacements({live: replace(tensors[name], name=live) for name, live in names.items()})
     stored = stored_weights(replaced.entries, method)
-    for name, module in list(model.named_modules()):
-        source = _experts_at(name, module, stored)
-        if source is not None:
-            _replace_experts(replaced, model, name, module, source, stored, config, quantizes)
+    modules = dict(model.named_modules())
+    sources = _sources(modules, stored)
+    _check_schemes(sources.values())
+    floats = _floats(replaced.entries, sources.values()) if quantizes else {}
+    sources |= _sources({name: module for name, module in modules.items() if name not in sources}, floats)
+    for name, module in modules.items():
+        if name in sources:
+            _replace_experts(replaced, model, name, module, sources[name], {**floats, **stored}, config, quantizes)
         elif type(module) is nn.Linear and name in stored:
             _replace_linear(replaced, model, name, module, stored[name])
     ignored = any_of(model._keys_to_ignore_on_load_unexpected)
-    left = [e.name for w in stored.values() for e in w.entries.values() if e.name not in replaced.taken and not ignored.search(e.name)]
+    others = replaced.taken | of_heads(model, names)
+    left = [e.name for w in stored.values() for e in w.entries.values() if e.name not in others and not ignored.search(e.name)]
     if left:
-        todo = "the model calls it otherwise, or it is no linear layer"
+        todo = "the model calls it otherwise, it is no linear layer, or config.json has fewer layers or experts than the files"
         raise CheckpointError(f"{some(left)}, of no module", expected="a module for each weight", todo=todo, where=type(model).__name__)
     return replaced
+
+
+def _sources(modules: Mapping[str, nn.Module], stored: Stored) -> dict[str, ExpertsSource]:
+    """Where modules of experts are stored, by name; only those of encoded ones."""
+    return {name: source for name, module in modules.items() if (source := _experts_at(name, module, stored)) is not None}
+
+
+def _check_schemes(sources: Iterable[ExpertsSource]) -> None:
+    """UnsupportedError for layers with different schemes: a conversion is for all layers, and would take the tensors of both."""
+    first: dict[tuple[str, bool], ExpertsSource] = {}
+    for source in sources:
+        other = first.setdefault((source.tail, source.joined), source)
+        if source.scheme != other.scheme:
+            found = f"experts in {source.scheme.name}, and those of {other.name} in {other.scheme.name}"
+            eight_bit = source.scheme.encoding is None or other.scheme.encoding is None
+            call = "quantize(src, dst) makes NVFP4" if eight_bit else "convert(src, dst, to='dense') makes floats"
+            todo = f"fusion_moe.checkpoints.{call} of all of them; load that"
+            raise UnsupportedError(found, expected="one format in all layers", todo=todo, where=source.name)
+
+
+def _floats(entries: Mapping[str, Entry], sources: Iterable[ExpertsSource]) -> dict[str, StoredWeight]:
+    """Weights in floats, as weights without scales in the scheme of the experts in 8-bit floats; {} if there are none."""
+    scheme = next((source.scheme for source in sources if source.scheme.encoding is None), None)
+    if scheme is None:
+        return {}
+    scheme, elements = replace(scheme, name="floats"), scheme.parts[0]
+    plain = {name.removesuffix(elements.suffix): e for name, e in entries.items() if e.dtype in FLOATS and name.endswith(elements.suffix)}
+    return {name: StoredWeight(name, scheme, {elements.part: entry}, entry.shape) for name, entry in plain.items()}
 
 
 def _experts_at(name: str, module: nn.Module, stored: Stored) -> ExpertsSource | None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from ..encodings import Quantized, check_block_scales, check_matrix_scales
+from ..encodings import Quantized, check_part_scales
 from ..errors import NonFiniteError
 
 
 def check_scales(where: str, **weights: Quantized) -> None:
-    """NonFiniteError for scales of weights that are NaN, infinite or negative, with their names. where: the layer."""
+    """NonFiniteError for scales of weights that no quantizer writes, with their names. where: the layer."""
     for name, weight in weights.items():
         for part, tensor in weight.named():
             try:
-                if part.of_blocks:
-                    check_block_scales(tensor, f"{name}'s {part.name}")
-                elif part.of_matrix:
-                    check_matrix_scales(tensor, f"{name}'s {part.name}")
+                check_part_scales(part, tensor, f"{name}'s {part.name}")
             except NonFiniteError as error:
                 raise error.at(where) from None

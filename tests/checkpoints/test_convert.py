@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -90,6 +91,21 @@ def test_to_float32_without_loss(name: str, tmp_path: Path) -> None:
     config = json.loads((dst / "config.json").read_text())
     assert ("quantization_config" in config, config["dtype"], (dst / "hf_quant_config.json").exists()) == (False, "float32", False)
     assert_equal(plain(raw(dst)), plain(raw(MADE / name)))
+
+
+@pytest.mark.parametrize("to", ["modelopt", "dense"])
+@pytest.mark.parametrize(("part", "key"), [("", "compression_config"), ("text_config", "quantization_config")])
+def test_the_sources_quantization_is_not_said_again(part: str, key: str, to: str, tmp_path: Path) -> None:
+    src = copied("ct-qwen3_moe", tmp_path)
+
+    def move(config: dict[str, Any]) -> None:
+        said = config.pop("quantization_config")
+        (config.setdefault(part, {}) if part else config)[key] = said
+
+    change_json(src / "config.json", move)
+    written = Directory.open(convert(src, tmp_path / "dst", to))
+    assert method_of(written.quantization) == ("modelopt" if to == "modelopt" else "")
+    assert "compressed-tensors" not in (tmp_path / "dst" / "config.json").read_text()
 
 
 def test_mxfp4_is_what_transformers_decodes(tmp_path: Path) -> None:
@@ -178,6 +194,13 @@ def test_fp8_whose_scales_are_no_powers_of_two(tmp_path: Path) -> None:
 def test_no_other_form_is_known(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="to='gguf'; expected one of modelopt, dense"):
         convert(MADE / "modelopt-qwen3_moe", tmp_path / "dst", "gguf")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
+def test_dense_weights_are_floats(dtype: torch.dtype, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=f"dtype={dtype}; expected one of torch.float32, torch.bfloat16, torch.float16"):
+        convert(MADE / "modelopt-qwen3_moe", tmp_path / "dst", "dense", dtype=dtype)
+    assert not (tmp_path / "dst").exists()
 
 
 def _set_scales(*at: int) -> Callable[[Path], object]:

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fusion_moe.checkpoints import Directory, method_of, stored_weights
+from fusion_moe.checkpoints.directory import quantization_of, without_quantization
 from fusion_moe.checkpoints.headers import read_header
 from fusion_moe.errors import CheckpointError, UnsupportedError
 
@@ -44,8 +46,21 @@ def test_configuration_of_quantization(tmp_path: Path) -> None:
     assert all(older[key] == whole[key] for key in ("quant_method", "quant_algo", "ignore"))
     (path / "hf_quant_config.json").unlink()
     assert Directory.open(path).quantization == {}
-    change_json(path / "config.json", lambda c: c.update(text_config={"quantization_config": whole}))
-    assert Directory.open(path).quantization == whole
+
+
+PLACES = [(part, key) for part in ("", "text_config", "llm_config") for key in ("quantization_config", "compression_config")]
+
+
+@pytest.mark.parametrize(("part", "key"), PLACES)
+def test_where_a_configuration_may_say_it(part: str, key: str, tmp_path: Path) -> None:
+    path, said = copied(SINGLE, tmp_path), Directory.open(MADE / SINGLE).quantization
+    entry: dict[str, Any] = {"quantization_config": {}, "text_config": {"hidden_size": 64}}
+    (entry.setdefault(part, {}) if part else entry)[key] = said
+    change_json(path / "config.json", lambda c: c.update(entry))
+    assert Directory.open(path).quantization == said
+    rest = without_quantization(Directory.open(path).config)
+    assert quantization_of(rest) == {}
+    assert rest["text_config"] == {"hidden_size": 64}
 
 
 def test_links_as_in_the_cache_of_hugging_face(tmp_path: Path) -> None:
@@ -54,6 +69,15 @@ def test_links_as_in_the_cache_of_hugging_face(tmp_path: Path) -> None:
         file.rename(tmp_path / f"blob{i}")
         file.symlink_to(tmp_path / f"blob{i}")
     assert Directory.open(path).tensors.keys() == Directory.open(MADE / SHARDED).tensors.keys()
+
+
+def test_an_index_of_files_that_are_gone(tmp_path: Path) -> None:
+    """transformers leaves the index when it saves one file in place of shards."""
+    path = copied(SHARDED, tmp_path)
+    for shard in path.glob("*.safetensors"):
+        shard.unlink()
+    _both(path)
+    assert list(Directory.open(path).tensors) == ["x"]
 
 
 def _truncate(path: Path) -> None:

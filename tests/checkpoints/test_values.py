@@ -44,6 +44,11 @@ BROKEN: dict[str, tuple[str, Callable[[Tensors], object]]] = {
     "negative decode scale": ("modelopt-qwen3_moe", _set(f"{GATE}.weight_scale_2", lambda t: -t)),
     "divisor for a multiplier": ("modelopt-qwen3_moe", _set(f"{GATE}.weight_scale_2", lambda t: 1 / t)),
     "multiplier for a divisor": ("ct-qwen3_moe", _set(f"{GATE}.weight_global_scale", lambda t: 1 / t)),
+    "NaN scale of integers": ("ct-qwen3_moe-int4", _set(f"{GATE}.weight_scale", lambda t: t * float("nan"))),
+    "negative FP8 scale": (
+        "modelopt-qwen3_5_moe-mixed",
+        _set("model.language_model.layers.0.linear_attn.out_proj.weight_scale", lambda t: -t),
+    ),
     "another shape": ("ct-qwen3_moe-int4", _set(f"{GATE}.weight_shape", lambda t: t - 1)),
     "zero as a divisor": ("ct-qwen3_moe", _set(f"{GATE}.weight_global_scale", lambda t: 0 * t)),
 }

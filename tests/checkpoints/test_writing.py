@@ -155,6 +155,25 @@ def test_existing_directories(tmp_path: Path) -> None:
         convert(SRC, tmp_path / "empty")
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_to_the_destination(there: bool, tmp_path: Path) -> None:
+    if there:
+        (tmp_path / "folder").mkdir()
+    (tmp_path / "dst").symlink_to(tmp_path / "folder")
+    assert convert(SRC, tmp_path / "dst") == tmp_path / "folder"
+    assert Directory.open(tmp_path / "dst").tensors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "folder"]
+
+
+def test_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dst").mkdir()
+    monkeypatch.setattr(writing.os.path, "ismount", lambda path: path == tmp_path / "dst")
+    with pytest.raises(CheckpointError, match="dst: the destination is a mount point; .*; name a new folder inside of it$"):
+        convert(SRC, tmp_path / "dst")
+    assert list(tmp_path.iterdir()) == [tmp_path / "dst"]
+    assert Directory.open(convert(SRC, tmp_path / "dst" / "inside")).tensors
+
+
 def test_one_matrix_is_in_memory_at_a_time(tmp_path: Path) -> None:
     """64 MB in one file, in 64 pieces: as much more memory as a few of them need."""
     src = copied("modelopt-qwen3_moe", tmp_path)

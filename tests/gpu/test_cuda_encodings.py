@@ -145,11 +145,12 @@ def test_every_code_under_every_scale_of_nvfp4_in_f16(layout, rows):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("activations", ["bf16", "f16"])
 def test_every_code_under_every_scale_of_int4(activations, layout, rows):
-    """Each of the scales in range; in bfloat16 a weight is rounded to it."""
+    """Each of the scales in range, and its opposite; in bfloat16 a weight is rounded to it."""
     scales = torch.arange(2**15, dtype=torch.int16).view(torch.bfloat16)
     first, last = INT4_EXACT[activations]
     scales = scales[(scales >= first) & (scales <= last)]
-    for some in scales[: len(scales) // 256 * 256].split(4096):
+    scales = torch.cat([signed[: len(scales) // 256 * 256] for signed in (scales, -scales)])
+    for some in scales.split(4096):
         found, want = every_code(some, ENCODINGS["int4"], activations, layout, rows)
         assert torch.equal(found, want.bfloat16().float() if activations == "bf16" else want)
 

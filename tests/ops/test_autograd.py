@@ -182,6 +182,49 @@ def test_what_was_kept_must_not_be_written():
         y.sum().backward()
 
 
+@pytest.mark.parametrize("shape", [(HIDDEN,), (1, TOKENS, HIDDEN)], ids=["vector", "batch"])
+@pytest.mark.parametrize("name", ["expert_mlp", "scaled_swiglu"])
+def test_a_result_may_be_written(name, shape):
+    """As `y += shared_expert(x)` does. Whatever the number of dimensions."""
+    if name == "expert_mlp":
+        given = arguments(torch.float32)
+        if len(shape) == 1:
+            given |= {"ids": given["ids"][:1], "w": given["w"][:1]}
+        x, f = given.pop("x")[: given["ids"].shape[0]].reshape(shape), lambda x: OPS.expert_mlp(x, **given)
+    else:
+        x, f = random(*shape), OPS.scaled_swiglu
+    want, found = x.clone().requires_grad_(), x.clone().requires_grad_()
+    (f(want) * 2 + 1).square().sum().backward()
+    written = f(found)
+    written.mul_(2).add_(1).square().sum().backward()
+    assert_same_bits(found.grad, want.grad)
+
+
+def test_no_second_derivative_lacks_a_part():
+    """The backward reads FC1's result, which the forward made without a graph."""
+    given = arguments(torch.float32)
+    with pytest.raises(UnsupportedError, match="a second derivative through .* which the forward saved without its graph"):
+        torch.autograd.grad(call(given, "x").sum(), given["x"], create_graph=True)
+    given = arguments(torch.float32)
+    (first,) = torch.autograd.grad(call(given, "w").square().sum(), given["w"], create_graph=True)
+    first.sum().backward()  # 2 sum of J^T J w: nothing saved depends on w
+    rows = torch.stack([call({**given, "w": one}) for one in torch.eye(TOKENS * SLOTS).view(-1, TOKENS, SLOTS)]).flatten(1).detach()
+    torch.testing.assert_close(given["w"].grad.flatten(), 2 * (rows @ rows.T).sum(1), rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_a_program():
+    """`fusion_moe.run` tracks them as the operation `run` does, on every target."""
+    fd = fusion_moe.FusionDefinition()
+    x = fd.define_tensor(shape=[-1, 8], dtype="f32")
+    fd.add_output(fd.ops.mul(fd.ops.relu(x), 3.0))
+    a = random(4, 8).requires_grad_()
+    (y,) = fusion_moe.run(fd.fusion(), [a])
+    y.sum().backward()
+    assert torch.equal(a.grad, 3.0 * (a > 0))
+    with torch.no_grad():
+        assert not fusion_moe.run(fd.fusion(), [a])[0].requires_grad
+
+
 def test_trained_weights_cost_a_product_each():
     """fprop, dgrad and wgrad once. FC2's wgrad alone keeps the activation, half as wide as FC1's result; with FC1's that makes it again."""
     x, ids, w = (arguments()[name] for name in ("x", "ids", "w"))

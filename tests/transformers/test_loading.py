@@ -15,17 +15,17 @@ pytest.importorskip("transformers")
 from decoded import plain_model, relative, same_bytes, same_parameters
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import fusion_moe
-from fusion_moe.checkpoints import convert
+from fusion_moe.checkpoints import Directory, check_scales, convert, stored_weights
 from fusion_moe.errors import CheckpointError, NonFiniteError, UnsupportedError
 from fusion_moe.nn import NVFP4Linear
 from fusion_moe.nn.packed import PackedModule
-from fusion_moe.transformers import from_pretrained
+from fusion_moe.transformers import NVFP4Config, from_pretrained
 from fusion_moe.transformers.registration import register
 
 MADE = Path(__file__).parents[1] / "checkpoints" / "made"
@@ -33,6 +33,7 @@ DIRECTORIES = sorted(d.name for d in MADE.iterdir() if (d / "config.json").exist
 AS_MODELOPT = [name for name in DIRECTORIES if name.startswith("ct") and not name.endswith("int4")]
 AS_LOADED = [name for name in DIRECTORIES if name not in AS_MODELOPT]
 TOKENS = torch.arange(3, 12)[None]
+PARTS = ("weight", "weight_scale", "weight_scale_2")
 
 
 def logits(model) -> torch.Tensor:
@@ -99,6 +100,34 @@ def test_a_prepared_model_is_saved_as_it_was_loaded(tmp_path):
     assert all(same_bytes(was[key], now[key]) for key in was)
 
 
+@pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "modelopt-qwen3_5_moe-mixed", "ct-qwen3_moe-int4", "mxfp4-gpt_oss"])
+def test_base_models(name, tmp_path):
+    """The base model of a directory with a head; and the model with a head, of a directory whose names lack the base model's prefix."""
+    full, base = from_pretrained(MADE / name), from_pretrained(MADE / name, auto_class=AutoModel)
+    assert same_parameters(base, full.base_model)
+    base.save_pretrained(tmp_path)
+    assert same_parameters(from_pretrained(tmp_path, auto_class=AutoModel), base)
+    with pytest.raises(CheckpointError, match="nothing for lm_head.weight"):
+        from_pretrained(tmp_path)
+    head = {"lm_head.weight": full.lm_head.weight.detach().clone()}
+    save_file(load_file(tmp_path / "model.safetensors") | head, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert same_parameters(from_pretrained(tmp_path), full)
+
+
+def test_a_base_model_has_no_place_for_an_encoded_head(tmp_path):
+    def encode_head(t):
+        t.pop("lm_head.weight")
+        t.update({f"lm_head.{part}": t[f"model.layers.0.self_attn.q_proj.{part}"].clone() for part in PARTS})
+
+    base = AutoModel.from_pretrained(changed(tmp_path, encode_head))
+    assert same_parameters(base, from_pretrained(MADE / "modelopt-qwen3_moe").base_model)
+
+
+def test_shapes_of_packed_tensors_are_not_unexpected():
+    _, info = from_pretrained(MADE / "ct-qwen3_moe-int4", output_loading_info=True)
+    assert not any(info.values())
+
+
 # Errors, before anything is read ------------------------------------------------------------------------------------------
 
 
@@ -114,18 +143,22 @@ def changed(tmp_path: Path, change, name: str = "modelopt-qwen3_moe") -> Path:
 
 
 def expert_lost(t):
-    for part in ("weight", "weight_scale", "weight_scale_2"):
+    for part in PARTS:
         del t[f"model.layers.0.mlp.experts.2.up_proj.{part}"]
 
 
 def linear_lost(t):
-    for part in ("weight", "weight_scale", "weight_scale_2"):
+    for part in PARTS:
         del t[f"model.layers.0.self_attn.q_proj.{part}"]
 
 
 def weight_of_nothing(t):
-    for part in ("weight", "weight_scale", "weight_scale_2"):
+    for part in PARTS:
         t[f"model.layers.0.mlp.router.{part}"] = t[f"model.layers.0.self_attn.q_proj.{part}"].clone()
+
+
+def layer_too_many(t):
+    t.update({name.replace("layers.0.", "layers.1."): t[name].clone() for name in list(t) if "layers.0.mlp.experts" in name})
 
 
 def norm_lost(t):
@@ -142,6 +175,7 @@ def scale_lost(t):
         (expert_lost, r"experts: no encoded model.layers.0.mlp.experts.2.up_proj; expected all 8 weights of gate_up"),
         (linear_lost, "nothing for model.layers.0.self_attn.q_proj.weight; expected all"),
         (weight_of_nothing, "model.layers.0.mlp.router.weight.* of no module; expected a module for each weight"),
+        (layer_too_many, r"layers.1.mlp.experts.*, of no module; .* config.json has fewer layers or experts than the files"),
         (norm_lost, "nothing for model.norm.weight; expected all"),
         (scale_lost, "q_proj.weight .* without model.layers.0.self_attn.q_proj.weight_scale_2"),
     ],
@@ -159,16 +193,40 @@ def negative_scale(t):
     t["model.layers.0.self_attn.q_proj.weight_scale_2"].neg_()
 
 
+def infinite_scale_of_integers(t):
+    t["model.layers.0.mlp.experts.2.up_proj.weight_scale"][3, 0] = float("inf")
+
+
+def nan_as_a_scale_of_eight_bit(t):
+    t["model.language_model.layers.0.linear_attn.out_proj.weight_scale"].fill_(float("nan"))
+
+
+def negative_scale_of_eight_bit(t):
+    t["model.language_model.layers.0.linear_attn.out_proj.weight_scale"].neg_()
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change", "message"),
     [
-        (nan_in_a_scale, r"model.layers.0.mlp.experts: 1 NaN and 0 negative among the .* of gate_up_proj_scale"),
-        (negative_scale, r"model.layers.0.self_attn.q_proj: 1 NaN, infinite or negative .* of weight_scale_2"),
+        ("modelopt-qwen3_moe", nan_in_a_scale, r"model.layers.0.mlp.experts: 1 NaN and 0 negative among the .* of gate_up_proj_scale"),
+        ("modelopt-qwen3_moe", negative_scale, r"model.layers.0.self_attn.q_proj: 1 NaN, infinite or negative .* of weight_scale_2"),
+        ("ct-qwen3_moe-int4", infinite_scale_of_integers, r"model.layers.0.mlp.experts: 1 NaN or infinite among .* of gate_up_proj_scale"),
+        ("modelopt-qwen3_5_moe-mixed", nan_as_a_scale_of_eight_bit, r"linear_attn.out_proj: 1 NaN, .*: nan; expected scales of 8-bit"),
+        ("modelopt-qwen3_5_moe-mixed", negative_scale_of_eight_bit, r"linear_attn.out_proj: 1 .* or negative .* of weight_scale"),
     ],
 )
-def test_scales_are_numbers(change, message, tmp_path):
+def test_scales_are_numbers(name, change, message, tmp_path):
     with pytest.raises(NonFiniteError, match=message):
-        from_pretrained(changed(tmp_path, change))
+        from_pretrained(changed(tmp_path, change, name))
+
+
+def test_scales_of_integers_may_be_negative(tmp_path):
+    """AutoRound writes them, since -8 has no opposite."""
+    copy = changed(tmp_path, lambda t: t["model.layers.0.mlp.experts.2.up_proj.weight_scale"][::2].neg_(), "ct-qwen3_moe-int4")
+    check_scales(directory := Directory.open(copy), stored_weights(directory.tensors, "compressed-tensors"))
+    model = from_pretrained(copy, dtype=torch.float32)
+    assert (model.model.layers[0].mlp.experts.gate_up_proj_scale < 0).any()
+    assert relative(logits(model), logits(plain_model(copy))) <= 1e-5
 
 
 def test_a_method_that_is_not_read(tmp_path):
@@ -186,6 +244,98 @@ def test_a_configuration_in_a_file_of_its_own(tmp_path):
     del config["quantization_config"]
     (copy / "config.json").write_text(json.dumps(config))
     assert same_parameters(from_pretrained(copy), from_pretrained(MADE / "modelopt-qwen3_moe"))
+
+
+def said_in(config: dict, part: str, key: str, said: dict) -> None:
+    """Moves what a configuration says about quantization."""
+    (config.setdefault(part, {}) if part else config)[key] = said
+
+
+@pytest.mark.parametrize("name", ["ct-qwen3_moe", "ct-qwen3_moe-int4", "modelopt-qwen3_moe"])
+@pytest.mark.parametrize(("part", "key"), [("", "compression_config"), ("llm_config", "quantization_config")])
+def test_a_configuration_at_another_place(part, key, name, tmp_path):
+    copy = changed(tmp_path, lambda found: None, name)
+    (copy / "hf_quant_config.json").unlink(missing_ok=True)
+    config = json.loads((copy / "config.json").read_text())
+    said_in(config, part, key, config.pop("quantization_config"))
+    (copy / "config.json").write_text(json.dumps(config))
+    assert same_parameters(from_pretrained(copy), from_pretrained(MADE / name))
+
+
+def nvfp4(n, k):
+    scale = (torch.rand(n, k // 16) + 0.5).to(torch.float8_e4m3fn)
+    return {"packed": torch.randint(256, (n, k // 2), dtype=torch.uint8), "scale": scale, "global_scale": torch.tensor([64.0])}
+
+
+def int4(n, k):
+    packed = torch.randint(2**31 - 1, (n, k // 8), dtype=torch.int32)
+    return {"packed": packed, "scale": torch.rand(n, k // 32).bfloat16(), "shape": torch.tensor([n, k], dtype=torch.int32)}
+
+
+@pytest.mark.parametrize(("encoded", "form"), [(nvfp4, "nvfp4-pack-quantized"), (int4, "pack-quantized")])
+def test_a_configuration_in_that_of_the_text_model(encoded, form, tmp_path):
+    """Experts of compressed-tensors in a multimodal model, said for the whole model or for its text model."""
+    torch.manual_seed(0)
+    name = "modelopt-qwen3_5_moe-mixed"
+    shapes = {w.name: w.shape for w in stored_weights(Directory.open(MADE / name).tensors, "modelopt").values()}
+
+    def experts_alone(found):
+        for weight, shape in shapes.items():
+            for key in [key for key in found if key.startswith(f"{weight}.")]:
+                del found[key]
+            parts = {f"_{key}": t for key, t in encoded(*shape).items()} if ".experts." in weight else {"": torch.randn(shape).bfloat16()}
+            found.update({f"{weight}.weight{part}": t for part, t in parts.items()})
+
+    copy = changed(tmp_path, experts_alone, name)
+    (copy / "hf_quant_config.json").unlink()
+    text = json.loads((copy / "config.json").read_text())
+    del text["quantization_config"], text["architectures"]
+    models = []
+    for part in ("", "text_config"):
+        config = {"model_type": "qwen3_5_moe", "text_config": dict(text)}
+        said_in(config, part, "quantization_config", {"quant_method": "compressed-tensors", "format": form})
+        (copy / "config.json").write_text(json.dumps(config))
+        models.append(from_pretrained(copy))
+    assert same_parameters(*models)
+    assert any(isinstance(m, PackedModule) for m in models[1].modules())
+
+
+def test_entries_of_the_configuration_as_arguments(tmp_path):
+    arguments = {"use_cache": False, "num_experts_per_tok": 1, "dtype": torch.float32, "attn_implementation": "eager"}
+    for name in ("modelopt-qwen3_moe", "ct-qwen3_moe", "bf16-qwen3_moe"):
+        model = from_pretrained(MADE / name, **arguments)
+        assert (model.config.use_cache, model.config.num_experts_per_tok, model.dtype) == (False, 1, torch.float32)
+        assert model.config._attn_implementation == "eager"
+    with pytest.raises(TypeError, match="no_entry"):
+        from_pretrained(MADE / name, no_entry=1)
+
+
+ON_CPU = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers", "model.norm", "lm_head"), "cpu")
+
+
+@pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "bf16-qwen3_moe"])
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        ({"device_map": ON_CPU | {"model.layers.0.mlp": "disk"}}, "disk"),
+        ({"device_map": "auto", "max_memory": {"cpu": "6KB"}}, "disk"),
+        ({"device_map": "meta"}, "meta"),
+    ],
+)
+def test_encoded_weights_are_in_memory(arguments, where, name, tmp_path):
+    pytest.importorskip("accelerate")
+    given = {"quantization_config": NVFP4Config()} if name.startswith("bf16") else {}
+    with pytest.raises(UnsupportedError, match=rf"device_map: model.layers.0.* on {where}; expected encoded weights in memory; name a dev"):
+        AutoModelForCausalLM.from_pretrained(MADE / name, offload_folder=tmp_path, **arguments, **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_weights_may_be_on_disk(tmp_path):
+    pytest.importorskip("accelerate")
+    device_map = ON_CPU | {"model.embed_tokens": "disk"}
+    model = from_pretrained(MADE / "ct-qwen3_moe", device_map=device_map, offload_folder=tmp_path)
+    assert model.model.embed_tokens.weight.is_meta
+    assert relative(logits(model), logits(from_pretrained(MADE / "ct-qwen3_moe"))) <= 1e-2
 
 
 def in_the_hubs_cache(cache: Path, revisions: dict[str, Path]) -> None:

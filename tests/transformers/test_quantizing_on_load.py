@@ -68,6 +68,14 @@ def test_quantized_while_loading_is_quantized_afterwards(saved, tmp_path):
         assert relative(logits(again), logits(other)) <= 1e-2  # bfloat16, by products that depend on alignment
 
 
+@pytest.mark.parametrize("load", [AutoModelForCausalLM.from_pretrained, from_pretrained], ids=["transformers", "fusion_moe"])
+def test_the_configuration_of_quantize_will_do(load, saved, tmp_path):
+    model = load(saved, quantization_config=fusion_moe.NVFP4Config("nvfp4"))
+    assert formats(model) == {"nvfp4"}
+    assert model.config.to_dict()["quantization_config"] == NVFP4Config("nvfp4").to_dict()
+    assert same_parameters(model, load(saved, quantization_config=NVFP4Config("nvfp4")))
+
+
 def test_names_in_files_are_the_familys(tmp_path):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SMALL, **FAMILIES["mixtral"]))
@@ -170,11 +178,13 @@ def test_llama_4_is_replaced_as_a_whole(tmp_path):
     assert isinstance(model.model.layers[0].feed_forward, Llama4MoE)
 
 
-def eight_bit(directory):
-    """The linear layers of a directory in blocks of 128 x 128, as DeepSeek-V3 has them -> what they mean, bfloat16."""
+def eight_bit(directory, left="-"):
+    """The linear layers of a directory in blocks of 128 x 128, as DeepSeek-V3 has them, except those with this in their names -> what they
+    mean, bfloat16.
+    """
     file = directory / "model.safetensors"
     found, meant = load_file(file), {}
-    for name in [name for name, t in found.items() if t.dim() == 2 and name.endswith(LINEAR)]:
+    for name in [name for name, t in found.items() if t.dim() == 2 and name.endswith(LINEAR) and left not in name]:
         scale = found[name].float().abs().max() / 448
         values = (found[name].float() / scale).to(torch.float8_e4m3fn)
         found |= {name: values, f"{name}_scale_inv": scale.reshape(1, 1)}
@@ -186,13 +196,15 @@ def eight_bit(directory):
     return meant
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_eight_bit_floats_are_quantized_if_asked(family, tmp_path):
+@pytest.mark.parametrize(("family", "left"), [("qwen3_moe", "-"), ("mixtral", "-"), ("qwen3_moe", "layers.0.mlp.experts")])
+def test_eight_bit_floats_are_quantized_if_asked(family, left, tmp_path):
+    """And experts that some layers have in bfloat16."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]}), dtype=torch.bfloat16)
+    sizes = {**SMALL, **FAMILIES[family], "num_hidden_layers": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=torch.bfloat16)
     for directory in ("plain", "eight"):
         model.save_pretrained(tmp_path / directory)
-    meant = eight_bit(tmp_path / "eight")
+    meant = eight_bit(tmp_path / "eight", left)
     save_file(load_file(tmp_path / "plain" / "model.safetensors") | meant, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnsupportedError, match="experts in FP8 in blocks; expected experts in 4 bits; quantization_config="):
         from_pretrained(tmp_path / "eight")
@@ -202,3 +214,29 @@ def test_eight_bit_floats_are_quantized_if_asked(family, tmp_path):
     assert same_parameters(made, want)
     made.save_pretrained(tmp_path / "saved")
     assert same_parameters(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), made)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), -1.0])
+def test_scales_of_eight_bit_floats_are_numbers(factor, tmp_path):
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **{**SMALL, **FAMILIES["qwen3_moe"]})).save_pretrained(tmp_path)
+    eight_bit(tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    found["model.layers.0.mlp.experts.1.up_proj.weight_scale_inv"].mul_(factor)
+    save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match="issues during automatic conversion"):  # transformers'
+        from_pretrained(tmp_path, quantization_config=NVFP4Config())
+
+
+def test_experts_in_formats_with_the_same_names_are_refused(tmp_path):
+    """NVFP4 in one layer and 8-bit floats in the other. On disk, `quantize` makes NVFP4 of both."""
+    mixed = shutil.copytree(MADE / "modelopt-qwen3_5_moe-mixed", tmp_path / "mixed")
+    found = load_file(mixed / "model.safetensors")
+    for name in [name for name, t in found.items() if "layers.1.mlp.experts" in name and t.dtype == torch.uint8]:
+        n, packed = found[name].shape
+        del found[f"{name}_scale_2"]
+        found |= {name: torch.randn(n, 2 * packed).to(torch.float8_e4m3fn), f"{name}_scale": torch.tensor(0.1)}
+    save_file(found, mixed / "model.safetensors", metadata={"format": "pt"})
+    for config in ({}, {"quantization_config": NVFP4Config()}):
+        with pytest.raises(UnsupportedError, match=r"experts in FP8 per tensor, .* in ModelOpt NVFP4; .*checkpoints.quantize\(src, dst\)"):
+            from_pretrained(mixed, **config)
+    from_pretrained(quantize_files(mixed, tmp_path / "quantized"))

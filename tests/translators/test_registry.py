@@ -95,6 +95,16 @@ def test_a_second_translator_is_the_error_of_who_comes_second(run):
     assert said.startswith("their_translators.py:4: aten::exp already has a translator, at pointwise.py:")
 
 
+@pytest.mark.once
+def test_ours_may_be_replaced(run):
+    """also where nothing has been asked for yet"""
+    code = (
+        "import fusion_moe\nfrom fusion_moe import translate\ntranslate.unregister('aten::relu')\n"
+        "fusion_moe.translator('aten::relu')(lambda fd, x: fd.ops.relu(x))\nprint(translate.find('aten::relu').where)\n"
+    )
+    assert run(code, TWICE)[0].endswith(".py:4")
+
+
 def test_a_function_is_no_operation():
     with pytest.raises(TranslatorError, match="the function twice in place of an operation"):
 
