@@ -22,7 +22,7 @@ from .ir.core import Fusion
 from .ir.sizes import symbol
 from .ir.types import DTYPES, FLOATS, TensorType, dtype_name
 from .run_ops import NAMESPACE, empty_outputs, flops
-from .traced import Sizes, tensor_type
+from .traced import Sizes, equal, tensor_type
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ def _need_equal_rows(spec: Spec, shapes: Mapping[str, Sequence[Any]]) -> None:
     """ShapeError unless the arguments in `spec.equal` have equally many rows."""
     (first, rows), *others = [(name, shapes[name][0]) for name in spec.equal if name in shapes] or [("", 0)]
     for name, n in others:
-        if n != rows:
+        if not equal(n, rows):
             expected = f"a row of {name} for each row of {first}"
             raise ShapeError(f"{first} has {rows} rows, {name} {n}", expected=expected, where=spec.name)
 
@@ -323,8 +323,10 @@ def traced_types(call: Call) -> tuple[Types, Sizes]:
         for i, n in enumerate(t.shape):
             if call.spec.fixes(name, i, t.dim()):
                 int(n)  # all guards first: a symbol that one of them fixes may be in the sizes of others
-    _need_equal_rows(call.spec, {name: t.shape for name, t in call.tensors.items()})  # this makes the tracer merge two symbols into one
-    return call.types(lambda name, i, n: sizes.size(n)), sizes
+    shapes, equal_rows = {name: t.shape for name, t in call.tensors.items()}, call.spec.equal
+    _need_equal_rows(call.spec, shapes)
+    # the tracer now has one symbol for both of two, but still two products if their factors differ: the types have the first one
+    return call.types(lambda name, i, n: sizes.size(shapes[equal_rows[0]][0] if i == 0 and name in equal_rows else n)), sizes
 
 
 def _fake(spec: Spec, *args: Any, **kwargs: Any) -> Any:

@@ -72,11 +72,17 @@ def _check_fused(op: OpOverload, calls: Sequence[_Call], near: Mapping[str, Any]
     seen: list[Found] = []
     x = calls[0][0][at]
     weight = torch.ops.fusion_moe.nvfp4_quantize(drawn(x.new_empty(2, x.shape[-1], _K, dtype=torch.float32)))
+    rows = _rows(calls[0])
+    resized = [i for i, t in enumerate(tree_leaves(calls[0])) if _has_rows(t, rows)]
 
     def fused(a: Tensor, ends: Tensor, call: _Call) -> Any:
         y = torch.ops.fusion_moe.nvfp4_grouped_mm(a, *weight, ends)
         args, kwargs = call
-        return op(*args[:at], y, *args[at + 1 :], **kwargs)
+        args = (*args[:at], y, *args[at + 1 :])
+        leaves = tree_leaves((args, kwargs))
+        for i in resized:  # automatic dynamic shapes give each tensor a symbol of its own
+            torch._check(leaves[i].shape[0] == leaves[resized[0]].shape[0])
+        return op(*args, **kwargs)
 
     def backend(model: Any, inputs: Sequence[Any]) -> Any:
         return compile_calls(FusionPass(options.current(), found=seen.append), model, inputs)
@@ -84,9 +90,9 @@ def _check_fused(op: OpOverload, calls: Sequence[_Call], near: Mapping[str, Any]
     compiled = torch.compile(apart(fused), backend=backend)
     for call in calls:
         x = call[0][at]
-        rows = x.shape[:-1].numel()
+        count = x.shape[:-1].numel()
         a = drawn(x.new_empty(*x.shape[:-1], _K))
-        ends = torch.tensor([rows // 2, rows], dtype=torch.int32, device=x.device)
+        ends = torch.tensor([count // 2, count], dtype=torch.int32, device=x.device)
         got = compiled(a, ends, call)
         for refused in (x for graph in seen for x in graph.not_fused if x.broken):
             raise TranslatorError(refused.why)
@@ -95,15 +101,24 @@ def _check_fused(op: OpOverload, calls: Sequence[_Call], near: Mapping[str, Any]
 
 def _others(call: _Call) -> list[_Call]:
     """Calls with random floats: of the same shapes, and with other numbers of rows."""
-    tensors = [t for t in tree_leaves(call) if isinstance(t, Tensor)]
-    rows = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
+    rows = _rows(call)
     sizes = [rows, *(n for n in (0, 1, rows + 3) if n != rows)]
     return [tree_map(lambda a, n=n: _resized(a, rows, n) if isinstance(a, Tensor) else a, call) for n in sizes]
 
 
+def _rows(call: _Call) -> int:
+    """The number of rows of the first tensor."""
+    tensors = [t for t in tree_leaves(call) if isinstance(t, Tensor)]
+    return tensors[0].shape[0] if tensors and tensors[0].dim() else 0
+
+
+def _has_rows(t: Any, rows: int) -> bool:
+    return isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == rows
+
+
 def _resized(t: Tensor, rows: int, to: int) -> Tensor:
     """A tensor of `rows` rows resized to `to`. Integers may count or index rows: their maximum is lowered by the number of rows removed."""
-    if t.dim() and t.shape[0] == rows:
+    if _has_rows(t, rows):
         t = t[torch.arange(to, device=t.device) % rows] if rows else t.new_zeros(to, *t.shape[1:])
     if t.dtype in (torch.int32, torch.int64) and t.numel() and to < rows:
         t = t.clamp(max=max(0, int(t.max()) + to - rows))

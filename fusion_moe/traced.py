@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,11 @@ import torch
 from .errors import Error, Untranslatable
 from .ir.sizes import AnySize, symbol
 from .ir.types import TensorType, dtype_name
+
+
+def hint(n: int | torch.SymInt) -> Any:
+    """The value of a size in the call that is traced; None if only running the program gives it. Adds no guard."""
+    return n if isinstance(n, int) else n.node.hint
 
 
 class Sizes:
@@ -64,6 +70,52 @@ class Sizes:
 
     def _name(self, expr: Any) -> str:
         return self._names.setdefault(expr, f"s{len(self._names)}")
+
+
+def equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are equal, which a tracer guards.
+
+    s0 == s2 and s1 == s3 make two symbols of four; from s0*s1 == s2*s3 the tracer concludes nothing. So if the factors of two products are
+    equal in pairs, each pair is guarded: calls with other factors are traced again.
+    """
+    return all(x == y for x, y in (*_pairs(a, b), (a, b)))
+
+
+def may_be_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes have one value in the call that is traced, or one of them has none yet. Adds no guard."""
+    return None in (hint(a), hint(b)) or hint(a) == hint(b)
+
+
+def _pairs(a: int | torch.SymInt, b: int | torch.SymInt) -> list[tuple[torch.SymInt, torch.SymInt]]:
+    """The factors that only one of two products has, in pairs of equal value; none if they do not pair up."""
+    if isinstance(a, int) or isinstance(b, int):
+        return []
+    of_a, of_b = (Counter(_factors(n.node.expr)) for n in (a, b))
+    only = [list((of_a - of_b).elements()), list((of_b - of_a).elements())]
+    if any(factor.is_number for factors in only for factor in factors):  # a symbol that is equal to it would become a constant
+        return []
+    found = [[_factor(f, a.node.shape_env) for f in factors] for factors in only]
+    if any(hint(n) is None for factors in found for _, n in factors):
+        return []
+    ours, theirs = (sorted(factors, key=lambda f: (hint(f[1]), f[0])) for factors in found)
+    paired = [hint(n) for _, n in ours] == [hint(n) for _, n in theirs]
+    return [(x, y) for (_, x), (_, y) in zip(ours, theirs, strict=True)] if paired else []
+
+
+def _factor(expr: Any, shape_env: Any) -> tuple[int, torch.SymInt]:
+    """A factor as a size, and which dimension of an input it is, which decides between factors of equal value."""
+    dims = [dim for source in shape_env.var_to_sources.get(expr, ()) if (dim := getattr(source, "idx", None)) is not None]
+    return dims[0] if dims else 0, shape_env.create_symintnode(expr, hint=None)
+
+
+def _factors(expr: Any) -> Iterator[Any]:
+    """The factors of a product; the base of a power is repeated."""
+    if expr.is_Mul:
+        yield from (factor for part in expr.args for factor in _factors(part))
+    elif expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
+        yield from [expr.base] * int(expr.exp)
+    else:
+        yield expr
 
 
 def tensor_type(dtype: torch.dtype, shape: Sequence[AnySize]) -> TensorType:

@@ -22,7 +22,7 @@ from ..errors import Error, TranslatorError
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Value
 from ..op_definitions import fp4_as_bytes
-from ..traced import Sizes, plain_argument, tensor_type
+from ..traced import Sizes, hint, plain_argument, tensor_type
 from ..translate import Translator, message
 from ..warn import warn_once
 from .nodes import called_op
@@ -108,14 +108,10 @@ def _real(a: Any) -> Any:
     """A real tensor for the fake one of a node; integers are zeros, which are valid indices for every size."""
     val = a.meta["val"] if isinstance(a, Node) else a
     if isinstance(val, torch.SymInt):
-        return _hint(val)
+        return int(hint(val))
     if not isinstance(val, Tensor):
         return val
-    return drawn(torch.zeros([_hint(s) for s in val.shape], dtype=val.dtype, device=val.device))
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    return size if isinstance(size, int) else int(size.node.require_hint())
+    return drawn(torch.zeros([int(hint(s)) for s in val.shape], dtype=val.dtype, device=val.device))
 
 
 def _on_fakes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -118,7 +118,8 @@ class _Search:
             return False
         walk = Walk(with_parts(n))
         for call, error in walk.refused.items():
-            if isinstance(error, TranslatorError) or not is_torchs(call):
+            failed = isinstance(error, TranslatorError) or isinstance(error.__cause__, TranslatorError)
+            if failed or not is_torchs(call):
                 self.alone[call] = error
         if walk.refused or not any(op.kind.role == "grouped" for ops in walk.made.values() for op in ops):
             return False

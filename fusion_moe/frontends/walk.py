@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import combinations
+from math import prod
 from typing import Any
 
 import torch
@@ -12,11 +14,12 @@ from torch._prims_common import is_contiguous_or_false
 from torch.fx import Node
 
 from .. import translate
-from ..errors import Error, FusionError, TranslatorError, Untranslatable
+from ..errors import Error, FusionError, ShapeError, TranslatorError, Untranslatable
 from ..ir.builder import FusionDefinition
 from ..ir.core import Fusion, Op, Value
 from ..ir.types import TensorType
-from ..traced import Sizes, plain_argument, tensor_type
+from ..traced import Sizes, may_be_equal, plain_argument, tensor_type
+from ..translate import Translator
 from .nodes import call_of, device_of, is_torchs, op_name, source_of, tensors
 
 
@@ -71,9 +74,34 @@ class Walk:
             assert translator is not None
             with self.fd.at(source_of(n), translator.where):
                 args, kwargs = ([self._argument(n, a) for a in n.args], {k: self._argument(n, v) for k, v in n.kwargs.items()})
-                outputs = translator(self.fd, args, kwargs, [self._type(v) for v in tensors(n.meta["val"])])
+                try:
+                    outputs = translator(self.fd, args, kwargs, [self._type(v) for v in tensors(n.meta["val"])])
+                except TranslatorError as error:
+                    raise self._reported(n, translator, error) from error
             self.values[n] = outputs if isinstance(n.meta["val"], (tuple, list)) else outputs[0]
         self.made[n] = self.fd.ops_from(first)
+
+    def _reported(self, n: Node, translator: Translator, error: TranslatorError) -> Error:
+        """The error to report if a translator fails: that the trace does not know two sizes to be equal is not the translator's fault."""
+        cause = error.__cause__  # None if it returned other types than the fake
+        pair = self._unrelated(n) if cause is None or isinstance(cause, (ShapeError, FusionError)) else None
+        if pair is None:
+            return error
+        found, expected = f"sizes {pair[0]} and {pair[1]} of {op_name(n)} are not known to be equal", "dimensions that the trace relates"
+        check = "torch._check(a.shape[i] == b.shape[j])"
+        if not translator.of_user:
+            return Untranslatable(found, expected=expected, todo=f"relate them before the call: {check}")
+        return TranslatorError(found, expected=expected, todo=f"relate them in the operation's fake: {check}", where=error.where)
+
+    def _unrelated(self, n: Node) -> tuple[Any, Any] | None:
+        """Two sizes of a call's tensors that may be equal, since they have one value now, but are two sizes of the IR."""
+        found: list[tuple[tuple[int, int], Any]] = []
+        for t in (t for m in (*n.all_input_nodes, n) for t in tensors(m.meta.get("val"))):
+            found += [((t.dim(), i), size) for i, size in enumerate((*t.shape, prod(t.shape[:-1])))]
+        pairs = [(a, b) for a, b in combinations(found, 2) if may_be_equal(a[1], b[1])]
+        symbols = [(a, b) for (_, a), (_, b) in pairs if not isinstance(a, int) and not isinstance(b, int)]
+        constants = [(a, b) for (i, a), (j, b) in pairs if i == j]  # at other places by chance
+        return next(((a, b) for a, b in (*symbols, *constants) if self.sizes.size(a) != self.sizes.size(b)), None)
 
     def _argument(self, reader: Node, a: Any) -> Any:
         if isinstance(a, (list, tuple)):

@@ -117,9 +117,13 @@ def exact_div(size: AnySize, by: AnySize) -> AnySize | None:
     if isinstance(size, int) and isinstance(by, int):
         return size // by if by and size % by == 0 else None
     divisor = _terms(by)
-    if len(divisor) != 1:
-        return 1 if size == by else None
+    if not divisor:
+        return None
     (atoms, coefficient), quotient = divisor[0], []
+    if len(divisor) > 1:  # a quotient of one term
+        parts = [(_without(term, atoms), c) for term, c in _terms(size) if c % coefficient == 0]
+        terms = [_make([(left, c // coefficient)]) for left, c in parts if left is not None]
+        return next((q for q in terms if q * by == size), None)
     for term, c in _terms(size):
         left = _without(term, atoms)
         if left is None or c % coefficient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -12,8 +13,13 @@ from torch._dynamo.source import ConstantSource
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fusion_moe import Untranslatable, translate, translator
+from fusion_moe import Untranslatable, options, translate, translator
+from fusion_moe.compile import lower
+from fusion_moe.frontends.compile_graph import compile_calls
+from fusion_moe.frontends.fusion_pass import FusionPass
+from fusion_moe.frontends.regions import Found
 from fusion_moe.ir.types import Rows
+from fusion_moe.target import TARGETS
 
 UP, DOWN = weight(2 * I, H), weight(H, I, 1)
 SQUARE = weight(H, H, 2)
@@ -408,6 +414,90 @@ def test_three_dimensional_tokens_of_symbolic_sizes():
     (region,) = result.regions
     assert any(isinstance(d, Rows) and "*" in str(d.total) for op in region.fusion.ops for v in op.outputs for d in v.type.shape)
     assert len(region.sizes) == 2
+
+
+def _of_several_calls(f, *calls: tuple[Tensor, ...]) -> list[Found]:
+    """What is found in the graphs of a function that is called with several sizes, which become symbols of their own for each input."""
+    torch._dynamo.reset()
+    results: list[Found] = []
+    fusion_pass = FusionPass(options.current(), found=results.append)
+    run = torch.compile(f, backend=lambda gm, fakes: compile_calls(fusion_pass, gm, fakes))
+    for inputs in calls:
+        gradients = []
+        for g in (run, f):
+            y = g(*inputs)
+            wanted = [t for t in inputs if t.requires_grad]
+            gradients.append((y, *(torch.autograd.grad(y.square().sum(), wanted) if wanted else ())))
+        torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+    return results
+
+
+def _tokens_and_routing(lead: tuple[int, ...], slots: tuple[int, ...] = (), train: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """x [*lead, H], ids and w [*slots, K]; slots: as lead, unless given"""
+    ids, w = (t.reshape(*(slots or lead), K) for t in routing(math.prod(lead)))
+    return tokens(*lead).requires_grad_(train), ids, w.requires_grad_(train)
+
+
+SEQUENCES = ((2, 3), (4, 5))
+OF_SEQUENCES = {
+    "one shape": lambda x, ids, w: mlp(x, ids, w) + x,
+    "flat tokens": lambda x, ids, w: mlp(x.flatten(0, 1), ids, w) + 1.0,
+    "flat slots": lambda x, ids, w: mlp(x, ids.flatten(0, 1), w) + x,
+    "parts of sequences": lambda x, ids, w: mlp(x[:, 1:], ids[:, 1:], w[:, :-1]) + 1.0,
+}
+
+
+@pytest.mark.parametrize("f", OF_SEQUENCES.values(), ids=OF_SEQUENCES)
+def test_tokens_and_slots_whose_sizes_become_dynamic_separately(f):
+    found = _of_several_calls(f, *map(_tokens_and_routing, SEQUENCES))
+    assert [[calls(region.nodes)[-1] for region in graph.regions] for graph in found] == [["aten.add.Tensor"]] * 2
+
+
+def test_router_scores_whose_sizes_become_dynamic_separately():
+    def f(x, scores):
+        w, ids = O.topk_router(scores.flatten(0, 1), K)
+        return mlp(x, ids, w) + x
+
+    found = _of_several_calls(f, *((tokens(*lead), torch.randn(*lead, G)) for lead in SEQUENCES))
+    assert [len(region.nodes) for graph in found for region in graph.regions] == [5, 5]
+
+
+def test_gradients_of_sizes_that_become_dynamic_separately():
+    found = _of_several_calls(OF_SEQUENCES["one shape"], *(_tokens_and_routing(lead, train=True) for lead in SEQUENCES))
+    assert [len(graph.regions) for graph in found] == [1] * 4
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_sizes_whose_products_alone_are_equal_are_a_plain_refusal(train):
+    shapes = (((2, 6), (3, 4)), ((4, 15), (5, 12)))
+    first, *others = _of_several_calls(OF_SEQUENCES["one shape"], *(_tokens_and_routing(*both, train=train) for both in shapes))
+    assert len(first.regions) == 1
+    refused = [x for graph in others for x in graph.not_fused if x.op.startswith("fusion_moe")]
+    assert refused
+    for x in refused:
+        assert x.why.startswith("refused: sizes s")
+        assert "are not known to be equal; expected dimensions that the trace relates" in x.why
+        assert not x.broken
+
+
+def test_no_rows_have_kernels():
+    """Compiled as a constant, no row is divided by no row."""
+
+    def f(x):
+        ends, row_of, slot_of = O.route(IDS[:0], G)
+        y = product(x[row_of], ends).relu()
+        return y, O.combine(y, slot_of, W[:0]), y.sum(1), y.unflatten(1, (2, -1)) * 2
+
+    (region,) = check(f, tokens(0)).regions
+    for segment in lower(region.fusion, TARGETS["cpu"], options.Options()).segments:
+        assert segment.plan.backend == "cpu", segment.plan.why
+
+
+def test_a_part_of_each_sequence_has_kernels():
+    """The number of its rows, s0*s1 - s0, is no product."""
+    (region,) = check(OF_SEQUENCES["parts of sequences"], *_tokens_and_routing((4, 5)), dynamic=True).regions
+    for segment in lower(region.fusion, TARGETS["cpu"], options.Options()).segments:
+        assert segment.plan.backend == "cpu", segment.plan.why
 
 
 # ---------------------------------------------------------------------------------------------------------------- scatter, source

@@ -91,6 +91,9 @@ def test_exact_div_by_symbols():
     assert exact_div(6 * t * k, 2 * t) == 3 * k
     assert exact_div(6 * t * k + 2 * t, 2 * t) == 3 * k + 1
     assert exact_div(t + k, t + k) == 1
+    assert exact_div(64 * t * k + -64 * t, t * k + -1 * t) == 64
+    assert exact_div(t * t + t * k, t + k) == t
+    assert exact_div(2 * t + k, t + k) is None
     assert exact_div(t + 1, 2) is None
     assert exact_div(t, k) is None
     assert exact_div(7, 2) is None

@@ -152,3 +152,23 @@ def test_export(function):
         want = model(*tokens(n))
         assert program.module()(*tokens(n)).equal(want)
         assert loaded(*tokens(n)).equal(want)
+
+
+_B, _S = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("sequence", min=2, max=64)
+
+
+@pytest.mark.parametrize("dims", [{0: _B, 1: _S}, {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}], ids=["named", "auto"])
+@pytest.mark.parametrize("lead", [(3, 5), (3, 3)])
+def test_export_of_a_batch_of_sequences(dims, lead):
+    weights = [t for part in experts(3) for t in part]
+
+    class Model(torch.nn.Module):
+        def forward(self, x, ids, w):
+            return OPS.expert_mlp(x.flatten(0, 1), ids, w, *weights)
+
+    def inputs(*lead):
+        return tuple(t.unflatten(0, lead) for t in tokens(lead[0] * lead[1]))
+
+    program = torch.export.export(Model(), inputs(*lead), dynamic_shapes=(dims, dims, dims)).module()
+    for other in (lead, (7, 2)):
+        assert program(*inputs(*other)).equal(Model()(*inputs(*other)))

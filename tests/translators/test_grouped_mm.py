@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fusion_moe
 from fusion_moe.errors import Untranslatable
@@ -97,6 +99,25 @@ def test_a_product_without_a_kernel_stays_torchs():
     assert refused.op == "aten._grouped_mm.default"
     assert "expected a product that the target has a kernel for: torch has its own" in refused.why
     assert len(find_regions(graph, options.replace(target="reference")).regions) == 1
+
+
+def test_sizes_that_the_graph_does_not_relate_are_a_plain_refusal():
+    graph, env = Graph(), ShapeEnv()
+    k, other = (env.create_symintnode(env.create_symbol(K, ConstantSource(name), DimDynamic.DYNAMIC), hint=K) for name in ("k", "other"))
+    with FakeTensorMode(shape_env=env):
+        vals = [torch.empty(s).bfloat16() for s in ((M, k), (G, other, N), (M, N))]
+        vals.insert(2, torch.empty(G, dtype=torch.int32))
+    nodes = [graph.placeholder(name) for name in ("a", "w", "offs")]
+    nodes.append(graph.call_function(torch.ops.aten._grouped_mm.default, tuple(nodes)))
+    for node, val in zip(nodes, vals, strict=True):
+        node.meta["val"] = val
+    graph.output(nodes[-1])
+    (refused,) = find_regions(graph, fusion_moe.options.current()).not_fused
+    assert refused.why == (
+        f"refused: sizes {k} and {other} of aten::_grouped_mm are not known to be equal; expected dimensions that the trace relates; "
+        "relate them before the call: torch._check(a.shape[i] == b.shape[j])"
+    )
+    assert not refused.broken
 
 
 def test_out_dtype():

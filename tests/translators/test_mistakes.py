@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def between(x):
     return O.nvfp4_grouped_mm(y, *DOWN, ENDS)
 
 
-def compiled(function, x, **switches):
+def compiled(function, *inputs, dynamic=None, **switches):
     """What a function gives when it is compiled, and what was found in its graph."""
     torch._dynamo.reset()
     seen = []
@@ -56,7 +57,7 @@ def compiled(function, x, **switches):
         return compile_calls(FusionPass(with_, found=seen.append), model, inputs)
 
     with torch.no_grad():
-        return torch.compile(function, backend=backend)(x), seen[0]
+        return torch.compile(function, backend=backend, dynamic=dynamic)(*inputs), seen[0]
 
 
 def of_another_definition(fd, x):
@@ -176,6 +177,40 @@ def test_the_right_meaning_passes_check(lib):
     assert found.not_fused == []
 
 
+def test_check_knows_the_sizes_of_a_call_that_are_symbols(lib):
+    translator(NAME)(lambda fd, x: fd.ops.mul(x, 2.1))
+    _, found = compiled(lambda x: torch.ops.bad_translators.twice(O.nvfp4_grouped_mm(x, *UP, ENDS)), tokens(5), dynamic=True, check=True)
+    (left,) = found.not_fused
+    assert "differs from the operation in output 0" in left.why
+
+
+@pytest.mark.parametrize("relates", [False, True])
+def test_a_fake_may_have_to_relate_sizes(lib, relates):
+    """In a graph two tensors have sizes of their own, equal or not."""
+
+    def fake(x, y):
+        if relates:
+            torch._check(x.shape[0] == y.shape[0])
+        return torch.empty_like(x)
+
+    plus = define(lib, "plus", "(Tensor x, Tensor y) -> Tensor", lambda x, y: x + y, fake)
+    translator(plus)(lambda fd, x, y: fd.ops.add(x, y))
+    x, y = tokens(5), torch.ones(5, I)
+    for t in (x, y):
+        torch._dynamo.maybe_mark_dynamic(t, 0)
+    got, found = compiled(lambda x, y: plus(O.nvfp4_grouped_mm(x, *UP, ENDS), y), x, y)
+    assert got.equal(O.nvfp4_grouped_mm(tokens(5), *UP, ENDS) + 1)
+    if relates:
+        assert found.not_fused == []
+    else:
+        (left,) = found.not_fused
+        assert left.broken
+        assert re.fullmatch(
+            r"test_mistakes.py:\d+: sizes s\d+ and s\d+ of bad_translators::plus are not known to be equal; expected dimensions that the "
+            r"trace relates; relate them in the operation's fake: torch._check\(a.shape\[i\] == b.shape\[j\]\)", left.why
+        )  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------------------------------------------- names
 
 
@@ -278,6 +313,13 @@ def test_a_right_translator_passes(lib):
     check_translator(torch.ops.aten.relu, torch.randn(4, 16))
     check_translator(torch.ops.aten.index_select, torch.randn(4, 16), 0, torch.tensor([3, 0, 3]))
     check_translator(torch.ops.aten.clamp, torch.randn(4, 16), max=0.5)
+
+
+def test_a_right_translator_of_several_tensors_passes(lib):
+    """Each has as many rows as the result of the product."""
+    total = define(lib, "total", "(Tensor x, Tensor[] others) -> Tensor", lambda x, ys: x + sum(ys), lambda x, ys: torch.empty_like(x))
+    translator(total)(lambda fd, x, ys: fd.ops.add(x, ys[0]))
+    check_translator(total, torch.randn(4, 16), [torch.randn(4, 16)])
 
 
 def only_five_rows(fd, x):
