@@ -43,11 +43,16 @@ class FusionPass(_InferenceAware):
 
         None, with which Inductor caches nothing, if one of these has no fingerprint.
         """
-        translators = {t.op: fingerprint.of_function(t.function) for t in translate.registered()}
+        translators, unknown = dict[str, str](), dict[str, str]()
+        for t in translate.registered():
+            try:
+                translators[t.op] = fingerprint.of_function(t.function)
+            except fingerprint.NoFingerprint as why:
+                unknown[t.op] = str(why)
         others = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.then)
-        unknown = [op for op, digest in translators.items() if digest is None]
         if unknown:
-            warn_once(f"compiled code is not cached: the translator of {', '.join(unknown)} depends on values without a fingerprint")
+            found = "; ".join(f"the translator of {op} depends on what has no fingerprint, {why}" for op, why in unknown.items())
+            warn_once(f"compiled code is not cached: {found}")
         if unknown or None in others:
             return None
         return ("fusion_moe", fingerprint.of_library(), self.options.key(), tuple(translators.items()), others)
