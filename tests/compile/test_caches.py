@@ -210,7 +210,7 @@ def test_a_translator_with_a_file_counts_with_the_globals_that_it_reads(imported
     [
         ("import os\ndef f(fd, x):\n    return fd.ops.mul(x, float(os.environ['K']))", "os: the module os"),
         ("from os import getenv\ndef f(fd, x):\n    return fd.ops.mul(x, float(getenv('K')))", "getenv: the module os"),
-        ("def f(fd, x):\n    return fd.ops.mul(x, float(open('K').read()))", "open: the module io"),
+        ("def f(fd, x):\n    return fd.ops.mul(x, float(open('K').read()))", f"open: the module {open.__module__}"),
         ("def f(fd, x):\n    return fd.ops.mul(x, globals()['K'])", "what globals() finds"),
         ("def f(fd, x):\n    from helpers import K\n    return fd.ops.mul(x, K)", "an import inside of f"),
     ],

@@ -175,7 +175,7 @@ BAD = {
     "run traced without its sizes": (ShapeError, lambda: traced(run, sizes=())),
     "run traced with too many sizes": (ShapeError, lambda: traced(run, sizes=(5, 5))),
     "run with inputs on two devices": (DeviceError, lambda: fusion_moe.run(two_inputs(), [A, A.to("meta")])),
-    "options that are not JSON": (OptionError, lambda: run(switches="{nonsense")),
+    "options that are not Python": (OptionError, lambda: run(switches="{nonsense")),
     "options that are no object": (OptionError, lambda: run(switches="[1]")),
     "an output that is a number": (FusionError, output_of_a_number),
     "an unknown activation format": (OptionError, lambda: mm(activation_format="fp6")),
