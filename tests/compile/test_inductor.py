@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -201,6 +202,10 @@ def test_experts_alone_may_be_dynamic_in_every_dimension():
         ids, w = routing(t)
         torch.testing.assert_close(run(tokens(t), ids, w), O.expert_mlp(tokens(t), ids, w, *up, *down), **TOLERANCE)
     assert graphs() == 1
+    for shape in ((2, 3), (5, 4)):  # as many dimensions in ids and w as in x
+        ids, w = (t.unflatten(0, shape) for t in routing(math.prod(shape)))
+        torch.testing.assert_close(run(tokens(*shape), ids, w), O.expert_mlp(tokens(*shape), ids, w, *up, *down), **TOLERANCE)
+    assert graphs() == 2
 
 
 # --------------------------------------------------------------------------------------------------------------- modes and options
