@@ -104,8 +104,9 @@ _runs = Remembered[Hashable, _Found](_REMEMBERED)
 
 
 def _run(
-    program: str, inputs: Sequence[Tensor], sizes: Sequence[int], options: str | None = None, parts: PartCounts | None = None
+    program: str, inputs: Sequence[Tensor], sizes: Sequence[int] | None, options: str | None = None, parts: PartCounts | None = None
 ) -> list[Tensor]:  # fmt: skip
+    sizes = sizes or ()  # AOTInductor passes None in place of an empty list
     tensors = _whole(inputs, parts)
     key = (_form(tensors), program, *sizes, options, current())
     found = _runs.get(key)
@@ -118,12 +119,12 @@ def _run(
 
 
 def _run_into(
-    program: str, inputs: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[int], options: str | None = None,
+    program: str, inputs: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[int] | None, options: str | None = None,
     parts: PartCounts | None = None,
 ) -> None:  # fmt: skip
     fusion = parse(program)
     whole = [fp4_as_bytes(t) for t in _whole(inputs, parts)]
-    tensors, env = all_inputs(fusion, whole, written), named_sizes(fusion, sizes)
+    tensors, env = all_inputs(fusion, whole, written), named_sizes(fusion, sizes or ())
     need_written(fusion, written, env)
     targets = dict(enumerate(written))
     check_targets(targets)

@@ -31,8 +31,9 @@ class Spec:
 
     rows: arguments whose leading dimensions are rows, and how many trailing dimensions are not (a [..., K]: 1). The number of rows may
     change from call to call without a new program; arguments named in `equal` must have equally many. flatten: the argument whose leading
-    dimensions the output gets. k_major: arguments [G, K, N] whose elements must be stored with K contiguous. autocast: the float arguments
-    that torch.autocast casts; weights: those that it casts only if `weight_format` names a float format.
+    dimensions the output gets; without it, rows have one leading dimension. k_major: arguments [G, K, N] whose elements must be stored with
+    K contiguous. autocast: the float arguments that torch.autocast casts; weights: those that it casts only if `weight_format` names a
+    float format.
     """
 
     name: str
@@ -177,6 +178,7 @@ def bind(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         raise _no_one_device(spec, tensors)
     for name in spec.k_major:
         _need_k_major(name, tensors[name], spec.name)
+    _need_leading(spec, tensors)
     flattened = tensors.get(spec.flatten)
     lead = _lead(spec, flattened) if flattened is not None and flattened.dim() != 2 else None
     rows = {n: flat(t, spec.rows[n]) if n in spec.rows else t for n, t in tensors.items()}
@@ -226,6 +228,21 @@ def _lead(spec: Spec, t: Tensor) -> Sequence[int]:
     return t.shape[:-1]
 
 
+def _need_leading(spec: Spec, tensors: Mapping[str, Tensor]) -> None:
+    """ShapeError for several leading dimensions where rows have one, and for different ones of the arguments in `spec.equal`."""
+    lead = {n: t.shape[: max(t.dim() - keep, 0)] for n, keep in spec.rows.items() if (t := tensors.get(n)) is not None}
+    for name, dims in lead.items():
+        if not spec.flatten and len(dims) != 1:
+            found, expected = f"{name} has shape {list(tensors[name].shape)}", f"{spec.rows[name] + 1} dimensions"
+            raise ShapeError(found, expected=expected, todo=f"pass {name}.flatten(0, -2)" if dims else "", where=spec.name)
+    several = [name for name in spec.equal if len(lead.get(name, ())) > 1]
+    for name in several[1:]:
+        one, other = lead[several[0]], lead[name]
+        if len(one) != len(other) or any(a != b for a, b in zip(one, other, strict=True)):
+            found = f"the leading dimensions of {several[0]} are {list(one)}, of {name} {list(other)}"
+            raise ShapeError(found, expected="the same, or a single one", where=spec.name)
+
+
 def _need_k_major(name: str, t: Tensor, where: str) -> None:
     """ShapeError unless t [G, K, N] is the transposed view of a contiguous [G, N, K]."""
     if t.dim() != 3:
@@ -245,7 +262,10 @@ def fp4_as_bytes(t: Tensor) -> Tensor:
 
 def flat(t: Tensor, keep: int) -> Tensor:
     """t with its last `keep` dimensions unchanged and all earlier ones flattened into one."""
-    return t if t.dim() == keep + 1 else t.reshape(-1, *t.shape[t.dim() - keep :])
+    several = t.dim() - keep
+    if several == 1:
+        return t
+    return t.flatten(0, several - 1) if several > 1 else t[None]
 
 
 def named_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

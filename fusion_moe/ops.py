@@ -190,7 +190,8 @@ def fused_experts(
 ) -> Tensor:  # fmt: skip
     """Sum over each token's experts of down(act(gate(x)) * (up(x) + up_offset)) times the router's weight -> [..., H], in the dtype of x.
 
-    x: float [..., H], T tokens in all. ids: int64 or int32 [T, k], the experts of each token. w: float [T, k], the router's weights.
+    x: float [..., H], T tokens in all. ids: int64 or int32 [T, k], the experts of each token. w: float [T, k], the router's weights. Both
+    may also have the leading dimensions of x.
     gate_up, down: the parts of [E, 2I, H] and [E, H, I] in the encoding weight_format (see `grouped_mm`), stored in weight_layout.
     transposed: both are float tensors, [E, H, 2I] and [E, I, H]. gate_up_bias [E, 2I], down_bias [E, H]: in the dtype of x, or None.
     interleave: 0: in the rows of gate_up, gate stands above up; n: blocks of n gate rows and n up rows alternate.

@@ -9,11 +9,11 @@ option warns and changes nothing), and can be set for a block of code:
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import contextvars
 import dataclasses
 import functools
-import json
 import os
 import tempfile
 import warnings
@@ -77,7 +77,10 @@ class Options:
         return dataclasses.replace(self, **{name: _checked(name, value) for name, value in changes.items()})
 
     def key(self) -> str:
-        """The options as text, for cache keys and for programs that carry their options; `from_key` reads it."""
+        """The options as text, a dict as Python writes it, for cache keys and for programs that carry their options; `from_key` reads it.
+
+        The values of real options need no ", which compilers of graphs do not escape.
+        """
         return _key(self)
 
 
@@ -87,7 +90,7 @@ _VARIABLES = {f"{_PREFIX}{name.upper()}": name for name in _FIELDS}
 
 @functools.lru_cache(maxsize=64)
 def _key(options: Options) -> str:
-    return json.dumps({name: getattr(options, name) for name, field in _FIELDS.items() if field.compare})
+    return repr({name: getattr(options, name) for name, field in _FIELDS.items() if field.compare})
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -158,11 +161,11 @@ def from_key(key: str) -> Options:
 @functools.lru_cache(maxsize=64)
 def _read(key: str) -> dict[str, Any]:
     try:
-        found = json.loads(key)
-    except (ValueError, RecursionError):
+        found = ast.literal_eval(key)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise OptionError(f"options {key!r}", expected="a JSON object, as Options.key writes it")
+        raise OptionError(f"options {key!r}", expected="a dict, as Options.key writes it")
     return {name: _checked(name, value) for name, value in found.items()}
 
 

@@ -5,7 +5,7 @@ Float activations, weights and biases are cast; float64, packed codes, scales an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,23 +22,22 @@ _KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 def _autocast(spec: Spec, device: str, *args: Any, **kwargs: Any) -> Any:
     """An operation as called under autocast: it is called again, without autocast, on the cast tensors."""
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(v: Any) -> Any:
+        return v.to(dtype) if isinstance(v, Tensor) and v.device.type == device and v.dtype in _CAST else v
+
     given = named_arguments(spec.name, args, kwargs)
-    given |= _casted(spec, given, device, torch.get_autocast_dtype(device))
+    given |= casted(spec, given, cast, dtype)
     with _ExcludeDispatchKeyGuard(DispatchKeySet(_KEYS[device])):
         return getattr(torch.ops.fusion_moe, spec.name)(**given)
 
 
-def _casted(spec: Spec, given: Mapping[str, Any], device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments that change, after casting."""
-
-    def cast(v: Any) -> Any:
-        if isinstance(v, (list, tuple)):
-            return [cast(t) for t in v]
-        return v.to(dtype) if isinstance(v, Tensor) and v.device.type == device and v.dtype in _CAST else v
-
+def casted(spec: Spec, given: Mapping[str, Any], cast: Callable[[Any], Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments that change, after casting. cast: makes `dtype` of a tensor of another one, if autocast does; leaves the rest."""
     changed = {name: cast(given[name]) for name in spec.autocast}
     if "weight_format" in given and _plain(given):
-        changed |= {name: cast(given[name]) for name in spec.weights} | {"weight_format": dtype_name(dtype)}
+        changed |= {name: [cast(t) for t in given[name]] for name in spec.weights} | {"weight_format": dtype_name(dtype)}
     return changed
 
 

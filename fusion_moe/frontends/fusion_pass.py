@@ -7,6 +7,7 @@ from typing import Any
 
 from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.virtualized import V
 from torch.fx import Graph
 
 from .. import translate
@@ -14,7 +15,8 @@ from ..options import Options
 from ..warn import warn_once
 from . import fingerprint
 from .log_found import log_found
-from .regions import Found, find_regions
+from .nodes import called_op, is_call, source_of
+from .regions import Found, NotFused, find_regions
 from .rewrite import replace_regions
 
 # torch >= 2.12 has passes that are told whether the graph is for inference; a pass that follows ours may be one
@@ -30,6 +32,8 @@ class FusionPass(_InferenceAware):
     def __call__(self, graph: Graph, is_inference: bool = False) -> None:
         """Replaces the regions of a graph in place."""
         result = find_regions(graph, self.options)
+        if config.cpp_wrapper and not V.aot_compilation:
+            _leave_single_results(result)
         replace_regions(graph, result.regions, self.options)
         log_found(result)
         if self.found is not None:
@@ -43,14 +47,30 @@ class FusionPass(_InferenceAware):
 
         None, with which Inductor caches nothing, if one of these has no fingerprint.
         """
-        translators = {t.op: fingerprint.of_function(t.function) for t in translate.registered()}
+        translators, unknown = dict[str, str](), dict[str, str]()
+        for t in translate.registered():
+            try:
+                translators[t.op] = fingerprint.of_function(t.function)
+            except fingerprint.NoFingerprint as why:
+                unknown[t.op] = str(why)
         others = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.then)
-        unknown = [op for op, digest in translators.items() if digest is None]
         if unknown:
-            warn_once(f"compiled code is not cached: the translator of {', '.join(unknown)} depends on values without a fingerprint")
+            found = "; ".join(f"the translator of {op} depends on what has no fingerprint, {why}" for op, why in unknown.items())
+            warn_once(f"compiled code is not cached: {found}")
         if unknown or None in others:
             return None
         return ("fusion_moe", fingerprint.of_library(), self.options.key(), tuple(translators.items()), others)
+
+
+def _leave_single_results(found: Found) -> None:
+    """Takes out the regions with one result: Inductor's C++ wrapper, unless it is AOTInductor's, crashes on a list of one tensor."""
+    left = [r for r in found.regions if len(r.outputs) == 1]
+    if left:
+        why = "torch's cpp_wrapper cannot call a program with one result"
+        warn_once(f"calls are not fused: {why}; leave out cpp_wrapper to fuse them")
+        found.regions = [r for r in found.regions if r not in left]
+        found.outside += [n for r in left for n in r.nodes]
+        found.not_fused += [NotFused(str(called_op(n)), source_of(n), why) for r in left for n in r.nodes if is_call(n)]
 
 
 def passes_set(options: Mapping[str, Any]) -> tuple[Any, ...]:

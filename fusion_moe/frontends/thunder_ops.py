@@ -22,12 +22,15 @@ from thunder.core.pytree import tree_flatten, tree_map
 from thunder.core.symbol import Symbol
 from thunder.core.transforms import register_grad
 from thunder.extend import Executor
+from thunder.transforms.autocast import disable_autocast, maybe_downcast_to, register_autocast_rule
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from .. import translate
 from ..errors import UnsupportedError
+from ..op_definitions import SPECS, Spec, named_arguments
 from ..run_ops import NAMESPACE
+from ..torch_autocast import casted
 from .thunder_graph import as_torch, fake_of
 from .thunder_quirks import at_users_line, tell_thunderfx
 from .thunder_record import Recorder, k_major_arguments
@@ -69,10 +72,13 @@ class Symbols:
             self._of[op] = symbol = self.executor.register_operator(name, meta=meta_of(op), fn=op, replaces=names, tags=tags)
             self.executor._lookasides.update((called, at_users_line(symbol)) for called in names)
             register_grad(symbol.id, partial(self._differentiated, op))
+            if op.namespace == NAMESPACE and (spec := SPECS.get(op._opname)) and spec.autocast:
+                register_autocast_rule(symbol.id)(partial(_autocast, symbol, spec))
             for called in names if foreign else ():
                 tell_thunderfx(called, symbol)
         return self._of[op]
 
+    @disable_autocast()  # the trace that is differentiated has its casts
     def _differentiated(self, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         """thunder's grad rule of an operation: calls it, or one that returns its results and more, and puts its tensors' gradients."""
         derivative, tensors = Derivative.of(op, args, kwargs), tensors_in((args, kwargs))
@@ -250,6 +256,14 @@ def _plain(a: Any) -> Any:
 def tensors_in(tree: Any, kind: type = TensorProxy) -> list[Any]:
     """The tensors in a tree of arguments, in order."""
     return [x for x in tree_flatten(tree)[0] if isinstance(x, kind)]
+
+
+def _autocast(symbol: Symbol, spec: Spec, *args: Any, dtype: Any, **kwargs: Any) -> Any:
+    """thunder's autocast rule of an operation: calls it with the arguments that torch's autocast would make."""
+    given = named_arguments(spec.name, args, kwargs)
+    changed = casted(spec, given, partial(maybe_downcast_to, dtype), dtypes.to_torch_dtype(dtype))
+    positional = list(given)[: len(args)]
+    return symbol(*({**given, **changed}[n] for n in positional), **{**kwargs, **{n: v for n, v in changed.items() if n not in positional}})
 
 
 def _missing_meta(x: TensorProxy, why: str) -> TensorProxy:

@@ -57,10 +57,10 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def running(self, source: str = "") -> Iterator[None]:
-        """A context in which calls are recorded. If it fails, everything recorded in it is removed."""
+        """A context in which calls are recorded, without autocast, whose casts traces have. If it fails, what it recorded is removed."""
         before, self.source = list(self.graph.nodes), source
         try:
-            with torch.inference_mode(False), self.fakes, self:
+            with torch.inference_mode(False), torch._C._DisableAutocast(), self.fakes, self:
                 yield
         except BaseException:
             for n in reversed(list(self.graph.nodes)[len(before) :]):

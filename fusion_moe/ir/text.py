@@ -43,8 +43,9 @@ def text(fusion: Fusion) -> str:
 
 
 def one_line(fusion: Fusion) -> str:
-    """The same text in one line, without types: for graphs, whose compilers write arguments into comments of generated code."""
-    return f"def fusion(fd): {'; '.join(line.split(_COMMENT, 1)[0] for line in _lines(fusion))}"
+    """The same text in one line, without types and without ": for graphs, whose compilers write it into comments and C++ strings."""
+    line = "; ".join(line.split(_COMMENT, 1)[0] for line in _lines(fusion))
+    return f"def fusion(fd): {line}".replace('"', "'")
 
 
 def _lines(fusion: Fusion) -> list[str]:

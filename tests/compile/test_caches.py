@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import re
@@ -20,16 +21,20 @@ from fusion_moe.frontends import fingerprint
 from fusion_moe.frontends.fusion_pass import FusionPass
 
 HERE = Path(__file__).parent
-USERS = """
+USERS = {
+    "user_translator.py": """
 from fusion_moe import translator
-
-def helper(fd, x):
-    return fd.ops.mul(x, {factor})
+from user_helper import helper
 
 @translator("test_caches::scale")
 def scale(fd, x):
     return helper(fd, x)
-"""
+""",
+    "user_helper.py": """
+def helper(fd, x):
+    return fd.ops.mul(x, {factor})
+""",
+}
 
 
 def _install_metadata(folder: Path) -> None:
@@ -45,12 +50,13 @@ def _install_metadata(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory):
-    """process("as before", ..., factor=2) -> the caches' answers in a new process; `factor` is in the source of a user's translator."""
+    """process("as before", ..., factor=2) -> the caches' answers in a new process; `factor` is in what a user's translator calls."""
     folder = tmp_path_factory.mktemp("caches")
     root = HERE.parents[1]
 
     def run(*situations: str, factor: int = 2, **environment: str) -> dict[str, dict]:
-        (folder / "user_translator.py").write_text(USERS.format(factor=factor))
+        for name, source in USERS.items():
+            (folder / name).write_text(source.format(factor=factor))
         _install_metadata(folder)
         path = os.pathsep.join(map(str, (folder, HERE.parent, root, root / "translators")))
         env = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **environment}
@@ -76,7 +82,7 @@ def test_caches_are_hit_from_process_to_process_and_only_by_the_same(process):
         **dict.fromkeys(changed, MISS),
         "other options given": HIT,  # the options are the key, wherever they come from
     }
-    assert process("as before", factor=3) == {"as before": MISS}  # the source of a user's translator
+    assert process("as before", factor=3) == {"as before": MISS}  # what a user's translator calls
     assert process("as before", factor=2, PYTHONOPTIMIZE="0") == {"as before": HIT}
 
 
@@ -126,7 +132,91 @@ def test_what_a_function_closes_over_and_reads_counts():
     assert fingerprint.of_function(built(recursive)) == fingerprint.of_function(built(recursive)) != None  # noqa: E711
     endless: list = []
     endless.append(endless)
-    assert fingerprint.of_function(make(endless)) is None
+    assert unknown(make(endless)) == "values that contain themselves"
+
+
+def unknown(function) -> str:
+    with pytest.raises(fingerprint.NoFingerprint) as error:
+        fingerprint.of_function(function)
+    return str(error.value)
+
+
+@pytest.fixture
+def imported(tmp_path, monkeypatch):
+    """imported(name, source) -> the module that a file contains. Called again with other source, the module that is loaded again."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    made = set()
+
+    def load(name: str, source: str):
+        (tmp_path / f"{name}.py").write_text(source)
+        importlib.invalidate_caches()
+        made.add(name)
+        return importlib.reload(sys.modules[name]) if name in sys.modules else importlib.import_module(name)
+
+    yield load
+    for name in made:
+        sys.modules.pop(name, None)
+
+
+TRANSLATORS = [
+    "import helpers_of_a_user\ndef f(fd, x):\n    return helpers_of_a_user.scale(fd, x)",
+    "from helpers_of_a_user import scale\ndef f(fd, x):\n    return scale(fd, x)",
+    "from helpers_of_a_user import Scale\ndef f(fd, x):\n    return Scale.by(fd, x)",
+    "import functools, helpers_of_a_user\nf = functools.partial(helpers_of_a_user.scale)",
+    "from helpers_of_a_user import TABLE\ndef f(fd, x):\n    return TABLE['scale'](fd, x)",
+]
+HELPERS = """
+import functools
+FACTOR = 2.0
+
+@functools.cache
+def factor():
+    return FACTOR
+
+def scale(fd, x):
+    return fd.ops.mul(x, factor())
+
+class Scale:
+    @staticmethod
+    def by(fd, x):
+        return scale(fd, x)
+
+TABLE = {"scale": scale}
+"""
+
+
+@pytest.mark.parametrize("source", TRANSLATORS)
+def test_what_a_translator_calls_in_another_module_counts(source, imported):
+    helpers = imported("helpers_of_a_user", HELPERS)
+    first = fingerprint.of_function(imported("translators_of_a_user", source).f)
+    assert fingerprint.of_function(imported("translators_of_a_user", source).f) == first
+    helpers.FACTOR = 3.0  # the same source, another value
+    other = fingerprint.of_function(imported("translators_of_a_user", source).f)
+    imported("helpers_of_a_user", HELPERS.replace("mul", "add"))  # loaded again after an edit
+    edited = fingerprint.of_function(imported("translators_of_a_user", source).f)
+    assert len({first, other, edited}) == 3
+
+
+def test_a_translator_with_a_file_counts_with_the_globals_that_it_reads(imported):
+    module = imported("translators_of_a_user", "FACTOR = 2.0\n" + SOURCE.replace("2.5", "FACTOR"))
+    first = fingerprint.of_function(module.f)
+    module.FACTOR = 3.0
+    assert fingerprint.of_function(module.f) != first
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import os\ndef f(fd, x):\n    return fd.ops.mul(x, float(os.environ['K']))", "os: the module os"),
+        ("from os import getenv\ndef f(fd, x):\n    return fd.ops.mul(x, float(getenv('K')))", "getenv: the module os"),
+        ("def f(fd, x):\n    return fd.ops.mul(x, float(open('K').read()))", f"open: the module {open.__module__}"),
+        ("def f(fd, x):\n    return fd.ops.mul(x, globals()['K'])", "what globals() finds"),
+        ("def f(fd, x):\n    from helpers import K\n    return fd.ops.mul(x, K)", "an import inside of f"),
+    ],
+)  # fmt: skip
+def test_what_no_digest_can_follow_has_no_fingerprint(source, why):
+    assert unknown(built(source)) == why
 
 
 def test_a_decorated_translator_is_what_it_wraps():
@@ -148,7 +238,6 @@ def test_code_of_torch_is_told_by_its_name():
     start = time.perf_counter()
     digests = {fingerprint.of_function(make(op)) for op in (torch.nn.functional.silu, torch.nn.functional.gelu, torch.nn.functional.relu)}
     assert len(digests) == 3
-    assert None not in digests
     assert time.perf_counter() - start < 0.5
 
 
@@ -169,7 +258,7 @@ def test_sets_and_nested_code_are_told_in_one_order():
 
 def test_a_value_without_a_fingerprint_turns_caching_off_and_says_so(caplog):
     state = object()
-    assert fingerprint.of_function(built(SOURCE.replace("2.5", "state"), state=state)) is None
+    assert unknown(built(SOURCE.replace("2.5", "state"), state=state)) == "state: a value of type builtins.object"
     translator("test_caches::opaque")(built(SOURCE.replace("2.5", "state"), state=state))
     try:
         assert FusionPass(options.current()).uuid() is None
@@ -177,7 +266,8 @@ def test_a_value_without_a_fingerprint_turns_caching_off_and_says_so(caplog):
     finally:
         translate.unregister("test_caches::opaque")
     assert [r.getMessage() for r in caplog.records if "test_caches::opaque" in r.getMessage()] == [
-        "compiled code is not cached: the translator of test_caches::opaque depends on values without a fingerprint"
+        "compiled code is not cached: the translator of test_caches::opaque depends on what has no fingerprint, "
+        "state: a value of type builtins.object"
     ]
     assert FusionPass(options.current()).uuid() is not None
 

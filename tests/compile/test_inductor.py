@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -201,6 +202,10 @@ def test_experts_alone_may_be_dynamic_in_every_dimension():
         ids, w = routing(t)
         torch.testing.assert_close(run(tokens(t), ids, w), O.expert_mlp(tokens(t), ids, w, *up, *down), **TOLERANCE)
     assert graphs() == 1
+    for shape in ((2, 3), (5, 4)):  # as many dimensions in ids and w as in x
+        ids, w = (t.unflatten(0, shape) for t in routing(math.prod(shape)))
+        torch.testing.assert_close(run(tokens(*shape), ids, w), O.expert_mlp(tokens(*shape), ids, w, *up, *down), **TOLERANCE)
+    assert graphs() == 2
 
 
 # --------------------------------------------------------------------------------------------------------------- modes and options
@@ -363,6 +368,35 @@ def test_the_backend_and_enable_together_are_one_pass():
     with torch.no_grad():
         torch.compile(Experts(), backend=inductor.backend, options={"post_grad_custom_pre_pass": given})(tokens(5))
     assert (given.graphs, given.fusions) == (1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_a_wrapper_in_cpp_calls_programs_with_several_results(caplog):
+    model, x, square, ends = Experts(), tokens(5), weight(H, H), torch.tensor([1, 1, 3, 5], dtype=torch.int32)
+
+    def two(x):
+        first = O.nvfp4_grouped_mm(x, *square, ends)
+        return first, O.nvfp4_grouped_mm(first.relu(), *square, ends)
+
+    with config.patch(cpp_wrapper=True), torch.no_grad():
+        for f, fusions in ((two, 1), (model, 0)):
+            found: list[Found] = []
+            torch.testing.assert_close(compiled(f, results=found)(x), f(x), **TOLERANCE)
+            assert [len(r.regions) for r in found] == [fusions]
+    assert "leave out cpp_wrapper" in caplog.text
+    assert any("cpp_wrapper" in n.why for n in found[0].not_fused)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_a_package_of_aotinductor_runs_programs(tmp_path):
+    model, x, after = Experts(), tokens(5), Count()
+    with enabled(before=after), torch.no_grad():
+        exported = torch.export.export(model, (x,))
+        path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+        torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), model(x), **TOLERANCE)
+    assert after.fusions == 1
 
 
 def test_import_alone_changes_nothing():

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from fusion_moe import FusionDefinition
 from fusion_moe.errors import ParseError
 from fusion_moe.ir.sizes import ceildiv
-from fusion_moe.ir.text import parse, text
+from fusion_moe.ir.text import one_line, parse, text
 
 
 @settings(max_examples=100)
@@ -56,6 +56,13 @@ def test_everything(golden):
         assert [other.role(v) for v in other.inputs] == [fusion.role(v) for v in fusion.inputs]
         assert [v.type for v in other.inputs] == [v.type for v in fusion.inputs]
         assert other.aliases == {1: other.inputs[2]}
+
+
+def test_one_line_fits_in_a_comment_and_in_a_string_of_cpp():
+    fusion = everything()
+    line = one_line(fusion)
+    assert not {'"', "\\", "\n"} & set(line)
+    assert text(parse(line)) == text(fusion)
 
 
 def test_names_do_not_show():

@@ -54,6 +54,13 @@ def test_leading_dimensions():
     want = experts(x, ids, w)
     for lead in ((6,), (2, 3), (3, 2), (2, 3), (1, 6)):
         assert experts(x.view(*lead, 32), ids, w).equal(want.view(*lead, 32))
+    assert experts(x.view(2, 3, 32), ids.view(2, 3, 2), w).equal(want.view(2, 3, 32))
+
+
+@pytest.mark.parametrize("lead", [(), (6,), (2, 3)])
+def test_no_experts_add_nothing(lead):
+    ids = torch.zeros(*lead, 0, dtype=torch.int64)
+    assert layer()(torch.ones(*lead, 32), ids, ids.float()).equal(torch.zeros(*lead, 32))
 
 
 def test_codes_as_fp4():

@@ -495,6 +495,7 @@ def test_the_folder_is_no_part_of_keys():
     forced = one.replace(cpu_isa="generic")
     assert forced != one
     assert options.from_key(forced.key()) == forced
+    assert '"' not in forced.key()  # torch's cpp_wrapper writes keys into C++
 
 
 def test_where_caches_belong(monkeypatch):

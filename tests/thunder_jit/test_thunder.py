@@ -231,6 +231,10 @@ def call_of(name: str):
             lambda x, w, a, b: O.expert_mlp(x, ids, w, *up, *down, a, b, scale_on="input"),
             tokens(5), w, torch.randn(G, 2 * I), torch.randn(G, H),
         ),
+        "float weights": (
+            lambda x, up, down: O.fused_experts(x, ids, w, [up], [down], weight_format="f32"),
+            tokens(5), torch.randn(G, 2 * I, H), torch.randn(G, H, I),
+        ),
         "nvfp4_grouped_mm": (lambda x: O.nvfp4_grouped_mm(x, *up, ends), tokens(5)),
         "scaled_swiglu": (lambda x, scale: O.scaled_swiglu(x, scale, limit=1.0, alpha=1.7), tokens(3, 5), torch.rand(3, 5)),
         "combine": (lambda y, w: O.combine(y, slot_of, w), y, w),
@@ -251,6 +255,35 @@ def test_gradients_of_operations_are_those_of_eager(name, dtype):
     want.backward(grad)
     for a, b in zip(ours, theirs, strict=True):
         assert a.grad.equal(b.grad)
+
+
+@pytest.mark.parametrize("name", ["expert_mlp with biases", "float weights", "nvfp4_grouped_mm", "scaled_swiglu", "group_add"])
+def test_autocast_casts_as_in_eager(name):
+    f, *values = call_of(name)
+    ours, theirs = ([v.requires_grad_() for v in map(torch.clone, values)] for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = jitted(f)(*ours), f(*theirs)
+    assert got.dtype == want.dtype
+    assert got.equal(want)
+    got.float().sum().backward()
+    want.float().sum().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.grad.dtype == b.grad.dtype
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-6)
+
+
+def test_autocast_may_be_off_for_a_part():
+    f, x = call_of("nvfp4_grouped_mm")
+
+    def part(x):
+        with torch.autocast("cpu", enabled=False):
+            return f(x)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        got = jitted(part)(x.requires_grad_())
+    assert got.equal(f(x))
+    got.sum().backward()
+    assert x.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
