@@ -162,7 +162,7 @@ class Layer:
             products = []
             for source in library.sources:
                 assert source.product is not None
-                text = readers.recipe(tier, *source.product).text
+                text = readers.library_source(tier, *source.product).text
                 product = build.load(text, name=f"product_{source.product[0]}", tier=tier, include=[kernels]).product
                 products.append(ctypes.cast(product, ctypes.c_void_p))
         table, entry = (ctypes.c_void_p * len(products))(*products), segments.run

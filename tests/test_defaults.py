@@ -51,7 +51,7 @@ def test_a_layer(dtype):
 def test_the_product_that_came_with_the_package(dtype, monkeypatch, tmp_path):
     """Its result is float32, whatever torch makes where nothing is said."""
     monkeypatch.setattr(readers, "SHIPPED", tmp_path)
-    build.ship(readers.recipe(isa.selected(), "nvfp4"), isa.features())
+    build.ship(readers.library_source(isa.selected(), "nvfp4"), isa.features())
     weight, a = quantize(torch.randn(2, 48, 64)), torch.randn(9, 64).bfloat16()
     call = torch.ops.fusion_moe.nvfp4_grouped_mm, a, *weight, torch.tensor([4, 9], dtype=torch.int32)
     want = call[0](*call[1:])

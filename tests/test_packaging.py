@@ -96,7 +96,7 @@ def test_a_wheel_brings_the_kernels_of_every_cpu(source, tmp_path):
     quick.chmod(0o755)
     wheel = build("wheel", tmp_path / "wheel", source, compiler=str(quick))
     shipped = {Path(name).name for name in files_of(wheel) if "/shipped/" in name}
-    assert shipped >= {readers.recipe(tier, encoding).came_with().name for tier in isa.available() for encoding in readers.BUILT_IN}
+    assert shipped >= {readers.library_source(tier, encoding).came_with().name for tier in isa.available() for encoding in readers.BUILT_IN}
     assert {name.split("-")[1] for name in shipped} == set(isa.TIERS)
     assert wheel.name.endswith(f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}.whl")
 

@@ -470,7 +470,8 @@ def test_gradients_of_sizes_that_become_dynamic_separately():
 @pytest.mark.parametrize("train", [False, True])
 def test_sizes_whose_products_alone_are_equal_are_a_plain_refusal(train):
     shapes = (((2, 6), (3, 4)), ((4, 15), (5, 12)))
-    first, *others = _of_several_calls(OF_SEQUENCES["one shape"], *(_tokens_and_routing(*both, train=train) for both in shapes))
+    f, calls_of = OF_SEQUENCES["flat tokens"], (_tokens_and_routing(*both, train=train) for both in shapes)
+    first, *others = _of_several_calls(f, *calls_of)
     assert len(first.regions) == 1
     refused = [x for graph in others for x in graph.not_fused if x.op.startswith("fusion_moe")]
     assert refused
