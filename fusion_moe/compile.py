@@ -101,12 +101,13 @@ def run(fusion: Fusion, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         raise FusionError("a Fusion without outputs", expected="at least one: fd.add_output(value)", where="run")
     if isinstance(tensors, torch.Tensor):
         raise FusionError("a tensor in place of the inputs", expected="a list of tensors, one for each input", where="run")
+    source = text(fusion)
     if torch.is_grad_enabled() and not fusion.aliases and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
-        source = text(fusion)
-        sizes = parse(source).bind(tensors)
-        return list(torch.ops.fusion_moe.run(source, list(tensors), [sizes[s] for s in parse(source).symbols]))
+        program = parse(source)
+        sizes = program.bind(tensors)
+        return list(torch.ops.fusion_moe.run(source, list(tensors), [sizes[s] for s in program.symbols]))
     device = tensors[0].device if tensors else torch.device("cpu")
-    return program_of(text(fusion), device)(tensors)
+    return program_of(source, device)(tensors)
 
 
 def _check_formats(fusion: Fusion, to: Target) -> None:

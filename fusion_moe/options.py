@@ -76,8 +76,12 @@ class Options:
         """These options with some changed; names and types are checked."""
         return dataclasses.replace(self, **{name: _checked(name, value) for name, value in changes.items()})
 
+    def compared(self) -> dict[str, Any]:
+        """The values of the options that change what is compiled or computed, by name."""
+        return {name: getattr(self, name) for name, field in _FIELDS.items() if field.compare}
+
     def key(self) -> str:
-        """The options as text, a dict as Python writes it, for cache keys and for programs that carry their options; `from_key` reads it.
+        """`compared` as text, a dict as Python writes it, for cache keys and for programs that carry their options; `from_key` reads it.
 
         The values of real options need no ", which compilers of graphs do not escape.
         """
@@ -90,7 +94,7 @@ _VARIABLES = {f"{_PREFIX}{name.upper()}": name for name in _FIELDS}
 
 @functools.lru_cache(maxsize=64)
 def _key(options: Options) -> str:
-    return repr({name: getattr(options, name) for name, field in _FIELDS.items() if field.compare})
+    return repr(options.compared())
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -68,7 +68,7 @@ def _leave_single_results(found: Found) -> None:
     if left:
         why = "torch's cpp_wrapper cannot call a program with one result"
         warn_once(f"calls are not fused: {why}; leave out cpp_wrapper to fuse them")
-        found.regions = [r for r in found.regions if r not in left]
+        found.regions = [r for r in found.regions if len(r.outputs) != 1]
         found.outside += [n for r in left for n in r.nodes]
         found.not_fused += [NotFused(str(called_op(n)), source_of(n), why) for r in left for n in r.nodes if is_call(n)]
 

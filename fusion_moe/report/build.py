@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -112,7 +111,7 @@ def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
 
 def _options(switches: Options) -> tuple[tuple[str, str], ...]:
     """The options that change what is compiled, except the target."""
-    return tuple((name, str(value)) for name, value in ast.literal_eval(switches.key()).items() if name != "target")
+    return tuple((name, str(value)) for name, value in switches.compared().items() if name != "target")
 
 
 def _wanted(regions: list[Region], switches: Options, gpu: Arch | None) -> _Wanted:

@@ -54,9 +54,10 @@ def replace_modules(model: Any, tensors: Mapping[str, Entry], method: str, confi
     _check_schemes(sources.values())
     floats = _floats(replaced.entries, sources.values()) if quantizes else {}
     sources |= _sources({name: module for name, module in modules.items() if name not in sources}, floats)
+    of_experts = {**floats, **stored}
     for name, module in modules.items():
         if name in sources:
-            _replace_experts(replaced, model, name, module, sources[name], {**floats, **stored}, config, quantizes)
+            _replace_experts(replaced, model, name, module, sources[name], of_experts, config, quantizes)
         elif type(module) is nn.Linear and name in stored:
             _replace_linear(replaced, model, name, module, stored[name])
     ignored = any_of(model._keys_to_ignore_on_load_unexpected)
