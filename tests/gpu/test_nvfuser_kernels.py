@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
+import mxfp8
 import pytest
 import torch
 from experts import float_weights
@@ -17,6 +18,8 @@ from fusion_moe.encodings import Quantized, dequantize, quantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.groups import ends_from_sizes, padded_starts, starts
 from fusion_moe.layouts import SF128X4
+from fusion_moe.nn import GroupedLinear
+from fusion_moe.recipe import MXFP8BlockScaling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvfuser]
 ops = torch.ops.fusion_moe
@@ -161,6 +164,22 @@ def test_the_gradient_of_the_rows():
             ops.nvfp4_grouped_mm(x, *weight, ends).float().square().sum().backward()
         grads.append(x.grad)
     close(*grads, 128)
+
+
+@pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
+def test_a_layer_in_mxfp8(wgrad):
+    """Forward and gradients of rows are nvFuser's; copies along rows of groups, and products with them, the reference's."""
+    sizes = (5, 0, 33, 64)
+    x, dy = (torch.randn(sum(sizes), n, generator=generator()).bfloat16() for n in (64, 96))
+    module = GroupedLinear(4, 64, 96, bias=False, device="cuda", dtype=torch.bfloat16)
+    weights = torch.stack(list(module.parameters())).detach().cpu()
+    rows = x.cuda().requires_grad_()
+    with nvfuser(), fusion_moe.autocast(MXFP8BlockScaling(wgrad=wgrad)):
+        y = module(rows, torch.tensor(sizes, device="cuda"))
+        y.backward(dy.cuda())
+    found = (y, rows.grad, torch.stack([p.grad for p in module.parameters()]))
+    for a, want in zip(found, mxfp8.products(x, weights, dy, sizes, wgrad), strict=True):
+        torch.testing.assert_close(a.double().cpu(), want, rtol=2**-7, atol=1e-3)
 
 
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))
