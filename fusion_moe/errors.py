@@ -14,13 +14,13 @@ class Error(Exception):
     """Base of all errors of fusion_moe.
 
     found: what was seen, with names and numbers; expected: what would have been right; todo: what the user can do;
-    where: the operation, argument, module or source line that the error is about.
+    where: the operation, argument, module or source line that the error is about. The message is safe to print (`printable`).
     """
 
     def __init__(self, found: str, *, expected: str = "", todo: str = "", where: str = ""):
         self.found, self.expected, self.todo, self.where = found, expected, todo, where
         parts = [found, expected and f"expected {expected}", todo]
-        super().__init__((f"{where}: " if where else "") + "; ".join(p for p in parts if p))
+        super().__init__(printable((f"{where}: " if where else "") + "; ".join(p for p in parts if p)))
 
     def at(self, where: str) -> Error:
         """The same error with `where` put in front of its place, for callers that know more about it."""
@@ -81,6 +81,11 @@ class Untranslatable(Error):
 
     The call remains an ordinary call of the operation, and `explain` shows the sentence.
     """
+
+
+def printable(text: str) -> str:
+    """The text with all but printable characters and line breaks escaped: names in files may hold escape sequences for terminals."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def need_one_of(name: str, value: object, known: Iterable[str], *, todo: str = "", where: str = "") -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import OptionError, did_you_mean
+from .errors import OptionError, did_you_mean, need_one_of
 
 _PREFIX = "FUSION_MOE_"
 _MOST = 10**6  # seconds: functions that wait for a process accept little more
@@ -158,7 +158,7 @@ def variable() -> tuple[contextvars.ContextVar[Options], Options]:
 
 
 def from_key(key: str) -> Options:
-    """The options that `Options.key` wrote; what keys leave out is as in force here."""
+    """The options that `Options.key` wrote; what keys leave out is as in force here. OptionError for any other."""
     return dataclasses.replace(current(), **_read(key))
 
 
@@ -170,6 +170,8 @@ def _read(key: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise OptionError(f"options {key!r}", expected="a dict, as Options.key writes it")
+    for name in found:  # a key comes with an exported graph, from anywhere: it may not say where files are written
+        need_one_of("an option's name", name, (name for name, field in _FIELDS.items() if field.compare))
     return {name: _checked(name, value) for name, value in found.items()}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from .errors import printable
+
 log = logging.getLogger("fusion_moe")
 _said: set[str] = set()
 
@@ -13,4 +15,4 @@ def warn_once(message: str, about: str = "") -> None:
     key = about or message
     if key not in _said:
         _said.add(key)
-        log.warning("%s", message)
+        log.warning("%s", printable(message))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.headers import parse_json
+from ..checkpoints.headers import read_json
 from ..errors import CheckpointError, UnsupportedError
 
 CONFIG = "adapter_config.json"
@@ -42,11 +42,7 @@ class LoraConfig:
 def read_config(directory: Path) -> LoraConfig:
     """The configuration of a directory. CheckpointError for an invalid one, UnsupportedError for other kinds of adapters."""
     file = directory / CONFIG
-    try:
-        text = file.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{error.strerror}", expected="what save_lora or PEFT wrote", where=str(file)) from None
-    return _parsed(parse_json(text, file), file)
+    return _parsed(read_json(file, "what save_lora or PEFT wrote"), file)
 
 
 def _parsed(config: Mapping[str, Any], file: Path) -> LoraConfig:

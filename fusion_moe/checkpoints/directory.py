@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError, UnsupportedError
-from .headers import Entry, parse_json, read_header
+from .headers import Entry, read_header, read_json, shown
 
 CONFIG, OLDER_CONFIG = "config.json", "hf_quant_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -41,9 +41,9 @@ class Directory:
         UnsupportedError for weights in other kinds of files.
         """
         path = Path(path)
-        if not _is_file(path / CONFIG):
+        if not _exists(path / CONFIG):
             raise _not_a_checkpoint(path)
-        config = _json(path / CONFIG)
+        config = read_json(path / CONFIG)
         index = path / INDEX
         return cls(path, config, _sharded(path, index) if index.exists() else _single(path))
 
@@ -93,13 +93,13 @@ def _sharded(path: Path, index: Path) -> dict[str, Entry]:
     """The tensors of a directory with an index, which must name all of them, each with its file. An index of files that are all gone does
     not count if there is a single file.
     """
-    shard_of = _json(index).get("weight_map")
+    shard_of = read_json(index).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(name, str) for name in shard_of.values()):
         raise CheckpointError("no weight_map", expected="weight_map: the file of each tensor", where=str(index))
     shards = list(dict.fromkeys(shard_of.values()))
     _check_names(index, shards)
     if SINGLE not in shards and (path / SINGLE).exists():
-        if any(_is_file(path / shard) for shard in shards):
+        if any(_exists(path / shard) for shard in shards):
             raise CheckpointError(f"{SINGLE} beside an index of other files", expected="one or the other", where=str(path))
         return _single(path)  # transformers leaves the index when it saves one file over shards
     _check_shards(path, index, shards)
@@ -132,9 +132,9 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def older_quantization(file: Path) -> dict[str, Any]:
     """What a hf_quant_config.json says, as a quantization_config would."""
-    said = _json(file).get("quantization")
+    said = read_json(file).get("quantization")
     if not isinstance(said, dict):
-        raise CheckpointError(f"quantization is {said!r}", expected="an object with quant_algo", where=str(file))
+        raise CheckpointError(f"quantization is {shown(said)}", expected="an object with quant_algo", where=str(file))
     return {"quant_method": "modelopt", "ignore": said.get("exclude_modules", []), **said}
 
 
@@ -143,12 +143,13 @@ def _check_names(index: Path, shards: Iterable[str]) -> None:
     for shard in shards:
         parts = PurePosixPath(shard)
         if parts.is_absolute() or ".." in parts.parts or "\\" in shard or "\0" in shard or parts.suffix != ".safetensors":
-            raise CheckpointError(f"a shard {shard!r}", expected="names of safetensors files inside of the directory", where=str(index))
+            expected = "names of safetensors files inside of the directory"
+            raise CheckpointError(f"a shard {shown(shard)}", expected=expected, where=str(index))
 
 
 def _check_shards(path: Path, index: Path, shards: Iterable[str]) -> None:
     """Checks that the files exist. They may be links, as in Hugging Face's cache."""
-    if missing := [shard for shard in shards if not _is_file(path / shard)]:
+    if missing := [shard for shard in shards if not _exists(path / shard)]:
         found, todo = f"{missing[0]} is not there{_and_more(missing)}", "download it again"
         raise CheckpointError(found, expected="every file that the index names", todo=todo, where=str(index))
 
@@ -163,9 +164,9 @@ def _not_a_checkpoint(path: Path) -> CheckpointError:
     return CheckpointError(found, expected=f"a directory with {CONFIG} and safetensors", todo=todo, where=str(path))
 
 
-def _is_file(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     try:
-        return path.is_file()
+        return path.exists()
     except (OSError, ValueError):  # an invalid file name
         return False
 
@@ -179,11 +180,3 @@ def _check_listed(entry: Entry, shard: str, shard_of: Mapping[str, str], index: 
 
 def _and_more(names: Any) -> str:
     return f", nor are {len(names) - 1} more" if len(names) > 1 else ""
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        text = file.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{error.strerror}", expected="a file of JSON", where=str(file)) from None
-    return parse_json(text, file)

@@ -83,8 +83,9 @@ def _in_order(layer: str, projections: Mapping[str, Mapping[int, str]]) -> dict[
         found = f"{', '.join(_sorted(projections))} alone"
         raise CheckpointError(found, expected="up_proj and down_proj, or w3 and w2, of each expert", where=layer)
     for projection, of in _sorted(projections).items():
-        if missing := sorted(set(range(experts)) - of.keys()):
-            found = f"no {projection} of expert {missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
+        if missing := experts - len(of):  # a number may be beyond any memory
+            first = next(e for e in range(experts) if e not in of)
+            found = f"no {projection} of expert {first}{f' and {missing - 1} more' if missing > 1 else ''}"
             raise CheckpointError(found, expected=f"all experts from 0 to {experts - 1}", where=layer)
     return {projection: tuple(of[e] for e in range(experts)) for projection, of in _sorted(projections).items()}
 

@@ -16,7 +16,7 @@ BLOCK = (128, 128)
 
 def check_fp8(values: Tensor, scale: Tensor, block: tuple[int, int] = BLOCK) -> tuple[int, ...]:
     """The shape (N, K); ShapeError unless scale fits values. The values are not read."""
-    if values.dim() != 2:
+    if values.dim() != 2 or 0 in values.shape:
         raise ShapeError(f"values are {list(values.shape)}", expected="[N, K]")
     blocks = [-(-size // of) for size, of in zip(values.shape, block, strict=True)]
     if scale.numel() != 1 and list(scale.shape) != blocks:

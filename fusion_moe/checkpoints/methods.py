@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UnsupportedError
+from .headers import shown
 from .schemes import SCHEMES
 
 METHODS = tuple(dict.fromkeys(method for scheme in SCHEMES for method in scheme.methods))
@@ -29,7 +30,7 @@ def method_of(quantization: Mapping[str, Any], where: str = "") -> str:
         method = "modelopt"
     if method not in METHODS:
         why = next((why for name, why in _REFUSED.items() if name in str(method).lower()), "")
-        found = f"quant_method {method!r}{f': {why}' if why else ''}"
+        found = f"quant_method {shown(method)}{f': {why}' if why else ''}"
         todo = "take the checkpoint in one of these, or in bfloat16, and quantize that"
         raise UnsupportedError(found, expected=f"one of {', '.join(METHODS)}", todo=todo, where=where)
     checks = {"modelopt": _check_modelopt, "compressed-tensors": _check_compressed, "fp8": _check_fp8}
@@ -50,16 +51,16 @@ def _check_compressed(quantization: Mapping[str, Any], where: str) -> None:
         if isinstance(weights, dict) and weights.get("type") == "int":
             found = {key: weights.get(key) for key in _INT4}
             if found != _INT4:
-                said = ", ".join(f"{key} {value}" for key, value in found.items())
+                said = ", ".join(f"{key} {shown(value)}" for key, value in found.items())
                 raise UnsupportedError(f"integers with {said}", expected="4 bits, groups of 32, symmetric", where=where)
 
 
 def _check_fp8(quantization: Mapping[str, Any], where: str) -> None:
     size = quantization.get("weight_block_size") or [128, 128]
     if size != [128, 128]:
-        raise UnsupportedError(f"FP8 with weight_block_size {size}", expected="[128, 128]", where=where)
+        raise UnsupportedError(f"FP8 with weight_block_size {shown(size)}", expected="[128, 128]", where=where)
 
 
 def _check(what: str, found: Any, known: tuple[str, ...], where: str) -> None:
     if found not in known:
-        raise UnsupportedError(f"{what} {found!r}", expected=f"one of {', '.join(known)}", where=where)
+        raise UnsupportedError(f"{what} {shown(found)}", expected=f"one of {', '.join(known)}", where=where)

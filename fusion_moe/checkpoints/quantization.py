@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..encodings import NVFP4, Quantized, check_finite
-from ..errors import NonFiniteError, ShapeError, UnsupportedError
+from ..errors import CheckpointError, NonFiniteError, ShapeError, UnsupportedError
 from .conversion import Source, algorithms, dense_step, modelopt_step, plain_linears, plain_weights, renamed
 from .directory import Directory, without_quantization
 from .experts import LayerExperts, experts_of, layers_of_experts
@@ -70,6 +70,8 @@ def _experts(source: Source) -> Iterator[tuple[str, Step]]:
     plain = plain_weights(source.directory)
     fp8 = {name: weight for name, weight in source.weights.items() if weight.scheme.encoding is None}
     for layer in layers_of_experts([*plain, *fp8], experts_of(source.directory.config)).values():
+        if empty := [plain[name] for name in layer.names if name in plain and 0 in plain[name].shape]:  # its other sizes may be any
+            raise CheckpointError(f"{empty[0]}", expected="experts with elements", where=str(empty[0].file))
         if layer.fused:
             yield from _fused(source, layer, plain)
             continue

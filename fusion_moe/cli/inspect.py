@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ..checkpoints import KNOWN, Directory, Entry, StoredWeight, check_scales, experts_of, layers_of_experts, method_of, stored_weights
 from ..encodings import BF16, F16, F32
-from ..errors import CheckpointError
+from ..errors import CheckpointError, printable
 from ..progress import progress
 from .machine import kernels_for
 from .output import FINE, PROBLEMS, Json, bytes_of, count, finish, table
@@ -74,11 +74,11 @@ class Inspection:
 
     def print(self, console: Console) -> None:
         """A head, a table of formats, one of scales, problems."""
-        console.print(self.directory, soft_wrap=True)
+        console.print(printable(self.directory), soft_wrap=True)
         if self.files:
             quantized = f"quantized by {self.method}{f', {self.algorithm}' if self.algorithm else ''}" if self.method else "not quantized"
             counts = f"{count(self.tensors, 'tensor')} in {count(self.files, 'file')}, {bytes_of(self.bytes)}"
-            console.print(f"{', '.join(self.architectures) or 'no architecture'}; {quantized}; {counts}", soft_wrap=True)
+            console.print(printable(f"{', '.join(self.architectures) or 'no architecture'}; {quantized}; {counts}"), soft_wrap=True)
             rows = ((g.format, g.of, g.weights, g.layers, bytes_of(g.bytes), g.runs) for g in self.groups)
             console.print()
             console.print(table(("format", "of", "weights", "layers", "bytes", "runs here"), rows, right=(2, 3, 4)))
@@ -88,7 +88,7 @@ class Inspection:
             console.print(table(("format", "scale", "numbers", "zeros", "smallest", "largest"), rows, right=(2, 3, 4, 5)))
         console.print()
         for problem in self.problems:
-            console.print(f"problem: {problem}", soft_wrap=True)
+            console.print(f"problem: {' '.join(problem.split())}", soft_wrap=True)
         if not self.problems:
             console.print("no problems")
 
@@ -125,10 +125,15 @@ def inspection(path: Path, values: bool = False) -> Inspection:
     except CheckpointError as error:
         problems.append(str(error))
     return Inspection(
-        str(path), tuple(directory.config.get("architectures") or ()), method, str(quantization.get("quant_algo") or ""),
+        str(path), _strings(directory.config.get("architectures")), method, ", ".join(_strings([quantization.get("quant_algo")])),
         len({entry.file for entry in entries.values()}), len(entries), sum(entry.nbytes for entry in entries.values()),
         tuple(_groups(entries, weights)), ranges, tuple(problems),
     )  # fmt: skip
+
+
+def _strings(said: Any) -> tuple[str, ...]:
+    """Those in a list of JSON, which may be anything."""
+    return tuple(" ".join(one.split()) for one in said if isinstance(one, str)) if isinstance(said, list) else ()
 
 
 def _groups(entries: Mapping[str, Entry], weights: Mapping[str, StoredWeight]) -> Iterator[Group]:

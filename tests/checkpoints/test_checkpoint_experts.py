@@ -58,6 +58,12 @@ def test_missing_experts(gone: str, said: str) -> None:
     assert str(raised.value) == said
 
 
+def test_a_number_beyond_any_memory() -> None:
+    names = [f"a.experts.{e}.{projection}" for e in (0, 10**18) for projection in ("up_proj", "down_proj")]
+    with pytest.raises(CheckpointError, match=f"no up_proj of expert 1 and {10**18 - 2} more; expected all experts from 0 to {10**18}"):
+        layers_of_experts(names)
+
+
 def test_more_or_fewer_experts_than_the_configuration_says() -> None:
     names = [name for name in names_of("modelopt-qwen3_moe") if ".experts.3." not in name]
     assert layers_of_experts(names)["model.layers.0.mlp.experts"].experts == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,14 @@ def _header(old: str, new: str) -> Callable[[Path], None]:
     return change_header
 
 
+def _pipe(file: str) -> Callable[[Path], None]:
+    return lambda path: ((path / file).unlink(missing_ok=True), os.mkfifo(path / file))[1]
+
+
+def _device(file: str) -> Callable[[Path], None]:
+    return lambda path: ((path / file).unlink(missing_ok=True), (path / file).symlink_to("/dev/zero"))[1]
+
+
 def _pickled(path: Path) -> None:
     for file in path.glob("model*"):
         file.unlink()
@@ -144,6 +153,22 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "unknown dtype": _header('"BF16"', '"BF17"'),
     "shape and bytes": _header("[32,64]", "[32,63]"),
     "negative shape": _header("[32,64]", "[-32,-64]"),
+    "too large for strides, without elements": _header("[32,64]", f"[0,{2**62}]"),
+    "a size of 4,000 digits": _header("[32,64]", f"[32,{'9' * 4000}]"),
+    "an offset of 4,000 digits": _header('"data_offsets":[0,', f'"data_offsets":[{"9" * 4000},'),
+    "a thousand dimensions": _header("[32,64]", f"[32,64{',1' * 1000}]"),
+    "an endless name": _header("lm_head.weight", "l" * 10**6),
+    "metadata that are many": _header('{"format":"pt"}', f"[{'1,' * 10**4}1]"),
+    "a name that clears the screen": _header('lm_head.weight":{"dtype":"BF16"', 'lm\\u001b[2J\\u009b\\ud800":{"dtype":"BF17"'),
+    "deep in an index": _index(lambda index: index.update({"metadata": json.loads("[" * 900 + "]" * 900)})),
+    "an index that is a pipe": _pipe(INDEX),
+    "a shard that is a pipe": _pipe(FIRST),
+    "a configuration that is a pipe": _pipe("config.json"),
+    "an index that never ends": _device(INDEX),
+    "a shard that never ends": _device(FIRST),
+    "a configuration that never ends": _device("config.json"),
+    "a configuration of a gigabyte": lambda path: os.truncate(path / "config.json", 10**9),
+    "a configuration that is a folder": lambda path: ((path / "config.json").unlink(), (path / "config.json").mkdir()),
     "twice in a header": _header("lm_head.weight", "model.embed_tokens.weight"),
     "pickled": _pickled,
     "gguf": _gguf,
@@ -172,6 +197,16 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     change(path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(1)}), "model-00004-of-00004.safetensors")
     with pytest.raises(CheckpointError, match="lm_head.weight in model-00004-of-00004.safetensors, by the index in model-00001"):
         Directory.open(path)
+
+
+def test_a_name_twice_among_very_many(tmp_path: Path) -> None:
+    """In time that grows with their number, not with its square."""
+    names = json.dumps({f"x{i}": 1 for i in range(200_000)})
+    (tmp_path / "config.json").write_text(names[:-1] + ', "x199999": 1}')
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match="'x199999' twice"):
+        Directory.open(tmp_path)
+    assert time.process_time() - start < 10
 
 
 @given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255), file=st.sampled_from([FIRST, INDEX, "config.json"]))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from files import MADE, Tensors, change, change_json, copied, raw
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fusion_moe.checkpoints import Directory, check_scales, method_of, quantize, stored_weights
-from fusion_moe.errors import NonFiniteError, ShapeError, UnsupportedError
+from fusion_moe.errors import CheckpointError, NonFiniteError, ShapeError, UnsupportedError
 
 SRC = MADE / "bf16-qwen3_moe"
 EXPERTS = "model.layers.0.mlp.experts"
@@ -45,6 +45,20 @@ def test_experts_of_bf16(tmp_path: Path) -> None:
     assert directory.quantization["quant_algo"] == "W4A16_NVFP4"
     assert "model.layers.0.self_attn.q_proj" in directory.quantization["ignore"]
     check_scales(directory, stored_weights(directory.tensors, method_of(directory.quantization)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_experts_without_elements(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Their other sizes cost no bytes, and kernels would count through them."""
+    path = copied("bf16-qwen3_moe", tmp_path)
+    for file in path.glob("model*"):
+        file.unlink()
+    names = [f"{EXPERTS}.0.{projection}_proj.weight" for projection in ("gate", "up", "down")]
+    scales = {f"{name}_scale_inv": torch.empty(0, 2**30) for name in names if dtype.itemsize == 1}
+    save_file({name: torch.empty(0, 2**37, dtype=dtype) for name in names} | scales, path / "model.safetensors")
+    change_json(path / "config.json", lambda c: c.update(num_experts=1, quantization_config={"quant_method": "fp8"}))
+    with pytest.raises(CheckpointError, match=r"proj.weight.*\[0, 137438953472\].*; expected (experts with elements|\[N, K\])"):
+        quantize(path, tmp_path / "dst")
 
 
 @pytest.mark.judges("modelopt")

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("safetensors")
 
-from files import MADE, change, copied, raw
+from files import MADE, change, change_json, copied, raw
 from typer.testing import CliRunner
 
 from fusion_moe import options
@@ -89,3 +89,34 @@ def test_what_is_missing_is_a_problem_beside_what_is_there(tmp_path):
     assert (code, shown["files"]) == (1, 0)
     assert "truncated" in shown["problems"][0]
     assert run(str(folder)).stdout.splitlines()[-1].startswith("problem: ")
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b2J\u202e\ud800\nno problems"  # for terminals: escape sequences, text from right to left
+
+
+@pytest.mark.parametrize("json_", [True, False])
+def test_what_a_terminal_would_obey_is_escaped(json_, tmp_path):
+    path = copied("modelopt-qwen3_moe", tmp_path)
+    change_json(path / "config.json", lambda c: c.update(architectures=[HOSTILE, 5, [[]]]))
+    change(path, lambda tensors: tensors.update({"\x1b[2J.weight_scale": torch.ones(3)}))
+    result = run(*["--json"] * json_, str(path))
+    assert result.exit_code == 1
+    assert all(c.isprintable() or c == "\n" for c in result.stdout)
+    assert "\\x1b[2J" in result.stdout if not json_ else json.loads(result.stdout)
+    assert "\nno problems" not in result.stdout
+
+
+@pytest.mark.parametrize("value", [5, "Qwen3", {"a": 1}, [1.5], None, [[[["deep"]]]]])
+def test_architectures_that_are_none(value, tmp_path):
+    path = copied("modelopt-qwen3_moe", tmp_path)
+    change_json(path / "config.json", lambda c: c.update(architectures=value))
+    code, shown = found(str(path))
+    assert (code, shown["architectures"]) == (0, [])
+    assert "no architecture; quantized by modelopt" in run(str(path)).stdout
+
+
+def test_a_configuration_nested_too_deep(tmp_path):
+    path = copied("modelopt-qwen3_moe", tmp_path)
+    (path / "config.json").write_text('{"architectures": ' + "[" * 900 + "]" * 900 + "}")
+    code, shown = found(str(path))
+    assert (code, shown["problems"]) == (1, [f"{path}/config.json: more than 32 nested values; expected an object of JSON"])

@@ -498,6 +498,13 @@ def test_the_folder_is_no_part_of_keys():
     assert '"' not in forced.key()  # torch's cpp_wrapper writes keys into C++
 
 
+@pytest.mark.parametrize("key", ["{'dump': '/anywhere'}", "{'cache_dir': '/anywhere'}", "{1: 2}", "{None: 1}"])
+def test_what_no_key_says(key):
+    """Keys come with exported graphs, from anybody."""
+    with pytest.raises(OptionError, match="an option's name = .*; expected one of target, "):
+        options.from_key(key)
+
+
 def test_where_caches_belong(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     assert options._cache_home({}) == options._cache_home({"XDG_CACHE_HOME": "relative"}) == "/home/someone/.cache/fusion_moe"
