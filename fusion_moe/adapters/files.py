@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.headers import Entry, read_header
 from ..checkpoints.shard import Planned, Step, write_shard
-from ..checkpoints.writing import readable_errors, sync, write_text
+from ..checkpoints.writing import destination, readable_errors, sync, write_text
 from ..errors import CheckpointError, UnsupportedError
 from ..nn.activations import deinterleave, interleave
 from ..nn.adaptable import AdaptableModule
@@ -36,12 +36,10 @@ def save_lora(model: nn.Module, directory: str | Path) -> Path:
     UnsupportedError for a model without adapters, or with several LoRA ranks; CheckpointError if the directory exists and is not empty, or
     cannot be written.
     """
-    dst = Path(directory).absolute()
+    dst = destination(directory)
     found = [(name, module) for name, module in adaptable(model, "save_lora").items() if module.adapted]
     if not found:
         raise UnsupportedError("no adapters", expected="a model that add_lora_ or load_lora_ gave some", where="save_lora")
-    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
-        raise CheckpointError("the destination exists", expected="a new path, or an empty directory", where=str(dst))
     rank, alpha = common([(a.rank, a.alpha) for _, module in found for _, a in adapters_of(module)], "save_lora")
     targets = tuple(_parameter(name, module, projection) for name, module in found for projection, _ in adapters_of(module))
     config = LoraConfig(rank, alpha, targets).written(getattr(model, "name_or_path", None) or None)
@@ -118,8 +116,8 @@ def _write(dst: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) 
     steps = [Step(tuple(Planned(key, t.dtype, tuple(t.shape)) for key, t in tensors.items()), lambda: _on_cpu(tensors))]
     partial = dst.with_name(f".{dst.name}.{os.getpid()}.partial")
     with readable_errors(dst, partial):
+        partial.mkdir(parents=True)
         try:
-            partial.mkdir(parents=True)
             write_shard(partial / TENSORS, steps)
             write_text(partial / CONFIG, json.dumps(config, indent=2) + "\n")
             sync(partial)

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import CheckpointError, Error
 from ..progress import progress
+from ..runtime import trust
 from .directory import CONFIG, INDEX, OLDER_CONFIG, SINGLE, Directory
 from .shard import Step, digest_of, header_of, write_shard
 
@@ -39,12 +40,8 @@ def write(
     CheckpointError if dst exists already, is a mount point, the disk is full, or another process is writing the same; whatever is raised,
     nothing incomplete has dst's name. Returns dst, absolute and without symbolic links.
     """
-    dst = Path(dst).resolve()
-    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
-        raise CheckpointError("the destination exists", expected="a new path, or an empty directory", where=str(dst))
-    if os.path.ismount(dst):
-        expected, todo = "a path that a folder can be renamed to", "name a new folder inside of it"
-        raise CheckpointError("the destination is a mount point", expected=expected, todo=todo, where=str(dst))
+    dst = destination(dst)
+    copied = _to_copy(source)
     shards = _shards(steps, shard_bytes)
     partial = dst.with_name(f".{dst.name}.partial")
     with readable_errors(dst, partial), _locked(partial), _removed_unless_it_can_go_on(partial):
@@ -52,13 +49,41 @@ def write(
         _check_space(partial, sum(step.nbytes for step in steps), files)
         for name, its in progress(shards.items(), f"writing files of {dst.name}", len(shards)):
             _write_once(partial, files / name, its)
-        _write_rest(files, source, shards, config, older_config)
+        _write_rest(files, copied, shards, config, older_config)
         if check is not None:
             check(Directory.open(files))
         files.rename(dst)
         sync(dst.parent)
         shutil.rmtree(partial, ignore_errors=True)
     return dst
+
+
+def destination(dst: str | Path) -> Path:
+    """A path to write a directory as, absolute and without symbolic links. CheckpointError if something is there already."""
+    if "\0" in str(dst):
+        raise CheckpointError(f"{str(dst)!r} as a destination", expected="a path without NUL")
+    dst = Path(os.path.realpath(dst))
+    if os.path.lexists(dst) and (not dst.is_dir() or any(dst.iterdir())):
+        raise CheckpointError("the destination exists", expected="a new path, or an empty directory", where=str(dst))
+    if os.path.ismount(dst):
+        expected, todo = "a path that a folder can be renamed to", "name a new folder inside of it"
+        raise CheckpointError("the destination is a mount point", expected=expected, todo=todo, where=str(dst))
+    return dst
+
+
+def _to_copy(source: Directory) -> list[Path]:
+    """The source's other files. CheckpointError for a link to a file elsewhere, config.json too: it may be any file of whoever writes, and
+    its contents would be passed on with the copy. Hugging Face's cache, where all files are links, has them in `blobs`.
+    """
+    home = source.path.resolve()
+    places = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    found = [file for file in sorted(home.iterdir()) if file.is_file() and not file.name.startswith(".")]
+    others = [file for file in found if not file.name.endswith(_NOT_COPIED) and file.name not in (OLDER_CONFIG, INDEX)]
+    for file in others:
+        if not any(file.resolve().is_relative_to(place) for place in places):
+            todo = "put a copy of that file there, if it belongs to the model"
+            raise CheckpointError(f"a link to {file.resolve()}", expected="files of the directory itself", todo=todo, where=str(file))
+    return [file for file in others if file.name != CONFIG]
 
 
 def _shards(steps: Sequence[Step], shard_bytes: int) -> dict[str, list[Step]]:
@@ -115,14 +140,14 @@ def _write_once(partial: Path, path: Path, steps: Sequence[Step]) -> None:
 
 
 def _write_rest(
-    files: Path, source: Directory, shards: Mapping[str, Sequence[Step]], config: Mapping[str, Any], older_config: Mapping[str, Any] | None
+    files: Path, copied: Sequence[Path], shards: Mapping[str, Sequence[Step]], config: Mapping[str, Any],
+    older_config: Mapping[str, Any] | None,
 ) -> None:  # fmt: skip
     """Writes everything except the shards."""
     ours = {CONFIG: config, OLDER_CONFIG: older_config, INDEX: _index(shards) if len(shards) > 1 else None}
-    for other in sorted(source.path.iterdir()):
-        if other.is_file() and other.name not in ours and not other.name.endswith(_NOT_COPIED) and not other.name.startswith("."):
-            shutil.copyfile(other, files / other.name)
-            sync(files / other.name)
+    for other in copied:
+        shutil.copyfile(other, files / other.name)
+        sync(files / other.name)
     for name, value in ours.items():
         (files / name).unlink(missing_ok=True)
         if value is not None:
@@ -170,7 +195,9 @@ def readable_errors(dst: Path, partial: Path) -> Iterator[None]:
         yield
     except OSError as error:
         todo = "free some space and run it again" if error.errno in _FULL else "run it again"
-        if partial.exists():
+        if error.errno == errno.ENAMETOOLONG:
+            todo = "give it a shorter name"
+        elif os.path.lexists(partial):
             todo += f", to go on where it stopped; {partial} has what is finished"
         raise CheckpointError(f"not written: {error.strerror or error}", todo=todo, where=str(dst)) from error
 
@@ -190,11 +217,17 @@ def _removed_unless_it_can_go_on(partial: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """Locks the folder against other processes until the block or the process ends."""
+    """Makes the folder, for this user alone, and locks it against other processes until the block or the process ends.
+
+    CheckpointError for one that somebody else made or may write to: links in it would lead to other files.
+    """
     import fcntl  # imported here, since Windows does not have it
 
-    partial.mkdir(parents=True, exist_ok=True)
-    with (partial / "lock").open("w") as lock:
+    partial.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if why := trust.why_not_own(partial):
+        todo = "remove it if it is not needed, or name another destination"
+        raise CheckpointError(f"{partial} {why}", todo=todo, where="writing beside the destination")
+    with os.fdopen(os.open(partial / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -16,13 +16,21 @@ _OTHERS_WRITE = 0o022  # with access lists, the group's bit stands for everyone 
 
 def why_not_folder(folder: Path) -> str:
     """Why the contents of a folder are not to be trusted. Its path has no links. OSError if it cannot be examined."""
-    if why := _why_not(folder, folder.lstat(), _ourselves()):
+    if why := why_not_own(folder):
         return why
     for place in folder.parents:  # whoever can write there can replace the folder, unless the sticky bit forbids it
         found = place.lstat()
         if why := _why_not(place, found, _ourselves() | _unmapped(), sticky=bool(found.st_mode & stat.S_ISVTX)):
             return f"lies in {place}, which {why}"
     return ""
+
+
+def why_not_own(folder: Path) -> str:
+    """Why others may have put something into a folder, wherever it lies. OSError if it cannot be examined."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        return f"is not a folder (mode {stat.filemode(found.st_mode)}, expected drwx------)"
+    return _why_not(folder, found, _ourselves())
 
 
 def why_not_file(path: Path) -> str:

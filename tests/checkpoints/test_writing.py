@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,98 @@ def test_what_a_step_raises_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises((NonFiniteError, UnsupportedError)):
         convert(src, tmp_path / "dst", shard_bytes=SHARD)
     assert [path.name for path in tmp_path.iterdir()] == [src.name]
+
+
+def _link(partial: Path, victim: Path) -> None:
+    partial.symlink_to(victim)
+
+
+def _open_to_all(partial: Path, victim: Path) -> None:
+    partial.mkdir()
+    partial.chmod(0o777)
+    (partial / "lock").symlink_to(victim / "files" / "thesis")
+
+
+def _of_another(partial: Path, victim: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root gives folders away")
+    partial.mkdir(mode=0o755)
+    (partial / "lock").symlink_to(victim / "files" / "thesis")
+    os.chown(partial, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (_link, "is not a folder (mode lrwxrwxrwx, expected drwx------)"),
+        (_open_to_all, "can be written by other users (mode 777, expected 755: chmod go-w "),
+        (_of_another, "belongs to another user (12345, expected 0"),
+    ],
+)
+def test_what_another_user_prepared(how: Callable[[Path, Path], None], said: str, tmp_path: Path) -> None:
+    """In a shared folder: the files that links there lead to stay as they are."""
+    (tmp_path / "victim" / "files").mkdir(parents=True)
+    (tmp_path / "victim" / "files" / "thesis").write_text("precious")
+    how(tmp_path / ".dst.partial", tmp_path / "victim")
+    with pytest.raises(CheckpointError) as raised:
+        convert(SRC, tmp_path / "dst")
+    assert said in str(raised.value)
+    assert str(raised.value).endswith("; remove it if it is not needed, or name another destination")
+    assert (tmp_path / "victim" / "files" / "thesis").read_text() == "precious"
+    assert not (tmp_path / "dst").exists()
+
+
+def test_an_unfinished_directory_is_private(tmp_path: Path) -> None:
+    """Whatever the umask is; the finished one is as the umask says."""
+    before, seen = os.umask(0o002), []
+    try:
+        writing.write(
+            tmp_path / "dst", Directory.open(SRC), [], config={}, check=lambda d: seen.append(d.path.parent.stat().st_mode & 0o777)
+        )
+    finally:
+        os.umask(before)
+    assert (seen, (tmp_path / "dst").stat().st_mode & 0o777) == ([0o700], 0o775)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_a_link_out_of_the_source(name: str, tmp_path: Path) -> None:
+    """It may lead to any file of whoever converts, whose contents would be published with the model."""
+    src = copied(SRC.name, tmp_path)
+    (tmp_path / "secret").write_text((src / "config.json").read_text())
+    (src / name).unlink(missing_ok=True)
+    (src / name).symlink_to("../secret")
+    with pytest.raises(CheckpointError, match=f"{name}: a link to {tmp_path}/secret; expected files of the directory itself; put a copy"):
+        convert(src, tmp_path / "dst")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [SRC.name, "secret"]
+
+
+def test_links_inside_and_in_the_cache_of_hugging_face(tmp_path: Path) -> None:
+    src = tmp_path / "models--a--b" / "snapshots" / "0123"
+    src.parent.mkdir(parents=True)
+    copied(SRC.name, tmp_path).rename(src)
+    (src / "tokenizer.json").write_text("{}")
+    (tmp_path / "models--a--b" / "blobs").mkdir()
+    for i, file in enumerate(sorted(src.iterdir())):
+        file.rename(tmp_path / "models--a--b" / "blobs" / str(i))
+        file.symlink_to(f"../../blobs/{i}")
+    (src / "other.json").symlink_to("tokenizer.json")
+    dst = convert(src, tmp_path / "dst")
+    assert all((dst / name).read_text() == "{}" and not (dst / name).is_symlink() for name in ("tokenizer.json", "other.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("d" * 250, "not written: File name too long; give it a shorter name"),
+        ("d" * 400, "not written: File name too long; give it a shorter name"),
+        ("d\0", r"d\\x00' as a destination; expected a path without NUL"),
+        ("/", "/: the destination exists"),
+    ],
+)
+def test_names_that_no_directory_can_have(name: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        convert(SRC, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_existing_directories(tmp_path: Path) -> None:
