@@ -178,19 +178,19 @@ def check_slots(slots: Tensor, rows: int, name: str = "slot_of") -> None:
         )
 
 
-def check_ids(ids: Tensor, groups: int, name: str = "ids") -> None:
-    """Raises unless integer ids [...] lie in 0..groups-1. Reads them, so it waits for the device.
+def check_ids(ids: Tensor, groups: int, name: str = "ids", least: int = 0) -> None:
+    """Raises unless integer ids [...] lie in least..groups-1. Reads them, so it waits for the device. least: -1 allows ids of no group.
 
     DtypeError unless an integer type; GroupsError with the first position (in row-major order) whose id names no group.
     """
     if ids.dtype not in (torch.int32, torch.int64):
         raise DtypeError(f"{name} is {ids.dtype}", expected="torch.int32 or torch.int64", todo=f"{name}.to(torch.int64)")
-    bad = (ids < 0) | (ids >= groups)
+    bad = (ids < least) | (ids >= groups)
     if bad.any():
         first = tuple(bad.nonzero()[0].tolist())
         place = ", ".join(map(str, first))
         raise GroupsError(
             f"{name}[{place}] = {ids[first].item()} is out of range ({int(bad.sum())} of {ids.numel()} are)",
-            expected=f"ids from 0 to {groups - 1}",
+            expected=f"ids from 0 to {groups - 1}{', or -1 for no expert' if least else ''}",
             todo="check that the router has as many outputs as there are experts, or pass first_expert if others hold some of them",
         )

@@ -110,7 +110,7 @@ def route(ids: Tensor, groups: int, *, first_expert: int | None = None) -> tuple
 
     ids: int64 or int32 [T, k], the experts of each token, from 0 to groups - 1; groups: how many experts there are.
     first_expert: the id of the first of these experts, if others exist elsewhere: slots of any other id are dropped, and their rows come
-    after the last end, where products are zero. None: ids start at 0, and ids that name no expert are an error.
+    after the last end, where products are zero. None: ids start at 0, and -1 names no expert; other ids are an error.
     ends: int32 [groups], where the rows of each expert end: `offs` of the products; row_of: int32 [T*k], the token of each sorted row, so
     that x[row_of] are the rows; slot_of: int32 [T, k], the row of each slot. No derivative.
     """
@@ -200,7 +200,8 @@ def fused_experts(
     activation_format: "bf16", activations as they come in, "nvfp4" (compute capability 10.0 only, else UnsupportedError), "int8" (CPUs
     only), "mxfp8" or "mxfp8_wgrad_bf16" as in `grouped_mm`.
     first_expert: the E experts here have the ids first_expert to first_expert + E - 1, and others exist elsewhere: slots of any other id,
-    including -1, add nothing, so the result is a partial sum. None: all experts are here, and other ids are an error.
+    including -1, add nothing, so the result is a partial sum. None: all experts are here, and of other ids -1 adds nothing, as for padding,
+    and the rest are an error. Slots that add nothing have zero gradients.
 
     gate_up_lora_a [E, r, H] and gate_up_lora_b [E, 2I, r], down_lora_a [E, r, I] and down_lora_b [E, H, r], float: the adapters of the two
     weights, multiplied by lora_scale (see `grouped_mm`); the rows of gate_up_lora_b are in the order of gate_up's.

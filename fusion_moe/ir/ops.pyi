@@ -130,7 +130,8 @@ class Ops:
 
         row_of: the token of each row, sorted by expert, stably; slot_of: the row of each slot. first_expert: the id of the first
         group; rows of
-        ids that name no group come past the last end. None: ids start at 0, and every id must name a group.
+        ids that name no group come past the last end. None: ids start at 0, and every id must name a group, or be -1, which names
+        none.
         """
     def index_select(self, x: Value, index: Value, /, dim: int) -> Value:
         """The elements of x at index int[N] along a dimension."""

@@ -33,8 +33,7 @@ def in_steps(
     y = down(function._apply_gate(y) if function.has_gate else function.act_fn(y), ends)
     if getattr(function, "has_post_expert_norm", False):
         y = function.post_expert_norm(y)
-        if first_expert is not None:
-            w = w.masked_fill(slot_of >= ends[-1], 0)  # the norm of rows past the last end need not be zero
+        w = w.masked_fill(slot_of >= ends[-1], 0)  # the norm of rows past the last end need not be zero
     return ops.combine(y, slot_of, w)
 
 

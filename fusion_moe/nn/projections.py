@@ -24,8 +24,8 @@ class Projections(AdaptableModule):
 
     or up_proj [E, I, H], up_proj_scale, up_decode_scale [E], up_proj_bias [E, I]. Optional submodules gate_up_lora and down_lora are
     adapters that train (lora.py). activation_format: "bf16", activations as they come in; or quantized too: "nvfp4" (compute capability
-    10.0 only) or "int8" (CPUs only, weights in NVFP4 or MXFP4). first_expert: None: ids are 0 to E - 1; otherwise the module has E local
-    experts of more, this is the id of the first, and slots with other ids add nothing to the result.
+    10.0 only) or "int8" (CPUs only, weights in NVFP4 or MXFP4). first_expert: None: ids are 0 to E - 1, or -1 for no expert;
+    otherwise the module has E local experts of more, this is the id of the first, and slots with other ids add nothing to the result.
     """
 
     down_proj: nn.Parameter

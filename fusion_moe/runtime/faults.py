@@ -25,7 +25,7 @@ from . import cuda
 
 _FOUND = {  # by the number of the Fault in emit/cuda/kernels/ragged.cuh
     1: ("offs[{place}] = {value}", "cumulative ends that never decrease, and are at most the number of rows"),
-    2: ("ids.flatten()[{place}] = {value} is out of range", "ids from 0 to the number of groups - 1"),
+    2: ("ids.flatten()[{place}] = {value} is out of range", "ids from 0 to the number of groups - 1, or -1 for no expert"),
     3: ("an index of {value}", "an index within the dimension it selects from"),
 }
 _WORDS = 4096  # pinned at once. None is freed: a graph may hold its address
@@ -152,7 +152,7 @@ def _raise(words: Iterable[Word]) -> None:
     found = [told for word in words if word.found.value and (told := word.take())]
     if found:
         (first, expected), *others = found
-        todo = "fusion_moe.synchronize() after a call raises its errors; that call computed with indices clamped into range"
+        todo = "fusion_moe.synchronize() after a call raises its errors; that call left bad ids out, and clamped ends and indices"
         also = "".join(f"; also {what}" for what, _ in others)
         raise GroupsError(first + also, expected=expected, todo=todo, where="cuda")
 

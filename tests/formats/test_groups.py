@@ -159,7 +159,10 @@ def test_check_ids(dtype):
     ids[1, 0] = -1
     with pytest.raises(GroupsError, match=r"experts\[0, 1\] = 7 is out of range \(2 of 4 are\)"):
         groups.check_ids(ids, 7, "experts")
-    with pytest.raises(GroupsError, match=r"ids\[1, 0\] = -1"):
+    with pytest.raises(GroupsError, match=r"ids\[1, 0\] = -1 is out of range \(1 of 4 are\); expected ids from 0 to 7; "):
         groups.check_ids(ids, 8)
+    groups.check_ids(ids, 8, least=-1)
+    with pytest.raises(GroupsError, match=r"= 7 is out of range \(1 of 4 are\); expected ids from 0 to 6, or -1 for no expert;"):
+        groups.check_ids(ids, 7, least=-1)
     with pytest.raises(DtypeError, match=r"ids is torch.float32"):
         groups.check_ids(ids.float(), 8)

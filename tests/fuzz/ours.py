@@ -157,7 +157,7 @@ def route(b: Builder) -> Any:
 
     def good(n: Node) -> bool:
         real = b.real[n]
-        return real.dim() == 2 and real.dtype in (torch.int32, torch.int64) and bool(((real >= 0) & (real < groups)).all())
+        return real.dim() == 2 and real.dtype in (torch.int32, torch.int64) and bool(((real >= -1) & (real < groups)).all())
 
     wrong = b.rng.random() < 0.03
     ids = b.maybe(lambda n: good(n) or (wrong and b.dtype(n) == torch.int64 and len(b.shape(n)) == 2), lambda: new_ids(b, groups), 0.5)
@@ -168,7 +168,7 @@ def route(b: Builder) -> Any:
 def new_ids(b: Builder, groups: int) -> Node:
     """ids of the experts of some tokens."""
     shape = (some_rows(b), b.rng.choice((1, 2, 2, 3)))
-    return b.input(torch.randint(0, groups, shape, generator=values.generator(b.rng)), rows=True)
+    return b.input(torch.randint(b.rng.choice((0, 0, -1)), groups, shape, generator=values.generator(b.rng)), rows=True)
 
 
 def routed_rows(b: Builder) -> Any:
@@ -210,7 +210,7 @@ def expert_mlp(b: Builder) -> Any:
     x = activations(b, whole_blocks)
     lead, h = b.shape(x)[:-1], b.shape(x)[-1]
     groups, k, i = b.rng.choice((1, 2, 4)), b.rng.choice((1, 2)), b.rng.choice((16, 32))
-    ids = b.input(torch.randint(0, groups, (*lead, k), generator=values.generator(b.rng)), rows=True)
+    ids = b.input(torch.randint(b.rng.choice((0, 0, -1)), groups, (*lead, k), generator=values.generator(b.rng)), rows=True)
     w = like(b, (*lead, k), b.rng.choice(FLOATS), rows=True)
     up, down = weight_of(b, groups, 2 * i, h), weight_of(b, groups, h, i)
     bias = [like(b, (groups, 2 * i), b.dtype(x)), like(b, (groups, h), b.dtype(x))] if b.rng.random() < 0.4 else [None, None]

@@ -258,7 +258,7 @@ def test_route(routing: Routing, dtype):
 
 @about("route")
 def test_route_checks_ids():
-    for bad in (-1, 3):
+    for bad in (-2, 3):
         with pytest.raises(GroupsError, match=r"ids\[1, 0\]"):
             run(lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", 3)), torch.tensor([[0, 1], [bad, 2]]))
 
@@ -272,6 +272,9 @@ def test_route_to_local_experts(routing: Routing, first, count, dtype):
     local = torch.where((ids >= first) & (ids < first + count), ids - first, count)
     ends, *sorted_slots = run(lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", count + 1)), local)
     assert all(a.equal(b) for a, b in zip(found, (ends[:-1], *sorted_slots), strict=True))
+    if first == 0 and (local == ids).logical_or(ids == -1).all():  # all are here
+        everyone = run(lambda fd, ids: fd.ops.route(ids, groups=fd.define_groups("g", count)), ids)
+        assert all(a.equal(b) for a, b in zip(everyone, found, strict=True))
 
 
 @about("route")

@@ -160,7 +160,7 @@ BAD = {
     "ends of a bias decrease": (GroupsError, lambda: OPS.group_add(random(5, 4), random(2, 4), ends(3, 2))),
     "ends of a swizzle exceed": (GroupsError, lambda: OPS.grouped_swizzle_block_scale(SCALE[0], ends(2, 9))),
     "an id too large": (GroupsError, lambda: mlp(ids=IDS + 1)),
-    "an id below zero": (GroupsError, lambda: OPS.route(IDS - 1, 3)),
+    "an id below zero": (GroupsError, lambda: OPS.route(IDS - 2, 3)),
     "a slot too large": (GroupsError, lambda: OPS.combine(random(8, 4), torch.full((4, 2), 8, dtype=torch.int32), W)),
     "a slot below zero": (GroupsError, lambda: OPS.combine(random(8, 4), torch.full((4, 2), -1, dtype=torch.int32), W)),
     "negative groups": (FusionError, lambda: OPS.route(IDS, -1)),

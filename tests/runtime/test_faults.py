@@ -30,13 +30,13 @@ def test_a_call_raises_what_its_program_found_on_its_stream() -> None:
     word = one.word(0, 0)
     assert len({word, one.word(0, 7), one.word(1, 0), other.word(0, 0)}) == 4
     assert one.word(0, 0) == word
-    report(word, BAD_ID, 5, -1)
+    report(word, BAD_ID, 5, -2)
     for faultless in (one.word(0, 7), one.word(1, 0), other.word(0, 0)):
         assert faultless
     with pytest.raises(GroupsError) as caught:
         one.word(0, 0)
     assert str(caught.value).startswith(
-        "cuda: ids.flatten()[5] = -1 is out of range, in an earlier call of `one` on cuda:0, stream 0x0, first called at test_faults.py:"
+        "cuda: ids.flatten()[5] = -2 is out of range, in an earlier call of `one` on cuda:0, stream 0x0, first called at test_faults.py:"
     )
     assert one.word(0, 0) == word  # said once
 

@@ -151,9 +151,10 @@ class SegmentWriter(Writer):
     def _first_route(self, op: Op) -> list[str]:
         (ids,), (t, slots) = op.values, op.values[0].type.shape
         count, made = size(op.attrs["groups"].count), ", ".join(self.names[v] for v in op.outputs)
-        if (first := op.attrs.get("first_expert")) is not None:
-            return [f"route_local({self.array(ids)}, {size(t)}, {size(slots)}, {first}, {count}, {made});"]
-        return [f"if (!route({self.array(ids)}, {size(t)}, {size(slots)}, {count}, {made})) return false;"]
+        first = op.attrs.get("first_expert")
+        check = f"if (!all_below({self.array(ids)}, {size(elements(ids.type.shape))}, {count}, -1)) return false;"
+        sort = f"route({self.array(ids)}, {size(t)}, {size(slots)}, {first or 0}, {count}, {made});"
+        return [check, sort] if first is None else [sort]
 
     def _first_invert(self, op: Op) -> list[str]:
         (slot_of,), count, made = op.values, size(op.attrs["rows"]), self.names[op.outputs[0]]

@@ -128,7 +128,7 @@ class Product(Source):
         SizeClass of kernels/ragged.cuh, carries the differences.
         """
         variant, rows = size_class.variant, value(self.rows, sizes)
-        ids = not any_size and not variant.persistent and self._routes_all and rows <= _MAX_IDS and size_class.max_rows is None
+        ids = not any_size and not variant.persistent and self._knows_ids and rows <= _MAX_IDS and size_class.max_rows is None
         reads_before_wait = reads_before_wait or ids
         bounds = size_class.above_rows, _UNBOUNDED if size_class.max_rows is None else size_class.max_rows
         flags = reads_before_wait, concurrent_with_previous, concurrent_with_next, with_small_m, ids
@@ -192,18 +192,17 @@ class Product(Source):
         return next((op for op in self.fusion.ops if op.kind.name == "route" and op.outputs[0] is self.plan.ends), None)
 
     @property
-    def _routes_all(self) -> bool:
-        """Whether this segment makes the ends, of groups that include all rows, from ids that are available before it."""
-        routing = self._routing
-        return routing is not None and routing.attrs.get("first_expert") is None and routing.values[0] not in self.plan.memory
+    def _knows_ids(self) -> bool:
+        """Whether this segment makes the ends from ids that are available before it."""
+        return self._routing is not None and self._routing.values[0] not in self.plan.memory
 
     def _find(self) -> list[str]:
         """How a small-M kernel finds its tile: in ends, or in ids if it can."""
         by_ids = []
-        if self._routes_all:
+        if self._knows_ids:
             assert self._routing is not None
-            routed = self.array(self._routing.values[0], self.made_later)
-            by_ids = [f"if (size_class.by_ids) return find_tile_by_ids<GROUPS, TILE_M, N_TILES, WAVE>({routed}, i32(rows()), number);"]
+            given = f"{self.array(self._routing.values[0], self.made_later)}, {self._routing.attrs.get('first_expert') or 0}, i32(rows())"
+            by_ids = [f"if (size_class.by_ids) return find_tile_by_ids<GROUPS, TILE_M, N_TILES, WAVE>({given}, number);"]
         report = "nullptr" if self._routing else "blockIdx.x == 0 && threadIdx.x < 32 ? error : nullptr"
         return [
             "template <int TILE_M, int N_TILES, int WAVE>",

@@ -251,11 +251,11 @@ class Source(Writer):
         warps = next((w for most, w in _WARPS.items() if not any_size and value(count, sizes) <= most), _MAX_WARPS)
         given = f"{self.array(ids, self.made_later)}, i32({size(count)}), i32({slots}), {groups}, "
         given += f"{self.array(ends)}, {self.array(row_of)}, {self.array(slot_of)}, error"
-        types, blocks = stored(ids), groups
-        if (first := op.attrs.get("first_expert")) is not None:
-            types, given, blocks = f"{types}, true", f"{given}, {first}", groups + 1
+        types, first = stored(ids), op.attrs.get("first_expert")
+        if first is not None:
+            types, given = f"{types}, true", f"{given}, {first}"
         body = ["griddepcontrol_wait();", "griddepcontrol_launch_dependents();", f"Route<{types}>{{{given}}}.run();"]
-        return replace(self.kernel("route", body, blocks, threads=32 * _MAX_WARPS), threads=32 * warps)
+        return replace(self.kernel("route", body, groups + 1, threads=32 * _MAX_WARPS), threads=32 * warps)
 
     def _invert(self, op: Op, sizes: Sizes) -> list[KernelSource]:
         """One kernel for a permutation. If it may not be one, every row is first made to name a valid slot."""

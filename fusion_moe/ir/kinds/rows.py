@@ -88,7 +88,7 @@ def _route_type(ids: TensorType, groups: Groups, first_expert: int | None = None
     """ids int[T, k], experts of tokens -> ends i32[G]@ends(g), row_of i32[M/g], slot_of i32[T, k].
 
     row_of: the token of each row, sorted by expert, stably; slot_of: the row of each slot. first_expert: the id of the first group; rows of
-    ids that name no group come past the last end. None: ids start at 0, and every id must name a group.
+    ids that name no group come past the last end. None: ids start at 0, and every id must name a group, or be -1, which names none.
     """
     need_rank("ids", ids, 2)
     need_dtype("ids", ids, *INTS)
@@ -113,9 +113,9 @@ def _route(ids: torch.Tensor, groups: Groups, first_expert: int | None = None) -
     count = groups.count
     assert isinstance(count, int)
     if first_expert is None:
-        check_ids(ids, count)
-    else:
-        ids = torch.where((ids >= first_expert) & (ids < first_expert + count), ids - first_expert, count)
+        check_ids(ids, count, least=-1)
+    first = first_expert or 0
+    ids = torch.where((ids >= first) & (ids < first + count), ids - first, count)
     flat, order = ids.flatten().sort(stable=True)
     ends = torch.searchsorted(flat, torch.arange(count, dtype=flat.dtype, device=ids.device), right=True, out_int32=True)
     slot_of = torch.empty_like(order, dtype=torch.int32)

@@ -54,24 +54,17 @@ void sort_slots(Group group, i64 tokens, i64 slots, i64 groups, i32* ends, i32* 
 }
 
 template <class Index>
-bool all_below(const Index* index, i64 count, i64 size) {
+bool all_below(const Index* index, i64 count, i64 size, i64 least = 0) {
     bool good = true;
-    for (i64 i = 0; i < count; ++i) good = good && index[i] >= 0 && index[i] < size;
+    for (i64 i = 0; i < count; ++i) good = good && index[i] >= least && index[i] < size;
     return good;
 }
 
-// ids [T, slots] -> ends [G], row_of [T * slots], slot_of [T, slots]: stable, within a group in the order of tokens and slots.
+// ids [T, slots] -> ends [G], row_of [T * slots], slot_of [T, slots]: stable, within a group in the order of tokens and slots. The ids of
+// groups begin at `first`; rows of other ids come past the last end.
 template <class Id>
-bool route(const Id* ids, i64 tokens, i64 slots, i64 groups, i32* ends, i32* row_of, i32* slot_of) {
-    if (!all_below(ids, tokens * slots, groups)) return false;
-    sort_slots([=](i64 i) { return i64(ids[i]); }, tokens, slots, groups, ends, row_of, slot_of);
-    return true;
-}
-
-// The same for groups whose ids begin at `first`: rows of other ids come past the last end.
-template <class Id>
-void route_local(const Id* ids, i64 tokens, i64 slots, i64 first, i64 groups, i32* ends, i32* row_of, i32* slot_of) {
-    const auto group = [=](i64 i) { return ids[i] >= first && ids[i] < first + groups ? i64(ids[i]) - first : groups; };
+void route(const Id* ids, i64 tokens, i64 slots, i64 first, i64 groups, i32* ends, i32* row_of, i32* slot_of) {
+    const auto group = [=](i64 i) { return i64(std::min(u64(i64(ids[i])) - u64(first), u64(groups))); };
     sort_slots(group, tokens, slots, groups, ends, row_of, slot_of);
 }
 

@@ -237,6 +237,13 @@ __device__ __forceinline__ TilePlace tile_place(i32 group, i32 first, i32 end, i
     return {{group, row, min(end, row + TILE_M)}, n_tile};
 }
 
+// The number-th tile of rows `first` .. `rows` - 1, which are of no group; empty if there are not so many.
+template <int GROUPS, int TILE_M, int N_TILES>
+__device__ __forceinline__ TilePlace tile_past(i32 first, i32 rows, i32 number) {
+    first += number / N_TILES * TILE_M;
+    return {{GROUPS, first, min(first + TILE_M, rows)}, number % N_TILES};
+}
+
 // The number-th of `count` tiles, of which some are split into halves: which tile, which half of it, and how many there are then.
 struct LastWave {
     i32 number, half, count;
@@ -279,8 +286,7 @@ __device__ __forceinline__ TilePlace find_tile_by_ends(
     const LastWave wave = split_last_wave<WAVE>(number, grouped, i32(gridDim.x) - grouped - ungrouped);
     if (number >= wave.count) {  // rows of no group, or none
         if (!with_rest) return {{GROUPS, rows, rows}, 0};
-        const i32 past = number - wave.count, first = last + past / N_TILES * TILE_M;
-        return {{GROUPS, first, min(first + TILE_M, rows)}, past % N_TILES};
+        return tile_past<GROUPS, TILE_M, N_TILES>(last, rows, number - wave.count);
     }
     number = wave.number;
     const i32 upto = scan(mine, Plus());
@@ -298,20 +304,27 @@ __device__ __forceinline__ TilePlace find_tile_by_ends(
     return found;
 }
 
+// The group of an id, if the ids of groups begin at `first`; `groups` for other ids.
+__device__ __forceinline__ i32 group_of_id(i64 id, i32 first, i32 groups) {
+    const u64 group = u64(id) - u64(first);
+    return group < u64(groups) ? i32(group) : groups;
+}
+
 // The same from up to 32 ids that `route` sorts, without waiting for it.
 template <int GROUPS, int TILE_M, int N_TILES, int WAVE, class Id>
-__device__ __forceinline__ TilePlace find_tile_by_ids(const Id* ids, i32 count, i32 number) {
-    const i32 lane = threadIdx.x % 32, id = lane < count ? i32(min(max(i64(ids[lane]), i64(0)), i64(GROUPS - 1))) : GROUPS;
-    const Votes<GROUPS> votes(id);
+__device__ __forceinline__ TilePlace find_tile_by_ids(const Id* ids, i32 first_id, i32 rows, i32 number) {
+    const i32 lane = threadIdx.x % 32, group = lane < rows ? group_of_id(ids[lane], first_id, GROUPS) : GROUPS;
+    const Votes<GROUPS> votes(group);
     const i32 size = __popc(votes.same), place = __popc(votes.same & ((1u << lane) - 1));
-    const u32 begins = __ballot_sync(WHOLE_WARP, id < GROUPS && place % TILE_M == 0);  // a tile
-    const i32 all = __popc(begins) * N_TILES, first = __popc(votes.less), before = __popc(votes.less & begins) * N_TILES;
-    const LastWave wave = split_last_wave<WAVE>(number, all, i32(gridDim.x) - all);
-    const i32 within = wave.number - before;
-    const bool here = id < GROUPS && place == 0 && within >= 0 && within < (size + TILE_M - 1) / TILE_M * N_TILES;
+    const u32 begins = __ballot_sync(WHOLE_WARP, group < GROUPS && place % TILE_M == 0);  // a tile
+    const i32 last = __popc(__ballot_sync(WHOLE_WARP, group < GROUPS)), grouped = __popc(begins) * N_TILES;
+    const i32 ungrouped = (rows - last + TILE_M - 1) / TILE_M * N_TILES;
+    const LastWave wave = split_last_wave<WAVE>(number, grouped, i32(gridDim.x) - grouped - ungrouped);
+    if (number >= wave.count) return tile_past<GROUPS, TILE_M, N_TILES>(last, rows, number - wave.count);
+    const i32 first = __popc(votes.less), within = wave.number - __popc(votes.less & begins) * N_TILES;
+    const bool here = group < GROUPS && place == 0 && within >= 0 && within < (size + TILE_M - 1) / TILE_M * N_TILES;
     const u32 holds = __ballot_sync(WHOLE_WARP, here);
-    if (holds == 0) return {{GROUPS, count, count}, 0};
-    TilePlace found = from_lane(tile_place<TILE_M>(id, first, first + size, within), __ffs(holds) - 1);
+    TilePlace found = from_lane(tile_place<TILE_M>(group, first, first + size, within), __ffs(holds) - 1);
     found.half = wave.half;
     return found;
 }

@@ -9,8 +9,8 @@
 
 namespace {
 
-// The sorted rows of [T, slots] ids. Each warp of a block reads a run of ids. LOCAL: ids of groups begin at `first`, and a block more places
-// the rows of other ids, past the last end.
+// The sorted rows of [T, slots] ids. Each warp of a block reads a run of ids. The ids of groups begin at `first`, and a block more than there
+// are groups places the rows of other ids, past the last end. Unless LOCAL, those other than -1 are reported.
 template <class Id, bool LOCAL = false>
 struct Route {
     const Id* ids;  // [T, slots]
@@ -36,20 +36,18 @@ struct Route {
         __syncthreads();
         const i32 of_warp = lane < warps ? before[lane] + (lane < warp ? same[lane] : 0) : 0;
         i32 row = __reduce_add_sync(WHOLE_WARP, of_warp);
-        if (threadIdx.x == blockDim.x - 1 && (!LOCAL || mine < groups)) ends[mine] = row + equal;
+        if (threadIdx.x == blockDim.x - 1 && mine < groups) ends[mine] = row + equal;
         if (equal > 0) place(from, each, mine, row);
     }
 
 private:
     static constexpr i32 MOST_WARPS = 32;
 
-    // The group of an id, one without a block past the last id; wrong ones are reported by one block, or LOCAL those of the block more.
+    // The group of an id, `groups` for ids of none; past the last id one without a block.
     __device__ __forceinline__ i32 group_at(i32 i) const {
-        if (i >= count) return LOCAL ? groups + 1 : groups;
-        const i64 id = i64(ids[i]);
-        if constexpr (LOCAL) return id >= first && id < i64(first) + groups ? i32(id - first) : groups;
-        const i32 group = id < 0 ? 0 : id < groups ? i32(id) : groups - 1;
-        if (id != group && blockIdx.x == 0) report(error, BAD_ID, i, i32(id));
+        if (i >= count) return groups + 1;
+        const i32 group = group_of_id(ids[i], first, groups);
+        if (!LOCAL && group == groups && ids[i] != -1 && blockIdx.x == 0) report(error, BAD_ID, i, i32(ids[i]));
         return group;
     }
 
