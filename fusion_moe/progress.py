@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -25,6 +25,18 @@ def progress(items: Iterable[T], what: str, total: int) -> Iterator[T]:
         yield item
     if said != start:
         print(f"{what}: {total} of {total}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def saying_after(seconds: float, what: Callable[[], str]) -> Iterator[None]:
+    """Says something once if the block takes longer than so many seconds."""
+    timer = threading.Timer(seconds, lambda: print(what(), file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ Its number of threads is a setting of each thread, so a kernel takes torch.get_n
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -31,11 +32,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 from .. import options
 from ..errors import BuildError
 from ..warn import warn_once
-from . import dump, isa, store
+from . import dump, isa, passing, store
 
 # No -ffast-math, nor anything else that changes results. -ffast-math also makes g++ link code that flushes denormals in the whole process
 # that loads the library. Contraction of a * b + c into one rounding would give each tier different results.
@@ -52,6 +54,7 @@ BASE_FLAGS = (
 )
 _NEVER = ("-ffast-math", "-Ofast", "-funsafe-math-optimizations", "-march=native", "-mcpu=native")
 _SHOWN_ERRORS = 5
+_MOST_OUTPUT = 2**20  # bytes that are read of what a compiler says
 _FULL = ("No space left on device", "Disk quota exceeded")  # in the words of compilers and linkers
 
 
@@ -163,6 +166,7 @@ def _open(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as e:
+        store.forget(path)  # a compiler that failed and did not say so may not fail again
         todo = "if the folder's file system forbids programs (noexec), set FUSION_MOE_CACHE_DIR to another folder"
         raise BuildError(f"the compiled kernel does not load: {e}", todo=todo, where=str(path)) from e
 
@@ -171,7 +175,10 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def find_compiler() -> Compiler | None:
-    """$CXX if it is set, else the first of g++, clang++, c++ on PATH that runs; None if there is none."""
+    """$CXX if it is set, else the first of g++, clang++, c++ on PATH that runs; None if there is none.
+
+    BuildError if it cannot be told now, since no process can be started.
+    """
     return _first_that_runs(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
 
 
@@ -192,7 +199,10 @@ def _first_that_runs(cxx: str, path: str) -> Compiler | None:
     """Cached for each environment: `path` is where shutil.which looks."""
     if os.name != "posix":
         return None
-    candidates = [shlex.split(cxx)] if cxx.strip() else [["g++"], ["clang++"], ["c++"]]
+    try:
+        candidates = [shlex.split(cxx)] if cxx.strip() else [["g++"], ["clang++"], ["c++"]]
+    except ValueError:  # an open quotation mark
+        return None
     for program, *arguments in candidates:
         if found := shutil.which(program, path=path):
             command = (found, *arguments)
@@ -202,26 +212,34 @@ def _first_that_runs(cxx: str, path: str) -> Compiler | None:
 
 
 def _version(command: Sequence[str]) -> str:
-    try:
+    with passing.none_there(command[0]), contextlib.suppress(subprocess.TimeoutExpired):
         done = _run([*command, "--version"])
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+        return done.stdout if done.returncode == 0 else ""
+    return ""
 
 
 def _run(command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """A compiler's output. TimeoutExpired after compile_seconds; then, or on an interruption, all processes that it started are ended."""
-    with subprocess.Popen(
-        command, cwd=cwd, env=env, text=True, errors="replace", start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    ) as running:  # fmt: skip
+    """A compiler's output. TimeoutExpired after compile_seconds; then, or on an interruption, all processes that it started are ended.
+
+    The output goes to files: a pipe would be open for as long as any process that a wrapper left running, such as its cache's server.
+    """
+    with (
+        _scratch() as out, _scratch() as err,
+        subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=err) as running,
+    ):  # fmt: skip
         try:
-            out, err = running.communicate(timeout=options.current().compile_seconds)
+            running.wait(options.current().compile_seconds)
         except BaseException:
             if running.returncode is None:  # otherwise its process id may belong to another process by now
                 os.killpg(running.pid, signal.SIGKILL)
             raise
-    return subprocess.CompletedProcess(command, running.returncode, out, err)
+        said = [os.pread(file.fileno(), _MOST_OUTPUT, 0).decode(errors="replace") for file in (out, err)]
+    return subprocess.CompletedProcess(command, running.returncode, *said)
+
+
+def _scratch() -> IO[bytes]:
+    """A file without a name: in memory if the system can, for compilers say so if there is no space on disk."""
+    return os.fdopen(os.memfd_create("compiler"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 
 def _compile(command: Sequence[str], source: LibrarySource, path: Path) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from .. import options
-from ..errors import Error
+from ..errors import BuildError, Error
 from . import background, build, preparing
 from .memory import Memory
 
@@ -120,7 +120,10 @@ def why_not() -> str:
     """Why Python runs all calls; "" if C++ can run them."""
     if not options.current().native_calls:
         return "the option native_calls is off"
-    return "" if build.find_compiler() else build.why_no_compiler()
+    try:
+        return "" if build.find_compiler() else build.why_no_compiler()
+    except BuildError as error:  # which may be over at the next call
+        return str(error)
 
 
 def is_built() -> bool:

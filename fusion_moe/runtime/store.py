@@ -31,10 +31,12 @@ from pathlib import Path
 
 from .. import options
 from ..errors import BuildError
+from ..progress import saying_after
 from ..warn import warn_once
-from . import trust
+from . import passing, trust
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_PATIENCE = 10.0  # seconds of waiting for a lock before it is said for whom
 
 
 def key_of(*parts: str | bytes) -> str:
@@ -68,6 +70,14 @@ def has(key: str) -> bool:
     return not _why_unsafe(wanted) and _is_whole(wanted / key)
 
 
+def forget(path: Path) -> None:
+    """Removes a file that turned out to be of no use, if `get_or_make` returned it; the next call makes it again."""
+    if _digest_path(path).exists():
+        for file in (path, _digest_path(path)):
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+
 def folder() -> Path:
     """The folder for new files: cache_dir, or a temporary one if that is unusable. OSError if there is none."""
     wanted = _wanted()
@@ -94,6 +104,7 @@ def as_build_error(where: str) -> Iterator[None]:
         yield
     except OSError as e:
         todo = f"{'free some space, or ' if e.errno in _FULL else ''}set FUSION_MOE_CACHE_DIR to another folder"
+        todo = passing.TODO if e.errno in passing.ERRNOS else todo
         raise BuildError(f"the compiled kernel could not be written: {e}", todo=todo, where=where) from e
 
 
@@ -161,16 +172,35 @@ def _locked(path: Path, wait: bool = True) -> Iterator[bool]:
 
     file = _open_lock(path)
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            held = True
-        except OSError:
-            held = False
-        yield held
+        yield _took(file, path, wait)
     finally:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough if the process forked meanwhile
         os.close(file)
+
+
+def _took(file: int, path: Path, wait: bool) -> bool:
+    """Takes a lock, and writes into its file who has it. Returns whether it did."""
+    import fcntl
+
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not wait:
+                return False
+            with saying_after(_PATIENCE, lambda: f"waiting for {_holder(file)}, which makes {path.stem}; end it if it is stopped"):
+                fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):  # a full disk
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+    return True
+
+
+def _holder(file: int) -> str:
+    return os.pread(file, 200, 0).decode(errors="replace") or "another process"
 
 
 def _open_lock(path: Path) -> int:

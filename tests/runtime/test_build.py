@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import torch
 
 from fusion_moe import options
 from fusion_moe.errors import BuildError, OptionError
-from fusion_moe.runtime import build, isa, store
+from fusion_moe.runtime import build, isa, passing, store, trust
 
 pytestmark = [pytest.mark.compiler, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
 FORK = multiprocessing.get_context("fork")
@@ -245,6 +246,57 @@ def test_a_compiler_that_hangs(tmp_path, monkeypatch):
         assert not runs(process)
 
 
+def test_a_wrapper_that_leaves_a_process_behind(tmp_path, monkeypatch):
+    """As caches of compilers do: it has the wrapper's output open for as long as it runs."""
+    script, started = tmp_path / "caching-g++", tmp_path / "started"
+    script.write_text(f'#!/bin/sh\nsleep 100 & echo $! >> {started}\nexec {build.find_compiler().command[0]} "$@"\n')
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+    try:
+        start = time.monotonic()
+        assert answer() == 42
+        assert time.monotonic() - start < 60
+    finally:
+        for process in started.read_text().split():
+            os.kill(int(process), signal.SIGKILL)
+
+
+def test_a_compiler_that_fails_and_says_it_did_not(tmp_path, monkeypatch):
+    """What it wrote is not kept: it may not fail again."""
+    script = tmp_path / "lying-g++"
+    real = build.find_compiler().command[0]
+    lie = f"touch {tmp_path}/lied; for last; do :; done; echo rubbish > $last; exit 0"
+    script.write_text(f'#!/bin/sh\nif [ "$1" != --version ] && [ ! -e {tmp_path}/lied ]; then {lie}; fi\nexec {real} "$@"\n')
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(BuildError, match="the compiled kernel does not load"):
+        answer()
+    assert answer() == 42
+
+
+def test_what_is_found_without_file_descriptors_is_not_remembered(compiler):
+    def told(call):
+        with pytest.raises(BuildError) as raised:
+            call()
+        return str(raised.value)
+
+    def work():
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            said = [told(call) for call in (build.find_compiler, answer, isa.features.__wrapped__, trust._unmapped.__wrapped__)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return said, answer()
+
+    process, queue = in_process(work)
+    said, found = queue.get()
+    process.join()
+    assert found == 42
+    for what, one in zip((os.environ["CXX"], os.environ["CXX"], "/proc/cpuinfo", "/proc/self/uid_map"), said, strict=True):
+        assert one == f"{what} cannot be read or run: Too many open files; {passing.TODO}"
+
+
 def test_a_compiler_that_does_not_say_its_version(tmp_path, monkeypatch):
     script = tmp_path / "silent-g++"
     script.write_text("#!/bin/sh\nsleep 100\n")
@@ -311,9 +363,10 @@ def test_the_users_compiler_and_those_on_path(tmp_path, monkeypatch):
     assert build.find_compiler() == build.Compiler((str(tmp_path / "clang++"),), "clang++ 1.0\n")
     monkeypatch.setenv("CXX", "c++ -g")
     assert build.find_compiler() == build.Compiler((str(tmp_path / "c++"), "-g"), "c++ 1.0\n")
-    monkeypatch.setenv("CXX", "icpx")
-    assert build.find_compiler() is None
-    assert build.why_no_compiler() == "no C++ compiler: CXX='icpx' does not run; install g++, or set CXX"
+    for cxx in "icpx", "g++ 'x":
+        monkeypatch.setenv("CXX", cxx)
+        assert build.find_compiler() is None
+        assert build.why_no_compiler() == f"no C++ compiler: CXX={cxx!r} does not run; install g++, or set CXX"
 
 
 def test_a_machine_without_a_compiler(tmp_path):

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -169,6 +170,23 @@ def test_what_a_living_maker_has_is_not_swept_whatever_a_clock_says(locks, folde
     end.set()
     maker.join()
     assert store.get_or_make("key.bin", wrong).read_bytes() == CONTENT
+
+
+def test_who_is_waited_for_is_said(folder, monkeypatch, capfd):
+    """A stopped process holds its locks for as long as it is stopped."""
+    monkeypatch.setattr(store, "_PATIENCE", 0.2)
+    maker = FORK.Process(target=store.get_or_make, args=("key.bin", lambda path: (time.sleep(1), slowly(path))))
+    maker.start()
+    while not list(folder.glob("*.tmp")):
+        time.sleep(0.01)
+    os.kill(maker.pid, signal.SIGSTOP)
+    going_on = threading.Timer(0.6, os.kill, (maker.pid, signal.SIGCONT))
+    going_on.start()
+    store.get_or_make("key.bin", wrong)
+    going_on.join()
+    maker.join()
+    host = os.uname().nodename
+    assert capfd.readouterr().err == f"waiting for process {maker.pid} on {host}, which makes key.bin; end it if it is stopped\n"
 
 
 def test_a_lock_does_not_outlive_its_block_in_a_forked_child(folder):
