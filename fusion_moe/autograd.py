@@ -161,9 +161,8 @@ class _Step:
         derivative, count, inputs = self.programs.derivative, self.programs.results, grouped(tensors, self.parts)
         if not self.programs.saves:
             result = operation()
-            if isinstance(result, Tensor) and result._is_view():  # of the program's output, in the operation's shape
-                result = result._base
-            return result, derivative.read(inputs, result if isinstance(result, tuple) else (result,))
+            made = zip(result if isinstance(result, tuple) else (result,), derivative.forward.outputs, strict=True)
+            return result, derivative.read(inputs, [flat(t, len(v.type.shape) - 1) for t, v in made])
         outputs = run(self.programs.forward, derivative.forward, inputs, self.sizes, self.given)
         return outputs[0] if count == 1 else tuple(outputs[:count]), derivative.read(inputs, outputs)
 
@@ -245,7 +244,7 @@ def _called(spec: Spec, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.is_grad_enabled() and _any_requires_grad(*args):
         call = bind(spec, args, kwargs)
         made = _Differentiated.apply(_Step.of_call(call), partial(operation, *args, **kwargs), *call.tensors.values())
-        return made if isinstance(made, tuple) else call.restore(made)  # outside of the function: torch allows no writing over its views
+        return made if isinstance(made, tuple) else call.restore(made)
     with _AutoDispatchBelowAutograd():
         return operation(*args, **kwargs)
 

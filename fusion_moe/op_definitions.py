@@ -150,8 +150,13 @@ class Call:
 
 
 def restored(output: Tensor, lead: Sequence[int] | None) -> Tensor:
-    """The output of a program, with the operation's leading dimensions; None: those that it has."""
-    return output if lead is None else output.reshape(*lead, output.shape[-1])
+    """The output of a program, with the operation's leading dimensions; None: those that it has.
+
+    It is no view: writing in place over a view drops the hooks on it, such as FSDP2's, which gathers parameters before the backward.
+    """
+    if lead is None or output.dim() == len(lead) + 1:
+        return output
+    return torch.ops.aten._unsafe_view.default(output, (*lead, output.shape[-1]))
 
 
 def _types(name: str, forms: Forms, sizes: Callable[[str, int, Any], Any]) -> Types:

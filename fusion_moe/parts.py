@@ -54,7 +54,23 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
             raise DeviceError(f"part {i} on {t.device}", expected=f"{device}, as part 0", todo="move it with .to(device)")
     if are_neighbours(tensors):
         return first.as_strided((len(tensors), *shape), (first.numel(), *first.stride()), first.storage_offset())
+    need_memory(tensors)  # torch.stack would read it
     return torch.stack(list(tensors))
+
+
+def need_memory(tensors: Sequence[Tensor]) -> None:
+    """ShapeError unless the storage of each tensor holds all of its elements: kernels read addresses, and wrappers free parameters."""
+    for i, t in enumerate(tensors):
+        held = t.untyped_storage().nbytes() - t.storage_offset() * t.itemsize
+        if (t.is_contiguous() and t.nbytes <= held) or not t.numel():
+            continue
+        needed = t.itemsize * (1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)))
+        if needed > held:
+            raise ShapeError(
+                f"input {i}, {t.dtype} {list(t.shape)}, needs {needed} bytes of a storage that has {max(held, 0)} for it",
+                expected="memory for all elements",
+                todo="FSDP frees parameters after use: call the module that it wraps, and write over no view of its result",
+            )  # fmt: skip
 
 
 def are_neighbours(tensors: Sequence[Tensor]) -> bool:

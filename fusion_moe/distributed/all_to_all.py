@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..op_definitions import restored
 from .collectives import all_to_all
 from .shares import owner_of
 
@@ -67,7 +68,7 @@ class AllToAll:
     def combine(self, y: Tensor, kept: tuple[Assignment, torch.Size]) -> Tensor:
         """[R (C + 1), H] -> [..., H]"""
         assigned, shape = kept
-        return _Returned.apply(self.group, self.ranks, assigned.slot_of, assigned.token_of, y).view(shape)
+        return restored(_Returned.apply(self.group, self.ranks, assigned.slot_of, assigned.token_of, y), shape[:-1])
 
 
 def _send(x: Tensor, token_of: Tensor, group: str, ranks: int) -> Tensor:

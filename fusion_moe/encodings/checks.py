@@ -132,12 +132,12 @@ def check_floats(x: Tensor, encoding: Encoding, *, elements: bool = False) -> No
 def check_block_scales(block_scale: Tensor, name: str = "block_scale") -> None:
     """NonFiniteError if block scales contain NaN or infinity; for e4m3 also a negative number (and -0.0).
 
-    bfloat16 scales of integers may be negative: AutoRound makes the element with the largest magnitude -8, whatever its sign. No quantizer
-    writes the others. For loading a checkpoint: kernels may store 8-bit scales in an unsigned type. Waits for the device.
+    Wider scales may be negative: AutoRound makes the element of an integer block with the largest magnitude -8, whatever its sign. No
+    quantizer writes the others. For loading a checkpoint: kernels may store 8-bit scales in an unsigned type. Waits for the device.
     """
     nan, bad = _bad_scales(block_scale, name)
     if bad.any():
-        count, signed = int(nan.sum()), block_scale.dtype == torch.bfloat16
+        count, signed = int(nan.sum()), block_scale.dtype in FLOATS
         raise _at_first(
             bad, block_scale, name, f"{count} NaN or infinite" if signed else f"{count} NaN and {int(bad.sum()) - count} negative",
             expected=f"block scales that are {'finite' if signed else 'numbers and not negative'}, as every quantizer writes them",
@@ -147,11 +147,11 @@ def check_block_scales(block_scale: Tensor, name: str = "block_scale") -> None:
 
 def _bad_scales(scale: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Where block scales [...] are not finite, and where no quantizer writes them -> bool [...], bool [...]."""
-    if scale.dtype == torch.bfloat16:
+    if scale.dtype in FLOATS:
         nan = ~scale.isfinite()
         return nan, nan
     if scale.dtype not in _NAN_BYTES:
-        raise DtypeError(f"{name} is {scale.dtype}", expected=" or ".join(map(str, (*_NAN_BYTES, torch.bfloat16))))
+        raise DtypeError(f"{name} is {scale.dtype}", expected=" or ".join(map(str, (*_NAN_BYTES, *FLOATS))))
     nan = bytes_of_nan(scale)
     return nan, nan if scale.dtype == torch.float8_e8m0fnu else nan | (scale.view(torch.uint8) > 0x7F)
 

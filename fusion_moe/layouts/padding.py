@@ -59,7 +59,7 @@ class Padding:
         """The result of a product with the padded weight, [..., N'], without the added features."""
         if self.shape[0] == self.padded[0]:
             return y
-        return y.unflatten(-1, (self.runs, -1))[..., : self.shape[0] // self.runs].flatten(-2).contiguous()
+        return torch.cat([run[..., : self.shape[0] // self.runs] for run in y.chunk(self.runs, -1)], -1)
 
     def _pad(self, part: Part, t: Tensor, encoding: Encoding) -> Tensor:
         if part.of_matrix or not self:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..encodings import Quantized
+from ..op_definitions import restored
 from . import checks
 from .activations import interleave
 from .projections import Projections
@@ -69,7 +70,7 @@ class CustomExperts(Projections):
         checks.need_device("the weights", self.down_proj, hidden_states, where)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         y = in_steps(self.function, x, top_k_index, top_k_weights, len(self.down_proj), self._up, self._down, self.first_expert)
-        return y.to(x.dtype).view(hidden_states.shape)
+        return restored(y.to(x.dtype), hidden_states.shape[:-1])
 
     def _up(self, rows: Tensor, ends: Tensor) -> Tensor:
         y = self._product(self.projections[0], rows, ends)

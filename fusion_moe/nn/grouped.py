@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..encodings import Quantized
 from ..errors import Error, ShapeError
+from ..op_definitions import restored
 from . import checks
 from .adaptable import AdaptableModule
 from .config import need_activation_format
@@ -69,7 +70,7 @@ class NVFP4GroupedLinear(AdaptableModule):
         if self.bias is None:
             return y
         rows = y.reshape(-1, y.shape[-1])
-        return torch.ops.fusion_moe.group_add(rows, self.bias.to(y.dtype), offs).view(y.shape)
+        return restored(torch.ops.fusion_moe.group_add(rows, self.bias.to(y.dtype), offs), y.shape[:-1])
 
     def extra_repr(self) -> str:
         """For print(model)."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import recipe
 from ..errors import DtypeError, OptionError, ShapeError
 from ..ir.types import dtype_name
+from ..op_definitions import restored
 from . import checks, splits
 from .delayed import Delayed
 from .packing import GroupedParameters
@@ -119,10 +120,10 @@ class GroupedLinear(GroupedParameters):
         made, rows = call(x.reshape(-1, self.in_features), [self.stage(x, ends, scales)]), x.shape[:-1]
         effects = self.effects(made)
         if out is None and grad_input is None and effects is None:
-            return made.run().view(*rows, self.out_features)
+            return restored(made.run(), rows)
         self._check_buffers(x, made.inputs, out, grad_input)
         flat = [None if t is None else t.view(-1, t.shape[-1]) for t in (out, grad_input)]
-        return tracked(made, effects or Effects({}, {}), ends, *flat, x.is_leaf, where).view(*rows, self.out_features)
+        return restored(tracked(made, effects or Effects({}, {}), ends, *flat, x.is_leaf, where), rows)
 
     def stage(self, x: Tensor, ends: Tensor, scales: Tensor | None) -> Stage:
         """The stage that the layer adds to a program: ends i32[G], scales float[...] or None, for rows like those of x."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ..op_definitions import restored
 from .experts import NVFP4Experts
 
 
@@ -27,7 +28,7 @@ class Llama4MoE(nn.Module):
         chosen, index = logits.topk(self.top_k)
         weights = chosen.float().sigmoid().to(logits.dtype)
         out = self.shared_expert(tokens) + self.experts(tokens, index, weights)
-        return out.view(hidden_states.shape), logits.view(*hidden_states.shape[:-1], logits.shape[-1])
+        return restored(out, hidden_states.shape[:-1]), restored(logits, hidden_states.shape[:-1])
 
     def extra_repr(self) -> str:
         """For print(model)."""

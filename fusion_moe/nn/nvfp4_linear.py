@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..encodings import Quantized
 from ..errors import Error, ShapeError
+from ..op_definitions import restored
 from . import checks
 from .frozen import frozen
 from .packed import PackedModule
@@ -49,7 +50,7 @@ class NVFP4Linear(PackedModule):
             y = torch.ops.fusion_moe.nvfp4_grouped_mm(rows, *weight, offs, weight_layout=self.weight_layout)
         except Error as error:  # whose message has the operation's argument names
             raise error.at(f"{type(self).__name__}, whose x is a") from None
-        y = (padding.cut_rows(y) if padding else y).view(*x.shape[:-1], self.out_features)
+        y = restored(padding.cut_rows(y) if padding else y, x.shape[:-1])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:

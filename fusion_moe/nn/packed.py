@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .. import options, target
-from ..encodings import NVFP4, Encoding, check_block_scales
+from ..encodings import NVFP4, Encoding, check_block_scales, check_matrix_scales
 from ..errors import NonFiniteError
 from ..groups import ceil_to
 from ..layouts import LAYOUTS, Layout, Padding
@@ -131,16 +131,49 @@ class PackedModule(FrozenModule):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: list[str]
     ) -> None:  # fmt: skip
-        given = dict(state_dict)
+        given, own = dict(state_dict), self._own(prefix, state_dict)
+        fixed = {name: prefix + name for name in own if name not in self.castable}
+        if refused := [why for name, key in fixed.items() if (why := self._why_not_load(name, key, given[key]))]:
+            errors += refused
+            return
+        given.update({key: self._as_stored(name, given[key]) for name, key in fixed.items()})
         if self.sharding is not None:
-            given.update({prefix + name: self.sharding.share(name, given[prefix + name]) for name in self._own(prefix, given)})
+            given.update({prefix + name: self.sharding.share(name, given[prefix + name]) for name in own})
         for names, keys in self._reordered(given, prefix):
             packing, parts = _packing(self, names[0]), [given[key].detach() for key in keys]
-            own = [getattr(self, name).detach() for name in names]
-            if wrong := packing.why_not(keys, parts, own, self.encoding):
+            kept = [getattr(self, name).detach() for name in names]
+            if wrong := packing.why_not(keys, parts, kept, self.encoding):
                 errors.append(wrong)
-            given.update(zip(keys, own if wrong else packing.pack(parts, self.encoding), strict=True))
+            given.update(zip(keys, kept if wrong else packing.pack(parts, self.encoding), strict=True))
         super()._load_from_state_dict(given, prefix, metadata, strict, missing, unexpected, errors)
+
+    def _as_stored(self, name: str, t: Tensor) -> Tensor:
+        """A tensor of a state dict in the dtype of the parameter: bytes are those of 8-bit floats, numbers may become wider."""
+        want = getattr(self, name).dtype
+        if t.dtype == torch.uint8 and want.is_floating_point and want.itemsize == 1:
+            return t.view(want)
+        wider = _numbers(t.dtype, want) and (self.encoding.plain or torch.promote_types(t.dtype, want) == want)
+        return t.to(want) if wider else t
+
+    def _why_not_load(self, name: str, key: str, t: Tensor) -> str:
+        """An error text in torch's style for another dtype, and for scales that no quantizer writes; "" if there is none."""
+        own, found = getattr(self, name), self._as_stored(name, t)
+        if found.dtype != own.dtype:
+            return f"dtype mismatch for {key}: copying a param of {t.dtype} from checkpoint, the dtype in current model is {own.dtype}."
+        try:
+            if type(t) in (Tensor, nn.Parameter) and not (self.encoding.plain or t.is_meta):
+                self._check_scale(name, found, key)
+        except NonFiniteError as error:
+            return str(error)
+        return ""
+
+    def _check_scale(self, name: str, t: Tensor, key: str) -> None:
+        """NonFiniteError for scales, in linear order, that no quantizer writes. Waits for the device."""
+        of_blocks = [scale for _, *scales in self.packed for scale in scales]
+        if name in of_blocks:
+            check_block_scales(t, key)
+        elif name in self._parameters and all(name != elements for elements, *_ in self.packed):
+            check_matrix_scales(t, key)
 
     def _own(self, prefix: str, tensors: Mapping[str, Any]) -> list[str]:
         """The names of the module's own tensors that are in a state dict."""
@@ -150,6 +183,11 @@ class PackedModule(FrozenModule):
         """Names and keys of those weights in a state dict whose layout in memory is not the linear one."""
         found = [(names, [prefix + name for name in names]) for names in self.packed if self.weight_layout != "linear"]
         return [(names, keys) for names, keys in found if all(key in tensors for key in keys)]
+
+
+def _numbers(*dtypes: torch.dtype) -> bool:
+    """Whether these are dtypes of numbers, not of encoded bytes."""
+    return all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from ..errors import ShapeError
+from ..op_definitions import restored
 from . import checks, main_grad, splits
 from .activations import _ScaledGLU
 from .delayed import Delayed
@@ -102,7 +103,7 @@ def _fused(modules: Sequence[nn.Module], x: Tensor, given: Sequence[Sequence[Ten
     made = call(x.reshape(-1, stages[0].width), stages)
     effects = _effects(modules, made)
     y = made.run() if effects is None else tracked(made, effects, ends, where="Sequential")
-    return y.view(*x.shape[:-1], width)
+    return restored(y, x.shape[:-1])
 
 
 def _width(modules: Sequence[nn.Module]) -> int:

@@ -70,6 +70,16 @@ class Form {
         return true;
     }
 
+    // Whether the storage of each tensor holds all of its elements. Wrappers such as FSDP free that of parameters.
+    bool in_memory() const {
+        return std::all_of(tensors.begin(), tensors.end(), [](const at::Tensor* t) {
+            if (t->numel() == 0) return true;
+            i64 last = t->storage_offset();
+            for (i64 d = 0; d < t->dim(); ++d) last += (t->size(d) - 1) * t->stride(d);
+            return static_cast<std::size_t>(last + 1) * t->itemsize() <= t->storage().nbytes();
+        });
+    }
+
     u64 hash() const {
         u64 h = 0x9E3779B97F4A7C15;
         for (const u64 w : words) {
@@ -435,7 +445,7 @@ class OfBackend final : public Kernel {
         const u64 hash = form.hash();
         const auto descriptor = known().find(hash, form.words);
         Results results;
-        if (descriptor && descriptor->run(form, results)) {
+        if (descriptor && form.in_memory() && descriptor->run(form, results)) {
             torch::jit::drop(*stack, count);
             return push(op, stack, std::move(results));
         }

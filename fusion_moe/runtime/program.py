@@ -17,6 +17,7 @@ from ..ir.binding import storage_shape
 from ..ir.core import Fusion, Value
 from ..ir.effects import check_targets, write_over
 from ..ir.types import DTYPES
+from ..parts import need_memory
 from ..segment import Segment
 from ..target import Target
 from . import dump
@@ -76,6 +77,7 @@ class Program:
 
     def run(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
         """A call on inputs whose shapes, dtypes and device are those for which `sizes` returned env: they are not checked again."""
+        need_memory(tensors)
         targets = self.fusion.targets(tensors)
         if targets:
             check_targets(targets)

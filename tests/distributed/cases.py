@@ -39,7 +39,7 @@ from fusion_moe.checkpoints import Directory
 from fusion_moe.distributed import clip_grad_norm_, parallelize_
 from fusion_moe.encodings import MXFP4, quantize
 from fusion_moe.errors import OptionError, UnsupportedError
-from fusion_moe.nn import Experts
+from fusion_moe.nn import Experts, GroupedLinear
 from fusion_moe.nn.local import gathered, local
 
 E, H, I, T, K = 7, 64, 160, 13, 3  # neither 2 nor 4 divides E, nor the blocks of I
@@ -505,6 +505,34 @@ def training(mesh):
         assert_alike([p.detach() for p in fresh.parameters() if p.requires_grad], found)
         moments = [state["optimizer"]["state"][name]["exp_avg"] for name, p in fresh.named_parameters() if p.requires_grad]
         assert_alike(moments, [optimizers[0].state[p]["exp_avg"] for p in alone.parameters() if p.requires_grad])
+
+
+@case
+def residuals_in_place(mesh):
+    """FSDP2 around each layer, whose result is written in place: the gradients of one process."""
+    c = torch.tensor([8, 8], device=DEVICE)
+
+    class Block(nn.Module):
+        def __init__(self, single):
+            super().__init__()
+            self.a, self.b = (GroupedLinear(2, 32, 32, bias=False, single_grouped_weight=single, **ON) for _ in range(2))
+
+        def forward(self, x):
+            for layer in (self.a, self.b):
+                y = layer(x, c)
+                y += x
+                x = y
+            return x
+
+    for single, shape in (False, (16, 32)), (True, (2, 8, 32)):
+        torch.manual_seed(0)
+        alone, x = Block(single), torch.randn(shape).to(**ON)
+        model = deepcopy(alone)
+        for part in (model.a, model.b, model):
+            fully_shard(part, mesh=mesh)
+        for m in (alone, model):
+            m(x).square().sum().backward()
+        assert_alike([gathered(p.grad) for p in model.parameters()], [p.grad for p in alone.parameters()])
 
 
 def average(model: nn.Module, mesh: DeviceMesh, sharded_rest: bool) -> None:

@@ -111,6 +111,66 @@ def test_state_dicts_with_two_decode_scales():
     outer.load_state_dict({f"experts.{name}": t for name, t in module.state_dict().items()})
 
 
+def both(encoding: str):
+    """Experts, and others with other weights."""
+    other = [q.of(t[..., torch.arange(t.shape[-1] - 1, -1, -1)] if t.dim() > 2 else t for t in q) for q in weights(encoding)]
+    return Experts(*weights(encoding)), Experts(*other)
+
+
+def fp8(t):
+    return t.dtype.itemsize == 1 and t.is_floating_point()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4"])
+def test_state_dicts_of_bytes(encoding, assign):
+    """As files that are older than float8 types have them, and gpt-oss's: bytes of the scales, not numbers."""
+    module, other = both(encoding)
+    assert not torch.equal(call(module), call(other))
+    other.load_state_dict({name: t.view(torch.uint8) if fp8(t) else t for name, t in module.state_dict().items()}, assign=assign)
+    assert [p.dtype for p in other.parameters()] == [p.dtype for p in module.parameters()]
+    assert torch.equal(call(module), call(other))
+
+
+@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4"])
+def test_state_dicts_of_other_dtypes(encoding):
+    """Numbers in place of bytes, and bytes of another format, would load as other numbers; and so would rounded scales."""
+    module, other = both(encoding)
+    want = {name: t.clone() for name, t in other.state_dict().items()}
+    for name, t in module.state_dict().items():
+        for dtype in torch.float8_e5m2, torch.int8, torch.int32, torch.float32, torch.float64:
+            if dtype != t.dtype:
+                with pytest.raises(RuntimeError, match=f"dtype mismatch for {name}: copying a param of {dtype} from checkpoint"):
+                    other.load_state_dict({name: torch.ones(t.shape).to(dtype)}, strict=False)
+    assert all(other.state_dict()[name].view(torch.uint8).equal(t.view(torch.uint8)) for name, t in want.items())
+
+
+def test_numbers_in_state_dicts():
+    """Those of a scale may become wider; those of plain weights are cast, as torch does."""
+    module, other = both("nvfp4")
+    state = module.state_dict()
+    state["gate_up_decode_scale"] = state["gate_up_decode_scale"].bfloat16()
+    other.load_state_dict(state)
+    assert torch.equal(other.gate_up_decode_scale, state["gate_up_decode_scale"].float())
+    module, other = both("bf16")
+    other.load_state_dict({name: t.float() for name, t in module.state_dict().items()})
+    assert torch.equal(call(module), call(other))
+
+
+@pytest.mark.parametrize(("encoding", "name", "value"), [
+    ("nvfp4", "gate_up_proj_scale", 0x7F), ("mxfp4", "down_proj_scale", 0xFF), ("int4", "down_proj_scale", float("nan")),
+    ("nvfp4", "down_decode_scale", float("inf")),
+])  # fmt: skip
+def test_scales_that_are_not_numbers(encoding, name, value):
+    module, other = both(encoding)
+    name = next(n for n in module.state_dict() if n.startswith(name.removesuffix("_scale")) and n.endswith("scale"))
+    state = {n: t.clone() for n, t in module.state_dict().items()}
+    (state[name].view(torch.uint8) if fp8(state[name]) else state[name]).view(-1)[-1] = value
+    with pytest.raises(RuntimeError, match=rf"1 NaN.* among the \d+ elements of {name}"):
+        other.load_state_dict(state)
+    other.load_state_dict(module.state_dict())
+
+
 def test_refusals():
     gate_up, down = weights("mxfp4")
     with pytest.raises(ShapeError, match=r"gate_up mxfp4 \[3, 128, 64\] and down nvfp4 \[3, 64, 64\]; expected .* of one encoding"):

@@ -65,6 +65,23 @@ def token(tokens: int = 3, seed: int = 0) -> list[torch.Tensor]:
     return [x, ids, torch.rand(tokens, 2, generator=g)]
 
 
+def test_memory_that_was_freed(runs):
+    """C++ leaves the error to Python."""
+    experts, given = layer(), token()
+    with torch.no_grad():
+        for _ in range(2):
+            experts(*given)
+        assert runs.of(lambda: experts(*given))[1] == 0
+        held = experts.down_proj.untyped_storage()
+        kept = held.clone()
+        held.resize_(held.nbytes() - 1)
+        with pytest.raises(ShapeError, match=f"needs {kept.nbytes()} bytes of a storage that has {kept.nbytes() - 1}"):
+            experts(*given)
+        held.resize_(kept.nbytes())
+        held.copy_(kept)
+        assert experts(*given).equal(by_python(lambda: layer()(*given)))
+
+
 def by_python(call):
     with options.override():
         return call()

@@ -76,3 +76,29 @@ def test_what_run_does_not_take():
     ):
         with pytest.raises(FusionError, match=said):
             fusion_moe.run(fusion, tensors)
+
+
+def freed(t, nbytes=0):
+    """t, whose storage was made smaller after that, as FSDP frees parameters."""
+    t.untyped_storage().resize_(nbytes)
+    return t
+
+
+@pytest.mark.parametrize("target", ["cpu", "reference"])
+def test_memory_that_was_freed(target):
+    """The whole of a tensor, the end of a view, and that of a transposed one; what no element needs is not missed."""
+    program = pipeline.compile_fusion(silu_of_pieces(), fusion_moe.target.TARGETS[target], options.current())
+    for t, nbytes in (
+        (torch.randn(3, 4), 0), (torch.randn(6, 4)[3:], 92), (torch.randn(4, 3).T, 44), (torch.randn(20).as_strided((3, 4), (5, 1), 2), 60)
+    ):  # fmt: skip
+        with pytest.raises(ShapeError, match=r"input 0, torch.float32 \[3, 4\], needs \d+ bytes of a storage that has \d+ for it"):
+            program([freed(t, nbytes)])
+    for t, nbytes in (torch.randn(6, 4)[2:5], 80), (torch.randn(1).expand(3, 4), 4), (torch.randn(3, 4)[:0], 0):
+        assert program([freed(t, nbytes)])[0].shape == t.shape
+
+
+def test_parts_that_were_freed():
+    for some in [torch.randn(2, 4) for _ in range(3)], list(torch.randn(3, 2, 4)):
+        freed(some[1])
+        with pytest.raises(ShapeError, match="needs 32 bytes|needs 64 bytes|needs 96 bytes"):
+            fusion_moe.parts.joined(some)
