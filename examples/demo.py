@@ -45,6 +45,12 @@ class Speed:
     low: float
     high: float
 
+    @classmethod
+    def of(cls, seconds: list[float], tokens: int = 1) -> Speed:
+        """seconds: of each step; tokens: in a step."""
+        fast, *_, slow = statistics.quantiles(seconds, n=10)
+        return cls(tokens / statistics.median(seconds), tokens / slow, tokens / fast)
+
     @property
     def spread(self) -> float:
         return (self.high - self.low) / self.median
@@ -122,8 +128,7 @@ def decode_speed(variant: Variant, tokenizer: Any, batch: int, steps: int) -> Sp
         token = run(token, **given).logits[:, -1:].argmax(-1)
         if i >= 3:  # the first steps compile and warm up
             seconds.append(now(device.type) - start)
-    fast, *_, slow = statistics.quantiles(seconds, n=10)
-    return Speed(batch / statistics.median(seconds), batch / slow, batch / fast)
+    return Speed.of(seconds, batch)
 
 
 @torch.inference_mode()
@@ -164,17 +169,17 @@ def say_who_wins(speeds: dict[tuple[str, int], Speed]) -> None:
     for batch in BATCHES:
         bf16 = ((n, s) for (n, b), s in speeds.items() if b == batch and not n.startswith("NVFP4"))
         name, best = max(bf16, key=lambda x: x[1].median)
-        ratio = speeds[ours, batch].median / best.median
-        print(f"batch {batch}: {ours} runs at {ratio:.2f}x of {name}: {verdict(speeds[ours, batch], best)}")
+        print(f"batch {batch}: {ours} {verdict(speeds[ours, batch], best, name)}")
 
 
-def verdict(ours: Speed, other: Speed) -> str:
-    """Which one is faster, if their step times hardly overlap."""
+def verdict(ours: Speed, other: Speed, name: str) -> str:
+    """Which one is faster, and how much, if their step times hardly overlap."""
+    ratio = f"runs at {ours.median / other.median:.2f}x of {name}"
     if ours.low > other.high:
-        return "faster than bf16 here"
+        return f"{ratio}: faster than bf16 here"
     if ours.high < other.low:
-        return "SLOWER than bf16 here"
-    return "inconclusive: the steps of both take equally long, or the machine is busy"
+        return f"{ratio}: SLOWER than bf16 here"
+    return f"and {name}: inconclusive: the steps of both take equally long, or the machine is busy"
 
 
 def large_layer(device: str) -> torch.nn.Module:
@@ -204,16 +209,24 @@ def time_large_layer(calls: int, device: str) -> None:
             continue
         torch._dynamo.reset()
         mode = "reduce-overhead" if device == "cuda" else None  # CUDA graphs: for one token, the GPU needs less time than Python
-        run, seconds = torch.compile(layer, backend=backend, mode=mode), []
-        for x in tokens:
-            start = now(device)
-            run(x)
-            seconds.append(now(device) - start)
-        low, *_, high = statistics.quantiles(seconds[3:], n=10)
-        found[name] = statistics.median(seconds[3:])
-        print(f"{name:24} {found[name] * 1e3:6.2f} ms for one token, spread {(high - low) / found[name]:.0%}")
+        run = torch.compile(layer, backend=backend, mode=mode)
+        speed = found[name] = quiet_speed(run, tokens, device)
+        print(f"{name:24} {1e3 / speed.median:6.2f} ms for one token, spread {speed.spread:.0%}")
     if len(found) == 2:
-        print(f"NVFP4 compiled runs at {found['bf16 Inductor'] / found['NVFP4 compiled']:.2f}x of bf16 under Inductor")
+        print(f"NVFP4 compiled {verdict(found['NVFP4 compiled'], found['bf16 Inductor'], 'bf16 Inductor')}")
+
+
+def quiet_speed(run: Callable[..., Any], tokens: torch.Tensor, device: str) -> Speed:
+    """The speed over one token after another, after three that compile and warm up; of three repeats, that with the smallest spread."""
+    for x in tokens[:3]:
+        run(x)
+
+    def seconds(x: torch.Tensor) -> float:
+        start = now(device)
+        run(x)
+        return now(device) - start
+
+    return min((Speed.of([seconds(x) for x in tokens[3:]]) for _ in range(3)), key=lambda speed: speed.spread)
 
 
 def all_variants(bf16: torch.nn.Module, nvfp4: torch.nn.Module, device: str) -> list[Variant]:

@@ -82,6 +82,12 @@ def test_sdist_builds_the_same_wheel(wheel, source, tmp_path):
     assert files_of(build("wheel", tmp_path, source)) == {name for name in files_of(wheel) if "/shipped/" not in name}
 
 
+def test_sdist_has_what_its_makefile_installs_with(source):
+    wanted = {name for file in ("Makefile", "pyproject.toml") for name in re.findall(r"constraints[\w-]*\.txt", (REPO / file).read_text())}
+    assert len(wanted) == 4
+    assert wanted == {path.name for path in REPO.glob("constraints*.txt")} == {path.name for path in source.glob("constraints*.txt")}
+
+
 @pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.compiler
