@@ -46,7 +46,7 @@ def write(
     partial = dst.with_name(f".{dst.name}.partial")
     with readable_errors(dst, partial), _locked(partial), _removed_unless_it_can_go_on(partial):
         files = _begun(partial, _plan(source, shards, config))
-        _check_space(partial, sum(step.nbytes for step in steps), files)
+        _check_space(partial, sum(step.nbytes for step in steps) + sum(file.stat().st_size for file in copied), files)
         for name, its in progress(shards.items(), f"writing files of {dst.name}", len(shards)):
             _write_once(partial, files / name, its)
         _write_rest(files, copied, shards, config, older_config)

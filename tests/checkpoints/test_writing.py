@@ -134,6 +134,16 @@ def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_says_it_is_larger_than_the_disk(tmp_path: Path) -> None:
+    """It takes no room in the source, and all there is in a copy."""
+    src = copied(SRC.name, tmp_path)
+    (src / "tokenizer.json").touch()
+    os.truncate(src / "tokenizer.json", 2**43)
+    with pytest.raises(CheckpointError, match=r"dst: not written: .* GB free, 8796.1 GB to write; free some space and run it again"):
+        convert(src, tmp_path / "dst")
+    assert [path.name for path in tmp_path.iterdir()] == [src.name]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_a_folder_that_nobody_may_write_to(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

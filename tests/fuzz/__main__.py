@@ -1,10 +1,12 @@
-"""python -m tests.fuzz: random graphs around our operations, until so many or so long. Exit status 1 if anything was found.
+"""python -m tests.fuzz: random graphs around our operations, or hostile files, until so many or so long. Exit status 1 if any fault
+was found.
 
 evaluate   our front end, its passes and segments, evaluated, against eager: the cheapest level
 traced     the same under torch.compile, on the graph that Inductor would compile; more rows, and backward
 cxx        the regions' real C++, many in one library, against what their segments mean
 sanitize   the same built with ASan and UBSan
 hostile    programs whose texts were changed at random, those that still verify, on any bits, built with ASan and UBSan
+files      directories of checkpoints changed at random: read, or refused in a sentence, soon and in little memory
 inductor   torch.compile(backend="fusion_moe") as it is
 """
 

@@ -15,7 +15,9 @@ from typing import Any
 from .journal import kind, lines
 
 ROOT = Path(__file__).resolve().parents[2]
-HANGS = {"evaluate": 120, "traced": 180, "cxx": 300, "sanitize": 600, "hostile": 600, "inductor": 400}  # seconds without a line
+HANGS = {  # seconds without a line
+    "evaluate": 120, "traced": 180, "cxx": 300, "sanitize": 600, "hostile": 600, "files": 120, "inductor": 400,
+}  # fmt: skip
 LEVELS = tuple(HANGS)
 
 

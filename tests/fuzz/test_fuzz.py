@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 from fusion_moe import FusionDefinition, options
-from fusion_moe.errors import GroupsError, ShapeError
+from fusion_moe.errors import CheckpointError, GroupsError, ShapeError
 
-from . import cxx, hostile, run
+from . import cxx, files, hostile, run
 from .case import REFERENCE, case_of
 from .compare import difference
 from .journal import kind
@@ -53,6 +54,11 @@ def test_nothing_is_read_or_written_outside_of_a_tensor(level, graphs):
     if not Path(found.stdout.strip()).is_absolute():
         pytest.skip("no libasan beside g++")
     assert told(level, 2000, graphs) == ""
+
+
+@pytest.mark.slow
+def test_hostile_files():
+    assert told("files", 0, 100) == ""
 
 
 # The tools --------------------------------------------------------------------------------------------------------------
@@ -98,6 +104,27 @@ def test_a_program_that_does_not_compile_is_found_among_others():
     ((found, wrong),) = cxx.build(programs, "generic")
     assert found is bad
     assert "does not compile" in wrong
+
+
+def test_what_a_file_makes_of_a_reader_is_said(monkeypatch, tmp_path):
+    """an error of another kind, a message that a terminal would obey, and what is left behind"""
+    source = shutil.copytree(files.MADE[0], tmp_path / "src")
+    assert files.wrong(source) == ""
+
+    def breaks(error):
+        def convert(src, dst, **how):
+            raise error
+
+        return convert
+
+    for error, said in (
+        (TypeError("oh"), "convert raises TypeError: oh"),
+        (CheckpointError("x" * 9999), "convert raises a message of 9999 characters"),
+    ):
+        monkeypatch.setattr(files, "convert", breaks(error))
+        assert files.wrong(source).startswith(said)
+    monkeypatch.setattr(files, "convert", lambda src, dst, **how: (tmp_path / "left").touch())
+    assert files.wrong(source) == "convert leaves ['left']"
 
 
 def test_what_differs_is_said():
