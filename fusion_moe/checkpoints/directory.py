@@ -93,11 +93,8 @@ def _sharded(path: Path, index: Path) -> dict[str, Entry]:
     """The tensors of a directory with an index, which must name all of them, each with its file. An index of files that are all gone does
     not count if there is a single file.
     """
-    shard_of = read_json(index).get("weight_map")
-    if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(name, str) for name in shard_of.values()):
-        raise CheckpointError("no weight_map", expected="weight_map: the file of each tensor", where=str(index))
+    shard_of = read_index(index)["weight_map"]
     shards = list(dict.fromkeys(shard_of.values()))
-    _check_names(index, shards)
     if SINGLE not in shards and (path / SINGLE).exists():
         if any(_exists(path / shard) for shard in shards):
             raise CheckpointError(f"{SINGLE} beside an index of other files", expected="one or the other", where=str(path))
@@ -113,6 +110,16 @@ def _sharded(path: Path, index: Path) -> dict[str, Entry]:
         found = f"{name} is not in {shard_of[name]}{_and_more(missing)}"
         raise CheckpointError(found, expected="every tensor of the index in its file", where=str(index))
     return tensors
+
+
+def read_index(index: Path) -> dict[str, Any]:
+    """An index with its `weight_map`, the file of each tensor. CheckpointError without one, or with a file elsewhere."""
+    found = read_json(index)
+    shard_of = found.get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(name, str) for name in shard_of.values()):
+        raise CheckpointError("no weight_map", expected="weight_map: the file of each tensor", where=str(index))
+    _check_names(index, dict.fromkeys(shard_of.values()))
+    return found
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import cached_file
 
 from ..checkpoints import Directory, method_of
-from ..checkpoints.directory import OLDER_CONFIG, older_quantization, quantization_of
+from ..checkpoints.directory import INDEX, OLDER_CONFIG, SINGLE, older_quantization, quantization_of, read_index
 from ..errors import CheckpointError
 from ..nn.config import NVFP4Config
 from .config import set_quantization
@@ -46,6 +47,8 @@ def from_pretrained(
     only for experts encoded in 4 bits.
     """
     wanted = kwargs.pop("output_loading_info", False)
+    if directory is not None:
+        _check_index(Path(directory, kwargs.get("subfolder") or ""))
     config, kwargs = _configuration(directory, kwargs)
     if found := quantization_of(config.to_dict()) or _beside(directory, _some_of(kwargs, _OF_HUB)):
         found = {**found, "source": method_of(found, str(directory)), "quant_method": "fusion_moe"}
@@ -65,6 +68,13 @@ def from_pretrained(
         todo = "output_loading_info=True returns the model with random numbers there, and their names"
         raise CheckpointError(f"nothing for {some(missing)}", expected="a tensor for each parameter", todo=todo, where=str(directory))
     return model
+
+
+def _check_index(path: Path) -> None:
+    """CheckpointError for an index in which transformers would miss an entry. Whether it is right is asked later, with the headers."""
+    index = path / INDEX
+    if os.path.lexists(index) and not (path / SINGLE).is_file() and not isinstance(read_index(index).get("metadata"), dict):
+        raise CheckpointError("no metadata", expected='"metadata", an object, if only {}: transformers reads it', where=str(index))
 
 
 def _configuration(directory: str | Path, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -394,3 +394,26 @@ def test_floats_under_names_of_no_parameter_are_refused(tmp_path):
     model, info = from_pretrained(tmp_path / "dense", output_loading_info=True)
     assert info["missing_keys"]
     assert isinstance(model, torch.nn.Module)
+
+
+INDICES = {
+    "no metadata": {"weight_map": {"lm_head.weight": "model-00001-of-00004.safetensors"}},
+    "no weight_map": {"metadata": {}},
+    "a shard '/etc/passwd.safetensors'": {"metadata": {}, "weight_map": {"x": "/etc/passwd.safetensors"}},
+}
+
+
+@pytest.mark.parametrize("said", INDICES)
+def test_an_index_that_transformers_cannot_read(said, tmp_path):
+    path = Path(shutil.copytree(MADE / "bf16-qwen3_moe", tmp_path / "copy"))
+    (path / "model.safetensors.index.json").write_text(json.dumps(INDICES[said]))
+    with pytest.raises(CheckpointError, match=f"index.json: {said}"):
+        from_pretrained(path)
+
+
+def test_an_index_that_never_ends(tmp_path):
+    path = Path(shutil.copytree(MADE / "bf16-qwen3_moe", tmp_path / "copy"))
+    (path / "model.safetensors.index.json").unlink()
+    (path / "model.safetensors.index.json").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="index.json: no plain file"):
+        from_pretrained(path)
