@@ -1,6 +1,6 @@
 """Writes a directory in another form, without loss: ModelOpt's NVFP4, or plain floats. Weight by weight, without a model.
 
-    convert(src, dst)                          NVFP4 of any scheme, and MXFP4, to ModelOpt's names; FP8 per tensor stays
+    convert(src, dst)                          NVFP4 of any scheme, MXFP4, and FP8 with one scale, to ModelOpt's names
     convert(src, dst, to="dense")              float32, which holds every number of every encoding
     convert(src, dst, to="dense", dtype=torch.bfloat16)   rounded: NVFP4 has numbers with more than the 8 bits of bfloat16
 
@@ -25,8 +25,10 @@ from .experts import experts_of, layers_of_experts
 from .headers import Entry
 from .methods import method_of
 from .modelopt import nvfp4_step, older_config, own_entries, quantization_config
+from .schemes import FP8
 from .shard import Planned, Step
 from .stored import StoredWeight, stored_weights
+from .values import check_weight
 from .writing import SHARD_BYTES, write
 
 FORMS = ("modelopt", "dense")
@@ -97,8 +99,14 @@ class Source:
         return Step(tuple(Planned(e.name, e.dtype, e.shape) for e in entries), lambda: {name: self.directory.read(name) for name in names})
 
     def quantized(self, weight: StoredWeight) -> Quantized:
-        """A weight in its encoding."""
+        """A weight in its encoding. CheckpointError as from `check_scales`."""
+        check_weight(self.directory, weight)
         return weight.quantized(self.directory.read)
+
+    def floats(self, weight: StoredWeight) -> Tensor:
+        """f32 [N, K], for 8-bit floats. CheckpointError as from `check_scales`."""
+        check_weight(self.directory, weight)
+        return weight.floats(self.directory.read)
 
 
 def plain_weights(directory: Directory) -> dict[str, Entry]:
@@ -113,9 +121,7 @@ def modelopt_step(source: Source, weight: StoredWeight) -> Step:
     """Writes a weight in ModelOpt's form, with equal values. UnsupportedError if it has no such form."""
     encoding = weight.scheme.encoding
     if encoding is None:
-        if weight.entries["scale"].nbytes == 4:
-            return source.kept(*weight.entries.values())
-        return exact_bf16_step(source, weight)
+        return fp8_step(source, weight) if weight.of_matrix else exact_bf16_step(source, weight)
     if encoding is NVFP4:
         return nvfp4_step(weight.name, weight.shape, lambda: source.quantized(weight))
     if encoding is MXFP4:
@@ -140,11 +146,23 @@ def _as_nvfp4(weight: StoredWeight, q: Quantized) -> Quantized:
     return Quantized(codes.view(*lead, -1), block_scale.view(*lead, -1), decode_scale.expand(lead[:-1]), encoding=NVFP4)
 
 
+def fp8_step(source: Source, weight: StoredWeight) -> Step:
+    """Writes FP8 with one scale in ModelOpt's form."""
+    values, scale = (f"{weight.name}{part.suffix}" for part in FP8.parts)
+
+    def make() -> dict[str, Tensor]:
+        check_weight(source.directory, weight)
+        codes, factor = weight.parts(source.directory.read)
+        return {values: codes, scale: factor.float().reshape(())}
+
+    return Step((Planned(values, torch.float8_e4m3fn, weight.shape), Planned(scale, torch.float32, ())), make)
+
+
 def exact_bf16_step(source: Source, weight: StoredWeight) -> Step:
     """FP8 whose scales are powers of two is exact in bfloat16. UnsupportedError, when the step runs, for other scales."""
 
     def make() -> dict[str, Tensor]:
-        floats = weight.floats(source.directory.read)
+        floats = source.floats(weight)
         made = floats.bfloat16()
         if not torch.equal(made.float(), floats):
             found, todo = f"{weight.name}: FP8 whose scales are no powers of two", 'convert it to="dense", or quantize it'
@@ -192,7 +210,7 @@ def _check_modelopt(source: Source, written: Directory) -> None:
         got = target.weights.get(weight.name)
         if got is None:
             equal = torch.equal(weight.floats(source.directory.read), written.read(f"{weight.name}.weight").float())
-        elif got.scheme.encoding == weight.scheme.encoding:
+        elif got.scheme.encoding == weight.scheme.encoding is not None:
             equal = all(_same_bytes(a, b) for a, b in zip(weight.parts(source.directory.read), got.parts(written.read), strict=True))
         else:
             equal = all(torch.equal(a, b) for a, b in zip(_floats(source, weight), _floats(target, got), strict=True))
@@ -203,7 +221,7 @@ def _check_modelopt(source: Source, written: Directory) -> None:
 def _floats(source: Source, weight: StoredWeight) -> Iterator[Tensor]:
     """f32 [N, K], one matrix after another."""
     if weight.scheme.encoding is None:
-        yield weight.floats(source.directory.read)
+        yield source.floats(weight)
         return
     q = source.quantized(weight)
     for e in range(weight.shape[0]) if weight.scheme.fused else [...]:

@@ -1,7 +1,7 @@
 """Weights in 8-bit floats with scales, which are converted to floats when read.
 
 values  float8_e4m3fn  [N, K]
-scale   float          [] or [1], one for the matrix; or [ceil(N/128), ceil(K/128)], one for a block (another size: `block`)
+scale   float          [] or [1], one for the matrix; [N] or [N, 1], one for a row; [ceil(N/128), ceil(K/128)], one for a block
 """
 
 from __future__ import annotations
@@ -9,29 +9,33 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..encodings import check_matrix_scales
-from ..errors import NonFiniteError, ShapeError
+from ..errors import NonFiniteError, ShapeError, UnsupportedError
 
 BLOCK = (128, 128)
 
 
-def check_fp8(values: Tensor, scale: Tensor, block: tuple[int, int] = BLOCK) -> tuple[int, ...]:
-    """The shape (N, K); ShapeError unless scale fits values. The values are not read."""
+def check_fp8(values: Tensor, scale: Tensor) -> tuple[int, ...]:
+    """The shape (N, K); ShapeError unless scale fits values, UnsupportedError for scales of other blocks. The values are not read."""
     if values.dim() != 2 or 0 in values.shape:
         raise ShapeError(f"values are {list(values.shape)}", expected="[N, K]")
-    blocks = [-(-size // of) for size, of in zip(values.shape, block, strict=True)]
-    if scale.numel() != 1 and list(scale.shape) != blocks:
-        expected = f"[], [1] or {blocks}: one for {block[0]} x {block[1]} of {list(values.shape)}"
-        raise ShapeError(f"scale is {list(scale.shape)}", expected=expected)
-    return tuple(values.shape)
+    n, k = values.shape
+    blocks = [-(-n // BLOCK[0]), -(-k // BLOCK[1])]
+    if scale.numel() != 1 and list(scale.shape) not in ([n], [n, 1], blocks):
+        expected = f"[], [1], [{n}, 1] or {blocks}: one for {list(values.shape)}, for a row or for {BLOCK[0]} x {BLOCK[1]}"
+        other_blocks = scale.dim() == 2 and blocks[0] <= scale.shape[0] <= n and scale.shape[1] <= k
+        raise (UnsupportedError if other_blocks else ShapeError)(f"scale is {list(scale.shape)}", expected=expected)
+    return n, k
 
 
-def dequantize_fp8(values: Tensor, scale: Tensor, block: tuple[int, int] = BLOCK) -> Tensor:
-    """f32 [N, K]: values times scale, one float32 product each. ShapeError as `check_fp8`."""
-    n, k = check_fp8(values, scale, block)
+def dequantize_fp8(values: Tensor, scale: Tensor) -> Tensor:
+    """f32 [N, K]: values times scale, one float32 product each. Raises as `check_fp8`."""
+    n, k = check_fp8(values, scale)
     factor = scale.float()
     if scale.numel() == 1:
         return values.float() * factor.reshape(())
-    return values.float() * factor.repeat_interleave(block[0], 0)[:n].repeat_interleave(block[1], 1)[:, :k]
+    if list(scale.shape) in ([n], [n, 1]):
+        return values.float() * factor.reshape(n, 1)
+    return values.float() * factor.repeat_interleave(BLOCK[0], 0)[:n].repeat_interleave(BLOCK[1], 1)[:, :k]
 
 
 def check_fp8_scales(scale: Tensor, name: str) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 from ..errors import UnsupportedError
 from .headers import shown
-from .schemes import SCHEMES
 
-METHODS = tuple(dict.fromkeys(method for scheme in SCHEMES for method in scheme.methods))
+METHODS = ("modelopt", "compressed-tensors", "mxfp4", "fp8")
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION")  # quant_algo of ModelOpt
-FORMATS = ("nvfp4-pack-quantized", "pack-quantized", "mixed-precision")  # format of compressed-tensors
+FORMATS = ("nvfp4-pack-quantized", "pack-quantized", "float-quantized", "mixed-precision")  # format of compressed-tensors
+_SPELLINGS = {"modelopt_fp4": "modelopt", "modelopt_mixed": "modelopt", "compressed_tensors": "compressed-tensors"}
 _INT4 = {"num_bits": 4, "group_size": 32, "symmetric": True}  # the weights of pack-quantized
 _REFUSED = {
     "awq": "AWQ has groups of 128 with zero points",
@@ -22,12 +22,16 @@ _REFUSED = {
 
 
 def method_of(quantization: Mapping[str, Any], where: str = "") -> str:
-    """The `quant_method`, one of METHODS; "" if nothing is quantized. UnsupportedError for another one, or for unsupported settings."""
+    """The `quant_method`, one of METHODS; "" if nothing is quantized. UnsupportedError for another one, or for unsupported settings.
+
+    The tensors decide how each weight is stored. A method only says what they leave open, such as the size of FP8's blocks.
+    """
     if not quantization:
         return ""
     method = quantization.get("quant_method")
     if method is None and "producer" in quantization:  # early versions of ModelOpt wrote none
         method = "modelopt"
+    method = _SPELLINGS.get(method, method) if isinstance(method, str) else method
     if method not in METHODS:
         why = next((why for name, why in _REFUSED.items() if name in str(method).lower()), "")
         found = f"quant_method {shown(method)}{f': {why}' if why else ''}"
@@ -36,15 +40,16 @@ def method_of(quantization: Mapping[str, Any], where: str = "") -> str:
     checks = {"modelopt": _check_modelopt, "compressed-tensors": _check_compressed, "fp8": _check_fp8}
     if method in checks:
         checks[method](quantization, where)
-    return method
+    return str(method)
 
 
 def _check_modelopt(quantization: Mapping[str, Any], where: str) -> None:
-    _check("quant_algo", quantization.get("quant_algo"), ALGORITHMS, where)
+    algorithm = quantization.get("quant_algo")
+    _check("quant_algo", algorithm, algorithm.upper() if isinstance(algorithm, str) else algorithm, ALGORITHMS, where)
 
 
 def _check_compressed(quantization: Mapping[str, Any], where: str) -> None:
-    _check("format", quantization.get("format"), FORMATS, where)
+    _check("format", quantization.get("format"), quantization.get("format"), FORMATS, where)
     groups = quantization.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
@@ -61,6 +66,6 @@ def _check_fp8(quantization: Mapping[str, Any], where: str) -> None:
         raise UnsupportedError(f"FP8 with weight_block_size {shown(size)}", expected="[128, 128]", where=where)
 
 
-def _check(what: str, found: Any, known: tuple[str, ...], where: str) -> None:
-    if found not in known:
+def _check(what: str, found: Any, means: Any, known: tuple[str, ...], where: str) -> None:
+    if means not in known:
         raise UnsupportedError(f"{what} {shown(found)}", expected=f"one of {', '.join(known)}", where=where)

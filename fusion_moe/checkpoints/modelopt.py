@@ -6,18 +6,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..encodings import NVFP4, Quantized
-from .schemes import SCHEMES, Scheme
+from ..encodings import Quantized
+from .schemes import MODELOPT, MODELOPT_FUSED, Scheme
 from .shard import Planned, Step
 
-ONE, FUSED = (s for s in SCHEMES if s.encoding is NVFP4 and "modelopt" in s.methods)
 _OWN = ("activation_format",)
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\..*")
 
 
 def nvfp4_step(name: str, shape: tuple[int, ...], make: Callable[[], Quantized]) -> Step:
     """Writes an NVFP4 weight: [N, K], or [E, N, K] for all experts with one scale."""
-    scheme = FUSED if len(shape) == 3 else ONE
+    scheme = MODELOPT_FUSED if len(shape) == 3 else MODELOPT
     return Step(planned(scheme, name, shape), lambda: tensors(scheme, name, make()))
 
 

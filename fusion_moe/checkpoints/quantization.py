@@ -28,8 +28,8 @@ def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES
 
     src: in bfloat16, float16, float32, or FP8, which is rounded to bfloat16 first. Each matrix of an expert gets its own scale and the same
     bytes as from `quantize_`; gate and up are two matrices. Experts in one tensor are written one by one, also those of Llama-4 and
-    gpt-oss, which are stored transposed. Everything else stays the same, except that FP8 in blocks becomes bfloat16, since ModelOpt's form
-    has no such FP8. UnsupportedError if there are no such experts, ShapeError if K is not a multiple of 16, NonFiniteError for NaN and
+    gpt-oss, which are stored transposed. Everything else stays the same, except that FP8 with more than one scale becomes bfloat16, since
+    ModelOpt's form has no such FP8. UnsupportedError if there are no such experts, ShapeError if K is not a multiple of 16, NonFiniteError for NaN and
     infinity, CheckpointError as from `Directory.open`, `stored_weights` and `write`.
     """
     source = Source.open(src)
@@ -42,8 +42,8 @@ def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES
     def of_weight(weight: StoredWeight) -> Step:
         if weight.name in experts:
             return experts[weight.name]
-        in_blocks = weight.scheme.encoding is None and "modelopt" not in weight.scheme.methods
-        return dense_step(source, weight, torch.bfloat16) if in_blocks else modelopt_step(source, weight)
+        in_parts = weight.scheme.encoding is None and not weight.of_matrix
+        return dense_step(source, weight, torch.bfloat16) if in_parts else modelopt_step(source, weight)
 
     def of_other(source: Source, entry: Entry) -> Step | None:
         if (name := entry.name.removesuffix(".weight")) in experts:
@@ -81,7 +81,7 @@ def _experts(source: Source) -> Iterator[tuple[str, Step]]:
 
 def _matrix(source: Source, name: str, plain: Mapping[str, Entry], fp8: Mapping[str, StoredWeight]) -> Matrix:
     if name in fp8:
-        return name, fp8[name].shape, lambda: fp8[name].floats(source.directory.read).bfloat16()
+        return name, fp8[name].shape, lambda: source.floats(fp8[name]).bfloat16()
     return name, plain[name].shape, lambda: source.directory.read(f"{name}.weight")
 
 

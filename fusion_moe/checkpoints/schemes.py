@@ -1,8 +1,8 @@
 """How weights are stored in files: the names of the tensors for the parts of an encoding, and how each tensor is converted.
 
 A tensor's name is the name of a weight and a suffix: `…experts.3.gate_proj` with `.weight`, `.weight_scale`, `.weight_scale_2`; or, if all
-experts are one tensor, `…experts.gate_up_proj` with ``, `_weight_scale`, `_weight_scale_2`. The tensors decide which weights are encoded
-and how, never a configuration's list of what was left out.
+experts are one tensor, `…experts.gate_up_proj` with ``, `_weight_scale`, `_weight_scale_2`. The names and dtypes of a weight's own tensors
+decide how it is encoded, never a configuration: one directory may hold weights of several schemes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..encodings import INT4, MXFP4, NVFP4, Encoding
+from ..encodings.encoding import FLOATS
 
 
 class Direction(Enum):
@@ -27,15 +28,16 @@ class Direction(Enum):
 class StoredPart:
     """A part of an encoding in a file.
 
-    part: its name in the encoding; dtypes: those that it may have; view: the dtype as which its bytes are read; flattened: stored with its
-    last dimension split in two; transposed: stored with its last two dimensions swapped; direction: of a matrix's scale, stored as [] or
-    [1].
+    part: its name in the encoding; dtypes: those that it may have; view: the dtype as which its bytes are read; cast: the dtype to which
+    its numbers are rounded; flattened: stored with its last dimension split in two; transposed: stored with its last two dimensions
+    swapped; direction: of a matrix's scale, stored as [] or [1].
     """
 
     part: str
     suffix: str
     dtypes: tuple[torch.dtype, ...]
     view: torch.dtype | None = None
+    cast: torch.dtype | None = None
     flattened: bool = False
     transposed: bool = False
     direction: Direction | None = None
@@ -44,6 +46,8 @@ class StoredPart:
         """A stored tensor -> the part; a view if no number changes. The scale of a matrix becomes a 0-d multiplier."""
         if self.view is not None:
             t = t.contiguous().view(self.view)
+        if self.cast is not None:
+            t = t.to(self.cast)
         if self.flattened:
             t = t.flatten(-2)
         if self.transposed:
@@ -69,90 +73,83 @@ class StoredPart:
 class Scheme:
     """One way to store weights.
 
-    methods: the `quant_method` values of configurations. encoding: None for 8-bit floats with scales, which are read as floats (`fp8.py`).
-    fused: a tensor holds all experts, [E, N, K], and there is one matrix scale for all of them. The first part holds the elements.
+    encoding: None for 8-bit floats with scales, which are read as floats (`fp8.py`). fused: a tensor holds all experts, [E, N, K], and
+    there is one matrix scale for all of them. The first part holds the elements.
     """
 
     name: str
-    methods: tuple[str, ...]
     encoding: Encoding | None
     parts: tuple[StoredPart, ...]
     fused: bool = False
 
 
-_U8, _E4M3, _F32 = (torch.uint8,), (torch.float8_e4m3fn,), (torch.float32,)
-_BYTES = (torch.uint8, torch.float8_e8m0fnu)
+_U8, _E4M3, _E8M0 = (torch.uint8,), (torch.float8_e4m3fn,), (torch.uint8, torch.float8_e8m0fnu)
 _MULTIPLIER, _DIVISOR = Direction.MULTIPLIER, Direction.DIVISOR
 
+
+def _of_matrix(suffix: str, direction: Direction) -> StoredPart:
+    return StoredPart("decode_scale", suffix, FLOATS, cast=torch.float32, direction=direction)
+
+
+def _fp8(name: str, suffix: str) -> Scheme:
+    return Scheme(name, None, (StoredPart("values", ".weight", _E4M3), StoredPart("scale", suffix, (*FLOATS, torch.float8_e8m0fnu))))
+
+
+MODELOPT = Scheme(
+    "ModelOpt NVFP4", NVFP4,
+    (
+        StoredPart("codes", ".weight", _U8),
+        StoredPart("block_scale", ".weight_scale", _E4M3),
+        _of_matrix(".weight_scale_2", _MULTIPLIER),
+    ),
+)  # fmt: skip
+MODELOPT_FUSED = Scheme(
+    "ModelOpt NVFP4, fused", NVFP4,
+    (
+        StoredPart("codes", "", _U8, transposed=True),
+        StoredPart("block_scale", "_weight_scale", _E4M3, transposed=True),
+        _of_matrix("_weight_scale_2", _MULTIPLIER),
+    ),
+    fused=True,
+)  # fmt: skip
+FP8 = _fp8("FP8", ".weight_scale")  # ModelOpt's and compressed-tensors'
+
 SCHEMES: tuple[Scheme, ...] = (
+    MODELOPT,
+    MODELOPT_FUSED,
+    FP8,
     Scheme(
-        "ModelOpt NVFP4", ("modelopt",), NVFP4,
-        (
-            StoredPart("codes", ".weight", _U8),
-            StoredPart("block_scale", ".weight_scale", _E4M3),
-            StoredPart("decode_scale", ".weight_scale_2", _F32, direction=_MULTIPLIER),
-        ),
-    ),
-    Scheme(
-        "ModelOpt NVFP4, fused", ("modelopt",), NVFP4,
-        (
-            StoredPart("codes", "", _U8, transposed=True),
-            StoredPart("block_scale", "_weight_scale", _E4M3, transposed=True),
-            StoredPart("decode_scale", "_weight_scale_2", _F32, direction=_MULTIPLIER),
-        ),
-        fused=True,
-    ),
-    Scheme(
-        "FP8 per tensor", ("modelopt",), None,
-        (
-            StoredPart("values", ".weight", _E4M3),
-            StoredPart("scale", ".weight_scale", _F32),
-        ),
-    ),
-    Scheme(
-        "compressed-tensors NVFP4", ("compressed-tensors",), NVFP4,
+        "compressed-tensors NVFP4", NVFP4,
         (
             StoredPart("codes", ".weight_packed", _U8),
             StoredPart("block_scale", ".weight_scale", _E4M3),
-            StoredPart("decode_scale", ".weight_global_scale", _F32, direction=_DIVISOR),
+            _of_matrix(".weight_global_scale", _DIVISOR),
         ),
     ),
     Scheme(
-        "compressed-tensors INT4", ("compressed-tensors",), INT4,
+        "compressed-tensors INT4", INT4,
         (
             StoredPart("codes", ".weight_packed", (torch.int32,), view=torch.uint8),
-            StoredPart("block_scale", ".weight_scale", (torch.bfloat16,)),
+            StoredPart("block_scale", ".weight_scale", FLOATS, cast=torch.bfloat16),
         ),
     ),
     Scheme(
-        "MXFP4", ("mxfp4",), MXFP4,
+        "MXFP4", MXFP4,
         (
             StoredPart("codes", "_blocks", _U8, flattened=True),
-            StoredPart("block_scale", "_scales", _BYTES, view=torch.float8_e8m0fnu),
+            StoredPart("block_scale", "_scales", _E8M0, view=torch.float8_e8m0fnu),
         ),
         fused=True,
     ),
     Scheme(
-        "MXFP4 of DeepSeek-V4", ("fp8",), MXFP4,
+        "MXFP4 of DeepSeek-V4", MXFP4,
         (
             StoredPart("codes", ".weight", (torch.int8,), view=torch.uint8),
-            StoredPart("block_scale", ".scale", _BYTES, view=torch.float8_e8m0fnu),
+            StoredPart("block_scale", ".scale", _E8M0, view=torch.float8_e8m0fnu),
         ),
     ),
-    Scheme(
-        "FP8 in blocks", ("fp8",), None,
-        (
-            StoredPart("values", ".weight", _E4M3),
-            StoredPart("scale", ".weight_scale_inv", (*_F32, torch.bfloat16)),
-        ),
-    ),
-    Scheme(
-        "FP8 in blocks, DeepSeek-V4", ("fp8",), None,
-        (
-            StoredPart("values", ".weight", _E4M3),
-            StoredPart("scale", ".scale", (torch.float8_e8m0fnu, *_F32)),
-        ),
-    ),
+    _fp8("FP8 in blocks", ".weight_scale_inv"),
+    _fp8("FP8 in blocks, DeepSeek-V4", ".scale"),
 )  # fmt: skip
 
 # Suffixes of tensors that no weight needs: scales of activations and of key-value caches, and shapes that packed tensors have anyway.

@@ -1,15 +1,17 @@
-"""Weights in files: which tensors are the parts of which weight. Headers show that every part exists and fits, and no scale is left."""
+"""Weights in files: which tensors are the parts of which weight, by their own names and dtypes. Headers show that every part exists and
+fits, and no scale is left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..encodings import Quantized
-from ..errors import CheckpointError, ShapeError
+from ..errors import CheckpointError, Error, ShapeError, UnsupportedError
 from .fp8 import check_fp8, dequantize_fp8
 from .headers import Entry
 from .schemes import KNOWN, SCHEMES, Scheme, StoredPart
@@ -31,12 +33,25 @@ class StoredWeight:
         """Bytes of its parts in files."""
         return sum(entry.nbytes for entry in self.entries.values())
 
+    @property
+    def of_matrix(self) -> bool:
+        """Whether 8-bit floats have one scale for the whole matrix."""
+        return self.scheme.encoding is None and self.entries["scale"].shape in ((), (1,))
+
     def parts(self, read: Read) -> list[Tensor]:
-        """The weight's parts, each as the encoding has it. read: returns a tensor by name, as `Directory.read`."""
-        made = [part.to_part(read(self.entries[part.part].name)) for part in self.scheme.parts]
+        """The weight's parts, each as the encoding has it. read: returns a tensor by name, as `Directory.read`. UnsupportedError for scales
+        that would be rounded.
+        """
+        made = [self._part(part, read(self.entries[part.part].name)) for part in self.scheme.parts]
         if self.scheme.fused:  # one scale for all experts
             made = [t.expand(self.shape[0]) if t.dim() == 0 else t for t in made]
         return made
+
+    def _part(self, part: StoredPart, t: Tensor) -> Tensor:
+        if part.cast not in (None, t.dtype) and not torch.equal(t.to(part.cast).to(t.dtype), t):
+            entry, cast = self.entries[part.part], str(part.cast).removeprefix("torch.")
+            raise UnsupportedError(f"{entry}, which {cast} does not hold", expected=f"numbers that {cast} holds", where=str(entry.file))
+        return part.to_part(t)
 
     def quantized(self, read: Read) -> Quantized:
         """The weight in its encoding, [N, K] or [E, N, K]. Only for a scheme with an encoding."""
@@ -51,52 +66,76 @@ class StoredWeight:
 
 
 def stored_weights(tensors: Mapping[str, Entry], method: str) -> dict[str, StoredWeight]:
-    """The weights among tensors that are not plain floats, by name. method: `quant_method` of the configuration.
+    """The weights among tensors that are not plain floats, by name. method: `quant_method` of the configuration, "" if it has none.
 
-    CheckpointError, with file, tensor, found and expected, if a part is missing or has a dtype or shape that does not fit its weight, or if
-    a scale or packed tensor belongs to no weight.
+    CheckpointError, with file, tensor, found and expected, if a part is missing or has a shape that does not fit its weight, and for any
+    part of a weight without a method. UnsupportedError for tensors that are parts of a weight in no known scheme.
     """
-    schemes = [scheme for scheme in SCHEMES if method in scheme.methods]
     found: dict[str, StoredWeight] = {}
     used: set[str] = set()
-    for entry in tensors.values():
-        if entry.name not in used and (candidates := _candidates(entry, schemes)):
-            weight = _weight(entry, candidates, tensors)
-            found[weight.name] = weight
-            used.update(e.name for e in weight.entries.values())
-    _check_none_left(tensors, used, method)
+    for entry in tensors.values() if method else ():
+        for scheme in (scheme for scheme in SCHEMES if _may_be(entry, scheme.parts[0])):
+            name = entry.name.removesuffix(scheme.parts[0].suffix)
+            if (entries := _entries(scheme, name, tensors)) is None:
+                continue
+            if name in found:
+                both = f"{name} in {found[name].scheme.name} and in {scheme.name}"
+                raise CheckpointError(both, expected="one of the two", where=str(entry.file))
+            found[name] = StoredWeight(name, scheme, entries, _checked_shape(scheme, entries))
+            used.update(e.name for e in entries.values())
+    for name, entry in tensors.items():
+        if name not in used and not name.endswith(KNOWN) and (name.endswith(_SUFFIXES) or (entry.dtype in _BYTES and entry.shape)):
+            raise _left(entry, tensors, method)
     return found
 
 
-def _candidates(entry: Entry, schemes: Iterable[Scheme]) -> list[Scheme]:
-    """The schemes whose elements a tensor may be, by the suffix of its name and its dtype."""
-    return [s for s in schemes if _may_be(entry, s.parts[0]) and (s.parts[0].suffix or len(entry.shape) == 3)]
-
-
 def _may_be(entry: Entry, part: StoredPart) -> bool:
-    return entry.dtype in part.dtypes and entry.name.endswith(part.suffix)
+    return entry.dtype in part.dtypes and entry.name.endswith(part.suffix) and (part.suffix != "" or len(entry.shape) == 3)
 
 
-def _weight(elements: Entry, candidates: list[Scheme], tensors: Mapping[str, Entry]) -> StoredWeight:
-    """The weight with these elements, in the scheme of which most parts are present."""
+def _entries(scheme: Scheme, name: str, tensors: Mapping[str, Entry]) -> dict[str, Entry] | None:
+    """The tensors of a weight by the names of its parts; None unless all of them are there, with dtypes of the scheme."""
+    entries = {part.part: entry for part in scheme.parts if (entry := tensors.get(name + part.suffix)) and entry.dtype in part.dtypes}
+    return entries if len(entries) == len(scheme.parts) else None
 
-    def missing(scheme: Scheme) -> list[str]:
-        name = elements.name.removesuffix(scheme.parts[0].suffix)
-        return [name + part.suffix for part in scheme.parts if name + part.suffix not in tensors]
 
-    scheme = min(candidates, key=lambda scheme: len(missing(scheme)))
-    if lacks := missing(scheme):
-        raise CheckpointError(f"{elements} without {lacks[0]}", expected=f"all parts of {scheme.name}", where=str(elements.file))
-    name = elements.name.removesuffix(scheme.parts[0].suffix)
-    entries = {part.part: tensors[name + part.suffix] for part in scheme.parts}
-    return StoredWeight(name, scheme, entries, _checked_shape(scheme, entries))
+_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+_UNKNOWN = (".weight_zero_point", ".weight_g_idx", ".pre_quant_scale", ".qweight", ".qzeros", ".g_idx")  # parts of other formats
+_PARTS = tuple(dict.fromkeys((*(part.suffix for scheme in SCHEMES for part in scheme.parts), *_UNKNOWN)))
+_SUFFIXES = tuple(suffix for suffix in _PARTS if suffix not in ("", ".weight", ".scale", "_scales"))  # of nothing but parts
+
+
+def _left(entry: Entry, tensors: Mapping[str, Entry], method: str) -> Error:
+    """The error for a tensor that is part of no weight: a CheckpointError if the rest of a known scheme is missing."""
+    where = str(entry.file)
+    if not method:
+        todo = "config.json has no quantization_config, and hf_quant_config.json is not there"
+        return CheckpointError(f"{entry}, which belongs to no weight", expected="plain floats", todo=todo, where=where)
+    incomplete: list[tuple[Scheme, list[str]]] = []
+    for scheme, part in ((scheme, part) for scheme in SCHEMES for part in scheme.parts if _may_be(entry, part)):
+        name = entry.name.removesuffix(part.suffix)
+        known = {name + p.suffix: p for p in scheme.parts}
+        if all(n in known and _may_be(tensors[n], known[n]) for n in _present(name, tensors)):
+            incomplete.append((scheme, [n for n in known if n not in tensors]))
+    if incomplete:
+        scheme, missing = min(incomplete, key=lambda each: len(each[1]))
+        return CheckpointError(f"{entry} without {missing[0]}", expected=f"all parts of {scheme.name}", where=where)
+    name = entry.name.removesuffix(max((suffix for suffix in _PARTS if entry.name.endswith(suffix)), key=len))
+    beside = ", ".join(str(tensors[n]) for n in _present(name, tensors) if n != entry.name)
+    expected, todo = "names and dtypes of a known format", "docs/checkpoints.md lists them; quantize the model in floats"
+    return UnsupportedError(f"{entry}{f' beside {beside}' if beside else ''}", expected=expected, todo=todo, where=where)
+
+
+def _present(name: str, tensors: Mapping[str, Entry]) -> list[str]:
+    """The names of the parts that a weight has in files, of whatever format."""
+    return [name + suffix for suffix in _PARTS if name + suffix in tensors]
 
 
 # Shapes ------------------------------------------------------------------------------------------------------------------
 
 
 def _checked_shape(scheme: Scheme, entries: Mapping[str, Entry]) -> tuple[int, ...]:
-    """The logical shape of a weight; CheckpointError for a part of another dtype or shape."""
+    """The logical shape of a weight; CheckpointError for a part of another shape."""
     parts = {part.part: _on_meta(part, entries[part.part], scheme) for part in scheme.parts}
     elements = entries[scheme.parts[0].part]
     try:
@@ -105,13 +144,12 @@ def _checked_shape(scheme: Scheme, entries: Mapping[str, Entry]) -> tuple[int, .
         return _encoded_shape(scheme, entries, parts)
     except ShapeError as error:
         raise CheckpointError(f"{elements}: {error.found}", expected=error.expected, where=str(elements.file)) from None
+    except UnsupportedError as error:
+        raise error.at(f"{elements.file}: {elements}") from None
 
 
 def _on_meta(part: StoredPart, entry: Entry, scheme: Scheme) -> Tensor:
     """A part on the meta device, without values."""
-    if entry.dtype not in part.dtypes:
-        expected = f"{' or '.join(str(d).removeprefix('torch.') for d in part.dtypes)}, the {part.part} of {scheme.name}"
-        raise CheckpointError(f"{entry}", expected=expected, where=str(entry.file))
     try:
         return part.to_part(torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
     except (RuntimeError, IndexError):
@@ -137,22 +175,3 @@ def _encoded_shape(scheme: Scheme, entries: Mapping[str, Entry], parts: Mapping[
             expected = f"{[*outer, b, a] if stored.transposed else [*want]} for {elements}"
             raise CheckpointError(f"{entry}", expected=expected, where=str(entry.file))
     return (*lead, n, k)
-
-
-# What is left ------------------------------------------------------------------------------------------------------------
-
-_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
-_PARTS = {part.suffix for scheme in SCHEMES for part in scheme.parts} - {"", ".weight", ".scale", "_scales"}
-_OTHERS = {".weight_packed", ".weight_zero_point", ".weight_g_idx", ".pre_quant_scale", ".qweight", ".qzeros", ".g_idx"}
-_SUFFIXES = tuple(_PARTS | _OTHERS)
-
-
-def _check_none_left(tensors: Mapping[str, Entry], used: set[str], method: str) -> None:
-    """CheckpointError for a tensor that means something only as part of a weight, but belongs to none."""
-    for name, entry in tensors.items():
-        if name in used or name.endswith(KNOWN):
-            continue
-        if name.endswith(_SUFFIXES) or (entry.dtype in _BYTES and entry.shape):
-            todo = "" if method else "config.json has no quantization_config, and hf_quant_config.json is not there"
-            expected = f"tensors that are parts of a weight by {method}" if method else "plain floats"
-            raise CheckpointError(f"{entry}, which belongs to no weight", expected=expected, todo=todo, where=str(entry.file))

@@ -11,10 +11,10 @@ from ..errors import CheckpointError, NonFiniteError
 from ..progress import progress
 from .directory import Directory
 from .fp8 import check_fp8_scales
-from .schemes import StoredPart
+from .schemes import Direction, Scheme, StoredPart
 from .stored import StoredWeight
 
-_LARGEST = 1.0  # the largest plausible multiplier: the largest weight is then 2688. Divisors are 2688 / amax.
+_LARGEST = 1.0  # the largest plausible multiplier: divisors are 2688 / amax of NVFP4, and 448 / amax of FP8
 
 
 def check_scales(directory: Directory, weights: Mapping[str, StoredWeight]) -> None:
@@ -22,28 +22,40 @@ def check_scales(directory: Directory, weights: Mapping[str, StoredWeight]) -> N
     integers, negative, and for a divisor.
 
     It is also raised if compressed-tensors records another shape than the codes have: they were padded, which is not undone.
-    If a matrix's scale would make its largest weight exceed 2688, the scale is the wrong way round; no trained weight comes near that.
+    If a scale would make the largest weight exceed 2688 (FP8: 448), it is the wrong way round; no trained weight comes near that.
     """
     for weight in progress(weights.values(), "checking scales", len(weights)):
-        for part in weight.scheme.parts[1:]:
-            _check(weight, part, part.to_part(directory.read(weight.entries[part.part].name)))
-        said = directory.tensors.get(f"{weight.name}.weight_shape")
-        if said is not None and (shape := directory.read(said.name).tolist()) != [*weight.shape]:
-            raise CheckpointError(f"{said.name}: {shape}", expected=f"{[*weight.shape]}, which the codes have", where=str(said.file))
+        check_weight(directory, weight)
 
 
-def _check(weight: StoredWeight, part: StoredPart, scale: Tensor) -> None:
-    entry = weight.entries[part.part]
-    try:
-        if weight.scheme.encoding is None:
-            check_fp8_scales(scale, entry.name)
-        else:
-            (of_encoding,) = (p for p in weight.scheme.encoding.parts if p.name == part.part)
-            check_part_scales(of_encoding, scale, entry.name)
-    except NonFiniteError as error:
-        raise CheckpointError(error.found, expected=error.expected, where=str(entry.file)) from None
-    if part.direction is not None and scale.item() > _LARGEST:
-        stored = part.direction.value
-        found = f"{entry} as a {stored} makes the largest weight {2688 * scale.item():.4g}"
-        todo = f"is it stored as a {'divisor' if stored == 'multiplier' else 'multiplier'}? {weight.scheme.name} has a {stored}"
-        raise CheckpointError(found, expected="at most 2688", todo=todo, where=str(entry.file))
+def check_weight(directory: Directory, weight: StoredWeight) -> None:
+    """`check_scales` of one weight."""
+    for part in weight.scheme.parts[1:]:
+        entry = weight.entries[part.part]
+        try:
+            check_scale(weight.scheme, part, part.to_part(directory.read(entry.name)), entry.name)
+        except CheckpointError as error:
+            raise error.at(str(entry.file)) from None
+        except NonFiniteError as error:
+            raise CheckpointError(error.found, expected=error.expected, where=str(entry.file)) from None
+    said = directory.tensors.get(f"{weight.name}.weight_shape")
+    if said is not None and (shape := directory.read(said.name).tolist()) != [*weight.shape]:
+        raise CheckpointError(f"{said.name}: {shape}", expected=f"{[*weight.shape]}, which the codes have", where=str(said.file))
+
+
+def check_scale(scheme: Scheme, part: StoredPart, scale: Tensor, name: str) -> None:
+    """NonFiniteError for scales that no quantizer writes, CheckpointError for divisors in place of multipliers and the reverse.
+
+    scale: as the encoding has it; name: for the message. Waits for the device.
+    """
+    if scheme.encoding is None:
+        check_fp8_scales(scale, name)
+    else:
+        (of_encoding,) = (p for p in scheme.encoding.parts if p.name == part.part)
+        check_part_scales(of_encoding, scale, name)
+    if (scheme.encoding is None or part.direction is not None) and (largest := scale.float().max().item()) > _LARGEST:
+        bound, stored = 448 if scheme.encoding is None else 2688, part.direction or Direction.MULTIPLIER
+        found = f"{name} as a {stored.value} makes the largest weight {bound * largest:.4g}"
+        other = Direction.DIVISOR if stored is Direction.MULTIPLIER else Direction.MULTIPLIER
+        todo = f"is it stored as a {other.value}? {scheme.name} has a {stored.value}"
+        raise CheckpointError(found, expected=f"at most {bound}", todo=todo)

@@ -11,15 +11,15 @@ from .linear import GroupedLinear
 from .llama4 import Llama4MoE
 from .lora import Adapter, add_lora_
 from .merging import merge_lora_, remove_lora_
-from .nvfp4_linear import NVFP4Linear
 from .prepare import prepare_
 from .quantize import quantize_
+from .quantized_linear import NVFP4Linear, QuantizedLinear
 from .register import register_converter, unregister_converter
 from .sequential import Sequential
 
 __all__ = [
     "Adapter", "CustomExperts", "Experts", "ExpertsContract", "GroupedLinear", "GroupedSwiGLU", "Llama4MoE", "NVFP4Config", "NVFP4Experts",
-    "NVFP4GroupedLinear", "NVFP4Linear", "ScaledClampedQGeGLU", "ScaledSwiGLU", "Sequential", "add_lora_", "contract_of", "convert",
+    "NVFP4GroupedLinear", "NVFP4Linear", "QuantizedLinear", "ScaledClampedQGeGLU", "ScaledSwiGLU", "Sequential", "add_lora_", "contract_of", "convert",
     "deinterleave", "experts_from", "interleave", "merge_lora_", "prepare_", "quantize_", "register_converter", "remove_lora_",
     "unregister_converter",
 ]  # fmt: skip

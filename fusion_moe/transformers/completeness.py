@@ -16,7 +16,7 @@ from .sources import some
 def check_complete(replaced: Replacements, model: Any, conversions: list[Any]) -> None:
     """CheckpointError for parameters of which the files have nothing. Checks names only, as the conversions will change them."""
     converters, known = [c for c in conversions if isinstance(c, WeightConverter)], model.state_dict()
-    provided = {name for module in (*replaced.experts, *replaced.linears) for name in _own(model, module)}
+    provided = {name for module in replaced.experts for name in _own(model, module)}
     for name in replaced.entries.keys() - replaced.taken:
         provided.update(_made_of(name, converters))
     tied, ignored = model.all_tied_weights_keys, any_of(model._keys_to_ignore_on_load_missing)
@@ -26,9 +26,9 @@ def check_complete(replaced: Replacements, model: Any, conversions: list[Any]) -
 
 
 def _own(model: Any, name: str) -> Iterator[str]:
-    """The names of the tensors that make up a module's weights; the bias of a linear layer is stored like any other."""
+    """The names of the tensors that make up a module's weights."""
     module = model.get_submodule(name)
-    return (f"{name}.{key}" for key, t in (*module._parameters.items(), *module._buffers.items()) if t is not None and key != "bias")
+    return (f"{name}.{key}" for key, t in (*module._parameters.items(), *module._buffers.items()) if t is not None)
 
 
 def _made_of(name: str, converters: list[WeightConverter]) -> list[str]:

@@ -1,4 +1,4 @@
-"""transformers' WeightConverters for encoded experts and linear layers, made from the names in the files.
+"""transformers' WeightConverters for encoded experts, made from the names in the files.
 
 A converter is for all layers: it matches what follows the layer's number. Converters with longer names come first, since before
 transformers 5.21 a pattern also matches the beginning of a longer name.
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from ..checkpoints import Direction, Scheme, StoredPart
+from ..checkpoints import Direction, StoredPart
 from ..nn.projections import Projections
 from .names import parameter_of
-from .operations import FromFused, JoinExperts, QuantizeEightBit, ToPart
+from .operations import FromFused, JoinExperts, QuantizeEightBit
 from .sources import ExpertsSource
 
 Row = tuple[list[str], str, ConversionOps]  # patterns in the file, the parameter, the operation
@@ -56,20 +56,14 @@ def _of_projection(source: ExpertsSource, module: Projections, projection: str, 
         return [f"{below}{name}{suffix}" for name in names], below + parameter, operation
 
     if source.scheme.encoding is None:
-        longest = sorted(parts, key=lambda p: -len(p.suffix))
-        yield [f"{below}{name}{p.suffix}" for p in longest for name in names], below + parameters[0], QuantizeEightBit(parameters)
+        scales_first = parts[::-1]  # before transformers 5.21, `.weight` also matches the beginning of their names
+        yield [f"{below}{name}{p.suffix}" for p in scales_first for name in names], below + parameters[0], QuantizeEightBit(parameters)
     else:
         yield from (row(p.suffix, parameter, p) for p, parameter in zip(parts, parameters, strict=True))
     if getattr(module, f"{projection}_proj_bias") is not None:
         yield row(".bias" if source.joined else "_bias", f"{projection}_proj_bias", None)
     if source.input_scale:
         yield row(source.input_scale, f"{projection}_input_scale", MATRIX_SCALE)
-
-
-def linear_converters(scheme: Scheme, parameters: Sequence[str]) -> list[Converter]:
-    """The converters that turn the tensors of linear layers into parameters, if names or numbers differ."""
-    rows = zip(scheme.parts, parameters, strict=True)
-    return [Converter([p.suffix], [f".{name}"], [ToPart(p)]) for p, name in rows if p.suffix != f".{name}"]
 
 
 def longest_first(converters: Iterable[Any]) -> list[Any]:

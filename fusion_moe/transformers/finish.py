@@ -7,15 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..checkpoints.fp8 import check_fp8_scales
-from ..encodings import check_part_scales
-from ..errors import NonFiniteError
-from ..nn import NVFP4Linear
+from ..checkpoints.values import check_scale
+from ..errors import Error
 from ..nn.frozen import place_
 from ..nn.packed import PackedModule
 from ..nn.projections import Projections
-from .eight_bit import EightBitLinear
-from .replacements import LINEAR
+from .sources import ExpertsSource
 
 
 def cast_(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -25,18 +22,19 @@ def cast_(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
             p.data = p.data.to(dtypes.get(key, p.dtype))
 
 
-def check_scales(model: nn.Module) -> None:
-    """NonFiniteError, with the module's name, for scales of encoded weights that no quantizer writes."""
-    for name, module in model.named_modules():
-        try:
-            if isinstance(module, EightBitLinear):
-                check_fp8_scales(module.weight_scale.detach(), "weight_scale")
-            elif isinstance(module, (Projections, NVFP4Linear)):
-                for keys in (LINEAR,) if isinstance(module, NVFP4Linear) else module.part_names.values():
-                    for part, key in zip(module.encoding.parts, keys, strict=True):
-                        check_part_scales(part, getattr(module, key).detach(), key)
-        except NonFiniteError as error:
-            raise error.at(name) from None
+def check_scales(model: nn.Module, sources: Mapping[str, ExpertsSource]) -> None:
+    """NonFiniteError, with the module's name, for scales of experts that no quantizer writes; CheckpointError for those that are the wrong
+    way round.
+    """
+    for name, source in sources.items():
+        module = model.get_submodule(name)
+        assert isinstance(module, Projections)
+        for keys in module.part_names.values() if source.scheme.encoding is not None else ():
+            for part, key in zip(source.scheme.parts[1:], keys[1:], strict=True):
+                try:
+                    check_scale(source.scheme, part, getattr(module, key).detach(), key)
+                except Error as error:
+                    raise error.at(name) from None
 
 
 def freeze_(model: nn.Module) -> None:

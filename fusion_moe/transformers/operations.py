@@ -170,14 +170,6 @@ class QuantizeEightBit(_Operation):
         raise NotImplementedError
 
 
-class ToPart(_Operation):
-    """A stored tensor of a linear layer -> as its parameter has it."""
-
-    def convert(self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **_: Any) -> Tensors:
-        """The result under the name of the parameter."""
-        return {target_patterns[0]: self.to_part(one(input_dict.pop(source_patterns[0])))}
-
-
 def is_ours(conversion: Any) -> bool:
     """Whether this library made a conversion."""
     return any(isinstance(op, _Operation) for op in getattr(conversion, "operations", ()))

@@ -20,15 +20,15 @@ from ..nn.packed import PackedModule
 from ..nn.projections import Projections
 from .completeness import check_complete
 from .config import ModelOptConfig, NVFP4Config, set_quantization
-from .conversions import expert_converters, linear_converters, longest_first, without
-from .eight_bit import EightBitLinear, to_floats_
+from .conversions import expert_converters, longest_first, without
 from .finish import cast_, check_scales, freeze_
 from .names import is_weight_norm
 from .on_load import Contracts, QuantizeExperts, prepare_to_quantize
 from .operations import is_ours
-from .replacements import LINEAR, Replacements, replace_modules
+from .replacements import Replacements, replace_modules
 from .saving import conversions_for_saving, modelopt_config, with_activation_format
 from .share import shared
+from .stored_module import StoredModule, finish_
 
 
 class FusionMoeQuantizer(HfQuantizer):
@@ -78,8 +78,6 @@ class FusionMoeQuantizer(HfQuantizer):
         sources = [(source, _module(self._model, name)) for name, source in self.replaced.experts.items()]
         ours = expert_converters(sources)
         kept = [c for c in without(weight_conversions, ours) if not is_weight_norm(c)]
-        linears = {scheme.name: scheme for scheme in self.replaced.linears.values()}
-        ours += [c for scheme in linears.values() for c in linear_converters(scheme, LINEAR[: len(scheme.parts)])]
         conversions = [*longest_first(ours), *kept]
         check_complete(self.replaced, self._model, conversions)
         return conversions
@@ -101,8 +99,8 @@ class FusionMoeQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         """Checks scales, freezes parameters, moves them to large pages on the CPU, and reorders them for the kernels on CUDA."""
         del self._model
-        check_scales(model)
-        to_floats_(model)
+        finish_(model)
+        check_scales(model, {} if self.replaced is None else self.replaced.experts)
         cast_(model, self._dtypes)
         freeze_(model)
         if any(p.is_cuda for p in model.parameters()):
@@ -163,7 +161,7 @@ def _check_in_memory(model: Any, device_map: Any) -> None:
     """UnsupportedError for encoded weights that a device map leaves on disk or on the meta device."""
     devices = device_map if isinstance(device_map, Mapping) else {}  # else the name of a way to make one
     for name, module in model.named_modules():
-        for key, _ in module.named_parameters(name, recurse=False) if isinstance(module, (PackedModule, EightBitLinear)) else ():
+        for key, _ in module.named_parameters(name, recurse=False) if isinstance(module, (PackedModule, StoredModule)) else ():
             place = key
             while place and place not in devices:
                 place = place.rpartition(".")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,21 +14,24 @@ from ..checkpoints import Entry, Scheme, StoredWeight, stored_weights
 from ..encodings import NVFP4, Encoding, Quantized
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, UnsupportedError
-from ..nn import Llama4MoE, NVFP4Linear
+from ..nn import Llama4MoE
 from ..nn.config import NVFP4Config
 from ..nn.contract import contract_of, experts_from
 from ..nn.converters import convert
 from ..nn.projections import Projections
-from .eight_bit import EightBitLinear
 from .names import any_of, live_names, of_heads
 from .sources import INPUT_SCALES, ExpertsSource, Stored, find_experts, some, weights_of
+from .stored_module import StoredModule
 
-LINEAR = ("weight", "weight_scale", "weight_scale_2")  # the parameters of NVFP4Linear, in the order of NVFP4's parts
+log = logging.getLogger("fusion_moe")
 
 
 @dataclass
 class Replacements:
-    """The replaced modules by name, and where each is stored. entries: tensors by their names in the model; taken: those of the modules."""
+    """The replaced modules by name, and where each is stored.
+
+    entries: tensors by their names in the model; taken: those that belong to experts; linears: the schemes of other modules.
+    """
 
     entries: Mapping[str, Entry]
     experts: dict[str, ExpertsSource] = field(default_factory=dict)
@@ -43,8 +47,8 @@ def replace_modules(model: Any, tensors: Mapping[str, Entry], method: str, confi
     """Puts modules of fusion_moe.nn, on the meta device, in the place of modules whose tensors in the files are encoded weights.
 
     method: `quant_method` of the configuration. quantizes: whether experts in 8-bit floats, and those in floats beside them, may be rounded
-    to NVFP4. CheckpointError for an incomplete weight or one that no module takes, UnsupportedError for an encoding that no module can
-    compute with, and for experts in several whose tensors have the same names.
+    to NVFP4. CheckpointError for an incomplete weight or one that no module takes, UnsupportedError for one of a module that cannot have
+    it, and for experts in several encodings whose tensors have the same names.
     """
     names = live_names(model, tensors)
     replaced = Replacements({live: replace(tensors[name], name=live) for name, live in names.items()})
@@ -58,15 +62,40 @@ def replace_modules(model: Any, tensors: Mapping[str, Entry], method: str, confi
     for name, module in modules.items():
         if name in sources:
             _replace_experts(replaced, model, name, module, sources[name], of_experts, config, quantizes)
-        elif type(module) is nn.Linear and name in stored:
+        elif name in stored and isinstance(module._parameters.get("weight"), nn.Parameter) and not isinstance(module, nn.Embedding):
             _replace_linear(replaced, model, name, module, stored[name])
-    ignored = any_of(model._keys_to_ignore_on_load_unexpected)
-    others = replaced.taken | of_heads(model, names)
-    left = [e.name for w in stored.values() for e in w.entries.values() if e.name not in others and not ignored.search(e.name)]
-    if left:
-        todo = "the model calls it otherwise, it is no linear layer, or config.json has fewer layers or experts than the files"
-        raise CheckpointError(f"{some(left)}, of no module", expected="a module for each weight", todo=todo, where=type(model).__name__)
+    _check_none_left(model, replaced, names, stored)
+    _warn_of_rounding(stored)
     return replaced
+
+
+def _check_none_left(model: Any, replaced: Replacements, names: Mapping[str, str], stored: Stored) -> None:
+    """UnsupportedError for an encoded weight of a module that cannot have one, CheckpointError for one of no module."""
+    ignored, others = any_of(model._keys_to_ignore_on_load_unexpected), replaced.taken | of_heads(model, names)
+    left = [w for w in stored.values() if w.name not in replaced.linears]
+    left = [w for w in left if any(e.name not in others and not ignored.search(e.name) for e in w.entries.values())]
+    if not left:
+        return
+    owner, modules = left[0].name, dict(model.named_modules())
+    while owner not in modules:
+        owner = owner.rpartition(".")[0]
+    where = type(model).__name__
+    if modules[owner]._parameters:
+        found, of = f"{left[0].name} in {left[0].scheme.name}", type(modules[owner]).__name__
+        raise UnsupportedError(f"{found}, of a {of}", expected="experts of a known class, or a linear layer", where=where)
+    tensors = [entry.name for weight in left for entry in weight.entries.values()]
+    todo = "the model calls it otherwise, or config.json has fewer layers or experts than the files"
+    raise CheckpointError(f"{some(tensors)}, of no module", expected="a module for each weight", todo=todo, where=where)
+
+
+def _warn_of_rounding(stored: Stored) -> None:
+    """Warns of scales that are rounded to the dtype that our kernels read, as transformers does when it loads a model in that dtype."""
+    for weight in stored.values():
+        for part in weight.scheme.parts:
+            entry = weight.entries[part.part]
+            if part.cast == torch.bfloat16 and entry.dtype != part.cast:
+                log.warning("%s, and other scales of %s, are rounded to bfloat16", entry, weight.scheme.name)
+                return
 
 
 def _sources(modules: Mapping[str, nn.Module], stored: Stored) -> dict[str, ExpertsSource]:
@@ -163,19 +192,10 @@ def _keep_input_scales(experts: Projections) -> None:
         experts.register_buffer(f"{projection}_input_scale", torch.empty(shape, dtype=torch.float32))
 
 
-def _replace_linear(replaced: Replacements, model: Any, name: str, module: nn.Linear, weight: StoredWeight) -> None:
-    scheme, shape = weight.scheme, (module.out_features, module.in_features)
+def _replace_linear(replaced: Replacements, model: Any, name: str, module: nn.Module, weight: StoredWeight) -> None:
+    shape = tuple(module.get_parameter("weight").shape)
     if weight.shape != shape:
-        raise CheckpointError(f"{name} is {list(weight.shape)}", expected=f"{list(shape)}, as the model", where=scheme.name)
-    with torch.device("meta"):
-        if scheme.encoding is None:
-            made: nn.Module = EightBitLinear(shape, weight.entries["scale"], module)
-        elif scheme.encoding == NVFP4:
-            made = NVFP4Linear(_weight(NVFP4, shape), module.bias)
-            if _input_scales(replaced, [name]):
-                made.register_buffer("input_scale", torch.empty((), dtype=torch.float32))
-        else:
-            raise UnsupportedError(f"a linear layer in {scheme.encoding.name}", expected="NVFP4 or 8-bit floats", where=name)
-    model.set_submodule(name, made)
-    replaced.linears[name] = scheme
-    replaced.take(weight)
+        raise CheckpointError(f"{name} is {list(weight.shape)}", expected=f"{list(shape)}, as the model", where=weight.scheme.name)
+    keep_input_scale = weight.scheme.encoding == NVFP4 and f"{name}{INPUT_SCALES[0]}" in replaced.entries
+    model.set_submodule(name, StoredModule(module, weight, keep_input_scale))
+    replaced.linears[name] = weight.scheme

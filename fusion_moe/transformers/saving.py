@@ -15,7 +15,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
 
 from ..checkpoints.experts import PER_EXPERT
-from ..checkpoints.modelopt import ONE, own_entries, quantization_config
+from ..checkpoints.modelopt import own_entries, quantization_config
+from ..checkpoints.schemes import MODELOPT, MODELOPT_FUSED
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
 from ..nn import NVFP4Config, NVFP4Linear
@@ -53,9 +54,9 @@ def _with_sources(model: Any, sources: Sources) -> Iterator[tuple[ExpertsSource,
 def _source_for_saving(model: Any, name: str, module: Projections, source: ExpertsSource | None) -> ExpertsSource:
     if source is None:
         suffix = ".input_scale" if hasattr(module, "down_input_scale") else ""
-        source = ExpertsSource(name, ONE, _names(model, name, module), input_scale=suffix)
-    elif module.encoding == NVFP4 and (source.scheme.encoding is None or "modelopt" not in source.scheme.methods):
-        source = replace(source, scheme=ONE)
+        source = ExpertsSource(name, MODELOPT, _names(model, name, module), input_scale=suffix)
+    elif module.encoding == NVFP4 and source.scheme not in (MODELOPT, MODELOPT_FUSED):
+        source = replace(source, scheme=MODELOPT)
     if module.encoding != source.scheme.encoding:
         found = f"experts in {module.encoding.name}"
         raise UnsupportedError(found, expected="experts in NVFP4, or as they were loaded", where=name)

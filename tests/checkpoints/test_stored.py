@@ -12,6 +12,7 @@ import torch
 from files import MADE, Tensors, change, copied, decoded, raw, same
 
 from fusion_moe.checkpoints import Directory, StoredWeight, method_of, stored_weights
+from fusion_moe.checkpoints.methods import METHODS
 from fusion_moe.encodings import dequantize
 from fusion_moe.errors import CheckpointError, UnsupportedError
 
@@ -30,7 +31,7 @@ MODELOPT = {
     "modelopt-nemotron_h": {"ModelOpt NVFP4": 4 + 2 + 8},
     "modelopt-llama4_text": {"ModelOpt NVFP4": 4 + 3, "ModelOpt NVFP4, fused": 2},
     "modelopt-gpt_oss": {"ModelOpt NVFP4": 4, "ModelOpt NVFP4, fused": 2},
-    "modelopt-qwen3_5_moe-mixed": {"ModelOpt NVFP4": 2 * (12 + 3), "FP8 per tensor": 3 + 4},
+    "modelopt-qwen3_5_moe-mixed": {"ModelOpt NVFP4": 2 * (12 + 3), "FP8": 3 + 4},
 }
 
 
@@ -115,17 +116,14 @@ BROKEN: dict[str, Callable[[Tensors], object]] = {
     "no block scale": lambda tensors: tensors.pop(f"{GATE}.weight_scale"),
     "no decode scale": lambda tensors: tensors.pop(f"{GATE}.weight_scale_2"),
     "no codes": lambda tensors: tensors.pop(f"{GATE}.weight"),
-    "block scale as bytes": _replace(f"{GATE}.weight_scale", lambda t: t.view(torch.uint8)),
-    "decode scale in bf16": _replace(f"{GATE}.weight_scale_2", lambda t: t.bfloat16()),
     "decode scales of rows": _replace(f"{GATE}.weight_scale_2", lambda t: t.repeat(32)),
-    "codes in float": _replace(f"{GATE}.weight", lambda t: t.float()),
-    "codes in int8": _replace(f"{GATE}.weight", lambda t: t.view(torch.int8)),
     "k of no whole blocks": _replace(f"{GATE}.weight", lambda t: t[:, :-3]),
     "too few codes": _replace(f"{GATE}.weight", lambda t: t[:, :-8]),
     "codes of one dimension": _replace(f"{GATE}.weight", lambda t: t.flatten()),
     "swizzled block scales": _replace(f"{GATE}.weight_scale", lambda t: t.view(torch.uint8).repeat(4, 1).view(t.dtype)),
-    "left over": _rename(f"{GATE}.input_scale", f"{GATE}.pre_quant_scale"),
-    "packed by another package": _rename("lm_head.weight", "lm_head.qweight"),
+    "in two formats": lambda tensors: tensors.update(
+        {f"{GATE}.weight_packed": tensors[f"{GATE}.weight"].clone(), f"{GATE}.weight_global_scale": torch.ones(1)}
+    ),
 }
 
 
@@ -135,6 +133,70 @@ def test_what_is_missing_or_does_not_fit(how: Callable[[Tensors], object], tmp_p
     with pytest.raises(CheckpointError) as raised:
         weights_of(path)
     golden(str(raised.value).replace(str(tmp_path), "…"))
+
+
+OTHER_FORMATS: dict[str, Callable[[Tensors], object]] = {
+    "block scale as bytes": _replace(f"{GATE}.weight_scale", lambda t: t.view(torch.uint8)),
+    "codes in float": _replace(f"{GATE}.weight", lambda t: t.float()),
+    "codes in int8": _replace(f"{GATE}.weight", lambda t: t.view(torch.int8)),
+    "scales of inputs for AWQ": _rename(f"{GATE}.input_scale", f"{GATE}.pre_quant_scale"),
+    "packed by another package": _rename("lm_head.weight", "lm_head.qweight"),
+    "bytes of a name that nobody knows": lambda tensors: tensors.update({f"{GATE}.table": torch.zeros(3, dtype=torch.uint8)}),
+    "8-bit integers": lambda tensors: tensors.update(
+        {"lm_head.weight": tensors["lm_head.weight"].to(torch.int8), "lm_head.weight_scale": torch.ones(256, 1)}
+    ),
+    "FP8 in other blocks": lambda tensors: tensors.update(
+        {"lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn), "lm_head.weight_scale": torch.ones(32, 2)}
+    ),
+}
+
+
+@pytest.mark.parametrize("how", OTHER_FORMATS.values(), ids=OTHER_FORMATS)
+def test_other_formats_are_not_supported_rather_than_broken(how: Callable[[Tensors], object], tmp_path: Path, golden: Callable[..., None]) -> None:
+    path = change(copied("modelopt-qwen3_moe", tmp_path), how)
+    with pytest.raises(UnsupportedError) as raised:
+        weights_of(path)
+    golden(str(raised.value).replace(str(tmp_path), "…"))
+
+
+@pytest.mark.parametrize("name", [*MODELOPT, "ct-qwen3_moe", "ct-qwen3_moe-int4", "mxfp4-gpt_oss"])
+def test_a_weights_own_tensors_decide_and_no_method(name: str) -> None:
+    directory, weights = weights_of(MADE / name)
+    for method in METHODS:
+        assert stored_weights(directory.tensors, method) == weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scales_of_matrices_in_any_float(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = change(copied("modelopt-qwen3_moe", tmp_path), _replace(f"{GATE}.weight_scale_2", lambda t: t.to(dtype)))
+    directory, weights = weights_of(path)
+    scale = weights[GATE].quantized(directory.read).decode_scale
+    assert (scale.dtype, scale) == (torch.float32, directory.read(f"{GATE}.weight_scale_2").float())
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.0), (torch.float16, 1.0), (torch.float16, 1.01)])
+def test_scales_of_integers_in_other_floats(dtype: torch.dtype, factor: float, tmp_path: Path) -> None:
+    """They are those of bfloat16, or refused: INT4 has no others."""
+    path = change(copied("ct-qwen3_moe-int4", tmp_path), _replace(f"{GATE}.weight_scale", lambda t: (t.float() * factor).to(dtype)))
+    directory, weights = weights_of(path)
+    if factor == 1:
+        was, original = weights_of(MADE / "ct-qwen3_moe-int4")
+        assert torch.equal(weights[GATE].quantized(directory.read).block_scale, original[GATE].quantized(was.read).block_scale)
+        return
+    with pytest.raises(UnsupportedError, match=r"gate_proj.weight_scale \(float16 .*, which bfloat16 does not hold"):
+        weights[GATE].quantized(directory.read)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (160,), (160, 1), (2, 1)])
+@pytest.mark.parametrize("suffix", ["weight_scale", "weight_scale_inv", "scale"])
+def test_fp8_with_scales_of_matrices_rows_and_blocks(suffix: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    rand = torch.Generator().manual_seed(0)
+    tensors = {"a.weight": torch.randn(160, 64, generator=rand).to(torch.float8_e4m3fn), f"a.{suffix}": torch.rand(shape, generator=rand)}
+    path = change(copied("modelopt-qwen3_moe", tmp_path), lambda found: found.update(tensors))
+    directory, weights = weights_of(path)
+    values, scale = (raw(path)[name].astype(np.float32) for name in tensors)
+    want = values * (scale.repeat(128, 0)[:160] if shape == (2, 1) else scale.reshape(-1, 1))
+    assert same(weights["a"].floats(directory.read), want)
 
 
 def test_fused_weights_say_what_does_not_fit_as_it_is_stored(tmp_path: Path) -> None:
@@ -166,7 +228,7 @@ def test_scales_without_a_configuration(tmp_path: Path) -> None:
 REFUSED = [
     {"quant_method": "awq", "bits": 4}, {"quant_method": "gptq"}, {"quant_method": "bitsandbytes"}, {"quant_method": "gguf"},
     {"quant_method": "quanto"}, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, {"quant_method": "modelopt"}, {"bits": 4},
-    {"quant_method": "compressed-tensors", "format": "float-quantized"}, {"quant_method": "fp8", "weight_block_size": [1, 32]},
+    {"quant_method": "compressed-tensors", "format": "marlin-24"}, {"quant_method": "fp8", "weight_block_size": [1, 32]},
     {"quant_method": "compressed-tensors", "format": "pack-quantized",
      "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4, "group_size": 128, "symmetric": False}}}},
 ]  # fmt: skip
@@ -180,3 +242,15 @@ def test_methods_that_are_refused(golden: Callable[..., None]) -> None:
         said.append(str(raised.value))
     golden("\n".join(said))
     assert method_of({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "method"),
+    [
+        ({"quant_method": "modelopt_fp4", "quant_algo": "nvfp4"}, "modelopt"),
+        ({"quant_method": "modelopt_mixed", "quant_algo": "mixed_precision"}, "modelopt"),
+        ({"quant_method": "compressed_tensors", "format": "pack-quantized"}, "compressed-tensors"),
+    ],
+)
+def test_other_spellings_of_methods(said: dict[str, str], method: str) -> None:
+    assert method_of(said) == method

@@ -1,4 +1,4 @@
-"""A linear layer with an NVFP4 weight, for attention, shared experts and dense layers of a quantized checkpoint."""
+"""Linear layers with an encoded weight, for attention, shared experts and dense layers of a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from .frozen import frozen
 from .packed import PackedModule
 
 
-class NVFP4Linear(PackedModule):
+class QuantizedLinear(PackedModule):
     """x @ weight.T + bias, computed as a grouped product with one group.
 
-    N out-features, K in-features. Frozen parameters, with nvidia-modelopt's names:
-
-        weight          uint8          [N, K/2]    two codes a byte, low nibble first
-        weight_scale    float8_e4m3fn  [N, K/16]   linear order
-        weight_scale_2  float32        []          multiplies
-        bias            float          [N]         or None; the only one that a cast of the model casts
+    N out-features, K in-features. Frozen parameters: weight, weight_scale and, if the encoding has a scale of the matrix, weight_scale_2
+    are the parts of nvfp4, mxfp4 or int4 [N, K], in linear order; bias float [N] or None is the only one that a cast of the model casts.
     """
 
     castable = ("bias",)
@@ -29,14 +25,21 @@ class NVFP4Linear(PackedModule):
     bias: nn.Parameter | None
 
     def __init__(self, weight: Quantized, bias: Tensor | None = None):
-        """weight nvfp4[N, K], bias float[N]."""
+        """weight [N, K] in one of the encodings, bias float[N]."""
         super().__init__()
         if len(weight.shape) != 2 or (bias is not None and bias.shape != weight.shape[:1]):
             found = "" if bias is None else f" and bias {list(bias.shape)}"
             raise ShapeError(f"weight {list(weight.shape)}{found}", expected="[N, K] and [N]")
+        self.encoding = weight.encoding
         self.out_features, self.in_features = weight.shape
-        self.weight, self.weight_scale, self.weight_scale_2 = map(frozen, weight)
+        for name, part in zip(self.part_names, weight, strict=True):
+            setattr(self, name, frozen(part))
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The names of the parameters that are the parts of the weight."""
+        return ("weight", "weight_scale", "weight_scale_2")[: len(self.encoding.parts)]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]. ShapeError for another K, DtypeError for float64 or integers, before anything is computed."""
@@ -45,15 +48,30 @@ class NVFP4Linear(PackedModule):
         rows, padding = x.reshape(-1, self.in_features), self.paddings.get("weight")
         rows = padding.pad_columns(rows) if padding else rows
         offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
-        weight = self.weight[None], self.weight_scale[None], self.weight_scale_2[None]
         try:
-            y = torch.ops.fusion_moe.nvfp4_grouped_mm(rows, *weight, offs, weight_layout=self.weight_layout)
+            y = self._product(rows, [getattr(self, name)[None] for name in self.part_names], offs)
         except Error as error:  # whose message has the operation's argument names
             raise error.at(f"{type(self).__name__}, whose x is a") from None
         y = restored(padding.cut_rows(y) if padding else y, x.shape[:-1])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
+    def _product(self, rows: Tensor, weight: list[Tensor], offs: Tensor) -> Tensor:
+        layout, encoding = self.weight_layout, self.encoding.name
+        return torch.ops.fusion_moe.grouped_mm(rows, weight, offs, weight_format=encoding, weight_layout=layout)
+
     def extra_repr(self) -> str:
         """For print(model)."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, weight_layout={self.weight_layout!r}"
+
+
+class NVFP4Linear(QuantizedLinear):
+    """A linear layer in NVFP4. Its parameters have nvidia-modelopt's names:
+
+        weight          uint8          [N, K/2]    two codes a byte, low nibble first
+        weight_scale    float8_e4m3fn  [N, K/16]   linear order
+        weight_scale_2  float32        []          multiplies
+    """
+
+    def _product(self, rows: Tensor, weight: list[Tensor], offs: Tensor) -> Tensor:
+        return torch.ops.fusion_moe.nvfp4_grouped_mm(rows, *weight, offs, weight_layout=self.weight_layout)
