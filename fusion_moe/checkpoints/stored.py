@@ -112,11 +112,11 @@ def _left(entry: Entry, tensors: Mapping[str, Entry], method: str) -> Error:
         todo = "config.json has no quantization_config, and hf_quant_config.json is not there"
         return CheckpointError(f"{entry}, which belongs to no weight", expected="plain floats", todo=todo, where=where)
     incomplete: list[tuple[Scheme, list[str]]] = []
-    for scheme, part in ((scheme, part) for scheme in SCHEMES for part in scheme.parts if _may_be(entry, part)):
-        name = entry.name.removesuffix(part.suffix)
-        known = {name + p.suffix: p for p in scheme.parts}
-        if all(n in known and _may_be(tensors[n], known[n]) for n in _present(name, tensors)):
-            incomplete.append((scheme, [n for n in known if n not in tensors]))
+    for scheme in SCHEMES:
+        for name in (entry.name.removesuffix(part.suffix) for part in scheme.parts if _may_be(entry, part)):
+            known = {name + part.suffix: part for part in scheme.parts}
+            if all(n in known and _may_be(tensors[n], known[n]) for n in _present(name, tensors)):
+                incomplete.append((scheme, [n for n in known if n not in tensors]))
     if incomplete:
         scheme, missing = min(incomplete, key=lambda each: len(each[1]))
         return CheckpointError(f"{entry} without {missing[0]}", expected=f"all parts of {scheme.name}", where=where)

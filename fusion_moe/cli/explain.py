@@ -115,8 +115,8 @@ def model_of(path: Path) -> nn.Module:
 
         import fusion_moe.transformers  # noqa: F401  (experts_implementation)
 
-        from ..transformers.eight_bit import to_floats_
         from ..transformers.replacements import replace_modules
+        from ..transformers.stored_module import finish_
     except ModuleNotFoundError as error:
         raise UnsupportedError(f"{error.name} is not installed", todo=install("models")) from None
     if not method and torch.__version__ < "2.13":
@@ -131,7 +131,7 @@ def model_of(path: Path) -> nn.Module:
         raise UnsupportedError(" ".join(str(error).split()), expected="a model of transformers", where=str(path)) from None
     if method:
         replace_modules(model, directory.tensors, method, NVFP4Config(**own_entries(directory.quantization)))
-        to_floats_(model)
+        finish_(model)
     else:
         model.set_experts_implementation("fusion_moe")
     return model.eval().requires_grad_(False)

@@ -19,7 +19,7 @@ from .sequential import Sequential
 
 __all__ = [
     "Adapter", "CustomExperts", "Experts", "ExpertsContract", "GroupedLinear", "GroupedSwiGLU", "Llama4MoE", "NVFP4Config", "NVFP4Experts",
-    "NVFP4GroupedLinear", "NVFP4Linear", "QuantizedLinear", "ScaledClampedQGeGLU", "ScaledSwiGLU", "Sequential", "add_lora_", "contract_of", "convert",
-    "deinterleave", "experts_from", "interleave", "merge_lora_", "prepare_", "quantize_", "register_converter", "remove_lora_",
+    "NVFP4GroupedLinear", "NVFP4Linear", "QuantizedLinear", "ScaledClampedQGeGLU", "ScaledSwiGLU", "Sequential", "add_lora_", "contract_of",
+    "convert", "deinterleave", "experts_from", "interleave", "merge_lora_", "prepare_", "quantize_", "register_converter", "remove_lora_",
     "unregister_converter",
 ]  # fmt: skip

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..checkpoints import Scheme, StoredPart
 from ..checkpoints.values import check_scale
 from ..errors import Error
 from ..nn.frozen import place_
 from ..nn.packed import PackedModule
 from ..nn.projections import Projections
 from .sources import ExpertsSource
+from .stored_module import StoredModule
 
 
 def cast_(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -23,18 +25,27 @@ def cast_(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def check_scales(model: nn.Module, sources: Mapping[str, ExpertsSource]) -> None:
-    """NonFiniteError, with the module's name, for scales of experts that no quantizer writes; CheckpointError for those that are the wrong
-    way round.
+    """NonFiniteError, with the module's name, for scales that no quantizer writes; CheckpointError for those that are the wrong way round.
+
+    sources: where modules of experts were loaded from.
     """
-    for name, source in sources.items():
-        module = model.get_submodule(name)
-        assert isinstance(module, Projections)
-        for keys in module.part_names.values() if source.scheme.encoding is not None else ():
+    for name, module in model.named_modules():
+        for scheme, part, scale, key in _scales(module, sources.get(name)):
+            try:
+                check_scale(scheme, part, scale, key)
+            except Error as error:
+                raise error.at(name) from None
+
+
+def _scales(module: nn.Module, source: ExpertsSource | None) -> Iterator[tuple[Scheme, StoredPart, Tensor, str]]:
+    """The scales that a module was loaded with, and their names there. Those of FP8 experts were checked when they were read."""
+    if isinstance(module, StoredModule):
+        for part, scale in list(module.parts().items())[1:]:
+            yield module.stored.scheme, part, scale, part.suffix.removeprefix(".")
+    elif isinstance(module, Projections) and source is not None and source.scheme.encoding is not None:
+        for keys in module.part_names.values():
             for part, key in zip(source.scheme.parts[1:], keys[1:], strict=True):
-                try:
-                    check_scale(source.scheme, part, getattr(module, key).detach(), key)
-                except Error as error:
-                    raise error.at(name) from None
+                yield source.scheme, part, getattr(module, key).detach(), key
 
 
 def freeze_(model: nn.Module) -> None:

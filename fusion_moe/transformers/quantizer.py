@@ -99,8 +99,8 @@ class FusionMoeQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         """Checks scales, freezes parameters, moves them to large pages on the CPU, and reorders them for the kernels on CUDA."""
         del self._model
-        finish_(model)
         check_scales(model, {} if self.replaced is None else self.replaced.experts)
+        finish_(model)
         cast_(model, self._dtypes)
         freeze_(model)
         if any(p.is_cuda for p in model.parameters()):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints import StoredWeight
+from ..checkpoints import StoredPart, StoredWeight
 from ..checkpoints.fp8 import dequantize_fp8
-from ..checkpoints.values import check_scale
 from ..encodings import NVFP4, Quantized, dequantize
-from ..errors import Error
 from ..nn import NVFP4Linear, QuantizedLinear
 
 
@@ -31,22 +29,17 @@ class StoredModule(nn.Module):
         if input_scale:
             self.register_buffer("input_scale", torch.empty((), dtype=torch.float32, device="meta"))
 
-    def made(self) -> nn.Module:
-        """The module that computes: a QuantizedLinear for a linear layer in an encoding, else the module itself with a weight in floats.
+    def parts(self) -> dict[StoredPart, Tensor]:
+        """The parts of the weight, each as the encoding has it."""
+        return {part: part.to_part(self.get_parameter(part.suffix.removeprefix(".")).detach()) for part in self.stored.scheme.parts}
 
-        NonFiniteError for scales that no quantizer writes, CheckpointError for those that are the wrong way round.
-        """
-        parts = []
-        for part in self.stored.scheme.parts:
-            key = part.suffix.removeprefix(".")
-            parts.append(part.to_part(self.get_parameter(key).detach()))
-            if len(parts) > 1:
-                check_scale(self.stored.scheme, part, parts[-1], key)
-        encoding, module = self.stored.scheme.encoding, self.__dict__["module"]
+    def made(self) -> nn.Module:
+        """The module that computes: a QuantizedLinear for a linear layer in an encoding, else the module itself with a weight in floats."""
+        encoding, module, parts = self.stored.scheme.encoding, self.__dict__["module"], self.parts().values()
         if encoding is not None and type(module) is nn.Linear:
-            made = (NVFP4Linear if encoding == NVFP4 else QuantizedLinear)(Quantized(*parts, encoding=encoding), self.bias)
+            made = (NVFP4Linear if encoding == NVFP4 else QuantizedLinear)(Quantized(*parts, encoding=encoding), self._parameters["bias"])
             if "input_scale" in self._buffers:
-                made.register_buffer("input_scale", self.input_scale)
+                made.register_buffer("input_scale", self._buffers["input_scale"])
             return made
         floats = dequantize_fp8(*parts) if encoding is None else dequantize(Quantized(*parts, encoding=encoding))
         module.weight = nn.Parameter(floats.to(self.dtype), requires_grad=False)
@@ -56,10 +49,7 @@ class StoredModule(nn.Module):
 
 
 def finish_(model: nn.Module) -> None:
-    """Replaces all placeholders in a model, one after the other. Raises as `StoredModule.made`, with the module's name."""
+    """Replaces all placeholders in a model, one after the other."""
     for name, module in list(model.named_modules()):
         if isinstance(module, StoredModule):
-            try:
-                model.set_submodule(name, module.made())
-            except Error as error:
-                raise error.at(name) from None
+            model.set_submodule(name, module.made())

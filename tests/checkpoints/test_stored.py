@@ -152,7 +152,9 @@ OTHER_FORMATS: dict[str, Callable[[Tensors], object]] = {
 
 
 @pytest.mark.parametrize("how", OTHER_FORMATS.values(), ids=OTHER_FORMATS)
-def test_other_formats_are_not_supported_rather_than_broken(how: Callable[[Tensors], object], tmp_path: Path, golden: Callable[..., None]) -> None:
+def test_other_formats_are_not_supported_rather_than_broken(
+    how: Callable[[Tensors], object], tmp_path: Path, golden: Callable[..., None]
+) -> None:
     path = change(copied("modelopt-qwen3_moe", tmp_path), how)
     with pytest.raises(UnsupportedError) as raised:
         weights_of(path)

@@ -18,7 +18,7 @@ from files import MADE, change, copied, raw
 from safetensors import safe_open
 
 from fusion_moe.checkpoints import Directory, convert, writing
-from fusion_moe.errors import CheckpointError, NonFiniteError, UnsupportedError
+from fusion_moe.errors import CheckpointError
 
 SRC = MADE / "ct-qwen3_moe"
 SHARD = 8_000  # bytes: five files
