@@ -12,12 +12,10 @@ from ..encodings import Quantized
 from ..errors import DtypeError, ShapeError
 from ..layouts import LAYOUTS
 from .sizes import AnySize, Size, exact_div, value
-from .types import DTYPES, Rows, TensorType, dim_value, plain
+from .types import DTYPES, MOST_ELEMENTS, Rows, TensorType, dim_value, plain
 
 if TYPE_CHECKING:
     from .core import Fusion, Value
-
-MOST_ELEMENTS = 2**63 - 1  # the most that an int64 address can reach
 
 
 def bind(fusion: Fusion, tensors: Sequence[Any], sizes: Mapping[str, int] | None) -> dict[str, int]:

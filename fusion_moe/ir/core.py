@@ -18,11 +18,11 @@ import torch
 
 from ..errors import Error, FusionError, ShapeError
 from ..groups import check_ends
-from .binding import MOST_ELEMENTS, attribute_sizes, attribute_symbols, bind, elements_of, resolve, with_ceilings
+from .binding import attribute_sizes, attribute_symbols, bind, elements_of, resolve, with_ceilings
 from .effects import check_targets, write_over
 from .signature import Signature, signature
 from .sizes import AnySize, Size, never_negative, value
-from .types import Groups, Rows, TensorType, checked_type, plain
+from .types import MOST_ELEMENTS, Groups, Rows, TensorType, checked_type, plain
 
 MOST_ROWS = 2**31 - 1  # the most that the int32 ends of a partition can express
 ROLES = ("argument", "weight", "state")  # an input is new at each call, the same at each call, or changed by each call

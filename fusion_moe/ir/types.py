@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = ("f64", "f32", "bf16", "f16")
 STORED = ("f8e4m3", "f8e5m2", "f8e8m0")  # only stored: nothing is computed in these dtypes
 INTS = ("i64", "i32")
+MOST_ELEMENTS = 2**63 - 1  # the most that an int64 address can reach
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -149,6 +151,8 @@ def checked_type(t: TensorType) -> TensorType:
         raise ShapeError(f"layout {t.layout!r}", expected=f"one of {', '.join(LAYOUTS)}")
     for d in t.shape:
         _check_dim(d, t)
+    if (count := prod(d for d in map(plain, t.shape) if isinstance(d, int) and d > 0)) > MOST_ELEMENTS:
+        raise ShapeError(f"{count} elements in {t}", expected="no more than 63 bits can count, not counting sizes of 0")
     if t.ends is not None and (t.dtype != "i32" or t.shape != (t.ends.count,)):
         raise ShapeError(str(t), expected=f"i32[{t.ends.count}]@ends({t.ends}), one end for each group")
     return t

@@ -106,6 +106,28 @@ def test_more_elements_than_can_be_counted():
     refused(fd, torch.zeros(2**40, 0), torch.zeros(2**40, 0), match="63 bits")
 
 
+@pytest.mark.parametrize("shape", [[2**32, 2**31], [2**32, 2**32 + 1], [2**32, 2**31, 0], [2**32, -1, 2**31]])
+def test_types_of_more_elements_than_can_be_counted(shape):
+    fd = FusionDefinition()
+    x, some = fd.define_tensor(shape=[1], dtype="f32"), fd.define_tensor(shape=[-1], dtype="f32").type.shape[0]
+    shape = [some if n == -1 else n for n in shape]
+    makers = [
+        lambda: fd.ops.full(shape=shape, fill_value=1.0, dtype="f32"),
+        lambda: fd.ops.broadcast_in_dim(x, shape=[*shape, 1], broadcast_dims=[len(shape)]),
+        lambda: fd.define_tensor(shape=shape, dtype="u8"),
+    ]
+    for make in makers:
+        with pytest.raises(ShapeError, match="63 bits"):
+            make()
+
+
+def test_as_many_elements_as_can_be_counted():
+    fd = FusionDefinition()
+    x = fd.define_tensor(shape=[1], dtype="f32")
+    fd.add_output(fd.ops.slice(fd.ops.broadcast_in_dim(x, shape=[2**31, 2**32 - 1], broadcast_dims=[1]), [7, 2**32 - 2], [8, 2**32 - 1]))
+    assert fusion_moe.run(fd.fusion(), [torch.tensor([3.0])])[0].tolist() == [[3.0]]
+
+
 def test_inputs_whose_names_are_types_of_cpp():
     """The 33rd input of a program is i32, the 65th i64."""
     fd = FusionDefinition()
