@@ -204,4 +204,4 @@ class Ops:
     def group_add(self, y: Value, bias: Value, ends: Value, /) -> Value:
         """y [M/g, N] plus bias [G, N] of each row's group; rows past the last end stay unchanged."""
     def group_sum(self, y: Value, ends: Value, /) -> Value:
-        """y [M/g, N] -> f32[G, N]: the rows of each group, added in order; zero for an empty group."""
+        """y [M/g, N] -> f32[G, N]: the sum of each group's rows; zero for an empty group."""

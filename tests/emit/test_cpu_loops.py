@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import long_sums
 import pytest
 import torch
 from fusions import assert_same_bits, bits, inputs_of, mxfp8_copies, numbers_of_all_sizes, programs
@@ -285,6 +286,40 @@ def swizzled(sizes: tuple[int, ...], cols: int) -> tuple[Fusion, list[Tensor]]:
 def test_swizzle_is_that_of_the_reference(sizes, cols):
     fusion, inputs = swizzled(sizes, cols)
     assert_same_bits(in_cpp(fusion)(inputs), fusion.evaluate(*inputs))
+
+
+# Sums -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", isa.available())
+@pytest.mark.parametrize("kind", long_sums.KINDS)
+def test_errors_of_long_sums_do_not_grow(kind, tier):
+    """torch's is about 2e-7 here, that of a single accumulator 3e-5."""
+    fusion, shape, axis = long_sums.sum_of(kind, 1_000_000)
+    x = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    (found,) = compiled(fusion, tier)(long_sums.inputs_of(kind, x))
+    assert long_sums.error(found, x, axis) < 2e-7
+    assert in_cpp(fusion)
+
+
+def test_long_sums_do_not_stand_still():
+    """At 2^24, the first integer whose successor float32 does not have."""
+    fd = FusionDefinition()
+    x = fd.define_tensor(shape=[1], dtype="f32")
+    fd.add_output(fd.ops.sum(fd.ops.broadcast_in_dim(x, shape=[2**24 + 2**20, 1], broadcast_dims=[1]), dims=[0], keepdim=False))
+    fd.add_output(fd.ops.sum(fd.ops.broadcast_in_dim(x, shape=[2**29], broadcast_dims=[0]), dims=[0], keepdim=True))
+    assert [t.tolist() for t in in_cpp(fd.fusion())([torch.ones(1)])] == [[2**24 + 2**20], [2**29]]
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("kind", long_sums.KINDS)
+def test_long_sums_of_what_is_not_finite(kind, value):
+    fusion, shape, axis = long_sums.sum_of(kind, 3000)
+    for place in (0, 700, 2999):
+        x = torch.ones(shape)
+        x.select(axis, place).fill_(value)
+        (found,) = compiled(fusion)(long_sums.inputs_of(kind, x))
+        assert_same_bits([found.flatten()], [torch.full_like(found.flatten(), value)])
 
 
 # Whole programs ---------------------------------------------------------------------------------------------------------

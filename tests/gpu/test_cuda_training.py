@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+import long_sums
 import pytest
 import torch
 from hopper import ON_HOPPER
@@ -57,6 +58,25 @@ def integers(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def ends_of(splits: Sequence[int]) -> Tensor:
     return torch.tensor(list(accumulate(splits)), dtype=torch.int32, device="cuda")
+
+
+# Sums -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", long_sums.KINDS)
+def test_errors_of_long_sums_do_not_grow(kind):
+    """Those of a single accumulator of each thread are above 1e-6 here."""
+    fusion, shape, axis = long_sums.sum_of(kind, 4_000_000)
+    x = torch.rand(shape, device="cuda")
+    (found,) = compiled(fusion)(long_sums.inputs_of(kind, x))
+    assert long_sums.error(found, x, axis) < 2e-7
+
+
+def test_long_sums_do_not_stand_still():
+    """Each of the warps that share a group's rows has more than 2^24 of them."""
+    fusion, shape, _ = long_sums.sum_of("rows of a group", 2**28)
+    (found,) = compiled(fusion)(long_sums.inputs_of("rows of a group", torch.ones(1, 1, device="cuda").expand(shape)))
+    assert found.tolist() == [[2**28] * 4]
 
 
 # Products -------------------------------------------------------------------------------------------------------------

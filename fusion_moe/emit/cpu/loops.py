@@ -23,6 +23,7 @@ from .segment import SegmentWriter, Source
 
 _B, _I, _J, _K, _L, _M, _R = map(Variable, "bijklmr")
 _ROW = Variable("row")
+_AT_ONCE, _LANES = 256, 16  # terms of a sum that are added one after another; sums along memory are made in up to 16 lanes
 
 
 def source(fusion: Fusion) -> Source:
@@ -92,17 +93,19 @@ class _Writer(SegmentWriter):
     ) -> list[str]:
         """y [rows, columns], each element the sum of a term over r, from the first end up to the second."""
         rows, columns = counts
-        add = _for_columns([*statements, f"total[j - j0] += {term};"])
-        store = _for_columns([self.store(y, flat([_M, _J], (rows, columns)), "total[j - j0]")])
-        body = ["float total[COLUMNS] = {};", f"for (i64 r = {ends[0]}; r < {ends[1]}; ++r) {{", *inner(add), "}", *store]
+        add = ["for (i64 r = first; r < end; ++r) {", *inner(_for_columns([*statements, f"sum[j - j0] += {term};"])), "}"]
+        store = _for_columns([self.store(y, flat([_M, _J], (rows, columns)), "sum[j - j0]")])
+        body = ["float sum[COLUMNS];", *_sum_blocks(_AT_ONCE, *ends, "j1 - j0", add), *store]
         return [f"for_tiles({size(rows)}, {size(columns)}, team, [&](i64 m, i64 j0, i64 j1) {{", *inner(body), "});"]
 
     def _reduced(self, y: Value, counts: Sequence[AnySize], statements: Sequence[Statement], term: object) -> list[str]:
         """y [rows], each element the sum of a term over r, which runs along memory."""
         rows, _, over = counts
-        simd = [] if branches(statements) else ["#pragma omp simd reduction(+ : total)"]
-        loop = [*simd, f"for (i64 r = 0; r < {size(over)}; ++r) {{", *inner([*written(statements), f"total += {term};"]), "}"]
-        return _for_rows(rows, over, ["float total = 0;", *loop, self.store(y, _M, "total")])
+        simd = not branches(statements)
+        add = ["float lanes = 0;", *(["#pragma omp simd reduction(+ : lanes)"] if simd else []), "for (i64 r = first; r < end; ++r) {"]
+        add += [*inner([*written(statements), f"lanes += {term};"]), "}", "sum[0] = lanes;"]
+        sums = _sum_blocks(_AT_ONCE * _LANES if simd else _AT_ONCE, "0", str(size(over)), "1", add)
+        return _for_rows(rows, over, ["float sum[1];", *sums, self.store(y, _M, "sum[0]")])
 
     def _combine(self, op: Op) -> list[str]:
         (y, slot_of, w), (tokens, slots) = op.values, op.values[1].type.shape
@@ -262,6 +265,11 @@ def _for_columns(body: Sequence[Statement], first: str = "j0", end: str = "j1") 
     once, each = hoisted(body, "j")
     simd = [] if branches(each) else ["#pragma omp simd"]
     return [*written(once), *simd, f"for (i64 j = {first}; j < {end}; ++j) {{", *inner(written(each)), "}"]
+
+
+def _sum_blocks(at_once: int, start: str, stop: str, columns: str, add: Sequence[str]) -> list[str]:
+    """The sums of terms start .. stop - 1, where `add` adds up to so many, first .. end - 1, to zeros in `sum`."""
+    return [f"sum_blocks<{at_once}>({start}, {stop}, {columns}, sum, [&](i64 first, i64 end) {{", *inner(add), "});"]
 
 
 def _rows_of(shape: Sequence[Dim]) -> tuple[AnySize, AnySize]:

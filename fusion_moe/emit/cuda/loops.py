@@ -29,6 +29,7 @@ _I, _J, _M, _R = map(Variable, "ijmr")
 _MISSING = ("index_put_accumulate", "decode_scale", "grouped_swizzle")
 _SUMS = ("sum", "group_sum", "topk_weights_backward")
 _WARPS = THREADS // 32
+_AT_ONCE = 256  # terms of a sum that a thread adds one after another
 
 
 class Loops(Source):
@@ -86,18 +87,17 @@ class Loops(Source):
                 "griddepcontrol_wait();",
                 "griddepcontrol_launch_dependents();",
                 f"for_all_warps({size(found.rows)}, [&](i64 m) {{",
-                f"    const i64 count = {size(found.over)};",
-                "    float total = 0;",
-                *inner(self._added(x, found, left)),
-                "    total = sum_of_warp(total);",
+                *inner(_sum_blocks(32, "0", str(size(found.over)), self._added(x, found, left))),
+                "    const float total = sum_of_warp(sum);",
                 f"    if (threadIdx.x % 32 == 0) {self.store(y, Variable('m'), 'total')}",
                 "});",
             ]
             return self.kernel("sum", body, -(-value(found.rows, sizes) // _WARPS), max_resident=MAX_RESIDENT)
         made, columns = self.elements(without=left), size(found.columns)
         term = made.of(x, found.at)
-        add = [f"const i64 m = i / {columns}, j = i % {columns};", "float total = 0;", f"for (i64 r = 0; r < {size(found.over)}; ++r) {{"]
-        body = [*add, *inner([*made.lines, f"total += {term};"]), "}", self.store(y, _I, "total")]
+        add = ["for (i64 r = first; r < end; ++r) {", *inner([*made.lines, f"total += {term};"]), "}"]
+        place, sums = f"const i64 m = i / {columns}, j = i % {columns};", _sum_blocks(1, "0", str(size(found.over)), add)
+        body = [place, *sums, self.store(y, _I, "sum")]
         return self.for_all("sum", elements((found.rows, found.columns)), body, sizes)
 
     def _added(self, x: Value, found: Reduction, left: Sequence[Value]) -> list[str]:
@@ -105,35 +105,31 @@ class Loops(Source):
         if not isinstance(found.over, int) or found.over % VECTOR:
             made = self.elements(without=left)
             term = made.of(x, found.at)
-            return ["for (i64 r = threadIdx.x % 32; r < count; r += 32) {", *inner([*made.lines, f"total += {term};"]), "}"]
+            return ["for (i64 r = first + threadIdx.x % 32; r < end; r += 32) {", *inner([*made.lines, f"total += {term};"]), "}"]
         made = self.elements(without=left, below={_J.name: found.over})
         term = made.of(x, [i.replaced(_R.name, _J) for i in found.at])
         of_row, of_columns = hoisted(made.statements, FIRST.name, _J.name)
         return [
             *written(of_row),
             "#pragma unroll 4",
-            f"for (i64 j0 = {VECTOR} * (threadIdx.x % 32); j0 < count; j0 += {32 * VECTOR}) {{",
+            f"for (i64 j0 = first + {VECTOR} * (threadIdx.x % 32); j0 < end; j0 += {32 * VECTOR}) {{",
             *inner(of_eight(of_columns, [f"total += {term};"])),
             "}",
         ]
 
     def _group_sum(self, op: Op, left: Sequence[Value], sizes: Sizes) -> KernelSource:
-        """A block for each group and 32 columns: its warps divide the rows, and their sums are added in order."""
+        """A block for each group and 32 columns: its warps divide the rows, and their sums are added."""
         (x, ends), (y,), made = op.values, op.outputs, self.elements(without=left)
         groups, columns = (known(d) for d in y.type.shape)
         rows, tiles, term = size(plain(x.type.shape[0])), -(-columns // 32), made.of(x, [_R, _J])
+        add = [f"for (i64 r = first + threadIdx.x / 32; r < end; r += {_WARPS}) {{", *inner([*made.lines, f"total += {term};"]), "}"]
         body = [
             f"const i64 g = blockIdx.x / {tiles}, j = blockIdx.x % {tiles} * 32 + threadIdx.x % 32;",
             "griddepcontrol_wait();",
             "griddepcontrol_launch_dependents();",
             f"const MTile run = rows_of_group({self.array(ends, left)}, g, {rows}, error);",
-            "float total = 0;",
-            f"if (j < {columns}) {{",
-            f"    for (i64 r = run.first + threadIdx.x / 32; r < run.end; r += {_WARPS}) {{",
-            *inner(inner([*made.lines, f"total += {term};"])),
-            "    }",
-            "}",
-            f"total = sum_of_warps<{_WARPS}>(total);",
+            *_sum_blocks(_WARPS, "run.first", f"(j < {columns} ? run.end : run.first)", add),
+            f"const float total = sum_of_warps<{_WARPS}>(sum);",
             f"if (threadIdx.x < 32 && j < {columns}) {self.store(y, Variable('g') * Number(columns) + _J, 'total')}",
         ]
         return self.kernel("group_sum", body, groups * tiles)
@@ -159,3 +155,9 @@ class Loops(Source):
             store.add(v, self.names[v], f"stored<{stored(v)}>({element})", width, _J)
         place = f"const i64 m = i / {width // VECTOR}, j0 = i % {width // VECTOR} * {VECTOR};"
         return self.for_all(name, elements((rows, width // VECTOR)), [place, *store.body(made.statements)], sizes)
+
+
+def _sum_blocks(threads: int, start: str, stop: str, add: Sequence[str]) -> list[str]:
+    """`sum`, this thread's part of a sum of terms start .. stop - 1, where `add` adds its part of first .. end - 1 to `total`."""
+    body = ["float total = 0;", *add, "return total;"]
+    return [f"const float sum = sum_blocks<{_AT_ONCE * threads}>({start}, {stop}, [&](i64 first, i64 end) {{", *inner(body), "});"]

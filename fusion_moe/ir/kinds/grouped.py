@@ -4,7 +4,7 @@
     grouped_mm_t   a [M/g, N], w [G, N, K] -> f32[M/g, K]     contracts N: the gradient of `a`; or a product of weights stored [G, K, N]
     grouped_outer  a [M/g, N], b [M/g, K]  -> f32[G, N, K]    contracts rows: the gradient of `w`; an empty group is zero
     group_add      y [M/g, N], bias [G, N] -> [M/g, N]
-    group_sum      y [M/g, N]              -> f32[G, N]       the rows of each group, added in order: the gradient of `bias`; zero if empty
+    group_sum      y [M/g, N]              -> f32[G, N]       the sum of each group's rows: the gradient of `bias`; zero if empty
 
 No product or sum reads rows past the last end. f64 operands (both, or neither) give f64: for checks, only on the reference.
 
@@ -109,7 +109,7 @@ def _add_type(y: TensorType, bias: TensorType, ends: TensorType) -> Types:
 
 
 def _sum_type(y: TensorType, ends: TensorType) -> Types:
-    """y [M/g, N] -> f32[G, N]: the rows of each group, added in order; zero for an empty group."""
+    """y [M/g, N] -> f32[G, N]: the sum of each group's rows; zero for an empty group."""
     need_rank("y", y, 2)
     need_float("y", y)
     rows = need_partition("y", y, ends)

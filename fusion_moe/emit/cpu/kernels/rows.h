@@ -153,6 +153,22 @@ void for_tiles(i64 rows, i64 columns, Team& team, Body body) {
     for_rows(rows * runs, 1, team, [&](i64 i) { body(i / runs, i % runs * width, std::min(columns, (i % runs + 1) * width)); });
 }
 
+// The sums of terms start .. stop - 1 -> sum [columns]. add(first, end) adds up to AT_ONCE terms to zeros there; the sums of such blocks are
+// added in float64, so errors do not grow with the number of terms.
+template <i64 AT_ONCE, i64 MOST, class Add>
+void sum_blocks(i64 start, i64 stop, i64 columns, float (&sum)[MOST], Add add) {
+    double total[MOST];
+    for (i64 first = start, end; first == start || first < stop; first = end) {
+        end = std::min(first + AT_ONCE, stop);
+        std::fill_n(sum, columns, 0.f);
+        add(first, end);
+        if (stop - start <= AT_ONCE) return;
+#pragma omp simd
+        for (i64 j = 0; j < columns; ++j) total[j] = (first > start ? total[j] : 0.) + double(sum[j]);
+    }
+    std::copy_n(total, columns, sum);
+}
+
 // total [count] + weight * row [count] -> total. A function of its own: inlined, g++ makes no vectors of it.
 template <class T>
 [[gnu::noinline]] void add_row(float* __restrict total, const T* row, float weight, i64 count) {

@@ -98,6 +98,19 @@ __device__ __forceinline__ float sum_of_warps(float x) {
     return total;
 }
 
+// The sum of terms start .. stop - 1, where add(first, end) is that of up to AT_ONCE. The sums of such blocks are added in float64, so errors
+// do not grow with the number of terms.
+template <i64 AT_ONCE, class Add>
+__device__ __forceinline__ float sum_blocks(i64 start, i64 stop, Add add) {
+    double total = 0;
+    for (i64 first = start; first < stop; first += AT_ONCE) {
+        const float block = add(first, min(first + AT_ONCE, stop));
+        if (stop - start <= AT_ONCE) return block;
+        total += block;
+    }
+    return float(total);
+}
+
 // The rows of a group, within those that there are; ends that are wrong are reported.
 __device__ __forceinline__ MTile rows_of_group(const i32* ends, i64 g, i64 rows, i64* error) {
     const i32 before = g > 0 ? ends[g - 1] : 0, end = ends[g];
