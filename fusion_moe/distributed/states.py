@@ -78,7 +78,7 @@ class FeatureShards:
         if name.startswith("gate_up_proj"):
             shape = (self.experts, 2 * self.intermediate, *t.shape[2:])
             pieces = [((first, row, *[0] * (t.dim() - 2)), t[:, here]) for row, here in runs(self.rows)]
-        elif name in ("down_proj", "down_proj_scale"):
+        elif name.startswith("down_proj") and name != "down_proj_bias":
             shape = (*shape[:2], t.shape[2] * self.intermediate // len(self.features))
             pieces = [((first, 0, t.shape[2] * self.features.start // len(self.features)), t)]
         elif name == "down_proj_bias" and not self.biased:

@@ -204,7 +204,13 @@ ENCODINGS: dict[str, Encoding] = {}
 
 
 def register(encoding: Encoding) -> Encoding:
-    """Registers an encoding by its name, for types, operations and readers of kernels. OptionError if another one has the name."""
+    """Registers an encoding by its name, for types, operations and readers of kernels.
+
+    OptionError if another one has the name, or if two of its parts have the same name.
+    """
+    names = [part.name for part in encoding.parts]
+    if len(set(names)) < len(names):
+        raise OptionError(f"the parts {', '.join(names)} of {encoding.name}", expected="a name for each")
     if ENCODINGS.setdefault(encoding.name, encoding) != encoding:
         raise OptionError(f"another encoding called {encoding.name!r}", expected="an unused name", todo="unregister it first")
     return encoding

@@ -22,7 +22,8 @@ class Projections(AdaptableModule):
         gate_up_decode_scale                 float32 [E, 2], a scale for gate and one for up; down_decode_scale float32 [E]
         gate_up_proj_bias, down_proj_bias    float [E, 2I] and [E, H], or None; the only ones that a cast of the model casts
 
-    or up_proj [E, I, H], up_proj_scale, up_decode_scale [E], up_proj_bias [E, I]. Optional submodules gate_up_lora and down_lora are
+    or up_proj [E, I, H], up_proj_scale, up_decode_scale [E], up_proj_bias [E, I]. Scales of other names
+    keep them: gate_up_proj_super_scale, of blocks, and gate_up_outer_scale, of a matrix. Optional submodules gate_up_lora and down_lora are
     adapters that train (lora.py). activation_format: "bf16", activations as they come in; or quantized too: "nvfp4" (compute capability
     10.0 only) or "int8" (CPUs only, weights in NVFP4 or MXFP4). first_expert: None: ids are 0 to E - 1, or -1 for no expert;
     otherwise the module has E local experts of more, this is the id of the first, and slots with other ids add nothing to the result.
@@ -93,8 +94,9 @@ class Projections(AdaptableModule):
 
 def _names(encoding: Encoding, projection: str) -> tuple[str, ...]:
     """The names of the parameters that are the parts of a weight."""
-    scales = (f"{projection}_proj_scale" if s.block else f"{projection}_decode_scale" for s in encoding.scales)
-    return (f"{projection}_proj", *scales)
+    own = ("scale" if s.part == "block_scale" else s.part for s in encoding.scales)
+    kinds = ("_proj" if s.block else "" for s in encoding.scales)
+    return (f"{projection}_proj", *(f"{projection}{kind}_{name}" for kind, name in zip(kinds, own, strict=True)))
 
 
 def _bias(name: str, bias: Tensor | None, shape: tuple[int, int]) -> nn.Parameter | None:

@@ -28,6 +28,7 @@ from fusion_moe.emit.cuda.columns import columns
 from fusion_moe.emit.cuda.grouped_mm import Product
 from fusion_moe.emit.cuda.join import join
 from fusion_moe.emit.cuda.launch import KERNELS, build
+from fusion_moe.emit.cuda.readers import reader
 from fusion_moe.emit.cuda.source import KernelSource, Source
 from fusion_moe.emit.cuda.table import ALWAYS, Regime
 from fusion_moe.emit.cuda.variants import M8, M16, M32, M48_96, M80, M160, SETS, LargeM, Matrices, SmallM, Variant
@@ -186,6 +187,30 @@ def test_every_encoding_compiles(fmt, activations, layout, arch):
     source = product_of(fmt, activations, layout)
     for rows in (16, 16 * 64):
         assert all(build(launched, arch).stat().st_size for launched in launches(source, rows, arch))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "layout", "change", "sentence"),
+    [
+        ("int4", "linear", ("BLOCK = 32", "BLOCK = 128"), "block scales of four-bit codes cover 16, 32 or 64 columns"),
+        ("int4", "w16x64", ("BLOCK = 32", "BLOCK = 64"), "has codes and block scales of other sizes than its reader"),
+        ("mxfp4", "linear", ("BLOCK = 32", "BLOCK = 16"), "has codes and block scales of other sizes than its reader"),
+    ],
+)
+def test_readers_say_what_they_need_of_an_encoding(monkeypatch, fmt, layout, change, sentence):
+    product = launches(product_of(fmt, "bf16", layout), 16)[-1]
+    headers = nvrtc.headers(KERNELS)
+    headers[f"weights/{fmt}.cuh"] = headers[f"weights/{fmt}.cuh"].replace(*change)
+    with pytest.raises(BuildError, match=f"static assertion failed with .*{sentence}"):
+        nvrtc.build(product.text, name=product.name, arch=H200.nvrtc, headers=headers)
+
+
+def test_an_encoding_whose_scales_no_reader_takes_is_refused_when_it_is_planned(monkeypatch):
+    (scale,) = ENCODINGS["int4"].scales
+    wide = replace(ENCODINGS["int4"], scales=(replace(scale, block=128),))
+    monkeypatch.setitem(ENCODINGS, "int4", wide)
+    with pytest.raises(UnsupportedError, match="weights in int4, with a scale for 128 elements, have no kernel here; expected"):
+        reader("int4", "linear", "bf16")
 
 
 @needs_nvdisasm

@@ -13,7 +13,8 @@ import fusion_moe
 from fusion_moe import encodings, options
 from fusion_moe.emit.cpu import readers
 from fusion_moe.encodings import Element, Encoding, Scale, dequantize, quantize
-from fusion_moe.errors import UnsupportedError
+from fusion_moe.errors import OptionError, UnsupportedError
+from fusion_moe.nn import Experts
 
 pytestmark = pytest.mark.compiler
 ops = torch.ops.fusion_moe
@@ -118,6 +119,32 @@ def test_without_a_reader_the_reference_runs_and_says_why():
             readers.library_source("generic", other.name)
     finally:
         encodings.unregister(other.name)
+
+
+def test_modules_keep_each_of_two_block_scales():
+    scales = (
+        Scale("block_scale", torch.float16, 32, lambda amax, outer: amax / 127 / outer),
+        Scale("super_scale", torch.float32, 64, lambda amax, outer: torch.where(amax == 0, 1.0, amax)),
+        Scale("outer_scale", torch.float32, 0, lambda amax, outer: torch.where(amax == 0, 1.0, amax)),
+    )
+    two = encodings.register(Encoding("int8_two_levels", INT8, scales))
+    try:
+        g = torch.Generator().manual_seed(0)
+        gate_up, down = (quantize(torch.randn(*shape, generator=g), encoding=two) for shape in ((3, 2 * I, H + 32), (3, H + 32, I)))
+        x, ids, w = torch.randn(5, H + 32, generator=g), torch.tensor([[0, 2]] * 5), torch.rand(5, 2, generator=g)
+        module = Experts(gate_up, down)
+        parts = ("gate_up_proj", "gate_up_proj_scale", "gate_up_proj_super_scale", "gate_up_outer_scale")
+        assert [*module.state_dict()] == [*parts, *(name.replace("gate_up", "down") for name in parts)]
+        with options.override(target="reference"):
+            want = ops.fused_experts(x, ids, w, list(gate_up), list(down), weight_format=two.name)
+            assert module(x, ids, w).equal(want)
+            other = Experts(*(q.of(torch.zeros_like(t) for t in q) for q in (gate_up, down)))
+            other.load_state_dict(module.state_dict())
+            assert other(x, ids, w).equal(want)
+        with pytest.raises(OptionError, match="the parts codes, block_scale, block_scale of int8_twice; expected a name for each"):
+            encodings.register(Encoding("int8_twice", INT8, (scales[0], scales[0])))
+    finally:
+        encodings.unregister(two.name)
 
 
 def test_the_built_in_readers_stay():

@@ -216,7 +216,7 @@ class Gemm(Source):
             what = f"a weight of {plan.k} rows in {runs} runs with a scale each has no kernel here"
             raise UnsupportedError(what, expected=f"one or two runs of a multiple of {_RUN_OF_ROWS} rows")
         reads = readers.reader(plan.encoding.name, plan.layout, self.dtype)
-        return [f"static constexpr i32 SCALE_RUNS = {runs};", f"using Weights = {reads.of(self.dtype)};"]
+        return [f"static constexpr i32 SCALE_RUNS = {runs};", readers.constants(plan.encoding), f"using Weights = {reads.of(self.dtype)};"]
 
     def _rows_of_boxes(self, columns: Sequence[Index]) -> int:
         """The rows of a matrix in a box, which are adjacent columns of a tile; for a matrix [k, n], a box has 64 columns. 0: no boxes."""

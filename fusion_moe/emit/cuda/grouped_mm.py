@@ -20,7 +20,7 @@ from ..inexpressible import naming
 from . import added
 from .choice import AUTO, Chosen, SizeClass, blocks, choose_kernels
 from .columns import Columns, columns
-from .readers import reader
+from .readers import constants, reader
 from .source import NO_ENDS, Array, Given, KernelSource, Sizes, Source
 from .variants import TILE, Matrices, Variant
 
@@ -219,6 +219,7 @@ class Product(Source):
             f"static constexpr i32 GROUPS = {self.groups}, N = {plan.n}, K = {plan.k};",
             f"static constexpr i32 WIDTH = {plan.width}, COLUMNS_PER_RESULT = {len(cols.read)};",
             f"static constexpr i32 BLOCK = {cols.block}, BLOCK_TILES = {cols.tiles}, SCALE_RUNS = {plan.scale_runs};",
+            constants(plan.encoding),
             f"static constexpr bool DGRAD = {str(plan.kind == 'dgrad').lower()};  // whether matrices are [K, N]",
             "",
             f"__device__ i64 rows() const {{ return {size(self.rows)}; }}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...encodings import Encoding, find
 from ...errors import UnsupportedError
 
 
@@ -25,7 +26,14 @@ class Reader:
         return f"{self.template}<{activations}>"
 
 
+def constants(of: Encoding) -> str:
+    """What readers of four bits check of a segment's weight: FourBits of kernels/weights/four_bits_shared.cuh."""
+    block, size = next(((s.block, s.dtype.itemsize) for s in of.block_scales), (0, 0))
+    return f"static constexpr i32 CODE_BITS = {of.element.bits}, SCALE_BLOCK = {block}, SCALE_BYTES = {size};"
+
+
 TILED = "w16x64"
+_BLOCKS = 16, 32, 64  # elements that share a scale, in kernels/weights/four_bits.cuh
 READERS = {
     ("nvfp4", "linear"): Reader("Nvfp4Linear", "weights/nvfp4.cuh"),
     ("nvfp4", TILED): Reader("Nvfp4Tiled", "weights/nvfp4.cuh", tiled=True),
@@ -46,4 +54,8 @@ def reader(encoding: str, layout: str, activations: str) -> Reader:
     if activations not in found.activations:
         said = f"activations in {activations} with weights in {encoding} have no kernel here"
         raise UnsupportedError(said, expected=" or ".join(found.activations))
+    for scale in find(encoding).block_scales:
+        if scale.block not in _BLOCKS:
+            said = f"weights in {encoding}, with a scale for {scale.block} elements, have no kernel here"
+            raise UnsupportedError(said, expected=f"a scale for {' or '.join(map(str, _BLOCKS))}")
     return found

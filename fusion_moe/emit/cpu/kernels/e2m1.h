@@ -81,6 +81,7 @@ struct E2M1Weight {
 
     template <class Row>
     static Columns open(const Problem& p, i64 g, Row row) {
+        static_assert(Reader::BLOCK == 16 || Reader::BLOCK == 32, "the kernels for e2m1 codes read block scales of 16 or 32 of them");
         Columns c;
         const auto factor = Reader::factors(p, g);
         const u8* codes = codes_of(p, g);

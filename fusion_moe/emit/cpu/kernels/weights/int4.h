@@ -8,6 +8,7 @@ namespace {
 struct INT4 : PortableWeight {
     static constexpr double BYTES = 0.5625;
     static constexpr i64 BLOCK = 32, ALIGNED = LANES;
+    static_assert(BLOCK % LANES == 0, "sixteen codes of a row share a block scale");
 
     static void dequantize(const Problem& p, i64 g, i64 n, i64 k, i64 count, float* out) {
         const i64 first = (g * p.N + n) * p.K + k;

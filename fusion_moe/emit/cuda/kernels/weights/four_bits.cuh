@@ -20,7 +20,7 @@
 namespace {
 
 template <class Format>
-struct FourBitTiled : Format::Outer {
+struct FourBitTiled : Format::Outer, FourBits<Format> {
     using InTiles = void;
     using Scale = typename Format::Scale;
     static constexpr float RESCALE = Format::TILED_RESCALE;
@@ -36,6 +36,7 @@ struct FourBitTiled : Format::Outer {
 
     template <class Segment>
     static __device__ __forceinline__ const u8* elements(const Segment& s) {
+        FourBits<Format>::template check<Segment>();
         return s.codes;
     }
 
@@ -67,7 +68,7 @@ private:
 
 // Any N, and K in whole blocks of scales: rows past the last are read as the last, blocks past the last as zeros.
 template <class Format>
-struct FourBitLinear : Format::Outer {
+struct FourBitLinear : Format::Outer, FourBits<Format> {
     using Scale = typename Format::Scale;
     static constexpr float RESCALE = Format::LINEAR_RESCALE;
     static constexpr int BLOCK = Format::BLOCK, STEP = 64 / BLOCK * sizeof(Scale);  // bytes of scales of a K block
@@ -80,6 +81,8 @@ struct FourBitLinear : Format::Outer {
 
     template <class Segment>
     __device__ __forceinline__ void open(const Segment& s, i32 group, i32 first_row, i32 block, i32 lane) {
+        FourBits<Format>::template check<Segment>();
+        static_assert(Segment::K % BLOCK == 0, "a row of a weight is made of whole blocks of scales");
         const i32 row = first_row + lane / 4, k = 64 * block + 16 * (lane % 4);
         const i64 first = i64(group) * Segment::N;
         const i64 low = (first + min(row, Segment::N - 1)) * Segment::K + k, high = (first + min(row + 8, Segment::N - 1)) * Segment::K + k;

@@ -9,6 +9,21 @@
 
 namespace {
 
+// What the readers of four bits need of a format, and of the encoding of a segment's weight.
+template <class Format>
+struct FourBits {
+    static constexpr int BLOCK = Format::BLOCK, EACH = sizeof(typename Format::Scale);
+    static_assert(BLOCK == 16 || BLOCK == 32 || BLOCK == 64,
+                  "block scales of four-bit codes cover 16, 32 or 64 columns: a lane's 16 columns share one, and a tile of 64 has whole blocks");
+    static_assert(EACH == 1 || EACH == 2, "block scales of four-bit codes have one byte or two");
+
+    template <class Segment>
+    static __device__ __forceinline__ constexpr void check() {
+        static_assert(Segment::CODE_BITS == 4 && Segment::SCALE_BLOCK == BLOCK && Segment::SCALE_BYTES == EACH,
+                      "the encoding in fusion_moe/encodings has codes and block scales of other sizes than its reader in kernels/weights");
+    }
+};
+
 // What a lane has of a tile.
 struct TiledCodes {
     uint4 codes;
@@ -100,6 +115,7 @@ __device__ __forceinline__ void load_matrices(u32 (&words)[4], const u8* row) {
 template <class Format>
 struct FourBitShared<Format, false> {
     static constexpr int BLOCK = Format::BLOCK, EACH = sizeof(typename Format::Scale), BYTES = 128 / BLOCK * EACH;  // of rows r and r + 8
+    static_assert(BYTES % 4 == 0, "a tile's block scales of rows r and r + 8 fill whole words");
 
     struct Packed {
         u32 codes[4];

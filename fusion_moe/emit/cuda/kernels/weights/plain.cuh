@@ -43,6 +43,7 @@ struct PlainShared {
 
 template <class T>
 struct PlainTiled : NoOuterScale {
+    static_assert(sizeof(T) == 2, "plain weights have 16 bits");
     static constexpr float RESCALE = 1.f;
     static constexpr int ELEMENTS = 4 * RUN, SCALES = 0;
 
@@ -91,6 +92,7 @@ private:
 // Any N, and K in whole blocks of 16: rows past the last are read as the last, blocks past the last as zeros.
 template <class T>
 struct PlainLinear : NoOuterScale {
+    static_assert(sizeof(T) == 2, "plain weights have 16 bits");
     static constexpr float RESCALE = 1.f;
 
     struct Packed {

@@ -30,6 +30,7 @@ constexpr int RUN = 512;  // bytes of a tile that a warp reads or copies at once
 // Where the tiles of a matrix's 16 rows begin, from the block-th on.
 template <class Segment>
 __device__ __forceinline__ i64 tile_number(i32 group, i32 first_row, i32 block) {
+    static_assert(Segment::N % 16 == 0 && Segment::K % 64 == 0, "a matrix in the layout w16x64 is made of whole tiles of 16 rows and 64 columns");
     return (i64(group) * (Segment::N / 16) + first_row / 16) * (Segment::K / 64) + block;
 }
 
@@ -49,6 +50,7 @@ struct NoOuterScale {
 struct DecodeScale {
     template <class Segment>
     static __device__ __forceinline__ float outer(const Segment& s, i32 group, i32 row) {
+        static_assert(Segment::N % Segment::SCALE_RUNS == 0, "the runs of rows that have a decode scale each are equally long");
         return s.decode_scale[group * Segment::SCALE_RUNS + row / (Segment::N / Segment::SCALE_RUNS)];
     }
 
