@@ -50,7 +50,7 @@ class Options:
     target: str = _option("auto", "what to compile for: 'auto' follows the tensors' device, or the name of a target")
     contract_rounding: bool = _option(True, "keep float32 inside a fused kernel where the program rounds to a narrower type and back")
     router_gradient: bool = _option(True, "gradients of routing weights by way of the product before, so that its result is not saved")
-    check: bool = _option(False, "compare passes and segments exactly on the real inputs, users' translators on drawn ones (slow)")
+    check: bool = _option(False, "compare passes exactly and kernels within rounding, on the real inputs; users' translators on drawn ones")
     cpu_isa: str = _option("auto", "instructions that CPU kernels use: 'auto' is the best tier of the machine, or the name of a tier")
     cuda_variant: str = _option("auto", "the kernel of CUDA's grouped products: 'auto' is by sizes, or the name of one, which must fit")
     order_weights: bool = _option(

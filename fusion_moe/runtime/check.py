@@ -1,15 +1,48 @@
-"""The option `check`: whether every pass and the segmentation keep a program's results bit for bit, on the inputs at hand."""
+"""The option `check`: whether passes and segmentation keep a program's results bit for bit, and whether kernels compute what their segments
+mean, on the inputs at hand.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import FusionError
+from .. import options
+from ..errors import FusionError, UnsupportedError
 from ..ir.core import Fusion, Value
+from ..ir.text import text
+from ..ir.types import DTYPES
+from ..plan import REFERENCE
 from ..segment import Segment
+from . import cuda, store
+from .kernel import Kernel
+
+_SHOWN = 4  # how many operations of a segment an error names
+_ROUNDED = "int4", "mxfp4"  # encodings whose weights CUDA's kernels round to 16 bits, and so do nvFuser's all
+_SCRIPT = '''"""{title}: run on the inputs for which its kernel computed something else than its Fusion means. Raises that error."""
+
+import torch
+
+from fusion_moe import options
+from fusion_moe.compile import program_of
+
+# import here what registers your own operations, encodings and readers
+
+PROGRAM = """
+{program}
+"""
+
+if __name__ == "__main__":
+    inputs = torch.load("{inputs}", weights_only=True)
+    with options.using(options.from_key({options!r}).replace(check=True)):
+        program_of(PROGRAM, torch.device("{device}"))(inputs, {sizes})
+    print("no difference")
+'''
 
 
 def check_stages(stages: Sequence[tuple[str, Fusion]], segments: Sequence[Segment], tensors: Sequence[Any], env: Mapping[str, int]) -> None:
@@ -18,6 +51,109 @@ def check_stages(stages: Sequence[tuple[str, Fusion]], segments: Sequence[Segmen
     for name, fusion in stages[1:]:
         _compare(name, fusion.pure.evaluate(*tensors, sizes=env), want)
     _compare("split", _run(segments, stages[-1][1], tensors, env), want)
+
+
+def refuse_capture(device: torch.device) -> None:
+    """UnsupportedError while a CUDA graph is captured: the check reads results."""
+    if device.type == "cuda" and cuda.capturing():
+        todo = "call it outside of torch.cuda.graph, or without FUSION_MOE_CHECK"
+        raise UnsupportedError("the option check while a CUDA graph is captured", expected="calls whose results can be read", todo=todo)
+
+
+def checked(i: int, kernel: Kernel, inputs: list[Any], env: Mapping[str, int], folder: Path | None) -> tuple[Any, ...]:
+    """What the kernel of segment i computes from these inputs, if that is what the segment means.
+
+    FusionError if it is not, with the largest difference, and with a script that raises it again: it is written to `folder`, or else to
+    the cache folder.
+    """
+    if kernel.backend == REFERENCE:
+        return kernel(inputs, env)
+    fusion, given = kernel.segment.plan.fusion, [t.clone() for t in inputs]  # a kernel at fault may write anywhere
+    outputs, want = kernel(inputs, env), fusion.evaluate(*given, sizes=env)
+    for found in differences(fusion, given, outputs, want, kernel.backend):
+        names = list(dict.fromkeys(op.kind.name for op in fusion.ops if not op.kind.view))
+        segment = f"segment {i}, `{' '.join(names[:_SHOWN])}{' ...' * (len(names) > _SHOWN)}`"
+        path = _reproduction(segment, kernel.segment.fusion, given, env, folder or store.folder())
+        raise FusionError(
+            f"{segment}: its kernel [{kernel.segment.kind}, {kernel.backend}] {found}",
+            expected="what the segment means, but for the order of sums and roundings", where="check",
+            todo=f"python {path} raises this again; it is a bug in fusion_moe, unless a reader of yours is at fault",
+        )  # fmt: skip
+    return outputs
+
+
+def check_joined(fusion: Fusion, inputs: Sequence[Any], joined: Sequence[Any], one_by_one: Sequence[Any], backend: str) -> None:
+    """FusionError unless all kernels in one call compute what they do one by one."""
+    for found in differences(fusion, inputs, joined, one_by_one, backend):
+        expected = "the results of the same kernels one by one, but for the order of sums and roundings"
+        raise FusionError(f"all kernels in one call: it {found}", expected=expected, todo="this is a bug in fusion_moe", where="check")
+
+
+def differences(fusion: Fusion, inputs: Sequence[Any], found: Sequence[Any], want: Sequence[Any], backend: str) -> Iterator[str]:
+    """For each output that differs by more than its arithmetic explains, a sentence with the largest difference.
+
+    found: what a kernel of `backend` makes of the inputs; want: what the Fusion means.
+    """
+    for i, (a, b) in enumerate(zip(found, want, strict=True)):
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            yield f"returns {a.dtype} {list(a.shape)} as output {i} in place of {b.dtype} {list(b.shape)}"
+            continue
+        off = _beyond(a, b, *_tolerance(fusion, inputs, b, backend))
+        if wrong := int((off > 0).sum()):
+            at = tuple(int(n) for n in (off == off.max()).nonzero()[0])
+            x, y = a[at].item(), b[at].item()
+            worst = f"the worst at {list(at)}, off by {abs(x - y):.4g}: {x:.6g} in place of {y:.6g}"
+            yield f"gets {wrong} of {b.numel()} elements of output {i} wrong, {worst}"
+
+
+def _beyond(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
+    """How far each element of a is from b's, if further than tolerated, else 0; infinity where only one of them is finite."""
+    a, b = a.double(), b.double()
+    off = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs().nan_to_num(math.inf))
+    return torch.where(off <= rtol * b.abs().nan_to_num(0, 0, 0) + atol, 0.0, off)
+
+
+def _tolerance(fusion: Fusion, inputs: Sequence[Any], want: torch.Tensor, backend: str) -> tuple[float, float]:
+    """rtol and atol of a result, from the arithmetic that makes it. Integers are exact.
+
+    A unit in its last place, and 32 of float32 before, for functions of sums. n terms in another order move a sum by about sqrt(n) units
+    of the largest sums, and on tensor cores, which round down, by up to n; none has more than twice as many as the largest tensor has in a
+    dimension (codes lie in pairs). What is rounded on the way to sums may be rounded the other way.
+    """
+    if not want.dtype.is_floating_point:
+        return 0.0, 0.0
+    unit = torch.finfo(torch.float64 if want.dtype == torch.float64 else torch.float32).eps
+    terms = 2 * max((n for t in inputs for n in t.shape), default=1)
+    of_sums = unit * math.sqrt(terms) if backend == "cpu" else min(unit * terms, 2.0**-8)
+    finite = want.double().nan_to_num(0, 0, 0).abs()
+    largest = finite.max().item() if want.numel() else 0.0
+    return max(torch.finfo(want.dtype).eps, 32 * unit), largest * (of_sums + _rounding_inside(fusion, backend))
+
+
+def _rounding_inside(fusion: Fusion, backend: str) -> float:
+    """A unit of the narrowest numbers to which values are rounded on the way to a Fusion's outputs, relative to these; 0 if none are."""
+    inside = [op for op in fusion.ops if not set(op.outputs) & set(fusion.outputs)]
+    units = [torch.finfo(DTYPES[op.attrs["dtype"]]).eps for op in inside if op.kind.name == "cast" and op.attrs["dtype"] in ("bf16", "f16")]
+    units += [2.0**-5 for op in inside if op.kind.name == "quantize"]
+    if backend != "cpu":
+        weights = [op.values[1].type.dtype for op in fusion.ops if op.kind.role == "grouped"]
+        units += [2.0**-7 for dtype in weights if backend == "nvfuser" or dtype in _ROUNDED]
+    return max(units, default=0.0)
+
+
+def _reproduction(title: str, fusion: Fusion, inputs: Sequence[Any], env: Mapping[str, int], folder: Path) -> Path:
+    """Writes a script that compiles a segment by itself, and its inputs beside it. Returns its path."""
+    program, device = text(fusion), inputs[0].device.type if inputs else "cpu"
+    stem = f"check-{store.key_of(program, title)[:12]}"
+    script, saved = folder / f"{stem}.py", folder / f"{stem}.pt"
+    sizes, held = {s: env[s] for s in fusion.symbols}, io.BytesIO()
+    torch.save(inputs, held)
+    content = _SCRIPT.format(title=title, program=program, inputs=saved, options=options.current().key(), device=device, sizes=sizes)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, data in (saved, held.getvalue()), (script, content.encode()):
+        path.touch(mode=0o600)  # what a model computes is this user's
+        path.write_bytes(data)
+    return script
 
 
 def _run(segments: Sequence[Segment], fusion: Fusion, tensors: Sequence[Any], env: Mapping[str, int]) -> tuple[Any, ...]:

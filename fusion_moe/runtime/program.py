@@ -20,8 +20,7 @@ from ..ir.types import DTYPES
 from ..parts import need_memory
 from ..segment import Segment
 from ..target import Target
-from . import dump
-from .check import check_stages
+from . import check, dump
 from .kernel import Kernel
 from .native import Descriptor
 from .preparing import Compiled, Noted, compile_all, note
@@ -45,7 +44,8 @@ class Joined(Protocol):
 class Program:
     """A compiled Fusion. stages: the Fusion after each pass, by name; segments: as `split` returned them; kernels: in launch order.
 
-    checked: whether each call also evaluates every stage and the segments, and compares them bit for bit (the option `check`).
+    checked: whether each call also evaluates every stage and the segments, compares them bit for bit, and kernels with their segments (the
+    option `check`).
     joined: all kernels in one call, if the backend supports it; under a profiler they run one by one.
     dumped: the folder to which the program was written, and to which what its calls compile is written.
     """
@@ -84,7 +84,8 @@ class Program:
         if note(self._compiled, _device_of(tensors), env):
             return self._zeros(tensors, env, targets)
         if self.checked:
-            check_stages(self.stages, self.segments, tensors, env)
+            check.refuse_capture(_device_of(tensors))
+            check.check_stages(self.stages, self.segments, tensors, env)
         if self.dumped:
             with dump.into(self.dumped):
                 return list(write_over(targets, self._launched(tensors, env)))
@@ -133,8 +134,13 @@ class Program:
         return Remembered(_REMEMBERED)
 
     def _launched(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> Sequence[torch.Tensor]:
+        alone = self._one_by_one(tensors, env) if self.checked else None
         joined = self.joined(tensors, env) if self.joined and not profiler._is_profiler_enabled else None
-        return self._one_by_one(tensors, env) if joined is None else joined
+        if joined is None:
+            return self._one_by_one(tensors, env) if alone is None else alone
+        if alone is not None:
+            check.check_joined(self.fusion, tensors, joined, alone, self.kernels[0].backend)
+        return joined
 
     def _one_by_one(self, tensors: Sequence[torch.Tensor], env: Mapping[str, int]) -> list[torch.Tensor]:
         made: dict[Value, Any] = dict(zip(self.fusion.inputs, tensors, strict=True))
@@ -148,7 +154,9 @@ class Program:
 
     def _launch(self, i: int, kernel: Kernel, made: dict[Value, Any], env: Mapping[str, int]) -> None:
         inputs = [made[v] for v in kernel.segment.inputs]
-        if profiler._is_profiler_enabled:
+        if self.checked:
+            outputs = check.checked(i, kernel, inputs, env, self.dumped)
+        elif profiler._is_profiler_enabled:
             with profiler.record_function(f"fusion_moe::{i}[{kernel.segment.kind}, {kernel.backend}]"):
                 outputs = kernel(inputs, env)
         else:

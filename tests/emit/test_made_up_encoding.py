@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,7 @@ import fusion_moe
 from fusion_moe import encodings, options
 from fusion_moe.emit.cpu import readers
 from fusion_moe.encodings import Element, Encoding, Scale, dequantize, quantize
-from fusion_moe.errors import OptionError, UnsupportedError
+from fusion_moe.errors import FusionError, OptionError, UnsupportedError
 from fusion_moe.nn import Experts
 
 pytestmark = pytest.mark.compiler
@@ -103,6 +104,23 @@ def test_the_operation():
     with options.override(target="reference"):
         want = ops.fused_experts(x, ids, w, gate_up, down, weight_format=INT8_G32.name)
     torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
+
+
+def test_the_option_check_finds_a_reader_at_fault(tmp_path):
+    other = encodings.register(Encoding("int8_wrong", INT8, INT8_G32.scales))
+    readers.register_reader(other.name, READER.replace("widen(scales[i / 32])", "widen(scales[i / 32]) + (k + i == 7)"))
+    try:
+        w, ends = list(quantize(torch.randn(E, 32, H), encoding=other)), torch.tensor([1, 4, 6], dtype=torch.int32)
+        said = r"segment 0, `grouped_mm.*\[grouped_gemm, cpu\]"
+        with options.override(check=True, dump=str(tmp_path)), pytest.raises(FusionError, match=said) as found:
+            ops.grouped_mm(torch.randn(6, H), w, ends, weight_format=other.name)
+        (script,) = tmp_path.glob("cpu-*/check-*.py")
+        with pytest.raises(FusionError) as again:
+            runpy.run_path(str(script), run_name="__main__")
+        assert str(again.value).partition("; expected")[0] == str(found.value).partition("; expected")[0]
+    finally:
+        readers.unregister_reader(other.name)
+        encodings.unregister(other.name)
 
 
 def test_without_a_reader_the_reference_runs_and_says_why():

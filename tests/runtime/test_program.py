@@ -1,14 +1,21 @@
 """Programs: what they return, and the option that checks every stage of them."""
 
+import re
+import runpy
+from dataclasses import replace
+
 import pytest
 import torch
 
 import fusion_moe
 from fusion_moe import compile as pipeline
 from fusion_moe import options, target
-from fusion_moe.errors import FusionError, ShapeError
+from fusion_moe.errors import FusionError, ShapeError, UnsupportedError
+from fusion_moe.ir.types import dtype_name
+from fusion_moe.op_definitions import SPECS, bind, eager_types, fusion_of
 from fusion_moe.passes import PASSES
 from fusion_moe.passes.rewrite import rewrite
+from fusion_moe.runtime import check, cuda
 
 
 def silu_of_pieces():
@@ -47,6 +54,76 @@ def test_a_pass_that_changes_a_bit_is_found_and_named(monkeypatch):
     with pytest.raises(FusionError, match="halved: output 0 after halved differs; expected the same bits as before it"):
         program([torch.randn(3, 4)])
     assert compiled(silu_of_pieces())([torch.randn(3, 4)])[0].shape == (3, 4)  # unchecked it goes unseen
+
+
+def off_by_one(kernel):
+    """A kernel that is wrong in one element, and spoils its input."""
+
+    def launch(*inputs, sizes):
+        (y,) = kernel.launch(*inputs, sizes=sizes)
+        y[1, 2] += 1
+        inputs[0].fill_(9)
+        return (y,)
+
+    return replace(kernel, launch=launch)
+
+
+def test_a_kernel_that_is_wrong_is_found_and_named(tmp_path):
+    x = torch.arange(12.0).view(3, 4)
+    with options.override(cache_dir=str(tmp_path)):
+        program = compiled(silu_of_pieces(), check=True)
+        wrong = replace(program, kernels=tuple(map(off_by_one, program.kernels)))
+        with pytest.raises(FusionError) as caught:
+            wrong([x.clone()])
+        said = r"check: segment 0, `silu`: its kernel \[pointwise, cpu\] gets 1 of 12 elements of output 0 wrong, the worst at \[1, 2\], "
+        assert re.match(said + r"off by 1: 6\.98\d+ in place of 5\.98\d+; expected what the segment means", str(caught.value))
+        (script,) = tmp_path.glob("check-*.py")
+        assert f"python {script} raises this again" in str(caught.value)
+        (inputs,) = torch.load(script.with_suffix(".pt"))
+        assert inputs.equal(x)
+        runpy.run_path(str(script), run_name="__main__")  # compiled by itself, the kernel is right
+        assert not [path for path in tmp_path.glob("check-*") if path.stat().st_mode & 0o077]
+
+
+def test_all_kernels_in_one_call_are_compared_too():
+    program = compiled(silu_of_pieces(), check=True)
+    wrong = replace(program, joined=lambda tensors, sizes: tuple(2 * t for t in program.joined(tensors, sizes)))
+    with pytest.raises(FusionError, match="check: all kernels in one call: it gets 12 of 12 elements of output 0 wrong"):
+        wrong([torch.ones(3, 4)])
+
+
+def test_no_graph_is_captured_of_checked_programs(monkeypatch):
+    program = compiled(silu_of_pieces(), check=True)
+    assert not program.graph_safe
+    monkeypatch.setattr(cuda, "capturing", lambda: True)
+    check.refuse_capture(torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match="the option check while a CUDA graph is captured; expected calls whose results can be read"):
+        check.refuse_capture(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("dtype", "backend"), [(torch.float32, "cpu"), (torch.bfloat16, "cpu"), (torch.bfloat16, "cuda")])
+def test_what_the_arithmetic_explains_is_no_difference(dtype, backend):
+    """Another order of sums, a unit in the last place; not a lost column, nor one number that is not finite."""
+    fusion = product_of_rows(dtype)
+    g, ends = torch.Generator().manual_seed(0), torch.tensor([1000], dtype=torch.int32)
+    a, b = torch.randn(1000, 1024, generator=g).to(dtype), torch.randn(1, 64, 1024, generator=g).to(dtype)
+    (want,) = fusion.evaluate(a, b, ends)
+    near, lost, bad = a.double() @ b[0].double().T, a.clone(), want.clone()
+    if backend == "cuda":
+        near *= 1 - 2**-12
+    lost[:, 5] = 0
+    bad[7, 7] = torch.inf
+    for found, differs in (near.to(dtype), False), (*fusion.evaluate(lost, b, ends), True), (bad, True):
+        assert bool(list(check.differences(fusion, [a, b, ends], [found], [want], backend))) == differs
+
+
+def product_of_rows(dtype):
+    call = bind(
+        SPECS["grouped_mm"],
+        (torch.zeros(4, 1024, dtype=dtype), [torch.zeros(1, 64, 1024, dtype=dtype)], torch.zeros(1).int()),
+        {"weight_format": dtype_name(dtype)},
+    )
+    return fusion_of("grouped_mm", eager_types(call), call.others)
 
 
 def test_outputs_share_no_memory_with_inputs_or_each_other():
