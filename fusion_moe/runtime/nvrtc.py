@@ -15,7 +15,7 @@ import ctypes
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,18 @@ _SHOWN_ERRORS = 5
 _INSTALL = install("cuda")
 
 
-def headers(folder: Path) -> dict[str, str]:
-    """Each header of a folder and those in it: its path there, by which it is included, and its content."""
-    return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.cuh"))}
+class Headers(dict[str, str]):
+    """Headers: the path by which each is included, and its content. They are not changed once they are used."""
+
+    @cached_property
+    def key(self) -> str:
+        """Their part of the keys of what includes them, made once: they are much longer than a kernel."""
+        return store.key_of(*(part for header in self.items() for part in header))
+
+
+def headers(folder: Path) -> Headers:
+    """Each header of a folder and those in it, by its path there."""
+    return Headers({path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.cuh"))})
 
 
 @cache
@@ -58,7 +67,7 @@ def version() -> str:
     return ".".join(map(str, _checked(_nvrtc().nvrtcVersion())))
 
 
-def build(text: str, *, name: str, arch: str, headers: Mapping[str, str], flags: Sequence[str] = ()) -> Path:
+def build(text: str, *, name: str, arch: str, headers: Headers, flags: Sequence[str] = ()) -> Path:
     """The cubin of a source for an architecture ("sm_90a"), from the store or compiled now. BuildError if it cannot be had."""
     if why := why_missing():
         raise BuildError(why, where=name)
@@ -71,7 +80,7 @@ def build(text: str, *, name: str, arch: str, headers: Mapping[str, str], flags:
     return path
 
 
-def is_built(text: str, *, name: str, arch: str, headers: Mapping[str, str], flags: Sequence[str] = ()) -> bool:
+def is_built(text: str, *, name: str, arch: str, headers: Headers, flags: Sequence[str] = ()) -> bool:
     """Whether `build` would compile nothing."""
     return store.has(_file(text, name, arch, headers, _all_flags(arch, flags)))
 
@@ -80,9 +89,9 @@ def _all_flags(arch: str, flags: Sequence[str]) -> tuple[str, ...]:
     return (f"--gpu-architecture={arch}", *FLAGS, *flags)
 
 
-def _file(text: str, name: str, arch: str, headers: Mapping[str, str], all_flags: Sequence[str]) -> str:
+def _file(text: str, name: str, arch: str, headers: Headers, all_flags: Sequence[str]) -> str:
     """The name of a cubin in the store."""
-    key = store.key_of(text, *(part for header in headers.items() for part in header), version(), *all_flags)
+    key = store.key_of(text, headers.key, version(), *all_flags)
     return f"{name}-{arch}-{key}.cubin"
 
 

@@ -18,12 +18,13 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from .. import options
 from ..errors import OptionError
 from ..progress import progress
 from .bandwidth import cpus
@@ -41,6 +42,9 @@ class Compiled(Protocol):
 
     def builds(self, device: torch.device, sizes: Sizes) -> Iterable[Build]:
         """What a call with these sizes has to compile."""
+
+    def is_loaded(self, device: torch.device, sizes: Sizes) -> bool:
+        """Whether nothing is left to do for such a call."""
 
     def load(self, device: torch.device, sizes: Sizes) -> None:
         """Everything that such a call does before it launches, after everything is compiled."""
@@ -87,12 +91,11 @@ def note(launches: tuple[Compiled, ...], device: torch.device, sizes: Sizes) -> 
 
 
 def compile_all(calls: Iterable[Noted]) -> None:
-    """Compiles and loads the kernels that calls need."""
-    calls = list(calls)
-    run_builds(build for c in calls for launch in c.launches for build in launch.builds(c.device, dict(c.sizes)))
-    for c in calls:
-        for launch in c.launches:
-            launch.load(c.device, dict(c.sizes))
+    """Compiles and loads the kernels that calls need, and this process has not loaded yet."""
+    new = [(launch, c.device, dict(c.sizes)) for c in calls for launch in c.launches if not launch.is_loaded(c.device, dict(c.sizes))]
+    run_builds(build for launch, device, sizes in new for build in launch.builds(device, sizes))
+    for launch, device, sizes in new:
+        launch.load(device, sizes)
 
 
 def _of_all_sizes(calls: Iterable[Noted]) -> list[Noted]:
@@ -100,12 +103,18 @@ def _of_all_sizes(calls: Iterable[Noted]) -> list[Noted]:
     found = list(calls)
     for launches, device, units in dict.fromkeys((c.launches, c.device, _units(c.sizes)) for c in found):
         for launch in launches if units else ():
-
-            def needed(n: int, launch: Compiled = launch, device: torch.device = device, units: _Sizes = units) -> Hashable:
-                return frozenset(key for key, _ in launch.builds(device, dict(_scaled(units, n))))
-
-            found += [Noted((launch,), device, _scaled(units, n)) for n in _one_for_each(needed)]
+            found += [Noted((launch,), device, _scaled(units, n)) for n in _counts(launch, device, units, options.current())]
     return found
+
+
+@lru_cache(maxsize=1024)
+def _counts(launch: Compiled, device: torch.device, units: _Sizes, under: options.Options) -> list[int]:
+    """Multiples of `units`, one for each set of kernels. Layers of equal sizes share a launch: they are asked about once."""
+
+    def needed(n: int) -> Hashable:
+        return frozenset(key for key, _ in launch.builds(device, dict(_scaled(units, n))))
+
+    return _one_for_each(needed)
 
 
 def _scaled(units: _Sizes, n: int) -> _Sizes:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from test_cuda_source import MODELS, sources
 
 from fusion_moe import options
 from fusion_moe.arch import A100, H200, Arch
+from fusion_moe.emit.cuda import launch
 from fusion_moe.emit.cuda.choose import Choice, choose
 from fusion_moe.emit.cuda.launch import _missing
 from fusion_moe.emit.cuda.parts import one_part
-from fusion_moe.runtime import nvrtc
+from fusion_moe.runtime import nvrtc, store
 from fusion_moe.runtime.preparing import run_builds
 
 pytestmark = pytest.mark.skipif(bool(nvrtc.why_missing()), reason=nvrtc.why_missing())
@@ -35,6 +38,22 @@ def test_grids_follow_sizes():
     few, many = (choices("qwen3", n, H200)[0].kernels[-1] for n in (1, 5000))
     assert few.text == many.text
     assert few.blocks < many.blocks
+
+
+def test_other_sizes_look_for_no_kernel_again(monkeypatch):
+    """A call of a new size hashes no headers, and reads and compiles nothing, if its kernels were had before."""
+    (part, _), built = [one_part(source) for source in sources("qwen3", "w16x64")], list[str]()
+    monkeypatch.setattr(launch, "_had", {})
+    monkeypatch.setattr(nvrtc, "build", lambda text, **_: built.append(text) or Path("made.cubin"))
+    for tokens, new in (200, True), (201, False), (257, False), (3, True), (2, False):
+        choice, before = choose(part, dict.fromkeys(part.symbols, tokens), H200), len(built)
+        monkeypatch.setattr(store, "key_of", None if built else store.key_of)
+        assert set(launch._cubins(choice)) == {(H200.nvrtc, kernel.text) for kernel in choice.kernels}
+        assert (len(built) > before) == new
+    assert len(built) == len(set(built))
+    with options.override(cache_dir="/elsewhere"):
+        launch._cubins(choice)
+    assert len(built) > len(set(built))
 
 
 @pytest.mark.once

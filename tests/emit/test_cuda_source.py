@@ -199,7 +199,7 @@ def test_every_encoding_compiles(fmt, activations, layout, arch):
 )
 def test_readers_say_what_they_need_of_an_encoding(monkeypatch, fmt, layout, change, sentence):
     product = launches(product_of(fmt, "bf16", layout), 16)[-1]
-    headers = nvrtc.headers(KERNELS)
+    headers = nvrtc.headers(KERNELS)  # no key was made of them yet
     headers[f"weights/{fmt}.cuh"] = headers[f"weights/{fmt}.cuh"].replace(*change)
     with pytest.raises(BuildError, match=f"static assertion failed with .*{sentence}"):
         nvrtc.build(product.text, name=product.name, arch=H200.nvrtc, headers=headers)

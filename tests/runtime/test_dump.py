@@ -101,7 +101,7 @@ def test_cubins(tmp_path):
     kernel = 'extern "C" __global__ void dumped(float* x) { *x = 1.f; }'
     for name in ("first", "again"):
         with dump.into(tmp_path / name):
-            path = nvrtc.build(kernel, name="dumped", arch="sm_90a", headers={})
+            path = nvrtc.build(kernel, name="dumped", arch="sm_90a", headers=nvrtc.Headers())
         source, cubin = sorted((tmp_path / name).iterdir())
         assert (source.suffix, cubin.suffix) == (".cu", ".cubin")
         assert source.stem == cubin.stem == path.stem[: len(cubin.stem)]

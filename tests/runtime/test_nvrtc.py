@@ -22,7 +22,7 @@ def folder(tmp_path):
 
 
 def build(kernels=1):
-    return nvrtc.build("".join(KERNEL % (i, i) for i in range(kernels)), name="k", arch="sm_90a", headers={})
+    return nvrtc.build("".join(KERNEL % (i, i) for i in range(kernels)), name="k", arch="sm_90a", headers=nvrtc.Headers())
 
 
 def test_a_compilation_that_takes_too_long_is_ended(folder):

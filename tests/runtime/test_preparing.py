@@ -9,6 +9,7 @@ from experts import experts
 import fusion_moe
 from fusion_moe import compile as pipeline
 from fusion_moe import options
+from fusion_moe.emit.cpu.launch import Function
 from fusion_moe.errors import BuildError, OptionError, ShapeError, UnsupportedError
 from fusion_moe.ir.text import text
 from fusion_moe.runtime import build
@@ -125,6 +126,14 @@ def test_all_sizes_of_a_program(cold, monkeypatch):
     assert torch.equal(fusion_moe.run(pointwise(9.5), [torch.ones(1000, 8)])[0], torch.full((1000, 8), 10.5))
     with pytest.raises(OptionError, match="sizes = 'most'; expected 'called' or 'all'"), fusion_moe.preparing("most"):
         pass
+
+
+def test_what_is_prepared_already_costs_nothing(cold, monkeypatch):
+    """As a second layer of equal sizes."""
+    for _ in range(2):
+        with fusion_moe.preparing("all"):
+            fusion_moe.run(pointwise(11.5), [torch.ones(3, 8)])
+        monkeypatch.setattr(Function, "builds", None)  # not asked what it needs
 
 
 def test_nothing_to_compile():

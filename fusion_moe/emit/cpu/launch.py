@@ -84,6 +84,10 @@ class Function:
         """What is compiled before a call."""
         return self.library.builds()
 
+    def is_loaded(self, device: torch.device, sizes: Sizes) -> bool:
+        """Whether `load` has nothing to do."""
+        return "_entry" in self.__dict__
+
     def load(self, device: torch.device, sizes: Sizes) -> None:
         """Looks the function up."""
         self._entry  # noqa: B018

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from ...arch import Arch
 from ...errors import UnsupportedError
@@ -60,7 +61,7 @@ class Product(Source):
         """The number of matrices."""
         return self.plan.groups
 
-    @property
+    @cached_property
     def matrices(self) -> Matrices:
         """What the choice of kernels depends on, except rows."""
         tile_bytes = int(TILE * self.plan.encoding.weight_bits) // 8

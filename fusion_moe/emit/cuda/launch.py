@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -16,7 +16,7 @@ from ...arch import Arch
 from ...errors import BuildError, UnsupportedError
 from ...ir.binding import storage_shape
 from ...ir.types import DTYPES
-from ...runtime import background, cuda, memory, native, nvrtc
+from ...runtime import background, cuda, dump, memory, native, nvrtc
 from ...runtime.faults import Faults
 from ...runtime.memory import Memory
 from ...runtime.native import Descriptor
@@ -32,6 +32,7 @@ KERNELS = Path(__file__).parent / "kernels"
 _ALIGN = 16  # bytes: the alignment of vector loads
 _REMEMBERED = 1024  # how many devices and sizes of calls are kept
 _TITLE = 3  # how many operations a message names
+_had: dict[Hashable, Path] = {}  # cubins, by where they were looked for and the keys of their builds
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,13 @@ class Call:
         if any_size := self._any_size(sizes, arch):
             yield from _builds(any_size)
 
+    def is_loaded(self, device: torch.device, sizes: Sizes) -> bool:
+        """Whether a call of these sizes, also a captured one, only launches, and always launches the same."""
+        found = self._remembered.get((torch.device("cuda", cuda.index_of(device)), tuple([sizes[s] for s in self.parts.symbols])))
+        return found is not None and found.until is None
+
     def load(self, device: torch.device, sizes: Sizes) -> None:
-        """Loads the kernels: a call of these sizes, also a captured one, then only launches."""
+        """Loads the kernels: `is_loaded` is true from then on."""
         index = cuda.index_of(device)
         with torch.cuda.device(index):
             self._faults.prepare(index)
@@ -171,7 +177,7 @@ class Call:
         return None
 
     def _loaded(self, choice: Choice, device: torch.device, sizes: Sizes, until: background.Started | None = None) -> _Prepared:
-        parts, cubins = self.parts, run_builds(_builds(choice))
+        parts, cubins = self.parts, _cubins(choice)
         results = ((tuple(storage_shape(v.type, sizes)), DTYPES[v.type.dtype]) for v in parts.made)
         of_parts = zip(parts.parts, parts.places, choice.steps, strict=True)
         steps = (_Loaded(_numbers(part.source, sizes), places, _loaded(step, cubins, device.index)) for part, places, step in of_parts)
@@ -187,6 +193,10 @@ class Launch:
     def builds(self, device: torch.device, sizes: Sizes) -> Iterator[Build]:
         """The kernels for a call of these sizes."""
         return self.call.builds(device, sizes)
+
+    def is_loaded(self, device: torch.device, sizes: Sizes) -> bool:
+        """Whether `load` has nothing to do."""
+        return self.call.is_loaded(device, sizes)
 
     def load(self, device: torch.device, sizes: Sizes) -> None:
         """Loads the kernels."""
@@ -210,12 +220,23 @@ def build(kernel: KernelSource, arch: Arch) -> Path:
     return nvrtc.build(kernel.text, name=kernel.name, arch=arch.nvrtc, headers=_headers())
 
 
-def _builds(choice: Choice) -> Iterator[Build]:
+def _builds(choice: Choice) -> Iterator[tuple[tuple[str, str], Callable[[], Path]]]:
     """The builds of a choice's kernels, keyed by architecture and text."""
     return (_build_of(kernel, choice.arch) for kernel in choice.kernels)
 
 
-def _build_of(kernel: KernelSource, arch: Arch) -> Build:
+def _cubins(choice: Choice) -> dict[Hashable, Path]:
+    """The cubins of a choice's kernels, by the keys of their builds. Those that this process has had are not looked for again."""
+    where, builds = (options.current().cache_dir, _headers().key), dict(_builds(choice))
+    if new := [(key, build) for key, build in builds.items() if (where, key) not in _had]:
+        _had.update(((where, key), path) for key, path in run_builds(new).items())
+    found = {key: _had[where, key] for key in builds}
+    for (_, text), path in found.items():
+        dump.binary(path, text, ".cu")
+    return found
+
+
+def _build_of(kernel: KernelSource, arch: Arch) -> tuple[tuple[str, str], Callable[[], Path]]:
     return (arch.nvrtc, kernel.text), partial(build, kernel, arch)
 
 
@@ -230,7 +251,7 @@ def _missing(choice: Choice) -> list[Build]:
 
 
 @cache
-def _headers() -> Mapping[str, str]:
+def _headers() -> nvrtc.Headers:
     return nvrtc.headers(KERNELS)
 
 

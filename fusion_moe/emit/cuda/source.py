@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from string import Template
 
 from ...arch import Arch
@@ -141,6 +142,7 @@ class Source(Writer):
     def __init__(self, fusion: Fusion, memory: Sequence[Value], names: Mapping[Value, str] | None = None):
         super().__init__(fusion, memory, names)
         self.scratch: list[Array] = []
+        self._sums: dict[tuple[Op, tuple[Value, ...], tuple[Value, ...]], tuple[AnySize, Sequence[str], Sequence[str]]] = {}
 
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
         """The choice for these sizes on a GPU, for a segment by itself. UnsupportedError if the variant does not fit."""
@@ -218,7 +220,12 @@ class Source(Writer):
         return self.kernel(name, [*lines, *inner(body), "});"], blocks, headers=headers, max_resident=MAX_RESIDENT)
 
     def _struct(self, more: Sequence[str]) -> str:
-        return _STRUCT.substitute(members=indented(self.members()), functions=indented([*self.functions(), *more]))
+        members, functions = self._of_all_kernels
+        return _STRUCT.substitute(members=members, functions="\n".join([functions, indented(more)] if more else [functions]))
+
+    @cached_property
+    def _of_all_kernels(self) -> tuple[str, str]:
+        return indented(self.members()), indented(self.functions())
 
     def members(self) -> list[str]:
         """Sizes and arrays, scratch arrays, and the word for faults."""
@@ -278,6 +285,16 @@ class Source(Writer):
 
         reads_before_wait: whether slots and weights are available before the previous kernel has ended; they are prefetched meanwhile.
         """
+        key = combine, tuple(results), tuple(without)
+        if key not in self._sums:
+            self._sums[key] = self._sum_of_slots(*key)
+        count, body, prefetched = self._sums[key]
+        return self.for_all("combine", count, body, sizes, before_wait=prefetched if reads_before_wait else ())
+
+    def _sum_of_slots(
+        self, combine: Op, results: Sequence[Value], without: Sequence[Value]
+    ) -> tuple[AnySize, Sequence[str], Sequence[str]]:  # fmt: skip
+        """What does not depend on sizes: the count of threads, what each does, and what it prefetches."""
         (y, slot_of, w), (total,) = combine.values, combine.outputs
         (tokens, width), slots = total.type.shape, size(slot_of.type.shape[1])
         if not isinstance(width, int):
@@ -305,8 +322,7 @@ class Source(Writer):
         stores = [self._put(made, v, (tokens, width)) for v in results]
         each = ["const i64 j = j0 + v;", *made.lines, *stores]
         body += ["#pragma unroll", f"for (int v = 0; v < {columns}; ++v) {{", *inner(each), "}"]
-        count, before_wait = elements((plain(tokens), width // columns)), prefetched if reads_before_wait else ()
-        return self.for_all("combine", count, body, sizes, before_wait=before_wait)
+        return elements((plain(tokens), width // columns)), body, prefetched
 
     def _put(self, made: Elements, v: Value, shape: Sequence[Dim]) -> str:
         """Stores element (t, j) of a value, viewed as a matrix of a shape."""
