@@ -37,7 +37,7 @@ Build = tuple[Hashable, Callable[[], object]]  # a key, equal for equal work, an
 
 
 @runtime_checkable
-class Compiled(Protocol):
+class Compiled(Hashable, Protocol):
     """A launch that is compiled before it runs."""
 
     def builds(self, device: torch.device, sizes: Sizes) -> Iterable[Build]:

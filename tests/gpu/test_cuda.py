@@ -5,7 +5,8 @@ import torch
 from experts import experts
 
 import fusion_moe
-from fusion_moe.errors import GroupsError
+from fusion_moe.encodings import find, quantize
+from fusion_moe.errors import GroupsError, UnsupportedError
 from fusion_moe.frontends.inductor import backend
 
 pytestmark = pytest.mark.gpu
@@ -60,6 +61,24 @@ def test_compiled(layer, mode):
     with torch.inference_mode():
         for _ in range(3):  # the third replays, where CUDA graphs are used
             torch.testing.assert_close(compiled(x, ids, weights), torch.nn.functional.gelu(experts(x, ids, weights)), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("encoding", ["nvfp4", "mxfp4", "int4", "bf16"])
+def test_kernels_are_what_the_option_check_expects(encoding):
+    """No false alarm, by small-M and large-M kernels, one by one and chained; in a graph it is refused."""
+    g = torch.Generator().manual_seed(0)
+    gate_up, down = (torch.randn(EXPERTS, *shape, generator=g).bfloat16() / 16 for shape in ((2 * 512, 1024), (1024, 512)))
+    parts = [[w.cuda()] if encoding == "bf16" else [t.cuda() for t in quantize(w, encoding=find(encoding))] for w in (gate_up, down)]
+    for tokens in (1, 9, 40, 1500):
+        x = torch.randn(tokens, 1024, generator=g).bfloat16().cuda()
+        w, ids = torch.rand(tokens, EXPERTS, generator=g).cuda().topk(TOP_K)
+        want = ops.fused_experts(x, ids, w, *parts, weight_format=encoding)
+        with fusion_moe.options.override(check=True):
+            torch.testing.assert_close(ops.fused_experts(x, ids, w, *parts, weight_format=encoding), want, rtol=2**-6, atol=1e-2)
+    with fusion_moe.options.override(check=True), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x.add_(1)
+        with pytest.raises(UnsupportedError, match="the option check while a CUDA graph is captured"):
+            ops.fused_experts(x, ids, w, *parts, weight_format=encoding)
 
 
 def test_ends_past_the_rows_raise(layer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -220,7 +220,7 @@ def build(kernel: KernelSource, arch: Arch) -> Path:
     return nvrtc.build(kernel.text, name=kernel.name, arch=arch.nvrtc, headers=_headers())
 
 
-def _builds(choice: Choice) -> Iterator[tuple[tuple[str, str], Callable[[], Path]]]:
+def _builds(choice: Choice) -> Iterator[Build]:
     """The builds of a choice's kernels, keyed by architecture and text."""
     return (_build_of(kernel, choice.arch) for kernel in choice.kernels)
 
@@ -230,13 +230,12 @@ def _cubins(choice: Choice) -> dict[Hashable, Path]:
     where, builds = (options.current().cache_dir, _headers().key), dict(_builds(choice))
     if new := [(key, build) for key, build in builds.items() if (where, key) not in _had]:
         _had.update(((where, key), path) for key, path in run_builds(new).items())
-    found = {key: _had[where, key] for key in builds}
-    for (_, text), path in found.items():
-        dump.binary(path, text, ".cu")
-    return found
+    for kernel in choice.kernels:
+        dump.binary(_had[where, (choice.arch.nvrtc, kernel.text)], kernel.text, ".cu")
+    return {key: _had[where, key] for key in builds}
 
 
-def _build_of(kernel: KernelSource, arch: Arch) -> tuple[tuple[str, str], Callable[[], Path]]:
+def _build_of(kernel: KernelSource, arch: Arch) -> Build:
     return (arch.nvrtc, kernel.text), partial(build, kernel, arch)
 
 

@@ -142,7 +142,7 @@ class Source(Writer):
     def __init__(self, fusion: Fusion, memory: Sequence[Value], names: Mapping[Value, str] | None = None):
         super().__init__(fusion, memory, names)
         self.scratch: list[Array] = []
-        self._sums: dict[tuple[Op, tuple[Value, ...], tuple[Value, ...]], tuple[AnySize, Sequence[str], Sequence[str]]] = {}
+        self._slot_sums: dict[tuple[Op, tuple[Value, ...], tuple[Value, ...]], tuple[AnySize, Sequence[str], Sequence[str]]] = {}
 
     def choose(self, sizes: Sizes, arch: Arch, variant: str = AUTO) -> Chosen:
         """The choice for these sizes on a GPU, for a segment by itself. UnsupportedError if the variant does not fit."""
@@ -286,9 +286,9 @@ class Source(Writer):
         reads_before_wait: whether slots and weights are available before the previous kernel has ended; they are prefetched meanwhile.
         """
         key = combine, tuple(results), tuple(without)
-        if key not in self._sums:
-            self._sums[key] = self._sum_of_slots(*key)
-        count, body, prefetched = self._sums[key]
+        if key not in self._slot_sums:
+            self._slot_sums[key] = self._sum_of_slots(*key)
+        count, body, prefetched = self._slot_sums[key]
         return self.for_all("combine", count, body, sizes, before_wait=prefetched if reads_before_wait else ())
 
     def _sum_of_slots(
