@@ -5,6 +5,8 @@ Slots with the id -1 are of no expert, whoever holds which.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from experts import experts, float_weights
@@ -14,6 +16,7 @@ from ways import HOW, every_way
 import fusion_moe
 from fusion_moe import ops
 from fusion_moe.errors import GroupsError
+from fusion_moe.nn.custom import in_steps
 
 E, T, K, H, I = 8, 21, 3, 32, 16
 SHARES = ((0, 3), (3, 4), (7, 1))  # first, count
@@ -147,3 +150,14 @@ def test_a_module_of_local_experts():
     inside = (ids >= 1) & (ids <= E)  # NOWHERE has E too, the last one here
     want = whole(x, torch.where(inside, ids - 1, 0), torch.where(inside, w, 0))
     torch.testing.assert_close(module(x, ids, w), want)
+
+
+def test_a_norm_after_no_expert_adds_nothing():
+    x, ids, w = padded(torch.float64)
+    up, down = (torch.randn(E, *shape).double() for shape in ((I, H), (H, I)))
+    products = (lambda rows, ends, weight=weight: ops.grouped_mm(rows, [weight], ends, weight_format="f64") for weight in (up, down))
+    function = SimpleNamespace(has_gate=False, act_fn=torch.relu, has_post_expert_norm=True, post_expert_norm=lambda y: y + 1)
+    found = in_steps(function, x, ids, w, E, *products)
+    for token, slots in enumerate(ids):
+        each = [w[token, k] * (torch.relu(x[token] @ up[e].T) @ down[e].T + 1) for k, e in enumerate(slots.tolist()) if e >= 0]
+        torch.testing.assert_close(found[token], sum(each, torch.zeros(H).double()))
