@@ -131,6 +131,14 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def architectures_of(config: Mapping[str, Any], where: str = "") -> tuple[str, ...]:
+    """The classes that a config.json names, in transformers' words; CheckpointError if it names anything else."""
+    found = config.get("architectures") or []
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise CheckpointError(f"architectures {found!r}", expected="a list of names of classes", where=where)
+    return tuple(found)
+
+
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json without the entries that `quantization_of` reads."""
     kept = {key: value for key, value in config.items() if key not in QUANTIZATION}

@@ -1,7 +1,8 @@
 """Experts in files: which names belong to the experts of one layer, and in which order.
 
     …experts.3.gate_proj, up_proj, down_proj      a matrix for each expert; w1, w3, w2 in Mixtral and others
-    …experts.gate_up_proj, down_proj              one tensor for all experts; up_proj without a gate
+    …experts.gate_up_proj, down_proj              one tensor for all experts; up_proj without a gate. Aria, Granite and Inkling call
+                                                  them fc1, input_linear, w13_weight; and fc2, output_linear, w2_weight
 
 Every expert from 0 to E - 1 has the same projections.
 """
@@ -14,11 +15,19 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError
+from .directory import TEXT_MODEL
 
 T = TypeVar("T")
 PER_EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up and down by either name
 _SAME = dict(zip(PER_EXPERT[1], PER_EXPERT[0], strict=True))
 _ONE = re.compile(r"(?P<layer>.*\bexperts)\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)")
+_USUAL = (
+    (re.compile(r"\bblock_sparse_moe\.input_linear$"), "block_sparse_moe.experts.gate_up_proj"),
+    (re.compile(r"\bblock_sparse_moe\.output_linear$"), "block_sparse_moe.experts.down_proj"),
+    (re.compile(r"\bexperts\.(fc1|w13_weight)$"), "experts.gate_up_proj"),
+    (re.compile(r"\bexperts\.(fc2|w2_weight)$"), "experts.down_proj"),
+)
+_LAYER, _MTP = re.compile(r"\blayers\.(\d{1,9})\."), re.compile(r"\bmtp(_|\b)")
 _FUSED = re.compile(r"(?P<layer>.*\bexperts)\.(?P<projection>gate_up_proj|up_proj|down_proj)")
 
 
@@ -47,8 +56,24 @@ class LayerExperts:
 
 def experts_of(config: Mapping[str, Any]) -> int | None:
     """How many experts a layer has, by config.json; None if it does not say."""
-    for part in (config, config.get("text_config")):
-        for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+    return _number(config, "num_experts", "num_local_experts", "n_routed_experts")
+
+
+def hidden_layers_of(config: Mapping[str, Any]) -> int | None:
+    """How many layers a model has, by config.json, without those that predict further tokens; None if it does not say."""
+    return _number(config, "num_hidden_layers")
+
+
+def predicts_further_tokens(name: str, hidden_layers: int | None) -> bool:
+    """Whether a tensor belongs to multi-token prediction (MTP): a module `mtp…`, or a layer from number hidden_layers on."""
+    layer = _LAYER.search(name)
+    return bool(_MTP.search(name)) or (layer is not None and hidden_layers is not None and int(layer[1]) >= hidden_layers)
+
+
+def _number(config: Mapping[str, Any], *keys: str) -> int | None:
+    """An entry of config.json, for the whole model or its text model."""
+    for part in (config, *(config.get(name) for name in TEXT_MODEL)):
+        for key in keys:
             if isinstance(part, dict) and type(part.get(key)) is int:
                 return part[key]
     return None
@@ -65,7 +90,7 @@ def layers_of_experts(weights: Iterable[str], experts: int | None = None) -> dic
         if found := _ONE.fullmatch(name):
             projection = _SAME.get(found["projection"], found["projection"])
             single.setdefault(found["layer"], {}).setdefault(projection, {})[int(found["expert"])] = name
-        elif found := _FUSED.fullmatch(name):
+        elif found := _FUSED.fullmatch(_usual(name)):
             fused.setdefault(found["layer"], {})[found["projection"]] = (name,)
     if both := single.keys() & fused.keys():
         raise CheckpointError("experts one by one, and all in one tensor", expected="one of the two", where=min(both))
@@ -74,6 +99,12 @@ def layers_of_experts(weights: Iterable[str], experts: int | None = None) -> dic
         if experts not in (None, layer.experts):
             raise CheckpointError(f"{layer.experts} experts", expected=f"{experts}, by config.json", where=layer.name)
     return layers | {name: LayerExperts(name, _sorted(projections), fused=True) for name, projections in fused.items()}
+
+
+def _usual(name: str) -> str:
+    for pattern, by in _USUAL:
+        name = pattern.sub(by, name)
+    return name
 
 
 def _in_order(layer: str, projections: Mapping[str, Mapping[int, str]]) -> dict[str, tuple[str, ...]]:

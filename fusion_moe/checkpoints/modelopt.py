@@ -51,7 +51,7 @@ def quantization_config(algorithms: Mapping[str, str], plain: Iterable[str]) -> 
     else:
         made["quantized_layers"] = {name: _algorithm(algorithm) for name, algorithm in layers.items()}
     made["config_groups"] = {f"group_{i}": _GROUPS[name] | {"targets": its} for i, (name, its) in enumerate(targets.items())}
-    return made | {"ignore": sorted(plain), "producer": {"name": "fusion_moe"}}
+    return made | {"ignore": sorted({_layer(name) for name in plain}), "producer": {"name": "fusion_moe"}}
 
 
 def own_entries(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ..encodings import NVFP4, Quantized, check_finite
 from ..errors import CheckpointError, NonFiniteError, ShapeError, UnsupportedError
 from .conversion import Source, algorithms, dense_step, modelopt_step, plain_linears, plain_weights, renamed
 from .directory import Directory, without_quantization
-from .experts import LayerExperts, experts_of, layers_of_experts
+from .experts import LayerExperts, experts_of, hidden_layers_of, layers_of_experts, predicts_further_tokens
 from .fused import FusedOrder, Read, matrices_of, order_of
 from .headers import Entry
 from .modelopt import nvfp4_step, older_config, quantization_config
@@ -22,17 +22,23 @@ from .shard import Planned, Step
 from .stored import StoredWeight, stored_weights
 from .writing import SHARD_BYTES, write
 
+_TWO_KINDS = ("ernie4_5_vl_moe",)
+
 
 def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES) -> Path:
     """Writes src with its experts in NVFP4 as dst, which appears whole; a call after an interruption continues. Returns dst.
 
     src: in bfloat16, float16, float32, or FP8, which is rounded to bfloat16 first. Each matrix of an expert gets its own scale and the same
     bytes as from `quantize_`; gate and up are two matrices. Experts in one tensor are written one by one, also those of Llama-4 and gpt-
-    oss, which are stored transposed. Everything else stays the same, except that FP8 with more than one scale becomes bfloat16, since
-    ModelOpt's form has no such FP8. UnsupportedError if there are no such experts, ShapeError if K is not a multiple of 16, NonFiniteError
-    for NaN and infinity, CheckpointError as from `Directory.open`, `stored_weights` and `write`.
+    oss, which are stored transposed. Layers for multi-token prediction stay in floats: transformers reads no others. Everything else stays
+    the same, except that FP8 with more than one scale becomes bfloat16, since ModelOpt's form has no such FP8. UnsupportedError if there
+    are no such experts, ShapeError if K is not a multiple of 16, NonFiniteError for NaN and infinity, CheckpointError as from
+    `Directory.open`, `stored_weights` and `write`.
     """
     source = Source.open(src)
+    if (family := source.directory.config.get("model_type")) in _TWO_KINDS:
+        found, todo = f"{family}, whose experts of texts and of images share names", "load the model, quantize_ it and save_pretrained"
+        raise UnsupportedError(found, expected="one kind of experts in a layer", todo=todo, where=str(src))
     experts = dict(_experts(source))
     if not experts:
         found = "experts that are quantized already" if source.weights else "no experts"
@@ -67,9 +73,11 @@ Matrix = tuple[str, tuple[int, ...], Callable[[], Tensor]]  # the name of a matr
 
 def _experts(source: Source) -> Iterator[tuple[str, Step]]:
     """The steps that write experts, each with the name of the original weight or bias."""
-    plain = plain_weights(source.directory)
+    plain, config = plain_weights(source.directory), source.directory.config
     fp8 = {name: weight for name, weight in source.weights.items() if weight.scheme.encoding is None}
-    for layer in layers_of_experts([*plain, *fp8], experts_of(source.directory.config)).values():
+    for layer in layers_of_experts([*plain, *fp8], experts_of(config)).values():
+        if predicts_further_tokens(f"{layer.name}.", hidden_layers_of(config)):
+            continue
         if empty := [plain[name] for name in layer.names if name in plain and 0 in plain[name].shape]:  # its other sizes may be any
             raise CheckpointError(f"{empty[0]}", expected="experts with elements", where=str(empty[0].file))
         if layer.fused:
@@ -88,13 +96,14 @@ def _matrix(source: Source, name: str, plain: Mapping[str, Entry], fp8: Mapping[
 def _fused(source: Source, layer: LayerExperts, plain: Mapping[str, Entry]) -> Iterator[tuple[str, Step]]:
     """Fused weights and biases of all experts, written as single experts, as ModelOpt writes them."""
     read, shapes = source.directory.read, {projection: plain[name].shape for projection, (name,) in layer.projections.items()}
-    order = order_of(layer.name, shapes, source.directory.config)
+    order = order_of(layer, shapes, source.directory.config)
     for projection, (name,) in layer.projections.items():
         matrices = matrices_of(projection)
         n, k = order.matrix_shape(shapes[projection])
         rows, count = n // len(matrices), len(matrices)
         places = [(e, at, f"{layer.name}.{e}.{matrix}") for e in range(shapes[projection][0]) for at, matrix in enumerate(matrices)]
-        yield name, _joined([_quantized(to, (rows, k), partial(order.matrix, read, name, e, at, count)) for e, at, to in places])
+        matrix = partial(order.matrix, read, plain[name].name)
+        yield name, _joined([_quantized(to, (rows, k), partial(matrix, e, at, count)) for e, at, to in places])
         if bias := plain.get(f"{name}_bias"):
             planned = tuple(Planned(f"{to}.bias", bias.dtype, (rows,)) for *_, to in places)
             yield bias.name, Step(planned, partial(_biases, order, read, bias.name, places, count))

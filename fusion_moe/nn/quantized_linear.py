@@ -68,9 +68,9 @@ class QuantizedLinear(PackedModule):
 class NVFP4Linear(QuantizedLinear):
     """A linear layer in NVFP4. Its parameters have nvidia-modelopt's names:
 
-        weight          uint8          [N, K/2]    two codes a byte, low nibble first
-        weight_scale    float8_e4m3fn  [N, K/16]   linear order
-        weight_scale_2  float32        []          multiplies
+    weight          uint8          [N, K/2]    two codes a byte, low nibble first
+    weight_scale    float8_e4m3fn  [N, K/16]   linear order
+    weight_scale_2  float32        []          multiplies
     """
 
     def _product(self, rows: Tensor, weight: list[Tensor], offs: Tensor) -> Tensor:

@@ -10,13 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from ..checkpoints import Directory, method_of
-from ..checkpoints.directory import INDEX, OLDER_CONFIG, SINGLE, older_quantization, quantization_of, read_index
+from ..checkpoints.directory import (
+    CONFIG,
+    INDEX,
+    OLDER_CONFIG,
+    SINGLE,
+    architectures_of,
+    older_quantization,
+    quantization_of,
+    read_index,
+)
 from ..errors import CheckpointError
 from ..nn.config import NVFP4Config
+from .completeness import new_heads
 from .config import set_quantization
 from .share import Share, sharing
 from .sources import some
@@ -31,16 +42,18 @@ _OF_MODEL = ("dtype", "torch_dtype", "quantization_config", "attn_implementation
 
 
 def from_pretrained(
-    directory: str | Path, *, auto_class: Any = AutoModelForCausalLM, mesh: Any = None, plan: str = "ep", tokens: str = "replicated",
+    directory: str | Path, *, auto_class: Any = None, mesh: Any = None, plan: str = "ep", tokens: str = "replicated",
     dispatch: str = "all_gather", capacity: int | float = 1.0, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """`auto_class.from_pretrained(directory, **kwargs)`, with encoded weights in modules of fusion_moe.nn, whoever quantized them.
 
-    directory: a local one, or a name that transformers knows. kwargs may change entries of the configuration, unless config is given, which
-    stays as it is. quantization_config=NVFP4Config(): rounds experts in floats, also in 8-bit floats, to NVFP4. UnsupportedError for a
-    `quant_method` that is not supported here, and for a device_map with encoded weights outside of memory; CheckpointError for weights that
-    are missing, left over or of another dtype or size. For encoded weights both are raised before any weight is read. In a directory in
-    floats, transformers finds missing weights while it loads; output_loading_info=True returns (model, info) nevertheless.
+    directory: a local one, or a name that transformers knows. auto_class: None for the class that config.json names, such as one with a
+    vision tower, or AutoModelForCausalLM if transformers has no such class. kwargs may change entries of the configuration, unless config
+    is given, which stays as it is. quantization_config=NVFP4Config(): rounds experts in floats, also in 8-bit floats, to NVFP4.
+    UnsupportedError for a `quant_method` that is not supported here, and for a device_map with encoded weights outside of memory;
+    CheckpointError for weights that are missing, left over or of another dtype or size. For encoded weights both are raised before any
+    weight is read. In a directory in floats, transformers finds missing weights while it loads; output_loading_info=True returns (model,
+    info) nevertheless. A new head, such as a classifier's, may be missing: transformers warns.
 
     mesh, plan, tokens, dispatch, capacity: as for `distributed.parallelize_`; the result is the same as calling that afterwards, but each
     rank reads only the experts that it keeps. The directory must then be a local one. The plans "tp" and "ep_tp" divide features, and do so
@@ -50,6 +63,7 @@ def from_pretrained(
     if directory is not None:
         _check_index(Path(directory, kwargs.get("subfolder") or ""))
     config, kwargs = _configuration(directory, kwargs)
+    auto_class = auto_class or _class_named(config, directory, kwargs)
     if found := quantization_of(config.to_dict()) or _beside(directory, _some_of(kwargs, _OF_HUB)):
         found = {**found, "source": method_of(found, str(directory)), "quant_method": "fusion_moe"}
         if isinstance(kwargs.get("quantization_config"), NVFP4Config):
@@ -64,7 +78,7 @@ def from_pretrained(
         model, info = _shared(Directory.open(directory), division, auto_class, config, kwargs)
     if wanted:
         return model, info
-    if missing := sorted(info["missing_keys"]):
+    if missing := sorted(set(info["missing_keys"]) - new_heads(model)):
         todo = "output_loading_info=True returns the model with random numbers there, and their names"
         raise CheckpointError(f"nothing for {some(missing)}", expected="a tensor for each parameter", todo=todo, where=str(directory))
     return model
@@ -75,6 +89,16 @@ def _check_index(path: Path) -> None:
     index = path / INDEX
     if os.path.lexists(index) and not (path / SINGLE).is_file() and not isinstance(read_index(index).get("metadata"), dict):
         raise CheckpointError("no metadata", expected='"metadata", an object, if only {}: transformers reads it', where=str(index))
+
+
+def _class_named(config: Any, directory: str | Path, kwargs: dict[str, Any]) -> Any:
+    """The class of transformers that a configuration names, if it is for such configurations; AutoModelForCausalLM for any other."""
+    names = architectures_of(vars(config), f"{directory}: {CONFIG}")
+    if kwargs.get("trust_remote_code") and hasattr(config, "auto_map"):
+        return AutoModelForCausalLM
+    found: list[Any] = [getattr(transformers, name, None) for name in names]
+    models: list[Any] = [kind for kind in found if isinstance(kind, type) and issubclass(kind, PreTrainedModel)]
+    return next((kind for kind in models if isinstance(config, kind.config_class or ())), AutoModelForCausalLM)
 
 
 def _configuration(directory: str | Path, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

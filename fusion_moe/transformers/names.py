@@ -14,19 +14,25 @@ def live_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     """The name in the model of each name in files. A part of a weight is named by the weight's name and the part's suffix."""
     renamings = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightRenaming) and not is_weight_norm(c)]
     known = model.state_dict()
+    modules = {name for name, _ in model.named_modules()}
     found = {}
     for name in sorted(names, key=dot_natural_key):  # transformers' order: a renaming may depend on earlier names
         renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, known)
-        found[name] = renamed if renamed in known else _with_prefix(model, renamed)
+        if renamed not in known:
+            renamed, kept = (_with_prefix(model, n) for n in (renamed, name))
+            if kept in known or (_owner(renamed) not in modules and _owner(kept) in modules):  # as transformers does it for parameters
+                renamed = kept
+        found[name] = renamed
     return found
 
 
 def of_heads(model: Any, names: Mapping[str, str]) -> set[str]:
-    """Those of `live_names` that a base model has no place for: in the files of a model with a head, what is beside the base model."""
+    """Those of `live_names` in the heads of other classes: what files have beside the base model, and this model has no place for."""
     prefix = f"{model.base_model_prefix}."
-    if model.base_model is not model or not any(name.startswith(prefix) for name in names):
+    if not any(name.startswith(prefix) for name in names):
         return set()
-    return {live for name, live in names.items() if not name.startswith(prefix)}
+    own = () if model.base_model is model else model._modules
+    return {live for name, live in names.items() if not name.startswith(prefix) and live.partition(".")[0] not in own}
 
 
 def _with_prefix(model: Any, name: str) -> str:
@@ -35,6 +41,10 @@ def _with_prefix(model: Any, name: str) -> str:
     if base is model:
         return rest if first == prefix else name
     return f"{prefix}.{name}" if first not in model._modules and first in base._modules else name
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def is_weight_norm(conversion: Any) -> bool:

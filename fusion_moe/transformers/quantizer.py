@@ -42,6 +42,9 @@ class FusionMoeQuantizer(HfQuantizer):
             quantization_config = NVFP4Config(**asdict(quantization_config))
         super().__init__(quantization_config, **kwargs)
         self._contracts: Contracts = {}
+        self._theirs: list[Any] = []  # transformers' conversions
+        self._of_others: list[Any] = []  # those for other parameters than ours
+        self._ignored: Any = None  # transformers' patterns of names that are not needed
         self._dtypes: dict[str, torch.dtype] = {}
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
@@ -66,19 +69,20 @@ class FusionMoeQuantizer(HfQuantizer):
         config = self.quantization_config
         self.replaced = replace_modules(model, directory.tensors, config.method, config.experts, config.quantizes)
         _check_in_memory(model, kwargs.get("device_map"))
-        ignored = {f"{re.escape(suffix)}$" for suffix in KNOWN}
+        ignored, self._ignored = {f"{re.escape(suffix)}$" for suffix in KNOWN}, model._keys_to_ignore_on_load_unexpected
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
         if share is not None:
             share.take(model, self.replaced.experts)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
-        """transformers' conversions, with ours in place of those for experts."""
+        """Our conversions before transformers', which may still read experts that are not encoded, by other names."""
         if self.replaced is None:
             return weight_conversions
+        self._theirs = [c for c in weight_conversions if not is_weight_norm(c)]
         sources = [(source, _module(self._model, name)) for name, source in self.replaced.experts.items()]
         ours = expert_converters(sources)
-        kept = [c for c in without(weight_conversions, ours) if not is_weight_norm(c)]
-        conversions = [*longest_first(ours), *kept]
+        self._of_others = without(self._theirs, ours)
+        conversions = [*longest_first(ours), *self._theirs]
         check_complete(self.replaced, self._model, conversions)
         return conversions
 
@@ -99,6 +103,9 @@ class FusionMoeQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         """Checks scales, freezes parameters, moves them to large pages on the CPU, and reorders them for the kernels on CUDA."""
         del self._model
+        if self.replaced is not None:  # what is read later, such as layers for multi-token prediction, is in floats
+            model._keys_to_ignore_on_load_unexpected = self._ignored
+            model._weight_conversions = [c for c in self._theirs if c.was_used() or c not in self._of_others]
         check_scales(model, {} if self.replaced is None else self.replaced.experts)
         finish_(model)
         cast_(model, self._dtypes)

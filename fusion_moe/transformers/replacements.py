@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..checkpoints import Entry, Scheme, StoredWeight, stored_weights
+from ..checkpoints.experts import hidden_layers_of, predicts_further_tokens
 from ..encodings import NVFP4, Encoding, Quantized
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, UnsupportedError
@@ -72,7 +73,8 @@ def replace_modules(model: Any, tensors: Mapping[str, Entry], method: str, confi
 def _check_none_left(model: Any, replaced: Replacements, names: Mapping[str, str], stored: Stored) -> None:
     """UnsupportedError for an encoded weight of a module that cannot have one, CheckpointError for one of no module."""
     ignored, others = any_of(model._keys_to_ignore_on_load_unexpected), replaced.taken | of_heads(model, names)
-    left = [w for w in stored.values() if w.name not in replaced.linears]
+    layers = hidden_layers_of(model.config.to_dict())  # transformers ignores others, or reads them by itself
+    left = [w for w in stored.values() if w.name not in replaced.linears and not predicts_further_tokens(f"{w.name}.", layers)]
     left = [w for w in left if any(e.name not in others and not ignored.search(e.name) for e in w.entries.values())]
     if not left:
         return
@@ -80,11 +82,11 @@ def _check_none_left(model: Any, replaced: Replacements, names: Mapping[str, str
     while owner not in modules:
         owner = owner.rpartition(".")[0]
     where = type(model).__name__
-    if modules[owner]._parameters:
+    if modules[owner]._parameters and owner not in replaced.experts:
         found, of = f"{left[0].name} in {left[0].scheme.name}", type(modules[owner]).__name__
         raise UnsupportedError(f"{found}, of a {of}", expected="experts of a known class, or a linear layer", where=where)
     tensors = [entry.name for weight in left for entry in weight.entries.values()]
-    todo = "the model calls it otherwise, or config.json has fewer layers or experts than the files"
+    todo = "the model calls it otherwise, or config.json has fewer experts than the files"
     raise CheckpointError(f"{some(tensors)}, of no module", expected="a module for each weight", todo=todo, where=where)
 
 

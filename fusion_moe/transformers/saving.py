@@ -6,7 +6,7 @@ NVFP4 is written as ModelOpt writes it. Experts keep the names that they had in 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..nn import NVFP4Config, NVFP4Linear
 from ..nn.adaptable import AdaptableModule
 from ..nn.packed import PackedModule
 from ..nn.projections import Projections
-from .conversions import expert_converters, without
+from .conversions import Converter, expert_converters, without
 from .operations import is_ours
 from .sources import ExpertsSource
 
@@ -37,7 +37,16 @@ def conversions_for_saving(model: Any, sources: Sources) -> list[Any]:
         log.warning("the adapters of %s%s are not saved: save_lora writes them", adapted[0], ", ..." if adapted[1:] else "")
     made = expert_converters(_with_sources(model, sources))
     made.sort(key=lambda c: len(c._original_target_patterns[0]))  # transformers tries the last one first
-    return [*made, *without(_of_transformers(model), made)]
+    return [*(c for c in without(_of_transformers(model), made) if not _renames(c, made)), *made]
+
+
+def _renames(conversion: Any, made: Iterable[Converter]) -> bool:
+    """Whether transformers' conversion changes what ours call the tensors of experts: one for a shared expert's `down_proj`, say."""
+    if not isinstance(conversion, WeightRenaming):
+        return False
+    names = (pattern.replace("\\", "").replace("*", "0") for c in made for pattern in c._original_source_patterns)
+    reverse = conversion.reverse_transform()
+    return not all(reverse.rename_source_key(name)[0].endswith(name) for name in names)
 
 
 def _with_sources(model: Any, sources: Sources) -> Iterator[tuple[ExpertsSource, Projections]]:

@@ -61,6 +61,20 @@ def test_experts_without_elements(dtype: torch.dtype, tmp_path: Path) -> None:
         quantize(path, tmp_path / "dst")
 
 
+@pytest.mark.parametrize("layer", ["model.layers.1.mlp", "mtp.layers.0.mlp"])
+def test_layers_for_further_tokens_stay(layer: str, tmp_path: Path) -> None:
+    def another(tensors: Tensors) -> None:
+        tensors.update({name.replace("model.layers.0.mlp", layer): tensors[name].clone() for name in list(tensors) if EXPERTS in name})
+
+    dst = quantize(change(whole(copied(SRC.name, tmp_path)), another), tmp_path / "dst")
+    before, after = loaded(tmp_path / SRC.name), loaded(dst)
+    further = {name for name in before if name.startswith(layer)}
+    assert len(further) == 12
+    assert {name for name in after if name.startswith(layer)} == further
+    assert all(torch.equal(before[name], after[name]) for name in further)
+    assert f"{layer}.experts" in Directory.open(dst).quantization["ignore"]
+
+
 @pytest.mark.judges("modelopt")
 def test_bytes_of_modelopt(tmp_path: Path) -> None:
     from modelopt.torch.quantization.qtensor import NVFP4QTensor

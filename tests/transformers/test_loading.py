@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from decoded import plain_model, relative, same_bytes, same_parameters
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -106,21 +106,76 @@ def test_base_models(name, tmp_path):
     full, base = from_pretrained(MADE / name), from_pretrained(MADE / name, auto_class=AutoModel)
     assert same_parameters(base, full.base_model)
     base.save_pretrained(tmp_path)
-    assert same_parameters(from_pretrained(tmp_path, auto_class=AutoModel), base)
+    assert same_parameters(from_pretrained(tmp_path), base)  # the class that config.json names
     with pytest.raises(CheckpointError, match="nothing for lm_head.weight"):
-        from_pretrained(tmp_path)
+        from_pretrained(tmp_path, auto_class=AutoModelForCausalLM)
     head = {"lm_head.weight": full.lm_head.weight.detach().clone()}
     save_file(load_file(tmp_path / "model.safetensors") | head, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert same_parameters(from_pretrained(tmp_path), full)
+    assert same_parameters(from_pretrained(tmp_path, auto_class=AutoModelForCausalLM), full)
 
 
 def test_a_base_model_has_no_place_for_an_encoded_head(tmp_path):
-    def encode_head(t):
-        t.pop("lm_head.weight")
-        t.update({f"lm_head.{part}": t[f"model.layers.0.self_attn.q_proj.{part}"].clone() for part in PARTS})
-
-    base = AutoModel.from_pretrained(changed(tmp_path, encode_head))
+    base = AutoModel.from_pretrained(changed(tmp_path, encoded_head))
     assert same_parameters(base, from_pretrained(MADE / "modelopt-qwen3_moe").base_model)
+
+
+@pytest.mark.parametrize("names", ["model.layers.1.mlp", "mtp.layers.0.mlp"])
+def test_layers_for_further_tokens_are_left_out(names, tmp_path):
+    """Encoded ones too, as transformers leaves them out: those from num_hidden_layers on, and `mtp`."""
+
+    def another_layer(t):
+        t.update({name.replace("model.layers.0.mlp", names): t[name].clone() for name in list(t) if "layers.0.mlp" in name})
+
+    model = AutoModelForCausalLM.from_pretrained(changed(tmp_path, another_layer))
+    assert same_parameters(model, from_pretrained(MADE / "modelopt-qwen3_moe"))
+
+
+def encoded_head(t):
+    t.pop("lm_head.weight")
+    t.update({f"lm_head.{part}": t[f"model.layers.0.self_attn.q_proj.{part}"].clone() for part in PARTS})
+
+
+@pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "bf16-qwen3_moe"])
+def test_a_new_head(name, tmp_path):
+    """A classifier of a model that was saved with another head, which may be encoded: transformers makes the new one, and says so."""
+    directory = changed(tmp_path, encoded_head) if name.startswith("modelopt") else MADE / name
+    kind = {"auto_class": AutoModelForSequenceClassification, "num_labels": 3, "dtype": torch.float32}
+    model = from_pretrained(directory, **kind)
+    assert model.score.weight.shape == (3, model.config.hidden_size)
+    assert model.score.weight.isfinite().all()
+    assert same_parameters(model.model, from_pretrained(directory, auto_class=AutoModel, dtype=torch.float32))
+    _, info = from_pretrained(directory, output_loading_info=True, **kind)
+    assert info["missing_keys"] == {"score.weight"}
+    model.save_pretrained(tmp_path / "saved")
+    assert same_parameters(from_pretrained(tmp_path / "saved", dtype=torch.float32), model)  # a classifier, by config.json
+
+
+@pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "bf16-qwen3_moe"])
+def test_a_head_that_was_lost(name, tmp_path):
+    kind = {"auto_class": AutoModelForSequenceClassification, "num_labels": 3}
+    from_pretrained(MADE / name, **kind).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="nothing for score.weight"):
+        from_pretrained(tmp_path, **kind)
+
+
+@pytest.mark.parametrize("named", [[1.5], "Qwen3MoeForCausalLM", [["Qwen3MoeForCausalLM"]]])
+def test_architectures_are_names(named, tmp_path):
+    directory = changed(tmp_path, lambda t: None)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"architectures": named}))
+    with pytest.raises(CheckpointError, match=r"config.json: architectures .*; expected a list of names of classes"):
+        from_pretrained(directory)
+
+
+@pytest.mark.parametrize("named", [None, [], ["NoSuchModel"], ["pipeline"], ["BertModel"]])
+def test_architectures_that_name_no_class_for_this_configuration(named, tmp_path):
+    directory = changed(tmp_path, lambda t: None)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"architectures": named}))
+    assert same_parameters(from_pretrained(directory), from_pretrained(MADE / "modelopt-qwen3_moe"))
 
 
 def test_shapes_of_packed_tensors_are_not_unexpected():
@@ -157,8 +212,8 @@ def weight_of_nothing(t):
         t[f"model.layers.0.mlp.router.{part}"] = t[f"model.layers.0.self_attn.q_proj.{part}"].clone()
 
 
-def layer_too_many(t):
-    t.update({name.replace("layers.0.", "layers.1."): t[name].clone() for name in list(t) if "layers.0.mlp.experts" in name})
+def expert_too_many(t):
+    t.update({name.replace("experts.0.", "experts.8."): t[name].clone() for name in list(t) if "experts.0." in name})
 
 
 def norm_lost(t):
@@ -175,7 +230,7 @@ def scale_lost(t):
         (expert_lost, r"experts: no encoded model.layers.0.mlp.experts.2.up_proj; expected all 8 weights of gate_up"),
         (linear_lost, "nothing for model.layers.0.self_attn.q_proj.weight; expected all"),
         (weight_of_nothing, "model.layers.0.mlp.router.weight.* of no module; expected a module for each weight"),
-        (layer_too_many, r"layers.1.mlp.experts.*, of no module; .* config.json has fewer layers or experts than the files"),
+        (expert_too_many, r"mlp.experts.8.*, of no module; .* config.json has fewer experts than the files"),
         (norm_lost, "nothing for model.norm.weight; expected all"),
         (scale_lost, "q_proj.weight .* without model.layers.0.self_attn.q_proj.weight_scale_2"),
     ],

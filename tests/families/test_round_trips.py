@@ -1,0 +1,62 @@
+"""Every family with experts, on its own class: what is saved after `quantize_`, and what `quantize` makes of its files, loads again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from torch import Tensor
+
+import fusion_moe
+from fusion_moe.checkpoints import quantize
+from fusion_moe.errors import UnsupportedError
+from fusion_moe.nn.packed import PackedModule
+from fusion_moe.transformers import from_pretrained
+from tests.families.decoded import relative
+from tests.families.models import decorated
+from tests.families.tiny import FAMILIES, tiny
+
+pytestmark = pytest.mark.once
+
+
+def logits(model: Any) -> Tensor:
+    torch.manual_seed(0)  # a family has noise
+    with torch.no_grad():
+        return getattr(model, "thinker", model)(input_ids=torch.arange(3, 12)[None], use_cache=False)[0]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two models have the same class, and the same bytes in the same parameters and buffers."""
+    first, second = a.state_dict(), b.state_dict()
+    as_bytes = [(t.flatten().view(torch.uint8), second[name].flatten().view(torch.uint8)) for name, t in first.items() if name in second]
+    return type(a) is type(b) and first.keys() == second.keys() and all(torch.equal(x, y) for x, y in as_bytes)
+
+
+def test_every_family():
+    assert FAMILIES.keys() >= {family for family, _ in decorated()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trips(family: str, tmp_path: Path):
+    model = tiny(family)
+    model.save_pretrained(tmp_path / "floats")
+    fusion_moe.quantize_(model)
+    assert any(isinstance(m, PackedModule) for m in model.modules())
+    model.save_pretrained(tmp_path / "saved")
+    saved = from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert same(saved, model)
+    assert relative(logits(saved), logits(model)) <= 1e-6
+    if family == "ernie4_5_vl_moe":
+        with pytest.raises(UnsupportedError, match="ernie4_5_vl_moe"):
+            quantize(tmp_path / "floats", tmp_path / "quantized")
+        return
+    quantized = from_pretrained(quantize(tmp_path / "floats", tmp_path / "quantized"), dtype=torch.float32)
+    assert relative(logits(quantized), logits(model)) <= 1e-6
+    assert (
+        same(quantized, model) or family == "dots3_note"
+    )  # the experts of its vision tower stay in floats: their files call them fc1 to fc3
