@@ -30,7 +30,7 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
-from .errors import TranslatorError, Untranslatable
+from .errors import Error, TranslatorError, Untranslatable
 from .ir.builder import FusionDefinition
 from .ir.core import Value
 from .ir.types import TensorType, plain
@@ -56,13 +56,17 @@ class Translator:
     def __call__(
         self, fd: FusionDefinition, args: Sequence[Any], kwargs: Mapping[str, Any], expected: Sequence[TensorType]
     ) -> tuple[Value, ...]:
-        """The outputs of one call. Untranslatable if the translator raises it; TranslatorError if it fails or returns another type."""
+        """The outputs of one call. Untranslatable if the translator raises it, or if a built-in one builds what a type rule refuses;
+        TranslatorError if it fails or returns another type.
+        """
         try:
             with fd.only_ops():
                 result = self.function(fd, *args, **kwargs)
         except Untranslatable:
             raise
         except Exception as error:
+            if isinstance(error, Error) and not self.of_user:
+                raise Untranslatable(error.found, expected=error.expected, where=error.where) from error
             raise TranslatorError(
                 f"the translator of {self.op} failed: {message(error)}", expected="values, or Untranslatable",
                 todo="fix the translator; raise Untranslatable(reason) for calls that it does not support",

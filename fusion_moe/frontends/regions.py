@@ -118,7 +118,7 @@ class _Search:
             return False
         walk = Walk(with_parts(n))
         for call, error in walk.refused.items():
-            failed = isinstance(error, TranslatorError) or isinstance(error.__cause__, TranslatorError)
+            failed = isinstance(error, TranslatorError) or error.__cause__ is not None
             if failed or not is_torchs(call):
                 self.alone[call] = error
         if walk.refused or not any(op.kind.role == "grouped" for ops in walk.made.values() for op in ops):

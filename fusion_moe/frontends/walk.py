@@ -76,15 +76,16 @@ class Walk:
                 args, kwargs = ([self._argument(n, a) for a in n.args], {k: self._argument(n, v) for k, v in n.kwargs.items()})
                 try:
                     outputs = translator(self.fd, args, kwargs, [self._type(v) for v in tensors(n.meta["val"])])
-                except TranslatorError as error:
-                    raise self._reported(n, translator, error) from error
+                except (TranslatorError, Untranslatable) as error:
+                    raise self._reported(n, translator, error) from error.__cause__ or error
             self.values[n] = outputs if isinstance(n.meta["val"], (tuple, list)) else outputs[0]
         self.made[n] = self.fd.ops_from(first)
 
-    def _reported(self, n: Node, translator: Translator, error: TranslatorError) -> Error:
+    def _reported(self, n: Node, translator: Translator, error: Error) -> Error:
         """The error to report if a translator fails: that the trace does not know two sizes to be equal is not the translator's fault."""
-        cause = error.__cause__  # None if it returned other types than the fake
-        pair = self._unrelated(n) if cause is None or isinstance(cause, (ShapeError, FusionError)) else None
+        of_sizes = isinstance(error.__cause__, (ShapeError, FusionError))
+        returned_other_types = isinstance(error, TranslatorError) and error.__cause__ is None
+        pair = self._unrelated(n) if of_sizes or returned_other_types else None
         if pair is None:
             return error
         found, expected = f"sizes {pair[0]} and {pair[1]} of {op_name(n)} are not known to be equal", "dimensions that the trace relates"

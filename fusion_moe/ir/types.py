@@ -29,6 +29,7 @@ DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = ("f64", "f32", "bf16", "f16")
 STORED = ("f8e4m3", "f8e5m2", "f8e8m0")  # only stored: nothing is computed in these dtypes
+COMPUTED = tuple(name for name in DTYPES if name not in STORED)
 INTS = ("i64", "i32")
 MOST_ELEMENTS = 2**63 - 1  # the most that an int64 address can reach
 
@@ -153,9 +154,19 @@ def checked_type(t: TensorType) -> TensorType:
         _check_dim(d, t)
     if (count := prod(d for d in map(plain, t.shape) if isinstance(d, int) and d > 0)) > MOST_ELEMENTS:
         raise ShapeError(f"{count} elements in {t}", expected="no more than 63 bits can count, not counting sizes of 0")
+    if t.quantized:
+        _check_matrices(t)
     if t.ends is not None and (t.dtype != "i32" or t.shape != (t.ends.count,)):
         raise ShapeError(str(t), expected=f"i32[{t.ends.count}]@ends({t.ends}), one end for each group")
     return t
+
+
+def _check_matrices(t: TensorType) -> None:
+    """Encoded values are matrices of whole blocks; blocks along rows of groups begin anew with each group."""
+    if len(t.shape) < 2:
+        raise ShapeError(str(t), expected=f"{t.dtype}[..., N, K]")
+    if isinstance(size := t.shape[t.encoding.axis], int):
+        t.encoding.need_whole(size)
 
 
 def _check_dim(d: Any, t: TensorType) -> None:

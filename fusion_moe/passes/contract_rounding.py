@@ -22,7 +22,8 @@ def dropped_roundings(fusion: Fusion) -> tuple[Op, ...]:
 
 def contract_rounding(fusion: Fusion) -> Fusion:
     """The Fusion where cast(slice(cast(x: f32, bf16)), f32) is slice(x), and add(cast(x: f32, bf16), cast(y: f32, bf16)) is
-    cast(add(x, y), bf16), unless a value on the way is an output.
+    cast(add(x, y), bf16), unless a value on the way is an output. The Fusion itself if an output would become an input or another output:
+    kernels store each.
     """
     ways, sums = _ways(fusion), _sums(fusion)
     results = {op.outputs[0]: way for op, way in ways.items()}
@@ -42,7 +43,9 @@ def contract_rounding(fusion: Fusion) -> Fusion:
             (made,) = fd.append(move.kind, [made], move.attrs)
         return (made,)
 
-    return pruned(rewrite(fusion, rule)) if ways or sums else fusion
+    made = pruned(rewrite(fusion, rule)) if ways or sums else fusion
+    apart = len({*made.inputs, *made.outputs}) == len(made.inputs) + len(made.outputs)
+    return made if apart else fusion
 
 
 def _sums(fusion: Fusion) -> tuple[Op, ...]:

@@ -139,6 +139,17 @@ def test_what_is_also_read_outside_is_cut_out_of_the_prologue(target):
     assert "is computed in the prologue, and also read outside it" in found[1].boundary
 
 
+@pytest.mark.parametrize("target", [CPU, CUDA], ids=["cpu", "cuda"])
+def test_what_has_elements_is_not_stored_with_a_product_of_no_rows(target):
+    """a kernel stores it row by row: nothing"""
+    fd = FusionDefinition()
+    ids, x, w = (fd.define_tensor(shape=s, dtype=d) for s, d in (([0, 2], "i64"), ([0, K], "bf16"), ([G, N, K], "bf16")))
+    ends, *_ = fd.ops.route(ids, groups=fd.define_groups("g", G))
+    fd.add_output(fd.ops.index_select(ends, ends, dim=0))
+    fd.add_output(fd.ops.grouped_mm(fd.ops.partition(x, ends), w, ends))
+    assert not any({"index_select", "grouped_mm"} <= set(ops) for ops in fused(planned(fd.fusion(), target)))
+
+
 def test_a_combine_is_cut_off_from_what_it_reads_as_a_whole():
     """CUDA sums rows that are in memory; what follows stays with the sums."""
     fd = FusionDefinition()

@@ -68,6 +68,7 @@ I32, I64, MASK = (
     torch.rand(5, 6, generator=G) > 0.5,
 )
 ROW, COLUMN = torch.randn(6, generator=G), torch.randn(5, 1, generator=G)
+F8 = F.to(torch.float8_e4m3fn)
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
@@ -200,6 +201,25 @@ def test_symbolic_sizes():
         assert_same_bits(evaluate(fusion, x), function(x))
 
 
+def test_numbers_without_dimensions():
+    """0-d tensors have a dimension 0 to be squeezed, selected from and added to"""
+    number, first = torch.tensor(2.5), torch.tensor([0])
+    check(lambda x: aten.squeeze.dim(x, 0) + 1, number)
+    check(lambda x: aten.squeeze.dim(x, -1) * 2, number)
+    for function in (lambda x, i, v: aten.index_select(x, 0, i), lambda x, i, v: aten.index_add(x, 0, i, v)):
+        with pytest.raises(Untranslatable):
+            translated(function, number, first, torch.ones(1))
+
+
+@pytest.mark.parametrize("name", ["aten::add.Scalar", "aten::sub.Scalar"])
+def test_alpha_by_position(name):
+    fd = FusionDefinition()
+    x = fd.define_like(tensor_type(F.dtype, F.shape))
+    assert [v.type for v in translate.find(name)(fd, (x, 2.0, 1), {}, [x.type])] == [x.type]
+    with pytest.raises(Untranslatable, match="alpha = 3"):
+        translate.find(name)(fd, (x, 2.0, 3), {}, [x.type])
+
+
 REFUSED = {
     "exp of integers": (lambda x: torch.exp(x), [I64]),
     "a division of integers": (lambda x: x / x, [I64]),
@@ -228,6 +248,7 @@ REFUSED = {
     "index_put of columns": (lambda x, i, v: aten.index_put(x, [None, i], v, True), [F, AT, F[:, :4]]),
     "index_put of one row to many": (lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True), [F, AT, F[:1]]),
     "index_put of a vector": (lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True), [F, AT, ROW]),
+    "index_put of float8": (lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True), [F8, AT, F8[:4]]),
     "index_add along columns": (lambda x, i, v: x.index_add(1, i, v), [F, AT, F[:, :4]]),
     "index_add with alpha": (lambda x, i, v: x.index_add(0, i, v, alpha=2), [F, AT, F[:4]]),
 }

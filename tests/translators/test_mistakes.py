@@ -12,7 +12,7 @@ from moe_models import H, I, O, tokens, weight
 
 import fusion_moe
 from fusion_moe import Untranslatable, translate, translator
-from fusion_moe.errors import TranslatorError
+from fusion_moe.errors import ShapeError, TranslatorError
 from fusion_moe.frontends.compile_graph import compile_calls
 from fusion_moe.frontends.fusion_pass import FusionPass
 from fusion_moe.ir.sizes import symbol
@@ -367,3 +367,31 @@ def test_a_refusal_and_no_translator_are_told(lib):
         check_translator(NAME, torch.ones(3))
     with pytest.raises(TranslatorError, match="there is no operation bad_translators::none"):
         check_translator("bad_translators::none", torch.ones(3))
+
+
+# Built-in translators ---------------------------------------------------------------------------------------------------
+
+
+def test_what_a_type_rule_refuses_is_a_refusal_of_a_built_in_translator():
+    """a user's own is told to be at fault"""
+    fd = fusion_moe.FusionDefinition()
+    rows = fd.define_tensor(shape=[4, 16], dtype="f32")
+    with pytest.raises(Untranslatable, match="as many elements") as refused:
+        translate.find("aten::view")(fd, (rows, (5, 16)), {}, [rows.type])
+    assert isinstance(refused.value.__cause__, ShapeError)
+
+
+@pytest.mark.parametrize("interleave", [0, 8])
+def test_swiglu_of_columns_that_are_rows_of_groups(interleave):
+    """transposed rows in the order of a routing: fused with what gathers them, no translator at fault"""
+    ids, offs = torch.randint(0, 4, (16, 1)), torch.tensor([4, 8, 12, 16], dtype=torch.int32)
+
+    def function(x):
+        a = x.index_select(0, O.route(ids, 4)[1])
+        return O.scaled_swiglu(a.t(), None, interleave), O.nvfp4_grouped_mm(a, *UP, offs)
+
+    x = torch.randn(16, H)
+    got, found = compiled(function, x, target="reference")
+    for a, b in zip(got, function(x), strict=True):
+        torch.testing.assert_close(a, b)
+    assert not any(left.broken or "swiglu" in left.op for left in found.not_fused)

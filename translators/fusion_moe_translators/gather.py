@@ -10,13 +10,13 @@ from fusion_moe.ir.core import Value
 from fusion_moe.ir.types import INTS, plain
 from fusion_moe.translate import translator
 
-from .refusal import build
+from .shapes import from_start
 
 
 @translator("aten::index_select")
 def index_select(fd: FusionDefinition, x: Value, dim: int, at: Value) -> Value:
     """x[..., at, ...]: `at` must not be negative"""
-    return fd.ops.index_select(x, at, dim=dim % len(x.type.shape))
+    return fd.ops.index_select(x, at, dim=from_start(dim, len(x.type.shape)))
 
 
 @translator("aten::index.Tensor")
@@ -29,9 +29,9 @@ def index(fd: FusionDefinition, x: Value, indices: Sequence[Value | None]) -> Va
 @translator("aten::index_add")
 def index_add(fd: FusionDefinition, x: Value, dim: int, at: Value, source: Value, *, alpha: float = 1) -> Value:
     """x with the rows of source added at `at`"""
-    if dim % len(x.type.shape) != 0 or alpha != 1:
+    if from_start(dim, len(x.type.shape)) != 0 or alpha != 1:
         raise Untranslatable(f"index_add along dimension {dim} with alpha = {alpha}", expected="dimension 0 and alpha 1")
-    return build(fd, "index_put_accumulate", x, at, source)
+    return fd.ops.index_put_accumulate(x, at, source)
 
 
 @translator("aten::index_put")
@@ -44,7 +44,7 @@ def index_put(fd: FusionDefinition, x: Value, indices: Sequence[Value | None], v
         raise Untranslatable(f"index_put of {values.type} along dimension {dim}", expected="whole rows along dimension 0")
     if x.type.dtype in ("bf16", "f16"):
         raise Untranslatable(f"index_put of {x.type}, which rounds after each row", expected="f32, or index_add, which rounds once")
-    return build(fd, "index_put_accumulate", x, _from_start(fd, at, plain(x.type.shape[0])), values)
+    return fd.ops.index_put_accumulate(x, _from_start(fd, at, plain(x.type.shape[0])), values)
 
 
 def _one_index(indices: Sequence[Value | None]) -> tuple[int, Value]:

@@ -168,8 +168,8 @@ def scaled_swiglu(
 
 def _halves(fd: FusionDefinition, x: Value, interleave: int) -> tuple[Value, Value]:
     """x [M, 2H] -> gate [M, H], up [M, H]; interleave 0: gate is the first half; n: blocks of n gate columns and n up columns alternate"""
-    rows, width = x.type.shape
-    assert isinstance(width, int)
+    rows, width = x.type.shape[0], plain(x.type.shape[1])
+    assert isinstance(width, int)  # as need_halves has checked
     half = width // 2
     if interleave == 0:
         gate, up = (fd.ops.slice(x, start_indices=(0, s), end_indices=(rows, s + half)) for s in (0, half))

@@ -11,8 +11,6 @@ from fusion_moe.ir.core import Value
 from fusion_moe.ir.types import FLOATS, INTS
 from fusion_moe.translate import translator
 
-from .refusal import build
-
 _UNARY = ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh", "erf", "relu", "sigmoid", "silu", "logical_not")
 _BINARY = ("add", "sub", "mul", "div", "minimum", "maximum", "pow", "lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or")
 _OVERLOADS = {"minimum": ("",), "maximum": ("",), "logical_and": ("",), "logical_or": ("",), "pow": (".Tensor_Scalar", ".Tensor_Tensor")}
@@ -50,18 +48,18 @@ def _ranked(fd: FusionDefinition, v: Value, rank: int) -> Value:
 
 def _unary(name: str) -> Callable[..., Value]:
     def translate(fd: FusionDefinition, x: Value) -> Value:
-        return build(fd, name, x)
+        return getattr(fd.ops, name)(x)
 
     return translate
 
 
 def _binary(name: str) -> Callable[..., Value]:
-    def translate(fd: FusionDefinition, a: Any, b: Any, *, alpha: float = 1, rounding_mode: str | None = None) -> Value:
+    def translate(fd: FusionDefinition, a: Any, b: Any, alpha: float = 1, *, rounding_mode: str | None = None) -> Value:
         if rounding_mode is not None:
             raise Untranslatable(f"rounding_mode = {rounding_mode!r}", expected="a true division")
         if alpha != 1:
             raise Untranslatable(f"alpha = {alpha}", expected="1: torch multiplies and adds with one rounding")
-        return build(fd, name, *together(fd, a, b))
+        return getattr(fd.ops, name)(*together(fd, a, b))
 
     return translate
 
@@ -93,7 +91,7 @@ def where(fd: FusionDefinition, condition: Value, a: Any, b: Any) -> Value:
     a, b = together(fd, a, b)
     rank = max(len(v.type.shape) for v in (condition, a, b) if isinstance(v, Value))
     condition, a, b = (_ranked(fd, v, rank) if isinstance(v, Value) else v for v in (condition, a, b))
-    return build(fd, "where", condition, a, b)
+    return fd.ops.where(condition, a, b)
 
 
 @translator("aten::clamp")
@@ -101,8 +99,8 @@ def clamp(fd: FusionDefinition, x: Value, min: float | None = None, max: float |
     """x kept between min and max"""
     if x.type.dtype == "bool":
         raise Untranslatable("a mask", expected="numbers: torch makes integers of it")
-    x = x if min is None else build(fd, "maximum", x, min)
-    return x if max is None else build(fd, "minimum", x, max)
+    x = x if min is None else fd.ops.maximum(x, min)
+    return x if max is None else fd.ops.minimum(x, max)
 
 
 @translator("aten::clamp_min")

@@ -13,8 +13,6 @@ from fusion_moe.ir.sizes import exact_div
 from fusion_moe.ir.types import FLOATS, Dim, plain
 from fusion_moe.translate import translator
 
-from .refusal import build
-
 
 def reshaped(fd: FusionDefinition, x: Value, shape: Sequence[Dim]) -> Value:
     """x in another shape; if the first dimension's rows stay, they stay partitioned."""
@@ -29,7 +27,7 @@ def reshaped(fd: FusionDefinition, x: Value, shape: Sequence[Dim]) -> Value:
     return x if tuple(new) == x.type.shape else fd.ops.reshape(x, new_shape=tuple(new))
 
 
-def index(dim: int, rank: int) -> int:
+def from_start(dim: int, rank: int) -> int:
     """A dimension that may be counted from the end."""
     return dim % rank if rank else 0
 
@@ -62,15 +60,16 @@ translator("aten::detach")(alias)
 @translator("aten::unsqueeze")
 def unsqueeze(fd: FusionDefinition, x: Value, dim: int) -> Value:
     """x with a new dimension of size 1"""
-    at = index(dim, len(x.type.shape) + 1)
+    at = from_start(dim, len(x.type.shape) + 1)
     return reshaped(fd, x, (*x.type.shape[:at], 1, *x.type.shape[at:]))
 
 
 @translator("aten::squeeze.dim")
 def squeeze(fd: FusionDefinition, x: Value, dim: int) -> Value:
     """x without a dimension of size 1"""
-    at = index(dim, len(x.type.shape))
-    return reshaped(fd, x, (*x.type.shape[:at], *x.type.shape[at + 1 :])) if plain(x.type.shape[at]) == 1 else x
+    at = from_start(dim, len(x.type.shape))
+    is_one = [plain(d) for d in x.type.shape[at : at + 1]] == [1]
+    return reshaped(fd, x, (*x.type.shape[:at], *x.type.shape[at + 1 :])) if is_one else x
 
 
 @translator("aten::expand")
@@ -84,7 +83,7 @@ def expand(fd: FusionDefinition, x: Value, shape: Sequence[Dim], *, implicit: bo
 @translator("aten::permute")
 def permute(fd: FusionDefinition, x: Value, dims: Sequence[int]) -> Value:
     """x with its dimensions in another order"""
-    return fd.ops.permute(x, dims=tuple(index(d, len(x.type.shape)) for d in dims))
+    return fd.ops.permute(x, dims=tuple(from_start(d, len(x.type.shape)) for d in dims))
 
 
 @translator("aten::t")
@@ -96,7 +95,7 @@ def t(fd: FusionDefinition, x: Value) -> Value:
 @translator("aten::slice.Tensor")
 def slice_(fd: FusionDefinition, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Value:
     """x[start:end] along one dimension"""
-    at = index(dim, len(x.type.shape))
+    at = from_start(dim, len(x.type.shape))
     size = plain(x.type.shape[at])
     if step != 1:
         raise Untranslatable(f"a slice with step {step}", expected="step 1")
@@ -122,7 +121,7 @@ def _bound(n: Any, default: Any, size: Any) -> Any:
 @translator("aten::select.int")
 def select(fd: FusionDefinition, x: Value, dim: int, i: int) -> Value:
     """x[i] along one dimension"""
-    at = index(dim, len(x.type.shape))
+    at = from_start(dim, len(x.type.shape))
     size = plain(x.type.shape[at])
     if not isinstance(size, int) or not isinstance(i, int):
         raise Untranslatable(f"element {i} of a size {size}", expected="a size known when compiling")
@@ -134,7 +133,7 @@ def select(fd: FusionDefinition, x: Value, dim: int, i: int) -> Value:
 @translator("aten::split.Tensor")
 def split(fd: FusionDefinition, x: Value, split_size: int, dim: int = 0) -> tuple[Value, ...]:
     """x in pieces of split_size; the last one may be smaller"""
-    size = plain(x.type.shape[index(dim, len(x.type.shape))])
+    size = plain(x.type.shape[from_start(dim, len(x.type.shape))])
     if not isinstance(size, int) or not isinstance(split_size, int):
         raise Untranslatable(f"pieces of {split_size} of a size {size}", expected="sizes known when compiling")
     return tuple(slice_(fd, x, dim, s, min(s + split_size, size)) for s in range(0, max(size, 1), split_size or 1))
@@ -150,7 +149,7 @@ def split_with_sizes(fd: FusionDefinition, x: Value, sizes: Sequence[int], dim: 
 @translator("aten::cat")
 def cat(fd: FusionDefinition, xs: Sequence[Value], dim: int = 0) -> Value:
     """xs one after the other"""
-    return build(fd, "cat", *xs, dim=index(dim, len(xs[0].type.shape)))
+    return fd.ops.cat(*xs, dim=from_start(dim, len(xs[0].type.shape)))
 
 
 @translator("aten::full")
@@ -160,7 +159,7 @@ def full(fd: FusionDefinition, shape: Sequence[Dim], value: float, *, dtype: str
         raise Untranslatable("full without a dtype", expected="dtype given")
     if not isinstance(value, (int, float)):
         raise Untranslatable(f"full of {value}", expected="a number known when compiling")
-    return build(fd, "full", shape=tuple(shape), fill_value=float(value) if dtype in FLOATS else value, dtype=dtype)
+    return fd.ops.full(shape=tuple(shape), fill_value=float(value) if dtype in FLOATS else value, dtype=dtype)
 
 
 @translator("aten::sum.dim_IntList")
@@ -168,4 +167,4 @@ def sum_(fd: FusionDefinition, x: Value, dims: Sequence[int] | None, keepdim: bo
     """x summed over dimensions"""
     rank = len(x.type.shape)
     x = x if dtype is None else fd.ops.cast(x, dtype=dtype)
-    return build(fd, "sum", x, dims=tuple(sorted(index(d, rank) for d in dims or range(rank))), keepdim=keepdim)
+    return fd.ops.sum(x, dims=tuple(sorted(from_start(d, rank) for d in dims or range(rank))), keepdim=keepdim)

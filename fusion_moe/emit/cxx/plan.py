@@ -355,9 +355,10 @@ def _weight(fusion: Fusion, op: Op, readers: Readers) -> tuple[tuple[Value, ...]
 
 def row_width(v: Value, rows: Dim) -> int:
     """The number of elements that a value has for each of `rows`, whatever its shape: reshapes move nothing."""
-    if plain(rows) == 0:  # any number of elements a row makes none: the last dimension's, as of a matrix
+    count = elements(v.type.shape)
+    if plain(rows) == 0 == count:  # any number of elements a row makes none: the last dimension's, as of a matrix
         return known(plain(v.type.shape[-1])) if len(v.type.shape) > 1 else 1
-    width = exact_div(elements(v.type.shape), plain(rows))
+    width = exact_div(count, plain(rows))
     if not isinstance(width, int):
         raise UnsupportedError(f"{v.name} {v.type} is not a matrix of {rows} rows")
     return width

@@ -29,7 +29,7 @@ from ..core import Op, OpKind, Value
 from ..types import FLOATS, TensorType, accumulated, dtype_name, plain, wide
 from . import eight_bits, int8
 from .quantized import encoded, linear
-from .rules import Types, need_dtype, need_float, need_partition, need_rank, need_same
+from .rules import Types, need_computed, need_dtype, need_float, need_partition, need_rank, need_same
 from .runs import dequantize_runs, rows_at
 from .shape import elements
 
@@ -101,6 +101,7 @@ def _add_type(y: TensorType, bias: TensorType, ends: TensorType) -> Types:
     """y [M/g, N] plus bias [G, N] of each row's group; rows past the last end stay unchanged."""
     need_rank("y", y, 2)
     need_rank("bias", bias, 2)
+    need_computed("y", y)
     need_dtype("bias", bias, y.dtype)
     rows = need_partition("y", y, ends)
     need_same("group count", "bias", bias.shape[0], "ends", rows.groups.count)

@@ -12,7 +12,7 @@ import torch
 
 from ...errors import DtypeError
 from ..core import Op, OpKind, Value
-from ..types import DTYPES, FLOATS, INTS, STORED, TensorType, plain
+from ..types import COMPUTED, DTYPES, FLOATS, INTS, STORED, TensorType, plain
 from .rules import Types, joined_dtype, joined_shape, need_dtype, need_finite, need_float, need_tensor
 from .shape import elements
 
@@ -26,7 +26,7 @@ def _same(*types: Any) -> Types:
 def _computed_dtype(types: Sequence[Any]) -> str:
     """The common dtype of the tensors, in which torch computes."""
     dtype = joined_dtype(types)
-    if dtype in STORED:
+    if dtype not in COMPUTED:
         raise DtypeError(f"the input is {dtype}", expected="a wider dtype", todo="cast with fd.ops.cast(x, dtype=...)")
     return dtype
 
@@ -35,7 +35,7 @@ def _bounded(*types: Any) -> Types:
     """A number among the operands becomes a tensor, so its dtype must be able to hold it."""
     for t in types:
         if not isinstance(t, TensorType):
-            need_finite("the number", t, joined_dtype(types))
+            need_finite("the number", t, _computed_dtype(types))
     return _same(*types)
 
 

@@ -26,9 +26,10 @@ from ...layouts import LAYOUTS, SF128x4, TensorLayout
 from ..core import Need, Op, OpKind, Value
 from ..sizes import ceildiv
 from ..types import DTYPES, FLOATS, Dim, TensorType, dtype_name, plain
-from .rules import Types, need_dtype, need_float, need_partition, need_rank, need_tensor
+from .rules import Types, need_dtype, need_partition, need_rank, need_tensor
 from .runs import dequantize_runs, in_runs, part_shape, quantize_runs
 
+ENCODED_FROM = ("f32", "bf16", "f16")
 TRAINED = (MXFP8.name, MXFP8_COLUMNS.name)  # encodings that both operands of a product can have, forward and backward
 
 
@@ -101,8 +102,8 @@ def known(k: Dim) -> int:
 
 
 def _need_matrices(x: TensorType, encoding: Encoding) -> None:
-    """Raises unless x is float[..., N, K] with K, or N if blocks lie along N, in whole blocks."""
-    need_float("x", x)
+    """Raises unless x is f32, bf16 or f16 [..., N, K] with K, or N if blocks lie along N, in whole blocks."""
+    need_dtype("x", x, *ENCODED_FROM)
     if len(x.shape) < 2:
         raise ShapeError(f"x {x}", expected="[..., N, K]")
     encoding.need_whole(known(x.shape[encoding.axis]))
@@ -147,6 +148,7 @@ def _quantize_type(x: TensorType, *beside: TensorType, encoding: str) -> Types:
     """
     descriptor = find(encoding)
     if len(need_tensor("x", x).shape) == 2 and in_runs(descriptor, x.shape):
+        need_dtype("x", x, *ENCODED_FROM)
         _need_ends(x, beside)
         return (TensorType(x.shape, encoding),)
     _need_matrices(x, descriptor)
@@ -160,8 +162,7 @@ def _quantize_type(x: TensorType, *beside: TensorType, encoding: str) -> Types:
 
 
 def _need_ends(x: TensorType, beside: Sequence[TensorType]) -> None:
-    """Checks x float[M/g, K], whose blocks lie along rows of groups, and that the ends of these groups are the only other operand."""
-    need_float("x", x)
+    """Checks that x [M/g, K], whose blocks lie along rows of groups, has the ends of these groups as the only other operand."""
     if len(beside) != 1:
         raise ShapeError(f"{len(beside)} operands beside x {x}", expected="the ends of its groups, whose rows have blocks of their own")
     need_partition("x", x, beside[0])
@@ -234,29 +235,33 @@ def _swizzle_type(x: TensorType, ends: TensorType, layout: str) -> Types:
     """x f8e4m3[M/g, K/16] -> f8e4m3[M/g%128, K/16]@sf128x4: each group is stored separately in the layout"""
     need_rank("x", x, 2)
     need_dtype("x", x, *DTYPES)
-    rows = need_partition("x", x, ends)
-    scales = LAYOUTS.get(layout)
-    if not isinstance(scales, SF128x4):
-        raise ShapeError(f"layout {layout!r}", expected="a layout of block scales: sf128x4")
+    rows, scales = need_partition("x", x, ends), _scale_layout(layout)
     return (need_tensor("x", x).with_(shape=(rows % scales.rows, *x.shape[1:]), layout=layout),)
 
 
+def _scale_layout(layout: str) -> SF128x4:
+    """The layout of block scales that is called `layout`."""
+    scales = LAYOUTS.get(layout)
+    if not isinstance(scales, SF128x4):
+        raise ShapeError(f"layout {layout!r}", expected="a layout of block scales: sf128x4")
+    return scales
+
+
 def _swizzle(x: torch.Tensor, ends: torch.Tensor, layout: str) -> tuple[torch.Tensor]:
-    scales = LAYOUTS[layout]
-    assert isinstance(scales, TensorLayout)
-    return (scales.forward(x, ends),)
+    return (_scale_layout(layout).forward(x, ends),)
 
 
 def _relayout_type(x: TensorType, ends: TensorType, layout: str) -> Types:
     """x nvfp4[M/g, K] -> nvfp4[M/g, K]@sf128x4: the same value, its block scales stored in another layout"""
     need_dtype("x", x, *encoded())
     need_partition("x", x, ends)
-    return (x.with_(layout=layout),)
+    if x.layout != "linear" or x.encoding.axis != -1:
+        raise ShapeError(f"x is {x}", expected="the linear layout, and blocks along K")
+    return (x.with_(layout=_scale_layout(layout).name),)
 
 
 def _relayout(x: Quantized, ends: torch.Tensor, layout: str) -> tuple[Quantized]:
-    to = LAYOUTS[layout]
-    assert isinstance(to, TensorLayout)
+    to = _scale_layout(layout)
     return (x.of(to.forward(t, ends) if p.of_blocks else t for p, t in x.named()),)
 
 

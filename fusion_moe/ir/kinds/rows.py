@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from ...errors import FusionError, ShapeError
+from ...errors import DtypeError, FusionError, ShapeError
 from ...groups import check_ends, check_ids, check_permutation, check_problem, check_slots, ends_from_problem
 from ...layouts import SF128X4
 from ..core import Need, Op, OpKind, Value
 from ..sizes import AnySize
 from ..types import DTYPES, INTS, Dim, Groups, Rows, TensorType, accumulated, dtype_name, plain
-from .rules import Types, need_dtype, need_float, need_partition, need_rank, need_same
+from .rules import Types, need_computed, need_dtype, need_float, need_partition, need_rank, need_same
 from .shape import elements
 
 
@@ -62,6 +62,8 @@ def _partition_type(x: TensorType, ends: TensorType) -> Types:
     groups = ends.ends
     if groups is None:
         raise ShapeError(f"ends {ends}", expected="i32[G]@ends(g)", todo="make it with fd.ops.ends")
+    if x.quantized and x.encoding.axis == -2:
+        raise DtypeError(f"x is {x}", expected="rows that are partitioned before they are quantized: blocks begin anew with each group")
     if isinstance(x.shape[0], Rows) and x.shape[0].groups != groups:
         expected = f"plain rows, or rows partitioned by {groups}"
         raise FusionError(f"the rows of {x} are already partitioned", expected=expected, todo="reshape them first")
@@ -172,6 +174,7 @@ def _index_put_type(acc: TensorType, index: TensorType, value: TensorType) -> Ty
     """acc [N, ...] with the rows of value [M, ...] added at index int[M]."""
     need_rank("index", index, 1)
     need_dtype("index", index, *INTS)
+    need_computed("acc", acc)
     need_dtype("value", value, acc.dtype)
     need_same("row count", "index", index.shape[0], "value", value.shape[0])
     for a, b in zip(acc.shape[1:], value.shape[1:], strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import DtypeError, FusionError, ShapeError
-from ..types import DTYPES, FLOATS, Dim, Groups, Rows, TensorType, plain
+from ..types import COMPUTED, DTYPES, FLOATS, Dim, Groups, Rows, TensorType, plain
 
 Types = tuple[TensorType, ...]
 
@@ -36,6 +36,11 @@ def need_dtype(name: str, type: TensorType, *dtypes: str) -> None:
 def need_float(name: str, type: TensorType) -> None:
     """The dtype must be a floating-point one."""
     need_dtype(name, type, *FLOATS)
+
+
+def need_computed(name: str, type: TensorType) -> None:
+    """The dtype must be one that torch computes in."""
+    need_dtype(name, type, *COMPUTED)
 
 
 def need_same(what: str, first: str, a: Dim, second: str, b: Dim) -> None:

@@ -95,6 +95,7 @@ def _slice_grad(fd: Any, op: Op, dy: Value) -> Sequence[Value | None]:
 
 def _pad_type(x: TensorType, before: tuple[AnySize, ...], after: tuple[AnySize, ...], shape: tuple[Dim, ...]) -> Types:
     """x with zeros before and after it in each dimension; shape: that of the result."""
+    need_dtype("x", x, *(dtype for dtype in DTYPES if dtype != "f8e8m0"))  # which has no zero
     for d, a, b, s in zip(_plain_storage(x).shape, before, after, shape, strict=True):
         if plain(d) + a + b != plain(s):
             raise ShapeError(f"{a} before and {b} after {d}", expected=f"{s} in all")

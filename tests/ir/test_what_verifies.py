@@ -1,0 +1,149 @@
+"""What verifies evaluates, to its type: programs of one operation, of every kind and of operands in every dtype and encoding."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+
+from fusion_moe import FusionDefinition
+from fusion_moe.encodings import ENCODINGS, Quantized
+from fusion_moe.errors import Error
+from fusion_moe.ir.kinds import KINDS
+from fusion_moe.ir.kinds.runs import part_shape
+from fusion_moe.ir.types import DTYPES, dim_value
+from fusion_moe.layouts import LAYOUTS, SF128x4
+
+ROWS, ENDS = "32 rows of two groups, of 32 features", "the ends of the groups"
+X, COLUMN, VECTOR, SLOTS, MATRICES = (32, 32), (32, 1), (32,), (16, 2), (2, 32, 32)
+STORED_IN = dict.fromkeys((*DTYPES, *ENCODINGS))
+TRUTH, ROUTING = (True, False), ("softmax", "sigmoid")
+
+
+def each(name, values, **others):
+    """Attributes, with each of these values for one of them."""
+    return [{name: v, **others} for v in values]
+
+
+def parts():
+    """pack: the parts of each encoding, as each layout stores them."""
+    for encoding, layout, transposed in product(ENCODINGS.values(), LAYOUTS.values(), TRUTH):
+        elements, *scales = (part_shape(encoding, p, (2, 128, 128)) for p in encoding.parts)
+        stored = [layout.storage_shape(s) if len(s) > 1 and isinstance(layout, SF128x4) else s for s in scales]
+        elements = (2, *reversed(elements[1:])) if transposed else elements
+        yield [elements, *stored], [{"encoding": encoding.name, "layout": layout.name, "transposed": transposed}]
+
+
+NUMBERS = (0, 1, -1, 300, 0.5, True, 1e30, math.inf, math.nan)
+TWO = [[X, X], [ROWS, ROWS], *([X, n] for n in NUMBERS), *([n, X] for n in NUMBERS)]
+POINTWISE = [([X], [{}]), ([ROWS], [{}])], [(operands, [{}]) for operands in TWO]
+FORMS = {  # kind -> operands (shapes, or numbers) with their attributes
+    **{kind.name: POINTWISE[(kind.signature.operands or 1) - 1] for kind in KINDS.values() if (kind.signature.operands or 3) < 3},
+    "cast": [([x], each("dtype", DTYPES)) for x in (X, ROWS, ENDS)],
+    "where": [([X, *pair], [{}]) for pair in TWO],
+    "reshape": [([X], [{"new_shape": (64, 16)}]), ([ENDS], [{"new_shape": (2, 1)}])],
+    "permute": [([X], [{"dims": (1, 0)}]), ([ROWS], [{"dims": (1, 0)}])],
+    "broadcast_in_dim": [([COLUMN], [{"shape": (2, 32, 4), "broadcast_dims": (1, 2)}])],
+    "slice": [([X], [{"start_indices": (1, 2), "end_indices": (3, 16)}]), ([ENDS], [{"start_indices": (1,), "end_indices": (2,)}])],
+    "pad": [([X], [{"before": (1, 0), "after": (0, 2), "shape": (33, 34)}])],
+    "cat": [([X], each("dim", (0, 1))), ([X, X], each("dim", (0, 1))), ([ENDS, VECTOR], each("dim", (0,)))],
+    "full": [([], each("fill_value", NUMBERS, shape=(2, 3), dtype=dtype)) for dtype in DTYPES],
+    "sum": [([X], each("keepdim", TRUTH, dims=(0,)))],
+    "ends": [([(2,)], [{"rows": 32, "groups": 2}])],
+    "problem_ends": [([(2,), (2, 3), (2,)], [{"rows": 32, "groups": 2, "n": 32, "k": 32}])],
+    "partition": [([X, ENDS], [{}]), ([VECTOR, ENDS], [{}])],
+    "zero_rest": [([ROWS, ENDS], [{}])],
+    "route": [([SLOTS], [{"groups": 32}, {"groups": 2, "first_expert": 1}])],
+    "index_select": [([X, VECTOR], each("dim", (0, 1))), ([ROWS, VECTOR], each("dim", (0, 1)))],
+    "index_put_accumulate": [([X, VECTOR, X], [{}]), ([VECTOR, VECTOR, VECTOR], [{}])],
+    "invert": [([SLOTS], [{"rows": 32}])],
+    "combine": [([X, SLOTS, SLOTS], [{}])],
+    "topk_ids": [([X, VECTOR], each("scoring", ROUTING, k=2)), ([X, 0], each("n_group", (1, 4), k=2, topk_group=1))],
+    "topk_weights": [([X, (32, 2)], each("dtype", (None, *DTYPES), scoring=s, renormalize=r)) for s, r in product(ROUTING, TRUTH)],
+    "topk_weights_backward": [([X, (32, 2), (32, 2)], [{}])],
+    "pack": list(parts()),
+    "unpack": [([x], [{}]) for x in (X, ROWS, MATRICES)],
+    "decode_scale": [([x], each("encoding", ENCODINGS)) for x in (X, ROWS, MATRICES)],
+    "quantize": [
+        (operands, each("encoding", ENCODINGS))
+        for operands in ([X], [X, ()], [ROWS], [ROWS, ()], [ROWS, ENDS], [MATRICES], [MATRICES, (2,)], [MATRICES, (2, 4)])
+    ],
+    "dequantize": [(operands, each("dtype", DTYPES)) for operands in ([X], [ROWS], [ROWS, ENDS], [MATRICES])],
+    "grouped_swizzle": [([ROWS, ENDS], each("layout", LAYOUTS))],
+    "relayout": [([ROWS, ENDS], each("layout", LAYOUTS))],
+    "grouped_mm": [([ROWS, MATRICES, ENDS], each("wgrad", ("", "mxfp8", "bf16"), operands=o)) for o in ("", "int8")],
+    "grouped_mm_t": [([ROWS, MATRICES, ENDS], each("wgrad", ("", "mxfp8", "bf16")))],
+    "grouped_outer": [([ROWS, ROWS, ENDS], [{}])],
+    "group_add": [([ROWS, (2, 32), ENDS], [{}])],
+    "group_sum": [([ROWS, ENDS], [{}])],
+}
+
+
+def programs(name):
+    """All programs of one operation of a kind that verify."""
+    for operands, attributes in FORMS[name]:
+        shapes = [i for i, o in enumerate(operands) if o == ROWS or isinstance(o, tuple)]
+        for dtypes, attrs in product(product(STORED_IN, repeat=len(shapes)), attributes):
+            try:
+                yield program(name, operands, dict(zip(shapes, dtypes, strict=True)), attrs)
+            except Error:
+                continue
+
+
+def program(name, operands, dtypes, attrs):
+    fd = FusionDefinition()
+    groups = fd.define_groups("g", 2)
+    values = list(operands)
+    for i, o in enumerate(operands):
+        if o == ENDS:
+            values[i] = fd.define_tensor(shape=[2], dtype="i32", ends=groups)
+        elif i in dtypes:
+            values[i] = fd.define_tensor(shape=[32 / groups, 32] if o == ROWS else o, dtype=dtypes[i])
+    made = {"groups": fd.define_groups("made", attrs["groups"])} if "groups" in attrs else {}
+    results = getattr(fd.ops, name)(*values, **{**attrs, **made})
+    for v in results if isinstance(results, tuple) else (results,):
+        fd.add_output(v)
+    return fd.fusion()
+
+
+def sizes(shape):
+    return tuple(dim_value(d, {}) for d in shape)
+
+
+def numbers(type):
+    """A tensor or an encoded value of a type, of numbers that are indices among 32 rows too."""
+    if type.ends:
+        return torch.tensor([3, 32], dtype=torch.int32)
+    if type.quantized:
+        shapes = (sizes(part_shape(type.encoding, p, type.shape)) for p in type.encoding.parts)
+        parts_ = (torch.full(s, bool(p.scale)).to(p.dtype) for p, s in zip(type.encoding.parts, shapes, strict=True))
+        return Quantized(*parts_, encoding=type.encoding)
+    shape = sizes(type.shape)
+    return (torch.arange(math.prod(shape)) % 32).reshape(shape).to(DTYPES[type.dtype])
+
+
+def inputs(name, fusion):
+    if name == "problem_ends":
+        return [torch.tensor(t, dtype=torch.int32) for t in ([0, 3], [[3, 32, 32], [29, 32, 32]], [0, 128])]
+    return [numbers(v.type) for v in fusion.inputs]
+
+
+def of_type(made, type):
+    """Whether a result is what its type says; in other layouts than linear only dtypes are compared."""
+    if type.quantized:
+        parts_ = [(t, p.dtype, part_shape(made.encoding, p, type.shape)) for p, t in made.named() if not p.of_matrix]
+        assert made.encoding is type.encoding
+    else:
+        parts_ = [(made, DTYPES[type.dtype], type.shape)]
+    return all(t.dtype == dtype and (type.layout != "linear" or tuple(t.shape) == sizes(shape)) for t, dtype, shape in parts_)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_verifies_evaluates_to_its_type(name):
+    verified = list(programs(name))
+    assert verified
+    for fusion in verified:
+        for made, v in zip(fusion.evaluate(*inputs(name, fusion)), fusion.outputs, strict=True):
+            assert of_type(made, v.type), fusion
