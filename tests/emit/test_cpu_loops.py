@@ -288,6 +288,46 @@ def test_swizzle_is_that_of_the_reference(sizes, cols):
     assert_same_bits(in_cpp(fusion)(inputs), fusion.evaluate(*inputs))
 
 
+# Functions --------------------------------------------------------------------------------------------------------------
+
+EVERY_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+
+
+def units(found: Tensor, want: Tensor) -> float:
+    """The largest distance of finite numbers in units of the last place of `found`, which must be equal where `want` f64 is not finite."""
+    held = want.to(found.dtype)
+    finite = held.isfinite()
+    torch.testing.assert_close(found[~finite], held[~finite], rtol=0, atol=0, equal_nan=True)
+    assert_same_bits([found[want == 0]], [held[want == 0]])
+    size = held[finite].abs()
+    unit = torch.nextafter(size, torch.full_like(size, torch.inf)).double() - size.double()
+    return float(((found[finite].double() - want[finite]).abs() / unit.clamp(max=1e38)).max())
+
+
+def of_each(names: tuple[str, ...], dtype: str) -> Fusion:
+    fd = FusionDefinition()
+    x = fd.define_tensor(shape=[-1], dtype=dtype)
+    for name in names:
+        fd.add_output(getattr(fd.ops, name)(x))
+    return fd.fusion()
+
+
+@pytest.mark.parametrize("tier", isa.available())
+def test_functions_are_right_to_two_units(tier):
+    """For every bfloat16, and numbers between them; infinities, NaN, subnormals and both zeros are among them."""
+    names, between = ("tanh", "erf", "exp"), torch.arange(-(2**31), 2**31, 4099).to(torch.int32).view(torch.float32)
+    of_floats, of_bf16 = (compiled(of_each(names, dtype), tier) for dtype in ("f32", "bf16"))
+    for program, x, most in ((of_floats, EVERY_BF16.float(), 2), (of_floats, between, 2), (of_bf16, EVERY_BF16, 0.501)):
+        for name, found in zip(names, program([x]), strict=True):
+            assert units(found, getattr(torch, name)(x.double())) < most, name
+
+
+def test_functions_call_no_others():
+    """Otherwise loops over them are not vector code."""
+    for kernel in in_cpp(of_each(("tanh", "erf", "exp", "sigmoid", "silu"), "bf16")).kernels:
+        assert "std::" not in kernel.source
+
+
 # Sums -------------------------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ _NARROW = ("bf16", "f16")
 _FLOATS = ("f32", *_NARROW)
 _CALLS = {
     "neg": "-{0}", "abs": "std::fabs({0})", "exp": "exp_({0})", "log": "std::log({0})", "sqrt": "std::sqrt({0})",
-    "rsqrt": "1.f / std::sqrt({0})", "reciprocal": "1.f / {0}", "tanh": "std::tanh({0})", "erf": "std::erf({0})", "relu": "relu_({0})",
+    "rsqrt": "1.f / std::sqrt({0})", "reciprocal": "1.f / {0}", "tanh": "tanh_({0})", "erf": "erf_({0})", "relu": "relu_({0})",
     "sigmoid": "sigmoid_({0})", "silu": "silu_({0})", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}",
     "minimum": "minimum_({0}, {1})", "maximum": "maximum_({0}, {1})", "pow": "std::pow({0}, {1})", "lt": "{0} < {1}", "le": "{0} <= {1}",
     "gt": "{0} > {1}", "ge": "{0} >= {1}", "eq": "{0} == {1}", "ne": "{0} != {1}", "logical_and": "{0} && {1}", "logical_or": "{0} || {1}",

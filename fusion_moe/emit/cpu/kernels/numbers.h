@@ -194,7 +194,16 @@ inline bool quantize_mxfp8(const float* x, u8* codes, u8* scale) {
 }
 
 // --------------------------------------------------------------------------------------------------------------- functions of the IR
-// Written without branches where a loop over them is to become vector code.
+// Written without branches, so that loops over them become vector code. In polynomials the highest coefficient comes first.
+
+inline float polynomial(float, float p) { return p; }
+template <class... Rest>
+float polynomial(float x, float p, float next, Rest... rest) {
+    return polynomial(x, p * x + next, rest...);
+}
+
+// The magnitude of a result, and the sign of an odd function's argument.
+inline float with_sign(float size, float x) { return as_float(as_bits(size) | (as_bits(x) & 0x80000000u)); }
 
 // exp(x), to about one unit in the last place: x = n ln2 + r with |r| <= ln2 / 2, a polynomial for exp(r), 2^n in two factors.
 inline float exp_(float x) {
@@ -202,16 +211,28 @@ inline float exp_(float x) {
     const float shifted = kept * 1.44269504f + 12582912.f;          // 1.5 * 2^23: rounds to an integer
     const float n = shifted - 12582912.f;
     const float r = (kept - n * 0.693359375f) - n * -2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.f;
+    const float p = polynomial(r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f);
+    const float power = p * (r * r) + r + 1.f;
     const i32 whole = i32(as_bits(shifted)) - i32(0x4B400000), half = whole >> 1;
-    const float scaled = p * as_float(u32(half + 127) << 23) * as_float(u32(whole - half + 127) << 23);
+    const float scaled = power * as_float(u32(half + 127) << 23) * as_float(u32(whole - half + 127) << 23);
     return x != x ? x : scaled;
+}
+
+// tanh(x), to two units in the last place: near 0 x + x^3 p(x^2), elsewhere 1 - 2 / (exp(2 |x|) + 1).
+inline float tanh_(float x) {
+    const float size = __builtin_fabsf(x), square = size * size;
+    const float p = polynomial(square, 0.0164375789f, -0.0526718125f, 0.133207247f, -0.333329469f);
+    const float near = size + size * (square * p), far = 1.f - 2.f / (exp_(size + size) + 1.f);
+    return with_sign(size < 0.55f ? near : far, x);
+}
+
+// erf(x), to two units in the last place: near 0 x + x p(x^2), elsewhere 1 - exp(q(|x|)), which is 1 from 4 on.
+inline float erf_(float x) {
+    const float size = __builtin_fabsf(x), square = size * size, kept = size > 4.f ? 4.f : size;  // NaN is kept
+    const float p = polynomial(square, -6.33261167e-4f, 5.05427038e-3f, -0.0268045701f, 0.112827703f, -0.376125753f, 0.128379166f);
+    const float q = polynomial(kept, -1.3153964e-3f, 0.0160613935f, -0.0925261006f, -0.648730755f, -1.12159932f, -1.49538228e-3f);
+    const float near = size + size * p, far = 1.f - exp_(q);
+    return with_sign(size < 0.85f ? near : far, x);
 }
 
 inline float sigmoid_(float x) { return 1.f / (1.f + exp_(-x)); }

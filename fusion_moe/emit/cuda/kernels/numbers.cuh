@@ -16,8 +16,6 @@ namespace std {  // the functions that generated code calls, in float32
 __device__ __forceinline__ float fabs(float x) { return ::fabsf(x); }
 __device__ __forceinline__ float log(float x) { return ::logf(x); }
 __device__ __forceinline__ float sqrt(float x) { return ::sqrtf(x); }
-__device__ __forceinline__ float tanh(float x) { return ::tanhf(x); }
-__device__ __forceinline__ float erf(float x) { return ::erff(x); }
 __device__ __forceinline__ float pow(float x, float y) { return ::powf(x, y); }
 
 }  // namespace std
@@ -122,6 +120,8 @@ __device__ __forceinline__ float e4m3_(u8 code) { return widen(f16{u16(halves_of
 // --------------------------------------------------------------------------------------------------------------- functions of the IR
 
 __device__ __forceinline__ float exp_(float x) { return ::expf(x); }
+__device__ __forceinline__ float tanh_(float x) { return ::tanhf(x); }
+__device__ __forceinline__ float erf_(float x) { return ::erff(x); }
 // Approximate, to 2^-16 of the result: exact ones make gate and up of large M 2 to 5 % slower, since all products wait for the epilogue.
 // What becomes subnormal on the way is less than 2^-126 of the result, or the result is as good as zero.
 __device__ __forceinline__ float sigmoid_(float x) {
