@@ -55,11 +55,14 @@ class _ScaledGLU(nn.Module):
         destination[prefix + _KEY] = torch.tensor(self.glu_interleave_size or 0)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        given = dict(state_dict)
-        saved = int(given.pop(prefix + _KEY, self.glu_interleave_size or 0))
-        if saved != (self.glu_interleave_size or 0):
+        given, own = dict(state_dict), self.glu_interleave_size or 0
+        saved = given.pop(prefix + _KEY, own)
+        if checks.are_alike([saved], dims=0) and not saved.is_meta:
+            saved = saved.item()
+        if type(saved) is not int or saved != own:
+            found = (saved or None) if type(saved) is int else f"a {type(saved).__name__}"
             raise OptionError(
-                f"a state dict with {_KEY} = {saved or None}", expected=str(self.glu_interleave_size),
+                f"a state dict with {_KEY} = {found}", expected=str(self.glu_interleave_size),
                 todo="make the module with that one, or reorder rows of the layer before it: fusion_moe.nn.interleave, deinterleave",
                 where=prefix.rstrip(".") or type(self).__name__,
             )  # fmt: skip

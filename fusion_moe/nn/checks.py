@@ -14,6 +14,12 @@ from ..ir.types import DTYPES, FLOATS
 FLOAT_DTYPES = tuple(DTYPES[name] for name in FLOATS)
 
 
+def are_alike(entries: Sequence[object], dims: int) -> bool:
+    """Whether entries of a state dict are plain tensors of one dtype and one shape of so many dimensions, which may be stacked."""
+    found = [t for t in entries if isinstance(t, Tensor) and t.layout is torch.strided and t.dim() == dims]
+    return len(found) == len(entries) and len({(t.dtype, t.shape, t.device) for t in found}) == 1
+
+
 def need_rows(name: str, x: Tensor, width: int, where: str) -> None:
     """ShapeError or DtypeError unless x is float[..., width]."""
     if x.dim() < 1 or x.shape[-1] != width:

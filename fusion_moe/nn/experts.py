@@ -121,7 +121,7 @@ class NVFP4Experts(Experts):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Also accepts the scales of gate and up as two parameters, as older versions saved them."""
         given, halves = dict(state_dict), [f"{prefix}{name}_decode_scale" for name in ("gate", "up")]
-        if all(key in given for key in halves):
+        if checks.are_alike([given.get(key) for key in halves], dims=1):
             given[f"{prefix}gate_up_decode_scale"] = torch.stack([given.pop(key) for key in halves], 1)
         super()._load_from_state_dict(given, prefix, *args)
 

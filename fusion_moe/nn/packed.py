@@ -133,7 +133,9 @@ class PackedModule(FrozenModule):
     ) -> None:  # fmt: skip
         given, own = dict(state_dict), self._own(prefix, state_dict)
         fixed = {name: prefix + name for name in own if name not in self.castable}
-        if refused := [why for name, key in fixed.items() if (why := self._why_not_load(name, key, given[key]))]:
+        refused = [f"{prefix}{name} is {layout}, not strided." for name in own if (layout := given[prefix + name].layout) != torch.strided]
+        refused = refused or [why for name, key in fixed.items() if (why := self._why_not_load(name, key, given[key]))]
+        if refused:
             errors += refused
             return
         given.update({key: self._as_stored(name, given[key]) for name, key in fixed.items()})
@@ -176,13 +178,13 @@ class PackedModule(FrozenModule):
             check_matrix_scales(t, key)
 
     def _own(self, prefix: str, tensors: Mapping[str, Any]) -> list[str]:
-        """The names of the module's own tensors that are in a state dict."""
-        return [name for name in (*self._parameters, *self._buffers) if prefix + name in tensors]
+        """The names of the module's own tensors that are in a state dict, as tensors: torch refuses anything else."""
+        return [name for name in (*self._parameters, *self._buffers) if isinstance(tensors.get(prefix + name), Tensor)]
 
     def _reordered(self, tensors: Mapping[str, Any], prefix: str) -> list[tuple[Sequence[str], list[str]]]:
         """Names and keys of those weights in a state dict whose layout in memory is not the linear one."""
         found = [(names, [prefix + name for name in names]) for names in self.packed if self.weight_layout != "linear"]
-        return [(names, keys) for names, keys in found if all(key in tensors for key in keys)]
+        return [(names, keys) for names, keys in found if all(isinstance(tensors.get(key), Tensor) for key in keys)]
 
 
 def _numbers(*dtypes: torch.dtype) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import DeviceError, DtypeError, ShapeError
 from ..parts import Input, are_neighbours
+from .checks import are_alike
 
 
 class GroupedParameters(nn.Module):
@@ -108,9 +109,10 @@ class GroupedParameters(nn.Module):
         given = dict(state_dict)
         for name in self.shapes:
             one, each = prefix + name, [f"{prefix}{name}{g}" for g in range(self.num_groups)]
-            if self.single[name] and all(key in given for key in each):
+            dims = len(self.shapes[name])
+            if self.single[name] and are_alike([given.get(key) for key in each], dims):
                 given[one] = torch.stack([given.pop(key) for key in each])
-            elif not self.single[name] and one in given and len(given[one]) == self.num_groups:
+            elif not self.single[name] and are_alike([given.get(one)], dims + 1) and len(given[one]) == self.num_groups:
                 given.update(zip(each, given.pop(one).unbind(), strict=True))
         super()._load_from_state_dict(given, prefix, local_metadata, *args)
         if local_metadata.get("assign_to_params_buffers"):

@@ -1,5 +1,5 @@
-"""python -m tests.fuzz: random graphs around our operations, or hostile files, until so many or so long. Exit status 1 if any fault
-was found.
+"""python -m tests.fuzz: random graphs around our operations, or hostile files and state dicts, until so many or so long.
+Exit status 1 if anything was found.
 
 evaluate   our front end, its passes and segments, evaluated, against eager: the cheapest level
 traced     the same under torch.compile, on the graph that Inductor would compile; more rows, and backward
@@ -7,6 +7,7 @@ cxx        the regions' real C++, many in one library, against what their segmen
 sanitize   the same built with ASan and UBSan
 hostile    programs whose texts were changed at random, those that still verify, on any bits, built with ASan and UBSan
 files      directories of checkpoints changed at random: read, or refused in a sentence, soon and in little memory
+states     state dicts changed at random: loaded as they are, or refused
 inductor   torch.compile(backend="fusion_moe") as it is
 """
 

@@ -16,7 +16,7 @@ from .journal import kind, lines
 
 ROOT = Path(__file__).resolve().parents[2]
 HANGS = {  # seconds without a line
-    "evaluate": 120, "traced": 180, "cxx": 300, "sanitize": 600, "hostile": 600, "files": 120, "inductor": 400,
+    "evaluate": 120, "traced": 180, "cxx": 300, "sanitize": 600, "hostile": 600, "files": 120, "states": 120, "inductor": 400,
 }  # fmt: skip
 LEVELS = tuple(HANGS)
 

@@ -57,8 +57,9 @@ def test_nothing_is_read_or_written_outside_of_a_tensor(level, graphs):
 
 
 @pytest.mark.slow
-def test_hostile_files():
-    assert told("files", 0, 100) == ""
+@pytest.mark.parametrize(("level", "graphs"), [("files", 100), ("states", 500)])
+def test_what_comes_from_elsewhere(level, graphs):
+    assert told(level, 0, graphs) == ""
 
 
 # The tools --------------------------------------------------------------------------------------------------------------

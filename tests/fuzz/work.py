@@ -17,7 +17,7 @@ import torch
 from fusion_moe.ir.text import one_line
 from fusion_moe.runtime import build
 
-from . import cxx, files, hostile, traced
+from . import cxx, files, hostile, states, traced
 from .builder import Found, Skip
 from .case import Case, case_of
 from .case import tensor_text as case_text
@@ -43,11 +43,11 @@ def main(level: str, seeds: range, journal: Journal) -> None:
     elif level == "hostile":
         for first in range(seeds.start, seeds.stop, HOSTILE_AT_ONCE):
             _hostile(range(first, min(first + HOSTILE_AT_ONCE, seeds.stop)), journal)
-    elif level == "files":
+    elif level in ("files", "states"):
         files.limit_memory()
         for seed in seeds:
             journal.note(at=seed)
-            wrong, repro = files.judged(seed)
+            wrong, repro = (files if level == "files" else states).judged(seed)
             if wrong:
                 journal.note(seed=seed, wrong=wrong, repro=repro)
     else:

@@ -188,3 +188,14 @@ def test_gpt_oss_by_transformers():
     ids = torch.randint(1, 512, (1, 24), generator=torch.Generator().manual_seed(1))
     want = theirs(ids).logits
     assert (ours(ids).logits - want).norm() < 1e-5 * want.norm()
+
+
+NO_TENSORS = [None, 1.5, "text", [1.0], (torch.ones(2),), torch.ones(2, 4, 8).numpy(), torch.ones(2, 4, 8).to_sparse()]
+
+
+@pytest.mark.parametrize("value", NO_TENSORS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("key", ["gate_up_proj", "down_proj_scale", "down_decode_scale", "gate_decode_scale"])
+def test_a_state_dict_of_other_things_is_torchs_error(key, value):
+    module = NVFP4Experts.from_float(torch.ones(2, 64, 32), torch.ones(2, 32, 32))
+    with pytest.raises(RuntimeError, match=f"{key}|Missing key"):
+        module.load_state_dict(module.state_dict() | {key: value, "up_decode_scale": torch.ones(2)})

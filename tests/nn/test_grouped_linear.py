@@ -438,3 +438,15 @@ def test_bad_calls(golden):
         said.append(f"{what}\n    {caught.value}")
     assert (out == 7.0).all()
     golden("\n".join(said))
+
+
+@pytest.mark.parametrize("single", BOTH)
+def test_state_dicts_that_do_not_fit_are_torchs_error(single):
+    """Tensors of the other form, which is joined or divided, of other shapes; and what is none."""
+    module = GroupedLinear(2, 8, 8, bias=False, single_grouped_weight=single)
+    for state in (
+        {"weight": torch.ones(())}, {"weight": None}, {"weight": torch.ones(3, 8, 8)}, {"weight": [torch.ones(8, 8)] * 2},
+        {"weight0": torch.ones(8, 8), "weight1": torch.ones(8, 7)}, {"weight0": torch.ones(8, 8), "weight1": None},
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"Error\(s\) in loading state_dict for GroupedLinear"):
+            module.load_state_dict(state)

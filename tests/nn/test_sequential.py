@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ways import compiled
 
 from fusion_moe import options
-from fusion_moe.errors import ShapeError
+from fusion_moe.errors import OptionError, ShapeError
 from fusion_moe.nn import GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU, Sequential
 
 G, H, I = 3, 24, 16
@@ -277,3 +277,10 @@ def test_bad_calls(golden):
             do()
         said.append(f"{what}\n    {caught.value}")
     golden("\n".join(said))
+
+
+@pytest.mark.parametrize("saved", [torch.zeros(24), torch.tensor(8), "none", None, torch.tensor(0.5)])
+def test_a_state_dict_of_another_interleaving(saved):
+    module = ScaledSwiGLU()
+    with pytest.raises(OptionError, match="a state dict with glu_interleave_size = "):
+        module.load_state_dict({"glu_interleave_size": saved})
