@@ -14,8 +14,9 @@ import fusion_moe
 from fusion_moe import encodings, options
 from fusion_moe.emit.cpu import readers
 from fusion_moe.encodings import Element, Encoding, Scale, dequantize, quantize
-from fusion_moe.errors import FusionError, OptionError, UnsupportedError
+from fusion_moe.errors import BuildError, FusionError, OptionError, UnsupportedError
 from fusion_moe.nn import Experts
+from fusion_moe.runtime import build
 
 pytestmark = pytest.mark.compiler
 ops = torch.ops.fusion_moe
@@ -163,6 +164,22 @@ def test_modules_keep_each_of_two_block_scales():
             encodings.register(Encoding("int8_twice", INT8, (scales[0], scales[0])))
     finally:
         encodings.unregister(two.name)
+
+
+@pytest.mark.parametrize(
+    ("header", "change", "sentence"),
+    [
+        ("int4.h", ("BLOCK = 32", "BLOCK = 24"), "sixteen codes of a row share a block scale"),
+        ("mxfp4.h", ("BLOCK = 32", "BLOCK = 64"), "the kernels for e2m1 codes read block scales of 16 or 32 of them"),
+    ],
+)
+def test_readers_say_what_they_need(header, change, sentence):
+    readers.register_reader("wrong", (readers.KERNELS / "weights" / header).read_text().replace(*change))
+    try:
+        with pytest.raises(BuildError, match=f"static assertion failed: {sentence}"):
+            build.library(readers.library_source("generic", "wrong"))
+    finally:
+        readers.unregister_reader("wrong")
 
 
 def test_the_built_in_readers_stay():

@@ -264,9 +264,9 @@ def test_thunders_operation_means_the_same_in_4_bits(static):
 
 @needs_nvfuser
 @pytest.mark.parametrize("activation_format", ["bf16", "nvfp4"])
-@pytest.mark.parametrize("ids", [[[0, 0]], [[3, 3], [3, 3]], [[2, 0]] * 130, []])
+@pytest.mark.parametrize("ids", [[[0, 0]], [[3, 3], [3, 3]], [[2, 0]] * 130, [[-1, 2], [-1, -1]], []])
 def test_a_layer_means_the_same_for_any_routing(ids, activation_format):
-    """One token, the last expert alone, more than a tile of rows, no tokens; empty experts."""
+    """One token, the last expert alone, more than a tile of rows, slots of no expert, no tokens; empty experts."""
     slots = torch.tensor(ids, dtype=torch.int64).reshape(-1, SLOTS)
     args = [rows(len(ids)), slots, torch.rand(len(ids), SLOTS, generator=generator()), *weight(2 * I, H, runs=2), *weight(H, I)]
     for static in (True, False):
