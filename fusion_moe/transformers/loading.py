@@ -25,6 +25,7 @@ from ..checkpoints.directory import (
     quantization_of,
     read_index,
 )
+from ..checkpoints.headers import read_json
 from ..errors import CheckpointError
 from ..nn.config import NVFP4Config
 from .completeness import new_heads
@@ -61,7 +62,7 @@ def from_pretrained(
     """
     wanted = kwargs.pop("output_loading_info", False)
     if directory is not None:
-        _check_index(Path(directory, kwargs.get("subfolder") or ""))
+        _check_json(Path(directory, kwargs.get("subfolder") or ""))
     config, kwargs = _configuration(directory, kwargs)
     auto_class = auto_class or _class_named(config, directory, kwargs)
     if found := quantization_of(config.to_dict()) or _beside(directory, _some_of(kwargs, _OF_HUB)):
@@ -84,8 +85,13 @@ def from_pretrained(
     return model
 
 
-def _check_index(path: Path) -> None:
-    """CheckpointError for an index in which transformers would miss an entry. Whether it is right is asked later, with the headers."""
+def _check_json(path: Path) -> None:
+    """CheckpointError for files that transformers would read without end, or whose entries it would miss. Whether an index is right is
+    asked later, with the headers.
+    """
+    for file in (path / CONFIG, path / "generation_config.json"):
+        if os.path.lexists(file):
+            read_json(file)
     index = path / INDEX
     if os.path.lexists(index) and not (path / SINGLE).is_file() and not isinstance(read_index(index).get("metadata"), dict):
         raise CheckpointError("no metadata", expected='"metadata", an object, if only {}: transformers reads it', where=str(index))

@@ -466,9 +466,14 @@ def test_an_index_that_transformers_cannot_read(said, tmp_path):
         from_pretrained(path)
 
 
-def test_an_index_that_never_ends(tmp_path):
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json", "generation_config.json"])
+def test_json_that_never_ends(name, tmp_path):
     path = Path(shutil.copytree(MADE / "bf16-qwen3_moe", tmp_path / "copy"))
-    (path / "model.safetensors.index.json").unlink()
-    (path / "model.safetensors.index.json").symlink_to("/dev/zero")
-    with pytest.raises(CheckpointError, match="index.json: no plain file"):
+    (path / name).unlink()
+    (path / name).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=f"{name}: no plain file"):
+        from_pretrained(path)
+    (path / name).unlink()
+    (path / name).write_text("[" * 10**6)
+    with pytest.raises(CheckpointError, match=f"{name}: not JSON"):
         from_pretrained(path)
