@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, printable
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
@@ -48,7 +48,7 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{self.name} ({str(self.dtype).removeprefix('torch.')} {list(self.shape)})"
+        return f"{printable(self.name)} ({str(self.dtype).removeprefix('torch.')} {list(self.shape)})"
 
 
 def read_header(file: Path) -> list[Entry]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,7 @@ def save(path: str | Path, what: str, formats: Mapping[str, Callable[[], str]]) 
     if not path.parent.is_dir():
         raise OptionError(f"no folder {path.parent}", expected="one that is there", where=str(path))
     text = formats[path.suffix]()
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".", ignore_cleanup_errors=True) as scratch:
+        part = Path(scratch, path.name)  # in a shared folder too, nobody else can put a link there
         part.write_text(text, encoding="utf-8")
         part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

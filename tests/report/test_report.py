@@ -288,7 +288,12 @@ def test_with_gradients_the_forward_pass_is_shown(x, report):
 
 def test_saved_whole(report, tmp_path):
     report.save(tmp_path / "r.json")
+    (tmp_path / "keys").write_text("precious")
+    (tmp_path / f".r.txt.{os.getpid()}").symlink_to(tmp_path / "keys")  # in a shared folder, by somebody who guesses names
     report.save(tmp_path / "r.txt")
+    assert (tmp_path / "keys").read_text() == "precious"
+    (tmp_path / "keys").unlink()
+    (tmp_path / f".r.txt.{os.getpid()}").unlink()
     with pytest.raises(OptionError, match=r"a report as \.pdf; expected \.html, \.json or \.txt"):
         report.save(tmp_path / "r.pdf")
     with pytest.raises(OptionError, match="no folder"):
