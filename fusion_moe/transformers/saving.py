@@ -23,7 +23,7 @@ from ..nn import NVFP4Config, NVFP4Linear
 from ..nn.adaptable import AdaptableModule
 from ..nn.packed import PackedModule
 from ..nn.projections import Projections
-from .conversions import Converter, expert_converters, without
+from .conversions import Converter, expert_converters
 from .operations import is_ours
 from .sources import ExpertsSource
 
@@ -37,7 +37,7 @@ def conversions_for_saving(model: Any, sources: Sources) -> list[Any]:
         log.warning("the adapters of %s%s are not saved: save_lora writes them", adapted[0], ", ..." if adapted[1:] else "")
     made = expert_converters(_with_sources(model, sources))
     made.sort(key=lambda c: len(c._original_target_patterns[0]))  # transformers tries the last one first
-    return [*(c for c in without(_of_transformers(model), made) if not _renames(c, made)), *made]
+    return [*(c for c in _of_transformers(model) if not _renames(c, made)), *made]
 
 
 def _renames(conversion: Any, made: Iterable[Converter]) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fusion_moe
-from fusion_moe.checkpoints import quantize
+from fusion_moe.checkpoints import Directory, quantize
 from fusion_moe.errors import UnsupportedError
 from fusion_moe.nn.packed import PackedModule
 from fusion_moe.transformers import from_pretrained
@@ -35,6 +35,17 @@ def same(a: Any, b: Any) -> bool:
     first, second = a.state_dict(), b.state_dict()
     as_bytes = [(t.flatten().view(torch.uint8), second[name].flatten().view(torch.uint8)) for name, t in first.items() if name in second]
     return type(a) is type(b) and first.keys() == second.keys() and all(torch.equal(x, y) for x, y in as_bytes)
+
+
+def test_names_stay_when_a_model_is_saved_again(tmp_path: Path):
+    model = tiny("mixtral")
+    fusion_moe.quantize_(model)
+    saved = []
+    for _ in range(2):
+        model.save_pretrained(tmp_path)
+        saved.append(Directory.open(tmp_path).tensors.keys())
+    assert saved[0] == saved[1]
+    assert any(name.endswith("experts.0.w1.weight") for name in saved[0])
 
 
 def test_every_family():
