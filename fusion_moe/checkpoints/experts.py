@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ..errors import CheckpointError
 from .directory import TEXT_MODEL
+from .headers import shown
 
 T = TypeVar("T")
 PER_EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up and down by either name
@@ -97,7 +98,7 @@ def layers_of_experts(weights: Iterable[str], experts: int | None = None) -> dic
     layers = {name: LayerExperts(name, _in_order(name, projections)) for name, projections in single.items()}
     for layer in layers.values():
         if experts not in (None, layer.experts):
-            raise CheckpointError(f"{layer.experts} experts", expected=f"{experts}, by config.json", where=layer.name)
+            raise CheckpointError(f"{layer.experts} experts", expected=f"{shown(experts)}, by config.json", where=layer.name)
     return layers | {name: LayerExperts(name, _sorted(projections), fused=True) for name, projections in fused.items()}
 
 
