@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any
 
 from ..checkpoints.headers import read_json
 from ..errors import CheckpointError, UnsupportedError
+from ..nn.lora import is_alpha
 
 CONFIG = "adapter_config.json"
 _REFUSED = (
@@ -48,23 +50,24 @@ def read_config(directory: Path) -> LoraConfig:
 def _parsed(config: Mapping[str, Any], file: Path) -> LoraConfig:
     kind, bias = config.get("peft_type"), config.get("bias", "none")
     if kind != "LORA" or bias != "none":
-        found = f"peft_type = {kind!r}, bias = {bias!r}"
+        found = f"peft_type = {brief(kind)}, bias = {brief(bias)}"
         raise UnsupportedError(found, expected="LORA adapters without biases", where=str(file))
     if used := [key for key in _REFUSED if config.get(key)]:
-        found = ", ".join(f"{key} = {config[key]!r}" for key in used)
+        found = ", ".join(f"{key} = {brief(config[key])}" for key in used)
         raise UnsupportedError(found, expected="adapters of experts' parameters alone, all of one rank", where=str(file))
     rank, alpha = _number(config, "r", file), _number(config, "lora_alpha", file)
+    alpha = alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
     targets = config.get("target_parameters")
     if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
-        raise CheckpointError(f"target_parameters = {targets!r}", expected="names of experts' parameters", where=str(file))
-    return LoraConfig(int(rank), alpha * math.sqrt(rank) if config.get("use_rslora") else alpha, tuple(targets))
+        raise CheckpointError(f"target_parameters = {brief(targets)}", expected="names of experts' parameters", where=str(file))
+    return LoraConfig(int(rank), alpha, tuple(targets))
 
 
 def _number(config: Mapping[str, Any], key: str, file: Path) -> float:
     value = config.get(key)
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or (key == "r" and (value < 1 or value != int(value))):
-        expected = "a positive integer" if key == "r" else "a finite number"
-        raise CheckpointError(f"{key} = {value!r}", expected=expected, where=str(file))
+    if not is_alpha(value) or (key == "r" and not (1 <= value < 2**31 and value == int(value))):
+        expected = "a positive integer of 31 bits" if key == "r" else "a finite number in float32"
+        raise CheckpointError(f"{key} = {brief(value)}", expected=expected, where=str(file))
     return float(value)
 
 

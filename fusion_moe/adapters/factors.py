@@ -5,6 +5,7 @@
 
 Source: peft.tuners.lora.layer.ParamWrapper.get_delta_weight (0.21).
 
+>>> import torch
 >>> a, b = torch.arange(4.0).view(2, 2, 1), torch.arange(4.0).view(2, 1, 2)   # two experts of rank 2, K = N = 1
 >>> [t.tolist() for t in to_peft(a, b)]
 [[[0.0], [1.0], [2.0], [3.0]], [[0.0, 2.0, 1.0, 3.0]]]
@@ -14,7 +15,6 @@ True
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -28,7 +28,6 @@ def from_peft(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1).contiguous()
 
 
-def peft_shapes(a: torch.Size, b: torch.Size) -> tuple[tuple[int, int], tuple[int, int]]:
+def peft_shapes(experts: int, n: int, k: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """The shapes of the results of `to_peft`."""
-    experts, rank, k = a
-    return (experts * rank, k), (b[1], rank * experts)
+    return (experts * rank, k), (n, rank * experts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from ..checkpoints.headers import Entry, read_header
 from ..checkpoints.shard import Planned, Step, write_shard
 from ..checkpoints.writing import destination, readable_errors, sync, write_text
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import CheckpointError, NonFiniteError, UnsupportedError
 from ..nn.activations import deinterleave, interleave
 from ..nn.adaptable import AdaptableModule
 from ..nn.local import gathered, is_dtensor, local
-from ..nn.lora import Adapter, adapt, adaptable, adapters_of, need_unadapted
+from ..nn.lora import Adapter, adapt, adaptable, adapters_of, freeze_, need_unadapted
 from .config import CONFIG, LoraConfig, common, read_config
 from .factors import from_peft, peft_shapes, to_peft
 
@@ -50,22 +50,23 @@ def save_lora(model: nn.Module, directory: str | Path) -> Path:
 
 
 def load_lora_(model: nn.Module, directory: str | Path, *, dtype: torch.dtype = torch.float32) -> list[str]:
-    """Adds the adapters of a directory, written by `save_lora` or PEFT, to the experts of a model, in place, and freezes everything else.
+    """Adds the adapters of a directory, written by `save_lora` or PEFT, to the experts of a model, in place, and freezes everything else,
+    as `add_lora_` does.
 
     Returns the names of what it adapted. dtype: of A and B. Every tensor of the file must find its place: CheckpointError names one that
-    does not. UnsupportedError for other features of PEFT than adapters of experts (DoRA, other modules, ...), for a model without experts,
-    and for one that has adapters already. Fails before it changes anything.
+    does not; NonFiniteError one with NaN or infinity. UnsupportedError for other features of PEFT than adapters of experts (DoRA, other
+    modules, ...), for a model without experts, and for one that has adapters already. Fails before it changes anything.
     """
     path, modules = Path(directory), adaptable(model, "load_lora_")
     need_unadapted(modules, "load_lora_")
     config, entries = read_config(path), _entries(path)
-    made = {name: _planned(name, modules, config, entries, dtype) for name in _named(entries)}
+    made = {name: _planned(name, modules, config, entries) for name in _named(entries)}
     if lost := entries.keys() - {key for name, its in made.items() for key in _keys(name, its)}:
         raise CheckpointError(f"{min(lost)} has no place", expected="adapters of experts alone", where=str(path / TENSORS))
     tensors = _read(path / TENSORS)
-    model.requires_grad_(False)
-    for name, adapters in made.items():
-        _fill(name, modules[name], adapters, tensors)
+    freeze_(model)
+    for name, projections in made.items():
+        _fill(name, modules[name], projections, config, tensors, dtype)
     return [f"{name}.{projection}" if name else projection for name, its in made.items() for projection in its]
 
 
@@ -78,7 +79,7 @@ def _parameter(name: str, module: AdaptableModule, projection: str) -> str:
     return f"{name}.{parameter}" if name else parameter
 
 
-def _keys(name: str, adapters: Mapping[str, Any]) -> list[str]:
+def _keys(name: str, adapters: Collection[str]) -> list[str]:
     """The names of lora_A and lora_B for each projection of a module. Each adapter is wrapped around the previous one."""
     depths = range(len(adapters) - 1, -1, -1)
     return [".".join(filter(None, (_ROOT, name, *[_INNER] * depth, f"lora_{f}.weight"))) for depth in depths for f in "AB"]
@@ -143,24 +144,24 @@ def _entries(path: Path) -> dict[str, Entry]:
     return {entry.name: entry for entry in read_header(file)}
 
 
-def _planned(
-    name: str, modules: Mapping[str, AdaptableModule], config: LoraConfig, entries: Mapping[str, Entry], dtype: torch.dtype
-) -> dict[str, Adapter]:  # fmt: skip
-    """Adapters for a module, on the meta device, for the tensors in the file."""
+def _planned(name: str, modules: Mapping[str, AdaptableModule], config: LoraConfig, entries: Mapping[str, Entry]) -> list[str]:
+    """The projections of a module that get adapters, for which the file has tensors of the right shapes."""
     if name not in modules:
         expected = f"modules with experts: {', '.join(modules)}"
         raise CheckpointError(f"adapters of {name or 'the whole model'}", expected=expected, where="load_lora_")
     module = modules[name]
     projections = [p for p in module.projections if config.targeted(_parameter(name, module, p))]
-    experts = None if module.sharding is None else module.sharding.experts
-    shapes = {p: (experts or e, n, k) for p in projections for e, n, k in [module.shape_of(p)]}
-    made = {p: Adapter(shapes[p], config.rank, config.alpha, dtype, torch.device("meta")) for p in projections}
-    wanted = [shape for adapter in made.values() for shape in peft_shapes(adapter.A.shape, adapter.B.shape)]
-    for key, shape in zip(_keys(name, made), wanted, strict=True):
+    wanted = [shape for p in projections for shape in peft_shapes(_experts(module), *module.shape_of(p)[1:], config.rank)]
+    for key, shape in zip(_keys(name, projections), wanted, strict=True):
         if key not in entries or entries[key].shape != shape or not entries[key].dtype.is_floating_point:
             found = str(entries.get(key, f"no {key}"))
             raise CheckpointError(found, expected=f"{key} of floats {list(shape)}", where="load_lora_")
-    return made
+    return projections
+
+
+def _experts(module: AdaptableModule) -> int:
+    """E, over all ranks."""
+    return module.shape_of(module.projections[0])[0] if module.sharding is None else module.sharding.experts
 
 
 def _read(file: Path) -> dict[str, Tensor]:
@@ -168,17 +169,24 @@ def _read(file: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        return load_file(file)
+        tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(str(error), expected="the file as it was when its header was read", where=str(file)) from None
+    for key, t in tensors.items():
+        if bad := int((~t.float().isfinite()).sum()):
+            found, todo = f"{bad} NaN or infinite among the {t.numel()} elements of {key}", "the file is damaged, or training diverged"
+            raise NonFiniteError(found, expected="finite numbers", todo=todo, where=str(file))
+    return tensors
 
 
-def _fill(name: str, module: AdaptableModule, planned: Mapping[str, Adapter], tensors: Mapping[str, Tensor]) -> None:
+def _fill(
+    name: str, module: AdaptableModule, projections: Sequence[str], config: LoraConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> None:  # fmt: skip
     """Gives a module its adapters, with the values from the file."""
-    keys = _keys(name, planned)
-    for (projection, like), key_a, key_b in zip(planned.items(), keys[::2], keys[1::2], strict=True):
-        a, b = from_peft(tensors[key_a], tensors[key_b], like.A.shape[0])
-        adapter = adapt(module, projection, like.rank, like.alpha, like.A.dtype)
+    keys = _keys(name, projections)
+    for projection, key_a, key_b in zip(projections, keys[::2], keys[1::2], strict=True):
+        a, b = from_peft(tensors[key_a], tensors[key_b], _experts(module))
+        adapter = adapt(module, projection, config.rank, config.alpha, dtype)
         b = deinterleave(b, 1, 1) if module.in_turns and projection == "gate_up" else b
         if module.sharding is not None:
             a, b = module.sharding.share("A", a), module.sharding.share("B", b)

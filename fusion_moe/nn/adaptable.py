@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..encodings import Quantized
+from ..errors import UnsupportedError
 from ..layouts import Padding
 from .local import local
-from .packed import PackedModule
+from .packed import PackedModule, say_once
 
 
 class AdaptableModule(PackedModule):
@@ -55,13 +57,22 @@ class AdaptableModule(PackedModule):
 
     def _parts(self, projection: str) -> list[Tensor]:
         own: dict[str, Any] = self._parameters  # getattr takes ten times as long; wrappers such as FSDP put attributes in their place
-        return [own[key] if key in own else getattr(self, key) for key in self.part_names[projection]]
+        return [own[key] if key in own else self._replaced(key) for key in self.part_names[projection]]
+
+    def _replaced(self, key: str) -> Any:
+        """What is in the place of a parameter. UnsupportedError for what torch computes from codes."""
+        if "parametrizations" in self._modules and not self.encoding.plain:
+            found, todo = f"{key} of {self.encoding.name} codes, parametrized", "fusion_moe.nn.add_lora_(model) adapts experts"
+            raise UnsupportedError(found, expected="the codes as they are", todo=todo, where=type(self).__name__)
+        return getattr(self, key)
 
     def _factors(self, projection: str) -> tuple[Tensor | None, Tensor | None]:
         """A [G, r, K] and B [G, N, r] of a projection's adapter, padded like its weight."""
         adapter = self.adapter(projection)
-        if adapter is None:
+        if adapter is None or adapter.disabled:
             return None, None
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not adapter.A.requires_grad:
+            say_once(f"training mode, but the adapters of {type(self).__name__} are frozen: call add_lora_ after what freezes a model")
         padding, a, b = self._padding(projection), local(adapter.A), local(adapter.B)
         return (padding.pad_columns(a), padding.pad_rows(b, -2)) if padding else (a, b)
 

@@ -8,7 +8,9 @@ Source: LoRA (Hu et al., 2021); initial values, and the choice of what trains, f
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -48,6 +50,11 @@ class Adapter(nn.Module):
         """The factor of B @ A: alpha / rank."""
         return self.alpha / self.rank
 
+    @property
+    def disabled(self) -> bool:
+        """Whether nothing is added for now."""
+        return False
+
     def delta(self, expert: int) -> Tensor:
         """float32 [N, K]: the term that is added to the weight of an expert; counted among the experts on this rank."""
         return self.scale * (local(self.B)[expert].detach().float() @ local(self.A)[expert].detach().float())
@@ -63,7 +70,7 @@ def add_lora_(
     filter_fn: Filter | None = None,
 ) -> list[str]:  # fmt: skip
     """Adds adapters to the experts of a model, in place, and freezes everything else: only A and B train, as with PEFT. Returns the names
-    of what it adapted.
+    of what it adapted. A model that has adapters already, from here or from PEFT, was frozen then, and what trains in it goes on training.
 
     Experts are modules of fusion_moe.nn, quantized (`quantize_`) or float; filter_fn(module, name) chooses among them, without it all are
     adapted. targets: "gate_up", the first projection (`up` if there is no gate), "down", and "linear", any NVFP4GroupedLinear outside of a
@@ -78,10 +85,16 @@ def add_lora_(
     chosen = _need_targets(targets)
     need_unadapted(modules, "add_lora_")
     places = _places(modules, chosen)
-    model.requires_grad_(False)
+    freeze_(model)
     for name, projection in places:
         adapt(modules[name], projection, rank, float(alpha), dtype)
     return [f"{name}.{projection}" if name else projection for name, projection in places]
+
+
+def freeze_(model: nn.Module) -> None:
+    """Freezes a model to which the first adapters are added: PEFT's, which leave `peft_config`, froze it themselves."""
+    if not any(isinstance(module, Adapter) or hasattr(module, "peft_config") for module in model.modules()):
+        model.requires_grad_(False)
 
 
 def _places(modules: Mapping[str, AdaptableModule], targets: Sequence[str]) -> list[tuple[str, str]]:
@@ -109,10 +122,15 @@ def adaptable(model: nn.Module, where: str, filter_fn: Filter | None = None) -> 
 def _check_options(rank: int, alpha: float, dtype: torch.dtype) -> None:
     if not isinstance(rank, int) or isinstance(rank, bool) or rank <= 0:
         raise OptionError(f"rank = {rank!r}", expected="a positive integer", where="add_lora_")
-    if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        raise OptionError(f"alpha = {alpha!r}", expected="a finite number", where="add_lora_")
+    if not is_alpha(alpha):
+        raise OptionError(f"alpha = {alpha!r}", expected="a finite number in float32", where="add_lora_")
     if dtype not in FLOAT_DTYPES:
         raise DtypeError(f"dtype = {dtype}", expected=f"one of {', '.join(map(str, FLOAT_DTYPES))}", where="add_lora_")
+
+
+def is_alpha(value: object) -> bool:
+    """Whether a value is a number that is finite in float32, in which alpha / rank multiplies."""
+    return isinstance(value, (int, float)) and abs(value) <= torch.finfo(torch.float32).max
 
 
 def _need_targets(targets: Iterable[str]) -> tuple[str, ...]:
@@ -139,11 +157,19 @@ def need_unadapted(modules: Mapping[str, AdaptableModule], where: str) -> None:
 
 def adapt(module: AdaptableModule, projection: str, rank: int, alpha: float, dtype: torch.dtype) -> Adapter:
     """Adds an adapter to a projection, on its weight's device; beside a rank's share of experts, a share of the adapters of all experts."""
-    adapter = Adapter(module.shape_of(projection), rank, alpha, dtype, module.weight_of(projection).device)
+    adapter = _kind()(module.shape_of(projection), rank, alpha, dtype, module.weight_of(projection).device)
     if module.sharding is not None:
         adapter.A, adapter.B = (nn.Parameter(module.sharding.whole(name, getattr(adapter, name).detach())) for name in "AB")
     module.add_module(f"{projection}_lora", adapter)
     return adapter
+
+
+def _kind() -> type[Adapter]:
+    """The class of new adapters: one that PEFT knows, where a program may use PEFT."""
+    if ("peft" in sys.modules or "transformers" in sys.modules) and importlib.util.find_spec("peft") is not None:
+        kind: type[Adapter] = importlib.import_module("fusion_moe.adapters.peft").PeftAdapter
+        return kind
+    return Adapter
 
 
 def adapters_of(module: AdaptableModule) -> Iterator[tuple[str, Adapter]]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .. import options, target
 from ..encodings import NVFP4, Encoding, check_block_scales, check_matrix_scales
-from ..errors import NonFiniteError
+from ..errors import NonFiniteError, UnsupportedError
 from ..groups import ceil_to
 from ..layouts import LAYOUTS, Layout, Padding
 from ..runtime import pages
@@ -44,6 +44,14 @@ class PackedModule(FrozenModule):
     def __init__(self) -> None:
         super().__init__()
         self.weight_layout, self.paddings = "linear", {}  # per instance: torch.compile guards class attributes in each class of the MRO
+
+    @property
+    def is_transposed(self) -> bool:
+        """False: weights are [E, N, K]. PEFT asks before it adapts a parameter: UnsupportedError if its numbers are codes."""
+        if self.encoding.plain:
+            return False
+        found, todo = f"PEFT on a parameter of {self.encoding.name} codes", "fusion_moe.nn.add_lora_(model) adapts experts; name others to PEFT"
+        raise UnsupportedError(found, expected="parameters that are numbers", todo=todo, where=type(self).__name__)
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
         """N and K of the weight whose elements have this name, without padding."""
@@ -99,7 +107,7 @@ class PackedModule(FrozenModule):
         except (NonFiniteError, torch.OutOfMemoryError) as error:
             why = str(error)
         if why:
-            _say_once(f"weights stay in the linear layout: {type(self).__name__}: {why}")
+            say_once(f"weights stay in the linear layout: {type(self).__name__}: {why}")
 
     def check_block_scales(self) -> None:
         """NonFiniteError for block scales, in linear order, that no quantizer writes. Waits for the device."""
@@ -193,7 +201,7 @@ def _numbers(*dtypes: torch.dtype) -> bool:
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
     log.warning("%s", text)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from ..errors import DeviceError, DtypeError, ShapeError
 from ..parts import Input, are_neighbours
@@ -104,6 +105,13 @@ class GroupedParameters(nn.Module):
                     p.data = t
 
     # ------------------------------------------------------------------------------------------------------------ state dicts
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """As torch's, but neighbours appear as storages of their own: safetensors and accelerate take those of one storage for one tensor."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in () if keep_vars else self.shapes:
+            if not self.single[name] and self._packed(name):
+                destination.update({key: from_dlpack(destination[key]) for key in (prefix + one for one in self.keys(name))})
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
         given = dict(state_dict)

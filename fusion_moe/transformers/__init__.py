@@ -16,11 +16,14 @@ from .config import ModelOptConfig, NVFP4Config
 from .experts import experts_forward
 from .loading import from_pretrained
 from .quantizer import FusionMoeQuantizer
-from .registration import register
+from .registration import register, register_backend
 from .routers import fuse_routers_
+from .trainer import register_saving
 
 __all__ = ["NVFP4Config", "experts_forward", "from_pretrained", "fuse_routers_"]
 
 ALL_EXPERTS_FUNCTIONS.register("fusion_moe", experts_forward)
 register("modelopt", ModelOptConfig, FusionMoeQuantizer)
 register("fusion_moe", ModelOptConfig, FusionMoeQuantizer)
+register_backend()
+register_saving()

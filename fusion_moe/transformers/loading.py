@@ -32,6 +32,7 @@ from .completeness import new_heads
 from .config import set_quantization
 from .share import Share, sharing
 from .sources import some
+from .trainer import read_adapters_
 
 if TYPE_CHECKING:
     from ..distributed.parallelize import Division
@@ -46,7 +47,8 @@ def from_pretrained(
     directory: str | Path, *, auto_class: Any = None, mesh: Any = None, plan: str = "ep", tokens: str = "replicated",
     dispatch: str = "all_gather", capacity: int | float = 1.0, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """`auto_class.from_pretrained(directory, **kwargs)`, with encoded weights in modules of fusion_moe.nn, whoever quantized them.
+    """`auto_class.from_pretrained(directory, **kwargs)`, with encoded weights in modules of fusion_moe.nn, whoever quantized them. Adapters
+    in a local directory's folder `adapters` are loaded too.
 
     directory: a local one, or a name that transformers knows. auto_class: None for the class that config.json names, such as one with a
     vision tower, or AutoModelForCausalLM if transformers has no such class. kwargs may change entries of the configuration, unless config
@@ -137,6 +139,7 @@ def _shared(directory: Directory, division: Division, auto_class: Any, config: A
     if in_floats:
         made.hf_quantizer.remove_quantization_config(made)
     share.join(made)
+    read_adapters_(made, directory.path)
     made.name_or_path = made.config.name_or_path = str(directory.path)
     if made.can_generate():
         with contextlib.suppress(OSError):  # without the file, it is made from the configuration

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -29,6 +30,7 @@ from .replacements import Replacements, replace_modules
 from .saving import conversions_for_saving, modelopt_config, with_activation_format
 from .share import shared
 from .stored_module import StoredModule, finish_
+from .trainer import read_adapters_, register_loading, write_adapters
 
 
 class FusionMoeQuantizer(HfQuantizer):
@@ -36,6 +38,7 @@ class FusionMoeQuantizer(HfQuantizer):
 
     replaced: Replacements | None = None
     _model: Any = None  # while it is loaded
+    _path: Path | None = None  # what it is loaded from, unless each rank reads its share
 
     def __init__(self, quantization_config: Any, **kwargs: Any):
         if not isinstance(quantization_config, QuantizationConfigMixin):  # fusion_moe.NVFP4Config
@@ -65,6 +68,7 @@ class FusionMoeQuantizer(HfQuantizer):
                 share.take(model, {})
             return
         directory = share.directory if share is not None else Directory.open(Path(checkpoint_files[0]).parent)
+        self._path = directory.path if share is None else None
         self._dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
         config = self.quantization_config
         self.replaced = replace_modules(model, directory.tensors, config.method, config.experts, config.quantizes)
@@ -101,7 +105,9 @@ class FusionMoeQuantizer(HfQuantizer):
         return QuantizeExperts(self._contracts)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        """Checks scales, freezes parameters, moves them to large pages on the CPU, and reorders them for the kernels on CUDA."""
+        """Checks scales, freezes parameters, moves them to large pages on the CPU, and reorders them for the kernels on CUDA. Adds the
+        adapters that were saved with the model.
+        """
         del self._model
         if self.replaced is not None:  # what is read later, such as layers for multi-token prediction, is in floats
             model._keys_to_ignore_on_load_unexpected = self._ignored
@@ -112,14 +118,15 @@ class FusionMoeQuantizer(HfQuantizer):
         freeze_(model)
         if any(p.is_cuda for p in model.parameters()):
             prepare_(model)
+        if self._path is not None:
+            read_adapters_(model, self._path)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """Called before anything is written: tells the model how its weights are written, and with which configuration. Adapters are left
-        out: `save_lora` writes them.
-        """
+        """Called before the model is written: tells it how its weights are written, and with which configuration. Writes its adapters."""
         sources = {} if self.replaced is None else self.replaced.experts
         model._weight_conversions = conversions_for_saving(model, sources)
         set_quantization(model.config, with_activation_format(self._saved_config(model), model))
+        write_adapters(model)
         return _without_adapters(model), {}
 
     def _saved_config(self, model: Any) -> Any:
@@ -142,7 +149,11 @@ class FusionMoeQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """True: encoded weights are frozen, but adapters beside them (`add_lora_`) and the rest of the model train."""
+        """True: encoded weights are frozen, but adapters beside them (`add_lora_`) and the rest of the model train.
+
+        A Trainer asks this of its model: the moment to teach it to load our checkpoints.
+        """
+        register_loading(_is_ours)
         return True
 
     @property
@@ -187,6 +198,10 @@ def _without_adapters(model: Any) -> dict[str, Any] | None:
     """The state of a model without its adapters; None if it has none."""
     adapters = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Adapter))
     return {key: t for key, t in model.state_dict().items() if not key.startswith(adapters)} if adapters else None
+
+
+def _is_ours(model: Any) -> bool:
+    return isinstance(model, PreTrainedModel) and isinstance(getattr(model, "hf_quantizer", None), FusionMoeQuantizer)
 
 
 def attach(model: Any) -> None:

@@ -1,8 +1,10 @@
-"""Names under which transformers finds our quantizer."""
+"""Names under which transformers finds our quantizer, and accelerate our backend of torch.compile."""
 
 from __future__ import annotations
 
+import sys
 import warnings
+from typing import Any
 
 from transformers.quantizers import HfQuantizer, auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -20,3 +22,19 @@ def register(method: str, config: type[QuantizationConfigMixin], quantizer: type
             "fusion_moe.transformers.from_pretrained loads into modules of fusion_moe",
             stacklevel=3,
         )  # fmt: skip
+
+
+def register_backend() -> None:
+    """Adds "fusion_moe" to the backends that accelerate, if it is installed, lets `torch.compile` have: for TrainingArguments."""
+    plugins: Any = sys.modules.get("accelerate.utils.dataclasses")  # transformers has imported it
+    if plugins is None or "FUSION_MOE" in plugins.DynamoBackend:
+        return
+
+    def missing(cls: Any, value: object) -> Any:
+        if value != "FUSION_MOE":
+            return None
+        member = str.__new__(cls, value)
+        member._name_ = member._value_ = value
+        return member
+
+    plugins.DynamoBackend._missing_ = classmethod(missing)

@@ -5,7 +5,6 @@ NVFP4 is written as ModelOpt writes it. Experts keep the names that they had in 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,6 @@ from ..checkpoints.schemes import MODELOPT, MODELOPT_FUSED
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
 from ..nn import NVFP4Config, NVFP4Linear
-from ..nn.adaptable import AdaptableModule
 from ..nn.packed import PackedModule
 from ..nn.projections import Projections
 from .conversions import Converter, expert_converters
@@ -28,13 +26,10 @@ from .operations import is_ours
 from .sources import ExpertsSource
 
 Sources = Mapping[str, ExpertsSource]
-log = logging.getLogger("fusion_moe")
 
 
 def conversions_for_saving(model: Any, sources: Sources) -> list[Any]:
     """The conversions that transformers reverses. sources: where the experts were loaded from."""
-    if adapted := [name for name, m in model.named_modules() if isinstance(m, AdaptableModule) and m.adapted]:
-        log.warning("the adapters of %s%s are not saved: save_lora writes them", adapted[0], ", ..." if adapted[1:] else "")
     made = expert_converters(_with_sources(model, sources))
     made.sort(key=lambda c: len(c._original_target_patterns[0]))  # transformers tries the last one first
     return [*(c for c in _of_transformers(model) if not _renames(c, made)), *made]

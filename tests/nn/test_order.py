@@ -15,7 +15,7 @@ from fusion_moe import options
 from fusion_moe.distributed.shares import keep_features
 from fusion_moe.layouts.code_orders import CODE_ORDERS
 from fusion_moe.nn import GroupedSwiGLU, NVFP4Linear, packed
-from fusion_moe.nn.packed import PackedModule, _say_once
+from fusion_moe.nn.packed import PackedModule, say_once
 from fusion_moe.target import TARGETS
 
 E, H, I = 3, 64, 96
@@ -92,7 +92,7 @@ def test_on_a_cpu_nothing_happens():
 
 def test_what_has_no_order_is_said_once(pretended, monkeypatch, caplog):
     monkeypatch.delitem(CODE_ORDERS, "e2m1")
-    _say_once.cache_clear()
+    say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             call(experts(E, H, I))
