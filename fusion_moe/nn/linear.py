@@ -32,8 +32,8 @@ class GroupedLinear(GroupedParameters):
     Weights start kaiming-uniform with a = sqrt(5), biases at zero. weight0 .. are views of one buffer, so that a product takes them as
     [G, N, K] without a copy. Other parameters may be registered in their places; each call copies them, unless they too are contiguous
     neighbours in one storage. State dicts of either form load. On device="meta" nothing is allocated; parameters that get memory later, or
-    that a state dict assigns, are moved into one buffer, unless they are parts of a larger storage, or in shared memory. Tools that take
-    tensors of one storage for one tensor (safetensors' `save_model`, accelerate's `save_model` and `save_state`) need the single forms.
+    that a state dict assigns, are moved into one buffer, unless they are parts of a larger storage, or in shared memory. In a state dict
+    each has a storage of its own, on the same memory, for tools that take tensors of one storage for one tensor.
 
     The result has autocast's dtype if autocast is on, otherwise the weights'. Products follow the recipe that `fusion_moe.autocast` has put
     in force, if any (ShapeError for sizes that it does not take). Gradients are computed only for tensors that require one; those of

@@ -50,7 +50,8 @@ class PackedModule(FrozenModule):
         """False: weights are [E, N, K]. PEFT asks before it adapts a parameter: UnsupportedError if its numbers are codes."""
         if self.encoding.plain:
             return False
-        found, todo = f"PEFT on a parameter of {self.encoding.name} codes", "fusion_moe.nn.add_lora_(model) adapts experts; name others to PEFT"
+        found = f"PEFT on a parameter of {self.encoding.name} codes"
+        todo = "fusion_moe.nn.add_lora_(model) adapts experts; name other layers in PEFT's target_modules"
         raise UnsupportedError(found, expected="parameters that are numbers", todo=todo, where=type(self).__name__)
 
     def matrix_shape(self, name: str) -> tuple[int, int]:

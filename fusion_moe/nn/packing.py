@@ -107,7 +107,7 @@ class GroupedParameters(nn.Module):
     # ------------------------------------------------------------------------------------------------------------ state dicts
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """As torch's, but neighbours appear as storages of their own: safetensors and accelerate take those of one storage for one tensor."""
+        """As torch's, but each neighbour as a storage of its own: safetensors and accelerate take those of one storage for one tensor."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in () if keep_vars else self.shapes:
             if not self.single[name] and self._packed(name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import fusion_moe
 from fusion_moe import nn
 from fusion_moe.adapters import factors, files, load_lora_, save_lora
-from fusion_moe.errors import CheckpointError, UnsupportedError
+from fusion_moe.errors import CheckpointError, NonFiniteError, UnsupportedError
 
 LAYER = "base_model.model.model.layers.0.mlp.experts"
 
@@ -119,6 +120,16 @@ BAD = {
     "no rank": (with_config(r=None), CheckpointError, "r = None; expected a positive integer"),
     "another rank": (with_config(r=3), CheckpointError, r"float32 \[6, 32\]\); expected .*lora_A.weight of floats \[9, 32\]"),
     "no alpha": (with_config(lora_alpha="x"), CheckpointError, "lora_alpha = 'x'; expected a finite number"),
+    **{
+        f"r = {r:.0e}": (with_config(r=r), CheckpointError, rf"r = {str(r)[:18]}.{{0,40}}; expected a positive integer of 31 bits$")
+        for r in (10**18, 10**300)
+    },
+    "r of 401 digits": (with_config(r=10**400), CheckpointError, r"r = 1.{30,40}0; expected a positive integer of 31 bits$"),
+    "a large r": (with_config(r=2**31 - 1), CheckpointError, r"expected .*lora_A.weight of floats \[6442450941, 32\]"),
+    "alpha of 401 digits": (with_config(lora_alpha=10**400), CheckpointError, r"lora_alpha = 1.{30,40}0; expected a finite number"),
+    "a large alpha": (with_config(lora_alpha=1e308), CheckpointError, r"lora_alpha = 1e\+308; expected a finite number in float32$"),
+    "NaN": (with_tensors(lambda t: t[f"{LAYER}.lora_B.weight"][1, 2:4].fill_(math.nan)), NonFiniteError, f"2 NaN .* {LAYER}.lora_B"),
+    "infinity": (with_tensors(lambda t: t[f"{LAYER}.lora_A.weight"][0, 0].fill_(math.inf)), NonFiniteError, "1 NaN or infinite among"),
     "no targets": (with_config(target_parameters=None), CheckpointError, "target_parameters = None; expected names of experts'"),
     "one target": (with_config(target_parameters=["down_proj"]), CheckpointError, "base_layer.lora_A.weight has no place"),
     "no config": (lambda folder: (folder / "adapter_config.json").unlink(), CheckpointError, "No such file"),

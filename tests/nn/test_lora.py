@@ -14,7 +14,7 @@ import fusion_moe
 from fusion_moe.encodings import ENCODINGS, NVFP4, Quantized, dequantize, quantize
 from fusion_moe.errors import DtypeError, NonFiniteError, OptionError, UnsupportedError
 from fusion_moe.nn import Adapter, CustomExperts, Experts, NVFP4Experts, add_lora_, merge_lora_
-from fusion_moe.nn.packed import relayout_
+from fusion_moe.nn.packed import relayout_, say_once
 
 pytestmark = pytest.mark.usefixtures("meaning")  # but where a test says otherwise
 E, H, I = 4, 64, 64
@@ -106,6 +106,42 @@ def test_some_modules():
     assert experts_of(model)[0].adapter("down") is None
 
 
+def test_adapters_of_other_layers_go_on_training():
+    model = quantized_model()
+    for i in range(2):
+        add_lora_(model, filter_fn=lambda module, name, i=i: f".{i}." in name)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == {f"model.layers.{i}.mlp.experts.{p}_lora.{f}" for i in range(2) for p in ("gate_up", "down") for f in "AB"}
+
+
+def test_frozen_adapters_in_training_mode_are_a_warning(caplog):
+    module = experts()
+    add_lora_(module)
+    say_once.cache_clear()
+    module.requires_grad_(False)
+    with torch.no_grad():
+        module(*routed())
+    module.eval()(*routed())
+    assert not caplog.records
+    module.train()(*routed())
+    assert "training mode, but the adapters of Experts are frozen: call add_lora_ after what freezes a model" in caplog.text
+
+
+def test_codes_are_not_parametrized():
+    """As PEFT does it in each call for `target_parameters`: the sum of codes and what is added would be taken for codes."""
+
+    class Add(torch.nn.Module):
+        def forward(self, codes):
+            return codes + 1
+
+    encoded, floats = experts(), experts("f32")
+    for module in (encoded, floats):
+        torch.nn.utils.parametrize.register_parametrization(module, "down_proj", Add())
+    with pytest.raises(UnsupportedError, match="Experts: down_proj of nvfp4 codes, parametrized; expected the codes as they are; .*add_lo"):
+        encoded(*routed())
+    floats(*routed())
+
+
 REFUSED = {
     "no experts": (
         lambda: add_lora_(torch.nn.Linear(4, 4)), UnsupportedError,
@@ -116,6 +152,7 @@ REFUSED = {
     "rank 0": (lambda: add_lora_(experts(), 0), OptionError, "rank = 0; expected a positive integer"),
     "half a rank": (lambda: add_lora_(experts(), 0.5), OptionError, "rank = 0.5; expected a positive integer"),
     "alpha": (lambda: add_lora_(experts(), alpha=math.nan), OptionError, "alpha = nan; expected a finite number"),
+    "large alpha": (lambda: add_lora_(experts(), alpha=1e308), OptionError, r"alpha = 1e\+308; expected a finite number in float32"),
     "another target": (lambda: add_lora_(experts(), targets=("up",)), OptionError, "targets = 'up'; expected one of gate_up, down"),
     "no target": (lambda: add_lora_(experts(), targets=()), OptionError, "no targets; expected gate_up or down"),
     "integers": (lambda: add_lora_(experts(), dtype=torch.int8), DtypeError, "dtype = torch.int8; expected one of"),

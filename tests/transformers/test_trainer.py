@@ -197,6 +197,17 @@ class Tiny(torch.nn.Module):
         return {"loss": y.square().mean()}
 
 
+@pytest.fixture
+def backend_of_this_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """accelerate keeps the first backend of a process."""
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("backend_of_this_test")
 def test_torch_compile_backend(tmp_path):
     """By Trainer's own argument: the loss of a model that is not compiled."""
     losses = []
