@@ -64,7 +64,7 @@ def _parsed(config: Mapping[str, Any], file: Path) -> LoraConfig:
 
 
 def _number(config: Mapping[str, Any], key: str, file: Path) -> float:
-    value = config.get(key)
+    value: Any = config.get(key)
     if not is_alpha(value) or (key == "r" and not (1 <= value < 2**31 and value == int(value))):
         expected = "a positive integer of 31 bits" if key == "r" else "a finite number in float32"
         raise CheckpointError(f"{key} = {brief(value)}", expected=expected, where=str(file))

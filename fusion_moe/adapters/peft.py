@@ -15,10 +15,10 @@ if tuple(map(int, peft.__version__.split(".")[:2])) < (0, 21):
     logging.getLogger("fusion_moe").warning(found)
 
 
-class PeftAdapter(Adapter, BaseTunerLayer):  # type: ignore[misc]
+class PeftAdapter(Adapter, BaseTunerLayer):
     """An adapter in a model that PEFT may adapt too. It has no named adapters, so PEFT's functions that select one leave it as it is."""
 
-    weight = bias = None  # of the layer that PEFT's own adapters wrap
+    weight = bias = None  # type: ignore[assignment]  # of the layer that PEFT's own adapters wrap
 
     @property
     def disabled(self) -> bool:

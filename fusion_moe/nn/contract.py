@@ -21,7 +21,7 @@ from .gates import swiglu_of
 from .local import is_dtensor
 from .projections import Projections
 
-_FLAGS = ("is_transposed", "is_concatenated", "has_bias", "has_gate")
+_FLAGS = ("has_gate", "has_bias", "is_concatenated", "is_transposed")  # the last raises for modules of codes, which have no others
 
 
 @dataclass(frozen=True)
