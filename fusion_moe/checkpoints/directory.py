@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError, UnsupportedError
+from ..warn import warn_once
 from .headers import Entry, read_header, read_json, shown
 
 CONFIG, OLDER_CONFIG = "config.json", "hf_quant_config.json"
@@ -34,8 +35,8 @@ class Directory:
     _opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def open(cls, path: str | Path) -> Directory:
-        """Reads the configuration and all headers, no data.
+    def open(cls, path: str | Path, files: Sequence[str] = ()) -> Directory:
+        """Reads the configuration and all headers, no data. files: the names of those with the weights, if they are not the usual ones.
 
         CheckpointError for files or tensors that are missing, duplicated, truncated or broken, with file, tensor, found and expected;
         UnsupportedError for weights in other kinds of files.
@@ -44,6 +45,8 @@ class Directory:
         if not _exists(path / CONFIG):
             raise _not_a_checkpoint(path)
         config = read_json(path / CONFIG)
+        if files:
+            return cls(path, config, _of_files(path, files))
         index = path / INDEX
         return cls(path, config, _sharded(path, index) if index.exists() else _single(path))
 
@@ -90,9 +93,7 @@ def _single(path: Path) -> dict[str, Entry]:
 
 
 def _sharded(path: Path, index: Path) -> dict[str, Entry]:
-    """The tensors of a directory with an index, which must name all of them, each with its file. An index of files that are all gone does
-    not count if there is a single file.
-    """
+    """The tensors of a directory with an index. An index of files that are all gone does not count if there is a single file."""
     shard_of = read_index(index)["weight_map"]
     shards = list(dict.fromkeys(shard_of.values()))
     if SINGLE not in shards and (path / SINGLE).exists():
@@ -100,11 +101,32 @@ def _sharded(path: Path, index: Path) -> dict[str, Entry]:
             raise CheckpointError(f"{SINGLE} beside an index of other files", expected="one or the other", where=str(path))
         return _single(path)  # transformers leaves the index when it saves one file over shards
     _check_shards(path, index, shards)
+    return _indexed(path, index, shard_of)
+
+
+def _of_files(path: Path, files: Sequence[str]) -> dict[str, Entry]:
+    """The tensors of these files: those that the index of the files names, if there is one."""
+    for index in sorted(path.glob("model.safetensors.index*.json")):
+        if {*(shard_of := read_index(index)["weight_map"]).values()} == {*files}:
+            return _indexed(path, index, shard_of)
+    return {entry.name: entry for file in files for entry in read_header(path / file)}
+
+
+def _indexed(path: Path, index: Path, shard_of: Mapping[str, str]) -> dict[str, Entry]:
+    """The tensors that an index names, each in its file. Others in the files are left out, with a warning."""
     tensors: dict[str, Entry] = {}
-    for shard in shards:
+    left_out: list[Entry] = []
+    for shard in dict.fromkeys(shard_of.values()):
         for entry in read_header(path / shard):
-            _check_listed(entry, shard, shard_of, index)
-            tensors[entry.name] = entry
+            if (listed := shard_of.get(entry.name, shard)) != shard:
+                found = f"{entry.name} in {shard}, by the index in {listed}"
+                raise CheckpointError(found, expected="each tensor in one file, the one that the index names", where=str(index))
+            if entry.name in shard_of:
+                tensors[entry.name] = entry
+            else:
+                left_out.append(entry)
+    if left_out:
+        warn_once(f"{index}: {left_out[0]} is in {left_out[0].file.name} but not in the index{_and_more(left_out)}: left out")
     if missing := shard_of.keys() - tensors.keys():
         name = min(missing)
         found = f"{name} is not in {shard_of[name]}{_and_more(missing)}"
@@ -184,13 +206,6 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):  # an invalid file name
         return False
-
-
-def _check_listed(entry: Entry, shard: str, shard_of: Mapping[str, str], index: Path) -> None:
-    listed = shard_of.get(entry.name)
-    if listed != shard:
-        found = f"{entry.name} in {shard}, by the index in {listed}" if listed else f"{entry.name} in {shard}, which the index lacks"
-        raise CheckpointError(found, expected="each tensor in one file, the one that the index names", where=str(index))
 
 
 def _and_more(names: Any) -> str:

@@ -29,6 +29,7 @@ _USUAL = (
     (re.compile(r"\bexperts\.(fc2|w2_weight)$"), "experts.down_proj"),
 )
 _LAYER, _MTP = re.compile(r"\blayers\.(\d{1,9})\."), re.compile(r"\bmtp(_|\b)")
+_CANONICAL = re.compile("0|[1-9][0-9]*")
 _FUSED = re.compile(r"(?P<layer>.*\bexperts)\.(?P<projection>gate_up_proj|up_proj|down_proj)")
 
 
@@ -80,19 +81,37 @@ def _number(config: Mapping[str, Any], *keys: str) -> int | None:
     return None
 
 
+def expert_of(name: str) -> tuple[str, str, int] | None:
+    """The layer, the projection and the number of the expert whose weight has this name; None for other weights.
+
+    CheckpointError for a number that is not written as usual: 01 would be expert 1 again.
+    """
+    found = _ONE.fullmatch(name)
+    if found is None:
+        return None
+    if not _CANONICAL.fullmatch(found["expert"]):
+        raise CheckpointError(f"expert {found['expert']}", expected="a number in digits 0 to 9, without leading zeros", where=name)
+    return found["layer"], _SAME.get(found["projection"], found["projection"]), int(found["expert"])
+
+
 def layers_of_experts(weights: Iterable[str], experts: int | None = None) -> dict[str, LayerExperts]:
     """The layers of experts among weight names (without `.weight` or another suffix), by name. experts: how many each layer has.
 
-    CheckpointError if experts are missing, have other projections than the rest, or are stored in both ways.
+    CheckpointError if experts are missing or there twice, have other projections than the rest, or are stored in both ways, and as from
+    `expert_of`.
     """
     single: dict[str, dict[str, dict[int, str]]] = {}
     fused: dict[str, dict[str, tuple[str, ...]]] = {}
     for name in weights:
-        if found := _ONE.fullmatch(name):
-            projection = _SAME.get(found["projection"], found["projection"])
-            single.setdefault(found["layer"], {}).setdefault(projection, {})[int(found["expert"])] = name
+        first = name
+        if (one := expert_of(name)) is not None:
+            where, projection, expert = one
+            first = single.setdefault(where, {}).setdefault(projection, {}).setdefault(expert, name)
         elif found := _FUSED.fullmatch(_usual(name)):
-            fused.setdefault(found["layer"], {})[found["projection"]] = (name,)
+            where = found["layer"]
+            (first,) = fused.setdefault(where, {}).setdefault(found["projection"], (name,))
+        if first != name:
+            raise CheckpointError(f"{first} and {name}", expected="one of the two", where=where)
     if both := single.keys() & fused.keys():
         raise CheckpointError("experts one by one, and all in one tensor", expected="one of the two", where=min(both))
     layers = {name: LayerExperts(name, _in_order(name, projections)) for name, projections in single.items()}

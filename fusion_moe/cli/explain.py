@@ -111,10 +111,11 @@ def model_of(path: Path) -> nn.Module:
     directory = Directory.open(path)
     method = method_of(directory.quantization, str(path))
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         import fusion_moe.transformers  # noqa: F401  (experts_implementation)
 
+        from ..transformers.loading import configuration
         from ..transformers.replacements import replace_modules
         from ..transformers.stored_module import finish_
     except ModuleNotFoundError as error:
@@ -123,7 +124,7 @@ def model_of(path: Path) -> nn.Module:
         expected = "torch 2.13 or newer, which traces experts_implementation='fusion_moe'"
         raise UnsupportedError(f"experts in floats, with torch {torch.__version__}", expected=expected, where=str(path))
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = configuration(path)
         config.quantization_config = None
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from ..checkpoints import Directory, method_of
+from ..checkpoints import Directory, Entry, method_of
 from ..checkpoints.directory import (
     CONFIG,
     INDEX,
@@ -26,10 +26,11 @@ from ..checkpoints.directory import (
     read_index,
 )
 from ..checkpoints.headers import read_json
-from ..errors import CheckpointError
+from ..errors import CheckpointError, OptionError
 from ..nn.config import NVFP4Config
 from .completeness import new_heads
 from .config import set_quantization
+from .quantizer import state_dict_entries
 from .share import Share, sharing
 from .sources import some
 from .trainer import read_adapters_
@@ -39,40 +40,46 @@ if TYPE_CHECKING:
 
 _OF_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")  # arguments that say where
 _OF_CODE = ("trust_remote_code", "code_revision")
+_SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types of config.json whose model is another one's
 # entries of configurations that a model's own from_pretrained sets, in all parts of the configuration
 _OF_MODEL = ("dtype", "torch_dtype", "quantization_config", "attn_implementation", "experts_implementation")
 
 
 def from_pretrained(
-    directory: str | Path, *, auto_class: Any = None, mesh: Any = None, plan: str = "ep", tokens: str = "replicated",
+    directory: str | Path | None, *, auto_class: Any = None, mesh: Any = None, plan: str = "ep", tokens: str = "replicated",
     dispatch: str = "all_gather", capacity: int | float = 1.0, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """`auto_class.from_pretrained(directory, **kwargs)`, with encoded weights in modules of fusion_moe.nn, whoever quantized them. Adapters
     in a local directory's folder `adapters` are loaded too.
 
-    directory: a local one, or a name that transformers knows. auto_class: None for the class that config.json names, such as one with a
-    vision tower, or AutoModelForCausalLM if transformers has no such class. kwargs may change entries of the configuration, unless config
-    is given, which stays as it is. quantization_config=NVFP4Config(): rounds experts in floats, also in 8-bit floats, to NVFP4.
-    UnsupportedError for a `quant_method` that is not supported here, and for a device_map with encoded weights outside of memory;
-    CheckpointError for weights that are missing, left over or of another dtype or size. For encoded weights both are raised before any
-    weight is read. In a directory in floats, transformers finds missing weights while it loads; output_loading_info=True returns (model,
-    info) nevertheless. A new head, such as a classifier's, may be missing: transformers warns.
+    directory: a local one, or a name that transformers knows; None with the arguments config and state_dict, tensors as in files.
+    auto_class: None for the class that config.json names, such as one with a vision tower, or AutoModelForCausalLM if transformers has no
+    such class. kwargs may change entries of the configuration, unless config is given, which stays as it is.
+    quantization_config=NVFP4Config(): rounds experts in floats, also in 8-bit floats, to NVFP4. UnsupportedError for a `quant_method` that
+    is not supported here, and for a device_map with encoded weights outside of memory; CheckpointError for weights that are missing, left
+    over or of another dtype or size. For encoded weights both are raised before any weight is read. In a directory in floats, transformers
+    finds missing weights while it loads; output_loading_info=True returns (model, info) nevertheless. A new head, such as a classifier's,
+    may be missing: transformers warns.
 
     mesh, plan, tokens, dispatch, capacity: as for `distributed.parallelize_`; the result is the same as calling that afterwards, but each
     rank reads only the experts that it keeps. The directory must then be a local one. The plans "tp" and "ep_tp" divide features, and do so
     only for experts encoded in 4 bits.
     """
     wanted = kwargs.pop("output_loading_info", False)
+    if directory is None and (mesh is not None or kwargs.get("config") is None or kwargs.get("state_dict") is None):
+        raise OptionError("no directory", expected="config and state_dict instead, without mesh", where="from_pretrained")
     if directory is not None:
         _check_json(Path(directory, kwargs.get("subfolder") or ""))
     config, kwargs = _configuration(directory, kwargs)
     auto_class = auto_class or _class_named(config, directory, kwargs)
-    if found := quantization_of(config.to_dict()) or _beside(directory, _some_of(kwargs, _OF_HUB)):
+    if found := quantization_of(config.to_dict()) or (_beside(directory, _some_of(kwargs, _OF_HUB)) if directory else {}):
         found = {**found, "source": method_of(found, str(directory)), "quant_method": "fusion_moe"}
         if isinstance(kwargs.get("quantization_config"), NVFP4Config):
             found["experts_config"] = dataclasses.asdict(kwargs.pop("quantization_config"))
         set_quantization(config, found)
-    if mesh is None:
+    if directory is None or kwargs.get("state_dict") is not None:
+        model, info = _from_state_dict(directory, auto_class, config, kwargs)
+    elif mesh is None:
         model, info = auto_class.from_pretrained(directory, config=config, output_loading_info=True, **kwargs)
     else:
         from ..distributed.parallelize import Division  # imported here: torch may have been built without torch.distributed
@@ -99,7 +106,7 @@ def _check_json(path: Path) -> None:
         raise CheckpointError("no metadata", expected='"metadata", an object, if only {}: transformers reads it', where=str(index))
 
 
-def _class_named(config: Any, directory: str | Path, kwargs: dict[str, Any]) -> Any:
+def _class_named(config: Any, directory: str | Path | None, kwargs: dict[str, Any]) -> Any:
     """The class of transformers that a configuration names, if it is for such configurations; AutoModelForCausalLM for any other."""
     names = architectures_of(vars(config), f"{directory}: {CONFIG}")
     if kwargs.get("trust_remote_code") and hasattr(config, "auto_map"):
@@ -109,7 +116,7 @@ def _class_named(config: Any, directory: str | Path, kwargs: dict[str, Any]) -> 
     return next((kind for kind in models if isinstance(config, kind.config_class or ())), AutoModelForCausalLM)
 
 
-def _configuration(directory: str | Path, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _configuration(directory: str | Path | None, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The configuration, and the arguments that do not change entries of it, as transformers' auto classes divide them."""
     kwargs = dict(kwargs)
     config = kwargs.pop("config", None)
@@ -117,8 +124,31 @@ def _configuration(directory: str | Path, kwargs: dict[str, Any]) -> tuple[Any, 
         return copy.deepcopy(config), kwargs
     kept = _some_of(kwargs, (*_OF_HUB, *_OF_CODE, *_OF_MODEL))
     entries = {key: value for key, value in kwargs.items() if key not in _OF_MODEL}
-    config, unused = AutoConfig.from_pretrained(directory if config is None else config, return_unused_kwargs=True, **entries)
+    config, unused = configuration(directory if config is None else config, return_unused_kwargs=True, **entries)
     return config, unused | kept
+
+
+def configuration(directory: str | Path | None, **kwargs: Any) -> Any:
+    """`AutoConfig.from_pretrained`, also for model types that transformers knows under another name."""
+    said, _ = PreTrainedConfig.get_config_dict(directory, **_some_of(kwargs, _OF_HUB))
+    family = _SAME_AS.get(said.get("model_type"))
+    if family is None or kwargs.get("trust_remote_code"):
+        return AutoConfig.from_pretrained(directory, **kwargs)
+    entries = {key: value for key, value in kwargs.items() if key not in (*_OF_HUB, *_OF_CODE)}
+    said.pop("auto_map", None)  # the repository's own code
+    return CONFIG_MAPPING[family].from_dict(said | {"model_type": family}, **entries)
+
+
+def _from_state_dict(directory: str | Path | None, auto_class: Any, config: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """A model of tensors that the caller has, with transformers' report about loading it."""
+    named = Path("state_dict")
+    entries = {name: Entry(name, t.dtype, (*t.shape,), named) for name, t in kwargs["state_dict"].items()}
+    model_class, config = _class_and_config(auto_class, config)
+    token = state_dict_entries.set(entries)
+    try:
+        return model_class.from_pretrained(directory, config=config, output_loading_info=True, **kwargs)
+    finally:
+        state_dict_entries.reset(token)
 
 
 def _some_of(kwargs: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -131,9 +161,7 @@ def _shared(directory: Directory, division: Division, auto_class: Any, config: A
     in_floats = not (quantization or "quantization_config" in kwargs)
     if in_floats:  # our quantizer makes the modules smaller
         config.quantization_config = quantization = {"quant_method": "fusion_moe", "source": ""}
-    share, model_class = Share(directory, division), _model_class(auto_class, config)
-    if not isinstance(config, model_class.config_class):
-        (config := config.get_text_config()).quantization_config = quantization  # as transformers' auto classes do it
+    share, (model_class, config) = Share(directory, division), _class_and_config(auto_class, config)
     with sharing(share):
         made, info = model_class.from_pretrained(None, config=config, state_dict=share, output_loading_info=True, **kwargs)
     if in_floats:
@@ -147,12 +175,16 @@ def _shared(directory: Directory, division: Division, auto_class: Any, config: A
     return made, info
 
 
-def _model_class(auto_class: Any, config: Any) -> Any:
-    """The class of a model; unlike auto classes, it takes a state dict without a name."""
-    if issubclass(auto_class, PreTrainedModel):
-        return auto_class
-    with torch.device("meta"):
-        return type(auto_class.from_config(copy.deepcopy(config)))
+def _class_and_config(auto_class: Any, config: Any) -> tuple[Any, Any]:
+    """The class of a model, which unlike auto classes takes a state dict without a name, and the configuration that it takes."""
+    model_class = auto_class
+    if not issubclass(auto_class, PreTrainedModel):
+        with torch.device("meta"):
+            model_class = type(auto_class.from_config(copy.deepcopy(config)))
+    if not isinstance(config, model_class.config_class):
+        quantization, config = getattr(config, "quantization_config", None), config.get_text_config()
+        config.quantization_config = quantization  # as transformers' auto classes do it
+    return model_class, config
 
 
 def _beside(directory: str | Path, hub: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoints import KNOWN, Directory
+from ..checkpoints import KNOWN, Directory, Entry
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
 from ..nn import Adapter, prepare_
@@ -31,6 +32,8 @@ from .saving import conversions_for_saving, modelopt_config, with_activation_for
 from .share import shared
 from .stored_module import StoredModule, finish_
 from .trainer import read_adapters_, register_loading, write_adapters
+
+state_dict_entries: ContextVar[Mapping[str, Entry] | None] = ContextVar("fusion_moe_state_dict_entries", default=None)
 
 
 class FusionMoeQuantizer(HfQuantizer):
@@ -67,11 +70,11 @@ class FusionMoeQuantizer(HfQuantizer):
             if share is not None:
                 share.take(model, {})
             return
-        directory = share.directory if share is not None else Directory.open(Path(checkpoint_files[0]).parent)
-        self._path = directory.path if share is None else None
+        tensors = share.directory.tensors if share is not None else _tensors(checkpoint_files)
+        self._path = Path(checkpoint_files[0]).parent if checkpoint_files else None
         self._dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
         config = self.quantization_config
-        self.replaced = replace_modules(model, directory.tensors, config.method, config.experts, config.quantizes)
+        self.replaced = replace_modules(model, tensors, config.method, config.experts, config.quantizes)
         _check_in_memory(model, kwargs.get("device_map"))
         ignored, self._ignored = {f"{re.escape(suffix)}$" for suffix in KNOWN}, model._keys_to_ignore_on_load_unexpected
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
@@ -92,7 +95,7 @@ class FusionMoeQuantizer(HfQuantizer):
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         """8-bit floats are not cast, nor are the inputs of our operations."""
-        eight_bit = str(param.get_dtype()).startswith("F8")
+        eight_bit = param.dtype.itemsize == 1 if isinstance(param, torch.Tensor) else str(param.get_dtype()).startswith("F8")
         return None if eight_bit or is_ours(converter) else super().get_new_dtype(converter, param, dtype)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
@@ -165,6 +168,16 @@ class FusionMoeQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """True: `generate` may compile the model."""
         return True
+
+
+def _tensors(files: list[str] | None) -> Mapping[str, Entry]:
+    """The tensors that transformers is going to read: of a state dict, or of files, whatever variant these are."""
+    if (given := state_dict_entries.get()) is not None:
+        return given
+    if files is None:
+        todo = "fusion_moe.transformers.from_pretrained takes config and state_dict"
+        raise UnsupportedError("encoded weights in a state dict", expected="a directory", todo=todo, where="from_pretrained")
+    return Directory.open(Path(files[0]).parent, [Path(file).name for file in files]).tensors
 
 
 def _check_one_device(model: Any) -> None:

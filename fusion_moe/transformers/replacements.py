@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..checkpoints import Entry, Scheme, StoredWeight, stored_weights
-from ..checkpoints.experts import hidden_layers_of, predicts_further_tokens
+from ..checkpoints.experts import expert_of, hidden_layers_of, predicts_further_tokens
 from ..encodings import NVFP4, Encoding, Quantized
 from ..encodings.encoding import FLOATS
 from ..errors import CheckpointError, UnsupportedError
@@ -78,6 +78,8 @@ def _check_none_left(model: Any, replaced: Replacements, names: Mapping[str, str
     left = [w for w in left if any(e.name not in others and not ignored.search(e.name) for e in w.entries.values())]
     if not left:
         return
+    for weight in left:
+        expert_of(weight.name)  # raises for experts by unusual numbers
     owner, modules = left[0].name, dict(model.named_modules())
     while owner not in modules:
         owner = owner.rpartition(".")[0]

@@ -52,4 +52,9 @@ def finish_(model: nn.Module) -> None:
     """Replaces all placeholders in a model, one after the other."""
     for name, module in list(model.named_modules()):
         if isinstance(module, StoredModule):
-            model.set_submodule(name, module.made())
+            made = module.made()
+            model.set_submodule(name, made)
+            if (hook := getattr(module, "_hf_hook", None)) is not None:  # accelerate's, which moves inputs between devices
+                from accelerate.hooks import add_hook_to_module
+
+                add_hook_to_module(made, hook)

@@ -71,6 +71,23 @@ def test_more_or_fewer_experts_than_the_configuration_says() -> None:
         layers_of_experts(names, experts=4)
 
 
+@pytest.mark.parametrize("number", ["01", "\u0661", "1\u0661", "+1"])
+def test_an_expert_by_an_unusual_number(number: str) -> None:
+    """It would be expert 1 again, or 11."""
+    names = [f"a.experts.{e}.{p}" for e in ("0", "1", number) for p in ("gate_proj", "up_proj", "down_proj")]
+    if number == "+1":  # no number at all
+        assert layers_of_experts(names)["a.experts"].experts == 2
+        return
+    with pytest.raises(CheckpointError, match="gate_proj: expert .*; expected a number in digits 0 to 9, without leading zeros"):
+        layers_of_experts(names)
+
+
+def test_an_expert_by_two_names() -> None:
+    names = [f"a.experts.{e}.{p}" for e in range(2) for p in ("gate_proj", "up_proj", "down_proj")]
+    with pytest.raises(CheckpointError, match=r"a.experts: a.experts.1.gate_proj and a.experts.1.w1; expected one of the two"):
+        layers_of_experts([*names, "a.experts.1.w1"])
+
+
 def test_both_ways_at_once() -> None:
     with pytest.raises(CheckpointError, match="one by one, and all in one tensor"):
         layers_of_experts(["a.experts.0.up_proj", "a.experts.0.down_proj", "a.experts.gate_up_proj"])

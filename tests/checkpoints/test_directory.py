@@ -81,6 +81,21 @@ def test_an_index_of_files_that_are_gone(tmp_path: Path) -> None:
     assert list(Directory.open(path).tensors) == ["x"]
 
 
+def test_tensors_that_the_index_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = copied(SHARDED, tmp_path)
+    change_json(path / INDEX, lambda index: index["weight_map"].pop("lm_head.weight"))
+    assert Directory.open(MADE / SHARDED).tensors.keys() - Directory.open(path).tensors.keys() == {"lm_head.weight"}
+    assert "lm_head.weight (bfloat16 [32, 64]) is in model-00001-of-00004.safetensors but not in the index: left out" in caplog.text
+
+
+def test_files_of_a_variant(tmp_path: Path) -> None:
+    path = copied(SHARDED, tmp_path)
+    _both(path)
+    for names in (["model.safetensors"], sorted(file.name for file in (MADE / SHARDED).glob("*.safetensors"))):
+        opened = Directory.open(path, names)
+        assert {entry.file.name for entry in opened.tensors.values()} == {*names}
+
+
 def _truncate(path: Path) -> None:
     data = (path / FIRST).read_bytes()
     (path / FIRST).write_bytes(data[:-10])
@@ -143,7 +158,6 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "config is a list": lambda path: (path / "config.json").write_text("[]"),
     "whole and sharded": _both,
     "in the index alone": _index(lambda index: index["weight_map"].update({"extra.weight": FIRST})),
-    "in the file alone": _index(lambda index: index["weight_map"].pop("lm_head.weight")),
     "in another file": _index(lambda index: index["weight_map"].update({"lm_head.weight": "model-00004-of-00004.safetensors"})),
     "no weight map": _index(lambda index: index.pop("weight_map")),
     "absolute": _shard_name("/etc/passwd.safetensors"),

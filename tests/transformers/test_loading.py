@@ -15,14 +15,14 @@ pytest.importorskip("transformers")
 from decoded import plain_model, relative, same_bytes, same_parameters
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3MoeForCausalLM
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import fusion_moe
 from fusion_moe.checkpoints import Directory, check_scales, convert, stored_weights
-from fusion_moe.errors import CheckpointError, NonFiniteError, UnsupportedError
+from fusion_moe.errors import CheckpointError, NonFiniteError, OptionError, UnsupportedError
 from fusion_moe.nn import NVFP4Linear
 from fusion_moe.nn.packed import PackedModule
 from fusion_moe.transformers import NVFP4Config, from_pretrained
@@ -433,6 +433,67 @@ def test_a_name_that_is_taken(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         register("modelopt", QuantizationConfigMixin, HfQuantizer)  # ours already
+
+
+def test_an_expert_by_an_unusual_number(tmp_path):
+    """It is not expert 1 again, by whichever comes last."""
+
+    def twice(t):
+        t.update({name.replace("experts.1.", "experts.01."): t[name].clone() for name in list(t) if "experts.1." in name})
+
+    with pytest.raises(CheckpointError, match=r"experts.01.\w+: expert 01; expected a number in digits 0 to 9"):
+        from_pretrained(changed(tmp_path, twice))
+    with pytest.raises(CheckpointError, match=r"experts.01.\w+: expert 01; expected a number in digits 0 to 9"):
+        convert(tmp_path / "copy", tmp_path / "converted")
+
+
+@pytest.mark.parametrize("name", ["modelopt-qwen3_moe", "ct-qwen3_moe", "bf16-qwen3_moe"])
+def test_a_state_dict_without_a_directory(name):
+    config = AutoConfig.from_pretrained(MADE / name)
+    state = tensors(MADE / name)
+    assert same_parameters(from_pretrained(None, config=config, state_dict=state), from_pretrained(MADE / name))
+    if not name.startswith("bf16"):
+        del state["model.layers.0.self_attn.q_proj.weight_scale"]
+        with pytest.raises(CheckpointError, match="state_dict: .* without model.layers.0.self_attn.q_proj.weight_scale"):
+            from_pretrained(None, config=config, state_dict=state)
+    with pytest.raises(OptionError, match="no directory; expected config and state_dict instead"):
+        from_pretrained(None, state_dict=state)
+
+
+def test_transformers_own_call_has_no_files_in_a_state_dict():
+    config = AutoConfig.from_pretrained(MADE / "modelopt-qwen3_moe")
+    with pytest.raises(UnsupportedError, match="encoded weights in a state dict; .* takes config and state_dict"):
+        Qwen3MoeForCausalLM.from_pretrained(None, config=config, state_dict=tensors(MADE / "modelopt-qwen3_moe"))
+
+
+@pytest.mark.parametrize("size", ["1GB", "20KB"])
+@pytest.mark.parametrize("load", [from_pretrained, AutoModelForCausalLM.from_pretrained])
+def test_a_variant_beside_others(load, size, tmp_path):
+    model = from_pretrained(MADE / "modelopt-qwen3_moe")
+    model.save_pretrained(tmp_path, variant="nvfp4", max_shard_size=size)
+    shutil.copy(MADE / "bf16-qwen3_moe" / "model-00001-of-00004.safetensors", tmp_path / "model.safetensors")
+    assert same_parameters(load(tmp_path, variant="nvfp4"), model)
+
+
+def test_accelerates_hooks_stay_on_linear_layers(tmp_path):
+    pytest.importorskip("accelerate")
+    device_map = ON_CPU | {"model.embed_tokens": "disk", "model.layers.0.self_attn.q_proj": "cpu"}
+    device_map |= {f"model.layers.0.{rest}": "cpu" for rest in ("self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp")}
+    model = from_pretrained(MADE / "ct-qwen3_moe", device_map=device_map, offload_folder=tmp_path)
+    assert isinstance(q := model.model.layers[0].self_attn.q_proj, NVFP4Linear)
+    assert hasattr(q, "_hf_hook")
+    assert relative(logits(model), logits(from_pretrained(MADE / "ct-qwen3_moe"))) <= 1e-2
+
+
+def test_kimi_k2_is_deepseek_v3(tmp_path):
+    path = Path(shutil.copytree(MADE / "modelopt-deepseek_v3-w4a16", tmp_path / "kimi"))
+    config = json.loads((path / "config.json").read_text())
+    said = {"model_type": "kimi_k2", "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}
+    (path / "config.json").write_text(json.dumps(config | said))
+    model = from_pretrained(path)
+    assert same_parameters(model, from_pretrained(MADE / "modelopt-deepseek_v3-w4a16"))
+    model.save_pretrained(tmp_path / "saved")
+    assert same_parameters(from_pretrained(tmp_path / "saved"), model)
 
 
 def test_a_parallel_plan_is_refused():
