@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -126,6 +131,14 @@ def test_as_many_elements_as_can_be_counted():
     x = fd.define_tensor(shape=[1], dtype="f32")
     fd.add_output(fd.ops.slice(fd.ops.broadcast_in_dim(x, shape=[2**31, 2**32 - 1], broadcast_dims=[1]), [7, 2**32 - 2], [8, 2**32 - 1]))
     assert fusion_moe.run(fd.fusion(), [torch.tensor([3.0])])[0].tolist() == [[3.0]]
+
+
+def test_what_is_empty_takes_no_time():
+    """Kernels do not count through dimensions without elements, which would take years, and which Ctrl-C would not end."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(Path(__file__).with_name("empty_but_endless.py")), "cpu"]
+    done = subprocess.run(command, env=environment, timeout=300, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
 
 
 def test_inputs_whose_names_are_types_of_cpp():

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from edges import EDGES, in_bf16
@@ -27,3 +32,10 @@ def test_compiled_as_eager_on_a_cpu(name, dynamic):
         return
     for f in edge.f, run:
         torch.testing.assert_close(f(*on_cuda).cpu(), edge.f(*inputs), rtol=2e-2, atol=2e-2)
+
+
+def test_what_is_empty_takes_no_time():
+    script = Path(__file__).resolve().parents[1] / "emit" / "empty_but_endless.py"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, str(script), "cuda"], env=environment, timeout=300, capture_output=True, text=True)
+    assert not done.returncode, done.stderr

@@ -73,8 +73,7 @@ class _Writer(SegmentWriter):
         made = self.elements()
         stores = [self.put(made, v, (rows, width), _M, _J) for v in values]
         body = _for_columns([*made.statements, *stores], "0", str(size(width)))
-        loops = _for_rows(rows, width, body)
-        return loops if isinstance(width, int) else [f"if ({size(width)} > 0) {{", *inner(loops), "}"]
+        return _for_rows(rows, width, body)
 
     # Values made completely ---------------------------------------------------------------------------------------------
 
@@ -105,7 +104,7 @@ class _Writer(SegmentWriter):
         add = ["float lanes = 0;", *(["#pragma omp simd reduction(+ : lanes)"] if simd else []), "for (i64 r = first; r < end; ++r) {"]
         add += [*inner([*written(statements), f"lanes += {term};"]), "}", "sum[0] = lanes;"]
         sums = _sum_blocks(_AT_ONCE * _LANES if simd else _AT_ONCE, "0", str(size(over)), "1", add)
-        return _for_rows(rows, over, ["float sum[1];", *sums, self.store(y, _M, "sum[0]")])
+        return _for_all_rows(rows, over, ["float sum[1];", *sums, self.store(y, _M, "sum[0]")])
 
     def _combine(self, op: Op) -> list[str]:
         (y, slot_of, w), (tokens, slots) = op.values, op.values[1].type.shape
@@ -142,17 +141,18 @@ class _Writer(SegmentWriter):
         (x,), (out,), made_by = op.values, op.outputs, encoder(find(op.attrs["encoding"]))
         *lead, rows, k = x.type.shape
         made = self.elements()
-        element = made.of(x, [*unflat(_L, lead), _R, _K])
+        element = made.of(x, [*unflat(_L, lead), _M, _K])
+        of_row = [
+            "u32 here = 0;",
+            *([] if branches(made.statements) else ["#pragma omp simd reduction(max : here)"]),
+            f"for (i64 k = 0; k < {size(k)}; ++k) {{",
+            *inner([*made.lines, f"here = std::max(here, as_bits({element}) & 0x7FFFFFFFu);"]),
+            "}",
+            "for (u32 so_far = most; so_far < here && !most.compare_exchange_weak(so_far, here);) continue;",
+        ]
         body = [
             "std::atomic<u32> most{0};  // magnitudes order as their bits do, NaN above all",
-            f"for_rows({size(rows)}, rows_per_step({size(k)}), team, [&](i64 r) {{",
-            "    u32 here = 0;",
-            *([] if branches(made.statements) else ["#pragma omp simd reduction(max : here)"]),
-            f"    for (i64 k = 0; k < {size(k)}; ++k) {{",
-            *inner(inner([*made.lines, f"here = std::max(here, as_bits({element}) & 0x7FFFFFFFu);"])),
-            "    }",
-            "    for (u32 so_far = most; so_far < here && !most.compare_exchange_weak(so_far, here);) continue;",
-            "});",
+            *_for_rows(plain(rows), plain(k), of_row),
             f"{self.names[out]}[l] = as_float(most) / {_float(made_by.divisor)};",
         ]
         return [f"for (i64 l = 0; l < {size(elements(lead))}; ++l) {{", *inner(body), "}"]
@@ -255,6 +255,11 @@ _WHOLE: dict[str, Callable[[_Writer, Op], list[str]]] = {
 
 
 def _for_rows(rows: AnySize, width: AnySize, body: Sequence[str]) -> list[str]:
+    """`body` for each m, unless rows are empty: there may be more of them than can be counted through."""
+    return [f"if ({size(width)} > 0) {{", *inner(_for_all_rows(rows, width, body)), "}"]
+
+
+def _for_all_rows(rows: AnySize, width: AnySize, body: Sequence[str]) -> list[str]:
     """`body` for each m; a thread takes rows with about the same number of elements at a time."""
     step = f"rows_per_step({size(width)})"
     return [f"for_rows({size(rows)}, {step}, team, [&](i64 m) {{", *inner(body), "});"]

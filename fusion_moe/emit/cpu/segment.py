@@ -36,6 +36,7 @@ $functions
 
     int run(Product product, Team& team) const {
         if (!first(team)) return BAD;
+$nothing
 $body
         return GOOD;
     }
@@ -87,8 +88,8 @@ class SegmentWriter(Writer):
         first = self._first()
         functions, body = self.functions(), self.body()
         return _STRUCT.substitute(
-            members=indented(self.members()), first=indented(first, 2), functions=indented(functions), body=indented(body, 2),
-            arguments=self._arguments(),
+            members=indented(self.members()), first=indented(first, 2), nothing=indented(self._nothing(), 2),
+            functions=indented(functions), body=indented(body, 2), arguments=self._arguments(),
         )  # fmt: skip
 
     def ready(self, values: Sequence[Value]) -> None:
@@ -98,6 +99,13 @@ class SegmentWriter(Writer):
     def in_memory(self, without: Collection[Value] = ()) -> dict[Value, str]:
         """The names of the arrays that hold values at the current position in the text."""
         return super().in_memory((*self.later, *without))
+
+    def _nothing(self) -> list[str]:
+        """Ends the call if all that it makes is empty: its loops could count through the other dimensions, of up to 2^63."""
+        counts = [elements(v.type.shape) for v in self.memory]
+        if any(isinstance(n, int) and n > 0 for n in counts):
+            return []
+        return [f"if ({' && '.join(f'{size(n)} == 0' for n in dict.fromkeys(counts))}) return GOOD;"]
 
     def _arguments(self) -> str:
         values = [(v, "const ") for v in self.fusion.inputs] + [(v, "") for v in self.memory]

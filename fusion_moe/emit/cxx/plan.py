@@ -17,6 +17,7 @@ from ..inexpressible import Inexpressible, naming
 from .indices import Index, Number, Variable, flat, unflat
 
 ACTIVATIONS = ("bf16", "f16", "f32")
+_MOST_COLUMNS = 2**20  # of a product's results: writing its kernel takes time for each
 MADE_FIRST = ("topk_ids", "topk_weights", "route", "invert", "problem_ends")  # before everything else, with each result in memory
 
 
@@ -280,6 +281,8 @@ def _width(fusion: Fusion, product: Op, values: Sequence[Value]) -> int:
     joined = [cat_before(fusion, v) for v in values]
     widths = {row_width(v if op is None else op.values[0], rows) for v, op in zip(values, joined, strict=True)}
     width = min(widths)
+    if width > _MOST_COLUMNS:
+        raise UnsupportedError(f"results of {width} columns have no kernel here", expected=f"at most {_MOST_COLUMNS}")
     for v, op in zip(values, joined, strict=True):
         found = row_width(v, rows)
         of_parts = {row_width(x, rows) for x in op.values} if op else {found}

@@ -211,7 +211,7 @@ inline float exp_(float x) {
     const float shifted = kept * 1.44269504f + 12582912.f;          // 1.5 * 2^23: rounds to an integer
     const float n = shifted - 12582912.f;
     const float r = (kept - n * 0.693359375f) - n * -2.12194440e-4f;
-    const float p = polynomial(r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f);
+    const float p = polynomial(r, 1.98756915e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f);
     const float power = p * (r * r) + r + 1.f;
     const i32 whole = i32(as_bits(shifted)) - i32(0x4B400000), half = whole >> 1;
     const float scaled = power * as_float(u32(half + 127) << 23) * as_float(u32(whole - half + 127) << 23);

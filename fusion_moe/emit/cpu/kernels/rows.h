@@ -44,7 +44,7 @@ void sort_slots(Group group, i64 tokens, i64 slots, i64 groups, i32* ends, i32* 
         ends[g] = past;
         past += size;
     }
-    for (i64 token = 0, i = 0; token < tokens; ++token) {
+    for (i64 token = 0, i = 0; i < tokens * slots; ++token) {
         for (i64 slot = 0; slot < slots; ++slot, ++i) {
             const i32 row = group(i) < groups ? ends[group(i)]++ : past++;
             row_of[row] = i32(token);
