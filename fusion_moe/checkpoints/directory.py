@@ -157,7 +157,7 @@ def architectures_of(config: Mapping[str, Any], where: str = "") -> tuple[str, .
     """The classes that a config.json names, in transformers' words; CheckpointError if it names anything else."""
     found = config.get("architectures") or []
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise CheckpointError(f"architectures {found!r}", expected="a list of names of classes", where=where)
+        raise CheckpointError(f"architectures {shown(found)}", expected="a list of names of classes", where=where)
     return tuple(found)
 
 
