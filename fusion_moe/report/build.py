@@ -13,7 +13,7 @@ from .. import __version__, arch, options
 from .. import target as targets
 from ..arch import Arch
 from ..compile import Lowered, lower
-from ..frontends.regions import Found, Region
+from ..frontends.regions import Found, NotFused, Region
 from ..ir.core import Fusion, Op
 from ..ir.sizes import value
 from ..ir.text import text
@@ -37,11 +37,12 @@ from .weights import weight_layouts
 class Seen:
     """What was found in each graph of a call (a graph break makes several), and which operations have no translator.
 
-    steps: the graphs of training steps; float_experts: the names of expert weights in floating point; watch: what was noted while the
-    call ran, if it ran.
+    breaks: why no graph was captured; steps: the graphs of training steps; float_experts: the names of expert weights in floating point;
+    watch: what was noted while the call ran, if it ran.
     """
 
     graphs: list[Found] = field(default_factory=list)
+    breaks: list[NotFused] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     custom_ops: dict[str, None] = field(default_factory=dict)
     float_experts: dict[str, None] = field(default_factory=dict)
@@ -75,7 +76,7 @@ def report_of(seen: Seen, switches: Options, gpu: Arch | None = None) -> Report:
     """The report of what was seen, for the target in `switches`. gpu: the GPU to choose CUDA's kernels for, if not the one at hand."""
     graphs = seen.graphs
     regions = [region for found in graphs for region in found.regions]
-    not_fused = Counter((x.op, x.source, x.why) for found in graphs for x in found.not_fused)
+    not_fused = Counter((x.op, x.source, x.why) for x in (*seen.breaks, *(x for found in graphs for x in found.not_fused)))
     wanted = _wanted(regions, switches, gpu)
     watched = seen.watch.watched if seen.watch else [None] * len(regions)
     programs: dict[Hashable, list[_Place]] = {}

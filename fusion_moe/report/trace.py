@@ -23,10 +23,10 @@ from ..arch import Arch, named
 from ..emit import cuda
 from ..errors import Error, OptionError, UnsupportedError, did_you_mean
 from ..frontends.compile_graph import compile_calls
-from ..frontends.dynamo import apart
-from ..frontends.float_experts import float_experts
+from ..frontends.dynamo import apart, first_break
+from ..frontends.float_experts import experts_outside, float_experts
 from ..frontends.nodes import called_op
-from ..frontends.regions import find_regions
+from ..frontends.regions import NotFused, find_regions
 from ..frontends.thunder import found_in
 from ..options import Options
 from ..runtime import nvrtc
@@ -35,6 +35,11 @@ from .build import Seen, report_of
 from .data import Report
 from .fakes import device_of_values, like, on_fakes
 from .measure import Watch
+
+_LOOP = (
+    "; if these experts run in a loop, fusion_moe.quantize_ makes one operation of those of known classes, and a converter of those of "
+    "your own (docs/extend/converters.md)"
+)
 
 
 def explain(
@@ -197,6 +202,9 @@ def _in_dynamo(
     at_once = functorch_config.patch(force_non_lazy_backward_lowering=True) if backward else nullcontext()
     with limits, no_timing, at_once, options.override(target="reference"):
         compiled(*args, **kwargs)
+        if not seen.graphs and (found := first_break(function, args, kwargs)):
+            seen.float_experts.update(dict.fromkeys(experts_outside(getattr(function, "__self__", function))))
+            seen.breaks.append(NotFused("graph break", found[1], f"{found[0]}{_LOOP if seen.float_experts else ''}"))
     return seen
 
 

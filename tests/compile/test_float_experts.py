@@ -56,6 +56,54 @@ def test_explain_says_it_first():
     assert said.startswith("expert weights in floating point: ")
 
 
+class Loop(torch.nn.Module):
+    """Experts that are asked one by one how many tokens they have."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.router = torch.nn.Parameter(torch.randn(4, 64, 64)), torch.nn.Linear(64, 4)
+
+    def forward(self, x):
+        ids, out = self.router(x).argmax(-1), torch.zeros_like(x)
+        for e in range(4):
+            tokens = (ids == e).nonzero()[:, 0]
+            if tokens.numel():
+                out[tokens] = x[tokens] @ self.up[e]
+        return out
+
+
+def test_explain_says_why_experts_in_a_loop_are_in_no_graph():
+    with torch.no_grad():
+        report = fusion_moe.explain(Loop(), torch.randn(5, 64))
+    (left,) = report.not_fused
+    assert report.graphs == 0
+    assert report.float_experts == ("up",)
+    assert left.op == "graph break"
+    assert "data-dependent" in left.why
+    assert "in a loop, fusion_moe.quantize_" in left.why
+    assert left.source.endswith("in forward: if tokens.numel():")
+
+
+def test_the_line_of_a_graph_break_that_has_no_experts():
+    def function(x):
+        torch._dynamo.graph_break()
+        return 3
+
+    (left,) = fusion_moe.explain(function, torch.ones(2)).not_fused
+    assert left.source.endswith("in function: torch._dynamo.graph_break()")
+    assert "loop" not in left.why
+
+
+def test_nothing_is_said_of_what_an_optimizer_steps(warned, monkeypatch):
+    monkeypatch.setattr(compile_graph, "has_compiler", lambda: False)
+    weight = torch.nn.Parameter(torch.randn(4, 32, 32))
+    weight.grad = torch.randn_like(weight)
+    for foreach in (False, True):
+        torch._dynamo.reset()
+        torch.compile(torch.optim.AdamW([weight], foreach=foreach).step, backend="fusion_moe")()
+    assert warned() == []
+
+
 def test_nothing_is_said_of_packed_experts():
     model = qwen3_moe()
     fusion_moe.quantize_(model)

@@ -57,7 +57,7 @@ def _one_worker(level: str, first: int, last: int, until: float, folder: Path, r
         last_line = _follow(process, journal, level, until, result, tell)
     if last_line.get("done") or "over" in last_line:
         return last
-    if not last_line:
+    if "at" not in last_line:
         raise RuntimeError(f"the worker does not start:\n{errors.read_text(errors='replace')[-2000:]}")
     at = int(last_line["at"])
     how = "hangs" if "hangs" in last_line else f"crashes (exit status {process.returncode})"

@@ -79,7 +79,7 @@ def _keep_outputs(graph: Graph, kept: list[int]) -> None:
 def _as_input(case: Case, i: int, value: Tensor) -> Case:
     def change(graph: Graph, nodes: list[Node]) -> None:
         with graph.inserting_before(next(iter(graph.nodes))):
-            n = graph.placeholder("y")
+            n = graph.placeholder(f"y{sum(m.op == 'placeholder' for m in nodes)}")
         n.meta.update(nodes[i].meta)
         nodes[i].replace_all_uses_with(n)
         outputs = next(m for m in graph.nodes if m.op == "output")

@@ -13,7 +13,7 @@ import torch
 from fusion_moe import FusionDefinition, options
 from fusion_moe.errors import CheckpointError, GroupsError, ShapeError
 
-from . import cxx, files, hostile, run
+from . import cxx, files, hostile, run, traced
 from .case import REFERENCE, case_of
 from .compare import difference
 from .journal import kind
@@ -94,6 +94,25 @@ def test_a_fault_is_found_and_made_small(monkeypatch):
     assert kind(still) == kind(wrong)
     assert "aten.relu" in str(small)
     assert sum(n.op == "call_function" for n in small.graph.nodes) <= min(6, sum(n.op == "call_function" for n in case.graph.nodes))
+
+
+def test_values_become_inputs_of_their_own():
+    """one after the other, and each case runs as it is printed"""
+    case = case_of(1)
+    small, _ = shrunk(case, "kept", lambda c: "kept" if "nvfp4_grouped_mm" in str(c) else "")
+    exec(str(small), {})
+    assert sum(n.op == "call_function" for n in small.graph.nodes) < sum(n.op == "call_function" for n in case.graph.nodes)
+
+
+def test_a_worker_that_hangs_before_its_first_case_does_not_start(monkeypatch):
+    monkeypatch.setitem(run.HANGS, "evaluate", 0)
+    with pytest.raises(RuntimeError, match="does not start"):
+        run.fuzz("evaluate", 0, 1, 60)
+
+
+def test_errors_of_ours_come_out_of_compiled_graphs():
+    """of numbers that are not finite, which are not quantized"""
+    assert traced.judged(case_of(42300133), traced.without_code) == ""
 
 
 @pytest.mark.compiler

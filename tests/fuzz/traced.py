@@ -56,7 +56,7 @@ def judged(case: Case, how: Backend) -> str:
 
 def _differs(case: Case, how: Backend) -> str:
     rough = [n.meta["rough"] for n in case.outputs]
-    compiled = torch.compile(case.module(), backend=how, dynamic=case.dynamic, fullgraph=True)
+    compiled = _compiled(case, how)
     for inputs in (case.inputs, *grown(case)):
         want = outcome(replace(case, inputs=inputs).eager)
         if isinstance(want, Exception) and inputs is not case.inputs:
@@ -65,6 +65,11 @@ def _differs(case: Case, how: Backend) -> str:
             if wrong := difference(outcome(lambda inputs=inputs: compiled(*inputs)), want, rough):
                 return f"{'with more rows ' if inputs is not case.inputs else ''}{wrong}"
     return _gradients_differ(case, how) if case.seed % 3 == 0 else ""
+
+
+def _compiled(case: Case, how: Backend) -> Callable[..., Any]:
+    """Not as a GraphModule: that makes its errors' messages with generators, which Dynamo then refuses to trace."""
+    return torch.compile(case.module().forward, backend=how, dynamic=case.dynamic, fullgraph=True)
 
 
 def grown(case: Case) -> Iterator[tuple[Tensor, ...]]:
@@ -91,6 +96,6 @@ def _gradients_differ(case: Case, how: Backend) -> str:
     if isinstance(want, Exception):
         return ""
     torch._dynamo.reset()
-    found = outcome(lambda: gradients(torch.compile(case.module(), backend=how, dynamic=case.dynamic, fullgraph=True)))
+    found = outcome(lambda: gradients(_compiled(case, how)))
     wrong = difference(found, want, [True] * len(want))
     return f"gradients: {wrong}" if wrong else ""
