@@ -188,7 +188,7 @@ class _Writer(SegmentWriter):
         """The sum of a row, from the sums of its columns in order."""
         lines = []
         for partial, v in zip(self.partials, self.plan.summed, strict=True):
-            total = f"std::accumulate({partial} + m * BLOCKS, {partial} + (m + 1) * BLOCKS, 0.f)"
+            total = f"float(std::accumulate({partial} + m * BLOCKS, {partial} + (m + 1) * BLOCKS, 0.))"
             lines.append(f"{self.names[v]}[m] = stored<{stored(v)}>({total});")
         return lines or ["(void)m;"]
 
