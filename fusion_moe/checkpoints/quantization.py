@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,6 @@ from .shard import Planned, Step
 from .stored import StoredWeight, stored_weights
 from .writing import SHARD_BYTES, write
 
-_TWO_KINDS = ("ernie4_5_vl_moe",)
-
 
 def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES) -> Path:
     """Writes src with its experts in NVFP4 as dst, which appears whole; a call after an interruption continues. Returns dst.
@@ -36,9 +35,6 @@ def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES
     `Directory.open`, `stored_weights` and `write`.
     """
     source = Source.open(src)
-    if (family := source.directory.config.get("model_type")) in _TWO_KINDS:
-        found, todo = f"{family}, whose experts of texts and of images share names", "load the model, quantize_ it and save_pretrained"
-        raise UnsupportedError(found, expected="one kind of experts in a layer", todo=todo, where=str(src))
     experts = dict(_experts(source))
     if not experts:
         found = "experts that are quantized already" if source.weights else "no experts"
@@ -68,7 +64,7 @@ def _check(written: Directory) -> None:
     stored_weights(written.tensors, "modelopt")
 
 
-Matrix = tuple[str, tuple[int, ...], Callable[[], Tensor]]  # the name of a matrix, its shape [N, K], and a function that reads it
+Matrix = tuple[tuple[int, ...], Callable[[], Tensor]]  # the shape [N, K] of a matrix, and a function that reads it
 
 
 def _experts(source: Source) -> Iterator[tuple[str, Step]]:
@@ -83,14 +79,23 @@ def _experts(source: Source) -> Iterator[tuple[str, Step]]:
         if layer.fused:
             yield from _fused(source, layer, plain)
             continue
-        for name in layer.names:
-            yield name, _quantized(*_matrix(source, name, plain, fp8))
+        for name, to in _written(layer, config).items():
+            yield name, _quantized(to, *_matrix(source, name, plain, fp8))
+
+
+def _written(layer: LayerExperts, config: Mapping[str, Any]) -> dict[str, str]:
+    """The name that each matrix gets: its own, but in ERNIE 4.5 VL, whose files have experts for images after those for texts."""
+    if config.get("model_type") != "ernie4_5_vl_moe":
+        return {name: name for name in layer.names}
+    block, half = layer.name.removesuffix("experts"), (layer.experts or 0) // 2
+    kinds = [f"{block}{kind}.experts.{e}" for kind in ("text_moe", "vision_moe") for e in range(half)]
+    return {name: f"{to}.{key}" for key, names in layer.projections.items() for name, to in zip(names, kinds, strict=False)}
 
 
 def _matrix(source: Source, name: str, plain: Mapping[str, Entry], fp8: Mapping[str, StoredWeight]) -> Matrix:
     if name in fp8:
-        return name, fp8[name].shape, lambda: source.floats(fp8[name]).bfloat16()
-    return name, plain[name].shape, lambda: source.directory.read(f"{name}.weight")
+        return fp8[name].shape, lambda: source.floats(fp8[name]).bfloat16()
+    return plain[name].shape, lambda: source.directory.read(f"{name}.weight")
 
 
 def _fused(source: Source, layer: LayerExperts, plain: Mapping[str, Entry]) -> Iterator[tuple[str, Step]]:
