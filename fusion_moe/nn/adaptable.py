@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..encodings import Quantized
-from ..errors import UnsupportedError
 from ..layouts import Padding
 from .local import local
 from .packed import PackedModule, say_once
@@ -18,12 +16,11 @@ from .packed import PackedModule, say_once
 class AdaptableModule(PackedModule):
     """A module with encoded weights and optional adapters that train, each in a submodule `<projection>_lora` (lora.py).
 
-    projections: the names of the weights; part_names: the parameters that hold the parts of each; targets: what `add_lora_` calls them.
+    projections: the names of the weights; targets: what `add_lora_` calls them.
     """
 
     projections: tuple[str, ...]
     targets: tuple[str, ...]
-    part_names: Mapping[str, tuple[str, ...]]
     in_turns = False  # whether rows of gate and up alternated in the module that this one was converted from
 
     @property
@@ -54,17 +51,6 @@ class AdaptableModule(PackedModule):
     def adapted(self) -> bool:
         """Whether any projection has an adapter."""
         return any(self.adapter(projection) is not None for projection in self.projections)
-
-    def _parts(self, projection: str) -> list[Tensor]:
-        own: dict[str, Any] = self._parameters  # getattr takes ten times as long; wrappers such as FSDP put attributes in their place
-        return [own[key] if key in own else self._replaced(key) for key in self.part_names[projection]]
-
-    def _replaced(self, key: str) -> Any:
-        """What is in the place of a parameter. UnsupportedError for what torch computes from codes."""
-        if "parametrizations" in self._modules and not self.encoding.plain:
-            found, todo = f"{key} of {self.encoding.name} codes, parametrized", "fusion_moe.nn.add_lora_(model) adapts experts"
-            raise UnsupportedError(found, expected="the codes as they are", todo=todo, where=type(self).__name__)
-        return getattr(self, key)
 
     def _factors(self, projection: str) -> tuple[Tensor | None, Tensor | None]:
         """A [G, r, K] and B [G, N, r] of a projection's adapter, padded like its weight."""

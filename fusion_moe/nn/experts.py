@@ -111,12 +111,12 @@ class NVFP4Experts(Experts):
     @property
     def gate_decode_scale(self) -> Tensor:
         """float32 [E]: the decode scales of gate."""
-        return self.gate_up_decode_scale[:, 0]  # type: ignore[index]
+        return self._parts("gate_up")[2][:, 0]
 
     @property
     def up_decode_scale(self) -> Tensor:
         """float32 [E]: the decode scales of up."""
-        return self.gate_up_decode_scale[:, 1]  # type: ignore[index]
+        return self._parts("gate_up")[2][:, 1]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Also accepts the scales of gate and up as two parameters, as older versions saved them."""

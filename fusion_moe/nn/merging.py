@@ -62,8 +62,8 @@ def _merged(name: str, module: AdaptableModule) -> list[str]:
     try:
         made = {p: _sum(module.weight_of(p), adapter, f"{name}.{p}") for p, adapter in adapters_of(module)}
         for projection, weight in made.items():
-            for key, part in zip(module.part_names[projection], weight, strict=True):
-                getattr(module, key).data.copy_(part)
+            for stored, part in zip(module.weight_of(projection), weight, strict=True):
+                stored.data.copy_(part)
     finally:
         relayout_(module, layout)
     return _removed(name, module)

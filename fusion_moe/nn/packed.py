@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .. import options, target
-from ..encodings import NVFP4, Encoding, check_block_scales, check_matrix_scales
+from ..encodings import NVFP4, Encoding, Part, check_block_scales, check_part_scales
 from ..errors import NonFiniteError, UnsupportedError
 from ..groups import ceil_to
 from ..layouts import LAYOUTS, Layout, Padding
@@ -24,25 +24,31 @@ from .local import Sharding
 
 log = logging.getLogger("fusion_moe")
 _ordering = threading.Lock()
+_INTEGERS = {1: torch.uint8, 4: torch.int32}  # by size; gloo and NCCL have none of two bytes
 
 
 class PackedModule(FrozenModule):
     """A module with encoded weights.
 
+    part_names: for each weight, the parameters that hold its parts. as_integers: whether 8-bit floats and scales of matrices are stored as
+    integers of the same bits, since a wrapper may cast floats, and gloo has no 8-bit ones. State dicts have the dtypes of the encoding.
     packed: the names of the elements and block scales of each weight; weight_layout: their layout; paddings: of weights that are not whole
     tiles of the layout, by the name of their elements; considered: whether `order` has decided about the weights where they are now;
     sharding: how state dicts represent tensors that are a rank's share.
     """
 
     packed: tuple[tuple[str, ...], ...] = ()
+    part_names: Mapping[str, tuple[str, ...]] = {}
     encoding: Encoding = NVFP4
     weight_layout: str = "linear"
     paddings: Mapping[str, Padding] = {}
     considered = False
     sharding: Sharding | None = None
+    as_integers = False
 
     def __init__(self) -> None:
         super().__init__()
+        self.as_integers = False
         self.weight_layout, self.paddings = "linear", {}  # per instance: torch.compile guards class attributes in each class of the MRO
 
     @property
@@ -53,6 +59,41 @@ class PackedModule(FrozenModule):
         found = f"PEFT on a parameter of {self.encoding.name} codes"
         todo = "fusion_moe.nn.add_lora_(model) adapts experts; name other layers in PEFT's target_modules"
         raise UnsupportedError(found, expected="parameters that are numbers", todo=todo, where=type(self).__name__)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """As torch's. In a process group a module whose own parameters are listed, as DDP and FSDP2 do first, stores them as integers."""
+        if not (recurse or self.as_integers or self.sharding) and distributed.is_available() and distributed.is_initialized():
+            self._become_integers()
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def _become_integers(self) -> None:
+        """Before a wrapper takes parameters: their dtypes and their layout stay what they are now."""
+        if self.encoding.plain or any(p.is_meta for p in self._parameters.values() if p is not None):
+            return
+        self.order()
+        self.as_integers = True
+        for name, part in self._parts_by_name().items():
+            p = self._parameters.get(name)
+            if p is not None and part.scale and p.dtype == part.dtype and part.dtype.itemsize in _INTEGERS:
+                with torch.inference_mode(p.is_inference()):
+                    p.data = p.data.view(_INTEGERS[part.dtype.itemsize])
+
+    def _parts_by_name(self) -> dict[str, Part]:
+        """The part of the encoding that each parameter holds."""
+        return {name: part for names in self.part_names.values() for name, part in zip(names, self.encoding.parts, strict=True)}
+
+    def _parts(self, weight: str) -> list[Tensor]:
+        """The parts of a weight, as they are stored, in the dtypes of the encoding."""
+        own: dict[str, Any] = self._parameters  # getattr takes ten times as long; wrappers such as FSDP put attributes in their place
+        found = [own[key] if key in own else self._replaced(key) for key in self.part_names[weight]]
+        return [as_part(t, part) for t, part in zip(found, self.encoding.parts, strict=True)] if self.as_integers else found
+
+    def _replaced(self, key: str) -> Any:
+        """What is in the place of a parameter. UnsupportedError for what torch computes from codes."""
+        if "parametrizations" in self._modules and not self.encoding.plain:
+            found, todo = f"{key} of {self.encoding.name} codes, parametrized", "fusion_moe.nn.add_lora_(model) adapts experts"
+            raise UnsupportedError(found, expected="the codes as they are", todo=todo, where=type(self).__name__)
+        return getattr(self, key)
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
         """N and K of the weight whose elements have this name, without padding."""
@@ -87,7 +128,7 @@ class PackedModule(FrozenModule):
 
         Weights that a CUDA graph or a traced program reads keep their layout, and so do parameters that are tensor subclasses.
         """
-        if torch.compiler.is_compiling() or self.considered or not options.current().order_weights:
+        if torch.compiler.is_compiling() or self.considered or self.as_integers or not options.current().order_weights:
             return
         p, wanted = getattr(self, self.packed[0][0]), options.current().target
         if type(p) is not nn.Parameter or _get_current_dispatch_mode() or (wanted == "auto" and p.device.type not in target.TARGETS):
@@ -112,9 +153,9 @@ class PackedModule(FrozenModule):
 
     def check_block_scales(self) -> None:
         """NonFiniteError for block scales, in linear order, that no quantizer writes. Waits for the device."""
-        for _, *scales in self.packed:
-            for scale in scales:
-                check_block_scales(getattr(self, scale).detach(), scale)
+        for name, part in self._parts_by_name().items():
+            if part.of_blocks:
+                check_block_scales(as_part(getattr(self, name).detach(), part), name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
         here = getattr(self, self.packed[0][0]).device
@@ -129,6 +170,8 @@ class PackedModule(FrozenModule):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        for key, part in ((prefix + name, part) for name, part in self._parts_by_name().items() if prefix + name in destination):
+            destination[key] = as_part(destination[key], part)
         for names, keys in self._reordered(destination, prefix):
             linear = _packing(self, names[0]).unpack([destination[key].detach() for key in keys], self.encoding)
             destination.update(zip(keys, linear, strict=True))
@@ -152,15 +195,17 @@ class PackedModule(FrozenModule):
             given.update({prefix + name: self.sharding.share(name, given[prefix + name]) for name in own})
         for names, keys in self._reordered(given, prefix):
             packing, parts = _packing(self, names[0]), [given[key].detach() for key in keys]
-            kept = [getattr(self, name).detach() for name in names]
+            kept = [as_part(getattr(self, name).detach(), part) for name, part in zip(names, self.encoding.parts, strict=False)]
             if wrong := packing.why_not(keys, parts, kept, self.encoding):
                 errors.append(wrong)
             given.update(zip(keys, kept if wrong else packing.pack(parts, self.encoding), strict=True))
+        for name, key in fixed.items() if self.as_integers else ():
+            given[key] = given[key].view(getattr(self, name).dtype)
         super()._load_from_state_dict(given, prefix, metadata, strict, missing, unexpected, errors)
 
     def _as_stored(self, name: str, t: Tensor) -> Tensor:
         """A tensor of a state dict in the dtype of the parameter: bytes are those of 8-bit floats, numbers may become wider."""
-        want = getattr(self, name).dtype
+        want = self._dtype(name)
         if t.dtype == torch.uint8 and want.is_floating_point and want.itemsize == 1:
             return t.view(want)
         wider = _numbers(t.dtype, want) and (self.encoding.plain or torch.promote_types(t.dtype, want) == want)
@@ -168,23 +213,20 @@ class PackedModule(FrozenModule):
 
     def _why_not_load(self, name: str, key: str, t: Tensor) -> str:
         """An error text in torch's style for another dtype, and for scales that no quantizer writes; "" if there is none."""
-        own, found = getattr(self, name), self._as_stored(name, t)
-        if found.dtype != own.dtype:
-            return f"dtype mismatch for {key}: copying a param of {t.dtype} from checkpoint, the dtype in current model is {own.dtype}."
+        found, want, part = self._as_stored(name, t), self._dtype(name), self._parts_by_name().get(name)
+        if found.dtype != want:
+            return f"dtype mismatch for {key}: copying a param of {t.dtype} from checkpoint, the dtype in current model is {want}."
         try:
-            if type(t) in (Tensor, nn.Parameter) and not (self.encoding.plain or t.is_meta):
-                self._check_scale(name, found, key)
+            if part and type(t) in (Tensor, nn.Parameter) and not t.is_meta:
+                check_part_scales(part, found, key)  # waits for the device
         except NonFiniteError as error:
             return str(error)
         return ""
 
-    def _check_scale(self, name: str, t: Tensor, key: str) -> None:
-        """NonFiniteError for scales, in linear order, that no quantizer writes. Waits for the device."""
-        of_blocks = [scale for _, *scales in self.packed for scale in scales]
-        if name in of_blocks:
-            check_block_scales(t, key)
-        elif name in self._parameters and all(name != elements for elements, *_ in self.packed):
-            check_matrix_scales(t, key)
+    def _dtype(self, name: str) -> torch.dtype:
+        """The dtype in state dicts of a tensor of this module."""
+        part = None if self.encoding.plain else self._parts_by_name().get(name)
+        return part.dtype if part else getattr(self, name).dtype
 
     def _own(self, prefix: str, tensors: Mapping[str, Any]) -> list[str]:
         """The names of the module's own tensors that are in a state dict, as tensors: torch refuses anything else."""
@@ -194,6 +236,11 @@ class PackedModule(FrozenModule):
         """Names and keys of those weights in a state dict whose layout in memory is not the linear one."""
         found = [(names, [prefix + name for name in names]) for names in self.packed if self.weight_layout != "linear"]
         return [(names, keys) for names, keys in found if all(isinstance(tensors.get(key), Tensor) for key in keys)]
+
+
+def as_part(t: Tensor, part: Part) -> Tensor:
+    """The tensor of a part, which a module may have stored as integers, in the part's dtype."""
+    return t.view(part.dtype) if part.dtype.is_floating_point and not t.dtype.is_floating_point else t
 
 
 def _numbers(*dtypes: torch.dtype) -> bool:
@@ -268,7 +315,7 @@ def relayout_(module: PackedModule, layout: str) -> None:
 def _move(module: PackedModule, names: Sequence[str], here: Packing, there: Packing) -> None:
     """Replaces the parameters of one weight by new ones, made one matrix at a time."""
     old = [getattr(module, name) for name in names]
-    parts = [p.detach() for p in old]
+    parts = [as_part(p.detach(), part) for p, part in zip(old, module.encoding.parts, strict=False)]
     shapes = there.shapes(parts[0].shape[:-2], module.encoding)
     with torch.inference_mode(parts[0].is_inference()):
         made = [_empty(shape, part) for shape, part in zip(shapes, parts, strict=True)]

@@ -32,14 +32,10 @@ class QuantizedLinear(PackedModule):
             raise ShapeError(f"weight {list(weight.shape)}{found}", expected="[N, K] and [N]")
         self.encoding = weight.encoding
         self.out_features, self.in_features = weight.shape
-        for name, part in zip(self.part_names, weight, strict=True):
+        self.part_names = {"weight": ("weight", "weight_scale", "weight_scale_2")[: len(weight)]}
+        for name, part in zip(self.part_names["weight"], weight, strict=True):
             setattr(self, name, frozen(part))
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """The names of the parameters that are the parts of the weight."""
-        return ("weight", "weight_scale", "weight_scale_2")[: len(self.encoding.parts)]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]. ShapeError for another K, DtypeError for float64 or integers, before anything is computed."""
@@ -49,7 +45,7 @@ class QuantizedLinear(PackedModule):
         rows = padding.pad_columns(rows) if padding else rows
         offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
         try:
-            y = self._product(rows, [getattr(self, name)[None] for name in self.part_names], offs)
+            y = self._product(rows, [t[None] for t in self._parts("weight")], offs)
         except Error as error:  # whose message has the operation's argument names
             raise error.at(f"{type(self).__name__}, whose x is a") from None
         y = restored(padding.cut_rows(y) if padding else y, x.shape[:-1])

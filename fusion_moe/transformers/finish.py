@@ -43,9 +43,9 @@ def _scales(module: nn.Module, source: ExpertsSource | None) -> Iterator[tuple[S
         for part, scale in list(module.parts().items())[1:]:
             yield module.stored.scheme, part, scale, part.suffix.removeprefix(".")
     elif isinstance(module, Projections) and source is not None and source.scheme.encoding is not None:
-        for keys in module.part_names.values():
-            for part, key in zip(source.scheme.parts[1:], keys[1:], strict=True):
-                yield source.scheme, part, getattr(module, key).detach(), key
+        for projection, keys in module.part_names.items():
+            for part, scale, key in zip(source.scheme.parts[1:], module.weight_of(projection)[1:], keys[1:], strict=True):
+                yield source.scheme, part, scale.detach(), key
 
 
 def freeze_(model: nn.Module) -> None:

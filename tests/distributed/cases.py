@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
@@ -37,9 +37,9 @@ import fusion_moe
 from fusion_moe.adapters import load_lora_, save_lora
 from fusion_moe.checkpoints import Directory
 from fusion_moe.distributed import clip_grad_norm_, parallelize_
-from fusion_moe.encodings import MXFP4, quantize
+from fusion_moe.encodings import ENCODINGS, MXFP4, quantize
 from fusion_moe.errors import OptionError, UnsupportedError
-from fusion_moe.nn import Experts, GroupedLinear
+from fusion_moe.nn import Experts, GroupedLinear, add_lora_
 from fusion_moe.nn.local import gathered, local
 
 E, H, I, T, K = 7, 64, 160, 13, 3  # neither 2 nor 4 divides E, nor the blocks of I
@@ -533,6 +533,69 @@ def residuals_in_place(mesh):
         for m in (alone, model):
             m(x).square().sum().backward()
         assert_alike([gathered(p.grad) for p in model.parameters()], [p.grad for p in alone.parameters()])
+
+
+def adapted(encoding: str, seed: int) -> nn.Sequential:
+    """Experts with adapters that are not zero, in a model."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = (4, 64, 64), (4, 64, 32)
+    made = nn.Sequential(Experts(*(quantize(torch.randn(s, generator=g) / 8, encoding=ENCODINGS[encoding]) for s in shapes)).to(DEVICE))
+    add_lora_(made, rank=4)
+    with torch.no_grad():
+        for p in made.parameters():
+            if p.requires_grad:
+                p.copy_(torch.randn(p.shape, generator=g) / 8)
+    return made
+
+
+class OfExperts(nn.Module):
+    """What a wrapper takes; of `model`, the first module is called."""
+
+    def __init__(self, model: nn.Sequential):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return self.model[0](*given)
+
+
+@case
+def encoded_weights_in_wrappers(mesh):
+    """DDP broadcasts them and FSDP2 casts all floats that it takes; state dicts have the dtypes of the encoding."""
+    x, ids, w = inputs(6)
+    given = x.bfloat16(), ids % 4, w
+    for encoding in "nvfp4", "mxfp4", "int4":
+        alone = adapted(encoding, 0)
+        want, saved = alone[0](*given), {name: t.clone() for name, t in alone.state_dict().items()}
+        want.float().square().sum().backward()
+        model = adapted(encoding, mesh.get_rank())
+        wrapped = nn.parallel.DistributedDataParallel(OfExperts(model), device_ids=[mesh.get_rank()] if DEVICE == "cuda" else None)
+        y = wrapped(*given)
+        y.float().square().sum().backward()
+        assert_alike([p.grad for p in model.parameters() if p.requires_grad], [p.grad for p in alone.parameters() if p.requires_grad])
+        assert_equal(y, want)
+        for state in saved, adapted(encoding, 5).state_dict(), saved:
+            model.load_state_dict(state)
+            found = model.to(torch.bfloat16).state_dict() if state is not saved else model.state_dict()
+            assert all(t.dtype == saved[name].dtype for name, t in found.items() if "lora" not in name)
+            assert all(t.equal(state[name]) for name, t in found.items() if "lora" not in name)
+            model.float()
+        assert_equal(wrapped(*given), want)
+        for dtype in (None, torch.bfloat16):
+            sharded = [OfExperts(adapted(encoding, seed)) for seed in (0, 5)]
+            for m in sharded:
+                for part in m.model[0], m:
+                    fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+            y = sharded[0](*given)
+            y.float().square().sum().backward()
+            limit = 1e-5 if dtype is None else 2e-2  # adapters are cast
+            assert (y.float() - want.float()).norm() <= limit * want.float().norm()
+            state = sharded[0].state_dict()
+            assert {t.dtype for name, t in state.items() if "lora" not in name} == {
+                t.dtype for name, t in saved.items() if "lora" not in name
+            }
+            sharded[1].load_state_dict(state)
+            assert sharded[1](*given).equal(y)
 
 
 def average(model: nn.Module, mesh: DeviceMesh, sharded_rest: bool) -> None:

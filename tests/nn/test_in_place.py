@@ -8,8 +8,7 @@ from layers import COUNTS, ROWS, G, K, N, layer, uniform
 
 from fusion_moe.encodings import quantize
 from fusion_moe.layouts import Padding
-from fusion_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4Experts, NVFP4GroupedLinear, ScaledSwiGLU, Sequential
-from fusion_moe.nn.nvfp4_linear import NVFP4Linear
+from fusion_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear, ScaledSwiGLU, Sequential
 
 ENDS = COUNTS.cumsum(0).int()
 IDS = torch.randint(0, G, (ROWS, 2), generator=torch.Generator().manual_seed(0))

@@ -103,8 +103,6 @@ def definition(bsym) -> Any:
     return call.get_fd(tuple((*map(tuple, compute_tensor_descriptor(t.shape, t.stride())), ()) for t in metas))
 
 
-
-
 def traced(f, *args: torch.Tensor) -> Traced:
     """f on CUDA tensors like these."""
     import thunder
