@@ -23,9 +23,14 @@ def frozen(t: Tensor) -> nn.Parameter:
     return nn.Parameter(pages.on_large_pages(t.detach()), requires_grad=False)
 
 
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """As `parameters(recurse=False)`, but not what a wrapper does first (`PackedModule.named_parameters`)."""
+    return [p for p in module._parameters.values() if p is not None]
+
+
 def place_(module: nn.Module) -> None:
     """Puts the parameters of a module where `frozen` would have put them. Those already there, or in shared memory, stay."""
-    for p in module.parameters(recurse=False):
+    for p in own_parameters(module):
         if pages.takes(p) and not p.is_shared():
             with torch.inference_mode(p.is_inference()):
                 p.data = pages.on_large_pages(p.data)
@@ -57,11 +62,11 @@ class FrozenModule(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes of the weights: codes and scales."""
-        return sum(p.numel() * p.element_size() for p in self.parameters(recurse=False))
+        return sum(p.nbytes for p in own_parameters(self))
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenModule:
         """As torch's; UnsupportedError for a request to train codes."""
-        if requires_grad and not all(p.is_floating_point() for p in self.parameters(recurse=False)):
+        if requires_grad and not all(p.is_floating_point() for p in own_parameters(self)):
             todo = "train weights in floating point, and quantize them then: docs/training.md"
             raise UnsupportedError("quantized weights do not train", expected="requires_grad_(False)", todo=todo, where=type(self).__name__)
         return super().requires_grad_(requires_grad)

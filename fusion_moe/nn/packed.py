@@ -74,7 +74,7 @@ class PackedModule(FrozenModule):
         self.as_integers = True
         for name, part in self._parts_by_name().items():
             p = self._parameters.get(name)
-            if p is not None and part.scale and p.dtype == part.dtype and part.dtype.itemsize in _INTEGERS:
+            if p is not None and not p.requires_grad and part.scale and p.dtype == part.dtype and part.dtype.itemsize in _INTEGERS:
                 with torch.inference_mode(p.is_inference()):
                     p.data = p.data.view(_INTEGERS[part.dtype.itemsize])
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..checkpoints import Scheme, StoredPart
 from ..checkpoints.values import check_scale
 from ..errors import Error
-from ..nn.frozen import place_
+from ..nn.frozen import own_parameters, place_
 from ..nn.packed import PackedModule
 from ..nn.projections import Projections
 from .sources import ExpertsSource
@@ -52,6 +52,6 @@ def freeze_(model: nn.Module) -> None:
     """Freezes encoded weights and puts them on large pages: transformers makes every float require a gradient, even block scales."""
     for module in model.modules():
         if isinstance(module, PackedModule):
-            for p in module.parameters(recurse=False):
+            for p in own_parameters(module):
                 p.requires_grad_(False)
             place_(module)
