@@ -128,8 +128,8 @@ class GroupedParameters(nn.Module):
 
 
 def _in_memory(p: Tensor) -> bool:
-    """Whether a tensor has an address: not one on the meta device, or of a subclass like FakeTensor and DTensor."""
-    return type(p.data) is Tensor and not p.is_meta
+    """Whether a tensor has an address: not one on the meta device, a sparse one, or of a subclass like FakeTensor and DTensor."""
+    return type(p.data) is Tensor and not p.is_meta and p.layout is torch.strided
 
 
 def _may_move(p: Tensor) -> bool:
