@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from reprlib import repr as brief
 from typing import Any
 
-from ..checkpoints.headers import read_json
+from ..checkpoints.headers import read_json, shown
 from ..errors import CheckpointError, UnsupportedError
 from ..nn.lora import is_alpha
 
@@ -50,16 +49,16 @@ def read_config(directory: Path) -> LoraConfig:
 def _parsed(config: Mapping[str, Any], file: Path) -> LoraConfig:
     kind, bias = config.get("peft_type"), config.get("bias", "none")
     if kind != "LORA" or bias != "none":
-        found = f"peft_type = {brief(kind)}, bias = {brief(bias)}"
+        found = f"peft_type = {shown(kind)}, bias = {shown(bias)}"
         raise UnsupportedError(found, expected="LORA adapters without biases", where=str(file))
     if used := [key for key in _REFUSED if config.get(key)]:
-        found = ", ".join(f"{key} = {brief(config[key])}" for key in used)
+        found = ", ".join(f"{key} = {shown(config[key])}" for key in used)
         raise UnsupportedError(found, expected="adapters of experts' parameters alone, all of one rank", where=str(file))
     rank, alpha = _number(config, "r", file), _number(config, "lora_alpha", file)
     alpha = alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
     targets = config.get("target_parameters")
     if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
-        raise CheckpointError(f"target_parameters = {brief(targets)}", expected="names of experts' parameters", where=str(file))
+        raise CheckpointError(f"target_parameters = {shown(targets)}", expected="names of experts' parameters", where=str(file))
     return LoraConfig(int(rank), alpha, tuple(targets))
 
 
@@ -67,7 +66,7 @@ def _number(config: Mapping[str, Any], key: str, file: Path) -> float:
     value: Any = config.get(key)
     if not is_alpha(value) or (key == "r" and not (1 <= value < 2**31 and value == int(value))):
         expected = "a positive integer of 31 bits" if key == "r" else "a finite number in float32"
-        raise CheckpointError(f"{key} = {brief(value)}", expected=expected, where=str(file))
+        raise CheckpointError(f"{key} = {shown(value)}", expected=expected, where=str(file))
     return float(value)
 
 
