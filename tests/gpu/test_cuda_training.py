@@ -371,3 +371,14 @@ def test_main_grad(dtype, overwrite):
     want = torch.stack([b.float().T @ a.float() for a, b in zip(x.split(splits.tolist()), dy.split(splits.tolist()), strict=True)])
     assert torch.equal(layer_.weight.main_grad, (want + (0 if overwrite else 0.5)).to(dtype))
     assert layer_.weight.grad_added_to_main_grad
+
+
+def test_groups_in_state_dicts_have_storages_of_their_own():
+    """On the parameters' memory: accelerate and safetensors take tensors of one storage for one."""
+    layer = GroupedLinear(3, 16, 8, bias=False, dtype=torch.bfloat16, device="cuda")
+    state = layer.state_dict()
+    assert len({t.untyped_storage().data_ptr() for t in state.values()}) == 3
+    assert all(t.is_cuda and torch.equal(t, getattr(layer, name)) for name, t in state.items())
+    state["weight1"].zero_()
+    assert not layer.weight1.any()
+    assert layer.weight2.any()
