@@ -145,7 +145,7 @@ SCHEMES: tuple[Scheme, ...] = (
         "MXFP4 of DeepSeek-V4", MXFP4,
         (
             StoredPart("codes", ".weight", (torch.int8,), view=torch.uint8),
-            StoredPart("block_scale", ".scale", _E8M0, view=torch.float8_e8m0fnu),
+            StoredPart("block_scale", ".scale", _E8M0[::-1], view=torch.float8_e8m0fnu),
         ),
     ),
     _fp8("FP8 in blocks", ".weight_scale_inv"),

@@ -14,7 +14,7 @@ from .fp8 import check_fp8_scales
 from .schemes import Direction, Scheme, StoredPart
 from .stored import StoredWeight
 
-_LARGEST = 1.0  # the largest plausible multiplier: divisors are 2688 / amax of NVFP4, and 448 / amax of FP8
+LARGEST = 1.0  # the largest plausible multiplier: divisors are 2688 / amax of NVFP4, and 448 / amax of FP8
 
 
 def check_scales(directory: Directory, weights: Mapping[str, StoredWeight]) -> None:
@@ -53,7 +53,7 @@ def check_scale(scheme: Scheme, part: StoredPart, scale: Tensor, name: str) -> N
     else:
         (of_encoding,) = (p for p in scheme.encoding.parts if p.name == part.part)
         check_part_scales(of_encoding, scale, name)
-    if (scheme.encoding is None or part.direction is not None) and (largest := scale.float().max().item()) > _LARGEST:
+    if (scheme.encoding is None or part.direction is not None) and (largest := scale.float().max().item()) > LARGEST:
         bound, stored = 448 if scheme.encoding is None else 2688, part.direction or Direction.MULTIPLIER
         found = f"{name} as a {stored.value} makes the largest weight {bound * largest:.4g}"
         other = Direction.DIVISOR if stored is Direction.MULTIPLIER else Direction.MULTIPLIER

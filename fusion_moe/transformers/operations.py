@@ -81,7 +81,7 @@ class SplitExperts(_Operation):
         if self.scalar:
             runs = runs.flatten(1)
         found = {pattern.replace("*", str(e)): run[i] for e, run in enumerate(runs) for i, pattern in enumerate(target_patterns)}
-        return found if self.part is None else dict(stored for name, t in found.items() for stored in _stored(self.part, name, t))
+        return found if self.part is None else dict(stored for name, t in found.items() for stored in stored_tensors(self.part, name, t))
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -181,7 +181,7 @@ def _dequantized(values: Tensor, scale: Tensor, name: str) -> Tensor:
     return dequantize_fp8(values, scale).bfloat16()
 
 
-def _stored(part: StoredPart, name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
+def stored_tensors(part: StoredPart, name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A part as it is stored, under its name; also the weight's shape if another package expects it next to 32-bit words."""
     yield name, t if part.direction else part.from_part(t)
     if part.suffix == ".weight_packed":

@@ -28,7 +28,7 @@ from .names import is_weight_norm
 from .on_load import Contracts, QuantizeExperts, prepare_to_quantize
 from .operations import is_ours
 from .replacements import Replacements, replace_modules
-from .saving import conversions_for_saving, modelopt_config, with_activation_format
+from .saving import conversions_for_saving, linears_as_stored, modelopt_config, with_activation_format
 from .share import shared
 from .stored_module import StoredModule, finish_
 from .trainer import read_adapters_, register_loading, write_adapters
@@ -130,12 +130,14 @@ class FusionMoeQuantizer(HfQuantizer):
         model._weight_conversions = conversions_for_saving(model, sources)
         set_quantization(model.config, with_activation_format(self._saved_config(model), model))
         write_adapters(model)
-        return _without_adapters(model), {}
+        state = _without_adapters(model)
+        return state if self.replaced is None else linears_as_stored(model, self.replaced.linears, state), {}
 
     def _saved_config(self, model: Any) -> Any:
         """The loaded configuration, unless the weights are stored differently now. UnsupportedError if no configuration describes them."""
         replaced, config = self.replaced, self.quantization_config
-        as_loaded = replaced is not None and not any(scheme.encoding is None for scheme in replaced.linears.values())
+        modules = dict(model.named_modules())
+        as_loaded = replaced is not None and all(isinstance(modules.get(name), PackedModule) for name in replaced.linears)
         if as_loaded and config.method == "modelopt":
             return config.original()
         encodings = {m.encoding for m in model.modules() if isinstance(m, PackedModule)}

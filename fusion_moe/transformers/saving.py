@@ -15,14 +15,14 @@ from transformers.core_model_loading import PrefixChange, WeightRenaming, rename
 
 from ..checkpoints.experts import PER_EXPERT
 from ..checkpoints.modelopt import own_entries, quantization_config
-from ..checkpoints.schemes import MODELOPT, MODELOPT_FUSED
+from ..checkpoints.schemes import MODELOPT, MODELOPT_FUSED, Scheme
 from ..encodings import NVFP4
 from ..errors import UnsupportedError
-from ..nn import NVFP4Config, NVFP4Linear
+from ..nn import NVFP4Config, NVFP4Linear, QuantizedLinear
 from ..nn.packed import PackedModule
 from ..nn.projections import Projections
 from .conversions import Converter, expert_converters
-from .operations import is_ours
+from .operations import is_ours, stored_tensors
 from .sources import ExpertsSource
 
 Sources = Mapping[str, ExpertsSource]
@@ -33,6 +33,24 @@ def conversions_for_saving(model: Any, sources: Sources) -> list[Any]:
     made = expert_converters(_with_sources(model, sources))
     made.sort(key=lambda c: len(c._original_target_patterns[0]))  # transformers tries the last one first
     return [*(c for c in _of_transformers(model) if not _renames(c, made)), *made]
+
+
+def linears_as_stored(model: Any, linears: Mapping[str, Scheme], state: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The state of a model whose linear layers in other encodings than NVFP4 are as they were in files; `state` if there are none.
+
+    linears: the schemes of those that were loaded. UnsupportedError for one that was not.
+    """
+    others = {name: m for name, m in model.named_modules() if isinstance(m, QuantizedLinear) and not isinstance(m, NVFP4Linear)}
+    if not others:
+        return state
+    state = dict(model.state_dict() if state is None else state)
+    for name, module in others.items():
+        if name not in linears:
+            found = f"a linear layer in {module.encoding.name}"
+            raise UnsupportedError(found, expected="linear layers in NVFP4, or as they were loaded", where=name)
+        for part, key in zip(linears[name].parts, module.part_names, strict=True):
+            state |= dict(stored_tensors(part, f"{name}{part.suffix}", state.pop(f"{name}.{key}")))
+    return state
 
 
 def _renames(conversion: Any, made: Iterable[Converter]) -> bool:
@@ -51,7 +69,7 @@ def _with_sources(model: Any, sources: Sources) -> Iterator[tuple[ExpertsSource,
             raise UnsupportedError("experts that are divided between ranks, to save", expected="all of them here", todo=todo, where=name)
         if isinstance(module, Projections):
             yield _source_for_saving(model, name, module, sources.get(name)), module
-        elif isinstance(module, PackedModule) and not isinstance(module, NVFP4Linear):
+        elif isinstance(module, PackedModule) and not isinstance(module, QuantizedLinear):
             raise UnsupportedError(f"a {type(module).__name__} to save", expected="experts or linear layers", where=name)
 
 

@@ -15,10 +15,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from decoded import E2M1, relative
+from decoded import E2M1, relative, same_bytes, same_parameters
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DeepseekV4Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV4Config, PreTrainedModel, Qwen3MoeConfig
+from transformers.modeling_outputs import CausalLMOutput
 
 from fusion_moe.checkpoints import Directory, check_scales, convert, method_of, quantize, stored_weights
 from fusion_moe.errors import CheckpointError, UnsupportedError
@@ -175,6 +176,70 @@ def test_layers_of_one_name_in_several_schemes(tmp_path):
     first, second = (layer.self_attn for layer in model.model.layers)
     assert (type(first.q_proj), type(second.q_proj), type(second.v_proj)) == (NVFP4Linear, QuantizedLinear, nn.Linear)
     assert (second.q_proj.encoding.name, second.o_proj.encoding.name) == ("int4", "mxfp4")
+
+
+class ListOfExperts(nn.Module):
+    """Experts as the code of repositories has them: one module after the other, in a list."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(nn.ModuleDict({n: self._layer(config, n) for n in PROJECTIONS}) for _ in range(config.num_experts))
+
+    def _layer(self, config: Any, name: str) -> nn.Linear:
+        sizes = config.hidden_size, config.moe_intermediate_size
+        return nn.Linear(*(sizes[::-1] if name == "down_proj" else sizes), bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        made = [e["down_proj"](nn.functional.silu(e["gate_proj"](x)) * e["up_proj"](x)) for e in self.experts]
+        return sum(w[..., None] * y for w, y in zip(weights.unbind(-1), made, strict=True))
+
+
+class RemoteModel(PreTrainedModel):
+    config_class = Qwen3MoeConfig
+    base_model_prefix = "model"
+    _supports_sdpa = True
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.embed, self.mlp = nn.Embedding(config.vocab_size, config.hidden_size), ListOfExperts(config)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return CausalLMOutput(logits=self.head(self.mlp(self.embed(input_ids))))
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(("rule", "said"), [(int4(), COMPRESSED), (mxfp4, BLOCKS), (MODELOPT, MIXED)], ids=["int4", "mxfp4", "nvfp4"])
+def test_experts_in_a_list_of_modules(rule, said, tmp_path):
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(vocab_size=96, hidden_size=64, moe_intermediate_size=32, num_experts=4)
+    files, plain = {}, {}
+    for name, t in RemoteModel(config).state_dict().items():
+        made, plain[name] = rule(name.removesuffix(".weight"), *t.shape) if ".experts." in name else ({name: t}, t)
+        files |= made
+    encoded, floats = write(tmp_path / "encoded", config, files, said), write(tmp_path / "plain", config, plain)
+    model = from_pretrained(encoded, auto_class=RemoteModel, dtype=torch.float32)
+    assert all(isinstance(layer, QuantizedLinear) for e in model.mlp.experts for layer in e.values())
+    assert relative(logits(model), logits(RemoteModel.from_pretrained(floats, dtype=torch.float32))) <= 1e-5
+    model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert all(same_bytes(saved[name], t) for name, t in files.items())
+    assert same_parameters(from_pretrained(tmp_path / "saved", auto_class=RemoteModel, dtype=torch.float32), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_scales_of_integers_in_other_floats(dtype, tmp_path, caplog):
+    """Numbers that bfloat16 holds are the same; others are rounded to it, as transformers does in a model in bfloat16."""
+    rules = {r"\.experts\.": int4(dtype), r"q_proj": int4(dtype)}
+    encoded, plain = pair(tmp_path, QWEN, COMPRESSED, rules)
+    assert_loads(encoded, plain)
+    assert "weight_scale" in caplog.text
+    assert "are rounded to bfloat16" in caplog.text
 
 
 def test_matrices_of_other_modules_become_floats(tmp_path):

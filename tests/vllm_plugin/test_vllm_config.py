@@ -21,7 +21,7 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_ex
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 
 from fusion_moe.encodings import Quantized
-from fusion_moe.errors import DtypeError, NonFiniteError, ShapeError, UnsupportedError
+from fusion_moe.errors import CheckpointError, DtypeError, NonFiniteError, ShapeError, UnsupportedError
 from fusion_moe.vllm import register
 from fusion_moe.vllm.compressed_tensors import FusionMoeInt4Method
 from fusion_moe.vllm.config import FusionMoeConfig, _of_experts_on_cpu
@@ -260,3 +260,10 @@ def test_bad_scales_are_found(part: str) -> None:
     bad[part].view(torch.uint8).reshape(-1)[:4] = 0x7F if part == "block_scale" else 0xFF
     with pytest.raises(NonFiniteError, match=f"layer 3: .*w13's {part}"):
         check_scales("layer 3", w13=weight.with_(**bad))
+
+
+def test_a_divisor_for_a_multiplier_is_found() -> None:
+    weight, _ = weights()
+    inverted = weight.with_(decode_scale=1 / weight.decode_scale)
+    with pytest.raises(CheckpointError, match="layer 3: w13's decode_scale makes the largest weight .*; expected at most 2688"):
+        check_scales("layer 3", w13=inverted)
