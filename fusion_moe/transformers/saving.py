@@ -48,7 +48,7 @@ def linears_as_stored(model: Any, linears: Mapping[str, Scheme], state: dict[str
         if name not in linears:
             found = f"a linear layer in {module.encoding.name}"
             raise UnsupportedError(found, expected="linear layers in NVFP4, or as they were loaded", where=name)
-        for part, key in zip(linears[name].parts, module.part_names, strict=True):
+        for part, key in zip(linears[name].parts, module.part_names["weight"], strict=True):
             state |= dict(stored_tensors(part, f"{name}{part.suffix}", state.pop(f"{name}.{key}")))
     return state
 
