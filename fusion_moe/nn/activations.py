@@ -56,6 +56,7 @@ class _ScaledGLU(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         given, own = dict(state_dict), self.glu_interleave_size or 0
+        given.pop(prefix + "_extra_state", None)  # Transformer Engine's
         saved = given.pop(prefix + _KEY, own)
         if checks.are_alike([saved], dims=0) and not saved.is_meta:
             saved = saved.item()

@@ -101,12 +101,12 @@ class GroupedLinear(GroupedParameters):
             weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def forward(
-        self, x: Tensor, split_sizes: Tensor | None = None, scales: Tensor | None = None, *, offs: Tensor | None = None,
+        self, x: Tensor, split_sizes: splits.SplitSizes | None = None, scales: Tensor | None = None, *, offs: Tensor | None = None,
         out: Tensor | None = None, grad_input: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """x [..., K], M rows sorted by group -> [..., N].
 
-        split_sizes: int[G], the rows of each group; or offs: i32[G], where the runs end. Rows past the last run give zeros.
+        split_sizes: int[G] or G numbers, the rows of each group; or offs: i32[G], where the runs end. Rows past the last run give zeros.
         scales: float[...], one for each row, with scale_bias.
         out [..., N], grad_input [..., K]: contiguous buffers, of the result's dtype and x's, into which the result and x's gradient are
         written. Their rows past the last run keep what they hold. Autograd gets grad_input itself as x's gradient, unless x is a leaf: do

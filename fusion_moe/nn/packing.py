@@ -115,6 +115,7 @@ class GroupedParameters(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
         given = dict(state_dict)
+        given.pop(prefix + "_extra_state", None)  # Transformer Engine's, of scales for FP8
         for name in self.shapes:
             one, each = prefix + name, [f"{prefix}{name}{g}" for g in range(self.num_groups)]
             dims = len(self.shapes[name])

@@ -95,6 +95,7 @@ class _Tracked(torch.autograd.Function):
         return _result(work.out, outputs[0], work.ends)
 
     @staticmethod
+    @_untraced
     def backward(ctx: Any, dy: Tensor) -> Any:
         work: _Work = ctx.work
         if work.effects.mains and torch.is_grad_enabled():

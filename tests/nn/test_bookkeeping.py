@@ -395,3 +395,19 @@ def test_a_layer_that_is_used_twice():
     want(want(rows(), COUNTS), COUNTS).square().sum().backward()
     for found, expected in zip(main_grads(module), gradients(want, "weight"), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_autograd_does_not_trace_what_writes():
+    """It runs the backward between two graphs: only those are traced."""
+    from torch._dynamo import compiled_autograd
+    from torch._dynamo.utils import counters
+
+    want, _ = plain()
+    module, x = layer(G, K, N, delay_wgrad_compute=True), rows()
+    counters.clear()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        module(x, COUNTS).backward(dy())
+    assert counters["frames"]["total"] < 10
+    module.backward_dw()
+    for found, p in zip(weights(module), weights(want), strict=True):
+        assert_same_bits(found.grad, p.grad)

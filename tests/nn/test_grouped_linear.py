@@ -402,7 +402,7 @@ def test_bad_calls(golden):
         "neither": lambda: module(x),
         "both": lambda: module(x, COUNTS, offs=ends),
         "too few counts": lambda: module(x, COUNTS[:3]),
-        "counts in a list": lambda: module(x, COUNTS.tolist()),
+        "counts in a list": lambda: module(x, [float(n) for n in SIZES]),
         "counts of floats": lambda: module(x, COUNTS.float()),
         "long ends": lambda: module(x, offs=COUNTS.cumsum(0)),
         "a negative count": lambda: module(x, torch.tensor([5, -1, 7, 3])),
@@ -450,3 +450,34 @@ def test_state_dicts_that_do_not_fit_are_torchs_error(single):
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match=r"Error\(s\) in loading state_dict for GroupedLinear"):
             module.load_state_dict(state)
+
+
+@pytest.mark.parametrize("given", [list(SIZES), SIZES], ids=["list", "tuple"])
+def test_split_sizes_as_numbers(given):
+    module, x = layer(G, K, N), uniform(ROWS, K)
+    assert module(x, given).equal(module(x, COUNTS))
+    for wrong, error, why in (
+        ([1, 2], ShapeError, r"split_sizes \[2\]"),
+        ([-1, 1, 1, 1], GroupsError, "= -1"),
+        ([1.0] * 4, DtypeError, "list"),
+    ):
+        with pytest.raises(error, match=why):
+            module(x, wrong)
+
+
+@pytest.mark.compiler
+def test_split_sizes_whose_number_a_tracer_does_not_know(monkeypatch):
+    """Those of torch.bincount."""
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    module, x, ids = layer(G, K, N, single_grouped_weight=True), uniform(12, K), torch.arange(12) // 3
+    call = torch.compile(lambda x, ids: module(x, torch.bincount(ids, minlength=G)), backend="fusion_moe", fullgraph=True)
+    torch.testing.assert_close(call(x, ids), module(x, torch.bincount(ids, minlength=G)))
+    with pytest.raises(AssertionError, match="5==4"):
+        call(x, ids + 1)
+
+
+def test_extra_state_of_transformer_engine():
+    """It has scales for FP8."""
+    module, other = layer(G, K, N, seed=5), layer(G, K, N)
+    other.load_state_dict({**module.state_dict(), "_extra_state": torch.empty(0, dtype=torch.uint8)})
+    assert other.weight0.equal(module.weight0)
