@@ -11,8 +11,8 @@ from torch import Tensor
 
 import fusion_moe
 from fusion_moe import options
-from fusion_moe.encodings import ENCODINGS, Quantized, quantize
-from fusion_moe.nn import Experts, NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear, add_lora_
+from fusion_moe.encodings import ENCODINGS, Quantized, dequantize, quantize
+from fusion_moe.nn import Experts, NVFP4Experts, NVFP4GroupedLinear, NVFP4Linear, QuantizedLinear, add_lora_
 from fusion_moe.nn.packed import PackedModule
 
 pytestmark = pytest.mark.gpu
@@ -174,6 +174,19 @@ def test_a_compiled_linear_layer_before_a_residual(rows):
         want = block(x, residual)
         fusion_moe.prepare_(module)
         close(torch.compile(block, backend="fusion_moe")(x, residual), want)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 300])
+@pytest.mark.parametrize("encoding", ["mxfp4", "int4"])
+def test_linear_layers_in_other_encodings(encoding, rows):
+    """Against their weight in float32, in the linear layout and in that of the kernels."""
+    weight = quantize(torch.randn(320, 256) / 16, encoding=ENCODINGS[encoding])
+    module, x = QuantizedLinear(weight).cuda(), torch.randn(rows, 256, device="cuda").bfloat16()
+    with torch.no_grad():
+        want = (x.float() @ dequantize(weight).cuda().T).bfloat16()
+        close(module(x), want)
+        fusion_moe.prepare_(module)
+        close(module(x), want)
 
 
 def test_a_capture_keeps_what_it_reads():

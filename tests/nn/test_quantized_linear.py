@@ -1,4 +1,4 @@
-"""NVFP4Linear: a linear layer as a grouped product of one group."""
+"""QuantizedLinear and NVFP4Linear: a linear layer as a grouped product of one group."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import fusion_moe
-from fusion_moe.encodings import Quantized, dequantize, quantize
+from fusion_moe.encodings import ENCODINGS, Quantized, dequantize, quantize
 from fusion_moe.errors import ShapeError
-from fusion_moe.nn import NVFP4Linear
+from fusion_moe.nn import NVFP4Linear, QuantizedLinear
 
 N, K = 48, 128
 
@@ -50,3 +50,16 @@ def test_a_cast_leaves_the_weight_alone():
 def test_a_bias_of_another_length():
     with pytest.raises(ShapeError, match=r"weight \[48, 128\] and bias \[47\]; expected \[N, K\] and \[N\]"):
         NVFP4Linear(quantize(torch.randn(N, K)), torch.randn(47))
+
+
+@pytest.mark.parametrize("encoding", ["mxfp4", "int4"])
+def test_other_encodings(encoding):
+    weight = quantize(torch.randn(N, K, generator=torch.Generator().manual_seed(0)), encoding=ENCODINGS[encoding])
+    module, x = QuantizedLinear(weight, torch.ones(N)), torch.randn(5, K, generator=torch.Generator().manual_seed(1))
+    want = torch.nn.functional.linear(x, dequantize(weight), torch.ones(N))
+    torch.testing.assert_close(module(x), want, rtol=1e-5, atol=1e-5)
+    before = {name: t.clone() for name, t in module.state_dict().items()}
+    fusion_moe.prepare_(module, "cuda")
+    assert module.weight_layout == "w16x64"
+    torch.testing.assert_close(module(x), want, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(t.view(torch.uint8), before[name].view(torch.uint8)) for name, t in module.state_dict().items())
