@@ -15,7 +15,7 @@ thunder_quirks.py    what thunder's versions make necessary
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,12 @@ def thunder_executors(nvfuser: bool = False) -> tuple[Any, ...]:
     from thunder.extend import get_default_executors
 
     first = (*_with_nvfuser(executor), executor) if nvfuser else (executor,)
-    return (*first, *(e for e in get_default_executors() if e not in first))
+    defaults = [e for e in get_default_executors() if e not in first]
+    if any(e.name == "nvfuser" for e in defaults) and importlib.util.find_spec("nvfuser_direct"):
+        from .thunder_quirks import thunders_nvfuser
+
+        thunders_nvfuser(importlib.import_module("nvfuser_direct"))
+    return (*first, *defaults)
 
 
 def thunder_executor() -> FusionMoe:

@@ -51,7 +51,10 @@ class Symbols:
         self._missing = executor.register_operator("fusion_moe_no_derivative", meta=_missing_meta, fn=_raise_missing)
 
     def register_translated(self) -> None:
-        """Makes operations with translators, except torch's own, known to thunder, unless they are already."""
+        """Makes operations with translators known to thunder, unless they are already: of torch's own, only the grouped product, which
+        thunder's executors take for a few devices and arguments.
+        """
+        self.of(torch.ops.aten._grouped_mm.default, torch._grouped_mm)
         for translator in translate.registered():
             namespace, _, name = translator.op.partition("::")
             packet = getattr(getattr(torch.ops, namespace), name.partition(".")[0], None) if namespace not in ("aten", "prims") else None
@@ -63,10 +66,10 @@ class Symbols:
         """All operations that have a symbol, and their symbols."""
         return list(self._of.items())
 
-    def of(self, op: OpOverload) -> Symbol:
-        """The symbol of an operation, with its derivative."""
+    def of(self, op: OpOverload, *others: Callable[..., Any]) -> Symbol:
+        """The symbol of an operation, with its derivative. others: more functions that call it."""
         if op not in self._of:
-            names = (op, op.overloadpacket) if op._overloadname == "default" else (op,)
+            names = (op, op.overloadpacket, *others) if op._overloadname == "default" else (op,)
             name, foreign = op.name().replace("::", "_").replace(".", "_"), not torch._library.utils.is_builtin(op)
             tags = [prims.OpTags.MATMUL_OP] if foreign else None  # too expensive to be recomputed in the backward
             self._of[op] = symbol = self.executor.register_operator(name, meta=meta_of(op), fn=op, replaces=names, tags=tags)

@@ -567,3 +567,38 @@ def test_open_sizes_are_refused_with_a_sentence():
     plain = jitted(lambda x: x * 2, cache="symbolic values")
     assert plain(tokens(5)).equal(tokens(5) * 2)
     assert plain(tokens(7)).equal(tokens(7) * 2)
+
+
+# torch's grouped product ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["jit", "thunderfx"])
+def test_torchs_grouped_product_is_fused(way):
+    """thunder's own executor of it takes no arguments by default; its results and gradients are torch's"""
+    import thunder
+    from thunder.dynamo import thunderfx
+
+    x, w = torch.randn(5, 64).bfloat16(), torch.randn(4, 64, 64).bfloat16()
+
+    def f(x, w, ends):
+        return torch.nn.functional.silu(torch._grouped_mm(x, w, offs=ends))
+
+    compile = thunder.jit if way == "jit" else thunderfx
+    with torch.no_grad():
+        compiled = compile(f, executors=fusion_moe.thunder_executors())
+        torch.testing.assert_close(compiled(x, w, ENDS), f(x, w, ENDS))
+    if way == "jit":
+        assert products(fusions(compiled)) == ["grouped_mm_t"]
+
+
+def test_the_gradient_of_torchs_grouped_product():
+    """of as many rows as its kernels take once they are transposed"""
+    x, w = torch.randn(8, 64).bfloat16(), torch.randn(4, 64, 64).bfloat16()
+
+    def gradients(f):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        f(*leaves, torch.tensor([1, 1, 4, 8], dtype=torch.int32)).float().square().sum().backward()
+        return [t.grad for t in leaves]
+
+    f = torch._grouped_mm
+    torch.testing.assert_close(gradients(jitted(lambda *a: f(*a))), gradients(f))
