@@ -40,6 +40,8 @@ class GroupedLinear(GroupedParameters):
     weight0 .. are slices of one [G, N, K].
 
     scale_bias: with a bias, row r gets scales[r] * bias[g]; scales may require a gradient.
+    return_bias: a call adds no bias, and returns (result, biases) for the caller to add: a list of G [N] in the result's dtype, with their
+        gradients; an empty list without bias. Not with scale_bias, and not in a `Sequential`.
     accumulate_into_main_grad: the backward adds a weight's gradient to `weight.main_grad` (or to what `weight.get_main_grad()` returns), a
         float32 or bfloat16 tensor of the weight's shape that must exist in the forward; if `weight.overwrite_main_grad`, it overwrites it.
         If a weight has an attribute `grad_added_to_main_grad`, it is set to True, and autograd's hooks see a gradient without meaning
@@ -53,16 +55,19 @@ class GroupedLinear(GroupedParameters):
         self, num_groups: int, in_features: int, out_features: int, *, bias: bool = True, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None, accumulate_into_main_grad: bool = False, single_grouped_weight: bool = False,
         single_grouped_bias: bool = False, delay_wgrad_compute: bool = False, scale_bias: bool = False,
+        return_bias: bool = False,
     ):  # fmt: skip
         for name, n in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
             if not isinstance(n, int) or n <= 0:
                 raise OptionError(f"{name} = {n!r}", expected="a positive integer", where="GroupedLinear")
+        if scale_bias and return_bias:
+            raise OptionError("scale_bias and return_bias", expected="one of them", todo="scale what is returned", where="GroupedLinear")
         dtype = dtype or torch.get_default_dtype()
         if dtype not in _DTYPES:
             raise DtypeError(f"dtype = {dtype}", expected=f"one of {', '.join(map(str, _DTYPES))}", where="GroupedLinear")
         super().__init__(num_groups)
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
-        self.scale_bias = scale_bias and bias
+        self.scale_bias, self.return_bias = scale_bias and bias, return_bias
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delayed = Delayed() if delay_wgrad_compute else None
         self.add_grouped("weight", (out_features, in_features), single_grouped_weight, device=device, dtype=dtype)
@@ -103,8 +108,8 @@ class GroupedLinear(GroupedParameters):
     def forward(
         self, x: Tensor, split_sizes: splits.SplitSizes | None = None, scales: Tensor | None = None, *, offs: Tensor | None = None,
         out: Tensor | None = None, grad_input: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """x [..., K], M rows sorted by group -> [..., N].
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """x [..., K], M rows sorted by group -> [..., N], and with return_bias also the biases.
 
         split_sizes: int[G] or G numbers, the rows of each group; or offs: i32[G], where the runs end. Rows past the last run give zeros.
         scales: float[...], one for each row, with scale_bias.
@@ -116,20 +121,25 @@ class GroupedLinear(GroupedParameters):
         """
         where = type(self).__name__
         checks.need_rows("x", x, self.in_features, where)
-        ends = splits.ends_of(split_sizes, offs, self.num_groups, x, where)
+        y = self._product(x, splits.ends_of(split_sizes, offs, self.num_groups, x, where), scales, out, grad_input)
+        if not self.return_bias:
+            return y
+        return y, [bias.to(y.dtype) for bias in self.each("bias")] if self.use_bias else []
+
+    def _product(self, x: Tensor, ends: Tensor, scales: Tensor | None, out: Tensor | None, grad_input: Tensor | None) -> Tensor:
         made, rows = call(x.reshape(-1, self.in_features), [self.stage(x, ends, scales)]), x.shape[:-1]
         effects = self.effects(made)
         if out is None and grad_input is None and effects is None:
             return restored(made.run(), rows)
         self._check_buffers(x, made.inputs, out, grad_input)
         flat = [None if t is None else t.view(-1, t.shape[-1]) for t in (out, grad_input)]
-        return restored(tracked(made, effects or Effects({}, {}), ends, *flat, x.is_leaf, where), rows)
+        return restored(tracked(made, effects or Effects({}, {}), ends, *flat, x.is_leaf, type(self).__name__), rows)
 
     def stage(self, x: Tensor, ends: Tensor, scales: Tensor | None) -> Stage:
         """The stage that the layer adds to a program: ends i32[G], scales float[...] or None, for rows like those of x."""
         where, groups = type(self).__name__, self.num_groups
         weight = Operand(self.grouped("weight"), (groups, self.out_features, self.in_features))
-        bias = Operand(self.grouped("bias"), (groups, self.out_features)) if self.use_bias else None
+        bias = Operand(self.grouped("bias"), (groups, self.out_features)) if self.use_bias and not self.return_bias else None
         if scales is not None and not self.scale_bias:
             raise ShapeError("scales", expected="none", todo="a GroupedLinear with a bias and scale_bias=True takes them", where=where)
         column = Operand(checks.need_scales(scales, x, where), (ROWS,)) if self.scale_bias else None
@@ -193,6 +203,6 @@ class GroupedLinear(GroupedParameters):
         flags = {
             "accumulate_into_main_grad": self.accumulate_into_main_grad, "single_grouped_weight": self.single["weight"],
             "single_grouped_bias": self.single.get("bias", False), "delay_wgrad_compute": self.delay_wgrad_compute,
-            "scale_bias": self.scale_bias,
+            "scale_bias": self.scale_bias, "return_bias": self.return_bias,
         }  # fmt: skip
         return sizes + "".join(f", {name}=True" for name, on in flags.items() if on)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from ..errors import ShapeError
+from ..errors import OptionError, ShapeError
 from ..op_definitions import restored
 from . import checks, main_grad, splits
 from .activations import _ScaledGLU
@@ -27,8 +27,12 @@ class Sequential(nn.Sequential):
 
     def forward(self, x: Tensor, *extra: Tensor) -> Tensor:
         """x [..., K] -> [..., N]. extra: what each of our modules takes besides x, in order: for a GroupedLinear split_sizes int[G] and,
-        with scale_bias, scales [...]; for a scaled activation its scales [...]. ShapeError for too many or too few.
+        with scale_bias, scales [...]; for a scaled activation its scales [...]. ShapeError for too many or too few, OptionError for a
+        GroupedLinear with return_bias.
         """
+        if any(isinstance(module, GroupedLinear) and module.return_bias for module in self):
+            expected, todo = "modules that return only rows", "call it outside the Sequential"
+            raise OptionError("a GroupedLinear with return_bias", expected=expected, todo=todo, where="Sequential")
         wanted = sum(_takes(module) for module in self)
         if len(extra) != wanted:
             raise ShapeError(f"{len(extra)} tensors beside x", expected=f"{wanted}: {_described(self)}", where="Sequential")

@@ -21,7 +21,7 @@ from ways import compiled
 
 from fusion_moe import options
 from fusion_moe.errors import DeviceError, DtypeError, GroupsError, OptionError, ShapeError, UnsupportedError
-from fusion_moe.nn import GroupedLinear
+from fusion_moe.nn import GroupedLinear, Sequential
 from fusion_moe.parts import are_neighbours
 
 pytestmark = pytest.mark.usefixtures("meaning")
@@ -350,6 +350,39 @@ def test_state_dicts_of_either_form(tmp_path, ours, theirs):
     nn.Sequential(other).load_state_dict(torch.load(tmp_path / "state.pt")["model"])
     assert_same_bits([other(rows(), COUNTS)], [module(rows(), COUNTS)])
     assert theirs or neighbours(other)
+
+
+@pytest.mark.parametrize(("single", "autocast"), list(product(BOTH, BOTH)))
+def test_biases_that_the_caller_adds(single, autocast):
+    """Neither added nor lost: what the caller does with them reaches their gradients."""
+    form: dict[str, bool] = {"single_grouped_bias": single}
+    module, whole = layer(G, K, N, return_bias=True, **form), layer(G, K, N, **form)
+    bare = GroupedLinear(G, K, N, bias=False)
+    bare.load_state_dict({key: t for key, t in whole.state_dict().items() if key.startswith("weight")})
+    inside = sum(SIZES)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y, biases = module(rows(), COUNTS)
+        assert_same_bits([y], [bare(rows(), COUNTS)])
+    assert [(b.shape, b.dtype) for b in biases] == [((N,), y.dtype)] * G
+    added = y[:inside] + torch.stack(biases).repeat_interleave(COUNTS, 0)
+    if not autocast:
+        torch.testing.assert_close(added, whole(rows(), COUNTS)[:inside])
+    dy = uniform(inside, N, seed=8)
+    added.backward(dy.to(added.dtype))
+    want = torch.stack([part.sum(0) for part in dy.split(SIZES)])
+    assert_near(torch.stack(gradients(module, "bias")), want, added.dtype, scale=4.0)
+
+
+def test_what_return_bias_goes_with():
+    x, module = rows(), layer(G, K, N, bias=False, return_bias=True)
+    y, biases = module(x, COUNTS, out=torch.zeros(ROWS, N))
+    assert biases == []
+    assert y.equal(layer(G, K, N, bias=False)(x, COUNTS))
+    assert "return_bias=True" in repr(module)
+    with pytest.raises(OptionError, match="scale_bias and return_bias"):
+        GroupedLinear(G, K, N, scale_bias=True, return_bias=True)
+    with pytest.raises(OptionError, match="a GroupedLinear with return_bias.*call it outside"):
+        Sequential(module)(x, COUNTS)
 
 
 # Memory of the caller -------------------------------------------------------------------------------------------------
