@@ -25,7 +25,7 @@ from ..checkpoints.directory import (
     quantization_of,
     read_index,
 )
-from ..checkpoints.headers import read_json
+from ..checkpoints.headers import read_json, shown
 from ..errors import CheckpointError, OptionError
 from ..nn.config import NVFP4Config
 from .completeness import new_heads
@@ -131,7 +131,10 @@ def _configuration(directory: str | Path | None, kwargs: dict[str, Any]) -> tupl
 def configuration(directory: str | Path | None, **kwargs: Any) -> Any:
     """`AutoConfig.from_pretrained`, also for model types that transformers knows under another name."""
     said, _ = PreTrainedConfig.get_config_dict(directory, **_some_of(kwargs, _OF_HUB))
-    family = _SAME_AS.get(said.get("model_type"))
+    kind = said.get("model_type", "")
+    if not isinstance(kind, str):
+        raise CheckpointError(f"model_type {shown(kind)}", expected="the name of a family of models", where=str(directory))
+    family = _SAME_AS.get(kind)
     if family is None or kwargs.get("trust_remote_code"):
         return AutoConfig.from_pretrained(directory, **kwargs)
     entries = {key: value for key, value in kwargs.items() if key not in (*_OF_HUB, *_OF_CODE)}

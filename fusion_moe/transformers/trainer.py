@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from ..adapters import load_lora_, save_lora
 from ..adapters.config import CONFIG
 from ..adapters.files import TENSORS
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedError
 from ..nn.adaptable import AdaptableModule
 from ..nn.lora import adapters_of
+from ..warn import warn_once
 
 FOLDER = "adapters"
 _saving_to: ContextVar[Path | None] = ContextVar("fusion_moe_saving_to", default=None)
@@ -45,7 +46,7 @@ def register_saving() -> None:
     PreTrainedModel.save_pretrained = save_pretrained
 
 
-def write_adapters(model: nn.Module) -> None:
+def write_adapters(model: PreTrainedModel) -> None:
     """Writes the adapters of a model that is being saved; removes those of an earlier one from its directory."""
     if (directory := _saving_to.get()) is None:
         return
@@ -54,20 +55,37 @@ def write_adapters(model: nn.Module) -> None:
     with suppress(OSError):
         (directory / FOLDER).rmdir()
     if _adapters(model):
-        save_lora(model, directory / FOLDER)
+        save_lora(_with_head(model), directory / FOLDER)
 
 
-def read_adapters_(model: nn.Module, directory: Path) -> None:
-    """Adds the adapters that a saved model has beside it, if any."""
+def read_adapters_(model: PreTrainedModel, directory: Path) -> None:
+    """Adds the adapters that a saved model has beside it, if any. Others, such as PEFT's of other layers, are left out, with a warning."""
     if (directory / FOLDER / CONFIG).exists():
-        load_lora_(model, directory / FOLDER)
+        try:
+            load_lora_(_with_head(model), directory / FOLDER)
+        except UnsupportedError as error:
+            warn_once(f"adapters are left out: {error}")
+
+
+def _with_head(model: Any) -> nn.Module:
+    """A module in which parts have the names that they have beside a head: base models read what was saved with one, and the reverse."""
+    if model.base_model is not model or not model.base_model_prefix:
+        return model
+    whole = nn.Module()
+    whole.add_module(model.base_model_prefix, model)
+    whole.name_or_path = model.name_or_path
+    return whole
 
 
 def register_loading(is_ours: Callable[[Any], bool]) -> None:
     """Makes Trainer load checkpoints of our models by `load_checkpoint_`, if it is in use. FSDP and DeepSpeed have their own files."""
-    trainer: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-    if trainer is None or hasattr(trainer._load_from_checkpoint, "__wrapped__"):
-        return
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    if trainer is not None:
+        _wrap(trainer, is_ours)
+
+
+@functools.cache
+def _wrap(trainer: Any, is_ours: Callable[[Any], bool]) -> None:
     resume, load_best = trainer._load_from_checkpoint, trainer._load_best_model
 
     @functools.wraps(resume)

@@ -485,6 +485,13 @@ def test_accelerates_hooks_stay_on_linear_layers(tmp_path):
     assert relative(logits(model), logits(from_pretrained(MADE / "ct-qwen3_moe"))) <= 1e-2
 
 
+@pytest.mark.parametrize("kind", [[], {}, 5, None], ids=str)
+def test_the_model_type_is_a_name(kind, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(CheckpointError, match=r"model_type .*; expected the name of a family of models"):
+        from_pretrained(tmp_path)
+
+
 def test_kimi_k2_is_deepseek_v3(tmp_path):
     path = Path(shutil.copytree(MADE / "modelopt-deepseek_v3-w4a16", tmp_path / "kimi"))
     config = json.loads((path / "config.json").read_text())

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import fusion_moe
 from fusion_moe.adapters import load_lora_
@@ -125,6 +125,28 @@ def test_a_saved_model_loads_with_its_adapters(load, trained, tmp_path):
     loaded = load(tmp_path)
     assert_equal(loaded, model)
     assert {n for n, p in loaded.named_parameters() if p.requires_grad} == {n for n, p in model.named_parameters() if p.requires_grad}
+
+
+def test_base_models_have_the_adapters_too(trained, tmp_path):
+    model, _ = trained
+    model.save_pretrained(tmp_path / "whole")
+    assert_equal(AutoModel.from_pretrained(tmp_path / "whole"), model.model)
+    loaded = AutoModel.from_pretrained(tmp_path / "whole")
+    loaded.save_pretrained(tmp_path / "base")
+    assert_equal(AutoModel.from_pretrained(tmp_path / "base"), model.model)
+    plain = base()
+    load_lora_(plain, tmp_path / "base" / "adapters")
+    assert_equal(plain, model, lambda name: "lora" in name)
+
+
+def test_adapters_of_others_are_left_out(trained, tmp_path, caplog):
+    model, _ = trained
+    model.save_pretrained(tmp_path)
+    config = tmp_path / "adapters" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"target_modules": ["q_proj"]}))
+    assert not [name for name in from_pretrained(tmp_path).state_dict() if "lora" in name]
+    assert "adapters are left out: " in caplog.text
+    assert "target_modules = ['q_proj']" in caplog.text
 
 
 def test_adapters_of_an_earlier_model_do_not_stay(tmp_path):
