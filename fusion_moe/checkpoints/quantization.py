@@ -28,10 +28,10 @@ def quantize(src: str | Path, dst: str | Path, *, shard_bytes: int = SHARD_BYTES
     """Writes src with its experts in NVFP4 as dst, which appears whole; a call after an interruption continues. Returns dst.
 
     src: in bfloat16, float16, float32, or FP8, which is rounded to bfloat16 first. Each matrix of an expert gets its own scale and the same
-    bytes as from `quantize_`; gate and up are two matrices. Experts in one tensor are written one by one, also those of Llama-4 and gpt-
-    oss, which are stored transposed. Layers for multi-token prediction stay in floats: transformers reads no others. Everything else stays
-    the same, except that FP8 with more than one scale becomes bfloat16, since ModelOpt's form has no such FP8. UnsupportedError if there
-    are no such experts, ShapeError if K is not a multiple of 16, NonFiniteError for NaN and infinity, CheckpointError as from
+    bytes as from `quantize_`; gate and up are two matrices. Experts in one tensor are written one by one, also those of Llama-4 and
+    gpt-oss, which are stored transposed. Layers for multi-token prediction stay in floats: transformers reads no others. Everything else
+    stays the same, except that FP8 with more than one scale becomes bfloat16, since ModelOpt's form has no such FP8. UnsupportedError if
+    there are no such experts, ShapeError if K is not a multiple of 16, NonFiniteError for NaN and infinity, CheckpointError as from
     `Directory.open`, `stored_weights` and `write`.
     """
     source = Source.open(src)

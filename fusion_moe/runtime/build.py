@@ -37,7 +37,7 @@ from typing import IO
 from .. import options
 from ..errors import BuildError
 from ..warn import warn_once
-from . import dump, isa, passing, store
+from . import dump, isa, store, transient
 
 # No -ffast-math, nor anything else that changes results. -ffast-math also makes g++ link code that flushes denormals in the whole process
 # that loads the library. Contraction of a * b + c into one rounding would give each tier different results.
@@ -212,7 +212,7 @@ def _first_that_runs(cxx: str, path: str) -> Compiler | None:
 
 
 def _version(command: Sequence[str]) -> str:
-    with passing.none_there(command[0]), contextlib.suppress(subprocess.TimeoutExpired):
+    with transient.missing_ok(command[0]), contextlib.suppress(subprocess.TimeoutExpired):
         done = _run([*command, "--version"])
         return done.stdout if done.returncode == 0 else ""
     return ""

@@ -23,7 +23,7 @@ from . import cuda, store
 from .kernel import Kernel
 
 _SHOWN = 4  # how many operations of a segment an error names
-_ROUNDED = "int4", "mxfp4"  # encodings whose weights CUDA's kernels round to 16 bits, and so do nvFuser's all
+_ROUNDED = "int4", "mxfp4"  # encodings whose weights CUDA's kernels round to 16 bits; nvFuser's round all weights
 _SCRIPT = '''"""{title}: run on the inputs for which its kernel computed something else than its Fusion means. Raises that error."""
 
 import torch
@@ -38,7 +38,7 @@ PROGRAM = """
 """
 
 if __name__ == "__main__":
-    inputs = torch.load("{inputs}", weights_only=True)
+    inputs = torch.load({inputs!r}, weights_only=True)
     with options.using(options.from_key({options!r}).replace(check=True)):
         program_of(PROGRAM, torch.device("{device}"))(inputs, {sizes})
     print("no difference")
@@ -148,7 +148,7 @@ def _reproduction(title: str, fusion: Fusion, inputs: Sequence[Any], env: Mappin
     script, saved = folder / f"{stem}.py", folder / f"{stem}.pt"
     sizes, held = {s: env[s] for s in fusion.symbols}, io.BytesIO()
     torch.save(inputs, held)
-    content = _SCRIPT.format(title=title, program=program, inputs=saved, options=options.current().key(), device=device, sizes=sizes)
+    content = _SCRIPT.format(title=title, program=program, inputs=str(saved), options=options.current().key(), device=device, sizes=sizes)
     folder.mkdir(parents=True, exist_ok=True)
     for path, data in (saved, held.getvalue()), (script, content.encode()):
         path.touch(mode=0o600)  # what a model computes is this user's

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .. import options
 from ..errors import OptionError
-from . import passing
+from . import transient
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def lacking(tier: str) -> tuple[str, ...]:
 @cache
 def features() -> frozenset[str]:
     """The instruction sets that the operating system lets programs use, as /proc/cpuinfo names them; none on other systems."""
-    with passing.none_there("/proc/cpuinfo"), Path("/proc/cpuinfo").open() as lines:
+    with transient.missing_ok("/proc/cpuinfo"), Path("/proc/cpuinfo").open() as lines:
         for line in lines:  # only the first CPU's: reading hundreds of them takes a while
             name, _, value = line.partition(":")
             if name.strip() in ("flags", "Features"):

@@ -33,7 +33,7 @@ from .. import options
 from ..errors import BuildError
 from ..progress import saying_after
 from ..warn import warn_once
-from . import passing, trust
+from . import transient, trust
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PATIENCE = 10.0  # seconds of waiting for a lock before it is said for whom
@@ -104,7 +104,7 @@ def as_build_error(where: str) -> Iterator[None]:
         yield
     except OSError as e:
         todo = f"{'free some space, or ' if e.errno in _FULL else ''}set FUSION_MOE_CACHE_DIR to another folder"
-        todo = passing.TODO if e.errno in passing.ERRNOS else todo
+        todo = transient.TODO if e.errno in transient.ERRNOS else todo
         raise BuildError(f"the compiled kernel could not be written: {e}", todo=todo, where=where) from e
 
 

@@ -10,7 +10,7 @@ import stat
 from functools import cache
 from pathlib import Path
 
-from . import passing
+from . import transient
 
 _OTHERS_WRITE = 0o022  # with access lists, the group's bit stands for everyone named there
 
@@ -58,7 +58,7 @@ def _ourselves() -> frozenset[int]:
 @cache
 def _unmapped() -> frozenset[int]:
     """Who root may be in a container that does not map the system's root: the user that stands for all unmapped users."""
-    with passing.none_there("/proc/self/uid_map"):
+    with transient.missing_ok("/proc/self/uid_map"):
         if Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:
             return frozenset((int(Path("/proc/sys/kernel/overflowuid").read_text()),))
     return frozenset()

@@ -20,7 +20,7 @@ import torch
 
 from fusion_moe import options
 from fusion_moe.errors import BuildError, OptionError
-from fusion_moe.runtime import build, isa, passing, store, trust
+from fusion_moe.runtime import build, isa, store, transient, trust
 
 pytestmark = [pytest.mark.compiler, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
 FORK = multiprocessing.get_context("fork")
@@ -294,7 +294,7 @@ def test_what_is_found_without_file_descriptors_is_not_remembered(compiler):
     process.join()
     assert found == 42
     for what, one in zip((os.environ["CXX"], os.environ["CXX"], "/proc/cpuinfo", "/proc/self/uid_map"), said, strict=True):
-        assert one == f"{what} cannot be read or run: Too many open files; {passing.TODO}"
+        assert one == f"{what} cannot be read or run: Too many open files; {transient.TODO}"
 
 
 def test_a_compiler_that_does_not_say_its_version(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Failures of the system that may be over at the next call. Nothing is concluded from them: what is remembered would be wrong for good."""
+"""Transient errors of the system. Nothing is concluded from them: what is remembered would be wrong for good."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TODO = "the process is out of files, processes or memory: raise its limits (ulim
 
 
 @contextlib.contextmanager
-def none_there(what: str) -> Iterator[None]:
-    """Suppresses the system's errors, for what may not be there. A failure that may pass is a BuildError."""
+def missing_ok(what: str) -> Iterator[None]:
+    """Suppresses an OSError, for what may not be there. BuildError for a transient one."""
     try:
         yield
     except OSError as error:
