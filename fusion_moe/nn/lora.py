@@ -167,8 +167,9 @@ def adapt(module: AdaptableModule, projection: str, rank: int, alpha: float, dty
 def _kind() -> type[Adapter]:
     """The class of new adapters: one that PEFT knows, where a program may use PEFT."""
     if ("peft" in sys.modules or "transformers" in sys.modules) and importlib.util.find_spec("peft") is not None:
-        kind: type[Adapter] = importlib.import_module("fusion_moe.adapters.peft").PeftAdapter
-        return kind
+        from .peft import PeftAdapter
+
+        return PeftAdapter
     return Adapter
 
 

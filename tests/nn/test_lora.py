@@ -122,7 +122,7 @@ def test_frozen_adapters_in_training_mode_are_a_warning(caplog):
     with torch.no_grad():
         module(*routed())
     module.eval()(*routed())
-    assert not caplog.records
+    assert "frozen" not in caplog.text
     module.train()(*routed())
     assert "training mode, but the adapters of Experts are frozen: call add_lora_ after what freezes a model" in caplog.text
 

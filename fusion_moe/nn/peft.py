@@ -8,7 +8,7 @@ from typing import Any
 import peft
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from ..nn.lora import Adapter
+from .lora import Adapter
 
 if tuple(map(int, peft.__version__.split(".")[:2])) < (0, 21):
     found = f"PEFT {peft.__version__} freezes and does not save the adapters of experts in a model that it adapts too: use 0.21 or newer"
