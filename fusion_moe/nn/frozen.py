@@ -62,7 +62,7 @@ class FrozenModule(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes of the weights: codes and scales."""
-        return sum(p.nbytes for p in own_parameters(self))
+        return sum(t.nbytes for t in (*own_parameters(self), *self.buffers(recurse=False)))
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenModule:
         """As torch's; UnsupportedError for a request to train codes."""

@@ -18,6 +18,7 @@ class QuantizedLinear(PackedModule):
 
     N out-features, K in-features. Frozen parameters: weight, weight_scale and, if the encoding has a scale of the matrix, weight_scale_2
     are the parts of nvfp4, mxfp4 or int4 [N, K], in linear order; bias float [N] or None is the only one that a cast of the model casts.
+    A scale that is a scalar is a buffer.
     """
 
     castable = ("bias",)
@@ -34,7 +35,10 @@ class QuantizedLinear(PackedModule):
         self.out_features, self.in_features = weight.shape
         self.part_names = {"weight": ("weight", "weight_scale", "weight_scale_2")[: len(weight)]}
         for name, part in zip(self.part_names["weight"], weight, strict=True):
-            setattr(self, name, frozen(part))
+            if part.dim():
+                setattr(self, name, frozen(part))
+            else:
+                self.register_buffer(name, part.detach())  # FSDP2 refuses parameters that are scalars
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,11 +66,11 @@ class QuantizedLinear(PackedModule):
 
 
 class NVFP4Linear(QuantizedLinear):
-    """A linear layer in NVFP4. Its parameters have nvidia-modelopt's names:
+    """A linear layer in NVFP4. Its tensors have nvidia-modelopt's names:
 
     weight          uint8          [N, K/2]    two codes a byte, low nibble first
     weight_scale    float8_e4m3fn  [N, K/16]   linear order
-    weight_scale_2  float32        []          multiplies
+    weight_scale_2  float32        []          multiplies; a buffer
     """
 
     def _product(self, rows: Tensor, weight: list[Tensor], offs: Tensor) -> Tensor:

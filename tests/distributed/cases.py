@@ -39,7 +39,7 @@ from fusion_moe.checkpoints import Directory
 from fusion_moe.distributed import clip_grad_norm_, parallelize_
 from fusion_moe.encodings import ENCODINGS, MXFP4, quantize
 from fusion_moe.errors import OptionError, UnsupportedError
-from fusion_moe.nn import Experts, GroupedLinear, add_lora_
+from fusion_moe.nn import Experts, GroupedLinear, NVFP4Linear, add_lora_
 from fusion_moe.nn.local import gathered, local
 
 E, H, I, T, K = 7, 64, 160, 13, 3  # neither 2 nor 4 divides E, nor the blocks of I
@@ -597,6 +597,40 @@ def encoded_weights_in_wrappers(mesh):
             }
             sharded[1].load_state_dict(state)
             assert sharded[1](*given).equal(y)
+
+
+@case
+def linear_layers_in_wrappers(mesh):
+    """The scale of the matrix, a scalar, is the same on all ranks and whole."""
+    g = torch.Generator().manual_seed(0)
+    alone = nn.Sequential(nn.Linear(64, 64), NVFP4Linear(quantize(torch.randn(96, 64, generator=g) / 8))).to(DEVICE)
+    with torch.no_grad():
+        alone[0].weight.copy_(torch.randn(64, 64, generator=g))
+        alone[0].bias.zero_()
+    x, saved = torch.randn(5, 64, generator=g).to(DEVICE), {name: t.clone() for name, t in alone.state_dict().items()}
+    want = alone(x)
+    want.sum().backward()
+    model = deepcopy(alone).requires_grad_(False)
+    model[0].requires_grad_()
+    model.zero_grad()
+    other = deepcopy(model)
+    model[1].weight_scale_2.mul_(mesh.get_rank() + 1)
+    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=[mesh.get_rank()] if DEVICE == "cuda" else None)
+    first, second = wrapped(x), wrapped(x)
+    (first + second).sum().div(2).backward()
+    for y in first, second:
+        assert_equal(y, want)
+    assert_alike([model[0].weight.grad], [alone[0].weight.grad])
+    assert all(t.shape == saved[name].shape and t.equal(saved[name]) for name, t in model.state_dict().items())
+    if FSDP2_TAKES_INTEGERS:
+        for part in other[1], other:
+            fully_shard(part, mesh=mesh)
+        y = other(x)
+        y.sum().backward()
+        assert_equal(y, want)
+        assert_alike([gathered(p.grad) for p in other[0].parameters()], [p.grad for p in alone[0].parameters()])
+        state = other.state_dict()
+        assert {name: (t.shape, t.dtype) for name, t in state.items()} == {name: (t.shape, t.dtype) for name, t in saved.items()}
 
 
 def average(model: nn.Module, mesh: DeviceMesh, sharded_rest: bool) -> None:
