@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..adapters import load_lora_, save_lora
-from ..adapters.config import CONFIG
+from ..adapters.config import CONFIG, read_config
 from ..adapters.files import TENSORS
 from ..errors import CheckpointError, UnsupportedError
 from ..nn.adaptable import AdaptableModule
@@ -50,10 +50,12 @@ def write_adapters(model: PreTrainedModel) -> None:
     """Writes the adapters of a model that is being saved; removes those of an earlier one from its directory."""
     if (directory := _saving_to.get()) is None:
         return
-    for file in (CONFIG, TENSORS):
-        (directory / FOLDER / file).unlink(missing_ok=True)
-    with suppress(OSError):
-        (directory / FOLDER).rmdir()
+    with suppress(CheckpointError, UnsupportedError):  # none there, or others, which stay
+        read_config(directory / FOLDER)
+        for file in (CONFIG, TENSORS):
+            (directory / FOLDER / file).unlink(missing_ok=True)
+        with suppress(OSError):
+            (directory / FOLDER).rmdir()
     if _adapters(model):
         save_lora(_with_head(model), directory / FOLDER)
 

@@ -139,12 +139,15 @@ def test_base_models_have_the_adapters_too(trained, tmp_path):
     assert_equal(plain, model, lambda name: "lora" in name)
 
 
-def test_adapters_of_others_are_left_out(trained, tmp_path, caplog):
+def test_adapters_of_others_are_left_out_and_stay(trained, tmp_path, caplog):
     model, _ = trained
     model.save_pretrained(tmp_path)
     config = tmp_path / "adapters" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"target_modules": ["q_proj"]}))
-    assert not [name for name in from_pretrained(tmp_path).state_dict() if "lora" in name]
+    loaded = from_pretrained(tmp_path)
+    assert not [name for name in loaded.state_dict() if "lora" in name]
+    loaded.save_pretrained(tmp_path)
+    assert len(list((tmp_path / "adapters").iterdir())) == 2
     assert "adapters are left out: " in caplog.text
     assert "target_modules = ['q_proj']" in caplog.text
 
