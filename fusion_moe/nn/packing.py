@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +35,6 @@ class GroupedParameters(nn.Module):
         buffer = torch.empty(self.num_groups, *shape, **factory)
         for key, t in zip(self.keys(name), [buffer] if single else buffer.unbind(), strict=True):
             self.register_parameter(key, nn.Parameter(t))
-        self._pack([name])
 
     def add_none(self, name: str, single: bool) -> None:
         """Registers None under the names that the parameters would have."""
@@ -85,6 +83,12 @@ class GroupedParameters(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for name in self.shapes:
+            found = list(filter(_in_memory, self._parameters_of(name)))
+            if len({p.untyped_storage().data_ptr() for p in found}) == len(found):
+                for p in found:
+                    if p.untyped_storage().nbytes() > p.nbytes and not p.is_shared():  # pickle stores the whole buffer with each
+                        p.data = p.detach().clone()
         self._pack(self.shapes)
 
     def _parameters_of(self, name: str) -> list[nn.Parameter]:
@@ -105,9 +109,6 @@ class GroupedParameters(nn.Module):
             if whole and alike and all(map(_may_move, found)) and not are_neighbours(found):
                 for p, t in zip(found, torch.stack([p.detach() for p in found]).unbind(), strict=True):
                     p.data = t
-            if not self.single[name] and self._packed(name) and found[0].untyped_storage().nbytes() == self.num_groups * found[0].nbytes:
-                for p in found:
-                    p.in_group = True  # type: ignore[attr-defined]  # for _reduced
 
     # ------------------------------------------------------------------------------------------------------------ state dicts
 
@@ -147,18 +148,3 @@ def _may_move(p: Tensor) -> bool:
     if p.is_cuda:
         return p.untyped_storage().nbytes() == p.nbytes and not torch.cuda.is_current_stream_capturing()
     return p.untyped_storage().nbytes() == p.nbytes and not p.is_shared()
-
-
-def _reduced(p: nn.Parameter) -> Any:
-    """What pickle stores of a parameter: of one of a group its own memory, and `__setstate__` makes them neighbours again.
-
-    torch's would store the whole buffer with each. A pickle of the module and its optimizer has each parameter once.
-    """
-    attributes = p.__dict__
-    if attributes.get("in_group") and _in_memory(p):
-        p = nn.Parameter(from_dlpack(p.detach()), p.requires_grad)
-        p.__dict__.update({name: value for name, value in attributes.items() if name != "in_group"})
-    return p.__reduce_ex__(2)
-
-
-copyreg.pickle(nn.Parameter, _reduced)  # all others are stored as before
