@@ -41,7 +41,8 @@ def main() -> None:
 
 def environment(asked: argparse.Namespace) -> dict[str, str]:
     """What the program needs to see the device. Memory is not cached, so that all of it is zeros when it is new."""
-    found = {"LD_PRELOAD": str(library()), "PRETENDED_NVRTC": str(nvrtc()), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    preloaded = ":".join(filter(None, [str(library()), os.environ.get("LD_PRELOAD")]))
+    found = {"LD_PRELOAD": preloaded, "PRETENDED_NVRTC": str(nvrtc()), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     chosen = {"PRETENDED_CAPABILITY": asked.capability, "PRETENDED_LOG": asked.log, "PRETENDED_HEADERS": asked.headers}
     return found | {name: str(value) for name, value in chosen.items() if value}
 
