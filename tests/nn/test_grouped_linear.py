@@ -513,9 +513,9 @@ def test_split_sizes_as_numbers(given):
 
 
 @pytest.mark.compiler
-def test_split_sizes_whose_number_a_tracer_does_not_know(monkeypatch):
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_split_sizes_whose_number_a_tracer_does_not_know():
     """Those of torch.bincount."""
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
     module, x, ids = layer(G, K, N, single_grouped_weight=True), uniform(12, K), torch.arange(12) // 3
     call = torch.compile(lambda x, ids: module(x, torch.bincount(ids, minlength=G)), backend="fusion_moe", fullgraph=True)
     torch.testing.assert_close(call(x, ids), module(x, torch.bincount(ids, minlength=G)))
