@@ -52,9 +52,10 @@ class Symbols:
 
     def register_translated(self) -> None:
         """Makes operations with translators known to thunder, unless they are already: of torch's own, only the grouped product, which
-        thunder's executors take for a few devices and arguments.
+        thunder's executors take for a few devices and arguments, and the one that gives results of modules the shape of their inputs.
         """
         self.of(torch.ops.aten._grouped_mm.default, torch._grouped_mm)
+        self.of(torch.ops.aten._unsafe_view.default)
         for translator in translate.registered():
             namespace, _, name = translator.op.partition("::")
             packet = getattr(getattr(torch.ops, namespace), name.partition(".")[0], None) if namespace not in ("aten", "prims") else None
